@@ -70,8 +70,8 @@ class InferenceSession:
             self._sessions.add(self)
         self._kernels = kernels
         self._is_deterministic = deterministic
-        self._plans: GraphCache | None = None
-        self._plans_of: Ops | None = None
+        self._graphs: GraphCache | None = None
+        self._graphs_of: Ops | None = None
         if num_threads is None:
             num_threads = _threads_of_limit() if ranks is None else threads_of_rank(ranks.world)
         if num_threads is not None:
@@ -136,17 +136,17 @@ class InferenceSession:
         return self._opened[1]
 
     @property
-    def plans(self) -> GraphCache | None:
+    def graphs(self) -> GraphCache | None:
         """The compiled steps of this session's models; None if operations run eagerly."""
         from penstock.kernels.graph import GraphCache
 
         if not self.use_graphs:
             return None
-        if self._plans_of is not self.ops:
+        if self._graphs_of is not self.ops:
             compiler = self.backend.graphs(self.ops)
-            self._plans = GraphCache(compiler) if compiler is not None else None
-            self._plans_of = self.ops
-        return self._plans
+            self._graphs = GraphCache(compiler) if compiler is not None else None
+            self._graphs_of = self.ops
+        return self._graphs
 
     @cached_property
     def queue(self) -> DeviceQueue | None:
@@ -161,22 +161,22 @@ class InferenceSession:
     @property
     def graph_status(self) -> str:
         """The mode of the last step: ``compiled`` (one call), or ``eager`` and the reason."""
-        plans = self.plans
-        if plans is None:
+        graphs = self.graphs
+        if graphs is None:
             if not self.use_graphs:
                 return "eager: compiled steps are disabled"
             return f"eager: the {self.ops.name} kernels cannot compile steps"
-        return plans.status or "no step yet"
+        return graphs.status or "no step yet"
 
     @property
-    def planned_steps(self) -> str:
+    def compiled_steps(self) -> str:
         """Text that describes which steps of a model can be compiled: ``of up to 512 rows``, or ``none``."""
-        plans = self.plans
-        if plans is None:
+        graphs = self.graphs
+        if graphs is None:
             return "none"
         others = [name for name, owner in self.ops.implementations().items() if owner != self.ops.name]
         without = f" without {', '.join(others)}" if others else ""
-        return f"of up to {plans.max_rows} rows{without}"
+        return f"of up to {graphs.max_rows} rows{without}"
 
 
 def threads_of_rank(world: int) -> int:

@@ -47,7 +47,7 @@ def load_divided(required: PipelineRequirements, task: TaskRecord, resolve: Reso
         timeout=config.parallel.collective_timeout,
         by_expert=config.parallel.expert_parallel,
         shares_memory=config.parallel.collective_transport != "torch",
-        cores=tuple(one.processors for one in shares),
+        cores=tuple(share.processors for share in shares),
     )
     processes = RankProcesses(settings, partial(run_rank, config, resolve))
     try:

@@ -222,7 +222,7 @@ class DecoderModel(NetworkModel[TextContext]):
         A compiled step contains collectives in shared memory only.
         """
         ranks = self.session.ranks
-        return self.session.plans if ranks is None or ranks.region else None
+        return self.session.graphs if ranks is None or ranks.region else None
 
     def _run_compiled(self, model_inputs: ModelInputs) -> tuple[Tensor, ...] | None:
         """Return the results of `_run_eagerly` from a compiled step; None if the step must run eagerly."""

@@ -98,7 +98,7 @@ class EncoderModel(NetworkModel[EmbeddingsContext]):
     def output_size(cls, huggingface_config: HuggingFaceConfig) -> int:
         """Return E, the size of the hidden states that the network computes."""
         config = huggingface_config
-        return config.integer(next((one for one in _HIDDEN_SIZES if one in config), _HIDDEN_SIZES[0]))
+        return config.integer(next((key for key in _HIDDEN_SIZES if key in config), _HIDDEN_SIZES[0]))
 
     @classmethod
     @abstractmethod
@@ -143,13 +143,13 @@ class EncoderModel(NetworkModel[EmbeddingsContext]):
         positions = np.arange(ends[-1]) - (ends - counts).repeat(counts)
         types = [context.token_type_ids for context in contexts]
         token_types = None
-        if self.reads_token_types and any(one is not None for one in types):
+        if self.reads_token_types and any(type_ is not None for type_ in types):
             zeros = [np.zeros(count) for count in counts]
             token_types = np.concatenate(
                 [z if one is None else one for z, one in zip(zeros, types, strict=True)]
             )
         return EncoderInputs(
-            tokens=self._to_device(np.concatenate([one.next_tokens for one in contexts]), np.int64),
+            tokens=self._to_device(np.concatenate([context.next_tokens for context in contexts]), np.int64),
             row_offsets=self._to_device(np.concatenate([[0], ends]), np.int32),
             positions=self._to_device(positions, np.int64),
             token_types=None if token_types is None else self._to_device(token_types, np.int64),
@@ -182,14 +182,14 @@ class EncoderModel(NetworkModel[EmbeddingsContext]):
         Only steps of one input are compiled: their shape depends on the length only. Batches have many more
         shapes.
         """
-        plans = self.session.plans
-        if plans is None:
+        graphs = self.session.graphs
+        if graphs is None:
             return None
         if step.blocks is None or step.lora is not None or len(step.row_offsets) > 2:
-            plans.skip("adapters" if step.lora is not None else "several inputs")
+            graphs.skip("adapters" if step.lora is not None else "several inputs")
             return None
-        if len(model_inputs.tokens) > plans.max_rows:
-            plans.skip(f"more than {plans.max_rows} rows")
+        if len(model_inputs.tokens) > graphs.max_rows:
+            graphs.skip(f"more than {graphs.max_rows} rows")
             return None
         tensors = {
             "tokens": model_inputs.tokens,
@@ -211,7 +211,7 @@ class EncoderModel(NetworkModel[EmbeddingsContext]):
             )
             return (self.network(given["tokens"], own, given["token_types"]),)
 
-        results = plans.run((id(self.network), len(model_inputs.tokens)), tensors, run)
+        results = graphs.run((id(self.network), len(model_inputs.tokens)), tensors, run)
         return None if results is None else results[0]
 
     def step_inputs(self, model_inputs: EncoderInputs) -> StepInputs:

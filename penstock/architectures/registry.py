@@ -133,12 +133,12 @@ class PipelineRegistry:
     @property
     def architectures(self) -> tuple[SupportedArchitecture, ...]:
         """All records, by name and task."""
-        found = {_key(one): one for folder in self._folders for one in self._load_folder(folder)}
-        return tuple(one for _, one in sorted((found | self._registered).items()))
+        found = {_key(record): record for folder in self._folders for record in self._load_folder(folder)}
+        return tuple(record for _, record in sorted((found | self._registered).items()))
 
     def of_task(self, task: PipelineTask) -> tuple[SupportedArchitecture, ...]:
         """Return the records of one task, by name."""
-        return tuple(one for one in self.architectures if one.task is task)
+        return tuple(architecture for architecture in self.architectures if architecture.task is task)
 
     def retrieve_architecture(
         self,
@@ -168,7 +168,7 @@ class PipelineRegistry:
             raise UnknownArchitectureError(path, name, {one.name for one in self.architectures})
         architecture = of_tasks.get(task)
         if architecture is None:
-            raise UnsupportedTaskError(path, name, task.option, [one.option for one in of_tasks])
+            raise UnsupportedTaskError(path, name, task.option, [record.option for record in of_tasks])
         if encoding is not None:
             architecture.check_encoding(encoding)
         return architecture
@@ -191,8 +191,8 @@ class PipelineRegistry:
         """Return the records of a model type, by task."""
         folder = _folder_of(name)
         records = list(self._load_folder(folder)) if folder in self._folders else []
-        records += [one for one in self._registered.values() if one.name == name]
-        return {one.task: one for one in records}
+        records += [record for record in self._registered.values() if record.name == name]
+        return {record.task: record for record in records}
 
     @cached_property
     def _folders(self) -> Mapping[str, str]:
@@ -223,11 +223,12 @@ class PipelineRegistry:
             raise ConfigError(
                 "architecture", f"{package} must export one record for each task, in ARCHITECTURES alone"
             )
-        for one in records:
-            if _folder_of(one.name) != folder:
+        for record in records:
+            if _folder_of(record.name) != folder:
                 raise ConfigError(
                     "architecture",
-                    f"{package} is of model_type {one.name!r}: its folder must be {_folder_of(one.name)}",
+                    f"{package} is of model_type {record.name!r}: its folder must be "
+                    f"{_folder_of(record.name)}",
                 )
         return tuple(replace(one, package=package) for one in records)
 

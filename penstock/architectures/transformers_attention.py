@@ -70,7 +70,7 @@ def paged_attention(
     given.calls.append(layer)
     step = given.step
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    q, k, v = (one[0].transpose(0, 1) for one in (query, key, value))  # [T, heads, D]
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [T, heads, D]
     if step.kv is None:
         window = None if group.window is None else group.window - 1
         out = step.ops.encoder_attention(

@@ -145,8 +145,8 @@ class TransformersModel(DecoderModel):
         return network
 
     def _run_compiled(self, model_inputs: ModelInputs) -> tuple[Tensor, ...] | None:
-        if self.session.plans is not None:
-            self.session.plans.skip("the module of transformers runs eagerly")
+        if self.session.graphs is not None:
+            self.session.graphs.skip("the module of transformers runs eagerly")
         return None
 
     def execute_steps(
@@ -238,7 +238,7 @@ def _problem_of_config(config: PreTrainedConfig) -> str | None:
     if unknown:
         return f"it has layers of {', '.join(sorted(unknown))}"
     ropes = getattr(config, "rope_parameters", None) or {}
-    sections = [one for one in ropes.values() if isinstance(one, dict)] or [ropes]
+    sections = [rope for rope in ropes.values() if isinstance(rope, dict)] or [ropes]
     kinds = {one.get("rope_type") for one in sections} & {"dynamic", "longrope"}
     if kinds:
         return f"positions of rope type {kinds.pop()} depend on the longest sequence of a batch"

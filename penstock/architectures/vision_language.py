@@ -174,7 +174,7 @@ class VisionLanguageModel(VisionModel, TransformerModel):
 
     def _graphs_of_encoder(self) -> GraphCache | None:
         """Return the graphs of the encoder; None if operations run eagerly."""
-        graphs = self.session.plans
+        graphs = self.session.graphs
         if graphs is None or self.session.ranks is not None:
             return None
         if self.encoder_graphs is None or self.encoder_graphs.compiler is not graphs.compiler:

@@ -32,8 +32,8 @@ def print_summary(summary: Summary, console: Console) -> None:
         table = Table("milliseconds")
         for name in ("mean", *(f"p{percent}" for percent in PERCENTILES), "max"):
             table.add_column(name, justify="right")
-        for name, one in latencies.items():
-            values = [one.mean, *one.percentiles.values(), one.maximum]
+        for name, latency in latencies.items():
+            values = [latency.mean, *latency.percentiles.values(), latency.maximum]
             table.add_row(name, *(f"{1000 * value:.1f}" for value in values))
         console.print(table)
     for kind, count in summary.errors.items():
@@ -54,8 +54,8 @@ def plot(measurement: Measurement, title: str, path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingDependencyError("matplotlib", "bench", "--plot") from error
-    good = [one for one in measurement.outcomes if one.error is None]
-    bad = [one for one in measurement.outcomes if one.error is not None]
+    good = [outcome for outcome in measurement.outcomes if outcome.error is None]
+    bad = [outcome for outcome in measurement.outcomes if outcome.error is not None]
     figure = Figure(figsize=(11, 7), layout="constrained")
     FigureCanvasAgg(figure)  # renders without a display
     wrap_title(figure, title)
@@ -64,21 +64,24 @@ def plot(measurement: Measurement, title: str, path: Path) -> None:
     start = measurement.started
     over_time.set(title="requests", xlabel="due at, s", ylabel="s")
     over_time.scatter(
-        [one.scheduled - start for one in good], [one.seconds for one in good], s=9, label="end"
+        [outcome.scheduled - start for outcome in good],
+        [outcome.seconds for outcome in good],
+        s=9,
+        label="end",
     )
-    streamed = [one for one in good if one.text_times]
+    streamed = [outcome for outcome in good if outcome.text_times]
     over_time.scatter(
-        [one.scheduled - start for one in streamed],
-        [one.text_times[0] - one.scheduled for one in streamed],
+        [outcome.scheduled - start for outcome in streamed],
+        [outcome.text_times[0] - outcome.scheduled for outcome in streamed],
         s=9,
         label="first token",
     )
     if bad:
-        points = [one.scheduled - start for one in bad], [one.seconds for one in bad]
+        points = [outcome.scheduled - start for outcome in bad], [outcome.seconds for outcome in bad]
         over_time.scatter(*points, s=20, marker="x", color="red", label="failed")
     over_time.legend()
 
-    ends = sorted((one.ended - start, one.completion_tokens) for one in good)
+    ends = sorted((outcome.ended - start, outcome.completion_tokens) for outcome in good)
     total, steps = 0, [(0.0, 0)]
     for when, tokens in ends:
         total += tokens
@@ -90,11 +93,13 @@ def plot(measurement: Measurement, title: str, path: Path) -> None:
         latencies,
         "latency from the due time",
         {
-            "first token": [one.text_times[0] - one.scheduled for one in streamed],
-            "end": [one.seconds for one in good],
+            "first token": [outcome.text_times[0] - outcome.scheduled for outcome in streamed],
+            "end": [outcome.seconds for outcome in good],
         },
     )
-    _draw_distribution(gaps, "between two events", {"gap": [gap for one in streamed for gap in one.gaps]})
+    _draw_distribution(
+        gaps, "between two events", {"gap": [gap for outcome in streamed for gap in outcome.gaps]}
+    )
     figure.savefig(path, format="png", dpi=120)
 
 

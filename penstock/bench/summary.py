@@ -69,32 +69,32 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, measurement: Measurement) -> Summary:
         """Return the summary of a measurement."""
-        good = [one for one in measurement.outcomes if one.error is None]
-        bad = [one for one in measurement.outcomes if one.error is not None]
+        good = [outcome for outcome in measurement.outcomes if outcome.error is None]
+        bad = [outcome for outcome in measurement.outcomes if outcome.error is not None]
         seconds = max(measurement.seconds, 1e-9)
         prompt, completion = (
-            sum(one.prompt_tokens for one in good),
-            sum(one.completion_tokens for one in good),
+            sum(outcome.prompt_tokens for outcome in good),
+            sum(outcome.completion_tokens for outcome in good),
         )
-        firsts = [one.first_token_seconds for one in good if one.first_token_seconds is not None]
-        each = [one.token_seconds for one in good if one.token_seconds is not None]
+        firsts = [outcome.first_token_seconds for outcome in good if outcome.first_token_seconds is not None]
+        each = [outcome.token_seconds for outcome in good if outcome.token_seconds is not None]
         return cls(
             requests=len(measurement.outcomes),
             completed=len(good),
-            errors=dict(Counter(str(one.error) for one in bad).most_common()),
-            error_details={str(one.error): one.detail for one in reversed(bad)},
+            errors=dict(Counter(str(outcome.error) for outcome in bad).most_common()),
+            error_details={str(outcome.error): outcome.detail for outcome in reversed(bad)},
             is_interrupted=measurement.is_interrupted,
             seconds=seconds,
             requests_per_second=len(good) / seconds,
             prompt_tokens=prompt,
-            cached_tokens=sum(one.cached_tokens for one in good),
+            cached_tokens=sum(outcome.cached_tokens for outcome in good),
             completion_tokens=completion,
             prompt_tokens_per_second=prompt / seconds,
             completion_tokens_per_second=completion / seconds,
             time_to_first_token=Distribution.of(firsts),
-            inter_token=Distribution.of([gap for one in good for gap in one.gaps]),
+            inter_token=Distribution.of([gap for outcome in good for gap in outcome.gaps]),
             time_per_token=Distribution.of(each),
-            end_to_end=Distribution.of([one.seconds for one in good]),
+            end_to_end=Distribution.of([outcome.seconds for outcome in good]),
             round_trip=Distribution.of(measurement.round_trips),
         )
 
@@ -118,18 +118,18 @@ def report_of(measurement: Measurement, settings: dict[str, object]) -> dict[str
         "summary": msgspec.to_builtins(Summary.of(measurement)),
         "requests": [
             {
-                "index": one.index,
-                "scheduled": one.scheduled - start,
-                "sent": one.sent - start if one.sent else None,
-                "time_to_first_token": one.first_token_seconds,
-                "end_to_end": one.seconds,
-                "prompt_tokens": one.prompt_tokens,
-                "cached_tokens": one.cached_tokens,
-                "completion_tokens": one.completion_tokens,
-                "events": len(one.text_times),
-                "error": one.error,
-                "detail": one.detail or None,
+                "index": outcome.index,
+                "scheduled": outcome.scheduled - start,
+                "sent": outcome.sent - start if outcome.sent else None,
+                "time_to_first_token": outcome.first_token_seconds,
+                "end_to_end": outcome.seconds,
+                "prompt_tokens": outcome.prompt_tokens,
+                "cached_tokens": outcome.cached_tokens,
+                "completion_tokens": outcome.completion_tokens,
+                "events": len(outcome.text_times),
+                "error": outcome.error,
+                "detail": outcome.detail or None,
             }
-            for one in measurement.outcomes
+            for outcome in measurement.outcomes
         ],
     }

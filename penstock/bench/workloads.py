@@ -191,12 +191,12 @@ class Bench:
 
     def _decode(self) -> list[Figure]:
         seconds = self._repeated(lambda: self._seconds_of_step(self._llm))
-        return [Figure("decode", "1 prompt", "tokens/s", [1 / one for one in seconds])]
+        return [Figure("decode", "1 prompt", "tokens/s", [1 / value for value in seconds])]
 
     def _prefill(self) -> list[Figure]:
         length = self.sizes.prefill_length
         seconds = self._repeated(lambda: self._timed(self._llm, 1, length, 1))
-        return [Figure("prefill", f"{length} tokens", "tokens/s", [length / one for one in seconds])]
+        return [Figure("prefill", f"{length} tokens", "tokens/s", [length / value for value in seconds])]
 
     def _batch(self) -> list[Figure]:
         sizes = self.sizes
@@ -204,14 +204,14 @@ class Bench:
             lambda: self._timed(self._llm, sizes.batch, sizes.prompt_length, sizes.new_tokens)
         )
         tokens = sizes.batch * sizes.new_tokens
-        return [Figure("batch", f"{sizes.batch} prompts", "tokens/s", [tokens / one for one in seconds])]
+        return [Figure("batch", f"{sizes.batch} prompts", "tokens/s", [tokens / value for value in seconds])]
 
     def _start(self) -> list[Figure]:
-        phases = [one.seconds for one in self._cold_starts]
-        return [Figure("start", name, "s", [one[name] for one in phases]) for name in phases[0]]
+        phases = [start.seconds for start in self._cold_starts]
+        return [Figure("start", name, "s", [phase[name] for phase in phases]) for name in phases[0]]
 
     def _memory(self) -> list[Figure]:
-        return [Figure("memory", "peak", "MB", [one.peak_memory / 1e6 for one in self._cold_starts])]
+        return [Figure("memory", "peak", "MB", [start.peak_memory / 1e6 for start in self._cold_starts])]
 
     @cached_property
     def _cold_starts(self) -> list[ColdStart]:
@@ -221,15 +221,15 @@ class Bench:
     def _step(self) -> list[Figure]:
         whole = self._repeated(lambda: self._seconds_of_step(self._llm))
         return [
-            Figure("step", "all", "ms", [1000 * one for one in whole]),
-            Figure("step", "Python", "ms", [1000 * one for one in self._python_of_step(whole)]),
+            Figure("step", "all", "ms", [1000 * value for value in whole]),
+            Figure("step", "Python", "ms", [1000 * value for value in self._python_of_step(whole)]),
         ]
 
     def _python_of_step(self, whole: list[float]) -> list[float]:
-        plans = self._llm.pipeline.session.plans
-        if plans is not None and plans.last is not None:
-            kernels = seconds_of_kernels(plans.last)
-            return [max(one - kernels, 1e-9) for one in whole]
+        graphs = self._llm.pipeline.session.graphs
+        if graphs is not None and graphs.last is not None:
+            kernels = seconds_of_kernels(graphs.last)
+            return [max(value - kernels, 1e-9) for value in whole]
         with TemporaryDirectory(prefix="penstock-") as folder:
             length = self.sizes.prompt_length + self.sizes.new_tokens
             whole_config = self.config.model.huggingface_config.to_dict()

@@ -177,7 +177,7 @@ async def _measure(client: HttpClient, options: _ServeOptions) -> int:
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
     if bodies[count:]:
         first = await measure(client, asking.path, bodies[count:], Load(concurrency=8), stop=stop)
-        failed = [one for one in first.outcomes if one.error is not None]
+        failed = [outcome for outcome in first.outcomes if outcome.error is not None]
         if failed and len(failed) == len(first.outcomes) and not stop.is_set():
             raise InputError(f"every warm-up request failed: {failed[0].error}: {failed[0].detail}")
     idle = await round_trips(client, "/v1/models", _ROUND_TRIPS)

@@ -141,8 +141,8 @@ class ChatSession:
         try:
             state = json.loads(path.read_text())
             messages, settings = state["messages"], state["settings"]
-            for one in messages:
-                _check_message(one)
+            for message in messages:
+                _check_message(message)
             for name in settings:
                 _reader(name)
             self.messages, self.settings, self.system = messages, settings, state["system"]
@@ -190,8 +190,10 @@ class ChatSession:
     def _set(self, text: str) -> None:
         name, _, value = text.replace("=", " ", 1).partition(" ")
         if not name:
-            for one in SETTINGS:
-                click.echo(f"{one:20}{json.dumps(self.settings[one]) if one in self.settings else '-'}")
+            for setting in SETTINGS:
+                click.echo(
+                    f"{setting:20}{json.dumps(self.settings[setting]) if setting in self.settings else '-'}"
+                )
             return
         read = _reader(name)
         if not value.strip():

@@ -89,7 +89,7 @@ def _values(kind: str, response: EmbeddingsResponse) -> Row:
 
 
 def _plain(row: Row) -> object:
-    return {name: one.tolist() for name, one in row.items()} if isinstance(row, dict) else row.tolist()
+    return {name: value.tolist() for name, value in row.items()} if isinstance(row, dict) else row.tolist()
 
 
 def _write_parquet(file: IO[bytes], kind: str, texts: Sequence[str], rows: Sequence[Row]) -> None:

@@ -63,15 +63,16 @@ def _print(found: Environment) -> None:
     _section(
         "kernels",
         {
-            one.name: f"for {', '.join(one.device_types)}" + ("" if one.is_usable else ": cannot run here")
-            for one in found.backends
+            backend.name: f"for {', '.join(backend.device_types)}"
+            + ("" if backend.is_usable else ": cannot run here")
+            for backend in found.backends
         },
     )
     for device in found.devices:
         memory = f"{_gib(device.free_memory)} free of {_gib(device.total_memory)}"
         _section(
             f"device {device.device}",
-            {"memory": memory, "planned steps": device.planned_steps, **device.kernels},
+            {"memory": memory, "compiled steps": device.compiled_steps, **device.kernels},
         )
 
 

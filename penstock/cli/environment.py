@@ -39,7 +39,7 @@ class DeviceMemory:
     free_memory: int
     kernels: dict[str, str]
     """Operation -> the back end that computes it on this device."""
-    planned_steps: str
+    compiled_steps: str
     """The steps of a model that run as one compiled call on this device; ``none`` without any."""
 
 
@@ -102,8 +102,8 @@ def describe_environment(num_workers: int = 1, num_ranks: int = 1) -> Environmen
     devices = []
     for device in found:
         session = InferenceSession([device])
-        kernels, planned = session.ops.implementations(), session.planned_steps
-        devices.append(DeviceMemory(str(device), **device.stats, kernels=kernels, planned_steps=planned))
+        kernels, compiled = session.ops.implementations(), session.compiled_steps
+        devices.append(DeviceMemory(str(device), **device.stats, kernels=kernels, compiled_steps=compiled))
     return Environment(
         versions=_versions(),
         python=platform.python_version(),
@@ -114,7 +114,8 @@ def describe_environment(num_workers: int = 1, num_ranks: int = 1) -> Environmen
         isa=cpu.isa(),
         torch_cpu_capability=torch.backends.cpu.get_cpu_capability(),
         backends=[
-            BackendInfo(one.name, sorted(one.sizes), bool(one.variants())) for one in BACKENDS.backends
+            BackendInfo(backend.name, sorted(backend.sizes), bool(backend.variants()))
+            for backend in BACKENDS.backends
         ],
         devices=devices,
         threads=torch.get_num_threads(),
@@ -157,5 +158,7 @@ def _ranks(world: int) -> list[str]:
     """Return the processors and the threads of each rank."""
     shares, threads = shares_of_ranks(world), threads_of_rank(world)
     if shares:
-        return [f"{threads} threads on the processors {format_processors(one.processors)}" for one in shares]
+        return [
+            f"{threads} threads on the processors {format_processors(share.processors)}" for share in shares
+        ]
     return [f"{threads} threads on any processor"] * world

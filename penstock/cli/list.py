@@ -26,8 +26,13 @@ def command(local: bool, as_json: bool) -> None:
         click.echo(json.dumps(found, ensure_ascii=False))
         return
     rows = [
-        [one["name"], one["task"], _joined(one["encodings"]), _joined(one["examples"])]
-        for one in found["architectures"]
+        [
+            architecture["name"],
+            architecture["task"],
+            _joined(architecture["encodings"]),
+            _joined(architecture["examples"]),
+        ]
+        for architecture in found["architectures"]
     ]
     _print_table(["architecture", "task", "encodings", "known to work"], rows)
     for title, names in (
@@ -65,9 +70,9 @@ def _list_local(as_json: bool) -> None:
     models = cached_models()
     if as_json:
         rows = []
-        for one in models:
-            fields = asdict(one)
-            rows.append({"model": fields.pop("name"), **fields, "path": str(one.path)})
+        for model in models:
+            fields = asdict(model)
+            rows.append({"model": fields.pop("name"), **fields, "path": str(model.path)})
         click.echo(json.dumps({"models": rows, "num_bytes": cache_size()}, ensure_ascii=False))
         return
     table = [
@@ -109,12 +114,12 @@ def describe() -> Support:
     return {
         "architectures": [
             {
-                "name": one.name,
-                "task": one.task.value,
-                "encodings": list(one.encodings),
-                "examples": list(one.example_repo_ids),
+                "name": architecture.name,
+                "task": architecture.task.value,
+                "encodings": list(architecture.encodings),
+                "examples": list(architecture.example_repo_ids),
             }
-            for one in PIPELINE_REGISTRY.architectures
+            for architecture in PIPELINE_REGISTRY.architectures
         ],
         "tool_call_parsers": sorted(TOOL_FORMATS),
         "reasoning_parsers": sorted(REASONING_FORMATS),

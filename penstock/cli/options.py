@@ -88,7 +88,7 @@ def take_ray_config(flags: dict[str, object]) -> RayConfig:
     Raises:
         ConfigError: unknown name, wrong type or impossible value.
     """
-    own = {one.name: flags.pop(one.name) for one in ray_fields()}
+    own = {field.name: flags.pop(field.name) for field in ray_fields()}
     return RayConfig.from_given(_collected({**own, CONFIG_FILE: flags.get(CONFIG_FILE)}))
 
 

@@ -62,8 +62,8 @@ def command(
         ]
         click.echo(json.dumps({"results": rows}, ensure_ascii=False))
         return
-    for one in results:
-        click.echo(f"{one.score:.4f}  [{one.index}]  {one.document}")
+    for result in results:
+        click.echo(f"{result.score:.4f}  [{result.index}]  {result.document}")
     click.echo(
         f"penstock: loaded in {loaded:.2f} s, {len(texts)} documents in {seconds:.2f} s: "
         f"{len(texts) / seconds:,.1f} documents/s",

@@ -20,7 +20,7 @@ def command(models: tuple[str, ...], revision: str | None, yes: bool) -> None:
 
     found = {name: models_named(name, revision) for name in dict.fromkeys(models)}
     for name, cached in found.items():
-        what = ", ".join(one.revision[:12] if one.revision else "a partial download" for one in cached)
+        what = ", ".join(model.revision[:12] if model.revision else "a partial download" for model in cached)
         if not yes and not click.confirm(f"Delete {name} ({what})?", err=True):
             continue
         click.echo(f"{name}: {file_size(delete_model(name, revision))} freed")

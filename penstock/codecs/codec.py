@@ -89,7 +89,7 @@ class AudioCodec(ABC):
         Raises:
             InputError: frames have another shape, or a code is out of range.
         """
-        return self.decode_chunks([CodecChunk(one) for one in frames])
+        return self.decode_chunks([CodecChunk(frame) for frame in frames])
 
     @abstractmethod
     def decode_chunks(self, chunks: Sequence[CodecChunk]) -> list[Tensor]:

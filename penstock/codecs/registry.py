@@ -91,9 +91,9 @@ class CodecRegistry:
         Raises:
             CheckpointError: no codec reads this checkpoint.
         """
-        for one in self.codecs:
-            if one.detect(config):
-                return one
+        for codec in self.codecs:
+            if codec.detect(config):
+                return codec
         names = ", ".join(one.name for one in self.codecs) or "none"
         raise CheckpointError(
             path, f"is not the checkpoint of a known audio codec (known: {names}): give another --codec"

@@ -218,9 +218,9 @@ class PipelineConfig:
         """
         given = {one.name: given[one.name] for one in config_fields() if one.name in given}
         sections: dict[str, dict[str, Any]] = {"": {}, **{name: {} for name in _SECTIONS}}
-        for one in config_fields():
-            if one.name in given:
-                sections[one.section][one.attribute] = given[one.name][0]
+        for config_field in config_fields():
+            if config_field.name in given:
+                sections[config_field.section][config_field.attribute] = given[config_field.name][0]
         return cls(
             sources={name: where for name, (_, where) in given.items()},
             **{name: section(**sections[name]) for name, section in _SECTIONS.items()},
@@ -229,18 +229,18 @@ class PipelineConfig:
 
     def value_of(self, name: str) -> object:
         """Return the value of a setting by its flat name."""
-        one = next(one for one in config_fields() if one.name == name)
+        one = next(field for field in config_fields() if field.name == name)
         value: object = getattr(getattr(self, one.section) if one.section else self, one.attribute)
         return value
 
     def describe(self) -> list[tuple[str, object, str]]:
         """Return flat name, value and source of every field, for ``--print-config``."""
         rows = []
-        for one in config_fields():
-            section = getattr(self, one.section) if one.section else self
-            value = getattr(section, one.attribute)
-            fallback = "default" if value == one.default else "argument"
-            rows.append((one.name, value, self.sources.get(one.name, fallback)))
+        for config_field in config_fields():
+            section = getattr(self, config_field.section) if config_field.section else self
+            value = getattr(section, config_field.attribute)
+            fallback = "default" if value == config_field.default else "argument"
+            rows.append((config_field.name, value, self.sources.get(config_field.name, fallback)))
         return rows
 
     def default_sampling_params(
@@ -285,7 +285,7 @@ def config_fields() -> tuple[ConfigField, ...]:
     >>> [field.name for field in config_fields() if field.section == "sampling"]
     ['use_generation_config']
     """
-    fields = [one for section, cls in _SECTIONS.items() for one in fields_of(cls, section)]
+    fields = [field for section, cls in _SECTIONS.items() for field in fields_of(cls, section)]
     fields += fields_of(PipelineConfig)
-    assert len({one.name for one in fields}) == len(fields)
+    assert len({field.name for field in fields}) == len(fields)
     return tuple(fields)

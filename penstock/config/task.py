@@ -74,6 +74,6 @@ def _has_sentence_transformers_modules(checkpoint: Path) -> bool:
         modules = json.loads(path.read_bytes())
     except ValueError as error:
         raise CheckpointError(path, f"is not JSON: {error}") from error
-    if not isinstance(modules, list) or not all(isinstance(one, dict) for one in modules):
+    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
         raise CheckpointError(path, "must be a JSON list with one object per module")
-    return any(str(one.get("type")).startswith("sentence_transformers.") for one in modules)
+    return any(str(module.get("type")).startswith("sentence_transformers.") for module in modules)

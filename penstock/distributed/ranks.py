@@ -107,7 +107,7 @@ class Ranks:
             x.contiguous() if x.shape[1] == widest else torch.nn.functional.pad(x, (0, widest - x.shape[1]))
         )
         gathered = self._gather(padded)
-        return torch.cat([one[:, :width] for one, width in zip(gathered, widths, strict=True)], dim=1)
+        return torch.cat([part[:, :width] for part, width in zip(gathered, widths, strict=True)], dim=1)
 
     def minimum(self, values: Sequence[int]) -> list[int]:
         """Return the smallest of each value over all ranks."""
@@ -195,7 +195,7 @@ class Ranks:
         raw = x.view(_BYTES_OF[x.element_size()])
         outputs = [torch.empty_like(raw) for _ in range(self.world)]
         self._wait(lambda: self._group.allgather([outputs], [raw]))
-        return [one.view(x.dtype) for one in outputs]
+        return [output.view(x.dtype) for output in outputs]
 
     def _wait(self, start: Callable[[], Work]) -> None:
         self.check()

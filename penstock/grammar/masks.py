@@ -43,7 +43,9 @@ def grammar_bitmask(
         for matcher, first in zip(matchers, firsts, strict=True)
         if matcher is not None and not matcher.is_terminated()
     ]
-    fill_bitmasks([(one, row) for one, row in rows if isinstance(one, LLGuidanceMatcher)], bitmask)
+    fill_bitmasks(
+        [(matcher, row) for matcher, row in rows if isinstance(matcher, LLGuidanceMatcher)], bitmask
+    )
     for matcher, row in rows:
         if not isinstance(matcher, LLGuidanceMatcher):
             matcher.fill_next_token_bitmask(bitmask, row)

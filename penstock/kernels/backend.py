@@ -97,7 +97,7 @@ class BackendRegistry:
     @property
     def backends(self) -> tuple[Backend, ...]:
         """All back ends, highest priority first."""
-        found = {one.name: one for one in self._discovered} | self._registered
+        found = {record.name: record for record in self._discovered} | self._registered
         return tuple(sorted(found.values(), key=lambda one: (-one.priority, one.name)))
 
     def register(self, backend: Backend) -> None:
@@ -116,10 +116,10 @@ class BackendRegistry:
         Raises:
             ConfigError: no back end has this name, or the named one does not run on the device type.
         """
-        usable = [one for one in self.backends if device_type in one.sizes]
-        named = [one for one in usable if name in (None, one.name)]
+        usable = [backend for backend in self.backends if device_type in backend.sizes]
+        named = [backend for backend in usable if name in (None, backend.name)]
         if not named:
-            names = ", ".join(one.name for one in usable)
+            names = ", ".join(backend.name for backend in usable)
             raise ConfigError("kernels", f"no kernels {name!r} for {device_type} devices: use one of {names}")
         return tuple(named)
 

@@ -36,10 +36,10 @@ class HostBlocks:
         self._free: list[list[int]] = []
         self.num_saved = self.num_restored = 0
         for index, (group, pool) in enumerate(zip(spec.groups, pools, strict=True)):
-            tensors = [one for layer in group.layers for one in storage.block_tensors(layer)]
-            capacity = num_bytes // len(pools) // sum(one[:, 0].nbytes for one in tensors)
+            tensors = [tensor for layer in group.layers for tensor in storage.block_tensors(layer)]
+            capacity = num_bytes // len(pools) // sum(tensor[:, 0].nbytes for tensor in tensors)
             self._device.append(tensors)
-            self._host.append([_host_tensor(one, capacity) for one in tensors])
+            self._host.append([_host_tensor(tensor, capacity) for tensor in tensors])
             self._slots.append(OrderedDict())
             self._free.append(list(range(capacity)))
             pool.on_reuse = lambda block, digest, index=index: self._save(index, block, digest)

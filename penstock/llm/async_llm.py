@@ -292,9 +292,9 @@ class AsyncLLM(AsyncSpeechMethods):
             "truncate": truncate,
         }
         fields: list[EmbeddingsFields] = [
-            {**options, "input": one, "outputs": ("dense",), "adapter": adapter} for one in batch
+            {**options, "input": request, "outputs": ("dense",), "adapter": adapter} for request in batch
         ]
-        responses = await gathered([partial(self._embedding, one) for one in fields])
+        responses = await gathered([partial(self._embedding, field) for field in fields])
         vectors = np.stack([response.embeddings for response in responses])
         return vectors[0] if is_single(inputs) else vectors
 

@@ -77,7 +77,8 @@ class AsyncSpeechMethods:
 
         def build() -> list[list[TTSContext]]:
             return [
-                speech_contexts(self.config, self.tokenizer, one, sampling_params, fields) for one in batch
+                speech_contexts(self.config, self.tokenizer, request, sampling_params, fields)
+                for request in batch
             ]
 
         each = await self._in_pool(build)

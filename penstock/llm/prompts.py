@@ -30,7 +30,7 @@ def split_prompts(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], boo
     if isinstance(prompts, _NO_BATCH) or not isinstance(prompts, Iterable):
         return [prompts], True
     batch = list(prompts)
-    if batch and all(_is_token(one) for one in batch):
+    if batch and all(_is_token(request) for request in batch):
         return [cast("list[int]", batch)], True
     return cast("list[Prompt]", batch), False
 
@@ -45,7 +45,11 @@ def as_conversations(messages: ChatMessages | Sequence[ChatMessages]) -> list[ob
     if not isinstance(given, Sequence) or isinstance(given, str | bytes):
         raise InputError(f"messages must be a list of messages or of such lists, was {given!r}")
     conversations = list(given)
-    return [conversations] if any(isinstance(one, Mapping) for one in conversations) else conversations
+    return (
+        [conversations]
+        if any(isinstance(conversation, Mapping) for conversation in conversations)
+        else conversations
+    )
 
 
 def broadcast(name: str, given: T | Sequence[T], num_prompts: int) -> list[T]:
@@ -76,7 +80,7 @@ def params_for_each(
     if isinstance(given, SamplingParams):
         return [given] * num_prompts
     params = list(given) if isinstance(given, Sequence) else [given]
-    for one in params:
-        if not isinstance(one, SamplingParams):
-            raise InputError(f"sampling_params must be SamplingParams, was {type(one).__name__}")
+    for sampling in params:
+        if not isinstance(sampling, SamplingParams):
+            raise InputError(f"sampling_params must be SamplingParams, was {type(sampling).__name__}")
     return broadcast("sampling_params", params, num_prompts)

@@ -211,10 +211,10 @@ class SpeechMethods:
                 if len(batch) > 1:
                     error.add_note(f"in text {index + 1} of {len(batch)}")
                 raise
-        builders = [one for parts in results for one in parts]
+        builders = [part for parts in results for part in parts]
         progress = GenerationProgress(len(builders), shown=use_tqdm)
         with self._runner.exclusive(), deferred_interrupts() as deliver_interrupts, progress:
-            counts = {one.context.request_id: 0 for one in builders}
+            counts = {builder.context.request_id: 0 for builder in builders}
             for served in self._runner.run(builders, seconds=BATCH_LATENCY_BUDGET):
                 deliver_interrupts()
                 totals = {one.context.request_id: len(one.context.generated_tokens) for one in served}

@@ -244,7 +244,7 @@ class _Reader:
     def _check_patterns(self, config: AdapterConfig) -> None:
         modules = (config.target_modules, config.exclude_modules)
         patterns = [*config.rank_pattern, *config.alpha_pattern, *config.layers_pattern]
-        for pattern in [*patterns, *(one for one in modules if isinstance(one, str))]:
+        for pattern in [*patterns, *(module for module in modules if isinstance(module, str))]:
             try:
                 re.compile(pattern)
             except re.error as problem:

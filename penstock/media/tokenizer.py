@@ -111,7 +111,7 @@ class TextAndVisionTokenizer(TextTokenizer):
         self._check_images(request)
         details = request.image_details or ["auto"] * len(request.images)
         prepared = tuple(map(self._prepared, request.images, details))
-        values = {one.name: getattr(request, one.name) for one in fields(TokenGeneratorRequest)}
+        values = {field.name: getattr(request, field.name) for field in fields(TokenGeneratorRequest)}
         return _PreparedRequest(**values, prepared=prepared)
 
     def _prepared(self, data: bytes, detail: str) -> ProcessedImage:
@@ -143,7 +143,7 @@ class TextAndVisionTokenizer(TextTokenizer):
         images = request.prepared if isinstance(request, _PreparedRequest) else ()
         placeholder = self._family.placeholder
         starts = _occurrences(rendered.text, placeholder)
-        own = [one for one in starts if not rendered.is_from_message(one, one + len(placeholder))]
+        own = [start for start in starts if not rendered.is_from_message(start, start + len(placeholder))]
         if len(own) != len(images):
             where = "the chat template wrote" if request.messages is not None else "the prompt has"
             raise InputError(

@@ -186,13 +186,13 @@ def _head_norm(
     if shard.collectives is None:
         return norm
     ranks = shard.attention_parts(blueprint.heads, blueprint.kv_heads)
-    parts = [one.heads if which == "heads" else one.kv_heads for one in ranks]
+    parts = [rank.heads if which == "heads" else rank.kv_heads for rank in ranks]
     if norm.weight.dim() == 2:  # [H, D]: weights for each head
         return selected(norm, parts[shard.rank : shard.rank + 1])
     if blueprint.head_norms == "each":
         return norm
-    parts = [one.times(dim) for one in parts]
+    parts = [part.times(dim) for part in parts]
     start = sum(one.size for one in parts[: shard.rank])
     own = Part(start, start + parts[shard.rank].size)
-    widths = tuple(one.size for one in parts)
+    widths = tuple(part.size for part in parts)
     return GatheredNorm(selected(norm, parts), shard.collectives, widths, own)

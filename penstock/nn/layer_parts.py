@@ -143,7 +143,7 @@ def order_of(source: TensorSource, parts: Iterable[str], encoding: str) -> Tenso
         The order, which all parts share; None if the inputs are in their original order.
     """
     weights = [f"{name}.weight" for name in parts]
-    found = [source.input_order(one) for one in weights if source.stored_encoding(one) == encoding]
+    found = [source.input_order(weight) for weight in weights if source.stored_encoding(weight) == encoding]
     order = found[0] if found else b""
     assert not order or (set(found) == {order} and len(found) == len(weights)), "parts of different orders"
     return torch.frombuffer(bytearray(order), dtype=torch.int32) if order else None
@@ -184,12 +184,12 @@ def _read_part(
 def _read_rows(source: TensorSource, name: str, part: LayerPart, encoding: str) -> WeightContent:
     """Like `_read_part`, but reads only some outputs, of a weight that is not mapped."""
     shape = (part.out_features, part.in_features)
-    found = [source.rows(f"{name}.weight", shape, one.start, one.stop) for one in part.outputs]
+    found = [source.rows(f"{name}.weight", shape, output.start, output.stop) for output in part.outputs]
     stored = found[0][0]
     if stored is not None and stored == encoding:
         return {key: joined([rows[key] for _, rows in found]) for key in found[0][1]}
     if stored is not None:
         order = order_of(source, [name], stored)
         weights = [encoding_named(stored).unpack(rows) for _, rows in found]
-        return weights if order is None else [one[:, order.argsort()] for one in weights]
+        return weights if order is None else [weight[:, order.argsort()] for weight in weights]
     return [rows["weight"] for _, rows in found]

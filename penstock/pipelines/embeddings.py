@@ -242,8 +242,8 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
     ) -> list[npt.NDArray[np.floating]]:
         """Return the vectors cut to the length and scaled to the norm that their contexts request."""
         asked = [
-            (one.dimensions, self.layout.normalize if one.normalize is None else one.normalize)
-            for one in contexts
+            (context.dimensions, self.layout.normalize if context.normalize is None else context.normalize)
+            for context in contexts
         ]
 
         def finished(rows: Tensor, dimensions: int | None, is_unit: bool) -> npt.NDArray[np.floating]:

@@ -222,7 +222,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
             self.draft_lengths.record_step(num_rows, depth, forward, handle.proposal_seconds)
         responses = self._take_tokens(batch, sampled)
         if self.proposer is not None or any(drafts):
-            matching = [len(one.tokens) - 1 for one in sampled]
+            matching = [len(row.tokens) - 1 for row in sampled]
             observers = [one for one in (self.proposer, self.draft_lengths) if one is not None]
             report_drafts(contexts, drafts, handle.is_forced, matching, self.speculation_stats, observers)
         return responses
@@ -236,8 +236,8 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
         """
         if self.config.max_num_steps is not None:
             return self.config.max_num_steps
-        plans = self.session.plans
-        if plans is None or plans.last is None or self.proposer is not None:
+        graphs = self.session.graphs
+        if graphs is None or graphs.last is None or self.proposer is not None:
             return 1
         return self.runner.num_steps_for(seconds)
 

@@ -97,4 +97,4 @@ def _unweighted_tokens(checkpoint: Path) -> frozenset[int]:
     files = read_tokenizer_files(checkpoint)
     texts = (files.special_tokens.get(name) for name in _UNWEIGHTED)
     ids = (files.tokenizer.token_to_id(text) for text in texts if text is not None)
-    return frozenset(one for one in ids if one is not None)
+    return frozenset(token for token in ids if token is not None)

@@ -82,7 +82,7 @@ def run_batch(
             )
             rows = rows.filter(lambda row: row["number"] >= 0)
         else:
-            items = [{"offsets": one.offsets, "numbers": one.numbers} for one in chunks]
+            items = [{"offsets": chunk.offsets, "numbers": chunk.numbers} for chunk in chunks]
             rows = ray.data.from_items(items, override_num_blocks=len(items)).flat_map(
                 ReadLines(requests.absolute())
             )
@@ -199,7 +199,7 @@ def remove_output(output: Path) -> None:
     if not output.is_dir():
         output.unlink(missing_ok=True)
         return
-    others = [one.name for one in output.iterdir() if not one.name.startswith("part-")]
+    others = [file.name for file in output.iterdir() if not file.name.startswith("part-")]
     if others:
         raise InputError(f"{output} has {others[0]!r}, which is no part of an output: choose another folder")
     shutil.rmtree(output)

@@ -77,17 +77,17 @@ class RayConfig:
     @classmethod
     def from_given(cls, given: Mapping[str, tuple[Any, str]]) -> RayConfig:
         """Build it from a mapping of flat name to (converted value, source). Other names are ignored."""
-        own = {one.name: given[one.name] for one in ray_fields() if one.name in given}
+        own = {field.name: given[field.name] for field in ray_fields() if field.name in given}
         values = {name: value for name, (value, _) in own.items()}
         return cls(sources={name: where for name, (_, where) in own.items()}, **values)
 
     def describe(self) -> list[tuple[str, Any, str]]:
         """Return name, value and source of every field, for ``--print-config``."""
         rows = []
-        for one in ray_fields():
-            value = getattr(self, one.attribute)
-            unnamed = "default" if value == one.default else "argument"
-            rows.append((one.name, value, self.sources.get(one.name, unnamed)))
+        for config_field in ray_fields():
+            value = getattr(self, config_field.attribute)
+            unnamed = "default" if value == config_field.default else "argument"
+            rows.append((config_field.name, value, self.sources.get(config_field.name, unnamed)))
         return rows
 
 

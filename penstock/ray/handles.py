@@ -57,7 +57,9 @@ class ServeReplicas:
         Raises:
             ReplicaLostError: no report arrived in time.
         """
-        self._streaming_to = {name: one for name, one in self._streaming_to.items() if name in positions}
+        self._streaming_to = {
+            name: handle for name, handle in self._streaming_to.items() if name in positions
+        }
         while not self._handle.running_replicas_populated():
             await self._handle.report.remote({})  # waits for a replica, and updates the handle's list
             await asyncio.sleep(_POLL_SECONDS)

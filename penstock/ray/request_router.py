@@ -23,7 +23,9 @@ class PreferredReplicaRouter(RequestRouter):  # type: ignore[misc]  # Ray has no
     ) -> list[list[RunningReplica]]:
         """Return the candidates of a request in ranks; Ray Serve takes the first one that is not full."""
         name = pending_request.metadata.session_id if pending_request is not None else ""
-        preferred = [one for one in candidate_replicas if name and one.replica_id.unique_id == name]
-        others = [one for one in candidate_replicas if one not in preferred]
+        preferred = [
+            replica for replica in candidate_replicas if name and replica.replica_id.unique_id == name
+        ]
+        others = [replica for replica in candidate_replicas if replica not in preferred]
         sample = random.sample(others, min(_NUM_OTHERS, len(others)))
         return [rank for rank in (preferred, sample) if rank]

@@ -60,7 +60,7 @@ class Shares:
         min_slots = self.num_running(waiting.client_id) + 2
         if self.max_running < min_slots:
             return None
-        candidates = (one for one in running if one.key[0] >= waiting.key[0])
+        candidates = (context for context in running if context.key[0] >= waiting.key[0])
         excess = (one for one in candidates if self.num_running(one.client_id) >= min_slots)
         return max(excess, key=self.preemption_key, default=None)
 

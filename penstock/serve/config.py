@@ -292,18 +292,18 @@ class ServeConfig:
     @classmethod
     def from_given(cls, given: Mapping[str, tuple[object, str]]) -> ServeConfig:
         """Build it from a mapping of flat name to (converted value, source). Other names are ignored."""
-        own = {one.name: given[one.name] for one in serve_fields() if one.name in given}
+        own = {field.name: given[field.name] for field in serve_fields() if field.name in given}
         values: dict[str, Any] = {name: value for name, (value, _) in own.items()}
         return cls(sources={name: where for name, (_, where) in own.items()}, **values)
 
     def describe(self) -> list[tuple[str, object, str]]:
         """Return name, value and source of every field, for ``--print-config``. API keys are hidden."""
         rows = []
-        for one in serve_fields():
-            value = getattr(self, one.attribute)
-            unnamed = "default" if value == one.default else "argument"
-            shown = f"({len(value)} not shown)" if one.secret and value else value
-            rows.append((one.name, shown, self.sources.get(one.name, unnamed)))
+        for config_field in serve_fields():
+            value = getattr(self, config_field.attribute)
+            unnamed = "default" if value == config_field.default else "argument"
+            shown = f"({len(value)} not shown)" if config_field.secret and value else value
+            rows.append((config_field.name, shown, self.sources.get(config_field.name, unnamed)))
         return rows
 
 

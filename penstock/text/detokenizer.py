@@ -244,7 +244,7 @@ def text_of_piece(
         visible = [*_context(tokenizer, prompt), *visible]
     context = _from_whole_character(tokenizer, visible)
     start = len(prompt_text(tokenizer, context, skip_special_tokens)) if context else 0
-    together = [*context, *(one for one in ids if tokenizer.is_visible(one, skip_special_tokens))]
+    together = [*context, *(token for token in ids if tokenizer.is_visible(token, skip_special_tokens))]
     if is_last:
         return tokenizer.decode_ids(together, skip_special_tokens)[start:]
     return prompt_text(tokenizer, together, skip_special_tokens)[start:]

@@ -92,7 +92,9 @@ class PairScoring:
         if self._is_multi_vector:
             found = [response.multi_vector for response in responses if response.multi_vector is not None]
             pairs = zip(self._queries, found[len(rows_of) :], strict=True)
-            return np.array([max_similarity(found[rows_of[query]], one) for query, one in pairs], np.float32)
+            return np.array(
+                [max_similarity(found[rows_of[query]], document) for query, document in pairs], np.float32
+            )
         vectors = np.stack([response.embeddings for response in responses])
         first = vectors[[rows_of[query] for query in self._queries]]
         return similarity(first, vectors[len(rows_of) :], self._layout.similarity)

@@ -147,9 +147,13 @@ def _modules(checkpoint: Path) -> list[tuple[str, Path]]:
         pooling = checkpoint / "1_Pooling"
         return [("Pooling", pooling)] if (pooling / "config.json").is_file() else []
     modules = _json(path)
-    if not isinstance(modules, list) or not all(isinstance(one, dict) and "type" in one for one in modules):
+    if not isinstance(modules, list) or not all(
+        isinstance(module, dict) and "type" in module for module in modules
+    ):
         raise CheckpointError(path, "must be a JSON list of objects with a type, one for each module")
-    return [(str(one["type"]).rpartition(".")[2], checkpoint / one.get("path", "")) for one in modules]
+    return [
+        (str(module["type"]).rpartition(".")[2], checkpoint / module.get("path", "")) for module in modules
+    ]
 
 
 def _poolings(path: Path) -> tuple[tuple[PoolingType, ...], bool]:
@@ -218,7 +222,7 @@ def _tasks(file: Path) -> tuple[tuple[str, ...], Mapping[str, str]]:
     """Return the tasks of a checkpoint with task adapters, and their prompts (Jina Embeddings v3)."""
     config = _object(file)
     tasks, prompts = config.get("lora_adaptations") or [], config.get("task_instructions") or {}
-    if not isinstance(tasks, list) or not all(isinstance(one, str) for one in tasks):
+    if not isinstance(tasks, list) or not all(isinstance(task, str) for task in tasks):
         raise CheckpointError(file, "lora_adaptations must be a list of names")
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
         raise CheckpointError(file, "task_instructions must map names to texts")

@@ -66,7 +66,7 @@ class SpeechDescription:
         if not path.is_file():
             return cls()
         values: dict[str, Any] = read_json_object(path)  # checked below
-        known = {one.name for one in fields(cls)}
+        known = {field.name for field in fields(cls)}
         for name in values:
             if name not in known:
                 raise CheckpointError(path, f"has the unknown key {name!r}: known are {', '.join(known)}")
@@ -77,7 +77,7 @@ class SpeechDescription:
             known_languages = ", ".join(NUMBER_LANGUAGES)
             raise CheckpointError(path, f"numbers must be one of {known_languages}: {values['numbers']!r}")
         if values.get("voices") is not None:
-            values["voices"] = tuple(str(one) for one in values["voices"])
+            values["voices"] = tuple(str(voice) for voice in values["voices"])
         return cls(**{name: value for name, value in values.items() if value is not None})
 
 

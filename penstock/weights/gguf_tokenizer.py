@@ -295,7 +295,7 @@ def _templates(file: GGUFFile) -> Iterator[tuple[str, str]]:
 
 def _strings(file: GGUFFile, key: str, *, is_optional: bool = False) -> list[str]:
     elements = file.array(key)
-    texts = [one for one in elements if isinstance(one, str)]
+    texts = [element for element in elements if isinstance(element, str)]
     if len(texts) < len(elements) or (not texts and not is_optional):
         raise CheckpointError(file.path, f"has no {key}: {_HINT}")
     return texts

@@ -76,14 +76,14 @@ def cache_size() -> int:
     cache = _cache_folder()
     if not cache.is_dir():
         return 0
-    whole = sum(one.size_on_disk for one in scan_cache_dir(cache).repos if one.repo_type == "model")
+    whole = sum(repo.size_on_disk for repo in scan_cache_dir(cache).repos if repo.repo_type == "model")
     return whole + sum(_size_of([*_partial_files(folder)]) for folder in cache.glob(f"{_PREFIX}*"))
 
 
 def revision_of(path: Path) -> str | None:
     """Return the commit of a checkpoint in the cache."""
     folders = [path, *path.parents]
-    return next((one.name for one in folders if one.parent.name == "snapshots"), None)
+    return next((folder.name for folder in folders if folder.parent.name == "snapshots"), None)
 
 
 def delete_model(name: str, revision: str | None = None) -> int:
@@ -109,7 +109,7 @@ def delete_model(name: str, revision: str | None = None) -> int:
             shutil.rmtree(folder.parent / ".locks" / folder.name, ignore_errors=True)
             return size
         strategy = scan_cache_dir(_cache_folder()).delete_revisions(
-            *(one.revision for one in models if one.revision is not None)
+            *(model.revision for model in models if model.revision is not None)
         )
         strategy.execute()
     except OSError as error:
@@ -126,7 +126,7 @@ def models_named(name: str, revision: str | None = None) -> list[CachedModel]:
     """
     if not HUB_ID.fullmatch(name):
         raise CheckpointNotFoundError(repr(name), "is not a hub id: write name or namespace/name")
-    found = [one for one in cached_models() if one.name == name]
+    found = [model for model in cached_models() if model.name == name]
     if not found:
         raise CheckpointNotFoundError(name, "is not in the cache: penstock list --local shows what is")
     if revision is None:

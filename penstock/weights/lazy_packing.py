@@ -27,7 +27,7 @@ class LazyPacking:
 
     def __init__(self, layers: Iterable[PackedLinear], reservations: MemoryReservations) -> None:
         weights = (layer.tensors for layer in layers)
-        pending = [one for one in weights if isinstance(one, LazyWeight) and one.parts]
+        pending = [weight for weight in weights if isinstance(weight, LazyWeight) and weight.parts]
         self._pending: deque[tuple[LazyWeight, MemoryReservation]] = deque(
             (one, reservations.reserve(one.num_bytes)) for one in pending
         )

@@ -106,12 +106,12 @@ class _Layer:
 
     @classmethod
     def parsed(cls, fields: _LayerFields) -> _Layer:
-        slices = tuple(LinearSlice(*one) for one in fields["slices"])
+        slices = tuple(LinearSlice(*part) for part in fields["slices"])
         out_features, in_features = fields["shape"]
         return cls(fields["encoding"], (out_features, in_features), slices, tuple(fields["tensors"]))
 
     def fields(self) -> _LayerFields:
-        slices = [(one.name, one.start, one.stop) for one in self.slices]
+        slices = [(part.name, part.start, part.stop) for part in self.slices]
         return {
             "encoding": self.encoding,
             "shape": self.shape,

@@ -74,7 +74,7 @@ class PickledWeights:
         """
         patterns = tuple(ignore)
         unread = sorted(self._tensors.keys() - self._read)
-        unexpected = [name for name in unread if not any(fnmatchcase(name, one) for one in patterns)]
+        unexpected = [name for name in unread if not any(fnmatchcase(name, pattern) for pattern in patterns)]
         faults = self._faults + [f"{name} is unexpected" for name in unexpected]
         if faults:
             more = f" and {len(faults) - 8} more" if len(faults) > 8 else ""

@@ -40,10 +40,10 @@ def result_of(context: TextContext, output: PipelineOutput) -> RequestResult | N
 def _text_result(context: TextContext, output: TextGenerationResponse) -> TextResult | None:
     if not output.tokens and not output.is_done:
         return None
-    tokens = [int(one.next_token) for one in output.tokens]
+    tokens = [int(token.next_token) for token in output.tokens]
     result = TextResult(context.request_id, tokens, output.final_status)
     if context.log_probabilities:
-        result.log_probabilities = [_packed(one.log_probabilities) for one in output.tokens]
+        result.log_probabilities = [_packed(token.log_probabilities) for token in output.tokens]
     if output.is_done:
         result.prompt_log_probabilities = _packed(context.prompt_log_probabilities)
     return result

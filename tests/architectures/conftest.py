@@ -13,12 +13,12 @@ ARCHITECTURES = DECODERS
 
 @pytest.fixture(scope="session", params=ARCHITECTURES, ids=lambda architecture: architecture.name)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of each architecture."""
+    """Return the folder of a small random checkpoint of each architecture."""
     config = request.param.tiny_config()
     return write_checkpoint(tmp_path_factory.mktemp(request.param.name), config)
 
 
 @pytest.fixture(scope="session")
 def reference(checkpoint: Path) -> Any:
-    """The same checkpoint in transformers."""
+    """Return the same checkpoint loaded by transformers."""
     return oracle(checkpoint)

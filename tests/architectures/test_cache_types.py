@@ -1,4 +1,4 @@
-"""KV caches of 8-bit floats in a model: accuracy, the scales of checkpoints, shared and copied blocks."""
+"""KV caches in 8-bit floats: accuracy, scales stored in checkpoints, shared and copied blocks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def with_scales(
     checkpoint: Path, folder: Path, tensors: dict[str, Tensor], scheme: object = SCHEME, layers: int = 2
 ) -> Path:
-    """Write the checkpoint with these tensors in each layer, and with a ``kv_cache_scheme``."""
+    """Write a copy of the checkpoint with these scale tensors in each layer and a ``kv_cache_scheme``."""
     folder.mkdir(exist_ok=True)
     config = json.loads((checkpoint / "config.json").read_text())
     config["quantization_config"] = {
@@ -48,16 +48,18 @@ def with_scales(
         "kv_cache_scheme": scheme,
     }
     (folder / "config.json").write_text(json.dumps(config))
-    own = {
-        f"model.layers.{layer}.self_attn.{name}": one.clone()
+    layer_scales = {
+        f"model.layers.{layer}.self_attn.{name}": tensor.clone()
         for layer in range(layers)
-        for name, one in tensors.items()
+        for name, tensor in tensors.items()
     }
-    save_file(load_file(checkpoint / "model.safetensors") | own, folder / "model.safetensors")
+    save_file(load_file(checkpoint / "model.safetensors") | layer_scales, folder / "model.safetensors")
     return folder
 
 
-def opened(checkpoint: Path, kv_type: str | None = "fp8", **config: Any) -> TextGenerationPipeline:
+def open_with_kv_cache(
+    checkpoint: Path, kv_type: str | None = "fp8", **config: Any
+) -> TextGenerationPipeline:
     options = {
         "kernels": "reference",
         "kv_cache_block_size": 16,
@@ -71,24 +73,29 @@ def logits_of(pipeline: TextGenerationPipeline) -> Tensor:
     return step_logits(pipeline, [context_of(PROMPT)])[0]
 
 
-def difference(one: Tensor, other: Tensor) -> float:
+def mean_difference(logits: Tensor, reference: Tensor) -> float:
     """Return the mean difference of log probabilities."""
-    return float((one.log_softmax(-1) - other.log_softmax(-1)).abs().mean())
+    return float((logits.log_softmax(-1) - reference.log_softmax(-1)).abs().mean())
 
 
-def test_logits_are_close_to_those_of_bfloat16(checkpoint: Path) -> None:
-    exact = logits_of(opened(checkpoint, "float32"))
+def test_logits_of_8_bit_caches_are_close_to_float32(checkpoint: Path) -> None:
+    float32_logits = logits_of(open_with_kv_cache(checkpoint, "float32"))
     errors = {
-        kind: difference(logits_of(opened(checkpoint, kind)), exact) for kind in ("bfloat16", "int8", "fp8")
+        kind: mean_difference(logits_of(open_with_kv_cache(checkpoint, kind)), float32_logits)
+        for kind in ("bfloat16", "int8", "fp8")
     }
     assert 0 < errors["bfloat16"] < errors["fp8"] < 16 * errors["bfloat16"]  # 3 bits of mantissa, not 7
-    assert errors["fp8"] < 0.2  # random weights: a trained model differs far less
+    assert errors["fp8"] < 0.2  # the weights are random: a trained model differs far less
 
 
-def test_rows_have_scales_unless_the_checkpoint_has_them(checkpoint: Path, tmp_path: Path) -> None:
-    rows = opened(checkpoint)
-    heads = opened(with_scales(checkpoint, tmp_path, {"k_scale": torch.ones(1), "v_scale": torch.ones(1)}))
-    (plain,), (fixed,) = (one.model.kv_cache_spec.groups for one in (rows, heads))
+def test_scales_are_computed_for_each_row_unless_the_checkpoint_stores_them(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    rows = open_with_kv_cache(checkpoint)
+    heads = open_with_kv_cache(
+        with_scales(checkpoint, tmp_path, {"k_scale": torch.ones(1), "v_scale": torch.ones(1)})
+    )
+    (plain,), (fixed,) = (opened_pipeline.model.kv_cache_spec.groups for opened_pipeline in (rows, heads))
     assert plain.dtype is fixed.dtype is DType.float8_e4m3fn
     assert plain.bytes_per_block(16) == 2 * 2 * 2 * 16 * (16 + 4)
     assert fixed.bytes_per_block(16) == 2 * 2 * 2 * 16 * 16
@@ -105,25 +112,29 @@ NAMES = {
 
 
 @pytest.mark.parametrize("names", NAMES.values(), ids=NAMES)
-def test_stored_scales_are_used(checkpoint: Path, tmp_path: Path, names: tuple[str, str]) -> None:
-    exact = logits_of(opened(checkpoint, "float32"))
+def test_scales_stored_in_the_checkpoint_are_used(
+    checkpoint: Path, tmp_path: Path, names: tuple[str, str]
+) -> None:
+    float32_logits = logits_of(open_with_kv_cache(checkpoint, "float32"))
     for scales, is_close in (((0.02, 0.03), True), ((0.0001, 0.03), False), ((0.02, 0.0001), False)):
         tensors = {name: torch.tensor(value) for name, value in zip(names, scales, strict=True)}
-        pipeline = opened(with_scales(checkpoint, tmp_path, tensors))
+        pipeline = open_with_kv_cache(with_scales(checkpoint, tmp_path, tensors))
         assert pipeline.kv.storage.scales[1][:, 0, 1, 3].tolist() == pytest.approx(scales)
-        error = difference(logits_of(pipeline), exact)
+        error = mean_difference(logits_of(pipeline), float32_logits)
         assert 0 < error < 0.2 if is_close else error > 0.4, (
             scales,
             error,
-        )  # too small a scale cuts the values
+        )  # a scale that is too small clips the values
 
 
-def test_scales_of_heads(checkpoint: Path, tmp_path: Path) -> None:
+def test_scales_for_each_kv_head_are_sharded_with_the_heads(checkpoint: Path, tmp_path: Path) -> None:
     tensors = {
         "k_scale": torch.tensor([0.02, 0.03]).view(2, 1, 1),
         "v_scale": torch.tensor([0.01]).bfloat16(),
     }
-    pipeline = opened(with_scales(checkpoint, tmp_path, tensors, {**SCHEME, "strategy": "attn_head"}))
+    pipeline = open_with_kv_cache(
+        with_scales(checkpoint, tmp_path, tensors, {**SCHEME, "strategy": "attn_head"})
+    )
     scales = pipeline.kv.storage.scales[0]
     assert scales[0, 5, :, 7].tolist() == pytest.approx([0.02, 0.03])
     assert scales[1, 0, :, 0].tolist() == pytest.approx([0.01, 0.01], rel=0.01)
@@ -131,27 +142,29 @@ def test_scales_of_heads(checkpoint: Path, tmp_path: Path) -> None:
     spec = type(pipeline.model).kv_spec(config, config.model.huggingface_config)
     assert spec is not None
     for rank, world, expected in ((0, 2, [0.02]), (1, 2, [0.03]), (3, 4, [0.03]), (1, 4, [0.02])):
-        found = fixed_scales(config, spec, Shard(rank, world))
-        assert found is not None
-        assert found[1][0].tolist() == pytest.approx(expected)
+        result = fixed_scales(config, spec, Shard(rank, world))
+        assert result is not None
+        assert result[1][0].tolist() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
     "scheme", [{**SCHEME, "type": "int"}, {**SCHEME, "num_bits": 4}, {**SCHEME, "dynamic": True}], ids=str
 )
-def test_scales_of_other_schemes_are_not_used(checkpoint: Path, tmp_path: Path, scheme: object) -> None:
+def test_scales_of_an_unsupported_scheme_are_ignored(
+    checkpoint: Path, tmp_path: Path, scheme: object
+) -> None:
     tensors = {"k_scale": torch.tensor(1e-5), "v_scale": torch.tensor(1e-5)}
-    pipeline = opened(with_scales(checkpoint, tmp_path, tensors, scheme))
+    pipeline = open_with_kv_cache(with_scales(checkpoint, tmp_path, tensors, scheme))
     assert pipeline.model.kv_cache_spec is not None
     assert not pipeline.model.kv_cache_spec.groups[0].has_fixed_scales
 
 
-def test_scales_of_only_some_layers_or_only_keys_are_not_used(
+def test_incomplete_scales_are_ignored_with_a_warning(
     checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     pair = {"k_scale": torch.tensor(0.1), "v_scale": torch.tensor(0.1)}
     for number, (tensors, layers) in enumerate(((pair, 1), ({"k_scale": torch.tensor(0.1)}, 2))):
-        pipeline = opened(with_scales(checkpoint, tmp_path / str(number), tensors, layers=layers))
+        pipeline = open_with_kv_cache(with_scales(checkpoint, tmp_path / str(number), tensors, layers=layers))
         assert pipeline.model.kv_cache_spec is not None
         assert not pipeline.model.kv_cache_spec.groups[0].has_fixed_scales
     assert "layers [0, 1] have only one of two" in caplog.text
@@ -169,25 +182,25 @@ def test_scales_of_only_some_layers_or_only_keys_are_not_used(
         (torch.ones(1).int(), r"is I32 \[1\]"),
     ],
 )
-def test_wrong_scales(checkpoint: Path, tmp_path: Path, scale: Tensor, message: str) -> None:
+def test_invalid_scales_are_refused(checkpoint: Path, tmp_path: Path, scale: Tensor, message: str) -> None:
     folder = with_scales(checkpoint, tmp_path, {"k_scale": scale, "v_scale": torch.ones(1)})
     with pytest.raises(WeightsError, match=message):
-        opened(folder)
-    logits_of(opened(folder, "int8"))  # another cache does not read them
+        open_with_kv_cache(folder)
+    logits_of(open_with_kv_cache(folder, "int8"))  # a cache of another type does not read the scales
 
 
 @pytest.mark.parametrize("is_fixed", [False, True])
-def test_texts_are_equal_alone_batched_and_from_shared_blocks(
+def test_text_is_the_same_alone_batched_and_from_the_prefix_cache(
     checkpoint: Path, tmp_path: Path, is_fixed: bool
 ) -> None:
     if is_fixed:
         scales = {"k_scale": torch.tensor(0.02), "v_scale": torch.tensor(0.02)}
         checkpoint = with_scales(checkpoint, tmp_path, scales)
     prompts = [PROMPT, PROMPT[:40], [*PROMPT[:33], 7], [3, 4]]
-    alone = opened(checkpoint, deterministic=True, enable_prefix_caching=False)
+    alone = open_with_kv_cache(checkpoint, deterministic=True, enable_prefix_caching=False)
     expected = [generate(alone, [context_of(prompt, 12)])[0] for prompt in prompts]
-    pipeline = opened(checkpoint, deterministic=True)
-    for _ in range(2):  # the second time from the prefix cache
+    pipeline = open_with_kv_cache(checkpoint, deterministic=True)
+    for _ in range(2):  # the second run reads the prefix cache
         assert generate(pipeline, [context_of(prompt, 12) for prompt in prompts]) == expected
     storage = pipeline.kv.storage
     storage.caches[0].view(torch.uint8)[:, 3] = 7
@@ -201,13 +214,15 @@ def test_texts_are_equal_alone_batched_and_from_shared_blocks(
     assert bool(storage.scales[0].any()) == is_fixed
 
 
-def test_the_cpu_kernels_fall_back_and_say_so(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_cpu_kernels_log_that_they_fall_back_to_the_reference(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     from penstock.kernels import cpu
 
     if not cpu.available_isas():
         pytest.skip("the C++ kernels are not built")
-    pipeline = opened(checkpoint, kernels="best")
-    expected = generate(opened(checkpoint), [context_of(PROMPT, 5)])
+    pipeline = open_with_kv_cache(checkpoint, kernels="best")
+    expected = generate(open_with_kv_cache(checkpoint), [context_of(PROMPT, 5)])
     assert generate(pipeline, [context_of(PROMPT, 5)]) == expected
     assert caplog.text.count("attention runs on the reference kernels") <= 1
     assert pipeline.session.graph_status == "eager: store_kv has no kernel for its arguments"

@@ -1,4 +1,4 @@
-"""The input tensors of a forward, compared with values that are computed row by row."""
+"""The input tensors of a forward, compared with values computed row by row."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from support.running import context_of, open_pipeline
 
 from penstock.architectures.llama import tiny_config
 
-FEW = st.integers(0, 3)
-SEQUENCES = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4), FEW, st.integers(1, 5)), min_size=1)
-"""For each sequence: tokens computed before, tokens to compute, drafts after them, requested rows of
-logits."""
+SMALL_COUNTS = st.integers(0, 3)
+SEQUENCES = st.lists(
+    st.tuples(st.integers(0, 9), st.integers(1, 4), SMALL_COUNTS, st.integers(1, 5)), min_size=1
+)
+"""For each sequence: number of computed tokens, of tokens to compute, of drafts, and of requested logit rows.
+"""
 DECODING = st.lists(st.tuples(st.integers(0, 9), st.just(1), st.just(0), st.just(1)), min_size=1)
 
 
@@ -28,23 +30,25 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @settings(max_examples=examples(60), deadline=None)
 @given(sequences=st.one_of(SEQUENCES, DECODING))
-def test_every_row_has_its_token_and_position(model: Any, sequences: list[tuple[int, int, int, int]]) -> None:
+def test_input_tensors_equal_values_computed_row_by_row(
+    model: Any, sequences: list[tuple[int, int, int, int]]
+) -> None:
     contexts, drafts, tokens, positions = [], [], [], []
     row_offsets, logit_rows, logit_offsets = [0], [], [0]
-    for number, (start, count, num_drafts, wanted) in enumerate(sequences):
-        text = [(7 * number + place) % 50 for place in range(start + count)]
+    for number, (start, count, num_drafts, num_logits) in enumerate(sequences):
+        text = [(7 * number + position) % 50 for position in range(start + count)]
         context = context_of(text)
         context.set_token_indices(start_idx=start)
         contexts.append(context)
-        drafts.append([60 + place for place in range(num_drafts)])
+        drafts.append([60 + position for position in range(num_drafts)])
         rows = text[start:] + drafts[-1]
         tokens += rows
         positions += range(start, start + len(rows))
         row_offsets.append(row_offsets[-1] + len(rows))
-        logit_rows += range(row_offsets[-1] - min(wanted, len(rows)), row_offsets[-1])
+        logit_rows += range(row_offsets[-1] - min(num_logits, len(rows)), row_offsets[-1])
         logit_offsets.append(len(logit_rows))
-    wanted_rows = [wanted for *_, wanted in sequences]
-    inputs = model.prepare_initial_token_inputs([contexts], None, wanted_rows, drafts=drafts)
+    num_logit_rows = [num_logits for *_, num_logits in sequences]
+    inputs = model.prepare_initial_token_inputs([contexts], None, num_logit_rows, drafts=drafts)
     expected = {
         "tokens": (tokens, torch.int64),
         "positions": (positions, torch.int64),
@@ -58,4 +62,4 @@ def test_every_row_has_its_token_and_position(model: Any, sequences: list[tuple[
         assert tensor.is_contiguous()
     assert inputs.drafts == tuple(map(len, drafts))
     pointers = {getattr(inputs, name).untyped_storage().data_ptr() for name in expected}
-    assert len(pointers) == len(expected), "a recorded step identifies each by its memory"
+    assert len(pointers) == len(expected), "a recorded step identifies each input by its memory"

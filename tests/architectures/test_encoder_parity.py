@@ -1,4 +1,4 @@
-"""Every encoder gives the results of transformers, alone and in a batch, with each of its heads."""
+"""Every encoder gives the results of transformers, alone and in a batch, with each output head."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def vocabulary_of(model: Any) -> int:
     return size
 
 
-@pytest.fixture(scope="module", params=ENCODERS, ids=lambda one: one.name)
+@pytest.fixture(scope="module", params=ENCODERS, ids=lambda architecture: architecture.name)
 def architecture(request: pytest.FixtureRequest) -> SupportedArchitecture:
     architecture: SupportedArchitecture = request.param
     return architecture
@@ -44,7 +44,7 @@ def encoder(
     return model, open_encoder(folder), folder
 
 
-def oracle_hidden(model: Any, tokens: np.ndarray) -> np.ndarray:
+def reference_hidden_states(model: Any, tokens: np.ndarray) -> np.ndarray:
     """Return the hidden states ``[n, E]`` of transformers."""
     with torch.inference_mode():
         hidden: np.ndarray = model(torch.from_numpy(tokens)[None]).last_hidden_state[0].numpy()
@@ -52,21 +52,21 @@ def oracle_hidden(model: Any, tokens: np.ndarray) -> np.ndarray:
 
 
 def assert_close(ours: Any, theirs: Any) -> None:
-    """Check that the error is at most 1e-4 of the spread of the expected values."""
+    """Check that the error is at most 1e-4 of the standard deviation of the expected values."""
     np.testing.assert_allclose(ours, theirs, atol=1e-4 * max(1.0, float(np.std(theirs))), rtol=0)
 
 
-def test_hidden_states(encoder: tuple[Any, EmbeddingsPipeline, Path]) -> None:
+def test_hidden_states_equal_those_of_transformers(encoder: tuple[Any, EmbeddingsPipeline, Path]) -> None:
     model, pipeline, _ = encoder
     inputs = random_inputs(vocabulary_of(model))
     responses = encode_all(pipeline, inputs, outputs=("dense",), pooling="mean", normalize=False)
     for tokens, response in zip(inputs, responses, strict=True):
-        assert_close(response.embeddings, oracle_hidden(model, tokens).mean(0))
+        assert_close(response.embeddings, reference_hidden_states(model, tokens).mean(0))
     [first] = encode_all(pipeline, inputs[3:4], outputs=("dense",), pooling="last_token", normalize=False)
-    assert_close(first.embeddings, oracle_hidden(model, inputs[3])[-1])
+    assert_close(first.embeddings, reference_hidden_states(model, inputs[3])[-1])
 
 
-WIDE_LAST = {"per_layer_config": {"3": {"head_dim": 24, "num_key_value_heads": 1}}}
+WIDE_LAST_LAYER = {"per_layer_config": {"3": {"head_dim": 24, "num_key_value_heads": 1}}}
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("bert", {"num_attention_heads": 4, "hidden_size": 36, "intermediate_size": 50, "type_vocab_size": 1}),
     ("bert", {"hidden_act": "gelu_new", "layer_norm_eps": 1e-3}),
@@ -90,7 +90,10 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("new", {"rope_scaling": {"factor": 2.0, "type": "ntk"}, "rope_theta": 500000, "num_attention_heads": 4}),
     ("jina_embeddings_v3", {"num_attention_heads": 4, "type_vocab_size": 2, "hidden_act": "relu"}),
     ("embedding_gemma2_text", {"per_layer_config": {}, "attention_bias": True, "sliding_window": 30}),
-    ("embedding_gemma2_text", {"layer_types": ["sliding_attention"] * 4, **WIDE_LAST, "rms_norm_eps": 1e-3}),
+    (
+        "embedding_gemma2_text",
+        {"layer_types": ["sliding_attention"] * 4, **WIDE_LAST_LAYER, "rms_norm_eps": 1e-3},
+    ),
     ("embedding_gemma2_text", {"rope_parameters": None, "num_key_value_heads": 1, "embedding_dim": 7}),
     ("eurobert", {"num_key_value_heads": 3, "tie_word_embeddings": True, "hidden_act": "gelu"}),
     ("mpnet", {"max_position_embeddings": 400, "num_attention_heads": 4, "hidden_act": "gelu_new"}),
@@ -98,25 +101,29 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "changes"), VARIANTS, ids=str)
-def test_other_configurations(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    (architecture,) = (one for one in ENCODERS if one.name == name)
+def test_variants_of_the_configuration_equal_transformers(
+    name: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    (architecture,) = (candidate for candidate in ENCODERS if candidate.name == name)
     model = save_encoder(architecture, tmp_path, "", **changes)
     pipeline = open_encoder(tmp_path)
     longest = pipeline.memory_plan.max_length
     inputs = random_inputs(vocabulary_of(model), [1, 40, min(longest, 300)])
     responses = encode_all(pipeline, inputs, outputs=("dense",), pooling="mean", normalize=False)
     for tokens, response in zip(inputs, responses, strict=True):
-        assert_close(response.embeddings, oracle_hidden(model, tokens).mean(0))
+        assert_close(response.embeddings, reference_hidden_states(model, tokens).mean(0))
 
 
-def test_mpnet_with_fewer_buckets_than_distances_have(tmp_path: Path) -> None:
-    (architecture,) = (one for one in ENCODERS if one.name == "mpnet")
+def test_mpnet_with_few_relative_position_buckets_is_refused(tmp_path: Path) -> None:
+    (architecture,) = (candidate for candidate in ENCODERS if candidate.name == "mpnet")
     save_encoder(architecture, tmp_path, "", relative_attention_num_buckets=8)
     with pytest.raises(ConfigError, match="is 8, but distances have 32"):
         open_encoder(tmp_path)
 
 
-def test_a_batch_has_the_bits_of_single_inputs(encoder: tuple[Any, EmbeddingsPipeline, Path]) -> None:
+def test_outputs_of_a_batch_are_bit_equal_to_single_inputs(
+    encoder: tuple[Any, EmbeddingsPipeline, Path],
+) -> None:
     model, _, folder = encoder
     pipeline = open_encoder(folder, deterministic=True)
     inputs = random_inputs(vocabulary_of(model))
@@ -128,7 +135,7 @@ def test_a_batch_has_the_bits_of_single_inputs(encoder: tuple[Any, EmbeddingsPip
 
 @pytest.mark.matrix(strength=1)
 @pytest.mark.parametrize(("encoding", "least"), [("bfloat16", 0.998), ("int8", 0.99), ("int4", 0.9)])
-def test_encodings_are_close(
+def test_embeddings_in_other_encodings_are_close_to_float32(
     encoder: tuple[Any, EmbeddingsPipeline, Path], encoding: str, least: float
 ) -> None:
     model, _, folder = encoder
@@ -137,14 +144,16 @@ def test_encodings_are_close(
     for tokens, response in zip(
         inputs, encode_all(pipeline, inputs, outputs=("dense",), pooling="mean"), strict=True
     ):
-        theirs = oracle_hidden(model, tokens).mean(0)
+        theirs = reference_hidden_states(model, tokens).mean(0)
         cosine = response.embeddings @ theirs / np.linalg.norm(response.embeddings) / np.linalg.norm(theirs)
         assert cosine > least
 
 
 @pytest.mark.matrix(strength=1)
 @pytest.mark.parametrize("labels", [1, 3])
-def test_classification_head(architecture: SupportedArchitecture, tmp_path: Path, labels: int) -> None:
+def test_logits_of_the_classification_head_equal_transformers(
+    architecture: SupportedArchitecture, tmp_path: Path, labels: int
+) -> None:
     try:
         model = save_encoder(architecture, tmp_path, "ForSequenceClassification", num_labels=labels)
     except ValueError:
@@ -159,7 +168,9 @@ def test_classification_head(architecture: SupportedArchitecture, tmp_path: Path
         assert_close(response.scores, logits)
 
 
-def test_masked_language_model_head(architecture: SupportedArchitecture, tmp_path: Path) -> None:
+def test_logits_of_the_masked_language_model_head_equal_transformers(
+    architecture: SupportedArchitecture, tmp_path: Path
+) -> None:
     try:
         model = save_encoder(architecture, tmp_path, "ForMaskedLM")
     except ValueError:
@@ -177,7 +188,9 @@ def test_masked_language_model_head(architecture: SupportedArchitecture, tmp_pat
         assert_close(weights, expected)
 
 
-def test_token_types(encoder: tuple[Any, EmbeddingsPipeline, Path]) -> None:
+def test_hidden_states_with_token_types_equal_transformers(
+    encoder: tuple[Any, EmbeddingsPipeline, Path],
+) -> None:
     model, pipeline, _ = encoder
     if not getattr(model.config, "type_vocab_size", 0) > 1:
         pytest.skip("the family has no token types")
@@ -200,8 +213,10 @@ def test_token_types(encoder: tuple[Any, EmbeddingsPipeline, Path]) -> None:
     ],
     ids=str,
 )
-def test_pooling_of_classifiers(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    (architecture,) = (one for one in ENCODERS if one.name == name)
+def test_pooling_of_the_classification_head_equals_transformers(
+    name: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    (architecture,) = (candidate for candidate in ENCODERS if candidate.name == name)
     model = save_encoder(architecture, tmp_path, "ForSequenceClassification", num_labels=3, **changes)
     inputs = random_inputs(vocabulary_of(model), [7])
     [response] = encode_all(open_encoder(tmp_path), inputs, activation=False)

@@ -1,4 +1,4 @@
-"""A short single input runs as a compiled step, with the bits of the eager one."""
+"""Compiled steps of encoders: a short single input gives the bits of the eager step."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from penstock.architectures.registry import SupportedArchitecture
 from penstock.kernels.cpu.graphs import CpuGraphCompiler
 from penstock.pipelines.embeddings import EmbeddingsPipeline
 
-EAGER = ("mpnet", "embedding_gemma2", "embedding_gemma2_text")
-"""Families whose steps run eagerly: with an attention bias that is not the result of an operation, or with
-an operation without a C++ kernel."""
+UNCOMPILED_FAMILIES = ("mpnet", "embedding_gemma2", "embedding_gemma2_text")
+"""Families whose steps run eagerly.
+
+They have an attention bias that is not the result of an operation, or an operation without a C++ kernel.
+"""
 
 
 def inputs_of(length: int, count: int) -> list[np.ndarray]:
@@ -23,20 +25,22 @@ def inputs_of(length: int, count: int) -> list[np.ndarray]:
     return [rng.integers(3, 130, length) for _ in range(count)]
 
 
-def vectors_of(pipeline: EmbeddingsPipeline, inputs: list[np.ndarray], **fields: Any) -> list[np.ndarray]:
-    """Return the vectors of all tokens of inputs that are computed one by one."""
-    found = []
-    for one in inputs:
-        [response] = encode_all(pipeline, [one], outputs=("multi_vector",), **fields)
+def token_vectors_of(
+    pipeline: EmbeddingsPipeline, inputs: list[np.ndarray], **fields: Any
+) -> list[np.ndarray]:
+    """Return the vectors of all tokens of several inputs, computed one input at a time."""
+    result = []
+    for tokens in inputs:
+        [response] = encode_all(pipeline, [tokens], outputs=("multi_vector",), **fields)
         assert response.multi_vector is not None
-        found.append(response.multi_vector)
-    return found
+        result.append(response.multi_vector)
+    return result
 
 
 @pytest.mark.matrix(strength=1)
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int4"])
-@pytest.mark.parametrize("architecture", ENCODERS, ids=lambda one: one.name)
-def test_compiled_steps_have_the_bits_of_eager_ones(
+@pytest.mark.parametrize("architecture", ENCODERS, ids=lambda architecture: architecture.name)
+def test_compiled_steps_are_bit_equal_to_eager_steps(
     architecture: SupportedArchitecture, encoding: str, tmp_path: Path
 ) -> None:
     save_encoder(architecture, tmp_path, "")
@@ -45,18 +49,20 @@ def test_compiled_steps_have_the_bits_of_eager_ones(
     for length in (1, 7, 128):
         inputs = inputs_of(length, 3)
         session.use_graphs = False
-        eager = vectors_of(pipeline, inputs)
+        eager = token_vectors_of(pipeline, inputs)
         session.use_graphs = True
-        vectors_of(pipeline, inputs)  # once eagerly, once recorded
-        compiled = vectors_of(pipeline, inputs)
-        assert session.graph_status.startswith("eager" if architecture.name in EAGER else "compiled")
-        for one, other in zip(eager, compiled, strict=True):
-            assert np.array_equal(one, other)
+        token_vectors_of(pipeline, inputs)  # the first run is eager, the second one records
+        compiled = token_vectors_of(pipeline, inputs)
+        assert session.graph_status.startswith(
+            "eager" if architecture.name in UNCOMPILED_FAMILIES else "compiled"
+        )
+        for eager_vectors, compiled_vectors in zip(eager, compiled, strict=True):
+            assert np.array_equal(eager_vectors, compiled_vectors)
 
 
 @pytest.fixture
 def bert(tmp_path: Path) -> EmbeddingsPipeline:
-    (architecture,) = (one for one in ENCODERS if one.name == "bert")
+    (architecture,) = (candidate for candidate in ENCODERS if candidate.name == "bert")
     save_encoder(architecture, tmp_path, "")
     return open_encoder(tmp_path)
 
@@ -65,17 +71,17 @@ def test_token_types_are_inputs_of_a_compiled_step(bert: EmbeddingsPipeline) -> 
     [tokens] = inputs_of(12, 1)
     types = [None, np.arange(12) % 2, np.zeros(12, np.int64), np.arange(12) // 6]
     bert.session.use_graphs = False
-    eager = [vectors_of(bert, [tokens], token_type_ids=one)[0] for one in types]
+    eager = [token_vectors_of(bert, [tokens], token_type_ids=token_types)[0] for token_types in types]
     bert.session.use_graphs = True
     for _ in range(3):
-        compiled = [vectors_of(bert, [tokens], token_type_ids=one)[0] for one in types]
+        compiled = [token_vectors_of(bert, [tokens], token_type_ids=token_types)[0] for token_types in types]
         assert all(map(np.array_equal, eager, compiled))
     assert bert.session.graph_status.startswith("compiled")
     assert np.array_equal(compiled[0], compiled[2])
     assert not np.allclose(compiled[1], compiled[3])
 
 
-def test_long_inputs_and_batches_run_eagerly(
+def test_long_inputs_and_batches_are_not_compiled(
     bert: EmbeddingsPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CpuGraphCompiler, "max_rows", 64)

@@ -1,4 +1,4 @@
-"""Every family in every encoding: errors shrink with more bits; sizes are as estimated."""
+"""Every family in every encoding: accuracy grows with the number of bits; sizes match the estimate."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ from penstock.pipelines import TextGenerationPipeline
 pytestmark = pytest.mark.models
 
 PROMPT = random_tokens(30, 130, seed=7)
-_WIDER = ("hidden_size", "intermediate_size", "moe_intermediate_size", "n_embd", "n_inner", "head_dim")
-FARTHEST = {"bfloat16": 0.05, "int8": 0.12, "int5": 0.25, "int4": 0.5}
-"""Maximum error of the logits relative to float32, as a share of their norm. ``int4`` stands for layers that
-are not narrow, ``int5`` for narrow layers, whose weights have 5 bits."""
+_SCALED_KEYS = ("hidden_size", "intermediate_size", "moe_intermediate_size", "n_embd", "n_inner", "head_dim")
+MAX_ERROR = {"bfloat16": 0.05, "int8": 0.12, "int5": 0.25, "int4": 0.5}
+"""Maximum error of the logits against float32, relative to the norm of the logits.
 
-SENSITIVE = {"llama4_text": 2, "phimoe": 3}
-"""Families in which a rounding error can route a row to another expert -> factor on the maximum error."""
+``int4`` applies to wide layers. ``int5`` applies to narrow layers, whose weights have 5 bits.
+"""
+
+ERROR_FACTORS = {"llama4_text": 2, "phimoe": 3}
+"""Factors on the maximum error, for families in which a rounding error can route a row to another expert."""
 
 
 def wide_config(tiny: dict[str, Any]) -> dict[str, Any]:
-    """Return a family's tiny configuration with layers wide enough for 4 bits."""
-    wide = {key: 4 * value if key in _WIDER and value else value for key, value in tiny.items()}
+    """Return a family's tiny configuration with layers that are wide enough for 4-bit groups."""
+    wide = {key: 4 * value if key in _SCALED_KEYS and value else value for key, value in tiny.items()}
     return wide | ({"query_pre_attn_scalar": wide["head_dim"]} if "query_pre_attn_scalar" in wide else {})
 
 
@@ -40,41 +42,43 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     folder = tmp_path_factory.mktemp("encodings")
     write_checkpoint(folder, wide_config(request.param.tiny_config()))
     tensors = load_file(folder / "model.safetensors")
-    for name, tensor in tensors.items():  # so small that errors do not grow from layer to layer
+    for name, tensor in tensors.items():  # small enough that errors do not grow from layer to layer
         if tensor.dim() > 1 and not any(part in name for part in ("embed", "wte", "wpe", "_bias")):
             tensor *= 0.35
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
-def opened(checkpoint: Path, encoding: str, monkeypatch: pytest.MonkeyPatch) -> TextGenerationPipeline:
+def open_encoded(checkpoint: Path, encoding: str, monkeypatch: pytest.MonkeyPatch) -> TextGenerationPipeline:
     if encoding == "int4":
-        monkeypatch.setattr(int4, "NARROW", 0)  # nothing is narrow
+        monkeypatch.setattr(int4, "NARROW", 0)  # no layer counts as narrow
     encoding = "int4" if encoding == "int5" else encoding
     return open_pipeline(checkpoint, quantization_encoding=encoding, num_threads=1)
 
 
 @pytest.fixture(scope="module")
-def exact(checkpoint: Path) -> torch.Tensor:  # [T, V]
+def float32_logits(checkpoint: Path) -> torch.Tensor:  # [T, V]
     return step_logits(open_pipeline(checkpoint, num_threads=1), [context_of(PROMPT)])[0]
 
 
 @pytest.mark.matrix(strength=1, times=2)
-@pytest.mark.parametrize("encoding", FARTHEST)
-def test_close_to_float32(
-    checkpoint: Path, exact: torch.Tensor, encoding: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("encoding", MAX_ERROR)
+def test_logits_are_close_to_float32(
+    checkpoint: Path, float32_logits: torch.Tensor, encoding: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pipeline = opened(checkpoint, encoding, monkeypatch)
+    pipeline = open_encoded(checkpoint, encoding, monkeypatch)
     logits = step_logits(pipeline, [context_of(PROMPT)])[0]
-    error = float((logits - exact).norm() / exact.norm())
+    error = float((logits - float32_logits).norm() / float32_logits.norm())
     assert (
-        0 < error < FARTHEST[encoding] * SENSITIVE.get(str(pipeline.model.huggingface_config.model_type), 1)
+        0
+        < error
+        < MAX_ERROR[encoding] * ERROR_FACTORS.get(str(pipeline.model.huggingface_config.model_type), 1)
     )
     assert len(generate(pipeline, [context_of(PROMPT, 5)])[0]) == 5
 
 
 def allowed_estimates(pipeline: TextGenerationPipeline) -> tuple[float, float]:
-    """Return the least and the greatest ratio of the estimated to the actual bytes of the weights.
+    """Return the smallest and the largest allowed ratio of estimated to actual bytes of the weights.
 
     The estimate is for panels, whose layers may end in padding. A back end without panels, such as that of
     GPUs, stores 5 bits in a byte.
@@ -83,50 +87,54 @@ def allowed_estimates(pipeline: TextGenerationPipeline) -> tuple[float, float]:
 
 
 @pytest.mark.matrix(strength=1, times=2)
-@pytest.mark.parametrize("encoding", ["float32", *FARTHEST])
-def test_the_estimated_size(checkpoint: Path, encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pipeline = opened(checkpoint, encoding, monkeypatch)
-    held = held_bytes(pipeline)
-    foretold = pipeline.model.estimate_weights_size(pipeline.model.pipeline_config)
-    least, most = allowed_estimates(pipeline)
-    assert least * held <= foretold <= most * held, "each part of a fused layer may start a new panel"
+@pytest.mark.parametrize("encoding", ["float32", *MAX_ERROR])
+def test_the_size_of_the_weights_is_as_estimated(
+    checkpoint: Path, encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline = open_encoded(checkpoint, encoding, monkeypatch)
+    loaded_bytes = held_bytes(pipeline)
+    estimated_bytes = pipeline.model.estimate_weights_size(pipeline.model.pipeline_config)
+    low, high = allowed_estimates(pipeline)
+    assert low * loaded_bytes <= estimated_bytes <= high * loaded_bytes, (
+        "each part of a fused layer may start a new panel"
+    )
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])
-def test_narrow_experts_of_a_wide_model_have_four_bits(
+def test_narrow_experts_of_a_wide_model_are_stored_in_4_bits(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (architecture,) = (one for one in DECODERS if one.name == name)
+    (architecture,) = (candidate for candidate in DECODERS if candidate.name == name)
     assert architecture.tiny_config is not None
     sizes = {"hidden_size": 192, "intermediate_size": 64, "moe_intermediate_size": 64}
     checkpoint = write_checkpoint(tmp_path, architecture.tiny_config() | sizes)
     monkeypatch.setattr(int4, "NARROW", 192)
     pipeline = open_pipeline(checkpoint, quantization_encoding="int4", num_threads=1)
     model: Any = pipeline.model
-    experts = [one for one in parts_of(model.network) if isinstance(one, PackedExperts)]
-    assert {one.encoding for each in experts for one in (*each.gate_up, *each.down)} == {"int4"}
-    held, foretold = held_bytes(pipeline), model.estimate_weights_size(model.pipeline_config)
-    least, most = allowed_estimates(pipeline)
-    assert least * held <= foretold <= most * held
+    experts = [part for part in parts_of(model.network) if isinstance(part, PackedExperts)]
+    assert {linear.encoding for each in experts for linear in (*each.gate_up, *each.down)} == {"int4"}
+    loaded_bytes, estimated_bytes = held_bytes(pipeline), model.estimate_weights_size(model.pipeline_config)
+    low, high = allowed_estimates(pipeline)
+    assert low * loaded_bytes <= estimated_bytes <= high * loaded_bytes
 
 
 @pytest.mark.matrix(strength=1)
 @pytest.mark.parametrize("encoding", ["int5", "int4"])
-def test_which_layers_are_in_which_encoding(
+def test_each_kind_of_layer_has_its_encoding(
     checkpoint: Path, encoding: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pipeline = opened(checkpoint, encoding, monkeypatch)
+    pipeline = open_encoded(checkpoint, encoding, monkeypatch)
     model: Any = pipeline.model
     network = model.network
     parts = list(parts_of(network))
-    routers = [id(one.router.packed) for one in parts if isinstance(getattr(one, "router", None), Linear)]
-    shared = [one for one in parts if isinstance(one, SharedExperts)]
-    routers += [id(one.gate.packed) for one in shared if one.gate is not None]
-    linears = [one for one in parts_of(network) if isinstance(one, PackedLinear)]
-    attentions = [one for one in parts_of(network) if isinstance(one, Attention)]
-    values = [id(one.values.packed) for one in attentions if one.values is not None]
-    is_apart = f"{attentions[0].layer}.self_attn.v_proj" in " ".join(model.weights.names)
-    assert len(values) == (len(attentions) if is_apart else 0)
+    routers = [id(part.router.packed) for part in parts if isinstance(getattr(part, "router", None), Linear)]
+    shared = [part for part in parts if isinstance(part, SharedExperts)]
+    routers += [id(layer.gate.packed) for layer in shared if layer.gate is not None]
+    linears = [part for part in parts_of(network) if isinstance(part, PackedLinear)]
+    attentions = [part for part in parts_of(network) if isinstance(part, Attention)]
+    values = [id(attention.values.packed) for attention in attentions if attention.values is not None]
+    has_own_values = f"{attentions[0].layer}.self_attn.v_proj" in " ".join(model.weights.names)
+    assert len(values) == (len(attentions) if has_own_values else 0)
     assert network.head.linear.packed.encoding == "int8"
     for packed in linears:
         if id(packed) in routers:

@@ -1,4 +1,4 @@
-"""The families with experts: their variants, both layouts of checkpoints, MXFP4, adapters, refusals."""
+"""Families with experts: variants, both checkpoint layouts, MXFP4, adapters, refused settings."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from penstock.weights.formats.mxfp4 import dequantize
 
 TOKENS = random_tokens(60, 130, seed=5)
 FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss")
-TINY = {one.name: one.tiny_config for one in DECODERS if one.tiny_config is not None}
+TINY = {candidate.name: candidate.tiny_config for candidate in DECODERS if candidate.tiny_config is not None}
 
 
 def config_of(family: str, **changes: Any) -> dict[str, Any]:
-    """Return the family's tiny configuration with changes; the value ``...`` removes a key."""
+    """Return a family's tiny configuration with changes; the value ``...`` removes a key."""
     values = TINY[family]() | changes
     return {key: value for key, value in values.items() if value is not ...}
 
@@ -50,8 +50,8 @@ def logits_of(pipeline: TextGenerationPipeline) -> torch.Tensor:
     return torch.cat(rows)
 
 
-def deviation(pipeline: TextGenerationPipeline, reference: Any) -> float:
-    """Return the error of the logits against transformers, in multiples of the tolerance."""
+def relative_error(pipeline: TextGenerationPipeline, reference: Any) -> float:
+    """Return the largest error of the logits against transformers, in multiples of the tolerance."""
     expected = oracle_logits(reference, TOKENS)
     tolerance = 1e-4 * max(1.0, float(expected.std()))
     return float((logits_of(pipeline) - expected).abs().max()) / tolerance
@@ -82,14 +82,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_variants(variant: str, tmp_path: Path) -> None:
+def test_logits_of_variants_equal_transformers(variant: str, tmp_path: Path) -> None:
     family, changes = VARIANTS[variant]
     write_checkpoint(tmp_path, config_of(family, **changes))
     reference = oracle(tmp_path)
-    assert deviation(open_pipeline(tmp_path, kv_cache_block_size=16), reference) <= 1
+    assert relative_error(open_pipeline(tmp_path, kv_cache_block_size=16), reference) <= 1
 
 
-FILES: dict[str, tuple[str, dict[str, Any]]] = {
+SPELLINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen with windows unused": ("qwen3_moe", {"use_sliding_window": False, "sliding_window": 20}),
     "qwen as before transformers 5": ("qwen3_moe", {"num_experts": 7, "num_local_experts": ...}),
     "qwen without a list of layers": ("qwen3_moe", {"mlp_only_layers": None, "decoder_sparse_step": 2}),
@@ -99,16 +99,16 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", FILES)
-def test_variant_spellings_of_keys(case: str, tmp_path: Path) -> None:
-    """Published files spell some keys in another way than transformers writes them."""
-    family, changes = FILES[case]
+@pytest.mark.parametrize("case", SPELLINGS)
+def test_other_spellings_of_keys_are_read(case: str, tmp_path: Path) -> None:
+    """Published files spell some keys differently than transformers does."""
+    family, changes = SPELLINGS[case]
     dense = {"mlp_only_layers": [], "decoder_sparse_step": 2} if "mlp_only_layers" in changes else {}
     write_checkpoint(tmp_path, config_of(family, **dense))
-    written = json.loads((tmp_path / "config.json").read_text()) | changes
-    values = {key: value for key, value in written.items() if value is not ...}
+    config = json.loads((tmp_path / "config.json").read_text()) | changes
+    values = {key: value for key, value in config.items() if value is not ...}
     (tmp_path / "config.json").write_text(json.dumps(values))
-    assert deviation(open_pipeline(tmp_path, kv_cache_block_size=16), oracle(tmp_path)) <= 1
+    assert relative_error(open_pipeline(tmp_path, kv_cache_block_size=16), oracle(tmp_path)) <= 1
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -118,7 +118,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(scope="module")
 def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A gpt-oss checkpoint whose gates are so large that many are clamped."""
+    """Return a gpt-oss checkpoint with gates so large that many exceed the clamping limit."""
     folder = write_checkpoint(tmp_path_factory.mktemp("gpt_oss"), config_of("gpt_oss"))
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
@@ -128,16 +128,19 @@ def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_bfloat16_is_near(checkpoint: Path) -> None:
-    exact = logits_of(open_pipeline(checkpoint, kv_cache_block_size=16))
-    near = logits_of(open_pipeline(checkpoint, kv_cache_block_size=16, quantization_encoding="bfloat16"))
-    assert float((near - exact).abs().median()) < 0.1 * float(exact.std())  # some rows visit other experts
+def test_bfloat16_logits_are_close_to_float32(checkpoint: Path) -> None:
+    float32_logits = logits_of(open_pipeline(checkpoint, kv_cache_block_size=16))
+    bfloat16_logits = logits_of(
+        open_pipeline(checkpoint, kv_cache_block_size=16, quantization_encoding="bfloat16")
+    )
+    # some rows are routed to other experts
+    assert float((bfloat16_logits - float32_logits).abs().median()) < 0.1 * float(float32_logits.std())
 
 
-# ---- mistakes ----
+# ---- mutations ----
 
 
-def altered(network: Any, **parts: Callable[[Any], Any]) -> Any:
+def mutate_experts(network: Any, **parts: Callable[[Any], Any]) -> Any:
     """Return the network with functions applied to parts of its experts."""
 
     def alter(block: Any) -> Any:
@@ -149,39 +152,39 @@ def altered(network: Any, **parts: Callable[[Any], Any]) -> Any:
     return replace(network, blocks=tuple(alter(block) for block in network.blocks))
 
 
-def swapped(packed: PackedExperts) -> PackedExperts:
+def swap_experts(packed: PackedExperts) -> PackedExperts:
     gate_up, down = list(packed.gate_up), list(packed.down)
     gate_up[0], gate_up[1], down[0], down[1] = gate_up[1], gate_up[0], down[1], down[0]
     return PackedExperts(tuple(gate_up), tuple(down))
 
 
-def gates_for_ups(packed: PackedExperts) -> PackedExperts:
-    def turned(linear: PackedLinear) -> PackedLinear:
+def swap_gates_and_ups(packed: PackedExperts) -> PackedExperts:
+    def swap_halves(linear: PackedLinear) -> PackedLinear:
         assert linear.bias is not None
         half = linear.out_features // 2
         weight, bias = unpack_linear(linear).roll(half, 0), linear.bias.roll(half, 0)
         return pack_linear(weight, linear.encoding, bias=bias, slices=linear.slices)
 
-    return replace(packed, gate_up=tuple(map(turned, packed.gate_up)))
+    return replace(packed, gate_up=tuple(map(swap_halves, packed.gate_up)))
 
 
-def without_bias(linear: Any) -> Any:
+def drop_bias(linear: Any) -> Any:
     return replace(linear, packed=replace(linear.packed, bias=None))
 
 
-MISTAKES: dict[str, Callable[[Any], Any]] = {
-    "two experts swapped": lambda n: altered(n, packed=swapped),
-    "shares not normed": lambda n: altered(n, routing=lambda _: "all"),
-    "one expert too few": lambda n: altered(n, top=lambda top: top - 1),
-    "one expert too many": lambda n: altered(n, top=lambda top: top + 1),
+MUTATIONS: dict[str, Callable[[Any], Any]] = {
+    "two experts swapped": lambda n: mutate_experts(n, packed=swap_experts),
+    "shares not normed": lambda n: mutate_experts(n, routing=lambda _: "all"),
+    "one expert too few": lambda n: mutate_experts(n, top=lambda top: top - 1),
+    "one expert too many": lambda n: mutate_experts(n, top=lambda top: top + 1),
 }
-GPT_OSS_MISTAKES: dict[str, Callable[[Any], Any]] = {
-    "gates for ups": lambda n: altered(n, packed=gates_for_ups),
-    "a router without its bias": lambda n: altered(n, router=without_bias),
-    "another limit": lambda n: altered(n, gating=lambda gate: ClampedSwiGLU(gate.alpha, 7.5)),
-    "another slope": lambda n: altered(n, gating=lambda gate: ClampedSwiGLU(1.6, gate.limit)),
-    "downs without biases": lambda n: altered(
-        n, packed=lambda p: replace(p, down=tuple(replace(one, bias=None) for one in p.down))
+GPT_OSS_MUTATIONS: dict[str, Callable[[Any], Any]] = {
+    "gates for ups": lambda n: mutate_experts(n, packed=swap_gates_and_ups),
+    "a router without its bias": lambda n: mutate_experts(n, router=drop_bias),
+    "another limit": lambda n: mutate_experts(n, gating=lambda gate: ClampedSwiGLU(gate.alpha, 7.5)),
+    "another slope": lambda n: mutate_experts(n, gating=lambda gate: ClampedSwiGLU(1.6, gate.limit)),
+    "downs without biases": lambda n: mutate_experts(
+        n, packed=lambda p: replace(p, down=tuple(replace(linear, bias=None) for linear in p.down))
     ),
     "no sinks": lambda n: replace(
         n, blocks=tuple(replace(b, attention=replace(b.attention, sinks=None)) for b in n.blocks)
@@ -189,48 +192,52 @@ GPT_OSS_MISTAKES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def test_mistakes_are_detected(checkpoint: Path) -> None:
+def test_each_mutation_changes_the_logits(checkpoint: Path) -> None:
     reference, pipeline = oracle(checkpoint), open_pipeline(checkpoint, kv_cache_block_size=16)
     model: Any = pipeline.model
     network = model.network
-    for name, mistake in MISTAKES.items():
-        model.network = mistake(network)
-        assert deviation(pipeline, reference) > 10, name
+    for name, mutate in MUTATIONS.items():
+        model.network = mutate(network)
+        assert relative_error(pipeline, reference) > 10, name
     model.network = network
-    assert deviation(pipeline, reference) <= 1
+    assert relative_error(pipeline, reference) <= 1
 
 
-def test_mistakes_in_gpt_oss_are_detected(gpt_oss: Path) -> None:
+def test_each_mutation_of_gpt_oss_changes_the_logits(gpt_oss: Path) -> None:
     reference, pipeline = oracle(gpt_oss), open_pipeline(gpt_oss, kv_cache_block_size=16)
-    assert deviation(pipeline, reference) <= 1
+    assert relative_error(pipeline, reference) <= 1
     model: Any = pipeline.model
     network = model.network
-    for name, mistake in GPT_OSS_MISTAKES.items():
-        model.network = mistake(network)
-        assert deviation(pipeline, reference) > 10, name
+    for name, mutate in GPT_OSS_MUTATIONS.items():
+        model.network = mutate(network)
+        assert relative_error(pipeline, reference) > 10, name
 
 
 # ---- layouts ----
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_experts_in_one_tensor(family: str, tmp_path: Path) -> None:
+def test_experts_stored_in_one_tensor_equal_separate_tensors(family: str, tmp_path: Path) -> None:
     """transformers 5 uses this layout in memory, and writes it if conversion is disabled."""
-    older = write_checkpoint(tmp_path / "older", config_of(family))
-    oracle(older).save_pretrained(tmp_path / "newer", save_original_format=False)
+    per_expert = write_checkpoint(tmp_path / "older", config_of(family))
+    oracle(per_expert).save_pretrained(tmp_path / "newer", save_original_format=False)
     names = load_file(tmp_path / "newer" / "model.safetensors").keys()
     assert "model.layers.0.mlp.experts.gate_up_proj" in names
     assert not any(".experts.0." in name for name in names)
-    pipelines = [open_pipeline(folder) for folder in (older, tmp_path / "newer")]
+    pipelines = [open_pipeline(folder) for folder in (per_expert, tmp_path / "newer")]
     assert torch.equal(*map(logits_of, pipelines))
     first, second = (
-        [part.name.rpartition("experts")[2] for one in packed.gate_up + packed.down for part in one.slices]
+        [
+            part.name.rpartition("experts")[2]
+            for linear in packed.gate_up + packed.down
+            for part in linear.slices
+        ]
         for packed in (pipeline.model.network.blocks[0].mlp.packed for pipeline in pipelines)  # type: ignore[attr-defined]
     )
-    assert first == second, "adapters find each expert's layers in both"
+    assert first == second, "adapters apply to the layers of each expert in both layouts"
 
 
-def test_experts_are_encoded_and_routers_are_not(checkpoint: Path) -> None:
+def test_experts_are_quantized_and_routers_are_not(checkpoint: Path) -> None:
     with ENCODINGS.extended(HalvedEncoding()):
         check_encoded_experts(checkpoint)
 
@@ -240,11 +247,11 @@ def check_encoded_experts(checkpoint: Path) -> None:
     model: Any = pipeline.model
     layer = model.network.blocks[0].mlp
     assert layer.router.packed.encoding == "float32"
-    assert {one.encoding for one in layer.packed.gate_up + layer.packed.down} == {"halved"}
-    assert deviation(pipeline, oracle(checkpoint)) <= 1
+    assert {linear.encoding for linear in layer.packed.gate_up + layer.packed.down} == {"halved"}
+    assert relative_error(pipeline, oracle(checkpoint)) <= 1
 
 
-def test_a_missing_expert_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_missing_expert(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, config_of("mixtral"))
     config = json.loads((tmp_path / "config.json").read_text()) | {"num_local_experts": 6}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -252,8 +259,8 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
         open_pipeline(tmp_path)
 
 
-def as_mxfp4(folder: Path, to: Path, **config: Any) -> tuple[Path, Path]:
-    """Write a gpt-oss checkpoint with random MXFP4 experts, and one with the floats that they represent."""
+def write_mxfp4(folder: Path, to: Path, **config: Any) -> tuple[Path, Path]:
+    """Write a gpt-oss checkpoint with random MXFP4 experts, and one with the equal float values."""
     tensors = load_file(folder / "model.safetensors")
     generator = torch.Generator().manual_seed(3)
     packed, plain = dict(tensors), dict(tensors)
@@ -265,49 +272,53 @@ def as_mxfp4(folder: Path, to: Path, **config: Any) -> tuple[Path, Path]:
             del packed[name]
             packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
             plain[name] = dequantize(blocks, scales).transpose(1, 2).float().contiguous()
-    written = json.loads((folder / "config.json").read_text())
-    for name, content, more in (
+    saved_config = json.loads((folder / "config.json").read_text())
+    for name, content, changes in (
         ("packed", packed, {"quantization_config": {"quant_method": "mxfp4"}} | config),
         ("plain", plain, {}),
     ):
         (to / name).mkdir()
         save_file(content, to / name / "model.safetensors", metadata={"format": "pt"})
-        values = {key: value for key, value in (written | more).items() if value is not ...}
+        values = {key: value for key, value in (saved_config | changes).items() if value is not ...}
         (to / name / "config.json").write_text(json.dumps(values))
     return to / "packed", to / "plain"
 
 
-def test_mxfp4_experts_equal_their_float_values(gpt_oss: Path, tmp_path: Path) -> None:
-    packed, plain = as_mxfp4(gpt_oss, tmp_path)
+def test_logits_of_mxfp4_experts_equal_those_of_their_float_values(gpt_oss: Path, tmp_path: Path) -> None:
+    packed, plain = write_mxfp4(gpt_oss, tmp_path)
     pipeline = open_pipeline(packed, kv_cache_block_size=16)
-    assert deviation(pipeline, oracle(plain)) <= 1
+    assert relative_error(pipeline, oracle(plain)) <= 1
     assert torch.equal(logits_of(pipeline), logits_of(open_pipeline(plain, kv_cache_block_size=16)))
 
 
-def test_mxfp4_experts_stay_in_blocks(gpt_oss: Path, tmp_path: Path) -> None:
-    """Gate and up rows alternate in the checkpoint. Loading separates them and changes no number."""
-    packed, plain = as_mxfp4(gpt_oss, tmp_path, dtype=...)  # OpenAI's configuration files have no ``dtype``
+def test_mxfp4_experts_are_kept_in_mxfp4(gpt_oss: Path, tmp_path: Path) -> None:
+    """Gate and up rows alternate in the checkpoint. Loading separates them without changing a number."""
+    packed, plain = write_mxfp4(
+        gpt_oss, tmp_path, dtype=...
+    )  # OpenAI's configuration files have no ``dtype``
     pipeline = open_pipeline(packed, quantization_encoding=None, kv_cache_block_size=16)
     model: Any = pipeline.model
     assert model.pipeline_config.model.encoding == "mxfp4"
-    linears = [one for one in parts_of(model.network) if isinstance(one, PackedLinear)]
-    experts = [one for one in linears if one.encoding == "mxfp4"]
+    linears = [part for part in parts_of(model.network) if isinstance(part, PackedLinear)]
+    experts = [linear for linear in linears if linear.encoding == "mxfp4"]
     assert len(experts) == 2 * 2 * 5
-    assert {one.encoding for one in linears} == {"mxfp4", "bfloat16", "int8"}
+    assert {linear.encoding for linear in linears} == {"mxfp4", "bfloat16", "int8"}
     floats = load_file(plain / "model.safetensors")
     gate_up = floats["model.layers.0.mlp.experts.gate_up_proj"][0].T
     down = floats["model.layers.0.mlp.experts.down_proj"][0].T
-    found = [unpack_linear(one) for one in experts]
-    assert any(torch.equal(one, torch.cat([gate_up[0::2], gate_up[1::2]])) for one in found if len(one) == 64)
-    assert any(torch.equal(one, down) for one in found)
-    exact = logits_of(open_pipeline(plain, kv_cache_block_size=16))
-    assert float((logits_of(pipeline).float() - exact).norm() / exact.norm()) < 0.05
-    foretold = model.estimate_weights_size(model.pipeline_config)
-    assert 0.995 * held_bytes(pipeline) <= foretold <= 1.5 * held_bytes(pipeline)
+    result = [unpack_linear(expert) for expert in experts]
+    assert any(
+        torch.equal(item, torch.cat([gate_up[0::2], gate_up[1::2]])) for item in result if len(item) == 64
+    )
+    assert any(torch.equal(item, down) for item in result)
+    float32_logits = logits_of(open_pipeline(plain, kv_cache_block_size=16))
+    assert float((logits_of(pipeline).float() - float32_logits).norm() / float32_logits.norm()) < 0.05
+    estimated = model.estimate_weights_size(model.pipeline_config)
+    assert 0.995 * held_bytes(pipeline) <= estimated <= 1.5 * held_bytes(pipeline)
 
 
-def test_faults_of_mxfp4_tensors(gpt_oss: Path, tmp_path: Path) -> None:
-    packed, _ = as_mxfp4(gpt_oss, tmp_path)
+def test_malformed_mxfp4_tensors_are_refused(gpt_oss: Path, tmp_path: Path) -> None:
+    packed, _ = write_mxfp4(gpt_oss, tmp_path)
     tensors = load_file(packed / "model.safetensors")
     name = "model.layers.0.mlp.experts.down_proj"
     del tensors[f"{name}_scales"]
@@ -317,8 +328,8 @@ def test_faults_of_mxfp4_tensors(gpt_oss: Path, tmp_path: Path) -> None:
         open_pipeline(packed)
 
 
-def test_mxfp4_of_a_size_that_has_no_blocks(gpt_oss: Path, tmp_path: Path) -> None:
-    packed, _ = as_mxfp4(gpt_oss, tmp_path, intermediate_size=40)
+def test_mxfp4_sizes_that_are_not_whole_blocks_are_refused(gpt_oss: Path, tmp_path: Path) -> None:
+    packed, _ = write_mxfp4(gpt_oss, tmp_path, intermediate_size=40)
     with pytest.raises(WeightsError, match=r"gate_up_proj\.0\.weight.* is \[64, 64\] where .*\[80, 64\]"):
         open_pipeline(packed)
 
@@ -326,10 +337,10 @@ def test_mxfp4_of_a_size_that_has_no_blocks(gpt_oss: Path, tmp_path: Path) -> No
 # ---- adapters ----
 
 
-def write_old_adapter(
+def write_per_expert_adapter(
     folder: Path, targets: list[str], matrices: dict[str, tuple[torch.Tensor, torch.Tensor]]
 ) -> Path:
-    """Write an adapter in the format of PEFT versions that had one module per expert."""
+    """Write an adapter in the format of older PEFT versions, with one module for each expert."""
     folder.mkdir()
     tensors = {}
     for name, (down, up) in matrices.items():
@@ -344,7 +355,9 @@ def write_old_adapter(
 @pytest.mark.parametrize(
     ("family", "targets"), [("mixtral", ["w1", "w2"]), ("qwen3_moe", ["up_proj", "gate"])]
 )
-def test_an_adapter_on_single_experts(family: str, targets: list[str], tmp_path: Path) -> None:
+def test_an_adapter_on_single_experts_equals_merged_weights(
+    family: str, targets: list[str], tmp_path: Path
+) -> None:
     base = write_checkpoint(tmp_path / "base", config_of(family))
     tensors = load_file(base / "model.safetensors")
     matrices = {}
@@ -354,7 +367,7 @@ def test_an_adapter_on_single_experts(family: str, targets: list[str], tmp_path:
             matrices[layer] = (torch.randn(2, weight.shape[1]) / 5, torch.randn(weight.shape[0], 2) / 5)
             tensors[name] = weight + matrices[layer][1] @ matrices[layer][0]
     assert len(matrices) >= 10
-    adapter = write_old_adapter(tmp_path / "adapter", targets, matrices)
+    adapter = write_per_expert_adapter(tmp_path / "adapter", targets, matrices)
     merged = tmp_path / "merged"
     merged.mkdir()
     save_file(tensors, merged / "model.safetensors", metadata={"format": "pt"})
@@ -368,7 +381,7 @@ def test_an_adapter_on_single_experts(family: str, targets: list[str], tmp_path:
 
 
 def test_an_adapter_on_a_tensor_of_all_experts_is_refused(checkpoint: Path, tmp_path: Path) -> None:
-    adapter = write_old_adapter(tmp_path / "adapter", ["q_proj"], {})
+    adapter = write_per_expert_adapter(tmp_path / "adapter", ["q_proj"], {})
     config = json.loads((adapter / "adapter_config.json").read_text())
     config["target_parameters"] = ["mlp.experts.gate_up_proj"]
     (adapter / "adapter_config.json").write_text(json.dumps(config))
@@ -376,7 +389,7 @@ def test_an_adapter_on_a_tensor_of_all_experts_is_refused(checkpoint: Path, tmp_
         open_pipeline(checkpoint, enable_lora=True, lora=(f"tone={adapter}",))
 
 
-# ---- refusals ----
+# ---- refused configurations ----
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "more experts than there are": ("mixtral", {"num_experts_per_tok": 6}, "6 experts .* the 5 experts"),
@@ -400,7 +413,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refusals(case: str, tmp_path: Path) -> None:
+def test_unsupported_configurations_are_refused(case: str, tmp_path: Path) -> None:
     family, changes, message = REFUSED[case]
     write_checkpoint(tmp_path, config_of(family))
     values = json.loads((tmp_path / "config.json").read_text()) | changes

@@ -1,4 +1,4 @@
-"""GPT-2's two spellings of tensor names, and the attention masks in OpenAI's checkpoint."""
+"""GPT-2: both spellings of the tensor names, and the attention masks stored in OpenAI's checkpoint."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ TOKENS = random_tokens(40, 130, seed=2)
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A checkpoint like OpenAI's: names without the prefix of the model, and the attention mask of each
-    layer."""
+    """Return a checkpoint like OpenAI's: tensor names without prefix, and an attention mask in each layer."""
     folder = write_checkpoint(tmp_path, tiny_config())
     tensors = load_file(folder / "model.safetensors")
     assert all(name.startswith("transformer.") for name in tensors)
@@ -33,13 +32,13 @@ def checkpoint(tmp_path: Path) -> Path:
     return folder
 
 
-def test_names_without_a_prefix(checkpoint: Path) -> None:
+def test_tensor_names_without_a_prefix_are_read(checkpoint: Path) -> None:
     logits = step_logits(open_pipeline(checkpoint), [context_of(TOKENS)])[0]
     expected = oracle_logits(oracle(checkpoint), TOKENS)
     torch.testing.assert_close(logits, expected, atol=1e-4 * max(1.0, float(expected.std())), rtol=0)
 
 
-def test_an_unexpected_tensor(checkpoint: Path) -> None:
+def test_an_unexpected_tensor_is_refused(checkpoint: Path) -> None:
     tensors = load_file(checkpoint / "model.safetensors")
     tensors["h.0.attn.gate"] = torch.zeros(3)
     save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})

@@ -1,4 +1,4 @@
-"""A replayed step gives the bits of the eager step, independent of other steps."""
+"""A replayed step is bit-equal to the eager step, independent of other steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CASES = [
 ]
 
 
-def opened(checkpoint: Path, isa: str, encoding: str, *, compiled: bool) -> TextGenerationPipeline:
+def open_on_isa(checkpoint: Path, isa: str, encoding: str, *, compiled: bool) -> TextGenerationPipeline:
     options: dict[str, Any] = {"quantization_encoding": encoding, "kv_cache_block_size": 16}
     pipeline = open_pipeline(checkpoint, enable_prefix_caching=False, **options)
     vars(pipeline.session)["ops"] = next(ops for ops in cpu.variants() if ops.isa == isa)
@@ -49,76 +49,77 @@ def last_logits(pipeline: TextGenerationPipeline, contexts: list[TextContext]) -
     return logits
 
 
-def logits_of_a_script(pipeline: TextGenerationPipeline) -> list[torch.Tensor]:
-    """Run sequences that arrive, grow across block and window limits, are preempted and continue; return the
-    logits."""
+def logits_of_scenario(pipeline: TextGenerationPipeline) -> list[torch.Tensor]:
+    """Return the logits of sequences that arrive, cross block and window limits, are preempted and resume."""
     seen: list[torch.Tensor] = []
 
-    def run(*contexts: TextContext, rows: int = 1) -> None:
+    def run_step(*contexts: TextContext, rows: int = 1) -> None:
         for context in contexts:
             context.set_token_indices(active_idx=min(context.start_idx + rows, context.current_length))
         logits = step_logits(pipeline, contexts)
         seen.extend(logits)
-        for context, own in zip(contexts, logits, strict=True):
-            feed(pipeline, context, int(own[-1].argmax()))
+        for context, context_logits in zip(contexts, logits, strict=True):
+            feed(pipeline, context, int(context_logits[-1].argmax()))
 
-    one, two, three = (context_of(random_tokens(n, 130, seed=n)) for n in (5, 20, 33))
-    run(one, rows=5)
-    for _ in range(30):  # over two ends of blocks
-        run(one)
-    run(two, rows=20)
-    run(three, rows=33)
+    short, medium, long = (context_of(random_tokens(n, 130, seed=n)) for n in (5, 20, 33))
+    run_step(short, rows=5)
+    for _ in range(30):  # crosses two block boundaries
+        run_step(short)
+    run_step(medium, rows=20)
+    run_step(long, rows=33)
     for _ in range(20):
-        run(three, one, two)
-    pipeline.release(two)  # as the scheduler does when memory runs out
-    two.reset()
+        run_step(long, short, medium)
+    pipeline.release(medium)  # as the scheduler does when memory runs out
+    medium.reset()
     for _ in range(3):
-        run(one)
-        run(one, three)
-    for number in range(8):  # computes its text again in chunks, beside single tokens of another sequence
-        two.set_token_indices(active_idx=two.start_idx + 4)
-        contexts = [two, three] if number % 3 else [three, two]
+        run_step(short)
+        run_step(short, long)
+    for number in range(8):  # recomputes its text in chunks, batched with single tokens of another sequence
+        medium.set_token_indices(active_idx=medium.start_idx + 4)
+        contexts = [medium, long] if number % 3 else [long, medium]
         logits = last_logits(pipeline, contexts)
         seen.append(logits)
-        for context, own in zip(contexts, logits, strict=True):
-            feed(pipeline, context, int(own.argmax()))
-    run(two, rows=100)
+        for context, context_logits in zip(contexts, logits, strict=True):
+            feed(pipeline, context, int(context_logits.argmax()))
+    run_step(medium, rows=100)
     for _ in range(6):
-        run(one, two, three)
+        run_step(short, medium, long)
     return seen
 
 
 @pytest.mark.matrix(strength=1)
 @pytest.mark.parametrize("case", CASES, ids="-".join)
-def test_the_bits_of_an_eager_step(checkpoint: Path, case: tuple[str, str]) -> None:
+def test_replayed_steps_are_bit_equal_to_eager_steps(checkpoint: Path, case: tuple[str, str]) -> None:
     isa, encoding = case
-    compiled, eager = (opened(checkpoint, isa, encoding, compiled=each) for each in (True, False))
-    got, expected = logits_of_a_script(compiled), logits_of_a_script(eager)
-    assert len(got) == len(expected)
-    for number, (one, other) in enumerate(zip(got, expected, strict=True)):
-        assert torch.equal(one, other), f"step {number}"
+    compiled, eager = (open_on_isa(checkpoint, isa, encoding, compiled=each) for each in (True, False))
+    actual_logits, expected = logits_of_scenario(compiled), logits_of_scenario(eager)
+    assert len(actual_logits) == len(expected)
+    for number, (actual, reference) in enumerate(zip(actual_logits, expected, strict=True)):
+        assert torch.equal(actual, reference), f"step {number}"
     status = compiled.session.graph_status
     assert status.startswith("compiled")
     assert eager.session.graph_status == "eager: compiled steps are disabled"
 
 
-def test_another_back_end_has_no_plans_of_the_first(checkpoint: Path) -> None:
-    pipeline = opened(checkpoint, cpu.available_isas()[-1], "float32", compiled=True)
+def test_graphs_are_dropped_when_the_back_end_changes(checkpoint: Path) -> None:
+    pipeline = open_on_isa(checkpoint, cpu.available_isas()[-1], "float32", compiled=True)
     for ops in (*cpu.variants(), ReferenceOps()):
         vars(pipeline.session)["ops"] = ops
-        plans = pipeline.session.plans
+        plans = pipeline.session.graphs
         compiler: Any = plans.compiler if plans else None
         assert (compiler and compiler.ops) is (ops if isinstance(ops, CpuOps) else None)
     assert pipeline.session.graph_status == "eager: the reference kernels cannot compile steps"
-    assert pipeline.session.planned_steps == "none"
+    assert pipeline.session.compiled_steps == "none"
 
 
 @pytest.mark.matrix(strength=1)
 @pytest.mark.parametrize("wanted", list(ReturnHiddenStates))
-def test_hidden_states_are_replayed(checkpoint: Path, wanted: ReturnHiddenStates) -> None:
+def test_replayed_hidden_states_are_bit_equal_to_eager_ones(
+    checkpoint: Path, wanted: ReturnHiddenStates
+) -> None:
     states: list[list[torch.Tensor | None]] = []
     for compiled in (True, False):
-        pipeline = opened(checkpoint, cpu.available_isas()[-1], "float32", compiled=compiled)
+        pipeline = open_on_isa(checkpoint, cpu.available_isas()[-1], "float32", compiled=compiled)
         pipeline.model.return_hidden_states = wanted
         context = context_of(random_tokens(9, 130))
         states.append([])
@@ -130,6 +131,6 @@ def test_hidden_states_are_replayed(checkpoint: Path, wanted: ReturnHiddenStates
             inputs = model.prepare_initial_token_inputs([[context]], kv.inputs([context]))
             states[-1].append(model.execute(inputs).hidden_states)
             feed(pipeline, context, 7)
-    for one, other in zip(*states, strict=True):
-        assert (one is None) == (wanted is ReturnHiddenStates.NONE)
-        assert one is None or torch.equal(one, other)
+    for compiled, eager in zip(*states, strict=True):
+        assert (compiled is None) == (wanted is ReturnHiddenStates.NONE)
+        assert compiled is None or torch.equal(compiled, eager)

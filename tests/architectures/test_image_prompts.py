@@ -1,4 +1,4 @@
-"""The tokens of images in prompts are those of the processors of transformers."""
+"""Image tokens in prompts equal those of the processors of transformers."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ SIZES = [(200, 100), (70, 150), (64, 64)]
 
 
 @pytest.fixture(autouse=True)
-def _no_video_processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Video processors need torchvision and num2words; prompts with images do not use them."""
+def _without_video_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the video processors, which need torchvision and num2words. Prompts with images do not use
+    them."""
     from transformers import processing_utils
     from transformers.models.smolvlm import processing_smolvlm
 
@@ -52,13 +53,14 @@ def tokenizer_of(special: Sequence[str], **roles: str) -> Any:
     )
 
 
-def prompts(family: VisionFamily, images: Any, tokenizer: Any, template: str) -> list[int]:
-    """Return the ids of a template whose ``{}`` are images."""
+def prompt_ids(family: VisionFamily, images: Any, tokenizer: Any, template: str) -> list[int]:
+    """Return the token ids of a template in which each ``{}`` stands for an image."""
     text = template.replace("{}", family.placeholder)
     for size in SIZES:
         image = Image.fromarray(np.zeros((size[1], size[0], 3), np.uint8))
         outputs = {
-            name: np.asarray(one) for name, one in images([image], **family.processor_options("auto")).items()
+            name: np.asarray(value)
+            for name, value in images([image], **family.processor_options("auto")).items()
         }
         text = text.replace(family.placeholder, "\0", 1)
         text = text.replace(
@@ -68,7 +70,7 @@ def prompts(family: VisionFamily, images: Any, tokenizer: Any, template: str) ->
     return ids
 
 
-def theirs(processor: Any, template: str, placeholder: str) -> list[int]:
+def reference_ids(processor: Any, template: str, placeholder: str) -> list[int]:
     images = [Image.fromarray(np.zeros((height, width, 3), np.uint8)) for width, height in SIZES]
     text = template.replace("{}", placeholder)
     ids: list[int] = processor(text=text, images=[images], return_tensors="np")["input_ids"][0].tolist()
@@ -76,14 +78,14 @@ def theirs(processor: Any, template: str, placeholder: str) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ["idefics3", "smolvlm"])
-def test_tiles(name: str) -> None:
+def test_prompts_with_image_tiles_equal_transformers(name: str) -> None:
     from transformers import Idefics3Processor, SmolVLMProcessor
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
     from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
-    cells = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
+    tile_tokens = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
     tokenizer = tokenizer_of(
-        ["<fake_token_around_image>", "<image>", "<global-img>", "<end_of_utterance>", *cells]
+        ["<fake_token_around_image>", "<image>", "<global-img>", "<end_of_utterance>", *tile_tokens]
     )
     sizes = {"size": {"longest_edge": 256}, "max_image_size": {"longest_edge": 64}}
     config = HuggingFaceConfig(
@@ -102,8 +104,8 @@ def test_tiles(name: str) -> None:
             SmolVLMImageProcessorPil(**sizes), tokenizer, video_processor=None, image_seq_len=16
         )
         family = SmolVLMFamily(config, {}, tokenizer.convert_ids_to_tokens)
-    ours = prompts(family, processor.image_processor, tokenizer, "a {}b{} c\n{}")
-    assert ours == theirs(processor, "a {}b{} c\n{}", "<image>")
+    prompt_tokens = prompt_ids(family, processor.image_processor, tokenizer, "a {}b{} c\n{}")
+    assert prompt_tokens == reference_ids(processor, "a {}b{} c\n{}", "<image>")
     assert family.processor_options("low")["do_image_splitting"] is False
     assert family.processor_options("high")["do_image_splitting"] is True
 
@@ -116,7 +118,7 @@ GEMMA_TOKENS = {
 
 
 def gemma_config(tokenizer: Any) -> HuggingFaceConfig:
-    boi, image, eoi = (tokenizer.convert_tokens_to_ids(one) for one in GEMMA_TOKENS.values())
+    boi, image, eoi = (tokenizer.convert_tokens_to_ids(token) for token in GEMMA_TOKENS.values())
     return HuggingFaceConfig(
         {
             "boi_token_index": boi,
@@ -127,7 +129,7 @@ def gemma_config(tokenizer: Any) -> HuggingFaceConfig:
     )
 
 
-def test_gemma3() -> None:
+def test_prompts_of_gemma3_equal_transformers() -> None:
     from transformers import Gemma3Processor
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
@@ -135,17 +137,17 @@ def test_gemma3() -> None:
     images = Gemma3ImageProcessorPil(size={"height": 32, "width": 32})
     processor = Gemma3Processor(images, tokenizer, image_seq_length=16)
     family = Gemma3Family(gemma_config(tokenizer), {}, tokenizer.convert_ids_to_tokens)
-    ours = prompts(family, images, tokenizer, "a {}b{} c\n{}")
-    assert ours == theirs(processor, "a {}b{} c\n{}", "<start_of_image>")
+    prompt_tokens = prompt_ids(family, images, tokenizer, "a {}b{} c\n{}")
+    assert prompt_tokens == reference_ids(processor, "a {}b{} c\n{}", "<start_of_image>")
 
 
-def test_crops_of_gemma3_are_refused() -> None:
+def test_pan_and_scan_of_gemma3_is_refused() -> None:
     with pytest.raises(ConfigError, match="do_pan_and_scan"):
         Gemma3Family(HuggingFaceConfig({}), {"do_pan_and_scan": True}, str)
 
 
 @pytest.mark.parametrize("name", ["Qwen2_5_VLProcessor", "Qwen3VLProcessor"])
-def test_qwen(name: str) -> None:
+def test_prompts_of_qwen_equal_transformers(name: str) -> None:
     import transformers
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -156,7 +158,9 @@ def test_qwen(name: str) -> None:
     kind = QwenVisionFamily if name == "Qwen2_5_VLProcessor" else Qwen3VisionFamily
     family = kind(config, {}, tokenizer.convert_ids_to_tokens)
     template = "a <|vision_start|>{}<|vision_end|>b<|vision_start|>{}<|vision_end|>{}"
-    assert prompts(family, images, tokenizer, template) == theirs(processor, template, "<|image_pad|>")
+    assert prompt_ids(family, images, tokenizer, template) == reference_ids(
+        processor, template, "<|image_pad|>"
+    )
 
 
 def test_videos_are_refused() -> None:
@@ -166,7 +170,7 @@ def test_videos_are_refused() -> None:
         family.processed(outputs, (28, 28))
 
 
-def test_an_image_has_the_tokens_of_its_merged_patches() -> None:
+def test_an_image_has_one_token_per_merged_patch() -> None:
     family = QwenVisionFamily(
         HuggingFaceConfig({"vision_config": {"spatial_merge_size": 4}}), {}, lambda _: "x"
     )

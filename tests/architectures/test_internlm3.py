@@ -1,4 +1,4 @@
-"""InternLM 3 with biases of queries, keys and values only, which transformers has in Qwen 2."""
+"""InternLM 3 with biases on queries, keys and values only; the reference is Qwen 2 in transformers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CONFIG = {
 }
 
 
-def test_biases_of_queries_keys_and_values(tmp_path: Path) -> None:
+def test_logits_with_qkv_biases_equal_qwen2(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, CONFIG | {"model_type": "qwen2"})
     tokens = random_tokens(60, 130, seed=1)
     expected = oracle_logits(oracle(folder), tokens)

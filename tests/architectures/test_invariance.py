@@ -1,4 +1,4 @@
-"""With ``deterministic=True`` the bits of a request do not depend on other requests."""
+"""With ``deterministic=True`` the results of a request are bit-equal whatever the other requests are."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def sampling(request: pytest.FixtureRequest) -> SamplingParams:
     return params
 
 
-def fresh(sampling: SamplingParams, max_new: int = 18) -> TextContext:
+def new_context(sampling: SamplingParams, max_new: int = 18) -> TextContext:
     return context_of(PROMPT, max_new, sampling_params=sampling)
 
 
@@ -49,7 +49,9 @@ def fresh(sampling: SamplingParams, max_new: int = 18) -> TextContext:
     ("chunks", "others"),
     [([75], [1, 30]), ([1] * 75, []), ([10, 33, 32], []), ([10, 33, 32], [3, 17, 64]), ([74, 1], [1])],
 )
-def test_logits_are_bit_equal(uncached: TextGenerationPipeline, chunks: list[int], others: list[int]) -> None:
+def test_logits_are_bit_equal_in_chunks_and_batches(
+    uncached: TextGenerationPipeline, chunks: list[int], others: list[int]
+) -> None:
     alone = logits_of_tokens(uncached, context_of(PROMPT), [75])
     assert torch.equal(logits_of_tokens(uncached, context_of(PROMPT), chunks, others), alone)
 
@@ -58,27 +60,27 @@ def test_logits_are_bit_equal(uncached: TextGenerationPipeline, chunks: list[int
 def test_batched_results_equal_single_results(
     uncached: TextGenerationPipeline, sampling: SamplingParams
 ) -> None:
-    (alone,) = generate(uncached, [fresh(sampling)])
+    (alone,) = generate(uncached, [new_context(sampling)])
     others = [
         context_of(random_tokens(n, 130, seed=n), 5 + n % 20, sampling_params=sampling) for n in (1, 9, 70)
     ]
-    assert generate(uncached, [*others, fresh(sampling)])[-1] == alone
+    assert generate(uncached, [*others, new_context(sampling)])[-1] == alone
 
 
 @pytest.mark.matrix(strength=1)
 def test_multiple_steps_equal_single_steps(
     uncached: TextGenerationPipeline, sampling: SamplingParams
 ) -> None:
-    (alone,) = generate(uncached, [fresh(sampling)])
-    assert generate(uncached, [fresh(sampling)], num_steps=6) == [alone]
+    (alone,) = generate(uncached, [new_context(sampling)])
+    assert generate(uncached, [new_context(sampling)], num_steps=6) == [alone]
 
 
 @pytest.mark.matrix(strength=1)
 def test_chunked_results_equal_whole_results(
     uncached: TextGenerationPipeline, sampling: SamplingParams
 ) -> None:
-    (whole,) = generate(uncached, [fresh(sampling)])
-    context = fresh(sampling)
+    (whole,) = generate(uncached, [new_context(sampling)])
+    context = new_context(sampling)
     for end in (13, 14, 50):
         context.set_token_indices(active_idx=end)
         response = uncached.execute({"a": context})["a"]
@@ -91,14 +93,16 @@ def test_chunked_results_equal_whole_results(
 def test_results_with_a_prefix_hit_equal_uncached_results(
     pipeline: TextGenerationPipeline, uncached: TextGenerationPipeline, sampling: SamplingParams
 ) -> None:
-    (without,) = generate(uncached, [fresh(sampling)])
-    generate(pipeline, [fresh(sampling)])
-    context = fresh(sampling)
+    (without,) = generate(uncached, [new_context(sampling)])
+    generate(pipeline, [new_context(sampling)])
+    context = new_context(sampling)
     assert generate(pipeline, [context]) == [without]
-    assert context.num_cached_tokens == 64, "four whole blocks of 16"
+    assert context.num_cached_tokens == 64, "four full blocks of 16 tokens"
     shared = context_of(PROMPT[:50] + PROMPT[:25], 18, sampling_params=sampling)
-    (fresh_text,) = generate(uncached, [context_of(PROMPT[:50] + PROMPT[:25], 18, sampling_params=sampling)])
-    assert generate(pipeline, [shared]) == [fresh_text]
+    (expected_text,) = generate(
+        uncached, [context_of(PROMPT[:50] + PROMPT[:25], 18, sampling_params=sampling)]
+    )
+    assert generate(pipeline, [shared]) == [expected_text]
     assert shared.num_cached_tokens == 48
 
 
@@ -106,9 +110,9 @@ def test_results_with_a_prefix_hit_equal_uncached_results(
 def test_preempted_results_equal_uninterrupted_results(
     pipeline: TextGenerationPipeline, uncached: TextGenerationPipeline, sampling: SamplingParams
 ) -> None:
-    (whole,) = generate(uncached, [fresh(sampling)])
+    (whole,) = generate(uncached, [new_context(sampling)])
     for runner in (pipeline, uncached):
-        context, tokens = fresh(sampling), []
+        context, tokens = new_context(sampling), []
         for when in (1, 5, 12):
             while len(context.generated_tokens) < when:
                 tokens += [part.next_token for part in runner.execute({"a": context})["a"].tokens]
@@ -128,7 +132,7 @@ def test_random_numbers_depend_on_seed_and_position_only(uncached: TextGeneratio
 
 
 @pytest.mark.matrix(strength=1)
-def test_the_text_is_not_trivial(uncached: TextGenerationPipeline) -> None:
-    """The equalities above mean something only if the text varies."""
-    (greedy,) = generate(uncached, [fresh(SamplingParams(), 40)])
+def test_the_compared_texts_vary(uncached: TextGenerationPipeline) -> None:
+    """The comparisons above detect nothing if all texts are the same."""
+    (greedy,) = generate(uncached, [new_context(SamplingParams(), 40)])
     assert len(np.unique(greedy)) > 5

@@ -1,4 +1,4 @@
-"""LLaVA against transformers: towers, projectors and decoders of several kinds."""
+"""LLaVA against transformers, with several vision encoders, projectors and decoders."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from penstock.pipelines.core import TextAndVisionContext
 
 pytestmark = pytest.mark.models
 
-(LLAVA,) = (one for one in VISION_DECODERS if one.name == "llava")
+(LLAVA,) = (candidate for candidate in VISION_DECODERS if candidate.name == "llava")
 IMAGE = 129
 SIGLIP = {
     "model_type": "siglip_vision_model",
@@ -57,7 +57,7 @@ def config_of(variant: str) -> dict[str, Any]:
 
 
 def prompt_of(num_images: int, rows: int = 16) -> list[int]:
-    """A prompt with adjacent and separate images between texts."""
+    """Return a prompt with text before, between and after images, some of them adjacent."""
     tokens = random_tokens(9, 129, seed=1)
     for index in range(num_images):
         tokens += [IMAGE] * rows + random_tokens(3 + index, 129, seed=2 + index)
@@ -66,14 +66,14 @@ def prompt_of(num_images: int, rows: int = 16) -> list[int]:
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    found: dict[str, Path] = {}
+    result: dict[str, Path] = {}
 
-    def checkpoint(variant: str) -> Path:
-        if variant not in found:
-            found[variant] = write_checkpoint(tmp_path_factory.mktemp(variant), config_of(variant))
-        return found[variant]
+    def get_checkpoint(variant: str) -> Path:
+        if variant not in result:
+            result[variant] = write_checkpoint(tmp_path_factory.mktemp(variant), config_of(variant))
+        return result[variant]
 
-    return checkpoint
+    return get_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +93,7 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_and_greedy_text_are_those_of_transformers(
-    variant: str, checkpoints: Callable[[str], Path]
-) -> None:
+def test_logits_and_greedy_text_equal_transformers(variant: str, checkpoints: Callable[[str], Path]) -> None:
     reference, ours = oracle(checkpoints(variant)), open_pipeline(checkpoints(variant))
     pixels = [random_pixels(1), random_pixels(2)]
     tokens = prompt_of(2)
@@ -116,18 +114,20 @@ def test_logits_and_greedy_text_are_those_of_transformers(
     assert generate(ours, [image_context(tokens, pixels, IMAGE)])[0] == text[0, len(tokens) :].tolist()
 
 
-def test_pixels_matter(pipeline: TextGenerationPipeline, checkpoints: Callable[[str], Path]) -> None:
+def test_other_pixels_give_other_logits(
+    pipeline: TextGenerationPipeline, checkpoints: Callable[[str], Path]
+) -> None:
     tokens = prompt_of(1)
-    first = forward_logits(pipeline, [one := image_context(tokens, [random_pixels(1)], IMAGE)])[0]
-    other = forward_logits(pipeline, [two := image_context(tokens, [random_pixels(2)], IMAGE)])[0]
+    first = forward_logits(pipeline, [first_context := image_context(tokens, [random_pixels(1)], IMAGE)])[0]
+    other = forward_logits(pipeline, [second_context := image_context(tokens, [random_pixels(2)], IMAGE)])[0]
     assert (first[:9] - other[:9]).abs().max() < 1e-5
     assert (first[9:] - other[9:]).abs().max() > 0.1
-    for context in (one, two):
+    for context in (first_context, second_context):
         pipeline.release(context)
 
 
-def test_names_of_other_versions(checkpoints: Callable[[str], Path], tmp_path: Path) -> None:
-    """Checkpoints of LLaVA 1.5 on the Hub, and those that transformers 4.52 to 4.57 saved."""
+def test_tensor_names_of_other_versions_are_read(checkpoints: Callable[[str], Path], tmp_path: Path) -> None:
+    """The names on the Hub (LLaVA 1.5), and those that transformers 4.52 to 4.57 saved."""
     folder = checkpoints("clip_llama")
     expected = forward_logits(open_pipeline(folder), [image_context(prompt_of(1), [random_pixels(1)], IMAGE)])
     tensors = load_file(folder / "model.safetensors")
@@ -161,7 +161,9 @@ def test_bfloat16_is_no_worse_than_that_of_transformers(checkpoints: Callable[[s
     assert 0 < error <= 1.1 * (theirs - expected).norm()
 
 
-def test_int8_tower_and_text(checkpoints: Callable[[str], Path], pipeline: TextGenerationPipeline) -> None:
+def test_int8_encoder_and_decoder_are_close_to_float32(
+    checkpoints: Callable[[str], Path], pipeline: TextGenerationPipeline
+) -> None:
     ours: Any = open_pipeline(checkpoints("clip_llama"), quantization_encoding="int8")
     tower = ours.model.network.encoder.tower
     assert {block.mlp.up.packed.encoding for block in tower.blocks} == {"int8"}
@@ -172,7 +174,7 @@ def test_int8_tower_and_text(checkpoints: Callable[[str], Path], pipeline: TextG
     assert 0 < float(error) < 0.05
 
 
-def test_memory_plan_counts_tower_and_encoder_cache(pipeline: TextGenerationPipeline) -> None:
+def test_the_memory_plan_counts_the_vision_encoder_and_its_cache(pipeline: TextGenerationPipeline) -> None:
     plan = pipeline.memory_plan
     assert plan.encoder_size >= 4096 * 120 * 4
     assert 0 < plan.encoder_cache_size <= 256 * 2**20
@@ -191,7 +193,7 @@ def test_memory_plan_counts_tower_and_encoder_cache(pipeline: TextGenerationPipe
         ({"text_config": {"model_type": "gpt2"}}, ConfigError, "'gpt2' is not supported as a decoder"),
     ],
 )
-def test_refusals(
+def test_unsupported_configurations_are_refused(
     change: Mapping[str, Any],
     error: type[Exception],
     message: str,

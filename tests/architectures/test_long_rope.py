@@ -20,13 +20,13 @@ pytestmark = pytest.mark.models
 
 LIMIT = 40
 PROMPT = random_tokens(30, 130, seed=3)
-NEW = 16
+NUM_NEW_TOKENS = 16
 """Number of generated tokens; the text crosses the limit."""
 FACTORS = {"short_factor": [1.0, 1.1, 1.3, 1.5], "long_factor": [1.0, 2.0, 5.0, 7.5]}
 
 
 def config_of(family: str) -> dict[str, Any]:
-    (architecture,) = (one for one in DECODERS if one.name == family)
+    (architecture,) = (candidate for candidate in DECODERS if candidate.name == family)
     assert architecture.tiny_config is not None
     rope = FACTORS | {"rope_type": "longrope", "original_max_position_embeddings": LIMIT}
     changed = {
@@ -51,24 +51,26 @@ def reference(checkpoint: Path) -> Any:
     return oracle(checkpoint)
 
 
-def recomputed(reference: Any, text: list[int], start: int) -> list[float]:
-    """Return the log probability of each token from ``start`` on, by a forward of all previous tokens."""
-    found = []
+def recompute_scores(reference: Any, text: list[int], start: int) -> list[float]:
+    """Return the log probability of each token from ``start`` on, from a forward over its whole prefix."""
+    result = []
     with torch.inference_mode():
         for end in range(start, len(text)):
             logits = reference(torch.tensor([text[:end]]), use_cache=False).logits[0, -1]
-            found.append(float(logits.float().log_softmax(-1)[text[end]]))
-    return found
+            result.append(float(logits.float().log_softmax(-1)[text[end]]))
+    return result
 
 
-def assert_scores(ours: list[float], expected: list[float]) -> None:
-    assert len(ours) == len(expected)
-    worst = max(abs(one - other) for one, other in zip(ours, expected, strict=True))
-    assert worst < 1e-3, (worst, [round(a - b, 3) for a, b in zip(ours, expected, strict=True)])
+def assert_scores(scores_of_text: list[float], expected: list[float]) -> None:
+    assert len(scores_of_text) == len(expected)
+    worst = max(abs(actual - reference) for actual, reference in zip(scores_of_text, expected, strict=True))
+    assert worst < 1e-3, (worst, [round(a - b, 3) for a, b in zip(scores_of_text, expected, strict=True)])
 
 
-def run(pipeline: Any, contexts: list[TextContext], num_steps: int = 1, **limits: int) -> list[list[float]]:
-    """Run contexts as a scheduler does, and return the log probabilities of each answer."""
+def run_scheduler(
+    pipeline: Any, contexts: list[TextContext], num_steps: int = 1, **limits: int
+) -> list[list[float]]:
+    """Run contexts through the scheduler, and return the log probabilities of each answer."""
     scheduler = Scheduler(pipeline, max_batch_size=8, **limits)
     scores: dict[str, list[float]] = {}
     for context in contexts:
@@ -85,53 +87,57 @@ def run(pipeline: Any, contexts: list[TextContext], num_steps: int = 1, **limits
     return list(scores.values())
 
 
-def sampled(seed: int) -> SamplingParams:
+def sampling_params(seed: int) -> SamplingParams:
     return SamplingParams(temperature=1.0, top_k=-1, seed=seed)
 
 
 @pytest.mark.parametrize("budget", [512, 16])
-def test_generated_tokens_are_scored_as_in_a_recomputation(
+def test_scores_of_generated_tokens_equal_a_recomputation(
     checkpoint: Path, reference: Any, budget: int
 ) -> None:
-    """The batch has texts below the limit, texts that cross it and texts that begin beyond it; one prompt is
-    chunked."""
+    """The batch has texts below the limit, across it and beyond it; one prompt is computed in chunks."""
     pipeline = open_pipeline(checkpoint, kv_cache_block_size=16)
     lengths = (5, 30, 31, LIMIT - 1, LIMIT, LIMIT + 1, 60)
     contexts = [
-        context_of(random_tokens(n, 130, seed=n), NEW, log_probabilities=1, sampling_params=sampled(n))
+        context_of(
+            random_tokens(n, 130, seed=n),
+            NUM_NEW_TOKENS,
+            log_probabilities=1,
+            sampling_params=sampling_params(n),
+        )
         for n in lengths
     ]
-    scores = run(pipeline, contexts, max_batch_input_tokens=budget, min_chunk_size=4)
-    for context, ours, length in zip(contexts, scores, lengths, strict=True):
-        assert_scores(ours, recomputed(reference, context.all_tokens.tolist(), length))
+    scores = run_scheduler(pipeline, contexts, max_batch_input_tokens=budget, min_chunk_size=4)
+    for context, scores_of_text, length in zip(contexts, scores, lengths, strict=True):
+        assert_scores(scores_of_text, recompute_scores(reference, context.all_tokens.tolist(), length))
 
 
-def test_scored_text_agrees_with_generated_text(checkpoint: Path) -> None:
+def test_echo_of_a_generated_text_has_its_scores(checkpoint: Path) -> None:
     pipeline = open_pipeline(checkpoint, kv_cache_block_size=16)
-    context = context_of(PROMPT, NEW, log_probabilities=1, sampling_params=sampled(1))
-    (generated,) = run(pipeline, [context])
+    context = context_of(PROMPT, NUM_NEW_TOKENS, log_probabilities=1, sampling_params=sampling_params(1))
+    (generated,) = run_scheduler(pipeline, [context])
     text = context.all_tokens.tolist()
     echo = context_of(text, 1, log_probabilities=1, log_probabilities_echo=True)
     logs = pipeline.execute({"echo": echo})["echo"].tokens[0].log_probabilities
     assert logs is not None
-    beyond = LIMIT + 1  # the first token that was sampled with the long factors
+    beyond = LIMIT + 1  # the first token sampled with the long factors
     scored = logs.token_log_probabilities[:-1][beyond - 1 :]
     assert_scores(generated[beyond - len(PROMPT) :], scored)
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 7, 100])
-def test_greedy_text_is_that_of_a_recomputation(checkpoint: Path, reference: Any, num_steps: int) -> None:
-    expected = greedy(reference, PROMPT, NEW)
+def test_greedy_text_equals_a_recomputation(checkpoint: Path, reference: Any, num_steps: int) -> None:
+    expected = greedy_continuation(reference, PROMPT, NUM_NEW_TOKENS)
     pipeline = open_pipeline(checkpoint, kv_cache_block_size=16)
-    assert generate(pipeline, [context_of(PROMPT, NEW)], num_steps) == [expected]
-    context = context_of(PROMPT, NEW)
-    run(pipeline, [context], num_steps, max_batch_input_tokens=16)
+    assert generate(pipeline, [context_of(PROMPT, NUM_NEW_TOKENS)], num_steps) == [expected]
+    context = context_of(PROMPT, NUM_NEW_TOKENS)
+    run_scheduler(pipeline, [context], num_steps, max_batch_input_tokens=16)
     assert context.generated_tokens.tolist() == expected
-    if "phi3" in str(checkpoint):  # which recomputes its cache in transformers, too
-        assert oracle_greedy(reference, PROMPT, NEW) == expected
+    if "phi3" in str(checkpoint):  # transformers also recomputes its cache here
+        assert oracle_greedy(reference, PROMPT, NUM_NEW_TOKENS) == expected
 
 
-def greedy(reference: Any, prompt: list[int], count: int) -> list[int]:
+def greedy_continuation(reference: Any, prompt: list[int], count: int) -> list[int]:
     text = list(prompt)
     with torch.inference_mode():
         while len(text) < len(prompt) + count:
@@ -147,18 +153,18 @@ def test_prefixes_are_shared_only_within_a_regime(checkpoint: Path, reference: A
     texts = [long[:30], long, long[:35], long[:50], long[:30]]
     cached = []
     for number, text in enumerate(texts):
-        params = sampled(number)
-        context = context_of(text, NEW, log_probabilities=1, sampling_params=params)
-        (ours,) = run(pipeline, [context])
-        assert_scores(ours, recomputed(reference, context.all_tokens.tolist(), len(text)))
+        params = sampling_params(number)
+        context = context_of(text, NUM_NEW_TOKENS, log_probabilities=1, sampling_params=params)
+        (scores_of_text,) = run_scheduler(pipeline, [context])
+        assert_scores(scores_of_text, recompute_scores(reference, context.all_tokens.tolist(), len(text)))
         cached.append(context.num_cached_tokens)
     assert cached == ([0, 16, 16, 48, 16] if caching else [0] * 5)
 
 
 def test_drafts_do_not_cross_the_limit(checkpoint: Path, reference: Any) -> None:
-    """Both n-gram drafts and a draft model are tested; the draft model has a separate limit."""
+    """Tests n-gram drafts and a draft model, which has a separate limit."""
     prompt = [*PROMPT[:8]] * 4
-    expected = greedy(reference, prompt, NEW)
+    expected = greedy_continuation(reference, prompt, NUM_NEW_TOKENS)
     for options in ({"speculative_method": "ngram"}, {"draft_model_path": str(checkpoint)}):
         with LLM(
             str(checkpoint),
@@ -168,15 +174,18 @@ def test_drafts_do_not_cross_the_limit(checkpoint: Path, reference: Any) -> None
             adaptive_speculation=False,
             **options,
         ) as llm:
-            params = SamplingParams(max_new_tokens=NEW, temperature=0.0, ignore_eos=True)
+            params = SamplingParams(max_new_tokens=NUM_NEW_TOKENS, temperature=0.0, ignore_eos=True)
             (output,) = llm.generate(prompt, params, use_tqdm=False)
             assert output.token_ids == expected
             stats = llm.pipeline.speculation_stats
-            if "draft_model_path" in options:  # the same model: its drafts are right where its cache is
-                assert stats.num_accepted == stats.num_proposed > NEW // 2
+            # target and draft are the same model, so drafts are accepted where the draft's cache is valid
+            if "draft_model_path" in options:
+                assert stats.num_accepted == stats.num_proposed > NUM_NEW_TOKENS // 2
 
 
-def test_beams_cross_the_limit(checkpoint: Path, reference: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beams_that_cross_the_limit_equal_a_recomputation(
+    checkpoint: Path, reference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with LLM(
         str(checkpoint),
         quantization_encoding="float32",
@@ -187,37 +196,38 @@ def test_beams_cross_the_limit(checkpoint: Path, reference: Any, monkeypatch: py
         rows: list[int] = []
         execute = llm.pipeline.model.execute
 
-        def counted(inputs: Any) -> Any:
+        def count_execute(inputs: Any) -> Any:
             rows.append(len(inputs.tokens))
             return execute(inputs)
 
-        monkeypatch.setattr(llm.pipeline.model, "execute", counted)
+        monkeypatch.setattr(llm.pipeline.model, "execute", count_execute)
         options: dict[str, Any] = {"num_beams": 6, "num_return_sequences": 6, "max_new_tokens": 14}
         beams = llm.beam_search(PROMPT, ignore_eos=True, use_tqdm=False, **options)
-    assert max(rows) == 16, "the cache is computed again in chunks"
+    assert max(rows) == 16, "the cache is recomputed in chunks"
     for beam in beams:
-        expected = recomputed(reference, [*PROMPT, *beam.token_ids], len(PROMPT))
+        expected = recompute_scores(reference, [*PROMPT, *beam.token_ids], len(PROMPT))
         assert beam.score == pytest.approx(sum(expected) / 14, abs=1e-4)
 
 
-def test_several_scored_answers_cross_the_limit(checkpoint: Path, reference: Any) -> None:
-    """Log probabilities of the prompt are returned once, although the first answer computes the prompt
-    twice."""
-    params = SamplingParams(max_new_tokens=NEW, temperature=1.0, seed=5, ignore_eos=True)
+def test_scores_of_several_answers_across_the_limit_equal_a_recomputation(
+    checkpoint: Path, reference: Any
+) -> None:
+    """The prompt's log probabilities are returned once, though the first answer computes it twice."""
+    params = SamplingParams(max_new_tokens=NUM_NEW_TOKENS, temperature=1.0, seed=5, ignore_eos=True)
     with LLM(str(checkpoint), quantization_encoding="float32", kv_cache_block_size=16) as llm:
         outputs = llm.generate(PROMPT, params, logprobs=1, prompt_logprobs=1, n=3, use_tqdm=False)
     assert len(outputs) == 3
-    short = recomputed(reference, PROMPT, 1)
+    short = recompute_scores(reference, PROMPT, 1)
     for output in outputs:
         assert output.log_probabilities is not None
         assert output.prompt_log_probabilities is not None
         assert_scores(output.prompt_log_probabilities.token_log_probabilities, short)
         text = [*PROMPT, *output.token_ids]
-        expected = recomputed(reference, text, len(PROMPT))
+        expected = recompute_scores(reference, text, len(PROMPT))
         assert_scores(output.log_probabilities.token_log_probabilities, expected)
 
 
-def test_equal_factors_do_not_switch(tmp_path: Path) -> None:
+def test_equal_short_and_long_factors_need_no_recomputation(tmp_path: Path) -> None:
     config = config_of("llama")
     config["rope_parameters"] |= {"long_factor": FACTORS["short_factor"]}
     pipeline = open_pipeline(write_checkpoint(tmp_path, config))

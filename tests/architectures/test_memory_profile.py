@@ -1,4 +1,4 @@
-"""The KV cache is planned with measured sizes on a device whose memory is counted; the counter is a fake."""
+"""Planning of the KV cache on a device with measured memory; a fake reports the measurements."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from penstock.memory import MemoryPlan
 MIB = 1 << 20
 
 
-class FakeMemory(DeviceMemory):
-    """Reports `total` bytes, of which weights take `weights` and each step `activations`."""
+class FakeDeviceMemory(DeviceMemory):
+    """Reports `total` bytes, of which weights use `weights` and each step uses `activations`."""
 
     def __init__(self, total: int, weights: int, activations: int) -> None:
         self.total, self.weights, self.activations = total, weights, activations
@@ -46,7 +46,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def counted(memory: FakeMemory) -> Iterator[None]:
+def register_backend_with_memory(memory: FakeDeviceMemory) -> Iterator[None]:
     """Register the back end ``counted``: the reference kernels on a device with this memory."""
     backend = replace(
         reference_kernels.BACKEND, name="counted", priority=-1, memory=lambda ops, device: memory
@@ -59,69 +59,71 @@ def counted(memory: FakeMemory) -> Iterator[None]:
         yield
 
 
-def planned(checkpoint: Path, memory: FakeMemory, **config: Any) -> MemoryPlan:
-    with counted(memory):
+def memory_plan_of(checkpoint: Path, memory: FakeDeviceMemory, **config: Any) -> MemoryPlan:
+    with register_backend_with_memory(memory):
         pipeline = open_pipeline(checkpoint, kernels="counted", **config)
         assert generate(pipeline, [context_of([1, 2, 3], 4)])[0]
         assert pipeline.kv.num_blocks == pipeline.memory_plan.num_blocks[0] - 1
         return pipeline.memory_plan
 
 
-def test_the_cache_takes_what_weights_and_activations_leave(checkpoint: Path) -> None:
+def test_the_cache_uses_the_memory_left_by_weights_and_activations(checkpoint: Path) -> None:
     plans = {}
     for activations in (1 * MIB, 4 * MIB):
-        memory = FakeMemory(10 * MIB, 3 * MIB, activations)
-        plan = plans[activations] = planned(checkpoint, memory, max_batch_size=200)
+        memory = FakeDeviceMemory(10 * MIB, 3 * MIB, activations)
+        plan = plans[activations] = memory_plan_of(checkpoint, memory, max_batch_size=200)
         assert memory.num_measured == 1
         assert (plan.weights_size, plan.activation_size) == (3 * MIB, activations)
         used = plan.static_size + plan.kv_cache_size
         assert used <= plan.available_memory == int(0.9 * memory.total)
-        assert plan.available_memory - used < plan.kv_cache_size // plan.num_blocks[0], "no block more fits"
+        assert plan.available_memory - used < plan.kv_cache_size // plan.num_blocks[0], (
+            "not one more block fits"
+        )
     assert plans[1 * MIB].num_blocks[0] > 2 * plans[4 * MIB].num_blocks[0]
 
 
-def test_the_share_of_the_memory(checkpoint: Path) -> None:
-    memory = FakeMemory(10 * MIB, 3 * MIB, 1 * MIB)
-    plan = planned(checkpoint, memory, max_batch_size=200, device_memory_utilization=0.5)
+def test_device_memory_utilization_limits_the_cache(checkpoint: Path) -> None:
+    memory = FakeDeviceMemory(10 * MIB, 3 * MIB, 1 * MIB)
+    plan = memory_plan_of(checkpoint, memory, max_batch_size=200, device_memory_utilization=0.5)
     assert 0 <= 5 * MIB - plan.static_size - plan.kv_cache_size < plan.kv_cache_size // plan.num_blocks[0]
-    plan = planned(checkpoint, memory, kv_cache_memory=1 * MIB)
+    plan = memory_plan_of(checkpoint, memory, kv_cache_memory=1 * MIB)
     assert plan.kv_cache_size <= 1 * MIB
 
 
-def test_the_largest_step_is_measured(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has all tokens of a step, all sequences, and samples for each of them."""
+def test_the_measured_step_is_the_largest_possible(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has all tokens of a step and the maximum number of sequences, and it samples for each sequence."""
     steps: list[tuple[int, int, int]] = []
     sampled: list[tuple[int, ...]] = []
     run, sample = memory_profile.run_largest_step, ReferenceOps.sample
 
-    def running(model: Any, *arguments: Any) -> None:
+    def counting_run(model: Any, *arguments: Any) -> None:
         execute = model.execute
 
-        def executing(inputs: Any) -> Any:
+        def counting_execute(inputs: Any) -> Any:
             lengths = inputs.row_offsets.diff()
             steps.append((len(inputs.tokens), len(lengths), int(lengths.max())))
             return execute(inputs)
 
         with monkeypatch.context() as patch:
-            patch.setattr(model, "execute", executing)
-            patch.setattr(ReferenceOps, "sample", sampling)
+            patch.setattr(model, "execute", counting_execute)
+            patch.setattr(ReferenceOps, "sample", counting_sample)
             run(model, *arguments)
 
-    def sampling(self: Any, logits: Any, *arguments: Any) -> Any:
+    def counting_sample(self: Any, logits: Any, *arguments: Any) -> Any:
         sampled.append(tuple(logits.shape))
         return sample(self, logits, *arguments)
 
-    monkeypatch.setattr(memory_profile, "run_largest_step", running)
-    memory = FakeMemory(64 * MIB, 3 * MIB, 1 * MIB)
-    planned(checkpoint, memory, max_batch_size=20, max_batch_input_tokens=1000)
+    monkeypatch.setattr(memory_profile, "run_largest_step", counting_run)
+    memory = FakeDeviceMemory(64 * MIB, 3 * MIB, 1 * MIB)
+    memory_plan_of(checkpoint, memory, max_batch_size=20, max_batch_input_tokens=1000)
     assert steps == [(1000, 20, 50)]
     assert sampled == [(20, 259)]
-    planned(checkpoint, memory, max_batch_size=2, max_batch_input_tokens=1000)
+    memory_plan_of(checkpoint, memory, max_batch_size=2, max_batch_input_tokens=1000)
     assert steps[1] == (2 * 128, 2, 128), "no sequence is longer than the maximum length"
 
 
-def test_a_step_that_does_not_fit(checkpoint: Path) -> None:
+def test_a_step_that_exceeds_the_memory_is_refused(checkpoint: Path) -> None:
     with pytest.raises(InsufficientMemoryError, match=r"a step of 1024 tokens .*--max-batch-input-tokens"):
-        planned(checkpoint, FakeMemory(10 * MIB, 3 * MIB, 8 * MIB))
+        memory_plan_of(checkpoint, FakeDeviceMemory(10 * MIB, 3 * MIB, 8 * MIB))
     with pytest.raises(InsufficientMemoryError, match="weights take"):
-        planned(checkpoint, FakeMemory(10 * MIB, 9 * MIB + 1, 0))
+        memory_plan_of(checkpoint, FakeDeviceMemory(10 * MIB, 9 * MIB + 1, 0))

@@ -1,4 +1,4 @@
-"""Families with experts: unusual configurations, published spellings, mistakes, types and refusals."""
+"""Families with experts: unusual configurations, published key names, mutations, types, refused settings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from penstock.pipelines import TextGenerationPipeline
 
 pytestmark = pytest.mark.models
 
-TINY = {one.name: one.tiny_config for one in DECODERS if one.tiny_config is not None}
+TINY = {candidate.name: candidate.tiny_config for candidate in DECODERS if candidate.tiny_config is not None}
 TOKENS = random_tokens(60, 130, seed=5)
 FAMILIES = ("qwen2_moe", "olmoe", "granitemoe", "glm4_moe", "minimax_m2")
 FAMILIES += ("ernie4_5_moe", "phimoe", "llama4_text")
@@ -53,7 +53,7 @@ def logits_of(pipeline: TextGenerationPipeline, tokens: list[int] = TOKENS) -> t
     return torch.cat(rows)
 
 
-def deviation(pipeline: TextGenerationPipeline, expected: torch.Tensor) -> float:
+def relative_error(pipeline: TextGenerationPipeline, expected: torch.Tensor) -> float:
     """Return the error of the logits in multiples of the tolerance."""
     tolerance = 1e-4 * max(1.0, float(expected.std()))
     return float((logits_of(pipeline) - expected).abs().max()) / tolerance
@@ -111,14 +111,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_variants(variant: str, tmp_path: Path) -> None:
+def test_logits_of_variants_equal_transformers(variant: str, tmp_path: Path) -> None:
     family, changes = VARIANTS[variant]
     config = config_of(family, **changes)
     write_checkpoint(tmp_path, config)
     expected = oracle_logits(oracle(tmp_path), TOKENS)
-    assert deviation(open_pipeline(tmp_path, kv_cache_block_size=16), expected) <= 1
-    (tmp_path / "config.json").write_text(json.dumps(config))  # as its authors write it
-    assert deviation(open_pipeline(tmp_path, kv_cache_block_size=16), expected) <= 1
+    assert relative_error(open_pipeline(tmp_path, kv_cache_block_size=16), expected) <= 1
+    (tmp_path / "config.json").write_text(json.dumps(config))  # the spelling of the checkpoint's authors
+    assert relative_error(open_pipeline(tmp_path, kv_cache_block_size=16), expected) <= 1
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -127,11 +127,11 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return write_checkpoint(folder, config_of(request.param))
 
 
-# ---- mistakes ----
+# ---- mutations ----
 
 
-def altered(network: Any, change: Callable[[Any], Any]) -> Any:
-    """Return the network with a function applied to each feed-forward layer of experts."""
+def mutate_layers(network: Any, change: Callable[[Any], Any]) -> Any:
+    """Return the network with a function applied to each mixture-of-experts layer."""
     blocks = [
         replace(block, mlp=change(block.mlp)) if isinstance(block.mlp, Experts | SharedExperts) else block
         for block in network.blocks
@@ -140,9 +140,8 @@ def altered(network: Any, change: Callable[[Any], Any]) -> Any:
     return None if same else replace(network, blocks=tuple(blocks))
 
 
-def of_experts(**parts: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a function that changes the experts of a layer; it returns the same object if nothing
-    changes."""
+def mutate_experts(**parts: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a function that changes a layer's experts. It returns the same object if nothing changes."""
 
     def change(layer: Any) -> Any:
         experts = layer.experts if isinstance(layer, SharedExperts) else layer
@@ -155,7 +154,7 @@ def of_experts(**parts: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return change
 
 
-def of_routing(**fields: Any) -> Callable[[Any], Any]:
+def mutate_routing(**fields: Any) -> Callable[[Any], Any]:
     """Return a function that changes the `ScoreRouting` of a layer."""
 
     def change(routing: Any) -> Any:
@@ -163,40 +162,45 @@ def of_routing(**fields: Any) -> Callable[[Any], Any]:
         changed = replace(routing, **known) if known else routing
         return routing if changed == routing else changed
 
-    return of_experts(routing=change)
+    return mutate_experts(routing=change)
 
 
-def without_gate(layer: Any) -> Any:
+def drop_shared_gate(layer: Any) -> Any:
     has_gate = isinstance(layer, SharedExperts) and layer.gate is not None
     return replace(layer, gate=None) if has_gate else layer
 
 
-MISTAKES: dict[str, Callable[[Any], Any]] = {
-    "no correction bias": of_experts(bias=lambda bias: None),
-    "no scaling factor": of_routing(scale=1.0),
-    "no groups": of_routing(groups=1),
-    "a group too few": of_routing(top_groups=1),
-    "weights not normed": of_routing(is_normed=False),
-    "scores of all experts": of_routing(scores="softmax"),
-    "scores of each expert": of_routing(scores="sigmoid"),
-    "no distance": of_routing(eps=100.0),
+MUTATIONS: dict[str, Callable[[Any], Any]] = {
+    "no correction bias": mutate_experts(bias=lambda bias: None),
+    "no scaling factor": mutate_routing(scale=1.0),
+    "no groups": mutate_routing(groups=1),
+    "a group too few": mutate_routing(top_groups=1),
+    "weights not normed": mutate_routing(is_normed=False),
+    "scores of all experts": mutate_routing(scores="softmax"),
+    "scores of each expert": mutate_routing(scores="sigmoid"),
+    "no distance": mutate_routing(eps=100.0),
     "no shared experts": lambda layer: layer.experts if isinstance(layer, SharedExperts) else layer,
-    "no gate of the shared experts": without_gate,
-    "one expert too many": of_experts(top=lambda top: top + 1),
-    "weights of all experts": of_experts(
+    "no gate of the shared experts": drop_shared_gate,
+    "one expert too many": mutate_experts(top=lambda top: top + 1),
+    "weights of all experts": mutate_experts(
         routing=lambda routing: (
             routing if isinstance(routing, ScoreRouting) else "all" if routing != "all" else "chosen"
         )
     ),
 }
-_SCORES = {"no correction bias", "weights not normed", "scores of all experts", "one expert too many"}
+_SCORE_MUTATIONS = {
+    "no correction bias",
+    "weights not normed",
+    "scores of all experts",
+    "one expert too many",
+}
 APPLICABLE = {
     "qwen2_moe": {"no shared experts", "no gate of the shared experts", "one expert too many"}
     | {"weights of all experts"},
     "olmoe": {"one expert too many", "weights of all experts"},
     "granitemoe": {"one expert too many", "weights of all experts"},
-    "glm4_moe": _SCORES | {"no scaling factor", "no groups", "a group too few", "no shared experts"},
-    "minimax_m2": _SCORES,
+    "glm4_moe": _SCORE_MUTATIONS | {"no scaling factor", "no groups", "a group too few", "no shared experts"},
+    "minimax_m2": _SCORE_MUTATIONS,
     "ernie4_5_moe": {"no correction bias", "weights not normed", "one expert too many"}
     | {"no shared experts", "scores of each expert"},
     "phimoe": {"one expert too many", "weights of all experts", "no distance"},
@@ -204,18 +208,18 @@ APPLICABLE = {
 }
 
 
-def test_mistakes_are_detected(checkpoint: Path) -> None:
+def test_each_mutation_changes_the_logits(checkpoint: Path) -> None:
     expected = oracle_logits(oracle(checkpoint), TOKENS)
     pipeline = open_pipeline(checkpoint, kernels="reference", kv_cache_block_size=16)
     model: Any = pipeline.model
     network = model.network
-    assert deviation(pipeline, expected) <= 1
+    assert relative_error(pipeline, expected) <= 1
     applied = set()
-    for name, mistake in MISTAKES.items():
-        changed = altered(network, mistake)
+    for name, mutate in MUTATIONS.items():
+        changed = mutate_layers(network, mutate)
         if changed is not None:
             model.network = changed
-            assert deviation(pipeline, expected) > 10, name
+            assert relative_error(pipeline, expected) > 10, name
             applied.add(name)
     assert applied == APPLICABLE[model.huggingface_config.model_type]
 
@@ -223,7 +227,7 @@ def test_mistakes_are_detected(checkpoint: Path) -> None:
 # ---- types ----
 
 
-def softened(folder: Path) -> Path:
+def scale_down_matrices(folder: Path) -> Path:
     """Scale the matrices of a checkpoint so that rounding errors do not grow from layer to layer."""
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
@@ -235,18 +239,18 @@ def softened(folder: Path) -> Path:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_is_no_worse_than_that_of_transformers(family: str, tmp_path: Path) -> None:
-    folder = softened(write_checkpoint(tmp_path, config_of(family)))
+    folder = scale_down_matrices(write_checkpoint(tmp_path, config_of(family)))
     tokens = random_tokens(120, 130, seed=8)
     reference = oracle(folder)
     exact = oracle_logits(reference, tokens)
     theirs = oracle_logits(reference.bfloat16(), tokens)
     pipeline = open_pipeline(folder, kv_cache_block_size=16, quantization_encoding="bfloat16")
     ours = logits_of(pipeline, tokens)
-    errors = [float((one - exact).abs().median()) for one in (ours, theirs)]
+    errors = [float((logits - exact).abs().median()) for logits in (ours, theirs)]
     assert errors[0] <= 1.2 * errors[1]
 
 
-# ---- refusals ----
+# ---- refused configurations ----
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "clipped queries": ("olmoe", {"clip_qkv": 8.0}, "clip_qkv: was 8.0"),
@@ -281,7 +285,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refusals(case: str, tmp_path: Path) -> None:
+def test_unsupported_configurations_are_refused(case: str, tmp_path: Path) -> None:
     family, changes, message = REFUSED[case]
     write_checkpoint(tmp_path, config_of(family))
     (tmp_path / "config.json").write_text(json.dumps(config_of(family, **changes)))
@@ -289,7 +293,7 @@ def test_refusals(case: str, tmp_path: Path) -> None:
         open_pipeline(tmp_path)
 
 
-def test_phimoe_ends_at_the_original_length(tmp_path: Path) -> None:
+def test_phimoe_is_limited_to_its_original_length(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, config_of("phimoe", rope_scaling=LONGROPE))
     assert open_pipeline(tmp_path).model.max_seq_len == 64
 
@@ -297,13 +301,13 @@ def test_phimoe_ends_at_the_original_length(tmp_path: Path) -> None:
 # ---- Llama 4 ----
 
 
-def with_attention(network: Any, **parts: Any) -> Any:
-    """Return the network with other parts of its attention."""
+def mutate_attention(network: Any, **parts: Any) -> Any:
+    """Return the network with other values of some fields of its attention."""
     blocks = [replace(block, attention=replace(block.attention, **parts)) for block in network.blocks]
     return replace(network, blocks=tuple(blocks))
 
 
-def with_experts(network: Any, change: Callable[[Any], Any]) -> Any:
+def mutate_llama4_experts(network: Any, change: Callable[[Any], Any]) -> Any:
     """Return the network with a function applied to its experts."""
     blocks = [
         replace(block, mlp=change(block.mlp)) if isinstance(block.mlp, Llama4Experts) else block
@@ -312,35 +316,35 @@ def with_experts(network: Any, change: Callable[[Any], Any]) -> Any:
     return replace(network, blocks=tuple(blocks))
 
 
-def without_scale(experts: Any) -> Any:
-    """Return experts whose outputs are scaled instead of their inputs."""
+def scale_outputs(experts: Any) -> Any:
+    """Return experts that scale their outputs instead of their inputs."""
     return Experts(experts.router, experts.packed, experts.top, "all", experts.activation)
 
 
-LLAMA4_MISTAKES: dict[str, Callable[[Any], Any]] = {
-    "no norms of queries": lambda n: with_attention(n, q_norm=None),
-    "pairs of halves": lambda n: with_attention(n, is_interleaved=False),
-    "rope in all layers": lambda n: with_attention(n, rotary=0),
+LLAMA4_MUTATIONS: dict[str, Callable[[Any], Any]] = {
+    "no norms of queries": lambda n: mutate_attention(n, q_norm=None),
+    "pairs of halves": lambda n: mutate_attention(n, is_interleaved=False),
+    "rope in all layers": lambda n: mutate_attention(n, rotary=0),
     "queries not scaled": lambda n: replace(n, rotaries=n.rotaries[:1]),
-    "another expert": lambda n: with_experts(n, lambda e: replace(e, top=2)),
-    "no shared expert": lambda n: with_experts(n, without_scale),
+    "another expert": lambda n: mutate_llama4_experts(n, lambda e: replace(e, top=2)),
+    "no shared expert": lambda n: mutate_llama4_experts(n, scale_outputs),
 }
 
 
-def test_mistakes_in_llama4_are_detected(tmp_path: Path) -> None:
+def test_each_mutation_of_llama4_changes_the_logits(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, config_of("llama4_text"))
     expected = oracle_logits(oracle(tmp_path), TOKENS)
     pipeline = open_pipeline(tmp_path, kernels="reference", kv_cache_block_size=16)
     model: Any = pipeline.model
     network = model.network
-    for name, mistake in LLAMA4_MISTAKES.items():
-        model.network = mistake(network)
-        assert deviation(pipeline, expected) > 10, name
+    for name, mutate in LLAMA4_MUTATIONS.items():
+        model.network = mutate(network)
+        assert relative_error(pipeline, expected) > 10, name
 
 
 @pytest.mark.parametrize("chunk", [23, 25, 256])
-def test_a_chunk_of_another_size_is_detected(chunk: int, tmp_path: Path) -> None:
+def test_another_attention_chunk_size_changes_the_logits(chunk: int, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, config_of("llama4_text"))
     expected = oracle_logits(oracle(tmp_path), TOKENS)
     (tmp_path / "config.json").write_text(json.dumps(config_of("llama4_text", attention_chunk_size=chunk)))
-    assert deviation(open_pipeline(tmp_path, kv_cache_block_size=16), expected) > 10
+    assert relative_error(open_pipeline(tmp_path, kv_cache_block_size=16), expected) > 10

@@ -1,4 +1,4 @@
-"""GTE in the format of its authors: rotary frequencies, token weights, refused options."""
+"""GTE in its published format: rotary frequencies, token weights, refused options."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from penstock.architectures.new.model import NewModel
 from penstock.config import HuggingFaceConfig
 from penstock.errors import ConfigError
 
-(NEW,) = (one for one in ENCODERS if one.name == "new")
+(GTE,) = (candidate for candidate in ENCODERS if candidate.name == "new")
 TOKENS = np.array([0, 9, 5, 9, 3, 17, 5, 2])
 
 
 def config_of(**changes: Any) -> HuggingFaceConfig:
-    assert NEW.tiny_config is not None
-    return HuggingFaceConfig(NEW.tiny_config() | changes, "config.json")
+    assert GTE.tiny_config is not None
+    return HuggingFaceConfig(GTE.tiny_config() | changes, "config.json")
 
 
 @pytest.mark.parametrize("factor", [2.0, 8.0])
-def test_frequencies_of_ntk_scaling(factor: float) -> None:
-    """Pair i turns by ``base ** (-2 i / D) / k ** (2 (i + 1) / D)``: the last pair k times as slowly."""
+def test_ntk_scaling_gives_the_published_frequencies(factor: float) -> None:
+    """Pair i turns by ``base ** (-2 i / D) / k ** (2 (i + 1) / D)``: the last pair is k times slower."""
     dim = 16
     rotary = NewModel.rotary(config_of(rope_scaling={"type": "ntk", "factor": factor}), dim)
     pairs = np.arange(dim // 2)
     expected = 20000.0 ** (-2 * pairs / dim) / factor ** (2 * (pairs + 1) / dim)
-    found = rotary.base ** (-2 * pairs / dim) / rotary.parameters["factor"]
-    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    result = rotary.base ** (-2 * pairs / dim) / rotary.parameters["factor"]
+    np.testing.assert_allclose(result, expected, rtol=1e-12)
     assert rotary.kind == "linear"
-    assert rotary.max_length == 130, "scaling is part of the training, it does not extend the length"
+    assert rotary.max_length == 130, "the model is trained with the scaling, so the length stays"
 
 
-def test_token_weights(tmp_path: Path) -> None:
-    """A head with one label for each token gives the sparse embedding; the dense one stays."""
-    model = save_encoder(NEW, tmp_path, "")
+def test_a_token_classification_head_gives_the_sparse_embedding(tmp_path: Path) -> None:
+    """The head has one label for each token. The dense embedding does not change."""
+    model = save_encoder(GTE, tmp_path, "")
     tensors = load_file(tmp_path / "model.safetensors")
     head = torch.nn.Linear(model.config.hidden_size, 1)
-    tensors = {f"new.{name}": one for name, one in tensors.items()}
-    tensors |= {f"classifier.{name}": one for name, one in head.state_dict().items()}
+    tensors = {f"new.{name}": tensor for name, tensor in tensors.items()}
+    tensors |= {f"classifier.{name}": tensor for name, tensor in head.state_dict().items()}
     save_file(tensors, tmp_path / "model.safetensors")
     config = json.loads((tmp_path / "config.json").read_text())
     names = ["NewModel", "NewForTokenClassification"]
@@ -65,9 +65,11 @@ def test_token_weights(tmp_path: Path) -> None:
         for token in sorted(set(TOKENS.tolist()) - {0, 1, 2, 3})
     }
     assert response.sparse is not None
-    found = dict(zip(response.sparse.token_ids.tolist(), response.sparse.weights.tolist(), strict=True))
-    assert found == pytest.approx({token: one for token, one in expected.items() if one > 0}, abs=1e-5)
-    assert found, "the test needs a weight above 0"
+    result = dict(zip(response.sparse.token_ids.tolist(), response.sparse.weights.tolist(), strict=True))
+    assert result == pytest.approx(
+        {token: weight for token, weight in expected.items() if weight > 0}, abs=1e-5
+    )
+    assert result, "the test needs a weight above 0"
 
 
 @pytest.mark.parametrize(
@@ -82,6 +84,6 @@ def test_token_weights(tmp_path: Path) -> None:
         ({"rope_scaling": {"type": "spiral", "factor": 2.0}}, "unknown rope type 'spiral'"),
     ],
 )
-def test_other_networks_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_unsupported_configurations_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         NewModel.sizes(config_of(**changes))

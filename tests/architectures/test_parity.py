@@ -1,4 +1,4 @@
-"""Every architecture gives the results of transformers."""
+"""Every architecture gives the logits and texts of transformers."""
 
 from __future__ import annotations
 
@@ -26,14 +26,16 @@ def vocabulary(reference: Any) -> int:
 
 
 def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    """Check that the error is at most 1e-4 of the spread of the logits."""
+    """Check that the error is at most 1e-4 of the standard deviation of the logits."""
     tolerance = 1e-4 * max(1.0, float(theirs.std()))
     torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=0)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 70])
-def test_prefill(pipeline: TextGenerationPipeline, reference: Any, vocabulary: int, length: int) -> None:
+def test_logits_of_a_prefill_equal_transformers(
+    pipeline: TextGenerationPipeline, reference: Any, vocabulary: int, length: int
+) -> None:
     tokens = random_tokens(length, vocabulary, seed=length)
     context = context_of(tokens)
     assert_close(step_logits(pipeline, [context])[0], oracle_logits(reference, tokens))
@@ -42,12 +44,12 @@ def test_prefill(pipeline: TextGenerationPipeline, reference: Any, vocabulary: i
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("chunks", [[1, 69], [16, 16, 38], [33, 1, 36], [7] * 10])
-def test_chunked_prefill(
+def test_logits_of_a_chunked_prefill_equal_transformers(
     pipeline: TextGenerationPipeline, reference: Any, vocabulary: int, chunks: list[int]
 ) -> None:
     tokens = random_tokens(70, vocabulary, seed=3)
     expected = oracle_logits(reference, tokens)
-    context = context_of(tokens, log_probabilities_echo=True)  # every row computed, none from the cache
+    context = context_of(tokens, log_probabilities_echo=True)  # no row is read from the prefix cache
     for chunk in chunks:
         start = context.start_idx
         context.set_token_indices(active_idx=start + chunk)
@@ -57,7 +59,9 @@ def test_chunked_prefill(
     pipeline.release(context)
 
 
-def test_decode(pipeline: TextGenerationPipeline, reference: Any, vocabulary: int) -> None:
+def test_logits_of_decode_steps_equal_transformers(
+    pipeline: TextGenerationPipeline, reference: Any, vocabulary: int
+) -> None:
     tokens = random_tokens(60, vocabulary, seed=4)
     expected = oracle_logits(reference, tokens)
     context = context_of(tokens[:20])
@@ -68,16 +72,18 @@ def test_decode(pipeline: TextGenerationPipeline, reference: Any, vocabulary: in
     pipeline.release(context)
 
 
-def test_mixed_batch(pipeline: TextGenerationPipeline, reference: Any, vocabulary: int) -> None:
-    """A whole prompt, a chunk in the middle of one, a last chunk and a single token in one forward."""
+def test_logits_of_a_mixed_batch_equal_transformers(
+    pipeline: TextGenerationPipeline, reference: Any, vocabulary: int
+) -> None:
+    """One forward has a whole prompt, a chunk in the middle of a prompt, a last chunk and a single token."""
     texts = [random_tokens(length, vocabulary, seed=length) for length in (23, 50, 41, 30)]
     whole, middle, last, single = (context_of(text, log_probabilities_echo=True) for text in texts)
     single = context_of(texts[3][:-1], log_probabilities_echo=True)
-    for context, done, upto in ((middle, 17, 35), (last, 18, 41)):
+    for context, done, stop in ((middle, 17, 35), (last, 18, 41)):
         context.set_token_indices(active_idx=done)
         step_logits(pipeline, [context])
         feed(pipeline, context, 0)
-        context.set_token_indices(active_idx=upto)
+        context.set_token_indices(active_idx=stop)
     step_logits(pipeline, [single])
     feed(pipeline, single, texts[3][-1])
     contexts = [whole, middle, last, single]
@@ -88,14 +94,14 @@ def test_mixed_batch(pipeline: TextGenerationPipeline, reference: Any, vocabular
 
 @pytest.fixture(scope="module")
 def greedy_texts(reference: Any, vocabulary: int) -> list[tuple[list[int], list[int]]]:
-    """Prompts and their continuations by transformers."""
+    """Return prompts and their continuations by transformers."""
     prompts = [random_tokens(length, vocabulary, seed=length) for length in (5, 40)]
     return [(prompt, oracle_greedy(reference, prompt, 30)) for prompt in prompts]
 
 
 @pytest.mark.matrix(strength=1)
 @pytest.mark.parametrize("num_steps", [1, 7])
-def test_greedy_text(
+def test_greedy_text_equals_transformers(
     pipeline: TextGenerationPipeline, greedy_texts: list[tuple[list[int], list[int]]], num_steps: int
 ) -> None:
     contexts = [context_of(prompt, 30) for prompt, _ in greedy_texts]

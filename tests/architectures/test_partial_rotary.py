@@ -15,30 +15,34 @@ from penstock.errors import ConfigError
 
 pytestmark = pytest.mark.models
 
-ROTATE_A_PART = ("glm", "glm4", "glm4_moe", "gpt_neox", "minimax_m2", "nemotron", "phi", "stablelm")
-"""Families that rotate a part of each head with every rope type."""
+PARTIAL_BY_DEFAULT = ("glm", "glm4", "glm4_moe", "gpt_neox", "minimax_m2", "nemotron", "phi", "stablelm")
+"""Families that rotate only a part of each head with every RoPE type."""
 
 
-def with_factor(checkpoint: Path, folder: Path, *, inside: bool, **parameters: Any) -> Path:
-    """Copy a checkpoint with ``partial_rotary_factor`` 0.5; skip families without rotary embeddings."""
+def write_with_factor(checkpoint: Path, folder: Path, *, in_rope_parameters: bool, **parameters: Any) -> Path:
+    """Copy a checkpoint with ``partial_rotary_factor`` 0.5. Skips families without rotary embeddings."""
     config = json.loads((checkpoint / "config.json").read_text())
     ropes = config.get("rope_parameters")
     if ropes is None:
         pytest.skip("learned positions")
     for rope in ropes.values() if "full_attention" in ropes else [ropes]:
         rope.update(parameters)
-        if inside:
+        if in_rope_parameters:
             rope["partial_rotary_factor"] = 0.5
-    if not inside:
+    if not in_rope_parameters:
         config["partial_rotary_factor"] = 0.5
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "model.safetensors").symlink_to(checkpoint / "model.safetensors")
     return folder
 
 
-@pytest.mark.parametrize("inside", [True, False], ids=["in rope_parameters", "beside them"])
-def test_default_rope_is_that_of_transformers(checkpoint: Path, tmp_path: Path, inside: bool) -> None:
-    folder = with_factor(checkpoint, tmp_path, inside=inside, rope_type="default")
+@pytest.mark.parametrize("in_rope_parameters", [True, False], ids=["in rope_parameters", "at the top level"])
+def test_logits_with_partial_rotary_factor_equal_transformers(
+    checkpoint: Path, tmp_path: Path, in_rope_parameters: bool
+) -> None:
+    folder = write_with_factor(
+        checkpoint, tmp_path, in_rope_parameters=in_rope_parameters, rope_type="default"
+    )
     tokens = random_tokens(40, 130)
     expected = oracle_logits(oracle(folder), tokens)
     ours = step_logits(open_pipeline(folder), [context_of(tokens)])[0]
@@ -47,11 +51,11 @@ def test_default_rope_is_that_of_transformers(checkpoint: Path, tmp_path: Path, 
 
 
 def test_a_factor_that_transformers_cannot_apply_is_refused(checkpoint: Path, tmp_path: Path) -> None:
-    folder = with_factor(checkpoint, tmp_path, inside=True, rope_type="linear", factor=2.0)
+    folder = write_with_factor(checkpoint, tmp_path, in_rope_parameters=True, rope_type="linear", factor=2.0)
     if json.loads((folder / "config.json").read_text())["model_type"] in ("phi3", "phimoe"):
         pytest.skip("has no linear rope")
     tokens = random_tokens(40, 130)
-    if json.loads((folder / "config.json").read_text())["model_type"] in ROTATE_A_PART:
+    if json.loads((folder / "config.json").read_text())["model_type"] in PARTIAL_BY_DEFAULT:
         expected = oracle_logits(oracle(folder), tokens)
         ours = step_logits(open_pipeline(folder), [context_of(tokens)])[0]
         torch.testing.assert_close(ours, expected, atol=1e-4 * max(1.0, float(expected.std())), rtol=0)

@@ -1,4 +1,4 @@
-"""Qwen 3 as a reranker: the published prompt, and the softmax of the logits of "yes" and "no"."""
+"""Qwen 3 as a reranker: the published prompt, and the softmax over the logits of "yes" and "no"."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_score_is_the_softmax_of_yes_and_no(folder: Path) -> None:
     assert other.scores[0] == pytest.approx(float(expected), abs=1e-4)
 
 
-def test_a_cut_keeps_the_end_of_the_prompt(folder: Path) -> None:
+def test_truncation_keeps_the_end_of_the_prompt(folder: Path) -> None:
     tokenizer = load_tokenizer(PipelineConfig.from_flat({"model_path": str(folder), **OPTIONS}))
 
     def ids(max_tokens: int | None) -> np.ndarray:
@@ -82,15 +82,15 @@ def test_a_cut_keeps_the_end_of_the_prompt(folder: Path) -> None:
         return tokens
 
     suffix = tokenizer.backend.encode(TEMPLATE.suffix).ids
-    whole, cut = ids(None), ids(150)
-    assert len(cut) == 150 < len(whole)
+    whole, truncated = ids(None), ids(150)
+    assert len(truncated) == 150 < len(whole)
     kept = 150 - len(suffix)
-    assert cut.tolist() == [*whole[:kept].tolist(), *suffix]
+    assert truncated.tolist() == [*whole[:kept].tolist(), *suffix]
     with pytest.raises(InputError, match="cannot cut the input to 40 tokens"):
         ids(40)
 
 
-def test_with_a_pooling_it_is_an_embedder(folder: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_with_a_pooling_is_an_embedder(folder: Path, tmp_path: Path) -> None:
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "1_Pooling").mkdir()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.towers import assert_close, loader_of, randomised
+from support.towers import assert_close, loader_of, randomize
 
 from penstock.architectures.qwen2_5_vl.vision import Qwen25Vision
 from penstock.architectures.qwen3_vl.vision import Qwen3Vision
@@ -36,12 +36,12 @@ def ops(request: pytest.FixtureRequest) -> Ops:
 
 @pytest.mark.parametrize(("window", "full"), [(32, [1]), (16, [0, 3]), (1000, [2])])
 @torch.inference_mode()
-def test_qwen2_5_windows(ops: Ops, window: int, full: list[int]) -> None:
+def test_qwen2_5_rows_equal_transformers(ops: Ops, window: int, full: list[int]) -> None:
     from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
     values = QWEN | {"window_size": window, "fullatt_block_indexes": full}
-    model = randomised(Qwen2_5_VisionTransformerPretrainedModel(Qwen2_5_VLVisionConfig(**values)))
+    model = randomize(Qwen2_5_VisionTransformerPretrainedModel(Qwen2_5_VLVisionConfig(**values)))
     tower = Qwen25Vision.load(loader_of(model, ops), "tower", HuggingFaceConfig(values), 40)
     patches = torch.randn(sum(height * width for height, width in GRIDS), 3 * 2 * 4 * 4)
     theirs = model(patches, torch.tensor([(1, *grid) for grid in GRIDS])).pooler_output
@@ -50,20 +50,20 @@ def test_qwen2_5_windows(ops: Ops, window: int, full: list[int]) -> None:
 
 @pytest.mark.parametrize("stacked", [[2, 0], [1], []])
 @torch.inference_mode()
-def test_qwen3_deepstack(ops: Ops, stacked: list[int]) -> None:
+def test_qwen3_deepstack_rows_equal_transformers(ops: Ops, stacked: list[int]) -> None:
     from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
     from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
     values = QWEN | {"num_position_embeddings": 49, "deepstack_visual_indexes": stacked}
-    model = randomised(Qwen3VLVisionModel(Qwen3VLVisionConfig(**values)))
+    model = randomize(Qwen3VLVisionModel(Qwen3VLVisionConfig(**values)))
     tower = Qwen3Vision.load(loader_of(model, ops), "tower", HuggingFaceConfig(values), 40)
     patches = torch.randn(sum(height * width for height, width in GRIDS), 3 * 2 * 4 * 4)
     theirs = model(patches, torch.tensor([(1, *grid) for grid in GRIDS]))
     expected = [theirs.pooler_output, *theirs.deepstack_features]
     ours = tower.encode(patches, GRIDS, EncoderRunner(ops)).split(40, dim=1)
     assert len(ours) == len(expected)
-    for one, other in zip(ours, expected, strict=True):
-        assert_close(one, other)
+    for actual, reference in zip(ours, expected, strict=True):
+        assert_close(actual, reference)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_qwen3_deepstack(ops: Ops, stacked: list[int]) -> None:
     ],
     ids=str,
 )
-def test_refusals(changes: dict[str, Any], message: str) -> None:
+def test_unsupported_configurations_are_refused(changes: dict[str, Any], message: str) -> None:
     from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
     from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 

@@ -1,4 +1,4 @@
-"""Settings in ``config.json`` that a family does not support are errors."""
+"""Settings of ``config.json`` that a family does not support are refused."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ SLIDING = ["sliding_attention"] * 3
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 
 
-def read(family: str, changes: dict[str, Any]) -> Any:
+def blueprint_of(family: str, changes: dict[str, Any]) -> Any:
     """Return the blueprint of an architecture's tiny configuration with these changes."""
-    (architecture,) = (one for one in DECODERS if one.name == family)
+    (architecture,) = (candidate for candidate in DECODERS if candidate.name == family)
     assert architecture.tiny_config is not None
     config = HuggingFaceConfig(architecture.tiny_config() | changes)
     if family == "gpt2":
@@ -89,13 +89,13 @@ def read(family: str, changes: dict[str, Any]) -> Any:
         ("gpt2", {"activation_function": "tanh"}, "activation_function: 'tanh' is not known"),
     ],
 )
-def test_refused(family: str, changes: dict[str, Any], message: str) -> None:
+def test_unsupported_settings_are_refused(family: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        read(family, changes)
+        blueprint_of(family, changes)
 
 
 @pytest.mark.parametrize("values", [None, [0.5], [0.5, "1"], 0.5])
-def test_damaged_numbers_of_an_activation(values: object) -> None:
+def test_malformed_coefficients_of_xielu_are_refused(values: object) -> None:
     config = HuggingFaceConfig({"xielu": {"alpha_p": values}})
     with pytest.raises(ConfigError, match=r"xielu\.alpha_p: must"):
         stored_numbers(config, 2)
@@ -121,27 +121,28 @@ def test_damaged_numbers_of_an_activation(values: object) -> None:
         ("internlm3", {"qkv_bias": 1}, "qkv_bias must be true or false"),
     ],
 )
-def test_no_numbers(family: str, changes: dict[str, Any], message: str) -> None:
+def test_values_that_are_not_numbers_are_refused(family: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
-        read(family, changes)
+        blueprint_of(family, changes)
 
 
-def test_phi3_calls_longrope_by_older_names() -> None:
+def test_phi3_accepts_older_names_of_longrope() -> None:
     known, *older = (
-        read("phi3", {"rope_scaling": LONGROPE | {"type": kind}}) for kind in ("longrope", "su", "yarn")
+        blueprint_of("phi3", {"rope_scaling": LONGROPE | {"type": kind}})
+        for kind in ("longrope", "su", "yarn")
     )
-    for one in older:
-        assert [rotary.kind for rotary in one.rotaries] == ["longrope"]
-        assert one.max_length == known.max_length
+    for blueprint in older:
+        assert [rotary.kind for rotary in blueprint.rotaries] == ["longrope"]
+        assert blueprint.max_length == known.max_length
 
 
 def test_a_window_as_long_as_the_context_is_ignored() -> None:
-    assert read("mistral", {"sliding_window": 256}).windows == (None,) * 3
-    assert read("mistral", {"sliding_window": 255}).windows == (255,) * 3
+    assert blueprint_of("mistral", {"sliding_window": 256}).windows == (None,) * 3
+    assert blueprint_of("mistral", {"sliding_window": 255}).windows == (255,) * 3
 
 
-def test_gemma3_uses_the_maximum_length_of_its_file() -> None:
-    """Gemma 3 gives the length after rope scaling; older Llama models give the length before it."""
-    stretched = read("gemma3_text", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}})
-    assert stretched.max_length == 256
-    assert read("llama", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}).max_length == 2048
+def test_gemma3_does_not_extend_its_maximum_length() -> None:
+    """Gemma 3 states the length after RoPE scaling; older Llama models state the length before it."""
+    scaled = blueprint_of("gemma3_text", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}})
+    assert scaled.max_length == 256
+    assert blueprint_of("llama", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}).max_length == 2048

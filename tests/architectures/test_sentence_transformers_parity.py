@@ -1,4 +1,4 @@
-"""Saved models give the vectors and scores of sentence-transformers."""
+"""Saved models give the embeddings and scores of sentence-transformers."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ TEXTS = ["the sky is blue", "grass", "how many colours has the green grass and t
 POOLINGS = ["cls", "mean", "max", "mean_sqrt_len_tokens", "weightedmean", "lasttoken", ["mean", "max"]]
 
 
-def save(folder: Path, name: str, head: str, **changes: Any) -> Path:
-    """Save a random model with a tokenizer."""
+def save_random_model(folder: Path, name: str, head: str, **changes: Any) -> Path:
+    """Save a random model with a tokenizer, and return the folder."""
     from transformers import PreTrainedTokenizerFast
 
-    (architecture,) = (one for one in ENCODERS if one.name == name)
+    (architecture,) = (candidate for candidate in ENCODERS if candidate.name == name)
     save_encoder(architecture, folder, head, **changes)
     tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(SPECIAL + WORDS)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -54,11 +54,13 @@ def open_llm(folder: Path) -> LLM:
 
 @pytest.mark.parametrize("pooling", POOLINGS, ids=str)
 @pytest.mark.parametrize("include_prompt", [True, False])
-def test_poolings_dense_normalize_and_prompts(pooling: Any, include_prompt: bool, tmp_path: Path) -> None:
+def test_embeddings_with_pooling_dense_layer_and_prompts_equal_the_reference(
+    pooling: Any, include_prompt: bool, tmp_path: Path
+) -> None:
     from sentence_transformers.base.modules import Dense, Normalize, Transformer
     from sentence_transformers.sentence_transformer.modules import Pooling
 
-    transformer = Transformer(str(save(tmp_path / "base", "bert", "")))
+    transformer = Transformer(str(save_random_model(tmp_path / "base", "bert", "")))
     pooled = Pooling(
         transformer.get_embedding_dimension(), pooling_mode=pooling, include_prompt=include_prompt
     )
@@ -76,11 +78,11 @@ def test_poolings_dense_normalize_and_prompts(pooling: Any, include_prompt: bool
             np.testing.assert_allclose(ours, model.encode(TEXTS, prompt_name=name), atol=1e-5)
 
 
-def test_embedding_gemma2(tmp_path: Path) -> None:
+def test_embeddings_of_embedding_gemma2_equal_the_reference(tmp_path: Path) -> None:
     from sentence_transformers.base.modules import Normalize, Transformer
     from sentence_transformers.sentence_transformer.modules import Pooling
 
-    transformer = Transformer(str(save(tmp_path / "base", "embedding_gemma2_text", "")))
+    transformer = Transformer(str(save_random_model(tmp_path / "base", "embedding_gemma2_text", "")))
     pooled = Pooling(40, pooling_mode="mean")
     model = st.SentenceTransformer(
         modules=[transformer, pooled, Normalize()],
@@ -97,8 +99,10 @@ def test_embedding_gemma2(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["bert", "distilbert", "modernbert"])
 @pytest.mark.parametrize("activation", [None, "torch.nn.modules.linear.Identity"])
-def test_cross_encoders(name: str, activation: str | None, tmp_path: Path) -> None:
-    folder = save(tmp_path, name, "ForSequenceClassification", num_labels=1)
+def test_scores_of_cross_encoders_equal_the_reference(
+    name: str, activation: str | None, tmp_path: Path
+) -> None:
+    folder = save_random_model(tmp_path, name, "ForSequenceClassification", num_labels=1)
     if activation is not None:
         config = json.loads((folder / "config.json").read_text())
         config["sentence_transformers"] = {"activation_fn": activation}
@@ -111,10 +115,10 @@ def test_cross_encoders(name: str, activation: str | None, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("pooling", ["max", "sum"])
 @pytest.mark.parametrize("activation", ["relu", "log1p_relu"])
-def test_sparse_encoders(pooling: str, activation: str, tmp_path: Path) -> None:
+def test_sparse_embeddings_equal_the_reference(pooling: str, activation: str, tmp_path: Path) -> None:
     from sentence_transformers.sparse_encoder.modules import MLMTransformer, SpladePooling
 
-    transformer = MLMTransformer(str(save(tmp_path / "base", "bert", "ForMaskedLM")))
+    transformer = MLMTransformer(str(save_random_model(tmp_path / "base", "bert", "ForMaskedLM")))
     pooled = SpladePooling(pooling_strategy=pooling, activation_function=activation)
     model = st.SparseEncoder(modules=[transformer, pooled], device="cpu")
     model.save(str(tmp_path / "saved"))
@@ -127,11 +131,11 @@ def test_sparse_encoders(pooling: str, activation: str, tmp_path: Path) -> None:
             np.testing.assert_allclose(weights, expected, atol=1e-5)
 
 
-def test_multi_vector_encoders(tmp_path: Path) -> None:
+def test_multi_vector_embeddings_and_scores_equal_the_reference(tmp_path: Path) -> None:
     from sentence_transformers.base.modules import Dense, Normalize, Transformer
     from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 
-    transformer = Transformer(str(save(tmp_path / "base", "bert", "")))
+    transformer = Transformer(str(save_random_model(tmp_path / "base", "bert", "")))
     dense = Dense(
         48,
         20,

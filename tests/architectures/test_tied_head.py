@@ -1,4 +1,4 @@
-"""An output head in the file although ``tie_word_embeddings`` is true: the same as in transformers."""
+"""An output head stored in the file although ``tie_word_embeddings`` is true: logits equal transformers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEADS = ("lm_head.weight", "embed_out.weight")
 
 @pytest.fixture(params=DECODERS, ids=lambda architecture: architecture.name)
 def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A checkpoint whose head is not its embedding table, though ``config.json`` says so."""
+    """Return a checkpoint whose head differs from its embedding table, although ``config.json`` ties them."""
     return write_untied(tmp_path, request.param)
 
 
@@ -34,59 +34,65 @@ def write_untied(folder: Path, architecture: SupportedArchitecture) -> Path:
     return folder
 
 
-def change(folder: Path, **tensors: torch.Tensor | None) -> None:
+def replace_tensors(folder: Path, **tensors: torch.Tensor | None) -> None:
     """Replace the tensors whose names have this prefix; None removes them."""
     file = folder / "model.safetensors"
     stored: dict[str, Any] = load_file(file)
     for name in list(stored):
-        for key in tensors.keys() & {"head" if name in HEADS else "table" if is_table(name) else ""}:
+        for key in tensors.keys() & {
+            "head" if name in HEADS else "table" if is_embedding_table(name) else ""
+        }:
             stored[name] = tensors[key]
-    save_file({name: one.clone() for name, one in stored.items() if one is not None}, file)
+    save_file({name: tensor.clone() for name, tensor in stored.items() if tensor is not None}, file)
 
 
-def is_table(name: str) -> bool:
+def is_embedding_table(name: str) -> bool:
     return name.endswith(("embed_tokens.weight", "wte.weight", "embed_in.weight"))
 
 
-def table_of(folder: Path) -> torch.Tensor:
-    (table,) = (one for name, one in load_file(folder / "model.safetensors").items() if is_table(name))
+def embedding_table_of(folder: Path) -> torch.Tensor:
+    (table,) = (
+        tensor for name, tensor in load_file(folder / "model.safetensors").items() if is_embedding_table(name)
+    )
     return table
 
 
 def head_of(folder: Path) -> tuple[str, torch.Tensor]:
-    """Return the name and the tensor of the head."""
-    (head,) = ((name, one) for name, one in load_file(folder / "model.safetensors").items() if name in HEADS)
+    """Return the name and the tensor of the output head."""
+    (head,) = (
+        (name, tensor) for name, tensor in load_file(folder / "model.safetensors").items() if name in HEADS
+    )
     return head
 
 
-def assert_is_that_of_transformers(folder: Path) -> torch.Tensor:
+def assert_logits_equal_transformers(folder: Path) -> torch.Tensor:
     expected = oracle_logits(oracle(folder), TOKENS)
     ours = step_logits(open_pipeline(folder), [context_of(TOKENS)])[0]
     torch.testing.assert_close(ours, expected, atol=1e-4 * max(1.0, float(expected.std())), rtol=0)
     return ours
 
 
-def test_an_untied_head_is_used(checkpoint: Path) -> None:
-    ours = assert_is_that_of_transformers(checkpoint)
-    change(checkpoint, head=None)
-    tied = assert_is_that_of_transformers(checkpoint)
+def test_a_stored_head_is_used(checkpoint: Path) -> None:
+    ours = assert_logits_equal_transformers(checkpoint)
+    replace_tensors(checkpoint, head=None)
+    tied = assert_logits_equal_transformers(checkpoint)
     assert (ours - tied).abs().max() > 1
 
 
-def test_a_head_that_repeats_the_table(checkpoint: Path) -> None:
+def test_a_head_equal_to_the_table_is_stored_once(checkpoint: Path) -> None:
     name, _ = head_of(checkpoint)
-    change(checkpoint, head=None)
+    replace_tensors(checkpoint, head=None)
     once = step_logits(open_pipeline(checkpoint), [context_of(TOKENS)])[0]
     file = checkpoint / "model.safetensors"
-    save_file(load_file(file) | {name: table_of(checkpoint).clone()}, file)
-    assert torch.equal(assert_is_that_of_transformers(checkpoint), once)
+    save_file(load_file(file) | {name: embedding_table_of(checkpoint).clone()}, file)
+    assert torch.equal(assert_logits_equal_transformers(checkpoint), once)
 
 
-def test_a_head_without_a_table_is_both(checkpoint: Path) -> None:
+def test_a_head_without_a_table_is_also_the_embedding_table(checkpoint: Path) -> None:
     _, head = head_of(checkpoint)
-    change(checkpoint, table=None)
-    ours = assert_is_that_of_transformers(checkpoint)
-    change(checkpoint, head=None)
+    replace_tensors(checkpoint, table=None)
+    ours = assert_logits_equal_transformers(checkpoint)
+    replace_tensors(checkpoint, head=None)
     file = checkpoint / "model.safetensors"
     names = {"gpt2": "transformer.wte.weight", "gpt_neox": "gpt_neox.embed_in.weight"}
     config = json.loads((checkpoint / "config.json").read_text())

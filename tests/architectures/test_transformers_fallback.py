@@ -1,4 +1,4 @@
-"""Families without a folder run through the module of transformers, with our attention and KV cache."""
+"""Families without their own folder run through the module of transformers, with Penstock's attention."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def opened(checkpoint: Path, **settings: Any) -> TextGenerationPipeline:
-    """Open the pipeline of a checkpoint with the architecture that the settings select."""
+def open_fallback(checkpoint: Path, **settings: Any) -> TextGenerationPipeline:
+    """Open the pipeline of a checkpoint with the architecture that the configuration selects."""
     defaults = {"quantization_encoding": "float32", "max_batch_size": 8, "kv_cache_block_size": 16}
     defaults |= {"model_path": str(checkpoint), "model_impl": "transformers"}
     config = PipelineConfig.from_flat(defaults | settings)
@@ -90,14 +90,16 @@ def reference(checkpoint: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def pipeline(checkpoint: Path) -> TextGenerationPipeline:
-    return opened(checkpoint)
+    return open_fallback(checkpoint)
 
 
 def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     torch.testing.assert_close(ours, theirs, atol=1e-4 * max(1.0, float(theirs.std())), rtol=0)
 
 
-def test_chunks_steps_and_batches(checkpoint: Path, pipeline: TextGenerationPipeline, reference: Any) -> None:
+def test_chunks_steps_and_batches_equal_transformers(
+    checkpoint: Path, pipeline: TextGenerationPipeline, reference: Any
+) -> None:
     assert isinstance(pipeline.model, TransformersModel)
     expected = oracle_logits(reference, TOKENS)
     others = [random_tokens(length, 130, seed=length) for length in (30, 5)]
@@ -116,11 +118,13 @@ def test_chunks_steps_and_batches(checkpoint: Path, pipeline: TextGenerationPipe
     for position in range(60, 70):
         feed(pipeline, context, TOKENS[position])
         assert_close(step_logits(pipeline, [context])[0], expected[position : position + 1])
-    for one in (context, first, second):
-        pipeline.release(one)
+    for request in (context, first, second):
+        pipeline.release(request)
 
 
-def test_prefixes_and_preemption(pipeline: TextGenerationPipeline, reference: Any) -> None:
+def test_prefix_hits_and_preemption_keep_the_greedy_text(
+    pipeline: TextGenerationPipeline, reference: Any
+) -> None:
     expected = oracle_greedy(reference, TOKENS, 12)
     assert generate(pipeline, [context_of(TOKENS, 12)], num_steps=4) == [expected]
     cached = context_of(TOKENS, 12)
@@ -135,32 +139,32 @@ def test_prefixes_and_preemption(pipeline: TextGenerationPipeline, reference: An
     assert tokens + generate(pipeline, [preempted])[0] == expected
 
 
-def test_drafts(checkpoint: Path, reference: Any) -> None:
+def test_text_with_drafts_equals_transformers(checkpoint: Path, reference: Any) -> None:
     prompt = TOKENS[:10] * 3
-    pipeline = opened(checkpoint, speculative_method="ngram", num_speculative_tokens=3)
+    pipeline = open_fallback(checkpoint, speculative_method="ngram", num_speculative_tokens=3)
     assert generate(pipeline, [context_of(prompt, 20)]) == [oracle_greedy(reference, prompt, 20)]
 
 
-def test_bfloat16(checkpoint: Path, reference: Any) -> None:
+def test_bfloat16_is_no_worse_than_that_of_transformers(checkpoint: Path, reference: Any) -> None:
     expected = oracle_logits(reference, TOKENS[:40])
-    pipeline = opened(checkpoint, quantization_encoding="bfloat16")
+    pipeline = open_fallback(checkpoint, quantization_encoding="bfloat16")
     ours = step_logits(pipeline, [context_of(TOKENS[:40])])[0]
     theirs = oracle_logits(oracle(checkpoint).bfloat16(), TOKENS[:40])
-    errors = [float((one - expected).abs().median()) for one in (ours, theirs)]
+    errors = [float((logits - expected).abs().median()) for logits in (ours, theirs)]
     assert errors[0] <= 1.2 * errors[1]
 
 
-def test_a_window_one_too_large_is_detected(checkpoint: Path, reference: Any) -> None:
-    pipeline = opened(checkpoint)
+def test_a_window_that_is_one_too_large_is_detected(checkpoint: Path, reference: Any) -> None:
+    pipeline = open_fallback(checkpoint)
     model: Any = pipeline.model
     windows = [group.window for group in model.kv_cache_spec.groups]
     if windows == [None]:
         pytest.skip("has no window")
-    group = next(one for one in model.kv_cache_spec.groups if one.window is not None)
+    group = next(candidate for candidate in model.kv_cache_spec.groups if candidate.window is not None)
     object.__setattr__(group, "window", group.window + 1)
     manager: Any = pipeline.kv
-    assert any(one.window == group.window for one in manager.spec.groups)
-    if group.is_chunked:  # modules do not name the size of their chunks
+    assert any(member.window == group.window for member in manager.spec.groups)
+    if group.is_chunked:  # modules do not tell the size of their chunks
         ours = step_logits(pipeline, [context_of(TOKENS)])[0]
         assert float((ours - oracle_logits(reference, TOKENS)).abs().max()) > 0.01
     else:
@@ -171,35 +175,41 @@ def test_a_window_one_too_large_is_detected(checkpoint: Path, reference: Any) ->
 # ---- selection ----
 
 
-def resolved(folder: Path, impl: str, **config: Any) -> str:
+def resolve_architecture(folder: Path, impl: str, **config: Any) -> str:
     values = {"model_path": str(write_tiny_llm(folder, **config)), "model_impl": impl}
     architecture, _ = CATALOG.resolve(PipelineConfig.from_flat(values))
     return architecture.load_pipeline_model().__name__
 
 
-def test_which_implementation_is_selected(tmp_path: Path) -> None:
-    assert resolved(tmp_path, "auto") == resolved(tmp_path, "penstock") == "LlamaModel"
-    assert resolved(tmp_path, "transformers") == "TransformersModel"
-    assert resolved(tmp_path, "auto", model_type="dots1") == "TransformersModel"
+def test_model_impl_selects_the_implementation(tmp_path: Path) -> None:
+    assert (
+        resolve_architecture(tmp_path, "auto") == resolve_architecture(tmp_path, "penstock") == "LlamaModel"
+    )
+    assert resolve_architecture(tmp_path, "transformers") == "TransformersModel"
+    assert resolve_architecture(tmp_path, "auto", model_type="dots1") == "TransformersModel"
     with pytest.raises(UnknownArchitectureError, match="dots1"):
-        resolved(tmp_path, "penstock", model_type="dots1")
+        resolve_architecture(tmp_path, "penstock", model_type="dots1")
     with pytest.raises(UnknownArchitectureError, match="no_such_type"):
-        resolved(tmp_path, "auto", model_type="no_such_type")
+        resolve_architecture(tmp_path, "auto", model_type="no_such_type")
 
 
-def test_through_llm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_llm_generates_the_same_text_with_both_implementations(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = write_tiny_llm(tmp_path)
     prompts = ["Hello", "The quick brown fox jumps over"]
     texts = []
     for impl in ("penstock", "transformers"):
         with caplog.at_level(logging.WARNING), LLM(str(folder), model_impl=impl) as llm:
-            texts.append([one.text for one in llm.generate(prompts, SamplingParams(max_new_tokens=16))])
+            texts.append([output.text for output in llm.generate(prompts, SamplingParams(max_new_tokens=16))])
     assert texts[0] == texts[1]
-    said = [one for one in caplog.records if "runs through the module of transformers" in one.message]
-    assert len(said) == 1
+    warnings = [
+        record for record in caplog.records if "runs through the module of transformers" in record.message
+    ]
+    assert len(warnings) == 1
 
 
-def test_structured_output(tmp_path: Path) -> None:
+def test_structured_output_works_with_the_fallback(tmp_path: Path) -> None:
     folder = write_tiny_llm(tmp_path)
     with LLM(str(folder), model_impl="transformers", enable_structured_output=True) as llm:
         grammar = Grammar("regex", "(yes|no), [0-9]{3}")
@@ -207,13 +217,13 @@ def test_structured_output(tmp_path: Path) -> None:
     assert re.fullmatch("(yes|no), [0-9]{3}", output.text)
 
 
-def test_over_http(tmp_path: Path) -> None:
+def test_the_server_returns_the_text_of_llm(tmp_path: Path) -> None:
     folder = write_tiny_llm(tmp_path)
     prompts = ["Hello", "The quick brown fox"]
     with LLM(str(folder)) as llm:
-        expected = [one.text for one in llm.generate(prompts, SamplingParams(max_new_tokens=12))]
+        expected = [output.text for output in llm.generate(prompts, SamplingParams(max_new_tokens=12))]
     body = {"prompt": prompts, "max_tokens": 12, "temperature": 0, "stream": True}
-    pieces = ["", ""]
+    streamed = ["", ""]
     with (
         running_server(folder, "--model", str(folder), "--model-impl", "transformers") as url,
         httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as stream,
@@ -221,12 +231,12 @@ def test_over_http(tmp_path: Path) -> None:
         for line in stream.iter_lines():
             if line.startswith("data: {"):
                 for choice in json.loads(line.removeprefix("data: "))["choices"]:
-                    pieces[choice["index"]] += choice["text"]
-    assert pieces == expected
+                    streamed[choice["index"]] += choice["text"]
+    assert streamed == expected
     assert all(expected)
 
 
-# ---- refusals ----
+# ---- refused models ----
 
 REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "no attention interface": ("bloom", {"n_head": 4}, {}, "does not call the attention interface"),
@@ -259,14 +269,14 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refusals(case: str, tmp_path: Path) -> None:
+def test_unsupported_models_are_refused(case: str, tmp_path: Path) -> None:
     model_type, config, settings, message = REFUSED[case]
     folder = write_tiny_llm(tmp_path, model_type=model_type, **config)
     with pytest.raises((CheckpointError, ConfigError), match=message):
-        opened(folder, **settings)
+        open_fallback(folder, **settings)
 
 
-CODE = {
+REMOTE_CODE = {
     "configuration_own.py": """
 from transformers import LlamaConfig
 
@@ -284,20 +294,25 @@ class OwnForCausalLM(LlamaForCausalLM):
     config_class = OwnConfig
 """,
 }
-OWN = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+AUTO_MAP = {
+    "AutoConfig": "configuration_own.OwnConfig",
+    "AutoModelForCausalLM": "modeling_own.OwnForCausalLM",
+}
 
 
-def test_code_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_of_a_checkpoint_runs_only_if_it_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
-    folder = write_tiny_llm(tmp_path / "own", model_type="of_its_own", auto_map=OWN)
-    for name, text in CODE.items():
+    folder = write_tiny_llm(tmp_path / "own", model_type="of_its_own", auto_map=AUTO_MAP)
+    for name, text in REMOTE_CODE.items():
         (folder / name).write_text(text)
     with pytest.raises(ConfigError, match="trust_remote_code: of_its_own needs the Python code"):
-        opened(folder)
-    own = opened(folder, trust_remote_code=True)
-    llama = opened(write_tiny_llm(tmp_path / "llama"), model_impl="penstock")
-    logits = [step_logits(one, [context_of(TOKENS)])[0] for one in (own, llama)]
+        open_fallback(folder)
+    remote = open_fallback(folder, trust_remote_code=True)
+    llama = open_fallback(write_tiny_llm(tmp_path / "llama"), model_impl="penstock")
+    logits = [step_logits(opened_pipeline, [context_of(TOKENS)])[0] for opened_pipeline in (remote, llama)]
     assert_close(*logits)
 
 
@@ -305,22 +320,24 @@ class _Module(torch.nn.Module):
     layer_idx = 0
 
 
-def test_a_module_that_passes_no_arguments_on() -> None:
+def test_a_module_that_does_not_forward_arguments_is_refused() -> None:
     x = torch.zeros(1, 1, 1, 8)
     with pytest.raises(UnsupportedFeatureError, match="does not pass the arguments of a forward on"):
         paged_attention(_Module(), x, x, x, None)
 
 
-def test_a_module_that_reads_no_positions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_does_not_read_positions_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from transformers.models.llama import modeling_llama
 
     folder = write_tiny_llm(tmp_path)
     original: Any = modeling_llama.LlamaRotaryEmbedding.forward
 
-    def counting(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+    def count_forward(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
         return original(self, x, torch.arange(position_ids.shape[1])[None])
 
-    monkeypatch.setattr(modeling_llama.LlamaRotaryEmbedding, "forward", counting)
+    monkeypatch.setattr(modeling_llama.LlamaRotaryEmbedding, "forward", count_forward)
     with pytest.raises(UnsupportedFeatureError, match="it does not read position_ids"):
-        opened(folder)
+        open_fallback(folder)
     assert json.loads((folder / "config.json").read_text())["vocab_size"] == VOCABULARY

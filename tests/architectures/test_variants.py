@@ -1,7 +1,8 @@
 """Further configurations of each family: logits equal those of transformers.
 
-Each ``config.json`` is spelled as the authors of the checkpoint wrote it. transformers saves it in the
-spelling of its own version. Both spellings must give the same logits."""
+Each ``config.json`` has the spelling of the checkpoint's authors. transformers saves it in the spelling of
+its own version. Both spellings must give the same logits.
+"""
 
 from __future__ import annotations
 
@@ -153,14 +154,14 @@ CASES = [(family, name) for family, variants in VARIANTS.items() for name in var
 
 
 def config_of(family: str, variant: dict[str, Any]) -> dict[str, Any]:
-    (architecture,) = (one for one in DECODERS if one.name == family)
+    (architecture,) = (candidate for candidate in DECODERS if candidate.name == family)
     assert architecture.tiny_config is not None
     config = architecture.tiny_config() | variant
     return {key: value for key, value in config.items() if value != "absent"}
 
 
 @pytest.mark.parametrize(("family", "name"), CASES, ids=[f"{family}: {name}" for family, name in CASES])
-def test_variant(family: str, name: str, tmp_path: Path) -> None:
+def test_logits_equal_transformers(family: str, name: str, tmp_path: Path) -> None:
     config = config_of(family, VARIANTS[family][name])
     folder = write_checkpoint(tmp_path, config)
     tokens = random_tokens(85, 130, seed=5)
@@ -176,7 +177,7 @@ def test_variant(family: str, name: str, tmp_path: Path) -> None:
     tolerance = 1e-4 * max(1.0, float(expected.std()))
     torch.testing.assert_close(ours, expected, atol=tolerance, rtol=0)
     _, past = oracle_step(reference, tokens[:70])
-    for length in range(71, 86):  # step by step: under some ropes a text's rows depend on its length
+    for length in range(71, 86):  # step by step: with some RoPE types, a text's logits depend on its length
         expected, past = oracle_step(reference, tokens[:length], past)
         feed(pipeline, context, tokens[length - 1])
         ours = step_logits(pipeline, [context])[0][-1:]

@@ -1,4 +1,4 @@
-"""A captured step of a vision encoder gives the bits of the eager operations and keeps little memory."""
+"""Captured steps of a vision encoder: bit-equal to eager operations, with bounded memory."""
 
 from __future__ import annotations
 
@@ -26,18 +26,20 @@ pytestmark = pytest.mark.skipif(not cpu.available_isas(), reason="the C++ kernel
 EAGER_PROMPTS = ("gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """Families whose prompts run eagerly: with bidirectional spans, or with multimodal rotary embeddings."""
 
-READERS = [one.name for one in PIPELINE_REGISTRY.architectures if one.media is not None]
+VISION_FAMILIES = [
+    candidate.name for candidate in PIPELINE_REGISTRY.architectures if candidate.media is not None
+]
 
 
-@pytest.fixture(scope="module", params=READERS)
+@pytest.fixture(scope="module", params=VISION_FAMILIES)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     folder = tmp_path_factory.mktemp(request.param)
     return request.param, write_vision_checkpoint(request.param, folder)
 
 
 def architecture_of(name: str) -> Any:
-    (found,) = (one for one in PIPELINE_REGISTRY.architectures if one.name == name)
-    return found
+    (result,) = (candidate for candidate in PIPELINE_REGISTRY.architectures if candidate.name == name)
+    return result
 
 
 def write_vision_checkpoint(name: str, folder: Path) -> Path:
@@ -48,7 +50,7 @@ def write_vision_checkpoint(name: str, folder: Path) -> Path:
 
 
 def images_of(name: str) -> list[ImageMetadata]:
-    """Return two images of different shapes, if the family has images of different shapes."""
+    """Return two images, of different shapes if the family supports several shapes."""
     config = architecture_of(name).tiny_config()
     if name == "llava":
         pixels = [random_pixels(1), random_pixels(2)]
@@ -66,36 +68,40 @@ def context_with(name: str, images: list[ImageMetadata]) -> TextAndVisionContext
     return dataclass_replace(prompt, images=images).context()
 
 
-def changed(image: ImageMetadata, seed: int) -> ImageMetadata:
-    """Return an image of the same shape with other pixels."""
+def with_random_pixels(image: ImageMetadata, seed: int) -> ImageMetadata:
+    """Return an image of the same shape with random pixels."""
     pixels = np.random.default_rng(seed).normal(size=image.pixel_values.shape).astype(np.float32)
     return replace(image, pixel_values=pixels, image_hash=None)
 
 
-def opened(folder: Path, encoding: str, *, compiled: bool, **options: Any) -> TextGenerationPipeline:
+def open_vision(folder: Path, encoding: str, *, compiled: bool, **options: Any) -> TextGenerationPipeline:
     pipeline = open_pipeline(folder, quantization_encoding=encoding, **options)
     pipeline.session.use_graphs = compiled
     return pipeline
 
 
 @torch.inference_mode()
-def encoded(pipeline: TextGenerationPipeline, images: list[ImageMetadata]) -> torch.Tensor:
+def encode_images(pipeline: TextGenerationPipeline, images: list[ImageMetadata]) -> torch.Tensor:
     model: Any = pipeline.model
     return torch.cat(model.encode_images(images))
 
 
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8"])
-def test_the_bits_of_single_operations(checkpoint: tuple[str, Path], encoding: str) -> None:
+def test_captured_steps_are_bit_equal_to_eager_operations(
+    checkpoint: tuple[str, Path], encoding: str
+) -> None:
     name, folder = checkpoint
-    compiled, eager = (opened(folder, encoding, compiled=each) for each in (True, False))
+    compiled, eager = (open_vision(folder, encoding, compiled=each) for each in (True, False))
     first, second = images_of(name)
-    for number in range(4):
-        for one in (first, second):
-            image = changed(one, number)
-            assert torch.equal(encoded(compiled, [image]), encoded(eager, [image])), f"round {number}"
-        both = [changed(first, number), changed(second, 50 + number)]
-        together = encoded(compiled, both)
-        assert torch.equal(together, torch.cat([encoded(eager, [image]) for image in both]))
+    for repetition in range(4):
+        for original in (first, second):
+            image = with_random_pixels(original, repetition)
+            assert torch.equal(encode_images(compiled, [image]), encode_images(eager, [image])), (
+                f"repetition {repetition}"
+            )
+        batch = [with_random_pixels(first, repetition), with_random_pixels(second, 50 + repetition)]
+        together = encode_images(compiled, batch)
+        assert torch.equal(together, torch.cat([encode_images(eager, [image]) for image in batch]))
     graphs: Any = compiled.model
     assert graphs.encoder_graphs.status.startswith("compiled: ")
     assert (eager.session.graph_status, getattr(eager.model, "encoder_graphs", 0)) == (
@@ -107,12 +113,12 @@ def test_the_bits_of_single_operations(checkpoint: tuple[str, Path], encoding: s
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16"])
 def test_prompts_with_images_run_as_compiled_steps(checkpoint: tuple[str, Path], encoding: str) -> None:
     name, folder = checkpoint
-    compiled, eager = (opened(folder, encoding, compiled=each) for each in (True, False))
+    compiled, eager = (open_vision(folder, encoding, compiled=is_compiled) for is_compiled in (True, False))
     statuses = []
     for seed in range(4):
         results = []
         for pipeline in (compiled, eager):
-            context = context_with(name, [changed(one, seed) for one in images_of(name)])
+            context = context_with(name, [with_random_pixels(image, seed) for image in images_of(name)])
             results.append(torch.cat(forward_logits(pipeline, [context])))
             pipeline.release(context)
         assert torch.equal(*results), f"round {seed}"
@@ -122,12 +128,12 @@ def test_prompts_with_images_run_as_compiled_steps(checkpoint: tuple[str, Path],
 
 def test_a_step_runs_once_before_it_is_captured(checkpoint: tuple[str, Path]) -> None:
     name, folder = checkpoint
-    pipeline = opened(folder, "float32", compiled=True)
+    pipeline = open_vision(folder, "float32", compiled=True)
     image = images_of(name)[1]
     model: Any = pipeline.model
     counts = []
     for number in range(3):
-        encoded(pipeline, [changed(image, number)])
+        encode_images(pipeline, [with_random_pixels(image, number)])
         counts.append(model.encoder_graphs.num_graphs)
     assert counts == [0, 1, 1]
 
@@ -138,58 +144,58 @@ def grid_images(grids: list[tuple[int, int]]) -> list[ImageMetadata]:
     return list(PROMPTS["qwen2_5_vl"](config, [[5]] * (len(grids) + 1), grids).images)
 
 
-def test_graphs_are_bounded(tmp_path: Path) -> None:
-    pipeline = opened(write_vision_checkpoint("qwen2_5_vl", tmp_path), "float32", compiled=True)
-    eager = opened(tmp_path, "float32", compiled=False)
+def test_the_number_of_graphs_is_bounded(tmp_path: Path) -> None:
+    pipeline = open_vision(write_vision_checkpoint("qwen2_5_vl", tmp_path), "float32", compiled=True)
+    eager = open_vision(tmp_path, "float32", compiled=False)
     model: Any = pipeline.model
     images = grid_images([(2, 2 * columns) for columns in range(1, MAX_ENCODER_GRAPHS + 4)])
     for _ in range(2):
         for image in images:
-            encoded(pipeline, [image])
+            encode_images(pipeline, [image])
     assert model.encoder_graphs.num_graphs == MAX_ENCODER_GRAPHS
     rows = model.encoder_row_size(model.pipeline_config, model.huggingface_config)
     assert 0 < model.encoder_graphs.num_bytes <= model.max_encoder_rows * rows
-    for image in [images[0], *images]:  # one that was dropped, and all others
-        assert torch.equal(encoded(pipeline, [image]), encoded(eager, [image]))
+    for image in [images[0], *images]:  # the first image, whose graph was dropped, and all others
+        assert torch.equal(encode_images(pipeline, [image]), encode_images(eager, [image]))
 
 
-def test_an_image_with_many_rows_runs_without_a_graph(tmp_path: Path) -> None:
-    pipeline = opened(write_vision_checkpoint("qwen2_5_vl", tmp_path), "float32", compiled=True)
+def test_an_image_with_too_many_rows_runs_without_a_graph(tmp_path: Path) -> None:
+    pipeline = open_vision(write_vision_checkpoint("qwen2_5_vl", tmp_path), "float32", compiled=True)
     model: Any = pipeline.model
     small, large = grid_images([(2, 4), (2, model.max_encoder_rows // 2 + 2)])
     for image in (large, large, small, small, large):
-        encoded(pipeline, [image])
+        encode_images(pipeline, [image])
     assert model.encoder_graphs.num_graphs == 1
 
 
-def test_graphs_do_not_survive_their_back_end(tmp_path: Path) -> None:
-    """Weights of a session stay; its operations may be replaced in tests and by another instruction set."""
-    pipeline = opened(write_vision_checkpoint("gemma3", tmp_path), "float32", compiled=True)
+def test_graphs_are_dropped_when_the_operations_change(tmp_path: Path) -> None:
+    """The weights stay. A test or another instruction set may replace the operations of a session."""
+    pipeline = open_vision(write_vision_checkpoint("gemma3", tmp_path), "float32", compiled=True)
     model: Any = pipeline.model
     image = images_of("gemma3")[0]
     for _ in range(2):
-        expected = encoded(pipeline, [image])
+        expected = encode_images(pipeline, [image])
     before = model.encoder_graphs
     vars(pipeline.session)["ops"] = next(ops for ops in cpu.variants() if ops.isa == pipeline.session.ops.isa)
-    assert torch.equal(encoded(pipeline, [image]), expected)
+    assert torch.equal(encode_images(pipeline, [image]), expected)
     assert model.encoder_graphs is not before
 
 
-def test_requests_with_images_use_graphs(tmp_path: Path) -> None:
+def test_requests_with_images_use_graphs_and_give_the_eager_text(tmp_path: Path) -> None:
     config = architecture_of("smolvlm").tiny_config()
-    pipeline = opened(write_vision_checkpoint("smolvlm", tmp_path), "float32", compiled=True)
-    eager = opened(tmp_path, "float32", compiled=False)
+    pipeline = open_vision(write_vision_checkpoint("smolvlm", tmp_path), "float32", compiled=True)
+    eager = open_vision(tmp_path, "float32", compiled=False)
     prompt = PROMPTS["smolvlm"](config)
     for seed in range(3):
-        images = [changed(one, seed) for one in prompt.images]
+        images = [with_random_pixels(original, seed) for original in prompt.images]
         contexts = [dataclass_replace(prompt, images=images).context(6) for _ in range(2)]
         outputs = []
-        for one, context in zip((pipeline, eager), contexts, strict=True):
-            found: list[int] = []
+        for runner, context in zip((pipeline, eager), contexts, strict=True):
+            result: list[int] = []
             while not context.is_done:
-                found += [int(token.next_token) for token in one.execute({"a": context}, 1)["a"].tokens]
-            one.release(context)
-            outputs.append(found)
+                result += [int(token.next_token) for token in runner.execute({"a": context}, 1)["a"].tokens]
+            runner.release(context)
+            outputs.append(result)
         assert outputs[0] == outputs[1]
         assert len(outputs[0]) == 6
     model: Any = pipeline.model

@@ -1,4 +1,4 @@
-"""Every model that reads images gives the results of transformers."""
+"""Every vision model gives the results of transformers."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from penstock.pipelines.core import image_digest
 
 pytestmark = pytest.mark.models
 
-FAMILIES = [one for one in PIPELINE_REGISTRY.architectures if one.name in PROMPTS]
+FAMILIES = [candidate for candidate in PIPELINE_REGISTRY.architectures if candidate.name in PROMPTS]
 
 
 @dataclass(frozen=True)
 class Family:
-    """A checkpoint of a family, in transformers and on disk, with its prompt and the expected results."""
+    """A checkpoint on disk and in transformers, with its prompt and the expected results."""
 
     model: Any
     folder: Path
@@ -37,7 +37,7 @@ class Family:
     text: list[int]
 
 
-def opened(architecture: SupportedArchitecture, folder: Path, **changes: Any) -> Family:
+def build_family(architecture: SupportedArchitecture, folder: Path, **changes: Any) -> Family:
     model = save_vision_model(architecture, folder, **changes)
     assert architecture.tiny_config is not None
     config = architecture.tiny_config()
@@ -47,9 +47,9 @@ def opened(architecture: SupportedArchitecture, folder: Path, **changes: Any) ->
     return Family(model, folder, config, prompt, prompt.logits(model), prompt.greedy(model, 20))
 
 
-@pytest.fixture(scope="module", params=FAMILIES, ids=lambda one: one.name)
+@pytest.fixture(scope="module", params=FAMILIES, ids=lambda architecture: architecture.name)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
-    return opened(request.param, tmp_path_factory.mktemp(request.param.name))
+    return build_family(request.param, tmp_path_factory.mktemp(request.param.name))
 
 
 @pytest.fixture(scope="module")
@@ -61,24 +61,27 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     torch.testing.assert_close(ours, theirs, atol=1e-4 * max(1.0, float(theirs.std())), rtol=0)
 
 
-def test_registered_families_are_tested() -> None:
-    readers = {one.name for one in PIPELINE_REGISTRY.architectures if one.media is not None}
-    assert readers == {*PROMPTS, "llava"}, "llava has separate tests"
+def test_every_registered_family_is_tested() -> None:
+    readers = {candidate.name for candidate in PIPELINE_REGISTRY.architectures if candidate.media is not None}
+    assert readers == {*PROMPTS, "llava"}, "llava is tested in test_llava.py"
 
 
-def test_whole_prompt(family: Family, pipeline: TextGenerationPipeline) -> None:
+def test_logits_of_a_prompt_equal_transformers(family: Family, pipeline: TextGenerationPipeline) -> None:
     context = family.prompt.context()
     assert_close(forward_logits(pipeline, [context]), family.logits)
     pipeline.release(context)
 
 
-def test_reference_kernels(family: Family) -> None:
+def test_logits_of_the_reference_kernels_equal_transformers(family: Family) -> None:
     pipeline = open_pipeline(family.folder, kernels="reference")
     assert_close(forward_logits(pipeline, [family.prompt.context()]), family.logits)
 
 
-def test_chunks(family: Family, pipeline: TextGenerationPipeline) -> None:
-    """Chunks end in the text, at both ends of an image and, with causal attention, within it."""
+def test_logits_in_chunks_equal_transformers(family: Family, pipeline: TextGenerationPipeline) -> None:
+    """Chunks end in text and at both ends of an image.
+
+    With causal attention they also end within an image.
+    """
     prompt = family.prompt
     first, second = prompt.images
     ends = {2, first.start_idx, first.end_idx, first.end_idx + 1, second.end_idx, len(prompt.tokens)}
@@ -89,7 +92,9 @@ def test_chunks(family: Family, pipeline: TextGenerationPipeline) -> None:
     pipeline.release(context)
 
 
-def test_decoding_after_images(family: Family, pipeline: TextGenerationPipeline) -> None:
+def test_decode_steps_after_images_equal_transformers(
+    family: Family, pipeline: TextGenerationPipeline
+) -> None:
     more = random_tokens(8, 120, seed=1)
     expected = family.prompt.logits(family.model, more)
     context = family.prompt.context()
@@ -102,7 +107,9 @@ def test_decoding_after_images(family: Family, pipeline: TextGenerationPipeline)
 
 
 @pytest.mark.parametrize("num_steps", [1, 7])
-def test_greedy_text(family: Family, pipeline: TextGenerationPipeline, num_steps: int) -> None:
+def test_greedy_text_equals_transformers(
+    family: Family, pipeline: TextGenerationPipeline, num_steps: int
+) -> None:
     text = random_tokens(30, 120, seed=2)
     alone = context_of(text, 20)
     [expected] = generate(pipeline, [alone])
@@ -110,7 +117,9 @@ def test_greedy_text(family: Family, pipeline: TextGenerationPipeline, num_steps
     assert generate(pipeline, contexts, num_steps) == [family.text, expected, family.text]
 
 
-def test_text_without_images(family: Family, pipeline: TextGenerationPipeline) -> None:
+def test_a_prompt_without_images_equals_transformers(
+    family: Family, pipeline: TextGenerationPipeline
+) -> None:
     tokens = random_tokens(30, 120, seed=3)
     with torch.inference_mode():
         expected = family.model(input_ids=torch.tensor([tokens])).logits[0].float()
@@ -119,8 +128,8 @@ def test_text_without_images(family: Family, pipeline: TextGenerationPipeline) -
     pipeline.release(context)
 
 
-def test_equal_prefix_is_reused(family: Family, pipeline: TextGenerationPipeline) -> None:
-    """Equal images share blocks and rows. An image that differs in one number does not."""
+def test_an_equal_prefix_with_images_is_reused(family: Family, pipeline: TextGenerationPipeline) -> None:
+    """Equal images share cache blocks and encoder outputs. An image that differs in one pixel does not."""
     assert pipeline.runner.images is not None
     prompt = family.prompt
     [text] = generate(pipeline, [prompt.context(20)])
@@ -140,27 +149,29 @@ def test_equal_prefix_is_reused(family: Family, pipeline: TextGenerationPipeline
     pipeline.release(other)
 
 
-def test_recomputed_context(family: Family, pipeline: TextGenerationPipeline) -> None:
-    """A context that lost its blocks after some tokens continues with the same text."""
+def test_a_preempted_context_continues_with_the_same_text(
+    family: Family, pipeline: TextGenerationPipeline
+) -> None:
+    """The context loses its blocks after some tokens."""
     context = family.prompt.context(20)
     tokens: list[int] = []
     while len(tokens) < 8:
-        tokens += [int(one.next_token) for one in pipeline.execute({"a": context})["a"].tokens]
+        tokens += [int(token.next_token) for token in pipeline.execute({"a": context})["a"].tokens]
     restart(pipeline.kv, context)
     while not context.is_done:
-        tokens += [int(one.next_token) for one in pipeline.execute({"a": context})["a"].tokens]
+        tokens += [int(token.next_token) for token in pipeline.execute({"a": context})["a"].tokens]
     pipeline.release(context)
     assert tokens == family.text
 
 
-def test_text_after_a_prompt_that_ends_with_an_image(
+def test_text_after_a_final_image_equals_transformers(
     family: Family, pipeline: TextGenerationPipeline
 ) -> None:
     whole = PROMPTS[family.model.config.model_type](family.config, ([5, 6, 7], []))
     prompt = dataclass_replace(whole, tokens=whole.tokens[: whole.images[0].end_idx])
     more = random_tokens(5, 120, seed=4)
     expected = prompt.logits(family.model, more)
-    context = prompt.context(log_probabilities_echo=True)  # no row from the cache
+    context = prompt.context(log_probabilities_echo=True)  # no row is read from the prefix cache
     assert_close(forward_logits(pipeline, [context]), expected[: len(prompt.tokens)])
     for index, token in enumerate(more):
         feed(pipeline, context, token)
@@ -172,7 +183,7 @@ def test_text_after_a_prompt_that_ends_with_an_image(
 
 
 @pytest.mark.parametrize(("encoding", "limit"), [("bfloat16", None), ("int8", 0.2)])
-def test_encodings(family: Family, encoding: str, limit: float | None) -> None:
+def test_logits_in_other_encodings_are_close(family: Family, encoding: str, limit: float | None) -> None:
     pipeline = open_pipeline(family.folder, quantization_encoding=encoding)
     ours = forward_logits(pipeline, [family.prompt.context()])
     error = float((ours - family.logits).std() / family.logits.std())
@@ -182,7 +193,7 @@ def test_encodings(family: Family, encoding: str, limit: float | None) -> None:
     assert error < limit
 
 
-def test_estimate_covers_the_weights(family: Family, pipeline: TextGenerationPipeline) -> None:
+def test_the_memory_estimate_covers_the_weights(family: Family, pipeline: TextGenerationPipeline) -> None:
     plan = pipeline.memory_plan
     if pipeline.session.memory is not None:
         pytest.skip("the plan measures the weights on this device")
@@ -223,10 +234,14 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "changes"), VARIANTS, ids=lambda one: one if isinstance(one, str) else "")
-def test_other_configurations(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    (architecture,) = (one for one in FAMILIES if one.name == name)
-    family = opened(architecture, tmp_path, **changes)
+@pytest.mark.parametrize(
+    ("name", "changes"), VARIANTS, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_variants_of_the_configuration_equal_transformers(
+    name: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    (architecture,) = (candidate for candidate in FAMILIES if candidate.name == name)
+    family = build_family(architecture, tmp_path, **changes)
     pipeline = open_pipeline(tmp_path, kv_cache_block_size=16)
     assert_close(forward_logits(pipeline, [family.prompt.context()]), family.logits)
     assert generate(pipeline, [family.prompt.context(20)], 4) == [family.text]

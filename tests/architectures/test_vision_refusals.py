@@ -1,4 +1,4 @@
-"""Configurations of vision models that Penstock does not compute are refused by name."""
+"""Vision configurations that Penstock does not support are refused by name."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-def record(name: str) -> SupportedArchitecture:
-    (found,) = (one for one in VISION_DECODERS if one.name == name)
-    return found
+def architecture_named(name: str) -> SupportedArchitecture:
+    (result,) = (candidate for candidate in VISION_DECODERS if candidate.name == name)
+    return result
 
 
-def values_of(name: str, changes: dict[str, Any]) -> HuggingFaceConfig:
-    tiny = record(name).tiny_config
+def config_values(name: str, changes: dict[str, Any]) -> HuggingFaceConfig:
+    tiny = architecture_named(name).tiny_config
     assert tiny is not None
     values = tiny()
     for key, change in changes.items():
@@ -45,14 +45,14 @@ def values_of(name: str, changes: dict[str, Any]) -> HuggingFaceConfig:
 
 
 @pytest.mark.parametrize(("name", "changes", "message"), REFUSED, ids=str)
-def test_configurations(name: str, changes: dict[str, Any], message: str) -> None:
-    model: Any = record(name).load_pipeline_model()
-    config = values_of(name, changes)
+def test_unsupported_configurations_are_refused(name: str, changes: dict[str, Any], message: str) -> None:
+    model: Any = architecture_named(name).load_pipeline_model()
+    config = config_values(name, changes)
     with pytest.raises(PenstockError, match=message):
-        model.blueprint(config) and model.load_encoder(_Nothing(), config)
+        model.blueprint(config) and model.load_encoder(_EmptyLoader(), config)
 
 
-class _Nothing:
+class _EmptyLoader:
     """A loader without tensors."""
 
     def __getattr__(self, name: str) -> Any:
@@ -71,26 +71,26 @@ class _Nothing:
     ],
     ids=str,
 )
-def test_connectors(name: str, changes: dict[str, Any], message: str) -> None:
-    model: Any = record(name).load_pipeline_model()
+def test_unsupported_connectors_are_refused(name: str, changes: dict[str, Any], message: str) -> None:
+    model: Any = architecture_named(name).load_pipeline_model()
     with pytest.raises(ConfigError, match=message):
-        model.load_encoder(_Nothing(), values_of(name, changes))
+        model.load_encoder(_EmptyLoader(), config_values(name, changes))
 
 
-def test_more_deepstack_blocks_than_layers(tmp_path: Path) -> None:
+def test_more_deepstack_blocks_than_layers_are_refused(tmp_path: Path) -> None:
     changes = {
         "vision_config": {"deepstack_visual_indexes": [0, 1, 2]},
         "text_config": {"num_hidden_layers": 2},
     }
-    save_vision_model(record("qwen3_vl"), tmp_path, **changes)
+    save_vision_model(architecture_named("qwen3_vl"), tmp_path, **changes)
     with pytest.raises(ConfigError, match="3 blocks for a decoder of 2 layers"):
         open_pipeline(tmp_path)
 
 
-def test_older_and_shorter_configurations() -> None:
-    """Files on the hub have other keys than those that transformers writes today."""
-    qwen: Any = record("qwen2_5_vl").load_pipeline_model()
-    text = values_of("qwen2_5_vl", {}).section("text_config").to_dict()
+def test_older_and_shorter_configurations_are_read() -> None:
+    """Files on the Hub have other keys than those that transformers writes today."""
+    qwen: Any = architecture_named("qwen2_5_vl").load_pipeline_model()
+    text = config_values("qwen2_5_vl", {}).section("text_config").to_dict()
     text.pop("rope_parameters")
     flat = {
         **text,
@@ -101,7 +101,7 @@ def test_older_and_shorter_configurations() -> None:
     }
     (rotary,) = qwen.blueprint(HuggingFaceConfig(flat)).rotaries
     assert (rotary.kind, rotary.base, rotary.axes) == ("default", 77.0, (0, 0, 1, 1, 1, 2, 2, 2))
-    gemma: Any = record("gemma3").load_pipeline_model()
+    gemma: Any = architecture_named("gemma3").load_pipeline_model()
     short = {
         "model_type": "gemma3",
         "text_config": {

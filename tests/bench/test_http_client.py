@@ -1,4 +1,4 @@
-"""The load generator's HTTP client, against servers that write given bytes in given pieces."""
+"""The HTTP client of the load generator, against servers that write given bytes in given chunks."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import pytest
 from penstock.bench.http_client import HttpClient, IncompleteResponseError
 from penstock.errors import ConfigError
 
-PLAIN = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nX-Name: a: b\r\n\r\nhello"
+CONTENT_LENGTH = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nX-Name: a: b\r\n\r\nhello"
 CHUNKED = (
     b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 429 Too Many\r\nTransfer-Encoding: chunked\r\n\r\n"
     b"3;x=y\r\nhel\r\n2\r\nlo\r\n0\r\n\r\n"
 )
-TO_THE_END = b"HTTP/1.0 200 OK\r\n\r\nhello"
+UNTIL_CLOSE = b"HTTP/1.0 200 OK\r\n\r\nhello"
 
 
 @asynccontextmanager
-async def answering(
+async def client_and_server(
     answer: Callable[[bytes, asyncio.StreamWriter], Awaitable[None]],
 ) -> AsyncIterator[tuple[HttpClient, list[bytes]]]:
-    """Yield a client, and the requests that its server has read, as one list for each connection."""
+    """Yield a client and the requests that its server reads, one list for each connection."""
     seen: list[bytes] = []
 
     serving: set[asyncio.Task[None] | None] = set()
@@ -54,15 +54,16 @@ async def answering(
         tasks = [task for task in serving if task is not None]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)  # or the loop ends before their connections do
+        # otherwise the event loop ends before their connections
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def writing(
-    *pieces: bytes, then_close: bool = False
+def respond_with(
+    *chunks: bytes, then_close: bool = False
 ) -> Callable[[bytes, asyncio.StreamWriter], Awaitable[None]]:
     async def answer(_: bytes, writer: asyncio.StreamWriter) -> None:
-        for piece in pieces:
-            writer.write(piece)
+        for chunk in chunks:
+            writer.write(chunk)
             await writer.drain()
             await asyncio.sleep(0.001)
         if then_close:
@@ -71,51 +72,51 @@ def writing(
     return answer
 
 
-def cut(data: bytes, size: int) -> list[bytes]:
+def split(data: bytes, size: int) -> list[bytes]:
     return [data[start : start + size] for start in range(0, len(data), size)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
-@pytest.mark.parametrize(("data", "status"), [(PLAIN, 200), (CHUNKED, 429)])
-async def test_a_response_in_pieces(data: bytes, status: int, size: int) -> None:
-    async with answering(writing(*cut(data, size))) as (client, seen):
+@pytest.mark.parametrize(("data", "status"), [(CONTENT_LENGTH, 200), (CHUNKED, 429)])
+async def test_a_response_in_chunks_of_any_size_is_read(data: bytes, status: int, size: int) -> None:
+    async with client_and_server(respond_with(*split(data, size))) as (client, seen):
         for _ in range(2):  # on the same connection
             answer = await client.post("/path", {"a": 1})
             assert (answer.status, answer.body) == (status, b"hello")
         times = [when for when, _ in answer.pieces]
         assert times == sorted(times)
-        if data is PLAIN:
+        if data is CONTENT_LENGTH:
             assert answer.headers["x-name"] == "a: b"
         assert seen[1].startswith(b"POST /prefix/path HTTP/1.1\r\nHost: 127.0.0.1:")
         assert seen[1].endswith(b'\r\nContent-Type: application/json\r\nContent-Length: 7\r\n\r\n{"a":1}')
         assert b"\r\nX-Key: k\r\n" in seen[1]
 
 
-async def test_a_response_that_ends_with_its_connection() -> None:
-    async with answering(writing(TO_THE_END, then_close=True)) as (client, _):
+async def test_a_response_that_ends_with_its_connection_is_read() -> None:
+    async with client_and_server(respond_with(UNTIL_CLOSE, then_close=True)) as (client, _):
         for _ in range(2):
             assert (await client.get("/")).body == b"hello"
 
 
-async def test_a_connection_closed_by_the_server_is_replaced() -> None:
+async def test_a_connection_closed_by_the_server_is_reopened() -> None:
     count = 0
 
     async def answer(_: bytes, writer: asyncio.StreamWriter) -> None:
         nonlocal count
         count += 1
         if count == 2:
-            writer.close()  # instead of an answer, in the moment when it is used again
+            writer.close()  # closes the connection at the moment when the client reuses it
         else:
-            writer.write(PLAIN)
+            writer.write(CONTENT_LENGTH)
 
-    async with answering(answer) as (client, _):
+    async with client_and_server(answer) as (client, _):
         assert (await client.get("/")).body == b"hello"
         assert (await client.get("/")).body == b"hello"
         assert count == 3
 
 
 @pytest.mark.parametrize(
-    "pieces",
+    "chunks",
     [
         [b""],
         [b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhel"],
@@ -128,13 +129,13 @@ async def test_a_connection_closed_by_the_server_is_replaced() -> None:
     ],
     ids=["nothing", "short", "head", "chunks", "chunk size", "status", "length", "long head"],
 )
-async def test_a_malformed_response(pieces: Sequence[bytes]) -> None:
-    async with answering(writing(*pieces, then_close=True)) as (client, _):
+async def test_a_malformed_response_is_an_error(chunks: Sequence[bytes]) -> None:
+    async with client_and_server(respond_with(*chunks, then_close=True)) as (client, _):
         with pytest.raises(IncompleteResponseError):
             await client.post("/", {})
 
 
-async def test_no_server() -> None:
+async def test_an_unreachable_server_is_an_error() -> None:
     with pytest.raises(OSError, match=r"127\.0\.0\.1"):
         await HttpClient("http://127.0.0.1:9").get("/")
 
@@ -154,7 +155,7 @@ async def test_a_request_that_is_cancelled_closes_its_connection() -> None:
             gone.set()
             raise
 
-    async with answering(answer) as (client, _):
+    async with client_and_server(answer) as (client, _):
         task = asyncio.create_task(client.post("/", {}))
         await asyncio.wait_for(begun.wait(), 60)
         task.cancel()
@@ -164,6 +165,6 @@ async def test_a_request_that_is_cancelled_closes_its_connection() -> None:
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://a", "http://", "http://a:port", ""])
-def test_invalid_addresses(url: str) -> None:
+def test_invalid_addresses_are_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="is not an address"):
         HttpClient(url)

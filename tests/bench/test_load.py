@@ -1,4 +1,4 @@
-"""Closed and open loops, against a server whose responses the test controls."""
+"""Load generation in closed and open loops, against a server whose responses the test controls."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from penstock.bench.http_client import HttpClient, HttpResponse, IncompleteRespo
 from penstock.bench.load import INTERRUPTED, Load, Measurement, measure, round_trips
 from penstock.bench.summary import Summary
 
-GOOD = b'{"choices": [{"text": "a"}], "usage": {"prompt_tokens": 1, "completion_tokens": 1}}'
+COMPLETION = b'{"choices": [{"text": "a"}], "usage": {"prompt_tokens": 1, "completion_tokens": 1}}'
 
 
-class Client(HttpClient):
-    """A server that responds at once."""
+class FakeClient(HttpClient):
+    """A client whose server responds after a fixed time."""
 
     def __init__(self, seconds: float = 0.01) -> None:
         super().__init__("http://nowhere")
@@ -26,7 +26,7 @@ class Client(HttpClient):
         self.indices: list[int] = []
         self.num_served = 0
         self.stop: tuple[int, asyncio.Event] | None = None
-        """After this number of responses, the event is set."""
+        """The event is set after this number of responses."""
 
     async def post(self, path: str, body: Any) -> HttpResponse:
         assert path == "/v1/completions"
@@ -40,7 +40,7 @@ class Client(HttpClient):
             self.num_served += 1
             if self.stop is not None and self.num_served == self.stop[0]:
                 self.stop[1].set()
-            return HttpResponse(200, {}, [(time.perf_counter(), GOOD)])
+            return HttpResponse(200, {}, [(time.perf_counter(), COMPLETION)])
         finally:
             self.num_now -= 1
 
@@ -52,77 +52,80 @@ class Client(HttpClient):
         return HttpResponse(200)
 
 
-def bodies(count: int) -> list[dict[str, Any]]:
+def make_bodies(count: int) -> list[dict[str, Any]]:
     return [{"index": index} for index in range(count)]
 
 
-async def run(
-    client: Client, bodies: list[dict[str, Any]], stop: asyncio.Event | None = None, **load: Any
+async def run_load(
+    client: FakeClient, bodies: list[dict[str, Any]], stop: asyncio.Event | None = None, **load: Any
 ) -> Any:
     return await measure(client, "/v1/completions", bodies, Load(**load), stop=stop)
 
 
 async def test_a_closed_loop_keeps_its_concurrency() -> None:
-    client = Client()
-    found = await run(client, bodies(20), concurrency=4)
+    client = FakeClient()
+    result = await run_load(client, make_bodies(20), concurrency=4)
     assert client.num_most == 4
     assert client.indices == list(range(20))
-    assert [one.error for one in found.outcomes] == [None] * 20
-    assert not found.is_interrupted
-    assert found.seconds >= 5 * 0.01
+    assert [outcome.error for outcome in result.outcomes] == [None] * 20
+    assert not result.is_interrupted
+    assert result.seconds >= 5 * 0.01
 
 
 async def test_an_open_loop_does_not_wait_for_responses() -> None:
-    client = Client(seconds=0.3)
-    found = await run(client, bodies(30), rate=300.0, seed=3)
+    client = FakeClient(seconds=0.3)
+    result = await run_load(client, make_bodies(30), rate=300.0, seed=3)
     assert client.num_most > 10
-    dues = [one.scheduled - found.started for one in found.outcomes]
-    assert dues == sorted(dues)
-    again = await run(Client(0.0), bodies(30), rate=300.0, seed=3)
-    assert [one.scheduled - again.started for one in again.outcomes] == pytest.approx(dues)
-    other = await run(Client(0.0), bodies(30), rate=300.0, seed=4)
-    assert other.outcomes[-1].scheduled - other.started != pytest.approx(dues[-1])
+    scheduled_times = [outcome.scheduled - result.started for outcome in result.outcomes]
+    assert scheduled_times == sorted(scheduled_times)
+    again = await run_load(FakeClient(0.0), make_bodies(30), rate=300.0, seed=3)
+    assert [outcome.scheduled - again.started for outcome in again.outcomes] == pytest.approx(scheduled_times)
+    other = await run_load(FakeClient(0.0), make_bodies(30), rate=300.0, seed=4)
+    assert other.outcomes[-1].scheduled - other.started != pytest.approx(scheduled_times[-1])
 
 
 async def test_arrivals_are_a_poisson_process() -> None:
-    found = await run(Client(0.0), bodies(2000), rate=20_000.0)
-    dues = [one.scheduled for one in found.outcomes]
-    gaps = [20_000 * (b - a) for a, b in pairwise(dues)]
+    result = await run_load(FakeClient(0.0), make_bodies(2000), rate=20_000.0)
+    scheduled_times = [outcome.scheduled for outcome in result.outcomes]
+    gaps = [20_000 * (b - a) for a, b in pairwise(scheduled_times)]
     mean = sum(gaps) / len(gaps)
     assert mean == pytest.approx(1, abs=0.1)
     assert sum((gap - mean) ** 2 for gap in gaps) / len(gaps) == pytest.approx(1, abs=0.25)
 
 
 async def test_latencies_include_delays_of_the_client() -> None:
-    """No coordinated omission: the client sends two at once, and the delay of later requests counts."""
-    client = Client(seconds=0.05)
-    found = await run(client, bodies(10), rate=10_000.0, concurrency=2)
+    """There is no coordinated omission.
+
+    The client sends two requests at once, and the delay of later requests counts.
+    """
+    client = FakeClient(seconds=0.05)
+    result = await run_load(client, make_bodies(10), rate=10_000.0, concurrency=2)
     assert client.num_most == 2
-    assert max(one.seconds for one in found.outcomes) >= 5 * 0.05
-    last = max(found.outcomes, key=lambda one: one.sent)
+    assert max(outcome.seconds for outcome in result.outcomes) >= 5 * 0.05
+    last = max(result.outcomes, key=lambda outcome: outcome.sent)
     assert last.sent - last.scheduled >= 3 * 0.05
 
 
 async def test_errors_are_counted_by_kind() -> None:
-    client = Client()
+    client = FakeClient()
     errors = [IncompleteResponseError("cut"), ConnectionRefusedError("no"), IncompleteResponseError("cut")]
-    found = await run(
-        client, [*bodies(2), *({"index": 2, "error": error} for error in errors)], concurrency=2
+    result = await run_load(
+        client, [*make_bodies(2), *({"index": 2, "error": error} for error in errors)], concurrency=2
     )
-    assert Summary.of(found).errors == {"broken connection": 2, "no connection": 1}
+    assert Summary.of(result).errors == {"broken connection": 2, "no connection": 1}
     client.seconds = 5
-    found = await run(client, bodies(2), concurrency=2, timeout=0.05)
-    assert Summary.of(found).errors == {"timeout": 2}
+    result = await run_load(client, make_bodies(2), concurrency=2, timeout=0.05)
+    assert Summary.of(result).errors == {"timeout": 2}
 
 
 @pytest.mark.parametrize("load", [{"concurrency": 3}, {"rate": 1000.0}])
-async def test_an_interrupted_run_keeps_what_it_has(load: dict[str, Any]) -> None:
-    client, stop = Client(seconds=0.02), asyncio.Event()
+async def test_an_interrupted_run_keeps_finished_requests(load: dict[str, Any]) -> None:
+    client, stop = FakeClient(seconds=0.02), asyncio.Event()
     client.stop = 10, stop
-    found = await run(client, bodies(10_000), stop, **load)
-    assert found.is_interrupted
+    result = await run_load(client, make_bodies(10_000), stop, **load)
+    assert result.is_interrupted
     assert client.num_now == 0
-    summary = Summary.of(found)
+    summary = Summary.of(result)
     assert 0 < summary.completed < 10_000
     assert set(summary.errors) <= {INTERRUPTED}
     assert summary.requests == len(client.indices) or load == {"rate": 1000.0}
@@ -130,14 +133,14 @@ async def test_an_interrupted_run_keeps_what_it_has(load: dict[str, Any]) -> Non
 
 async def test_an_exception_in_the_client_is_not_a_server_error() -> None:
     with pytest.raises(ZeroDivisionError):
-        await run(Client(), [{"index": 0, "error": ZeroDivisionError()}], concurrency=1)
+        await run_load(FakeClient(), [{"index": 0, "error": ZeroDivisionError()}], concurrency=1)
 
 
-async def test_the_first_round_trip_does_not_count() -> None:
-    found = await round_trips(Client(), "/v1/models", 5)
-    assert len(found) == 5
-    assert min(found) >= 0.009
-    summary = Summary.of(Measurement(round_trips=found))
+async def test_the_first_round_trip_is_not_counted() -> None:
+    result = await round_trips(FakeClient(), "/v1/models", 5)
+    assert len(result) == 5
+    assert min(result) >= 0.009
+    summary = Summary.of(Measurement(round_trips=result))
     assert summary.latencies()["keep-alive"].count == 5
-    assert len(await round_trips(Client(), "/v1/models", 50)) == 6, "the server ended its connection"
+    assert len(await round_trips(FakeClient(), "/v1/models", 50)) == 6, "the server closed the connection"
     assert "keep-alive" not in Summary.of(Measurement()).latencies()

@@ -1,4 +1,4 @@
-"""The load generator's reading of answers, and the numbers that it computes from them."""
+"""How the load generator reads responses, and the figures that it computes from them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ USAGE = {"prompt_tokens": 7, "completion_tokens": 5, "prompt_tokens_details": {"
 SSE = {"content-type": "text/event-stream; charset=utf-8"}
 
 
-def chunk(text: str | None, **more: Any) -> bytes:
+def content_event(text: str | None, **more: Any) -> bytes:
     choice = {"index": 0, "delta": {} if text is None else {"content": text}, "finish_reason": None}
     return b"data: " + json.dumps({"choices": [choice], **more}).encode() + b"\n\n"
 
 
-LAST = b"data: " + json.dumps({"choices": [], "usage": USAGE}).encode() + b"\n\ndata: [DONE]\n\n"
+LAST_EVENTS = b"data: " + json.dumps({"choices": [], "usage": USAGE}).encode() + b"\n\ndata: [DONE]\n\n"
 
 
-def stream(*pieces: tuple[float, bytes]) -> Outcome:
+def outcome_of_stream(*pieces: tuple[float, bytes]) -> Outcome:
     return outcome_of(HttpResponse(200, dict(SSE), list(pieces)))
 
 
@@ -36,44 +36,44 @@ def outcome_of(answer: HttpResponse) -> Outcome:
     return outcome
 
 
-def test_the_times_of_a_stream() -> None:
-    outcome = stream(
-        (2.0, chunk("")),  # names the role
-        (3.0, chunk("He") + b": ping\n\n"),
+def test_latencies_of_a_stream_follow_from_its_event_times() -> None:
+    outcome = outcome_of_stream(
+        (2.0, content_event("")),  # names the role
+        (3.0, content_event("He") + b": ping\n\n"),
         (3.5, b": ping\n\n"),
-        (5.0, chunk("llo") + chunk(" you")),
-        (6.0, chunk(None, usage=None)),
-        (7.0, LAST),
+        (5.0, content_event("llo") + content_event(" you")),
+        (6.0, content_event(None, usage=None)),
+        (7.0, LAST_EVENTS),
     )
     assert outcome.error is None
     assert (outcome.prompt_tokens, outcome.completion_tokens, outcome.cached_tokens) == (7, 5, 3)
-    assert outcome.first_token_seconds == 2.0  # since it was due
+    assert outcome.first_token_seconds == 2.0  # counted from the scheduled time
     assert outcome.gaps == [2.0, 0.0]
-    assert outcome.token_seconds == 0.5  # two seconds for the four after the first
+    assert outcome.token_seconds == 0.5  # two seconds for the four tokens after the first
     assert outcome.seconds == 8.0
 
 
 def test_tokens_come_from_usage_and_not_from_events() -> None:
-    outcome = stream((2.0, chunk("a")), (3.0, chunk("b")), (4.0, LAST))
+    outcome = outcome_of_stream((2.0, content_event("a")), (3.0, content_event("b")), (4.0, LAST_EVENTS))
     assert outcome.completion_tokens == 5
 
 
 @pytest.mark.parametrize(
     "delta", [{"reasoning_content": "a"}, {"tool_calls": [{"index": 0}]}, {"reasoning": "a"}]
 )
-def test_other_fields_that_are_text(delta: dict[str, Any]) -> None:
+def test_reasoning_and_tool_call_fields_count_as_text(delta: dict[str, Any]) -> None:
     data = json.dumps({"choices": [{"index": 0, "delta": delta}], "usage": USAGE}).encode()
-    outcome = stream((2.0, b"data: " + data + b"\n\ndata: [DONE]\n\n"))
+    outcome = outcome_of_stream((2.0, b"data: " + data + b"\n\ndata: [DONE]\n\n"))
     assert (outcome.text_times, outcome.error) == ([2.0], None)
 
 
 @given(st.integers(1, 30), st.booleans())
-def test_events_do_not_depend_on_the_pieces(size: int, with_returns: bool) -> None:
+def test_events_do_not_depend_on_the_chunks_of_the_stream(size: int, with_returns: bool) -> None:
     text = b"data: a\n\n: ping\n\nevent: x\ndata:b\ndata: c\n\ndata: d\n\n"
     if with_returns:
         text = text.replace(b"\n", b"\r\n")
-    pieces = [(float(start), text[start : start + size]) for start in range(0, len(text), size)]
-    assert [data for _, data in events_of(pieces)] == [b"a", b"b\nc", b"d"]
+    chunks = [(float(start), text[start : start + size]) for start in range(0, len(text), size)]
+    assert [data for _, data in events_of(chunks)] == [b"a", b"b\nc", b"d"]
 
 
 @pytest.mark.parametrize(
@@ -88,35 +88,35 @@ def test_events_do_not_depend_on_the_pieces(size: int, with_returns: bool) -> No
         (HttpResponse(400, {}, [(1.0, b'{"object": "error", "message": "no"}')]), "HTTP 400", "no"),
         (HttpResponse(200, {}, [(1.0, b"{")]), "unreadable response", "truncated"),
         (HttpResponse(200, {}, [(1.0, b'{"choices": []}')]), "no usage", "no token counts"),
-        (HttpResponse(200, SSE, [(1.0, chunk("a"))]), "stream without [DONE]", ""),
+        (HttpResponse(200, SSE, [(1.0, content_event("a"))]), "stream without [DONE]", ""),
         (
             HttpResponse(
-                200, SSE, [(1.0, chunk("a") + b'data: {"error": {"message": "m", "type": "t"}}\n\n')]
+                200, SSE, [(1.0, content_event("a") + b'data: {"error": {"message": "m", "type": "t"}}\n\n')]
             ),
             "error in the response (t)",
             "m",
         ),
     ],
 )
-def test_errors(answer: HttpResponse, kind: str, detail: str) -> None:
+def test_errors_are_classified(answer: HttpResponse, kind: str, detail: str) -> None:
     outcome = outcome_of(answer)
     assert outcome.error == kind
     assert detail in outcome.detail
 
 
-def test_a_summary_counts_all_requests() -> None:
-    good = [
+def test_a_summary_counts_successful_and_failed_requests() -> None:
+    successful = [
         Outcome(
             index, float(index), float(index), index + 10.0, [index + 2.0, index + 4.0, index + 8.0], 10, 2, 4
         )
         for index in range(100)
     ]
-    bad = [Outcome(200, 0.0, ended=1.0, error="timeout", detail="first")] * 2
-    bad.append(
+    failed = [Outcome(200, 0.0, ended=1.0, error="timeout", detail="first")] * 2
+    failed.append(
         Outcome(201, 0.0, 0.0, 1.0, [0.1, 0.9], prompt_tokens=9, completion_tokens=9, error="HTTP 500")
     )
-    found = Measurement([*good, *bad], started=0.0, ended=50.0)
-    summary = Summary.of(found)
+    result = Measurement([*successful, *failed], started=0.0, ended=50.0)
+    summary = Summary.of(result)
     assert (summary.requests, summary.completed) == (103, 100)
     assert summary.errors == {"timeout": 2, "HTTP 500": 1}
     assert summary.error_details["timeout"] == "first"
@@ -130,13 +130,13 @@ def test_a_summary_counts_all_requests() -> None:
     assert latencies["end to end"].mean == 10.0
     assert latencies["time per token"].mean == 2.0
     assert (latencies["inter-token"].count, latencies["inter-token"].mean) == (200, 3.0)
-    report = json.loads(json.dumps(report_of(found, {"url": "x"})))
+    report = json.loads(json.dumps(report_of(result, {"url": "x"})))
     assert len(report["requests"]) == 103
     assert report["summary"]["end_to_end"]["percentiles"]["p99"] == 10.0
     assert report["requests"][100]["error"] == "timeout"
 
 
-def test_a_summary_of_no_requests() -> None:
+def test_a_summary_without_successful_requests_has_no_latencies() -> None:
     summary = Summary.of(Measurement([Outcome(0, 0.0, error="no connection")], 0.0, 0.0))
     assert summary.latencies() == {}
     assert summary.completion_tokens_per_second == 0.0

@@ -1,4 +1,4 @@
-"""Plots have room for their titles."""
+"""Titles of plots fit into the picture."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import pytest
 
 from penstock.bench.plot_title import wrap_title
 
-LONG = (
+LONG_TITLE = (
     "/models/a-model-with-a-rather-long-name, bfloat16, kernels cpu (avx512), "
     "2 threads, AMD EPYC 9B45 128-Core Processor; decoding replayed"
 )
 
 
 @pytest.mark.parametrize("inches", [4.2, 7.4, 11.0])
-@pytest.mark.parametrize("title", ["short", LONG, "x" * 200])
+@pytest.mark.parametrize("title", ["short", LONG_TITLE, "x" * 200])
 def test_a_title_is_wrapped_to_the_width_of_the_picture(inches: float, title: str) -> None:
     figures = pytest.importorskip("matplotlib.figure", reason="needs the extra bench")
     from matplotlib.backends.backend_agg import FigureCanvasAgg

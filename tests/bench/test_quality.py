@@ -1,4 +1,4 @@
-"""The effect of encodings on the embedded model, with texts that it generated."""
+"""The effect of encodings on the embedded model, measured on texts that the model generated."""
 
 from __future__ import annotations
 
@@ -18,66 +18,68 @@ def open_model(model: str, encoding: str) -> LLM:
 
 
 @pytest.fixture(scope="module")
-def exact() -> Iterator[LLM]:
+def float32_llm() -> Iterator[LLM]:
     with open_model("demo", "float32") as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
-def texts(exact: LLM) -> list[list[int]]:
-    return sample_texts(exact, 0, count=8, length=192)
+def texts(float32_llm: LLM) -> list[list[int]]:
+    return sample_texts(float32_llm, 0, count=8, length=192)
 
 
 @pytest.fixture(scope="module")
-def rounded(exact: LLM, texts: list[list[int]]) -> Quality:
-    return quality(exact, texts, "bfloat16")
+def bfloat16_quality(float32_llm: LLM, texts: list[list[int]]) -> Quality:
+    return measure_quality(float32_llm, texts, "bfloat16")
 
 
-def quality(exact: LLM, texts: list[list[int]], encoding: str, model: str = "demo") -> Quality:
+def measure_quality(float32_llm: LLM, texts: list[list[int]], encoding: str, model: str = "demo") -> Quality:
     with open_model(model, encoding) as llm:
-        return compare(exact, llm, texts)
+        return compare(float32_llm, llm, texts)
 
 
-def test_int8_is_within_a_percent_of_bfloat16(exact: LLM, texts: list[list[int]], rounded: Quality) -> None:
-    found = quality(exact, texts, "int8")
-    assert found.perplexity == pytest.approx(rounded.perplexity, rel=0.01)
-    assert rounded.divergence < found.divergence < 0.005
-    assert found.agreement > 0.97
+def test_int8_is_within_a_percent_of_bfloat16(
+    float32_llm: LLM, texts: list[list[int]], bfloat16_quality: Quality
+) -> None:
+    result = measure_quality(float32_llm, texts, "int8")
+    assert result.perplexity == pytest.approx(bfloat16_quality.perplexity, rel=0.01)
+    assert bfloat16_quality.divergence < result.divergence < 0.005
+    assert result.agreement > 0.97
 
 
 def test_int4_is_no_worse_than_plain_rounding(
-    exact: LLM, texts: list[list[int]], rounded: Quality, tmp_path: Path
+    float32_llm: LLM, texts: list[list[int]], bfloat16_quality: Quality, tmp_path: Path
 ) -> None:
-    write_rounded(exact.config.model.checkpoint, tmp_path)
-    plain = quality(exact, texts, "bfloat16", str(tmp_path))
-    found = quality(exact, texts, "int4")
-    assert found.divergence <= plain.divergence
-    assert found.perplexity <= 1.002 * plain.perplexity
-    assert found.divergence > rounded.divergence
+    write_rounded(float32_llm.config.model.checkpoint, tmp_path)
+    plain = measure_quality(float32_llm, texts, "bfloat16", str(tmp_path))
+    result = measure_quality(float32_llm, texts, "int4")
+    assert result.divergence <= plain.divergence
+    assert result.perplexity <= 1.002 * plain.perplexity
+    assert result.divergence > bfloat16_quality.divergence
 
 
-def test_a_model_compared_with_itself(exact: LLM, texts: list[list[int]]) -> None:
-    found = compare(exact, exact, texts[:2])
-    assert (found.divergence, found.agreement, found.num_tokens) == (0, 1, 2 * 191)
+def test_a_model_compared_with_itself_has_no_error(float32_llm: LLM, texts: list[list[int]]) -> None:
+    result = compare(float32_llm, float32_llm, texts[:2])
+    assert (result.divergence, result.agreement, result.num_tokens) == (0, 1, 2 * 191)
 
 
-def test_scores_are_those_of_the_texts(exact: LLM, texts: list[list[int]]) -> None:
-    """The texts are sampled from these distributions, so their tokens have high probability."""
-    (found,) = scores(exact, texts[:1])
-    assert found.shape == (192, exact.tokenizer.vocab_size)
-    assert float(found.exp().sum(-1).sub(1).abs().max()) < 1e-4
-    right = float(found[:-1].gather(1, as_targets(texts[0][1:])).mean())
-    shifted = float(found[:-1].gather(1, as_targets(texts[0][:-1])).mean())
-    assert right > -2
-    assert shifted < right - 3
+def test_scores_are_aligned_with_the_tokens(float32_llm: LLM, texts: list[list[int]]) -> None:
+    """The texts are sampled from these distributions, so their tokens have a high probability."""
+    (result,) = scores(float32_llm, texts[:1])
+    assert result.shape == (192, float32_llm.tokenizer.vocab_size)
+    assert float(result.exp().sum(-1).sub(1).abs().max()) < 1e-4
+    aligned = float(result[:-1].gather(1, target_indices(texts[0][1:])).mean())
+    shifted = float(result[:-1].gather(1, target_indices(texts[0][:-1])).mean())
+    assert aligned > -2
+    assert shifted < aligned - 3
 
 
-def as_targets(tokens: list[int]) -> Any:
+def target_indices(tokens: list[int]) -> Any:
     import torch
 
     return torch.tensor(tokens)[:, None]
 
 
-def test_texts_follow_from_the_seed(exact: LLM, texts: list[list[int]]) -> None:
-    assert sample_texts(exact, 0, count=2, length=20) == [text[:20] for text in texts[:2]]
-    assert sample_texts(exact, 0, count=2, length=20, seed=1)[0] == texts[1][:20]
+def test_the_same_seed_gives_the_same_texts(float32_llm: LLM, texts: list[list[int]]) -> None:
+    assert sample_texts(float32_llm, 0, count=2, length=20) == [text[:20] for text in texts[:2]]
+    assert sample_texts(float32_llm, 0, count=2, length=20, seed=1)[0] == texts[1][:20]

@@ -1,4 +1,4 @@
-"""Checkpoints of random weights can be loaded for every architecture."""
+"""Checkpoints with random weights can be loaded for every architecture."""
 
 from __future__ import annotations
 
@@ -19,19 +19,23 @@ from penstock.bench.random_weights import (
 )
 from penstock.errors import InputError, UnknownArchitectureError
 
-TINY = {one.name: one.tiny_config() for one in DECODERS if one.tiny_config}
+TINY_CONFIGS = {candidate.name: candidate.tiny_config() for candidate in DECODERS if candidate.tiny_config}
 
 
-def depth_of(config: dict[str, Any]) -> str:
+def depth_key(config: dict[str, Any]) -> str:
     return "num_hidden_layers" if "num_hidden_layers" in config else "n_layer"
 
 
-@pytest.mark.parametrize("name", TINY)
-def test_narrow_models_of_other_depths_run(name: str, tmp_path: Path) -> None:
-    depth = depth_of(TINY[name])
-    count = TINY[name][depth]
-    of_layers = {key for key, value in TINY[name].items() if isinstance(value, list) and len(value) == count}
-    config = {key: value for key, value in TINY[name].items() if key not in of_layers} | {depth: 5}
+@pytest.mark.parametrize("name", TINY_CONFIGS)
+def test_narrow_models_with_another_depth_generate(name: str, tmp_path: Path) -> None:
+    depth = depth_key(TINY_CONFIGS[name])
+    count = TINY_CONFIGS[name][depth]
+    keys_per_layer = {
+        key for key, value in TINY_CONFIGS[name].items() if isinstance(value, list) and len(value) == count
+    }
+    config = {key: value for key, value in TINY_CONFIGS[name].items() if key not in keys_per_layer} | {
+        depth: 5
+    }
     narrow = narrow_config(config, max_length=300)
     assert narrow[depth] == 5
     write_random_checkpoint(tmp_path, narrow)
@@ -41,24 +45,24 @@ def test_narrow_models_of_other_depths_run(name: str, tmp_path: Path) -> None:
     assert output.num_generated_tokens == 3
 
 
-@pytest.mark.parametrize("name", TINY)
-def test_tensors_are_those_that_transformers_writes(name: str, tmp_path: Path) -> None:
-    written = load_file(write_checkpoint(tmp_path, TINY[name]) / "model.safetensors")
-    ours = tensor_shapes(TINY[name])
-    same = {key: tuple(one.shape) for key, one in written.items() if key in ours}
+@pytest.mark.parametrize("name", TINY_CONFIGS)
+def test_tensor_names_and_shapes_equal_transformers(name: str, tmp_path: Path) -> None:
+    written = load_file(write_checkpoint(tmp_path, TINY_CONFIGS[name]) / "model.safetensors")
+    ours = tensor_shapes(TINY_CONFIGS[name])
+    same = {key: tuple(tensor.shape) for key, tensor in written.items() if key in ours}
     assert same == {key: shape for key, shape in ours.items() if key in written}
     # Some families store all experts of a layer in one tensor; Penstock reads each expert from it.
-    stacked = {key for key, one in written.items() if one.dim() == 3 and key not in ours}
-    if name != "gpt2":  # whose names have a prefix there
+    stacked = {key for key, tensor in written.items() if tensor.dim() == 3 and key not in ours}
+    if name != "gpt2":  # the names of these tensors have a prefix there
         assert len(same) >= len(written) - 1 - len(stacked)
 
 
-def test_values(tmp_path: Path) -> None:
-    config = TINY["llama"] | {"dtype": "float16", "vocab_size": 70000, "hidden_size": 96}
+def test_weights_have_the_requested_type_and_scale(tmp_path: Path) -> None:
+    config = TINY_CONFIGS["llama"] | {"dtype": "float16", "vocab_size": 70000, "hidden_size": 96}
     write_random_checkpoint(tmp_path, config)
     tensors = load_file(tmp_path / "model.safetensors")
     table = tensors["model.embed_tokens.weight"]
-    assert table.shape == (70000, 96), "more numbers than are drawn"
+    assert table.shape == (70000, 96), "the table has more numbers than the generator draws at once"
     assert str(table.dtype) == "torch.float16"
     assert 0.019 < float(table.float().std()) < 0.021
     assert bool((tensors["model.norm.weight"] == 1).all())
@@ -67,17 +71,17 @@ def test_values(tmp_path: Path) -> None:
     assert not bool((load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"] == first).all())
 
 
-def test_no_two_matrices_are_equal(tmp_path: Path) -> None:
-    """Exporters of other engines store equal matrices once, which would reduce the memory traffic."""
-    write_random_checkpoint(tmp_path, TINY["llama"] | {"num_hidden_layers": 6, "hidden_size": 96})
-    matrices = [one for one in load_file(tmp_path / "model.safetensors").values() if one.dim() > 1]
+def test_all_matrices_differ(tmp_path: Path) -> None:
+    """Exporters of other engines store equal matrices once, which would reduce memory traffic."""
+    write_random_checkpoint(tmp_path, TINY_CONFIGS["llama"] | {"num_hidden_layers": 6, "hidden_size": 96})
+    matrices = [tensor for tensor in load_file(tmp_path / "model.safetensors").values() if tensor.dim() > 1]
     assert len(matrices) > 30
-    assert len({one.float().numpy().tobytes() for one in matrices}) == len(matrices)
-    assert len({one.flatten()[:32].float().numpy().tobytes() for one in matrices}) == len(matrices)
+    assert len({matrix.float().numpy().tobytes() for matrix in matrices}) == len(matrices)
+    assert len({matrix.flatten()[:32].float().numpy().tobytes() for matrix in matrices}) == len(matrices)
 
 
 @pytest.mark.parametrize(("shape", "parameters"), [("l110m", 134_105_856), ("l1b", 1_100_048_384)])
-def test_named_shapes(shape: str, parameters: int) -> None:
+def test_named_shapes_have_the_stated_number_of_parameters(shape: str, parameters: int) -> None:
     count = 0
     for sizes in tensor_shapes(config_of_shape(shape)).values():
         product = 1
@@ -87,7 +91,7 @@ def test_named_shapes(shape: str, parameters: int) -> None:
     assert count == parameters
 
 
-def test_mistakes(tmp_path: Path) -> None:
+def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="there is no shape 'x'"):
         config_of_shape("x")
     with pytest.raises(UnknownArchitectureError, match="'mamba'"):

@@ -1,4 +1,4 @@
-"""``penstock bench serve``, against a live server of a fake model."""
+"""``penstock bench serve`` against a live server of a fake model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def server() -> Iterator[LiveServer]:
         yield running
 
 
-def bench(server: LiveServer | str, *flags: str) -> Result:
+def run_bench(server: LiveServer | str, *flags: str) -> Result:
     url = server if isinstance(server, str) else server.url
     return CliRunner().invoke(
         cli, ["bench", "serve", "--url", url, "--requests", "6", "--warmup", "1", *flags]
@@ -34,11 +34,13 @@ def bench(server: LiveServer | str, *flags: str) -> Result:
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
-@pytest.mark.parametrize("how", [["--concurrency", "3"], ["--rate", "200"], ["--no-stream"]])
-def test_a_measurement(server: LiveServer, endpoint: str, how: list[str], tmp_path: Path) -> None:
-    file, picture = tmp_path / "a.json", tmp_path / "a.png"
-    flags = ["--endpoint", endpoint, "--input-length", "20", "--output-length", "9", *how]
-    result = bench(server, *flags, "--json", str(file), "--plot", str(picture))
+@pytest.mark.parametrize("load_flags", [["--concurrency", "3"], ["--rate", "200"], ["--no-stream"]])
+def test_a_measurement_writes_a_report_and_a_plot(
+    server: LiveServer, endpoint: str, load_flags: list[str], tmp_path: Path
+) -> None:
+    file, plot = tmp_path / "a.json", tmp_path / "a.png"
+    flags = ["--endpoint", endpoint, "--input-length", "20", "--output-length", "9", *load_flags]
+    result = run_bench(server, *flags, "--json", str(file), "--plot", str(plot))
     assert result.exit_code == 0, result.output
     assert "6 of 6 requests" in result.stdout
     assert "end to end" in result.stdout
@@ -47,28 +49,28 @@ def test_a_measurement(server: LiveServer, endpoint: str, how: list[str], tmp_pa
     summary: dict[str, Any] = report["summary"]
     assert (summary["completed"], summary["completion_tokens"], summary["errors"]) == (6, 54, {})
     template = len("user: \nassistant:") if endpoint == "chat" else 0
-    assert {one["prompt_tokens"] for one in report["requests"]} == {20 + template}
-    assert (summary["time_to_first_token"] is None) == ("--no-stream" in how)
+    assert {request["prompt_tokens"] for request in report["requests"]} == {20 + template}
+    assert (summary["time_to_first_token"] is None) == ("--no-stream" in load_flags)
     assert report["settings"]["model"] == "demo"
     assert "api_key" not in report["settings"]
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_prompts_of_a_file(server: LiveServer, tmp_path: Path) -> None:
+def test_prompts_are_read_from_a_file(server: LiveServer, tmp_path: Path) -> None:
     lines, report = tmp_path / "prompts.jsonl", tmp_path / "report.json"
     lines.write_text('{"prompt": "Hello"}\n\n{"messages": [{"role": "user", "content": "Hi"}]}\n')
-    result = bench(server, "--prompts", str(lines), "--output-length", "2", "--json", str(report))
+    result = run_bench(server, "--prompts", str(lines), "--output-length", "2", "--json", str(report))
     assert result.exit_code == 0, result.output
-    found = [one["prompt_tokens"] for one in json.loads(report.read_text())["requests"]]
-    assert sorted(found) == [19, 19, 19, 22, 22, 22]
+    actual = [request["prompt_tokens"] for request in json.loads(report.read_text())["requests"]]
+    assert sorted(actual) == [19, 19, 19, 22, 22, 22]
     plain = tmp_path / "prompts.txt"
     plain.write_text("one\ntwo\n")
-    result = bench(server, "--prompts", str(plain), "--endpoint", "completions", "--json", str(report))
-    assert {one["prompt_tokens"] for one in json.loads(report.read_text())["requests"]} == {3}
+    result = run_bench(server, "--prompts", str(plain), "--endpoint", "completions", "--json", str(report))
+    assert {request["prompt_tokens"] for request in json.loads(report.read_text())["requests"]} == {3}
 
 
 def test_errors_are_printed_and_set_the_exit_status(server: LiveServer) -> None:
-    result = bench(server, "--extra-body", '{"max_tokens": -1}', "--warmup", "0")
+    result = run_bench(server, "--extra-body", '{"max_tokens": -1}', "--warmup", "0")
     assert result.exit_code == 1
     assert "0 of 6 requests" in result.stdout
     assert "6 x HTTP 400 (invalid_request_error): max_tokens" in result.stdout
@@ -83,20 +85,22 @@ def test_errors_are_printed_and_set_the_exit_status(server: LiveServer) -> None:
         (["--prompts", "WRONG.jsonl"], "line 1"),
     ],
 )
-def test_mistakes(server: LiveServer, flags: list[str], message: str, tmp_path: Path) -> None:
+def test_invalid_arguments_are_refused(
+    server: LiveServer, flags: list[str], message: str, tmp_path: Path
+) -> None:
     (tmp_path / "EMPTY").write_text("\n")
     (tmp_path / "WRONG.jsonl").write_text('{"text": "a"}\n')
-    given = [str(tmp_path / flag) if flag.isupper() or "WRONG" in flag else flag for flag in flags]
+    arguments = [str(tmp_path / flag) if flag.isupper() or "WRONG" in flag else flag for flag in flags]
     if flags[0] == "--model":
-        given += ["--prompts", str(tmp_path / "WRONG.jsonl")]
+        arguments += ["--prompts", str(tmp_path / "WRONG.jsonl")]
         (tmp_path / "WRONG.jsonl").write_text('{"prompt": "a"}\n')
-    result = bench(server, *given)
+    result = run_bench(server, *arguments)
     assert result.exit_code == 2
     assert message in result.stderr
 
 
-def test_no_server() -> None:
-    result = bench("http://127.0.0.1:9")
+def test_an_unreachable_server_is_an_error() -> None:
+    result = run_bench("http://127.0.0.1:9")
     assert result.exit_code == 2
     assert "http://127.0.0.1:9 does not answer" in result.stderr
 
@@ -130,7 +134,7 @@ def test_control_c_writes_the_figures_so_far(server: LiveServer, tmp_path: Path)
         stdout=subprocess.PIPE,
         env={**os.environ, "COLUMNS": "200"},
     ) as process:
-        server.wait_until(lambda: num_answered(server, before) > 20)
+        server.wait_until(lambda: num_completed(server, before) > 20)
         process.send_signal(signal.SIGINT)
         output = process.communicate(timeout=60)[0].decode()
     assert process.returncode == 130
@@ -141,7 +145,7 @@ def test_control_c_writes_the_figures_so_far(server: LiveServer, tmp_path: Path)
     assert summary["completed"] + summary["errors"].get("interrupted", 0) == summary["requests"]
 
 
-def num_answered(server: LiveServer, before: bytes) -> float:
+def num_completed(server: LiveServer, before: bytes) -> float:
     name = b'penstock_requests_total{method="POST",route="/v1/completions",status="200"}'
 
     def count(text: bytes) -> float:

@@ -1,4 +1,4 @@
-"""``penstock bench run``: every work, on a small model and on random weights."""
+"""``penstock bench run``: every workload, on a small model and on random weights."""
 
 from __future__ import annotations
 
@@ -14,55 +14,57 @@ from penstock.bench.workloads import WORKLOADS
 from penstock.cli import cli
 from penstock.cli.bench_run import command
 
-SMALL = ("--prompt-length", "8", "--prefill-length", "20", "--new-tokens", "4", "--batch", "3")
+SMALL_WORKLOADS = ("--prompt-length", "8", "--prefill-length", "20", "--new-tokens", "4", "--batch", "3")
 
 
-def bench(*flags: object) -> Result:
-    return CliRunner().invoke(cli, ["bench", "run", *SMALL, "--repeats", "2", *map(str, flags)])
+def run_bench(*flags: object) -> Result:
+    return CliRunner().invoke(cli, ["bench", "run", *SMALL_WORKLOADS, "--repeats", "2", *map(str, flags)])
 
 
-def figures(file: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    return {(one["work"], one["of"]): one for one in json.loads(file.read_text())["figures"]}
+def figures_by_workload(file: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    return {(figure["work"], figure["of"]): figure for figure in json.loads(file.read_text())["figures"]}
 
 
-def test_every_workload(tmp_path: Path) -> None:
+def test_every_workload_writes_its_figures(tmp_path: Path) -> None:
     model = write_tiny_llm(tmp_path / "tiny")
-    file, picture = tmp_path / "a.json", tmp_path / "a.png"
-    result = bench("--model", model, "--json", file, "--plot", picture)
+    file, plot = tmp_path / "a.json", tmp_path / "a.png"
+    result = run_bench("--model", model, "--json", file, "--plot", plot)
     assert result.exit_code == 0, result.output
-    found = figures(file)
-    assert [work for work, _ in found] == [
+    actual = figures_by_workload(file)
+    assert [work for work, _ in actual] == [
         *("decode", "prefill", "batch"),
         *("start", "start", "start", "start", "memory", "step", "step"),
     ]
-    assert {one["work"] for one in found.values()} == set(WORKLOADS)
-    for one in found.values():
-        assert len(one["runs"]) == 2
-        assert 0 < one["lowest"] <= one["median"] <= one["highest"]
-        assert one["median"] == sum(one["runs"]) / 2
-    assert [of for work, of in found if work == "batch"] == ["3 prompts"]
+    assert {row["work"] for row in actual.values()} == set(WORKLOADS)
+    for row in actual.values():
+        assert len(row["runs"]) == 2
+        assert 0 < row["lowest"] <= row["median"] <= row["highest"]
+        assert row["median"] == sum(row["runs"]) / 2
+    assert [of for work, of in actual if work == "batch"] == ["3 prompts"]
     parts = ("imports", "model", "first token")
     for run in range(2):
-        assert sum(found["start", part]["runs"][run] for part in parts) <= found["start", "all"]["runs"][run]
+        assert (
+            sum(actual["start", part]["runs"][run] for part in parts) <= actual["start", "all"]["runs"][run]
+        )
     for work, meaning in WORKLOADS.items():
         assert f"{work}: {meaning[:30]}" in result.stdout
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert plot.read_bytes().startswith(b"\x89PNG")
     report = json.loads(file.read_text())
     assert report["sizes"]["prefill_length"] == 20
     assert report["environment"]["threads"] == 1
-    built = report["environment"]["isa"] != "none"
+    has_kernels = report["environment"]["isa"] != "none"
     assert report["decoding"].startswith(
-        "compiled: " if built else "eager: the reference kernels cannot compile steps"
+        "compiled: " if has_kernels else "eager: the reference kernels cannot compile steps"
     )
     assert "decoding" in " ".join(result.stdout.split())
 
 
-def test_random_weights_of_a_shape(tmp_path: Path) -> None:
+def test_a_model_of_random_weights_is_measured(tmp_path: Path) -> None:
     shape, file = tmp_path / "config.json", tmp_path / "a.json"
     shape.write_text(json.dumps(CONFIG | {"hidden_size": 64, "dtype": "bfloat16"}))
-    result = bench("--shape", shape, "--work", "prefill", "--work", "decode", "--json", file)
+    result = run_bench("--shape", shape, "--work", "prefill", "--work", "decode", "--json", file)
     assert result.exit_code == 0, result.output
-    assert [work for work, _ in figures(file)] == ["decode", "prefill"]
+    assert [work for work, _ in figures_by_workload(file)] == ["decode", "prefill"]
     assert json.loads(file.read_text())["model"] == str(shape)
 
 
@@ -81,17 +83,17 @@ def test_random_weights_of_a_shape(tmp_path: Path) -> None:
     ],
 )
 def test_unmeasurable_workloads_are_refused(flags: tuple[str, ...], words: str) -> None:
-    result = bench(*flags)
+    result = run_bench(*flags)
     assert result.exit_code == 2
     assert words in result.stderr
 
 
-def test_print_config() -> None:
-    result = bench("--print-config", "--max-length", "99")
+def test_print_config_shows_the_settings_without_measuring() -> None:
+    result = run_bench("--print-config", "--max-length", "99")
     assert result.exit_code == 0
     assert "99" in result.stdout
 
 
-def test_the_choices_are_the_workloads() -> None:
-    (option,) = (one for one in command.params if one.name == "works")
+def test_the_choices_of_the_option_are_the_workloads() -> None:
+    (option,) = (param for param in command.params if param.name == "works")
     assert tuple(option.type.choices) == tuple(WORKLOADS)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""``penstock chat``: commands, interruption, a model in this process, and a server."""
+"""``penstock chat``: commands, interruption, with a model in this process and with a server."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from penstock.errors import InputError
 from penstock.testing import FakePipeline
 
 
-def shown(content: Any) -> str:
-    """Return a content as text, with the number of bytes of each image."""
+def format_content(content: Any) -> str:
+    """Return a message content as text, with the number of bytes of each image."""
     if isinstance(content, str):
         return content
     urls = [part["image_url"]["url"] for part in content[:-1]]
@@ -31,7 +31,7 @@ def shown(content: Any) -> str:
     return f"{sizes}{content[-1]['text']}"
 
 
-class Scripted:
+class EchoBackend:
     """A back end that repeats the conversation. The question "stop here" raises KeyboardInterrupt."""
 
     name = "scripted"
@@ -44,10 +44,10 @@ class Scripted:
         self.settings = {**settings}
         try:
             yield AnswerPiece("Hm. ", is_reasoning=True)
-            if "refuse" in shown(messages[-1]["content"]):
+            if "refuse" in format_content(messages[-1]["content"]):
                 raise InputError("it is refused")
-            yield AnswerPiece("|".join(shown(message["content"]) for message in messages))
-            if "stop here" in shown(messages[-1]["content"]):
+            yield AnswerPiece("|".join(format_content(message["content"]) for message in messages))
+            if "stop here" in format_content(messages[-1]["content"]):
                 raise KeyboardInterrupt
             yield AnswerPiece("!")
             yield AnswerPiece("", num_tokens=7)
@@ -55,17 +55,17 @@ class Scripted:
             self.num_closed += 1
 
 
-def converse(monkeypatch: pytest.MonkeyPatch, *lines: str) -> tuple[Result, Scripted]:
-    """Run the loop with lines of input."""
-    backend = Scripted()
+def run_chat(monkeypatch: pytest.MonkeyPatch, *lines: str) -> tuple[Result, EchoBackend]:
+    """Run the command with these lines of input. Returns its back end and its result."""
+    backend = EchoBackend()
     monkeypatch.setattr(chat, "ServerBackend", lambda *_: backend)
     result = CliRunner().invoke(cli, ["chat", "--url", "http://x", "--seed", "3"], input="\n".join(lines))
     return result, backend
 
 
-def test_history_commands_and_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_commands_change_history_and_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "saved.json"
-    result, backend = converse(
+    result, backend = run_chat(
         monkeypatch,
         "/system S",
         "one",
@@ -108,11 +108,11 @@ def test_history_commands_and_settings(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert len(speeds) == 6
 
 
-def test_images_belong_to_the_next_question(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_images_are_sent_with_the_next_question(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     image, text, saved = tmp_path / "a.png", tmp_path / "b.txt", tmp_path / "saved.json"
     image.write_bytes(b"12345")
     text.write_text("x")
-    result, _ = converse(
+    result, _ = run_chat(
         monkeypatch,
         f"/image {image}",
         f"/image {image}",
@@ -136,22 +136,22 @@ def test_images_belong_to_the_next_question(monkeypatch: pytest.MonkeyPatch, tmp
         assert words in result.stderr
 
 
-def test_an_interrupt_stops_the_answer_and_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    result, backend = converse(monkeypatch, "stop here", "next")
+def test_an_interrupt_stops_the_answer_and_keeps_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    result, backend = run_chat(monkeypatch, "stop here", "next")
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
     assert lines[0].endswith("stop here")
     assert lines[1].endswith("stop here|stop here|next!")
     stopped, ended = (line for line in result.stderr.splitlines() if " ms" in line)
-    assert re.fullmatch(r"first after \d+ ms, stopped", stopped)  # the number of tokens is not known
+    assert re.fullmatch(r"first after \d+ ms, stopped", stopped)  # the number of tokens is unknown
     assert re.fullmatch(r"7 tokens, [\d.]+ tokens/s, first after \d+ ms", ended)
     assert backend.num_closed == 2
 
 
-def test_mistakes_do_not_end_the_conversation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_errors_do_not_end_the_conversation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     other = tmp_path / "other.json"
     other.write_text("[]")
-    result, _ = converse(
+    result, _ = run_chat(
         monkeypatch,
         "/colour",
         "/set colour 1",
@@ -176,17 +176,17 @@ def test_mistakes_do_not_end_the_conversation(monkeypatch: pytest.MonkeyPatch, t
     ):
         assert words in result.stderr
     assert result.stdout.splitlines()[-1].endswith("fine!")
-    assert "refuse" not in result.stdout  # the refused question is forgotten
+    assert "refuse" not in result.stdout  # the refused question is not part of the history
 
 
-def test_commands_show_values() -> None:
-    session = ChatSession(Scripted(), None, {"seed": 1})
+def test_commands_without_an_argument_show_the_value() -> None:
+    session = ChatSession(EchoBackend(), None, {"seed": 1})
     assert session.handle("/help")
     assert session.handle("/set")
     assert not session.handle("/quit")
 
 
-def test_a_model_in_this_process() -> None:
+def test_chat_with_a_model_in_this_process() -> None:
     lines = "What is the capital of Germany?\nWhat is Penstock?\n"
     result = CliRunner().invoke(
         cli, ["chat", "demo", "--temperature", "0", "--kv-cache-memory", "64MiB"], input=lines
@@ -198,7 +198,7 @@ def test_a_model_in_this_process() -> None:
     assert "tokens/s" in result.stderr
 
 
-def test_an_image_for_a_model_in_this_process() -> None:
+def test_chat_with_an_image_and_a_model_in_this_process() -> None:
     lines = (
         f"/image {ROOT / 'examples' / 'shapes.png'}\nWhat is in the picture?\nHow many shapes are there?\n"
     )
@@ -208,7 +208,7 @@ def test_an_image_for_a_model_in_this_process() -> None:
     assert result.stdout.splitlines()[0] == "There is a red circle and a blue square."
 
 
-def test_a_server() -> None:
+def test_chat_with_a_server() -> None:
     pipeline = FakePipeline.answering(
         lambda prompt: "<think>Hm.</think>" + prompt.removesuffix("assistant: ")
     )
@@ -217,13 +217,13 @@ def test_a_server() -> None:
         def run(*flags: str) -> Result:
             return CliRunner().invoke(cli, ["chat", "--url", server.url, *flags], input="Hello there\n")
 
-        found = run("--api-key", "k")
-        assert found.exit_code == 0, found.output
-        assert found.stdout == "Hm.user: Hello there\n"
+        actual = run("--api-key", "k")
+        assert actual.exit_code == 0, actual.output
+        assert actual.stdout == "Hm.user: Hello there\n"
         assert "the API key is wrong" in run("--api-key", "x").stderr
         assert "model_x" in run("model_x", "--api-key", "k", "--system", "S").stderr
         refused = run("--api-key", "k", "--max-length", "5")
         assert "--max-length is for a model in this process" in refused.output
-    gone = CliRunner().invoke(cli, ["chat", "--url", "http://127.0.0.1:9"], input="")
-    assert gone.exit_code == 2
-    assert "no server answers at http://127.0.0.1:9" in gone.stderr
+    unreachable = CliRunner().invoke(cli, ["chat", "--url", "http://127.0.0.1:9"], input="")
+    assert unreachable.exit_code == 2
+    assert "no server answers at http://127.0.0.1:9" in unreachable.stderr

@@ -1,4 +1,4 @@
-"""``penstock encode`` and ``penstock rerank``, in this process."""
+"""``penstock encode`` and ``penstock rerank``, run in this process."""
 
 from __future__ import annotations
 
@@ -46,23 +46,23 @@ def files(tmp_path: Path) -> dict[str, Path]:
     return paths
 
 
-def run(*arguments: Any, text: str | bytes | None = None) -> Result:
-    return CliRunner().invoke(cli, [str(one) for one in arguments], input=text)
+def run_command(*arguments: Any, text: str | bytes | None = None) -> Result:
+    return CliRunner().invoke(cli, [str(argument) for argument in arguments], input=text)
 
 
-def encoded(*arguments: Any, text: str | None = None) -> list[dict[str, Any]]:
-    result = run("encode", *arguments, text=text)
+def encode_rows(*arguments: Any, text: str | None = None) -> list[dict[str, Any]]:
+    result = run_command("encode", *arguments, text=text)
     assert result.exit_code == 0, result.output
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
 def vectors_of(*arguments: Any, text: str | None = None) -> np.ndarray:
-    rows = encoded(*arguments, text=text)
+    rows = encode_rows(*arguments, text=text)
     assert [row["index"] for row in rows] == [*range(len(rows))]
     return np.array([row["embedding"] for row in rows], np.float32)
 
 
-def test_texts_from_flags_files_and_standard_input(
+def test_texts_are_read_from_flags_files_and_standard_input(
     model: Path, expected: np.ndarray, files: dict[str, Path]
 ) -> None:
     flags = [part for text in TEXTS for part in ("--text", text)]
@@ -74,7 +74,7 @@ def test_texts_from_flags_files_and_standard_input(
 
 
 def test_the_throughput_is_printed(model: Path) -> None:
-    result = run("encode", model, "--text", "the cat sat", "--text", "cat")
+    result = run_command("encode", model, "--text", "the cat sat", "--text", "cat")
     line = (
         r"penstock: loaded in \d+\.\d\d s, 2 texts with 8 tokens in \d+\.\d\d s: "
         r"[\d,]+\.\d texts/s, [\d,]+ tokens/s\n"
@@ -82,38 +82,44 @@ def test_the_throughput_is_printed(model: Path) -> None:
     assert re.fullmatch(line, result.stderr)
 
 
-def test_npy(model: Path, expected: np.ndarray, files: dict[str, Path], tmp_path: Path) -> None:
+def test_npy_output_equals_the_vectors(
+    model: Path, expected: np.ndarray, files: dict[str, Path], tmp_path: Path
+) -> None:
     output = tmp_path / "vectors.npy"
-    assert encoded(model, "--file", files["texts.txt"], "--output", output) == []
+    assert encode_rows(model, "--file", files["texts.txt"], "--output", output) == []
     vectors = np.load(output)
     assert vectors.dtype == np.float32
     assert np.array_equal(vectors, expected)
-    result = run("encode", model, "--file", files["texts.txt"], "--format", "npy")
+    result = run_command("encode", model, "--file", files["texts.txt"], "--format", "npy")
     assert np.array_equal(np.load(io.BytesIO(result.stdout_bytes)), expected)
 
 
-def test_parquet(model: Path, expected: np.ndarray, files: dict[str, Path], tmp_path: Path) -> None:
+def test_parquet_output_equals_the_vectors(
+    model: Path, expected: np.ndarray, files: dict[str, Path], tmp_path: Path
+) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     output = tmp_path / "vectors.parquet"
-    encoded(model, "--file", files["texts.txt"], "--output", output)
+    encode_rows(model, "--file", files["texts.txt"], "--output", output)
     table = parquet.read_table(output).to_pydict()
     assert table["text"] == TEXTS
     assert np.array_equal(np.array(table["embedding"], np.float32), expected)
-    encoded(model, "--text", "cat", "--output-kind", "multi_vector", "--output", output)
+    encode_rows(model, "--text", "cat", "--output-kind", "multi_vector", "--output", output)
     [rows] = parquet.read_table(output).to_pydict()["multi_vector"]
     assert np.shape(rows) == (3, HIDDEN)
 
 
-def test_parquet_without_pyarrow(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_without_pyarrow_is_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     output = tmp_path / "vectors.parquet"
-    result = run("encode", model, "--text", "cat", "--output", output)
+    result = run_command("encode", model, "--text", "cat", "--output", output)
     assert result.exit_code == 2
     assert "the format parquet needs pyarrow: pip install 'penstock-llm[parquet]'" in result.stderr
     assert not output.exists()
 
 
-def test_options(model: Path) -> None:
+def test_options_equal_those_of_llm(model: Path) -> None:
     with LLM(str(model)) as llm:
         for flags, options in (
             (["--prompt-name", "query"], {"prompt_name": "query"}),
@@ -124,31 +130,31 @@ def test_options(model: Path) -> None:
         ):
             assert np.array_equal(vectors_of(model, "--text", "cat", *flags)[0], llm.embed("cat", **options))
         long = "cat " * 100
-        [cut] = vectors_of(model, "--text", long, "--truncate")
-        assert np.array_equal(cut, llm.embed(long, truncate=True))
+        [truncated] = vectors_of(model, "--text", long, "--truncate")
+        assert np.array_equal(truncated, llm.embed(long, truncate=True))
 
 
-def test_output_kinds(model: Path, tmp_path: Path) -> None:
-    [row] = encoded(model, "--text", "cat", "--output-kind", "multi_vector")
+def test_output_kinds_are_written(model: Path, tmp_path: Path) -> None:
+    [row] = encode_rows(model, "--text", "cat", "--output-kind", "multi_vector")
     assert np.shape(row["multi_vector"]) == (3, HIDDEN)
     classifier = write_tiny_embedder(tmp_path, labels=3)
-    [row] = encoded(classifier, "--text", "cat")
+    [row] = encode_rows(classifier, "--text", "cat")
     assert sum(row["scores"]) == pytest.approx(1)
 
 
-def test_rerank(model: Path, files: dict[str, Path], tmp_path: Path) -> None:
+def test_rerank_prints_the_ranked_documents(model: Path, files: dict[str, Path], tmp_path: Path) -> None:
     reranker = write_tiny_embedder(tmp_path, labels=1)
     for folder in (model, reranker):
         with LLM(str(folder)) as llm:
             results: list[RerankResult] = llm.rerank("cat", TEXTS)
-        shown = run("rerank", folder, "--query", "cat", "--file", files["texts.txt"])
-        assert shown.stdout.splitlines() == [
-            f"{one.score:.4f}  [{one.index}]  {one.document}" for one in results
+        printed = run_command("rerank", folder, "--query", "cat", "--file", files["texts.txt"])
+        assert printed.stdout.splitlines() == [
+            f"{result.score:.4f}  [{result.index}]  {result.document}" for result in results
         ]
-        assert re.search(r"3 documents in \d+\.\d\d s: [\d,.]+ documents/s\n$", shown.stderr)
+        assert re.search(r"3 documents in \d+\.\d\d s: [\d,.]+ documents/s\n$", printed.stderr)
         flags = [part for text in TEXTS for part in ("--document", text)]
-        best = run("rerank", folder, "--query", "cat", "--top-n", "1", "--json", *flags)
-        [row] = json.loads(best.stdout)["results"]
+        top_result = run_command("rerank", folder, "--query", "cat", "--top-n", "1", "--json", *flags)
+        [row] = json.loads(top_result.stdout)["results"]
         assert (row["index"], row["document"]) == (results[0].index, results[0].document)
         assert row["relevance_score"] == pytest.approx(results[0].score)
 
@@ -192,8 +198,8 @@ def test_rerank(model: Path, files: dict[str, Path], tmp_path: Path) -> None:
         "top_n": (["rerank", "--query", "a", "--document", "b", "--top-n", "0"], "0 is not in the range"),
     }.values(),
 )
-def test_mistakes_are_one_line(arguments: list[str], words: str, model: Path) -> None:
-    result = run(arguments[0], "--model", model, *arguments[1:])
+def test_invalid_arguments_give_one_line(arguments: list[str], words: str, model: Path) -> None:
+    result = run_command(arguments[0], "--model", model, *arguments[1:])
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
     assert result.stderr.startswith("penstock: error: ")
@@ -210,20 +216,22 @@ def test_mistakes_are_one_line(arguments: list[str], words: str, model: Path) ->
         ('{"text": 7}', "line 2: must be a JSON string"),
     ],
 )
-def test_lines_that_cannot_be_read(model: Path, tmp_path: Path, line: str, words: str) -> None:
+def test_malformed_input_lines_are_refused_by_number(
+    model: Path, tmp_path: Path, line: str, words: str
+) -> None:
     path = tmp_path / "texts.jsonl"
     path.write_text(f'"cat"\n{line}\n')
-    result = run("encode", model, "--file", path)
+    result = run_command("encode", model, "--file", path)
     assert result.exit_code == 2
     assert words in result.stderr
 
 
-def test_models_of_another_task(model: Path, tmp_path: Path) -> None:
+def test_models_of_another_task_are_refused(model: Path, tmp_path: Path) -> None:
     decoder = write_tiny_llm(tmp_path)
     for command in (["encode", "--text", "cat"], ["rerank", "--query", "cat", "--document", "dog"]):
-        result = run(command[0], decoder, *command[1:])
+        result = run_command(command[0], decoder, *command[1:])
         assert result.exit_code == 2
         assert f"penstock {command[0]} needs a model of the task embeddings-generation" in result.stderr
-    result = run("generate", model, "--prompt", "cat")
+    result = run_command("generate", model, "--prompt", "cat")
     assert result.exit_code == 2
     assert "generates no text: use penstock encode or penstock rerank" in result.stderr

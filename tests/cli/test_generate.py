@@ -1,4 +1,4 @@
-"""``penstock generate`` and ``penstock env``, in this process."""
+"""``penstock generate`` and ``penstock env``, run in this process."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_text_is_on_standard_output_and_the_summary_on_standard_error(model: Path) -> None:
     result = generate(model, "--prompt", "Hello", "--temperature", "0", "--max-new-tokens", "12")
-    assert result.stdout == generated(model, "--prompt", "Hello")["text"] + "\n"
+    assert result.stdout == generate_answer(model, "--prompt", "Hello")["text"] + "\n"
     summary = r"penstock: loaded in \d+\.\d\d s, first token after \d+ ms, 12 tokens at \d+\.\d tokens/s\n"
     assert re.fullmatch(summary, result.stderr)
 
 
 def test_json_is_one_object(model: Path) -> None:
-    answer = generated(model, "--prompt", "Hello")
+    answer = generate_answer(model, "--prompt", "Hello")
     assert sorted(answer) == ["finish_reason", "text", "timings", "token_ids", "usage"]
     assert len(answer["token_ids"]) == 12
     assert answer["finish_reason"] == "length"
@@ -42,20 +42,20 @@ def test_json_is_one_object(model: Path) -> None:
 
 
 def test_the_prompt_may_come_from_standard_input(model: Path) -> None:
-    piped = generate(model, "--json", "--temperature", "0", text="Héllo\n")
-    given = generate(model, "--json", "--temperature", "0", "--prompt", "Héllo")
-    assert json.loads(piped.stdout)["token_ids"] == json.loads(given.stdout)["token_ids"]
+    from_pipe = generate(model, "--json", "--temperature", "0", text="Héllo\n")
+    from_flag = generate(model, "--json", "--temperature", "0", "--prompt", "Héllo")
+    assert json.loads(from_pipe.stdout)["token_ids"] == json.loads(from_flag.stdout)["token_ids"]
 
 
 def test_stop_strings_end_the_text(model: Path) -> None:
-    whole = generated(model, "--prompt", "Hello")["text"]
+    whole = generate_answer(model, "--prompt", "Hello")["text"]
     stop = whole[4:6]
-    answer = generated(model, "--prompt", "Hello", "--stop", "never", "--stop", stop)
+    answer = generate_answer(model, "--prompt", "Hello", "--stop", "never", "--stop", stop)
     assert answer["text"] == whole[: whole.index(stop)]
     assert answer["finish_reason"] == "stop"
 
 
-def test_a_seed_repeats_and_no_seed_does_not(model: Path) -> None:
+def test_a_seed_repeats_the_text_and_no_seed_does_not(model: Path) -> None:
     def sample(*arguments: str) -> list[int]:
         result = generate(model, "--json", "--prompt", "Hello", "--max-new-tokens", "40", *arguments)
         tokens: list[int] = json.loads(result.stdout)["token_ids"]
@@ -67,29 +67,32 @@ def test_a_seed_repeats_and_no_seed_does_not(model: Path) -> None:
 
 
 def test_sampling_flags_reach_the_model(model: Path) -> None:
-    greedy = generated(model, "--prompt", "Hello")["token_ids"]
+    greedy = generate_answer(model, "--prompt", "Hello")["token_ids"]
     for flags in (["--top-k", "1"], ["--top-p", "0"], ["--min-p", "1"]):
         result = generate(model, "--json", "--prompt", "Hello", "--max-new-tokens", "12", *flags)
         assert json.loads(result.stdout)["token_ids"] == greedy
 
 
-def test_several_answers_are_printed_at_the_end(model: Path) -> None:
+def test_several_answers_are_printed_together_at_the_end(model: Path) -> None:
     arguments = ("--prompt", "Hello", "--seed", "3", "--max-new-tokens", "12", "--n", "3")
     result = generate(model, *arguments)
-    told = json.loads(generate(model, *arguments, "--json", "--logprobs", "1").stdout)
-    assert [one["index"] for one in told["outputs"]] == [0, 1, 2]
-    assert len({one["text"] for one in told["outputs"]}) == 3
-    assert result.stdout == "".join(f"[{one['index']}] {one['text']}\n" for one in told["outputs"])
-    num_tokens = told["usage"]["completion_tokens"]
-    assert told["usage"]["prompt_tokens"] == 5, "the prompt counts once"
+    report = json.loads(generate(model, *arguments, "--json", "--logprobs", "1").stdout)
+    assert [output["index"] for output in report["outputs"]] == [0, 1, 2]
+    assert len({output["text"] for output in report["outputs"]}) == 3
+    assert result.stdout == "".join(f"[{output['index']}] {output['text']}\n" for output in report["outputs"])
+    num_tokens = report["usage"]["completion_tokens"]
+    assert report["usage"]["prompt_tokens"] == 5, "the prompt is counted once"
     assert re.search(rf"3 outputs with {num_tokens} tokens in total at \d+\.\d tokens/s\n$", result.stderr)
-    for one in told["outputs"]:
-        assert len(one["top_log_probabilities"]) == len(one["token_ids"])
+    for output in report["outputs"]:
+        assert len(output["top_log_probabilities"]) == len(output["token_ids"])
     first = generate(model, *arguments[:-2], "--json", "--logprobs", "1")
-    assert told["outputs"][0] == {"index": 0, **without(json.loads(first.stdout), "usage", "timings")}
+    assert report["outputs"][0] == {
+        "index": 0,
+        **without_timings(json.loads(first.stdout), "usage", "timings"),
+    }
 
 
-def test_chat_gives_several_answers_too(model: Path) -> None:
+def test_a_chat_prompt_can_have_several_answers(model: Path) -> None:
     arguments = ("--prompt", "Hello", "--seed", "3", "--chat", "--system", "Be brief.", "--json")
     several = json.loads(generate(model, *arguments, "--n", "2").stdout)
     alone = json.loads(generate(model, *arguments).stdout)
@@ -97,10 +100,10 @@ def test_chat_gives_several_answers_too(model: Path) -> None:
     assert several["usage"]["prompt_tokens"] == alone["usage"]["prompt_tokens"]
 
 
-def test_beams(model: Path) -> None:
+def test_beam_search_prints_the_best_beams(model: Path) -> None:
     arguments = ("--prompt", "Hello", "--num-beams", "4", "--n", "2", "--max-new-tokens", "9")
-    told = json.loads(generate(model, *arguments, "--json").stdout)
-    best, second = told["outputs"]
+    report = json.loads(generate(model, *arguments, "--json").stdout)
+    best, second = report["outputs"]
     assert best["score"] >= second["score"]
     assert generate(model, *arguments).stdout == f"[0] {best['text']}\n[1] {second['text']}\n"
 
@@ -115,16 +118,16 @@ def test_beams(model: Path) -> None:
         (["--json-schema", "nowhere.json"], "'--json-schema'"),
     ],
 )
-def test_flags_that_exclude_each_other(arguments: list[str], words: str, model: Path) -> None:
+def test_exclusive_flags_are_refused(arguments: list[str], words: str, model: Path) -> None:
     result = CliRunner().invoke(cli, ["generate", "--model", str(model), "--prompt", "Hello", *arguments])
     assert result.exit_code == 2
     assert words in result.stderr
 
 
-def test_a_schema_shapes_the_output(model: Path, tmp_path: Path) -> None:
+def test_the_output_follows_the_json_schema(model: Path, tmp_path: Path) -> None:
     schema = tmp_path / "schema.json"
     schema.write_text('{"enum": ["yes", "no"]}')
-    answer = generated(model, "--prompt", "Well?", "--json-schema", str(schema))
+    answer = generate_answer(model, "--prompt", "Well?", "--json-schema", str(schema))
     assert answer["text"] in ('"yes"', '"no"')
     schema.write_text("{")
     arguments = ["generate", "--model", str(model), "--prompt", "Well?", "--json-schema", str(schema)]
@@ -135,11 +138,11 @@ def test_a_schema_shapes_the_output(model: Path, tmp_path: Path) -> None:
 
 def test_chat_uses_the_template(model: Path) -> None:
     def prompt_tokens(*arguments: str) -> int:
-        count: int = generated(model, "--prompt", "Hi", *arguments)["usage"]["prompt_tokens"]
+        count: int = generate_answer(model, "--prompt", "Hi", *arguments)["usage"]["prompt_tokens"]
         return count
 
     assert prompt_tokens() == len("Hi")
-    # the special tokens are one token each
+    # each special token is one token
     assert prompt_tokens("--chat") == len("_user: Hi__assistant: ")
     assert prompt_tokens("--chat", "--system", "Sing") == len("_system: Sing__user: Hi__assistant: ")
 
@@ -152,8 +155,8 @@ def test_the_default_is_256_new_tokens(tmp_path: Path) -> None:
 
 def test_ignore_eos_generates_up_to_the_limit(tmp_path: Path) -> None:
     model = write_tiny_llm(tmp_path, eos_token_id=list(range(128)))
-    assert generated(model, "--prompt", "Hello")["finish_reason"] == "stop"
-    assert generated(model, "--prompt", "Hello", "--ignore-eos")["finish_reason"] == "length"
+    assert generate_answer(model, "--prompt", "Hello")["finish_reason"] == "stop"
+    assert generate_answer(model, "--prompt", "Hello", "--ignore-eos")["finish_reason"] == "length"
 
 
 def test_verbose_prints_the_memory_plan(model: Path) -> None:
@@ -191,7 +194,7 @@ def test_without_a_command_help_is_printed() -> None:
     assert "generate" in result.stdout
 
 
-def test_version() -> None:
+def test_version_prints_the_version() -> None:
     assert CliRunner().invoke(cli, ["--version"]).stdout == f"penstock {penstock.__version__}\n"
 
 
@@ -203,20 +206,20 @@ def test_env_names_kernels_devices_and_openmp() -> None:
     assert cpu["device"] == "cpu"
     assert 0 < cpu["free_memory"] <= cpu["total_memory"]
     assert {"linear", "attention", "sample"} <= set(cpu["kernels"])
-    assert cpu["planned_steps"] == "none" or cpu["planned_steps"].startswith("of up to 128 rows")
+    assert cpu["compiled_steps"] == "none" or cpu["compiled_steps"].startswith("of up to 128 rows")
     assert len(report["openmp"]) == 1
     assert report["threads"] >= 1
 
 
-def test_env_as_text_has_all_of_the_json() -> None:
+def test_env_as_text_has_all_values_of_the_json() -> None:
     text = CliRunner().invoke(cli, ["env", "--data-parallel-size", "2"]).stdout
     for words in ("torch", "features", "OpenMP", "NUMA node 0", "device cpu", "attention", "GiB free of"):
         assert words in text
-    for share in divide_processors(2):
-        assert str(share) in text
+    for cpus in divide_processors(2):
+        assert str(cpus) in text
 
 
-def test_speed_is_counted_from_the_first_token() -> None:
+def test_the_speed_is_measured_from_the_first_token() -> None:
     assert Timings(load=1, first_token=2, others=5).tokens_per_second(11) == 2
     assert Timings(load=1, first_token=2, others=5, num_first=6).tokens_per_second(11) == 1
     assert Timings(load=1, first_token=2, others=0.01, num_first=6).tokens_per_second(6) == 3
@@ -229,12 +232,12 @@ def generate(model: Path, *arguments: str, text: str = "") -> Result:
     return result
 
 
-def generated(model: Path, *arguments: str) -> dict[str, Any]:
-    """The answer to a greedy request for 12 tokens."""
+def generate_answer(model: Path, *arguments: str) -> dict[str, Any]:
+    """Return the answer to a greedy request for 12 tokens."""
     result = generate(model, "--json", "--temperature", "0", "--max-new-tokens", "12", *arguments)
     answer: dict[str, Any] = json.loads(result.stdout)
     return answer
 
 
-def without(answer: dict[str, Any], *names: str) -> dict[str, Any]:
+def without_timings(answer: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in answer.items() if name not in names}

@@ -1,4 +1,4 @@
-"""The output of ``penstock generate`` about drafts."""
+"""What ``penstock generate`` prints about speculation."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 FLAGS = ["--prompt", "abcabcabc", "--max-new-tokens", "30", "--ignore-eos", "--temperature", "0", "--verbose"]
 
 
-@pytest.mark.parametrize("n", [[], ["--n", "2"]], ids=["one", "several"])
-def test_speculation_in_json_and_in_words(model: Path, n: list[str]) -> None:
-    drafting = ["--speculative-method", "ngram", "--ngram-min", "1", "--no-adaptive-speculation"]
-    told = CliRunner().invoke(command, ["--model-path", str(model), *FLAGS, *n, *drafting, "--json"])
-    assert told.exit_code == 0, told.output
-    speculation = json.loads(told.stdout)["speculation"]
+@pytest.mark.parametrize("n", [[], ["--n", "2"]], ids=["one answer", "several answers"])
+def test_speculation_is_reported_in_json_and_in_text(model: Path, n: list[str]) -> None:
+    speculation_flags = ["--speculative-method", "ngram", "--ngram-min", "1", "--no-adaptive-speculation"]
+    result = CliRunner().invoke(
+        command, ["--model-path", str(model), *FLAGS, *n, *speculation_flags, "--json"]
+    )
+    assert result.exit_code == 0, result.output
+    speculation = json.loads(result.stdout)["speculation"]
     assert sorted(speculation) == [
         "acceptance_rate",
         "accepted_tokens",
@@ -35,7 +37,7 @@ def test_speculation_in_json_and_in_words(model: Path, n: list[str]) -> None:
         "verified_steps",
     ]
     assert speculation["proposed_tokens"] > 0
-    assert "drafted tokens accepted" in told.stderr
+    assert "drafted tokens accepted" in result.stderr
     plain = CliRunner().invoke(command, ["--model-path", str(model), *FLAGS, *n, "--json"])
     assert "speculation" not in json.loads(plain.stdout)
     assert "drafted tokens" not in plain.stderr

@@ -1,4 +1,4 @@
-"""How commands take a model, and how ``--help`` lists their options."""
+"""How commands accept a model, and how ``--help`` groups their options."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MODEL_COMMANDS = (
 )
 
 
-def printed(*arguments: str) -> str:
+def run_without_error(*arguments: str) -> str:
     result = CliRunner().invoke(cli, arguments)
     assert result.exit_code == 0, result.output
     return result.stdout
@@ -30,9 +30,11 @@ def printed(*arguments: str) -> str:
 @pytest.mark.parametrize(
     "model", [["./mine"], ["--model", "./mine"], ["./mine", "--model", "./mine"]], ids=" ".join
 )
-def test_the_model_is_an_argument_or_a_flag(command: list[str], model: list[str]) -> None:
+def test_the_model_can_be_an_argument_or_a_flag(command: list[str], model: list[str]) -> None:
     assert re.search(
-        r"^model_path +\./mine +flag$", printed(*command, *model, "--print-config"), flags=re.MULTILINE
+        r"^model_path +\./mine +flag$",
+        run_without_error(*command, *model, "--print-config"),
+        flags=re.MULTILINE,
     )
 
 
@@ -45,41 +47,41 @@ def test_two_models_are_refused(command: list[str]) -> None:
     )
 
 
-def sections(*command: str) -> dict[str, list[str]]:
-    """Return the headings of ``--help``, each with the first flag of every option below it."""
-    found: dict[str, list[str]] = {}
-    for line in printed(*command, "--help").splitlines():
+def help_sections(*command: str) -> dict[str, list[str]]:
+    """Return the headings of ``--help``, each with the first flag of every option under it."""
+    actual: dict[str, list[str]] = {}
+    for line in run_without_error(*command, "--help").splitlines():
         if heading := re.fullmatch(r"([A-Z].*):", line):
-            found[heading[1]] = []
+            actual[heading[1]] = []
         elif flag := re.match(r"  (?:-h, )?(--[\w-]+)", line):
-            found[[*found][-1]].append(flag[1])
-    return found
+            actual[[*actual][-1]].append(flag[1])
+    return actual
 
 
 @pytest.mark.parametrize("command", MODEL_COMMANDS, ids=" ".join)
 def test_settings_are_listed_by_section(command: list[str]) -> None:
-    found = sections(*command)
-    assert next(iter(found)) == "Options"
-    assert {"--help", "--config-file", "--print-config"} <= {*found["Options"]}
-    assert "--model" in found["Model"]
-    assert "--max-length" in found["Model"]
-    assert "--kv-cache-memory" in found["KV cache"]
-    assert "--lora" in found["LoRA adapters"]
-    assert "--speculative-method" in found["Speculation"]
-    assert "--max-batch-size" in found["Execution"]
-    assert max(map(len, found.values())) <= 20
-    flags = [flag for below in found.values() for flag in below]
+    actual = help_sections(*command)
+    assert next(iter(actual)) == "Options"
+    assert {"--help", "--config-file", "--print-config"} <= {*actual["Options"]}
+    assert "--model" in actual["Model"]
+    assert "--max-length" in actual["Model"]
+    assert "--kv-cache-memory" in actual["KV cache"]
+    assert "--lora" in actual["LoRA adapters"]
+    assert "--speculative-method" in actual["Speculation"]
+    assert "--max-batch-size" in actual["Execution"]
+    assert max(map(len, actual.values())) <= 20
+    flags = [flag for flags_of_section in actual.values() for flag in flags_of_section]
     assert len(flags) == len({*flags})
 
 
-def test_the_server_s_settings_are_listed_by_section() -> None:
-    found = sections("serve")
-    assert found["Server"] == ["--host", "--port", "--playground"]
-    assert {"--api-key", "--cors-origins"} <= {*found["Access"]}
-    assert {"--max-body-size", "--keep-alive", "--worker-timeout"} <= {*found["Limits and time-outs"]}
-    assert {"--unknown-fields", "--tool-call-parser"} <= {*found["Requests and answers"]}
-    assert "--log-level" in found["Log and traces"]
+def test_settings_of_the_server_are_listed_by_section() -> None:
+    actual = help_sections("serve")
+    assert actual["Server"] == ["--host", "--port", "--playground"]
+    assert {"--api-key", "--cors-origins"} <= {*actual["Access"]}
+    assert {"--max-body-size", "--keep-alive", "--worker-timeout"} <= {*actual["Limits and time-outs"]}
+    assert {"--unknown-fields", "--tool-call-parser"} <= {*actual["Requests and answers"]}
+    assert "--log-level" in actual["Log and traces"]
 
 
 def test_sampling_parameters_have_a_section() -> None:
-    assert {"--temperature", "--top-k", "--seed", "--stop"} <= {*sections("generate")["Sampling"]}
+    assert {"--temperature", "--top-k", "--seed", "--stop"} <= {*help_sections("generate")["Sampling"]}

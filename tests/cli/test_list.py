@@ -17,21 +17,21 @@ def test_the_table_has_a_row_for_each_architecture() -> None:
     result = CliRunner().invoke(cli, ["list"])
     assert result.exit_code == 0
     rows = [line.split() for line in result.stdout.split("\n\n")[0].splitlines()[1:]]
-    assert [row[0] for row in rows] == [one.name for one in PIPELINE_REGISTRY.architectures]
-    assert [row[1] for row in rows] == [one.task.value for one in PIPELINE_REGISTRY.architectures]
+    assert [row[0] for row in rows] == [candidate.name for candidate in PIPELINE_REGISTRY.architectures]
+    assert [row[1] for row in rows] == [candidate.task.value for candidate in PIPELINE_REGISTRY.architectures]
     assert all(row[2] == "float32," for row in rows)
     assert "hermes" in result.stdout
     assert "Q4_K" in result.stdout
 
 
-def test_json_has_all_entries() -> None:
-    found = json.loads(CliRunner().invoke(cli, ["list", "--json"]).stdout)
-    by_name = {(one["name"], one["task"]): one for one in found["architectures"]}
+def test_json_has_an_entry_for_each_architecture() -> None:
+    actual = json.loads(CliRunner().invoke(cli, ["list", "--json"]).stdout)
+    by_name = {(entry["name"], entry["task"]): entry for entry in actual["architectures"]}
     for architecture in PIPELINE_REGISTRY.architectures:
-        told = by_name.pop((architecture.name, architecture.task.value))
-        assert tuple(told["encodings"]) == architecture.encodings
-        assert tuple(told["examples"]) == architecture.example_repo_ids
+        entry = by_name.pop((architecture.name, architecture.task.value))
+        assert tuple(entry["encodings"]) == architecture.encodings
+        assert tuple(entry["examples"]) == architecture.example_repo_ids
     assert not by_name
-    assert set(found["tool_call_parsers"]) == set(TOOL_FORMATS)
-    assert set(found["reasoning_parsers"]) == set(REASONING_FORMATS)
-    assert found["gguf_types"] == list(READABLE_BLOCKS)
+    assert set(actual["tool_call_parsers"]) == set(TOOL_FORMATS)
+    assert set(actual["reasoning_parsers"]) == set(REASONING_FORMATS)
+    assert actual["gguf_types"] == list(READABLE_BLOCKS)

@@ -1,4 +1,4 @@
-"""Wrong arguments, files and checkpoints: one error line and exit status 2."""
+"""Invalid arguments, files and checkpoints: one error line and exit status 2."""
 
 from __future__ import annotations
 
@@ -123,10 +123,10 @@ FLAGS = {
 
 
 @pytest.mark.parametrize(("arguments", "words"), FLAGS.values(), ids=FLAGS.keys())
-def test_flags(arguments: list[str], words: str, model: Path) -> None:
+def test_invalid_flags_give_one_line(arguments: list[str], words: str, model: Path) -> None:
     if arguments[0] == "generate":
         arguments = ["generate", "--model", str(model), *arguments[1:]]
-    assert_refused(run(arguments), words)
+    assert_refused(run_command(arguments), words)
 
 
 @pytest.mark.parametrize(
@@ -139,11 +139,11 @@ def test_flags(arguments: list[str], words: str, model: Path) -> None:
         (b"a" * 500, "the prompt has 500 tokens"),
     ],
 )
-def test_standard_input(text: bytes, words: str, model: Path) -> None:
-    assert_refused(run(["generate", "--model", str(model)], text), words)
+def test_invalid_standard_input_gives_one_line(text: bytes, words: str, model: Path) -> None:
+    assert_refused(run_command(["generate", "--model", str(model)], text), words)
 
 
-def _without(*names: str) -> Callable[[Path], None]:
+def _remove_files(*names: str) -> Callable[[Path], None]:
     def damage(folder: Path) -> None:
         for name in names:
             (folder / name).unlink()
@@ -151,13 +151,13 @@ def _without(*names: str) -> Callable[[Path], None]:
     return damage
 
 
-def _writing(name: str, text: str | bytes) -> Callable[[Path], None]:
+def _write_text(name: str, text: str | bytes) -> Callable[[Path], None]:
     return lambda folder: (
         (folder / name).write_bytes(text.encode() if isinstance(text, str) else text) and None
     )
 
 
-def _with_config(**values: object) -> Callable[[Path], None]:
+def _change_config(**values: object) -> Callable[[Path], None]:
     def damage(folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**config, **values}))
@@ -165,12 +165,12 @@ def _with_config(**values: object) -> Callable[[Path], None]:
     return damage
 
 
-def _truncated(folder: Path) -> None:
+def _truncate_weights(folder: Path) -> None:
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
 
 
-def _pickled(folder: Path) -> None:
+def _replace_with_pickle(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
@@ -178,50 +178,52 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing folder": (shutil.rmtree, "no such folder"),
     "file in its place": (lambda folder: (shutil.rmtree(folder), folder.touch()), "is a file"),
     "empty folder": (lambda folder: (shutil.rmtree(folder), folder.mkdir()), "is empty"),
-    "no config.json": (_without("config.json"), "config.json"),
-    "no weights": (_without("model.safetensors"), "safetensors"),
-    "pickled weights": (_pickled, "pytorch_model.bin"),
-    "config.json not JSON": (_writing("config.json", "{"), "config.json"),
-    "config.json a list": (_writing("config.json", "[]"), "config.json"),
-    "config.json not text": (_writing("config.json", b"\xff\xfe"), "config.json"),
-    "no model_type": (_with_config(model_type=None), "architecture"),
-    "unknown architecture": (_with_config(model_type="lama"), "did you mean llama?"),
-    "vocabulary in words": (_with_config(vocab_size="many"), "vocab_size must be a whole number"),
-    "activation a list": (_with_config(hidden_act=["silu"]), "hidden_act"),
-    "no text configuration": (_with_config(text_config="none", dtype=None), "text_config must be"),
-    "rope no object": (_with_config(rope_scaling=2.0), "rope_scaling must be a JSON object"),
-    "a million layers": (_with_config(num_hidden_layers=10**6), "num_hidden_layers must be at most"),
-    "thousands of layers": (_with_config(num_hidden_layers=9000), "1001 missing"),
-    "a size of another model": (_with_config(hidden_size=2**20), "misshapen"),
+    "no config.json": (_remove_files("config.json"), "config.json"),
+    "no weights": (_remove_files("model.safetensors"), "safetensors"),
+    "pickled weights": (_replace_with_pickle, "pytorch_model.bin"),
+    "config.json not JSON": (_write_text("config.json", "{"), "config.json"),
+    "config.json a list": (_write_text("config.json", "[]"), "config.json"),
+    "config.json not text": (_write_text("config.json", b"\xff\xfe"), "config.json"),
+    "no model_type": (_change_config(model_type=None), "architecture"),
+    "unknown architecture": (_change_config(model_type="lama"), "did you mean llama?"),
+    "vocabulary in words": (_change_config(vocab_size="many"), "vocab_size must be a whole number"),
+    "activation a list": (_change_config(hidden_act=["silu"]), "hidden_act"),
+    "no text configuration": (_change_config(text_config="none", dtype=None), "text_config must be"),
+    "rope no object": (_change_config(rope_scaling=2.0), "rope_scaling must be a JSON object"),
+    "a million layers": (_change_config(num_hidden_layers=10**6), "num_hidden_layers must be at most"),
+    "thousands of layers": (_change_config(num_hidden_layers=9000), "1001 missing"),
+    "a size of another model": (_change_config(hidden_size=2**20), "misshapen"),
     "added tokens a list": (
-        _writing("tokenizer_config.json", '{"added_tokens_decoder": []}'),
+        _write_text("tokenizer_config.json", '{"added_tokens_decoder": []}'),
         "tokenizer_config.json: its added or special tokens do not have the form of tokens",
     ),
     "special tokens numbers": (
-        _writing("tokenizer_config.json", '{"additional_special_tokens": [1]}'),
+        _write_text("tokenizer_config.json", '{"additional_special_tokens": [1]}'),
         "tokenizer_config.json: its added or special tokens",
     ),
-    "chat template not text": (_writing("chat_template.jinja", b"\xff"), "chat_template.jinja: cannot be"),
-    "heads in words": (_with_config(num_attention_heads="four"), "num_attention_heads"),
-    "more layers than weights": (_with_config(num_hidden_layers=3), "model.layers.2."),
-    "fewer layers than weights": (_with_config(num_hidden_layers=1), "model.layers.1."),
-    "another shape": (_with_config(intermediate_size=56), "56"),
-    "unknown rope": (_with_config(rope_scaling={"rope_type": "spiral", "factor": 2.0}), "spiral"),
-    "truncated weights": (_truncated, "model.safetensors"),
-    "garbage for weights": (_writing("model.safetensors", b"\x01\x02\x03" * 9), "model.safetensors"),
-    "empty weights": (_writing("model.safetensors", b""), "model.safetensors"),
-    "no tokenizer": (_without("tokenizer.json", "tokenizer_config.json"), "tokenizer"),
-    "tokenizer not JSON": (_writing("tokenizer.json", "{"), "tokenizer.json"),
-    "generation defaults out of range": (_writing("generation_config.json", '{"top_p": 7}'), "top_p"),
-    "generation defaults not JSON": (_writing("generation_config.json", "?"), "generation_config.json"),
+    "chat template not text": (_write_text("chat_template.jinja", b"\xff"), "chat_template.jinja: cannot be"),
+    "heads in words": (_change_config(num_attention_heads="four"), "num_attention_heads"),
+    "more layers than weights": (_change_config(num_hidden_layers=3), "model.layers.2."),
+    "fewer layers than weights": (_change_config(num_hidden_layers=1), "model.layers.1."),
+    "another shape": (_change_config(intermediate_size=56), "56"),
+    "unknown rope": (_change_config(rope_scaling={"rope_type": "spiral", "factor": 2.0}), "spiral"),
+    "truncated weights": (_truncate_weights, "model.safetensors"),
+    "garbage for weights": (_write_text("model.safetensors", b"\x01\x02\x03" * 9), "model.safetensors"),
+    "empty weights": (_write_text("model.safetensors", b""), "model.safetensors"),
+    "no tokenizer": (_remove_files("tokenizer.json", "tokenizer_config.json"), "tokenizer"),
+    "tokenizer not JSON": (_write_text("tokenizer.json", "{"), "tokenizer.json"),
+    "generation defaults out of range": (_write_text("generation_config.json", '{"top_p": 7}'), "top_p"),
+    "generation defaults not JSON": (_write_text("generation_config.json", "?"), "generation_config.json"),
 }
 
 
 @pytest.mark.parametrize(("damage", "words"), CHECKPOINTS.values(), ids=CHECKPOINTS.keys())
-def test_checkpoints(damage: Callable[[Path], object], words: str, model: Path, tmp_path: Path) -> None:
+def test_malformed_checkpoints_give_one_line(
+    damage: Callable[[Path], object], words: str, model: Path, tmp_path: Path
+) -> None:
     damaged = Path(shutil.copytree(model, tmp_path / "damaged"))
     damage(damaged)
-    assert_refused(run(["generate", "--model", str(damaged), *PROMPT]), words)
+    assert_refused(run_command(["generate", "--model", str(damaged), *PROMPT]), words)
 
 
 @pytest.mark.parametrize(
@@ -232,36 +234,42 @@ def test_checkpoints(damage: Callable[[Path], object], words: str, model: Path, 
         ("", "model_path"),
     ],
 )
-def test_names_that_are_not_folders(name: str, words: str) -> None:
-    assert_refused(run(["generate", "--model", name, *PROMPT]), words)
+def test_model_names_that_are_not_folders_give_one_line(name: str, words: str) -> None:
+    assert_refused(run_command(["generate", "--model", name, *PROMPT]), words)
 
 
 def test_quoted_values_in_messages_are_short_and_printable() -> None:
-    result = run(["generate", "--model", "./" + "a" * 9999 + "\x1b[2J", *PROMPT])
+    result = run_command(["generate", "--model", "./" + "a" * 9999 + "\x1b[2J", *PROMPT])
     assert_refused(result, "aaa\\x1b[2J: no such folder")
     assert len(result.stderr) < 2100
 
 
-def test_chat_without_a_template(tmp_path: Path) -> None:
+def test_chat_without_a_template_is_refused(tmp_path: Path) -> None:
     model = write_tiny_llm(tmp_path / "plain", chat=False)
-    assert_refused(run(["generate", "--model", str(model), "--chat", *PROMPT]), "has no chat template")
+    assert_refused(
+        run_command(["generate", "--model", str(model), "--chat", *PROMPT]), "has no chat template"
+    )
 
 
-def test_a_chat_template_that_fails(model: Path, tmp_path: Path) -> None:
+def test_a_failing_chat_template_gives_one_line(model: Path, tmp_path: Path) -> None:
     template = tmp_path / "bad.jinja"
     template.write_text("{{ messages | nonsense }}")
     arguments = ["generate", "--model", str(model), "--chat-template", str(template), "--chat", *PROMPT]
-    assert_refused(run(arguments), "nonsense")
+    assert_refused(run_command(arguments), "nonsense")
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [('{"max_lenght": 64}', "did you mean max_length?"), ("{", "config.json"), ("[1]", "config")],
 )
-def test_configuration_files(text: str, words: str, model: Path, tmp_path: Path) -> None:
+def test_malformed_configuration_files_give_one_line(
+    text: str, words: str, model: Path, tmp_path: Path
+) -> None:
     file = tmp_path / "config.json"
     file.write_text(text)
-    assert_refused(run(["generate", "--model", str(model), "--config-file", str(file), *PROMPT]), words)
+    assert_refused(
+        run_command(["generate", "--model", str(model), "--config-file", str(file), *PROMPT]), words
+    )
 
 
 @pytest.mark.parametrize(
@@ -273,30 +281,30 @@ def test_configuration_files(text: str, words: str, model: Path, tmp_path: Path)
         ("PENSTOCK_ISA", "sse9", "unknown instruction set 'sse9'"),
     ],
 )
-def test_environment(
+def test_invalid_environment_variables_give_one_line(
     variable: str, value: str, words: str, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(variable, value)
-    assert_refused(run(["generate", "--model", str(model), *PROMPT]), words)
+    assert_refused(run_command(["generate", "--model", str(model), *PROMPT]), words)
 
 
-def test_too_little_memory(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_insufficient_memory_gives_one_line(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.driver._host_memory", lambda: (2**20, 50_000))
-    assert_refused(run(["generate", "--model", str(model), *PROMPT]), "free 48.8 KiB")
+    assert_refused(run_command(["generate", "--model", str(model), *PROMPT]), "free 48.8 KiB")
 
 
 @pytest.mark.parametrize("flag", ["--stop", "--system", "--prompt"])
-def test_bytes_that_are_not_utf8(flag: str, model: Path) -> None:
+def test_arguments_that_are_not_utf8_give_one_line(flag: str, model: Path) -> None:
     arguments = ["generate", "--model", str(model), "--chat", *PROMPT, flag, "\udcff"]
-    assert_refused(run(arguments), "is not valid UTF-8")
+    assert_refused(run_command(arguments), "is not valid UTF-8")
 
 
-def run(arguments: list[str], text: bytes = b"") -> Result:
+def run_command(arguments: list[str], text: bytes = b"") -> Result:
     return CliRunner().invoke(cli, arguments, input=text)
 
 
 def assert_refused(result: Result, words: str) -> None:
-    """Check for status 2 and exactly one line on standard error, which contains ``words``."""
+    """Check for exit status 2 and exactly one line on standard error that contains ``words``."""
     assert isinstance(result.exception, SystemExit), result.exception
     assert result.stdout == ""
     assert result.stderr.startswith("penstock: error: ")

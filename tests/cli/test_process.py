@@ -1,4 +1,4 @@
-"""The command as a process: start, end, and a closed output pipe."""
+"""The command as a process: start, exit, and a closed output pipe."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["--version"]])
-def test_help_loads_little(arguments: list[str]) -> None:
+def test_help_loads_few_modules(arguments: list[str]) -> None:
     code = (
         "import sys; before = len(sys.modules); from penstock.cli import cli\n"
         "try: cli.main(sys.argv[1:])\n"
@@ -33,7 +33,7 @@ def test_help_loads_little(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "found"),
+    ("words", "result"),
     [
         (["pen", "warm"], ["warm-cache"]),
         (["penstock", "bench", ""], ["run", "serve"]),
@@ -42,7 +42,7 @@ def test_help_loads_little(arguments: list[str]) -> None:
         (["penstock", "serve", "--shutdown"], ["--shutdown-grace"]),
     ],
 )
-def test_shells_complete(words: list[str], found: list[str]) -> None:
+def test_shell_completion_suggests_words(words: list[str], result: list[str]) -> None:
     variables = {
         "_PENSTOCK_COMPLETE": "bash_complete",
         "COMP_WORDS": " ".join(words),
@@ -58,7 +58,7 @@ def test_shells_complete(words: list[str], found: list[str]) -> None:
         text=True,
         check=False,
     )
-    assert [line.partition(",")[2] for line in run.stdout.splitlines()] == found, run.stderr
+    assert [line.partition(",")[2] for line in run.stdout.splitlines()] == result, run.stderr
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_shells_complete(words: list[str], found: list[str]) -> None:
         (["generate", "--no-such-flag"], "No such option"),
     ],
 )
-def test_mistakes(arguments: list[str], words: str) -> None:
+def test_invalid_arguments_give_one_line(arguments: list[str], words: str) -> None:
     run = subprocess.run([*PENSTOCK, *arguments], capture_output=True, text=True, check=False)
     assert run.returncode == 2
     assert run.stdout == ""
@@ -78,31 +78,34 @@ def test_mistakes(arguments: list[str], words: str) -> None:
     assert words in run.stderr
 
 
-def test_a_closed_output_pipe_ends_it_without_an_error(model: Path) -> None:
-    with _started(model) as process:
+def test_a_closed_output_pipe_is_no_error(model: Path) -> None:
+    with _start(model) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         assert process.stdout.read(10)
         process.stdout.close()
-        assert _complaints(process.stderr.read()) == b""
+        assert _errors_without_kernel_warning(process.stderr.read()) == b""
         assert process.wait() == 1
 
 
 def test_ctrl_c_leaves_no_traceback(model: Path) -> None:
-    with _started(model) as process:
+    with _start(model) as process:
         assert process.stdout is not None
         assert process.stdout.read(10)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate()
-        assert _complaints(errors).strip() == b""  # a terminal's line is ended
+        assert _errors_without_kernel_warning(errors).strip() == b""  # the line on the terminal is ended
         assert process.returncode == 130
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-def test_a_full_disk_is_one_line(model: Path) -> None:
+def test_a_full_disk_gives_one_line(model: Path) -> None:
     with open("/dev/full", "wb") as full:
         run = subprocess.run(_command(model, 5), stdout=full, stderr=subprocess.PIPE, check=False)
-    assert _complaints(run.stderr) == b"penstock: error: standard output: No space left on device\n"
+    assert (
+        _errors_without_kernel_warning(run.stderr)
+        == b"penstock: error: standard output: No space left on device\n"
+    )
     assert run.returncode == 2
 
 
@@ -117,7 +120,7 @@ def test_text_that_the_terminal_cannot_show_is_replaced(model: Path) -> None:
     assert b"?" in run.stdout
 
 
-def _started(model: Path) -> subprocess.Popen[bytes]:
+def _start(model: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen(_command(model, 19_000), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
@@ -127,7 +130,7 @@ def _command(model: Path, num_tokens: int) -> list[str]:
     return [*PENSTOCK, "generate", "--model", str(model), *request, *sizes]
 
 
-def _complaints(errors: bytes) -> bytes:
-    """Return standard error without the warning of an installation without compiled kernels."""
+def _errors_without_kernel_warning(errors: bytes) -> bytes:
+    """Return standard error without the warning about missing compiled kernels."""
     lines = errors.splitlines(keepends=True)
     return b"".join(line for line in lines if not line.startswith(b"the C++ kernels are not built"))

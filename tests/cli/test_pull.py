@@ -1,4 +1,4 @@
-"""``penstock pull``, ``rm`` and ``list --local`` with a hub on this machine."""
+"""``penstock pull``, ``rm`` and ``list --local`` with a local hub server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import pytest
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 OLDER = "89abcdef0123456789abcdef0123456789abcdef"
 LARGE = 24 * 2**20
-"""Bytes of the large file. The client writes pieces of 10 MiB."""
+"""Size of the large file in bytes. The client writes 10 MiB at a time."""
 STALL = 21 * 2**20
 
 FILES: dict[str, bytes] = {
@@ -43,23 +43,23 @@ REPOSITORIES = {"tiny/llama": FILES, "tiny/gguf": GGUF_FILES}
 
 
 class Hub:
-    """The requests that the server has received, and the faults that it produces."""
+    """A hub server: the requests that it received, and the faults that it produces."""
 
     def __init__(self, url: str, cache: Path) -> None:
         self.url, self.cache = url, cache
         self.ranges: list[tuple[str, str | None]] = []
-        """The file and the header ``Range`` of each download."""
+        """The file name and the header ``Range`` of each download."""
         self.commit = COMMIT
         self.stalls = False
         self.breaks = 0
-        """How many downloads of the large file end early."""
+        """Number of downloads of the large file that end early."""
         self.etag: str | None = None
-        """The checksum that the server states, if it is a wrong one."""
+        """The checksum that the server reports, if it is wrong."""
         self.stalled = threading.Event()
         self.released = threading.Event()
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
-        """Start the command line, with this hub and an empty cache."""
+        """Start the command with this hub and an empty cache."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
         environment |= {"HF_ENDPOINT": self.url, "HF_HOME": str(self.cache), "HF_HUB_DISABLE_XET": "1"}
         return subprocess.Popen(
@@ -72,7 +72,7 @@ class Hub:
         )
 
     def run(self, *arguments: str, status: int = 0) -> tuple[str, str]:
-        """Run the command line. Returns its output and its errors."""
+        """Run the command. Returns its standard output and standard error."""
         process = self.start(*arguments)
         output, errors = process.communicate(timeout=60)
         assert process.returncode == status, errors
@@ -123,9 +123,9 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             if not with_body:
                 self._send(200, data, headers, with_body=False)
                 return
-            given = self.headers.get("Range")
-            hub.ranges.append((match[3], given))
-            start = int(given.removeprefix("bytes=").partition("-")[0]) if given else 0
+            byte_range = self.headers.get("Range")
+            hub.ranges.append((match[3], byte_range))
+            start = int(byte_range.removeprefix("bytes=").partition("-")[0]) if byte_range else 0
             if start:
                 headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
             self._send(206 if start else 200, data[start:], headers)
@@ -156,19 +156,19 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[Hub]:
-    found = Hub("", tmp_path / "hf")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(found))
-    found.url = f"http://127.0.0.1:{server.server_address[1]}"
+    hub_ = Hub("", tmp_path / "hf")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(hub_))
+    hub_.url = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    yield found
-    found.released.set()
+    yield hub_
+    hub_.released.set()
     server.shutdown()
     server.server_close()
     thread.join(10)
 
 
-def test_pull_list_and_rm(hub: Hub) -> None:
+def test_a_model_is_pulled_listed_and_removed(hub: Hub) -> None:
     output, errors = hub.run("pull", "tiny/llama")
     assert output.startswith("tiny/llama: 24.0 MiB in 3 files, ")
     assert "100%" in errors  # the progress bar
@@ -183,7 +183,7 @@ def test_pull_list_and_rm(hub: Hub) -> None:
         "num_files": 3,
         "num_bytes": LARGE + len(FILES["config.json"]) + 2,
     }
-    assert not hub.ranges  # nothing is downloaded twice
+    assert not hub.ranges  # no file is downloaded twice
     (row,) = hub.local()
     assert (row["model"], row["revision"], row["refs"], row["is_complete"]) == (
         "tiny/llama",
@@ -193,8 +193,8 @@ def test_pull_list_and_rm(hub: Hub) -> None:
     )
     assert (row["num_files"], row["num_bytes"]) == (3, LARGE + len(FILES["config.json"]) + 2)
     assert abs(row["last_used"] - time.time()) < 600
-    shown = hub.run("list", "--local")[0]
-    assert re.search(r"^tiny/llama +0123456789ab +main +24\.0 MiB +now *$", shown, re.MULTILINE)
+    table = hub.run("list", "--local")[0]
+    assert re.search(r"^tiny/llama +0123456789ab +main +24\.0 MiB +now *$", table, re.MULTILINE)
     hub.commit = OLDER  # another revision of the same files
     hub.run("pull", "tiny/llama", "--revision", "older")
     assert [row["refs"] for row in hub.local()] == [["main"], ["older"]]
@@ -209,37 +209,37 @@ def test_pull_list_and_rm(hub: Hub) -> None:
     assert not [file for file in hub.cache.rglob("*") if file.is_file() and "tiny" in str(file)]
 
 
-def test_an_interrupted_download_continues(hub: Hub) -> None:
+def test_an_interrupted_download_is_continued(hub: Hub) -> None:
     hub.stalls = True
     process = hub.start("pull", "tiny/llama")
     assert hub.stalled.wait(60)
     blobs = hub.cache / "hub" / "models--tiny--llama" / "blobs"
     deadline = time.monotonic() + 30
-    while not (partial := [one for one in blobs.glob("*.incomplete") if one.stat().st_size > 2**20]):
-        assert time.monotonic() < deadline, "no part of the file was written"
+    while not (partial := [blob for blob in blobs.glob("*.incomplete") if blob.stat().st_size > 2**20]):
+        assert time.monotonic() < deadline, "no partial file was written"
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=30)
-    written = partial[0].stat().st_size
-    assert 0 < written < LARGE
+    num_written = partial[0].stat().st_size
+    assert 0 < num_written < LARGE
     (row,) = hub.local()
     assert not row["is_complete"]
-    assert row["num_bytes"] >= written
+    assert row["num_bytes"] >= num_written
     assert "incomplete" in hub.run("list", "--local")[0]
     hub.stalls = False
     hub.released.set()
     hub.ranges.clear()
     output, _ = hub.run("pull", "tiny/llama")
-    assert ("model.safetensors", f"bytes={written}-") in hub.ranges
+    assert ("model.safetensors", f"bytes={num_written}-") in hub.ranges
     folder = Path(output.strip().rpartition(", ")[2])
     assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
     assert hub.local()[0]["is_complete"]
 
 
-def test_a_connection_that_breaks(hub: Hub) -> None:
+def test_a_download_continues_after_a_broken_connection(hub: Hub) -> None:
     hub.breaks = 2
     output, _ = hub.run("pull", "tiny/llama")
-    ranges = [given for name, given in hub.ranges if name == "model.safetensors"]
+    ranges = [byte_range for name, byte_range in hub.ranges if name == "model.safetensors"]
     assert ranges == [None, f"bytes={2**21}-", f"bytes={2**22}-"]
     folder = Path(output.strip().rpartition(", ")[2])
     assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
@@ -262,12 +262,12 @@ def test_rm_deletes_a_partial_download(hub: Hub) -> None:
     assert not blobs.exists()
 
 
-def test_one_gguf_file(hub: Hub) -> None:
+def test_a_single_gguf_file_can_be_pulled(hub: Hub) -> None:
     hub.run("pull", "tiny/gguf", "--gguf-file", "q4_k_m")
     assert {name for name, _ in hub.ranges} == {"config.json", "m-Q4_K_M.gguf"}
 
 
-def test_mistakes(hub: Hub) -> None:
+def test_invalid_arguments_are_refused(hub: Hub) -> None:
     for arguments, message in (
         (("pull", "tiny/none"), "no such model on the hub"),
         (("pull", "./folder"), "is not a model of the hub"),
@@ -283,6 +283,6 @@ def test_mistakes(hub: Hub) -> None:
     hub.run("pull", "tiny/gguf", "--gguf-file", "q8_0")
     _, errors = hub.run("rm", "tiny/gguf", "--revision", "ff", "-y", status=2)
     assert "has no revision 'ff' in the cache" in errors
-    _, errors = hub.run("rm", "tiny/gguf", status=130)  # the question has no answer
+    _, errors = hub.run("rm", "tiny/gguf", status=130)  # the question is not answered
     assert "Delete tiny/gguf (0123456789ab)?" in errors
     assert len(hub.local()) == 1

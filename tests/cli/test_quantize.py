@@ -1,4 +1,4 @@
-"""``penstock quantize``: the checkpoint holds the packer's results and can be loaded."""
+"""``penstock quantize``: the written checkpoint holds the packed weights and can be loaded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOKENS = random_tokens(20, 120, seed=1)
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-def quantize(*arguments: object) -> Result:
+def run_quantize(*arguments: object) -> Result:
     return CliRunner().invoke(cli, ["quantize", *map(str, arguments)])
 
 
@@ -33,56 +33,60 @@ def logits_of(folder: Path, encoding: str | None = None) -> torch.Tensor:
 
 @pytest.fixture(scope="module", params=["llama", "phi3", "mixtral"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    (architecture,) = (one for one in DECODERS if one.name == request.param)
+    (architecture,) = (candidate for candidate in DECODERS if candidate.name == request.param)
     assert architecture.tiny_config
     return write_checkpoint(tmp_path_factory.mktemp(request.param), architecture.tiny_config() | SIZES)
 
 
 @pytest.mark.parametrize(("encoding", "kept", "bound"), [("int4", "uint4", 0.12), ("int8", "int8", 0.012)])
-def test_weights_and_logits(checkpoint: Path, encoding: str, kept: str, bound: float, tmp_path: Path) -> None:
-    result = quantize("--model", checkpoint, "--encoding", encoding, "--out", tmp_path / "q", "--json")
+def test_quantized_weights_and_logits_are_close_to_the_original(
+    checkpoint: Path, encoding: str, kept: str, bound: float, tmp_path: Path
+) -> None:
+    result = run_quantize("--model", checkpoint, "--encoding", encoding, "--out", tmp_path / "q", "--json")
     assert result.exit_code == 0, result.stderr
-    found = json.loads(result.stdout)
-    assert found["bytes"]["after"] < found["bytes"]["before"]
+    actual = json.loads(result.stdout)
+    assert actual["bytes"]["after"] < actual["bytes"]["before"]
     before, after = Weights.open(checkpoint), Weights.open(tmp_path / "q")
     assert before.names == after.names
     num_kept = 0
     for name in before.names:
         shape = before.shape(name)
-        there, here = before.tensor(name, shape).float(), after.tensor(name, shape).float()
+        original, quantized = before.tensor(name, shape).float(), after.tensor(name, shape).float()
         if after.stored_encoding(name) is None:
-            assert torch.equal(there, here)
+            assert torch.equal(original, quantized)
             assert "proj" not in name
             continue
         num_kept += 1
         assert after.stored_encoding(name) == kept
-        assert float((here - there).norm() / there.norm()) < bound
-    assert num_kept == found["num_layers"]
+        assert float((quantized - original).norm() / original.norm()) < bound
+    assert num_kept == actual["num_layers"]
     after.finish()
     error = logits_of(tmp_path / "q") - logits_of(tmp_path / "q", "float32")
     assert float(error.norm() / logits_of(tmp_path / "q", "float32").norm()) < 0.2
     assert not (tmp_path / "q" / "model.safetensors.index.json").exists()
 
 
-def test_shards(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert quantize("--model", checkpoint, "--out", tmp_path / "one").exit_code == 0
+def test_a_sharded_checkpoint_has_the_same_tensors(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run_quantize("--model", checkpoint, "--out", tmp_path / "one").exit_code == 0
     monkeypatch.setattr(export, "SHARD_BYTES", 20_000)
-    result = quantize("--model", checkpoint, "--out", tmp_path / "many")
+    result = run_quantize("--model", checkpoint, "--out", tmp_path / "many")
     assert result.exit_code == 0
     assert "layers in int4" in result.stdout
     files = sorted((tmp_path / "many").glob("*.safetensors"))
     assert len(files) > 3
-    whole = load_file(tmp_path / "one" / "model.safetensors")
+    unsharded = load_file(tmp_path / "one" / "model.safetensors")
     parts: dict[str, torch.Tensor] = {}
     for file in files:
         parts |= load_file(file)
-    assert parts.keys() == whole.keys()
-    assert all(torch.equal(parts[name], tensor) for name, tensor in whole.items())
+    assert parts.keys() == unsharded.keys()
+    assert all(torch.equal(parts[name], tensor) for name, tensor in unsharded.items())
     assert Weights.open(tmp_path / "many").num_bytes == Weights.open(tmp_path / "one").num_bytes
 
 
-def test_the_embedded_model_generates(tmp_path: Path) -> None:
-    assert quantize("--out", tmp_path / "q").exit_code == 0
+def test_the_quantized_embedded_model_generates(tmp_path: Path) -> None:
+    assert run_quantize("--out", tmp_path / "q").exit_code == 0
     result = CliRunner().invoke(
         cli, ["generate", "--model", str(tmp_path / "q"), "--prompt", "Once upon a time"]
     )
@@ -92,26 +96,26 @@ def test_the_embedded_model_generates(tmp_path: Path) -> None:
     assert {*files} - {"README.md", "__init__.py"} <= {file.name for file in (tmp_path / "q").iterdir()}
 
 
-def test_mistakes(tmp_path: Path) -> None:
+def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    result = quantize("--out", tmp_path)
+    result = run_quantize("--out", tmp_path)
     assert result.exit_code == 2
     assert "is not empty: name a new folder" in result.stderr
-    assert quantize("--out", tmp_path / "x", "--encoding", "bfloat16").exit_code == 2
-    assert "name a new folder with --out" in quantize().stderr
-    assert "use --encoding" in quantize("--out", tmp_path / "x", "--quantization-encoding", "int8").stderr
+    assert run_quantize("--out", tmp_path / "x", "--encoding", "bfloat16").exit_code == 2
+    assert "name a new folder with --out" in run_quantize().stderr
+    assert "use --encoding" in run_quantize("--out", tmp_path / "x", "--quantization-encoding", "int8").stderr
 
 
 @pytest.mark.skipif(not find_spec("compressed_tensors"), reason="compressed-tensors is not installed")
 @pytest.mark.parametrize("encoding", ["int4", "int8"])
-def test_transformers_loads_it(checkpoint: Path, encoding: str, tmp_path: Path) -> None:
+def test_transformers_loads_the_quantized_checkpoint(checkpoint: Path, encoding: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     if "mixtral" in str(checkpoint) and encoding == "int8":
         pytest.skip("transformers stacks experts, and cannot stack those of int8")
-    assert quantize("--model", checkpoint, "--encoding", encoding, "--out", tmp_path / "q").exit_code == 0
+    assert run_quantize("--model", checkpoint, "--encoding", encoding, "--out", tmp_path / "q").exit_code == 0
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "q", dtype=torch.float32).eval()
     with torch.inference_mode():
         expected = model(torch.tensor([TOKENS])).logits[0]
-    found = logits_of(tmp_path / "q", "float32")
-    assert float((found - expected).norm() / expected.norm()) < (0.01 if encoding == "int4" else 0.2)
+    actual = logits_of(tmp_path / "q", "float32")
+    assert float((actual - expected).norm() / expected.norm()) < (0.01 if encoding == "int4" else 0.2)

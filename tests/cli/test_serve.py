@@ -1,4 +1,4 @@
-"""``penstock serve``: as a process with the embedded model, and with wrong arguments."""
+"""``penstock serve`` as a process with the embedded model, and with invalid arguments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from penstock import LLM, SamplingParams
 from penstock.cli import cli
 
 SERVE = [sys.executable, "-m", "penstock", "serve"]
-LISTING_MODULES = """
+LIST_MODULES_AT_EXIT = """
 import sys
 from penstock.cli import cli
 try:
@@ -33,14 +33,14 @@ try:
 finally:
     print(sorted({"torch", "transformers", "xgrammar", "llguidance"} & set(sys.modules)))
 """
-"""``penstock serve`` that prints at its end which large libraries the server process has loaded."""
+"""Runs ``penstock serve``, and prints at its end which large libraries the server process has loaded."""
 
 
 @contextmanager
-def serving(
+def run_server(
     *flags: str, log: Path, command: Sequence[str] = SERVE
 ) -> Iterator[tuple[subprocess.Popen[bytes], httpx.Client]]:
-    """A server on a free port, and a client of it."""
+    """Run a server on a free port, and yield a client of it."""
     with (
         log.open("wb") as errors,
         subprocess.Popen([*command, "--port", "0", *flags], stderr=errors, stdout=subprocess.PIPE) as process,
@@ -54,9 +54,9 @@ def serving(
 
 def _url(process: subprocess.Popen[bytes], log: Path) -> str:
     while process.poll() is None:
-        found = re.search(r"serving \S+ at (http://\S+) ", log.read_text())
-        if found:
-            return found[1]
+        match = re.search(r"serving \S+ at (http://\S+) ", log.read_text())
+        if match:
+            return match[1]
         time.sleep(0.02)
     raise AssertionError(log.read_text())
 
@@ -65,7 +65,7 @@ def test_the_embedded_model_from_start_to_end(tmp_path: Path) -> None:
     log = tmp_path / "log"
     chat = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5}
     flags = ("--api-key", "one", "--api-key", "two")
-    with serving(*flags, log=log) as (process, client):
+    with run_server(*flags, log=log) as (process, client):
         assert client.get("/v1/models").status_code == 401
         client.headers["authorization"] = "Bearer two"
         assert client.post("/v1/chat/completions", json=chat).json()["usage"]["completion_tokens"] == 5
@@ -99,9 +99,9 @@ def test_the_embedded_model_from_start_to_end(tmp_path: Path) -> None:
 def test_an_embedder_from_start_to_end(tmp_path: Path) -> None:
     model, log = write_tiny_embedder(tmp_path / "tiny", matryoshka_dimensions=[8]), tmp_path / "log"
     body = {"input": ["a cat", "a dog"], "dimensions": 4}
-    with serving(str(model), "--matryoshka-dimensions", "4,16", log=log) as (process, client):
+    with run_server(str(model), "--matryoshka-dimensions", "4,16", log=log) as (process, client):
         answer = client.post("/v1/embeddings", json=body).json()
-        assert [len(one["embedding"]) for one in answer["data"]] == [4, 4]
+        assert [len(entry["embedding"]) for entry in answer["data"]] == [4, 4]
         refused = client.post("/v1/embeddings", json={**body, "dimensions": 8}).json()["error"]
         assert refused["message"] == "dimensions must be one of 4, 16, 32, was 8"
         process.send_signal(signal.SIGTERM)
@@ -121,8 +121,8 @@ def _wait_for(client: httpx.Client, path: str, status: int) -> None:
         time.sleep(0.02)
 
 
-def test_speculation_by_flags_and_no_torch_in_the_server(tmp_path: Path) -> None:
-    """Responses equal those without speculation, and drafts are accepted; the server loads no torch."""
+def test_a_server_with_speculation_gives_the_plain_text(tmp_path: Path) -> None:
+    """Responses equal those without speculation, and some drafts are accepted. The server loads no torch."""
     deterministic = {"deterministic": True, "quantization_encoding": "float32", "max_length": 512}
     story = "Lily lived near a blue lake. Lily lived near a blue lake. Lily lived near a"
     samplings: list[dict[str, Any]] = [
@@ -131,8 +131,8 @@ def test_speculation_by_flags_and_no_torch_in_the_server(tmp_path: Path) -> None
     ]
     flags = ["--deterministic", "--quantization-encoding", "float32", "--max-length", "512"]
     flags += ["--speculative-method", "ngram", "--no-adaptive-speculation"]
-    command = [sys.executable, "-c", LISTING_MODULES]
-    with serving(*flags, log=tmp_path / "log", command=command) as (process, client):
+    command = [sys.executable, "-c", LIST_MODULES_AT_EXIT]
+    with run_server(*flags, log=tmp_path / "log", command=command) as (process, client):
         bodies = [{"model": "demo", "prompt": story, "max_tokens": 60, **sampling} for sampling in samplings]
         replies = [client.post("/v1/completions", json=body).json() for body in bodies]
         metrics = client.get("/metrics").text
@@ -148,32 +148,35 @@ def test_speculation_by_flags_and_no_torch_in_the_server(tmp_path: Path) -> None
         params = SamplingParams(max_new_tokens=60, **sampling)
         [answer] = llm.generate([story], params)
         assert reply["choices"][0]["text"] == answer.text
-    assert "lora" in refusal("--lora", "nonsense")
+    assert "lora" in error_line("--lora", "nonsense")
 
 
 @pytest.fixture(scope="module")
-def damaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def malformed_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = write_tiny_llm(tmp_path_factory.mktemp("models") / "damaged")
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
     return model
 
 
-def test_a_model_that_cannot_be_loaded_is_one_line(damaged: Path) -> None:
-    run = subprocess.run(
-        [*SERVE, "--port", "0", "--model", str(damaged)], capture_output=True, text=True, check=False
+def test_a_model_that_cannot_be_loaded_gives_one_line(malformed_checkpoint: Path) -> None:
+    completed = subprocess.run(
+        [*SERVE, "--port", "0", "--model", str(malformed_checkpoint)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    assert run.returncode == 2
-    assert run.stdout == ""
-    assert run.stderr.startswith("penstock: error: ")
-    assert "model.safetensors" in run.stderr
-    assert run.stderr.count("\n") == 1
+    assert completed.returncode == 2
+    assert completed.stdout == ""
+    assert completed.stderr.startswith("penstock: error: ")
+    assert "model.safetensors" in completed.stderr
+    assert completed.stderr.count("\n") == 1
 
 
-def test_a_port_in_use_is_one_line() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        assert refusal("--port", str(port)) == (
+def test_a_port_in_use_gives_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        assert error_line("--port", str(port)) == (
             f"penstock: error: port: cannot listen at 127.0.0.1:{port}: Address already in use\n"
         )
 
@@ -201,19 +204,19 @@ def test_a_port_in_use_is_one_line() -> None:
         (["--host", "192.0.2.1"], "host: cannot listen at 192.0.2.1:0"),
     ],
 )
-def test_mistakes(flags: list[str], words: str) -> None:
-    line = refusal("--port", "0", *flags) if "--port" not in flags else refusal(*flags)
+def test_invalid_flags_are_refused(flags: list[str], words: str) -> None:
+    line = error_line("--port", "0", *flags) if "--port" not in flags else error_line(*flags)
     assert words in line
     assert "a secret" not in line
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_names_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.cli.serve.find_spec", lambda name: None if name == "uvicorn" else name)
-    assert "penstock serve needs uvicorn: pip install 'penstock-llm[serve]'" in refusal("--port", "0")
+    assert "penstock serve needs uvicorn: pip install 'penstock-llm[serve]'" in error_line("--port", "0")
 
 
-def refusal(*flags: str) -> str:
-    """Return the one line on standard error with which the command refuses."""
+def error_line(*flags: str) -> str:
+    """Return the one line on standard error of a refused command."""
     result = CliRunner().invoke(cli, ["serve", *flags])
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
@@ -221,38 +224,40 @@ def refusal(*flags: str) -> str:
     return result.stderr
 
 
-def settings(*flags: str, command: str = "serve", **environment: str) -> dict[str, tuple[str, str]]:
-    """Name -> value and source, as ``--print-config`` shows them."""
+def print_config(*flags: str, command: str = "serve", **environment: str) -> dict[str, tuple[str, str]]:
+    """Return the value and source of each setting, as ``--print-config`` prints them."""
     result = CliRunner().invoke(cli, [command, *flags, "--print-config"], env=environment)
     assert result.exit_code == 0, result.output
     rows = [re.split(r" {2,}", line) for line in result.stdout.splitlines()]
     return {name: (value, source) for name, value, source in rows}
 
 
-def test_print_config_shows_both_and_no_keys(tmp_path: Path) -> None:
+def test_print_config_shows_all_settings_but_hides_keys(tmp_path: Path) -> None:
     file = tmp_path / "serve.json"
     values = {"api_key": ["k1", "k2"], "max_length": 512, "port": 1234, "host": "::1"}
     file.write_text(json.dumps(values))
-    shown = settings("--config-file", str(file), "--port", "5", PENSTOCK_CORS_ORIGINS="http://a, http://b")
-    assert shown["port"] == ("5", "flag")
-    assert shown["host"] == ("::1", f"file {file}")
-    assert shown["max_length"] == ("512", f"file {file}")
-    assert shown["cors_origins"] == ("http://a,http://b", "environment PENSTOCK_CORS_ORIGINS")
-    assert shown["api_key"] == ("(2 not shown)", f"file {file}")
-    assert shown["shutdown_grace"] == ("30.0", "default")
-    assert settings(PENSTOCK_API_KEY="a,b,c")["api_key"] == (
+    printed = print_config(
+        "--config-file", str(file), "--port", "5", PENSTOCK_CORS_ORIGINS="http://a, http://b"
+    )
+    assert printed["port"] == ("5", "flag")
+    assert printed["host"] == ("::1", f"file {file}")
+    assert printed["max_length"] == ("512", f"file {file}")
+    assert printed["cors_origins"] == ("http://a,http://b", "environment PENSTOCK_CORS_ORIGINS")
+    assert printed["api_key"] == ("(2 not shown)", f"file {file}")
+    assert printed["shutdown_grace"] == ("30.0", "default")
+    assert print_config(PENSTOCK_API_KEY="a,b,c")["api_key"] == (
         "(3 not shown)",
         "environment PENSTOCK_API_KEY",
     )
-    assert settings("--api-key", "a", PENSTOCK_API_KEY="b,c")["api_key"] == ("(1 not shown)", "flag")
+    assert print_config("--api-key", "a", PENSTOCK_API_KEY="b,c")["api_key"] == ("(1 not shown)", "flag")
 
 
 def test_all_commands_read_the_same_file_and_environment(tmp_path: Path) -> None:
     file = tmp_path / "all.toml"
     file.write_text('max_length = 512\nport = 1234\napi_key = ["k"]\n')
-    shown = settings("--config-file", str(file), command="generate", PENSTOCK_MAX_QUEUE_SIZE="7")
-    assert shown["max_length"][0] == "512"
-    assert "port" not in shown
-    wrong = CliRunner().invoke(cli, ["generate", "--print-config"], env={"PENSTOCK_PORT": "x"})
-    assert wrong.exit_code == 2
-    assert "environment PENSTOCK_PORT" in wrong.stderr
+    values = print_config("--config-file", str(file), command="generate", PENSTOCK_MAX_QUEUE_SIZE="7")
+    assert values["max_length"][0] == "512"
+    assert "port" not in values
+    refused = CliRunner().invoke(cli, ["generate", "--print-config"], env={"PENSTOCK_PORT": "x"})
+    assert refused.exit_code == 2
+    assert "environment PENSTOCK_PORT" in refused.stderr

@@ -1,4 +1,4 @@
-"""``penstock serve --model A --model B``: the flags, and a server that has memory for one of two models."""
+"""``penstock serve --model A --model B``: the flags, and a server with memory for one of two models."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from penstock.errors import ConfigError
         ("a,memory=1000,served-model-name=x", ModelFlag("a", {"served_model_name": "x"}, 1000)),
     ],
 )
-def test_model_flags(text: str, expected: ModelFlag) -> None:
+def test_model_flags_are_parsed(text: str, expected: ModelFlag) -> None:
     assert parse_model(text) == expected
 
 
@@ -42,7 +42,7 @@ def test_model_flags(text: str, expected: ModelFlag) -> None:
         ("a,max-length=5,max_length=6", "max_length is given twice"),
     ],
 )
-def test_wrong_model_flags(text: str, message: str) -> None:
+def test_malformed_model_flags_are_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_model(text)
     assert message in str(caught.value).replace(": ", " ", 1)
@@ -58,9 +58,9 @@ def test_settings_of_a_model_override_the_common_ones() -> None:
 
 
 def test_the_estimate_grows_with_weights_and_workers() -> None:
-    one = estimate_memory(PipelineConfig())
-    assert one > 512 << 20
-    assert estimate_memory(PipelineConfig(data_parallel_size=3)) == 3 * one
+    single = estimate_memory(PipelineConfig())
+    assert single > 512 << 20
+    assert estimate_memory(PipelineConfig(data_parallel_size=3)) == 3 * single
 
 
 @pytest.mark.parametrize(
@@ -74,14 +74,14 @@ def test_the_estimate_grows_with_weights_and_workers() -> None:
         ),
     ],
 )
-def test_impossible_models(arguments: list[str], message: str) -> None:
+def test_invalid_combinations_of_models_are_refused(arguments: list[str], message: str) -> None:
     result = CliRunner().invoke(cli, ["serve", "--port", "0", *arguments])
     assert result.exit_code != 0
     assert message in result.output + str(result.exception)
 
 
 @pytest.mark.slow
-def test_two_models_take_turns_in_the_memory_of_one(tmp_path: Path) -> None:
+def test_two_models_are_swapped_in_the_memory_of_one(tmp_path: Path) -> None:
     log = tmp_path / "log"
     command = [sys.executable, "-m", "penstock", "serve", "--port", "0", "--max-length", "64"]
     command += [
@@ -95,21 +95,22 @@ def test_two_models_take_turns_in_the_memory_of_one(tmp_path: Path) -> None:
         subprocess.Popen([*command, "--model-memory", "1GiB"], stderr=errors) as process,
     ):
         try:
-            while (found := re.search(r"serving \S+ at (http://\S+) ", log.read_text())) is None:
+            while (match := re.search(r"serving \S+ at (http://\S+) ", log.read_text())) is None:
                 assert process.poll() is None, log.read_text()
                 time.sleep(0.05)
-            with httpx.Client(base_url=found[1], timeout=100) as client:
+            with httpx.Client(base_url=match[1], timeout=100) as client:
                 for name, length in (("demo", 64), ("b", 32), ("demo", 64)):
                     body = {"model": name, "prompt": "Once", "ignore_eos": True, "max_tokens": 5}
                     answer = client.post("/v1/completions", json=body).json()
                     assert answer["usage"]["completion_tokens"] == 5
                     assert answer["model"] == name
                     loaded = client.get("/api/ps").json()["models"]
-                    assert [one["name"] for one in loaded] == [name]
-                    listed = {
-                        one["id"]: one["max_model_len"] for one in client.get("/v1/models").json()["data"]
+                    assert [entry["name"] for entry in loaded] == [name]
+                    max_lengths = {
+                        entry["id"]: entry["max_model_len"]
+                        for entry in client.get("/v1/models").json()["data"]
                     }
-                    assert listed[name] == length
+                    assert max_lengths[name] == length
                 assert client.post("/v1/completions", json={"model": "c", "prompt": "Hi"}).status_code == 404
                 process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 0, log.read_text()

@@ -1,4 +1,4 @@
-"""``penstock speak``, in this process."""
+"""``penstock speak``, run in this process."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ def _fake_codec(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.pipelines.audio.create_audio.__defaults__", (FakeCodecs(),))
 
 
-def run(*arguments: Any, text: str | None = None) -> Result:
+def run_speak(*arguments: Any, text: str | None = None) -> Result:
     flags = ("--kv-cache-memory", "2MiB", "--seed", "3", "--max-new-tokens", "50")
     return CliRunner().invoke(cli, ["speak", *map(str, arguments), *flags], input=text)
 
 
-def test_a_file_of_each_plain_format(model: Path, tmp_path: Path) -> None:
-    result = run("hello world", "-o", tmp_path / "a.wav", "--model", model)
+def test_audio_is_written_in_each_uncompressed_format(model: Path, tmp_path: Path) -> None:
+    result = run_speak("hello world", "-o", tmp_path / "a.wav", "--model", model)
     assert result.exit_code == 0, result.output
     assert re.search(r"s of audio \(\d+ tokens\) in .* s: real-time factor \d", result.stderr)
     with wave.open(str(tmp_path / "a.wav")) as file:
         assert (file.getframerate(), file.getnchannels(), file.getsampwidth()) == (RATE, 1, 2)
         samples = file.readframes(file.getnframes())
     assert len(samples) > 100
-    run("-o", tmp_path / "b.pcm", "--model", model, text="hello world\n")
+    run_speak("-o", tmp_path / "b.pcm", "--model", model, text="hello world\n")
     assert (tmp_path / "b.pcm").read_bytes() == samples
-    out = run("hello world", "-o", "-", "--model", model)
+    out = run_speak("hello world", "-o", "-", "--model", model)
     with wave.open(io.BytesIO(out.stdout_bytes)) as file:
         assert file.readframes(file.getnframes()) == samples
     assert np.frombuffer(samples, "<i2").any()
@@ -56,14 +56,14 @@ def test_a_file_of_each_plain_format(model: Path, tmp_path: Path) -> None:
         (["a", "--voice-name", "eve"], "voice 'eve' is unknown"),
     ],
 )
-def test_mistakes(model: Path, arguments: list[str], message: str) -> None:
-    result = run(*arguments, "--model", model)
+def test_invalid_arguments_are_refused(model: Path, arguments: list[str], message: str) -> None:
+    result = run_speak(*arguments, "--model", model)
     assert result.exit_code != 0
     assert message in str(result.exception) + result.stderr
 
 
-def test_a_text_model(tmp_path: Path) -> None:
-    result = run("a", "--model", write_tiny_llm(tmp_path / "m"))
+def test_a_text_model_is_refused(tmp_path: Path) -> None:
+    result = run_speak("a", "--model", write_tiny_llm(tmp_path / "m"))
     assert (
         "penstock speak needs a model of the task audio-generation" in str(result.exception) + result.stderr
     )

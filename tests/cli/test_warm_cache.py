@@ -1,4 +1,4 @@
-"""``penstock warm-cache``: complete checkpoints pass; incomplete ones are named before they are loaded."""
+"""``penstock warm-cache``: it accepts complete checkpoints, and reports incomplete ones before loading."""
 
 from __future__ import annotations
 
@@ -25,49 +25,51 @@ from penstock.kernels.cpu import available_isas
 from penstock.weights import tensors as loading
 
 
-def warm(*arguments: object) -> Result:
+def warm_cache(*arguments: object) -> Result:
     return CliRunner().invoke(cli, ["warm-cache", *map(str, arguments)])
 
 
 def report_of(*arguments: object) -> dict[str, Any]:
     """Return the JSON that the command prints."""
-    result = warm(*arguments, "--json")
+    result = warm_cache(*arguments, "--json")
     assert result.exit_code == 0, result.stderr
-    found: dict[str, Any] = json.loads(result.stdout)
-    return found
+    actual: dict[str, Any] = json.loads(result.stdout)
+    return actual
 
 
-def refused(words: str, *arguments: object) -> None:
+def assert_refused(words: str, *arguments: object) -> None:
     """Check that the command fails with one line that contains ``words``."""
-    result = warm(*arguments)
+    result = warm_cache(*arguments)
     assert result.exit_code == 2
     assert result.stderr.startswith("penstock: error: ")
     assert result.stderr.count("\n") == 1
     assert re.search(words, result.stderr), result.stderr
 
 
-def change(folder: Path, *dropped: str, **added: Any) -> None:
+def change_tensors(folder: Path, *dropped: str, **added: Any) -> None:
     file = folder / "model.safetensors"
     tensors = load_file(file)
-    save_file({name: one for name, one in tensors.items() if name not in dropped} | added, file)
+    save_file({name: tensor for name, tensor in tensors.items() if name not in dropped} | added, file)
 
 
-def test_the_embedded_model() -> None:
-    result = warm()
+def test_the_embedded_model_is_complete() -> None:
+    result = warm_cache()
     assert result.exit_code == 0, result.stderr
     assert "llama, bfloat16" in result.stdout
     assert "2,048 tokens, with a chat template" in result.stdout
     assert "checksums" not in result.stdout
 
 
-def test_json(tmp_path: Path) -> None:
+def test_the_json_report_has_the_tensors_and_sizes(tmp_path: Path) -> None:
     folder = write_tiny_llm(tmp_path / "tiny", chat=False)
     (model,) = report_of("--model", folder)["models"]
     assert model["architecture"] == "llama"
     assert model["encoding"] == "float32"
     assert not model["has_chat_template"]
     assert model["num_tensors"] == len(load_file(folder / "model.safetensors"))
-    assert model["num_bytes"] == sum(one.nbytes for one in load_file(folder / "model.safetensors").values())
+    assert model["num_bytes"] == sum(
+        tensor.nbytes for tensor in load_file(folder / "model.safetensors").values()
+    )
 
 
 @pytest.mark.skipif(not available_isas(), reason="the C++ kernels are not built")
@@ -75,16 +77,18 @@ def test_weights_are_packed_in_advance(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = write_tiny_llm(tmp_path / "tiny")
     assert "packed" not in report_of("--model", folder)["models"][0]
-    result = warm("--model", folder, "--quantization-encoding", "int8", "--pack")
+    result = warm_cache("--model", folder, "--quantization-encoding", "int8", "--pack")
     assert re.search(r"packed +0\.\d MiB in .*/cache/penstock/packed/tiny-int8-", result.stdout)
     (model,) = report_of("--model", folder, "--pack")["models"]
     assert Path(model["packed"]).stat().st_size == model["num_packed_bytes"]
-    assert len(list((tmp_path / "cache" / "penstock" / "packed").iterdir())) == 2, "one an encoding"
+    assert len(list((tmp_path / "cache" / "penstock" / "packed").iterdir())) == 2, (
+        "one folder for each encoding"
+    )
 
 
-@pytest.mark.parametrize("name", [one.name for one in DECODERS])
+@pytest.mark.parametrize("name", [candidate.name for candidate in DECODERS])
 def test_every_architecture_can_be_checked(name: str, tmp_path: Path) -> None:
-    (architecture,) = (one for one in DECODERS if one.name == name)
+    (architecture,) = (candidate for candidate in DECODERS if candidate.name == name)
     assert architecture.tiny_config is not None
     folder = write_checkpoint(write_tiny_llm(tmp_path / "tiny"), architecture.tiny_config())
     (model,) = report_of("--model", folder)["models"]
@@ -100,16 +104,16 @@ def test_an_embeddings_model_is_checked_and_packed(tmp_path: Path, monkeypatch: 
     tensors = load_file(folder / "model.safetensors")
     with LLM(str(folder), quantization_encoding="int8") as llm:
         assert llm.classify("cat")[0].scores.shape == (2,)
-    change(folder, "classifier.bias", surplus=tensors["classifier.bias"])
-    refused(r"classifier\.bias", "--model", folder)
+    change_tensors(folder, "classifier.bias", surplus=tensors["classifier.bias"])
+    assert_refused(r"classifier\.bias", "--model", folder)
 
 
-def test_all_wrong_tensors_are_named(tmp_path: Path) -> None:
+def test_the_error_names_all_invalid_tensors(tmp_path: Path) -> None:
     folder = write_tiny_llm(tmp_path / "tiny")
     tensors = load_file(folder / "model.safetensors")
-    change(folder, "model.norm.weight", surplus=tensors["model.norm.weight"])
-    change(folder, "lm_head.weight", **{"lm_head.weight": tensors["lm_head.weight"][:-1]})
-    refused(r"1 missing: model.norm.weight; 1 misshapen: lm_head.*surplus", "--model", folder)
+    change_tensors(folder, "model.norm.weight", surplus=tensors["model.norm.weight"])
+    change_tensors(folder, "lm_head.weight", **{"lm_head.weight": tensors["lm_head.weight"][:-1]})
+    assert_refused(r"1 missing: model.norm.weight; 1 misshapen: lm_head.*surplus", "--model", folder)
 
 
 @pytest.mark.parametrize(
@@ -124,28 +128,30 @@ def test_all_wrong_tensors_are_named(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_be_loaded(damage: Callable[[Path], object], words: str, tmp_path: Path) -> None:
+def test_checkpoints_that_cannot_be_loaded_are_refused(
+    damage: Callable[[Path], object], words: str, tmp_path: Path
+) -> None:
     folder = write_tiny_llm(tmp_path / "tiny")
     damage(folder)
-    refused(words, "--model", folder)
+    assert_refused(words, "--model", folder)
 
 
-def test_an_unsupported_encoding() -> None:
-    refused("int7", "--quantization-encoding", "int7")
+def test_an_unsupported_encoding_is_refused() -> None:
+    assert_refused("int7", "--quantization-encoding", "int7")
 
 
-def test_the_draft_model_and_the_adapters_too(tmp_path: Path) -> None:
+def test_the_draft_model_and_the_adapters_are_checked(tmp_path: Path) -> None:
     draft = write_tiny_llm(tmp_path / "draft", num_hidden_layers=1)
     target = write_tiny_llm(tmp_path / "tiny")
     flags = ("--model", target, "--draft-model-path", draft)
-    assert [one["model"] for one in report_of(*flags)["models"]] == [str(target), str(draft)]
+    assert [entry["model"] for entry in report_of(*flags)["models"]] == [str(target), str(draft)]
     (draft / "tokenizer.json").unlink()
-    refused("draft", *flags)
-    refused("no such folder", "--model", target, "--lora", f"tone={tmp_path / 'nowhere'}")
+    assert_refused("draft", *flags)
+    assert_refused("no such folder", "--model", target, "--lora", f"tone={tmp_path / 'nowhere'}")
 
 
-def test_checksums_of_a_snapshot(tmp_path: Path) -> None:
-    """The layout of the hub's cache: links to blobs named by their hash."""
+def test_a_snapshot_with_a_wrong_checksum_is_refused(tmp_path: Path) -> None:
+    """The snapshot has the layout of the Hub's cache: links to blobs that are named by their hash."""
     folder = write_tiny_llm(tmp_path / "snapshots" / "main")
     weights = folder / "model.safetensors"
     blob = tmp_path / "blobs" / hashlib.sha256(weights.read_bytes()).hexdigest()
@@ -156,23 +162,23 @@ def test_checksums_of_a_snapshot(tmp_path: Path) -> None:
     (folder / "config.json").rename(small)
     (folder / "config.json").symlink_to(small)
     assert report_of("--model", folder, "--checksums")["models"][0]["num_checksums"] == 1
-    assert "1 files match the hub" in warm("--model", folder, "--checksums").stdout
+    assert "1 files match the hub" in warm_cache("--model", folder, "--checksums").stdout
     data = bytearray(blob.read_bytes())
     data[-1] ^= 1
     blob.write_bytes(data)
-    assert warm("--model", folder).exit_code == 0, "the shapes are still right"
-    refused("is damaged: its SHA-256", "--model", folder, "--checksums")
+    assert warm_cache("--model", folder).exit_code == 0, "the shapes are still valid"
+    assert_refused("is damaged: its SHA-256", "--model", folder, "--checksums")
 
 
-def test_print_config(tmp_path: Path) -> None:
-    result = warm("--print-config", "--max-length", "77", "--model", tmp_path / "nowhere")
+def test_print_config_shows_the_settings(tmp_path: Path) -> None:
+    result = warm_cache("--print-config", "--max-length", "77", "--model", tmp_path / "nowhere")
     assert result.exit_code == 0
     assert [line.split()[1:] for line in result.stdout.splitlines() if line.startswith("max_length")] == [
         ["77", "flag"]
     ]
 
 
-def test_a_gguf_file(tmp_path: Path) -> None:
+def test_a_gguf_file_is_checked(tmp_path: Path) -> None:
     checkpoint = write_tiny_llm(tmp_path / "tiny")
     tokens = tokenizer_metadata(json.loads((checkpoint / "tokenizer.json").read_text()), "gpt-2")
     file = write_gguf(checkpoint, tmp_path / "tiny.gguf", GGMLQuantizationType.Q8_0, tokens)
@@ -182,12 +188,12 @@ def test_a_gguf_file(tmp_path: Path) -> None:
     config = json.loads((checkpoint / "config.json").read_text()) | {"intermediate_size": 32}
     (checkpoint / "config.json").write_text(json.dumps(config))
     write_gguf(checkpoint, file, GGMLQuantizationType.Q8_0, tokens)
-    refused("misshapen: .*ffn_", "--model", file)
+    assert_refused("misshapen: .*ffn_", "--model", file)
 
 
-def test_experts_in_mxfp4(tmp_path: Path) -> None:
-    """Each expert's matrix counts as one tensor."""
-    (architecture,) = (one for one in DECODERS if one.name == "gpt_oss")
+def test_experts_in_mxfp4_are_checked(tmp_path: Path) -> None:
+    """Each matrix of an expert counts as one tensor."""
+    (architecture,) = (candidate for candidate in DECODERS if candidate.name == "gpt_oss")
     assert architecture.tiny_config is not None
     folder = write_checkpoint(write_tiny_llm(tmp_path / "tiny"), architecture.tiny_config())
     file = folder / "model.safetensors"
@@ -204,11 +210,11 @@ def test_experts_in_mxfp4(tmp_path: Path) -> None:
     config["quantization_config"] = {"quant_method": "mxfp4"}
     (folder / "config.json").write_text(json.dumps(config))
     assert report_of("--model", folder)["models"][0]["num_tensors"] == len(tensors) + num_matrices
-    save_file(tensors | {name: one[:, 1:] for name, one in packed.items()}, file)
-    refused("misshapen", "--model", folder)
+    save_file(tensors | {name: tensor[:, 1:] for name, tensor in packed.items()}, file)
+    assert_refused("misshapen", "--model", folder)
 
 
-def test_no_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checking_shapes_reads_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_tiny_llm(tmp_path / "tiny")
     monkeypatch.setattr(loading, "safe_open", lambda *_, **__: pytest.fail("a tensor was read"))
     report_of("--model", folder)

@@ -1,4 +1,4 @@
-"""Finding a codec: a folder, or a download of safetensors files or of ``pytorch_model.bin``."""
+"""How a codec's files are found: in a folder, or by download of safetensors or ``pytorch_model.bin``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from penstock.weights.hub import resolve_codec
         (["config.json", "pytorch_model.bin"], 2),
     ],
 )
-def test_only_the_files_that_are_read_are_downloaded(
+def test_only_the_required_files_are_downloaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remote: list[str], requests: int
 ) -> None:
     patterns = []
@@ -38,7 +38,7 @@ def test_only_the_files_that_are_read_are_downloaded(
     assert {file.name for file in tmp_path.iterdir()} == set(remote[:2])
 
 
-def test_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_folder_is_used_without_a_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CheckpointNotFoundError, match="no such folder"):
         resolve_codec(str(tmp_path / "none"))
     with pytest.raises(CheckpointNotFoundError, match="neither a folder nor a hub id"):

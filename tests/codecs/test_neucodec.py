@@ -1,4 +1,4 @@
-"""NeuCodec: digits of codes, windows of streams, encodings, refusals."""
+"""NeuCodec: code digits, windows of streams, encodings, refused configurations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.codecs import FOLDER, expected, load_reference
+from support.codecs import FOLDER, load_expected, load_reference
 
 from penstock.codecs import CodecChunk
 from penstock.codecs.neucodec import model as neucodec
@@ -17,19 +17,19 @@ from penstock.codecs.neucodec.windows import RIGHT, block, block_at
 from penstock.errors import CheckpointError, UnsupportedFeatureError
 
 
-def test_sizes() -> None:
+def test_rates_and_sizes_are_those_of_the_checkpoint() -> None:
     codec = load_reference("neucodec")
     assert (codec.codes_per_frame, codec.samples_per_frame, codec.codebook_size) == (1, 24, 60)
     assert (codec.sample_rate, codec.encoder_sample_rate) == (24000, 16000)
 
 
-def test_codes_are_digits_the_lowest_first() -> None:
+def test_code_digits_begin_with_the_lowest() -> None:
     digits = code_digits((4, 4, 4, 4, 4, 4, 4, 4))
     assert digits.shape == (65536, 8)
     assert digits[1 + 2 * 4 + 3 * 16].tolist() == [-0.5, 0.0, 0.5, -1, -1, -1, -1, -1]
 
 
-def test_blocks_cover_the_stream_once() -> None:
+def test_blocks_cover_each_frame_once() -> None:
     starts = [block(index).start for index in range(8)]
     assert starts == [0, 10, 25, 45, 75, 115, 165, 215]
     for frame in range(300):
@@ -40,27 +40,27 @@ def test_blocks_cover_the_stream_once() -> None:
 @pytest.mark.parametrize(
     ("known", "ready"), [(0, 0), (14, 0), (15, 10), (29, 10), (30, 25), (169, 115), (170, 165), (219, 165)]
 )
-def test_a_block_is_ready_when_its_window_is_known(known: int, ready: int) -> None:
+def test_a_block_is_ready_when_all_frames_of_its_window_are_known(known: int, ready: int) -> None:
     codec = load_reference("neucodec")
     assert codec.ready_frames(known, ended=False) == ready
     assert codec.ready_frames(known, ended=True) == known
 
 
-def test_samples_are_those_of_windows_blended_at_their_borders() -> None:
-    codec, frames = load_reference("neucodec"), expected("neucodec")["frames"]
+def test_samples_are_blended_where_windows_overlap() -> None:
+    codec, frames = load_reference("neucodec"), load_expected("neucodec")["frames"]
     hop = codec.samples_per_frame
     (streamed,) = codec.decode_chunks([CodecChunk(frames)])
     first, second, third = codec.decode([frames[:15], frames[:30], frames[:50]])
     assert torch.equal(streamed[: 10 * hop], first[: 10 * hop])
     assert torch.equal(streamed[15 * hop : 25 * hop], second[15 * hop : 25 * hop])
-    share = (torch.arange(RIGHT * hop) + 0.5) / (RIGHT * hop)
+    weight = (torch.arange(RIGHT * hop) + 0.5) / (RIGHT * hop)
     overlap = slice(25 * hop, 30 * hop)
-    mixed = second[overlap] * (1 - share) + third[overlap] * share
-    torch.testing.assert_close(streamed[overlap], mixed)
+    blended = second[overlap] * (1 - weight) + third[overlap] * weight
+    torch.testing.assert_close(streamed[overlap], blended)
 
 
-def test_chunks_do_not_depend_on_the_cache_of_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    frames = expected("neucodec")["frames"]
+def test_chunks_are_equal_without_the_cache_of_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    frames = load_expected("neucodec")["frames"]
     (whole,) = load_reference("neucodec").decode_chunks([CodecChunk(frames)])
     monkeypatch.setattr(neucodec, "MAX_CACHED_WINDOWS", 0)
     codec = load_reference("neucodec")
@@ -68,26 +68,27 @@ def test_chunks_do_not_depend_on_the_cache_of_windows(monkeypatch: pytest.Monkey
     assert torch.equal(torch.cat(parts), whole)
 
 
-def test_shifted_blocks_give_other_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    codec, frames = load_reference("neucodec"), expected("neucodec")["frames"]
+def test_a_shifted_chunk_gives_other_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    codec, frames = load_reference("neucodec"), load_expected("neucodec")["frames"]
     (whole,) = codec.decode_chunks([CodecChunk(frames)])
     chunks = [
-        CodecChunk(one.frames, one.start, one.left, one.right, one.ended) for one in codec.cut(frames, 50)
+        CodecChunk(chunk.frames, chunk.start, chunk.left, chunk.right, chunk.ended)
+        for chunk in codec.cut(frames, 50)
     ]
-    moved = CodecChunk(chunks[1].frames[1:], chunks[1].start - 1, chunks[1].left - 1, chunks[1].right)
-    (samples,) = codec.decode_chunks([moved])
+    shifted = CodecChunk(chunks[1].frames[1:], chunks[1].start - 1, chunks[1].left - 1, chunks[1].right)
+    (samples,) = codec.decode_chunks([shifted])
     assert (samples - whole[50 * 24 : 100 * 24]).abs().max() > codec.tolerance
 
 
 @pytest.mark.parametrize(("encoding", "ratio"), [("bfloat16", 60), ("int8", 15)])
-def test_encodings(encoding: str, ratio: float) -> None:
-    frames, whole = expected("neucodec")["frames"], expected("neucodec")["decoded"]
+def test_samples_in_other_encodings_are_close(encoding: str, ratio: float) -> None:
+    frames, whole = load_expected("neucodec")["frames"], load_expected("neucodec")["decoded"]
     samples = load_reference("neucodec", encoding=encoding).decode([frames])[0]
     error = (samples - whole).square().mean()
     assert 0 < error * ratio < whole.square().mean()
 
 
-def test_encoding_is_refused() -> None:
+def test_encoding_without_an_encoder_is_refused() -> None:
     codec = load_reference("neucodec")
     assert not codec.can_encode
     with pytest.raises(UnsupportedFeatureError, match="encoding audio with this NeuCodec checkpoint"):
@@ -103,7 +104,7 @@ def test_encoding_is_refused() -> None:
         ({"hidden_size": 64}, CheckpointError, r"embed\.weight is \[32, 32, 7\]"),
     ],
 )
-def test_other_decoders_are_refused(
+def test_unsupported_configurations_are_refused(
     tmp_path: Path, change: dict[str, object], error: type[Exception], problem: str
 ) -> None:
     folder = shutil.copytree(FOLDER / "neucodec", tmp_path / "neucodec")

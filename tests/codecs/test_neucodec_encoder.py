@@ -1,4 +1,4 @@
-"""The encoder of NeuCodec against transformers, on small random weights."""
+"""The encoder of NeuCodec against transformers, with small random weights."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from penstock.codecs.neucodec.features import mel_rows
 from penstock.errors import InputError, UnsupportedFeatureError, WeightsError
 
 LENGTHS = (9000, 9280, 20000)
-"""Samples; one is a whole number of frames."""
+"""Numbers of samples. One is a multiple of the frame size."""
 
 
 @dataclass
-class Oracle:
+class ReferenceEncoder:
     """A checkpoint, and the results of transformers for it."""
 
     folder: Path
@@ -34,37 +34,37 @@ class Oracle:
     outputs: dict[str, Tensor]
 
     def encode(self, samples: Tensor) -> Tensor:
-        """Return the codes ``[F]``. The outputs of the parts are in `outputs` afterwards."""
+        """Return the codes ``[F]`` of transformers. Stores the outputs of its modules in `outputs`."""
         padded = F.pad(samples, (0, 320 - len(samples) % 320))
         with torch.no_grad():
-            found = self.model.encode(padded[None, None], seamless_rows(padded)[None])
-        codes: Tensor = found.audio_codes[0, 0]
+            result = self.model.encode(padded[None, None], seamless_rows(padded)[None])
+        codes: Tensor = result.audio_codes[0, 0]
         return codes
 
 
 def seamless_rows(padded: Tensor) -> Tensor:
-    """Return the features of padded samples by the feature extractor of Seamless M4T."""
+    """Return the features of padded samples, computed by the feature extractor of Seamless M4T."""
     from transformers import SeamlessM4TFeatureExtractor
 
-    found = SeamlessM4TFeatureExtractor()(padded.numpy(), sampling_rate=16000, return_tensors="np")
-    return torch.from_numpy(np.asarray(found["input_features"][0], dtype=np.float32))
+    result = SeamlessM4TFeatureExtractor()(padded.numpy(), sampling_rate=16000, return_tensors="np")
+    return torch.from_numpy(np.asarray(result["input_features"][0], dtype=np.float32))
 
 
 @pytest.fixture(scope="module")
-def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+def reference(tmp_path_factory: pytest.TempPathFactory) -> ReferenceEncoder:
     folder: Path = tmp_path_factory.mktemp("neucodec")
     model = write_neucodec(folder)
     outputs: dict[str, Tensor] = {}
 
-    def keep(name: str) -> Any:
+    def record_output(name: str) -> Any:
         def hook(_module: Any, _inputs: Any, output: Any) -> None:
             outputs[name] = output[0].detach()
 
         return hook
 
     for name in ("semantic_adapter", "acoustic_encoder", "quantizer.project_in"):
-        model.get_submodule(name).register_forward_hook(keep(name))
-    return Oracle(folder, model, outputs)
+        model.get_submodule(name).register_forward_hook(record_output(name))
+    return ReferenceEncoder(folder, model, outputs)
 
 
 @pytest.fixture(scope="module", params=back_end_params(all_back_ends()))
@@ -72,38 +72,40 @@ def session(request: pytest.FixtureRequest) -> Any:
     return SimpleNamespace(ops=all_back_ends(deterministic=True)[request.param])
 
 
-def sound(length: int, seed: int = 0) -> Tensor:
-    """Return noise and a tone that rises."""
+def random_sound(length: int, seed: int = 0) -> Tensor:
+    """Return noise plus a tone of rising frequency."""
     torch.manual_seed(seed)
     times = torch.arange(length) / 16000
     return 0.1 * torch.randn(length) + 0.3 * torch.sin(6.28 * (200 + 300 * times) * times)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_features(length: int) -> None:
-    """They are those of transformers, but in float64: the difference is rounding of quiet bins."""
-    expected = seamless_rows(sound(length))
-    found = mel_rows(sound(length))
-    torch.testing.assert_close(found, expected[: len(found)], rtol=0, atol=2e-3)
-    assert len(expected) - len(found) in (0, 1)  # transformers pads an odd number of frames
+def test_features_equal_transformers(length: int) -> None:
+    """The features are computed in float64, so the values of quiet bins differ by rounding."""
+    expected = seamless_rows(random_sound(length))
+    result = mel_rows(random_sound(length))
+    torch.testing.assert_close(result, expected[: len(result)], rtol=0, atol=2e-3)
+    assert len(expected) - len(result) in (0, 1)  # transformers pads an odd number of frames
     assert float(expected.std()) == pytest.approx(1, abs=0.1)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
 @torch.no_grad()
-def test_parts_and_codes(oracle: Oracle, session: Any, length: int) -> None:
-    codec = load_codec(oracle.folder, session)
+def test_module_outputs_and_codes_equal_transformers(
+    reference: ReferenceEncoder, session: Any, length: int
+) -> None:
+    codec = load_codec(reference.folder, session)
     assert codec.can_encode
-    samples = sound(length)
-    expected = oracle.encode(samples)
+    samples = random_sound(length)
+    expected = reference.encode(samples)
     encoder = codec._open_encoder()
     padded = F.pad(samples, (0, 320 - length % 320))
     semantic = encoder.semantic(seamless_rows(padded), session.ops)
     acoustic = encoder.acoustic(padded, session.ops)
-    for found, name in ((semantic, "semantic_adapter"), (acoustic, "acoustic_encoder")):
-        theirs = oracle.outputs[name].T
-        torch.testing.assert_close(found, theirs, rtol=0, atol=2e-5 * max(1.0, float(theirs.std())))
-    levels = oracle.outputs["quantizer.project_in"]
+    for result, name in ((semantic, "semantic_adapter"), (acoustic, "acoustic_encoder")):
+        theirs = reference.outputs[name].T
+        torch.testing.assert_close(result, theirs, rtol=0, atol=2e-5 * max(1.0, float(theirs.std())))
+    levels = reference.outputs["quantizer.project_in"]
     assert torch.equal(encoder._codes(levels), expected)
     codes = codec.encode(samples)
     assert codes.shape == (length // 320, 1)
@@ -112,36 +114,47 @@ def test_parts_and_codes(oracle: Oracle, session: Any, length: int) -> None:
     assert torch.equal(codes[:, 0], expected)
 
 
-def test_decoding_does_not_read_the_encoder(oracle: Oracle, session: Any, tmp_path: Path) -> None:
-    codec = load_codec(oracle.folder, session)
-    codes = codec.encode(sound(9000))
-    tensors = load_file(oracle.folder / "model.safetensors")
-    own = {name: one for name, one in tensors.items() if "encoder" not in name and "adapter" not in name}
-    save_file(own, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text((oracle.folder / "config.json").read_text())
-    without = load_codec(tmp_path, session)
-    assert not without.can_encode
-    assert torch.equal(without.decode([codes])[0], codec.decode([codes])[0])
+def test_decoding_works_without_the_tensors_of_the_encoder(
+    reference: ReferenceEncoder, session: Any, tmp_path: Path
+) -> None:
+    codec = load_codec(reference.folder, session)
+    codes = codec.encode(random_sound(9000))
+    tensors = load_file(reference.folder / "model.safetensors")
+    decoder_tensors = {
+        name: tensor for name, tensor in tensors.items() if "encoder" not in name and "adapter" not in name
+    }
+    save_file(decoder_tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((reference.folder / "config.json").read_text())
+    decoder_only = load_codec(tmp_path, session)
+    assert not decoder_only.can_encode
+    assert torch.equal(decoder_only.decode([codes])[0], codec.decode([codes])[0])
     with pytest.raises(UnsupportedFeatureError, match="it has no encoder"):
-        without.encode(sound(9000))
+        decoder_only.encode(random_sound(9000))
 
 
-def test_short_and_wrong_input(oracle: Oracle, session: Any) -> None:
-    codec = load_codec(oracle.folder, session)
-    assert [len(codec.encode(sound(length))) for length in (0, 100, 319, 320, 639, 640)] == [0, 0, 0, 1, 1, 2]
+def test_invalid_samples_are_refused(reference: ReferenceEncoder, session: Any) -> None:
+    codec = load_codec(reference.folder, session)
+    assert [len(codec.encode(random_sound(length))) for length in (0, 100, 319, 320, 639, 640)] == [
+        0,
+        0,
+        0,
+        1,
+        1,
+        2,
+    ]
     with pytest.raises(InputError, match=r"float32 of shape \[S\]"):
         codec.encode(torch.zeros(1, 100))
 
 
-def test_faults_of_a_checkpoint(oracle: Oracle, session: Any, tmp_path: Path) -> None:
-    tensors = load_file(oracle.folder / "model.safetensors")
+def test_malformed_checkpoints_are_refused(reference: ReferenceEncoder, session: Any, tmp_path: Path) -> None:
+    tensors = load_file(reference.folder / "model.safetensors")
     del tensors["acoustic_encoder.conv2.bias"]
     save_file(tensors, tmp_path / "model.safetensors")
-    config = json.loads((oracle.folder / "config.json").read_text())
+    config = json.loads((reference.folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(WeightsError, match=r"1 missing: acoustic_encoder.conv2.bias"):
-        load_codec(tmp_path, session).encode(sound(9000))
+        load_codec(tmp_path, session).encode(random_sound(9000))
     config["semantic_model_config"]["position_embeddings_type"] = "rotary"
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedFeatureError, match="position_embeddings_type rotary"):
-        load_codec(tmp_path, session).encode(sound(9000))
+        load_codec(tmp_path, session).encode(random_sound(9000))

@@ -1,5 +1,7 @@
-"""Audio codecs are found by folder, chosen by ``config.json`` and loaded on request; frames of codes are
-checked."""
+"""Audio codecs are discovered by folder, selected by ``config.json`` and loaded on request.
+
+Code frames are checked.
+"""
 
 from __future__ import annotations
 
@@ -64,28 +66,31 @@ def registry(tmp_path: Path) -> CodecRegistry:
     return CodecRegistry([tmp_path / "found"])
 
 
-def checkpoint(tmp_path: Path, **config: object) -> Path:
+def write_codec_checkpoint(tmp_path: Path, **config: object) -> Path:
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "pytorch_model.bin").touch()
     return tmp_path
 
 
-def test_folders_are_codecs_and_load_on_request(registry: CodecRegistry, tmp_path: Path) -> None:
-    records = {one.name: one for one in registry.codecs}
+def test_each_folder_is_a_codec_that_is_loaded_on_request(registry: CodecRegistry, tmp_path: Path) -> None:
+    records = {record.name: record for record in registry.codecs}
     assert {"square", "other"} <= set(records)
     assert f"{records['square'].package}.model" not in sys.modules
-    codec = load_codec(checkpoint(tmp_path, type="square"), InferenceSession(), registry=registry)
+    codec = load_codec(write_codec_checkpoint(tmp_path, type="square"), InferenceSession(), registry=registry)
     assert type(codec).__module__ == f"{records['square'].package}.model"
     assert (codec.frame_rate, codec.can_encode) == (25, False)
 
 
-def test_an_unknown_checkpoint_is_refused(registry: CodecRegistry, tmp_path: Path) -> None:
+def test_a_checkpoint_of_no_codec_is_refused(registry: CodecRegistry, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="square does not run in 'int8': use one of float32"):
         load_codec(
-            checkpoint(tmp_path, type="square"), InferenceSession(), encoding="int8", registry=registry
+            write_codec_checkpoint(tmp_path, type="square"),
+            InferenceSession(),
+            encoding="int8",
+            registry=registry,
         )
     with pytest.raises(CheckpointError, match=r"known: .*other.*square"):
-        load_codec(checkpoint(tmp_path, type="circle"), InferenceSession(), registry=registry)
+        load_codec(write_codec_checkpoint(tmp_path, type="circle"), InferenceSession(), registry=registry)
 
 
 def test_a_folder_without_a_record_is_refused(tmp_path: Path) -> None:
@@ -96,8 +101,8 @@ def test_a_folder_without_a_record_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("chunk_frames", range(1, 8))
-def test_chunks_equal_the_whole(registry: CodecRegistry, tmp_path: Path, chunk_frames: int) -> None:
-    codec = load_codec(checkpoint(tmp_path, type="square"), InferenceSession(), registry=registry)
+def test_chunks_equal_decoding_at_once(registry: CodecRegistry, tmp_path: Path, chunk_frames: int) -> None:
+    codec = load_codec(write_codec_checkpoint(tmp_path, type="square"), InferenceSession(), registry=registry)
     frames = torch.arange(14).view(7, 2) % 8
     chunks = list(codec.cut(frames, chunk_frames))
     assert [chunk.start for chunk in chunks] == list(range(0, 7, chunk_frames))
@@ -109,24 +114,24 @@ def test_chunks_equal_the_whole(registry: CodecRegistry, tmp_path: Path, chunk_f
 
 
 @pytest.mark.parametrize("frames_per_step", [1, 2, 3])
-def test_a_growing_stream_equals_the_whole(
+def test_a_growing_stream_equals_decoding_at_once(
     registry: CodecRegistry, tmp_path: Path, frames_per_step: int
 ) -> None:
-    codec = load_codec(checkpoint(tmp_path, type="square"), InferenceSession(), registry=registry)
+    codec = load_codec(write_codec_checkpoint(tmp_path, type="square"), InferenceSession(), registry=registry)
     frames = torch.arange(14).view(7, 2) % 8
-    decoded, known, samples = 0, 0, []
+    decoded, num_known, samples = 0, 0, []
     while decoded < len(frames):
-        known = min(known + frames_per_step, len(frames))
-        ended = known == len(frames)
-        ready = codec.ready_frames(known, ended=ended)
-        assert ready == (known if ended else max(known - 1, 0))
-        samples += codec.decode_chunks([codec.chunk(frames[:known], decoded, ready, ended=ended)])
+        num_known = min(num_known + frames_per_step, len(frames))
+        ended = num_known == len(frames)
+        ready = codec.ready_frames(num_known, ended=ended)
+        assert ready == (num_known if ended else max(num_known - 1, 0))
+        samples += codec.decode_chunks([codec.chunk(frames[:num_known], decoded, ready, ended=ended)])
         decoded = ready
     assert torch.equal(torch.cat(samples), codec.decode([frames])[0])
 
 
-def test_wrong_frames_are_refused(registry: CodecRegistry, tmp_path: Path) -> None:
-    codec = load_codec(checkpoint(tmp_path, type="square"), InferenceSession(), registry=registry)
+def test_malformed_code_frames_are_refused(registry: CodecRegistry, tmp_path: Path) -> None:
+    codec = load_codec(write_codec_checkpoint(tmp_path, type="square"), InferenceSession(), registry=registry)
     with pytest.raises(InputError, match=r"of shape \[F, 2\], were torch.int64 of shape \[3, 1\]"):
         codec.decode([torch.zeros(3, 1, dtype=torch.int64)])
     with pytest.raises(InputError, match=r"were torch\.float32"):

@@ -1,4 +1,4 @@
-"""SNAC: noise, frame order, checkpoint files, refusals."""
+"""SNAC: noise, frame order, checkpoint files, refused configurations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.codecs import FOLDER, expected, load_reference
+from support.codecs import FOLDER, load_expected, load_reference
 
 from penstock.codecs import CodecChunk
 from penstock.codecs.snac.noise import noise_at
@@ -27,19 +27,19 @@ def load_folder(folder: Path) -> object:
     return load_reference(folder.name, folder=folder.parent)
 
 
-def test_sizes() -> None:
+def test_rates_and_sizes_are_those_of_the_checkpoint() -> None:
     codec = load_reference("snac")
     assert (codec.codes_per_frame, codec.samples_per_frame, codec.codebook_size) == (7, 96, 32)
     assert (codec.sample_rate, codec.encoder_sample_rate) == (8000, 8000)
 
 
-def test_frames_are_in_the_order_of_time() -> None:
+def test_columns_of_a_frame_are_in_order_of_time() -> None:
     assert [columns.tolist() for columns in frame_columns([4, 2, 1])] == [[0], [1, 4], [2, 3, 5, 6]]
     assert [columns.tolist() for columns in frame_columns([3, 1])] == [[0], [1, 2, 3]]
 
 
-def test_without_noise() -> None:
-    codec, tensors = load_reference("snac"), expected("snac")
+def test_samples_without_noise_equal_the_original_package() -> None:
+    codec, tensors = load_reference("snac"), load_expected("snac")
     codec.with_noise = False
     samples = codec.decode([tensors["frames"]])[0]
     torch.testing.assert_close(samples, tensors["decoded_without_noise"], rtol=0, atol=5e-6)
@@ -57,11 +57,11 @@ def test_noise_is_normal_and_depends_on_layer_and_position() -> None:
 
 
 @pytest.mark.parametrize("name", ["snac", "snac_dense"])
-def test_wide_convolutions_in_int8(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = expected(name)
+def test_wide_convolutions_run_in_int8(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = load_expected(name)
     frames, exact = tensors["frames"], load_reference(name).decode([tensors["frames"]])[0]
-    with_none = load_reference(name, encoding="int8").decode([frames])[0]
-    assert torch.equal(with_none, exact), "these checkpoints have no convolution that is wide enough"
+    unchanged = load_reference(name, encoding="int8").decode([frames])[0]
+    assert torch.equal(unchanged, exact), "no convolution of these checkpoints is wide enough for int8"
     monkeypatch.setattr("penstock.codecs.snac.model.MIN_QUANTIZED_CHANNELS", 8)
     codec = load_reference(name, encoding="int8")
     samples = codec.decode([frames])[0]
@@ -75,8 +75,8 @@ def test_wide_convolutions_in_int8(name: str, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("side", ["left_context", "right_context"])
 @pytest.mark.parametrize("name", ["snac", "snac_dense"])
-def test_less_context_gives_other_samples(name: str, side: str) -> None:
-    codec, frames = load_reference(name), expected(name)["frames"]
+def test_chunks_with_less_context_give_other_samples(name: str, side: str) -> None:
+    codec, frames = load_reference(name), load_expected(name)["frames"]
     (whole,) = codec.decode_chunks([CodecChunk(frames)])
     assert getattr(codec, side) < len(frames)
     setattr(codec, side, getattr(codec, side) - 2)
@@ -87,7 +87,7 @@ def test_less_context_gives_other_samples(name: str, side: str) -> None:
 def test_a_pickled_checkpoint_is_read_without_running_code(checkpoint: Path) -> None:
     tensors = load_file(checkpoint / "model.safetensors")
     (checkpoint / "model.safetensors").unlink()
-    frames = expected("snac")["frames"]
+    frames = load_expected("snac")["frames"]
     samples = load_reference("snac").decode([frames])[0]
     for is_zip in (True, False):
         torch.save(tensors, checkpoint / "pytorch_model.bin", _use_new_zipfile_serialization=is_zip)
@@ -111,7 +111,7 @@ def test_a_pickled_checkpoint_is_read_without_running_code(checkpoint: Path) -> 
         load_folder(checkpoint)
 
 
-def test_names_of_older_weight_normalisation(checkpoint: Path) -> None:
+def test_older_names_of_weight_normalisation_are_read(checkpoint: Path) -> None:
     tensors = load_file(checkpoint / "model.safetensors")
     old = {
         name.replace("parametrizations.weight.original0", "weight_g").replace(
@@ -120,11 +120,11 @@ def test_names_of_older_weight_normalisation(checkpoint: Path) -> None:
         for name, tensor in tensors.items()
     }
     save_file(old, checkpoint / "model.safetensors")
-    codec, frames = load_reference("snac", folder=checkpoint.parent), expected("snac")["frames"]
+    codec, frames = load_reference("snac", folder=checkpoint.parent), load_expected("snac")["frames"]
     assert torch.equal(codec.decode([frames])[0], load_reference("snac").decode([frames])[0])
 
 
-def test_attention_is_refused(checkpoint: Path) -> None:
+def test_a_configuration_with_attention_is_refused(checkpoint: Path) -> None:
     config = json.loads((checkpoint / "config.json").read_text())
     (checkpoint / "config.json").write_text(json.dumps({**config, "attn_window_size": 32}))
     with pytest.raises(UnsupportedFeatureError, match="SNAC with attn_window_size"):
@@ -140,14 +140,14 @@ def test_attention_is_refused(checkpoint: Path) -> None:
         ({"codebook_size": "many"}, "codebook_size must be a whole number"),
     ],
 )
-def test_wrong_sizes_are_refused(checkpoint: Path, change: dict[str, object], problem: str) -> None:
+def test_invalid_sizes_are_refused(checkpoint: Path, change: dict[str, object], problem: str) -> None:
     config = json.loads((checkpoint / "config.json").read_text())
     (checkpoint / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(CheckpointError, match=problem):
         load_folder(checkpoint)
 
 
-def test_wrong_samples_are_refused() -> None:
+def test_encoding_is_refused() -> None:
     codec = load_reference("snac")
     with pytest.raises(InputError, match=r"float32 of shape \[S\], were torch.float32 of shape \[2, 9\]"):
         codec.encode(torch.zeros(2, 9))

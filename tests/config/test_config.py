@@ -1,4 +1,4 @@
-"""Configurations: all sources of values, and invalid values."""
+"""Configurations: values from all sources, and invalid values."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from penstock.errors import ConfigError
 from penstock.kernels import ENCODINGS
 from penstock.serve.config import serve_fields
 
-LEGAL: dict[str, st.SearchStrategy[Any]] = {
+VALID_VALUES: dict[str, st.SearchStrategy[Any]] = {
     "model_path": st.sampled_from(["demo", "./folder", "name/space"]),
     "revision": st.sampled_from(["main", "v1"]),
     "gguf_file": st.sampled_from([None, "Q4_K_M"]),
@@ -61,7 +61,7 @@ LEGAL: dict[str, st.SearchStrategy[Any]] = {
     "max_loaded_loras": st.integers(1, 1000),
     "max_lora_rank": st.integers(1, 1024),
     "speculative_method": st.sampled_from([None, "ngram"]),
-    "draft_model_path": st.none(),  # for another method, which needs it
+    "draft_model_path": st.none(),  # another speculative method needs this setting
     "draft_quantization_encoding": st.none(),
     "num_speculative_tokens": st.integers(1, 64),
     "adaptive_speculation": st.booleans(),
@@ -108,8 +108,8 @@ def values_of(config: PipelineConfig) -> dict[str, Any]:
     return {name: value for name, value, _ in config.describe()}
 
 
-def as_text(value: Any) -> str:
-    if isinstance(value, tuple) and all(isinstance(one, str | int) for one in value):
+def to_flag_text(value: Any) -> str:
+    if isinstance(value, tuple) and all(isinstance(item, str | int) for item in value):
         return ",".join(map(str, value))
     if isinstance(value, tuple):
         ids = ",".join(str(device.id) for device in value)
@@ -118,19 +118,19 @@ def as_text(value: Any) -> str:
 
 
 def test_every_setting_has_a_test_value() -> None:
-    assert [field.name for field in config_fields()] == list(LEGAL)
+    assert [field.name for field in config_fields()] == list(VALID_VALUES)
 
 
-@given(values=st.fixed_dictionaries({}, optional=LEGAL))
-def test_given_values_are_stored(values: dict[str, Any]) -> None:
+@given(values=st.fixed_dictionaries({}, optional=VALID_VALUES))
+def test_valid_values_are_stored(values: dict[str, Any]) -> None:
     config = PipelineConfig.from_flat(values)
     assert values_of(config) == values_of(PipelineConfig()) | values
     assert PipelineConfig.from_flat(values_of(config)) == config
 
 
-@given(values=st.fixed_dictionaries({}, optional=LEGAL))
-def test_text_from_flags_and_environment_means_the_same(values: dict[str, Any]) -> None:
-    text = {name: as_text(value) for name, value in values.items() if value is not None}
+@given(values=st.fixed_dictionaries({}, optional=VALID_VALUES))
+def test_flags_and_environment_variables_are_parsed_alike(values: dict[str, Any]) -> None:
+    text = {name: to_flag_text(value) for name, value in values.items() if value is not None}
     expected = values_of(PipelineConfig.from_flat(values))
     variables = {f"PENSTOCK_{name.upper()}": value for name, value in text.items()}
     assert values_of(PipelineConfig.from_flat(text, "flag")) == expected
@@ -173,7 +173,7 @@ def test_text_from_flags_and_environment_means_the_same(values: dict[str, Any]) 
         ({"served_model_name": " "}, "not empty"),
     ],
 )
-def test_an_impossible_value_is_refused_with_the_legal_ones(values: dict[str, Any], legal: str) -> None:
+def test_the_error_for_an_invalid_value_lists_the_valid_ones(values: dict[str, Any], legal: str) -> None:
     with pytest.raises(ConfigError, match=legal) as error:
         PipelineConfig.from_flat(values)
     assert error.value.field == next(iter(values))
@@ -188,13 +188,13 @@ def test_an_impossible_value_is_refused_with_the_legal_ones(values: dict[str, An
         (lambda: PipelineConfig(max_num_steps="2"), "max_num_steps"),  # type: ignore[arg-type]
     ],
 )
-def test_a_class_built_directly_is_checked_too(make: Any, field: str) -> None:
+def test_values_are_checked_when_a_class_is_built_directly(make: Any, field: str) -> None:
     with pytest.raises(ConfigError) as error:
         make()
     assert error.value.field == field
 
 
-def test_settings_of_other_types_of_numbers() -> None:
+def test_numpy_numbers_are_accepted() -> None:
     values: dict[str, Any] = {
         "max_length": np.int64(64),
         "device_memory_utilization": np.float32(0.5),
@@ -208,7 +208,7 @@ def test_settings_of_other_types_of_numbers() -> None:
 
 
 @pytest.mark.parametrize("value", [np.float64("nan"), np.float32("inf"), np.int64(0), np.True_], ids=repr)
-def test_impossible_numbers_of_other_types(value: Any) -> None:
+def test_invalid_numpy_numbers_are_refused(value: Any) -> None:
     with pytest.raises(
         ConfigError, match="device_memory_utilization: must be a number above 0 and at most 1"
     ):
@@ -229,17 +229,17 @@ def test_text_that_is_not_a_boolean_is_refused(text: str) -> None:
         ("max-batch-size", "max_batch_size"),
     ],
 )
-def test_an_unknown_field_suggests_the_nearest(name: str, nearest: str) -> None:
+def test_the_error_for_an_unknown_field_suggests_the_nearest(name: str, nearest: str) -> None:
     with pytest.raises(ConfigError, match=f"did you mean {nearest}"):
         PipelineConfig.from_flat({name: 1})
 
 
-def test_a_field_like_no_other_lists_them_all() -> None:
+def test_the_error_for_an_unrecognisable_field_lists_all_fields() -> None:
     with pytest.raises(ConfigError, match=r"the fields are model_path, .*, config_file"):
         PipelineConfig.from_flat({"zzz": 1})
 
 
-def test_the_order_of_sources(tmp_path: Path) -> None:
+def test_flags_precede_environment_file_and_defaults(tmp_path: Path) -> None:
     file = tmp_path / "settings.toml"
     file.write_text("max_length = 1\nmax_batch_size = 1\nnum_threads = 1\n")
     config = PipelineConfig.from_flat(
@@ -254,13 +254,13 @@ def test_the_order_of_sources(tmp_path: Path) -> None:
     assert described["revision"] == ("main", "default")
 
 
-def test_describe_without_sources() -> None:
+def test_describe_reports_default_or_argument_without_sources() -> None:
     described = {name: source for name, _, source in PipelineConfig(max_batch_size=3).describe()}
     assert described["max_batch_size"] == "argument"
     assert described["max_num_steps"] == "default"
 
 
-def test_a_json_file_named_by_the_environment(tmp_path: Path) -> None:
+def test_the_environment_can_name_a_json_file(tmp_path: Path) -> None:
     file = tmp_path / "settings.json"
     file.write_text(json.dumps({"model_path": "a/b", "devices": "gpu:1", "device_memory_utilization": 1}))
     config = PipelineConfig.from_flat({}, environment={"PENSTOCK_CONFIG_FILE": str(file)})
@@ -268,7 +268,7 @@ def test_a_json_file_named_by_the_environment(tmp_path: Path) -> None:
     assert config.kv_cache.device_memory_utilization == 1.0
 
 
-def test_an_argument_names_another_file_than_the_environment(tmp_path: Path) -> None:
+def test_the_argument_for_the_file_precedes_the_environment(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('{"max_num_steps": 2}')
     environment = {"PENSTOCK_CONFIG_FILE": str(tmp_path / "gone.json")}
     config = PipelineConfig.from_flat({"config_file": str(tmp_path / "a.json")}, environment=environment)
@@ -288,21 +288,23 @@ def test_an_argument_names_another_file_than_the_environment(tmp_path: Path) -> 
         ("a.toml", "config_file = 'b.toml'", "config_file: is not a configuration field"),
     ],
 )
-def test_a_file_that_cannot_be_used(tmp_path: Path, name: str, content: str, message: str) -> None:
+def test_malformed_configuration_files_are_refused(
+    tmp_path: Path, name: str, content: str, message: str
+) -> None:
     file = tmp_path / name
     file.write_text(content)
     with pytest.raises(ConfigError, match=message):
         PipelineConfig.from_flat({"config_file": str(file)})
 
 
-def test_a_missing_file(tmp_path: Path) -> None:
+def test_a_missing_configuration_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config_file: .*gone.toml: cannot be read: No such file"):
         PipelineConfig.from_flat({"config_file": tmp_path / "gone.toml"})
     with pytest.raises(ConfigError, match="config_file: must be a path, was 3"):
         PipelineConfig.from_flat({"config_file": 3})
 
 
-def test_the_environment_is_read_by_exact_names() -> None:
+def test_environment_variables_need_exact_names() -> None:
     assert (
         PipelineConfig.from_flat({}, environment={"PENSTOCK_HOME": "/x", "MAX_LENGTH": "1"})
         == PipelineConfig()
@@ -313,37 +315,39 @@ def test_the_environment_is_read_by_exact_names() -> None:
         PipelineConfig.from_flat({}, environment={"PENSTOCK_MAX_LENGTH": "many"})
 
 
-def test_deterministic_runs_in_all_but_float16() -> None:
-    assert PipelineConfig.from_flat({"deterministic": True}).model.encoding == "bfloat16", "the demo's own"
-    for encoding in ENCODINGS.names:  # float16 on the CPU is bfloat16
+def test_deterministic_is_refused_only_in_float16() -> None:
+    assert PipelineConfig.from_flat({"deterministic": True}).model.encoding == "bfloat16", (
+        "the encoding of the demo model"
+    )
+    for encoding in ENCODINGS.names:  # float16 on a CPU runs as bfloat16
         PipelineConfig.from_flat({"deterministic": True, "quantization_encoding": encoding})
-    there = {"devices": "gpu", "quantization_encoding": "float16"}
-    PipelineConfig.from_flat(there)
+    gpu_values = {"devices": "gpu", "quantization_encoding": "float16"}
+    PipelineConfig.from_flat(gpu_values)
     with pytest.raises(ConfigError, match=r"deterministic: .* one of float32, bfloat16, .* is 'float16'"):
-        PipelineConfig.from_flat({"deterministic": True} | there)
+        PipelineConfig.from_flat({"deterministic": True} | gpu_values)
 
 
 def test_float16_falls_back_to_bfloat16_on_cpus(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     _warn_encoding_fallback.cache_clear()
     assert ModelConfig(quantization_encoding="float16").encoding == "bfloat16"
-    assert checkpoint(tmp_path, {"dtype": "float16"}).encoding == "bfloat16"
-    (told,) = caplog.messages
-    assert "float16 weights run in bfloat16 on cpu" in told
-    assert "--quantization-encoding float32" in told
-    there = ModelConfig(quantization_encoding="float16", devices=(DeviceSpec.accelerator(),))
-    assert there.encoding == "float16"
+    assert write_typed_checkpoint(tmp_path, {"dtype": "float16"}).encoding == "bfloat16"
+    (messages,) = caplog.messages
+    assert "float16 weights run in bfloat16 on cpu" in messages
+    assert "--quantization-encoding float32" in messages
+    gpu_config = ModelConfig(quantization_encoding="float16", devices=(DeviceSpec.accelerator(),))
+    assert gpu_config.encoding == "float16"
     assert len(caplog.messages) == 1
 
 
-def test_configurations_are_frozen_hashable_and_cross_processes() -> None:
+def test_configurations_are_frozen_hashable_and_picklable() -> None:
     config = PipelineConfig.from_flat({"max_length": 7})
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.max_num_steps = 2  # type: ignore[misc]
-    again = pickle.loads(pickle.dumps(config))
-    assert (again, again.describe(), hash(again)) == (config, config.describe(), hash(config))
+    unpickled = pickle.loads(pickle.dumps(config))
+    assert (unpickled, unpickled.describe(), hash(unpickled)) == (config, config.describe(), hash(config))
 
 
-def test_encodings_that_a_user_can_choose() -> None:
+def test_selectable_encodings_are_valid_choices() -> None:
     assert FLOAT_ENCODINGS == ("float32", "bfloat16", "float16")
     assert ENCODINGS.names[:3] == FLOAT_ENCODINGS
     assert {"int8", "int4"} <= set(ENCODINGS.names)
@@ -360,7 +364,7 @@ def test_an_added_encoding_can_be_configured() -> None:
         ModelConfig(quantization_encoding="fake")
 
 
-def checkpoint(folder: Path, config: Mapping[str, Any]) -> ModelConfig:
+def write_typed_checkpoint(folder: Path, config: Mapping[str, Any]) -> ModelConfig:
     from safetensors.torch import save_file
     from torch import zeros
 
@@ -377,30 +381,30 @@ def checkpoint(folder: Path, config: Mapping[str, Any]) -> ModelConfig:
         ({"dtype": "bfloat16"}, "bfloat16"),
         ({"torch_dtype": "torch.float32"}, "float32"),
         ({"text_config": {"dtype": "float32"}}, "float32"),
-        ({"torch_dtype": None}, "bfloat16"),  # that of the largest tensor
+        ({"torch_dtype": None}, "bfloat16"),  # the type of the largest tensor
     ],
 )
-def test_the_encoding_is_that_of_the_checkpoint(
+def test_the_default_encoding_is_that_of_the_checkpoint(
     tmp_path: Path, config: dict[str, Any], encoding: str
 ) -> None:
-    assert checkpoint(tmp_path, config).encoding == encoding
+    assert write_typed_checkpoint(tmp_path, config).encoding == encoding
 
 
 def test_quantization_encoding_has_precedence(tmp_path: Path) -> None:
-    config = checkpoint(tmp_path, {"dtype": "float16"})
+    config = write_typed_checkpoint(tmp_path, {"dtype": "float16"})
     assert dataclasses.replace(config, quantization_encoding="float32").encoding == "float32"
 
 
-def test_a_checkpoint_of_another_type_needs_an_encoding(tmp_path: Path) -> None:
+def test_a_checkpoint_of_an_unsupported_type_needs_an_encoding(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"must be one of float32, .* stored in float64"):
-        _ = checkpoint(tmp_path, {"dtype": "float64"}).encoding
+        _ = write_typed_checkpoint(tmp_path, {"dtype": "float64"}).encoding
 
 
 def test_a_missing_generation_config_is_empty(tmp_path: Path) -> None:
-    assert checkpoint(tmp_path, {}).generation_config == {}
+    assert write_typed_checkpoint(tmp_path, {}).generation_config == {}
 
 
-def test_a_local_model_is_called_as_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_model_is_named_after_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "mine-1.5b"
     folder.mkdir()
     file = tmp_path / "small.Q4_K_M.gguf"
@@ -422,7 +426,7 @@ def test_a_local_model_is_called_as_its_folder(tmp_path: Path, monkeypatch: pyte
         assert ModelConfig(model_path=path, served_model_name="other").name == "other"
 
 
-def test_upper_bounded_default() -> None:
+def test_upper_bounded_default_returns_the_smaller_value() -> None:
     assert upper_bounded_default(10, None) == 10
     assert upper_bounded_default(10, 10) == 10
     with pytest.raises(ConfigError, match=r"max_length: .*\(11\) exceeds .*\(10\)"):
@@ -433,14 +437,14 @@ def test_upper_bounded_default() -> None:
     ("text", "size"),
     [("4GiB", 4 << 30), ("1.5 mib", 3 << 19), ("500MB", 500_000_000), ("2kB", 2000), ("1TiB", 1 << 40)],
 )
-def test_sizes_have_units(text: str, size: int) -> None:
+def test_sizes_with_units_are_parsed(text: str, size: int) -> None:
     assert PipelineConfig.from_flat({"kv_cache_memory": text}).kv_cache.memory == size
     assert KVCacheConfig(memory=text).memory == size  # type: ignore[arg-type]
     environment = {"PENSTOCK_KV_CACHE_MEMORY": text}
     assert PipelineConfig.from_flat({}, environment=environment).kv_cache.memory == size
 
 
-def test_every_setting_in_bytes_takes_sizes() -> None:
+def test_every_setting_in_bytes_accepts_units() -> None:
     sizes = {
         "kv_cache_memory",
         "kv_offload_memory",
@@ -467,7 +471,7 @@ def test_invalid_sizes_are_refused(text: str) -> None:
 # -- Other names of a setting ---------------------------------------------------------------------------
 
 
-def test_an_alias_works_in_every_source(tmp_path: Path) -> None:
+def test_an_alias_is_accepted_in_every_source(tmp_path: Path) -> None:
     file = tmp_path / "settings.toml"
     file.write_text("gpu_memory_utilization = 0.4")
     for values, environment, expected, source in (
@@ -484,7 +488,7 @@ def test_an_alias_works_in_every_source(tmp_path: Path) -> None:
     assert "gpu_memory_utilization" not in names
 
 
-def test_an_alias_beside_its_setting_is_refused(tmp_path: Path) -> None:
+def test_an_alias_together_with_its_setting_is_refused(tmp_path: Path) -> None:
     both = {"device_memory_utilization": 0.5, "gpu_memory_utilization": 0.5}
     with pytest.raises(ConfigError, match="gpu_memory_utilization: is another name of device_memory_util"):
         PipelineConfig.from_flat(both)

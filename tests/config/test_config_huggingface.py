@@ -1,4 +1,4 @@
-"""``config.json`` as an object."""
+"""`HuggingFaceConfig`: access to the values of ``config.json``."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def test_the_error_for_a_missing_key_names_key_and_file(config: HuggingFaceConfi
     assert str(error.value) == f"{tmp_path}/config.json: text_config: has no 'head_dim'"
 
 
-def test_defaults_of_missing_keys(config: HuggingFaceConfig) -> None:
+def test_missing_keys_have_defaults(config: HuggingFaceConfig) -> None:
     assert getattr(config, "head_dim", 8) == 8
     assert config.get("head_dim", 8) == 8
     assert config.get("head_dim") is None
 
 
 @pytest.mark.parametrize("spelling", ["dtype", "torch_dtype"])
-def test_both_spellings_of_the_type(spelling: str) -> None:
+def test_the_type_is_read_in_both_spellings(spelling: str) -> None:
     config = HuggingFaceConfig({spelling: "bfloat16"})
     assert config.dtype == config.torch_dtype == config.get("dtype") == "bfloat16"
     assert config.to_dict() == {spelling: "bfloat16"}
@@ -72,7 +72,7 @@ def test_each_spelling_keeps_its_own_value() -> None:
     assert (config.dtype, config.torch_dtype) == ("float32", "float16")
 
 
-def test_can_be_copied_and_pickled(config: HuggingFaceConfig) -> None:
+def test_the_configuration_can_be_copied_and_pickled(config: HuggingFaceConfig) -> None:
     assert pickle.loads(pickle.dumps(config)) == config
     assert copy.deepcopy(config).text_config.vocab_size == 10
 
@@ -87,18 +87,18 @@ def test_can_be_copied_and_pickled(config: HuggingFaceConfig) -> None:
         (b'"llama"', "must hold a JSON object, holds a str"),
     ],
 )
-def test_a_damaged_file(tmp_path: Path, content: bytes, message: str) -> None:
+def test_a_malformed_file_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=f"config.json: {message}"):
         HuggingFaceConfig.from_checkpoint(tmp_path)
 
 
-def test_a_missing_file(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config.json: cannot be read: No such file"):
         HuggingFaceConfig.from_checkpoint(tmp_path)
 
 
-def test_checked_values() -> None:
+def test_valid_values_are_returned() -> None:
     config = HuggingFaceConfig({"heads": 4, "eps": 1e-5, "tied": True, "nothing": None})
     assert (
         config.integer("heads"),
@@ -118,12 +118,12 @@ def test_checked_values() -> None:
 
 
 @pytest.mark.parametrize("value", ["four", 0, -1, 2.0, True, [4], None])
-def test_invalid_integers(value: object) -> None:
+def test_invalid_integers_are_refused(value: object) -> None:
     with pytest.raises(CheckpointError, match=r"heads must be a whole number of at least 1, was"):
         HuggingFaceConfig({"heads": value}).integer("heads")
 
 
-def test_integers_out_of_range() -> None:
+def test_integers_out_of_range_are_refused() -> None:
     with pytest.raises(CheckpointError, match=f"heads must be at most 2147483647, was {10**30}"):
         HuggingFaceConfig({"heads": 10**30}).integer("heads")
     with pytest.raises(CheckpointError, match="layers must be at most 9, was 10"):
@@ -131,12 +131,12 @@ def test_integers_out_of_range() -> None:
 
 
 @pytest.mark.parametrize("value", ["small", 0, -1e-5, float("nan"), float("inf"), False, 10**400])
-def test_invalid_positive_numbers(value: object) -> None:
+def test_invalid_positive_numbers_are_refused(value: object) -> None:
     with pytest.raises(CheckpointError, match="eps must be a number above 0"):
         HuggingFaceConfig({"eps": value}).number("eps", 1.0)
 
 
-def test_sections(config: HuggingFaceConfig) -> None:
+def test_sections_are_configurations(config: HuggingFaceConfig) -> None:
     assert config.section("text_config").vocab_size == 10
     assert not config.section("nothing")
     assert not config.section("gone")
@@ -144,21 +144,21 @@ def test_sections(config: HuggingFaceConfig) -> None:
         config.section("hidden_size")
 
 
-def test_invalid_flags() -> None:
+def test_invalid_flags_are_refused() -> None:
     with pytest.raises(CheckpointError, match="tied must be true or false, was 1"):
         HuggingFaceConfig({"tied": 1}).flag("tied")
 
 
-def test_vocabulary_size(config: HuggingFaceConfig) -> None:
-    assert config.vocabulary_size == 10, "those of the text model of a larger one"
+def test_the_vocabulary_size_is_that_of_the_text_model(config: HuggingFaceConfig) -> None:
+    assert config.vocabulary_size == 10, "the value of the text model within a larger model"
     assert HuggingFaceConfig({"vocab_size": 12}).vocabulary_size == 12
     assert HuggingFaceConfig({}).vocabulary_size == 0
 
 
-def test_optional_values() -> None:
+def test_optional_values_may_be_missing() -> None:
     config = HuggingFaceConfig({"window": 7, "cap": 2.5, "nothing": None, "bad": "x"})
     assert config.optional_integer("window") == 7
-    assert config.optional_integer("nothing", 8) is None, "null is not the default"
+    assert config.optional_integer("nothing", 8) is None, "null overrides the default"
     assert config.optional_integer("gone", 8) == 8
     assert config.optional_number("cap") == 2.5
     assert config.optional_number("nothing", 1.0) is None
@@ -169,14 +169,14 @@ def test_optional_values() -> None:
         config.optional_number("bad")
 
 
-def test_an_integer_with_another_minimum() -> None:
+def test_integers_may_have_another_minimum() -> None:
     config = HuggingFaceConfig({"first": 0})
     assert config.integer("first", minimum=0) == 0
     with pytest.raises(CheckpointError, match="first must be a whole number of at least 2, was 0"):
         config.integer("first", minimum=2)
 
 
-def test_texts_and_lists() -> None:
+def test_texts_and_lists_are_returned() -> None:
     config = HuggingFaceConfig({"name": "llama", "names": ["a", "b"], "numbers": [1, 0], "nothing": None})
     assert (config.text("name"), config.text("nothing", "x"), config.text("gone", "y")) == ("llama", "x", "y")
     assert config.texts("names") == ("a", "b")
@@ -196,6 +196,6 @@ def test_texts_and_lists() -> None:
         ("integers", [True], r"key must be a list of whole numbers, was \[True\]"),
     ],
 )
-def test_values_of_another_type(method: str, value: object, message: str) -> None:
+def test_values_of_another_type_are_refused(method: str, value: object, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         getattr(HuggingFaceConfig({"key": value}), method)("key")

@@ -1,4 +1,4 @@
-"""`SpeculativeConfig`: the method in effect, and contradictory fields."""
+"""`SpeculativeConfig`: the method in effect, and contradictory settings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.errors import ConfigError
 
 
 @pytest.mark.parametrize(
-    ("values", "method", "most"),
+    ("values", "method", "max_drafts"),
     [
         ({}, None, 0),
         ({"speculative_method": "ngram"}, "ngram", 8),
@@ -20,9 +20,11 @@ from penstock.errors import ConfigError
         ({"speculative_method": "ngram", "num_speculative_tokens": 3}, "ngram", 3),
     ],
 )
-def test_method(values: dict[str, Any], method: str | None, most: int) -> None:
+def test_the_method_follows_from_the_settings(
+    values: dict[str, Any], method: str | None, max_drafts: int
+) -> None:
     config = PipelineConfig.from_flat(values).speculative
-    assert (config.method, config.max_drafts) == (method, most)
+    assert (config.method, config.max_drafts) == (method, max_drafts)
 
 
 @pytest.mark.parametrize(
@@ -36,6 +38,6 @@ def test_method(values: dict[str, Any], method: str | None, most: int) -> None:
         ({"num_speculative_tokens": 65}, "from 1 to 64, was 65"),
     ],
 )
-def test_refusals(values: dict[str, Any], message: str) -> None:
+def test_contradictory_settings_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         SpeculativeConfig(**values)

@@ -33,11 +33,13 @@ TRANSFORMER = {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers
         (None, TEXT),
     ],
 )
-def test_architectures(tmp_path: Path, architectures: list[str] | None, task: PipelineTask) -> None:
+def test_the_task_follows_from_architectures(
+    tmp_path: Path, architectures: list[str] | None, task: PipelineTask
+) -> None:
     assert detect_task(tmp_path, HuggingFaceConfig({"architectures": architectures})) is task
 
 
-def test_sentence_transformers_files_come_before_architectures(tmp_path: Path) -> None:
+def test_sentence_transformers_files_precede_architectures(tmp_path: Path) -> None:
     config = HuggingFaceConfig({"architectures": ["Qwen3ForCausalLM"]})
     (tmp_path / "modules.json").write_text(json.dumps([{"type": "another.Library"}]))
     assert detect_task(tmp_path, config) is TEXT
@@ -51,7 +53,7 @@ def test_sentence_transformers_files_come_before_architectures(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("text", ["{", "{}", "[1]", '{"type": "sentence_transformers.models.Transformer"}'])
-def test_modules_that_are_malformed(tmp_path: Path, text: str) -> None:
+def test_malformed_modules_json_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "modules.json").write_text(text)
     with pytest.raises(
         CheckpointError, match=r"modules\.json: (is not JSON|must be a JSON list with one object per module)"
@@ -60,24 +62,24 @@ def test_modules_that_are_malformed(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("value", ["BertModel", [1]])
-def test_architectures_that_are_malformed(tmp_path: Path, value: Any) -> None:
+def test_malformed_architectures_are_refused(tmp_path: Path, value: Any) -> None:
     with pytest.raises(CheckpointError, match=r"architectures in config\.json must be a list of names"):
         detect_task(tmp_path, HuggingFaceConfig({"architectures": value}))
 
 
 @pytest.mark.parametrize("task", PipelineTask)
 @pytest.mark.parametrize("spelling", ["option", "value"])
-def test_the_setting(task: PipelineTask, spelling: str) -> None:
+def test_the_task_setting_is_parsed(task: PipelineTask, spelling: str) -> None:
     model = PipelineConfig.from_flat({"model_path": "/missing", "task": getattr(task, spelling)}).model
     assert (model.task, model.pipeline_task) == (task.option, task)
 
 
-def test_auto_reads_the_checkpoint() -> None:
+def test_auto_reads_the_task_from_the_checkpoint() -> None:
     model = PipelineConfig.from_flat({"model_path": "demo"}).model
     assert (model.task, model.pipeline_task) == ("auto", TEXT)
 
 
-def test_an_unknown_task() -> None:
+def test_an_unknown_task_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"task: must be one of auto, text-generation, .*, was 'chat'"):
         PipelineConfig.from_flat({"task": "chat"})
 
@@ -93,7 +95,7 @@ def test_an_unknown_task() -> None:
         ({"matryoshka_dimensions": [32, 64]}, {"matryoshka_dimensions": "16, 8"}, (16, 8)),
     ],
 )
-def test_trained_dimensions(
+def test_trained_dimensions_are_read(
     tmp_path: Path, named: dict[str, Any], option: dict[str, str], expected: tuple[int, ...] | None
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", **named}))
@@ -103,7 +105,7 @@ def test_trained_dimensions(
 
 
 @pytest.mark.parametrize("text", ["64,x", "0", "-1"])
-def test_malformed_matryoshka_dimensions(text: str) -> None:
+def test_malformed_matryoshka_dimensions_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="must be whole numbers of at least 1, such as 64,128,256"):
         PipelineConfig.from_flat({"matryoshka_dimensions": text})
 

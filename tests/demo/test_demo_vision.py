@@ -1,4 +1,4 @@
-"""The embedded model `demo-vision` names and counts shapes."""
+"""The embedded model `demo-vision`: naming and counting shapes."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ def llm() -> Iterator[LLM]:
         yield llm
 
 
-def answers(llm: LLM, pairs: list[tuple[object, str]]) -> list[str]:
+def answers_to(llm: LLM, pairs: list[tuple[object, str]]) -> list[str]:
     """Return the answers to questions about pictures."""
     chats = [
         [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": text}]}]
         for image, text in pairs
     ]
-    return [one.text for one in llm.chat(chats, GREEDY, use_tqdm=False)]
+    return [output.text for output in llm.chat(chats, GREEDY, use_tqdm=False)]
 
 
-def test_the_picture_of_the_examples(llm: LLM) -> None:
-    assert answers(llm, [(PICTURE, question) for question in ANSWERS]) == list(ANSWERS.values())
+def test_questions_about_the_example_picture_are_answered(llm: LLM) -> None:
+    assert answers_to(llm, [(PICTURE, question) for question in ANSWERS]) == list(ANSWERS.values())
 
 
-def test_new_pictures(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_pictures_are_described(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(ROOT / "tools"), *sys.path])
     import random
 
@@ -50,14 +50,22 @@ def test_new_pictures(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(77)
     scenes = [random_scene(rng) for _ in range(12)]
     images = [draw(scene, (200, 200), rng) for scene in scenes]
-    found = answers(llm, [(image, "What is in the picture?") for image in images])
-    right = sum(one == describe(scene).answer for one, scene in zip(found, scenes, strict=True))
-    assert right >= 4
-    turned = answers(llm, [(image, "What is in the picture?") for image in [*images[1:], images[0]]])
-    assert sum(one == describe(scene).answer for one, scene in zip(turned, scenes, strict=True)) <= 2
+    actual = answers_to(llm, [(image, "What is in the picture?") for image in images])
+    num_correct = sum(answer == describe(scene).answer for answer, scene in zip(actual, scenes, strict=True))
+    assert num_correct >= 4
+    answers_for_other_images = answers_to(
+        llm, [(image, "What is in the picture?") for image in [*images[1:], images[0]]]
+    )
+    assert (
+        sum(
+            answer == describe(scene).answer
+            for answer, scene in zip(answers_for_other_images, scenes, strict=True)
+        )
+        <= 2
+    )
 
 
-def test_without_a_picture(llm: LLM) -> None:
+def test_a_question_without_a_picture_gets_an_explanation(llm: LLM) -> None:
     [output] = llm.chat([{"role": "user", "content": "What is in the picture?"}], GREEDY, use_tqdm=False)
     assert output.text == "I see no picture. Send me one with coloured shapes."
 
@@ -67,8 +75,8 @@ def test_without_a_picture(llm: LLM) -> None:
     ["How many shapes are there?", "<|user|><image>How many shapes are there?<|end|><|assistant|>"],
     ids=["message", "placeholder"],
 )
-def test_command(prompt: str) -> None:
-    """The images come before the text of a message, unless the prompt has a placeholder."""
+def test_the_command_accepts_images(prompt: str) -> None:
+    """The images precede the text of a message, unless the prompt has a placeholder."""
     from click.testing import CliRunner
 
     from penstock.cli.generate import command

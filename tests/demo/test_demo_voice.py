@@ -1,4 +1,4 @@
-"""The embedded demo voice speaks."""
+"""The embedded model `demo-voice`: length, intelligibility and batches of speech."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def speeches(llm: LLM) -> list[Speech]:
     return llm.speak(list(TEXTS), use_tqdm=False)
 
 
-def test_the_speech_is_as_long_as_its_text(speeches: list[Speech]) -> None:
+def test_the_length_of_speech_is_proportional_to_its_text(speeches: list[Speech]) -> None:
     for text, speech in zip(TEXTS, speeches, strict=True):
         assert speech.sample_rate == 16_000
         assert not speech.is_cut
@@ -35,7 +35,7 @@ def test_the_speech_is_as_long_as_its_text(speeches: list[Speech]) -> None:
         assert 0.1 < np.abs(speech.audio).max() < 1.5
 
 
-def test_texts_sound_different(speeches: list[Speech]) -> None:
+def test_texts_give_different_speech(speeches: list[Speech]) -> None:
     lengths = [len(speech.audio) for speech in speeches]
     assert len(set(lengths)) == len(lengths)
 
@@ -46,7 +46,9 @@ def test_audio_of_a_batch_equals_audio_alone(llm: LLM, speeches: list[Speech]) -
     np.testing.assert_allclose(alone.audio, speeches[1].audio, atol=0.02)
 
 
-def test_a_recogniser_understands_it(speeches: list[Speech], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_speech_recogniser_understands_the_speech(
+    speeches: list[Speech], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("pocketsphinx", reason="the recogniser is not installed")
     import torch
 
@@ -58,11 +60,11 @@ def test_a_recogniser_understands_it(speeches: list[Speech], monkeypatch: pytest
         edit_distance(words_of(text), recogniser(torch.from_numpy(speech.audio)))
         for text, speech in zip(TEXTS, speeches, strict=True)
     ]
-    assert sum(errors) <= 6  # of 15 words; another sentence has an error in nearly each word
+    assert sum(errors) <= 6  # 15 words in total; another sentence has an error in nearly every word
 
 
-def test_recognisers_understand_hello_world(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spellings in several forms, with a recogniser of few sentences and one of English."""
+def test_speech_recognisers_understand_hello_world(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several spellings are spoken. One recogniser knows few sentences, the other general English."""
     pytest.importorskip("pocketsphinx", reason="the recogniser is not installed")
     import torch
 
@@ -72,8 +74,8 @@ def test_recognisers_understand_hello_world(llm: LLM, monkeypatch: pytest.Monkey
     spellings = ["hello world", "Hello world.", "Hello world!", "Hello, world", "HELLO WORLD?"]
     speeches = llm.speak(spellings, use_tqdm=False)
     for recogniser in (Recogniser(with_grammar=True), Recogniser(with_grammar=False)):
-        heard = [recogniser(torch.from_numpy(speech.audio)) for speech in speeches]
-        assert heard == [["hello", "world"]] * len(spellings)
+        transcripts = [recogniser(torch.from_numpy(speech.audio)) for speech in speeches]
+        assert transcripts == [["hello", "world"]] * len(spellings)
 
 
 def test_digits_are_spoken_as_words(llm: LLM) -> None:

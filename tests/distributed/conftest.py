@@ -1,4 +1,4 @@
-"""Two ranks for the tests of this folder; they load one model after the other."""
+"""Fixtures: two ranks shared by the tests of this folder, which load one model after the other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.tiny_llm import write_tiny_llm
 
 @pytest.fixture(scope="session")
 def pair() -> Iterator[RankPair]:
-    """Two ranks with the default transport."""
+    """Return two ranks with the default transport."""
     pair = RankPair()
     yield pair
     pair.close()
@@ -20,5 +20,5 @@ def pair() -> Iterator[RankPair]:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama with a tokenizer."""
+    """Return a tiny Llama with a tokenizer."""
     return write_tiny_llm(tmp_path_factory.mktemp("tiny"))

@@ -1,4 +1,4 @@
-"""A rank that ends or stops answering ends the step on all ranks, and a server restarts all of them."""
+"""A rank that exits or hangs ends the step on all ranks, and a server restarts all of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from penstock.worker.results import Generation
 
 
 @pytest.mark.parametrize(
-    ("number", "reason"),
+    ("signal_number", "reason"),
     [
         (signal.SIGKILL, "rank 1 of 2 has ended .killed by SIGKILL."),
         pytest.param(signal.SIGSTOP, "lost their connection .a rank did not answer", marks=pytest.mark.slow),
@@ -33,69 +33,69 @@ from penstock.worker.results import Generation
 @pytest.mark.parametrize(
     "shares_memory", [pytest.param(True, id="shared_memory"), pytest.param(False, id="torch")]
 )
-def test_a_lost_rank_ends_the_step(
-    tiny: Path, number: signal.Signals, reason: str, shares_memory: bool
+def test_a_lost_rank_ends_the_step_on_all_ranks(
+    tiny: Path, signal_number: signal.Signals, reason: str, shares_memory: bool
 ) -> None:
-    if number is signal.SIGSTOP and not shares_memory:
+    if signal_number is signal.SIGSTOP and not shares_memory:
         reason = "lost their connection"
     pair = RankPair(timeout=5.0, shares_memory=shares_memory)
     try:
         pipeline = pair.load(tiny)
         generate(pipeline, [context_of([1, 2, 3], 2)])
-        os.kill(pair.processes.pids[0], number)
-        begin = time.monotonic()
+        os.kill(pair.processes.pids[0], signal_number)
+        start_time = time.monotonic()
         with pytest.raises(RankFailedError, match=reason):
             generate(pipeline, [context_of([1, 2, 3], 2)])
-        with pytest.raises(RankFailedError, match=reason):  # at once; nothing is computed
+        with pytest.raises(RankFailedError, match=reason):  # at once, without a computation
             generate(pipeline, [context_of([1, 2, 3], 2)])
-        assert time.monotonic() - begin < 60
+        assert time.monotonic() - start_time < 60
     finally:
         pair.close()
     assert not any(_is_running(pid) for pid in pair.processes.pids)
 
 
 def test_an_error_of_another_rank_while_it_loads_is_raised_on_rank_0(tmp_path: Path) -> None:
-    # 3 ranks cannot divide 2 kv heads: all ranks find that, and the first error counts.
+    # 3 ranks cannot divide 2 kv heads. All ranks detect that, and the first error is raised.
     checkpoint = write_tiny_llm(tmp_path)
     with pytest.raises(ConfigError, match="3 ranks cannot divide 4 attention heads with 2 kv heads"):
         LLM(checkpoint, max_length=32, tensor_parallel_size=3)
 
 
 @pytest.mark.slow
-async def test_each_rank_killed_under_load(tiny: Path) -> None:
+async def test_the_server_restarts_after_a_rank_is_killed_under_load(tiny: Path) -> None:
     config = PipelineConfig.from_flat({"model_path": str(tiny), "tensor_parallel_size": 2})
     tokenizer = load_tokenizer(config)
     client = WorkerClient(partial(load_runtime, config))
 
-    def context(number: int, count: int) -> TextContext:
+    def make_context(number: int, count: int) -> TextContext:
         params = SamplingParams(max_new_tokens=count, seed=number, ignore_eos=True)
         request_id = f"{number}-{time.monotonic()}"
         prompt = "Once upon a time"
         request = TokenGeneratorRequest(request_id, number, "tiny", prompt, sampling_params=params)
-        built: TextContext = tokenizer.build_context(request)
-        return built
+        context_: TextContext = tokenizer.build_context(request)
+        return context_
 
     await client.start()
     try:
-        expected = await _tokens(client.submit(context(1, 8)))
+        expected = await _tokens(client.submit(make_context(1, 8)))
         for victim in (1, 0, 1):
             worker = client.info.pid
             (rank_1,) = _children(worker)
-            generations = [client.submit(context(number, 100)) for number in range(8)]
+            generations = [client.submit(make_context(number, 100)) for number in range(8)]
             await anext(generations[0])
             os.kill(rank_1 if victim else worker, signal.SIGKILL)
             outcomes = await asyncio.gather(*map(_tokens, generations), return_exceptions=True)
-            assert any(isinstance(one, UnavailableError) for one in outcomes)
-            assert all(isinstance(one, UnavailableError | list) for one in outcomes)
+            assert any(isinstance(outcome, UnavailableError) for outcome in outcomes)
+            assert all(isinstance(outcome, UnavailableError | list) for outcome in outcomes)
             await _until(lambda before=worker: client.is_alive and client.info.pid != before)
-            assert await _tokens(client.submit(context(1, 8))) == expected
+            assert await _tokens(client.submit(make_context(1, 8))) == expected
             await _until(lambda pid=rank_1: not _is_running(pid))
-        # A rank that ends while the server is idle is replaced before the next request.
+        # A rank that exits while the server is idle is replaced before the next request.
         worker = client.info.pid
         (rank_1,) = _children(worker)
         os.kill(rank_1, signal.SIGKILL)
         await _until(lambda: client.is_alive and client.info.pid != worker)
-        assert await _tokens(client.submit(context(1, 8))) == expected
+        assert await _tokens(client.submit(make_context(1, 8))) == expected
         (rank_1,) = _children(client.info.pid)
     finally:
         await client.stop(0)
@@ -115,9 +115,9 @@ async def _until(condition: object, seconds: float = 120.0) -> None:
 
 
 def _children(pid: int) -> list[int]:
-    """Return the processes of the other ranks of a worker."""
+    """Return the process ids of a worker's other ranks."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(one) for one in children if b"distributed" in Path(f"/proc/{one}/cmdline").read_bytes()]
+    return [int(child) for child in children if b"distributed" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
 def _is_running(pid: int) -> bool:

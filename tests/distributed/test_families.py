@@ -1,4 +1,4 @@
-"""Models on two ranks generate the text of one process, for every family that generates text."""
+"""Models on two ranks generate the text of one process, for every family of text models."""
 
 from __future__ import annotations
 
@@ -17,21 +17,24 @@ from penstock.architectures.registry import SupportedArchitecture
 from penstock.pipelines import TextGenerationPipeline
 
 DEFAULT = ("llama", "gpt2", "mixtral", "gemma2")
-"""The families of the default run: plain, fused and transposed, with experts, with norms around layers."""
-DIVISIBLE = [one for one in DECODERS if one.load_pipeline_model().is_divisible]
+"""Families of the default run: a plain one, one with fused and transposed weights, one with experts, and one
+with norms before and after each layer."""
+DIVISIBLE = [candidate for candidate in DECODERS if candidate.load_pipeline_model().is_divisible]
 
 
-def families(*default: str) -> list[Any]:
-    """Return the families as parameters; those that are not named are slow."""
+def family_params(*default: str) -> list[Any]:
+    """Return the families as parameters. Those that are not in `default` are slow."""
     return [
-        pytest.param(one, id=one.name, marks=() if one.name in default else pytest.mark.slow)
-        for one in DIVISIBLE
+        pytest.param(
+            architecture, id=architecture.name, marks=() if architecture.name in default else pytest.mark.slow
+        )
+        for architecture in DIVISIBLE
     ]
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[SupportedArchitecture], Path]:
-    """Return the checkpoint of a family; it is written once."""
+def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[SupportedArchitecture], Path]:
+    """Return a function that writes the checkpoint of a family once."""
     folders: dict[str, Path] = {}
 
     def write(family: SupportedArchitecture) -> Path:
@@ -45,8 +48,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[SupportedArch
     return write
 
 
-def run(pipeline: TextGenerationPipeline) -> tuple[torch.Tensor, list[list[int]]]:
-    """Return logits of a batch of two prompts, and the greedy text of two others."""
+def run_batches(pipeline: TextGenerationPipeline) -> tuple[torch.Tensor, list[list[int]]]:
+    """Return the logits of a batch of two prompts, and the greedy text of two other prompts."""
     vocabulary = int(pipeline.model.huggingface_config.vocabulary_size)
     contexts = [context_of(random_tokens(count, vocabulary, seed=count)) for count in (11, 3)]
     logits = torch.cat(step_logits(pipeline, contexts))
@@ -54,49 +57,55 @@ def run(pipeline: TextGenerationPipeline) -> tuple[torch.Tensor, list[list[int]]
         pipeline.release(context)
     prompts = [random_tokens(count, vocabulary, seed=count) for count in (5, 18)]
     texts = generate(pipeline, [context_of(prompt, 8) for prompt in prompts])
-    # Decode steps of this shape are compiled now: several of them run as one call, on all ranks.
+    # Decode steps of this shape are now compiled. Several of them run as one call on all ranks.
     texts += generate(pipeline, [context_of(prompt, 8) for prompt in prompts], num_steps=4)
     return logits, texts
 
 
-def compare(pair: RankPair, checkpoint: Path, tolerance: float = 1e-4, **flat: Any) -> None:
-    """Check the logits of two ranks against those of one process, and in float32 the text, too."""
+def compare_with_one_process(pair: RankPair, checkpoint: Path, tolerance: float = 1e-4, **flat: Any) -> None:
+    """Check the logits of two ranks against those of one process. In float32, also check the text."""
     one_process = {name: value for name, value in flat.items() if name != "expert_parallel"}
     pipeline = open_pipeline(checkpoint, **one_process)
-    logits, texts = run(pipeline)
+    logits, texts = run_batches(pipeline)
     del pipeline
     gc.collect()
-    with pair.open(checkpoint, **flat) as divided:
-        divided_logits, divided_texts = run(divided)
+    with pair.open(checkpoint, **flat) as sharded:
+        divided_logits, divided_texts = run_batches(sharded)
     spread = max(1.0, float(logits.std()))
     torch.testing.assert_close(divided_logits, logits, atol=tolerance * spread, rtol=0)
     if flat.get("quantization_encoding", "float32") == "float32":
         assert divided_texts == texts
 
 
-@pytest.mark.parametrize("family", families(*DEFAULT))
-def test_greedy_text_of_one_process(
-    pair: RankPair, written: Callable[[SupportedArchitecture], Path], family: SupportedArchitecture
+@pytest.mark.parametrize("family", family_params(*DEFAULT))
+def test_logits_and_text_of_two_ranks_equal_one_process(
+    pair: RankPair, checkpoint_of: Callable[[SupportedArchitecture], Path], family: SupportedArchitecture
 ) -> None:
-    compare(pair, written(family))
+    compare_with_one_process(pair, checkpoint_of(family))
 
 
-EXPERTS = [one for one in DIVISIBLE if one.name in ("mixtral", "qwen3_moe", "gpt_oss")]
+EXPERTS = [
+    architecture for architecture in DIVISIBLE if architecture.name in ("mixtral", "qwen3_moe", "gpt_oss")
+]
 
 
 @pytest.mark.parametrize(
     "family",
     [
-        pytest.param(one, id=one.name, marks=() if one.name == "mixtral" else pytest.mark.slow)
-        for one in EXPERTS
+        pytest.param(
+            architecture,
+            id=architecture.name,
+            marks=() if architecture.name == "mixtral" else pytest.mark.slow,
+        )
+        for architecture in EXPERTS
     ],
 )
 @pytest.mark.parametrize("kernels", ["best", "reference"])
-def test_whole_experts(
+def test_logits_with_expert_parallelism_equal_one_process(
     pair: RankPair,
-    written: Callable[[SupportedArchitecture], Path],
+    checkpoint_of: Callable[[SupportedArchitecture], Path],
     family: SupportedArchitecture,
     kernels: str,
 ) -> None:
     flat: dict[str, Any] = {} if kernels == "best" else {"kernels": kernels}
-    compare(pair, written(family), expert_parallel=True, **flat)
+    compare_with_one_process(pair, checkpoint_of(family), expert_parallel=True, **flat)

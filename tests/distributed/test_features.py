@@ -34,19 +34,19 @@ def logits_of(pipeline: Any, **fields: Any) -> torch.Tensor:
 
 
 def assert_close(pair: RankPair, checkpoint: Path, tolerance: float, **flat: Any) -> None:
-    """Check that the root mean square of the difference is at most this share of the logits' spread."""
+    """Check that the root mean square error is at most this fraction of the logits' standard deviation."""
     pipeline = open_pipeline(checkpoint, **flat)
     expected = logits_of(pipeline)
     del pipeline
     gc.collect()
-    with pair.open(checkpoint, **flat) as divided:
-        error = logits_of(divided) - expected
+    with pair.open(checkpoint, **flat) as sharded:
+        error = logits_of(sharded) - expected
     assert float(error.square().mean().sqrt() / expected.std()) <= tolerance
 
 
 @pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama with layers of several groups of 32 inputs."""
+def wide_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a Llama whose layers have several groups of 32 inputs."""
     return write_tiny_llm(
         tmp_path_factory.mktemp("wide"), hidden_size=128, intermediate_size=224, num_attention_heads=4
     )
@@ -55,8 +55,10 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("encoding", "tolerance"), [("bfloat16", 0.02), ("int8", 0.05), ("int4", 0.06), ("int5", 0.06)]
 )
-def test_encodings(pair: RankPair, wide: Path, encoding: str, tolerance: float) -> None:
-    assert_close(pair, wide, tolerance, quantization_encoding=encoding)
+def test_logits_in_other_encodings_are_close_to_one_process(
+    pair: RankPair, wide_checkpoint: Path, encoding: str, tolerance: float
+) -> None:
+    assert_close(pair, wide_checkpoint, tolerance, quantization_encoding=encoding)
 
 
 @pytest.mark.parametrize(
@@ -65,21 +67,25 @@ def test_encodings(pair: RankPair, wide: Path, encoding: str, tolerance: float) 
         pytest.param({"num_key_value_heads": 1}, id="fewer kv heads than ranks"),
         pytest.param(
             {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48, "intermediate_size": 41},
-            id="parts of unlike sizes",
+            id="parts of different sizes",
         ),
         pytest.param({"tie_word_embeddings": True, "vocab_size": 267}, id="tied head"),
     ],
 )
-def test_shapes(pair: RankPair, tmp_path: Path, config: dict[str, Any]) -> None:
+def test_logits_of_uneven_shapes_equal_one_process(
+    pair: RankPair, tmp_path: Path, config: dict[str, Any]
+) -> None:
     assert_close(pair, write_tiny_llm(tmp_path, **config), 1e-5)
 
 
-def test_the_reference_kernels_and_an_int8_cache(pair: RankPair, wide: Path) -> None:
-    assert_close(pair, wide, 0.02, kernels="reference", kv_cache_dtype="int8")
+def test_logits_of_the_reference_kernels_and_an_int8_cache_are_close(
+    pair: RankPair, wide_checkpoint: Path
+) -> None:
+    assert_close(pair, wide_checkpoint, 0.02, kernels="reference", kv_cache_dtype="int8")
 
 
-def test_samples_choices_and_drafts(pair: RankPair, tiny: Path) -> None:
-    """Sampled text of several choices, with drafts of n-grams, equals that of one process."""
+def test_sampled_choices_and_drafts_equal_one_process(pair: RankPair, tiny: Path) -> None:
+    """The text is sampled, with several choices and n-gram drafts."""
 
     def run(pipeline: Any) -> list[list[int]]:
         params = SamplingParams(temperature=0.8, seed=3, repetition_penalty=1.1)
@@ -89,13 +95,13 @@ def test_samples_choices_and_drafts(pair: RankPair, tiny: Path) -> None:
     flat = {"speculative_method": "ngram"}
     pipeline = open_pipeline(tiny, **flat)
     expected = run(pipeline)
-    with pair.open(tiny, **flat) as divided:
-        assert run(divided) == expected
-        assert divided.speculation_stats is not None
+    with pair.open(tiny, **flat) as sharded:
+        assert run(sharded) == expected
+        assert sharded.speculation_stats is not None
 
 
-def test_beams(pair: RankPair, tiny: Path) -> None:
-    """Beams fork contexts within a block, which every rank copies."""
+def test_beams_equal_one_process(pair: RankPair, tiny: Path) -> None:
+    """Beams fork contexts within a block, and every rank copies that block."""
 
     def run(pipeline: Any) -> list[tuple[list[int], float]]:
         options = BeamOptions(num_beams=4, num_return_sequences=4)
@@ -103,11 +109,11 @@ def test_beams(pair: RankPair, tiny: Path) -> None:
         return [(list(beam.token_ids), round(float(beam.score), 3)) for beam in beams]
 
     expected = run(open_pipeline(tiny))
-    with pair.open(tiny) as divided:
-        assert run(divided) == expected
+    with pair.open(tiny) as sharded:
+        assert run(sharded) == expected
 
 
-def test_adapters_are_divided_with_their_layers(pair: RankPair, tmp_path: Path) -> None:
+def test_adapters_are_sharded_with_their_layers(pair: RankPair, tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "base", tiny_config())
     adapters = [
         f"{name}={write_adapter(checkpoint, tmp_path / name, seed, r=3)}"
@@ -120,18 +126,18 @@ def test_adapters_are_divided_with_their_layers(pair: RankPair, tmp_path: Path) 
 
     expected = run(open_pipeline(checkpoint, **flat))
     assert not torch.allclose(expected[0], expected[1], atol=0.1)
-    with pair.open(checkpoint, **flat) as divided:
-        for ours, theirs in zip(run(divided), expected, strict=True):
+    with pair.open(checkpoint, **flat) as sharded:
+        for ours, theirs in zip(run(sharded), expected, strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=0)
 
 
-def test_a_rank_holds_its_part(pair: RankPair, tiny: Path) -> None:
+def test_a_rank_holds_only_its_shard(pair: RankPair, tiny: Path) -> None:
     whole = open_pipeline(tiny).model
-    with pair.open(tiny) as divided:
-        model: Any = divided.model
+    with pair.open(tiny) as sharded:
+        model: Any = sharded.model
         block = model.network.blocks[1]
         layers = (block.attention.qkv, block.attention.output, block.mlp.gate_up, block.mlp.down)
-        shapes = [(one.packed.out_features, one.packed.in_features) for one in layers]
+        shapes = [(layer.packed.out_features, layer.packed.in_features) for layer in layers]
         assert shapes == [(32, 32), (32, 16), (48, 32), (32, 24)]
         assert model.network.embedding.table.shape == (128, 32)
         assert model.network.head.linear.packed.out_features == 128
@@ -141,7 +147,7 @@ def test_a_rank_holds_its_part(pair: RankPair, tiny: Path) -> None:
     assert whole.signal_buffers == []
 
 
-def test_a_model_that_cannot_be_divided_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_sharded_is_refused_by_name(tmp_path: Path) -> None:
     checkpoint = write_tiny_llm(tmp_path)
     with pytest.raises(ConfigError, match="a draft model cannot draft for a model that several processes"):
         LLM(checkpoint, tensor_parallel_size=2, draft_model_path=str(checkpoint))

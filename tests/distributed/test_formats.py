@@ -1,4 +1,4 @@
-"""Quantized checkpoints on two ranks: each rank keeps its part, in the encoding of the file."""
+"""Quantized checkpoints on two ranks: each rank keeps its shard in the encoding of the file."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from penstock.weights import Weights
 
 
 @pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama with layers of several groups of 32 inputs."""
+def wide_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a Llama whose layers have several groups of 32 inputs."""
     return write_tiny_llm(
         tmp_path_factory.mktemp("wide"), hidden_size=128, intermediate_size=224, num_attention_heads=4
     )
 
 
-def compare(pair: RankPair, checkpoint: Path) -> None:
+def compare_with_one_process(pair: RankPair, checkpoint: Path) -> None:
     """Check the logits of two ranks against those of one process, in the encodings of the file."""
 
     def logits_of(pipeline: Any) -> torch.Tensor:
@@ -40,49 +40,57 @@ def compare(pair: RankPair, checkpoint: Path) -> None:
     flat = {"quantization_encoding": None}
     expected = logits_of(open_pipeline(checkpoint, **flat))
     gc.collect()
-    with pair.open(checkpoint, **flat) as divided:
-        error = logits_of(divided) - expected
+    with pair.open(checkpoint, **flat) as sharded:
+        error = logits_of(sharded) - expected
     assert float(error.square().mean().sqrt() / expected.std()) < 0.06
 
 
 @pytest.mark.parametrize("order", ["none", "inputs"])
-def test_gptq(
-    pair: RankPair, wide: Path, tmp_path: Path, order: Order, caplog: pytest.LogCaptureFixture
+def test_logits_of_gptq_equal_one_process(
+    pair: RankPair, wide_checkpoint: Path, tmp_path: Path, order: Order, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Inputs in another order cannot be divided: such layers are widened."""
+    """Layers with reordered inputs cannot be sharded, so they are dequantized."""
     section = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False}
     section["desc_act"] = order != "none"
-    compare(pair, write_packed_checkpoint(wide, tmp_path, gptq(4, 32, order=order), section))
+    compare_with_one_process(
+        pair, write_packed_checkpoint(wide_checkpoint, tmp_path, gptq(4, 32, order=order), section)
+    )
     assert ("mlp.down_proj are stored with permuted inputs" in caplog.text) == (order != "none")
     assert "gate_proj" not in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", pytest.param("Q5_1", marks=pytest.mark.slow)])
-def test_gguf(pair: RankPair, wide: Path, tmp_path: Path, kind: str) -> None:
-    compare(pair, write_gguf(wide, tmp_path / "m.gguf", GGMLQuantizationType[kind]))
+def test_logits_of_gguf_equal_one_process(
+    pair: RankPair, wide_checkpoint: Path, tmp_path: Path, kind: str
+) -> None:
+    compare_with_one_process(
+        pair, write_gguf(wide_checkpoint, tmp_path / "m.gguf", GGMLQuantizationType[kind])
+    )
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q5_1"])
-def test_rows_of_a_gguf_file_are_read_alone(wide: Path, tmp_path: Path, kind: str) -> None:
-    weights = Weights.open(write_gguf(wide, tmp_path / "m.gguf", GGMLQuantizationType[kind]))
+def test_rows_of_a_gguf_tensor_can_be_read_separately(
+    wide_checkpoint: Path, tmp_path: Path, kind: str
+) -> None:
+    weights = Weights.open(write_gguf(wide_checkpoint, tmp_path / "m.gguf", GGMLQuantizationType[kind]))
     for name, shape, start, stop in (
         ("model.layers.0.self_attn.q_proj.weight", (128, 128), 32, 96),  # rows of heads are interleaved
         ("model.layers.1.mlp.up_proj.weight", (224, 128), 96, 224),
     ):
         encoding, whole = weights.read_linear(name, shape)
-        own_encoding, rows = weights.rows(name, shape, start, stop)
-        assert own_encoding == encoding
+        row_encoding, rows = weights.rows(name, shape, start, stop)
+        assert row_encoding == encoding
         assert all(torch.equal(rows[key], whole[key][start:stop]) for key in whole)
 
 
 @pytest.mark.parametrize("encoding", list(ENCODINGS))
-def test_inputs_are_cut_between_groups(encoding: str) -> None:
+def test_inputs_are_split_between_groups(encoding: str) -> None:
     kind = ENCODINGS[encoding]
     weight = torch.randn(6, 320)
     tensors = kind.pack(weight)
-    start = max(128, kind.divisible_inputs or 1)  # the K types of GGUF are cut between superblocks of 256
-    cut = kind.select_inputs("down_proj", tensors, start, 320)
-    assert torch.equal(kind.unpack(cut), kind.unpack(tensors)[:, start:])
+    start = max(128, kind.divisible_inputs or 1)  # the K types of GGUF are split between superblocks of 256
+    selected = kind.select_inputs("down_proj", tensors, start, 320)
+    assert torch.equal(kind.unpack(selected), kind.unpack(tensors)[:, start:])
     if kind.group_size is not None:
         message = f"inputs 0 to 47 of down_proj, but its {encoding} weights have one scale for each"
         with pytest.raises(ConfigError, match=message):

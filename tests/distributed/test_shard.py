@@ -10,7 +10,7 @@ from penstock.errors import ConfigError
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize(("size", "unit"), [(88, 1), (88, 8), (97, 4), (11008, 128), (40, 5)])
-def test_parts_cover_the_dimension_and_cut_no_unit(world: int, size: int, unit: int) -> None:
+def test_parts_cover_the_dimension_and_split_no_unit(world: int, size: int, unit: int) -> None:
     parts = Shard(0, world).parts(size, "inputs", unit)
     assert [index for part in parts for index in range(part.start, part.stop)] == list(range(size))
     assert all(part.start % unit == 0 for part in parts)
@@ -19,7 +19,7 @@ def test_parts_cover_the_dimension_and_cut_no_unit(world: int, size: int, unit: 
     assert parts[0].size == min(part.size for part in parts[:-1] or parts)
 
 
-def test_fewer_units_than_ranks_are_refused_with_numbers() -> None:
+def test_the_error_for_too_few_units_states_the_numbers() -> None:
     with pytest.raises(ConfigError, match="3 ranks cannot divide 64 inputs, which is 2 groups of 32"):
         Shard(0, 3).part(64, "inputs", 32)
 
@@ -27,25 +27,25 @@ def test_fewer_units_than_ranks_are_refused_with_numbers() -> None:
 @pytest.mark.parametrize(
     ("world", "heads", "kv_heads"), [(2, 6, 2), (2, 9, 3), (3, 9, 3), (4, 8, 2), (2, 4, 1), (4, 12, 2)]
 )
-def test_each_query_head_is_on_one_rank_with_its_kv_head(world: int, heads: int, kv_heads: int) -> None:
+def test_each_query_head_is_on_the_rank_of_its_kv_head(world: int, heads: int, kv_heads: int) -> None:
     parts = Shard(0, world).attention_parts(heads, kv_heads)
-    assert [h for one in parts for h in range(one.heads.start, one.heads.stop)] == list(range(heads))
-    for rank, one in enumerate(parts):
-        group = one.heads.size // one.kv_heads.size
-        for local in range(one.heads.size):
-            needed = (one.heads.start + local) // (heads // kv_heads)
-            assert one.kv_heads.start + local // group == needed
-        assert one.kv_heads.size == Shard(rank, world).num_kv_heads(kv_heads)
-        assert one.kv_heads.size <= Shard(0, world).max_kv_heads(kv_heads)
+    assert [h for part in parts for h in range(part.heads.start, part.heads.stop)] == list(range(heads))
+    for rank, part in enumerate(parts):
+        group = part.heads.size // part.kv_heads.size
+        for local in range(part.heads.size):
+            needed = (part.heads.start + local) // (heads // kv_heads)
+            assert part.kv_heads.start + local // group == needed
+        assert part.kv_heads.size == Shard(rank, world).num_kv_heads(kv_heads)
+        assert part.kv_heads.size <= Shard(0, world).max_kv_heads(kv_heads)
 
 
-def test_heads_that_cannot_be_divided_are_refused_with_numbers() -> None:
+def test_the_error_for_indivisible_heads_states_the_numbers() -> None:
     with pytest.raises(ConfigError, match="5 ranks cannot divide 8 attention heads with 2 kv heads"):
         Shard(0, 5).attention(8, 2)
     with pytest.raises(ConfigError, match="4 ranks cannot divide 2 attention heads with 2 kv heads"):
         Shard(0, 4).attention(2, 2)
 
 
-def test_the_vocabulary_is_divided_in_panels() -> None:
+def test_the_vocabulary_is_split_between_panels() -> None:
     assert Shard(0, 2).vocabulary_parts(130) == (Part(0, 64), Part(64, 130))
     assert Shard(0, 4).vocabulary_parts(30)[3] == Part(22, 30)

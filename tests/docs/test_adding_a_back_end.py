@@ -1,4 +1,4 @@
-"""docs/adding-a-back-end.md: its files are written, its check runs, and mistakes in them are detected."""
+"""docs/adding-a-back-end.md: its files are written, its check runs, and errors in them are detected."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run_check(folder: Path) -> None:
     exec(compile((folder / "check.py").read_text(), "check.py", "exec"), {"__name__": "__main__"})
 
 
-def test_the_files_of_the_page() -> None:
+def test_the_page_contains_all_files() -> None:
     assert sorted(FILES) == ["check.py", "numpy_cpu/__init__.py", "numpy_cpu/columns.py", "numpy_cpu/ops.py"]
     assert PAGE.count("```python") == len(FILES)
 
@@ -52,7 +52,7 @@ def test_the_check_passes(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "right", "wrong"),
+    ("name", "original", "faulty"),
     [
         ("ops.py", "* up", "+ up"),
         ("ops.py", "-gate", "gate"),
@@ -61,16 +61,16 @@ def test_the_check_passes(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
         ("columns.py", '"columns"].T', '"columns"].T.flip(0)'),
     ],
 )
-def test_the_check_detects_a_mistake(folder: Path, name: str, right: str, wrong: str) -> None:
+def test_the_check_detects_an_error(folder: Path, name: str, original: str, faulty: str) -> None:
     file = folder / "numpy_cpu" / name
-    assert right in file.read_text()
-    file.write_text(file.read_text().replace(right, wrong))
+    assert original in file.read_text()
+    file.write_text(file.read_text().replace(original, faulty))
     with pytest.raises(AssertionError):
         run_check(folder)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_its_operations_agree_with_the_reference(folder: Path, dtype: torch.dtype) -> None:
+def test_operations_of_the_page_agree_with_the_reference(folder: Path, dtype: torch.dtype) -> None:
     reference = ReferenceOps()
     for ops in import_module("numpy_cpu").BACKEND.variants():
         x = (100 * torch.randn(33, 64)).to(dtype)
@@ -81,13 +81,13 @@ def test_its_operations_agree_with_the_reference(folder: Path, dtype: torch.dtyp
         assert torch.equal(ops.take_rows(x, rows), x[rows])
 
 
-def test_a_folder_of_the_registry_is_found(folder: Path) -> None:
+def test_the_registry_discovers_the_folder(folder: Path) -> None:
     registry = BackendRegistry([folder])
-    assert [one.name for one in registry.backends] == ["cpu", "cuda", "numpy_cpu", "reference"]
+    assert [backend.name for backend in registry.backends] == ["cpu", "cuda", "numpy_cpu", "reference"]
     assert registry.open("cpu", "numpy_cpu")[1].name == "numpy_cpu"
 
 
-def test_the_row_of_the_page_is_all_that_recording_needs() -> None:
+def test_an_operation_is_recorded_from_the_row_on_the_page() -> None:
     (row,) = re.findall(r"^```\n(@operation.*?)^```$", PAGE, flags=re.DOTALL | re.MULTILINE)
     body = row.replace("@abstractmethod\n", "") + "    return weight * x / (1 + x.abs())\n"
     namespace = {"operation": operation, "CFunction": CFunction, "Tensor": torch.Tensor}
@@ -98,7 +98,7 @@ def test_the_row_of_the_page_is_all_that_recording_needs() -> None:
     assert torch.equal(plan.replay(ops, {"x": other})[0], ops.softsign(other, weight))
 
 
-def test_the_page_names_what_exists() -> None:
+def test_paths_and_names_on_the_page_exist() -> None:
     paths = re.findall(r"`((?:penstock|tests|kernels|benchmarks)/[\w/]+\.py)`", PAGE)
     assert len(paths) >= 5
     for path in paths:
@@ -106,5 +106,5 @@ def test_the_page_names_what_exists() -> None:
     for operation_name in re.findall(r"`(linear|attention|take_rows|gated_activation)`", PAGE):
         assert operation_name in OPERATIONS
     fields = re.findall(r"^\| `(\w+)` \|", PAGE, flags=re.MULTILINE)
-    known = {one.name for one in dataclasses.fields(Backend)}
+    known = {field.name for field in dataclasses.fields(Backend)}
     assert set(fields) == known | set(inspect.signature(operation).parameters)

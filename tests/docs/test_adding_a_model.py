@@ -1,4 +1,4 @@
-"""Follows docs/adding-a-model.md: writes its files, runs its checks, and makes mistakes on purpose."""
+"""docs/adding-a-model.md: its files are written, its checks run, and errors in them are detected."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ MODEL = "architectures/vaultgemma/model.py"
 DUO_MODEL = "architectures/duo/model.py"
 
 
-def follow(folder: Path, changes: dict[str, str] | None = None, changed_file: str = MODEL) -> None:
-    """Write the files of the page, one file with changes."""
+def write_page_files(folder: Path, changes: dict[str, str] | None = None, changed_file: str = MODEL) -> None:
+    """Write the files of the page, one of them with changes."""
     for name, text in FILES.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -34,7 +34,7 @@ def follow(folder: Path, changes: dict[str, str] | None = None, changed_file: st
         path.write_text(text)
 
 
-def check(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str = "check.py") -> dict[str, Any]:
+def run_check(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str = "check.py") -> dict[str, Any]:
     """Run a check of the page in ``folder`` and return its variables."""
     monkeypatch.chdir(folder)
     variables: dict[str, Any] = {"__name__": "__main__"}
@@ -51,13 +51,13 @@ def test_every_block_is_a_file_of_the_page() -> None:
 
 
 @pytest.mark.parametrize("script", ["check.py", "check_duo.py"])
-def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    follow(tmp_path)
-    check(tmp_path, monkeypatch, script)
+def test_the_checks_of_the_page_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    write_page_files(tmp_path)
+    run_check(tmp_path, monkeypatch, script)
 
 
 @pytest.mark.parametrize(
-    "mistake",
+    "changes",
     [
         {"norm_offset=1.0,": ""},
         {'embedding_scale=config.integer("hidden_size") ** 0.5,': ""},
@@ -67,16 +67,16 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) 
     ],
     ids=str,
 )
-def test_a_mistake_is_detected(
-    tmp_path: Path, mistake: dict[str, str], monkeypatch: pytest.MonkeyPatch
+def test_the_check_detects_an_error(
+    tmp_path: Path, changes: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    follow(tmp_path, mistake)
+    write_page_files(tmp_path, changes)
     with pytest.raises(Exception, match=r"missing|unexpected|has sliding_attention|\["):
-        check(tmp_path, monkeypatch)
+        run_check(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    "mistake",
+    "changes",
     [
         {"self.mlp(normed, step))": "self.mlp(x, step))"},
         {"return step.ops.add(x, both)": "return both"},
@@ -84,44 +84,44 @@ def test_a_mistake_is_detected(
     ],
     ids=str,
 )
-def test_a_mistake_in_the_block_is_detected(
-    tmp_path: Path, mistake: dict[str, str], monkeypatch: pytest.MonkeyPatch
+def test_the_check_detects_an_error_in_the_block(
+    tmp_path: Path, changes: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    follow(tmp_path, mistake, DUO_MODEL)
+    write_page_files(tmp_path, changes, DUO_MODEL)
     with pytest.raises(AssertionError, match=r"\["):
-        check(tmp_path, monkeypatch, "check_duo.py")
+        run_check(tmp_path, monkeypatch, "check_duo.py")
 
 
 @pytest.fixture
 def duo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The variables of the check of the family with its own block."""
-    follow(tmp_path)
-    return check(tmp_path, monkeypatch, "check_duo.py")
+    """Return the variables of the check of the family with its own block."""
+    write_page_files(tmp_path)
+    return run_check(tmp_path, monkeypatch, "check_duo.py")
 
 
-def test_logits_of_a_custom_block(duo: dict[str, Any]) -> None:
-    """Logits equal those of plain torch and are bit-equal for single requests, batches and chunks."""
+def test_logits_of_the_custom_block_equal_plain_torch(duo: dict[str, Any]) -> None:
+    """Logits of single requests, batches and chunks are bit-equal."""
     config = PipelineConfig.from_flat(
         {"model_path": "tiny-duo", "quantization_encoding": "float32", "deterministic": True}
     )
     pipeline = TextGenerationPipeline(config, duo["architecture"].load_pipeline_model(), -1)
     tokens = random_tokens(70, 130, seed=1)
     expected = duo["plain_logits"](duo["weights"], torch.tensor(tokens))
-    whole = logits_of_tokens(pipeline, echo(tokens), [70])
+    whole = logits_of_tokens(pipeline, echo_context(tokens), [70])
     torch.testing.assert_close(whole, expected, atol=1e-4 * max(1.0, float(expected.std())), rtol=0)
     for chunks, others in (([70], [13, 1]), ([16, 1, 53], []), ([33, 37], [5])):
-        assert torch.equal(logits_of_tokens(pipeline, echo(tokens), chunks, others), whole)
+        assert torch.equal(logits_of_tokens(pipeline, echo_context(tokens), chunks, others), whole)
 
 
-def echo(tokens: list[int]) -> TextContext:
-    """A context that computes the logits of all its tokens."""
+def echo_context(tokens: list[int]) -> TextContext:
+    """Return a context that computes the logits of all its tokens."""
     return context_of(tokens, log_probabilities_echo=True)
 
 
-def test_memory_of_a_family_with_other_names(duo: dict[str, Any]) -> None:
+def test_the_memory_estimate_of_a_family_with_other_tensor_names(duo: dict[str, Any]) -> None:
     model: Any = duo["pipeline"].model
-    held = held_bytes(duo["pipeline"])
-    assert 0.995 * held <= model.memory_plan.weights_size <= 1.3 * held
+    loaded_bytes = held_bytes(duo["pipeline"])
+    assert 0.995 * loaded_bytes <= model.memory_plan.weights_size <= 1.3 * loaded_bytes
     headers = model.pipeline_config.model.tensor_headers
     names = model.tensor_names(model.huggingface_config)
     roles = {name: names.role(name) for name in headers}
@@ -139,10 +139,10 @@ def test_memory_of_a_family_with_other_names(duo: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-def test_logits_of_a_family_from_a_blueprint(tmp_path: Path, variant: dict[str, Any]) -> None:
-    follow(tmp_path)
+def test_logits_of_the_blueprint_family_equal_transformers(tmp_path: Path, variant: dict[str, Any]) -> None:
+    write_page_files(tmp_path)
     registry = PipelineRegistry([tmp_path / "architectures"])
-    (architecture,) = (one for one in registry.architectures if one.name == "vaultgemma")
+    (architecture,) = (candidate for candidate in registry.architectures if candidate.name == "vaultgemma")
     assert architecture.tiny_config is not None
     folder = write_checkpoint(tmp_path / "tiny", architecture.tiny_config() | variant)
     config = PipelineConfig.from_flat({"model_path": str(folder), "quantization_encoding": "float32"})

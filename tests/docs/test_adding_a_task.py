@@ -1,4 +1,4 @@
-"""The steps of docs/adding-a-task.md: its files are written, and its check runs a real worker process."""
+"""docs/adding-a-task.md: writes the page's files, and runs its check in a real worker process."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ PAGE = (ROOT / "docs" / "adding-a-task.md").read_text()
 FILES = dict(re.findall(r"^```python\n# (\S+)\n(.*?)^```$", PAGE, flags=re.DOTALL | re.MULTILINE))
 
 
-def run(folder: Path, changes: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Write the page's files, with texts replaced, and run its check in their folder."""
+def run_page_check(folder: Path, changes: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Write the page's files with replaced texts, and run its check in their folder."""
     for name, text in FILES.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -36,9 +36,9 @@ def test_every_block_is_a_file_of_the_page() -> None:
     assert PAGE.count("```") == 2 * len(FILES) == 12
 
 
-def test_the_page(tmp_path: Path) -> None:
-    done = run(tmp_path)
-    assert done.returncode == 0, done.stderr
+def test_the_check_of_the_page_passes(tmp_path: Path) -> None:
+    completed = run_page_check(tmp_path)
+    assert completed.returncode == 0, completed.stderr
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_the_page(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_a_mistake_is_seen(tmp_path: Path, changes: dict[str, str], message: str) -> None:
-    done = run(tmp_path, changes)
+def test_the_check_detects_an_error(tmp_path: Path, changes: dict[str, str], message: str) -> None:
+    done = run_page_check(tmp_path, changes)
     assert done.returncode != 0
     assert message in done.stderr

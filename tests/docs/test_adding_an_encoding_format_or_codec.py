@@ -1,4 +1,4 @@
-"""The pages on encodings, checkpoint formats and codecs: their files are written and their checks run."""
+"""The pages on encodings, checkpoint formats and codecs: writes their files and runs their checks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run_check(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_the_page(
+def test_the_check_of_the_page_prints_its_result(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_files(page, tmp_path)
@@ -40,7 +40,7 @@ def test_the_page(
     assert capsys.readouterr().out == PAGES[page]
 
 
-def test_a_format_that_reads_other_numbers_gives_another_text(
+def test_the_check_detects_a_format_that_reads_wrong_values(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_files("adding-a-checkpoint-format", tmp_path)
@@ -52,19 +52,19 @@ def test_a_format_that_reads_other_numbers_gives_another_text(
 
 
 @pytest.mark.parametrize(
-    ("code", "broken"),
+    ("code", "faulty"),
     [
         ("left_context = right_context = 1", "left_context = right_context = 0"),
         ("padding=TAPS // 2", "padding=TAPS // 2 - 1"),
     ],
 )
-def test_a_codec_that_loses_context_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, broken: str
+def test_the_check_detects_a_codec_that_ignores_context(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, faulty: str
 ) -> None:
     write_files("adding-a-codec", tmp_path)
     file = tmp_path / "codecs" / "wavetable" / "model.py"
     assert code in file.read_text()
-    file.write_text(file.read_text().replace(code, broken))
+    file.write_text(file.read_text().replace(code, faulty))
     monkeypatch.chdir(tmp_path)
     with pytest.raises((AssertionError, RuntimeError)):
         run_check(tmp_path)
@@ -73,8 +73,8 @@ def test_a_codec_that_loses_context_fails(
 def test_formats_are_discovered(tmp_path: Path) -> None:
     write_files("adding-a-checkpoint-format", tmp_path)
     registry = FormatRegistry([tmp_path / "formats"])
-    names = [one.name for one in registry.formats]
-    assert names == [*sorted(["codes", *(one.name for one in FORMATS.formats[:-1])]), "plain"]
+    names = [record.name for record in registry.formats]
+    assert names == [*sorted(["codes", *(record.name for record in FORMATS.formats[:-1])]), "plain"]
     assert {"gguf", "mxfp4", "fp8"} < set(names)
     config = {"quantization_config": {"quant_method": "codes"}}
     assert registry.detect(config, {}).name == "codes"

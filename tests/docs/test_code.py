@@ -1,4 +1,4 @@
-"""Every block of code on the pages runs unchanged, or its language marks it as not runnable."""
+"""Every code block of the pages runs unchanged, or its language marks it as not runnable."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from support.vision_checkpoint import picture, write_llava
 from penstock.cli import cli
 
 PYTHON = blocks("python")
-ALONE = [
+STANDALONE = [
     block for block in PYTHON if not block.needs_server and block.page.name != "README.md"
-]  # test_readme
+]  # tested in test_readme.py
 SESSIONS = [block for block in blocks("console") if shell_commands(block)]
 CURLS = [(block, line) for block in SESSIONS for line in shell_commands(block) if line.startswith("curl ")]
 EMBEDDER = "./all-MiniLM-L6-v2"
-"""The model of sessions with an embeddings model."""
+"""The model path in the console sessions with an embeddings model."""
 FOLDERS = ("penstock", "tests", "tools", "examples", "benchmarks")
 CLIENT_PACKAGES = {
     "langchain_openai",
@@ -50,9 +50,9 @@ CLIENT_PACKAGES = {
     "chromadb",
     "cohere",
 }
-"""Packages of docs/clients.md that the tests do not install."""
-NOT_RUN = {"text", "ini", "nginx", "toml", "json", "console", "javascript"}
-"""Languages of blocks that `test_python` and `test_clients` do not run. Commands in sessions are checked."""
+"""Packages used in docs/clients.md that need not be installed for the tests."""
+NOT_RUNNABLE = {"text", "ini", "nginx", "toml", "json", "console", "javascript"}
+"""Languages of blocks that the Python tests here do not run. Commands in console sessions are checked."""
 NODE_PACKAGES = ROOT / "node_modules"
 
 
@@ -82,14 +82,14 @@ def embedder_url(folder: Path) -> Iterator[str]:
         yield address
 
 
-@pytest.mark.parametrize("block", ALONE, ids=str)
-def test_python(block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("block", STANDALONE, ids=str)
+def test_python_blocks_run(block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    run(block, block.code)
+    run_block(block, block.code)
 
 
 @pytest.mark.parametrize("block", [block for block in PYTHON if block.needs_server], ids=str)
-def test_clients(block: Block, request: pytest.FixtureRequest) -> None:
+def test_python_client_blocks_run(block: Block, request: pytest.FixtureRequest) -> None:
     code = block.code
     packages = CLIENT_PACKAGES & {*re.findall(r"^(?:from|import) (\w+)", code, flags=re.MULTILINE)}
     for package in packages:
@@ -100,20 +100,20 @@ def test_clients(block: Block, request: pytest.FixtureRequest) -> None:
     if packages:  # in another process, because these packages leave connections open
         environment = os.environ | {
             "LITELLM_LOCAL_MODEL_COST_MAP": "True"
-        }  # otherwise LiteLLM downloads a list of prices
+        }  # otherwise LiteLLM downloads a price list
         child = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, env=environment
         )
         assert child.returncode == 0, child.stderr
         assert child.stdout.strip()
         return
-    names = run(block, code)
+    names = run_block(block, code)
     if "client" in names:
         names["client"].close()
 
 
 @pytest.mark.parametrize("block", blocks("javascript"), ids=str)
-def test_node_clients(block: Block, url: str, tmp_path: Path) -> None:
+def test_node_client_blocks_run(block: Block, url: str, tmp_path: Path) -> None:
     if shutil.which("node") is None or not (NODE_PACKAGES / "@ai-sdk" / "openai-compatible").exists():
         pytest.skip("needs node and its packages, see CONTRIBUTING.md")
     (tmp_path / "node_modules").symlink_to(NODE_PACKAGES)
@@ -124,14 +124,14 @@ def test_node_clients(block: Block, url: str, tmp_path: Path) -> None:
     assert "city" in child.stdout
 
 
-def run(block: Block, code: str) -> dict[str, object]:
+def run_block(block: Block, code: str) -> dict[str, object]:
     names: dict[str, object] = {"__name__": "__main__"}
     exec(compile("\n" * block.line + code, str(block.page), "exec"), names)
     return names
 
 
 @pytest.mark.parametrize(("block", "line"), CURLS, ids=str)
-def test_curl(block: Block, line: str, request: pytest.FixtureRequest) -> None:
+def test_curl_commands_succeed(block: Block, line: str, request: pytest.FixtureRequest) -> None:
     serves_embedder = f"penstock serve {EMBEDDER}" in block.code
     url: str = request.getfixturevalue("embedder_url" if serves_embedder else "url")
     method, path, body = curl_of(line)
@@ -140,7 +140,7 @@ def test_curl(block: Block, line: str, request: pytest.FixtureRequest) -> None:
 
 
 @pytest.mark.parametrize("block", SESSIONS, ids=str)
-def test_commands_take_these_flags(block: Block) -> None:
+def test_commands_accept_the_flags_of_the_pages(block: Block) -> None:
     for line in shell_commands(block):
         words = shlex.split(line.split("| ")[-1], comments=True)
         if words[0] != "penstock" or len(words) == 1:
@@ -152,7 +152,7 @@ def test_commands_take_these_flags(block: Block) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_a_target(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if target.startswith("https://"):
             continue
@@ -164,21 +164,21 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_files_that_are_named_are_there(page: Path) -> None:
+def test_named_files_exist(page: Path) -> None:
     files = [f"/{file.relative_to(ROOT)}" for folder in FOLDERS for file in (ROOT / folder).rglob("*.py")]
     for name in re.findall(r"`([\w/]+\.py)\b", page.read_text()):
         if page.name == "CHANGELOG.md":
-            continue  # it names files of earlier versions
+            continue  # the changelog names files of earlier versions
         assert any(file.endswith(f"/{name}") for file in files), name
 
 
-def test_other_blocks_are_marked() -> None:
+def test_blocks_without_a_language_are_refused() -> None:
     unmarked = [str(block) for block in blocks("", "bash", "sh", "shell", "py")]
-    assert not unmarked, "name the language: python is run; console, text and the like are not"
-    assert {block.language for block in blocks(*NOT_RUN, "python")} <= {*NOT_RUN, "python"}
+    assert not unmarked, "name the language: python blocks run; console, text and similar blocks do not"
+    assert {block.language for block in blocks(*NOT_RUNNABLE, "python")} <= {*NOT_RUNNABLE, "python"}
 
 
-def test_there_is_something_to_check() -> None:
+def test_the_pages_have_blocks_to_check() -> None:
     assert len([block for block in PYTHON if block.needs_server]) >= 8
-    assert len(ALONE) >= 8
+    assert len(STANDALONE) >= 8
     assert len(CURLS) >= 2

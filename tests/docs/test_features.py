@@ -1,4 +1,4 @@
-"""The table of combinations of features: each cell is tried on the embedded model."""
+"""The table of feature combinations: each cell is tested on the embedded model."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from penstock.pipelines.core import Grammar
 
 PAGE = (ROOT / "docs" / "features.md").read_text()
 PROMPT = "Once upon a time there was a little dog named Max. " * 6
-BANNED = 13
-NOT_OFFERED = {frozenset(("n", "stream")), frozenset(("beams", "stream"))}
-"""Pairs of features that different methods offer, so that no call can combine them."""
+BANNED_TOKEN = 13
+IMPOSSIBLE_PAIRS = {frozenset(("n", "stream")), frozenset(("beams", "stream"))}
+"""Pairs of features that belong to different methods, so no call can combine them."""
 
 Check = Callable[[LLM, list[GenerationOutput]], None]
 
 
 @dataclass(frozen=True)
 class Feature:
-    """The arguments that request a feature, and a check that it was applied."""
+    """The arguments that select a feature, and a check that it was applied."""
 
     config: Mapping[str, Any] = field(default_factory=dict)
     params: Mapping[str, Any] = field(default_factory=dict)
@@ -36,42 +36,42 @@ class Feature:
     check: Check = lambda llm, outputs: None
 
 
-def has_no_banned(llm: LLM, outputs: list[GenerationOutput]) -> None:
-    assert not any(BANNED in output.token_ids for output in outputs)
+def assert_no_banned_tokens(llm: LLM, outputs: list[GenerationOutput]) -> None:
+    assert not any(BANNED_TOKEN in output.token_ids for output in outputs)
 
 
-def has_logprobs(llm: LLM, outputs: list[GenerationOutput]) -> None:
+def assert_log_probabilities(llm: LLM, outputs: list[GenerationOutput]) -> None:
     for output in outputs:
         assert output.log_probabilities is not None
         assert len(output.log_probabilities.token_log_probabilities) == len(output.token_ids) > 0
 
 
-def has_prompt_logprobs(llm: LLM, outputs: list[GenerationOutput]) -> None:
+def assert_prompt_log_probabilities(llm: LLM, outputs: list[GenerationOutput]) -> None:
     for output in outputs:
         assert output.prompt_log_probabilities is not None
         count = len(output.prompt_log_probabilities.token_log_probabilities)
         assert count == len(output.prompt_token_ids) - 1
 
 
-def fits_the_grammar(llm: LLM, outputs: list[GenerationOutput]) -> None:
+def assert_grammar(llm: LLM, outputs: list[GenerationOutput]) -> None:
     assert all(re.fullmatch("[a-c]{5}", output.text) for output in outputs)
 
 
-def drafts(llm: LLM, outputs: list[GenerationOutput]) -> None:
+def assert_drafts(llm: LLM, outputs: list[GenerationOutput]) -> None:
     assert llm.pipeline.proposer is not None
 
 
-def adapts(llm: LLM, outputs: list[GenerationOutput]) -> None:
+def assert_adapter(llm: LLM, outputs: list[GenerationOutput]) -> None:
     assert llm.pipeline.model.lora_manager is not None
 
 
-def are_two(llm: LLM, outputs: list[GenerationOutput]) -> None:
+def assert_two_outputs(llm: LLM, outputs: list[GenerationOutput]) -> None:
     assert [output.index for output in outputs] == [0, 1]
 
 
-def is_cached(llm: LLM, outputs: list[GenerationOutput]) -> None:
+def assert_prefix_hits(llm: LLM, outputs: list[GenerationOutput]) -> None:
     cached = [output.num_cached_tokens > 0 for output in outputs]
-    # Without log probabilities of the prompt; of several outputs only the first one has them.
+    # Not with log probabilities of the prompt. Of several outputs, only the first one has them.
     assert cached[0] == (outputs[0].prompt_log_probabilities is None)
 
 
@@ -83,45 +83,45 @@ FEATURES = {
             "top_p": 0.9,
             "repetition_penalty": 1.2,
             "presence_penalty": 0.1,
-            "banned_token_ids": [BANNED],
+            "banned_token_ids": [BANNED_TOKEN],
             "logit_bias": {20: 1.5},
             "seed": 1,
         },
-        check=has_no_banned,
+        check=assert_no_banned_tokens,
     ),
-    "logprobs": Feature(options={"logprobs": 2}, check=has_logprobs),
-    "echo": Feature(options={"prompt_logprobs": 0}, check=has_prompt_logprobs),
-    "grammar": Feature(options={"grammar": Grammar("regex", "[a-c]{5}")}, check=fits_the_grammar),
-    "speculation": Feature(config={"speculative_method": "ngram"}, check=drafts),
-    "lora": Feature(config={"lora": "tone"}, options={"adapter": "tone"}, check=adapts),
-    "n": Feature(options={"n": 2}, check=are_two),
+    "logprobs": Feature(options={"logprobs": 2}, check=assert_log_probabilities),
+    "echo": Feature(options={"prompt_logprobs": 0}, check=assert_prompt_log_probabilities),
+    "grammar": Feature(options={"grammar": Grammar("regex", "[a-c]{5}")}, check=assert_grammar),
+    "speculation": Feature(config={"speculative_method": "ngram"}, check=assert_drafts),
+    "lora": Feature(config={"lora": "tone"}, options={"adapter": "tone"}, check=assert_adapter),
+    "n": Feature(options={"n": 2}, check=assert_two_outputs),
     "stream": Feature(),
-    "prefix": Feature(check=is_cached),
+    "prefix": Feature(check=assert_prefix_hits),
     "deterministic": Feature(config={"deterministic": True}),
     "beams": Feature(),
 }
-OF_BEAMS = {"n": {"num_return_sequences": 2}, "logprobs": {}}
-"""Feature -> the arguments of `LLM.beam_search` that request it; empty if beam search always has it."""
+BEAM_OPTIONS = {"n": {"num_return_sequences": 2}, "logprobs": {}}
+"""Feature -> the arguments of `LLM.beam_search` that select it; empty if beam search always has it."""
 CELLS = [*combinations(FEATURES, 2)]
 
 
 @pytest.fixture(scope="module")
-def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., LLM]]:
-    """Opens the embedded model, each configuration once."""
+def open_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., LLM]]:
+    """Return a function that opens the embedded model, once for each configuration."""
     adapter = write_adapter(tmp_path_factory.mktemp("adapters") / "tone")
     models: dict[str, LLM] = {}
 
-    def open_model(**config: Any) -> LLM:
+    def open_once(**config: Any) -> LLM:
         if "lora" in config:
             config["lora"] = [f"tone={adapter}"]
         return models.setdefault(json.dumps(config), LLM("demo", **config))
 
-    yield open_model
+    yield open_once
     for llm in models.values():
         llm.close()
 
 
-def cell_of(first: str, second: str) -> str:
+def table_cell(first: str, second: str) -> str:
     """Return the page's cell for two features."""
     table = PAGE.partition("## What combines with what")[2].partition("\n## ")[0]
     rows = [
@@ -135,42 +135,44 @@ def cell_of(first: str, second: str) -> str:
 
 
 @pytest.mark.parametrize(("first", "second"), CELLS)
-def test_a_cell(first: str, second: str, opened: Callable[..., LLM]) -> None:
-    said = cell_of(first, second)
-    if said == "n/a":
+def test_a_combination_behaves_as_the_table_states(
+    first: str, second: str, open_model: Callable[..., LLM]
+) -> None:
+    cell = table_cell(first, second)
+    if cell == "n/a":
         is_beams = second == "beams"
-        assert frozenset((first, second)) in NOT_OFFERED or (is_beams and is_no_parameter_of_beams(first))
+        assert frozenset((first, second)) in IMPOSSIBLE_PAIRS or (is_beams and is_unsupported_by_beams(first))
         return
     parts = [FEATURES[first], FEATURES[second]]
-    llm = opened(**{name: value for part in parts for name, value in part.config.items()})
-    if said == "refused":
+    llm = open_model(**{name: value for part in parts for name, value in part.config.items()})
+    if cell == "refused":
         with pytest.raises(UnsupportedFeatureError):
-            answers(llm, (first, second))
+            generate_outputs(llm, (first, second))
         return
-    assert said.startswith("yes"), said
+    assert cell.startswith("yes"), cell
     times = 2 if "prefix" in (first, second) else 1
     for _ in range(times):
-        outputs = answers(llm, (first, second))
+        outputs = generate_outputs(llm, (first, second))
     for part in parts:
         part.check(llm, outputs)
 
 
-def is_no_parameter_of_beams(name: str) -> bool:
-    offered = inspect.signature(LLM.beam_search).parameters
-    wanted = {*FEATURES[name].options, *(("sampling_params",) if FEATURES[name].params else ())}
-    return bool(wanted) and not wanted & set(offered)
+def is_unsupported_by_beams(name: str) -> bool:
+    accepted_options = inspect.signature(LLM.beam_search).parameters
+    required_options = {*FEATURES[name].options, *(("sampling_params",) if FEATURES[name].params else ())}
+    return bool(required_options) and not required_options & set(accepted_options)
 
 
-def answers(llm: LLM, names: tuple[str, str]) -> list[GenerationOutput]:
+def generate_outputs(llm: LLM, names: tuple[str, str]) -> list[GenerationOutput]:
     parts = [FEATURES[name] for name in names]
     options = {name: value for part in parts for name, value in part.options.items()}
     if "beams" in names:
         for name in names:
-            if name in OF_BEAMS:
-                options = OF_BEAMS[name]
+            if name in BEAM_OPTIONS:
+                options = BEAM_OPTIONS[name]
         return llm.beam_search(PROMPT, num_beams=2, max_new_tokens=6, **options)
-    given = {name: value for part in parts for name, value in part.params.items()}
-    params = SamplingParams(**{"max_new_tokens": 12, **given})
+    fields = {name: value for part in parts for name, value in part.params.items()}
+    params = SamplingParams(**{"max_new_tokens": 12, **fields})
     if "stream" in names:
         stream = llm.stream(PROMPT, params, **options)
         assert "".join(stream) == stream.output.text
@@ -190,5 +192,5 @@ def test_each_feature_has_a_row_and_a_section() -> None:
         assert anchor == name.lower().replace(" ", "-")
 
 
-def test_every_cell_is_tried() -> None:
+def test_every_combination_is_tested() -> None:
     assert len(CELLS) == len(FEATURES) * (len(FEATURES) - 1) // 2 == 55

@@ -1,6 +1,7 @@
-"""The pages make a site: every page and public name is in it, and every link and anchor has a target.
+"""The documentation site: every page and public name is on it, and every link and anchor has a target.
 
-The default run checks the sources of the pages. `--slow` builds the site with mkdocs and checks the result.
+The default run checks the sources of the pages. With `--slow`, the site is built with mkdocs and the result
+is checked.
 """
 
 from __future__ import annotations
@@ -23,26 +24,26 @@ INTERNAL = {
     "penstock.memory",
     "penstock.worker",
 }
-"""Packages that pages for developers import. `penstock.pipelines.config` has the public configuration."""
-OF_TORCH = {"penstock.driver.Buffer", "penstock.driver.Tensor"}
+"""Packages that only developer pages import. `penstock.pipelines.config` has the public configuration."""
+MEMBERS_FROM_TORCH = {"penstock.driver.Buffer", "penstock.driver.Tensor"}
 
 
-def build(docs: Path, site_dir: Path, **settings: object) -> None:
+def build_site(docs: Path, site_dir: Path, **settings: object) -> None:
     config = pytest.importorskip("mkdocs.config", reason="needs the extra docs")
-    from mkdocs.commands.build import build as build_site
+    from mkdocs.commands.build import build as build_with_mkdocs
     from mkdocs.exceptions import Abort
 
     site = config.load_config(
         str(ROOT / "mkdocs.yml"), strict=True, docs_dir=str(docs), site_dir=str(site_dir), **settings
     )
     try:
-        build_site(site)
+        build_with_mkdocs(site)
     except Abort as problem:
         raise AssertionError(str(problem)) from problem
 
 
 def public_names(module_name: str) -> set[str]:
-    """Return the public names of a module: those of ``__all__``, or else those that it defines."""
+    """Return the public names of a module: those of ``__all__``, otherwise those that it defines."""
     module = import_module(module_name)
     own = [
         name
@@ -54,12 +55,12 @@ def public_names(module_name: str) -> set[str]:
 
 
 def pages_of(docs: Path) -> set[str]:
-    """Return the pages besides the index, without suffix."""
+    """Return the pages other than the index, without suffix."""
     return {page.relative_to(docs).with_suffix("").as_posix() for page in docs.rglob("*.md")} - {"index"}
 
 
 def modules_of_reference() -> set[str]:
-    """Return the modules whose public names the reference pages show."""
+    """Return the modules whose public names are on the reference pages."""
     pages = (ROOT / "docs" / "reference").glob("*.md")
     return {name for page in pages for name in re.findall(r"^::: (\S+)", page.read_text(), re.MULTILINE)}
 
@@ -67,12 +68,12 @@ def modules_of_reference() -> set[str]:
 def anchors_of(page: Path) -> set[str]:
     """Return the anchors of a page's headings."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-    headings = [one.lower() for one in re.findall(r"^#+ (.+)$", text, re.MULTILINE)]
-    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", one).strip()) for one in headings}
+    headings = [heading.lower() for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)]
+    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading).strip()) for heading in headings}
 
 
 def broken_links(docs: Path) -> list[str]:
-    """Return the links of all pages whose page or anchor does not exist."""
+    """Return the links of all pages whose page or anchor is missing."""
     broken = []
     for page in sorted(docs.rglob("*.md")):
         text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
@@ -87,23 +88,23 @@ def broken_links(docs: Path) -> list[str]:
     return broken
 
 
-def test_every_page_is_listed() -> None:
+def test_every_page_is_in_the_navigation() -> None:
     docs = ROOT / "docs"
     index, settings = (docs / "index.md").read_text(), (ROOT / "mkdocs.yml").read_text()
     assert all(f"({page}.md)" in index and f"{page}.md" in settings for page in pages_of(docs))
 
 
-def test_the_reference_has_the_packages_that_pages_and_examples_import() -> None:
+def test_packages_imported_by_pages_are_in_the_reference() -> None:
     files = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", *(ROOT / "examples").rglob("*.py")]
     imports = re.compile(r"^(?:from|import) (penstock[\w.]*)", re.MULTILINE)
-    used = package_names(one for file in files for one in imports.findall(file.read_text()))
+    used = package_names(module for file in files for module in imports.findall(file.read_text()))
     assert {"penstock.ray", "penstock.nn", "penstock.kernels"} <= used
     assert used - package_names(modules_of_reference()) == INTERNAL
 
 
 def package_names(modules: Iterable[str]) -> set[str]:
-    """Return the names of modules, each cut after its second part."""
-    return {".".join(one.split(".")[:2]) for one in modules}
+    """Return the module names, each truncated to its first two parts."""
+    return {".".join(module.split(".")[:2]) for module in modules}
 
 
 def test_every_link_has_a_target() -> None:
@@ -113,7 +114,7 @@ def test_every_link_has_a_target() -> None:
 @pytest.mark.parametrize(
     "link", ["[a](nowhere.md)", "[a](features.md#nowhere)", "[a](../README.md)", "[a](#none)"]
 )
-def test_a_broken_link_is_found(tmp_path: Path, link: str) -> None:
+def test_a_broken_link_is_reported(tmp_path: Path, link: str) -> None:
     docs = shutil.copytree(ROOT / "docs", tmp_path / "docs")
     page = docs / "design.md"
     page.write_text(f"{page.read_text()}\n{link}\n")
@@ -121,24 +122,24 @@ def test_a_broken_link_is_found(tmp_path: Path, link: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_site(tmp_path: Path) -> None:
+def test_the_built_site_has_every_page_and_name(tmp_path: Path) -> None:
     pytest.importorskip("mkdocstrings", reason="needs the extra docs")
     docs = ROOT / "docs"
-    build(docs, tmp_path)
+    build_site(docs, tmp_path)
     built = {page.parent.relative_to(tmp_path).as_posix() for page in tmp_path.rglob("index.html")}
     assert pages_of(docs) <= built
     modules = modules_of_reference()
     html = "".join(page.read_text() for page in (tmp_path / "reference").rglob("index.html"))
     shown = set(re.findall(r'id="([^"]+)"', html))
     for module in modules:
-        assert public_names(module) - OF_TORCH <= shown
+        assert public_names(module) - MEMBERS_FROM_TORCH <= shown
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("link", ["[a](nowhere.md)", "[a](features.md#nowhere)", "[a](../README.md)"])
-def test_a_link_to_nowhere_is_noticed(tmp_path: Path, link: str) -> None:
+def test_the_build_fails_on_a_broken_link(tmp_path: Path, link: str) -> None:
     docs = shutil.copytree(ROOT / "docs", tmp_path / "docs")
     page = docs / "design.md"
     page.write_text(f"{page.read_text()}\n{link}\n")
     with pytest.raises(AssertionError, match="strict"):
-        build(docs, tmp_path / "site", plugins=["search"])
+        build_site(docs, tmp_path / "site", plugins=["search"])

@@ -32,21 +32,21 @@ def test_every_table_is_on_a_page() -> None:
 
 
 @pytest.mark.parametrize("keyword", TOOL["HONOURED"])
-def test_an_honoured_keyword(keyword: str) -> None:
+def test_a_supported_keyword_is_accepted(keyword: str) -> None:
     schema = TOOL["HONOURED"][keyword]
     assert keyword in str(schema)
     check_json_schema(schema)
 
 
 @pytest.mark.parametrize("keyword", TOOL["LIMITS"])
-def test_a_keyword_beyond_its_limit(keyword: str) -> None:
+def test_a_keyword_beyond_its_limit_is_refused(keyword: str) -> None:
     with pytest.raises(UnsupportedSchemaError) as caught:
         check_json_schema(TOOL["LIMITS"][keyword][1])
     assert caught.value.keyword == keyword
 
 
 @pytest.mark.parametrize("keyword", REFUSED)
-def test_a_refused_keyword(keyword: str) -> None:
+def test_an_unsupported_keyword_is_refused_by_name(keyword: str) -> None:
     assert keyword not in TOOL["HONOURED"]
     with pytest.raises(UnsupportedSchemaError) as caught:
         check_json_schema({"then": {}, keyword: {}} if keyword == "if" else {keyword: {}})
@@ -54,12 +54,12 @@ def test_a_refused_keyword(keyword: str) -> None:
 
 
 def test_every_family_of_gguf_files_is_documented() -> None:
-    said = {name for names in TOOL["GGUF_OF"].values() for name in names}
-    assert said == set(gguf_names._FAMILIES)
-    assert set(TOOL["GGUF_OF"]) <= {one.name for one in PIPELINE_REGISTRY.architectures}
+    documented = {name for names in TOOL["GGUF_OF"].values() for name in names}
+    assert documented == set(gguf_names._FAMILIES)
+    assert set(TOOL["GGUF_OF"]) <= {candidate.name for candidate in PIPELINE_REGISTRY.architectures}
 
 
-def test_every_code_of_an_error_is_on_the_page() -> None:
+def test_every_error_code_is_documented() -> None:
     page = (ROOT / "docs" / "server.md").read_text()
     missing = {code for code in _codes() if f"`{code}`" not in page}
     assert not missing
@@ -74,7 +74,7 @@ def _codes() -> Iterator[str]:
     yield from re.findall(r'\{"missing": "(\w+)"\}', problems)
 
 
-def test_marked_fields_are_those_that_openai_lacks() -> None:
+def test_fields_marked_as_extensions_are_missing_in_openai() -> None:
     from openai.types import completion_create_params as of_completions
     from openai.types.chat import completion_create_params as of_chats
 

@@ -18,7 +18,7 @@ from support.tiny_speech import write_tiny_speech
 from penstock import LLM, SamplingParams
 
 CLIENTS = ("anthropic_client", "openai_client", "responses_client", "structured_output")
-ALONE = ("async_llm", "lora", "score_batch", "semantic_search", "speculation", "speech")
+STANDALONE = ("async_llm", "lora", "score_batch", "semantic_search", "speculation", "speech")
 
 
 @pytest.fixture(scope="module")
@@ -27,96 +27,103 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield address
 
 
-def test_all_are_run() -> None:
-    # test_own_model; images needs a server of a model that reads images, ray_dataset a Ray (tests/ray)
+def test_every_example_is_tested() -> None:
+    # test_own_model.py tests own_model. images needs a server of a vision model, and ray_dataset needs Ray
+    # (tests/ray).
     others = {"own_model", "images", "ray_dataset"}
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*CLIENTS, *ALONE, *others}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*CLIENTS, *STANDALONE, *others}
 
 
-def test_openai_client(url: str) -> None:
-    said = run("openai_client", "--url", url)
-    assert "answer: Penstock is an LLM inference library" in said
-    assert "story: Once upon a time" in said
-    assert "60 written" in said
-    assert "call: get_weather {'city': 'Paris'}" in said
-    assert "sunny in Paris" in said
+def test_openai_client_prints_the_expected_output(url: str) -> None:
+    output = run_example("openai_client", "--url", url)
+    assert "answer: Penstock is an LLM inference library" in output
+    assert "story: Once upon a time" in output
+    assert "60 written" in output
+    assert "call: get_weather {'city': 'Paris'}" in output
+    assert "sunny in Paris" in output
 
 
-def test_anthropic_client(url: str) -> None:
+def test_anthropic_client_prints_the_expected_output(url: str) -> None:
     pytest.importorskip("anthropic", reason="needs the package anthropic")
-    said = run("anthropic_client", "--url", url)
-    assert said.count("Penstock is an LLM inference library") == 2
-    assert "stop reason: end_turn" in said
-    assert "call: get_weather {'city': 'Paris'}" in said
-    assert "sunny in Paris" in said
+    output = run_example("anthropic_client", "--url", url)
+    assert output.count("Penstock is an LLM inference library") == 2
+    assert "stop reason: end_turn" in output
+    assert "call: get_weather {'city': 'Paris'}" in output
+    assert "sunny in Paris" in output
 
 
-def test_responses_client(url: str) -> None:
-    said = run("responses_client", "--url", url)
-    assert "answer: Penstock is an LLM inference library" in said
-    assert "response: completed" in said
-    assert "Berlin" in said
-    assert "input items: 3" in said
-    assert "parsed: name='Tom' age=31" in said
+def test_responses_client_prints_the_expected_output(url: str) -> None:
+    output = run_example("responses_client", "--url", url)
+    assert "answer: Penstock is an LLM inference library" in output
+    assert "response: completed" in output
+    assert "Berlin" in output
+    assert "input items: 3" in output
+    assert "parsed: name='Tom' age=31" in output
 
 
-def test_async_llm() -> None:
-    *answers, last = run("async_llm").splitlines()
+def test_async_llm_prints_the_expected_output() -> None:
+    *answers, last = run_example("async_llm").splitlines()
     assert answers[0] == "What is the capital of Germany? -> The capital of Germany is Berlin."
     assert "Penstock is an LLM inference library" in answers[1]
     assert last == "the long answer was cancelled"
 
 
-def test_structured_output(url: str) -> None:
-    said = run("structured_output", "--url", url)
-    assert "Person(name='Tom', age=31, city='Oslo')" in said
-    assert "Verdict(mood=" in said
-    assert said.splitlines()[-1].endswith(("-> yes", "-> no", "-> perhaps"))
+def test_structured_output_prints_valid_json(url: str) -> None:
+    output = run_example("structured_output", "--url", url)
+    assert "Person(name='Tom', age=31, city='Oslo')" in output
+    assert "Verdict(mood=" in output
+    assert output.splitlines()[-1].endswith(("-> yes", "-> no", "-> perhaps"))
 
 
-def test_lora(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lora_prints_adapted_text(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The example writes its adapters to the folder that docs/features.md names."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["lora.py"])
-    *lines, last = run_here("lora", capsys).splitlines()
+    *lines, last = run_in_process("lora", capsys).splitlines()
     assert [line.partition(":")[0] for line in lines] == ["the model itself", "tone", "accent"]
     assert len({line.partition(":")[2] for line in lines}) == 3
     assert last == "adapters: adapters/tone, adapters/accent"
-    named = set(re.findall(r"adapters/\w+", (ROOT / "docs" / "features.md").read_text()))
-    assert named == {"adapters/tone"}
+    folders = set(re.findall(r"adapters/\w+", (ROOT / "docs" / "features.md").read_text()))
+    assert folders == {"adapters/tone"}
     with LLM("demo", lora=["tone=adapters/tone"]) as llm:
-        plain, toned = llm.generate(
+        plain, adapted = llm.generate(
             ["Once upon a time"] * 2, SamplingParams(max_new_tokens=25), adapter=[None, "tone"]
         )
-    assert plain.text != toned.text
+    assert plain.text != adapted.text
 
 
-def test_score_batch(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = run_here("score_batch", capsys).splitlines()
+def test_score_batch_finds_the_best_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = run_in_process("score_batch", capsys).splitlines()
     best = {
-        question: lines[place + 1].split()[-1] for place, question in enumerate(lines) if question[-1] == "?"
+        question: lines[number + 1].split()[-1]
+        for number, question in enumerate(lines)
+        if question[-1] == "?"
     }
     assert best == {"What is the capital of Germany?": "Berlin", "What is the capital of France?": "Paris"}
 
 
-def test_speculation(capsys: pytest.CaptureFixture[str]) -> None:
-    said = run_here("speculation", capsys)
-    assert "the same text: True" in said
-    num_accepted = int(said.splitlines()[-1].split()[0])
+def test_speculation_accepts_drafts(capsys: pytest.CaptureFixture[str]) -> None:
+    output = run_in_process("speculation", capsys)
+    assert "the same text: True" in output
+    num_accepted = int(output.splitlines()[-1].split()[0])
     assert num_accepted > 5
 
 
-def test_speech(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speech_writes_audio_files(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = write_tiny_speech(tmp_path / "model", codec=str(FOLDER / "neucodec"))
     output = tmp_path / "a.wav"
     monkeypatch.setattr(sys, "argv", ["speech.py", str(model), "Hello.", "--output", str(output)])
-    first, last = run_here("speech", capsys).splitlines()
+    first, last = run_in_process("speech", capsys).splitlines()
     assert re.fullmatch(r"first audio after \d+\.\d\d s", first)
     assert re.fullmatch(r"\d+\.\d\d s of audio in \d+ chunks, real-time factor \d+\.\d\d", last)
     assert output.read_bytes()[:4] == b"RIFF"
 
 
-def test_semantic_search(
+def test_semantic_search_ranks_the_matching_text_first(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = write_tiny_embedder(tmp_path / "model")
@@ -129,23 +136,23 @@ def test_semantic_search(
     query = "Greetings\nHello world."
     arguments = ["semantic_search.py", str(model), query, "--folder", str(docs), "--top-n", "2"]
     monkeypatch.setattr(sys, "argv", arguments)
-    best, second = run_here("semantic_search", capsys).splitlines()
+    best, second = run_in_process("semantic_search", capsys).splitlines()
     assert best == "1.000  b.md: Greetings"
     assert re.fullmatch(r"0\.\d{3}  a\.md: Ca(ts|rs)", second)
     monkeypatch.setattr(sys, "argv", ["semantic_search.py", "demo", "cats"])
     with pytest.raises(SystemExit, match="demo is no embeddings model"):
-        run_here("semantic_search", capsys)
+        run_in_process("semantic_search", capsys)
     monkeypatch.setattr(sys, "argv", ["semantic_search.py", str(tmp_path / "absent"), "cats"])
     with pytest.raises(SystemExit, match="absent cannot be used for search"):
-        run_here("semantic_search", capsys)
+        run_in_process("semantic_search", capsys)
 
 
-def run(name: str, *arguments: str) -> str:
+def run_example(name: str, *arguments: str) -> str:
     command = [sys.executable, str(Path(EXAMPLES, f"{name}.py")), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def run_here(name: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """Run an example in this process, so that torch is imported only once."""
+def run_in_process(name: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """Run an example in this process, so that torch is imported only once. Returns its output."""
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     return capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""A linear layer with an activation, and the means of sequences: every back end."""
+"""Fused linear layers with an activation, and means of sequences, on every back end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def ops(request: pytest.FixtureRequest) -> Ops:
 
 @pytest.mark.parametrize("encoding", NAMES)
 @pytest.mark.parametrize(("outputs", "inputs"), [(64, 32), (200, 96)])
-def test_it_has_the_bits_of_both_operations(ops: Ops, encoding: str, outputs: int, inputs: int) -> None:
+def test_the_fused_operation_is_bit_equal_to_both_operations(
+    ops: Ops, encoding: str, outputs: int, inputs: int
+) -> None:
     packed = ops.pack_linear(torch.randn(outputs, inputs) / inputs**0.5, encoding, bias=torch.randn(outputs))
     dtype = encoding_named(encoding).compute_dtype.to_torch()
     for rows, activation in zip((1, 2, 7, 13, 40), ACTIVATIONS, strict=True):
@@ -42,24 +44,24 @@ def test_adapters_are_added_before_the_activation(ops: Ops, encoding: str) -> No
     down, up = torch.randn(2, 4, 32).to(dtype) / 6, torch.randn(2, 4, 96).to(dtype) / 2
     lora = LoRAInputs(torch.tensor([0, -1, 1, 0]), {"up": (down, up.transpose(1, 2))})
     x = torch.randn(4, 32).to(dtype)
-    got = ops.activated_linear(x, packed, "gelu", lora=lora)
-    assert torch.equal(got, ops.activation(ops.linear(x, packed, lora=lora), "gelu"))
+    actual = ops.activated_linear(x, packed, "gelu", lora=lora)
+    assert torch.equal(actual, ops.activation(ops.linear(x, packed, lora=lora), "gelu"))
     plain = ops.activated_linear(x, packed, "gelu")
-    assert [torch.equal(*rows) for rows in zip(got, plain, strict=True)] == [False, True, False, False]
+    assert [torch.equal(*rows) for rows in zip(actual, plain, strict=True)] == [False, True, False, False]
     others = ops.activated_linear(x, packed, "gelu", lora=LoRAInputs(lora.rows, {"down": (down, up)}))
     assert torch.equal(others, plain)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [16, 37, 384])
-def test_means_of_sequences(ops: Ops, dtype: torch.dtype, width: int) -> None:
+def test_means_of_sequences_equal_torch(ops: Ops, dtype: torch.dtype, width: int) -> None:
     offsets = [0, *accumulate([3, 1, 70, 5, 200])]
     x = torch.randn(offsets[-1], 2 * width).to(dtype)[:, :width]
-    got = ops.sequence_means(x, torch.tensor(offsets, dtype=torch.int32))
-    assert got.dtype == torch.float32
+    actual = ops.sequence_means(x, torch.tensor(offsets, dtype=torch.int32))
+    assert actual.dtype == torch.float32
     expected = ReferenceOps().sequence_means(x, torch.tensor(offsets, dtype=torch.int32))
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
-    for (start, stop), mean in zip(pairwise(offsets), got, strict=True):
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+    for (start, stop), mean in zip(pairwise(offsets), actual, strict=True):
         torch.testing.assert_close(mean, x[start:stop].float().mean(0), rtol=1e-5, atol=1e-6)
         alone = ops.sequence_means(x[start:stop], torch.tensor([0, stop - start], dtype=torch.int32))
         assert torch.equal(alone[0], mean)

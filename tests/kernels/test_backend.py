@@ -1,4 +1,4 @@
-"""The registry of back ends, and a fake back end in a folder that runs a model end to end."""
+"""The registry of back ends, and a fake back end in a folder that runs a whole model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from penstock.kernels import (
 from penstock.kernels.linear import Layout, multiply_floats
 from penstock.kernels.reference import ReferenceOps
 
-FAKE = '''
+FAKE_BACKEND = '''
 """A back end that counts calls and replays recorded steps operation by operation."""
 
 from penstock.kernels.backend import Backend, DefaultSizes
@@ -90,7 +90,7 @@ BACKEND = Backend(
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    (llama,) = (one for one in DECODERS if one.name == "llama")
+    (llama,) = (candidate for candidate in DECODERS if candidate.name == "llama")
     assert llama.tiny_config is not None
     return write_checkpoint(tmp_path_factory.mktemp("tiny"), llama.tiny_config())
 
@@ -99,17 +99,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder(tmp_path: Path) -> Iterator[Path]:
     package = tmp_path / "fake"
     package.mkdir()
-    (package / "__init__.py").write_text(FAKE)
+    (package / "__init__.py").write_text(FAKE_BACKEND)
     yield tmp_path
     for name in [name for name in sys.modules if name.startswith("penstock_kernels_")]:
         del sys.modules[name]
 
 
-def counts(registry: BackendRegistry) -> dict[str, int]:
+def call_counts(registry: BackendRegistry) -> dict[str, int]:
     (fake,) = registry.candidates("cpu", "fake")
     ops: Any = fake.load()
-    found: dict[str, int] = sys.modules[type(ops).__module__].COUNTS  # type: ignore[attr-defined]
-    return found
+    result: dict[str, int] = sys.modules[type(ops).__module__].COUNTS  # type: ignore[attr-defined]
+    return result
 
 
 def test_a_fake_back_end_runs_a_model(
@@ -125,84 +125,86 @@ def test_a_fake_back_end_runs_a_model(
     plan = pipeline.memory_plan
     assert (plan.max_batch_size, plan.max_batch_input_tokens, plan.block_size) == (3, 77, 64)
     assert generate(pipeline, [context_of(prompt, 12)]) == expected
-    seen = counts(registry)
-    assert seen["rms_norm"] > 0
-    assert seen["captures"] == 1
-    assert seen["replays"] >= 8
+    counts = call_counts(registry)
+    assert counts["rms_norm"] > 0
+    assert counts["captures"] == 1
+    assert counts["replays"] >= 8
     assert pipeline.session.graph_status == "compiled: a fake replay"
-    assert pipeline.session.planned_steps == "of up to 4 rows without " + ", ".join(
+    assert pipeline.session.compiled_steps == "of up to 4 rows without " + ", ".join(
         name for name, owner in pipeline.session.ops.implementations().items() if owner != "fake"
     )
     pipeline.session.use_graphs = False
     assert generate(pipeline, [context_of(prompt, 12)]) == expected
-    assert seen["captures"] == 1
+    assert counts["captures"] == 1
 
 
-def test_a_name_selects_a_back_end(checkpoint: Path) -> None:
+def test_the_kernels_setting_selects_a_back_end(checkpoint: Path) -> None:
     assert InferenceSession([CPU()]).backend is BACKENDS.open("cpu")[0]
     assert open_pipeline(checkpoint, kernels="reference").session.kernels == "reference"
-    named = InferenceSession([CPU()], kernels="reference")
-    assert named.backend.name == named.kernels == "reference"
-    assert type(named.ops) is ReferenceOps
-    assert named.graph_status == "eager: the reference kernels cannot compile steps"
+    selected = InferenceSession([CPU()], kernels="reference")
+    assert selected.backend.name == selected.kernels == "reference"
+    assert type(selected.ops) is ReferenceOps
+    assert selected.graph_status == "eager: the reference kernels cannot compile steps"
 
 
-def test_a_back_end_that_does_not_exist() -> None:
+def test_an_unknown_back_end_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"no kernels 'tpu' for cpu devices: use one of cpu, reference$"):
         _ = InferenceSession([CPU()], kernels="tpu").ops
     with pytest.raises(ConfigError, match=r"no kernels 'cpu' for gpu devices: use one of cuda, reference$"):
         BACKENDS.default_sizes("gpu", "cpu")
 
 
-def unusable(name: str = "broken") -> Backend:
+def unusable_backend(name: str = "broken") -> Backend:
     sizes = {"cpu": DefaultSizes(max_batch_size=1, step_tokens=1)}
     return Backend(name=name, sizes=sizes, load=lambda: None, variants=list, priority=50)
 
 
-def test_a_back_end_that_cannot_run_is_passed_over() -> None:
+def test_a_back_end_that_cannot_run_is_skipped() -> None:
     registry = BackendRegistry()
-    registry.register(unusable())
-    assert [one.name for one in registry.backends] == ["broken", "cpu", "cuda", "reference"]
+    registry.register(unusable_backend())
+    assert [backend.name for backend in registry.backends] == ["broken", "cpu", "cuda", "reference"]
     assert registry.open("cpu")[0].name != "broken"
     with pytest.raises(ConfigError, match="the broken kernels cannot run on this machine"):
         registry.open("cpu", "broken")
     with pytest.raises(ConfigError, match="'cpu' is registered already"):
-        registry.register(unusable("cpu"))
-    assert "broken" not in {one.name for one in BACKENDS.backends}
+        registry.register(unusable_backend("cpu"))
+    assert "broken" not in {backend.name for backend in BACKENDS.backends}
 
 
-def test_sizes_follow_the_device_type() -> None:
+def test_default_sizes_depend_on_the_device_type() -> None:
     sizes = {kind: BACKENDS.default_sizes(kind) for kind in ("cpu", "gpu")}
-    assert [(one.max_batch_size, one.step_tokens, one.block_size) for one in sizes.values()] == [
+    assert [
+        (defaults.max_batch_size, defaults.step_tokens, defaults.block_size) for defaults in sizes.values()
+    ] == [
         (32, 1024, 32),
         (256, 8192, 32),
     ]
     gpu = InferenceSession([Device(DeviceSpec.accelerator())], kernels="reference")
     assert type(gpu.ops) is ReferenceOps
-    assert gpu.plans is None
+    assert gpu.graphs is None
 
 
-def test_a_deterministic_session_requires_it_of_its_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deterministic_session_requires_deterministic_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
 
-    class Hasty(ReferenceOps):
+    class NonDeterministicOps(ReferenceOps):
         def require_determinism(self) -> None:
             calls.append("required")
 
     registry = BackendRegistry()
-    registry.register(replace(unusable("hasty"), load=Hasty))
+    registry.register(replace(unusable_backend("hasty"), load=NonDeterministicOps))
     monkeypatch.setattr("penstock.kernels.backend.BACKENDS", registry)
-    assert type(InferenceSession([CPU()]).ops) is Hasty
+    assert type(InferenceSession([CPU()]).ops) is NonDeterministicOps
     assert not calls
-    assert type(InferenceSession([CPU()], deterministic=True).ops) is Hasty
+    assert type(InferenceSession([CPU()], deterministic=True).ops) is NonDeterministicOps
     assert calls == ["required"]
 
 
-def test_a_layout_of_a_back_end_serves_the_reference_and_adapters() -> None:
+def test_the_reference_and_adapters_read_a_back_ends_own_layout() -> None:
     weight, x = torch.randn(12, 40), torch.randn(3, 40)
     flipped = Layout("flipped", lambda packed: {"weight": packed.tensors["flipped"].flip(0)})
 
-    class Flipping(ReferenceOps):
+    class FlippingOps(ReferenceOps):
         layout = flipped
 
         def pack_linear(
@@ -212,16 +214,16 @@ def test_a_layout_of_a_back_end_serves_the_reference_and_adapters() -> None:
             tensors = {"flipped": packed.tensors["weight"].flip(0)}
             return replace(packed, tensors=tensors, layout=flipped)
 
-    ops = Flipping()
+    ops = FlippingOps()
     assert ops.packs_weights
     for packed in (ops.pack_linear(weight, "float32"), ops.pack_lazily([weight[:5], weight[5:]], "float32")):
         assert torch.equal(unpack_linear(packed), weight)
         assert torch.equal(ops.linear(x, packed), multiply_floats(x, weight, None))
     packed = ops.pack_lazily([weight], "int4")
-    assert not isinstance(packed.tensors, LazyWeight)  # the reference defers packing only in rows
+    assert not isinstance(packed.tensors, LazyWeight)  # the reference packs lazily only in rows
 
 
-@pytest.mark.parametrize("backend", BACKENDS.backends, ids=lambda one: one.name)
+@pytest.mark.parametrize("backend", BACKENDS.backends, ids=lambda backend: backend.name)
 def test_a_record_matches_its_operations(backend: Backend) -> None:
     for ops in backend.variants():
         assert ops.layout.name == backend.layout

@@ -1,4 +1,4 @@
-"""Every back end against the reference, and the comparison against back ends that are broken on purpose."""
+"""Every back end against the reference, and the comparison against back ends with deliberate faults."""
 
 from __future__ import annotations
 
@@ -43,20 +43,22 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-def agree(got: Tensor, expected: Tensor) -> bool:
-    assert got.dtype == expected.dtype
-    assert got.shape == expected.shape
-    tolerance = TOLERANCE.get(expected.dtype, 0.0)  # integers are equal
-    return torch.allclose(got.float(), expected.float(), rtol=tolerance, atol=tolerance)
+def agree(actual: Tensor, expected: Tensor) -> bool:
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    tolerance = TOLERANCE.get(expected.dtype, 0.0)  # integers must be equal
+    return torch.allclose(actual.float(), expected.float(), rtol=tolerance, atol=tolerance)
 
 
-def same(operation: Callable[[Ops], Tensor | tuple[Tensor, ...]], ops: Ops) -> None:
+def assert_same(operation: Callable[[Ops], Tensor | tuple[Tensor, ...]], ops: Ops) -> None:
     """Check that an operation gives the results of the reference."""
-    got, expected = operation(ops), operation(REFERENCE)
-    if isinstance(got, Tensor):
-        got, expected = (got,), (expected,)
-    for one, other in zip(got, expected, strict=True):
-        assert agree(one, other), f"off by up to {(one.float() - other.float()).abs().max()}"
+    results, expected = operation(ops), operation(REFERENCE)
+    if isinstance(results, Tensor):
+        results, expected = (results,), (expected,)
+    for actual, reference in zip(results, expected, strict=True):
+        assert agree(actual, reference), (
+            f"the largest difference is {(actual.float() - reference.float()).abs().max()}"
+        )
 
 
 # ---- rows ----
@@ -65,46 +67,48 @@ def same(operation: Callable[[Ops], Tensor | tuple[Tensor, ...]], ops: Ops) -> N
 @pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 8), (8, 100), (33, 257), (70, 2048)])
-def test_norms(ops: Ops, dtype: torch.dtype, rows: int, width: int) -> None:
-    x, residual = torch.randn(2, rows, 2 * width).to(dtype)[:, :, :width]  # rows strided
+def test_norms_agree_with_the_reference(ops: Ops, dtype: torch.dtype, rows: int, width: int) -> None:
+    x, residual = torch.randn(2, rows, 2 * width).to(dtype)[:, :, :width]  # rows with gaps between them
     for weight in (torch.randn(width), torch.randn(width).to(dtype)):
-        same(lambda o, w=weight: o.rms_norm(x, w, 1e-5), ops)
-        same(lambda o, w=weight: o.add_rms_norm(x, residual, w, 1e-5), ops)
+        assert_same(lambda o, w=weight: o.rms_norm(x, w, 1e-5), ops)
+        assert_same(lambda o, w=weight: o.add_rms_norm(x, residual, w, 1e-5), ops)
 
 
 @pytest.mark.parametrize("width", [64, 257])
-def test_a_weight_wider_than_its_rows_is_applied_before_rounding(ops: Ops, width: int) -> None:
+def test_a_float32_norm_weight_is_applied_before_rounding(ops: Ops, width: int) -> None:
     x, residual = torch.randn(2, 33, width).bfloat16()
     weight = 1 + torch.randn(width)
-    for each in (ops, REFERENCE):
-        normed, total = each.add_rms_norm(x, residual, weight, 1e-6)
+    for back_end in (ops, REFERENCE):
+        normed, total = back_end.add_rms_norm(x, residual, weight, 1e-6)
         exact = (
             total.double() / (total.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
         )
-        for rows in (normed, each.rms_norm(total, weight, 1e-6)):
+        for rows in (normed, back_end.rms_norm(total, weight, 1e-6)):
             assert ((rows.double() - exact).abs() <= exact.abs() * 2.0**-8 * 1.001).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_norm_of_heads(ops: Ops, dtype: torch.dtype) -> None:
+def test_norm_of_heads_agrees_with_the_reference(ops: Ops, dtype: torch.dtype) -> None:
     q, k, _ = fused_qkv(5, 4, 2, 16, dtype)
-    same(lambda o: o.rms_norm(q, torch.randn(16, generator=torch.Generator().manual_seed(1)), 1e-6), ops)
-    same(lambda o: o.rms_norm(k, torch.ones(16), 1e-6), ops)
+    assert_same(
+        lambda o: o.rms_norm(q, torch.randn(16, generator=torch.Generator().manual_seed(1)), 1e-6), ops
+    )
+    assert_same(lambda o: o.rms_norm(k, torch.ones(16), 1e-6), ops)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (8, 100), (33, 257)])
-def test_layer_norm(ops: Ops, dtype: torch.dtype, rows: int, width: int) -> None:
+def test_layer_norm_agrees_with_the_reference(ops: Ops, dtype: torch.dtype, rows: int, width: int) -> None:
     x = (3 + torch.randn(rows, 2 * width)).to(dtype)[:, :width]
     weight, bias = torch.randn(2, width).to(dtype)
-    same(lambda o: o.layer_norm(x, weight, bias, 1e-5), ops)
+    assert_same(lambda o: o.layer_norm(x, weight, bias, 1e-5), ops)
     wide = x.double()
     wide = (wide - wide.mean(-1, keepdim=True)) / (wide.var(-1, keepdim=True, correction=0) + 1e-5).sqrt()
     expected = wide * weight.double() + bias.double()
     assert agree(ops.layer_norm(x, weight, bias, 1e-5), expected.to(dtype))
     assert not agree(ops.layer_norm(x, weight, -bias, 1e-5), expected.to(dtype))
-    same(lambda o: o.add_layer_norm(x, x.flip(0), weight, bias, 1e-5), ops)
-    same(lambda o: o.layer_norm_of_sum(x, x.flip(0), weight.float(), bias.float(), 1e-5), ops)
+    assert_same(lambda o: o.add_layer_norm(x, x.flip(0), weight, bias, 1e-5), ops)
+    assert_same(lambda o: o.layer_norm_of_sum(x, x.flip(0), weight.float(), bias.float(), 1e-5), ops)
 
 
 def test_the_sum_of_a_layer_norm_is_not_rounded(ops: Ops) -> None:
@@ -118,32 +122,34 @@ def test_the_sum_of_a_layer_norm_is_not_rounded(ops: Ops) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_layer_norm_of_heads(ops: Ops, dtype: torch.dtype) -> None:
+def test_layer_norm_of_heads_applies_a_weight_and_bias_per_head(ops: Ops, dtype: torch.dtype) -> None:
     """Each head has its own weight and bias."""
     q, k, _ = fused_qkv(5, 4, 2, 24, dtype)
     weight, bias = torch.randn(2, 4, 24).to(dtype)
-    same(lambda o: o.layer_norm(q, weight, bias, 1e-5), ops)
+    assert_same(lambda o: o.layer_norm(q, weight, bias, 1e-5), ops)
     for head in range(4):
-        one = REFERENCE.layer_norm(q[:, head], weight[head], bias[head], 1e-5)
-        assert agree(ops.layer_norm(q, weight, bias, 1e-5)[:, head], one)
-        assert not agree(ops.layer_norm(q, weight.roll(1, 0), bias, 1e-5)[:, head], one)
-    same(lambda o: o.layer_norm(k, weight[0], bias[0], 1e-5), ops)
+        expected_head = REFERENCE.layer_norm(q[:, head], weight[head], bias[head], 1e-5)
+        assert agree(ops.layer_norm(q, weight, bias, 1e-5)[:, head], expected_head)
+        assert not agree(ops.layer_norm(q, weight.roll(1, 0), bias, 1e-5)[:, head], expected_head)
+    assert_same(lambda o: o.layer_norm(k, weight[0], bias[0], 1e-5), ops)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 8), (3, 50), (33, 257)])
-def test_elementwise_operations(ops: Ops, dtype: torch.dtype, rows: int, width: int) -> None:
+def test_elementwise_operations_agree_with_the_reference(
+    ops: Ops, dtype: torch.dtype, rows: int, width: int
+) -> None:
     x, y = (5 * torch.randn(2, rows, 2 * width)).to(dtype)[:, :, :width]
-    same(lambda o: o.add(x, y), ops)
-    same(lambda o: o.multiply(x, y), ops)
-    same(lambda o: o.scale(x, 0.22), ops)
-    same(lambda o: o.soft_cap(x, 3.0), ops)
+    assert_same(lambda o: o.add(x, y), ops)
+    assert_same(lambda o: o.multiply(x, y), ops)
+    assert_same(lambda o: o.scale(x, 0.22), ops)
+    assert_same(lambda o: o.soft_cap(x, 3.0), ops)
     assert (ops.soft_cap(1000 * x, 3.0).abs() <= 3).all()
     assert agree(ops.soft_cap(x, 1e6), x)
     assert torch.equal(ops.clamp(x, 2.5), x.clamp(-2.5, 2.5))
-    same(lambda o: o.clamp(x, 2.5), ops)
+    assert_same(lambda o: o.clamp(x, 2.5), ops)
     for activation, function in TORCH_ACTIVATIONS.items():
-        same(lambda o, a=activation: o.activation(x, a), ops)
+        assert_same(lambda o, a=activation: o.activation(x, a), ops)
         assert agree(ops.activation(x, activation), function(x.float()).to(dtype))
 
 
@@ -158,67 +164,73 @@ TORCH_ACTIVATIONS = {
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 8), (3, 50), (33, 257)])
-def test_xielu(ops: Ops, dtype: torch.dtype, rows: int, width: int) -> None:
+def test_xielu_agrees_with_its_definition(ops: Ops, dtype: torch.dtype, rows: int, width: int) -> None:
     x = (5 * torch.randn(rows, 2 * width)).to(dtype)[:, :width]
-    for one in (XIELU(0.8, 1.3, 0.5, -1e-6), XIELU(0.1, 0.7, 0.25, -0.5)):
-        same(lambda o, one=one: o.xielu(x, one), ops)
+    for activation in (XIELU(0.8, 1.3, 0.5, -1e-6), XIELU(0.1, 0.7, 0.25, -0.5)):
+        assert_same(lambda o, activation=activation: o.xielu(x, activation), ops)
         wide = x.double()
-        below = one.negative * (wide.clamp(max=one.eps).expm1() - wide)
-        expected = one.slope * wide + torch.where(wide > 0, one.positive * wide.square(), below)
-        assert agree(ops.xielu(x, one), expected.to(dtype))
+        below = activation.negative * (wide.clamp(max=activation.eps).expm1() - wide)
+        expected = activation.slope * wide + torch.where(wide > 0, activation.positive * wide.square(), below)
+        assert agree(ops.xielu(x, activation), expected.to(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("dim", "rotated"), [(8, 8), (64, 64), (80, 32), (128, 128)])
-def test_rotary(ops: Ops, dtype: torch.dtype, dim: int, rotated: int) -> None:
+def test_rotary_agrees_with_the_reference(ops: Ops, dtype: torch.dtype, dim: int, rotated: int) -> None:
     q, k, _ = fused_qkv(33, 4, 2, dim, dtype)
     angles = torch.rand(33, rotated // 2) * 6
     for is_interleaved in (False, True):
-        same(lambda o, i=is_interleaved: o.rotary(q, k, angles.cos(), angles.sin(), is_interleaved=i), ops)
+        assert_same(
+            lambda o, i=is_interleaved: o.rotary(q, k, angles.cos(), angles.sin(), is_interleaved=i), ops
+        )
 
 
-def test_interleaved_rotary(ops: Ops) -> None:
-    """Rows whose pairs are put side by side give the same rows, put side by side."""
+def test_interleaved_rotary_equals_the_other_layout_reordered(ops: Ops) -> None:
+    """Rotating adjacent pairs equals reordering the dimensions and rotating their halves."""
     q, k, _ = fused_qkv(9, 4, 2, 40, torch.float32)
     angles = torch.rand(9, 12) * 6
     order = torch.cat([torch.arange(24).view(2, 12).T.flatten(), torch.arange(24, 40)])
-    apart = ops.rotary(q, k, angles.cos(), angles.sin())
-    beside = ops.rotary(q[..., order], k[..., order], angles.cos(), angles.sin(), is_interleaved=True)
-    for one, other in zip(apart, beside, strict=True):
-        assert agree(other, one[..., order])
-        assert not agree(other, one)
+    adjacent = ops.rotary(q, k, angles.cos(), angles.sin())
+    halves = ops.rotary(q[..., order], k[..., order], angles.cos(), angles.sin(), is_interleaved=True)
+    for single, batched in zip(adjacent, halves, strict=True):
+        assert agree(batched, single[..., order])
+        assert not agree(batched, single)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu", "relu2"])
 @pytest.mark.parametrize(("rows", "width"), [(1, 8), (3, 50), (33, 704)])
-def test_gated_activation(ops: Ops, dtype: torch.dtype, activation: str, rows: int, width: int) -> None:
+def test_gated_activation_agrees_with_the_reference(
+    ops: Ops, dtype: torch.dtype, activation: str, rows: int, width: int
+) -> None:
     x = (4 * torch.randn(rows, 3 * width)).to(dtype)[:, : 2 * width]
-    same(lambda o: o.gated_activation(x, activation), ops)
+    assert_same(lambda o: o.gated_activation(x, activation), ops)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 8), (3, 50), (33, 257)])
-def test_clamped_swish(ops: Ops, dtype: torch.dtype, rows: int, width: int) -> None:
+def test_clamped_swish_agrees_with_the_reference(ops: Ops, dtype: torch.dtype, rows: int, width: int) -> None:
     x = (5 * torch.randn(rows, 3 * width)).to(dtype)[:, : 2 * width]
-    same(lambda o: o.clamped_swiglu(x, ClampedSwiGLU(1.702, 7.0)), ops)
-    far = ops.clamped_swiglu(100 * x, ClampedSwiGLU(1.702, 7.0)).float()
-    assert (far.abs() <= 56).all()
-    assert (far > 55.9).any() or rows == 1
+    assert_same(lambda o: o.clamped_swiglu(x, ClampedSwiGLU(1.702, 7.0)), ops)
+    large = ops.clamped_swiglu(100 * x, ClampedSwiGLU(1.702, 7.0)).float()
+    assert (large.abs() <= 56).all()
+    assert (large > 55.9).any() or rows == 1
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("routing", ["all", "all_normed", "chosen"])
 @pytest.mark.parametrize(("rows", "experts", "top"), [(1, 1, 1), (5, 8, 2), (33, 60, 7), (70, 128, 128)])
-def test_route(ops: Ops, dtype: torch.dtype, routing: Routing, rows: int, experts: int, top: int) -> None:
-    spread = torch.stack([torch.randperm(experts) for _ in range(rows)]) / 8  # distinct in bfloat16, too
+def test_routes_agree_with_the_reference(
+    ops: Ops, dtype: torch.dtype, routing: Routing, rows: int, experts: int, top: int
+) -> None:
+    spread = torch.stack([torch.randperm(experts) for _ in range(rows)]) / 8  # distinct in bfloat16 as well
     logits = torch.cat([spread, torch.full((rows, 3), 99.0)], dim=1).to(dtype)[:, :experts]
     (topk_weights, topk_ids), (expected, numbers) = (o.route(logits, top, routing) for o in (ops, REFERENCE))
     assert torch.equal(topk_ids, numbers)
     assert agree(topk_weights, expected)
-    same(lambda o: o.route(100 * logits, top, routing)[0], ops)
+    assert_same(lambda o: o.route(100 * logits, top, routing)[0], ops)
 
 
 SCORE_ROUTINGS = {
@@ -233,11 +245,13 @@ SCORE_ROUTINGS = {
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("routing", SCORE_ROUTINGS)
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_route_by_scores(ops: Ops, dtype: torch.dtype, routing: str, with_bias: bool) -> None:
+def test_routes_by_scores_agree_with_the_reference(
+    ops: Ops, dtype: torch.dtype, routing: str, with_bias: bool
+) -> None:
     rows, experts = 33, 60
     spread = (
         torch.stack([torch.randperm(experts) for _ in range(rows)]) / 8 - 3.5
-    )  # distinct in bfloat16, too
+    )  # distinct in bfloat16 as well
     logits = torch.cat([spread, torch.full((rows, 3), 99.0)], dim=1).to(dtype)[:, :experts]
     bias = torch.randn(experts) / 5 if with_bias else None
     (topk_weights, topk_ids), (expected, numbers) = (
@@ -247,7 +261,7 @@ def test_route_by_scores(ops: Ops, dtype: torch.dtype, routing: str, with_bias: 
     assert agree(topk_weights, expected)
 
 
-def test_route_by_scores_matches_its_definition() -> None:
+def test_routes_by_scores_match_their_definition() -> None:
     logits, bias = torch.randn(9, 12).double(), torch.randn(12).double() / 5
     routing = ScoreRouting("sigmoid", is_normed=True, scale=2.5, groups=4, top_groups=2)
     topk_weights, topk_ids = REFERENCE.route(logits.float(), 3, routing, bias.float())
@@ -265,7 +279,9 @@ def test_route_by_scores_matches_its_definition() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("eps", [0.01, 0.3])
 @pytest.mark.parametrize(("experts", "top"), [(5, 2), (16, 2), (60, 4)])
-def test_route_of_a_sparse_mixer(ops: Ops, dtype: torch.dtype, eps: float, experts: int, top: int) -> None:
+def test_routes_of_a_sparse_mixer_agree_with_the_reference(
+    ops: Ops, dtype: torch.dtype, eps: float, experts: int, top: int
+) -> None:
     logits = torch.stack([torch.randperm(experts) for _ in range(33)]).to(dtype) / 8 - 2
     (topk_weights, topk_ids), (expected, numbers) = (
         o.route(logits, top, SparseMixer(eps)) for o in (ops, REFERENCE)
@@ -277,21 +293,23 @@ def test_route_of_a_sparse_mixer(ops: Ops, dtype: torch.dtype, eps: float, exper
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("factor_dtype", DTYPES)
 @pytest.mark.parametrize("are_logits", [False, True])
-def test_scale_rows(ops: Ops, dtype: torch.dtype, factor_dtype: torch.dtype, are_logits: bool) -> None:
+def test_scale_rows_agrees_with_the_reference(
+    ops: Ops, dtype: torch.dtype, factor_dtype: torch.dtype, are_logits: bool
+) -> None:
     x = torch.randn(33, 100).to(dtype)[:, :50]
     factors = (3 * torch.randn(33, 4)).to(factor_dtype)[:, 1:2]
-    same(lambda o: o.scale_rows(x, factors, are_logits=are_logits), ops)
+    assert_same(lambda o: o.scale_rows(x, factors, are_logits=are_logits), ops)
     wide = factors.double().sigmoid() if are_logits else factors.double()
     assert agree(REFERENCE.scale_rows(x, factors, are_logits=are_logits), (x.double() * wide).to(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_widen(ops: Ops, dtype: torch.dtype) -> None:
+def test_widen_agrees_with_the_reference(ops: Ops, dtype: torch.dtype) -> None:
     x = torch.randn(33, 100).to(dtype)[:, :50]
     assert torch.equal(ops.widen(x), x.float())
 
 
-def test_route_of_equal_and_of_no_numbers(ops: Ops) -> None:
+def test_routes_of_equal_and_of_nan_logits_are_valid(ops: Ops) -> None:
     _, topk_ids = ops.route(torch.zeros(2, 40), 3, "chosen")
     assert topk_ids.tolist() == [[0, 1, 2]] * 2
     logits = torch.full((1, 9), torch.nan)
@@ -301,38 +319,38 @@ def test_route_of_equal_and_of_no_numbers(ops: Ops) -> None:
     assert len(set(topk_ids[0].tolist())) == 4
 
 
-def test_gated_activation_far_out(ops: Ops) -> None:
+def test_gated_activation_of_extreme_values_is_exact(ops: Ops) -> None:
     gates = torch.tensor([-1e30, -200.0, -88.0, -0.0, 0.0, 1e-30, 88.0, 200.0, 1e30])
     x = torch.cat([gates, torch.ones_like(gates)])[None]
     for activation in ("silu", "gelu", "relu"):
-        same(lambda o, a=activation: o.gated_activation(x, a), ops)
+        assert_same(lambda o, a=activation: o.gated_activation(x, a), ops)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16, torch.int64])
-def test_row_lookups(ops: Ops, dtype: torch.dtype) -> None:
+def test_row_lookups_agree_with_indexing(ops: Ops, dtype: torch.dtype) -> None:
     table = (100 * torch.randn(11, 40)).to(dtype)
     rows = torch.tensor([0, 10, 3, 3])
     assert torch.equal(ops.embedding(rows, table), table[rows])
     assert torch.equal(ops.take_rows(table[:, 4:9], rows), table[rows, 4:9])
     values = torch.zeros(2, 80).to(dtype)[:, :40]
     assert torch.equal(ops.put_rows(table, rows[:2], values), REFERENCE.put_rows(table, rows[:2], values))
-    part = table[:, 3:8]
-    put = ops.put_rows(part, rows[:2], values[:, :5])
-    assert torch.equal(put, REFERENCE.put_rows(part, rows[:2], values[:, :5]))
-    for outside in (11, -1, -12, 2**40):
-        indices = torch.tensor([1, outside])
+    slice_of_table = table[:, 3:8]
+    put = ops.put_rows(slice_of_table, rows[:2], values[:, :5])
+    assert torch.equal(put, REFERENCE.put_rows(slice_of_table, rows[:2], values[:, :5]))
+    for out_of_range in (11, -1, -12, 2**40):
+        indices = torch.tensor([1, out_of_range])
         if ops.name == "cuda":
             check_rows_outside(ops, table, indices, values)
             continue
         with pytest.raises(IndexError):
             ops.embedding(indices, table)
-        if outside != -1:  # the reference counts it from the end
+        if out_of_range != -1:  # the reference counts -1 from the end
             with pytest.raises(IndexError):
                 ops.put_rows(table, indices, values)
 
 
 def check_rows_outside(ops: Ops, table: Tensor, indices: Tensor, values: Tensor) -> None:
-    """Check that the second index, which is outside, changes no other row."""
+    """Check that the second index, which is out of range, changes no other row."""
     for looked_up in (ops.embedding(indices, table), ops.take_rows(table, indices)):
         assert torch.equal(looked_up[0], table[1])
         assert (looked_up[1].isnan() if table.is_floating_point() else looked_up[1] == 0).all()
@@ -345,16 +363,16 @@ def check_rows_outside(ops: Ops, table: Tensor, indices: Tensor, values: Tensor)
 
 
 @pytest.mark.parametrize("rows", [1, 40, 3000])
-def test_rope_rows(ops: Ops, rows: int) -> None:
+def test_rope_rows_agree_with_the_reference(ops: Ops, rows: int) -> None:
     cos, sin = torch.randn(2, 50, 33)
     positions = torch.randint(0, 50, (rows,))
-    for got, table in zip(ops.rope_rows(positions, cos, sin), (cos, sin), strict=True):
-        assert torch.equal(got, table[positions])
+    for actual, table in zip(ops.rope_rows(positions, cos, sin), (cos, sin), strict=True):
+        assert torch.equal(actual, table[positions])
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
 @pytest.mark.parametrize(("outputs", "inputs"), [(64, 64), (37, 40), (130, 96), (5, 7)])
-def test_linear(ops: Ops, dtype: torch.dtype, outputs: int, inputs: int) -> None:
+def test_linear_agrees_with_the_reference(ops: Ops, dtype: torch.dtype, outputs: int, inputs: int) -> None:
     weight, bias = torch.randn(outputs, inputs) / inputs**0.5, torch.randn(outputs)
     for packed in (
         ops.pack_linear(weight, str(dtype).removeprefix("torch.")),
@@ -362,17 +380,19 @@ def test_linear(ops: Ops, dtype: torch.dtype, outputs: int, inputs: int) -> None
     ):
         for rows in (1, 2, 3, 4, 5, 7, 8, 9, 33):
             x = torch.randn(rows, 2 * inputs).to(dtype)[:, :inputs]
-            same(lambda o, x=x, p=packed: o.linear(x, p), ops)
+            assert_same(lambda o, x=x, p=packed: o.linear(x, p), ops)
 
 
 # ---- adapters ----
 
 
-def adapted(
+def layer_with_adapters(
     ops: Ops, rows: Tensor, rank: int, inputs: int, dtype: torch.dtype, *, ragged: bool = False
 ) -> tuple[PackedLinear, LoRAInputs]:
-    """Return a fused linear layer with adapters on all slices but the middle one; values beyond a rank are
-    NaN."""
+    """Return a fused linear layer with adapters on all slices but the middle one.
+
+    Values beyond a rank are NaN.
+    """
     sizes = {"q": 37, "k": 8, "v": 24}
     stops = [37, 45, 69]
     parts = [LinearSlice(n, end - size, end) for (n, size), end in zip(sizes.items(), stops, strict=True)]
@@ -391,10 +411,10 @@ def adapted(
     return packed, LoRAInputs(rows, matrices, ranks)
 
 
-ROW_MIXES = {
-    "one": [0],
+ADAPTERS_OF_ROWS = {
+    "single row": [0],
     "none": [-1, -1, -1],
-    "one among others": [-1, 2, -1],
+    "one among many": [-1, 2, -1],
     "each its own": [3, 0, 2, 1, 4],
     "all the same": [1] * 33,
     "a prompt beside single tokens": [0, 2, 1, *[3] * 40, 0, -1, 2],
@@ -404,42 +424,44 @@ ROW_MIXES = {
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
-@pytest.mark.parametrize("mix", ROW_MIXES)
+@pytest.mark.parametrize("mix", ADAPTERS_OF_ROWS)
 @pytest.mark.parametrize(("rank", "inputs"), [(4, 16), (1, 64), (9, 50), (64, 33), (256, 40)])
-def test_linear_with_adapters(ops: Ops, dtype: torch.dtype, mix: str, rank: int, inputs: int) -> None:
-    rows = torch.tensor(ROW_MIXES[mix])
+def test_linear_with_adapters_agrees_with_the_reference(
+    ops: Ops, dtype: torch.dtype, mix: str, rank: int, inputs: int
+) -> None:
+    rows = torch.tensor(ADAPTERS_OF_ROWS[mix])
     x = torch.randn(len(rows), 2 * inputs).to(dtype)[:, :inputs]
     for ragged in (False, True):
-        packed, lora = adapted(ops, rows, rank, inputs, dtype, ragged=ragged)
-        same(lambda o, p=packed, a=lora: o.linear(x, p, lora=a), ops)
-        got, plain = ops.linear(x, packed, lora=lora), ops.linear(x, packed)
-        assert torch.equal(got[rows < 0], plain[rows < 0]), "to the bit"
-        assert torch.equal(got[:, 37:45], plain[:, 37:45]), "to the bit"
-        assert ragged or (rows < 0).all() or not agree(got, plain)
+        packed, lora = layer_with_adapters(ops, rows, rank, inputs, dtype, ragged=ragged)
+        assert_same(lambda o, p=packed, a=lora: o.linear(x, p, lora=a), ops)
+        actual, plain = ops.linear(x, packed, lora=lora), ops.linear(x, packed)
+        assert torch.equal(actual[rows < 0], plain[rows < 0]), "bit-equal"
+        assert torch.equal(actual[:, 37:45], plain[:, 37:45]), "bit-equal"
+        assert ragged or (rows < 0).all() or not agree(actual, plain)
 
 
-def test_adapters_whose_matrices_have_another_layout(ops: Ops) -> None:
-    packed, lora = adapted(ops, torch.tensor([0, 1, -1]), 5, 24, torch.float32)
+def test_adapter_matrices_in_another_layout_are_read(ops: Ops) -> None:
+    packed, lora = layer_with_adapters(ops, torch.tensor([0, 1, -1]), 5, 24, torch.float32)
     x = torch.randn(3, 24)
     copied = {name: (down, up.contiguous()) for name, (down, up) in lora.matrices.items()}
-    same(lambda o: o.linear(x, packed, lora=LoRAInputs(lora.rows, copied)), ops)
+    assert_same(lambda o: o.linear(x, packed, lora=LoRAInputs(lora.rows, copied)), ops)
     wide = {name: (down.double(), up.double()) for name, (down, up) in lora.matrices.items()}
-    same(lambda o: o.linear(x, packed, lora=LoRAInputs(lora.rows, wide)), ops)
+    assert_same(lambda o: o.linear(x, packed, lora=LoRAInputs(lora.rows, wide)), ops)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_bits_of_adapters_alone(ops: Ops, dtype: torch.dtype) -> None:
-    """A base layer of zeros shows the sums of the adapters. They depend only on the row."""
+def test_adapter_sums_of_a_row_are_bit_equal_in_any_batch(ops: Ops, dtype: torch.dtype) -> None:
+    """The base layer is zero, so the results show the sums of the adapters. They depend only on the row."""
     rows = torch.randint(-1, 4, (60,))
-    packed, lora = adapted(ops, rows, 12, 40, dtype, ragged=True)
+    packed, lora = layer_with_adapters(ops, rows, 12, 40, dtype, ragged=True)
     zeros = ops.pack_linear(torch.zeros(69, 40), packed.encoding, slices=packed.slices)
     x = torch.randn(60, 40).to(dtype)
     whole = ops.linear(x, zeros, lora=lora)
-    for some in (torch.tensor([7]), torch.arange(5, 18), torch.randperm(60)):
-        assert torch.equal(ops.linear(x[some], zeros, lora=lora.take(some)), whole[some])
+    for selected in (torch.tensor([7]), torch.arange(5, 18), torch.randperm(60)):
+        assert torch.equal(ops.linear(x[selected], zeros, lora=lora.take(selected)), whole[selected])
 
 
-LORA_FAULTS: dict[str, Callable[[LoRAInputs], LoRAInputs]] = {
+LORA_MUTATIONS: dict[str, Callable[[LoRAInputs], LoRAInputs]] = {
     "two adapters exchanged": lambda a: LoRAInputs(
         a.rows, {n: (down.roll(1, 0), up) for n, (down, up) in a.matrices.items()}
     ),
@@ -453,48 +475,50 @@ LORA_FAULTS: dict[str, Callable[[LoRAInputs], LoRAInputs]] = {
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("fault", LORA_FAULTS)
-def test_the_comparison_detects_a_wrong_adapter(ops: Ops, dtype: torch.dtype, fault: str) -> None:
-    packed, lora = adapted(ops, torch.tensor([0, 3, -1, 1, 2]), 4, 16, dtype)
+@pytest.mark.parametrize("mutation", LORA_MUTATIONS)
+def test_the_comparison_detects_a_mutated_adapter(ops: Ops, dtype: torch.dtype, mutation: str) -> None:
+    packed, lora = layer_with_adapters(ops, torch.tensor([0, 3, -1, 1, 2]), 4, 16, dtype)
     x = torch.randn(5, 16).to(dtype)
     expected = REFERENCE.linear(x, packed, lora=lora)
     assert agree(ops.linear(x, packed, lora=lora), expected)
-    assert not agree(ops.linear(x, packed, lora=LORA_FAULTS[fault](lora)), expected)
+    assert not agree(ops.linear(x, packed, lora=LORA_MUTATIONS[mutation](lora)), expected)
 
 
 @given(st.lists(st.integers(-1, 5), min_size=1, max_size=40), st.randoms())
 def test_rows_are_grouped_by_adapter(rows: list[int], random: Random) -> None:
     lora = LoRAInputs(torch.tensor(rows), {})
-    seen = []
-    for adapter, own in lora.groups:
-        assert len(own)
-        assert [rows[row] for row in own.tolist()] == [adapter] * len(own)
-        seen += own.tolist()
-    assert sorted(seen) == [row for row, adapter in enumerate(rows) if adapter >= 0]
-    taken = random.choices(range(len(rows)), k=5)
-    assert lora.take(torch.tensor(taken)).rows.tolist() == [rows[row] for row in taken]
+    visited = []
+    for adapter, adapter_rows in lora.groups:
+        assert len(adapter_rows)
+        assert [rows[row] for row in adapter_rows.tolist()] == [adapter] * len(adapter_rows)
+        visited += adapter_rows.tolist()
+    assert sorted(visited) == [row for row, adapter in enumerate(rows) if adapter >= 0]
+    selected = random.choices(range(len(rows)), k=5)
+    assert lora.take(torch.tensor(selected)).rows.tolist() == [rows[row] for row in selected]
 
 
 # ---- the paged cache ----
 
 
 def fused_qkv(rows: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Return queries, keys and values as views of one tensor ``[T, (H + 2K) D]``, so that their rows are
-    strided."""
+    """Return queries, keys and values as views of one tensor ``[T, (H + 2K) D]``.
+
+    Their rows are strided.
+    """
     qkv = torch.randn(rows, heads + 2 * kv_heads, dim).to(dtype)
     return qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A ragged batch over a cache whose slots are NaN unless a query may read them."""
+    """A ragged batch over a cache in which slots that no query may read are NaN."""
 
     kv: LayerKV
     row_offsets: Tensor
     lengths: Tensor
 
 
-def paged(
+def ragged_batch(
     rows_and_lengths: list[tuple[int, int]],
     kv_heads: int,
     dim: int,
@@ -511,11 +535,11 @@ def paged(
     tables = torch.zeros(len(counts), max(counts) + 1, dtype=torch.int32)
     slots = []
     for b, (n, length) in enumerate(rows_and_lengths):
-        freed = 0 if window is None else max(0, length - n - window + 1) // block_size
-        for column in range(freed, counts[b]):  # earlier blocks have left the window: the null block
+        num_freed = 0 if window is None else max(0, length - n - window + 1) // block_size
+        for column in range(num_freed, counts[b]):  # blocks before the window are the null block
             tables[b, column] = block = ids.pop()
-            held = min(block_size, length - column * block_size)
-            cache[:, block, :, :held] = torch.randn(2, kv_heads, held, dim)
+            num_filled = min(block_size, length - column * block_size)
+            cache[:, block, :, :num_filled] = torch.randn(2, kv_heads, num_filled, dim)
         positions = torch.arange(length - n, length)
         slots.append(tables[b, positions // block_size].long() * block_size + positions % block_size)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), rows.cumsum(0)]).int()
@@ -527,7 +551,7 @@ def attend(ops: Ops, q: Tensor, batch: Batch, **options: object) -> Tensor:
     return ops.attention(q, batch.kv, batch.row_offsets, batch.lengths, **{"scale": scale, **options})
 
 
-MIXES = {
+QUERIES_AND_LENGTHS = {
     "first token": [(1, 1)],
     "decode": [(1, 7), (1, 33), (1, 64), (1, 65)],
     "prompt": [(33, 33)],
@@ -540,56 +564,60 @@ MIXES = {
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("mix", QUERIES_AND_LENGTHS)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (6, 2), (8, 1), (5, 1), (20, 1)])
-def test_attention_over_batches(ops: Ops, dtype: torch.dtype, mix: str, heads: int, kv_heads: int) -> None:
-    batch = paged(MIXES[mix], kv_heads, 32, 16, dtype)
+def test_attention_of_every_kind_of_batch_agrees(
+    ops: Ops, dtype: torch.dtype, mix: str, heads: int, kv_heads: int
+) -> None:
+    batch = ragged_batch(QUERIES_AND_LENGTHS[mix], kv_heads, 32, 16, dtype)
     q, _, _ = fused_qkv(int(batch.row_offsets[-1]), heads, kv_heads, 32, dtype)
-    same(lambda o: attend(o, q, batch), ops)
+    assert_same(lambda o: attend(o, q, batch), ops)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [4, 8, 16, 24, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize("block_size", [16, 32, 128])
-def test_attention_over_dimensions(ops: Ops, dtype: torch.dtype, dim: int, block_size: int) -> None:
-    batch = paged(MIXES["all at once"], 2, dim, block_size, dtype)
+def test_attention_with_every_head_dimension_agrees(
+    ops: Ops, dtype: torch.dtype, dim: int, block_size: int
+) -> None:
+    batch = ragged_batch(QUERIES_AND_LENGTHS["all at once"], 2, dim, block_size, dtype)
     q, _, _ = fused_qkv(45, 6, 2, dim, dtype)
-    same(lambda o: attend(o, q, batch), ops)
+    assert_same(lambda o: attend(o, q, batch), ops)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [1, 5, 16, 64, 600])
 @pytest.mark.parametrize("mix", ["decode", "prompt", "all at once", "several chunks of keys"])
-def test_attention_in_chunks(ops: Ops, dtype: torch.dtype, window: int, mix: str) -> None:
-    batch = paged(MIXES[mix], 2, 16, 16, dtype, window)
+def test_chunked_attention_agrees(ops: Ops, dtype: torch.dtype, window: int, mix: str) -> None:
+    batch = ragged_batch(QUERIES_AND_LENGTHS[mix], 2, 16, 16, dtype, window)
     kv = replace(batch.kv, is_chunked=True)
     q, _, _ = fused_qkv(int(batch.row_offsets[-1]), 4, 2, 16, dtype)
-    got, expected = (attend(o, q, replace(batch, kv=kv)) for o in (ops, REFERENCE))
-    assert agree(got, expected)
+    actual, expected = (attend(o, q, replace(batch, kv=kv)) for o in (ops, REFERENCE))
+    assert agree(actual, expected)
     if mix == "several chunks of keys" and window > 1:
-        assert not agree(got, attend(ops, q, batch)), "as a window"
+        assert not agree(actual, attend(ops, q, batch)), "differs from a window"
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [1, 5, 16, 64, 600])
 @pytest.mark.parametrize("mix", ["decode", "prompt", "all at once", "several chunks of keys"])
-def test_attention_with_a_window(ops: Ops, dtype: torch.dtype, window: int, mix: str) -> None:
-    batch = paged(MIXES[mix], 2, 16, 16, dtype, window)
+def test_attention_with_a_window_agrees(ops: Ops, dtype: torch.dtype, window: int, mix: str) -> None:
+    batch = ragged_batch(QUERIES_AND_LENGTHS[mix], 2, 16, 16, dtype, window)
     q, _, _ = fused_qkv(int(batch.row_offsets[-1]), 4, 2, 16, dtype)
-    same(lambda o: attend(o, q, batch), ops)
+    assert_same(lambda o: attend(o, q, batch), ops)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_attention_with_soft_cap_and_sinks(ops: Ops, dtype: torch.dtype) -> None:
-    batch = paged(MIXES["all at once"], 2, 32, 16, dtype, window=40)
+def test_attention_with_soft_cap_and_sinks_agrees(ops: Ops, dtype: torch.dtype) -> None:
+    batch = ragged_batch(QUERIES_AND_LENGTHS["all at once"], 2, 32, 16, dtype, window=40)
     q, _, _ = fused_qkv(45, 8, 2, 32, dtype)
     sinks = torch.randn(8)
-    same(lambda o: attend(o, q, batch, soft_cap=2.0, scale=0.5), ops)
-    same(lambda o: attend(o, q, batch, sinks=sinks), ops)
-    same(lambda o: attend(o, q, batch, sinks=sinks.bfloat16(), soft_cap=30.0), ops)
+    assert_same(lambda o: attend(o, q, batch, soft_cap=2.0, scale=0.5), ops)
+    assert_same(lambda o: attend(o, q, batch, sinks=sinks), ops)
+    assert_same(lambda o: attend(o, q, batch, sinks=sinks.bfloat16(), soft_cap=30.0), ops)
     assert not agree(attend(ops, q, batch), attend(ops, q, batch, sinks=sinks))
     assert not agree(attend(ops, q, batch), attend(ops, q, batch, soft_cap=2.0))
 
@@ -597,20 +625,23 @@ def test_attention_with_soft_cap_and_sinks(ops: Ops, dtype: torch.dtype) -> None
 @pytest.mark.parametrize(
     ("activations", "cached"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
 )
-def test_attention_over_a_cache_of_another_type(
+def test_attention_over_a_cache_of_another_type_agrees(
     ops: Ops, activations: torch.dtype, cached: torch.dtype
 ) -> None:
-    batch = paged(MIXES["all at once"], 2, 32, 16, cached)
+    batch = ragged_batch(QUERIES_AND_LENGTHS["all at once"], 2, 32, 16, cached)
     q, k, v = fused_qkv(45, 4, 2, 32, activations)
     ops.store_kv(k, v, batch.kv)
-    same(lambda o: attend(o, q, batch), ops)
+    assert_same(lambda o: attend(o, q, batch), ops)
 
 
 # ---- an int8 cache ----
 
 
-def in_bytes(batch: Batch) -> Batch:
-    """Return the batch with its keys and values in an int8 cache. Scales of unused slots are NaN."""
+def to_int8_cache(batch: Batch) -> Batch:
+    """Return the batch with its keys and values in an int8 cache.
+
+    Scales of unused slots are NaN.
+    """
     pairs = batch.kv.cache.float()
     scales = pairs.abs().amax(-1).clamp_min(1e-12) / 127
     cache = (pairs / scales[..., None]).nan_to_num(127).round().to(torch.int8)
@@ -619,79 +650,83 @@ def in_bytes(batch: Batch) -> Batch:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("mix", QUERIES_AND_LENGTHS)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (6, 2), (8, 1), (5, 1), (20, 1)])
-def test_attention_over_bytes(ops: Ops, dtype: torch.dtype, mix: str, heads: int, kv_heads: int) -> None:
-    batch = in_bytes(paged(MIXES[mix], kv_heads, 32, 16, torch.float32))
+def test_attention_over_an_int8_cache_agrees(
+    ops: Ops, dtype: torch.dtype, mix: str, heads: int, kv_heads: int
+) -> None:
+    batch = to_int8_cache(ragged_batch(QUERIES_AND_LENGTHS[mix], kv_heads, 32, 16, torch.float32))
     q, _, _ = fused_qkv(int(batch.row_offsets[-1]), heads, kv_heads, 32, dtype)
-    same(lambda o: attend(o, q, batch), ops)
+    assert_same(lambda o: attend(o, q, batch), ops)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [8, 16, 24, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize("block_size", [16, 128])
-def test_attention_over_bytes_of_all_dimensions(
+def test_attention_over_an_int8_cache_with_every_head_dimension_agrees(
     ops: Ops, dtype: torch.dtype, dim: int, block_size: int
 ) -> None:
-    batch = in_bytes(paged(MIXES["all at once"], 2, dim, block_size, torch.float32))
+    batch = to_int8_cache(ragged_batch(QUERIES_AND_LENGTHS["all at once"], 2, dim, block_size, torch.float32))
     q, _, _ = fused_qkv(45, 6, 2, dim, dtype)
-    same(lambda o: attend(o, q, batch), ops)
+    assert_same(lambda o: attend(o, q, batch), ops)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [1, 16, 77, 600])
 @pytest.mark.parametrize("mix", ["decode", "prompt", "several chunks of keys"])
-def test_attention_over_bytes_with_all_options(ops: Ops, dtype: torch.dtype, window: int, mix: str) -> None:
-    batch = in_bytes(paged(MIXES[mix], 2, 32, 16, torch.float32, window))
+def test_attention_over_an_int8_cache_with_all_options_agrees(
+    ops: Ops, dtype: torch.dtype, window: int, mix: str
+) -> None:
+    batch = to_int8_cache(ragged_batch(QUERIES_AND_LENGTHS[mix], 2, 32, 16, torch.float32, window))
     q, _, _ = fused_qkv(int(batch.row_offsets[-1]), 8, 2, 32, dtype)
     sinks = torch.randn(8)
-    same(lambda o: attend(o, q, batch), ops)
-    same(lambda o: attend(o, q, batch, sinks=sinks, soft_cap=2.0, scale=0.5), ops)
+    assert_same(lambda o: attend(o, q, batch), ops)
+    assert_same(lambda o: attend(o, q, batch, sinks=sinks, soft_cap=2.0, scale=0.5), ops)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("mix", QUERIES_AND_LENGTHS)
 @pytest.mark.parametrize("is_fixed", [False, True])
-def test_attention_over_8_bit_floats(ops: Ops, dtype: torch.dtype, mix: str, is_fixed: bool) -> None:
-    batch = paged(MIXES[mix], 2, 80, 16, torch.float32, 77)
+def test_attention_over_an_fp8_cache_agrees(ops: Ops, dtype: torch.dtype, mix: str, is_fixed: bool) -> None:
+    batch = ragged_batch(QUERIES_AND_LENGTHS[mix], 2, 80, 16, torch.float32, 77)
     scales = batch.kv.cache.float().abs().amax(-1).clamp_min(1e-12) / 448
     if is_fixed:
         scales = torch.tensor([0.01, 0.02, 0.03, 0.04]).view(2, 1, 2, 1).expand(scales.shape)
     cache = (batch.kv.cache / scales[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn)
     batch = replace(batch, kv=replace(batch.kv, cache=cache, scales=scales, has_fixed_scales=is_fixed))
     q, k, v = fused_qkv(int(batch.row_offsets[-1]), 6, 2, 80, dtype)
-    same(lambda o: attend(o, q, batch, sinks=torch.ones(6), soft_cap=2.0), ops)
+    assert_same(lambda o: attend(o, q, batch, sinks=torch.ones(6), soft_cap=2.0), ops)
     ops.store_kv(k, v, batch.kv)
-    same(lambda o: attend(o, q, batch), ops)
+    assert_same(lambda o: attend(o, q, batch), ops)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_non_finite_values_show_in_byte_caches(ops: Ops, dtype: torch.dtype) -> None:
-    """Integers have no NaN: the scales carry it."""
-    batch = in_bytes(paged([(2, 40), (1, 70)], 2, 64, 16, torch.float32))
+def test_non_finite_values_propagate_through_8_bit_caches(ops: Ops, dtype: torch.dtype) -> None:
+    """Integers have no NaN, so the scale is NaN."""
+    batch = to_int8_cache(ragged_batch([(2, 40), (1, 70)], 2, 64, 16, torch.float32))
     q, k, v = fused_qkv(3, 4, 2, 64, dtype)
-    for odd in (torch.nan, torch.inf):
+    for non_finite in (torch.nan, torch.inf):
         queries = q.clone()
-        queries[1, 2, 63] = odd
+        queries[1, 2, 63] = non_finite
         out = attend(ops, queries, batch)
         assert out[1, 2].isnan().all()
         assert out[[0, 2]].isfinite().all()
         assert out[1, [0, 1, 3]].isfinite().all()
-    for side in (0, 1):
-        pair = [k.clone(), v.clone()]
-        pair[side][2, 0, 5] = torch.nan
+    for key_or_value in (0, 1):
+        keys_and_values = [k.clone(), v.clone()]
+        keys_and_values[key_or_value][2, 0, 5] = torch.nan
         kv = replace(batch.kv, cache=batch.kv.cache.clone(), scales=batch.kv.scales.clone())
-        ops.store_kv(*pair, kv)
-        assert kv.scales[side].isnan().sum() == batch.kv.scales[side].isnan().sum() + 1
+        ops.store_kv(*keys_and_values, kv)
+        assert kv.scales[key_or_value].isnan().sum() == batch.kv.scales[key_or_value].isnan().sum() + 1
         out = attend(ops, q, replace(batch, kv=kv))
         assert out[2, :2].isnan().all()
         assert out[2, 2:].isfinite().all()
 
 
-BYTE_FAULTS: dict[str, Callable[[LayerKV], LayerKV]] = {
+SCALE_MUTATIONS: dict[str, Callable[[LayerKV], LayerKV]] = {
     "the scale of the token before": lambda kv: replace(kv, scales=kv.scales.roll(1, 3)),
     "the scale of another head": lambda kv: replace(kv, scales=kv.scales.roll(1, 2)),
     "the scale of another block": lambda kv: replace(kv, scales=kv.scales.roll(1, 1)),
@@ -701,34 +736,36 @@ BYTE_FAULTS: dict[str, Callable[[LayerKV], LayerKV]] = {
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("fault", BYTE_FAULTS)
-def test_the_comparison_detects_a_wrong_scale(ops: Ops, dtype: torch.dtype, fault: str) -> None:
-    batch = in_bytes(paged([(2, 64), (2, 64), (1, 64)], 2, 32, 16, torch.float32))
+@pytest.mark.parametrize("mutation", SCALE_MUTATIONS)
+def test_the_comparison_detects_a_mutated_scale(ops: Ops, dtype: torch.dtype, mutation: str) -> None:
+    batch = to_int8_cache(ragged_batch([(2, 64), (2, 64), (1, 64)], 2, 32, 16, torch.float32))
     q, _, _ = fused_qkv(5, 4, 2, 32, dtype)
     expected = attend(REFERENCE, q, batch)
     assert agree(attend(ops, q, batch), expected)
-    broken = replace(batch, kv=BYTE_FAULTS[fault](batch.kv))
-    assert not agree(attend(ops, q, broken), expected)
+    mutated = replace(batch, kv=SCALE_MUTATIONS[mutation](batch.kv))
+    assert not agree(attend(ops, q, mutated), expected)
 
 
 @pytest.mark.parametrize("heads", [71, 160])
-def test_attention_of_very_many_heads_on_one(ops: Ops, heads: int) -> None:
-    batch = paged([(1, 20), (3, 9)], 1, 16, 16, torch.float32)
+def test_attention_of_many_heads_on_one_kv_head_agrees(ops: Ops, heads: int) -> None:
+    batch = ragged_batch([(1, 20), (3, 9)], 1, 16, 16, torch.float32)
     q, _, _ = fused_qkv(4, heads, 1, 16, torch.float32)
-    same(lambda o: attend(o, q, batch), ops)
+    assert_same(lambda o: attend(o, q, batch), ops)
 
 
 def test_large_scores_do_not_overflow(ops: Ops) -> None:
-    batch = paged(MIXES["all at once"], 2, 16, 16, torch.float32)
+    batch = ragged_batch(QUERIES_AND_LENGTHS["all at once"], 2, 16, 16, torch.float32)
     q, _, _ = fused_qkv(45, 4, 2, 16, torch.float32)
-    same(lambda o: attend(o, 50 * q, batch), ops)  # e ** score would be infinite
+    assert_same(lambda o: attend(o, 50 * q, batch), ops)  # e ** score would overflow
 
 
 @pytest.mark.parametrize("cached", [*DTYPES, torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [8, 20, 64])
-def test_store_kv(ops: Ops, cached: torch.dtype, dtype: torch.dtype, dim: int) -> None:
-    batch = paged(MIXES["all at once"], 2, dim, 16, torch.float32)
+def test_store_kv_agrees_with_the_reference(
+    ops: Ops, cached: torch.dtype, dtype: torch.dtype, dim: int
+) -> None:
+    batch = ragged_batch(QUERIES_AND_LENGTHS["all at once"], 2, dim, 16, torch.float32)
     _, k, v = fused_qkv(45, 4, 2, dim, dtype)
     stored = []
     for back_end in (ops, REFERENCE):
@@ -742,9 +779,9 @@ def test_store_kv(ops: Ops, cached: torch.dtype, dtype: torch.dtype, dim: int) -
     assert stored[0].any()
 
 
-# ---- what a comparison must notice ----
+# ---- mutations that the comparison must detect ----
 
-FAULTS: dict[str, Callable[[Batch], tuple[Batch, dict[str, object]]]] = {
+BATCH_MUTATIONS: dict[str, Callable[[Batch], tuple[Batch, dict[str, object]]]] = {
     "blocks in the wrong order": lambda b: (
         replace(b, kv=replace(b.kv, block_tables=b.kv.block_tables.roll(1, 0))),
         {},
@@ -758,14 +795,14 @@ FAULTS: dict[str, Callable[[Batch], tuple[Batch, dict[str, object]]]] = {
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("fault", FAULTS)
-def test_the_comparison_detects_a_fault(ops: Ops, dtype: torch.dtype, fault: str) -> None:
-    batch = paged([(2, 70), (2, 70), (1, 70)], 2, 32, 16, dtype, window=16)
+@pytest.mark.parametrize("mutation", BATCH_MUTATIONS)
+def test_the_comparison_detects_a_mutated_batch(ops: Ops, dtype: torch.dtype, mutation: str) -> None:
+    batch = ragged_batch([(2, 70), (2, 70), (1, 70)], 2, 32, 16, dtype, window=16)
     q, _, _ = fused_qkv(5, 4, 2, 32, dtype)
     expected = attend(REFERENCE, q, batch)
     assert agree(attend(ops, q, batch), expected)
-    broken, options = FAULTS[fault](batch)
-    assert not agree(attend(ops, q, broken, **options), expected)
+    mutated, options = BATCH_MUTATIONS[mutation](batch)
+    assert not agree(attend(ops, q, mutated, **options), expected)
 
 
 # ---- sampling ----
@@ -782,7 +819,7 @@ def sampling_inputs(rows: int, **fixed: float) -> SamplingInputs:
     )
 
 
-RULES = [
+SAMPLING_RULES = [
     {"temperature": 0.0},
     {},
     {"temperature": 0.1},
@@ -800,10 +837,12 @@ RULES = [
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("rule", SAMPLING_RULES, ids=str)
 @pytest.mark.parametrize("vocabulary", [17, 1000, 32003])
-@pytest.mark.parametrize("dtype", DTYPES)  # equal logits abound in bfloat16
-def test_sample(ops: Ops, rule: dict[str, float], vocabulary: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)  # bfloat16 has many equal logits
+def test_sampled_tokens_equal_those_of_the_reference(
+    ops: Ops, rule: dict[str, float], vocabulary: int, dtype: torch.dtype
+) -> None:
     rows = 60 if vocabulary < 5000 else 4
     logits = (3 * torch.randn(rows, vocabulary)).to(dtype)
     inputs = sampling_inputs(rows, **rule)
@@ -818,38 +857,40 @@ def test_sample_returns_only_kept_tokens(ops: Ops) -> None:
     logits = torch.randn(3000, 60)
     inputs = sampling_inputs(3000, top_k=3)
     kept = logits.topk(3).indices
-    drawn = ops.sample(logits, inputs)
-    assert (kept == drawn[:, None]).any(-1).all()
-    assert not torch.equal(drawn, ops.sample(logits, replace(inputs, top_k=inputs.top_k + 1)))
-    assert not torch.equal(drawn, ops.sample(logits, replace(inputs, top_p=inputs.top_p - 0.5)))
+    sampled = ops.sample(logits, inputs)
+    assert (kept == sampled[:, None]).any(-1).all()
+    assert not torch.equal(sampled, ops.sample(logits, replace(inputs, top_k=inputs.top_k + 1)))
+    assert not torch.equal(sampled, ops.sample(logits, replace(inputs, top_p=inputs.top_p - 0.5)))
 
 
 @pytest.mark.parametrize("rule", [{"temperature": 0.0}, {}, {"top_k": 3, "top_p": 0.5}], ids=str)
 @pytest.mark.parametrize("vocabulary", [17, 1000])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_non_finite_rows(ops: Ops, rule: dict[str, float], vocabulary: int, dtype: torch.dtype) -> None:
+def test_rows_with_non_finite_logits_are_reported(
+    ops: Ops, rule: dict[str, float], vocabulary: int, dtype: torch.dtype
+) -> None:
     logits = torch.randn(7, vocabulary).to(dtype)
     logits[1, vocabulary - 1] = torch.nan
     logits[2, 3] = torch.inf
     logits[3] = -torch.inf
-    logits[4, 1:] = -torch.inf  # valid: one token is left
+    logits[4, 1:] = -torch.inf  # valid: one token remains
     logits[5, :5] = -torch.inf
     inputs = sampling_inputs(7, **rule)
     mask = torch.full((7, -(-vocabulary // 32)), -1, dtype=torch.int32)
     mask[1:3, 0] = 1  # a non-finite logit counts even if the mask excludes its token
     mask[1, (vocabulary - 1) // 32] &= 1
     mask[6] = 0
-    for allowed, unsound in ((None, [1, 2, 3]), (mask, [1, 2, 3, 6])):
+    for allowed, invalid_rows in ((None, [1, 2, 3]), (mask, [1, 2, 3, 6])):
         tokens = ops.sample(logits, inputs, allowed)
-        assert [row for row, token in enumerate(tokens.tolist()) if token < 0] == unsound
-        assert (tokens[unsound] == -1).all()
+        assert [row for row, token in enumerate(tokens.tolist()) if token < 0] == invalid_rows
+        assert (tokens[invalid_rows] == -1).all()
         assert tokens[4] == 0
         assert tokens[5] >= 5
         assert torch.equal(tokens, REFERENCE.sample(logits, inputs, allowed))
 
 
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
-def test_sample_at_the_ends_of_the_distribution(ops: Ops, uniform: float) -> None:
+def test_samples_at_the_ends_of_the_distribution_agree(ops: Ops, uniform: float) -> None:
     logits = torch.tensor([[-torch.inf, 1.0, 2.0, -torch.inf, 0.5, -torch.inf]]).repeat(3, 1)
     inputs = sampling_inputs(3)
     inputs = replace(
@@ -865,6 +906,6 @@ def test_sample_at_the_ends_of_the_distribution(ops: Ops, uniform: float) -> Non
 def test_equal_logits_rank_by_token_id(ops: Ops, rule: dict[str, float]) -> None:
     logits = torch.tensor([[0.0, 1, 1, 0, 1, 1, -1, 1]]).repeat(100, 1)
     inputs = sampling_inputs(100, **rule)
-    drawn = ops.sample(logits, inputs)
-    assert torch.equal(drawn, REFERENCE.sample(logits, inputs))
-    assert set(drawn.tolist()) <= {1, 2, 4}
+    sampled = ops.sample(logits, inputs)
+    assert torch.equal(sampled, REFERENCE.sample(logits, inputs))
+    assert set(sampled.tolist()) <= {1, 2, 4}

@@ -1,4 +1,4 @@
-"""Operations of audio codecs: the reference against torch, and the back ends against the reference."""
+"""Operations of audio codecs: the reference against torch, and every back end against the reference."""
 
 from __future__ import annotations
 
@@ -58,71 +58,72 @@ def offsets_of(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
-def ragged(channels: int, dtype: torch.dtype, lengths: list[int]) -> tuple[Tensor, Tensor]:
+def random_sequences(channels: int, dtype: torch.dtype, lengths: list[int]) -> tuple[Tensor, Tensor]:
     return torch.randn(sum(lengths), channels).to(dtype), offsets_of(lengths)
 
 
-def close(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
+def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
     scale = max(1.0, float(expected.abs().max())) if expected.numel() else 1.0
-    torch.testing.assert_close(got, expected, rtol=DTYPES[dtype], atol=DTYPES[dtype] * scale)
+    torch.testing.assert_close(actual, expected, rtol=DTYPES[dtype], atol=DTYPES[dtype] * scale)
 
 
-def columns(x: Tensor, start: int, stop: int) -> Tensor:
+def transposed_rows(x: Tensor, start: int, stop: int) -> Tensor:
     return x[start:stop].float().t()[None]
 
 
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CONVOLUTIONS)
-def test_conv1d(ops: Ops, name: str, dtype: torch.dtype, with_bias: bool) -> None:
+def test_conv1d_equals_torch(ops: Ops, name: str, dtype: torch.dtype, with_bias: bool) -> None:
     fields = dict(CONVOLUTIONS[name])
     weight = torch.randn(fields.pop("shape")).to(dtype)
     bias = torch.randn(len(weight)).to(dtype) if with_bias else None
     encoding = "float32" if dtype == torch.float32 else "bfloat16"
     packed = ops.pack_conv1d(weight, encoding, bias=bias, **fields)
     lengths = [length for length in LENGTHS if packed.output_length(length)]
-    x, offsets = ragged(packed.in_channels, dtype, lengths)
+    x, offsets = random_sequences(packed.in_channels, dtype, lengths)
     wide = None if bias is None else bias.float()
     expected = [
-        F.conv1d(columns(x, a, b), weight.float(), wide, **fields)[0].t() for a, b in pairwise(offsets)
+        F.conv1d(transposed_rows(x, a, b), weight.float(), wide, **fields)[0].t()
+        for a, b in pairwise(offsets)
     ]
-    assert [len(one) for one in expected] == [packed.output_length(length) for length in lengths]
-    close(ops.conv1d(x, packed, offsets), torch.cat(expected).to(dtype), dtype)
+    assert [len(reference) for reference in expected] == [packed.output_length(length) for length in lengths]
+    assert_close(ops.conv1d(x, packed, offsets), torch.cat(expected).to(dtype), dtype)
 
 
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", TRANSPOSED)
-def test_conv_transpose1d(ops: Ops, name: str, dtype: torch.dtype, with_bias: bool) -> None:
+def test_conv_transpose1d_equals_torch(ops: Ops, name: str, dtype: torch.dtype, with_bias: bool) -> None:
     fields = dict(TRANSPOSED[name])
     weight = torch.randn(fields.pop("shape")).to(dtype)
     channels = weight.shape[1] * fields.get("groups", 1)
     bias = torch.randn(channels).to(dtype) if with_bias else None
     encoding = "float32" if dtype == torch.float32 else "bfloat16"
     packed = ops.pack_conv_transpose1d(weight, encoding, bias=bias, **fields)
-    x, offsets = ragged(packed.in_channels, dtype, LENGTHS)
+    x, offsets = random_sequences(packed.in_channels, dtype, LENGTHS)
     wide = None if bias is None else bias.float()
     expected = [
-        F.conv_transpose1d(columns(x, a, b), weight.float(), wide, **fields)[0].t()
+        F.conv_transpose1d(transposed_rows(x, a, b), weight.float(), wide, **fields)[0].t()
         for a, b in pairwise(offsets)
     ]
-    assert [len(one) for one in expected] == [packed.output_length(length) for length in LENGTHS]
-    close(ops.conv_transpose1d(x, packed, offsets), torch.cat(expected).to(dtype), dtype)
+    assert [len(reference) for reference in expected] == [packed.output_length(length) for length in LENGTHS]
+    assert_close(ops.conv_transpose1d(x, packed, offsets), torch.cat(expected).to(dtype), dtype)
 
 
 @pytest.mark.parametrize("name", ["wide", "depthwise dilated", "strided"])
-def test_a_sequence_has_the_same_bits_alone(deterministic: Ops, name: str) -> None:
+def test_a_sequence_is_bit_equal_alone_and_in_a_batch(deterministic: Ops, name: str) -> None:
     fields = dict(CONVOLUTIONS[name])
     packed = deterministic.pack_conv1d(torch.randn(fields.pop("shape")), "float32", **fields)
     lengths = [100, 9, 41]
-    x, offsets = ragged(packed.in_channels, torch.float32, lengths)
-    own = [deterministic.conv1d(x[a:b], packed, offsets_of([int(b - a)])) for a, b in pairwise(offsets)]
-    assert torch.equal(deterministic.conv1d(x, packed, offsets), torch.cat(own))
+    x, offsets = random_sequences(packed.in_channels, torch.float32, lengths)
+    single = [deterministic.conv1d(x[a:b], packed, offsets_of([int(b - a)])) for a, b in pairwise(offsets)]
+    assert torch.equal(deterministic.conv1d(x, packed, offsets), torch.cat(single))
 
 
 @pytest.mark.parametrize("name", ["wide", "depthwise", "strided", "grouped"])
-def test_sequences_shorter_than_the_window_give_no_rows(ops: Ops, name: str) -> None:
+def test_sequences_shorter_than_the_kernel_give_no_rows(ops: Ops, name: str) -> None:
     fields = {**CONVOLUTIONS[name], "padding": 0}
     packed = ops.pack_conv1d(torch.randn(fields.pop("shape")), "float32", **fields)
     y = ops.conv1d(torch.randn(1, packed.in_channels), packed, offsets_of([1]))
@@ -131,53 +132,55 @@ def test_sequences_shorter_than_the_window_give_no_rows(ops: Ops, name: str) -> 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 8), (5, 37), (70, 64)])
-def test_snake(ops: Ops, dtype: torch.dtype, rows: int, width: int) -> None:
-    x = (3 * torch.randn(rows, 2 * width)).to(dtype)[:, :width]  # rows strided
+def test_snake_equals_its_definition(ops: Ops, dtype: torch.dtype, rows: int, width: int) -> None:
+    x = (3 * torch.randn(rows, 2 * width)).to(dtype)[:, :width]  # rows with gaps between them
     alpha, beta = torch.randn(width) * 5, torch.randn(width)
     wide = x.double()
     expected = wide + beta.double() * (alpha.double() * wide).sin() ** 2
-    close(ops.snake(x, alpha, beta), expected.to(dtype), dtype)
+    assert_close(ops.snake(x, alpha, beta), expected.to(dtype), dtype)
     large = 100 * torch.randn(rows, width)
     exact = large.double() + beta.double() * (alpha.double() * large.double()).sin() ** 2
     torch.testing.assert_close(ops.snake(large, alpha, beta).double(), exact, rtol=1e-6, atol=2e-4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_add_scaled(ops: Ops, dtype: torch.dtype) -> None:
+def test_add_scaled_agrees_with_the_reference(ops: Ops, dtype: torch.dtype) -> None:
     x, y = torch.randn(2, 33, 100).to(dtype)[:, :, :50]
     factors = torch.randn(33)
     expected = (x.float() + factors[:, None] * y.float()).to(dtype)
-    close(ops.add_scaled(x, y, factors), expected, dtype)
+    assert_close(ops.add_scaled(x, y, factors), expected, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("width", "groups"), [(64, 32), (60, 3), (128, 2)])
-def test_group_norm(ops: Ops, dtype: torch.dtype, width: int, groups: int) -> None:
-    x, offsets = ragged(width, dtype, LENGTHS)
+def test_group_norm_equals_torch(ops: Ops, dtype: torch.dtype, width: int, groups: int) -> None:
+    x, offsets = random_sequences(width, dtype, LENGTHS)
     x = (3 + 2 * x).to(dtype)
     weight, bias = torch.randn(2, width)
     expected = [
-        torch.group_norm(columns(x, a, b).double(), groups, weight.double(), bias.double(), 1e-6)[0].t()
+        torch.group_norm(transposed_rows(x, a, b).double(), groups, weight.double(), bias.double(), 1e-6)[
+            0
+        ].t()
         for a, b in pairwise(offsets)
     ]
-    got = ops.group_norm(x, weight, bias, groups, 1e-6, offsets)
-    close(got, torch.cat(expected).to(dtype), dtype)
+    actual = ops.group_norm(x, weight, bias, groups, 1e-6, offsets)
+    assert_close(actual, torch.cat(expected).to(dtype), dtype)
 
 
-def test_group_norm_of_one_number(ops: Ops) -> None:
+def test_group_norm_of_groups_of_one_number_is_the_bias(ops: Ops) -> None:
     x, weight, bias = torch.randn(3, 1, 32)
-    got = ops.group_norm(x, weight[0], bias[0], 32, 1e-6, offsets_of([1]))
-    torch.testing.assert_close(got, bias, rtol=0, atol=1e-3)
+    actual = ops.group_norm(x, weight[0], bias[0], 32, 1e-6, offsets_of([1]))
+    torch.testing.assert_close(actual, bias, rtol=0, atol=1e-3)
 
 
-def test_inverse_short_time_fourier_transform(ops: Ops) -> None:
+def test_the_inverse_short_time_fourier_transform_equals_torch(ops: Ops) -> None:
     size, hop, lengths = 48, 12, [7, 1, 4]
-    x, offsets = ragged(size + 2, torch.float32, lengths)
+    x, offsets = random_sequences(size + 2, torch.float32, lengths)
     x = x * 5
     window = torch.hann_window(size)
     packed = ops.pack_linear(inverse_dft_weight(window), "float32")
     parts = ops.polar(x, 30.0)
-    close(parts, REFERENCE.polar(x, 30.0), torch.float32)
+    assert_close(parts, REFERENCE.polar(x, 30.0), torch.float32)
     spectra = x[:, : size // 2 + 1].double().exp().clamp(max=30.0)
     spectra = torch.polar(spectra, x[:, size // 2 + 1 :].double())
     samples = ops.overlap_add(ops.linear(parts, packed), window.square(), hop, offsets)
@@ -190,8 +193,8 @@ def test_inverse_short_time_fourier_transform(ops: Ops) -> None:
             weights[t * hop : t * hop + size] += window.double() ** 2
         drop = (size - hop) // 2
         expected.append((total / weights)[drop : drop + (b - a) * hop])
-    close(samples, torch.cat(expected).float(), torch.float32)
-    close(
+    assert_close(samples, torch.cat(expected).float(), torch.float32)
+    assert_close(
         samples,
         REFERENCE.overlap_add(ops.linear(parts, packed), window.square(), hop, offsets),
         torch.float32,

@@ -1,4 +1,4 @@
-"""Deterministic back ends: a row has the same bits in any batch, at any position, on any thread."""
+"""Deterministic back ends: a row is bit-equal in any batch, at any position, on any thread."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ DTYPES = [torch.float32, torch.bfloat16]
 ROWS = 150
 """More rows than any kernel computes at once."""
 
-QUICKLY = settings(max_examples=examples(4), phases=[Phase.explicit, Phase.reuse, Phase.generate])
-"""Without shrinking, because drawn examples are small and the tests of mistakes below are faster."""
+FEW_EXAMPLES = settings(max_examples=examples(4), phases=[Phase.explicit, Phase.reuse, Phase.generate])
+"""Without shrinking: the examples are small, and detecting faults below is faster."""
 
 Run = Callable[[Ops, Tensor], tuple[Tensor, ...]]
-"""Computes an operation for the rows of a batch with the indices ``[R]``; each result has R rows."""
+"""Computes an operation for the rows with the indices ``[R]``. Each result has R rows."""
 
 
 @pytest.fixture(params=back_end_params(all_back_ends()))
@@ -60,10 +60,13 @@ def _threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def are_same_bits(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors have the same bits: -0 differs from 0, and equal NaNs are equal."""
-    return one.dtype == other.dtype and torch.equal(
-        one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)
+def are_same_bits(first: Tensor, second: Tensor) -> bool:
+    """Return whether two tensors have the same bits.
+
+    -0 differs from 0, and NaNs with equal bits are equal.
+    """
+    return first.dtype == second.dtype and torch.equal(
+        first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8)
     )
 
 
@@ -73,17 +76,17 @@ def are_same_bits(one: Tensor, other: Tensor) -> bool:
 def packed_linear(
     outputs: int, inputs: int, dtype: torch.dtype, *, bias: bool = False
 ) -> Callable[[Ops], PackedLinear]:
-    """Return a function that packs one layer with a back end, once per back end."""
+    """Return a function that packs one layer with a back end, once for each back end."""
     weight = torch.randn(outputs, inputs) / inputs**0.5
-    half = LinearSlice("a", 0, outputs // 2), LinearSlice("b", outputs // 2, outputs)
+    slices = LinearSlice("a", 0, outputs // 2), LinearSlice("b", outputs // 2, outputs)
     name = str(dtype).removeprefix("torch.")
-    of_outputs = torch.randn(outputs) if bias else None
-    return cache(lambda ops: ops.pack_linear(weight, name, bias=of_outputs, slices=half))
+    output_bias = torch.randn(outputs) if bias else None
+    return cache(lambda ops: ops.pack_linear(weight, name, bias=output_bias, slices=slices))
 
 
 def linear(inputs: int, outputs: int, *, bias: bool) -> Callable[[torch.dtype], Run]:
     def case(dtype: torch.dtype) -> Run:
-        x = torch.randn(ROWS, 2 * inputs).to(dtype)[:, :inputs]  # rows strided
+        x = torch.randn(ROWS, 2 * inputs).to(dtype)[:, :inputs]  # rows with gaps between them
         packed = packed_linear(outputs, inputs, dtype, bias=bias)
         return lambda ops, rows: (ops.linear(x[rows], packed(ops)),)
 
@@ -108,16 +111,16 @@ def adapted_linear(dtype: torch.dtype) -> Run:
     return lambda ops, rows: (ops.linear(x[rows], packed(ops), lora=lora.take(rows)),)
 
 
-def of_rows(
+def case_of_rows(
     operation: Callable[..., Tensor | tuple[Tensor, ...]], *shapes: tuple[int, ...]
 ) -> Callable[[torch.dtype], Run]:
-    """Return a case of an operation on tensors ``[R, *shape]``, one for each shape."""
+    """Return a case of an operation on tensors ``[R, *shape]``, one tensor for each shape."""
 
     def case(dtype: torch.dtype) -> Run:
-        given = [3 * torch.randn(ROWS, *shape).to(dtype) for shape in shapes]
+        arguments = [3 * torch.randn(ROWS, *shape).to(dtype) for shape in shapes]
 
         def run(ops: Ops, rows: Tensor) -> tuple[Tensor, ...]:
-            results = operation(ops, *(x[rows] for x in given))
+            results = operation(ops, *(x[rows] for x in arguments))
             return (results,) if isinstance(results, Tensor) else results
 
         return run
@@ -139,7 +142,7 @@ def rope_rows(dtype: torch.dtype) -> Run:
     return lambda ops, rows: ops.rope_rows(positions[rows], cos, sin)
 
 
-def lookup(dtype: torch.dtype) -> Run:
+def embedding_lookup(dtype: torch.dtype) -> Run:
     tokens, table = torch.randint(0, 30, (ROWS,)), torch.randn(30, 50).to(dtype)
     return lambda ops, rows: (ops.embedding(tokens[rows], table), ops.take_rows(table, tokens[rows]))
 
@@ -151,12 +154,12 @@ def put_rows(dtype: torch.dtype) -> Run:
 
 def store_kv(dtype: torch.dtype) -> Run:
     k, v = torch.randn(2, ROWS, 2, 24).to(dtype)
-    places = torch.randperm(ROWS + 10)[:ROWS]
+    slots = torch.randperm(ROWS + 10)[:ROWS]
 
     def run(ops: Ops, rows: Tensor) -> tuple[Tensor, ...]:
         cache = torch.zeros(2, 10, 2, 16, 24, dtype=dtype)
-        ops.store_kv(k[rows], v[rows], LayerKV(cache, torch.zeros(1, 1, dtype=torch.int32), places[rows]))
-        keys, values = cache.transpose(2, 3).flatten(1, 2)[:, places[rows]]
+        ops.store_kv(k[rows], v[rows], LayerKV(cache, torch.zeros(1, 1, dtype=torch.int32), slots[rows]))
+        keys, values = cache.transpose(2, 3).flatten(1, 2)[:, slots[rows]]
         return keys, values
 
     return run
@@ -202,7 +205,7 @@ def sample(dtype: torch.dtype) -> Run:
 WEIGHT, BIAS = torch.randn(2, 101)
 
 CASES: dict[str, dict[str, Callable[[torch.dtype], Run]]] = {
-    "embedding": {"": lookup},
+    "embedding": {"": embedding_lookup},
     "linear": {
         "small": linear(40, 37, bias=True),
         "of a long row": linear(1031, 130, bias=False),
@@ -215,65 +218,67 @@ CASES: dict[str, dict[str, Callable[[torch.dtype], Run]]] = {
         "silu": activated_linear("silu", bias=False),
     },
     "rms_norm": {
-        "": of_rows(lambda ops, x: ops.rms_norm(x, WEIGHT, 1e-5), (101,)),
-        "of heads": of_rows(lambda ops, x: ops.rms_norm(x, WEIGHT[:24], 1e-5), (3, 24)),
+        "": case_of_rows(lambda ops, x: ops.rms_norm(x, WEIGHT, 1e-5), (101,)),
+        "of heads": case_of_rows(lambda ops, x: ops.rms_norm(x, WEIGHT[:24], 1e-5), (3, 24)),
     },
-    "add_rms_norm": {"": of_rows(lambda ops, x, y: ops.add_rms_norm(x, y, WEIGHT, 1e-5), (101,), (101,))},
+    "add_rms_norm": {
+        "": case_of_rows(lambda ops, x, y: ops.add_rms_norm(x, y, WEIGHT, 1e-5), (101,), (101,)),
+    },
     "layer_norm": {
-        "": of_rows(lambda ops, x: ops.layer_norm(x, WEIGHT, BIAS, 1e-5), (101,)),
-        "of heads": of_rows(
+        "": case_of_rows(lambda ops, x: ops.layer_norm(x, WEIGHT, BIAS, 1e-5), (101,)),
+        "of heads": case_of_rows(
             lambda ops, x: ops.layer_norm(x, WEIGHT[:72].view(3, 24), BIAS[:72].view(3, 24), 1e-5), (3, 24)
         ),
     },
     "add_layer_norm": {
-        "": of_rows(lambda ops, x, y: ops.add_layer_norm(x, y, WEIGHT, BIAS, 1e-5), (101,), (101,))
+        "": case_of_rows(lambda ops, x, y: ops.add_layer_norm(x, y, WEIGHT, BIAS, 1e-5), (101,), (101,))
     },
     "layer_norm_of_sum": {
-        "": of_rows(lambda ops, x, y: ops.layer_norm_of_sum(x, y, WEIGHT, BIAS, 1e-5), (101,), (101,))
+        "": case_of_rows(lambda ops, x, y: ops.layer_norm_of_sum(x, y, WEIGHT, BIAS, 1e-5), (101,), (101,))
     },
-    "add": {"": of_rows(lambda ops, x, y: ops.add(x, y), (101,), (101,))},
-    "multiply": {"": of_rows(lambda ops, x, y: ops.multiply(x, y), (101,), (101,))},
-    "scale": {"": of_rows(lambda ops, x: ops.scale(x, 0.3), (101,))},
-    "clamp": {"": of_rows(lambda ops, x: ops.clamp(x, 0.7), (101,))},
-    "soft_cap": {"": of_rows(lambda ops, x: ops.soft_cap(x, 2.5), (101,))},
+    "add": {"": case_of_rows(lambda ops, x, y: ops.add(x, y), (101,), (101,))},
+    "multiply": {"": case_of_rows(lambda ops, x, y: ops.multiply(x, y), (101,), (101,))},
+    "scale": {"": case_of_rows(lambda ops, x: ops.scale(x, 0.3), (101,))},
+    "clamp": {"": case_of_rows(lambda ops, x: ops.clamp(x, 0.7), (101,))},
+    "soft_cap": {"": case_of_rows(lambda ops, x: ops.soft_cap(x, 2.5), (101,))},
     "rope_rows": {"": rope_rows},
     "rotary": {"": rotary},
     "store_kv": {"": store_kv},
     "attention": {},  # compared below
-    "encoder_attention": {},  # test_encoder_attention.py: whole sequences
-    "sequence_means": {},  # test_activated_linear.py: whole sequences
+    "encoder_attention": {},  # compared in test_encoder_attention.py, by sequence
+    "sequence_means": {},  # compared in test_activated_linear.py, by sequence
     "gated_activation": {
-        name: of_rows(lambda ops, x, name=name: ops.gated_activation(x, name), (2 * 101,))
+        name: case_of_rows(lambda ops, x, name=name: ops.gated_activation(x, name), (2 * 101,))
         for name in ("silu", "gelu", "gelu_tanh", "relu", "relu2")
     },
     "activation": {
-        name: of_rows(lambda ops, x, name=name: ops.activation(x, name), (101,))
+        name: case_of_rows(lambda ops, x, name=name: ops.activation(x, name), (101,))
         for name in ("silu", "gelu", "gelu_tanh", "relu", "relu2")
     },
-    "xielu": {"": of_rows(lambda ops, x: ops.xielu(x, XIELU(0.8, 1.3, 0.5, -1e-6)), (101,))},
-    "clamped_swiglu": {"": of_rows(lambda ops, x: ops.clamped_swiglu(x, ClampedSwiGLU(1.7, 2)), (202,))},
+    "xielu": {"": case_of_rows(lambda ops, x: ops.xielu(x, XIELU(0.8, 1.3, 0.5, -1e-6)), (101,))},
+    "clamped_swiglu": {"": case_of_rows(lambda ops, x: ops.clamped_swiglu(x, ClampedSwiGLU(1.7, 2)), (202,))},
     "route": {
-        kind: of_rows(lambda ops, x, kind=kind: ops.route(x, 3, kind), (13,))
+        kind: case_of_rows(lambda ops, x, kind=kind: ops.route(x, 3, kind), (13,))
         for kind in ("all", "all_normed", "chosen")
     },
     "experts": {"": experts},
     "scale_rows": {
-        "": of_rows(lambda ops, x, y: ops.scale_rows(x, y), (101,), (1,)),
-        "by logits": of_rows(lambda ops, x, y: ops.scale_rows(x, y, are_logits=True), (101,), (1,)),
+        "": case_of_rows(lambda ops, x, y: ops.scale_rows(x, y), (101,), (1,)),
+        "by logits": case_of_rows(lambda ops, x, y: ops.scale_rows(x, y, are_logits=True), (101,), (1,)),
     },
-    "widen": {"": of_rows(lambda ops, x: (ops.widen(x),), (101,))},
-    "all_reduce": {},  # tests/distributed: several processes, as the next ones
+    "widen": {"": case_of_rows(lambda ops, x: (ops.widen(x),), (101,))},
+    "all_reduce": {},  # compared in tests/distributed, on several processes; also the next operations
     "all_gather": {},
     "embedding_part": {},
-    "take_rows": {"": lookup},
+    "take_rows": {"": embedding_lookup},
     "put_rows": {"": put_rows},
     "sample": {"": sample},
-    "snake": {"": of_rows(lambda ops, x: ops.snake(x, WEIGHT, BIAS), (101,))},
+    "snake": {"": case_of_rows(lambda ops, x: ops.snake(x, WEIGHT, BIAS), (101,))},
     "add_scaled": {
-        "": of_rows(lambda ops, x, y, factor: ops.add_scaled(x, y, factor.float()), (101,), (101,), ())
+        "": case_of_rows(lambda ops, x, y, factor: ops.add_scaled(x, y, factor.float()), (101,), (101,), ())
     },
-    "polar": {"": of_rows(lambda ops, x: ops.polar(x, 100.0), (50,))},
-    "conv1d": {},  # test_convolution.py: whole sequences, as the next ones
+    "polar": {"": case_of_rows(lambda ops, x: ops.polar(x, 100.0), (50,))},
+    "conv1d": {},  # compared in test_convolution.py, by sequence; also the next operations
     "conv_transpose1d": {},
     "group_norm": {},
     "overlap_add": {},
@@ -286,73 +291,77 @@ def test_every_operation_is_compared() -> None:
 
 def check_rows_are_independent(ops: Ops, run: Run) -> None:
     """Compare random batches of random rows with the whole batch, bit by bit."""
-    everything = torch.arange(ROWS)
-    whole = run(ops, everything)
+    all_rows = torch.arange(ROWS)
+    whole = run(ops, all_rows)
 
-    @QUICKLY
+    @FEW_EXAMPLES
     @given(
         rows=st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=ROWS, unique=True),
         threads=st.sampled_from([1, 2]),
     )
     def check(rows: list[int], threads: int) -> None:
         torch.set_num_threads(threads)
-        for got, expected in zip(run(ops, torch.tensor(rows)), whole, strict=True):
-            assert are_same_bits(got, expected[rows])
+        for actual, expected in zip(run(ops, torch.tensor(rows)), whole, strict=True):
+            assert are_same_bits(actual, expected[rows])
 
     check()
     for row in (0, 7, ROWS - 1):
-        for got, expected in zip(run(ops, everything[row : row + 1]), whole, strict=True):
-            assert are_same_bits(got, expected[row : row + 1])
+        for actual, expected in zip(run(ops, all_rows[row : row + 1]), whole, strict=True):
+            assert are_same_bits(actual, expected[row : row + 1])
 
 
 @pytest.mark.matrix
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize(
-    "case", [f"{name}/{what}".rstrip("/") for name, cases in CASES.items() for what in cases]
+    "case", [f"{name}/{variant}".rstrip("/") for name, cases in CASES.items() for variant in cases]
 )
 def test_rows_of_a_batch_equal_single_rows(ops: Ops, dtype: torch.dtype, case: str) -> None:
     torch.manual_seed(0)
-    name, _, what = case.partition("/")
-    check_rows_are_independent(ops, CASES[name][what](dtype))
+    name, _, variant = case.partition("/")
+    check_rows_are_independent(ops, CASES[name][variant](dtype))
 
 
 # ---- attention ----
 
 
 @dataclass(frozen=True)
-class Text:
-    """A sequence whose attention is computed in pieces."""
+class TokenSequence:
+    """A sequence whose attention is computed in ranges of rows."""
 
     q: Tensor  # [T, H, D]
     pairs: Tensor  # [2, K, T, D]
 
 
-def text_of(length: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> Text:
-    return Text(torch.randn(length, heads, dim).to(dtype), torch.randn(2, kv_heads, length, dim).to(dtype))
+def random_sequence(length: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> TokenSequence:
+    return TokenSequence(
+        torch.randn(length, heads, dim).to(dtype), torch.randn(2, kv_heads, length, dim).to(dtype)
+    )
 
 
 def attend(
-    ops: Ops, texts: Sequence[tuple[Text, int, int]], block_size: int, **options: object
+    ops: Ops, sequences: Sequence[tuple[TokenSequence, int, int]], block_size: int, **options: object
 ) -> list[Tensor]:
-    """Return the attention of the rows begin:end of each text; earlier tokens are in the cache.
+    """Return the attention of the rows begin:end of each sequence; earlier tokens are in the cache.
 
-    The blocks lie anywhere, and keys that are not computed yet are NaN.
+    The blocks are in random order. Keys that are not computed yet are NaN.
     """
     window = options.pop("window", None)
-    counts = [-(-end // block_size) for _, _, end in texts]
+    counts = [-(-end // block_size) for _, _, end in sequences]
     ids = (torch.randperm(sum(counts)) + 1).int().split(counts)
-    kv_heads, dim = texts[0][0].pairs.shape[1], texts[0][0].pairs.shape[3]
-    cache = torch.full((2, sum(counts) + 1, kv_heads, block_size, dim), torch.nan, dtype=texts[0][0].q.dtype)
-    tables = torch.zeros(len(texts), max(counts), dtype=torch.int32)
-    for b, (text, _, end) in enumerate(texts):
-        held = F.pad(text.pairs[:, :, :end], (0, 0, 0, counts[b] * block_size - end), value=torch.nan)
-        cache[:, ids[b].long()] = held.unflatten(2, (counts[b], block_size)).transpose(1, 2)
+    kv_heads, dim = sequences[0][0].pairs.shape[1], sequences[0][0].pairs.shape[3]
+    cache = torch.full(
+        (2, sum(counts) + 1, kv_heads, block_size, dim), torch.nan, dtype=sequences[0][0].q.dtype
+    )
+    tables = torch.zeros(len(sequences), max(counts), dtype=torch.int32)
+    for b, (text, _, end) in enumerate(sequences):
+        keys_so_far = F.pad(text.pairs[:, :, :end], (0, 0, 0, counts[b] * block_size - end), value=torch.nan)
+        cache[:, ids[b].long()] = keys_so_far.unflatten(2, (counts[b], block_size)).transpose(1, 2)
         tables[b, : counts[b]] = ids[b]
-    rows = [end - begin for _, begin, end in texts]
+    rows = [end - begin for _, begin, end in sequences]
     offsets = torch.tensor([0, *rows]).cumsum(0).int()
-    lengths = torch.tensor([end for _, _, end in texts]).int()
+    lengths = torch.tensor([end for _, _, end in sequences]).int()
     kv = LayerKV(cache, tables, torch.empty(0, dtype=torch.int64), window)
-    q = torch.cat([text.q[begin:end] for text, begin, end in texts])
+    q = torch.cat([text.q[begin:end] for text, begin, end in sequences])
     return list(ops.attention(q, kv, offsets, lengths, scale=dim**-0.5, **options).split(rows))
 
 
@@ -363,35 +372,39 @@ LENGTH = 1150
 def check_attention_rows_are_independent(
     ops: Ops, dtype: torch.dtype, shape: tuple[int, int, int], **options: object
 ) -> None:
-    """Compare the attention of a sequence in random chunks and batches with the whole sequence, by bits."""
+    """Compare the attention of a sequence in random chunks and batches with the whole, bit by bit."""
     torch.manual_seed(0)
-    # The reference is slow, and its sums depend on the block size: only one block size is compared.
+    # The reference is slow, and its sums depend on the block size, so one block size is compared.
     is_reference = ops.implementations()["attention"] == "reference"
     length, sizes = (100, [32]) if is_reference else (LENGTH, [16, 32, 128])
-    text, other = text_of(length, *shape, dtype), text_of(length, *shape, dtype)
-    (whole,) = attend(ops, [(text, 0, length)], 32, **options)
+    sequence, other = random_sequence(length, *shape, dtype), random_sequence(length, *shape, dtype)
+    (whole,) = attend(ops, [(sequence, 0, length)], 32, **options)
 
-    @QUICKLY
+    @FEW_EXAMPLES
     @given(
-        cuts=st.sets(st.integers(1, length - 1), max_size=3),
-        beside=st.lists(st.tuples(st.integers(0, length - 1), st.integers(1, 90)), max_size=3),
-        place=st.integers(0, 3),
+        boundaries=st.sets(st.integers(1, length - 1), max_size=3),
+        starts_of_others=st.lists(st.tuples(st.integers(0, length - 1), st.integers(1, 90)), max_size=3),
+        position=st.integers(0, 3),
         block_size=st.sampled_from(sizes),
         threads=st.sampled_from([1, 2]),
     )
     def check(
-        cuts: set[int], beside: list[tuple[int, int]], place: int, block_size: int, threads: int
+        boundaries: set[int],
+        starts_of_others: list[tuple[int, int]],
+        position: int,
+        block_size: int,
+        threads: int,
     ) -> None:
         torch.set_num_threads(threads)
-        others = [(other, begin, min(begin + rows, length)) for begin, rows in beside]
-        for begin, end in pairwise([0, *sorted(cuts), length]):
-            batch = [*others[:place], (text, begin, end), *others[place:]]
-            got = attend(ops, batch, block_size, **options)[min(place, len(others))]
-            assert are_same_bits(got, whole[begin:end])
+        others = [(other, begin, min(begin + rows, length)) for begin, rows in starts_of_others]
+        for begin, end in pairwise([0, *sorted(boundaries), length]):
+            batch = [*others[:position], (sequence, begin, end), *others[position:]]
+            actual = attend(ops, batch, block_size, **options)[min(position, len(others))]
+            assert are_same_bits(actual, whole[begin:end])
 
     check()
     for row in {0, 31, 32, 63, 511, 512, 513, length - 1} & set(range(length)):
-        assert are_same_bits(attend(ops, [(text, row, row + 1)], 32, **options)[0], whole[row : row + 1])
+        assert are_same_bits(attend(ops, [(sequence, row, row + 1)], 32, **options)[0], whole[row : row + 1])
 
 
 OPTIONS: dict[str, dict[str, object]] = {
@@ -406,21 +419,23 @@ OPTIONS: dict[str, dict[str, object]] = {
 @pytest.mark.matrix(strength=1)
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("options", OPTIONS)
-def test_attention_cut_anywhere(ops: Ops, dtype: torch.dtype, options: str) -> None:
+def test_attention_is_bit_equal_in_any_chunks(ops: Ops, dtype: torch.dtype, options: str) -> None:
     check_attention_rows_are_independent(ops, dtype, (4, 2, 32), **OPTIONS[options])
 
 
 @pytest.mark.matrix(strength=1)
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("shape", [(3, 3, 24), (2, 1, 80), (5, 1, 40), (8, 1, 64)], ids=str)
-def test_attention_of_other_shapes(ops: Ops, dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+def test_attention_of_other_shapes_is_bit_equal_in_any_chunks(
+    ops: Ops, dtype: torch.dtype, shape: tuple[int, int, int]
+) -> None:
     check_attention_rows_are_independent(ops, dtype, shape)
 
 
-# ---- the comparison detects mistakes ----
+# ---- the comparison detects faults ----
 
 
-class HalvesOfFewRows(ReferenceOps):
+class SplitsSumsOfFewRows(ReferenceOps):
     """Adds the products of up to 20 rows in another order: as the sum of two halves."""
 
     def linear(self, x: Tensor, packed: PackedLinear, *, lora: LoRAInputs | None = None) -> Tensor:
@@ -431,8 +446,8 @@ class HalvesOfFewRows(ReferenceOps):
         return first + multiply_floats(x[:, middle:], weight[:, middle:], None)
 
 
-class KeysByCount(ReferenceOps):
-    """Splits the keys by their number instead of by position, and merges two softmaxes."""
+class SplitsKeysByCount(ReferenceOps):
+    """Splits the keys by their number instead of by position, and merges the two softmaxes."""
 
     def attention(
         self, q: Tensor, kv: LayerKV, row_offsets: Tensor, lengths: Tensor, **options: object
@@ -445,7 +460,7 @@ class KeysByCount(ReferenceOps):
         return out
 
 
-class Misplaced(ReferenceOps):
+class MixesInPreviousRow(ReferenceOps):
     """Adds a part of the previous row to each result."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -453,11 +468,11 @@ class Misplaced(ReferenceOps):
 
 
 @pytest.mark.usefixtures("_threads")
-def test_the_comparison_detects_mistakes() -> None:
+def test_the_comparison_detects_dependent_rows() -> None:
     for case in ("small", "of a long row"):
         with pytest.raises(AssertionError):
-            check_rows_are_independent(HalvesOfFewRows(), CASES["linear"][case](torch.float32))
+            check_rows_are_independent(SplitsSumsOfFewRows(), CASES["linear"][case](torch.float32))
     with pytest.raises(AssertionError):
-        check_attention_rows_are_independent(KeysByCount(), torch.float32, (4, 2, 32))
+        check_attention_rows_are_independent(SplitsKeysByCount(), torch.float32, (4, 2, 32))
     with pytest.raises(AssertionError):
-        check_rows_are_independent(Misplaced(), CASES["rms_norm"][""](torch.float32))
+        check_rows_are_independent(MixesInPreviousRow(), CASES["rms_norm"][""](torch.float32))

@@ -1,4 +1,4 @@
-"""Attention of encoders: the back ends against the reference, and the reference against plain torch."""
+"""Attention of encoders: every back end against the reference, and the reference against plain torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.kernels.reference import ReferenceOps
 
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2.0**-6}
 DTYPES = list(TOLERANCES)
-MIXES = {
+LENGTHS_OF_BATCH = {
     "one token": [1],
     "short": [5, 70, 3],
     "blocks": [64, 128, 129, 1],
@@ -36,8 +36,10 @@ def ops(request: pytest.FixtureRequest) -> Ops:
     return fast_back_ends(deterministic=True)[request.param]
 
 
-def ragged(lengths: list[int], heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Queries, keys and values as slices of one tensor, and the row offsets."""
+def random_batch(
+    lengths: list[int], heads: int, kv_heads: int, dim: int, dtype: torch.dtype
+) -> tuple[Tensor, ...]:
+    """Return queries, keys and values as slices of one tensor, and the row offsets."""
     torch.manual_seed(0)
     qkv = torch.randn(sum(lengths), heads + 2 * kv_heads, dim).to(dtype)
     q, k, v = qkv.split([heads, kv_heads, kv_heads], 1)
@@ -57,11 +59,11 @@ SHAPES = [
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("mix", "heads", "kv_heads", "dim"), SHAPES)
-def test_conforms(
+def test_encoder_attention_agrees_with_the_reference(
     ops: Ops, dtype: torch.dtype, mix: str, options: str, heads: int, kv_heads: int, dim: int
 ) -> None:
-    q, k, v, offsets = ragged(MIXES[mix], heads, kv_heads, dim, dtype)
-    for bias in (None, torch.randn(heads, 2 * max(MIXES[mix]) + 5)):
+    q, k, v, offsets = random_batch(LENGTHS_OF_BATCH[mix], heads, kv_heads, dim, dtype)
+    for bias in (None, torch.randn(heads, 2 * max(LENGTHS_OF_BATCH[mix]) + 5)):
         fields = {"scale": dim**-0.5, "bias": bias, **OPTIONS[options]}
         expected = ReferenceOps().encoder_attention(q, k, v, offsets, **fields)
         tolerance = TOLERANCES[dtype]
@@ -70,21 +72,25 @@ def test_conforms(
         )
 
 
-@pytest.mark.parametrize(("options", "mix"), [*((one, "blocks") for one in OPTIONS), ("", "long")])
+@pytest.mark.parametrize(("options", "mix"), [*((options, "blocks") for options in OPTIONS), ("", "long")])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_sequence_has_the_same_bits_alone(ops: Ops, dtype: torch.dtype, options: str, mix: str) -> None:
+def test_a_sequence_is_bit_equal_alone_and_in_a_batch(
+    ops: Ops, dtype: torch.dtype, options: str, mix: str
+) -> None:
     for back_end in (ops, ReferenceOps()):
-        q, k, v, offsets = ragged(MIXES[mix], 4, 2, 32, dtype)
+        q, k, v, offsets = random_batch(LENGTHS_OF_BATCH[mix], 4, 2, 32, dtype)
         whole = back_end.encoder_attention(q, k, v, offsets, scale=0.2, **OPTIONS[options])
         for start, stop in pairwise(offsets.tolist()):
-            own = torch.tensor([0, stop - start], dtype=torch.int32)
+            offsets_of_one = torch.tensor([0, stop - start], dtype=torch.int32)
             rows = slice(start, stop)
-            alone = back_end.encoder_attention(q[rows], k[rows], v[rows], own, scale=0.2, **OPTIONS[options])
+            alone = back_end.encoder_attention(
+                q[rows], k[rows], v[rows], offsets_of_one, scale=0.2, **OPTIONS[options]
+            )
             assert torch.equal(alone, whole[rows])
 
 
 def test_the_reference_is_scaled_dot_product_attention() -> None:
-    q, k, v, offsets = ragged([9], 4, 2, 8, torch.float32)
+    q, k, v, offsets = random_batch([9], 4, 2, 8, torch.float32)
     for is_causal in (False, True):
         ours = ReferenceOps().encoder_attention(q, k, v, offsets, scale=8**-0.5, is_causal=is_causal)
         theirs = torch.nn.functional.scaled_dot_product_attention(
@@ -94,23 +100,23 @@ def test_the_reference_is_scaled_dot_product_attention() -> None:
 
 
 @pytest.mark.parametrize(("heads", "dim"), [(2, 16)])
-def test_window_and_bias_of_the_reference(heads: int, dim: int) -> None:
-    q, k, v, offsets = ragged([11], heads, heads, dim, torch.float32)
+def test_window_and_bias_of_the_reference_match_their_definition(heads: int, dim: int) -> None:
+    q, k, v, offsets = random_batch([11], heads, heads, dim, torch.float32)
     bias = torch.randn(heads, 2 * 13 - 1)
     ours = ReferenceOps().encoder_attention(q, k, v, offsets, scale=1.0, window=3, bias=bias)
     for i in range(11):
         for h in range(heads):
-            seen = range(max(0, i - 3), min(11, i + 4))
-            scores = torch.stack([q[i, h] @ k[j, h] + bias[h, j - i + 12] for j in seen])
-            torch.testing.assert_close(ours[i, h], scores.softmax(0) @ v[list(seen), h])
+            visible = range(max(0, i - 3), min(11, i + 4))
+            scores = torch.stack([q[i, h] @ k[j, h] + bias[h, j - i + 12] for j in visible])
+            torch.testing.assert_close(ours[i, h], scores.softmax(0) @ v[list(visible), h])
 
 
-def test_the_layers_of_a_step_share_their_blocks(ops: Ops) -> None:
-    q, k, v, offsets = ragged([5, 70], 2, 2, 16, torch.float32)
+def test_the_layers_of_a_step_share_their_block_list(ops: Ops) -> None:
+    q, k, v, offsets = random_batch([5, 70], 2, 2, 16, torch.float32)
     first = ops.encoder_attention(q, k, v, offsets, scale=1.0)
     blocks = ops.sequence_blocks(offsets)
     assert torch.equal(first, ops.encoder_attention(q, k, v, offsets, scale=1.0, blocks=blocks))
-    other = ragged([70, 5], 2, 2, 16, torch.float32)[3]
+    other = random_batch([70, 5], 2, 2, 16, torch.float32)[3]
     shared = ops.encoder_attention(q, k, v, other, scale=1.0, blocks=ops.sequence_blocks(other))
     assert torch.equal(shared, ops.encoder_attention(q, k, v, other, scale=1.0))
     assert not torch.equal(first, shared)

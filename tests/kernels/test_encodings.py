@@ -1,4 +1,4 @@
-"""Encodings: found by file, described truthfully by their records, and named in no other place."""
+"""Encodings: found by file, described correctly by their records, and named in no other file."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from penstock.kernels import ENCODINGS, LinearEncoding, encoding_named
 from penstock.kernels.encodings import EncodingRegistry
 from penstock.kernels.reference import ReferenceOps
 
-FILE = """
+ENCODING_FILE = """
 from support.encodings import HalvedEncoding
 
 ENCODING = HalvedEncoding({name!r})
 """
 
 
-def test_files_are_encodings(tmp_path: Path) -> None:
-    (tmp_path / "third.py").write_text(FILE.format(name="third"))
+def test_each_file_is_an_encoding(tmp_path: Path) -> None:
+    (tmp_path / "third.py").write_text(ENCODING_FILE.format(name="third"))
     (tmp_path / "_shared.py").write_text("raise RuntimeError('not an encoding')")
     registry = EncodingRegistry([tmp_path])
     assert set(registry) == {*ENCODINGS, "third"}
@@ -35,7 +35,10 @@ def test_files_are_encodings(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("", "must hold ENCODING, a LinearEncoding"), (FILE.format(name="x"), r"'x': its file must be x\.py")],
+    [
+        ("", "must hold ENCODING, a LinearEncoding"),
+        (ENCODING_FILE.format(name="x"), r"'x': its file must be x\.py"),
+    ],
 )
 def test_a_file_without_a_record_is_refused(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "wrong.py").write_text(text)
@@ -43,7 +46,7 @@ def test_a_file_without_a_record_is_refused(text: str, message: str, tmp_path: P
         list(EncodingRegistry([tmp_path]))
 
 
-def test_an_added_encoding_exists_within_a_block() -> None:
+def test_an_added_encoding_exists_only_within_the_with_block() -> None:
     with ENCODINGS.extended(HalvedEncoding()):
         assert "halved" in ENCODINGS
         weight, x = torch.randn(5, 7), torch.randn(3, 7)
@@ -68,13 +71,15 @@ def _seed() -> None:
 
 
 @pytest.mark.parametrize("kind", ENCODINGS.values(), ids=lambda kind: kind.name)
-class TestEveryRecord:
-    def test_packed_tensors_are_as_described(self, kind: LinearEncoding) -> None:
+class TestEveryEncoding:
+    def test_packed_tensors_have_the_declared_types_and_shapes(self, kind: LinearEncoding) -> None:
         weight = torch.randn(70, 100)
         tensors = kind.pack(weight)
         assert tensors["weight"].dtype == kind.storage_dtype.to_torch()
         assert tensors["weight"].shape == weight.shape
-        assert all(len(tensor) == len(weight) for tensor in tensors.values()), "one row per output"
+        assert all(len(tensor) == len(weight) for tensor in tensors.values()), (
+            "each tensor has one row per output"
+        )
         assert kind.is_float == ("scales" not in tensors)
         if not kind.is_float:
             is_signed = tensors["weight"].dtype == torch.int8
@@ -82,30 +87,32 @@ class TestEveryRecord:
             groups = 1 if kind.group_size is None else -(-100 // kind.group_size)
             assert tensors["scales"].numel() == 70 * groups
 
-    def test_zero_points(self, kind: LinearEncoding) -> None:
+    def test_zero_weights_unpack_to_zero(self, kind: LinearEncoding) -> None:
         zeros = kind.pack(torch.zeros(3, 40))
         assert bool(zeros["weight"].any()) == kind.has_zero_points
         assert not kind.unpack(zeros).any()
 
-    def test_it_is_close_to_the_weight(self, kind: LinearEncoding) -> None:
+    def test_unpacked_weights_are_close_to_the_original(self, kind: LinearEncoding) -> None:
         weight, x = torch.randn(70, 96), torch.randn(3, 96).to(kind.compute_dtype.to_torch())
         tensors = kind.pack(weight)
         error = (kind.unpack(tensors).float() - weight).abs().max() / weight.abs().max()
-        # 8-bit floats have 3 bits of mantissa, 4-bit floats have 1; quantiles lie as far apart.
-        digits = {"fp8": 4, "mxfp4": 2, "nvfp4": 2, "nf4": 2, "fp4": 2}.get(kind.name, min(kind.bits - 1, 7))
-        assert float(error) <= 1.1 * 2.0**-digits
+        # 8-bit floats have 3 bits of mantissa and 4-bit floats 1. The values of nf4 lie as far apart.
+        effective_bits = {"fp8": 4, "mxfp4": 2, "nvfp4": 2, "nf4": 2, "fp4": 2}.get(
+            kind.name, min(kind.bits - 1, 7)
+        )
+        assert float(error) <= 1.1 * 2.0**-effective_bits
         y = kind.multiply(x, tensors, None)
         assert y.dtype == x.dtype
         expected = x.float() @ kind.unpack(tensors).float().T
         torch.testing.assert_close(y.float(), expected, atol=0.2, rtol=0.02)
 
-    def test_layers_and_devices_have_encodings_that_exist(self, kind: LinearEncoding) -> None:
-        found = {kind.on_device("cpu"), kind.on_device("gpu")}
+    def test_encodings_chosen_for_layers_and_devices_exist(self, kind: LinearEncoding) -> None:
+        result = {kind.on_device("cpu"), kind.on_device("gpu")}
         for size in (8, 64, 1000, 5000):
-            found |= {kind.for_layer(role, size, size) for role in ("linear", "expert", "values", "head")}
-        assert found <= set(ENCODINGS)
+            result |= {kind.for_layer(role, size, size) for role in ("linear", "expert", "values", "head")}
+        assert result <= set(ENCODINGS)
 
-    def test_its_estimate(self, kind: LinearEncoding) -> None:
+    def test_the_size_estimate_is_close_to_num_bytes(self, kind: LinearEncoding) -> None:
         exact = 8 * kind.num_bytes(4096, 4096) / 4096**2
         assert exact == pytest.approx(kind.bits_per_weight, rel=0.12)
 
@@ -115,11 +122,11 @@ class TestEveryRecord:
 MAY_NAME_ENCODINGS = (
     "kernels/encodings/",
     "weights/formats/",  # a format returns the encoding that it reads
-    "kernels/cpu/packing.py",  # the numbers of encodings in the C++ kernels
+    "kernels/cpu/packing.py",  # maps encodings to the numbers of the C++ kernels
     "codecs/",  # a codec states the encodings of its layers
 )
 ELEMENT_TYPES = {"float32", "bfloat16", "float16", "fp8", "int8", "uint8"}
-"""These names are also element types, which other files may name in these places."""
+"""Names of encodings that are also element types. The files below may use them."""
 NAMES_OF_ELEMENT_TYPES = (
     "architectures/cache_types.py",  # of the KV cache
     "dtype.py",
@@ -131,7 +138,7 @@ NAMES_OF_ELEMENT_TYPES = (
 
 
 def test_no_other_file_names_an_encoding() -> None:
-    found = []
+    result = []
     for file in sorted((ROOT / "penstock").rglob("*.py")):
         path = file.relative_to(ROOT / "penstock").as_posix()
         if path.startswith(MAY_NAME_ENCODINGS):
@@ -139,5 +146,5 @@ def test_no_other_file_names_an_encoding() -> None:
         allowed = ELEMENT_TYPES if path in NAMES_OF_ELEMENT_TYPES else set()
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Constant) and node.value in set(ENCODINGS) - allowed:
-                found.append(f"{path}:{node.lineno}: {node.value}")
-    assert not found, "\n".join(found)
+                result.append(f"{path}:{node.lineno}: {node.value}")
+    assert not result, "\n".join(result)

@@ -1,4 +1,4 @@
-"""Weights in nibbles: two in a byte, and back."""
+"""Weights stored as two 4-bit numbers per byte, and their unpacking."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from penstock.kernels.nibbles import fits_nibbles, from_nibbles, signed_offset, 
 
 @pytest.mark.parametrize("name", [name for name, kind in ENCODINGS.items() if fits_nibbles(kind)])
 @pytest.mark.parametrize("inputs", [1, 32, 33, 64, 100])
-def test_nibbles_are_exact(name: str, inputs: int) -> None:
+def test_packing_to_nibbles_is_lossless(name: str, inputs: int) -> None:
     kind = encoding_named(name)
     rows = kind.pack(torch.randn(5, inputs, generator=torch.Generator().manual_seed(0)))
     stored = to_nibbles(rows, kind)
     assert stored["weight"].shape == (5, -(-inputs // 64) * 32)
     assert stored["weight"].dtype == torch.uint8
-    again = from_nibbles(stored, kind, inputs)
-    assert again.keys() == rows.keys()
+    unpacked = from_nibbles(stored, kind, inputs)
+    assert unpacked.keys() == rows.keys()
     for key, tensor in rows.items():
-        assert torch.equal(again[key], tensor)
-        assert again[key].dtype == tensor.dtype
+        assert torch.equal(unpacked[key], tensor)
+        assert unpacked[key].dtype == tensor.dtype
 
 
-def test_the_place_of_an_input() -> None:
+def test_an_input_has_the_documented_nibble() -> None:
     kind = encoding_named("int4")
     weight = torch.zeros(1, 128, dtype=torch.int8)
     weight[0, 64 + 32 + 5], weight[0, 7] = -8, 7
@@ -34,7 +34,7 @@ def test_the_place_of_an_input() -> None:
     assert set(stored) == {0x88, 0x08, 0x8F}
 
 
-def test_which_encodings_fit() -> None:
+def test_encodings_of_at_most_4_bits_fit_in_nibbles() -> None:
     assert {name for name, kind in ENCODINGS.items() if fits_nibbles(kind)} >= {"int4", "uint4"}
     assert not any(fits_nibbles(encoding_named(name)) for name in ("int8", "int5", "fp8", "bfloat16"))
     assert [signed_offset(encoding_named(name)) for name in ("int4", "uint4")] == [8, 0]

@@ -1,4 +1,4 @@
-"""The wrapper with which the tests of back ends reach a device, here with copies on the CPU."""
+"""The wrapper with which tests of back ends use a device, here with copies on the CPU."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from penstock.kernels import LayerKV, PackedExperts
 from penstock.kernels.reference import ReferenceOps
 
 
-class Noting(ReferenceOps):
-    """Notes the addresses of the rows that it is given."""
+class RecordingOps(ReferenceOps):
+    """Records the addresses of the rows that it is called with."""
 
     def __init__(self) -> None:
-        self.seen: list[int] = []
+        self.addresses: list[int] = []
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        self.seen.append(x.data_ptr())
+        self.addresses.append(x.data_ptr())
         return super().rms_norm(x, weight, eps)
 
 
-def test_operations_get_copies_and_results_return() -> None:
-    ops, x = on_device(Noting(), "cpu"), torch.randn(3, 8)
+def test_operations_receive_copies_and_return_cpu_tensors() -> None:
+    ops, x = on_device(RecordingOps(), "cpu"), torch.randn(3, 8)
     assert torch.equal(ops.rms_norm(x, torch.ones(8), 1e-5), ReferenceOps().rms_norm(x, torch.ones(8), 1e-5))
-    assert isinstance(ops, Noting)
-    assert ops.seen
-    assert x.data_ptr() not in ops.seen
+    assert isinstance(ops, RecordingOps)
+    assert ops.addresses
+    assert x.data_ptr() not in ops.addresses
 
 
 def test_the_cache_is_written_back() -> None:
@@ -43,9 +43,9 @@ def test_the_cache_is_written_back() -> None:
     assert kv.scales[:, 1, 0, 1].all()
 
 
-def test_experts_are_moved() -> None:
+def test_experts_are_copied_to_the_device() -> None:
     pack = ReferenceOps().pack_linear
     experts = PackedExperts((pack(torch.randn(12, 8), "float32"),), (pack(torch.randn(8, 6), "int4"),))
-    given = torch.randn(3, 8), experts, torch.ones(3, 1), torch.zeros(3, 1).long()
-    expected = ReferenceOps().experts(*given, "silu")
-    assert torch.equal(on_device(ReferenceOps(), "cpu").experts(*given, "silu"), expected)
+    arguments = torch.randn(3, 8), experts, torch.ones(3, 1), torch.zeros(3, 1).long()
+    expected = ReferenceOps().experts(*arguments, "silu")
+    assert torch.equal(on_device(ReferenceOps(), "cpu").experts(*arguments, "silu"), expected)

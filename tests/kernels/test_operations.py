@@ -1,4 +1,4 @@
-"""A row in the table of operations is all that registry, recorder and C declarations need."""
+"""Registry, recorder and C declarations of an operation all follow from its row in the table."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def refuse_negative(arguments: Arguments) -> Arguments:
     return arguments
 
 
-class MoreOps(ReferenceOps):
+class ExtendedOps(ReferenceOps):
     """The reference with two further operations."""
 
     name = "more"
@@ -45,27 +45,27 @@ class MoreOps(ReferenceOps):
         return x[torch.randperm(len(x))]
 
 
-class FasterOps(MoreOps):
+class AcceleratedOps(ExtendedOps):
     name = "faster"
 
     def blend(self, x: Tensor, weight: Tensor, *, factor: float = 2.0) -> Tensor:
         return torch.add(weight, x, alpha=factor)
 
 
-def test_the_registry_follows() -> None:
-    assert [*operations_of(MoreOps)] == [*OPERATIONS, "blend", "shuffle"]
-    row = operations_of(MoreOps)["blend"]
+def test_the_registry_contains_added_operations() -> None:
+    assert [*operations_of(ExtendedOps)] == [*OPERATIONS, "blend", "shuffle"]
+    row = operations_of(ExtendedOps)["blend"]
     assert list(row.signature.parameters) == ["x", "weight", "factor"]
     assert row.functions["blend"].can_be_long
     assert "blend" not in OPERATIONS
-    assert MoreOps().implementations()["blend"] == "more"
-    assert MoreOps().implementations()["rms_norm"] == "reference"
-    assert FasterOps().implementations()["blend"] == "faster"
-    assert FasterOps().implementations()["shuffle"] == "more"
+    assert ExtendedOps().implementations()["blend"] == "more"
+    assert ExtendedOps().implementations()["rms_norm"] == "reference"
+    assert AcceleratedOps().implementations()["blend"] == "faster"
+    assert AcceleratedOps().implementations()["shuffle"] == "more"
 
 
-@pytest.mark.parametrize("ops", [MoreOps(), FasterOps()], ids=lambda ops: ops.name)
-def test_the_recorder_follows(ops: MoreOps) -> None:
+@pytest.mark.parametrize("ops", [ExtendedOps(), AcceleratedOps()], ids=lambda ops: ops.name)
+def test_the_recorder_records_added_operations(ops: ExtendedOps) -> None:
     x, weight = torch.randn(3, 8), torch.randn(8)
 
     def step(recording: Ops) -> list[Tensor]:
@@ -73,9 +73,9 @@ def test_the_recorder_follows(ops: MoreOps) -> None:
         return [recording.blend(recording.scale(x, 3.0), weight, factor=0.5)]
 
     plan = record(ops, {"x": x}, step)
-    assert [one.operation for one in plan.records] == ["scale", "blend"]
+    assert [record.operation for record in plan.records] == ["scale", "blend"]
     assert plan.records[1].arguments["factor"] == 0.5
-    assert [one.data_ptr() for one in plan.weights] == [weight.data_ptr()]
+    assert [weight.data_ptr() for weight in plan.weights] == [weight.data_ptr()]
     other = torch.randn(3, 8)
     (replayed,) = plan.replay(ops, {"x": other})
     torch.testing.assert_close(replayed, other * 1.5 + weight)
@@ -83,19 +83,19 @@ def test_the_recorder_follows(ops: MoreOps) -> None:
 
 def test_defaults_are_recorded() -> None:
     x = torch.randn(3, 8)
-    plan = record(MoreOps(), {"x": x}, lambda ops: [ops.blend(x, torch.zeros(8))])  # type: ignore[attr-defined]
+    plan = record(ExtendedOps(), {"x": x}, lambda ops: [ops.blend(x, torch.zeros(8))])  # type: ignore[attr-defined]
     assert plan.records[0].arguments["factor"] == 2.0
 
 
-def test_what_a_row_does_not_allow_is_not_recorded() -> None:
+def test_arguments_that_a_row_forbids_are_not_recorded() -> None:
     x = torch.randn(3, 8)
     with pytest.raises(UnrecordableStepError, match=r"^shuffle cannot be recorded$"):
-        record(MoreOps(), {"x": x}, lambda ops: [ops.shuffle(x)])  # type: ignore[attr-defined]
+        record(ExtendedOps(), {"x": x}, lambda ops: [ops.shuffle(x)])  # type: ignore[attr-defined]
     with pytest.raises(UnrecordableStepError, match=r"^a negative factor$"):
-        record(MoreOps(), {"x": x}, lambda ops: [ops.blend(x, x[0], factor=-1.0)])  # type: ignore[attr-defined]
+        record(ExtendedOps(), {"x": x}, lambda ops: [ops.blend(x, x[0], factor=-1.0)])  # type: ignore[attr-defined]
 
 
-def test_a_weight_that_the_signature_does_not_name() -> None:
+def test_a_weight_missing_from_the_signature_is_refused() -> None:
     with pytest.raises(AssertionError, match="no parameters"):
 
         @operation(weights=["wieght"])
@@ -103,8 +103,8 @@ def test_a_weight_that_the_signature_does_not_name() -> None:
             return x
 
 
-def test_the_c_declarations_follow() -> None:
-    declared = {name: one for row in OPERATIONS.values() for name, one in row.functions.items()}
+def test_the_c_declarations_come_from_the_table() -> None:
+    declared = {name: function for row in OPERATIONS.values() for name, function in row.functions.items()}
     assert {"pack", "pack_codes", "from_rank_0", *declared} == set(FUNCTIONS)
     assert sum(len(row.functions) for row in OPERATIONS.values()) == len(declared), "declared twice"
 

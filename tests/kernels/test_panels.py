@@ -1,4 +1,4 @@
-"""Weights in panels: where each number lies, and the way back."""
+"""Weights in panels: the position of each number, and unpacking."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def panels_of(encoding: str) -> PanelLayout:
 
 
 def rows_of(encoding: str, outputs: int, inputs: int) -> dict[str, Tensor]:
-    """Random tensors of an encoding: all values of its types, not only those that packing produces."""
+    """Return random tensors of an encoding, with values that packing may never produce."""
     if encoding in BLOCKS:
         rows = encoding_named(encoding).pack(torch.randn(outputs, inputs))
         rows["weight"] = torch.randint(0, 1 << encoding_named(encoding).bits, (outputs, inputs)).to(
@@ -59,7 +59,7 @@ def rows_of(encoding: str, outputs: int, inputs: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @settings(max_examples=examples(25))
 @given(outputs=SIZES, inputs=SIZES, seed=st.integers(0, 9))
-def test_there_and_back(encoding: str, outputs: int, inputs: int, seed: int) -> None:
+def test_panels_unpack_to_the_same_rows(encoding: str, outputs: int, inputs: int, seed: int) -> None:
     torch.manual_seed(seed)
     rows = rows_of(encoding, outputs, inputs)
     panels = panels_of(encoding).to_panels(rows)
@@ -73,17 +73,19 @@ def test_there_and_back(encoding: str, outputs: int, inputs: int, seed: int) -> 
     assert panels["panels"].shape[0] == -(-outputs // PANEL)
     assert panels["panels"].shape == panels_of(encoding).shape(outputs, inputs)
     assert panels["panels"].dtype == panels_of(encoding).dtype.to_torch()
-    assert sum(one.nbytes for one in panels.values()) == encoding_named(encoding).num_bytes(outputs, inputs)
+    assert sum(panel.nbytes for panel in panels.values()) == encoding_named(encoding).num_bytes(
+        outputs, inputs
+    )
     packed = PackedLinear(encoding, panels, inputs, outputs, layout=PANELS)
     assert torch.equal(unpack_linear(packed), encoding_named(encoding).unpack(rows))
     assert tensors_in_rows(packed).keys() == rows.keys()
 
 
 def check_block(
-    units: Tensor, rows: dict[str, Tensor], encoding: str, column: int, at: tuple[int, int]
+    units: Tensor, rows: dict[str, Tensor], encoding: str, column: int, weight_index: tuple[int, int]
 ) -> None:
-    """Compare a code, its scale, its minimum and the factors with their places in the units of a panel."""
-    (n, k), bits = at, encoding_named(encoding).bits
+    """Compare a code, its scale, its minimum and its factors with their positions in the units of a panel."""
+    (n, k), bits = weight_index, encoding_named(encoding).bits
     has_factors, size = "factors" in rows, encoding_named(encoding).group_size or 0
     inputs = 256 if has_factors else max(size, 32)
     unit = units[k // inputs]
@@ -92,24 +94,24 @@ def check_block(
         num_factors = 256
         assert unit[-256:].view(torch.float32)[column] == rows["scales"][n, k // size]
     groups = unit[: len(unit) - num_factors].view(inputs // 32, -1)
-    group, step, place = groups[k // 32 % len(groups)], k % 32 // 8, k % 8
-    byte = int(group[256 * step + 4 * column + place % 4])
-    code = byte >> 4 if place >= 4 else byte & 15
+    group, step, position = groups[k // 32 % len(groups)], k % 32 // 8, k % 8
+    byte = int(group[256 * step + 4 * column + position % 4])
+    code = byte >> 4 if position >= 4 else byte & 15
     if bits == 5:
-        code |= (int(group[1024 + 4 * column + place % 4]) >> 2 * step + place // 4 & 1) << 4
+        code |= (int(group[1024 + 4 * column + position % 4]) >> 2 * step + position // 4 & 1) << 4
     if bits == 6:
-        word = int(group[1024 + 256 * (step // 2) + 4 * column + place % 4])
-        code |= (word >> 2 * (2 * (step % 2) + place // 4) & 3) << 4
+        word = int(group[1024 + 256 * (step // 2) + 4 * column + position % 4])
+        code |= (word >> 2 * (2 * (step % 2) + position // 4) & 3) << 4
     assert code == rows["weight"][n, k]
     if size > 32:
         return
-    rest = group[256 * bits :]
+    after_codes = group[256 * bits :]
     scale = rows["scales"]
-    numbers = rest[: 64 * scale.itemsize * 32 // size].view(scale.dtype)
+    numbers = after_codes[: 64 * scale.itemsize * 32 // size].view(scale.dtype)
     assert numbers[k % 32 // size * 64 + column] == scale[n, k // size]
     if "minima" in rows:
         minimum = rows["minima"]
-        assert rest[-64 * minimum.itemsize :].view(minimum.dtype)[column] == minimum[n, k // 32]
+        assert after_codes[-64 * minimum.itemsize :].view(minimum.dtype)[column] == minimum[n, k // 32]
     if has_factors:
         factors = unit[len(unit) - num_factors :].view(torch.float16)
         assert factors[column] == rows["factors"][n, k // 256]
@@ -117,7 +119,7 @@ def check_block(
 
 
 @given(outputs=SIZES, inputs=SIZES, data=st.data())
-def test_where_a_weight_lies(outputs: int, inputs: int, data: st.DataObject) -> None:
+def test_a_weight_lies_at_its_documented_position(outputs: int, inputs: int, data: st.DataObject) -> None:
     n = data.draw(st.integers(0, outputs - 1))
     k = data.draw(st.integers(0, inputs - 1))
     panel, column = divmod(n, 64)
@@ -133,31 +135,33 @@ def test_where_a_weight_lies(outputs: int, inputs: int, data: st.DataObject) -> 
         elif encoding in BLOCKS:
             check_block(panels[panel], rows, encoding, column, (n, k))
         elif encoding == "fp8":
-            record, byte = panels[panel], 8 * (k % 4 // 2) + 2 * (column % 4) + k % 2
-            assert record[256 * (k // 4) + 16 * (column // 4) + byte] == weight
-            by_group, by_output = record[-64:].view(torch.int32)[:2].tolist()
-            table = record[-(-inputs // 128) * 8192 : -64].view(torch.float32)
+            panel_bytes, byte = panels[panel], 8 * (k % 4 // 2) + 2 * (column % 4) + k % 2
+            assert panel_bytes[256 * (k // 4) + 16 * (column // 4) + byte] == weight
+            by_group, by_output = panel_bytes[-64:].view(torch.int32)[:2].tolist()
+            table = panel_bytes[-(-inputs // 128) * 8192 : -64].view(torch.float32)
             assert table[k // 128 * by_group + column * by_output] == rows["scales"][n, k // 128]
         elif encoding in ("uint8", "uint4"):
-            record, step, place = panels[panel, k // 32], k % 32 // 8, k % 8
+            panel_bytes, step, position = panels[panel, k // 32], k % 32 // 8, k % 8
             if encoding == "uint8":
-                assert record[256 * (k % 32 // 4) + 4 * column + k % 4] == weight
+                assert panel_bytes[256 * (k % 32 // 4) + 4 * column + k % 4] == weight
             else:
-                byte = int(record[256 * step + 4 * column + place % 4])
-                assert (byte >> 4 if place >= 4 else byte & 15) == weight
-            assert record[-192:-64].view(torch.float16)[column] == rows["scales"][n, k // 32]
-            assert record[-64:][column] == rows["zeros"][n, k // 32]
+                byte = int(panel_bytes[256 * step + 4 * column + position % 4])
+                assert (byte >> 4 if position >= 4 else byte & 15) == weight
+            assert panel_bytes[-192:-64].view(torch.float16)[column] == rows["scales"][n, k // 32]
+            assert panel_bytes[-64:][column] == rows["zeros"][n, k // 32]
         else:
-            group, step, place = k // 32, k % 32 // 8, k % 8
-            record = panels[panel, group]
-            byte = int(record[256 * step + 4 * column + place % 4])
-            low = byte >> 4 if place >= 4 else byte & 15
+            group, step, position = k // 32, k % 32 // 8, k % 8
+            panel_bytes = panels[panel, group]
+            byte = int(panel_bytes[256 * step + 4 * column + position % 4])
+            low = byte >> 4 if position >= 4 else byte & 15
             if encoding == "int4":
                 assert low == int(weight) + 8
             else:
-                fifth = int(record[1024 + 4 * column + place % 4]) >> 2 * step + place // 4 & 1
-                assert low + 16 * fifth == int(weight) + 16
-            assert record[-128:].view(torch.float16)[column] == rows["scales"][n, group]
+                fifth_bits = (
+                    int(panel_bytes[1024 + 4 * column + position % 4]) >> 2 * step + position // 4 & 1
+                )
+                assert low + 16 * fifth_bits == int(weight) + 16
+            assert panel_bytes[-128:].view(torch.float16)[column] == rows["scales"][n, group]
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
@@ -166,7 +170,7 @@ def test_padding_of_panels_is_zero(encoding: str, outputs: int, inputs: int) -> 
     panels = panels_of(encoding).to_panels(rows_of(encoding, outputs, inputs))
     size = 64 * panels["panels"].shape[0], {"float32": 1, "bfloat16": 2, "int8": 4}.get(encoding, 32)
     filled = size[0], -(-inputs // size[1]) * size[1]
-    if "scales" in panels:  # of the outputs that there are
+    if "scales" in panels:  # only the outputs that exist
         panels["scales"] = torch.ones(size[0])
     weight = panels_of(encoding).from_panels(panels, *filled)["weight"]
     assert not weight[outputs:].any()
@@ -182,7 +186,7 @@ def test_encodings_without_panels_are_stored_in_rows() -> None:
 
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16"])
 @given(outputs=SIZES, inputs=SIZES)
-def test_back_ends_pack_what_is_defined(encoding: str, outputs: int, inputs: int) -> None:
+def test_back_ends_pack_panels_as_defined(encoding: str, outputs: int, inputs: int) -> None:
     weight = torch.randn(outputs, inputs)
     defined = panels_of(encoding).to_panels(encoding_named(encoding).pack(weight))
     for ops in variants():

@@ -1,4 +1,4 @@
-"""A recorded step, replayed on other inputs, is the step itself."""
+"""A recorded step, replayed on other inputs, equals the step itself."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def pipeline(
 
 
 def decode_inputs(pipeline: TextGenerationPipeline, lengths: list[int]) -> Any:
-    """A batch of single tokens behind prompts of these lengths."""
+    """Return the inputs of a batch of single tokens after prompts of these lengths."""
     contexts = {str(n): context_of(random_tokens(n, 130, seed=n)) for n in lengths}
     pipeline.execute(contexts)
     for context in contexts.values():
@@ -36,14 +36,14 @@ def decode_inputs(pipeline: TextGenerationPipeline, lengths: list[int]) -> Any:
     return model.prepare_initial_token_inputs([batch], kv.inputs(batch))
 
 
-def named(inputs: Any) -> dict[str, torch.Tensor]:
+def input_tensors(inputs: Any) -> dict[str, torch.Tensor]:
     tables = {f"tables.{i}": group.block_tables for i, group in enumerate(inputs.kv.groups)}
     slots = {f"slots.{i}": group.slots for i, group in enumerate(inputs.kv.groups)}
     rows = {name: getattr(inputs, name) for name in ("tokens", "positions", "row_offsets", "logit_rows")}
     return rows | tables | slots | {"lengths": inputs.kv.lengths}
 
 
-def run(pipeline: TextGenerationPipeline, inputs: Any, ops: Ops) -> torch.Tensor:
+def run_step(pipeline: TextGenerationPipeline, inputs: Any, ops: Ops) -> torch.Tensor:
     network: Any = pipeline.model
     step = StepInputs(ops, inputs.positions, inputs.row_offsets, inputs.kv)
     with torch.inference_mode():
@@ -52,28 +52,28 @@ def run(pipeline: TextGenerationPipeline, inputs: Any, ops: Ops) -> torch.Tensor
     return logits
 
 
-def recorded(pipeline: TextGenerationPipeline, inputs: Any) -> Plan:
-    return record(ReferenceOps(), named(inputs), lambda ops: [run(pipeline, inputs, ops)])
+def record_step(pipeline: TextGenerationPipeline, inputs: Any) -> Plan:
+    return record(ReferenceOps(), input_tensors(inputs), lambda ops: [run_step(pipeline, inputs, ops)])
 
 
-def test_replay_of_another_step(pipeline: TextGenerationPipeline) -> None:
-    plan = recorded(pipeline, decode_inputs(pipeline, [20, 33]))
+def test_a_replay_on_other_inputs_equals_the_step(pipeline: TextGenerationPipeline) -> None:
+    plan = record_step(pipeline, decode_inputs(pipeline, [20, 33]))
     other = decode_inputs(pipeline, [28, 47])
-    expected = run(pipeline, other, ReferenceOps())
-    (logits,) = plan.replay(ReferenceOps(), named(other))
+    expected = run_step(pipeline, other, ReferenceOps())
+    (logits,) = plan.replay(ReferenceOps(), input_tensors(other))
     assert torch.equal(logits, expected)
 
 
-def test_the_arena_is_used_again(pipeline: TextGenerationPipeline) -> None:
-    plan = recorded(pipeline, decode_inputs(pipeline, list(range(5, 13))))
-    results = [ref for one in plan.records for ref in one.results]
-    apart = sum(torch.Size(ref.shape).numel() * ref.dtype.itemsize for ref in results)
-    assert plan.arena_bytes < apart / 2
-    assert {one.operation for one in plan.records} <= set(OPERATIONS)
+def test_the_arena_reuses_the_memory_of_finished_results(pipeline: TextGenerationPipeline) -> None:
+    plan = record_step(pipeline, decode_inputs(pipeline, list(range(5, 13))))
+    results = [ref for record in plan.records for ref in record.results]
+    total_bytes = sum(torch.Size(ref.shape).numel() * ref.dtype.itemsize for ref in results)
+    assert plan.arena_bytes < total_bytes / 2
+    assert {record.operation for record in plan.records} <= set(OPERATIONS)
 
 
-def test_weights_are_held_once(pipeline: TextGenerationPipeline) -> None:
-    plan = recorded(pipeline, decode_inputs(pipeline, [5]))
+def test_a_plan_holds_each_weight_once(pipeline: TextGenerationPipeline) -> None:
+    plan = record_step(pipeline, decode_inputs(pipeline, [5]))
     pointers = [weight.untyped_storage().data_ptr() for weight in plan.weights]
     assert len(set(pointers)) == len(pointers)
     kv: Any = pipeline.kv
@@ -92,7 +92,7 @@ def test_a_result_outside_the_operations_is_detected() -> None:
         record(ReferenceOps(), {"x": x}, lambda ops: [ops.rms_norm(x, torch.ones(8), 1e-5) + 1])
 
 
-def test_views_and_every_other_operation() -> None:
+def test_views_between_operations_are_recorded() -> None:
     x, rows = torch.randn(4, 16), torch.tensor([2, 0])
 
     def step(ops: Ops) -> list[torch.Tensor]:
@@ -101,14 +101,14 @@ def test_views_and_every_other_operation() -> None:
         return [ops.take_rows(put, rows)]
 
     plan = record(ReferenceOps(), {"x": x, "rows": rows}, step)
-    again, other_rows = torch.randn(4, 16), torch.tensor([1, 3])
-    (result,) = plan.replay(ReferenceOps(), {"x": again, "rows": other_rows})
-    gated = ReferenceOps().gated_activation(again, "gelu")
+    other_x, other_rows = torch.randn(4, 16), torch.tensor([1, 3])
+    (result,) = plan.replay(ReferenceOps(), {"x": other_x, "rows": other_rows})
+    gated = ReferenceOps().gated_activation(other_x, "gelu")
     expected = ReferenceOps().put_rows(gated, other_rows, gated[:2])[other_rows]
     assert torch.equal(result, expected)
 
 
-def test_weights_of_several_types_in_one_memory() -> None:
+def test_weights_that_share_memory_are_recorded_separately() -> None:
     memory = torch.zeros(1024, dtype=torch.uint8)
     table, norm = memory[128:640].view(torch.bfloat16).view(16, 16), memory[640:704].view(torch.float32)
     table.copy_(torch.randn(16, 16))

@@ -1,4 +1,4 @@
-"""The reference kernels against plain numpy in float64, one query at a time."""
+"""The reference kernels against numpy in float64, one query at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OPS = ReferenceOps()
 BLOCK = 16
 
 
-def paged(
+def paged_cache(
     lengths: list[int],
     kv_heads: int,
     dim: int,
@@ -24,7 +24,10 @@ def paged(
     fixed: float | None = None,
     is_chunked: bool = False,
 ) -> tuple[LayerKV, list[np.ndarray]]:
-    """Return a cache with sequences of these lengths in scattered blocks, and the sequences, [2, L, K, D]."""
+    """Return a cache with sequences of these lengths in scattered blocks, and the sequences.
+
+    Each sequence is ``[2, L, K, D]``.
+    """
     generator = np.random.default_rng(sum(lengths))
     counts = [-(-length // BLOCK) for length in lengths]
     order = generator.permutation(np.arange(1, sum(counts) + 1))
@@ -39,26 +42,26 @@ def paged(
     if scales is not None and fixed is not None:
         scales = torch.full((1, 1, 1, 1), fixed).expand(scales.shape)
     tables = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
-    flat = []
+    sequences = []
     for sequence, (length, count) in enumerate(zip(lengths, counts, strict=True)):
         blocks = torch.from_numpy(order[:count].astype(np.int64))
         order = order[count:]
         tables[sequence, :count] = blocks
-        pair = generator.normal(size=(2, length, kv_heads, dim)).astype(np.float32)
+        keys_and_values = generator.normal(size=(2, length, kv_heads, dim)).astype(np.float32)
         positions = torch.arange(length)
         slots = blocks[positions // BLOCK] * BLOCK + positions % BLOCK
         OPS.store_kv(
-            torch.from_numpy(pair[0]),
-            torch.from_numpy(pair[1]),
+            torch.from_numpy(keys_and_values[0]),
+            torch.from_numpy(keys_and_values[1]),
             LayerKV(cache, tables, slots, window, scales, has_fixed_scales=fixed is not None),
         )
-        flat.append(pair)
-    return LayerKV(cache, tables, torch.zeros(0, dtype=torch.int64), window, scales, is_chunked), flat
+        sequences.append(keys_and_values)
+    return LayerKV(cache, tables, torch.zeros(0, dtype=torch.int64), window, scales, is_chunked), sequences
 
 
-def naive(
+def numpy_attention(
     q: np.ndarray,  # [H, D]
-    pair: np.ndarray,  # [2, L, K, D]
+    keys_and_values: np.ndarray,  # [2, L, K, D]
     position: int,
     scale: float,
     window: int | None,
@@ -67,13 +70,13 @@ def naive(
     is_chunked: bool = False,
 ) -> np.ndarray:
     heads, out = q.shape[0], np.zeros(q.shape)
-    group = heads // pair.shape[2]
+    heads_per_kv_head = heads // keys_and_values.shape[2]
     first = 0 if window is None else max(0, position - window + 1)
     if is_chunked:
         assert window is not None
-        first = max(one for one in range(0, position + 1, window))
+        first = max(start for start in range(0, position + 1, window))
     for head in range(heads):
-        keys, values = pair[:, first : position + 1, head // group].astype(np.float64)
+        keys, values = keys_and_values[:, first : position + 1, head // heads_per_kv_head].astype(np.float64)
         scores = keys @ q[head].astype(np.float64) * scale
         if soft_cap is not None:
             scores = soft_cap * np.tanh(scores / soft_cap)
@@ -86,12 +89,12 @@ def naive(
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (5, 1)])
 @pytest.mark.parametrize("window", [None, 1, 7, 16, 40])
 @pytest.mark.parametrize(("soft_cap", "with_sinks"), [(None, False), (3.0, False), (None, True), (2.0, True)])
-def test_attention(
+def test_attention_equals_numpy(
     heads: tuple[int, int], window: int | None, soft_cap: float | None, with_sinks: bool
 ) -> None:
     num_heads, kv_heads = heads
     lengths, counts = [1, 50, 33, 64], [1, 50, 2, 17]
-    kv, flat = paged(lengths, kv_heads, 8, window=window)
+    kv, sequences = paged_cache(lengths, kv_heads, 8, window=window)
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(sum(counts), num_heads, 8, generator=generator)
     sinks = torch.randn(num_heads, generator=generator) if with_sinks else None
@@ -100,11 +103,11 @@ def test_attention(
         q, kv, offsets, torch.tensor(lengths, dtype=torch.int32), scale=0.4, soft_cap=soft_cap, sinks=sinks
     )
     row = 0
-    for length, count, pair in zip(lengths, counts, flat, strict=True):
+    for length, count, keys_and_values in zip(lengths, counts, sequences, strict=True):
         for position in range(length - count, length):
-            expected = naive(
+            expected = numpy_attention(
                 q[row].numpy(),
-                pair,
+                keys_and_values,
                 position,
                 0.4,
                 window,
@@ -116,29 +119,31 @@ def test_attention(
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, 40])
-def test_attention_in_chunks(chunk: int) -> None:
-    kv, (pair,) = paged([50], 2, 8, window=chunk, is_chunked=True)
+def test_chunked_attention_equals_numpy(chunk: int) -> None:
+    kv, (keys_and_values,) = paged_cache([50], 2, 8, window=chunk, is_chunked=True)
     q = torch.randn(45, 4, 8, generator=torch.Generator().manual_seed(0))
     offsets, lengths = torch.tensor([0, 45], dtype=torch.int32), torch.tensor([50], dtype=torch.int32)
     out = OPS.attention(q, kv, offsets, lengths, scale=0.4)
     for row in range(45):
-        expected = naive(q[row].numpy(), pair, row + 5, 0.4, chunk, None, None, is_chunked=True)
+        expected = numpy_attention(
+            q[row].numpy(), keys_and_values, row + 5, 0.4, chunk, None, None, is_chunked=True
+        )
         np.testing.assert_allclose(out[row].numpy(), expected, atol=2e-6)
 
 
-def test_blocks_before_the_window_can_be_freed() -> None:
-    kv, _ = paged([60], 2, 8, window=20)
+def test_blocks_before_the_window_are_not_read() -> None:
+    kv, _ = paged_cache([60], 2, 8, window=20)
     q = torch.randn(1, 4, 8, generator=torch.Generator().manual_seed(0))
     offsets, lengths = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([60], dtype=torch.int32)
     before = OPS.attention(q, kv, offsets, lengths, scale=0.3)
-    kv.cache[:, 0] = 0.0  # the null block: anything finite
+    kv.cache[:, 0] = 0.0  # the null block may have any finite content
     kv.block_tables[0, :2] = 0
     assert torch.equal(OPS.attention(q, kv, offsets, lengths, scale=0.3), before)
 
 
-def test_an_int8_cache_is_close() -> None:
-    exact, flat = paged([70], 2, 16)
-    rounded, _ = paged([70], 2, 16, int8=True)
+def test_attention_over_an_int8_cache_is_close() -> None:
+    exact, sequences = paged_cache([70], 2, 16)
+    rounded, _ = paged_cache([70], 2, 16, int8=True)
     assert rounded.cache.dtype is torch.int8
     q = torch.randn(5, 4, 16, generator=torch.Generator().manual_seed(0))
     offsets, lengths = torch.tensor([0, 5], dtype=torch.int32), torch.tensor([70], dtype=torch.int32)
@@ -146,20 +151,20 @@ def test_an_int8_cache_is_close() -> None:
         q, exact, offsets, lengths, scale=0.3
     )
     assert 0 < float(difference.abs().max()) < 0.03
-    assert flat[0].shape == (2, 70, 2, 16)
+    assert sequences[0].shape == (2, 70, 2, 16)
 
 
 @pytest.mark.parametrize("fixed", [None, 4 / 448])
-def test_a_cache_of_8_bit_floats_is_close(fixed: float | None) -> None:
-    """A stored number differs by at most 2**-4 of itself, or half of the smallest step of 2**-9."""
-    exact, _ = paged([70], 2, 16)
-    rounded, _ = paged([70], 2, 16, fp8=True, fixed=fixed)
+def test_attention_over_an_fp8_cache_is_close(fixed: float | None) -> None:
+    """A stored number differs by at most 2**-4 of itself, or by half of the smallest step of 2**-9."""
+    exact, _ = paged_cache([70], 2, 16)
+    rounded, _ = paged_cache([70], 2, 16, fp8=True, fixed=fixed)
     assert rounded.scales is not None
     scales = rounded.scales[..., None]
     used = exact.cache.isfinite()
-    values, found = exact.cache[used], (rounded.cache.float() * scales)[used]
+    values, result = exact.cache[used], (rounded.cache.float() * scales)[used]
     bound = torch.maximum(values.abs() * 2**-4, 2**-10 * scales.expand(used.shape)[used])
-    differences = (values - found).abs()
+    differences = (values - result).abs()
     assert (differences <= bound * 1.0001)[values.abs() < 4].all()
     assert 0.5 < float((differences / bound).max())
     q = torch.randn(5, 4, 16, generator=torch.Generator().manual_seed(0))
@@ -168,17 +173,17 @@ def test_a_cache_of_8_bit_floats_is_close(fixed: float | None) -> None:
     assert 0 < float((got - expected).abs().max()) < 0.06
 
 
-def test_values_beyond_a_fixed_scale_are_cut() -> None:
-    exact, _ = paged([70], 2, 16)
-    rounded, _ = paged([70], 2, 16, fp8=True, fixed=1 / 448)
+def test_values_beyond_a_fixed_scale_are_clipped() -> None:
+    exact, _ = paged_cache([70], 2, 16)
+    rounded, _ = paged_cache([70], 2, 16, fp8=True, fixed=1 / 448)
     used = exact.cache.isfinite()
-    found = (rounded.cache.float() / 448)[used]
-    assert float(found.max()) == 1
-    assert float(found.min()) == -1
-    assert (found[exact.cache[used] > 1] == 1).all()
+    result = (rounded.cache.float() / 448)[used]
+    assert float(result.max()) == 1
+    assert float(result.min()) == -1
+    assert (result[exact.cache[used] > 1] == 1).all()
 
 
-def test_norms() -> None:
+def test_norms_equal_numpy() -> None:
     generator = torch.Generator().manual_seed(0)
     x, residual = torch.randn(2, 5, 12, generator=generator)
     weight = torch.randn(12, generator=generator)
@@ -199,26 +204,26 @@ def test_norms() -> None:
         ("relu", torch.relu),
     ],
 )
-def test_gated_activations(activation: str, function: object) -> None:
+def test_gated_activations_equal_torch(activation: str, function: object) -> None:
     x = torch.randn(7, 22, generator=torch.Generator().manual_seed(0))
     expected = function(x[:, :11]) * x[:, 11:]  # type: ignore[operator]
     torch.testing.assert_close(OPS.gated_activation(x, activation), expected)  # type: ignore[arg-type]
 
 
-def test_rotary_turns_pairs_and_leaves_the_rest() -> None:
+def test_rotary_rotates_pairs_and_keeps_the_other_dimensions() -> None:
     generator = torch.Generator().manual_seed(0)
     q, k = torch.randn(3, 2, 10, generator=generator), torch.randn(3, 1, 10, generator=generator)
     angles = torch.randn(3, 4, generator=generator)
-    turned, turned_k = OPS.rotary(q, k, angles.cos(), angles.sin())
-    assert torch.equal(turned[..., 8:], q[..., 8:])
-    assert turned_k.shape == k.shape
+    rotated, rotated_k = OPS.rotary(q, k, angles.cos(), angles.sin())
+    assert torch.equal(rotated[..., 8:], q[..., 8:])
+    assert rotated_k.shape == k.shape
     pairs = torch.complex(q[..., :4], q[..., 4:8]) * torch.exp(1j * angles)[:, None]
-    torch.testing.assert_close(turned[..., :4], pairs.real)
-    torch.testing.assert_close(turned[..., 4:8], pairs.imag)
+    torch.testing.assert_close(rotated[..., :4], pairs.real)
+    torch.testing.assert_close(rotated[..., 4:8], pairs.imag)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 8, 20])
-def test_linear_with_bias_and_adapters(rows: int) -> None:
+def test_linear_with_bias_and_adapters_equals_merged_weights(rows: int) -> None:
     generator = torch.Generator().manual_seed(rows)
     weight, bias = torch.randn(9, 6, generator=generator), torch.randn(9, generator=generator)
     packed = pack_linear(
@@ -227,29 +232,29 @@ def test_linear_with_bias_and_adapters(rows: int) -> None:
     x = torch.randn(rows, 6, generator=generator)
     torch.testing.assert_close(OPS.linear(x, packed), x @ weight.T + bias)
     down, up = torch.randn(2, 3, 6, generator=generator), torch.randn(2, 5, 3, generator=generator)
-    which = torch.tensor([-1, 1, 0, 1, -1] * 4)[:rows]
-    adapted = OPS.linear(x, packed, lora=LoRAInputs(which, {"second": (down, up)}))
+    adapters = torch.tensor([-1, 1, 0, 1, -1] * 4)[:rows]
+    adapted = OPS.linear(x, packed, lora=LoRAInputs(adapters, {"second": (down, up)}))
     expected = x @ weight.T + bias
-    for row, adapter in enumerate(which.tolist()):
+    for row, adapter in enumerate(adapters.tolist()):
         if adapter >= 0:
             expected[row, 4:] += up[adapter] @ (down[adapter] @ x[row])
     torch.testing.assert_close(adapted, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_rows_taken_and_put() -> None:
+def test_take_rows_and_put_rows_copy_rows() -> None:
     x = torch.arange(12.0).view(4, 3)
     assert OPS.take_rows(x, torch.tensor([3, 0])).tolist() == [[9, 10, 11], [0, 1, 2]]
     put = OPS.put_rows(x, torch.tensor([1]), torch.zeros(1, 3))
     assert put.tolist() == [[0, 1, 2], [0, 0, 0], [6, 7, 8], [9, 10, 11]]
-    assert x[1].tolist() == [3, 4, 5], "the input stays as it is"
+    assert x[1].tolist() == [3, 4, 5], "put_rows does not change its input"
 
 
-def test_a_negative_token_id_does_not_index_from_the_end() -> None:
+def test_a_negative_token_id_is_refused() -> None:
     with pytest.raises(IndexError):
         OPS.embedding(torch.tensor([1, -2]), torch.zeros(4, 3))
 
 
-def test_a_nan_is_selected_after_all_numbers() -> None:
+def test_a_nan_logit_is_routed_after_all_numbers() -> None:
     logits = torch.full((1, 9), torch.nan)
     logits[0, 1], logits[0, 5] = 1, -20.0
     for routing in ("all", "all_normed", "chosen"):

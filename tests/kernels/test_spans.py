@@ -1,4 +1,4 @@
-"""Attention with images whose tokens attend to each other in both directions."""
+"""Attention over images, whose tokens attend to each other in both directions."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from penstock.kernels.spans import ImageSpans
 
 HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 16, 16
 BATCH = [(0, 70, [(3, 20), (21, 60)]), (33, 40, [(33, 38)]), (8, 9, []), (0, 50, [(0, 50)]), (20, 45, [])]
-"""Start and end of the rows of each sequence, and its images."""
+"""For each sequence: start and end of its rows, and the token ranges of its images."""
 
 
-def case(window: int | None) -> tuple[torch.Tensor, LayerKV, torch.Tensor, torch.Tensor, torch.Tensor]:
+def random_batch(
+    window: int | None,
+) -> tuple[torch.Tensor, LayerKV, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return queries, cache, row offsets, lengths and spans of the batch."""
     torch.manual_seed(0)
     counts = torch.tensor([end - start for start, end, _ in BATCH])
@@ -26,10 +28,10 @@ def case(window: int | None) -> tuple[torch.Tensor, LayerKV, torch.Tensor, torch
     spans = []
     for start, end, images in BATCH:
         rows = torch.arange(start, end)
-        own = torch.stack([rows, rows + 1], 1)
+        row_spans = torch.stack([rows, rows + 1], 1)
         for first, last in images:
-            own[(rows >= first) & (rows < last)] = torch.tensor([first, last])
-        spans.append(own)
+            row_spans[(rows >= first) & (rows < last)] = torch.tensor([first, last])
+        spans.append(row_spans)
     offsets = torch.cat([torch.zeros(1), counts.cumsum(0)]).int()
     lengths = torch.tensor([end for _, end, _ in BATCH]).int()
     kv = LayerKV(cache, tables, torch.zeros(0).long(), window)
@@ -38,9 +40,9 @@ def case(window: int | None) -> tuple[torch.Tensor, LayerKV, torch.Tensor, torch
 
 @pytest.mark.parametrize("window", [None, 7, 30])
 @pytest.mark.parametrize("ops", [ReferenceOps(), InferenceSession([CPU()]).ops], ids=["reference", "best"])
-def test_visible_keys(ops: Ops, window: int | None) -> None:
-    """A row sees the keys of its window before it, and those of its image after it."""
-    q, kv, offsets, lengths, spans = case(window)
+def test_a_row_attends_to_its_window_and_its_image(ops: Ops, window: int | None) -> None:
+    """A row sees the keys of its window before it, and the keys of its image after it."""
+    q, kv, offsets, lengths, spans = random_batch(window)
     images = ImageSpans(spans, offsets, lengths)
     out = ops.attention(q, kv, offsets, lengths, scale=0.3, spans=images)
     row = 0
@@ -48,8 +50,8 @@ def test_visible_keys(ops: Ops, window: int | None) -> None:
         keys, values = kv.cache[:, kv.block_tables[sequence].long()].transpose(2, 3).flatten(1, 2)
         for position in range(start, end):
             first = 0 if window is None else max(0, position - window + 1)
-            seen = slice(first, int(spans[row, 1]))
-            scores = torch.einsum("hd,nhd->hn", q[row], keys[seen].repeat_interleave(3, 1)) * 0.3
-            expected = torch.einsum("hn,nhd->hd", scores.softmax(-1), values[seen].repeat_interleave(3, 1))
+            visible = slice(first, int(spans[row, 1]))
+            scores = torch.einsum("hd,nhd->hn", q[row], keys[visible].repeat_interleave(3, 1)) * 0.3
+            expected = torch.einsum("hn,nhd->hd", scores.softmax(-1), values[visible].repeat_interleave(3, 1))
             torch.testing.assert_close(out[row], expected, atol=1e-5, rtol=0)
             row += 1

@@ -20,7 +20,7 @@ def test_blocks_are_allocated_in_order_without_the_null_block() -> None:
     assert (pool.num_blocks, pool.num_free) == (4, 0)
 
 
-def test_allocating_too_many_blocks_fails_and_allocates_none() -> None:
+def test_a_failed_allocation_allocates_no_block() -> None:
     pool = BlockPool(5)
     pool.allocate(2)
     with pytest.raises(InsufficientBlocksError, match="3 KV blocks are needed, 2 of 4 are free") as caught:
@@ -32,13 +32,13 @@ def test_allocating_too_many_blocks_fails_and_allocates_none() -> None:
 
 def test_a_released_registered_block_is_found_until_eviction() -> None:
     pool = BlockPool(3)
-    one, two = pool.allocate(2)
-    pool.register(one, b"one")
-    pool.release([one, two])
+    first, second = pool.allocate(2)
+    pool.register(first, b"one")
+    pool.release([first, second])
     assert (pool.num_free, pool.num_cached) == (2, 1)
-    assert pool.lookup(b"one") == one
-    assert pool.allocate(1) == [two]  # a free block goes before a cached one
-    assert pool.allocate(1) == [one]
+    assert pool.lookup(b"one") == first
+    assert pool.allocate(1) == [second]  # a free block goes before a cached one
+    assert pool.allocate(1) == [first]
     assert pool.lookup(b"one") is None
 
 
@@ -64,11 +64,11 @@ def test_the_least_recently_used_block_is_evicted_first() -> None:
 
 def test_the_first_of_two_equal_blocks_stays_registered() -> None:
     pool = BlockPool(3)
-    one, two = pool.allocate(2)
-    assert pool.register(one, b"same")
-    assert not pool.register(two, b"same")
-    pool.release([one, two])
-    assert pool.lookup(b"same") == one
+    first, second = pool.allocate(2)
+    assert pool.register(first, b"same")
+    assert not pool.register(second, b"same")
+    pool.release([first, second])
+    assert pool.lookup(b"same") == first
     assert (pool.num_free, pool.num_cached) == (2, 1)
     pool.check_integrity()
 
@@ -100,8 +100,8 @@ def test_check_integrity_reports_a_lost_block() -> None:
         pool.check_integrity()
 
 
-class Pools(RuleBasedStateMachine):
-    """The pool behaves like a simple model that uses plain lists."""
+class PoolMachine(RuleBasedStateMachine):
+    """The pool behaves like a simple model made of plain lists."""
 
     SIZE = 8
 
@@ -110,7 +110,7 @@ class Pools(RuleBasedStateMachine):
         self.pool = BlockPool(self.SIZE + 1)
         self.held: list[int] = []  # one entry per reference
         self.known: dict[int, bytes] = {}
-        self.unused: list[int] = []  # registered and without references, least recently used first
+        self.unused: list[int] = []  # registered and unreferenced blocks, least recently used first
 
     @rule(count=st.integers(0, SIZE + 1))
     def allocate(self, count: int) -> None:
@@ -158,7 +158,7 @@ class Pools(RuleBasedStateMachine):
                 self.unused.remove(block)
 
     @invariant()
-    def agrees(self) -> None:
+    def pool_agrees_with_the_model(self) -> None:
         self.pool.check_integrity()
         assert {block: self.pool.references(block) for block in set(self.held)} == Counter(self.held)
         assert self.pool.num_free == self.SIZE - len(set(self.held))
@@ -166,5 +166,5 @@ class Pools(RuleBasedStateMachine):
         assert all(self.pool.lookup(digest) == block for block, digest in self.known.items())
 
 
-TestPools = Pools.TestCase
+TestPools = PoolMachine.TestCase
 TestPools.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)

@@ -1,4 +1,4 @@
-"""Events of the prefix cache, the reset of the cache, and the return of its memory."""
+"""Events of the prefix cache, reset of the cache, and release of its memory."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def digests_of(context: TextContext) -> list[bytes]:
     return chain_digests(root, context.all_tokens, {}, range(context.current_length // 4), 4)
 
 
-def findable(known: set[bytes], events: Iterable[CacheEvent]) -> set[bytes]:
-    """Apply events as a router does."""
+def apply_events(known: set[bytes], events: Iterable[CacheEvent]) -> set[bytes]:
+    """Return the digests that are cached after these events."""
     for event in events:
         match event:
             case BlocksStored():
@@ -38,7 +38,7 @@ def findable(known: set[bytes], events: Iterable[CacheEvent]) -> set[bytes]:
     return known
 
 
-def test_stored_blocks_have_digests_parents_and_tokens() -> None:
+def test_stored_events_have_digests_parents_and_tokens() -> None:
     manager, context = kv_manager(8), text_context(PROMPT)
     manager.record_events()
     advance(manager, context, token=10)
@@ -49,18 +49,18 @@ def test_stored_blocks_have_digests_parents_and_tokens() -> None:
     advance(manager, context, token=12)  # computes the twelfth token
     third = digests_of(context)[2]
     assert manager.take_events() == [BlocksStored([third], second, [8, 9, 10, 11])]
-    twin = text_context(PROMPT)
-    advance(manager, twin)
-    assert manager.take_events() == []  # it used the cached blocks
+    equal_context = text_context(PROMPT)
+    advance(manager, equal_context)
+    assert manager.take_events() == []  # the context used the cached blocks
 
 
-def test_no_event_without_a_reader() -> None:
+def test_events_are_recorded_only_if_enabled() -> None:
     manager, context = kv_manager(8), text_context(PROMPT)
     advance(manager, context)
     assert manager.take_events() == []
 
 
-def test_evicted_blocks_are_removed() -> None:
+def test_an_evicted_block_gives_a_removed_event() -> None:
     manager, context = kv_manager(4), text_context(PROMPT)
     manager.record_events()
     advance(manager, context)
@@ -71,38 +71,38 @@ def test_evicted_blocks_are_removed() -> None:
     first, second = digests_of(text_context(PROMPT))
     events = manager.take_events()
     assert events[0] == BlocksRemoved([second])  # the end of a prompt is evicted first
-    assert findable({first, second}, events) == {first, *digests_of(other)}
+    assert apply_events({first, second}, events) == {first, *digests_of(other)}
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 6), (6,)])
 def test_events_describe_the_pool_exactly(windows: tuple[int | None, ...]) -> None:
-    draws, known = random.Random(7), set[bytes]()
+    random_numbers, known = random.Random(7), set[bytes]()
     manager = kv_manager(*(9 for _ in windows), windows=windows)
     manager.record_events()
     for _ in range(60):
-        context = text_context([draws.randrange(2) for _ in range(draws.randrange(1, 20))])
-        advance(manager, context, token=draws.randrange(2))
-        advance(manager, context, token=draws.randrange(2))
+        context = text_context([random_numbers.randrange(2) for _ in range(random_numbers.randrange(1, 20))])
+        advance(manager, context, token=random_numbers.randrange(2))
+        advance(manager, context, token=random_numbers.randrange(2))
         manager.release(context)
-        if draws.random() < 0.05:
+        if random_numbers.random() < 0.05:
             manager.forget_prefixes()
-        known = findable(known, manager.take_events())
+        known = apply_events(known, manager.take_events())
         pool = manager._pools[0]
         assert known == set(pool._block_of)
         manager.check_integrity()
 
 
-def test_forgetting_prefixes_keeps_running_requests() -> None:
+def test_a_reset_of_the_prefix_cache_keeps_running_requests() -> None:
     manager, context = kv_manager(8), text_context(PROMPT)
     manager.record_events()
     advance(manager, context)
     manager.forget_prefixes()
     assert manager.take_events() == [BlocksCleared()]
     manager.check_integrity()
-    twin = text_context(PROMPT)
-    manager.claim(twin)
-    assert twin.num_cached_tokens == 0
-    manager.release(twin)
+    equal_context = text_context(PROMPT)
+    manager.claim(equal_context)
+    assert equal_context.num_cached_tokens == 0
+    manager.release(equal_context)
     compute_rest(manager, context)
     manager.release(context)
     assert manager.num_free_blocks == 8
@@ -114,7 +114,7 @@ def compute_rest(manager: KVCacheManager, context: TextContext) -> None:
         advance(manager, context, token=token)  # checks the keys of all tokens
 
 
-def test_discarded_storage_is_zero_and_can_be_used_again() -> None:
+def test_discarded_storage_is_zero_and_reusable() -> None:
     manager, context = kv_manager(3000), text_context(PROMPT)
     advance(manager, context)
     manager.release(context)
@@ -124,25 +124,25 @@ def test_discarded_storage_is_zero_and_can_be_used_again() -> None:
     manager.discard_storage()
     assert manager.storage.caches[0].data_ptr() == address
     assert not bool(cache.any())
-    again = text_context(PROMPT)
-    manager.claim(again)
-    assert again.num_cached_tokens == 0
-    manager.reserve(again)
-    compute(manager, [again])
-    manager.release(again)
+    second_context = text_context(PROMPT)
+    manager.claim(second_context)
+    assert second_context.num_cached_tokens == 0
+    manager.reserve(second_context)
+    compute(manager, [second_context])
+    manager.release(second_context)
     manager.check_integrity()
 
 
-def test_discarded_pages_are_returned_and_their_neighbours_kept() -> None:
+def test_discarding_returns_only_the_pages_of_the_range() -> None:
     tensor = torch.ones(6_000_000, dtype=torch.uint8)
-    before = resident()
+    before = resident_bytes()
     discard_pages(tensor.data_ptr() + 5, 5_900_000)
-    assert before - resident() > 5_500_000
+    assert before - resident_bytes() > 5_500_000
     assert int(tensor.sum()) == 100_000
     assert bool(tensor[:5].all())
     assert bool(tensor[5_900_005:].all())
 
 
-def resident() -> int:
+def resident_bytes() -> int:
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * 4096

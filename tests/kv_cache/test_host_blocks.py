@@ -1,4 +1,4 @@
-"""Evicted blocks of the prefix cache in host memory."""
+"""Offloading of evicted prefix-cache blocks to host memory."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def host_of(manager: KVCacheManager) -> HostBlocks:
     return host
 
 
-def run(manager: KVCacheManager, tokens: list[int], **fields: Any) -> int:
-    """Compute a prompt, release it, and return how many of its tokens were cached."""
+def cached_tokens_of(manager: KVCacheManager, tokens: list[int], **fields: Any) -> int:
+    """Compute a prompt and release it. Return how many of its tokens were cached."""
     context = text_context(tokens, **fields)
     advance(manager, context)
     manager.release(context)
@@ -37,32 +37,38 @@ def run(manager: KVCacheManager, tokens: list[int], **fields: Any) -> int:
     return context.num_cached_tokens
 
 
-def test_an_evicted_prefix_returns() -> None:
+def test_an_evicted_prefix_is_restored() -> None:
     first, second = list(range(17)), list(range(100, 117))
-    lost = kv_manager(5)
-    assert [run(lost, tokens) for tokens in (first, second, first)] == [0, 0, 0]
+    without_host_memory = kv_manager(5)
+    assert [cached_tokens_of(without_host_memory, tokens) for tokens in (first, second, first)] == [0, 0, 0]
     manager = kv_manager(5, host_memory=8 * BLOCK)
     assert host_of(manager).num_blocks == 8
-    assert [run(manager, tokens) for tokens in (first, second, first, second, first)] == [0, 0, 16, 16, 16]
+    assert [cached_tokens_of(manager, tokens) for tokens in (first, second, first, second, first)] == [
+        0,
+        0,
+        16,
+        16,
+        16,
+    ]
     assert host_of(manager).num_restored >= 4
 
 
-def test_a_part_of_a_prefix_returns() -> None:
-    """Two blocks of host memory: the chain is restored up to the first block that is lost."""
+def test_a_prefix_is_restored_up_to_its_first_lost_block() -> None:
+    """Host memory has room for two blocks."""
     first, second = list(range(17)), list(range(100, 117))
     manager = kv_manager(5, host_memory=2 * BLOCK)
-    run(manager, first)
-    run(manager, second)
-    assert run(manager, first) in (0, 4, 8)
+    cached_tokens_of(manager, first)
+    cached_tokens_of(manager, second)
+    assert cached_tokens_of(manager, first) in (0, 4, 8)
     assert host_of(manager).num_blocks == 2
 
 
-def test_the_content_is_that_of_the_block() -> None:
-    """`compute` checks the keys in restored blocks, so that a wrong copy is detected."""
+def test_a_restored_block_has_its_original_content() -> None:
+    """`compute` checks the keys in restored blocks, which detects a wrong copy."""
     first, second = list(range(17)), list(range(100, 117))
     manager = kv_manager(5, host_memory=8 * BLOCK)
-    run(manager, first)
-    run(manager, second)
+    cached_tokens_of(manager, first)
+    cached_tokens_of(manager, second)
     for tensors in host_of(manager)._host:
         for tensor in tensors:
             tensor.add_(1)
@@ -74,25 +80,28 @@ def test_the_content_is_that_of_the_block() -> None:
         compute(manager, [context])
 
 
-def test_forgotten_prefixes_do_not_return() -> None:
+def test_prefixes_are_not_restored_after_a_reset() -> None:
     first, second = list(range(17)), list(range(100, 117))
     manager = kv_manager(5, host_memory=8 * BLOCK)
-    run(manager, first)
-    run(manager, second)
+    cached_tokens_of(manager, first)
+    cached_tokens_of(manager, second)
     manager.forget_prefixes()
-    assert run(manager, first) == 0
+    assert cached_tokens_of(manager, first) == 0
 
 
-def test_salts_and_echo() -> None:
-    """Blocks of another salt are other blocks, and an echo of the prompt reads no cached block."""
+def test_blocks_of_another_salt_and_echoed_prompts_are_not_restored() -> None:
+    """A block is identified by its salt too. An echo of the prompt reads no cached block."""
     first, second = list(range(17)), list(range(100, 117))
     manager = kv_manager(5, host_memory=8 * BLOCK)
-    run(manager, first, cache_salt="a")
-    run(manager, second)
-    assert run(manager, first, cache_salt="b") == 0
-    assert run(manager, first, cache_salt="a") == 16
-    run(manager, second)
-    assert run(manager, first, cache_salt="a", log_probabilities=1, log_probabilities_echo=True) == 0
+    cached_tokens_of(manager, first, cache_salt="a")
+    cached_tokens_of(manager, second)
+    assert cached_tokens_of(manager, first, cache_salt="b") == 0
+    assert cached_tokens_of(manager, first, cache_salt="a") == 16
+    cached_tokens_of(manager, second)
+    assert (
+        cached_tokens_of(manager, first, cache_salt="a", log_probabilities=1, log_probabilities_echo=True)
+        == 0
+    )
 
 
 @settings(max_examples=examples(25))
@@ -105,14 +114,14 @@ def test_salts_and_echo() -> None:
     windows=st.sampled_from([(None,), (None, 6), (8,)]),
     together=st.integers(1, 4),
 )
-def test_any_schedule(
+def test_any_schedule_gives_the_outputs_of_single_requests(
     prompts: list[tuple[int, int, int]],
     capacity: int,
     blocks: int,
     windows: tuple[int | None, ...],
     together: int,
 ) -> None:
-    """Prompts with four different prefixes give the outputs of single requests; each step checks its keys."""
+    """Prompts share four different prefixes. Each step checks the keys of its context."""
     memory = capacity * BLOCK * len(windows)
     kv = kv_manager(*[blocks] * len(windows), windows=windows, host_memory=memory)
     scheduler: Scheduler[TextContext, TextGenerationResponse] = Scheduler(
@@ -123,17 +132,17 @@ def test_any_schedule(
         for number, (family, length, new) in enumerate(prompts)
     ]
     expected = {context.request_id: alone(context) for context in contexts}
-    found: dict[str, list[int]] = {name: [] for name in expected}
+    result: dict[str, list[int]] = {name: [] for name in expected}
     for context in contexts:
         scheduler.submit(context)
     while scheduler.has_work:
         for name, output in scheduler.step().items():
-            found[name] += [int(token.next_token) for token in output.tokens]
+            result[name] += [int(token.next_token) for token in output.tokens]
         kv.check_integrity()
-    assert found == expected
+    assert result == expected
 
 
-def test_it_needs_a_gpu() -> None:
+def test_kv_offload_is_refused_without_a_gpu() -> None:
     cache = KVCacheConfig(offload_memory=1 << 20)
     with pytest.raises(ConfigError, match="kv_offload_memory: the KV cache of a CPU is in host memory"):
         PipelineConfig(kv_cache=cache)

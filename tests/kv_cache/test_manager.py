@@ -24,7 +24,7 @@ def adapter_name(context: InputContext) -> bytes:
 # -- claim --------------------------------------------------------------------------------------------
 
 
-def test_slots_are_the_lowest_free_numbers() -> None:
+def test_claim_assigns_the_lowest_free_slot() -> None:
     manager = kv_manager(8)
     contexts = [text_context(PROMPT) for _ in range(3)]
     for context in contexts:
@@ -37,7 +37,7 @@ def test_slots_are_the_lowest_free_numbers() -> None:
     manager.check_integrity()
 
 
-def test_a_new_cache_has_no_prefix() -> None:
+def test_a_claim_in_an_empty_cache_finds_no_prefix() -> None:
     manager, context = kv_manager(8), text_context(PROMPT)
     manager.claim(context)
     assert (context.start_idx, context.num_cached_tokens) == (0, 0)
@@ -52,24 +52,28 @@ def test_claiming_twice_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "hit"),
+    ("prompt", "num_cached"),
     [
         (PROMPT, 8),
         (PROMPT[:9], 8),
-        (PROMPT[:8], 4),  # the last token is computed, for its logits
+        (PROMPT[:8], 4),  # the last token is always computed, for its logits
         (PROMPT[:7], 4),
         (PROMPT[:4], 0),
         ([*PROMPT[:5], 99, *PROMPT[6:]], 4),
         ([99, *PROMPT[1:]], 0),
     ],
 )
-def test_full_blocks_of_a_cached_prefix_are_shared(prompt: list[int], hit: int) -> None:
+def test_full_blocks_of_a_cached_prefix_are_shared(prompt: list[int], num_cached: int) -> None:
     manager, first = kv_manager(8), text_context(PROMPT)
     advance(manager, first)
     second = text_context(prompt)
     manager.claim(second)
-    assert (second.start_idx, second.num_cached_tokens, second.committed_idx) == (hit, hit, hit)
-    assert tables(manager, second)[0][: hit // 4] == tables(manager, first)[0][: hit // 4]
+    assert (second.start_idx, second.num_cached_tokens, second.committed_idx) == (
+        num_cached,
+        num_cached,
+        num_cached,
+    )
+    assert tables(manager, second)[0][: num_cached // 4] == tables(manager, first)[0][: num_cached // 4]
     advance(manager, second)
     manager.check_integrity()
 
@@ -84,7 +88,7 @@ def test_a_prefix_outlives_its_context() -> None:
     assert second.num_cached_tokens == 8
 
 
-def test_generated_tokens_are_shared_too() -> None:
+def test_blocks_of_generated_tokens_are_shared() -> None:
     manager, first = kv_manager(8), text_context(PROMPT)
     for token in (50, 51, 52):
         advance(manager, first, token)
@@ -126,8 +130,8 @@ def test_equal_prefixes_are_shared(fields: dict[str, Any]) -> None:
     assert second.num_cached_tokens == 8
 
 
-def test_images_are_shared_only_by_name() -> None:
-    def hit(overrides: dict[int, int], images: int = 1) -> int:
+def test_image_blocks_are_shared_only_with_equal_digests() -> None:
+    def cached_tokens_with(overrides: dict[int, int], images: int = 1) -> int:
         manager = kv_manager(8)
         for _ in range(2):
             context = TextAndVisionContext(
@@ -143,7 +147,11 @@ def test_images_are_shared_only_by_name() -> None:
             manager.release(context)
         return cached
 
-    assert [hit({}), hit({1: 77}), hit({}, images=0)] == [0, 8, 8]
+    assert [cached_tokens_with({}), cached_tokens_with({1: 77}), cached_tokens_with({}, images=0)] == [
+        0,
+        8,
+        8,
+    ]
 
 
 def test_an_adapter_of_unknown_content_shares_nothing() -> None:
@@ -162,7 +170,7 @@ def test_blocks_of_an_echoing_context_are_shared() -> None:
     assert second.num_cached_tokens == 8
 
 
-def test_a_preempted_context_finds_its_own_blocks_and_keeps_its_count() -> None:
+def test_a_preempted_context_reuses_its_blocks_and_keeps_its_cached_count() -> None:
     manager, context = kv_manager(8), text_context(PROMPT)
     for token in (50, 51, 52):
         advance(manager, context, token)
@@ -174,7 +182,7 @@ def test_a_preempted_context_finds_its_own_blocks_and_keeps_its_count() -> None:
     manager.check_integrity()
 
 
-def test_a_slot_from_elsewhere_is_refused() -> None:
+def test_a_slot_assigned_elsewhere_is_refused() -> None:
     manager, context = kv_manager(8), text_context(PROMPT)
     context.assign_to_cache(5)
     with pytest.raises(InputError, match="slot 5, but not by this KV cache"):
@@ -259,12 +267,13 @@ def test_blocks_behind_the_window_are_freed_and_stay_cached() -> None:
     manager = kv_manager(8, 8, windows=(None, 6))
     context = text_context(list(range(17)))
     advance(manager, context)
-    assert tables(manager, context) == [[1, 2, 3, 4, 5], [0, 0, 0, 4, 5]]  # the query at 17 sees 12 .. 17
+    # the query at 17 sees positions 12 to 17
+    assert tables(manager, context) == [[1, 2, 3, 4, 5], [0, 0, 0, 4, 5]]
     assert manager.num_free_blocks == 3
     again = text_context(list(range(17)))
     manager.claim(again)
     assert again.num_cached_tokens == 16
-    assert tables(manager, again) == [[1, 2, 3, 4], [0, 0, 3, 4]]  # the query at 16 sees 11 .. 16
+    assert tables(manager, again) == [[1, 2, 3, 4], [0, 0, 3, 4]]  # the query at 16 sees positions 11 to 16
     advance(manager, again)
     manager.check_integrity()
 
@@ -278,14 +287,14 @@ def test_a_windowed_sequence_may_outgrow_its_pool() -> None:
     manager.check_integrity()
 
 
-def test_a_prefix_hit_needs_what_the_window_sees() -> None:
+def test_a_prefix_hit_needs_the_blocks_within_the_window() -> None:
     manager = kv_manager(20, 5, windows=(None, 6))
     long = text_context(list(range(21)))
     while long.start_idx < 20:
         advance(manager, long, 99, chunk=4)
     manager.release(long)
-    # The pool with the window has five blocks, which now hold the end of the text.
-    advance(manager, text_context([7, 7, 7, 7, 7]))  # evicts the oldest two
+    # The windowed pool has five blocks, which now hold the end of the text.
+    advance(manager, text_context([7, 7, 7, 7, 7]))  # evicts the two oldest blocks
     for length, hit in ((21, 20), (17, 16), (13, 0)):
         again = text_context(list(range(length)))
         manager.claim(again)
@@ -293,28 +302,30 @@ def test_a_prefix_hit_needs_what_the_window_sees() -> None:
         manager.release(again)
 
 
-# -- keys that a sequence outgrows ----------------------------------------------------------------------
+# -- regimes: keys that become invalid beyond a length ---------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("length", "regime", "shortest", "left"),
     [(1, 0, 0, 7), (7, 0, 0, 1), (8, 1, 8, 5), (12, 1, 8, 1), (13, 2, 13, None), (99, 2, 13, None)],
 )
-def test_regimes(length: int, regime: int, shortest: int, left: int | None) -> None:
+def test_a_length_has_its_regime_and_limits(
+    length: int, regime: int, shortest: int, left: int | None
+) -> None:
     spec = kv_spec(None, key_limits=(7, 12))
     assert (spec.regime(length), spec.shortest(length), spec.steps_left(length)) == (regime, shortest, left)
     assert (kv_spec(None).regime(length), kv_spec(None).steps_left(length)) == (0, None)
 
 
 @pytest.mark.parametrize("limits", [(8, 4), (4, 4), (0,), (-1, 5)])
-def test_limits_ascend(limits: tuple[int, ...]) -> None:
+def test_limits_that_do_not_ascend_are_refused(limits: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match=r"key_limits: must ascend from 1 on"):
         kv_spec(None, key_limits=limits)
 
 
-def test_a_context_that_outgrows_its_keys_is_stale_until_it_is_computed_again() -> None:
+def test_a_context_beyond_its_key_limit_is_stale_until_recomputed() -> None:
     manager, context = kv_manager(16, key_limits=(11,)), text_context(PROMPT)
-    assert not manager.is_stale(context), "it has no keys yet"
+    assert not manager.is_stale(context), "the context has no keys yet"
     advance(manager, context)
     assert not manager.is_stale(context)
     advance(manager, context)
@@ -328,14 +339,14 @@ def test_a_context_that_outgrows_its_keys_is_stale_until_it_is_computed_again() 
     manager.check_integrity()
 
 
-def test_a_context_that_shrinks_below_the_limit_is_stale() -> None:
+def test_a_context_rolled_back_below_the_limit_is_stale() -> None:
     manager, context = kv_manager(16, key_limits=(9,)), text_context(PROMPT)
     advance(manager, context)
     context.rollback(2)
     assert manager.is_stale(context)
 
 
-def test_a_fork_has_the_keys_of_its_parent() -> None:
+def test_a_fork_has_the_regime_of_its_parent() -> None:
     manager, parent = kv_manager(16, key_limits=(10,)), text_context(PROMPT)
     advance(manager, parent)
     child = text_context([*PROMPT, 7])
@@ -401,7 +412,7 @@ def test_a_fork_without_free_blocks_changes_nothing() -> None:
     manager.check_integrity()
 
 
-def test_a_fork_of_other_tokens_fails() -> None:
+def test_a_fork_with_other_tokens_is_refused() -> None:
     manager = kv_manager(8)
     parent, child = text_context(PROMPT), text_context(PROMPT[::-1])
     advance(manager, parent, 50)
@@ -461,7 +472,7 @@ def test_a_rollback_does_not_write_into_shared_blocks(caching: bool, regrown: bo
     advance(manager, parent, 50)
     child.update(50)
     manager.fork(parent, child)
-    child.rollback(6)  # 5 tokens remain, and the last one must be computed
+    child.rollback(6)  # 5 tokens remain, and the last one must be recomputed
     for token in range(70, 76 if regrown else 70):
         child.update(token)
     for token in range(80, 84):
@@ -472,9 +483,9 @@ def test_a_rollback_does_not_write_into_shared_blocks(caching: bool, regrown: bo
     assert tables(manager, child)[0][1] != tables(manager, parent)[0][1]
 
 
-def test_after_a_rollback_blocks_are_registered_by_their_new_tokens() -> None:
+def test_blocks_are_registered_by_their_new_tokens_after_a_rollback() -> None:
     manager, context = kv_manager(12), text_context(PROMPT[:9])
-    advance(manager, context, 50)  # two blocks are known: 0 .. 7
+    advance(manager, context, 50)  # two blocks are registered: positions 0 to 7
     context.rollback(4)
     for token in (70, 71, 72, 73):
         advance(manager, context, token)
@@ -486,7 +497,7 @@ def test_after_a_rollback_blocks_are_registered_by_their_new_tokens() -> None:
         manager.release(other)
 
 
-def test_a_rollback_behind_a_window_begins_anew() -> None:
+def test_a_rollback_before_the_window_restarts_the_context() -> None:
     manager = kv_manager(12, 12, windows=(None, 4))
     context = text_context(PROMPT)
     advance(manager, context, 50)
@@ -500,7 +511,7 @@ def test_a_rollback_behind_a_window_begins_anew() -> None:
 # -- waits_for and admits -----------------------------------------------------------------------------
 
 
-def test_a_context_waits_for_the_prefix_that_another_computes() -> None:
+def test_a_context_waits_for_a_prefix_in_flight() -> None:
     manager = kv_manager(8)
     first, second, other = text_context(PROMPT), text_context(PROMPT), text_context([9, *PROMPT])
     assert not manager.waits_for(second)
@@ -516,7 +527,7 @@ def test_a_context_waits_for_the_prefix_that_another_computes() -> None:
     assert second.num_cached_tokens == 8
 
 
-def test_no_wait_for_a_block_that_cannot_be_used() -> None:
+def test_a_context_does_not_wait_for_an_unusable_block() -> None:
     manager = kv_manager(8)
     manager.claim(text_context(PROMPT[:8]))
     assert manager.waits_for(text_context(PROMPT[:5]))
@@ -525,7 +536,7 @@ def test_no_wait_for_a_block_that_cannot_be_used() -> None:
     assert not manager.waits_for(text_context(PROMPT, cache_salt="ours"))
 
 
-def test_no_wait_for_a_released_context() -> None:
+def test_a_context_does_not_wait_for_a_released_context() -> None:
     manager = kv_manager(8)
     first, second = text_context(PROMPT), text_context(PROMPT)
     manager.claim(first)
@@ -549,11 +560,11 @@ def test_a_context_may_grow_while_it_waits() -> None:
 def test_digests_of_a_waiting_context_are_dropped() -> None:
     manager = kv_manager(8)
     manager.claim(text_context(PROMPT))
-    given_up, claimed = text_context(PROMPT), text_context(PROMPT)
-    for context in (given_up, claimed):
+    cancelled, claimed = text_context(PROMPT), text_context(PROMPT)
+    for context in (cancelled, claimed):
         assert manager.waits_for(context)
     assert len(manager._prefixes._chains) == 2
-    manager.release(given_up)
+    manager.release(cancelled)
     manager.claim(claimed)
     assert not manager._prefixes._chains
 
@@ -564,31 +575,31 @@ def test_waits_for_continues_from_the_last_lookup(monkeypatch: pytest.MonkeyPatc
     advance(manager, first, chunk=200)
     manager.claim(third := text_context([*range(200), 7, 8, 9]))
     assert third.start_idx == 200
-    looked: list[bytes] = []
+    lookups: list[bytes] = []
     pool = manager._pools[0]
     lookup = pool.lookup
-    monkeypatch.setattr(pool, "lookup", lambda digest: looked.append(digest) or lookup(digest))
+    monkeypatch.setattr(pool, "lookup", lambda digest: lookups.append(digest) or lookup(digest))
     manager.waits_for(second)
-    assert len(looked) == 200
-    looked.clear()
+    assert len(lookups) == 200
+    lookups.clear()
     manager.waits_for(second)
-    assert len(looked) == 1
+    assert len(lookups) == 1
 
 
 def test_admits_counts_shared_and_evictable_blocks() -> None:
     manager = kv_manager(5)
     first = text_context(PROMPT)
-    advance(manager, first, 50)  # three blocks, two of them known
-    assert manager.admits(text_context(PROMPT))  # shares two, needs one
+    advance(manager, first, 50)  # three blocks, two of them cached
+    assert manager.admits(text_context(PROMPT))  # shares two blocks, needs one
     assert manager.admits(text_context(PROMPT), headroom=1)
     assert not manager.admits(text_context(PROMPT), headroom=2)
-    assert not manager.admits(text_context(PROMPT[::-1]))  # needs three, two are free
+    assert not manager.admits(text_context(PROMPT[::-1]))  # needs three blocks, two are free
     manager.release(first)
     assert manager.admits(text_context(PROMPT), headroom=2)
     assert not manager.admits(text_context(PROMPT), headroom=3)
 
 
-def test_admits_and_fits_consider_windows() -> None:
+def test_admits_and_fits_count_only_blocks_within_windows() -> None:
     manager = kv_manager(20, 4, windows=(None, 6))
     context = text_context(list(range(40)))
     assert manager.fits(40, chunk_size=4)
@@ -628,9 +639,9 @@ def test_inputs_with_drafts_and_the_next_step() -> None:
     inputs = manager.inputs([context], np.array([10]), np.array([3]))
     assert inputs.lengths.tolist() == [13]
     assert inputs.groups[0].slots.tolist() == [14, 15, 16]
-    following = inputs.advance()
-    assert following.lengths.tolist() == [14]
-    assert following.groups[0].slots.tolist() == [17]
+    next_inputs = inputs.advance()
+    assert next_inputs.lengths.tolist() == [14]
+    assert next_inputs.groups[0].slots.tolist() == [17]
 
 
 def test_inputs_of_an_empty_batch() -> None:
@@ -638,7 +649,7 @@ def test_inputs_of_an_empty_batch() -> None:
     assert (tuple(inputs.groups[0].block_tables.shape), inputs.lengths.tolist()) == ((0, 1), [])
 
 
-def test_inputs_do_not_follow_later_changes() -> None:
+def test_inputs_do_not_change_with_later_steps() -> None:
     manager, context = kv_manager(8), text_context(PROMPT)
     manager.claim(context)
     manager.reserve(context)
@@ -700,7 +711,7 @@ def test_check_integrity_reports_a_hole_in_a_table() -> None:
         manager.check_integrity()
 
 
-def test_a_batch_is_computed_together() -> None:
+def test_a_batch_of_contexts_is_computed_in_one_forward() -> None:
     manager = kv_manager(40)
     contexts = [text_context([n, *PROMPT[: n + 1]]) for n in range(6)]
     for context in contexts:

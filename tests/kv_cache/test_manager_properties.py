@@ -1,4 +1,4 @@
-"""Random sequences of cache operations, in a cache that is too small for all contexts."""
+"""Random sequences of cache operations in a cache that is too small for all contexts."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from penstock.errors import InsufficientBlocksError
 from penstock.pipelines.core import TextContext
 
 BLOCK = 4
-STREAM = [1, 2, 3, 4, 5, 6, 7, 8, 9] * 3  # all prompts begin with a part of it
+STREAM = [1, 2, 3, 4, 5, 6, 7, 8, 9] * 3  # each prompt begins with a prefix of this stream
 
 Pick = Callable[[list[TextContext]], TextContext]
 picks = st.integers(0, 100).map(lambda n: lambda contexts: contexts[n % len(contexts)])
 
 
 class Operations(RuleBasedStateMachine):
-    """Claim, compute in steps and chunks, roll back, fork, preempt and release, in any order."""
+    """Claims, computes in steps and chunks, rolls back, forks, preempts and releases, in any order."""
 
     windows: tuple[int | None, ...] = (None,)
     num_blocks: tuple[int, ...] = (14,)
@@ -150,21 +150,21 @@ class Operations(RuleBasedStateMachine):
             assert not any(self.manager.waits_for(context) for context in self.waiting)
 
     def reserve(self, context: TextContext, lookahead: int) -> bool:
-        for extra in (0, lookahead):  # the first may move start_idx, after a rollback
+        for num_lookahead in (0, lookahead):  # the first reservation may move start_idx, after a rollback
             before = tables(self.manager, context), self.manager.num_free_blocks
             try:
-                self.manager.reserve(context, extra)
+                self.manager.reserve(context, num_lookahead)
             except InsufficientBlocksError:
-                if extra:
+                if num_lookahead:
                     assert before == (tables(self.manager, context), self.manager.num_free_blocks)
                 return False
-            done = tables(self.manager, context), self.manager.num_free_blocks
-            self.manager.reserve(context, extra)
-            assert done == (tables(self.manager, context), self.manager.num_free_blocks)
+            after = tables(self.manager, context), self.manager.num_free_blocks
+            self.manager.reserve(context, num_lookahead)
+            assert after == (tables(self.manager, context), self.manager.num_free_blocks)
         return True
 
     def check_written_blocks(self, batch: list[TextContext]) -> None:
-        """Check that no row is written into a block of another context or into a registered block."""
+        """Check that no row is written into a block of another context, or into a registered block."""
         inputs = self.manager.inputs(batch)
         offsets = np.cumsum([0, *(context.active_length for context in batch)])
         assert inputs.lengths.tolist() == [context.active_idx for context in batch]
@@ -174,8 +174,10 @@ class Operations(RuleBasedStateMachine):
                 table = tables(self.manager, context)[index]
                 padding = [0] * (group.block_tables.shape[1] - len(table))
                 assert group.block_tables[row].tolist() == table + padding
-                places = [divmod(place, BLOCK) for place in range(context.start_idx, context.active_idx)]
-                assert slots.tolist() == [table[column] * BLOCK + within for column, within in places]
+                block_offsets = [
+                    divmod(position, BLOCK) for position in range(context.start_idx, context.active_idx)
+                ]
+                assert slots.tolist() == [table[column] * BLOCK + offset for column, offset in block_offsets]
                 written = set((slots // BLOCK).tolist())
                 assert 0 not in written
                 for other in self.claimed:

@@ -1,4 +1,4 @@
-"""`reserve_steps` and `reserve_drafts`: the number of steps, and the blocks for them."""
+"""`reserve_steps` and `reserve_drafts`: the number of steps and their blocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.kv_cache import KVCacheManager, NullKVCache, claim, reserve_drafts
 from penstock.pipelines.core import SamplingParams, TextContext
 
 
-def claimed(manager: KVCacheManager, length: int = 4, **fields: Any) -> TextContext:
+def claimed_context(manager: KVCacheManager, length: int = 4, **fields: Any) -> TextContext:
     context = text_context([1] * length, **fields)
     manager.claim(context)
     return context
@@ -21,7 +21,7 @@ def claimed(manager: KVCacheManager, length: int = 4, **fields: Any) -> TextCont
 @pytest.mark.parametrize(("num_steps", "num_used"), [(1, 1), (2, 2), (5, 2), (6, 3)])
 def test_blocks_for_all_steps_are_reserved(num_steps: int, num_used: int) -> None:
     manager = kv_manager(10)
-    assert reserve_steps(manager, [claimed(manager)], num_steps) == num_steps
+    assert reserve_steps(manager, [claimed_context(manager)], num_steps) == num_steps
     assert manager.num_blocks - manager.num_free_blocks == num_used
 
 
@@ -33,68 +33,70 @@ def test_blocks_for_all_steps_are_reserved(num_steps: int, num_used: int) -> Non
         {"sampling_params": SamplingParams(banned_sequences=[[1, 2]])},
     ],
 )
-def test_one_step_if_a_context_must_be_examined_after_each_token(fields: dict[str, Any]) -> None:
+def test_only_one_step_if_a_context_needs_a_check_after_each_token(fields: dict[str, Any]) -> None:
     manager = kv_manager(10)
-    contexts = [claimed(manager), claimed(manager, **fields)]
+    contexts = [claimed_context(manager), claimed_context(manager, **fields)]
     assert reserve_steps(manager, contexts, 5) == 1
     assert manager.num_free_blocks == 8
 
 
-def test_one_step_for_a_chunk_of_a_prompt() -> None:
+def test_only_one_step_for_a_chunk_of_a_prompt() -> None:
     manager = kv_manager(10)
-    context = claimed(manager)
+    context = claimed_context(manager)
     context.set_token_indices(active_idx=2)
     assert reserve_steps(manager, [context], 5) == 1
 
 
-def test_no_more_steps_than_tokens_left() -> None:
+def test_the_steps_do_not_exceed_the_remaining_tokens() -> None:
     manager = kv_manager(10)
-    assert reserve_steps(manager, [claimed(manager), claimed(manager, max_length=7)], 5) == 3
+    assert reserve_steps(manager, [claimed_context(manager), claimed_context(manager, max_length=7)], 5) == 3
     manager.max_length = 6
-    assert reserve_steps(manager, [claimed(manager)], 5) == 2
+    assert reserve_steps(manager, [claimed_context(manager)], 5) == 2
     manager.max_length = 4
-    assert reserve_steps(manager, [claimed(manager)], 5) == 1, "the pipeline refuses it after this step"
+    assert reserve_steps(manager, [claimed_context(manager)], 5) == 1, (
+        "the pipeline refuses the context after this step"
+    )
 
 
-def test_no_more_steps_than_keys_stay_valid_for() -> None:
+def test_the_steps_end_at_the_key_limit() -> None:
     manager = kv_manager(10, key_limits=(6,))
-    assert reserve_steps(manager, [claimed(manager)], 9) == 3
-    assert tokens_left(manager, claimed(manager)) == 3
+    assert reserve_steps(manager, [claimed_context(manager)], 9) == 3
+    assert tokens_left(manager, claimed_context(manager)) == 3
 
 
-def test_one_step_if_there_are_too_few_blocks_for_more_of_all() -> None:
+def test_only_one_step_if_the_blocks_do_not_suffice_for_more() -> None:
     manager = kv_manager(3)
-    contexts = [claimed(manager), claimed(manager)]
+    contexts = [claimed_context(manager), claimed_context(manager)]
     assert reserve_steps(manager, contexts, 5) == 1
     assert manager.num_free_blocks == 1
     assert reserve_steps(manager, contexts[:1], 5) == 5
 
 
-def test_too_few_blocks_for_one_step() -> None:
+def test_too_few_blocks_for_one_step_are_an_error() -> None:
     manager = kv_manager(1)
-    contexts = [claimed(manager), claimed(manager)]
+    contexts = [claimed_context(manager), claimed_context(manager)]
     with pytest.raises(InsufficientBlocksError):
         reserve_steps(manager, contexts, 5)
 
 
 @pytest.mark.parametrize(("num_drafts", "num_reserved"), [(0, 0), (4, 4), (9, 4), (20, 2)])
-def test_drafts_are_halved_until_they_have_blocks(num_drafts: int, num_reserved: int) -> None:
+def test_drafts_are_halved_until_their_blocks_are_free(num_drafts: int, num_reserved: int) -> None:
     manager = kv_manager(2)
-    context = claimed(manager)
+    context = claimed_context(manager)
     manager.reserve(context)
     assert reserve_drafts(manager, context, num_drafts) == num_reserved
 
 
-def test_a_cache_without_blocks() -> None:
+def test_reservations_without_a_cache_depend_on_the_length_only() -> None:
     cache, context = NullKVCache(), text_context([1, 2, 3], max_length=10)
     assert reserve_steps(cache, [context], 20) == 7
     cache.max_length = 5
     assert reserve_steps(cache, [context], 20) == 2
 
 
-def test_claiming_restarts_a_stale_context() -> None:
+def test_a_claim_restarts_a_stale_context() -> None:
     manager = kv_manager(10, key_limits=(5,))
-    context = claimed(manager)
+    context = claimed_context(manager)
     manager.reserve(context)
     context.update(1)
     context.update(1)

@@ -1,4 +1,4 @@
-"""The description of a KV cache: groups of layers, sizes, windows."""
+"""The specification of a KV cache: groups of layers, sizes, windows."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from penstock.errors import ConfigError
 from penstock.kv_cache.spec import KVCacheSpec, KVGroup
 
 
-def group(*layers: int, window: int | None = None, dtype: DType = DType.float32) -> KVGroup:
+def make_group(*layers: int, window: int | None = None, dtype: DType = DType.float32) -> KVGroup:
     return KVGroup(layers, 2, 8, dtype, window)
 
 
-def test_layers_and_their_groups() -> None:
-    spec = KVCacheSpec((group(0, 3), group(1, 2, window=16)))
+def test_a_layer_maps_to_its_group() -> None:
+    spec = KVCacheSpec((make_group(0, 3), make_group(1, 2, window=16)))
     assert spec.num_layers == 4
     assert spec.group_of_layer == (0, 1, 1, 0)
 
 
-def test_bytes_per_block() -> None:
-    spec = KVCacheSpec((group(0, 1), group(2, dtype=DType.bfloat16), group(3, dtype=DType.int8)))
+def test_bytes_per_block_follow_from_the_group() -> None:
+    spec = KVCacheSpec(
+        (make_group(0, 1), make_group(2, dtype=DType.bfloat16), make_group(3, dtype=DType.int8))
+    )
     heads_and_tokens = 2 * 2 * 16  # keys and values, kv heads, block size
     assert spec.bytes_per_block(16) == (
         2 * heads_and_tokens * 8 * 4,
@@ -34,18 +36,18 @@ def test_bytes_per_block() -> None:
 
 
 @pytest.mark.parametrize("layers", [[(0, 2)], [(0,), (0,)], [(1,)], [(0, 1), (1, 2)]])
-def test_each_layer_is_in_one_group(layers: list[tuple[int, ...]]) -> None:
+def test_layers_that_are_missing_or_repeated_are_refused(layers: list[tuple[int, ...]]) -> None:
     with pytest.raises(ConfigError, match="must be in exactly one group"):
-        KVCacheSpec(tuple(group(*of_group) for of_group in layers))
+        KVCacheSpec(tuple(make_group(*of_group) for of_group in layers))
 
 
-def test_a_spec_needs_a_group() -> None:
+def test_a_spec_without_groups_is_refused() -> None:
     with pytest.raises(ConfigError, match="must be in exactly one group"):
         KVCacheSpec(())
 
 
-def test_the_first_visible_position() -> None:
-    windowed, chunked = group(0, window=16), KVGroup((0,), 2, 8, DType.float32, 16, is_chunked=True)
+def test_first_visible_follows_from_window_or_chunk() -> None:
+    windowed, chunked = make_group(0, window=16), KVGroup((0,), 2, 8, DType.float32, 16, is_chunked=True)
     assert [windowed.first_visible(position) for position in (0, 15, 16, 40)] == [0, 0, 1, 25]
     assert [chunked.first_visible(position) for position in (0, 15, 16, 40)] == [0, 0, 16, 32]
 
@@ -61,10 +63,10 @@ def test_the_first_visible_position() -> None:
         ({"dtype": DType.int32}, "dtype"),
     ],
 )
-def test_a_wrong_field_is_named(fields: dict[str, Any], field: str) -> None:
-    given: dict[str, Any] = {"layers": (0,), "kv_heads": 1, "head_dim": 8, "dtype": DType.float32}
+def test_the_error_names_the_invalid_field(fields: dict[str, Any], field: str) -> None:
+    values: dict[str, Any] = {"layers": (0,), "kv_heads": 1, "head_dim": 8, "dtype": DType.float32}
     with pytest.raises(ConfigError, match=f"^{field}: ") as caught:
-        KVGroup(**(given | fields))
+        KVGroup(**(values | fields))
     assert caught.value.field == field
 
 
@@ -75,12 +77,12 @@ def test_a_wrong_field_is_named(fields: dict[str, Any], field: str) -> None:
     chunk=st.integers(1, 60),
 )
 def test_max_blocks_equals_a_simulation(tokens: int, block_size: int, window: int | None, chunk: int) -> None:
-    layers, most = group(0, window=window), 0
+    layers, largest = make_group(0, window=window), 0
     for start in range(0, tokens, chunk):
         first = layers.first_visible(start) // block_size
         last = (min(start + chunk, tokens) - 1) // block_size
-        most = max(most, last - first + 1)
+        largest = max(largest, last - first + 1)
     bound = layers.max_blocks(tokens, block_size, chunk)
-    assert most <= bound <= layers.max_blocks(tokens, block_size) == -(-tokens // block_size)
+    assert largest <= bound <= layers.max_blocks(tokens, block_size) == -(-tokens // block_size)
     if window is None:
-        assert bound == most
+        assert bound == largest

@@ -20,37 +20,37 @@ from penstock.worker.client import WorkerClient
 GREEDY = SamplingParams(max_new_tokens=8, top_k=1, ignore_eos=True)
 
 
-def in_this_process(checkpoint: Path, *_: object) -> LocalProcessor:
-    """Return a processor that runs in this process."""
+def make_local_processor(checkpoint: Path, *_: object) -> LocalProcessor:
+    """Return an image processor that runs in this process."""
     return LocalProcessor(checkpoint)
 
 
-async def test_outputs_of_llm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(media_tokenizer, "ProcessorPool", in_this_process)
+async def test_outputs_equal_those_of_llm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(media_tokenizer, "ProcessorPool", make_local_processor)
     config = PipelineConfig.from_flat(
         {"model_path": str(write_llava(tmp_path)), "quantization_encoding": "float32", "max_batch_size": 4}
     )
     prompts, image = ["A <image> b", "No image"], tmp_path / "picture.png"
     image.write_bytes(file_of(picture(1)))
     images = [[image], None]
-    talk = chat_with("What?", [picture(2)])
+    messages = chat_with("What?", [picture(2)])
     with LLM.from_config(config) as llm:
         expected = llm.generate(prompts, GREEDY, use_tqdm=False, images=images)
         other = llm.generate(prompts[0], GREEDY, use_tqdm=False, images=picture(5))[0]
-        answer = llm.chat(talk, GREEDY, use_tqdm=False)[0]
+        answer = llm.chat(messages, GREEDY, use_tqdm=False)[0]
     assert expected[0].token_ids != other.token_ids, "the output depends on the image"
     worker = WorkerClient(partial(load_runtime, config), in_thread=True)
     async with AsyncLLM.from_config(config, worker=worker) as llm:
-        found = await llm.generate(prompts, GREEDY, images=images)
-        assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+        result = await llm.generate(prompts, GREEDY, images=images)
+        assert [item.token_ids for item in result] == [reference.token_ids for reference in expected]
         assert (await llm.generate(prompts[0], GREEDY, images=picture(5)))[0].token_ids == other.token_ids
-        assert (await llm.chat(talk, GREEDY))[0].token_ids == answer.token_ids
-        pieces = [one async for one in llm.stream(prompts[0], GREEDY, images=image)]
-        assert pieces[-1].output is not None
-        assert pieces[-1].output.token_ids == expected[0].token_ids
+        assert (await llm.chat(messages, GREEDY))[0].token_ids == answer.token_ids
+        chunks = [chunk async for chunk in llm.stream(prompts[0], GREEDY, images=image)]
+        assert chunks[-1].output is not None
+        assert chunks[-1].output.token_ids == expected[0].token_ids
         with pytest.raises(InputError, match="cannot be read"):
             await llm.generate(prompts[0], GREEDY, images="no.png")
         with pytest.raises(InputError, match="images has 1 entries for 2 prompts"):
             await llm.generate(prompts, GREEDY, images=[image])
         with pytest.raises(InputError, match="leave out images"):
-            await anext(llm.stream(messages=talk, sampling_params=GREEDY, images=image))
+            await anext(llm.stream(messages=messages, sampling_params=GREEDY, images=image))

@@ -1,4 +1,4 @@
-"""`AsyncLLM`: the worker from an asyncio program."""
+"""`AsyncLLM`: the engine used from an asyncio program."""
 
 from __future__ import annotations
 
@@ -26,36 +26,41 @@ GREEDY = SamplingParams(max_new_tokens=12)
 
 
 @asynccontextmanager
-async def opened(max_queue_size: int | None = None, **config: Any) -> AsyncIterator[AsyncLLM]:
-    """An AsyncLLM whose worker is a thread of this process."""
+async def open_async_llm(max_queue_size: int | None = None, **config: Any) -> AsyncIterator[AsyncLLM]:
+    """Return an AsyncLLM whose worker is a thread of this process."""
     config = {"model_path": "demo", "kv_cache_memory": 64 * 2**20, **config}
-    made = PipelineConfig.from_flat(config)
-    worker = WorkerClient(partial(load_runtime, made), in_thread=True, max_queue_size=max_queue_size)
-    async with AsyncLLM.from_config(made, worker=worker) as llm:
+    pipeline_config = PipelineConfig.from_flat(config)
+    worker = WorkerClient(
+        partial(load_runtime, pipeline_config), in_thread=True, max_queue_size=max_queue_size
+    )
+    async with AsyncLLM.from_config(pipeline_config, worker=worker) as llm:
         yield llm
 
 
 async def test_outputs_equal_those_of_llm() -> None:
     prompts = ["Once upon a time", [5, 6, 7], "One day"]
-    sampled = [SamplingParams(max_new_tokens=9, temperature=1.0, seed=seed) for seed in range(3)]
-    talk = [{"role": "user", "content": "What is the capital of Germany?"}]
+    params = [SamplingParams(max_new_tokens=9, temperature=1.0, seed=seed) for seed in range(3)]
+    messages = [{"role": "user", "content": "What is the capital of Germany?"}]
     with LLM("demo", kv_cache_memory=64 * 2**20) as llm:
-        expected = llm.generate(prompts, sampled, n=2, logprobs=2, prompt_logprobs=1, use_tqdm=False)
-        best = llm.generate("One day", sampled[0], n=1, best_of=3, use_tqdm=False)
-        answer = llm.chat(talk, GREEDY, use_tqdm=False)
-    async with opened() as llm:
-        found = await llm.generate(prompts, sampled, n=2, logprobs=2, prompt_logprobs=1)
-        assert [one.text for one in found] == [one.text for one in expected]
-        for one, other in zip(found, expected, strict=True):
-            assert (one.token_ids, one.prompt_token_ids) == (other.token_ids, other.prompt_token_ids)
-            assert (one.finish_reason, one.index, one.prompt) == (
-                other.finish_reason,
-                other.index,
-                other.prompt,
+        expected = llm.generate(prompts, params, n=2, logprobs=2, prompt_logprobs=1, use_tqdm=False)
+        best = llm.generate("One day", params[0], n=1, best_of=3, use_tqdm=False)
+        answer = llm.chat(messages, GREEDY, use_tqdm=False)
+    async with open_async_llm() as llm:
+        result = await llm.generate(prompts, params, n=2, logprobs=2, prompt_logprobs=1)
+        assert [item.text for item in result] == [reference.text for reference in expected]
+        for actual, reference in zip(result, expected, strict=True):
+            assert (actual.token_ids, actual.prompt_token_ids) == (
+                reference.token_ids,
+                reference.prompt_token_ids,
+            )
+            assert (actual.finish_reason, actual.index, actual.prompt) == (
+                reference.finish_reason,
+                reference.index,
+                reference.prompt,
             )
             for scores, others in (
-                (one.log_probabilities, other.log_probabilities),
-                (one.prompt_log_probabilities, other.prompt_log_probabilities),
+                (actual.log_probabilities, reference.log_probabilities),
+                (actual.prompt_log_probabilities, reference.prompt_log_probabilities),
             ):
                 assert scores is not None
                 assert others is not None
@@ -65,20 +70,23 @@ async def test_outputs_equal_those_of_llm() -> None:
                 assert [len(top) for top in scores.top_log_probabilities] == [
                     len(top) for top in others.top_log_probabilities
                 ]
-        ranked = await llm.generate("One day", sampled[0], n=1, best_of=3)
-        assert [one.text for one in ranked] == [one.text for one in best]
-        assert [one.text for one in await llm.chat(talk, GREEDY)] == [one.text for one in answer]
-
-        pieces = [piece async for piece in llm.stream(messages=talk, sampling_params=GREEDY)]
-        assert "".join(piece.text for piece in pieces) == answer[0].text
-        assert [one for piece in pieces for one in piece.token_ids] == answer[0].token_ids
-        assert [piece.output is not None for piece in pieces] == [False] * (len(pieces) - 1) + [True]
-        assert pieces[-1].output is not None
-        assert pieces[-1].output.text == answer[0].text
-        stopped = [
-            p async for p in llm.stream(messages=talk, sampling_params=SamplingParams(stop=["Germany"]))
+        ranked = await llm.generate("One day", params[0], n=1, best_of=3)
+        assert [answer.text for answer in ranked] == [answer.text for answer in best]
+        assert [output.text for output in await llm.chat(messages, GREEDY)] == [
+            output.text for output in answer
         ]
-        assert "".join(piece.text for piece in stopped) == "The capital of "
+
+        chunks = [chunk async for chunk in llm.stream(messages=messages, sampling_params=GREEDY)]
+        assert "".join(chunk.text for chunk in chunks) == answer[0].text
+        assert [token for chunk in chunks for token in chunk.token_ids] == answer[0].token_ids
+        assert [chunk.output is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+        assert chunks[-1].output is not None
+        assert chunks[-1].output.text == answer[0].text
+        stopped = [
+            chunk
+            async for chunk in llm.stream(messages=messages, sampling_params=SamplingParams(stop=["Germany"]))
+        ]
+        assert "".join(chunk.text for chunk in stopped) == "The capital of "
         assert stopped[-1].output is not None
         assert stopped[-1].output.finish_reason == "stop"
         await eventually(lambda: llm._worker.num_outstanding == 0)
@@ -86,7 +94,7 @@ async def test_outputs_equal_those_of_llm() -> None:
 
 async def test_cancelling_a_task_cancels_its_requests() -> None:
     endless = SamplingParams(max_new_tokens=900, ignore_eos=True)
-    async with opened() as llm:
+    async with open_async_llm() as llm:
         worker = llm._worker
         task = asyncio.create_task(llm.generate(["a", "b", "c"], endless))
         await eventually(lambda: worker.num_outstanding == 3)
@@ -114,26 +122,26 @@ async def test_a_closed_stream_cancels_at_the_engine() -> None:
         assert sorted(engine.cancelled) == sorted(context.request_id for context in engine.contexts)
 
 
-async def test_several_at_once_and_more_than_the_queue_holds() -> None:
-    async with opened(max_queue_size=1, max_batch_size=2) as llm:
+async def test_requests_beyond_the_queue_size_are_served() -> None:
+    async with open_async_llm(max_queue_size=1, max_batch_size=2) as llm:
         texts = [f"Tell me {index}" for index in range(12)]
         together, streamed = await asyncio.gather(
             llm.generate(texts, GREEDY),
             asyncio.gather(*[_text(llm, text) for text in texts]),
         )
-        assert [one.text for one in together] == list(streamed)
+        assert [output.text for output in together] == list(streamed)
 
 
 async def _text(llm: AsyncLLM, prompt: str) -> str:
-    return "".join([piece.text async for piece in llm.stream(prompt, GREEDY)])
+    return "".join([chunk.text async for chunk in llm.stream(prompt, GREEDY)])
 
 
-async def test_embeddings(tmp_path: Path) -> None:
+async def test_embeddings_equal_those_of_llm(tmp_path: Path) -> None:
     path = write_tiny_embedder(tmp_path / "embedder")
     texts = ["a cat", "a dog", "the weather"]
     with LLM(path) as llm:
         expected = llm.embed(texts, use_tqdm=False)
-    async with opened(model_path=str(path)) as llm:
+    async with open_async_llm(model_path=str(path)) as llm:
         np.testing.assert_allclose(await llm.embed(texts), expected, atol=1e-5)
         np.testing.assert_allclose(
             await llm.embed("a dog", normalize=False, truncate=True), expected[1], atol=2
@@ -143,13 +151,13 @@ async def test_embeddings(tmp_path: Path) -> None:
             await llm.generate("x")
 
 
-async def test_errors() -> None:
+async def test_invalid_calls_are_refused() -> None:
     with pytest.raises(ConfigError, match="model_path"):
         AsyncLLM("demo", model_path="x")  # type: ignore[call-arg]
     llm = AsyncLLM("demo")
     with pytest.raises(InputError, match="not started"):
         await llm.generate("x")
-    async with opened() as llm:
+    async with open_async_llm() as llm:
         with pytest.raises(InputError, match="either a prompt or messages"):
             llm.stream()
         with pytest.raises(TaskMismatchError):
@@ -159,16 +167,16 @@ async def test_errors() -> None:
 
 
 @pytest.mark.slow
-async def test_two_worker_processes_give_the_same_texts() -> None:
+async def test_two_worker_processes_give_the_texts_of_llm() -> None:
     prompts = ["Once upon a time", "One day", "The cat", "A dog"]
     with LLM("demo", kv_cache_memory=64 * 2**20) as llm:
-        expected = [one.text for one in llm.generate(prompts, GREEDY, use_tqdm=False)]
+        expected = [output.text for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
     async with AsyncLLM("demo", kv_cache_memory=64 * 2**20, data_parallel_size=2) as llm:
-        assert [one.text for one in await llm.generate(prompts, GREEDY)] == expected
+        assert [output.text for output in await llm.generate(prompts, GREEDY)] == expected
         assert [worker.stats.num_prompt_tokens > 0 for worker in llm._worker.workers] == [True, True]
 
 
-async def test_an_embeddings_model_behind_a_router(tmp_path: Path) -> None:
+async def test_an_embeddings_model_on_several_workers_gives_the_vectors_of_llm(tmp_path: Path) -> None:
     config = PipelineConfig.from_flat({"model_path": write_tiny_embedder(tmp_path)})
     workers = [WorkerClient(partial(load_runtime, config), in_thread=True) for _ in range(2)]
     texts = ["one", "two", "three", "four"]

@@ -24,11 +24,11 @@ TEXTS = ["Good morning.", "One two three. " + "The cat is small. " * 8]
 
 
 @asynccontextmanager
-async def opened(model: str = "demo-voice", **config: Any) -> AsyncIterator[AsyncLLM]:
-    """An AsyncLLM whose worker is a thread of this process."""
-    made = PipelineConfig.from_flat({"model_path": model, "kv_cache_memory": 32 * 2**20, **config})
-    worker = WorkerClient(partial(load_runtime, made), in_thread=True)
-    async with AsyncLLM.from_config(made, worker=worker) as llm:
+async def open_async_llm(model: str = "demo-voice", **config: Any) -> AsyncIterator[AsyncLLM]:
+    """Return an AsyncLLM whose worker is a thread of this process."""
+    pipeline_config = PipelineConfig.from_flat({"model_path": model, "kv_cache_memory": 32 * 2**20, **config})
+    worker = WorkerClient(partial(load_runtime, pipeline_config), in_thread=True)
+    async with AsyncLLM.from_config(pipeline_config, worker=worker) as llm:
         yield llm
 
 
@@ -38,22 +38,22 @@ def expected() -> Iterator[list[Speech]]:
         yield llm.speak(TEXTS, SHORT, use_tqdm=False)
 
 
-async def test_it_gives_the_audio_of_llm(expected: list[Speech]) -> None:
-    async with opened() as llm:
-        found = await llm.speak(TEXTS, SHORT)
+async def test_audio_equals_that_of_llm(expected: list[Speech]) -> None:
+    async with open_async_llm() as llm:
+        result = await llm.speak(TEXTS, SHORT)
         alone = await llm.speak(TEXTS[0], SHORT)
-        for one, other in zip([*found, alone], [*expected, expected[0]], strict=True):
-            np.testing.assert_allclose(one.audio, other.audio, atol=1e-5)
-            assert (one.sample_rate, one.num_tokens, one.is_cut) == (
-                other.sample_rate,
-                other.num_tokens,
-                other.is_cut,
+        for actual, reference in zip([*result, alone], [*expected, expected[0]], strict=True):
+            np.testing.assert_allclose(actual.audio, reference.audio, atol=1e-5)
+            assert (actual.sample_rate, actual.num_tokens, actual.is_cut) == (
+                reference.sample_rate,
+                reference.num_tokens,
+                reference.is_cut,
             )
-        assert len(found[1].audio) > 2 * len(found[0].audio)
+        assert len(result[1].audio) > 2 * len(result[0].audio)
 
 
-async def test_a_stream_joins_to_the_whole(expected: list[Speech]) -> None:
-    async with opened() as llm:
+async def test_joined_chunks_equal_the_audio_of_speak(expected: list[Speech]) -> None:
+    async with open_async_llm() as llm:
         for text, whole in zip(TEXTS, expected, strict=True):
             chunks = [chunk async for chunk in llm.stream_speech(text, SHORT)]
             assert [chunk.is_done for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
@@ -65,7 +65,7 @@ async def test_a_stream_joins_to_the_whole(expected: list[Speech]) -> None:
 
 
 async def test_a_closed_stream_and_a_cancelled_task_cancel_their_requests() -> None:
-    async with opened() as llm:
+    async with open_async_llm() as llm:
         worker = llm._worker
         async with aclosing(llm.stream_speech(TEXTS[1])) as stream:
             await anext(stream)
@@ -78,8 +78,8 @@ async def test_a_closed_stream_and_a_cancelled_task_cancel_their_requests() -> N
         await eventually(lambda: worker.num_outstanding == 0)
 
 
-async def test_errors() -> None:
-    async with opened() as llm:
+async def test_invalid_calls_are_refused() -> None:
+    async with open_async_llm() as llm:
         with pytest.raises(InputError, match="voice 'nobody' is unknown"):
             await llm.speak("hello", voice="nobody")
         with pytest.raises(InputError, match="at least one character"):
@@ -88,7 +88,7 @@ async def test_errors() -> None:
             await llm.speak("hello", voice="a", audio_prompt_tokens=[1])
         with pytest.raises(TaskMismatchError):
             await llm.embed("hello")
-    async with opened("demo") as llm:
+    async with open_async_llm("demo") as llm:
         with pytest.raises(TaskMismatchError, match="speak"):
             await llm.speak("hello")
         with pytest.raises(TaskMismatchError, match="stream_speech"):

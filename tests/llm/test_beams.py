@@ -1,4 +1,4 @@
-"""Beam search: the tokens of transformers, and the state after it."""
+"""Beam search: the tokens equal those of transformers, and the cache is free afterwards."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROMPTS = ["Hello", "A", "What is longer than a block of sixteen tokens, by far?
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with several end tokens, so that beams end at all lengths and each end rule has an effect."""
+    """Return a model with several end tokens, so that beams end at many lengths."""
     return write_tiny_llm(
         tmp_path_factory.mktemp("models") / "tiny", seed=3, eos_token_id=[EOS, 60, 61, 62, 63]
     )
@@ -50,8 +50,10 @@ def llm(shared_llm: LLM) -> Iterator[LLM]:
     assert shared_llm.pipeline.kv.num_free_blocks == shared_llm.pipeline.kv.num_blocks
 
 
-def expected(reference: Any, llm: LLM, prompt: str, ends: set[int], **options: Any) -> list[tuple[Any, ...]]:
-    """Return for each beam of transformers: tokens without the end, whether an end token ended it, score."""
+def reference_beams(
+    reference: Any, llm: LLM, prompt: str, ends: set[int], **options: Any
+) -> list[tuple[Any, ...]]:
+    """Return for each beam of transformers: its tokens without the end token, whether it ended, its score."""
     tokens = torch.from_numpy(llm.tokenizer.encode_text(prompt))[None]
     result = reference.generate(
         tokens,
@@ -63,23 +65,23 @@ def expected(reference: Any, llm: LLM, prompt: str, ends: set[int], **options: A
         output_scores=True,
         **options,
     )
-    found = []
+    actual = []
     for row, score in zip(result.sequences.tolist(), result.sequences_scores.tolist(), strict=True):
         generated = row[tokens.shape[1] :]
         end = next((i for i, token in enumerate(generated) if token in ends), None)
-        found.append((generated[:end], end is not None, pytest.approx(score, rel=1e-4, abs=1e-4)))
-    return found
+        actual.append((generated[:end], end is not None, pytest.approx(score, rel=1e-4, abs=1e-4)))
+    return actual
 
 
-def shown(outputs: list[GenerationOutput]) -> list[tuple[Any, ...]]:
-    return [(one.token_ids, one.finish_reason == "stop", one.score) for one in outputs]
+def beams_of(outputs: list[GenerationOutput]) -> list[tuple[Any, ...]]:
+    return [(output.token_ids, output.finish_reason == "stop", output.score) for output in outputs]
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
 @pytest.mark.parametrize("length_penalty", [1.0, 2.5, 0.0, -0.5])
 @pytest.mark.parametrize("num_beams", [2, 5])
-def test_beams_are_those_of_transformers(
+def test_beams_equal_those_of_transformers(
     num_beams: int, length_penalty: float, early_stopping: Any, llm: LLM, reference: Any
 ) -> None:
     options = {
@@ -90,27 +92,27 @@ def test_beams_are_those_of_transformers(
         "max_new_tokens": 20,
     }
     outputs = llm.beam_search(PROMPTS, **options)
-    assert [one.index for one in outputs] == [0, 1] * len(PROMPTS)
+    assert [output.index for output in outputs] == [0, 1] * len(PROMPTS)
     ends = llm.tokenizer.eos_token_ids
     for i, prompt in enumerate(PROMPTS):
-        alone = expected(reference, llm, prompt, ends, **options)
-        assert shown(outputs[2 * i : 2 * i + 2]) == alone
+        alone = reference_beams(reference, llm, prompt, ends, **options)
+        assert beams_of(outputs[2 * i : 2 * i + 2]) == alone
         assert outputs[2 * i].prompt == prompt
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_other_models(seed: int, tmp_path: Path) -> None:
+def test_beams_of_other_models_equal_transformers(seed: int, tmp_path: Path) -> None:
     folder = write_tiny_llm(tmp_path, seed=20 + seed, eos_token_id=[EOS, 10 + seed])
     reference = oracle(folder)
     options: dict[str, Any] = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": 40}
     with LLM(str(folder), kv_cache_block_size=16) as llm:
         outputs = llm.beam_search(["One", "Two words"], **options)
         ends = llm.tokenizer.eos_token_ids
-        assert shown(outputs[:3]) == expected(reference, llm, "One", ends, **options)
-        assert shown(outputs[3:]) == expected(reference, llm, "Two words", ends, **options)
+        assert beams_of(outputs[:3]) == reference_beams(reference, llm, "One", ends, **options)
+        assert beams_of(outputs[3:]) == reference_beams(reference, llm, "Two words", ends, **options)
 
 
-def test_one_beam_is_greedy_and_ends_may_be_ignored(llm: LLM, reference: Any) -> None:
+def test_a_single_beam_is_the_greedy_text(llm: LLM, reference: Any) -> None:
     from penstock import SamplingParams
 
     greedy = SamplingParams(max_new_tokens=30, ignore_eos=True)
@@ -120,34 +122,34 @@ def test_one_beam_is_greedy_and_ends_may_be_ignored(llm: LLM, reference: Any) ->
     options: dict[str, Any] = {"num_beams": 4, "max_new_tokens": 30}
     (searched,) = llm.beam_search("Hello", ignore_eos=True, **options)
     reference.generation_config.eos_token_id = None
-    assert shown([searched]) == expected(reference, llm, "Hello", set(), **options)
+    assert beams_of([searched]) == reference_beams(reference, llm, "Hello", set(), **options)
 
 
-def test_log_probabilities_are_those_of_the_tokens(llm: LLM, reference: Any) -> None:
+def test_log_probabilities_of_beams_equal_transformers(llm: LLM, reference: Any) -> None:
     for output in llm.beam_search(PROMPTS, num_beams=3, num_return_sequences=3, max_new_tokens=12):
         rows = output.log_probabilities
         assert rows is not None
         tokens = output.prompt_token_ids + output.token_ids
         scores = torch.log_softmax(oracle_logits(reference, tokens), -1)
         first = len(output.prompt_token_ids)
-        truth = [scores[first + i - 1, token].item() for i, token in enumerate(output.token_ids)]
-        np.testing.assert_allclose(rows.token_log_probabilities, truth, atol=1e-4)
+        expected = [scores[first + i - 1, token].item() for i, token in enumerate(output.token_ids)]
+        np.testing.assert_allclose(rows.token_log_probabilities, expected, atol=1e-4)
         assert [list(top) for top in rows.top_log_probabilities] == [[token] for token in output.token_ids]
         assert output.num_generated_tokens == len(output.token_ids) + (output.finish_reason == "stop")
         assert output.text == llm.tokenizer.decode_ids(output.token_ids)
 
 
-def test_the_prompt_is_computed_once_and_a_step_computes_a_token_a_beam(
+def test_the_prompt_is_computed_once_and_each_step_one_token_per_beam(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows: list[int] = []
     execute = llm.pipeline.model.execute
 
-    def counting(inputs: Any) -> Any:
+    def count_execute(inputs: Any) -> Any:
         rows.append(len(inputs.tokens))
         return execute(inputs)
 
-    monkeypatch.setattr(llm.pipeline.model, "execute", counting)
+    monkeypatch.setattr(llm.pipeline.model, "execute", count_execute)
     prompt = "Nobody has asked for this text before, of which blocks could be cached"
     (output,) = llm.beam_search(prompt, num_beams=4, max_new_tokens=40, ignore_eos=True)
     assert output.num_generated_tokens == 40
@@ -155,7 +157,7 @@ def test_the_prompt_is_computed_once_and_a_step_computes_a_token_a_beam(
 
 
 def test_replacing_the_sampled_token_keeps_the_computed_blocks() -> None:
-    """Also at the end of a block, the computed and committed tokens stay."""
+    """Computed and committed tokens stay, also at the end of a block."""
     context = context_of(range(1, 17))
     context.update(5)
     context.set_token_indices(committed_idx=16)
@@ -164,23 +166,23 @@ def test_replacing_the_sampled_token_keeps_the_computed_blocks() -> None:
     assert (context.start_idx, context.active_idx, context.committed_idx) == (16, 17, 16)
 
 
-def test_any_limits_of_a_step_give_the_same(model: Path, llm: LLM) -> None:
+def test_small_step_limits_give_the_same_beams(model: Path, llm: LLM) -> None:
     options: dict[str, Any] = {"num_beams": 4, "max_new_tokens": 20, "num_return_sequences": 4}
-    usual = shown(llm.beam_search(PROMPTS, **options))
+    expected = beams_of(llm.beam_search(PROMPTS, **options))
     limits = {"max_batch_size": 3, "max_batch_input_tokens": 7}
     with LLM(str(model), kv_cache_block_size=16, deterministic=True, **limits) as narrow:
-        assert shown(narrow.beam_search(PROMPTS, **options)) == usual
+        assert beams_of(narrow.beam_search(PROMPTS, **options)) == expected
         narrow.pipeline.kv.check_integrity()
 
 
 def test_prompts_that_do_not_fit_together_are_searched_in_turn(model: Path, llm: LLM) -> None:
     options: dict[str, Any] = {"num_beams": 4, "max_new_tokens": 30}
-    usual = shown(llm.beam_search(PROMPTS, **options))
+    expected = beams_of(llm.beam_search(PROMPTS, **options))
     block = 16 * 2 * 2 * 2 * 8 * 4
     with LLM(
         str(model), kv_cache_block_size=16, deterministic=True, kv_cache_memory=18 * block, max_batch_size=16
     ) as small:
-        assert shown(small.beam_search(PROMPTS, **options)) == usual
+        assert beams_of(small.beam_search(PROMPTS, **options)) == expected
         assert small.pipeline.kv.num_free_blocks == small.pipeline.kv.num_blocks
         with pytest.raises(InsufficientBlocksError):
             small.beam_search(PROMPTS[2], num_beams=16, max_new_tokens=40)
@@ -188,10 +190,10 @@ def test_prompts_that_do_not_fit_together_are_searched_in_turn(model: Path, llm:
         assert len(small.generate("Hello")) == 1
 
 
-def test_up_to_the_models_own_limit(llm: LLM) -> None:
+def test_beams_end_at_the_maximum_length(llm: LLM) -> None:
     prompt = "x" * (MAX_LENGTH - 3)
     outputs = llm.beam_search(prompt, num_beams=3, num_return_sequences=3, ignore_eos=True)
-    assert [one.num_generated_tokens for one in outputs] == [3, 3, 3]
+    assert [output.num_generated_tokens for output in outputs] == [3, 3, 3]
     assert llm.beam_search([]) == []
 
 
@@ -206,29 +208,29 @@ def test_up_to_the_models_own_limit(llm: LLM) -> None:
         ({"early_stopping": "soon"}, "early_stopping must be True, False or 'never', was 'soon'"),
     ],
 )
-def test_impossible_options(options: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         BeamOptions(**options)
 
 
-def test_options_of_other_types_of_numbers() -> None:
-    given: dict[str, Any] = {
+def test_numpy_numbers_are_accepted_as_options() -> None:
+    options: dict[str, Any] = {
         "num_beams": np.int64(3),
         "length_penalty": np.float32(0.5),
         "early_stopping": np.True_,
     }
-    assert repr(BeamOptions(**given)) == repr(
+    assert repr(BeamOptions(**options)) == repr(
         BeamOptions(num_beams=3, length_penalty=0.5, early_stopping=True)
     )
 
 
-def test_a_prompt_that_cannot_be_served_is_named(llm: LLM) -> None:
+def test_the_error_names_a_prompt_that_is_too_long(llm: LLM) -> None:
     with pytest.raises(InputError, match="the prompt is empty") as caught:
         llm.beam_search(["Hello", ""])
     assert caught.value.__notes__ == ["in prompt 2 of 2"]
 
 
-def test_speculation_is_refused(model: Path) -> None:
+def test_beam_search_with_speculation_is_refused(model: Path) -> None:
     with (
         LLM(str(model), speculative_method="ngram") as llm,
         pytest.raises(UnsupportedFeatureError, match="beam search with speculative decoding"),
@@ -236,24 +238,30 @@ def test_speculation_is_refused(model: Path) -> None:
         llm.beam_search("Hello")
 
 
-def test_an_error_in_the_middle_frees_all_blocks(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_during_the_search_frees_all_blocks(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     execute, calls = llm.pipeline.execute, []
 
-    def failing(batch: Any, num_steps: int = 1) -> Any:
+    def fail_at_third_call(batch: Any, num_steps: int = 1) -> Any:
         calls.append(batch)
         if len(calls) > 5:
             raise FloatingPointError("the forward failed")
         return execute(batch, num_steps)
 
-    monkeypatch.setattr(llm.pipeline, "execute", failing)
+    monkeypatch.setattr(llm.pipeline, "execute", fail_at_third_call)
     with pytest.raises(FloatingPointError):
         llm.beam_search(PROMPTS, num_beams=4)
 
 
 def test_the_text_of_a_beam_continues_from_the_prompt(shared_data: Path) -> None:
     tokenizer = TextTokenizer(shared_data / "models/stories260K")
-    prompt, the = (tokenizer.encode_text(text, add_special_tokens=False).tolist() for text in ("One", "the"))
+    prompt, tokens_of_the = (
+        tokenizer.encode_text(text, add_special_tokens=False).tolist() for text in ("One", "the")
+    )
     context = tokenizer.build_context(TokenGeneratorRequest("1", 0, "m", prompt=prompt))
-    beam = Hypothesis([*the, tokenizer.eos], [-1.0] * (len(the) + 1), -1.0, ended=True)
+    beam = Hypothesis([*tokens_of_the, tokenizer.eos], [-1.0] * (len(tokens_of_the) + 1), -1.0, ended=True)
     output = GenerationOutput.of_beam(context, 0, beam, tokenizer)
-    assert (output.text, output.token_ids, output.num_generated_tokens) == (" the", the, len(the) + 1)
+    assert (output.text, output.token_ids, output.num_generated_tokens) == (
+        " the",
+        tokens_of_the,
+        len(tokens_of_the) + 1,
+    )

@@ -29,8 +29,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(folder: Path) -> Iterator[LLM]:
-    with open_llm(folder) as opened:
-        yield opened
+    with open_llm(folder) as llm_:
+        yield llm_
 
 
 def open_llm(folder: Path, **config: Any) -> LLM:
@@ -42,13 +42,13 @@ def tokens_of(llm: LLM, prompt: str, *images: Any) -> list[int]:
     return llm.generate(prompt, GREEDY, use_tqdm=False, images=list(images) or None)[0].token_ids
 
 
-def counts(llm: LLM) -> tuple[int, int]:
+def encoder_counts(llm: LLM) -> tuple[int, int]:
     """Return the numbers of encoded images and of hits in the encoder cache."""
     cache = llm.pipeline.runner.images.cache
     return cache.num_encoded, cache.num_hits
 
 
-def test_equals_transformers(llm: LLM, folder: Path) -> None:
+def test_text_about_images_equals_transformers(llm: LLM, folder: Path) -> None:
     from transformers import AutoImageProcessor
 
     images = [picture(1, (50, 31)), picture(2)]
@@ -69,19 +69,19 @@ def test_equals_transformers(llm: LLM, folder: Path) -> None:
     assert output.prompt_token_ids.count(129) == 32
 
 
-def test_all_forms_of_an_image(llm: LLM, tmp_path: Path) -> None:
+def test_all_forms_of_an_image_give_the_same_text(llm: LLM, tmp_path: Path) -> None:
     image = picture(3)
     path = tmp_path / "picture.png"
     image.save(path)
     expected = tokens_of(llm, "See <image>!", image)
-    for form in (np.asarray(image), path, str(path), path.read_bytes()):
-        assert tokens_of(llm, "See <image>!", form) == expected
+    for image_form in (np.asarray(image), path, str(path), path.read_bytes()):
+        assert tokens_of(llm, "See <image>!", image_form) == expected
     url = "data:image/png;base64," + b64encode(path.read_bytes()).decode()
     part = {"type": "image_url", "image_url": {"url": url}}
     text = {"type": "text", "text": "What?"}
     chat = llm.chat([{"role": "user", "content": [part, text]}], GREEDY, use_tqdm=False)
-    same = llm.chat(chat_with("What?", [path]), GREEDY, use_tqdm=False)
-    assert chat[0].token_ids == same[0].token_ids
+    same_chat = llm.chat(chat_with("What?", [path]), GREEDY, use_tqdm=False)
+    assert chat[0].token_ids == same_chat[0].token_ids
     stream = llm.stream("See <image>!", GREEDY, images=image)
     "".join(stream)
     assert stream.output.token_ids == expected
@@ -90,32 +90,35 @@ def test_all_forms_of_an_image(llm: LLM, tmp_path: Path) -> None:
 def test_a_batch_equals_single_requests(llm: LLM) -> None:
     prompts = ["A <image> b", "No image", "<image><image>", "A <image> b"]
     images = [[picture(4)], None, [picture(5), picture(4)], [picture(6)]]
-    alone = [tokens_of(llm, prompt, *(own or ())) for prompt, own in zip(prompts, images, strict=True)]
+    alone = [
+        tokens_of(llm, prompt, *(prompt_images or ()))
+        for prompt, prompt_images in zip(prompts, images, strict=True)
+    ]
     together = llm.generate(prompts, GREEDY, use_tqdm=False, images=images)
     assert [output.token_ids for output in together] == alone
     assert alone[0] != alone[3]
 
 
-def test_an_image_is_encoded_once(folder: Path) -> None:
+def test_an_image_is_encoded_only_once(folder: Path) -> None:
     with open_llm(folder) as llm:
         first = tokens_of(llm, "Long enough text before <image> after", picture(7))
-        assert counts(llm) == (1, 0)
+        assert encoder_counts(llm) == (1, 0)
         assert tokens_of(llm, "Long enough text before <image> after", picture(7)) == first
-        assert counts(llm)[0] == 1
-        # The prefix cache holds the whole image: the encoder cache is not read.
+        assert encoder_counts(llm)[0] == 1
+        # The prefix cache holds the whole image, so the encoder cache is not read.
         tokens_of(llm, "<image>" + "a" * 32, picture(8))
-        before = counts(llm)
+        before = encoder_counts(llm)
         tokens_of(llm, "<image>" + "a" * 32, picture(8))
-        assert counts(llm) == before
-        # Another text before it: the rows come from the encoder cache.
+        assert encoder_counts(llm) == before
+        # Other text precedes the image: its rows come from the encoder cache.
         tokens_of(llm, "Other <image>", picture(8))
-        assert counts(llm) == (before[0], before[1] + 1)
-        # Both images of a batch are equal and new: one run.
+        assert encoder_counts(llm) == (before[0], before[1] + 1)
+        # Both images of the batch are new and equal: one run of the encoder.
         llm.generate(["<image>a", "b<image>"], GREEDY, use_tqdm=False, images=[picture(9), picture(9)])
-        assert counts(llm)[0] == before[0] + 1
+        assert encoder_counts(llm)[0] == before[0] + 1
 
 
-def test_prefixes_of_other_images_are_not_shared(llm: LLM) -> None:
+def test_prefixes_with_other_images_are_not_shared(llm: LLM) -> None:
     prompt = "<image>" + "the same text after it " * 2
     outputs = [tokens_of(llm, prompt, picture(seed)) for seed in (10, 11, 10)]
     assert outputs[0] == outputs[2]
@@ -131,7 +134,7 @@ def test_prefixes_of_other_images_are_not_shared(llm: LLM) -> None:
     ],
     ids=["chunks", "no caches", "preemption"],
 )
-def test_equal_in_every_schedule(llm: LLM, folder: Path, config: dict[str, Any]) -> None:
+def test_texts_are_equal_in_every_schedule(llm: LLM, folder: Path, config: dict[str, Any]) -> None:
     prompts = [f"{index} <image> x <image> y" for index in range(4)]
     images = [[picture(20 + index), picture(21 + index)] for index in range(4)]
     params = SamplingParams(max_new_tokens=40, top_k=1, ignore_eos=True)
@@ -141,16 +144,16 @@ def test_equal_in_every_schedule(llm: LLM, folder: Path, config: dict[str, Any])
         if "kv_cache_memory" in config:
             assert other._scheduler.num_preemptions > 0
         if "encoder_cache_memory" in config:
-            assert counts(other)[1] == 0
-    assert [one.token_ids for one in ours] == [one.token_ids for one in expected]
+            assert encoder_counts(other)[1] == 0
+    assert [output.token_ids for output in ours] == [reference.token_ids for reference in expected]
 
 
-def test_refusals(llm: LLM, tmp_path: Path) -> None:
-    good = picture(1)
+def test_invalid_images_are_refused(llm: LLM, tmp_path: Path) -> None:
+    valid = picture(1)
     with pytest.raises(InputError, match="the prompt has 0 placeholders '<image>', but the request has 1"):
-        tokens_of(llm, "Hi", good)
+        tokens_of(llm, "Hi", valid)
     with pytest.raises(InputError, match=r"the prompt has 2 placeholders .* has 1 images"):
-        tokens_of(llm, "<image><image>", good)
+        tokens_of(llm, "<image><image>", valid)
     with pytest.raises(InputError, match="the data is not an image in one of the formats PNG"):
         tokens_of(llm, "<image>", b"no image")
     with pytest.raises(InputError, match="cannot be read"):
@@ -160,19 +163,19 @@ def test_refusals(llm: LLM, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="was dict"):
         tokens_of(llm, "<image>", {})
     with pytest.raises(UnsupportedFeatureError, match="images with token ids"):
-        llm.generate([1, 2], GREEDY, use_tqdm=False, images=good)
-    detailed = [{"type": "image", "image": good, "detail": "high"}]
+        llm.generate([1, 2], GREEDY, use_tqdm=False, images=valid)
+    detailed = [{"type": "image", "image": valid, "detail": "high"}]
     with pytest.raises(UnsupportedFeatureError, match="detail 'high' is not supported: this model supports"):
         llm.chat([{"role": "user", "content": detailed}], GREEDY, use_tqdm=False)
     with pytest.raises(InputError, match="images has 1 entries for 2 prompts"):
-        llm.generate(["a", "b"], GREEDY, use_tqdm=False, images=[good])
+        llm.generate(["a", "b"], GREEDY, use_tqdm=False, images=[valid])
     with pytest.raises(InputError, match="the request has 33 images, but the limit is 32"):
-        tokens_of(llm, "<image>" * 33, *[good] * 33)
+        tokens_of(llm, "<image>" * 33, *[valid] * 33)
     with pytest.raises(PromptTooLongError, match=r"257.*256|272.*256"):
-        tokens_of(llm, "<image>" * 17, *[good] * 17)
+        tokens_of(llm, "<image>" * 17, *[valid] * 17)
 
 
-def test_users_cannot_forge_an_image(llm: LLM) -> None:
+def test_placeholders_in_user_text_are_not_images(llm: LLM) -> None:
     output = llm.chat(chat_with("Look: <image>", [picture(1)]), GREEDY, use_tqdm=False)[0]
     assert output.prompt_token_ids.count(129) == 16
 
@@ -185,6 +188,6 @@ def test_a_text_model_refuses_images() -> None:
         demo.generate("<image>", GREEDY, use_tqdm=False, images=file_of(Image.new("RGB", (4, 4))))
 
 
-def test_a_checkpoint_without_a_processor(tmp_path: Path) -> None:
+def test_a_checkpoint_without_an_image_processor_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="has no image processor that can be loaded"):
         LocalProcessor(tmp_path).process(file_of(picture()), {}, 10_000)

@@ -1,4 +1,4 @@
-"""`LLM`: batches, streams, limits, and the state after errors."""
+"""`LLM`: batches, streams, limits, and its state after errors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def shared_llm(model: Path) -> Iterator[LLM]:
 
 @pytest.fixture
 def llm(shared_llm: LLM) -> Iterator[LLM]:
-    """The LLM that the tests of this file share; each test leaves no work and no used block."""
+    """Return the LLM that the tests of this file share. Each test must leave no work and no used block."""
     yield shared_llm
     assert not shared_llm._scheduler.has_work
     shared_llm.pipeline.kv.check_integrity()
@@ -54,8 +54,8 @@ def test_a_prompt_is_a_text_a_token_list_or_a_list_of_them(llm: LLM) -> None:
     (text,) = llm.generate("Hello", GREEDY)
     (ids,) = llm.generate(tokens, GREEDY)
     (array,) = llm.generate(np.array(tokens), GREEDY)
-    both = llm.generate(["Hello", tokens], GREEDY)
-    assert [one.token_ids for one in (ids, array, *both)] == [text.token_ids] * 4
+    mixed_forms = llm.generate(["Hello", tokens], GREEDY)
+    assert [output.token_ids for output in (ids, array, *mixed_forms)] == [text.token_ids] * 4
     assert text.prompt_token_ids == tokens
     assert (text.prompt, ids.prompt) == ("Hello", None)
     assert text.text == llm.tokenizer.decode_ids(text.token_ids)
@@ -69,32 +69,32 @@ def test_no_prompts_give_no_outputs(llm: LLM) -> None:
 def test_outputs_are_in_the_order_of_the_prompts_when_they_queue(llm: LLM) -> None:
     prompts = [f"Prompt {i}" * (1 + i % 3) for i in range(11)]
     params = [SamplingParams(max_new_tokens=1 + (7 * i) % 20) for i in range(11)]
-    alone = [llm.generate(prompt, one)[0] for prompt, one in zip(prompts, params, strict=True)]
+    alone = [llm.generate(prompt, sampling)[0] for prompt, sampling in zip(prompts, params, strict=True)]
     together = llm.generate(prompts, params)
-    assert [one.token_ids for one in together] == [one.token_ids for one in alone]
-    assert [one.prompt for one in together] == prompts
-    assert [len(one.token_ids) for one in together] == [one.max_new_tokens for one in params]
+    assert [output.token_ids for output in together] == [output.token_ids for output in alone]
+    assert [output.prompt for output in together] == prompts
+    assert [len(output.token_ids) for output in together] == [sampling.max_new_tokens for sampling in params]
 
 
 def test_more_prompts_than_the_cache_holds_are_queued(model: Path) -> None:
     with LLM(str(model), kv_cache_block_size=16, kv_cache_memory=9 * 16 * 2 * 2 * 2 * 8 * 4) as small:
         assert small.pipeline.kv.num_blocks * 16 < 12 * 60
         outputs = small.generate(["x" * 40] * 12, SamplingParams(max_new_tokens=20))
-        assert len({tuple(one.token_ids) for one in outputs}) == 1
+        assert len({tuple(output.token_ids) for output in outputs}) == 1
         assert len(outputs[0].token_ids) == 20
 
 
-def test_the_prefix_cache_is_counted(llm: LLM) -> None:
+def test_cached_tokens_are_counted(llm: LLM) -> None:
     prompt = "A prompt of which more than two blocks of sixteen are the same"
     llm.generate(prompt, GREEDY)
-    (again,) = llm.generate(prompt, GREEDY)
-    assert again.num_cached_tokens == (len(prompt) - 1) // 16 * 16
+    (second,) = llm.generate(prompt, GREEDY)
+    assert second.num_cached_tokens == (len(prompt) - 1) // 16 * 16
 
 
-def test_without_sampling_params_each_prompt_draws_its_own_seed(llm: LLM) -> None:
+def test_each_prompt_has_its_own_seed_by_default(llm: LLM) -> None:
     outputs = llm.generate(["Same prompt"] * 3)
-    assert len({tuple(one.token_ids) for one in outputs}) == 3
-    assert all(len(one.prompt_token_ids + one.token_ids) <= MAX_LENGTH for one in outputs)
+    assert len({tuple(output.token_ids) for output in outputs}) == 3
+    assert all(len(output.prompt_token_ids + output.token_ids) <= MAX_LENGTH for output in outputs)
 
 
 def test_defaults_come_from_the_generation_config(tmp_path: Path) -> None:
@@ -106,37 +106,37 @@ def test_defaults_come_from_the_generation_config(tmp_path: Path) -> None:
     assert len(first.token_ids) == 7
 
 
-def test_stop_strings_cut_text_and_tokens(llm: LLM) -> None:
+def test_stop_strings_truncate_text_and_tokens(llm: LLM) -> None:
     (whole,) = llm.generate("Hello", SamplingParams(max_new_tokens=40))
     stop = whole.text[10:13]
-    (cut,) = llm.generate("Hello", SamplingParams(max_new_tokens=40, stop=[stop]))
-    assert cut.text == whole.text[: whole.text.index(stop)]
-    assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
-    assert stop in llm.tokenizer.decode_ids(cut.token_ids)
-    assert stop not in llm.tokenizer.decode_ids(cut.token_ids[:-1])
-    assert (cut.finish_reason, cut.num_generated_tokens) == ("stop", len(cut.token_ids))
+    (truncated,) = llm.generate("Hello", SamplingParams(max_new_tokens=40, stop=[stop]))
+    assert truncated.text == whole.text[: whole.text.index(stop)]
+    assert truncated.token_ids == whole.token_ids[: len(truncated.token_ids)]
+    assert stop in llm.tokenizer.decode_ids(truncated.token_ids)
+    assert stop not in llm.tokenizer.decode_ids(truncated.token_ids[:-1])
+    assert (truncated.finish_reason, truncated.num_generated_tokens) == ("stop", len(truncated.token_ids))
 
 
-def test_an_end_token_is_neither_text_nor_token_but_counts(llm: LLM) -> None:
+def test_an_end_token_is_counted_but_not_returned(llm: LLM) -> None:
     (whole,) = llm.generate("Hello", GREEDY)
     end = whole.token_ids[5]
-    (cut,) = llm.generate("Hello", SamplingParams(max_new_tokens=12, stop_token_ids=[end]))
-    assert cut.token_ids == whole.token_ids[: whole.token_ids.index(end)]
-    assert cut.text == llm.tokenizer.decode_ids(cut.token_ids)
-    assert (cut.finish_reason, cut.num_generated_tokens) == ("stop", len(cut.token_ids) + 1)
+    (truncated,) = llm.generate("Hello", SamplingParams(max_new_tokens=12, stop_token_ids=[end]))
+    assert truncated.token_ids == whole.token_ids[: whole.token_ids.index(end)]
+    assert truncated.text == llm.tokenizer.decode_ids(truncated.token_ids)
+    assert (truncated.finish_reason, truncated.num_generated_tokens) == ("stop", len(truncated.token_ids) + 1)
 
 
-def test_several_tokens_a_step_give_the_same(model: Path, llm: LLM) -> None:
+def test_several_steps_per_call_give_the_same_outputs(model: Path, llm: LLM) -> None:
     (whole,) = llm.generate("Hello", SamplingParams(max_new_tokens=40))
     params = [
         SamplingParams(max_new_tokens=40),
         SamplingParams(max_new_tokens=40, stop=[whole.text[10:13]]),
         SamplingParams(max_new_tokens=40, stop_token_ids=[whole.token_ids[5]]),
     ]
-    with LLM(str(model), max_num_steps=8) as stepping:
-        several = stepping.generate(["Hello"] * 3, params)
-    one = llm.generate(["Hello"] * 3, params)
-    for left, right in zip(several, one, strict=True):
+    with LLM(str(model), max_num_steps=8) as llm_with_steps:
+        several = llm_with_steps.generate(["Hello"] * 3, params)
+    single = llm.generate(["Hello"] * 3, params)
+    for left, right in zip(several, single, strict=True):
         assert (left.text, left.token_ids, left.finish_reason, left.num_generated_tokens) == (
             right.text,
             right.token_ids,
@@ -151,21 +151,21 @@ def test_without_detokenizing_there_is_no_text(llm: LLM) -> None:
     assert output.token_ids == llm.generate("Hello", GREEDY)[0].token_ids
 
 
-def test_chat_answers_a_conversation_or_several(llm: LLM) -> None:
+def test_chat_accepts_one_conversation_or_several(llm: LLM) -> None:
     conversation: list[Any] = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Hello"},
     ]
-    (one,) = llm.chat(conversation, GREEDY)
-    two = llm.chat([conversation, conversation[1:]], GREEDY)
-    assert one.prompt == "<|start|>system: Be brief.<|end|><|start|>user: Hello<|end|><|start|>assistant: "
-    assert two[0].token_ids == one.token_ids
-    assert two[1].prompt == one.prompt.replace("<|start|>system: Be brief.<|end|>", "")
-    assert one.token_ids == llm.generate(one.prompt, GREEDY)[0].token_ids
+    (reply,) = llm.chat(conversation, GREEDY)
+    several = llm.chat([conversation, conversation[1:]], GREEDY)
+    assert reply.prompt == "<|start|>system: Be brief.<|end|><|start|>user: Hello<|end|><|start|>assistant: "
+    assert several[0].token_ids == reply.token_ids
+    assert several[1].prompt == reply.prompt.replace("<|start|>system: Be brief.<|end|>", "")
+    assert reply.token_ids == llm.generate(reply.prompt, GREEDY)[0].token_ids
 
 
 @pytest.mark.parametrize("messages", [None, 5, "Hello", [[]], ["Hello"], [{"content": "Hello"}]])
-def test_wrong_messages(messages: Any, llm: LLM) -> None:
+def test_malformed_messages_are_refused(messages: Any, llm: LLM) -> None:
     with pytest.raises(InputError, match="message"):
         llm.chat(messages, GREEDY)
 
@@ -179,15 +179,15 @@ def test_chat_passes_variables_to_the_template(llm: LLM) -> None:
     assert output.prompt == "<|start|>user: Hi<|end|>"
 
 
-def test_a_stream_equals_generate(llm: LLM) -> None:
+def test_joined_stream_chunks_equal_generate(llm: LLM) -> None:
     params = SamplingParams(max_new_tokens=30)
     stream = llm.stream("Hello", params)
     first = next(stream)
     assert 1 <= stream.num_tokens
-    pieces = [first, *stream]
+    chunks = [first, *stream]
     assert stream.num_tokens == len(stream.output.token_ids)
-    assert len(pieces) > 1  # some tokens each
-    assert "".join(pieces) == stream.output.text
+    assert len(chunks) > 1  # some chunks have several tokens
+    assert "".join(chunks) == stream.output.text
     assert stream.output.token_ids == llm.generate("Hello", params)[0].token_ids
 
 
@@ -202,7 +202,7 @@ def test_a_closed_stream_cancels_its_request(llm: LLM) -> None:
     assert len(llm.generate("Hello", GREEDY)[0].token_ids) == 12
 
 
-def test_a_stream_of_messages(llm: LLM) -> None:
+def test_a_stream_accepts_messages(llm: LLM) -> None:
     messages: list[Any] = [{"role": "user", "content": "Hello"}]
     assert (
         "".join(llm.stream(messages=messages, sampling_params=GREEDY)) == llm.chat(messages, GREEDY)[0].text
@@ -230,28 +230,28 @@ def test_a_stream_of_messages(llm: LLM) -> None:
         ({"Hello"}, "not set"),
     ],
 )
-def test_wrong_prompts(prompts: Any, words: str, llm: LLM) -> None:
+def test_invalid_prompts_are_refused(prompts: Any, words: str, llm: LLM) -> None:
     with pytest.raises(InputError, match=words):
         llm.generate(prompts, GREEDY)
 
 
 def test_the_whole_batch_is_checked_before_any_of_it_runs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    replace_runs(llm, monkeypatch, lambda run: lambda *_: pytest.fail("something ran"))
+    replace_runs(llm, monkeypatch, lambda run: lambda *_: pytest.fail("a request ran"))
     with pytest.raises(PromptTooLongError) as caught:
         llm.generate(["fine", "x" * (MAX_LENGTH + 1)], GREEDY)
     assert (caught.value.num_tokens, caught.value.max_length) == (MAX_LENGTH + 1, MAX_LENGTH)
     assert caught.value.__notes__ == ["in prompt 2 of 2"]
 
 
-def test_sampling_params_must_match_the_prompts(llm: LLM) -> None:
+def test_sampling_params_that_do_not_match_the_prompts_are_refused(llm: LLM) -> None:
     with pytest.raises(InputError, match="3 sampling_params were given for 2 prompts"):
         llm.generate(["a", "b"], [GREEDY] * 3)
-    for wrong in ({"temperature": 0}, [{"temperature": 0}], 5):
+    for invalid in ({"temperature": 0}, [{"temperature": 0}], 5):
         with pytest.raises(InputError, match=r"must be SamplingParams, was (dict|int)"):
-            llm.generate(["a"], wrong)  # type: ignore[arg-type]
+            llm.generate(["a"], invalid)  # type: ignore[arg-type]
 
 
-def test_stop_strings_need_text(llm: LLM) -> None:
+def test_stop_strings_without_detokenizing_are_refused(llm: LLM) -> None:
     with pytest.raises(InputError, match="detokenize=True"):
         llm.generate("Hello", SamplingParams(stop=["x"], detokenize=False))
 
@@ -289,10 +289,10 @@ def test_an_interruption_cancels_all_requests(
     error: type[BaseException], stepping: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = stepping
-    expected = [one.token_ids for one in llm.generate(["Hello"] * 9, GREEDY)]
+    expected = [output.token_ids for output in llm.generate(["Hello"] * 9, GREEDY)]
     calls = []
 
-    def failing(run: Run) -> Run:
+    def failing_execute(run: Run) -> Run:
         def wrapped(*args: Any) -> Any:
             calls.append(1)
             if len(calls) >= 4:
@@ -302,45 +302,45 @@ def test_an_interruption_cancels_all_requests(
         return wrapped
 
     with monkeypatch.context() as patch:
-        replace_runs(llm, patch, failing)
+        replace_runs(llm, patch, failing_execute)
         with pytest.raises(error):
             llm.generate(["Hello"] * 9, GREEDY)
     assert len(calls) >= 4
     assert not llm._scheduler.has_work
     assert llm.pipeline.kv.num_free_blocks == llm.pipeline.kv.num_blocks
-    assert [one.token_ids for one in llm.generate(["Hello"] * 9, GREEDY)] == expected
+    assert [output.token_ids for output in llm.generate(["Hello"] * 9, GREEDY)] == expected
 
 
 def test_ctrl_c_waits_for_the_step_to_end(stepping: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    finished = []
+    finished_steps = []
 
-    def interrupted(run: Run) -> Run:
+    def interrupted_execute(run: Run) -> Run:
         def wrapped(*args: Any) -> Any:
             signal.raise_signal(signal.SIGINT)
             outputs = run(*args)
-            finished.append(1)
+            finished_steps.append(1)
             return outputs
 
         return wrapped
 
     with monkeypatch.context() as patch:
-        replace_runs(stepping, patch, interrupted)
+        replace_runs(stepping, patch, interrupted_execute)
         with pytest.raises(KeyboardInterrupt):
             stepping.generate(["Hello"] * 9, GREEDY)
-    assert finished == [1]
+    assert finished_steps == [1]
 
 
 def test_a_failed_request_ends_the_batch(stepping: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = stepping
     step = llm._scheduler.step
 
-    def failing(num_steps: int = 1) -> Any:
+    def failing_execute(num_steps: int = 1) -> Any:
         outputs = step(num_steps)
         llm._scheduler.failures |= {request_id: InsufficientBlocksError(3, 1, 2) for request_id in outputs}
         return outputs
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm._scheduler, "step", failing)
+        patch.setattr(llm._scheduler, "step", failing_execute)
         with pytest.raises(InsufficientBlocksError):
             llm.generate(["Hello"] * 9, GREEDY)
     assert len(llm.generate(["Hello"] * 9, GREEDY)) == 9
@@ -348,24 +348,24 @@ def test_a_failed_request_ends_the_batch(stepping: LLM, monkeypatch: pytest.Monk
 
 def test_a_second_thread_is_refused(stepping: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = stepping
-    inside, done = threading.Event(), threading.Event()
+    has_entered, may_return = threading.Event(), threading.Event()
 
-    def waiting(run: Run) -> Run:
+    def waiting_execute(run: Run) -> Run:
         def wrapped(*args: Any) -> Any:
-            inside.set()
-            done.wait(10)
+            has_entered.set()
+            may_return.wait(10)
             return run(*args)
 
         return wrapped
 
-    replace_runs(llm, monkeypatch, waiting)
+    replace_runs(llm, monkeypatch, waiting_execute)
     outputs: list[GenerationOutput] = []
     thread = threading.Thread(target=lambda: outputs.extend(llm.generate("Hello", GREEDY)))
     thread.start()
-    assert inside.wait(10)
+    assert has_entered.wait(10)
     with pytest.raises(UnsupportedFeatureError, match="one thread"):
         llm.generate("Hello", GREEDY)
-    done.set()
+    may_return.set()
     thread.join()
     assert len(outputs[0].token_ids) == 12
 
@@ -384,13 +384,13 @@ def test_a_closed_llm_refuses_calls(model: Path) -> None:
         llm.generate("Hello", GREEDY)
 
 
-def test_an_error_is_not_hidden_by_the_stream_it_leaves_open(model: Path) -> None:
+def test_an_error_with_an_open_stream_is_not_hidden(model: Path) -> None:
     with pytest.raises(ZeroDivisionError), LLM(str(model)) as llm:  # noqa: PT012
         for _ in llm.stream("Hello", GREEDY):
             1 / 0  # noqa: B018
 
 
-def test_configuration_by_flat_names(model: Path) -> None:
+def test_settings_are_passed_by_flat_names(model: Path) -> None:
     with LLM(str(model), max_length=40, max_batch_size=3) as llm:
         assert llm.pipeline.memory_plan.max_length == 40
         assert llm.pipeline.memory_plan.max_batch_size == 3
@@ -399,14 +399,14 @@ def test_configuration_by_flat_names(model: Path) -> None:
         LLM(str(model), max_lenght=40)
 
 
-def test_from_a_whole_configuration(model: Path, llm: LLM) -> None:
+def test_from_config_accepts_a_complete_configuration(model: Path, llm: LLM) -> None:
     config = PipelineConfig.from_flat({"model_path": str(model)})
     with LLM.from_config(config) as other:
         assert other.config is config
         assert other.generate("Hello", GREEDY)[0].text == llm.generate("Hello", GREEDY)[0].text
 
 
-def test_a_trained_model_writes_its_story(shared_data: Path) -> None:
+def test_a_trained_model_generates_its_story(shared_data: Path) -> None:
     story = (
         ", there was a little girl named Lily. She loved to play outside in the park."
         " One day, she saw a big, red ball."
@@ -416,6 +416,6 @@ def test_a_trained_model_writes_its_story(shared_data: Path) -> None:
     assert output.text.startswith(story)
 
 
-def test_the_model_is_named_once(model: Path) -> None:
+def test_two_model_paths_are_refused(model: Path) -> None:
     with pytest.raises(ConfigError, match="model_path: is the first argument of LLM"):
         LLM(str(model), model_path=str(model))

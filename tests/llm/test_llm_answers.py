@@ -1,4 +1,4 @@
-"""`LLM`: several answers to a prompt, log probabilities, grammars, adapters."""
+"""`LLM`: several answers per prompt, log probabilities, grammars, adapters."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def llm(shared_llm: LLM) -> Iterator[LLM]:
 
 @pytest.fixture
 def synchronous(llm: LLM, model: Path) -> Iterator[LLM]:
-    """An LLM each of whose steps is one call of `execute`."""
+    """Return an LLM whose steps are single calls of `execute`."""
     if not isinstance(llm._scheduler, OverlappedScheduler):
         yield llm
         return
@@ -55,22 +55,26 @@ def synchronous(llm: LLM, model: Path) -> Iterator[LLM]:
         yield other
 
 
-def ids(outputs: list[GenerationOutput]) -> list[list[int]]:
-    return [one.token_ids for one in outputs]
+def token_ids_of(outputs: list[GenerationOutput]) -> list[list[int]]:
+    return [output.token_ids for output in outputs]
 
 
 # Several answers.
 
 
-def test_n_answers_in_order(llm: LLM) -> None:
+def test_several_answers_are_returned_in_order(llm: LLM) -> None:
     outputs = llm.generate(["One", "Two"], SAMPLED, n=3)
-    assert [(one.prompt, one.index) for one in outputs] == [(p, i) for p in ("One", "Two") for i in range(3)]
-    assert len({tuple(one) for one in ids(outputs)}) == 6
-    assert ids(outputs)[::3] == ids(llm.generate(["One", "Two"], SAMPLED)), "answer 0 is that of n=1"
+    assert [(output.prompt, output.index) for output in outputs] == [
+        (p, i) for p in ("One", "Two") for i in range(3)
+    ]
+    assert len({tuple(tokens) for tokens in token_ids_of(outputs)}) == 6
+    assert token_ids_of(outputs)[::3] == token_ids_of(llm.generate(["One", "Two"], SAMPLED)), (
+        "answer 0 equals the answer with n=1"
+    )
     for i in (1, 2):
         params = SamplingParams(temperature=1.0, top_k=-1, seed=splitmix64(11, i), max_new_tokens=12)
-        assert ids(llm.generate("Two", params)) == [outputs[3 + i].token_ids]
-    assert ids(llm.generate(["One", "Two"], SAMPLED, n=3)) == ids(outputs)
+        assert token_ids_of(llm.generate("Two", params)) == [outputs[3 + i].token_ids]
+    assert token_ids_of(llm.generate(["One", "Two"], SAMPLED, n=3)) == token_ids_of(outputs)
 
 
 @pytest.mark.parametrize("prompt_logprobs", [None, 2])
@@ -81,59 +85,59 @@ def test_the_prompt_is_computed_once(
     rows: list[int] = []
     execute = llm.pipeline.execute
 
-    def counting(batch: Any, num_steps: int = 1) -> Any:
+    def count_execute(batch: Any, num_steps: int = 1) -> Any:
         rows.append(sum(context.active_length for context in batch.values()))
         return execute(batch, num_steps)
 
     monkeypatch.setattr(llm.pipeline, "num_steps_for", lambda seconds: 1)
-    monkeypatch.setattr(llm.pipeline, "execute", counting)
+    monkeypatch.setattr(llm.pipeline, "execute", count_execute)
     prompt = f"Never asked before ({prompt_logprobs}) and longer than three blocks of the cache"
     outputs = llm.generate(prompt, SAMPLED, n=4, prompt_logprobs=prompt_logprobs)
-    whole = (len(prompt) - 1) // 16 * 16
-    num_steps = sum(one.num_generated_tokens - 1 for one in outputs)
-    assert sum(rows) == len(prompt) + 3 * (len(prompt) - whole) + num_steps
-    assert [one.num_cached_tokens for one in outputs] == [0, whole, whole, whole]
+    num_cached = (len(prompt) - 1) // 16 * 16
+    num_steps = sum(output.num_generated_tokens - 1 for output in outputs)
+    assert sum(rows) == len(prompt) + 3 * (len(prompt) - num_cached) + num_steps
+    assert [output.num_cached_tokens for output in outputs] == [0, num_cached, num_cached, num_cached]
     if prompt_logprobs is not None:
-        rows_of_prompt = [one.prompt_log_probabilities for one in outputs]
-        assert rows_of_prompt[0] is not None
-        assert rows_of_prompt == [rows_of_prompt[0]] * 4
+        prompt_rows = [output.prompt_log_probabilities for output in outputs]
+        assert prompt_rows[0] is not None
+        assert prompt_rows == [prompt_rows[0]] * 4
 
 
 def test_best_of_ranks_by_mean_log_probability(llm: LLM) -> None:
-    everyone = llm.generate(PROMPT, SAMPLED, n=6, logprobs=0)
-    means = [float(np.mean(values(one.log_probabilities))) for one in everyone]
+    candidates = llm.generate(PROMPT, SAMPLED, n=6, logprobs=0)
+    means = [float(np.mean(values_of(answer.log_probabilities))) for answer in candidates]
     best = llm.generate(PROMPT, SAMPLED, n=2, best_of=6)
     order = sorted(range(6), key=lambda i: -means[i])[:2]
-    assert ids(best) == [everyone[i].token_ids for i in order]
-    assert [one.score for one in best] == pytest.approx([means[i] for i in order])
-    assert [one.index for one in best] == [0, 1]
+    assert token_ids_of(best) == [candidates[i].token_ids for i in order]
+    assert [answer.score for answer in best] == pytest.approx([means[i] for i in order])
+    assert [answer.index for answer in best] == [0, 1]
     assert best[0].log_probabilities is None, "not requested"
-    assert everyone[0].score is None
+    assert candidates[0].score is None
 
 
 def test_best_of_ignores_tokens_after_a_stop_string(llm: LLM) -> None:
     text = llm.generate(PROMPT, SAMPLED)[0].text
-    params = SamplingParams(**fields(SAMPLED), stop=[text[3:6]])
-    (cut,) = llm.generate(PROMPT, params, best_of=1, logprobs=0)
-    assert 0 < len(cut.token_ids) < 12
-    assert cut.score == pytest.approx(np.mean(values(cut.log_probabilities)))
+    params = SamplingParams(**fields_of(SAMPLED), stop=[text[3:6]])
+    (truncated,) = llm.generate(PROMPT, params, best_of=1, logprobs=0)
+    assert 0 < len(truncated.token_ids) < 12
+    assert truncated.score == pytest.approx(np.mean(values_of(truncated.log_probabilities)))
 
 
-def test_an_empty_answer_is_the_worst(llm: LLM) -> None:
+def test_an_empty_answer_is_ranked_last(llm: LLM) -> None:
     first = llm.generate(PROMPT, SAMPLED)[0].token_ids[0]
     params = SamplingParams(temperature=1.0, top_k=-1, seed=11, max_new_tokens=12, stop_token_ids=[first])
     outputs = llm.generate(PROMPT, params, n=3, best_of=3, prompt_logprobs=0)
     assert outputs[-1].token_ids == []
     assert outputs[-1].score == -np.inf
-    assert [len(values(one.prompt_log_probabilities)) for one in outputs] == [len(PROMPT) - 1] * 3
+    assert [len(values_of(output.prompt_log_probabilities)) for output in outputs] == [len(PROMPT) - 1] * 3
 
 
-def test_chat_gives_several_answers_too(llm: LLM) -> None:
+def test_chat_returns_several_answers(llm: LLM) -> None:
     conversation: list[Any] = [{"role": "user", "content": "Hello"}]
     outputs = llm.chat([conversation, conversation], SAMPLED, n=2, logprobs=1)
-    assert [one.index for one in outputs] == [0, 1, 0, 1]
-    assert ids(outputs)[:2] == ids(outputs)[2:]
-    assert all(one.log_probabilities is not None for one in outputs)
+    assert [output.index for output in outputs] == [0, 1, 0, 1]
+    assert token_ids_of(outputs)[:2] == token_ids_of(outputs)[2:]
+    assert all(output.log_probabilities is not None for output in outputs)
 
 
 @pytest.mark.parametrize(
@@ -150,114 +154,125 @@ def test_chat_gives_several_answers_too(llm: LLM) -> None:
         ({"grammar": [None, None]}, "2 grammar were given for 1 prompts"),
     ],
 )
-def test_impossible_options(options: dict[str, Any], message: str, llm: LLM) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any], message: str, llm: LLM) -> None:
     with pytest.raises(InputError, match=message):
         llm.generate("Hello", SAMPLED, **options)
 
 
-def test_options_of_other_types_of_numbers(llm: LLM) -> None:
+def test_numpy_numbers_are_accepted_as_options(llm: LLM) -> None:
     options: dict[str, Any] = {"n": np.int64(2), "best_of": np.int32(3), "logprobs": np.uint8(1)}
     plain = llm.generate("Hello", SAMPLED, n=2, best_of=3, logprobs=1)
-    assert ids(llm.generate("Hello", SAMPLED, **options, priority=np.int64(4))) == ids(plain)
+    assert token_ids_of(llm.generate("Hello", SAMPLED, **options, priority=np.int64(4))) == token_ids_of(
+        plain
+    )
 
 
 @pytest.mark.parametrize("call", ["generate", "chat", "stream", "beam_search"])
-def test_unknown_options_get_a_hint(call: str, llm: LLM) -> None:
+def test_the_error_for_an_unknown_option_suggests_a_known_one(call: str, llm: LLM) -> None:
     with pytest.raises(
         UnknownParameterError, match=rf"^LLM.{call}: unknown parameter max_tokens; "
     ) as caught:
         getattr(llm, call)("Hello", max_tokens=3)
-    meant = (
+    expected_hint = (
         "max_new_tokens" if call == "beam_search" else "sampling_params=SamplingParams(max_new_tokens=...)"
     )
-    assert str(caught.value).endswith(f"did you mean {meant}?")
+    assert str(caught.value).endswith(f"did you mean {expected_hint}?")
 
 
 # Log probabilities.
 
 
-def values(rows: LogProbabilities | None) -> list[float]:
+def values_of(rows: LogProbabilities | None) -> list[float]:
     assert rows is not None
     return rows.token_log_probabilities
 
 
-def test_log_probabilities_match_their_tokens(llm: LLM, model: Path) -> None:
+def test_log_probabilities_equal_transformers(llm: LLM, model: Path) -> None:
     (output,) = llm.generate(PROMPT, SAMPLED, logprobs=3, prompt_logprobs=2)
     text = output.prompt_token_ids + output.token_ids
     scores = torch.log_softmax(oracle_logits(oracle(model), text), -1).numpy()
-    found = values(output.prompt_log_probabilities) + values(output.log_probabilities)
-    np.testing.assert_allclose(found, [scores[i, t] for i, t in enumerate(text[1:])], atol=2e-4)
+    result = values_of(output.prompt_log_probabilities) + values_of(output.log_probabilities)
+    np.testing.assert_allclose(result, [scores[i, t] for i, t in enumerate(text[1:])], atol=2e-4)
     assert output.prompt_log_probabilities is not None
     assert output.log_probabilities is not None
     for top_n, rows, tokens in (
         (2, output.prompt_log_probabilities, output.prompt_token_ids[1:]),
         (3, output.log_probabilities, output.token_ids),
     ):
-        for token, value, top in zip(tokens, values(rows), rows.top_log_probabilities, strict=True):
+        for token, value, top in zip(tokens, values_of(rows), rows.top_log_probabilities, strict=True):
             assert top[token] == value
             assert len(top) == top_n + (token not in list(top)[:top_n])
             assert sorted(top.values(), reverse=True)[:top_n] == list(top.values())[:top_n]
 
 
-def test_log_probabilities_are_reported_where_requested(llm: LLM) -> None:
+def test_only_requested_log_probabilities_are_returned(llm: LLM) -> None:
     plain = llm.generate(PROMPT, SAMPLED)[0]
     assert (plain.log_probabilities, plain.prompt_log_probabilities) == (None, None)
-    own = llm.generate(PROMPT, SAMPLED, logprobs=0)[0]
-    assert own.prompt_log_probabilities is None
-    assert own.log_probabilities is not None
-    assert [list(top) for top in own.log_probabilities.top_log_probabilities] == [[t] for t in own.token_ids]
+    single = llm.generate(PROMPT, SAMPLED, logprobs=0)[0]
+    assert single.prompt_log_probabilities is None
+    assert single.log_probabilities is not None
+    assert [list(top) for top in single.log_probabilities.top_log_probabilities] == [
+        [t] for t in single.token_ids
+    ]
     prompt = llm.generate(PROMPT, SAMPLED, prompt_logprobs=1)[0]
     assert prompt.log_probabilities is None
-    assert prompt.num_cached_tokens == 0, "tokens with log probabilities are not skipped"
-    assert ids([plain]) == ids([own]) == ids([prompt])
+    assert prompt.num_cached_tokens == 0, "tokens with log probabilities are not read from the cache"
+    assert token_ids_of([plain]) == token_ids_of([single]) == token_ids_of([prompt])
 
 
-def test_other_prompts_and_chunks_change_no_bit(model: Path, llm: LLM) -> None:
+def test_log_probabilities_are_bit_equal_in_batches_and_chunks(model: Path, llm: LLM) -> None:
     options: dict[str, Any] = {"logprobs": 2, "prompt_logprobs": 4}
     prompts = [PROMPT, "Hello", PROMPT[:30], "x"]
     alone = [llm.generate(prompt, SAMPLED, **options)[0] for prompt in prompts]
     assert llm.generate(prompts, SAMPLED, **options) == alone
-    small: dict[str, Any] = {"max_batch_input_tokens": 9, "max_batch_size": 3, "enable_prefix_caching": False}
-    with LLM(str(model), kv_cache_block_size=16, deterministic=True, **small) as chunking:
+    small_limits: dict[str, Any] = {
+        "max_batch_input_tokens": 9,
+        "max_batch_size": 3,
+        "enable_prefix_caching": False,
+    }
+    with LLM(str(model), kv_cache_block_size=16, deterministic=True, **small_limits) as chunking:
         assert chunking.generate(prompts, SAMPLED, **options) == alone
 
 
 def test_tokens_after_a_stop_string_have_no_log_probabilities(llm: LLM) -> None:
     (whole,) = llm.generate(PROMPT, SAMPLED, logprobs=1)
     for params in (
-        SamplingParams(**fields(SAMPLED), stop=[whole.text[4:6]]),
-        SamplingParams(**fields(SAMPLED), stop_token_ids=[whole.token_ids[5]]),
+        SamplingParams(**fields_of(SAMPLED), stop=[whole.text[4:6]]),
+        SamplingParams(**fields_of(SAMPLED), stop_token_ids=[whole.token_ids[5]]),
     ):
-        (cut,) = llm.generate(PROMPT, params, logprobs=1)
-        assert 0 < len(cut.token_ids) < 12
-        assert values(cut.log_probabilities) == values(whole.log_probabilities)[: len(cut.token_ids)]
+        (truncated,) = llm.generate(PROMPT, params, logprobs=1)
+        assert 0 < len(truncated.token_ids) < 12
+        assert (
+            values_of(truncated.log_probabilities)
+            == values_of(whole.log_probabilities)[: len(truncated.token_ids)]
+        )
 
 
-def fields(params: SamplingParams) -> dict[str, Any]:
+def fields_of(params: SamplingParams) -> dict[str, Any]:
     names = ("temperature", "top_k", "seed", "max_new_tokens")
     return {name: getattr(params, name) for name in names}
 
 
-def test_a_prompt_alone_is_scored_without_a_token(llm: LLM) -> None:
-    none = SamplingParams(max_new_tokens=0)
-    (output,) = llm.generate(PROMPT, none, logprobs=1, prompt_logprobs=1)
+def test_a_prompt_is_scored_without_generating(llm: LLM) -> None:
+    no_tokens = SamplingParams(max_new_tokens=0)
+    (output,) = llm.generate(PROMPT, no_tokens, logprobs=1, prompt_logprobs=1)
     assert (output.text, output.token_ids, output.num_generated_tokens) == ("", [], 0)
     assert output.log_probabilities == LogProbabilities([], [])
-    (more,) = llm.generate(PROMPT, SAMPLED, prompt_logprobs=1)
-    assert output.prompt_log_probabilities == more.prompt_log_probabilities
-    assert len(values(output.prompt_log_probabilities)) == len(PROMPT) - 1
+    (with_tokens,) = llm.generate(PROMPT, SAMPLED, prompt_logprobs=1)
+    assert output.prompt_log_probabilities == with_tokens.prompt_log_probabilities
+    assert len(values_of(output.prompt_log_probabilities)) == len(PROMPT) - 1
     (single,) = llm.generate([[65]], SAMPLED, prompt_logprobs=1)
     assert single.prompt_log_probabilities == LogProbabilities([], [])
 
 
-def test_a_stream_has_log_probabilities_at_its_end(llm: LLM) -> None:
+def test_the_output_of_a_stream_has_log_probabilities(llm: LLM) -> None:
     stream = llm.stream(PROMPT, SAMPLED, logprobs=2, prompt_logprobs=1)
     list(stream)
     (output,) = llm.generate(PROMPT, SAMPLED, logprobs=2, prompt_logprobs=1)
     assert stream.output == output
 
 
-# All of it in one batch.
+# All options in one batch.
 
 MIXTURE: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -281,27 +296,27 @@ MIXTURE: list[dict[str, Any]] = [
     ],
 )
 def test_a_mixed_batch_equals_single_prompts(config: dict[str, Any], model: Path, llm: LLM) -> None:
-    params = [SamplingParams(max_new_tokens=24, **one) for one in MIXTURE]
+    params = [SamplingParams(max_new_tokens=24, **fields) for fields in MIXTURE]
     prompts = ["abcabcabcabc", "One two one two one two", "x", "The end. The end. The"] * 2
     options: dict[str, Any] = {"n": 2, "logprobs": 1}
-    alone = [llm.generate(*one, **options) for one in zip(prompts, params, strict=True)]
+    alone = [llm.generate(*request, **options) for request in zip(prompts, params, strict=True)]
     with LLM(str(model), kv_cache_block_size=16, deterministic=True, **config) as other:
         together = other.generate(prompts, params, **options)
         assert ("speculative_method" in config) == (other.pipeline.speculation_stats.num_accepted > 0)
-    for expected, found in zip(chain.from_iterable(alone), together, strict=True):
-        assert found.token_ids == expected.token_ids
-        assert (found.text, found.finish_reason) == (expected.text, expected.finish_reason)
-        assert found.log_probabilities == expected.log_probabilities
+    for expected, result in zip(chain.from_iterable(alone), together, strict=True):
+        assert result.token_ids == expected.token_ids
+        assert (result.text, result.finish_reason) == (expected.text, expected.finish_reason)
+        assert result.log_probabilities == expected.log_probabilities
 
 
 # Rules for tokens, grammars, adapters.
 
 
-def test_allowed_banned_and_biased_tokens(llm: LLM) -> None:
+def test_token_rules_are_followed(llm: LLM) -> None:
     allowed = [ord(letter) - 33 for letter in "abcxyz"]
-    params = SamplingParams(**fields(SAMPLED), allowed_token_ids=allowed, logit_bias={allowed[0]: -100})
+    params = SamplingParams(**fields_of(SAMPLED), allowed_token_ids=allowed, logit_bias={allowed[0]: -100})
     outputs = llm.generate(["One", "Two"], params, n=2)
-    assert {token for one in ids(outputs) for token in one} <= set(allowed[1:])
+    assert {token for tokens in token_ids_of(outputs) for token in tokens} <= set(allowed[1:])
     greedy = llm.generate("One", SamplingParams(max_new_tokens=8))[0].token_ids
     banned = SamplingParams(max_new_tokens=8, banned_token_ids=greedy)
     assert not set(greedy) & set(llm.generate("One", banned)[0].token_ids)
@@ -313,7 +328,7 @@ def test_allowed_banned_and_biased_tokens(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("rules", "message"),
     [
         ({"logit_bias": {1: 1.0, 259: 1.0}}, "logit_bias has 259: ids are integers from 0 to 258"),
         ({"allowed_token_ids": [300, 1]}, "allowed_token_ids has 300"),
@@ -323,40 +338,40 @@ def test_allowed_banned_and_biased_tokens(llm: LLM) -> None:
         ({"allowed_token_ids": [256], "min_new_tokens": 2}, "each of the 1 tokens of allowed_token_ids"),
     ],
 )
-def test_token_rules_that_contradict_each_other(given: dict[str, Any], message: str, llm: LLM) -> None:
+def test_contradictory_token_rules_are_refused(rules: dict[str, Any], message: str, llm: LLM) -> None:
     with pytest.raises(InputError, match=message):
-        llm.generate("Hello", SamplingParams(**given))
+        llm.generate("Hello", SamplingParams(**rules))
 
 
-def test_a_grammar_for_some_of_the_prompts(llm: LLM) -> None:
+def test_a_grammar_applies_only_to_its_prompt(llm: LLM) -> None:
     grammar = Grammar("regex", "[0-9]{3}")
-    free, bound = llm.generate(["One", "Two"], SAMPLED, grammar=[None, grammar])
-    assert bound.text.isdigit()
-    assert (len(bound.text), bound.finish_reason) == (3, "stop")
-    assert free.token_ids == llm.generate("One", SAMPLED)[0].token_ids
+    unconstrained, constrained = llm.generate(["One", "Two"], SAMPLED, grammar=[None, grammar])
+    assert constrained.text.isdigit()
+    assert (len(constrained.text), constrained.finish_reason) == (3, "stop")
+    assert unconstrained.token_ids == llm.generate("One", SAMPLED)[0].token_ids
 
 
-def test_a_response_format(llm: LLM) -> None:
+def test_a_response_format_constrains_the_output(llm: LLM) -> None:
     schema = {"enum": ["yes", "no"]}
     (output,) = llm.generate("Well?", SAMPLED, response_format={"type": "json_schema", "json_schema": schema})
     assert output.text in ('"yes"', '"no"')
 
 
-def test_waiting_for_a_grammar_does_not_spin(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A context becomes ready after some time; until then the LLM sleeps between two checks."""
-    asked: list[str] = []
-    naps: list[float] = []
+def test_waiting_for_a_grammar_sleeps_between_checks(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The context becomes ready after some time."""
+    checks: list[str] = []
+    sleeps: list[float] = []
 
     def ready(context: TextContext) -> bool:
-        asked.append(context.request_id)
-        return len(naps) >= 5
+        checks.append(context.request_id)
+        return len(sleeps) >= 5
 
     monkeypatch.setattr(llm._scheduler, "_ready", ready)
-    monkeypatch.setattr("penstock.llm.batch_runner.time.sleep", naps.append)
+    monkeypatch.setattr("penstock.llm.batch_runner.time.sleep", sleeps.append)
     assert len(llm.generate("Hello", SAMPLED)) == 1
-    assert len(naps) == 5
-    assert len(asked) <= 12
-    assert all(0 < nap <= 0.01 for nap in naps)
+    assert len(sleeps) == 5
+    assert len(checks) <= 12
+    assert all(0 < sleep <= 0.01 for sleep in sleeps)
 
 
 def test_an_unknown_adapter_is_refused(llm: LLM) -> None:

@@ -45,18 +45,18 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
         yield llm
 
 
-def test_one_text_and_several(llm: LLM) -> None:
+def test_one_text_gives_a_vector_and_several_a_matrix(llm: LLM) -> None:
     vectors = llm.embed(TEXTS)
     assert vectors.shape == (3, HIDDEN)
     assert vectors.dtype == np.float32
     for text, vector in zip(TEXTS, vectors, strict=True):
-        one = llm.embed(text)
-        assert one.shape == (HIDDEN,)
-        assert np.array_equal(one, vector)
+        single = llm.embed(text)
+        assert single.shape == (HIDDEN,)
+        assert np.array_equal(single, vector)
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-6)
 
 
-def test_a_step_takes_many_short_inputs(llm: LLM) -> None:
+def test_a_step_computes_many_short_inputs(llm: LLM) -> None:
     steps = []
     execute = llm.pipeline.execute
 
@@ -72,14 +72,14 @@ def test_a_step_takes_many_short_inputs(llm: LLM) -> None:
     assert steps == [90]
 
 
-def test_token_ids(llm: LLM) -> None:
+def test_token_ids_are_accepted_as_inputs(llm: LLM) -> None:
     expected = llm.embed("cat")
     assert np.array_equal(llm.embed(CAT), expected)
     assert np.array_equal(llm.embed(np.array(CAT)), expected)
     assert np.array_equal(llm.embed([CAT, "cat"]), [expected, expected])
 
 
-def test_no_inputs(llm: LLM, classifier: LLM) -> None:
+def test_no_inputs_give_no_outputs(llm: LLM, classifier: LLM) -> None:
     assert llm.embed([]).shape == (0, HIDDEN)
     assert llm.embed([], dimensions=8).shape == (0, 8)
     assert llm.encode([]) == []
@@ -88,11 +88,11 @@ def test_no_inputs(llm: LLM, classifier: LLM) -> None:
     assert classifier.classify([]) == []
 
 
-def test_options(llm: LLM) -> None:
+def test_options_change_the_vectors_as_defined(llm: LLM) -> None:
     whole = llm.embed("cat", normalize=False)
     assert np.linalg.norm(whole) != pytest.approx(1)
-    cut = llm.embed("cat", dimensions=8)
-    np.testing.assert_allclose(cut, whole[:8] / np.linalg.norm(whole[:8]), atol=1e-6)
+    truncated = llm.embed("cat", dimensions=8)
+    np.testing.assert_allclose(truncated, whole[:8] / np.linalg.norm(whole[:8]), atol=1e-6)
     with pytest.raises(InputError, match="dimensions must be one of 8, 32, was 7"):
         llm.embed("cat", dimensions=7)
     assert np.array_equal(llm.embed("cat", prompt_name="query"), llm.embed("query: cat"))
@@ -105,7 +105,7 @@ def test_options(llm: LLM) -> None:
         llm.embed(long)
 
 
-def test_all_outputs(llm: LLM) -> None:
+def test_all_kinds_of_outputs_are_returned(llm: LLM) -> None:
     [response] = llm.encode("the cat", outputs=("dense", "multi_vector"))
     assert np.array_equal(response.embeddings, llm.embed("the cat"))
     assert response.multi_vector is not None
@@ -147,7 +147,7 @@ def test_an_error_frees_the_slots_of_adapters(tmp_path: Path) -> None:
         assert np.array_equal(llm.embed("cat", adapter="b"), second)
 
 
-def test_adapters_and_inputs_must_match(llm: LLM) -> None:
+def test_adapters_that_do_not_match_the_inputs_are_refused(llm: LLM) -> None:
     with pytest.raises(InputError, match="adapter"):
         llm.embed(["cat", "dog"], adapter=["a"])
 
@@ -158,8 +158,8 @@ def test_similarities_use_the_prompts_of_the_checkpoint(llm: LLM) -> None:
     expected = llm.embed([f"passage: {text}" for text in TEXTS]) @ query
     np.testing.assert_allclose(scores, expected, atol=1e-6)
     assert llm.score("cat", TEXTS[0]).shape == (1,)
-    each = llm.score(["cat", "dog", "cat"], TEXTS)
-    np.testing.assert_allclose(each[[0, 2]], scores[[0, 2]], atol=1e-6)
+    pairwise_scores = llm.score(["cat", "dog", "cat"], TEXTS)
+    np.testing.assert_allclose(pairwise_scores[[0, 2]], scores[[0, 2]], atol=1e-6)
     with pytest.raises(InputError, match="2 queries and 3 documents: give one query, or one for each"):
         llm.score(["cat", "dog"], TEXTS)
     with pytest.raises(UnsupportedFeatureError, match=r"activation.*embedder"):
@@ -167,7 +167,7 @@ def test_similarities_use_the_prompts_of_the_checkpoint(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("kind", ["dot", "euclidean"])
-def test_the_similarity_function_of_the_checkpoint(tmp_path: Path, kind: str) -> None:
+def test_scores_use_the_similarity_function_of_the_checkpoint(tmp_path: Path, kind: str) -> None:
     settings = {"similarity_fn_name": kind}
     modules = ("Transformer", "Pooling")
     with LLM(str(write_tiny_embedder(tmp_path, settings=settings, modules=modules))) as llm:
@@ -176,7 +176,7 @@ def test_the_similarity_function_of_the_checkpoint(tmp_path: Path, kind: str) ->
         assert llm.score("cat", "dog") == pytest.approx([expected], rel=1e-5)
 
 
-def test_a_cross_encoder(reranker: LLM) -> None:
+def test_scores_of_a_cross_encoder_equal_its_logits(reranker: LLM) -> None:
     scores = reranker.score("cat", TEXTS)
     assert scores.shape == (3,)
     logits = reranker.score("cat", TEXTS, activation=False)
@@ -184,26 +184,28 @@ def test_a_cross_encoder(reranker: LLM) -> None:
     for text, score in zip(TEXTS, scores, strict=True):
         assert reranker.score("cat", text) == pytest.approx([score], abs=1e-6)
     [swapped] = reranker.score(TEXTS[0], "cat")
-    assert swapped != pytest.approx(scores[0], abs=1e-4), "query and document have their places"
+    assert swapped != pytest.approx(scores[0], abs=1e-4), "the order of query and document matters"
 
 
-def test_rerank(reranker: LLM, llm: LLM) -> None:
+def test_rerank_sorts_documents_by_score(reranker: LLM, llm: LLM) -> None:
     for model in (reranker, llm):
         scores = model.score("cat", TEXTS)
         results = model.rerank("cat", TEXTS)
-        assert [one.score for one in results] == sorted((float(one) for one in scores), reverse=True)
-        assert all(TEXTS[one.index] == one.document for one in results)
-        assert all(scores[one.index] == pytest.approx(one.score) for one in results)
+        assert [result.score for result in results] == sorted(
+            (float(score) for score in scores), reverse=True
+        )
+        assert all(TEXTS[result.index] == result.document for result in results)
+        assert all(scores[result.index] == pytest.approx(result.score) for result in results)
         assert model.rerank("cat", TEXTS, top_n=2) == results[:2]
         with pytest.raises(InputError, match="top_n must be at least 1, was 0"):
             model.rerank("cat", TEXTS, top_n=0)
 
 
-def test_classify(classifier: LLM, llm: LLM) -> None:
+def test_classify_returns_probabilities_of_the_labels(classifier: LLM, llm: LLM) -> None:
     results = classifier.classify(TEXTS)
-    for one in results:
-        assert one.scores.sum() == pytest.approx(1)
-        assert one.label == f"label {one.scores.argmax()}"
+    for result in results:
+        assert result.scores.sum() == pytest.approx(1)
+        assert result.label == f"label {result.scores.argmax()}"
     [logits] = classifier.classify(TEXTS[0], activation=False)
     exponents = np.exp(logits.scores)
     np.testing.assert_allclose(results[0].scores, exponents / exponents.sum(), atol=1e-6)
@@ -213,7 +215,7 @@ def test_classify(classifier: LLM, llm: LLM) -> None:
         classifier.score("cat", "dog")
 
 
-def test_tasks(llm: LLM, tmp_path: Path) -> None:
+def test_methods_of_another_task_are_refused(llm: LLM, tmp_path: Path) -> None:
     with pytest.raises(TaskMismatchError, match=r"LLM\.generate needs a model of the task text-generation"):
         llm.generate("cat")
     with LLM(str(write_tiny_llm(tmp_path))) as decoder:
@@ -229,14 +231,14 @@ def test_tasks(llm: LLM, tmp_path: Path) -> None:
                 getattr(decoder, name)(*arguments)
 
 
-def test_a_closed_llm(tmp_path: Path) -> None:
+def test_a_closed_llm_refuses_calls(tmp_path: Path) -> None:
     llm = LLM(str(write_tiny_embedder(tmp_path)))
     llm.close()
     with pytest.raises(InputError, match="this LLM is closed"):
         llm.embed("cat")
 
 
-def test_the_progress_bar(
+def test_the_progress_bar_counts_inputs(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)

@@ -22,7 +22,7 @@ PARAMS = SamplingParams(seed=3, top_k=-1, temperature=1, max_new_tokens=60, min_
 TEXTS = ["hello world", "one two three", "a b"]
 
 
-def opened(folder: Path, **settings: object) -> LLM:
+def open_speech_llm(folder: Path, **settings: object) -> LLM:
     config = PipelineConfig.from_flat({"model_path": str(folder), "kv_cache_memory": 1 << 21, **settings})
     return LLM.from_config(config, catalog=catalog())
 
@@ -43,13 +43,13 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     ):
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         voices = (f"ben={folder / 'ben.wav'}", f"carl={folder / 'carl.json'}", "dora=7,7,7")
-        with opened(model, voice=voices) as llm:
+        with open_speech_llm(model, voice=voices) as llm:
             yield llm
 
 
-def test_one_text_and_several(llm: LLM) -> None:
+def test_one_text_gives_one_speech_and_several_a_list(llm: LLM) -> None:
     speeches = llm.speak(TEXTS, PARAMS)
-    assert [type(one) for one in speeches] == [Speech] * 3
+    assert [type(speech) for speech in speeches] == [Speech] * 3
     for text, speech in zip(TEXTS, speeches, strict=True):
         alone = llm.speak(text, PARAMS)
         np.testing.assert_array_equal(alone.audio, speech.audio)
@@ -61,7 +61,7 @@ def test_one_text_and_several(llm: LLM) -> None:
     assert llm.speak([], PARAMS) == []
 
 
-def test_a_stream_has_the_audio_of_the_whole(llm: LLM) -> None:
+def test_joined_stream_chunks_equal_the_audio_of_speak(llm: LLM) -> None:
     long = "One sentence is this. Another one follows it. And here is the third of them."
     assert len(llm.tokenizer.split(long)) > 1
     for text in (TEXTS[0], long):
@@ -70,7 +70,9 @@ def test_a_stream_has_the_audio_of_the_whole(llm: LLM) -> None:
         assert all(isinstance(chunk, AudioGeneratorOutput) for chunk in chunks)
         assert [chunk.is_done for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
         whole = llm.speak(text, PARAMS)
-        np.testing.assert_array_equal(np.concatenate([one.audio_data.numpy() for one in chunks]), whole.audio)
+        np.testing.assert_array_equal(
+            np.concatenate([chunk.audio_data.numpy() for chunk in chunks]), whole.audio
+        )
         assert len(chunks) > 1
         last = chunks[-1].metadata
         assert (last["sample_rate"], last["num_tokens"]) == (RATE, whole.num_tokens)
@@ -78,7 +80,7 @@ def test_a_stream_has_the_audio_of_the_whole(llm: LLM) -> None:
         assert stream.sample_rate == RATE
 
 
-def test_a_stream_that_is_closed_frees_the_model(llm: LLM) -> None:
+def test_a_closed_stream_frees_its_request(llm: LLM) -> None:
     stream = llm.stream_speech(TEXTS[0], PARAMS)
     next(stream)
     with pytest.raises(UnsupportedFeatureError, match="two places at once"):
@@ -88,15 +90,15 @@ def test_a_stream_that_is_closed_frees_the_model(llm: LLM) -> None:
     assert llm.pipeline.kv.num_free_blocks == llm.pipeline.kv.num_blocks
 
 
-def test_voices(llm: LLM) -> None:
+def test_voices_change_the_speech(llm: LLM) -> None:
     ben, carl, dora = (llm.pipeline.voices[name] for name in ("ben", "carl", "dora"))
     assert (ben.transcription, carl.transcription, dora.codes) == ("I am Ben.", "I am Carl.", [7, 7, 7])
-    assert len(ben.codes) == 20, "resampled to the rate of the codec"
+    assert len(ben.codes) == 20, "the recording is resampled to the rate of the codec"
     assert ben.codes == sorted(ben.codes)
-    spoken = llm.speak("hi", PARAMS, voice="carl")
+    speech = llm.speak("hi", PARAMS, voice="carl")
     prompt = llm.speak("hi", PARAMS, audio_prompt_tokens=[1, 2, 3], audio_prompt_transcription="I am Carl.")
-    np.testing.assert_array_equal(spoken.audio, prompt.audio)
-    assert not np.array_equal(spoken.audio, llm.speak("hi", PARAMS).audio)
+    np.testing.assert_array_equal(speech.audio, prompt.audio)
+    assert not np.array_equal(speech.audio, llm.speak("hi", PARAMS).audio)
     with pytest.raises(InputError, match="voice 'eve' is unknown: known are ben, carl, dora"):
         llm.speak("hi", PARAMS, voice="eve")
     with pytest.raises(InputError, match="needs its transcription"):
@@ -107,7 +109,7 @@ def test_voices(llm: LLM) -> None:
         llm.speak("hi", PARAMS, audio_prompt_tokens=[1, 99], audio_prompt_transcription="x")
 
 
-def test_a_voice_is_encoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_voice_is_encoded_once_and_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from support.tiny_speech import FakeCodec
 
     from penstock.pipelines.voices import load_voices
@@ -123,21 +125,21 @@ def test_a_voice_is_encoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     calls = []
     encode = codec.encode
     monkeypatch.setattr(codec, "encode", lambda samples: (calls.append(len(samples)), encode(samples))[1])
-    given = [f"a={tmp_path / 'a.wav'}"]
-    first = load_voices(given, codec, tmp_path / "codec")
-    assert load_voices(given, codec, tmp_path / "codec") == first
+    voices = [f"a={tmp_path / 'a.wav'}"]
+    first = load_voices(voices, codec, tmp_path / "codec")
+    assert load_voices(voices, codec, tmp_path / "codec") == first
     assert calls == [4 * SAMPLES_PER_FRAME]
-    for bad, message in [
+    for invalid, message in [
         ("a=missing.wav", "'a' cannot be used: .*No such file"),
         ("a=1,2,99", "codes must be from 0 to 15"),
     ]:
         with pytest.raises(ValueError, match=message):
-            load_voices([bad], codec, tmp_path / "codec")
+            load_voices([invalid], codec, tmp_path / "codec")
     with pytest.raises(ValueError, match="'a' is given twice"):
-        load_voices([*given, *given], codec, tmp_path / "codec")
+        load_voices([*voices, *voices], codec, tmp_path / "codec")
 
 
-def test_invalid_texts_and_methods(llm: LLM) -> None:
+def test_invalid_texts_and_methods_of_other_tasks_are_refused(llm: LLM) -> None:
     for text in ("", "  \n"):
         with pytest.raises(InputError, match="the input is empty"):
             llm.speak(text, PARAMS)
@@ -151,7 +153,7 @@ def test_invalid_texts_and_methods(llm: LLM) -> None:
     assert llm.pipeline.kv.num_free_blocks == llm.pipeline.kv.num_blocks
 
 
-def test_a_text_model_does_not_speak(tmp_path: Path) -> None:
+def test_speech_of_a_text_model_is_refused(tmp_path: Path) -> None:
     with (
         LLM(str(write_tiny_llm(tmp_path / "m")), kv_cache_memory=1 << 21) as llm,
         pytest.raises(TaskMismatchError, match=r"LLM.speak needs a model of the task audio-generation"),

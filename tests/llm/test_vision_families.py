@@ -1,4 +1,4 @@
-"""`LLM.chat` with two images of each vision family: image processor, tokens and text against transformers."""
+"""`LLM.chat` with two images for each vision family: image processor, tokens and text equal transformers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.architectures.registry import PIPELINE_REGISTRY
 from penstock.pipelines.core import SamplingParams
 
 GREEDY = SamplingParams(max_new_tokens=10, top_k=1, ignore_eos=True)
-LONG = {"text_config": {"max_position_embeddings": 2048}}
+LONG_CONTEXT = {"text_config": {"max_position_embeddings": 2048}}
 TILES: dict[str, Any] = {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}}
 QWEN = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 64, "max_pixels": 1024}
 FAMILIES: dict[str, tuple[str, dict[str, Any], dict[int, str], str]] = {
@@ -47,8 +47,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[int, str], str]] = {
 
 def write_family(folder: Path, name: str) -> Any:
     """Write a checkpoint whose tokens are characters, and return its model."""
-    (architecture,) = (one for one in PIPELINE_REGISTRY.architectures if one.name == name)
-    changes = LONG | ({"mm_tokens_per_image": 16} if name == "gemma3" else {})
+    (architecture,) = (candidate for candidate in PIPELINE_REGISTRY.architectures if candidate.name == name)
+    changes = LONG_CONTEXT | ({"mm_tokens_per_image": 16} if name == "gemma3" else {})
     model = save_vision_model(architecture, folder, **changes)
     processor, settings, special, image = FAMILIES[name]
     vocabulary = {chr(code): code for code in range(126)} | {text: index for index, text in special.items()}
@@ -68,7 +68,7 @@ def write_family(folder: Path, name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_equals_transformers(name: str, tmp_path: Path) -> None:
+def test_text_about_two_images_equals_transformers(name: str, tmp_path: Path) -> None:
     from transformers import AutoImageProcessor
 
     model = write_family(tmp_path, name)
@@ -76,8 +76,8 @@ def test_equals_transformers(name: str, tmp_path: Path) -> None:
     with LLM(tmp_path, quantization_encoding="float32", max_batch_size=2) as llm:
         output = llm.chat(chat_with("What?", images), GREEDY, use_tqdm=False)[0]
     processor = AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
-    given = [images] if name in ("idefics3", "smolvlm") else images
-    arguments = dict(processor(given, return_tensors="pt"))
+    processor_images = [images] if name in ("idefics3", "smolvlm") else images
+    arguments = dict(processor(processor_images, return_tensors="pt"))
     ids = torch.tensor([output.prompt_token_ids])
     for key in ("rows", "cols", "num_crops"):
         arguments.pop(key, None)
@@ -96,6 +96,7 @@ def test_equals_transformers(name: str, tmp_path: Path) -> None:
     )
     assert output.token_ids == text[0, ids.shape[1] :].tolist()
     settings = {"max_batch_input_tokens": 8, "max_batch_size": 2, "kv_cache_block_size": 16}
-    with LLM(tmp_path, quantization_encoding="float32", **settings) as llm:  # in small chunks
+    # prompts computed in small chunks
+    with LLM(tmp_path, quantization_encoding="float32", **settings) as llm:
         first, second = llm.chat([chat_with("What?", images)] * 2, GREEDY, use_tqdm=False)
     assert first.token_ids == second.token_ids == output.token_ids

@@ -18,7 +18,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def adapters(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Three adapters of different ranks, on different layers."""
+    """Return three adapters of different ranks on different layers."""
     folder = tmp_path_factory.mktemp("adapters")
     settings = {
         "all": {"r": 5},

@@ -1,4 +1,4 @@
-"""Logits and patterns equal PEFT's, on small random models."""
+"""Logits with adapters and module patterns equal those of PEFT, on small random models."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def adapted_logits(checkpoint: Path, adapter: Path, **config: Any) -> torch.Tens
 
 @pytest.mark.parametrize("kernels", ["best", "reference"])
 @pytest.mark.parametrize("case", CASES)
-def test_logits_are_those_of_peft(checkpoint: Path, case: str, kernels: str, tmp_path: Path) -> None:
+def test_logits_equal_peft(checkpoint: Path, case: str, kernels: str, tmp_path: Path) -> None:
     adapter = write_adapter(checkpoint, tmp_path, **CASES[case])
     expected = peft_logits(checkpoint, adapter, PROMPT)
-    got = adapted_logits(checkpoint, adapter, kernels=kernels)
-    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-5)
+    actual = adapted_logits(checkpoint, adapter, kernels=kernels)
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-5)
     plain = step_logits(open_pipeline(checkpoint), [context_of(PROMPT)])[0]
-    assert float((got - plain).abs().max()) > 0.01
+    assert float((actual - plain).abs().max()) > 0.01
 
 
 def test_an_adapter_on_a_tied_head_does_not_change_the_embedding(tmp_path: Path) -> None:
@@ -69,8 +69,8 @@ def test_an_adapter_on_a_tied_head_does_not_change_the_embedding(tmp_path: Path)
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_quantised_layers_and_heads_get_their_adapters(tied: bool, tmp_path: Path) -> None:
-    """PEFT saves a copy of an adapted head. It is compared with the rounded head."""
+def test_adapters_apply_to_quantized_layers_and_heads(tied: bool, tmp_path: Path) -> None:
+    """PEFT saves a copy of an adapted head. The expected logits are those of the quantized head."""
     checkpoint = write_checkpoint(tmp_path / "base", {**tiny_config(), "tie_word_embeddings": tied})
     adapter = write_adapter(checkpoint, tmp_path / "adapter", target_modules=["lm_head", "up_proj"])
     plain, quantised = (
@@ -78,13 +78,15 @@ def test_quantised_layers_and_heads_get_their_adapters(tied: bool, tmp_path: Pat
         for encoding in ("float32", "int8")
     )
     exact = adapted_logits(checkpoint, adapter)
-    found = adapted_logits(checkpoint, adapter, quantization_encoding="int8")
+    result = adapted_logits(checkpoint, adapter, quantization_encoding="int8")
     assert float((quantised - plain).norm()) > 0
-    assert float((found - exact).norm()) < 0.5 * float((plain - exact).norm())
+    assert float((result - exact).norm()) < 0.5 * float((plain - exact).norm())
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float64])
-def test_other_stored_types(checkpoint: Path, stored: torch.dtype, tmp_path: Path) -> None:
+def test_adapters_stored_in_other_types_equal_peft(
+    checkpoint: Path, stored: torch.dtype, tmp_path: Path
+) -> None:
     adapter = write_adapter(checkpoint, tmp_path)
     file = adapter / "adapter_model.safetensors"
     save_file({name: tensor.to(stored) for name, tensor in load_file(file).items()}, file)
@@ -92,7 +94,7 @@ def test_other_stored_types(checkpoint: Path, stored: torch.dtype, tmp_path: Pat
     torch.testing.assert_close(adapted_logits(checkpoint, adapter), expected, atol=1e-4, rtol=1e-5)
 
 
-def test_keys_that_name_the_adapter(checkpoint: Path, tmp_path: Path) -> None:
+def test_tensor_names_with_the_name_of_the_adapter_are_read(checkpoint: Path, tmp_path: Path) -> None:
     adapter = write_adapter(checkpoint, tmp_path)
     expected = adapted_logits(checkpoint, adapter)
     file = adapter / "adapter_model.safetensors"
@@ -100,7 +102,7 @@ def test_keys_that_name_the_adapter(checkpoint: Path, tmp_path: Path) -> None:
     assert torch.equal(adapted_logits(checkpoint, adapter), expected)
 
 
-def test_bfloat16_stays_near(checkpoint: Path, tmp_path: Path) -> None:
+def test_bfloat16_logits_are_close(checkpoint: Path, tmp_path: Path) -> None:
     adapter = write_adapter(checkpoint, tmp_path)
     exact = adapted_logits(checkpoint, adapter)
     rounded = adapted_logits(checkpoint, adapter, quantization_encoding="bfloat16")
@@ -108,9 +110,9 @@ def test_bfloat16_stays_near(checkpoint: Path, tmp_path: Path) -> None:
     assert float((rounded - exact).abs().mean()) < 0.1 * float((plain - exact).abs().mean())
 
 
-PARTS = ["q_proj", "proj", "self_attn.v_proj", "layers.1.self_attn.q_proj", "lm_head"]
+MODULE_PARTS = ["q_proj", "proj", "self_attn.v_proj", "layers.1.self_attn.q_proj", "lm_head"]
 PATTERNS = st.sampled_from(
-    [*PARTS, "layers.1", r".*layers\.0.*", "^model.layers.2.mlp.up_proj", "q_proj|v_proj", ".*_proj"]
+    [*MODULE_PARTS, "layers.1", r".*layers\.0.*", "^model.layers.2.mlp.up_proj", "q_proj|v_proj", ".*_proj"]
 )
 
 
@@ -124,7 +126,7 @@ PATTERNS = st.sampled_from(
     targets=st.one_of(
         st.just("all-linear"),
         st.sampled_from([r".*(q|up)_proj", r"model.layers.0.*_proj|lm_head", "q_proj|model.*v_proj"]),
-        st.lists(st.sampled_from([*PARTS, "down_proj"]), min_size=1, max_size=3, unique=True),
+        st.lists(st.sampled_from([*MODULE_PARTS, "down_proj"]), min_size=1, max_size=3, unique=True),
     ),
     excluded=st.none() | st.just(["lm_head", "v_proj"]) | st.just(r".*layers\.1.*"),
     layers=st.none() | st.sampled_from([0, 1]) | st.lists(st.integers(0, 2), max_size=2, unique=True),
@@ -133,19 +135,21 @@ PATTERNS = st.sampled_from(
     alphas=st.dictionaries(PATTERNS, st.integers(1, 99), max_size=3),
     rslora=st.booleans(),
 )
-def test_patterns_match_as_in_peft(checkpoint: Path, tmp_path: Path, **drawn: Any) -> None:
-    targets, layers = drawn["targets"], drawn["layers"]
+def test_module_patterns_match_the_same_modules_as_peft(
+    checkpoint: Path, tmp_path: Path, **values: Any
+) -> None:
+    targets, layers = values["targets"], values["layers"]
     is_list = isinstance(targets, list)
     config = {
         "r": 4,
         "lora_alpha": 6,
         "target_modules": targets,
-        "exclude_modules": drawn["excluded"],
+        "exclude_modules": values["excluded"],
         "layers_to_transform": layers if is_list else None,
-        "layers_pattern": drawn["layers_pattern"] if is_list and layers not in (None, []) else None,
-        "rank_pattern": drawn["ranks"],
-        "alpha_pattern": drawn["alphas"],
-        "use_rslora": drawn["rslora"],
+        "layers_pattern": values["layers_pattern"] if is_list and layers not in (None, []) else None,
+        "rank_pattern": values["ranks"],
+        "alpha_pattern": values["alphas"],
+        "use_rslora": values["rslora"],
     }
     expected = {}
     with suppress(NoMatchingPeftModuleError):
@@ -155,17 +159,21 @@ def test_patterns_match_as_in_peft(checkpoint: Path, tmp_path: Path, **drawn: An
             if isinstance(getattr(module, "lora_A", None), torch.nn.ModuleDict)
         }
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", **config}))
-    read = AdapterConfig.read(tmp_path)
+    adapter_config_ = AdapterConfig.read(tmp_path)
     names = Weights.open(checkpoint).names
     linears = [
         name.removesuffix(".weight") for name in names if name.endswith(("_proj.weight", "head.weight"))
     ]
-    found = {name: (read.rank_of(name), read.scale_of(name)) for name in linears if read.targets(name)}
-    assert found == expected
+    result = {
+        name: (adapter_config_.rank_of(name), adapter_config_.scale_of(name))
+        for name in linears
+        if adapter_config_.targets(name)
+    }
+    assert result == expected
 
 
-def test_all_fields_that_peft_writes_are_known(checkpoint: Path, tmp_path: Path) -> None:
-    """All fields of PEFT's configuration are known, so that the test fails for new ones."""
+def test_every_field_that_peft_writes_is_known(checkpoint: Path, tmp_path: Path) -> None:
+    """The test fails if a new version of PEFT adds fields."""
     adapter = save_adapter(peft_model(checkpoint, r=4, target_modules=["q_proj"]), tmp_path)
     assert AdapterConfig.read(adapter).rank == 4
     from penstock.lora import adapter_config

@@ -1,4 +1,4 @@
-"""Adapters in mixed batches, with chunks, prefix caching, and reloads while requests run."""
+"""Adapters in mixed batches, with chunks, prefix caching, and reloads during requests."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ PROMPT = random_tokens(40, 130, seed=5)
 
 
 @pytest.fixture
-def opened(checkpoint: Path, adapters: dict[str, Path]) -> Callable[..., TextGenerationPipeline]:
-    def open_(**config: object) -> TextGenerationPipeline:
+def open_adapted(checkpoint: Path, adapters: dict[str, Path]) -> Callable[..., TextGenerationPipeline]:
+    def open_with(**config: object) -> TextGenerationPipeline:
         flat = {"lora": tuple(f"{name}={path}" for name, path in adapters.items()), "kv_cache_block_size": 16}
         return open_pipeline(checkpoint, **{**flat, "deterministic": True, **config})
 
-    return open_
+    return open_with
 
 
 def manager_of(pipeline: TextGenerationPipeline) -> LoRAManager:
@@ -42,7 +42,7 @@ NAMES = ["all", None, "some", "head", "all", None, "some"]
 
 
 def mixed_logits(pipeline: TextGenerationPipeline) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the logits of a mixed batch, and those of each context in a separate batch."""
+    """Return the logits of a mixed batch, and those of each context in its own batch."""
     lengths = [3, 17, 1, 40, 9, 2, 33]
     batch = [context_of(PROMPT[:n], adapter=name) for n, name in zip(lengths, NAMES, strict=True)]
     together = step_logits(pipeline, batch)
@@ -56,42 +56,44 @@ def mixed_logits(pipeline: TextGenerationPipeline) -> tuple[list[torch.Tensor], 
     return together, alone
 
 
-def test_a_mixed_batch_gives_the_bits_of_single_requests(
-    opened: Callable[..., TextGenerationPipeline],
+def test_a_mixed_batch_is_bit_equal_to_single_requests(
+    open_adapted: Callable[..., TextGenerationPipeline],
 ) -> None:
-    together, alone = mixed_logits(opened(enable_prefix_caching=False))
-    for one, other in zip(together, alone, strict=True):
-        assert torch.equal(one, other)
+    together, alone = mixed_logits(open_adapted(enable_prefix_caching=False))
+    for batched, single in zip(together, alone, strict=True):
+        assert torch.equal(batched, single)
 
 
-def test_a_mixed_batch_on_the_fast_kernels(
-    opened: Callable[..., TextGenerationPipeline], checkpoint: Path, adapters: dict[str, Path]
+def test_a_mixed_batch_on_the_cpu_kernels_is_close_to_single_requests(
+    open_adapted: Callable[..., TextGenerationPipeline],
+    checkpoint: Path,
+    adapters: dict[str, Path],
 ) -> None:
-    together, alone = mixed_logits(opened(deterministic=False, enable_prefix_caching=False))
-    for one, other in zip(together, alone, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-5)
+    together, alone = mixed_logits(open_adapted(deterministic=False, enable_prefix_caching=False))
+    for batched, single in zip(together, alone, strict=True):
+        torch.testing.assert_close(batched, single, atol=1e-4, rtol=1e-5)
     torch.testing.assert_close(
         together[3], peft_logits(checkpoint, adapters["head"], PROMPT), atol=1e-4, rtol=1e-5
     )
 
 
-def test_rows_without_an_adapter_are_unchanged_by_others(
-    opened: Callable[..., TextGenerationPipeline], checkpoint: Path
+def test_rows_without_an_adapter_are_bit_equal_to_the_base_model(
+    open_adapted: Callable[..., TextGenerationPipeline], checkpoint: Path
 ) -> None:
-    """Bits are equal on the CPU kernels, too: the rows of the products are the same."""
+    """This also holds on the CPU kernels, because the products have the same rows."""
     plain = open_pipeline(checkpoint, kv_cache_block_size=16, enable_prefix_caching=False)
-    adapting = opened(deterministic=False, enable_prefix_caching=False)
+    with_adapters = open_adapted(deterministic=False, enable_prefix_caching=False)
     lengths = [3, 17, 1, 40, 9, 2, 33]
     bare = step_logits(plain, [context_of(PROMPT[:n]) for n in lengths])
     batch = [context_of(PROMPT[:n], adapter=name) for n, name in zip(lengths, NAMES, strict=True)]
-    for name, one, other in zip(NAMES, step_logits(adapting, batch), bare, strict=True):
-        assert torch.equal(one, other) == (name is None)
+    for name, adapted_row, bare_row in zip(NAMES, step_logits(with_adapters, batch), bare, strict=True):
+        assert torch.equal(adapted_row, bare_row) == (name is None)
 
 
 def test_chunks_and_single_tokens_equal_a_whole_prefill(
-    opened: Callable[..., TextGenerationPipeline],
+    open_adapted: Callable[..., TextGenerationPipeline],
 ) -> None:
-    pipeline = opened(enable_prefix_caching=False)
+    pipeline = open_adapted(enable_prefix_caching=False)
     (whole,) = step_logits(pipeline, [context_of(PROMPT, adapter="head")])
     context, rows = context_of(PROMPT, adapter="head"), []
     for end in (7, 8, 30, 40):
@@ -103,9 +105,9 @@ def test_chunks_and_single_tokens_equal_a_whole_prefill(
 
 @pytest.mark.parametrize("num_steps", [1, 4])
 def test_batched_generation_equals_single_generation(
-    opened: Callable[..., TextGenerationPipeline], num_steps: int
+    open_adapted: Callable[..., TextGenerationPipeline], num_steps: int
 ) -> None:
-    pipeline = opened()
+    pipeline = open_adapted()
 
     def context(name: str | None) -> object:
         return context_of(PROMPT[:20], 8, adapter=name, sampling_params=SamplingParams(temperature=1, seed=3))
@@ -118,8 +120,10 @@ def test_batched_generation_equals_single_generation(
 # -- The prefix cache ------------------------------------------------------------------------------------
 
 
-def test_only_the_same_adapter_shares_blocks(opened: Callable[..., TextGenerationPipeline]) -> None:
-    pipeline = opened()
+def test_only_requests_with_the_same_adapter_share_blocks(
+    open_adapted: Callable[..., TextGenerationPipeline],
+) -> None:
+    pipeline = open_adapted()
     hits = {}
     for name in ("all", "some", None, "all", "some", None):
         context = context_of(PROMPT, 2, adapter=name)
@@ -139,22 +143,22 @@ def test_a_reload_never_serves_stale_blocks(
     write_adapter(checkpoint, folder, seed=9)
     manager_of(pipeline).load("tone", str(folder))
     context = context_of(PROMPT, adapter="tone")
-    (got,) = step_logits(pipeline, [context])
+    (actual,) = step_logits(pipeline, [context])
     assert context.num_cached_tokens == 0
-    torch.testing.assert_close(got, peft_logits(checkpoint, folder, PROMPT), atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(actual, peft_logits(checkpoint, folder, PROMPT), atol=1e-4, rtol=1e-5)
     pipeline.release(context)
     shutil.rmtree(folder)
     shutil.copytree(adapters["all"], folder)
     manager_of(pipeline).load("tone", str(folder))
     context = context_of(PROMPT, 2, adapter="tone")
     generate(pipeline, [context])
-    assert context.num_cached_tokens == 32, "the first content is back, and so are its blocks"
+    assert context.num_cached_tokens == 32, "the first content is loaded again, and its blocks are found"
 
 
-def test_a_running_request_keeps_its_content(
+def test_a_running_request_keeps_its_adapter_content(
     checkpoint: Path, adapters: dict[str, Path], tmp_path: Path
 ) -> None:
-    """The content stays the same after a reload, an unload and a preemption."""
+    """The adapter's content stays the same after a reload, an unload and a preemption."""
     pipeline = open_pipeline(
         checkpoint, lora=(f"tone={adapters['all']}",), max_loras=1, deterministic=True, kv_cache_block_size=16
     )
@@ -165,7 +169,7 @@ def test_a_running_request_keeps_its_content(
         if step == 2:
             manager.load("tone", str(adapters["some"]))
             (other,) = generate(pipeline, [context_of(PROMPT, 9, adapter="tone")])
-        if step == 4:  # as the scheduler preempts
+        if step == 4:  # preempts the context as the scheduler does
             pipeline.kv.release(context)
             context.reset()
         if step == 6:
@@ -178,23 +182,27 @@ def test_a_running_request_keeps_its_content(
         pipeline.execute({"a": context_of(PROMPT, adapter="tone")})
 
 
-def test_files_may_change_after_the_load(checkpoint: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
+def test_changes_of_the_files_after_loading_have_no_effect(
+    checkpoint: Path, adapters: dict[str, Path], tmp_path: Path
+) -> None:
     folder = tmp_path / "tone"
     shutil.copytree(adapters["all"], folder)
     pipeline = open_pipeline(checkpoint, lora=(f"tone={folder}",))
     file = folder / "adapter_model.safetensors"
     file.write_bytes(bytes(len(file.read_bytes())))
-    (got,) = step_logits(pipeline, [context_of(PROMPT, adapter="tone")])
-    torch.testing.assert_close(got, peft_logits(checkpoint, adapters["all"], PROMPT), atol=1e-4, rtol=1e-5)
+    (actual,) = step_logits(pipeline, [context_of(PROMPT, adapter="tone")])
+    torch.testing.assert_close(actual, peft_logits(checkpoint, adapters["all"], PROMPT), atol=1e-4, rtol=1e-5)
 
 
 # -- More adapters than slots ----------------------------------------------------------------------------
 
 
-def test_more_adapters_than_slots_take_turns(opened: Callable[..., TextGenerationPipeline]) -> None:
-    pipeline = opened(max_loras=1)
+def test_more_adapters_than_slots_take_turns(
+    open_adapted: Callable[..., TextGenerationPipeline],
+) -> None:
+    pipeline = open_adapted(max_loras=1)
     expected = {
-        name: generate(opened(), [context_of(PROMPT, 5, adapter=name)])[0]
+        name: generate(open_adapted(), [context_of(PROMPT, 5, adapter=name)])[0]
         for name in ("all", "some", "head", None)
     }
     scheduler = Scheduler(pipeline, max_batch_size=8, ready=pipeline.ready)
@@ -212,9 +220,9 @@ def test_more_adapters_than_slots_take_turns(opened: Callable[..., TextGeneratio
 
 
 def test_a_batch_of_too_many_adapters_is_refused_before_anything_changes(
-    opened: Callable[..., TextGenerationPipeline],
+    open_adapted: Callable[..., TextGenerationPipeline],
 ) -> None:
-    pipeline = opened(max_loras=2)
+    pipeline = open_adapted(max_loras=2)
     batch = {name: context_of(PROMPT, adapter=name, request_id=name) for name in ("all", "some", "head")}
     with pytest.raises(InputError, match=r"uses 3 adapters, and at most 2 can run at once.*--max-loras"):
         pipeline.execute(batch)
@@ -223,63 +231,68 @@ def test_a_batch_of_too_many_adapters_is_refused_before_anything_changes(
     assert set(pipeline.execute(batch)) == {"all", "head"}
 
 
-def test_an_unknown_adapter_lists_the_loaded_ones(opened: Callable[..., TextGenerationPipeline]) -> None:
-    pipeline, context = opened(), context_of(PROMPT, adapter="al")
+def test_an_unknown_adapter_lists_the_loaded_ones(
+    open_adapted: Callable[..., TextGenerationPipeline],
+) -> None:
+    pipeline, context = open_adapted(), context_of(PROMPT, adapter="al")
     with pytest.raises(UnknownModelError, match=r"'al' is not served here; served are: .*, all, some, head"):
         pipeline.execute({"a": context})
     assert not context.is_assigned_to_cache
 
 
 def test_slots_use_the_planned_memory(
-    opened: Callable[..., TextGenerationPipeline], checkpoint: Path, adapters: dict[str, Path], tmp_path: Path
+    open_adapted: Callable[..., TextGenerationPipeline],
+    checkpoint: Path,
+    adapters: dict[str, Path],
+    tmp_path: Path,
 ) -> None:
-    pipeline = opened(max_loras=2, max_lora_rank=6)
+    pipeline = open_adapted(max_loras=2, max_lora_rank=6)
     slots = manager_of(pipeline)._slots
 
-    def taken() -> int:
+    def used_bytes() -> int:
         return sum(down.nbytes + up.nbytes for down, up in slots.matrices.values())
 
-    assert taken() == 0
+    assert used_bytes() == 0
     generate(pipeline, [context_of(PROMPT, 1, adapter="all"), context_of(PROMPT, 1, adapter="head")])
-    assert taken() == pipeline.memory_plan.adapters_size > 0
+    assert used_bytes() == pipeline.memory_plan.adapters_size > 0
 
 
-# -- What these tests must notice --------------------------------------------------------------------------
+# -- Mutations that the comparison must detect ------------------------------------------------------------
 
 
-def swapped(inputs: LoRAInputs) -> LoRAInputs:
+def swap_matrices(inputs: LoRAInputs) -> LoRAInputs:
     return LoRAInputs(inputs.rows, {n: (a.flip(0), b) for n, (a, b) in inputs.matrices.items()}, inputs.ranks)
 
 
-def shifted(inputs: LoRAInputs) -> LoRAInputs:
+def shift_rows(inputs: LoRAInputs) -> LoRAInputs:
     return LoRAInputs(inputs.rows.roll(1), inputs.matrices, inputs.ranks)
 
 
-def unscaled(inputs: LoRAInputs) -> LoRAInputs:
+def double_scale(inputs: LoRAInputs) -> LoRAInputs:
     return LoRAInputs(inputs.rows, {n: (a, b / 2) for n, (a, b) in inputs.matrices.items()}, inputs.ranks)
 
 
-@pytest.mark.parametrize("fault", [swapped, shifted, unscaled])
-def test_the_comparison_detects_a_fault(
-    opened: Callable[..., TextGenerationPipeline],
+@pytest.mark.parametrize("mutate", [swap_matrices, shift_rows, double_scale])
+def test_the_comparison_detects_a_mutation(
+    open_adapted: Callable[..., TextGenerationPipeline],
     checkpoint: Path,
     adapters: dict[str, Path],
-    fault: Callable[[LoRAInputs], LoRAInputs],
+    mutate: Callable[[LoRAInputs], LoRAInputs],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pipeline = opened(max_loras=2)
+    pipeline = open_adapted(max_loras=2)
     original = LoRAManager.inputs
-    monkeypatch.setattr(LoRAManager, "inputs", lambda *arguments: fault(original(*arguments)))
+    monkeypatch.setattr(LoRAManager, "inputs", lambda *arguments: mutate(original(*arguments)))
     batch = [context_of(PROMPT, adapter="all"), context_of(PROMPT, adapter="some")]
-    got = step_logits(pipeline, batch)[1]
+    actual = step_logits(pipeline, batch)[1]
     expected = peft_logits(checkpoint, adapters["some"], PROMPT)
-    assert float((got - expected).abs().max()) > 0.01
+    assert float((actual - expected).abs().max()) > 0.01
 
 
-def test_slots_are_given_to_the_least_recently_used(
-    opened: Callable[..., TextGenerationPipeline], monkeypatch: pytest.MonkeyPatch
+def test_the_slot_of_the_least_recently_used_adapter_is_reused(
+    open_adapted: Callable[..., TextGenerationPipeline], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pipeline = opened(max_loras=2)
+    pipeline = open_adapted(max_loras=2)
     placed: list[str] = []
     original = slots.AdapterSlots._put
     paths = {digest: name for name, digest in _digests(pipeline).items()}

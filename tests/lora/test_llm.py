@@ -19,7 +19,7 @@ GREEDY = SamplingParams(temperature=0, max_new_tokens=8)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model and two adapters of its query projections."""
+    """Return a tiny model and two adapters of its query projections."""
     root = tmp_path_factory.mktemp("llm")
     write_tiny_llm(root / "base")
     for seed, name in enumerate(("loud", "quiet")):
@@ -44,8 +44,8 @@ def llm(folder: Path) -> Iterator[LLM]:
         yield llm
 
 
-def test_each_prompt_with_its_own_adapter(llm: LLM, folder: Path) -> None:
-    """More adapters than slots run one after the other."""
+def test_each_prompt_gets_the_text_of_its_own_adapter(llm: LLM, folder: Path) -> None:
+    """The adapters exceed the slots, so requests run one after the other."""
     names = ["loud", None, "quiet", "loud"]
     together = [output.text for output in llm.generate(["Hello there"] * 4, GREEDY, adapter=names)]
     alone = [llm.generate("Hello there", GREEDY, adapter=name)[0].text for name in names]
@@ -56,7 +56,7 @@ def test_each_prompt_with_its_own_adapter(llm: LLM, folder: Path) -> None:
         assert plain.generate("Hello there", GREEDY)[0].text == together[1]
 
 
-def test_an_unknown_adapter(llm: LLM) -> None:
+def test_an_unknown_adapter_is_refused(llm: LLM) -> None:
     with pytest.raises(UnknownModelError, match=r"'loader' is not served here; served are: .*loud, quiet"):
         llm.generate("Hello there", GREEDY, adapter="loader")
 

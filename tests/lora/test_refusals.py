@@ -1,4 +1,4 @@
-"""Errors name unsupported features, and the tensors and numbers of damaged adapters."""
+"""Errors name unsupported features, and the tensors and values of malformed adapters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def manager(checkpoint: Path) -> LoRAManager:
 
 @pytest.fixture
 def adapter(adapters: dict[str, Path], tmp_path: Path) -> Path:
-    """A copy of an adapter on all linear layers that a test may damage."""
+    """Return a copy of an adapter on all linear layers that a test may modify."""
     return Path(shutil.copytree(adapters["all"], tmp_path / "adapter"))
 
 
@@ -54,7 +54,7 @@ def edit_tensors(adapter: Path, change: Callable[[dict[str, torch.Tensor]], Any]
     save_file(tensors, file)
 
 
-# -- Kinds of adapters -----------------------------------------------------------------------------------
+# -- Unsupported kinds of adapters --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def edit_tensors(adapter: Path, change: Callable[[dict[str, torch.Tensor]], Any]
     ],
     ids=str,
 )
-def test_unsupported_kinds(
+def test_unsupported_features_of_the_configuration_are_named(
     adapter: Path, load: Callable[[], None], fields: dict[str, Any], feature: str
 ) -> None:
     edit_config(adapter, **fields)
@@ -106,7 +106,9 @@ def test_unsupported_kinds(
     ],
     ids=str,
 )
-def test_fields_without_effect(manager: LoRAManager, adapter: Path, fields: dict[str, Any]) -> None:
+def test_fields_without_effect_are_accepted(
+    manager: LoRAManager, adapter: Path, fields: dict[str, Any]
+) -> None:
     edit_config(adapter, **fields)
     manager.load("x", str(adapter))
     manager.unload("x")
@@ -126,10 +128,10 @@ def test_fields_without_effect(manager: LoRAManager, adapter: Path, fields: dict
     ],
     ids=str,
 )
-def test_tensors_of_other_kinds(
+def test_tensors_of_unsupported_kinds_are_named(
     checkpoint: Path, load: Callable[[], None], adapter: Path, config: dict[str, Any], feature: str
 ) -> None:
-    """These kinds are refused even if the configuration does not mention them."""
+    """Such adapters are refused even if the configuration does not mention the feature."""
     write_adapter(checkpoint, adapter, **config)
     edit_config(adapter, **{key: None for key in config if key != "target_modules"})
     edit_tensors(adapter, lambda tensors: [tensor.mul_(2) for tensor in tensors.values()])
@@ -158,7 +160,7 @@ def test_a_retrained_head_is_refused_and_an_unchanged_one_accepted(
         manager.load("x", str(tmp_path))
 
 
-def test_a_rank_above_the_maximum(checkpoint: Path, manager: LoRAManager, tmp_path: Path) -> None:
+def test_a_rank_above_the_maximum_is_refused(checkpoint: Path, manager: LoRAManager, tmp_path: Path) -> None:
     write_adapter(checkpoint, tmp_path, rank_pattern={"up_proj": 9})
     with pytest.raises(
         UnsupportedFeatureError, match=r"rank 9 .*up_proj, .*the maximum is 8: raise --max-lora-rank"
@@ -169,7 +171,8 @@ def test_a_rank_above_the_maximum(checkpoint: Path, manager: LoRAManager, tmp_pa
         manager.load("x", str(tmp_path))
 
 
-# -- Damaged adapters ------------------------------------------------------------------------------------
+# -- Malformed adapters
+# ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -215,7 +218,7 @@ def test_a_rank_above_the_maximum(checkpoint: Path, manager: LoRAManager, tmp_pa
     ],
     ids=range(12),
 )
-def test_damaged_tensors(
+def test_malformed_tensors_are_refused_by_name(
     adapter: Path, load: Callable[[], None], change: Callable[[dict[str, torch.Tensor]], Any], message: str
 ) -> None:
     edit_tensors(adapter, change)
@@ -223,20 +226,20 @@ def test_damaged_tensors(
         load()
 
 
-def test_an_adapter_without_matrices(adapter: Path, load: Callable[[], None]) -> None:
+def test_an_adapter_without_matrices_is_refused(adapter: Path, load: Callable[[], None]) -> None:
     edit_tensors(adapter, lambda tensors: tensors.clear())
     edit_config(adapter, target_modules=["nothing"])
     with pytest.raises(WeightsError, match="has no matrices for any layer"):
         load()
 
 
-def test_tensors_that_the_configuration_leaves_out(adapter: Path, load: Callable[[], None]) -> None:
+def test_tensors_outside_the_target_modules_are_refused(adapter: Path, load: Callable[[], None]) -> None:
     edit_config(adapter, target_modules=["q_proj"])
     with pytest.raises(WeightsError, match=r"has matrices for .*, which target_modules does not include"):
         load()
 
 
-def test_missing_files(adapter: Path, manager: LoRAManager) -> None:
+def test_missing_files_are_refused_by_name(adapter: Path, manager: LoRAManager) -> None:
     with pytest.raises(CheckpointNotFoundError, match="no such folder"):
         manager.load("x", str(adapter / "nowhere"))
     weights = adapter / "adapter_model.safetensors"
@@ -275,7 +278,7 @@ def test_missing_files(adapter: Path, manager: LoRAManager) -> None:
     ],
     ids=str,
 )
-def test_damaged_configurations(
+def test_malformed_configurations_are_refused(
     adapter: Path, load: Callable[[], None], fields: dict[str, Any], message: str
 ) -> None:
     edit_config(adapter, **fields)
@@ -283,7 +286,7 @@ def test_damaged_configurations(
         load()
 
 
-def test_another_base_model_is_only_logged(
+def test_another_base_model_gives_a_warning(
     adapter: Path, manager: LoRAManager, caplog: pytest.LogCaptureFixture
 ) -> None:
     edit_config(adapter, base_model_name_or_path="somebody/other-model")
@@ -293,13 +296,13 @@ def test_another_base_model_is_only_logged(
     assert "was trained on somebody/other-model" in caplog.text
 
 
-def test_a_start_with_a_broken_adapter_ends_with_its_error(checkpoint: Path, adapter: Path) -> None:
+def test_a_malformed_adapter_at_start_is_an_error(checkpoint: Path, adapter: Path) -> None:
     edit_config(adapter, use_dora=True)
     with pytest.raises(UnsupportedFeatureError, match="DoRA"):
         open_pipeline(checkpoint, lora=(f"x={adapter}",))
 
 
-def test_an_adapter_without_target_modules_is_for_the_layers_it_has(
+def test_an_adapter_without_target_modules_applies_to_its_tensors(
     manager: LoRAManager, adapter: Path
 ) -> None:
     edit_config(adapter, target_modules=None)

@@ -1,4 +1,4 @@
-"""Checkpoints with an adapter for each of several tasks: Jina Embeddings v3 as published."""
+"""Checkpoints with one adapter per task, such as Jina Embeddings v3 as published."""
 
 from __future__ import annotations
 
@@ -34,24 +34,26 @@ def llm(jina: JinaV3) -> Iterator[LLM]:
         yield llm
 
 
-def expected(jina: JinaV3, llm: LLM, task: str | None, folder: Path, instruction: str = "") -> np.ndarray:
-    """Return the results of transformers for the texts, with the adapter merged into the weights."""
+def merged_embeddings(
+    jina: JinaV3, llm: LLM, task: str | None, folder: Path, instruction: str = ""
+) -> np.ndarray:
+    """Return the results of transformers for the texts, with the task's adapter merged into the weights."""
     model = jina.merged(task, folder)
     tokens = [llm.tokenizer.backend.encode(instruction + text).ids for text in TEXTS]
-    return np.stack([mean_embedding(model, one).numpy() for one in tokens])
+    return np.stack([mean_embedding(model, sequence).numpy() for sequence in tokens])
 
 
 @pytest.mark.parametrize("task", [None, *TASKS])
-def test_each_task_computes_the_merged_model(
+def test_vectors_of_each_task_equal_merged_weights(
     jina: JinaV3, llm: LLM, task: str | None, tmp_path: Path
 ) -> None:
-    truth = expected(jina, llm, task, tmp_path / "merged", INSTRUCTIONS.get(task or "", ""))
+    truth = merged_embeddings(jina, llm, task, tmp_path / "merged", INSTRUCTIONS.get(task or "", ""))
     np.testing.assert_allclose(llm.embed(TEXTS, task=task), truth, atol=2e-5)
     if task is not None:
-        assert np.abs(truth - llm.embed(TEXTS)).max() > 0.05, "the test needs adapters that change vectors"
+        assert np.abs(truth - llm.embed(TEXTS)).max() > 0.05, "the adapters must change the vectors"
 
 
-def test_a_batch_mixes_tasks(llm: LLM) -> None:
+def test_a_batch_of_several_tasks_equals_single_requests(llm: LLM) -> None:
     adapters = [None, *TASKS, None]
     together = llm.embed([TEXTS[2]] * 7, adapter=adapters)
     for vector, adapter in zip(together, adapters, strict=True):
@@ -59,21 +61,21 @@ def test_a_batch_mixes_tasks(llm: LLM) -> None:
     assert len(np.unique(together.round(4), axis=0)) == 6
 
 
-def test_prompts_and_tasks(llm: LLM) -> None:
+def test_tasks_apply_their_prompts(llm: LLM) -> None:
     query = llm.embed(TEXTS[0], task="retrieval.query")
     assert np.array_equal(llm.embed(TEXTS[0], prompt_name="retrieval.query"), query)
     assert np.array_equal(llm.embed("query how " + TEXTS[0], adapter="retrieval.query"), query)
     other = llm.embed(TEXTS[0], task="retrieval.query", prompt_name="retrieval.passage")
     assert np.array_equal(other, llm.embed("passage " + TEXTS[0], adapter="retrieval.query"))
     ids = llm.tokenizer.backend.encode("query how " + TEXTS[0]).ids
-    assert np.array_equal(llm.embed(ids, task="retrieval.query"), query), "token ids get no prompt"
+    assert np.array_equal(llm.embed(ids, task="retrieval.query"), query), "no prompt is added to token ids"
     scores = llm.score(TEXTS[0], TEXTS)
     passages = llm.embed(TEXTS, task="retrieval.passage")
     np.testing.assert_allclose(scores, passages @ query, atol=1e-6)
     assert llm.embed(TEXTS[0], task="separation", dimensions=8).shape == (8,)
 
 
-def test_tasks_that_are_refused(llm: LLM, tmp_path: Path) -> None:
+def test_unknown_tasks_are_refused(llm: LLM, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="task 'search' is unknown: the checkpoint has retrieval"):
         llm.embed("grass", task="search")
     with pytest.raises(InputError, match="task selects an adapter, and adapter is also given"):
@@ -88,12 +90,12 @@ def test_tasks_that_are_refused(llm: LLM, tmp_path: Path) -> None:
         manager.load("separation", str(tmp_path))
 
 
-def test_the_memory_plan_is_that_of_the_model_without_adapters(jina: JinaV3) -> None:
+def test_the_memory_plan_equals_that_of_the_model_without_adapters(jina: JinaV3) -> None:
     plan, plain = (open_encoder(folder).memory_plan for folder in (jina.folder, jina.plain))
     assert plan.activation_size == plain.activation_size
 
 
-def test_adapters_of_the_user_run_beside_those_of_the_checkpoint(jina: JinaV3, tmp_path: Path) -> None:
+def test_user_adapters_and_task_adapters_run_in_one_batch(jina: JinaV3, tmp_path: Path) -> None:
     name = "base_model.model.encoder.layers.1.mixer.out_proj"
     torch.manual_seed(4)
     shapes = {"A": (2, 48), "B": (48, 2)}
@@ -108,15 +110,17 @@ def test_adapters_of_the_user_run_beside_those_of_the_checkpoint(jina: JinaV3, t
         assert np.array_equal(vectors[0], llm.embed("grass", adapter="own"))
 
 
-def test_limits_leave_room_for_all_tasks() -> None:
+def test_limits_are_raised_for_the_task_adapters() -> None:
     plain = LoRAConfig().with_room_for(5, 4)
     assert (plain.max_loras, plain.max_loaded_loras, plain.max_lora_rank) == (5, 5, 4)
-    both = LoRAConfig(enable_lora=True, max_loras=2, max_loaded_loras=3, max_lora_rank=8).with_room_for(5, 4)
-    assert (both.max_loras, both.max_loaded_loras, both.max_lora_rank) == (7, 8, 8)
+    limits = LoRAConfig(enable_lora=True, max_loras=2, max_loaded_loras=3, max_lora_rank=8).with_room_for(
+        5, 4
+    )
+    assert (limits.max_loras, limits.max_loaded_loras, limits.max_lora_rank) == (7, 8, 8)
     assert LoRAConfig().with_room_for(0, 0) == LoRAConfig()
 
 
-def test_adapters_that_do_not_fit_the_tasks(jina: JinaV3, tmp_path: Path) -> None:
+def test_adapters_that_do_not_match_the_tasks_are_refused(jina: JinaV3, tmp_path: Path) -> None:
     shutil.copytree(jina.folder, tmp_path / "model")
     file = tmp_path / "model" / "config.json"
     config = json.loads(file.read_text())
@@ -132,12 +136,12 @@ def test_adapters_that_do_not_fit_the_tasks(jina: JinaV3, tmp_path: Path) -> Non
         open_encoder(tmp_path / "model")
 
 
-async def test_the_task_of_a_request(jina: JinaV3, llm: LLM) -> None:
+async def test_the_server_applies_the_task_of_a_request(jina: JinaV3, llm: LLM) -> None:
     async with embedding_server(jina.folder) as server:
 
         async def vectors(**body: object) -> np.ndarray:
             answer = (await server.http.post("/v1/embeddings", json={"input": TEXTS, **body})).json()
-            return np.array([one["embedding"] for one in answer["data"]])
+            return np.array([entry["embedding"] for entry in answer["data"]])
 
         query = llm.embed(TEXTS, task="retrieval.query")
         for body in (
@@ -149,11 +153,11 @@ async def test_the_task_of_a_request(jina: JinaV3, llm: LLM) -> None:
         np.testing.assert_allclose(await vectors(), llm.embed(TEXTS), atol=1e-6)
         passages = llm.embed(TEXTS, task="retrieval.passage")
         np.testing.assert_allclose(await vectors(input_type="document"), passages, atol=1e-6)
-        bad = await server.http.post("/v1/embeddings", json={"input": "grass", "task": "search"})
-        assert bad.status_code == 400
-        assert "task 'search' is unknown" in bad.json()["error"]["message"]
-        both = await server.http.post(
+        unknown_task = await server.http.post("/v1/embeddings", json={"input": "grass", "task": "search"})
+        assert unknown_task.status_code == 400
+        assert "task 'search' is unknown" in unknown_task.json()["error"]["message"]
+        task_and_model = await server.http.post(
             "/v1/embeddings", json={"input": "grass", "task": "separation", "input_type": "query"}
         )
-        assert both.status_code == 400
-        assert both.json()["error"]["param"] == "input_type"
+        assert task_and_model.status_code == 400
+        assert task_and_model.json()["error"]["param"] == "input_type"

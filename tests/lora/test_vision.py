@@ -1,4 +1,4 @@
-"""Adapters on the decoder of models that read images: logits equal PEFT's; the encoder has none."""
+"""Adapters on the decoder of vision models: logits equal PEFT's; the vision encoder has no adapter."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def record(name: str) -> SupportedArchitecture:
-    (found,) = (one for one in VISION_DECODERS if one.name == name)
-    return found
+def architecture_named(name: str) -> SupportedArchitecture:
+    (result,) = (candidate for candidate in VISION_DECODERS if candidate.name == name)
+    return result
 
 
-def adapted(model: Any, **config: Any) -> Any:
-    """Return the model with an adapter of random matrices."""
+def with_random_adapter(model: Any, **config: Any) -> Any:
+    """Return the model with a PEFT adapter of random matrices."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
@@ -49,13 +49,13 @@ def adapted(model: Any, **config: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_logits_are_those_of_peft(name: str, tmp_path: Path) -> None:
-    model = save_vision_model(record(name), tmp_path / "base")
-    tiny = record(name).tiny_config
+def test_logits_equal_peft(name: str, tmp_path: Path) -> None:
+    model = save_vision_model(architecture_named(name), tmp_path / "base")
+    tiny = architecture_named(name).tiny_config
     assert tiny is not None
     prompt = PROMPTS[name](tiny())
     plain = prompt.logits(model)
-    peft = adapted(model, **CASES[name])
+    peft = with_random_adapter(model, **CASES[name])
     save_adapter(peft, tmp_path / "adapter")
     expected = prompt.logits(peft)
     pipeline = open_pipeline(tmp_path / "base", lora=(f"tone={tmp_path / 'adapter'}",))
@@ -68,13 +68,13 @@ def test_logits_are_those_of_peft(name: str, tmp_path: Path) -> None:
     pipeline.release(bare)
 
 
-def test_files_with_older_names(tmp_path: Path) -> None:
+def test_adapters_with_older_module_names_are_read(tmp_path: Path) -> None:
     """Earlier versions of transformers named the modules of Gemma 3 ``language_model.model``."""
-    model = save_vision_model(record("gemma3"), tmp_path / "base")
-    tiny = record("gemma3").tiny_config
+    model = save_vision_model(architecture_named("gemma3"), tmp_path / "base")
+    tiny = architecture_named("gemma3").tiny_config
     assert tiny is not None
     prompt = PROMPTS["gemma3"](tiny())
-    peft = adapted(model, target_modules=r".*language_model\..*q_proj")
+    peft = with_random_adapter(model, target_modules=r".*language_model\..*q_proj")
     file = save_adapter(peft, tmp_path / "adapter") / "adapter_model.safetensors"
     tensors = load_file(file)
     renamed = {
@@ -89,7 +89,7 @@ def test_files_with_older_names(tmp_path: Path) -> None:
 
 
 def test_adapters_of_the_encoder_are_refused(tmp_path: Path) -> None:
-    model = save_vision_model(record("smolvlm"), tmp_path / "base")
-    save_adapter(adapted(model, target_modules=["q_proj"]), tmp_path / "adapter")
+    model = save_vision_model(architecture_named("smolvlm"), tmp_path / "base")
+    save_adapter(with_random_adapter(model, target_modules=["q_proj"]), tmp_path / "adapter")
     with pytest.raises(WeightsError, match=r"vision_model\.encoder.*not a linear layer that"):
         open_pipeline(tmp_path / "base", lora=(f"tone={tmp_path / 'adapter'}",))

@@ -1,4 +1,4 @@
-"""Audio files: whole, in pieces, read back, and at another sample rate."""
+"""Audio files: written whole and in chunks, read back, and resampled."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ RATE = 24000
 TONE = (0.5 * np.sin(2 * np.pi * 440 * np.arange(RATE) / RATE)).astype(np.float32)
 
 
-def pieces(name: str, size: int = 1700) -> bytes:
+def encode_in_chunks(name: str, size: int = 1700) -> bytes:
     encoder = AudioEncoder(name, RATE)
-    parts = [encoder.add(TONE[start : start + size]) for start in range(0, len(TONE), size)]
-    return b"".join([*parts, encoder.finish()])
+    chunks = [encoder.add(TONE[start : start + size]) for start in range(0, len(TONE), size)]
+    return b"".join([*chunks, encoder.finish()])
 
 
 def test_wav_and_pcm_need_no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -31,11 +31,11 @@ def test_wav_and_pcm_need_no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         assert (file.getframerate(), file.getnframes()) == (RATE, RATE)
         frames = file.readframes(RATE)
     assert np.abs(np.frombuffer(frames, "<i2") / 32767 - TONE).max() < 1e-4
-    assert pieces("pcm") == encode_audio(TONE, RATE, "pcm") == frames
-    stream = pieces("wav")
+    assert encode_in_chunks("pcm") == encode_audio(TONE, RATE, "pcm") == frames
+    stream = encode_in_chunks("wav")
     assert stream[44:] == frames
     assert stream[40:44] == b"\xff" * 4
-    assert AudioEncoder("wav", RATE).finish()[:4] == b"RIFF", "a stream without samples has a header"
+    assert AudioEncoder("wav", RATE).finish()[:4] == b"RIFF", "a stream without samples consists of a header"
     (tmp_path / "a.wav").write_bytes(encode_audio(TONE, RATE, "wav"))
     samples, rate = read_audio(tmp_path / "a.wav")
     assert (rate, samples.dtype) == (RATE, np.float32)
@@ -51,18 +51,18 @@ def test_samples_beyond_the_range_are_clipped() -> None:
     assert np.frombuffer(data, "<i2").tolist() == [32767, -32767, 0]
 
 
-def test_an_unknown_format() -> None:
+def test_an_unknown_format_is_refused() -> None:
     with pytest.raises(InputError, match="'aac' is unknown: known are wav, pcm, flac, mp3, opus"):
         AudioEncoder("aac", RATE)
 
 
 @pytest.mark.parametrize("name", ["flac", "mp3", "opus"])
-def test_compressed_formats(name: str, tmp_path: Path) -> None:
+def test_compressed_formats_can_be_read_back(name: str, tmp_path: Path) -> None:
     soundfile = pytest.importorskip("soundfile")
     whole, rate = soundfile.read(io.BytesIO(encode_audio(TONE, RATE, name)))
     assert (len(whole), rate) == (RATE, RATE)
     file = tmp_path / f"a.{name}"
-    file.write_bytes(pieces(name))
+    file.write_bytes(encode_in_chunks(name))
     samples, rate = read_audio(file)
     assert rate == RATE
     assert len(samples) > 0.4 * RATE
@@ -70,8 +70,8 @@ def test_compressed_formats(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 1700, 4096, 4608, RATE])
-def test_flac_in_pieces_has_all_samples(size: int) -> None:
-    """Readers need the length in the header, so that the bytes arrive at the end."""
+def test_flac_in_chunks_has_all_samples(size: int) -> None:
+    """The header must contain the length, so all bytes arrive at the end."""
     soundfile = pytest.importorskip("soundfile")
     tone = TONE[: 5000 if size == 1 else RATE]
     encoder = AudioEncoder("flac", RATE)
@@ -81,7 +81,7 @@ def test_flac_in_pieces_has_all_samples(size: int) -> None:
     assert np.abs(samples - tone).max() < 1e-4
 
 
-def test_a_compressed_stream_arrives_as_it_is_made() -> None:
+def test_a_compressed_stream_arrives_in_parts() -> None:
     pytest.importorskip("soundfile")
     encoder = AudioEncoder("mp3", RATE)
     assert all(encoder.add(TONE[start : start + 4000]) for start in range(0, 20000, 4000))
@@ -95,7 +95,7 @@ def test_a_file_that_is_not_audio_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", [8000, 16000, 44100])
-def test_another_rate(target: int) -> None:
+def test_resampling_keeps_the_tone(target: int) -> None:
     samples = resample(TONE, RATE, target)
     expected = 0.5 * np.sin(2 * np.pi * 440 * np.arange(target) / target)
     assert len(samples) == target

@@ -1,4 +1,4 @@
-"""Images of every odd kind: decoded as Pillow does, or refused."""
+"""Images of every unusual kind are decoded as by Pillow, or refused."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ from penstock.media.decoding import decode_image, encode_image
 LIMIT = 10_000
 
 
-def as_pillow(data: bytes) -> np.ndarray:
+def decode_with_pillow(data: bytes) -> np.ndarray:
     return np.asarray(ImageOps.exif_transpose(Image.open(BytesIO(data))).convert("RGB"))
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF"])
-def test_formats(kind: str) -> None:
+def test_formats_are_decoded_as_by_pillow(kind: str) -> None:
     data = file_of(picture(), kind)
-    assert np.array_equal(np.asarray(decode_image(data, LIMIT)), as_pillow(data))
+    assert np.array_equal(np.asarray(decode_image(data, LIMIT)), decode_with_pillow(data))
 
 
 @pytest.mark.parametrize(
     ("mode", "kind"),
     [("P", "PNG"), ("1", "PNG"), ("L", "JPEG"), ("LA", "PNG"), ("RGBA", "WEBP"), ("CMYK", "JPEG")],
 )
-def test_modes(mode: str, kind: str) -> None:
+def test_colour_modes_are_decoded_as_by_pillow(mode: str, kind: str) -> None:
     data = file_of(picture().convert(mode), kind)
     decoded = decode_image(data, LIMIT)
     assert decoded.mode == "RGB"
-    assert np.array_equal(np.asarray(decoded), as_pillow(data))
+    assert np.array_equal(np.asarray(decoded), decode_with_pillow(data))
 
 
-def test_16_bits_are_scaled() -> None:
+def test_16_bit_images_are_scaled_to_8_bits() -> None:
     grey = np.arange(0, 65536, 16, dtype=np.uint16).reshape(64, 64)
     decoded = np.asarray(decode_image(file_of(Image.fromarray(grey)), LIMIT))
     assert np.array_equal(decoded[..., 0], grey >> 8)
 
 
-def test_16_bits_of_a_pgm_are_scaled() -> None:
+def test_16_bit_pgm_images_are_scaled_to_8_bits() -> None:
     grey = np.arange(0, 65536, 16, dtype=np.uint16).reshape(64, 64)
     data = b"P5 64 64 65535\n" + grey.astype(">u2").tobytes()
     assert np.array_equal(np.asarray(decode_image(data, LIMIT))[..., 1], grey >> 8)
@@ -52,22 +52,22 @@ def test_16_bits_of_a_pgm_are_scaled() -> None:
     assert np.asarray(decode_image(plain, LIMIT))[0, :, 0].tolist() == [0, 255]
 
 
-def test_exif_rotation() -> None:
+def test_exif_rotation_is_applied() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     data = file_of(picture(), "PNG", exif=exif)
     assert decode_image(data, LIMIT).size == (30, 40)
-    assert np.array_equal(np.asarray(decode_image(data, LIMIT)), as_pillow(data))
+    assert np.array_equal(np.asarray(decode_image(data, LIMIT)), decode_with_pillow(data))
 
 
-def test_truncated_damaged_and_empty() -> None:
+def test_truncated_malformed_and_empty_images_are_refused() -> None:
     data = file_of(picture(), "PNG")
-    for bad in (data[: len(data) // 2], data[:40], file_of(picture(), "JPEG")[:500]):
+    for invalid in (data[: len(data) // 2], data[:40], file_of(picture(), "JPEG")[:500]):
         with pytest.raises(InputError, match=r"the image cannot be decoded|is not an image"):
-            decode_image(bad, LIMIT)
-    for bad in (b"", b"<svg/>", b"%PDF-1.4", b"\x00" * 100):
+            decode_image(invalid, LIMIT)
+    for invalid in (b"", b"<svg/>", b"%PDF-1.4", b"\x00" * 100):
         with pytest.raises(InputError, match="not an image in one of the formats PNG"):
-            decode_image(bad, LIMIT)
+            decode_image(invalid, LIMIT)
 
 
 def test_animations_are_refused() -> None:
@@ -78,7 +78,7 @@ def test_animations_are_refused() -> None:
             decode_image(data, LIMIT)
 
 
-def test_bombs_are_refused_before_they_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decompression_bombs_are_refused_before_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise AssertionError("decoded")
 
@@ -97,7 +97,7 @@ def png_header(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(b"\0")) + chunk(b"IEND", b"")
 
 
-def test_encoding_loses_nothing() -> None:
+def test_encoding_is_lossless() -> None:
     pixels = np.asarray(picture())
     for form in (pixels, picture(), pixels[..., 0]):
         decoded = np.asarray(decode_image(encode_image(form), LIMIT))

@@ -1,4 +1,4 @@
-"""Processes that prepare images: equal results, crashes, time limits."""
+"""Image processor processes: equal results, crashes, time limits."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def pool() -> Iterator[ProcessorPool]:
     pool.close()
 
 
-def test_images_and_errors_cross(pool: ProcessorPool) -> None:
+def test_images_and_errors_are_returned_from_the_process(pool: ProcessorPool) -> None:
     images = [picture(seed, (30 + seed, 40)) for seed in range(6)]
     with ThreadPoolExecutor(3) as threads:
-        found = list(threads.map(lambda one: pool.process(file_of(one), {}, LIMIT), images))
-    for image, (arrays, size) in zip(images, found, strict=True):
+        result = list(threads.map(lambda image: pool.process(file_of(image), {}, LIMIT), images))
+    for image, (arrays, size) in zip(images, result, strict=True):
         assert size == image.size
         assert np.array_equal(arrays["pixel_values"], np.asarray(image))
         assert arrays["grid"].tolist() == [40, 1]
@@ -40,7 +40,7 @@ def test_images_and_errors_cross(pool: ProcessorPool) -> None:
     assert pool._all[0]._process is process
 
 
-def test_a_crash_fails_one_image(pool: ProcessorPool) -> None:
+def test_a_crash_fails_only_its_image(pool: ProcessorPool) -> None:
     data = file_of(picture())
     with pytest.raises(RequestFailedError, match="the process that prepared the image has ended"):
         pool.process(data, {"crash": True}, LIMIT)

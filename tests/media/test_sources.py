@@ -1,4 +1,4 @@
-"""Images by URL: data, files below a folder, and http(s) behind the address guard."""
+"""Images by URL: data URLs, files below a folder, and http(s) URLs with the address check."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from penstock.media.sources import ImageSources, bytes_of_data_url, is_public, p
 DATA = b"\x89PNG image"
 
 
-def test_data_urls() -> None:
+def test_data_urls_are_decoded_or_refused() -> None:
     encoded = base64.b64encode(DATA).decode()
     assert bytes_of_data_url(f"data:image/png;base64,{encoded}") == DATA
     assert bytes_of_data_url(f"data:image/png;name=a;base64,{encoded[:5]}\n{encoded[5:]}") == DATA
     assert bytes_of_data_url("data:image/png,%41b") == b"Ab"
-    for bad, message in {
+    for invalid, message in {
         "data:image/png;base64,A": "base64 of a data: URL is not valid",
         "data:image/png;base64,äöü=": "base64 of a data: URL is not valid",
         "data:text/html;base64,QQ==": "must have the form data:image/png",
         "data:image/png": "must have the form data:image/png",
     }.items():
         with pytest.raises(InputError, match=message):
-            bytes_of_data_url(bad)
+            bytes_of_data_url(invalid)
     with pytest.raises(InputError, match="has 10 bytes, but the limit is 9"):
         ImageSources(9, 1).read(f"data:image/png;base64,{encoded}")
 
@@ -50,12 +50,12 @@ def test_data_urls() -> None:
         ("https://" + "a" * 3000, "has 3008 characters"),
     ],
 )
-def test_sources_that_are_not_allowed(url: str, message: str) -> None:
+def test_sources_that_are_not_allowed_are_refused(url: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         ImageSources(1000, 1).read(url)
 
 
-def test_files_below_a_folder(tmp_path: Path) -> None:
+def test_only_files_below_the_folder_are_read(tmp_path: Path) -> None:
     folder = tmp_path / "images"
     (folder / "sub").mkdir(parents=True)
     (folder / "sub" / "a b.png").write_bytes(DATA)
@@ -64,7 +64,7 @@ def test_files_below_a_folder(tmp_path: Path) -> None:
     images = ImageSources(1000, 1, folder=folder)
     assert images.read("file:///sub/a%20b.png") == DATA
     assert images.read(f"file://{folder}/sub/a%20b.png") == DATA
-    for bad in (
+    for invalid in (
         "/../secret.png",
         "/link.png",
         "/sub",
@@ -73,7 +73,7 @@ def test_files_below_a_folder(tmp_path: Path) -> None:
         "/%2e%2e/secret.png",
     ):
         with pytest.raises(InputError, match="is not below --image-dir, or does not exist"):
-            images.read(f"file://{bad}")
+            images.read(f"file://{invalid}")
     with pytest.raises(InputError, match="must have the form file:///path"):
         images.read("file://host/sub/a.png")
     with pytest.raises(InputError, match="has 10 bytes"):
@@ -89,11 +89,11 @@ def test_files_below_a_folder(tmp_path: Path) -> None:
     "2001:470:1:18:0:5efe:127.0.0.1 2001:470:1:18:200:5efe:10.0.0.1 ::ffff:168.63.129.16 "
     "fd00::5efe:8.8.8.8 fe80::5efe:8.8.8.8 fec0::5efe:8.8.8.8 ff02::5efe:8.8.8.8".split(),
 )
-def test_addresses_that_are_not_public(address: str) -> None:
+def test_addresses_that_are_not_public_are_refused(address: str) -> None:
     assert not is_public(address)
 
 
-def test_public_addresses() -> None:
+def test_public_addresses_are_allowed() -> None:
     assert is_public("8.8.8.8")
     assert is_public("2606:4700::1111")
     assert is_public("64:ff9b::808:808")
@@ -106,7 +106,7 @@ def test_public_addresses() -> None:
     "127.1 2130706433 0x7f000001 0x7f.1 0177.0.0.1 [::1] [::ffff:127.0.0.1] [::ffff:7f00:1] "
     "[0:0:0:0:0:0:0:1] 0 0.0.0.0 [::] 169.254.169.254 10.0.0.1 [fec0::1]".split(),
 )
-def test_spellings_of_private_addresses(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_spellings_of_private_addresses_are_refused(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def numeric(host: str, port: int, **_: Any) -> list[Any]:
         return _socket.getaddrinfo(host, port, 0, socket.SOCK_STREAM, 0, socket.AI_NUMERICHOST)
 
@@ -133,16 +133,16 @@ def test_spellings_of_private_addresses(host: str, monkeypatch: pytest.MonkeyPat
         "hTTp://localhost/",
     ],
 )
-def test_urls_that_hide_a_host(url: str) -> None:
+def test_urls_that_hide_their_host_are_refused(url: str) -> None:
     with pytest.raises(InputError):
         ImageSources(1000, 10, allow_urls=True).read(url)
 
 
 def test_each_address_of_a_host_must_be_public(monkeypatch: pytest.MonkeyPatch) -> None:
-    def found(*_: Any, **__: Any) -> list[Any]:
+    def resolve(*_: Any, **__: Any) -> list[Any]:
         return [(0, 0, 0, "", (address, 80)) for address in ("8.8.8.8", "127.0.0.1")]
 
-    monkeypatch.setattr(socket, "getaddrinfo", found)
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
     with pytest.raises(InputError, match="not on the public internet"):
         public_address("example.org", 80)
 
@@ -177,7 +177,7 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(DATA + self.headers["Host"].encode())
 
     def _send_parts(self, kind: str) -> None:
-        """Send a response that never ends, until the client ends the connection."""
+        """Send a response that never ends, until the client closes the connection."""
         start, part = PARTS[kind]
         with suppress(OSError):
             self.wfile.write(start)
@@ -202,7 +202,10 @@ PARTS = {
     "many-continue": (b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 1000),
     "many-trailers": (CHUNKED + b"0\r\n", b"A: a\r\n" * 10_000),
 }
-"""The begin of a response, and what follows without an end: slowly if it is short."""
+"""For each kind: the beginning of a response, and the bytes that the server then repeats without end.
+
+Short bytes are repeated slowly.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +221,10 @@ def port() -> Iterator[int]:
 
 @pytest.fixture
 def fetch(port: int, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], bytes]:
-    """Fetch a path from a local server, which counts as public under the name ``images.test``."""
+    """Return a function that fetches a path from a local server.
+
+    The server counts as public under the name ``images.test``.
+    """
 
     def address(host: str, _: int) -> str:
         return "127.0.0.1" if host == "images.test" else public_address(host, port)
@@ -228,7 +234,7 @@ def fetch(port: int, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], bytes]:
     return lambda path: images.read(f"http://images.test:{port}/{path}")
 
 
-def test_fetching(fetch: Callable[[str], bytes], port: int) -> None:
+def test_images_are_fetched(fetch: Callable[[str], bytes], port: int) -> None:
     assert fetch("a.png?x=1") == DATA + f"images.test:{port}".encode()
     assert fetch("to//a.png").startswith(DATA)
 
@@ -246,29 +252,29 @@ def test_fetching(fetch: Callable[[str], bytes], port: int) -> None:
         ("slow", "not fetched within 0.5 s"),
     ],
 )
-def test_fetches_that_end(fetch: Callable[[str], bytes], path: str, message: str) -> None:
+def test_failed_fetches_are_errors(fetch: Callable[[str], bytes], path: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         fetch(path)
 
 
 @pytest.mark.parametrize("kind", PARTS)
-def test_responses_without_end(
+def test_endless_responses_are_ended_by_the_time_limit(
     port: int, fetch: Callable[[str], bytes], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """The time limit is that of the whole response. A server cannot extend it by sending something."""
+    """The time limit covers the whole response. A server cannot extend it by sending data slowly."""
     monkeypatch.setattr(sources, "_MAX_HEADERS", 20_000)
     images = ImageSources(5000, 10 if kind.startswith("many") else 0.15, allow_urls=True)
     with pytest.raises(InputError, match=r"not fetched within|than images need"):
         images.read(f"http://images.test:{port}/parts/{kind}")
 
 
-def test_empty_and_chunked_bodies(fetch: Callable[[str], bytes]) -> None:
+def test_empty_and_chunked_bodies_are_read(fetch: Callable[[str], bytes]) -> None:
     assert fetch("empty") == b""
     assert fetch("chunked") == DATA * 2
 
 
 def test_look_ups_end_within_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A resolver that does not answer holds neither the request nor more than a few threads."""
+    """A name server that does not answer blocks neither the request nor more than a few threads."""
     release, started = threading.Event(), threading.Semaphore(0)
 
     def hang(*_: Any, **__: Any) -> list[Any]:
@@ -286,6 +292,6 @@ def test_look_ups_end_within_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> 
     assert started.acquire(timeout=5)
     assert not started.acquire(blocking=False), "more than two look-ups ran"
     release.set()
-    patient = ImageSources(5000, 10, allow_urls=True)
+    with_long_limit = ImageSources(5000, 10, allow_urls=True)
     with pytest.raises(InputError, match="not on the public internet"):
-        patient.read("http://slow.test/a.png")
+        with_long_limit.read("http://slow.test/a.png")

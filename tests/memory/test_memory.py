@@ -1,4 +1,4 @@
-"""The memory planner: plans fit into memory, use it fully, and errors give advice if nothing fits."""
+"""The memory planner: plans fit into the memory and use it fully; errors suggest values that fit."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from penstock.memory.demand import wanted_block_size, wanted_step_size
 from penstock.memory.plan import MIN_STEP
 from penstock.memory.refusals import format_bytes
 
-FULL = KVCacheSpec((KVGroup((0, 1), 2, 4, DType.float32),))  # 64 * 2 bytes a token
-TOKEN = 128
-BLOCK = 32 * TOKEN
+FULL = KVCacheSpec((KVGroup((0, 1), 2, 4, DType.float32),))  # 128 bytes per token
+BYTES_PER_TOKEN = 128
+BYTES_PER_BLOCK = 32 * BYTES_PER_TOKEN
 
 SPECS = {
     "full": FULL,
@@ -64,7 +64,7 @@ lengths = st.integers(2000, 5000)
 DEFAULT_STEP_SIZE = BACKENDS.default_sizes("cpu").step_tokens
 
 
-def plan(
+def make_plan(
     config: PipelineConfig | None = None,
     spec: KVCacheSpec | None = FULL,
     *,
@@ -83,7 +83,7 @@ def plan(
     )
 
 
-def fixed(
+def config_of(
     max_length: int | None = None, max_batch_size: int | None = None, **kv_cache: Any
 ) -> PipelineConfig:
     return PipelineConfig(
@@ -93,56 +93,56 @@ def fixed(
     )
 
 
-def blocks_held(group: KVGroup, config: PipelineConfig, length: int, rows: int) -> int:
-    """Simulate a sequence that computes ``rows`` tokens per step; return the maximum number of its blocks."""
-    size, most = wanted_block_size(config), 0
+def max_blocks_used(group: KVGroup, config: PipelineConfig, length: int, rows: int) -> int:
+    """Simulate a sequence that computes ``rows`` tokens per step. Returns its maximum number of blocks."""
+    size, largest = wanted_block_size(config), 0
     for start in range(0, length, rows):
         stop = min(start + rows, length)
-        most = max(most, (stop - 1) // size - group.first_visible(start) // size + 1)
-    return most
+        largest = max(largest, (stop - 1) // size - group.first_visible(start) // size + 1)
+    return largest
 
 
-def assert_works(found: MemoryPlan, config: PipelineConfig, spec: KVCacheSpec) -> None:
-    """The minimum holds one whole sequence, or one block for each sequence of the batch."""
-    rows = found.max_batch_input_tokens if config.enable_chunked_prefill else found.max_length
-    for group, count in zip(spec.groups, found.num_blocks, strict=True):
-        assert count - 1 >= blocks_held(group, config, found.max_length, rows)
-        assert count - 1 >= found.max_batch_size
+def assert_usable(result: MemoryPlan, config: PipelineConfig, spec: KVCacheSpec) -> None:
+    """The cache must hold one whole sequence, or one block for each sequence of the batch."""
+    rows = result.max_batch_input_tokens if config.enable_chunked_prefill else result.max_length
+    for group, count in zip(spec.groups, result.num_blocks, strict=True):
+        assert count - 1 >= max_blocks_used(group, config, result.max_length, rows)
+        assert count - 1 >= result.max_batch_size
 
 
 @given(config=configs, spec=specs, length=lengths, weights=weights, activations=activations, free=memories)
-def test_a_plan_fits_the_memory_and_works(
+def test_a_plan_fits_the_memory_and_is_usable(
     config: PipelineConfig, spec: KVCacheSpec, length: int, weights: int, activations: int, free: int
 ) -> None:
     try:
-        found = plan(config, spec, length=length, weights=weights, activations=activations, free=free)
+        result = make_plan(config, spec, length=length, weights=weights, activations=activations, free=free)
     except InsufficientMemoryError:
         return
-    used = found.weights_size + found.activation_size + found.kv_cache_size
-    assert used <= found.available_memory <= free
-    assert found.available_memory == int(free * config.kv_cache.device_memory_utilization)
-    bytes_per_block = spec.bytes_per_block(found.block_size)
-    assert found.kv_cache_size == sum(
-        count * size for count, size in zip(found.num_blocks, bytes_per_block, strict=True)
+    used = result.weights_size + result.activation_size + result.kv_cache_size
+    assert used <= result.available_memory <= free
+    assert result.available_memory == int(free * config.kv_cache.device_memory_utilization)
+    bytes_per_block = spec.bytes_per_block(result.block_size)
+    assert result.kv_cache_size == sum(
+        count * size for count, size in zip(result.num_blocks, bytes_per_block, strict=True)
     )
-    assert_works(found, config, spec)
+    assert_usable(result, config, spec)
 
 
 @given(config=configs, spec=specs, length=lengths, free=st.integers(200_000, 5_000_000))
-def test_configured_sizes_are_kept_and_others_are_at_most_the_default(
+def test_configured_sizes_are_kept_and_others_do_not_exceed_the_defaults(
     config: PipelineConfig, spec: KVCacheSpec, length: int, free: int
 ) -> None:
     try:
-        found = plan(config, spec, length=length, free=free)
+        result = make_plan(config, spec, length=length, free=free)
     except InsufficientMemoryError:
         return
-    assert found.max_length == config.model.max_length or config.model.max_length is None
-    assert found.max_batch_size == config.max_batch_size or config.max_batch_size is None
-    assert 1 <= found.max_length <= length
-    assert 1 <= found.max_batch_size <= max(32, config.max_batch_size or 0)
-    for group, count in zip(spec.groups, found.num_blocks, strict=True):
-        whole = group.max_blocks(found.max_length, found.block_size)
-        assert count - 1 <= found.max_batch_size * whole
+    assert result.max_length == config.model.max_length or config.model.max_length is None
+    assert result.max_batch_size == config.max_batch_size or config.max_batch_size is None
+    assert 1 <= result.max_length <= length
+    assert 1 <= result.max_batch_size <= max(32, config.max_batch_size or 0)
+    for group, count in zip(spec.groups, result.num_blocks, strict=True):
+        whole = group.max_blocks(result.max_length, result.block_size)
+        assert count - 1 <= result.max_batch_size * whole
 
 
 @given(
@@ -165,43 +165,43 @@ def test_more_memory_never_gives_a_smaller_plan(
 ) -> None:
     sizes = {"length": length, "weights": weights, "activations": activations}
     try:
-        less = plan(config, spec, free=free, **sizes)
+        smaller = make_plan(config, spec, free=free, **sizes)
     except InsufficientMemoryError:
         return
-    assume(less.max_batch_input_tokens >= min(MIN_STEP, wanted_step_size(config)))
-    greater = plan(config, spec, free=free + more, **sizes)
-    assert greater.max_length >= less.max_length
-    assert greater.max_batch_input_tokens >= less.max_batch_input_tokens
+    assume(smaller.max_batch_input_tokens >= min(MIN_STEP, wanted_step_size(config)))
+    larger = make_plan(config, spec, free=free + more, **sizes)
+    assert larger.max_length >= smaller.max_length
+    assert larger.max_batch_input_tokens >= smaller.max_batch_input_tokens
 
 
 @given(spec=specs, length=st.integers(1, 3000), batch=st.integers(1, 50), free=st.integers(1, 500_000))
 def test_the_length_is_the_longest_that_fits(spec: KVCacheSpec, length: int, batch: int, free: int) -> None:
-    config = replace(fixed(max_batch_size=batch), max_batch_input_tokens=64)
+    config = replace(config_of(max_batch_size=batch), max_batch_input_tokens=64)
     try:
-        found = plan(config, spec, length=length, free=free)
+        result = make_plan(config, spec, length=length, free=free)
     except InsufficientMemoryError:
         with pytest.raises(InsufficientMemoryError):
-            plan(replace(config, model=ModelConfig(max_length=1)), spec, length=length, free=free)
+            make_plan(replace(config, model=ModelConfig(max_length=1)), spec, length=length, free=free)
         return
-    if found.is_shortened:
-        longer = replace(config, model=ModelConfig(max_length=found.max_length + 1))
+    if result.is_shortened:
+        longer = replace(config, model=ModelConfig(max_length=result.max_length + 1))
         with pytest.raises(InsufficientMemoryError):
-            plan(longer, spec, length=length, free=free)
+            make_plan(longer, spec, length=length, free=free)
     else:
-        assert found.max_length == length
+        assert result.max_length == length
 
 
 @given(config=configs, spec=specs, length=lengths, activations=activations, free=st.integers(3000, 100_000))
-def test_a_suggestion_works(
+def test_a_suggested_length_and_batch_size_fit(
     config: PipelineConfig, spec: KVCacheSpec, length: int, activations: int, free: int
 ) -> None:
     try:
-        plan(config, spec, length=length, activations=activations, free=free)
+        make_plan(config, spec, length=length, activations=activations, free=free)
     except InsufficientMemoryError as error:
         message = str(error)
     else:
         return
-    if "try --max-" not in message:  # no length and no batch size would help
+    if "try --max-" not in message:  # no length and no batch size would fit
         return
     settings = dict(re.findall(r"--(max-\S+) (\d+)", message))
     assert ("max-length" in settings) == (config.model.max_length is not None)
@@ -210,33 +210,33 @@ def test_a_suggestion_works(
         config = replace(config, model=ModelConfig(max_length=int(settings["max-length"])))
     if "max-batch-size" in settings:
         config = replace(config, max_batch_size=int(settings["max-batch-size"]))
-    plan(config, spec, length=length, activations=activations, free=free)
+    make_plan(config, spec, length=length, activations=activations, free=free)
 
 
-def test_with_plenty_every_sequence_of_the_batch_fits_whole() -> None:
-    found = plan(length=1000, free=10**9)
-    assert (found.max_length, found.max_batch_size) == (1000, 32)
-    assert found.num_blocks == (32 * 32 + 1,)  # 32 blocks of 32 hold 1000 tokens; the null block
-    assert found.num_cache_tokens == 32 * 1024
-    assert found.kv_cache_size == 1025 * BLOCK
+def test_every_sequence_of_the_batch_fits_if_memory_suffices() -> None:
+    result = make_plan(length=1000, free=10**9)
+    assert (result.max_length, result.max_batch_size) == (1000, 32)
+    assert result.num_blocks == (32 * 32 + 1,)  # 32 blocks of 32 tokens hold 1000 tokens, plus the null block
+    assert result.num_cache_tokens == 32 * 1024
+    assert result.kv_cache_size == 1025 * BYTES_PER_BLOCK
 
 
 def test_a_gpu_has_larger_default_sizes() -> None:
     config = PipelineConfig(model=ModelConfig(devices=parse_devices("gpu")))
-    assert plan(config, free=10**9).max_batch_size == 256
-    assert plan(replace(config, max_batch_input_tokens=100), free=10**9).max_batch_size == 100
+    assert make_plan(config, free=10**9).max_batch_size == 256
+    assert make_plan(replace(config, max_batch_input_tokens=100), free=10**9).max_batch_size == 100
 
 
-def test_the_length_is_shortened_to_the_last_block() -> None:
-    found = plan(length=1000, free=10 * BLOCK + 5)
-    assert (found.max_length, found.num_blocks) == (9 * 32, (10,))
-    assert found.is_shortened
-    assert found.max_batch_size == 9
+def test_the_length_is_reduced_to_whole_blocks() -> None:
+    result = make_plan(length=1000, free=10 * BYTES_PER_BLOCK + 5)
+    assert (result.max_length, result.num_blocks) == (9 * 32, (10,))
+    assert result.is_shortened
+    assert result.max_batch_size == 9
 
 
-def test_a_window_needs_no_more_for_longer_sequences() -> None:
-    spec, config = SPECS["windowed"], replace(fixed(max_batch_size=1), max_batch_input_tokens=32)
-    short, long = (plan(config, spec, length=length, free=10**9) for length in (1000, 100_000))
+def test_a_window_needs_the_same_memory_for_longer_sequences() -> None:
+    spec, config = SPECS["windowed"], replace(config_of(max_batch_size=1), max_batch_input_tokens=32)
+    short, long = (make_plan(config, spec, length=length, free=10**9) for length in (1000, 100_000))
     assert short.num_blocks == long.num_blocks == (5,)  # 49 + 32 tokens lie in at most 4 blocks
     assert long.max_length == 100_000
 
@@ -250,85 +250,93 @@ def test_with_enough_memory_all_windows_fit_with_a_full_step(
     window: int, block_size: int, rows: list[int]
 ) -> None:
     group = KVGroup((0,), 1, 1, DType.float32, window=window)
-    config = replace(fixed(max_batch_size=len(rows), block_size=block_size), max_batch_input_tokens=sum(rows))
-    found = plan(config, KVCacheSpec((group,)), length=2000, free=10**9)
-    held = sum(blocks_held(group, config, 2000, count) for count in rows)
-    assert found.num_blocks[0] - 1 >= held
+    config = replace(
+        config_of(max_batch_size=len(rows), block_size=block_size), max_batch_input_tokens=sum(rows)
+    )
+    result = make_plan(config, KVCacheSpec((group,)), length=2000, free=10**9)
+    used_blocks = sum(max_blocks_used(group, config, 2000, count) for count in rows)
+    assert result.num_blocks[0] - 1 >= used_blocks
 
 
-def test_blocks_that_a_windowed_group_cannot_use_go_to_the_full_group() -> None:
-    found = plan(replace(fixed(max_batch_size=2), max_batch_input_tokens=64), SPECS["mixed"], free=10**9)
-    full, windowed = found.num_blocks
+def test_blocks_unused_by_a_windowed_group_go_to_the_full_group() -> None:
+    result = make_plan(
+        replace(config_of(max_batch_size=2), max_batch_input_tokens=64), SPECS["mixed"], free=10**9
+    )
+    full, windowed = result.num_blocks
     assert full == 2 * 32 + 1
     assert windowed < full
 
 
 def test_a_configured_batch_size_fits_with_its_windows() -> None:
-    spec, config = SPECS["mixed"], replace(fixed(max_batch_size=30), max_batch_input_tokens=64)
+    spec, config = SPECS["mixed"], replace(config_of(max_batch_size=30), max_batch_input_tokens=64)
     windows = 31 * spec.bytes_per_block(32)[1]
-    found = plan(config, spec, length=3000, free=windows + 51 * spec.bytes_per_block(32)[0])
-    assert (found.max_length, found.num_blocks) == (50 * 32, (51, 31))
+    result = make_plan(config, spec, length=3000, free=windows + 51 * spec.bytes_per_block(32)[0])
+    assert (result.max_length, result.num_blocks) == (50 * 32, (51, 31))
 
 
-def test_a_suggestion_is_of_length_and_batch_together() -> None:
-    spec, config = SPECS["mixed"], replace(fixed(1600, 30), max_batch_input_tokens=64)
+def test_the_suggested_length_and_batch_size_fit_together() -> None:
+    spec, config = SPECS["mixed"], replace(config_of(1600, 30), max_batch_input_tokens=64)
     full, windowed = spec.bytes_per_block(32)
     with pytest.raises(InsufficientMemoryError, match=r"try --max-length 1600 --max-batch-size 20$"):
-        plan(config, spec, length=3000, free=51 * full + 21 * windowed)
+        make_plan(config, spec, length=3000, free=51 * full + 21 * windowed)
 
 
-def test_a_model_without_a_cache() -> None:
-    found = plan(spec=None, weights=10, activations=20, free=100)
-    assert (found.num_blocks, found.kv_cache_size, found.num_cache_tokens) == ((), 0, 0)
-    assert (found.max_length, found.max_batch_size) == (1000, 32)
+def test_a_model_without_a_cache_needs_no_blocks() -> None:
+    result = make_plan(spec=None, weights=10, activations=20, free=100)
+    assert (result.num_blocks, result.kv_cache_size, result.num_cache_tokens) == ((), 0, 0)
+    assert (result.max_length, result.max_batch_size) == (1000, 32)
 
 
-def test_steps_get_smaller_before_sequences_do() -> None:
-    whole = 33 * BLOCK  # one sequence of 1000 tokens
-    config = replace(fixed(), max_batch_input_tokens=4096)
-    found = plan(config, activations=4096, weights=50, free=whole + 50 + 1500)
-    assert (found.max_batch_input_tokens, found.activation_size, found.max_length) == (1024, 1024, 1000)
-    found = plan(config, activations=4096, free=4 * BLOCK + 512)
-    assert (found.max_batch_input_tokens, found.activation_size, found.max_length) == (512, 512, 96)
+def test_the_step_size_is_reduced_before_the_length() -> None:
+    whole = 33 * BYTES_PER_BLOCK  # one sequence of 1000 tokens
+    config = replace(config_of(), max_batch_input_tokens=4096)
+    result = make_plan(config, activations=4096, weights=50, free=whole + 50 + 1500)
+    assert (result.max_batch_input_tokens, result.activation_size, result.max_length) == (1024, 1024, 1000)
+    result = make_plan(config, activations=4096, free=4 * BYTES_PER_BLOCK + 512)
+    assert (result.max_batch_input_tokens, result.activation_size, result.max_length) == (512, 512, 96)
 
 
 def test_the_step_size_shrinks_as_a_last_resort() -> None:
     size = DEFAULT_STEP_SIZE * 100
-    found = plan(activations=size, length=32, free=64 * 100 + 2 * BLOCK)
-    assert (found.max_batch_input_tokens, found.max_length) == (64, 32)
+    result = make_plan(activations=size, length=32, free=64 * 100 + 2 * BYTES_PER_BLOCK)
+    assert (result.max_batch_input_tokens, result.max_length) == (64, 32)
     with pytest.raises(InsufficientMemoryError, match="activations 100 bytes"):
-        plan(activations=size, length=32, free=99)
+        make_plan(activations=size, length=32, free=99)
 
 
 def test_the_step_size_is_at_least_the_batch_size() -> None:
-    found = plan(PipelineConfig(max_batch_size=2000), length=16, free=10**8)
-    assert (found.max_batch_size, found.max_batch_input_tokens) == (2000, 2000)
-    given = PipelineConfig(max_batch_size=2000, max_batch_input_tokens=3000)
-    assert plan(given, length=16, free=10**8).max_batch_input_tokens == 3000
-    assert plan(free=10**8).max_batch_input_tokens == DEFAULT_STEP_SIZE
+    result = make_plan(PipelineConfig(max_batch_size=2000), length=16, free=10**8)
+    assert (result.max_batch_size, result.max_batch_input_tokens) == (2000, 2000)
+    configured = PipelineConfig(max_batch_size=2000, max_batch_input_tokens=3000)
+    assert make_plan(configured, length=16, free=10**8).max_batch_input_tokens == 3000
+    assert make_plan(free=10**8).max_batch_input_tokens == DEFAULT_STEP_SIZE
 
 
 def test_the_error_names_a_configured_batch_size() -> None:
     with pytest.raises(InsufficientMemoryError, match=r"lower --max-batch-input-tokens or --max-batch-size$"):
-        plan(PipelineConfig(max_batch_size=10**8), activations=10**9, weights=10**9, free=10**6)
+        make_plan(PipelineConfig(max_batch_size=10**8), activations=10**9, weights=10**9, free=10**6)
 
 
-def test_steps_stay_whole_where_prompts_cannot_be_chunked() -> None:
-    config = replace(fixed(), max_batch_input_tokens=4096, enable_chunked_prefill=False)
-    assert plan(config, activations=4096, free=4 * BLOCK + 4096).max_batch_input_tokens == 4096
+def test_the_step_size_is_kept_if_prompts_cannot_be_chunked() -> None:
+    config = replace(config_of(), max_batch_input_tokens=4096, enable_chunked_prefill=False)
+    assert make_plan(config, activations=4096, free=4 * BYTES_PER_BLOCK + 4096).max_batch_input_tokens == 4096
 
 
 def test_kv_cache_memory_is_used_exactly() -> None:
-    found = plan(fixed(memory=10 * BLOCK, device_memory_utilization=0.1), weights=100, free=20 * BLOCK)
-    assert found.kv_cache_size == 10 * BLOCK
-    assert found.available_memory == 10 * BLOCK + 100
+    result = make_plan(
+        config_of(memory=10 * BYTES_PER_BLOCK, device_memory_utilization=0.1),
+        weights=100,
+        free=20 * BYTES_PER_BLOCK,
+    )
+    assert result.kv_cache_size == 10 * BYTES_PER_BLOCK
+    assert result.available_memory == 10 * BYTES_PER_BLOCK + 100
     with pytest.raises(InsufficientMemoryError, match=r"the KV cache 40.0 KiB, .*: lower --kv-cache-memory"):
-        plan(fixed(memory=10 * BLOCK), weights=100, free=10 * BLOCK)
+        make_plan(config_of(memory=10 * BYTES_PER_BLOCK), weights=100, free=10 * BYTES_PER_BLOCK)
 
 
-def test_the_length_is_the_models_at_most() -> None:
+def test_the_length_does_not_exceed_that_of_the_model() -> None:
     with pytest.raises(ConfigError, match="max_length"):
-        plan(fixed(max_length=1001), length=1000, free=10**9)
+        make_plan(config_of(max_length=1001), length=1000, free=10**9)
 
 
 @pytest.mark.parametrize(
@@ -344,33 +352,33 @@ def test_the_error_names_only_configured_values(
     max_length: int | None, max_batch_size: int | None, advice: str
 ) -> None:
     with pytest.raises(InsufficientMemoryError, match=advice):
-        plan(fixed(max_length, max_batch_size), length=1000, free=10 * BLOCK)
+        make_plan(config_of(max_length, max_batch_size), length=1000, free=10 * BYTES_PER_BLOCK)
 
 
-def test_where_not_even_a_block_fits() -> None:
+def test_memory_for_less_than_a_block_is_an_error() -> None:
     with pytest.raises(
         InsufficientMemoryError, match=r"for one block, .*: raise --device-memory-utilization"
     ):
-        plan(free=2 * BLOCK - 1)
-    assert plan(free=2 * BLOCK).max_length == 32
+        make_plan(free=2 * BYTES_PER_BLOCK - 1)
+    assert make_plan(free=2 * BYTES_PER_BLOCK).max_length == 32
 
 
-def test_weights_larger_than_the_memory() -> None:
+def test_weights_larger_than_the_memory_are_an_error() -> None:
     with pytest.raises(InsufficientMemoryError, match=r"weights take 2.0 GiB.* use a smaller model") as error:
-        plan(weights=2**31, free=2**30)
+        make_plan(weights=2**31, free=2**30)
     assert (error.value.needed, error.value.available) == (2**31, 2**30)
     with pytest.raises(InsufficientMemoryError, match="raise --device-memory-utilization"):
-        plan(fixed(device_memory_utilization=0.5), weights=600, free=1000)
+        make_plan(config_of(device_memory_utilization=0.5), weights=600, free=1000)
 
 
-def shown(found: MemoryPlan) -> str:
+def render_table(result: MemoryPlan) -> str:
     console = Console(width=100, record=True, file=StringIO())
-    console.print(found.table())
+    console.print(result.table())
     return console.export_text()
 
 
 def test_the_table_shows_reduced_values() -> None:
-    text = shown(plan(length=1000, weights=5 * 2**20, free=10 * BLOCK + 5 * 2**20))
+    text = render_table(make_plan(length=1000, weights=5 * 2**20, free=10 * BYTES_PER_BLOCK + 5 * 2**20))
     for words in (
         "weights",
         "5.0 MiB",
@@ -382,7 +390,7 @@ def test_the_table_shows_reduced_values() -> None:
     assert "9 requests" in text
 
 
-def test_readable_sizes() -> None:
+def test_sizes_are_formatted_with_units() -> None:
     assert [format_bytes(n) for n in (0, 1023, 1024, 1536, 5 * 2**20, 2**30, 2**41)] == [
         "0 bytes",
         "1023 bytes",
@@ -394,37 +402,39 @@ def test_readable_sizes() -> None:
     ]
 
 
-def test_the_size_of_the_cache_is_that_of_the_plan() -> None:
-    config = fixed(max_batch_size=4)
-    for available in (5 * BLOCK + 7, 50 * BLOCK, 10**9):
+def test_the_estimated_cache_size_equals_the_plan() -> None:
+    config = config_of(max_batch_size=4)
+    for available in (5 * BYTES_PER_BLOCK + 7, 50 * BYTES_PER_BLOCK, 10**9):
         size = estimate_kv_cache_size(config, FULL, model_max_length=1000, available_cache_memory=available)
-        assert size == plan(config, free=available).kv_cache_size
+        assert size == make_plan(config, free=available).kv_cache_size
     with pytest.raises(InsufficientMemoryError):
-        estimate_kv_cache_size(config, FULL, model_max_length=1000, available_cache_memory=5 * BLOCK - 1)
+        estimate_kv_cache_size(
+            config, FULL, model_max_length=1000, available_cache_memory=5 * BYTES_PER_BLOCK - 1
+        )
     assert estimate_kv_cache_size(config, None, model_max_length=9, available_cache_memory=9) == 0
 
 
 def test_memory_for_adapters_reduces_the_cache() -> None:
-    config = fixed()
+    config = config_of()
     options = {"model_max_length": 100_000, "weights_size": 1000, "activation_size": 0, "free_memory": 2**20}
-    without, beside = (
+    plan_without, plan_with = (
         plan_memory(config, FULL, **options),
         plan_memory(config, FULL, **options, adapters_size=2**19),
     )
-    assert beside.kv_cache_size <= without.kv_cache_size - 2**19 + 2**14
-    assert beside.adapters_size == 2**19
-    assert "512.0 KiB" in shown(beside)
-    assert "adapters" not in shown(without)
+    assert plan_with.kv_cache_size <= plan_without.kv_cache_size - 2**19 + 2**14
+    assert plan_with.adapters_size == 2**19
+    assert "512.0 KiB" in render_table(plan_with)
+    assert "adapters" not in render_table(plan_without)
     with pytest.raises(InsufficientMemoryError, match=r"LoRA adapters 2.0 MiB.*lower --max-loras"):
         plan_memory(config, FULL, **options, adapters_size=2**21)
 
 
-def test_whole_inputs_need_memory_for_the_longest() -> None:
+def test_unchunked_inputs_need_memory_for_the_longest() -> None:
     options: dict[str, Any] = {"model_max_length": 4096, "weights_size": 1000, "min_step_tokens": 4096}
-    config = replace(fixed(), max_batch_input_tokens=1024)
-    found = plan_memory(config, None, **options, activation_size=4096, free_memory=6000)
-    assert (found.max_batch_input_tokens, found.activation_size) == (1024, 4096)
-    config = replace(fixed(), max_batch_input_tokens=16384)
+    config = replace(config_of(), max_batch_input_tokens=1024)
+    result = plan_memory(config, None, **options, activation_size=4096, free_memory=6000)
+    assert (result.max_batch_input_tokens, result.activation_size) == (1024, 4096)
+    config = replace(config_of(), max_batch_input_tokens=16384)
     halved = plan_memory(config, None, **options, activation_size=16384, free_memory=10_000)
     assert (halved.max_batch_input_tokens, halved.activation_size) == (8192, 8192)
     with pytest.raises(InsufficientMemoryError, match=r"activations 4\.0 KiB"):

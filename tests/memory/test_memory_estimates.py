@@ -20,8 +20,11 @@ from penstock.memory import (
 from penstock.nn import TensorNames
 
 
-def checkpoint(folder: Path, *, tied: bool = False, **settings: Any) -> PipelineConfig:
-    """V 10, E 4, a linear of 6 outputs, two experts of 3, a norm, a position table of integers."""
+def write_estimate_checkpoint(folder: Path, *, tied: bool = False, **settings: Any) -> PipelineConfig:
+    """Write a checkpoint with a vocabulary of 10 and a hidden size of 4.
+
+    It has a linear layer of 6 outputs, two experts of 3 outputs, a norm, and a position table of integers.
+    """
     from safetensors.torch import save_file
     from torch import int64, ones
 
@@ -42,53 +45,54 @@ def checkpoint(folder: Path, *, tied: bool = False, **settings: Any) -> Pipeline
 
 @pytest.mark.parametrize(
     ("encoding", "tied", "size"),
-    [  # linears and the head in panels of 64 outputs
+    [  # linear layers and the head in panels of 64 outputs
         (None, False, 4 * (40 + 6 + 4 + 4 * 64 * 4) + 40),
         ("float32", True, 4 * (40 + 6 + 4 + 4 * 64 * 4) + 40),
         ("bfloat16", False, 2 * (40 + 6 + 4 + 4 * 64 * 4) + 40),
         ("int8", False, 2 * (40 + 6 + 4) + 4 * 64 * 4 + 4 * (6 + 3 + 3 + 10) + 40),
-        ("int4", False, 2 * (40 + 6 + 4) + 4 * 64 * 4 + 4 * (6 + 3 + 3 + 10) + 40),  # all too small for it
+        # all layers are too small for this encoding
+        ("int4", False, 2 * (40 + 6 + 4) + 4 * 64 * 4 + 4 * (6 + 3 + 3 + 10) + 40),
         ("half-byte", False, 4 * (40 + 6 + 4) + (24 + 24 + 40) // 2 + 40),
     ],
 )
-def test_the_size_of_the_weights_once_loaded(
+def test_the_size_of_the_loaded_weights_is_estimated(
     tmp_path: Path, encoding: str | None, tied: bool, size: int
 ) -> None:
     with ENCODINGS.extended(HalvedEncoding("half-byte", 0.5)):
-        config = checkpoint(tmp_path, tied=tied, quantization_encoding=encoding)
+        config = write_estimate_checkpoint(tmp_path, tied=tied, quantization_encoding=encoding)
         assert estimate_weights_size(config) == size
 
 
 @pytest.mark.parametrize("kept", ["model.embed_tokens.weight", "lm_head.weight"])
-def test_a_tied_head_that_is_stored_once_counts_twice(tmp_path: Path, kept: str) -> None:
+def test_a_tied_head_counts_in_addition_to_its_table(tmp_path: Path, kept: str) -> None:
     from safetensors.torch import load_file, save_file
 
-    checkpoint(tmp_path)
-    both = {"model.embed_tokens.weight", "lm_head.weight"}
+    write_estimate_checkpoint(tmp_path)
+    names = {"model.embed_tokens.weight", "lm_head.weight"}
     tensors = load_file(tmp_path / "model.safetensors")
-    save_file({k: v for k, v in tensors.items() if k not in both - {kept}}, tmp_path / "model.safetensors")
+    save_file({k: v for k, v in tensors.items() if k not in names - {kept}}, tmp_path / "model.safetensors")
     config = PipelineConfig(model=ModelConfig(model_path=str(tmp_path)), max_batch_size=2)
     assert estimate_weights_size(config) == 4 * (40 + 6 + 4 + 4 * 64 * 4) + 40
 
 
-def test_the_size_of_the_activations(tmp_path: Path) -> None:
-    config = replace(checkpoint(tmp_path), max_batch_input_tokens=100)
+def test_the_size_of_the_activations_is_estimated(tmp_path: Path) -> None:
+    config = replace(write_estimate_checkpoint(tmp_path), max_batch_input_tokens=100)
     size = estimate_activation_memory(config, config.model.huggingface_config)
     assert size == 100 * 6 * 6 * 4 + 2 * 10 * 20
 
 
 @pytest.mark.parametrize(("encoding", "size"), [("float32", 4), ("bfloat16", 2)])
 @pytest.mark.parametrize("tied", [False, True])
-def test_memory_for_adapters(tmp_path: Path, encoding: str, tied: bool, size: int) -> None:
-    config = checkpoint(tmp_path, tied=tied, quantization_encoding=encoding)
+def test_the_memory_of_adapters_is_estimated(tmp_path: Path, encoding: str, tied: bool, size: int) -> None:
+    config = write_estimate_checkpoint(tmp_path, tied=tied, quantization_encoding=encoding)
     assert estimate_adapters_size(config) == 0
     config = replace(config, lora=LoRAConfig(enable_lora=True, max_loras=3, max_lora_rank=5))
     widths = (6 + 4) + 2 * (3 + 4) + (10 + 4)
     assert estimate_adapters_size(config) == 3 * 5 * widths * size
 
 
-def test_a_family_with_other_names(tmp_path: Path) -> None:
-    """Table, head, value projection and router are recognised by the family's own names."""
+def test_a_family_with_other_tensor_names_is_estimated(tmp_path: Path) -> None:
+    """Embedding table, head, value projection and router are recognised by the family's own names."""
     from safetensors.torch import save_file
     from torch import ones
 
@@ -121,11 +125,11 @@ def test_a_family_with_other_names(tmp_path: Path) -> None:
     )
     int8, int5, floats = (ENCODINGS[name] for name in ("int8", "int5", "bfloat16"))
     assert estimate_weights_size(config, names) == (
-        100 * 128 * 2  # the table
+        100 * 128 * 2  # the embedding table
         + int5.num_bytes(128, 128)  # queries
         + int8.num_bytes(128, 128)  # values
         + floats.num_bytes(64, 128)  # the router
-        + int8.num_bytes(100, 128)  # the head
+        + int8.num_bytes(100, 128)  # the output head
     )
     widths = [128 + 128, 128 + 128, 64 + 128, 100 + 128]
     assert estimate_adapters_size(config, names) == 2 * sum(widths)

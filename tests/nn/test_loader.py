@@ -33,7 +33,7 @@ class Source:
         return name in self.tensors
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        assert name not in self.released, "its pages would be read again"
+        assert name not in self.released, "reading it would load its released pages again"
         assert self.tensors[name].shape == shape
         return self.tensors[name]
 
@@ -52,7 +52,7 @@ class Source:
     ) -> tuple[str | None, Mapping[str, Tensor]]:
         encoding = self.quantized[name]
         rows = ENCODINGS[encoding].pack(self.tensors[name])
-        return encoding, rows | {"scales": 2 * rows["scales"]}  # differs from what packing gives
+        return encoding, rows | {"scales": 2 * rows["scales"]}  # differs from the result of packing
 
     def rows(
         self, name: str, shape: tuple[int, int], start: int, stop: int
@@ -60,7 +60,7 @@ class Source:
         if name not in self.quantized:
             return None, {"weight": self.tensor(name, shape)[start:stop]}
         encoding, tensors = self.read_linear(name, shape)
-        return encoding, {key: one[start:stop] for key, one in tensors.items()}
+        return encoding, {key: tensor[start:stop] for key, tensor in tensors.items()}
 
     def is_mapped(self, name: str) -> bool:
         return name in self.mapped
@@ -69,7 +69,7 @@ class Source:
         self.released.append(name)
 
 
-def random(*shape: int, seed: int = 0) -> Tensor:
+def random_tensor(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -91,34 +91,36 @@ def load(source: Source, encoding: str, ops: Ops) -> Loader:
         ("bfloat16", (8, 8), "bfloat16"),
     ],
 )
-def test_small_layers_have_more_bits(encoding: str, shape: tuple[int, int], expected: str) -> None:
+def test_small_layers_are_stored_in_more_bits(encoding: str, shape: tuple[int, int], expected: str) -> None:
     assert ENCODINGS[encoding].for_layer("linear", *shape) == expected
 
 
-def test_an_expert_is_narrow_only_if_both_sizes_are_small() -> None:
+def test_an_expert_counts_as_small_only_if_both_sizes_are() -> None:
     """Many narrow experts make a large model."""
     sizes = {(768, 2048): "int4", (2048, 768): "int4", (1024, 2047): "int5", (63, 4096): "int8"}
-    found = {size: ENCODINGS["int4"].for_layer("expert", *size) for size in sizes}
-    assert found == sizes
+    result = {size: ENCODINGS["int4"].for_layer("expert", *size) for size in sizes}
+    assert result == sizes
 
 
 def test_the_head_has_at_least_eight_bits() -> None:
     heads = {name: encoding.for_layer("head", 4096, 4096) for name, encoding in ENCODINGS.items()}
-    quantized = [name for name, one in ENCODINGS.items() if not one.is_float and name not in ("int8", "int5")]
+    quantized = [
+        name for name, encoding in ENCODINGS.items() if not encoding.is_float and name not in ("int8", "int5")
+    ]
     assert {heads.pop(name) for name in quantized} == {"int8"}
     assert all(head == encoding for encoding, head in heads.items())
 
 
 def test_values_have_at_least_eight_bits_unless_they_are_stored_with_four() -> None:
-    tensors = {"x.v_proj.weight": random(64, 96)}
-    apart = {
+    tensors = {"x.v_proj.weight": random_tensor(64, 96)}
+    value_encodings = {
         encoding: load(Source(tensors), encoding, BACK_ENDS["best"]).has_separate_values(
             "x.v_proj", 64, 96, beside="x.q_proj"
         )
         for encoding in ENCODINGS
     }
-    assert apart.pop("int4")
-    assert not any(apart.values())
+    assert value_encodings.pop("int4")
+    assert not any(value_encodings.values())
     stored = Source(tensors, {"x.v_proj.weight": "int4"})
     assert not load(stored, "int4", BACK_ENDS["best"]).has_separate_values(
         "x.v_proj", 64, 96, beside="x.q_proj"
@@ -131,10 +133,12 @@ def test_values_have_at_least_eight_bits_unless_they_are_stored_with_four() -> N
 @pytest.mark.parametrize("back_end", BACK_ENDS)
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("sizes", [(128, 64, 70), (96, 32, 64), (64,)], ids=str)
-def test_parts_are_packed_as_the_whole_is(back_end: str, encoding: str, sizes: tuple[int, ...]) -> None:
+def test_fused_parts_are_packed_like_the_whole_matrix(
+    back_end: str, encoding: str, sizes: tuple[int, ...]
+) -> None:
     parts = {f"part{i}": size for i, size in enumerate(sizes)}
-    tensors = {f"x.{name}.weight": random(size, 80, seed=size) for name, size in parts.items()}
-    biases = {f"x.{name}.bias": random(size) for name, size in parts.items()}
+    tensors = {f"x.{name}.weight": random_tensor(size, 80, seed=size) for name, size in parts.items()}
+    biases = {f"x.{name}.bias": random_tensor(size) for name, size in parts.items()}
     source = Source(tensors | biases)
     packed = load(source, encoding, BACK_ENDS[back_end]).fused("x", parts, 80, bias=True).packed
     whole = torch.cat(list(tensors.values()))
@@ -150,8 +154,8 @@ def test_parts_are_packed_as_the_whole_is(back_end: str, encoding: str, sizes: t
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_weights_of_every_type_of_floats(back_end: str, dtype: torch.dtype) -> None:
-    weight = random(70, 96).to(dtype)
+def test_weights_of_every_float_type_are_loaded(back_end: str, dtype: torch.dtype) -> None:
+    weight = random_tensor(70, 96).to(dtype)
     for encoding in ("float32", "bfloat16", "int8", "int4"):
         packed = load(Source({"x.weight": weight}), encoding, BACK_ENDS[back_end]).linear("x", 70, 96).packed
         kind = ENCODINGS[packed.encoding]
@@ -159,8 +163,8 @@ def test_weights_of_every_type_of_floats(back_end: str, dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)
-def test_a_transposed_weight(back_end: str) -> None:
-    weight = random(96, 70)
+def test_a_transposed_weight_is_loaded(back_end: str) -> None:
+    weight = random_tensor(96, 70)
     packed = load(Source({"x.weight": weight}), "int8", BACK_ENDS[back_end]).linear(
         "x", 70, 96, transposed=True
     )
@@ -170,23 +174,23 @@ def test_a_transposed_weight(back_end: str) -> None:
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)
 @pytest.mark.parametrize("encoding", ["int8", "int4"])
-def test_rows_that_are_quantised_stay_as_they_are(back_end: str, encoding: str) -> None:
-    """The other parts of the fused layer are quantized."""
-    tensors = {f"x.{name}.weight": random(64, 80, seed=i) for i, name in enumerate("ab")}
+def test_quantized_rows_are_kept_unchanged(back_end: str, encoding: str) -> None:
+    """The other parts of the fused layer are quantized while loading."""
+    tensors = {f"x.{name}.weight": random_tensor(64, 80, seed=i) for i, name in enumerate("ab")}
     source = Source(tensors, {"x.a.weight": encoding})
     packed = load(source, encoding, BACK_ENDS[back_end]).fused("x", {"a": 64, "b": 64}, 80).packed
     assert packed.encoding == encoding
-    own, made = unpack_linear(packed).split(64)
+    own, computed = unpack_linear(packed).split(64)
     kind = ENCODINGS[encoding]
     assert torch.equal(own, 2 * kind.unpack(kind.pack(tensors["x.a.weight"])))
-    assert torch.equal(made, kind.unpack(kind.pack(tensors["x.b.weight"])))
+    assert torch.equal(computed, kind.unpack(kind.pack(tensors["x.b.weight"])))
     assert source.released == list(tensors)
 
 
-def test_a_router_keeps_its_digits() -> None:
+def test_a_router_is_not_quantized() -> None:
     loader = load(Source({}), "int4", ReferenceOps())
-    assert loader.pack(random(64, 64), {"gate": 64}, plain=True).packed.encoding == "bfloat16"
-    assert loader.pack(random(64, 64), {"up": 64}).packed.encoding == "int5"
+    assert loader.pack(random_tensor(64, 64), {"gate": 64}, plain=True).packed.encoding == "bfloat16"
+    assert loader.pack(random_tensor(64, 64), {"up": 64}).packed.encoding == "int5"
     assert list(loader.linears) == ["gate", "up"]
 
 
@@ -200,7 +204,7 @@ class Store:
         return self.layers.pop(0)
 
 
-def test_weights_that_are_already_packed_are_not_read() -> None:
+def test_weights_from_the_packed_cache_are_not_read() -> None:
     """Reading a weight may dequantize it, which would take longer than the rest of the load."""
 
     def build(loader: Loader) -> list[PackedLinear]:
@@ -210,13 +214,13 @@ def test_weights_that_are_already_packed_are_not_read() -> None:
         return loader.layers
 
     shapes = {"x.weight": (96, 70), "y.a.weight": (64, 80), "y.b.weight": (32, 80), "z.weight": (40, 96)}
-    biases = {"y.a.bias": random(64), "y.b.bias": random(32)}
-    whole = Source({name: random(*shape) for name, shape in shapes.items()} | biases)
+    biases = {"y.a.bias": random_tensor(64), "y.b.bias": random_tensor(32)}
+    whole = Source({name: random_tensor(*shape) for name, shape in shapes.items()} | biases)
     layers = build(load(whole, "int8", ReferenceOps()))
     assert not whole.expected
-    source = Source(biases)  # reading a weight would fail
+    source = Source(biases)  # the shapes are known, but reading a weight would fail
     loader = Loader(source, "int8", torch.device("cpu"), take_packed=Store([*layers]).take)
-    assert all(one is other for one, other in zip(build(loader), layers, strict=True))
+    assert all(restored is original for restored, original in zip(build(loader), layers, strict=True))
     assert source.expected == shapes
     assert list(loader.linears) == ["x", "y.a", "y.b", "z"]
 
@@ -231,9 +235,9 @@ def is_deferred(packed: PackedLinear) -> bool:
 
 @needs_kernels
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int4"])
-def test_mapped_floats_are_packed_when_they_are_read(encoding: str) -> None:
+def test_memory_mapped_floats_are_packed_at_first_use(encoding: str) -> None:
     parts = {"a": 128, "b": 64, "c": 70}
-    source = Source({f"x.{name}.weight": random(size, 80, seed=size) for name, size in parts.items()})
+    source = Source({f"x.{name}.weight": random_tensor(size, 80, seed=size) for name, size in parts.items()})
     source.mapped = set(source.tensors)
     packed = load_lazily(source, encoding).fused("x", parts, 80).packed
     assert is_deferred(packed) == ENCODINGS[encoding].packs_lazily
@@ -249,11 +253,11 @@ def test_mapped_floats_are_packed_when_they_are_read(encoding: str) -> None:
 
 
 @needs_kernels
-def test_weights_that_cannot_be_packed_lazily_are_packed_at_once() -> None:
+def test_other_weights_are_packed_at_once() -> None:
     source = Source(
         {
-            "widened.weight": random(64, 80),
-            "plain.weight": random(64, 80),
+            "widened.weight": random_tensor(64, 80),
+            "plain.weight": random_tensor(64, 80),
         }
     )
     source.mapped = set(source.tensors) - {"widened.weight"}
@@ -261,12 +265,12 @@ def test_weights_that_cannot_be_packed_lazily_are_packed_at_once() -> None:
     assert not is_deferred(loader.linear("widened", 64, 80).packed)
     assert is_deferred(loader.linear("plain", 64, 80).packed)
     at_once = load(source, "bfloat16", BACK_ENDS["best"])
-    assert not is_deferred(at_once.linear("plain", 64, 80).packed), "no lazy load was requested"
+    assert not is_deferred(at_once.linear("plain", 64, 80).packed), "lazy loading was not requested"
 
 
 @needs_kernels
 def test_a_tied_head_is_packed_lazily_with_its_table() -> None:
-    table = random(130, 80).bfloat16()
+    table = random_tensor(130, 80).bfloat16()
     packed = load_lazily(Source({}), "bfloat16").head("lm_head", 130, 80, tied_to=table).packed
     assert is_deferred(packed)
     assert torch.equal(unpack_linear(packed), table)
@@ -275,7 +279,7 @@ def test_a_tied_head_is_packed_lazily_with_its_table() -> None:
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("back_end", BACK_ENDS)
 def test_a_head_in_the_file_takes_precedence_over_the_table(encoding: str, back_end: str) -> None:
-    table, own = random(200, 80).bfloat16(), random(200, 80, seed=1).bfloat16()
+    table, own = random_tensor(200, 80).bfloat16(), random_tensor(200, 80, seed=1).bfloat16()
     source = Source({"lm_head.weight": own})
     source.mapped = set(source.tensors)
     packed = load(source, encoding, BACK_ENDS[back_end]).head("lm_head", 200, 80, tied_to=table).packed

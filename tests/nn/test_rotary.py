@@ -1,4 +1,4 @@
-"""Every type of rope against transformers, through a whole Llama network."""
+"""Every RoPE type against transformers, through a whole Llama network."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.mark.matrix(strength=1)
 @pytest.mark.parametrize("kernels", ["best", "reference"])
-def test_logits(checkpoint: Path, kernels: str) -> None:
+def test_logits_equal_transformers(checkpoint: Path, kernels: str) -> None:
     reference = oracle(checkpoint)
     pipeline = open_pipeline(checkpoint, kernels=kernels)
     tokens = random_tokens(100, 130, seed=2)
@@ -74,8 +74,8 @@ def test_logits(checkpoint: Path, kernels: str) -> None:
         torch.testing.assert_close(ours, expected, atol=1e-3, rtol=1e-4)
 
 
-def test_a_stretched_prompt_in_chunks(tmp_path: Path) -> None:
-    """With dynamic scaling the angles depend on the length of the whole prompt, even in its first chunk."""
+def test_chunks_of_a_dynamically_scaled_prompt_equal_the_whole(tmp_path: Path) -> None:
+    """With dynamic scaling, the angles depend on the length of the whole prompt, even in its first chunk."""
     parameters = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 500.0}
     config = tiny_config() | {"max_position_embeddings": 48, "rope_parameters": parameters}
     pipeline = open_pipeline(write_checkpoint(tmp_path, config), deterministic=True)
@@ -89,16 +89,18 @@ def test_a_stretched_prompt_in_chunks(tmp_path: Path) -> None:
     assert torch.equal(torch.cat(rows), whole)
 
 
-def test_older_spelling() -> None:
+def test_the_older_spelling_is_read() -> None:
     values = {"max_position_embeddings": 64, "rope_theta": 7.0}
     old = values | {"rope_scaling": {"type": "linear", "factor": 2}}
     new = {
         "max_position_embeddings": 64,
         "rope_parameters": {"rope_type": "linear", "factor": 2, "rope_theta": 7},
     }
-    read = [RotaryConfig.from_huggingface(HuggingFaceConfig(one, "config.json"), 16) for one in (old, new)]
-    assert (read[0].kind, read[0].base, read[0].max_length) == ("linear", 7.0, 128)
-    assert (read[1].kind, read[1].base, read[1].max_length) == ("linear", 7.0, 128)
+    configs = [
+        RotaryConfig.from_huggingface(HuggingFaceConfig(values, "config.json"), 16) for values in (old, new)
+    ]
+    assert (configs[0].kind, configs[0].base, configs[0].max_length) == ("linear", 7.0, 128)
+    assert (configs[1].kind, configs[1].base, configs[1].max_length) == ("linear", 7.0, 128)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +119,7 @@ def test_older_spelling() -> None:
         (YARN | {"original_max_position_embeddings": float("nan")}, "must be a positive number, was nan"),
     ],
 )
-def test_unusable_parameters(parameters: dict[str, Any], message: str) -> None:
+def test_invalid_parameters_are_refused(parameters: dict[str, Any], message: str) -> None:
     config = HuggingFaceConfig({"max_position_embeddings": 64, "rope_scaling": parameters}, "config.json")
     with pytest.raises(ConfigError, match=message):
         RotaryConfig.from_huggingface(config, 16)
@@ -133,7 +135,7 @@ def test_unusable_parameters(parameters: dict[str, Any], message: str) -> None:
         ({"mscale": "x", "mscale_all_dim": 1.0}, "mscale: must be a positive number, was 'x'"),
     ],
 )
-def test_unusable_parameters_of_yarn(parameters: dict[str, Any], message: str) -> None:
+def test_invalid_parameters_of_yarn_are_refused(parameters: dict[str, Any], message: str) -> None:
     values = {"max_position_embeddings": 64, "rope_scaling": YARN | parameters}
     config = RotaryConfig.from_huggingface(HuggingFaceConfig(values), 16)
     with pytest.raises(ConfigError, match=message):
@@ -146,13 +148,13 @@ def test_rope_parameters_that_are_not_an_object_are_refused() -> None:
         RotaryConfig.from_huggingface(config, 16)
 
 
-def test_an_odd_head() -> None:
+def test_an_odd_head_dimension_is_refused() -> None:
     config = HuggingFaceConfig({"max_position_embeddings": 64}, "config.json")
     with pytest.raises(ConfigError, match="even number of dims, were given 15"):
         RotaryConfig.from_huggingface(config, 15)
 
 
-def test_dynamic_scaling_of_a_single_pair() -> None:
+def test_dynamic_scaling_of_a_single_pair_is_refused() -> None:
     parameters = {"rope_type": "dynamic", "factor": 2.0}
     config = HuggingFaceConfig({"max_position_embeddings": 64, "rope_parameters": parameters}, "config.json")
     with pytest.raises(ConfigError, match="at least 4 dims, were given 2"):

@@ -1,10 +1,10 @@
-"""The towers of vision models give the results of transformers."""
+"""Vision encoders give the results of transformers."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from support.towers import assert_close, loader_of, randomised
+from support.towers import assert_close, loader_of, randomize
 from torch.nn.functional import pad
 
 from penstock.config import HuggingFaceConfig
@@ -31,10 +31,10 @@ def ops(request: pytest.FixtureRequest) -> Ops:
 
 
 @torch.inference_mode()
-def test_siglip(ops: Ops) -> None:
+def test_siglip_rows_equal_transformers(ops: Ops) -> None:
     from transformers import SiglipVisionConfig, SiglipVisionModel
 
-    model = randomised(SiglipVisionModel(SiglipVisionConfig(**SIZES, vision_use_head=False)))
+    model = randomize(SiglipVisionModel(SiglipVisionConfig(**SIZES, vision_use_head=False)))
     sizes = VisionSizes.from_huggingface(
         HuggingFaceConfig(SIZES), activation="gelu_pytorch_tanh", norm_eps=1e-6
     )
@@ -47,10 +47,10 @@ def test_siglip(ops: Ops) -> None:
 
 @pytest.mark.parametrize("blocks", [3, 2])
 @torch.inference_mode()
-def test_clip(ops: Ops, blocks: int) -> None:
+def test_clip_rows_equal_transformers(ops: Ops, blocks: int) -> None:
     from transformers import CLIPVisionConfig, CLIPVisionModel
 
-    model = randomised(CLIPVisionModel(CLIPVisionConfig(**SIZES)))
+    model = randomize(CLIPVisionModel(CLIPVisionConfig(**SIZES)))
     sizes = VisionSizes.from_huggingface(HuggingFaceConfig(SIZES), activation="quick_gelu", norm_eps=1e-5)
     tower = VisionTower.load(
         loader_of(model, ops), "tower", sizes, is_clip=True, num_blocks=blocks, post_norm=False

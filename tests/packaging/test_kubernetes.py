@@ -1,4 +1,4 @@
-"""The Kubernetes manifests: their schema, and their settings of the server."""
+"""The Kubernetes manifests: schema, and settings of the server."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ from penstock.serve.observability.metrics import ENGINE_METRICS
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "packaging" / "kubernetes"
 MANIFESTS = {path.stem: yaml.safe_load(path.read_text()) for path in FOLDER.glob("*.yaml")}
-APART = {"kustomization", "rayservice"}  # a RayService replaces the other manifests
+NOT_IN_KUSTOMIZATION = {"kustomization", "rayservice"}  # a RayService replaces the other manifests
 
 
-def container() -> dict[str, Any]:
-    (found,) = MANIFESTS["deployment"]["spec"]["template"]["spec"]["containers"]
-    assert isinstance(found, dict)
-    return found
+def server_container() -> dict[str, Any]:
+    (only_container,) = MANIFESTS["deployment"]["spec"]["template"]["spec"]["containers"]
+    assert isinstance(only_container, dict)
+    return only_container
 
 
 def test_the_kustomization_lists_all_manifests() -> None:
     listed = {name.removesuffix(".yaml") for name in MANIFESTS["kustomization"]["resources"]}
-    assert listed == MANIFESTS.keys() - APART
+    assert listed == MANIFESTS.keys() - NOT_IN_KUSTOMIZATION
 
 
-@pytest.mark.parametrize("name", sorted(MANIFESTS.keys() - APART))
-def test_schemas(name: str) -> None:
+@pytest.mark.parametrize("name", sorted(MANIFESTS.keys() - NOT_IN_KUSTOMIZATION))
+def test_manifests_follow_the_kubernetes_schema(name: str) -> None:
     validator = pytest.importorskip("kubernetes_validate")
     version = validator.latest_version()
     validator.validate(MANIFESTS[name], version, strict=True)
-    broken = {**MANIFESTS[name], "specs": {}}
+    invalid = {**MANIFESTS[name], "specs": {}}
     with pytest.raises(Exception, match="specs"):
-        validator.validate(broken, version, strict=True)
+        validator.validate(invalid, version, strict=True)
 
 
 def test_the_flags_are_those_of_the_server() -> None:
     known = {flag: option for option in command.params for flag in option.opts}
-    args = container()["args"]
+    args = server_container()["args"]
     flags = [arg for arg in args if arg.startswith("--")]
     assert flags
     assert set(flags) <= known.keys()
@@ -59,14 +59,14 @@ def test_the_flags_are_those_of_the_server() -> None:
     assert grace < pod["terminationGracePeriodSeconds"]
 
 
-def test_the_probes_are_open_routes() -> None:
+def test_the_probes_are_routes_without_authentication() -> None:
     paths = create_app(make_services()).openapi()["paths"]
     for kind, path in {
         "startupProbe": "/health",
         "livenessProbe": "/health",
         "readinessProbe": "/ready",
     }.items():
-        probe = container()[kind]["httpGet"]
+        probe = server_container()[kind]["httpGet"]
         assert (probe["path"], probe["port"]) == (path, "http")
         assert path in paths
         assert path in PROBES
@@ -74,12 +74,12 @@ def test_the_probes_are_open_routes() -> None:
 
 def test_ports_users_and_selectors_agree() -> None:
     dockerfile = (ROOT / "Dockerfile").read_text()
-    (port,) = container()["ports"]
+    (port,) = server_container()["ports"]
     assert f"EXPOSE {port['containerPort']}" in dockerfile
     pod = MANIFESTS["deployment"]["spec"]["template"]
-    found = re.search(r"--uid (\d+)", dockerfile)
-    assert found is not None
-    assert pod["spec"]["securityContext"]["runAsUser"] == int(found[1])
+    uid = re.search(r"--uid (\d+)", dockerfile)
+    assert uid is not None
+    assert pod["spec"]["securityContext"]["runAsUser"] == int(uid[1])
     assert pod["metadata"]["annotations"]["prometheus.io/port"] == str(port["containerPort"])
     labels = pod["metadata"]["labels"]
     assert MANIFESTS["deployment"]["spec"]["selector"]["matchLabels"] == labels
@@ -92,7 +92,7 @@ def test_the_autoscaler_reads_a_gauge_of_the_server() -> None:
     spec = MANIFESTS["hpa"]["spec"]
     assert spec["scaleTargetRef"]["name"] == MANIFESTS["deployment"]["metadata"]["name"]
     (metric,) = spec["metrics"]
-    assert metric["pods"]["metric"]["name"] in {one.name for one in ENGINE_METRICS}
+    assert metric["pods"]["metric"]["name"] in {metric.name for metric in ENGINE_METRICS}
 
 
 # -- KubeRay ---------------------------------------------------------------------------------------------
@@ -104,23 +104,28 @@ GROUPS = {"head": CLUSTER["headGroupSpec"], "worker": CLUSTER["workerGroupSpecs"
 
 
 @pytest.mark.parametrize("name", GROUPS)
-def test_schemas_of_the_pods_of_a_ray_cluster(name: str) -> None:
-    """The validator has no schema of RayService, but one of the pod templates in it."""
+def test_pod_templates_of_the_ray_cluster_follow_the_schema(name: str) -> None:
+    """The validator has no schema of RayService, but it has one of the pod templates in it."""
     validator = pytest.importorskip("kubernetes_validate")
     template = GROUPS[name]["template"]
-    whole = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": name}, "template": template}
-    validator.validate(whole, validator.latest_version(), strict=True)
-    broken = {**whole, "template": {**template, "specs": {}}}
+    pod_template = {
+        "apiVersion": "v1",
+        "kind": "PodTemplate",
+        "metadata": {"name": name},
+        "template": template,
+    }
+    validator.validate(pod_template, validator.latest_version(), strict=True)
+    invalid = {**pod_template, "template": {**template, "specs": {}}}
     with pytest.raises(Exception, match="specs"):
-        validator.validate(broken, validator.latest_version(), strict=True)
+        validator.validate(invalid, validator.latest_version(), strict=True)
 
 
 def test_the_arguments_of_the_ray_application_are_settings() -> None:
     module, _, function = APPLICATION["import_path"].partition(":")
     assert function in import_module(module).__all__
     fields = [*config_fields(), *serve_fields(), *ray_fields()]
-    given = collect_values(fields, APPLICATION["args"], "flag", {})
-    pipeline, serve, ray = (cls.from_given(given) for cls in (PipelineConfig, ServeConfig, RayConfig))
+    values = collect_values(fields, APPLICATION["args"], "flag", {})
+    pipeline, serve, ray = (cls.from_given(values) for cls in (PipelineConfig, ServeConfig, RayConfig))
     check_supported(serve)
     worker = GROUPS["worker"]
     (container,) = worker["template"]["spec"]["containers"]
@@ -134,7 +139,7 @@ def test_the_arguments_of_the_ray_application_are_settings() -> None:
 
 def test_the_ray_cluster_serves_at_the_port_of_the_image() -> None:
     (head,) = GROUPS["head"]["template"]["spec"]["containers"]
-    (port,) = [one["containerPort"] for one in head["ports"] if one["name"] == "serve"]
+    (port,) = [port["containerPort"] for port in head["ports"] if port["name"] == "serve"]
     assert yaml.safe_load(RAY["serveConfigV2"])["http_options"]["port"] == port
     assert f"EXPOSE {port}" in (ROOT / "Dockerfile").read_text()
     shell = {group["template"]["spec"]["containers"][0]["command"][1] for group in GROUPS.values()}
@@ -143,7 +148,7 @@ def test_the_ray_cluster_serves_at_the_port_of_the_image() -> None:
 
 
 @pytest.mark.peers
-def test_ray_reads_the_serve_configuration() -> None:
+def test_ray_accepts_the_serve_configuration() -> None:
     schema = pytest.importorskip("ray.serve.schema", reason="Ray is not installed: pip install '.[ray]'")
     config = schema.ServeDeploySchema(**yaml.safe_load(RAY["serveConfigV2"]))
     assert config.applications[0].args["model_path"] == "demo"

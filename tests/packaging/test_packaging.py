@@ -31,12 +31,12 @@ TEXTS = [
     for path in sorted((ROOT / place).rglob("*") if place else ROOT.iterdir())
     if path.is_file() and path.suffix in {"", ".md", ".py", ".toml", ".txt", ".yml", ".sh", ".service"}
 ]
-"""Files in which a user can find a command that installs something."""
+"""Files that may contain installation commands."""
 SCRIPTS = sorted(path for path in (ROOT / "scripts").iterdir() if path.suffix == "")
 
 
 def names_of(requirements: list[str]) -> set[str]:
-    return {re.split(r"[\[<>=!~ ]", one)[0].lower().replace("_", "-") for one in requirements}
+    return {re.split(r"[\[<>=!~ ]", requirement)[0].lower().replace("_", "-") for requirement in requirements}
 
 
 def test_the_version_is_defined_once() -> None:
@@ -47,21 +47,21 @@ def test_the_version_is_defined_once() -> None:
     assert re.fullmatch(r"\d{4}-\d\d-\d\d|unreleased", newest[2])
 
 
-def test_every_extra_is_explained() -> None:
+def test_every_extra_is_documented() -> None:
     page = (ROOT / "docs" / "getting-started.md").read_text()
     assert not [extra for extra in EXTRAS if f"`{extra}`" not in page and f"'.[{extra}]'" not in page]
     (everything,) = EXTRAS["all"]
     # xgrammar is an alternative to the packages of `grammar`. xgrammar and cuda install triton (1 GB). Only
     # clusters need ray.
-    apart = {"all", "dev", "docs", "browser", "xgrammar", "cuda", "ray"}
-    assert set(re.findall(r"[\w-]+", everything.partition("[")[2])) == {*EXTRAS} - apart
+    not_in_all = {"all", "dev", "docs", "browser", "xgrammar", "cuda", "ray"}
+    assert set(re.findall(r"[\w-]+", everything.partition("[")[2])) == {*EXTRAS} - not_in_all
 
 
-def test_missing_packages_are_of_an_extra_that_has_them() -> None:
+def test_extras_named_by_errors_contain_the_package() -> None:
     raised = [
-        found
+        actual
         for file in (ROOT / "penstock").rglob("*.py")
-        for found in re.findall(r'MissingDependencyError\(\s*"([\w-]+)",\s*"([\w-]+)"', file.read_text())
+        for actual in re.findall(r'MissingDependencyError\(\s*"([\w-]+)",\s*"([\w-]+)"', file.read_text())
     ]
     assert len(raised) >= 3
     for package, extra in raised:
@@ -69,27 +69,29 @@ def test_missing_packages_are_of_an_extra_that_has_them() -> None:
 
 
 def requirements_in(text: str) -> list[tuple[str, str]]:
-    """Return every requirement on this project in a text: its name, or a dot, and its extras."""
+    """Return every requirement on this project in a text: the project's name or a dot, and the extras."""
     with_extras = re.findall(r"(?<![\w/.])(penstock[\w-]*|(?<=['\"])\.)\[([\w{},-]+)\]", text)
     commands = re.findall(r"pip install ([^\n#`]*)", text)
     words = [word.strip("'\".,;:)") for command in commands for word in command.split()]
     return with_extras + [(word, "") for word in words if re.fullmatch(r"penstock[\w-]*", word)]
 
 
-def test_every_command_that_installs_names_this_project() -> None:
+def test_installation_commands_name_this_distribution() -> None:
     """The name `penstock` belongs to another distribution on the package index."""
-    found = [(path, one) for path in TEXTS for one in requirements_in(path.read_text("utf-8"))]
+    actual = [
+        (path, requirement) for path in TEXTS for requirement in requirements_in(path.read_text("utf-8"))
+    ]
     assert {"errors.py", "getting-started.md", "server.md", "features.md", "about_penstock.txt"} <= {
-        path.name for path, _ in found
+        path.name for path, _ in actual
     }
-    for path, (name, extras) in found:
+    for path, (name, extras) in actual:
         assert name in (DISTRIBUTION, "."), (path, name)
         unknown = {*filter(None, extras.split(","))} - {*EXTRAS}
         assert unknown <= ({"{extra}"} if path.name == "errors.py" else set()), (path, extras)
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "expected"),
     [
         ("pip install 'penstock[serve]'", [("penstock", "serve")]),
         ("Run `pip install penstock`.", [("penstock", "")]),
@@ -98,8 +100,8 @@ def test_every_command_that_installs_names_this_project() -> None:
         ("pip install /opt/penstock\npip install torch # penstock", []),
     ],
 )
-def test_requirements_are_found_in_texts(text: str, found: list[tuple[str, str]]) -> None:
-    assert requirements_in(text) == found
+def test_requirements_are_found_in_texts(text: str, expected: list[tuple[str, str]]) -> None:
+    assert requirements_in(text) == expected
 
 
 def test_the_wheel_has_the_name_of_the_distribution() -> None:
@@ -112,20 +114,22 @@ def test_the_wheel_has_the_name_of_the_distribution() -> None:
 def test_test_requirements_are_pinned() -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = names_of([line for line in lines if line and not line.startswith("#")])
-    wanted = names_of([one for extra in EXTRAS.values() for one in extra] + PROJECT["dependencies"])
+    required = names_of(
+        [requirement for extra in EXTRAS.values() for requirement in extra] + PROJECT["dependencies"]
+    )
     others = names_of(EXTRAS["fast-http"] + EXTRAS["parquet"] + EXTRAS["slow-tokenizers"]) - {"transformers"}
-    others |= names_of(EXTRAS["cuda"])  # torch's CUDA build names the version of triton that it needs
-    assert wanted - others - pinned == {PROJECT["name"]}
+    others |= names_of(EXTRAS["cuda"])  # the CUDA build of torch pins the version of triton
+    assert required - others - pinned == {PROJECT["name"]}
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_scripts_can_be_run(script: Path) -> None:
+def test_scripts_are_executable(script: Path) -> None:
     assert os.access(script, os.X_OK)
     assert script.read_text().startswith("#!/usr/bin/env bash\n")
     subprocess.run(["bash", "-n", str(script)], check=True)
 
 
-def test_files_the_image_copies_exist_and_are_not_ignored() -> None:
+def test_files_copied_into_the_image_exist_and_are_not_ignored() -> None:
     ignored = (ROOT / ".dockerignore").read_text().split()
     assert ignored[0] == "*"
     copies = re.findall(r"^COPY (?!--from)(.*) \S+$", DOCKERFILE, flags=re.MULTILINE)
@@ -143,9 +147,9 @@ def test_the_image_starts_a_server_and_checks_its_health() -> None:
     assert re.search(r"^host +0\.0\.0\.0 +flag$", result.stdout, flags=re.MULTILINE)
     (port,) = re.findall(r"^EXPOSE (\d+)$", DOCKERFILE, flags=re.MULTILINE)
     assert int(port) == ServeConfig().port
-    asked = re.findall(rf"http://127\.0\.0\.1:{port}(/\w+)", DOCKERFILE)
-    assert set(asked) <= {route.path for route in router.routes}  # type: ignore[attr-defined]
-    assert asked
+    probed_paths = re.findall(rf"http://127\.0\.0\.1:{port}(/\w+)", DOCKERFILE)
+    assert set(probed_paths) <= {route.path for route in router.routes}  # type: ignore[attr-defined]
+    assert probed_paths
     assert re.findall(r"^USER (.*)$", DOCKERFILE, flags=re.MULTILINE) == ["penstock"]
 
 
@@ -164,8 +168,8 @@ def test_older_versions_of_docker_build_the_image() -> None:
     assert not re.search(r"<<|RUN --", DOCKERFILE)
 
 
-def test_the_image_installs_what_the_project_needs(tmp_path: Path) -> None:
-    """The list of packages is written from pyproject.toml, before the source is there."""
+def test_the_image_installs_the_requirements_of_the_project(tmp_path: Path) -> None:
+    """The list of packages is computed from pyproject.toml, before the source is copied."""
     (code,) = re.findall(
         r'^RUN python -c "(.*?)" > (?=/source/needed\.txt)', DOCKERFILE, re.MULTILINE | re.DOTALL
     )
@@ -174,7 +178,7 @@ def test_the_image_installs_what_the_project_needs(tmp_path: Path) -> None:
     assert printed.split("\n")[:-1] == [*PROJECT["dependencies"], *EXTRAS["serve"], *EXTRAS["grammar"]]
 
 
-def test_a_source_change_installs_no_package_anew() -> None:
+def test_a_source_change_does_not_reinstall_packages() -> None:
     steps = [step.partition("\n")[0] for step in re.split(r"\n(?=[A-Z]+ )", DOCKERFILE)]
     source = steps.index("COPY penstock /source/penstock")
     installs = [
@@ -193,7 +197,7 @@ def test_the_image_build_fails_without_cpp_kernels() -> None:
     assert "kernels.isa() != 'none'" in DOCKERFILE
 
 
-def test_the_unit_starts_a_server_and_waits_for_its_end() -> None:
+def test_the_systemd_unit_starts_a_server_and_waits_for_its_exit() -> None:
     settings = dict(re.findall(r"^(\w+)=(.*)$", UNIT, flags=re.MULTILINE))
     program, *arguments = shlex.split(settings["ExecStart"])
     assert Path(program).name == "penstock"
@@ -204,25 +208,27 @@ def test_the_unit_starts_a_server_and_waits_for_its_end() -> None:
     assert settings["RestartPreventExitStatus"] == "2"
 
 
-def test_an_installed_torch_is_shared(tmp_path: Path) -> None:
+def test_an_installed_torch_is_shared_with_the_new_environment(tmp_path: Path) -> None:
     """The new environment can import the torch of the given Python, and the constraints do not replace it."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "new")], check=True)
-    child = in_scripts(f"share_torch {sys.executable} {tmp_path}/new; constraints_of {tmp_path}/new")
+    child = run_in_scripts(f"share_torch {sys.executable} {tmp_path}/new; constraints_of {tmp_path}/new")
     constraints = Path(child.stdout.strip())
     assert constraints.parent == tmp_path / "new"
-    whole = (ROOT / "constraints.txt").read_text()
-    assert constraints.read_text() == re.sub(r"^torch==.*\n", "", whole, flags=re.MULTILINE)
+    all_constraints = (ROOT / "constraints.txt").read_text()
+    assert constraints.read_text() == re.sub(r"^torch==.*\n", "", all_constraints, flags=re.MULTILINE)
     code = "import importlib.util as u; print(u.find_spec('torch').origin)"
-    found = [
+    actual = [
         subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout
         for python in (sys.executable, str(tmp_path / "new" / "bin" / "python"))
     ]
-    assert found[0] == found[1]
+    assert actual[0] == actual[1]
 
 
-def test_without_a_torch_nothing_is_shared(tmp_path: Path) -> None:
+def test_nothing_is_shared_without_an_installed_torch(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "new")], check=True)
-    child = in_scripts(f"share_torch {tmp_path}/new/bin/python {tmp_path}/new; constraints_of {tmp_path}/new")
+    child = run_in_scripts(
+        f"share_torch {tmp_path}/new/bin/python {tmp_path}/new; constraints_of {tmp_path}/new"
+    )
     assert child.stdout == "constraints.txt\n"
     assert child.stderr == ""
 
@@ -230,7 +236,7 @@ def test_without_a_torch_nothing_is_shared(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tags", "fails"), [([], False), (["v1.2.3"], False), (["nightly"], False), (["v1.2.4"], True)], ids=str
 )
-def test_a_tag_is_the_version(tmp_path: Path, tags: list[str], fails: bool) -> None:
+def test_a_release_tag_must_equal_the_version(tmp_path: Path, tags: list[str], fails: bool) -> None:
     (tmp_path / "penstock").mkdir()
     (tmp_path / "penstock" / "__init__.py").write_text('__version__ = "1.2.3"\n')
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
@@ -249,7 +255,7 @@ def test_a_tag_is_the_version(tmp_path: Path, tags: list[str], fails: bool) -> N
     assert ("the tag v1.2.4 is not v1.2.3" in child.stderr) == fails
 
 
-def in_scripts(commands: str) -> subprocess.CompletedProcess[str]:
+def run_in_scripts(commands: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["bash", "-euo", "pipefail", "-c", f"source scripts/share_torch.sh; {commands}"],
         cwd=ROOT,

@@ -33,7 +33,7 @@ def shape(tmp_path: Path) -> Path:
     return path
 
 
-def command(*words: str | Path) -> Result:
+def run_command(*words: str | Path) -> Result:
     return CliRunner().invoke(main, [str(word) for word in words])
 
 
@@ -64,17 +64,17 @@ def test_preloaded_library_is_in_the_virtual_environment() -> None:
 
 
 def test_encodings_without_counterpart_are_refused(tmp_path: Path) -> None:
-    found = command("run", "vllm", "--encoding", "int8")
-    assert found.exit_code == 2
-    assert "vllm has no encoding to compare with int8; it has bfloat16 (bfloat16)" in found.output
-    found = command("run", "max", "--encoding", "bfloat16")
-    assert found.exit_code == 2
+    result = run_command("run", "vllm", "--encoding", "int8")
+    assert result.exit_code == 2
+    assert "vllm has no encoding to compare with int8; it has bfloat16 (bfloat16)" in result.output
+    result = run_command("run", "max", "--encoding", "bfloat16")
+    assert result.exit_code == 2
     assert (
-        "max has no encoding to compare with bfloat16; it has float32 (float32), int4 (q4_k)" in found.output
+        "max has no encoding to compare with bfloat16; it has float32 (float32), int4 (q4_k)" in result.output
     )
-    found = command("run", "vllm", "--venvs", tmp_path)
-    assert found.exit_code == 2
-    assert "run `python -m benchmarks.peers setup vllm`" in found.output
+    result = run_command("run", "vllm", "--venvs", tmp_path)
+    assert result.exit_code == 2
+    assert "run `python -m benchmarks.peers setup vllm`" in result.output
 
 
 def test_max_loads_the_checkpoint_or_the_gguf_file_of_llama_cpp(tmp_path: Path) -> None:
@@ -94,14 +94,14 @@ def test_max_loads_the_checkpoint_or_the_gguf_file_of_llama_cpp(tmp_path: Path) 
 def test_small_model_on_a_real_peer(name: str, shape: Path, tmp_path: Path) -> None:
     if not python_of(DEFAULT_FOLDER / name).exists():
         pytest.skip(f"{name} is not installed: python -m benchmarks.peers setup {name}")
-    small = DEFAULT_FOLDER / "checkpoints" / shape.name
+    checkpoint = DEFAULT_FOLDER / "checkpoints" / shape.name
     encoding = next(iter(PEERS[name].encodings))
     words: list[str | Path] = ["run", name, "--shape", shape, "--encoding", encoding, "--pairs", "1"]
     words += ["--json", tmp_path / "out.json"]
-    found = command(*words, "--works", "decode", "--works", "prefill", "--works", "batch")
-    assert found.exit_code == 0, found.output
+    result = run_command(*words, "--works", "decode", "--works", "prefill", "--works", "batch")
+    assert result.exit_code == 0, result.output
     report = json.loads((tmp_path / "out.json").read_text())
     assert [row["work"] for row in report["rows"]] == ["decode", "prefill", "batch"]
     assert report["versions"]["peer"][PEERS[name].package] == report["peer_version"]
-    assert command("table", tmp_path / "out.json").output in found.output
-    assert small.exists()
+    assert run_command("table", tmp_path / "out.json").output in result.output
+    assert checkpoint.exists()

@@ -24,7 +24,7 @@ VOCABULARY = 100
 
 
 @pytest.fixture
-def contest(tmp_path: Path) -> Contest:
+def engines(tmp_path: Path) -> Contest:
     def opener(name: str, watch_memory: bool) -> Engine:
         log = tmp_path / f"{name}{next(numbers)}"
         return Engine([sys.executable, fake_engine.__file__], LOAD, {}, log, watch_memory)
@@ -41,11 +41,11 @@ def contest(tmp_path: Path) -> Contest:
     )
 
 
-def test_all_workloads_give_rows(contest: Contest, tmp_path: Path) -> None:
-    found = compare(
-        [WORKLOADS[name] for name in ("cold", "decode", "prefill", "batch", "long", "memory")], contest
+def test_all_workloads_give_rows(engines: Contest, tmp_path: Path) -> None:
+    actual = compare(
+        [WORKLOADS[name] for name in ("cold", "decode", "prefill", "batch", "long", "memory")], engines
     )
-    rows = {(row["work"], row["of"]): row for row in found["rows"]}
+    rows = {(row["work"], row["of"]): row for row in actual["rows"]}
     assert list(rows) == [
         ("decode", ""),
         ("prefill", ""),
@@ -58,18 +58,18 @@ def test_all_workloads_give_rows(contest: Contest, tmp_path: Path) -> None:
     ]
     for row in rows.values():
         assert len(row["ours"]) == len(row["theirs"]) == len(row["machine"]) == 2
-        assert row["same_first_token"] == 2  # both count on from the same prompts
+        assert row["same_first_token"] == 2  # both engines count upwards from the same prompts
         assert row["ratio"] > 0
-    assert rows["decode", ""]["gb_s"] == 11.5  # of 10 for the warm-up, then 11 and 12
+    assert rows["decode", ""]["gb_s"] == 11.5  # the warm-up has speed 10, then the runs have 11 and 12
     assert rows["memory", ""]["median_ours"] > 1
     assert [row["less_is_better"] for row in rows.values()] == 6 * [False] + 2 * [True]
-    assert set(found["versions"]) == {"penstock", "peer"}
-    json.dumps(found)
-    assert len(list(tmp_path.iterdir())) == 2 + 2 * 2 * 3  # two loaded ones; each fresh run has its own
+    assert set(actual["versions"]) == {"penstock", "peer"}
+    json.dumps(actual)
+    assert len(list(tmp_path.iterdir())) == 2 + 2 * 2 * 3  # two loaded engines; each cold run loads its own
 
 
-class Clock:
-    """An engine whose first token takes 2 s and whose run takes 5 s, or 11 s for a long prompt."""
+class TimedEngine:
+    """An engine whose first token takes 2 s, and whose run takes 5 s, or 11 s for a long prompt."""
 
     num_first = 1
 
@@ -78,8 +78,8 @@ class Clock:
         return {"tokens": [[7]], "first": 2.0, "num_first": self.num_first, "seconds": seconds}
 
 
-def test_versions_are_reported_if_every_run_starts_a_new_process(contest: Contest) -> None:
-    versions = compare([WORKLOADS["cold"]], contest)["versions"]
+def test_versions_are_reported_if_every_run_starts_a_new_process(engines: Contest) -> None:
+    versions = compare([WORKLOADS["cold"]], engines)["versions"]
     assert set(versions) == {"penstock", "peer"}
     assert all(versions.values())
 
@@ -94,45 +94,52 @@ def test_versions_are_reported_if_every_run_starts_a_new_process(contest: Contes
     ],
 )
 def test_figures_of_a_run(name: str, figures: dict[str, float]) -> None:
-    work = WORKLOADS[name]
-    found = run(work, cast(Engine, Clock()), prompts_of(work, VOCABULARY, Random()))
-    assert found.figures == pytest.approx(figures)
-    assert found.tokens == [7]
+    workload = WORKLOADS[name]
+    actual = run(workload, cast(Engine, TimedEngine()), prompts_of(workload, VOCABULARY, Random()))
+    assert actual.figures == pytest.approx(figures)
+    assert actual.tokens == [7]
 
 
 def test_decode_speed_excludes_tokens_of_the_first_output() -> None:
-    clock = Clock()
+    clock = TimedEngine()
     clock.num_first = 8
     for name, figures in {"decode": [56 / 3], "long": [56 / 3, 56 / 9, 3 / 9]}.items():
-        found = run(WORKLOADS[name], cast(Engine, clock), prompts_of(WORKLOADS[name], VOCABULARY, Random()))
-        assert list(found.figures.values()) == pytest.approx(figures)
+        actual = run(WORKLOADS[name], cast(Engine, clock), prompts_of(WORKLOADS[name], VOCABULARY, Random()))
+        assert list(actual.figures.values()) == pytest.approx(figures)
 
 
-def test_sized_changes_batch_and_context() -> None:
-    works = {name: sized(work, batch=4, context=8192) for name, work in WORKLOADS.items()}
-    prompts = {name: prompts_of(work, VOCABULARY, Random()) for name, work in works.items()}
+def test_sized_changes_the_batch_and_context_sizes() -> None:
+    workloads = {name: sized(workload, batch=4, context=8192) for name, workload in WORKLOADS.items()}
+    prompts = {name: prompts_of(workload, VOCABULARY, Random()) for name, workload in workloads.items()}
     assert [len(prompts["batch"]), len(prompts["batch"][0])] == [4, 256]
     assert [len(prompts["long"]), len(prompts["long"][0])] == [1, 8192]
-    assert {name: work for name, work in works.items() if work != WORKLOADS[name]}.keys() == {"batch", "long"}
-    found = run(works["batch"], cast(Engine, Clock()), prompts["batch"])
-    assert found.figures == pytest.approx({"of 4": 4 * 64 / 5})
-    assert "at 8192" in run(works["long"], cast(Engine, Clock()), prompts["long"]).figures
+    assert {name: workload for name, workload in workloads.items() if workload != WORKLOADS[name]}.keys() == {
+        "batch",
+        "long",
+    }
+    actual = run(workloads["batch"], cast(Engine, TimedEngine()), prompts["batch"])
+    assert actual.figures == pytest.approx({"of 4": 4 * 64 / 5})
+    assert "at 8192" in run(workloads["long"], cast(Engine, TimedEngine()), prompts["long"]).figures
 
 
-def result(value: float, token: int = 5) -> Result:
+def run_result(value: float, token: int = 5) -> Result:
     return Result({"": value}, [token, 9])
 
 
 def test_ratio_is_the_median_of_the_ratios_of_pairs() -> None:
-    found = [(result(10), result(10)), (result(30), result(10)), (result(16), result(8, token=6))]
-    row = row_of(WORKLOADS["decode"], "", found, [{"gb_s": speed, "tflop_s": 1} for speed in (30, 10, 20)])
+    actual = [
+        (run_result(10), run_result(10)),
+        (run_result(30), run_result(10)),
+        (run_result(16), run_result(8, token=6)),
+    ]
+    row = row_of(WORKLOADS["decode"], "", actual, [{"gb_s": speed, "tflop_s": 1} for speed in (30, 10, 20)])
     assert row["ours"] == [10, 30, 16]
     assert (row["median_ours"], row["median_theirs"]) == (16, 10)
     assert (row["ratio"], row["lowest"], row["highest"]) == (
         2,
         1,
         3,
-    )  # not the ratio of the medians, 16 to 10
+    )  # not the ratio of the medians, which is 16 to 10
     assert (row["gb_s"], row["same_first_token"], row["unit"]) == (20, 2, "tokens/s")
 
 
@@ -147,14 +154,18 @@ def test_prompts_are_new_and_have_the_requested_length() -> None:
 
 
 def test_max_length_covers_all_workloads() -> None:
-    assert max_length_of([WORKLOADS["decode"], WORKLOADS["prefill"]]) == 1088  # 1025, in blocks of 64
+    assert max_length_of([WORKLOADS["decode"], WORKLOADS["prefill"]]) == 1088  # 1025 tokens in blocks of 64
     assert max_length_of([WORKLOADS["decode"]]) == 192
 
 
-def report() -> dict[str, object]:
+def comparison_report() -> dict[str, object]:
     machine = [{"gb_s": 30.0, "tflop_s": 0.5}] * 2
-    faster = row_of(WORKLOADS["decode"], "", [(result(30), result(20)), (result(40), result(20))], machine)
-    slower = row_of(WORKLOADS["cold"], "", [(result(4), result(2)), (result(6), result(2))], machine)
+    faster = row_of(
+        WORKLOADS["decode"], "", [(run_result(30), run_result(20)), (run_result(40), run_result(20))], machine
+    )
+    slower = row_of(
+        WORKLOADS["cold"], "", [(run_result(4), run_result(2)), (run_result(6), run_result(2))], machine
+    )
     return {
         "peer": "llama_cpp",
         "peer_version": "0.3.36",
@@ -166,7 +177,7 @@ def report() -> dict[str, object]:
 
 
 def test_table_has_a_row_for_each_figure() -> None:
-    assert table_of([report()]) == (
+    assert table_of([comparison_report()]) == (
         "| model | encoding | work | Penstock | peer | ratio | pairs | machine |\n"
         "|---|---|---|---:|---|---:|---:|---|\n"
         "| l1b | int4 | decode | 35 tokens/s | 20, llama_cpp 0.3.36 Q4_0 | **1.75** (1.50 to 2.00) | 2 "
@@ -177,13 +188,13 @@ def test_table_has_a_row_for_each_figure() -> None:
     assert [number(value) for value in (1234.5, 99.96, 12.345, 0.01234)] == ["1234", "100", "12.3", "0.0123"]
 
 
-def test_ratio_is_inverted_if_less_is_better() -> None:
-    faster, slower = report()["rows"]  # type: ignore[misc]
+def test_ratio_is_inverted_if_lower_is_better() -> None:
+    faster, slower = comparison_report()["rows"]  # type: ignore[misc]
     assert better_to_the_right(faster) == (1.75, 1.5, 2)
     assert better_to_the_right(slower) == (0.4, 1 / 3, 0.5)
 
 
 def test_plot_writes_a_png_file(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib draws the plot")
-    plot([report(), report()], tmp_path / "out.png")
+    plot([comparison_report(), comparison_report()], tmp_path / "out.png")
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,4 @@
-"""Engines in child processes: requests, signals, errors, memory."""
+"""Peer engines in child processes: requests, signals, errors, memory."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from benchmarks.peers.engines import Engine, EngineError
 LOAD = {"model": "somewhere/model", "encoding": "int4", "threads": 2, "max_length": 64, "prompts": 1}
 
 
-def start(tmp_path: Path, fault: str = "", watch_memory: bool = False) -> Engine:
+def start_engine(tmp_path: Path, fault: str = "", watch_memory: bool = False) -> Engine:
     command = [sys.executable, fake_engine.__file__, fault]
     return Engine(command, LOAD, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, tmp_path / "log", watch_memory)
 
 
-def state(pid: int) -> str:
+def process_state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-def becomes(pid: int, wanted: str) -> bool:
-    """Wait up to 5 s for a process state. A process that has ended counts as a zombie (Z)."""
+def reaches_state(pid: int, expected: str) -> bool:
+    """Wait up to 5 s for a process state. A process that has exited counts as a zombie (Z)."""
     for _ in range(500):
         try:
-            found = state(pid)
+            result = process_state(pid)
         except OSError:
-            found = "Z"
-        if found == wanted:
+            result = "Z"
+        if result == expected:
             return True
         time.sleep(0.01)
     return False
 
 
 def test_prints_of_the_driver_do_not_mix_with_its_answers(tmp_path: Path) -> None:
-    with start(tmp_path) as engine:
+    with start_engine(tmp_path) as engine:
         answer = engine.generate([[3, 4], [7]], 3)
         assert answer["tokens"] == [[5, 6, 7], [8, 9, 10]]
         assert 0 <= answer["first"] <= answer["seconds"] - 0.01  # the first of two arrivals
@@ -51,23 +51,23 @@ def test_prints_of_the_driver_do_not_mix_with_its_answers(tmp_path: Path) -> Non
 
 
 def test_engine_is_stopped_between_requests_and_ends_with_its_children(tmp_path: Path) -> None:
-    with start(tmp_path, "child") as engine:
+    with start_engine(tmp_path, "child") as engine:
         child = int((tmp_path / "log").read_text().split("child ")[1].split()[0])
         for _ in range(2):
-            assert becomes(engine.process_id, "T")
-            assert becomes(child, "T")
+            assert reaches_state(engine.process_id, "T")
+            assert reaches_state(child, "T")
             engine.generate([[1]], 2)
-    assert becomes(engine.process_id, "Z")
-    assert becomes(child, "Z")
+    assert reaches_state(engine.process_id, "Z")
+    assert reaches_state(child, "Z")
 
 
 def test_error_of_an_ended_engine_shows_exit_code_and_log(tmp_path: Path) -> None:
     with (
-        start(tmp_path, "dies") as engine,
+        start_engine(tmp_path, "dies") as engine,
         pytest.raises(EngineError, match=r"ended with 1; the end of .*log:\n[^$]*out of tokens"),
     ):
         engine.generate([[1]], 2)
-    assert becomes(engine.process_id, "Z")
+    assert reaches_state(engine.process_id, "Z")
 
 
 def test_engine_that_fails_to_load_leaves_no_process(tmp_path: Path) -> None:
@@ -79,11 +79,11 @@ def test_engine_that_fails_to_load_leaves_no_process(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"ended with 1; the end of .*:\n[0-9]+ no memory") as caught:
         Engine([sys.executable, "-c", code], LOAD, {}, tmp_path / "log")
     child = int(str(caught.value).splitlines()[-1].split()[0])
-    assert becomes(child, "Z")
+    assert reaches_state(child, "Z")
 
 
 def test_answer_with_too_few_tokens_is_an_error(tmp_path: Path) -> None:
-    with start(tmp_path, "short") as engine:
+    with start_engine(tmp_path, "short") as engine:
         with pytest.raises(EngineError, match=r"asked for 2 x 4 tokens, got 2 answers of \[3\] tokens"):
             engine.generate([[1], [2]], 4)
         with pytest.raises(EngineError, match=r"of \[0\] tokens"):
@@ -93,19 +93,19 @@ def test_answer_with_too_few_tokens_is_an_error(tmp_path: Path) -> None:
 def test_memory_includes_child_processes(tmp_path: Path) -> None:
     peaks = []
     for fault in ("", "large"):
-        with start(tmp_path, fault, watch_memory=True) as engine:
-            for _ in range(5):  # long enough to be looked at
+        with start_engine(tmp_path, fault, watch_memory=True) as engine:
+            for _ in range(5):  # long enough to be sampled
                 engine.generate([[1]], 1)
             peaks.append(engine.peak_bytes())
             assert engine.peak_bytes() == peaks[-1]
     small, large = peaks
     assert 1 << 20 < small < 64 << 20
-    assert 32 << 20 < large - small < 64 << 20  # a child holds it, and is an interpreter too
+    assert 32 << 20 < large - small < 64 << 20  # the child holds the memory, and is an interpreter as well
 
 
 def test_log_has_only_the_output_of_its_engine(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("of yesterday\n")
-    start(tmp_path).close()
+    start_engine(tmp_path).close()
     assert "yesterday" not in (tmp_path / "log").read_text()
 
 
@@ -118,6 +118,6 @@ def test_environment_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "import os, sys; wanted = 'PEER_TEST PEER_OWN OMP_NUM_THREADS GOMP_SPINCOUNT PYTHONPATH'.split();"
         "sys.exit(' '.join(os.environ.get(name, '-') for name in wanted))"
     )
-    given = {"PEER_TEST": "hello", "OMP_NUM_THREADS": "2"}
+    environment = {"PEER_TEST": "hello", "OMP_NUM_THREADS": "2"}
     with pytest.raises(EngineError, match=f"hello own 2 - .*{os.path.basename(Path(__file__).parents[2])}"):
-        Engine([sys.executable, "-c", code], LOAD, given, tmp_path / "log")
+        Engine([sys.executable, "-c", code], LOAD, environment, tmp_path / "log")

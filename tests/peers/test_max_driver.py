@@ -1,4 +1,4 @@
-"""The driver of MAX with a fake package ``max``: the arguments it passes, and the answers it returns."""
+"""The driver of MAX with a fake package ``max``: arguments that it passes, and answers that it returns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from benchmarks.peers.engines import ROOT, Engine, EngineError
 from benchmarks.peers.peers import PEERS
 
-FAKE = '''
+FAKE_MAX = '''
 import json, sys, types
 from types import SimpleNamespace
 
@@ -57,9 +57,9 @@ module("max.pipelines.modeling.types", RequestID=object, TextGenerationRequest=R
 '''
 
 
-def engine(folder: Path, model: str, encoding: str) -> Engine:
+def start_engine(folder: Path, model: str, encoding: str) -> Engine:
     (folder / "max").mkdir()
-    (folder / "max" / "__init__.py").write_text(FAKE)
+    (folder / "max" / "__init__.py").write_text(FAKE_MAX)
     load = {"model": model, "encoding": encoding, "threads": 1, "max_length": 192, "prompts": 2}
     command = [sys.executable, "-m", f"benchmarks.peers.drivers.{PEERS['max'].driver}"]
     return Engine(command, load, {"PYTHONPATH": f"{ROOT}:{folder}"}, folder / "log")
@@ -72,13 +72,13 @@ def logged_calls(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_driver_passes_prompts_and_returns_token_ids(tmp_path: Path) -> None:
-    with engine(tmp_path, "somewhere/model", "float32") as opened:
-        answer = opened.generate([[3, 4], [7]], 3)
+    with start_engine(tmp_path, "somewhere/model", "float32") as driver:
+        answer = driver.generate([[3, 4], [7]], 3)
         assert answer["tokens"] == [[5, 6, 7], [8, 9, 10]]
         assert 0 < answer["first"] < answer["seconds"]
         assert answer["num_first"] == 1
-        assert os.sched_getaffinity(opened.process_id) == {min(os.sched_getaffinity(0))}  # one thread
-    loaded, asked = logged_calls(tmp_path)
+        assert os.sched_getaffinity(driver.process_id) == {min(os.sched_getaffinity(0))}  # one thread
+    loaded, calls = logged_calls(tmp_path)
     assert loaded == {
         "model_path": "somewhere/model",
         "weight_path": [],
@@ -89,11 +89,11 @@ def test_driver_passes_prompts_and_returns_token_ids(tmp_path: Path) -> None:
         "runtime": {"max_batch_size": 2},
     }
     params = {"max_new_tokens": 3, "ignore_eos": True, "temperature": 0, "top_k": 1}
-    assert asked == {"requests": [[[3, 4], params], [[7], params]]}
+    assert calls == {"requests": [[[3, 4], params], [[7], params]]}
 
 
 def test_gguf_file_is_loaded_with_its_folder_as_model_path(tmp_path: Path) -> None:
-    engine(tmp_path, "somewhere/Q4_K_M.gguf", "q4_k").close()
+    start_engine(tmp_path, "somewhere/Q4_K_M.gguf", "q4_k").close()
     (loaded,) = logged_calls(tmp_path)
     assert (loaded["model_path"], loaded["weight_path"]) == ("somewhere", ["somewhere/Q4_K_M.gguf"])
 
@@ -102,5 +102,5 @@ def test_encoding_without_cpu_support_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         EngineError, match=r"MAX supports bfloat16 only on gpu, not on a CPU; use float32, q4_k"
     ):
-        engine(tmp_path, "somewhere/model", "bfloat16")
+        start_engine(tmp_path, "somewhere/model", "bfloat16")
     assert logged_calls(tmp_path) == []

@@ -1,4 +1,4 @@
-"""Random schedules, recorded or eager: each request gives the output of a single eager request."""
+"""Random schedules of replayed and eager steps: each request gives the output of a single eager request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.checkpoints import write_checkpoint
 from support.random_draws import examples
 from support.running import open_pipeline
-from support.speculating import Oracle, mixed, scheduled, texts_of
+from support.speculating import OracleProposer, mixed_contexts, run_scheduled, texts_of
 from torch import Tensor
 
 from penstock.architectures.llama import tiny_config
@@ -30,7 +30,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("model"), tiny_config() | sizes)
 
 
-def opened(checkpoint: Path, *, compiled: bool, **config: Any) -> TextGenerationPipeline:
+def open_small_model(checkpoint: Path, *, compiled: bool, **config: Any) -> TextGenerationPipeline:
     options = {"kv_cache_block_size": 16, "max_length": 96, "enable_prefix_caching": compiled}
     pipeline = open_pipeline(checkpoint, **options, **config)
     pipeline.session.use_graphs = compiled
@@ -39,20 +39,21 @@ def opened(checkpoint: Path, *, compiled: bool, **config: Any) -> TextGeneration
 
 @pytest.mark.parametrize("kv_type", [None, "int8"])
 @pytest.mark.parametrize("encoding", ["bfloat16", "int8", "int5", "int4"])
-def test_alone_and_eager(
+def test_outputs_of_any_schedule_equal_single_eager_requests(
     checkpoint: Path, encoding: str, kv_type: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if encoding == "int4":
-        monkeypatch.setattr(int4, "NARROW", 0)  # no layer is narrow
+        monkeypatch.setattr(int4, "NARROW", 0)  # no layer counts as narrow
     encoding = "int4" if encoding == "int5" else encoding
     config: dict[str, Any] = {"quantization_encoding": encoding, "kv_cache_dtype": kv_type}
-    alone = opened(checkpoint, compiled=False, **config)
+    single = open_small_model(checkpoint, compiled=False, **config)
     expected: dict[str, Any] = {}
-    for context in mixed():
-        expected |= scheduled(alone, [context], max_batch_size=1)[0]
-    num_blocks = alone.memory_plan.num_blocks[0]
-    memory = alone.memory_plan.kv_cache_size * 12 // num_blocks  # so few that contexts are preempted
-    pipeline = opened(checkpoint, compiled=True, max_batch_size=1, kv_cache_memory=memory, **config)
+    for context in mixed_contexts():
+        expected |= run_scheduled(single, [context], max_batch_size=1)[0]
+    num_blocks = single.memory_plan.num_blocks[0]
+    # too few blocks for all contexts, so some are preempted
+    memory = single.memory_plan.kv_cache_size * 12 // num_blocks
+    pipeline = open_small_model(checkpoint, compiled=True, max_batch_size=1, kv_cache_memory=memory, **config)
     preempted = 0
 
     @settings(max_examples=examples(5))
@@ -63,32 +64,32 @@ def test_alone_and_eager(
         drafts=st.sampled_from([0, 1, 5]),
         num_steps=st.sampled_from([1, 3, 8]),
     )
-    def check(batch_size: int, tokens: int, plans: int, drafts: int, num_steps: int) -> None:
+    def check_schedule(batch_size: int, tokens: int, plans: int, drafts: int, num_steps: int) -> None:
         nonlocal preempted
-        oracle = Oracle(texts_of(expected), lambda j: j % 4 == 3, drafts)
+        oracle = OracleProposer(texts_of(expected), lambda j: j % 4 == 3, drafts)
         pipeline.proposer = oracle if drafts else None
         limits = {"max_batch_size": batch_size, "max_batch_input_tokens": tokens, "min_chunk_size": 4}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(GraphCompiler, "max_graphs", plans)
-            found, scheduler = scheduled(pipeline, mixed(), num_steps=num_steps, **limits)
-        assert found == expected
+            result, scheduler = run_scheduled(pipeline, mixed_contexts(), num_steps=num_steps, **limits)
+        assert result == expected
         preempted += scheduler.num_preemptions
 
-    check()
+    check_schedule()
     assert preempted
     pipeline.proposer = None
-    scheduled(pipeline, mixed()[:1], max_batch_size=1)
+    run_scheduled(pipeline, mixed_contexts()[:1], max_batch_size=1)
     assert pipeline.session.graph_status.startswith("compiled")
-    rounds: list[int] = []
-    together = CompiledPlan.replay_steps
+    num_replays: list[int] = []
+    replay_steps = CompiledPlan.replay_steps
 
-    def counting(plan: CompiledPlan, *arguments: Any) -> Tensor:
-        tokens = together(plan, *arguments)
-        rounds.append(len(tokens))
+    def count_replay(plan: CompiledPlan, *arguments: Any) -> Tensor:
+        tokens = replay_steps(plan, *arguments)
+        num_replays.append(len(tokens))
         return tokens
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CompiledPlan, "replay_steps", counting)
-        found, _ = scheduled(pipeline, mixed()[:4], num_steps=8, max_batch_size=2)
-    assert found == {name: expected[name] for name in found}
-    assert 8 in rounds
+        patch.setattr(CompiledPlan, "replay_steps", count_replay)
+        result, _ = run_scheduled(pipeline, mixed_contexts()[:4], num_steps=8, max_batch_size=2)
+    assert result == {name: expected[name] for name in result}
+    assert 8 in num_replays

@@ -29,12 +29,12 @@ from penstock.pipelines.core import (
 from penstock.text.speech_tokenizer import SpeechTokenizer
 
 CATALOG = catalog()
-LONG = "a sentence that fills more than one block of the cache"
-TEXTS = (LONG, "hello", LONG + "!", "a b c d e")
+LONG_TEXT = "a sentence that fills more than one block of the cache"
+TEXTS = (LONG_TEXT, "hello", LONG_TEXT + "!", "a b c d e")
 
 
-class Model:
-    """A checkpoint with its tokenizer and pipeline."""
+class SpeechModel:
+    """A checkpoint, its tokenizer and its pipeline."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         self.config = PipelineConfig.from_flat(
@@ -56,7 +56,7 @@ class Model:
         )
 
     def run(self, contexts: Sequence[TTSContext], num_steps: int = 1) -> dict[str, list[np.ndarray]]:
-        """Return the chunks of each context."""
+        """Run contexts through a scheduler and return the audio chunks of each context."""
         self.scheduler = load_scheduler(self.config, self.pipeline)
         for context in contexts:
             self.scheduler.submit(context)
@@ -69,8 +69,8 @@ class Model:
         return chunks
 
 
-def whole(model: Model, context: TTSContext) -> np.ndarray:
-    """Return the audio of all speech tokens of a context, decoded at once."""
+def decode_at_once(model: SpeechModel, context: TTSContext) -> np.ndarray:
+    """Return the audio of all speech tokens of a context, decoded in one call."""
     codes = torch.from_numpy(context.speech_tokens.astype(np.int64))
     frames = codes.view(-1, model.pipeline.codec.codes_per_frame)
     [samples] = model.pipeline.codec.decode_chunks([CodecChunk(frames)])
@@ -78,9 +78,9 @@ def whole(model: Model, context: TTSContext) -> np.ndarray:
 
 
 @pytest.fixture(scope="module", params=[*CODES])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SpeechModel:
     folder = tmp_path_factory.mktemp("models") / request.param
-    return Model(write_tiny_speech(folder, request.param))
+    return SpeechModel(write_tiny_speech(folder, request.param))
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def chunk_sizes(model: Model) -> Iterator[None]:
+def chunk_sizes(model: SpeechModel) -> Iterator[None]:
     before = model.pipeline._streamed
     yield
     model.pipeline._streamed = before
@@ -97,12 +97,14 @@ def chunk_sizes(model: Model) -> Iterator[None]:
 
 @pytest.mark.usefixtures("chunk_sizes")
 @pytest.mark.parametrize("num_steps", [1, 8])
-def test_a_stream_equals_the_whole_at_each_chunk_size(model: Model, num_steps: int) -> None:
+def test_streamed_audio_equals_decoding_at_once_for_each_chunk_size(
+    model: SpeechModel, num_steps: int
+) -> None:
     for frames in (1, 2, 3, 5, 8, 13, 200):
         model.pipeline._streamed = ChunkSizes(frames, frames)
         context = model.context(f"r{frames}")
         [chunks] = model.run([context], num_steps).values()
-        expected = whole(model, context)
+        expected = decode_at_once(model, context)
         assert len(expected) > 20
         np.testing.assert_array_equal(np.concatenate(chunks), expected)
         sizes = [len(chunk) // SAMPLES_PER_FRAME for chunk in chunks]
@@ -110,15 +112,15 @@ def test_a_stream_equals_the_whole_at_each_chunk_size(model: Model, num_steps: i
             assert all(size == frames for size in sizes[:-1])
 
 
-def test_a_batch_equals_each_request_alone(model: Model) -> None:
+def test_audio_of_a_batch_equals_that_of_single_requests(model: SpeechModel) -> None:
     contexts = [model.context(f"r{i}", text) for i, text in enumerate(TEXTS)]
     together = model.run(contexts, 4)
     for i, text in enumerate(TEXTS):
         again = model.context(f"r{i}", text)
         [alone] = model.run([again]).values()
-        assert len(alone) == len(together[f"r{i}"]), "chunks end at the same frames"
-        for one, other in zip(alone, together[f"r{i}"], strict=True):
-            np.testing.assert_array_equal(one, other)
+        assert len(alone) == len(together[f"r{i}"]), "the chunks end at the same frames"
+        for single, batched in zip(alone, together[f"r{i}"], strict=True):
+            np.testing.assert_array_equal(single, batched)
         assert again.num_dropped_tokens == contexts[i].num_dropped_tokens
 
 
@@ -128,57 +130,61 @@ def test_a_batch_equals_each_request_alone(model: Model) -> None:
 def test_preemption_and_chunked_prompts_do_not_change_the_audio(
     folder: Path, settings: dict[str, Any]
 ) -> None:
-    roomy, tight = Model(folder), Model(folder, **settings)
+    large_cache, small_cache = SpeechModel(folder), SpeechModel(folder, **settings)
     params = {"max_new_tokens": 150, "min_new_tokens": 100}
-    expected = roomy.run([roomy.context(f"r{i}", text, params=params) for i, text in enumerate(TEXTS)])
-    found = tight.run([tight.context(f"r{i}", text, params=params) for i, text in enumerate(TEXTS)], 3)
-    assert tight.scheduler.num_preemptions > 0 or "max_batch_input_tokens" in settings
+    expected = large_cache.run(
+        [large_cache.context(f"r{i}", text, params=params) for i, text in enumerate(TEXTS)]
+    )
+    result = small_cache.run(
+        [small_cache.context(f"r{i}", text, params=params) for i, text in enumerate(TEXTS)], 3
+    )
+    assert small_cache.scheduler.num_preemptions > 0 or "max_batch_input_tokens" in settings
     for name, chunks in expected.items():
-        np.testing.assert_array_equal(np.concatenate(found[name]), np.concatenate(chunks))
+        np.testing.assert_array_equal(np.concatenate(result[name]), np.concatenate(chunks))
 
 
 def test_a_cached_prompt_does_not_change_the_audio(folder: Path) -> None:
-    model = Model(folder)
-    first, again = (model.context("a", LONG) for _ in range(2))
-    [fresh] = model.run([first]).values()
-    [cached] = model.run([again]).values()
+    model = SpeechModel(folder)
+    first, second = (model.context("a", LONG_TEXT) for _ in range(2))
+    [uncached] = model.run([first]).values()
+    [cached] = model.run([second]).values()
     assert first.num_cached_tokens == 0
-    assert again.num_cached_tokens >= 32
-    np.testing.assert_array_equal(np.concatenate(cached), np.concatenate(fresh))
+    assert second.num_cached_tokens >= 32
+    np.testing.assert_array_equal(np.concatenate(cached), np.concatenate(uncached))
 
 
-def test_audio_after_the_last_token_takes_no_tokens_and_no_blocks(folder: Path) -> None:
-    model = Model(folder, audio_chunk_frames=4)
+def test_audio_after_the_last_token_needs_no_tokens_and_no_blocks(folder: Path) -> None:
+    model = SpeechModel(folder, audio_chunk_frames=4)
     pipeline, codec = model.pipeline, model.pipeline.codec
     pipeline._max_frames = 4
     scheduler = load_scheduler(model.config, pipeline)
-    ends, goes_on = model.context("a", params={"max_new_tokens": 40}), model.context("b")
-    goes_on.eos_token_ids.clear()
-    goes_on.ignore_eos = True
-    scheduler.submit(ends)
-    scheduler.submit(goes_on)
+    finishing, running = model.context("a", params={"max_new_tokens": 40}), model.context("b")
+    running.eos_token_ids.clear()
+    running.ignore_eos = True
+    scheduler.submit(finishing)
+    scheduler.submit(running)
     scheduler.step(1)
-    seen = 0
-    while not ends.is_done:
-        before, frames = goes_on.current_length, codec.num_frames
-        was_generating = not ends.speech_token_status.is_done
+    num_chunks = 0
+    while not finishing.is_done:
+        before, frames = running.current_length, codec.num_frames
+        was_generating = not finishing.speech_token_status.is_done
         scheduler.step(8)
         if not was_generating:
-            seen += 1
+            num_chunks += 1
             assert scheduler.last_batch == (2, 1)
-            assert goes_on.current_length > before
+            assert running.current_length > before
             assert codec.num_frames > frames
-            assert not ends.is_assigned_to_cache
-    assert seen > 2
+            assert not finishing.is_assigned_to_cache
+    assert num_chunks > 2
     scheduler.cancel("b")
     scheduler.step()
     assert not scheduler.has_work
     assert pipeline.kv.num_free_blocks == pipeline.kv.num_blocks
 
 
-def test_a_context_that_only_has_audio_left_is_never_preempted(folder: Path) -> None:
-    """It is not preempted for blocks, although the scheduler preempts the last request first."""
-    model = Model(folder, audio_chunk_frames=1, kv_cache_memory=22 << 12, kv_cache_block_size=16)
+def test_a_context_with_only_audio_left_is_never_preempted(folder: Path) -> None:
+    """The scheduler preempts the last request first, but not this one."""
+    model = SpeechModel(folder, audio_chunk_frames=1, kv_cache_memory=22 << 12, kv_cache_block_size=16)
     model.pipeline._max_frames = 1
     scheduler = model.scheduler = load_scheduler(model.config, model.pipeline)
     counts = (220, 220, 220, 30)
@@ -200,13 +206,15 @@ def test_a_context_that_only_has_audio_left_is_never_preempted(folder: Path) -> 
         if had_audio_left:
             num_seen += scheduler.num_preemptions > before
             assert "r3" in scheduler._running or contexts[3].is_done
-    assert num_seen, "no preemption while the last context had audio left: the test proves nothing"
+    assert num_seen, "the test needs a preemption while the last context has audio left"
     for context in contexts:
-        np.testing.assert_array_equal(np.concatenate(chunks[context.request_id]), whole(model, context))
+        np.testing.assert_array_equal(
+            np.concatenate(chunks[context.request_id]), decode_at_once(model, context)
+        )
 
 
-def test_a_context_that_only_has_audio_left_is_not_preempted_for_another_client(folder: Path) -> None:
-    model = Model(folder, audio_chunk_frames=2, max_batch_size=3)
+def test_a_context_with_only_audio_left_is_not_preempted_for_another_client(folder: Path) -> None:
+    model = SpeechModel(folder, audio_chunk_frames=2, max_batch_size=3)
     model.pipeline._max_frames = 1
     scheduler = load_scheduler(model.config, model.pipeline)
     counts = (200, 200, 30)
@@ -225,11 +233,11 @@ def test_a_context_that_only_has_audio_left_is_not_preempted_for_another_client(
         scheduler.step(1)
         assert "r2" in scheduler._running
     assert scheduler.num_preemptions == 1
-    assert "r1" not in scheduler._running, "the last context that generates gives its slot"
+    assert "r1" not in scheduler._running, "the last generating context is preempted"
 
 
 def test_cancelled_requests_free_their_blocks(folder: Path) -> None:
-    model = Model(folder)
+    model = SpeechModel(folder)
     scheduler = load_scheduler(model.config, model.pipeline)
     for i in range(6):
         scheduler.submit(model.context(f"r{i}"))
@@ -241,19 +249,19 @@ def test_cancelled_requests_free_their_blocks(folder: Path) -> None:
     assert model.pipeline.kv.num_free_blocks == model.pipeline.kv.num_blocks
 
 
-def test_the_status_of_the_audio_is_that_of_the_tokens(folder: Path) -> None:
-    model = Model(folder)
-    cut = model.context("a", params={"max_new_tokens": 20})
-    ended = model.context("b", params={"max_new_tokens": 200})
-    model.run([cut, ended])
-    assert cut.audio_generation_status is TextGenerationStatus.MAXIMUM_LENGTH
-    assert ended.audio_generation_status is TextGenerationStatus.END_OF_SEQUENCE
-    assert len(cut.speech_tokens) == 20
-    assert len(ended.speech_tokens) == len(ended.generated_tokens) - 1
+def test_the_status_of_the_audio_equals_that_of_the_tokens(folder: Path) -> None:
+    model = SpeechModel(folder)
+    truncated = model.context("a", params={"max_new_tokens": 20})
+    finished = model.context("b", params={"max_new_tokens": 200})
+    model.run([truncated, finished])
+    assert truncated.audio_generation_status is TextGenerationStatus.MAXIMUM_LENGTH
+    assert finished.audio_generation_status is TextGenerationStatus.END_OF_SEQUENCE
+    assert len(truncated.speech_tokens) == 20
+    assert len(finished.speech_tokens) == len(finished.generated_tokens) - 1
 
 
-def test_a_frame_that_is_cut_at_the_end_is_dropped(tmp_path: Path) -> None:
-    model = Model(write_tiny_speech(tmp_path / "m", "orpheus"))
+def test_an_incomplete_last_frame_is_dropped(tmp_path: Path) -> None:
+    model = SpeechModel(write_tiny_speech(tmp_path / "m", "orpheus"))
     context = model.context("a", params={"max_new_tokens": 20, "ignore_eos": True})
     [chunks] = model.run([context]).values()
     dropped = context.num_dropped_tokens
@@ -262,7 +270,7 @@ def test_a_frame_that_is_cut_at_the_end_is_dropped(tmp_path: Path) -> None:
 
 
 def test_tokens_without_speech_end_with_an_error(tmp_path: Path) -> None:
-    model = Model(write_tiny_speech(tmp_path / "m", "orpheus"))
+    model = SpeechModel(write_tiny_speech(tmp_path / "m", "orpheus"))
     context = model.context("a", params={"max_new_tokens": 7, "allowed_token_ids": [65, 66]})
     scheduler = load_scheduler(model.config, model.pipeline)
     scheduler.submit(context)
@@ -274,14 +282,14 @@ def test_tokens_without_speech_end_with_an_error(tmp_path: Path) -> None:
 
 
 def test_a_codec_failure_ends_only_its_request(folder: Path) -> None:
-    model = Model(folder, audio_chunk_frames=10)
+    model = SpeechModel(folder, audio_chunk_frames=10)
     contexts = [model.context(f"r{i}", params={"max_new_tokens": 40}) for i in range(5)]
     expected = model.run(contexts)
     culprit = contexts[0]
     codes = [set(context.speech_tokens.tolist()) for context in contexts[1:]]
     culprit_codes = set(culprit.speech_tokens.tolist())
-    only = next(code for code in culprit_codes)
-    model.pipeline.codec.refuses = {only}
+    refused_code = next(code for code in culprit_codes)
+    model.pipeline.codec.refused_codes = {refused_code}
     try:
         scheduler = load_scheduler(model.config, model.pipeline)
         for i in range(5):
@@ -292,8 +300,8 @@ def test_a_codec_failure_ends_only_its_request(folder: Path) -> None:
                 if output.has_audio_data:
                     chunks.setdefault(name, []).append(output.audio_data)
     finally:
-        model.pipeline.codec.refuses = set()
-    failed = {"r0"} | {f"r{i}" for i, one in enumerate(codes, 1) if only in one}
+        model.pipeline.codec.refused_codes = set()
+    failed = {"r0"} | {f"r{i}" for i, frame_codes in enumerate(codes, 1) if refused_code in frame_codes}
     assert set(scheduler.failures) == failed
     for name, audio in expected.items():
         if name not in failed:
@@ -301,7 +309,7 @@ def test_a_codec_failure_ends_only_its_request(folder: Path) -> None:
     assert model.pipeline.kv.num_free_blocks == model.pipeline.kv.num_blocks
 
 
-def test_audio_by_next_chunk(model: Model) -> None:
+def test_next_chunk_returns_the_audio_of_execute(model: SpeechModel) -> None:
     pipeline: AudioGeneratorPipeline = model.pipeline
     assert isinstance(pipeline, AudioGenerator)
     assert pipeline.decoder_sample_rate == FakeCodec.sample_rate
@@ -318,7 +326,7 @@ def test_audio_by_next_chunk(model: Model) -> None:
                 pipeline.release(running.pop(name))
     for name, context in contexts.items():
         assert len(chunks[name]) >= 2
-        np.testing.assert_array_equal(np.concatenate(chunks[name]), whole(model, context))
+        np.testing.assert_array_equal(np.concatenate(chunks[name]), decode_at_once(model, context))
     with pytest.raises(InputError, match=r"request a has ended"):
         pipeline.next_chunk({"a": contexts["a"]}, 1)
     with pytest.raises(InputError, match="num_tokens must be at least 1, was 0"):
@@ -326,7 +334,7 @@ def test_audio_by_next_chunk(model: Model) -> None:
     assert pipeline.next_chunk({}, 3) == {}
 
 
-def test_speech_tokens_up_to_the_number_of_each_request(model: Model) -> None:
+def test_next_speech_tokens_are_limited_per_request(model: SpeechModel) -> None:
     tokens = model.pipeline.speech_lm_pipeline
     contexts = {name: model.context(name, params={"ignore_eos": True}) for name in ("a", "b", "c")}
     outputs = tokens.next_speech_token(contexts, 10, {"a": 3, "b": 0, "c": 100})
@@ -340,51 +348,51 @@ def test_speech_tokens_up_to_the_number_of_each_request(model: Model) -> None:
         tokens.release(context)
 
 
-def test_generation_of_speech_tokens_is_a_task(folder: Path) -> None:
-    model = Model(folder, task="speech-token-generation")
+def test_speech_tokens_can_be_generated_without_a_codec(folder: Path) -> None:
+    model = SpeechModel(folder, task="speech-token-generation")
     context = model.context("a", params={"max_new_tokens": 200})
     scheduler = load_scheduler(model.config, model.pipeline)
     scheduler.submit(context)
-    shown = []
+    tokens = []
     while scheduler.has_work:
         for output in scheduler.step(5).values():
-            shown += [one.next_token for one in output.tokens]
-    assert shown == context.generated_tokens[:-1].tolist()
-    assert len(context.speech_tokens) == len(shown)
+            tokens += [token.next_token for token in output.tokens]
+    assert tokens == context.generated_tokens[:-1].tolist()
+    assert len(context.speech_tokens) == len(tokens)
     assert context.speech_token_status is TextGenerationStatus.END_OF_SEQUENCE
 
 
 def test_a_context_can_be_serialized(folder: Path) -> None:
-    model = Model(folder)
+    model = SpeechModel(folder)
     context = model.context("a")
-    sent = msgpack_numpy_decoder(TTSContext)(msgpack_numpy_encoder()(context))
-    assert sent == context
-    assert sent.streaming
-    [audio], [expected] = model.run([sent]).values(), model.run([model.context("a")]).values()
+    deserialized = msgpack_numpy_decoder(TTSContext)(msgpack_numpy_encoder()(context))
+    assert deserialized == context
+    assert deserialized.streaming
+    [audio], [expected] = model.run([deserialized]).values(), model.run([model.context("a")]).values()
     np.testing.assert_array_equal(np.concatenate(audio), np.concatenate(expected))
 
 
-def test_a_codec_that_does_not_fit_the_format(tmp_path: Path) -> None:
+def test_a_codec_that_does_not_match_the_speech_format_is_refused(tmp_path: Path) -> None:
     folder = write_tiny_speech(tmp_path / "m", "orpheus")
     other = write_tiny_speech(tmp_path / "n", "neutts") / "codec"
     with pytest.raises(ValueError, match=r"1 codes of 0 to 15 in a frame, .*'orpheus' has 3 codes"):
-        Model(folder, codec=str(other))
+        SpeechModel(folder, codec=str(other))
 
 
 @pytest.mark.parametrize("name", ["snac", "neucodec"])
 def test_real_codecs_stream_within_their_tolerance(name: str, tmp_path: Path) -> None:
-    codec = next(one for one in REFERENCES if one.startswith(name))
+    codec = next(candidate for candidate in REFERENCES if candidate.startswith(name))
     form, num_codes = {"snac": ("orpheus", 7), "neucodec": ("neutts", 1)}[name]
     if name == "snac":
         num_codes = load_reference(codec).codes_per_frame
     folder = write_tiny_speech(tmp_path / "m", form, num_codes=num_codes, max_characters=60)
-    model = Model(folder, codec=str(FOLDER / codec))
+    model = SpeechModel(folder, codec=str(FOLDER / codec))
     params = {"max_new_tokens": 150, "min_new_tokens": 140}
     for frames in (3, 16):
         model.pipeline._streamed = ChunkSizes(frames, 2 * frames)
         context = model.context(f"r{frames}", params=params)
         [chunks] = model.run([context], 4).values()
-        audio, expected = np.concatenate(chunks), whole(model, context)
+        audio, expected = np.concatenate(chunks), decode_at_once(model, context)
         assert len(chunks) > 1
         assert len(audio) == len(expected) > 0
         np.testing.assert_allclose(audio, expected, rtol=0, atol=model.pipeline.codec.tolerance)

@@ -1,4 +1,4 @@
-"""Deterministic pipelines on all sets of C++ kernels, in every encoding: logits compared by bits."""
+"""Deterministic pipelines on the kernels of every instruction set, in every encoding: bit-equal logits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from penstock.pipelines.core import SamplingParams, TextContext
 from penstock.pipelines.speculative import FixedDraftLength, NGramProposer
 
 PROMPT = random_tokens(150, 130, seed=1)
-"""More rows than a recorded step has, and than a tile of any kernel."""
+"""The prompt has more rows than a recorded step, and more than a tile of any kernel."""
 
 KERNELS = {ops.isa: ops for ops in variants()}
 
@@ -57,16 +57,16 @@ def kernels(request: pytest.FixtureRequest) -> CpuOps:
 
 @pytest.fixture
 def pipeline(checkpoint: Path, encoding: str, kernels: CpuOps) -> TextGenerationPipeline:
-    opened = open_pipeline(
+    pipeline_ = open_pipeline(
         checkpoint, deterministic=True, quantization_encoding=encoding, kv_cache_block_size=16
     )
-    vars(opened.session)["ops"] = kernels
-    return opened
+    vars(pipeline_.session)["ops"] = kernels
+    return pipeline_
 
 
 @pytest.fixture
-def alone(pipeline: TextGenerationPipeline) -> torch.Tensor:
-    """The logits behind each token of the prompt, computed at once."""
+def whole_logits(pipeline: TextGenerationPipeline) -> torch.Tensor:
+    """Return the logits after each token of the prompt, from one forward."""
     return logits_of_tokens(pipeline, uncached_context(), [len(PROMPT)])
 
 
@@ -78,51 +78,55 @@ def _threads() -> Iterator[None]:
 
 
 def uncached_context(tokens: Sequence[int] = PROMPT) -> TextContext:
-    """A context that reads no cached blocks, so that all of its rows are computed."""
+    """Return a context that reads no cached blocks, so that all of its rows are computed."""
     return context_of(tokens, log_probabilities_echo=True)
 
 
 @pytest.mark.matrix(strength=1)
 @pytest.mark.usefixtures("_threads")
-def test_bits_are_equal_for_any_chunks_and_any_batch(
-    pipeline: TextGenerationPipeline, alone: torch.Tensor
+def test_logits_are_bit_equal_in_any_chunks_and_batches(
+    pipeline: TextGenerationPipeline, whole_logits: torch.Tensor
 ) -> None:
     @settings(max_examples=examples(5), phases=[Phase.explicit, Phase.reuse, Phase.generate])
     @given(
-        cuts=st.sets(st.integers(1, len(PROMPT) - 1), max_size=4),
+        boundaries=st.sets(st.integers(1, len(PROMPT) - 1), max_size=4),
         others=st.lists(st.integers(1, 90), max_size=3),
         threads=st.sampled_from([1, 2]),
     )
-    def check(cuts: set[int], others: list[int], threads: int) -> None:
+    def check(boundaries: set[int], others: list[int], threads: int) -> None:
         torch.set_num_threads(threads)
-        borders = [0, *sorted(cuts), len(PROMPT)]
-        chunks = [end - begin for begin, end in pairwise(borders)]
-        assert torch.equal(logits_of_tokens(pipeline, uncached_context(), chunks, others), alone)
+        edges = [0, *sorted(boundaries), len(PROMPT)]
+        chunks = [end - begin for begin, end in pairwise(edges)]
+        assert torch.equal(logits_of_tokens(pipeline, uncached_context(), chunks, others), whole_logits)
 
     check()
 
 
 @pytest.mark.matrix(strength=1)
-def test_token_by_token_and_verified_together(pipeline: TextGenerationPipeline, alone: torch.Tensor) -> None:
+def test_logits_of_decode_steps_and_verification_are_bit_equal(
+    pipeline: TextGenerationPipeline, whole_logits: torch.Tensor
+) -> None:
     decoded = logits_of_tokens(pipeline, uncached_context(), [130] + [1] * 20, [5])
-    assert torch.equal(decoded, alone)
-    assert torch.equal(logits_of_tokens(pipeline, uncached_context(), [130, 9, 1, 10], [3, 8]), alone)
+    assert torch.equal(decoded, whole_logits)
+    assert torch.equal(logits_of_tokens(pipeline, uncached_context(), [130, 9, 1, 10], [3, 8]), whole_logits)
 
 
 @pytest.mark.matrix(strength=1)
-def test_behind_a_cached_prefix(pipeline: TextGenerationPipeline, alone: torch.Tensor) -> None:
-    first, again = context_of(PROMPT), context_of(PROMPT[:100] + PROMPT[:30])
+def test_logits_after_a_cached_prefix_are_bit_equal(
+    pipeline: TextGenerationPipeline, whole_logits: torch.Tensor
+) -> None:
+    first, second = context_of(PROMPT), context_of(PROMPT[:100] + PROMPT[:30])
     step_logits(pipeline, [first])
     feed(pipeline, first, 0)
-    (behind,) = step_logits(pipeline, [again])
-    assert again.num_cached_tokens == 96
+    (logits_after_prefix,) = step_logits(pipeline, [second])
+    assert second.num_cached_tokens == 96
     expected = logits_of_tokens(pipeline, uncached_context(PROMPT[:100] + PROMPT[:30]), [130])
-    assert torch.equal(behind, expected[96:])
-    assert torch.equal(expected[:100], alone[:100])
+    assert torch.equal(logits_after_prefix, expected[96:])
+    assert torch.equal(expected[:100], whole_logits[:100])
 
 
 @pytest.mark.matrix(strength=1)
-def test_after_a_preemption(pipeline: TextGenerationPipeline) -> None:
+def test_logits_after_a_preemption_are_bit_equal(pipeline: TextGenerationPipeline) -> None:
     new = random_tokens(20, 130, seed=2)
     whole = logits_of_tokens(pipeline, uncached_context(PROMPT + new), [170])
     context = uncached_context()
@@ -135,7 +139,7 @@ def test_after_a_preemption(pipeline: TextGenerationPipeline) -> None:
 
 
 @pytest.mark.matrix(strength=1)
-def test_speculated_text_is_plain_text(pipeline: TextGenerationPipeline) -> None:
+def test_text_with_speculation_equals_plain_text(pipeline: TextGenerationPipeline) -> None:
     sampling = SamplingParams(temperature=0.7, top_p=0.95, seed=3)
     prompts = [PROMPT[:7] * 6, PROMPT[:40], PROMPT[3:30] * 3]
     plain = [generate(pipeline, [context_of(p, 60, sampling_params=sampling)])[0] for p in prompts]
@@ -144,7 +148,7 @@ def test_speculated_text_is_plain_text(pipeline: TextGenerationPipeline) -> None
     assert pipeline.speculation_stats.num_proposed > 0
 
 
-def test_float16_is_computed_in_bfloat16(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_float16_checkpoint_runs_in_bfloat16_on_the_cpu(checkpoint: Path, tmp_path: Path) -> None:
     values = json.loads((checkpoint / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(values | {"dtype": "float16"}))
     (tmp_path / "model.safetensors").symlink_to(checkpoint / "model.safetensors")

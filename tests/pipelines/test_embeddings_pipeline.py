@@ -1,4 +1,4 @@
-"""`EmbeddingsPipeline` and the scheduler above it."""
+"""`EmbeddingsPipeline` and its scheduler."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def scheduler_of(folder: Path, pipeline: EmbeddingsPipeline, **options: Any) -> 
 
 
 def submit(scheduler: Scheduler[Any, Any], inputs: list[np.ndarray]) -> list[EmbeddingsContext]:
-    contexts = [embeddings_context(one, str(i)) for i, one in enumerate(inputs)]
+    contexts = [embeddings_context(tokens, str(i)) for i, tokens in enumerate(inputs)]
     for context in contexts:
         scheduler.submit(context)
     return contexts
@@ -72,7 +72,7 @@ def run(scheduler: Scheduler[Any, Any]) -> tuple[dict[str, Any], list[tuple[int,
 
 @settings(max_examples=examples(15))
 @given(lengths=st.lists(st.integers(1, POSITIONS), min_size=1, max_size=9), seed=st.integers(0, 99))
-def test_each_schedule_has_the_bits_of_single_inputs(
+def test_outputs_of_any_schedule_are_bit_equal_to_single_inputs(
     pipeline: EmbeddingsPipeline, folder: Path, lengths: list[int], seed: int
 ) -> None:
     inputs = inputs_of(lengths, seed)
@@ -121,31 +121,31 @@ def test_outputs_that_the_model_lacks_are_refused(pipeline: EmbeddingsPipeline, 
         classifier.ready(embeddings_context([5], outputs=("dense",)))
 
 
-def test_options_of_a_context(pipeline: EmbeddingsPipeline) -> None:
+def test_options_change_the_output_as_defined(pipeline: EmbeddingsPipeline) -> None:
     [tokens] = inputs_of([9])
     [plain] = encode_all(pipeline, [tokens], normalize=False)
-    [unit] = encode_all(pipeline, [tokens])
-    assert np.linalg.norm(unit.embeddings) == pytest.approx(1)
+    [normalized] = encode_all(pipeline, [tokens])
+    assert np.linalg.norm(normalized.embeddings) == pytest.approx(1)
     expected = plain.embeddings / np.linalg.norm(plain.embeddings)
-    np.testing.assert_allclose(unit.embeddings, expected, atol=1e-6)
-    [cut] = encode_all(pipeline, [tokens], dimensions=8)
-    assert cut.embeddings.shape == (8,)
-    assert np.linalg.norm(cut.embeddings) == pytest.approx(1), "cut, then normalised"
-    [many] = encode_all(pipeline, [tokens], outputs=("multi_vector", "dense"), num_unpooled_tokens=2)
-    assert many.multi_vector is not None
-    assert many.multi_vector.shape == (7, HIDDEN)
-    np.testing.assert_allclose(np.linalg.norm(many.multi_vector, axis=1), 1, atol=1e-5)
-    [rest] = encode_all(pipeline, [tokens], num_unpooled_tokens=2)
-    assert np.array_equal(many.embeddings, rest.embeddings)
-    assert not np.allclose(rest.embeddings, unit.embeddings)
+    np.testing.assert_allclose(normalized.embeddings, expected, atol=1e-6)
+    [truncated] = encode_all(pipeline, [tokens], dimensions=8)
+    assert truncated.embeddings.shape == (8,)
+    assert np.linalg.norm(truncated.embeddings) == pytest.approx(1), "truncated, then normalised"
+    [vectors] = encode_all(pipeline, [tokens], outputs=("multi_vector", "dense"), num_unpooled_tokens=2)
+    assert vectors.multi_vector is not None
+    assert vectors.multi_vector.shape == (7, HIDDEN)
+    np.testing.assert_allclose(np.linalg.norm(vectors.multi_vector, axis=1), 1, atol=1e-5)
+    [without_first] = encode_all(pipeline, [tokens], num_unpooled_tokens=2)
+    assert np.array_equal(vectors.embeddings, without_first.embeddings)
+    assert not np.allclose(without_first.embeddings, normalized.embeddings)
     for kind in ("cls", "max"):
         [other] = encode_all(pipeline, [tokens], pooling=kind)
-        assert not np.allclose(other.embeddings, unit.embeddings)
+        assert not np.allclose(other.embeddings, normalized.embeddings)
     with pytest.raises(InputError, match="dimensions must be one of 4, 8, 32, was 5"):
         pipeline.ready(embeddings_context(tokens, dimensions=5))
 
 
-def test_each_context_of_a_batch_has_its_own_length_and_norm(pipeline: EmbeddingsPipeline) -> None:
+def test_each_context_of_a_batch_has_its_own_options(pipeline: EmbeddingsPipeline) -> None:
     [tokens] = inputs_of([9])
     options: list[dict[str, Any]] = [
         {},
@@ -153,26 +153,26 @@ def test_each_context_of_a_batch_has_its_own_length_and_norm(pipeline: Embedding
         {"dimensions": 8},
         {"dimensions": 4, "normalize": False},
     ]
-    batch = {str(i): embeddings_context(tokens, str(i), **one) for i, one in enumerate(options)}
-    for response, one in zip(pipeline.encode(batch).values(), options, strict=True):
-        [alone] = encode_all(pipeline, [tokens], **one)
+    batch = {str(i): embeddings_context(tokens, str(i), **requested) for i, requested in enumerate(options)}
+    for response, requested in zip(pipeline.encode(batch).values(), options, strict=True):
+        [alone] = encode_all(pipeline, [tokens], **requested)
         assert np.array_equal(response.embeddings, alone.embeddings)
-        assert response.embeddings.shape == (one.get("dimensions", HIDDEN),)
+        assert response.embeddings.shape == (requested.get("dimensions", HIDDEN),)
 
 
-def test_a_faulty_input_harms_no_other(
+def test_an_input_that_fails_does_not_affect_others(
     folder: Path, pipeline: EmbeddingsPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs = inputs_of([3, 4, 5, 2])
     expected = encode_all(pipeline, inputs)
     original = pipeline.model.prepare_initial_token_inputs
 
-    def failing(batches: Any, *args: Any) -> Any:
+    def fail_on_bad_input(batches: Any, *args: Any) -> Any:
         if any(context.request_id == "2" for context in batches[0]):
             raise RuntimeError("this input fails")
         return original(batches, *args)
 
-    monkeypatch.setattr(pipeline.model, "prepare_initial_token_inputs", failing)
+    monkeypatch.setattr(pipeline.model, "prepare_initial_token_inputs", fail_on_bad_input)
     scheduler = scheduler_of(folder, pipeline, isolates_faults=True)
     submit(scheduler, inputs)
     outputs, _ = run(scheduler)
@@ -193,7 +193,7 @@ def test_cancelled_inputs_are_not_computed(folder: Path, pipeline: EmbeddingsPip
 
 
 def write_merged(folder: Path, base: Path, adapter: Path) -> Path:
-    """Write a checkpoint whose weights have those of an adapter added."""
+    """Write a checkpoint whose weights include the products of an adapter."""
     tensors, merged = load_file(adapter / "adapter_model.safetensors"), load_file(base / "model.safetensors")
     for layer in range(LAYERS):
         name = f"encoder.layer.{layer}.attention.self.query"
@@ -204,7 +204,9 @@ def write_merged(folder: Path, base: Path, adapter: Path) -> Path:
     return folder
 
 
-def test_a_lora_adapter_is_applied(folder: Path, pipeline: EmbeddingsPipeline, tmp_path: Path) -> None:
+def test_outputs_with_an_adapter_equal_merged_weights(
+    folder: Path, pipeline: EmbeddingsPipeline, tmp_path: Path
+) -> None:
     adapter = write_tiny_adapter(tmp_path / "adapter", seed=3)
     merged = open_encoder(write_merged(tmp_path / "merged", folder, adapter))
     adapted = open_encoder(folder, lora=(f"a={adapter}",))

@@ -1,4 +1,4 @@
-"""Overlapped steps on a fake asynchronous back end: the outputs are those of the synchronous loop."""
+"""Overlapped steps on a fake asynchronous back end: the outputs equal those of the synchronous loop."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from penstock.worker.process import _Loop
 pytestmark = pytest.mark.skipif(not cpu.available_isas(), reason="the C++ kernels are not built")
 
 PROMPT = random_tokens(50, 256, seed=3)
-DRAWN = SamplingParams(temperature=1.0, top_k=-1, seed=5)
+SAMPLED = SamplingParams(temperature=1.0, top_k=-1, seed=5)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def common(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def common_values(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     names = ("tone", "other")
     folders = [
         write_adapter(folder, tmp_path_factory.mktemp(name), seed) for seed, name in enumerate(names, 1)
@@ -72,9 +72,11 @@ def common(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 
 @pytest.fixture(scope="module")
-def pipelines(common: dict[str, Any], queues: list[LazyQueue]) -> Iterator[dict[str, TextGenerationPipeline]]:
-    """The same model with synchronous and with overlapped steps."""
-    pipelines = {name: opened(common | {"kernels": name}) for name in ("cpu", "lazy")}
+def pipelines(
+    common_values: dict[str, Any], queues: list[LazyQueue]
+) -> Iterator[dict[str, TextGenerationPipeline]]:
+    """Return pipelines of the same model with synchronous and with overlapped steps."""
+    pipelines = {name: open_from_values(common_values | {"kernels": name}) for name in ("cpu", "lazy")}
     assert pipelines["cpu"].overlapped_steps is None
     assert pipelines["lazy"].overlapped_steps is not None
     yield pipelines
@@ -88,21 +90,23 @@ def no_early_release(monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[OverlappedStep] = []
     launch, release = OverlappedSteps.launch, KVCacheManager.release
 
-    def launching(self: OverlappedSteps, *arguments: Any) -> OverlappedStep:
+    def record_launch(self: OverlappedSteps, *arguments: Any) -> OverlappedStep:
         steps.append(launch(self, *arguments))
         return steps[-1]
 
-    def releasing(self: KVCacheManager, context: Any) -> None:
+    def check_release(self: KVCacheManager, context: Any) -> None:
         steps[:] = [step for step in steps if not step.forward.has_run]  # type: ignore[attr-defined]
         for step in steps:
-            assert all(one is not context for one in step.contexts), f"{context.request_id} is in use"
+            assert all(launched is not context for launched in step.contexts), (
+                f"{context.request_id} is in use"
+            )
         release(self, context)
 
-    monkeypatch.setattr(OverlappedSteps, "launch", launching)
-    monkeypatch.setattr(KVCacheManager, "release", releasing)
+    monkeypatch.setattr(OverlappedSteps, "launch", record_launch)
+    monkeypatch.setattr(KVCacheManager, "release", check_release)
 
 
-def opened(values: Mapping[str, Any]) -> TextGenerationPipeline:
+def open_from_values(values: Mapping[str, Any]) -> TextGenerationPipeline:
     config = PipelineConfig.from_flat(values)
     pipeline = load_pipeline(config, load_tokenizer(config))
     assert isinstance(pipeline, TextGenerationPipeline)
@@ -121,7 +125,7 @@ def context_of(name: str, tokens: Sequence[int], max_new: int = 12, **fields: An
     )
 
 
-def served(
+def serve(
     pipeline: TextGenerationPipeline,
     contexts: Sequence[TextContext],
     *,
@@ -130,13 +134,13 @@ def served(
     num_steps: int = 1,
     **limits: Any,
 ) -> tuple[dict[str, Any], Scheduler[Any, Any]]:
-    """Run contexts and return their tokens, log probabilities and ends.
+    """Run contexts and return their tokens, log probabilities and finish reasons.
 
     Args:
         pipeline: the pipeline.
         contexts: the contexts.
         every: number of steps between two arrivals; 0: all contexts arrive at the start.
-        cancels: request id -> number of tokens after which it is cancelled.
+        cancels: request id -> number of tokens after which the request is cancelled.
         num_steps: maximum number of steps in one call.
         limits: arguments of the scheduler.
     """
@@ -146,14 +150,14 @@ def served(
     scheduler: Scheduler[Any, Any] = make(pipeline, **options)
     arriving, cancels = deque(contexts), cancels or {}
     outputs: dict[str, Any] = {context.request_id: [] for context in contexts}
-    number = 0
+    num_calls = 0
     while arriving or scheduler.has_work:
-        while arriving and (not every or number % every == 0):
+        while arriving and (not every or num_calls % every == 0):
             scheduler.submit(arriving.popleft())
             if every:
                 break
-        number += 1
-        assert number < 100_000, "no progress"
+        num_calls += 1
+        assert num_calls < 100_000, "no progress"
         for name, output in scheduler.step(num_steps).items():
             outputs[name] += [(part.next_token, part.log_probabilities) for part in output.tokens]
             if output.is_done:
@@ -172,17 +176,21 @@ def served(
     return outputs, scheduler
 
 
-def both(pipelines: Mapping[str, TextGenerationPipeline], make: Any, **run: Any) -> dict[str, Any]:
-    """Return the outputs of contexts, after checking that overlapped steps give the same."""
+def outputs_of(
+    pipelines: Mapping[str, TextGenerationPipeline], make_contexts: Any, **run: Any
+) -> dict[str, Any]:
+    """Return the outputs of contexts. Asserts that overlapped and synchronous steps give the same outputs."""
     for pipeline in pipelines.values():
         pipeline.kv.forget_prefixes()
-    expected, _ = served(pipelines["cpu"], make(), **run)
-    found, _ = served(pipelines["lazy"], make(), **run)
-    assert found == expected
+    expected, _ = serve(pipelines["cpu"], make_contexts(), **run)
+    actual, _ = serve(pipelines["lazy"], make_contexts(), **run)
+    assert actual == expected
     return expected
 
 
-def test_plain_requests(pipelines: dict[str, TextGenerationPipeline], queues: list[LazyQueue]) -> None:
+def test_overlapped_outputs_equal_synchronous_ones(
+    pipelines: dict[str, TextGenerationPipeline], queues: list[LazyQueue]
+) -> None:
     def contexts() -> list[TextContext]:
         lengths = [1, 30, 7, 50, 16, 3, 22, 9]
         return [
@@ -190,7 +198,7 @@ def test_plain_requests(pipelines: dict[str, TextGenerationPipeline], queues: li
                 str(i),
                 PROMPT[:n],
                 5 + 3 * i,
-                sampling_params=DRAWN if i % 2 else SamplingParams(),
+                sampling_params=SAMPLED if i % 2 else SamplingParams(),
                 eos_token_ids=set(),
             )
             for i, n in enumerate(lengths)
@@ -198,9 +206,9 @@ def test_plain_requests(pipelines: dict[str, TextGenerationPipeline], queues: li
 
     before = queues[0].num_early
     for every in (0, 1, 3):
-        outputs = both(pipelines, contexts, every=every)
+        outputs = outputs_of(pipelines, contexts, every=every)
         assert [len(outputs[str(i)]) for i in range(8)] == [5 + 3 * i + 2 for i in range(8)]
-    assert queues[0].num_early - before <= 1  # the first step reads the size of the vocabulary
+    assert queues[0].num_early - before <= 1  # the first step reads the vocabulary size
     assert not queues[0].num_waiting
 
 
@@ -213,7 +221,7 @@ def test_a_few_contexts_run_several_steps_in_one_call(
     def contexts(**penalty: float) -> list[TextContext]:
         return [
             context_of(
-                str(i), PROMPT[:n], 4 + 7 * i, sampling_params=replace(DRAWN, temperature=i % 2, **penalty)
+                str(i), PROMPT[:n], 4 + 7 * i, sampling_params=replace(SAMPLED, temperature=i % 2, **penalty)
             )
             for i, n in enumerate([1, 30, 7, 50])
         ]
@@ -221,41 +229,41 @@ def test_a_few_contexts_run_several_steps_in_one_call(
     calls: list[int] = []
     execute = TextGenerationPipeline.execute
 
-    def counted(self: TextGenerationPipeline, batch: Any, num_steps: int = 1) -> Any:
+    def count_execute(self: TextGenerationPipeline, batch: Any, num_steps: int = 1) -> Any:
         if self is pipelines["lazy"]:
             calls.append(num_steps)
         return execute(self, batch, num_steps)
 
-    monkeypatch.setattr(TextGenerationPipeline, "execute", counted)
-    both(pipelines, contexts, every=every, num_steps=4, cancels={"3": 11})
+    monkeypatch.setattr(TextGenerationPipeline, "execute", count_execute)
+    outputs_of(pipelines, contexts, every=every, num_steps=4, cancels={"3": 11})
     assert max(calls) > 1
     calls.clear()
-    both(pipelines, partial(contexts, frequency_penalty=0.5), every=every, num_steps=4)
+    outputs_of(pipelines, partial(contexts, frequency_penalty=0.5), every=every, num_steps=4)
     assert not calls, "penalties need the tokens of each step"
 
 
 def test_steps_overlap(pipelines: dict[str, TextGenerationPipeline], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forward is launched before the tokens of the step before are on the host."""
+    """A forward is launched before the tokens of the previous step are on the host."""
     events: list[str] = []
     for name in ("launch", "sample", "collect"):
         method = getattr(OverlappedSteps, name)
 
-        def recorded(self: Any, *arguments: Any, name: str = name, method: Any = method) -> Any:
+        def record_event(self: Any, *arguments: Any, name: str = name, method: Any = method) -> Any:
             events.append(name)
             return method(self, *arguments)
 
-        monkeypatch.setattr(OverlappedSteps, name, recorded)
-    served(pipelines["lazy"], [context_of("a", PROMPT, 4, eos_token_ids=set())])
+        monkeypatch.setattr(OverlappedSteps, name, record_event)
+    serve(pipelines["lazy"], [context_of("a", PROMPT, 4, eos_token_ids=set())])
     assert events == ["launch", "sample", *["launch", "collect", "sample"] * 3, "collect"]
     events.clear()
     pipelines["lazy"].kv.forget_prefixes()
-    served(pipelines["lazy"], [context_of("a", PROMPT, 2, eos_token_ids=set())], max_batch_input_tokens=8)
+    serve(pipelines["lazy"], [context_of("a", PROMPT, 2, eos_token_ids=set())], max_batch_input_tokens=8)
     assert events.count("launch") == 7 + 1, "each chunk of 8 tokens is computed once"
 
 
-def test_ends(pipelines: dict[str, TextGenerationPipeline]) -> None:
-    """Tokens and sequences that end a request; the token after the end is dropped."""
-    text = [token for token, _ in both(pipelines, lambda: [context_of("a", PROMPT, 30)])["a"][:-2]]
+def test_requests_that_end_equal_the_synchronous_loop(pipelines: dict[str, TextGenerationPipeline]) -> None:
+    """End tokens and end sequences finish requests. The token computed after the end is dropped."""
+    text = [token for token, _ in outputs_of(pipelines, lambda: [context_of("a", PROMPT, 30)])["a"][:-2]]
 
     def contexts() -> list[TextContext]:
         ends = [context_of(f"end {i}", PROMPT, 30, eos_token_ids={text[i]}) for i in (0, 1, 5, 20)]
@@ -263,12 +271,12 @@ def test_ends(pipelines: dict[str, TextGenerationPipeline]) -> None:
         return [*ends, *sequences, context_of("short", PROMPT, 1), context_of("two", PROMPT, 2)]
 
     for batch_size in (1, 3, 6):
-        outputs = both(pipelines, contexts, max_batch_size=batch_size)
+        outputs = outputs_of(pipelines, contexts, max_batch_size=batch_size)
         assert len(outputs["end 5"]) <= 7
 
 
-def test_rules_of_logits(pipelines: dict[str, TextGenerationPipeline]) -> None:
-    """Penalties, forbidden sequences and minimum lengths depend on tokens of the previous step."""
+def test_sampling_rules_equal_the_synchronous_loop(pipelines: dict[str, TextGenerationPipeline]) -> None:
+    """Penalties, banned sequences and minimum lengths depend on tokens of the previous step."""
     rules = {
         "penalties": {"frequency_penalty": 1.5, "presence_penalty": 0.5, "repetition_penalty": 1.3},
         "sequences": {"banned_sequences": [[t, u] for t in range(0, 256, 3) for u in range(0, 256, 7)]},
@@ -283,18 +291,18 @@ def test_rules_of_logits(pipelines: dict[str, TextGenerationPipeline]) -> None:
             for temperature in (0.0, 1.0)
         ]
 
-    def ruled() -> list[TextContext]:
-        found = contexts()
-        for context, values in zip(found, [v for v in rules.values() for _ in range(2)], strict=True):
+    def contexts_with_rules() -> list[TextContext]:
+        actual = contexts()
+        for context, values in zip(actual, [v for v in rules.values() for _ in range(2)], strict=True):
             temperature = float(context.request_id.split()[-1])
             context.sampling_params = SamplingParams(temperature=temperature, top_k=-1, seed=2, **values)
-        return found
+        return actual
 
-    without = both(pipelines, contexts)
-    assert both(pipelines, ruled) != without
+    outputs_without_rules = outputs_of(pipelines, contexts)
+    assert outputs_of(pipelines, contexts_with_rules) != outputs_without_rules
 
 
-def test_log_probabilities(pipelines: dict[str, TextGenerationPipeline]) -> None:
+def test_log_probabilities_equal_the_synchronous_loop(pipelines: dict[str, TextGenerationPipeline]) -> None:
     def contexts() -> list[TextContext]:
         return [
             context_of("plain", PROMPT[:20], 15),
@@ -304,7 +312,7 @@ def test_log_probabilities(pipelines: dict[str, TextGenerationPipeline]) -> None
         ]
 
     for every in (0, 2):
-        both(pipelines, contexts, every=every, max_batch_input_tokens=24)
+        outputs_of(pipelines, contexts, every=every, max_batch_input_tokens=24)
 
 
 GRAMMARS = {
@@ -318,11 +326,13 @@ GRAMMARS = {
 }
 
 
-def test_grammars(pipelines: dict[str, TextGenerationPipeline]) -> None:
+def test_outputs_with_grammars_equal_the_synchronous_loop(
+    pipelines: dict[str, TextGenerationPipeline],
+) -> None:
     pytest.importorskip("xgrammar")
     kinds: dict[str, dict[str, Any]] = {
         "greedy": {},
-        "drawn": {"sampling_params": DRAWN},
+        "sampled": {"sampling_params": SAMPLED},
         "stops": {"eos_sequences": [[ord("e") - 33, ord("s") - 33]]},
     }
 
@@ -335,67 +345,76 @@ def test_grammars(pipelines: dict[str, TextGenerationPipeline]) -> None:
         return [*constrained, context_of("free", PROMPT, 40), context_of("free too", PROMPT[:3], 50)]
 
     for every in (0, 2):
-        outputs = both(pipelines, contexts, every=every)
+        outputs = outputs_of(pipelines, contexts, every=every)
         assert any(len(parts) > 30 for parts in outputs.values())
 
 
-def test_chunks_and_prefixes(pipelines: dict[str, TextGenerationPipeline]) -> None:
+def test_chunks_and_prefix_hits_equal_the_synchronous_loop(
+    pipelines: dict[str, TextGenerationPipeline],
+) -> None:
     def contexts() -> list[TextContext]:
         return [context_of(str(i), [*PROMPT[: 16 * (i % 4)], i, *PROMPT[:20]], 10 + i) for i in range(10)]
 
     for tokens in (8, 24, 64):
         for every in (0, 4):
-            both(pipelines, contexts, every=every, max_batch_input_tokens=tokens)
+            outputs_of(pipelines, contexts, every=every, max_batch_input_tokens=tokens)
     hits = {}
     for name, pipeline in pipelines.items():
         pipeline.kv.forget_prefixes()
-        given_contexts = [context_of(str(i), PROMPT, 5) for i in range(6)]
-        served(pipeline, given_contexts)
-        hits[name] = [context.num_cached_tokens for context in given_contexts]
+        equal_contexts = [context_of(str(i), PROMPT, 5) for i in range(6)]
+        serve(pipeline, equal_contexts)
+        hits[name] = [context.num_cached_tokens for context in equal_contexts]
     assert hits["lazy"] == hits["cpu"] == [0, 48, 48, 48, 48, 48]
 
 
-def test_choices(pipelines: dict[str, TextGenerationPipeline]) -> None:
-    context = context_of("a", PROMPT, 12, sampling_params=DRAWN)
-    outputs = both(pipelines, lambda: choice_contexts(context, 5))
+def test_choices_equal_the_synchronous_loop(pipelines: dict[str, TextGenerationPipeline]) -> None:
+    context = context_of("a", PROMPT, 12, sampling_params=SAMPLED)
+    outputs = outputs_of(pipelines, lambda: choice_contexts(context, 5))
     assert len({str(parts) for parts in outputs.values()}) == 5
 
 
-def test_adapters(pipelines: dict[str, TextGenerationPipeline]) -> None:
-    """Two adapters share one slot: a slot is written again while requests of the other adapter end."""
+def test_outputs_with_adapters_equal_the_synchronous_loop(
+    pipelines: dict[str, TextGenerationPipeline],
+) -> None:
+    """Two adapters share one slot. It is overwritten while requests of the other adapter finish."""
 
     def contexts() -> list[TextContext]:
         names = ["tone", None, "other", "tone", "other", None, "other", "tone"]
         return [context_of(str(i), PROMPT[:12], 4 + i, adapter=name) for i, name in enumerate(names)]
 
     for every in (0, 2):
-        outputs = both(pipelines, contexts, every=every)
+        outputs = outputs_of(pipelines, contexts, every=every)
     assert len({str(parts[:3]) for parts in outputs.values()}) == 3
 
 
-def test_preemption(common: dict[str, Any], queues: list[LazyQueue]) -> None:
+def test_preempted_requests_equal_the_synchronous_loop(
+    common_values: dict[str, Any], queues: list[LazyQueue]
+) -> None:
     preemptions = {}
     expected: dict[str, Any] = {}
     for kernels in ("cpu", "lazy"):
-        pipeline = opened(common | {"kernels": kernels, "max_length": 96, "enable_prefix_caching": False})
+        pipeline = open_from_values(
+            common_values | {"kernels": kernels, "max_length": 96, "enable_prefix_caching": False}
+        )
         size = pipeline.memory_plan.kv_cache_size // pipeline.memory_plan.num_blocks[0]
-        pipeline = opened(
-            common | {"kernels": kernels, "max_length": 96, "kv_cache_memory": 9 * size, "max_batch_size": 4}
+        pipeline = open_from_values(
+            common_values
+            | {"kernels": kernels, "max_length": 96, "kv_cache_memory": 9 * size, "max_batch_size": 4}
         )
         contexts = [context_of(str(i), PROMPT[: 5 + 4 * i], 40, priority=i % 2) for i in range(6)]
-        found, scheduler = served(pipeline, contexts, max_batch_size=4, every=2)
+        actual, scheduler = serve(pipeline, contexts, max_batch_size=4, every=2)
         preemptions[kernels] = scheduler.num_preemptions
-        expected = expected or found
-        assert found == expected
+        expected = expected or actual
+        assert actual == expected
     assert all(preemptions.values()), preemptions
 
 
-def test_cancellation(pipelines: dict[str, TextGenerationPipeline]) -> None:
+def test_cancelled_requests_return_their_tokens_so_far(pipelines: dict[str, TextGenerationPipeline]) -> None:
     def contexts() -> list[TextContext]:
         return [context_of(str(i), PROMPT[: 3 + 5 * i], 30) for i in range(8)]
 
     for every in (0, 3):
-        both(pipelines, contexts, every=every, cancels={"0": 1, "3": 2, "4": 9}, max_batch_size=3)
+        outputs_of(pipelines, contexts, every=every, cancels={"0": 1, "3": 2, "4": 9}, max_batch_size=3)
     scheduler = load_scheduler(pipelines["lazy"].config, pipelines["lazy"])
     context = context_of("a", PROMPT, 20)
     scheduler.submit(context)
@@ -409,7 +428,7 @@ def test_cancellation(pipelines: dict[str, TextGenerationPipeline]) -> None:
         scheduler.step()
 
 
-def test_a_cancelled_id_is_submitted_while_its_step_runs(
+def test_a_cancelled_id_can_be_resubmitted_while_its_step_runs(
     pipelines: dict[str, TextGenerationPipeline],
 ) -> None:
     scheduler = load_scheduler(pipelines["lazy"].config, pipelines["lazy"])
@@ -423,30 +442,30 @@ def test_a_cancelled_id_is_submitted_while_its_step_runs(
     while scheduler.has_work:
         for output in scheduler.step().values():
             tokens += [part.next_token for part in output.tokens]
-    expected, _ = served(pipelines["cpu"], [context_of("a", PROMPT[:7], 20)])
+    expected, _ = serve(pipelines["cpu"], [context_of("a", PROMPT[:7], 20)])
     assert tokens == [token for token, _ in expected["a"][:-2]]
 
 
 # -- Faults ----------------------------------------------------------------------------------------------
 
 
-def with_fault(pipeline: TextGenerationPipeline, patch: pytest.MonkeyPatch, spoil: Any) -> None:
-    """Let ``spoil(lengths [B], outputs)`` return the outputs of each forward."""
+def patch_outputs(pipeline: TextGenerationPipeline, patch: pytest.MonkeyPatch, change: Any) -> None:
+    """Replace the outputs of each forward by ``change(lengths [B], outputs)``."""
     execute = pipeline.model.execute
-    patch.setattr(pipeline.model, "execute", lambda inputs: spoil(inputs.kv.lengths, execute(inputs)))
+    patch.setattr(pipeline.model, "execute", lambda inputs: change(inputs.kv.lengths, execute(inputs)))
 
 
-def four() -> list[TextContext]:
-    """Request "3" is the only one that gets longer than 40 tokens."""
+def four_contexts() -> list[TextContext]:
+    """Return four contexts; only request "3" grows beyond 40 tokens."""
     lengths = [5, 9, 20, 38]
     prompts = [[i + 1, *PROMPT[: n - 1]] for i, n in enumerate(lengths)]
     return [context_of(str(i), prompt, 12, eos_token_ids=set()) for i, prompt in enumerate(prompts)]
 
 
-def test_a_step_that_fails_once_runs_again(
+def test_a_step_that_fails_once_is_repeated(
     pipelines: dict[str, TextGenerationPipeline], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected, _ = served(pipelines["cpu"], four())
+    expected, _ = serve(pipelines["cpu"], four_contexts())
     for failing in range(1, 14):
         numbers = iter(range(1, 1000))
 
@@ -456,12 +475,12 @@ def test_a_step_that_fails_once_runs_again(
             return outputs
 
         with monkeypatch.context() as patch:
-            with_fault(pipelines["lazy"], patch, fail_once)
-            found, _ = served(pipelines["lazy"], four(), every=2)
-        assert found == expected, failing
+            patch_outputs(pipelines["lazy"], patch, fail_once)
+            actual, _ = serve(pipelines["lazy"], four_contexts(), every=2)
+        assert actual == expected, failing
 
 
-def test_only_the_request_that_makes_a_step_fail_ends(
+def test_only_the_request_that_makes_a_step_fail_is_failed(
     pipelines: dict[str, TextGenerationPipeline], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(lengths: Any, outputs: Any) -> Any:
@@ -470,37 +489,39 @@ def test_only_the_request_that_makes_a_step_fail_ends(
         return outputs
 
     for pipeline in pipelines.values():
-        with_fault(pipeline, monkeypatch, fail)
+        patch_outputs(pipeline, monkeypatch, fail)
     for every in (0, 2):
-        outputs = both(pipelines, four, every=every)
+        outputs = outputs_of(pipelines, four_contexts, every=every)
         assert [RequestFailedError in parts for parts in outputs.values()] == [False] * 3 + [True]
 
 
-def test_logits_that_are_not_finite(
+def test_non_finite_logits_fail_only_their_request(
     pipelines: dict[str, TextGenerationPipeline], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def spoil(lengths: Any, outputs: Any) -> Any:
+    def change(lengths: Any, outputs: Any) -> Any:
         logits = outputs.next_token_logits.clone()
         logits[lengths > 42] = torch.nan
         return replace(outputs, next_token_logits=logits)
 
     for pipeline in pipelines.values():
-        with_fault(pipeline, monkeypatch, spoil)
-    outputs = both(pipelines, four)
+        patch_outputs(pipeline, monkeypatch, change)
+    outputs = outputs_of(pipelines, four_contexts)
     assert [RequestFailedError in parts for parts in outputs.values()] == [False] * 3 + [True]
 
 
-def test_requests_that_are_refused_when_they_run(pipelines: dict[str, TextGenerationPipeline]) -> None:
+def test_requests_refused_at_their_first_step_equal_the_synchronous_loop(
+    pipelines: dict[str, TextGenerationPipeline],
+) -> None:
     def contexts() -> list[TextContext]:
         unknown = SamplingParams(logit_bias={5000: 1.0})
         return [
-            *four(),
+            *four_contexts(),
             context_of("unknown token", PROMPT[:6], 9, sampling_params=unknown),
             context_of("too long", random_tokens(MAX_LENGTH - 3, 256, seed=1), 10),
         ]
 
     for every in (0, 2):
-        outputs = both(pipelines, contexts, every=every)
+        outputs = outputs_of(pipelines, contexts, every=every)
         assert outputs["unknown token"] == [InputError]
         assert outputs["too long"][-1] is InputError
         assert len(outputs["too long"]) == 5
@@ -509,37 +530,41 @@ def test_requests_that_are_refused_when_they_run(pipelines: dict[str, TextGenera
 # -- Whole programs and random schedules -----------------------------------------------------------------
 
 
-def test_llm(folder: Path, queues: list[LazyQueue]) -> None:
-    """Stop strings, choices, a stream that is closed early, and later calls."""
+def test_llm_outputs_equal_the_synchronous_loop(folder: Path, queues: list[LazyQueue]) -> None:
+    """Covers stop strings, choices, a stream that is closed early, and later calls."""
     texts = {}
     for kernels in ("cpu", "lazy"):
         llm = LLM(str(folder), kernels=kernels, deterministic=True, max_batch_size=4)
         prompts = ["Once upon", "a", "The quick brown fox jumps"]
         greedy = SamplingParams(temperature=0, max_new_tokens=24)
         (first,) = llm.generate(prompts[0], greedy)
-        found: list[Any] = [first.text]
+        actual: list[Any] = [first.text]
         for stop in (first.text[3:5], first.text[10:12]):
             outputs = llm.generate(prompts, replace(greedy, stop=[stop]))
-            found += [(output.text, output.finish_reason) for output in outputs]
+            actual += [(output.text, output.finish_reason) for output in outputs]
         stream = llm.stream(prompts[2], greedy)
-        found.append(next(iter(stream))[:1])
+        actual.append(next(iter(stream))[:1])
         stream.close()
         outputs = llm.generate(prompts, SamplingParams(temperature=1, max_new_tokens=12, seed=4), n=3)
-        found += [output.text for output in outputs]
-        texts[kernels] = found
+        actual += [output.text for output in outputs]
+        texts[kernels] = actual
         llm.close()
     assert texts["lazy"] == texts["cpu"]
     assert not queues[-1].num_waiting
 
 
-def test_worker(common: dict[str, Any], queues: list[LazyQueue]) -> None:
-    """The results of requests, and memory that is returned while a step without requests is launched."""
-    found = {}
+def test_worker_results_equal_the_synchronous_loop(
+    common_values: dict[str, Any], queues: list[LazyQueue]
+) -> None:
+    """Also, memory is returned while a step without requests is launched."""
+    actual = {}
     for kernels in ("cpu", "lazy"):
         reports: list[Any] = []
         socket: Any = None
         loop = _Loop(
-            load_runtime(PipelineConfig.from_flat(common | {"kernels": kernels})), socket, reports.append
+            load_runtime(PipelineConfig.from_flat(common_values | {"kernels": kernels})),
+            socket,
+            reports.append,
         )
         tokens: dict[str, list[int]] = {}
         for name, prompt in (("a", PROMPT), ("b", PROMPT[:9])):
@@ -552,18 +577,20 @@ def test_worker(common: dict[str, Any], queues: list[LazyQueue]) -> None:
         for report in reports[:-1]:
             for result in report.results:
                 tokens.setdefault(result.request_id, []).extend(result.tokens)
-        found[kernels] = tokens
-    assert found["lazy"] == found["cpu"]
-    assert all(0 < len(one) < 70 for one in found["cpu"].values()), "a token ends them"
+        actual[kernels] = tokens
+    assert actual["lazy"] == actual["cpu"]
+    assert all(0 < len(value) < 70 for value in actual["cpu"].values()), "the requests end by an end token"
     assert not queues[-1].num_waiting
 
 
-def test_overlap_can_be_switched_off(common: dict[str, Any], queues: list[LazyQueue]) -> None:
-    config = common | {"kernels": "lazy", "overlap_steps": False}
-    assert opened(config).overlapped_steps is None
-    drafting = opened(common | {"kernels": "lazy", "speculative_method": "ngram"})
-    assert drafting.overlapped_steps is None
-    assert type(load_scheduler(drafting.config, drafting)) is Scheduler
+def test_overlap_is_off_with_drafts_or_by_setting(
+    common_values: dict[str, Any], queues: list[LazyQueue]
+) -> None:
+    config = common_values | {"kernels": "lazy", "overlap_steps": False}
+    assert open_from_values(config).overlapped_steps is None
+    with_drafts = open_from_values(common_values | {"kernels": "lazy", "speculative_method": "ngram"})
+    assert with_drafts.overlapped_steps is None
+    assert type(load_scheduler(with_drafts.config, with_drafts)) is Scheduler
 
 
 @st.composite
@@ -598,8 +625,8 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
     size=st.sampled_from([1, 3, 6]),
     cancels=st.dictionaries(st.sampled_from("0123"), st.integers(1, 9), max_size=2),
 )
-def test_any_schedule(
-    tight: dict[str, TextGenerationPipeline],
+def test_any_schedule_equals_the_synchronous_loop(
+    small_caches: dict[str, TextGenerationPipeline],
     batch: list[dict[str, Any]],
     every: int,
     tokens: int,
@@ -610,18 +637,27 @@ def test_any_schedule(
         return [context_of(str(i), **request) for i, request in enumerate(batch)]
 
     cancels = {name: count for name, count in cancels.items() if int(name) < len(batch)}
-    both(tight, contexts, every=every, cancels=cancels, max_batch_input_tokens=tokens, max_batch_size=size)
+    outputs_of(
+        small_caches,
+        contexts,
+        every=every,
+        cancels=cancels,
+        max_batch_input_tokens=tokens,
+        max_batch_size=size,
+    )
 
 
 @pytest.fixture(scope="module")
-def tight(common: dict[str, Any], queues: list[LazyQueue]) -> Iterator[dict[str, TextGenerationPipeline]]:
-    """Pipelines with so few blocks that contexts are preempted."""
+def small_caches(
+    common_values: dict[str, Any], queues: list[LazyQueue]
+) -> Iterator[dict[str, TextGenerationPipeline]]:
+    """Return pipelines with so few blocks that contexts are preempted."""
     pytest.importorskip("xgrammar")
     pipelines = {}
     for kernels in ("cpu", "lazy"):
-        plan = opened(common | {"kernels": kernels}).memory_plan
+        plan = open_from_values(common_values | {"kernels": kernels}).memory_plan
         memory = 12 * plan.kv_cache_size // plan.num_blocks[0]
-        pipelines[kernels] = opened(common | {"kernels": kernels, "kv_cache_memory": memory})
+        pipelines[kernels] = open_from_values(common_values | {"kernels": kernels, "kv_cache_memory": memory})
     yield pipelines
     for pipeline in pipelines.values():
         pipeline.close()

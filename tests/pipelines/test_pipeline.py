@@ -1,4 +1,4 @@
-"""`TextGenerationPipeline`: batches, steps, ends and refusals, on a small random Llama."""
+"""`TextGenerationPipeline`: batches, steps, ends, refused requests, on a small random Llama."""
 
 from __future__ import annotations
 
@@ -67,19 +67,19 @@ def pipeline(checkpoint: Path) -> TextGenerationPipeline:
     return open_pipeline(checkpoint, deterministic=True, kv_cache_block_size=16)
 
 
-def test_implements_the_protocols(pipeline: TextGenerationPipeline) -> None:
+def test_the_pipeline_implements_its_protocols(pipeline: TextGenerationPipeline) -> None:
     as_pipeline: Pipeline[TextContext, Any] = pipeline
     assert as_pipeline.kv is pipeline.kv
     assert isinstance(pipeline, TokenGenerator)
     assert isinstance(pipeline.model, KVCacheMixin)
 
 
-def test_an_empty_batch(pipeline: TextGenerationPipeline) -> None:
+def test_an_empty_batch_gives_no_outputs(pipeline: TextGenerationPipeline) -> None:
     assert pipeline.execute({}) == {}
     assert pipeline.next_token({}, 3) == []
 
 
-def test_next_token_is_a_dict_a_step(pipeline: TextGenerationPipeline) -> None:
+def test_next_token_returns_one_dict_per_step(pipeline: TextGenerationPipeline) -> None:
     short, long = context_of(PROMPT, 2), context_of(PROMPT[:9], 9)
     whole = generate(pipeline, [context_of(PROMPT, 2), context_of(PROMPT[:9], 9)])
     steps = pipeline.next_token({"short": short, "long": long}, num_steps=2)
@@ -87,11 +87,11 @@ def test_next_token_is_a_dict_a_step(pipeline: TextGenerationPipeline) -> None:
     assert [step["short"].next_token for step in steps] == whole[0]
     assert short.status is TextGenerationStatus.MAXIMUM_LENGTH
     steps = pipeline.next_token({"long": long}, num_steps=100)
-    assert len(steps) == 7, "as many as the maximum length leaves"
+    assert len(steps) == 7, "as many steps as the maximum length allows"
     assert [step["long"].next_token for step in steps] == whole[1][2:]
 
 
-def test_greedy_and_sampled_rows_side_by_side(pipeline: TextGenerationPipeline) -> None:
+def test_greedy_and_sampled_contexts_in_a_batch_equal_single_ones(pipeline: TextGenerationPipeline) -> None:
     def contexts() -> list[TextContext]:
         sampled = SamplingParams(temperature=1.0, top_k=-1, seed=3)
         return [context_of(PROMPT), context_of(PROMPT, sampling_params=sampled), context_of(PROMPT[:4])]
@@ -120,18 +120,20 @@ def test_the_end_of_sequence_is_not_an_output_token(pipeline: TextGenerationPipe
         pipeline.execute({"a": context})
 
 
-def test_the_pipelines_own_end_of_sequence(checkpoint: Path, pipeline: TextGenerationPipeline) -> None:
-    """It ends contexts without end-of-sequence ids that do not ignore it."""
+def test_the_default_end_token_ends_contexts_without_one(
+    checkpoint: Path, pipeline: TextGenerationPipeline
+) -> None:
+    """It ends contexts that have no end-of-sequence ids and do not ignore ends."""
     (plain,) = generate(pipeline, [context_of(PROMPT)])
     config = pipeline.config
-    ending = TextGenerationPipeline(config, type(pipeline.model), plain[0])
+    pipeline_with_end = TextGenerationPipeline(config, type(pipeline.model), plain[0])
     context = TextContext(prompt="", max_length=130, tokens=np.array(PROMPT, dtype=np.int64))
-    response = ending.execute({"a": context})["a"]
+    response = pipeline_with_end.execute({"a": context})["a"]
     assert response.final_status is TextGenerationStatus.END_OF_SEQUENCE
-    assert ending.execute({"a": context_of(PROMPT)})["a"].tokens[0].next_token == plain[0]
+    assert pipeline_with_end.execute({"a": context_of(PROMPT)})["a"].tokens[0].next_token == plain[0]
 
 
-def test_min_new_tokens_holds_off_the_end(pipeline: TextGenerationPipeline) -> None:
+def test_min_new_tokens_delays_the_end(pipeline: TextGenerationPipeline) -> None:
     (plain,) = generate(pipeline, [context_of(PROMPT)])
     context = TextContext(
         prompt="",
@@ -145,8 +147,9 @@ def test_min_new_tokens_holds_off_the_end(pipeline: TextGenerationPipeline) -> N
     assert not set(tokens[:7]) & set(plain)
 
 
-def test_a_full_cache_is_an_error_that_changes_nothing(checkpoint: Path) -> None:
-    size = 4 * 2 * 3 * 2 * 8 * 16 * 5  # bytes: float32, K and V, layers, kv heads, head dim, block, blocks
+def test_a_full_cache_is_an_error_and_changes_no_context(checkpoint: Path) -> None:
+    # bytes: float32 * K and V * layers * kv heads * head dim * block size * blocks
+    size = 4 * 2 * 3 * 2 * 8 * 16 * 5
     fixed = {"kv_cache_block_size": 16, "max_length": 64, "max_batch_size": 2}
     small = open_pipeline(checkpoint, kv_cache_memory=size, **fixed)
     assert small.kv.num_blocks == 4
@@ -164,7 +167,7 @@ def test_a_full_cache_is_an_error_that_changes_nothing(checkpoint: Path) -> None
     assert small.kv.num_free_blocks == 4
 
 
-def test_too_few_blocks_for_many_steps_are_enough_for_one(checkpoint: Path) -> None:
+def test_too_few_blocks_for_many_steps_reduce_the_steps(checkpoint: Path) -> None:
     size = 4 * 2 * 3 * 2 * 8 * 16 * 5
     fixed = {"kv_cache_block_size": 16, "max_length": 64, "max_batch_size": 2}
     small = open_pipeline(checkpoint, kv_cache_memory=size, **fixed)
@@ -182,8 +185,8 @@ def test_a_shortened_length_is_logged(checkpoint: Path, caplog: pytest.LogCaptur
     assert "the maximum length is 64 tokens, not the model's 256" in caplog.text
 
 
-def test_refusals_come_before_any_change(pipeline: TextGenerationPipeline) -> None:
-    good = context_of(PROMPT)
+def test_a_refused_batch_changes_no_context(pipeline: TextGenerationPipeline) -> None:
+    valid = context_of(PROMPT)
     refused = [
         (context_of(PROMPT, adapter="tone"), UnsupportedFeatureError, "adapter 'tone'"),
         (context_of(PROMPT, grammar=Grammar("regex", "a+")), UnsupportedFeatureError, "regex grammar"),
@@ -191,12 +194,12 @@ def test_refusals_come_before_any_change(pipeline: TextGenerationPipeline) -> No
     ]
     for context, error, message in refused:
         with pytest.raises(error, match=message):
-            pipeline.execute({"good": good, "bad": context})
-        assert not good.is_assigned_to_cache
+            pipeline.execute({"good": valid, "bad": context})
+        assert not valid.is_assigned_to_cache
     with pytest.raises(InputError, match="num_steps must be at least 1, was 0"):
-        pipeline.execute({"good": good}, num_steps=0)
+        pipeline.execute({"good": valid}, num_steps=0)
     with pytest.raises(InputError, match="twice in the batch"):
-        pipeline.execute({"good": good, "again": good})
+        pipeline.execute({"good": valid, "again": valid})
 
 
 def test_unsupported_requests_are_refused(pipeline: TextGenerationPipeline) -> None:
@@ -223,7 +226,7 @@ def test_a_length_beyond_the_model_is_refused(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("echo", [False, True])
 @pytest.mark.parametrize("chunks", [[], [11, 12]])
-def test_log_probabilities(
+def test_log_probabilities_equal_transformers(
     pipeline: TextGenerationPipeline, reference: Any, echo: bool, chunks: list[int]
 ) -> None:
     context = context_of(PROMPT, 4, log_probabilities=3, log_probabilities_echo=echo)
@@ -236,26 +239,28 @@ def test_log_probabilities(
     tokens = context.all_tokens.tolist()
     expected = torch.log_softmax(oracle_logits(reference, tokens[:-1]), dim=-1)
     ours = [value for entry in entries for value in entry.token_log_probabilities]
-    tops = [top for entry in entries for top in entry.top_log_probabilities]
+    top_tokens = [top for entry in entries for top in entry.top_log_probabilities]
     first = 1 if echo else len(PROMPT)
     theirs = [float(expected[i - 1, tokens[i]]) for i in range(first, len(tokens))]
     assert ours == pytest.approx(theirs, abs=1e-3)
-    for i, top in enumerate(tops, first):
-        best = set(expected[i - 1].topk(3).indices.tolist())
-        assert set(top) == best | {tokens[i]}
+    for i, top in enumerate(top_tokens, first):
+        expected_top = set(expected[i - 1].topk(3).indices.tolist())
+        assert set(top) == expected_top | {tokens[i]}
     pipeline.release(context)
 
 
 def test_penalties_change_the_text(pipeline: TextGenerationPipeline) -> None:
     (plain,) = generate(pipeline, [context_of(PROMPT)])
     params = SamplingParams(frequency_penalty=2.0, presence_penalty=2.0, repetition_penalty=1.5)
-    penalised, beside = generate(pipeline, [context_of(PROMPT, sampling_params=params), context_of(PROMPT)])
-    assert beside == plain
+    penalised, unpenalised = generate(
+        pipeline, [context_of(PROMPT, sampling_params=params), context_of(PROMPT)]
+    )
+    assert unpenalised == plain
     assert len(set(penalised)) > len(set(plain))
 
 
 @pytest.mark.parametrize(
-    ("wanted", "rows", "normed"),
+    ("requested", "rows", "normed"),
     [
         (ReturnHiddenStates.LAST, 2, False),
         (ReturnHiddenStates.ALL, 39, False),
@@ -263,10 +268,10 @@ def test_penalties_change_the_text(pipeline: TextGenerationPipeline) -> None:
         (ReturnHiddenStates.ALL_NORMALIZED, 39, True),
     ],
 )
-def test_hidden_states(
-    pipeline: TextGenerationPipeline, reference: Any, wanted: ReturnHiddenStates, rows: int, normed: bool
+def test_hidden_states_equal_transformers(
+    pipeline: TextGenerationPipeline, reference: Any, requested: ReturnHiddenStates, rows: int, normed: bool
 ) -> None:
-    pipeline.model.return_hidden_states = wanted
+    pipeline.model.return_hidden_states = requested
     texts = [PROMPT, PROMPT[:9]]
     outputs = run_once(pipeline, texts)
     assert outputs.hidden_states.shape == (rows, 48)
@@ -278,7 +283,9 @@ def test_hidden_states(
     torch.testing.assert_close(logits, oracle_logits(reference, texts[1])[-1:], atol=1e-3, rtol=1e-4)
 
 
-def test_every_row_of_logits(pipeline: TextGenerationPipeline, reference: Any) -> None:
+def test_return_logits_all_gives_the_logits_of_every_row(
+    pipeline: TextGenerationPipeline, reference: Any
+) -> None:
     pipeline.model.return_logits = ReturnLogits.ALL
     outputs = run_once(pipeline, [PROMPT, PROMPT[:9]])
     assert outputs.logit_offsets.tolist() == [0, 30, 39]
@@ -288,28 +295,28 @@ def test_every_row_of_logits(pipeline: TextGenerationPipeline, reference: Any) -
     assert generate(pipeline, [context_of(PROMPT, 5)])[0] == oracle_greedy(reference, PROMPT, 5)
 
 
-def test_one_row_of_logits_for_any_request(pipeline: TextGenerationPipeline) -> None:
-    asked = {"pipeline": pipeline, "texts": [PROMPT, PROMPT[:9]], "return_n_logits": 3}
-    assert run_once(**asked).logit_offsets.tolist() == [0, 3, 6]
+def test_return_logits_last_token_gives_one_row(pipeline: TextGenerationPipeline) -> None:
+    arguments = {"pipeline": pipeline, "texts": [PROMPT, PROMPT[:9]], "return_n_logits": 3}
+    assert run_once(**arguments).logit_offsets.tolist() == [0, 3, 6]
     pipeline.model.return_logits = ReturnLogits.LAST_TOKEN
-    assert run_once(**asked).logit_offsets.tolist() == [0, 1, 2]
+    assert run_once(**arguments).logit_offsets.tolist() == [0, 1, 2]
 
 
-def test_inputs_that_a_model_defines() -> None:
+def test_buffers_of_custom_model_inputs_are_found() -> None:
     @dataclass(kw_only=True)
-    class Bytes(ModelInputs):
+    class ListedInputs(ModelInputs):
         data: torch.Tensor
 
-    class Unlisted(ModelInputs):
+    class UnlistedInputs(ModelInputs):
         def __init__(self, data: torch.Tensor) -> None:
             self.data = data
 
-    for inputs in (Bytes(data=torch.ones(2)), Unlisted(torch.ones(2))):
+    for inputs in (ListedInputs(data=torch.ones(2)), UnlistedInputs(torch.ones(2))):
         assert [buffer.tolist() for buffer in inputs.buffers] == [[1, 1]]
         assert "tokens=None" in repr(inputs)
 
 
-def test_a_model_from_configuration_and_session_alone(pipeline: TextGenerationPipeline) -> None:
+def test_a_model_can_be_built_from_configuration_and_session(pipeline: TextGenerationPipeline) -> None:
     model = type(pipeline.model)(pipeline.config, pipeline.session)
     assert isinstance(model, KVCacheMixin)
     assert model.estimate_memory_footprint() > 0
@@ -322,9 +329,9 @@ def test_a_model_from_configuration_and_session_alone(pipeline: TextGenerationPi
     assert model.dtype.value == "float32"
 
 
-def test_the_cache_configuration_given_is_the_one_used(pipeline: TextGenerationPipeline) -> None:
-    given = KVCacheConfig(block_size=64, dtype="bfloat16", memory=10**6)
-    model = type(pipeline.model)(pipeline.config, pipeline.session, kv_cache_config=given)
+def test_a_given_cache_configuration_is_used(pipeline: TextGenerationPipeline) -> None:
+    cache_config = KVCacheConfig(block_size=64, dtype="bfloat16", memory=10**6)
+    model = type(pipeline.model)(pipeline.config, pipeline.session, kv_cache_config=cache_config)
     assert isinstance(model, KVCacheMixin)
     manager = model.load_kv_manager(pipeline.session, model.memory_plan.kv_cache_size)
     assert (manager.block_size, model.memory_plan.block_size) == (64, 64)
@@ -332,7 +339,7 @@ def test_the_cache_configuration_given_is_the_one_used(pipeline: TextGenerationP
     assert sum(cache.nbytes for cache in manager.storage.caches) == model.memory_plan.kv_cache_size <= 10**6
 
 
-def test_the_adapter_renames_tensors(checkpoint: Path, tmp_path: Path, reference: Any) -> None:
+def test_a_weight_adapter_renames_tensors(checkpoint: Path, tmp_path: Path, reference: Any) -> None:
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(checkpoint / "model.safetensors")
@@ -352,7 +359,7 @@ def test_the_adapter_renames_tensors(checkpoint: Path, tmp_path: Path, reference
     )
 
 
-def test_bfloat16_is_close(checkpoint: Path, reference: Any) -> None:
+def test_bfloat16_logits_are_close_to_float32(checkpoint: Path, reference: Any) -> None:
     pipeline = open_pipeline(checkpoint, quantization_encoding="bfloat16")
     assert isinstance(pipeline.kv, KVCacheManager)
     assert pipeline.kv.storage.caches[0].dtype is torch.bfloat16
@@ -362,7 +369,7 @@ def test_bfloat16_is_close(checkpoint: Path, reference: Any) -> None:
 
 
 class NextToken(PipelineModel[TextContext]):
-    """A model with only the methods of the page: token t + 1 follows token t."""
+    """A model with only the methods of the API page: token t + 1 follows token t."""
 
     @classmethod
     def calculate_max_seq_len(cls, pipeline_config: Any, huggingface_config: Any) -> int:
@@ -381,7 +388,7 @@ class NextToken(PipelineModel[TextContext]):
         return ModelOutputs(logits=torch.eye(130, device=model_inputs.device)[model_inputs + 1])
 
 
-def test_a_model_may_return_logits_alone(checkpoint: Path) -> None:
+def test_a_model_may_return_only_logits(checkpoint: Path) -> None:
     pipeline = TextGenerationPipeline(PipelineConfig.from_flat({"model_path": str(checkpoint)}), NextToken, 9)
     assert generate(pipeline, [context_of([3, 1], 3), context_of([50], 4)], num_steps=2) == [
         [2, 3, 4],
@@ -389,7 +396,7 @@ def test_a_model_may_return_logits_alone(checkpoint: Path) -> None:
     ]
 
 
-def test_a_cache_made_by_the_model_gets_the_free_memory(checkpoint: Path) -> None:
+def test_a_cache_created_by_the_model_gets_the_free_memory(checkpoint: Path) -> None:
     class WithCache(NextToken):
         def load_kv_manager(self, session: Any, available_cache_memory: int) -> KVCacheManager:
             self.given = available_cache_memory
@@ -419,10 +426,10 @@ def test_a_context_of_another_task_is_refused(pipeline: TextGenerationPipeline) 
         assert not context.is_assigned_to_cache
 
 
-def test_speech_tokens_end_before_the_audio(
+def test_a_speech_context_stops_at_the_end_of_its_tokens(
     pipeline: TextGenerationPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pipeline for speech tokens derives from this one, and differs in its contexts."""
+    """The speech-token pipeline derives from this pipeline and has other contexts."""
     (plain,) = generate(pipeline, [context_of(PROMPT, 2)])
     monkeypatch.setattr(type(pipeline), "context_types", (TTSContext,))
     context = TTSContext(prompt="", max_length=len(PROMPT) + 2, tokens=np.array(PROMPT), ignore_eos=True)

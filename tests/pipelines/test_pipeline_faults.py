@@ -1,4 +1,4 @@
-"""An error of one context after a forward ends only this context."""
+"""Errors that concern one context after a forward end only that context."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.checkpoints import write_checkpoint
 from support.running import context_of, generate, open_pipeline
-from support.speculating import PROMPT, Oracle, outcome, texts_of
+from support.speculating import PROMPT, OracleProposer, run_directly, texts_of
 
 from penstock.architectures.llama import tiny_config
 from penstock.errors import InputError, RequestFailedError, UnsupportedFeatureError
@@ -38,8 +38,8 @@ def with_logits(outputs: Any, logits: torch.Tensor) -> Any:
     return replace(outputs, logits=logits, next_token_logits=None)
 
 
-class Turncoat:
-    """A matcher whose mask allows every token, but which rejects the third one."""
+class RejectingMatcher:
+    """A matcher whose mask allows every token, but which rejects the third token."""
 
     def __init__(self) -> None:
         self.num_accepted = 0
@@ -62,12 +62,12 @@ class Turncoat:
         return self.num_accepted < 3
 
 
-def test_a_context_that_cannot_take_its_token(
+def test_a_context_whose_matcher_rejects_its_token_fails_alone(
     pipeline: TextGenerationPipeline, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain = texts_of(outcome(pipeline, list(contexts().values())))
+    plain = texts_of(run_directly(pipeline, list(contexts().values())))
     batch = contexts()
-    matcher: Any = Turncoat()
+    matcher: Any = RejectingMatcher()
     batch["bad"].set_matcher(matcher)
     for step in range(3):
         responses = pipeline.execute(batch)
@@ -75,7 +75,7 @@ def test_a_context_that_cannot_take_its_token(
     failure = pipeline.failures.pop("bad")
     assert isinstance(failure, RequestFailedError)
     assert "request bad ended because of an internal error" in str(failure)
-    assert "the grammar does not accept" in caplog.text, "the log has the details"
+    assert "the grammar does not accept" in caplog.text, "the log contains the details"
     assert "the grammar does not accept" not in str(failure)
     with pytest.raises(InputError, match="request bad has ended"):
         pipeline.execute(batch)
@@ -83,15 +83,15 @@ def test_a_context_that_cannot_take_its_token(
     assert generate(pipeline, list(batch.values())) == [plain["good"][3:], plain["as good"][3:]]
 
 
-def test_a_grammar_that_allows_no_token_of_the_model(pipeline: TextGenerationPipeline) -> None:
-    class Mute(Turncoat):
+def test_a_grammar_that_allows_no_token_fails_its_context(pipeline: TextGenerationPipeline) -> None:
+    class MatcherWithoutTokens(RejectingMatcher):
         def fill_next_token_bitmask(self, bitmask: torch.Tensor, index: int) -> bool:
             bitmask[index] = 0
             return True
 
-    plain = texts_of(outcome(pipeline, list(contexts().values())))
+    plain = texts_of(run_directly(pipeline, list(contexts().values())))
     batch = contexts()
-    matcher: Any = Mute()
+    matcher: Any = MatcherWithoutTokens()
     batch["bad"].set_matcher(matcher)
     assert list(pipeline.execute(batch)) == ["good", "as good"]
     failure = pipeline.failures.pop("bad")
@@ -105,14 +105,14 @@ def test_a_grammar_that_allows_no_token_of_the_model(pipeline: TextGenerationPip
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize(("num_steps", "num_top"), [(1, None), (4, None), (1, 2)])
-def test_non_finite_logits(
+def test_non_finite_logits_fail_only_their_context(
     pipeline: TextGenerationPipeline, value: float, num_steps: int, num_top: int | None
 ) -> None:
-    plain = texts_of(outcome(pipeline, list(contexts().values())))
+    plain = texts_of(run_directly(pipeline, list(contexts().values())))
     calls = 0
     original = pipeline.model.execute
 
-    def spoilt(inputs: Any) -> Any:
+    def execute_with_nan(inputs: Any) -> Any:
         nonlocal calls
         calls += 1
         outputs = original(inputs)
@@ -121,7 +121,7 @@ def test_non_finite_logits(
             logits[1, 7] = value
         return with_logits(outputs, logits)
 
-    pipeline.model.execute = spoilt  # type: ignore[method-assign]
+    pipeline.model.execute = execute_with_nan  # type: ignore[method-assign]
     scheduler = Scheduler(pipeline, max_batch_size=4)
     for context in contexts().values():
         context.log_probabilities = num_top
@@ -139,57 +139,57 @@ def test_non_finite_logits(
 
 
 def test_non_finite_logits_after_a_rejected_draft_are_ignored(pipeline: TextGenerationPipeline) -> None:
-    plain = outcome(pipeline, list(contexts().values()))
+    plain = run_directly(pipeline, list(contexts().values()))
     original = pipeline.model.execute
 
-    def spoilt(inputs: Any) -> Any:
+    def execute_with_nan(inputs: Any) -> Any:
         outputs = original(inputs)
         ends = inputs.logit_offsets[1:]
-        wrong = [number for number, count in enumerate(inputs.drafts or ()) if count == 4]
+        rejected_rows = [number for number, count in enumerate(inputs.drafts or ()) if count == 4]
         logits = outputs.logits.clone()
-        logits[ends[wrong] - 1] = torch.nan
+        logits[ends[rejected_rows] - 1] = torch.nan
         return with_logits(outputs, logits)
 
-    pipeline.model.execute = spoilt  # type: ignore[method-assign]
-    pipeline.proposer = Oracle(texts_of(plain), lambda place: True, 4)
-    assert outcome(pipeline, list(contexts().values())) == plain
+    pipeline.model.execute = execute_with_nan  # type: ignore[method-assign]
+    pipeline.proposer = OracleProposer(texts_of(plain), lambda place: True, 4)
+    assert run_directly(pipeline, list(contexts().values())) == plain
 
 
-def test_minus_infinity_is_a_number(pipeline: TextGenerationPipeline) -> None:
+def test_logits_of_minus_infinity_are_valid(pipeline: TextGenerationPipeline) -> None:
     original = pipeline.model.execute
 
-    def masked(inputs: Any) -> Any:
+    def execute_with_minus_infinity(inputs: Any) -> Any:
         outputs = original(inputs)
         logits = outputs.logits.clone()
         logits[:, 5:] = -torch.inf
         return with_logits(outputs, logits)
 
-    pipeline.model.execute = masked  # type: ignore[method-assign]
+    pipeline.model.execute = execute_with_minus_infinity  # type: ignore[method-assign]
     (text,) = generate(pipeline, [context_of(PROMPT, 9)])
     assert max(text) < 5
     assert not pipeline.failures
 
 
-class Grammars:
+class SlowCompiler:
     """A compiler whose grammar is ready at the third check."""
 
     def __init__(self) -> None:
-        self.looks = 0
+        self.num_checks = 0
 
     def ready(self, context: TextContext) -> bool:
-        self.looks += 1
-        if context.grammar is not None and self.looks >= 3:
-            matcher: Any = Turncoat()
+        self.num_checks += 1
+        if context.grammar is not None and self.num_checks >= 3:
+            matcher: Any = RejectingMatcher()
             context.set_matcher(matcher)
         return context.matcher is not None or context.grammar is None
 
 
-def test_ready_starts_the_grammar(pipeline: TextGenerationPipeline) -> None:
+def test_ready_starts_the_compilation_of_the_grammar(pipeline: TextGenerationPipeline) -> None:
     constrained = context_of(PROMPT, grammar=Grammar("regex", "a+"))
     assert pipeline.ready(constrained)
     with pytest.raises(UnsupportedFeatureError, match="call set_matcher"):
         pipeline.execute({"a": constrained})
-    grammars: Any = Grammars()
+    grammars: Any = SlowCompiler()
     pipeline.grammars = grammars
     assert pipeline.ready(context_of(PROMPT))
     assert not pipeline.ready(constrained)

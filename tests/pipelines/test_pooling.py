@@ -1,4 +1,4 @@
-"""Every pooling against its formula, and dense modules."""
+"""Every pooling against its formula, and dense modules against torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
         ("last_token", [3, 1], [3, 1]),
     ],
 )
-def test_pooling(kind: str, whole: list[float], without_first: list[float]) -> None:
+def test_pooling_equals_its_formula(kind: str, whole: list[float], without_first: list[float]) -> None:
     assert pool(HIDDEN, (kind,)).tolist() == pytest.approx(whole)  # type: ignore[arg-type]
     assert pool(HIDDEN, (kind,), 1).tolist() == pytest.approx(without_first)  # type: ignore[arg-type]
 
@@ -40,41 +40,44 @@ def test_several_poolings_are_concatenated_in_float32() -> None:
     assert pooled.tolist() == [1, -2, 4, 8]
 
 
-def dense(folder: Path, activation: str = "Tanh", bias: bool = True, out_features: int = 3) -> DenseModule:
+def write_dense(
+    folder: Path, activation: str = "Tanh", bias: bool = True, out_features: int = 3
+) -> DenseModule:
     return DenseModule(
         path=folder, in_features=2, out_features=out_features, bias=bias, activation=activation
     )
 
 
-def test_a_dense_module_saved_by_torch(tmp_path: Path) -> None:
+def test_a_dense_module_saved_by_torch_is_read(tmp_path: Path) -> None:
     linear = torch.nn.Linear(2, 3)
     torch.save(
-        {f"linear.{name}": one for name, one in linear.state_dict().items()}, tmp_path / "pytorch_model.bin"
+        {f"linear.{name}": tensor for name, tensor in linear.state_dict().items()},
+        tmp_path / "pytorch_model.bin",
     )
     ops = ReferenceOps()
     expected = linear(HIDDEN).tanh().detach()
-    np.testing.assert_allclose(load_dense(dense(tmp_path), ops, CPU)(HIDDEN, ops), expected, atol=1e-6)
+    np.testing.assert_allclose(load_dense(write_dense(tmp_path), ops, CPU)(HIDDEN, ops), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("activation", ["Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid"])
-def test_a_dense_module(tmp_path: Path, activation: str, bias: bool) -> None:
+def test_a_dense_module_equals_torch(tmp_path: Path, activation: str, bias: bool) -> None:
     linear = torch.nn.Linear(2, 3, bias=bias)
     save_file(
-        {f"linear.{name}": one.detach() for name, one in linear.named_parameters()},
+        {f"linear.{name}": parameter.detach() for name, parameter in linear.named_parameters()},
         tmp_path / "model.safetensors",
     )
     ops = ReferenceOps()
-    layer = load_dense(dense(tmp_path, activation, bias), ops, CPU)
+    layer = load_dense(write_dense(tmp_path, activation, bias), ops, CPU)
     expected = getattr(torch.nn, activation)()(linear(HIDDEN)).detach()
     np.testing.assert_allclose(layer(HIDDEN, ops), expected, atol=1e-6)
 
 
-def test_damaged_dense_modules(tmp_path: Path) -> None:
+def test_malformed_dense_modules_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="activation 'Softmax' is not supported: use one of Identity"):
-        load_dense(dense(tmp_path, "Softmax"), ReferenceOps(), CPU)
+        load_dense(write_dense(tmp_path, "Softmax"), ReferenceOps(), CPU)
     save_file({"linear.weight": torch.zeros(3, 2)}, tmp_path / "model.safetensors")
     with pytest.raises(WeightsError, match=r"linear\.bias"):
-        load_dense(dense(tmp_path), ReferenceOps(), CPU)
+        load_dense(write_dense(tmp_path), ReferenceOps(), CPU)
     with pytest.raises(WeightsError, match=r"linear\.weight"):
-        load_dense(dense(tmp_path, bias=False, out_features=4), ReferenceOps(), CPU)
+        load_dense(write_dense(tmp_path, bias=False, out_features=4), ReferenceOps(), CPU)

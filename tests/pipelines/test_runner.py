@@ -1,4 +1,4 @@
-"""`ModelRunner` and `TextGenerationPipeline`: launch and collect."""
+"""`ModelRunner` and `TextGenerationPipeline`: launching and collecting steps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def pipeline(checkpoint: Path) -> TextGenerationPipeline:
 
 
 class CountingModel(PipelineModel[TextContext]):
-    """A model without weights: the token after t is t + 1. It records the tokens of each forward."""
+    """A model without weights in which token t + 1 follows token t. It records the tokens of each forward."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -77,7 +77,7 @@ def test_a_step_can_be_launched_before_the_previous_one_is_collected(checkpoint:
     assert model.forwards == [[5, 60], [6, 61], [7, 62], [8, 63]]
     assert [context.current_length for context in contexts] == [1, 2], "launching changes no context"
     collected = [pipeline.runner.collect(handle) for handle in (third, first, second)]
-    assert [[one.tokens for one in results] for results in collected] == [
+    assert [[result.tokens for result in results] for results in collected] == [
         [[9], [64]],
         [[6], [61]],
         [[7, 8], [62, 63]],
@@ -100,7 +100,7 @@ def test_batches_are_launched_and_collected_in_any_order(checkpoint: Path) -> No
 def test_continued_launches_give_the_tokens_of_single_steps(
     pipeline: TextGenerationPipeline, num_steps: int, use_graphs: bool
 ) -> None:
-    """On a real model, with eager and with fused steps."""
+    """Runs on a real model, with eager and with fused steps."""
     pipeline.session.use_graphs = use_graphs
     expected = generate(pipeline, [context_of(PROMPT, 11), context_of(OTHER, 11)])
     contexts = [context_of(PROMPT, 11), context_of(OTHER, 11)]
@@ -112,14 +112,14 @@ def test_continued_launches_give_the_tokens_of_single_steps(
         handles.append(pipeline.runner.launch(contexts, num_steps, after=handles[-1]))
     tokens: list[list[int]] = [[], []]
     for results in map(pipeline.runner.collect, handles):
-        for found, one in zip(tokens, results, strict=True):
-            found += one.tokens
-    assert tokens == [one[:10] for one in expected]
+        for actual, result in zip(tokens, results, strict=True):
+            actual += result.tokens
+    assert tokens == [reference[:10] for reference in expected]
     for context in contexts:
         pipeline.release(context)
 
 
-def test_execute_is_launch_and_collect(pipeline: TextGenerationPipeline) -> None:
+def test_execute_equals_launch_and_collect(pipeline: TextGenerationPipeline) -> None:
     expected = generate(pipeline, [context_of(PROMPT, 5)])
     context, tokens = context_of(PROMPT, 5), []
     while not context.is_done:
@@ -138,39 +138,39 @@ def test_nothing_is_launched_for_a_refused_batch(checkpoint: Path) -> None:
 
 
 @pytest.fixture
-def reserved(pipeline: TextGenerationPipeline, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The request id of each call of `KVCacheManager.reserve`."""
+def reserved_ids(pipeline: TextGenerationPipeline, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the request ids that `KVCacheManager.reserve` was called with."""
     calls: list[str] = []
     reserve = pipeline.kv.reserve
 
-    def recording(context: Any, lookahead: int = 0) -> None:
+    def record_reserve(context: Any, lookahead: int = 0) -> None:
         calls.append(context.request_id)
         reserve(context, lookahead)
 
-    monkeypatch.setattr(pipeline.kv, "reserve", recording)
+    monkeypatch.setattr(pipeline.kv, "reserve", record_reserve)
     return calls
 
 
 @pytest.mark.parametrize("num_steps", [1, 4])
 def test_a_scheduled_step_reserves_blocks_once_per_context(
-    pipeline: TextGenerationPipeline, reserved: list[str], num_steps: int
+    pipeline: TextGenerationPipeline, reserved_ids: list[str], num_steps: int
 ) -> None:
     scheduler: Scheduler[TextContext, Any] = Scheduler(pipeline, max_batch_size=4)
     for name in "abc":
         scheduler.submit(context_of(PROMPT, 20, request_id=name))
     while scheduler.has_work:
-        reserved.clear()
+        reserved_ids.clear()
         outputs = scheduler.step(num_steps)
-        assert sorted(reserved) == sorted(outputs)
+        assert sorted(reserved_ids) == sorted(outputs)
 
 
 @pytest.mark.parametrize("num_steps", [1, 4])
 def test_a_direct_call_reserves_blocks_once_per_context(
-    pipeline: TextGenerationPipeline, reserved: list[str], num_steps: int
+    pipeline: TextGenerationPipeline, reserved_ids: list[str], num_steps: int
 ) -> None:
     batch = {name: context_of(PROMPT, 20, request_id=name) for name in "abc"}
     for _ in range(3):
-        reserved.clear()
+        reserved_ids.clear()
         steps = pipeline.next_token(batch, num_steps)
         assert len(steps) == num_steps
-        assert sorted(reserved) == sorted(batch)
+        assert sorted(reserved_ids) == sorted(batch)

@@ -1,4 +1,4 @@
-"""Sampling compared with the same rule in numpy, row by row."""
+"""Sampling, compared with the same rule in numpy for each row."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def ops(request: pytest.FixtureRequest) -> Ops:
         return ReferenceOps()
     compiled = load_compiled()
     if compiled is None:
-        pytest.skip("the compiled kernels are not built here")
+        pytest.skip("the C++ kernels are not built")
     return compiled
 
 
 def kept_tokens(logits: np.ndarray, params: SamplingParams) -> tuple[list[int], np.ndarray]:
-    """Return the tokens that the rule of `Ops.sample` keeps, by id, and the sums of their probabilities."""
+    """Return the tokens that the rule of `Ops.sample` keeps, by id, and their cumulative probabilities."""
     if params.temperature == 0 or params.top_k == 1:
         return [int(logits.argmax())], np.ones(1)
     scores = logits.astype(np.float64) / np.float64(np.float32(params.temperature))
@@ -49,11 +49,14 @@ def kept_tokens(logits: np.ndarray, params: SamplingParams) -> tuple[list[int], 
     return kept, np.cumsum([probabilities[token] for token in kept])
 
 
-def expected_tokens(logits: np.ndarray, params: SamplingParams, draws: np.ndarray) -> np.ndarray:
-    """Return the token of one row for each draw: the first one whose sum exceeds the draw's share."""
+def expected_tokens(logits: np.ndarray, params: SamplingParams, random_numbers: np.ndarray) -> np.ndarray:
+    """Return the token of one row for each random number u.
+
+    It is the first token whose cumulative probability exceeds u times the total.
+    """
     kept, sums = kept_tokens(logits, params)
-    places = np.searchsorted(sums, draws * sums[-1], side="right")
-    return np.array(kept)[np.minimum(places, len(kept) - 1)]
+    positions = np.searchsorted(sums, random_numbers * sums[-1], side="right")
+    return np.array(kept)[np.minimum(positions, len(kept) - 1)]
 
 
 def sample(ops: Ops, logits: np.ndarray, params: list[SamplingParams], positions: list[int]) -> list[int]:
@@ -80,15 +83,19 @@ params_strategy = st.builds(
     spread=st.sampled_from([0.1, 1.0, 6.0]),
     seed=st.integers(0, 1000),
 )
-def test_rule(
+def test_sampled_tokens_follow_the_rule(
     ops: Ops, rows: list[tuple[SamplingParams, int]], vocabulary: int, spread: float, seed: int
 ) -> None:
     logits = np.random.default_rng(seed).normal(0, spread, (len(rows), vocabulary)).astype(np.float32)
-    params = [one for one, _ in rows]
+    params = [sampling for sampling, _ in rows]
     positions = [position for _, position in rows]
     expected = [
-        int(expected_tokens(row, one, uniforms(np.array([one.seed], np.uint64), np.array([position])))[0])
-        for row, (one, position) in zip(logits, rows, strict=True)
+        int(
+            expected_tokens(
+                row, sampling, uniforms(np.array([sampling.seed], np.uint64), np.array([position]))
+            )[0]
+        )
+        for row, (sampling, position) in zip(logits, rows, strict=True)
     ]
     assert sample(ops, logits, params, positions) == expected
 
@@ -103,16 +110,16 @@ def test_greedy_takes_the_smallest_id_on_a_tie(ops: Ops, params: SamplingParams)
 def test_top_k_keeps_the_smallest_ids_on_a_tie(ops: Ops) -> None:
     params = SamplingParams(top_k=3, temperature=1.0)
     logits = np.zeros((200, 40), np.float32)
-    drawn = sample(ops, logits, [params] * 200, list(range(200)))
-    assert set(drawn) == {0, 1, 2}
+    sampled = sample(ops, logits, [params] * 200, list(range(200)))
+    assert set(sampled) == {0, 1, 2}
 
 
 @pytest.mark.parametrize(("top_p", "kept"), [(0.0, 1), (0.25, 1), (0.5, 2), (0.51, 3), (0.75, 3), (1.0, 4)])
-def test_top_p_keeps_no_token_behind_the_mass(ops: Ops, top_p: float, kept: int) -> None:
-    """Four equal tokens: their probabilities, and sums of them, are exact."""
+def test_top_p_keeps_no_token_beyond_the_mass(ops: Ops, top_p: float, kept: int) -> None:
+    """The four tokens are equally likely, so their probabilities and cumulative sums are exact."""
     params = SamplingParams(top_k=-1, temperature=1.0, top_p=top_p)
-    drawn = sample(ops, np.zeros((200, 4), np.float32), [params] * 200, list(range(200)))
-    assert set(drawn) == set(range(kept))
+    sampled = sample(ops, np.zeros((200, 4), np.float32), [params] * 200, list(range(200)))
+    assert set(sampled) == set(range(kept))
 
 
 @pytest.mark.parametrize(
@@ -124,27 +131,27 @@ def test_top_p_keeps_no_token_behind_the_mass(ops: Ops, top_p: float, kept: int)
         SamplingParams(temperature=1.0, top_k=20, top_p=0.95, min_p=0.1),
     ],
 )
-def test_distribution(ops: Ops, params: SamplingParams) -> None:
-    """20,000 draws fall as often on each token as its probability says (chi-squared, p > 0.001)."""
+def test_sampled_tokens_have_the_expected_distribution(ops: Ops, params: SamplingParams) -> None:
+    """A chi-squared test of 20,000 samples against the probabilities (p > 0.001)."""
     count, vocabulary = 20_000, 50
     logits = np.random.default_rng(5).normal(0, 1.5, vocabulary).astype(np.float32)
-    grid = (np.arange(40_000) + 0.5) / 40_000
-    expected = np.bincount(expected_tokens(logits, params, grid), minlength=vocabulary)
-    drawn = sample(ops, np.tile(logits, (count, 1)), [params] * count, list(range(count)))
-    observed = np.bincount(drawn, minlength=vocabulary)
+    uniform_grid = (np.arange(40_000) + 0.5) / 40_000
+    expected = np.bincount(expected_tokens(logits, params, uniform_grid), minlength=vocabulary)
+    sampled = sample(ops, np.tile(logits, (count, 1)), [params] * count, list(range(count)))
+    observed = np.bincount(sampled, minlength=vocabulary)
     assert not observed[expected == 0].any()
     cells = expected * (count / 40_000) >= 5
     statistic = (((observed - expected / 2) ** 2)[cells] / (expected / 2)[cells]).sum()
-    freedom = int(cells.sum()) - 1
-    assert statistic < freedom + 3.1 * np.sqrt(2 * freedom) + 6
+    degrees_of_freedom = int(cells.sum()) - 1
+    assert statistic < degrees_of_freedom + 3.1 * np.sqrt(2 * degrees_of_freedom) + 6
 
 
-def test_bitmask(ops: Ops) -> None:
+def test_a_bitmask_excludes_tokens(ops: Ops) -> None:
     logits = torch.randn(3, 70, generator=torch.Generator().manual_seed(0))
     bitmask = torch.zeros(3, 3, dtype=torch.int32)
-    bitmask[0, 2] = 1 << 5  # only token 69
+    bitmask[0, 2] = 1 << 5  # allows only token 69
     bitmask[1] = -1
-    bitmask[2, 0] = torch.tensor(-(2**31))  # only token 31, the sign bit
+    bitmask[2, 0] = torch.tensor(-(2**31))  # allows only token 31, the sign bit
     ones = torch.ones(3)
     inputs = SamplingInputs(
         ones, torch.zeros(3, dtype=torch.int64), ones, 0 * ones, torch.full((3,), 0.4, dtype=torch.float64)
@@ -155,16 +162,16 @@ def test_bitmask(ops: Ops) -> None:
 
 
 def test_splitmix64_golden_vectors() -> None:
-    """The published outputs of the generator, and the draws computed from them."""
-    known = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
-    assert [splitmix64(1234567, position) for position in range(4)] == known
+    """The published outputs of the generator, and the uniform numbers computed from them."""
+    published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
+    assert [splitmix64(1234567, position) for position in range(4)] == published
     assert splitmix64(0, 0) == 0xE220A8397B1DCDAF
-    draws = uniforms(np.full(4, 1234567, np.uint64), np.arange(4))
-    assert draws.tolist() == [(output >> 11) / 2**53 for output in known]
+    random_numbers = uniforms(np.full(4, 1234567, np.uint64), np.arange(4))
+    assert random_numbers.tolist() == [(output >> 11) / 2**53 for output in published]
     assert splitmix64(-1, 0) == splitmix64(2**64 - 1, 0)
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**40))
 def test_uniforms_are_below_one(seed: int, position: int) -> None:
-    (draw,) = uniforms(np.array([seed], np.uint64), np.array([position]))
-    assert 0 <= draw < 1
+    (number,) = uniforms(np.array([seed], np.uint64), np.array([position]))
+    assert 0 <= number < 1

@@ -1,4 +1,4 @@
-"""The effect of sampling parameters on logits, against transformers' processors and plain Python."""
+"""Effects of sampling parameters on logits, against transformers' processors and plain Python."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from penstock.kernels.reference import ReferenceOps
 from penstock.pipelines.core import SamplingParams, TextContext, msgpack_numpy_decoder, msgpack_numpy_encoder
 from penstock.pipelines.sampling import Sampler, adjust_logits, check_logit_rules
 
-V = 20
-OTHER_ENDS = {3, 7}
+VOCAB_SIZE = 20
+END_TOKENS = {3, 7}
 
 
-def adjusted(
+def adjust(
     logits: torch.Tensor,  # [R, V]
     contexts: list[TextContext],
     drafts: list[list[int]] | None = None,
 ) -> torch.Tensor:
-    """Return the adjusted logits ``[R, V]``: one row for each context and one for each of its drafts."""
+    """Return the adjusted logits ``[R, V]``, with one row for each context and one for each of its drafts."""
     counts = [1 + len(draft) for draft in drafts or [[]] * len(contexts)]
     sequences = np.arange(len(contexts)).repeat(counts)
     positions = [c.active_idx + j for c, count in zip(contexts, counts, strict=True) for j in range(count)]
@@ -38,17 +38,17 @@ def adjusted(
 
 
 def random_logits(rows: int = 1, seed: int = 1) -> torch.Tensor:
-    return torch.randn(rows, V, generator=torch.Generator().manual_seed(seed)) * 3
+    return torch.randn(rows, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def advanced(context: TextContext, tokens: list[int]) -> TextContext:
+def advance(context: TextContext, tokens: list[int]) -> TextContext:
     for token in tokens:
         context.update(token)
     return context
 
 
 def expected_row(row: np.ndarray, context: TextContext, drafts: list[int]) -> tuple[np.ndarray, set[int]]:
-    """Return the adjusted logits ``[V]`` and the set of forbidden tokens, by definition."""
+    """Return the adjusted logits ``[V]`` and the set of forbidden tokens, following the definition."""
     params, scores = context.sampling_params, row.astype(np.float64).copy()
     generated = context.generated_tokens.tolist() + drafts
     for token, bias in (params.logit_bias or {}).items():
@@ -63,28 +63,29 @@ def expected_row(row: np.ndarray, context: TextContext, drafts: list[int]) -> tu
         if generated[len(generated) - len(prefix) :] == prefix:
             out.add(last)
     if params.allowed_token_ids is not None:
-        out |= set(range(V)) - set(params.allowed_token_ids)
+        out |= set(range(VOCAB_SIZE)) - set(params.allowed_token_ids)
     if len(generated) < params.min_new_tokens:
         out |= context.eos_token_ids
     return scores, out
 
 
-def assert_follows_the_rule(result: torch.Tensor, before: torch.Tensor, rows: list[Any]) -> None:
+def assert_follows_the_definition(result: torch.Tensor, before: torch.Tensor, rows: list[Any]) -> None:
     for row, plain, (context, drafts) in zip(result.numpy(), before.numpy(), rows, strict=True):
-        scores, out = expected_row(plain, context, drafts)
-        left = sorted(set(range(V)) - out)
-        np.testing.assert_allclose(row[left], scores[left], rtol=1e-5, atol=1e-5)
-        assert (row[sorted(out)] <= -1e20).all()
+        scores, forbidden = expected_row(plain, context, drafts)
+        remaining = sorted(set(range(VOCAB_SIZE)) - forbidden)
+        np.testing.assert_allclose(row[remaining], scores[remaining], rtol=1e-5, atol=1e-5)
+        assert (row[sorted(forbidden)] <= -1e20).all()
 
 
-some_tokens = st.lists(st.integers(0, V - 1), max_size=6)
+some_tokens = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=6)
 params_strategy = st.builds(
     SamplingParams,
     frequency_penalty=st.sampled_from([0.0, 0.7, -1.5]),
     presence_penalty=st.sampled_from([0.0, 0.4]),
     repetition_penalty=st.sampled_from([1.0, 1.3, 0.5]),
     min_new_tokens=st.sampled_from([0, 0, 3]),
-    logit_bias=st.none() | st.dictionaries(st.integers(0, V - 1), st.floats(-100, 100, width=32), max_size=4),
+    logit_bias=st.none()
+    | st.dictionaries(st.integers(0, VOCAB_SIZE - 1), st.floats(-100, 100, width=32), max_size=4),
     allowed_token_ids=st.none() | st.lists(st.integers(8, 12), min_size=1, max_size=5),
     banned_token_ids=st.none() | st.lists(st.integers(13, 17), max_size=5),
     banned_sequences=st.none() | st.lists(st.lists(st.integers(13, 17), min_size=1, max_size=3), max_size=9),
@@ -97,35 +98,37 @@ params_strategy = st.builds(
     drafts_of=st.lists(some_tokens, min_size=4, max_size=4),
     seed=st.integers(0, 1000),
 )
-def test_any_mixture_of_rows_follows_the_rule(
+def test_any_mixture_of_rows_follows_the_definition(
     rows: list[tuple[SamplingParams, list[int], list[int]]], drafts_of: list[list[int]], seed: int
 ) -> None:
     contexts = [
-        advanced(context_of([1, *prompt], sampling_params=params, eos_token_ids=set()), generated)
+        advance(context_of([1, *prompt], sampling_params=params, eos_token_ids=set()), generated)
         for params, prompt, generated in rows
     ]
     for context in contexts:
-        context.eos_token_ids |= OTHER_ENDS
+        context.eos_token_ids |= END_TOKENS
     drafts = drafts_of[: len(contexts)]
-    each = [(c, d[:j]) for c, d in zip(contexts, drafts, strict=True) for j in range(len(d) + 1)]
-    logits = random_logits(len(each), seed)
+    contexts_and_drafts = [
+        (c, d[:j]) for c, d in zip(contexts, drafts, strict=True) for j in range(len(d) + 1)
+    ]
+    logits = random_logits(len(contexts_and_drafts), seed)
     before = logits.clone()
-    assert_follows_the_rule(adjusted(logits, contexts, drafts), before, each)
-    assert torch.equal(logits, before), "the model's logits stay as they are"
+    assert_follows_the_definition(adjust(logits, contexts, drafts), before, contexts_and_drafts)
+    assert torch.equal(logits, before), "the model's logits are not modified"
 
 
-def test_a_banned_sequence_is_not_completed() -> None:
+def test_a_banned_sequence_is_never_completed() -> None:
     params = SamplingParams(banned_sequences=[[5, 6, 7], [6, 8], [9]], allowed_token_ids=[5, 6, 7, 8, 9])
-    context = advanced(context_of([5], sampling_params=params, eos_token_ids=set()), [5])
-    result = adjusted(random_logits(3, 0), [context], [[6, 5]])
+    context = advance(context_of([5], sampling_params=params, eos_token_ids=set()), [5])
+    result = adjust(random_logits(3, 0), [context], [[6, 5]])
     banned = [{token for token in range(5, 10) if row[token] <= -1e20} for row in result.tolist()]
-    assert banned == [{9}, {7, 8, 9}, {9}]  # behind 5; 5, 6; 5, 6, 5: the prompt does not count
+    assert banned == [{9}, {7, 8, 9}, {9}]  # after 5; 5, 6; 5, 6, 5: tokens of the prompt do not count
     only = SamplingParams(banned_sequences=[[5, 6]], allowed_token_ids=[6])
-    context = advanced(context_of([1], sampling_params=only, eos_token_ids=set()), [5])
-    assert adjusted(random_logits(1, 0), [context], None)[0].argmax() == 6
+    context = advance(context_of([1], sampling_params=only, eos_token_ids=set()), [5])
+    assert adjust(random_logits(1, 0), [context], None)[0].argmax() == 6
 
 
-def test_the_order_and_the_numbers_are_those_of_transformers() -> None:
+def test_the_order_and_the_values_equal_transformers() -> None:
     from transformers import (
         LogitsProcessorList,
         MinNewTokensLengthLogitsProcessor,
@@ -145,7 +148,7 @@ def test_the_order_and_the_numbers_are_those_of_transformers() -> None:
         banned_token_ids=[15],
     )
     context = context_of([3, 4, 4, 9], sampling_params=params, eos_token_ids={3})
-    advanced(context, [11, 9])
+    advance(context, [11, 9])
     processors = LogitsProcessorList(
         [
             SequenceBiasLogitsProcessor({(token,): value for token, value in bias.items()}),
@@ -158,44 +161,44 @@ def test_the_order_and_the_numbers_are_those_of_transformers() -> None:
     for seed in range(5):
         logits = random_logits(seed=seed)
         expected = processors(torch.from_numpy(context.all_tokens)[None], logits.clone())
-        result = adjusted(logits, [context])
+        result = adjust(logits, [context])
         assert (result.argmax(), result.argmin().item()) == (expected.argmax(), 0)
         finite = expected.isfinite()
         torch.testing.assert_close(result[finite], expected[finite])
         assert (result[~finite] <= -1e20).all()
 
 
-def test_frequency_and_presence_count_the_output_alone() -> None:
+def test_frequency_and_presence_penalties_count_only_the_output() -> None:
     params = SamplingParams(frequency_penalty=0.5, presence_penalty=0.25)
     penalised, plain = context_of([1, 2, 2], sampling_params=params), context_of([1])
-    advanced(penalised, [5, 5, 6])
-    result = adjusted(torch.zeros(2, 8), [penalised, plain])
+    advance(penalised, [5, 5, 6])
+    result = adjust(torch.zeros(2, 8), [penalised, plain])
     assert result.tolist() == [[0, 0, 0, 0, 0, -1.25, -0.75, 0], [0] * 8]
 
 
 def test_rows_without_adjustments_are_not_copied() -> None:
     logits, contexts = random_logits(2), [context_of([1]), context_of([2])]
-    assert adjusted(logits, contexts) is logits
+    assert adjust(logits, contexts) is logits
     assert all(not context.__dict__ for context in contexts)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_small_types_are_computed_in_float32(dtype: torch.dtype) -> None:
+def test_half_precision_logits_are_adjusted_in_float32(dtype: torch.dtype) -> None:
     context = context_of([1], sampling_params=SamplingParams(logit_bias={2: 0.001}))
-    result = adjusted(torch.full((1, V), 8.0, dtype=dtype), [context])
+    result = adjust(torch.full((1, VOCAB_SIZE), 8.0, dtype=dtype), [context])
     assert result.dtype == torch.float32
     assert result[0, 2].item() == pytest.approx(8.001, abs=1e-6)
 
 
-def test_min_tokens_delay_the_end() -> None:
+def test_min_new_tokens_masks_the_end_tokens() -> None:
     params = SamplingParams(min_new_tokens=2)
     context = context_of([1, 2], sampling_params=params, eos_token_ids={3, 0})
-    for position, held_off in ((2, {0, 3}), (3, {0, 3}), (4, set())):
+    for position, masked in ((2, {0, 3}), (3, {0, 3}), (4, set())):
         result = adjust_logits(torch.zeros(1, 5), [context], np.array([0]), np.array([position]))
-        assert set(np.flatnonzero(result[0].numpy() < 0)) == held_off
+        assert set(np.flatnonzero(result[0].numpy() < 0)) == masked
 
 
-def test_an_end_that_the_head_cannot_reach_needs_no_mask() -> None:
+def test_an_end_token_beyond_the_vocabulary_needs_no_mask() -> None:
     context = context_of(
         [1, 2], sampling_params=SamplingParams(min_new_tokens=2), eos_token_ids={-1, 3, 5, 9000}
     )
@@ -203,22 +206,22 @@ def test_an_end_that_the_head_cannot_reach_needs_no_mask() -> None:
     assert np.flatnonzero(result[0].numpy() < 0).tolist() == [3]
 
 
-def test_a_prompt_token_that_the_head_cannot_reach_is_not_penalised() -> None:
+def test_a_prompt_token_beyond_the_vocabulary_is_not_penalised() -> None:
     context = context_of([1, 30], sampling_params=SamplingParams(repetition_penalty=2.0))
-    result = adjusted(torch.ones(2, V), [context, context_of([1])])
-    assert result.sum(1).tolist() == [V - 0.5, V]
+    result = adjust(torch.ones(2, VOCAB_SIZE), [context, context_of([1])])
+    assert result.sum(1).tolist() == [VOCAB_SIZE - 0.5, VOCAB_SIZE]
 
 
 @pytest.mark.parametrize("penalty", [1e300, 5e-324, 1e-9])
 def test_no_penalty_makes_a_logit_non_finite(penalty: float) -> None:
     context = context_of([0, 1, 2], sampling_params=SamplingParams(repetition_penalty=penalty))
     logits = torch.tensor([[0.0, 5.0, -5.0, 1.0]])
-    result = adjusted(logits, [context])
+    result = adjust(logits, [context])
     assert result.isfinite().all()
     assert (result.abs() <= 1e15).all()
 
 
-# Counts follow every change of the tokens.
+# Token counts follow every change of the tokens.
 
 
 def counts_of(context: TextContext) -> dict[int, float]:
@@ -226,12 +229,12 @@ def counts_of(context: TextContext) -> dict[int, float]:
     return {t: n for t, n in zip(counts.ids.tolist(), counts.counts.tolist(), strict=True) if n}
 
 
-def recounted(context: TextContext) -> dict[int, float]:
+def recount(context: TextContext) -> dict[int, float]:
     tokens = context.generated_tokens.tolist()
     return {token: tokens.count(token) for token in tokens}
 
 
-moves = st.lists(
+operations = st.lists(
     st.tuples(
         st.sampled_from(["update", "update", "jump", "roll", "reset", "look", "cut"]), st.integers(0, 5)
     ),
@@ -240,77 +243,80 @@ moves = st.lists(
 
 
 @settings(max_examples=examples(200))
-@given(moves=moves, with_prompt=st.booleans())
-def test_counts_follow_every_move(moves: list[tuple[str, int]], with_prompt: bool) -> None:
+@given(operations=operations, with_prompt=st.booleans())
+def test_counts_follow_every_operation(operations: list[tuple[str, int]], with_prompt: bool) -> None:
     params = SamplingParams(repetition_penalty=1.5 if with_prompt else 1.0, presence_penalty=1.0)
     context = context_of([4, 5, 5], max_new=500, sampling_params=params)
-    for move, number in moves:
-        if move == "update":
+    for operation, number in operations:
+        if operation == "update":
             context.update(number)
-        elif move == "jump":
+        elif operation == "jump":
             context.jump_ahead(number)
-        elif move == "roll":
+        elif operation == "roll":
             context.rollback(min(number, len(context.generated_tokens)))
-        elif move == "reset":
+        elif operation == "reset":
             context.reset()
-        elif move == "cut":  # without notifying the counter
+        elif operation == "cut":  # does not notify the counter
             end = max(context.end_idx - number, 4)
             if end <= context.end_idx and context.start_idx < end - 1 and len(context.generated_tokens):
                 context.set_token_indices(active_idx=end, end_idx=end)
         else:
-            assert counts_of(context) == recounted(context)
-    assert counts_of(context) == recounted(context)
+            assert counts_of(context) == recount(context)
+    assert counts_of(context) == recount(context)
     assert set(context.token_counts.ids.tolist()) == {
         *context.generated_tokens.tolist(),
         *([4, 5] if with_prompt else []),
     }
 
 
-def test_many_tokens_are_counted_one_by_one() -> None:
+def test_new_tokens_are_counted_incrementally() -> None:
     context = context_of([1], max_new=2000, sampling_params=SamplingParams(presence_penalty=1.0))
     counts = context.token_counts
     for token in np.random.default_rng(0).integers(0, 900, 1500).tolist():
         context.update(token)
-    assert context.token_counts is counts, "the tokens were not counted again"
-    assert counts_of(context) == recounted(context)
+    assert context.token_counts is counts, "counted tokens are not counted again"
+    assert counts_of(context) == recount(context)
 
 
-def test_a_context_is_serialized_with_its_rules() -> None:
+def test_sampling_rules_of_a_context_are_serialized() -> None:
     params = SamplingParams(logit_bias={3: 5, 4: -0.5}, allowed_token_ids=[3, 4], banned_token_ids=[4])
-    context = advanced(context_of([1, 2], sampling_params=params), [3])
+    context = advance(context_of([1, 2], sampling_params=params), [3])
     assert context.logit_rules is not None
     copy = msgpack_numpy_decoder(TextContext)(msgpack_numpy_encoder()(context))
     assert copy == context
     logits = random_logits()
-    assert torch.equal(adjusted(logits, [copy]), adjusted(logits, [context]))
+    assert torch.equal(adjust(logits, [copy]), adjust(logits, [context]))
 
 
-# Ids beyond the vocabulary, and rows where nothing is left.
+# Ids beyond the vocabulary, and rows in which no token remains.
 
 
 @pytest.mark.parametrize(
-    "given_", [{"logit_bias": {20: 1.0}}, {"allowed_token_ids": [2, 20]}, {"banned_token_ids": [20]}]
+    "rules", [{"logit_bias": {20: 1.0}}, {"allowed_token_ids": [2, 20]}, {"banned_token_ids": [20]}]
 )
-def test_a_token_that_the_model_does_not_have_is_named(given_: dict[str, Any]) -> None:
-    context = context_of([1], sampling_params=SamplingParams(**given_))
+def test_the_error_names_a_token_beyond_the_vocabulary(rules: dict[str, Any]) -> None:
+    context = context_of([1], sampling_params=SamplingParams(**rules))
     check_logit_rules(context, 21)
-    for refuse in (lambda: check_logit_rules(context, V), lambda: adjusted(random_logits(), [context])):
+    for refuse in (
+        lambda: check_logit_rules(context, VOCAB_SIZE),
+        lambda: adjust(random_logits(), [context]),
+    ):
         with pytest.raises(InputError, match="has 20: ids are integers from 0 to 19"):
             refuse()
 
 
-def test_the_pipeline_refuses_it_before_anything_has_changed(tmp_path: Path) -> None:
+def test_a_batch_with_such_a_token_is_refused_without_a_change(tmp_path: Path) -> None:
     pipeline = open_pipeline(write_tiny_llm(tmp_path))
     for _ in range(2):  # the size of the vocabulary is known after the first forward
-        wrong = context_of([1, 2], sampling_params=SamplingParams(banned_token_ids=[VOCABULARY]))
+        invalid = context_of([1, 2], sampling_params=SamplingParams(banned_token_ids=[VOCABULARY]))
         with pytest.raises(InputError, match=f"has {VOCABULARY}: ids are integers from 0 to"):
-            pipeline.execute({wrong.request_id: wrong})
-        assert (wrong.start_idx, wrong.current_length) == (0, 2)
-        pipeline.release(wrong)
+            pipeline.execute({invalid.request_id: invalid})
+        assert (invalid.start_idx, invalid.current_length) == (0, 2)
+        pipeline.release(invalid)
     assert pipeline.kv.num_free_blocks == pipeline.kv.num_blocks
 
 
-def test_a_context_that_could_never_have_a_token_is_refused() -> None:
+def test_a_context_that_allows_no_token_is_refused() -> None:
     params = SamplingParams(min_new_tokens=1, allowed_token_ids=[3, 7])
     with pytest.raises(InputError, match="min_new_tokens is 1, but each of the 2 tokens"):
         context_of([1], sampling_params=params, eos_token_ids={3, 7, 9})
@@ -323,7 +329,7 @@ def ops(request: pytest.FixtureRequest) -> Ops:
         return ReferenceOps()
     compiled = load_compiled()
     if compiled is None:
-        pytest.skip("the compiled kernels are not built here")
+        pytest.skip("the C++ kernels are not built")
     return compiled
 
 
@@ -332,18 +338,18 @@ def ops(request: pytest.FixtureRequest) -> Ops:
     ("params", "allowed_by_grammar", "expected"),
     [
         ({"banned_token_ids": [4, 5]}, [4], 4),  # the grammar has precedence
-        ({"min_new_tokens": 5}, [3], 3),  # a grammar at its end may end the output
+        ({"min_new_tokens": 5}, [3], 3),  # a grammar that is complete may end the output
         (
             {"min_new_tokens": 5, "banned_token_ids": [4]},
             [4, 3],
             3,
-        ),  # a delayed end is preferred to a banned token
+        ),  # a delayed end token is preferred to a banned token
         ({"min_new_tokens": 5, "banned_token_ids": [4, 3]}, [4, 3, 6], 6),
         ({"allowed_token_ids": [4, 6]}, [4, 5], 4),
-        ({"min_new_tokens": 5, "banned_token_ids": [t for t in range(V) if t != 3]}, None, 3),
+        ({"min_new_tokens": 5, "banned_token_ids": [t for t in range(VOCAB_SIZE) if t != 3]}, None, 3),
     ],
 )
-def test_where_nothing_is_left_the_later_rule_wins(
+def test_the_later_rule_has_precedence_if_no_token_remains(
     ops: Ops,
     temperature: float,
     params: dict[str, Any],
@@ -357,14 +363,14 @@ def test_where_nothing_is_left_the_later_rule_wins(
         bitmask = torch.tensor([[sum(1 << token for token in allowed_by_grammar)]], dtype=torch.int32)
     sampler = Sampler.for_batch([sampling], torch.device("cpu"))
     for seed in range(20):
-        logits = adjusted(random_logits(seed=seed), [context])
+        logits = adjust(random_logits(seed=seed), [context])
         token = sampler(ops, logits, np.array([0]), np.array([seed]), bitmask)
         assert token.tolist() == [expected]
 
 
-def test_a_banned_end_token_is_treated_as_any_banned_token() -> None:
+def test_a_banned_end_token_is_treated_like_other_banned_tokens() -> None:
     params = SamplingParams(min_new_tokens=5, banned_token_ids=[3, 4])
-    result = adjusted(random_logits(), [context_of([1], sampling_params=params, eos_token_ids={3, 5})])
+    result = adjust(random_logits(), [context_of([1], sampling_params=params, eos_token_ids={3, 5})])
     assert result[0, 3] == result[0, 4] < result[0, 5] < -1e15
 
 
@@ -377,24 +383,24 @@ def test_a_banned_end_token_is_treated_as_any_banned_token() -> None:
         SamplingParams(top_k=-1, min_p=0.2, temperature=1.1, presence_penalty=-1.2, logit_bias={2: 1.5}),
     ],
 )
-def test_distribution(ops: Ops, params: SamplingParams) -> None:
-    """20,000 draws fall as often on each token as its probability says (chi-squared, p > 0.001)."""
+def test_sampled_tokens_have_the_expected_distribution(ops: Ops, params: SamplingParams) -> None:
+    """A chi-squared test of 20,000 samples against the probabilities (p > 0.001)."""
     count = 20_000
-    context = advanced(context_of([2, 4], sampling_params=params, eos_token_ids=set(OTHER_ENDS)), [9, 9, 2])
+    context = advance(context_of([2, 4], sampling_params=params, eos_token_ids=set(END_TOKENS)), [9, 9, 2])
     logits = random_logits(seed=3) / 3
     scores, out = expected_row(logits[0].numpy(), context, [])
     scores[sorted(out)] = -np.inf
     probabilities = _probabilities(scores, params)
-    rows = adjusted(logits, [context]).expand(count, V).contiguous()
+    rows = adjust(logits, [context]).expand(count, VOCAB_SIZE).contiguous()
     sampler = Sampler.for_batch([params], torch.device("cpu"))
-    drawn = sampler(ops, rows, np.zeros(count, np.int64), np.arange(count))
-    observed = np.bincount(drawn.numpy(), minlength=V)
+    sampled = sampler(ops, rows, np.zeros(count, np.int64), np.arange(count))
+    observed = np.bincount(sampled.numpy(), minlength=VOCAB_SIZE)
     assert not observed[probabilities == 0].any()
     cells = probabilities * count >= 5
     statistic = ((observed - probabilities * count) ** 2 / (probabilities * count + 1e-9))[cells].sum()
-    freedom = int(cells.sum()) - 1
-    assert freedom > 0
-    assert statistic < freedom + 3.1 * np.sqrt(2 * freedom) + 6
+    degrees_of_freedom = int(cells.sum()) - 1
+    assert degrees_of_freedom > 0
+    assert statistic < degrees_of_freedom + 3.1 * np.sqrt(2 * degrees_of_freedom) + 6
 
 
 def _probabilities(scores: np.ndarray, params: SamplingParams) -> np.ndarray:

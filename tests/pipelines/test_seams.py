@@ -1,5 +1,4 @@
-"""Extension points of a forward, each driven by a fake: encodings, adapters, given embeddings, drafts,
-grammars."""
+"""Fakes at the extension points of a forward: encodings, adapters, input embeddings, drafts, grammars."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ def shared_pipeline(checkpoint: Path) -> TextGenerationPipeline:
 
 @pytest.fixture
 def pipeline(shared_pipeline: TextGenerationPipeline) -> Iterator[TextGenerationPipeline]:
-    """The pipeline of the checkpoint, without a proposer and with an empty cache."""
+    """Return the pipeline of the checkpoint, without a proposer and with an empty cache."""
     proposer, execute = shared_pipeline.proposer, shared_pipeline.model.execute
     yield shared_pipeline
     shared_pipeline.proposer = proposer
@@ -51,27 +50,27 @@ def pipeline(shared_pipeline: TextGenerationPipeline) -> Iterator[TextGeneration
 
 
 @pytest.fixture
-def halved() -> Iterator[None]:
+def halved_encoding() -> Iterator[None]:
     with ENCODINGS.extended(HalvedEncoding()):
         yield
 
 
-@pytest.mark.usefixtures("halved")
-def test_an_added_encoding(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("halved_encoding")
+def test_an_added_encoding_is_used_by_every_layer(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unchanged = open_pipeline(checkpoint)
-    plain, right = (step_logits(unchanged, [context_of(prompt)])[0] for prompt in (PROMPT, PROMPT[::-1]))
+    plain, expected = (step_logits(unchanged, [context_of(prompt)])[0] for prompt in (PROMPT, PROMPT[::-1]))
     encoded = open_pipeline(checkpoint, quantization_encoding="halved")
     torch.testing.assert_close(step_logits(encoded, [context_of(PROMPT)])[0], plain, atol=1e-4, rtol=1e-4)
     monkeypatch.setattr(HalvedEncoding, "unpack", lambda self, tensors: tensors["weight"])
-    wrong = step_logits(encoded, [context_of(PROMPT[::-1])])[0]
-    assert float((wrong - right).abs().max()) > 0.1
+    other = step_logits(encoded, [context_of(PROMPT[::-1])])[0]
+    assert float((other - expected).abs().max()) > 0.1
 
 
 # -- Adapters --------------------------------------------------------------------------------------------
 
 
 class FakeLoRAManager:
-    """One adapter on some linears of the checkpoint."""
+    """A fake manager with one adapter on some linear layers of the checkpoint."""
 
     def __init__(self, checkpoint: Path, names: Sequence[str]) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -98,7 +97,7 @@ class FakeLoRAManager:
         return LoRAInputs(torch.from_numpy(rows).to(self.device), self.matrices)
 
 
-def merge(checkpoint: Path, manager: FakeLoRAManager, folder: Path) -> Path:
+def write_merged(checkpoint: Path, manager: FakeLoRAManager, folder: Path) -> Path:
     """Write the checkpoint with the adapter's products added to its weights."""
     tensors = load_file(checkpoint / "model.safetensors")
     for name, (down, up) in manager.matrices.items():
@@ -110,7 +109,7 @@ def merge(checkpoint: Path, manager: FakeLoRAManager, folder: Path) -> Path:
 
 
 def linears_of(checkpoint: Path) -> list[str]:
-    endings = ("_proj", ".gate", ".router", ".w1", ".w2", ".w3")  # those of experts and their routers too
+    endings = ("_proj", ".gate", ".router", ".w1", ".w2", ".w3")  # also those of experts and their routers
     endings += (".dense", ".fc1", ".fc2", ".c_fc", ".query_key_value", ".dense_h_to_4h", ".dense_4h_to_h")
     names = Weights.open(checkpoint).names
     matrices = [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
@@ -118,27 +117,29 @@ def linears_of(checkpoint: Path) -> list[str]:
 
 
 def is_transposed(name: str) -> bool:
-    """GPT-2 stores its weights ``[in, out]``."""
+    """GPT-2 stores its weights as ``[in, out]``."""
     return name.startswith("transformer.") and name.endswith((".c_attn", ".c_proj", ".c_fc"))
 
 
 @pytest.mark.matrix(strength=1)
-@pytest.mark.parametrize("which", [slice(None), slice(1)], ids=["all linears", "one slice of a fused one"])
-def test_an_adapter_is_its_merged_weights(
-    checkpoint: Path, pipeline: TextGenerationPipeline, which: slice, tmp_path: Path
+@pytest.mark.parametrize(
+    "selected", [slice(None), slice(1)], ids=["all linears", "one slice of a fused linear"]
+)
+def test_an_adapter_equals_its_merged_weights(
+    checkpoint: Path, pipeline: TextGenerationPipeline, selected: slice, tmp_path: Path
 ) -> None:
-    manager = FakeLoRAManager(checkpoint, linears_of(checkpoint)[which])
-    adapting = open_pipeline(checkpoint, members={"lora_manager": manager})
-    merged = open_pipeline(merge(checkpoint, manager, tmp_path))
+    manager = FakeLoRAManager(checkpoint, linears_of(checkpoint)[selected])
+    with_adapter = open_pipeline(checkpoint, members={"lora_manager": manager})
+    merged = open_pipeline(write_merged(checkpoint, manager, tmp_path))
     contexts = [context_of(PROMPT), context_of(PROMPT, adapter="tone"), context_of(PROMPT[:7])]
-    plain, adapted, _ = step_logits(adapting, contexts)
+    plain, adapted, _ = step_logits(with_adapter, contexts)
     expected = step_logits(merged, [context_of(PROMPT)])[0]
     torch.testing.assert_close(adapted, expected, atol=2e-3, rtol=1e-3)
     torch.testing.assert_close(plain, step_logits(pipeline, [context_of(PROMPT)])[0], atol=1e-4, rtol=1e-4)
     assert float((adapted - plain).abs().max()) > 0.1
 
 
-def test_an_adapter_over_several_steps_and_through_the_cache(checkpoint: Path) -> None:
+def test_an_adapter_applies_over_several_steps_and_separates_the_cache(checkpoint: Path) -> None:
     linears = [name for name in linears_of(checkpoint) if ".1." in name]
     manager = FakeLoRAManager(
         checkpoint, [name for name in linears if "attn" in name or ".attention." in name][:1]
@@ -151,23 +152,23 @@ def test_an_adapter_over_several_steps_and_through_the_cache(checkpoint: Path) -
     for adapter, text in zip((None, "tone"), together, strict=True):
         context = context_of(PROMPT, 20, adapter=adapter)
         assert generate(pipeline, [context]) == [text]
-        assert context.num_cached_tokens == 16, "each finds only the blocks with its own adapter"
+        assert context.num_cached_tokens == 16, "each context reuses only blocks of its own adapter"
 
 
-def test_an_adapter_on_an_int8_model_leaves_other_rows_as_they_were(checkpoint: Path) -> None:
+def test_an_adapter_on_an_int8_model_does_not_change_other_rows(checkpoint: Path) -> None:
     manager = FakeLoRAManager(checkpoint, linears_of(checkpoint))
     options: dict[str, Any] = {"quantization_encoding": "int8", "deterministic": True}
-    adapting = open_pipeline(checkpoint, members={"lora_manager": manager}, **options)
-    without, adapted = step_logits(adapting, [context_of(PROMPT), context_of(PROMPT, adapter="tone")])
+    with_adapter = open_pipeline(checkpoint, members={"lora_manager": manager}, **options)
+    without, adapted = step_logits(with_adapter, [context_of(PROMPT), context_of(PROMPT, adapter="tone")])
     (plain,) = step_logits(open_pipeline(checkpoint, **options), [context_of(PROMPT)])
     assert torch.equal(without, plain)
     assert float((adapted - plain).abs().max()) > 0.1
 
 
-# -- Given embeddings ------------------------------------------------------------------------------------
+# -- Input embeddings ------------------------------------------------------------------------------------
 
 
-def test_given_embeddings_replace_those_of_tokens(pipeline: TextGenerationPipeline) -> None:
+def test_input_embeddings_replace_those_of_tokens(pipeline: TextGenerationPipeline) -> None:
     model: Any = pipeline.model
     expected = step_logits(pipeline, [context_of(PROMPT)])[0]
     hidden = [5, 6, 20]
@@ -179,8 +180,8 @@ def test_given_embeddings_replace_those_of_tokens(pipeline: TextGenerationPipeli
     kv.reserve(context)
     inputs = model.prepare_initial_token_inputs([[context]], kv.inputs([context]), len(PROMPT))
     rows = table[[PROMPT[i] for i in hidden]] * model.network.embedding.scale
-    given = (torch.tensor(hidden, device=table.device), rows)
-    outputs = model.execute(replace(inputs, input_embeds=given))
+    embeddings = (torch.tensor(hidden, device=table.device), rows)
+    outputs = model.execute(replace(inputs, input_embeds=embeddings))
     assert torch.equal(outputs.logits.cpu(), expected)
     assert not torch.allclose(model.execute(inputs).logits.cpu(), expected)
 
@@ -188,8 +189,8 @@ def test_given_embeddings_replace_those_of_tokens(pipeline: TextGenerationPipeli
 # -- Drafts ----------------------------------------------------------------------------------------------
 
 
-class Prophet:
-    """A given number of right drafts, then wrong ones."""
+class FixedProposer:
+    """A proposer with a fixed number of correct drafts, followed by wrong ones."""
 
     def __init__(self, texts: Mapping[str, list[int]], right: int, wrong: int) -> None:
         self.texts, self.right, self.wrong = texts, right, wrong
@@ -197,9 +198,9 @@ class Prophet:
     def propose(self, contexts: Sequence[TextContext], limits: Sequence[int]) -> list[list[int]]:
         drafts = []
         for context in contexts:
-            rest = self.texts[context.request_id][len(context.generated_tokens) :]
-            wrong = [(token + 1) % 130 for token in rest[self.right : self.right + self.wrong]]
-            drafts.append(rest[: self.right] + wrong)
+            upcoming = self.texts[context.request_id][len(context.generated_tokens) :]
+            wrong = [(token + 1) % 130 for token in upcoming[self.right : self.right + self.wrong]]
+            drafts.append(upcoming[: self.right] + wrong)
         return drafts
 
     def observe(
@@ -218,7 +219,7 @@ class Prophet:
     [SamplingParams(), SamplingParams(temperature=0.8, top_k=20, seed=5)],
     ids=["greedy", "sampled"],
 )
-def test_speculation_is_plain_decoding(
+def test_speculation_gives_the_text_of_plain_decoding(
     pipeline: TextGenerationPipeline, right: int, wrong: int, sampling: SamplingParams
 ) -> None:
     def contexts() -> list[TextContext]:
@@ -230,41 +231,41 @@ def test_speculation_is_plain_decoding(
 
     plain = generate(pipeline, contexts())
     calls = 0
-    pipeline.proposer = Prophet(dict(zip(("long", "short"), plain, strict=True)), right, wrong)
+    pipeline.proposer = FixedProposer(dict(zip(("long", "short"), plain, strict=True)), right, wrong)
     original = pipeline.model.execute
 
-    def counted(inputs: Any) -> Any:
+    def count_execute(inputs: Any) -> Any:
         nonlocal calls
         calls += 1
         return original(inputs)
 
-    pipeline.model.execute = counted  # type: ignore[method-assign]
+    pipeline.model.execute = count_execute  # type: ignore[method-assign]
     assert generate(pipeline, contexts(), num_steps=3) == plain
     assert calls <= -(-20 // (right + 1)) + 1
 
 
-def test_drafts_never_outgrow_a_context(pipeline: TextGenerationPipeline) -> None:
+def test_drafts_do_not_exceed_the_length_of_a_context(pipeline: TextGenerationPipeline) -> None:
     (plain,) = generate(pipeline, [context_of(PROMPT, 3)])
-    pipeline.proposer = Prophet({"a": plain + [0] * 50}, right=50, wrong=0)
+    pipeline.proposer = FixedProposer({"a": plain + [0] * 50}, right=50, wrong=0)
     assert generate(pipeline, [context_of(PROMPT, 3, request_id="a")]) == [plain]
 
 
-def test_drafts_never_outgrow_the_model(checkpoint: Path) -> None:
+def test_drafts_do_not_exceed_the_length_of_the_model(checkpoint: Path) -> None:
     pipeline = open_pipeline(checkpoint, deterministic=True, kv_cache_block_size=16, max_length=34)
     (plain,) = generate(pipeline, [context_of(PROMPT, 4)])
-    pipeline.proposer = Prophet({"a": plain + [0] * 50}, right=50, wrong=0)
+    pipeline.proposer = FixedProposer({"a": plain + [0] * 50}, right=50, wrong=0)
     response = pipeline.execute({"a": context_of(PROMPT, 40, request_id="a")})["a"]
     assert [part.next_token for part in response.tokens] == plain
 
 
-def test_log_probabilities_with_drafts(pipeline: TextGenerationPipeline) -> None:
-    def scored(request_id: str) -> TextContext:
+def test_log_probabilities_with_drafts_equal_plain_decoding(pipeline: TextGenerationPipeline) -> None:
+    def scored_context(request_id: str) -> TextContext:
         return context_of(PROMPT[:9], 1, request_id=request_id, log_probabilities=2)
 
     (plain,) = generate(pipeline, [context_of(PROMPT, 8)])
-    (alone,) = pipeline.execute({"b": scored("b")})["b"].tokens
-    pipeline.proposer = Prophet({"a": plain, "c": []}, right=3, wrong=0)
-    batch = {"a": context_of(PROMPT, 8, request_id="a"), "c": scored("c")}
+    (alone,) = pipeline.execute({"b": scored_context("b")})["b"].tokens
+    pipeline.proposer = FixedProposer({"a": plain, "c": []}, right=3, wrong=0)
+    batch = {"a": context_of(PROMPT, 8, request_id="a"), "c": scored_context("c")}
     responses = pipeline.execute(batch)
     assert len(responses["a"].tokens) == 4
     assert responses["c"].tokens == [alone]
@@ -298,13 +299,13 @@ class EvenTokens:
         return token % 2 == 0
 
 
-def test_a_matcher_restricts_its_own_row(pipeline: TextGenerationPipeline) -> None:
+def test_a_matcher_restricts_only_its_own_context(pipeline: TextGenerationPipeline) -> None:
     (plain,) = generate(pipeline, [context_of(PROMPT, 20)])
     context = context_of(PROMPT, 20)
     matcher: Any = EvenTokens()
     context.set_matcher(matcher)
-    restricted, beside = generate(pipeline, [context, context_of(PROMPT, 20)], num_steps=4)
-    assert beside == plain
+    restricted, unrestricted = generate(pipeline, [context, context_of(PROMPT, 20)], num_steps=4)
+    assert unrestricted == plain
     assert restricted == matcher.accepted
     assert all(token % 2 == 0 for token in restricted)
     assert restricted != plain

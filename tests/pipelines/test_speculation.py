@@ -1,4 +1,4 @@
-"""Speculation changes no text: every proposer against plain decoding in float32, by equality."""
+"""Speculation changes no output: every proposer against plain decoding in float32."""
 
 from __future__ import annotations
 
@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 from support.checkpoints import write_checkpoint
 from support.running import context_of, generate, open_pipeline
-from support.speculating import PROMPT, REPEATING, VOCABULARY, Oracle, mixed, outcome, scheduled, texts_of
+from support.speculating import (
+    PROMPT,
+    REPEATING,
+    VOCABULARY,
+    OracleProposer,
+    mixed_contexts,
+    run_directly,
+    run_scheduled,
+    texts_of,
+)
 
 from penstock.architectures.llama import tiny_config
 from penstock.pipelines import TextGenerationPipeline
@@ -19,7 +28,7 @@ from penstock.pipelines.speculative import AdaptiveDraftLength, FixedDraftLength
 
 pytestmark = pytest.mark.models
 
-BLOCK_BYTES = 4 * 2 * 3 * 2 * 8 * 16  # float32, K and V, layers, kv heads, head dim, tokens a block
+BLOCK_BYTES = 4 * 2 * 3 * 2 * 8 * 16  # float32 * K and V * layers * kv heads * head dim * tokens per block
 
 
 @pytest.fixture(scope="module")
@@ -32,81 +41,89 @@ def pipeline(checkpoint: Path) -> TextGenerationPipeline:
     return open_pipeline(checkpoint, deterministic=True, kv_cache_block_size=16)
 
 
-MISTAKES: dict[str, Callable[[int], bool]] = {
-    "always right": lambda place: False,
-    "always wrong": lambda place: True,
-    "every third wrong": lambda place: place % 3 == 2,
-    "wrong and right in turn": lambda place: place // 5 % 2 == 0,
+WRONG_DRAFTS: dict[str, Callable[[int], bool]] = {
+    "always right": lambda position: False,
+    "always wrong": lambda position: True,
+    "every third wrong": lambda position: position % 3 == 2,
+    "wrong and right in turn": lambda position: position // 5 % 2 == 0,
 }
 
 
-@pytest.mark.parametrize("mistakes", MISTAKES)
-def test_a_mixed_batch(pipeline: TextGenerationPipeline, mistakes: str) -> None:
-    plain = outcome(pipeline, mixed())
-    pipeline.proposer = oracle = Oracle(texts_of(plain), MISTAKES[mistakes], 5)
-    assert outcome(pipeline, mixed(), num_steps=4) == plain
-    assert sorted(oracle.released) == sorted(plain)
+@pytest.mark.parametrize("wrong_drafts", WRONG_DRAFTS)
+def test_a_mixed_batch_with_drafts_equals_plain_decoding(
+    pipeline: TextGenerationPipeline, wrong_drafts: str
+) -> None:
+    plain = run_directly(pipeline, mixed_contexts())
+    pipeline.proposer = proposer = OracleProposer(texts_of(plain), WRONG_DRAFTS[wrong_drafts], 5)
+    assert run_directly(pipeline, mixed_contexts(), num_steps=4) == plain
+    assert sorted(proposer.released) == sorted(plain)
     stats = pipeline.speculation_stats
-    assert stats.num_proposed == sum(len(draft) for draft, _ in oracle.seen)
-    assert stats.num_accepted == sum(accepted for _, accepted in oracle.seen)
-    assert stats.num_verified_steps == sum(bool(draft) for draft, _ in oracle.seen)
+    assert stats.num_proposed == sum(len(draft) for draft, _ in proposer.seen)
+    assert stats.num_accepted == sum(accepted for _, accepted in proposer.seen)
+    assert stats.num_verified_steps == sum(bool(draft) for draft, _ in proposer.seen)
     assert stats.acceptance_rate == {"always right": 1, "always wrong": 0}.get(
-        mistakes, pytest.approx(stats.num_accepted / stats.num_proposed)
+        wrong_drafts, pytest.approx(stats.num_accepted / stats.num_proposed)
     )
-    if mistakes == "always right":
+    if wrong_drafts == "always right":
         assert stats.mean_tokens > 4
 
 
-def test_each_token_of_a_verified_step_has_its_log_probabilities(
+def test_accepted_tokens_have_their_log_probabilities(
     pipeline: TextGenerationPipeline,
 ) -> None:
-    def scored() -> TextContext:
+    def scored_context() -> TextContext:
         return context_of(PROMPT, 6, request_id="a", log_probabilities=2)
 
-    plain = outcome(pipeline, [scored()])
-    pipeline.proposer = Oracle(texts_of(plain), MISTAKES["always right"], 9)
-    parts = pipeline.execute({"a": scored()})["a"].tokens
+    plain = run_directly(pipeline, [scored_context()])
+    pipeline.proposer = OracleProposer(texts_of(plain), WRONG_DRAFTS["always right"], 9)
+    parts = pipeline.execute({"a": scored_context()})["a"].tokens
     assert [(part.next_token, part.log_probabilities) for part in parts] == plain["a"][:-1]
     assert all(len(part.log_probabilities.token_log_probabilities) == 1 for part in parts)
 
 
-@pytest.mark.parametrize("least", [1, 2])
+@pytest.mark.parametrize("min_length", [1, 2])
 @pytest.mark.parametrize(
     "widths", [None, FixedDraftLength(3), AdaptiveDraftLength(6)], ids=["free", "fixed", "adaptive"]
 )
-def test_the_text_itself_as_proposer(pipeline: TextGenerationPipeline, least: int, widths: Any) -> None:
-    plain = outcome(pipeline, mixed())
-    pipeline.proposer, pipeline.draft_lengths = NGramProposer(least, 3), widths
-    assert outcome(pipeline, mixed()) == plain
+def test_drafts_of_the_n_gram_proposer_equal_plain_decoding(
+    pipeline: TextGenerationPipeline, min_length: int, widths: Any
+) -> None:
+    plain = run_directly(pipeline, mixed_contexts())
+    pipeline.proposer, pipeline.draft_lengths = NGramProposer(min_length, 3), widths
+    assert run_directly(pipeline, mixed_contexts()) == plain
     assert pipeline.speculation_stats.num_proposed > (0 if isinstance(widths, AdaptiveDraftLength) else 10)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_seeds(pipeline: TextGenerationPipeline, seed: int) -> None:
+def test_sampled_text_with_drafts_equals_plain_decoding(pipeline: TextGenerationPipeline, seed: int) -> None:
     def contexts() -> list[TextContext]:
         sampling = SamplingParams(temperature=1.0, top_k=(-1, 20)[seed % 2], top_p=0.9, seed=seed)
         prompts = (PROMPT, REPEATING, PROMPT[:3])
         return [context_of(p, 30, request_id=str(i), sampling_params=sampling) for i, p in enumerate(prompts)]
 
-    plain = outcome(pipeline, contexts())
-    pipeline.proposer = Oracle(texts_of(plain), lambda place: (place * 7 + seed) % 4 == 0, 4)
-    assert outcome(pipeline, contexts()) == plain
+    plain = run_directly(pipeline, contexts())
+    pipeline.proposer = OracleProposer(texts_of(plain), lambda position: (position * 7 + seed) % 4 == 0, 4)
+    assert run_directly(pipeline, contexts()) == plain
 
 
 @pytest.mark.parametrize("proposer", ["oracle", "ngram"])
-def test_chunked_prompts_with_drafts(pipeline: TextGenerationPipeline, proposer: str) -> None:
-    plain = outcome(pipeline, mixed())
-    oracle = Oracle(texts_of(plain), MISTAKES["every third wrong"], 4)
+def test_chunked_prompts_with_drafts_equal_plain_decoding(
+    pipeline: TextGenerationPipeline, proposer: str
+) -> None:
+    plain = run_directly(pipeline, mixed_contexts())
+    oracle = OracleProposer(texts_of(plain), WRONG_DRAFTS["every third wrong"], 4)
     pipeline.proposer = oracle if proposer == "oracle" else NGramProposer(1, 3)
     limits = {"max_batch_size": 8, "max_batch_input_tokens": 13, "min_chunk_size": 3}
-    given, _ = scheduled(pipeline, mixed(), **limits)
-    assert given == plain
+    actual, _ = run_scheduled(pipeline, mixed_contexts(), **limits)
+    assert actual == plain
     assert pipeline.speculation_stats.num_accepted
 
 
 @pytest.mark.parametrize("proposer", ["oracle", "ngram"])
-def test_preemption(checkpoint: Path, pipeline: TextGenerationPipeline, proposer: str) -> None:
-    plain = outcome(pipeline, mixed())
+def test_preempted_contexts_with_drafts_equal_plain_decoding(
+    checkpoint: Path, pipeline: TextGenerationPipeline, proposer: str
+) -> None:
+    plain = run_directly(pipeline, mixed_contexts())
     small = open_pipeline(
         checkpoint,
         deterministic=True,
@@ -115,31 +132,31 @@ def test_preemption(checkpoint: Path, pipeline: TextGenerationPipeline, proposer
         max_batch_size=6,
         kv_cache_memory=BLOCK_BYTES * 13,
     )
-    oracle = Oracle(texts_of(plain), MISTAKES["every third wrong"], 4)
+    oracle = OracleProposer(texts_of(plain), WRONG_DRAFTS["every third wrong"], 4)
     small.proposer = oracle if proposer == "oracle" else NGramProposer(1, 3)
-    outcome(small, [context_of(PROMPT[:3], 1)]) if proposer == "ngram" else None
-    given, scheduler = scheduled(small, mixed(), max_batch_size=6, max_batch_input_tokens=40)
+    run_directly(small, [context_of(PROMPT[:3], 1)]) if proposer == "ngram" else None
+    actual, scheduler = run_scheduled(small, mixed_contexts(), max_batch_size=6, max_batch_input_tokens=40)
     assert scheduler.num_preemptions
-    assert given == plain
+    assert actual == plain
     assert small.speculation_stats.num_accepted
 
 
-def test_through_the_prefix_cache(pipeline: TextGenerationPipeline) -> None:
+def test_prefix_hits_with_drafts_equal_plain_decoding(pipeline: TextGenerationPipeline) -> None:
     long = [*PROMPT, *PROMPT[:15]]
-    plain = outcome(pipeline, [context_of(long, 30, request_id="a")])
-    pipeline.proposer = Oracle(texts_of(plain), MISTAKES["every third wrong"], 4)
+    plain = run_directly(pipeline, [context_of(long, 30, request_id="a")])
+    pipeline.proposer = OracleProposer(texts_of(plain), WRONG_DRAFTS["every third wrong"], 4)
     context = context_of(long, 30, request_id="a")
-    assert outcome(pipeline, [context]) == plain
+    assert run_directly(pipeline, [context]) == plain
     assert context.num_cached_tokens == 32
     more = [*long, *texts_of(plain)["a"][:20]]
     context = context_of(more, 10, request_id="a")
     pipeline.proposer = None
-    assert texts_of(outcome(pipeline, [context]))["a"] == texts_of(plain)["a"][20:]
-    assert context.num_cached_tokens == 64, "blocks that drafts have filled hold the accepted tokens alone"
+    assert texts_of(run_directly(pipeline, [context]))["a"] == texts_of(plain)["a"][20:]
+    assert context.num_cached_tokens == 64, "blocks with drafts are registered with the accepted tokens only"
 
 
 @pytest.mark.parametrize("at", [0, 1, 3, 4])
-def test_an_end_among_the_drafts(pipeline: TextGenerationPipeline, at: int) -> None:
+def test_an_end_token_among_the_drafts_ends_the_output(pipeline: TextGenerationPipeline, at: int) -> None:
     (text,) = generate(
         pipeline, [context_of(PROMPT, 30, sampling_params=SamplingParams(temperature=1, seed=1))]
     )
@@ -155,13 +172,13 @@ def test_an_end_among_the_drafts(pipeline: TextGenerationPipeline, at: int) -> N
             sampling_params=SamplingParams(temperature=1, seed=1),
         )
 
-    plain = outcome(pipeline, [context()])
+    plain = run_directly(pipeline, [context()])
     assert plain["a"][-1] is TextGenerationStatus.END_OF_SEQUENCE
-    pipeline.proposer = Oracle({"a": text}, MISTAKES["always right"], 4)
-    assert outcome(pipeline, [context()]) == plain
+    pipeline.proposer = OracleProposer({"a": text}, WRONG_DRAFTS["always right"], 4)
+    assert run_directly(pipeline, [context()]) == plain
 
 
-def test_a_run_of_tokens_that_ends_the_output(pipeline: TextGenerationPipeline) -> None:
+def test_an_end_sequence_among_the_drafts_ends_the_output(pipeline: TextGenerationPipeline) -> None:
     (text,) = generate(pipeline, [context_of(PROMPT, 30)])
 
     def context() -> TextContext:
@@ -169,13 +186,13 @@ def test_a_run_of_tokens_that_ends_the_output(pipeline: TextGenerationPipeline) 
             prompt="", max_length=60, tokens=np.array(PROMPT), eos_sequences=[text[3:6]], request_id="a"
         )
 
-    plain = outcome(pipeline, [context()])
-    pipeline.proposer = Oracle({"a": text}, MISTAKES["always right"], 9)
-    assert outcome(pipeline, [context()]) == plain
+    plain = run_directly(pipeline, [context()])
+    pipeline.proposer = OracleProposer({"a": text}, WRONG_DRAFTS["always right"], 9)
+    assert run_directly(pipeline, [context()]) == plain
     assert texts_of(plain)["a"] == text[:5]
 
 
-def test_min_new_tokens_holds_off_drafted_ends(pipeline: TextGenerationPipeline) -> None:
+def test_min_new_tokens_delays_drafted_end_tokens(pipeline: TextGenerationPipeline) -> None:
     (text,) = generate(pipeline, [context_of(PROMPT, 30)])
 
     def context() -> TextContext:
@@ -188,14 +205,14 @@ def test_min_new_tokens_holds_off_drafted_ends(pipeline: TextGenerationPipeline)
             sampling_params=SamplingParams(min_new_tokens=7),
         )
 
-    plain = outcome(pipeline, [context()])
+    plain = run_directly(pipeline, [context()])
     for drafts in (text, texts_of(plain)["a"]):
-        pipeline.proposer = Oracle({"a": drafts}, MISTAKES["always right"], 5)
-        assert outcome(pipeline, [context()]) == plain
+        pipeline.proposer = OracleProposer({"a": drafts}, WRONG_DRAFTS["always right"], 5)
+        assert run_directly(pipeline, [context()]) == plain
 
 
-class Careless(Oracle):
-    """Drafts invalid token ids between valid ones."""
+class InvalidDrafts(OracleProposer):
+    """A proposer that inserts invalid token ids between valid ones."""
 
     def propose(self, contexts: Sequence[TextContext], limits: Sequence[int]) -> list[list[int]]:
         return [[*draft[:2], bad, *draft[2:]] for draft, bad in zip(
@@ -206,32 +223,36 @@ def test_invalid_draft_ids_are_dropped(pipeline: TextGenerationPipeline) -> None
     def contexts() -> list[TextContext]:
         return [context_of(PROMPT[:n], 20, request_id=str(n)) for n in (5, 6, 7)]
 
-    plain = outcome(pipeline, contexts())
-    pipeline.proposer = careless = Careless(texts_of(plain), MISTAKES["always right"], 6)
-    assert outcome(pipeline, contexts()) == plain
-    assert max(len(draft) for draft, _ in careless.seen) == 2
+    plain = run_directly(pipeline, contexts())
+    pipeline.proposer = proposer = InvalidDrafts(texts_of(plain), WRONG_DRAFTS["always right"], 6)
+    assert run_directly(pipeline, contexts()) == plain
+    assert max(len(draft) for draft, _ in proposer.seen) == 2
 
 
-def test_too_few_blocks_mean_fewer_drafts(checkpoint: Path) -> None:
+def test_too_few_blocks_reduce_the_drafts(checkpoint: Path) -> None:
     fixed = {"kv_cache_block_size": 16, "max_length": 64, "max_batch_size": 2, "deterministic": True}
     small = open_pipeline(checkpoint, kv_cache_memory=BLOCK_BYTES * 5, **fixed)
 
     def context(tokens: Sequence[int]) -> TextContext:
         return context_of(tokens, 30, request_id="a")
 
-    plain = outcome(small, [context(PROMPT)])
-    small.proposer = oracle = Oracle(texts_of(plain) | {"b": [1] * 9}, MISTAKES["always right"], 20)
+    plain = run_directly(small, [context(PROMPT)])
+    small.proposer = oracle = OracleProposer(
+        texts_of(plain) | {"b": [1] * 9}, WRONG_DRAFTS["always right"], 20
+    )
     first, second = context(PROMPT), context_of(PROMPT[::-1], 1, request_id="b")
     response = small.execute({"a": first, "b": second})
     drafted = len(oracle.seen[0][0])
-    assert 0 < drafted <= 18, "30 tokens of the prompt leave 2 places in two blocks; a third may not be free"
+    assert 0 < drafted <= 18, (
+        "a prompt of 30 tokens leaves 2 slots in two blocks; a third block may not be free"
+    )
     assert len(response["a"].tokens) == drafted + 1
     small.release(second)
     small.release(first)
-    assert outcome(small, [context(PROMPT)]) == plain
+    assert run_directly(small, [context(PROMPT)]) == plain
 
 
-def test_a_step_is_no_larger_than_planned(checkpoint: Path) -> None:
+def test_a_step_with_drafts_is_not_larger_than_planned(checkpoint: Path) -> None:
     narrow = open_pipeline(
         checkpoint, deterministic=True, kv_cache_block_size=16, max_batch_input_tokens=16, max_batch_size=2
     )
@@ -239,8 +260,8 @@ def test_a_step_is_no_larger_than_planned(checkpoint: Path) -> None:
     def contexts() -> list[TextContext]:
         return [context_of(PROMPT[:n], 20, request_id=str(n)) for n in (6, 5)]
 
-    plain = outcome(narrow, contexts())
-    narrow.proposer = oracle = Oracle(texts_of(plain), MISTAKES["always right"], 30)
-    assert outcome(narrow, contexts()) == plain
+    plain = run_directly(narrow, contexts())
+    narrow.proposer = oracle = OracleProposer(texts_of(plain), WRONG_DRAFTS["always right"], 30)
+    assert run_directly(narrow, contexts()) == plain
     assert len(oracle.seen[0][0]) == (16 - 11) // 2
     assert len(oracle.seen[2][0]) == (16 - 2) // 2

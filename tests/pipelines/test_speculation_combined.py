@@ -1,4 +1,4 @@
-"""Adapters, grammars, penalties, log probabilities and proposers in one batch, against plain decoding."""
+"""Adapters, grammars, penalties, log probabilities and proposers in one batch equal plain decoding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.adapters import write_adapter
 from support.random_draws import examples
-from support.speculating import scheduled
+from support.speculating import run_scheduled
 from support.tiny_llm import EOS, write_tiny_llm
 
 from penstock.assembly import load_pipeline, load_tokenizer
@@ -45,14 +45,14 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Te
         "draft model": {"draft_model_path": str(draft), "num_speculative_tokens": 3},
         "the model itself": {"draft_model_path": str(target), "num_speculative_tokens": 5},
     }
-    opened = {name: opened_with(common | values) for name, values in kinds.items()}
-    yield opened
-    for pipeline in opened.values():
+    pipelines_ = {name: open_from_values(common | values) for name, values in kinds.items()}
+    yield pipelines_
+    for pipeline in pipelines_.values():
         assert pipeline.grammars is not None
         pipeline.grammars.close()
 
 
-def opened_with(values: dict[str, Any]) -> TextGenerationPipeline:
+def open_from_values(values: dict[str, Any]) -> TextGenerationPipeline:
     config = PipelineConfig.from_flat(values)
     return load_pipeline(config, load_tokenizer(config))
 
@@ -62,7 +62,7 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
     prompt = draw(st.lists(st.integers(0, 7), min_size=1, max_size=40))
     temperature = draw(st.sampled_from([0.0, 1.0]))
     grammar = draw(st.sampled_from(GRAMMARS))
-    # A grammar may force what is banned, and that ends the request.
+    # A grammar may force a banned token, which would end the request.
     banned = draw(st.sampled_from([None, [5, 64]])) if grammar is None else None
     sequences = draw(st.sampled_from([None, [[3, 4], [5, 5], [3, 3, 3]]])) if grammar is None else None
     return {
@@ -101,23 +101,23 @@ def context_of(number: int, request: dict[str, Any]) -> TextContext:
 
 @settings(max_examples=examples(8))
 @given(batch=st.lists(requests(), min_size=1, max_size=6), tokens=st.sampled_from([12, 40, 400]))
-def test_any_batch(
+def test_any_batch_equals_plain_decoding(
     pipelines: dict[str, TextGenerationPipeline], batch: list[dict[str, Any]], tokens: int
 ) -> None:
-    found = {}
+    result = {}
     for name, pipeline in pipelines.items():
         contexts = [context_of(number, request) for number, request in enumerate(batch)]
         while not all(pipeline.ready(context) for context in contexts):
             time.sleep(0.001)
-        found[name], _ = scheduled(
+        result[name], _ = run_scheduled(
             pipeline, contexts, max_batch_size=6, max_batch_input_tokens=tokens, min_chunk_size=4
         )
-    for name, given_tokens in found.items():
-        assert given_tokens == found["plain"], name
+    for name, tokens_of_context in result.items():
+        assert tokens_of_context == result["plain"], name
 
 
-def test_something_was_drafted_accepted_and_forced(pipelines: dict[str, TextGenerationPipeline]) -> None:
-    """Runs after the test of equality, which would also pass without any drafts."""
+def test_drafts_were_proposed_accepted_and_forced(pipelines: dict[str, TextGenerationPipeline]) -> None:
+    """Runs after the comparison, which would also pass without any drafts."""
     for name in ("ngram", "draft model", "the model itself"):
         stats = pipelines[name].speculation_stats
         assert stats.num_proposed, name

@@ -1,4 +1,4 @@
-"""The draft model: it has a separate cache, follows each text, and changes no output."""
+"""The draft model has its own cache, follows each text, and changes no output."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.checkpoints import write_checkpoint
 from support.running import context_of
-from support.speculating import PROMPT, mixed, outcome, scheduled
+from support.speculating import PROMPT, mixed_contexts, run_directly, run_scheduled
 from support.tiny_llm import write_tiny_llm
 
 from penstock import LLM
@@ -25,42 +25,44 @@ from penstock.pipelines.core import Grammar, SamplingParams
 from penstock.pipelines.speculative import SpeculationStats
 from penstock.pipelines.speculative.draft_model import DraftModelProposer
 
-Open = Callable[..., tuple[TextGenerationPipeline, DraftModelProposer]]
+Opened = Callable[..., tuple[TextGenerationPipeline, DraftModelProposer]]
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return with_tokenizer(write_checkpoint(tmp_path_factory.mktemp("target"), tiny_config()))
+    return write_tokenizer(write_checkpoint(tmp_path_factory.mktemp("target"), tiny_config()))
 
 
 @pytest.fixture(scope="module")
-def noisy(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The target with noise in its weights: about half of its drafts are accepted."""
-    folder = tmp_path_factory.mktemp("noisy")
+def noisy_draft(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the target with noise in its weights: about half of its drafts are accepted."""
+    folder = tmp_path_factory.mktemp("noisy_draft")
     generator = torch.Generator().manual_seed(1)
     tensors = load_file(target / "model.safetensors")
     for tensor in tensors.values():
         tensor += 0.004 * torch.randn(tensor.shape, generator=generator)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text((target / "config.json").read_text())
-    return with_tokenizer(folder)
+    return write_tokenizer(folder)
 
 
 @pytest.fixture(scope="module")
-def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A draft model of another shape with a smaller maximum length, whose drafts are rarely accepted."""
+def unrelated_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a draft model of another shape and smaller maximum length, whose drafts are rarely accepted."""
     config = tiny_config() | {"num_hidden_layers": 1, "max_position_embeddings": 48}
-    return with_tokenizer(write_checkpoint(tmp_path_factory.mktemp("stranger"), config, seed=5))
+    return write_tokenizer(write_checkpoint(tmp_path_factory.mktemp("unrelated_draft"), config, seed=5))
 
 
-def with_tokenizer(folder: Path) -> Path:
+def write_tokenizer(folder: Path) -> Path:
     tokenizer = write_tiny_llm(folder / "tokenizer")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_text((tokenizer / name).read_text())
     return folder
 
 
-def opened(target: Path, draft: Path, **config: Any) -> tuple[TextGenerationPipeline, DraftModelProposer]:
+def open_with_draft(
+    target: Path, draft: Path, **config: Any
+) -> tuple[TextGenerationPipeline, DraftModelProposer]:
     values = {
         "model_path": str(target),
         "draft_model_path": str(draft),
@@ -73,145 +75,159 @@ def opened(target: Path, draft: Path, **config: Any) -> tuple[TextGenerationPipe
     pipeline_config = PipelineConfig.from_flat(values | config)
     pipeline = load_pipeline(pipeline_config, load_tokenizer(pipeline_config))
     assert isinstance(pipeline.proposer, DraftModelProposer)
-    outcome(pipeline, [context_of([1], 1)])  # the checks of tokens start with the first forward
+    run_directly(pipeline, [context_of([1], 1)])  # token ids are checked from the first forward on
     return pipeline, pipeline.proposer
 
 
-def plainly(pipeline: TextGenerationPipeline, contexts: Any) -> Any:
+def outcome_without_drafts(pipeline: TextGenerationPipeline, contexts: Any) -> Any:
     proposer, pipeline.proposer = pipeline.proposer, None
-    given = outcome(pipeline, contexts)
+    results = run_directly(pipeline, contexts)
     pipeline.proposer = proposer
-    return given
+    return results
 
 
-@pytest.mark.parametrize("draft", ["target", "noisy", "stranger"])
-def test_a_mixed_batch(request: pytest.FixtureRequest, target: Path, draft: str) -> None:
-    pipeline, proposer = opened(target, request.getfixturevalue(draft))
-    plain = plainly(pipeline, mixed())
-    assert outcome(pipeline, mixed(), num_steps=3) == plain
+@pytest.mark.parametrize("draft", ["target", "noisy_draft", "unrelated_draft"])
+def test_a_mixed_batch_with_a_draft_model_equals_plain_decoding(
+    request: pytest.FixtureRequest, target: Path, draft: str
+) -> None:
+    pipeline, proposer = open_with_draft(target, request.getfixturevalue(draft))
+    plain = outcome_without_drafts(pipeline, mixed_contexts())
+    assert run_directly(pipeline, mixed_contexts(), num_steps=3) == plain
     stats = pipeline.speculation_stats
     rate = stats.acceptance_rate
-    assert {"target": rate == 1, "noisy": 0.2 < rate < 0.99, "stranger": rate < 0.2}[draft], rate
+    assert {"target": rate == 1, "noisy_draft": 0.2 < rate < 0.99, "unrelated_draft": rate < 0.2}[draft], rate
     assert stats.num_proposed > 50
     proposer.kv.check_integrity()
-    assert proposer.kv.num_free_blocks == proposer.kv.num_blocks, "all texts are released"
+    assert proposer.kv.num_free_blocks == proposer.kv.num_blocks, "the state of all contexts is released"
 
 
-def test_the_draft_samples_with_the_targets_numbers(target: Path) -> None:
-    """With other random numbers, drafts of sampled text would rarely be accepted, even for similar models."""
-    pipeline, _ = opened(target, target)
+def test_the_draft_model_samples_with_the_random_numbers_of_the_target(target: Path) -> None:
+    """With other random numbers, sampled drafts would rarely be accepted, even for similar models."""
+    pipeline, _ = open_with_draft(target, target)
     sampling = SamplingParams(temperature=1.0, top_k=-1, seed=11)
-    outcome(pipeline, [context_of(PROMPT, 40, sampling_params=sampling)])
+    run_directly(pipeline, [context_of(PROMPT, 40, sampling_params=sampling)])
     assert pipeline.speculation_stats.acceptance_rate == 1
 
 
 def test_accepted_drafts_are_not_computed_again(target: Path) -> None:
-    pipeline, proposer = opened(target, target)
+    pipeline, proposer = open_with_draft(target, target)
     rows: list[int] = []
     original = proposer.model.execute
 
-    def counted(inputs: Any) -> Any:
+    def count_execute(inputs: Any) -> Any:
         rows.append(len(inputs.tokens))
         return original(inputs)
 
-    proposer.model.execute = counted  # type: ignore[method-assign]
+    proposer.model.execute = count_execute  # type: ignore[method-assign]
     context = context_of(PROMPT, 31, request_id="a")
     pipeline.execute({"a": context})
     assert rows == [30, 1, 1, 1]
     rows.clear()
     pipeline.execute({"a": context})
-    assert rows == [2, 1, 1, 1], "the last draft, which was never computed, and the token behind it"
-    assert context.draft_offset == 1, "that last draft: the target has computed it, the draft model not yet"
+    assert rows == [2, 1, 1, 1], "the last draft, which was never computed, and the token after it"
+    assert context.draft_offset == 1, "the target has computed the last draft, the draft model has not"
     pipeline.release(context)
 
 
-def test_after_rejections_it_has_exactly_the_text(target: Path, noisy: Path) -> None:
-    """Its drafts are those of a draft model that has just read the whole text."""
-    pipeline, follower = opened(target, noisy)
-    _, fresh = opened(target, noisy)
+def test_the_draft_cache_holds_exactly_the_text_after_rejections(target: Path, noisy_draft: Path) -> None:
+    """Its drafts equal those of a draft model that has just read the whole text."""
+    pipeline, proposer_with_history = open_with_draft(target, noisy_draft)
+    _, new_proposer = open_with_draft(target, noisy_draft)
     context = context_of(PROMPT, 60, request_id="a")
     accepted = []
     while context.current_length < 80:
-        expected = fresh.propose([context], [4])
-        fresh.release(context)
-        assert follower.propose([context], [4]) == expected
+        expected = new_proposer.propose([context], [4])
+        new_proposer.release(context)
+        assert proposer_with_history.propose([context], [4]) == expected
         before = context.current_length
         pipeline.execute({"a": context})
         accepted.append(context.current_length - before - 1)
-    assert {4} < set(accepted), "right to the end, and wrong before it"
+    assert {4} < set(accepted), "some drafts are accepted completely, others in part"
     pipeline.release(context)
 
 
-@pytest.mark.parametrize("draft", ["noisy", "stranger"])
-def test_in_chunks(request: pytest.FixtureRequest, target: Path, draft: str) -> None:
-    pipeline, proposer = opened(target, request.getfixturevalue(draft), max_batch_input_tokens=16)
-    plain = plainly(pipeline, mixed())
+@pytest.mark.parametrize("draft", ["noisy_draft", "unrelated_draft"])
+def test_prompts_in_chunks_equal_plain_decoding(
+    request: pytest.FixtureRequest, target: Path, draft: str
+) -> None:
+    pipeline, proposer = open_with_draft(target, request.getfixturevalue(draft), max_batch_input_tokens=16)
+    plain = outcome_without_drafts(pipeline, mixed_contexts())
     sizes = []
     original = proposer.model.execute
 
-    def measured(inputs: Any) -> Any:
+    def measure_execute(inputs: Any) -> Any:
         sizes.append(len(inputs.tokens))
         return original(inputs)
 
-    proposer.model.execute = measured  # type: ignore[method-assign]
-    given, _ = scheduled(pipeline, mixed(), max_batch_size=4, max_batch_input_tokens=16, min_chunk_size=3)
-    assert given == plain
+    proposer.model.execute = measure_execute  # type: ignore[method-assign]
+    results, _ = run_scheduled(
+        pipeline, mixed_contexts(), max_batch_size=4, max_batch_input_tokens=16, min_chunk_size=3
+    )
+    assert results == plain
     assert max(sizes) <= 16
     assert pipeline.speculation_stats.num_proposed
 
 
-def test_preemption(target: Path, noisy: Path) -> None:
-    roomy, _ = opened(target, noisy)
-    plain = plainly(roomy, mixed())
+def test_preempted_contexts_equal_plain_decoding(target: Path, noisy_draft: Path) -> None:
+    large_cache, _ = open_with_draft(target, noisy_draft)
+    plain = outcome_without_drafts(large_cache, mixed_contexts())
     block = 2 * 4 * 2 * 3 * 2 * 8 * 16  # bytes of a block of both models
-    small, proposer = opened(target, noisy, max_length=80, kv_cache_memory=block * 13, max_batch_size=6)
-    assert small.kv.num_blocks == proposer.kv.num_blocks == 12
-    given, scheduler = scheduled(small, mixed(), max_batch_size=6, max_batch_input_tokens=40)
+    small_cache, proposer = open_with_draft(
+        target, noisy_draft, max_length=80, kv_cache_memory=block * 13, max_batch_size=6
+    )
+    assert small_cache.kv.num_blocks == proposer.kv.num_blocks == 12
+    results, scheduler = run_scheduled(
+        small_cache, mixed_contexts(), max_batch_size=6, max_batch_input_tokens=40
+    )
     assert scheduler.num_preemptions
-    assert given == plain
-    assert small.speculation_stats.num_accepted
+    assert results == plain
+    assert small_cache.speculation_stats.num_accepted
     proposer.kv.check_integrity()
 
 
-def test_a_full_draft_cache_means_no_drafts(target: Path, noisy: Path) -> None:
-    pipeline, proposer = opened(target, noisy)
-    plain = plainly(pipeline, mixed())
-    taken = [context_of([token] * 16, 1) for token in range(proposer.kv.num_free_blocks - 3)]
-    for context in taken:
+def test_a_full_draft_cache_gives_no_drafts(target: Path, noisy_draft: Path) -> None:
+    pipeline, proposer = open_with_draft(target, noisy_draft)
+    plain = outcome_without_drafts(pipeline, mixed_contexts())
+    blocking_contexts = [context_of([token] * 16, 1) for token in range(proposer.kv.num_free_blocks - 3)]
+    for context in blocking_contexts:
         proposer.kv.claim(context)
         proposer.kv.reserve(context)
-    assert outcome(pipeline, mixed()) == plain
+    assert run_directly(pipeline, mixed_contexts()) == plain
     assert pipeline.speculation_stats.num_proposed
-    for context in taken:
+    for context in blocking_contexts:
         proposer.kv.release(context)
     proposer.kv.check_integrity()
 
 
-def test_the_draft_cache_evicts_idle_texts(target: Path, noisy: Path) -> None:
+def test_the_draft_cache_evicts_idle_contexts(target: Path, noisy_draft: Path) -> None:
     block = 2 * 4 * 2 * 3 * 2 * 8 * 16  # bytes of a block of both models
-    _, proposer = opened(target, noisy, max_length=80, kv_cache_memory=block * 9, max_batch_size=4)
+    _, proposer = open_with_draft(
+        target, noisy_draft, max_length=80, kv_cache_memory=block * 9, max_batch_size=4
+    )
     contexts = [context_of([token] * 30, 40) for token in range(6)]
     drafts = [proposer.propose([context], [4])[0] for context in contexts]
-    assert [len(draft) for draft in drafts] == [4] * 6, "8 blocks hold two or three of the six"
-    assert proposer.propose(contexts[:1], [4]) == drafts[:1], "the first text was evicted and computed again"
-    assert any(not draft for draft in proposer.propose(contexts, [4] * 6)), "together they do not fit"
+    assert [len(draft) for draft in drafts] == [4] * 6, "8 blocks hold two or three of the six contexts"
+    assert proposer.propose(contexts[:1], [4]) == drafts[:1], "the first context was evicted and recomputed"
+    assert any(not draft for draft in proposer.propose(contexts, [4] * 6)), (
+        "the blocks do not suffice for all contexts at once"
+    )
     for context in contexts:
         proposer.release(context)
     proposer.kv.check_integrity()
     assert proposer.kv.num_free_blocks == proposer.kv.num_blocks
 
 
-def test_a_prefix_that_only_the_target_has(target: Path) -> None:
-    pipeline, _ = opened(target, target)
-    (plain,) = plainly(pipeline, [context_of(PROMPT, 30, request_id="a")]).values()
+def test_a_prefix_cached_only_by_the_target_is_computed_by_the_draft_model(target: Path) -> None:
+    pipeline, _ = open_with_draft(target, target)
+    (plain,) = outcome_without_drafts(pipeline, [context_of(PROMPT, 30, request_id="a")]).values()
     context = context_of(PROMPT, 30, request_id="a")
-    assert outcome(pipeline, [context])["a"] == plain
+    assert run_directly(pipeline, [context])["a"] == plain
     assert context.num_cached_tokens == 16
     assert pipeline.speculation_stats.acceptance_rate == 1
 
 
 def test_the_draft_model_catches_up_after_steps_without_drafts(target: Path) -> None:
-    pipeline, _ = opened(target, target)
+    pipeline, _ = open_with_draft(target, target)
     widths = pipeline.draft_lengths
     assert widths is not None
     context = context_of(PROMPT, 40, request_id="a")
@@ -225,50 +241,53 @@ def test_the_draft_model_catches_up_after_steps_without_drafts(target: Path) -> 
     pipeline.release(context)
 
 
-def test_a_context_that_rolls_tokens_back(target: Path) -> None:
-    pipeline, _ = opened(target, target)
+def test_a_rolled_back_context_equals_plain_decoding(target: Path) -> None:
+    pipeline, _ = open_with_draft(target, target)
     context = context_of(PROMPT, 60, request_id="a")
     pipeline.execute({"a": context})
     context.rollback(3)
     pipeline.execute({"a": context})
     whole = context.generated_tokens.tolist()
     assert [
-        part[0] for part in plainly(pipeline, [context_of(PROMPT, len(whole))]).popitem()[1][:-1]
+        part[0]
+        for part in outcome_without_drafts(pipeline, [context_of(PROMPT, len(whole))]).popitem()[1][:-1]
     ] == whole
     assert pipeline.speculation_stats.acceptance_rate == 1
     pipeline.release(context)
 
 
-def test_memory_is_planned_for_both(target: Path, noisy: Path) -> None:
+def test_the_memory_plan_includes_both_models(target: Path, noisy_draft: Path) -> None:
     alone = PipelineConfig.from_flat({"model_path": str(target), "deterministic": True})
-    pipeline, proposer = opened(target, noisy, kv_cache_memory=10**6)
+    pipeline, proposer = open_with_draft(target, noisy_draft, kv_cache_memory=10**6)
     caches = [*pipeline.kv.storage.caches, *proposer.kv.storage.caches]  # type: ignore[attr-defined]
     assert sum(cache.nbytes for cache in caches) <= 10**6
     assert pipeline.kv.num_blocks == proposer.kv.num_blocks > 50
     assert pipeline.memory_plan.max_length == 256
     with pytest.raises(InsufficientMemoryError):
-        opened(target, noisy, kv_cache_memory=10**5, max_length=256)
+        open_with_draft(target, noisy_draft, kv_cache_memory=10**5, max_length=256)
     assert load_pipeline(alone, load_tokenizer(alone)).proposer is None
 
 
-def test_a_draft_model_needs_the_targets_tokenizer(target: Path, noisy: Path, tmp_path: Path) -> None:
+def test_a_draft_model_with_another_tokenizer_is_refused(
+    target: Path, noisy_draft: Path, tmp_path: Path
+) -> None:
     for name in ("config.json", "model.safetensors", "tokenizer_config.json"):
-        (tmp_path / name).write_bytes((noisy / name).read_bytes())
-    tokenizer = json.loads((noisy / "tokenizer.json").read_text())
+        (tmp_path / name).write_bytes((noisy_draft / name).read_bytes())
+    tokenizer = json.loads((noisy_draft / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"]["!"], tokenizer["model"]["vocab"]['"'] = 1, 0
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(ConfigError, match=r"cannot draft for .*tokenizer.json differ"):
-        opened(target, tmp_path)
+        open_with_draft(target, tmp_path)
     (tmp_path / "tokenizer.json").unlink()
-    opened(target, tmp_path)
-    values = json.loads((noisy / "config.json").read_text()) | {"vocab_size": 131}
+    open_with_draft(target, tmp_path)
+    values = json.loads((noisy_draft / "config.json").read_text()) | {"vocab_size": 131}
     (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(ConfigError, match="one has 130 tokens, the other 131"):
-        opened(target, tmp_path)
+        open_with_draft(target, tmp_path)
 
 
 @pytest.mark.parametrize("top_k", [1, -1])
-def test_a_real_pair(shared_data: Path, top_k: int) -> None:
+def test_a_trained_draft_model_equals_plain_decoding(shared_data: Path, top_k: int) -> None:
     models = shared_data / "models"
     params = [SamplingParams(max_new_tokens=40, temperature=0.8, top_k=top_k, seed=seed) for seed in range(3)]
     prompts = ["Once upon a time", "Lily and Tom went to the park. Lily and Tom", "One day, a little dog"]
@@ -282,9 +301,8 @@ def test_a_real_pair(shared_data: Path, top_k: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama2xs", "stories260K"])
-def test_drafts_keep_to_the_grammar(shared_data: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The text is the same with and without drafts. With grammar masks, more drafts are accepted than
-    without."""
+def test_drafts_follow_the_grammar(shared_data: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text is the same with and without drafts. Grammar masks on drafts raise the acceptance rate."""
     pytest.importorskip("xgrammar")
     models = shared_data / "models"
     params = [
@@ -306,11 +324,11 @@ def test_drafts_keep_to_the_grammar(shared_data: Path, name: str, monkeypatch: p
             return [(output.token_ids, output.text) for output in outputs], llm.pipeline.speculation_stats
 
     texts, _ = run()
-    assert re.fullmatch(grammars[0].text, texts[0][1]), "the first space is part of the text"  # type: ignore[union-attr]
-    within, stats = run(draft_model_path=str(models / name))
+    assert re.fullmatch(grammars[0].text, texts[0][1]), "the text begins with a space"  # type: ignore[union-attr]
+    texts_with_masks, stats = run(draft_model_path=str(models / name))
     with monkeypatch.context() as patch:
         patch.setattr("penstock.pipelines.speculative.draft_model.grammar_bitmask", lambda *_: None)
-        without, stats_without = run(draft_model_path=str(models / name))
-    assert texts == within == without
+        texts_without_masks, stats_without = run(draft_model_path=str(models / name))
+    assert texts == texts_with_masks == texts_without_masks
     assert stats.num_accepted > 1.1 * stats_without.num_accepted
     assert stats.acceptance_rate == 1 or name != "stories260K", "drafts of the same model are always accepted"

@@ -1,4 +1,4 @@
-"""Grammars under speculation: masks that walk drafts, and tokens that a grammar forces."""
+"""Grammars under speculation: masks for drafts, and tokens that a grammar forces."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.running import context_of, open_pipeline
-from support.speculating import Oracle, outcome, scheduled, texts_of
+from support.speculating import OracleProposer, run_directly, run_scheduled, texts_of
 from support.tiny_llm import EOS, VOCABULARY, write_tiny_llm
 from tokenizers import Tokenizer
 
@@ -26,9 +26,9 @@ GRAMMARS = {
     "forced": r'\{"name": "[a-z]{2,9}", "description": [0-9]{1,3}, "end": true\}',
     "one text": "exactly this text and nothing else",
 }
-KINDS: dict[str, dict[str, Any]] = {
+PARAMETERS: dict[str, dict[str, Any]] = {
     "greedy": {},
-    "drawn": {"sampling_params": SamplingParams(temperature=1.0, top_k=-1, seed=3)},
+    "sampled": {"sampling_params": SamplingParams(temperature=1.0, top_k=-1, seed=3)},
     "penalised": {
         "sampling_params": SamplingParams(temperature=1.0, top_k=-1, seed=4, frequency_penalty=1.5)
     },
@@ -56,15 +56,15 @@ def compiler(checkpoint: Path) -> Any:
 @pytest.fixture
 def pipeline(checkpoint: Path) -> TextGenerationPipeline:
     pipeline = open_pipeline(checkpoint, deterministic=True, kv_cache_block_size=16)
-    outcome(pipeline, [context_of([1], 1)])
+    run_directly(pipeline, [context_of([1], 1)])
     return pipeline
 
 
 def contexts_with(compiler: Any, max_new: int = 70) -> list[TextContext]:
-    """Each grammar with each kind of parameters, and two contexts without."""
+    """Return contexts for each grammar with each kind of parameters, and two without a grammar."""
     contexts = []
     for pattern, text in GRAMMARS.items():
-        for kind, fields in KINDS.items():
+        for kind, fields in PARAMETERS.items():
             if kind == "at least" and max_new < 8:
                 continue
             context = TextContext(
@@ -87,19 +87,21 @@ def contexts_with(compiler: Any, max_new: int = 70) -> list[TextContext]:
 
 @pytest.fixture
 def plain(pipeline: TextGenerationPipeline, compiler: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The outputs without drafts and without forced tokens."""
+    """Return the outputs without drafts and without forced tokens."""
     with monkeypatch.context() as patch:
         patch.setattr("penstock.pipelines.drafting.forced_tokens", lambda *_: [])
-        given = outcome(pipeline, contexts_with(compiler))
+        results = run_directly(pipeline, contexts_with(compiler))
     assert not pipeline.speculation_stats.num_forced
     decode = Tokenizer.from_file(str(Path(pipeline.config.model.checkpoint) / "tokenizer.json")).decode
-    assert decode(texts_of(given)["one text, drawn"]) == GRAMMARS["one text"]
-    assert given["one text, drawn"][-1] is TextGenerationStatus.END_OF_SEQUENCE
-    return given
+    assert decode(texts_of(results)["one text, sampled"]) == GRAMMARS["one text"]
+    assert results["one text, sampled"][-1] is TextGenerationStatus.END_OF_SEQUENCE
+    return results
 
 
-def test_forced_tokens_change_nothing(pipeline: TextGenerationPipeline, compiler: Any, plain: Any) -> None:
-    assert outcome(pipeline, contexts_with(compiler)) == plain
+def test_forced_tokens_do_not_change_the_output(
+    pipeline: TextGenerationPipeline, compiler: Any, plain: Any
+) -> None:
+    assert run_directly(pipeline, contexts_with(compiler)) == plain
     assert pipeline.speculation_stats.num_forced > 300
     assert pipeline.speculation_stats.num_proposed == 0
 
@@ -108,72 +110,72 @@ def test_forced_tokens_change_nothing(pipeline: TextGenerationPipeline, compiler
 def test_forced_tokens_stop_at_the_maximum_length(
     pipeline: TextGenerationPipeline, compiler: Any, max_new: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = outcome(pipeline, contexts_with(compiler, max_new))
+    results = run_directly(pipeline, contexts_with(compiler, max_new))
     monkeypatch.setattr("penstock.pipelines.drafting.forced_tokens", lambda *_: [])
-    assert outcome(pipeline, contexts_with(compiler, max_new)) == given
+    assert run_directly(pipeline, contexts_with(compiler, max_new)) == results
 
 
-def test_forced_tokens_are_computed_with_their_neighbours(
-    pipeline: TextGenerationPipeline, compiler: Any
-) -> None:
-    context = contexts_with(compiler)[len(KINDS) * 2]
+def test_forced_tokens_are_computed_in_one_forward(pipeline: TextGenerationPipeline, compiler: Any) -> None:
+    context = contexts_with(compiler)[len(PARAMETERS) * 2]
     calls = 0
     original = pipeline.model.execute
 
-    def counted(inputs: Any) -> Any:
+    def count_execute(inputs: Any) -> Any:
         nonlocal calls
         calls += 1
         return original(inputs)
 
-    pipeline.model.execute = counted  # type: ignore[method-assign]
-    outcome(pipeline, [context])
-    assert calls == 1, "the prompt with all of the text behind it, and the token that ends it"
+    pipeline.model.execute = count_execute  # type: ignore[method-assign]
+    run_directly(pipeline, [context])
+    assert calls == 1, "one forward for the prompt and the forced text, and one for the end token"
 
 
 def test_forced_tokens_are_searched_once_per_token(
     pipeline: TextGenerationPipeline, compiler: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[int] = []
+    checked: list[int] = []
 
-    def counted(context: TextContext, *limits: int) -> list[int]:
-        asked.append(context.current_length)
+    def count_call(context: TextContext, *limits: int) -> list[int]:
+        checked.append(context.current_length)
         return forced_tokens(context, *limits)
 
-    monkeypatch.setattr("penstock.pipelines.drafting.forced_tokens", counted)
-    outcome(pipeline, contexts_with(compiler)[:1])
-    assert len(asked) == len(set(asked)) > 10
+    monkeypatch.setattr("penstock.pipelines.drafting.forced_tokens", count_call)
+    run_directly(pipeline, contexts_with(compiler)[:1])
+    assert len(checked) == len(set(checked)) > 10
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 3])
-def test_drafts_under_grammars(
+def test_drafts_under_grammars_do_not_change_the_output(
     pipeline: TextGenerationPipeline, compiler: Any, plain: Any, wrong: int
 ) -> None:
-    mistaken = {0: lambda place: False, 1: lambda place: True, 3: lambda place: place % 3 == 2}[wrong]
-    pipeline.proposer = Oracle(texts_of(plain), mistaken, 5)
-    assert outcome(pipeline, contexts_with(compiler)) == plain
+    is_wrong = {0: lambda place: False, 1: lambda place: True, 3: lambda place: place % 3 == 2}[wrong]
+    pipeline.proposer = OracleProposer(texts_of(plain), is_wrong, 5)
+    assert run_directly(pipeline, contexts_with(compiler)) == plain
     stats = pipeline.speculation_stats
     assert stats.num_proposed > 20
     assert stats.num_accepted > (0 if wrong == 1 else 20) or wrong == 1
 
 
-def test_the_text_itself_as_proposer(pipeline: TextGenerationPipeline, compiler: Any, plain: Any) -> None:
+def test_n_gram_drafts_under_grammars_do_not_change_the_output(
+    pipeline: TextGenerationPipeline, compiler: Any, plain: Any
+) -> None:
     pipeline.proposer = NGramProposer(1, 2)
-    assert outcome(pipeline, contexts_with(compiler)) == plain
+    assert run_directly(pipeline, contexts_with(compiler)) == plain
 
 
-def test_under_a_scheduler_with_little_room(
+def test_small_scheduler_limits_do_not_change_the_output(
     pipeline: TextGenerationPipeline, compiler: Any, plain: Any
 ) -> None:
     pipeline.proposer = NGramProposer(1, 2)
     limits = {"max_batch_size": 4, "max_batch_input_tokens": 9, "min_chunk_size": 2}
-    given, _ = scheduled(pipeline, contexts_with(compiler), **limits)
-    assert given == plain
+    results, _ = run_scheduled(pipeline, contexts_with(compiler), **limits)
+    assert results == plain
 
 
-def test_a_draft_that_the_grammar_refuses_is_cut(
+def test_a_draft_is_truncated_at_the_first_token_that_the_grammar_refuses(
     pipeline: TextGenerationPipeline, compiler: Any, plain: Any
 ) -> None:
-    class Stubborn:
+    class RepeatingProposer:
         seen: list[int]
 
         def __init__(self) -> None:
@@ -190,6 +192,6 @@ def test_a_draft_that_the_grammar_refuses_is_cut(
         def release(self, context: TextContext) -> None:
             pass
 
-    pipeline.proposer = stubborn = Stubborn()
-    assert outcome(pipeline, contexts_with(compiler)) == plain
-    assert max(stubborn.seen) == 1, "an end may be drafted, but nothing behind it"
+    pipeline.proposer = proposer = RepeatingProposer()
+    assert run_directly(pipeline, contexts_with(compiler)) == plain
+    assert max(proposer.seen) == 1, "an end token may be drafted, but no token after it"

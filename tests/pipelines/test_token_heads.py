@@ -22,7 +22,7 @@ TEXTS = [
     "how many unheard colours has the green grass and the red sky",
     "</s> it <s> it",
 ]
-ALL = ("dense", "sparse", "multi_vector")
+ALL_OUTPUTS = ("dense", "sparse", "multi_vector")
 
 
 @pytest.fixture(scope="module")
@@ -41,15 +41,15 @@ def weights_of(response: EmbeddingsResponse) -> dict[int, float]:
     return dict(zip(response.sparse.token_ids.tolist(), response.sparse.weights.tolist(), strict=True))
 
 
-def test_all_outputs_of_a_batch(bge: BgeM3, llm: LLM) -> None:
-    assert llm.pipeline.outputs == ALL
-    for text, response in zip(TEXTS, llm.encode(TEXTS, outputs=ALL, use_tqdm=False), strict=True):
+def test_all_outputs_of_a_batch_equal_the_reference(bge: BgeM3, llm: LLM) -> None:
+    assert llm.pipeline.outputs == ALL_OUTPUTS
+    for text, response in zip(TEXTS, llm.encode(TEXTS, outputs=ALL_OUTPUTS, use_tqdm=False), strict=True):
         tokens = llm.tokenizer.backend.encode(text).ids
         np.testing.assert_allclose(response.embeddings, bge.dense(tokens), atol=1e-5)
         expected = bge.lexical(tokens)
-        found = weights_of(response)
-        assert list(found) == sorted(expected), "the ids ascend, and special tokens have no weight"
-        assert found == pytest.approx(expected, abs=1e-5)
+        result = weights_of(response)
+        assert list(result) == sorted(expected), "the token ids ascend, and special tokens have no weight"
+        assert result == pytest.approx(expected, abs=1e-5)
         assert response.multi_vector is not None
         assert response.multi_vector.shape == (len(tokens) - 1, 20)
         np.testing.assert_allclose(response.multi_vector, bge.vectors(tokens), atol=1e-5)
@@ -68,8 +68,8 @@ def test_repeated_tokens_have_their_largest_weight(bge: BgeM3, llm: LLM) -> None
     assert num_checked, "the test needs a word with different weights"
 
 
-def test_one_output_computes_the_same_numbers(llm: LLM) -> None:
-    [whole] = llm.encode(TEXTS[:1], outputs=ALL)
+def test_a_single_output_equals_that_of_all_outputs(llm: LLM) -> None:
+    [whole] = llm.encode(TEXTS[:1], outputs=ALL_OUTPUTS)
     [sparse] = llm.encode(TEXTS[:1], outputs=("sparse",))
     assert weights_of(sparse) == weights_of(whole)
     assert sparse.multi_vector is None
@@ -82,7 +82,7 @@ def test_scores_are_similarities_of_dense_embeddings(llm: LLM) -> None:
     np.testing.assert_allclose(llm.score(TEXTS[0], TEXTS), vectors @ vectors[0], atol=1e-5)
 
 
-def test_a_checkpoint_with_one_head(tmp_path: Path) -> None:
+def test_outputs_of_a_missing_head_are_refused(tmp_path: Path) -> None:
     bge = write_bge_m3(tmp_path)
     (tmp_path / "sparse_linear.pt").unlink()
     pipeline = open_encoder(tmp_path)
@@ -93,7 +93,7 @@ def test_a_checkpoint_with_one_head(tmp_path: Path) -> None:
     assert bge.folder == tmp_path
 
 
-class Code:
+class MaliciousPickle:
     def __reduce__(self) -> tuple[object, ...]:
         return print, ("the file runs code",)
 
@@ -106,10 +106,10 @@ class Code:
         ({"weight": torch.zeros(1, 48)}, "bias is missing"),
         ({"weight": torch.zeros(1, 48), "bias": torch.zeros(1), "x": torch.zeros(1)}, "x is unexpected"),
         ([torch.zeros(1)], "must hold a dictionary of tensors"),
-        ({"weight": Code()}, "cannot be read as tensors"),
+        ({"weight": MaliciousPickle()}, "cannot be read as tensors"),
     ],
 )
-def test_a_damaged_head_is_refused(
+def test_a_malformed_head_is_refused_without_running_its_code(
     tmp_path: Path, content: object, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_bge_m3(tmp_path)
@@ -121,10 +121,10 @@ def test_a_damaged_head_is_refused(
 
 async def test_the_pooling_route_returns_all_outputs(bge: BgeM3, llm: LLM) -> None:
     async with embedding_server(bge.folder) as server:
-        answer = await server.http.post("/pooling", json={"input": TEXTS, "outputs": list(ALL)})
-        for text, one in zip(TEXTS, answer.json()["data"], strict=True):
-            [response] = llm.encode(text, outputs=ALL)
-            np.testing.assert_allclose(one["dense"], response.embeddings, atol=1e-6)
-            found = dict(zip(one["sparse"]["token_ids"], one["sparse"]["weights"], strict=True))
-            assert found == pytest.approx(weights_of(response), abs=1e-6)
-            np.testing.assert_allclose(one["multi_vector"], response.multi_vector, atol=1e-6)
+        answer = await server.http.post("/pooling", json={"input": TEXTS, "outputs": list(ALL_OUTPUTS)})
+        for text, entry in zip(TEXTS, answer.json()["data"], strict=True):
+            [response] = llm.encode(text, outputs=ALL_OUTPUTS)
+            np.testing.assert_allclose(entry["dense"], response.embeddings, atol=1e-6)
+            result = dict(zip(entry["sparse"]["token_ids"], entry["sparse"]["weights"], strict=True))
+            assert result == pytest.approx(weights_of(response), abs=1e-6)
+            np.testing.assert_allclose(entry["multi_vector"], response.multi_vector, atol=1e-6)

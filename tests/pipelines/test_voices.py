@@ -1,4 +1,4 @@
-"""Recordings as voices, with the encoder of a real codec."""
+"""Recordings as voices, encoded by a real codec."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def write_recording(file: Path, seconds: float) -> np.ndarray[Any, Any]:
     return samples.astype(np.float32) / 32768
 
 
-def opened(folder: Path, **settings: object) -> LLM:
+def open_speech(folder: Path, **settings: object) -> LLM:
     config = PipelineConfig.from_flat({"model_path": str(folder), "kv_cache_memory": 1 << 21, **settings})
     return LLM.from_config(config, catalog=catalog())
 
 
-def test_a_recording_is_a_voice_of_neutts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recording_becomes_a_voice_of_neutts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     write_neucodec(tmp_path / "codec", levels=(4, 2, 2))
     folder = write_tiny_speech(tmp_path / "model", "neutts")
@@ -46,27 +46,27 @@ def test_a_recording_is_a_voice_of_neutts(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "ben.txt").write_text("hi")
     settings = {"voice": (f"ben={tmp_path / 'ben.wav'}",), "codec": str(tmp_path / "codec")}
     params = SamplingParams(seed=3, top_k=-1, temperature=1, max_new_tokens=30, min_new_tokens=20)
-    with opened(folder, **settings) as llm:
+    with open_speech(folder, **settings) as llm:
         pipeline: Any = llm.pipeline
         codes = pipeline.codec.encode(torch.from_numpy(resample(samples, RATE, 16000)))
         assert pipeline.voices["ben"].codes == codes.flatten().tolist()
         assert len(codes) == 35
         assert len(set(pipeline.voices["ben"].codes)) > 3
-        spoken = llm.speak("a b", params, voice="ben").audio
-        assert not np.array_equal(spoken, llm.speak("a b", params).audio)
+        speech = llm.speak("a b", params, voice="ben").audio
+        assert not np.array_equal(speech, llm.speak("a b", params).audio)
 
     def fail(*_: object) -> None:
         raise AssertionError("read")
 
     monkeypatch.setattr(neucodec, "read_encoder", fail)
-    with opened(folder, **settings) as llm:
-        np.testing.assert_array_equal(llm.speak("a b", params, voice="ben").audio, spoken)
+    with open_speech(folder, **settings) as llm:
+        np.testing.assert_array_equal(llm.speak("a b", params, voice="ben").audio, speech)
 
 
-def test_a_recording_of_less_than_a_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recording_shorter_than_a_frame_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     write_neucodec(tmp_path / "codec", levels=(4, 2, 2))
     folder = write_tiny_speech(tmp_path / "model", "neutts")
     write_recording(tmp_path / "ben.wav", 0.01)
     with pytest.raises(ValueError, match=r"'ben' cannot be used: .* less than a frame"):
-        opened(folder, voice=(f"ben={tmp_path / 'ben.wav'}",), codec=str(tmp_path / "codec"))
+        open_speech(folder, voice=(f"ben={tmp_path / 'ben.wav'}",), codec=str(tmp_path / "codec"))

@@ -12,7 +12,10 @@ from torch import Tensor
 
 
 def peft_model(checkpoint: Path, seed: int = 0, *, size: float = 0.1, **config: Any) -> Any:
-    """Return the checkpoint with an adapter of random matrices. peft initialises B with zeros."""
+    """Return the checkpoint with a PEFT adapter of random matrices.
+
+    PEFT initialises B with zeros, so both matrices are overwritten.
+    """
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(seed)
@@ -35,7 +38,7 @@ def save_adapter(model: Any, folder: Path) -> Path:
 
 
 def write_adapter(checkpoint: Path, folder: Path, seed: int = 0, **config: Any) -> Path:
-    """Write a random adapter for a checkpoint. Default: all linear layers, rank 4."""
+    """Write a random adapter for a checkpoint, by default on all linear layers with rank 4."""
     settings = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
     return save_adapter(peft_model(checkpoint, seed, **settings | config), folder)
 

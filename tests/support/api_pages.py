@@ -1,10 +1,9 @@
-"""The API pages as data: every public name, parameter, method and property they show.
+"""The API pages as data: every public name, parameter, method and property that they show.
 
-``CORE`` is the page of MAX 25.4, ``PIPELINE`` that of 25.1, ``PIPELINE_MODEL`` that of 26.3; ``max`` is
-replaced by ``penstock``. A signature is written as the page writes it, without annotations and without
-``self``; its underscored parameters are implementation and left out. ``FACTORY`` stands for ``<factory>``.
-
-Where two pages show the same name, the later page's signature holds, as the comments there say.
+``CORE`` is the page of MAX 25.4, ``PIPELINE`` that of 25.1 and ``PIPELINE_MODEL`` that of 26.3, with ``max``
+replaced by ``penstock``. A signature is written as on the page, without annotations and ``self``. Parameters
+that begin with an underscore are implementation and omitted. ``FACTORY`` stands for ``<factory>``. If two
+pages show a name, the signature of the later page holds. Comments there say so.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Page:
-    """A class or function as a page shows it."""
+    """A class or function as shown on a page."""
 
     signature: str | None = None
-    """None if the page shows no constructor: protocols, enums, typed dictionaries."""
+    """None if the page shows no constructor (protocols, enums, typed dictionaries)."""
     attributes: str = ""
     """Names of properties and attributes."""
     methods: dict[str, str] = field(default_factory=dict)
@@ -31,8 +30,8 @@ class Page:
     is_protocol: bool = False
 
 
-class Unwritten:
-    """A default that a page does not spell out."""
+class UnstatedDefault:
+    """A default value that a page does not state."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -41,9 +40,9 @@ class Unwritten:
         return self.text
 
 
-FACTORY = Unwritten("<factory>")
-OPTIONAL = Unwritten("<any>")
-"""A parameter that page 26.3 requires; here it has a default, so that the constructor of page 25.1 works."""
+FACTORY = UnstatedDefault("<factory>")
+OPTIONAL = UnstatedDefault("<any>")
+"""A parameter that page 26.3 requires. Here it has a default, so that the constructor of page 25.1 works."""
 
 
 def parse(signature: str) -> list[inspect.Parameter]:
@@ -216,12 +215,12 @@ PIPELINE = {
         },
         is_protocol=True,
     ),
-    # The page has the first two; those of 26.3 follow.
+    # The first two are on the page; the others are from 26.3.
     "ModelOutputs": Page(
         "(next_token_logits=None, logits=None, logit_offsets=None, hidden_states=None)",
         "logits next_token_logits",
     ),
-    # 26.3's signatures hold for what both pages have; this method is the page's own.
+    # The signatures of 26.3 hold for methods on both pages. This method is only on the older page.
     "PipelineModel": Page(methods={"estimate_memory_footprint": "()"}),
     "TextGenerationPipeline": Page(
         "(pipeline_config, pipeline_model, eos_token_id)",

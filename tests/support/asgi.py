@@ -1,4 +1,4 @@
-"""An ASGI client: it sees each message as it is sent, can read slowly, and can disconnect."""
+"""An ASGI client that records each message, can read slowly, and can disconnect."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message
 
-PATIENCE = 60  # seconds: the machine may be busy
+TIMEOUT = 60  # seconds: the machine may be busy
 
 
 class Exchange:
@@ -69,11 +69,11 @@ class Exchange:
         """Wait until this number of messages is sent."""
         while len(self.messages) < num_messages:
             self._sent.clear()
-            await asyncio.wait_for(self._sent.wait(), PATIENCE)
+            await asyncio.wait_for(self._sent.wait(), TIMEOUT)
 
     async def ended(self) -> None:
         """Wait until the application has handled the request."""
-        await asyncio.wait_for(asyncio.shield(self.task), PATIENCE)
+        await asyncio.wait_for(asyncio.shield(self.task), TIMEOUT)
 
     async def _receive(self) -> Message:
         if self._requests:
@@ -89,6 +89,6 @@ class Exchange:
 
 async def eventually(condition: Any) -> None:
     """Wait until a condition is true."""
-    async with asyncio.timeout(PATIENCE):
+    async with asyncio.timeout(TIMEOUT):
         while not condition():
             await asyncio.sleep(0.005)

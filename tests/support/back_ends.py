@@ -1,4 +1,4 @@
-"""The operations of all kernel back ends that run here."""
+"""The operations of all kernel back ends that are available on this machine."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from penstock.kernels.reference import ReferenceOps
 
 @cache
 def _variants(*, deterministic: bool = False) -> dict[str, tuple[Ops, bool]]:
-    """Return all variants besides the reference, each with whether it runs on a GPU."""
-    found = {}
+    """Return all variants except the reference; each states whether it runs on a GPU."""
+    variants = {}
     for backend in BACKENDS.backends:
         for ops in backend.variants():
             if type(ops) is ReferenceOps:
                 continue
             on_gpu = "cpu" not in backend.sizes and os.environ.get("TRITON_INTERPRET") != "1"
             own = on_device(ops, "cuda") if on_gpu else ops
-            if on_gpu and deterministic:  # a CPU always is
+            if on_gpu and deterministic:  # CPU variants are always deterministic
                 own.require_determinism()
-            found[ops.description.replace(" ", "-")] = own, on_gpu
-    return found
+            variants[ops.description.replace(" ", "-")] = own, on_gpu
+    return variants
 
 
 def fast_back_ends(*, deterministic: bool = False) -> dict[str, Ops]:
-    """Return all variants besides the reference, by their descriptions, such as ``cpu avx2``.
+    """Return all variants except the reference by description, such as ``cpu avx2``.
 
-    With ``deterministic`` they are instances of their own, after `Ops.require_determinism`.
+    With ``deterministic``, they are separate instances after `Ops.require_determinism`.
     """
     return {name: ops for name, (ops, _) in _variants(deterministic=deterministic).items()}
 
@@ -46,7 +46,7 @@ def all_back_ends(*, deterministic: bool = False) -> dict[str, Ops]:
 
 
 def back_end_params(back_ends: Mapping[str, Ops]) -> list[Any]:
-    """Return the names of back ends as parameters of a fixture; those on a GPU are marked ``gpu``."""
+    """Return the names of back ends as fixture parameters. Those on a GPU are marked ``gpu``."""
     if not back_ends:
         return [pytest.param("none", marks=pytest.mark.skip("no back end is built"))]
     on_gpu = {name for name, (_, on_gpu) in _variants(deterministic=False).items() if on_gpu}

@@ -23,40 +23,40 @@ FOCUSED = """() => {
   const labels = [...(e.labels ?? [])].map((one) => one.textContent).join(" ");
   return [e.tagName, (e.getAttribute("aria-label") || labels || e.textContent || "").trim(), e.id];
 }"""
-"""Returns tag, name and id of the element that has the focus."""
+"""Returns tag, name and id of the focused element."""
 START = "document.body.tabIndex = -1, document.body.focus(), document.body.removeAttribute('tabindex')"
-"""Lets Tab begin at the start of the page."""
+"""Moves the focus, so that Tab begins at the start of the page."""
 
 
 @asynccontextmanager
 async def browsing(url: str, expected: str = "nothing", **options: Any) -> AsyncIterator[Any]:
-    """Open a page. The test fails if the page reports an error other than `expected`.
+    """Open a page. The test fails if the page reports an unexpected error.
 
     Args:
         url: the address.
-        expected: a part of the messages of errors that are expected.
-        options: of Playwright's ``new_page``, such as ``color_scheme``.
+        expected: a part of the messages of expected errors.
+        options: arguments of Playwright's ``new_page``, such as ``color_scheme``.
     """
     playwright = pytest.importorskip("playwright.async_api")
     if CHROMIUM is None:
         pytest.skip("needs chromium")
-    problems: list[str] = []
+    errors: list[str] = []
     async with playwright.async_playwright() as driver:
         browser = await driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         page = await browser.new_page(**options)
-        page.on("pageerror", lambda error: problems.append(str(error)))
-        page.on("console", lambda one: problems.append(one.text) if one.type == "error" else None)
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
         await page.goto(url)
         yield page
         await browser.close()
-    assert not [one for one in problems if expected not in one]
+    assert not [problem for problem in errors if expected not in problem]
 
 
 @asynccontextmanager
 async def page_of(
     pipeline: FakePipeline, expected: str = "nothing", fragment: str = "", **config: Any
 ) -> AsyncIterator[tuple[Any, Chatting]]:
-    """Open the playground of a server with a fake model; `config` is that of `chatting`."""
+    """Open the playground of a server with a fake model; `config` is passed to `chatting`."""
     async with chatting(pipeline, **config) as chat:
         chat.services.gate.open()
         chat.services.metrics.watch(chat.services.worker)
@@ -75,7 +75,10 @@ async def page_of(
 
 
 async def until(page: Any, condition: str) -> None:
-    """Wait until an expression is true. The policy of the page forbids Playwright's own function for this."""
+    """Wait until a JavaScript expression is true.
+
+    The page's content security policy forbids Playwright's own function for this.
+    """
     async with asyncio.timeout(60):
         while not await page.evaluate(condition):
             await asyncio.sleep(0.02)
@@ -94,7 +97,7 @@ async def send(page: Any, text: str) -> None:
 
 
 async def names_by_tab(page: Any, count: int = 90) -> list[tuple[str, str]]:
-    """Return id and name of each control that Tab reaches, in order, without repetitions at the end."""
+    """Return id and name of each control that Tab reaches, in order. A repetition at the end is dropped."""
     await page.evaluate(START)
     seen: list[tuple[str, str]] = []
     for _step in range(count):

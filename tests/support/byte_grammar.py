@@ -29,8 +29,8 @@ def accepts(grammar: xgr.CompiledGrammar, text: str) -> bool:
     return all(map(matcher.accept_token, text.encode())) and matcher.is_completed()
 
 
-def walk(grammar: xgr.CompiledGrammar, seed: int, patience: int = 60) -> str:
-    """Return a random text: uniform over allowed bytes, biased to the end after `patience` bytes."""
+def walk(grammar: xgr.CompiledGrammar, seed: int, soft_limit: int = 60) -> str:
+    """Return a random text: uniform over allowed bytes, closing bytes preferred after `soft_limit` bytes."""
     choose = random.Random(seed)
     matcher = xgr.GrammarMatcher(grammar)
     mask = torch.empty((1, 9), dtype=torch.int32)
@@ -39,15 +39,15 @@ def walk(grammar: xgr.CompiledGrammar, seed: int, patience: int = 60) -> str:
         matcher.fill_next_token_bitmask(mask)
         bits = np.unpackbits(mask[0].numpy().view(np.uint8), bitorder="little")
         allowed = np.flatnonzero(bits[:257]).tolist()  # ignore the padding of the last word
-        assert allowed, f"a dead end behind {bytes(written)!r}"
+        assert allowed, f"no byte is allowed after {bytes(written)!r}"
         token = choose.choice(allowed)
-        if len(written) > patience:
+        if len(written) > soft_limit:
             closers = [end for end in _CLOSERS if end in allowed]
             if END in allowed:
                 token = END
             elif closers and choose.random() < 0.8:
                 token = choose.choice(closers)
-        assert len(written) < 5000, f"no end: {bytes(written)[:200]!r}"
+        assert len(written) < 5000, f"the text does not end: {bytes(written)[:200]!r}"
         if token == END:
             return written.decode()
         assert matcher.accept_token(token)

@@ -1,4 +1,4 @@
-"""Render tool calls in each format: the inverse of `penstock.serve.parsers`."""
+"""Renderers of tool calls in each format: the inverse of `penstock.serve.parsers`."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def listed(calls: Iterable[Call], key: str = "arguments") -> str:
 
 
 def each(template: str, separator: str = "") -> Callable[[Sequence[Call]], str]:
-    """Return a renderer that writes calls one by one; NAME and ARGUMENTS are placeholders."""
+    """Return a renderer that writes calls one by one. NAME and ARGUMENTS are placeholders in `template`."""
 
     def render(calls: Sequence[Call]) -> str:
-        one = [
+        rendered = [
             template.replace("NAME", call.name).replace("ARGUMENTS", dumps(call.arguments)) for call in calls
         ]
-        return separator.join(one)
+        return separator.join(rendered)
 
     return render
 
@@ -134,32 +134,32 @@ def wide(markup: str) -> str:
 
 
 def deepseek(calls: Sequence[Call], head: str, foot: str, separator: str) -> str:
-    one = [
+    rendered = [
         wide("<|tool~call~begin|>")
         + wide(head).replace("NAME", call.name)
         + dumps(call.arguments)
         + wide(f"{foot}<|tool~call~end|>")
         for call in calls
     ]
-    return wide("<|tool~calls~begin|>") + separator.join(one) + wide("<|tool~calls~end|>")
+    return wide("<|tool~calls~begin|>") + separator.join(rendered) + wide("<|tool~calls~end|>")
 
 
 def kimi_k2(calls: Sequence[Call]) -> str:
-    one = [
+    rendered = [
         f"<|tool_call_begin|>functions.{call.name}:{index}<|tool_call_argument_begin|>"
         f"{dumps(call.arguments)}<|tool_call_end|>"
         for index, call in enumerate(calls)
     ]
-    return f"<|tool_calls_section_begin|>{''.join(one)}<|tool_calls_section_end|>"
+    return f"<|tool_calls_section_begin|>{''.join(rendered)}<|tool_calls_section_end|>"
 
 
 def cohere(calls: Sequence[Call]) -> str:
-    one = [
+    rendered = [
         f'    {{"tool_call_id": "{index}", "tool_name": "{call.name}", '
         f'"parameters": {dumps(call.arguments)}}}'
         for index, call in enumerate(calls)
     ]
-    return "<|START_ACTION|>[\n" + ",\n".join(one) + "\n]<|END_ACTION|>"
+    return "<|START_ACTION|>[\n" + ",\n".join(rendered) + "\n]<|END_ACTION|>"
 
 
 RENDERERS: dict[str, Callable[[Sequence[Call]], str]] = {
@@ -188,7 +188,7 @@ RENDERERS: dict[str, Callable[[Sequence[Call]], str]] = {
     "functionary": each("<function=NAME>ARGUMENTS</function>"),
 }
 BARE = ("llama3_json", "pythonic")
-"""Formats whose calls need no marker."""
+"""Formats whose calls have no marker."""
 ONE_CALL = ("harmony",)
 """Formats whose output ends with its first call."""
 
@@ -204,19 +204,19 @@ VALUE_ENDS = {
 
 
 def pieces(text: str, sizes: Sequence[int]) -> Iterator[str]:
-    """Yield the text in pieces of these sizes, repeated cyclically."""
-    at, size_of = 0, cycle(sizes)
-    while at < len(text):
-        size = next(size_of)
-        yield text[at : at + size]
-        at += size
+    """Yield the text in fragments of these sizes, repeated cyclically."""
+    start, next_size = 0, cycle(sizes)
+    while start < len(text):
+        size = next(next_size)
+        yield text[start : start + size]
+        start += size
 
 
 def parse(parser: OutputParser, text: str, sizes: Sequence[int] = (1 << 30,)) -> list[Event]:
-    """Return all events of a text, merged."""
+    """Return all events of a text, with adjacent events merged."""
     events: list[Event] = []
-    for piece in pieces(text, sizes):
-        events += parser.push(piece)
+    for fragment in pieces(text, sizes):
+        events += parser.push(fragment)
     return joined(events + parser.finish())
 
 

@@ -1,4 +1,4 @@
-"""A server without processes and sockets: real routes, a real worker in a thread, a fake model."""
+"""A server without processes and sockets: real routes, a real worker in a thread, and a fake model."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ HERMES = (
 )
 """A chat template for `FakeTokenizer` with tool calls in the Hermes format."""
 THINKING = HERMES + "{# <think> </think> #}"
-"""The same with reasoning."""
+"""The same template for a reasoning model."""
 
 
 @dataclass
 class Chatting:
-    """A server and two clients."""
+    """A server without sockets and two clients of it."""
 
     http: httpx.AsyncClient
     openai: AsyncOpenAI
@@ -47,18 +47,18 @@ class Chatting:
     pipeline: FakePipeline
 
     async def post(self, path: str, **body: Any) -> httpx.Response:
-        """Send a request with the model's name."""
+        """Post a request; the name of the model is added."""
         return await self.http.post(path, json={"model": "demo", **body})
 
     async def chat(self, **body: Any) -> dict[str, Any]:
-        """Return the answer to a chat request. Asserts status 200."""
+        """Return the response to a chat request. Asserts status 200."""
         response = await self.post("/v1/chat/completions", **{"messages": [user("Hi")], **body})
         assert response.status_code == 200, response.text
         answer: dict[str, Any] = response.json()
         return answer
 
     async def complete(self, **body: Any) -> dict[str, Any]:
-        """Return the answer to a completion request. Asserts status 200."""
+        """Return the response to a completion request. Asserts status 200."""
         response = await self.post("/v1/completions", **{"prompt": "Hi", **body})
         assert response.status_code == 200, response.text
         answer: dict[str, Any] = response.json()
@@ -79,7 +79,7 @@ def user(content: Any) -> dict[str, Any]:
 def events_of(text: str) -> list[Any]:
     """Return the decoded data of the events of a stream, without comments."""
     data = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
-    return [one if one == "[DONE]" else json.loads(one) for one in data]
+    return [event if event == "[DONE]" else json.loads(event) for event in data]
 
 
 @asynccontextmanager
@@ -97,7 +97,7 @@ async def chatting(
     **config: Any,
 ) -> AsyncIterator[Chatting]:
     """Run a server that generates ``Hello!`` or the output of a pipeline; `config` is for `ServeConfig`."""
-    chosen = pipeline if pipeline is not None else FakePipeline.saying("Hello!")
+    served_pipeline = pipeline if pipeline is not None else FakePipeline.saying("Hello!")
     tokenizer = tokenizer if tokenizer is not None else FakeTokenizer(template=template)
 
     def make_work() -> WorkerRuntime:
@@ -112,7 +112,7 @@ async def chatting(
             lora_enabled=bool(adapters),
             adapters=[(name, f"/adapters/{name}") for name in adapters],
         )
-        return WorkerRuntime(scheduler=Scheduler(chosen, max_batch_size=max_batch_size), info=info)
+        return WorkerRuntime(scheduler=Scheduler(served_pipeline, max_batch_size=max_batch_size), info=info)
 
     worker = WorkerClient(work or make_work, in_thread=in_thread, max_queue_size=config.get("max_queue_size"))
     await worker.start()
@@ -132,7 +132,7 @@ async def chatting(
             client = AsyncOpenAI(
                 base_url="http://localhost/v1", api_key="none", http_client=http, max_retries=0
             )
-            yield Chatting(http, client, services, chosen)
+            yield Chatting(http, client, services, served_pipeline)
     finally:
         await worker.stop(0)
         services.states.close()

@@ -1,4 +1,4 @@
-"""Small random checkpoints, written and run by transformers, the reference of the comparisons."""
+"""Small random checkpoints, written and run by transformers, which is the reference of the comparisons."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from penstock.architectures.registry import PIPELINE_REGISTRY
 from penstock.pipelines.core import PipelineTask
 
 _GENERATORS = PIPELINE_REGISTRY.of_task(PipelineTask.TEXT_GENERATION)
-DECODERS = tuple(one for one in _GENERATORS if one.media is None)
+DECODERS = tuple(architecture for architecture in _GENERATORS if architecture.media is None)
 """The records of all architectures that generate text from text."""
-VISION_DECODERS = tuple(one for one in _GENERATORS if one.media is not None)
-"""The records of all architectures that generate text from text and images. Their decoders are those of
-other architectures."""
+VISION_DECODERS = tuple(architecture for architecture in _GENERATORS if architecture.media is not None)
+"""The records of all architectures that generate text from text and images.
+
+Their text decoders belong to other architectures.
+"""
 
 
 def _reads_images(config: Mapping[str, Any]) -> bool:
-    return config["model_type"] in {one.name for one in VISION_DECODERS}
+    return config["model_type"] in {candidate.name for candidate in VISION_DECODERS}
 
 
 def _model_class(config: Mapping[str, Any]) -> Any:
@@ -44,7 +46,8 @@ def write_checkpoint(folder: Path, config: Mapping[str, Any], seed: int = 0) -> 
     """Save a model of this ``config.json`` with weights large enough to expose every mistake.
 
     transformers initialises weights with a standard deviation of 0.02 and norms with 1. A wrong RoPE base or
-    a missing norm would be below the noise. Here the standard deviation is 0.2 and norms are random.
+    a missing norm would change results by less than the tolerance. Here the standard deviation is 0.2, and
+    norms are random.
     """
     from transformers import AutoConfig
 
@@ -57,9 +60,9 @@ def write_checkpoint(folder: Path, config: Mapping[str, Any], seed: int = 0) -> 
         for name, parameter in model.named_parameters():
             if name.endswith(".weight") and ("norm" in name or ".ln_" in name):
                 parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
-            elif _reads_images(config) and parameter.dim() > 1:  # each part has another range
+            elif _reads_images(config) and parameter.dim() > 1:  # each parameter gets another range
                 nn.init.normal_(parameter, std=0.2)
-            elif name.endswith((".bias", "_bias")):  # the latter are experts'
+            elif name.endswith((".bias", "_bias")):  # 3-dimensional weights belong to experts
                 nn.init.normal_(parameter, std=0.2)
         for name, buffer in model.named_buffers():
             if name.endswith("correction_bias"):
@@ -69,7 +72,10 @@ def write_checkpoint(folder: Path, config: Mapping[str, Any], seed: int = 0) -> 
 
 
 def oracle(folder: Path) -> Any:
-    """Load the checkpoint in transformers, in float32. Only its eager attention supports soft caps."""
+    """Load the checkpoint in transformers in float32.
+
+    Eager attention is used because only it supports soft caps.
+    """
     config = json.loads((folder / "config.json").read_text())
     kind = _model_class(config)
     return kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
@@ -100,7 +106,7 @@ def oracle_step(model: Any, text: list[int], past: Any = None) -> tuple[torch.Te
 def oracle_greedy(model: Any, tokens: list[int], count: int) -> list[int]:
     """Return the ``count`` tokens that the greedy search of transformers generates."""
     prompt = torch.tensor([tokens])
-    ids = model.generate(  # the explicit mask keeps tokens that equal the padding token
+    ids = model.generate(  # the explicit mask keeps prompt tokens that equal the padding token
         prompt,
         attention_mask=torch.ones_like(prompt),
         max_new_tokens=count,

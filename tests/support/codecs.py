@@ -1,4 +1,7 @@
-"""Tiny codecs with random weights, and results of the original packages (tools/write_codec_references.py)."""
+"""Tiny codecs with random weights, and results of the original packages.
+
+tools/write_codec_references.py writes these results.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ SEMANTIC: dict[str, Any] = {
 
 
 def write_neucodec(folder: Path, levels: tuple[int, ...] = (4, 5, 3)) -> Any:
-    """Write a NeuCodec checkpoint with an encoder and random weights; return the model of transformers."""
+    """Write a NeuCodec checkpoint with an encoder and random weights. Return the model of transformers."""
     from transformers import NeuCodecConfig, NeuCodecModel
 
     torch.manual_seed(0)
@@ -66,7 +69,7 @@ def write_neucodec(folder: Path, levels: tuple[int, ...] = (4, 5, 3)) -> Any:
     return model
 
 
-def expected(name: str) -> dict[str, Tensor]:
-    """Return the tensors that the package of a codec computed."""
+def load_expected(name: str) -> dict[str, Tensor]:
+    """Return the tensors that the codec's original package computed."""
     tensors: dict[str, Tensor] = load_file(FOLDER / name / "expected.tensors")
     return tensors

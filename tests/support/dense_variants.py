@@ -8,12 +8,12 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 UNTIED: dict[str, Any] = {"tie_word_embeddings": False}
 TIED: dict[str, Any] = {"tie_word_embeddings": True}
 ONE_KV_HEAD: dict[str, Any] = {"num_key_value_heads": 1}
-AS_MANY_KV_HEADS: dict[str, Any] = {"num_key_value_heads": 6}
+KV_HEAD_PER_HEAD: dict[str, Any] = {"num_key_value_heads": 6}
 LINEAR: dict[str, Any] = {"rope_scaling": {"type": "linear", "factor": 2.0}}
 BIASES: dict[str, Any] = {"attention_bias": True, "mlp_bias": True}
 _GLM: dict[str, dict[str, Any]] = {
     "no biases, tied": {"attention_bias": False, "partial_rotary_factor": "absent"} | TIED | ONE_KV_HEAD,
-    "a quarter of wide heads": {"head_dim": 40, "partial_rotary_factor": 0.2} | AS_MANY_KV_HEADS,
+    "a quarter of wide heads": {"head_dim": 40, "partial_rotary_factor": 0.2} | KV_HEAD_PER_HEAD,
     "whole heads": {"partial_rotary_factor": 1.0, "rms_norm_eps": "absent", "rope_theta": "absent"},
 }
 
@@ -29,17 +29,17 @@ DENSE_VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
                 SLIDING: {"rope_type": "default", "rope_theta": 30.0},
             },
         },
-        "an older base": {"rope_theta": 700.0, "rope_scaling": "absent"} | AS_MANY_KV_HEADS,
+        "an older base": {"rope_theta": 700.0, "rope_scaling": "absent"} | KV_HEAD_PER_HEAD,
     },
     "gemma": {
-        "as the first files": {"hidden_act": "gelu", "hidden_activation": None} | AS_MANY_KV_HEADS,
+        "as the first files": {"hidden_act": "gelu", "hidden_activation": None} | KV_HEAD_PER_HEAD,
         "biases, untied": {"attention_bias": True, "head_dim": 24, "hidden_act": "silu"} | UNTIED,
     },
     "glm": _GLM,
     "glm4": _GLM,
     "ernie4_5": {
         "biases, untied": {"use_bias": True} | UNTIED | ONE_KV_HEAD,
-        "a head size of null": {"head_dim": None, "rope_theta": "absent"} | AS_MANY_KV_HEADS,
+        "a head size of null": {"head_dim": None, "rope_theta": "absent"} | KV_HEAD_PER_HEAD,
     },
     "seed_oss": {
         "other biases": {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True} | LINEAR,
@@ -53,14 +53,14 @@ DENSE_VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "helium": {
         "biases, tied": BIASES | TIED | ONE_KV_HEAD,
-        "a kv head for each": {"rope_theta": "absent", "rms_norm_eps": "absent"} | AS_MANY_KV_HEADS,
+        "a kv head for each": {"rope_theta": "absent", "rms_norm_eps": "absent"} | KV_HEAD_PER_HEAD,
     },
     "arcee": {
         "biases, tied": BIASES | TIED | ONE_KV_HEAD,
         "another activation": {"hidden_act": "gelu", "head_dim": "absent"} | LINEAR,
     },
     "cohere": {
-        "no norms of heads": {"use_qk_norm": False, "attention_bias": True} | AS_MANY_KV_HEADS,
+        "no norms of heads": {"use_qk_norm": False, "attention_bias": True} | KV_HEAD_PER_HEAD,
         "untied": {"logit_scale": "absent", "rope_theta": "absent"} | UNTIED | ONE_KV_HEAD,
     },
     "cohere2": {
@@ -68,7 +68,7 @@ DENSE_VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "biases": {"attention_bias": True, "head_dim": 24, "sliding_window_pattern": "absent"} | LINEAR,
     },
     "hunyuan_v1_dense": {
-        "biases, untied": {"attention_bias": True, "rope_scaling": None} | UNTIED | AS_MANY_KV_HEADS,
+        "biases, untied": {"attention_bias": True, "rope_scaling": None} | UNTIED | KV_HEAD_PER_HEAD,
         "another base": {"rope_scaling": None, "rope_theta": 500.0, "head_dim": 24} | ONE_KV_HEAD,
     },
     "apertus": {
@@ -79,25 +79,25 @@ DENSE_VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
             "head_dim": 24,
         }
-        | AS_MANY_KV_HEADS,
+        | KV_HEAD_PER_HEAD,
     },
     "ministral3": {
-        "a window, tied": {"sliding_window": 24} | TIED | AS_MANY_KV_HEADS,
+        "a window, tied": {"sliding_window": 24} | TIED | KV_HEAD_PER_HEAD,
         "one kv head": {"head_dim": 24} | ONE_KV_HEAD,
     },
     "starcoder2": {
         "no biases, untied": {"use_bias": False, "sliding_window": None} | UNTIED | ONE_KV_HEAD,
-        "another activation": {"hidden_act": "relu", "head_dim": 24} | LINEAR | AS_MANY_KV_HEADS,
+        "another activation": {"hidden_act": "relu", "head_dim": 24} | LINEAR | KV_HEAD_PER_HEAD,
     },
     "phi": {
-        "no norms of heads": {"qk_layernorm": False, "partial_rotary_factor": "absent"} | AS_MANY_KV_HEADS,
+        "no norms of heads": {"qk_layernorm": False, "partial_rotary_factor": "absent"} | KV_HEAD_PER_HEAD,
         "tied": {"partial_rotary_factor": 1.0, "hidden_act": "gelu"} | TIED | ONE_KV_HEAD,
     },
     "stablelm": {
         "one after the other": {"use_parallel_residual": False, "partial_rotary_factor": 0.5} | ONE_KV_HEAD,
         "neither norms nor biases": {"qk_layernorm": False, "use_qkv_bias": False} | TIED,
         "norms, one after the other": {"use_parallel_residual": False, "partial_rotary_factor": "absent"}
-        | AS_MANY_KV_HEADS,
+        | KV_HEAD_PER_HEAD,
     },
     "gpt_neox": {
         "one after the other": {"use_parallel_residual": False, "attention_bias": False},
@@ -107,15 +107,15 @@ DENSE_VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "nemotron": {
         "biases, tied": BIASES | TIED | ONE_KV_HEAD,
         "defaults": {"partial_rotary_factor": "absent", "hidden_act": "absent", "head_dim": 24}
-        | AS_MANY_KV_HEADS,
+        | KV_HEAD_PER_HEAD,
     },
     "olmo": {
-        "no limit": {"clip_qkv": None, "attention_bias": True} | TIED | AS_MANY_KV_HEADS,
+        "no limit": {"clip_qkv": None, "attention_bias": True} | TIED | KV_HEAD_PER_HEAD,
         "a narrow limit": {"clip_qkv": 0.3, "head_dim": 16} | ONE_KV_HEAD,
     },
     "internlm3": {
         "a stretched rope": {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
         "no biases, tied": {"bias": False, "qkv_bias": False} | TIED | ONE_KV_HEAD,
-        "head size of null": {"head_dim": None, "bias": "absent", "qkv_bias": "absent"} | AS_MANY_KV_HEADS,
+        "head size of null": {"head_dim": None, "bias": "absent", "qkv_bias": "absent"} | KV_HEAD_PER_HEAD,
     },
 }

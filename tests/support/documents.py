@@ -1,4 +1,4 @@
-"""Extract code blocks from the documentation, and run a server for its HTTP examples."""
+"""Code blocks of the documentation, and a server for its HTTP examples."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def _blocks_of(page: Path) -> Iterator[Block]:
 
 
 def shell_commands(block: Block) -> list[str]:
-    """Return the commands of a session: lines after ``$``, joined where a backslash continues them."""
+    """Return the commands of a console session: lines after ``$``, joined at a trailing backslash."""
     joined = block.code.replace("\\\n", " ")
     return [line[2:] for line in joined.splitlines() if line.startswith("$ ")]
 
 
 def curl_of(command: str) -> tuple[str, str, dict[str, Any] | None]:
-    """Return method, path and JSON body of a curl command to the server of the pages."""
+    """Return method, path and JSON body of a curl command to the documentation's server."""
     words = shlex.split(command, comments=True)
     (address,) = [word for word in words if word.startswith("http")]
     body = words[words.index("-d") + 1] if "-d" in words else None
@@ -94,18 +94,18 @@ def running_server(folder: Path, *flags: str) -> Iterator[str]:
     command = [sys.executable, "-m", "penstock", "serve", "--port", "0", *flags]
     with log.open("w") as errors, subprocess.Popen(command, cwd=folder, stderr=errors) as process:
         try:
-            yield _announced(process, log)
+            yield _wait_for_url(process, log)
         finally:
             process.send_signal(signal.SIGTERM)
             assert process.wait(30) == 0, log.read_text()
 
 
-def _announced(process: subprocess.Popen[bytes], log: Path) -> str:
-    """Wait until the server logs its address, and return it."""
+def _wait_for_url(process: subprocess.Popen[bytes], log: Path) -> str:
+    """Wait until the server logs its address, and return the address."""
     while True:
-        found = re.search(r"serving \S+ at (\S+) \(ready", log.read_text())
-        if found:
-            return found[1]
+        match = re.search(r"serving \S+ at (\S+) \(ready", log.read_text())
+        if match:
+            return match[1]
         assert process.poll() is None, log.read_text()
         try:
             process.wait(0.05)

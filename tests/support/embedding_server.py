@@ -1,4 +1,4 @@
-"""A server of a tiny embeddings model, without processes and sockets."""
+"""A server of a tiny embeddings model without processes and sockets."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ from penstock.serve.config import serve_fields
 
 
 def embedder_config(folder: Path, **fields: Any) -> PipelineConfig:
-    """Return the configuration of a saved encoder, served as ``tiny``."""
+    """Return the configuration of a saved encoder that is served as ``tiny``."""
     values = {"model_path": str(folder), "quantization_encoding": "float32", "served_model_name": "tiny"}
     return PipelineConfig.from_flat(values | {"num_threads": 1} | fields)
 
 
 @asynccontextmanager
 async def embedding_server(folder: Path, **fields: Any) -> AsyncIterator[Chatting]:
-    """Run a server of a saved encoder; `fields` are of `PipelineConfig` and `ServeConfig`."""
-    of_server = {name: fields.pop(name) for name in [one.name for one in serve_fields()] if name in fields}
+    """Run a server of a saved encoder. `fields` belong to `PipelineConfig` and `ServeConfig`."""
+    serve_values = {
+        name: fields.pop(name) for name in [field.name for field in serve_fields()] if name in fields
+    }
     config = embedder_config(folder, **fields)
     tokenizer = load_tokenizer(config)
     work = partial(load_runtime, config)
-    async with chatting(work=work, tokenizer=tokenizer, pipeline_config=config, **of_server) as server:
+    async with chatting(work=work, tokenizer=tokenizer, pipeline_config=config, **serve_values) as server:
         tokenizer.max_length = server.services.worker.info.max_length
         yield server

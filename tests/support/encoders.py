@@ -1,4 +1,4 @@
-"""Small encoders with random weights, as transformers saves and computes them."""
+"""Small encoders with random weights, saved and computed by transformers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from support.checkpoints import skip_unknown_type
-from support.published import publish, transformers_values
+from support.published import rewrite_as_published, transformers_values
 
 from penstock.architectures.registry import PIPELINE_REGISTRY, SupportedArchitecture
 from penstock.assembly import load_pipeline
@@ -24,9 +24,10 @@ def save_encoder(architecture: SupportedArchitecture, folder: Path, head: str, *
     """Save a model with random weights and return it.
 
     Args:
-        architecture: gives the tiny configuration.
+        architecture: its tiny configuration is used.
         folder: where to save.
-        head: the suffix of transformers' auto class: ``""``, ``ForSequenceClassification``, ``ForMaskedLM``.
+        head: the suffix of the auto class of transformers: ``""``, ``ForSequenceClassification`` or
+        ``ForMaskedLM``.
         **changes: changed or added configuration values.
     """
     import transformers
@@ -41,15 +42,15 @@ def save_encoder(architecture: SupportedArchitecture, folder: Path, head: str, *
     auto = getattr(transformers, f"AutoModel{head}")
     model = auto.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
-        for parameter in model.parameters():  # biases and norms of a new model are 0 and 1
+        for parameter in model.parameters():  # biases of a new model are 0 and norms are 1
             parameter.add_(torch.randn_like(parameter) * 0.05)
         stored = model.state_dict()
-        for name, buffer in model.named_buffers():  # scale factors that are not parameters of the module
+        for name, buffer in model.named_buffers():  # scale factors that are buffers, not parameters
             if name in stored and buffer.is_floating_point():
                 buffer.add_(torch.randn_like(buffer) * 0.05)
     model.save_pretrained(folder)
     loaded = auto.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
-    publish(folder, values, head)
+    rewrite_as_published(folder, values, head)
     return loaded
 
 
@@ -69,5 +70,5 @@ def embeddings_context(tokens: Any, request_id: str = "0", **fields: Any) -> Emb
 
 def encode_all(pipeline: EmbeddingsPipeline, inputs: list[Any], **fields: Any) -> list[EmbeddingsResponse]:
     """Return the outputs of several inputs, computed as one batch."""
-    batch = {str(i): embeddings_context(one, str(i), **fields) for i, one in enumerate(inputs)}
+    batch = {str(i): embeddings_context(tokens, str(i), **fields) for i, tokens in enumerate(inputs)}
     return list(pipeline.encode(batch).values())

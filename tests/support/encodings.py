@@ -13,8 +13,9 @@ from penstock.kernels.linear import multiply_floats
 
 
 class HalvedEncoding(LinearEncoding):
-    """Stores half of each weight and a scale of two: exact, but results are wrong if the weight is not
-    unpacked.
+    """A lossless encoding that stores half of each weight and a scale of two.
+
+    Results are wrong if a weight is used without unpacking.
 
     Args:
         name: name of the encoding.

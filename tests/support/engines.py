@@ -1,4 +1,4 @@
-"""An engine client without a process, a model or a scheduler."""
+"""A fake engine client without a process, a model or a scheduler."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ INFO = WorkerInfo(
 
 @dataclass
 class FakeEngine:
-    """An `EngineClient` that answers each request with ``text``, one byte per turn of the event loop.
+    """An `EngineClient` that answers each request with ``text``, one byte per iteration of the event loop.
 
-    Tests set the attributes directly. ``is_paused`` keeps requests from generating after their admission.
+    Tests set the attributes directly. While ``is_paused`` is true, admitted requests do not generate.
     """
 
     text: str = "Hello!"
@@ -50,7 +50,7 @@ class FakeEngine:
     start_error: Exception | None = None
     """Raised by `start`."""
     control_error: Exception | None = None
-    """Raised by `sleep`, `reset_prefix_cache` and the profile's methods."""
+    """Raised by `sleep`, `reset_prefix_cache` and the methods for profiles."""
     listeners: list[CacheListener] = field(default_factory=list)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _ends: list[asyncio.Future[None]] = field(default_factory=list)
@@ -88,7 +88,7 @@ class FakeEngine:
     async def _generate(self, context: TextContext, generation: Generation) -> None:
         generation.admit(0)
         tokens = [*self.text.encode(), FakeTokenizer.EOS]
-        room = (context.max_length or self.info.max_length) - len(context.prompt_tokens)
+        max_new_tokens = (context.max_length or self.info.max_length) - len(context.prompt_tokens)
         for number, token in enumerate(tokens, 1):
             await asyncio.sleep(0)
             if generation.is_done:
@@ -96,13 +96,13 @@ class FakeEngine:
             status = TextGenerationStatus.ACTIVE
             if token == FakeTokenizer.EOS:
                 status = TextGenerationStatus.END_OF_SEQUENCE
-            elif number == room:
+            elif number == max_new_tokens:
                 status = TextGenerationStatus.MAXIMUM_LENGTH
-            kept = [] if token == FakeTokenizer.EOS else [token]
+            tokens_of_step = [] if token == FakeTokenizer.EOS else [token]
             if status.is_done:
                 self.num_outstanding -= 1
                 self._report_end()
-            generation.add(TextResult(context.request_id, kept, status))
+            generation.add(TextResult(context.request_id, tokens_of_step, status))
             if status.is_done:
                 return
 
@@ -131,7 +131,7 @@ class FakeEngine:
         self.listeners.append(listener)
 
     def report(self, *events: CacheEvent) -> None:
-        """Report events of the prefix cache."""
+        """Report events of the prefix cache to the listeners."""
         for listener in self.listeners:
             listener(0, events)
 

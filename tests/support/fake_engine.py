@@ -1,4 +1,7 @@
-"""A fake benchmark peer that counts. Its argument selects a fault: ``python fake_engine.py FAULT``."""
+"""A fake benchmark peer whose output counts upwards.
+
+Its argument selects a fault: ``python fake_engine.py FAULT``.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from benchmarks.peers.drivers.answering import Generate, Settings, Tokens, answe
 FAULT = sys.argv[1] if len(sys.argv) > 1 else ""
 
 
-HOLDING = """
+HOLD_MEMORY = """
 held = bytearray(32 << 20)
 held[:: 1 << 12] = bytes(len(held[:: 1 << 12]))  # touched, page by page
 print("held", flush=True)
@@ -22,11 +25,11 @@ input()
 
 
 def open_engine(settings: Settings) -> Generate:
-    """Return a function whose output continues to count from the last token of the prompt."""
+    """Return a function whose output counts upwards from the last token of the prompt."""
     print("loading", settings.model.name, flush=True)
     os.write(1, b"a line of the native library\n")
     if FAULT == "large":
-        command = [sys.executable, "-c", HOLDING]
+        command = [sys.executable, "-c", HOLD_MEMORY]
         child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert child.stdout is not None
         child.stdout.readline()

@@ -1,7 +1,7 @@
 """A text pipeline without a model: each token is a function of the tokens before it.
 
-The KV cache is real, and each step checks that it has the keys of the tokens. A schedule (chunks, batches,
-preemption, prefixes) is correct if the output equals that of `alone`.
+The KV cache is real, and each step checks that the cache holds the keys of the tokens. A schedule (chunks,
+batches, preemption, prefixes) is correct if the output equals the result of `alone`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def next_token(tokens: list[int], vocabulary: int = 40) -> int:
 
 
 def alone(context: TextContext) -> list[int]:
-    """Return the expected output of a new context, without the end-of-sequence token."""
+    """Return the expected output tokens of a new context, without the end-of-sequence token."""
     tokens, output = context.all_tokens.tolist(), []
     while True:
         tokens.append(next_token(tokens))
@@ -41,7 +41,7 @@ class FakePipeline:
     def __init__(self, kv: KVCacheManager) -> None:
         self.kv = kv
         self.trace: list[dict[str, int]] = []
-        """For each step, the number of rows of each request, in the order of the batch."""
+        """For each step, the number of rows of each request, in batch order."""
         self.starts: list[dict[str, int]] = []
         """For each step, the start index of each request's rows."""
         self.released: list[str] = []
@@ -49,7 +49,7 @@ class FakePipeline:
         """Requests whose forward fails."""
         self.failures: dict[str, PenstockError] = {}
         self.spoilt: set[str] = set()
-        """Requests whose result is unusable: they end after the forward."""
+        """Requests whose output is invalid, so they fail after the forward."""
 
     def execute(
         self, batch: Mapping[str, TextContext], num_steps: int = 1

@@ -1,4 +1,4 @@
-"""A process that prepares images without transformers, and fails as its options say."""
+"""A fake image processor for processor processes; options make it fail."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.media.process import serve
 
 
 class FakeProcessor:
-    """Returns the pixels."""
+    """Returns the decoded pixels."""
 
     def process(
         self, data: bytes, options: Mapping[str, Any], max_pixels: int

@@ -1,4 +1,4 @@
-"""The marker `families`: tests that do not differ between similar families run on one family of each kind."""
+"""The marker `families`: tests that behave alike in similar families run on one family of each kind."""
 
 from __future__ import annotations
 
@@ -6,39 +6,39 @@ from collections.abc import Iterable
 
 import pytest
 
-KINDS = frozenset(
+REPRESENTATIVES = frozenset(
     (
-        "cohere2",  # parallel blocks, interleaved rotary embedding, windows
-        "gemma2",  # soft caps, norms before and after
-        "gemma3_text",  # two rotary bases, norms of heads
-        "glm4_moe",  # groups of experts, correction bias, partial rotary embedding
+        "cohere2",  # parallel blocks, interleaved rotary embedding, sliding windows
+        "gemma2",  # soft caps, norms before and after each layer
+        "gemma3_text",  # two rotary bases, norms of query and key heads
+        "glm4_moe",  # expert groups, correction bias, partial rotary embedding
         "gpt2",  # learned positions, transposed weights
-        "gpt_neox",  # fused by head, another name of the head
-        "gpt_oss",  # sinks, biases of experts
-        "granite",  # multipliers
+        "gpt_neox",  # QKV fused head by head, another name for the output head
+        "gpt_oss",  # attention sinks, biases of experts
+        "granite",  # multipliers of embeddings, residuals and logits
         "llama",
-        "llama4_text",  # chunks, layers without positions, scaled inputs of experts
-        "mixtral",  # experts
-        "olmo2",  # norms after, norms of whole rows
+        "llama4_text",  # chunked attention, layers without positions, scaled inputs of experts
+        "mixtral",  # mixture of experts
+        "olmo2",  # norms after each layer, norms over all heads
         "phi3",  # fused matrices, LongRoPE
         "phimoe",  # layer norms, sparse mixer
-        "qwen2",  # biases
-        "qwen3",  # norms of heads, tied head
-        "starcoder2",  # plain feed-forward layers with biases
+        "qwen2",  # biases of queries, keys and values
+        "qwen3",  # norms of query and key heads, tied output head
+        "starcoder2",  # non-gated feed-forward layers with biases
     )
 )
-"""Families that together contain each kind of block."""
+"""One family for each kind of block."""
 
 
 def items_of_similar_families(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """Return the items with the marker `families` whose family is not among `KINDS`."""
+    """Return the tests marked `families` whose family is not among `REPRESENTATIVES`."""
     return [
         item
         for item in items
         if isinstance(item, pytest.Function)
         and hasattr(item, "callspec")
         and item.get_closest_marker("families")
-        and _families_of(item) - KINDS
+        and _families_of(item) - REPRESENTATIVES
     ]
 
 

@@ -1,6 +1,6 @@
 """Conversion of test checkpoints to GGUF files, as the format's specification describes.
 
-The inverse of reading a GGUF file: names, order of rows, norms and tokens are converted.
+It is the inverse of reading a GGUF file: names, row order, norms and tokens are converted.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ ARCHITECTURES = {
     "ministral3": "mistral3",
     "apertus": "apertus",
 }
-"""``model_type`` -> the format's name of the family."""
+"""``model_type`` -> the architecture name in GGUF files."""
 
 _PARTS = {
     "input_layernorm": "attn_norm",
@@ -112,7 +112,7 @@ _PARTS_OF = {
 }
 _EPS = ("layer_norm_eps", "norm_epsilon", "norm_eps")
 _INTERLEAVED = ("llama", "mistral", "mixtral", "granite", "smollm3", "arcee", "olmo", "ministral3")
-"""Families whose files interleave the halves of each head of queries and keys."""
+"""Families whose files interleave the halves of each query and key head."""
 _MODEL_TENSORS = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -131,36 +131,38 @@ def write_gguf(
     checkpoint: Path,
     file: Path,
     kind: GGMLQuantizationType = GGMLQuantizationType.F32,
-    more: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write the model of a checkpoint's folder to one GGUF file.
+    """Write the model of a checkpoint to one GGUF file.
 
     Args:
-        checkpoint: with config.json and model.safetensors.
+        checkpoint: a folder with config.json and model.safetensors.
         file: the file to write.
         kind: the type of all matrices whose rows are whole blocks. Other matrices are F16, vectors F32.
-        more: tokens and other metadata, by key; see `add_metadata`.
+        metadata: tokens and other metadata by key; see `add_metadata`.
     """
     config = json.loads((checkpoint / "config.json").read_text())
     writer = GGUFWriter(file, ARCHITECTURES[config["model_type"]])
     add_config(writer, config)
-    add_metadata(writer, more or {})
+    add_metadata(writer, metadata or {})
     tensors = load_file(checkpoint / "model.safetensors")
     if config["model_type"] == "apertus":
         _add_activation(writer, tensors, config["num_hidden_layers"])
     if (config.get("rope_parameters") or {}).get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", _divisors(config))
     for name, tensor in converted(tensors, config).items():
-        wanted = GGMLQuantizationType.F32 if tensor.dim() == 1 else kind
-        if tensor.shape[-1] % gguf.GGML_QUANT_SIZES[wanted][0]:
-            wanted = GGMLQuantizationType.F16
-        writer.add_tensor(name, gguf.quants.quantize(tensor.float().numpy(), wanted), raw_dtype=wanted)
+        tensor_type = GGMLQuantizationType.F32 if tensor.dim() == 1 else kind
+        if tensor.shape[-1] % gguf.GGML_QUANT_SIZES[tensor_type][0]:
+            tensor_type = GGMLQuantizationType.F16
+        writer.add_tensor(
+            name, gguf.quants.quantize(tensor.float().numpy(), tensor_type), raw_dtype=tensor_type
+        )
     finish(writer)
     return file
 
 
 def _add_activation(writer: GGUFWriter, tensors: Mapping[str, Tensor], num_layers: int) -> None:
-    """Add the numbers of Apertus' activation in each layer."""
+    """Add the coefficients of Apertus' activation in each layer."""
     for name in ("alpha_p", "alpha_n", "beta", "eps"):
         stem = f"mlp.act_fn.{name}"
         values = [float(tensors[f"model.layers.{layer}.{stem}"]) for layer in range(num_layers)]
@@ -172,10 +174,10 @@ def _divisors(config: Mapping[str, Any]) -> np.ndarray[Any, np.dtype[np.float32]
     rope = config["rope_parameters"]
     dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     wavelengths = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, dim, 2) / dim)
-    turns = rope["original_max_position_embeddings"] / wavelengths
+    rotations = rope["original_max_position_embeddings"] / wavelengths
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    share = np.clip((turns - low) / (high - low), 0, 1)
-    return np.asarray(1 / ((1 - share) / rope["factor"] + share), dtype=np.float32)
+    interpolation = np.clip((rotations - low) / (high - low), 0, 1)
+    return np.asarray(1 / ((1 - interpolation) / rope["factor"] + interpolation), dtype=np.float32)
 
 
 def finish(writer: GGUFWriter) -> None:
@@ -187,7 +189,7 @@ def finish(writer: GGUFWriter) -> None:
 
 
 def add_metadata(writer: GGUFWriter, metadata: Mapping[str, Any]) -> None:
-    """Add values under their full keys, with the types that converters use."""
+    """Add values under their full keys, with the types that GGUF converters use."""
     for key, value in metadata.items():
         kind = {
             bool: GGUFValueType.BOOL,
@@ -219,7 +221,7 @@ def add_config(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
             writer.add_layer_norm_eps(eps)
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
-        writer.add_rope_dimension_count(int(head_dim * rope_fraction(config)))
+        writer.add_rope_dimension_count(int(head_dim * rotary_fraction(config)))
         _add_rope(writer, config)
     writer.add_context_length(positions)
     writer.add_embedding_length(hidden)
@@ -228,8 +230,8 @@ def add_config(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
     _add_variants(writer, config)
 
 
-def rope_fraction(config: Mapping[str, Any]) -> float:
-    """Return the part of each head that is rotated."""
+def rotary_fraction(config: Mapping[str, Any]) -> float:
+    """Return the fraction of each head's dimensions that is rotated."""
     rope = config.get("rope_parameters") or {}
     return float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
 
@@ -292,31 +294,32 @@ def converted(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[
     experts: dict[str, dict[int, Tensor]] = {}
     for name, tensor in tensors.items():
         if name == "lm_head.weight" and config.get("tie_word_embeddings"):
-            continue  # some checkpoints contain it nevertheless
+            continue  # some checkpoints contain this tensor nevertheless
         stem, _, kind = name.rpartition(".")
         if stem in _MODEL_TENSORS:
-            result[f"{_MODEL_TENSORS[stem]}.{kind}"] = _shifted(stem, tensor, family, kind)
+            result[f"{_MODEL_TENSORS[stem]}.{kind}"] = _with_norm_offset(stem, tensor, family, kind)
             continue
         match = re.fullmatch(r"(?:model\.layers|transformer\.h|gpt_neox\.layers)\.(\d+)\.(.*)", stem)
         assert match, name
         layer, part = match[1], match[2]
         if ".act_fn" in part:
-            continue  # metadata
+            continue  # stored as metadata
         if ".experts." in part:
             _, number, matrix = part.rsplit(".", 2)
             experts.setdefault(f"blk.{layer}.{_EXPERTS[matrix]}.weight", {})[int(number)] = tensor
             continue
-        if match := re.fullmatch(r"self_attn\.([qk])_layernorm\.norms\.(\d+)", part):  # of each head
+        # one norm for each head
+        if match := re.fullmatch(r"self_attn\.([qk])_layernorm\.norms\.(\d+)", part):
             experts.setdefault(f"blk.{layer}.attn_{match[1]}_norm.weight", {})[int(match[2])] = tensor
             continue
-        tensor = _shifted(part, tensor, family, kind)
-        if part == "attention.query_key_value":  # from the parts of each head to all heads of a part
+        tensor = _with_norm_offset(part, tensor, family, kind)
+        if part == "attention.query_key_value":  # from Q, K, V of each head to Q of all heads, then K, then V
             heads = config["num_attention_heads"]
             tensor = tensor.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2).contiguous()
         if family in _INTERLEAVED:
             heads = {"self_attn.q_proj": "num_attention_heads", "self_attn.k_proj": "num_key_value_heads"}
             if part in heads:
-                tensor = _paired(tensor, config[heads[part]])
+                tensor = _interleave_halves(tensor, config[heads[part]])
         if family == "gpt2" and tensor.dim() == 2:
             tensor = tensor.T.contiguous()
         result[f"blk.{layer}.{parts[part]}.{kind}"] = tensor
@@ -325,13 +328,13 @@ def converted(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[
     return result
 
 
-def _shifted(part: str, tensor: Tensor, family: str, kind: str) -> Tensor:
+def _with_norm_offset(part: str, tensor: Tensor, family: str, kind: str) -> Tensor:
     if family == "nemotron":
         return tensor + 1 if part.endswith("norm") and kind == "weight" else tensor
     return tensor + 1 if family.startswith("gemma") and part.endswith("norm") else tensor
 
 
-def _paired(rows: Tensor, heads: int) -> Tensor:
+def _interleave_halves(rows: Tensor, heads: int) -> Tensor:
     """Interleave the first and second half of each head's rows (``permute`` in the specification)."""
     order = rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).swapaxes(1, 2)
     return order.reshape(rows.shape).contiguous()
@@ -362,10 +365,10 @@ def tokenizer_metadata(tokenizer: Mapping[str, Any], pre: str, *, size: int | No
     return metadata
 
 
-def _type_of(added: Mapping[str, Any] | None, is_there: bool) -> TokenType:
+def _type_of(added: Mapping[str, Any] | None, exists: bool) -> TokenType:
     if added is not None:
         return TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
-    return TokenType.NORMAL if is_there else TokenType.UNUSED
+    return TokenType.NORMAL if exists else TokenType.UNUSED
 
 
 def sentencepiece_metadata(pieces: list[tuple[str, float]]) -> dict[str, Any]:
@@ -421,13 +424,13 @@ def pieces_of(model: Path) -> list[tuple[str, float]]:
 
 
 def random_blocks(shape: tuple[int, ...], kind: str, random: np.random.Generator) -> np.ndarray:
-    """Return random blocks of a matrix, whose numbers have a sensible size."""
+    """Return random blocks of a matrix whose values have a typical magnitude."""
     elements, num_bytes = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     blocks = random.integers(0, 256, (*shape[:-1], shape[-1] // elements, num_bytes), dtype=np.uint8)
     if kind == "MXFP4":
         blocks[..., 0] = random.integers(115, 122, blocks.shape[:-1])
         return blocks.reshape(*shape[:-1], -1)
-    pairs = {one: [0, 2] for one in ("Q4_K", "Q5_K", "Q4_1", "Q5_1")}
+    pairs = {name: [0, 2] for name in ("Q4_K", "Q5_K", "Q4_1", "Q5_1")}
     scales = (pairs | {"Q6_K": [208], "TQ1_0": [52]}).get(kind, [0])
     for start in scales:
         scale = random.uniform(1e-5, 1e-4, (*blocks.shape[:-1], 1)).astype(np.float16)
@@ -436,21 +439,21 @@ def random_blocks(shape: tuple[int, ...], kind: str, random: np.random.Generator
 
 
 def write_random_blocks(checkpoint: Path, file: Path, kinds: Mapping[str, str]) -> dict[str, Tensor]:
-    """Write a model with the sizes of a checkpoint and random blocks.
+    """Write a GGUF model with the sizes of a checkpoint and random blocks.
 
     Args:
-        checkpoint: with config.json and model.safetensors.
+        checkpoint: a folder with config.json and model.safetensors.
         file: the file to write.
-        kinds: part of a name in the file -> type of blocks; the first that matches is used.
+        kinds: part of a tensor name -> type of its blocks; the first match is used.
 
     Returns:
-        The numbers by their names in the checkpoint, with interleaved rows of queries and keys undone.
+        The values by checkpoint name, with the interleaving of query and key rows undone.
     """
     config = json.loads((checkpoint / "config.json").read_text())
     tensors = load_file(checkpoint / "model.safetensors")
     writer = GGUFWriter(file, ARCHITECTURES[config["model_type"]])
     add_config(writer, config)
-    random, numbers = np.random.default_rng(0), dict(tensors)
+    random, values = np.random.default_rng(0), dict(tensors)
     for (name, tensor), original in zip(converted(tensors, config).items(), tensors, strict=True):
         if tensor.dim() == 1:
             writer.add_tensor(name, tensor.float().numpy())
@@ -462,6 +465,6 @@ def write_random_blocks(checkpoint: Path, file: Path, kinds: Mapping[str, str]) 
         if ".q_proj." in original or ".k_proj." in original:
             heads = config["num_attention_heads" if ".q_proj." in original else "num_key_value_heads"]
             rows = rows.view(heads, -1, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
-        numbers[original] = rows.contiguous()
+        values[original] = rows.contiguous()
     finish(writer)
-    return numbers
+    return values

@@ -1,6 +1,6 @@
 """Tests on a GPU: with ``-m gpu``, the tests marked ``models`` open their pipelines on the GPU.
 
-With ``TRITON_INTERPRET=1`` and without a GPU they open them on the interpreted programs instead.
+With ``TRITON_INTERPRET=1`` and without a GPU, Triton's interpreter runs the kernels instead.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 
 
 def selects_gpu(config: pytest.Config) -> bool:
-    """Return whether ``-m`` selects the tests of GPUs only."""
+    """Return whether ``-m`` selects only GPU tests."""
     return str(config.getoption("markexpr", "")).split(" and ")[0] == "gpu"
 
 
@@ -25,14 +25,14 @@ def has_gpu() -> bool:
 
 
 def is_interpreted() -> bool:
-    """Return whether the programs of the back end `cuda` run in Triton's interpreter."""
+    """Return whether Triton's interpreter runs the kernels of the back end `cuda`."""
     from penstock.kernels.cuda.availability import is_interpreted
 
     return is_interpreted()
 
 
 def mark_tests_of_gpus(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what ``-m gpu`` runs, and skip what needs a GPU that is missing."""
+    """Mark the tests that ``-m gpu`` runs, and skip those that need a missing GPU."""
     skip = pytest.mark.skip(reason="gpu: torch finds no NVIDIA GPU here")
     selected = selects_gpu(config)
     for item in items:
@@ -46,28 +46,30 @@ def mark_tests_of_gpus(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def open_pipelines_on_gpu() -> None:
-    """Let configurations that name neither devices nor kernels use the GPU, in this process."""
+    """Let configurations without devices and kernels use the GPU, in this process."""
     from penstock.config import PipelineConfig
 
     from_flat = PipelineConfig.from_flat.__func__  # type: ignore[attr-defined]
     if has_gpu():
-        given = {"devices": "gpu"}
+        gpu_values = {"devices": "gpu"}
     elif is_interpreted():
         register_interpreted()
-        given = {"kernels": "interpreted"}
+        gpu_values = {"kernels": "interpreted"}
     else:
         return
 
     def on_gpu(cls: Any, values: Mapping[str, object], *args: Any, **kwargs: Any) -> PipelineConfig:
-        named = values.get("devices") or values.get("kernels")
-        config: PipelineConfig = from_flat(cls, values if named else {**values, **given}, *args, **kwargs)
+        is_explicit = values.get("devices") or values.get("kernels")
+        config: PipelineConfig = from_flat(
+            cls, values if is_explicit else {**values, **gpu_values}, *args, **kwargs
+        )
         return config
 
     PipelineConfig.from_flat = classmethod(on_gpu)  # type: ignore[assignment, method-assign]
 
 
 def register_interpreted() -> None:
-    """Register the back end ``interpreted``: the programs on the CPU, where the interpreter runs them."""
+    """Register the back end ``interpreted``: the Triton kernels on the CPU, in Triton's interpreter."""
     from penstock.kernels import BACKENDS, DefaultSizes
     from penstock.kernels.cuda import BACKEND
     from penstock.kernels.cuda.ops import CudaOps

@@ -1,4 +1,4 @@
-"""Contexts with a grammar, with the fake tokenizer whose tokens are bytes."""
+"""Contexts with a grammar over the fake tokenizer, whose tokens are bytes."""
 
 from __future__ import annotations
 

@@ -30,9 +30,9 @@ def image_context(
     edges = np.flatnonzero(np.diff(np.concatenate([[0], ids == token_id, [0]])))
     images = [
         ImageMetadata(
-            start_idx=int(start), end_idx=int(end), pixel_values=one, image_hash=image_digest(one, {})
+            start_idx=int(start), end_idx=int(end), pixel_values=image, image_hash=image_digest(image, {})
         )
-        for (start, end), one in zip(edges.reshape(-1, 2), pixels, strict=True)
+        for (start, end), image in zip(edges.reshape(-1, 2), pixels, strict=True)
     ]
     return TextAndVisionContext(
         prompt=list(tokens),

@@ -1,4 +1,4 @@
-"""Products of matrices in Triton's interpreter whose rows do not depend on other rows."""
+"""Matrix products in Triton's interpreter whose rows do not depend on other rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def use_exact_dots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ``tl.dot`` of floats add in float64 and round the sum to float32.
 
     The interpreter calls numpy, whose BLAS may add a row in another order if the number of rows differs. A
-    sum in float64 has the same rounded value in any order, so that tests of bits depend on the program only.
+    float64 sum rounds to the same float32 value in any order, so bit comparisons test only the kernel.
     """
     from triton.runtime.interpreter import InterpreterBuilder
 

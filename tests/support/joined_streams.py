@@ -1,19 +1,19 @@
-"""Join the chunks of a stream to the response that the same request without ``stream`` returns."""
+"""Joins the chunks of a stream to the response of the same request without ``stream``."""
 
 from __future__ import annotations
 
 from typing import Any
 
-_OWN = ("id", "created")  # differ between responses
+_PER_RESPONSE = ("id", "created")  # differ between responses
 
 
 def without_own(answer: dict[str, Any]) -> dict[str, Any]:
-    """Return a response without the members that differ each time."""
-    plain = {key: value for key, value in answer.items() if key not in _OWN}
+    """Return a response without the members that differ in each response."""
+    plain = {key: value for key, value in answer.items() if key not in _PER_RESPONSE}
     for choice in plain["choices"]:
         for call in choice.get("message", {}).get("tool_calls", []):
             call.pop("id")
-        _forget_empty(choice)
+        _drop_empty(choice)
     return plain
 
 
@@ -39,7 +39,7 @@ def joined_completion(events: list[Any]) -> dict[str, Any]:
     for chunk in chunks:
         for part in chunk["choices"]:
             choice = choices.setdefault(part["index"], {"index": part["index"], "text": "", "logprobs": None})
-            assert "finish_reason" not in choice, "a chunk after the last"
+            assert "finish_reason" not in choice, "a chunk follows the last chunk"
             choice["text"] += part["text"]
             if part["logprobs"] is not None:
                 rows = choice["logprobs"] or {key: [] for key in part["logprobs"]}
@@ -52,12 +52,12 @@ def joined_completion(events: list[Any]) -> dict[str, Any]:
                 choice["finish_reason"] = part["finish_reason"]
     answer["choices"] = [choices[index] for index in sorted(choices)]
     for choice in choices.values():
-        _forget_empty(choice)
+        _drop_empty(choice)
     return answer
 
 
-def _forget_empty(choice: dict[str, Any]) -> None:
-    """Remove empty token ids and log probabilities, because an empty output may have no chunk with them."""
+def _drop_empty(choice: dict[str, Any]) -> None:
+    """Remove empty token ids and log probabilities; an empty output may have no chunk with them."""
     if not choice.get("token_ids", True):
         del choice["token_ids"]
     if choice["logprobs"] and not choice["logprobs"].get("content", True):
@@ -86,7 +86,7 @@ def _add_to_chat(choices: dict[int, dict[str, Any]], part: dict[str, Any]) -> No
         assert "role" not in delta
     choice = choices[index]
     message = choice["message"]
-    assert "finish_reason" not in choice, "a chunk after the last"
+    assert "finish_reason" not in choice, "a chunk follows the last chunk"
     for key in ("content", "reasoning", "reasoning_content"):
         if key in delta:
             message[key] = message.get(key, "") + delta[key]

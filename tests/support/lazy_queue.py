@@ -1,4 +1,4 @@
-"""A fake device queue: work runs when a result of it is waited for, at the latest possible time."""
+"""A fake device queue that runs work at the latest possible time: when a caller waits for a result."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class LazyWork(Submitted[T], Generic[T]):
             self._result = self._work()
         except Exception as error:
             self._error = error
-        self._work = None  # drops what the work refers to
+        self._work = None  # drops references of the work
 
     @property
     def value(self) -> T:
@@ -46,7 +46,7 @@ class LazyWork(Submitted[T], Generic[T]):
 
 
 class LazyFetch(Fetched):
-    """A copy to the host that is made when the queue runs it."""
+    """A copy to the host, made when the queue runs it."""
 
     def __init__(self, work: LazyWork[Tensor]) -> None:
         self._work = work
@@ -56,10 +56,10 @@ class LazyFetch(Fetched):
 
 
 class LazyQueue(DeviceQueue):
-    """Runs work in order, but only as far as a result is needed.
+    """Runs work in order, and only as far as a waited-for result needs it.
 
-    A launched forward therefore runs after the host has prepared the next one: it must not read anything of
-    the contexts. `num_early` counts results that the host reads before a copy of them was waited for.
+    A launched forward therefore runs after the host has prepared the next one, so it must not read contexts.
+    `num_early` counts results that the host reads before waiting for a copy of them.
     """
 
     def __init__(self) -> None:
@@ -81,14 +81,14 @@ class LazyQueue(DeviceQueue):
         self._waiting.append(work)
         return work
 
-    def run_until(self, wanted: LazyWork[Any]) -> None:
-        if wanted.has_run:
+    def run_until(self, target: LazyWork[Any]) -> None:
+        if target.has_run:
             return
-        assert not self._is_running, "work reads a result that is submitted later"
-        self.num_early += not wanted.is_copy
+        assert not self._is_running, "the work reads a result that is submitted later"
+        self.num_early += not target.is_copy
         self._is_running = True
         try:
-            while not wanted.has_run:
+            while not target.has_run:
                 self._waiting.popleft().run()
         finally:
             self._is_running = False

@@ -19,7 +19,7 @@ from penstock.serve.http.server import HttpServer
 
 @dataclass
 class LiveServer:
-    """The server as another thread uses it."""
+    """A running server, controlled from another thread."""
 
     url: str
     """The URL, with a trailing slash."""
@@ -47,7 +47,7 @@ def live_server(**options: Any) -> Iterator[LiveServer]:
 
 
 async def _serve(started: Future[LiveServer], options: dict[str, Any]) -> None:
-    """Serve until the gate is closed."""
+    """Serve until the stop event is set."""
     try:
         async with chatting(**options) as inside:
             app = inside.http._transport.app  # type: ignore[attr-defined]

@@ -1,7 +1,8 @@
 """The marker `matrix`: the default run takes a covering subset of a test's parameter sets.
 
-`matrix(strength=2)` keeps a subset in which each pair of values of two parameters occurs; `strength=1` keeps
-one in which each value occurs. `times` is the number of occurrences. The other parameter sets become `slow`.
+`matrix(strength=2)` keeps a subset in which each pair of values of two parameters occurs (pairwise testing).
+`strength=1` keeps a subset in which each value occurs. `times` is the minimum number of occurrences. The
+other parameter sets become `slow`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from itertools import combinations
 
 import pytest
 
-Parameters = tuple[tuple[str, str], ...]  # the name and the representation of each value
+Parameters = tuple[tuple[str, str], ...]  # name and representation of each value
 
 
 def items_beyond_cover(items: Iterable[pytest.Item]) -> list[pytest.Item]:
@@ -26,18 +27,18 @@ def items_beyond_cover(items: Iterable[pytest.Item]) -> list[pytest.Item]:
             and item.get_closest_marker("matrix")
         ):
             functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    beyond: list[pytest.Item] = []
+    outside: list[pytest.Item] = []
     for group in functions.values():
         marker = group[0].get_closest_marker("matrix")
         assert marker is not None
         sets = [tuple((name, repr(value)) for name, value in item.callspec.params.items()) for item in group]
         kept = cover(sets, **marker.kwargs)
-        beyond += [item for number, item in enumerate(group) if number not in kept]
-    return beyond
+        outside += [item for number, item in enumerate(group) if number not in kept]
+    return outside
 
 
 def cover(sets: Sequence[Parameters], *, strength: int = 2, times: int = 1) -> set[int]:
-    """Return the numbers of parameter sets that together contain each combination `times` times.
+    """Return the indices of parameter sets that together contain each combination `times` times.
 
     The choice is greedy and deterministic: the next set is the first one with the most missing combinations.
 
@@ -46,10 +47,10 @@ def cover(sets: Sequence[Parameters], *, strength: int = 2, times: int = 1) -> s
         strength: the number of parameters of a combination.
         times: how often each combination occurs in the subset, if it occurs as often in `sets`.
     """
-    contents = [frozenset(combinations(one, min(strength, len(one)))) for one in sets]
+    contents = [frozenset(combinations(parameters, min(strength, len(parameters)))) for parameters in sets]
     available = Counter(combination for content in contents for combination in content)
     missing = {combination: min(times, count) for combination, count in available.items()}
-    # Gains only shrink, so that an old gain is an upper bound: only the best bound is computed again.
+    # Gains never grow, so an old gain is an upper bound. Only the largest bound is computed again.
     bounds = [(-len(content), number) for number, content in enumerate(contents)]
     heapify(bounds)
     kept: set[int] = set()

@@ -1,4 +1,4 @@
-"""Scripts of the playground, run by Node."""
+"""Runs scripts of the playground in Node."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="needs node
 
 
 def run_node(folder: Path, code: str, *extra: Path) -> Any:
-    """Run code next to the modules of the playground and ``extra`` files; return the JSON it prints."""
+    """Run code next to the playground's modules and ``extra`` files. Return the JSON that it prints."""
     for path in (*PLAYGROUND.glob("*.js"), *extra):
         shutil.copy(path, folder)
     (folder / "package.json").write_text('{"type": "module"}')
     (folder / "check.js").write_text(code)
-    done = subprocess.run(
+    completed = subprocess.run(
         ["node", "check.js"], cwd=folder, capture_output=True, text=True, timeout=60, check=False
     )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    assert completed.returncode == 0, completed.stderr
+    return json.loads(completed.stdout)

@@ -1,4 +1,4 @@
-"""Operations that run on a device and are given tensors of the CPU."""
+"""Operations that run on a device and take tensors of the CPU."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from penstock.kernels import Ops, PackedExperts
 from penstock.kernels.operations import operations_of
 
 
-def moved(value: Any, device: torch.device | str) -> Any:
-    """Return a value with copies of all its tensors on a device, also in dataclasses, mappings and tuples."""
+def move(value: Any, device: torch.device | str) -> Any:
+    """Return a value with all its tensors copied to a device, also in dataclasses, mappings and tuples."""
     if isinstance(value, Tensor):
         return value.to(device, copy=True)
     if isinstance(value, Mapping):
-        return {name: moved(one, device) for name, one in value.items()}
+        return {name: move(item, device) for name, item in value.items()}
     if isinstance(value, tuple):
-        return tuple(moved(one, device) for one in value)
+        return tuple(move(item, device) for item in value)
     if is_dataclass(value) and not isinstance(value, type):
-        changed = {f.name: moved(getattr(value, f.name), device) for f in fields(value)}
+        changed = {f.name: move(getattr(value, f.name), device) for f in fields(value)}
         if isinstance(value, PackedExperts):
             return PackedExperts(**changed)
         return replace(value, **changed)
@@ -30,9 +30,10 @@ def moved(value: Any, device: torch.device | str) -> Any:
 
 
 def on_device(ops: Ops, device: str) -> Ops:
-    """Return an instance of the same class that moves arguments to the device and results back.
+    """Return an operations object that moves arguments to the device and results back.
 
-    Operations that it calls itself run on the device without moves. `store_kv` writes the moved cache back.
+    Operations that it calls itself run on the device without copies. `store_kv` copies the written cache
+    back.
     """
     depth = [0]
 
@@ -44,16 +45,16 @@ def on_device(ops: Ops, device: str) -> Ops:
                 return method(self, *args, **kwargs)
             depth[0] += 1
             try:
-                there = moved((args, kwargs), device)
-                result = method(self, *there[0], **there[1])
+                device_arguments = move((args, kwargs), device)
+                result = method(self, *device_arguments[0], **device_arguments[1])
             finally:
                 depth[0] -= 1
             if name == "store_kv":
-                kv, other = args[2], there[0][2]
+                kv, other = args[2], device_arguments[0][2]
                 kv.cache.copy_(other.cache)
                 if kv.scales is not None and not kv.has_fixed_scales:
                     kv.scales.copy_(other.scales)
-            return moved(result, "cpu")
+            return move(result, "cpu")
 
         return run
 

@@ -1,8 +1,7 @@
-"""Small packers of quantized checkpoints, written from the formats' documents. They share no code with the
-package.
+"""Small quantizers that write checkpoints, written from the formats' documents.
 
-A packer takes a weight ``[out, in]`` and returns the tensors of a layer without the layer's name, and the
-weight that they stand for.
+They share no code with the package. A packer takes a weight ``[out, in]``. It returns the tensors of a layer,
+without the layer's name, and the dequantized weight.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Packer = Callable[[Tensor], Packed]
 def quantized_groups(
     weight: Tensor, bits: int, size: int, *, symmetric: bool, dtype: torch.dtype = torch.float16
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return codes ``[out, in]``, scales and zero points ``[out, G]``, and the weight they stand for."""
+    """Return codes ``[out, in]``, scales and zero points ``[out, G]``, and the dequantized weight."""
     size = weight.shape[1] if size < 1 else size
     groups = weight.float().unflatten(1, (-1, size))
     top = 2**bits - 1
@@ -36,12 +35,12 @@ def quantized_groups(
         scales = ((high - low) / top).clamp_min(1e-4).to(dtype)
         zeros = (-low / scales.float()).round().clamp(0, top).long()
     codes = ((groups / scales.float()[..., None]).round() + zeros[..., None]).clamp(0, top).long()
-    found = (codes - zeros[..., None]) * scales.float()[..., None]
-    return codes.flatten(1), scales, zeros, found.flatten(1)
+    dequantized = (codes - zeros[..., None]) * scales.float()[..., None]
+    return codes.flatten(1), scales, zeros, dequantized.flatten(1)
 
 
-def in_words(codes: Tensor, bits: int) -> Tensor:
-    """Pack each row of codes as a stream of bits in int32 words, lowest bits first."""
+def pack_words(codes: Tensor, bits: int) -> Tensor:
+    """Pack each row of codes as a bit stream in int32 words, lowest bits first."""
     array = codes.numpy().astype(np.uint8)
     stream = (array[..., None] >> np.arange(bits) & 1).reshape(len(array), -1)
     stream = np.pad(stream, ((0, 0), (0, -stream.shape[1] % 32)))
@@ -49,8 +48,11 @@ def in_words(codes: Tensor, bits: int) -> Tensor:
 
 
 Order = Literal["none", "inputs", "layer"]
-"""The order of inputs before they are grouped: ``none`` keeps it, ``inputs`` is the same for all layers with
-this number of inputs, and ``layer`` is random for each layer."""
+"""The order of the inputs before they are grouped.
+
+``none`` keeps the order, ``inputs`` is the same for all layers with this number of inputs, and ``layer`` is
+random for each layer.
+"""
 
 
 def permutation_of(inputs: int, order: Order) -> Tensor:
@@ -66,44 +68,48 @@ def gptq(
     def pack(weight: Tensor) -> Packed:
         inputs = weight.shape[1]
         permutation = permutation_of(inputs, order)
-        codes, scales, zeros, found = quantized_groups(
+        codes, scales, zeros, dequantized = quantized_groups(
             weight[:, permutation], bits, size, symmetric=symmetric
         )
-        back = permutation.argsort()
-        group_of_input = (torch.arange(inputs) // (size if size > 0 else inputs))[back].int()
+        inverse = permutation.argsort()
+        group_of_input = (torch.arange(inputs) // (size if size > 0 else inputs))[inverse].int()
         if version == 1:
-            zeros = (zeros - 1).clamp_min(0)  # the format cannot hold 0
-            found = (codes - (zeros + 1)[:, group_of_input[permutation]]) * scales.float()[
+            zeros = (zeros - 1).clamp_min(0)  # the format cannot hold a zero point of 0
+            dequantized = (codes - (zeros + 1)[:, group_of_input[permutation]]) * scales.float()[
                 :, group_of_input[permutation]
             ]
         tensors = {
-            "qweight": in_words(codes[:, back], bits).T.contiguous(),
-            "qzeros": in_words(zeros.T.contiguous(), bits),
+            "qweight": pack_words(codes[:, inverse], bits).T.contiguous(),
+            "qzeros": pack_words(zeros.T.contiguous(), bits),
             "scales": scales.T.contiguous(),
             "g_idx": group_of_input,
         }
-        return tensors, found[:, back]
+        return tensors, dequantized[:, inverse]
 
     return pack
 
 
 def awq(size: int = 32, version: str = "gemm") -> Packer:
     def pack(weight: Tensor) -> Packed:
-        codes, scales, zeros, found = quantized_groups(weight, 4, size, symmetric=False)
+        codes, scales, zeros, dequantized = quantized_groups(weight, 4, size, symmetric=False)
         if version == "gemv":
             width = -(-zeros.shape[1] // 8) * 8 * (1 if size >= 128 else 128 // size)
             padding = (0, width - zeros.shape[1])
             return {
-                "qweight": in_words(codes, 4),
-                "qzeros": in_words(torch.nn.functional.pad(zeros, padding), 4),
+                "qweight": pack_words(codes, 4),
+                "qzeros": pack_words(torch.nn.functional.pad(zeros, padding), 4),
                 "scales": torch.nn.functional.pad(scales, padding),
-            }, found
+            }, dequantized
 
         def columns(values: Tensor) -> Tensor:
             order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
-            return in_words(values.T.contiguous().unflatten(1, (-1, 8))[..., order].flatten(1), 4)
+            return pack_words(values.T.contiguous().unflatten(1, (-1, 8))[..., order].flatten(1), 4)
 
-        return {"qweight": columns(codes), "qzeros": columns(zeros), "scales": scales.T.contiguous()}, found
+        return {
+            "qweight": columns(codes),
+            "qzeros": columns(zeros),
+            "scales": scales.T.contiguous(),
+        }, dequantized
 
     return pack
 
@@ -124,11 +130,11 @@ def fp8(
             .unflatten(2, (-1, columns))
         )
         scales = blocks.abs().amax((1, 3)) / 448
-        spread = scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
-        spread = spread[: weight.shape[0], : weight.shape[1]]
-        numbers = e4m3(weight.float() / spread)
-        tensors = {"weight": numbers, name: scales.reshape(()) if per_tensor else scales}
-        return tensors, numbers.float() * spread
+        scale_of_weight = scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+        scale_of_weight = scale_of_weight[: weight.shape[0], : weight.shape[1]]
+        values = e4m3(weight.float() / scale_of_weight)
+        tensors = {"weight": values, name: scales.reshape(()) if per_tensor else scales}
+        return tensors, values.float() * scale_of_weight
 
     return pack
 
@@ -143,18 +149,18 @@ def compressed_codes(
 ) -> Packer:
     def pack(weight: Tensor) -> Packed:
         permutation = permutation_of(weight.shape[1], order)
-        back = permutation.argsort()
-        codes, scales, zeros, found = quantized_groups(
+        inverse = permutation.argsort()
+        codes, scales, zeros, dequantized = quantized_groups(
             weight[:, permutation], bits, size, symmetric=symmetric, dtype=dtype
         )
-        codes, found = codes[:, back], found[:, back]
-        tensors = {"weight_packed": in_words(codes, bits), "weight_scale": scales}
+        codes, dequantized = codes[:, inverse], dequantized[:, inverse]
+        tensors = {"weight_packed": pack_words(codes, bits), "weight_scale": scales}
         if order != "none":
-            tensors["weight_g_idx"] = (torch.arange(weight.shape[1]) // size)[back].int()
+            tensors["weight_g_idx"] = (torch.arange(weight.shape[1]) // size)[inverse].int()
         tensors["weight_shape"] = torch.tensor(weight.shape)
         if not symmetric:
-            tensors["weight_zero_point"] = in_words(zeros.T.contiguous(), bits).T.contiguous()
-        return tensors, found
+            tensors["weight_zero_point"] = pack_words(zeros.T.contiguous(), bits).T.contiguous()
+        return tensors, dequantized
 
     return pack
 
@@ -169,7 +175,7 @@ E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def _fp4(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the bytes of 4-bit floats and the numbers they stand for."""
+    """Return the bytes of 4-bit floats and their values."""
     index = (values.abs()[..., None] - E2M1).abs().argmin(-1)
     codes = index | (values < 0).long() << 3
     return (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8), E2M1[index] * torch.where(
@@ -182,13 +188,17 @@ def nvfp4(dialect: str) -> Packer:
         groups = weight.float().unflatten(1, (-1, 16))
         total = weight.float().abs().max() / (6 * 448)
         scales = e4m3(groups.abs().amax(-1) / 6 / total)
-        spread = (scales.float() * total).repeat_interleave(16, 1)
-        octets, numbers = _fp4(weight.float() / spread.clamp_min(1e-12))
+        scale_of_weight = (scales.float() * total).repeat_interleave(16, 1)
+        octets, values = _fp4(weight.float() / scale_of_weight.clamp_min(1e-12))
         if dialect == "modelopt":
-            return {"weight": octets, "weight_scale": scales, "weight_scale_2": total}, numbers * spread
+            return {
+                "weight": octets,
+                "weight_scale": scales,
+                "weight_scale_2": total,
+            }, values * scale_of_weight
         divisor = (1 / total).reshape(1)
         tensors = {"weight_packed": octets, "weight_scale": scales, "weight_global_scale": divisor}
-        return tensors, numbers * (scales.float() / divisor).repeat_interleave(16, 1)
+        return tensors, values * (scales.float() / divisor).repeat_interleave(16, 1)
 
     return pack
 
@@ -196,9 +206,12 @@ def nvfp4(dialect: str) -> Packer:
 def mxfp4(weight: Tensor) -> Packed:
     groups = weight.float().unflatten(1, (-1, 32))
     exponents = (groups.abs().amax(-1).log2().floor() - 2).clamp(-127, 127)
-    spread = (2.0**exponents).repeat_interleave(32, 1)
-    octets, numbers = _fp4(weight.float() / spread)
-    return {"weight_packed": octets, "weight_scale": (exponents + 127).to(torch.uint8)}, numbers * spread
+    scale_of_weight = (2.0**exponents).repeat_interleave(32, 1)
+    octets, values = _fp4(weight.float() / scale_of_weight)
+    return {
+        "weight_packed": octets,
+        "weight_scale": (exponents + 127).to(torch.uint8),
+    }, values * scale_of_weight
 
 
 NF4 = torch.tensor(
@@ -217,11 +230,11 @@ def bitsandbytes(
     kind: str = "nf4", block: int = 64, *, nested: bool = False, table: Tensor | None = None
 ) -> Packer:
     def pack(weight: Tensor) -> Packed:
-        numbers = BNB_TABLES[kind] if table is None else table
+        values = BNB_TABLES[kind] if table is None else table
         flat = weight.float().flatten()
         blocks = torch.nn.functional.pad(flat, (0, -len(flat) % block)).view(-1, block)
         factors = blocks.abs().amax(1)
-        tensors = {"weight.quant_map": numbers.clone(), "weight.absmax": factors}
+        tensors = {"weight.quant_map": values.clone(), "weight.absmax": factors}
         state = {"quant_type": kind, "blocksize": block, "dtype": "float32", "shape": list(weight.shape)}
         if nested:
             offset, nested_map = factors.mean(), torch.linspace(-1, 1, 256)
@@ -232,18 +245,18 @@ def bitsandbytes(
             tensors["weight.absmax"] = indices.flatten()[: len(factors)].to(torch.uint8)
             tensors |= {"weight.nested_absmax": outer, "weight.nested_quant_map": nested_map}
             state |= {"nested_blocksize": 256, "nested_offset": float(offset)}
-        codes = ((blocks / factors[:, None])[..., None] - numbers).abs().argmin(-1)
-        found = (numbers[codes] * factors[:, None]).flatten()[: len(flat)].view(weight.shape)
+        codes = ((blocks / factors[:, None])[..., None] - values).abs().argmin(-1)
+        dequantized = (values[codes] * factors[:, None]).flatten()[: len(flat)].view(weight.shape)
         pairs = codes.flatten()[: len(flat)].view(-1, 2)
         tensors["weight"] = (pairs[:, :1] << 4 | pairs[:, 1:]).to(torch.uint8)
         text = torch.tensor(list(json.dumps(state).encode())).to(torch.uint8)
-        return tensors | {f"weight.quant_state.bitsandbytes__{kind}": text}, found
+        return tensors | {f"weight.quant_state.bitsandbytes__{kind}": text}, dequantized
 
     return pack
 
 
 def torchao_int4(size: int = 32) -> Packer:
-    """Signed integers, two in a byte, with float zero points; scales and zero points are transposed."""
+    """Signed 4-bit integers, two per byte, with float zero points; scales and zero points are transposed."""
 
     def pack(weight: Tensor) -> Packed:
         groups = weight.float().unflatten(1, (-1, size))
@@ -251,13 +264,13 @@ def torchao_int4(size: int = 32) -> Packer:
         scales = ((high - low) / 15).bfloat16()
         zeros = (low + 8 * scales.float()).bfloat16()
         integers = ((groups - zeros.float()[..., None]) / scales.float()[..., None]).round().clamp(-8, 7)
-        found = integers * scales.float()[..., None] + zeros.float()[..., None]
+        dequantized = integers * scales.float()[..., None] + zeros.float()[..., None]
         codes = integers.flatten(1).to(torch.int8)
         return {
             "_weight_qdata": codes[:, ::2] & 15 | codes[:, 1::2] << 4,
             "_weight_scale": scales.T.contiguous(),
             "_weight_zero_point": zeros.T.contiguous(),
-        }, found.flatten(1)
+        }, dequantized.flatten(1)
 
     return pack
 
@@ -272,33 +285,38 @@ def write_packed_checkpoint(
     extra: Mapping[str, Tensor] | None = None,
     shards: int = 1,
 ) -> Path:
-    """Quantize the linear layers of a checkpoint. ``folder/plain`` gets the floats that they stand for.
+    """Quantize the linear layers of a checkpoint. ``folder/plain`` gets the dequantized checkpoint.
 
     Args:
-        plain: the checkpoint of floats.
+        plain: the float checkpoint.
         folder: where both are written.
-        packer: one for all layers, or one for each part of a name; the first that the name contains counts.
+        packer: one for all layers, or a mapping from a part of the layer name to its packer; the first match
+        is used.
         section: ``quantization_config``.
         ignore: parts of the names of layers that stay floats.
         extra: tensors to add.
         shards: number of files.
     """
-    packed, dequantized = {}, {}
+    packed, plain_tensors = {}, {}
     torch.manual_seed(0)
     for name, tensor in load_file(plain / "model.safetensors").items():
         layer = name.removesuffix(".weight")
         is_linear = name.endswith(("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight"))
         if not is_linear or any(part in name for part in ignore):
-            packed[name] = dequantized[name] = tensor
+            packed[name] = plain_tensors[name] = tensor
             continue
-        own = packer if callable(packer) else next(one for part, one in packer.items() if part in name)
-        tensors, found = own(tensor)
+        layer_packer = (
+            packer
+            if callable(packer)
+            else next(candidate for part, candidate in packer.items() if part in name)
+        )
+        tensors, dequantized = layer_packer(tensor)
         packed |= {f"{layer}.{key}": value.contiguous() for key, value in tensors.items()}
-        dequantized[name] = found.contiguous()
+        plain_tensors[name] = dequantized.contiguous()
     packed |= extra or {}
     config = json.loads((plain / "config.json").read_text())
     (folder / "plain").mkdir(parents=True, exist_ok=True)
-    save_file(dequantized, folder / "plain" / "model.safetensors", metadata={"format": "pt"})
+    save_file(plain_tensors, folder / "plain" / "model.safetensors", metadata={"format": "pt"})
     (folder / "plain" / "config.json").write_text(json.dumps(config))
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": dict(section)}))
     if shards == 1:

@@ -46,9 +46,11 @@ def compute(manager: KVCacheManager, contexts: Sequence[TextContext]) -> None:
     inputs = manager.inputs(contexts)
     for layer in range(manager.spec.num_layers):
         view = inputs.layer(layer)
-        keys = np.concatenate([_keys(manager, c)[c.start_idx : c.active_idx] for c in contexts])
-        for half in view.cache:
-            half.view(-1)[view.slots] = torch.from_numpy(keys)
+        keys = np.concatenate(
+            [_keys(manager, context)[context.start_idx : context.active_idx] for context in contexts]
+        )
+        for tensor in view.cache:
+            tensor.view(-1)[view.slots] = torch.from_numpy(keys)
     for row, context in enumerate(contexts):
         assert_readable(manager, inputs, row, context)
 
@@ -64,8 +66,8 @@ def assert_readable(manager: KVCacheManager, inputs: KVCacheInputs, row: int, co
         blocks = view.block_tables[row].numpy()[positions // inputs.block_size].astype(np.int64)
         assert blocks.all(), f"the query at {last} sees the null block: {blocks.tolist()}"
         slots = blocks * inputs.block_size + positions % inputs.block_size
-        for half in view.cache:
-            np.testing.assert_array_equal(half.view(-1)[slots].numpy(), _keys(manager, context)[positions])
+        for tensor in view.cache:
+            np.testing.assert_array_equal(tensor.view(-1)[slots].numpy(), _keys(manager, context)[positions])
 
 
 def advance(manager: KVCacheManager, context: TextContext, token: int = 0, chunk: int | None = None) -> None:
@@ -86,7 +88,10 @@ def tables(manager: KVCacheManager, context: TextContext) -> list[list[int]]:
 
 
 def _keys(manager: KVCacheManager, context: TextContext) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Return a number below 2**24 (exact in float32) for each position. Numbers differ between regimes."""
+    """Return a number below 2**24 (exact in float32) for each position.
+
+    Keys of other regimes have other numbers.
+    """
     regime = manager.spec.regime(context.current_length)
     crc, keys = crc32(repr((context.cache_salt, context.adapter, regime)).encode()), []
     for index, token in enumerate(context.all_tokens.tolist()):

@@ -1,4 +1,4 @@
-"""Checkpoints as their authors published them, made from those that transformers saves.
+"""Checkpoints in the format of their authors, made from those that transformers saves.
 
 Families with published code have other keys in ``config.json`` and other tensor names there.
 """
@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 
 def transformers_values(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration of transformers with which a published one computes the same."""
+    """Return the transformers configuration that computes the same as a published one."""
     if values["model_type"] != "new":
         return values
     head_dim = values["hidden_size"] // values["num_attention_heads"]
@@ -32,8 +32,8 @@ def transformers_values(values: dict[str, Any]) -> dict[str, Any]:
     return {"model_type": "gte", "rope_parameters": rope} | {name: values[name] for name in kept} | others
 
 
-def publish(folder: Path, values: dict[str, Any], head: str) -> None:
-    """Rewrite a folder that transformers saved to the published format of ``values["model_type"]``."""
+def rewrite_as_published(folder: Path, values: dict[str, Any], head: str) -> None:
+    """Rewrite a folder saved by transformers in the published format of ``values["model_type"]``."""
     if values["model_type"] != "new":
         return
     saved = json.loads((folder / "config.json").read_text())
@@ -42,8 +42,11 @@ def publish(folder: Path, values: dict[str, Any], head: str) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     path = folder / "model.safetensors"
     heads = ("classifier.", "lm_head.")
-    tensors = {name.removeprefix("gte.").removeprefix("new."): one for name, one in load_file(path).items()}
+    tensors = {
+        name.removeprefix("gte.").removeprefix("new."): tensor for name, tensor in load_file(path).items()
+    }
     renamed = {
-        name if not head or name.startswith(heads) else f"new.{name}": one for name, one in tensors.items()
+        name if not head or name.startswith(heads) else f"new.{name}": tensor
+        for name, tensor in tensors.items()
     }
     save_file(renamed, path)

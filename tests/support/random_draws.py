@@ -1,4 +1,4 @@
-"""Examples of property tests: the same in every run, or many random ones with `--random`."""
+"""Examples of property tests: fixed ones by default, many random ones with `--random`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RANDOM_TIMEOUT = 3600  # seconds that a property test may take with `--random`
 
 
 def register_profiles() -> None:
-    """Register the profiles ``fixed``, loaded by default, and ``random``, which `--random` loads.
+    """Register the profiles ``fixed``, loaded by default, and ``random``, loaded by `--random`.
 
     There are no deadlines and no health checks of time, because machines may be busy.
     """
@@ -38,14 +38,14 @@ def register_profiles() -> None:
 
 
 def examples(count: int) -> int:
-    """Return the number of examples for a test that draws `count` of them by default."""
+    """Return the number of examples for a test that has `count` of them by default."""
     return count * settings().max_examples // DEFAULT_EXAMPLES
 
 
 def draw_no_constants_of_modules() -> None:
     """Stop Hypothesis from drawing constants that it finds in the source of loaded modules.
 
-    These constants depend on the loaded modules. A single test would draw other examples than a full run.
+    The loaded modules differ between a single test and a full run, so their examples would differ.
     """
     nothing = Constants()
     providers._get_local_constants = lambda: nothing

@@ -1,4 +1,4 @@
-"""Processes of ranks that load one model after the other, so that tests do not start processes each time."""
+"""Processes of ranks that load several models in turn, so that tests do not start new processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.pipelines import PIPELINE_REGISTRY, PipelineConfig, TextGeneration
 from penstock.ranks import devices_of_ranks
 
 TIMEOUT = 300.0
-"""Seconds of a collective: the machine may be busy."""
+"""Timeout of a collective in seconds; the machine may be busy."""
 
 
 class _Closed(Exception):
@@ -30,7 +30,7 @@ class _Follower(Follower):
         raise _Closed
 
 
-def follow_models(ranks: Ranks) -> None:
+def serve_models(ranks: Ranks) -> None:
     """Load and run the models that rank 0 opens, one after the other."""
     while True:
         config, patch = pickle.loads(ranks.receive())
@@ -67,7 +67,7 @@ class RankPair:
     def __init__(self, world: int = 2, **settings: Any) -> None:
         devices = (torch.device("cpu"),) * world
         fields: dict[str, Any] = {"timeout": TIMEOUT, **settings}
-        self.processes = RankProcesses(RankSettings(world, devices, **fields), follow_models)
+        self.processes = RankProcesses(RankSettings(world, devices, **fields), serve_models)
         self.ranks = self.processes.join()
         self.world = world
 
@@ -79,13 +79,13 @@ class RankPair:
             patch: called on the other ranks before they load; picklable.
             flat: settings of the pipeline under flat names.
         """
-        given = {
+        values = {
             "model_path": str(checkpoint),
             "quantization_encoding": "float32",
             "max_batch_size": 8,
             "tensor_parallel_size": self.world,
         }
-        config = PipelineConfig.from_flat({**given, **flat})
+        config = PipelineConfig.from_flat({**values, **flat})
         self.ranks.send(pickle.dumps((config, patch)))
         model = config.model
         architecture = PIPELINE_REGISTRY.retrieve_architecture(model.huggingface_config, model.checkpoint)
@@ -99,7 +99,7 @@ class RankPair:
 
     @contextmanager
     def open(self, checkpoint: Path, patch: Any = None, **flat: Any) -> Iterator[TextGenerationPipeline]:
-        """Load a checkpoint for the time of a block; see `load`."""
+        """Load a checkpoint for the duration of a block; see `load`."""
         pipeline = self.load(checkpoint, patch, **flat)
         try:
             yield pipeline

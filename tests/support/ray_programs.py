@@ -1,4 +1,4 @@
-"""Programs that run Ray in separate processes, and the processes of their clusters."""
+"""Programs that run Ray in separate processes, with access to the processes of their clusters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 from uuid import uuid4
 
 ROOT = Path(__file__).resolve().parents[2]
-_MARK = "TEST_RAY_MARK"
+_MARKER = "TEST_RAY_MARK"
 
 PROMPTS = [f"Once upon a time there were {n} small dogs" for n in range(32)]
 NUM_TOKENS = 900
@@ -27,7 +27,7 @@ NUM_TOKENS = 900
 class RayProgram:
     """A program that starts Ray on this machine.
 
-    Its processes inherit an environment variable, which identifies them.
+    Its processes inherit an environment variable that identifies them.
 
     Args:
         arguments: the arguments of Python.
@@ -35,16 +35,16 @@ class RayProgram:
     """
 
     def __init__(self, arguments: list[str], folder: Path) -> None:
-        self._mark = uuid4().hex
-        self._log = folder / f"log-{self._mark[:6]}"
+        self._marker = uuid4().hex
+        self._log = folder / f"log-{self._marker[:6]}"
         environment = {
             **os.environ,
-            _MARK: self._mark,
+            _MARKER: self._marker,
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_DEDUP_LOGS": "0",
             "PYTHONPATH": str(ROOT),
         }
-        environment["RAY_ADDRESS"] = "local"  # never the cluster of another program
+        environment["RAY_ADDRESS"] = "local"  # never connect to the cluster of another program
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, *arguments], stdout=log, stderr=log, env=environment, cwd=folder
@@ -56,25 +56,25 @@ class RayProgram:
         return self._log.read_text(errors="replace")
 
     def pids(self, *words: str) -> list[int]:
-        """Return the ids of the processes whose command line has all words."""
-        found = []
+        """Return the ids of the program's processes whose command line contains all words."""
+        pids = []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 environment = (folder / "environ").read_bytes()
                 command = (folder / "cmdline").read_bytes().decode(errors="replace")
             except OSError:
                 continue
-            is_ours = f"{_MARK}={self._mark}".encode() in environment
+            is_ours = f"{_MARKER}={self._marker}".encode() in environment
             if is_ours and all(word in command for word in words):
-                found.append(int(folder.name))
-        return sorted(found)
+                pids.append(int(folder.name))
+        return sorted(pids)
 
     def wait(self, seconds: float = 100) -> int:
-        """Return the exit status."""
+        """Wait for the program to end and return its exit status."""
         return self.process.wait(seconds)
 
     def close(self) -> None:
-        """End the program and the processes that it has left."""
+        """End the program and its remaining processes."""
         if self.process.poll() is None:
             self.process.terminate()
             try:
@@ -88,7 +88,7 @@ class RayProgram:
 
 @contextmanager
 def ray_program(arguments: list[str], folder: Path) -> Iterator[RayProgram]:
-    """Run a program while the block runs. Print its output if the block fails."""
+    """Run a program for the duration of a block. Print its output if the block fails."""
     program = RayProgram(arguments, folder)
     try:
         yield program
@@ -104,7 +104,7 @@ def until(condition: object, seconds: float = 60) -> None:
     assert callable(condition)
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
+        assert time.monotonic() < deadline, "the condition did not become true"
         time.sleep(0.05)
 
 

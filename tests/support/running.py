@@ -21,7 +21,7 @@ def open_pipeline(
     kernels: str = "best",
     **config: Any,
 ) -> TextGenerationPipeline:
-    """Open the pipeline of a checkpoint, by default in float32.
+    """Open the pipeline of a checkpoint, in float32 by default.
 
     Args:
         checkpoint: the folder of the checkpoint.
@@ -42,7 +42,7 @@ def open_pipeline(
 
 
 def context_of(tokens: Sequence[int], max_new: int = 100, **fields: Any) -> TextContext:
-    """Return a context of these prompt tokens that ends only by length."""
+    """Return a context of these prompt tokens that ends only at its maximum length."""
     sampling = fields.pop("sampling_params", SamplingParams())
     return TextContext(
         prompt=list(tokens),
@@ -92,9 +92,9 @@ def logits_of_tokens(
     Each chunk shares its batch with new contexts of the lengths ``others``.
     """
     rows = []
-    for number, chunk in enumerate(chunks):
+    for index, chunk in enumerate(chunks):
         context.set_token_indices(active_idx=context.start_idx + chunk)
-        batch = [context_of(random_tokens(n, 130, seed=n + number)) for n in others]
+        batch = [context_of(random_tokens(n, 130, seed=n + index)) for n in others]
         logits = step_logits(pipeline, [*batch, context])
         rows.append(logits[-1])
         feed(pipeline, context, 0)

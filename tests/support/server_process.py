@@ -1,4 +1,4 @@
-"""Run ``penstock serve`` in a separate process, with access to its log, metrics and memory."""
+"""``penstock serve`` in a separate process, with access to its log, metrics and memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ServerProcess:
 
     @property
     def workers(self) -> list[int]:
-        """The worker processes, without one that restarts."""
+        """The running worker processes."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         commands = {int(child): Path(f"/proc/{child}/cmdline").read_text() for child in children}
         return [child for child, line in commands.items() if "json_process" not in line]
@@ -51,20 +51,20 @@ class ServerProcess:
         return worker
 
     def memory(self, pid: int | None = None) -> int:
-        """Resident bytes of a process, by default the server's, without mapped files."""
+        """Return the resident bytes of a process without mapped files, by default of the server."""
         status = Path(f"/proc/{pid or self.process.pid}/status").read_text()
-        found = re.search(r"RssAnon:\s+(\d+) kB", status)
-        assert found is not None
-        return 1024 * int(found[1])
+        match = re.search(r"RssAnon:\s+(\d+) kB", status)
+        assert match is not None
+        return 1024 * int(match[1])
 
     def metrics(self) -> dict[str, float]:
-        """The numbers of ``/metrics``, by name and labels."""
+        """Return the values of ``/metrics`` by name and labels."""
         text = httpx.get(f"{self.url}/metrics", timeout=30).raise_for_status().text
         rows = (line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#"))
         return {name: float(value) for name, value in rows}
 
     def until_idle(self) -> dict[str, float]:
-        """Wait until no request runs and every block is free; return the metrics."""
+        """Wait until no request runs and every block is free. Return the metrics."""
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             metrics = self.metrics()
@@ -76,12 +76,12 @@ class ServerProcess:
     def until_status(self, path: str, status: int) -> None:
         """Wait until a path returns this status."""
         deadline = time.monotonic() + 60
-        while (found := httpx.get(self.url + path, timeout=30).status_code) != status:
-            assert time.monotonic() < deadline, (path, found)
+        while (response := httpx.get(self.url + path, timeout=30).status_code) != status:
+            assert time.monotonic() < deadline, (path, response)
             time.sleep(0.02)
 
     def complete(self, **body: Any) -> dict[str, Any]:
-        """The answer to a completion that is served."""
+        """Return the response to a completion request. Asserts status 200."""
         body = {"model": "demo", "prompt": "Once", "max_tokens": 5, "ignore_eos": True, **body}
         response = httpx.post(f"{self.url}/v1/completions", json=body, timeout=60)
         assert response.status_code == 200, response.text
@@ -105,11 +105,11 @@ def server_process(log: Path, *flags: str) -> Iterator[ServerProcess]:
     with log.open("wb") as errors, subprocess.Popen(command, stderr=errors) as process:
         try:
             deadline = time.monotonic() + 60
-            while (found := re.search(r"serving \S+ at (http://\S+) ", log.read_text())) is None:
+            while (match := re.search(r"serving \S+ at (http://\S+) ", log.read_text())) is None:
                 assert process.poll() is None, log.read_text()
                 assert time.monotonic() < deadline, log.read_text()
                 time.sleep(0.02)
-            yield ServerProcess(process, found[1], log)
+            yield ServerProcess(process, match[1], log)
         finally:
             process.kill()
 
@@ -131,7 +131,7 @@ class RawExchange:
         return int(first.split()[1]), headers
 
     async def event(self) -> bytes | None:
-        """Return the next block of a stream, or None at its end."""
+        """Return the next chunk of a stream, or None at its end."""
         size = int(await self.reader.readuntil(b"\r\n"), 16)
         data = await self.reader.readexactly(size + 2)
         return data[:-2] if size else None
@@ -151,7 +151,7 @@ class RawExchange:
 
 
 def post_head(path: str, length: int | None, **headers: str) -> bytes:
-    """The head of a request."""
+    """Return the head of a POST request."""
     lines = {"host": "localhost", "content-type": "application/json", **headers}
     if length is not None:
         lines["content-length"] = str(length)
@@ -161,7 +161,7 @@ def post_head(path: str, length: int | None, **headers: str) -> bytes:
 
 @asynccontextmanager
 async def raw_exchange(port: int, path: str, body: Any = None) -> AsyncIterator[RawExchange]:
-    """Open a connection, and send the request if there is a body."""
+    """Open a connection, and send the request if it has a body."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     exchange = RawExchange(reader, writer)
     try:
@@ -171,7 +171,7 @@ async def raw_exchange(port: int, path: str, body: Any = None) -> AsyncIterator[
         yield exchange
     finally:
         writer.close()
-        if writer.transport.get_write_buffer_size():  # no test may read it
+        if writer.transport.get_write_buffer_size():  # no test may reach the end of the stream
             writer.transport.abort()
-        with suppress(OSError):  # the other side may have ended it first
+        with suppress(OSError):  # the other side may have closed it first
             await writer.wait_closed()

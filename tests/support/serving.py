@@ -1,4 +1,4 @@
-"""An application without a socket: real services around a fake worker."""
+"""An application without a socket: real services with a fake worker."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def make_services(
 
 @asynccontextmanager
 async def client_of(services: Services, *routers: APIRouter) -> AsyncIterator[httpx.AsyncClient]:
-    """Return a client of the application with these services and additional routes."""
+    """Return a client of the application with these services and additional routers."""
     transport = httpx.ASGITransport(create_app(services, *routers))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         yield client

@@ -1,4 +1,4 @@
-"""Support for tests of speculation: a proposer with known answers, mixed contexts, and their full results."""
+"""Support for tests of speculation: a proposer that knows the outputs, mixed contexts, and full results."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ PROMPT = random_tokens(30, VOCABULARY, seed=7)
 REPEATING = [*PROMPT[:9], *PROMPT[:9], *PROMPT[:4]]
 
 
-class Oracle:
-    """A proposer that drafts the known text of each context. Draft number j is wrong if ``wrong(j)``."""
+class OracleProposer:
+    """A proposer that drafts the known output of each context. Draft j is wrong if ``wrong(j)``."""
 
     def __init__(self, texts: Mapping[str, list[int]], wrong: Callable[[int], bool], length: int) -> None:
         self.texts, self.wrong, self.length = texts, wrong, length
@@ -27,9 +27,14 @@ class Oracle:
     def propose(self, contexts: Sequence[TextContext], limits: Sequence[int]) -> list[list[int]]:
         drafts = []
         for context in contexts:
-            done = len(context.generated_tokens)
-            rest = self.texts[context.request_id][done : done + self.length]
-            drafts.append([(t + 1) % VOCABULARY if self.wrong(done + j) else t for j, t in enumerate(rest)])
+            num_generated = len(context.generated_tokens)
+            upcoming = self.texts[context.request_id][num_generated : num_generated + self.length]
+            drafts.append(
+                [
+                    (token + 1) % VOCABULARY if self.wrong(num_generated + j) else token
+                    for j, token in enumerate(upcoming)
+                ]
+            )
         return drafts
 
     def observe(
@@ -41,17 +46,17 @@ class Oracle:
         self.released.append(context.request_id)
 
 
-def mixed() -> list[TextContext]:
-    """Return greedy, sampled, penalised, scored and echoed contexts, short and long."""
-    drawn = [SamplingParams(temperature=1.0, top_k=-1, seed=seed) for seed in (3, 4)]
+def mixed_contexts() -> list[TextContext]:
+    """Return greedy, sampled, penalised, scored and echoed contexts, some short and some long."""
+    sampled = [SamplingParams(temperature=1.0, top_k=-1, seed=seed) for seed in (3, 4)]
     penalised = SamplingParams(
         temperature=0.8, seed=5, frequency_penalty=0.7, presence_penalty=0.3, repetition_penalty=1.2
     )
     return [
         context_of(PROMPT, 40, request_id="greedy"),
         context_of(REPEATING, 50, request_id="repeating"),
-        context_of(PROMPT[:5], 23, request_id="drawn", sampling_params=drawn[0]),
-        context_of(PROMPT, 40, request_id="drawn as well", sampling_params=drawn[1]),
+        context_of(PROMPT[:5], 23, request_id="drawn", sampling_params=sampled[0]),
+        context_of(PROMPT, 40, request_id="drawn as well", sampling_params=sampled[1]),
         context_of(REPEATING, 30, request_id="penalised", sampling_params=penalised),
         context_of(PROMPT[:7], 20, request_id="scored", log_probabilities=3),
         context_of(
@@ -60,43 +65,43 @@ def mixed() -> list[TextContext]:
             request_id="echoed",
             log_probabilities=2,
             log_probabilities_echo=True,
-            sampling_params=drawn[0],
+            sampling_params=sampled[0],
         ),
     ]
 
 
-def outcome(
+def run_directly(
     pipeline: TextGenerationPipeline, contexts: Sequence[TextContext], **run: Any
 ) -> dict[str, list[Any]]:
     """Run the contexts and return their tokens, log probabilities and status."""
-    given: dict[str, list[Any]] = {context.request_id: [] for context in contexts}
+    results: dict[str, list[Any]] = {context.request_id: [] for context in contexts}
     running = {context.request_id: context for context in contexts}
     while running:
         for request_id, response in pipeline.execute(running, **run).items():
-            given[request_id] += [(part.next_token, part.log_probabilities) for part in response.tokens]
+            results[request_id] += [(part.next_token, part.log_probabilities) for part in response.tokens]
             if response.is_done:
-                given[request_id].append(response.final_status)
+                results[request_id].append(response.final_status)
                 pipeline.release(running.pop(request_id))
     pipeline.kv.check_integrity()
     assert not pipeline.failures
-    return given
+    return results
 
 
-def texts_of(given: Mapping[str, list[Any]]) -> dict[str, list[int]]:
-    return {request_id: [part[0] for part in parts[:-1]] for request_id, parts in given.items()}
+def texts_of(results: Mapping[str, list[Any]]) -> dict[str, list[int]]:
+    return {request_id: [part[0] for part in parts[:-1]] for request_id, parts in results.items()}
 
 
-def scheduled(
+def run_scheduled(
     pipeline: TextGenerationPipeline, contexts: Sequence[TextContext], *, num_steps: int = 1, **limits: Any
 ) -> Any:
     scheduler = Scheduler(pipeline, **limits)
     for context in contexts:
         scheduler.submit(context)
-    given: dict[str, list[Any]] = {context.request_id: [] for context in contexts}
+    results: dict[str, list[Any]] = {context.request_id: [] for context in contexts}
     while scheduler.has_work:
         for request_id, response in scheduler.step(num_steps).items():
-            given[request_id] += [(part.next_token, part.log_probabilities) for part in response.tokens]
+            results[request_id] += [(part.next_token, part.log_probabilities) for part in response.tokens]
             if response.is_done:
-                given[request_id].append(response.final_status)
+                results[request_id].append(response.final_status)
     assert not scheduler.failures
-    return given, scheduler
+    return results, scheduler

@@ -1,4 +1,4 @@
-"""A small checkpoint in the published layout of Jina Embeddings v3, as transformers computes each task."""
+"""A small checkpoint in the published layout of Jina Embeddings v3, computed by transformers per task."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TABLES = ("embeddings.word_embeddings", "embeddings.token_type_embeddings")
 
 @dataclass(frozen=True)
 class JinaV3:
-    """A saved model, and its tensors by name: weights, and the adapters of all tasks."""
+    """A saved model and its tensors by name: weights, and the adapters of all tasks."""
 
     folder: Path
     weights: dict[str, Tensor]
@@ -31,7 +31,7 @@ class JinaV3:
     """The folder of the model without adapters, as transformers saves it."""
 
     def merged(self, task: str | None, folder: Path) -> Any:
-        """Return the model of transformers whose weights have the adapter of a task added."""
+        """Return the transformers model whose weights include the adapter of a task."""
         from transformers import AutoModel
 
         weights = dict(self.weights)
@@ -48,14 +48,14 @@ class JinaV3:
 
 
 def mean_embedding(model: Any, tokens: list[int]) -> Tensor:  # [E]
-    """Return the mean of the hidden states of transformers, of length 1."""
+    """Return the mean of the hidden states of transformers, normalised to length 1."""
     with torch.inference_mode():
         return F.normalize(model(torch.tensor([tokens])).last_hidden_state[0].mean(0), dim=-1)
 
 
 def write_jina_v3(folder: Path, plain: Path) -> JinaV3:
-    """Write a random model in the published layout, and without adapters to ``plain``."""
-    (architecture,) = (one for one in ENCODERS if one.name == "jina_embeddings_v3")
+    """Write a random model in the published layout. ``plain`` gets the same model without adapters."""
+    (architecture,) = (candidate for candidate in ENCODERS if candidate.name == "jina_embeddings_v3")
     model = save_encoder(architecture, plain, "", vocab_size=900)
     weights = load_file(plain / "model.safetensors")
     generator = torch.Generator().manual_seed(3)

@@ -16,7 +16,9 @@ WORDS = (
 ).split()
 LETTERS = [chr(code) for code in range(ord("a"), ord("z") + 1)]
 TOKENS = list(
-    dict.fromkeys(["[PAD]", "[CLS]", "[SEP]", "[UNK]", *WORDS, *LETTERS, *(f"##{one}" for one in LETTERS)])
+    dict.fromkeys(
+        ["[PAD]", "[CLS]", "[SEP]", "[UNK]", *WORDS, *LETTERS, *(f"##{letter}" for letter in LETTERS)]
+    )
 )
 HIDDEN, INNER, LAYERS, POSITIONS = 32, 48, 2, 64
 
@@ -36,12 +38,12 @@ def write_tiny_embedder(
 
     Args:
         folder: where to write; created if missing.
-        labels: the labels of a classification head; 0 writes an embedder without a head.
-        modules: the kinds in ``modules.json``; None writes no layout.
+        labels: the number of labels of a classification head; 0 writes an embedder without a head.
+        modules: the kinds in ``modules.json``; None writes no sentence-transformers layout.
         pooling: the configuration of the pooling module; by default the mean.
-        settings: ``config_sentence_transformers.json``.
-        max_seq_length: of ``sentence_bert_config.json``.
-        seed: of the weights.
+        settings: the content of ``config_sentence_transformers.json``.
+        max_seq_length: the length in ``sentence_bert_config.json``.
+        seed: seed of the weights.
         **config: changed or added values of ``config.json``.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -102,7 +104,7 @@ def write_tiny_adapter(folder: Path, seed: int = 0) -> Path:
 
 
 def tiny_tokenizer() -> Tokenizer:
-    """Return the tokenizer: words, else letters, between ``[CLS]`` and ``[SEP]``."""
+    """Return the tokenizer. It splits unknown words into letters and adds ``[CLS]`` and ``[SEP]``."""
     vocabulary = {token: i for i, token in enumerate(TOKENS)}
     tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
@@ -126,10 +128,13 @@ def _weights(labels: int, random: np.random.Generator) -> dict[str, np.ndarray]:
     }
     for layer in range(LAYERS):
         name = f"encoder.layer.{layer}"
-        shapes |= {f"{name}.attention.self.{one}": (HIDDEN, HIDDEN) for one in ("query", "key", "value")}
+        shapes |= {
+            f"{name}.attention.self.{projection}": (HIDDEN, HIDDEN)
+            for projection in ("query", "key", "value")
+        }
         shapes |= {f"{name}.attention.output.dense": (HIDDEN, HIDDEN)}
         shapes |= {f"{name}.intermediate.dense": (INNER, HIDDEN), f"{name}.output.dense": (HIDDEN, INNER)}
-        shapes |= {f"{name}.{one}.LayerNorm": (HIDDEN,) for one in ("attention.output", "output")}
+        shapes |= {f"{name}.{module}.LayerNorm": (HIDDEN,) for module in ("attention.output", "output")}
     if labels:
         shapes["classifier"] = (labels, HIDDEN)
     tensors: dict[str, np.ndarray] = {}

@@ -1,4 +1,4 @@
-"""A whole checkpoint in milliseconds: a random Llama with a tokenizer of bytes and a chat template."""
+"""A small complete checkpoint: a random Llama with a byte-level tokenizer and a chat template."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CHAT_TEMPLATE = (
 
 
 def write_tiny_llm(folder: Path, *, seed: int = 0, chat: bool = True, **config: Any) -> Path:
-    """Writes a checkpoint's files; ``config`` changes values of CONFIG."""
+    """Write a checkpoint; ``config`` overrides values of CONFIG."""
     folder.mkdir(parents=True, exist_ok=True)
     values = {**CONFIG, **config}
     (folder / "config.json").write_text(json.dumps(values))

@@ -1,7 +1,7 @@
 """Small random speech models, and a codec whose samples are a function of the codes.
 
-The models write codes of the right positions nearly always: the embedding of a token points to the position
-of the next code, and the rows of the head to their own position.
+The models nearly always generate codes of the expected codebook. The embedding of a token points to the
+codebook of the next code, and the rows of the output head to their own codebook.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from penstock.codecs.registry import CodecRegistry, SupportedCodec
 from penstock.engine import InferenceSession
 
 SIZE = 16
-"""Codes of each codebook."""
+"""Number of codes in each codebook."""
 CODES = {"neutts": 1, "orpheus": 3}
-"""Codes of each frame, by format."""
+"""Number of codes in each frame, by speech format."""
 RATE, SAMPLES_PER_FRAME = 800, 8
 MAX_LENGTH = 320
 
@@ -46,8 +46,8 @@ class FakeCodec(AudioCodec):
         self.right_context = right_context
         self.num_calls = 0
         self.num_frames = 0
-        self.refuses: set[int] = set()
-        """Frames with one of these values as first code make a call fail."""
+        self.refused_codes: set[int] = set()
+        """A call fails if the first code of a frame is one of these."""
 
     @classmethod
     def load(
@@ -67,12 +67,12 @@ class FakeCodec(AudioCodec):
         self.check_chunk(chunk)
         self.num_frames += chunk.num_frames
         codes = chunk.frames.double()
-        if self.refuses & set(chunk.frames[chunk.left :, 0].tolist()):
+        if self.refused_codes & set(chunk.frames[chunk.left :, 0].tolist()):
             raise FloatingPointError("the codec failed")
         values = (codes + 1) @ torch.arange(1, self.codes_per_frame + 1).double()  # [F]
         padded = torch.cat([torch.zeros(2).double(), values, torch.zeros(1).double()])
-        after = padded[3:] if self.right_context else torch.zeros(len(values)).double()
-        mixed = padded[2:-1] + 0.5 * padded[1:-2] + 0.25 * padded[:-3] + 0.125 * after
+        next_values = padded[3:] if self.right_context else torch.zeros(len(values)).double()
+        mixed = padded[2:-1] + 0.5 * padded[1:-2] + 0.25 * padded[:-3] + 0.125 * next_values
         waves = torch.sin(mixed[:, None] * torch.arange(1, SAMPLES_PER_FRAME + 1))
         return waves[chunk.left : chunk.left + chunk.num_frames].flatten().float()
 
@@ -98,7 +98,7 @@ class FakeCodecs(CodecRegistry):
 
 
 def create_audio(required: Any) -> Any:
-    """The factory of an audio pipeline with the fake codec."""
+    """Create an audio pipeline with the fake codec."""
     from penstock.pipelines import audio
 
     return audio.create_audio(required, FakeCodecs())
@@ -125,14 +125,14 @@ def write_tiny_speech(
     num_codes: int | None = None,
     **description: Any,
 ) -> Path:
-    """Write a checkpoint with its codec.
+    """Write a speech checkpoint with its codec.
 
     Args:
         folder: where to write; created if missing.
         form: the speech format.
-        seed: of the weights.
-        end: how probable the end of the speech is, relative to the first code of a frame.
-        num_codes: codes of each frame; by default those of CODES.
+        seed: seed of the weights.
+        end: the logit of the end-of-speech token, relative to the first code of a frame.
+        num_codes: codes of each frame; by default the value in CODES.
         **description: changed or added values of ``speech_config.json``.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -149,7 +149,7 @@ def write_tiny_speech(
     }
     _write(folder / "config.json", config)
     weights = tiny_llm._weights({**config}, np.random.default_rng(seed))
-    weights = {name: 0.3 * one if one.ndim == 2 else one for name, one in weights.items()}
+    weights = {name: 0.3 * tensor if tensor.ndim == 2 else tensor for name, tensor in weights.items()}
     random = np.random.default_rng(seed + 1)
     hidden = config["hidden_size"]
     embeddings = random.normal(0, 1.0, (vocabulary, hidden)).astype(np.float32)
@@ -168,7 +168,12 @@ def write_tiny_speech(
     save_file(weights, folder / "model.safetensors")
     _tokenizer(tokens).save(str(folder / "tokenizer.json"))
     _write(folder / "tokenizer_config.json", {"eos_token": "<|eos|>"})
-    settings = {"codebook_size": SIZE, "codes_per_frame": num_codes, "codec": "codec", "phonemes": False}
+    settings = {
+        "codebook_size": SIZE,
+        "codes_per_frame": num_codes,
+        "codec": "codec",
+        "phonemes": False,
+    }
     _write(folder / "speech_config.json", settings | description)
     _write(folder / "codec" / "config.json", {"model_type": "fake", "codes_per_frame": num_codes})
     save_file({"unused": np.zeros(1, np.float32)}, folder / "codec" / "model.safetensors")
@@ -176,7 +181,7 @@ def write_tiny_speech(
 
 
 def _tokens(form: str, num_codes: int) -> list[str]:
-    """Return the special tokens after the bytes."""
+    """Return the special tokens that follow the bytes in the vocabulary."""
     if form == "neutts":
         names = [f"<|{kind}_{edge}|>" for kind in ("TEXT_PROMPT", "SPEECH_GENERATION") for edge in _EDGES]
         return ["<|eos|>", *names, *(f"<|speech_{i}|>" for i in range(SIZE))]

@@ -33,7 +33,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def write_layout(folder: Path, pooling: str = "cls") -> None:
-    """Write the sentence-transformers layout: pooling, then normalisation."""
+    """Write the sentence-transformers layout with pooling and normalisation modules."""
     kinds = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
     rows = [
         {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
@@ -46,7 +46,7 @@ def write_layout(folder: Path, pooling: str = "cls") -> None:
 
 @dataclass(frozen=True)
 class BgeM3:
-    """A saved model with its two heads."""
+    """A saved model with its sparse and multi-vector heads."""
 
     folder: Path
     model: Any
@@ -54,34 +54,34 @@ class BgeM3:
     colbert: nn.Linear
 
     def hidden(self, tokens: list[int]) -> Tensor:  # [n, E]
-        """Return the hidden states of one input by transformers."""
+        """Return the hidden states of one input, computed by transformers."""
         with torch.inference_mode():
             states: Tensor = self.model(torch.tensor([tokens])).last_hidden_state[0]
         return states
 
     def dense(self, tokens: list[int]) -> Tensor:  # [E]
-        """Return the hidden state of the first token, of length 1."""
+        """Return the hidden state of the first token, normalised to length 1."""
         return F.normalize(self.hidden(tokens)[0], dim=-1)
 
     def lexical(self, tokens: list[int]) -> dict[int, float]:
-        """Return the largest weight above 0 of each token id that is not special."""
+        """Return the largest positive weight of each token id that is not special."""
         weights: dict[int, float] = {}
         with torch.inference_mode():
-            of_tokens = self.sparse(self.hidden(tokens)).relu()[:, 0].tolist()
-        for token, weight in zip(tokens, of_tokens, strict=True):
+            token_weights = self.sparse(self.hidden(tokens)).relu()[:, 0].tolist()
+        for token, weight in zip(tokens, token_weights, strict=True):
             if token >= len(SPECIAL) and weight > weights.get(token, 0):
                 weights[token] = weight
         return weights
 
     def vectors(self, tokens: list[int]) -> Tensor:  # [n - 1, out]
-        """Return the vectors of length 1 of all tokens but the first."""
+        """Return the normalised multi-vector output of all tokens but the first."""
         with torch.inference_mode():
             return F.normalize(self.colbert(self.hidden(tokens)[1:]), dim=-1)
 
 
 def write_bge_m3(folder: Path, *, out_features: int = 48) -> BgeM3:
-    """Write a random model in the layout of BGE-M3; its heads are stored in float16, as published."""
-    (architecture,) = (one for one in ENCODERS if one.name == "xlm-roberta")
+    """Write a random model in the layout of BGE-M3. Its heads are stored in float16, as published."""
+    (architecture,) = (candidate for candidate in ENCODERS if candidate.name == "xlm-roberta")
     model = save_encoder(architecture, folder, "")
     hidden = model.config.hidden_size
     torch.manual_seed(1)

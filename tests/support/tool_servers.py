@@ -1,4 +1,4 @@
-"""A tool server of the Model Context Protocol, written with the official package, in a thread."""
+"""A tool server of the Model Context Protocol, written with the official package, run in a thread."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 @dataclass
 class ServedTools:
-    """The address of a running tool server, and the requests that it has received."""
+    """The address of a running tool server, and the requests that it received."""
 
     url: str
     calls: list[tuple[str, object]] = field(default_factory=list)
-    """Name and arguments of each call."""
+    """Name and arguments of each tool call."""
     num_lists: int = 0
     num_sessions: int = 0
 
 
 class _Token:
-    """Middleware that asks for a bearer token."""
+    """Middleware that requires a bearer token."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app, self._token = app, token
@@ -47,7 +47,7 @@ def tool_server(token: str | None = None) -> Iterator[ServedTools]:
     """Run a server with the tools ``add``, ``fail``, ``slow``, ``long`` and ``get/picture``.
 
     Args:
-        token: the bearer token that it asks for.
+        token: the required bearer token.
     """
     from mcp.server import MCPServer
     from mcp_types import ImageContent, TextContent, ToolAnnotations
@@ -89,7 +89,7 @@ def tool_server(token: str | None = None) -> Iterator[ServedTools]:
 
     app = server.streamable_http_app()
 
-    async def counted(scope: Scope, receive: Receive, send: Send) -> None:
+    async def count_requests(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await app(scope, receive, send)
             return
@@ -110,25 +110,25 @@ def tool_server(token: str | None = None) -> Iterator[ServedTools]:
 
     listener = socket.create_server(("127.0.0.1", 0))
     served.url = f"http://127.0.0.1:{listener.getsockname()[1]}/mcp"
-    with _running(counted if token is None else _Token(counted, token), listener):
+    with _run_app(count_requests if token is None else _Token(count_requests, token), listener):
         yield served
 
 
 @contextmanager
 def broken_server(answer: Callable[[], Response] = lambda: PlainTextResponse("broken", 500)) -> Iterator[str]:
-    """Run a server that answers each request in the same way. Yields its URL."""
+    """Run a server that sends the same response to every request. Yields its URL."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", "the server has no lifespan"
         await answer()(scope, receive, send)
 
     listener = socket.create_server(("127.0.0.1", 0))
-    with _running(app, listener):
+    with _run_app(app, listener):
         yield f"http://127.0.0.1:{listener.getsockname()[1]}/mcp"
 
 
 @contextmanager
-def _running(app: ASGIApp, listener: socket.socket) -> Iterator[None]:
+def _run_app(app: ASGIApp, listener: socket.socket) -> Iterator[None]:
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
     thread.start()

@@ -1,4 +1,4 @@
-"""Vision towers of transformers with random weights, and loaders that read them."""
+"""Vision encoders of transformers with random weights, and loaders that read their tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.nn import Loader
 
 
 class Source:
-    """The tensors of a module of transformers, all below ``tower.``."""
+    """The tensors of a transformers module, with the prefix ``tower.``."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.tensors = {f"tower.{name}": tensor for name, tensor in module.state_dict().items()}
@@ -41,8 +41,8 @@ def loader_of(module: torch.nn.Module, ops: Ops) -> Loader:
     return Loader(source, "float32", torch.device("cpu"), ops)
 
 
-def randomised(module: Any) -> Any:
-    """Give all parameters values that expose a missing bias or norm."""
+def randomize(module: Any) -> Any:
+    """Give all parameters random values, so that a missing bias or norm changes the results."""
     torch.manual_seed(0)
     with torch.no_grad():
         for name, parameter in module.named_parameters():

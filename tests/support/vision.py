@@ -48,7 +48,7 @@ def save_vision_model(architecture: SupportedArchitecture, folder: Path, **chang
 
 @dataclass(frozen=True)
 class VisionPrompt:
-    """Tokens with the placeholders of images, the images, and the arguments of the model in transformers."""
+    """A prompt: tokens with image placeholders, the images, and the arguments of the transformers model."""
 
     tokens: list[int]
     images: list[ImageMetadata]
@@ -57,7 +57,7 @@ class VisionPrompt:
     arguments: dict[str, Any]
 
     def context(self, max_new: int = 100, **fields: Any) -> TextAndVisionContext:
-        """Return a context that ends only by length."""
+        """Return a context that ends only at its maximum length."""
         return TextAndVisionContext(
             prompt=list(self.tokens),
             max_length=len(self.tokens) + max_new,
@@ -70,40 +70,40 @@ class VisionPrompt:
         )
 
     def logits(self, model: Any, more: Sequence[int] = ()) -> torch.Tensor:  # [T, V]
-        """Return the logits by transformers after every token of the prompt and of a text after it."""
+        """Return the logits of transformers after every token of the prompt and of a following text."""
         ids = torch.tensor([[*self.tokens, *more]])
         kind = next(model.parameters()).dtype
         with torch.inference_mode():
-            outputs = model(input_ids=ids, **_typed(self.arguments, ids, self.image_token, kind))
+            outputs = model(input_ids=ids, **_arguments_for(self.arguments, ids, self.image_token, kind))
         logits: torch.Tensor = outputs.logits[0].float()
         return logits
 
     def greedy(self, model: Any, count: int) -> list[int]:
         """Return the tokens that transformers generates."""
         ids = torch.tensor([self.tokens])
-        found = model.generate(
+        result = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=count,
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
-            **_typed(self.arguments, ids, self.image_token, torch.float32),
+            **_arguments_for(self.arguments, ids, self.image_token, torch.float32),
         )
-        text: list[int] = found[0, len(self.tokens) :].tolist()
+        text: list[int] = result[0, len(self.tokens) :].tolist()
         return text
 
 
-def _typed(
+def _arguments_for(
     arguments: dict[str, Any], ids: torch.Tensor, image_token: int, kind: torch.dtype
 ) -> dict[str, Any]:
-    """Return the arguments for these tokens: pixels of a type, and the kind of each token."""
-    found = dict(arguments)
-    found["pixel_values"] = found["pixel_values"].to(kind)
+    """Return the model's arguments for these tokens: pixels of the given dtype, and token types."""
+    result = dict(arguments)
+    result["pixel_values"] = result["pixel_values"].to(kind)
     for name in ("token_type_ids", "mm_token_type_ids"):
-        if name in found:
-            found[name] = (ids == image_token).long()
-    return found
+        if name in result:
+            result[name] = (ids == image_token).long()
+    return result
 
 
 Spans = Sequence[tuple[ImageMetadata, list[int]]]
@@ -112,20 +112,20 @@ Spans = Sequence[tuple[ImageMetadata, list[int]]]
 def _prompt(
     text: Sequence[Sequence[int]], spans: Spans, image_token: int, is_bidirectional: bool, **arguments: Any
 ) -> VisionPrompt:
-    """Return a prompt of texts with an image after each but the last, with its tokens."""
+    """Return a prompt of texts with an image after each text but the last."""
     tokens: list[int] = []
     images = []
     for words, (image, ids) in zip(text[:-1], spans, strict=False):
         tokens += words
-        within = [index for index, one in enumerate(ids) if one == image_token]
-        start, end = len(tokens) + within[0], len(tokens) + within[-1] + 1
+        offsets = [index for index, token in enumerate(ids) if token == image_token]
+        start, end = len(tokens) + offsets[0], len(tokens) + offsets[-1] + 1
         images.append(
             ImageMetadata(
                 start_idx=start,
                 end_idx=end,
                 pixel_values=image.pixel_values,
                 arguments=image.arguments,
-                num_embedding_rows=len(within),
+                num_embedding_rows=len(offsets),
                 image_hash=image_digest(image.pixel_values, image.arguments),
             )
         )
@@ -145,7 +145,7 @@ def _image(pixels: np.ndarray, **arguments: np.ndarray) -> ImageMetadata:
 
 
 def idefics3_prompt(config: dict[str, Any], text: Sequence[Sequence[int]] = TEXT) -> VisionPrompt:
-    """Return a prompt with an image of two tiles and the whole image, and one of a single tile."""
+    """Return a prompt with two images: one of two tiles and the whole image, and one of a single tile."""
     size, token = config["vision_config"]["image_size"], config["image_token_id"]
     side = size // config["vision_config"]["patch_size"] // config["scale_factor"]
     tiles = [_pixels(0, 3, 3, size, size), _pixels(1, 1, 3, size, size)]

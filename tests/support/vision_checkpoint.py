@@ -13,7 +13,7 @@ from PIL import Image
 from support.checkpoints import VISION_DECODERS, write_checkpoint
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-(LLAVA,) = (one for one in VISION_DECODERS if one.name == "llava")
+(LLAVA,) = (candidate for candidate in VISION_DECODERS if candidate.name == "llava")
 IMAGE, EOS = 129, 128
 ROWS = 16
 TEMPLATE = (

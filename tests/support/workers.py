@@ -1,4 +1,4 @@
-"""Fake workers for tests: in a thread, or as factories that a worker process loads."""
+"""Fake workers: in a thread of the test, or as factories for a worker process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOKENIZER = FakeTokenizer()
 
 
 class Gate:
-    """Lets steps run one by one, or all of them."""
+    """Lets the steps of a pipeline run one by one, or all at once."""
 
     def __init__(self) -> None:
         self._semaphore = threading.Semaphore(0)
@@ -43,7 +43,7 @@ class Gate:
     def pass_through(self) -> None:
         self.num_arrived += 1
         if not self._is_open:
-            assert self._semaphore.acquire(timeout=30), "the gate was forgotten"
+            assert self._semaphore.acquire(timeout=30), "the gate was not opened within the time limit"
 
 
 class GatedPipeline(FakePipeline):
@@ -119,7 +119,7 @@ def fake_work(
 async def client_of(
     make: FakePipeline | Callable[[], WorkerRuntime], *, listener: CacheListener | None = None, **options: Any
 ) -> AsyncIterator[WorkerClient]:
-    """Start a client of a worker in a thread, and stop it at the end."""
+    """Start a client of a worker in a thread, and stop it at the end of the block."""
     factory = (lambda: fake_work(make)) if isinstance(make, FakePipeline) else make
     client = WorkerClient(factory, in_thread=True, **options)
     if listener is not None:
@@ -162,7 +162,7 @@ def never_ending() -> WorkerRuntime:
 
 
 def exiting_in_a_forward() -> WorkerRuntime:
-    """A worker whose process exits after the first token."""
+    """Return a worker whose process exits after the first token."""
 
     def choose(context: TextContext) -> int:
         if len(context.generated_tokens):
@@ -188,7 +188,7 @@ def exiting_at_the_start() -> WorkerRuntime:
 
 
 def hanging_in_a_forward() -> WorkerRuntime:
-    """A worker whose step after the first token never ends and makes no progress."""
+    """Return a worker whose second step never ends."""
 
     def choose(context: TextContext) -> int:
         if len(context.generated_tokens) and context.request_id == "hang":

@@ -99,8 +99,8 @@ def make_trace(shape: TraceShape) -> list[SimulatedConversation]:
     gaps = draws.gamma(shape_of_gaps, mean_gap / shape_of_gaps, len(conversations))
     begins = np.cumsum(gaps) - gaps[0]
     return [
-        SimulatedConversation(one.name, float(begin), one.turns)
-        for one, begin in zip(conversations, begins, strict=True)
+        SimulatedConversation(conversation.name, float(begin), conversation.turns)
+        for conversation, begin in zip(conversations, begins, strict=True)
     ]
 
 

@@ -183,7 +183,7 @@ def _read_blocks(loader: CodecLoader, prefix: str, size: int) -> tuple[ResNetBlo
 def _read_layer(loader: CodecLoader, name: str, config: NeuCodecConfig, encoding: str) -> TransformerLayer:
     size, ops = config.hidden_size, loader.ops
     inner = config.heads * config.head_dim
-    qkv = [loader.tensor(f"{name}.self_attn.{one}_proj.weight", inner, size) for one in "qkv"]
+    qkv = [loader.tensor(f"{name}.self_attn.{letter}_proj.weight", inner, size) for letter in "qkv"]
     output = loader.tensor(f"{name}.self_attn.o_proj.weight", size, inner)
     up = loader.tensor(f"{name}.mlp.fc1.weight", config.intermediate_size, size)
     down = loader.tensor(f"{name}.mlp.fc2.weight", size, config.intermediate_size)

@@ -126,8 +126,8 @@ class NeuCodec(AudioCodec):
 
     @torch.no_grad()
     def decode(self, frames: Sequence[Tensor]) -> list[Tensor]:
-        for one in frames:
-            self.check_chunk(CodecChunk(one))
+        for frame in frames:
+            self.check_chunk(CodecChunk(frame))
         return self._decode(frames)
 
     @torch.no_grad()
@@ -161,11 +161,11 @@ class NeuCodec(AudioCodec):
 
     def _decode(self, frames: Sequence[Tensor]) -> list[Tensor]:
         """Return the samples of sequences of codes, each decoded as a whole."""
-        lengths = [len(one) for one in frames if len(one)]
+        lengths = [len(frame) for frame in frames if len(frame)]
         if not lengths:
             return [torch.zeros(0) for _ in frames]
         samples = iter(self._decoder(RaggedRows(torch.cat(list(frames)), lengths), self._ops))
-        return [next(samples) if len(one) else torch.zeros(0) for one in frames]
+        return [next(samples) if len(frame) else torch.zeros(0) for frame in frames]
 
     def _windows(self, chunk: CodecChunk) -> list[_Window]:
         """Return the windows of the block before the chunk, if there is one, and of the chunk's blocks."""

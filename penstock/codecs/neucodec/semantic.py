@@ -157,13 +157,13 @@ def _read_layer(loader: CodecLoader, name: str, config: SemanticConfig) -> Confo
         weight = loader.tensor(f"{name}.conv_module.{which}.weight", outputs, size, 1)
         return ops.pack_linear(weight[..., 0], "float32")
 
-    parts = [f"{name}.self_attn.linear_{one}" for one in "qkv"]
-    weights = [loader.tensor(f"{one}.weight", size, size) for one in parts]
+    parts = [f"{name}.self_attn.linear_{letter}" for letter in "qkv"]
+    weights = [loader.tensor(f"{part}.weight", size, size) for part in parts]
     count = config.left_positions + 1 + config.right_positions
     attention = RelativeAttention(
         loader.norm(f"{name}.self_attn_layer_norm", size),
         ops.pack_linear(
-            weights, "float32", bias=torch.cat([loader.tensor(f"{one}.bias", size) for one in parts])
+            weights, "float32", bias=torch.cat([loader.tensor(f"{part}.bias", size) for part in parts])
         ),
         loader.linear(f"{name}.self_attn.linear_out", size, size),
         loader.tensor(f"{name}.self_attn.distance_embedding.weight", count, size // config.heads),

@@ -94,7 +94,8 @@ class SnacCodec(AudioCodec):
             self._quantizer.latents(frames, self._ops), [len(chunk.frames) * rate for chunk in chunks]
         )
         spans = [
-            Span(one.start - one.left, one.start, one.start + one.num_frames).scaled(rate) for one in chunks
+            Span(chunk.start - chunk.left, chunk.start, chunk.start + chunk.num_frames).scaled(rate)
+            for chunk in chunks
         ]
         return self._decoder(latents, spans, self._ops, with_noise=self.with_noise)
 

@@ -122,7 +122,7 @@ def choice(options: Iterable[Node]) -> Node:
         if len(members) == 1:
             result.append(members[0])
         else:
-            heads = (sequence(one.parts[:-1]) if isinstance(one, Seq) else EMPTY for one in members)
+            heads = (sequence(member.parts[:-1]) if isinstance(member, Seq) else EMPTY for member in members)
             result.append(sequence([choice(heads), ending]))
     return result[0] if len(result) == 1 else Alt(tuple(result))
 

@@ -66,9 +66,9 @@ def _counted(
         if EMPTY in head.options:
             return choice(option for option in head.options if option != EMPTY), 0, 1, end
     options = node.options if isinstance(node, Alt) else (node,)
-    sequences = [one for one in options if isinstance(one, Seq) and len(one.parts) > 1]
+    sequences = [option for option in options if isinstance(option, Seq) and len(option.parts) > 1]
     links = [one for one in sequences if isinstance(ref := one.parts[-1], Ref) and ref.name in counted]
-    others = [one for one in options if one not in links]
+    others = [option for option in options if option not in links]
     if len(links) != 1 or len(others) > 1:
         return None
     *parts, ref = links[0].parts

@@ -187,7 +187,9 @@ class _Reader:
             triggers = _words(part, "triggers")
             for tag in _list(part, "tags"):
                 begin = tag.get("begin") if isinstance(tag, dict) else None
-                fitting = [one for one in triggers if isinstance(begin, str) and begin.startswith(one)]
+                fitting = [
+                    trigger for trigger in triggers if isinstance(begin, str) and begin.startswith(trigger)
+                ]
                 if len(fitting) != 1 or not isinstance(begin, str):
                     raise InputError(
                         f"each tag of triggered_tags must begin with one trigger, {begin!r} begins with "

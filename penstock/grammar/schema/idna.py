@@ -37,11 +37,13 @@ def _is_allowed(label: str, place: int) -> bool:
         return bool(before) and "HEBREW" in unicodedata.name(before, "")
     if point == 0x30FB:
         words = ("HIRAGANA", "KATAKANA", "CJK UNIFIED", "IDEOGRAPHIC")
-        return any(unicodedata.name(one, "").startswith(words) for one in label if one != char)
+        return any(
+            unicodedata.name(character, "").startswith(words) for character in label if character != char
+        )
     if 0x660 <= point <= 0x669:
-        return not any(0x6F0 <= ord(one) <= 0x6F9 for one in label)
+        return not any(0x6F0 <= ord(character) <= 0x6F9 for character in label)
     if 0x6F0 <= point <= 0x6F9:
-        return not any(0x660 <= ord(one) <= 0x669 for one in label)
+        return not any(0x660 <= ord(character) <= 0x669 for character in label)
     return _is_valid(char)
 
 

@@ -97,9 +97,9 @@ def types_of(node: SchemaNode) -> list[str]:
     """Return the types that a schema allows."""
     given = node.schema.get("type", list(TYPES))
     types = [given] if isinstance(given, str) else given
-    if not isinstance(types, list) or not types or not all(isinstance(one, str) for one in types):
+    if not isinstance(types, list) or not types or not all(isinstance(type_, str) for type_ in types):
         raise invalid_keyword(node, "type", "the name of a type or an array of them")
-    if any(one not in TYPES for one in types):
+    if any(type_ not in TYPES for type_ in types):
         raise invalid_keyword(node, "type", f"among {', '.join(TYPES)}")
     return types
 

@@ -93,7 +93,7 @@ class Reader:
             return [one for one in unique.values() if _is_text(one)]
         parts = [self._resolve(node)] if "$ref" in schema else []
         parts += branches_of(node, "allOf")
-        return next((values for one in parts if (values := self._listed(one, depth + 1)) is not None), None)
+        return next((values for part in parts if (values := self._listed(part, depth + 1)) is not None), None)
 
     def _read(self, node: SchemaNode) -> list[Shape]:
         schema = node.schema

@@ -22,7 +22,7 @@ def has_enough_items(schemas: Schemas, shape: Array) -> bool:
         lists = [
             listed_values(schemas, shape.item(i)) for i in range(min(shape.min_count, len(shape.prefix) + 1))
         ]
-        return any(one is None for one in lists) or _are_distinct(lists, shape.min_count)  # type: ignore[arg-type]
+        return any(list_ is None for list_ in lists) or _are_distinct(lists, shape.min_count)  # type: ignore[arg-type]
     values = listed_values(schemas, shape.items)
     return values is None or len(values) >= shape.min_count
 

@@ -122,4 +122,4 @@ class CpuConvolution(CpuElementwise):
 
 def _are_floats(*tensors: Tensor) -> bool:
     """Return whether all tensors are contiguous float32."""
-    return all(one.dtype == torch.float32 and one.is_contiguous() for one in tensors)
+    return all(tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in tensors)

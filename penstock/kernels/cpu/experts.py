@@ -137,8 +137,8 @@ def _gate_of(gating: Gating) -> tuple[int, float, float]:
 
 def _have_one_form(linears: Sequence[PackedLinear]) -> bool:
     """Return whether all linears are in panels and have one encoding, shape and bias type."""
-    fit = all(one.layout == PANELS and supports_order(one) for one in linears)
-    return fit and len({_form(one) for one in linears}) == 1
+    fit = all(linear.layout == PANELS and supports_order(linear) for linear in linears)
+    return fit and len({_form(linear) for linear in linears}) == 1
 
 
 def _form(linear: PackedLinear) -> tuple[str, int, int, torch.dtype | None]:

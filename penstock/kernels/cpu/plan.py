@@ -83,7 +83,7 @@ class CompiledPlan(Graph):
             if part > _PART:
                 ends.append(len(lowering.captured))
                 part = 0
-        waits = any(one.name in _COLLECTIVES for one in lowering.captured)
+        waits = any(tensor.name in _COLLECTIVES for tensor in lowering.captured)
         self._parts = [
             CompiledSteps(ops.isa, captured, long=waits or work > _LONG, contention=state)
             for captured, state in _parts(lowering.captured, ends, contention)
@@ -270,7 +270,9 @@ class _CapturingOps(CpuOps):
         before = len(self.captured)
         self._destinations = list(results)
         returned = tensors_of(getattr(self, operation)(**arguments))
-        are_written = [one.data_ptr() for one in returned] == [one.data_ptr() for one in results]
+        are_written = [reference.data_ptr() for reference in returned] == [
+            result.data_ptr() for result in results
+        ]
         if self._destinations or not are_written or len(self.captured) == before:
             raise UnrecordableStepError(f"{operation} needs more than C++ kernels")
 

@@ -183,7 +183,8 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
         with those of the prompt.
         """
         return [
-            (cast(int, one.next_token), one.log_probabilities) for one in self.outstanding_response().tokens
+            (cast(int, token.next_token), token.log_probabilities)
+            for token in self.outstanding_response().tokens
         ]
 
     def outstanding_response(self) -> TextGenerationResponse:
@@ -334,7 +335,7 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
         self.ignore_eos = plain(self.ignore_eos)
         self.priority = plain(self.priority)
         self.eos_token_ids = {plain(token_id) for token_id in self.eos_token_ids}
-        self.eos_sequences = [[plain(one) for one in ids] for ids in self.eos_sequences if len(ids) > 0]
+        self.eos_sequences = [[plain(token) for token in ids] for ids in self.eos_sequences if len(ids) > 0]
 
     def _check_end_tokens(self) -> None:
         allowed = self.sampling_params.allowed_token_ids

@@ -45,7 +45,9 @@ _OF_BEAMS = "num_beams length_penalty early_stopping".split()
 def hinting(function: Callable[P, R]) -> Callable[P, R]:
     """Wrap a function so that unknown keywords raise `UnknownParameterError` instead of ``TypeError``."""
     parameters = signature(function).parameters.values()
-    known = frozenset(one.name for one in parameters if one.kind is not Parameter.POSITIONAL_ONLY)
+    known = frozenset(
+        parameter.name for parameter in parameters if parameter.kind is not Parameter.POSITIONAL_ONLY
+    )
 
     @wraps(function)
     def hinted(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -341,8 +341,8 @@ def check_tokenizers(target: ModelConfig, draft: ModelConfig) -> None:
     Raises:
         ConfigError: names the difference.
     """
-    vocabularies = [one.huggingface_config.vocabulary_size for one in (target, draft)]
-    known = [_vocabulary_of(one.checkpoint) for one in (target, draft)]
+    vocabularies = [model.huggingface_config.vocabulary_size for model in (target, draft)]
+    known = [_vocabulary_of(model.checkpoint) for model in (target, draft)]
     if known[0] is not None and known[1] is not None:
         if known[0] == known[1]:
             return  # then a difference in matrix size is padding only

@@ -70,7 +70,7 @@ def _tokens_at(text: bytes, start: int, tokenizer: TextTokenizer) -> list[tuple[
         ids = {tokenizer.backend.token_to_id(name) for name in names if name}
         found += [
             (end, token_id)
-            for token_id in sorted(one for one in ids if one is not None)
+            for token_id in sorted(token for token in ids if token is not None)
             if token_id < tokenizer.vocab_size and tokenizer.token_bytes(token_id) == piece
         ]
     return found

@@ -219,8 +219,8 @@ class ChatResponse(OpenAIStream):
     def _delta(self, events: Sequence[Event]) -> dict[str, object]:
         """Return only the members that are set, because strict clients refuse nulls."""
         delta: dict[str, object] = {}
-        contents = [one.text for one in events if isinstance(one, Content)]
-        reasoning = "".join(one.text for one in events if isinstance(one, Reasoning))
+        contents = [event.text for event in events if isinstance(event, Content)]
+        reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
         if contents:
             delta["content"] = "".join(contents)
         if reasoning:
@@ -248,11 +248,16 @@ def _without(usage: Usage | None, num_tokens: int) -> Usage | None:
 def _calls(events: Sequence[Event]) -> list[ToolCallDelta]:
     """Return the ``tool_calls`` entries of the events, one per call."""
     calls: dict[int, ToolCallDelta] = {}
-    for one in events:
-        if isinstance(one, ToolCallStart):
-            function: FunctionDelta = {"name": one.name, "arguments": ""}
-            calls[one.index] = {"index": one.index, "id": one.id, "type": "function", "function": function}
-        elif isinstance(one, ToolCallArguments):
-            call = calls.setdefault(one.index, {"index": one.index, "function": {"arguments": ""}})
-            call["function"]["arguments"] += one.text
+    for parsed in events:
+        if isinstance(parsed, ToolCallStart):
+            function: FunctionDelta = {"name": parsed.name, "arguments": ""}
+            calls[parsed.index] = {
+                "index": parsed.index,
+                "id": parsed.id,
+                "type": "function",
+                "function": function,
+            }
+        elif isinstance(parsed, ToolCallArguments):
+            call = calls.setdefault(parsed.index, {"index": parsed.index, "function": {"arguments": ""}})
+            call["function"]["arguments"] += parsed.text
     return list(calls.values())

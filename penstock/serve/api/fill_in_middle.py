@@ -61,7 +61,7 @@ def fill_in_prompt(tokenizer: TextTokenizer, prefix: str, suffix: str, param: st
     def plain(text: str) -> list[int]:
         return tokenizer.encode_text(text, False, limited=False).tolist() if text else []
 
-    before, after, middle = (one for one in ids if one is not None)
+    before, after, middle = (token for token in ids if token is not None)
     parts: Sequence[list[int]] = ([before, *plain(prefix)], [after, *plain(suffix)])
     if family.suffix_first:  # Codestral continues directly after the prefix
         return [*_begin(tokenizer), *parts[1], *parts[0]]

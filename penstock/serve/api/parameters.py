@@ -333,7 +333,7 @@ def _biases(given: Mapping[str, float] | None, vocab_size: int) -> dict[int, flo
 
 
 def _checked_ids(param: str, ids: list[int] | None, vocab_size: int) -> list[int] | None:
-    wrong = next((one for one in ids or () if one >= vocab_size), None)
+    wrong = next((token for token in ids or () if token >= vocab_size), None)
     if wrong is not None:
         raise RequestProblem(400, f"{param} has {wrong}: token ids must be below {vocab_size}", param=param)
     return ids

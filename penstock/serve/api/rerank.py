@@ -52,7 +52,7 @@ async def rerank_v2(request: Request) -> Response:
 async def _rerank(request: Request, version: str) -> Response:
     services = Services.of(request)
     body = await read_body(request, RerankBody)
-    texts = [one if isinstance(one, str) else one.text for one in body.documents]
+    texts = [document if isinstance(document, str) else document.text for document in body.documents]
     if not texts:
         raise RequestProblem(400, "documents is an empty list: send at least one document", param="documents")
     check_count(services, len(texts), "documents")
@@ -81,13 +81,13 @@ def _inputs(
     """Return the inputs of the model, with documents cut to ``max_tokens_per_doc``."""
     limit, tokenizer = body.max_tokens_per_doc, tokenizer_of(services)
     inputs = []
-    for one in plan.inputs:
-        fields: EmbeddingsFields = {**one.fields, "outputs": (plan.output,)}
-        if limit is not None and one.kind == "pair":
-            fields["text_pair"] = tokenizer.cut_text(texts[one.index], limit)
-        elif limit is not None and one.kind == "document":
-            fields["input"] = tokenizer.cut_text(texts[one.index], limit)
-        inputs.append(ModelInput("query" if one.kind == "query" else f"documents[{one.index}]", fields))
+    for input_ in plan.inputs:
+        fields: EmbeddingsFields = {**input_.fields, "outputs": (plan.output,)}
+        if limit is not None and input_.kind == "pair":
+            fields["text_pair"] = tokenizer.cut_text(texts[input_.index], limit)
+        elif limit is not None and input_.kind == "document":
+            fields["input"] = tokenizer.cut_text(texts[input_.index], limit)
+        inputs.append(ModelInput("query" if input_.kind == "query" else f"documents[{input_.index}]", fields))
     return inputs
 
 

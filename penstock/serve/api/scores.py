@@ -44,7 +44,10 @@ async def score(request: Request) -> Response:
             layout=tokenizer_of(services).layout,
             activation=body.activation,
         )
-    inputs = [ModelInput(_name(body, one), {**one.fields, "outputs": (plan.output,)}) for one in plan.inputs]
+    inputs = [
+        ModelInput(_name(body, input_), {**input_.fields, "outputs": (plan.output,)})
+        for input_ in plan.inputs
+    ]
     encoded = await encode_inputs(request, body, lambda: inputs)
     with map_input_errors("model"):
         scores = await in_pool(request, lambda: plan.scores(encoded.responses))

@@ -74,7 +74,7 @@ async def create_speech(request: Request) -> Response:
 async def list_voices(request: Request) -> dict[str, object]:
     """Return the voices that requests may name."""
     services = Services.of(request)
-    imitated = [one.name for one in services.worker.info.voices]
+    imitated = [voice.name for voice in services.worker.info.voices]
     trained = [name for name in _tokenizer_of(services).speech_format.voices if name not in imitated]
     kinds = {**dict.fromkeys(imitated, "imitated"), **dict.fromkeys(trained, "trained")}
     data = [{"id": name, "object": "voice", "type": kind} for name, kind in kinds.items()]
@@ -150,7 +150,7 @@ def _prepare(services: Services, raw: object) -> tuple[SpeechBody, list[TTSConte
             400, "voice and audio_prompt_tokens both choose a voice: send one", param="voice"
         )
     with map_input_errors("voice"):
-        known = {one.name: one for one in info.voices}
+        known = {voice.name: voice for voice in info.voices}
         chosen: VoiceFields = {} if body.voice_name is None else voice_fields(body.voice_name, known, form)
     if body.audio_prompt_tokens:
         chosen = {

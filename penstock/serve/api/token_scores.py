@@ -171,7 +171,7 @@ def best_of(row: Top, count: int) -> tuple[list[int], list[float]]:
     """Return the top tokens of a row and their log probabilities, best first."""
     top = top_tokens(row)
     ids = sorted(top, key=top.__getitem__, reverse=True)[:count]
-    return ids, [top[one] for one in ids]
+    return ids, [top[token] for token in ids]
 
 
 def _runs(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:

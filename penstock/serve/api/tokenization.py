@@ -99,7 +99,7 @@ def _tokenize(services: Services, raw: object) -> TokenizeResponse:
             check_roles(messages, tokenizer, tools, options)
             ids = tokenizer.prompt_of(chat)[1].tolist()
     texts = (
-        [tokenizer.token_bytes(one).decode(errors="replace") for one in ids]
+        [tokenizer.token_bytes(token).decode(errors="replace") for token in ids]
         if body.return_token_strs
         else None
     )
@@ -112,11 +112,11 @@ def _detokenize(services: Services, raw: object) -> DetokenizeResponse:
     body = checked_body(services, DetokenizeBody, raw)
     _check_model(services, body.model)
     vocab_size = services.tokenizer.vocab_size
-    for index, one in enumerate(body.tokens):
-        if one >= vocab_size:
+    for index, token in enumerate(body.tokens):
+        if token >= vocab_size:
             raise RequestProblem(
                 400,
-                f"tokens[{index}] is {one}: token ids must be below {vocab_size}",
+                f"tokens[{index}] is {token}: token ids must be below {vocab_size}",
                 param=f"tokens[{index}]",
             )
     return DetokenizeResponse(prompt=services.tokenizer.decode_ids(body.tokens, skip_special_tokens=False))

@@ -67,7 +67,7 @@ _LONG_LIST = 64
 def _problem_of(error: ValidationError, body: Mapping[str, object]) -> RequestProblem:
     """Return the error of the first invalid field; for a union of types, with the error of each type."""
     details = error.errors(include_url=False, include_context=False)
-    places = [_place(one, body) for one in details]
+    places = [_place(detail, body) for detail in details]
     # Among the alternatives of a union, report the one that matched furthest.
     first = max((place for place in places if place.startswith(places[0])), key=len)
     wrong = [one["msg"] for one, place in zip(details, places, strict=True) if place == first]

@@ -78,7 +78,7 @@ async def list_files(
 ) -> Response:
     """List the stored files, by default the newest first."""
     files = await asyncio.to_thread(_manager(request).files.all, owner_of(request))
-    chosen = [one for one in files if purpose is None or one["purpose"] == purpose]
+    chosen = [file for file in files if purpose is None or file["purpose"] == purpose]
     if order == "asc":
         chosen.reverse()
     return _page(chosen, limit, after)
@@ -157,7 +157,7 @@ async def list_batches(request: Request, limit: PageSize = 20, after: str | None
     """List the batches, the newest first."""
     manager = _manager(request)
     batches = await asyncio.to_thread(manager.batches.all, owner_of(request))
-    return _page([manager.state_of(one) for one in batches], limit, after)
+    return _page([manager.state_of(batch) for batch in batches], limit, after)
 
 
 @router.get("/v1/batches/{batch_id}", response_class=Response, responses=responses(401, 404, 503))
@@ -208,11 +208,11 @@ async def _found(request: Request, store: ObjectStore[ObjectT], name: str) -> Ob
 
 
 def _page(objects: Sequence[StoredObject], limit: int, after: str | None) -> Response:
-    names = [one["id"] for one in objects]
+    names = [item["id"] for item in objects]
     if after is not None and after not in names:
         raise RequestProblem(400, f"after is {after[:100]!r}, which is not in the list", param="after")
     start = 0 if after is None else names.index(after) + 1
-    data = [shown(one) for one in objects[start : start + limit]]
+    data = [shown(item) for item in objects[start : start + limit]]
     listed: dict[str, object] = {
         "object": "list",
         "data": data,

@@ -163,7 +163,7 @@ class Server:
 
             services.states.of(BatchManager).start()
         services.metrics.describe_build(model=services.model_name, isa=info.isa)
-        services.metrics.report_startup((one.name, one.seconds) for one in self._startup.phases)
+        services.metrics.report_startup((phase.name, phase.seconds) for phase in self._startup.phases)
         url = url_of(listener)
         announce(self._startup, url, services.model_name, self._config.log_format)
         from penstock.serve.http.origins import is_loopback

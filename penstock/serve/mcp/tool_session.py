@@ -116,7 +116,7 @@ class ToolSession:
                 client = await self._connected()
                 while True:
                     page = await client.list_tools(cursor=cursor)
-                    tools += [_tool(one) for one in page.tools]
+                    tools += [_tool(tool) for tool in page.tools]
                     cursor = page.next_cursor
                     if cursor is None or len(tools) >= MAX_TOOLS:
                         return tools[:MAX_TOOLS]
@@ -194,8 +194,8 @@ class ToolSession:
 def _leaves(error: BaseException) -> Iterator[BaseException]:
     """Yield the errors of a group."""
     if isinstance(error, BaseExceptionGroup):
-        for one in error.exceptions:
-            yield from _leaves(one)
+        for exception in error.exceptions:
+            yield from _leaves(exception)
     else:
         yield error
 

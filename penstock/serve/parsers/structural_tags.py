@@ -159,7 +159,9 @@ def _value_with_tokens(value: object, special: re.Pattern[str]) -> object:
 
 def _spelled(text: str, special: re.Pattern[str]) -> Tag:
     pieces = [piece for piece in special.split(text) if piece]
-    parts = [{"type": "token", "token": one} if special.fullmatch(one) else constant(one) for one in pieces]
+    parts = [
+        {"type": "token", "token": piece} if special.fullmatch(piece) else constant(piece) for piece in pieces
+    ]
     return sequence(*parts) if parts else constant("")
 
 

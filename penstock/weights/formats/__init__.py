@@ -146,7 +146,7 @@ class FormatRegistry:
     @property
     def quant_methods(self) -> tuple[str, ...]:
         """All values of ``quant_method`` that some format reads."""
-        return tuple(sorted(method for one in self.formats for method in one.quant_methods))
+        return tuple(sorted(method for record in self.formats for method in record.quant_methods))
 
     def detect(self, config: Mapping[str, object], headers: Headers) -> CheckpointFormat:
         """Return the format of a checkpoint.
@@ -158,9 +158,9 @@ class FormatRegistry:
         Raises:
             ConfigError: no format reads the checkpoint's ``quant_method``.
         """
-        for one in self.formats:
-            if one.detect(config, headers):
-                return one
+        for record in self.formats:
+            if record.detect(config, headers):
+                return record
         known = ", ".join(("plain floats", *self.quant_methods))
         quantized = " or ".join(name for name in ENCODINGS.names if not ENCODINGS[name].is_float)
         raise ConfigError(

@@ -136,7 +136,7 @@ def _parsed(text: bytes) -> _State | None:
         outputs, inputs = fields["shape"]
         block, nested_block = fields["blocksize"], fields.get("nested_blocksize", 256)
         sizes = (outputs, inputs, block, nested_block)
-        if not all(isinstance(one, int) and 0 < one < 2**31 for one in sizes):
+        if not all(isinstance(size, int) and 0 < size < 2**31 for size in sizes):
             return None
         return _State((outputs, inputs), block, nested_block, float(fields.get("nested_offset", 0.0)))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):

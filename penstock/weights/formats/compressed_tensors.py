@@ -59,7 +59,9 @@ class CompressedTensorsFormat(StoredFormat):
             _take_packed(tensors, layer, _weights_of(groups, layer))
         for layer in tensors.layers("weight", ("I8",)):
             _take_integers(tensors, layer)
-        blocks = {block_size(_mapping(one.get("weights")), "block_structure") for one in groups} - {(0, 0)}
+        blocks = {block_size(_mapping(group.get("weights")), "block_structure") for group in groups} - {
+            (0, 0)
+        }
         take_fp8_layers(tensors, blocks.pop() if len(blocks) == 1 else (0, 0))
         take_fp4_layers(tensors)
         return tensors.left
@@ -98,10 +100,10 @@ def _weights_of(groups: list[Mapping[str, object]], layer: str) -> Mapping[str, 
         return 3 if layer == target or layer.endswith(f".{target}") else 1 if target == "Linear" else 0
 
     best: tuple[int, Mapping[str, object]] = (0, {})
-    for one in groups:
-        targets = one.get("targets")
+    for group in groups:
+        targets = group.get("targets")
         for target in targets if isinstance(targets, list) else ():
-            best = max(best, (rank(str(target)), _mapping(one.get("weights"))), key=lambda pair: pair[0])
+            best = max(best, (rank(str(target)), _mapping(group.get("weights"))), key=lambda pair: pair[0])
     return best[1]
 
 

@@ -1,4 +1,4 @@
-"""The simulated cluster: virtual time, the router, prefix hits, and agreement with queueing theory."""
+"""The simulated cluster: virtual time, the router, prefix hits, agreement with queueing theory."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from penstock.errors import InputError
 LIMITS = WorkerLimits(
     max_length=1024, max_batch_size=16, max_batch_input_tokens=512, num_blocks=256, block_size=16
 )
-# A row takes 1 ms, nothing else takes time: the expected times can be calculated by hand.
+# A row takes 1 ms and nothing else takes time, so expected times can be calculated by hand.
 COSTS = ClusterCosts(
     {}, LIMITS, StepCostTable([1, 2], [0.001, 0.002], 0.0, 0.0), RouterCosts(), message_seconds=0.0
 )
 
 
-def turn(seed: int, length: int, num_new: int, think: float = 0.0) -> Turn:
+def make_turn(seed: int, length: int, num_new: int, think: float = 0.0) -> Turn:
     return Turn(np.random.default_rng(seed).integers(0, 999, length), num_new, think)
 
 
-def test_events_run_in_the_order_of_their_times() -> None:
+def test_events_run_in_order_of_time() -> None:
     clock, seen = Clock(), []
     clock.at(2.0, lambda: seen.append(("b", clock.now)))
     clock.at(1.0, lambda: clock.after(1.0, lambda: seen.append(("c", clock.now))))
@@ -34,7 +34,7 @@ def test_events_run_in_the_order_of_their_times() -> None:
     assert seen == [("a", 1.0), ("b", 2.0), ("c", 2.0)]
 
 
-def test_a_busy_server_serves_one_after_the_other() -> None:
+def test_a_busy_server_queues_its_jobs() -> None:
     clock, ends = Clock(), []
     server = BusyServer(clock)
     for time in (0.0, 0.1, 5.0):
@@ -44,26 +44,28 @@ def test_a_busy_server_serves_one_after_the_other() -> None:
     assert server.waits == pytest.approx([0.0, 0.4, 0.0])
 
 
-def test_the_times_of_a_request_are_those_of_its_steps() -> None:
-    """100 prompt tokens take 0.1 s, and each further token 1 ms. After the first decode step, a call of the
-    pipeline has up to 8 steps, whose tokens arrive together."""
+def test_the_times_of_a_request_are_the_sums_of_its_steps() -> None:
+    """A prompt of 100 tokens takes 0.1 s, and each further token 1 ms.
+
+    After the first decode step, a pipeline call has up to 8 steps, whose tokens arrive together.
+    """
     trace = [
-        SimulatedConversation("a", 0.0, (turn(0, 100, 10),)),
-        SimulatedConversation("b", 1.0, (turn(1, 100, 50),)),
+        SimulatedConversation("a", 0.0, (make_turn(0, 100, 10),)),
+        SimulatedConversation("b", 1.0, (make_turn(1, 100, 50),)),
     ]
     cluster = Cluster(COSTS, 1, "prefix-aware")
     report = cluster.run(trace)
     first, second = cluster.outcomes
     assert (first.first_token, first.ended) == pytest.approx((0.1, 0.109))
     assert (second.first_token, second.ended) == pytest.approx((1.107, 1.149))
-    assert report.num_requests == 1  # the first one is in the warm-up
+    assert report.num_requests == 1  # the warm-up contains the first request
     assert report.first_token == pytest.approx((0.107, 0.107))
     assert report.latency == pytest.approx((0.149, 0.149))
     assert report.hit_rate == 0
 
 
-def test_the_router_and_messages_take_time() -> None:
-    trace = [SimulatedConversation(str(n), float(n), (turn(n, 96, 1),)) for n in range(5)]
+def test_router_decisions_and_messages_add_their_times() -> None:
+    trace = [SimulatedConversation(str(n), float(n), (make_turn(n, 96, 1),)) for n in range(5)]
     router = RouterCosts(
         per_decision=0.01, per_worker=0.001, per_block=0.002, per_report=0.005, per_result=0.003
     )
@@ -74,11 +76,11 @@ def test_the_router_and_messages_take_time() -> None:
     assert report.router_utilization == pytest.approx(decision + reading, rel=0.1)
 
 
-def test_a_second_turn_finds_the_blocks_of_the_first() -> None:
-    turns = (turn(0, 160, 16), turn(1, 16, 1, think=2.0))
-    trace = [SimulatedConversation("a", 0.0, turns), SimulatedConversation("b", 5.0, (turn(2, 16, 1),))]
+def test_the_second_turn_reuses_the_blocks_of_the_first() -> None:
+    turns = (make_turn(0, 160, 16), make_turn(1, 16, 1, think=2.0))
+    trace = [SimulatedConversation("a", 0.0, turns), SimulatedConversation("b", 5.0, (make_turn(2, 16, 1),))]
     report = Cluster(COSTS, 1, "prefix-aware").run(trace)
-    assert report.num_requests == 2  # the first turn is in the warm-up
+    assert report.num_requests == 2  # the warm-up contains the first turn
     # 192 and 16 prompt tokens; the first turn's 175 computed tokens fill 10 blocks of 16.
     assert report.hit_rate == pytest.approx(160 / (192 + 16))
 
@@ -95,8 +97,11 @@ def test_prefix_aware_routing_hits_more_and_the_result_is_deterministic() -> Non
     assert Cluster(costs, 4, "prefix-aware").run(trace) == reports["prefix-aware"]
 
 
-def test_the_queue_of_one_worker_is_that_of_queueing_theory() -> None:
-    """M/D/1: prompts of 0.1 s, one at a time, at 70 % load wait rho / (2 (1 - rho)) = 1.17 service times."""
+def test_the_waiting_time_of_one_worker_agrees_with_queueing_theory() -> None:
+    """M/D/1 queue: prompts of 0.1 s, served one at a time, at 70 % load.
+
+    The expected waiting time is rho / (2 (1 - rho)) = 1.17 service times.
+    """
     limits = msgspec.structs.replace(LIMITS, max_batch_size=1, max_batch_input_tokens=128)
     costs = msgspec.structs.replace(COSTS, limits=limits)
     draws = np.random.default_rng(3)
@@ -107,18 +112,18 @@ def test_the_queue_of_one_worker_is_that_of_queueing_theory() -> None:
     ]
     cluster = Cluster(costs, 1, "least-loaded")
     report = cluster.run(trace)
-    waits = [one.ended - one.arrived - 0.1 for one in cluster.outcomes]
+    waits = [outcome.ended - outcome.arrived - 0.1 for outcome in cluster.outcomes]
     assert np.mean(waits) == pytest.approx(0.1 * 0.7 / (2 * 0.3), rel=0.15)
     assert report.worker_utilization == pytest.approx(0.7, rel=0.05)
 
 
-def test_the_capacity_of_a_worker_is_the_time_of_its_tokens() -> None:
+def test_the_capacity_of_a_worker_follows_from_the_time_of_a_token() -> None:
     shape = TraceShape(rate=1.0, num_requests=50, max_length=1024, turns=1.0)
-    turns = [turn for one in make_trace(shape) for turn in one.turns]
-    mean = np.mean([len(turn.message) + turn.num_new_tokens for turn in turns])
+    turns = [make_turn for conversation in make_trace(shape) for make_turn in conversation.turns]
+    mean = np.mean([len(make_turn.message) + make_turn.num_new_tokens for make_turn in turns])
     assert capacity(COSTS, shape) == pytest.approx(1 / (0.001 * mean))
 
 
-def test_a_trace_must_last() -> None:
+def test_a_trace_that_is_too_short_is_refused() -> None:
     with pytest.raises(InputError, match="different times"):
-        Cluster(COSTS, 1, "random").run([SimulatedConversation("a", 0.0, (turn(0, 8, 1),))])
+        Cluster(COSTS, 1, "random").run([SimulatedConversation("a", 0.0, (make_turn(0, 8, 1),))])

@@ -1,4 +1,4 @@
-"""The fitted times of steps and of the router."""
+"""The fitted durations of steps and of the router."""
 
 from __future__ import annotations
 
@@ -32,32 +32,32 @@ def test_a_step_costs_its_rows_its_contexts_its_pairs_and_its_keys() -> None:
     assert COSTS.scaled(4).of(shape) == pytest.approx(COSTS.of(shape) / 4)
 
 
-def test_the_shape_of_a_batch_counts_the_keys_that_each_row_sees() -> None:
+def test_the_shape_of_a_batch_counts_the_visible_keys_of_each_row() -> None:
     prompt = TextContext(prompt="", max_length=9, tokens=np.arange(4))
     later = TextContext(prompt="", max_length=9, tokens=np.arange(6))
     later.set_token_indices(start_idx=3)
     assert StepShape.of([prompt, later]) == (4 + 3, 2, (1 + 2 + 3 + 4) + (4 + 5 + 6), 4 + 6)
 
 
-def test_the_fit_finds_the_costs_of_exact_times() -> None:
+def test_the_fit_recovers_the_costs_of_exact_times() -> None:
     shapes = [StepShape(n, 1, n * (n + 1) // 2, n) for n in (1, 8, 64)]
     shapes += [StepShape(n, 1, n * 99 + n * (n + 1) // 2, 99 + n) for n in (8, 64)]
     shapes += [StepShape(n, n, n * length, n * length) for n in (1, 8, 64) for length in (16, 512)]
-    found = StepCostTable.fitted([(shape, COSTS.of(shape)) for shape in shapes])
-    assert found.num_tokens == COSTS.num_tokens
-    assert found.seconds == pytest.approx(COSTS.seconds, rel=1e-6)
-    assert found.per_sequence == pytest.approx(COSTS.per_sequence, rel=1e-5)
-    assert found.per_pair == pytest.approx(COSTS.per_pair, rel=1e-5)
-    assert found.per_key == pytest.approx(COSTS.per_key, rel=1e-5)
+    result = StepCostTable.fitted([(shape, COSTS.of(shape)) for shape in shapes])
+    assert result.num_tokens == COSTS.num_tokens
+    assert result.seconds == pytest.approx(COSTS.seconds, rel=1e-6)
+    assert result.per_sequence == pytest.approx(COSTS.per_sequence, rel=1e-5)
+    assert result.per_pair == pytest.approx(COSTS.per_pair, rel=1e-5)
+    assert result.per_key == pytest.approx(COSTS.per_key, rel=1e-5)
 
 
-def test_no_coefficient_is_negative() -> None:
+def test_fitted_coefficients_are_not_negative() -> None:
     rows = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]])
     assert non_negative_least_squares(rows, np.array([3.0, 2.0, 1.0])).tolist() == [2.0, 0.0]
     assert non_negative_least_squares(rows, np.array([3.0, 5.0, 7.0])) == pytest.approx([1.0, 2.0])
 
 
-def test_costs_are_stored_as_json(tmp_path: Path) -> None:
+def test_costs_survive_a_round_trip_through_json(tmp_path: Path) -> None:
     costs = ClusterCosts({"model": "m"}, WorkerLimits(64, 4, 32, 10, 8), COSTS, RouterCosts(per_block=1e-6))
     costs.write(tmp_path / "costs.json")
     assert ClusterCosts.read(tmp_path / "costs.json") == costs
@@ -70,14 +70,14 @@ def test_costs_are_stored_as_json(tmp_path: Path) -> None:
         StepCostTable([2, 1], [0.1, 0.2], 0, 0)
 
 
-def test_the_stored_costs_can_be_read() -> None:
+def test_the_committed_costs_can_be_read() -> None:
     costs = ClusterCosts.read(ROOT / "benchmarks" / "cluster_costs.json")
     assert costs.measured["model"]
     assert costs.step.of(StepShape(32, 32, 4096, 4096)) > costs.step.of(StepShape(1, 1, 128, 128)) > 0
     assert costs.router.of_decision(100, 64) > 0
 
 
-def test_the_steps_of_a_model_are_measured() -> None:
+def test_measuring_steps_gives_positive_costs() -> None:
     config = PipelineConfig.from_flat(
         {"model_path": "demo", "num_threads": 1, "kv_cache_memory": "32MiB", "max_batch_size": 4}
     )

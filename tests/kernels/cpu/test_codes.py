@@ -1,4 +1,4 @@
-"""Codes with zero points, 8-bit floats and blocks: all instruction sets against the definition."""
+"""Encodings with zero points, 8-bit floats and blocks: every instruction set against the definition."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ VARIANTS = {ops.isa: ops for ops in variants()}
 BLOCKS = ["q4_k", "q5_k", "q6_k", "q4_1", "q5_1", "mxfp4", "nvfp4", "nf4", "fp4", "q4_z"]
 ENCODINGS = ["uint4", "uint8", "fp8", *BLOCKS]
 SHAPES = [(64, 64), (70, 33), (1, 1), (130, 100), (65, 1540)]
-"""Outputs and inputs: whole panels and parts of one; inputs no multiple of 2, 4, 32, 128; several blocks."""
+"""Numbers of outputs and inputs.
+
+They give whole and partial panels, inputs that are no multiple of 2, 4, 32 or 128, and several blocks.
+"""
 
 
 @pytest.fixture(params=VARIANTS or [pytest.param("none", marks=pytest.mark.skip("no kernels are built"))])
@@ -29,13 +32,13 @@ def ops(request: pytest.FixtureRequest) -> CpuOps:
 
 
 def random_rows(encoding: str, outputs: int, inputs: int) -> dict[str, Tensor]:
-    """Random tensors of an encoding, with every byte that stands for a number."""
+    """Return random tensors of an encoding that use every byte value that stands for a number."""
     if encoding in BLOCKS:
         return random_blocks(encoding, outputs, inputs)
     if encoding == "fp8":
         codes = torch.randint(0, 256, (outputs, inputs)).to(torch.uint8)
-        codes[codes & 127 == 127] = 0x03  # a subnormal number in place of a NaN
-        codes[:48][codes[:48] & 0x78 == 0] += 8  # vectors without subnormal numbers have a separate product
+        codes[codes & 127 == 127] = 0x03  # a subnormal number replaces a NaN
+        codes[:48][codes[:48] & 0x78 == 0] += 8  # vectors without subnormal numbers have a separate kernel
         return {"weight": codes, "scales": torch.rand(outputs, -(-inputs // 128)) / 100}
     groups, top = -(-inputs // 32), 1 << int(encoding[4])
     return {
@@ -47,7 +50,7 @@ def random_rows(encoding: str, outputs: int, inputs: int) -> dict[str, Tensor]:
 
 
 def random_blocks(encoding: str, outputs: int, inputs: int) -> dict[str, Tensor]:
-    """Random tensors of an encoding of blocks, of the types and shapes that packing makes."""
+    """Return random tensors of a block encoding, with the types and shapes that packing makes."""
     rows = encoding_named(encoding).pack(torch.randn(outputs, inputs))
     top = 1 << int(rows["weight"].max()).bit_length()
     rows["weight"] = torch.randint(0, top, (outputs, inputs)).to(torch.uint8)
@@ -62,7 +65,7 @@ def random_blocks(encoding: str, outputs: int, inputs: int) -> dict[str, Tensor]
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_products(ops: CpuOps, encoding: str, shape: tuple[int, int]) -> None:
+def test_products_agree_with_the_definition(ops: CpuOps, encoding: str, shape: tuple[int, int]) -> None:
     kind, rows, bias = (
         encoding_named(encoding),
         random_rows(encoding, *shape),
@@ -70,7 +73,8 @@ def test_products(ops: CpuOps, encoding: str, shape: tuple[int, int]) -> None:
     )
     packed = ops.pack_quantized(rows, encoding, bias=bias)
     assert packed.layout == PANELS
-    x = torch.randn(33, shape[1] + 5).bfloat16()[:, 3 : 3 + shape[1]]  # rows apart, and not aligned
+    # rows with gaps between them, not aligned
+    x = torch.randn(33, shape[1] + 5).bfloat16()[:, 3 : 3 + shape[1]]
     expected = kind.multiply(x.float(), rows, bias.float())
     terms = x.float().abs() @ kind.unpack(rows).abs().T + bias.float().abs()
     for count in (1, 2, 3, 7, 33):
@@ -81,7 +85,7 @@ def test_products(ops: CpuOps, encoding: str, shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_the_kernel_packs_as_defined(ops: CpuOps, encoding: str) -> None:
+def test_packed_panels_equal_the_definition(ops: CpuOps, encoding: str) -> None:
     rows = random_rows(encoding, 70, 300)
     layout = encoding_named(encoding).panels
     assert layout is not None
@@ -90,9 +94,9 @@ def test_the_kernel_packs_as_defined(ops: CpuOps, encoding: str) -> None:
     assert torch.equal(packed.tensors["panels"], expected["panels"])
     assert packed.tensors.keys() == expected.keys()
     weight = torch.randn(130, 100)
-    of_floats = ops.pack_linear(weight, encoding)
+    float_packed = ops.pack_linear(weight, encoding)
     assert torch.equal(
-        of_floats.tensors["panels"], layout.to_panels(encoding_named(encoding).pack(weight))["panels"]
+        float_packed.tensors["panels"], layout.to_panels(encoding_named(encoding).pack(weight))["panels"]
     )
 
 
@@ -106,7 +110,9 @@ def test_the_kernel_packs_as_defined(ops: CpuOps, encoding: str) -> None:
     ],
     ids=["per output", "per block", "per output and group", "per tensor"],
 )
-def test_scales_of_8_bit_floats(ops: CpuOps, scales: torch.Tensor, strides: tuple[int, int]) -> None:
+def test_products_with_every_shape_of_fp8_scales_agree(
+    ops: CpuOps, scales: torch.Tensor, strides: tuple[int, int]
+) -> None:
     rows = random_rows("fp8", 100, 300) | {"scales": scales.contiguous()}
     layout, kind = encoding_named("fp8").panels, encoding_named("fp8")
     assert layout is not None
@@ -115,7 +121,7 @@ def test_scales_of_8_bit_floats(ops: CpuOps, scales: torch.Tensor, strides: tupl
     assert tuple(panels[0, -64:].view(torch.int32)[:2].tolist()) == strides
     assert torch.equal(panels, layout.to_panels(rows)["panels"])
     assert torch.equal(layout.from_panels(packed.tensors, 100, 300)["scales"], rows["scales"])
-    for count in (1, 7, 20):  # one tile, two tiles, and widened weights
+    for count in (1, 7, 20):  # one tile, two tiles, and weights widened to float32
         x = torch.randn(count, 300).bfloat16()
         expected = kind.multiply(x.float(), rows, None)
         terms = x.float().abs() @ kind.unpack(rows).abs().T
@@ -123,7 +129,7 @@ def test_scales_of_8_bit_floats(ops: CpuOps, scales: torch.Tensor, strides: tupl
         assert bool((error <= 2**-8 * expected.abs() + 2**-18 * terms).all())
 
 
-def test_every_8_bit_float(ops: CpuOps) -> None:
+def test_every_8_bit_float_is_decoded_exactly(ops: CpuOps) -> None:
     codes = torch.arange(256).to(torch.uint8)
     codes[codes & 127 == 127] = 0
     rows = {"weight": codes[:, None].contiguous(), "scales": torch.ones(256, 1)}
@@ -162,12 +168,12 @@ def test_tables_of_8_bit_floats_change_no_bits(table_choice: ctypes.c_int32, out
 @pytest.mark.skipif("avx512" not in VARIANTS, reason="needs AVX-512 with bfloat16")
 def test_every_8_bit_float_without_tables(table_choice: ctypes.c_int32) -> None:
     table_choice.value = 0
-    test_every_8_bit_float(VARIANTS["avx512"])
+    test_every_8_bit_float_is_decoded_exactly(VARIANTS["avx512"])
 
 
 @pytest.mark.parametrize("encoding", BLOCKS)
-def test_every_code_and_scale_of_blocks(ops: CpuOps, encoding: str) -> None:
-    """One input of 1, so that an output is its weight."""
+def test_every_code_and_scale_of_a_block_encoding_is_decoded(ops: CpuOps, encoding: str) -> None:
+    """One input is 1 and all others are 0, so each output is a weight."""
     kind = encoding_named(encoding)
     rows = random_blocks(encoding, 256, 1)
     rows["weight"] = (torch.arange(256)[:, None] % (1 << kind.bits)).to(torch.uint8)
@@ -178,21 +184,21 @@ def test_every_code_and_scale_of_blocks(ops: CpuOps, encoding: str) -> None:
     y = ops.linear(torch.ones(1, 1), ops.pack_quantized(rows, encoding))[0]
     finite = expected.isfinite() & (expected.abs() < 1e38)  # a product may overflow before it is scaled
     assert int(finite.sum()) > 200
-    # The product rounds the numbers of nf4 to 16 bits. A zero point of q4_z cancels most of an integer.
+    # The product rounds nf4 numbers to 16 bits. A zero point of q4_z cancels most of an integer.
     error = {"nf4": 0.51 / 32767, "q4_z": 2e-6}.get(encoding, 0.0) * float(rows["scales"].float().max())
     torch.testing.assert_close(y[finite], expected[finite], rtol=1e-6, atol=max(error, 1e-38))
     assert y[expected.isnan()].isnan().all()
 
 
 @pytest.mark.parametrize("encoding", BLOCKS)
-def test_a_nan_in_blocks_spoils_its_output_only(ops: CpuOps, encoding: str) -> None:
+def test_a_nan_in_a_block_affects_only_its_output(ops: CpuOps, encoding: str) -> None:
     weight = torch.randn(3, 300)
     weight[1, 290] = torch.nan
     y = ops.linear(torch.ones(2, 300), ops.pack_linear(weight, encoding))
     assert y.isnan().all(0).tolist() == [False, True, False]
 
 
-def test_a_nan_spoils_its_output_only(ops: CpuOps) -> None:
+def test_a_nan_code_affects_only_its_output(ops: CpuOps) -> None:
     rows = random_rows("fp8", 3, 200)
     rows["weight"][1, 150] = 0x7F
     y = ops.linear(torch.ones(8, 200).bfloat16(), ops.pack_quantized(rows, "fp8"))
@@ -202,7 +208,7 @@ def test_a_nan_spoils_its_output_only(ops: CpuOps) -> None:
     assert quantize_fp8(weight)["scales"].isnan().tolist() == [[False, False], [False, True], [False, False]]
 
 
-def test_scales_of_every_magnitude_are_exact() -> None:
+def test_split_scales_are_exact_at_every_magnitude() -> None:
     for dtype in (torch.float16, torch.bfloat16):
         scales = (
             torch.randn(50, 4) * 10.0 ** torch.randint(-30 if dtype == torch.bfloat16 else -3, 3, (50, 1))
@@ -213,13 +219,13 @@ def test_scales_of_every_magnitude_are_exact() -> None:
 
 
 @pytest.mark.parametrize("group_size", [32, 96, 128, 320])
-def test_groups_of_checkpoints(group_size: int) -> None:
-    """The last group may be shorter."""
+def test_group_codes_keep_the_numbers_of_every_group_size(group_size: int) -> None:
+    """The last group may be shorter than the others."""
     torch.manual_seed(0)
     codes = torch.randint(0, 16, (5, 300)).to(torch.uint8)
     groups = -(-300 // group_size)
     scales, zeros = torch.rand(5, groups), torch.randint(0, 16, (5, groups))
     scales = scales.half().float()
-    spread = [one.repeat_interleave(group_size, 1)[:, :300] for one in (scales, zeros.float())]
-    found = unpack_codes(group_codes(codes, scales, zeros, group_size))
-    assert torch.equal(found, (codes.float() - spread[1]) * spread[0])
+    per_input = [values.repeat_interleave(group_size, 1)[:, :300] for values in (scales, zeros.float())]
+    result = unpack_codes(group_codes(codes, scales, zeros, group_size))
+    assert torch.equal(result, (codes.float() - per_input[1]) * per_input[0])

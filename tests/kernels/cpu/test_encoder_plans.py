@@ -1,4 +1,4 @@
-"""Compiled steps of encoders: attention without a KV cache, steps of several calls, limited memory."""
+"""Compiled encoder steps: attention without a KV cache, steps of several calls, bounded memory."""
 
 from __future__ import annotations
 
@@ -26,72 +26,74 @@ Step = Callable[[Ops, Mapping[str, Tensor]], list[Tensor]]
 @pytest.fixture(params=variants, ids=lambda ops: ops.isa)
 def ops(request: pytest.FixtureRequest) -> CpuOps:
     torch.manual_seed(0)
-    found: CpuOps = request.param
-    return found
+    result: CpuOps = request.param
+    return result
 
 
-def doubled(o: Ops, given: Mapping[str, Tensor]) -> list[Tensor]:
-    return [o.scale(given["x"], 2.0)]
+def double(o: Ops, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+    return [o.scale(inputs["x"], 2.0)]
 
 
-def encoder(ops: CpuOps, width: int, lengths: Sequence[int]) -> tuple[Step, dict[str, Tensor]]:
-    """A block of an encoder over sequences of these lengths, and its inputs."""
+def random_encoder(ops: CpuOps, width: int, lengths: Sequence[int]) -> tuple[Step, dict[str, Tensor]]:
+    """Return an encoder block over sequences of these lengths, and its inputs."""
     qkv = ops.pack_linear(torch.randn(3 * width, width) / width**0.5, "float32")
     offsets = torch.tensor([0, *accumulate(lengths)]).int()
     blocks = ops.sequence_blocks(offsets)
 
-    def step(ops: Ops, given: Mapping[str, Tensor]) -> list[Tensor]:
-        heads = ops.linear(given["x"], qkv).view(-1, 3, width // 16, 16)
+    def step(ops: Ops, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+        heads = ops.linear(inputs["x"], qkv).view(-1, 3, width // 16, 16)
         q, k, v = heads.unbind(1)
         shared = {"scale": 0.25, "blocks": blocks}
-        seen = ops.encoder_attention(q, k, v, given["offsets"], **shared)
-        near = ops.encoder_attention(seen, k, v, given["offsets"], window=3, **shared)
-        causal = ops.encoder_attention(near, k, v, given["offsets"], is_causal=True, **shared)
-        return [ops.add(given["x"], causal.flatten(1))]
+        attended = ops.encoder_attention(q, k, v, inputs["offsets"], **shared)
+        windowed = ops.encoder_attention(attended, k, v, inputs["offsets"], window=3, **shared)
+        causal = ops.encoder_attention(windowed, k, v, inputs["offsets"], is_causal=True, **shared)
+        return [ops.add(inputs["x"], causal.flatten(1))]
 
     return step, {"x": torch.randn(sum(lengths), width), "offsets": offsets}
 
 
 @pytest.mark.parametrize(("width", "lengths"), [(32, [5, 70, 1]), (512, [200, 64])])
-def test_encoder_attention_gives_the_same_bits(ops: CpuOps, width: int, lengths: list[int]) -> None:
-    step, given = encoder(ops, width, lengths)
+def test_compiled_encoder_attention_is_bit_equal_to_eager(
+    ops: CpuOps, width: int, lengths: list[int]
+) -> None:
+    step, inputs = random_encoder(ops, width, lengths)
     plans = GraphCache(CpuGraphCompiler(ops), pads_columns=False)
     for number in range(4):
-        given["x"] = torch.randn(sum(lengths), width)
-        results = plans.run("a", given, step)
+        inputs["x"] = torch.randn(sum(lengths), width)
+        results = plans.run("a", inputs, step)
         assert (results is None) == (number == 0)
         if results is not None:
-            assert torch.equal(results[0], step(ops, given)[0])
+            assert torch.equal(results[0], step(ops, inputs)[0])
     assert plans.status == "compiled: 8 kernels in one call"
 
 
-def test_long_steps_are_several_calls(ops: CpuOps, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only products of many rows count."""
+def test_a_long_step_is_split_into_several_calls(ops: CpuOps, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only products of many rows count for the split."""
     monkeypatch.setattr("penstock.kernels.cpu.plan._PART", 1 << 20)
-    step, given = encoder(ops, 64, [100])
+    step, inputs = random_encoder(ops, 64, [100])
     plans = GraphCache(CpuGraphCompiler(ops), pads_columns=False)
     for _ in range(3):
-        given["x"] = torch.randn(100, 64)
-        results = plans.run("a", given, step)
+        inputs["x"] = torch.randn(100, 64)
+        results = plans.run("a", inputs, step)
     assert results is not None
-    assert torch.equal(results[0], step(ops, given)[0])
+    assert torch.equal(results[0], step(ops, inputs)[0])
     assert plans.status == "compiled: 8 kernels in 5 calls"
-    few, rows = encoder(ops, 64, [50])
+    few, rows = random_encoder(ops, 64, [50])
     for _ in range(2):
         plans.run("b", rows, few)
     assert plans.status == "compiled: 8 kernels in one call"
 
 
-def test_a_plan_without_scratch_memory_is_refused(ops: CpuOps) -> None:
-    step, given = encoder(ops, 32, [5])
-    plan = record(ops, given, lambda recording: step(recording, given))
+def test_replay_without_scratch_memory_is_refused(ops: CpuOps) -> None:
+    step, inputs = random_encoder(ops, 32, [5])
+    plan = record(ops, inputs, lambda recording: step(recording, inputs))
     arena = torch.empty(plan.arena_bytes, dtype=torch.uint8)
     with pytest.raises(UnrecordableStepError, match="needs memory besides its results"):
-        CompiledPlan(plan, ops, given, arena, CoreContention())
+        CompiledPlan(plan, ops, inputs, arena, CoreContention())
 
 
-def test_lengths_and_biases_are_not_recorded(ops: CpuOps) -> None:
-    """They would be those of the recorded step in each replay."""
+def test_attention_with_lengths_or_bias_is_not_recorded(ops: CpuOps) -> None:
+    """A recording would repeat the values of the recorded step in each replay."""
     x, offsets = torch.randn(5, 2, 16), torch.tensor([0, 5]).int()
     plans = GraphCache(CpuGraphCompiler(ops), pads_columns=False)
     for key, fields, reason in (
@@ -103,9 +105,9 @@ def test_lengths_and_biases_are_not_recorded(ops: CpuOps) -> None:
                 plans.run(
                     key,
                     {"x": x, "offsets": offsets},
-                    lambda o, given, fields=fields: [  # type: ignore[misc]
+                    lambda o, inputs, fields=fields: [  # type: ignore[misc]
                         o.encoder_attention(
-                            given["x"], given["x"], given["x"], given["offsets"], scale=1.0, **fields
+                            inputs["x"], inputs["x"], inputs["x"], inputs["offsets"], scale=1.0, **fields
                         )
                     ],
                 )
@@ -114,16 +116,16 @@ def test_lengths_and_biases_are_not_recorded(ops: CpuOps) -> None:
         assert reason in str(plans.status)
 
 
-def test_graphs_keep_limited_memory(ops: CpuOps) -> None:
+def test_the_memory_of_graphs_is_bounded(ops: CpuOps) -> None:
     plans = GraphCache(CpuGraphCompiler(ops), max_bytes=600_000)
     for rows in (100, 200, 300, 400, 100):
         for _ in range(2):
-            plans.run(rows, {"x": torch.ones(rows, 128)}, doubled)
+            plans.run(rows, {"x": torch.ones(rows, 128)}, double)
         assert plans.num_bytes <= 600_000
         assert plans.num_graphs
-    assert plans.run(1000, {"x": torch.ones(1000, 128)}, doubled) is None
-    results = plans.run(1000, {"x": torch.ones(1000, 128)}, doubled)
+    assert plans.run(1000, {"x": torch.ones(1000, 128)}, double) is None
+    results = plans.run(1000, {"x": torch.ones(1000, 128)}, double)
     assert results is not None
     assert torch.equal(results[0], torch.full((1000, 128), 2.0))
-    assert plans.run(1000, {"x": torch.ones(1000, 128)}, doubled) is None
+    assert plans.run(1000, {"x": torch.ones(1000, 128)}, double) is None
     assert "exceeds the limit of 600,000 bytes" in str(plans.status)

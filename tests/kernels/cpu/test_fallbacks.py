@@ -1,4 +1,4 @@
-"""Operations that the C++ kernels do not support run on the reference kernels, logged once per cause."""
+"""Operations without a C++ kernel run on the reference kernels, and each cause is logged once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def ops() -> CpuOps:
     return CpuOps(open_kernels(variants[-1].isa))
 
 
-def attention(ops: ReferenceOps, head_dim: int) -> torch.Tensor:  # [2, 1, D]
+def run_attention(ops: ReferenceOps, head_dim: int) -> torch.Tensor:  # [2, 1, D]
     generator = torch.Generator().manual_seed(head_dim)
     cache = torch.randn(2, 3, 1, 16, head_dim, generator=generator)
     kv = LayerKV(cache, torch.tensor([[1]], dtype=torch.int32), torch.tensor([16, 17]))
@@ -33,8 +33,8 @@ def attention(ops: ReferenceOps, head_dim: int) -> torch.Tensor:  # [2, 1, D]
 def test_each_cause_is_logged_once(ops: CpuOps, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="penstock"):
         for head_dim in (12, 12, 20, 12):
-            result = attention(ops, head_dim)
-            assert torch.equal(result, attention(ReferenceOps(), head_dim))
+            result = run_attention(ops, head_dim)
+            assert torch.equal(result, run_attention(ReferenceOps(), head_dim))
     messages = [record.getMessage() for record in caplog.records]
     assert [message.split(":")[0] for message in messages] == [
         "attention runs on the reference kernels, which are slower"
@@ -45,7 +45,7 @@ def test_each_cause_is_logged_once(ops: CpuOps, caplog: pytest.LogCaptureFixture
 
 def test_nothing_is_logged_for_supported_arguments(ops: CpuOps, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, logger="penstock"):
-        attention(ops, 16)
+        run_attention(ops, 16)
         ops.rms_norm(torch.ones(2, 8), torch.ones(8), 1e-5)
         ops.scale(torch.ones(2, 8), 2.0)
     assert not caplog.records

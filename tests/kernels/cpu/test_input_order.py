@@ -1,4 +1,4 @@
-"""Weights whose inputs are in another order than the activations: the bits of sorted activations."""
+"""Weights whose inputs are stored in another order than the activations: bit-equal to sorted activations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def ops(request: pytest.FixtureRequest) -> CpuOps:
     return VARIANTS[request.param]
 
 
-def layer(ops: CpuOps, outputs: int, inputs: int, encoding: str = "uint4") -> PackedLinear:
+def random_layer(ops: CpuOps, outputs: int, inputs: int, encoding: str = "uint4") -> PackedLinear:
     """Return a layer of random weights and a random order of its inputs."""
     rows = encoding_named(encoding).pack(torch.randn(outputs, inputs) / inputs**0.5)
     order = torch.randperm(inputs).int()
@@ -30,8 +30,8 @@ def layer(ops: CpuOps, outputs: int, inputs: int, encoding: str = "uint4") -> Pa
 
 @pytest.mark.parametrize("encoding", ["uint4", "uint8", "nf4", "q6_k"])
 @pytest.mark.parametrize("inputs", [96, 300])
-def test_products(ops: CpuOps, encoding: str, inputs: int) -> None:
-    packed = layer(ops, 70, inputs, encoding)
+def test_products_equal_those_of_sorted_activations(ops: CpuOps, encoding: str, inputs: int) -> None:
+    packed = random_layer(ops, 70, inputs, encoding)
     assert packed.order is not None
     x = torch.randn(40, inputs + 8).bfloat16()[:, 4 : 4 + inputs]  # rows with gaps between them
     for rows in (1, 5, 40):
@@ -42,21 +42,21 @@ def test_products(ops: CpuOps, encoding: str, inputs: int) -> None:
         torch.testing.assert_close(y, ReferenceOps().linear(x[:rows], packed), rtol=0.02, atol=0.02)
 
 
-def test_an_encoding_without_groups_runs_on_the_reference(
+def test_an_encoding_without_groups_falls_back_to_the_reference(
     ops: CpuOps, caplog: pytest.LogCaptureFixture
 ) -> None:
-    packed = layer(ops, 70, 96, "int8")
+    packed = random_layer(ops, 70, 96, "int8")
     x = torch.randn(3, 96).bfloat16()
     assert torch.equal(ops.linear(x, packed), ReferenceOps().linear(x, packed))
     assert "int8 weights with permuted inputs" in caplog.text
 
 
-def test_each_expert_has_its_order(ops: CpuOps) -> None:
+def test_each_expert_applies_its_own_order(ops: CpuOps) -> None:
     hidden, inner, count = 96, 160, 5
-    gate_up = tuple(layer(ops, 2 * inner, hidden) for _ in range(count))
-    experts = PackedExperts(gate_up, tuple(layer(ops, hidden, inner) for _ in range(count)))
+    gate_up = tuple(random_layer(ops, 2 * inner, hidden) for _ in range(count))
+    experts = PackedExperts(gate_up, tuple(random_layer(ops, hidden, inner) for _ in range(count)))
     for rows in (1, 7, 300):
         x = torch.randn(rows, hidden).bfloat16()
         weights, ids = ReferenceOps().route(torch.randn(rows, count), 2, "all")
-        found = ops.experts(x, experts, weights, ids, "silu")
-        assert torch.equal(found, ReferenceOps.experts(ops, x, experts, weights, ids, "silu"))
+        result = ops.experts(x, experts, weights, ids, "silu")
+        assert torch.equal(result, ReferenceOps.experts(ops, x, experts, weights, ids, "silu"))

@@ -1,4 +1,4 @@
-"""Lazily packed weights: products of rows and of panels are bit-equal, and packing happens on request."""
+"""Lazily packed weights: products of rows and of panels are bit-equal, and packing runs on request."""
 
 from __future__ import annotations
 
@@ -36,20 +36,21 @@ def test_rows_and_panels_give_the_same_bits(
     sizes: tuple[int, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(linear, "_SLICE_BYTES", 64 * 81 * 4 * 2)  # two panels at a time, or four
-    parts = [torch.randn(size, 90).to(stored)[:, 3:84] for size in sizes]  # rows apart, and not aligned
+    monkeypatch.setattr(linear, "_SLICE_BYTES", 64 * 81 * 4 * 2)  # two or four panels at a time
+    # rows with gaps between them, not aligned
+    parts = [torch.randn(size, 90).to(stored)[:, 3:84] for size in sizes]
     dtype = getattr(torch, encoding)
     x, bias = torch.randn(rows, 85).to(dtype)[:, 4:], torch.randn(sum(sizes))
     packed = ops.pack_lazily(parts, encoding, bias=bias)
     expected = ops.linear(x, ops.pack_linear(parts, encoding, bias=bias))
     assert torch.equal(ops.linear(x, packed), expected)
-    assert len(lazy_weight(packed).parts) == len(sizes), "it is not packed yet"
+    assert len(lazy_weight(packed).parts) == len(sizes), "the weight is not packed yet"
     assert set(packed.tensors) == {"panels"}
     assert not lazy_weight(packed).parts
     assert torch.equal(ops.linear(x, packed), expected)
 
 
-def test_it_is_packed_once(ops: CpuOps) -> None:
+def test_a_lazy_weight_is_packed_once(ops: CpuOps) -> None:
     packed, calls = ops.pack_lazily([torch.randn(70, 33)], "float32"), []
     lazy_weight(packed).release = lambda: calls.append(1)
     panels = packed.tensors["panels"]
@@ -60,8 +61,8 @@ def test_it_is_packed_once(ops: CpuOps) -> None:
     assert calls == [1]
 
 
-def test_floats_are_multiplied_until_integers_are_made(ops: CpuOps) -> None:
-    """The first products use floats, because nothing is known of the inputs yet."""
+def test_products_use_floats_until_the_weight_is_quantized(ops: CpuOps) -> None:
+    """The first products use floats, because the input statistics are not known yet."""
     weight, x = torch.randn(70, 33), torch.randn(5, 33)
     for encoding in ("int8", "int5", "int4"):
         packed = ops.pack_lazily([weight], encoding)
@@ -70,10 +71,10 @@ def test_floats_are_multiplied_until_integers_are_made(ops: CpuOps) -> None:
         assert torch.equal(ops.linear(x, packed), ops.linear(x, ops.pack_linear(weight, encoding)))
     packed = ops.pack_lazily([weight], "bfloat16")
     expected = ops.linear(x, ops.pack_linear(weight, "bfloat16"))
-    assert torch.equal(ops.linear(x, packed), expected), "floats are those of the encoding"
+    assert torch.equal(ops.linear(x, packed), expected), "a float encoding needs no quantization"
 
 
-def test_weights_that_are_stored_the_other_way(ops: CpuOps) -> None:
+def test_transposed_weights_are_packed_lazily(ops: CpuOps) -> None:
     weight, x = torch.randn(33, 700).T, torch.randn(5, 33)
     packed = ops.pack_lazily([weight], "float32")
     expected = ops.linear(x, ops.pack_linear(weight, "float32"))
@@ -82,5 +83,5 @@ def test_weights_that_are_stored_the_other_way(ops: CpuOps) -> None:
     assert torch.equal(ops.linear(x, packed), expected)
 
 
-def test_weights_without_panels_are_packed_at_once(ops: CpuOps) -> None:
+def test_encodings_without_panels_are_packed_at_once(ops: CpuOps) -> None:
     assert not isinstance(ops.pack_lazily([torch.randn(70, 33)], "float16").tensors, LazyWeight)

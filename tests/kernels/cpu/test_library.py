@@ -1,4 +1,4 @@
-"""The shared library: the choice of the instruction set, and the threads of the kernels."""
+"""The shared library: choice of the instruction set, and threads of the kernels."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from penstock.errors import ConfigError
 from penstock.kernels import cpu
 from penstock.kernels.cpu import library
 
-built = pytest.mark.skipif(not library.PATH.exists(), reason="the C++ kernels are not built")
+needs_library = pytest.mark.skipif(not library.PATH.exists(), reason="the C++ kernels are not built")
 
 
 @pytest.fixture
-def missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def missing_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(library, "PATH", tmp_path / "libpenstock_cpu.so")
     cpu._warn_missing.cache_clear()
 
 
-@pytest.mark.usefixtures("missing")
-def test_without_the_library_there_is_no_back_end_and_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.usefixtures("missing_library")
+def test_a_missing_library_disables_the_back_end_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert [cpu.load(), cpu.load()] == [None, None]
     assert len(caplog.records) == 1
@@ -36,7 +36,7 @@ def test_without_the_library_there_is_no_back_end_and_one_warning(caplog: pytest
     assert cpu.variants() == []
 
 
-@built
+@needs_library
 def test_a_library_of_another_abi_is_not_loaded(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -56,7 +56,7 @@ def test_an_invalid_library_file_is_ignored(monkeypatch: pytest.MonkeyPatch, tmp
 @pytest.mark.parametrize(
     ("cap", "capability"), [("generic", "default"), ("avx2", "avx2"), ("avx512", None), (None, None)]
 )
-def test_torch_is_capped_too(cap: str | None, capability: str | None) -> None:
+def test_the_cap_also_limits_torch(cap: str | None, capability: str | None) -> None:
     names = ("PENSTOCK_ISA", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
     environment = {name: value for name, value in os.environ.items() if name not in names}
     code = "import os, penstock; print(os.environ.get('ATEN_CPU_CAPABILITY'))"
@@ -70,27 +70,27 @@ def test_torch_is_capped_too(cap: str | None, capability: str | None) -> None:
     assert run.stdout.strip() == str(capability)
 
 
-@built
+@needs_library
 def test_the_best_instruction_set_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PENSTOCK_ISA", raising=False)
     assert cpu.isa() == cpu.available_isas()[-1]
     assert [ops.isa for ops in cpu.variants()] == list(cpu.available_isas())
 
 
-@built
-def test_features_agree_with_the_kernel_of_the_system() -> None:
+@needs_library
+def test_detected_cpu_features_agree_with_proc_cpuinfo() -> None:
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.exists() or "flags" not in cpuinfo.read_text():
-        pytest.skip("this system lists no flags of an x86 CPU")
+        pytest.skip("/proc/cpuinfo has no flags of an x86 CPU")
     flags = next(line for line in cpuinfo.read_text().splitlines() if line.startswith("flags")).split()
-    found = {name.replace("avx512vnni", "avx512_vnni").replace("avx512bf16", "avx512_bf16")
+    actual = {name.replace("avx512vnni", "avx512_vnni").replace("avx512bf16", "avx512_bf16")
              for name in cpu.cpu_features()}  # fmt: skip
-    assert found <= set(flags)
-    assert ("avx2" in found) == ("avx2" in flags)
-    assert ("avx2" in cpu.available_isas()) == ({"avx2", "fma"} <= found)
+    assert actual <= set(flags)
+    assert ("avx2" in actual) == ("avx2" in flags)
+    assert ("avx2" in cpu.available_isas()) == ({"avx2", "fma"} <= actual)
 
 
-@built
+@needs_library
 @pytest.mark.parametrize("cap", library.ISAS)
 def test_the_environment_caps_the_instruction_set(monkeypatch: pytest.MonkeyPatch, cap: str) -> None:
     monkeypatch.setenv("PENSTOCK_ISA", cap)
@@ -99,7 +99,7 @@ def test_the_environment_caps_the_instruction_set(monkeypatch: pytest.MonkeyPatc
     assert ops.isa == cpu.isa() == (cap if cap in cpu.available_isas() else cpu.available_isas()[-1])
 
 
-@built
+@needs_library
 def test_an_unknown_instruction_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_ISA", "sse9")
     with pytest.raises(ConfigError, match=r"'sse9'.*generic, avx2, avx512_vnni, avx512") as error:
@@ -107,9 +107,9 @@ def test_an_unknown_instruction_set_is_refused(monkeypatch: pytest.MonkeyPatch) 
     assert error.value.field == "PENSTOCK_ISA"
 
 
-@built
-def test_instruction_sets_have_separate_symbols() -> None:
-    """The linker keeps one copy of equal inline functions. It must not be a copy that needs AVX-512."""
+@needs_library
+def test_inline_functions_have_a_symbol_for_each_instruction_set() -> None:
+    """The linker keeps one copy of equal inline functions. That copy must not need AVX-512."""
     nm = shutil.which("nm")
     if nm is None:
         pytest.skip("needs nm, to list the symbols of the library")
@@ -118,9 +118,9 @@ def test_instruction_sets_have_separate_symbols() -> None:
     assert [name for name in weak if not any(isa in name for isa in library.ISAS)] == []
 
 
-@built
-def test_the_kernels_share_the_threads_of_torch() -> None:
-    """Two copies of the OpenMP library would start two teams of threads and run three times as slowly."""
+@needs_library
+def test_the_kernels_use_the_openmp_library_of_torch() -> None:
+    """Two copies of the OpenMP library would start two thread pools and run three times as slowly."""
     code = """
 from penstock.kernels import cpu
 import torch

@@ -1,4 +1,4 @@
-"""Adapters on the kernels: a row's bits do not depend on threads, other rows or recording."""
+"""Adapters in the CPU kernels: a row's bits do not depend on threads, other rows or recording."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ SLICES = (LinearSlice("q", 0, 200), LinearSlice("k", 200, 240), LinearSlice("v",
 @pytest.fixture(params=variants, ids=lambda ops: ops.isa)
 def ops(request: pytest.FixtureRequest) -> CpuOps:
     torch.manual_seed(0)
-    found: CpuOps = request.param
-    return found
+    result: CpuOps = request.param
+    return result
 
 
 @pytest.fixture(params=[2, 5])
@@ -38,8 +38,10 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def empty_inputs(inputs: int, rank: int, dtype: torch.dtype, names: str = "qv") -> LoRAInputs:
-    """Return LoRA inputs with memory for adapters on some slices. All ranks are 0; values beyond a rank are
-    NaN."""
+    """Return LoRA inputs with memory for adapters on some slices.
+
+    All ranks are 0. Values beyond a rank are NaN.
+    """
     matrices, ranks = {}, {}
     for part in SLICES:
         if part.name in names:
@@ -60,7 +62,7 @@ def fill_adapter(lora: LoRAInputs, adapter: int, ranks: Mapping[str, int]) -> No
         lora.ranks[name][adapter] = rank
 
 
-def filled(inputs: int, rank: int, dtype: torch.dtype) -> LoRAInputs:
+def random_inputs(inputs: int, rank: int, dtype: torch.dtype) -> LoRAInputs:
     lora = empty_inputs(inputs, rank, dtype)
     for adapter, ranks in enumerate([(rank, rank), (1, rank), (rank // 2, 3), (0, 7), (rank - 1, 0)]):
         fill_adapter(lora, adapter, dict(zip("qv", ranks, strict=True)))
@@ -77,31 +79,35 @@ def with_rows(lora: LoRAInputs, rows: Tensor) -> LoRAInputs:
 def test_rows_of_a_batch_equal_single_rows(
     ops: CpuOps, dtype: torch.dtype, inputs: int, rank: int, threads: int
 ) -> None:
-    """The base layer is zero, so that results show every bit of the adapters. The sizes cover the three
-    divisions of work among threads: a narrow row on one thread, wide rows by ranks and outputs, and many rows
-    by row."""
+    """The base layer is zero, so the results show every bit of the adapters.
+
+    The sizes cover the three ways to divide work among threads: a narrow row on one thread, wide rows by
+    ranks and outputs, and many rows by row.
+    """
     zeros = ops.pack_linear(torch.zeros(301, inputs), str(dtype).removeprefix("torch."), slices=SLICES)
-    lora, x = filled(inputs, rank, dtype), torch.randn(90, 2 * inputs).to(dtype)[:, :inputs]
+    lora, x = random_inputs(inputs, rank, dtype), torch.randn(90, 2 * inputs).to(dtype)[:, :inputs]
     for number in (-1, 0, 3):
-        which = torch.full((90,), number)
+        adapters = torch.full((90,), number)
         torch.set_num_threads(1)
-        each = [ops.linear(x[i : i + 1], zeros, lora=with_rows(lora, which[i : i + 1])) for i in range(90)]
-        alone = torch.cat(each)
+        single_rows = [
+            ops.linear(x[i : i + 1], zeros, lora=with_rows(lora, adapters[i : i + 1])) for i in range(90)
+        ]
+        alone = torch.cat(single_rows)
         torch.set_num_threads(threads)
         assert not alone.isnan().any()
         for count in (2, 3, 8, 47, 90):
             assert torch.equal(
-                ops.linear(x[:count], zeros, lora=with_rows(lora, which[:count])), alone[:count]
+                ops.linear(x[:count], zeros, lora=with_rows(lora, adapters[:count])), alone[:count]
             )
         mixed = torch.randint(-1, ADAPTERS, (90,))
         mixed[::7] = number
         for count in (1, 8, 20, 90):
-            got = ops.linear(x[:count], zeros, lora=with_rows(lora, mixed[:count]))
-            own = mixed[:count] == number
-            assert torch.equal(got[own], alone[:count][own])
+            actual = ops.linear(x[:count], zeros, lora=with_rows(lora, mixed[:count]))
+            selected = mixed[:count] == number
+            assert torch.equal(actual[selected], alone[:count][selected])
 
 
-def compiled(
+def compile_layer(
     ops: CpuOps, packed: PackedLinear, lora: LoRAInputs, x: Tensor, rows: Tensor, last: Tensor
 ) -> CompiledPlan:
     own = {"x": x.clone(), "rows": rows.clone(), "last": last.clone()}
@@ -109,74 +115,75 @@ def compiled(
     return CompiledPlan(plan, ops, own, torch.empty(plan.arena_bytes, dtype=torch.uint8), CoreContention())
 
 
-def step(ops: Ops, packed: PackedLinear, lora: LoRAInputs, given: Mapping[str, Tensor]) -> list[Tensor]:
-    """Compute a layer over all rows, and over some rows whose adapters are selected by `take_rows`."""
-    taken = ops.take_rows(given["rows"][:, None], given["last"])[:, 0]
-    some = ops.take_rows(given["x"], given["last"])
+def step(ops: Ops, packed: PackedLinear, lora: LoRAInputs, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+    """Compute a layer over all rows, and over selected rows with the adapters that `take_rows` selects."""
+    selected_rows = ops.take_rows(inputs["rows"][:, None], inputs["last"])[:, 0]
+    selected = ops.take_rows(inputs["x"], inputs["last"])
     return [
-        ops.linear(given["x"], packed, lora=with_rows(lora, given["rows"])),
-        ops.linear(some, packed, lora=with_rows(lora, taken)),
+        ops.linear(inputs["x"], packed, lora=with_rows(lora, inputs["rows"])),
+        ops.linear(selected, packed, lora=with_rows(lora, selected_rows)),
     ]
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int5", "int4"])
-@pytest.mark.parametrize(("inputs", "count"), [(33, 1), (33, 6), (700, 1), (700, 8), (700, 60)])
-def test_a_recorded_layer_reads_the_current_adapters(
-    ops: CpuOps, encoding: str, inputs: int, count: int, threads: int
+@pytest.mark.parametrize(("in_features", "count"), [(33, 1), (33, 6), (700, 1), (700, 8), (700, 60)])
+def test_a_recorded_layer_applies_the_current_adapters(
+    ops: CpuOps, encoding: str, in_features: int, count: int, threads: int
 ) -> None:
     """Between replays, the slots get adapters with other ranks on other slices."""
-    packed = ops.pack_linear(torch.randn(301, inputs) / inputs**0.5, encoding, slices=SLICES)
+    packed = ops.pack_linear(torch.randn(301, in_features) / in_features**0.5, encoding, slices=SLICES)
     dtype = torch.float32 if encoding == "float32" else torch.bfloat16
-    lora, seen = empty_inputs(inputs, 64, dtype), []
-    first = torch.randn(count, inputs).to(dtype)
+    lora, seen = empty_inputs(in_features, 64, dtype), []
+    first = torch.randn(count, in_features).to(dtype)
     last = torch.arange(count)[: (count + 1) // 2]
-    plan = compiled(ops, packed, lora, first, torch.full((count,), -1), last)
-    assert len(plan) == 6  # two rows taken, two layers and their adapters
+    plan = compile_layer(ops, packed, lora, first, torch.full((count,), -1), last)
+    assert len(plan) == 6  # two row selections, two layers and their adapters
     for change in range(6):
         for adapter in range(change % 2, ADAPTERS, 2):
             fill_adapter(lora, adapter, {"q": (16 * change + adapter) % 65, "v": (37 * change + 5) % 65})
-        given = {
-            "x": torch.randn(count, inputs).to(dtype),
+        inputs = {
+            "x": torch.randn(count, in_features).to(dtype),
             "rows": torch.randint(-1 if change else ADAPTERS - 1, ADAPTERS, (count,)),
             "last": torch.randperm(count)[: len(last)],
         }
-        got = plan.replay(list(given.values()))
+        actual = plan.replay(list(inputs.values()))
         torch.set_num_threads(1)
-        expected = step(ops, packed, lora, given)
+        expected = step(ops, packed, lora, inputs)
         torch.set_num_threads(threads)
-        assert not any(one.isnan().any() for one in got)
-        assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
-        seen.append(torch.equal(got[0], ops.linear(given["x"], packed)))
-    assert not all(seen), "adapters made a difference"
+        assert not any(tensor.isnan().any() for tensor in actual)
+        assert all(torch.equal(actual, reference) for actual, reference in zip(actual, expected, strict=True))
+        seen.append(torch.equal(actual[0], ops.linear(inputs["x"], packed)))
+    assert not all(seen), "the adapters changed the results"
 
 
-def test_recorded_on_the_reference() -> None:
+def test_a_layer_recorded_on_the_reference_replays_with_other_rows() -> None:
     reference = ReferenceOps()
     packed = reference.pack_linear(torch.randn(301, 20), "float32", slices=SLICES)
-    lora = filled(20, 12, torch.float32)
-    given = {"x": torch.randn(4, 20), "rows": torch.tensor([0, -1, 2, 0]), "last": torch.tensor([2, 3])}
-    plan = record(reference, given, lambda recording: step(recording, packed, lora, given))
+    lora = random_inputs(20, 12, torch.float32)
+    inputs = {"x": torch.randn(4, 20), "rows": torch.tensor([0, -1, 2, 0]), "last": torch.tensor([2, 3])}
+    plan = record(reference, inputs, lambda recording: step(recording, packed, lora, inputs))
     other = {"x": torch.randn(4, 20), "rows": torch.tensor([-1, 4, 1, 3]), "last": torch.tensor([1, 0])}
     fill_adapter(lora, 1, {"q": 5, "v": 2})
     expected = step(reference, packed, lora, other)
     assert all(
-        torch.equal(one, two) for one, two in zip(plan.replay(reference, other), expected, strict=True)
+        torch.equal(replayed, eager)
+        for replayed, eager in zip(plan.replay(reference, other), expected, strict=True)
     )
 
 
-def test_a_layer_without_adapters_is_recorded_without_them(ops: CpuOps) -> None:
+def test_a_layer_without_adapters_records_no_adapter_kernels(ops: CpuOps) -> None:
     packed = ops.pack_linear(torch.randn(301, 20), "float32", slices=SLICES)
     other = empty_inputs(20, 12, torch.float32, names="")
-    plan = compiled(ops, packed, other, torch.randn(3, 20), torch.tensor([0, 1, -1]), torch.tensor([1]))
+    plan = compile_layer(ops, packed, other, torch.randn(3, 20), torch.tensor([0, 1, -1]), torch.tensor([1]))
     assert len(plan) == 4
 
 
 def test_matrices_with_another_layout_are_not_compiled(ops: CpuOps) -> None:
-    """The reference computes such matrices, and a plan cannot call the reference."""
+    """The reference kernels compute such matrices, and a compiled step cannot call the reference."""
     packed = ops.pack_linear(torch.randn(301, 20), "float32", slices=SLICES)
-    lora = filled(20, 12, torch.float32)
+    lora = random_inputs(20, 12, torch.float32)
     matrices = {name: (down, up.contiguous()) for name, (down, up) in lora.matrices.items()}
-    otherwise = LoRAInputs(lora.rows, matrices, lora.ranks)
+    transposed = LoRAInputs(lora.rows, matrices, lora.ranks)
     with pytest.raises(UnrecordableStepError, match="linear with adapters has no kernel"):
-        compiled(ops, packed, otherwise, torch.randn(2, 20), torch.tensor([0, 1]), torch.tensor([1]))
+        compile_layer(ops, packed, transposed, torch.randn(2, 20), torch.tensor([0, 1]), torch.tensor([1]))

@@ -1,4 +1,4 @@
-"""The packer: panels from rows, to the bit as `kernels.quantized` and `kernels.panels` define them."""
+"""The packer: panels are bit-equal to the definition in `kernels.quantized` and `kernels.panels`."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def encoding(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def bits(tensors: dict[str, Tensor]) -> dict[str, bytes]:
-    """Return the bytes of tensors, which also compare the bits of NaNs."""
+def bytes_of(tensors: dict[str, Tensor]) -> dict[str, bytes]:
+    """Return the bytes of tensors, to compare NaNs bit by bit too."""
     return {name: tensor.contiguous().view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()}
 
 
-def packed_by(ops: CpuOps, weight: Tensor, encoding: str, importance: Tensor | None) -> Mapping[str, Tensor]:
+def pack(ops: CpuOps, weight: Tensor, encoding: str, importance: Tensor | None) -> Mapping[str, Tensor]:
     if importance is None:
         return ops.pack_linear(weight, encoding).tensors
     tensors = ops.pack_lazily([weight], encoding).tensors
@@ -44,15 +44,17 @@ def packed_by(ops: CpuOps, weight: Tensor, encoding: str, importance: Tensor | N
     return tensors.pack(importance)
 
 
-def assert_as_defined(ops: CpuOps, encoding: str, weight: Tensor, importance: Tensor | None = None) -> None:
+def assert_equals_definition(
+    ops: CpuOps, encoding: str, weight: Tensor, importance: Tensor | None = None
+) -> None:
     rows = encoding_named(encoding).pack(weight, importance)
     panels = encoding_named(encoding).panels
     assert panels is not None
-    defined = bits(panels.to_panels(rows))
-    assert bits(dict(packed_by(ops, weight, encoding, importance))) == defined
-    if is_quantized(encoding):  # from integers as well
+    defined = bytes_of(panels.to_panels(rows))
+    assert bytes_of(dict(pack(ops, weight, encoding, importance))) == defined
+    if is_quantized(encoding):  # panels made from integers are the same
         again = pack_rows(ops._kernels, WeightMemory(), encoding, rows)
-        assert bits(again) == defined
+        assert bytes_of(again) == defined
 
 
 @pytest.mark.matrix
@@ -60,24 +62,26 @@ def assert_as_defined(ops: CpuOps, encoding: str, weight: Tensor, importance: Te
 @pytest.mark.parametrize(
     "shape", [(1, 1), (64, 64), (65, 2), (70, 33), (63, 31), (130, 515), (200, 4)], ids=str
 )
-def test_shapes_and_types(ops: CpuOps, encoding: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+def test_weights_of_every_shape_and_type_are_packed_as_defined(
+    ops: CpuOps, encoding: str, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
     torch.manual_seed(0)
     weight = (torch.randn(shape) * 0.05).to(dtype)
     weight[0, 0] = 30
-    assert_as_defined(ops, encoding, weight)
+    assert_equals_definition(ops, encoding, weight)
     wider = torch.randn(shape[0], shape[1] + 3).to(dtype)
-    assert_as_defined(ops, encoding, wider[:, 1:-2])  # rows apart
+    assert_equals_definition(ops, encoding, wider[:, 1:-2])  # rows with gaps between them
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("shape", [(64, 64), (70, 33), (63, 31), (130, 515)], ids=str)
-def test_inputs_that_matter_more(ops: CpuOps, encoding: str, shape: tuple[int, int]) -> None:
+def test_input_importance_is_packed_as_defined(ops: CpuOps, encoding: str, shape: tuple[int, int]) -> None:
     torch.manual_seed(1)
     weight, importance = torch.randn(shape), torch.randn(shape[1]).mul(3).exp()
-    assert_as_defined(ops, encoding, weight, importance)
-    assert_as_defined(ops, encoding, weight, importance[::2].repeat_interleave(2)[: shape[1]])
-    alike = dict(packed_by(ops, weight, encoding, torch.ones(shape[1])))
-    assert bits(alike) == bits(dict(packed_by(ops, weight, encoding, None)))
+    assert_equals_definition(ops, encoding, weight, importance)
+    assert_equals_definition(ops, encoding, weight, importance[::2].repeat_interleave(2)[: shape[1]])
+    uniform = dict(pack(ops, weight, encoding, torch.ones(shape[1])))
+    assert bytes_of(uniform) == bytes_of(dict(pack(ops, weight, encoding, None)))
 
 
 NUMBERS = st.one_of(
@@ -95,21 +99,23 @@ NUMBERS = st.one_of(
         lambda n: st.lists(st.lists(NUMBERS, min_size=n, max_size=n), min_size=1, max_size=5)
     )
 )
-def test_any_numbers(encoding: str, weight: list[list[float]]) -> None:
+def test_any_finite_numbers_are_packed_as_defined(encoding: str, weight: list[list[float]]) -> None:
     for ops in VARIANTS.values():
-        assert_as_defined(ops, encoding, torch.tensor(weight))
+        assert_equals_definition(ops, encoding, torch.tensor(weight))
 
 
 @pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 13])
 @pytest.mark.parametrize(("encoding", "low"), [("int4", -8), ("int5", -16)])
-def test_every_float16_scale(ops: CpuOps, encoding: str, low: int, step: int) -> None:
-    """A group whose largest weight is the least integer times a float16 keeps that number as its scale, of
-    whatever size."""
+def test_a_group_with_a_float16_scale_keeps_it(ops: CpuOps, encoding: str, low: int, step: int) -> None:
+    """The group's largest weight is the lowest integer times a float16.
+
+    That float16, of any size, must be the scale.
+    """
     halves = torch.arange(1, 0x7C00, step, dtype=torch.int16).view(torch.float16)
     weight = torch.zeros(len(halves), 32)
     weight[:, 5] = halves.float() * low
     weight[:, 6] = halves.float() * 7
-    assert_as_defined(ops, encoding, weight)
+    assert_equals_definition(ops, encoding, weight)
     tensors = encoding_named(encoding).pack(weight)
     assert torch.equal(tensors["scales"].flatten(), halves)
     x = torch.zeros(1, 32)

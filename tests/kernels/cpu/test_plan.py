@@ -1,4 +1,4 @@
-"""A step compiled to one call: the same bits as its operations one by one."""
+"""A step compiled to one call: bit-equal to its operations run one at a time."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ Step = Callable[[Ops, Mapping[str, Tensor]], list[Tensor]]
 @pytest.fixture(params=variants, ids=lambda ops: ops.isa)
 def ops(request: pytest.FixtureRequest) -> CpuOps:
     torch.manual_seed(0)
-    found: CpuOps = request.param
-    return found
+    ops: CpuOps = request.param
+    return ops
 
 
-def compiled(ops: CpuOps, inputs: Mapping[str, Tensor], step: Step) -> tuple[CompiledPlan, Plan]:
-    """Record and compile a step on copies of the inputs, which the plan owns."""
-    own = {name: tensor.clone() for name, tensor in inputs.items()}
-    plan = record(ops, own, lambda recording: step(recording, own))
+def compile_step(ops: CpuOps, inputs: Mapping[str, Tensor], step: Step) -> tuple[CompiledPlan, Plan]:
+    """Record and compile a step on copies of the inputs, which the compiled step owns."""
+    copies = {name: tensor.clone() for name, tensor in inputs.items()}
+    plan = record(ops, copies, lambda recording: step(recording, copies))
     return CompiledPlan(
-        plan, ops, own, torch.empty(plan.arena_bytes, dtype=torch.uint8), CoreContention()
+        plan, ops, copies, torch.empty(plan.arena_bytes, dtype=torch.uint8), CoreContention()
     ), plan
 
 
-def everything(ops: CpuOps, encoding: str, width: int) -> Step:
+def step_with_all_operations(ops: CpuOps, encoding: str, width: int) -> Step:
     """Return a step with every operation that has a kernel."""
     packed = ops.pack_linear(torch.randn(4 * width, width) / width**0.5, encoding)
     back = ops.pack_linear(torch.randn(width, 2 * width) / width**0.5, encoding)
@@ -61,10 +61,10 @@ def everything(ops: CpuOps, encoding: str, width: int) -> Step:
     head_weight, head_bias = torch.randn(2, 4, 16)
     cache, sinks = torch.zeros(2, 9, 2, 16, 16).to(dtype), torch.randn(4).bfloat16()
 
-    def step(ops: Ops, given: Mapping[str, Tensor]) -> list[Tensor]:
-        kv = LayerKV(cache, given["tables"], given["slots"])
-        rows = ops.rope_rows(given["positions"], angles.cos(), angles.sin())
-        x = ops.scale(ops.embedding(given["tokens"], table), 3.0)
+    def step(ops: Ops, step_inputs: Mapping[str, Tensor]) -> list[Tensor]:
+        kv = LayerKV(cache, step_inputs["tables"], step_inputs["slots"])
+        rows = ops.rope_rows(step_inputs["positions"], angles.cos(), angles.sin())
+        x = ops.scale(ops.embedding(step_inputs["tokens"], table), 3.0)
         normed, x = ops.add_rms_norm(ops.rms_norm(x, weight, 1e-5), x, weight, 1e-5)
         x = ops.clamp(ops.add(ops.layer_norm(normed, weight, bias, 1e-5), x), 9.0)
         heads = ops.linear(x, packed)[:, :128].view(-1, 8, 16)
@@ -72,8 +72,10 @@ def everything(ops: CpuOps, encoding: str, width: int) -> Step:
         q, k = ops.rotary(q, heads[:, 4:6], *rows)
         q, k = ops.rotary(q, k, *rows, is_interleaved=True)
         ops.store_kv(k, heads[:, 6:], kv)
-        out = ops.attention(q, kv, given["offsets"], given["lengths"], scale=0.25, sinks=sinks)
-        gates = ops.linear(ops.put_rows(x, given["last"], ops.take_rows(x, given["last"])), packed)
+        out = ops.attention(q, kv, step_inputs["offsets"], step_inputs["lengths"], scale=0.25, sinks=sinks)
+        gates = ops.linear(
+            ops.put_rows(x, step_inputs["last"], ops.take_rows(x, step_inputs["last"])), packed
+        )
         gated = ops.gated_activation(gates, "silu")
         clamped = ops.clamped_swiglu(gates, ClampedSwiGLU(1.7, 7.0))
         gated = ops.add(gated, ops.xielu(clamped, XIELU(0.8, 1.3, 0.5, -1e-6)))
@@ -85,7 +87,7 @@ def everything(ops: CpuOps, encoding: str, width: int) -> Step:
     return step
 
 
-def inputs(lengths: Sequence[int]) -> dict[str, Tensor]:
+def step_inputs_of(lengths: Sequence[int]) -> dict[str, Tensor]:
     """Return the inputs of a step with one row and four blocks per sequence."""
     at = torch.tensor(lengths) - 1
     tables = 1 + torch.randperm(8)[: 4 * len(lengths)].view(-1, 4)
@@ -101,47 +103,51 @@ def inputs(lengths: Sequence[int]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int5", "int4", "uint4", "fp8"])
-@pytest.mark.parametrize("width", [32, 640])  # the wider one with operations that all threads share
-def test_every_operation_gives_the_same_bits(ops: CpuOps, encoding: str, width: int) -> None:
-    step = everything(ops, encoding, width)
-    plan, recorded = compiled(ops, inputs([3, 20]), step)
-    assert len(plan) == len(recorded.records) + 1  # the rotary tables are two
+@pytest.mark.parametrize("width", [32, 640])  # the wider step has operations that all threads share
+def test_a_compiled_step_is_bit_equal_to_its_operations(ops: CpuOps, encoding: str, width: int) -> None:
+    step = step_with_all_operations(ops, encoding, width)
+    plan, recorded = compile_step(ops, step_inputs_of([3, 20]), step)
+    assert len(plan) == len(recorded.records) + 1  # the rotary tables count twice
     for lengths in ([17, 16], [33, 1], [64, 50]):
-        given = inputs(lengths)
-        replayed = plan.replay(list(given.values()))
-        for one, other in zip(replayed, step(ops, given), strict=True):
-            assert torch.equal(one, other)
+        step_inputs = step_inputs_of(lengths)
+        replayed = plan.replay(list(step_inputs.values()))
+        for actual, eager in zip(replayed, step(ops, step_inputs), strict=True):
+            assert torch.equal(actual, eager)
 
 
-def test_results_outlive_the_next_replay(ops: CpuOps) -> None:
-    step = everything(ops, "float32", 32)
-    plan, _ = compiled(ops, inputs([3, 20]), step)
-    first = plan.replay(list(inputs([5, 9]).values()))
+def test_results_are_not_overwritten_by_the_next_replay(ops: CpuOps) -> None:
+    step = step_with_all_operations(ops, "float32", 32)
+    plan, _ = compile_step(ops, step_inputs_of([3, 20]), step)
+    first = plan.replay(list(step_inputs_of([5, 9]).values()))
     copies = [result.clone() for result in first]
-    second = plan.replay(list(inputs([50, 60]).values()))
-    assert all(torch.equal(one, other) for one, other in zip(first, copies, strict=True))
+    second = plan.replay(list(step_inputs_of([50, 60]).values()))
+    assert all(torch.equal(original, copy) for original, copy in zip(first, copies, strict=True))
     assert not torch.equal(first[0], second[0])
 
 
-def test_a_row_outside_its_table_is_refused(ops: CpuOps) -> None:
-    plan, _ = compiled(ops, inputs([3, 20]), everything(ops, "float32", 32))
+def test_an_index_outside_its_table_is_refused(ops: CpuOps) -> None:
+    plan, _ = compile_step(ops, step_inputs_of([3, 20]), step_with_all_operations(ops, "float32", 32))
     for name, bad in (("tokens", 50), ("tokens", -1), ("positions", 100)):
-        given = inputs([5, 9])
-        given[name][1] = bad
+        step_inputs = step_inputs_of([5, 9])
+        step_inputs[name][1] = bad
         with pytest.raises(IndexError, match="take_rows"):
-            plan.replay(list(given.values()))
-    plan.replay(list(inputs([5, 9]).values()))
+            plan.replay(list(step_inputs.values()))
+    plan.replay(list(step_inputs_of([5, 9]).values()))
 
 
-def test_an_operation_without_a_kernel_is_named(ops: CpuOps) -> None:
+def test_the_error_names_an_operation_without_a_kernel(ops: CpuOps) -> None:
     x = torch.randn(3, 8)
     for dtype in (torch.float16, torch.float64):
         with pytest.raises(UnrecordableStepError, match=r"^rms_norm has no kernel"):
-            compiled(ops, {"x": x.to(dtype)}, lambda o, given: [o.rms_norm(given["x"], torch.ones(8), 1e-5)])
+            compile_step(
+                ops,
+                {"x": x.to(dtype)},
+                lambda o, step_inputs: [o.rms_norm(step_inputs["x"], torch.ones(8), 1e-5)],
+            )
 
 
-def test_the_reference_is_not_run_while_compiling(ops: CpuOps) -> None:
-    """The reference would write to the cache slots of a step that has already run."""
+def test_compiling_does_not_run_the_reference(ops: CpuOps) -> None:
+    """The reference would write to cache slots of a step that has already run."""
     cache = torch.zeros(2, 3, 1, 16, 8)
     k = torch.randn(1, 1, 8).half()  # a type without kernels
     own = {"tables": torch.zeros(1, 2).int(), "slots": torch.tensor([20]), "k": k}
@@ -157,18 +163,18 @@ def test_the_reference_is_not_run_while_compiling(ops: CpuOps) -> None:
     assert not cache.any()
 
 
-# ---- when a plan is made ----
+# ---- when a step is compiled ----
 
 
 def test_a_step_is_recorded_without_computing(ops: CpuOps) -> None:
-    """The cache holds only the values that the replays have stored."""
+    """The cache holds only the values that the replays stored."""
     cache = torch.zeros(2, 3, 1, 16, 8)
     plans, seen = GraphCache(CpuGraphCompiler(ops)), []
 
-    def step(o: Ops, given: Mapping[str, Tensor]) -> list[Tensor]:
-        x = o.scale(given["x"], 2.0)
+    def step(o: Ops, step_inputs: Mapping[str, Tensor]) -> list[Tensor]:
+        x = o.scale(step_inputs["x"], 2.0)
         k = x.view(1, 1, -1)[..., :8]
-        o.store_kv(k, k, LayerKV(cache, given["tables"], given["slots"]))
+        o.store_kv(k, k, LayerKV(cache, step_inputs["tables"], step_inputs["slots"]))
         seen.append(cache.clone())
         return [x]
 
@@ -182,29 +188,29 @@ def test_a_step_is_recorded_without_computing(ops: CpuOps) -> None:
     assert not cache[:, 1, 0, 4].any()
 
 
-def doubled(o: Ops, given: Mapping[str, Tensor]) -> list[Tensor]:
-    return [o.scale(given["x"], 2.0)]
+def double(o: Ops, step_inputs: Mapping[str, Tensor]) -> list[Tensor]:
+    return [o.scale(step_inputs["x"], 2.0)]
 
 
-def test_a_shape_is_recorded_at_its_second_use(ops: CpuOps) -> None:
+def test_a_step_is_recorded_when_its_shape_occurs_again(ops: CpuOps) -> None:
     plans = GraphCache(CpuGraphCompiler(ops))
     assert plans.status is None
-    assert plans.run("a", {"x": torch.randn(2, 8)}, doubled) is None
+    assert plans.run("a", {"x": torch.randn(2, 8)}, double) is None
     assert plans.status == "eager: a step of this shape ran once"
     for _ in range(3):
         x = torch.randn(2, 8)
-        results = plans.run("a", {"x": x}, doubled)
+        results = plans.run("a", {"x": x}, double)
         assert results is not None
         assert torch.equal(results[0][:, :8], 2 * x)
         assert plans.status == "compiled: 1 kernels in one call"
 
 
-def test_an_unrecordable_step_is_remembered(ops: CpuOps) -> None:
+def test_an_unrecordable_step_is_tried_once(ops: CpuOps) -> None:
     plans, ran = GraphCache(CpuGraphCompiler(ops)), []
 
-    def step(o: Ops, given: Mapping[str, Tensor]) -> list[Tensor]:
+    def step(o: Ops, step_inputs: Mapping[str, Tensor]) -> list[Tensor]:
         ran.append(o.name)
-        return [o.scale(given["x"] + 1, 2.0)]
+        return [o.scale(step_inputs["x"] + 1, 2.0)]
 
     for _ in range(4):
         assert plans.run("a", {"x": torch.randn(8, 8)}, step) is None
@@ -213,12 +219,14 @@ def test_an_unrecordable_step_is_remembered(ops: CpuOps) -> None:
     assert "comes from no recorded operation" in plans.status
 
 
-def test_a_larger_arena_keeps_old_plans_right(ops: CpuOps) -> None:
+def test_a_larger_arena_keeps_earlier_steps_correct(ops: CpuOps) -> None:
     plans = GraphCache(CpuGraphCompiler(ops))
     for rows in (1, 50, 1, 50, 1, 400, 50, 1, 400):
         for _ in range(2):
             x = torch.randn(rows)
-            results = plans.run(rows, {"x": x}, lambda o, given: doubled(o, {"x": given["x"].view(1, -1)}))
+            results = plans.run(
+                rows, {"x": x}, lambda o, step_inputs: double(o, {"x": step_inputs["x"].view(1, -1)})
+            )
             if results is not None:
                 assert torch.equal(results[0][0], 2 * x)
     assert plans.status == "compiled: 1 kernels in one call"
@@ -226,28 +234,30 @@ def test_a_larger_arena_keeps_old_plans_right(ops: CpuOps) -> None:
 
 
 def tiny_language_model(ops: CpuOps) -> Step:
-    """Return a step from tokens to logits with attention over a KV cache: it depends on all previous
-    steps."""
+    """Return a step from tokens to logits with attention over a KV cache.
+
+    Its logits depend on all previous steps.
+    """
     table, head = torch.randn(50, 32), ops.pack_linear(torch.randn(50, 32), "float32")
     cache = torch.zeros(2, 10, 2, 16, 16)
 
-    def step(ops: Ops, given: Mapping[str, Tensor]) -> list[Tensor]:
-        kv = LayerKV(cache, given["tables"], given["slots"])
-        x = ops.embedding(given["tokens"], table)
+    def step(ops: Ops, step_inputs: Mapping[str, Tensor]) -> list[Tensor]:
+        kv = LayerKV(cache, step_inputs["tables"], step_inputs["slots"])
+        x = ops.embedding(step_inputs["tokens"], table)
         heads = x.view(-1, 2, 16)
         ops.store_kv(heads, heads, kv)
-        seen = ops.attention(heads, kv, given["offsets"], given["lengths"], scale=0.25)
+        seen = ops.attention(heads, kv, step_inputs["offsets"], step_inputs["lengths"], scale=0.25)
         return [ops.linear(ops.add(x, seen.flatten(1)), head)]
 
     return step
 
 
-def later(given: Mapping[str, Tensor], ahead: int) -> dict[str, Tensor]:
+def advance_inputs(step_inputs: Mapping[str, Tensor], ahead: int) -> dict[str, Tensor]:
     """Return the inputs, except for the tokens, of the step that is ``ahead`` steps later."""
-    lengths = given["lengths"].long() + ahead
+    lengths = step_inputs["lengths"].long() + ahead
     at = lengths - 1
-    slots = given["tables"].long()[torch.arange(len(at)), at // 16] * 16 + at % 16
-    return {**given, "positions": at, "lengths": lengths.int(), "slots": slots}
+    slots = step_inputs["tables"].long()[torch.arange(len(at)), at // 16] * 16 + at % 16
+    return {**step_inputs, "positions": at, "lengths": lengths.int(), "slots": slots}
 
 
 def sampling_of(rows: int, temperature: float) -> SamplingInputs:
@@ -266,43 +276,41 @@ def no_ends(rows: int) -> Tensor:
 
 @pytest.mark.parametrize("temperature", [0.0, 5.0])
 @pytest.mark.parametrize("lengths", [[7], [3, 20], [15, 30, 40]])
-def test_replay_steps_equals_steps_one_after_the_other(
-    ops: CpuOps, lengths: list[int], temperature: float
-) -> None:
+def test_replay_steps_equals_single_steps(ops: CpuOps, lengths: list[int], temperature: float) -> None:
     step, num_steps, rows = tiny_language_model(ops), 7, len(lengths)
-    given = {
+    step_inputs = {
         "tokens": torch.randint(0, 50, (rows,)),
         "tables": (1 + torch.randperm(9))[: 3 * rows].view(rows, 3).int(),
         "offsets": torch.arange(rows + 1).int(),
         "lengths": torch.tensor(lengths).int(),
     }
-    given = later(given, 0)
-    plan, _ = compiled(ops, given, step)
+    step_inputs = advance_inputs(step_inputs, 0)
+    plan, _ = compile_step(ops, step_inputs, step)
     sampling, uniforms = sampling_of(rows, temperature), torch.rand(num_steps, rows, dtype=torch.float64)
-    steps = [later(given, ahead) for ahead in range(num_steps)]
-    varied = {name: torch.stack([one[name] for one in steps]) for name in ("positions", "lengths", "slots")}
-    tokens, expected = given["tokens"], []
-    for one, draws in zip(steps, uniforms, strict=True):
-        (logits,) = step(ops, {**one, "tokens": tokens})
+    steps = [advance_inputs(step_inputs, ahead) for ahead in range(num_steps)]
+    varied = {name: torch.stack([step[name] for step in steps]) for name in ("positions", "lengths", "slots")}
+    tokens, expected = step_inputs["tokens"], []
+    for inputs_of_step, draws in zip(steps, uniforms, strict=True):
+        (logits,) = step(ops, {**inputs_of_step, "tokens": tokens})
         tokens = ops.sample(logits, replace(sampling, uniforms=draws.clone()))
         expected.append(tokens)
     for _ in range(2):  # the second run does not depend on what the first one stored
-        found = plan.replay_steps(list(given.values()), varied, sampling, uniforms, no_ends(rows))
-        assert torch.equal(found, torch.stack(expected))
+        sampled = plan.replay_steps(list(step_inputs.values()), varied, sampling, uniforms, no_ends(rows))
+        assert torch.equal(sampled, torch.stack(expected))
     if temperature:
-        assert len(set(found.flatten().tolist())) > 1
+        assert len(set(sampled.flatten().tolist())) > 1
 
 
 def test_replay_steps_stops_when_every_row_has_ended(ops: CpuOps) -> None:
     step, num_steps = tiny_language_model(ops), 8
-    given = later(inputs([3, 20]), 0)
-    plan, _ = compiled(ops, given, step)
-    steps = [later(given, ahead) for ahead in range(num_steps)]
-    varied = {name: torch.stack([one[name] for one in steps]) for name in ("positions", "lengths", "slots")}
+    step_inputs = advance_inputs(step_inputs_of([3, 20]), 0)
+    plan, _ = compile_step(ops, step_inputs, step)
+    steps = [advance_inputs(step_inputs, ahead) for ahead in range(num_steps)]
+    varied = {name: torch.stack([step[name] for step in steps]) for name in ("positions", "lengths", "slots")}
     uniforms = torch.rand(num_steps, 2, dtype=torch.float64)
 
     def run(ends: Tensor) -> Tensor:
-        return plan.replay_steps(list(given.values()), varied, sampling_of(2, 1.0), uniforms, ends)
+        return plan.replay_steps(list(step_inputs.values()), varied, sampling_of(2, 1.0), uniforms, ends)
 
     whole = run(no_ends(2))
     assert len(whole) == num_steps
@@ -313,30 +321,30 @@ def test_replay_steps_stops_when_every_row_has_ended(ops: CpuOps) -> None:
     assert len(run(ends)) == num_steps, "a row without end tokens continues"
 
 
-def test_a_non_finite_row_does_not_stop_the_batch(ops: CpuOps) -> None:
-    """The row continues with an arbitrary token, and its results are -1."""
+def test_a_row_with_non_finite_logits_does_not_stop_the_batch(ops: CpuOps) -> None:
+    """The row continues with an arbitrary token, and its result is -1."""
     step = tiny_language_model(ops)
 
-    def broken(ops: Ops, given: Mapping[str, Tensor]) -> list[Tensor]:
-        (logits,) = step(ops, given)
-        return [ops.add(logits, given["noise"])]
+    def add_noise(ops: Ops, step_inputs: Mapping[str, Tensor]) -> list[Tensor]:
+        (logits,) = step(ops, step_inputs)
+        return [ops.add(logits, step_inputs["noise"])]
 
-    given = later(inputs([3, 20]), 0)
-    given["noise"] = torch.tensor([[torch.nan], [0.0]]).repeat(1, 50)
-    plan, _ = compiled(ops, given, broken)
-    steps = [later(given, ahead) for ahead in range(3)]
-    varied = {name: torch.stack([one[name] for one in steps]) for name in ("positions", "lengths", "slots")}
+    step_inputs = advance_inputs(step_inputs_of([3, 20]), 0)
+    step_inputs["noise"] = torch.tensor([[torch.nan], [0.0]]).repeat(1, 50)
+    plan, _ = compile_step(ops, step_inputs, add_noise)
+    steps = [advance_inputs(step_inputs, ahead) for ahead in range(3)]
+    varied = {name: torch.stack([step[name] for step in steps]) for name in ("positions", "lengths", "slots")}
     uniforms = torch.rand(3, 2, dtype=torch.float64)
-    found = plan.replay_steps(list(given.values()), varied, sampling_of(2, 1.0), uniforms, no_ends(2))
-    assert found[:, 0].tolist() == [-1, -1, -1]
-    assert bool((found[:, 1] >= 0).all())
+    sampled = plan.replay_steps(list(step_inputs.values()), varied, sampling_of(2, 1.0), uniforms, no_ends(2))
+    assert sampled[:, 0].tolist() == [-1, -1, -1]
+    assert bool((sampled[:, 1] >= 0).all())
 
 
 def test_replay_steps_refuses_a_token_outside_its_table(ops: CpuOps) -> None:
-    given = later(inputs([3, 20]), 0)
-    plan, _ = compiled(ops, given, tiny_language_model(ops))
-    bad = {**given, "tokens": torch.tensor([1, 50])}
-    varied = {"lengths": given["lengths"].repeat(4, 1)}
+    step_inputs = advance_inputs(step_inputs_of([3, 20]), 0)
+    plan, _ = compile_step(ops, step_inputs, tiny_language_model(ops))
+    bad = {**step_inputs, "tokens": torch.tensor([1, 50])}
+    varied = {"lengths": step_inputs["lengths"].repeat(4, 1)}
     uniforms = torch.zeros(4, 2, dtype=torch.float64)
     with pytest.raises(IndexError, match="take_rows"):
         plan.replay_steps(list(bad.values()), varied, sampling_of(2, 0.0), uniforms, no_ends(2))

@@ -16,7 +16,10 @@ from penstock.kernels.cpu.ops import CpuOps
 
 VARIANTS = {ops.isa: ops for ops in variants()}
 SHAPES = [(64, 64), (70, 33), (1, 1), (130, 100), (200, 4100), (65, 2), (129, 3000)]
-"""Outputs and inputs: whole panels and parts of one; K no multiple of 2, 4, 32; several blocks of K."""
+"""Numbers of outputs and inputs (K).
+
+They give whole and partial panels, K that is no multiple of 2, 4 or 32, and several blocks of K.
+"""
 
 
 @pytest.fixture(params=VARIANTS or [pytest.param("none", marks=pytest.mark.skip("no kernels are built"))])
@@ -42,7 +45,7 @@ def _threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def packed_as(ops: CpuOps, weight: Tensor, encoding: str, bias: Tensor | None = None) -> PackedLinear:
+def pack_as(ops: CpuOps, weight: Tensor, encoding: str, bias: Tensor | None = None) -> PackedLinear:
     packed = ops.pack_linear(weight, encoding)
     assert packed.layout == PANELS
     return PackedLinear(
@@ -51,7 +54,7 @@ def packed_as(ops: CpuOps, weight: Tensor, encoding: str, bias: Tensor | None = 
 
 
 def expected_of(weight: Tensor, encoding: str, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The product as the encoding defines it in float32, and the sum of its terms' magnitudes."""
+    """Return the encoding's product in float32, and the sum of the magnitudes of its terms."""
     kind = encoding_named(encoding)
     tensors = kind.pack(weight)
     wide_bias = None if bias is None else bias.float()
@@ -61,23 +64,24 @@ def expected_of(weight: Tensor, encoding: str, x: Tensor, bias: Tensor | None) -
 
 
 def assert_is_rounded(y: Tensor, expected: Tensor, terms: Tensor) -> None:
-    """Check that ``y`` is ``expected`` up to a few roundings in float32 and one to the type of ``y``."""
-    own = 0.0 if y.dtype == torch.float32 else 2**-8
-    assert bool(((y.float() - expected).abs() <= own * expected.abs() + 2**-21 * terms).all())
+    """Check that ``y`` equals ``expected`` up to a few float32 roundings and one to the type of ``y``."""
+    rounding = 0.0 if y.dtype == torch.float32 else 2**-8
+    assert bool(((y.float() - expected).abs() <= rounding * expected.abs() + 2**-21 * terms).all())
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_products(
+def test_products_agree_with_the_definition(
     ops: CpuOps, encoding: str, dtype: torch.dtype, shape: tuple[int, int], with_bias: bool
 ) -> None:
     weight = torch.randn(shape)
-    x = torch.randn(33, shape[1] + 5).to(dtype)[:, 3 : 3 + shape[1]]  # rows apart, and not aligned
+    # rows with gaps between them, not aligned
+    x = torch.randn(33, shape[1] + 5).to(dtype)[:, 3 : 3 + shape[1]]
     x[5, 0] = 10000.0
     x[7] = 0
     bias = torch.randn(shape[0]).to(dtype) if with_bias else None
-    y = ops.linear(x, packed_as(ops, weight, encoding, bias))
+    y = ops.linear(x, pack_as(ops, weight, encoding, bias))
     assert y.dtype == dtype
     expected, terms = expected_of(weight, encoding, x, bias)
     assert_is_rounded(y, expected, terms)
@@ -86,28 +90,25 @@ def test_products(
 
 
 def rows_with_outliers(inputs: int) -> Tensor:
-    """Return rows ``[60, inputs]`` with none, some and the maximum number of large values at random
-    positions."""
+    """Return rows ``[60, inputs]`` with up to the maximum number of outliers, at random positions."""
     x = torch.randn(60, inputs)
     for row in range(1, len(x)):
         count = min(row % 20, inputs)
-        places = torch.randperm(inputs)[:count]
-        x[row, places] *= 10 ** torch.empty(count).uniform_(0, 1 + row / 20)
+        positions = torch.randperm(inputs)[:count]
+        x[row, positions] *= 10 ** torch.empty(count).uniform_(0, 1 + row / 20)
     x[-1] = 1.0
-    x[
-        -1, : min(15, inputs // 32)
-    ] = -2.0  # each needs one additional byte, with the first scale and with the second
+    x[-1, : min(15, inputs // 32)] = -2.0  # each outlier needs one extra byte, for either scale
     x[-2] = x[-1]
-    x[-2, -1:] = 2.0  # one large value too many
+    x[-2, -1:] = 2.0  # one outlier more than the maximum
     return x
 
 
 @pytest.mark.parametrize("inputs", [31, 64, 576, 1500, 4100])
-def test_large_activations_take_no_digits_from_the_others(
+def test_outliers_do_not_reduce_the_precision_of_other_activations(
     ops: CpuOps, dtype: torch.dtype, inputs: int
 ) -> None:
     weight, x = torch.randn(70, inputs), rows_with_outliers(inputs).to(dtype)
-    packed = packed_as(ops, weight, "int8")
+    packed = pack_as(ops, weight, "int8")
     y = ops.linear(x, packed)
     expected, terms = expected_of(weight, "int8", x, None)
     assert_is_rounded(y, expected, terms)
@@ -120,10 +121,10 @@ def test_large_activations_take_no_digits_from_the_others(
 @pytest.mark.matrix
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("shape", [(300, 1500), (70, 33)], ids=str)
-def test_a_row_is_the_same_in_every_batch(
+def test_a_row_is_bit_equal_in_every_batch(
     ops: CpuOps, encoding: str, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
-    x, packed = torch.randn(700, shape[1]).to(dtype), packed_as(ops, torch.randn(shape), encoding)
+    x, packed = torch.randn(700, shape[1]).to(dtype), pack_as(ops, torch.randn(shape), encoding)
     together = ops.linear(x, packed)
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
@@ -133,8 +134,8 @@ def test_a_row_is_the_same_in_every_batch(
 
 @pytest.mark.matrix(strength=1)
 @pytest.mark.usefixtures("_threads")
-def test_more_rows_than_are_quantised_at_once(ops: CpuOps, encoding: str) -> None:
-    x, packed = torch.randn(300, 40000).bfloat16(), packed_as(ops, torch.randn(3, 40000), encoding)
+def test_more_rows_than_one_quantization_pass_are_bit_equal(ops: CpuOps, encoding: str) -> None:
+    x, packed = torch.randn(300, 40000).bfloat16(), pack_as(ops, torch.randn(3, 40000), encoding)
     torch.set_num_threads(2)
     together = ops.linear(x, packed)
     torch.set_num_threads(1)
@@ -142,9 +143,9 @@ def test_more_rows_than_are_quantised_at_once(ops: CpuOps, encoding: str) -> Non
     assert torch.equal(ops.linear(x[:40], packed), together[:40])
 
 
-def test_results_that_exceed_the_caches(ops: CpuOps, dtype: torch.dtype) -> None:
-    """Tiles store results below 4 MiB directly, and larger ones after all of a panel are computed."""
-    packed = packed_as(ops, torch.randn(4096, 40), "int8", torch.randn(4096).to(dtype))
+def test_results_larger_than_the_cpu_cache_are_correct(ops: CpuOps, dtype: torch.dtype) -> None:
+    """Tiles write results below 4 MiB directly. They write larger results after a whole panel is computed."""
+    packed = pack_as(ops, torch.randn(4096, 40), "int8", torch.randn(4096).to(dtype))
     x = torch.randn(520, 40).to(dtype)
     whole = ops.linear(x, packed)
     assert torch.equal(whole[100:103], ops.linear(x[100:103], packed))
@@ -156,13 +157,13 @@ def test_results_that_exceed_the_caches(ops: CpuOps, dtype: torch.dtype) -> None
 @pytest.mark.matrix
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("rows", [5, 40])
-@pytest.mark.parametrize("place", [0, 130])  # in a whole vector, and in the rest of the row
-def test_only_a_row_that_is_not_finite_gives_nan(
-    ops: CpuOps, encoding: str, dtype: torch.dtype, rows: int, place: int, bad: float
+@pytest.mark.parametrize("position", [0, 130])  # in a full vector, and in the remainder of the row
+def test_only_a_row_with_a_non_finite_value_gives_nan(
+    ops: CpuOps, encoding: str, dtype: torch.dtype, rows: int, position: int, bad: float
 ) -> None:
-    x, packed = torch.randn(rows, 131).to(dtype), packed_as(ops, torch.randn(70, 131), encoding)
+    x, packed = torch.randn(rows, 131).to(dtype), pack_as(ops, torch.randn(70, 131), encoding)
     plain = ops.linear(x, packed)
-    x[3, place] = bad
+    x[3, position] = bad
     y = ops.linear(x, packed)
     assert y[3].isnan().all()
     others = [row for row in range(rows) if row != 3]
@@ -171,19 +172,21 @@ def test_only_a_row_that_is_not_finite_gives_nan(
 
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("rows", [1, 9])
-def test_sums_are_exact_at_the_extremes(ops: CpuOps, sign: int, rows: int) -> None:
+def test_sums_of_extreme_values_are_exact(ops: CpuOps, sign: int, rows: int) -> None:
     inputs = 14336
-    packed = packed_as(ops, torch.full((2, inputs), 127.0 * sign), "int8")
+    packed = pack_as(ops, torch.full((2, inputs), 127.0 * sign), "int8")
     y = ops.linear(torch.full((rows, inputs), 127.0), packed)
     assert torch.equal(y, torch.full((rows, 2), float(127 * 127 * inputs * sign)))
 
 
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize(("encoding", "low"), [("int4", -8.0), ("int5", -16.0)])
-def test_groups_are_exact_at_the_extremes(ops: CpuOps, encoding: str, low: float, sign: int) -> None:
-    """All weights are the smallest or the largest integer and all activations are 127: intermediate sums need
-    all 16 bits."""
-    packed = packed_as(ops, torch.full((2, 64), low), encoding)
+def test_group_sums_of_extreme_values_are_exact(ops: CpuOps, encoding: str, low: float, sign: int) -> None:
+    """All weights are the lowest or highest integer and all activations are 127.
+
+    Intermediate sums need all 16 bits.
+    """
+    packed = pack_as(ops, torch.full((2, 64), low), encoding)
     assert torch.equal(
         ops.linear(torch.full((3, 64), 127.0 * sign), packed), torch.full((3, 2), low * 127 * 64 * sign)
     )
@@ -206,7 +209,7 @@ def test_groups_are_exact_at_the_extremes(ops: CpuOps, encoding: str, low: float
 
 
 def test_nothing_beyond_the_outputs_is_written(ops: CpuOps, encoding: str, dtype: torch.dtype) -> None:
-    x, packed = torch.randn(9, 40).to(dtype), packed_as(ops, torch.randn(70, 40), encoding)
+    x, packed = torch.randn(9, 40).to(dtype), pack_as(ops, torch.randn(70, 40), encoding)
     y = torch.full((9, 72), 5.0, dtype=dtype)
     scales = packed.tensors.get("scales")
     ops._kernels.linear(
@@ -229,10 +232,10 @@ def test_nothing_beyond_the_outputs_is_written(ops: CpuOps, encoding: str, dtype
     assert bool((y[:, 70:] == 5).all())
 
 
-def test_weights_that_are_not_finite_give_nan_in_their_output(ops: CpuOps, encoding: str) -> None:
+def test_a_non_finite_weight_gives_nan_in_its_output(ops: CpuOps, encoding: str) -> None:
     weight = torch.randn(70, 100)
     weight[7, 99], weight[66, 0] = math.nan, math.inf
-    y = ops.linear(torch.randn(3, 100), packed_as(ops, weight, encoding))
+    y = ops.linear(torch.randn(3, 100), pack_as(ops, weight, encoding))
     assert y[:, [7, 66]].isnan().all()
     y[:, [7, 66]] = 0
     assert y.isfinite().all()

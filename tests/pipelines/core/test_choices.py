@@ -1,4 +1,4 @@
-"""The contexts of several choices of a request: ids, seeds, and no shared state except the prompt."""
+"""Contexts of several choices of a request: ids, seeds, and no shared state except the prompt."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_one_choice_is_the_context_itself() -> None:
     assert choice_contexts(context, 1)[0] is context
 
 
-def test_choices_differ_in_name_and_seed_alone() -> None:
+def test_choices_differ_only_in_id_and_seed() -> None:
     fields: dict[str, Any] = {
         "eos_token_ids": {9},
         "log_probabilities": 2,
@@ -47,7 +47,7 @@ def test_choices_differ_in_name_and_seed_alone() -> None:
         assert (choice.prompt, choice.max_length) == (context.prompt, context.max_length)
 
 
-def test_choices_diverge() -> None:
+def test_choices_do_not_share_state() -> None:
     from penstock.pipelines.core import LogProbabilities
 
     first, second = choice_contexts(text_context([1, 2], eos_token_ids={9}, log_probabilities=1), 2)
@@ -61,24 +61,24 @@ def test_choices_diverge() -> None:
     assert second.outstanding_completion_tokens() == [(6, None)]
 
 
-def test_seeds_of_any_sign() -> None:
+def test_seeds_of_choices_stay_in_the_legal_range() -> None:
     choices = choice_contexts(text_context([1], sampling_params=SamplingParams(seed=-1)), 2)
     assert [choice.sampling_params.seed for choice in choices] == [-1, splitmix64(2**64 - 1, 1)]
 
 
 @pytest.mark.parametrize("n", [0, -1, True, 1.0, None])
-def test_invalid_numbers_of_choices(n: Any) -> None:
+def test_invalid_numbers_of_choices_are_refused(n: Any) -> None:
     with pytest.raises(InputError, match=f"n must be an integer of at least 1, was {n!r}"):
         choice_contexts(text_context([1]), n)
 
 
-def test_a_context_that_has_begun_is_a_mistake() -> None:
+def test_a_context_that_has_begun_is_refused() -> None:
     context = text_context([1])
     context.update(2)
     with pytest.raises(AssertionError, match="has started"):
         choice_contexts(context, 2)
 
 
-def test_the_serving_side_loads_no_torch_for_it() -> None:
+def test_importing_choices_loads_no_torch() -> None:
     code = "import sys, penstock.pipelines.core.choices; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

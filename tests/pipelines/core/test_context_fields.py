@@ -1,4 +1,4 @@
-"""Fields of a text context besides its tokens: slots, matchers, grammars, images; ownership of the data."""
+"""Other fields of a text context: slots, matchers, grammars, images; ownership of the data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.pipelines.core import (
 
 
 def context_of(prompt: int = 3, max_length: int = 50, **fields: Any) -> TextContext:
-    """A context with the prompt 1, 2, ..., ``prompt``."""
+    """Return a context with the prompt 1, 2, ..., ``prompt``."""
     tokens = np.arange(1, prompt + 1)
     return TextContext(prompt="one two three", max_length=max_length, tokens=tokens, **fields)
 
@@ -29,70 +29,75 @@ def context_of(prompt: int = 3, max_length: int = 50, **fields: Any) -> TextCont
 
 
 def test_a_slot_is_assigned_once_and_can_be_unassigned_repeatedly() -> None:
-    made = context_of()
+    context = context_of()
     with pytest.raises(ValueError, match="TextContext is not currently assigned to cache slot"):
-        made.cache_seq_id  # noqa: B018
-    assert not made.is_assigned_to_cache
-    made.assign_to_cache(7)
-    assert (made.cache_seq_id, made.is_assigned_to_cache) == (7, True)
+        context.cache_seq_id  # noqa: B018
+    assert not context.is_assigned_to_cache
+    context.assign_to_cache(7)
+    assert (context.cache_seq_id, context.is_assigned_to_cache) == (7, True)
     with pytest.raises(RuntimeError, match="Context is already assigned to a cache slot"):
-        made.assign_to_cache(8)
-    assert made.cache_seq_id == 7
-    made.unassign_from_cache()
-    made.unassign_from_cache()
-    assert not made.is_assigned_to_cache
+        context.assign_to_cache(8)
+    assert context.cache_seq_id == 7
+    context.unassign_from_cache()
+    context.unassign_from_cache()
+    assert not context.is_assigned_to_cache
 
 
 def test_the_draft_offset_is_kept() -> None:
-    made = context_of()
-    made.set_draft_offset(3)
-    assert made.draft_offset == 3
+    context = context_of()
+    context.set_draft_offset(3)
+    assert context.draft_offset == 3
 
 
 # Matchers and grammars.
 
 
 class Matcher:
-    """Accepts even tokens."""
+    """A matcher that accepts even tokens."""
 
     def __init__(self) -> None:
-        self.seen: list[int] = []
+        self.accepted: list[int] = []
 
     def accept_token(self, token: int) -> bool:
-        self.seen.append(token)
+        self.accepted.append(token)
         return token % 2 == 0
 
 
-def test_every_token_of_the_answer_advances_the_matcher() -> None:
+def test_each_output_token_advances_the_matcher() -> None:
     matcher = Matcher()
-    made = context_of(5)
-    made.set_matcher(matcher)  # type: ignore[arg-type]
-    assert id(made.matcher) == id(matcher)
-    made.set_token_indices(active_idx=2)
-    made.update(77)  # a chunk
-    made.update(4)
-    made.jump_ahead(6)
-    assert matcher.seen == [4, 6]
+    context = context_of(5)
+    context.set_matcher(matcher)  # type: ignore[arg-type]
+    assert id(context.matcher) == id(matcher)
+    context.set_token_indices(active_idx=2)
+    context.update(77)  # a chunk of the prompt
+    context.update(4)
+    context.jump_ahead(6)
+    assert matcher.accepted == [4, 6]
 
 
 @pytest.mark.parametrize("take", [TextContext.update, TextContext.jump_ahead])
 def test_a_token_that_the_matcher_rejects_changes_nothing(take: Any) -> None:
-    made = context_of()
-    made.set_matcher(Matcher())  # type: ignore[arg-type]
+    context = context_of()
+    context.set_matcher(Matcher())  # type: ignore[arg-type]
     with pytest.raises(AssertionError, match="does not accept token 5"):
-        take(made, 5)
-    assert made.all_tokens.tolist() == [1, 2, 3]
+        take(context, 5)
+    assert context.all_tokens.tolist() == [1, 2, 3]
 
 
 def test_the_matcher_is_neither_compared_nor_serialized() -> None:
-    made = context_of()
-    plain = copy.deepcopy(made)
-    made.set_matcher(Matcher())  # type: ignore[arg-type]
-    assert made == plain
-    crossed = msgpack_numpy_decoder(TextContext)(msgpack_numpy_encoder()(made))
-    for arrived in (crossed, pickle.loads(pickle.dumps(made)), copy.deepcopy(made), copy.copy(made)):
-        assert arrived == made
-        assert arrived.matcher is None
+    context = context_of()
+    plain = copy.deepcopy(context)
+    context.set_matcher(Matcher())  # type: ignore[arg-type]
+    assert context == plain
+    from_msgpack = msgpack_numpy_decoder(TextContext)(msgpack_numpy_encoder()(context))
+    for decoded in (
+        from_msgpack,
+        pickle.loads(pickle.dumps(context)),
+        copy.deepcopy(context),
+        copy.copy(context),
+    ):
+        assert decoded == context
+        assert decoded.matcher is None
 
 
 def test_a_json_schema_is_a_grammar() -> None:
@@ -109,8 +114,8 @@ def test_two_grammars_are_refused(grammar: Grammar) -> None:
         context_of(grammar=grammar, json_schema="true")
 
 
-def test_numbers_of_other_types_can_be_serialized() -> None:
-    made = context_of(
+def test_numpy_numbers_can_be_serialized() -> None:
+    context = context_of(
         max_length=np.int64(30),
         log_probabilities=np.int32(2),
         log_probabilities_echo=np.True_,
@@ -119,8 +124,8 @@ def test_numbers_of_other_types_can_be_serialized() -> None:
         eos_token_ids={np.int64(1)},
         eos_sequences=[[np.int64(2), 3]],
     )
-    assert msgpack_numpy_decoder(TextContext)(msgpack_numpy_encoder()(made)) == made
-    assert (made.max_length, made.priority, made.eos_sequences) == (30, -3, [[2, 3]])
+    assert msgpack_numpy_decoder(TextContext)(msgpack_numpy_encoder()(context)) == context
+    assert (context.max_length, context.priority, context.eos_sequences) == (30, -3, [[2, 3]])
 
 
 # Ownership of arguments.
@@ -128,61 +133,61 @@ def test_numbers_of_other_types_can_be_serialized() -> None:
 
 def test_end_tokens_are_copied() -> None:
     ids, sequences = {1}, [[2]]
-    made = context_of(eos_token_ids=ids, eos_sequences=sequences)
-    made.eos_token_ids.add(5)
-    made.eos_sequences[0].append(5)
+    context = context_of(eos_token_ids=ids, eos_sequences=sequences)
+    context.eos_token_ids.add(5)
+    context.eos_sequences[0].append(5)
     assert (ids, sequences) == ({1}, [[2]])
 
 
 @pytest.mark.parametrize("prompt", [(1, 2, 3), [1, 2, 3], range(1, 4), np.arange(1, 4)])
 def test_a_prompt_of_ids_is_a_list(prompt: Any) -> None:
-    made = TextContext(prompt=prompt, max_length=9, tokens=np.arange(1, 4))
-    assert made.prompt == [1, 2, 3]
-    assert msgpack_numpy_decoder(TextContext)(msgpack_numpy_encoder()(made)) == made
+    context = TextContext(prompt=prompt, max_length=9, tokens=np.arange(1, 4))
+    assert context.prompt == [1, 2, 3]
+    assert msgpack_numpy_decoder(TextContext)(msgpack_numpy_encoder()(context)) == context
 
 
 def test_contexts_are_equal_by_value() -> None:
-    one, two = context_of(request_id="a"), context_of(request_id="a")
-    assert one == two
-    two.update(7)
-    assert one != two
-    one.update(7)
-    assert one == two
-    assert one != context_of(request_id="b")
-    assert one != "a"
+    first, second = context_of(request_id="a"), context_of(request_id="a")
+    assert first == second
+    second.update(7)
+    assert first != second
+    first.update(7)
+    assert first == second
+    assert first != context_of(request_id="b")
+    assert first != "a"
 
 
 def test_a_deep_copy_is_independent() -> None:
-    made = context_of()
-    made.update(7)
-    other = copy.deepcopy(made)
-    other.update(8)
-    other.eos_token_ids.add(1)
-    assert made.all_tokens.tolist() == [1, 2, 3, 7]
-    assert made.eos_token_ids == set()
+    context = context_of()
+    context.update(7)
+    copied = copy.deepcopy(context)
+    copied.update(8)
+    copied.eos_token_ids.add(1)
+    assert context.all_tokens.tolist() == [1, 2, 3, 7]
+    assert context.eos_token_ids == set()
 
 
 # Images.
 
 
-def test_pixel_values_stay() -> None:
+def test_pixel_values_survive_serialization() -> None:
     image = np.ones((2, 3), np.float32)
-    made = TextAndVisionContext(
+    context = TextAndVisionContext(
         prompt="",
         max_length=20,
         tokens=np.arange(1, 11),
         pixel_values=(image,),
         extra_model_args={"a": image},
     )
-    made.set_token_indices(active_idx=4)
-    made.update(77)
-    made.update(78)
-    made.reset()
-    assert np.array_equal(made.pixel_values[0], image)
-    assert np.array_equal(made.extra_model_args["a"], image)
+    context.set_token_indices(active_idx=4)
+    context.update(77)
+    context.update(78)
+    context.reset()
+    assert np.array_equal(context.pixel_values[0], image)
+    assert np.array_equal(context.extra_model_args["a"], image)
 
 
-def test_images_count_in_equality() -> None:
+def test_contexts_with_other_images_are_unequal() -> None:
     def make(pixel: float) -> TextAndVisionContext:
         images = (np.full((2, 3), pixel),)
         extra = {"mask": np.arange(2)}

@@ -19,7 +19,7 @@ EOS = 9
 
 
 def rows_of(*positions: int) -> LogProbabilities:
-    """Return rows of log probabilities whose values are the positions."""
+    """Return rows of log probabilities whose values are their positions."""
     return LogProbabilities(
         [-float(position) for position in positions], [{position: 0.5} for position in positions]
     )
@@ -31,11 +31,11 @@ def context_of(prompt: int, **fields: Any) -> TextContext:
 
 
 def step(context: TextContext, token: int) -> None:
-    """Run a step: each active token gives a row for the position after it."""
+    """Run a step in which each active token gives a row for the position after it."""
     context.update(token, rows_of(*range(context.start_idx + 1, context.active_idx + 1)))
 
 
-def test_each_token_is_returned_with_its_row() -> None:
+def test_each_token_is_returned_with_its_log_probabilities() -> None:
     context = context_of(3, log_probabilities=2)
     context.update(5, rows_of(3))
     context.update(6)
@@ -45,7 +45,7 @@ def test_each_token_is_returned_with_its_row() -> None:
     assert context.outstanding_completion_tokens() == [(8, rows_of(6))]
 
 
-def test_the_row_of_a_chunk_is_dropped() -> None:
+def test_log_probabilities_of_a_prompt_chunk_are_dropped() -> None:
     context = context_of(5, log_probabilities=2)
     context.set_token_indices(active_idx=2)
     context.update(77, rows_of(77))
@@ -74,7 +74,7 @@ def test_an_echoed_chunked_prompt_is_returned_with_the_first_token() -> None:
     assert context.outstanding_completion_tokens() == [(6, rows_of(1, 2, 3, 4, 5))]
 
 
-def test_an_echoed_prompt_outlives_an_answer_that_ends_at_once() -> None:
+def test_an_echoed_prompt_is_returned_if_the_output_ends_at_once() -> None:
     context = context_of(5, log_probabilities=1, log_probabilities_echo=True)
     context.set_token_indices(active_idx=2)
     step(context, 77)
@@ -83,7 +83,7 @@ def test_an_echoed_prompt_outlives_an_answer_that_ends_at_once() -> None:
     assert context.prompt_log_probabilities == rows_of(1, 2, 3, 4)
 
 
-def test_the_row_of_an_end_token_is_dropped() -> None:
+def test_log_probabilities_of_an_end_token_are_dropped() -> None:
     context = context_of(3, log_probabilities=1)
     step_rows = rows_of(3)
     context.update(EOS, step_rows)
@@ -91,7 +91,7 @@ def test_the_row_of_an_end_token_is_dropped() -> None:
     assert context.outstanding_completion_tokens() == []
 
 
-def test_a_rolled_back_token_loses_its_row() -> None:
+def test_a_rolled_back_token_loses_its_log_probabilities() -> None:
     context = context_of(3, log_probabilities=1)
     context.update(5, rows_of(3))
     context.update(6, rows_of(4))
@@ -100,7 +100,7 @@ def test_a_rolled_back_token_loses_its_row() -> None:
     assert context.outstanding_completion_tokens() == [(5, rows_of(3)), (7, None)]
 
 
-def test_a_rolled_back_token_is_scored_anew() -> None:
+def test_a_token_after_a_rollback_is_scored_again() -> None:
     context = context_of(3, log_probabilities=1, log_probabilities_echo=True)
     step(context, 5)
     step(context, 6)
@@ -119,22 +119,22 @@ def test_a_rolled_back_token_is_scored_anew() -> None:
 def test_every_position_is_returned_once(
     prompt: int, sizes: list[int], evicted: set[int], drained: set[int], crossed: set[int]
 ) -> None:
-    """For all chunks, and after any number of preemptions."""
+    """This holds for all chunks and after any number of preemptions."""
     context = context_of(prompt, log_probabilities=1, log_probabilities_echo=True)
-    out: list[tuple[int, LogProbabilities | None]] = []
+    returned: list[tuple[int, LogProbabilities | None]] = []
     for i, size in enumerate(sizes):
-        if context.start_idx + 1 < context.end_idx:  # otherwise only one token is left
+        if context.start_idx + 1 < context.end_idx:  # otherwise only one token is active
             context.set_token_indices(active_idx=min(context.end_idx, context.start_idx + size))
         step(context, 100 + i)
         if i in drained:
-            out += context.outstanding_completion_tokens()
+            returned += context.outstanding_completion_tokens()
         if i in evicted:
             context.reset()
         if i in crossed:
             context = msgpack_numpy_decoder(TextContext)(msgpack_numpy_encoder()(context))
-    out += context.outstanding_completion_tokens()
+    returned += context.outstanding_completion_tokens()
     generated = context.generated_tokens.tolist()
-    assert [token for token, _ in out] == generated
-    rows = [rows for _, rows in out]
+    assert [token for token, _ in returned] == generated
+    rows = [rows for _, rows in returned]
     assert rows[:1] == [rows_of(*range(1, prompt + 1))][: len(generated)]
     assert rows[1:] == [rows_of(prompt + i) for i in range(1, len(generated))]

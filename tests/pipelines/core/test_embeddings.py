@@ -30,7 +30,7 @@ def context(**fields: Any) -> EmbeddingsContext:
 
 
 def test_serialization_keeps_all_fields() -> None:
-    sent = context(
+    original = context(
         outputs=("dense", "sparse"),
         token_type_ids=np.array([0, 0, 1]),
         num_unpooled_tokens=1,
@@ -40,9 +40,9 @@ def test_serialization_keeps_all_fields() -> None:
         activation=True,
         request_id="7",
     )
-    received = msgpack_numpy_decoder(RequestContext)(msgpack_numpy_encoder()(sent))
+    received = msgpack_numpy_decoder(RequestContext)(msgpack_numpy_encoder()(original))
     assert type(received) is EmbeddingsContext
-    assert received == sent
+    assert received == original
     assert received.token_type_ids.tolist() == [0, 0, 1]
 
 
@@ -58,7 +58,7 @@ def test_serialization_keeps_all_fields() -> None:
         ({"max_length": 2}, "must be less than or equal to max_length"),
     ],
 )
-def test_a_context_that_contradicts_itself(fields: dict[str, Any], message: str) -> None:
+def test_contradictory_fields_of_a_context_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         context(**fields)
 
@@ -71,12 +71,12 @@ def test_a_context_that_contradicts_itself(fields: dict[str, Any], message: str)
         ({"input": [1, 2], "text_pair": "b"}, "text_pair needs a text as input, not token ids"),
     ],
 )
-def test_a_request_that_contradicts_itself(fields: dict[str, Any], message: str) -> None:
+def test_contradictory_fields_of_a_request_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         EmbeddingsGenerationRequest(**{"id": "1", "input": "a", **fields})
 
 
-def test_responses_are_equal_when_all_outputs_are() -> None:
+def test_responses_are_equal_if_all_outputs_are_equal() -> None:
     def response(**fields: Any) -> EmbeddingsResponse:
         values = {
             "embeddings": np.ones(2),
@@ -96,16 +96,16 @@ def test_responses_are_equal_when_all_outputs_are() -> None:
         {"multi_vector": np.ones((2, 3))},
     ):
         assert response(**change) != response()
-    again = msgpack_numpy_decoder(EmbeddingsResponse)(msgpack_numpy_encoder()(response()))
-    assert again == response()
+    decoded = msgpack_numpy_decoder(EmbeddingsResponse)(msgpack_numpy_encoder()(response()))
+    assert decoded == response()
 
 
-def test_the_type_of_a_context() -> None:
-    class Mine(TextContext):
+def test_contexts_are_recognised_by_type() -> None:
+    class CustomContext(TextContext):
         pass
 
     fields: Any = {"prompt": "", "tokens": IDS, "max_length": 9}
-    assert context_type(Mine(**fields)) is TextContext
+    assert context_type(CustomContext(**fields)) is TextContext
     assert context_type(TTSContext(**fields)) is TTSContext
     assert context_type(context()) is EmbeddingsContext
 
@@ -113,7 +113,7 @@ def test_the_type_of_a_context() -> None:
 @pytest.mark.parametrize(
     ("dimensions", "trained"), [(384, ()), (384, (64,)), (64, (64, 128)), (1, None), (383, None)]
 )
-def test_allowed_dimensions(dimensions: int, trained: tuple[int, ...] | None) -> None:
+def test_trained_dimensions_are_allowed(dimensions: int, trained: tuple[int, ...] | None) -> None:
     check_dimensions(dimensions, 384, trained)
 
 
@@ -127,6 +127,6 @@ def test_allowed_dimensions(dimensions: int, trained: tuple[int, ...] | None) ->
         (0, None, "dimensions must be from 1 to 384, was 0"),
     ],
 )
-def test_refused_dimensions(dimensions: int, trained: tuple[int, ...] | None, message: str) -> None:
+def test_other_dimensions_are_refused(dimensions: int, trained: tuple[int, ...] | None, message: str) -> None:
     with pytest.raises(InputError, match=message):
         check_dimensions(dimensions, 384, trained)

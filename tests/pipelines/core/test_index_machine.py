@@ -1,4 +1,4 @@
-"""A context compared with a list of tokens and four indices, for any order of steps, chunks and resets."""
+"""A context compared with a token list and four indices, for any order of steps, chunks and resets."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from penstock.pipelines.core.tokens import CHUNK_SIZE
 ACTIVE, ENDED, FULL = list(TextGenerationStatus)[:3]
 EOS, EOS_SEQUENCE = 1, [2, 3]
 tokens = st.integers(1, 4)
-near_an_end = st.sampled_from([1, 2, 5, 126, 127, 128, 129])  # of the array's capacity
+near_an_end = st.sampled_from([1, 2, 5, 126, 127, 128, 129])  # near the end of the array's capacity
 
 
 class IndexMachine(RuleBasedStateMachine):
     @initialize(length=near_an_end, room=st.integers(0, 140), first=tokens)
     def make(self, length: int, room: int, first: int) -> None:
-        self.model = [first, *([EOS] * (length - 1))]  # end tokens of the prompt end nothing
+        self.model = [first, *([EOS] * (length - 1))]  # end tokens in the prompt have no effect
         self.prompt_len = length
         self.max_length = length + room
         self.start, self.active, self.committed = 0, length, 0
         self.status, self.ended_at = ACTIVE, -1
-        self.pending: list[int] = []  # positions to hand out
-        self.handed_out = length  # no position before it is handed out (again)
+        self.pending: list[int] = []  # positions to return
+        self.num_returned = length  # positions before it are not returned (again)
         self.untouched = True
         self.context = TextContext(
             prompt="",
@@ -73,9 +73,9 @@ class IndexMachine(RuleBasedStateMachine):
         self.after(token == EOS)
 
     @precondition(lambda self: len(self.model) - self.start > 1)
-    @rule(share=st.floats(0, 1, exclude_max=True))
-    def chunk(self, share: float) -> None:
-        self.active = self.start + 1 + int(share * (len(self.model) - self.start - 1))
+    @rule(fraction=st.floats(0, 1, exclude_max=True))
+    def chunk(self, fraction: float) -> None:
+        self.active = self.start + 1 + int(fraction * (len(self.model) - self.start - 1))
         self.context.set_token_indices(active_idx=self.active)
 
     @rule(count=st.integers(-1, 6) | near_an_end)
@@ -103,13 +103,13 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(start=st.integers(-2, 140), active=st.integers(-2, 140), committed=st.integers(-2, 9))
     def set_indices(self, start: int, active: int, committed: int) -> None:
-        self.set_or_refuse(
+        self.set_or_expect_error(
             start, active, committed, lambda: self.context.set_token_indices(start, active, None, committed)
         )
 
     @rule(start=st.integers(-3, 3), active=st.integers(-3, 3), committed=st.integers(-3, 3))
     def bump_indices(self, start: int, active: int, committed: int) -> None:
-        self.set_or_refuse(
+        self.set_or_expect_error(
             self.start + start,
             self.active + active,
             self.committed + committed,
@@ -117,26 +117,26 @@ class IndexMachine(RuleBasedStateMachine):
         )
 
     @rule()
-    def hand_out(self) -> None:
-        handed_out = self.context.outstanding_completion_tokens()
-        assert handed_out == [(self.model[position], None) for position in self.pending]
-        assert all(type(token) is int for token, _ in handed_out)
+    def return_tokens(self) -> None:
+        num_returned = self.context.outstanding_completion_tokens()
+        assert num_returned == [(self.model[position], None) for position in self.pending]
+        assert all(type(token) is int for token, _ in num_returned)
         if self.pending:
-            self.handed_out = self.pending[-1] + 1
+            self.num_returned = self.pending[-1] + 1
         self.pending = []
 
     @rule(cross=st.sampled_from(["msgpack", "msgpack without copies", "pickle"]))
-    def cross_to_another_process(self, cross: str) -> None:
+    def serialize(self, cross: str) -> None:
         if cross == "pickle":
-            arrived = pickle.loads(pickle.dumps(self.context))
+            decoded = pickle.loads(pickle.dumps(self.context))
         else:
             decode = msgpack_numpy_decoder(TextContext, copy="without" not in cross)
-            arrived = decode(msgpack_numpy_encoder()(self.context))
-        assert arrived == self.context
-        self.context = arrived
+            decoded = decode(msgpack_numpy_encoder()(self.context))
+        assert decoded == self.context
+        self.context = decoded
 
     @invariant()
-    def views_show_the_model(self) -> None:
+    def views_equal_the_model(self) -> None:
         context, end = self.context, len(self.model)
         assert context.all_tokens.tolist() == self.model
         assert context.prompt_tokens[:end].tolist() == self.model[: self.prompt_len]
@@ -146,7 +146,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert context.tokens.dtype == np.int32
 
     @invariant()
-    def indices_are_the_models_and_in_order(self) -> None:
+    def indices_equal_the_model_and_are_ordered(self) -> None:
         context = self.context
         assert context.start_idx == self.start
         assert context.active_idx == self.active
@@ -158,12 +158,12 @@ class IndexMachine(RuleBasedStateMachine):
         assert context.compute_num_available_steps(200) == 200 - self.start - len(self.model) + self.active
 
     @invariant()
-    def spare_room_is_zeros_in_whole_chunks(self) -> None:
+    def unused_capacity_is_zeros_in_whole_chunks(self) -> None:
         assert self.context.tokens.size % CHUNK_SIZE == 0
         assert not self.context.tokens[len(self.model) :].any()
 
     @invariant()
-    def status_is_the_models(self) -> None:
+    def status_equals_the_model(self) -> None:
         assert self.context.status is self.status
         assert self.context.is_done is (self.status is not ACTIVE)
         assert self.context.is_initial_prompt is self.untouched
@@ -180,10 +180,10 @@ class IndexMachine(RuleBasedStateMachine):
             return
         if ended:
             self.status, self.ended_at = ENDED, position
-        elif position >= self.handed_out:
+        elif position >= self.num_returned:
             self.pending.append(position)
 
-    def set_or_refuse(self, start: int, active: int, committed: int, call: Callable[[], None]) -> None:
+    def set_or_expect_error(self, start: int, active: int, committed: int, call: Callable[[], None]) -> None:
         if 0 <= start < active <= len(self.model) and committed >= 0:
             call()
             self.start, self.active, self.committed = start, active, committed

@@ -1,4 +1,4 @@
-"""Implementations satisfy the protocols, and importing the protocols loads nothing heavy."""
+"""Implementations satisfy the protocols, and importing the protocols loads no heavy package."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from penstock.pipelines.core import (
 )
 
 
-class Echo:
+class EchoPipeline:
     """A pipeline that repeats each context's last token."""
 
     kv: Any = None
@@ -49,7 +49,7 @@ class Echo:
         return response
 
 
-class Codes:
+class CharacterTokenizer:
     """A tokenizer whose tokens are character codes."""
 
     eos = 0
@@ -66,29 +66,29 @@ class Codes:
         return "".join(map(chr, encoded))
 
 
-async def test_a_request_through_both_protocols() -> None:
-    tokenizer: PipelineTokenizer[TextContext, list[int], str] = Codes()
-    pipeline: Pipeline[TextContext, TextGenerationResponse] = Echo()
-    generator: TokenGenerator[TextContext] = Echo()
+async def test_a_request_runs_through_tokenizer_and_pipeline() -> None:
+    tokenizer: PipelineTokenizer[TextContext, list[int], str] = CharacterTokenizer()
+    pipeline: Pipeline[TextContext, TextGenerationResponse] = EchoPipeline()
+    generator: TokenGenerator[TextContext] = EchoPipeline()
     context: InputContext = await tokenizer.new_context("abc")
     assert isinstance(context, TextContext)
-    made = pipeline.execute({context.request_id: context}, 2)[context.request_id]
+    response = pipeline.execute({context.request_id: context}, 2)[context.request_id]
     steps = generator.next_token({context.request_id: context}, 2)
-    tokens = [token.next_token for token in made.tokens]
+    tokens = [token.next_token for token in response.tokens]
     tokens += [step[context.request_id].next_token for step in steps]
     ids = [token for token in tokens if isinstance(token, int)]
     assert await tokenizer.decode(context, ids) == "cccc"
 
 
-def test_protocols_recognise_their_implementations() -> None:
-    assert isinstance(Echo(), TokenGenerator)
-    assert not isinstance(Echo(), EmbeddingsGenerator)
-    assert not isinstance(Echo(), AudioGenerator)
-    assert isinstance(Codes(), PipelineTokenizer)
-    assert not isinstance(Echo(), PipelineTokenizer)
+def test_implementations_are_instances_of_their_protocols() -> None:
+    assert isinstance(EchoPipeline(), TokenGenerator)
+    assert not isinstance(EchoPipeline(), EmbeddingsGenerator)
+    assert not isinstance(EchoPipeline(), AudioGenerator)
+    assert isinstance(CharacterTokenizer(), PipelineTokenizer)
+    assert not isinstance(EchoPipeline(), PipelineTokenizer)
 
 
-def test_importing_core_loads_numpy_and_msgspec_alone() -> None:
+def test_importing_core_loads_only_numpy_and_msgspec() -> None:
     code = (
         "import sys, numpy, msgspec, uuid; before = set(sys.modules); import penstock.pipelines.core;"
         "print(*sorted(name for name in set(sys.modules) - before"
@@ -96,6 +96,6 @@ def test_importing_core_loads_numpy_and_msgspec_alone() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = run.stdout.split()
-    above = {"penstock", "penstock.errors", "penstock.pipelines", "penstock.plain_numbers"}
-    above |= {"penstock.host", "penstock.host.lazy_names"}
-    assert {name for name in loaded if not name.startswith("penstock.pipelines.core")} == above
+    imported = {"penstock", "penstock.errors", "penstock.pipelines", "penstock.plain_numbers"}
+    imported |= {"penstock.host", "penstock.host.lazy_names"}
+    assert {name for name in loaded if not name.startswith("penstock.pipelines.core")} == imported

@@ -1,4 +1,4 @@
-"""Requests: their text form, their refusals, grammars."""
+"""Requests: text form, refused values, grammars."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ def test_a_request_is_frozen() -> None:
 
 
 @pytest.mark.parametrize("fields", [{"input": "hi"}, {"prompt": "hi"}, {"prompt": [1]}, {"input": ""}])
-def test_speech_needs_a_text_or_a_prompt(fields: dict[str, Any]) -> None:
+def test_a_speech_request_without_text_and_prompt_is_refused(fields: dict[str, Any]) -> None:
     assert AudioGenerationRequest("r1", 0, "demo", **fields).audio_prompt_tokens == []
 
 
 @pytest.mark.parametrize("error", [RuntimeError, ValueError, InputError])
-def test_speech_of_nothing_is_refused(error: type[Exception]) -> None:
+def test_a_speech_request_with_empty_text_is_refused(error: type[Exception]) -> None:
     with pytest.raises(error, match="either token_ids or input must be provided"):
         AudioGenerationRequest("r1", 0, "demo")
 
 
-def test_a_grammar_is_a_kind_and_a_text() -> None:
+def test_a_grammar_has_a_kind_and_a_text() -> None:
     assert Grammar("json_object") == Grammar("json_object", "")
     assert len({Grammar("regex", "a"), Grammar("regex", "a"), Grammar("ebnf", "a")}) == 2
 
 
-def test_an_unknown_grammar_is_refused() -> None:
+def test_an_unknown_kind_of_grammar_is_refused() -> None:
     with pytest.raises(InputError, match=r"one of json_schema, .*, was 'lark'"):
         Grammar("lark", "x")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="must be a string, was dict"):

@@ -19,7 +19,7 @@ from penstock.pipelines.core import (
 )
 
 ACTIVE = TextGenerationStatus.ACTIVE
-SOMETHING_ELSE: object = 3
+UNKNOWN_STATUS: object = 3
 
 
 @pytest.mark.parametrize("status", TextGenerationStatus)
@@ -30,7 +30,7 @@ def test_every_status_but_active_is_done(status: TextGenerationStatus) -> None:
 
 
 @pytest.mark.parametrize("member", [*TextGenerationStatus, *PipelineTask])
-def test_values_are_the_lower_case_names(member: Any) -> None:
+def test_status_values_are_lower_case_names(member: Any) -> None:
     assert member == member.value == member.name.lower()
     assert type(member)(member.value) is member
 
@@ -50,7 +50,7 @@ def test_log_probabilities_are_equal_by_value() -> None:
     assert LogProbabilities([-0.5], [{3: -0.5}]) == LogProbabilities([-0.5], [{3: -0.5}])
     assert LogProbabilities([-0.5], [{3: -0.5}]) != LogProbabilities([-0.6], [{3: -0.5}])
     assert LogProbabilities([-0.5], [{3: -0.5}]) != LogProbabilities([-0.5], [{4: -0.5}])
-    assert LogProbabilities([], []) != SOMETHING_ELSE
+    assert LogProbabilities([], []) != UNKNOWN_STATUS
 
 
 def test_tokens_are_equal_by_value() -> None:
@@ -59,7 +59,7 @@ def test_tokens_are_equal_by_value() -> None:
     assert TextResponse(3, scored) == TextResponse(3, LogProbabilities([-0.5], [{3: -0.5}]))
     assert TextResponse(3) != TextResponse(3, scored)
     assert TextResponse(3) != TextResponse("3")
-    assert TextResponse(3) != SOMETHING_ELSE
+    assert TextResponse(3) != UNKNOWN_STATUS
 
 
 def test_embeddings_are_done_at_once_and_equal_by_value() -> None:
@@ -67,7 +67,7 @@ def test_embeddings_are_done_at_once_and_equal_by_value() -> None:
     assert response.is_done
     assert response == EmbeddingsResponse(np.ones(3))
     assert response != EmbeddingsResponse(np.zeros(3))
-    assert response != SOMETHING_ELSE
+    assert response != UNKNOWN_STATUS
 
 
 def test_missing_audio_raises() -> None:
@@ -86,7 +86,7 @@ def test_audio_is_returned() -> None:
     assert response != AudioGenerationResponse(ACTIVE, audio)
     assert response != AudioGenerationResponse(TextGenerationStatus.END_OF_SEQUENCE)
     assert response != AudioGenerationResponse(TextGenerationStatus.END_OF_SEQUENCE, np.zeros(3))
-    assert response != SOMETHING_ELSE
+    assert response != UNKNOWN_STATUS
 
 
 def test_an_audio_chunk_is_frozen() -> None:

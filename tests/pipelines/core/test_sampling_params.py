@@ -1,4 +1,4 @@
-"""Which numbers sampling parameters take, and which they refuse by name and value."""
+"""Sampling parameters: the accepted numbers, and errors that name the parameter and the value."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RANGES = {
 
 
 @pytest.mark.parametrize(
-    "given_",
+    "values",
     [
         *({name: bound} for name, bounds in RANGES.items() for bound in bounds),
         {"temperature": 1, "top_p": 0, "min_p": 1},
@@ -48,9 +48,9 @@ RANGES = {
         {"allowed_token_ids": [7, 7, 0], "banned_token_ids": [0]},
     ],
 )
-def test_possible_values_are_kept(given_: dict[str, Any]) -> None:
-    params = SamplingParams(**given_)
-    assert {name: getattr(params, name) for name in given_} == given_
+def test_valid_values_are_kept(values: dict[str, Any]) -> None:
+    params = SamplingParams(**values)
+    assert {name: getattr(params, name) for name in values} == values
     assert msgpack_numpy_decoder(SamplingParams)(msgpack_numpy_encoder()(params)) == params
 
 
@@ -72,13 +72,13 @@ def test_values_that_are_not_numbers_are_refused(name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", ["1", 1j, None, True, np.array(0.5)], ids=repr)
-def test_the_message_says_that_a_number_is_missing(value: Any) -> None:
+def test_the_error_states_that_a_number_is_expected(value: Any) -> None:
     with pytest.raises(InputError, match=r"top_p must be a number in \[0.0, 1.0\], was "):
         SamplingParams(top_p=value)
 
 
 @pytest.mark.parametrize(
-    ("given_", "plain"),
+    ("values", "expected"),
     [
         *(
             ({name: kind(0.5)}, {name: 0.5})
@@ -104,12 +104,14 @@ def test_the_message_says_that_a_number_is_missing(value: Any) -> None:
     ],
     ids=repr,
 )
-def test_numbers_of_other_types_become_plain(given_: dict[str, Any], plain: dict[str, Any]) -> None:
-    params = SamplingParams(**given_)
-    for name, value in plain.items():
+def test_numpy_numbers_become_python_numbers(values: dict[str, Any], expected: dict[str, Any]) -> None:
+    params = SamplingParams(**values)
+    for name, value in expected.items():
         kept = getattr(params, name)
-        assert repr(kept) == repr(value)  # type and value, of elements too
-    assert msgpack_numpy_decoder(SamplingParams)(msgpack_numpy_encoder()(params)) == SamplingParams(**plain)
+        assert repr(kept) == repr(value)  # type and value, also of the elements
+    assert msgpack_numpy_decoder(SamplingParams)(msgpack_numpy_encoder()(params)) == SamplingParams(
+        **expected
+    )
 
 
 @pytest.mark.parametrize(
@@ -127,7 +129,7 @@ def test_numbers_of_other_types_become_plain(given_: dict[str, Any], plain: dict
         ("zzz", "the parameters are allowed_token_ids, banned_sequences, "),
     ],
 )
-def test_unknown_names_get_a_hint(name: str, hint: str) -> None:
+def test_the_error_for_an_unknown_name_suggests_a_known_one(name: str, hint: str) -> None:
     unknown: dict[str, Any] = {name: 1}
     with pytest.raises(UnknownParameterError) as caught:
         SamplingParams(**unknown)
@@ -136,7 +138,7 @@ def test_unknown_names_get_a_hint(name: str, hint: str) -> None:
     assert caught.value.parameter == name
 
 
-def test_other_mistakes_in_a_call_raise_pythons_errors() -> None:
+def test_other_errors_in_a_call_raise_type_error() -> None:
     with pytest.raises(TypeError, match="multiple values") as caught:
         SamplingParams(1, top_k=2)  # type: ignore[misc]
     assert not isinstance(caught.value, InputError)
@@ -146,13 +148,13 @@ def test_other_mistakes_in_a_call_raise_pythons_errors() -> None:
 def test_numbers_out_of_range_are_refused(name: str, bounds: tuple[float, float]) -> None:
     low, high = bounds
     for value in (math.nextafter(low, -9), math.nextafter(high, 9)):
-        given_: dict[str, Any] = {name: value}
+        values: dict[str, Any] = {name: value}
         with pytest.raises(InputError, match=rf"{name} must be in \[{low}, {high}\], was {value}"):
-            SamplingParams(**given_)
+            SamplingParams(**values)
 
 
 @pytest.mark.parametrize(
-    ("given_", "message"),
+    ("values", "message"),
     [
         ({"repetition_penalty": 0}, r"repetition_penalty must be greater than 0.*, was 0"),
         ({"repetition_penalty": -1.0}, r"repetition_penalty must be greater than 0.*, was -1.0"),
@@ -196,9 +198,9 @@ def test_numbers_out_of_range_are_refused(name: str, bounds: tuple[float, float]
         ({"logit_bias": {4: True}}, r"logit_bias of token 4 must be a number in .*, was True"),
     ],
 )
-def test_impossible_values_are_refused_with_the_number(given_: dict[str, Any], message: str) -> None:
+def test_the_error_for_an_impossible_value_states_it(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        SamplingParams(**given_)
+        SamplingParams(**values)
 
 
 @given(
@@ -210,28 +212,28 @@ def test_impossible_values_are_refused_with_the_number(given_: dict[str, Any], m
         **{name: st.floats(*bounds) for name, bounds in RANGES.items()},
     )
 )
-def test_all_possible_values_combine(values: dict[str, Any]) -> None:
+def test_all_valid_values_can_be_combined(values: dict[str, Any]) -> None:
     kept = dataclasses.asdict(SamplingParams(**values))
     assert kept == {**kept, **values}
 
 
-def test_the_defaults_leave_logits_alone() -> None:
+def test_the_defaults_do_not_change_logits() -> None:
     assert not SamplingParams().needs_penalties
     assert not SamplingParams().has_logit_rules
     assert not SamplingParams(logit_bias={}, banned_token_ids=[]).has_logit_rules
 
 
 @pytest.mark.parametrize(
-    "given_", [{"logit_bias": {1: 0.5}}, {"allowed_token_ids": [1]}, {"banned_token_ids": [0]}]
+    "values", [{"logit_bias": {1: 0.5}}, {"allowed_token_ids": [1]}, {"banned_token_ids": [0]}]
 )
-def test_some_tokens_are_treated_unlike_others(given_: dict[str, Any]) -> None:
-    assert SamplingParams(**given_).has_logit_rules
+def test_token_rules_are_detected(values: dict[str, Any]) -> None:
+    assert SamplingParams(**values).has_logit_rules
 
 
 @pytest.mark.parametrize("name", ["frequency_penalty", "presence_penalty", "repetition_penalty"])
-def test_any_penalty_needs_the_tokens_so_far(name: str) -> None:
-    given_: dict[str, Any] = {name: 0.5}
-    assert SamplingParams(**given_).needs_penalties
+def test_each_penalty_needs_token_counts(name: str) -> None:
+    values: dict[str, Any] = {name: 0.5}
+    assert SamplingParams(**values).needs_penalties
 
 
 def test_parameters_are_frozen_and_equal_by_value() -> None:

@@ -1,4 +1,4 @@
-"""The codec: arrays of all shapes, contexts of all kinds, refusals."""
+"""The message codec: arrays of all shapes, contexts of all kinds, refused types."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ arrays = npst.arrays(scalars, npst.array_shapes(min_dims=0, max_dims=3, min_side
 SCORED = LogProbabilities([-0.5], [{3: -0.5, 7: -1.5}])
 
 
-def through(value: Any, type_: Any = None, copy: bool = True) -> Any:
+def round_trip(value: Any, type_: Any = None, copy: bool = True) -> Any:
     return msgpack_numpy_decoder(type_ or type(value), copy)(msgpack_numpy_encoder()(value))
 
 
-def test_the_example_in_the_documentation_holds() -> None:
+def test_the_example_of_the_api_page_holds() -> None:
     assert doctest.testmod(serialization).failed == 0
 
 
@@ -57,10 +57,10 @@ def test_arrays_keep_value_shape_and_dtype(
 ) -> None:
     array = array.T if transposed else array
     array = array[::2] if strided and array.ndim else array
-    back = through(array, np.ndarray, copy)
-    assert (back.shape, back.dtype) == (array.shape, array.dtype)
-    assert back.tobytes() == array.tobytes()
-    assert back.flags.writeable is copy
+    decoded = round_trip(array, np.ndarray, copy)
+    assert (decoded.shape, decoded.dtype) == (array.shape, array.dtype)
+    assert decoded.tobytes() == array.tobytes()
+    assert decoded.flags.writeable is copy
 
 
 def test_the_format_is_a_plain_map() -> None:
@@ -93,13 +93,13 @@ def test_other_values_are_not_decoded_as_arrays(value: Any) -> None:
         msgpack_numpy_decoder(np.ndarray)(msgspec.msgpack.encode(value))
 
 
-class Odd:
+class Unsupported:
     """A type that msgpack does not support."""
 
 
 def test_no_other_type_is_decoded() -> None:
     with pytest.raises((msgspec.ValidationError, TypeError), match="only numpy arrays"):
-        msgpack_numpy_decoder(Odd)(msgspec.msgpack.encode(3))
+        msgpack_numpy_decoder(Unsupported)(msgspec.msgpack.encode(3))
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_no_other_type_is_decoded() -> None:
     ],
 )
 def test_decoded_responses_are_equal(value: Any) -> None:
-    assert through(value) == value
+    assert round_trip(value) == value
 
 
 def contexts() -> list[TextContext]:
@@ -139,48 +139,48 @@ def contexts() -> list[TextContext]:
         "client_id": "key 1",
         "num_cached_tokens": 64,
     }
-    made = [
+    all_contexts = [
         TextContext(**fields),
         TextAndVisionContext(**fields, pixel_values=(image.T,), extra_model_args={"mask": image[::2]}),
         TTSContext(np.arange(3, dtype=np.int32), 5, **fields),
     ]
-    for context in made:
+    for context in all_contexts:
         context.set_token_indices(active_idx=50)
         context.update(0, SCORED)
         context.update(200, SCORED)
         context.assign_to_cache(3)
-    return made
+    return all_contexts
 
 
 @pytest.mark.parametrize("context", contexts(), ids=lambda context: type(context).__name__)
 @pytest.mark.parametrize("copy", [True, False])
 def test_decoded_contexts_are_equal_and_can_continue(context: TextContext, copy: bool) -> None:
-    arrived = through(context, copy=copy)
-    assert type(arrived) is type(context)
-    assert arrived == context
-    arrived.update(201)
-    arrived.tokens[0] = 9  # writable, and not the sender's
-    assert arrived.all_tokens[-1] == 201
+    decoded = round_trip(context, copy=copy)
+    assert type(decoded) is type(context)
+    assert decoded == context
+    decoded.update(201)
+    decoded.tokens[0] = 9  # writable, and not the sender's arrays
+    assert decoded.all_tokens[-1] == 201
     assert context.all_tokens.tolist() == [*range(1, 130), 200]
 
 
 def test_with_copies_all_arrays_are_writable() -> None:
-    vision, speech = (through(context) for context in contexts()[1:])
+    vision, speech = (round_trip(context) for context in contexts()[1:])
     vision.pixel_values[0][0] = 1
     vision.extra_model_args["mask"][0] = 1
     speech.audio_prompt_tokens[0] = 1
     assert speech.audio_prompt_tokens.tolist() == [1, 1, 2]
 
 
-def test_any_kind_of_context_finds_its_class() -> None:
+def test_a_union_of_contexts_is_decoded_to_the_right_class() -> None:
     kinds = TextContext | TextAndVisionContext | TTSContext
     for context in contexts():
-        assert type(through(context, kinds)) is type(context)
+        assert type(round_trip(context, kinds)) is type(context)
     with pytest.raises(msgspec.ValidationError, match="TTSContext"):
-        through(contexts()[2], TextContext)
+        round_trip(contexts()[2], TextContext)
 
 
-def test_a_message_that_breaks_the_invariants_is_refused() -> None:
+def test_a_message_with_inconsistent_indices_is_refused() -> None:
     context = contexts()[0]
     plain = msgspec.msgpack.decode(msgpack_numpy_encoder()(context))
     for index in ("_start_idx", "_end_idx"):

@@ -1,4 +1,4 @@
-"""Speech contexts: two states, and a buffer of speech tokens."""
+"""Speech contexts: two statuses, and a buffer of speech tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def context_of(*args: Any, **fields: Any) -> TTSContext:
     return TTSContext(*args, prompt="say", max_length=9, tokens=np.arange(1, 4), **fields)
 
 
-def with_ten_tokens(decoded: int) -> TTSContext:
+def context_with_ten_tokens(decoded: int) -> TTSContext:
     context = context_of()
     context.update_speech_tokens(np.arange(10, 20))
     context.set_decoded_index(decoded)
@@ -47,7 +47,7 @@ def test_a_speech_context_is_an_input_context() -> None:
     assert isinstance(context_of(), InputContext)
 
 
-def test_the_two_states_are_apart() -> None:
+def test_the_two_statuses_are_independent() -> None:
     context = context_of()
     context.update_speech_token_status(END_OF_SEQUENCE)
     assert (context.speech_token_status, context.audio_generation_status) == (END_OF_SEQUENCE, ACTIVE)
@@ -56,7 +56,7 @@ def test_the_two_states_are_apart() -> None:
     assert context.is_done
 
 
-def test_one_status_would_be_ambiguous() -> None:
+def test_the_ambiguous_status_is_refused() -> None:
     context = context_of()
     with pytest.raises(ValueError, match="call `speech_token_status` or `audio_generation_status` instead"):
         context.status  # noqa: B018
@@ -64,7 +64,7 @@ def test_one_status_would_be_ambiguous() -> None:
         context.update_status(END_OF_SEQUENCE)
 
 
-def test_the_language_models_tokens_set_its_own_status() -> None:
+def test_generated_tokens_set_the_generation_status() -> None:
     context = context_of(eos_token_ids={9})
     context.update(5)
     context.update(9)
@@ -84,7 +84,7 @@ def test_the_buffer_grows_as_soon_as_it_is_full() -> None:
 
 
 @pytest.mark.parametrize(
-    ("decoded", "chunk", "buffer", "tokens", "in_front"),
+    ("decoded", "chunk", "buffer", "tokens", "num_decoded"),
     [
         (4, 4, 2, [12, 13, 14, 15, 16, 17], 2),
         (4, 4, 10, [10, 11, 12, 13, 14, 15, 16, 17], 4),
@@ -95,18 +95,18 @@ def test_the_buffer_grows_as_soon_as_it_is_full() -> None:
         (12, 5, None, [], 0),
     ],
 )
-def test_the_next_tokens_come_with_decoded_ones_in_front(
-    decoded: int, chunk: int | None, buffer: int | None, tokens: list[int], in_front: int
+def test_next_speech_tokens_are_preceded_by_decoded_ones(
+    decoded: int, chunk: int | None, buffer: int | None, tokens: list[int], num_decoded: int
 ) -> None:
-    context = with_ten_tokens(decoded)
-    given, count = context.next_speech_tokens(chunk, buffer)
-    assert given.tolist() == tokens
-    assert count == in_front
+    context = context_with_ten_tokens(decoded)
+    tokens_returned, count = context.next_speech_tokens(chunk, buffer)
+    assert tokens_returned.tolist() == tokens
+    assert count == num_decoded
     assert context.decoded_index == decoded
 
 
 def test_remaining_tokens_to_decode() -> None:
-    context = with_ten_tokens(8)
+    context = context_with_ten_tokens(8)
     assert [context.has_undecoded_speech_tokens(n) for n in range(4)] == [True, True, False, False]
     assert context.has_undecoded_speech_tokens()
 
@@ -117,7 +117,7 @@ def test_a_negative_decoded_index_is_refused() -> None:
 
 
 class SpeechMachine(RuleBasedStateMachine):
-    """The speech-token buffer against a list."""
+    """Compares the speech-token buffer with a list."""
 
     @initialize()
     def make(self) -> None:
@@ -131,26 +131,26 @@ class SpeechMachine(RuleBasedStateMachine):
         self.model += range(first, first + count)
         self.blocks += 1
 
-    @rule(share=st.floats(0, 1))
-    def decode(self, share: float) -> None:
-        self.decoded = int(share * len(self.model))
+    @rule(fraction=st.floats(0, 1))
+    def decode(self, fraction: float) -> None:
+        self.decoded = int(fraction * len(self.model))
         self.context.set_decoded_index(self.decoded)
 
     @rule(chunk=st.none() | st.integers(0, 200), buffer=st.none() | st.integers(0, 200))
     def next_tokens(self, chunk: int | None, buffer: int | None) -> None:
-        tokens, in_front = self.context.next_speech_tokens(chunk, buffer)
-        assert in_front == min(buffer or 0, self.decoded)
+        tokens, num_decoded = self.context.next_speech_tokens(chunk, buffer)
+        assert num_decoded == min(buffer or 0, self.decoded)
         end = None if chunk is None else self.decoded + chunk
-        assert tokens.tolist() == self.model[self.decoded - in_front : end]
+        assert tokens.tolist() == self.model[self.decoded - num_decoded : end]
 
     @rule(copy=st.booleans())
-    def cross_to_another_process(self, copy: bool) -> None:
-        arrived = msgpack_numpy_decoder(TTSContext, copy)(msgpack_numpy_encoder()(self.context))
-        assert arrived == self.context
-        self.context = arrived
+    def serialize(self, copy: bool) -> None:
+        decoded = msgpack_numpy_decoder(TTSContext, copy)(msgpack_numpy_encoder()(self.context))
+        assert decoded == self.context
+        self.context = decoded
 
     @invariant()
-    def the_buffer_is_the_list(self) -> None:
+    def the_buffer_equals_the_list(self) -> None:
         context = self.context
         assert context.speech_tokens.tolist() == self.model
         assert context.speech_tokens.dtype == np.int32

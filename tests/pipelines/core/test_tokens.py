@@ -1,4 +1,4 @@
-"""The token buffer: examples of each index and of each refusal; test_index_machine has the rest."""
+"""The token buffer: examples of each index and each refused value. test_index_machine.py tests the rest."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_impossible_indices_are_refused_and_none_is_set(indices: dict[str, int],
     assert buffer == buffer_of(1, 2, 3, 4, 5)
 
 
-def test_steps_are_counted_from_what_is_computed() -> None:
+def test_available_steps_are_counted_from_the_computed_tokens() -> None:
     buffer = TokenBuffer(tokens=np.arange(10))
     assert buffer.compute_num_available_steps(20) == 20
     buffer.set_token_indices(start_idx=9)
@@ -147,7 +147,7 @@ def test_a_rollback_of_nothing_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize(("idx", "message"), [(5, "before the start of the array"), (-1, "at least 0")])
-def test_an_impossible_rollback_is_refused_and_nothing_removed(idx: int, message: str) -> None:
+def test_an_impossible_rollback_is_refused_and_removes_nothing(idx: int, message: str) -> None:
     buffer = buffer_of(1, 2, 3, 4, 5)
     with pytest.raises(ValueError, match=message):
         buffer.rollback(idx)

@@ -1,4 +1,4 @@
-"""`TextAndVisionContext`: images, their tokens and their digests."""
+"""`TextAndVisionContext`: images, their tokens, their digests."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_images_are_encoded_while_they_have_tokens_to_compute() -> None:
     context.set_token_indices(active_idx=4)
     assert context.next_images_in_window == context.images[:1]
     context.update(0)
-    assert (context.start_idx, context.image_idx) == (4, 0)  # the first image is cut by the chunk
+    assert (context.start_idx, context.image_idx) == (4, 0)  # the chunk ends within the first image
     context.set_token_indices(start_idx=6, active_idx=7)
     assert context.next_images_in_window == context.images[1:]
     context.set_token_indices(start_idx=10, active_idx=20)
@@ -60,7 +60,7 @@ def test_images_are_encoded_while_they_have_tokens_to_compute() -> None:
     assert context.needs_vision_encoding
 
 
-def test_placeholders_leave_out_separators() -> None:
+def test_placeholders_exclude_separator_tokens() -> None:
     tokens = [5, IMAGE, IMAGE, 7, IMAGE, 5]
     image = image_of(1, 5, num_embedding_rows=3)
     context = context_of(image, tokens=tokens)
@@ -76,12 +76,12 @@ def test_placeholders_leave_out_separators() -> None:
         ([(18, 21)], "Images must be before the end of the token array: 21 > 20"),
     ],
 )
-def test_images_must_be_in_order(images: list[tuple[int, int]], message: str) -> None:
+def test_images_out_of_order_are_refused(images: list[tuple[int, int]], message: str) -> None:
     with pytest.raises(InputError, match=message):
         context_of(*[image_of(*span) for span in images], tokens=[IMAGE] * 20)
 
 
-def test_images_must_match_their_tokens() -> None:
+def test_images_that_do_not_match_their_tokens_are_refused() -> None:
     with pytest.raises(InputError, match=r"filled with <vision_token_id> \(\[9\]\): .* at 2 and 5 are 22"):
         context_of(image_of(2, 6), tokens=list(range(20, 40)))
     with pytest.raises(InputError, match="at token 1 has 4 rows of embeddings, but 3 placeholder tokens"):
@@ -127,7 +127,7 @@ def test_only_bidirectional_spans_are_indivisible() -> None:
     assert causal.compute_image_aligned_idx(4) == 2
 
 
-def test_a_context_with_images_survives_encoding() -> None:
+def test_a_context_with_images_can_be_serialized() -> None:
     context = context_of(image_of(2, 6, arguments={"grid": np.array([1, 2])}), image_of(7, 9, 2.0))
     kind = TextAndVisionContext
     decoded = msgpack_numpy_decoder(kind)(msgpack_numpy_encoder()(context))

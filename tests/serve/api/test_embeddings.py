@@ -83,7 +83,7 @@ async def test_the_texts_of_a_request_are_encoded_together(
 
     async with embedding_server(embedder) as server:
         monkeypatch.setattr(EmbeddingsTokenizer, "_encode_samples", counted)
-        await embeddings(server, input=TEXTS)
+        await request_embeddings(server, input=TEXTS)
         assert counts == [len(TEXTS)]
 
 

@@ -178,7 +178,7 @@ async def offered_tools(services: Services, raw: object) -> OfferedTools:
             place = f"{entries[index][0]}.server_label"
             raise RequestProblem(400, f"{place} is {label!r}, as of another tool", param=place)
     listed = await asyncio.gather(*(servers.tools_of(server) for server in found))
-    taken = {str(one.get("name")) for one in tools if one.get("type") in ("function", "custom")}
+    taken = {str(tool.get("name")) for tool in tools if tool.get("type") in ("function", "custom")}
     functions: dict[str, OfferedTool] = {}
     listings = []
     default = services.config.mcp_require_approval

@@ -228,7 +228,7 @@ class ResponseRun:
         self, approved: Sequence[ApprovedCall]
     ) -> AsyncGenerator[tuple[int, ChoiceDelta] | None, None]:
         """Make the calls that the client has approved."""
-        calls = [_Call(one.call_id, one.function, one.arguments) for one in approved]
+        calls = [_Call(call.call_id, call.function, call.arguments) for call in approved]
         self._messages.append(_Turn(calls=calls).message)
         yield 0, ToolDelta.of(*approved)
         made = zip(calls, approved, strict=True)

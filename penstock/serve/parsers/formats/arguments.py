@@ -177,7 +177,7 @@ class TaggedArguments:
         if len(types) == 1 or self.has_type:
             return self._text(key)
         # A string must not begin like a value of another allowed type, or it would be read as that type.
-        begins = "".join(sorted({_FIRST_CHARACTERS[one] for one in types if one != "string"}))
+        begins = "".join(sorted({_FIRST_CHARACTERS[type_] for type_ in types if type_ != "string"}))
         first = pattern(f'[^"\\s{begins}{self.end[0]}]')
         return self._around(key, True, first, text_until(self.end))
 
