@@ -42,6 +42,7 @@ _ALL_INPUTS = 1 << 30
 class _Format(TypedDict):
     """The constants of the programs, which `programs.codes` describes."""
 
+    IS_NIBBLES: bool
     NUMBERS: str
     OFFSET: int
     SCALES: str
@@ -82,14 +83,14 @@ def multiply_codes(
     if groups is None and not is_deterministic:
         splits = _splits(grid[0] * grid[1], packed.tensors["weight"].shape[1], x.device)
     sums = out if splits == 1 else torch.empty((splits, *out.shape), dtype=torch.float32, device=x.device)
-    names, constants = _names(weights.kind), _format(weights.kind)
+    names, constants = _names(weights.kind), _format(weights.kind, packed.layout == NIBBLES)
     launch(
         programs.multiply_codes, (*grid, splits), sums, x, *weights.arguments(*names, "bias"),
         _table(weights), *sorted_rows(x, groups), count, 1 if groups is None else groups.count,
         packed.out_features,
         packed.in_features, row_stride(x), *_sizes(packed), M=rows, N=_TILE_OUTPUTS, BYTES=_TILE_BYTES,
         SPLITS=splits, GROUPS=groups is not None, HAS_BIAS=packed.bias is not None,
-        WIDE=x.dtype == torch.float32, IS_NIBBLES=packed.layout == NIBBLES, **constants,
+        WIDE=x.dtype == torch.float32, **constants,
     )  # fmt: skip
     if splits > 1:
         row_scales, _, bias, _ = weights.arguments("row_scales", "bias")
@@ -116,7 +117,7 @@ def decode(weights: WeightTables, dtype: torch.dtype) -> Tensor:
     launch(
         programs.decode_weight, (divide_up(packed.out_features, 64), divide_up(weight.shape[1], GROUP)), out,
         *_tensors(weights), packed.out_features, packed.in_features, *_sizes(packed), N=64,
-        IS_NIBBLES=packed.layout == NIBBLES, **_format(weights.kind),
+        **_format(weights.kind, packed.layout == NIBBLES),
     )  # fmt: skip
     return out
 
@@ -131,8 +132,8 @@ def _multiply_row(x: Tensor, weights: WeightTables) -> Tensor:
     launch(
         multiply_row_of_codes, (divide_up(packed.out_features, tile),), out, x, *_tensors(weights),
         weight if bias is None else bias, packed.out_features, packed.in_features, *_sizes(packed), N=tile,
-        BYTES=columns, HAS_BIAS=bias is not None, IS_NIBBLES=packed.layout == NIBBLES, is_dependent=True,
-        **_format(weights.kind),
+        BYTES=columns, HAS_BIAS=bias is not None, is_dependent=True,
+        **_format(weights.kind, packed.layout == NIBBLES),
     )  # fmt: skip
     return out
 
@@ -170,13 +171,14 @@ def _sizes(packed: PackedLinear) -> list[int]:
 
 
 @cache
-def _format(encoding: LinearEncoding) -> _Format:
-    """Return the constants that describe an encoding."""
+def _format(encoding: LinearEncoding, is_nibbles: bool) -> _Format:
+    """Return the constants that describe an encoding, in nibbles or in rows."""
     kind = encoding.block_kind
     if kind is None:
         return {
+            "IS_NIBBLES": is_nibbles,
             "NUMBERS": encoding.numbers or "integer",
-            "OFFSET": signed_offset(encoding) if encoding.bits <= 4 else 0,
+            "OFFSET": signed_offset(encoding) if is_nibbles else 0,
             "SCALES": "float",
             "SCALED": encoding.group_size or _ALL_INPUTS,
             "PER_FACTOR": 0,
@@ -185,6 +187,7 @@ def _format(encoding: LinearEncoding) -> _Format:
             "HAS_ROW_SCALES": encoding.has_zero_points,
         }
     return {
+        "IS_NIBBLES": is_nibbles,
         "NUMBERS": "table" if kind.table else "e2m1" if kind.are_floats else "integer",
         "OFFSET": kind.offset,
         "SCALES": kind.scale_type if kind.scale_type in ("e8m0", "e4m3") else "float",

@@ -308,6 +308,17 @@ def test_encodings(ops: CudaOps, encoding: str) -> None:
             assert torch.equal(ops.linear(x[some], packed), REFERENCE.linear(x[some], expected))
 
 
+@pytest.mark.parametrize("encoding", ["int4", "int5"])
+def test_weights_that_are_packed_after_their_first_use(ops: CudaOps, encoding: str) -> None:
+    """They are stored in rows, also with 4 bits."""
+    packed, x = ops.pack_lazily([torch.randn(20, 330) / 18], encoding), torch.randn(70, 330)
+    agree(ops.linear(x, packed), REFERENCE.linear(x, packed))
+    exact = unpack_linear(packed)  # packs the weight
+    assert packed.layout != NIBBLES
+    for rows in (1, 3, 70):
+        agree(ops.linear(x[:rows], packed), x[:rows] @ exact.T)
+
+
 def test_inputs_in_another_order(ops: CudaOps) -> None:
     weight, order, x = torch.randn(20, 70), torch.randperm(70).int(), torch.randn(3, 70)
     rows = encoding_named("uint4").pack(weight)
