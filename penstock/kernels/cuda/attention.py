@@ -124,7 +124,7 @@ class CudaAttention(ReferenceOps):
         has_few = 4 * num_tiles < 3 * num_processors(device)
         if self.is_deterministic:
             return _SPLIT, divide_up(max_keys, _SPLIT) if has_few else 1
-        if not has_few or max_keys <= keys:
+        if not has_few or num_tiles == 0 or max_keys <= keys:
             return 0, 1
         wanted = power_of_two(divide_up(_PROGRAMS * num_processors(device), num_tiles))
         possible = power_of_two(divide_up(max_keys, _MIN_TILES * keys))

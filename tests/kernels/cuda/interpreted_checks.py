@@ -126,6 +126,12 @@ def test_a_single_row_times_a_weight_of_floats(
 # ---- attention ----
 
 
+def test_attention_without_sequences(ops: CudaOps) -> None:
+    slots, none = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int32)
+    kv = LayerKV(torch.randn(2, 8, 2, 16, 32), none.view(0, 16), slots, None, None)
+    assert ops.attention(torch.zeros(0, 4, 32), kv, torch.zeros(1).int(), none, scale=1).shape == (0, 4, 32)
+
+
 def paged(
     rows_and_lengths: Sequence[tuple[int, int]],
     kv_heads: int = 2,
