@@ -60,6 +60,8 @@ class OverlappedStep:
     windows: list[_Window]  # [B]
     rows: LogitRows
     forward: Submitted[_Forward]
+    begin: float
+    """Time of the launch in seconds."""
     kept: list[int] = field(default_factory=list)
     """The rows that were sampled, ascending."""
     sampled: Submitted[Tensor] | None = None  # [len(kept)] int64
@@ -101,7 +103,7 @@ class OverlappedSteps:
         self._runner, self._model, self._queue = runner, model, queue
         self._check, self._take_tokens = check, take_tokens
         self._device = model.devices[0].torch_device
-        self._collected: float | None = None
+        self._collected = float("-inf")
         """Time at which the last step was collected, in seconds."""
 
     def launch(self, batch: Mapping[str, TextContext], after: OverlappedStep | None) -> OverlappedStep:
@@ -142,7 +144,8 @@ class OverlappedSteps:
             return _Forward(complete, outputs, last_rows(outputs, rows.counts))
 
         windows = [_Window.of(context) for context in contexts]
-        return OverlappedStep(batch, windows, rows, self._queue.submit(forward))
+        begin = perf_counter()
+        return OverlappedStep(batch, windows, rows, self._queue.submit(forward), begin)
 
     def sample(self, step: OverlappedStep) -> list[str]:
         """Launch the sampling of a step, after the previous step was collected.
@@ -251,8 +254,9 @@ class OverlappedSteps:
             contexts[index].set_token_indices(start_idx=start, active_idx=active, end_idx=end)
         tokens = step.fetched.wait()
         now = perf_counter()
-        if self._collected is not None and len(step.forward.value.inputs.tokens) == len(contexts):
-            self._runner.record_step(now - self._collected)
+        if len(step.forward.value.inputs.tokens) == len(contexts):
+            # The device begins a step when the previous one has ended, or at the launch if it is idle.
+            self._runner.record_step(now - max(self._collected, step.begin))
         self._collected = now
         sampled = tokens.new_zeros(len(contexts))
         sampled[step.kept] = tokens

@@ -242,6 +242,31 @@ def test_a_few_contexts_run_several_steps_in_one_call(
     assert not calls, "penalties need the tokens of each step"
 
 
+def test_the_time_between_requests_is_not_the_time_of_a_step(
+    pipelines: dict[str, TextGenerationPipeline], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline, now = pipelines["lazy"], 0.0
+    seconds: list[float] = []
+
+    def clock() -> float:
+        nonlocal now
+        now += 1
+        return now
+
+    monkeypatch.setattr("penstock.pipelines.overlap.perf_counter", clock)
+    monkeypatch.setattr(pipeline.runner, "record_step", seconds.append)
+    steps = pipeline.overlapped_steps
+    assert steps is not None
+    scheduler = OverlappedScheduler(pipeline, steps=steps, max_batch_size=6, ready=pipeline.ready)
+    for name in "ab":
+        now += 1000
+        scheduler.submit(context_of(name, PROMPT[:1], 5, eos_token_ids=set()))
+        while scheduler.has_work:
+            scheduler.step()
+    assert len(seconds) == 10
+    assert 0 < max(seconds) < 5
+
+
 def test_steps_overlap(pipelines: dict[str, TextGenerationPipeline], monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward is launched before the tokens of the previous step are on the host."""
     events: list[str] = []
