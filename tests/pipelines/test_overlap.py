@@ -242,6 +242,40 @@ def test_a_few_contexts_run_several_steps_in_one_call(
     assert not calls, "penalties need the tokens of each step"
 
 
+def test_calls_of_a_few_contexts_do_not_limit_the_rows_of_later_steps(
+    pipelines: dict[str, TextGenerationPipeline], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline, now = pipelines["lazy"], 0.0
+    steps, execute = pipeline.overlapped_steps, TextGenerationPipeline.execute
+    assert steps is not None
+
+    def slow(self: TextGenerationPipeline, batch: Any, num_steps: int = 1) -> Any:
+        nonlocal now
+        now += len(batch) * num_steps
+        return execute(self, batch, num_steps)
+
+    monkeypatch.setattr(TextGenerationPipeline, "execute", slow)
+    options: dict[str, Any] = {"max_batch_size": 16, "ready": pipeline.ready, "clock": lambda: now}
+
+    def num_steps_of_two_clients(scheduler: OverlappedScheduler[Any, Any]) -> int:
+        clients = ["one"] * 12 + ["other"]
+        for index, client_id in enumerate(clients):
+            scheduler.submit(context_of(f"{index}", PROMPT[:3], client_id=client_id, eos_token_ids=set()))
+        number = 0
+        while scheduler.has_work:
+            scheduler.step()
+            number += 1
+        return number
+
+    fresh, used = (OverlappedScheduler(pipeline, steps=steps, **options) for _ in range(2))
+    for index in range(3):
+        used.submit(context_of(f"few {index}", PROMPT[:3], 5 + 7 * index, eos_token_ids=set()))
+    while used.has_work:
+        used.step(4)
+    assert now > 0, "several steps ran in one call"
+    assert num_steps_of_two_clients(used) == num_steps_of_two_clients(fresh)
+
+
 def test_the_time_between_requests_is_not_the_time_of_a_step(
     pipelines: dict[str, TextGenerationPipeline], monkeypatch: pytest.MonkeyPatch
 ) -> None:
