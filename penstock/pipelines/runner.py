@@ -364,6 +364,9 @@ def _append_sampled(
     for result, draft in zip(results, drafts, strict=True):
         end = start + len(draft) + 1
         accepted = accept(draft, tokens[start:end]) if draft else [tokens[start]]
+        first_fault = next((index for index, token in enumerate(accepted) if token < 0), 0)
+        if first_fault:  # the tokens before it are valid, and the next step finds the fault again
+            accepted = accepted[:first_fault]
         if min(accepted) < 0:
             result.has_no_choice = _NO_CHOICE in accepted
             result.fault = (
