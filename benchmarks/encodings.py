@@ -6,9 +6,10 @@
     PENSTOCK_ISA=avx2 python benchmarks/encodings.py --only speed --shape l110m
 
 Quality is measured on a trained model with text that it samples in float32, and on a file if one is given.
-Speed is measured on random weights of a shape. Each encoding runs in turn with int4, or with int8 if it has
-more than 5 bits; both models stay loaded. Encodings of checkpoint formats get their numbers by rounding
-(`penstock.bench.stored_encodings`); a checkpoint that was calibrated has other numbers and the same speed.
+Speed is measured on random weights of a shape. Runs alternate between the encoding and a baseline: int4, or
+int8 if the encoding has more than 5 bits. Both models stay loaded. For encodings of checkpoint formats,
+weights are rounded to the nearest value (`penstock.bench.stored_encodings`). A calibrated checkpoint has
+the same speed but another quality.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from penstock.kernels import ENCODINGS
 from penstock.weights.formats import FORMATS
 from penstock.weights.hub import resolve_checkpoint
 
-WORKS = ("decode", "prefill")
+SPEED_WORKLOADS = ("decode", "prefill")
 REFERENCE = "bfloat16"
-FEW_BITS = 5
+MAX_BITS_OF_INT4_BASELINE = 5
 
 
 @dataclass
@@ -65,9 +66,9 @@ def main() -> None:
     parser.add_argument("--model", default="demo", help="the trained model of the quality figures")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--text-file", type=Path, help="also measure up to --tokens of this UTF-8 file")
-    parser.add_argument("--shape", default="l1b", help="the shape of the speed figures")
+    parser.add_argument("--shape", default="l1b", help="model shape for the speed measurement")
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--prefill", type=int, default=1024, help="prompt tokens of the work prefill")
+    parser.add_argument("--prefill", type=int, default=1024, help="prompt length of the prefill workload")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--json", type=Path)
@@ -89,7 +90,7 @@ def main() -> None:
         options.json.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def is_chosen(encoding: str) -> bool:
+def is_selectable(encoding: str) -> bool:
     """Return whether a user can choose the encoding for a checkpoint of floats."""
     return not ENCODINGS[encoding].is_internal
 
@@ -105,7 +106,7 @@ def measure_quality(
     text_file: Path | None,
     threads: int | None,
 ) -> None:
-    """Add the quality of each encoding, measured with one model that is loaded in all of them."""
+    """Add the quality of each encoding. One checkpoint is loaded in all encodings at once."""
     checkpoint = resolve_checkpoint(model, "main", None)
     with ExitStack() as stack:
         exact = stack.enter_context(open_model(model, "float32", threads))
@@ -118,7 +119,7 @@ def measure_quality(
         for row in rows:
             if row.encoding in models:
                 continue
-            if is_chosen(row.encoding):
+            if is_selectable(row.encoding):
                 llm = open_model(model, row.encoding, threads)
             else:
                 stored = write_stored(checkpoint, folder / "quality" / row.encoding, row.encoding)
@@ -153,12 +154,12 @@ def measure_speed(
     checkpoint.mkdir()
     write_random_checkpoint(checkpoint, config_of_shape(shape))
     for row in rows:
-        row.baseline = "int4" if ENCODINGS[row.encoding].bits <= FEW_BITS else "int8"
+        row.baseline = "int4" if ENCODINGS[row.encoding].bits <= MAX_BITS_OF_INT4_BASELINE else "int8"
         with ExitStack() as stack:
             given = (folder / "speed", sizes, threads)
-            baseline = stack.enter_context(opened(checkpoint, row.baseline, *given))
-            own = stack.enter_context(opened(checkpoint, row.encoding, *given))
-            for work in WORKS:
+            baseline = stack.enter_context(open_bench(checkpoint, row.baseline, *given))
+            own = stack.enter_context(open_bench(checkpoint, row.encoding, *given))
+            for work in SPEED_WORKLOADS:
                 baseline.speed(work), own.speed(work)  # not counted
                 for number in range(pairs):
                     order = (baseline, own) if number % 2 else (own, baseline)
@@ -169,11 +170,11 @@ def measure_speed(
 
 
 @contextmanager
-def opened(
+def open_bench(
     checkpoint: Path, encoding: str, folder: Path, sizes: Sizes, threads: int | None
 ) -> Iterator[Bench]:
-    """Yield a checkpoint of floats in an encoding."""
-    path, chosen = checkpoint, encoding if is_chosen(encoding) else None
+    """Yield the `Bench` of a float checkpoint that is loaded in an encoding."""
+    path, chosen = checkpoint, encoding if is_selectable(encoding) else None
     if chosen is None:
         path = write_stored(checkpoint, folder / encoding, encoding)
     length = max(sizes.prompt_length + sizes.new_tokens, sizes.prefill_length + 1)
@@ -209,7 +210,7 @@ def print_table(rows: Sequence[Row]) -> None:
     texts = list(rows[0].quality) if rows else []
     header = ["encoding", "bits per weight"]
     header += [f"perplexity, {name} (of bfloat16)" for name in texts]
-    header += [f"{work}, tokens/s | of the baseline" for work in WORKS if rows and rows[0].speeds]
+    header += [f"{work}, tokens/s | of the baseline" for work in SPEED_WORKLOADS if rows and rows[0].speeds]
     print("\n| " + " | ".join(header) + " |")
     print("|" + "---|" * " | ".join(header).count("|") + "---|")
     for row in rows:

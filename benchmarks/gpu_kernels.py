@@ -1,11 +1,11 @@
-"""Times of the CUDA back end's programs on a GPU: products of all encodings, attention, sampling.
+"""Measure CUDA kernels on a GPU: matrix products (GEMM) in all encodings, attention, sampling.
 
     python benchmarks/gpu_kernels.py products --encodings bfloat16 int4 --rows 1 16
     python benchmarks/gpu_kernels.py attention sampling
 
-Each time is the median over replays of a CUDA graph (`triton.testing.do_bench_cudagraph`). A line shows the
-bytes that the operation must read divided by the time (TB/s), or its operations divided by the time (TF/s).
-For products the relative error against float32 on the same data follows.
+Each time is the median over replays of a CUDA graph (`triton.testing.do_bench_cudagraph`). TB/s are the
+bytes that the kernel must read per second, TF/s its floating-point operations per second. The last number
+of a product is its relative error against float32 on the same data.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock.kernels import ENCODINGS, LayerKV, Ops, SamplingInputs, unpack_lin
 from penstock.kernels.cuda import load
 
 LAYERS = ((2048, 2048), (28672, 4096), (4096, 14336))
-"""Outputs and inputs: an attention product of 1 B, and the feed-forward products of 8 B."""
+"""Outputs and inputs: an attention projection of a 1B model, and the MLP layers of an 8B model."""
 CONTEXTS = ((1, 1, 200), (1, 1, 2000), (1, 1, 32000), (64, 1, 600), (256, 1, 600), (4, 2000, 2000))
 """Sequences, rows of each, and keys of each."""
 VOCABULARY = 151936
@@ -51,7 +51,7 @@ def microseconds(run: Callable[[], object]) -> float:
 
 
 def products(ops: Ops, encodings: list[str], row_counts: list[int]) -> None:
-    """Time ``x [rows, in]`` times a weight, with activations in bfloat16."""
+    """Measure ``x [rows, in] @ weight.T`` with x in bfloat16."""
     for encoding in encodings:
         for outputs, inputs in LAYERS:
             packed = ops.pack_linear(torch.randn(outputs, inputs) / inputs**0.5, encoding)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.pipelines.core import LogProbabilities
 
-_MAX_CELLS = 1 << 23
+_MAX_LOGITS = 1 << 23
 """Maximum number of logits that are processed at once: 32 MB in float32."""
 
 
@@ -25,9 +25,9 @@ def compute_log_probabilities(
 ) -> list[LogProbabilities | None]:
     """Return the log probabilities of a batch, see `PipelineModel.compute_log_probabilities`.
 
-    Without echo an entry covers the sampled token. With echo it covers the input tokens of this step except
-    the first one, whose predecessor was in the previous step, and the sampled token. Echo needs logits of all
-    rows of the sequence (``return_n_logits``).
+    Without echo an entry covers the sampled token. With echo it also covers the input tokens of this step,
+    except the first one: its logits were computed in the previous step, if there was one. Echo needs logits
+    of all rows of the sequence (``return_n_logits``).
 
     Raises:
         ValueError: echo is requested, but the forward returned fewer rows.
@@ -51,7 +51,8 @@ def compute_log_probabilities(
         batch.append(_Rows(stop - len(targets), targets, min(top_n, logits.shape[-1])))
     requested = [rows for rows in batch if rows is not None]
     for top_n in {rows.top_n for rows in requested}:
-        # One call per top_n: ties between equal tokens must not depend on other requests.
+        # One call per top_n: the order of equal logits can depend on k, which must not come from other
+        # requests.
         _fill(logits, [rows for rows in requested if rows.top_n == top_n], top_n)
     return [None if rows is None else rows.entry for rows in batch]
 
@@ -72,7 +73,7 @@ def _fill(logits: Tensor, sequences: Sequence[_Rows], top_n: int) -> None:  # [R
     indices = indices.to(logits.device)
     targets = torch.cat([s.targets for s in sequences])
     owners = [s.entry for s in sequences for _ in range(len(s.targets))]
-    chunk = max(1, _MAX_CELLS // logits.shape[-1])
+    chunk = max(1, _MAX_LOGITS // logits.shape[-1])
     for start in range(0, len(owners), chunk):
         some = slice(start, start + chunk)
         scores = torch.log_softmax(logits[indices[some]].float(), dim=-1)

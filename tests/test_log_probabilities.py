@@ -47,7 +47,7 @@ def test_log_probabilities_of_any_batch_equal_numpy(
     logits = random.normal(0, 3, (sum(counts), vocabulary)).astype(np.float32)
     tokens = random.integers(0, vocabulary, sum(length for length, _, _ in rows))
     next_tokens = random.integers(0, vocabulary, len(rows))
-    max_cells, log_probabilities._MAX_CELLS = log_probabilities._MAX_CELLS, cells
+    max_cells, log_probabilities._MAX_LOGITS = log_probabilities._MAX_LOGITS, cells
     try:
         result = compute_log_probabilities(
             torch.from_numpy(tokens),
@@ -59,7 +59,7 @@ def test_log_probabilities_of_any_batch_equal_numpy(
             [echo for _, _, echo in rows],
         )
     finally:
-        log_probabilities._MAX_CELLS = max_cells
+        log_probabilities._MAX_LOGITS = max_cells
     row, first = 0, 0
     for (length, top_n, echo), count, entry, last in zip(rows, counts, result, next_tokens, strict=True):
         if top_n == 0:

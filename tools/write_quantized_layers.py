@@ -1,4 +1,4 @@
-"""Write the golden layers of the tests with the libraries of their formats.
+"""Write the reference layers of the quantization tests with the library that defines each format.
 
 Each file of ``tests/weights/quantized_layers`` holds the tensors of one layer ``model.layers.0.mlp.up_proj``,
 as the library stores them, and ``expected``: the weight as the library restores it. The metadata holds
@@ -25,7 +25,7 @@ LAYER = "model.layers.0.mlp.up_proj"
 Golden = tuple[dict[str, Tensor], Tensor, dict[str, Any]]
 """The tensors of the layer, the weight they stand for, and ``quantization_config``."""
 _METADATA = "metadata"
-"""Key of ``quantization_config`` for the texts that the library writes beside the tensors."""
+"""Key under which a maker returns the library's safetensors metadata; `main` removes it from the section."""
 
 COMPRESSED: dict[str, dict[str, Any]] = {
     "w4-symmetric": {"num_bits": 4, "strategy": "group", "group_size": 32},
@@ -46,7 +46,7 @@ COMPRESSED: dict[str, dict[str, Any]] = {
 
 
 def layer() -> nn.Linear:
-    """Return the layer that every library quantizes."""
+    """Return the layer that all libraries but gptqmodel and autoawq quantize."""
     torch.manual_seed(0)
     return nn.Linear(128, 48, bias=False).bfloat16()
 
@@ -103,7 +103,7 @@ def compressed_tensors(weights: dict[str, Any]) -> Golden:
 
 
 def bitsandbytes_4_bits(kind: str, nested: bool) -> Golden:
-    """Return a layer of nf4 or fp4; ``nested`` if its factors are quantized as well."""
+    """Return an nf4 or fp4 layer; with ``nested``, its scales are quantized too (double quantization)."""
     from bitsandbytes import functional
 
     weight = layer().weight.data
@@ -116,7 +116,7 @@ def bitsandbytes_4_bits(kind: str, nested: bool) -> Golden:
 
 
 def bitsandbytes_int8() -> Golden:
-    """Return a layer of int8 and its weight by the format's definition."""
+    """Return an int8 layer; ``expected`` is computed here from the definition of the format."""
     from bitsandbytes import nn as layers
 
     weight = layer().weight.data.half()
@@ -127,7 +127,7 @@ def bitsandbytes_int8() -> Golden:
     return tensors, expected, {"quant_method": "bitsandbytes", "load_in_8bit": True}
 
 
-def quantized_groups(group_size: int, bits: int) -> tuple[nn.Linear, Tensor, Tensor]:
+def layer_with_scales_and_zeros(group_size: int, bits: int) -> tuple[nn.Linear, Tensor, Tensor]:
     """Return a layer of float16, and scales and zero points ``[out, G]`` for groups of its inputs."""
     torch.manual_seed(0)
     own = nn.Linear(128, 64, bias=False).half()
@@ -145,7 +145,7 @@ def gptqmodel(bits: int, desc_act: bool, version: int = 2) -> Golden:
     from gptqmodel.utils.model import convert_gptq_v2_to_v1_format_module
 
     size = 32
-    own, scales, zeros = quantized_groups(size, bits)
+    own, scales, zeros = layer_with_scales_and_zeros(size, bits)
     order = torch.randperm(128) if desc_act else torch.arange(128)
     group_of_input = (torch.arange(128) // size)[order.argsort()].int()
     packed = TorchLinear(bits, size, False, desc_act, 128, 64, register_buffers=True)
@@ -161,12 +161,12 @@ def gptqmodel(bits: int, desc_act: bool, version: int = 2) -> Golden:
 
 
 def autoawq(version: str) -> Golden:
-    """Return a layer that autoawq packs, and its weight by the format's definition."""
+    """Return a layer packed by autoawq; ``expected`` is computed here from the definition of the format."""
     from awq.modules.linear.gemm import WQLinear_GEMM
     from awq.modules.linear.gemv import WQLinear_GEMV
 
     size = 32
-    own, scales, zeros = quantized_groups(size, 4)
+    own, scales, zeros = layer_with_scales_and_zeros(size, 4)
     spread = [one.float().repeat_interleave(size, 1) for one in (scales, zeros)]
     codes = ((own.weight.data.float() / spread[0]).round() + spread[1]).clamp(0, 15)
     expected = (codes - spread[1]) * spread[0]
@@ -188,7 +188,7 @@ def torchao(name: str, group_size: int | None = None, **options: Any) -> Golden:
     if group_size is not None:
         options["granularity"] = ao.PerGroup(group_size)
     ao.quantize_(model, getattr(ao, name)(version=2, **options))
-    return flattened(model.proj.weight, model.proj.weight.dequantize())
+    return torchao_tensors(model.proj.weight, model.proj.weight.dequantize())
 
 
 def torchao_asymmetric() -> Golden:
@@ -216,11 +216,11 @@ def torchao_packed(group_size: int) -> Golden:
     packed = codes[:, ::2] & 15 | codes[:, 1::2] << 4
     sizes = [1, group_size], torch.Size(codes.shape)
     weight = Int4Tensor(packed, scales.T.contiguous(), zeros.T.contiguous(), *sizes)
-    return flattened(weight, expected)
+    return torchao_tensors(weight, expected)
 
 
-def flattened(weight: Tensor, expected: Tensor) -> Golden:
-    """Return a weight of torchao as torchao flattens it."""
+def torchao_tensors(weight: Tensor, expected: Tensor) -> Golden:
+    """Return the safetensors tensors and metadata that torchao writes for a weight."""
     from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 
     flat, metadata = flatten_tensor_state_dict({f"{LAYER}.weight": weight})
@@ -229,7 +229,7 @@ def flattened(weight: Tensor, expected: Tensor) -> Golden:
 
 
 def goldens() -> Iterator[tuple[str, Callable[[], Golden]]]:
-    """Yield the names of the files and what makes each."""
+    """Yield the name of each file and the function that makes its layer."""
     for name, weights in COMPRESSED.items():
         yield f"compressed-tensors-{name}", lambda weights=weights: compressed_tensors(weights)
     for kind in ("nf4", "fp4"):

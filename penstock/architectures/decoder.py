@@ -1,4 +1,4 @@
-"""`DecoderModel`: a decoder-only transformer without its network.
+"""`DecoderModel`: the base class of decoder-only transformers.
 
 An architecture subclasses it and defines the KV cache (`kv_spec`), the longest sequence
 (`calculate_max_seq_len`) and how the network is read from a checkpoint (`build`).

@@ -1,7 +1,7 @@
-"""`EncoderModel`: an encoder without its network. It computes whole inputs, without a KV cache.
+"""`EncoderModel`: the base class of encoder models. It runs whole inputs in one step, without a KV cache.
 
-A family subclasses it and defines the longest sequence (`calculate_max_seq_len`) and how the network is read
-from a checkpoint (`build`).
+A subclass defines the longest sequence (`max_positions`) and how the network is read from a checkpoint
+(`build`).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class EncoderModel(NetworkModel[EmbeddingsContext]):
 
     @property
     def placeholders(self) -> Mapping[int, str]:
-        """The tokens that stand for inputs other than text, with the names of these inputs; refused."""
+        """Ids of tokens that stand for images, audio and the like -> the kind of input. They are refused."""
         return {}
 
     @property

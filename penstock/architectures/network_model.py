@@ -214,7 +214,7 @@ class NetworkModel(PipelineModel[BaseContextType]):
         return None
 
     def _warn_of_widened_weights(self) -> None:
-        """Log the number and the memory of quantized weights that are widened to floats."""
+        """Log the number and the memory of quantized weights that are dequantized to floats."""
         model = self.pipeline_config.model
         if not model.keeps_stored_layers:
             return
@@ -223,7 +223,7 @@ class NetworkModel(PipelineModel[BaseContextType]):
         if widened:
             dtype = encoding_named(model.encoding).compute_dtype
             _logger.warning(
-                "%d quantized weights are widened to %s, because no kernel multiplies them as stored: "
+                "%d quantized weights are dequantized to %s, because no kernel multiplies them as stored: "
                 "they take %.1f MB of memory in place of %.1f MB",
                 len(widened),
                 dtype.value,

@@ -62,7 +62,7 @@ def paged_attention(
     given = options.pop(STEP, None)
     if not isinstance(given, ModuleStep):
         raise UnsupportedFeatureError(
-            type(module).__name__, "it does not pass the arguments of a forward on to its attention"
+            type(module).__name__, "its forward does not pass keyword arguments to the attention layers"
         )
     layer = _layer_of(module, given.spec)
     group = given.group_of(layer)

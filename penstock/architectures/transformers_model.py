@@ -125,7 +125,7 @@ class TransformersModel(DecoderModel):
         model, spec = self.pipeline_config.model, self.kv_cache_spec
         assert spec is not None
         _logger.warning(
-            "%s runs through the module of transformers, eagerly: Penstock has no native network for it",
+            "%s runs on its transformers implementation, eagerly: Penstock does not implement it",
             self.huggingface_config.model_type,
         )
         try:

@@ -106,13 +106,13 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 def common_encoding(source: TensorSource, parts: Mapping[str, LayerPart], floats: str) -> str | None:
     """Return the encoding in which all layers are stored; None if they differ or are floats.
 
-    They also differ if their inputs have different orders. A layer with permuted inputs cannot be sliced
-    along its inputs.
+    The result is also None if the layers store their inputs in different orders, or if permuted inputs would
+    have to be sliced.
 
     Args:
         source: where the layers are stored.
         parts: their parts by name.
-        floats: the type to which layers that differ are widened, for the log.
+        floats: the type to which layers that differ are dequantized, for the log message.
     """
     stored = {source.stored_encoding(f"{name}.weight") for name in parts}
     orders = {source.input_order(f"{name}.weight") for name in parts}
@@ -126,7 +126,7 @@ def common_encoding(source: TensorSource, parts: Mapping[str, LayerPart], floats
     elif orders != {b""} and any(part.inputs is not None for part in parts.values()):
         problem = "are stored with permuted inputs (desc_act), which ranks cannot divide"
     if problem is not None:
-        _logger.warning("%s %s: they are widened to %s", ", ".join(parts), problem, floats)
+        _logger.warning("%s %s: they are dequantized to %s", ", ".join(parts), problem, floats)
         return None
     return stored.pop()
 

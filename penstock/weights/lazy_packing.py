@@ -14,7 +14,7 @@ from penstock.host.memory import MemoryReservation, MemoryReservations
 from penstock.kernels import LazyWeight, PackedLinear
 
 MIN_LAZY_BYTES = 64 << 20
-"""If all lazily packed weights have fewer bytes, the load packs them immediately, in no noticeable time."""
+"""If the lazily packed weights have fewer bytes in total, the load packs them at once; this is quick."""
 
 
 class LazyPacking:
@@ -22,7 +22,7 @@ class LazyPacking:
 
     Args:
         layers: all linear layers of the model.
-        reservations: the memory reserved for the packed weights until they are packed.
+        reservations: reserves the memory that each weight will need, until the weight is packed.
     """
 
     def __init__(self, layers: Iterable[PackedLinear], reservations: MemoryReservations) -> None:

@@ -49,7 +49,9 @@ def test_logits_of_a_chunked_prefill_equal_transformers(
 ) -> None:
     tokens = random_tokens(70, vocabulary, seed=3)
     expected = oracle_logits(reference, tokens)
-    context = context_of(tokens, log_probabilities_echo=True)  # no row is read from the prefix cache
+    context = context_of(
+        tokens, log_probabilities_echo=True
+    )  # echo turns off the prefix cache, so all rows are computed
     for chunk in chunks:
         start = context.start_idx
         context.set_token_indices(active_idx=start + chunk)

@@ -1,4 +1,4 @@
-"""Families without their own folder run through the module of transformers, with Penstock's attention."""
+"""The fallback: models that Penstock does not implement run on transformers, with Penstock's attention."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_a_window_that_is_one_too_large_is_detected(checkpoint: Path, reference:
     object.__setattr__(group, "window", group.window + 1)
     manager: Any = pipeline.kv
     assert any(member.window == group.window for member in manager.spec.groups)
-    if group.is_chunked:  # modules do not tell the size of their chunks
+    if group.is_chunked:  # transformers does not pass the chunk size to the attention function
         ours = step_logits(pipeline, [context_of(TOKENS)])[0]
         assert float((ours - oracle_logits(reference, TOKENS)).abs().max()) > 0.01
     else:
@@ -204,7 +204,7 @@ def test_llm_generates_the_same_text_with_both_implementations(
             texts.append([output.text for output in llm.generate(prompts, SamplingParams(max_new_tokens=16))])
     assert texts[0] == texts[1]
     warnings = [
-        record for record in caplog.records if "runs through the module of transformers" in record.message
+        record for record in caplog.records if "runs on its transformers implementation" in record.message
     ]
     assert len(warnings) == 1
 
@@ -322,7 +322,7 @@ class _Module(torch.nn.Module):
 
 def test_a_module_that_does_not_forward_arguments_is_refused() -> None:
     x = torch.zeros(1, 1, 1, 8)
-    with pytest.raises(UnsupportedFeatureError, match="does not pass the arguments of a forward on"):
+    with pytest.raises(UnsupportedFeatureError, match="does not pass keyword arguments to the attention"):
         paged_attention(_Module(), x, x, x, None)
 
 
@@ -334,10 +334,10 @@ def test_a_module_that_does_not_read_positions_is_refused(
     folder = write_tiny_llm(tmp_path)
     original: Any = modeling_llama.LlamaRotaryEmbedding.forward
 
-    def count_forward(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+    def forward_without_position_ids(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
         return original(self, x, torch.arange(position_ids.shape[1])[None])
 
-    monkeypatch.setattr(modeling_llama.LlamaRotaryEmbedding, "forward", count_forward)
+    monkeypatch.setattr(modeling_llama.LlamaRotaryEmbedding, "forward", forward_without_position_ids)
     with pytest.raises(UnsupportedFeatureError, match="it does not read position_ids"):
         open_fallback(folder)
     assert json.loads((folder / "config.json").read_text())["vocab_size"] == VOCABULARY

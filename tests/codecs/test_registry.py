@@ -24,7 +24,8 @@ CODEC = SupportedCodec(
 )
 """
 MODEL = '''
-"""Each frame of two codes becomes four samples; the first depends on the frame before."""
+"""Each frame of two codes becomes four samples. The first one depends on the previous frame, the last
+    one on the next frame."""
 import torch
 from penstock.codecs import AudioCodec
 from penstock.errors import UnsupportedFeatureError
@@ -81,7 +82,9 @@ def test_each_folder_is_a_codec_that_is_loaded_on_request(registry: CodecRegistr
     assert (codec.frame_rate, codec.can_encode) == (25, False)
 
 
-def test_a_checkpoint_of_no_codec_is_refused(registry: CodecRegistry, tmp_path: Path) -> None:
+def test_unsupported_encodings_and_unknown_checkpoints_are_refused(
+    registry: CodecRegistry, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match="square does not run in 'int8': use one of float32"):
         load_codec(
             write_codec_checkpoint(tmp_path, type="square"),

@@ -147,7 +147,7 @@ def test_invalid_sizes_are_refused(checkpoint: Path, change: dict[str, object], 
         load_folder(checkpoint)
 
 
-def test_encoding_is_refused() -> None:
+def test_samples_of_the_wrong_shape_are_not_encoded() -> None:
     codec = load_reference("snac")
     with pytest.raises(InputError, match=r"float32 of shape \[S\], were torch.float32 of shape \[2, 9\]"):
         codec.encode(torch.zeros(2, 9))

@@ -105,7 +105,7 @@ def numpy_gate(x: np.ndarray, gating: Gating) -> np.ndarray:
     return gate / (1 + np.exp(-gate)) * up if gating == "silu" else np.maximum(gate, 0) * up
 
 
-# ---- the definition ----
+# ---- the reference against numpy ----
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
@@ -218,7 +218,7 @@ def test_routes_agree_with_the_reference(ops: Ops, dtype: torch.dtype, routing: 
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_a_clamped_swish_of_extreme_values_is_exact(ops: Ops, dtype: torch.dtype) -> None:
+def test_clamped_swiglu_of_extreme_values_agrees_with_the_reference(ops: Ops, dtype: torch.dtype) -> None:
     gates = torch.tensor([-1e30, -90.0, -1.5, 0.0, 1.4, 1.6, 90.0, 1e30]).to(dtype)
     x = torch.cat([gates, gates.flip(0)])[None]
     actual = ops.clamped_swiglu(x, CLAMPED)
@@ -253,7 +253,7 @@ def test_the_route_of_a_row_is_equal_in_any_batch(deterministic: Ops, routing: R
         assert torch.equal(own_weights, topk_weights[selected])
 
 
-def test_an_expert_that_all_rows_use_is_bit_equal_in_parts(deterministic: Ops) -> None:
+def test_a_batch_above_the_row_limit_equals_its_parts_bit_for_bit(deterministic: Ops) -> None:
     """The batch has more rows than an expert computes at once."""
     rows = 2 * ROWS_OF_EXPERTS + 5
     x, experts = (

@@ -76,7 +76,9 @@ def test_the_error_names_the_invalid_field(fields: dict[str, Any], field: str) -
     window=st.none() | st.integers(1, 60),
     chunk=st.integers(1, 60),
 )
-def test_max_blocks_equals_a_simulation(tokens: int, block_size: int, window: int | None, chunk: int) -> None:
+def test_max_blocks_is_an_upper_bound_of_a_simulation(
+    tokens: int, block_size: int, window: int | None, chunk: int
+) -> None:
     layers, largest = make_group(0, window=window), 0
     for start in range(0, tokens, chunk):
         first = layers.first_visible(start) // block_size

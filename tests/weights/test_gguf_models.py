@@ -177,7 +177,7 @@ def test_quantized_blocks_are_dequantized_exactly(
         assert float((quantized_logits - exact).norm() / exact.norm()) < 0.1
     else:
         compute_logits(tmp_path / "m.gguf", quantization_encoding=None)
-    assert ("quantized weights are widened to" in caplog.text) == (kind not in BLOCK_ENCODINGS)
+    assert ("quantized weights are dequantized to" in caplog.text) == (kind not in BLOCK_ENCODINGS)
     assert torch.isfinite(exact).all()
 
 

@@ -241,7 +241,7 @@ def test_logits_are_close_to_those_of_the_float_weights(
     has_order = linears["model.layers.0.mlp.down_proj"].order is not None
     assert has_order == (encoding is not None and ("desc-act" in case or "actorder" in case))
     assert linears["model.layers.1.mlp.up_proj"].encoding == floats
-    assert ("13 quantized weights are widened to float32" in caplog.text) == (encoding is None)
+    assert ("13 quantized weights are dequantized to float32" in caplog.text) == (encoding is None)
     estimated = model.estimate_weights_size(model.pipeline_config)
     assert 0.995 * held_bytes(pipeline) <= estimated <= 1.5 * held_bytes(pipeline)
 
@@ -324,7 +324,8 @@ def test_a_fused_layer_with_different_encodings_is_widened(
     (fused,) = {layer.encoding for layer in linears if len(layer.slices) == 3}
     assert fused == "bfloat16"
     assert (
-        "v_proj form one layer but are stored as uint4 and uint8: they are widened to bfloat16" in caplog.text
+        "v_proj form one layer but are stored as uint4 and uint8: they are dequantized to bfloat16"
+        in caplog.text
     )
     assert compute_error(compute_logits(folder), oracle_logits(oracle(tmp_path / "plain"), TOKENS)) < 0.06
 

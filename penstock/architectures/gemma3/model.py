@@ -25,7 +25,7 @@ _PREFIXES = (
 )
 
 
-def without_sections(name: str) -> str:
+def model_tensor_name(name: str) -> str:
     """Return the name under which the model reads a tensor of the checkpoint."""
     for pattern, prefix in _PREFIXES:
         name = pattern.sub(prefix, name)
@@ -33,9 +33,9 @@ def without_sections(name: str) -> str:
 
 
 class Gemma3Model(VisionLanguageModel):
-    """Gemma 3 with images as a pipeline model."""
+    """The pipeline model of Gemma 3 with images."""
 
-    weights_adapter = without_sections
+    weights_adapter = model_tensor_name
     ignored_weights = (*VisionLanguageModel.ignored_weights, "vision_tower.head.*")
     text_defaults: ClassVar[Mapping[str, Mapping[str, object]]] = {
         "gemma3_text": {

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _PREFIX = re.compile(r"^model\.(text_model\.|(?=vision_model\.|connector\.))")
 
 
-def without_sections(name: str) -> str:
+def model_tensor_name(name: str) -> str:
     """Return the name under which the model reads a tensor of the checkpoint."""
     return _PREFIX.sub(lambda match: "model." if match[1] else "", name)
 
@@ -26,7 +26,7 @@ def without_sections(name: str) -> str:
 class Idefics3Model(VisionLanguageModel):
     """Idefics3 as a pipeline model."""
 
-    weights_adapter = without_sections
+    weights_adapter = model_tensor_name
     text_defaults: ClassVar[Mapping[str, Mapping[str, object]]] = {
         "llama": {
             "vocab_size": 32000,

@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """A ``config.json`` small enough for a test: clipped queries, keys and values."""
+    """Return a small ``config.json`` for tests, with clipped queries, keys and values."""
     return {
         "architectures": ["OlmoForCausalLM"],
         "model_type": "olmo",

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _PREFIX = re.compile(r"^model\.(language_model\.|(?=visual\.))")
 
 
-def without_sections(name: str) -> str:
+def model_tensor_name(name: str) -> str:
     """Return the name under which the model reads a tensor of the checkpoint."""
     return _PREFIX.sub(lambda match: "model." if match[1] else "", name)
 
@@ -30,7 +30,7 @@ def without_sections(name: str) -> str:
 class QwenVisionModel(MultimodalRopeModel, VisionLanguageModel):
     """The base class of Qwen's vision models: images are grids of patches, positions have three axes."""
 
-    weights_adapter = without_sections
+    weights_adapter = model_tensor_name
     text_family: ClassVar[type[TransformerModel]]
     """The family of the decoder."""
     sections: ClassVar[tuple[int, int, int]]

@@ -55,7 +55,9 @@ class SnacConfig:
         if prod(encoder_rates) != prod(decoder_rates):
             raise CheckpointError(folder, "encoder_rates and decoder_rates must have the same product")
         if any(coarse % fine for coarse, fine in pairwise(strides)):
-            raise CheckpointError(folder, f"vq_strides must divide each other, were {list(strides)}")
+            raise CheckpointError(
+                folder, f"each of vq_strides must be a multiple of the next, were {list(strides)}"
+            )
         encoder_dim = values.integer("encoder_dim")
         return cls(
             sample_rate=values.integer("sampling_rate"),

@@ -1,4 +1,4 @@
-"""float16: weights and activations in float16. CPUs only convert it, and use bfloat16 instead."""
+"""float16 weights and activations. The CPU back end cannot compute in float16; it uses bfloat16."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Layers of integer codes with scales and zero points, as GPTQ, AWQ and compressed-tensors store them.
 
 Codes of up to 4 bits are read in the encoding uint4, those of up to 8 bits in uint8. Groups must be a
-multiple of 32 inputs. Other layers are widened to floats.
+multiple of 32 inputs. Other layers are dequantized to floats.
 """
 
 from __future__ import annotations

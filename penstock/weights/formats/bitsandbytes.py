@@ -7,7 +7,7 @@ block. The factors may themselves be quantized to 8-bit indices, with ``weight.n
 ``weight.nested_absmax`` and an offset.
 
 The encodings nf4 and fp4 hold such a layer exactly if each 64 inputs of an output share a factor. Layers of
-other sizes or tables are widened.
+other sizes or tables are dequantized.
 
 A layer of 8 bits has ``weight`` int8 and ``SCB``: 127 times the scale of each output.
 """

@@ -13,27 +13,29 @@ from penstock.config import PipelineConfig
 
 
 @pytest.fixture(params=[True, False], ids=["GPU", "no GPU"])
-def is_there(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+def has_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     monkeypatch.setattr(gpu_mode, "has_gpu", lambda: request.param)
     monkeypatch.setattr(gpu_mode, "is_interpreted", lambda: False)
     return bool(request.param)
 
 
 @pytest.fixture
-def _from_flat() -> Iterator[None]:
+def _restore_from_flat() -> Iterator[None]:
     before = PipelineConfig.__dict__["from_flat"]
     yield
     PipelineConfig.from_flat = before  # type: ignore[method-assign]
 
 
-@pytest.mark.usefixtures("_from_flat")
-def test_pipelines_open_on_the_gpu(is_there: bool) -> None:
+@pytest.mark.usefixtures("_restore_from_flat")
+def test_pipelines_open_on_the_gpu(has_gpu: bool) -> None:
     gpu_mode.open_pipelines_on_gpu()
     config = PipelineConfig.from_flat({"max_batch_size": 2})
-    assert str(config.model.devices[0]) == ("gpu:0" if is_there else "cpu")
+    assert str(config.model.devices[0]) == ("gpu:0" if has_gpu else "cpu")
     assert config.max_batch_size == 2
     named = PipelineConfig.from_flat({"kernels": "reference"})
-    assert str(named.model.devices[0]) == "cpu", "tests that name kernels keep them"
+    assert str(named.model.devices[0]) == "cpu", (
+        "a configuration that sets its kernels must not move to the GPU"
+    )
 
 
 class Item:
@@ -50,12 +52,12 @@ class Item:
 
 
 @pytest.mark.parametrize("expression", ["gpu", "gpu and not slow", "", "not gpu"])
-def test_which_tests_run(is_there: bool, expression: str) -> None:
+def test_which_tests_run(has_gpu: bool, expression: str) -> None:
     config: Any = SimpleNamespace(getoption=lambda name, default: expression)
     items: Any = [Item("gpu"), Item("models"), Item()]
     gpu_mode.mark_tests_of_gpus(config, items)
     kernel, model, other = items
-    assert ("skip" in kernel.names) == (not is_there)
+    assert ("skip" in kernel.names) == (not has_gpu)
     assert ("gpu" in model.names) == expression.startswith("gpu")
-    assert ("skip" in model.names) == (expression.startswith("gpu") and not is_there)
+    assert ("skip" in model.names) == (expression.startswith("gpu") and not has_gpu)
     assert other.names == []

@@ -14,7 +14,7 @@ from support.server_process import ServerProcess, post_head, raw_exchange
 from penstock.serve.api.parameters import UNSUPPORTED
 from penstock.serve.api.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
-SECONDS = 30
+TIME_LIMIT = 30
 """Time limit of each request, on a busy machine."""
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -33,7 +33,7 @@ INVALID_VALUES: list[Any] = [
     [], [[]], [None], [0], [-1], ["a"], ["a", 1], [{}], [[[[1]]]], [2**64], ["\x00"],
     {}, {"": {}}, {"type": None}, {"type": "x"}, {"a": {"a": {"a": {}}}}, {"content": "Hi"},
 ]  # fmt: skip
-"""Values of each kind. A value that is valid for a field gets a 200."""
+"""Values of every JSON type. If a value is valid for a field, the status is 200."""
 
 
 def nest(depth: int, opening: str = "[", closing: str = "]") -> str:
@@ -249,7 +249,7 @@ async def test_unusual_requests_are_refused_or_answered(server: ServerProcess) -
     assert statuses.keys() <= {200, 400}
 
 
-async def test_bodies_that_are_not_json_objects(server: ServerProcess) -> None:
+async def test_malformed_raw_bodies_are_refused(server: ServerProcess) -> None:
     statuses = await post_all(server, [(path, raw) for path in ROUTES for raw in RAW])
     assert statuses.keys() == {400}
 
@@ -259,7 +259,7 @@ def encode_bodies(bodies: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, byte
 
 
 async def post_all(
-    server: ServerProcess, bodies: Iterable[tuple[str, bytes]], *, seconds: float = SECONDS
+    server: ServerProcess, bodies: Iterable[tuple[str, bytes]], *, seconds: float = TIME_LIMIT
 ) -> dict[int, int]:
     """Post the bodies and check the format of errors. Return the number of responses by status."""
     statuses: dict[int, int] = {}
@@ -355,7 +355,7 @@ TRANSFER_ENCODING = {"transfer-encoding": "chunked"}
     ids=lambda value: None if isinstance(value, int) else ascii(value[-40:])[2:-1] if value else "any",
 )
 async def test_malformed_http_is_refused(server: ServerProcess, sent: bytes, status: int | None) -> None:
-    async with asyncio.timeout(SECONDS), raw_exchange(server.port, TEXT) as exchange:
+    async with asyncio.timeout(TIME_LIMIT), raw_exchange(server.port, TEXT) as exchange:
         exchange.send(sent)
         actual_status, headers = await exchange.head()
         if actual_status == 100:

@@ -1,4 +1,7 @@
-"""Attention within the sequences of a ragged batch, without a cache. Tiles as in `attention`."""
+"""Attention within the sequences of a ragged batch, without a cache.
+
+A program computes ROWS rows of one query head. It reads the keys in tiles of KEYS, with an online softmax.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def attend_ragged(
     IS_CAUSAL: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    """Attention of ROWS rows of a sequence and one query head. Grid: tiles, query heads."""
+    """Compute one tile: ROWS rows of a sequence for one query head. Grid: tiles, query heads."""
     sequence, row = group_of_tile(row_offsets, tl.program_id(0), num_sequences, ROWS)
     head = tl.program_id(1)
     start = tl.load(row_offsets + sequence)

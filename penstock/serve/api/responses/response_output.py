@@ -38,7 +38,7 @@ class OutputItems:
         self.items: list[dict[str, object]] = []
         self._custom_tools = custom_tools
         self._offered = offered or OfferedTools()
-        self._called: dict[str, int] = {}
+        self._pending_calls: dict[str, int] = {}
         """The calls of tool servers without an outcome: id of the call -> index of the item."""
         self._encodes_reasoning = encodes_reasoning
         self._open = ""
@@ -74,7 +74,7 @@ class OutputItems:
         return emitted
 
     def add_mcp(self, events: Sequence[McpEvent]) -> list[dict[str, object]]:
-        """Add the events between two turns. Return the corresponding events of the API."""
+        """Add tool lists, approved calls and outcomes of tool servers, and return the events of the API."""
         emitted: list[dict[str, object]] = self.close() if events else []
         for event in events:
             match event:
@@ -98,16 +98,16 @@ class OutputItems:
         return emitted + self.end_calls()
 
     def end_calls(self) -> list[dict[str, object]]:
-        """End the tool-server calls without an outcome, which were not made."""
+        """End the items of tool-server calls that have no outcome, with the status ``incomplete``."""
         emitted = []
-        for index in self._called.values():
+        for index in self._pending_calls.values():
             self.items[index]["status"] = "incomplete"
             emitted.append(self._item_event("response.output_item.done", index))
-        self._called.clear()
+        self._pending_calls.clear()
         return emitted
 
     def close(self, *, is_complete: bool = True) -> list[dict[str, object]]:
-        """End the item that is in progress, if any. A call of a tool server ends with its outcome."""
+        """End the item that is in progress, if any. For a tool-server call, end only its arguments."""
         if not self._open:
             return []
         kind, text, item = self._open, "".join(self._pieces), self.items[-1]
@@ -226,13 +226,13 @@ class OutputItems:
             "output": None,
             "error": None,
         }
-        self._called[call_id] = len(self.items)
+        self._pending_calls[call_id] = len(self.items)
         self.items.append(item)
         emitted.append(self._item_event("response.output_item.added"))
         emitted.append(self._event("response.mcp_call.in_progress"))
 
     def _end_mcp_call(self, outcome: ToolOutcome) -> list[dict[str, object]]:
-        index = self._called.pop(outcome.call_id)
+        index = self._pending_calls.pop(outcome.call_id)
         output = outcome.output
         status = "completed" if output.error is None else "failed"
         self.items[index] |= {"status": status, "output": output.output, "error": output.error}
