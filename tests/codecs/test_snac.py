@@ -134,7 +134,7 @@ def test_a_configuration_with_attention_is_refused(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"vq_strides": [4, 3]}, r"vq_strides must divide each other, were \[4, 3\]"),
+        ({"vq_strides": [4, 3]}, r"each of vq_strides must be a multiple of the next, were \[4, 3\]"),
         ({"decoder_rates": [2, 2]}, "must have the same product"),
         ({"decoder_rates": []}, "decoder_rates must be a list of whole numbers above 0"),
         ({"codebook_size": "many"}, "codebook_size must be a whole number"),

@@ -258,9 +258,9 @@ def test_text_of_a_gguf_file_equals_that_of_the_checkpoint(tmp_path: Path) -> No
     checkpoint = write_tiny_llm(tmp_path / "m")
     tokenizer = json.loads((checkpoint / "tokenizer.json").read_text())
     template = json.loads((checkpoint / "tokenizer_config.json").read_text())["chat_template"]
-    more = tokenizer_metadata(tokenizer, "gpt-2")
-    more |= {"tokenizer.chat_template": template, "tokenizer.ggml.eos_token_id": 256}
-    file = write_gguf(checkpoint, tmp_path / "m.gguf", more=more)
+    metadata = tokenizer_metadata(tokenizer, "gpt-2")
+    metadata |= {"tokenizer.chat_template": template, "tokenizer.ggml.eos_token_id": 256}
+    file = write_gguf(checkpoint, tmp_path / "m.gguf", metadata=metadata)
     params = SamplingParams(max_new_tokens=20, ignore_eos=True)
     messages = [{"role": "user", "content": "Hé!"}]
     with LLM(str(checkpoint)) as original_llm, LLM(str(file)) as gguf_llm:

@@ -66,7 +66,7 @@ def compute_our_logits(file: Path, tokens: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_logits_are_close_to_those_of_llama_cpp(family: str, tmp_path: Path) -> None:
     checkpoint = write_family_checkpoint(family, tmp_path, **ASSUMED_SETTINGS.get(family, {}))
-    file = write_gguf(checkpoint, tmp_path / "m.gguf", more=sentencepiece_metadata(BYTE_PIECES))
+    file = write_gguf(checkpoint, tmp_path / "m.gguf", metadata=sentencepiece_metadata(BYTE_PIECES))
     expected = compute_logits_with_llama_cpp(file, TOKENS)
     # llama.cpp computes GELU with a table of float16.
     tolerance = 0.05 if family.startswith("g") and family != "granite" else 1e-4
@@ -80,7 +80,7 @@ def test_files_quantised_by_llama_cpp_are_dequantized_equally(kind: str, tmp_pat
     llama_cpp = pytest.importorskip("llama_cpp")
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 2}
     checkpoint = write_family_checkpoint("llama", tmp_path, **sizes)
-    file = write_gguf(checkpoint, tmp_path / "m.gguf", more=sentencepiece_metadata(BYTE_PIECES))
+    file = write_gguf(checkpoint, tmp_path / "m.gguf", metadata=sentencepiece_metadata(BYTE_PIECES))
     packed, unpacked = tmp_path / "packed.gguf", tmp_path / "unpacked.gguf"
     for source, target, ftype in ((file, packed, f"MOSTLY_{kind}"), (packed, unpacked, "ALL_F32")):
         params = llama_cpp.llama_model_quantize_default_params()
