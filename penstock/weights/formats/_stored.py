@@ -67,7 +67,7 @@ class StoredFormat(CheckpointFormat):
     keeps_floats = True
 
     def model_encoding(self, headers: Headers) -> str | None:
-        """Return the encoding of the quantized layers that takes the most bytes; None if all are dequantized."""
+        """Return the encoding of most bytes of the quantized layers; None if all are dequantized."""
         sizes: dict[str, int] = {}
         for header in headers.values():
             if isinstance(header, QuantizedHeader) and header.encoding is not None:
