@@ -111,7 +111,7 @@ async def test_audio_is_streamed_as_events(folder: Path, expected: Any) -> None:
         assert response.headers["content-type"].startswith("text/event-stream")
         *deltas, done = events_of(response.text)
         assert {delta["type"] for delta in deltas} == {"speech.audio.delta"}
-        assert len(deltas) > 2
+        assert deltas  # a busy machine sends chunks that are ready at the same time as one event
         assert b"".join(base64.b64decode(delta["audio"]) for delta in deltas) == expected(LONG)
         assert done["type"] == "speech.audio.done"
         usage = done["usage"]
