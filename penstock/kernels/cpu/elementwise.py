@@ -115,26 +115,13 @@ class CpuElementwise(CpuAttention):
     def add_layer_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        kind, weight_kind = TYPES.get(x.dtype), TYPES.get(weight.dtype)
-        strides, residual_strides = x.stride(), residual.stride()
-        fits = len(strides) == 2 and strides[1] == residual_strides[1] == 1 and x.dtype == residual.dtype
-        weights_fit = weight_kind is not None and bias.dtype == weight.dtype
-        weights_fit = weights_fit and weight.is_contiguous() and bias.is_contiguous()
-        if kind is None or not weights_fit or not fits:
-            self._fall_back(
-                "add_layer_norm",
-                {
-                    f"{x.dtype} activations": kind is not None,
-                    f"{weight.dtype} or strided weights": weights_fit,
-                    "this memory layout or mixed types": fits,
-                },
-            )
+        if not self._can_norm_sum("add_layer_norm", x, residual, weight, bias):
             return super().add_layer_norm(x, residual, weight, bias, eps)
         normed, total = self._empty(x.shape, x.dtype), self._empty(x.shape, x.dtype)
         rows, width = x.shape
         self._kernels.add_layer_norm(
-            kind,
-            weight_kind,
+            TYPES[x.dtype],
+            TYPES[weight.dtype],
             x.data_ptr(),
             residual.data_ptr(),
             weight.data_ptr(),
@@ -142,8 +129,8 @@ class CpuElementwise(CpuAttention):
             normed.data_ptr(),
             total.data_ptr(),
             rows,
-            strides[0],
-            residual_strides[0],
+            x.stride(0),
+            residual.stride(0),
             width,
             eps,
         )
@@ -152,28 +139,32 @@ class CpuElementwise(CpuAttention):
     def layer_norm_of_sum(
         self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
     ) -> Tensor:
-        kind, weight_kind = TYPES.get(x.dtype), TYPES.get(weight.dtype)
-        strides, residual_strides = x.stride(), residual.stride()
-        fits = len(strides) == 2 and strides[1] == residual_strides[1] == 1 and x.dtype == residual.dtype
-        weights_fit = weight_kind is not None and bias.dtype == weight.dtype
-        weights_fit = weights_fit and weight.is_contiguous() and bias.is_contiguous()
-        if kind is None or not weights_fit or not fits:
-            self._fall_back(
-                "layer_norm_of_sum",
-                {
-                    f"{x.dtype} activations": kind is not None,
-                    f"{weight.dtype} or strided weights": weights_fit,
-                    "this memory layout or mixed types": fits,
-                },
-            )
+        if not self._can_norm_sum("layer_norm_of_sum", x, residual, weight, bias):
             return super().layer_norm_of_sum(x, residual, weight, bias, eps)
         out = self._empty(x.shape, x.dtype)
         rows, width = x.shape
         pointers = (x.data_ptr(), residual.data_ptr(), weight.data_ptr(), bias.data_ptr(), out.data_ptr())
-        self._kernels.layer_norm_of_sum(
-            kind, weight_kind, *pointers, rows, strides[0], residual_strides[0], width, eps
-        )
+        kinds = (TYPES[x.dtype], TYPES[weight.dtype])
+        self._kernels.layer_norm_of_sum(*kinds, *pointers, rows, x.stride(0), residual.stride(0), width, eps)
         return out
+
+    def _can_norm_sum(self, name: str, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> bool:
+        """Return whether the kernels of an operation support the norm of ``x + residual``; log why not."""
+        strides, residual_strides = x.stride(), residual.stride()
+        fits = len(strides) == 2 and strides[1] == residual_strides[1] == 1 and x.dtype == residual.dtype
+        weights_fit = weight.dtype in TYPES and bias.dtype == weight.dtype
+        weights_fit = weights_fit and weight.is_contiguous() and bias.is_contiguous()
+        if x.dtype in TYPES and weights_fit and fits:
+            return True
+        self._fall_back(
+            name,
+            {
+                f"{x.dtype} activations": x.dtype in TYPES,
+                f"{weight.dtype} or strided weights": weights_fit,
+                "this memory layout or mixed types": fits,
+            },
+        )
+        return False
 
     def sequence_means(self, x: Tensor, row_offsets: Tensor) -> Tensor:
         kind, strides, count = TYPES.get(x.dtype), x.stride(), len(row_offsets) - 1
