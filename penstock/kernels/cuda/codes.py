@@ -28,7 +28,6 @@ _ROW_BYTES, _ROW_COLUMNS = 8192, 2048
 """Number of bytes of a weight, and of each of its rows, that a program for a single row reads at once."""
 MAX_TILED_ROWS = 64
 """Number of rows above which a weight is decoded once, and cuBLAS multiplies."""
-_FIXED_ROWS = 64
 _TILE_OUTPUTS, _TILE_BYTES = 64, 64
 """Outputs of a tile, and bytes per output that it multiplies at once, which set the order of additions."""
 _MAX_SPLITS, _MIN_STEPS = 16, 4
@@ -77,7 +76,7 @@ def multiply_codes(
     packed = weights.first
     count = len(x) if groups is None else len(groups.rows)
     out = torch.empty((count, packed.out_features), dtype=x.dtype, device=x.device)
-    rows = _FIXED_ROWS if is_deterministic else tile_rows(count, groups)
+    rows = tile_rows(count, groups, is_deterministic=is_deterministic)
     grid = product_grid(count, rows, _TILE_OUTPUTS, packed, groups)
     splits = 1
     if groups is None and not is_deterministic:

@@ -22,7 +22,6 @@ from penstock.kernels.quantized import INPUTS_PER_EXTRA, MAX_EXTRAS
 
 _INPUTS = 64
 """Number of inputs per tile. It is fixed because the order of additions depends on it."""
-_FIXED_ROWS = 64
 _ROW_WEIGHTS, _ROW_INPUTS = 8192, 4096
 """Number of weights, and of inputs, that a program for a single row reads at once."""
 
@@ -46,7 +45,7 @@ def multiply_floats(
     out = torch.empty((count, packed.out_features), dtype=x.dtype, device=x.device)
     weight = packed.tensors["weight"]
     is_wide = x.dtype == torch.float32 or weight.dtype != x.dtype
-    rows = _FIXED_ROWS if is_deterministic else tile_rows(count, groups)
+    rows = tile_rows(count, groups, is_deterministic=is_deterministic)
     launch(
         programs.multiply_floats, product_grid(count, rows, 64, packed, groups), out, x,
         *weights.arguments("weight", "bias"), *sorted_rows(x, groups), x, count,

@@ -16,6 +16,8 @@ from penstock.kernels.nibbles import NIBBLES
 
 _MAX_INPUTS = 1 << 15
 """Maximum length of a row that one program quantizes."""
+_FIXED_ROWS = 64
+"""Rows of a tile if results must not depend on the number of rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +96,10 @@ def _tensor(packed: PackedLinear, name: str) -> Tensor:
     return packed.tensors[name]
 
 
-def tile_rows(count: int, groups: Groups | None) -> int:
-    """Return the rows of a tile: few if a group has few."""
+def tile_rows(count: int, groups: Groups | None, *, is_deterministic: bool = False) -> int:
+    """Return the rows of a tile: few if a group has few, and a fixed number if it must be deterministic."""
+    if is_deterministic:
+        return _FIXED_ROWS
     each = count if groups is None else count // groups.count
     return 16 if each <= 16 else 32 if each <= 32 else 64
 
