@@ -186,7 +186,8 @@ def test_joined_stream_chunks_equal_generate(llm: LLM) -> None:
     assert 1 <= stream.num_tokens
     chunks = [first, *stream]
     assert stream.num_tokens == len(stream.output.token_ids)
-    assert len(chunks) > 1  # some chunks have several tokens
+    fewest = 3 if llm.pipeline.session.queue is None else 1  # a GPU runs more steps in one call
+    assert len(chunks) > fewest  # some chunks have several tokens
     assert "".join(chunks) == stream.output.text
     assert stream.output.token_ids == llm.generate("Hello", params)[0].token_ids
 
