@@ -27,7 +27,11 @@ class EncoderOps(ABC):
         """
         return None
 
-    @operation(weights=["blocks"], simplify=_no_bias)
+    @operation(
+        weights=["blocks"],
+        simplify=_no_bias,
+        functions={"short_attention": CFunction("q 6P 11q d", can_be_long=True)},
+    )
     @abstractmethod
     def encoder_attention(
         self,

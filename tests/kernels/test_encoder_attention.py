@@ -17,6 +17,8 @@ TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2.0**-6}
 DTYPES = list(TOLERANCES)
 LENGTHS_OF_BATCH = {
     "one token": [1],
+    "up to 16": [8, 3, 16, 1, 9, 15],
+    "up to 16 and 70": [8, 3, 16, 70, 1, 9, 15],
     "short": [5, 70, 3],
     "blocks": [64, 128, 129, 1],
     "chunks": [700],
@@ -28,6 +30,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "window of 1": {"window": 1},
     "window of 64": {"window": 64},
     "causal window": {"window": 17, "is_causal": True},
+    "window of 14": {"window": 14},
+    "window of 15": {"window": 15},
 }
 
 
@@ -52,6 +56,9 @@ SHAPES = [
     ("short", 2, 2, 20),
     ("one token", 2, 1, 64),
     ("chunks", 2, 1, 8),
+    ("up to 16", 4, 2, 40),
+    ("up to 16", 2, 2, 8),
+    ("up to 16", 3, 1, 64),
 ]
 
 
@@ -72,21 +79,31 @@ def test_encoder_attention_agrees_with_the_reference(
         )
 
 
-@pytest.mark.parametrize(("options", "mix"), [*((options, "blocks") for options in OPTIONS), ("", "long")])
+@pytest.mark.parametrize(
+    ("options", "mix", "dim"),
+    [
+        *((options, "blocks", 32) for options in OPTIONS),
+        ("", "long", 32),
+        *(("", "up to 16 and 70", dim) for dim in (8, 32, 40, 64)),
+        ("window of 15", "up to 16 and 70", 32),
+    ],
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_sequence_is_bit_equal_alone_and_in_a_batch(
-    ops: Ops, dtype: torch.dtype, options: str, mix: str
+    ops: Ops, dtype: torch.dtype, options: str, mix: str, dim: int
 ) -> None:
+    fields = {"scale": 0.2, **OPTIONS[options]}
     for back_end in (ops, ReferenceOps()):
-        q, k, v, offsets = random_batch(LENGTHS_OF_BATCH[mix], 4, 2, 32, dtype)
-        whole = back_end.encoder_attention(q, k, v, offsets, scale=0.2, **OPTIONS[options])
-        for start, stop in pairwise(offsets.tolist()):
-            offsets_of_one = torch.tensor([0, stop - start], dtype=torch.int32)
-            rows = slice(start, stop)
-            alone = back_end.encoder_attention(
-                q[rows], k[rows], v[rows], offsets_of_one, scale=0.2, **OPTIONS[options]
-            )
-            assert torch.equal(alone, whole[rows])
+        q, k, v, offsets = random_batch(LENGTHS_OF_BATCH[mix], 4, 2, dim, dtype)
+        for bias in (None, torch.randn(4, 2 * max(LENGTHS_OF_BATCH[mix]) + 5)):
+            whole = back_end.encoder_attention(q, k, v, offsets, bias=bias, **fields)
+            for start, stop in pairwise(offsets.tolist()):
+                offsets_of_one = torch.tensor([0, stop - start], dtype=torch.int32)
+                rows = slice(start, stop)
+                alone = back_end.encoder_attention(
+                    q[rows], k[rows], v[rows], offsets_of_one, bias=bias, **fields
+                )
+                assert torch.equal(alone, whole[rows])
 
 
 def test_the_reference_is_scaled_dot_product_attention() -> None:

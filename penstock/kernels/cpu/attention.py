@@ -17,8 +17,11 @@ from penstock.kernels.inputs import LayerKV, SequenceBlocks
 from penstock.kernels.spans import ImageSpans
 
 _CACHE_TYPES = {**TYPES, torch.int8: 2}
-_ENCODER_BLOCK = 64
-"""Tokens per block of the keys and values that `encoder_attention` copies."""
+_ENCODER_BLOCK = 16
+"""Tokens per block of the keys and values that `encoder_attention` copies, and the length of sequences whose
+keys and values are read in place (csrc/short_attention.inl)."""
+_BIAS_PADDING = 64
+"""Numbers before and after each row of a bias: the kernel reads the bias of a tile of keys as a whole."""
 _MAX_HEAD = 1024
 """Largest head size. Sums of more integer products could overflow 32 bits (csrc/attention_tile.inl)."""
 
@@ -183,12 +186,15 @@ class CpuAttention(CpuExperts):
             )
         if blocks is None:
             blocks = self.sequence_blocks(row_offsets)
+        if bias is not None:
+            bias = F.pad(bias.float(), (_BIAS_PADDING, _BIAS_PADDING)).contiguous()
         tables, num_blocks = blocks.tables, blocks.num_blocks
+        is_short = tables.shape[1] == 1 and not is_causal
+        if is_short and (window is None or window >= _ENCODER_BLOCK - 1):
+            return self._attend_short(q, k, v, row_offsets, scale=scale, bias=bias)
         cache = self._scratch((2, num_blocks, k.shape[1], _ENCODER_BLOCK, dim), k.dtype)
         kv = LayerKV(cache, tables, blocks.slots, None if window is None else window + 1)
         self.store_kv(k, v, kv)
-        if bias is not None:
-            bias = F.pad(bias.float(), (_ENCODER_BLOCK, _ENCODER_BLOCK)).contiguous()  # a tile is read whole
         longest = tables.shape[1] * _ENCODER_BLOCK
         return self._attend(
             q,
@@ -201,6 +207,40 @@ class CpuAttention(CpuExperts):
             ahead=0 if is_causal else longest if window is None else window,
             bias=bias,
         )
+
+    def _attend_short(
+        self,
+        q: Tensor,  # [T, H, D]
+        k: Tensor,  # [T, K, D]
+        v: Tensor,  # [T, K, D]
+        row_offsets: Tensor,  # [B + 1]
+        *,
+        scale: float,
+        bias: Tensor | None,  # [H, 2P - 1 and padding]
+    ) -> Tensor:  # [T, H, D]
+        """Call the kernel for sequences of up to `_ENCODER_BLOCK` tokens."""
+        out = self._empty(q.shape, q.dtype)
+        rows, heads, dim = q.shape
+        is_long = rows * _ENCODER_BLOCK * heads * dim > LONG
+        (self._kernels.long_short_attention if is_long else self._kernels.short_attention)(
+            TYPES[q.dtype],
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            out.data_ptr(),
+            row_offsets.data_ptr(),
+            0 if bias is None else bias.data_ptr() + bias.shape[1] // 2 * 4,
+            len(row_offsets) - 1,
+            heads,
+            k.shape[1],
+            dim,
+            *q.stride()[:2],
+            *k.stride()[:2],
+            *v.stride()[:2],
+            0 if bias is None else bias.shape[1],
+            scale,
+        )
+        return out
 
     def _attend(
         self,

@@ -26,7 +26,7 @@ ISAS = ("generic", "avx2", "avx512_vnni", "avx512")
 
 PATH = Path(__file__).with_name("libpenstock_cpu.so")
 
-ABI = 18
+ABI = 19
 """Version of the argument structs; ``penstock_abi`` in csrc/host.cpp returns that of a library."""
 
 Kernel = Callable[..., int]

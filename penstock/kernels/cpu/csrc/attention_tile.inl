@@ -188,10 +188,11 @@ INLINE void score_keys(const TC* rows, const typename P::Unit* q, float* scores,
 
 // ---- values ----
 
-// Loads two vectors of units of the values at `d` of the keys j to j + TERMS; the first key is at `row`. Values outside
-// begin:end become 0, because the memory may hold stale NaNs, which a weight of 0 does not remove.
+// Loads two vectors of units of the values at `d` of the keys j to j + TERMS; the first key is at `row`, the next one
+// `stride` further. Values outside begin:end become 0, because the memory may hold stale NaNs, which a weight of 0 does
+// not remove.
 template <class TC>
-INLINE void load_values(vf (&units)[2], const TC* row, int64_t D, int64_t d, bool first, bool, Floats) {
+INLINE void load_values(vf (&units)[2], const TC* row, int64_t, int64_t D, int64_t d, bool first, bool, Floats) {
   for (int v = 0; v < 2; v++) {
     int64_t n = max<int64_t>(0, min<int64_t>(W, D - d - v * W));
     units[v] = !first ? vf{} : n == W ? load(row + d + v * W) : n ? load(row + d + v * W, n) : vf{};
@@ -202,21 +203,22 @@ INLINE void interleave(vu (&units)[2], __m512i first, __m512i second) {
   units[0] = (vu)_mm512_unpacklo_epi16(first, second);
   units[1] = (vu)_mm512_unpackhi_epi16(first, second);
 }
-INLINE void load_values(vu (&units)[2], const bf16* row, int64_t D, int64_t d, bool first, bool second, Pairs) {
+INLINE void load_values(vu (&units)[2], const bf16* row, int64_t stride, int64_t D, int64_t d, bool first, bool second,
+                        Pairs) {
   __mmask32 inside = D - d >= 2 * W ? ~0u : (1u << (D - d)) - 1;
   interleave(units, _mm512_maskz_loadu_epi16(first ? inside : 0, row + d),
-             _mm512_maskz_loadu_epi16(second ? inside : 0, row + D + d));
+             _mm512_maskz_loadu_epi16(second ? inside : 0, row + stride + d));
 }
-INLINE void load_values(vu (&units)[2], const int8_t* row, int64_t D, int64_t d, bool first, bool second, Shorts) {
+INLINE void load_values(vu (&units)[2], const int8_t* row, int64_t stride, int64_t D, int64_t d, bool first, bool second,
+                        Shorts) {
   __mmask32 inside = D - d >= 2 * W ? ~0u : (1u << (D - d)) - 1;
   interleave(units, _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(first ? inside : 0, row + d)),
-             _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(second ? inside : 0, row + D + d)));
+             _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(second ? inside : 0, row + stride + d)));
 }
 #endif
 
-// Loads 2 W sums, in the order of the values rather than that of `interleave` (by 128-bit lanes).
-template <class P> INLINE void load_in_order(const float* sums, vf (&ordered)[2]) {
-  vf low = load(sums), high = load(sums + W);
+// Returns 2 W sums in the order of the values rather than that of `interleave` (by 128-bit lanes).
+template <class P> INLINE void in_order(vf low, vf high, vf (&ordered)[2]) {
   ordered[0] = low, ordered[1] = high;
   if (P::TERMS == 1) return;
   vi from_low, from_high;
@@ -227,6 +229,9 @@ template <class P> INLINE void load_in_order(const float* sums, vf (&ordered)[2]
   ordered[0] = shuffled(low, high, from_low);
   ordered[1] = shuffled(low, high, from_high);
 }
+template <class P> INLINE void load_in_order(const float* sums, vf (&ordered)[2]) {
+  in_order<P>(load(sums), load(sums + W), ordered);
+}
 
 // Packs values begin:end of a tile from the W values that start at `i` and are stored at `rows`.
 template <class P, class TC>
@@ -235,7 +240,7 @@ INLINE void pack_values(typename P::Unit* packed, int64_t D, int64_t begin, int6
   for (int64_t j = begin / P::SPAN * P::SPAN; j < round_up(end, P::SPAN); j += P::TERMS)
     for (int64_t d = 0; d < D; d += 2 * W) {
       typename P::Units units[2];
-      load_values(units, rows + (j - i) * D, D, d, j >= begin && j < end, j + 1 < end, P{});
+      load_values(units, rows + (j - i) * D, D, D, d, j >= begin && j < end, j + 1 < end, P{});
       auto* to = packed + (j / P::TERMS ^ P::SWAP) * Dp + d;
       store(to, units[0]);
       store(to + W, units[1]);
@@ -259,7 +264,7 @@ INLINE void add_values(const Rows<TC>& values, const NextTile<TC>& next_tile, in
     for (int64_t j = first / P::TERMS * P::TERMS; j < last; j += P::TERMS)
       for (int c = 0; c < CHUNKS; c++) {
         typename P::Units units[2];
-        load_values(units, rows + (j - i) * D, D, d + c * 2 * W, j >= first, j + 1 < last, P{});
+        load_values(units, rows + (j - i) * D, D, D, d + c * 2 * W, j >= first, j + 1 < last, P{});
         for (int m = 0; m < ROWS; m++)
           for (int v = 0; v < 2; v++)
             sums[m][2 * c + v] = P::add_product(

@@ -63,6 +63,7 @@ constexpr int W = PENSTOCK_LANES;
 #include "store_kv.inl"
 #include "product.inl"
 #include "attention.inl"
+#include "short_attention.inl"
 #include "linear.inl"
 #include "pack.inl"
 #include "lora.inl"
