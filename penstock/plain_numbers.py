@@ -30,12 +30,12 @@ def plain(value: ValueT) -> ValueT:
     >>> plain(np.int64(5)), plain(np.float32(0.5)), plain(np.True_), plain("5")
     (5, 0.5, True, '5')
     """
+    if value is None or type(value) in (int, float, bool):
+        return value
     return cast(ValueT, _plain(value))
 
 
 def _plain(value: object) -> object:
-    if type(value) in (int, float, bool):
-        return value
     if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
         return bool(value)  # detected by name: reading settings must not import numpy
     if isinstance(value, Integral):

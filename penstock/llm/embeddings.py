@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias, Unpack, cast
 from uuid import uuid4
@@ -299,32 +298,37 @@ class EmbeddingsMethods:
 
     def _embeddings_contexts(self, fields: Sequence[EmbeddingsFields]) -> Iterator[EmbeddingsContext]:
         """Yield the context of each request. The texts of all requests are encoded together."""
-        name, count = self.config.model.name, len(fields)
+        name, count, call_id = self.config.model.name, len(fields), uuid4().hex
         requests = []
         for index, one in enumerate(fields):
-            with _naming_input(index, count):
-                requests.append(EmbeddingsGenerationRequest(id=uuid4().hex, model_name=name, **one))
+            try:
+                request = EmbeddingsGenerationRequest(id=f"{call_id}-{index}", model_name=name, **one)
+            except InputError as error:
+                _name_input(error, index, count)
+                raise
+            requests.append(request)
         contexts = self.tokenizer.build_embeddings_contexts(requests)
         for index in range(count):
-            with _naming_input(index, count):
+            try:
                 context = next(contexts)
+            except InputError as error:
+                _name_input(error, index, count)
+                raise
             yield context
 
     def _check_context(self, index: int, count: int, context: EmbeddingsContext) -> None:
         """Refuse a context that the pipeline cannot run."""
-        with _naming_input(index, count):
+        try:
             self.pipeline.ready(context)
+        except InputError as error:
+            _name_input(error, index, count)
+            raise
 
 
-@contextmanager
-def _naming_input(index: int, count: int) -> Iterator[None]:
-    """Add the number of the input to an `InputError`, if there are several inputs."""
-    try:
-        yield
-    except InputError as error:
-        if count > 1:
-            error.add_note(f"in input {index + 1} of {count}")
-        raise
+def _name_input(error: InputError, index: int, count: int) -> None:
+    """Add the number of the input to an error, if there are several inputs."""
+    if count > 1:
+        error.add_note(f"in input {index + 1} of {count}")
 
 
 def is_single(inputs: EmbeddingsInput | Sequence[EmbeddingsInput]) -> bool:

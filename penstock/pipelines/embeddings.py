@@ -179,7 +179,7 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
     def _responses(
         self, contexts: Sequence[EmbeddingsContext], hidden: Tensor, step: StepInputs
     ) -> list[EmbeddingsResponse]:
-        rows = [hidden[start:stop] for start, stop in pairwise(step.row_offsets.tolist())]  # [n, E] each
+        rows = _Rows(hidden, step)
         default = self.outputs[:1]
         wanted = [context.outputs or default for context in contexts]
         means = _Means(hidden, step)
@@ -197,7 +197,7 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
                 multi_vector=self._multi_vector(contexts[i], rows[i])
                 if "multi_vector" in wanted[i]
                 else None,
-                num_tokens=len(rows[i]),
+                num_tokens=rows.num_tokens(i),
             )
             for i in range(len(contexts))
         ]
@@ -205,7 +205,7 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
     def _vectors(
         self,
         contexts: Sequence[EmbeddingsContext],
-        rows: Sequence[Tensor],
+        rows: _Rows,
         chosen: Sequence[int],
         means: _Means,
     ) -> dict[int, npt.NDArray[np.floating]]:
@@ -257,7 +257,7 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
     def _classify(
         self,
         contexts: Sequence[EmbeddingsContext],
-        rows: Sequence[Tensor],
+        rows: _Rows,
         chosen: Sequence[int],
         step: StepInputs,
     ) -> dict[int, npt.NDArray[np.floating]]:
@@ -302,6 +302,29 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
         for layer in layers:
             vectors = layer(vectors, self.session.ops)
         return F.normalize(vectors[:, : context.dimensions], dim=-1).numpy(force=True)
+
+
+class _Rows:
+    """The hidden states of each sequence of a step.
+
+    Args:
+        hidden: the hidden states ``[T, E]`` of all sequences.
+        step: the inputs of the step.
+    """
+
+    def __init__(self, hidden: Tensor, step: StepInputs) -> None:
+        self._hidden = hidden
+        self._bounds = list(pairwise(step.row_offsets.tolist()))
+
+    def num_tokens(self, index: int) -> int:
+        """Return the number of tokens n of a sequence."""
+        start, stop = self._bounds[index]
+        return stop - start
+
+    def __getitem__(self, index: int) -> Tensor:
+        """Return the hidden states ``[n, E]`` of a sequence."""
+        start, stop = self._bounds[index]
+        return self._hidden[start:stop]
 
 
 class _Means:

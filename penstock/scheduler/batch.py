@@ -18,21 +18,18 @@ class Entry(Generic[ContextT]):
     context: ContextT
     key: tuple[int, int]
     """Negative priority, arrival number. The smallest is served first, the largest preempted first."""
+    request_id: str = field(init=False)
+    """The request id of the context."""
+    client_id: str = field(init=False)
+    """The client that sent the request."""
     is_decoding: bool = False
     """Whether the prompt is computed and the context generates tokens."""
     was_admitted: bool = False
     last_selection: int = 0
     """Number of the last selection of decode rows that contained the context (`StepLimit`)."""
 
-    @property
-    def request_id(self) -> str:
-        """The request id of the context."""
-        return self.context.request_id
-
-    @property
-    def client_id(self) -> str:
-        """The client that sent the request."""
-        return self.context.client_id
+    def __post_init__(self) -> None:
+        self.request_id, self.client_id = self.context.request_id, self.context.client_id
 
     @property
     def is_generating(self) -> bool:

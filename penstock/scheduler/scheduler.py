@@ -139,7 +139,8 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
 
     def _run_timed(self, batch: Batch[ContextT]) -> dict[str, OutputT]:
         """Run a batch and record its duration, unless it computes a long prompt."""
-        decode_rows, prompt_rows = batch.num_decode_rows, batch.num_rows - batch.num_decode_rows
+        decode_rows = batch.num_decode_rows
+        prompt_rows = self.last_batch[1] - decode_rows
         start = self._clock()
         outputs = self._run(batch.contexts, batch.num_steps)
         if prompt_rows <= _MAX_TIMED_PROMPT:
@@ -214,7 +215,7 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
         admits = True
         while batch.num_left > 0:
             prompts = [entry for entry in prompts if entry.request_id in self._running]
-            entry = min(prompts, key=self._shares.prompt_key, default=None)
+            entry = min(prompts, key=self._shares.prompt_key) if prompts else None
             admits = admits and (self._has_slot() or self._shares.is_contended)
             waiting = self._waiting.first_ready(self._is_ready) if admits else None
             if waiting is not None and not (
@@ -265,6 +266,8 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
             and self._shares.num_running(entry.client_id) == self._max_batch_size - 1 > 0
         ):
             return False
+        if self._has_slot() and self._has_blocks(entry):
+            return True
         for has_room in (self._has_slot, lambda: self._has_blocks(entry)):
             if not has_room():
                 last = self._shares.entry_to_preempt(entry, self._generating)

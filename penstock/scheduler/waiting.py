@@ -105,19 +105,22 @@ class WaitingQueue(Generic[EntryT]):
             entry = self._first_of(client_id)
             if entry is None:
                 self._drop_first()
-            elif sort_key != (now := self._sort_key(entry)):
+                continue
+            now = self._sort_key(entry)
+            if sort_key != now:
                 if self._queued.get(client_id) == now:
                     self._drop_first()  # the current key is further down
-                else:
-                    self._queued[client_id] = now
-                    heapq.heapreplace(self._heap, (now, client_id))
-            elif is_ready(entry):
+                    continue
+                self._queued[client_id] = now
+                heapq.heapreplace(self._heap, (now, client_id))
+                if self._heap[0][1] != client_id:
+                    continue
+            if is_ready(entry):
                 return entry
-            else:
-                self._checks_left -= 1
-                if self._contains(entry):  # else `is_ready` removed it
-                    heapq.heappop(self._lanes[client_id])
-                    self._not_ready.append(entry)
+            self._checks_left -= 1
+            if self._contains(entry):  # else `is_ready` removed it
+                heapq.heappop(self._lanes[client_id])
+                self._not_ready.append(entry)
         return None
 
     def _drop_first(self) -> None:
@@ -131,12 +134,15 @@ class WaitingQueue(Generic[EntryT]):
         self.refresh(entry.client_id)
 
     def _first_of(self, client_id: str) -> EntryT | None:
-        lane = self._lanes.get(client_id, [])
-        while lane and not self._contains(lane[0][1]):
+        lane = self._lanes.get(client_id)
+        if lane is None:
+            return None
+        while lane:
+            entry = lane[0][1]
+            if self._contains(entry):
+                return entry
             heapq.heappop(lane)
-        if lane:
-            return lane[0][1]
-        self._lanes.pop(client_id, None)
+        del self._lanes[client_id]
         return None
 
     def _sort_key(self, entry: EntryT) -> _Rank:

@@ -193,7 +193,7 @@ class TokenBuffer(msgspec.Struct, kw_only=True, omit_defaults=True):
             raise InputError(f"tokens must be one dimensional array: got shape '{tokens.shape}'")
         if tokens.size == 0:
             raise InputError("tokens must hold at least one token: the prompt is empty")
-        if not np.issubdtype(tokens.dtype, np.integer):
+        if tokens.dtype.kind not in "iu":
             raise InputError(f"tokens must be integers: got dtype {tokens.dtype}")
         self.tokens = _padded(tokens, -(-tokens.size // CHUNK_SIZE) * CHUNK_SIZE)
         self._end_idx = tokens.size
