@@ -284,8 +284,9 @@ def supports_dtype(encoding: str, dtype: torch.dtype) -> bool:
 
 def supports_order(packed: PackedLinear) -> bool:
     """Return whether the kernel reorders its inputs to match the weight: true if it quantizes groups."""
-    groups = is_quantized(packed.encoding) and encoding_named(packed.encoding).group_size is not None
-    return packed.order is None or groups
+    if packed.order is None:
+        return True
+    return is_quantized(packed.encoding) and encoding_named(packed.encoding).group_size is not None
 
 
 def _compute_dtype(encoding: str) -> torch.dtype:
