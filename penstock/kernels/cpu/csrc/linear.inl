@@ -148,12 +148,12 @@ template <class S> struct Block {
   T* y;
   int64_t y_stride, outputs;  // outputs: number in the panel
 
-  INLINE_MEMBER Block below(int64_t rows) const {
-    Block block = *this;
-    block.x += rows * x_stride;
-    block.sums += rows * PANEL;
-    block.y += rows * y_stride;
-    return block;
+  // Moves the first row. Tiles advance one block in place: the copy of a block that has just been written would wait for
+  // its stores.
+  INLINE_MEMBER void advance(int64_t rows) {
+    x += rows * x_stride;
+    sums += rows * PANEL;
+    y += rows * y_stride;
   }
 };
 
@@ -238,14 +238,14 @@ template <class S> static void multiply_block(const Block<S>& block, int64_t row
   auto passes_of = [](int64_t height) { return PANEL / W / vectors_of(height); };
   const int64_t passes = tiles * passes_of(rows / tiles);
   int64_t fetched = block.ahead ? 0 : LINES;
-  for (int64_t tile = 0; tile < tiles; tile++) {
-    const int64_t begin = rows * tile / tiles, height = rows * (tile + 1) / tiles - begin;
-    Block<S> part = block.below(begin);
+  Block<S> part = block;
+  for (int64_t tile = 0, height; tile < tiles; tile++, part.advance(height)) {
+    height = rows * (tile + 1) / tiles - rows * tile / tiles;
     if (fetched >= LINES) {
       multiply_tile<S, 0>(part, height);
       continue;
     }
-    part.ahead += fetched * LINE * steps;
+    part.ahead = block.ahead + fetched * LINE * steps;
     if (passes < LINES) {
       multiply_tile<S, 2>(part, height);
       fetched += 2 * passes_of(height);

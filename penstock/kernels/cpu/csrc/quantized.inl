@@ -182,56 +182,6 @@ INLINE vu largest_of_lanes(const bf16* x, int64_t n) {
   const vu low = (vu)_mm512_cvtepu16_epi32(_mm512_castsi512_si256(tops));
   return umax(low, (vu)_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(tops, 1))) << 16;
 }
-
-// Returns the smallest magnitude that times `inverse` is rounded to `integer` or more.
-INLINE uint16_t least_magnitude(float inverse, int32_t integer) {
-  auto integer_of = [=](uint32_t bits) __attribute__((always_inline)) {
-    return rounded_to_integers(all(widen(bf16{(uint16_t)bits}) * inverse))[0];
-  };
-  const float near = ((float)integer - 0.5f) / inverse;
-  uint32_t bits;
-  __builtin_memcpy(&bits, &near, 4);
-  bits >>= 16;
-  while (integer_of(bits) >= integer) bits--;
-  while (integer_of(bits) < integer) bits++;
-  return (uint16_t)bits;
-}
-
-// Returns the number of extras of a row whose largest integer is 127 * `range`: the number of magnitudes beyond 127,
-// plus the number of magnitudes beyond 254, and so on.
-INLINE int64_t count_extras(const bf16* x, int64_t n, float inverse, float range) {
-  int64_t count = 0;
-  for (int32_t integer = 128; integer <= 127 * range; integer += 127) {
-    const __m512i least = _mm512_set1_epi16((int16_t)least_magnitude(inverse, integer));
-    for (int64_t i = 0; i < n; i += 2 * W)
-      count += __builtin_popcount(_mm512_cmpge_epu16_mask(magnitudes(x + i, n - i), least));
-  }
-  return count;
-}
-
-// Returns the same results as the template below, from comparisons of 16-bit integers.
-static int32_t quantize_with_extras(const bf16* x, int64_t n, int8_t* integers, float* scale, Extras* extras) {
-  const float top = largest_magnitude(largest_of_lanes(x, n));
-  extras->count = 0;
-  if (is_degenerate(top, n, integers, scale)) return 0;
-  const int64_t room = min(MAX_EXTRAS, n / INPUTS_PER_EXTRA);
-  float target = 127;
-  for (float range : RANGES) {
-    if (count_extras(x, n, 127 * range / top, range) > room) break;
-    target = 127 * range;
-  }
-  const float inverse = target / top;
-  *scale = top / target;
-  const int32_t total = store_integers(x, n, inverse, integers);
-  if (target == 127) return total;
-  const __m512i least = _mm512_set1_epi16((int16_t)least_magnitude(inverse, 128));
-  for (int64_t i = 0; i < n; i += 2 * W)
-    for (uint32_t beyond = _mm512_cmpge_epu16_mask(magnitudes(x + i, n - i), least); beyond; beyond &= beyond - 1) {
-      const int64_t position = i + __builtin_ctz(beyond);
-      split_integer(position, rounded_to_integers(all(widen(x[position]) * inverse))[0], integers, extras);
-    }
-  return total;
-}
 #endif
 
 // Like `quantize`, with the smallest scale that a few extras allow, so that outliers do not reduce the precision.
@@ -252,9 +202,15 @@ static int32_t quantize_with_extras(const T* x, int64_t n, int8_t* integers, flo
     *scale = top / target;
     const int32_t total = store_integers(x, n, inverse, integers);
     if (target == 127) return total;
-    for (int64_t i = 0; i < large.count; i++) {
-      const int32_t whole = rounded_to_integers(all(large.numbers[i] * inverse))[0];
-      if (whole > 127 || whole < -127) split_integer(large.positions[i], whole, integers, extras);
+    for (int64_t i = 0; i < large.count; i += W) {
+      const vi whole = rounded_to_integers(load(large.numbers + i) * inverse);
+      int32_t wholes[W];
+      store((uint32_t*)wholes, (vu)whole);
+      const uint32_t inside = large.count - i >= W ? ~0u : (1u << (large.count - i)) - 1;
+      for (uint32_t beyond = lanes_that_hold((whole > 127) | (whole < -127)) & inside; beyond; beyond &= beyond - 1) {
+        const int lane = __builtin_ctz(beyond);
+        split_integer(large.positions[i + lane], wholes[lane], integers, extras);
+      }
     }
     return total;
   }
@@ -413,12 +369,12 @@ struct ByteBlock {
   const Linear* layer; // its results are stored directly from the last block; null: `sums` are stored
   int64_t row, column; // of the first result
 
-  INLINE_MEMBER ByteBlock below(int64_t rows) const {
-    ByteBlock block = *this;
-    block.x = x.below(rows);
-    block.sums += rows * PANEL;
-    block.row += rows;
-    return block;
+  // Moves the first row. Tiles advance one block in place: the copy of a block that has just been written would wait for
+  // its stores.
+  INLINE_MEMBER void advance(int64_t rows) {
+    x = x.below(rows);
+    sums += rows * PANEL;
+    row += rows;
   }
 };
 
@@ -598,14 +554,14 @@ template <class S> static void multiply_all_rows(const ByteBlock& block, int64_t
   const int64_t tiles = ceil_div(rows, S::ROWS_AT_ONCE), passes = tiles * (PANEL / W / S::vectors(rows / tiles));
   const int64_t fetched = passes <= 2 ? HALF : passes <= 4 ? FOURTH : SIXTH;
   int64_t line = block.ahead ? 0 : ALL;
-  for (int64_t tile = 0; tile < tiles; tile++) {
-    const int64_t begin = rows * tile / tiles, height = rows * (tile + 1) / tiles - begin;
-    ByteBlock part = block.below(begin);
+  ByteBlock part = block;
+  for (int64_t tile = 0, height; tile < tiles; tile++, part.advance(height)) {
+    height = rows * (tile + 1) / tiles - rows * tile / tiles;
     if (line >= ALL) {
       multiply_rows<S, 0>(part, height);
       continue;
     }
-    part.ahead += line * 64 * block.units * S::PASSES;
+    part.ahead = block.ahead + line * 64 * block.units * S::PASSES;
     line += fetched * (PANEL / W / S::vectors(height));
     if (fetched == HALF) multiply_rows<S, HALF>(part, height);
     else if (fetched == FOURTH) multiply_rows<S, FOURTH>(part, height);
