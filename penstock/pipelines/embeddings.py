@@ -314,7 +314,7 @@ class _Rows:
 
     def __init__(self, hidden: Tensor, step: StepInputs) -> None:
         self._hidden = hidden
-        self._bounds = list(pairwise(step.row_offsets.tolist()))
+        self._bounds: list[tuple[int, int]] = list(pairwise(step.row_offsets.tolist()))
 
     def num_tokens(self, index: int) -> int:
         """Return the number of tokens n of a sequence."""

@@ -112,15 +112,31 @@ template <class T> INLINE int32_t quantize(const T* x, int64_t n, int8_t* intege
   return store_integers(x, n, 127 / top, integers);
 }
 
-// Returns the number of extras of n numbers times `inverse`.
-template <class T> INLINE int64_t count_extras(const T* x, int64_t n, float inverse) {
-  vi count = {};
-  for_vectors(n, EACH_VECTOR {
-    const vi whole = rounded_to_integers(load(x + i, lanes) * inverse), magnitude = whole < 0 ? -whole : whole;
-    // Subtracts 0.5, so that rounding never crosses a multiple of 127.
-    count += __builtin_convertvector((__builtin_convertvector(magnitude, vf) - 0.5f) * (1.0f / 127), vi);
-  });
-  return sum(count);
+// Returns one bit per lane: whether a is at least b. Both are below 2^31.
+INLINE uint32_t lanes_of_at_least(vu a, vu b) {
+#if PENSTOCK_LANES == 16
+  return _mm512_cmpge_epu32_mask((__m512i)a, (__m512i)b);
+#else
+  return lanes_that_hold((vi)a >= (vi)b);
+#endif
+}
+
+// Returns the number of extras of n numbers times `inverse`, whose magnitudes are at most 127 * `range`. An integer of at
+// least 127 k + 1 needs k extras. A count beyond `room` may be too small.
+template <class T> INLINE int64_t count_extras(const T* x, int64_t n, float inverse, float range, int64_t room) {
+  int64_t count = 0;
+  for (int32_t k = 1; k <= range && count <= room; k++) {
+    // Rounded to nearest even, 127 k + 0.5 becomes 127 k + 1 if k is odd. `least` is the smallest magnitude that does so.
+    const float bound = (float)(127 * k) + 0.5f;
+    uint32_t bits;
+    __builtin_memcpy(&bits, &bound, 4);
+    const vu least = bits + (k % 2 ? 0 : 1) - vu{};
+    for_vectors(n, EACH_VECTOR {
+      const vu magnitude = as_bits(load(x + i, lanes) * inverse) & 0x7fffffff;
+      count += __builtin_popcount(lanes_of_at_least(magnitude, least));
+    });
+  }
+  return count;
 }
 
 // Returns the integer to which the largest magnitude `top` is scaled: 127 times the largest of RANGES that needs at
@@ -128,7 +144,7 @@ template <class T> INLINE int64_t count_extras(const T* x, int64_t n, float inve
 template <class T> static float target_with_extras(const T* x, int64_t n, float top, int64_t room) {
   float target = 127;
   for (float range : RANGES) {
-    if (count_extras(x, n, 127 * range / top) > room) break;
+    if (count_extras(x, n, 127 * range / top, range, room) > room) break;
     target = 127 * range;
   }
   return target;
@@ -156,16 +172,17 @@ struct Large {
   // Collects the numbers with at least the magnitude of the bits `least`. Returns whether there is room for them.
   template <class T> INLINE_MEMBER bool collect(const T* x, int64_t n, uint32_t least) {
     const __m512i bound = _mm512_set1_epi32((int)least);
-    count = 0;
+    int64_t found = 0;  // not in memory: the next iteration needs it
     for_vectors(n, EACH_VECTOR {
       const vf number = load(x + i, lanes);
       const __mmask16 large = _mm512_cmpge_epu32_mask((__m512i)(as_bits(number) & 0x7fffffff), bound);
-      const int64_t at = min(count, ROOM - W);
+      const int64_t at = min(found, ROOM - W);
       store(numbers + at, (vf)_mm512_maskz_compress_ps(large, number));
       store((uint32_t*)positions + at, (vu)_mm512_maskz_compress_epi32(large, (__m512i)(lane_index() + (int32_t)i)));
-      count += __builtin_popcount(large);
+      found += __builtin_popcount(large);
     });
-    return count <= ROOM - W;
+    count = found;
+    return found <= ROOM - W;
   }
 };
 #endif
