@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import count
 from typing import Generic, TypeVar
 
@@ -129,30 +129,33 @@ class RequestQueues(Generic[ContextT, OutputT]):
         """Called before a running context loses blocks. No launched step may be using them."""
 
     def _fail(self, entry: Entry[ContextT], error: PenstockError) -> None:
-        self._remove(entry.request_id)
+        self._remove([entry.request_id])
         self.failures[entry.request_id] = error
 
     def _apply_cancels(self) -> None:
         while self._cancelled:
-            self._remove(self._cancelled.popleft())
+            self._remove([self._cancelled.popleft()])
 
     def _retire(self, outputs: dict[str, OutputT]) -> None:
-        for request_id, output in outputs.items():
-            if output.is_done:
-                self._remove(request_id)
+        self._remove(request_id for request_id, output in outputs.items() if output.is_done)
         if not self._running and not self._waiting:
             self._kv.check_integrity()
 
-    def _remove(self, request_id: str) -> None:
-        entry = self._running.pop(request_id, None)
-        if entry is not None:
-            self._shares.stop(entry.client_id)
-            self._waiting.refresh(entry.client_id)
-        else:
-            entry = self._waiting.remove(request_id)
-        if entry is not None:
-            self._shares.leave(entry.client_id)
-            self._release(entry.context)
+    def _remove(self, request_ids: Iterable[str]) -> None:
+        """Remove contexts, running or waiting, and free their resources."""
+        clients = set()
+        for request_id in request_ids:
+            entry = self._running.pop(request_id, None)
+            if entry is not None:
+                self._shares.stop(entry.client_id)
+                clients.add(entry.client_id)
+            else:
+                entry = self._waiting.remove(request_id)
+            if entry is not None:
+                self._shares.leave(entry.client_id)
+                self._release(entry.context)
+        for client_id in clients:
+            self._waiting.refresh(client_id)
 
     def _release(self, context: ContextT) -> None:
         """Free the resources of a context that has ended."""

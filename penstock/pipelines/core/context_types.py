@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TypeAlias, get_args
 
 from penstock.pipelines.core.context import TextContext
@@ -20,5 +21,9 @@ def context_type(context: InputContext) -> type[InputContext]:
 
     A subclass of the caller counts as the nearest of its base classes, so that ``class
     MyContext(TextContext)`` is a `TextContext`, but a `TTSContext` is not."""
-    ancestry = type(context).__mro__
-    return next((one for one in ancestry if one in CONTEXT_TYPES), type(context))
+    return _context_type_of_class(type(context))
+
+
+@cache
+def _context_type_of_class(kind: type[InputContext]) -> type[InputContext]:
+    return next((base for base in kind.__mro__ if base in CONTEXT_TYPES), kind)
