@@ -53,7 +53,7 @@ _WORDS = Rule(
     "texts without spaces",
     lambda value: (
         isinstance(value, tuple)
-        and all(isinstance(one, str) and one and not any(c.isspace() for c in one) for one in value)
+        and all(isinstance(word, str) and word and not any(c.isspace() for c in word) for word in value)
     ),
 )
 
@@ -80,7 +80,8 @@ class ServeConfig:
     api_key: tuple[str, ...] = setting(
         (),
         _WORDS,
-        "API key that clients must send; may be given several times, in an environment variable with commas.",
+        "API key that clients must send; may be given several times. In an environment variable, commas "
+        "separate several keys.",
         parse=_split,
         secret=True,
     )
@@ -102,8 +103,8 @@ class ServeConfig:
     max_json_values: int = setting(
         50_000,
         COUNT,
-        "Maximum number of objects, arrays and keys in a request body. The limit of numbers and texts is the "
-        "same, or the tokens of four prompts if that is more.",
+        "Maximum number of objects, arrays and keys in a request body. Array elements and object members "
+        "have the same limit, or the token count of four prompts of maximum length if that is higher.",
     )
     body_timeout: float = setting(60.0, _SECONDS, "Seconds within which the body of a request must arrive.")
     max_queue_size: int | None = setting(
@@ -208,7 +209,8 @@ class ServeConfig:
     mcp_require_approval: str = setting(
         "never",
         one_of("never", "always"),
-        "Whether calls of tool servers need the client's approval, for requests that do not say so.",
+        "Whether calls to tool servers need the client's approval, if a request does not set "
+        "require_approval.",
     )
     playground: bool = setting(True, FLAG, "Serve a page at / to try the model.")
     access_log: bool = setting(True, FLAG, "Log a line at the end of each request.")
@@ -291,10 +293,10 @@ class ServeConfig:
 
     @classmethod
     def from_given(cls, given: Mapping[str, tuple[object, str]]) -> ServeConfig:
-        """Build it from a mapping of flat name to (converted value, source). Other names are ignored."""
-        own = {field.name: given[field.name] for field in serve_fields() if field.name in given}
-        values: dict[str, Any] = {name: value for name, (value, _) in own.items()}
-        return cls(sources={name: where for name, (_, where) in own.items()}, **values)
+        """Build the configuration from {flat name: (converted value, source)}. Ignores other names."""
+        own_settings = {field.name: given[field.name] for field in serve_fields() if field.name in given}
+        values: dict[str, Any] = {name: value for name, (value, _) in own_settings.items()}
+        return cls(sources={name: where for name, (_, where) in own_settings.items()}, **values)
 
     def describe(self) -> list[tuple[str, object, str]]:
         """Return name, value and source of every field, for ``--print-config``. API keys are hidden."""

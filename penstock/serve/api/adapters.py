@@ -1,7 +1,7 @@
 """``/v1/load_lora_adapter`` and ``/v1/unload_lora_adapter``: load and unload adapters at run time.
 
-A caller chooses a directory that the server reads, and the name of the adapter. The routes therefore require
-``--enable-lora``, and either an API key or a loopback address. ``--lora-dir`` restricts the directories.
+A client names a directory that the server then reads. The routes therefore require ``--enable-lora``, and
+either an API key or a loopback address. ``--lora-dir`` restricts the directories.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ router = APIRouter(route_class=JsonRoute, tags=["adapters"], default_response_cl
 async def load_adapter(request: Request) -> str:
     """Load a PEFT directory as an adapter, or replace a loaded adapter.
 
-    The response is sent when requests can use the adapter. Running requests keep the previous adapter of that
-    name.
+    The response is sent when requests can use the adapter. Running requests keep the adapter that they
+    started with.
     """
     services = Services.of(request)
     _check_allowed(services)

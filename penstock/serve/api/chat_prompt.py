@@ -23,11 +23,11 @@ ChatLike = ChatBody | TokenizeBody
 
 @dataclass(frozen=True)
 class ToolUse:
-    """The tools that the output may call, and whether a call is required."""
+    """The tools that the model may call, and whether it must call one."""
 
     tools: list[TokenGeneratorRequestTool]
     choice: str | NamedFunction
-    """``auto``, ``none``, ``required``, or one function as an object of the OpenAI API."""
+    """OpenAI's ``tool_choice``: ``auto``, ``none``, ``required``, or an object that names a function."""
     strict: frozenset[str] = frozenset()
     """Names of the tools whose arguments must match their schemas."""
 
@@ -104,7 +104,7 @@ def check_template_shows(tools: Sequence[Mapping[str, object]], tokenizer: TextT
 def template_messages(
     messages: Sequence[Message], tokenizer: TextTokenizer
 ) -> list[TokenGeneratorRequestMessage]:
-    """Return the messages in the form that Hugging Face templates expect: no nulls, known roles."""
+    """Return the messages in the form that Hugging Face templates expect: without nulls, with known roles."""
     knows_developer = tokenizer.template_mentions("developer")
     as_objects = tokenizer.template_takes_argument_objects
     plain = [_message(message, knows_developer, as_objects, tokenizer.reads_images) for message in messages]
@@ -178,7 +178,7 @@ def _check_name(name: str, names: Sequence[str], param: str) -> None:
 def _message(
     message: Message, knows_developer: bool, as_objects: bool, reads_images: bool
 ) -> dict[str, object]:
-    plain = {key: value for key, value in message.items() if value is not None and key in _KEPT}
+    plain = {key: value for key, value in message.items() if value is not None and key in _MESSAGE_FIELDS}
     if plain["role"] == "developer" and not knows_developer:
         plain["role"] = "system"
     if message.get("reasoning") is not None:
@@ -196,7 +196,7 @@ def _message(
     return plain
 
 
-_KEPT = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+_MESSAGE_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 
 
 def _part(part: Mapping[str, object], reads_images: bool) -> dict[str, object]:
@@ -234,7 +234,7 @@ def _call(call: _Call, as_objects: bool) -> dict[str, object]:
 
 
 def _object(arguments: object) -> object:
-    """Decode JSON text of an object; text that is not a JSON object is returned unchanged."""
+    """Return the object that JSON text encodes. Text that is not a JSON object is returned unchanged."""
     if not isinstance(arguments, str):
         return arguments or {}
     try:

@@ -1,4 +1,4 @@
-"""``/v1/classify`` and ``/classify``: labels of texts."""
+"""``/v1/classify`` and ``/classify``: classify texts."""
 
 from __future__ import annotations
 
@@ -72,6 +72,6 @@ def _inputs(services: Services, body: ClassifyBody) -> list[ModelInput]:
     given = input_list(body.input)
     check_count(services, len(given), "input")
     return [
-        ModelInput(name, {"input": one, "outputs": ("scores",), "activation": body.activation})
-        for name, one in given
+        ModelInput(name, {"input": value, "outputs": ("scores",), "activation": body.activation})
+        for name, value in given
     ]

@@ -163,7 +163,7 @@ def _prompts(given: str | list[str] | list[int] | list[list[int]]) -> list[str |
 def _filled_in(
     services: Services, body: CompletionBody, prompts: list[str | list[int]]
 ) -> tuple[CompletionBody, list[str | list[int]]]:
-    """Return a body and prompts with which the model fills in the text before ``suffix``.
+    """Return the body and fill-in-the-middle prompts of a request with ``suffix``.
 
     Raises:
         RequestProblem: 400; a prompt is token ids, or the tokenizer has no fill-in-the-middle tokens.

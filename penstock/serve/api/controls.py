@@ -28,7 +28,7 @@ class Sleep(BaseModel):
 
 @router.post("/sleep", responses=_ERRORS)
 async def sleep(request: Request, level: int = 1) -> Sleep:
-    """Refuse requests, let running ones finish, and release the KV cache; with `level=2` the weights too."""
+    """Refuse new requests, wait for running ones, and free the KV cache; with `level=2` the weights too."""
     services = _allowed(request)
     if level not in (1, 2):
         raise RequestProblem(400, f"level must be 1 or 2, was {level}", param="level")
@@ -56,7 +56,7 @@ async def is_sleeping(request: Request) -> Sleep:
 
 @router.post("/reload", responses=_ERRORS)
 async def reload(request: Request) -> Status:
-    """Replace the workers one by one by new ones, which read the checkpoint again. Serving continues.
+    """Restart the workers one after another, so that they read the checkpoint again. Serving continues.
 
     The tokenizer and the configuration stay as they are.
     """
@@ -69,7 +69,7 @@ async def reload(request: Request) -> Status:
 
 @router.post("/reset_prefix_cache", responses=_ERRORS)
 async def reset_prefix_cache(request: Request) -> Status:
-    """Forget all cached prefixes. Running requests continue."""
+    """Clear the prefix cache. Running requests continue."""
     await _worker(request).reset_prefix_cache()
     return Status(status="reset")
 
@@ -105,5 +105,5 @@ def _allowed(request: Request) -> Services:
 
 
 def _follow_limits(services: Services) -> None:
-    """Adopt the limits of the new workers, whose memory may differ."""
+    """Set the maximum length to that of the new workers, which may have more or less KV cache memory."""
     services.tokenizer.max_length = services.worker.info.max_length

@@ -35,7 +35,7 @@ from penstock.text.chat_template import Message
 class Conversation:
     """A validated chat request and the context of its prompt.
 
-    The other APIs translate their requests to a chat request and their responses from its output.
+    Responses, Messages, Ollama and the other chat APIs translate their requests to a chat request.
     """
 
     body: ChatBody
@@ -125,7 +125,7 @@ class Conversation:
 
 
 def image_fields(services: Services, messages: Sequence[Message]) -> ImageFields:
-    """Return the request fields of the images of messages; empty without images. Blocks.
+    """Return the request fields with the images of messages; empty without images. Blocks on files and URLs.
 
     Raises:
         RequestProblem: 400 that names the message of an image that cannot be read.
@@ -137,7 +137,7 @@ def image_fields(services: Services, messages: Sequence[Message]) -> ImageFields
 
 
 def _prefill(body: ChatBody) -> str:
-    """Return the beginning of the output if the request contains it as its last message, else ""."""
+    """Return the text of the last message if the output continues it, else ""."""
     last = body.messages[-1]
     if not body.continue_final_message or last.role != "assistant":
         return ""
@@ -174,7 +174,7 @@ def _grammar(services: Services, body: ChatBody, use: ToolUse, opens_reasoning: 
                 use.tools, use.strict, parallel=parallel, in_reasoning=opens_reasoning
             )
         elif use.tools:
-            combined = parsers.call_or(
+            combined = parsers.calls_or_format_grammar(
                 grammar, use.tools, use.strict, parallel=parallel, in_reasoning=opens_reasoning
             )
         else:

@@ -75,12 +75,12 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
 async def encode_inputs(
     request: Request, body: EncodingBody, inputs: Callable[[], Sequence[ModelInput]]
 ) -> Encoded:
-    """Compute the inputs of a request. If the client disconnects, all of them are cancelled.
+    """Return the model's outputs for all inputs of a request. Cancels them if the client disconnects.
 
     Args:
         request: the request; its body is read.
         body: the body.
-        inputs: returns the inputs; runs in the pool.
+        inputs: function that returns the inputs; runs in the thread pool.
 
     Raises:
         RequestProblem: names the input that cannot be served or that failed.
@@ -107,11 +107,11 @@ def input_list(given: TextsOrIds, field: str = "input") -> list[tuple[str, str |
         raise RequestProblem(400, f"{field} is an empty list: send at least one input", param=field)
     if isinstance(given[0], int):
         return [(field, given)]
-    return [(f"{field}[{i}]", cast("str | list[int]", one)) for i, one in enumerate(given)]
+    return [(f"{field}[{i}]", cast("str | list[int]", value)) for i, value in enumerate(given)]
 
 
 def check_count(services: Services, count: int, field: str) -> None:
-    """Refuse a request with too many inputs.
+    """Raise if a request has more inputs than ``--max-inputs-per-request``.
 
     Raises:
         RequestProblem: 400 with both numbers.
@@ -127,12 +127,12 @@ def check_count(services: Services, count: int, field: str) -> None:
 
 
 def check_outputs(services: Services, outputs: Sequence[str], hint: str = "") -> None:
-    """Refuse outputs that the model does not compute.
+    """Raise if the model does not compute a requested output.
 
     Args:
         services: the objects that routes use.
         outputs: the requested outputs.
-        hint: what to do instead.
+        hint: end of the error message: what the client can do instead.
 
     Raises:
         UnsupportedFeatureError: names the outputs of the model.
@@ -185,7 +185,8 @@ def vector_inputs(
     }
     kinds = tuple(outputs) if outputs else None
     return [
-        ModelInput(name, {**shared, "input": one, "outputs": kinds, "adapter": None}) for name, one in given
+        ModelInput(name, {**shared, "input": value, "outputs": kinds, "adapter": None})
+        for name, value in given
     ]
 
 
@@ -212,22 +213,22 @@ def _contexts(
     adapter = adapter_named(services, body.model)
     is_only = len(inputs) == 1
     requests: list[EmbeddingsGenerationRequest] = []
-    for one in inputs:
+    for model_input in inputs:
         fields: EmbeddingsFields = {
-            **one.fields,
+            **model_input.fields,
             "truncate": body.cuts,
             "max_tokens": body.max_tokens,
             "adapter": adapter,
             "priority": body.priority or 0,
         }
-        with _input_errors(one.name, is_only=is_only):
+        with _input_errors(model_input.name, is_only=is_only):
             requests.append(EmbeddingsGenerationRequest(id=uuid4().hex, model_name=body.model, **fields))
     built = tokenizer_of(services).build_embeddings_contexts(requests)  # encodes all texts together
     contexts: list[EmbeddingsContext] = []
-    for one in inputs:
-        with _input_errors(one.name, is_only=is_only):
+    for model_input in inputs:
+        with _input_errors(model_input.name, is_only=is_only):
             contexts.append(next(built))
-    return contexts, [one.name for one in inputs]
+    return contexts, [model_input.name for model_input in inputs]
 
 
 @contextmanager

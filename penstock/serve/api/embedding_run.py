@@ -19,7 +19,7 @@ from penstock.serve.services import Services
 from penstock.worker.results import Generation
 
 _BATCHES_AT_ONCE = 2
-"""Batches of inputs that one request submits at a time: one is computed while the other waits."""
+"""Batches of inputs that one request submits at a time: one batch runs while the next is in the queue."""
 
 
 class EmbeddingRun:
@@ -85,7 +85,7 @@ class EmbeddingRun:
                 tasks.create_task(self._collect(index))
 
     async def _submit(self, context: EmbeddingsContext, *, is_first: bool) -> Generation:
-        """Submit an input. All inputs except the first wait while the queue is too full."""
+        """Submit an input. All inputs except the first wait while the queue is more than half full."""
         if is_first:
             return self._worker.submit(context)
         while True:
@@ -97,17 +97,20 @@ class EmbeddingRun:
     async def _queue_changed(self) -> None:
         """Return when a request of the worker or an input of this run has ended."""
         self._input_ended.clear()
-        own = asyncio.create_task(self._input_ended.wait())
+        input_ended = asyncio.create_task(self._input_ended.wait())
         try:
-            await asyncio.wait((own, self._worker.request_ended()), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                (input_ended, self._worker.request_ended()), return_when=asyncio.FIRST_COMPLETED
+            )
         finally:
-            own.cancel()
+            input_ended.cancel()
 
     def _may_submit(self) -> bool:
         """Return whether another input may be submitted now.
 
-        Half of the queue is left to the first inputs of other requests, so that requests with many inputs do
-        not cause refusals of others. A request without running inputs may always continue.
+        Half of the queue is reserved for the first inputs of requests. Otherwise a request with many inputs
+        would fill the queue, and the server would refuse other requests. A request without running inputs may
+        always submit one.
         """
         worker = self._worker
         return not self._generations or worker.num_outstanding < worker.max_outstanding // 2
@@ -121,7 +124,9 @@ class EmbeddingRun:
                 if delta.embeddings is not None:
                     self._responses[index] = delta.embeddings
         except PenstockError as error:
-            raise self._problem(index, error) from error  # keeps its slot: no further input starts
+            raise self._problem(
+                index, error
+            ) from error  # without release of the slot, so that no further input starts
         finally:
             del self._generations[index]
             generation.cancel()
@@ -129,7 +134,7 @@ class EmbeddingRun:
         self._slots.release()
 
     def _problem(self, index: int, error: PenstockError) -> RequestProblem:
-        """Return the error of an input with the name of the input."""
+        """Return the error of an input as a `RequestProblem` that names the input."""
         problem, name = problem_of(error), self._names[index]
         where = f"{name}: " if len(self._contexts) > 1 else ""
         return RequestProblem(

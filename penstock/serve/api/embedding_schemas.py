@@ -14,7 +14,7 @@ TextsOrIds = str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=
 
 
 class EncodingBody(RequestBody):
-    """The common fields of all these bodies."""
+    """The fields that all request bodies of embeddings models share."""
 
     model: str = ""
     """Defaults to the served model, which `penstock.serve.api.text_generation.checked_body` sets."""
@@ -70,7 +70,7 @@ class EmbeddingsBody(VectorBody):
 
     @property
     def normalizes(self) -> bool | None:
-        """The value of `normalize`; if absent, True for cut vectors, else None (as the checkpoint does)."""
+        """`normalize`; if absent, True with `dimensions`, else None (the checkpoint's default)."""
         is_cut = self.dimensions is not None
         return True if self.normalize is None and is_cut else self.normalize
 

@@ -26,7 +26,7 @@ from penstock.serve.services import Services
 
 router = APIRouter(route_class=JsonRoute, tags=["embeddings"])
 
-_USE_OTHERS = ": send the request to /v1/rerank, /v1/score or /v1/classify"
+_OTHER_ROUTES_HINT = ": send the request to /v1/rerank, /v1/score or /v1/classify"
 
 
 @router.post(
@@ -37,7 +37,7 @@ async def create_embeddings(request: Request) -> Response:
     """Return a vector for each input."""
     services = Services.of(request)
     body = await read_body(request, EmbeddingsBody)
-    check_outputs(services, ["dense"], _USE_OTHERS)
+    check_outputs(services, ["dense"], _OTHER_ROUTES_HINT)
     encoded = await encode_inputs(
         request, body, lambda: vector_inputs(services, body, ("dense",), normalize=body.normalizes)
     )
@@ -75,7 +75,7 @@ async def create_pooling(request: Request) -> Response:
 async def _list_response(
     services: Services, model: str, encoded: Encoded, items: Iterator[Parts]
 ) -> Response:
-    """Return OpenAI's list; the event loop runs while long vectors are encoded."""
+    """Return OpenAI's list object. Encodes long vectors in slices, between which the event loop runs."""
     plain = {"object": "list", "model": model, "usage": encoded.usage}
     return JsonResponse(await gather(with_members(plain, data=array(items)), services.turns))
 

@@ -31,8 +31,10 @@ from penstock.worker.results import Generation, RequestDelta
 T = TypeVar("T")
 
 _IMAGE = b'"image'
-"""A text that every body with images contains, in each API. A false positive only selects another thread
-pool."""
+"""A text that every request body with images contains, in all APIs.
+
+The thread pool for images then runs the request. A body without images may contain the text too, which is
+harmless."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +49,12 @@ class GenerationJob:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """The number of tokens of all prompts. A prompt counts once, whatever ``n`` is."""
+        """The number of tokens of all prompts. The tokens of a prompt count once for its ``n`` choices."""
         return sum(len(context.prompt_tokens) for context in self.contexts[:: self.n])
 
 
 def check_choices(services: Services, num_prompts: int, n: int) -> None:
-    """Refuse a request that has too many choices, before their contexts are created.
+    """Raise if a request has too many choices. Called before their contexts are created.
 
     Raises:
         RequestProblem: 400 that names the limit.
@@ -156,12 +158,12 @@ class GenerationRun:
             PenstockError: a choice failed; the other choices are cancelled.
             RequestProblem: 503; a time limit of the server was exceeded.
         """
-        pieces: list[list[ChoiceDelta]] = [[] for _ in self._generations]
+        deltas_by_choice: list[list[ChoiceDelta]] = [[] for _ in self._generations]
         async with aclosing(self.deltas()) as deltas:
             async for item in deltas:
                 if item is not None:
-                    pieces[item[0]].append(item[1])
-        return [_joined(parts) for parts in pieces]
+                    deltas_by_choice[item[0]].append(item[1])
+        return [_joined(choice_deltas) for choice_deltas in deltas_by_choice]
 
     def usage(self) -> Usage:
         """Return OpenAI's ``usage`` of the output so far."""
@@ -180,7 +182,9 @@ class GenerationRun:
 
     @property
     def _num_cached_tokens(self) -> int:
-        """Tokens cached before the request. Cache hits on blocks of the first choice are not counted."""
+        """Number of prompt tokens that were cached before the request.
+
+        Later choices also hit the blocks of the first choice. The minimum excludes these hits."""
         cached = [choice.num_cached_tokens for choice in self.job.choices]
         return sum(min(cached[start : start + self.job.n]) for start in range(0, len(cached), self.job.n))
 
@@ -194,16 +198,16 @@ class GenerationRun:
         choice.num_cached_tokens = delta.num_cached_tokens
         if choice.decodes_at_end:
             self._generations[index].read_at_end()
-        piece = choice.take(
+        choice_delta = choice.take(
             delta.token_ids, delta.status, delta.log_probabilities, delta.prompt_log_probabilities
         )
         if choice.ended_by_text:
             self._generations[index].cancel()
-        return piece
+        return choice_delta
 
 
 class _Merged:
-    """Merges the deltas of several generations. A slow reader gets fewer and longer deltas."""
+    """Merges the deltas of several generations. Deltas that arrive while the reader is busy are joined."""
 
     def __init__(self, generations: Sequence[Generation]) -> None:
         self._generations = generations
@@ -241,19 +245,19 @@ class _Merged:
             task.cancel()
 
 
-def _joined(parts: Sequence[ChoiceDelta]) -> ChoiceDelta:
-    if len(parts) == 1:
-        return parts[0]
+def _joined(deltas: Sequence[ChoiceDelta]) -> ChoiceDelta:
+    if len(deltas) == 1:
+        return deltas[0]
     return ChoiceDelta(
-        [event for part in parts for event in part.events],
-        [token for part in parts for token in part.token_ids],
-        [score for part in parts for score in part.scores],
-        parts[-1].finish_reason if parts else None,
+        [event for delta in deltas for event in delta.events],
+        [token for delta in deltas for token in delta.token_ids],
+        [score for delta in deltas for score in delta.scores],
+        deltas[-1].finish_reason if deltas else None,
     )
 
 
 async def in_pool(request: Request, function: Callable[[], T]) -> T:
-    """Run a function in the thread pool, off the event loop. The body must have been read."""
+    """Run a function in the thread pool that the request body selects. The body must have been read."""
     services, body = Services.of(request), await request.body()
     if getattr(services.tokenizer, "reads_images", False) and _IMAGE in body:
         limits = TimeLimits(services.config, RequestRecord.of(request))
@@ -262,13 +266,13 @@ async def in_pool(request: Request, function: Callable[[], T]) -> T:
 
 
 class Cancellable(Protocol):
-    """Work of a request that can be cancelled."""
+    """The computation of a request, which can be cancelled."""
 
     def cancel(self) -> None: ...
 
 
 async def cancel_on_disconnect(request: Request, run: Cancellable, answer: Callable[[], Awaitable[T]]) -> T:
-    """Await the result of `answer`; if the client disconnects first, cancel `run`.
+    """Await and return the result of `answer`. Cancel `run` if the client disconnects first.
 
     Raises:
         ClientDisconnect: the client disconnected.

@@ -33,10 +33,10 @@ class ImageFields(TypedDict, total=False):
 
 
 class ImageRequests:
-    """Reads the images of requests and runs the preparation of such requests.
+    """Reads the images of requests, and prepares requests with images in a separate thread pool.
 
-    The preparation waits for decoder processes and for image servers. It runs in a separate thread pool, so
-    that other requests are not delayed.
+    The preparation waits for decoder processes and for image servers. In the pool of other requests it would
+    delay them.
 
     Args:
         config: the configuration of the server.
@@ -69,43 +69,45 @@ class ImageRequests:
             )
         self._num_active += 1
         begin = time.perf_counter()
-        working = asyncio.get_running_loop().run_in_executor(self._pool, function)
-        working.add_done_callback(lambda ended: self._end(ended, begin))
-        return await asyncio.shield(working)  # a thread cannot be cancelled: it counts until it ends
+        future = asyncio.get_running_loop().run_in_executor(self._pool, function)
+        future.add_done_callback(lambda ended: self._end(ended, begin))
+        return await asyncio.shield(
+            future
+        )  # cancellation does not stop the thread, which counts until it ends
 
     def _end(self, ended: asyncio.Future[T], begin: float) -> None:
         self._num_active -= 1
         if not ended.cancelled():
-            ended.exception()  # marks the exception as retrieved if the request was cancelled
+            ended.exception()  # asyncio would log the exception of a cancelled request as never retrieved
         self._metrics.images_prepared(time.perf_counter() - begin)
 
     def fields(self, messages: Sequence[Message]) -> ImageFields:
-        """Return the request fields of the images of messages: their files and details. Blocks.
+        """Return the request fields with the images of messages: files and details. Blocks on files and URLs.
 
         Raises:
             InputError: there are too many images, or one cannot be read; names its message.
         """
-        found = [
+        image_parts = [
             (f"messages[{i}].content[{j}]", part["image_url"])
             for i, message in enumerate(messages)
             if isinstance(content := message.get("content"), list)
             for j, part in enumerate(content)
             if part["type"] == "image_url"
         ]
-        if len(found) > self._max_images:
+        if len(image_parts) > self._max_images:
             raise InputError(
-                f"the request has {len(found)} images, but the limit is {self._max_images} "
+                f"the request has {len(image_parts)} images, but the limit is {self._max_images} "
                 "(--max-images-per-request)"
             )
         images = []
-        for place, image in found:
+        for place, image in image_parts:
             try:
                 images.append(self._sources.read(image["url"]))
             except InputError as error:
                 raise InputError(f"{place}: {error}") from error
-        details = [image.get("detail") or "auto" for _, image in found]
+        details = [image.get("detail") or "auto" for _, image in image_parts]
         return {"images": images, "image_details": details} if images else {}
 
     def close(self) -> None:
-        """End the threads."""
+        """Shut down the thread pool without waiting for its threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -47,7 +47,7 @@ def request_context(
 ) -> TextContext:
     """Return the context of one prompt of a request.
 
-    Without a seed in the request, each call draws another seed.
+    If the request has no seed, each call chooses another random seed.
 
     Args:
         services: the objects that routes use.
@@ -86,7 +86,7 @@ def request_context(
 def contexts_of_choices(context: TextContext, body: GenerationBody, *, scored: bool) -> list[TextContext]:
     """Return the contexts of the ``n`` choices of one prompt.
 
-    In a response that is not streamed, the first choice scores the prompt for all choices.
+    If the response is not streamed, only the first choice computes the log probabilities of the prompt.
 
     Args:
         context: the context of the prompt.
@@ -95,19 +95,20 @@ def contexts_of_choices(context: TextContext, body: GenerationBody, *, scored: b
     """
     first, *others = choice_contexts(context, body.n or 1)
     if not body.stream:
-        others = [without_echo(one, scored=scored) for one in others]
+        others = [without_echo(other, scored=scored) for other in others]
     return [first, *others]
 
 
 def build_context(tokenizer: TextTokenizer, request: TokenGeneratorRequest, limit: int | None) -> TextContext:
-    """Return the context of a request whose prompt is truncated to its last `limit` tokens.
+    """Return the context of a request with the prompt truncated to its last `limit` tokens.
 
     A BOS token stays at the beginning. Stop strings are matched in the text, not as tokens.
 
     Args:
         tokenizer: the tokenizer of the model.
         request: a request with a prompt or messages.
-        limit: number of prompt tokens to keep; None keeps all, -1 keeps as many as leave room for the output.
+        limit: number of prompt tokens to keep. None keeps all. -1 keeps what the maximum length minus the
+            output limit allows.
 
     Raises:
         InputError: see `TextTokenizer.build_context`.

@@ -33,7 +33,7 @@ _ROUTE = route_options(RerankBody, "The documents by descending relevance.", str
 
 @router.post("/v1/rerank", **_ROUTE)
 async def rerank(request: Request) -> Response:
-    """Order documents by their relevance to a query, in the shapes of Cohere v1 and Jina."""
+    """Order documents by their relevance to a query. The response has the format of Cohere v1 and Jina."""
     return await _rerank(request, "1")
 
 
@@ -45,7 +45,7 @@ async def rerank_without_version(request: Request) -> Response:
 
 @router.post("/v2/rerank", **_ROUTE)
 async def rerank_v2(request: Request) -> Response:
-    """Order documents by their relevance to a query, in the shape of Cohere v2."""
+    """Order documents by their relevance to a query. The response has the format of Cohere v2."""
     return await _rerank(request, "2")
 
 

@@ -18,7 +18,7 @@ def check_roles(
     tools: Sequence[Mapping[str, object]] | None,
     options: Mapping[str, object],
 ) -> None:
-    """Refuse messages whose role the chat template omits from the prompt.
+    """Raise if the chat template omits the messages of a role from the prompt.
 
     Some templates raise an error for an unknown role. Others silently skip the message. To detect this, the
     template is rendered with unique markers in place of the contents.

@@ -1,7 +1,8 @@
 """The schemas of request bodies, with the field names of the OpenAI API.
 
-A class has the supported fields and the fields that are only logged. Other fields of OpenAI and of other
-servers are in the tables of `penstock.serve.api.parameters`. ``null`` always means absent.
+A class declares the supported fields and the fields that are only logged. The tables of
+`penstock.serve.api.parameters` list other fields of OpenAI and of other servers. ``null`` always means
+absent.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class RequestBody(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
     unsupported: ClassVar[Mapping[str, Refused]] = {}
-    """Known fields that the class does not declare, unless `penstock.serve.api.parameters` has them."""
+    """Known but unsupported fields. `penstock.serve.api.parameters` has the fields of further classes."""
 
     @property
     def has_open_fields(self) -> bool:
@@ -213,7 +214,7 @@ class StreamOptions(RequestBody):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    """Adds the usage so far to every chunk. Implies ``include_usage`` unless that is false."""
+    """Adds the usage so far to every chunk. Implies ``include_usage``, unless ``include_usage`` is false."""
 
 
 class GenerationBody(RequestBody):

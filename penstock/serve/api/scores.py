@@ -31,7 +31,7 @@ _ROUTE = route_options(ScoreBody, "The scores, in the order of the pairs.", stre
 
 @router.post("/v1/score", **_ROUTE)
 async def score(request: Request) -> Response:
-    """Return the score of each pair of a text in text_1 and a text in text_2."""
+    """Return the relevance score of each pair of a text of text_1 and a text of text_2."""
     services = Services.of(request)
     body = await read_body(request, ScoreBody)
     queries, texts = _pairs(body)
@@ -92,7 +92,7 @@ def _pairs(body: ScoreBody) -> tuple[list[str], list[str]]:
     return first, second
 
 
-def _name(body: ScoreBody, one: ScoringInput) -> str:
+def _name(body: ScoreBody, scoring_input: ScoringInput) -> str:
     """Return the field of an input."""
-    field, given = ("text_1", body.text_1) if one.kind == "query" else ("text_2", body.text_2)
-    return field if isinstance(given, str) else f"{field}[{one.index if len(given) > 1 else 0}]"
+    field, given = ("text_1", body.text_1) if scoring_input.kind == "query" else ("text_2", body.text_2)
+    return field if isinstance(given, str) else f"{field}[{scoring_input.index if len(given) > 1 else 0}]"

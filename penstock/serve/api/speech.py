@@ -29,7 +29,7 @@ from penstock.text.speech_tokenizer import SpeechTokenizer, VoiceFields, voice_f
 
 router = APIRouter(route_class=JsonRoute, tags=["speech"])
 
-_OK: dict[int | str, dict[str, object]] = {
+_AUDIO_RESPONSE: dict[int | str, dict[str, object]] = {
     200: {
         "description": "The audio, or events of the types speech.audio.delta and speech.audio.done.",
         "content": {
@@ -45,7 +45,9 @@ class AudioCutOffError(Exception):
     """An error during a stream of audio bytes. The server then closes the connection early."""
 
 
-@router.post("/v1/audio/speech", response_class=Response, openapi_extra=body_of(SpeechBody), responses=_OK)
+@router.post(
+    "/v1/audio/speech", response_class=Response, openapi_extra=body_of(SpeechBody), responses=_AUDIO_RESPONSE
+)
 async def create_speech(request: Request) -> Response:
     """Return the audio of a text. The first byte is sent with the first audio."""
     services, record = Services.of(request), RequestRecord.of(request)
@@ -61,7 +63,7 @@ async def create_speech(request: Request) -> Response:
         run.finish()
         raise
     return EventStream(
-        speech.pieces(),
+        speech.body_chunks(),
         on_error=lambda error: note_error(services, record, error),
         on_disconnect=run.cancel,
         error_event=None if speech.as_events else _cut_off,
@@ -82,7 +84,7 @@ async def list_voices(request: Request) -> dict[str, object]:
 
 
 class _SpeechResponse:
-    """The pieces of a response. The first audio is awaited before the headers are sent."""
+    """The body of a speech response. The first audio is awaited before the headers are sent."""
 
     def __init__(self, request: Request, run: SpeechRun, encoder: AudioEncoder, *, as_events: bool) -> None:
         self.as_events = as_events
@@ -102,20 +104,20 @@ class _SpeechResponse:
         while self._first is None:
             self._first = await anext(self._chunks)
 
-    async def pieces(self) -> AsyncGenerator[bytes, None]:
-        """Yield the bytes or the events of the response."""
+    async def body_chunks(self) -> AsyncGenerator[bytes, None]:
+        """Yield the audio bytes or the events of the response."""
         async with aclosing(self._chunks):
-            yield self._piece(await self._encoded(self._first))
+            yield self._chunk(await self._encoded(self._first))
             async for chunk in self._chunks:
                 if chunk is not None:
-                    yield self._piece(await self._encoded(chunk))
+                    yield self._chunk(await self._encoded(chunk))
                 elif self.as_events:
                     yield PING
-            yield self._piece(await self._encoded(None))
+            yield self._chunk(await self._encoded(None))
             if self.as_events:
                 yield event({"type": "speech.audio.done", "usage": self._run.usage})
 
-    def _piece(self, data: bytes) -> bytes:
+    def _chunk(self, data: bytes) -> bytes:
         if not self.as_events or not data:
             return data
         return event({"type": "speech.audio.delta", "audio": base64.b64encode(data).decode()})

@@ -54,7 +54,7 @@ class SpeechRun:
             generation.cancel()
 
     def finish(self) -> None:
-        """Cancel what still runs, and write the counts into the record."""
+        """Cancel the parts that still run, and write the token counts into the record."""
         self.cancel()
         self._record.completion_tokens = sum(self._num_tokens)
         self._record.cached_tokens = sum(self._cached)

@@ -16,7 +16,7 @@ Body = TypeVar("Body", bound=RequestBody)
 
 
 def validated(kind: type[Body], body: object) -> Body:
-    """Validate a body; unknown fields are not checked here.
+    """Validate a body against its schema. Does not check unknown fields.
 
     Raises:
         RequestProblem: 400 that names the first invalid field.
@@ -34,8 +34,8 @@ def validated(kind: type[Body], body: object) -> Body:
 def _with_lists_validated(kind: type[RequestBody], body: dict[str, object]) -> dict[str, object]:
     """Validate the elements of long lists one by one, because one call of pydantic holds the GIL.
 
-    At an invalid element the list is cut behind that element, so that the validation of the whole body
-    reports it.
+    A list with an invalid element is cut after that element. The validation of the whole body then reports
+    it.
     """
     done = {}
     for name, element in _LISTS.items():
@@ -47,11 +47,11 @@ def _with_lists_validated(kind: type[RequestBody], body: dict[str, object]) -> d
 
 def _validated_elements(kind: type[RequestBody], given: list[object]) -> list[object]:
     elements: list[object] = []
-    for one in given:
+    for element in given:
         try:
-            elements.append(kind.model_validate(one))
+            elements.append(kind.model_validate(element))
         except ValidationError:
-            return [*elements, one]
+            return [*elements, element]
     return elements
 
 
@@ -65,13 +65,13 @@ _LONG_LIST = 64
 
 
 def _problem_of(error: ValidationError, body: Mapping[str, object]) -> RequestProblem:
-    """Return the error of the first invalid field; for a union of types, with the error of each type."""
+    """Return the error of the first invalid field; for a union of types, the errors of all types."""
     details = error.errors(include_url=False, include_context=False)
     places = [_place(detail, body) for detail in details]
-    # Among the alternatives of a union, report the one that matched furthest.
+    # Of the alternatives of a union, report the one with the deepest error location.
     first = max((place for place in places if place.startswith(places[0])), key=len)
-    wrong = [one["msg"] for one, place in zip(details, places, strict=True) if place == first]
-    text = " or ".join(dict.fromkeys(_sentence(message) for message in wrong))
+    messages = [detail["msg"] for detail, place in zip(details, places, strict=True) if place == first]
+    text = " or ".join(dict.fromkeys(_sentence(message) for message in messages))
     missing = details[places.index(first)]["type"] == "missing"
     if missing:
         return RequestProblem(400, f"{first} is required", param=first, code="missing_required_parameter")
@@ -127,7 +127,7 @@ def json_schema(kind: type[RequestBody]) -> dict[str, object]:
 
 def _inlined(node: object, definitions: Mapping[str, object]) -> object:
     if isinstance(node, list):
-        return [_inlined(one, definitions) for one in node]
+        return [_inlined(element, definitions) for element in node]
     if not isinstance(node, dict):
         return node
     if "$ref" in node:

@@ -68,7 +68,7 @@ class JsonRequest(Request):
 
     def _check_media_type(self) -> None:
         given = self.headers.get("content-type")
-        if given is None:  # other sites' pages can send such requests without a preflight
+        if given is None:  # pages of other sites can send this without a preflight
             raise RequestProblem(
                 415, "the body must be JSON: send 'Content-Type: application/json', which is missing"
             )

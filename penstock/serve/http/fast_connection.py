@@ -13,7 +13,7 @@ class HttpToolsConnection(Connection, HttpToolsProtocol):  # type: ignore[misc]
     """A connection with the parser httptools, which limits neither headers nor pipelining."""
 
     _is_in_head = True
-    _num_marks = 0  # numbers of parsed headers and bodies
+    _num_marks = 0  # number of complete headers plus number of complete bodies
     _head_size = 0
 
     def data_received(self, data: bytes) -> None:
@@ -39,7 +39,9 @@ class HttpToolsConnection(Connection, HttpToolsProtocol):  # type: ignore[misc]
         check_framing(self.headers, self.parser.get_http_version().encode())
         super().on_headers_complete()
         if self.parser.get_http_version() == "1.0":
-            self.cycle.__class__ = _UnframedCycle  # uvicorn has no setting for the class
+            self.cycle.__class__ = (
+                _UnframedCycle  # uvicorn creates the cycle and has no setting for its class
+            )
 
     def on_message_complete(self) -> None:
         """Record the end of a request's body."""

@@ -48,7 +48,7 @@ async def internal_request(
     async def receive() -> Message:
         if requests:
             return requests.pop()
-        await asyncio.Event().wait()  # an internal client does not disconnect
+        await asyncio.Event().wait()  # blocks forever: an internal client does not disconnect
         raise AssertionError
 
     given = {"host": "localhost", "content-type": "application/json", **headers}
@@ -75,7 +75,7 @@ async def internal_request(
         while more:
             message = await sent.get()
             if message["type"] != "http.response.body":
-                raise await _error_of(task)
+                raise await _application_error(task)
             if part := message.get("body"):
                 yield part
             more = message.get("more_body", False)
@@ -83,7 +83,7 @@ async def internal_request(
     try:
         start = await sent.get()
         if start["type"] != "http.response.start":
-            raise await _error_of(task)
+            raise await _application_error(task)
         yield InternalResponse(start["status"], dict(start["headers"]), parts())
     finally:
         task.cancel()
@@ -97,7 +97,7 @@ async def _run(app: ASGIApp, scope: Message, receive: object, sent: asyncio.Queu
         sent.put_nowait({"type": "ended"})
 
 
-async def _error_of(task: asyncio.Task[None]) -> BaseException:
+async def _application_error(task: asyncio.Task[None]) -> BaseException:
     """Return the error of an application that ended before its response."""
     (error,) = await asyncio.gather(task, return_exceptions=True)
     return error if isinstance(error, BaseException) else RuntimeError("the response is incomplete")

@@ -80,7 +80,7 @@ class Server:
         configure_logging(self._config)
         sys.setswitchinterval(_SWITCH_INTERVAL)
         with listening_socket(self._config.host, self._config.port) as listener:
-            with self._startup.phase("find the model"):  # may download it, once for both processes
+            with self._startup.phase("find the model"):  # may download it; the worker then finds the files
                 self._pipeline_config.model.checkpoint  # noqa: B018
             with self._startup.phase("start the worker's process"):
                 self._worker.launch()
@@ -156,7 +156,7 @@ class Server:
         with self._startup.phase("warm up"):
             await warm_up_model(self._worker, services.tokenizer, services.task)
         gc.collect()
-        gc.freeze()  # collections skip objects that live as long as the server
+        gc.freeze()  # garbage collections then skip the objects that live as long as the server
         services.gate.open()
         if self._config.state_dir is not None:
             from penstock.serve.batches.batch_manager import BatchManager
@@ -226,7 +226,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
-        reason = (error.strerror or str(error)).partition(" (")[0]  # the text after it repeats the address
+        reason = (error.strerror or str(error)).partition(" (")[0]  # after " (", asyncio repeats the address
         field = "port" if error.errno in _PORT_ERRORS else "host"
         raise ConfigError(field, f"cannot listen at {host}:{port}: {reason}") from error
 

@@ -164,7 +164,7 @@ class AdmissionMiddleware:
 
 
 def _client_id(key: int | None, scope: Scope) -> str:
-    """Return the id of the client for fair scheduling: its API key if several exist, else its connection."""
+    """Return the client id for fair scheduling: the index of its API key, or its address without one."""
     if key is not None:
         return f"key {key}"
     host, port = scope.get("client") or ("", 0)

@@ -133,11 +133,11 @@ class Problem:
 
     def response(self, path: str = "", request_id: str = "") -> Response:
         """Return the HTTP response of a request to `path`, in the error format of its API."""
-        shape = next((shape for start, shape in _SHAPES.items() if path.startswith(start)), None)
-        if shape is None:
+        encode_error = next((f for prefix, f in _ERROR_FORMATS.items() if path.startswith(prefix)), None)
+        if encode_error is None:
             data = self.encode()
         else:
-            data = msgspec.json.encode(shape(self) | {"request_id": request_id})
+            data = msgspec.json.encode(encode_error(self) | {"request_id": request_id})
         return Response(data, self.status, dict(self.headers), media_type="application/json")
 
 
@@ -161,11 +161,11 @@ _ANTHROPIC_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-_SHAPES: Mapping[str, Callable[[Problem], dict[str, object]]] = {
+_ERROR_FORMATS: Mapping[str, Callable[[Problem], dict[str, object]]] = {
     "/v1/messages": anthropic_error,
     "/api/": ollama_error,
 }
-"""The beginning of a path -> the error format of its API. All other routes have OpenAI's format."""
+"""Path prefix -> function that encodes an error for that API. All other routes use OpenAI's format."""
 
 
 def problem_of(error: BaseException) -> Problem:

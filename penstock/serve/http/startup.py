@@ -63,7 +63,7 @@ def announce(startup: Startup, url: str, model: str, log_format: str) -> None:
     """Report that the server is ready: print the phases and the address, or log them as JSON."""
     total = startup.seconds
     if log_format == "json":
-        phases = {f"{one.process}: {one.name}": round(one.seconds, 3) for one in startup.phases}
+        phases = {f"{phase.process}: {phase.name}": round(phase.seconds, 3) for phase in startup.phases}
         log_event(_log, logging.INFO, "ready", url=url, model=model, seconds=round(total, 3), phases=phases)
         return
     if sys.stderr is not None and sys.stderr.isatty():

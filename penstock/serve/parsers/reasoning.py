@@ -16,25 +16,26 @@ class ReasoningFormat:
     begins: tuple[str, ...]
     ends: tuple[str, ...]
     dropped: tuple[str, ...] = ()
-    """Markers that are removed from the content, such as those before and after it."""
+    """Markers to remove from the content, such as a marker before or after the answer."""
     between: str = ""
     """Text between the end marker and the output that follows."""
     answer: str = ""
     """Marker before the content, with or without reasoning before it."""
     remark: str = ""
-    """Marker before text that precedes the content and ends with the end marker. Requires ``answer``."""
+    """Marker before harmony's commentary: visible text before a call or the answer. Requires ``answer``."""
     hints: tuple[str, ...] = ()
-    """Texts that a chat template of this format contains; if empty, only the flag selects the format."""
+    """Texts that every chat template of this format contains. If empty, only the flag selects the format."""
 
     def matches(self, template: str) -> bool:
         return bool(self.hints) and all(hint in template for hint in self.hints)
 
     def opened_by(self, prompt: str) -> bool:
-        """Return whether a prompt ends with a begin marker, followed by white space at most."""
+        """Return whether a prompt ends with a begin marker, ignoring white space at the end."""
         return prompt.rstrip().endswith(tuple(marker.rstrip() for marker in self.begins))
 
 
-# The first row whose hints are all in the chat template is used; specific formats stand first.
+# ParserFactory.choose uses the first row whose hints are all in the chat template, so specific formats come
+# first.
 REASONING_FORMATS = {
     row.name: row
     for row in (

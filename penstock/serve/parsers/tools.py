@@ -39,7 +39,7 @@ _JSON_TYPES: dict[type, str] = {
 
 @dataclass(frozen=True)
 class Tools:
-    """The functions that may be called; ``schemas[name]`` is the JSON schema of the arguments."""
+    """The tools that the model may call: name -> JSON schema of the arguments."""
 
     schemas: dict[str, Schema]
 
@@ -47,7 +47,7 @@ class Tools:
     def of(cls, tools: Sequence[TokenGeneratorRequestTool], tool_choice: ToolChoice) -> Tools:
         """Return the callable tools, given validated ``tools`` and ``tool_choice`` of the OpenAI API.
 
-        The choice ``"none"`` allows no tool, a named choice only that tool.
+        With the choice ``"none"`` no tool is callable, and with a named choice only that tool is.
         """
         if tool_choice == "none":
             return cls({})
@@ -59,9 +59,9 @@ class Tools:
         return cls(schemas)
 
     def with_strict(self, names: Container[str]) -> Tools:
-        """Return the tools with unrestricted arguments for tools that are not in `names`."""
+        """Return a copy in which tools that are not in `names` accept any arguments."""
         return Tools(
-            {name: one if name in names else {"type": "object"} for name, one in self.schemas.items()}
+            {name: schema if name in names else {"type": "object"} for name, schema in self.schemas.items()}
         )
 
     def __contains__(self, name: object) -> bool:
@@ -86,7 +86,7 @@ def types_of(schema: object, root: Schema) -> frozenset[str] | None:
 
 
 def _of_object(parameters: Schema | None) -> Schema:
-    """Return the schema of the arguments object; a function without parameters accepts no arguments."""
+    """Return the schema of the arguments object. Without parameters, it allows only an empty object."""
     schema = {"type": "object", **(parameters or {"properties": {}})}
     if schema.get("properties") == {} and not {"additionalProperties", "patternProperties"} & schema.keys():
         schema["additionalProperties"] = False
@@ -108,9 +108,9 @@ def _types(schema: object, root: Schema, depth: int) -> frozenset[str] | None:
         return frozenset(_JSON_TYPES[type(value)] for value in schema["enum"])
     for keyword in ("anyOf", "oneOf"):
         if isinstance(schema.get(keyword), list):
-            kinds = [_types(part, root, depth + 1) for part in schema[keyword]]
-            known = [kind for kind in kinds if kind is not None]
-            return frozenset().union(*known) if len(known) == len(kinds) else None
+            part_types = [_types(part, root, depth + 1) for part in schema[keyword]]
+            known_types = [types for types in part_types if types is not None]
+            return frozenset().union(*known_types) if len(known_types) == len(part_types) else None
     return None
 
 

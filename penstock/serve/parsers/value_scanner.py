@@ -21,16 +21,17 @@ _Inside = Literal["", "string", "escape", "hex", "octal", "word", "literal"]
 class ValueScanner(ABC):
     """Checks one value character by character and writes it as JSON.
 
-    Feed it text until it is ``done`` or ``broken``. The work is linear in the length of the text. A subclass
-    defines the grammar of the literals (strings, numbers, names) and the JSON text that is written.
+    The caller passes text to `feed` until the scanner is ``done`` or ``broken``. The run time is linear in
+    the length of the text. A subclass defines the syntax of literals (strings, numbers, names) and the JSON
+    text to write.
     """
 
     STRING_RUNS: ClassVar[Mapping[str, re.Pattern[str]]]
-    """For each quote, the characters of a string that need no treatment."""
+    """Quote character -> pattern of a run of ordinary characters in a string with that quote."""
     CLOSERS: ClassVar[Mapping[str, str]]
-    """The closing character of each opening bracket."""
+    """Opening bracket -> closing bracket."""
     TRAILING_COMMA: ClassVar[bool]
-    """Whether a comma may stand before a closing bracket."""
+    """Whether a comma is allowed before a closing bracket."""
 
     def __init__(self) -> None:
         self.done = False
@@ -159,7 +160,7 @@ class ValueScanner(ABC):
 
     @abstractmethod
     def _scan_escape(self, text: str, at: int) -> int:
-        """Scan one character after a backslash; return the next position."""
+        """Scan one character after a backslash. Return the next position."""
 
     @abstractmethod
     def _begin_word(self, char: str) -> bool:
@@ -167,20 +168,20 @@ class ValueScanner(ABC):
 
     @abstractmethod
     def _scan_word(self, text: str, at: int) -> int:
-        """Scan a piece of a number or a name; return the next position."""
+        """Scan part of a number or a name. Return the next position."""
 
 
 def scan_value(stream: IncrementalText, scanner: ValueScanner, write: Callable[[str], None]) -> Steps[None]:
-    """Take one value from the stream and pass its JSON text to `write`, piece by piece.
+    """Take one value from the stream. Pass its JSON text to `write` as it arrives.
 
     Raises:
         NotAToolCallError: the text is not a value, or the text ends inside the value.
     """
     while not scanner.done:
         text, at = yield from stream.available()
-        end, piece = scanner.feed(text, at)
+        end, json_text = scanner.feed(text, at)
         stream.num_examined += end - at + 1
         stream.take(end - at)
-        write(piece)
+        write(json_text)
         if scanner.broken or at == len(text):
             raise NotAToolCallError

@@ -33,7 +33,9 @@ FIELDS: Mapping[str, str] = {
     "suffix": "input_suffix",
 }
 """Field of a completion request -> field of llama.cpp's request."""
-_SAME = "temperature top_k top_p min_p stop stream presence_penalty frequency_penalty ignore_eos".split()
+_SAME_NAMES = (
+    "temperature top_k top_p min_p stop stream presence_penalty frequency_penalty ignore_eos".split()
+)
 
 
 @router.post(
@@ -67,21 +69,21 @@ class LlamaCppBuilder(OpenAIStream):
         self._choice = completion.job.choices[0]
         self._record = record
 
-    def whole(self, pieces: Sequence[ChoiceDelta], usage: Usage) -> Iterable[bytes]:
+    def whole(self, outputs: Sequence[ChoiceDelta], usage: Usage) -> Iterable[bytes]:
         """Yield the JSON of a response that is not streamed."""
-        piece = pieces[0]
-        yield msgspec.json.encode(self._last(piece.content, piece.token_ids, usage))
+        output = outputs[0]
+        yield msgspec.json.encode(self._last(output.content, output.token_ids, usage))
 
     def begin(self) -> bytes:
         """Return the events before the first delta: none."""
         return b""
 
-    def events(self, index: int, piece: ChoiceDelta, usage: Usage | None = None) -> Iterable[bytes]:
+    def events(self, index: int, delta: ChoiceDelta, usage: Usage | None = None) -> Iterable[bytes]:
         """Return the event of a delta; nothing if it has no text."""
-        if not piece.content:
+        if not delta.content:
             return ()
-        tokens = piece.token_ids if self._body.return_tokens else []
-        return (event({"index": 0, "content": piece.content, "tokens": tokens, "stop": False}),)
+        tokens = delta.token_ids if self._body.return_tokens else []
+        return (event({"index": 0, "content": delta.content, "tokens": tokens, "stop": False}),)
 
     def end(self, usage: Usage) -> bytes:
         """Return the last event."""
@@ -142,13 +144,13 @@ async def _answer(request: Request, kind: type[LlamaCppBody]) -> Response:
 
 
 def _completion(services: Services, body: LlamaCppBody) -> dict[str, object]:
-    """Return the completion request of a request.
+    """Translate the request to a completion request.
 
     Raises:
         RequestProblem: 400 that names the field.
     """
     given: dict[str, object] = {
-        name: getattr(body, name) for name in ("model", *_SAME) if getattr(body, name) is not None
+        name: getattr(body, name) for name in ("model", *_SAME_NAMES) if getattr(body, name) is not None
     }
     if body.seed is not None and body.seed != -1:
         given["seed"] = body.seed
@@ -165,7 +167,7 @@ def _completion(services: Services, body: LlamaCppBody) -> dict[str, object]:
     if isinstance(body, InfillBody):
         if not body.input_suffix:
             raise RequestProblem(400, "input_suffix is empty: use /completion", param="input_suffix")
-        extra = "".join(f"{one.filename}\n{one.text}\n" for one in body.input_extra or ())
+        extra = "".join(f"{file.filename}\n{file.text}\n" for file in body.input_extra or ())
         given |= {
             "prompt": extra + body.input_prefix + (body.prompt or ""),
             "suffix": body.input_suffix,

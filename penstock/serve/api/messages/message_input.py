@@ -40,7 +40,7 @@ def chat_request(services: Services, body: CountTokensBody) -> tuple[Translation
     Raises:
         RequestProblem: 400 that names the field.
     """
-    messages = _Messages()
+    messages = _ChatMessages()
     if body.system:
         messages.add({"role": "system", "content": _content(body.system, "system")}, "system")
     for index, message in enumerate(body.messages):
@@ -61,14 +61,14 @@ def chat_request(services: Services, body: CountTokensBody) -> tuple[Translation
         schema = {"name": "output", "schema": form.schema_}
         chat["response_format"] = {"type": "json_schema", "json_schema": schema}
     last = messages.chat[-1]
-    if last["role"] == "assistant" and not last.get("tool_calls"):  # the beginning of the answer
+    if last["role"] == "assistant" and not last.get("tool_calls"):  # it is the beginning of the output
         chat["continue_final_message"] = True
     if isinstance(body, MessagesBody):
         chat |= _sampling(body, chat)
     return Translation(chat, messages.places, tool_places, FIELDS), warnings + unread
 
 
-class _Messages:
+class _ChatMessages:
     """Builds the messages of a chat request."""
 
     def __init__(self) -> None:
@@ -160,7 +160,7 @@ def _part(block: ResultBlock, place: str) -> dict[str, object]:
         case "document" if source is not None and source.type == "text":
             data = _needed(source.data, f"{place}.source.data")
             return _text(f"{block.title}\n\n{data}" if block.title else data)
-        case "tool_reference":  # the output of a search in deferred tools, which are all in the prompt
+        case "tool_reference":  # result of a search for deferred tools; the prompt already contains all tools
             return _text(f"The tool {_needed(block.tool_name, f'{place}.tool_name')} is available.")
         case "image" | "document":
             source_type = None if source is None else source.type
@@ -220,7 +220,7 @@ def _choice(body: CountTokensBody) -> dict[str, object]:
 
 
 def _reasoning(services: Services, body: CountTokensBody) -> tuple[dict[str, object], list[str]]:
-    """Return the settings of the reasoning, and those that the chat template does not read."""
+    """Return the reasoning settings of the chat request, and the settings that the chat template ignores."""
     settings: dict[str, object] = {}
     unread = []
     thinking, config = body.thinking, body.output_config

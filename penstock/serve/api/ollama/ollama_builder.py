@@ -48,25 +48,25 @@ class OllamaBuilder:
         self._hides_thinking = hides_thinking
         self._call: tuple[ToolCallStart, list[str]] | None = None
 
-    def whole(self, pieces: Sequence[ChoiceDelta], usage: Usage) -> Iterable[bytes]:
+    def whole(self, outputs: Sequence[ChoiceDelta], usage: Usage) -> Iterable[bytes]:
         """Yield the JSON of a response that is not streamed."""
         message: _Message = {"content": ""}
-        for one in [*self._parts(pieces[0].events), *self._end_call()]:
-            if "content" in one:
-                message["content"] += one["content"]
-            if "thinking" in one:
-                message["thinking"] = message.get("thinking", "") + one["thinking"]
-            if "tool_calls" in one:
-                message["tool_calls"] = [*message.get("tool_calls", ()), *one["tool_calls"]]
+        for part in [*self._parts(outputs[0].events), *self._end_call()]:
+            if "content" in part:
+                message["content"] += part["content"]
+            if "thinking" in part:
+                message["thinking"] = message.get("thinking", "") + part["thinking"]
+            if "tool_calls" in part:
+                message["tool_calls"] = [*message.get("tool_calls", ()), *part["tool_calls"]]
         yield msgspec.json.encode(self._object(message, done=True, **self._end(usage)))
 
     def begin(self) -> bytes:
         """Return the lines before the first delta: none."""
         return b""
 
-    def events(self, index: int, piece: ChoiceDelta, usage: Usage | None = None) -> Iterable[bytes]:
+    def events(self, index: int, delta: ChoiceDelta, usage: Usage | None = None) -> Iterable[bytes]:
         """Return the lines of a delta."""
-        return [self._line(part) for part in self._parts(piece.events)]
+        return [self._line(part) for part in self._parts(delta.events)]
 
     def end(self, usage: Usage) -> bytes:
         """Return the last lines."""
@@ -93,7 +93,7 @@ class OllamaBuilder:
         return {**plain, "response": message["content"], **thinking, **more}
 
     def _parts(self, events: Sequence[Event]) -> list[_Message]:
-        """Return the members that events add to a message; a call is added when it is complete."""
+        """Return the message members of parser events. A tool call is returned when it is complete."""
         parts: list[_Message] = []
         for event in events:
             match event:
@@ -112,10 +112,10 @@ class OllamaBuilder:
     def _end_call(self) -> list[_Message]:
         if self._call is None:
             return []
-        (start, pieces), self._call = self._call, None
+        (start, argument_parts), self._call = self._call, None
         try:
-            arguments = msgspec.json.decode("".join(pieces) or "{}")
-        except msgspec.DecodeError:  # the output was cut within the call
+            arguments = msgspec.json.decode("".join(argument_parts) or "{}")
+        except msgspec.DecodeError:  # the output ended inside the arguments
             arguments = {}
         function = {"index": start.index, "name": start.name, "arguments": arguments}
         return [{"tool_calls": [{"id": start.id, "function": function}]}]

@@ -31,7 +31,7 @@ FIELDS: Mapping[str, str] = {
 
 
 def model_of(services: Services, name: str) -> str:
-    """Return the name of a served model; the tag ``latest`` may be absent or present."""
+    """Return the name of a served model. Adds or removes the tag ``:latest`` if needed."""
     known = {services.model_name, *services.worker.adapters}
     plain = name.removesuffix(":latest")
     return plain if name not in known and plain in known else name
@@ -121,7 +121,7 @@ def _thinking(services: Services, body: OllamaBody) -> dict[str, object]:
 
 
 def _message(message: OllamaMessage, number: int, open_calls: list[str]) -> dict[str, object]:
-    """Return a message of a chat. Results of tools answer the calls in order, since calls may have no id."""
+    """Translate a message. Ollama's calls may have no id: the n-th tool result answers the n-th call."""
     plain: dict[str, object] = {
         "role": message.role,
         "content": _with_images(message.content or "", message.images),
@@ -147,7 +147,7 @@ def _message(message: OllamaMessage, number: int, open_calls: list[str]) -> dict
 
 
 def _with_images(text: str, images: list[str] | None) -> str | list[dict[str, object]]:
-    """Return a text with its images before it, as models are trained with."""
+    """Return a text with its images before it, the order of training data."""
     if not images:
         return text
     urls = [image if image.startswith("data:") else f"data:image/png;base64,{image}" for image in images]

@@ -69,7 +69,7 @@ async def ollama_chat(request: Request) -> Response:
 
     body, conversation = await in_pool(request, prepare)
     if conversation is None:
-        return _loaded(body, message={"role": "assistant", "content": ""})
+        return _load_response(body, message={"role": "assistant", "content": ""})
     return await _answer_chat(request, body, conversation, is_chat=True)
 
 
@@ -95,7 +95,7 @@ async def ollama_generate(request: Request) -> Response:
 
     body, found = await in_pool(request, prepare)
     if found is None:
-        return _loaded(body, response="")
+        return _load_response(body, response="")
     if isinstance(found, Conversation):
         return await _answer_chat(request, body, found, is_chat=False)
     record_logged_fields(found.body, RequestRecord.of(request), found.job.contexts[0])
@@ -152,7 +152,7 @@ async def ollama_tags(request: Request) -> Response:
 
 @router.get("/api/ps", response_class=Response, responses=responses(401, 503))
 async def ollama_ps(request: Request) -> Response:
-    """The same as `/api/tags`: served models are loaded."""
+    """The same as `/api/tags`, because all served models are loaded."""
     return await ollama_tags(request)
 
 
@@ -207,7 +207,7 @@ async def _answer(request: Request, body: OllamaBody, job: GenerationJob, *, is_
 
 
 def listed_models(services: Services, names: Iterable[str]) -> list[dict[str, object]]:
-    """Return the entries of a model and its adapters."""
+    """Return Ollama's entries of a model and its adapters."""
     return [
         {
             "name": name,
@@ -233,8 +233,8 @@ def _details(services: Services) -> dict[str, object]:
     }
 
 
-def _loaded(body: OllamaBody, **answer: object) -> Response:
-    """Return the answer to a request without a prompt, with which clients load a model."""
+def _load_response(body: OllamaBody, **answer: object) -> Response:
+    """Return the response to a request without a prompt. Clients send it to load a model."""
     return json_response(
         {"model": body.model, "created_at": now(), **answer, "done": True, "done_reason": "load"}
     )

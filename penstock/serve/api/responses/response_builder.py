@@ -21,7 +21,7 @@ from penstock.serve.http.problems import Problem
 from penstock.serve.http.sse import PING, named_event
 from penstock.serve.services import Services
 
-_FINAL = {"completed": "response.completed", "incomplete": "response.incomplete"}
+_FINAL_EVENTS = {"completed": "response.completed", "incomplete": "response.incomplete"}
 
 
 class _Scores(msgspec.Struct):
@@ -34,7 +34,7 @@ class ResponseBuilder:
     Args:
         services: the objects that routes use.
         prepared: the request.
-        run: its turns.
+        run: the turns of the response.
     """
 
     media_type = "text/event-stream"
@@ -58,10 +58,10 @@ class ResponseBuilder:
         self.result = {**self._plain, "status": status, "output": self._output.items, **more}
         return self.result
 
-    def whole(self, pieces: Sequence[ChoiceDelta], usage: Usage) -> Iterable[bytes]:
+    def whole(self, outputs: Sequence[ChoiceDelta], usage: Usage) -> Iterable[bytes]:
         """Yield the JSON of a response that is not streamed."""
-        for piece in pieces:
-            self._add(piece)
+        for output in outputs:
+            self._add(output)
         self._finish(usage)
         yield msgspec.json.encode(self.result)
 
@@ -71,15 +71,17 @@ class ResponseBuilder:
             [{"type": kind, "response": self.result} for kind in ("response.created", "response.in_progress")]
         )
 
-    def events(self, index: int, piece: ChoiceDelta, usage: Usage | None = None) -> Iterable[bytes]:
+    def events(self, index: int, delta: ChoiceDelta, usage: Usage | None = None) -> Iterable[bytes]:
         """Return the events of a delta."""
-        emitted = self._add(piece)
-        return (self._events(emitted),) if emitted else ()
+        new_events = self._add(delta)
+        return (self._events(new_events),) if new_events else ()
 
     def end(self, usage: Usage) -> bytes:
         """Return the events after the last delta."""
-        emitted = self._finish(usage)
-        return self._events([*emitted, {"type": _FINAL[str(self.result["status"])], "response": self.result}])
+        new_events = self._finish(usage)
+        return self._events(
+            [*new_events, {"type": _FINAL_EVENTS[str(self.result["status"])], "response": self.result}]
+        )
 
     def ping(self) -> bytes:
         """Return the event that keeps a silent stream open."""
@@ -104,14 +106,14 @@ class ResponseBuilder:
         self._output.close(is_complete=False)
         self._output.end_calls()
 
-    def _add(self, piece: ChoiceDelta) -> list[dict[str, object]]:
-        if isinstance(piece, ToolDelta):
-            return self._output.add_mcp(piece.mcp_events)
-        return self._output.add(piece.events, self._logprobs(piece.scores) if piece.content else ())
+    def _add(self, delta: ChoiceDelta) -> list[dict[str, object]]:
+        if isinstance(delta, ToolDelta):
+            return self._output.add_mcp(delta.mcp_events)
+        return self._output.add(delta.events, self._logprobs(delta.scores) if delta.content else ())
 
     def _finish(self, usage: Usage) -> list[dict[str, object]]:
         is_complete = self._run.finish_reason != "length"
-        emitted = self._output.finish(is_complete=is_complete)
+        new_events = self._output.finish(is_complete=is_complete)
         details = None if is_complete else {"reason": "max_output_tokens"}
         self.with_status(
             "completed" if is_complete else "incomplete",
@@ -119,11 +121,11 @@ class ResponseBuilder:
             incomplete_details=details,
             completed_at=int(time.time()),
         )
-        return emitted
+        return new_events
 
-    def _events(self, emitted: Iterable[dict[str, object]]) -> bytes:
+    def _events(self, new_events: Iterable[dict[str, object]]) -> bytes:
         encoded = []
-        for event in emitted:
+        for event in new_events:
             encoded.append(named_event({**event, "sequence_number": self._sequence}))
             self._sequence += 1
         return b"".join(encoded)
@@ -135,7 +137,7 @@ class ResponseBuilder:
 
 
 def _members(prepared: PreparedResponse) -> dict[str, object]:
-    """Return the constant members, with the effective values."""
+    """Return the members that do not change during generation, with defaults in place of absent fields."""
     body, conversation = prepared.body, prepared.conversation
     params = conversation.context.sampling_params
     reasoning, text = body.reasoning, body.text

@@ -96,7 +96,7 @@ async def retrieve_response(
 
 @router.delete("/v1/responses/{response_id}", response_class=Response, responses=responses(401, 404, 503))
 async def delete_response(request: Request, response_id: str) -> Response:
-    """Delete a stored response. A background response that runs is cancelled."""
+    """Delete a stored response. Cancels a background response that is still running."""
     state, owner = open_state(Services.of(request)), owner_of(request)
     run = _run_of(state, owner, response_id)
     if run is not None:
@@ -111,7 +111,7 @@ async def delete_response(request: Request, response_id: str) -> Response:
     "/v1/responses/{response_id}/cancel", response_class=Response, responses=responses(400, 401, 404, 503)
 )
 async def cancel_response(request: Request, response_id: str) -> Response:
-    """Cancel a background response. A response that has ended stays as it is."""
+    """Cancel a background response. Does nothing if the response has ended."""
     state, owner = open_state(Services.of(request)), owner_of(request)
     run = _run_of(state, owner, response_id)
     if run is not None:
@@ -160,7 +160,7 @@ async def list_input_items(
 
 
 async def _prepared(request: Request, state: ResponseState, owner: str) -> PreparedResponse:
-    """Read and prepare a request; previous responses and referenced items come from the store."""
+    """Read and prepare a request. Loads previous responses and referenced items from the store."""
     services = Services.of(request)
     raw = await request.json()
     previous = None
@@ -236,7 +236,7 @@ def _not_found(response_id: str) -> RequestProblem:
 
 
 def _stream_of(services: Services, record: RequestRecord, run: BackgroundRun, after: int) -> EventStream:
-    """Return a stream of the events of a background response. It continues when the client disconnects."""
+    """Return a stream of the events of a background response. A disconnect does not cancel the response."""
     return EventStream(
         run.events(after),
         on_error=lambda error: note_error(services, record, error),

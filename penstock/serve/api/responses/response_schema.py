@@ -24,7 +24,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Includable = Literal[
     "message.output_text.logprobs",
     "reasoning.encrypted_content",
-    # Outputs of hosted tools, which no response has.
+    # Outputs of hosted tools: accepted without effect, because no response contains any.
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
     "file_search_call.results",
@@ -89,7 +89,7 @@ class InputItem(RequestBody):
     approval_request_id: str | None = None
     approve: bool | None = None
     reason: str | None = None
-    """Why a call is not approved; the model reads it."""
+    """Why a call is not approved. The text is part of the prompt."""
 
 
 class ResponseTool(RequestBody):
@@ -115,7 +115,7 @@ class ResponseTool(RequestBody):
 
     @property
     def is_hosted(self) -> bool:
-        """Whether the client expects the server to run the tool."""
+        """Whether the tool runs on OpenAI's servers, that is, the client does not run it."""
         return self.type not in ("function", "custom")
 
     @property
@@ -240,7 +240,7 @@ class ResponsesBody(RequestBody):
 
     @property
     def is_stored(self) -> bool:
-        """Whether the response is kept, as OpenAI does by default."""
+        """Whether the response is stored. True if ``store`` is absent, as in OpenAI's API."""
         return self.store is not False
 
 
@@ -249,4 +249,4 @@ SAME_NAMES = (
     " top_k min_p seed stop frequency_penalty presence_penalty repetition_penalty min_tokens ignore_eos"
     " chat_template_kwargs priority cache_salt"
 ).split()
-"""Fields that a chat request has too."""
+"""Fields with the same name and meaning in a chat request."""

@@ -29,7 +29,10 @@ CREATE TABLE IF NOT EXISTS items (
 );
 CREATE INDEX IF NOT EXISTS items_by_response ON items (response);
 """
-_LOST = {"code": "server_error", "message": "the server stopped before the response was complete"}
+_INTERRUPTED_ERROR = {
+    "code": "server_error",
+    "message": "the server stopped before the response was complete",
+}
 
 
 @dataclass(frozen=True)
@@ -47,9 +50,9 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Responses by id, in SQLite; the oldest are dropped beyond a total size.
+    """Responses by id, in an SQLite database. Drops the oldest responses above a maximum total size.
 
-    Each call runs in the thread of the store. An owner sees only its own responses.
+    All database calls run in one thread. The methods return only responses of the given owner.
 
     Args:
         path: the file; None keeps the responses in memory.
@@ -138,10 +141,10 @@ class ResponseStore:
         return None if row is None else msgspec.json.decode(row[0])
 
     def _fail_unfinished(self) -> None:
-        """Mark responses as failed that a previous process did not finish."""
+        """Set the status ``failed`` on responses that a previous server process did not finish."""
         with self._database as database:
             for name, body in database.execute("SELECT id, body FROM responses WHERE NOT is_done").fetchall():
-                failed = {**msgspec.json.decode(body), "status": "failed", "error": _LOST}
+                failed = {**msgspec.json.decode(body), "status": "failed", "error": _INTERRUPTED_ERROR}
                 database.execute(
                     "UPDATE responses SET body = ?, is_done = 1 WHERE id = ?",
                     (msgspec.json.encode(failed), name),

@@ -13,7 +13,7 @@ CUSTOM_ARGUMENT = "input"
 def chat_tools(
     body: ResponsesBody, offered: OfferedTools, hosted_tools: str
 ) -> tuple[list[dict[str, object]], list[str]]:
-    """Return the tools of the chat request, and for each the field of the Responses request.
+    """Return the tools of the chat request, and for each tool the field of the Responses request.
 
     Args:
         body: the request.
@@ -43,9 +43,9 @@ def chat_tools(
             raise missing_field(f"{place}.name")
         tools.append({"type": "function", "function": _function(tool)})
         places.append(place)
-    for name, one in offered.functions.items():
-        tools.append(one.function(name))
-        places.append(one.place)
+    for name, offered_tool in offered.functions.items():
+        tools.append(offered_tool.function(name))
+        places.append(offered_tool.place)
     return tools, places
 
 
@@ -92,7 +92,7 @@ def tool_choice(body: ResponsesBody, offered: OfferedTools) -> dict[str, object]
                 raise missing_field("tool_choice.name")
             return {"tool_choice": _named(choice.name)}
         case "mcp":
-            names = _names_of_server(offered, choice.server_label, choice.name, "tool_choice")
+            names = _server_functions(offered, choice.server_label, choice.name, "tool_choice")
             if choice.name is not None:
                 return {"tool_choice": _named(names[0])}
             allowed = {"mode": "required", "tools": [_named(name) for name in names]}
@@ -102,8 +102,8 @@ def tool_choice(body: ResponsesBody, offered: OfferedTools) -> dict[str, object]
     raise _hosted_choice("tool_choice.type", choice.type)
 
 
-def _names_of_server(offered: OfferedTools, label: object, tool: object, place: str) -> list[str]:
-    """Return the functions that the choice of a tool server allows."""
+def _server_functions(offered: OfferedTools, label: object, tool: object, place: str) -> list[str]:
+    """Return the function names of a tool server's tool, or of all its tools if `tool` is None."""
     if not isinstance(label, str):
         raise missing_field(f"{place}.server_label")
     names = offered.names_of(label)
@@ -130,7 +130,7 @@ def _allowed(choice: ToolSelection, offered: OfferedTools) -> dict[str, object]:
         place = f"tool_choice.tools[{index}]"
         if tool.get("type") == MCP:
             label, name = tool.get("server_label"), tool.get("name")
-            allowed += [_named(one) for one in _names_of_server(offered, label, name, place)]
+            allowed += [_named(function) for function in _server_functions(offered, label, name, place)]
             continue
         if tool.get("type") not in ("function", "custom"):
             raise _hosted_choice(f"{place}.type", tool.get("type"))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.serve.parsers.formats.json_calls import read_arguments, read_end, read_name
+from penstock.serve.parsers.formats.json_calls import read_arguments, read_end_marker, read_name
 from penstock.serve.parsers.formats.tool_format import ToolFormat
 from penstock.serve.parsers.output_parser import ReasoningToolParser
 from penstock.serve.parsers.stream import MarkerSearch, NotAToolCallError, Steps
@@ -51,10 +51,10 @@ class DeepSeekCalls(ToolFormat):
                 yield from stream.skip_space()
             yield from read_arguments(parser, name)
             if fenced:
-                yield from read_end(parser, "```")
-            yield from read_end(parser, _CALL_END)
+                yield from read_end_marker(parser, "```")
+            yield from read_end_marker(parser, _CALL_END)
             yield from stream.skip_space()
-        yield from read_end(parser, _END)
+        yield from read_end_marker(parser, _END)
 
     def after_marker(self, marker: str, tools: Tools, parallel: bool) -> Tag:
         def head(name: str) -> str:

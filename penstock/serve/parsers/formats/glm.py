@@ -19,7 +19,7 @@ _VALUE_END = MarkerSearch(["</arg_value>"])
 
 @dataclass(frozen=True)
 class GlmCalls(ToolFormat):
-    """The name as plain text, each argument as a key tag and a value tag. Line ends are optional."""
+    """Calls with the name as plain text and two tags per argument, key and value. Line ends are optional."""
 
     @property
     def markers(self) -> tuple[str, ...]:

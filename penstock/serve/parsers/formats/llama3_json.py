@@ -8,7 +8,7 @@ from __future__ import annotations
 from penstock.serve.parsers.formats.json_calls import (
     JsonCalls,
     another_follows,
-    end_of_calls,
+    check_no_text_after_calls,
     read_json_call,
     read_json_list,
     read_name,
@@ -36,7 +36,7 @@ class Llama3Calls(JsonCalls):
                 yield from read_json_call(parser, bare=True)
             if not (yield from another_follows(parser, self.bare_starts, self.begin)):
                 break
-        end_of_calls(parser)
+        check_no_text_after_calls(parser)
 
     def _built_in(self, parser: ReasoningToolParser) -> Steps[None]:
         name = yield from read_name(parser)

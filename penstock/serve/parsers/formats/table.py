@@ -21,8 +21,8 @@ from penstock.serve.parsers.formats.pythonic import PythonicCalls
 from penstock.serve.parsers.formats.pythonic_lines import PythonicLines
 from penstock.serve.parsers.formats.tool_format import ToolFormat
 
-# The first row whose hints are all in the chat template is used. Specific formats therefore stand before the
-# general ones that share their hints.
+# ParserFactory.choose uses the first row whose hints are all in the chat template. A specific format
+# therefore precedes a general format that shares its hints.
 _ROWS: tuple[ToolFormat, ...] = (
     HarmonyCalls(
         name="harmony",
