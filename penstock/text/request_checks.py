@@ -1,4 +1,4 @@
-"""Checks of a request's parameters against the model, and values derived from them."""
+"""Checks of a request's parameters against the model, and functions that derive values from them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from penstock.pipelines.core import Grammar, SamplingParams, TokenGeneratorReque
 from penstock.text.valid_unicode import valid_unicode
 
 _CHARACTERS_PER_TOKEN = 8
-"""Upper bound of the average number of characters per token. Longer texts are first encoded in part."""
+"""Assumed maximum of the average number of characters per token.
+
+Texts with more characters than the maximum length times this number are first encoded in part.
+"""
 
 
 def sampling_params_with_stops(request: TokenGeneratorRequest) -> SamplingParams:
-    """Return the sampling parameters with the stop strings of ``request.stop`` and ``sampling_params``."""
+    """Return the sampling parameters of a request with the stop strings of ``request.stop`` added."""
     given = [request.stop] if isinstance(request.stop, str) else (request.stop or [])
     if not all(isinstance(stop, str) for stop in given):
         raise InputError(f"stop must be a string or a list of strings, was {request.stop!r}")
@@ -25,8 +28,10 @@ def sampling_params_with_stops(request: TokenGeneratorRequest) -> SamplingParams
 
 
 def output_format(request: TokenGeneratorRequest) -> tuple[str | None, Grammar | None]:
-    """Return (JSON schema, grammar) of the output. At most one is set: the context derives its grammar
-    from the schema."""
+    """Return (JSON schema, grammar) of the output. At most one of them is not None.
+
+    The context derives its grammar from the JSON schema.
+    """
     if request.grammar is not None and not isinstance(request.grammar, Grammar):
         raise InputError(f"grammar must be a Grammar, was {request.grammar!r}")
     form = request.response_format
@@ -40,7 +45,7 @@ def output_format(request: TokenGeneratorRequest) -> tuple[str | None, Grammar |
     if kind != "json_schema" or form is None:
         raise InputError(f"response_format has type {kind!r}: it can be text, json_object or json_schema")
     schema: object = form.get("json_schema")
-    # OpenAI wraps the schema in an object with the key "schema", which is not a JSON Schema keyword.
+    # OpenAI's form is {"schema": ...}. "schema" is not a JSON Schema keyword, so this is unambiguous.
     if isinstance(schema, dict) and "schema" in schema:
         schema = schema["schema"]
     if not isinstance(schema, dict):
@@ -52,7 +57,7 @@ def output_format(request: TokenGeneratorRequest) -> tuple[str | None, Grammar |
 
 
 def check_token_ids_in_params(params: SamplingParams, vocab_size: int) -> None:
-    """Raise `InputError` if a parameter has ids outside the vocabulary, or if it bans every token."""
+    """Raise `InputError` if a parameter has ids outside the vocabulary, or if all tokens are banned."""
     for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "banned_token_ids"):
         largest = max(getattr(params, name) or (), default=0)
         if largest >= vocab_size:
@@ -101,8 +106,9 @@ def total_length(num_prompt_tokens: int, params: SamplingParams, max_length: int
 def check_text_length(backend: Tokenizer, text: str, limit: int, *, has_output: bool) -> None:
     """Raise `PromptTooLongError` for a text that is clearly too long, without encoding all of it.
 
-    Encodes prefixes of the text, each twice as long as the previous one. Only the last tokens of a prefix
-    depend on the text after it. The margin, a quarter of the maximum, is far larger than their number.
+    Encodes prefixes of the text, each twice as long as the previous one. Raises if a prefix has more than 5/4
+    of the maximum number of tokens. The margin is necessary because the last few tokens of a prefix depend on
+    the text after it.
 
     Args:
         backend: the tokenizer.

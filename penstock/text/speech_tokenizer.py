@@ -21,7 +21,7 @@ from penstock.text.valid_unicode import valid_unicode
 
 
 class VoiceFields(TypedDict, total=False):
-    """The fields of an `AudioGenerationRequest` that select a voice: its name, or a prompt to imitate."""
+    """The fields of an `AudioGenerationRequest` that select a voice: a name, or a recording to imitate."""
 
     voice: str
     audio_prompt_tokens: list[int]
@@ -37,25 +37,25 @@ class SpeechFields(VoiceFields, total=False):
     priority: int
 
 
-def voice_fields(voice: str, known: Mapping[str, VoicePrompt], form: SpeechFormat) -> VoiceFields:
+def voice_fields(voice: str, configured: Mapping[str, VoicePrompt], form: SpeechFormat) -> VoiceFields:
     """Return the fields of a request that select a voice.
 
     Args:
         voice: the name of a configured voice, or of a voice that the model was trained on.
-        known: the configured voices.
+        configured: the configured voices.
         form: the model's speech format.
 
     Raises:
-        InputError: the voice is unknown; lists the known ones.
+        InputError: the voice is unknown. The message lists the known voices.
     """
-    prompt = known.get(voice)
+    prompt = configured.get(voice)
     if prompt is not None:
         return {
             "audio_prompt_tokens": list(prompt.codes),
             "audio_prompt_transcription": prompt.transcription,
         }
     if voice not in form.voices:
-        names = ", ".join([*known, *form.voices]) or "none: add one with --voice NAME=FILE"
+        names = ", ".join([*configured, *form.voices]) or "none: add one with --voice NAME=FILE"
         raise InputError(f"voice {voice!r} is unknown: known are {names}")
     return {"voice": voice}
 
@@ -109,7 +109,7 @@ class SpeechTokenizer(TextTokenizer):
         return await self._in_thread(lambda: self.build_speech_context(request))
 
     def split(self, text: str) -> list[str]:
-        """Return parts of a text of at most the format's `text_limit`, split at sentences.
+        """Split a text at sentences into parts of at most `text_limit` characters.
 
         Raises:
             InputError: the text has no characters to speak.
@@ -125,8 +125,8 @@ class SpeechTokenizer(TextTokenizer):
     def build_speech_context(self, request: AudioGenerationRequest) -> TTSContext:
         """Return the context of a request.
 
-        ``prompt`` replaces the prompt of the format; ``audio_prompt_tokens`` are codes of the codec, in whole
-        frames, flattened.
+        If the request has ``prompt``, it replaces the format's prompt. ``audio_prompt_tokens`` are the
+        flattened codes of whole frames.
 
         Raises:
             PromptTooLongError: the prompt leaves no room for speech.
@@ -138,11 +138,11 @@ class SpeechTokenizer(TextTokenizer):
             raise UnsupportedFeatureError("stop", "speech has no text to match: use stop_token_ids")
         check_token_ids_in_params(params, self.vocab_size)
         tokens = self._speech_prompt(request)
-        given = request.prompt if request.prompt is not None else request.input
+        prompt = request.prompt if request.prompt is not None else request.input
         ends = () if params.ignore_eos else (*self.speech_format.end_token_ids, *self._eos_token_ids)
         return TTSContext(
             np.array(request.audio_prompt_tokens, np.int32),
-            prompt=given if isinstance(given, str) else tokens.tolist(),
+            prompt=prompt if isinstance(prompt, str) else tokens.tolist(),
             max_length=total_length(len(tokens), params, self.max_length),
             tokens=tokens,
             eos_token_ids={*ends, *(params.stop_token_ids or ())},
@@ -185,6 +185,6 @@ class SpeechTokenizer(TextTokenizer):
         return checked_prompt_ids(ids, self.vocab_size)
 
     def _readable(self, text: str) -> str:
-        """Return a text as the model reads it: valid Unicode, with numbers as words if it reads no digits."""
+        """Return valid Unicode text, with numbers as words if the checkpoint's ``numbers`` requests it."""
         text = valid_unicode(text)
         return text if self.speech_format.description.numbers is None else spoken_numbers(text)

@@ -1,4 +1,4 @@
-"""Reads structural tags: trees of formats whose schemas and regular expressions are already EBNF."""
+"""Reads structural tags, in which `penstock.grammar.schema` has replaced schemas and expressions by EBNF."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from penstock.grammar.lark.nodes import (
 )
 
 TagFormat: TypeAlias = Mapping[str, Any]
-"""A format of a structural tag, or a part of one."""
+"""A format of a structural tag: a JSON object with a ``type``."""
 FieldT = TypeVar("FieldT")
 
 
@@ -36,7 +36,7 @@ def read_structural_tag(text: str) -> Rules:
 
     Raises:
         InputError: the text is not a structural tag; the message names the format.
-        UnsupportedFeatureError: a format has a field that is not supported.
+        UnsupportedFeatureError: a format has an unsupported field.
     """
     tag = json.loads(text)
     if not isinstance(tag, dict) or tag.get("type") != "structural_tag" or "format" not in tag:
@@ -115,67 +115,72 @@ class _Reader:
             token = self.node(end)
             return sequence([first, self._before_token(_field(part, "content", dict), token), token])
         ends = (end,) if isinstance(end, str) else tuple(end) if isinstance(end, list) else ()
-        if not ends or not all(isinstance(one, str) for one in ends):
+        if not ends or not all(isinstance(end, str) for end in ends):
             raise InputError("a tag of a structural_tag needs an end: a string, strings or a token")
-        return sequence([first, self._ended(_field(part, "content", dict), ends)])
+        return sequence([first, self._with_end(_field(part, "content", dict), ends)])
 
     def _before_token(self, content: TagFormat, token: Node) -> Node:
         if _kind(content) in ("token_triggered_tags", "token_dispatch") and isinstance(token, Tokens):
             return self._token_triggered(content, list(token.ranges))
         return self.node(content)
 
-    def _ended(self, part: TagFormat, ends: tuple[str, ...]) -> Node:
-        """Return a format followed by one of ``ends``. Free text ends at the first of them."""
+    def _with_end(self, part: TagFormat, ends: tuple[str, ...]) -> Node:
+        """Return the node of a format followed by one of ``ends``. Free text ends at the first of them."""
         if ends == ("",):
             return self.node(part)
         closing = choice(map(_text, ends))
         match _kind(part):
             case "any_text":
                 _refuse(part, "max_tokens", "max_chars")
-                return _until(ends, (), ends, _words(part, "excludes"))
+                return _text_until(ends, (), ends, _words(part, "excludes"))
             case "triggered_tags" | "dispatch":
                 return self._triggered(part, ends)
             case "sequence":
                 *parts, last = _elements(part)
-                return sequence([*map(self.node, parts), self._ended(last, ends)])
+                return sequence([*map(self.node, parts), self._with_end(last, ends)])
             case "or":
-                return choice(self._ended(one, ends) for one in _elements(part))
+                return choice(self._with_end(option, ends) for option in _elements(part))
             case "optional":
-                return choice([closing, self._ended(_field(part, "content", dict), ends)])
+                return choice([closing, self._with_end(_field(part, "content", dict), ends)])
         return sequence([self.node(part), closing])
 
     def _separated(self, part: TagFormat) -> Node:
         tag = choice(map(self.node, _list(part, "tags")))
-        more: Node = EMPTY
+        further_tags: Node = EMPTY
         if not part.get("stop_after_first"):
-            more = repeated(sequence([_text(_field(part, "separator", str)), tag]), 0, None)
-        tags = sequence([tag, more])
+            further_tags = repeated(sequence([_text(_field(part, "separator", str)), tag]), 0, None)
+        tags = sequence([tag, further_tags])
         return tags if part.get("at_least_one") else choice([EMPTY, tags])
 
     def _triggered(self, part: TagFormat, ends: tuple[str, ...]) -> Node:
-        """Return free text in which triggers start formats. It ends at one of ``ends``, if any are given."""
+        """Return the node of free text in which triggers start formats.
+
+        The text ends at the first of ``ends``. Without ``ends`` it has no end marker.
+        """
         contents = self._contents_by_trigger(part)
         excludes, triggers = _words(part, "excludes"), tuple(contents)
         only_one = part.get("stop_after_first") or (part["type"] == "dispatch" and not part.get("loop", True))
         words = (*triggers, *ends)
-        called = choice(
-            sequence([_until((trigger,), triggers, ends, excludes), content])
+        triggered = choice(
+            sequence([_text_until((trigger,), triggers, ends, excludes), content])
             for trigger, content in contents.items()
         )
         closing = choice(map(_text, ends)) if ends else EMPTY
-        free: Node = FreeText((*words, *excludes)) if not ends else _until(ends, triggers, ends, excludes)
-        whole = (
-            choice([free, sequence([called, closing])])
+        free_text: Node = (
+            FreeText((*words, *excludes)) if not ends else _text_until(ends, triggers, ends, excludes)
+        )
+        result = (
+            choice([free_text, sequence([triggered, closing])])
             if only_one
-            else sequence([repeated(called, 0, None), free])
+            else sequence([repeated(triggered, 0, None), free_text])
         )
         if not part.get("at_least_one"):
-            return whole
+            return result
         first = choice(map(self.node, _list(part, "tags")))
-        return sequence([first, closing if only_one else whole])
+        return sequence([first, closing if only_one else result])
 
     def _contents_by_trigger(self, part: TagFormat) -> dict[str, Node]:
-        """Return the format that follows each trigger."""
+        """Return trigger -> node of the formats that can follow it."""
         nodes: dict[str, list[Node]] = {}
         if part["type"] == "dispatch":
             for rule in _list(part, "rules"):
@@ -187,51 +192,51 @@ class _Reader:
             triggers = _words(part, "triggers")
             for tag in _list(part, "tags"):
                 begin = tag.get("begin") if isinstance(tag, dict) else None
-                fitting = [
+                matching = [
                     trigger for trigger in triggers if isinstance(begin, str) and begin.startswith(trigger)
                 ]
-                if len(fitting) != 1 or not isinstance(begin, str):
+                if len(matching) != 1 or not isinstance(begin, str):
                     raise InputError(
                         f"each tag of triggered_tags must begin with one trigger, {begin!r} begins with "
-                        f"{len(fitting)} triggers"
+                        f"{len(matching)} triggers"
                     )
-                rest = {**tag, "begin": begin[len(fitting[0]) :]}
-                nodes.setdefault(fitting[0], []).append(self.node(rest))
+                rest = {**tag, "begin": begin[len(matching[0]) :]}
+                nodes.setdefault(matching[0], []).append(self.node(rest))
         if not nodes:
             raise InputError(f"the {part['type']} of a structural_tag has no tags")
         return {trigger: choice(options) for trigger, options in nodes.items()}
 
     def _token_triggered(self, part: TagFormat, ends: list[tuple[int, int]]) -> Node:
-        """Like `_triggered`, but triggers are tokens, and all other tokens are allowed between them."""
+        """Return the node of tokens among which trigger tokens start formats, like `_triggered`."""
         if part["type"] == "token_dispatch":
             rules = _list(part, "rules")
             if not all(isinstance(rule, list) and len(rule) == 2 for rule in rules):
                 raise InputError("a rule of a token_dispatch is a pair of a token and a format")
             triggers = [rule[0] for rule in rules]
-            tags = [sequence([Tokens(_ids([one])), self.node(content)]) for one, content in rules]
+            tags = [sequence([Tokens(_ids([token])), self.node(content)]) for token, content in rules]
             only_one = not part.get("loop", True)
         else:
             triggers = _list(part, "trigger_tokens")
             tags = [self.node(tag) for tag in _list(part, "tags")]
             only_one = bool(part.get("stop_after_first"))
-        others = _ids([*triggers, *part.get("exclude_tokens", [])])
-        text = repeated(Tokens(tuple(sorted({*others, *ends})), negated=True), 0, None)
-        called = sequence([text, choice(tags)])
-        whole = choice([text, called]) if only_one else sequence([repeated(called, 0, None), text])
+        excluded = _ids([*triggers, *part.get("exclude_tokens", [])])
+        text = repeated(Tokens(tuple(sorted({*excluded, *ends})), negated=True), 0, None)
+        triggered = sequence([text, choice(tags)])
+        result = choice([text, triggered]) if only_one else sequence([repeated(triggered, 0, None), text])
         if not part.get("at_least_one"):
-            return whole
-        return sequence([choice(tags), EMPTY if only_one else whole])
+            return result
+        return sequence([choice(tags), EMPTY if only_one else result])
 
 
-def _until(
+def _text_until(
     wanted: tuple[str, ...], triggers: tuple[str, ...], ends: tuple[str, ...], excludes: tuple[str, ...]
 ) -> Node:
-    """Return free text up to the first of several words, which must be one of ``wanted``."""
+    """Return the node of free text up to the first trigger or end, which must be one of ``wanted``."""
     if "" in ends:
         raise InputError("free text in a tag of a structural_tag needs an end that is not empty")
     words = {*triggers, *ends}
     forbidden = tuple(word for word in excludes if word not in words)
-    return choice(TextUntil(one, tuple(sorted(words - {one})), forbidden) for one in wanted)
+    return choice(TextUntil(word, tuple(sorted(words - {word})), forbidden) for word in wanted)
 
 
 def _kind(part: object) -> str:
@@ -280,7 +285,7 @@ def _ids(tokens: Sequence[object]) -> Ranges:
 def _refuse(part: TagFormat, *names: str) -> None:
     for name in names:
         if part.get(name) is not None:
-            raise UnsupportedFeatureError(f"a structural tag with {name}", "leave it out")
+            raise UnsupportedFeatureError(f"a structural tag with {name}", "omit it")
 
 
 def _renamed(node: Node, prefix: str) -> Node:

@@ -1,4 +1,4 @@
-"""Writes the members of an object as a grammar, with their order and number."""
+"""Writes the grammar of the members of an object, with their order and number."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from penstock.grammar.schema.shapes import Object
 
 
 class Members:
-    """The members of an object: its named properties in order, required or optional, then others.
+    """Writes the members of an object: its named properties in order, then other properties.
 
-    The grammar is a chain of states. A state has the next property, whether a member came before (which needs
-    a comma), and the number of members so far if their number is bounded.
+    The grammar has one rule per state. A state is the index of the next named property and the number of
+    members so far. If the number of members is not bounded, the second part is only whether a member came
+    before, because a comma must then precede the next one.
     """
 
     def __init__(
@@ -22,43 +23,44 @@ class Members:
         self._max_count = shape.max_count
         self._counted = counted
         self._comma = comma
-        self._space = space  # before the closing brace of an object with members
+        self._space = space  # white space before the closing brace of an object with members
 
-    def write(self, pairs: list[str], others: str | None) -> str | None:
+    def write(self, pairs: list[str], other: str | None) -> str | None:
         """Return the expression of all members; None if the bounds cannot be satisfied."""
         states: dict[int, str | None] = {}
         highest = len(pairs) if self._counted else 1
         for count in range(highest + 1):
-            states[count] = self._others(others, count)
-        for place in range(len(pairs) - 1, -1, -1):
-            before: dict[int, str | None] = {}
-            for count in range((place if self._counted else min(place, 1)) + 1):
+            states[count] = self._others(other, count)
+        for index in range(len(pairs) - 1, -1, -1):
+            new_states: dict[int, str | None] = {}
+            for count in range((index if self._counted else min(index, 1)) + 1):
                 following = states[count + 1 if self._counted else 1]
                 options = []
                 if following is not None:
-                    options.append(sequence(self._comma if count else NOTHING, pairs[place], following))
+                    options.append(sequence(self._comma if count else NOTHING, pairs[index], following))
                 skipped = states[count]
-                if not self._required[place] and skipped is not None:
+                if not self._required[index] and skipped is not None:
                     options.append(skipped)
-                before[count] = self._rules.add("members", choice(options)) if options else None
-            states = before
+                new_states[count] = self._rules.add("members", choice(options)) if options else None
+            states = new_states
         return states[0]
 
     def _others(self, other: str | None, count: int) -> str | None:
-        """Return the expression after the last named property, with ``count`` members so far."""
+        """Return the expression after the last named property; ``count`` is the number of members so far."""
         min_count = max_count = None
         if self._counted:
             min_count = self._min_count - count
             max_count = None if self._max_count is None else self._max_count - count
-        missing = max(
-            min_count or 0, 0
-        )  # only one other member counts, because further ones may repeat its name
+        # At most one other member counts, because further members may repeat its name.
+        missing = max(min_count or 0, 0)
         if missing > (other is not None) or (max_count is not None and max_count < missing):
             return None
         if other is None or max_count == 0:
             return self._space if count else NOTHING
-        more = sequence(self._comma, other)
+        further = sequence(self._comma, other)
         if count:
-            return self._rules.add("others", sequence(repeated(more, missing, max_count), self._space))
-        first = sequence(other, repeated(more, 0, None if max_count is None else max_count - 1), self._space)
-        return self._rules.add("others", first if missing else repeated(first, 0, 1))
+            return self._rules.add("others", sequence(repeated(further, missing, max_count), self._space))
+        first_other = sequence(
+            other, repeated(further, 0, None if max_count is None else max_count - 1), self._space
+        )
+        return self._rules.add("others", first_other if missing else repeated(first_other, 0, 1))

@@ -1,4 +1,4 @@
-"""Finds the schemas that some finite value satisfies."""
+"""Determines which schemas some finite value satisfies."""
 
 from __future__ import annotations
 
@@ -25,11 +25,13 @@ from penstock.grammar.schema.unique import has_enough_items
 
 @dataclass(slots=True)
 class _Needs:
-    """The conjunctions that must be satisfiable for a shape to be satisfiable."""
+    """What must be satisfiable before a shape is satisfiable."""
 
-    key: tuple[str, ...]  # the conjunction of the shape
-    all: set[tuple[str, ...]]  # each of these must be satisfiable
-    some: Counter[tuple[str, ...]]  # at least ``missing`` properties of these
+    key: tuple[str, ...]  # the conjunction that the shape is an alternative of
+    all: set[tuple[str, ...]]  # conjunctions that must all be satisfiable
+    optional: Counter[
+        tuple[str, ...]
+    ]  # conjunctions of optional properties, ``missing`` of which must be satisfiable
     missing: int
 
     @property
@@ -39,35 +41,37 @@ class _Needs:
     def mark_satisfiable(self, key: tuple[str, ...]) -> None:
         """Record that a conjunction is satisfiable."""
         self.all.discard(key)
-        self.missing -= self.some.pop(key, 0)
+        self.missing -= self.optional.pop(key, 0)
 
 
 class Productive:
-    """Computes which conjunctions some finite value satisfies.
+    """Determines which conjunctions some finite value satisfies.
 
-    A recursive schema whose every value contains another value of the schema has no finite value. A grammar
-    for it would never end.
+    If every value of a recursive schema contains another value of the schema, there is no finite value. The
+    grammar of such a schema would never end.
     """
 
     def __init__(self, schemas: Schemas) -> None:
         self._schemas = schemas
-        self._known: dict[tuple[str, ...], bool] = {}
+        self._results: dict[tuple[str, ...], bool] = {}
 
     def holds(self, conjunction: Conjunction) -> bool:
         """Return whether some value satisfies a conjunction."""
         key = key_of(conjunction)
-        if key not in self._known:
+        if key not in self._results:
             self._compute(conjunction)
-        return self._known[key]
+        return self._results[key]
 
     def has(self, shape: Shape) -> bool:
         """Return whether some value matches the shape."""
-        if not self._is_possible(shape) or not all(self.holds(one) for one in _needed(shape)):
+        if not self._is_possible(shape) or not all(
+            self.holds(conjunction) for conjunction in _required_conjunctions(shape)
+        ):
             return False
         if not isinstance(shape, Object) or shape.min_count <= len(shape.required):
             return True
-        some, missing = _optional(shape)
-        return sum(self.holds(one) for one in some) >= missing
+        optional, missing = _optional_properties(shape)
+        return sum(self.holds(conjunction) for conjunction in optional) >= missing
 
     def _is_possible(self, shape: Shape) -> bool:
         return is_possible(shape) and (
@@ -75,55 +79,61 @@ class Productive:
         )
 
     def _needs(self, key: tuple[str, ...], shape: Shape) -> _Needs:
-        """Return the unresolved needs of a shape."""
-        needed = {key_of(one) for one in _needed(shape)}
-        some, missing = _optional(shape)
-        result = _Needs(key, needed, Counter(key_of(one) for one in some), missing)
-        for one in [*needed, *result.some]:
-            if self._known.get(one):
-                result.mark_satisfiable(one)
+        """Return the needs of a shape that are not known to be satisfiable."""
+        required_keys = {key_of(conjunction) for conjunction in _required_conjunctions(shape)}
+        optional, missing = _optional_properties(shape)
+        optional_keys = Counter(key_of(conjunction) for conjunction in optional)
+        result = _Needs(key, required_keys, optional_keys, missing)
+        for needed_key in [*required_keys, *optional_keys]:
+            if self._results.get(needed_key):
+                result.mark_satisfiable(needed_key)
         return result
 
     def _compute(self, conjunction: Conjunction) -> None:
-        """Compute the least fixpoint: a shape is satisfiable if all of its needs are."""
-        reached: dict[tuple[str, ...], list[Shape]] = {}
+        """Determine the satisfiability of a conjunction and of all conjunctions that it refers to.
+
+        Computes the least fixpoint of the rule that a shape is satisfiable if all of its needs are.
+        """
+        shapes_by_key: dict[tuple[str, ...], list[Shape]] = {}
         pending = [conjunction]
         while pending:
             current = pending.pop()
             key = key_of(current)
-            if key in reached or key in self._known:
+            if key in shapes_by_key or key in self._results:
                 continue
-            reached[key] = self._schemas.shapes(current)
+            shapes_by_key[key] = self._schemas.shapes(current)
             pending += [
-                needed for shape in reached[key] for needed in (*_needed(shape), *_optional(shape)[0])
+                nested
+                for shape in shapes_by_key[key]
+                for nested in (*_required_conjunctions(shape), *_optional_properties(shape)[0])
             ]
-        waiting: dict[tuple[str, ...], list[_Needs]] = {}
-        holds: set[tuple[str, ...]] = set()
-        ready: list[tuple[str, ...]] = []
-        for key, shapes in reached.items():
+        dependents: dict[tuple[str, ...], list[_Needs]] = {}
+        satisfiable: set[tuple[str, ...]] = set()
+        satisfied: list[tuple[str, ...]] = []
+        for key, shapes in shapes_by_key.items():
             for shape in shapes:
                 if not self._is_possible(shape):
                     continue
                 needs = self._needs(key, shape)
-                for one in needs.all | set(needs.some):
-                    waiting.setdefault(one, []).append(needs)
+                for needed_key in needs.all | set(needs.optional):
+                    dependents.setdefault(needed_key, []).append(needs)
                 if needs.is_satisfied:
-                    ready.append(key)
-        while ready:
-            key = ready.pop()
-            if key in holds:
+                    satisfied.append(key)
+        while satisfied:
+            key = satisfied.pop()
+            if key in satisfiable:
                 continue
-            holds.add(key)
-            for needs in waiting.get(key, []):
+            satisfiable.add(key)
+            for needs in dependents.get(key, []):
                 needs.mark_satisfiable(key)
                 if needs.is_satisfied:
-                    ready.append(needs.key)
-        for key in reached:
-            self._known[key] = key in holds
+                    satisfied.append(needs.key)
+        for key in shapes_by_key:
+            self._results[key] = key in satisfiable
 
 
-def _needed(shape: Shape) -> Iterator[Conjunction]:
-    """Yield the conjunctions that every value of a shape contains."""
+def _required_conjunctions(shape: Shape) -> Iterator[Conjunction]:
+    """Yield the conjunctions of the items or properties that every value of a shape has."""
     if isinstance(shape, Array):
         for index in range(min(shape.min_count, len(shape.prefix) + 1)):
             yield shape.item(index)
@@ -132,18 +142,22 @@ def _needed(shape: Shape) -> Iterator[Conjunction]:
             yield shape.property(name)
 
 
-def _optional(shape: Shape) -> tuple[list[Conjunction], int]:
-    """Return the optional properties of an object, and how many of them are needed."""
+def _optional_properties(shape: Shape) -> tuple[list[Conjunction], int]:
+    """Return (conjunctions of an object's optional properties, number of them that every value needs)."""
     if not isinstance(shape, Object) or shape.min_count <= len(shape.required):
         return [], 0
-    named = [one for name, one in shape.properties.items() if name not in shape.required]
+    optional_conjunctions = [
+        conjunction for name, conjunction in shape.properties.items() if name not in shape.required
+    ]
     others = [] if is_closed(shape) else [shape.others]
-    # Other properties may repeat a name, so only one of them counts. More are refused later.
-    return [*named, *others * (shape.min_count - len(shape.required))], shape.min_count - len(shape.required)
+    # `_Writer._object` refuses schemas that need more than one property without a name in the schema.
+    return [*optional_conjunctions, *others * (shape.min_count - len(shape.required))], shape.min_count - len(
+        shape.required
+    )
 
 
 def is_possible(shape: Shape) -> bool:
-    """Return whether the bounds of a shape allow some value."""
+    """Return whether the bounds of a shape allow a value. Does not consider nested schemas."""
     if isinstance(shape, Literal):
         return True
     if isinstance(shape, Numeric):

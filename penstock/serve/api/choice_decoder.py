@@ -151,7 +151,8 @@ class ChoiceDecoder:
     def ended_by_text(self) -> bool:
         """Whether a stop string or the only allowed call ended the choice.
 
-        The caller then cancels the generation, because the worker does not know."""
+        The caller then cancels the generation, because the worker does not know.
+        """
         return self._end_position is not None
 
     def take(
@@ -229,7 +230,8 @@ class ChoiceDecoder:
         """Return the scores of tokens.
 
         An entry of `log_probabilities` can have several rows. The last row belongs to the token, and the
-        rows before it belong to the prompt."""
+        rows before it belong to the prompt.
+        """
         scores = []
         for token_id, rows in zip(token_ids, log_probabilities, strict=False):
             if rows is not None:

@@ -34,7 +34,8 @@ _IMAGE = b'"image'
 """A text that every request body with images contains, in all APIs.
 
 The thread pool for images then runs the request. A body without images may contain the text too, which is
-harmless."""
+harmless.
+"""
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,8 @@ class GenerationRun:
     def _num_cached_tokens(self) -> int:
         """Number of prompt tokens that were cached before the request.
 
-        Later choices also hit the blocks of the first choice. The minimum excludes these hits."""
+        Later choices also hit the blocks of the first choice. The minimum excludes these hits.
+        """
         cached = [choice.num_cached_tokens for choice in self.job.choices]
         return sum(min(cached[start : start + self.job.n]) for start in range(0, len(cached), self.job.n))
 

@@ -17,7 +17,8 @@ MIN_LOGPROB = -9999.0
 MAX_COST = 1024
 """Maximum cost of one part, which takes about 1 ms to encode.
 
-A number costs 1. A token whose JSON is not cached yet costs `UNCACHED_TOKEN_COST` more."""
+A number costs 1. A token whose JSON is not cached yet costs `UNCACHED_TOKEN_COST` more.
+"""
 UNCACHED_TOKEN_COST = 64
 
 Number: TypeAlias = tuple[bytes, bytes, bytes]

@@ -1,4 +1,4 @@
-"""Files and batches on disk: one JSON object for each, next to the content of files.
+"""Files and batches on disk: a JSON file for each object, and the content of each file beside its object.
 
 STATE_DIR/files/file-ID.json   STATE_DIR/files/file-ID.jsonl   STATE_DIR/batches/batch_ID.json
 """
@@ -80,7 +80,7 @@ class ObjectStore(Generic[ObjectT]):
 
     Args:
         folder: the folder; it is created.
-        kind: the beginning of the ids.
+        kind: prefix of the ids.
 
     Raises:
         ConfigError: the folder cannot be used.
@@ -103,7 +103,7 @@ class ObjectStore(Generic[ObjectT]):
         return self._folder / f"{name}.jsonl"
 
     def put(self, value: ObjectT) -> None:
-        """Store an object under its id. An old object is replaced atomically."""
+        """Store an object under its id. Replaces an existing object atomically."""
         path = self._path(value["id"])
         new = path.with_suffix(".new")
         new.write_bytes(msgspec.json.encode(value))
@@ -134,9 +134,9 @@ class ObjectStore(Generic[ObjectT]):
         return self._folder / f"{name}.json"
 
 
-def shown(value: Mapping[str, object]) -> dict[str, object]:
-    """Return an object without its internal members."""
-    return {name: one for name, one in value.items() if name not in ("owner", "results", "failures")}
+def public_members(value: Mapping[str, object]) -> dict[str, object]:
+    """Return the members of an object that clients see."""
+    return {name: member for name, member in value.items() if name not in ("owner", "results", "failures")}
 
 
 def file_object(name: str, owner: str, file_name: str, purpose: str, size: int) -> FileObject:

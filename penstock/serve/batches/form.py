@@ -19,11 +19,11 @@ _MAX_HEADER_BYTES = 4096
 
 
 class Form:
-    """The fields of a form and its file, which is written while the form arrives.
+    """The fields of a form. Its file is written to disk while the form arrives.
 
     Args:
         boundary: the boundary of the parts.
-        file: where the content of the file is written.
+        file: receives the content of the form's file.
     """
 
     def __init__(self, boundary: bytes, file: IO[bytes]) -> None:
@@ -36,7 +36,7 @@ class Form:
         self._header_value = b""
         self._disposition = b""
         self._num_parts = 0
-        self._field: str | None = None  # the name of the current field; None in a file
+        self._field: str | None = None  # name of the current field; None inside the file
         self._value = b""
         self._has_ended = False
         self._parser = MultipartParser(
@@ -100,8 +100,8 @@ class Form:
         if name == "file":
             if self.file_name is not None:
                 raise RequestProblem(400, "the form has two files: send one", param="file")
-            given = options.get(b"filename", b"").decode(errors="replace")
-            self._field, self.file_name = None, Path(given or "file").name[:255]
+            file_name = options.get(b"filename", b"").decode(errors="replace")
+            self._field, self.file_name = None, Path(file_name or "file").name[:255]
 
     def _add_data(self, data: bytes, start: int, end: int) -> None:
         if self._field is None:
@@ -119,7 +119,7 @@ class Form:
 
 
 async def read_form(request: Request, path: Path, *, max_bytes: int, timeout: float) -> Form:
-    """Read a form; its file is written to `path` as it arrives.
+    """Read a form. Write its file to `path` as it arrives.
 
     Raises:
         RequestProblem: 415 the body is not such a form; 413 it is too long; 408 it arrives too slowly; 400 it

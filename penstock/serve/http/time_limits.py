@@ -72,7 +72,8 @@ class TimeLimits:
 
         Raises:
             _NoItemError: ``seconds`` have passed.
-            RequestProblem: 503, the request's time limit has passed."""
+            RequestProblem: 503, the request's time limit has passed.
+        """
         request_timeout = self._request_timeout
         remaining = (
             None

@@ -12,9 +12,9 @@ from penstock.serve.models.registry import ModelRegistry
 
 
 def make_front(registry: ModelRegistry) -> ASGIApp:
-    """Return the application that passes requests to the applications of the models, which it creates.
+    """Create the application of each model. Return the outer application that dispatches requests to them.
 
-    The middleware runs before all of them. The default model's application has the routes that concern all
+    The outer application has the middleware. The default model's application has the routes that concern all
     models.
     """
     services = registry.default.services

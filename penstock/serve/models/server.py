@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class ModelsServer(Server):
-    """A server of several models. The first is loaded at the start, each other one when a request names it.
+    """A server of several models. Loads the first at the start, and each other model when a request names it.
 
     Args:
         config: the configuration of the server.
@@ -63,7 +63,7 @@ class ModelsServer(Server):
             return first, HttpServer(cast("FastAPI", make_front(self._registry)), self._config)
 
     async def _open(self, services: Services, listener: socket.socket) -> None:
-        async with self._registry.loaded(self._registry.default):  # its worker has already started
+        async with self._registry.loaded(self._registry.default):  # its worker is already running
             await super()._open(services, listener)
 
     async def _prepare(self, model: ServedModel) -> None:
@@ -72,7 +72,9 @@ class ModelsServer(Server):
         assert model.services is not None
         tokenizer = model.services.tokenizer
         tokenizer.max_length = model.engine.info.max_length
-        if model is not self._registry.default or model.was_loaded:  # the start warms the first one
+        if (
+            model is not self._registry.default or model.was_loaded
+        ):  # `Server._open` warms up the default model
             await warm_up_model(model.engine, tokenizer, model.task)
 
     async def _watch(self) -> None:

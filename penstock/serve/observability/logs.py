@@ -19,7 +19,7 @@ def log_event(log: logging.Logger, level: int, event: str, **fields: object) -> 
 
 
 class LineFormatter(logging.Formatter):
-    """Formats lines of logfmt (``key=value key="two words"``) or JSON. Escapes the values of clients."""
+    """Formats lines as logfmt (``key=value key="two words"``) or JSON. Escapes all values."""
 
     def __init__(self, form: str) -> None:
         super().__init__()
@@ -35,10 +35,10 @@ class LineFormatter(logging.Formatter):
         }
         if record.exc_info:
             fields["traceback"] = self.formatException(record.exc_info)
-        shown = {name: value for name, value in fields.items() if value is not None}
+        known = {name: value for name, value in fields.items() if value is not None}
         if self._form == "json":
-            return json.dumps(shown, default=str)
-        return " ".join(f"{name}={_logfmt(value)}" for name, value in shown.items())
+            return json.dumps(known, default=str)
+        return " ".join(f"{name}={_logfmt(value)}" for name, value in known.items())
 
 
 class _Handler(logging.StreamHandler[TextIO]):

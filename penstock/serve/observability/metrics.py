@@ -1,7 +1,8 @@
 """Prometheus metrics: one registry per application, no global state.
 
-Requests are counted as they proceed. Metrics of the engine are read from its newest statistics at each scrape
-(`EngineCollector`). All times are in seconds, measured from the arrival of the request's headers.
+Metrics of requests are updated at each event of a request. Metrics of the engine are read from its newest
+statistics at each scrape (`EngineCollector`). All times are in seconds, measured from the arrival of the
+request's headers.
 
 Metrics of requests (probes such as ``/health`` are not counted):
 
@@ -123,7 +124,7 @@ class Metrics:
         return RequestMetrics(self)
 
     def images_prepared(self, seconds: float) -> None:
-        """Count a request after the preparation of its images, successful or not."""
+        """Record the duration of the preparation of a request with images, successful or not."""
         self._image_preparation.observe(seconds)
 
     def describe_build(self, **more: str) -> None:
@@ -136,11 +137,11 @@ class Metrics:
             self._startup.labels(phase).set(seconds)
 
     def watch(self, engine: EngineClient, gauges: Mapping[str, str] | None = None, model: str = "") -> None:
-        """Add the metrics of an engine, read at each scrape. With several engines they have the label model.
+        """Add the metrics of an engine. With several engines, they have the label ``model``.
 
         Args:
             engine: the engine.
-            gauges: additional names of gauges, as `router_gauges`.
+            gauges: quantity -> additional gauge name, the argument of `router_gauges`.
             model: the name of its model.
         """
         if not self._engines:
@@ -166,7 +167,7 @@ class RequestMetrics:
         self._metrics._queue.observe(record.admitted_at - record.received)
 
     def tokens(self, record: RequestRecord, count: int, seconds: float | None) -> None:
-        """Record new tokens. Tokens that arrive together share the time since the previous ones evenly."""
+        """Record new tokens. Divides the time since the previous tokens by the number of new ones."""
         if not self._had_token:
             assert record.first_token_at is not None
             self._had_token = True
@@ -197,7 +198,7 @@ class RequestMetrics:
 
 
 class EngineCollector(Collector):
-    """The engines' newest statistics as metrics. A restarted worker counts its totals from 0."""
+    """The newest statistics of the engines as metrics. Totals restart at 0 when a worker restarts."""
 
     def __init__(self, engines: Mapping[str, EngineClient], gauges: Mapping[str, str]) -> None:
         self._engines = engines
@@ -208,24 +209,26 @@ class EngineCollector(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics of `ENGINE_METRICS`: the sums, and with several workers those of each worker."""
-        names = ["model"] if len(self._engines) > 1 else []
+        """Yield the metrics of `ENGINE_METRICS`; with several workers, also one value per worker."""
+        label_names = ["model"] if len(self._engines) > 1 else []
         has_several_workers = any(len(engine.workers) > 1 for engine in self._engines.values())
         for metric in ENGINE_METRICS:
             family = CounterMetricFamily if metric.name.endswith("_total") else GaugeMetricFamily
-            sums = family(metric.name, metric.help, labels=names)
+            totals = family(metric.name, metric.help, labels=label_names)
             name = metric.name.removeprefix("penstock_").removeprefix("worker_")
-            each = family(
-                f"penstock_per_worker_{name}", f"{metric.help}, of each worker", labels=[*names, "worker"]
+            per_worker = family(
+                f"penstock_per_worker_{name}",
+                f"{metric.help}, of each worker",
+                labels=[*label_names, "worker"],
             )
             for model, engine in self._engines.items():
-                labels = [model] if names else []
-                sums.add_metric(labels, float(metric.read(engine)))
+                labels = [model] if label_names else []
+                totals.add_metric(labels, float(metric.read(engine)))
                 for number, worker in enumerate(engine.workers):
-                    each.add_metric([*labels, str(number)], float(metric.read(worker)))
-            yield sums
+                    per_worker.add_metric([*labels, str(number)], float(metric.read(worker)))
+            yield totals
             if has_several_workers:
-                yield each
+                yield per_worker
         yield from router_gauges(self._engines, self._gauges)
 
 

@@ -20,7 +20,7 @@ class RecordObserver(Protocol):
         """Called when the scheduler admits the request."""
 
     def tokens(self, record: RequestRecord, count: int, seconds: float | None) -> None:
-        """Called for ``count`` new tokens, ``seconds`` after the previous ones of the choice, if any."""
+        """Called for ``count`` new tokens of a choice, ``seconds`` after its previous tokens, if any."""
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +36,7 @@ class RequestRecord:
     """The template of the route, such as ``/v1/models/{id}``."""
     received: float = field(default_factory=time.perf_counter)
     client_id: str = ""
-    """The client: an API key or a connection. The scheduler shares the batch evenly among clients."""
+    """The client id: of an API key or a connection. The scheduler divides the batch evenly among clients."""
     session_header: str = ""
     """The session that a header names."""
 
@@ -51,11 +51,11 @@ class RequestRecord:
     safety_identifier: str | None = None
     metadata: dict[str, str] | None = None
     details: dict[str, object] = field(default_factory=dict)
-    """Additional fields of the log line, such as a random seed: name to plain value."""
+    """Additional fields of the log line, such as a random seed: name -> JSON value."""
     error_code: str | None = None
     """The code of the error that ended the request, also after the start of a stream."""
     error_status: int | None = None
-    """The status of that error, which a started stream cannot send any more."""
+    """The status code of that error. A stream that has started cannot send it."""
 
     status: int | None = None
     """The status code that was sent; None before the response."""
@@ -80,7 +80,7 @@ class RequestRecord:
 
     @property
     def session_id(self) -> str:
-        """The session of the request: that of the header, else the user; empty without both."""
+        """The session of the request: `session_header`, else `user`, else ""."""
         return self.session_header or self.user or ""
 
     def admitted(self) -> None:
@@ -103,7 +103,7 @@ class RequestRecord:
             observer.tokens(self, count, None if before is None else now - before)
 
     def pause(self) -> None:
-        """Record a gap: the next tokens do not directly follow the previous ones."""
+        """Record a pause of the generation. The time until the next tokens is not an inter-token time."""
         self._last_token_at.clear()
 
     def audio(self, seconds: float) -> None:
@@ -120,7 +120,7 @@ class RequestRecord:
 
     @property
     def outcome(self) -> str:
-        """The outcome: finish reasons, ``abort:client_disconnect``, ``error:<code>``, or ``-``."""
+        """The outcome: finish reasons, ``abort:client_disconnect``, ``error:<code>``, or ``-`` for none."""
         if self.client_left:
             return "abort:client_disconnect"
         if self.error_status is not None:
@@ -129,7 +129,7 @@ class RequestRecord:
 
     @property
     def final_status(self) -> int:
-        """The status for log and metrics: 499 after a disconnect, an error's status if one ended a stream."""
+        """The status for log and metrics: 499 after a disconnect, else the error's, else the one sent."""
         if self.client_left:
             return 499
         return self.error_status or self.status or 500

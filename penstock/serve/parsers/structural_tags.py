@@ -26,7 +26,8 @@ def constant(text: str) -> Tag:
 def by_schema(schema: Schema | bool, escaped: str = "") -> Tag:
     """Return the tag of JSON that matches a schema.
 
-    The text can contain the characters in `escaped` only as escapes inside strings."""
+    The text can contain the characters in `escaped` only as escapes inside strings.
+    """
     return {"type": "json_schema", "json_schema": schema, **({"escaped": escaped} if escaped else {})}
 
 
@@ -49,7 +50,8 @@ def optional(part: Tag) -> Tag:
 def spaces(count: int = 3) -> Tag:
     """Return the tag of at most `count` line ends or spaces.
 
-    Without a limit, a model could generate white space until the maximum length."""
+    Without a limit, a model could generate white space until the maximum length.
+    """
     return pattern(f"[ \\n]{{0,{count}}}")
 
 
@@ -61,7 +63,8 @@ def pattern(expression: str) -> Tag:
 def any_number(part: Tag) -> Tag:
     """Return the tag of 0 to 63 repetitions of `part`.
 
-    The number is limited because free text must not contain unbounded repetitions."""
+    The number is limited because free text must not contain unbounded repetitions.
+    """
     return {"type": "repeat", "min": 0, "max": _MAX_REPETITIONS, "content": part}
 
 

@@ -17,7 +17,7 @@ import { SpeechView } from "./speech.js";
 import { hideAlternatives } from "./tokens.js";
 
 const EXAMPLES = ["What is a penstock?", "Tell me a story about a river.", "Write a JSON object that describes a cat."];
-const NEAR_END = 80; // pixels; closer to its end, the conversation scrolls with new text
+const NEAR_END = 80; // pixels from the end within which the conversation scrolls with new text
 
 const log = byId("log");
 const draft = byId("draft");
@@ -47,7 +47,7 @@ class App {
 
   // Actions of the user.
 
-  /** Sends the draft, if any, and requests a response; on the page for comparisons, two responses. */
+  /** Adds the text in the input field to the conversation and requests a response; on the Compare page, two responses. */
   send() {
     if (this._isBusy) return;
     const text = draft.value;
@@ -91,20 +91,20 @@ class App {
     this._save();
   }
 
-  /** Copies the conversation up to a message into a new one, and continues there. */
+  /** Opens a new conversation with a copy of the messages up to `message`. */
   branch(message) {
     const kept = this._views.slice(0, this._views.indexOf(this._view(message)) + 1);
     this._save();
     this._conversations.begin();
     this._show(kept.map((view) => view.message));
     this._save();
-    this._announce("This is a new conversation with the messages up to the chosen one.");
+    this._announce("This is a new conversation with a copy of the messages up to the chosen message.");
     draft.focus();
   }
 
   remove(message) {
     const view = this._view(message);
-    this._views = this._views.filter((one) => one !== view);
+    this._views = this._views.filter((other) => other !== view);
     view.element.remove();
     this.updateButtons();
     this._save();
@@ -166,7 +166,7 @@ class App {
     else this._announce(`The response is complete, ${numbers?.completion ?? 0} tokens.`);
   }
 
-  /** Updates a message in the next frame. */
+  /** Updates the view of a message in the next animation frame. */
   _scheduleSync(view) {
     if (view.isDue) return;
     view.isDue = true;
@@ -209,7 +209,7 @@ class App {
     byId("delete-chat").hidden = current === null;
   }
 
-  /** Returns the next request; with `withDraft` it includes the draft, for the code view. */
+  /** Returns the next request. With `withDraft`, for the code view, it includes the text in the input field. */
   _request(withDraft = false) {
     const messages = this._views.map((view) => view.message).filter((message) => !message.isEmpty);
     const sent = messages.map((message) => message.toRequest());
@@ -255,7 +255,7 @@ class App {
     this.updateButtons();
   }
 
-  /** Shows and enables the buttons of the current state. */
+  /** Shows the buttons that apply to the current state and enables them. */
   updateButtons() {
     const isBusy = this._isBusy;
     byId("empty").hidden = this._views.length > 0;

@@ -1,6 +1,6 @@
-// A line with the area under it, for numbers that change with time.
+// A line chart with a filled area, for values over time.
 
-/** Draws values, the newest at the right end, into an `svg` with a polygon and a polyline. `max` is the upper end. */
+/** Draws values, newest at the right, into an `svg` with a polygon and a polyline. The y axis ends at `max`. */
 export function drawLine(svg, values, { count, max }) {
   const [polygon, polyline] = svg.children;
   const first = count - values.length;

@@ -5,7 +5,7 @@ import { byId, make } from "./dom.js";
 import { MessageView } from "./messages.js";
 import { WrongSetting } from "./settings.js";
 
-/** The number fields of a side: label and the attributes of the control. */
+/** The number fields of a side: request field -> label and attributes of the input element. */
 const FIELDS = {
   temperature: { label: "Temperature", min: 0, max: 2, step: "any" },
   top_p: { label: "Top p", min: 0, max: 1, step: "any" },
@@ -16,21 +16,21 @@ const FIELDS = {
 /** Returns the index of the first character in which two texts differ; -1 if they are equal. */
 export function firstDifference(a, b) {
   const [first, second] = [[...a], [...b]];
-  const at = first.findIndex((one, i) => one !== second[i]);
+  const at = first.findIndex((character, i) => character !== second[i]);
   if (at >= 0) return at;
   return first.length === second.length ? -1 : first.length;
 }
 
-/** One of the two settings, and its answer. */
+/** One side of the page: controls for one of the two settings, and the answer. */
 class Side {
   constructor(name, settings) {
     this.name = name;
     this._settings = settings;
     this._view = null;
     this._model = make("select", {});
-    this._system = make("textarea", { rows: 2, placeholder: "as in the settings" });
+    this._system = make("textarea", { rows: 2, placeholder: "as in the general settings" });
     this._numbers = Object.entries(FIELDS).map(([field, { label, ...limits }]) => {
-      const input = make("input", { type: "number", placeholder: "as in the settings", ...limits });
+      const input = make("input", { type: "number", placeholder: "as in the general settings", ...limits });
       return { field, label, input };
     });
     this._answer = make("div", { class: "side-answer" });
@@ -100,8 +100,8 @@ class Side {
 
 export class CompareView {
   /**
-   * `settings` are the controls that both sides share, `onerror(error)` is called for a failed answer, `onchange()` when
-   * the answers begin or have ended, and `onannounce(text)` for screen readers.
+   * `settings` are the general settings. `onerror(error)` is called for a failed answer, `onchange()` when the answers
+   * begin or have ended, and `onannounce(text)` with text for screen readers.
    */
   constructor({ settings, onerror, onchange, onannounce }) {
     Object.assign(this, { _onerror: onerror, _onchange: onchange, _onannounce: onannounce });
@@ -123,7 +123,7 @@ export class CompareView {
     this._sides.forEach((side) => side.shade(shades));
   }
 
-  /** Sends a prompt to both sides: the last one if text and images are empty. Returns whether it was sent. */
+  /** Sends a prompt with both settings; the last prompt if text and images are empty. Returns whether it was sent. */
   send(text, images) {
     const prompt = text.trim() || images.length ? new Message("user", text, { images: [...images] }) : this._last;
     if (!prompt || this.isRunning) return false;

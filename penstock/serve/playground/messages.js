@@ -15,7 +15,7 @@ const FINISHES = {
   error: "stopped by an error",
 };
 
-/** An element whose text is extended at its end without replacing the existing text. */
+/** An element for growing text. Appends to its text node, so that a selection of existing text remains. */
 class GrowingText {
   constructor(properties) {
     this._text = document.createTextNode("");
@@ -32,8 +32,8 @@ class GrowingText {
 /**
  * The article of a message.
  *
- * `actions` are the functions of its buttons: edit(message, text, andAnswer), remove(message), branch(message),
- * regenerate(message), retry(message), sendResults(message, results). Without them the message can only be copied.
+  * `actions` has the functions of the buttons: edit(message, text, andAnswer), remove(message), branch(message),
+ * regenerate(message), retry(message), sendResults(message, results). If it is null, the only button is Copy.
  */
 export class MessageView {
   constructor(message, { actions = null, shades, name = NAMES[message.role] }) {
@@ -68,9 +68,9 @@ export class MessageView {
     this._numbers.replaceChildren(...numbersOf(message.numbers));
   }
 
-  /** Enables the buttons, and shows the tool result fields if the message is the last one and nothing is running. */
+  /** Enables the buttons unless `isBusy`. Shows the fields for tool results under the last message. */
   place({ isLast, isBusy }) {
-    for (const one of this._acts.querySelectorAll("button")) one.disabled = isBusy;
+    for (const element of this._acts.querySelectorAll("button")) element.disabled = isBusy;
     if (this._error.firstChild) this._retry.hidden = !isLast || isBusy;
     this._showResults(isLast && !isBusy && !this.message.isLive);
   }

@@ -1,12 +1,12 @@
 // The pages of the playground: the page of the model's task, the comparison of two settings, and the metrics.
-// The fragment of the address names the page, so that a page can be linked and the Back button works.
+// The fragment of the URL names the page, so that links to a page and the Back button work.
 
 import { byId } from "./dom.js";
 
 const NAMES = ["chat", "compare", "metrics"];
 const TITLES = { chat: "Chat", similarity: "Similarity", speech: "Speech", scores: "Model" };
 
-/** The parts of each kind of page. All other parts of this list are hidden. */
+/** Kind of page -> ids of its elements. Elements of other kinds are hidden. */
 const PARTS = {
   chat: ["log", "chat-tools", "composer", "settings", "show-settings", "panel"],
   compare: ["compare", "composer", "settings", "show-settings", "panel"],
@@ -16,14 +16,14 @@ const PARTS = {
   scores: ["panel"],
 };
 
-/** The target of the link to the main content. */
+/** Kind of page -> id of the target of the skip link; #draft for all other kinds. */
 const FIRST = { similarity: "similarity-texts", speech: "speech-text", metrics: "metrics", scores: "model" };
 
 export class Pages {
   /** `onpage(name)` is called when the page changes. */
   constructor({ onpage }) {
     this._onpage = onpage;
-    this.current = "chat"; // chat, which is the page of the model's task, compare or metrics
+    this.current = "chat"; // chat (the page of the model's task), compare or metrics
     this.kind = "chat"; // the page of the model's task: chat, similarity, speech, scores
     window.addEventListener("hashchange", () => this._follow());
     this._follow();

@@ -34,7 +34,7 @@ export class Panel {
     clearTimeout(this._timer);
     this._timer = null;
     if (document.visibilityState === "visible") this._poll();
-    else this._before = null; // no rate over the time that the page was hidden
+    else this._before = null; // otherwise the next rate would be an average over the hidden time
   }
 
   async _poll() {
@@ -57,7 +57,7 @@ export class Panel {
     const before = this._before;
     this._before = now;
     if (before && now.seconds > before.seconds) {
-      const tokens = Math.max(0, now.generated_tokens - before.generated_tokens); // a new worker counts from 0
+      const tokens = Math.max(0, now.generated_tokens - before.generated_tokens); // negative after a restart of the worker
       this._rates = [...this._rates, tokens / (now.seconds - before.seconds)].slice(-HISTORY);
     }
     const rate = this._rates.at(-1);

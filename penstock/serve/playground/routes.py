@@ -24,7 +24,7 @@ _POLICY = "; ".join(
         "base-uri 'none'",
         "form-action 'none'",
         "frame-ancestors 'none'",
-        # Code that creates HTML from text then raises an error.
+        # Makes code that creates HTML from text raise an error.
         "require-trusted-types-for 'script'",
         "trusted-types 'none'",
     )
@@ -92,7 +92,7 @@ def _sender(asset: Asset) -> Callable[[Request], Awaitable[Response]]:
 
 
 def _has(known: str, asset: Asset) -> bool:
-    """Return whether a list of ETags contains the file's; a proxy that compresses makes the ETag weak."""
+    """Return whether a list of ETags contains the file's. A compressing proxy adds ``W/`` to the ETag."""
     return any(tag.strip().removeprefix("W/") in (asset.etag, "*") for tag in known.split(","))
 
 

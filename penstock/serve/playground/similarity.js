@@ -12,7 +12,7 @@ export const textsOf = (value) => value.split("\n").map((line) => line.trim()).f
 /** Returns the cosine of each pair of vectors, `[n][n]`. The cosine with a vector of length 0 is 0. */
 export function cosines(vectors) {
   const dot = (a, b) => a.reduce((sum, value, i) => sum + value * b[i], 0);
-  const norms = vectors.map((one) => Math.sqrt(dot(one, one)));
+  const norms = vectors.map((vector) => Math.sqrt(dot(vector, vector)));
   return vectors.map((a, i) => vectors.map((b, j) => dot(a, b) / (norms[i] * norms[j] || 1)));
 }
 
@@ -34,7 +34,7 @@ function cell(value, first, second) {
 }
 
 export class SimilarityView {
-  /** `onerror(error)` is called when the server refuses the request. */
+  /** `onerror(error)` is called when the server refuses a request. */
   constructor({ onerror }) {
     this._onerror = onerror;
     this._running = null;
@@ -73,7 +73,7 @@ export class SimilarityView {
   }
 
   _show(texts, data, usage) {
-    const vectors = [...data].sort((a, b) => a.index - b.index).map((one) => one.embedding);
+    const vectors = [...data].sort((a, b) => a.index - b.index).map((item) => item.embedding);
     byId("similarity-matrix").replaceChildren(matrixTable(texts, cosines(vectors)));
     byId("similarity-note").textContent =
       `Cosine similarity, ${vectors[0].length} dimensions, ${usage.prompt_tokens} tokens.`;

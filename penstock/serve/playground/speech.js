@@ -10,14 +10,14 @@ const EXAMPLE = "A penstock is a pipe that carries water to a turbine.";
 /** Returns the sample rate in a WAV header. */
 export const rateOf = (header) => new DataView(header.buffer, header.byteOffset).getUint32(24, true);
 
-/** Splits a byte stream into its WAV header and whole 16-bit samples, for any chunking. */
+/** Decodes a WAV stream with 16-bit samples. Chunks can end inside the header or a sample. */
 export class Samples {
   constructor() {
     this._rest = new Uint8Array(0);
     this.rate = 0;
   }
 
-  /** Returns the new samples, from -1 to 1. */
+  /** Adds bytes of the stream and returns the samples that are now complete, from -1 to 1. */
   add(bytes) {
     let all = new Uint8Array(this._rest.length + bytes.length);
     all.set(this._rest);
@@ -39,21 +39,21 @@ export class Samples {
   }
 }
 
-/** Returns the largest absolute sample of each of `count` equal parts. */
+/** Divides the samples into `count` equal parts and returns the largest absolute sample of each. */
 export function peaks(chunks, count) {
-  const total = chunks.reduce((sum, one) => sum + one.length, 0);
-  const found = new Array(count).fill(0);
-  let place = 0;
+  const total = chunks.reduce((sum, chunk) => sum + chunk.length, 0);
+  const loudest = new Array(count).fill(0);
+  let index = 0;
   for (const chunk of chunks) {
     for (const sample of chunk) {
-      const bar = Math.floor((place++ * count) / total);
-      found[bar] = Math.max(found[bar], Math.abs(sample));
+      const bar = Math.floor((index++ * count) / total);
+      loudest[bar] = Math.max(loudest[bar], Math.abs(sample));
     }
   }
-  return found;
+  return loudest;
 }
 
-/** Plays chunks without gaps, beginning with the first one. */
+/** Plays chunks of samples without gaps, from the arrival of the first chunk. */
 class Player {
   constructor() {
     this._context = new AudioContext();
@@ -156,7 +156,7 @@ export class SpeechView {
   }
 
   _show(first, elapsed) {
-    const seconds = this._chunks.reduce((sum, one) => sum + one.length, 0) / this._samples.rate;
+    const seconds = this._chunks.reduce((sum, chunk) => sum + chunk.length, 0) / this._samples.rate;
     byId("speech-note").textContent =
       `First audio after ${first.toFixed(2)} s; ${seconds.toFixed(1)} s of audio, real-time factor ${(elapsed / seconds).toFixed(2)}.`;
     byId("speech-again").hidden = false;

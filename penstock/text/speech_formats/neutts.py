@@ -1,7 +1,8 @@
 """NeuTTS: a small decoder that writes the codes of NeuCodec, one per frame, as ``<|speech_N|>``.
 
-The models read phonemes. A reference sets the voice: its phonemes precede those of the text, and its codes
-are the beginning of the speech that the model continues.
+The models read phonemes. A recording with its transcription determines the voice. The phonemes of the
+transcription precede those of the text, and the codes of the recording are the beginning of the speech that
+the model continues.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class OrpheusFormat(SpeechFormat):
         return [*reference, *self._turn(text if voice is None else f"{voice}: {text}")]
 
     def _turn(self, text: str) -> list[int]:
-        """Return a text and the beginning of its speech."""
+        """Return the tokens of a text and of the beginning of its speech."""
         ends = (_TEXT_END, _HUMAN_END, _AI_START, _SPEECH_START)
         ids = self._tokenizer.encode_plain(text, add_special_tokens=True)
         return [self.token(_HUMAN_START), *ids, *map(self.token, ends)]

@@ -125,7 +125,8 @@ def _check_combinations(body: ResponsesBody) -> None:
 def _without_unread_effort(services: Services, body: ResponsesBody) -> tuple[ResponsesBody, list[str]]:
     """Return the body without a reasoning effort that the chat template ignores, and a warning about it.
 
-    Agents send an effort to every model."""
+    Agents send an effort to every model.
+    """
     effort = body.reasoning.effort if body.reasoning is not None else None
     if effort is None or reads_effort(services.tokenizer, effort):
         return body, []

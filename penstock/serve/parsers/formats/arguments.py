@@ -145,7 +145,8 @@ class TaggedArguments:
     ) -> list[Tag]:
         """Return the tags of the strings that a schema allows, without quotes.
 
-        The parser reads each of these texts as the same string."""
+        The parser reads each of these texts as the same string.
+        """
         assert isinstance(schema, dict)
         schema = {
             keyword: value for keyword, value in schema.items() if keyword not in ("$defs", "definitions")

@@ -72,7 +72,8 @@ def read_json_calls(parser: ReasoningToolParser, starts: str = "{[") -> Steps[No
 
     Args:
         parser: the parser of the output.
-        starts: the characters that may begin an object or list after the first one."""
+        starts: the characters that may begin an object or list after the first one.
+    """
     stream = parser.stream
     yield from stream.skip_space()
     while True:
@@ -248,7 +249,8 @@ def read_string(parser: ReasoningToolParser) -> Steps[str]:
 def _read_arguments_text(parser: ReasoningToolParser) -> Steps[str]:
     """Read arguments and return them as the JSON text of an object.
 
-    Models write an object, a string with the JSON text of an object, or null for no arguments."""
+    Models write an object, a string with the JSON text of an object, or null for no arguments.
+    """
     text = yield from json_value(parser.stream)
     if text.startswith('"'):
         text = json.loads(text).strip()
