@@ -90,9 +90,8 @@ class GrammarCompiler:
         self._backend = _BACKENDS[self.config.backend](tokenizer, vocab_size, self.config)
         self._cache: OrderedDict[Grammar, CompiledGrammar | PenstockError] = OrderedDict()
         self._cache_bytes = 0
-        self._waiting: OrderedDict[Grammar, float] = (
-            OrderedDict()
-        )  # grammar -> time.monotonic() at its first request
+        # Grammar -> time.monotonic() at its first request.
+        self._waiting: OrderedDict[Grammar, float] = OrderedDict()
         self._jobs: list[_Job] = []  # compilations within the time limit
         self._overdue: list[_Job] = []  # compilations beyond the time limit, whose threads still run
 

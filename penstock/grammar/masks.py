@@ -101,8 +101,7 @@ def forced_tokens(context: TextContext, limit: int, vocabulary: int) -> list[int
 
 
 def acceptable_drafts(context: TextContext, draft: list[int]) -> list[int]:
-    """Return the longest prefix of ``draft`` that the context's grammar accepts; without a grammar,
-    ``draft``.
+    """Return the longest prefix of ``draft`` that the context's grammar accepts, all without a grammar.
 
     If the prefix contains a token that ends the output, it is the last one.
     """

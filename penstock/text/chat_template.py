@@ -154,8 +154,7 @@ class ChatTemplate:
 
     @cached_property
     def takes_argument_objects(self) -> bool:
-        """Whether the template supports the arguments of a tool call as an object, as transformers passes
-        them.
+        """Whether the template supports a tool call's arguments as an object, as transformers passes them.
 
         Some templates concatenate the arguments with text, and therefore support only strings.
         """

@@ -145,12 +145,10 @@ class _IncrementalDecoder:
         self._skip_special_tokens = skip_special_tokens
         self._bytes = tokenizer.byte_tokens
         self._window = _context(tokenizer, prompt)
-        self.byte_run = (
-            bytearray()
-        )  # bytes of the byte tokens at the end of the window; empty if they are not UTF-8
-        self._utf8: codecs.IncrementalDecoder | None = (
-            _UTF8()
-        )  # None if the byte tokens at the end are not UTF-8
+        # Bytes of the byte tokens at the end of the window; empty if they are not UTF-8.
+        self.byte_run = bytearray()
+        # None if the byte tokens at the end are not UTF-8.
+        self._utf8: codecs.IncrementalDecoder | None = _UTF8()
         self._num_returned = (
             0  # number of characters of the window's text that were returned or belong to the prompt
         )

@@ -97,8 +97,7 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
             yield self._context(request, encoded_input)
 
     def _encode_inputs(self, requests: Sequence[EmbeddingsGenerationRequest]) -> list[EncodedInput | None]:
-        """Encode the texts of several requests together, on all cores. Return an argument of `_context` for
-        each.
+        """Encode the texts of several requests together, on all cores, for `_context`.
 
         The entry is None for a request without a text, with the template of a reranker, or with an error.
         `_context` then encodes the input itself, or raises the error.
@@ -132,7 +131,8 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
 
         Args:
             request: the request.
-            encoded: the entry of the request in the result of `_encode_inputs`. None encodes its input here.
+            encoded_input: the entry of the request in the result of `_encode_inputs`. None encodes its input
+                here.
         """
         template = None if request.text_pair is None else self.pair_template
         if request.instruction is not None and template is None:

@@ -11,9 +11,8 @@ from penstock.errors import RequestFailedError, UnsupportedFeatureError
 PROGRAMS = ("espeak-ng", "espeak")
 _PUNCTUATION = re.compile(r"(\s*[;:,.!?¡¿—…\"«»“”(){}\[\]]+\s*)")
 _TIMEOUT = 20.0
-_FLAGS = re.compile(
-    r"\([a-z-]+\)"
-)  # espeak-ng encloses words of other languages in language names: (fr)...(en-us)
+# espeak-ng encloses words of other languages in language names: (fr)...(en-us).
+_FLAGS = re.compile(r"\([a-z-]+\)")
 
 
 def phonemes_of(text: str, language: str) -> str:

@@ -28,8 +28,7 @@ class ScoringInput:
 
 
 class PairScoring:
-    """Scores pairs of a query and a document: creates the model inputs and computes scores from their
-    outputs.
+    """Scores pairs of a query and a document: the inputs of the model, and scores from its outputs.
 
     - Cross-encoder: one input per pair. Its output is the score.
     - Embedder: one input per distinct query and per document. The score is the similarity of two embeddings,

@@ -65,9 +65,8 @@ class SpecialTokens:
         self.texts = frozenset(token.content for token in special.values())
         self._longest = max(map(len, self.texts), default=0)
         self._joined_texts = _SEPARATOR + _SEPARATOR.join(sorted(self.texts)) + _SEPARATOR
-        self._lengths: dict[
-            str, set[int]
-        ] = {}  # first two characters -> lengths of the special tokens that begin with them
+        # First two characters -> lengths of the special tokens that begin with them.
+        self._lengths: dict[str, set[int]] = {}
         for text in self.texts:
             self._lengths.setdefault(text[:2], set()).add(len(text))
         has_normalized = any(token.normalized for token in special.values())
@@ -82,9 +81,8 @@ class SpecialTokens:
             InputError: the messages cannot be rendered, or they contain special tokens whose position in
                 the output cannot be determined.
         """
-        for _ in range(
-            2
-        ):  # two attempts, because a template may print the time, which can change between the renderings
+        # Two attempts, because a template may print the time, which can change between the renderings.
+        for _ in range(2):
             text = render(messages)
             for in_partial_token in (True, False):
                 if not self._with_markers(messages, "\0", in_partial_token)[1]:
@@ -157,8 +155,8 @@ class SpecialTokens:
         Args:
             messages: the messages.
             marker: the text to insert inside special tokens.
-            in_part: also insert markers where content begins or ends with a part of a special token. The
-                template or other content may contain the other part.
+            in_partial_token: also insert markers where content begins or ends with a part of a special token.
+                The template or other content may contain the other part.
         """
         marked_messages = [
             message

@@ -130,7 +130,7 @@ class SpeechTokenizer(TextTokenizer):
 
         Raises:
             PromptTooLongError: the prompt leaves no room for speech.
-            InputError: the request is invalid; the message says why.
+            InputError: the request is invalid. The message has the reason.
             UnsupportedFeatureError: the model does not support a parameter.
         """
         params = request.sampling_params

@@ -224,8 +224,7 @@ def _refers_to(node: Node, name: str) -> bool:
 
 
 def _split_recursion(node: Node, name: str, at_end: bool) -> tuple[Node, Node] | None:
-    """Split a node with recursion at one end: ``a name | b`` gives (a, b) if `at_end`, else ``name a | b``
-    does.
+    """Split a node with recursion at one end: ``a name | b`` (if `at_end`) or ``name a | b`` to (a, b).
 
     Returns None if the node refers to `name` at any other place.
     """

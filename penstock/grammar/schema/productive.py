@@ -29,9 +29,8 @@ class _Needs:
 
     key: tuple[str, ...]  # the conjunction that the shape is an alternative of
     all: set[tuple[str, ...]]  # conjunctions that must all be satisfiable
-    optional: Counter[
-        tuple[str, ...]
-    ]  # conjunctions of optional properties, ``missing`` of which must be satisfiable
+    # Conjunctions of optional properties, ``missing`` of which must be satisfiable.
+    optional: Counter[tuple[str, ...]]
     missing: int
 
     @property

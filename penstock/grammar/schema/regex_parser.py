@@ -241,9 +241,8 @@ class _Parser:
     def _class(self) -> RegexNode:
         negated = self._take("^")
         ranges: list[tuple[int, int]] = []
-        either_dialect: list[
-            tuple[int, int]
-        ] = []  # characters of members in only one dialect, which a negated class excludes
+        # Characters of members in only one dialect, which a negated class excludes.
+        either_dialect: list[tuple[int, int]] = []
         while not self._take("]"):
             low, in_either = self._member()
             if self._peek() == "-" and self.rest[1:2] not in ("]", ""):

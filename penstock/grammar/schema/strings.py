@@ -22,13 +22,11 @@ from penstock.grammar.schema.ebnf import (
 from penstock.grammar.schema.languages import Counted, language_of
 from penstock.grammar.schema.shapes import StringShape
 
-_PLAIN = without(
-    ALL_CHARACTERS, [(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C)]
-)  # characters that need no escape in a JSON string
+# Characters that need no escape in a JSON string.
+_PLAIN = without(ALL_CHARACTERS, [(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C)])
 _SHORT_ESCAPES = {0x22: '"', 0x5C: "\\", 0x08: "b", 0x0C: "f", 0x0A: "n", 0x0D: "r", 0x09: "t"}
-_CONTROLS_WITHOUT_SHORT_ESCAPE = without(
-    [(0, 0x1F)], [(8, 10), (12, 13)]
-)  # control characters without a short escape
+# Control characters without a short escape.
+_CONTROLS_WITHOUT_SHORT_ESCAPE = without([(0, 0x1F)], [(8, 10), (12, 13)])
 ESCAPE = "\\"
 _MAX_COUNTED_CHARACTERS = 256
 _MAX_INLINE = 60
@@ -167,8 +165,7 @@ class StringWriter:
         return rest_rule
 
     def new_name(self, taken: list[str]) -> str:
-        """Return the expression of a name that is not in ``taken``, with the closing but not the opening
-        quote.
+        """Return the expression of a name that is not in ``taken``, followed by the closing quote.
 
         Names have only their shortest spelling. Another spelling could encode a taken name.
         """

@@ -31,9 +31,8 @@ from penstock.grammar.schema.shapes import SchemaNode
 
 _MAX_DEPTH = 100
 _EVALUATED_KEYWORDS = frozenset({"not", "if", "then", "else", "contains", "minContains", "maxContains"})
-_PORTABLE_CHARACTERS = frozenset(
-    map(chr, range(32, 127))
-)  # characters that are in the same classes in all regex dialects
+# Characters that are in the same classes in all regex dialects.
+_PORTABLE_CHARACTERS = frozenset(map(chr, range(32, 127)))
 
 
 class _DialectsDifferError(Exception):

@@ -71,9 +71,8 @@ class ImageRequests:
         begin = time.perf_counter()
         future = asyncio.get_running_loop().run_in_executor(self._pool, function)
         future.add_done_callback(lambda ended: self._end(ended, begin))
-        return await asyncio.shield(
-            future
-        )  # cancellation does not stop the thread, which counts until it ends
+        # Cancellation does not stop the thread, which counts until it ends.
+        return await asyncio.shield(future)
 
     def _end(self, ended: asyncio.Future[T], begin: float) -> None:
         self._num_active -= 1

@@ -72,9 +72,8 @@ class ModelsServer(Server):
         assert model.services is not None
         tokenizer = model.services.tokenizer
         tokenizer.max_length = model.engine.info.max_length
-        if (
-            model is not self._registry.default or model.was_loaded
-        ):  # `Server._open` warms up the default model
+        # `Server._open` warms up the default model.
+        if model is not self._registry.default or model.was_loaded:
             await warm_up_model(model.engine, tokenizer, model.task)
 
     async def _watch(self) -> None:

@@ -116,9 +116,8 @@ class ReasoningToolParser:
         self._json: JsonScanner | None = None
         self._events: list[Event] = []
         self._in_reasoning = in_reasoning
-        self._pending_space: list[
-            str
-        ] = []  # white space at the end of the text so far; emitted only if text follows
+        # White space at the end of the text so far; emitted only if text follows.
+        self._pending_space: list[str] = []
         self._after_markup = in_reasoning
         self._has_content = False
         self._num_calls = 0

@@ -36,9 +36,8 @@ class PythonScanner(ValueScanner):
         # For each open parenthesis without a comma so far, the JSON text inside it. With a comma it is a
         # tuple, without one it encloses a single value.
         self._groups: list[list[str]] = []
-        self._is_group: list[
-            bool
-        ] = []  # for each open bracket in `_closers`, whether it has an entry in `_groups`
+        # For each open bracket in `_closers`, whether it has an entry in `_groups`.
+        self._is_group: list[bool] = []
 
     def _emit(self, text: str) -> None:
         (self._groups[-1] if self._groups else self._out).append(text)
@@ -118,9 +117,8 @@ class PythonScanner(ValueScanner):
         self._inside = "string"
         if code > 0x10FFFF:
             self.broken = True
-        elif (
-            0xD800 <= code <= 0xDFFF
-        ):  # half of a surrogate pair, written as an escape: JSON readers join both halves
+        elif 0xD800 <= code <= 0xDFFF:
+            # Half of a surrogate pair. JSON readers join the escapes of both halves.
             self._emit(f"\\u{code:04x}")
         else:
             self._write_in_string(chr(code))

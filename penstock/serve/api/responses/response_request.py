@@ -147,10 +147,8 @@ def _approved(items: Sequence[InputItem], num_earlier: int, offered: OfferedTool
             or request_id in made_ids
         ):
             continue
-        request, place = (
-            requests[request_id],
-            f"input[{index}].approval_request_id",
-        )  # the translation checks it
+        request = requests[request_id]  # `response_input` has checked that it exists
+        place = f"input[{index}].approval_request_id"
         label, tool = request.server_label or "", request.name or ""
         function = offered.function_name(label, tool)
         offered_tool = offered.functions.get(function)
