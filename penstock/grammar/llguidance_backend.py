@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     import llguidance
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
-_BYTES_PER_GRAMMAR = 160 << 10  # measured with a small grammar and a large vocabulary: lexer tables
-_BYTES_PER_CHARACTER = 24  # per character of the Lark text; measured with schemas of 1 to 1,000 properties
+_BYTES_PER_GRAMMAR = 160 << 10  # lexer tables of a small grammar with a large vocabulary (measured)
+_BYTES_PER_CHARACTER = 24  # memory per character of Lark text (measured, 1 to 1,000 properties)
 _MAX_THREADS = 4
 
 
@@ -78,8 +78,8 @@ class LLGuidanceBackend:
         return compiled
 
     def _lark_text(self, source: GrammarSource, check_time: Callable[[], None]) -> str:
-        read = read_structural_tag if source.notation == "structural_tag" else read_ebnf
-        return lark_text(read(source.text), check_time=check_time)
+        read_grammar = read_structural_tag if source.notation == "structural_tag" else read_ebnf
+        return lark_text(read_grammar(source.text), check_time=check_time)
 
     def _token_id(self, token: str) -> int | None:
         token_id = self._tokenizer.backend.token_to_id(token)
@@ -160,7 +160,7 @@ class CompiledLLGuidance:
 
     @property
     def executor(self) -> LLExecutor:
-        """The threads that compute masks of several rows."""
+        """The thread pool that computes the masks of several rows."""
         return self._backend.executor
 
     def text_of(self, token: int) -> str:
@@ -168,7 +168,7 @@ class CompiledLLGuidance:
         return self._backend.tokens[token].decode(errors="replace")
 
     def new_matcher(self, ends: Sequence[int]) -> LLGuidanceMatcher:
-        """Return a matcher at its initial state. ``ends`` are the tokens that end an output."""
+        """Return a matcher in its initial state. ``ends`` are the ids of tokens that end an output."""
         return LLGuidanceMatcher(self, self._matcher.deep_copy(), ends)
 
 

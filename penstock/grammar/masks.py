@@ -101,7 +101,7 @@ def forced_tokens(context: TextContext, limit: int, vocabulary: int) -> list[int
 
 
 def acceptable_drafts(context: TextContext, draft: list[int]) -> list[int]:
-    """Return the longest prefix of ``draft`` that the context's grammar accepts, all without a grammar.
+    """Return the longest prefix of ``draft`` that the grammar accepts; ``draft`` if there is no grammar.
 
     If the prefix contains a token that ends the output, it is the last one.
     """

@@ -90,7 +90,7 @@ class CompiledXGrammar:
         self._compiled = compiled
 
     def new_matcher(self, ends: Sequence[int]) -> GrammarMatcher:
-        """Return a matcher at its initial state. ``ends`` are the tokens that end an output."""
+        """Return a matcher in its initial state. ``ends`` are the ids of tokens that end an output."""
         import xgrammar as xgr
 
         matcher: GrammarMatcher = xgr.GrammarMatcher(self._compiled, override_stop_tokens=list(ends))

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from penstock.grammar.schema.automata import Automaton
 from penstock.grammar.schema.ebnf import NOTHING, EbnfRules, Ranges, choice, repeated, sequence
 
-MAX_COUNTED = 700  # maximum number of counted states, each of which is a rule
-_MAX_FINE = 400  # the same maximum for blocks that are smaller than the largest possible
+MAX_COUNTED = 700  # maximum number of counted states; each is a rule of the grammar
+_MAX_FINE = 400  # lower maximum, up to which smaller blocks are preferred
 _BLOCKS = 16
 
 

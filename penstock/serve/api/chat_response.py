@@ -124,7 +124,7 @@ class ChatResponse(OpenAIStream):
         return (first + middle + last,)
 
     def begin(self) -> bytes:
-        """Return the events before the first delta: none."""
+        """Return the events before the first delta. Chat completions have none."""
         return b""
 
     def end(self, usage: Usage) -> bytes:

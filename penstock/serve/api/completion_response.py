@@ -95,7 +95,7 @@ class CompletionResponse(OpenAIStream):
         return event_parts(self._envelope.parts(KIND, {"choices": scored}, **more))
 
     def begin(self) -> bytes:
-        """Return the events before the first delta: none."""
+        """Return the events before the first delta. Completions have none."""
         return b""
 
     def end(self, usage: Usage) -> bytes:

@@ -28,7 +28,7 @@ class EmbeddingRun:
     Args:
         services: the objects that routes use.
         record: receives the number of tokens and the time of admission.
-        contexts: the contexts.
+        contexts: the contexts of the inputs.
         names: the field of each context, such as ``input[3]``, for errors.
     """
 
@@ -65,7 +65,7 @@ class EmbeddingRun:
 
         Raises:
             PenstockError: no input was accepted: the worker is not ready, or the queue is full.
-            RequestProblem: names the input that failed; or 503, the request takes too long.
+            RequestProblem: an input failed, which the message names; or 503, the request takes too long.
         """
         try:
             await self._limits.within(self._run())

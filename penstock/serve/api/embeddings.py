@@ -38,7 +38,7 @@ async def create_embeddings(request: Request) -> Response:
     services = Services.of(request)
     body = await read_body(request, EmbeddingsBody)
     check_outputs(services, ["dense"], _OTHER_ROUTES_HINT)
-    encoded = await encode_inputs(
+    encoded_inputs = await encode_inputs(
         request, body, lambda: vector_inputs(services, body, ("dense",), normalize=body.normalizes)
     )
     as_base64 = body.encoding_format == "base64"
@@ -47,9 +47,9 @@ async def create_embeddings(request: Request) -> Response:
             {"object": "embedding", "index": index},
             embedding=_vector(response.embeddings, as_base64=as_base64),
         )
-        for index, response in enumerate(encoded.responses)
+        for index, response in enumerate(encoded_inputs.responses)
     )
-    return await _list_response(services, body.model, encoded, items)
+    return await _list_response(services, body.model, encoded_inputs, items)
 
 
 @router.post(
@@ -61,22 +61,22 @@ async def create_pooling(request: Request) -> Response:
     body = await read_body(request, PoolingBody)
     outputs = tuple(dict.fromkeys(body.outputs or ()))
     check_outputs(services, outputs)
-    encoded = await encode_inputs(
+    encoded_inputs = await encode_inputs(
         request, body, lambda: vector_inputs(services, body, outputs, activation=body.activation)
     )
     as_base64 = body.encoding_format == "base64"
     items = (
         with_members({"object": "pooling", "index": index}, **_outputs(response, as_base64=as_base64))
-        for index, response in enumerate(encoded.responses)
+        for index, response in enumerate(encoded_inputs.responses)
     )
-    return await _list_response(services, body.model, encoded, items)
+    return await _list_response(services, body.model, encoded_inputs, items)
 
 
 async def _list_response(
-    services: Services, model: str, encoded: Encoded, items: Iterator[Parts]
+    services: Services, model: str, encoded_inputs: Encoded, items: Iterator[Parts]
 ) -> Response:
     """Return OpenAI's list object. Encodes long vectors in slices, between which the event loop runs."""
-    plain = {"object": "list", "model": model, "usage": encoded.usage}
+    plain = {"object": "list", "model": model, "usage": encoded_inputs.usage}
     return JsonResponse(await gather(with_members(plain, data=array(items)), services.turns))
 
 

@@ -68,10 +68,10 @@ def check_choices(services: Services, num_prompts: int, n: int) -> None:
         reason = f"this server accepts {capacity}"
     else:
         return
-    each = f"{n} answers" if num_prompts == 1 else f"{num_prompts} prompts with {n} answers each"
+    requested = f"{n} answers" if num_prompts == 1 else f"{num_prompts} prompts with {n} answers each"
     raise RequestProblem(
         400,
-        f"the request asks for {each}, but {reason}: send fewer prompts, or a smaller n",
+        f"the request asks for {requested}, but {reason}: send fewer prompts, or a smaller n",
         param="n" if n > 1 else "prompt",
     )
 
@@ -185,7 +185,8 @@ class GenerationRun:
     def _num_cached_tokens(self) -> int:
         """Number of prompt tokens that were cached before the request.
 
-        Later choices also hit the blocks of the first choice. The minimum excludes these hits.
+        The later choices of a prompt also hit blocks that the first choice has computed. The minimum over the
+        choices excludes these hits.
         """
         cached = [choice.num_cached_tokens for choice in self.job.choices]
         return sum(min(cached[start : start + self.job.n]) for start in range(0, len(cached), self.job.n))
@@ -279,15 +280,15 @@ async def cancel_on_disconnect(request: Request, run: Cancellable, answer: Calla
     Raises:
         ClientDisconnect: the client disconnected.
     """
-    working = asyncio.ensure_future(answer())
-    leaving = asyncio.ensure_future(wait_for_disconnect(request.receive))
+    result_task = asyncio.ensure_future(answer())
+    disconnect_task = asyncio.ensure_future(wait_for_disconnect(request.receive))
     try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
+        await asyncio.wait((result_task, disconnect_task), return_when=asyncio.FIRST_COMPLETED)
+        if result_task.done():
+            return result_task.result()
         run.cancel()
         raise ClientDisconnect
     finally:
-        working.cancel()
-        leaving.cancel()
-        await asyncio.wait((working, leaving))
+        result_task.cancel()
+        disconnect_task.cancel()
+        await asyncio.wait((result_task, disconnect_task))

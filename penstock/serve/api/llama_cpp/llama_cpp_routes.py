@@ -75,7 +75,7 @@ class LlamaCppBuilder(OpenAIStream):
         yield msgspec.json.encode(self._last(output.content, output.token_ids, usage))
 
     def begin(self) -> bytes:
-        """Return the events before the first delta: none."""
+        """Return the events before the first delta. This API has none."""
         return b""
 
     def events(self, index: int, delta: ChoiceDelta, usage: Usage | None = None) -> Iterable[bytes]:
@@ -114,15 +114,15 @@ class LlamaCppBuilder(OpenAIStream):
     def _timings(self, usage: Usage) -> dict[str, object]:
         record, end = self._record, time.perf_counter()
         first = record.first_token_at or end
-        reading, writing = first - (record.admitted_at or record.received), end - first
-        num_read, num_written = usage["prompt_tokens"], usage["completion_tokens"]
+        prefill_seconds, decode_seconds = first - (record.admitted_at or record.received), end - first
+        num_prompt_tokens, num_output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
         return {
-            "prompt_n": num_read,
-            "prompt_ms": reading * 1000,
-            "prompt_per_second": num_read / max(reading, 1e-9),
-            "predicted_n": num_written,
-            "predicted_ms": writing * 1000,
-            "predicted_per_second": num_written / max(writing, 1e-9),
+            "prompt_n": num_prompt_tokens,
+            "prompt_ms": prefill_seconds * 1000,
+            "prompt_per_second": num_prompt_tokens / max(prefill_seconds, 1e-9),
+            "predicted_n": num_output_tokens,
+            "predicted_ms": decode_seconds * 1000,
+            "predicted_per_second": num_output_tokens / max(decode_seconds, 1e-9),
         }
 
 
@@ -149,29 +149,29 @@ def _completion(services: Services, body: LlamaCppBody) -> dict[str, object]:
     Raises:
         RequestProblem: 400 that names the field.
     """
-    given: dict[str, object] = {
+    fields: dict[str, object] = {
         name: getattr(body, name) for name in ("model", *_SAME_NAMES) if getattr(body, name) is not None
     }
     if body.seed is not None and body.seed != -1:
-        given["seed"] = body.seed
+        fields["seed"] = body.seed
     if body.repeat_penalty is not None:
-        given["repetition_penalty"] = body.repeat_penalty
+        fields["repetition_penalty"] = body.repeat_penalty
     if body.json_schema is not None and body.grammar:
         raise RequestProblem(400, "json_schema and grammar both ask for a format: send one", param="grammar")
     if body.json_schema is not None:
-        given["structured_outputs"] = {"json": body.json_schema}
+        fields["structured_outputs"] = {"json": body.json_schema}
     elif body.grammar:
-        given["structured_outputs"] = {"grammar": body.grammar}
+        fields["structured_outputs"] = {"grammar": body.grammar}
     limit = -1 if body.n_predict is None else body.n_predict
-    given["max_tokens"] = services.worker.info.max_length if limit < 0 else limit
+    fields["max_tokens"] = services.worker.info.max_length if limit < 0 else limit
     if isinstance(body, InfillBody):
         if not body.input_suffix:
             raise RequestProblem(400, "input_suffix is empty: use /completion", param="input_suffix")
-        extra = "".join(f"{file.filename}\n{file.text}\n" for file in body.input_extra or ())
-        given |= {
-            "prompt": extra + body.input_prefix + (body.prompt or ""),
+        extra_text = "".join(f"{file.filename}\n{file.text}\n" for file in body.input_extra or ())
+        fields |= {
+            "prompt": extra_text + body.input_prefix + (body.prompt or ""),
             "suffix": body.input_suffix,
         }
     elif isinstance(body, LlamaCppCompletionBody):
-        given["prompt"] = body.prompt
-    return given
+        fields["prompt"] = body.prompt
+    return fields

@@ -61,7 +61,7 @@ class OllamaBuilder:
         yield msgspec.json.encode(self._object(message, done=True, **self._end(usage)))
 
     def begin(self) -> bytes:
-        """Return the lines before the first delta: none."""
+        """Return the lines before the first delta. This API has none."""
         return b""
 
     def events(self, index: int, delta: ChoiceDelta, usage: Usage | None = None) -> Iterable[bytes]:
