@@ -107,7 +107,7 @@ def test_ebnf_accepts_and_rejects_texts(
 @pytest.mark.parametrize(
     ("ebnf", "message"),
     [
-        ("", "no rule root"),
+        ("", "no rule named root"),
         ("root ::= nothing", "'nothing' is not defined at line 1, column 10"),
         ('root ::= "a', "unterminated"),
         ('root ::= ("a"', "not closed"),
