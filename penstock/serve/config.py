@@ -303,9 +303,11 @@ class ServeConfig:
         rows = []
         for config_field in serve_fields():
             value = getattr(self, config_field.attribute)
-            unnamed = "default" if value == config_field.default else "argument"
-            shown = f"({len(value)} not shown)" if config_field.secret and value else value
-            rows.append((config_field.name, shown, self.sources.get(config_field.name, unnamed)))
+            default_source = "default" if value == config_field.default else "argument"
+            displayed_value = f"({len(value)} not shown)" if config_field.secret and value else value
+            rows.append(
+                (config_field.name, displayed_value, self.sources.get(config_field.name, default_source))
+            )
         return rows
 
 

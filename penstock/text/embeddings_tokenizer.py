@@ -197,8 +197,8 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
         if request.task is None:
             return request.prompt_name if request.prompt_name in tasks and not request.adapter else None
         if request.task not in tasks:
-            known = ", ".join(tasks) or "none"
-            raise InputError(f"task {request.task!r} is unknown: the checkpoint has {known}")
+            known_names = ", ".join(tasks) or "none"
+            raise InputError(f"task {request.task!r} is unknown: the checkpoint has {known_names}")
         return request.task
 
     def _prompt_text(self, request: EmbeddingsGenerationRequest, task: str | None) -> str:
@@ -210,8 +210,8 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
             name = task or self.layout.default_prompt_name
             return self.layout.prompts.get(name, "") if name and isinstance(request.input, str) else ""
         if name not in self.layout.prompts:
-            known = ", ".join(self.layout.prompts) or "none"
-            raise InputError(f"prompt_name {name!r} is unknown: the checkpoint has {known}")
+            known_names = ", ".join(self.layout.prompts) or "none"
+            raise InputError(f"prompt_name {name!r} is unknown: the checkpoint has {known_names}")
         return self.layout.prompts[name]
 
     def _limit(self, request: EmbeddingsGenerationRequest) -> int | None:

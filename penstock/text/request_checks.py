@@ -20,10 +20,10 @@ Texts with more characters than the maximum length times this number are first e
 
 def sampling_params_with_stops(request: TokenGeneratorRequest) -> SamplingParams:
     """Return the sampling parameters of a request with the stop strings of ``request.stop`` added."""
-    given = [request.stop] if isinstance(request.stop, str) else (request.stop or [])
-    if not all(isinstance(stop, str) for stop in given):
+    request_stops = [request.stop] if isinstance(request.stop, str) else (request.stop or [])
+    if not all(isinstance(stop, str) for stop in request_stops):
         raise InputError(f"stop must be a string or a list of strings, was {request.stop!r}")
-    stops = dict.fromkeys(stop for stop in [*given, *(request.sampling_params.stop or [])] if stop)
+    stops = dict.fromkeys(stop for stop in [*request_stops, *(request.sampling_params.stop or [])] if stop)
     return replace(request.sampling_params, stop=list(stops) or None)
 
 

@@ -161,9 +161,9 @@ def _modules(checkpoint: Path) -> list[tuple[str, Path]]:
 
 def _poolings(path: Path) -> tuple[tuple[PoolingType, ...], bool]:
     config = _object(path / "config.json")
-    named = config.get("pooling_mode")
-    if named is not None:
-        names = [named] if isinstance(named, str) else list(cast("Iterable[str]", named))
+    pooling_mode = config.get("pooling_mode")
+    if pooling_mode is not None:
+        names = [pooling_mode] if isinstance(pooling_mode, str) else list(cast("Iterable[str]", pooling_mode))
         unknown = [name for name in names if name not in _POOLING_NAMES]
         if unknown:
             raise CheckpointError(

@@ -227,8 +227,8 @@ class SpeechFormat(ABC):
     @property
     def voices(self) -> tuple[str, ...]:
         """The names of the voices that the model was trained on."""
-        named = self.description.voices
-        return self.default_voices if named is None else named
+        voice_names = self.description.voices
+        return self.default_voices if voice_names is None else voice_names
 
     @property
     def needs_phonemes(self) -> bool:

@@ -180,9 +180,9 @@ class TextTokenizer:
         skip_special_tokens = kwargs.pop("skip_special_tokens", True)
         if kwargs:
             raise UnknownParameterError("decode", next(iter(kwargs)), "the keyword is skip_special_tokens")
-        given = [encoded] if isinstance(encoded, SupportsIndex) and np.ndim(encoded) == 0 else encoded
-        piece = next_piece(context, checked_ids_to_decode(cast("Iterable[SupportsIndex]", given)), self._bos)
-        return await self._in_thread(lambda: piece.text(self, bool(skip_special_tokens)))
+        ids = [encoded] if isinstance(encoded, SupportsIndex) and np.ndim(encoded) == 0 else encoded
+        delta = next_piece(context, checked_ids_to_decode(cast("Iterable[SupportsIndex]", ids)), self._bos)
+        return await self._in_thread(lambda: delta.text(self, bool(skip_special_tokens)))
 
     def build_context(self, request: TokenGeneratorRequest, *, stops_as_tokens: bool = True) -> TextContext:
         """Return the context of a request. It has no cache slot yet.

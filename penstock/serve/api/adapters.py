@@ -90,17 +90,17 @@ def _check_allowed(services: Services) -> None:
         )
 
 
-def _allowed_path(services: Services, given: str) -> str:
+def _allowed_path(services: Services, lora_path: str) -> str:
     """Return the directory of an adapter. With ``--lora-dir`` its resolved path must be inside."""
     limit = services.pipeline_config.lora.lora_dir
-    if "\0" in given:
+    if "\0" in lora_path:
         raise RequestProblem(400, "lora_path contains a NUL character", param="lora_path")
     if limit is None:
-        return given
+        return lora_path
     root = Path(limit).expanduser().resolve()
-    path = (root / given).resolve()
+    path = (root / lora_path).resolve()
     if not path.is_relative_to(root):
         raise RequestProblem(
-            403, f"adapters are loaded only from {root}, and {given!r} is outside", param="lora_path"
+            403, f"adapters are loaded only from {root}, and {lora_path!r} is outside", param="lora_path"
         )
     return str(path)

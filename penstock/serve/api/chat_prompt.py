@@ -75,8 +75,10 @@ def tool_use(body: ChatBody, raw: Mapping[str, object]) -> ToolUse:
             allowed = [tool.function.name for tool in choice.allowed_tools.tools]
             for index, name in enumerate(allowed):
                 _check_name(name, names, f"tool_choice.allowed_tools.tools[{index}].function.name")
-            kept = [tool for tool in tools if tool["function"]["name"] in allowed]
-            return ToolUse(kept, choice.allowed_tools.mode if kept else "none", strict & {*allowed})
+            allowed_tools = [tool for tool in tools if tool["function"]["name"] in allowed]
+            return ToolUse(
+                allowed_tools, choice.allowed_tools.mode if allowed_tools else "none", strict & {*allowed}
+            )
         case "required" if not tools:
             raise RequestProblem(
                 400, "tool_choice is 'required', but there are no tools", param="tool_choice"
@@ -171,8 +173,10 @@ def _plain_tool(tool: TokenGeneratorRequestTool) -> TokenGeneratorRequestTool:
 
 def _check_name(name: str, names: Sequence[str], param: str) -> None:
     if name not in names:
-        known = ", ".join(names) or "none"
-        raise RequestProblem(400, f"{param} is {name!r}, which is not one of the tools: {known}", param=param)
+        names_text = ", ".join(names) or "none"
+        raise RequestProblem(
+            400, f"{param} is {name!r}, which is not one of the tools: {names_text}", param=param
+        )
 
 
 def _message(
@@ -225,9 +229,9 @@ def _call(call: _Call, as_objects: bool) -> dict[str, object]:
         arguments = _object(arguments)
     elif not isinstance(arguments, str):
         arguments = json.dumps(arguments or {}, ensure_ascii=False)
-    named = {"id": call["id"]} if call.get("id") is not None else {}
+    id_field = {"id": call["id"]} if call.get("id") is not None else {}
     return {
-        **named,
+        **id_field,
         "type": "function",
         "function": {"name": call["function"]["name"], "arguments": arguments},
     }

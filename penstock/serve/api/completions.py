@@ -94,7 +94,7 @@ class CompletionRequest:
             check_enabled(services, body, grammar_and_field[1])
         prompts, name = _prompts(body.prompt), f"cmpl-{uuid4().hex}"
         if body.suffix:
-            body, prompts = _filled_in(services, body, prompts)
+            body, prompts = _with_fill_in_prompts(services, body, prompts)
         n = body.n or 1
         check_choices(services, len(prompts), n)
         contexts: list[TextContext] = []
@@ -145,22 +145,22 @@ def _prompt_scores(services: Services, body: CompletionBody) -> PromptScores | N
     return lambda ids, scores: prompt_parts(fragments, ids, scores, top, best)
 
 
-def _prompts(given: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
+def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
     """Return the prompts as a list.
 
     Raises:
         RequestProblem: 400; the list is empty.
     """
-    if isinstance(given, str):
-        return [given]
-    if not given:
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
         raise RequestProblem(400, "prompt is an empty list", param="prompt")
-    if isinstance(given[0], int):
-        return [given]
-    return list(given)
+    if isinstance(prompt[0], int):
+        return [prompt]
+    return list(prompt)
 
 
-def _filled_in(
+def _with_fill_in_prompts(
     services: Services, body: CompletionBody, prompts: list[str | list[int]]
 ) -> tuple[CompletionBody, list[str | list[int]]]:
     """Return the body and fill-in-the-middle prompts of a request with ``suffix``.
@@ -173,12 +173,12 @@ def _filled_in(
     if any(not isinstance(prompt, str) for prompt in prompts):
         raise RequestProblem(400, "suffix needs prompts that are texts", param="suffix")
     tokenizer = services.tokenizer
-    filled: list[str | list[int]] = [
+    fill_in_prompts: list[str | list[int]] = [
         fill_in_prompt(tokenizer, str(prompt), body.suffix or "", "suffix") for prompt in prompts
     ]
     ends = [] if body.ignore_eos else fill_in_ends(tokenizer)
     stops = [*(body.stop_token_ids or ()), *ends]
-    return body.model_copy(update={"stop_token_ids": stops or None}), filled
+    return body.model_copy(update={"stop_token_ids": stops or None}), fill_in_prompts
 
 
 def _echo(services: Services, context: TextContext) -> Echo:

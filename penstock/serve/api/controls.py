@@ -32,8 +32,8 @@ async def sleep(request: Request, level: int = 1) -> Sleep:
     services = _allowed(request)
     if level not in (1, 2):
         raise RequestProblem(400, f"level must be 1 or 2, was {level}", param="level")
-    known: SleepLevel = 1 if level == 1 else 2
-    await services.worker.sleep(known, services.config.shutdown_grace)
+    sleep_level: SleepLevel = 1 if level == 1 else 2
+    await services.worker.sleep(sleep_level, services.config.shutdown_grace)
     services.log.info("the model is asleep, level %d", level)
     return Sleep(is_sleeping=True)
 

@@ -59,11 +59,11 @@ class Conversation:
         """
         body = checked_body(services, ChatBody, raw)
         check_choices(services, 1, body.n or 1)
-        given = messages_of(raw)
+        chat_messages = messages_of(raw)
         use = tool_use(body, raw)
         check_template_shows(use.tools, services.tokenizer)
         parsers, tokenizer = services.parsers, services.tokenizer
-        messages = template_messages(given, tokenizer)
+        messages = template_messages(chat_messages, tokenizer)
         options = template_options(body, tokenizer, can_reason=parsers.reasoning_format is not None)
         with map_input_errors("messages"):
             check_roles(messages, tokenizer, use.tools or None, options)
@@ -79,7 +79,7 @@ class Conversation:
             messages=messages,
             tools=use.tools or None,
             chat_template_options=options,
-            **image_fields(services, given),
+            **image_fields(services, chat_messages),
         )
         prompt_rows = num_prompt_logprobs(body, [context])
         if top is not None and output_limit(body) is None:

@@ -45,7 +45,7 @@ class ModelInput:
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedInputs:
     """The outputs of all inputs of a request."""
 
     responses: list[EmbeddingsResponse]
@@ -74,7 +74,7 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
 
 async def encode_inputs(
     request: Request, body: EncodingBody, inputs: Callable[[], Sequence[ModelInput]]
-) -> Encoded:
+) -> EncodedInputs:
     """Return the model's outputs for all inputs of a request. Cancels them if the client disconnects.
 
     Args:
@@ -92,22 +92,22 @@ async def encode_inputs(
     record.details["inputs"] = len(contexts)
     run = EmbeddingRun(services, record, contexts, names)
     responses = await cancel_on_disconnect(request, run, run.responses)
-    return Encoded(responses, run.num_tokens)
+    return EncodedInputs(responses, run.num_tokens)
 
 
-def input_list(given: TextsOrIds, field: str = "input") -> list[tuple[str, str | list[int]]]:
+def input_list(value: TextsOrIds, field: str = "input") -> list[tuple[str, str | list[int]]]:
     """Return the name and the value of each input.
 
     Raises:
         RequestProblem: 400; the list is empty.
     """
-    if isinstance(given, str):
-        return [(field, given)]
-    if not given:
+    if isinstance(value, str):
+        return [(field, value)]
+    if not value:
         raise RequestProblem(400, f"{field} is an empty list: send at least one input", param=field)
-    if isinstance(given[0], int):
-        return [(field, given)]
-    return [(f"{field}[{i}]", cast("str | list[int]", value)) for i, value in enumerate(given)]
+    if isinstance(value[0], int):
+        return [(field, value)]
+    return [(f"{field}[{i}]", cast("str | list[int]", element)) for i, element in enumerate(value)]
 
 
 def check_count(services: Services, count: int, field: str) -> None:
@@ -137,11 +137,11 @@ def check_outputs(services: Services, outputs: Sequence[str], hint: str = "") ->
     Raises:
         UnsupportedFeatureError: names the outputs of the model.
     """
-    known = services.worker.info.outputs
-    missing = [name for name in outputs if name not in known]
-    if known and missing:
+    model_outputs = services.worker.info.outputs
+    missing = [name for name in outputs if name not in model_outputs]
+    if model_outputs and missing:
         raise UnsupportedFeatureError(
-            f"the output {missing[0]}", f"this model computes {', '.join(known)}{hint}"
+            f"the output {missing[0]}", f"this model computes {', '.join(model_outputs)}{hint}"
         )
 
 
@@ -156,8 +156,8 @@ def vector_inputs(
     Raises:
         RequestProblem: 400 that names the field.
     """
-    given = input_list(body.input)
-    check_count(services, len(given), "input")
+    inputs = input_list(body.input)
+    check_count(services, len(inputs), "input")
     if body.input_type is not None and body.prompt_name is not None:
         raise RequestProblem(
             400, "input_type selects a prompt, and so does prompt_name: send one of them", param="input_type"
@@ -186,7 +186,7 @@ def vector_inputs(
     kinds = tuple(outputs) if outputs else None
     return [
         ModelInput(name, {**shared, "input": value, "outputs": kinds, "adapter": None})
-        for name, value in given
+        for name, value in inputs
     ]
 
 

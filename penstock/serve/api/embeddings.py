@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 
 from penstock.pipelines.core import EmbeddingsResponse, SparseEmbedding
 from penstock.serve.api.embedding_requests import (
-    Encoded,
+    EncodedInputs,
     check_outputs,
     encode_inputs,
     numbers,
@@ -73,7 +73,7 @@ async def create_pooling(request: Request) -> Response:
 
 
 async def _list_response(
-    services: Services, model: str, encoded_inputs: Encoded, items: Iterator[Parts]
+    services: Services, model: str, encoded_inputs: EncodedInputs, items: Iterator[Parts]
 ) -> Response:
     """Return OpenAI's list object. Encodes long vectors in slices, between which the event loop runs."""
     plain = {"object": "list", "model": model, "usage": encoded_inputs.usage}

@@ -96,9 +96,9 @@ def unloaded_model(services: Services) -> Model:
 
 def models_of(services: Services) -> dict[str, Model]:
     """Return the entries of a loaded model and its adapters, by name."""
-    own, info = unloaded_model(services), services.worker.info
-    own = own.model_copy(update={"max_model_len": info.max_length, "outputs": info.outputs})
-    models = {own.id: own}
+    base_model, info = unloaded_model(services), services.worker.info
+    base_model = base_model.model_copy(update={"max_model_len": info.max_length, "outputs": info.outputs})
+    models = {base_model.id: base_model}
     for adapter, path in services.worker.adapters.items():
-        models[adapter] = own.model_copy(update={"id": adapter, "root": path, "parent": own.id})
+        models[adapter] = base_model.model_copy(update={"id": adapter, "root": path, "parent": base_model.id})
     return models

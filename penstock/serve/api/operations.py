@@ -76,5 +76,5 @@ async def version() -> Version:
 @router.get("/metrics", response_class=Response)
 async def metrics(request: Request) -> Response:
     """Return metrics in the Prometheus text format."""
-    found = Services.of(request).metrics
-    return Response(found.render(), headers={"content-type": found.content_type})
+    registry = Services.of(request).metrics
+    return Response(registry.render(), headers={"content-type": registry.content_type})

@@ -98,22 +98,28 @@ def _response_format_grammar(form: ResponseFormat) -> tuple[Grammar, str]:
             "response_format of type json_schema needs a json_schema",
             param="response_format.json_schema",
         )
-    given = form.json_schema
-    schema = given.model_dump(exclude_unset=True, by_alias=True) if given.is_bare else given.schema_
+    json_schema = form.json_schema
+    schema = (
+        json_schema.model_dump(exclude_unset=True, by_alias=True)
+        if json_schema.is_bare
+        else json_schema.schema_
+    )
     place = "response_format.json_schema"
     return _json_schema_grammar({} if schema is None else schema, place), place
 
 
 def _structured_outputs_grammar(outputs: StructuredOutputs) -> tuple[Grammar, str]:
-    given = {name: value for name, value in _structured_outputs_fields(outputs).items() if value is not None}
-    if len(given) != 1:
+    formats = {
+        name: value for name, value in _structured_outputs_fields(outputs).items() if value is not None
+    }
+    if len(formats) != 1:
         raise RequestProblem(
             400,
-            f"structured_outputs has {', '.join(given) or 'nothing'}: "
+            f"structured_outputs has {', '.join(formats) or 'nothing'}: "
             "send exactly one of json, regex, choice, grammar, structural_tag",
             param="structured_outputs",
         )
-    ((name, value),) = given.items()
+    ((name, value),) = formats.items()
     place = f"structured_outputs.{name}"
     match name:
         case "json":

@@ -189,11 +189,11 @@ class UnknownFields:
     def _unknown(self, body: RequestBody, name: str, param: str) -> None:
         name, param = name[:_MAX_NAME], param[: 2 * _MAX_NAME]
         fields = type(body).model_fields.items()
-        known = [
+        known_names = [
             *(field.alias or client_param for client_param, field in fields),
             *unsupported_fields(type(body)),
         ]
-        nearest = get_close_matches(name, known, n=1, cutoff=0.7)
+        nearest = get_close_matches(name, known_names, n=1, cutoff=0.7)
         hint = f"; did you mean {nearest[0]}?" if nearest else ""
         if self.refuse:
             raise RequestProblem(400, f"unknown field {param!r}{hint}", param=param, code="unknown_parameter")
@@ -245,14 +245,14 @@ def repetition_penalty(body: GenerationBody) -> float | None:
     Raises:
         RequestProblem: 400; they differ.
     """
-    given, other = body.repetition_penalty, body.repeat_penalty
-    if given is not None and other is not None and given != other:
+    penalty, alias = body.repetition_penalty, body.repeat_penalty
+    if penalty is not None and alias is not None and penalty != alias:
         raise RequestProblem(
             400,
-            f"repetition_penalty is {given:g} and repeat_penalty {other:g}: send only one of them",
+            f"repetition_penalty is {penalty:g} and repeat_penalty {alias:g}: send only one of them",
             param="repeat_penalty",
         )
-    return other if given is None else given
+    return alias if penalty is None else penalty
 
 
 def check_combinations(body: GenerationBody) -> None:
@@ -300,7 +300,7 @@ def sampling_params(
         RequestProblem: 400 that names the field.
     """
     limit, vocab_size = output_limit(body), tokenizer.vocab_size
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "temperature": body.temperature,
         "top_p": body.top_p,
         "top_k": body.top_k,
@@ -320,15 +320,15 @@ def sampling_params(
     }
     with map_input_errors(None):
         return config.default_sampling_params(
-            **{name: value for name, value in given.items() if value is not None}
+            **{name: value for name, value in options.items() if value is not None}
         )
 
 
-def _biases(given: Mapping[str, float] | None, vocab_size: int) -> dict[int, float] | None:
-    if not given:
+def _biases(logit_bias: Mapping[str, float] | None, vocab_size: int) -> dict[int, float] | None:
+    if not logit_bias:
         return None
     biases: dict[int, float] = {}
-    for key, bias in given.items():
+    for key, bias in logit_bias.items():
         if not (key.isascii() and key.isdecimal() and len(key) < 20 and int(key) < vocab_size):
             raise RequestProblem(
                 400,

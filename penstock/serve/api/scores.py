@@ -48,9 +48,9 @@ async def score(request: Request) -> Response:
         ModelInput(_name(body, input_), {**input_.fields, "outputs": (plan.output,)})
         for input_ in plan.inputs
     ]
-    encoded = await encode_inputs(request, body, lambda: inputs)
+    encoded_inputs = await encode_inputs(request, body, lambda: inputs)
     with map_input_errors("model"):
-        scores = await in_pool(request, lambda: plan.scores(encoded.responses))
+        scores = await in_pool(request, lambda: plan.scores(encoded_inputs.responses))
     data = [{"index": i, "object": "score", "score": float(value)} for i, value in enumerate(scores)]
     envelope = {
         "id": response_id("score"),
@@ -58,7 +58,7 @@ async def score(request: Request) -> Response:
         "created": int(time.time()),
         "model": body.model,
         "data": data,
-        "usage": encoded.usage,
+        "usage": encoded_inputs.usage,
     }
     return JsonResponse([encode(envelope)])
 

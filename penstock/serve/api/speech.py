@@ -152,10 +152,12 @@ def _prepare(services: Services, raw: object) -> tuple[SpeechBody, list[TTSConte
             400, "voice and audio_prompt_tokens both choose a voice: send one", param="voice"
         )
     with map_input_errors("voice"):
-        known = {voice.name: voice for voice in info.voices}
-        chosen: VoiceFields = {} if body.voice_name is None else voice_fields(body.voice_name, known, form)
+        voices_by_name = {voice.name: voice for voice in info.voices}
+        voice_options: VoiceFields = (
+            {} if body.voice_name is None else voice_fields(body.voice_name, voices_by_name, form)
+        )
     if body.audio_prompt_tokens:
-        chosen = {
+        voice_options = {
             "audio_prompt_tokens": body.audio_prompt_tokens,
             "audio_prompt_transcription": body.audio_prompt_transcription or "",
         }
@@ -179,7 +181,7 @@ def _prepare(services: Services, raw: object) -> tuple[SpeechBody, list[TTSConte
                     streaming=True,
                     adapter=adapter,
                     priority=body.priority or 0,
-                    **chosen,
+                    **voice_options,
                 )
             )
             for index, part in enumerate(tokenizer.split(body.input))

@@ -37,17 +37,17 @@ def _with_lists_validated(kind: type[RequestBody], body: dict[str, object]) -> d
     A list with an invalid element is cut after that element. The validation of the whole body then reports
     it.
     """
-    done = {}
-    for name, element in _LISTS.items():
-        given = body.get(name)
-        if name in kind.model_fields and isinstance(given, list) and len(given) > _LONG_LIST:
-            done[name] = _validated_elements(element, given)
-    return {**body, **done} if done else body
+    validated_lists = {}
+    for name, element_type in _LISTS.items():
+        elements = body.get(name)
+        if name in kind.model_fields and isinstance(elements, list) and len(elements) > _LONG_LIST:
+            validated_lists[name] = _validated_elements(element_type, elements)
+    return {**body, **validated_lists} if validated_lists else body
 
 
-def _validated_elements(kind: type[RequestBody], given: list[object]) -> list[object]:
+def _validated_elements(kind: type[RequestBody], raw_elements: list[object]) -> list[object]:
     elements: list[object] = []
-    for element in given:
+    for element in raw_elements:
         try:
             elements.append(kind.model_validate(element))
         except ValidationError:

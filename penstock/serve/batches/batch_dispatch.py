@@ -102,16 +102,18 @@ class BatchDispatcher:
             return
         num_failed = 0
         while True:
-            answer = await post(self._app, line.url, line.body)
-            is_temporary = answer.status == 429 or (answer.status == 503 and num_failed < self._max_attempts)
+            response = await post(self._app, line.url, line.body)
+            is_temporary = response.status == 429 or (
+                response.status == 503 and num_failed < self._max_attempts
+            )
             if not is_temporary:
                 break
             if self._is_stopping():
                 raise StoppedError
-            num_failed += answer.status == 503
+            num_failed += response.status == 503
             await asyncio.sleep(_RETRY_SECONDS)
-        result = result_line(line.custom_id, answer.status, answer.request_id, answer.body)
-        self._on_result(result, answer.status == 200, _num_tokens(answer.body))
+        result = result_line(line.custom_id, response.status, response.request_id, response.body)
+        self._on_result(result, response.status == 200, _num_tokens(response.body))
 
 
 class _LockedIterator(Iterator[BatchRequest | BadLine]):

@@ -127,8 +127,8 @@ class ObjectStore(Generic[ObjectT]):
     def all(self, owner: str | None = None) -> list[ObjectT]:
         """Return all objects of an owner, the newest first."""
         names = (path.stem for path in self._folder.glob(f"{self._kind}*.json"))
-        found = [value for name in names if (value := self.get(name, owner)) is not None]
-        return sorted(found, key=lambda value: (-value["created_at"], value["id"]))
+        objects = [value for name in names if (value := self.get(name, owner)) is not None]
+        return sorted(objects, key=lambda value: (-value["created_at"], value["id"]))
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{name}.json"

@@ -67,16 +67,16 @@ class JsonRequest(Request):
             return await services.decoder_for(len(body)).decode(body, *limits)
 
     def _check_media_type(self) -> None:
-        given = self.headers.get("content-type")
-        if given is None:  # pages of other sites can send this without a preflight
+        content_type = self.headers.get("content-type")
+        if content_type is None:  # pages of other sites can send this without a preflight
             raise RequestProblem(
                 415, "the body must be JSON: send 'Content-Type: application/json', which is missing"
             )
-        kind, _, charset = given.partition(";")
+        kind, _, charset = content_type.partition(";")
         kind = kind.strip().lower()
         if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
             raise RequestProblem(
-                415, f"the body must be JSON: send 'Content-Type: application/json', not {given!r}"
+                415, f"the body must be JSON: send 'Content-Type: application/json', not {content_type!r}"
             )
         _, is_charset, name = charset.lower().partition("charset=")
         if is_charset and name.strip(" \"'") not in ("utf-8", "utf8", "us-ascii"):

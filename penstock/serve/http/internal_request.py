@@ -51,7 +51,7 @@ async def internal_request(
         await asyncio.Event().wait()  # blocks forever: an internal client does not disconnect
         raise AssertionError
 
-    given = {"host": "localhost", "content-type": "application/json", **headers}
+    all_headers = {"host": "localhost", "content-type": "application/json", **headers}
     scope = {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -62,7 +62,7 @@ async def internal_request(
         "raw_path": path.encode(),
         "root_path": "",
         "query_string": b"",
-        "headers": [(name.lower().encode(), value.encode("latin-1")) for name, value in given.items()],
+        "headers": [(name.lower().encode(), value.encode("latin-1")) for name, value in all_headers.items()],
         "client": (client, 0),
         "server": ("localhost", 80),
         "state": {},

@@ -175,8 +175,8 @@ def _session(scope: Scope, header: bytes) -> str:
     """Return the session that a header names, cut to a maximum length."""
     for name, value in scope["headers"]:
         if name == header:
-            given: str = value.decode("latin-1")
-            return given[:_MAX_SESSION]
+            session: str = value.decode("latin-1")
+            return session[:_MAX_SESSION]
     return ""
 
 
@@ -204,9 +204,9 @@ def _request_id(scope: Scope) -> str:
     """Return the client's request id if it is short and safe for headers and logs, else a new one."""
     for name, value in scope["headers"]:
         if name == b"x-request-id":
-            given: str = value.decode("latin-1")
-            if _REQUEST_ID.fullmatch(given):
-                return given
+            request_id: str = value.decode("latin-1")
+            if _REQUEST_ID.fullmatch(request_id):
+                return request_id
     return uuid4().hex
 
 

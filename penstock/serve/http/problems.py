@@ -118,8 +118,8 @@ class Problem:
     @property
     def body(self) -> dict[str, object]:
         """OpenAI's error object, also the data of a stream's error event."""
-        named = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
-        return {"error": named}
+        members = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return {"error": members}
 
     def encode(self) -> bytes:
         """Return `body` as JSON."""

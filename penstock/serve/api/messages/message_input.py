@@ -137,11 +137,11 @@ def _tool_result(block: MessageBlock, place: str) -> dict[str, object]:
     }
 
 
-def _content(given: str | Sequence[ResultBlock], place: str) -> str | list[dict[str, object]]:
+def _content(content: str | Sequence[ResultBlock], place: str) -> str | list[dict[str, object]]:
     """Return the content of a message; one text block becomes plain text."""
-    if isinstance(given, str):
-        return given
-    parts = [_part(block, f"{place}[{index}]") for index, block in enumerate(given)]
+    if isinstance(content, str):
+        return content
+    parts = [_part(block, f"{place}[{index}]") for index, block in enumerate(content)]
     text = parts[0].get("text") if len(parts) == 1 else None
     return text if isinstance(text, str) else parts
 
@@ -239,19 +239,19 @@ def _reasoning(services: Services, body: CountTokensBody) -> tuple[dict[str, obj
 
 
 def _sampling(body: MessagesBody, chat: Mapping[str, object]) -> dict[str, object]:
-    given = {name: getattr(body, name) for name in SAME_NAMES if getattr(body, name) is not None}
+    fields = {name: getattr(body, name) for name in SAME_NAMES if getattr(body, name) is not None}
     thinking = chat.get("chat_template_kwargs")
     options = {
         **(thinking if isinstance(thinking, dict) else {}),
-        **given.get("chat_template_kwargs", {}),
+        **fields.get("chat_template_kwargs", {}),
     }
     if options:
-        given["chat_template_kwargs"] = options
+        fields["chat_template_kwargs"] = options
     if body.stop_sequences:
-        given["stop"] = body.stop_sequences
+        fields["stop"] = body.stop_sequences
     if body.metadata is not None and body.metadata.user_id is not None:
-        given["user"] = body.metadata.user_id
-    return {**given, "max_completion_tokens": body.max_tokens}
+        fields["user"] = body.metadata.user_id
+    return {**fields, "max_completion_tokens": body.max_tokens}
 
 
 def _needed(value: T | None, place: str) -> T:

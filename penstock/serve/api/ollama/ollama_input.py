@@ -32,9 +32,9 @@ FIELDS: Mapping[str, str] = {
 
 def model_of(services: Services, name: str) -> str:
     """Return the name of a served model. Adds or removes the tag ``:latest`` if needed."""
-    known = {services.model_name, *services.worker.adapters}
+    model_names = {services.model_name, *services.worker.adapters}
     plain = name.removesuffix(":latest")
-    return plain if name not in known and plain in known else name
+    return plain if name not in model_names and plain in model_names else name
 
 
 def chat_of_chat(services: Services, body: OllamaChatBody) -> Translation:
@@ -43,7 +43,7 @@ def chat_of_chat(services: Services, body: OllamaChatBody) -> Translation:
     open_calls: list[str] = []
     for number, message in enumerate(body.messages or ()):
         messages.append(_message(message, number, open_calls))
-    chat: dict[str, object] = {**_shared(services, body), "messages": messages}
+    chat: dict[str, object] = {**_shared_fields(services, body), "messages": messages}
     if body.tools:
         chat["tools"] = [tool.model_dump(exclude_unset=True) for tool in body.tools]
     places = [f"messages[{number}]" for number in range(len(messages))]
@@ -58,7 +58,7 @@ def chat_of_generate(services: Services, body: OllamaGenerateBody) -> Translatio
     )
     places = ["system"] * len(messages)
     messages.append({"role": "user", "content": _with_images(body.prompt or "", body.images)})
-    chat = {**_shared(services, body), "messages": messages}
+    chat = {**_shared_fields(services, body), "messages": messages}
     return Translation(chat, [*places, "prompt"], (), FIELDS)
 
 
@@ -71,17 +71,17 @@ def completion_of_generate(services: Services, body: OllamaGenerateBody) -> Tran
     for name in ("system", "images", "think"):
         if getattr(body, name):
             raise RequestProblem(400, f"{name} needs the chat template: omit raw and suffix", param=name)
-    given = _shared(services, body)
-    return Translation({**given, "prompt": body.prompt or "", "suffix": body.suffix or None}, (), (), FIELDS)
+    fields = _shared_fields(services, body)
+    return Translation({**fields, "prompt": body.prompt or "", "suffix": body.suffix or None}, (), (), FIELDS)
 
 
-def _shared(services: Services, body: OllamaBody) -> dict[str, object]:
-    given: dict[str, object] = {"model": model_of(services, body.model), "stream": body.streams}
+def _shared_fields(services: Services, body: OllamaBody) -> dict[str, object]:
+    fields: dict[str, object] = {"model": model_of(services, body.model), "stream": body.streams}
     if body.format == "json":
-        given["response_format"] = {"type": "json_object"}
+        fields["response_format"] = {"type": "json_object"}
     elif isinstance(body.format, dict):
         schema = {"name": "format", "schema": body.format}
-        given["response_format"] = {"type": "json_schema", "json_schema": schema}
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
     options = body.options
     if options is not None:
         limit = services.worker.info.max_length
@@ -92,14 +92,14 @@ def _shared(services: Services, body: OllamaBody) -> dict[str, object]:
                 param="options.num_ctx",
             )
         names = "temperature top_k top_p min_p stop presence_penalty frequency_penalty".split()
-        given |= {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+        fields |= {name: getattr(options, name) for name in names if getattr(options, name) is not None}
         if options.seed is not None and options.seed != -1:
-            given["seed"] = options.seed
+            fields["seed"] = options.seed
         if options.repeat_penalty is not None:
-            given["repetition_penalty"] = options.repeat_penalty
+            fields["repetition_penalty"] = options.repeat_penalty
     predict = -1 if options is None or options.num_predict is None else options.num_predict
-    given["max_completion_tokens"] = services.worker.info.max_length if predict < 0 else max(1, predict)
-    return given | _thinking(services, body)
+    fields["max_completion_tokens"] = services.worker.info.max_length if predict < 0 else max(1, predict)
+    return fields | _thinking(services, body)
 
 
 def _thinking(services: Services, body: OllamaBody) -> dict[str, object]:
@@ -139,8 +139,8 @@ def _message(message: OllamaMessage, number: int, open_calls: list[str]) -> dict
             calls.append({"id": name, "type": "function", "function": function})
         plain["tool_calls"] = calls
     if message.role == "tool":
-        known = open_calls.pop(0) if open_calls else f"call_{number}"
-        plain["tool_call_id"] = message.tool_call_id or known
+        expected_id = open_calls.pop(0) if open_calls else f"call_{number}"
+        plain["tool_call_id"] = message.tool_call_id or expected_id
         if message.tool_name:
             plain["name"] = message.tool_name
     return plain

@@ -93,13 +93,13 @@ async def ollama_generate(request: Request) -> Response:
                 return body, CompletionRequest.of(services, translation.chat)
         return body, chat_of_generate(services, body).conversation(services, _new_id())
 
-    body, found = await in_pool(request, prepare)
-    if found is None:
+    body, prepared = await in_pool(request, prepare)
+    if prepared is None:
         return _load_response(body, response="")
-    if isinstance(found, Conversation):
-        return await _answer_chat(request, body, found, is_chat=False)
-    record_logged_fields(found.body, RequestRecord.of(request), found.job.contexts[0])
-    return await _answer(request, body, found.job, is_chat=False)
+    if isinstance(prepared, Conversation):
+        return await _answer_chat(request, body, prepared, is_chat=False)
+    record_logged_fields(prepared.body, RequestRecord.of(request), prepared.job.contexts[0])
+    return await _answer(request, body, prepared.job, is_chat=False)
 
 
 @embedding_router.post(
@@ -122,21 +122,21 @@ async def ollama_embed(request: Request) -> Response:
             "dimensions": body.dimensions,
         },
     )
-    encoded = await encode_inputs(
+    encoded_inputs = await encode_inputs(
         request,
         embeddings_body,
         lambda: vector_inputs(services, embeddings_body, ("dense",), normalize=embeddings_body.normalizes),
     )
 
     def vectors() -> Iterator[Parts]:
-        for response in encoded.responses:
+        for response in encoded_inputs.responses:
             yield iter([encode(numbers(response.embeddings))])
 
     plain = {
         "model": body.model,
         "total_duration": round((time.perf_counter() - record.received) * 1e9),
         "load_duration": 0,
-        "prompt_eval_count": encoded.usage["prompt_tokens"],
+        "prompt_eval_count": encoded_inputs.usage["prompt_tokens"],
     }
     return JsonResponse(await gather(with_members(plain, embeddings=array(vectors())), services.turns))
 

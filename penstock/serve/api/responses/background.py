@@ -119,10 +119,10 @@ class BackgroundRun:
                 await self._run.admitted()
                 builder.with_status("in_progress")
                 async with aclosing(response_events(self._run, builder, services.turns)) as events:
-                    async for encoded in events:
+                    async for encoded_event in events:
                         if self._is_cancelled:
                             break
-                        self._publish(encoded)
+                        self._publish(encoded_event)
             except Exception as error:
                 note_error(services, self._record, error)
                 builder.failed(problem_of(error))

@@ -218,11 +218,11 @@ def _server(servers: ToolServers, entry: McpTool, place: str) -> ToolServer:
     if server is not None:
         return server
     param = f"{place}.{'server_label' if url is None else 'server_url'}"
-    what = repr((entry.server_label if url is None else url)[:200])
-    known = f"send server_label {_joined_names(servers.names)}" if servers.names else "--mcp-server sets some"
+    requested_server = repr((entry.server_label if url is None else url)[:200])
+    hint = f"send server_label {_joined_names(servers.names)}" if servers.names else "--mcp-server sets some"
     raise RequestProblem(
         400,
-        f"{param} is {what}, which is not a tool server in the configuration: {known}",
+        f"{param} is {requested_server}, which is not a tool server in the configuration: {hint}",
         param=param,
         code="unsupported_value",
     )
@@ -236,12 +236,12 @@ def _check_allowed(entry: McpTool, tool_list: ServerTools, place: str) -> None:
         allowed, path = allowed.tool_names, f"{path}.tool_names"
     if tool_list.error is not None:
         return
-    known = [tool.name for tool in tool_list.tools]
+    tool_names = [tool.name for tool in tool_list.tools]
     for name in allowed or ():
-        if name not in known:
+        if name not in tool_names:
             raise RequestProblem(
                 400,
-                f"{path} has {name[:200]!r}, which the server does not have: {_joined_names(known)}",
+                f"{path} has {name[:200]!r}, which the server does not have: {_joined_names(tool_names)}",
                 param=path,
             )
 

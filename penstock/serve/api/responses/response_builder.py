@@ -124,11 +124,11 @@ class ResponseBuilder:
         return new_events
 
     def _events(self, new_events: Iterable[dict[str, object]]) -> bytes:
-        encoded = []
+        encoded_events = []
         for event in new_events:
-            encoded.append(named_event({**event, "sequence_number": self._sequence}))
+            encoded_events.append(named_event({**event, "sequence_number": self._sequence}))
             self._sequence += 1
-        return b"".join(encoded)
+        return b"".join(encoded_events)
 
     def _logprobs(self, scores: Sequence[Score]) -> Sequence[msgspec.Raw]:
         if self._scores is None or not scores:

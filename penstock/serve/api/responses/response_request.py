@@ -68,10 +68,10 @@ class PreparedResponse:
         conversation = _conversation(services, body, translation, new_id("resp"))
         assert isinstance(raw, dict)
         items = [*history, *_input_items(raw["input"])]
-        given = [*earlier, *(body.input if isinstance(body.input, list) else ())]
-        listed = {item.server_label for item in given if item.type == "mcp_list_tools"}
-        listings = [listing for listing in offered.listings if listing.label not in listed]
-        approved = _approved(given, len(earlier), offered)
+        all_items = [*earlier, *(body.input if isinstance(body.input, list) else ())]
+        listed_servers = {item.server_label for item in all_items if item.type == "mcp_list_tools"}
+        listings = [listing for listing in offered.listings if listing.label not in listed_servers]
+        approved = _approved(all_items, len(earlier), offered)
         return cls(body, conversation, items, warnings, translation, offered, listings, approved)
 
     def next_turn(
@@ -227,9 +227,9 @@ def _truncated(
     return fitting
 
 
-def _input_items(given: object) -> list[dict[str, object]]:
+def _input_items(request_input: object) -> list[dict[str, object]]:
     """Return the input of a request as items of ``/v1/responses/{id}/input_items``."""
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    items = [{"role": "user", "content": request_input}] if isinstance(request_input, str) else request_input
     assert isinstance(items, list)
     return [_input_item(item) for item in items]
 

@@ -146,15 +146,15 @@ async def list_input_items(
         if after is not None and after not in names:
             raise RequestProblem(400, f"after is {after[:100]!r}, which is not an input item", param="after")
         start = 0 if after is None else names.index(after) + 1
-        shown = items[start : start + limit]
-        listed = {
+        page_items = items[start : start + limit]
+        page_object = {
             "object": "list",
-            "data": shown,
-            "first_id": shown[0]["id"] if shown else None,
-            "last_id": shown[-1]["id"] if shown else None,
+            "data": page_items,
+            "first_id": page_items[0]["id"] if page_items else None,
+            "last_id": page_items[-1]["id"] if page_items else None,
             "has_more": start + limit < len(items),
         }
-        return msgspec.json.encode(listed)
+        return msgspec.json.encode(page_object)
 
     return _json(await asyncio.get_running_loop().run_in_executor(services.pool, page))
 
@@ -190,19 +190,19 @@ async def _previous(state: ResponseState, owner: str, name: str) -> StoredRespon
     return stored
 
 
-async def _with_references(state: ResponseState, owner: str, given: list[object]) -> list[object]:
+async def _with_references(state: ResponseState, owner: str, input_items: list[object]) -> list[object]:
     items = []
-    for index, item in enumerate(given):
+    for index, item in enumerate(input_items):
         if isinstance(item, dict) and item.get("type") == "item_reference":
-            found = await state.store.item(owner, str(item.get("id")))
-            if found is None:
+            stored_item = await state.store.item(owner, str(item.get("id")))
+            if stored_item is None:
                 raise RequestProblem(
                     400,
                     f"input[{index}] refers to an item that no stored response has: send the item",
                     param=f"input[{index}].id",
                     code="item_not_found",
                 )
-            item = found
+            item = stored_item
         items.append(item)
     return items
 

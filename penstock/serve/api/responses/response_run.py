@@ -216,10 +216,10 @@ class ResponseRun:
             if self._is_cancelled or self.finish_reason == "length" or not calls:
                 return
             self._messages.append(turn.message)
-            own = [(call, tool) for call, tool in calls if not tool.needs_approval]
-            async for item in self._call([(call, tool, call.arguments) for call, tool in own]):
+            server_calls = [(call, tool) for call, tool in calls if not tool.needs_approval]
+            async for item in self._call([(call, tool, call.arguments) for call, tool in server_calls]):
                 yield item
-            if len(own) < len(turn.calls):
+            if len(server_calls) < len(turn.calls):
                 return  # the client must run a function or approve a call
             if self._is_cancelled or not await self._start_next():
                 return
@@ -246,13 +246,13 @@ class ResponseRun:
             self._tasks[asyncio.ensure_future(self._make(tool, arguments))] = call.id
         ping = self._services.config.stream_ping
         while self._tasks:
-            waiting = asyncio.wait(self._tasks, timeout=ping, return_when=asyncio.FIRST_COMPLETED)
-            done, _ = await self._limits.within(waiting)
+            next_result = asyncio.wait(self._tasks, timeout=ping, return_when=asyncio.FIRST_COMPLETED)
+            finished_tasks, _ = await self._limits.within(next_result)
             if self._is_cancelled:
                 return
-            if not done:
+            if not finished_tasks:
                 yield None
-            for task in done:
+            for task in finished_tasks:
                 call_id = self._tasks.pop(task)
                 outputs[call_id] = task.result()
                 yield 0, ToolDelta.of(ToolOutcome(call_id, outputs[call_id]))

@@ -90,12 +90,12 @@ def tool_choice(body: ResponsesBody, offered: OfferedTools) -> dict[str, object]
         case "function" | "custom":
             if choice.name is None:
                 raise missing_field("tool_choice.name")
-            return {"tool_choice": _named(choice.name)}
+            return {"tool_choice": _function_choice(choice.name)}
         case "mcp":
             names = _server_functions(offered, choice.server_label, choice.name, "tool_choice")
             if choice.name is not None:
-                return {"tool_choice": _named(names[0])}
-            allowed = {"mode": "required", "tools": [_named(name) for name in names]}
+                return {"tool_choice": _function_choice(names[0])}
+            allowed = {"mode": "required", "tools": [_function_choice(name) for name in names]}
             return {"tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}
         case "allowed_tools":
             return {"tool_choice": {"type": "allowed_tools", "allowed_tools": _allowed(choice, offered)}}
@@ -110,13 +110,15 @@ def _server_functions(offered: OfferedTools, label: object, tool: object, place:
     if tool is not None:
         names = [name for name in names if offered.functions[name].tool.name == tool]
     if not names:
-        what = f"the tool {str(tool)[:100]!r} of {label[:100]!r}" if tool is not None else repr(label[:100])
+        requested_tool = (
+            f"the tool {str(tool)[:100]!r} of {label[:100]!r}" if tool is not None else repr(label[:100])
+        )
         param = f"{place}.{'server_label' if tool is None else 'name'}"
-        raise RequestProblem(400, f"{param}: the request offers no tool of {what}", param=param)
+        raise RequestProblem(400, f"{param}: the request offers no tool of {requested_tool}", param=param)
     return names
 
 
-def _named(name: str) -> dict[str, object]:
+def _function_choice(name: str) -> dict[str, object]:
     return {"type": "function", "function": {"name": name}}
 
 
@@ -130,14 +132,16 @@ def _allowed(choice: ToolSelection, offered: OfferedTools) -> dict[str, object]:
         place = f"tool_choice.tools[{index}]"
         if tool.get("type") == MCP:
             label, name = tool.get("server_label"), tool.get("name")
-            allowed += [_named(function) for function in _server_functions(offered, label, name, place)]
+            allowed += [
+                _function_choice(function) for function in _server_functions(offered, label, name, place)
+            ]
             continue
         if tool.get("type") not in ("function", "custom"):
             raise _hosted_choice(f"{place}.type", tool.get("type"))
-        named = tool.get("name")
-        if not isinstance(named, str):
+        name = tool.get("name")
+        if not isinstance(name, str):
             raise missing_field(f"{place}.name")
-        allowed.append(_named(named))
+        allowed.append(_function_choice(name))
     return {"mode": choice.mode, "tools": allowed}
 
 
