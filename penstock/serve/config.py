@@ -271,8 +271,8 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        servers = {one.partition("=")[0] for one in self.mcp_server}
-        for name in (one.partition("=")[0] for one in self.mcp_token):
+        servers = {argument.partition("=")[0] for argument in self.mcp_server}
+        for name in (argument.partition("=")[0] for argument in self.mcp_token):
             if name not in servers:
                 raise ConfigError("mcp_token", f"names {name[:64]!r}, which is not a name of --mcp-server")
 

@@ -108,9 +108,9 @@ class Detokenizer:
             start, self.stop_match = match
             self._held = ""
             return text[: start + len(self.stop_match) * self._keeps_stop]
-        split = len(text) - _open_suffix(text, self._stops)
-        self._held = text[split:]
-        return text[:split]
+        release_length = len(text) - _open_suffix(text, self._stops)
+        self._held = text[release_length:]
+        return text[:release_length]
 
     def _stop_in_byte_run(self) -> str:
         """Return the text up to a stop string that the byte tokens at the end complete, else "".

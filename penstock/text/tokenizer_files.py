@@ -152,8 +152,8 @@ def _quiet(library: str) -> Iterator[None]:
 
 
 def _named_tokens(settings: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    extra = settings.get("extra_special_tokens")
-    extra_tokens = extra.items() if isinstance(extra, dict) else ()
+    extra_special_tokens = settings.get("extra_special_tokens")
+    extra_tokens = extra_special_tokens.items() if isinstance(extra_special_tokens, dict) else ()
     for name, token in [*((name, settings.get(name)) for name in _NAMED_TOKENS), *extra_tokens]:
         text = token.get("content") if isinstance(token, dict) else token
         if isinstance(text, str):

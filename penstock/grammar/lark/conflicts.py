@@ -321,9 +321,9 @@ class _Nfa:
         self._empty_edges[start].append(states[""])
         chars = {char for word in words for char in word}
         for head, state in states.items():
-            others = self._classes.everything
+            other_characters = self._classes.everything
             for char in chars:
-                others &= ~self._classes.point(char)
+                other_characters &= ~self._classes.point(char)
                 text = head + char
                 if isinstance(node, TextUntil) and text.endswith(node.end):
                     if _ends_with_any(text, list(node.excludes)):
@@ -332,8 +332,8 @@ class _Nfa:
                 elif not _ends_with_any(text, words):
                     target = next(text[at:] for at in range(len(text) + 1) if text[at:] in states)
                     self.edges[state].append((self._classes.point(char), states[target]))
-            if others:
-                self.edges[state].append((others, states[""]))
+            if other_characters:
+                self.edges[state].append((other_characters, states[""]))
             if isinstance(node, FreeText):
                 self._empty_edges[state].append(end)
         return end

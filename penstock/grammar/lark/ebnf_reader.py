@@ -143,10 +143,10 @@ class _Reader:
             if self._text[self._at + 1 : self._at + 2] == "=":
                 raise UnsupportedFeatureError("a lookahead (= ...) in an ebnf grammar", "omit it")
             self._at += 1
-            inner = self._alternatives(depth + 1, uses)
+            group = self._alternatives(depth + 1, uses)
             if not self._take(")"):
                 self._fail("a group is not closed")
-            return inner
+            return group
         name = _NAME.match(self._text, self._at)
         if name is None:
             self._fail(f"unexpected {char!r}")

@@ -73,17 +73,17 @@ def divide(
     regular = _LexemeLimits(rules)
     if regular.is_lexeme(Ref(root), max_only_size):
         return Division({"start": Ref("lexeme_0")}, {"lexeme_0": rules[root]}, rules, "start")
-    split: dict[Node, list[Node]] = {}
+    split_nodes: dict[Node, list[Node]] = {}
     total = 0
     while total <= MAX_WORK:
-        division = _Divider(rules, regular, split).divide(root)
+        division = _Divider(rules, regular, split_nodes).divide(root)
         conflicts, work = find_conflicts(division.rules, division.lexemes, rules, division.root, check_time)
         total += work
         if not conflicts and work <= MAX_WORK:
             return division
         for name, other in conflicts.items():
             node = division.lexemes[name]
-            split[node] = _split_lexeme(node, division.lexemes[other])
+            split_nodes[node] = _split_lexeme(node, division.lexemes[other])
     # Lexemes of one character have no conflicts: after one of them ends, no other can continue.
     regular.max_size = 1
     return _Divider(rules, regular, {}).divide(root)
@@ -151,10 +151,10 @@ def _own_size(node: Node) -> int:
 
 
 class _Divider:
-    def __init__(self, rules: Rules, regular: _LexemeLimits, split: dict[Node, list[Node]]) -> None:
+    def __init__(self, rules: Rules, regular: _LexemeLimits, split_nodes: dict[Node, list[Node]]) -> None:
         self._rules = rules
         self._regular = regular
-        self._split = split
+        self._split_nodes = split_nodes
         self._names: dict[Node, str] = {}
         self._divided_rules: Rules = {}
         self._pending: list[str] = []
@@ -172,30 +172,30 @@ class _Divider:
         """Return the node with lexemes in place of its regular parts, as few and as long as possible."""
         if node == EMPTY:
             return node
-        if self._regular.is_lexeme(node) and node not in self._split:
+        if self._regular.is_lexeme(node) and node not in self._split_nodes:
             return self._lexeme(node)
         if isinstance(node, Seq):
-            return sequence(map(self._rule, self._split.get(node) or self._joined_parts(node.parts)))
+            return sequence(map(self._rule, self._split_nodes.get(node) or self._joined_parts(node.parts)))
         if isinstance(node, Alt):
-            if node in self._split:
+            if node in self._split_nodes:
                 return choice(map(self._rule, node.options))
             regular = [option for option in node.options if self._regular.is_lexeme(option)]
             regular_choice = choice(regular) if regular else None
             if (
                 regular_choice is None
-                or regular_choice in self._split
+                or regular_choice in self._split_nodes
                 or not self._regular.is_lexeme(regular_choice)
             ):
                 return choice(map(self._rule, node.options))
-            others = [option for option in node.options if not self._regular.is_lexeme(option)]
-            return choice([self._lexeme(regular_choice), *map(self._rule, others)])
+            context_free_options = [option for option in node.options if not self._regular.is_lexeme(option)]
+            return choice([self._lexeme(regular_choice), *map(self._rule, context_free_options)])
         if isinstance(node, Repeat):
             return self._repeat_rule(node)
         if isinstance(node, Ref):
             self._pending.append(node.name)
             return Ref(f"rule_{node.name}")
         if isinstance(node, Text):
-            parts = self._split.get(node) or [Text(char) for char in node.text]
+            parts = self._split_nodes.get(node) or [Text(char) for char in node.text]
             return sequence(self._rule(part) for part in parts)
         if node == FreeText():
             return Repeat(self._lexeme(Chars(ANY_CHARACTER)), 0, None)
@@ -211,17 +211,17 @@ class _Divider:
         """
         options = node.part.options if isinstance(node.part, Alt) else (node.part,)
         regular = [option for option in options if self._regular.is_lexeme(option)]
-        others = [option for option in options if option not in regular]
+        context_free_options = [option for option in options if option not in regular]
         if (
             not regular
-            or not others
+            or not context_free_options
             or node.max_count is not None
             or node.min_count > 1
             or self._regular.max_size == 1
         ):
             return Repeat(self._rule(node.part), node.min_count, node.max_count)
         regular_run = repeated(choice(regular), 0, None)
-        part = self._rule(sequence([choice(others), regular_run]))
+        part = self._rule(sequence([choice(context_free_options), regular_run]))
         loop = sequence([self._rule(regular_run), repeated(part, node.min_count, None)])
         return loop if node.min_count == 0 else choice([loop, self._rule(repeated(choice(regular), 1, None))])
 

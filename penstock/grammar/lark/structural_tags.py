@@ -229,14 +229,14 @@ class _Reader:
 
 
 def _text_until(
-    wanted: tuple[str, ...], triggers: tuple[str, ...], ends: tuple[str, ...], excludes: tuple[str, ...]
+    end_texts: tuple[str, ...], triggers: tuple[str, ...], ends: tuple[str, ...], excludes: tuple[str, ...]
 ) -> Node:
-    """Return the node of free text up to the first trigger or end, which must be one of ``wanted``."""
+    """Return the node of free text up to the first trigger or end, which must be one of ``end_texts``."""
     if "" in ends:
         raise InputError("free text in a tag of a structural_tag needs an end that is not empty")
     words = {*triggers, *ends}
     forbidden = tuple(word for word in excludes if word not in words)
-    return choice(TextUntil(word, tuple(sorted(words - {word})), forbidden) for word in wanted)
+    return choice(TextUntil(word, tuple(sorted(words - {word})), forbidden) for word in end_texts)
 
 
 def _kind(part: object) -> str:

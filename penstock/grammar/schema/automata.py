@@ -67,18 +67,18 @@ class Bound:
 
 
 def intersection(
-    wanted: Sequence[regex.RegexNode],
+    required: Sequence[regex.RegexNode],
     excluded: Sequence[regex.RegexNode],
     bound: Bound,
 ) -> Automaton | None:
-    """Return the minimal automaton of texts that match all of ``wanted`` and none of ``excluded``.
+    """Return the minimal automaton of texts that match all of ``required`` and none of ``excluded``.
 
     Returns None if there is no such text.
 
     Raises:
         TooLargeError: the automaton has more than `MAX_STATES` states.
     """
-    product = _Product(wanted, excluded, bound)
+    product = _Product(required, excluded, bound)
     start = product.start
     numbers = {start: 0}
     states = [start]
@@ -240,10 +240,10 @@ class _Product:
     """The product automaton of several expressions and a character count."""
 
     def __init__(
-        self, wanted: Sequence[regex.RegexNode], excluded: Sequence[regex.RegexNode], bound: Bound
+        self, required: Sequence[regex.RegexNode], excluded: Sequence[regex.RegexNode], bound: Bound
     ) -> None:
-        self._expressions = [_Positions(tree) for tree in (*wanted, *excluded)]
-        self._wanted = self._expressions[: len(wanted)]
+        self._expressions = [_Positions(tree) for tree in (*required, *excluded)]
+        self._required = self._expressions[: len(required)]
         self._bound = bound
         self.start = self._normalized(tuple(expression.start for expression in self._expressions), 0)
 
@@ -256,8 +256,8 @@ class _Product:
             expression.can_end(positions)
             for expression, positions in zip(self._expressions, sets, strict=True)
         ]
-        num_wanted = len(self._wanted)
-        return all(ends[:num_wanted]) and not any(ends[num_wanted:])
+        num_required = len(self._required)
+        return all(ends[:num_required]) and not any(ends[num_required:])
 
     def steps(self, state: _State) -> Iterator[tuple[Ranges, _State]]:
         """Yield (characters, next state)."""
@@ -267,7 +267,7 @@ class _Product:
         rows = [
             expression.row(positions) for expression, positions in zip(self._expressions, sets, strict=True)
         ]
-        for low, high, target in _merged_rows(rows, len(self._wanted)):
+        for low, high, target in _merged_rows(rows, len(self._required)):
             if self._is_short(target, count + 1):
                 yield ((low, high),), self._normalized(target, count + 1 if count >= 0 else -1)
 
@@ -278,7 +278,7 @@ class _Product:
         remaining = self._bound.max_count - count
         return all(
             expression.shortest(positions) <= remaining
-            for expression, positions in zip(self._wanted, sets, strict=False)
+            for expression, positions in zip(self._required, sets, strict=False)
         )
 
     def _normalized(self, sets: tuple[frozenset[int], ...], count: int) -> _State:
@@ -287,7 +287,7 @@ class _Product:
         if count >= 0 and max_count is not None:
             longest = [
                 expression.longest(positions)
-                for expression, positions in zip(self._wanted, sets, strict=False)
+                for expression, positions in zip(self._required, sets, strict=False)
             ]
             is_safe = any(high is not None and count + high <= max_count for high in longest)
         else:
@@ -298,14 +298,17 @@ class _Product:
 
 
 def _merged_rows(
-    rows: Sequence[_Row], num_wanted: int
+    rows: Sequence[_Row], num_required: int
 ) -> Iterator[tuple[int, int, tuple[frozenset[int], ...]]]:
-    """Yield (first, last character that all wanted expressions accept, next positions of all expressions)."""
+    """Yield the character ranges that all required expressions accept.
+
+    Each element is (first character, last character, next positions of all expressions).
+    """
     events: list[tuple[int, int, frozenset[int]]] = []
     for index, row in enumerate(rows):
         for low, high, target in row:
             events += [(low, index, target), (high + 1, index, frozenset())]
-    if num_wanted == 0:
+    if num_required == 0:
         events += [(border, -1, frozenset()) for border in (0, 0xD800, 0xE000, 0x110000)]
     targets = [frozenset[int]()] * len(rows)
     start = 0
@@ -313,7 +316,7 @@ def _merged_rows(
     events.sort(key=lambda event: (event[0], bool(event[2])))
     for border, group in itertools.groupby(events, key=lambda event: event[0]):
         is_character = start < border <= 0x110000 and start != 0xD800
-        if is_character and all(targets[:num_wanted]):
+        if is_character and all(targets[:num_required]):
             yield start, border - 1, tuple(targets)
         for _, index, target in group:
             if index >= 0:

@@ -172,18 +172,20 @@ def _uri(iri_characters: str, query_characters: str, *, is_reference: bool, is_s
         is_reference: whether relative references match too.
         is_simple: whether hosts that are IP addresses in brackets are excluded.
     """
-    plain = f"{_UNRESERVED}{_SUB_DELIMS}{iri_characters}"
+    unescaped = f"{_UNRESERVED}{_SUB_DELIMS}{iri_characters}"
     host_bracket = f"\\[(?:{_IPV6}|[Vv][0-9A-Fa-f]+\\.[{_UNRESERVED}{_SUB_DELIMS}:-]+)\\]"
-    host = _any_number(plain) if is_simple else f"(?:{host_bracket}|{_any_number(plain)})"
-    authority = f"(?:{_any_number(plain + ':')}@)?{host}(?::[0-9]*)?"
-    path = _any_number(f"{plain}:@/")
-    first_character = f"(?:[{plain}:@-]|{_ESCAPED})"
+    host = _any_number(unescaped) if is_simple else f"(?:{host_bracket}|{_any_number(unescaped)})"
+    authority = f"(?:{_any_number(unescaped + ':')}@)?{host}(?::[0-9]*)?"
+    path = _any_number(f"{unescaped}:@/")
+    first_character = f"(?:[{unescaped}:@-]|{_ESCAPED})"
     absolute_path = f"/(?:/{authority}(?:/{path})?|{first_character}{path})?"
-    tail = f"(?:\\?{_any_number(f'{plain}{query_characters}:@/?')})?(?:#{_any_number(f'{plain}:@/?')})?"
+    tail = (
+        f"(?:\\?{_any_number(f'{unescaped}{query_characters}:@/?')})?(?:#{_any_number(f'{unescaped}:@/?')})?"
+    )
     absolute = f"[A-Za-z][A-Za-z0-9+.-]*:(?:{absolute_path}|{first_character}{path})?"
     if not is_reference:
         return f"{absolute}{tail}"
-    no_scheme = f"(?:[{plain}@-]|{_ESCAPED}){_any_number(f'{plain}@')}(?:/{path})?"
+    no_scheme = f"(?:[{unescaped}@-]|{_ESCAPED}){_any_number(f'{unescaped}@')}(?:/{path})?"
     return f"(?:{absolute}|{absolute_path}|{no_scheme})?{tail}"
 
 

@@ -95,15 +95,15 @@ def intersect_strings(a: StringShape, b: StringShape) -> StringShape:
 
 def _intersect_objects(a: Object, b: Object) -> Object:
     for first, second in ((a, b), (b, a)):
-        if first.names is not None and (second.properties or second.required or second.restricts_others):
+        if first.names is not None and (second.properties or second.required or second.restricts_additional):
             reason = "not together with propertyNames, nor with a second schema of the same object"
             raise UnsupportedSchemaError("patternProperties", first.minimum_at, reason)
     names = [*a.properties, *(name for name in b.properties if name not in a.properties)]
     return Object(
         {name: both(a.property(name), b.property(name)) for name in names},
         a.required | b.required,
-        both(a.others, b.others),
-        a.restricts_others or b.restricts_others,
+        both(a.additional_properties, b.additional_properties),
+        a.restricts_additional or b.restricts_additional,
         a.names or b.names,
         max(a.min_count, b.min_count),
         _min_bound(a.max_count, b.max_count),

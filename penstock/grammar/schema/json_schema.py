@@ -116,8 +116,8 @@ class _Writer:
         space = self._space or NOTHING
         comma = sequence(literal(","), space)
         if isinstance(value, list):
-            inner = f" {comma} ".join(map(self._literal, value))
-            return sequence(literal("["), space, inner, space, literal("]"))
+            elements = f" {comma} ".join(map(self._literal, value))
+            return sequence(literal("["), space, elements, space, literal("]"))
         pairs = [
             sequence(self._scalar_text(name), literal(":"), space, self._literal(member))
             for name, member in value.items()
@@ -197,8 +197,8 @@ class _Writer:
             following = sequence(comma, self._value(shape.prefix[index]), rest)
             rest = following if shape.min_count > index else repeated(following, 0, 1)
         first = self._value(shape.item(0))
-        inner = sequence(first, rest, self._space or NOTHING)
-        content = inner if shape.min_count > 0 else repeated(inner, 0, 1)
+        elements = sequence(first, rest, self._space or NOTHING)
+        content = elements if shape.min_count > 0 else repeated(elements, 0, 1)
         return sequence(literal("["), self._space or NOTHING, content, literal("]"))
 
     def _unique(self, shape: Array, comma: str) -> str | None:
@@ -217,7 +217,9 @@ class _Writer:
             *sorted(shape.required - shape.properties.keys()),
         ]
         other_pair = (
-            None if is_closed(shape) or not self._productive.holds(shape.others) else self._other_pair(shape)
+            None
+            if is_closed(shape) or not self._productive.holds(shape.additional_properties)
+            else self._other_pair(shape)
         )
         is_counted = shape.min_count > len(shape.required) or shape.max_count is not None
         if is_counted and len(names) > _MAX_COUNTED:
@@ -247,4 +249,4 @@ class _Writer:
             name = sequence(
                 literal('"'), self._strings.new_name(sorted({*shape.properties, *shape.required}))
             )
-        return self._pair(name, shape.others)
+        return self._pair(name, shape.additional_properties)

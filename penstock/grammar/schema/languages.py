@@ -37,14 +37,14 @@ def language_of(text: StringShape) -> Language | None:
     Raises:
         UnsupportedSchemaError: the automaton is too large, even with these exclusions.
     """
-    wanted = [condition.tree for condition in text.conditions if not condition.is_negated]
-    excluded = [condition.tree for condition in text.conditions if condition.is_negated]
+    required_trees = [condition.tree for condition in text.conditions if not condition.is_negated]
+    excluded_trees = [condition.tree for condition in text.conditions if condition.is_negated]
     bound = Bound(text.min_count, text.max_count)
-    if len(wanted) == 1 and not excluded:
-        simple = _with_length(wanted[0], bound)
+    if len(required_trees) == 1 and not excluded_trees:
+        simple = _with_length(required_trees[0], bound)
         if simple is not None:
             return simple
-    for tree in wanted:
+    for tree in required_trees:
         low, high = regex.lengths(tree)
         if (bound.max_count is not None and low > bound.max_count) or (
             high is not None and high < bound.min_count
@@ -53,11 +53,11 @@ def language_of(text: StringShape) -> Language | None:
     if bound.max_count is not None and bound.min_count > bound.max_count:
         return None
     try:
-        return intersection(wanted, excluded, bound)
+        return intersection(required_trees, excluded_trees, bound)
     except TooLargeError:
         pass
-    narrowed = _narrowed(text, wanted, excluded)
-    if narrowed is None:
+    reduced_language = _reduced_language(text, required_trees, excluded_trees)
+    if reduced_language is None:
         condition = text.conditions[-1]
         raise UnsupportedSchemaError(
             condition.keyword,
@@ -65,16 +65,16 @@ def language_of(text: StringShape) -> Language | None:
             "its grammar is too large together with the other bounds, patterns and formats of the string: "
             "use shorter lengths or a single pattern",
         )
-    return narrowed
+    return reduced_language
 
 
-def _narrowed(
-    text: StringShape, wanted: list[regex.RegexNode], excluded: list[regex.RegexNode]
+def _reduced_language(
+    text: StringShape, required_trees: list[regex.RegexNode], excluded_trees: list[regex.RegexNode]
 ) -> Language | None:
     """Return a subset of the strings of a shape; None if its automaton is also too large."""
     expression = None
-    if len(wanted) == 1 and not excluded and text.max_count is not None:
-        expression = shortened(wanted[0], text.max_count)
+    if len(required_trees) == 1 and not excluded_trees and text.max_count is not None:
+        expression = shortened(required_trees[0], text.max_count)
         if regex.lengths(expression)[0] < text.min_count:
             expression = None
     for max_count in dict.fromkeys((text.max_count, _SIMPLE_LENGTH)):
@@ -85,7 +85,7 @@ def _narrowed(
                 if not condition.is_negated
             ]
             try:
-                automaton = intersection(trees, excluded, Bound(text.min_count))
+                automaton = intersection(trees, excluded_trees, Bound(text.min_count))
             except TooLargeError:
                 continue
             if automaton is None:

@@ -23,8 +23,8 @@ from penstock.grammar.schema.shapes import (
 )
 
 
-def exactly_one(schemas: Schemas, node: SchemaNode, found: Sequence[Shape]) -> list[Shape]:
-    """Return the values of ``found`` that match exactly one branch, as a union of shapes.
+def exactly_one(schemas: Schemas, node: SchemaNode, shapes: Sequence[Shape]) -> list[Shape]:
+    """Return the values of ``shapes`` that match exactly one branch, as a union of shapes.
 
     Literals and shapes that two branches have in common are removed from both. If object shapes of two
     branches may overlap, each gets the additional condition that a property that the other requires is
@@ -34,7 +34,7 @@ def exactly_one(schemas: Schemas, node: SchemaNode, found: Sequence[Shape]) -> l
         UnsupportedSchemaError: two branches may overlap in any other way.
     """
     options = [
-        intersect_all(schemas, found, schemas.shapes((branch,)), node)
+        intersect_all(schemas, shapes, schemas.shapes((branch,)), node)
         for branch in branches_of(node, "oneOf")
     ]
     num_branches = Counter(

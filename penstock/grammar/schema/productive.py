@@ -148,11 +148,12 @@ def _optional_properties(shape: Shape) -> tuple[list[Conjunction], int]:
     optional_conjunctions = [
         conjunction for name, conjunction in shape.properties.items() if name not in shape.required
     ]
-    others = [] if is_closed(shape) else [shape.others]
+    additional_properties = [] if is_closed(shape) else [shape.additional_properties]
     # `_Writer._object` refuses schemas that need more than one property without a name in the schema.
-    return [*optional_conjunctions, *others * (shape.min_count - len(shape.required))], shape.min_count - len(
-        shape.required
-    )
+    return [
+        *optional_conjunctions,
+        *additional_properties * (shape.min_count - len(shape.required)),
+    ], shape.min_count - len(shape.required)
 
 
 def is_possible(shape: Shape) -> bool:

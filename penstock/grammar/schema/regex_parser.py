@@ -81,8 +81,8 @@ def parse_pattern(pattern: str) -> tuple[RegexNode, list[tuple[RegexNode, bool]]
         while parser.rest.startswith(("(?=", "(?!")):
             is_negated = parser.rest[2] == "!"
             parser.skip(3)
-            inner = parser.lookahead(is_wide=is_negated)
-            tree = _anchored(inner, pattern, starts=True, ends=False, is_wide=is_negated)
+            group = parser.lookahead(is_wide=is_negated)
+            tree = _anchored(group, pattern, starts=True, ends=False, is_wide=is_negated)
             lookaheads.append((tree, is_negated))
     if not lookaheads:
         return parse_regex(pattern, search=True), []
@@ -157,11 +157,11 @@ class _Parser:
     def lookahead(self, *, is_wide: bool) -> RegexNode:
         """Parse the content of a lookahead up to its closing parenthesis."""
         self._is_wide = is_wide
-        inner = self.alternatives(1)
+        group = self.alternatives(1)
         self._is_wide = False
         if not self._take(")"):
             raise self.error("a group without its )")
-        return inner
+        return group
 
     def alternatives(self, depth: int) -> RegexNode:
         if depth > _MAX_DEPTH:
@@ -214,10 +214,10 @@ class _Parser:
             if self._take("?"):
                 if not self._take(":"):
                     raise self.error("a group that begins with (?, of which only (?: is supported")
-            inner = self.alternatives(depth + 1)
+            group = self.alternatives(depth + 1)
             if not self._take(")"):
                 raise self.error("a group without its )")
-            return RegexSeq((inner,))
+            return RegexSeq((group,))
         if char == "[":
             return self._class()
         if char == ".":

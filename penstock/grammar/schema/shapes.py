@@ -102,16 +102,16 @@ class Object:
 
     properties: dict[str, Conjunction] = field(default_factory=dict)
     required: frozenset[str] = frozenset()
-    others: Conjunction = ANYTHING
-    restricts_others: bool = False  # whether a schema constrains other properties
-    names: StringShape | None = None  # restricts the names of the other properties
+    additional_properties: Conjunction = ANYTHING
+    restricts_additional: bool = False  # whether the schema constrains additional properties
+    names: StringShape | None = None  # restricts the names of additional properties
     min_count: int = 0
     max_count: int | None = None
     minimum_at: str = "#"
 
     def property(self, name: str) -> Conjunction:
         """Return the conjunction that a property must satisfy."""
-        return self.properties.get(name, self.others)
+        return self.properties.get(name, self.additional_properties)
 
 
 Shape: TypeAlias = Literal | Numeric | StringShape | Array | Object
@@ -134,8 +134,10 @@ def is_closed(shape: Object) -> bool:
 
     The schema excludes them, or it names properties and does not mention others.
     """
-    if shape.restricts_others:
-        return shape.others != ANYTHING and any(node.schema is False for node in shape.others)
+    if shape.restricts_additional:
+        return shape.additional_properties != ANYTHING and any(
+            node.schema is False for node in shape.additional_properties
+        )
     return bool(shape.properties or shape.required)
 
 

@@ -79,8 +79,8 @@ class StringWriter:
             loop = NOTHING
             for ranges, target in row:
                 if target == state:  # a repeated class has the cheapest masks
-                    plain, escape = self._spelling(ranges)
-                    loop = f"{plain}*" if plain else NOTHING
+                    unescaped, escape = self._spelling(ranges)
+                    loop = f"{unescaped}*" if unescaped else NOTHING
                     if escape:
                         loop = sequence(loop, f"({sequence(escape, loop)})*")
                     continue
@@ -114,7 +114,7 @@ class StringWriter:
         return self._repeated(self._spelling(ranges), min_count, max_count, NOTHING)
 
     def _spelling(self, ranges: Ranges) -> _Spelling:
-        plain = [
+        unescaped = [
             common
             for common in ((max(a, c), min(b, d)) for a, b in ranges for c, d in self._plain)
             if common[0] <= common[1]
@@ -130,7 +130,7 @@ class StringWriter:
             if any(low <= point <= high for low, high in ranges)
         ]
         escape = self._rules.add("short_escape", choice(escapes)) if escapes else None
-        return char_class(plain) if plain else None, escape
+        return char_class(unescaped) if unescaped else None, escape
 
     def _repeated(self, spelling: _Spelling, min_count: int, max_count: int | None, end: str) -> str:
         """Return the expression of ``min_count`` to ``max_count`` characters, followed by ``end``.
@@ -139,22 +139,22 @@ class StringWriter:
         rule one by one, which makes a mask a thousand times slower. Therefore a class is repeated inside its
         rule, a count has one rule per character, and the end is part of the last rule.
         """
-        plain, escape = spelling
-        if plain is None or escape is None:
-            single = plain or escape
+        unescaped, escape = spelling
+        if unescaped is None or escape is None:
+            single = unescaped or escape
             assert single is not None
             if max_count is None or end == NOTHING:
                 return sequence(repeated(single, min_count, max_count), end)
             spellings = [single]
         else:
             if (min_count, max_count) == (1, 1) and end == NOTHING:
-                return choice([plain, escape])
-            spellings = [plain, escape]
+                return choice([unescaped, escape])
+            spellings = [unescaped, escape]
         if max_count is None:
             if min_count:
                 rest = self._repeated(spelling, 0, None, end)
                 return self._repeated(spelling, min_count, min_count, self._rules.add("rest", rest))
-            return sequence(f"{plain}*", f"({escape} {plain}*)*", end)
+            return sequence(f"{unescaped}*", f"({escape} {unescaped}*)*", end)
         if max_count > _MAX_COUNTED_CHARACTERS:
             # Without escapes, which would make every mask slow.
             return sequence(repeated(spellings[0], min_count, max_count), end)

@@ -138,13 +138,24 @@ def _object(schemas: Schemas, node: SchemaNode) -> Object:
     }
     required = frozenset(strings_of(node, "required", schema.get("required", [])))
     min_count, max_count = counts_of(node, "minProperties", "maxProperties")
-    others, restricts_others, names = ANYTHING, False, None
+    additional_schemas, restricts_additional, name_schema = ANYTHING, False, None
     if "additionalProperties" in schema:
-        others = (SchemaNode(schema["additionalProperties"], f"{node.where}/additionalProperties"),)
-        restricts_others = True
+        additional_schemas = (
+            SchemaNode(schema["additionalProperties"], f"{node.where}/additionalProperties"),
+        )
+        restricts_additional = True
     elif _closes(node, "unevaluatedProperties"):
-        others, restricts_others = NEVER, True
-    result = Object(properties, required, others, restricts_others, names, min_count, max_count, node.where)
+        additional_schemas, restricts_additional = NEVER, True
+    result = Object(
+        properties,
+        required,
+        additional_schemas,
+        restricts_additional,
+        name_schema,
+        min_count,
+        max_count,
+        node.where,
+    )
     result = _with_patterns(schemas, node, result)
     return _with_names(schemas, node, result)
 
@@ -172,18 +183,27 @@ def _with_patterns(schemas: Schemas, node: SchemaNode, result: Object) -> Object
     if len(patterns) > 1:
         raise unsupported("with more than one pattern, as a name may match several")
     ((pattern, pattern_schema),) = patterns.items()
-    if result.restricts_others and schemas.shapes(result.others):
+    if result.restricts_additional and schemas.shapes(result.additional_properties):
         raise unsupported("only where additionalProperties is false or absent")
     names = _text(SchemaNode({"pattern": pattern}, f"{node.where}/patternProperties"))
     for name in {*result.properties, *result.required}:
         if has_shape(schemas, names, name):
             raise unsupported(f"the property {name!r} matches the pattern {pattern!r} too")
-    others = (SchemaNode(pattern_schema, f"{node.where}/patternProperties/{escaped(pattern)}"),)
+    additional_properties = (
+        SchemaNode(pattern_schema, f"{node.where}/patternProperties/{escaped(pattern)}"),
+    )
     properties = result.properties
-    if not result.restricts_others:  # other names remain allowed, so required names become named properties
+    if not result.restricts_additional:
+        # Names that do not match the pattern stay allowed, so required names become named properties.
         unnamed = sorted(result.required - properties.keys())
         properties = properties | dict.fromkeys(unnamed, ANYTHING)
-    return replace(result, properties=properties, others=others, restricts_others=True, names=names)
+    return replace(
+        result,
+        properties=properties,
+        additional_properties=additional_properties,
+        restricts_additional=True,
+        names=names,
+    )
 
 
 def _with_names(schemas: Schemas, node: SchemaNode, result: Object) -> Object:
@@ -205,12 +225,12 @@ def _with_names(schemas: Schemas, node: SchemaNode, result: Object) -> Object:
         allowed_names = [
             shape.value for shape in allowed if isinstance(shape, Literal) and isinstance(shape.value, str)
         ]
-        properties |= {name: properties.get(name, result.others) for name in allowed_names}
-        return replace(result, properties=properties, others=NEVER, restricts_others=True)
-    if result.restricts_others and not schemas.shapes(result.others):
+        properties |= {name: properties.get(name, result.additional_properties) for name in allowed_names}
+        return replace(result, properties=properties, additional_properties=NEVER, restricts_additional=True)
+    if result.restricts_additional and not schemas.shapes(result.additional_properties):
         return replace(result, properties=properties)
     if len(allowed) > 1 or result.properties or result.required:
         reason = "only without properties and required, or with names listed by enum"
         raise UnsupportedSchemaError("propertyNames", node.where, reason)
     assert isinstance(allowed[0], StringShape)
-    return replace(result, restricts_others=True, names=allowed[0])
+    return replace(result, restricts_additional=True, names=allowed[0])

@@ -151,9 +151,9 @@ class _AnyOrder:
         """Return the expression of all items; None if there can be no array."""
         return self._after(0, frozenset())
 
-    def _after(self, count: int, used: frozenset[Hashable]) -> str | None:
-        """Return the expression after ``count`` items with the values ``used``."""
-        key = (count, used)
+    def _after(self, count: int, used_values: frozenset[Hashable]) -> str | None:
+        """Return the expression after ``count`` items with the values ``used_values``."""
+        key = (count, used_values)
         if key not in self._rules_by_state:
             if len(self._rules_by_state) > 2 * MAX_SUBSETS:
                 reason = f"with prefixItems, only up to {2 * MAX_SUBSETS} sets of items"
@@ -164,7 +164,10 @@ class _AnyOrder:
                 values = self._prefix[count] if count < len(self._prefix) else self._rest
                 for value in values:
                     name = identity(value)
-                    if name not in used and (rest := self._after(count + 1, used | {name})) is not None:
+                    if (
+                        name not in used_values
+                        and (rest := self._after(count + 1, used_values | {name})) is not None
+                    ):
                         options.append(sequence(self._writer.item(value, count == 0), rest))
             self._rules_by_state[key] = self._writer.add(options)
         return self._rules_by_state[key]

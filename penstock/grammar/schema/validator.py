@@ -193,10 +193,10 @@ class Validator:
                 parts.append(_nested(node, where, pattern_schema))
         if not parts:
             is_given = "additionalProperties" in schema
-            others = (
+            additional_schema = (
                 schema["additionalProperties"] if is_given else _allows_others(node, "unevaluatedProperties")
             )
-            parts.append(_nested(node, "additionalProperties", others))
+            parts.append(_nested(node, "additionalProperties", additional_schema))
         if "propertyNames" in schema and not self._holds(
             _nested(node, "propertyNames", schema["propertyNames"]), name
         ):

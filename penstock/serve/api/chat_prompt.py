@@ -109,12 +109,14 @@ def template_messages(
     """Return the messages in the form that Hugging Face templates expect: without nulls, with known roles."""
     knows_developer = tokenizer.template_mentions("developer")
     as_objects = tokenizer.template_takes_argument_objects
-    plain = [_message(message, knows_developer, as_objects, tokenizer.reads_images) for message in messages]
+    converted_messages = [
+        _message(message, knows_developer, as_objects, tokenizer.reads_images) for message in messages
+    ]
     if tokenizer.template_mentions("thinking") and not tokenizer.template_mentions("reasoning_content"):
-        for message in plain:  # gpt-oss calls the field "thinking"
+        for message in converted_messages:  # gpt-oss calls the field "thinking"
             if "reasoning_content" in message:
                 message["thinking"] = message.pop("reasoning_content")
-    return cast("list[TokenGeneratorRequestMessage]", plain)
+    return cast("list[TokenGeneratorRequestMessage]", converted_messages)
 
 
 def template_options(body: ChatLike, tokenizer: TextTokenizer, *, can_reason: bool) -> dict[str, object]:
@@ -182,22 +184,24 @@ def _check_name(name: str, names: Sequence[str], param: str) -> None:
 def _message(
     message: Message, knows_developer: bool, as_objects: bool, reads_images: bool
 ) -> dict[str, object]:
-    plain = {key: value for key, value in message.items() if value is not None and key in _MESSAGE_FIELDS}
-    if plain["role"] == "developer" and not knows_developer:
-        plain["role"] = "system"
+    template_message = {
+        key: value for key, value in message.items() if value is not None and key in _MESSAGE_FIELDS
+    }
+    if template_message["role"] == "developer" and not knows_developer:
+        template_message["role"] = "system"
     if message.get("reasoning") is not None:
-        plain.setdefault("reasoning_content", message["reasoning"])
-    content = plain.get("content")
+        template_message.setdefault("reasoning_content", message["reasoning"])
+    content = template_message.get("content")
     if isinstance(content, list):
-        plain["content"] = [_part(part, reads_images) for part in content] or ""
+        template_message["content"] = [_part(part, reads_images) for part in content] or ""
     elif content is None:
-        plain["content"] = message.get("refusal") or ""
-    calls = plain.get("tool_calls")
+        template_message["content"] = message.get("refusal") or ""
+    calls = template_message.get("tool_calls")
     if isinstance(calls, list) and calls:
-        plain["tool_calls"] = [_call(call, as_objects) for call in calls]
+        template_message["tool_calls"] = [_call(call, as_objects) for call in calls]
     else:
-        plain.pop("tool_calls", None)
-    return plain
+        template_message.pop("tool_calls", None)
+    return template_message
 
 
 _MESSAGE_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")

@@ -26,9 +26,9 @@ class Envelope:
 
     def parts(self, kind: str, members: Mapping[str, Iterable[bytes]], **more: object) -> Parts:
         """Yield the JSON of an object. `members`, such as its choices, are given as parts of JSON."""
-        plain = self.around(kind, [], **more)
-        del plain["choices"]
-        return with_members(plain, **members)
+        chunk_members = self.around(kind, [], **more)
+        del chunk_members["choices"]
+        return with_members(chunk_members, **members)
 
     def around(self, kind: str, choices: Sequence[object], **more: object) -> dict[str, object]:
         """Return an object of type `kind`."""
@@ -107,8 +107,8 @@ class ChatResponse(OpenAIStream):
         `usage` is the usage including this delta, for streams whose chunks all have a usage. Each chunk
         counts all tokens up to and including its own.
         """
-        before = _without(usage, delta.num_tokens)
-        first = b"" if index in self._begun else self._first(index, before)
+        usage_before = _without(usage, delta.num_tokens)
+        first = b"" if index in self._begun else self._first(index, usage_before)
         text = delta.events[0] if len(delta.events) == 1 else None
         is_plain = self._scores is None and self._prompt_token_ids is None and usage is None
         if is_plain and isinstance(text, Content):  # fast path for the most frequent kind of chunk

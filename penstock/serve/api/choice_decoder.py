@@ -174,7 +174,7 @@ class ChoiceDecoder:
         events = self._parse_each(ids) if self._token_by_token else self._parse_together(ids)
         if self._end_position is not None:
             del ids[self._end_position - self._num_output_tokens :]
-        before = self.num_tokens
+        num_tokens_before = self.num_tokens
         self._num_output_tokens += len(ids)
         if self._end_position is not None or status.is_done:
             events += self._finish(status)
@@ -184,7 +184,7 @@ class ChoiceDecoder:
         if self._has_reasoning and not self._answer_begun:
             self.num_reasoning_tokens = self._num_output_tokens
         scores = self._score(ids, log_probabilities)
-        return ChoiceDelta(events, ids, scores, self.finish_reason, self.num_tokens - before)
+        return ChoiceDelta(events, ids, scores, self.finish_reason, self.num_tokens - num_tokens_before)
 
     def _parse_together(self, ids: Sequence[int]) -> list[Event]:
         events = self._parse(self._text.append(ids))
@@ -235,8 +235,8 @@ class ChoiceDecoder:
         scores = []
         for token_id, rows in zip(token_ids, log_probabilities, strict=False):
             if rows is not None:
-                *before, (logprob, top) = _positions(rows)
-                self.prompt_scores += before
+                *prompt_scores, (logprob, top) = _positions(rows)
+                self.prompt_scores += prompt_scores
                 scores.append(Score(token_id, logprob, top))
         return scores
 

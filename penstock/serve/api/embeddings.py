@@ -76,8 +76,8 @@ async def _list_response(
     services: Services, model: str, encoded_inputs: EncodedInputs, items: Iterator[Parts]
 ) -> Response:
     """Return OpenAI's list object. Encodes long vectors in slices, between which the event loop runs."""
-    plain = {"object": "list", "model": model, "usage": encoded_inputs.usage}
-    return JsonResponse(await gather(with_members(plain, data=array(items)), services.turns))
+    members = {"object": "list", "model": model, "usage": encoded_inputs.usage}
+    return JsonResponse(await gather(with_members(members, data=array(items)), services.turns))
 
 
 def _outputs(response: EmbeddingsResponse, *, as_base64: bool) -> dict[str, Parts]:
@@ -95,8 +95,8 @@ def _outputs(response: EmbeddingsResponse, *, as_base64: bool) -> dict[str, Part
 
 
 def _sparse(sparse: SparseEmbedding, *, as_base64: bool) -> Parts:
-    plain = {"token_ids": numbers(sparse.token_ids)}
-    return with_members(plain, weights=_vector(sparse.weights, as_base64=as_base64))
+    members = {"token_ids": numbers(sparse.token_ids)}
+    return with_members(members, weights=_vector(sparse.weights, as_base64=as_base64))
 
 
 def _vector(vector: npt.NDArray[np.number], *, as_base64: bool) -> Parts:

@@ -228,8 +228,8 @@ class _Merged:
             for index in range(len(self._generations)):
                 self._wait_for(index)
         while self._waiting:
-            done, _ = await asyncio.wait(self._waiting, return_when=asyncio.FIRST_COMPLETED)
-            first = min(done, key=self._waiting.__getitem__)
+            finished_tasks, _ = await asyncio.wait(self._waiting, return_when=asyncio.FIRST_COMPLETED)
+            first = min(finished_tasks, key=self._waiting.__getitem__)
             index = self._waiting.pop(first)
             delta = first.result()
             if delta is not None:

@@ -23,13 +23,13 @@ encode = msgspec.json.Encoder().encode
 Parts = Iterator[bytes]
 
 
-def with_members(plain: Mapping[str, object], **members: Iterable[bytes]) -> Parts:
-    """Yield the JSON of the non-empty object `plain` with further members, which are given in parts.
+def with_members(first_members: Mapping[str, object], **members: Iterable[bytes]) -> Parts:
+    """Yield the JSON of an object: ``first_members``, which are not empty, then further members in parts.
 
     >>> b"".join(with_members({"a": 1}, b=[b"[2,", b"3]"], c=[b"null"]))
     b'{"a":1,"b":[2,3],"c":null}'
     """
-    yield encode(plain)[:-1]
+    yield encode(first_members)[:-1]
     for name, value in members.items():
         yield b",%b:" % encode(name)
         yield from value

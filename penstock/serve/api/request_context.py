@@ -115,8 +115,8 @@ def build_context(tokenizer: TextTokenizer, request: TokenGeneratorRequest, limi
     """
     if limit is None:
         return tokenizer.build_context(request, stops_as_tokens=False)
-    text, encoded = tokenizer.prompt_of(request)
-    tokens: list[int] = encoded.tolist()
+    text, token_ids = tokenizer.prompt_of(request)
+    tokens: list[int] = token_ids.tolist()
     if limit == -1:
         max_new_tokens = request.sampling_params.max_new_tokens
         max_length = len(tokens) if tokenizer.max_length is None else tokenizer.max_length

@@ -42,11 +42,11 @@ def check_roles(
         return
     for index in marks:
         _check_name(str(messages[index]["role"]), index, tokenizer)
-    marked: list[Message] = [
+    marked_messages: list[Message] = [
         {**message, "content": marks.get(index, _as_text(message.get("content")))}
         for index, message in enumerate(messages)
     ]
-    text = tokenizer.render_chat(marked, tools, options)
+    text = tokenizer.render_chat(marked_messages, tools, options)
     for index, mark in marks.items():
         if mark not in text:
             role = messages[index]["role"]

@@ -94,5 +94,5 @@ def _pairs(body: ScoreBody) -> tuple[list[str], list[str]]:
 
 def _name(body: ScoreBody, scoring_input: ScoringInput) -> str:
     """Return the field of an input."""
-    field, given = ("text_1", body.text_1) if scoring_input.kind == "query" else ("text_2", body.text_2)
-    return field if isinstance(given, str) else f"{field}[{scoring_input.index if len(given) > 1 else 0}]"
+    field, texts = ("text_1", body.text_1) if scoring_input.kind == "query" else ("text_2", body.text_2)
+    return field if isinstance(texts, str) else f"{field}[{scoring_input.index if len(texts) > 1 else 0}]"

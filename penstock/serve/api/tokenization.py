@@ -71,8 +71,8 @@ def _tokenize(services: Services, raw: object) -> TokenizeResponse:
         raise RequestProblem(400, "send either prompt or messages", param="prompt")
     if body.prompt is not None:
         for_messages = {"tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
-        if given := sorted(for_messages & {name for name, value in raw.items() if value is not None}):
-            raise RequestProblem(400, f"{given[0]} needs messages", param=given[0])
+        if chat_fields := sorted(for_messages & {name for name, value in raw.items() if value is not None}):
+            raise RequestProblem(400, f"{chat_fields[0]} needs messages", param=chat_fields[0])
         ids = tokenizer.encode_text(body.prompt, body.add_special_tokens is not False, limited=False).tolist()
     else:
         if body.add_special_tokens:

@@ -159,7 +159,7 @@ async def _read(request: Request, form: Form, max_bytes: int) -> None:
             return
 
 
-def _bounded(value: bytes, max_bytes: int, what: str) -> bytes:
+def _bounded(value: bytes, max_bytes: int, name: str) -> bytes:
     if len(value) > max_bytes:
-        raise RequestProblem(400, f"a {what} of the form is longer than {max_bytes} bytes")
+        raise RequestProblem(400, f"a {name} of the form is longer than {max_bytes} bytes")
     return value

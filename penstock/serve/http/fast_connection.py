@@ -18,11 +18,11 @@ class HttpToolsConnection(Connection, HttpToolsProtocol):  # type: ignore[misc]
 
     def data_received(self, data: bytes) -> None:
         """Parse received bytes, and refuse a request with headers above the limit."""
-        before = self._num_marks
+        marks_before = self._num_marks
         super().data_received(data)
-        if self._num_marks != before:
+        if self._num_marks != marks_before:
             self._head_size = 0
-        if self._num_marks != before or not self._is_in_head:
+        if self._num_marks != marks_before or not self._is_in_head:
             return
         self._head_size += len(data)
         if self._head_size > MAX_HEAD_SIZE and not self.transport.is_closing():

@@ -127,9 +127,9 @@ class Problem:
 
     def printable(self) -> Problem:
         """Return the problem without unpaired surrogates, which UTF-8 cannot encode."""
-        plain = self.message.encode("utf-8", "backslashreplace").decode()
+        escaped_message = self.message.encode("utf-8", "backslashreplace").decode()
         param = self.param and self.param.encode("utf-8", "backslashreplace").decode()
-        return replace(self, message=plain, param=param)
+        return replace(self, message=escaped_message, param=param)
 
     def response(self, path: str = "", request_id: str = "") -> Response:
         """Return the HTTP response of a request to `path`, in the error format of its API."""

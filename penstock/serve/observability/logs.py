@@ -35,10 +35,10 @@ class LineFormatter(logging.Formatter):
         }
         if record.exc_info:
             fields["traceback"] = self.formatException(record.exc_info)
-        known = {name: value for name, value in fields.items() if value is not None}
+        present_fields = {name: value for name, value in fields.items() if value is not None}
         if self._form == "json":
-            return json.dumps(known, default=str)
-        return " ".join(f"{name}={_logfmt(value)}" for name, value in known.items())
+            return json.dumps(present_fields, default=str)
+        return " ".join(f"{name}={_logfmt(value)}" for name, value in present_fields.items())
 
 
 class _Handler(logging.StreamHandler[TextIO]):

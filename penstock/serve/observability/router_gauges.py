@@ -19,13 +19,13 @@ _HELP = {
 }
 
 
-def parse_gauges(given: Sequence[str]) -> dict[str, str]:
+def parse_gauges(gauges: Sequence[str]) -> dict[str, str]:
     """Parse ``QUANTITY=NAME`` texts. Return quantity -> gauge name.
 
     >>> parse_gauges(["waiting=vllm:num_requests_waiting"])
     {'waiting': 'vllm:num_requests_waiting'}
     """
-    return dict(text.partition("=")[::2] for text in given)
+    return dict(text.partition("=")[::2] for text in gauges)
 
 
 def kv_usage(engine: EngineClient) -> float:

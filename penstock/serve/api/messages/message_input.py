@@ -81,19 +81,19 @@ class _ChatMessages:
 
     def add_blocks(self, role: str, blocks: Sequence[MessageBlock], place: str) -> None:
         """Add a message of the user: each tool result becomes a message, as do the blocks between them."""
-        others: list[MessageBlock] = []
+        content_blocks: list[MessageBlock] = []
 
         def flush() -> None:
-            if others:
-                self.add({"role": role, "content": _content(others, f"{place}.content")}, place)
-                others.clear()
+            if content_blocks:
+                self.add({"role": role, "content": _content(content_blocks, f"{place}.content")}, place)
+                content_blocks.clear()
 
         for index, block in enumerate(blocks):
             if block.type == "tool_result":
                 flush()
                 self.add(_tool_result(block, f"{place}.content[{index}]"), place)
             else:
-                others.append(block)
+                content_blocks.append(block)
         flush()
         if not blocks:
             self.add({"role": role, "content": ""}, place)

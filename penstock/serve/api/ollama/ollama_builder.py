@@ -86,11 +86,11 @@ class OllamaBuilder:
         return msgspec.json.encode(self._object({"content": "", **part}, done=False)) + b"\n"
 
     def _object(self, message: _Message, **more: object) -> dict[str, object]:
-        plain = {"model": self._model, "created_at": now()}
+        common_members = {"model": self._model, "created_at": now()}
         if self._is_chat:
-            return {**plain, "message": {"role": "assistant", **message}, **more}
+            return {**common_members, "message": {"role": "assistant", **message}, **more}
         thinking = {"thinking": message["thinking"]} if "thinking" in message else {}
-        return {**plain, "response": message["content"], **thinking, **more}
+        return {**common_members, "response": message["content"], **thinking, **more}
 
     def _parts(self, events: Sequence[Event]) -> list[_Message]:
         """Return the message members of parser events. A tool call is returned when it is complete."""

@@ -33,8 +33,8 @@ FIELDS: Mapping[str, str] = {
 def model_of(services: Services, name: str) -> str:
     """Return the name of a served model. Adds or removes the tag ``:latest`` if needed."""
     model_names = {services.model_name, *services.worker.adapters}
-    plain = name.removesuffix(":latest")
-    return plain if name not in model_names and plain in model_names else name
+    untagged_name = name.removesuffix(":latest")
+    return untagged_name if name not in model_names and untagged_name in model_names else name
 
 
 def chat_of_chat(services: Services, body: OllamaChatBody) -> Translation:
@@ -122,12 +122,12 @@ def _thinking(services: Services, body: OllamaBody) -> dict[str, object]:
 
 def _message(message: OllamaMessage, number: int, open_calls: list[str]) -> dict[str, object]:
     """Translate a message. Ollama's calls may have no id: the n-th tool result answers the n-th call."""
-    plain: dict[str, object] = {
+    chat_message: dict[str, object] = {
         "role": message.role,
         "content": _with_images(message.content or "", message.images),
     }
     if message.thinking:
-        plain["reasoning_content"] = message.thinking
+        chat_message["reasoning_content"] = message.thinking
     if message.tool_calls:
         calls = []
         open_calls.clear()
@@ -137,13 +137,13 @@ def _message(message: OllamaMessage, number: int, open_calls: list[str]) -> dict
             arguments = json.dumps(call.function.arguments or {}, ensure_ascii=False)
             function = {"name": call.function.name, "arguments": arguments}
             calls.append({"id": name, "type": "function", "function": function})
-        plain["tool_calls"] = calls
+        chat_message["tool_calls"] = calls
     if message.role == "tool":
         expected_id = open_calls.pop(0) if open_calls else f"call_{number}"
-        plain["tool_call_id"] = message.tool_call_id or expected_id
+        chat_message["tool_call_id"] = message.tool_call_id or expected_id
         if message.tool_name:
-            plain["name"] = message.tool_name
-    return plain
+            chat_message["name"] = message.tool_name
+    return chat_message
 
 
 def _with_images(text: str, images: list[str] | None) -> str | list[dict[str, object]]:

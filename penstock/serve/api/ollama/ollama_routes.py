@@ -132,13 +132,13 @@ async def ollama_embed(request: Request) -> Response:
         for response in encoded_inputs.responses:
             yield iter([encode(numbers(response.embeddings))])
 
-    plain = {
+    members = {
         "model": body.model,
         "total_duration": round((time.perf_counter() - record.received) * 1e9),
         "load_duration": 0,
         "prompt_eval_count": encoded_inputs.usage["prompt_tokens"],
     }
-    return JsonResponse(await gather(with_members(plain, embeddings=array(vectors())), services.turns))
+    return JsonResponse(await gather(with_members(members, embeddings=array(vectors())), services.turns))
 
 
 @router.get("/api/tags", response_class=Response, responses=responses(401, 503))

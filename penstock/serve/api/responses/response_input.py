@@ -166,10 +166,10 @@ class ChatMessages:
         roles = ("system",) if knows_developer else ("system", "developer")
         while len(self.chat) > 1 and all(message["role"] in roles for message in self.chat[:2]):
             first, second = (_parts(message["content"]) for message in self.chat[:2])
-            joined: list[dict[str, object]] = [*first, {"type": "text", "text": "\n\n"}, *second]
-            texts = [str(part["text"]) for part in joined if part["type"] == "text"]
-            is_text = len(texts) == len(joined)
-            self.chat[:2] = [{"role": "system", "content": "".join(texts) if is_text else joined}]
+            all_parts: list[dict[str, object]] = [*first, {"type": "text", "text": "\n\n"}, *second]
+            texts = [str(part["text"]) for part in all_parts if part["type"] == "text"]
+            is_text = len(texts) == len(all_parts)
+            self.chat[:2] = [{"role": "system", "content": "".join(texts) if is_text else all_parts}]
             del self.places[1]
 
     def _add_message(self, item: InputItem, place: str) -> None:

@@ -283,10 +283,10 @@ class ResponseRun:
     async def _start_next(self) -> bool:
         """Start the next turn. Return False if the response has reached its limit of tokens."""
         body, config = self._prepared.body, self._services.config
-        left = None
+        tokens_left = None
         if body.max_output_tokens is not None:
-            left = body.max_output_tokens - self.usage()["completion_tokens"]
-            if left <= 0:
+            tokens_left = body.max_output_tokens - self.usage()["completion_tokens"]
+            if tokens_left <= 0:
                 self.finish_reason = "length"
                 return False
         has_calls = body.max_tool_calls is None or self._num_calls < body.max_tool_calls
@@ -296,7 +296,7 @@ class ResponseRun:
         try:
             conversation = await self._pool(
                 lambda: self._prepared.next_turn(
-                    self._services, messages, name, has_tools=has_tools, max_tokens=left
+                    self._services, messages, name, has_tools=has_tools, max_tokens=tokens_left
                 )
             )
         except RequestProblem as problem:

@@ -104,12 +104,12 @@ class ResponseStore:
         self, owner: str, response: dict[str, object], items: list[dict[str, object]], is_done: bool
     ) -> None:
         encode = msgspec.json.encode
-        body, given = encode(response), encode(items)
-        name, size = response["id"], len(body) + len(given)
+        response_json, input_json = encode(response), encode(items)
+        name, size = response["id"], len(response_json) + len(input_json)
         with self._database as database:
             database.execute("DELETE FROM responses WHERE id = ?", (name,))
             (last,) = database.execute("SELECT coalesce(max(number), 0) FROM responses").fetchone()
-            row = (name, owner, body, given, size, last + 1, is_done)
+            row = (name, owner, response_json, input_json, size, last + 1, is_done)
             database.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)", row)
             output = response["output"]
             assert isinstance(output, list)
@@ -144,8 +144,12 @@ class ResponseStore:
         """Set the status ``failed`` on responses that a previous server process did not finish."""
         with self._database as database:
             for name, body in database.execute("SELECT id, body FROM responses WHERE NOT is_done").fetchall():
-                failed = {**msgspec.json.decode(body), "status": "failed", "error": _INTERRUPTED_ERROR}
+                failed_response = {
+                    **msgspec.json.decode(body),
+                    "status": "failed",
+                    "error": _INTERRUPTED_ERROR,
+                }
                 database.execute(
                     "UPDATE responses SET body = ?, is_done = 1 WHERE id = ?",
-                    (msgspec.json.encode(failed), name),
+                    (msgspec.json.encode(failed_response), name),
                 )

@@ -195,12 +195,12 @@ def stream_arguments(parser: ReasoningToolParser, name: str, call_id: str = "") 
         return
     head: str | None = ""
 
-    def write(piece: str) -> None:
+    def write(text: str) -> None:
         nonlocal head
         if head is None:
-            parser.add_arguments(piece)
+            parser.add_arguments(text)
             return
-        head += piece
+        head += text
         if len(head.rstrip()) > 1:
             parser.start_call(name, call_id)
             parser.add_arguments(head)
