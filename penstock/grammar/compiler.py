@@ -116,10 +116,10 @@ class GrammarCompiler:
         if context.grammar is None or context.matcher is not None:
             return True
         ends = self._stop_token_ids(context)
-        compiled = self._compiled(context.grammar)
-        if compiled is None:
+        compiled_grammar = self._cached_or_compiled(context.grammar)
+        if compiled_grammar is None:
             return False
-        context.set_matcher(_matcher_after_generated(compiled, ends, context))
+        context.set_matcher(_matcher_after_generated(compiled_grammar, ends, context))
         return True
 
     def close(self) -> None:
@@ -146,7 +146,7 @@ class GrammarCompiler:
             raise UnsupportedFeatureError("a grammar without a token that ends the output", reason)
         return sorted(ends)
 
-    def _compiled(self, grammar: Grammar) -> CompiledGrammar | None:
+    def _cached_or_compiled(self, grammar: Grammar) -> CompiledGrammar | None:
         """Return the compiled grammar; None while it is being compiled."""
         if not self.is_available:
             raise MissingDependencyError(
@@ -259,10 +259,10 @@ class _Job:
 
 
 def _matcher_after_generated(
-    compiled: CompiledGrammar, ends: list[int], context: TextContext
+    compiled_grammar: CompiledGrammar, ends: list[int], context: TextContext
 ) -> GrammarMatcher:
     """Return a matcher that has accepted the context's generated tokens."""
-    matcher = compiled.new_matcher(ends)
+    matcher = compiled_grammar.new_matcher(ends)
     for index, token in enumerate(context.generated_tokens.tolist()):
         if not matcher.accept_token(token):
             raise InputError(

@@ -285,19 +285,23 @@ def fill_bitmasks(rows: Sequence[tuple[LLGuidanceMatcher, int]], bitmask: Tensor
         bitmask: ``[R, ceil(V / 32)]`` int32.
     """
     words = bitmask.numpy().view(np.uint32)
-    uncached = [matcher for matcher, _ in rows if matcher._row is None]
-    if uncached:
+    uncached_matchers = [matcher for matcher, _ in rows if matcher._row is None]
+    if uncached_matchers:
         size = (
-            uncached[0]._compiled.vocab_size + 32
+            uncached_matchers[0]._compiled.vocab_size + 32
         ) // 32  # V + 1 bits: the additional end-of-sequence token
-        computed = np.zeros((len(uncached), size), dtype=np.int32)
-        if len(uncached) == 1:
-            uncached[0]._matcher.unsafe_compute_mask_ptr(computed.ctypes.data, computed.nbytes)
+        computed_rows = np.zeros((len(uncached_matchers), size), dtype=np.int32)
+        if len(uncached_matchers) == 1:
+            uncached_matchers[0]._matcher.unsafe_compute_mask_ptr(
+                computed_rows.ctypes.data, computed_rows.nbytes
+            )
         else:
-            pairs = [(matcher._matcher, index) for index, matcher in enumerate(uncached)]
-            executor = uncached[0]._compiled.executor
-            executor.unsafe_compute_mask_ptr(pairs, computed.ctypes.data, 4 * size, len(uncached))
-        for row, matcher in zip(computed, uncached, strict=True):
+            pairs = [(matcher._matcher, index) for index, matcher in enumerate(uncached_matchers)]
+            executor = uncached_matchers[0]._compiled.executor
+            executor.unsafe_compute_mask_ptr(
+                pairs, computed_rows.ctypes.data, 4 * size, len(uncached_matchers)
+            )
+        for row, matcher in zip(computed_rows, uncached_matchers, strict=True):
             matcher._finish(row, words.shape[1])
     for matcher, index in rows:
         assert matcher._row is not None

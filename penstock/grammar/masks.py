@@ -65,7 +65,7 @@ def grammar_bitmask(
             and drafts[context_index]
             and not draft_matcher.is_terminated()
         ):
-            with _restored(draft_matcher) as lookahead:
+            with _restoring_state(draft_matcher) as lookahead:
                 for row, token in enumerate(drafts[context_index], first_row + 1):
                     if not lookahead.accept(token) or draft_matcher.is_terminated():
                         break
@@ -89,7 +89,7 @@ def forced_tokens(context: TextContext, limit: int, vocabulary: int) -> list[int
     ends = set(matcher.stop_token_ids)
     tokens: list[int] = []
     mask = _new_row(vocabulary)
-    with _restored(matcher) as lookahead:
+    with _restoring_state(matcher) as lookahead:
         while len(tokens) < limit and is_certain:
             matcher.fill_next_token_bitmask(mask)
             token = only_token(_allowed_words(mask, vocabulary))
@@ -108,11 +108,15 @@ def acceptable_drafts(context: TextContext, draft: list[int]) -> list[int]:
     matcher = context.matcher
     if matcher is None:
         return draft
-    accepted = 0
-    with _restored(matcher) as lookahead:
-        while accepted < len(draft) and not matcher.is_terminated() and lookahead.accept(draft[accepted]):
-            accepted += 1
-    return draft[:accepted]
+    num_accepted = 0
+    with _restoring_state(matcher) as lookahead:
+        while (
+            num_accepted < len(draft)
+            and not matcher.is_terminated()
+            and lookahead.accept(draft[num_accepted])
+        ):
+            num_accepted += 1
+    return draft[:num_accepted]
 
 
 @contextmanager
@@ -127,7 +131,7 @@ def matcher_lookahead(context: TextContext) -> Iterator[Callable[[int], bool]]:
     if matcher is None:
         yield lambda token: True
         return
-    with _restored(matcher) as lookahead:
+    with _restoring_state(matcher) as lookahead:
         yield lambda token: lookahead.accept(token) and not matcher.is_terminated()
 
 
@@ -160,15 +164,15 @@ class _Lookahead:
 
     def accept(self, token: int) -> bool:
         try:
-            accepted = bool(self._matcher.accept_token(token))
+            is_accepted = bool(self._matcher.accept_token(token))
         except InputError:  # the matcher raises it again when the context receives a token
             return False
-        self.length += accepted
-        return accepted
+        self.length += is_accepted
+        return is_accepted
 
 
 @contextmanager
-def _restored(matcher: GrammarMatcher) -> Iterator[_Lookahead]:
+def _restoring_state(matcher: GrammarMatcher) -> Iterator[_Lookahead]:
     lookahead = _Lookahead(matcher)
     try:
         yield lookahead

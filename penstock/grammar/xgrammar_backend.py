@@ -52,7 +52,7 @@ class XGrammarBackend:
         except PenstockError:
             raise
         except Exception as error:  # the library raises RuntimeError, ValueError and errors of tvm
-            raise InputError(f"the {grammar.kind} grammar is not valid: {_plain(error)}") from None
+            raise InputError(f"the {grammar.kind} grammar is not valid: {_readable_error(error)}") from None
         self._check_start(compiled)
         return CompiledXGrammar(compiled)
 
@@ -97,7 +97,7 @@ class CompiledXGrammar:
         return matcher
 
 
-def _plain(error: Exception) -> str:
+def _readable_error(error: Exception) -> str:
     """Return the first line of xgrammar's error message, without time stamp and source position."""
     text = str(error).strip() or type(error).__name__
     line = text.splitlines()[0].rpartition("] ")[2]

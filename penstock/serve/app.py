@@ -115,9 +115,9 @@ class TaskCheck:
 
     async def __call__(self, request: Request) -> None:
         """Raise a `TaskMismatchError` if the model is loaded for another task."""
-        served = Services.of(request).task
-        if served is not self.task:
-            raise TaskMismatchError(request.url.path, self.task.option, served.option)
+        served_task = Services.of(request).task
+        if served_task is not self.task:
+            raise TaskMismatchError(request.url.path, self.task.option, served_task.option)
 
 
 def task_of_path(path: str) -> PipelineTask | None:

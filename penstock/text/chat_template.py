@@ -45,7 +45,7 @@ class ChatTemplate:
         self.sources = dict(sources)
         self._special_tokens = dict(special_tokens)
         self._origin = origin
-        self._compiled: dict[str, Template] = {}
+        self._templates_by_name: dict[str, Template] = {}
         self.reads_images = False
         """Whether parts of messages may be images. Set by the tokenizer of a model that reads images."""
 
@@ -180,16 +180,16 @@ class ChatTemplate:
         raise InputError(f"the model has no default chat template, only {names}: pass --chat-template")
 
     def _compile(self, name: str) -> Template:
-        if name not in self._compiled:
+        if name not in self._templates_by_name:
             try:
-                self._compiled[name] = _ENVIRONMENT.from_string(self.sources[name])
+                self._templates_by_name[name] = _ENVIRONMENT.from_string(self.sources[name])
             except TemplateSyntaxError as error:
                 problem = f"the chat template {name!r} has an error in line {error.lineno}: {error.message}"
                 raise CheckpointError(self._origin, problem) from error
             except RecursionError as error:
                 problem = f"the chat template {name!r} is nested too deeply"
                 raise CheckpointError(self._origin, problem) from error
-        return self._compiled[name]
+        return self._templates_by_name[name]
 
 
 def find_templates(checkpoint: Path, tokenizer_config: Mapping[str, object]) -> dict[str, str]:
@@ -298,9 +298,9 @@ def _checked_variables(options: Mapping[str, object] | None) -> dict[str, object
     if options is not None and not isinstance(options, Mapping):
         raise InputError(f"chat_template_options must be names and values, was {options!r}")
     variables = dict(options or {})
-    refused = sorted(RESERVED_OPTIONS & variables.keys())
-    if refused:
-        raise InputError(f"chat_template_options cannot set {', '.join(refused)}")
+    reserved_options = sorted(RESERVED_OPTIONS & variables.keys())
+    if reserved_options:
+        raise InputError(f"chat_template_options cannot set {', '.join(reserved_options)}")
     if variables.get("continue_final_message"):
         if variables.get("add_generation_prompt"):
             raise InputError("continue_final_message and add_generation_prompt exclude each other")

@@ -68,24 +68,24 @@ def next_piece(context: TextContext, ids: list[int], bos: int | None) -> Piece:
     start = _position_in_generated(context, state, ids)
     if start is None:
         return _piece_of_separate_text(state, ids, bos)
-    generated = context.generated_tokens
+    generated_tokens = context.generated_tokens
     end = state.num_generated = start + len(ids)
-    state.had_all_generated = len(ids) == len(generated) > 1
+    state.had_all_generated = len(ids) == len(generated_tokens) > 1
     num_hidden = context.status is TextGenerationStatus.END_OF_SEQUENCE  # the end-of-sequence token
     return Piece(
         ids,
-        before=generated[max(0, start - _NUM_PRECEDING) : start].tolist(),
+        before=generated_tokens[max(0, start - _NUM_PRECEDING) : start].tolist(),
         prompt=context.prompt_tokens[-_NUM_PRECEDING:].tolist(),
-        is_last=context.is_done and end >= len(generated) - num_hidden,
+        is_last=context.is_done and end >= len(generated_tokens) - num_hidden,
     )
 
 
 def _position_in_generated(context: TextContext, state: _DecodeState, ids: list[int]) -> int | None:
-    generated = context.generated_tokens
-    last_start = len(generated) - len(ids)
+    generated_tokens = context.generated_tokens
+    last_start = len(generated_tokens) - len(ids)
     fallbacks = [0, last_start] if state.had_all_generated else [last_start, 0]
     for start in [state.num_generated, *fallbacks]:
-        if start >= 0 and ids and generated[start : start + len(ids)].tolist() == ids:
+        if start >= 0 and ids and generated_tokens[start : start + len(ids)].tolist() == ids:
             return start
     return None
 

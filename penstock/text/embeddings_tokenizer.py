@@ -26,10 +26,10 @@ Sample: TypeAlias = str | tuple[str, str]
 EncodedInput: TypeAlias = tuple[TokenIds, TokenIds | None]
 """(tokens of an input, special tokens included; token types of a pair, else None)."""
 
-_ENCODED_AT_ONCE = 1024
-"""Maximum number of texts per call of the tokenizer, which bounds the memory of the results."""
-_NOT_SAMPLED = SamplingParams()
-"""The sampling parameters of all contexts, which have no effect, because no token is sampled."""
+_MAX_TEXTS_PER_CALL = 1024
+"""Maximum number of texts per call of the tokenizer. It bounds the memory of the results."""
+_UNUSED_SAMPLING_PARAMS = SamplingParams()
+"""The sampling parameters of all contexts. They have no effect, because no token is sampled."""
 
 
 class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
@@ -62,9 +62,9 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
             special_tokens_in_content=special_tokens_in_content,
         )
         self.layout = read_layout(Path(checkpoint))
-        trained = self.layout.max_seq_length
-        if max_length is None and trained is not None:
-            self.max_length = min(trained, self.max_length or trained)
+        trained_length = self.layout.max_seq_length
+        if max_length is None and trained_length is not None:
+            self.max_length = min(trained_length, self.max_length or trained_length)
 
     @property
     def pair_template(self) -> PairTemplate | None:
@@ -102,7 +102,7 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
         The entry is None for a request without a text, with the template of a reranker, or with an error.
         `_context` then encodes the input itself, or raises the error.
         """
-        encoded_input: list[EncodedInput | None] = [None] * len(requests)
+        encoded_inputs: list[EncodedInput | None] = [None] * len(requests)
         groups: dict[int | None, list[tuple[int, Sample]]] = {}
         for i, request in enumerate(requests):
             if not isinstance(request.input, str) or not (request.input or request.text_pair):
@@ -117,12 +117,12 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
                 continue
             groups.setdefault(max_tokens, []).append((i, sample))
         for max_tokens, samples in groups.items():
-            for start in range(0, len(samples), _ENCODED_AT_ONCE):
-                batch = samples[start : start + _ENCODED_AT_ONCE]
+            for start in range(0, len(samples), _MAX_TEXTS_PER_CALL):
+                batch = samples[start : start + _MAX_TEXTS_PER_CALL]
                 results = self._encode_samples([sample for _, sample in batch], max_tokens)
                 for (i, _), result in zip(batch, results, strict=True):
-                    encoded_input[i] = result
-        return encoded_input
+                    encoded_inputs[i] = result
+        return encoded_inputs
 
     def _context(
         self, request: EmbeddingsGenerationRequest, encoded_input: EncodedInput | None
@@ -157,7 +157,9 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
         else:
             tokens = checked_prompt_ids(list(request.input), self.vocab_size)
             if prompt:
-                raise InputError("a prompt needs a text as input, not token ids: put its tokens first")
+                raise InputError(
+                    "a prompt needs a text as input, not token ids: put the prompt's token ids before them"
+                )
             if request.truncate and limit is not None:
                 tokens = self._cut(tokens, limit)
         if not len(tokens):
@@ -179,7 +181,7 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
             dimensions=request.dimensions,
             normalize=request.normalize,
             activation=request.activation,
-            sampling_params=_NOT_SAMPLED,
+            sampling_params=_UNUSED_SAMPLING_PARAMS,
         )
 
     def cut_text(self, text: str, max_tokens: int) -> str:
@@ -284,7 +286,7 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
         body = template.render_body(request.input, request.text_pair, request.instruction)
         if max_tokens is None:
             self._check_length(body)
-        parts = [valid_unicode(batch) for batch in (template.prefix, body, template.suffix)]
+        parts = [valid_unicode(text) for text in (template.prefix, body, template.suffix)]
         encodings = self.backend.encode_batch_fast(parts, add_special_tokens=False)
         prefix, ids, suffix = (encoding.ids for encoding in encodings)
         if max_tokens is not None:
@@ -298,7 +300,7 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
         return checked_prompt_ids([*prefix, *ids, *suffix], self.vocab_size)
 
     def _num_unpooled(self, prompt: str, num_tokens: int) -> int:
-        """Return the number of leading tokens, those of the prompt, that pooling skips."""
+        """Return the number of prompt tokens at the start of the input, which pooling skips."""
         if not prompt or self.layout.include_prompt:
             return 0
         tokens, _ = self._encode_input(prompt, None, None)

@@ -65,8 +65,8 @@ def check_token_ids_in_params(params: SamplingParams, vocab_size: int) -> None:
     largest = max((max(ids) for ids in params.banned_sequences or ()), default=0)
     if largest >= vocab_size:
         raise InputError(f"banned_sequences has {largest}: ids are integers from 0 to {vocab_size - 1}")
-    banned = params.banned_token_ids or []
-    if len(banned) >= vocab_size == len(set(banned)):
+    banned_ids = params.banned_token_ids or []
+    if len(banned_ids) >= vocab_size == len(set(banned_ids)):
         raise InputError(
             f"banned_token_ids has all {vocab_size} tokens of the model: no token remains to generate"
         )
@@ -84,21 +84,22 @@ def total_length(num_prompt_tokens: int, params: SamplingParams, max_length: int
         PromptTooLongError: the prompt leaves no room for a token.
         InputError: there is no limit and no ``max_new_tokens``, or ``min_new_tokens`` does not fit.
     """
-    requested = params.max_new_tokens
+    max_new_tokens = params.max_new_tokens
     if max_length is None:
-        if requested is None:
+        if max_new_tokens is None:
             raise InputError(
                 "max_new_tokens is needed: neither checkpoint nor configuration has a maximum length"
             )
-        return num_prompt_tokens + requested
-    available = max_length - num_prompt_tokens
-    if available < (0 if requested == 0 else 1):
+        return num_prompt_tokens + max_new_tokens
+    available_tokens = max_length - num_prompt_tokens
+    if available_tokens < (0 if max_new_tokens == 0 else 1):
         raise PromptTooLongError(num_prompt_tokens, max_length)
-    num_new = available if requested is None else min(requested, available)
+    num_new = available_tokens if max_new_tokens is None else min(max_new_tokens, available_tokens)
     if params.min_new_tokens > num_new:
         raise InputError(
             f"min_new_tokens is {params.min_new_tokens}, but only {num_new} tokens can follow "
-            f"the prompt of {num_prompt_tokens} (max_new_tokens {requested}, maximum length {max_length})"
+            f"the prompt of {num_prompt_tokens} (max_new_tokens {max_new_tokens}, "
+            f"maximum length {max_length})"
         )
     return num_prompt_tokens + num_new
 

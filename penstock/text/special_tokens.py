@@ -187,15 +187,15 @@ class SpecialTokens:
     def _indices_inside(self, text: str) -> set[int]:
         """Return one index inside each special token in the text."""
         indices: set[int] = set()
-        for beginning, lengths in self._lengths.items():
-            start = text.find(beginning)
+        for first_characters, lengths in self._lengths.items():
+            start = text.find(first_characters)
             while start >= 0:
                 if any(text[start : start + length] in self.texts for length in lengths):
-                    indices |= {start, start + 1} if len(beginning) == 1 else {start + 1}
-                start = text.find(beginning, start + 1)
+                    indices |= {start, start + 1} if len(first_characters) == 1 else {start + 1}
+                start = text.find(first_characters, start + 1)
         if not indices and self._normalize is not None:
-            normalized = self._normalize(text)
-            if any(token_text in normalized for token_text in self.texts):
+            normalized_text = self._normalize(text)
+            if any(token_text in normalized_text for token_text in self.texts):
                 indices = set(range(len(text) + 1))
         return indices
 
@@ -205,21 +205,21 @@ class SpecialTokens:
         The start is one of them if the text begins with a suffix of a special token, and the end if it ends
         with a prefix.
         """
-        stripped = text.strip()
+        stripped_text = text.strip()
         start = len(text) - len(text.lstrip())
         indices: set[int] = set()
-        if len(stripped) < self._longest and stripped and stripped in self._joined_texts:
+        if len(stripped_text) < self._longest and stripped_text and stripped_text in self._joined_texts:
             indices.add(start)
-        for length in range(1, min(len(stripped), self._longest - 1) + 1):
-            if stripped[:length] not in self._joined_texts:
+        for length in range(1, min(len(stripped_text), self._longest - 1) + 1):
+            if stripped_text[:length] not in self._joined_texts:
                 break
-            if stripped[:length] + _SEPARATOR in self._joined_texts:
+            if stripped_text[:length] + _SEPARATOR in self._joined_texts:
                 indices.add(start)
-        for length in range(1, min(len(stripped), self._longest - 1) + 1):
-            if stripped[-length:] not in self._joined_texts:
+        for length in range(1, min(len(stripped_text), self._longest - 1) + 1):
+            if stripped_text[-length:] not in self._joined_texts:
                 break
-            if _SEPARATOR + stripped[-length:] in self._joined_texts:
-                indices.add(start + len(stripped))
+            if _SEPARATOR + stripped_text[-length:] in self._joined_texts:
+                indices.add(start + len(stripped_text))
         return indices
 
 

@@ -152,22 +152,22 @@ class SpeechCodes:
         """
         codes: list[int] = []
         frame: list[int] = []
-        parsed = 0
+        num_parsed = 0
         for index, token in enumerate(tokens.tolist()):
             is_code = 0 <= token < self._code.size and self._position[token] >= 0
             if is_code and self._position[token] != len(frame):
                 frame.clear()
-                parsed = index
+                num_parsed = index
                 is_code = self._position[token] == 0
             if is_code:
                 frame.append(int(self._code[token]))
                 if len(frame) == self.codes_per_frame:
                     codes += frame
                     frame.clear()
-                    parsed = index + 1
+                    num_parsed = index + 1
             elif not frame:
-                parsed = index + 1
-        return np.array(codes, np.int32), parsed, parsed - len(codes)
+                num_parsed = index + 1
+        return np.array(codes, np.int32), num_parsed, num_parsed - len(codes)
 
 
 class SpeechFormat(ABC):

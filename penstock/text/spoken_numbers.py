@@ -61,12 +61,12 @@ def _whole_number_words(digits: str) -> str:
 
 def _number_words(text: str) -> str:
     """Return the words of a number, which may have thousands separators and decimals."""
-    whole, point, decimals = text.replace(",", "").partition(".")
-    words = _whole_number_words(whole)
+    integer, point, decimals = text.replace(",", "").partition(".")
+    words = _whole_number_words(integer)
     return f"{words} point {' '.join(cardinal(int(digit)) for digit in decimals)}" if point else words
 
 
-def _spaced(match: re.Match[str], words: str) -> str:
+def _spaced_words(match: re.Match[str], words: str) -> str:
     """Return words with spaces to adjacent letters, for texts such as "mp3"."""
     previous, next_character = match.string[: match.start()][-1:], match.string[match.end() :][:1]
     return f"{' ' if previous.isalpha() else ''}{words}{' ' if next_character.isalpha() else ''}"
@@ -74,14 +74,14 @@ def _spaced(match: re.Match[str], words: str) -> str:
 
 def _money_words(match: re.Match[str]) -> str:
     singular, plural, minor_singular, minor_plural = _CURRENCIES[match[1]]
-    whole, _, decimals = match[2].replace(",", "").partition(".")
+    integer, _, decimals = match[2].replace(",", "").partition(".")
     if match[3]:
         return f"{_number_words(match[2])} {match[3]} {plural}"
     if len(decimals) not in (0, 2):
         return f"{_number_words(match[2])} {plural}"
     parts = []
-    if int(whole) or not int(decimals or 0):
-        parts.append(f"{_whole_number_words(whole)} {singular if int(whole) == 1 else plural}")
+    if int(integer) or not int(decimals or 0):
+        parts.append(f"{_whole_number_words(integer)} {singular if int(integer) == 1 else plural}")
     if int(decimals or 0):
         parts.append(f"{cardinal(int(decimals))} {minor_singular if int(decimals) == 1 else minor_plural}")
     return " and ".join(parts)
@@ -112,6 +112,6 @@ _RULES: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] = (
     (_YEAR, lambda match: f"{match[1]}{match[2]}{year(int(match[3]))}"),
     (_NEGATIVE, lambda _: "minus "),
     (_RANGE, lambda match: f"{match[1]} to "),
-    (_ANY_NUMBER, lambda match: _spaced(match, _number_words(match[0]))),
+    (_ANY_NUMBER, lambda match: _spaced_words(match, _number_words(match[0]))),
 )
 """Patterns with their replacements, applied in this order."""

@@ -64,8 +64,7 @@ class TextTokenizer:
         checkpoint: a folder with ``tokenizer.json`` or with an older tokenizer that transformers can
             convert, or the result of `read_tokenizer_files`.
         max_length: maximum number of tokens of prompt and output together. None uses the checkpoint's limit.
-        chat_template: a file that replaces the checkpoint's template: Jinja, or a JSON object with
-            ``chat_template``.
+        chat_template: a Jinja file or a JSON file (``chat_template``). Replaces the checkpoint's template.
         eos_token_ids: additional ids that end an output, besides those in the checkpoint's files.
         special_tokens_in_content: whether special tokens (``<|im_end|>``) in the content of user and tool
             messages are encoded as these tokens. By default they are encoded as text, so that a message
@@ -170,12 +169,10 @@ class TextTokenizer:
         - The generated tokens of the context can be passed one by one or several at a time, in order. The
           joined results are the text that follows the prompt, including spaces between words.
         - A call with all generated tokens returns the whole text, also repeatedly.
-        - An incomplete character at the end is returned with the tokens that complete it, or at the end of
-          the output.
+        - An incomplete character at the end is returned when it is complete, or at the end of the output.
         - Tokens that the context has not generated are decoded as a separate text (see `context_decoding`).
 
-        The only keyword argument is ``skip_special_tokens``, by default True. `decode_ids` decodes without a
-        context.
+        The only keyword argument is ``skip_special_tokens``, by default True. `decode_ids` needs no context.
         """
         skip_special_tokens = kwargs.pop("skip_special_tokens", True)
         if kwargs:
@@ -304,10 +301,10 @@ class TextTokenizer:
 
         The token may be special. Its bytes may be part of a character.
         """
-        cached = self._token_bytes.get(token_id)
-        if cached is None:
-            cached = self._token_bytes[token_id] = bytes_of_token(self.backend, token_id, self.byte_tokens)
-        return cached
+        raw_bytes = self._token_bytes.get(token_id)
+        if raw_bytes is None:
+            raw_bytes = self._token_bytes[token_id] = bytes_of_token(self.backend, token_id, self.byte_tokens)
+        return raw_bytes
 
     def template_mentions(self, word: str) -> bool:
         """Return whether the source of the chat template contains a word, such as a role or a variable."""
@@ -350,21 +347,21 @@ class TextTokenizer:
             return valid_unicode(text)
 
         if self._special_tokens_in_content:
-            rendered = RenderedPrompt(render(messages))
+            prompt = RenderedPrompt(render(messages))
         else:
-            rendered = self._special_tokens.render(messages, render)
-        rendered = self._expanded(rendered, request)
-        if not rendered.boundaries:
-            tokens = self._encode_prompt(rendered.text, add_special_tokens=False, is_limited=is_limited)
-            return rendered.text, tokens
+            prompt = self._special_tokens.render(messages, render)
+        prompt = self._expanded(prompt, request)
+        if not prompt.boundaries:
+            tokens = self._encode_prompt(prompt.text, add_special_tokens=False, is_limited=is_limited)
+            return prompt.text, tokens
         if is_limited:
-            self._check_length(rendered.text)
-        ids = self._special_tokens.encode(self.backend, rendered, self.token_bytes)
-        return rendered.text, checked_prompt_ids(ids, self.vocab_size)
+            self._check_length(prompt.text)
+        ids = self._special_tokens.encode(self.backend, prompt, self.token_bytes)
+        return prompt.text, checked_prompt_ids(ids, self.vocab_size)
 
-    def _expanded(self, rendered: RenderedPrompt, request: TokenGeneratorRequest) -> RenderedPrompt:
+    def _expanded(self, prompt: RenderedPrompt, request: TokenGeneratorRequest) -> RenderedPrompt:
         """Return the prompt with the placeholders of images expanded. Overridden for vision models."""
-        return rendered
+        return prompt
 
     def _new_context(self, request: TokenGeneratorRequest, values: Mapping[str, Any]) -> TextContext:
         """Create the context from its fields. Subclasses create contexts of another class."""

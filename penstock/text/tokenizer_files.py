@@ -234,8 +234,8 @@ def _eos_token_ids(
 def _from_model(model: Mapping[str, object], key: str) -> object:
     """Return a value of config.json, or of its ``text_config`` (in multimodal models)."""
     text = model.get("text_config")
-    nested = text.get(key) if isinstance(text, dict) else None
-    return model.get(key, nested)
+    nested_value = text.get(key) if isinstance(text, dict) else None
+    return model.get(key, nested_value)
 
 
 def _count(checkpoint: Path, model: Mapping[str, object], key: str) -> int | None:

@@ -75,11 +75,11 @@ def find_conflicts(
                 new_conflicts, overlapping_pairs[names] = _longer_matches(nfa, names, positions.follow_sets)
                 for name, other in new_conflicts.items():
                     conflicts.setdefault(name, other)
-            for following in positions.next_groups(group, overlapping_pairs[names]):
+            for next_state in positions.next_groups(group, overlapping_pairs[names]):
                 nfa.add_work(1)
-                if following not in visited:
-                    visited.add(following)
-                    pending.append(following)
+                if next_state not in visited:
+                    visited.add(next_state)
+                    pending.append(next_state)
         return conflicts, nfa.work
     except _WorkLimitError:
         return {}, nfa.work
@@ -112,10 +112,10 @@ def _longer_matches(
                     if any(mask & allowed for mask, _ in nfa.edges[state]):
                         conflicts.setdefault(nfa.owners[state], ending)
         for targets in _successors(nfa, states):
-            following = nfa.closure(targets)
-            if following not in visited:
-                visited.add(following)
-                pending.append(following)
+            next_state = nfa.closure(targets)
+            if next_state not in visited:
+                visited.add(next_state)
+                pending.append(next_state)
     return {name: other for name, other in conflicts.items() if nfa.sizes[name] > 1}, overlapping
 
 
@@ -162,7 +162,7 @@ class _CharacterClasses:
                     pending.append(parts[node.name])
         self._index = {bound: index for index, bound in enumerate(sorted(bounds))}
         self._masks: dict[Ranges, int] = {}
-        self.everything = self.mask(ANY_CHARACTER)
+        self.all_characters = self.mask(ANY_CHARACTER)
 
     def mask(self, ranges: Ranges) -> int:
         """Return the set of classes of character ranges."""
@@ -321,7 +321,7 @@ class _Nfa:
         self._empty_edges[start].append(states[""])
         chars = {char for word in words for char in word}
         for head, state in states.items():
-            other_characters = self._classes.everything
+            other_characters = self._classes.all_characters
             for char in chars:
                 other_characters &= ~self._classes.point(char)
                 text = head + char

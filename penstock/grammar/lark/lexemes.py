@@ -89,23 +89,23 @@ def divide(
     return _Divider(rules, regular, {}).divide(root)
 
 
-def _split_lexeme(node: Node, beginning: Node) -> list[Node]:
-    """Split a lexeme that has a conflict with `beginning` into parts.
+def _split_lexeme(node: Node, prefix: Node) -> list[Node]:
+    """Split a lexeme that has a conflict with `prefix` into parts.
 
-    If the lexeme begins with `beginning`, the parts are `beginning` and the rest, else its children.
+    If the lexeme begins with `prefix`, the parts are `prefix` and the rest, else its children.
     """
     parts = node.parts if isinstance(node, Seq) else (node,)
-    if beginning != node:
-        beginning_parts = beginning.parts if isinstance(beginning, Seq) else (beginning,)
-        *common, last = beginning_parts or (node,)
+    if prefix != node:
+        prefix_parts = prefix.parts if isinstance(prefix, Seq) else (prefix,)
+        *common, last = prefix_parts or (node,)
         size = len(common)
         if len(parts) > size and list(parts[:size]) == common:
             if parts[size] == last and len(parts) > size + 1:
-                return [beginning, sequence(parts[size + 1 :])]
+                return [prefix, sequence(parts[size + 1 :])]
             if isinstance(last, Text) and isinstance(first_part := parts[size], Text):
                 if first_part.text.startswith(last.text):
                     rest = Text(first_part.text[len(last.text) :])
-                    return [beginning, sequence([rest, *parts[size + 1 :]])]
+                    return [prefix, sequence([rest, *parts[size + 1 :]])]
     return list(children(node))
 
 
@@ -120,8 +120,10 @@ class _LexemeLimits:
         for name in names:
             node = rules[name]
             self._sizes[name] = _TOO_LARGE if name in recursive else self.size(node)
-            referenced = [ref.name for ref in walk(node) if isinstance(ref, Ref)]
-            self._depths[name] = 1 + max((self._depths.get(other, 0) for other in referenced), default=0)
+            referenced_names = [ref.name for ref in walk(node) if isinstance(ref, Ref)]
+            self._depths[name] = 1 + max(
+                (self._depths.get(other, 0) for other in referenced_names), default=0
+            )
 
     def is_lexeme(self, node: Node, max_count: int | None = None) -> bool:
         """Return whether the node can be a lexeme: a regular expression of at most this size."""
@@ -157,12 +159,12 @@ class _Divider:
         self._split_nodes = split_nodes
         self._names: dict[Node, str] = {}
         self._divided_rules: Rules = {}
-        self._pending: list[str] = []
+        self._pending_rules: list[str] = []
 
     def divide(self, root: str) -> Division:
-        self._pending.append(root)
-        while self._pending:
-            name = self._pending.pop()
+        self._pending_rules.append(root)
+        while self._pending_rules:
+            name = self._pending_rules.pop()
             if f"rule_{name}" not in self._divided_rules:
                 self._divided_rules[f"rule_{name}"] = self._rule(self._rules[name])
         lexemes = {name: node for node, name in self._names.items()}
@@ -192,7 +194,7 @@ class _Divider:
         if isinstance(node, Repeat):
             return self._repeat_rule(node)
         if isinstance(node, Ref):
-            self._pending.append(node.name)
+            self._pending_rules.append(node.name)
             return Ref(f"rule_{node.name}")
         if isinstance(node, Text):
             parts = self._split_nodes.get(node) or [Text(char) for char in node.text]
@@ -231,8 +233,8 @@ class _Divider:
         lexeme_parts: list[Node] = []
         for part in parts:
             is_lexeme = self._regular.is_lexeme(part)
-            extended = sequence([*lexeme_parts, part])
-            if is_lexeme and self._regular.is_lexeme(extended):
+            extended_lexeme = sequence([*lexeme_parts, part])
+            if is_lexeme and self._regular.is_lexeme(extended_lexeme):
                 lexeme_parts.append(part)
                 continue
             result += [sequence(lexeme_parts)] if lexeme_parts else []

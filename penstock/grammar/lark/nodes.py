@@ -115,15 +115,15 @@ def choice(options: Iterable[Node]) -> Node:
     groups: dict[Node, list[Node]] = {}
     for option in flat:
         parts = option.parts if isinstance(option, Seq) else (option,)
-        ending = parts[-1] if parts and isinstance(parts[-1], Ref | Text) else option
-        groups.setdefault(ending, []).append(option)
+        last_part = parts[-1] if parts and isinstance(parts[-1], Ref | Text) else option
+        groups.setdefault(last_part, []).append(option)
     result: list[Node] = []
-    for ending, members in groups.items():
+    for last_part, members in groups.items():
         if len(members) == 1:
             result.append(members[0])
         else:
             heads = (sequence(member.parts[:-1]) if isinstance(member, Seq) else EMPTY for member in members)
-            result.append(sequence([choice(heads), ending]))
+            result.append(sequence([choice(heads), last_part]))
     return result[0] if len(result) == 1 else Alt(tuple(result))
 
 

@@ -28,27 +28,27 @@ class LexemePositions:
         self,
         rules: Rules,
         lexemes: dict[str, Node],
-        nullable: set[str],
+        nullable_rules: set[str],
         first_sets: dict[str, int],
         root: str,
     ) -> None:
         self._lexemes = lexemes
         self._lexeme_names: list[str] = []  # the lexeme at each position
-        numbered_rules = {name: self._numbered(node) for name, node in rules.items()}
+        numbered_rules = {name: self._with_positions(node) for name, node in rules.items()}
         names = [_name(position) for position in range(len(self._lexeme_names))]
         bits = {name: 1 << position for position, name in enumerate(names)}
         nullable_positions = {
             name
             for name, lexeme_name in zip(names, self._lexeme_names, strict=True)
-            if lexeme_name in nullable
+            if lexeme_name in nullable_rules
         }
         follow = _FirstAndFollowSets(numbered_rules, nullable_positions, bits)
         follow_sets = follow.follow_sets_from(root)
         self.start = follow.first(root)
-        self._following = [follow_sets.get(name, 0) for name in names]
+        self._follow_masks = [follow_sets.get(name, 0) for name in names]
         self.follow_sets: dict[str, int] = dict.fromkeys(lexemes, 0)
         for position, lexeme_name in enumerate(self._lexeme_names):
-            for other in _bits(self._following[position]):
+            for other in _bits(self._follow_masks[position]):
                 self.follow_sets[lexeme_name] |= first_sets[self._lexeme_names[other]]
 
     def lexemes_at(self, group: int) -> frozenset[str]:
@@ -67,34 +67,36 @@ class LexemePositions:
         following: dict[str, int] = {}
         for position in _bits(group):
             lexeme_name = self._lexeme_names[position]
-            following[lexeme_name] = following.get(lexeme_name, 0) | self._following[position]
+            following[lexeme_name] = following.get(lexeme_name, 0) | self._follow_masks[position]
         return _merge_overlapping(following, overlapping)
 
-    def _numbered(self, node: Node) -> Node:
+    def _with_positions(self, node: Node) -> Node:
         """Return the node with a separate name for each occurrence of a lexeme."""
         if isinstance(node, Ref) and node.name in self._lexemes:
             self._lexeme_names.append(node.name)
             return Ref(_name(len(self._lexeme_names) - 1))
         if isinstance(node, Seq):
-            return Seq(tuple(map(self._numbered, node.parts)))
+            return Seq(tuple(map(self._with_positions, node.parts)))
         if isinstance(node, Alt):
-            return Alt(tuple(map(self._numbered, node.options)))
+            return Alt(tuple(map(self._with_positions, node.options)))
         if isinstance(node, Repeat):
-            return Repeat(self._numbered(node.part), node.min_count, node.max_count)
+            return Repeat(self._with_positions(node.part), node.min_count, node.max_count)
         return node
 
 
 def _merge_overlapping(masks: dict[str, int], overlapping: set[frozenset[str]]) -> list[int]:
     """Return the masks, with the masks of overlapping lexemes combined by OR."""
     result: list[int] = []
-    remaining = dict(masks)
-    while remaining:
-        name, mask = remaining.popitem()
+    remaining_masks = dict(masks)
+    while remaining_masks:
+        name, mask = remaining_masks.popitem()
         pending = [name]
         while pending:
             merged_name = pending.pop()
-            for other in [other for other in remaining if frozenset((merged_name, other)) in overlapping]:
-                mask |= remaining.pop(other)
+            for other in [
+                other for other in remaining_masks if frozenset((merged_name, other)) in overlapping
+            ]:
+                mask |= remaining_masks.pop(other)
                 pending.append(other)
         result.append(mask)
     return result
@@ -114,12 +116,12 @@ def _name(position: int) -> str:
 class _FirstAndFollowSets:
     """Computes the first and follow sets of rules over positions."""
 
-    def __init__(self, rules: Rules, nullable: set[str], first_sets: dict[str, int]) -> None:
+    def __init__(self, rules: Rules, nullable_rules: set[str], first_sets: dict[str, int]) -> None:
         self._rules = rules
-        self._nullable = set(nullable)
+        self._nullable_rules = set(nullable_rules)
         self._firsts = dict(first_sets)
         self._follow: dict[str, int] = {}
-        self._pending: list[str] = []
+        self._pending_rules: list[str] = []
         self._compute_first_sets()
 
     def first(self, name: str) -> int:
@@ -129,9 +131,9 @@ class _FirstAndFollowSets:
     def follow_sets_from(self, root: str) -> dict[str, int]:
         """Return the follow set of each rule and each position."""
         self._follow[root] = 0
-        self._pending = [root]
-        while self._pending:
-            name = self._pending.pop()
+        self._pending_rules = [root]
+        while self._pending_rules:
+            name = self._pending_rules.pop()
             self._visit(self._rules[name], self._follow[name])
         return self._follow
 
@@ -145,16 +147,16 @@ class _FirstAndFollowSets:
         while pending:
             name, _ = pending.popitem()
             first, is_nullable = self._first(self._rules[name])
-            if first != self._firsts.get(name, 0) or (is_nullable and name not in self._nullable):
+            if first != self._firsts.get(name, 0) or (is_nullable and name not in self._nullable_rules):
                 self._firsts[name] = first
                 if is_nullable:
-                    self._nullable.add(name)
+                    self._nullable_rules.add(name)
                 pending.update(dict.fromkeys(users.get(name, ())))
 
     def _first(self, node: Node) -> tuple[int, bool]:
         """Return the first set of a node, and whether it matches the empty text."""
         if isinstance(node, Ref):
-            return self._firsts.get(node.name, 0), node.name in self._nullable
+            return self._firsts.get(node.name, 0), node.name in self._nullable_rules
         if isinstance(node, Seq):
             mask = 0
             for part in node.parts:
@@ -176,7 +178,7 @@ class _FirstAndFollowSets:
             if old_follow is None or after & ~old_follow:
                 self._follow[node.name] = after | (old_follow or 0)
                 if node.name in self._rules:
-                    self._pending.append(node.name)
+                    self._pending_rules.append(node.name)
         elif isinstance(node, Seq):
             for part in reversed(node.parts):
                 self._visit(part, after)

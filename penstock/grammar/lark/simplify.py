@@ -33,10 +33,10 @@ def simplified(rules: Rules, root: str) -> Rules:
     useful = {
         name: _without_recursion(name, _without_unproductive(rules[name], productive)) for name in productive
     }
-    return _reachable(_with_counts(_reachable(useful, root)), root)
+    return _reachable_rules(_with_counts(_reachable_rules(useful, root)), root)
 
 
-def _reachable(rules: Rules, root: str) -> Rules:
+def _reachable_rules(rules: Rules, root: str) -> Rules:
     result: Rules = {}
     pending = [root]
     while pending:
@@ -52,18 +52,19 @@ def _with_counts(rules: Rules) -> Rules:
 
     For example, ``a = x b`` and ``b = (x | "") end`` become ``a = x{1,2} end``.
     """
-    counted: dict[str, tuple[Node, int, int, Node]] = {}  # rule -> (part, minimum, maximum, following node)
+    # rule -> (part, minimum, maximum, following node)
+    counted_rules: dict[str, tuple[Node, int, int, Node]] = {}
     result = dict(rules)
     for name in order(rules)[0]:
-        repetition = _counted(rules[name], counted)
+        repetition = _extract_counted(rules[name], counted_rules)
         if repetition is not None:
-            counted[name] = part, min_count, max_count, end = repetition
+            counted_rules[name] = part, min_count, max_count, end = repetition
             result[name] = sequence([repeated(part, min_count, max_count), end])
     return result
 
 
-def _counted(
-    node: Node, counted: dict[str, tuple[Node, int, int, Node]]
+def _extract_counted(
+    node: Node, counted_rules: dict[str, tuple[Node, int, int, Node]]
 ) -> tuple[Node, int, int, Node] | None:
     if isinstance(node, Seq) and len(node.parts) == 2 and isinstance(node.parts[0], Alt):
         head, end = node.parts
@@ -73,14 +74,16 @@ def _counted(
     options = node.options if isinstance(node, Alt) else (node,)
     sequences = [option for option in options if isinstance(option, Seq) and len(option.parts) > 1]
     links = [
-        option for option in sequences if isinstance(ref := option.parts[-1], Ref) and ref.name in counted
+        option
+        for option in sequences
+        if isinstance(ref := option.parts[-1], Ref) and ref.name in counted_rules
     ]
     other_options = [option for option in options if option not in links]
     if len(links) != 1 or len(other_options) > 1:
         return None
     *parts, ref = links[0].parts
     assert isinstance(ref, Ref)
-    part, min_count, max_count, end = counted[ref.name]
+    part, min_count, max_count, end = counted_rules[ref.name]
     if sequence(parts) != part or (other_options and (other_options[0] != end or min_count > 0)):
         return None
     return part, 0 if other_options else min_count + 1, max_count + 1, end
@@ -108,7 +111,7 @@ def _at_level(
     At the last level, recursive references become `NOTHING`.
     """
 
-    def copied(child: Node) -> Node:
+    def with_copied_rules(child: Node) -> Node:
         if isinstance(child, Ref):
             child_level = times if child.name not in recursive else level - (user in recursive)
             if child_level < 1:
@@ -116,16 +119,16 @@ def _at_level(
             pending.append((child.name, child_level))
             return child if child_level == times else Ref(f"{child.name}-{child_level}")
         if isinstance(child, Seq):
-            return sequence(map(copied, child.parts))
+            return sequence(map(with_copied_rules, child.parts))
         if isinstance(child, Alt):
-            return choice(map(copied, child.options))
+            return choice(map(with_copied_rules, child.options))
         return (
-            repeated(copied(child.part), child.min_count, child.max_count)
+            repeated(with_copied_rules(child.part), child.min_count, child.max_count)
             if isinstance(child, Repeat)
             else child
         )
 
-    return copied(node)
+    return with_copied_rules(node)
 
 
 def order(rules: Rules) -> tuple[list[str], set[str], int]:

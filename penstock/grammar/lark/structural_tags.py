@@ -1,4 +1,7 @@
-"""Reads structural tags, in which `penstock.grammar.schema` has replaced schemas and expressions by EBNF."""
+"""Reads structural tags.
+
+`penstock.grammar.schema` has already replaced their JSON schemas and regular expressions by EBNF.
+"""
 
 from __future__ import annotations
 
@@ -53,13 +56,13 @@ class _Reader:
 
     def node(self, part: Any) -> Node:
         """Return the node of a format."""
-        match _kind(part):
+        match _format_type(part):
             case "const_string":
                 return _text(_field(part, "value", str))
             case "grammar":
                 return self._grammar(_field(part, "grammar", str))
             case "any_text":
-                _refuse(part, "max_tokens", "max_chars")
+                _refuse_fields(part, "max_tokens", "max_chars")
                 return FreeText(_words(part, "excludes"))
             case "sequence":
                 return sequence(map(self.node, _elements(part)))
@@ -76,18 +79,18 @@ class _Reader:
             case "tag":
                 return self._tag(part)
             case "tags_with_separator":
-                return self._separated(part)
+                return self._tags_with_separator(part)
             case "triggered_tags" | "dispatch":
-                return self._triggered(part, ())
+                return self._triggered_tags(part, ())
             case "token":
                 return Tokens(_ids([part.get("token")]))
             case "exclude_token":
                 return Tokens(_ids(part.get("exclude_tokens", [])), negated=True)
             case "any_tokens":
-                _refuse(part, "max_tokens")
+                _refuse_fields(part, "max_tokens")
                 return repeated(Tokens(_ids(part.get("exclude_tokens", [])), negated=True), 0, None)
             case "token_triggered_tags" | "token_dispatch":
-                return self._token_triggered(part, [])
+                return self._token_triggered_tags(part, [])
             case kind:
                 raise InputError(f"a structural_tag has no format {kind!r}")
 
@@ -95,7 +98,7 @@ class _Reader:
         prefix = f"g{self._num_grammars}-"
         self._num_grammars += 1
         for name, node in read_ebnf(ebnf).items():
-            self.rules[prefix + name] = _renamed(node, prefix)
+            self.rules[prefix + name] = _with_prefix(node, prefix)
         return Ref(f"{prefix}root")
 
     def _repeat(self, part: TagFormat) -> Node:
@@ -120,31 +123,31 @@ class _Reader:
         return sequence([first, self._with_end(_field(part, "content", dict), ends)])
 
     def _before_token(self, content: TagFormat, token: Node) -> Node:
-        if _kind(content) in ("token_triggered_tags", "token_dispatch") and isinstance(token, Tokens):
-            return self._token_triggered(content, list(token.ranges))
+        if _format_type(content) in ("token_triggered_tags", "token_dispatch") and isinstance(token, Tokens):
+            return self._token_triggered_tags(content, list(token.ranges))
         return self.node(content)
 
     def _with_end(self, part: TagFormat, ends: tuple[str, ...]) -> Node:
         """Return the node of a format followed by one of ``ends``. Free text ends at the first of them."""
         if ends == ("",):
             return self.node(part)
-        closing = choice(map(_text, ends))
-        match _kind(part):
+        end_marker = choice(map(_text, ends))
+        match _format_type(part):
             case "any_text":
-                _refuse(part, "max_tokens", "max_chars")
+                _refuse_fields(part, "max_tokens", "max_chars")
                 return _text_until(ends, (), ends, _words(part, "excludes"))
             case "triggered_tags" | "dispatch":
-                return self._triggered(part, ends)
+                return self._triggered_tags(part, ends)
             case "sequence":
                 *parts, last = _elements(part)
                 return sequence([*map(self.node, parts), self._with_end(last, ends)])
             case "or":
                 return choice(self._with_end(option, ends) for option in _elements(part))
             case "optional":
-                return choice([closing, self._with_end(_field(part, "content", dict), ends)])
-        return sequence([self.node(part), closing])
+                return choice([end_marker, self._with_end(_field(part, "content", dict), ends)])
+        return sequence([self.node(part), end_marker])
 
-    def _separated(self, part: TagFormat) -> Node:
+    def _tags_with_separator(self, part: TagFormat) -> Node:
         tag = choice(map(self.node, _list(part, "tags")))
         further_tags: Node = EMPTY
         if not part.get("stop_after_first"):
@@ -152,7 +155,7 @@ class _Reader:
         tags = sequence([tag, further_tags])
         return tags if part.get("at_least_one") else choice([EMPTY, tags])
 
-    def _triggered(self, part: TagFormat, ends: tuple[str, ...]) -> Node:
+    def _triggered_tags(self, part: TagFormat, ends: tuple[str, ...]) -> Node:
         """Return the node of free text in which triggers start formats.
 
         The text ends at the first of ``ends``. Without ``ends`` it has no end marker.
@@ -161,23 +164,23 @@ class _Reader:
         excludes, triggers = _words(part, "excludes"), tuple(contents)
         only_one = part.get("stop_after_first") or (part["type"] == "dispatch" and not part.get("loop", True))
         words = (*triggers, *ends)
-        triggered = choice(
+        text_and_tag = choice(
             sequence([_text_until((trigger,), triggers, ends, excludes), content])
             for trigger, content in contents.items()
         )
-        closing = choice(map(_text, ends)) if ends else EMPTY
+        end_marker = choice(map(_text, ends)) if ends else EMPTY
         free_text: Node = (
             FreeText((*words, *excludes)) if not ends else _text_until(ends, triggers, ends, excludes)
         )
         result = (
-            choice([free_text, sequence([triggered, closing])])
+            choice([free_text, sequence([text_and_tag, end_marker])])
             if only_one
-            else sequence([repeated(triggered, 0, None), free_text])
+            else sequence([repeated(text_and_tag, 0, None), free_text])
         )
         if not part.get("at_least_one"):
             return result
         first = choice(map(self.node, _list(part, "tags")))
-        return sequence([first, closing if only_one else result])
+        return sequence([first, end_marker if only_one else result])
 
     def _contents_by_trigger(self, part: TagFormat) -> dict[str, Node]:
         """Return trigger -> node of the formats that can follow it."""
@@ -186,32 +189,37 @@ class _Reader:
             for rule in _list(part, "rules"):
                 trigger, content = rule if isinstance(rule, list) and len(rule) == 2 else (None, None)
                 if not isinstance(trigger, str) or not trigger:
-                    raise InputError("a rule of a dispatch is a pair of a text, not empty, and a format")
+                    raise InputError(
+                        "a rule of a dispatch must be a pair: a text that is not empty, and a format"
+                    )
                 nodes.setdefault(trigger, []).append(self.node(content))
         else:
             triggers = _words(part, "triggers")
             for tag in _list(part, "tags"):
                 begin = tag.get("begin") if isinstance(tag, dict) else None
-                matching = [
+                matching_triggers = [
                     trigger for trigger in triggers if isinstance(begin, str) and begin.startswith(trigger)
                 ]
-                if len(matching) != 1 or not isinstance(begin, str):
+                if len(matching_triggers) != 1 or not isinstance(begin, str):
                     raise InputError(
-                        f"each tag of triggered_tags must begin with one trigger, {begin!r} begins with "
-                        f"{len(matching)} triggers"
+                        "each tag of triggered_tags must begin with exactly one trigger, "
+                        f"but {begin!r} begins with {len(matching_triggers)} triggers"
                     )
-                rest = {**tag, "begin": begin[len(matching[0]) :]}
-                nodes.setdefault(matching[0], []).append(self.node(rest))
+                rest = {**tag, "begin": begin[len(matching_triggers[0]) :]}
+                nodes.setdefault(matching_triggers[0], []).append(self.node(rest))
         if not nodes:
             raise InputError(f"the {part['type']} of a structural_tag has no tags")
         return {trigger: choice(options) for trigger, options in nodes.items()}
 
-    def _token_triggered(self, part: TagFormat, ends: list[tuple[int, int]]) -> Node:
-        """Return the node of tokens among which trigger tokens start formats, like `_triggered`."""
+    def _token_triggered_tags(self, part: TagFormat, ends: list[tuple[int, int]]) -> Node:
+        """Return the node of tokens in which trigger tokens start formats.
+
+        Like `_triggered_tags`, but triggers and ends are token ids instead of texts.
+        """
         if part["type"] == "token_dispatch":
             rules = _list(part, "rules")
             if not all(isinstance(rule, list) and len(rule) == 2 for rule in rules):
-                raise InputError("a rule of a token_dispatch is a pair of a token and a format")
+                raise InputError("a rule of a token_dispatch must be a pair: a token and a format")
             triggers = [rule[0] for rule in rules]
             tags = [sequence([Tokens(_ids([token])), self.node(content)]) for token, content in rules]
             only_one = not part.get("loop", True)
@@ -219,10 +227,12 @@ class _Reader:
             triggers = _list(part, "trigger_tokens")
             tags = [self.node(tag) for tag in _list(part, "tags")]
             only_one = bool(part.get("stop_after_first"))
-        excluded = _ids([*triggers, *part.get("exclude_tokens", [])])
-        text = repeated(Tokens(tuple(sorted({*excluded, *ends})), negated=True), 0, None)
-        triggered = sequence([text, choice(tags)])
-        result = choice([text, triggered]) if only_one else sequence([repeated(triggered, 0, None), text])
+        excluded_ids = _ids([*triggers, *part.get("exclude_tokens", [])])
+        text = repeated(Tokens(tuple(sorted({*excluded_ids, *ends})), negated=True), 0, None)
+        text_and_tag = sequence([text, choice(tags)])
+        result = (
+            choice([text, text_and_tag]) if only_one else sequence([repeated(text_and_tag, 0, None), text])
+        )
         if not part.get("at_least_one"):
             return result
         return sequence([choice(tags), EMPTY if only_one else result])
@@ -235,13 +245,13 @@ def _text_until(
     if "" in ends:
         raise InputError("free text in a tag of a structural_tag needs an end that is not empty")
     words = {*triggers, *ends}
-    forbidden = tuple(word for word in excludes if word not in words)
-    return choice(TextUntil(word, tuple(sorted(words - {word})), forbidden) for word in end_texts)
+    forbidden_words = tuple(word for word in excludes if word not in words)
+    return choice(TextUntil(word, tuple(sorted(words - {word})), forbidden_words) for word in end_texts)
 
 
-def _kind(part: object) -> str:
+def _format_type(part: object) -> str:
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-        raise InputError(f"a format of a structural_tag is an object with a type, was {str(part)[:80]}")
+        raise InputError(f"a format of a structural_tag must be an object with a type, was {str(part)[:80]}")
     kind: str = part["type"]
     return kind
 
@@ -282,19 +292,19 @@ def _ids(tokens: Sequence[object]) -> Ranges:
     return tuple((token, token) for token in sorted(set(ids)))
 
 
-def _refuse(part: TagFormat, *names: str) -> None:
+def _refuse_fields(part: TagFormat, *names: str) -> None:
     for name in names:
         if part.get(name) is not None:
             raise UnsupportedFeatureError(f"a structural tag with {name}", "omit it")
 
 
-def _renamed(node: Node, prefix: str) -> Node:
+def _with_prefix(node: Node, prefix: str) -> Node:
     if isinstance(node, Ref):
         return Ref(prefix + node.name)
     if isinstance(node, Seq):
-        return Seq(tuple(_renamed(part, prefix) for part in node.parts))
+        return Seq(tuple(_with_prefix(part, prefix) for part in node.parts))
     if isinstance(node, Alt):
-        return Alt(tuple(_renamed(option, prefix) for option in node.options))
+        return Alt(tuple(_with_prefix(option, prefix) for option in node.options))
     if isinstance(node, Repeat):
-        return Repeat(_renamed(node.part, prefix), node.min_count, node.max_count)
+        return Repeat(_with_prefix(node.part, prefix), node.min_count, node.max_count)
     return node

@@ -44,21 +44,21 @@ def lark_text(rules: Rules, root: str = "root", *, check_time: Callable[[], None
         InputError: the grammar matches no finite text, or a chain of references is too long.
         UnsupportedFeatureError: free text is adjacent to an expression that it may contain.
     """
-    simple = simplified(rules, root)
+    simple_rules = simplified(rules, root)
     check_time()
     try:
-        division = divide(simple, root, check_time)
+        division = divide(simple_rules, root, check_time)
     except FreeTextConflict:
         check_time()
-        division = _as_one_lexeme(simple, root, check_time)
+        division = _as_one_lexeme(simple_rules, root, check_time)
     return _Writer(division).text()
 
 
 def _as_one_lexeme(rules: Rules, root: str, check_time: Callable[[], None]) -> Division:
     """Return a division with a single lexeme, in which recursion is limited to `MAX_UNROLLED` levels."""
     try:
-        bounded = simplified(unrolled(rules, root, MAX_UNROLLED), root)
-        return divide(bounded, root, check_time, ANY_SIZE)
+        bounded_rules = simplified(unrolled(rules, root, MAX_UNROLLED), root)
+        return divide(bounded_rules, root, check_time, ANY_SIZE)
     except (FreeTextConflict, InputError):
         raise UnsupportedFeatureError(
             "a structural tag with free text next to formats that it may contain",
@@ -115,7 +115,7 @@ class _Writer:
         if isinstance(node, FreeText):
             return f"{_ANY} & {_without(node.excludes)}" if node.excludes else _ANY
         if isinstance(node, TextUntil):
-            parts = [f"({_ANY} /{_quoted(node.end)}/)", _without((node.end, *node.others), "(?s:.+)")]
+            parts = [f"({_ANY} /{_string_literal(node.end)}/)", _without((node.end, *node.others), "(?s:.+)")]
             return " & ".join([*parts, *([_without(node.excludes)] if node.excludes else [])])
         return _operator_text(node, self._terminal)
 
@@ -125,7 +125,7 @@ _ANY = "/(?s:.*)/"
 
 def _without(words: tuple[str, ...], suffix: str = "(?s:.*)") -> str:
     """Return an expression for text that contains none of the words followed by ``suffix``."""
-    return f"~/(?s:.*)(?:{'|'.join(map(_quoted, words))}){suffix}/"
+    return f"~/(?s:.*)(?:{'|'.join(map(_string_literal, words))}){suffix}/"
 
 
 def _operator_text(node: Node, write: object) -> str:
@@ -156,7 +156,7 @@ def _times(node: Repeat) -> str:
 
 def _regex(node: Node) -> str:
     if isinstance(node, Text):
-        return _quoted(node.text)
+        return _string_literal(node.text)
     if isinstance(node, Chars):
         parts = (_code(a) if a == b else f"{_code(a)}-{_code(b)}" for a, b in node.ranges)
         return f"[{''.join(parts)}]"
@@ -170,7 +170,7 @@ def _regex(node: Node) -> str:
     return f"(?:{_regex(node.part)}){_times(node)}"
 
 
-def _quoted(text: str) -> str:
+def _string_literal(text: str) -> str:
     return "".join(char if char.isascii() and char.isalnum() else _code(ord(char)) for char in text)
 
 

@@ -22,10 +22,8 @@ _MAX_POSITIONS = 4000  # maximum positions that the computation of one state's t
 _MAX_WORK = 300_000  # maximum character ranges and positions visited for one expression
 
 _END = 0  # the position at the end of an expression
-# (first character, last character, next positions), ascending
-_Row: TypeAlias = list[tuple[int, int, frozenset[int]]]
-# (positions in each expression, number of characters so far)
-_State: TypeAlias = tuple[tuple[frozenset[int], ...], int]
+_Row: TypeAlias = list[tuple[int, int, frozenset[int]]]  # (first, last character, next positions), ascending
+_State: TypeAlias = tuple[tuple[frozenset[int], ...], int]  # (positions per expression, character count)
 
 
 class TooLargeError(Exception):
@@ -71,7 +69,7 @@ def intersection(
     excluded: Sequence[regex.RegexNode],
     bound: Bound,
 ) -> Automaton | None:
-    """Return the minimal automaton of texts that match all of ``required`` and none of ``excluded``.
+    """Return the minimal automaton of texts that match all required and no excluded expressions.
 
     Returns None if there is no such text.
 
@@ -115,7 +113,7 @@ class _Positions:
         self._work = 0
         # id of a node -> minimum and maximum length of its texts
         self._node_lengths: dict[int, tuple[int, int | None]] = {}
-        self.start = frozenset({self._position_of(self._shared(tree), _END)})
+        self.start = frozenset({self._position_of(self._with_shared_nodes(tree), _END)})
 
     def shortest(self, positions: frozenset[int]) -> int:
         """Return the minimum number of characters until the end of the expression."""
@@ -223,15 +221,15 @@ class _Positions:
             (regex.RegexRepeat, id(part), min_count, max_count), regex.RegexRepeat(part, min_count, max_count)
         )
 
-    def _shared(self, node: regex.RegexNode) -> regex.RegexNode:
+    def _with_shared_nodes(self, node: regex.RegexNode) -> regex.RegexNode:
         """Return the tree with one object for equal parts, so that positions can be compared by identity."""
         if isinstance(node, regex.RegexRepeat):
-            return self._repeat(self._shared(node.part), node.min_count, node.max_count)
+            return self._repeat(self._with_shared_nodes(node.part), node.min_count, node.max_count)
         if isinstance(node, regex.RegexSeq):
-            parts = tuple(map(self._shared, node.parts))
+            parts = tuple(map(self._with_shared_nodes, node.parts))
             return self._nodes.setdefault((regex.RegexSeq, *map(id, parts)), regex.RegexSeq(parts))
         if isinstance(node, regex.RegexAlt):
-            options = tuple(map(self._shared, node.options))
+            options = tuple(map(self._with_shared_nodes, node.options))
             return self._nodes.setdefault((regex.RegexAlt, *map(id, options)), regex.RegexAlt(options))
         return self._nodes.setdefault(node, node)
 
@@ -242,20 +240,17 @@ class _Product:
     def __init__(
         self, required: Sequence[regex.RegexNode], excluded: Sequence[regex.RegexNode], bound: Bound
     ) -> None:
-        self._expressions = [_Positions(tree) for tree in (*required, *excluded)]
-        self._required = self._expressions[: len(required)]
+        self._operands = [_Positions(tree) for tree in (*required, *excluded)]
+        self._required = self._operands[: len(required)]
         self._bound = bound
-        self.start = self._normalized(tuple(expression.start for expression in self._expressions), 0)
+        self.start = self._normalized_state(tuple(operand.start for operand in self._operands), 0)
 
     def accepts(self, state: _State) -> bool:
         """Return whether a text may end here."""
         sets, count = state
         if 0 <= count < self._bound.min_count:
             return False
-        ends = [
-            expression.can_end(positions)
-            for expression, positions in zip(self._expressions, sets, strict=True)
-        ]
+        ends = [operand.can_end(positions) for operand, positions in zip(self._operands, sets, strict=True)]
         num_required = len(self._required)
         return all(ends[:num_required]) and not any(ends[num_required:])
 
@@ -264,12 +259,10 @@ class _Product:
         sets, count = state
         if self._bound.max_count is not None and count >= self._bound.max_count:
             return
-        rows = [
-            expression.row(positions) for expression, positions in zip(self._expressions, sets, strict=True)
-        ]
+        rows = [operand.row(positions) for operand, positions in zip(self._operands, sets, strict=True)]
         for low, high, target in _merged_rows(rows, len(self._required)):
             if self._is_short(target, count + 1):
-                yield ((low, high),), self._normalized(target, count + 1 if count >= 0 else -1)
+                yield ((low, high),), self._normalized_state(target, count + 1 if count >= 0 else -1)
 
     def _is_short(self, sets: tuple[frozenset[int], ...], count: int) -> bool:
         """Return whether some text after this state ends within the maximum length."""
@@ -277,17 +270,16 @@ class _Product:
             return True
         remaining = self._bound.max_count - count
         return all(
-            expression.shortest(positions) <= remaining
-            for expression, positions in zip(self._required, sets, strict=False)
+            operand.shortest(positions) <= remaining
+            for operand, positions in zip(self._required, sets, strict=False)
         )
 
-    def _normalized(self, sets: tuple[frozenset[int], ...], count: int) -> _State:
+    def _normalized_state(self, sets: tuple[frozenset[int], ...], count: int) -> _State:
         """Return the state with a count of -1 if no further text can violate a bound of the length."""
         min_count, max_count = self._bound.min_count, self._bound.max_count
         if count >= 0 and max_count is not None:
             longest = [
-                expression.longest(positions)
-                for expression, positions in zip(self._required, sets, strict=False)
+                operand.longest(positions) for operand, positions in zip(self._required, sets, strict=False)
             ]
             is_safe = any(high is not None and count + high <= max_count for high in longest)
         else:
@@ -300,10 +292,7 @@ class _Product:
 def _merged_rows(
     rows: Sequence[_Row], num_required: int
 ) -> Iterator[tuple[int, int, tuple[frozenset[int], ...]]]:
-    """Yield the character ranges that all required expressions accept.
-
-    Each element is (first character, last character, next positions of all expressions).
-    """
+    """Yield (first character, last character, next positions) of ranges that all required operands accept."""
     events: list[tuple[int, int, frozenset[int]]] = []
     for index, row in enumerate(rows):
         for low, high, target in row:
@@ -354,7 +343,7 @@ def _minimal(automaton: Automaton | None) -> Automaton | None:
         count = len(set(classes))
         keys: dict[object, int] = {}
         classes = [
-            keys.setdefault((classes[state], _transitions_by_class(row, classes)), len(keys))
+            keys.setdefault((classes[state], _by_target_class(row, classes)), len(keys))
             for state, row in enumerate(automaton.steps)
         ]
     # Classes are numbered by first appearance, so the class of state 0 is 0.
@@ -363,7 +352,7 @@ def _minimal(automaton: Automaton | None) -> Automaton | None:
     for state, class_ in enumerate(classes):
         accepting[class_] = automaton.accepting[state]
         steps[class_] = [
-            (ranges, target) for target, ranges in _transitions_by_class(automaton.steps[state], classes)
+            (ranges, target) for target, ranges in _by_target_class(automaton.steps[state], classes)
         ]
     return Automaton(steps, accepting)
 
@@ -401,7 +390,7 @@ def _by_distance(automaton: Automaton) -> list[int]:
     ]
 
 
-def _transitions_by_class(
+def _by_target_class(
     row: Sequence[tuple[Ranges, int]], classes: Sequence[int]
 ) -> tuple[tuple[int, tuple[tuple[int, int], ...]], ...]:
     """Return the transitions (class of the target, characters), one per class."""

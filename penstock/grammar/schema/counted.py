@@ -74,45 +74,48 @@ class Counting:
             state, remaining, source is not None and source in self.detours.get(state, ([], []))[1]
         )
 
-    def exits(self, counted: _CountedState, remaining: int) -> Iterator[tuple[Ranges, _CountedState]]:
+    def exits(self, counted_state: _CountedState, remaining: int) -> Iterator[tuple[Ranges, _CountedState]]:
         """Yield the transitions to other states, as (characters, counted state)."""
-        first = self.detours[counted.state][1][0] if counted.after_detour else None
-        for ranges, target in self.automaton.steps[counted.state]:
-            if target in (counted.state, first):
+        first = self.detours[counted_state.state][1][0] if counted_state.after_detour else None
+        for ranges, target in self.automaton.steps[counted_state.state]:
+            if target in (counted_state.state, first):
                 continue
-            if (next_state := self.enter(target, remaining - 1, counted.state)) is not None:
+            if (next_state := self.enter(target, remaining - 1, counted_state.state)) is not None:
                 yield ranges, next_state
 
-    def self_loops(self, counted: _CountedState) -> tuple[int, int, bool]:
+    def self_loops(self, counted_state: _CountedState) -> tuple[int, int, bool]:
         """Return (maximum repetitions, their characters, whether a whole block fits) of a state's loop.
 
         The repetitions are those before a transition to another state, fewer than a block. The transition
         counts the maximum, even if a text has fewer repetitions.
         """
-        if self.loops[counted.state] is None:
+        if self.loops[counted_state.state] is None:
             return 0, 0, False
-        size = len(self.detours[counted.state][0]) if counted.after_detour else 1
-        if counted.remaining - self.block >= self.shortest[counted.state]:
+        size = len(self.detours[counted_state.state][0]) if counted_state.after_detour else 1
+        if counted_state.remaining - self.block >= self.shortest[counted_state.state]:
             repetitions = self.block // size - 1
             return repetitions, repetitions * size, True
-        repetitions = (counted.remaining - self.shortest[counted.state]) // size
+        repetitions = (counted_state.remaining - self.shortest[counted_state.state]) // size
         return repetitions, repetitions * size, False
 
-    def after_block(self, counted: _CountedState) -> _CountedState:
+    def after_block(self, counted_state: _CountedState) -> _CountedState:
         """Return the counted state after a whole block of repetitions."""
-        return _CountedState(counted.state, counted.remaining - self.block, counted.after_detour)
+        return _CountedState(
+            counted_state.state, counted_state.remaining - self.block, counted_state.after_detour
+        )
 
     def num_states(self, max_count: int) -> int:
         """Return the number of counted states, at most about ``max_count``."""
         seen = {self.start}
         pending = [self.start]
         while pending and len(seen) < max_count:
-            counted = pending.pop()
-            _, num_characters, has_block = self.self_loops(counted)
+            counted_state = pending.pop()
+            _, num_characters, has_block = self.self_loops(counted_state)
             successors = [
-                next_state for _, next_state in self.exits(counted, counted.remaining - num_characters)
+                next_state
+                for _, next_state in self.exits(counted_state, counted_state.remaining - num_characters)
             ]
-            for successor in [*successors, self.after_block(counted)] if has_block else successors:
+            for successor in [*successors, self.after_block(counted_state)] if has_block else successors:
                 if successor not in seen:
                     seen.add(successor)
                     pending.append(successor)
@@ -167,44 +170,44 @@ class CountedWriter:
         """Write all rules. Return the name of the start rule."""
         first = self._name(self._counting.start)
         while self._pending:
-            counted = self._pending.pop()
-            self._rules.define(self._names[counted], choice(self._body(counted)))
+            counted_state = self._pending.pop()
+            self._rules.define(self._names[counted_state], choice(self._body(counted_state)))
         return first
 
-    def _name(self, counted: _CountedState) -> str:
-        if counted not in self._names:
-            self._names[counted] = self._rules.reserve("state")
-            self._pending.append(counted)
-        return self._names[counted]
+    def _name(self, counted_state: _CountedState) -> str:
+        if counted_state not in self._names:
+            self._names[counted_state] = self._rules.reserve("state")
+            self._pending.append(counted_state)
+        return self._names[counted_state]
 
-    def _body(self, counted: _CountedState) -> list[str]:
-        repetitions, num_characters, has_block = self._counting.self_loops(counted)
-        exits = self._write_exits(counted, counted.remaining - num_characters)
+    def _body(self, counted_state: _CountedState) -> list[str]:
+        repetitions, num_characters, has_block = self._counting.self_loops(counted_state)
+        exits = self._write_exits(counted_state, counted_state.remaining - num_characters)
         if repetitions == 0 and not has_block:
             return exits
         # Either fewer repetitions than a block and a transition, or a whole block. Each text has one
         # derivation.
-        self_loops = self._write_self_loops(counted)
+        self_loops = self._write_self_loops(counted_state)
         partial_block = (
             self._rules.add("some", repeated(self_loops, 0, repetitions)) if repetitions else NOTHING
         )
         result = [sequence(partial_block, choice(exits))] if exits else []
         if has_block:
             whole_block = self._rules.add("block", repeated(self_loops, repetitions + 1, repetitions + 1))
-            result.append(sequence(whole_block, self._name(self._counting.after_block(counted))))
+            result.append(sequence(whole_block, self._name(self._counting.after_block(counted_state))))
         return result
 
-    def _write_self_loops(self, counted: _CountedState) -> str:
-        loop = self._counting.loops[counted.state]
+    def _write_self_loops(self, counted_state: _CountedState) -> str:
+        loop = self._counting.loops[counted_state.state]
         assert loop is not None
         options = self._options(loop)
-        if counted.after_detour:
-            detour_ranges, _ = self._counting.detours[counted.state]
+        if counted_state.after_detour:
+            detour_ranges, _ = self._counting.detours[counted_state.state]
             options = [*options, sequence(*(choice(self._options(ranges)) for ranges in detour_ranges))]
         return choice(options)
 
-    def _write_exits(self, counted: _CountedState, remaining: int) -> list[str]:
-        result = [self._end] if self._counting.automaton.accepting[counted.state] else []
-        for ranges, next_state in self._counting.exits(counted, remaining):
+    def _write_exits(self, counted_state: _CountedState, remaining: int) -> list[str]:
+        result = [self._end] if self._counting.automaton.accepting[counted_state.state] else []
+        for ranges, next_state in self._counting.exits(counted_state, remaining):
             result += [sequence(option, self._name(next_state)) for option in self._options(ranges)]
         return result

@@ -54,7 +54,7 @@ class EbnfRules:
 
 def literal(text: str) -> str:
     """Return a literal, with escapes as needed."""
-    return '"' + "".join(map(_escaped, text)) + '"' if text else NOTHING
+    return '"' + "".join(map(_escaped_character, text)) + '"' if text else NOTHING
 
 
 def char_class(ranges: Ranges) -> str:
@@ -91,10 +91,10 @@ def repeated(part: str, min_count: int, max_count: int | None) -> str:
     )
 
 
-def without(ranges: Ranges, removed: Ranges) -> list[tuple[int, int]]:
+def without(ranges: Ranges, excluded: Ranges) -> list[tuple[int, int]]:
     """Return the ranges of the characters in ``ranges`` that are not in ``removed``."""
     result = list(ranges)
-    for low, high in removed:
+    for low, high in excluded:
         result = [
             part
             for first, last in result
@@ -115,7 +115,7 @@ def union(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return result
 
 
-def _escaped(character: str) -> str:
+def _escaped_character(character: str) -> str:
     is_plain = character.isascii() and (character.isalnum() or character in _PLAIN_IN_TEXT)
     return character if is_plain else _code(ord(character))
 

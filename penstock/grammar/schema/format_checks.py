@@ -15,7 +15,7 @@ _DATE = re.compile("([0-9]{4})-([0-9]{2})-([0-9]{2})")
 _LABEL = re.compile("[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?")
 _ATEXT = "A-Za-z0-9!#$%&'*+/=?^_`{|}~\u0080-\U0010ffff-"
 _DOT_STRING = re.compile(rf"[{_ATEXT}]+(?:\.[{_ATEXT}]+)*")
-_QUOTED = re.compile('"(?:[ !#-\\[\\]-~\u0080-\U0010ffff]|\\\\[ -~])*"')
+_QUOTED_LOCAL_PART = re.compile('"(?:[ !#-\\[\\]-~\u0080-\U0010ffff]|\\\\[ -~])*"')
 _IPV4 = re.compile(r"(?:(?:[01]?[0-9]{1,2}|2[0-4][0-9]|25[0-5])(?:\.(?!$)|$)){4}")
 _IDN_DOTS = re.compile("[.\u3002\uff0e\uff61]")
 _REGEX_TOKEN = re.compile(
@@ -87,11 +87,11 @@ def _is_ldh_label(label: str) -> bool:
     if not label[:4].lower() == "xn--":
         return True
     try:
-        decoded = label[4:].lower().encode().decode("punycode")
-        reencoded = decoded.encode("punycode").decode()
+        decoded_label = label[4:].lower().encode().decode("punycode")
+        reencoded_label = decoded_label.encode("punycode").decode()
     except (UnicodeError, ValueError, OverflowError):
         return False
-    return reencoded == label[4:].lower() and not decoded.isascii() and is_u_label(decoded)
+    return reencoded_label == label[4:].lower() and not decoded_label.isascii() and is_u_label(decoded_label)
 
 
 def is_idn_hostname(value: str) -> bool:
@@ -123,7 +123,7 @@ def is_idn_email(value: str) -> bool:
     local, at, domain = value.rpartition("@")
     if not at or len(local.encode(errors="replace")) > 64 or len(value.encode(errors="replace")) > 254:
         return False
-    if not (_QUOTED if local.startswith('"') else _DOT_STRING).fullmatch(local):
+    if not (_QUOTED_LOCAL_PART if local.startswith('"') else _DOT_STRING).fullmatch(local):
         return False
     if domain.startswith("["):
         return domain.endswith("]") and _is_address(domain[1:-1])

@@ -73,7 +73,7 @@ def _ipv6(groups: int) -> str:
         options = f"{_GROUP}{more_groups(left - 1)}" + (f"|{_IPV4}" if left >= 2 else "")
         return f"(?::(?:{options}))?"
 
-    def shortened(left: int) -> str:
+    def shortened_address(left: int) -> str:
         """Return the expression after ``::``."""
         if left == 0:
             return ""
@@ -85,12 +85,12 @@ def _ipv6(groups: int) -> str:
             return ""
         options = [f"{_GROUP}{after(count + 1)}"]
         if count <= groups:
-            options.append(f":{shortened(groups - count)}")
+            options.append(f":{shortened_address(groups - count)}")
         if count == 6:
             options.append(_IPV4)
         return f":(?:{'|'.join(options)})"
 
-    return f"(?:::{shortened(groups)}|{_GROUP}{after(1)})"
+    return f"(?:::{shortened_address(groups)}|{_GROUP}{after(1)})"
 
 
 _IPV6 = _ipv6(7)
@@ -120,8 +120,8 @@ _LITERAL = f"\\[(?:{_IPV4}|[Ii][Pp][Vv]6:{_ipv6(6)})\\]"
 _ATOM = "[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]"
 # Excluded: local parts of more than 32 characters with several dots that are longer than all of these.
 _LOCAL = f"(?:{_ATOM}{{1,64}}|{_ATOM}(?:\\.?{_ATOM}){{0,31}}|{_ATOM}{{1,31}}\\.{_ATOM}{{1,32}})"
-_QUOTED = '"(?:[ !#-\\[\\]-~]|\\\\[ -~]){0,31}"'  # a local part of at most 64 characters
-_EMAIL = f"(?:{_LOCAL}|{_QUOTED})@(?:{_MAIL_HOST}|{_LITERAL})"
+_QUOTED_LOCAL_PART = '"(?:[ !#-\\[\\]-~]|\\\\[ -~]){0,31}"'  # a local part of at most 64 characters
+_EMAIL = f"(?:{_LOCAL}|{_QUOTED_LOCAL_PART})@(?:{_MAIL_HOST}|{_LITERAL})"
 
 # Letters of many scripts that IDNA 2008 allows without conditions. All others are excluded.
 _LETTERS = (
@@ -148,7 +148,7 @@ _IDN_EMAIL = (
 
 _UNRESERVED = "A-Za-z0-9._~"  # also -, which is added at the end of each class
 _SUB_DELIMS = "!$&'()*+,;="
-_ESCAPED = "%[0-9A-Fa-f]{2}"
+_PERCENT_ESCAPE = "%[0-9A-Fa-f]{2}"
 # Excludes the directional marks, which RFC 3987 forbids.
 _UCS = (
     "\u00a0-\u200d\u2010-\u2029\u202f-\ud7ff\uf900-\ufdcf\ufdf0-\uffef"
@@ -160,7 +160,7 @@ _PRIVATE = f"\ue000-\uf8ff{chr(0xF0000)}-{chr(0xFFFFD)}{chr(0x100000)}-{chr(0x10
 
 def _any_number(characters: str) -> str:
     """Return an expression of any number of these characters and of percent-encoded characters."""
-    return f"[{characters}-]*(?:{_ESCAPED}[{characters}-]*)*"
+    return f"[{characters}-]*(?:{_PERCENT_ESCAPE}[{characters}-]*)*"
 
 
 def _uri(iri_characters: str, query_characters: str, *, is_reference: bool, is_simple: bool = False) -> str:
@@ -177,7 +177,7 @@ def _uri(iri_characters: str, query_characters: str, *, is_reference: bool, is_s
     host = _any_number(unescaped) if is_simple else f"(?:{host_bracket}|{_any_number(unescaped)})"
     authority = f"(?:{_any_number(unescaped + ':')}@)?{host}(?::[0-9]*)?"
     path = _any_number(f"{unescaped}:@/")
-    first_character = f"(?:[{unescaped}:@-]|{_ESCAPED})"
+    first_character = f"(?:[{unescaped}:@-]|{_PERCENT_ESCAPE})"
     absolute_path = f"/(?:/{authority}(?:/{path})?|{first_character}{path})?"
     tail = (
         f"(?:\\?{_any_number(f'{unescaped}{query_characters}:@/?')})?(?:#{_any_number(f'{unescaped}:@/?')})?"
@@ -185,14 +185,15 @@ def _uri(iri_characters: str, query_characters: str, *, is_reference: bool, is_s
     absolute = f"[A-Za-z][A-Za-z0-9+.-]*:(?:{absolute_path}|{first_character}{path})?"
     if not is_reference:
         return f"{absolute}{tail}"
-    no_scheme = f"(?:[{unescaped}@-]|{_ESCAPED}){_any_number(f'{unescaped}@')}(?:/{path})?"
+    no_scheme = f"(?:[{unescaped}@-]|{_PERCENT_ESCAPE}){_any_number(f'{unescaped}@')}(?:/{path})?"
     return f"(?:{absolute}|{absolute_path}|{no_scheme})?{tail}"
 
 
 # RFC 6570, without the operators that are reserved for extensions.
-_VARIABLE = f"(?:[A-Za-z0-9_]|{_ESCAPED})(?:\\.?(?:[A-Za-z0-9_]|{_ESCAPED}))*(?::[1-9][0-9]{{0,3}}|\\*)?"
+_NAME_CHARACTER = f"(?:[A-Za-z0-9_]|{_PERCENT_ESCAPE})"
+_VARIABLE = f"{_NAME_CHARACTER}(?:\\.?{_NAME_CHARACTER})*(?::[1-9][0-9]{{0,3}}|\\*)?"
 _IN_TEMPLATE = f"!#$&(-;=?-\\[\\]_a-z~{_UCS}{_PRIVATE}"
-_TEMPLATE = f"(?:[{_IN_TEMPLATE}]|{_ESCAPED}|\\{{[+#./;?&]?{_VARIABLE}(?:,{_VARIABLE})*\\}})*"
+_TEMPLATE = f"(?:[{_IN_TEMPLATE}]|{_PERCENT_ESCAPE}|\\{{[+#./;?&]?{_VARIABLE}(?:,{_VARIABLE})*\\}})*"
 
 # RFC 6901.
 _POINTER = "(?:/[^/~]*(?:~[01][^/~]*)*)*"
@@ -272,7 +273,7 @@ def simple_tree(name: str, max_count: int | None) -> RegexNode | None:
 
 
 @cache
-def _compiled(name: str) -> re.Pattern[str]:
+def _compiled_pattern(name: str) -> re.Pattern[str]:
     return re.compile(SUPPORTED[name])
 
 
@@ -280,4 +281,4 @@ def has_format(name: str, value: str) -> bool:
     """Return whether a string has a format. Formats that the standard does not define accept all strings."""
     if name in _CHECKS:
         return _CHECKS[name](value)
-    return name not in SUPPORTED or full_match(_compiled(name), value)
+    return name not in SUPPORTED or full_match(_compiled_pattern(name), value)

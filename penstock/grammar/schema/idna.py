@@ -8,7 +8,13 @@ import unicodedata
 _ALWAYS_VALID = {0xDF, 0x3C2, 0x6FD, 0x6FE, 0xF0B, 0x3007}
 _NEVER_VALID = {0x640, 0x7FA, 0x302E, 0x302F, *range(0x3031, 0x3036), 0x303B}
 _OLD_HANGUL = [(0x1100, 0x11FF), (0xA960, 0xA97C), (0xD7B0, 0xD7FB)]
-_IGNORED = [(0xFE00, 0xFE0F), (0x180B, 0x180F), (0xE0000, 0xE0FFF), (0x20D0, 0x20FF), (0x1D100, 0x1D1FF)]
+_EXCLUDED_RANGES = [
+    (0xFE00, 0xFE0F),
+    (0x180B, 0x180F),
+    (0xE0000, 0xE0FFF),
+    (0x20D0, 0x20FF),
+    (0x1D100, 0x1D1FF),
+]
 
 
 def is_u_label(label: str) -> bool:
@@ -27,15 +33,15 @@ def is_u_label(label: str) -> bool:
 def _is_allowed(label: str, index: int) -> bool:
     char = label[index]
     point = ord(char)
-    previous, following = label[index - 1 : index], label[index + 1 : index + 2]
+    previous_char, next_char = label[index - 1 : index], label[index + 1 : index + 2]
     if point in (0x200C, 0x200D):
-        return bool(previous) and unicodedata.combining(previous) == 9
+        return bool(previous_char) and unicodedata.combining(previous_char) == 9
     if point == 0xB7:
-        return previous == following == "l"
+        return previous_char == next_char == "l"
     if point == 0x375:
-        return "GREEK" in unicodedata.name(following, "") if following else False
+        return "GREEK" in unicodedata.name(next_char, "") if next_char else False
     if point in (0x5F3, 0x5F4):
-        return bool(previous) and "HEBREW" in unicodedata.name(previous, "")
+        return bool(previous_char) and "HEBREW" in unicodedata.name(previous_char, "")
     if point == 0x30FB:
         words = ("HIRAGANA", "KATAKANA", "CJK UNIFIED", "IDEOGRAPHIC")
         return any(
@@ -55,12 +61,12 @@ def _is_valid(char: str) -> bool:
         return point in _ALWAYS_VALID
     if point < 128:
         return char == "-" or char.isdigit() or "a" <= char <= "z"
-    if any(low <= point <= high for low, high in [*_OLD_HANGUL, *_IGNORED]):
+    if any(low <= point <= high for low, high in [*_OLD_HANGUL, *_EXCLUDED_RANGES]):
         return False
     if unicodedata.category(char) not in ("Ll", "Lu", "Lo", "Nd", "Lm", "Mn", "Mc"):
         return False
-    folded = unicodedata.normalize("NFKC", char).casefold()
-    return unicodedata.normalize("NFKC", folded) == char
+    folded_char = unicodedata.normalize("NFKC", char).casefold()
+    return unicodedata.normalize("NFKC", folded_char) == char
 
 
 def _has_direction(label: str) -> bool:
@@ -69,10 +75,10 @@ def _has_direction(label: str) -> bool:
     if not {"R", "AL", "AN"} & set(directions):
         return True
     last = next((direction for direction in reversed(directions) if direction != "NSM"), "")
-    allowed = {"R", "AL", "AN", "EN", "ES", "CS", "ET", "ON", "BN", "NSM"}
+    allowed_classes = {"R", "AL", "AN", "EN", "ES", "CS", "ET", "ON", "BN", "NSM"}
     return (
         directions[0] in ("R", "AL")
-        and set(directions) <= allowed
+        and set(directions) <= allowed_classes
         and last in ("R", "AL", "EN", "AN")
         and not {"EN", "AN"} <= set(directions)
     )

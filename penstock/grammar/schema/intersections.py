@@ -151,8 +151,8 @@ def _has_property(schemas: Schemas, shape: Object, name: str, value: object) -> 
 def _is_in_numeric_shape(shape: Numeric, value: Decimal) -> bool:
     if not shape.bounds.contains(value):
         return False
-    whole = int(value)  # an int, because Decimal's % is limited to 28 digits
-    return not shape.is_integer or (value == whole and whole % shape.multiple_of == 0)
+    integer = int(value)  # an int, because Decimal's % is limited to 28 digits
+    return not shape.is_integer or (value == integer and integer % shape.multiple_of == 0)
 
 
 def _min_bound(a: int | None, b: int | None) -> int | None:

@@ -194,8 +194,8 @@ class _Writer:
                 None if max_count is None else max_count - num_first,
             )
         for index in range(end - 1, 0, -1):
-            following = sequence(comma, self._value(shape.prefix[index]), rest)
-            rest = following if shape.min_count > index else repeated(following, 0, 1)
+            next_items = sequence(comma, self._value(shape.prefix[index]), rest)
+            rest = next_items if shape.min_count > index else repeated(next_items, 0, 1)
         first = self._value(shape.item(0))
         elements = sequence(first, rest, self._space or NOTHING)
         content = elements if shape.min_count > 0 else repeated(elements, 0, 1)

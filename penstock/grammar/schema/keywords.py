@@ -61,7 +61,7 @@ def number_of(node: SchemaNode, keyword: str) -> Decimal | None:
 
 
 def counts_of(node: SchemaNode, min_count: str, max_count: str) -> tuple[int, int | None]:
-    """Return (minimum, maximum) of two keywords for a count. Defaults: 0 and None."""
+    """Return (minimum, maximum) of a count from the values of two keywords. The defaults are 0 and None."""
     low, high = _count(node, min_count), _count(node, max_count)
     return low or 0, high
 
@@ -138,7 +138,11 @@ def escaped(name: str) -> str:
 
 
 def array_index(name: str) -> int:
-    """Return the array index in a part of a JSON pointer, without sign or leading zeros (RFC 6901)."""
+    """Return the array index in a part of a JSON pointer (RFC 6901).
+
+    Raises:
+        IndexError: the part is not a number, or has a sign or leading zeros.
+    """
     if name != "0" and not (name.isascii() and name.isdigit() and name[0] != "0"):
         raise IndexError(name)
     return int(name)

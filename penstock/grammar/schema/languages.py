@@ -41,9 +41,9 @@ def language_of(text: StringShape) -> Language | None:
     excluded_trees = [condition.tree for condition in text.conditions if condition.is_negated]
     bound = Bound(text.min_count, text.max_count)
     if len(required_trees) == 1 and not excluded_trees:
-        simple = _with_length(required_trees[0], bound)
-        if simple is not None:
-            return simple
+        bounded_tree = _with_length(required_trees[0], bound)
+        if bounded_tree is not None:
+            return bounded_tree
     for tree in required_trees:
         low, high = regex.lengths(tree)
         if (bound.max_count is not None and low > bound.max_count) or (
@@ -139,15 +139,15 @@ def shortened(node: regex.RegexNode, max_count: int) -> regex.RegexNode:
     assert isinstance(node, regex.RegexSeq)
     lengths = [regex.lengths(part) for part in node.parts]
     optional = {i: None if b is None else b - a for i, (a, b) in enumerate(lengths) if a != b}
-    remaining = max_count - low
+    remaining_count = max_count - low
     max_counts = {i: a for i, (a, _) in enumerate(lengths)}
     # Parts with few optional characters keep all of them. The other parts share the rest evenly.
     for num_done, i in enumerate(sorted(optional, key=lambda i: (optional[i] is None, optional[i] or 0))):
-        share = remaining // (len(optional) - num_done)
+        share = remaining_count // (len(optional) - num_done)
         count = optional[i]
-        added = share if count is None else min(count, share)
-        max_counts[i] += added
-        remaining -= added
+        extra_count = share if count is None else min(count, share)
+        max_counts[i] += extra_count
+        remaining_count -= extra_count
     return regex.RegexSeq(tuple(shortened(part, max_counts[i]) for i, part in enumerate(node.parts)))
 
 

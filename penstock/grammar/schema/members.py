@@ -15,32 +15,32 @@ class Members:
     """
 
     def __init__(
-        self, rules: EbnfRules, shape: Object, names: list[str], counted: bool, comma: str, space: str
+        self, rules: EbnfRules, shape: Object, names: list[str], counts_members: bool, comma: str, space: str
     ) -> None:
         self._rules = rules
-        self._required = [name in shape.required for name in names]
-        self._min_count = shape.min_count if counted else 0
+        self._is_required = [name in shape.required for name in names]
+        self._min_count = shape.min_count if counts_members else 0
         self._max_count = shape.max_count
-        self._counted = counted
+        self._counts_members = counts_members
         self._comma = comma
         self._space = space  # white space before the closing brace of an object with members
 
     def write(self, pairs: list[str], other: str | None) -> str | None:
         """Return the expression of all members; None if the bounds cannot be satisfied."""
         states: dict[int, str | None] = {}
-        highest = len(pairs) if self._counted else 1
+        highest = len(pairs) if self._counts_members else 1
         for count in range(highest + 1):
             states[count] = self._others(other, count)
         for index in range(len(pairs) - 1, -1, -1):
             new_states: dict[int, str | None] = {}
-            for count in range((index if self._counted else min(index, 1)) + 1):
-                following = states[count + 1 if self._counted else 1]
+            for count in range((index if self._counts_members else min(index, 1)) + 1):
+                next_state = states[count + 1 if self._counts_members else 1]
                 options = []
-                if following is not None:
-                    options.append(sequence(self._comma if count else NOTHING, pairs[index], following))
-                skipped = states[count]
-                if not self._required[index] and skipped is not None:
-                    options.append(skipped)
+                if next_state is not None:
+                    options.append(sequence(self._comma if count else NOTHING, pairs[index], next_state))
+                state_without_member = states[count]
+                if not self._is_required[index] and state_without_member is not None:
+                    options.append(state_without_member)
                 new_states[count] = self._rules.add("members", choice(options)) if options else None
             states = new_states
         return states[0]
@@ -48,7 +48,7 @@ class Members:
     def _others(self, other: str | None, count: int) -> str | None:
         """Return the expression after the last named property; ``count`` is the number of members so far."""
         min_count = max_count = None
-        if self._counted:
+        if self._counts_members:
             min_count = self._min_count - count
             max_count = None if self._max_count is None else self._max_count - count
         # At most one other member counts, because further members may repeat its name.

@@ -101,14 +101,14 @@ def numbers_between(bounds: Bounds) -> str | None:
     options: list[str] = []
     if bounds.low is None or bounds.low < 0 or (bounds.low == 0 and not bounds.without_low):
         if bounds.low is None or bounds.low < 0:
-            negated = Bounds(
+            negated_bounds = Bounds(
                 # not the operator -, which rounds to 28 digits
                 Decimal(0) if bounds.high is None or bounds.high > 0 else bounds.high.copy_negate(),
                 None if bounds.low is None else bounds.low.copy_negate(),
                 bounds.high is not None and bounds.high <= 0 and bounds.without_high,
                 bounds.without_low,
             )
-            options += [sequence('"-"', option) for option in _decimals(negated)]
+            options += [sequence('"-"', option) for option in _decimals(negated_bounds)]
     if bounds.high is None or bounds.high >= 0:
         is_positive = bounds.low is not None and bounds.low >= 0
         low = bounds.low if is_positive else Decimal(0)
@@ -161,8 +161,8 @@ def _decimals(bounds: Bounds) -> Iterator[str]:
     digits = _MAX_FRACTION_DIGITS
     if bounds.without_low or bounds.without_high:
         # With more digits, a number close to the excluded bound would be the same float as the bound.
-        whole = max(int(bounds.low), int(bounds.high or 0))
-        digits = max(_EXACT_DIGITS - len(str(whole)), 1)
+        integer = max(int(bounds.low), int(bounds.high or 0))
+        digits = max(_EXACT_DIGITS - len(str(integer)), 1)
     low, low_fraction = _split(bounds.low)
     high, high_fraction = (None, "") if bounds.high is None else _split(bounds.high)
     lower = (low_fraction, bounds.without_low)
@@ -181,18 +181,18 @@ def _decimals(bounds: Bounds) -> Iterator[str]:
 
 
 def _split(value: Decimal) -> tuple[int, str]:
-    whole = int(value)
-    fraction = format(value - whole, "f").partition(".")[2]
-    return whole, fraction.rstrip("0")
+    integer = int(value)
+    fraction = format(value - integer, "f").partition(".")[2]
+    return integer, fraction.rstrip("0")
 
 
-def _with_fraction(whole: str, fraction: tuple[bool, str | None]) -> Iterator[str]:
+def _with_fraction(integer: str, fraction: tuple[bool, str | None]) -> Iterator[str]:
     may_be_absent, digits = fraction
     if digits is not None:
         point = sequence('"."', digits)
-        yield sequence(whole, repeated(point, 0, 1) if may_be_absent else point)
+        yield sequence(integer, repeated(point, 0, 1) if may_be_absent else point)
     elif may_be_absent:
-        yield whole
+        yield integer
 
 
 _Bound = tuple[str, bool] | None  # (digits after the decimal point, whether the bound is exclusive)

@@ -60,10 +60,10 @@ def _without_rivals(
     """Return the shape restricted so that no rival, a shape of another branch, matches its values."""
     for rival_index, rival in rivals:
         if rival_index != index and not _are_disjoint(schemas, shape, rival):
-            restricted = _forbid_rival(schemas, shape, rival)
-            if restricted is None:
+            restricted_shape = _forbid_rival(schemas, shape, rival)
+            if restricted_shape is None:
                 raise _overlap(node, min(index, rival_index), max(index, rival_index))
-            shape = restricted
+            shape = restricted_shape
     return shape
 
 

@@ -102,13 +102,13 @@ class Productive:
                 continue
             shapes_by_key[key] = self._schemas.shapes(current)
             pending += [
-                nested
+                nested_conjunction
                 for shape in shapes_by_key[key]
-                for nested in (*_required_conjunctions(shape), *_optional_properties(shape)[0])
+                for nested_conjunction in (*_required_conjunctions(shape), *_optional_properties(shape)[0])
             ]
         dependents: dict[tuple[str, ...], list[_Needs]] = {}
-        satisfiable: set[tuple[str, ...]] = set()
-        satisfied: list[tuple[str, ...]] = []
+        satisfiable_keys: set[tuple[str, ...]] = set()
+        new_keys: list[tuple[str, ...]] = []
         for key, shapes in shapes_by_key.items():
             for shape in shapes:
                 if not self._is_possible(shape):
@@ -117,18 +117,18 @@ class Productive:
                 for needed_key in needs.all | set(needs.optional):
                     dependents.setdefault(needed_key, []).append(needs)
                 if needs.is_satisfied:
-                    satisfied.append(key)
-        while satisfied:
-            key = satisfied.pop()
-            if key in satisfiable:
+                    new_keys.append(key)
+        while new_keys:
+            key = new_keys.pop()
+            if key in satisfiable_keys:
                 continue
-            satisfiable.add(key)
+            satisfiable_keys.add(key)
             for needs in dependents.get(key, []):
                 needs.mark_satisfiable(key)
                 if needs.is_satisfied:
-                    satisfied.append(needs.key)
+                    new_keys.append(needs.key)
         for key in shapes_by_key:
-            self._results[key] = key in satisfiable
+            self._results[key] = key in satisfiable_keys
 
 
 def _required_conjunctions(shape: Shape) -> Iterator[Conjunction]:

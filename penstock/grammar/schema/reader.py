@@ -143,28 +143,32 @@ class Reader:
             yield union([self.shapes((absent,)), self.shapes((SchemaNode(consequence, where),))], node)
 
     def _resolve(self, node: SchemaNode) -> SchemaNode:
-        target = node.schema["$ref"]
-        if not isinstance(target, str):
+        reference = node.schema["$ref"]
+        if not isinstance(reference, str):
             raise invalid_keyword(node, "$ref", "a string")
         base = self._document.get("$id") if isinstance(self._document, dict) else None
-        if isinstance(base, str) and target.startswith(f"{base.rstrip('#')}#"):
-            target = target[len(base.rstrip("#")) :]
-        if target != "#" and not target.startswith("#/"):
-            reason = f"only locations in the same schema are resolved, written #/... (was {target!r})"
+        if isinstance(base, str) and reference.startswith(f"{base.rstrip('#')}#"):
+            reference = reference[len(base.rstrip("#")) :]
+        if reference != "#" and not reference.startswith("#/"):
+            reason = f"only locations in the same schema are resolved, written #/... (was {reference!r})"
             raise UnsupportedSchemaError("$ref", node.where, reason)
-        resolved: object = self._document
+        referenced_schema: object = self._document
         where = "#"
-        for part in unquote(target).split("/")[1:]:
+        for part in unquote(reference).split("/")[1:]:
             name = part.replace("~1", "/").replace("~0", "~")
             try:
-                if not isinstance(resolved, dict | list):
+                if not isinstance(referenced_schema, dict | list):
                     raise KeyError(name)
-                resolved = resolved[array_index(name)] if isinstance(resolved, list) else resolved[name]
+                referenced_schema = (
+                    referenced_schema[array_index(name)]
+                    if isinstance(referenced_schema, list)
+                    else referenced_schema[name]
+                )
             except (KeyError, IndexError, ValueError):
-                message = f"the JSON schema's $ref {target!r} (at {node.where}) does not exist"
+                message = f"the JSON schema's $ref {reference!r} (at {node.where}) does not exist"
                 raise InputError(message) from None
             where = f"{where}/{escaped(name)}"
-        return SchemaNode(resolved, where)
+        return SchemaNode(referenced_schema, where)
 
     @cached_property
     def _is_of_older_draft(self) -> bool:

@@ -44,7 +44,7 @@ _EITHER_DIALECT: dict[str, Ranges] = {  # characters of a class in either of the
 _CONTROLS = {"n": 10, "r": 13, "t": 9, "f": 12, "v": 11}
 
 
-_ANYTHING = RegexRepeat(Char(tuple(map(tuple, ALL_CHARACTERS))), 0, None)  # type: ignore[arg-type]
+_ANY_TEXT = RegexRepeat(Char(tuple(map(tuple, ALL_CHARACTERS))), 0, None)  # type: ignore[arg-type]
 
 
 def parse_regex(pattern: str, *, search: bool) -> RegexNode:
@@ -62,7 +62,7 @@ def parse_regex(pattern: str, *, search: bool) -> RegexNode:
     tree = parser.alternatives(0)
     if parser.rest:
         raise parser.error("an unmatched )")
-    return _anchored(tree, pattern, starts=not search, ends=not search)
+    return _with_free_ends(tree, pattern, starts=not search, ends=not search)
 
 
 def parse_pattern(pattern: str) -> tuple[RegexNode, list[tuple[RegexNode, bool]]]:
@@ -82,7 +82,7 @@ def parse_pattern(pattern: str) -> tuple[RegexNode, list[tuple[RegexNode, bool]]
             is_negated = parser.rest[2] == "!"
             parser.skip(3)
             group = parser.lookahead(is_wide=is_negated)
-            tree = _anchored(group, pattern, starts=True, ends=False, is_wide=is_negated)
+            tree = _with_free_ends(group, pattern, starts=True, ends=False, is_wide=is_negated)
             lookaheads.append((tree, is_negated))
     if not lookaheads:
         return parse_regex(pattern, search=True), []
@@ -91,10 +91,12 @@ def parse_pattern(pattern: str) -> tuple[RegexNode, list[tuple[RegexNode, bool]]
         raise parser.error("an unmatched )")
     if isinstance(tree, RegexAlt):
         raise parser.error("a lookahead beside | (write the alternatives as a group)")
-    return _anchored(tree, pattern, starts=True, ends=False), lookaheads
+    return _with_free_ends(tree, pattern, starts=True, ends=False), lookaheads
 
 
-def _anchored(tree: RegexNode, pattern: str, *, starts: bool, ends: bool, is_wide: bool = False) -> RegexNode:
+def _with_free_ends(
+    tree: RegexNode, pattern: str, *, starts: bool, ends: bool, is_wide: bool = False
+) -> RegexNode:
     options = tree.options if isinstance(tree, RegexAlt) else (tree,)
     result = tuple(_without_anchors(option, starts, ends, pattern, is_wide) for option in options)
     return result[0] if len(result) == 1 else RegexAlt(result)
@@ -115,9 +117,9 @@ def _without_anchors(option: RegexNode, starts: bool, ends: bool, pattern: str, 
     if any(map(_has_anchor, parts)):
         raise InputError(f"the regular expression {pattern!r} has ^ or $ in its middle: they go at its ends")
     if not starts:
-        parts.insert(0, _ANYTHING)
+        parts.insert(0, _ANY_TEXT)
     if not ends:
-        parts.append(_ANYTHING)
+        parts.append(_ANY_TEXT)
     return RegexSeq(tuple(parts))
 
 
@@ -174,10 +176,10 @@ class _Parser:
     def _sequence(self, depth: int) -> RegexNode:
         parts: list[RegexNode] = []
         while self._at < len(self._pattern) and self._peek() not in "|)":
-            parts.append(self._quantified(self._atom(depth)))
+            parts.append(self._with_quantifier(self._atom(depth)))
         return parts[0] if len(parts) == 1 else RegexSeq(tuple(parts))
 
-    def _quantified(self, atom: RegexNode) -> RegexNode:
+    def _with_quantifier(self, atom: RegexNode) -> RegexNode:
         min_count, max_count = 1, 1
         bounds = {"*": (0, None), "+": (1, None), "?": (0, 1)}.get(self._peek())
         if bounds is not None:
@@ -239,7 +241,7 @@ class _Parser:
         return Char(((ord(char), ord(char)),))
 
     def _class(self) -> RegexNode:
-        negated = self._take("^")
+        is_complement = self._take("^")
         ranges: list[tuple[int, int]] = []
         # Characters of members in only one dialect, which a negated class excludes.
         either_dialect: list[tuple[int, int]] = []
@@ -254,9 +256,9 @@ class _Parser:
             ranges += low
             either_dialect += in_either
         if self._is_wide:
-            ranges = without(ALL_CHARACTERS, ranges) if negated else union([*ranges, *either_dialect])
+            ranges = without(ALL_CHARACTERS, ranges) if is_complement else union([*ranges, *either_dialect])
         else:
-            ranges = without(ALL_CHARACTERS, [*ranges, *either_dialect]) if negated else union(ranges)
+            ranges = without(ALL_CHARACTERS, [*ranges, *either_dialect]) if is_complement else union(ranges)
         if not ranges:
             raise self.error("a class without characters")
         return Char(tuple(ranges))

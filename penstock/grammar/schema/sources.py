@@ -115,14 +115,14 @@ def _with_ebnf(
         return {"type": "grammar", "grammar": _regex_ebnf(part["pattern"])}
     if kind == "token" and isinstance(part.get("token"), str) and token_id is not None:
         return {**part, "token": _checked_id(part["token"], token_id)}
-    converted = {name: _with_ebnf(value, compact, token_id, depth + 1) for name, value in part.items()}
+    converted_object = {name: _with_ebnf(value, compact, token_id, depth + 1) for name, value in part.items()}
     for name in ("trigger_tokens", "exclude_tokens"):
-        tokens = converted.get(name)
+        tokens = converted_object.get(name)
         if isinstance(tokens, list) and token_id is not None:
-            converted[name] = [
+            converted_object[name] = [
                 _checked_id(text, token_id) if isinstance(text, str) else text for text in tokens
             ]
-    return converted
+    return converted_object
 
 
 def _checked_id(token: str, token_id: Callable[[str], int | None]) -> int:

@@ -51,7 +51,7 @@ class StringWriter:
         quote = literal('"')
         if not shape.conditions:
             spelling: _Spelling = (char_class(self._plain), self._any_escape())
-            content = self._repeated(spelling, shape.min_count, shape.max_count, quote)
+            content = self._repeated_character(spelling, shape.min_count, shape.max_count, quote)
         else:
             language = language_of(shape)
             if language is None:
@@ -59,15 +59,15 @@ class StringWriter:
             if isinstance(language, Automaton):
                 content = self._automaton(language, quote)
             elif isinstance(language, Counted):
-                content = self._counted(language, quote)
+                content = self._counted_string(language, quote)
             elif isinstance(language, regex.RegexRepeat) and isinstance(language.part, regex.Char):
-                spelling = self._spelling(language.part.ranges)
-                content = self._repeated(spelling, language.min_count, language.max_count, quote)
+                spelling = self._spelling_of(language.part.ranges)
+                content = self._repeated_character(spelling, language.min_count, language.max_count, quote)
             else:
-                content = sequence(regex.to_ebnf(language, self._characters, self._shared), quote)
+                content = sequence(regex.to_ebnf(language, self._characters, self._shared_rule), quote)
         return self._rules.add("string", sequence(quote, content))
 
-    def _shared(self, body: str) -> str:
+    def _shared_rule(self, body: str) -> str:
         """Return `body`, or the name of a rule with it if it is long. Equal long parts share a rule."""
         return self._rules.add("part", body) if len(body) > _MAX_INLINE else body
 
@@ -79,7 +79,7 @@ class StringWriter:
             loop = NOTHING
             for ranges, target in row:
                 if target == state:  # a repeated class has the cheapest masks
-                    unescaped, escape = self._spelling(ranges)
+                    unescaped, escape = self._spelling_of(ranges)
                     loop = f"{unescaped}*" if unescaped else NOTHING
                     if escape:
                         loop = sequence(loop, f"({sequence(escape, loop)})*")
@@ -88,32 +88,32 @@ class StringWriter:
             self._rules.define(names[state], sequence(loop, choice(options)))
         return names[0]
 
-    def _counted(self, language: Counted, end: str) -> str:
+    def _counted_string(self, language: Counted, end: str) -> str:
         """Return the expression of a `Counted` language, followed by ``end``."""
         content = CountedWriter(self._rules, language.counting, self._options, end).write()
         if language.expression is None:
             return content
         return choice(
-            [content, sequence(regex.to_ebnf(language.expression, self._characters, self._shared), end)]
+            [content, sequence(regex.to_ebnf(language.expression, self._characters, self._shared_rule), end)]
         )
 
     def _options(self, ranges: Ranges) -> list[str]:
         """Return the expressions of one character: as a plain character and as an escape, if possible."""
-        return [self._shared(option) for option in self._spelling(ranges) if option is not None]
+        return [self._shared_rule(option) for option in self._spelling_of(ranges) if option is not None]
 
     def _any_escape(self) -> str:
         """Return the name of a rule for all JSON escapes. A surrogate pair is one escape."""
         digit = "[0-9a-fA-F]"
         single = f"([0-9a-cA-CefEF] {digit} {digit} {digit} | [dD] [0-7] {digit} {digit})"
         pair = f"[dD] [89abAB] {digit} {digit} {literal(ESCAPE + 'u')} [dD] [c-fC-F] {digit} {digit}"
-        short = '["\\\\/bfnrt]'
-        return self._rules.add("escape", f'{literal(ESCAPE)} ({short} | "u" ({single} | {pair}))')
+        short_escape = '["\\\\/bfnrt]'
+        return self._rules.add("escape", f'{literal(ESCAPE)} ({short_escape} | "u" ({single} | {pair}))')
 
     def _characters(self, ranges: Ranges, min_count: int, max_count: int | None) -> str:
         """Return the expression of ``min_count`` to ``max_count`` characters in their shortest spelling."""
-        return self._repeated(self._spelling(ranges), min_count, max_count, NOTHING)
+        return self._repeated_character(self._spelling_of(ranges), min_count, max_count, NOTHING)
 
-    def _spelling(self, ranges: Ranges) -> _Spelling:
+    def _spelling_of(self, ranges: Ranges) -> _Spelling:
         unescaped = [
             common
             for common in ((max(a, c), min(b, d)) for a, b in ranges for c, d in self._plain)
@@ -132,7 +132,9 @@ class StringWriter:
         escape = self._rules.add("short_escape", choice(escapes)) if escapes else None
         return char_class(unescaped) if unescaped else None, escape
 
-    def _repeated(self, spelling: _Spelling, min_count: int, max_count: int | None, end: str) -> str:
+    def _repeated_character(
+        self, spelling: _Spelling, min_count: int, max_count: int | None, end: str
+    ) -> str:
         """Return the expression of ``min_count`` to ``max_count`` characters, followed by ``end``.
 
         xgrammar precomputes a mask for each state of a rule. It checks tokens that extend beyond the end of a
@@ -152,8 +154,8 @@ class StringWriter:
             spellings = [unescaped, escape]
         if max_count is None:
             if min_count:
-                rest = self._repeated(spelling, 0, None, end)
-                return self._repeated(spelling, min_count, min_count, self._rules.add("rest", rest))
+                rest = self._repeated_character(spelling, 0, None, end)
+                return self._repeated_character(spelling, min_count, min_count, self._rules.add("rest", rest))
             return sequence(f"{unescaped}*", f"({escape} {unescaped}*)*", end)
         if max_count > _MAX_COUNTED_CHARACTERS:
             # Without escapes, which would make every mask slow.
@@ -164,21 +166,21 @@ class StringWriter:
             rest_rule = self._rules.add("counted", choice([*([end] if count >= min_count else []), *options]))
         return rest_rule
 
-    def new_name(self, taken: list[str]) -> str:
+    def new_name(self, taken_names: list[str]) -> str:
         """Return the expression of a name that is not in ``taken``, followed by the closing quote.
 
         Names have only their shortest spelling. Another spelling could encode a taken name.
         """
         any_rest = self._rules.add("rest", sequence(self._characters(ALL_CHARACTERS, 0, None), literal('"')))
-        return self._name_outside(taken, 0, any_rest)
+        return self._name_outside(taken_names, 0, any_rest)
 
-    def _name_outside(self, taken: list[str], depth: int, any_rest: str) -> str:
+    def _name_outside(self, taken_names: list[str], depth: int, any_rest: str) -> str:
         """Return the rest of a name after ``depth`` characters, which all names in ``taken`` share."""
-        if not taken:
+        if not taken_names:
             return any_rest
-        ends_here = any(len(name) == depth for name in taken)
+        ends_here = any(len(name) == depth for name in taken_names)
         branches: dict[str, list[str]] = {}
-        for name in taken:
+        for name in taken_names:
             if len(name) > depth:
                 branches.setdefault(name[depth], []).append(name)
         # One level of recursion per shared character.

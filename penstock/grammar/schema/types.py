@@ -95,8 +95,8 @@ def _text(node: SchemaNode) -> StringShape:
         ]
     name = format_of(node)
     if name in formats.UNSUPPORTED:
-        supported = ", ".join(formats.SUPPORTED)
-        reason = f"{name!r} needs enum or const; a grammar can express {supported}"
+        supported_formats = ", ".join(formats.SUPPORTED)
+        reason = f"{name!r} needs enum or const; a grammar can express {supported_formats}"
         raise UnsupportedSchemaError("format", node.where, reason)
     if name in formats.SUPPORTED:
         conditions.append(Condition(formats.format_tree(name), node, "format", format=name))
@@ -177,26 +177,26 @@ def _with_patterns(schemas: Schemas, node: SchemaNode, result: Object) -> Object
     if not patterns:
         return result
 
-    def unsupported(reason: str) -> UnsupportedSchemaError:
+    def unsupported_pattern(reason: str) -> UnsupportedSchemaError:
         return UnsupportedSchemaError("patternProperties", node.where, reason)
 
     if len(patterns) > 1:
-        raise unsupported("with more than one pattern, as a name may match several")
+        raise unsupported_pattern("with more than one pattern, as a name may match several")
     ((pattern, pattern_schema),) = patterns.items()
     if result.restricts_additional and schemas.shapes(result.additional_properties):
-        raise unsupported("only where additionalProperties is false or absent")
+        raise unsupported_pattern("only where additionalProperties is false or absent")
     names = _text(SchemaNode({"pattern": pattern}, f"{node.where}/patternProperties"))
     for name in {*result.properties, *result.required}:
         if has_shape(schemas, names, name):
-            raise unsupported(f"the property {name!r} matches the pattern {pattern!r} too")
+            raise unsupported_pattern(f"the property {name!r} matches the pattern {pattern!r} too")
     additional_properties = (
         SchemaNode(pattern_schema, f"{node.where}/patternProperties/{escaped(pattern)}"),
     )
     properties = result.properties
     if not result.restricts_additional:
         # Names that do not match the pattern stay allowed, so required names become named properties.
-        unnamed = sorted(result.required - properties.keys())
-        properties = properties | dict.fromkeys(unnamed, ANYTHING)
+        unnamed_properties = sorted(result.required - properties.keys())
+        properties = properties | dict.fromkeys(unnamed_properties, ANYTHING)
     return replace(
         result,
         properties=properties,
@@ -212,7 +212,7 @@ def _with_names(schemas: Schemas, node: SchemaNode, result: Object) -> Object:
     names = (SchemaNode(node.schema["propertyNames"], f"{node.where}/propertyNames"),)
     if result.names is not None:
         raise UnsupportedSchemaError("propertyNames", node.where, "not beside patternProperties")
-    allowed = [
+    name_shapes = [
         shape
         for shape in schemas.shapes(names)
         if isinstance(shape, StringShape) or (isinstance(shape, Literal) and isinstance(shape.value, str))
@@ -221,16 +221,18 @@ def _with_names(schemas: Schemas, node: SchemaNode, result: Object) -> Object:
         name: conjunction if schemas.accepts(names, name) else NEVER
         for name, conjunction in result.properties.items()
     }
-    if not any(isinstance(shape, StringShape) for shape in allowed):
+    if not any(isinstance(shape, StringShape) for shape in name_shapes):
         allowed_names = [
-            shape.value for shape in allowed if isinstance(shape, Literal) and isinstance(shape.value, str)
+            shape.value
+            for shape in name_shapes
+            if isinstance(shape, Literal) and isinstance(shape.value, str)
         ]
         properties |= {name: properties.get(name, result.additional_properties) for name in allowed_names}
         return replace(result, properties=properties, additional_properties=NEVER, restricts_additional=True)
     if result.restricts_additional and not schemas.shapes(result.additional_properties):
         return replace(result, properties=properties)
-    if len(allowed) > 1 or result.properties or result.required:
+    if len(name_shapes) > 1 or result.properties or result.required:
         reason = "only without properties and required, or with names listed by enum"
         raise UnsupportedSchemaError("propertyNames", node.where, reason)
-    assert isinstance(allowed[0], StringShape)
-    return replace(result, restricts_additional=True, names=allowed[0])
+    assert isinstance(name_shapes[0], StringShape)
+    return replace(result, restricts_additional=True, names=name_shapes[0])

@@ -183,12 +183,12 @@ def _are_distinct(lists: list[list[object]], min_count: int) -> bool:
         return False
     items_by_value: dict[Hashable, int] = {}  # value -> index of the item with this value
 
-    def assign(index: int, visited: set[Hashable]) -> bool:
+    def assign(index: int, visited_values: set[Hashable]) -> bool:
         for value in item_values[index]:
             name = identity(value)
-            if name not in visited:
-                visited.add(name)
-                if name not in items_by_value or assign(items_by_value[name], visited):
+            if name not in visited_values:
+                visited_values.add(name)
+                if name not in items_by_value or assign(items_by_value[name], visited_values):
                     items_by_value[name] = index
                     return True
         return False

@@ -1,7 +1,7 @@
 """Tests whether a value satisfies a schema.
 
-Used for values that a schema lists with `enum` or `const`. Evaluates also keywords that grammars do not
-support.
+Used for values that a schema lists with `enum` or `const`. It also evaluates keywords that grammars
+do not support.
 """
 
 from __future__ import annotations
@@ -47,10 +47,12 @@ class Validator:
         refused: unsupported keyword -> reason.
     """
 
-    def __init__(self, resolve: Callable[[SchemaNode], SchemaNode], refused: dict[str, str]) -> None:
+    def __init__(self, resolve: Callable[[SchemaNode], SchemaNode], refused_keywords: dict[str, str]) -> None:
         self._resolve = resolve
-        self._refused = {
-            keyword: reason for keyword, reason in refused.items() if keyword not in _EVALUATED_KEYWORDS
+        self._refused_keywords = {
+            keyword: reason
+            for keyword, reason in refused_keywords.items()
+            if keyword not in _EVALUATED_KEYWORDS
         }
         self._enum_identities: dict[str, frozenset[object]] = {}
         self._patterns: dict[str, tuple[regex.RegexNode, list[tuple[regex.RegexNode, bool]]]] = {}
@@ -61,7 +63,7 @@ class Validator:
 
         Raises:
             UnsupportedSchemaError: a keyword is not supported.
-            InputError: this is not a schema.
+            InputError: a schema is malformed.
         """
         try:
             return self._holds(node, value)
@@ -76,7 +78,7 @@ class Validator:
             return schema
         if not isinstance(schema, dict):
             raise InputError(f"the JSON schema at {node.where} is {schema!r}, not an object, true or false")
-        for keyword, reason in self._refused.items():
+        for keyword, reason in self._refused_keywords.items():
             if keyword in schema:
                 raise UnsupportedSchemaError(keyword, node.where, reason)
         if "$id" in schema and node.where != "#":
@@ -89,7 +91,7 @@ class Validator:
         try:
             return (
                 _has_type(node, value)
-                and self._is_listed(node, value)
+                and self._matches_enum(node, value)
                 and self._satisfies_type_keywords(node, value)
                 and self._satisfies_nested_schemas(node, value)
             )
@@ -101,12 +103,12 @@ class Validator:
         if is_number(value):
             return _is_in_range(node, value)
         if isinstance(value, str):
-            return self._is_text(node, value)
+            return self._satisfies_string_keywords(node, value)
         if isinstance(value, list):
-            return self._is_array(node, value)
-        return not isinstance(value, dict) or self._is_object(node, value)
+            return self._satisfies_array_keywords(node, value)
+        return not isinstance(value, dict) or self._satisfies_object_keywords(node, value)
 
-    def _is_listed(self, node: SchemaNode, value: object) -> bool:
+    def _matches_enum(self, node: SchemaNode, value: object) -> bool:
         schema = node.schema
         if "const" in schema and identity(schema["const"]) != identity(value):
             return False
@@ -118,7 +120,7 @@ class Validator:
             self._enum_identities[node.where] = frozenset(map(identity, schema["enum"]))
         return identity(value) in self._enum_identities[node.where]
 
-    def _is_text(self, node: SchemaNode, value: str) -> bool:
+    def _satisfies_string_keywords(self, node: SchemaNode, value: str) -> bool:
         if not _is_between(len(value), counts_of(node, "minLength", "maxLength")):
             return False
         if "pattern" in node.schema and not self._matches(node, value):
@@ -142,7 +144,7 @@ class Validator:
             raise _DialectsDifferError
         return is_match
 
-    def _is_array(self, node: SchemaNode, value: list[object]) -> bool:
+    def _satisfies_array_keywords(self, node: SchemaNode, value: list[object]) -> bool:
         schema = node.schema
         if not _is_between(len(value), counts_of(node, "minItems", "maxItems")):
             return False
@@ -155,17 +157,19 @@ class Validator:
             reason = "an array of schemas is an old spelling: use prefixItems"
             raise UnsupportedSchemaError("items", node.where, reason)
         other_items = schema["items"] if "items" in schema else _allows_others(node, "unevaluatedItems")
-        parts = [_nested(node, f"prefixItems/{i}", prefix_schema) for i, prefix_schema in enumerate(prefix)]
-        parts += [_nested(node, "items", other_items)] * (len(value) - len(parts))
+        parts = [
+            _subschema(node, f"prefixItems/{i}", prefix_schema) for i, prefix_schema in enumerate(prefix)
+        ]
+        parts += [_subschema(node, "items", other_items)] * (len(value) - len(parts))
         if not all(self._holds(part, item) for part, item in zip(parts, value, strict=False)):
             return False
         if "contains" not in schema:
             return True
         min_count, max_count = counts_of(node, "minContains", "maxContains")
-        count = sum(self._holds(_nested(node, "contains", schema["contains"]), item) for item in value)
+        count = sum(self._holds(_subschema(node, "contains", schema["contains"]), item) for item in value)
         return _is_between(count, (min_count if "minContains" in schema else 1, max_count))
 
-    def _is_object(self, node: SchemaNode, value: dict[str, object]) -> bool:
+    def _satisfies_object_keywords(self, node: SchemaNode, value: dict[str, object]) -> bool:
         schema = node.schema
         if not _is_between(len(value), counts_of(node, "minProperties", "maxProperties")):
             return False
@@ -176,29 +180,29 @@ class Validator:
                 return False
         for name, dependent in mapping_of(node, "dependentSchemas").items():
             if name in value and not self._holds(
-                _nested(node, f"dependentSchemas/{escaped(name)}", dependent), value
+                _subschema(node, f"dependentSchemas/{escaped(name)}", dependent), value
             ):
                 return False
-        return all(self._is_member(node, name, member) for name, member in value.items())
+        return all(self._satisfies_property_schemas(node, name, member) for name, member in value.items())
 
-    def _is_member(self, node: SchemaNode, name: str, value: object) -> bool:
+    def _satisfies_property_schemas(self, node: SchemaNode, name: str, value: object) -> bool:
         schema = node.schema
         parts = []
         properties = mapping_of(node, "properties")
         if name in properties:
-            parts.append(_nested(node, f"properties/{escaped(name)}", properties[name]))
+            parts.append(_subschema(node, f"properties/{escaped(name)}", properties[name]))
         for pattern, pattern_schema in mapping_of(node, "patternProperties").items():
             where = f"patternProperties/{escaped(pattern)}"
-            if self._matches(_nested(node, where, {"pattern": pattern}), name):
-                parts.append(_nested(node, where, pattern_schema))
+            if self._matches(_subschema(node, where, {"pattern": pattern}), name):
+                parts.append(_subschema(node, where, pattern_schema))
         if not parts:
             is_given = "additionalProperties" in schema
             additional_schema = (
                 schema["additionalProperties"] if is_given else _allows_others(node, "unevaluatedProperties")
             )
-            parts.append(_nested(node, "additionalProperties", additional_schema))
+            parts.append(_subschema(node, "additionalProperties", additional_schema))
         if "propertyNames" in schema and not self._holds(
-            _nested(node, "propertyNames", schema["propertyNames"]), name
+            _subschema(node, "propertyNames", schema["propertyNames"]), name
         ):
             return False
         return all(self._holds(part, value) for part in parts)
@@ -216,15 +220,15 @@ class Validator:
             branches = branches_of(node, "oneOf")
             if sum(self._holds(branch, value) for branch in branches) != 1:
                 return False
-        if "not" in schema and self._holds(_nested(node, "not", schema["not"]), value):
+        if "not" in schema and self._holds(_subschema(node, "not", schema["not"]), value):
             return False
         if "if" not in schema:
             return True
-        keyword = "then" if self._holds(_nested(node, "if", schema["if"]), value) else "else"
-        return keyword not in schema or self._holds(_nested(node, keyword, schema[keyword]), value)
+        keyword = "then" if self._holds(_subschema(node, "if", schema["if"]), value) else "else"
+        return keyword not in schema or self._holds(_subschema(node, keyword, schema[keyword]), value)
 
 
-def _nested(node: SchemaNode, path: str, schema: object) -> SchemaNode:
+def _subschema(node: SchemaNode, path: str, schema: object) -> SchemaNode:
     return SchemaNode(schema, f"{node.where}/{path}")
 
 

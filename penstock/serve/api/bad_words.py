@@ -40,10 +40,10 @@ def _encodings(text: bytes, tokenizer: TextTokenizer, limit: int) -> list[tuple[
     if len(text) > _MAX_WORD_BYTES:
         return []
     edges = [_tokens_at(text, start, tokenizer) for start in range(len(text))]
-    reachable = {len(text)}  # positions from which tokens reach the end of the text
+    reachable_positions = {len(text)}  # positions from which tokens reach the end of the text
     for start in reversed(range(len(text))):
-        if any(end in reachable for end, _ in edges[start]):
-            reachable.add(start)
+        if any(end in reachable_positions for end, _ in edges[start]):
+            reachable_positions.add(start)
     sequences: list[tuple[int, ...]] = []
     partial: deque[tuple[int, tuple[int, ...]]] = deque([(0, ())])
     num_partial = 1
@@ -53,7 +53,7 @@ def _encodings(text: bytes, tokenizer: TextTokenizer, limit: int) -> list[tuple[
             sequences.append(ids)
             continue
         for end, token_id in edges[position]:
-            if end in reachable and num_partial < _MAX_PARTIAL_SEQUENCES:
+            if end in reachable_positions and num_partial < _MAX_PARTIAL_SEQUENCES:
                 num_partial += 1
                 partial.append((end, (*ids, token_id)))
     return sequences
@@ -68,8 +68,8 @@ def _tokens_at(text: bytes, start: int, tokenizer: TextTokenizer) -> list[tuple[
             "".join(_BYTE_CHARACTERS[byte] for byte in token_text),
             f"<0x{token_text[0]:02X}>" if len(token_text) == 1 else "",
         }
-        decoded = token_text.decode(errors="replace")
-        names |= {decoded, decoded.replace(" ", "▁")}
+        decoded_text = token_text.decode(errors="replace")
+        names |= {decoded_text, decoded_text.replace(" ", "▁")}
         ids = {tokenizer.backend.token_to_id(name) for name in names if name}
         matches += [
             (end, token_id)

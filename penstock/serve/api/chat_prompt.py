@@ -72,12 +72,14 @@ def tool_use(body: ChatBody, raw: Mapping[str, object]) -> ToolUse:
             _check_name(choice.function.name, names, "tool_choice.function.name")
             return ToolUse(tools, {"type": "function", "function": {"name": choice.function.name}})
         case AllowedTools():
-            allowed = [tool.function.name for tool in choice.allowed_tools.tools]
-            for index, name in enumerate(allowed):
+            allowed_names = [tool.function.name for tool in choice.allowed_tools.tools]
+            for index, name in enumerate(allowed_names):
                 _check_name(name, names, f"tool_choice.allowed_tools.tools[{index}].function.name")
-            allowed_tools = [tool for tool in tools if tool["function"]["name"] in allowed]
+            allowed_tools = [tool for tool in tools if tool["function"]["name"] in allowed_names]
             return ToolUse(
-                allowed_tools, choice.allowed_tools.mode if allowed_tools else "none", strict & {*allowed}
+                allowed_tools,
+                choice.allowed_tools.mode if allowed_tools else "none",
+                strict & {*allowed_names},
             )
         case "required" if not tools:
             raise RequestProblem(

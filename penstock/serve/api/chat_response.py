@@ -155,8 +155,8 @@ class ChatResponse(OpenAIStream):
         assert self._scores is not None
         choice = self._chunk_choice(index, message_delta, delta, None)
         del choice["logprobs"]
-        scored = with_members(choice, logprobs=self._scores.parts(delta.scores))
-        members = {"choices": array([scored])}
+        choice_with_logprobs = with_members(choice, logprobs=self._scores.parts(delta.scores))
+        members = {"choices": array([choice_with_logprobs])}
         return event_parts(self._envelope.parts("chat.completion.chunk", members, **self._usage(usage)))
 
     def _chunk(

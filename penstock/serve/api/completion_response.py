@@ -91,8 +91,8 @@ class CompletionResponse(OpenAIStream):
         more = self._usage_field(usage)
         if scores is None:
             return (event(self._envelope.around(KIND, [{**choice, "logprobs": None}], **more)),)
-        scored = array([with_members(choice, logprobs=scores)])
-        return event_parts(self._envelope.parts(KIND, {"choices": scored}, **more))
+        choices_with_logprobs = array([with_members(choice, logprobs=scores)])
+        return event_parts(self._envelope.parts(KIND, {"choices": choices_with_logprobs}, **more))
 
     def begin(self) -> bytes:
         """Return the events before the first delta. Completions have none."""

@@ -29,7 +29,7 @@ class Sleep(BaseModel):
 @router.post("/sleep", responses=_ERRORS)
 async def sleep(request: Request, level: int = 1) -> Sleep:
     """Refuse new requests, wait for running ones, and free the KV cache; with `level=2` the weights too."""
-    services = _allowed(request)
+    services = _checked_services(request)
     if level not in (1, 2):
         raise RequestProblem(400, f"level must be 1 or 2, was {level}", param="level")
     sleep_level: SleepLevel = 1 if level == 1 else 2
@@ -41,7 +41,7 @@ async def sleep(request: Request, level: int = 1) -> Sleep:
 @router.post("/wake_up", responses=_ERRORS)
 async def wake_up(request: Request) -> Sleep:
     """Accept requests again. After `level=2` the model is loaded first."""
-    services = _allowed(request)
+    services = _checked_services(request)
     await services.worker.wake_up()
     _follow_limits(services)
     services.log.info("the model is awake")
@@ -60,7 +60,7 @@ async def reload(request: Request) -> Status:
 
     The tokenizer and the configuration stay as they are.
     """
-    services = _allowed(request)
+    services = _checked_services(request)
     await services.worker.reload(services.config.shutdown_grace)
     _follow_limits(services)
     services.log.info("all workers are replaced")
@@ -89,10 +89,10 @@ async def stop_profile(request: Request) -> Status:
 
 
 def _worker(request: Request) -> EngineClient:
-    return _allowed(request).worker
+    return _checked_services(request).worker
 
 
-def _allowed(request: Request) -> Services:
+def _checked_services(request: Request) -> Services:
     services = Services.of(request)
     config = services.config
     if not config.api_key and not is_loopback(config.host):

@@ -159,10 +159,10 @@ def _grammar(services: Services, body: ChatBody, use: ToolUse, opens_reasoning: 
         check_enabled(services, body, "tool_choice")
         check_tools(services, body, use.called)
         with map_input_errors("tool_choice"):
-            forced = parsers.grammar(
+            call_grammar = parsers.grammar(
                 use.tools, use.choice, parallel=parallel, reasoning=True, in_reasoning=opens_reasoning
             )
-        return checked_grammar(services, forced, "tools")
+        return checked_grammar(services, call_grammar, "tools")
     if grammar_and_field is None and not use.strict:
         return None
     grammar, param = grammar_and_field or (None, "tools")
@@ -170,13 +170,13 @@ def _grammar(services: Services, body: ChatBody, use: ToolUse, opens_reasoning: 
     check_tools(services, body, use.strict)
     with map_input_errors(param):
         if grammar is None:
-            combined = parsers.strict_grammar(
+            combined_grammar = parsers.strict_grammar(
                 use.tools, use.strict, parallel=parallel, in_reasoning=opens_reasoning
             )
         elif use.tools:
-            combined = parsers.calls_or_format_grammar(
+            combined_grammar = parsers.calls_or_format_grammar(
                 grammar, use.tools, use.strict, parallel=parallel, in_reasoning=opens_reasoning
             )
         else:
-            combined = parsers.after_reasoning(grammar, in_reasoning=opens_reasoning)
-    return checked_grammar(services, combined, param)
+            combined_grammar = parsers.after_reasoning(grammar, in_reasoning=opens_reasoning)
+    return checked_grammar(services, combined_grammar, param)

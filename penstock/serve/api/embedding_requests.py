@@ -175,7 +175,7 @@ def vector_inputs(
         raise RequestProblem(
             400, "input_type selects a task, and so does task: send one of them", param="input_type"
         )
-    shared: EmbeddingsOptions = {
+    shared_options: EmbeddingsOptions = {
         "pooling": body.pooling,
         "dimensions": body.dimensions,
         "normalize": body.normalize,
@@ -185,7 +185,7 @@ def vector_inputs(
     }
     kinds = tuple(outputs) if outputs else None
     return [
-        ModelInput(name, {**shared, "input": value, "outputs": kinds, "adapter": None})
+        ModelInput(name, {**shared_options, "input": value, "outputs": kinds, "adapter": None})
         for name, value in inputs
     ]
 

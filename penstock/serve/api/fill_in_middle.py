@@ -58,11 +58,11 @@ def fill_in_prompt(tokenizer: TextTokenizer, prefix: str, suffix: str, param: st
             code="unsupported_parameter",
         )
 
-    def plain(text: str) -> list[int]:
+    def encode(text: str) -> list[int]:
         return tokenizer.encode_text(text, False, limited=False).tolist() if text else []
 
     before, after, middle = (token for token in ids if token is not None)
-    parts: Sequence[list[int]] = ([before, *plain(prefix)], [after, *plain(suffix)])
+    parts: Sequence[list[int]] = ([before, *encode(prefix)], [after, *encode(suffix)])
     if family.suffix_first:  # Codestral continues directly after the prefix
         return [*_begin(tokenizer), *parts[1], *parts[0]]
     return [*_begin(tokenizer), *parts[0], *parts[1], middle]

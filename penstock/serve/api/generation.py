@@ -68,10 +68,10 @@ def check_choices(services: Services, num_prompts: int, n: int) -> None:
         reason = f"this server accepts {capacity}"
     else:
         return
-    requested = f"{n} answers" if num_prompts == 1 else f"{num_prompts} prompts with {n} answers each"
+    requested_answers = f"{n} answers" if num_prompts == 1 else f"{num_prompts} prompts with {n} answers each"
     raise RequestProblem(
         400,
-        f"the request asks for {requested}, but {reason}: send fewer prompts, or a smaller n",
+        f"the request asks for {requested_answers}, but {reason}: send fewer prompts, or a smaller n",
         param="n" if n > 1 else "prompt",
     )
 
@@ -87,7 +87,7 @@ class GenerationRun:
     def __init__(self, services: Services, record: RequestRecord, job: GenerationJob) -> None:
         self.job = job
         self._limits = TimeLimits(services.config, record)
-        self._ping = services.config.stream_ping
+        self._ping_seconds = services.config.stream_ping
         self._num_prompt_tokens = job.num_prompt_tokens
         self._record = record
         self._generations: list[Generation] = []
@@ -140,9 +140,11 @@ class GenerationRun:
             PenstockError: a choice failed; the other choices are cancelled.
             RequestProblem: 503; a time limit of the server was exceeded.
         """
-        merged = _Merged(self._generations)
-        with closing(merged):
-            pauses = self._limits.with_pings(merged, ping=self._ping, progress=merged.num_unread)
+        merged_deltas = _MergedDeltas(self._generations)
+        with closing(merged_deltas):
+            pauses = self._limits.with_pings(
+                merged_deltas, ping=self._ping_seconds, progress=merged_deltas.num_unread
+            )
             async with aclosing(pauses):
                 async for item in pauses:
                     if item is None:
@@ -164,7 +166,7 @@ class GenerationRun:
             async for item in deltas:
                 if item is not None:
                     deltas_by_choice[item[0]].append(item[1])
-        return [_joined(choice_deltas) for choice_deltas in deltas_by_choice]
+        return [_joined_delta(choice_deltas) for choice_deltas in deltas_by_choice]
 
     def usage(self) -> Usage:
         """Return OpenAI's ``usage`` of the output so far."""
@@ -188,8 +190,11 @@ class GenerationRun:
         The later choices of a prompt also hit blocks that the first choice has computed. The minimum over the
         choices excludes these hits.
         """
-        cached = [choice.num_cached_tokens for choice in self.job.choices]
-        return sum(min(cached[start : start + self.job.n]) for start in range(0, len(cached), self.job.n))
+        cached_counts = [choice.num_cached_tokens for choice in self.job.choices]
+        return sum(
+            min(cached_counts[start : start + self.job.n])
+            for start in range(0, len(cached_counts), self.job.n)
+        )
 
     def _has_output(self, index: int, delta: RequestDelta) -> bool:
         # The worker may generate more tokens before it processes the cancellation.
@@ -209,13 +214,13 @@ class GenerationRun:
         return choice_delta
 
 
-class _Merged:
+class _MergedDeltas:
     """Merges the deltas of several generations. Deltas that arrive while the reader is busy are joined."""
 
     def __init__(self, generations: Sequence[Generation]) -> None:
         self._generations = generations
         self._waiting: dict[asyncio.Future[RequestDelta | None], int] = {}
-        self._started = False
+        self._is_started = False
 
     def __aiter__(self) -> Self:
         return self
@@ -223,8 +228,8 @@ class _Merged:
     async def __anext__(self) -> tuple[int, RequestDelta]:
         if len(self._generations) == 1:
             return 0, await anext(self._generations[0])
-        if not self._started:
-            self._started = True
+        if not self._is_started:
+            self._is_started = True
             for index in range(len(self._generations)):
                 self._wait_for(index)
         while self._waiting:
@@ -248,7 +253,7 @@ class _Merged:
             task.cancel()
 
 
-def _joined(deltas: Sequence[ChoiceDelta]) -> ChoiceDelta:
+def _joined_delta(deltas: Sequence[ChoiceDelta]) -> ChoiceDelta:
     if len(deltas) == 1:
         return deltas[0]
     return ChoiceDelta(

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 _NUM_THREADS = 8
 _MAX_ACTIVE = 32
-"""Maximum number of requests with images prepared concurrently; each holds its images in memory."""
+"""Maximum number of requests with images that are prepared concurrently. Each holds its images in memory."""
 
 
 class ImageFields(TypedDict, total=False):
@@ -35,8 +35,8 @@ class ImageFields(TypedDict, total=False):
 class ImageRequests:
     """Reads the images of requests, and prepares requests with images in a separate thread pool.
 
-    The preparation waits for decoder processes and for image servers. In the pool of other requests it would
-    delay them.
+    The preparation waits for decoder processes and for image servers. In the thread pool of other
+    requests, it would delay those requests.
 
     Args:
         config: the configuration of the server.
@@ -70,21 +70,21 @@ class ImageRequests:
         self._num_active += 1
         begin = time.perf_counter()
         future = asyncio.get_running_loop().run_in_executor(self._pool, function)
-        future.add_done_callback(lambda ended: self._end(ended, begin))
-        # Cancellation does not stop the thread, which counts until it ends.
+        future.add_done_callback(lambda ended_future: self._end(ended_future, begin))
+        # Cancellation does not stop the thread. The thread counts as active until it ends.
         return await asyncio.shield(future)
 
-    def _end(self, ended: asyncio.Future[T], begin: float) -> None:
+    def _end(self, ended_future: asyncio.Future[T], begin: float) -> None:
         self._num_active -= 1
-        if not ended.cancelled():
-            ended.exception()  # asyncio would log the exception of a cancelled request as never retrieved
+        if not ended_future.cancelled():
+            ended_future.exception()  # marks it as retrieved: asyncio would log it for a cancelled request
         self._metrics.images_prepared(time.perf_counter() - begin)
 
     def fields(self, messages: Sequence[Message]) -> ImageFields:
         """Return the request fields with the images of messages: files and details. Blocks on files and URLs.
 
         Raises:
-            InputError: there are too many images, or one cannot be read; names its message.
+            InputError: there are too many images, or an image cannot be read; names its message.
         """
         image_parts = [
             (f"messages[{i}].content[{j}]", part["image_url"])

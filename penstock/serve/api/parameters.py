@@ -205,9 +205,9 @@ def _check_value(param: str, value: object, field: Refused) -> None:
         type(value) is type(accepted_value) and value == accepted_value for accepted_value in field.accepted
     ):
         return
-    accepted = f" (only {', '.join(map(json.dumps, field.accepted))})" if 0 < len(field.accepted) < 8 else ""
+    hint = f" (only {', '.join(map(json.dumps, field.accepted))})" if 0 < len(field.accepted) < 8 else ""
     raise RequestProblem(
-        400, f"{param} is not supported{accepted}: {field.reason}", param=param, code="unsupported_parameter"
+        400, f"{param} is not supported{hint}: {field.reason}", param=param, code="unsupported_parameter"
     )
 
 

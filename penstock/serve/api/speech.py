@@ -76,9 +76,11 @@ async def create_speech(request: Request) -> Response:
 async def list_voices(request: Request) -> dict[str, object]:
     """Return the voices that requests may name."""
     services = Services.of(request)
-    imitated = [voice.name for voice in services.worker.info.voices]
-    trained = [name for name in _tokenizer_of(services).speech_format.voices if name not in imitated]
-    kinds = {**dict.fromkeys(imitated, "imitated"), **dict.fromkeys(trained, "trained")}
+    cloned_voices = [voice.name for voice in services.worker.info.voices]
+    trained_voices = [
+        name for name in _tokenizer_of(services).speech_format.voices if name not in cloned_voices
+    ]
+    kinds = {**dict.fromkeys(cloned_voices, "imitated"), **dict.fromkeys(trained_voices, "trained")}
     data = [{"id": name, "object": "voice", "type": kind} for name, kind in kinds.items()]
     return {"object": "list", "data": data, "voices": [*kinds]}
 

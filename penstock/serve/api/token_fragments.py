@@ -52,7 +52,7 @@ class TokenFragments:
         """A chat's log probability: ``,{"token":"a","logprob":`` and ``,"bytes":[97]}``."""
         self.keys = Fragments(self._key)
         """A completion's log probability: ``,"a":``."""
-        self.decoded = Fragments(self._decoded)
+        self.decoded = Fragments(self._decoded_fragment)
         """A log probability of the prompt: ``,"97":{"logprob":`` and ``,"decoded_token":"a"}``."""
 
     @property
@@ -82,7 +82,7 @@ class TokenFragments:
     def _key(self, token_id: int) -> Number:
         return b",%b:" % encode(self.text(token_id)), b"", b""
 
-    def _decoded(self, token_id: int) -> Number:
+    def _decoded_fragment(self, token_id: int) -> Number:
         suffix = b',"decoded_token":%b}' % encode(self._token_text(token_id))
         return b',"%d":{"logprob":' % token_id, b"", suffix
 
@@ -149,5 +149,7 @@ def numbers(values: Sequence[float | None]) -> list[bytes]:
     """
     if not values:
         return []
-    clamped = [None if value is None else value if value > MIN_LOGPROB else MIN_LOGPROB for value in values]
-    return encode(clamped)[1:-1].split(b",")
+    finite_values = [
+        None if value is None else value if value > MIN_LOGPROB else MIN_LOGPROB for value in values
+    ]
+    return encode(finite_values)[1:-1].split(b",")

@@ -84,13 +84,13 @@ class CompletionScores:
     ) -> Parts:
         """Yield the ``logprobs`` object of the next tokens. ``logprobs[0]`` of a prompt is None."""
         yield b'{"text_offset":['
-        yield from _slices(self._offsets(run) for run in _chunked(token_ids, UNCACHED_TOKEN_COST))
+        yield from _slices(self._offsets(run) for run in _divided(token_ids, UNCACHED_TOKEN_COST))
         yield b'],"token_logprobs":['
-        yield from _slices(numbers(run) for run in _chunked(logprobs, MAX_COST))
+        yield from _slices(numbers(run) for run in _divided(logprobs, MAX_COST))
         yield b'],"tokens":['
         keys = self._fragments.keys
         yield from _slices(
-            [keys[token_id][0][1:-1] for token_id in run] for run in _chunked(token_ids, UNCACHED_TOKEN_COST)
+            [keys[token_id][0][1:-1] for token_id in run] for run in _divided(token_ids, UNCACHED_TOKEN_COST)
         )
         yield b'],"top_logprobs":['
         yield from self._rows(token_ids, logprobs, tops)
@@ -182,7 +182,7 @@ def best_of(row: Top, count: int) -> tuple[list[int], list[float]]:
     return ids, [top[token] for token in ids]
 
 
-def _chunked(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+def _divided(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
     return (items[start : start + size] for start in range(0, len(items), size))
 
 

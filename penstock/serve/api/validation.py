@@ -120,19 +120,21 @@ def json_schema(kind: type[RequestBody]) -> dict[str, object]:
     """Return the JSON schema of a body for the OpenAPI document, with all references inlined."""
     schema = kind.model_json_schema()
     definitions = schema.pop("$defs", {})
-    inlined = _inlined(schema, definitions)
-    assert isinstance(inlined, dict)
-    return inlined
+    inlined_schema = _with_definitions_inlined(schema, definitions)
+    assert isinstance(inlined_schema, dict)
+    return inlined_schema
 
 
-def _inlined(node: object, definitions: Mapping[str, object]) -> object:
+def _with_definitions_inlined(node: object, definitions: Mapping[str, object]) -> object:
     if isinstance(node, list):
-        return [_inlined(element, definitions) for element in node]
+        return [_with_definitions_inlined(element, definitions) for element in node]
     if not isinstance(node, dict):
         return node
     if "$ref" in node:
-        return _inlined(definitions[node["$ref"].rpartition("/")[2]], definitions)
-    return {key: _inlined(value, definitions) for key, value in _without_open_properties(node)}
+        return _with_definitions_inlined(definitions[node["$ref"].rpartition("/")[2]], definitions)
+    return {
+        key: _with_definitions_inlined(value, definitions) for key, value in _without_open_properties(node)
+    }
 
 
 def _without_open_properties(node: Mapping[str, object]) -> Iterator[tuple[str, object]]:

@@ -153,7 +153,7 @@ def check_unique(lines: Iterator[BatchRequest | BadLine]) -> int:
 
 
 def remaining(
-    lines: Iterator[BatchRequest | BadLine], finished: Container[str]
+    lines: Iterator[BatchRequest | BadLine], finished_ids: Container[str]
 ) -> Iterator[BatchRequest | BadLine]:
     """Yield the lines whose ``custom_id`` is not in `done`."""
-    return (line for line in lines if line.custom_id not in finished)
+    return (line for line in lines if line.custom_id not in finished_ids)

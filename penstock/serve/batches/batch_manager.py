@@ -46,7 +46,7 @@ class BatchManager:
         self._task: asyncio.Task[None] | None = None
         self._has_new_batches = asyncio.Event()
         self._current: BatchObject | None = None
-        self._running: asyncio.Task[None] | None = None
+        self._run_task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Start the task that runs batches, if needed. It also continues unfinished batches on disk."""
@@ -71,8 +71,8 @@ class BatchManager:
             return batch
         batch |= {"status": "cancelling", "cancelling_at": int(time.time())}
         await asyncio.to_thread(self.batches.put, batch)
-        if self._running is not None and self._current is batch:
-            self._running.cancel()
+        if self._run_task is not None and self._current is batch:
+            self._run_task.cancel()
         self.start()
         return batch
 
@@ -89,22 +89,22 @@ class BatchManager:
                 await self._has_new_batches.wait()
                 continue
             batch = self._current = active[-1]
-            self._running = asyncio.ensure_future(self._run_one(batch))
+            self._run_task = asyncio.ensure_future(self._run_one(batch))
             try:
-                await asyncio.wait((self._running,))
-                if self._running.cancelled() or self._running.exception() is None:
+                await asyncio.wait((self._run_task,))
+                if self._run_task.cancelled() or self._run_task.exception() is None:
                     if batch["status"] in ACTIVE:
                         await asyncio.to_thread(self._finish, batch, "cancelled")
-                elif isinstance(self._running.exception(), StoppedError):
+                elif isinstance(self._run_task.exception(), StoppedError):
                     await asyncio.to_thread(self.batches.put, batch)
                     return
                 else:
-                    error = self._running.exception()
+                    error = self._run_task.exception()
                     self._services.log.error("the batch %s failed", batch["id"], exc_info=error)
                     await asyncio.to_thread(self._fail, batch, "internal_error", "see the server's log")
             finally:
-                self._running.cancel()
-                self._current = self._running = None
+                self._run_task.cancel()
+                self._current = self._run_task = None
 
     async def _run_one(self, batch: BatchObject) -> None:
         if batch["status"] == "cancelling":

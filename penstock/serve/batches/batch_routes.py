@@ -78,10 +78,10 @@ async def list_files(
 ) -> Response:
     """List the stored files, by default the newest first."""
     files = await asyncio.to_thread(_manager(request).files.all, owner_of(request))
-    selected = [file for file in files if purpose is None or file["purpose"] == purpose]
+    matching_files = [file for file in files if purpose is None or file["purpose"] == purpose]
     if order == "asc":
-        selected.reverse()
-    return _page(selected, limit, after)
+        matching_files.reverse()
+    return _page(matching_files, limit, after)
 
 
 @router.get("/v1/files/{file_id}", response_class=Response, responses=responses(401, 404, 503))
@@ -94,16 +94,16 @@ async def retrieve_file(request: Request, file_id: str) -> Response:
 async def file_content(request: Request, file_id: str) -> Response:
     """Return the content of a file."""
     files = _manager(request).files
-    stored = await _stored_object(request, files, file_id)
-    return FileResponse(files.content(stored["id"]), media_type="application/jsonl")
+    stored_object = await _stored_object(request, files, file_id)
+    return FileResponse(files.content(stored_object["id"]), media_type="application/jsonl")
 
 
 @router.delete("/v1/files/{file_id}", response_class=Response, responses=responses(401, 404, 503))
 async def delete_file(request: Request, file_id: str) -> Response:
     """Delete a file."""
     files = _manager(request).files
-    stored = await _stored_object(request, files, file_id)
-    await asyncio.to_thread(files.delete, stored["id"])
+    stored_object = await _stored_object(request, files, file_id)
+    await asyncio.to_thread(files.delete, stored_object["id"])
     return json_response({"id": file_id, "object": "file", "deleted": True})
 
 
@@ -207,10 +207,10 @@ def open_manager(services: Services, app: ASGIApp) -> BatchManager:
 
 
 async def _stored_object(request: Request, store: ObjectStore[ObjectT], name: str) -> ObjectT:
-    stored = await asyncio.to_thread(store.get, name, owner_of(request))
-    if stored is None:
+    stored_object = await asyncio.to_thread(store.get, name, owner_of(request))
+    if stored_object is None:
         raise RequestProblem(404, f"there is no {name[:100]!r}")
-    return stored
+    return stored_object
 
 
 def _page(objects: Sequence[StoredObject], limit: int, after: str | None) -> Response:

@@ -83,10 +83,12 @@ class Form:
         self._header_name, self._header_value = b"", b""
 
     def _add_to_header_name(self, data: bytes, start: int, end: int) -> None:
-        self._header_name = _bounded(self._header_name + data[start:end], _MAX_HEADER_BYTES, "header")
+        self._header_name = _checked_length(self._header_name + data[start:end], _MAX_HEADER_BYTES, "header")
 
     def _add_to_header_value(self, data: bytes, start: int, end: int) -> None:
-        self._header_value = _bounded(self._header_value + data[start:end], _MAX_HEADER_BYTES, "header")
+        self._header_value = _checked_length(
+            self._header_value + data[start:end], _MAX_HEADER_BYTES, "header"
+        )
 
     def _end_header(self) -> None:
         if self._header_name.lower() == b"content-disposition":
@@ -108,7 +110,7 @@ class Form:
             self._file.write(memoryview(data)[start:end])
             self.size += end - start
         else:
-            self._value = _bounded(self._value + data[start:end], _MAX_FIELD_BYTES, "field")
+            self._value = _checked_length(self._value + data[start:end], _MAX_FIELD_BYTES, "field")
 
     def _end_part(self) -> None:
         if self._field is not None:
@@ -159,7 +161,7 @@ async def _read(request: Request, form: Form, max_bytes: int) -> None:
             return
 
 
-def _bounded(value: bytes, max_bytes: int, name: str) -> bytes:
+def _checked_length(value: bytes, max_bytes: int, name: str) -> bytes:
     if len(value) > max_bytes:
         raise RequestProblem(400, f"a {name} of the form is longer than {max_bytes} bytes")
     return value

@@ -48,7 +48,7 @@ class ApiKeys:
             )
         scheme, _, key = keys[0].strip().partition(b" ")
         digest = sha256(key.strip()).digest()
-        matches = [hmac.compare_digest(digest, expected) for expected in self._digests]
+        matches = [hmac.compare_digest(digest, key_digest) for key_digest in self._digests]
         if len(keys) > 1 or scheme.lower() != b"bearer" or not any(matches):
             raise RequestProblem(401, "the API key is wrong", headers=_CHALLENGE)
         return matches.index(True) if len(matches) > 1 else None

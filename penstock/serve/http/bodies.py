@@ -83,8 +83,8 @@ class JsonRequest(Request):
             raise RequestProblem(415, f"the body must be UTF-8, not {name!r}")
 
     async def _read(self, limit: int) -> bytes:
-        announced = self.headers.get("content-length", "")
-        if announced.isdecimal() and int(announced) > limit:
+        content_length = self.headers.get("content-length", "")
+        if content_length.isdecimal() and int(content_length) > limit:
             _too_long(limit)
         parts, size = [], 0
         while True:

@@ -92,11 +92,11 @@ class Server:
         assert main is not None
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number, main)
-        loading = asyncio.create_task(self._worker.start())
+        load_task = asyncio.create_task(self._worker.start())
         try:
             services, server = await asyncio.to_thread(self._make_server)
             async with server.listening(listener):
-                await self._serve(services, loading, listener)
+                await self._serve(services, load_task, listener)
                 return await self._drain(services)
         except asyncio.CancelledError:
             if len(self._signals) < 2:
@@ -104,8 +104,8 @@ class Server:
             main.uncancel()
             return 128 + self._signals[-1]
         finally:
-            loading.cancel()
-            await asyncio.gather(loading, return_exceptions=True)
+            load_task.cancel()
+            await asyncio.gather(load_task, return_exceptions=True)
             await self._worker.stop(0)
 
     def _on_signal(self, number: int, main: asyncio.Task[int]) -> None:
@@ -127,25 +127,27 @@ class Server:
             services = build_services(config, self._pipeline_config, self._worker, tokenizer)
             return services, HttpServer(create_app(services), config)
 
-    async def _serve(self, services: Services, loading: asyncio.Task[None], listener: socket.socket) -> None:
+    async def _serve(
+        self, services: Services, load_task: asyncio.Task[None], listener: socket.socket
+    ) -> None:
         """Open the gate when the model is loaded, and return at the first signal."""
-        stopping = asyncio.create_task(self._stop.wait())
+        stop_task = asyncio.create_task(self._stop.wait())
         try:
             with self._startup.phase("wait for the worker"):
-                await asyncio.wait([loading, stopping], return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait([load_task, stop_task], return_when=asyncio.FIRST_COMPLETED)
             if self._stop.is_set():
                 return
-            loading.result()
+            load_task.result()
             await self._open(services, listener)
             background = [
                 asyncio.create_task(self._watch()),
                 asyncio.create_task(self._finish_warm_up(services)),
             ]
-            await stopping
+            await stop_task
             for task in background:
                 task.cancel()
         finally:
-            stopping.cancel()
+            stop_task.cancel()
 
     async def _open(self, services: Services, listener: socket.socket) -> None:
         from penstock.serve.warmup import warm_up_model

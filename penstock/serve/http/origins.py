@@ -18,7 +18,7 @@ from penstock.serve.config import ServeConfig
 from penstock.serve.http.problems import RequestProblem, problem_of
 from penstock.serve.observability.request_record import RequestRecord
 
-_SAFE = ("GET", "HEAD", "OPTIONS")
+_SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 """Methods without side effects. A page of another site cannot read their responses."""
 
 
@@ -72,9 +72,9 @@ class OriginMiddleware:
             raise RequestProblem(
                 421,
                 f"the host {host[:100]!r} is not allowed: start the server with "
-                f"--allowed-hosts {_quoted(host)}, or with --api-key",
+                f"--allowed-hosts {_host_argument(host)}, or with --api-key",
             )
-        if not self._has_key and scope["method"] not in _SAFE and self._is_foreign(headers, host):
+        if not self._has_key and scope["method"] not in _SAFE_METHODS and self._is_foreign(headers, host):
             origin = headers.get("origin", "another site")
             raise RequestProblem(
                 403,
@@ -139,7 +139,7 @@ def host_name(host: str) -> str | None:
     return name.removesuffix(".")
 
 
-def _quoted(host: str) -> str:
+def _host_argument(host: str) -> str:
     name = host_name(host)
     is_plain = name is not None and len(name) <= 100 and all(c.isalnum() or c in "-._:" for c in name)
     return str(name) if is_plain else "NAME"

@@ -20,7 +20,7 @@ class TimeLimits:
     def __init__(self, config: ServeConfig, record: RequestRecord) -> None:
         self._request_timeout = config.request_timeout
         self._stream_timeout = config.stream_timeout
-        self._received = record.received
+        self._received_at = record.received
 
     async def within(self, result: Awaitable[T]) -> T:
         """Await a result within the limit of the whole request.
@@ -75,14 +75,14 @@ class TimeLimits:
             RequestProblem: 503, the request's time limit has passed.
         """
         request_timeout = self._request_timeout
-        remaining = (
+        remaining_seconds = (
             None
             if request_timeout is None
-            else max(0.0, self._received + request_timeout - time.perf_counter())
+            else max(0.0, self._received_at + request_timeout - time.perf_counter())
         )
-        is_request_limit = remaining is not None and (seconds is None or remaining <= seconds)
+        is_request_limit = remaining_seconds is not None and (seconds is None or remaining_seconds <= seconds)
         try:
-            async with asyncio.timeout(remaining if is_request_limit else seconds):
+            async with asyncio.timeout(remaining_seconds if is_request_limit else seconds):
                 return await result
         except TimeoutError:
             if not is_request_limit:

@@ -92,7 +92,7 @@ class ToolSession:
         self._server = server
         self._timeout = timeout
         self._client: asyncio.Future[Client] | None = None
-        self._closing = asyncio.Event()
+        self._close_event = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -145,7 +145,7 @@ class ToolSession:
         """Close the session. Running calls fail."""
         if self._task is None:
             return
-        self._closing.set()
+        self._close_event.set()
         await asyncio.wait((self._task,), timeout=_CLOSE_SECONDS)
         self._task.cancel()
         await asyncio.wait((self._task,))
@@ -158,7 +158,7 @@ class ToolSession:
             self._task = asyncio.create_task(self._run(self._client))
         return await asyncio.shield(self._client)
 
-    async def _run(self, connected: asyncio.Future[Client]) -> None:
+    async def _run(self, connection: asyncio.Future[Client]) -> None:
         from mcp import Client
         from mcp.client.streamable_http import streamable_http_client
 
@@ -174,15 +174,15 @@ class ToolSession:
                     )
                     transport = streamable_http_client(self._server.url, http_client=http)
                 client = await stack.enter_async_context(Client(transport))
-                connected.set_result(client)
-                await self._closing.wait()
+                connection.set_result(client)
+                await self._close_event.wait()
         except Exception as error:  # of connecting; later errors also reach the calls
-            if not connected.done():
-                connected.set_exception(error)
+            if not connection.done():
+                connection.set_exception(error)
                 # If the caller has timed out, asyncio would log the exception as never retrieved.
-                connected.exception()
+                connection.exception()
         finally:
-            connected.cancel()
+            connection.cancel()
 
     def _timeout_message(self) -> str:
         return f"the tool server {self._server.name} has not answered within {self._timeout:g} seconds"

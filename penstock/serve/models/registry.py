@@ -190,8 +190,8 @@ class ModelRegistry:
         return sum(model.memory for model in self if model.is_loaded)
 
     def _least_recently_used(self) -> ServedModel:
-        loaded = [model for model in self if model.is_loaded]
-        return min(loaded, key=lambda model: (model.num_users > 0, model.last_used))
+        loaded_models = [model for model in self if model.is_loaded]
+        return min(loaded_models, key=lambda model: (model.num_users > 0, model.last_used))
 
 
 def _gib(num_bytes: int) -> str:

@@ -25,17 +25,17 @@ def log_fields(record: RequestRecord) -> dict[str, object]:
         "outcome": record.outcome,
         "model": record.model,
         "stream": record.stream or None,
-        "queue_s": _rounded(record.seconds_until(record.admitted_at)),
-        "first_token_s": _rounded(record.seconds_until(record.first_token_at)),
-        "total_s": _rounded(record.seconds_until(record.ended_at)),
+        "queue_s": _rounded_seconds(record.seconds_until(record.admitted_at)),
+        "first_token_s": _rounded_seconds(record.seconds_until(record.first_token_at)),
+        "total_s": _rounded_seconds(record.seconds_until(record.ended_at)),
         "user": record.user,
         "safety_identifier": record.safety_identifier,
         "metadata": record.metadata,
         **record.details,
     }
     if record.audio_seconds:
-        line["first_audio_s"] = _rounded(record.seconds_until(record.first_audio_at))
-        line["audio_s"] = _rounded(record.audio_seconds)
+        line["first_audio_s"] = _rounded_seconds(record.seconds_until(record.first_audio_at))
+        line["audio_s"] = _rounded_seconds(record.audio_seconds)
     if record.model is not None:
         line["prompt_tokens"] = record.prompt_tokens
         line["cached_tokens"] = record.cached_tokens
@@ -43,5 +43,5 @@ def log_fields(record: RequestRecord) -> dict[str, object]:
     return line
 
 
-def _rounded(seconds: float | None) -> float | None:
+def _rounded_seconds(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 4)

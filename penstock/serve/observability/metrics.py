@@ -82,7 +82,7 @@ class Metrics:
             "Duration of the preparation of a request with images",
         )
         self._prompt = self._counter("penstock_prompt_tokens", "Prompt tokens of requests that ended")
-        self._cached = self._counter(
+        self._cached_tokens = self._counter(
             "penstock_cached_prompt_tokens", "Prompt tokens found in the prefix cache"
         )
         self._completion = self._counter(
@@ -97,7 +97,9 @@ class Metrics:
             buckets=_FACTOR_BUCKETS,
         )
         self._audio = self._counter("penstock_audio_seconds", "Duration of the generated audio")
-        self._finished = self._counter("penstock_finished", "Choices that ended, by reason", ["reason"])
+        self._finished_choices = self._counter(
+            "penstock_finished", "Choices that ended, by reason", ["reason"]
+        )
         self._build = Info("penstock_build", "Version, model and kernels", registry=self.registry)
         self._startup = Gauge(
             "penstock_startup_seconds", "Seconds of a start-up phase", ["phase"], registry=self.registry
@@ -185,7 +187,7 @@ class RequestMetrics:
         metrics._requests.labels(record.route, record.method, str(record.final_status)).inc()
         metrics._total.labels(record.route).observe(record.ended_at - record.received)
         metrics._prompt.inc(record.prompt_tokens)
-        metrics._cached.inc(record.cached_tokens)
+        metrics._cached_tokens.inc(record.cached_tokens)
         metrics._completion.inc(record.completion_tokens)
         if record.audio_seconds:
             assert record.first_audio_at is not None
@@ -194,7 +196,7 @@ class RequestMetrics:
             metrics._real_time.observe((record.last_audio_at - record.received) / record.audio_seconds)
             metrics._audio.inc(record.audio_seconds)
         for reason in record.finish_reasons:
-            metrics._finished.labels(reason).inc()
+            metrics._finished_choices.labels(reason).inc()
 
 
 class EngineCollector(Collector):

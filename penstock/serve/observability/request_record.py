@@ -20,7 +20,10 @@ class RecordObserver(Protocol):
         """Called when the scheduler admits the request."""
 
     def tokens(self, record: RequestRecord, count: int, seconds: float | None) -> None:
-        """Called for ``count`` new tokens of a choice, ``seconds`` after its previous tokens, if any."""
+        """Called when a choice has ``count`` new tokens.
+
+        ``seconds`` is the time since the previous tokens of the choice; None for its first tokens.
+        """
 
 
 @dataclass(slots=True, eq=False)
@@ -36,9 +39,12 @@ class RequestRecord:
     """The template of the route, such as ``/v1/models/{id}``."""
     received: float = field(default_factory=time.perf_counter)
     client_id: str = ""
-    """The client id: of an API key or a connection. The scheduler divides the batch evenly among clients."""
+    """Identifies the client by its API key or its address.
+
+    The scheduler divides the batch evenly among clients.
+    """
     session_header: str = ""
-    """The session that a header names."""
+    """The session id in the request's headers; "" if there is none."""
 
     model: str | None = None
     stream: bool = False
@@ -46,7 +52,7 @@ class RequestRecord:
     cached_tokens: int = 0
     completion_tokens: int = 0
     finish_reasons: list[str] = field(default_factory=list)
-    """One per choice, as in the response."""
+    """The finish reason of each choice, as in the response."""
     user: str | None = None
     safety_identifier: str | None = None
     metadata: dict[str, str] | None = None
@@ -97,10 +103,10 @@ class RequestRecord:
         now = time.perf_counter()
         if self.first_token_at is None:
             self.first_token_at = now
-        before = self._last_token_at.get(choice)
+        previous_token_at = self._last_token_at.get(choice)
         self._last_token_at[choice] = now
         for observer in self.observers:
-            observer.tokens(self, count, None if before is None else now - before)
+            observer.tokens(self, count, None if previous_token_at is None else now - previous_token_at)
 
     def pause(self) -> None:
         """Record a pause of the generation. The time until the next tokens is not an inter-token time."""
@@ -129,7 +135,10 @@ class RequestRecord:
 
     @property
     def final_status(self) -> int:
-        """The status for log and metrics: 499 after a disconnect, else the error's, else the one sent."""
+        """The status code for log and metrics.
+
+        499 after a disconnect, else the status of the error, else the status that was sent.
+        """
         if self.client_left:
             return 499
         return self.error_status or self.status or 500

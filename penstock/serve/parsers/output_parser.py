@@ -99,7 +99,7 @@ class ReasoningToolParser:
         self._tools = tools
         self._call_reader = call_reader
         self._reasoning = reasoning
-        self._parallel = parallel
+        self._allows_parallel = parallel
         self._new_id = new_id
         self._begins = reasoning.begins if reasoning else ()
         self._ends = reasoning.ends if reasoning else ()
@@ -107,9 +107,9 @@ class ReasoningToolParser:
         self._bare_in_text = (
             call_reader.bare_starts if call_reader and call_reader.bare_in_text and bare_in_text else ""
         )
-        ignored = (*dropped, *(reasoning.dropped if reasoning else ()))
+        ignored_markers = (*dropped, *(reasoning.dropped if reasoning else ()))
         self._markers = MarkerSearch(
-            [*self._begins, *self._ends, *self._call_markers, *ignored, *self._bare_in_text]
+            [*self._begins, *self._ends, *self._call_markers, *ignored_markers, *self._bare_in_text]
         )
         # Set while the content contains an unfinished JSON value. Inside it, no call without a marker can
         # begin.
@@ -195,7 +195,7 @@ class ReasoningToolParser:
         """End a call whose arguments are complete."""
         self.stream.forget()
         self._call_is_open = False
-        if not self._parallel:
+        if not self._allows_parallel:
             raise _OutputDone
 
     def commit(self) -> None:
@@ -295,16 +295,16 @@ class ReasoningToolParser:
         self._emit_text(text)
 
     def _emit_text(self, text: str) -> None:
-        visible = text.rstrip()
-        if not visible:
+        visible_text = text.rstrip()
+        if not visible_text:
             self._pending_space.append(text)
             return
         space = "".join(self._pending_space)
         if self._after_markup and (self._in_reasoning or not self._has_content):
-            visible = (space + visible).lstrip("\r\n")
+            visible_text = (space + visible_text).lstrip("\r\n")
         else:
-            visible = space + visible
+            visible_text = space + visible_text
         self._pending_space = [text[len(text.rstrip()) :]]
         self._after_markup = False
         self._has_content = self._has_content or not self._in_reasoning
-        self._events.append(Reasoning(visible) if self._in_reasoning else Content(visible))
+        self._events.append(Reasoning(visible_text) if self._in_reasoning else Content(visible_text))

@@ -275,10 +275,10 @@ class ParserFactory:
         if self.reasoning is None:
             return tag
         block, continuation = self._reasoning_tags(self.reasoning, without)
-        between = constant("") if self.reasoning.between else spaces()
+        gap = constant("") if self.reasoning.between else spaces()
         if in_reasoning is None:
-            return sequence(optional(either([block, continuation])), between, tag)
-        return sequence(continuation if in_reasoning else optional(block), between, tag)
+            return sequence(optional(either([block, continuation])), gap, tag)
+        return sequence(continuation if in_reasoning else optional(block), gap, tag)
 
     def _reasoning_tags(self, reasoning: ReasoningFormat, without: Sequence[str] = ()) -> tuple[Tag, Tag]:
         """Return the tags of a whole reasoning block, and of a block whose begin marker is in the prompt."""

@@ -67,7 +67,7 @@ class PythonScanner(ValueScanner):
 
     def _close(self, char: str) -> None:
         if self._is_group[-1]:
-            is_empty = self._expected == "value or end"
+            is_empty = self._expected_syntax == "value or end"
             self._end_group(is_tuple=is_empty)
             if is_empty:
                 self._emit("]")

@@ -26,10 +26,14 @@ class MarkerSearch:
     """Searches a text for markers. If several markers match at a position, the longest is found."""
 
     def __init__(self, markers: Iterable[str]) -> None:
-        ordered = sorted({marker for marker in markers if marker}, key=lambda marker: (-len(marker), marker))
-        self._search = re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
-        self._beginnings = frozenset(marker[:end] for marker in ordered for end in range(1, len(marker)))
-        self._longest = max(map(len, ordered), default=0)
+        ordered_markers = sorted(
+            {marker for marker in markers if marker}, key=lambda marker: (-len(marker), marker)
+        )
+        self._search = re.compile("|".join(map(re.escape, ordered_markers)) or r"(?!)")
+        self._beginnings = frozenset(
+            marker[:end] for marker in ordered_markers for end in range(1, len(marker))
+        )
+        self._longest = max(map(len, ordered_markers), default=0)
 
     def find(self, text: str, at: int, ended: bool, limit: int | None = None) -> tuple[int, int]:
         """Return the span (start, end) of the first marker from position `at`; start == end if there is none.
@@ -66,7 +70,7 @@ class IncrementalText:
         self.num_examined = 0  # tests check that this grows linearly with the text length
         self._text = ""
         self._at = 0
-        self._taken: list[str] = []
+        self._taken_texts: list[str] = []
 
     def push(self, text: str) -> None:
         self._text = self._text[self._at :] + text
@@ -77,17 +81,17 @@ class IncrementalText:
         text = self._text[self._at : self._at + count]
         assert len(text) == count, "the text is not available yet"
         self._at += count
-        self._taken.append(text)
+        self._taken_texts.append(text)
         return text
 
     @property
     def taken(self) -> str:
-        return "".join(self._taken)
+        return "".join(self._taken_texts)
 
     def put_back(self, count: int) -> None:
         """Undo the last `take`, which took `count` characters."""
-        assert len(self._taken[-1]) == count
-        self._taken.pop()
+        assert len(self._taken_texts[-1]) == count
+        self._taken_texts.pop()
         self._at -= count
 
     def take_rest(self) -> str:
@@ -95,7 +99,7 @@ class IncrementalText:
         return self.take(len(self._text) - self._at)
 
     def forget(self) -> None:
-        self._taken.clear()
+        self._taken_texts.clear()
 
     def available(self) -> Steps[tuple[str, int]]:
         """Return (text, position of its unread part). The unread part is empty only after the end."""
@@ -113,11 +117,11 @@ class IncrementalText:
         """Take and return the first of the literals that comes next in the text; "" if none does."""
         for literal in literals:
             while True:
-                following = self._text[self._at : self._at + len(literal)]
-                self.num_examined += len(following)
-                if following == literal:
+                next_text = self._text[self._at : self._at + len(literal)]
+                self.num_examined += len(next_text)
+                if next_text == literal:
                     return self.take(len(literal))
-                if self.ended or not literal.startswith(following):
+                if self.ended or not literal.startswith(next_text):
                     break
                 yield
         return ""

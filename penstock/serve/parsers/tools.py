@@ -101,7 +101,7 @@ def _types(schema: object, root: Schema, depth: int) -> frozenset[str] | None:
     if isinstance(schema.get("type"), list):
         return frozenset(filter(lambda name: isinstance(name, str), schema["type"]))
     if isinstance(schema.get("$ref"), str):
-        return _types(_referenced(schema["$ref"], root), root, depth + 1)
+        return _types(_reference_target(schema["$ref"], root), root, depth + 1)
     if "const" in schema:
         return frozenset({_JSON_TYPES[type(schema["const"])]})
     if isinstance(schema.get("enum"), list):
@@ -114,7 +114,7 @@ def _types(schema: object, root: Schema, depth: int) -> frozenset[str] | None:
     return None
 
 
-def _referenced(reference: str, root: Schema) -> object:
+def _reference_target(reference: str, root: Schema) -> object:
     """Resolve a reference such as ``#/$defs/Name``; return None for other references."""
     target: object = root
     steps = reference.removeprefix("#/").split("/") if reference.startswith("#/") else [""]

@@ -14,7 +14,7 @@ MAX_WORD = 4096  # characters; Python's limit is 4300 digits
 HEX_DIGITS = "0123456789abcdefABCDEF"
 NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 
-_Expected = Literal["value", "value or end", "key", "key or end", ":", ", or end"]
+_ExpectedSyntax = Literal["value", "value or end", "key", "key or end", ":", ", or end"]
 _Inside = Literal["", "string", "escape", "hex", "octal", "word", "literal"]
 
 
@@ -37,7 +37,7 @@ class ValueScanner(ABC):
         self.done = False
         self.broken = False
         self._closers: list[str] = []
-        self._expected: _Expected = "value"
+        self._expected_syntax: _ExpectedSyntax = "value"
         self._inside: _Inside = ""
         self._is_key = False
         self._quote = ""
@@ -64,27 +64,27 @@ class ValueScanner(ABC):
 
     def _scan_structure(self, text: str, at: int) -> int:
         char = text[at]
-        expected = self._expected
-        is_value = expected in ("value", "value or end")
+        expected_syntax = self._expected_syntax
+        is_value = expected_syntax in ("value", "value or end")
         if char in SPACE:
             self._write_space(char)
-        elif char in self.STRING_RUNS and expected not in (":", ", or end"):
+        elif char in self.STRING_RUNS and expected_syntax not in (":", ", or end"):
             self._is_key = not is_value
             self._inside, self._quote = "string", char
             self._begin_string()
         elif is_value and char in self.CLOSERS and len(self._closers) < MAX_DEPTH:
             self._closers.append(self.CLOSERS[char])
-            self._expected = "key or end" if char == "{" else "value or end"
+            self._expected_syntax = "key or end" if char == "{" else "value or end"
             self._open(char)
         elif is_value and self._begin_word(char):
             return at  # `_scan_word` reads the whole word
-        elif char == ":" and expected == ":":
-            self._expected = "value"
+        elif char == ":" and expected_syntax == ":":
+            self._expected_syntax = "value"
             self._write_colon()
-        elif char == "," and expected == ", or end":
+        elif char == "," and expected_syntax == ", or end":
             self._comma()
-            self._expected = self._after_comma()
-        elif char in self._closers[-1:] and expected.endswith("end"):
+            self._expected_syntax = self._after_comma()
+        elif char in self._closers[-1:] and expected_syntax.endswith("end"):
             self._close(char)
             self._closers.pop()
             self._end_value()
@@ -93,14 +93,14 @@ class ValueScanner(ABC):
             return at
         return at + 1
 
-    def _after_comma(self) -> _Expected:
+    def _after_comma(self) -> _ExpectedSyntax:
         if self._closers[-1] == "}":
             return "key or end" if self.TRAILING_COMMA else "key"
         return "value or end" if self.TRAILING_COMMA else "value"
 
     def _end_value(self) -> None:
         self._inside = ""
-        self._expected = ", or end"
+        self._expected_syntax = ", or end"
         self.done = not self._closers
 
     def _scan_string(self, text: str, at: int) -> int:
@@ -112,7 +112,7 @@ class ValueScanner(ABC):
         if char == self._quote:
             self._emit('"')
             if self._is_key:
-                self._inside, self._expected = "", ":"
+                self._inside, self._expected_syntax = "", ":"
             else:
                 self._end_value()
         elif char == "\\":

@@ -16,7 +16,7 @@ from penstock.serve.parsers import Content, Event, Reasoning, ToolCallArguments,
 
 SIGNATURE = "penstock"
 """The signature of all thinking blocks. Anthropic's API requires one, and the server does not check it."""
-_PING = named_event({"type": "ping"})
+_PING_EVENT = named_event({"type": "ping"})
 
 
 class MessageBuilder:
@@ -68,7 +68,7 @@ class MessageBuilder:
 
     def ping(self) -> bytes:
         """Return the event that keeps a silent stream open."""
-        return _PING
+        return _PING_EVENT
 
     def error(self, problem: Problem) -> bytes:
         """Return the event of an error that ends the stream."""
@@ -151,11 +151,11 @@ _NO_CACHE = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
 
 def _usage(usage: Usage) -> dict[str, object]:
     """Return the usage in Anthropic's format, where ``input_tokens`` excludes tokens read from the cache."""
-    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
     return {
-        "input_tokens": usage["prompt_tokens"] - cached,
+        "input_tokens": usage["prompt_tokens"] - cached_tokens,
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": cached,
+        "cache_read_input_tokens": cached_tokens,
         "output_tokens": usage["completion_tokens"],
     }
 

@@ -99,10 +99,10 @@ def _shared_fields(services: Services, body: OllamaBody) -> dict[str, object]:
             fields["repetition_penalty"] = options.repeat_penalty
     predict = -1 if options is None or options.num_predict is None else options.num_predict
     fields["max_completion_tokens"] = services.worker.info.max_length if predict < 0 else max(1, predict)
-    return fields | _thinking(services, body)
+    return fields | _reasoning_fields(services, body)
 
 
-def _thinking(services: Services, body: OllamaBody) -> dict[str, object]:
+def _reasoning_fields(services: Services, body: OllamaBody) -> dict[str, object]:
     think = body.think
     if think is None:
         return {}

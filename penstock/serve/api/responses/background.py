@@ -39,8 +39,8 @@ class ResponseState:
     def add(self, run: BackgroundRun) -> None:
         """Add a run. Drop the oldest finished runs above `MAX_ENDED_RUNS`."""
         self.runs[run.response_id] = run
-        ended = [name for name, kept_run in self.runs.items() if kept_run.is_done]
-        for name in ended[: max(0, len(ended) - MAX_ENDED_RUNS)]:
+        finished_runs = [name for name, kept_run in self.runs.items() if kept_run.is_done]
+        for name in finished_runs[: max(0, len(finished_runs) - MAX_ENDED_RUNS)]:
             del self.runs[name]
 
 

@@ -49,7 +49,7 @@ class ResponseBuilder:
         if conversation.body.logprobs:
             self._scores = ChatScores(services.fragments_for(conversation.body), body.top_logprobs or 0)
         self._sequence = 0
-        self._plain = _members(prepared)
+        self._plain = _response_members(prepared)
         self.result: dict[str, object] = self.with_status("in_progress")
         """The newest state of the response."""
 
@@ -136,7 +136,7 @@ class ResponseBuilder:
         return msgspec.json.decode(b"".join(self._scores.parts(scores)), type=_Scores).content
 
 
-def _members(prepared: PreparedResponse) -> dict[str, object]:
+def _response_members(prepared: PreparedResponse) -> dict[str, object]:
     """Return the members that do not change during generation, with defaults in place of absent fields."""
     body, conversation = prepared.body, prepared.conversation
     params = conversation.context.sampling_params
@@ -167,7 +167,7 @@ def _members(prepared: PreparedResponse) -> dict[str, object]:
             "format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True),
             "verbosity": "medium" if text is None or text.verbosity is None else text.verbosity,
         },
-        "tool_choice": _plain(body.tool_choice) or "auto",
+        "tool_choice": _jsonable(body.tool_choice) or "auto",
         "tools": [
             tool.model_dump(by_alias=True, exclude_none=True)
             | ({"strict": bool(tool.strict)} if tool.type == "function" else {})
@@ -183,7 +183,7 @@ def _members(prepared: PreparedResponse) -> dict[str, object]:
     }
 
 
-def _plain(value: object) -> object:
+def _jsonable(value: object) -> object:
     return value.model_dump(by_alias=True, exclude_none=True) if hasattr(value, "model_dump") else value
 
 

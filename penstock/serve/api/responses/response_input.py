@@ -218,7 +218,7 @@ class ChatMessages:
             self._add_mcp_call(request, f"Error: the user has not approved this call{because}", place)
 
     def _add_reasoning(self, item: InputItem, place: str) -> None:
-        text = _reasoning(item, place)
+        text = _reasoning_text(item, place)
         if text:
             message = self._assistant(place)
             message["reasoning_content"] = message.get("reasoning_content", "") + text
@@ -230,7 +230,7 @@ class ChatMessages:
         return self.chat[-1]
 
 
-def _reasoning(item: InputItem, place: str) -> str:
+def _reasoning_text(item: InputItem, place: str) -> str:
     parts = item.content if isinstance(item.content, list) else None
     if parts:
         return "".join(part.text or "" for part in parts)

@@ -35,7 +35,7 @@ class PreparedResponse:
     offered: OfferedTools
     listings: Sequence[ToolListing]
     """The tool lists to add to the output, because no earlier item contains them."""
-    approved: Sequence[ApprovedCall]
+    approved_calls: Sequence[ApprovedCall]
     """The calls of earlier responses that the client approves in this request."""
 
     @classmethod
@@ -71,8 +71,8 @@ class PreparedResponse:
         all_items = [*earlier, *(body.input if isinstance(body.input, list) else ())]
         listed_servers = {item.server_label for item in all_items if item.type == "mcp_list_tools"}
         listings = [listing for listing in offered.listings if listing.label not in listed_servers]
-        approved = _approved(all_items, len(earlier), offered)
-        return cls(body, conversation, items, warnings, translation, offered, listings, approved)
+        approved_calls = _approved_calls(all_items, len(earlier), offered)
+        return cls(body, conversation, items, warnings, translation, offered, listings, approved_calls)
 
     def next_turn(
         self,
@@ -130,10 +130,14 @@ def _without_unread_effort(services: Services, body: ResponsesBody) -> tuple[Res
     effort = body.reasoning.effort if body.reasoning is not None else None
     if effort is None or reads_effort(services.tokenizer, effort):
         return body, []
-    return body.model_copy(update={"reasoning": None}), ["reasoning.effort, which the chat template omits"]
+    return body.model_copy(update={"reasoning": None}), [
+        "reasoning.effort, which the chat template does not read"
+    ]
 
 
-def _approved(items: Sequence[InputItem], num_earlier: int, offered: OfferedTools) -> list[ApprovedCall]:
+def _approved_calls(
+    items: Sequence[InputItem], num_earlier: int, offered: OfferedTools
+) -> list[ApprovedCall]:
     """Return the calls that this request approves, except calls that an earlier request has made."""
     requests = {item.id: item for item in items if item.type == "mcp_approval_request"}
     made_ids = {item.approval_request_id for item in items if item.type == "mcp_call"}
@@ -170,11 +174,11 @@ def _conversation(
     services: Services, body: ResponsesBody, translation: Translation, request_id: str
 ) -> Conversation:
     if body.truncation == "auto":
-        return _truncated(services, body, translation, request_id)
+        return _truncated_conversation(services, body, translation, request_id)
     return translation.conversation(services, request_id)
 
 
-def _truncated(
+def _truncated_conversation(
     services: Services, body: ResponsesBody, translation: Translation, request_id: str
 ) -> Conversation:
     """Drop the oldest turns of the conversation until the prompt leaves room for the output.
@@ -213,8 +217,8 @@ def _truncated(
             else None
         )
 
-    if (untruncated := attempt(num_fixed)) is not None:
-        return untruncated
+    if (whole_conversation := attempt(num_fixed)) is not None:
+        return whole_conversation
     low, high, shortest_cut = 0, len(starts) - 1, None
     while low < high:  # find the smallest start whose prompt fits
         middle = (low + high) // 2
@@ -222,9 +226,9 @@ def _truncated(
             shortest_cut, high = conversation, middle
         else:
             low = middle + 1
-    fitting = attempt(starts[-1]) if shortest_cut is None else shortest_cut
-    assert fitting is not None
-    return fitting
+    fitting_conversation = attempt(starts[-1]) if shortest_cut is None else shortest_cut
+    assert fitting_conversation is not None
+    return fitting_conversation
 
 
 def _input_items(request_input: object) -> list[dict[str, object]]:

@@ -117,7 +117,7 @@ class ResponseRun:
         """The task of each running call -> the id of the call."""
         self._is_cancelled = False
         # The first prompt contains the outputs of approved calls, so with such calls it starts after them.
-        if not prepared.approved:
+        if not prepared.approved_calls:
             self._start(prepared.conversation)
 
     async def admitted(self) -> None:
@@ -148,13 +148,13 @@ class ResponseRun:
     def usage(self) -> Usage:
         """Return the sum of the usage of all turns."""
         usages = [run.usage() for run in self._runs]
-        cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
+        cached_tokens = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
         reasoning = sum(usage["completion_tokens_details"]["reasoning_tokens"] for usage in usages)
         return {
             "prompt_tokens": sum(usage["prompt_tokens"] for usage in usages),
             "completion_tokens": sum(usage["completion_tokens"] for usage in usages),
             "total_tokens": sum(usage["total_tokens"] for usage in usages),
-            "prompt_tokens_details": {"cached_tokens": cached},
+            "prompt_tokens_details": {"cached_tokens": cached_tokens},
             "completion_tokens_details": {"reasoning_tokens": reasoning},
         }
 
@@ -198,8 +198,8 @@ class ResponseRun:
     async def _turns(self, *, at_once: bool) -> AsyncGenerator[tuple[int, ChoiceDelta] | None, None]:
         if self._prepared.listings:
             yield 0, ToolDelta.of(*self._prepared.listings)
-        if self._prepared.approved:
-            async for item in self._call_approved(self._prepared.approved):
+        if self._prepared.approved_calls:
+            async for item in self._call_approved(self._prepared.approved_calls):
                 yield item
             if not await self._start_next():
                 return
@@ -225,13 +225,13 @@ class ResponseRun:
                 return
 
     async def _call_approved(
-        self, approved: Sequence[ApprovedCall]
+        self, approved_calls: Sequence[ApprovedCall]
     ) -> AsyncGenerator[tuple[int, ChoiceDelta] | None, None]:
         """Make the calls that the client has approved, and yield their outcomes."""
-        calls = [_Call(call.call_id, call.function, call.arguments) for call in approved]
+        calls = [_Call(call.call_id, call.function, call.arguments) for call in approved_calls]
         self._messages.append(_Turn(calls=calls).message)
-        yield 0, ToolDelta.of(*approved)
-        calls_and_approvals = zip(calls, approved, strict=True)
+        yield 0, ToolDelta.of(*approved_calls)
+        calls_and_approvals = zip(calls, approved_calls, strict=True)
         async for item in self._call(
             [(call, approval.tool, approval.arguments) for call, approval in calls_and_approvals]
         ):

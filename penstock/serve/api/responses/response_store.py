@@ -118,9 +118,9 @@ class ResponseStore:
             (total,) = database.execute("SELECT sum(size) FROM responses").fetchone()
             oldest = database.execute("SELECT id, size FROM responses ORDER BY number").fetchall()
             while total > self._max_bytes and len(oldest) > 1:
-                dropped, freed = oldest.pop(0)
-                database.execute("DELETE FROM responses WHERE id = ?", (dropped,))
-                total -= freed
+                oldest_name, oldest_size = oldest.pop(0)
+                database.execute("DELETE FROM responses WHERE id = ?", (oldest_name,))
+                total -= oldest_size
 
     def _get(self, owner: str, response_id: str) -> StoredResponse | None:
         query = "SELECT body, input FROM responses WHERE id = ? AND owner = ?"

@@ -33,8 +33,8 @@ def chat_tools(
             if hosted_tools == "refuse":
                 raise RequestProblem(
                     400,
-                    f"{place} is the hosted tool {tool.type!r}, and this server has none: send function "
-                    "tools (--hosted-tools skip omits hosted tools)",
+                    f"{place} is the hosted tool {tool.type!r}, and this server has no hosted tools: "
+                    "send function tools (--hosted-tools skip omits hosted tools)",
                     param=f"{place}.type",
                     code="unsupported_value",
                 )
@@ -95,10 +95,12 @@ def tool_choice(body: ResponsesBody, offered: OfferedTools) -> dict[str, object]
             names = _server_functions(offered, choice.server_label, choice.name, "tool_choice")
             if choice.name is not None:
                 return {"tool_choice": _function_choice(names[0])}
-            allowed = {"mode": "required", "tools": [_function_choice(name) for name in names]}
-            return {"tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}
+            allowed_tools = {"mode": "required", "tools": [_function_choice(name) for name in names]}
+            return {"tool_choice": {"type": "allowed_tools", "allowed_tools": allowed_tools}}
         case "allowed_tools":
-            return {"tool_choice": {"type": "allowed_tools", "allowed_tools": _allowed(choice, offered)}}
+            return {
+                "tool_choice": {"type": "allowed_tools", "allowed_tools": _allowed_tools(choice, offered)}
+            }
     raise _hosted_choice("tool_choice.type", choice.type)
 
 
@@ -122,17 +124,17 @@ def _function_choice(name: str) -> dict[str, object]:
     return {"type": "function", "function": {"name": name}}
 
 
-def _allowed(choice: ToolSelection, offered: OfferedTools) -> dict[str, object]:
+def _allowed_tools(choice: ToolSelection, offered: OfferedTools) -> dict[str, object]:
     if choice.mode is None:
         raise missing_field("tool_choice.mode")
     if choice.tools is None:
         raise missing_field("tool_choice.tools")
-    allowed = []
+    allowed_tools = []
     for index, tool in enumerate(choice.tools):
         place = f"tool_choice.tools[{index}]"
         if tool.get("type") == MCP:
             label, name = tool.get("server_label"), tool.get("name")
-            allowed += [
+            allowed_tools += [
                 _function_choice(function) for function in _server_functions(offered, label, name, place)
             ]
             continue
@@ -141,14 +143,15 @@ def _allowed(choice: ToolSelection, offered: OfferedTools) -> dict[str, object]:
         name = tool.get("name")
         if not isinstance(name, str):
             raise missing_field(f"{place}.name")
-        allowed.append(_function_choice(name))
-    return {"mode": choice.mode, "tools": allowed}
+        allowed_tools.append(_function_choice(name))
+    return {"mode": choice.mode, "tools": allowed_tools}
 
 
 def _hosted_choice(place: str, kind: object) -> RequestProblem:
     return RequestProblem(
         400,
-        f"{place} is {str(kind)[:100]!r}, a hosted tool, and this server has none: choose a function",
+        f"{place} is {str(kind)[:100]!r}, a hosted tool, and this server has no hosted tools: "
+        "choose a function",
         param=place,
         code="unsupported_value",
     )

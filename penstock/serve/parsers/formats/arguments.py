@@ -115,14 +115,14 @@ class TaggedArguments:
         return sequence(*parts) if parts else constant("")
 
     def _text(self, name: Tag) -> Tag:
-        return self._enclosed(name, True, text_until(self.end))
+        return self._argument_tag(name, True, text_until(self.end))
 
-    def _enclosed(self, name: Tag, is_string: bool, *value: Tag) -> Tag:
+    def _argument_tag(self, name: Tag, is_string: bool, *value: Tag) -> Tag:
         return sequence(self.head(name, is_string), constant(self.padding), *value, constant(self.after))
 
     def _json(self, name: Tag, schema: Schema | bool) -> Tag:
         value = by_schema(schema, escaped=self.end[0])  # an end marker in a string would end the value
-        return self._enclosed(name, False, value, constant(self.padding + self.end))
+        return self._argument_tag(name, False, value, constant(self.padding + self.end))
 
     def _argument(self, name: str, schema: Schema | bool, root: Schema) -> Tag:
         types = types_of(schema, root)
@@ -156,7 +156,7 @@ class TaggedArguments:
             [keyword] = keywords
             value = schema[keyword]
             if keyword == "$ref":
-                target = _referenced(value, root)
+                target = _reference_target(value, root)
                 if isinstance(target, dict) and "type" not in schema:
                     return self._strings(key, target, types, root, where, depth + 1)
             elif keyword == "anyOf" and "type" not in schema:
@@ -174,7 +174,7 @@ class TaggedArguments:
             first = self.end[0]
             text = pattern(f"[^{first}]{{{minimum},{maximum}}}")
             if len(types) == 1 or self.has_type:
-                return [self._enclosed(key, True, text, constant(self.padding + self.end))]
+                return [self._argument_tag(key, True, text, constant(self.padding + self.end))]
         elif not keywords:
             return [self._free_text(key, types)]
         raise UnsupportedSchemaError(
@@ -187,7 +187,7 @@ class TaggedArguments:
         # A string must not begin like a value of another allowed type, or it would be read as that type.
         first_characters = "".join(sorted({_FIRST_CHARACTERS[type_] for type_ in types if type_ != "string"}))
         first = pattern(f'[^"\\s{first_characters}{self.end[0]}]')
-        return self._enclosed(key, True, first, text_until(self.end))
+        return self._argument_tag(key, True, first, text_until(self.end))
 
     def _fixed_text(self, key: Tag, text: str, types: frozenset[str], where: str) -> Tag:
         is_text = len(types) == 1 or self.has_type
@@ -195,10 +195,10 @@ class TaggedArguments:
             is_text or typed_json(text, types) == json.dumps(text, ensure_ascii=False)
         ):
             raise UnsupportedSchemaError("enum", where, f"{text!r} as text is ambiguous")
-        return self._enclosed(key, True, constant(text + self.padding + self.end))
+        return self._argument_tag(key, True, constant(text + self.padding + self.end))
 
 
-def _referenced(reference: object, root: Mapping[str, object]) -> object:
+def _reference_target(reference: object, root: Mapping[str, object]) -> object:
     target: object = root
     steps = reference.removeprefix("#/").split("/") if isinstance(reference, str) else [""]
     for step in steps:

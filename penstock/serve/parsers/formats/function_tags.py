@@ -24,7 +24,7 @@ class FunctionTags(ToolFormat):
 
     begin: str
     end: str
-    padded: bool
+    is_padded: bool
     """Whether a line end precedes and follows each value. Both line ends are not part of the value."""
 
     @property
@@ -42,7 +42,7 @@ class FunctionTags(ToolFormat):
         yield from stream.skip_space()
         while (yield from stream.accept("<parameter=")):
             key = yield from stream.until(_TAG_END, 256)
-            yield from writer.argument(key, _VALUE_END, padded=self.padded)
+            yield from writer.argument(key, _VALUE_END, is_padded=self.is_padded)
             yield from stream.skip_space()
         end = yield from stream.expect("</function>", self.end)
         writer.close()
@@ -57,7 +57,7 @@ class FunctionTags(ToolFormat):
         parser.commit()
 
     def after_marker(self, marker: str, tools: Tools, parallel: bool) -> Tag:
-        arguments = TaggedArguments(_head, "</parameter>", padding="\n" if self.padded else "")
+        arguments = TaggedArguments(_head, "</parameter>", padding="\n" if self.is_padded else "")
         begin, end = ("", "") if marker == _FUNCTION else (f"\n{_FUNCTION}", f"\n{self.end}")
         return either(
             [

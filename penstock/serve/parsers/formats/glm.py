@@ -34,7 +34,7 @@ class GlmCalls(ToolFormat):
             key = yield from stream.until(_KEY_END, 256)
             yield from stream.skip_space()
             yield from stream.expect("<arg_value>")
-            yield from writer.argument(key.strip(), _VALUE_END, padded=False)
+            yield from writer.argument(key.strip(), _VALUE_END, is_padded=False)
             yield from stream.skip_space()
         yield from stream.expect("</tool_call>")
         writer.close()

@@ -60,7 +60,7 @@ class InvokeCalls(ToolFormat):
                 is_string = None
                 if self.is_typed:
                     is_string = (yield from stream.expect('true">', 'false">')) == 'true">'
-                yield from writer.argument(key, value_end, padded=False, is_string=is_string)
+                yield from writer.argument(key, value_end, is_padded=False, is_string=is_string)
                 yield from stream.skip_space()
             yield from stream.expect(f"</{self.prefix}invoke>")
             writer.close()

@@ -125,15 +125,15 @@ def call_grammar(name: str, schema: Schema) -> Tag:
         keyword = sequence(pattern("[A-Za-z_][A-Za-z0-9_]{0,63}"), constant("="), by_schema(True))
         more_keywords = any_number(sequence(constant(", "), keyword))
         return sequence(*parts, optional(sequence(keyword, more_keywords)), constant(")"))
-    required = [key for key in arguments.schemas if key in arguments.required]
+    required_names = [key for key in arguments.schemas if key in arguments.required]
     values = {
         key: sequence(constant(f"{key}="), by_schema(value)) for key, value in arguments.schemas.items()
     }
     # Required arguments first, so that every optional argument can begin with a comma.
-    for index, key in enumerate(required):
+    for index, key in enumerate(required_names):
         parts.append(sequence(constant(", "), values[key]) if index else values[key])
-    optional_keys = [key for key in arguments.schemas if key not in required]
-    if required:
+    optional_keys = [key for key in arguments.schemas if key not in required_names]
+    if required_names:
         parts += [optional(sequence(constant(", "), values[key])) for key in optional_keys]
     elif optional_keys:
         parts.append(optional(_any_of_in_order([values[key] for key in optional_keys])))

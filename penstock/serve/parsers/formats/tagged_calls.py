@@ -37,14 +37,14 @@ class ArgumentWriter:
             parser.mark_unknown_tool()
 
     def argument(
-        self, key: str, end: MarkerSearch, *, padded: bool, is_string: bool | None = None
+        self, key: str, end: MarkerSearch, *, is_padded: bool, is_string: bool | None = None
     ) -> Steps[None]:
         """Read the value of an argument and its end marker.
 
         Args:
             key: the name of the argument.
             end: the end marker.
-            padded: the value is between two line ends, which are not part of the value.
+            is_padded: the value is between two line ends, which are not part of the value.
             is_string: whether the model declares the value a string. None means that the schema determines
                 the type.
         """
@@ -53,9 +53,9 @@ class ArgumentWriter:
             types = _STRING_ONLY if is_string else None
         self._write(f"{json.dumps(key, ensure_ascii=False)}: ")
         if types == _STRING_ONLY:
-            yield from self._read_string(end, padded)
+            yield from self._read_string(end, is_padded)
         else:
-            yield from self._read_typed(end, padded, types)
+            yield from self._read_typed(end, is_padded, types)
 
     def close(self) -> None:
         if not self._is_known:
@@ -75,11 +75,11 @@ class ArgumentWriter:
         if self._is_known:
             self._parser.add_arguments(text)
 
-    def _read_string(self, end: MarkerSearch, padded: bool) -> Steps[None]:
+    def _read_string(self, end: MarkerSearch, is_padded: bool) -> Steps[None]:
         """Emit a string incrementally. Hold back a line end, which may be padding before the end marker."""
         stream = self._parser.stream
         self._emit('"')
-        line_end, is_first, marker = "", padded, ""
+        line_end, is_first, marker = "", is_padded, ""
         while not marker:
             text, marker = yield from stream.text_or_marker(end)
             if not text and not marker:
@@ -87,11 +87,11 @@ class ArgumentWriter:
             if is_first and text:
                 text, is_first = text.removeprefix("\n"), False
             text = line_end + text
-            line_end = "\n" if padded and text.endswith("\n") else ""
-            self._emit(_escaped(text[: len(text) - len(line_end)]))
+            line_end = "\n" if is_padded and text.endswith("\n") else ""
+            self._emit(_json_escaped(text[: len(text) - len(line_end)]))
         self._emit('"')
 
-    def _read_typed(self, end: MarkerSearch, padded: bool, types: frozenset[str] | None) -> Steps[None]:
+    def _read_typed(self, end: MarkerSearch, is_padded: bool, types: frozenset[str] | None) -> Steps[None]:
         stream = self._parser.stream
         parts, marker = [], ""
         while not marker:
@@ -99,29 +99,29 @@ class ArgumentWriter:
             parts.append(text)
             if not text and not marker:
                 # Emit a string without its closing quote, so that the JSON is visibly incomplete.
-                self._emit(f'"{_escaped("".join(parts))}')
+                self._emit(f'"{_json_escaped("".join(parts))}')
                 raise NotAToolCallError
         value = "".join(parts)
-        if padded:
+        if is_padded:
             value = value.removeprefix("\n").removesuffix("\n")
         self._emit(typed_json(value, types))
 
 
-def _escaped(text: str) -> str:
+def _json_escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def typed_json(text: str, types: frozenset[str] | None) -> str:
     """Return an argument as JSON: the JSON value of the text if the schema allows its type, else a string."""
-    stripped = text.strip()
-    stripped = _PYTHON_NAMES.get(stripped, stripped)
+    stripped_text = text.strip()
+    stripped_text = _PYTHON_NAMES.get(stripped_text, stripped_text)
     value = JsonScanner()
-    end, json_text = value.feed(f"{stripped} ")  # the scanner needs a character after a number to end it
-    if not value.done or value.broken or end < len(stripped):
+    end, json_text = value.feed(f"{stripped_text} ")  # the scanner needs a character after a number to end it
+    if not value.done or value.broken or end < len(stripped_text):
         return json.dumps(text, ensure_ascii=False)
     if types is None or "string" not in types:
         return json_text
-    number_types = {"number", "integer"} if _INTEGER.fullmatch(stripped) else {"number"}
-    is_allowed = not types.isdisjoint(_TYPES_BY_FIRST_CHARACTER.get(stripped[0], number_types))
+    number_types = {"number", "integer"} if _INTEGER.fullmatch(stripped_text) else {"number"}
+    is_allowed = not types.isdisjoint(_TYPES_BY_FIRST_CHARACTER.get(stripped_text[0], number_types))
     # This format writes strings without quotes, so a leading quote is part of the string.
-    return json_text if is_allowed and stripped[0] != '"' else json.dumps(text, ensure_ascii=False)
+    return json_text if is_allowed and stripped_text[0] != '"' else json.dumps(text, ensure_ascii=False)
