@@ -16,7 +16,7 @@ _BYTE_NAME = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def token_bytes(tokenizer: Tokenizer, vocab_size: int) -> list[bytes]:
-    """Return the bytes of each token id below ``vocab_size``, as in the middle of a text.
+    """Return the bytes that each token id below ``vocab_size`` adds in the middle of a text.
 
     The bytes of special tokens begin with `NO_TEXT`, so that they never match text. Ids without a token have
     empty bytes.
@@ -25,7 +25,7 @@ def token_bytes(tokenizer: Tokenizer, vocab_size: int) -> list[bytes]:
         UnsupportedFeatureError: the concatenated bytes of tokens are not the text, for example with
             WordPiece.
     """
-    token_reader = _reader(json.loads(tokenizer.to_str()))
+    token_reader = _token_reader(json.loads(tokenizer.to_str()))
     added_tokens = tokenizer.get_added_tokens_decoder()
     result = [b""] * vocab_size
     for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
@@ -59,7 +59,7 @@ class _Description(TypedDict):
     model: _Component
 
 
-def _reader(description: _Description) -> Callable[[str], bytes]:
+def _token_reader(description: _Description) -> Callable[[str], bytes]:
     kinds = [decoder["type"] for decoder in _decoders(description.get("decoder"))]
     if "ByteLevel" in kinds:
         return _read_byte_level
@@ -84,7 +84,7 @@ def _decoders(component: _Component | None) -> list[_Component]:
 def _read_byte_level(token: str) -> bytes:
     try:
         return bytes(BYTE_LEVEL[character] for character in token)
-    except KeyError:  # the token's text, as decoders do
+    except KeyError:  # a character outside the alphabet: decoders keep the text of such a token
         return token.encode()
 
 

@@ -120,7 +120,7 @@ class TaskCheck:
             raise TaskMismatchError(request.url.path, self.task.option, served_task.option)
 
 
-def task_of_path(path: str) -> PipelineTask | None:
+def task_for_path(path: str) -> PipelineTask | None:
     """Return the task of the route at a path. None if the route serves all tasks or does not exist."""
     for task, routers in TASK_ROUTERS.items():
         for router in routers:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock.pipelines.core import TextContext, TextGenerationStatus
-from penstock.text.detokenizer import TokenDecoder, text_of_piece
+from penstock.text.detokenizer import TokenDecoder, text_of_delta
 
 _NUM_PRECEDING = 64
 """Number of preceding tokens to keep: the text of a token depends on a few visible tokens before it."""
@@ -14,8 +14,8 @@ _STATE = "_decode_state"
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Consecutive tokens of a text (a piece), with the tokens before them."""
+class TokenDelta:
+    """Consecutive tokens of a text (a delta), with the tokens before them."""
 
     ids: list[int]
     before: list[int]
@@ -23,14 +23,14 @@ class Piece:
     prompt: list[int]
     """The last tokens of the prompt before the text; empty without a prompt."""
     is_last: bool
-    """Whether the text ends with this piece."""
+    """Whether the text ends with this delta."""
 
     def text(self, tokenizer: TokenDecoder, skip_special_tokens: bool = True) -> str:
         """Return the text that these tokens add.
 
-        An incomplete character at the end belongs to the next piece, unless this piece is the last.
+        An incomplete character at the end belongs to the next delta, unless this delta is the last.
         """
-        return text_of_piece(
+        return text_of_delta(
             tokenizer,
             self.prompt,
             self.before,
@@ -56,23 +56,23 @@ class _DecodeState:
     """Whether one call passed all of ``separate_ids``."""
 
 
-def next_piece(context: TextContext, ids: list[int], bos: int | None) -> Piece:
+def next_delta(context: TextContext, ids: list[int], bos: int | None) -> TokenDelta:
     """Return ``ids`` with the tokens before them, and store the position on the context.
 
-    The order of the calls must be that of the calls to decode. ``ids`` are searched among the generated
-    tokens of the context: after the tokens of the last call, then at the end, then at the beginning. If they
-    are not found, they continue the separate text. The separate text restarts if ``ids`` begin with ``bos``,
-    the begin-of-sequence token, or if a call passes all of the separate text again.
+    This function must be called in the order in which the tokens are decoded. ``ids`` are searched among the
+    generated tokens of the context: after the tokens of the last call, then at the end, then at the
+    beginning. If they are not found, they continue the separate text. The separate text restarts if ``ids``
+    begin with ``bos``, the begin-of-sequence token, or if a call passes all of the separate text again.
     """
     state: _DecodeState = vars(context).setdefault(_STATE, _DecodeState())
     start = _position_in_generated(context, state, ids)
     if start is None:
-        return _piece_of_separate_text(state, ids, bos)
+        return _delta_of_separate_text(state, ids, bos)
     generated_tokens = context.generated_tokens
     end = state.num_generated = start + len(ids)
     state.had_all_generated = len(ids) == len(generated_tokens) > 1
     num_hidden = context.status is TextGenerationStatus.END_OF_SEQUENCE  # the end-of-sequence token
-    return Piece(
+    return TokenDelta(
         ids,
         before=generated_tokens[max(0, start - _NUM_PRECEDING) : start].tolist(),
         prompt=context.prompt_tokens[-_NUM_PRECEDING:].tolist(),
@@ -90,7 +90,7 @@ def _position_in_generated(context: TextContext, state: _DecodeState, ids: list[
     return None
 
 
-def _piece_of_separate_text(state: _DecodeState, ids: list[int], bos: int | None) -> Piece:
+def _delta_of_separate_text(state: _DecodeState, ids: list[int], bos: int | None) -> TokenDelta:
     start, separate_ids = state.num_separate, state.separate_ids
     if ids and ids[0] == bos:
         start, separate_ids = 0, []
@@ -102,7 +102,9 @@ def _piece_of_separate_text(state: _DecodeState, ids: list[int], bos: int | None
         state.was_passed_at_once and separate_ids is state.separate_ids
     )
     state.separate_ids, state.num_separate = separate_ids, start + len(ids)
-    return Piece(ids, before=separate_ids[max(0, start - _NUM_PRECEDING) : start], prompt=[], is_last=False)
+    return TokenDelta(
+        ids, before=separate_ids[max(0, start - _NUM_PRECEDING) : start], prompt=[], is_last=False
+    )
 
 
 def _is_restart(state: _DecodeState, ids: Sequence[int]) -> bool:

@@ -228,7 +228,7 @@ def text_after_prompt(
     return tokenizer.decode_ids([*context, *ids], skip_special_tokens)[start:]
 
 
-def text_of_piece(
+def text_of_delta(
     tokenizer: TokenDecoder,
     prompt: AnyTokenIds,
     before: Sequence[int],
@@ -239,10 +239,11 @@ def text_of_piece(
 ) -> str:
     """Return the text that ``ids`` add after ``prompt`` and ``before``.
 
-    The joined results for all pieces of a text equal its `text_after_prompt`, for every division into pieces.
-    Without ``is_last``, an incomplete character at the end belongs to the next piece. There is one exception:
-    consecutive byte tokens that prove to be invalid UTF-8 after one of their characters was returned. Later
-    pieces then have fewer U+FFFD.
+    The joined results for all deltas of a text equal its `text_after_prompt`, for every division into deltas.
+    Without ``is_last``, an incomplete character at the end belongs to the next delta.
+
+    The results differ in one case: consecutive byte tokens prove to be invalid UTF-8 after one of their
+    characters was returned. Later deltas then have fewer U+FFFD.
     """
     visible = [token_id for token_id in before if tokenizer.is_visible(token_id, skip_special_tokens)][
         -_PROMPT_WINDOW:

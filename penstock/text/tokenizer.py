@@ -23,7 +23,7 @@ from penstock.errors import (
 from penstock.pipelines.core import TextContext, TokenGeneratorRequest
 from penstock.plain_numbers import checked_flag, checked_integer
 from penstock.text.chat_template import ChatTemplate, Message
-from penstock.text.context_decoding import next_piece
+from penstock.text.context_decoding import next_delta
 from penstock.text.request_checks import (
     check_text_length,
     check_token_ids_in_params,
@@ -178,7 +178,7 @@ class TextTokenizer:
         if kwargs:
             raise UnknownParameterError("decode", next(iter(kwargs)), "the keyword is skip_special_tokens")
         ids = [encoded] if isinstance(encoded, SupportsIndex) and np.ndim(encoded) == 0 else encoded
-        delta = next_piece(context, checked_ids_to_decode(cast("Iterable[SupportsIndex]", ids)), self._bos)
+        delta = next_delta(context, checked_ids_to_decode(cast("Iterable[SupportsIndex]", ids)), self._bos)
         return await self._in_thread(lambda: delta.text(self, bool(skip_special_tokens)))
 
     def build_context(self, request: TokenGeneratorRequest, *, stops_as_tokens: bool = True) -> TextContext:

@@ -33,7 +33,7 @@ class Seq:
 
 @dataclass(frozen=True, slots=True)
 class Alt:
-    """One of the options. Without options it matches nothing."""
+    """One of the options. Without options, it matches no text."""
 
     options: tuple[Node, ...]
 
@@ -73,7 +73,7 @@ class FreeText:
 class TextUntil:
     """Any text that ends with the first occurrence of ``end`` and contains none of ``excludes``.
 
-    None of ``others`` ends before the end of ``end``. One of them may end at the same character.
+    No text of ``others`` may end before the end of ``end``, but it may end at the same character.
     """
 
     end: str
@@ -83,8 +83,8 @@ class TextUntil:
 
 Node: TypeAlias = Chars | Text | Seq | Alt | Repeat | Ref | Tokens | FreeText | TextUntil
 Rules: TypeAlias = dict[str, Node]
-EMPTY = Seq(())
-NOTHING = Alt(())
+EMPTY = Seq(())  # matches the empty text
+NOTHING = Alt(())  # matches no text
 
 
 def sequence(parts: Iterable[Node]) -> Node:

@@ -48,7 +48,7 @@ def _reachable_rules(rules: Rules, root: str) -> Rules:
 
 
 def _with_counts(rules: Rules) -> Rules:
-    """Replace chains of rules that each add the same part by repetitions.
+    """Replace chains of rules by repetitions, if each rule of the chain adds the same part.
 
     For example, ``a = x b`` and ``b = (x | "") end`` become ``a = x{1,2} end``.
     """
@@ -104,7 +104,7 @@ def unrolled(rules: Rules, root: str, times: int) -> Rules:
 
 
 def _at_level(
-    node: Node, user: str, recursive: set[str], level: int, times: int, pending: list[tuple[str, int]]
+    node: Node, rule_name: str, recursive: set[str], level: int, times: int, pending: list[tuple[str, int]]
 ) -> Node:
     """Return a node with references to copies of recursive rules, one copy per level of recursion.
 
@@ -113,7 +113,7 @@ def _at_level(
 
     def with_copied_rules(child: Node) -> Node:
         if isinstance(child, Ref):
-            child_level = times if child.name not in recursive else level - (user in recursive)
+            child_level = times if child.name not in recursive else level - (rule_name in recursive)
             if child_level < 1:
                 return NOTHING
             pending.append((child.name, child_level))
@@ -132,7 +132,10 @@ def _at_level(
 
 
 def order(rules: Rules) -> tuple[list[str], set[str], int]:
-    """Return (names in post-order, recursive names, length of the longest chain of references found)."""
+    """Return (names in post-order, recursive names, depth of the search).
+
+    The depth is the length of the longest chain of references that the depth-first search followed.
+    """
     callees = {name: sorted(references(node) & rules.keys()) for name, node in rules.items()}
     index: dict[str, int] = {}
     low: dict[str, int] = {}

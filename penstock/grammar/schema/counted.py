@@ -9,8 +9,8 @@ from penstock.grammar.schema.automata import Automaton
 from penstock.grammar.schema.ebnf import NOTHING, EbnfRules, Ranges, choice, repeated, sequence
 
 MAX_COUNTED = 700  # maximum number of counted states; each is a rule of the grammar
-_MAX_FINE = 400  # lower maximum, up to which smaller blocks are preferred
-_BLOCKS = 16
+_MAX_SMALL_BLOCK_STATES = 400  # a smaller block size is chosen only with at most this many counted states
+_BLOCKS = 16  # a block has at most 1/16 of the maximum length
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +34,10 @@ class Counting:
     detour would cost a block.
     """
 
-    def __init__(self, automaton: Automaton, max_count: int, block: int) -> None:
+    def __init__(self, automaton: Automaton, max_count: int, block_size: int) -> None:
         self.automaton = automaton
         self.max_count = max_count
-        self.block = block
+        self.block_size = block_size
         self.shortest = automaton.shortest
         self.loops: list[Ranges | None] = [
             next((ranges for ranges, target in row if target == state), None)
@@ -45,7 +45,7 @@ class Counting:
         ]
         self.detours: dict[int, tuple[list[Ranges], list[int]]] = {}
         for state, loop in enumerate(self.loops):
-            if loop is not None and block > 1:
+            if loop is not None and block_size > 1:
                 self._find_detour(state)
 
     def _find_detour(self, state: int) -> None:
@@ -54,7 +54,7 @@ class Counting:
             while len(detour_ranges) <= 4 and self._has_one_exit(path[-1]):
                 ((ranges, target),) = self.automaton.steps[path[-1]]
                 detour_ranges.append(ranges)
-                if target == state and len(detour_ranges) <= self.block:
+                if target == state and len(detour_ranges) <= self.block_size:
                     self.detours[state] = (detour_ranges, path)
                     return
                 path.append(target)
@@ -68,8 +68,8 @@ class Counting:
             return None
         if self.loops[state] is None:
             return _CountedState(state, remaining)
-        if remaining - remaining % self.block >= self.shortest[state]:
-            remaining -= remaining % self.block
+        if remaining - remaining % self.block_size >= self.shortest[state]:
+            remaining -= remaining % self.block_size
         return _CountedState(
             state, remaining, source is not None and source in self.detours.get(state, ([], []))[1]
         )
@@ -92,8 +92,8 @@ class Counting:
         if self.loops[counted_state.state] is None:
             return 0, 0, False
         size = len(self.detours[counted_state.state][0]) if counted_state.after_detour else 1
-        if counted_state.remaining - self.block >= self.shortest[counted_state.state]:
-            repetitions = self.block // size - 1
+        if counted_state.remaining - self.block_size >= self.shortest[counted_state.state]:
+            repetitions = self.block_size // size - 1
             return repetitions, repetitions * size, True
         repetitions = (counted_state.remaining - self.shortest[counted_state.state]) // size
         return repetitions, repetitions * size, False
@@ -101,7 +101,7 @@ class Counting:
     def after_block(self, counted_state: _CountedState) -> _CountedState:
         """Return the counted state after a whole block of repetitions."""
         return _CountedState(
-            counted_state.state, counted_state.remaining - self.block, counted_state.after_detour
+            counted_state.state, counted_state.remaining - self.block_size, counted_state.after_detour
         )
 
     def num_states(self, max_count: int) -> int:
@@ -136,12 +136,12 @@ def counting_of(automaton: Automaton, max_count: int) -> Counting | None:
     """
     if automaton.shortest[0] > max_count:
         return None
-    block = 1
-    while block <= max(max_count // _BLOCKS, 1):
-        counting = Counting(automaton, max_count, block)
-        if counting.num_states(_MAX_FINE + 1) <= _MAX_FINE:
+    block_size = 1
+    while block_size <= max(max_count // _BLOCKS, 1):
+        counting = Counting(automaton, max_count, block_size)
+        if counting.num_states(_MAX_SMALL_BLOCK_STATES + 1) <= _MAX_SMALL_BLOCK_STATES:
             return counting
-        block *= 2
+        block_size *= 2
     counting = Counting(automaton, max_count, max(max_count // _BLOCKS, 1))
     return counting if counting.num_states(MAX_COUNTED + 1) <= MAX_COUNTED else None
 
@@ -185,8 +185,8 @@ class CountedWriter:
         exits = self._write_exits(counted_state, counted_state.remaining - num_characters)
         if repetitions == 0 and not has_block:
             return exits
-        # Either fewer repetitions than a block and a transition, or a whole block. Each text has one
-        # derivation.
+        # The text has either fewer repetitions than a block and then a transition, or a whole block. So each
+        # text has exactly one derivation.
         self_loops = self._write_self_loops(counted_state)
         partial_block = (
             self._rules.add("some", repeated(self_loops, 0, repetitions)) if repetitions else NOTHING

@@ -140,7 +140,7 @@ class CompletionResponse(OpenAIStream):
         members: dict[str, Iterable[bytes]] = {"logprobs": (b"null",) if scores is None else scores}
         if self._prompt_scores is not None:
             ids = self._choices[index].prompt_token_ids
-            members["prompt_logprobs"] = self._prompt_scores(ids, self._scores_of_prompt(index))
+            members["prompt_logprobs"] = self._prompt_scores(ids, self._prompt_scores_at(index))
         return members
 
     def _logprobs(self, index: int, delta: ChoiceDelta, *, is_first: bool) -> Parts | None:
@@ -154,12 +154,12 @@ class CompletionResponse(OpenAIStream):
         logprobs: list[float | None] = [score.logprob for score in delta.scores]
         tops: list[Top | None] = [score.top for score in delta.scores]
         if self._echoes is not None and is_first:
-            echo, rows = self._echoes[index], self._scores_of_prompt(index)
+            echo, rows = self._echoes[index], self._prompt_scores_at(index)
             assert len(rows) == len(echo.token_ids) - 1, "a row for each token of the prompt except the first"
             ids = [*echo.token_ids, *ids]
             logprobs = [None, *(logprob for logprob, _ in rows), *logprobs]
             tops = [None, *(top for _, top in rows), *tops]
         return self._scores[index].parts(ids, logprobs, tops) if ids or is_first else None
 
-    def _scores_of_prompt(self, index: int) -> Sequence[PromptScore]:
+    def _prompt_scores_at(self, index: int) -> Sequence[PromptScore]:
         return self._choices[index].prompt_scores or self._choices[index - index % self._n].prompt_scores

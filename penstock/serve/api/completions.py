@@ -16,7 +16,7 @@ from penstock.serve.api.generation import GenerationJob, GenerationRun, check_ch
 from penstock.serve.api.logprob_limit import check_num_logprobs, num_best, num_prompt_logprobs
 from penstock.serve.api.models import adapter_named
 from penstock.serve.api.output_format import check_enabled, output_grammar
-from penstock.serve.api.request_context import contexts_of_choices, request_context
+from penstock.serve.api.request_context import contexts_for_choices, request_context
 from penstock.serve.api.schemas import CompletionBody
 from penstock.serve.api.text_generation import answer_request, checked_body, envelope_of, record_logged_fields
 from penstock.serve.api.token_scores import CompletionScores, prompt_parts
@@ -114,7 +114,7 @@ class CompletionRequest:
             )
             if grammar_and_field is not None:
                 context = msgspec.structs.replace(context, grammar=grammar_and_field[0])
-            contexts += contexts_of_choices(context, body, scored=body.logprobs is not None)
+            contexts += contexts_for_choices(context, body, has_logprobs=body.logprobs is not None)
         check_num_logprobs(
             services,
             contexts,

@@ -23,7 +23,7 @@ from penstock.serve.api.logprob_limit import check_num_logprobs, num_prompt_logp
 from penstock.serve.api.models import adapter_named
 from penstock.serve.api.output_format import check_enabled, check_tools, checked_grammar, output_grammar
 from penstock.serve.api.parameters import map_input_errors, output_limit
-from penstock.serve.api.request_context import contexts_of_choices, request_context
+from penstock.serve.api.request_context import contexts_for_choices, request_context
 from penstock.serve.api.roles import check_roles
 from penstock.serve.api.schemas import ChatBody
 from penstock.serve.api.text_generation import checked_body
@@ -101,7 +101,7 @@ class Conversation:
         """Return a context and a decoder for each choice."""
         parsers = services.parsers
         parallel = self.body.parallel_tool_calls is not False
-        contexts = contexts_of_choices(self.context, self.body, scored=bool(self.body.logprobs))
+        contexts = contexts_for_choices(self.context, self.body, has_logprobs=bool(self.body.logprobs))
         choices = [
             ChoiceDecoder(
                 context,

@@ -37,14 +37,14 @@ def num_prompt_logprobs(
     return sum(rows * (top + 1) for top in (body.prompt_logprobs, echoed) if top is not None)
 
 
-def without_echo(context: TextContext, *, scored: bool) -> TextContext:
+def without_echo(context: TextContext, *, has_logprobs: bool) -> TextContext:
     """Return a copy of a context that does not score its prompt. Another choice scores the same prompt.
 
     Args:
         context: a context that has not started.
-        scored: whether its generated tokens have log probabilities.
+        has_logprobs: whether its generated tokens have log probabilities.
     """
-    log_probabilities = context.log_probabilities if scored else None
+    log_probabilities = context.log_probabilities if has_logprobs else None
     return msgspec.structs.replace(context, log_probabilities_echo=False, log_probabilities=log_probabilities)
 
 

@@ -43,7 +43,7 @@ async def internal_request(
     requests: list[Message] = [
         {"type": "http.request", "body": msgspec.json.encode(body), "more_body": False}
     ]
-    sent: asyncio.Queue[Message] = asyncio.Queue()
+    sent_messages: asyncio.Queue[Message] = asyncio.Queue()
 
     async def receive() -> Message:
         if requests:
@@ -68,12 +68,12 @@ async def internal_request(
         "state": {},
         INTERNAL: True,
     }
-    task = asyncio.ensure_future(_run(app, scope, receive, sent))
+    task = asyncio.ensure_future(_run(app, scope, receive, sent_messages))
 
     async def parts() -> AsyncIterator[bytes]:
         more = True
         while more:
-            message = await sent.get()
+            message = await sent_messages.get()
             if message["type"] != "http.response.body":
                 raise await _application_error(task)
             if part := message.get("body"):
@@ -81,7 +81,7 @@ async def internal_request(
             more = message.get("more_body", False)
 
     try:
-        start = await sent.get()
+        start = await sent_messages.get()
         if start["type"] != "http.response.start":
             raise await _application_error(task)
         yield InternalResponse(start["status"], dict(start["headers"]), parts())
@@ -90,11 +90,11 @@ async def internal_request(
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def _run(app: ASGIApp, scope: Message, receive: object, sent: asyncio.Queue[Message]) -> None:
+async def _run(app: ASGIApp, scope: Message, receive: object, sent_messages: asyncio.Queue[Message]) -> None:
     try:
-        await app(scope, receive, sent.put)  # type: ignore[arg-type]
+        await app(scope, receive, sent_messages.put)  # type: ignore[arg-type]
     finally:
-        sent.put_nowait({"type": "ended"})
+        sent_messages.put_nowait({"type": "ended"})
 
 
 async def _application_error(task: asyncio.Task[None]) -> BaseException:

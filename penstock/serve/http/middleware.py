@@ -38,7 +38,7 @@ _MAX_DRAIN_BYTES = 64 * 1024
 _DRAIN_TIMEOUT = 1.0
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"})
-_MAX_SESSION = 256
+_MAX_SESSION_LENGTH = 256
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
@@ -172,11 +172,11 @@ def _client_id(key: int | None, scope: Scope) -> str:
 
 
 def _session(scope: Scope, header: bytes) -> str:
-    """Return the session that a header names, cut to a maximum length."""
+    """Return the session id in a header, cut to `_MAX_SESSION_LENGTH` characters; "" without the header."""
     for name, value in scope["headers"]:
         if name == header:
             session: str = value.decode("latin-1")
-            return session[:_MAX_SESSION]
+            return session[:_MAX_SESSION_LENGTH]
     return ""
 
 

@@ -67,7 +67,7 @@ class OriginMiddleware:
                 code="invalid_http",
                 headers={"connection": "close"},
             )
-        host = hosts[0] if hosts else None  # browsers always send it
+        host = hosts[0] if hosts else None  # browsers always send a Host header
         if host is not None and not self._is_known(host):
             raise RequestProblem(
                 421,

@@ -181,11 +181,11 @@ def problem_of(error: BaseException) -> Problem:
             _with_retry(error.status_code, error.headers or {}),
         )
     if isinstance(error, HTTPException):
-        return _problem_of_framework(error.status_code, str(error.detail), error.headers or {})
+        return _framework_problem(error.status_code, str(error.detail), error.headers or {})
     if isinstance(error, RequestValidationError | ValidationError):
-        return problem_of_validation(error.errors())
+        return validation_problem(error.errors())
     if isinstance(error, PenstockError):
-        return _problem_of_table(error)
+        return _penstock_problem(error)
     return Problem(500, "internal server error; see the server's log", "server_error", "internal_error")
 
 
@@ -198,7 +198,7 @@ async def handle(request: Request, error: Exception) -> Response:
     return problem.response(request.url.path, record.request_id)
 
 
-def problem_of_validation(errors: Sequence[ErrorDetails]) -> Problem:
+def validation_problem(errors: Sequence[ErrorDetails]) -> Problem:
     """Return the 400 for the first validation error of a body, with the path of the field."""
     first = errors[0]
     path = field_path(first["loc"])
@@ -224,7 +224,7 @@ def field_path(location: Sequence[str | int]) -> str:
     return path
 
 
-def _problem_of_framework(status: int, detail: str, headers: Mapping[str, str]) -> Problem:
+def _framework_problem(status: int, detail: str, headers: Mapping[str, str]) -> Problem:
     type_, code = _STATUS_TABLE.get(status, (INVALID if status < 500 else "server_error", None))
     message = {404: "this route does not exist", 405: "this route does not support the method"}.get(
         status, detail
@@ -232,7 +232,7 @@ def _problem_of_framework(status: int, detail: str, headers: Mapping[str, str]) 
     return Problem(status, message, type_, code, None, _with_retry(status, headers))
 
 
-def _problem_of_table(error: PenstockError) -> Problem:
+def _penstock_problem(error: PenstockError) -> Problem:
     status, type_, code = next(TABLE[cls] for cls in type(error).__mro__ if cls in TABLE)
     param = "model" if isinstance(error, UnknownModelError) else None
     headers = {}

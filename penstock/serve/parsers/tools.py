@@ -52,7 +52,7 @@ class Tools:
         if tool_choice == "none":
             return cls({})
         functions = [tool["function"] for tool in tools]
-        schemas = {function["name"]: _of_object(function.get("parameters")) for function in functions}
+        schemas = {function["name"]: _object_schema(function.get("parameters")) for function in functions}
         if isinstance(tool_choice, dict):
             name = tool_choice["function"]["name"]
             schemas = {name: schemas[name]}
@@ -85,7 +85,7 @@ def types_of(schema: object, root: Schema) -> frozenset[str] | None:
     return _types(schema, root, depth=0)
 
 
-def _of_object(parameters: Schema | None) -> Schema:
+def _object_schema(parameters: Schema | None) -> Schema:
     """Return the schema of the arguments object. Without parameters, it allows only an empty object."""
     schema = {"type": "object", **(parameters or {"properties": {}})}
     if schema.get("properties") == {} and not {"additionalProperties", "patternProperties"} & schema.keys():

@@ -62,9 +62,9 @@ export class Receiver {
     this._message = message;
     this._clock = clock;
     this._sentAt = clock();
-    this._first = null;
+    this._firstTokenAt = null;
     this._firstCount = 0;
-    this._last = null;
+    this._lastTokenAt = null;
     this._usage = null;
     this._finish = null;
   }
@@ -85,9 +85,9 @@ export class Receiver {
       const isText = delta.content || delta.reasoning_content || delta.reasoning;
       const hasOutput = isText || delta.tool_calls || logprobs?.content?.length;
       if (hasOutput) {
-        this._last = this._clock();
-        if (this._first === null) {
-          this._first = this._last;
+        this._lastTokenAt = this._clock();
+        if (this._firstTokenAt === null) {
+          this._firstTokenAt = this._lastTokenAt;
           this._firstCount = usage?.completion_tokens ?? 0;
         }
       }
@@ -111,10 +111,10 @@ export class Receiver {
 
   _numbers() {
     const usage = this._usage;
-    const seconds = this._first === null ? 0 : (this._last - this._first) / 1000;
+    const seconds = this._firstTokenAt === null ? 0 : (this._lastTokenAt - this._firstTokenAt) / 1000;
     const later = (usage?.completion_tokens ?? 0) - this._firstCount;
     return {
-      firstToken: this._first === null ? null : (this._first - this._sentAt) / 1000,
+      firstToken: this._firstTokenAt === null ? null : (this._firstTokenAt - this._sentAt) / 1000,
       perSecond: seconds >= MIN_SECONDS && later > 0 ? later / seconds : null,
       prompt: usage?.prompt_tokens ?? null,
       cached: usage?.prompt_tokens_details?.cached_tokens ?? 0,

@@ -98,14 +98,14 @@ function errorOf(value, response) {
 /** Yields the data of each server-sent event of a byte stream. Chunks can end anywhere in an event. */
 async function* events(stream) {
   const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
+  let incompleteEvent = "";
   try {
     for (;;) {
       const { value, done } = await reader.read();
       if (done) return;
-      const whole = (rest + value).split("\n\n");
-      rest = whole.pop();
-      for (const event of whole) {
+      const completeEvents = (incompleteEvent + value).split("\n\n");
+      incompleteEvent = completeEvents.pop();
+      for (const event of completeEvents) {
         const lines = event.split("\n").filter((line) => line.startsWith("data:"));
         if (lines.length) yield lines.map((line) => line.slice(5).trimStart()).join("\n");
       }

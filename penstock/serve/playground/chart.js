@@ -3,8 +3,8 @@
 /** Draws values, newest at the right, into an `svg` with a polygon and a polyline. The y axis ends at `max`. */
 export function drawLine(svg, values, { count, max }) {
   const [polygon, polyline] = svg.children;
-  const first = count - values.length;
-  const points = values.map((value, i) => `${first + i},${(23.5 - (22.5 * value) / max).toFixed(2)}`);
+  const firstIndex = count - values.length;
+  const points = values.map((value, i) => `${firstIndex + i},${(23.5 - (22.5 * value) / max).toFixed(2)}`);
   polyline.setAttribute("points", points.join(" "));
-  polygon.setAttribute("points", points.length ? `${first},24 ${points.join(" ")} ${count - 1},24` : "");
+  polygon.setAttribute("points", points.length ? `${firstIndex},24 ${points.join(" ")} ${count - 1},24` : "");
 }

@@ -15,10 +15,10 @@ const FIELDS = {
 
 /** Returns the index of the first character in which two texts differ; -1 if they are equal. */
 export function firstDifference(a, b) {
-  const [first, second] = [[...a], [...b]];
-  const at = first.findIndex((character, i) => character !== second[i]);
+  const [charactersA, charactersB] = [[...a], [...b]];
+  const at = charactersA.findIndex((character, i) => character !== charactersB[i]);
   if (at >= 0) return at;
-  return first.length === second.length ? -1 : first.length;
+  return charactersA.length === charactersB.length ? -1 : charactersA.length;
 }
 
 /** One side of the page: controls for one of the two settings, and the answer. */
@@ -53,8 +53,8 @@ class Side {
 
   setModels(names) {
     const chosen = this._model.value;
-    const same = new Option("as in the header", "");
-    this._model.replaceChildren(same, ...names.map((name) => new Option(name, name)));
+    const sameModel = new Option("as in the header", "");
+    this._model.replaceChildren(sameModel, ...names.map((name) => new Option(name, name)));
     if (names.includes(chosen)) this._model.value = chosen;
   }
 
@@ -105,14 +105,14 @@ export class CompareView {
    */
   constructor({ settings, onerror, onchange, onannounce }) {
     Object.assign(this, { _onerror: onerror, _onchange: onchange, _onannounce: onannounce });
-    this._running = null; // the AbortController of both requests
-    this._last = null;
+    this._controller = null; // the AbortController of both requests
+    this._lastPrompt = null;
     this._sides = ["A", "B"].map((name) => new Side(name, settings));
     byId("compare-sides").append(...this._sides.map((side) => side.element));
   }
 
   get isRunning() {
-    return this._running !== null;
+    return this._controller !== null;
   }
 
   setModels(names) {
@@ -125,7 +125,7 @@ export class CompareView {
 
   /** Sends a prompt with both settings; the last prompt if text and images are empty. Returns whether it was sent. */
   send(text, images) {
-    const prompt = text.trim() || images.length ? new Message("user", text, { images: [...images] }) : this._last;
+    const prompt = text.trim() || images.length ? new Message("user", text, { images: [...images] }) : this._lastPrompt;
     if (!prompt || this.isRunning) return false;
     let bodies;
     try {
@@ -134,43 +134,43 @@ export class CompareView {
       if (!(error instanceof WrongSetting)) throw error;
       return false;
     }
-    this._last = prompt;
+    this._lastPrompt = prompt;
     this._run(prompt, bodies);
     return true;
   }
 
   /** Stops both answers. */
   stop() {
-    this._running?.abort();
+    this._controller?.abort();
   }
 
   async _run(prompt, bodies) {
-    this._running = new AbortController();
+    this._controller = new AbortController();
     byId("compare-empty").hidden = true;
     byId("compare-note").textContent = "";
     byId("compare-prompt").replaceChildren(new MessageView(prompt, { shades: false, name: "Prompt" }).element);
-    this._busy();
+    this._updateBusy();
     this._onannounce("Both answers are being generated.");
     await Promise.all(this._sides.map((side, i) => this._answer(side, bodies[i])));
-    this._running = null;
-    this._busy();
-    this._note();
+    this._controller = null;
+    this._updateBusy();
+    this._showNote();
   }
 
   async _answer(side, body) {
-    const { error, numbers } = await side.answer(body, this._running.signal);
+    const { error, numbers } = await side.answer(body, this._controller.signal);
     if (error) this._onerror(error);
     const end = error ? `failed: ${error.message}` : `has ended, ${numbers?.completion ?? 0} tokens.`;
     this._onannounce(`Answer ${side.name} ${end}`);
   }
 
-  _busy() {
+  _updateBusy() {
     byId("compare-sides").setAttribute("aria-busy", String(this.isRunning));
     this._onchange();
   }
 
   /** Shows whether the answers are equal. */
-  _note() {
+  _showNote() {
     const [a, b] = this._sides.map((side) => side.message);
     if (a.error || b.error) return;
     const at = firstDifference(a.text, b.text);

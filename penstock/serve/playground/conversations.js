@@ -30,11 +30,11 @@ export class Conversations {
       return;
     }
     this.current ??= crypto.randomUUID?.() ?? `${Date.now()}-${Math.random()}`;
-    const first = messages.find((message) => message.role === "user")?.text ?? "";
-    const title = first.trim().replace(/\s+/g, " ").slice(0, MAX_TITLE) || "Without text";
-    const entry = { id: this.current, title, messages: messages.map(stored) };
-    const others = this.all.filter((conversation) => conversation.id !== this.current);
-    this._write([entry, ...others].slice(0, MAX_COUNT));
+    const firstText = messages.find((message) => message.role === "user")?.text ?? "";
+    const title = firstText.trim().replace(/\s+/g, " ").slice(0, MAX_TITLE) || "Without text";
+    const entry = { id: this.current, title, messages: messages.map(storedFields) };
+    const otherConversations = this.all.filter((conversation) => conversation.id !== this.current);
+    this._write([entry, ...otherConversations].slice(0, MAX_COUNT));
   }
 
   /** Makes a stored conversation the current one and returns its messages; null if it does not exist. */
@@ -42,7 +42,7 @@ export class Conversations {
     const conversation = this.all.find((entry) => entry.id === id);
     if (!conversation) return null;
     this.current = id;
-    return conversation.messages.map(restored);
+    return conversation.messages.map(messageOf);
   }
 
   /** Begins a new conversation. `save` stores it when it has a message. */
@@ -68,8 +68,8 @@ export class Conversations {
   }
 }
 
-function stored({ role, text, images, reasoning, calls, callId, numbers }) {
+function storedFields({ role, text, images, reasoning, calls, callId, numbers }) {
   return { role, text, images, reasoning, calls, callId, numbers };
 }
 
-const restored = ({ role, text, ...more }) => new Message(role, text, more);
+const messageOf = ({ role, text, ...more }) => new Message(role, text, more);

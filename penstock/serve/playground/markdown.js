@@ -128,8 +128,8 @@ function listOf(lines) {
   let text = null;
   const close = () => {
     if (text === null) return;
-    const rest = blocksOf(inner.join("\n"));
-    list.append(make("li", {}, ...inline(text), ...rest.map(elementOf)));
+    const blocks = blocksOf(inner.join("\n"));
+    list.append(make("li", {}, ...inline(text), ...blocks.map(elementOf)));
     inner = [];
   };
   for (const line of lines) {

@@ -56,12 +56,12 @@ export class MessageView {
     const { message } = this;
     const isShaded = this._shades && message.tokens.groups.length > 0;
     this.element.classList.toggle("live", message.isLive);
-    this._waiting.hidden = !message.isLive || !message.isEmpty || isShaded;
-    this._thoughts.show(message.reasoning);
-    this._reasoning.hidden = isShaded || !message.reasoning;
+    this._waitingDots.hidden = !message.isLive || !message.isEmpty || isShaded;
+    this._reasoningText.show(message.reasoning);
+    this._reasoningDetails.hidden = isShaded || !message.reasoning;
     this._reasoningTitle.textContent = message.isLive && !message.text ? "Reasoning …" : "Reasoning";
-    this._plain.show(message.text);
-    this._plain.element.hidden ||= isShaded;
+    this._answerText.show(message.text);
+    this._answerText.element.hidden ||= isShaded;
     this._tokens.element.hidden = !isShaded;
     if (isShaded) this._tokens.sync();
     this._syncCalls();
@@ -77,13 +77,13 @@ export class MessageView {
 
   _build() {
     const { message } = this;
-    this._waiting = make("p", { class: "waiting", "aria-hidden": "true" }, make("i"), make("i"), make("i"));
-    this._thoughts = new GrowingText({ class: "text" });
+    this._waitingDots = make("p", { class: "waiting", "aria-hidden": "true" }, make("i"), make("i"), make("i"));
+    this._reasoningText = new GrowingText({ class: "text" });
     this._reasoningTitle = make("summary", { textContent: "Reasoning" });
-    this._reasoning = make("details", { class: "reasoning" }, this._reasoningTitle, this._thoughts.element);
+    this._reasoningDetails = make("details", { class: "reasoning" }, this._reasoningTitle, this._reasoningText.element);
     this._images = make("div", { class: "images", hidden: !message.images.length }, ...thumbnails(message.images));
     const isPlain = message.role !== "assistant";
-    this._plain = isPlain ? new GrowingText({ class: "text" }) : new MarkdownText({ class: "text markdown" });
+    this._answerText = isPlain ? new GrowingText({ class: "text" }) : new MarkdownText({ class: "text markdown" });
     this._tokens = new ShadedText(message.tokens);
     this._calls = make("div", { class: "calls" });
     this._callTexts = [];
@@ -95,10 +95,10 @@ export class MessageView {
     const name = message.role === "tool" ? `Tool · ${message.callId}` : this._name;
     this._body = make("div", { class: "body" });
     this._body.append(
-      this._waiting,
-      this._reasoning,
+      this._waitingDots,
+      this._reasoningDetails,
       this._images,
-      this._plain.element,
+      this._answerText.element,
       this._tokens.element,
       this._calls,
       this._results,

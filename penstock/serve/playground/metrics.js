@@ -107,32 +107,32 @@ export class MetricsPage {
   }
 
   _add(now) {
-    const last = this._scrapes.at(-1);
-    this._scrapes = [...this._scrapes, now].filter((one) => now.seconds - one.seconds <= HISTORY * (PERIOD / 1000) + 1);
-    const [before] = this._scrapes;
-    const seconds = now.seconds - before.seconds;
+    const previous = this._scrapes.at(-1);
+    this._scrapes = [...this._scrapes, now].filter((scrape) => now.seconds - scrape.seconds <= HISTORY * (PERIOD / 1000) + 1);
+    const [oldest] = this._scrapes;
+    const seconds = now.seconds - oldest.seconds;
     ROWS.forEach(({ recent, total }, i) => {
-      this._cells[i][0].textContent = recent(now, before, seconds);
+      this._cells[i][0].textContent = recent(now, oldest, seconds);
       this._cells[i][1].textContent = total(now);
     });
-    this._showNow(now, last);
+    this._showNow(now, previous);
     this._draw();
     if (this._num++ % ANNOUNCE_EVERY === 0 && byId("metrics-announce").checked) this._announce();
   }
 
   /** Shows the current figures. */
-  _showNow(now, last) {
-    const tokens = last ? growth(now, last, "penstock_generated_tokens_total") / (now.seconds - last.seconds) : null;
+  _showNow(now, previous) {
+    const tokens = previous ? growth(now, previous, "penstock_generated_tokens_total") / (now.seconds - previous.seconds) : null;
     byId("metrics-tokens").textContent = tokens === null ? "–" : rate(tokens, "tokens");
     byId("metrics-running").textContent = count(now.sum("penstock_requests_running"));
     byId("metrics-waiting").textContent = count(now.sum("penstock_requests_waiting"));
-    const all = now.sum("penstock_kv_blocks");
-    byId("metrics-kv").textContent = all ? `${percent(kvUse(now))} of ${count(all)} blocks` : "no cache";
+    const numBlocks = now.sum("penstock_kv_blocks");
+    byId("metrics-kv").textContent = numBlocks ? `${percent(kvUse(now))} of ${count(numBlocks)} blocks` : "no cache";
   }
 
   _draw() {
     const pairs = this._scrapes.slice(1).map((now, i) => [now, this._scrapes[i]]);
-    const rates = pairs.map(([now, old]) => growth(now, old, "penstock_generated_tokens_total") / (now.seconds - old.seconds));
+    const rates = pairs.map(([now, previous]) => growth(now, previous, "penstock_generated_tokens_total") / (now.seconds - previous.seconds));
     const highest = Math.max(0, ...rates);
     drawLine(byId("metrics-rate-line"), rates.slice(-HISTORY), { count: HISTORY, max: Math.max(MIN_RATE, highest) });
     byId("metrics-rate-line").setAttribute("aria-label", `Output throughput in the last minute, at most ${rate(highest, "tokens")}`);

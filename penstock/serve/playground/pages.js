@@ -3,11 +3,11 @@
 
 import { byId } from "./dom.js";
 
-const NAMES = ["chat", "compare", "metrics"];
+const PAGE_NAMES = ["chat", "compare", "metrics"];
 const TITLES = { chat: "Chat", similarity: "Similarity", speech: "Speech", scores: "Model" };
 
 /** Kind of page -> ids of its elements. Elements of other kinds are hidden. */
-const PARTS = {
+const ELEMENT_IDS = {
   chat: ["log", "chat-tools", "composer", "settings", "show-settings", "panel"],
   compare: ["compare", "composer", "settings", "show-settings", "panel"],
   metrics: ["metrics"],
@@ -17,7 +17,7 @@ const PARTS = {
 };
 
 /** Kind of page -> id of the target of the skip link; #draft for all other kinds. */
-const FIRST = { similarity: "similarity-texts", speech: "speech-text", metrics: "metrics", scores: "model" };
+const SKIP_TARGETS = { similarity: "similarity-texts", speech: "speech-text", metrics: "metrics", scores: "model" };
 
 export class Pages {
   /** `onpage(name)` is called when the page changes. */
@@ -42,7 +42,7 @@ export class Pages {
   _follow() {
     const name = location.hash.slice(1);
     if (name === "compare" && this.kind !== "chat") return;
-    if (NAMES.includes(name) && name !== this.current) this._open(name);
+    if (PAGE_NAMES.includes(name) && name !== this.current) this._open(name);
   }
 
   _open(name) {
@@ -53,7 +53,7 @@ export class Pages {
 
   _show() {
     const kind = this.current === "chat" ? this.kind : this.current;
-    for (const id of new Set(Object.values(PARTS).flat())) byId(id).hidden = !PARTS[kind].includes(id);
+    for (const id of new Set(Object.values(ELEMENT_IDS).flat())) byId(id).hidden = !ELEMENT_IDS[kind].includes(id);
     for (const link of document.querySelectorAll("a[data-page]")) {
       const isCurrent = link.dataset.page === this.current;
       if (isCurrent) link.setAttribute("aria-current", "page");
@@ -61,7 +61,7 @@ export class Pages {
       if (link.dataset.page === "chat") link.textContent = TITLES[this.kind];
       if (link.dataset.page === "compare") link.hidden = this.kind !== "chat";
     }
-    byId("skip").setAttribute("href", `#${FIRST[kind] ?? "draft"}`);
+    byId("skip").setAttribute("href", `#${SKIP_TARGETS[kind] ?? "draft"}`);
     document.body.dataset.page = kind;
     document.title = kind === "chat" ? "Penstock" : `Penstock: ${kind}`;
   }

@@ -47,8 +47,8 @@ export function growth(now, before, name) {
  * last bucket, which has no upper bound, returns its lower bound.
  */
 export function quantile(now, before, name, part) {
-  const old = new Map(before?.buckets(name) ?? []);
-  const buckets = now.buckets(name).map(([bound, count]) => [bound, count - (old.get(bound) ?? 0)]);
+  const countsBefore = new Map(before?.buckets(name) ?? []);
+  const buckets = now.buckets(name).map(([bound, count]) => [bound, count - (countsBefore.get(bound) ?? 0)]);
   const total = buckets.at(-1)?.[1] ?? 0;
   if (total <= 0) return null;
   const rank = part * total;

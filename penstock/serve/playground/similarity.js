@@ -37,7 +37,7 @@ export class SimilarityView {
   /** `onerror(error)` is called when the server refuses a request. */
   constructor({ onerror }) {
     this._onerror = onerror;
-    this._running = null;
+    this._controller = null;
     byId("similarity-texts").value = EXAMPLES.join("\n");
     byId("similarity-form").addEventListener("submit", (event) => (event.preventDefault(), this.compare()));
   }
@@ -51,22 +51,22 @@ export class SimilarityView {
       error.textContent = `Enter 2 to ${MAX_TEXTS} texts, one per line; there are ${texts.length}.`;
       return;
     }
-    this._running?.abort();
+    this._controller?.abort();
     const controller = new AbortController();
-    this._running = controller;
+    this._controller = controller;
     byId("similarity").setAttribute("aria-busy", "true");
     try {
       const body = { model: byId("model").value, input: texts, encoding_format: "float" };
       const { data, usage } = await postJson("v1/embeddings", body, controller.signal);
-      if (this._running === controller) this._show(texts, data, usage);
+      if (this._controller === controller) this._show(texts, data, usage);
     } catch (problem) {
       if (controller.signal.aborted) return;
       error.textContent = problem.message;
       if (problem instanceof ApiError) this._onerror(problem);
       else console.error(problem);
     } finally {
-      if (this._running === controller) {
-        this._running = null;
+      if (this._controller === controller) {
+        this._controller = null;
         byId("similarity").setAttribute("aria-busy", "false");
       }
     }

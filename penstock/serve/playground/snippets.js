@@ -1,6 +1,6 @@
 // A request as a shell command or a Python program. It never contains the API key.
 
-const STANDARD = new Set([
+const OPENAI_FIELDS = new Set([
   "model",
   "messages",
   "temperature",
@@ -28,10 +28,10 @@ export function curl(body, base) {
 
 /** Returns a Python program that sends the request with the openai package and prints the stream. */
 export function python(body, base) {
-  const known = Object.entries(body).filter(([name]) => STANDARD.has(name));
-  const extra = Object.entries(body).filter(([name]) => !STANDARD.has(name));
-  const fields = known.map(([name, value]) => `    ${name}=${literal(value, 1)},`);
-  if (extra.length) fields.push(`    extra_body=${literal(Object.fromEntries(extra), 1)},`);
+  const openaiFields = Object.entries(body).filter(([name]) => OPENAI_FIELDS.has(name));
+  const extraFields = Object.entries(body).filter(([name]) => !OPENAI_FIELDS.has(name));
+  const fields = openaiFields.map(([name, value]) => `    ${name}=${literal(value, 1)},`);
+  if (extraFields.length) fields.push(`    extra_body=${literal(Object.fromEntries(extraFields), 1)},`);
   return `import os
 
 from openai import OpenAI

@@ -37,12 +37,12 @@ def model_of(services: Services, name: str) -> str:
     return untagged_name if name not in model_names and untagged_name in model_names else name
 
 
-def chat_of_chat(services: Services, body: OllamaChatBody) -> Translation:
+def translate_chat(services: Services, body: OllamaChatBody) -> Translation:
     """Return the chat request of ``/api/chat``."""
     messages: list[dict[str, object]] = []
-    open_calls: list[str] = []
+    pending_call_ids: list[str] = []
     for number, message in enumerate(body.messages or ()):
-        messages.append(_message(message, number, open_calls))
+        messages.append(_message(message, number, pending_call_ids))
     chat: dict[str, object] = {**_shared_fields(services, body), "messages": messages}
     if body.tools:
         chat["tools"] = [tool.model_dump(exclude_unset=True) for tool in body.tools]
@@ -51,7 +51,7 @@ def chat_of_chat(services: Services, body: OllamaChatBody) -> Translation:
     return Translation(chat, places, tool_places, {**FIELDS, "tools.parameters": "function.parameters"})
 
 
-def chat_of_generate(services: Services, body: OllamaGenerateBody) -> Translation:
+def translate_generate_to_chat(services: Services, body: OllamaGenerateBody) -> Translation:
     """Return the chat request of ``/api/generate`` with the chat template."""
     messages: list[dict[str, object]] = (
         [] if not body.system else [{"role": "system", "content": body.system}]
@@ -62,7 +62,7 @@ def chat_of_generate(services: Services, body: OllamaGenerateBody) -> Translatio
     return Translation(chat, [*places, "prompt"], (), FIELDS)
 
 
-def completion_of_generate(services: Services, body: OllamaGenerateBody) -> Translation:
+def translate_generate_to_completion(services: Services, body: OllamaGenerateBody) -> Translation:
     """Return the completion request of ``/api/generate`` without the chat template.
 
     Raises:
@@ -120,7 +120,7 @@ def _reasoning_fields(services: Services, body: OllamaBody) -> dict[str, object]
     return settings
 
 
-def _message(message: OllamaMessage, number: int, open_calls: list[str]) -> dict[str, object]:
+def _message(message: OllamaMessage, number: int, pending_call_ids: list[str]) -> dict[str, object]:
     """Translate a message. Ollama's calls may have no id: the n-th tool result answers the n-th call."""
     chat_message: dict[str, object] = {
         "role": message.role,
@@ -130,16 +130,16 @@ def _message(message: OllamaMessage, number: int, open_calls: list[str]) -> dict
         chat_message["reasoning_content"] = message.thinking
     if message.tool_calls:
         calls = []
-        open_calls.clear()
+        pending_call_ids.clear()
         for index, call in enumerate(message.tool_calls):
-            name = call.id or f"call_{number}_{index}"
-            open_calls.append(name)
+            call_id = call.id or f"call_{number}_{index}"
+            pending_call_ids.append(call_id)
             arguments = json.dumps(call.function.arguments or {}, ensure_ascii=False)
             function = {"name": call.function.name, "arguments": arguments}
-            calls.append({"id": name, "type": "function", "function": function})
+            calls.append({"id": call_id, "type": "function", "function": function})
         chat_message["tool_calls"] = calls
     if message.role == "tool":
-        expected_id = open_calls.pop(0) if open_calls else f"call_{number}"
+        expected_id = pending_call_ids.pop(0) if pending_call_ids else f"call_{number}"
         chat_message["tool_call_id"] = message.tool_call_id or expected_id
         if message.tool_name:
             chat_message["name"] = message.tool_name
@@ -147,7 +147,7 @@ def _message(message: OllamaMessage, number: int, open_calls: list[str]) -> dict
 
 
 def _with_images(text: str, images: list[str] | None) -> str | list[dict[str, object]]:
-    """Return a text with its images before it, the order of training data."""
+    """Return a text with its images. Images come before the text, as in training data of vision models."""
     if not images:
         return text
     urls = [image if image.startswith("data:") else f"data:image/png;base64,{image}" for image in images]

@@ -28,10 +28,10 @@ from penstock.serve.api.json_parts import (
 from penstock.serve.api.models import adapter_named
 from penstock.serve.api.ollama.ollama_builder import OllamaBuilder, now
 from penstock.serve.api.ollama.ollama_input import (
-    chat_of_chat,
-    chat_of_generate,
-    completion_of_generate,
     model_of,
+    translate_chat,
+    translate_generate_to_chat,
+    translate_generate_to_completion,
 )
 from penstock.serve.api.ollama.ollama_schema import (
     OllamaBody,
@@ -65,7 +65,7 @@ async def ollama_chat(request: Request) -> Response:
         if not body.messages:
             adapter_named(services, model_of(services, body.model))
             return body, None
-        return body, chat_of_chat(services, body).conversation(services, _new_id())
+        return body, translate_chat(services, body).conversation(services, _new_id())
 
     body, conversation = await in_pool(request, prepare)
     if conversation is None:
@@ -88,10 +88,10 @@ async def ollama_generate(request: Request) -> Response:
             adapter_named(services, model_of(services, body.model))
             return body, None
         if body.raw or body.suffix:
-            translation = completion_of_generate(services, body)
+            translation = translate_generate_to_completion(services, body)
             with translation.errors_named():
                 return body, CompletionRequest.of(services, translation.chat)
-        return body, chat_of_generate(services, body).conversation(services, _new_id())
+        return body, translate_generate_to_chat(services, body).conversation(services, _new_id())
 
     body, prepared = await in_pool(request, prepare)
     if prepared is None:

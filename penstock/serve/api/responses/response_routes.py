@@ -39,13 +39,13 @@ async def create_response(request: Request) -> Response:
     body, pool = prepared_response.body, cast("Pool", partial(in_pool, request))
     record_logged_fields(prepared_response.conversation.body, record, prepared_response.conversation.context)
     if body.background:
-        background = RequestRecord(record.request_id, route="/v1/responses (background)")
-        background.client_id = record.client_id
-        background.session_header = record.session_header
+        background_record = RequestRecord(record.request_id, route="/v1/responses (background)")
+        background_record.client_id = record.client_id
+        background_record.session_header = record.session_header
         record_logged_fields(
-            prepared_response.conversation.body, background, prepared_response.conversation.context
+            prepared_response.conversation.body, background_record, prepared_response.conversation.context
         )
-        task = BackgroundRun(services, state, owner, prepared_response, pool, background)
+        task = BackgroundRun(services, state, owner, prepared_response, pool, background_record)
         state.add(task)
         queued_response = msgspec.json.encode(task.builder.result)
         await task.put()
