@@ -32,9 +32,9 @@ _GAUGES = Rule(
     "adapters",
     lambda value: (
         isinstance(value, tuple)
-        and all(isinstance(one, str) and _GAUGE.fullmatch(one) for one in value)
-        and len({one.partition("=")[0] for one in value}) == len(value)
-        and len({one.partition("=")[2] for one in value}) == len(value)
+        and all(isinstance(gauge, str) and _GAUGE.fullmatch(gauge) for gauge in value)
+        and len({gauge.partition("=")[0] for gauge in value}) == len(value)
+        and len({gauge.partition("=")[2] for gauge in value}) == len(value)
     ),
 )
 _HEADER = Rule(
@@ -45,8 +45,8 @@ _TOOL_SERVERS = Rule(
     "addresses of tool servers such as files=http://127.0.0.1:9000/mcp, with different names",
     lambda value: (
         isinstance(value, tuple)
-        and all(isinstance(one, str) and _TOOL_SERVER.fullmatch(one) for one in value)
-        and len({one.partition("=")[0] for one in value}) == len(value)
+        and all(isinstance(server, str) and _TOOL_SERVER.fullmatch(server) for server in value)
+        and len({server.partition("=")[0] for server in value}) == len(value)
     ),
 )
 _WORDS = Rule(
@@ -221,7 +221,7 @@ class ServeConfig:
     watchdog_timeout: float = setting(
         30.0,
         _SECONDS,
-        "Seconds without a finished step, while requests are outstanding, after which the log reports it.",
+        "Seconds without a finished step after which the log has a warning, if requests are outstanding.",
     )
     worker_timeout: float = setting(
         20.0,
@@ -239,7 +239,8 @@ class ServeConfig:
     model_memory: int | None = setting(
         None,
         NUM_BYTES,
-        "Host memory for all loaded models of a server with several. Default: as device-memory-utilization.",
+        "Host memory for all loaded models of a server with several models. Default: the part of the free "
+        "memory that device-memory-utilization sets.",
     )
     router_gauge: tuple[str, ...] = setting(
         (),

@@ -211,7 +211,7 @@ def _with_names(schemas: Schemas, node: SchemaNode, result: Object) -> Object:
         return result
     names = (SchemaNode(node.schema["propertyNames"], f"{node.where}/propertyNames"),)
     if result.names is not None:
-        raise UnsupportedSchemaError("propertyNames", node.where, "not beside patternProperties")
+        raise UnsupportedSchemaError("propertyNames", node.where, "not together with patternProperties")
     name_shapes = [
         shape
         for shape in schemas.shapes(names)

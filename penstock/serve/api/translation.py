@@ -11,7 +11,7 @@ from penstock.serve.api.conversation import Conversation
 from penstock.serve.http.problems import RequestProblem
 from penstock.serve.services import Services
 
-_INDEXED = re.compile(r"(messages|tools)\[(\d+)\](.*)", re.DOTALL)
+_INDEXED_FIELD = re.compile(r"(messages|tools)\[(\d+)\](.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class Translation:
             RequestProblem: 400 that names the field of the client's request.
             UnknownModelError: the server has no model or adapter of that name.
         """
-        with self.errors_named():
+        with self.with_client_fields():
             return Conversation.of(services, self.chat, request_id)
 
     @contextmanager
-    def errors_named(self) -> Iterator[None]:
+    def with_client_fields(self) -> Iterator[None]:
         """In a `RequestProblem` of the block, replace fields of the chat request by the client's fields."""
         try:
             yield
@@ -55,7 +55,7 @@ class Translation:
             ) from problem
 
     def _place(self, param: str) -> str:
-        if match := _INDEXED.fullmatch(param):
+        if match := _INDEXED_FIELD.fullmatch(param):
             places = self.message_places if match[1] == "messages" else self.tool_places
             index = int(match[2])
             place = places[index] if index < len(places) else self.fields.get(match[1], match[1])

@@ -58,22 +58,22 @@ def read_lines(path: Path, max_values: int, max_items: int) -> Iterator[BatchReq
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    yield parsed(line, number, max_values, max_items)
+                    yield parse_line(line, number, max_values, max_items)
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def parsed(line: bytes, number: int, max_values: int, max_items: int) -> BatchRequest | BadLine:
+def parse_line(line: bytes, number: int, max_values: int, max_items: int) -> BatchRequest | BadLine:
     """Parse and check a line. A line without a ``custom_id`` gets the id ``line-NUMBER``."""
-    name = f"line-{number}"
+    custom_id = f"line-{number}"
     try:
         request = decode(line, max_values, max_items)
     except (InvalidJsonError, TooManyValuesError) as error:
-        return BadLine(name, "invalid_json", f"line {number}: {error}")
+        return BadLine(custom_id, "invalid_json", f"line {number}: {error}")
     if not isinstance(request, dict):
-        return BadLine(name, "invalid_request", f"line {number} is not a JSON object")
-    name = request.get("custom_id") or name
-    if not isinstance(name, str) or len(name) > 512:
+        return BadLine(custom_id, "invalid_request", f"line {number} is not a JSON object")
+    custom_id = request.get("custom_id") or custom_id
+    if not isinstance(custom_id, str) or len(custom_id) > 512:
         return BadLine(f"line-{number}", "invalid_request", f"line {number}: custom_id must be a short text")
     unknown = sorted(request.keys() - {"custom_id", "method", "url", "body"})
     url, body = request.get("url"), request.get("body")
@@ -91,10 +91,10 @@ def parsed(line: bytes, number: int, max_values: int, max_items: int) -> BatchRe
     elif not isinstance(body.get("priority") or 0, int):
         problem = "body.priority must be a whole number"
     if problem is not None:
-        return BadLine(name, "invalid_request", f"line {number}: {problem}")
+        return BadLine(custom_id, "invalid_request", f"line {number}: {problem}")
     assert isinstance(body, dict)
     priority = PRIORITY + (body.get("priority") or 0)
-    return BatchRequest(name, str(url), {**body, "priority": priority})
+    return BatchRequest(custom_id, str(url), {**body, "priority": priority})
 
 
 def result_line(custom_id: str, status: int, request_id: str, body: bytes) -> bytes:
@@ -152,8 +152,8 @@ def check_unique(lines: Iterator[BatchRequest | BadLine]) -> int:
     return len(seen)
 
 
-def remaining(
+def remaining_lines(
     lines: Iterator[BatchRequest | BadLine], finished_ids: Container[str]
 ) -> Iterator[BatchRequest | BadLine]:
-    """Yield the lines whose ``custom_id`` is not in `done`."""
+    """Yield the lines whose ``custom_id`` is not in ``finished_ids``."""
     return (line for line in lines if line.custom_id not in finished_ids)

@@ -18,7 +18,7 @@ from penstock.serve.batches.batch_lines import (
     check_unique,
     finished_ids,
     read_lines,
-    remaining,
+    remaining_lines,
 )
 from penstock.serve.batches.batch_store import BatchObject, FileObject, ObjectStore, file_object
 from penstock.serve.services import Services
@@ -140,7 +140,7 @@ class BatchManager:
                 is_stopping=lambda: bool(services.gate.reason),
                 on_result=write_result,
             )
-            await runner.run(remaining(self._lines(batch), completed_ids | failed_ids))
+            await runner.run(remaining_lines(self._lines(batch), completed_ids | failed_ids))
         await asyncio.to_thread(self._finish, batch, "completed")
 
     def _lines(self, batch: BatchObject) -> Iterator[BatchRequest | BadLine]:

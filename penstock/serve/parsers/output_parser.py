@@ -88,7 +88,7 @@ class ReasoningToolParser:
         call_reader: ToolCallReader | None,
         reasoning: ReasoningFormat | None,
         *,
-        dropped: Iterable[str],
+        dropped_markers: Iterable[str],
         in_reasoning: bool,
         parallel: bool,
         bare_in_text: bool,
@@ -101,15 +101,21 @@ class ReasoningToolParser:
         self._reasoning = reasoning
         self._allows_parallel = parallel
         self._new_id = new_id
-        self._begins = reasoning.begins if reasoning else ()
-        self._ends = reasoning.ends if reasoning else ()
+        self._reasoning_begins = reasoning.begins if reasoning else ()
+        self._reasoning_ends = reasoning.ends if reasoning else ()
         self._call_markers = call_reader.markers if call_reader else ()
         self._bare_in_text = (
             call_reader.bare_starts if call_reader and call_reader.bare_in_text and bare_in_text else ""
         )
-        ignored_markers = (*dropped, *(reasoning.dropped if reasoning else ()))
+        ignored_markers = (*dropped_markers, *(reasoning.dropped if reasoning else ()))
         self._markers = MarkerSearch(
-            [*self._begins, *self._ends, *self._call_markers, *ignored_markers, *self._bare_in_text]
+            [
+                *self._reasoning_begins,
+                *self._reasoning_ends,
+                *self._call_markers,
+                *ignored_markers,
+                *self._bare_in_text,
+            ]
         )
         # Set while the content contains an unfinished JSON value. Inside it, no call without a marker can
         # begin.
@@ -121,7 +127,7 @@ class ReasoningToolParser:
         self._after_markup = in_reasoning
         self._has_content = False
         self._num_calls = 0
-        self._ids: set[str] = set()
+        self._call_ids: set[str] = set()
         self._call_is_open = False
         self._has_call = False  # whether a call has begun after the current marker
         self._has_unknown_tool = False  # whether the taken text contains a call of an unknown tool
@@ -162,7 +168,7 @@ class ReasoningToolParser:
 
     def has_id(self, call_id: str) -> bool:
         """Return whether a call of this output already has this id."""
-        return call_id in self._ids
+        return call_id in self._call_ids
 
     @property
     def num_calls(self) -> int:
@@ -175,9 +181,9 @@ class ReasoningToolParser:
             call_id: the id that the model wrote. If it is empty or another call has it, a new id is
                 generated.
         """
-        if not call_id or call_id in self._ids:
+        if not call_id or call_id in self._call_ids:
             call_id = self._new_id()
-        self._ids.add(call_id)
+        self._call_ids.add(call_id)
         self.stream.forget()
         self._in_reasoning = False
         self._pending_space.clear()
@@ -235,8 +241,8 @@ class ReasoningToolParser:
                 self._emit_text(text)
             elif not marker:
                 return
-            elif marker in self._begins or marker in self._ends:
-                was_in_reasoning, self._in_reasoning = self._in_reasoning, marker in self._begins
+            elif marker in self._reasoning_begins or marker in self._reasoning_ends:
+                was_in_reasoning, self._in_reasoning = self._in_reasoning, marker in self._reasoning_begins
                 if was_in_reasoning != self._in_reasoning:
                     self._pending_space.clear()
                     self._after_markup = True

@@ -148,7 +148,7 @@ class ParserFactory:
             callable_tools,
             call_reader,
             self.reasoning,
-            dropped=dropped,
+            dropped_markers=dropped,
             in_reasoning=in_reasoning and self.reasoning is not None,
             parallel=parallel,
             bare_in_text=bare_in_text,

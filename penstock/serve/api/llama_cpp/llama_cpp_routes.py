@@ -133,7 +133,7 @@ async def _answer(request: Request, kind: type[LlamaCppBody]) -> Response:
     def prepare() -> tuple[LlamaCppBody, CompletionRequest]:
         body = checked_body(services, kind, raw)
         translation = Translation(_completion(services, body), (), (), FIELDS)
-        with translation.errors_named():
+        with translation.with_client_fields():
             return body, CompletionRequest.of(services, translation.chat)
 
     body, completion = await in_pool(request, prepare)

@@ -89,7 +89,7 @@ async def ollama_generate(request: Request) -> Response:
             return body, None
         if body.raw or body.suffix:
             translation = translate_generate_to_completion(services, body)
-            with translation.errors_named():
+            with translation.with_client_fields():
                 return body, CompletionRequest.of(services, translation.chat)
         return body, translate_generate_to_chat(services, body).conversation(services, _new_id())
 
