@@ -221,7 +221,7 @@ class ServeConfig:
     watchdog_timeout: float = setting(
         30.0,
         _SECONDS,
-        "Seconds without a finished step after which the log has a warning, if requests are outstanding.",
+        "Seconds without a finished step after which the log has an error, if requests are outstanding.",
     )
     worker_timeout: float = setting(
         20.0,

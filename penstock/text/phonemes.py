@@ -12,7 +12,7 @@ PROGRAMS = ("espeak-ng", "espeak")
 _PUNCTUATION = re.compile(r"(\s*[;:,.!?¡¿—…\"«»“”(){}\[\]]+\s*)")
 _TIMEOUT = 20.0
 # espeak-ng encloses words of other languages in language names: (fr)...(en-us).
-_FLAGS = re.compile(r"\([a-z-]+\)")
+_LANGUAGE_NAMES = re.compile(r"\([a-z-]+\)")
 
 
 def phonemes_of(text: str, language: str) -> str:
@@ -50,5 +50,5 @@ def _run(program: str, language: str, texts: list[str]) -> list[str]:
             )
         except (OSError, subprocess.SubprocessError) as error:
             raise RequestFailedError(f"{program} failed for language {language!r}: {error}") from error
-        lines.append(" ".join(_FLAGS.sub("", result.stdout.decode()).split()))
+        lines.append(" ".join(_LANGUAGE_NAMES.sub("", result.stdout.decode()).split()))
     return lines

@@ -10,8 +10,8 @@ class Members:
     """Writes the members of an object: its named properties in order, then other properties.
 
     The grammar has one rule per state. A state is the index of the next named property and the number of
-    members so far. If the number of members is not bounded, the second part is only whether a member came
-    before, because a comma must then precede the next one.
+    members so far. If the number of members is not bounded, the state only records whether a member
+    came before. In that case, a comma must precede the next member.
     """
 
     def __init__(
@@ -25,12 +25,12 @@ class Members:
         self._comma = comma
         self._space = space  # white space before the closing brace of an object with members
 
-    def write(self, pairs: list[str], other: str | None) -> str | None:
+    def write(self, pairs: list[str], other_member: str | None) -> str | None:
         """Return the expression of all members; None if the bounds cannot be satisfied."""
         states: dict[int, str | None] = {}
         highest = len(pairs) if self._counts_members else 1
         for count in range(highest + 1):
-            states[count] = self._others(other, count)
+            states[count] = self._other_members(other_member, count)
         for index in range(len(pairs) - 1, -1, -1):
             new_states: dict[int, str | None] = {}
             for count in range((index if self._counts_members else min(index, 1)) + 1):
@@ -45,22 +45,26 @@ class Members:
             states = new_states
         return states[0]
 
-    def _others(self, other: str | None, count: int) -> str | None:
+    def _other_members(self, other_member: str | None, count: int) -> str | None:
         """Return the expression after the last named property; ``count`` is the number of members so far."""
         min_count = max_count = None
         if self._counts_members:
             min_count = self._min_count - count
             max_count = None if self._max_count is None else self._max_count - count
-        # At most one other member counts, because further members may repeat its name.
-        missing = max(min_count or 0, 0)
-        if missing > (other is not None) or (max_count is not None and max_count < missing):
+        # Toward the minimum, all other members count as one, because several of them may have the same name.
+        num_missing = max(min_count or 0, 0)
+        if num_missing > (other_member is not None) or (max_count is not None and max_count < num_missing):
             return None
-        if other is None or max_count == 0:
+        if other_member is None or max_count == 0:
             return self._space if count else NOTHING
-        further = sequence(self._comma, other)
+        further_member = sequence(self._comma, other_member)
         if count:
-            return self._rules.add("others", sequence(repeated(further, missing, max_count), self._space))
+            return self._rules.add(
+                "others", sequence(repeated(further_member, num_missing, max_count), self._space)
+            )
         first_other = sequence(
-            other, repeated(further, 0, None if max_count is None else max_count - 1), self._space
+            other_member,
+            repeated(further_member, 0, None if max_count is None else max_count - 1),
+            self._space,
         )
-        return self._rules.add("others", first_other if missing else repeated(first_other, 0, 1))
+        return self._rules.add("others", first_other if num_missing else repeated(first_other, 0, 1))

@@ -27,8 +27,7 @@ def exactly_one(schemas: Schemas, node: SchemaNode, shapes: Sequence[Shape]) -> 
     """Return the values of ``shapes`` that match exactly one branch, as a union of shapes.
 
     Literals and shapes that two branches have in common are removed from both. If object shapes of two
-    branches may overlap, each gets the additional condition that a property that the other requires is
-    absent.
+    branches may overlap, each shape forbids a property that the other shape requires.
 
     Raises:
         UnsupportedSchemaError: two branches may overlap in any other way.

@@ -86,14 +86,14 @@ class Reader:
             if keyword in schema and not is_finite(schema[keyword]):
                 raise invalid_keyword(node, keyword, "without infinities and NaN, which JSON cannot write")
         if "const" in schema:
-            return [value for value in [schema["const"]] if _is_text(value)]
+            return [value for value in [schema["const"]] if _is_encodable(value)]
         if "enum" in schema:
             if not isinstance(schema["enum"], list):
                 raise invalid_keyword(node, "enum", "an array")
-            unique: dict[object, object] = {}
+            values_by_identity: dict[object, object] = {}
             for value in schema["enum"]:
-                unique.setdefault(identity(value), value)
-            return [value for value in unique.values() if _is_text(value)]
+                values_by_identity.setdefault(identity(value), value)
+            return [value for value in values_by_identity.values() if _is_encodable(value)]
         parts = [self._resolve(node)] if "$ref" in schema else []
         parts += branches_of(node, "allOf")
         return next(
@@ -177,7 +177,7 @@ class Reader:
         return isinstance(name, str) and ("/draft-0" in name or "/draft/2019-09/" in name)
 
 
-def _is_text(value: object) -> bool:
+def _is_encodable(value: object) -> bool:
     """Return whether UTF-8 can encode a value. It cannot encode unpaired surrogates."""
     try:
         json.dumps(value, ensure_ascii=False).encode()

@@ -9,7 +9,7 @@ from penstock.serve.http.problems import RequestProblem
 from penstock.text.chat_template import Message
 from penstock.text.tokenizer import TextTokenizer
 
-STANDARD = frozenset({"system", "developer", "user", "assistant", "tool"})
+STANDARD_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
 
 def check_roles(
@@ -36,7 +36,7 @@ def check_roles(
     marks = {
         index: f"mark{index}x{uuid4().hex}"
         for index, message in enumerate(messages)
-        if message["role"] not in STANDARD
+        if message["role"] not in STANDARD_ROLES
     }
     if not marks or not tokenizer.has_chat_template:
         return
@@ -53,17 +53,17 @@ def check_roles(
             raise RequestProblem(
                 400,
                 f"the model's chat template omits messages of role {role!r}: "
-                f"send one of {', '.join(sorted(STANDARD))}",
+                f"send one of {', '.join(sorted(STANDARD_ROLES))}",
                 param=f"messages[{index}].role",
             )
 
 
 def _check_name(role: str, index: int, tokenizer: TextTokenizer) -> None:
-    special = next((text for text in tokenizer.special_token_texts if text and text in role), None)
-    if special is not None:
+    special_token = next((text for text in tokenizer.special_token_texts if text and text in role), None)
+    if special_token is not None:
         raise RequestProblem(
             400,
-            f"the role {role!r} contains the special token {special!r}",
+            f"the role {role!r} contains the special token {special_token!r}",
             param=f"messages[{index}].role",
         )
 

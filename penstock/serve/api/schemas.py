@@ -83,7 +83,10 @@ class ContentPart(RequestBody):
 
     @property
     def has_open_fields(self) -> bool:
-        """Whether the type is unknown. Such a part is refused with an error that names its type."""
+        """Whether undeclared fields are allowed, because the type is unknown.
+
+        Such a part is refused later with an error that names its type.
+        """
         return self.type not in ("text", "refusal", "image_url")
 
     @model_validator(mode="after")
@@ -181,7 +184,7 @@ class JsonSchema(RequestBody):
 
     @property
     def has_open_fields(self) -> bool:
-        """Whether the object itself is the schema."""
+        """Whether undeclared fields are allowed here, because the object itself is the schema."""
         return self.is_bare
 
 
@@ -193,7 +196,7 @@ class ResponseFormat(RequestBody):
 
     @property
     def has_open_fields(self) -> bool:
-        """Whether the object is a structural tag, which the grammar back end checks."""
+        """Whether undeclared fields are allowed, because the grammar back end checks a structural tag."""
         return self.type == "structural_tag"
 
 
@@ -225,7 +228,7 @@ class GenerationBody(RequestBody):
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     logit_bias: dict[str, Annotated[Number, Field(ge=-100, le=100)]] | None = None
-    """Token id, as text, to the value that is added to its logit."""
+    """Maps a token id, as text, to the value that is added to its logit."""
     max_tokens: Count | None = None
     max_completion_tokens: Annotated[Count, Field(ge=1)] | None = None
     """OpenAI has it only for chats; benchmark clients also send it for completions."""
@@ -389,7 +392,7 @@ class LoadAdapterBody(RequestBody):
     lora_name: str = Field(min_length=1, max_length=256)
     lora_path: str = Field(min_length=1, max_length=4096)
     load_inplace: bool | None = None
-    """Whether a loaded adapter of that name is replaced; false refuses the request."""
+    """Whether a loaded adapter of that name is replaced. If false, the request is refused."""
 
 
 class UnloadAdapterBody(RequestBody):

@@ -84,13 +84,13 @@ class CompletionScores:
     ) -> Parts:
         """Yield the ``logprobs`` object of the next tokens. ``logprobs[0]`` of a prompt is None."""
         yield b'{"text_offset":['
-        yield from _slices(self._offsets(run) for run in _divided(token_ids, UNCACHED_TOKEN_COST))
+        yield from _comma_joined(self._offsets(run) for run in _runs_of(token_ids, UNCACHED_TOKEN_COST))
         yield b'],"token_logprobs":['
-        yield from _slices(numbers(run) for run in _divided(logprobs, MAX_COST))
+        yield from _comma_joined(numbers(run) for run in _runs_of(logprobs, MAX_COST))
         yield b'],"tokens":['
         keys = self._fragments.keys
-        yield from _slices(
-            [keys[token_id][0][1:-1] for token_id in run] for run in _divided(token_ids, UNCACHED_TOKEN_COST)
+        yield from _comma_joined(
+            [keys[token_id][0][1:-1] for token_id in run] for run in _runs_of(token_ids, UNCACHED_TOKEN_COST)
         )
         yield b'],"top_logprobs":['
         yield from self._rows(token_ids, logprobs, tops)
@@ -182,10 +182,10 @@ def best_of(row: Top, count: int) -> tuple[list[int], list[float]]:
     return ids, [top[token] for token in ids]
 
 
-def _divided(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+def _runs_of(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
     return (items[start : start + size] for start in range(0, len(items), size))
 
 
-def _slices(runs: Iterator[list[bytes]]) -> Parts:
+def _comma_joined(runs: Iterator[list[bytes]]) -> Parts:
     for index, run in enumerate(runs):
         yield (b"," if index else b"") + b",".join(run)

@@ -2,7 +2,7 @@
 
 import { byId } from "./dom.js";
 
-const EXAMPLE = [
+const EXAMPLE_TOOLS = [
   {
     type: "function",
     function: {
@@ -28,7 +28,7 @@ export class Settings {
     this._form = byId("settings");
     byId("logprobs").addEventListener("change", () => onshade(this.shades));
     byId("example-tool").addEventListener("click", () => {
-      byId("tools").value = JSON.stringify(EXAMPLE, null, 2);
+      byId("tools").value = JSON.stringify(EXAMPLE_TOOLS, null, 2);
       this._checkTools();
     });
     byId("tools").addEventListener("change", () => this._checkTools());
@@ -92,16 +92,16 @@ export class Settings {
 
   /** Returns the tools, [] without any. If the JSON is invalid, shows the error and returns undefined. */
   _checkTools() {
-    return this._json("tools", [], (value) => (Array.isArray(value) ? "" : "This must be an array."));
+    return this._parseJson("tools", [], (value) => (Array.isArray(value) ? "" : "This must be an array."));
   }
 
   /** Returns the schema, null without one. If the JSON is invalid, shows the error and returns undefined. */
   _checkSchema() {
     const isObject = (value) => value === null || (typeof value === "object" && !Array.isArray(value));
-    return this._json("schema", null, (value) => (isObject(value) ? "" : "This must be an object."));
+    return this._parseJson("schema", null, (value) => (isObject(value) ? "" : "This must be an object."));
   }
 
-  _json(id, empty, check) {
+  _parseJson(id, empty, check) {
     const text = byId(id).value.trim();
     let value;
     let problem = "";

@@ -120,7 +120,7 @@ class ResponseTool(RequestBody):
 
     @property
     def has_open_fields(self) -> bool:
-        """Whether fields that are not declared are accepted."""
+        """Whether undeclared fields are accepted."""
         return self.is_hosted
 
 
@@ -130,13 +130,13 @@ class ToolSelection(RequestBody):
     type: str
     name: str | None = None
     server_label: str | None = None
-    """The tool server of the type ``mcp``; without a name, any of its tools."""
+    """For the type ``mcp``: the tool server. Without `name`, the model may call any of its tools."""
     mode: Literal["auto", "required"] | None = None
     tools: list[dict[str, object]] | None = None
 
     @property
     def has_open_fields(self) -> bool:
-        """Whether fields that are not declared are accepted: the choice of a hosted tool is refused."""
+        """Whether undeclared fields are accepted here. The choice of a hosted tool is refused later."""
         return self.type not in ("function", "custom", "mcp", "allowed_tools")
 
 
