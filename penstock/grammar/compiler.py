@@ -159,15 +159,19 @@ class GrammarCompiler:
                 "make it smaller, or raise --max-grammar-size"
             )
         self._collect_jobs()
-        cached = self._cache.get(grammar)
-        if cached is not None and not isinstance(cached, PenstockError) and not cached.is_usable:
+        cached_result = self._cache.get(grammar)
+        if (
+            cached_result is not None
+            and not isinstance(cached_result, PenstockError)
+            and not cached_result.is_usable
+        ):
             self._cache_bytes -= _num_bytes(grammar, self._cache.pop(grammar))
-            cached = None
-        if cached is not None:
+            cached_result = None
+        if cached_result is not None:
             self._cache.move_to_end(grammar)
-            if isinstance(cached, PenstockError):
-                raise cached.with_traceback(None)
-            return cached
+            if isinstance(cached_result, PenstockError):
+                raise cached_result.with_traceback(None)
+            return cached_result
         if all(job.grammar != grammar for job in self._jobs):
             waiting_since = self._waiting.setdefault(grammar, time.monotonic())
             self._start_next()
@@ -221,14 +225,14 @@ class _Job:
     grammar: Grammar
     backend: GrammarBackend
     max_seconds: float
-    started: float | None = None  # None while the tokenizer loads, which does not count as compile time
+    started_at: float | None = None  # None while the tokenizer loads, which does not count as compile time
     result: CompiledGrammar | PenstockError | None = None
     is_done: threading.Event = field(default_factory=threading.Event)
 
     @property
     def seconds(self) -> float:
         """Seconds since the compilation started."""
-        return 0.0 if self.started is None else time.monotonic() - self.started
+        return 0.0 if self.started_at is None else time.monotonic() - self.started_at
 
     def check_time(self) -> None:
         """Raise `InputError` at the time limit."""
@@ -245,7 +249,7 @@ class _Job:
     def _compile(self) -> None:
         try:
             self.backend.prepare()  # does not count as compile time
-            self.started = time.monotonic()
+            self.started_at = time.monotonic()
             self.result = self.backend.compile(self.grammar, self.check_time)
         except PenstockError as error:
             self.result = error
@@ -285,20 +289,20 @@ class _ShortSwitchInterval:
 
     _lock = threading.Lock()
     _num_inside = 0
-    _before = 0.0
+    _previous_interval = 0.0
 
     def __enter__(self) -> None:
         with _ShortSwitchInterval._lock:
             if _ShortSwitchInterval._num_inside == 0:
-                _ShortSwitchInterval._before = sys.getswitchinterval()
-                sys.setswitchinterval(min(_SWITCH_INTERVAL, _ShortSwitchInterval._before))
+                _ShortSwitchInterval._previous_interval = sys.getswitchinterval()
+                sys.setswitchinterval(min(_SWITCH_INTERVAL, _ShortSwitchInterval._previous_interval))
             _ShortSwitchInterval._num_inside += 1
 
     def __exit__(self, *_: object) -> None:
         with _ShortSwitchInterval._lock:
             _ShortSwitchInterval._num_inside -= 1
             if _ShortSwitchInterval._num_inside == 0:
-                sys.setswitchinterval(_ShortSwitchInterval._before)
+                sys.setswitchinterval(_ShortSwitchInterval._previous_interval)
 
 
 def _time_limit_error(grammar: Grammar, seconds: float) -> InputError:

@@ -287,9 +287,8 @@ def fill_bitmasks(rows: Sequence[tuple[LLGuidanceMatcher, int]], bitmask: Tensor
     words = bitmask.numpy().view(np.uint32)
     uncached_matchers = [matcher for matcher, _ in rows if matcher._row is None]
     if uncached_matchers:
-        size = (
-            uncached_matchers[0]._compiled.vocab_size + 32
-        ) // 32  # V + 1 bits: the additional end-of-sequence token
+        # A row has V + 1 bits, because llguidance has an additional end-of-sequence token.
+        size = (uncached_matchers[0]._compiled.vocab_size + 32) // 32
         computed_rows = np.zeros((len(uncached_matchers), size), dtype=np.int32)
         if len(uncached_matchers) == 1:
             uncached_matchers[0]._matcher.unsafe_compute_mask_ptr(

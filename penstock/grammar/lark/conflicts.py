@@ -53,7 +53,8 @@ def find_conflicts(
         check_time: called regularly; raises at the time limit.
 
     Returns:
-        ({lexeme that can continue: lexeme that must end before, perhaps the same}, number of visited states).
+        ({lexeme whose match can continue: lexeme that must end earlier, possibly the same one}, number of
+        visited states).
         If the number exceeds `MAX_WORK`, the search was aborted and the dict is empty.
     """
     classes = _CharacterClasses(lexemes, parts)
@@ -106,11 +107,11 @@ def _longer_matches(
         if states != start:
             ends = sorted(nfa.finals[state] for state in states if state in nfa.finals)
             overlapping.update(frozenset(pair) for pair in combinations(ends, 2))
-            for ending in ends:
-                allowed = follow.get(ending, 0)
+            for ending_lexeme in ends:
+                allowed = follow.get(ending_lexeme, 0)
                 for state in states:
                     if any(mask & allowed for mask, _ in nfa.edges[state]):
-                        conflicts.setdefault(nfa.owners[state], ending)
+                        conflicts.setdefault(nfa.owners[state], ending_lexeme)
         for targets in _successors(nfa, states):
             next_state = nfa.closure(targets)
             if next_state not in visited:
@@ -120,9 +121,9 @@ def _longer_matches(
 
 
 def _successors(nfa: _Nfa, states: frozenset[int]) -> Iterator[set[int]]:
-    """Yield each distinct set of states that the states have transitions to for some character."""
+    """Yield the sets of target states of the transitions, one set per class of characters."""
     edges = [edge for state in states for edge in nfa.edges[state]]
-    classes: dict[int, set[int]] = {}  # disjoint sets of atoms -> targets
+    classes: dict[int, set[int]] = {}  # disjoint sets of character classes -> target states
     for mask, target in edges:
         rest = mask
         for class_mask in list(classes):
@@ -173,7 +174,7 @@ class _CharacterClasses:
             self._masks[ranges] = mask
         return self._masks[ranges]
 
-    def point(self, char: str) -> int:
+    def class_of(self, char: str) -> int:
         """Return the set with the class of one character."""
         return self.mask(((ord(char), ord(char)),))
 
@@ -274,7 +275,7 @@ class _Nfa:
         if isinstance(node, Text):
             for char in node.text:
                 end = self._state()
-                self.edges[start].append((self._classes.point(char), end))
+                self.edges[start].append((self._classes.class_of(char), end))
                 start = end
             return start
         if isinstance(node, Seq):
@@ -284,9 +285,9 @@ class _Nfa:
         if isinstance(node, Alt):
             end = self._state()
             for option in node.options:
-                first = self._state()
-                self._empty_edges[start].append(first)
-                self._empty_edges[self._add(option, first)].append(end)
+                option_start = self._state()
+                self._empty_edges[start].append(option_start)
+                self._empty_edges[self._add(option, option_start)].append(end)
             return end
         if isinstance(node, Repeat):
             return self._add_repeat(node, start)
@@ -315,23 +316,23 @@ class _Nfa:
     def _add_free_text(self, node: FreeText | TextUntil, start: int) -> int:
         """Add an Aho-Corasick automaton of the node's words, with one state per prefix of a word."""
         words = [word for word in _texts(node) if word]
-        heads = {word[:length] for word in words for length in range(len(word) + 1)} | {""}
+        prefixes = {word[:length] for word in words for length in range(len(word) + 1)} | {""}
         end = self._state()
-        states = {head: self._state() for head in heads if not _ends_with_any(head, words)}
+        states = {prefix: self._state() for prefix in prefixes if not _ends_with_any(prefix, words)}
         self._empty_edges[start].append(states[""])
         chars = {char for word in words for char in word}
-        for head, state in states.items():
+        for prefix, state in states.items():
             other_characters = self._classes.all_characters
             for char in chars:
-                other_characters &= ~self._classes.point(char)
-                text = head + char
+                other_characters &= ~self._classes.class_of(char)
+                text = prefix + char
                 if isinstance(node, TextUntil) and text.endswith(node.end):
                     if _ends_with_any(text, list(node.excludes)):
                         continue
-                    self.edges[state].append((self._classes.point(char), end))
+                    self.edges[state].append((self._classes.class_of(char), end))
                 elif not _ends_with_any(text, words):
                     target = next(text[at:] for at in range(len(text) + 1) if text[at:] in states)
-                    self.edges[state].append((self._classes.point(char), states[target]))
+                    self.edges[state].append((self._classes.class_of(char), states[target]))
             if other_characters:
                 self.edges[state].append((other_characters, states[""]))
             if isinstance(node, FreeText):

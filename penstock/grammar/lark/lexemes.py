@@ -70,13 +70,13 @@ def divide(
         FreeTextConflict: free text is adjacent to an expression that it may contain. Free text cannot be
             divided.
     """
-    regular = _LexemeLimits(rules)
-    if regular.is_lexeme(Ref(root), max_only_size):
+    limits = _LexemeLimits(rules)
+    if limits.is_lexeme(Ref(root), max_only_size):
         return Division({"start": Ref("lexeme_0")}, {"lexeme_0": rules[root]}, rules, "start")
     split_nodes: dict[Node, list[Node]] = {}
     total = 0
     while total <= MAX_WORK:
-        division = _Divider(rules, regular, split_nodes).divide(root)
+        division = _Divider(rules, limits, split_nodes).divide(root)
         conflicts, work = find_conflicts(division.rules, division.lexemes, rules, division.root, check_time)
         total += work
         if not conflicts and work <= MAX_WORK:
@@ -85,8 +85,8 @@ def divide(
             node = division.lexemes[name]
             split_nodes[node] = _split_lexeme(node, division.lexemes[other])
     # Lexemes of one character have no conflicts: after one of them ends, no other can continue.
-    regular.max_size = 1
-    return _Divider(rules, regular, {}).divide(root)
+    limits.max_size = 1
+    return _Divider(rules, limits, {}).divide(root)
 
 
 def _split_lexeme(node: Node, prefix: Node) -> list[Node]:
@@ -139,10 +139,10 @@ class _LexemeLimits:
             return self._sizes.get(node.name, _TOO_LARGE)
         if isinstance(node, Tokens):
             return _TOO_LARGE
-        return min(_own_size(node) + sum(map(self.size, children(node))), _TOO_LARGE)
+        return min(_node_size(node) + sum(map(self.size, children(node))), _TOO_LARGE)
 
 
-def _own_size(node: Node) -> int:
+def _node_size(node: Node) -> int:
     if isinstance(node, Text):
         return len(node.text)
     if isinstance(node, FreeText):
@@ -153,9 +153,9 @@ def _own_size(node: Node) -> int:
 
 
 class _Divider:
-    def __init__(self, rules: Rules, regular: _LexemeLimits, split_nodes: dict[Node, list[Node]]) -> None:
+    def __init__(self, rules: Rules, limits: _LexemeLimits, split_nodes: dict[Node, list[Node]]) -> None:
         self._rules = rules
-        self._regular = regular
+        self._limits = limits
         self._split_nodes = split_nodes
         self._names: dict[Node, str] = {}
         self._divided_rules: Rules = {}
@@ -174,22 +174,22 @@ class _Divider:
         """Return the node with lexemes in place of its regular parts, as few and as long as possible."""
         if node == EMPTY:
             return node
-        if self._regular.is_lexeme(node) and node not in self._split_nodes:
+        if self._limits.is_lexeme(node) and node not in self._split_nodes:
             return self._lexeme(node)
         if isinstance(node, Seq):
             return sequence(map(self._rule, self._split_nodes.get(node) or self._joined_parts(node.parts)))
         if isinstance(node, Alt):
             if node in self._split_nodes:
                 return choice(map(self._rule, node.options))
-            regular = [option for option in node.options if self._regular.is_lexeme(option)]
-            regular_choice = choice(regular) if regular else None
+            regular_options = [option for option in node.options if self._limits.is_lexeme(option)]
+            regular_choice = choice(regular_options) if regular_options else None
             if (
                 regular_choice is None
                 or regular_choice in self._split_nodes
-                or not self._regular.is_lexeme(regular_choice)
+                or not self._limits.is_lexeme(regular_choice)
             ):
                 return choice(map(self._rule, node.options))
-            context_free_options = [option for option in node.options if not self._regular.is_lexeme(option)]
+            context_free_options = [option for option in node.options if not self._limits.is_lexeme(option)]
             return choice([self._lexeme(regular_choice), *map(self._rule, context_free_options)])
         if isinstance(node, Repeat):
             return self._repeat_rule(node)
@@ -212,29 +212,33 @@ class _Divider:
         With a regular option r and a non-regular option n, ``(r | n)*`` becomes ``r* (n r*)*``.
         """
         options = node.part.options if isinstance(node.part, Alt) else (node.part,)
-        regular = [option for option in options if self._regular.is_lexeme(option)]
-        context_free_options = [option for option in options if option not in regular]
+        regular_options = [option for option in options if self._limits.is_lexeme(option)]
+        context_free_options = [option for option in options if option not in regular_options]
         if (
-            not regular
+            not regular_options
             or not context_free_options
             or node.max_count is not None
             or node.min_count > 1
-            or self._regular.max_size == 1
+            or self._limits.max_size == 1
         ):
             return Repeat(self._rule(node.part), node.min_count, node.max_count)
-        regular_run = repeated(choice(regular), 0, None)
+        regular_run = repeated(choice(regular_options), 0, None)
         part = self._rule(sequence([choice(context_free_options), regular_run]))
         loop = sequence([self._rule(regular_run), repeated(part, node.min_count, None)])
-        return loop if node.min_count == 0 else choice([loop, self._rule(repeated(choice(regular), 1, None))])
+        return (
+            loop
+            if node.min_count == 0
+            else choice([loop, self._rule(repeated(choice(regular_options), 1, None))])
+        )
 
     def _joined_parts(self, parts: tuple[Node, ...]) -> list[Node]:
         """Join adjacent regular parts as long as the result can be a lexeme."""
         result: list[Node] = []
         lexeme_parts: list[Node] = []
         for part in parts:
-            is_lexeme = self._regular.is_lexeme(part)
+            is_lexeme = self._limits.is_lexeme(part)
             extended_lexeme = sequence([*lexeme_parts, part])
-            if is_lexeme and self._regular.is_lexeme(extended_lexeme):
+            if is_lexeme and self._limits.is_lexeme(extended_lexeme):
                 lexeme_parts.append(part)
                 continue
             result += [sequence(lexeme_parts)] if lexeme_parts else []

@@ -19,7 +19,7 @@ class LexemePositions:
     Args:
         rules: rules over lexemes.
         lexemes: all lexemes by name.
-        nullable: the lexemes that match the empty text.
+        nullable_lexemes: the lexemes that match the empty text.
         first_sets: lexeme -> set of characters that it can start with, as a bit mask.
         root: the name of the start rule.
     """
@@ -28,7 +28,7 @@ class LexemePositions:
         self,
         rules: Rules,
         lexemes: dict[str, Node],
-        nullable_rules: set[str],
+        nullable_lexemes: set[str],
         first_sets: dict[str, int],
         root: str,
     ) -> None:
@@ -40,11 +40,11 @@ class LexemePositions:
         nullable_positions = {
             name
             for name, lexeme_name in zip(names, self._lexeme_names, strict=True)
-            if lexeme_name in nullable_rules
+            if lexeme_name in nullable_lexemes
         }
-        follow = _FirstAndFollowSets(numbered_rules, nullable_positions, bits)
-        follow_sets = follow.follow_sets_from(root)
-        self.start = follow.first(root)
+        first_and_follow = _FirstAndFollowSets(numbered_rules, nullable_positions, bits)
+        follow_sets = first_and_follow.follow_sets_from(root)
+        self.start = first_and_follow.first(root)
         self._follow_masks = [follow_sets.get(name, 0) for name in names]
         self.follow_sets: dict[str, int] = dict.fromkeys(lexemes, 0)
         for position, lexeme_name in enumerate(self._lexeme_names):

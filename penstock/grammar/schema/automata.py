@@ -125,7 +125,7 @@ class _Positions:
         return None if None in highs else max((high or 0 for high in highs), default=0)
 
     def can_end(self, positions: frozenset[int]) -> bool:
-        """Return whether a text may end here."""
+        """Return whether a text may end at one of these positions."""
         return any(self._step(position)[0] for position in positions)
 
     def row(self, positions: frozenset[int]) -> _Row:
@@ -166,14 +166,14 @@ class _Positions:
         transitions: list[tuple[Ranges, int]] = []
         pending, seen = [position], set()
         while pending:
-            visited = pending.pop()
-            if visited in seen:
+            current = pending.pop()
+            if current in seen:
                 continue
-            seen.add(visited)
+            seen.add(current)
             self._add_work(1)
             if len(seen) > _MAX_POSITIONS:
                 raise TooLargeError
-            pair = self._nodes_and_rests[visited]
+            pair = self._nodes_and_rests[current]
             if pair is None:
                 can_end = True
                 continue
@@ -246,7 +246,7 @@ class _Product:
         self.start = self._normalized_state(tuple(operand.start for operand in self._operands), 0)
 
     def accepts(self, state: _State) -> bool:
-        """Return whether a text may end here."""
+        """Return whether a text may end in this state."""
         sets, count = state
         if 0 <= count < self._bound.min_count:
             return False

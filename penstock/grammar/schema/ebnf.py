@@ -35,7 +35,7 @@ class EbnfRules:
         return name
 
     def reserve(self, purpose: str) -> str:
-        """Return a new name whose body `define` sets later, which recursive rules need."""
+        """Return a new name, for a recursive rule. `define` sets its body later."""
         if len(self._bodies) >= MAX_RULES:
             raise InputError(f"the grammar needs more than {MAX_RULES} rules: make it smaller or flatter")
         name = f"{purpose}_{len(self._bodies)}"
@@ -92,7 +92,7 @@ def repeated(part: str, min_count: int, max_count: int | None) -> str:
 
 
 def without(ranges: Ranges, excluded: Ranges) -> list[tuple[int, int]]:
-    """Return the ranges of the characters in ``ranges`` that are not in ``removed``."""
+    """Return the ranges of the characters in ``ranges`` that are not in ``excluded``."""
     result = list(ranges)
     for low, high in excluded:
         result = [
