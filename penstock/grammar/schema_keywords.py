@@ -20,7 +20,7 @@ def check_json_schema(schema: object) -> None:
 
     Raises:
         UnsupportedSchemaError: a keyword is not supported. The message has the keyword and its location.
-        InputError: this is not a schema, no value satisfies it, or it is too large.
+        InputError: the schema is malformed or too large, or no value satisfies it.
     """
     try:
         schema_ebnf(schema)

@@ -64,7 +64,11 @@ _GROUP = "[0-9A-Fa-f]{1,4}"
 
 
 def _ipv6(groups: int) -> str:
-    """Return an expression of IPv6 addresses (RFC 4291, 2.2); ``groups``: maximum number beside ``::``."""
+    """Return an expression of IPv6 addresses (RFC 4291, 2.2).
+
+    Args:
+        groups: maximum number of groups in an address that contains ``::``.
+    """
 
     def more_groups(left: int) -> str:
         """Return the expression after a group that follows ``::``."""
@@ -116,12 +120,12 @@ _MAIL_HOST = (  # at most 189 characters, so that an address has at most 254 (RF
     f"(?:{_label(63)}(?:\\.{_label(62)}){{0,2}}|{_label(63)}(?:\\.{_label(17)}){{0,7}}"
     f"|{_label(15)}(?:\\.{_label(15)}){{0,10}})"
 )
-_LITERAL = f"\\[(?:{_IPV4}|[Ii][Pp][Vv]6:{_ipv6(6)})\\]"
+_ADDRESS_LITERAL = f"\\[(?:{_IPV4}|[Ii][Pp][Vv]6:{_ipv6(6)})\\]"
 _ATOM = "[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]"
 # Excluded: local parts of more than 32 characters with several dots that are longer than all of these.
-_LOCAL = f"(?:{_ATOM}{{1,64}}|{_ATOM}(?:\\.?{_ATOM}){{0,31}}|{_ATOM}{{1,31}}\\.{_ATOM}{{1,32}})"
+_LOCAL_PART = f"(?:{_ATOM}{{1,64}}|{_ATOM}(?:\\.?{_ATOM}){{0,31}}|{_ATOM}{{1,31}}\\.{_ATOM}{{1,32}})"
 _QUOTED_LOCAL_PART = '"(?:[ !#-\\[\\]-~]|\\\\[ -~]){0,31}"'  # a local part of at most 64 characters
-_EMAIL = f"(?:{_LOCAL}|{_QUOTED_LOCAL_PART})@(?:{_MAIL_HOST}|{_LITERAL})"
+_EMAIL = f"(?:{_LOCAL_PART}|{_QUOTED_LOCAL_PART})@(?:{_MAIL_HOST}|{_ADDRESS_LITERAL})"
 
 # Letters of many scripts that IDNA 2008 allows without conditions. All others are excluded.
 _LETTERS = (
@@ -130,11 +134,11 @@ _LETTERS = (
 )
 _MARKS = "\u093e-\u094d\u0e30-\u0e32\u0e34-\u0e3a\u0e45-\u0e4e"  # combining marks, which cannot begin a label
 _RIGHT_TO_LEFT = "\u05d0-\u05ea\u0621-\u063a\u0641-\u064a\u067e\u0686\u0698\u06a9\u06af\u06cc"
-_MIXED = f"[{_LETTERS}][a-z0-9]{{0,4}}(?:-[a-z0-9]{{1,4}})?"
-_ONE = f"(?:[a-z0-9]{{1,16}}-?)?[{_LETTERS}][a-z0-9]{{0,16}}(?:-[a-z0-9]{{1,14}})?"
+_LETTER_GROUP = f"[{_LETTERS}][a-z0-9]{{0,4}}(?:-[a-z0-9]{{1,4}})?"
+_ONE_LETTER_LABEL = f"(?:[a-z0-9]{{1,16}}-?)?[{_LETTERS}][a-z0-9]{{0,16}}(?:-[a-z0-9]{{1,14}})?"
 _U_LABEL = (  # labels of at most 63 octets in their ASCII form
     f"(?:[a-z0-9{_LETTERS}][a-z0-9{_LETTERS}{_MARKS}]{{0,8}}[{_LETTERS}{_MARKS}]"
-    f"|(?:[a-z0-9]{{1,8}}-?)?{_MIXED}(?:-?{_MIXED}){{0,2}}|{_ONE}|[{_RIGHT_TO_LEFT}]{{1,10}})"
+    f"|(?:[a-z0-9]{{1,8}}-?)?{_LETTER_GROUP}(?:-?{_LETTER_GROUP}){{0,2}}|{_ONE_LETTER_LABEL}|[{_RIGHT_TO_LEFT}]{{1,10}})"
 )
 _IDN_LABEL = f"(?:{_label(63)}|{_U_LABEL})"
 _IDN_HOST = f"(?:{_HOST}|{_IDN_LABEL}(?:\\.{_IDN_LABEL}){{0,2}})"
@@ -150,12 +154,12 @@ _UNRESERVED = "A-Za-z0-9._~"  # also -, which is added at the end of each class
 _SUB_DELIMS = "!$&'()*+,;="
 _PERCENT_ESCAPE = "%[0-9A-Fa-f]{2}"
 # Excludes the directional marks, which RFC 3987 forbids.
-_UCS = (
+_UCS_CHARACTERS = (
     "\u00a0-\u200d\u2010-\u2029\u202f-\ud7ff\uf900-\ufdcf\ufdf0-\uffef"
     + "".join(f"{chr(plane << 16)}-{chr((plane << 16) + 0xFFFD)}" for plane in range(1, 14))
     + f"{chr(0xE1000)}-{chr(0xEFFFD)}"
 )
-_PRIVATE = f"\ue000-\uf8ff{chr(0xF0000)}-{chr(0xFFFFD)}{chr(0x100000)}-{chr(0x10FFFD)}"
+_PRIVATE_USE = f"\ue000-\uf8ff{chr(0xF0000)}-{chr(0xFFFFD)}{chr(0x100000)}-{chr(0x10FFFD)}"
 
 
 def _any_number(characters: str) -> str:
@@ -192,7 +196,7 @@ def _uri(iri_characters: str, query_characters: str, *, is_reference: bool, is_s
 # RFC 6570, without the operators that are reserved for extensions.
 _NAME_CHARACTER = f"(?:[A-Za-z0-9_]|{_PERCENT_ESCAPE})"
 _VARIABLE = f"{_NAME_CHARACTER}(?:\\.?{_NAME_CHARACTER})*(?::[1-9][0-9]{{0,3}}|\\*)?"
-_IN_TEMPLATE = f"!#$&(-;=?-\\[\\]_a-z~{_UCS}{_PRIVATE}"
+_IN_TEMPLATE = f"!#$&(-;=?-\\[\\]_a-z~{_UCS_CHARACTERS}{_PRIVATE_USE}"
 _TEMPLATE = f"(?:[{_IN_TEMPLATE}]|{_PERCENT_ESCAPE}|\\{{[+#./;?&]?{_VARIABLE}(?:,{_VARIABLE})*\\}})*"
 
 # RFC 6901.
@@ -213,8 +217,8 @@ SUPPORTED: Mapping[str, str] = {
     "uri": _uri("", "", is_reference=False),
     "uri-reference": _uri("", "", is_reference=True),
     "uri-template": _TEMPLATE,
-    "iri": _uri(_UCS, _PRIVATE, is_reference=False),
-    "iri-reference": _uri(_UCS, _PRIVATE, is_reference=True),
+    "iri": _uri(_UCS_CHARACTERS, _PRIVATE_USE, is_reference=False),
+    "iri-reference": _uri(_UCS_CHARACTERS, _PRIVATE_USE, is_reference=True),
     "json-pointer": _POINTER,
     "relative-json-pointer": f"(?:0|[1-9][0-9]*)(?:#|{_POINTER})",
 }
@@ -227,8 +231,8 @@ SIMPLE: Mapping[str, tuple[str, int | None]] = {
     "date-time": (f"{_DATE}[Tt]{_TIME}", None),
     "uri": (_uri("", "", is_reference=False, is_simple=True), None),
     "uri-reference": (_uri("", "", is_reference=True, is_simple=True), None),
-    "iri": (_uri(_UCS, _PRIVATE, is_reference=False, is_simple=True), None),
-    "iri-reference": (_uri(_UCS, _PRIVATE, is_reference=True, is_simple=True), None),
+    "iri": (_uri(_UCS_CHARACTERS, _PRIVATE_USE, is_reference=False, is_simple=True), None),
+    "iri-reference": (_uri(_UCS_CHARACTERS, _PRIVATE_USE, is_reference=True, is_simple=True), None),
     "hostname": (_LONG_HOST, 63),
     "idn-hostname": (_LONG_HOST, 63),
     "email": (f"{_ATOM}+(?:\\.{_ATOM}+)*@{_LONG_HOST}", 63),
@@ -236,7 +240,8 @@ SIMPLE: Mapping[str, tuple[str, int | None]] = {
 }
 """Format -> (smaller expression, maximum string length up to which all its matches are valid).
 
-For grammars that combine a format with other conditions. Some valid values do not match. A maximum length of
+Grammars that combine a format with other conditions use these expressions. Some valid values do not match.
+A maximum length of
 None means that all matches are valid.
 """
 
@@ -265,7 +270,12 @@ def format_tree(name: str) -> RegexNode:
 
 @cache
 def simple_tree(name: str, max_count: int | None) -> RegexNode | None:
-    """Return the expression in `SIMPLE` of a format if it is valid up to a length, else None."""
+    """Return the expression of a format in `SIMPLE`; None if some of its matches may be invalid.
+
+    Args:
+        name: the format.
+        max_count: maximum length of the matches; None means unbounded.
+    """
     expression, longest = SIMPLE.get(name, ("", 0))
     if longest is not None and (max_count is None or max_count > longest):
         return None

@@ -13,8 +13,8 @@ from penstock.errors import InputError, UnsupportedSchemaError
 from penstock.grammar.schema.ebnf import NOTHING, EbnfRules, choice, literal, repeated, sequence
 from penstock.grammar.schema.members import Members
 from penstock.grammar.schema.numbers import integers_between, numbers_between
-from penstock.grammar.schema.productive import Productive, is_possible
 from penstock.grammar.schema.reader import Reader
+from penstock.grammar.schema.satisfiability import Satisfiability, is_possible
 from penstock.grammar.schema.shapes import (
     Array,
     Conjunction,
@@ -57,7 +57,7 @@ def schema_ebnf(schema: object, *, compact: bool = False, escaped: str = "") -> 
 
     Raises:
         UnsupportedSchemaError: a keyword is not supported.
-        InputError: this is not a schema, or no value satisfies it.
+        InputError: the schema is malformed, or no value satisfies it.
     """
     return _Writer(Reader(schema), compact, escaped).text()
 
@@ -71,11 +71,11 @@ class _Writer:
         self._space = "" if compact else self._rules.add("space", "[ \\n\\t\\r]{0,20}")
         self._names: dict[tuple[str, ...], str] = {}
         self._pending_rules: list[tuple[Conjunction, str]] = []
-        self._productive = Productive(reader)
+        self._satisfiability = Satisfiability(reader)
 
     def text(self) -> str:
         root = self._reader.root
-        if not self._productive.holds(root):
+        if not self._satisfiability.holds_for(root):
             raise InputError("no value satisfies the JSON schema: its parts exclude each other")
         root_rule = self._value(root)
         while self._pending_rules:
@@ -99,7 +99,7 @@ class _Writer:
 
     def _shape(self, shape: Shape) -> str | None:
         """Return the expression of a shape; None if no value matches it."""
-        if not self._productive.has(shape):
+        if not self._satisfiability.has_value(shape):
             return None
         if isinstance(shape, Literal):
             return self._literal(shape.value)
@@ -170,10 +170,10 @@ class _Writer:
         length = len(shape.prefix)
         max_count = shape.max_count
         for index, item in enumerate(shape.prefix):
-            if not self._productive.holds(item):
+            if not self._satisfiability.holds_for(item):
                 max_count = index if max_count is None else min(max_count, index)
                 break
-        if not self._productive.holds(shape.items):
+        if not self._satisfiability.holds_for(shape.items):
             max_count = length if max_count is None else min(max_count, length)
         if max_count is not None and shape.min_count > max_count:
             return None
@@ -182,7 +182,7 @@ class _Writer:
         comma = sequence(literal(","), self._space or NOTHING)
         if shape.unique_at is not None and (max_count is None or max_count > 1):
             return self._unique(replace(shape, max_count=max_count), comma)
-        # Built backwards: `rest` is the expression after the item at `index`.
+        # The expression is built backwards. `rest` is the expression after the item at `index`.
         end = length if max_count is None else min(max_count, length)
         rest = NOTHING
         if max_count is None or max_count > length:
@@ -213,12 +213,12 @@ class _Writer:
 
     def _object(self, shape: Object) -> str | None:
         names = [
-            *(name for name in shape.properties if self._productive.holds(shape.property(name))),
+            *(name for name in shape.properties if self._satisfiability.holds_for(shape.property(name))),
             *sorted(shape.required - shape.properties.keys()),
         ]
         other_pair = (
             None
-            if is_closed(shape) or not self._productive.holds(shape.additional_properties)
+            if is_closed(shape) or not self._satisfiability.holds_for(shape.additional_properties)
             else self._other_pair(shape)
         )
         is_counted = shape.min_count > len(shape.required) or shape.max_count is not None

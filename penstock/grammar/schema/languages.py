@@ -16,14 +16,14 @@ from penstock.grammar.schema.shapes import StringShape
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class CountedLanguage:
     """The union of two sets of strings: of an automaton with a maximum length, and of an expression."""
 
     counting: Counting
     expression: regex.RegexNode | None
 
 
-Language: TypeAlias = regex.RegexNode | Automaton | Counted
+Language: TypeAlias = regex.RegexNode | Automaton | CountedLanguage
 _SIMPLE_LENGTH = 63  # maximum length for which all expressions of formats.SIMPLE are valid
 
 
@@ -94,13 +94,14 @@ def _reduced_language(
                 return automaton
             counting = counting_of(automaton, max_count)
             if counting is not None:
-                return Counted(counting, expression)
+                return CountedLanguage(counting, expression)
     return expression
 
 
 def _with_length(tree: regex.RegexNode, bound: Bound) -> regex.RegexNode | None:
-    """Return an expression with a bounded length: as it is, or a single repetition with other counts.
+    """Return an expression of the texts of ``tree`` within a bound of the length.
 
+    The result is ``tree`` itself if the bound has no effect, or a single repetition with other counts.
     Returns None if neither is possible.
     """
     while isinstance(tree, regex.RegexSeq) and len(tree.parts) == 1:

@@ -23,7 +23,7 @@ from penstock.grammar.schema.keywords import (
     strings_of,
 )
 from penstock.grammar.schema.one_of import exactly_one
-from penstock.grammar.schema.shapes import REFUSED, Conjunction, Literal, SchemaNode, Shape, key_of
+from penstock.grammar.schema.shapes import REFUSED_KEYWORDS, Conjunction, Literal, SchemaNode, Shape, key_of
 from penstock.grammar.schema.types import all_types, typed_shapes
 from penstock.grammar.schema.validator import Validator
 
@@ -45,7 +45,7 @@ class Reader:
         self._document = document
         self._shapes: dict[tuple[str, ...], list[Shape]] = {}
         self._keys_in_progress: set[tuple[str, ...]] = set()
-        self._validator = Validator(self._resolve, REFUSED)
+        self._validator = Validator(self._resolve, REFUSED_KEYWORDS)
 
     def shapes(self, conjunction: Conjunction) -> list[Shape]:
         """Return the values of a conjunction as a union of shapes; empty if no value satisfies it."""
@@ -110,7 +110,7 @@ class Reader:
             raise InputError(f"the JSON schema at {node.where} is {schema!r}, not an object, true or false")
         if node.where.count("/") > 4 * _MAX_DEPTH:
             raise InputError(f"the JSON schema is nested too deeply, at {node.where[:80]}...")
-        for keyword, reason in REFUSED.items():
+        for keyword, reason in REFUSED_KEYWORDS.items():
             if keyword in schema and not (keyword == "if" and not {"then", "else"} & schema.keys()):
                 raise UnsupportedSchemaError(keyword, node.where, reason)
         if "$id" in schema and node.where != "#":

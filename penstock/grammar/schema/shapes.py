@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeAlias
 from penstock.grammar.schema import regex
 from penstock.grammar.schema.numbers import UNBOUNDED, Bounds
 
-REFUSED = {
+REFUSED_KEYWORDS = {
     "not": "a mask cannot exclude values token by token: describe the allowed values",
     "if": "use anyOf with a const that distinguishes the cases",
     "then": "use anyOf with a const that distinguishes the cases",
@@ -63,7 +63,7 @@ class Numeric:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A condition on a string, of a pattern or a format."""
+    """A condition on a string: a pattern or a format."""
 
     tree: regex.RegexNode
     source: SchemaNode = field(compare=False)
@@ -107,7 +107,7 @@ class Object:
     names: StringShape | None = None  # restricts the names of additional properties
     min_count: int = 0
     max_count: int | None = None
-    minimum_at: str = "#"
+    minimum_at: str = "#"  # location of minProperties, for errors
 
     def property(self, name: str) -> Conjunction:
         """Return the conjunction that a property must satisfy."""

@@ -19,7 +19,7 @@ from penstock.grammar.schema.ebnf import (
     sequence,
     without,
 )
-from penstock.grammar.schema.languages import Counted, language_of
+from penstock.grammar.schema.languages import CountedLanguage, language_of
 from penstock.grammar.schema.shapes import StringShape
 
 # Characters that need no escape in a JSON string.
@@ -29,7 +29,7 @@ _SHORT_ESCAPES = {0x22: '"', 0x5C: "\\", 0x08: "b", 0x0C: "f", 0x0A: "n", 0x0D: 
 _CONTROLS_WITHOUT_SHORT_ESCAPE = without([(0, 0x1F)], [(8, 10), (12, 13)])
 ESCAPE = "\\"
 _MAX_COUNTED_CHARACTERS = 256
-_MAX_INLINE = 60
+_MAX_INLINE = 60  # maximum number of characters of an expression that has no rule of its own
 _Spelling: TypeAlias = tuple[str | None, str | None]  # (class of plain characters, rule of escapes)
 
 
@@ -58,7 +58,7 @@ class StringWriter:
                 return None
             if isinstance(language, Automaton):
                 content = self._automaton(language, quote)
-            elif isinstance(language, Counted):
+            elif isinstance(language, CountedLanguage):
                 content = self._counted_string(language, quote)
             elif isinstance(language, regex.RegexRepeat) and isinstance(language.part, regex.Char):
                 spelling = self._spelling_of(language.part.ranges)
@@ -88,8 +88,8 @@ class StringWriter:
             self._rules.define(names[state], sequence(loop, choice(options)))
         return names[0]
 
-    def _counted_string(self, language: Counted, end: str) -> str:
-        """Return the expression of a `Counted` language, followed by ``end``."""
+    def _counted_string(self, language: CountedLanguage, end: str) -> str:
+        """Return the expression of a `CountedLanguage` language, followed by ``end``."""
         content = CountedWriter(self._rules, language.counting, self._options, end).write()
         if language.expression is None:
             return content
@@ -158,7 +158,7 @@ class StringWriter:
                 return self._repeated_character(spelling, min_count, min_count, self._rules.add("rest", rest))
             return sequence(f"{unescaped}*", f"({escape} {unescaped}*)*", end)
         if max_count > _MAX_COUNTED_CHARACTERS:
-            # Without escapes, which would make every mask slow.
+            # Long strings have no escapes, because escapes would make every mask slow.
             return sequence(repeated(spellings[0], min_count, max_count), end)
         rest_rule = end
         for count in range(max_count - 1, -1, -1):
@@ -167,7 +167,7 @@ class StringWriter:
         return rest_rule
 
     def new_name(self, taken_names: list[str]) -> str:
-        """Return the expression of a name that is not in ``taken``, followed by the closing quote.
+        """Return the expression of a name that is not in ``taken_names``, followed by the closing quote.
 
         Names have only their shortest spelling. Another spelling could encode a taken name.
         """
@@ -175,7 +175,7 @@ class StringWriter:
         return self._name_outside(taken_names, 0, any_rest)
 
     def _name_outside(self, taken_names: list[str], depth: int, any_rest: str) -> str:
-        """Return the rest of a name after ``depth`` characters, which all names in ``taken`` share."""
+        """Return the rest of a name after ``depth`` characters, which all of ``taken_names`` share."""
         if not taken_names:
             return any_rest
         ends_here = any(len(name) == depth for name in taken_names)

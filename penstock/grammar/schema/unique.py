@@ -122,8 +122,8 @@ class UniqueWriter:
                 can_add = count < max_count or max_count == len(values)
                 if can_add and (rest := rests[min(count + 1, highest)]) is not None:
                     options.append(sequence(self.item(value, count == 0), rest))
-                if (skipped := rests[count]) is not None:
-                    options.append(skipped)
+                if (rest_without_value := rests[count]) is not None:
+                    options.append(rest_without_value)
                 new_rests.append(self.add(options))
             rests = new_rests
         return rests[0]

@@ -45,8 +45,8 @@ async def load_adapter(request: Request) -> str:
             param="lora_name",
             code="name_in_use",
         )
-    is_there = name in services.worker.adapters
-    if is_there and body.load_inplace is False:
+    is_loaded = name in services.worker.adapters
+    if is_loaded and body.load_inplace is False:
         raise RequestProblem(
             409,
             f"an adapter {name!r} is loaded, and load_inplace is false: unload it first",
@@ -55,8 +55,8 @@ async def load_adapter(request: Request) -> str:
         )
     path = await in_pool(request, lambda: _allowed_path(services, body.lora_path))
     await services.worker.load_adapter(name, path)
-    services.log.info("the adapter %s was %s from %s", name, "reloaded" if is_there else "loaded", path)
-    return f"The adapter {name!r} is {'reloaded' if is_there else 'loaded'}."
+    services.log.info("the adapter %s was %s from %s", name, "reloaded" if is_loaded else "loaded", path)
+    return f"The adapter {name!r} is {'reloaded' if is_loaded else 'loaded'}."
 
 
 @router.post(
@@ -91,7 +91,7 @@ def _check_allowed(services: Services) -> None:
 
 
 def _allowed_path(services: Services, lora_path: str) -> str:
-    """Return the directory of an adapter. With ``--lora-dir`` its resolved path must be inside."""
+    """Return the directory of an adapter. With ``--lora-dir``, it must be inside that directory."""
     limit = services.pipeline_config.lora.lora_dir
     if "\0" in lora_path:
         raise RequestProblem(400, "lora_path contains a NUL character", param="lora_path")

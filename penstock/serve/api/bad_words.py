@@ -45,17 +45,17 @@ def _encodings(text: bytes, tokenizer: TextTokenizer, limit: int) -> list[tuple[
         if any(end in reachable_positions for end, _ in edges[start]):
             reachable_positions.add(start)
     sequences: list[tuple[int, ...]] = []
-    partial: deque[tuple[int, tuple[int, ...]]] = deque([(0, ())])
+    partial_sequences: deque[tuple[int, tuple[int, ...]]] = deque([(0, ())])
     num_partial = 1
-    while partial and len(sequences) < limit:
-        position, ids = partial.popleft()
+    while partial_sequences and len(sequences) < limit:
+        position, ids = partial_sequences.popleft()
         if position == len(text):
             sequences.append(ids)
             continue
         for end, token_id in edges[position]:
             if end in reachable_positions and num_partial < _MAX_PARTIAL_SEQUENCES:
                 num_partial += 1
-                partial.append((end, (*ids, token_id)))
+                partial_sequences.append((end, (*ids, token_id)))
     return sequences
 
 

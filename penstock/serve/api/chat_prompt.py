@@ -37,7 +37,7 @@ class ToolUse:
         return self.choice not in ("auto", "none")
 
     @property
-    def called(self) -> frozenset[str]:
+    def callable_names(self) -> frozenset[str]:
         """Names of the tools that a required call may use."""
         if isinstance(self.choice, dict):
             return frozenset({self.choice["function"]["name"]})

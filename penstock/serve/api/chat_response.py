@@ -26,11 +26,11 @@ class Envelope:
 
     def parts(self, kind: str, members: Mapping[str, Iterable[bytes]], **more: object) -> Parts:
         """Yield the JSON of an object. `members`, such as its choices, are given as parts of JSON."""
-        chunk_members = self.around(kind, [], **more)
+        chunk_members = self.response_object(kind, [], **more)
         del chunk_members["choices"]
         return with_members(chunk_members, **members)
 
-    def around(self, kind: str, choices: Sequence[object], **more: object) -> dict[str, object]:
+    def response_object(self, kind: str, choices: Sequence[object], **more: object) -> dict[str, object]:
         """Return an object of type `kind`."""
         return {
             "id": self.id,
@@ -87,7 +87,7 @@ class ChatResponse(OpenAIStream):
         self._prompt_scores = prompt_scores
         self._prompt_token_ids = prompt_token_ids
         self._include_usage = include_usage
-        self._begun: set[int] = set()
+        self._started_choices: set[int] = set()
         self._templates: dict[int, EventTemplate] = {}
 
     def whole(self, outputs: Sequence[ChoiceDelta], usage: Usage) -> Parts:
@@ -108,20 +108,24 @@ class ChatResponse(OpenAIStream):
         counts all tokens up to and including its own.
         """
         usage_before = _without(usage, delta.num_tokens)
-        first = b"" if index in self._begun else self._first(index, usage_before)
+        first_event = b"" if index in self._started_choices else self._first_event(index, usage_before)
         text = delta.events[0] if len(delta.events) == 1 else None
         is_plain = self._scores is None and self._prompt_token_ids is None and usage is None
         if is_plain and isinstance(text, Content):  # fast path for the most frequent kind of chunk
-            last = b"" if delta.finish_reason is None else self._last(index, delta, None)
-            return (b"%b%b%b" % (first, self._template(index).with_value(text.text), last),)
+            last_event = b"" if delta.finish_reason is None else self._last_event(index, delta, None)
+            return (b"%b%b%b" % (first_event, self._template(index).with_value(text.text), last_event),)
         message_delta = self._message_delta(delta.events)
-        last = b"" if delta.finish_reason is None else self._last(index, delta, usage)
-        so_far = _without(usage, delta.num_tokens - len(delta.token_ids))
+        last_event = b"" if delta.finish_reason is None else self._last_event(index, delta, usage)
+        usage_so_far = _without(usage, delta.num_tokens - len(delta.token_ids))
         if self._scores is not None and delta.scores:
-            return chain((first,), self._scored_chunk(index, message_delta, delta, so_far), (last,))
-        has_more = bool(message_delta or (self._prompt_token_ids is not None and delta.token_ids))
-        middle = event(self._chunk(index, message_delta, delta, usage=so_far)) if has_more else b""
-        return (first + middle + last,)
+            return chain(
+                (first_event,), self._scored_chunk(index, message_delta, delta, usage_so_far), (last_event,)
+            )
+        has_delta = bool(message_delta or (self._prompt_token_ids is not None and delta.token_ids))
+        delta_event = (
+            event(self._chunk(index, message_delta, delta, usage=usage_so_far)) if has_delta else b""
+        )
+        return (first_event + delta_event + last_event,)
 
     def begin(self) -> bytes:
         """Return the events before the first delta. Chat completions have none."""
@@ -132,16 +136,16 @@ class ChatResponse(OpenAIStream):
         return (self._usage_event(usage) if self._include_usage else b"") + DONE
 
     def _usage_event(self, usage: Usage) -> bytes:
-        return event(self._envelope.around("chat.completion.chunk", [], usage=usage))
+        return event(self._envelope.response_object("chat.completion.chunk", [], usage=usage))
 
-    def _first(self, index: int, usage: Usage | None) -> bytes:
+    def _first_event(self, index: int, usage: Usage | None) -> bytes:
         more: dict[str, object] = {}
-        if self._prompt_token_ids is not None and not self._begun:
+        if self._prompt_token_ids is not None and not self._started_choices:
             more["prompt_token_ids"] = self._prompt_token_ids
-        self._begun.add(index)
+        self._started_choices.add(index)
         return event(self._chunk(index, {"role": "assistant", "content": ""}, usage=usage, more=more))
 
-    def _last(self, index: int, delta: ChoiceDelta, usage: Usage | None) -> bytes:
+    def _last_event(self, index: int, delta: ChoiceDelta, usage: Usage | None) -> bytes:
         return event(self._chunk(index, {}, finish_reason=delta.finish_reason, usage=usage))
 
     def _template(self, index: int) -> EventTemplate:
@@ -171,7 +175,7 @@ class ChatResponse(OpenAIStream):
     ) -> dict[str, object]:
         choice = self._chunk_choice(index, message_delta, delta, finish_reason)
         members = {**(more or {}), **self._usage(usage)}
-        return self._envelope.around("chat.completion.chunk", [choice], **members)
+        return self._envelope.response_object("chat.completion.chunk", [choice], **members)
 
     def _chunk_choice(
         self,
@@ -252,16 +256,18 @@ def _without(usage: Usage | None, num_tokens: int) -> Usage | None:
 def _calls(events: Sequence[Event]) -> list[ToolCallDelta]:
     """Return the ``tool_calls`` entries of the events, one per call."""
     calls: dict[int, ToolCallDelta] = {}
-    for parsed in events:
-        if isinstance(parsed, ToolCallStart):
-            function: FunctionDelta = {"name": parsed.name, "arguments": ""}
-            calls[parsed.index] = {
-                "index": parsed.index,
-                "id": parsed.id,
+    for parser_event in events:
+        if isinstance(parser_event, ToolCallStart):
+            function: FunctionDelta = {"name": parser_event.name, "arguments": ""}
+            calls[parser_event.index] = {
+                "index": parser_event.index,
+                "id": parser_event.id,
                 "type": "function",
                 "function": function,
             }
-        elif isinstance(parsed, ToolCallArguments):
-            call = calls.setdefault(parsed.index, {"index": parsed.index, "function": {"arguments": ""}})
-            call["function"]["arguments"] += parsed.text
+        elif isinstance(parser_event, ToolCallArguments):
+            call = calls.setdefault(
+                parser_event.index, {"index": parser_event.index, "function": {"arguments": ""}}
+            )
+            call["function"]["arguments"] += parser_event.text
     return list(calls.values())

@@ -195,12 +195,12 @@ class ChoiceDecoder:
     def _parse_each(self, ids: Sequence[int]) -> list[Event]:
         events: list[Event] = []
         for count, token_id in enumerate(ids, self._num_output_tokens):
-            new = self._parse(self._text.append([token_id]))
-            if not self._answer_begun and any(not isinstance(event, Reasoning) for event in new):
+            new_events = self._parse(self._text.append([token_id]))
+            if not self._answer_begun and any(not isinstance(event, Reasoning) for event in new_events):
                 self._answer_begun = True
                 self.num_reasoning_tokens = count if self._has_reasoning else 0
-            self._has_reasoning |= any(isinstance(event, Reasoning) for event in new)
-            events += new
+            self._has_reasoning |= any(isinstance(event, Reasoning) for event in new_events)
+            events += new_events
             if self._text.stop_match is not None or (self._parser is not None and self._parser.done):
                 self._end_position = count + 1
                 break

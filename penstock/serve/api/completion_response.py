@@ -60,7 +60,7 @@ class CompletionResponse(OpenAIStream):
         self._scores = scores
         self._prompt_scores = prompt_scores
         self._include_usage = include_usage
-        self._begun: set[int] = set()
+        self._started_choices: set[int] = set()
         self._templates: dict[int, EventTemplate] = {}
 
     def whole(self, outputs: Sequence[ChoiceDelta], usage: Usage) -> Parts:
@@ -76,7 +76,7 @@ class CompletionResponse(OpenAIStream):
 
         `usage` is the usage so far, for streams whose chunks all have a usage.
         """
-        is_first = index not in self._begun
+        is_first = index not in self._started_choices
         text = delta.content
         is_plain = self._scores is None and self._prompt_token_ids is None and usage is None
         if is_plain and delta.finish_reason is None and not (is_first and self._echoes):
@@ -86,11 +86,11 @@ class CompletionResponse(OpenAIStream):
         has_ids = self._prompt_token_ids is not None and (is_first or delta.token_ids)
         if not (choice["text"] or has_scores or delta.finish_reason or has_ids):
             return ()
-        self._begun.add(index)
+        self._started_choices.add(index)
         scores = self._logprobs(index, delta, is_first=is_first)
         more = self._usage_field(usage)
         if scores is None:
-            return (event(self._envelope.around(KIND, [{**choice, "logprobs": None}], **more)),)
+            return (event(self._envelope.response_object(KIND, [{**choice, "logprobs": None}], **more)),)
         choices_with_logprobs = array([with_members(choice, logprobs=scores)])
         return event_parts(self._envelope.parts(KIND, {"choices": choices_with_logprobs}, **more))
 
@@ -103,7 +103,7 @@ class CompletionResponse(OpenAIStream):
         return (self._usage_event(usage) if self._include_usage else b"") + DONE
 
     def _usage_event(self, usage: Usage) -> bytes:
-        return event(self._envelope.around(KIND, [], usage=usage))
+        return event(self._envelope.response_object(KIND, [], usage=usage))
 
     def _template(self, index: int) -> EventTemplate:
         if index not in self._templates:
@@ -113,7 +113,7 @@ class CompletionResponse(OpenAIStream):
                 "logprobs": None,
                 "finish_reason": None,
             }
-            chunk = self._envelope.around(KIND, [choice], **self._usage_field(None))
+            chunk = self._envelope.response_object(KIND, [choice], **self._usage_field(None))
             self._templates[index] = EventTemplate(chunk)
         return self._templates[index]
 

@@ -141,8 +141,8 @@ def _prompt_scores(services: Services, body: CompletionBody) -> PromptScores | N
     top = body.prompt_logprobs
     if top is None:
         return None
-    best, fragments = num_best(body, body.logprobs), services.fragments_for(body)
-    return lambda ids, scores: prompt_parts(fragments, ids, scores, top, best)
+    num_top, fragments = num_best(body, body.logprobs), services.fragments_for(body)
+    return lambda ids, scores: prompt_parts(fragments, ids, scores, top, num_top)
 
 
 def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:

@@ -43,7 +43,7 @@ async def wake_up(request: Request) -> Sleep:
     """Accept requests again. After `level=2` the model is loaded first."""
     services = _checked_services(request)
     await services.worker.wake_up()
-    _follow_limits(services)
+    _update_max_length(services)
     services.log.info("the model is awake")
     return Sleep(is_sleeping=False)
 
@@ -62,7 +62,7 @@ async def reload(request: Request) -> Status:
     """
     services = _checked_services(request)
     await services.worker.reload(services.config.shutdown_grace)
-    _follow_limits(services)
+    _update_max_length(services)
     services.log.info("all workers are replaced")
     return Status(status="reloaded")
 
@@ -104,6 +104,6 @@ def _checked_services(request: Request) -> Services:
     return services
 
 
-def _follow_limits(services: Services) -> None:
+def _update_max_length(services: Services) -> None:
     """Set the maximum length to that of the new workers, which may have more or less KV cache memory."""
     services.tokenizer.max_length = services.worker.info.max_length

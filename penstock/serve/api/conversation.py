@@ -91,11 +91,11 @@ class Conversation:
             prompt_rows=prompt_rows,
             param="top_logprobs" if body.logprobs else "prompt_logprobs",
         )
-        opens = parsers.prompt_opens_reasoning(str(context.prompt), _prefill(body))
-        grammar = _grammar(services, body, use, opens)
+        opens_reasoning = parsers.prompt_opens_reasoning(str(context.prompt), _prefill(body))
+        grammar = _grammar(services, body, use, opens_reasoning)
         if grammar is not None:
             context = msgspec.structs.replace(context, grammar=grammar)
-        return cls(body, use, context, opens)
+        return cls(body, use, context, opens_reasoning)
 
     def job(self, services: Services) -> GenerationJob:
         """Return a context and a decoder for each choice."""
@@ -157,7 +157,7 @@ def _grammar(services: Services, body: ChatBody, use: ToolUse, opens_reasoning: 
     grammar_and_field = output_grammar(services, body)
     if use.is_forced:  # the output is a tool call, so a format of the text has no effect
         check_enabled(services, body, "tool_choice")
-        check_tools(services, body, use.called)
+        check_tools(services, body, use.callable_names)
         with map_input_errors("tool_choice"):
             call_grammar = parsers.grammar(
                 use.tools, use.choice, parallel=parallel, reasoning=True, in_reasoning=opens_reasoning

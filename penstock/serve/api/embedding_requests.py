@@ -78,7 +78,7 @@ async def encode_inputs(
     """Return the model's outputs for all inputs of a request. Cancels them if the client disconnects.
 
     Args:
-        request: the request; its body is read.
+        request: the request, whose body has been read.
         body: the body.
         inputs: function that returns the inputs; runs in the thread pool.
 
@@ -223,11 +223,11 @@ def _contexts(
         }
         with _input_errors(model_input.name, is_only=is_only):
             requests.append(EmbeddingsGenerationRequest(id=uuid4().hex, model_name=body.model, **fields))
-    built = tokenizer_of(services).build_embeddings_contexts(requests)  # encodes all texts together
+    new_contexts = tokenizer_of(services).build_embeddings_contexts(requests)  # encodes all texts together
     contexts: list[EmbeddingsContext] = []
     for model_input in inputs:
         with _input_errors(model_input.name, is_only=is_only):
-            contexts.append(next(built))
+            contexts.append(next(new_contexts))
     return contexts, [model_input.name for model_input in inputs]
 
 

@@ -46,9 +46,11 @@ class EmbeddingRun:
         self._names = names
         self._generations: dict[int, Generation] = {}
         self._responses: list[EmbeddingsResponse | None] = [None] * len(contexts)
-        window = min(_BATCHES_AT_ONCE * self._worker.info.max_batch_size, self._worker.max_outstanding // 2)
+        num_slots = min(
+            _BATCHES_AT_ONCE * self._worker.info.max_batch_size, self._worker.max_outstanding // 2
+        )
         self._input_ended = asyncio.Event()
-        self._slots = asyncio.Semaphore(max(1, window))
+        self._slots = asyncio.Semaphore(max(1, num_slots))
         self.num_tokens = sum(context.current_length for context in contexts)
         """The number of tokens of all inputs."""
         record.prompt_tokens = self.num_tokens
@@ -124,9 +126,8 @@ class EmbeddingRun:
                 if delta.embeddings is not None:
                     self._responses[index] = delta.embeddings
         except PenstockError as error:
-            raise self._problem(
-                index, error
-            ) from error  # without release of the slot, so that no further input starts
+            # The slot is not released, so that no further input starts.
+            raise self._problem(index, error) from error
         finally:
             del self._generations[index]
             generation.cancel()

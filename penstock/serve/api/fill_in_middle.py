@@ -61,11 +61,11 @@ def fill_in_prompt(tokenizer: TextTokenizer, prefix: str, suffix: str, param: st
     def encode(text: str) -> list[int]:
         return tokenizer.encode_text(text, False, limited=False).tolist() if text else []
 
-    before, after, middle = (token for token in ids if token is not None)
-    parts: Sequence[list[int]] = ([before, *encode(prefix)], [after, *encode(suffix)])
+    prefix_token, suffix_token, middle_token = (token for token in ids if token is not None)
+    parts: Sequence[list[int]] = ([prefix_token, *encode(prefix)], [suffix_token, *encode(suffix)])
     if family.suffix_first:  # Codestral continues directly after the prefix
         return [*_begin(tokenizer), *parts[1], *parts[0]]
-    return [*_begin(tokenizer), *parts[0], *parts[1], middle]
+    return [*_begin(tokenizer), *parts[0], *parts[1], middle_token]
 
 
 def fill_in_ends(tokenizer: TextTokenizer) -> list[int]:

@@ -219,7 +219,7 @@ class _MergedDeltas:
 
     def __init__(self, generations: Sequence[Generation]) -> None:
         self._generations = generations
-        self._waiting: dict[asyncio.Future[RequestDelta | None], int] = {}
+        self._pending_deltas: dict[asyncio.Future[RequestDelta | None], int] = {}
         self._is_started = False
 
     def __aiter__(self) -> Self:
@@ -232,10 +232,10 @@ class _MergedDeltas:
             self._is_started = True
             for index in range(len(self._generations)):
                 self._wait_for(index)
-        while self._waiting:
-            finished_tasks, _ = await asyncio.wait(self._waiting, return_when=asyncio.FIRST_COMPLETED)
-            first = min(finished_tasks, key=self._waiting.__getitem__)
-            index = self._waiting.pop(first)
+        while self._pending_deltas:
+            finished_tasks, _ = await asyncio.wait(self._pending_deltas, return_when=asyncio.FIRST_COMPLETED)
+            first = min(finished_tasks, key=self._pending_deltas.__getitem__)
+            index = self._pending_deltas.pop(first)
             delta = first.result()
             if delta is not None:
                 self._wait_for(index)
@@ -243,13 +243,13 @@ class _MergedDeltas:
         raise StopAsyncIteration
 
     def _wait_for(self, index: int) -> None:
-        self._waiting[asyncio.ensure_future(anext(self._generations[index], None))] = index
+        self._pending_deltas[asyncio.ensure_future(anext(self._generations[index], None))] = index
 
     def num_unread(self) -> int:
         return sum(generation.num_unread for generation in self._generations)
 
     def close(self) -> None:
-        for task in self._waiting:
+        for task in self._pending_deltas:
             task.cancel()
 
 
@@ -279,13 +279,13 @@ class Cancellable(Protocol):
     def cancel(self) -> None: ...
 
 
-async def cancel_on_disconnect(request: Request, run: Cancellable, answer: Callable[[], Awaitable[T]]) -> T:
+async def cancel_on_disconnect(request: Request, run: Cancellable, compute: Callable[[], Awaitable[T]]) -> T:
     """Await and return the result of `answer`. Cancel `run` if the client disconnects first.
 
     Raises:
         ClientDisconnect: the client disconnected.
     """
-    result_task = asyncio.ensure_future(answer())
+    result_task = asyncio.ensure_future(compute())
     disconnect_task = asyncio.ensure_future(wait_for_disconnect(request.receive))
     try:
         await asyncio.wait((result_task, disconnect_task), return_when=asyncio.FIRST_COMPLETED)

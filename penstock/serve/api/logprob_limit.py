@@ -83,7 +83,8 @@ def check_num_logprobs(
     Args:
         services: its configuration has the limit.
         contexts: one per choice; each may generate up to its maximum length.
-        top: number of top tokens per generated token; None if the response has no log probabilities of these.
+        top: number of top tokens per generated token; None if the response has no log
+            probabilities of generated tokens.
         prompt_rows: number of log probabilities of all prompts in the response.
         param: the field that the error names.
 

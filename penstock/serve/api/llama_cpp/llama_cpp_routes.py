@@ -92,7 +92,7 @@ class LlamaCppBuilder(OpenAIStream):
     def _last(self, text: str, token_ids: list[int], usage: Usage) -> dict[str, object]:
         choice, context = self._choice, self._completion.job.contexts[0]
         stop = choice.stop_match
-        kind = "limit" if choice.finish_reason == "length" else "eos" if stop is None else "word"
+        stop_type = "limit" if choice.finish_reason == "length" else "eos" if stop is None else "word"
         return {
             "index": 0,
             "content": text,
@@ -104,7 +104,7 @@ class LlamaCppBuilder(OpenAIStream):
             "tokens_evaluated": usage["prompt_tokens"],
             "tokens_cached": usage["prompt_tokens_details"]["cached_tokens"],
             "truncated": False,
-            "stop_type": kind,
+            "stop_type": stop_type,
             "stopping_word": stop or "",
             "prompt": context.prompt if isinstance(context.prompt, str) else "",
             "generation_settings": {"seed": context.sampling_params.seed},
@@ -113,8 +113,11 @@ class LlamaCppBuilder(OpenAIStream):
 
     def _timings(self, usage: Usage) -> dict[str, object]:
         record, end = self._record, time.perf_counter()
-        first = record.first_token_at or end
-        prefill_seconds, decode_seconds = first - (record.admitted_at or record.received), end - first
+        first_token_at = record.first_token_at or end
+        prefill_seconds, decode_seconds = (
+            first_token_at - (record.admitted_at or record.received),
+            end - first_token_at,
+        )
         num_prompt_tokens, num_output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
         return {
             "prompt_n": num_prompt_tokens,

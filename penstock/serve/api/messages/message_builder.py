@@ -47,7 +47,9 @@ class MessageBuilder:
         (output,) = outputs
         self._add(output.events)
         self._close()
-        yield msgspec.json.encode(self._message(**self._end(), usage=_usage(usage), content=self._blocks))
+        yield msgspec.json.encode(
+            self._message(**self._stop_fields(), usage=_usage(usage), content=self._blocks)
+        )
 
     def begin(self) -> bytes:
         """Return the event that begins the message."""
@@ -62,7 +64,7 @@ class MessageBuilder:
     def end(self, usage: Usage) -> bytes:
         """Return the events that end the message."""
         new_events = self._close()
-        new_events.append({"type": "message_delta", "delta": self._end(), "usage": _usage(usage)})
+        new_events.append({"type": "message_delta", "delta": self._stop_fields(), "usage": _usage(usage)})
         new_events.append({"type": "message_stop"})
         return b"".join(map(named_event, new_events))
 
@@ -77,7 +79,7 @@ class MessageBuilder:
     def _message(self, **more: object) -> dict[str, object]:
         return {"id": self._id, "type": "message", "role": "assistant", "model": self._body.model, **more}
 
-    def _end(self) -> dict[str, object]:
+    def _stop_fields(self) -> dict[str, object]:
         """Return the reason why the message ended."""
         match self._choice.finish_reason:
             case "length":

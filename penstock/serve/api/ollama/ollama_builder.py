@@ -123,15 +123,15 @@ class OllamaBuilder:
     def _end(self, usage: Usage) -> dict[str, object]:
         """Return the finish reason, the token counts, and the times in nanoseconds."""
         record, end = self._record, time.perf_counter()
-        first = record.first_token_at or end
+        first_token_at = record.first_token_at or end
         return {
             "done_reason": "length" if self._choice.finish_reason == "length" else "stop",
             "total_duration": _nanoseconds(end - record.received),
             "load_duration": 0,
             "prompt_eval_count": usage["prompt_tokens"],
-            "prompt_eval_duration": _nanoseconds(first - (record.admitted_at or record.received)),
+            "prompt_eval_duration": _nanoseconds(first_token_at - (record.admitted_at or record.received)),
             "eval_count": usage["completion_tokens"],
-            "eval_duration": _nanoseconds(end - first),
+            "eval_duration": _nanoseconds(end - first_token_at),
         }
 
 

@@ -29,21 +29,21 @@ class _Needs:
 
     key: tuple[str, ...]  # the conjunction that the shape is an alternative of
     all: set[tuple[str, ...]]  # conjunctions that must all be satisfiable
-    # Conjunctions of optional properties, ``missing`` of which must be satisfiable.
+    # Conjunctions of optional properties, ``num_missing`` of which must be satisfiable.
     optional: Counter[tuple[str, ...]]
-    missing: int
+    num_missing: int
 
     @property
     def is_satisfied(self) -> bool:
-        return not self.all and self.missing <= 0
+        return not self.all and self.num_missing <= 0
 
     def mark_satisfiable(self, key: tuple[str, ...]) -> None:
         """Record that a conjunction is satisfiable."""
         self.all.discard(key)
-        self.missing -= self.optional.pop(key, 0)
+        self.num_missing -= self.optional.pop(key, 0)
 
 
-class Productive:
+class Satisfiability:
     """Determines which conjunctions some finite value satisfies.
 
     If every value of a recursive schema contains another value of the schema, there is no finite value. The
@@ -54,23 +54,23 @@ class Productive:
         self._schemas = schemas
         self._results: dict[tuple[str, ...], bool] = {}
 
-    def holds(self, conjunction: Conjunction) -> bool:
+    def holds_for(self, conjunction: Conjunction) -> bool:
         """Return whether some value satisfies a conjunction."""
         key = key_of(conjunction)
         if key not in self._results:
             self._compute(conjunction)
         return self._results[key]
 
-    def has(self, shape: Shape) -> bool:
+    def has_value(self, shape: Shape) -> bool:
         """Return whether some value matches the shape."""
         if not self._is_possible(shape) or not all(
-            self.holds(conjunction) for conjunction in _required_conjunctions(shape)
+            self.holds_for(conjunction) for conjunction in _required_conjunctions(shape)
         ):
             return False
         if not isinstance(shape, Object) or shape.min_count <= len(shape.required):
             return True
-        optional, missing = _optional_properties(shape)
-        return sum(self.holds(conjunction) for conjunction in optional) >= missing
+        optional, num_missing = _optional_properties(shape)
+        return sum(self.holds_for(conjunction) for conjunction in optional) >= num_missing
 
     def _is_possible(self, shape: Shape) -> bool:
         return is_possible(shape) and (
@@ -80,9 +80,9 @@ class Productive:
     def _needs(self, key: tuple[str, ...], shape: Shape) -> _Needs:
         """Return the needs of a shape that are not known to be satisfiable."""
         required_keys = {key_of(conjunction) for conjunction in _required_conjunctions(shape)}
-        optional, missing = _optional_properties(shape)
+        optional, num_missing = _optional_properties(shape)
         optional_keys = Counter(key_of(conjunction) for conjunction in optional)
-        result = _Needs(key, required_keys, optional_keys, missing)
+        result = _Needs(key, required_keys, optional_keys, num_missing)
         for needed_key in [*required_keys, *optional_keys]:
             if self._results.get(needed_key):
                 result.mark_satisfiable(needed_key)
