@@ -85,20 +85,20 @@ def checked_grammar(services: Services, grammar: Grammar | None, place: str) -> 
     return None if grammar is None else _checked_grammar(services, grammar, place)
 
 
-def _response_format_grammar(form: ResponseFormat) -> tuple[Grammar, str]:
+def _response_format_grammar(response_format: ResponseFormat) -> tuple[Grammar, str]:
     """Return the unchecked grammar and the field that contains its text."""
-    if form.type == "json_object":
+    if response_format.type == "json_object":
         return Grammar("json_object"), "response_format"
-    if form.type == "structural_tag":
-        tag = {"type": "structural_tag", **(form.model_extra or {})}
+    if response_format.type == "structural_tag":
+        tag = {"type": "structural_tag", **(response_format.model_extra or {})}
         return Grammar("structural_tag", json.dumps(tag, ensure_ascii=False)), "response_format"
-    if form.json_schema is None:
+    if response_format.json_schema is None:
         raise RequestProblem(
             400,
             "response_format of type json_schema needs a json_schema",
             param="response_format.json_schema",
         )
-    json_schema = form.json_schema
+    json_schema = response_format.json_schema
     schema = (
         json_schema.model_dump(exclude_unset=True, by_alias=True)
         if json_schema.is_bare
@@ -189,7 +189,10 @@ def _checked_grammar(services: Services, grammar: Grammar, place: str) -> Gramma
 
 
 def _check_size(services: Services, size: int, place: str) -> None:
-    """Check the size first, because parsing a large grammar is slow."""
+    """Raise if a grammar is larger than ``--max-grammar-size``.
+
+    Called before the grammar is parsed, because parsing a large grammar is slow.
+    """
     limit = services.pipeline_config.structured_output.max_size
     if size > limit:
         raise RequestProblem(

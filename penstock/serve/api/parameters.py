@@ -229,14 +229,19 @@ def output_limit(body: GenerationBody) -> int | None:
     Raises:
         RequestProblem: 400; they differ.
     """
-    newer = body.max_completion_tokens
-    if newer is not None and body.max_tokens is not None and newer != body.max_tokens:
+    max_completion_tokens = body.max_completion_tokens
+    if (
+        max_completion_tokens is not None
+        and body.max_tokens is not None
+        and max_completion_tokens != body.max_tokens
+    ):
         raise RequestProblem(
             400,
-            f"max_tokens is {body.max_tokens} and max_completion_tokens {newer}: send only one of them",
+            f"max_tokens is {body.max_tokens} and max_completion_tokens {max_completion_tokens}: "
+            "send only one of them",
             param="max_tokens",
         )
-    return body.max_tokens if newer is None else newer
+    return body.max_tokens if max_completion_tokens is None else max_completion_tokens
 
 
 def repetition_penalty(body: GenerationBody) -> float | None:
@@ -340,9 +345,11 @@ def _biases(logit_bias: Mapping[str, float] | None, vocab_size: int) -> dict[int
 
 
 def _checked_ids(param: str, ids: list[int] | None, vocab_size: int) -> list[int] | None:
-    wrong = next((token for token in ids or () if token >= vocab_size), None)
-    if wrong is not None:
-        raise RequestProblem(400, f"{param} has {wrong}: token ids must be below {vocab_size}", param=param)
+    invalid_id = next((token for token in ids or () if token >= vocab_size), None)
+    if invalid_id is not None:
+        raise RequestProblem(
+            400, f"{param} has {invalid_id}: token ids must be below {vocab_size}", param=param
+        )
     return ids
 
 

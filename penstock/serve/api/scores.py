@@ -75,21 +75,21 @@ def _pairs(body: ScoreBody) -> tuple[list[str], list[str]]:
     Raises:
         RequestProblem: 400; a list is empty, or the numbers of texts do not match.
     """
-    first = [body.text_1] if isinstance(body.text_1, str) else list(body.text_1)
-    second = [body.text_2] if isinstance(body.text_2, str) else list(body.text_2)
-    for name, texts in (("text_1", first), ("text_2", second)):
+    first_texts = [body.text_1] if isinstance(body.text_1, str) else list(body.text_1)
+    second_texts = [body.text_2] if isinstance(body.text_2, str) else list(body.text_2)
+    for name, texts in (("text_1", first_texts), ("text_2", second_texts)):
         if not texts:
             raise RequestProblem(400, f"{name} is an empty list: send at least one text", param=name)
-    if len(first) == 1:
-        first *= len(second)
-    if len(first) != len(second):
+    if len(first_texts) == 1:
+        first_texts *= len(second_texts)
+    if len(first_texts) != len(second_texts):
         raise RequestProblem(
             400,
-            f"text_1 has {len(first)} texts and text_2 {len(second)}: send one text as text_1, or as many "
-            "as in text_2",
+            f"text_1 has {len(first_texts)} texts and text_2 {len(second_texts)}: send one text as text_1, "
+            "or as many as in text_2",
             param="text_1",
         )
-    return first, second
+    return first_texts, second_texts
 
 
 def _name(body: ScoreBody, scoring_input: ScoringInput) -> str:

@@ -94,7 +94,7 @@ class _SpeechResponse:
         self._run = run
         self._encoder = encoder
         self._chunks = run.chunks()
-        self._first: Samples | None = None
+        self._first_audio: Samples | None = None
 
     async def begin(self) -> None:
         """Wait for the first audio.
@@ -103,19 +103,19 @@ class _SpeechResponse:
             PenstockError: the request failed before it had audio.
         """
         await self._run.admitted()
-        while self._first is None:
-            self._first = await anext(self._chunks)
+        while self._first_audio is None:
+            self._first_audio = await anext(self._chunks)
 
     async def body_chunks(self) -> AsyncGenerator[bytes, None]:
         """Yield the audio bytes or the events of the response."""
         async with aclosing(self._chunks):
-            yield self._chunk(await self._encoded(self._first))
+            yield self._chunk(await self._encode_audio(self._first_audio))
             async for chunk in self._chunks:
                 if chunk is not None:
-                    yield self._chunk(await self._encoded(chunk))
+                    yield self._chunk(await self._encode_audio(chunk))
                 elif self.as_events:
                     yield PING
-            yield self._chunk(await self._encoded(None))
+            yield self._chunk(await self._encode_audio(None))
             if self.as_events:
                 yield event({"type": "speech.audio.done", "usage": self._run.usage})
 
@@ -124,7 +124,7 @@ class _SpeechResponse:
             return data
         return event({"type": "speech.audio.delta", "audio": base64.b64encode(data).decode()})
 
-    async def _encoded(self, samples: Samples | None) -> bytes:
+    async def _encode_audio(self, samples: Samples | None) -> bytes:
         """Return the encoded bytes of samples; the final bytes for None. Compression runs in the pool."""
         encoder = self._encoder
 

@@ -191,8 +191,8 @@ async def response_events(
 ) -> AsyncGenerator[bytes, None]:
     """Yield the events of a response as its output arrives; the arguments are those of `answer_request`."""
     async with run, aclosing(run.deltas()) as deltas:
-        if first := response.begin():
-            yield first
+        if first_events := response.begin():
+            yield first_events
         async for item in deltas:
             if item is None:
                 if ping := response.ping():
@@ -202,10 +202,10 @@ async def response_events(
             events = response.events(index, delta, run.usage() if with_usage else None)
             async for part in spread(events, turns):
                 yield part
-        last = response.end(run.usage())
+        last_events = response.end(run.usage())
         if on_complete is not None:
             await on_complete()
-        yield last
+        yield last_events
 
 
 def note_error(services: Services, record: RequestRecord, error: BaseException) -> None:

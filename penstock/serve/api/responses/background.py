@@ -80,7 +80,7 @@ class BackgroundRun:
         self._items = prepared.items
         self._record = record
         self._events: list[bytes] = []
-        self._changed = asyncio.Event()
+        self._change_event = asyncio.Event()
         self._is_cancelled = False
         self._task = asyncio.ensure_future(self._generate())
 
@@ -103,14 +103,14 @@ class BackgroundRun:
         """Yield the events with a sequence number above `after`, and wait for new ones."""
         position = after + 1
         while True:
-            changed = self._changed
+            change_event = self._change_event
             if position < len(self._events):
                 yield b"".join(self._events[position:])
                 position = len(self._events)
             elif self.is_done:
                 return
             else:
-                await changed.wait()
+                await change_event.wait()
 
     async def _generate(self) -> None:
         services, builder = self._services, self.builder
@@ -125,13 +125,13 @@ class BackgroundRun:
                         self._publish(encoded_event)
             except Exception as error:
                 note_error(services, self._record, error)
-                builder.failed(problem_of(error))
+                builder.end_with_error(problem_of(error))
                 if not self._is_cancelled:
                     self._publish(builder.error(problem_of(error)))
             finally:
                 self._run.finish()
             if self._is_cancelled:
-                builder.cancelled()
+                builder.end_as_cancelled()
             self.is_done = True
             await self.put()
             self._wake()
@@ -147,5 +147,5 @@ class BackgroundRun:
             self._wake()
 
     def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._change_event.set()
+        self._change_event = asyncio.Event()

@@ -100,8 +100,8 @@ class OfferedTool:
 
     def function(self, name: str) -> dict[str, object]:
         """Return the tool as a function of a chat request."""
-        about = {"name": name, "description": self.tool.description, "parameters": self.tool.input_schema}
-        return {"type": "function", "function": about}
+        function = {"name": name, "description": self.tool.description, "parameters": self.tool.input_schema}
+        return {"type": "function", "function": function}
 
 
 @dataclass(frozen=True)
@@ -119,19 +119,19 @@ class OfferedTools:
 
     functions: Mapping[str, OfferedTool] = field(default_factory=dict)
     listings: Sequence[ToolListing] = ()
-    implied: Sequence[str] = ()
+    implied_servers: Sequence[str] = ()
     """Names of the servers that are offered although the request names none."""
 
     def function_name(self, label: str, tool: str) -> str:
         """Return the function name of a tool; if the tool is not offered, its name as a function name."""
-        for name, offered in self.functions.items():
-            if (offered.label, offered.tool.name) == (label, tool):
+        for name, offered_tool in self.functions.items():
+            if (offered_tool.label, offered_tool.tool.name) == (label, tool):
                 return name
         return _plain_name(tool)
 
     def names_of(self, label: str) -> list[str]:
         """Return the names of the functions of a server."""
-        return [name for name, offered in self.functions.items() if offered.label == label]
+        return [name for name, offered_tool in self.functions.items() if offered_tool.label == label]
 
 
 def tool_servers(services: Services) -> ToolServers:
@@ -149,8 +149,8 @@ def tool_servers(services: Services) -> ToolServers:
 async def offered_tools(services: Services, raw: object) -> OfferedTools:
     """Return the tools that a request offers: those of the servers that it names, or of all servers.
 
-    A request with ``tool_choice: "none"`` offers none. A server that cannot list its tools offers none, and
-    has a listing with the error.
+    A request that names no server and has ``tool_choice: "none"`` offers no tools. A server that cannot list
+    its tools offers none, and has a listing with the error.
 
     Args:
         services: the objects that routes use.
@@ -168,17 +168,19 @@ async def offered_tools(services: Services, raw: object) -> OfferedTools:
         return OfferedTools()
     servers = tool_servers(services)
     entries = [(place, _entry(services, tool, place)) for place, tool in mcp_tools]
-    implied = [] if mcp_tools or raw.get("tool_choice") == "none" else servers.names
-    if implied and not services.tokenizer.template_mentions("tools"):
+    implied_servers = [] if mcp_tools or raw.get("tool_choice") == "none" else servers.names
+    if implied_servers and not services.tokenizer.template_mentions("tools"):
         services.warn_once(["tools of tool servers, which the chat template does not show"])
-        implied = []
-    entries += [("tools", McpTool(type="mcp", server_label=name)) for name in implied]
+        implied_servers = []
+    entries += [("tools", McpTool(type="mcp", server_label=name)) for name in implied_servers]
     configured_servers = [_server(servers, entry, place) for place, entry in entries]
     labels = [entry.server_label for _, entry in entries]
     for index, label in enumerate(labels):
         if label in labels[:index]:
             place = f"{entries[index][0]}.server_label"
-            raise RequestProblem(400, f"{place} is {label!r}, as of another tool", param=place)
+            raise RequestProblem(
+                400, f"{place} is {label!r}, which is the label of another tool too", param=place
+            )
     tool_lists = await asyncio.gather(*(servers.tools_of(server) for server in configured_servers))
     taken_names = {str(tool.get("name")) for tool in tools if tool.get("type") in ("function", "custom")}
     functions: dict[str, OfferedTool] = {}
@@ -196,7 +198,7 @@ async def offered_tools(services: Services, raw: object) -> OfferedTools:
             functions[name] = OfferedTool(
                 entry.server_label, server, tool, entry.needs_approval(tool, default), place
             )
-    return OfferedTools(functions, listings, implied)
+    return OfferedTools(functions, listings, implied_servers)
 
 
 def _entry(services: Services, raw: Mapping[str, object], place: str) -> McpTool:

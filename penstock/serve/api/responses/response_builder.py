@@ -49,13 +49,13 @@ class ResponseBuilder:
         if conversation.body.logprobs:
             self._scores = ChatScores(services.fragments_for(conversation.body), body.top_logprobs or 0)
         self._sequence = 0
-        self._plain = _response_members(prepared)
+        self._fixed_members = _response_members(prepared)
         self.result: dict[str, object] = self.with_status("in_progress")
         """The newest state of the response."""
 
     def with_status(self, status: str, **more: object) -> dict[str, object]:
         """Return the response with a status."""
-        self.result = {**self._plain, "status": status, "output": self._output.items, **more}
+        self.result = {**self._fixed_members, "status": status, "output": self._output.items, **more}
         return self.result
 
     def whole(self, outputs: Sequence[ChoiceDelta], usage: Usage) -> Iterable[bytes]:
@@ -89,20 +89,20 @@ class ResponseBuilder:
 
     def error(self, problem: Problem) -> bytes:
         """Return the event of an error that ends the stream."""
-        return self._events([{"type": "response.failed", "response": self.failed(problem)}])
+        return self._events([{"type": "response.failed", "response": self.end_with_error(problem)}])
 
-    def failed(self, problem: Problem) -> dict[str, object]:
+    def end_with_error(self, problem: Problem) -> dict[str, object]:
         """End the response with an error, and return it."""
-        self._abandon()
+        self._end_open_items()
         error = {"code": problem.code or "server_error", "message": problem.message, "param": problem.param}
         return self.with_status("failed", error=error)
 
-    def cancelled(self) -> dict[str, object]:
+    def end_as_cancelled(self) -> dict[str, object]:
         """End the response as cancelled by the client, and return it."""
-        self._abandon()
+        self._end_open_items()
         return self.with_status("cancelled")
 
-    def _abandon(self) -> None:
+    def _end_open_items(self) -> None:
         self._output.close(is_complete=False)
         self._output.end_calls()
 
@@ -174,7 +174,7 @@ def _response_members(prepared: PreparedResponse) -> dict[str, object]:
             for tool in body.tools or ()
             if not tool.is_hosted or tool.type == MCP
         ]
-        + [{"type": MCP, "server_label": name} for name in prepared.offered.implied],
+        + [{"type": MCP, "server_label": name} for name in prepared.offered.implied_servers],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": params.top_p,
         "truncation": body.truncation or "disabled",

@@ -214,8 +214,8 @@ class ChatMessages:
                 param=f"{place}.approval_request_id",
             )
         if not item.approve:
-            because = f": {item.reason}" if item.reason else ""
-            self._add_mcp_call(request, f"Error: the user has not approved this call{because}", place)
+            reason_text = f": {item.reason}" if item.reason else ""
+            self._add_mcp_call(request, f"Error: the user has not approved this call{reason_text}", place)
 
     def _add_reasoning(self, item: InputItem, place: str) -> None:
         text = _reasoning_text(item, place)
@@ -262,9 +262,9 @@ def _mcp_output(item: InputItem) -> str:
 
 def _content(parts: Sequence[InputPart], place: str) -> str | list[dict[str, object]]:
     """Return the content of a message; a single text part as a string."""
-    chat = [_part(part, f"{place}[{index}]") for index, part in enumerate(parts)]
-    text = chat[0].get("text") if len(chat) == 1 else None
-    return text if isinstance(text, str) else chat
+    chat_parts = [_part(part, f"{place}[{index}]") for index, part in enumerate(parts)]
+    text = chat_parts[0].get("text") if len(chat_parts) == 1 else None
+    return text if isinstance(text, str) else chat_parts
 
 
 def _part(part: InputPart, place: str) -> dict[str, object]:

@@ -173,12 +173,12 @@ class OutputItems:
         new_events.append(self._event("response.content_part.added", content_index=0, part=part))
 
     def _begin_call(self, call: ToolCallStart, new_events: list[dict[str, object]]) -> None:
-        offered = self._offered.functions.get(call.name)
-        if offered is not None:
-            if offered.needs_approval:
-                self._begin_approval_request(offered, new_events)
+        offered_tool = self._offered.functions.get(call.name)
+        if offered_tool is not None:
+            if offered_tool.needs_approval:
+                self._begin_approval_request(offered_tool, new_events)
             else:
-                self._begin_mcp_call(call.id, offered, new_events)
+                self._begin_mcp_call(call.id, offered_tool, new_events)
             return
         if call.name in self._custom_tools:
             self._open_type = "custom_tool_call"
@@ -198,8 +198,8 @@ class OutputItems:
             self._event("response.mcp_list_tools.in_progress"),
         ]
         self.items[-1] |= {"tools": [*listing.tools], "error": listing.error}
-        end = "completed" if listing.error is None else "failed"
-        new_events.append(self._event(f"response.mcp_list_tools.{end}"))
+        status = "completed" if listing.error is None else "failed"
+        new_events.append(self._event(f"response.mcp_list_tools.{status}"))
         new_events.append(self._item_event("response.output_item.done"))
         return new_events
 

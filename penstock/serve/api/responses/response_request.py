@@ -58,9 +58,9 @@ class PreparedResponse:
         _check_combinations(body)
         body, warnings = _without_unread_effort(services, body)
         history = [] if previous is None else previous.history()
-        earlier = [InputItem.model_validate(item) for item in history]
+        earlier_items = [InputItem.model_validate(item) for item in history]
         translation = chat_request(
-            services, body, earlier, offered, hosted_tools=services.config.hosted_tools
+            services, body, earlier_items, offered, hosted_tools=services.config.hosted_tools
         )
         warnings += [
             f"the hosted tool {name}, which the server does not have" for name in hosted_tools_of(body)
@@ -68,10 +68,10 @@ class PreparedResponse:
         conversation = _conversation(services, body, translation, new_id("resp"))
         assert isinstance(raw, dict)
         items = [*history, *_input_items(raw["input"])]
-        all_items = [*earlier, *(body.input if isinstance(body.input, list) else ())]
+        all_items = [*earlier_items, *(body.input if isinstance(body.input, list) else ())]
         listed_servers = {item.server_label for item in all_items if item.type == "mcp_list_tools"}
         listings = [listing for listing in offered.listings if listing.label not in listed_servers]
-        approved_calls = _approved_calls(all_items, len(earlier), offered)
+        approved_calls = _approved_calls(all_items, len(earlier_items), offered)
         return cls(body, conversation, items, warnings, translation, offered, listings, approved_calls)
 
     def next_turn(
@@ -140,7 +140,7 @@ def _approved_calls(
 ) -> list[ApprovedCall]:
     """Return the calls that this request approves, except calls that an earlier request has made."""
     requests = {item.id: item for item in items if item.type == "mcp_approval_request"}
-    made_ids = {item.approval_request_id for item in items if item.type == "mcp_call"}
+    called_ids = {item.approval_request_id for item in items if item.type == "mcp_call"}
     calls = []
     for index, item in enumerate(items[num_earlier:]):
         request_id = item.approval_request_id
@@ -148,7 +148,7 @@ def _approved_calls(
             item.type != "mcp_approval_response"
             or not item.approve
             or request_id is None
-            or request_id in made_ids
+            or request_id in called_ids
         ):
             continue
         request = requests[request_id]  # `response_input` has checked that it exists
@@ -163,7 +163,7 @@ def _approved_calls(
                 "not offer: send the same tools as before",
                 param=place,
             )
-        made_ids.add(request_id)
+        called_ids.add(request_id)
         calls.append(
             ApprovedCall(new_id("call"), offered_tool, function, request.arguments or "", request_id)
         )

@@ -291,12 +291,12 @@ class ResponseRun:
                 return False
         has_calls = body.max_tool_calls is None or self._num_calls < body.max_tool_calls
         has_tools = has_calls and len(self._runs) < config.mcp_max_turns
-        first, messages = self._prepared.conversation.context.request_id, [*self._messages]
-        name = f"{first}-{len(self._runs) + 1}"
+        first_request_id, messages = self._prepared.conversation.context.request_id, [*self._messages]
+        request_id = f"{first_request_id}-{len(self._runs) + 1}"
         try:
             conversation = await self._pool(
                 lambda: self._prepared.next_turn(
-                    self._services, messages, name, has_tools=has_tools, max_tokens=tokens_left
+                    self._services, messages, request_id, has_tools=has_tools, max_tokens=tokens_left
                 )
             )
         except RequestProblem as problem:
