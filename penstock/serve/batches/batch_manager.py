@@ -23,7 +23,7 @@ from penstock.serve.batches.batch_lines import (
 from penstock.serve.batches.batch_store import BatchObject, FileObject, ObjectStore, file_object
 from penstock.serve.services import Services
 
-ACTIVE = ("validating", "in_progress", "finalizing", "cancelling")
+ACTIVE_STATUSES = ("validating", "in_progress", "finalizing", "cancelling")
 _SAVE_INTERVAL = 1.0
 """Seconds between two updates of the counts on disk."""
 
@@ -67,7 +67,7 @@ class BatchManager:
     async def cancel(self, batch: BatchObject) -> BatchObject:
         """Cancel a batch. Its results so far are stored as files. Does nothing if the batch has ended."""
         batch = self.state_of(batch)
-        if batch["status"] not in ACTIVE:
+        if batch["status"] not in ACTIVE_STATUSES:
             return batch
         batch |= {"status": "cancelling", "cancelling_at": int(time.time())}
         await asyncio.to_thread(self.batches.put, batch)
@@ -80,20 +80,20 @@ class BatchManager:
         """Run batches until the server stops."""
         while not self._services.gate.reason:
             self._has_new_batches.clear()
-            active = [
+            active_batches = [
                 candidate
                 for candidate in await asyncio.to_thread(self.batches.all)
-                if candidate["status"] in ACTIVE
+                if candidate["status"] in ACTIVE_STATUSES
             ]
-            if not active:
+            if not active_batches:
                 await self._has_new_batches.wait()
                 continue
-            batch = self._current = active[-1]
+            batch = self._current = active_batches[-1]
             self._run_task = asyncio.ensure_future(self._run_one(batch))
             try:
                 await asyncio.wait((self._run_task,))
                 if self._run_task.cancelled() or self._run_task.exception() is None:
-                    if batch["status"] in ACTIVE:
+                    if batch["status"] in ACTIVE_STATUSES:
                         await asyncio.to_thread(self._finish, batch, "cancelled")
                 elif isinstance(self._run_task.exception(), StoppedError):
                     await asyncio.to_thread(self.batches.put, batch)
@@ -155,13 +155,13 @@ class BatchManager:
 
     def _finish(self, batch: BatchObject, status: Literal["completed", "cancelled"]) -> None:
         """Register the result files of a batch, and set its final status."""
-        batch["output_file_id"] = self._as_file(batch, batch["results"], "output")
-        batch["error_file_id"] = self._as_file(batch, batch["failures"], "error")
+        batch["output_file_id"] = self._register_result_file(batch, batch["results"], "output")
+        batch["error_file_id"] = self._register_result_file(batch, batch["failures"], "error")
         batch["status"] = status
         batch["completed_at" if status == "completed" else "cancelled_at"] = int(time.time())
         self.batches.put(batch)
 
-    def _as_file(self, batch: BatchObject, name: str, title: str) -> str | None:
+    def _register_result_file(self, batch: BatchObject, name: str, title: str) -> str | None:
         """Store the file object of a result file and return its id. Delete an empty file and return None."""
         path = self.files.content(name)
         size = path.stat().st_size if path.exists() else 0

@@ -105,9 +105,9 @@ class ObjectStore(Generic[ObjectT]):
     def put(self, value: ObjectT) -> None:
         """Store an object under its id. Replaces an existing object atomically."""
         path = self._path(value["id"])
-        new = path.with_suffix(".new")
-        new.write_bytes(msgspec.json.encode(value))
-        os.replace(new, path)
+        temporary_path = path.with_suffix(".new")
+        temporary_path.write_bytes(msgspec.json.encode(value))
+        os.replace(temporary_path, path)
 
     def get(self, name: str, owner: str | None = None) -> ObjectT | None:
         """Return an object; None if it does not exist or has another owner."""

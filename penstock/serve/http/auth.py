@@ -37,7 +37,7 @@ class ApiKeys:
             return None
         headers = list(headers)
         keys = [value for name, value in headers if name == b"authorization"]
-        if not keys:  # the header of Anthropic's clients
+        if not keys:  # Anthropic's clients send this header
             keys = [b"Bearer " + value for name, value in headers if name == b"x-api-key"]
         if not keys:
             raise RequestProblem(

@@ -35,7 +35,7 @@ class JsonRequest(Request):
         Raises:
             RequestProblem: 413 the body is too long; 408 it arrives too slowly; 415 its content type is
                 not JSON.
-            OverloadedError: 429 it is large, and the limit of concurrent large bodies is reached.
+            OverloadedError: 429 the body is large, and the limit of concurrent large bodies is reached.
         """
         if self._read_body is None:
             self._check_media_type()
@@ -85,7 +85,7 @@ class JsonRequest(Request):
     async def _read(self, limit: int) -> bytes:
         content_length = self.headers.get("content-length", "")
         if content_length.isdecimal() and int(content_length) > limit:
-            _too_long(limit)
+            _raise_too_long(limit)
         parts, size = [], 0
         while True:
             message = await self.receive()
@@ -94,7 +94,7 @@ class JsonRequest(Request):
             part = message.get("body", b"")
             size += len(part)
             if size > limit:
-                _too_long(limit)
+                _raise_too_long(limit)
             if size > LARGE_BODY_BYTES and not self._holds_large_slot:
                 Services.of(self).large_bodies.acquire()
                 self._holds_large_slot = True
@@ -150,7 +150,7 @@ def _json_problems() -> Iterator[None]:
         ) from None
 
 
-def _too_long(limit: int) -> NoReturn:
+def _raise_too_long(limit: int) -> NoReturn:
     raise RequestProblem(
         413,
         f"the body is longer than {limit} bytes, the limit of this server",

@@ -39,9 +39,8 @@ class HttpToolsConnection(Connection, HttpToolsProtocol):  # type: ignore[misc]
         check_framing(self.headers, self.parser.get_http_version().encode())
         super().on_headers_complete()
         if self.parser.get_http_version() == "1.0":
-            self.cycle.__class__ = (
-                _UnframedCycle  # uvicorn creates the cycle and has no setting for its class
-            )
+            # uvicorn creates the cycle and has no setting for its class.
+            self.cycle.__class__ = _UnframedCycle
 
     def on_message_complete(self) -> None:
         """Record the end of a request's body."""

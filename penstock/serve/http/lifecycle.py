@@ -139,12 +139,12 @@ class Server:
                 return
             load_task.result()
             await self._open(services, listener)
-            background = [
+            background_tasks = [
                 asyncio.create_task(self._watch()),
                 asyncio.create_task(self._finish_warm_up(services)),
             ]
             await stop_task
-            for task in background:
+            for task in background_tasks:
                 task.cancel()
         finally:
             stop_task.cancel()

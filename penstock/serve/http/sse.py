@@ -69,11 +69,11 @@ class EventTemplate:
     """Marks the place of the value. No other part of the object may contain this text."""
 
     def __init__(self, data: object) -> None:
-        self._before, self._after = event(data).split(_encode(self.PLACEHOLDER))
+        self._prefix, self._suffix = event(data).split(_encode(self.PLACEHOLDER))
 
     def with_value(self, value: object) -> bytes:
         """Return the event with a value."""
-        return b"%b%b%b" % (self._before, _encode(value), self._after)
+        return b"%b%b%b" % (self._prefix, _encode(value), self._suffix)
 
 
 class EventStream(Response):

@@ -29,13 +29,13 @@ class Startup:
     """Measures a start, from the start of the process if the system reports it."""
 
     def __init__(self) -> None:
-        self._began = time.perf_counter() - process_age()
+        self._started_at = time.perf_counter() - process_age()
         self.phases: list[StartupPhase] = []
 
     @property
     def seconds(self) -> float:
         """Seconds since the process started."""
-        return time.perf_counter() - self._began
+        return time.perf_counter() - self._started_at
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -59,11 +59,11 @@ class ToolServers:
         """The names of all servers."""
         return [*self._servers]
 
-    def named(self, name: str) -> ToolServer | None:
+    def by_name(self, name: str) -> ToolServer | None:
         """Return the server with a name, or None."""
         return self._servers.get(name)
 
-    def at(self, url: str) -> ToolServer | None:
+    def by_url(self, url: str) -> ToolServer | None:
         """Return the server with a URL, or None."""
         return next((server for server in self if server.url.rstrip("/") == url.rstrip("/")), None)
 

@@ -113,7 +113,7 @@ class ToolSession:
         cursor = None
         try:
             async with asyncio.timeout(self._timeout):
-                client = await self._connected()
+                client = await self._connect()
                 while True:
                     page = await client.list_tools(cursor=cursor)
                     tools += [_tool(tool) for tool in page.tools]
@@ -131,7 +131,7 @@ class ToolSession:
 
         try:
             async with asyncio.timeout(self._timeout):
-                client = await self._connected()
+                client = await self._connect()
                 result = await client.call_tool(name, dict(arguments))
         except TimeoutError:
             return ToolOutput.failed(TIMED_OUT, self._timeout_message())
@@ -151,7 +151,7 @@ class ToolSession:
         await asyncio.wait((self._task,))
         self._task = None
 
-    async def _connected(self) -> Client:
+    async def _connect(self) -> Client:
         """Return the client. The first call connects."""
         if self._client is None:
             self._client = asyncio.get_running_loop().create_future()
@@ -176,7 +176,7 @@ class ToolSession:
                 client = await stack.enter_async_context(Client(transport))
                 connection.set_result(client)
                 await self._close_event.wait()
-        except Exception as error:  # of connecting; later errors also reach the calls
+        except Exception as error:  # an error of connecting; the calls report later errors
             if not connection.done():
                 connection.set_exception(error)
                 # If the caller has timed out, asyncio would log the exception as never retrieved.

@@ -70,9 +70,8 @@ class ModelDispatcher:
                 return
             async with self._registry.loaded(model):
                 await self._run(model, scope, body.receive, send)
-        except (
-            PenstockError
-        ) as error:  # only of the dispatcher: the applications of the models handle their own errors
+        except PenstockError as error:
+            # Only errors of the dispatcher arrive here. The models' applications handle their own errors.
             problem = problem_of(error)
             record: RequestRecord = scope["state"]["record"]
             record.failed(problem.code, problem.status)

@@ -35,8 +35,8 @@ class ModelsServer(Server):
     ) -> None:
         from penstock.serve.models.registry import ModelRegistry
 
-        first = models[0]
-        super().__init__(config, first.config, first.engine, first.load_tokenizer, startup)
+        first_model = models[0]
+        super().__init__(config, first_model.config, first_model.engine, first_model.load_tokenizer, startup)
         self._registry: ModelRegistry = ModelRegistry(models, budget, self._prepare, config.shutdown_grace)
 
     async def _run(self, listener: socket.socket) -> int:
@@ -57,10 +57,10 @@ class ModelsServer(Server):
                 tokenizer = model.load_tokenizer()
             services = build_services(self._config, model.config, model.engine, tokenizer, services)
             model.services = services
-        first = self._registry.default.services
-        assert first is not None
+        first_services = self._registry.default.services
+        assert first_services is not None
         with self._startup.phase("make the routes"):
-            return first, HttpServer(cast("FastAPI", make_front(self._registry)), self._config)
+            return first_services, HttpServer(cast("FastAPI", make_front(self._registry)), self._config)
 
     async def _open(self, services: Services, listener: socket.socket) -> None:
         async with self._registry.loaded(self._registry.default):  # its worker is already running

@@ -21,9 +21,9 @@ def log_event(log: logging.Logger, level: int, event: str, **fields: object) -> 
 class LineFormatter(logging.Formatter):
     """Formats lines as logfmt (``key=value key="two words"``) or JSON. Escapes all values."""
 
-    def __init__(self, form: str) -> None:
+    def __init__(self, log_format: str) -> None:
         super().__init__()
-        self._form = form
+        self._log_format = log_format
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record as one line."""
@@ -36,7 +36,7 @@ class LineFormatter(logging.Formatter):
         if record.exc_info:
             fields["traceback"] = self.formatException(record.exc_info)
         present_fields = {name: value for name, value in fields.items() if value is not None}
-        if self._form == "json":
+        if self._log_format == "json":
             return json.dumps(present_fields, default=str)
         return " ".join(f"{name}={_logfmt(value)}" for name, value in present_fields.items())
 

@@ -39,10 +39,10 @@ class ToolCallArguments(msgspec.Struct, frozen=True, tag=True):
 Event = Content | Reasoning | ToolCallStart | ToolCallArguments
 
 
-def joined(events: list[Event]) -> list[Event]:
+def merge_events(events: list[Event]) -> list[Event]:
     """Merge adjacent events of the same type.
 
-    >>> joined([Content("a"), Content("b"), ToolCallArguments(0, "{"), ToolCallArguments(0, "}")])
+    >>> merge_events([Content("a"), Content("b"), ToolCallArguments(0, "{"), ToolCallArguments(0, "}")])
     [Content(text='ab'), ToolCallArguments(index=0, text='{}')]
     """
     result: list[Event] = []

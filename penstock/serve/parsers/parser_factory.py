@@ -40,7 +40,7 @@ _ALPHANUMERICS = string.ascii_letters + string.digits
 class ParserFactory:
     """The formats in which one model writes calls and reasoning.
 
-    `new` creates the parser of one choice. Its events, merged with `joined`, do not depend on how the text is
+    `new` creates the parser of one choice. Its events, merged with `merge_events`, do not depend on how the text is
     split into chunks.
     """
 

@@ -216,7 +216,7 @@ def _entry(services: Services, raw: Mapping[str, object], place: str) -> McpTool
 def _server(servers: ToolServers, entry: McpTool, place: str) -> ToolServer:
     """Return the configured server that an entry names. A request cannot choose any other server."""
     url = entry.server_url
-    server = servers.named(entry.server_label) if url is None else servers.at(url)
+    server = servers.by_name(entry.server_label) if url is None else servers.by_url(url)
     if server is not None:
         return server
     param = f"{place}.{'server_label' if url is None else 'server_url'}"
