@@ -101,7 +101,7 @@ class RouteStates:
 
 @dataclass(frozen=True, kw_only=True)
 class Services:
-    """Created once at the start and never changed."""
+    """The objects that the routes use. They are created once at the start and never replaced."""
 
     config: ServeConfig
     pipeline_config: PipelineConfig
@@ -128,7 +128,7 @@ class Services:
     """The task that the model is loaded for."""
     states: RouteStates = field(default_factory=RouteStates)
     """State that belongs to a family of routes, such as stored responses."""
-    warned: set[str] = field(default_factory=set)
+    logged_warnings: set[str] = field(default_factory=set)
     """The warnings that `warn_once` has logged."""
     turns: EncodingTurns = field(default_factory=EncodingTurns)
     """Serialises the encoding of long responses, so that the event loop runs between two slices."""
@@ -136,8 +136,8 @@ class Services:
     def warn_once(self, warnings: Iterable[str]) -> None:
         """Log a warning for each requested feature that the server skips. Logs the same text only once."""
         for warning in warnings:
-            if warning not in self.warned and len(self.warned) < _MAX_WARNINGS:
-                self.warned.add(warning)
+            if warning not in self.logged_warnings and len(self.logged_warnings) < _MAX_WARNINGS:
+                self.logged_warnings.add(warning)
                 self.log.warning("a request has %s; it is skipped, and not reported again", warning)
 
     def fragments_for(self, body: GenerationBody) -> TokenFragments:

@@ -45,7 +45,7 @@ class ChatTemplate:
         self.sources = dict(sources)
         self._special_tokens = dict(special_tokens)
         self._origin = origin
-        self._templates_by_name: dict[str, Template] = {}
+        self._compiled_templates: dict[str, Template] = {}
         self.reads_images = False
         """Whether parts of messages may be images. Set by the tokenizer of a model that reads images."""
 
@@ -92,7 +92,7 @@ class ChatTemplate:
         messages = _with_end_mark(messages) if continues else messages
         template = self._compile(self._choose(tools))
         try:
-            # Passed as a mapping, because a variable named "self" would clash with a parameter of render.
+            # The variables are passed as a mapping, because a variable named "self" would clash with a parameter of render.
             text = template.render(
                 {"messages": messages, "tools": tools, **self._special_tokens, **variables}
             )
@@ -180,16 +180,16 @@ class ChatTemplate:
         raise InputError(f"the model has no default chat template, only {names}: pass --chat-template")
 
     def _compile(self, name: str) -> Template:
-        if name not in self._templates_by_name:
+        if name not in self._compiled_templates:
             try:
-                self._templates_by_name[name] = _ENVIRONMENT.from_string(self.sources[name])
+                self._compiled_templates[name] = _ENVIRONMENT.from_string(self.sources[name])
             except TemplateSyntaxError as error:
                 problem = f"the chat template {name!r} has an error in line {error.lineno}: {error.message}"
                 raise CheckpointError(self._origin, problem) from error
             except RecursionError as error:
                 problem = f"the chat template {name!r} is nested too deeply"
                 raise CheckpointError(self._origin, problem) from error
-        return self._templates_by_name[name]
+        return self._compiled_templates[name]
 
 
 def find_templates(checkpoint: Path, tokenizer_config: Mapping[str, object]) -> dict[str, str]:

@@ -27,7 +27,7 @@ from penstock.serve.parsers.structural_tags import (
     spaces,
     tag_of,
     text_until,
-    triggered,
+    triggered_tags,
     with_tokens,
 )
 from penstock.serve.parsers.tools import ToolChoice, Tools
@@ -40,8 +40,8 @@ _ALPHANUMERICS = string.ascii_letters + string.digits
 class ParserFactory:
     """The formats in which one model writes calls and reasoning.
 
-    `new` creates the parser of one choice. Its events, merged with `merge_events`, do not depend on how the text is
-    split into chunks.
+    `new` creates the parser of one choice. Its events, merged with `merge_events`, do not depend on how
+    the text is split into chunks.
     """
 
     tools: ToolFormat | None
@@ -139,16 +139,16 @@ class ParserFactory:
         """
         callable_tools = Tools.of(tools, tool_choice)
         call_reader = self.tools if callable_tools else None
-        dropped = self.special_tokens
+        dropped_tokens = self.special_tokens
         if self.skip_special_tokens or shows_special_tokens:
-            dropped = frozenset()
-        if call_reader is None and self.reasoning is None and not dropped:
+            dropped_tokens = frozenset()
+        if call_reader is None and self.reasoning is None and not dropped_tokens:
             return PlainParser()
         return ReasoningToolParser(
             callable_tools,
             call_reader,
             self.reasoning,
-            dropped_markers=dropped,
+            dropped_markers=dropped_tokens,
             in_reasoning=in_reasoning and self.reasoning is not None,
             parallel=parallel,
             bare_in_text=bare_in_text,
@@ -214,15 +214,15 @@ class ParserFactory:
         tags_after_markers = {
             marker: self.tools.after_marker(marker, strict_tools, parallel) for marker in self.tools.markers
         }
-        text = self._markup(triggered(tags_after_markers, parallel))
+        text = self._markup(triggered_tags(tags_after_markers, parallel))
         if not self.tools.bare_starts:
             return grammar_of(text)
         marked_calls = [
             self._markup(sequence(constant(marker), tag)) for marker, tag in tags_after_markers.items()
         ]
         starts = "".join(sorted({*self.tools.bare_starts, *(marker[0] for marker in tags_after_markers)}))
-        first = pattern(f"[^\\s{re.escape(starts)}]")
-        tag = either([calls_tag, *marked_calls, constant(""), sequence(first, text)])
+        first_character = pattern(f"[^\\s{re.escape(starts)}]")
+        tag = either([calls_tag, *marked_calls, constant(""), sequence(first_character, text)])
         return grammar_of(self._after_reasoning(tag, in_reasoning, without=self.tools.markers))
 
     def calls_or_format_grammar(

@@ -33,8 +33,8 @@ class PythonScanner(ValueScanner):
         self._word: list[str] = []
         self._digits = ""  # digits of a hexadecimal or octal escape so far
         self._hex_length = 0
-        # For each open parenthesis without a comma so far, the JSON text inside it. With a comma it is a
-        # tuple, without one it encloses a single value.
+        # For each open parenthesis without a comma so far, the JSON text inside it. Parentheses with a comma
+        # are a tuple. Parentheses without a comma enclose a single value.
         self._groups: list[list[str]] = []
         # For each open bracket in `_closers`, whether it has an entry in `_groups`.
         self._is_group: list[bool] = []

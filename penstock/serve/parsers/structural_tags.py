@@ -79,7 +79,7 @@ def rest_of_text() -> Tag:
     return {"type": "any_text"}
 
 
-def triggered(after: Mapping[str, Tag], parallel: bool) -> Tag:
+def triggered_tags(after: Mapping[str, Tag], parallel: bool) -> Tag:
     """Return the tag of free text in which the given tag must follow each marker.
 
     Unless `parallel`, the text ends after the first marker and its tag. No marker may be a prefix of another.
@@ -140,16 +140,16 @@ def with_tokens(tag: Tag, special_tokens: Iterable[str]) -> Tag:
     return _with_tokens(tag, re.compile(f"({'|'.join(map(re.escape, tokens))})"))
 
 
-def _with_tokens(part: Tag, special: re.Pattern[str]) -> Tag:
+def _with_tokens(part: Tag, special_pattern: re.Pattern[str]) -> Tag:
     match part["type"]:
         case "const_string":
-            return _constant_with_tokens(part["value"], special)
+            return _constant_with_tokens(part["value"], special_pattern)
         case "json_schema" | "regex" | "any_text":
             return part
         case "tag":
-            begin = _constant_with_tokens(part["begin"], special)
-            end = _constant_with_tokens(part["end"], special)
-            content = _with_tokens(part["content"], special)
+            begin = _constant_with_tokens(part["begin"], special_pattern)
+            end = _constant_with_tokens(part["end"], special_pattern)
+            content = _with_tokens(part["content"], special_pattern)
             if end["type"] == "const_string":
                 tag = {"type": "tag", "begin": "", "content": content, "end": part["end"]}
             else:
@@ -157,26 +157,29 @@ def _with_tokens(part: Tag, special: re.Pattern[str]) -> Tag:
                 tag = {"type": "tag", "begin": "", "content": content, "end": end}
             return tag if not part["begin"] else sequence(begin, tag)
         case "triggered_tags":
-            return _with_trigger_tokens(part, special)
-    return {name: _value_with_tokens(value, special) for name, value in part.items()}
+            return _with_trigger_tokens(part, special_pattern)
+    return {name: _value_with_tokens(value, special_pattern) for name, value in part.items()}
 
 
-def _value_with_tokens(value: object, special: re.Pattern[str]) -> object:
+def _value_with_tokens(value: object, special_pattern: re.Pattern[str]) -> object:
     if isinstance(value, list):
-        return [_value_with_tokens(element, special) for element in value]
-    return _with_tokens(value, special) if isinstance(value, dict) else value
+        return [_value_with_tokens(element, special_pattern) for element in value]
+    return _with_tokens(value, special_pattern) if isinstance(value, dict) else value
 
 
-def _constant_with_tokens(text: str, special: re.Pattern[str]) -> Tag:
-    parts = [part for part in special.split(text) if part]
+def _constant_with_tokens(text: str, special_pattern: re.Pattern[str]) -> Tag:
+    parts = [part for part in special_pattern.split(text) if part]
     return sequence(
-        *({"type": "token", "token": part} if special.fullmatch(part) else constant(part) for part in parts)
+        *(
+            {"type": "token", "token": part} if special_pattern.fullmatch(part) else constant(part)
+            for part in parts
+        )
     )
 
 
-def _with_trigger_tokens(part: Tag, special: re.Pattern[str]) -> Tag:
-    begins = [_constant_with_tokens(trigger, special) for trigger in part["triggers"]]
-    contents = [_with_tokens(tag["content"], special) for tag in part["tags"]]
+def _with_trigger_tokens(part: Tag, special_pattern: re.Pattern[str]) -> Tag:
+    begins = [_constant_with_tokens(trigger, special_pattern) for trigger in part["triggers"]]
+    contents = [_with_tokens(tag["content"], special_pattern) for tag in part["tags"]]
     types = {begin["type"] for begin in begins}
     if types == {"const_string"}:
         tags = [{**tag, "content": content} for tag, content in zip(part["tags"], contents, strict=True)]

@@ -43,9 +43,9 @@ class KimiK2Calls(ToolFormat):
         while marker == _CALL or (yield from stream.accept(_CALL)):
             marker = ""
             model_id = (yield from stream.until(_ID_END, 256)).strip()
-            name = _name(parser, model_id)
+            name = _tool_name(parser, model_id)
             yield from stream.skip_space()
-            yield from read_arguments(parser, name, _id(parser, model_id, name))
+            yield from read_arguments(parser, name, _call_id(parser, model_id, name))
             yield from read_end_marker(parser, _CALL_END)
             yield from stream.skip_space()
         yield from read_end_marker(parser, _END)
@@ -68,14 +68,14 @@ class KimiK2Calls(ToolFormat):
         return sequence(repeated(either(calls), "", parallel), constant(_END))
 
 
-def _name(parser: ReasoningToolParser, model_id: str) -> str:
+def _tool_name(parser: ReasoningToolParser, model_id: str) -> str:
     """Return the tool that a call id names. Models sometimes omit the prefix or the number."""
     without_prefix = model_id.removeprefix("functions.")
     names = (without_prefix.rpartition(":")[0], without_prefix, model_id)
     return next(filter(parser.has_tool, names), "")
 
 
-def _id(parser: ReasoningToolParser, model_id: str, name: str) -> str:
+def _call_id(parser: ReasoningToolParser, model_id: str, name: str) -> str:
     """Return the call id, with a new number if the model's id is incomplete or repeated.
 
     The chat template copies the id of an earlier call into the prompt, so it must have the model's form.

@@ -27,7 +27,7 @@ class Llama3Calls(JsonCalls):
         stream = parser.stream
         yield from stream.skip_space()
         if marker and (yield from stream.peek()) not in ("{", "["):
-            yield from self._built_in(parser)
+            yield from self._read_built_in_call(parser)
             return
         while True:
             if (yield from stream.accept("[")):
@@ -38,7 +38,7 @@ class Llama3Calls(JsonCalls):
                 break
         check_no_text_after_calls(parser)
 
-    def _built_in(self, parser: ReasoningToolParser) -> Steps[None]:
+    def _read_built_in_call(self, parser: ReasoningToolParser) -> Steps[None]:
         name = yield from read_name(parser)
         method = ".call"
         if not name.endswith(method) or not parser.has_tool(name.removesuffix(method)):

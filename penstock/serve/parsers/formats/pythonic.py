@@ -129,7 +129,7 @@ def call_grammar(name: str, schema: Schema) -> Tag:
     values = {
         key: sequence(constant(f"{key}="), by_schema(value)) for key, value in arguments.schemas.items()
     }
-    # Required arguments first, so that every optional argument can begin with a comma.
+    # Required arguments come first, so that every optional argument can begin with a comma.
     for index, key in enumerate(required_names):
         parts.append(sequence(constant(", "), values[key]) if index else values[key])
     optional_keys = [key for key in arguments.schemas if key not in required_names]

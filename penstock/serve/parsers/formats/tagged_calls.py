@@ -60,15 +60,15 @@ class ArgumentWriter:
     def close(self) -> None:
         if not self._is_known:
             return
-        self._write("}" if self._separator == ", " else "{}", alone=True)
+        self._write("}" if self._separator == ", " else "{}", without_separator=True)
         self._parser.end_call()
 
-    def _write(self, text: str, *, alone: bool = False) -> None:
+    def _write(self, text: str, *, without_separator: bool = False) -> None:
         if not self._is_known:
             return
         if self._separator == "{":
             self._parser.start_call(self._name)
-        self._parser.add_arguments(text if alone else self._separator + text)
+        self._parser.add_arguments(text if without_separator else self._separator + text)
         self._separator = ", "
 
     def _emit(self, text: str) -> None:
