@@ -143,9 +143,7 @@ def _is_certain(matcher: GrammarMatcher) -> bool:
     """Return whether only one next byte is possible. Cheaper than a mask, and False at most positions."""
     try:
         return bool(matcher.find_jump_forward_string())
-    except (
-        UnicodeDecodeError
-    ):  # raised if the forced bytes end within a character, so at least one byte is forced
+    except UnicodeDecodeError:  # the forced bytes end within a character, so at least one byte is forced
         return True
 
 

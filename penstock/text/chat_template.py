@@ -92,7 +92,7 @@ class ChatTemplate:
         messages = _with_end_mark(messages) if continues else messages
         template = self._compile(self._choose(tools))
         try:
-            # The variables are passed as a mapping, because a variable named "self" would clash with a parameter of render.
+            # The variables are passed as a mapping, because a variable "self" would clash with a parameter.
             text = template.render(
                 {"messages": messages, "tools": tools, **self._special_tokens, **variables}
             )

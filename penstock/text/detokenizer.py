@@ -67,9 +67,9 @@ class Detokenizer:
         self._stops = (stop,) if isinstance(stop, str) else tuple(stop)
         self._stops = tuple(filter(None, self._stops))  # an empty stop string would match immediately
         self._stop_bytes = tuple(stop.encode(errors="replace") for stop in self._stops)
-        self._held = ""  # text held back: the longest suffix that is a prefix of a stop string
+        self._held_text = ""  # text held back: the longest suffix that is a prefix of a stop string
         self._returned_parts: list[str] = []
-        self._finished = False
+        self._is_finished = False
 
     @property
     def text(self) -> str:
@@ -78,17 +78,17 @@ class Detokenizer:
 
     def append(self, token_ids: Sequence[int] | int) -> str:
         """Add tokens and return the text that has become final. Drops tokens after a stop string."""
-        assert not self._finished, "append after finish"
+        assert not self._is_finished, "append after finish"
         ids = token_ids if isinstance(token_ids, Iterable) else (token_ids,)
         return self._record("".join([self._append_one(int(token_id)) for token_id in ids]))
 
     def finish(self) -> str:
         """Return the text that was held back. An incomplete character becomes U+FFFD, as in a full decode."""
-        self._finished = True
+        self._is_finished = True
         if self.stop_match is not None:
             return ""
         text = self._release(self._stream.finish())
-        held_text, self._held = self._held, ""
+        held_text, self._held_text = self._held_text, ""
         return self._record(text + held_text)
 
     def _append_one(self, token_id: int) -> str:
@@ -102,14 +102,14 @@ class Detokenizer:
         """Return the part of the held and new text that later text cannot make part of a stop string."""
         if not self._stops:
             return text
-        text = self._held + text
+        text = self._held_text + text
         match = _first_stop(text, self._stops)
         if match is not None:
             start, self.stop_match = match
-            self._held = ""
+            self._held_text = ""
             return text[: start + len(self.stop_match) * self._keeps_stop]
         release_length = len(text) - _open_suffix(text, self._stops)
-        self._held = text[release_length:]
+        self._held_text = text[release_length:]
         return text[:release_length]
 
     def _stop_in_byte_run(self) -> str:
@@ -120,10 +120,10 @@ class Detokenizer:
         run = self._stream.byte_run
         if not run or not self._stops:
             return ""
-        tail = self._held.encode() + run[-max(map(len, self._stop_bytes)) :]
+        tail = self._held_text.encode() + run[-max(map(len, self._stop_bytes)) :]
         if not tail.endswith(self._stop_bytes):
             return ""
-        text = self._held + self._stream.peek()  # not `tail`: decoders may strip a leading space
+        text = self._held_text + self._stream.peek()  # not `tail`: decoders may strip a leading space
         return "" if _first_stop(text, self._stops) is None else self._release(self._stream.finish())
 
     def _record(self, text: str) -> str:
@@ -149,9 +149,8 @@ class _IncrementalDecoder:
         self.byte_run = bytearray()
         # None if the byte tokens at the end are not UTF-8.
         self._utf8: codecs.IncrementalDecoder | None = _UTF8()
-        self._num_returned = (
-            0  # number of characters of the window's text that were returned or belong to the prompt
-        )
+        # Number of characters of the window's text that were returned or belong to the prompt.
+        self._num_returned = 0
         if self._window:
             self._num_returned = len(prompt_text(tokenizer, self._window))
             for token_id in self._window[len(self._window) - _num_bytes_at_end(tokenizer, self._window) :]:
@@ -220,8 +219,8 @@ def text_after_prompt(
 ) -> str:
     """Return the text that ``ids`` add after a prompt: the text of both without `prompt_text`.
 
-    Decoding ``ids`` alone would drop the leading space of the output's first word. Exception: if the prompt
-    ends with a special token, ``ids`` are decoded as the beginning of a text.
+    Decoding ``ids`` alone would drop the leading space of the output's first word. If the prompt ends with
+    a special token, ``ids`` are nevertheless decoded as the beginning of a text.
     """
     context = _context(tokenizer, prompt)
     start = len(prompt_text(tokenizer, context)) if context else 0
@@ -245,12 +244,12 @@ def text_of_delta(
     The results differ in one case: consecutive byte tokens prove to be invalid UTF-8 after one of their
     characters was returned. Later deltas then have fewer U+FFFD.
     """
-    visible = [token_id for token_id in before if tokenizer.is_visible(token_id, skip_special_tokens)][
+    visible_ids = [token_id for token_id in before if tokenizer.is_visible(token_id, skip_special_tokens)][
         -_PROMPT_WINDOW:
     ]
-    if len(visible) < _PROMPT_WINDOW:
-        visible = [*_context(tokenizer, prompt), *visible]
-    context = _from_whole_character(tokenizer, visible)
+    if len(visible_ids) < _PROMPT_WINDOW:
+        visible_ids = [*_context(tokenizer, prompt), *visible_ids]
+    context = _from_whole_character(tokenizer, visible_ids)
     start = len(prompt_text(tokenizer, context, skip_special_tokens)) if context else 0
     all_ids = [*context, *(token for token in ids if tokenizer.is_visible(token, skip_special_tokens))]
     if is_last:
@@ -274,7 +273,10 @@ def prompt_text(tokenizer: TokenDecoder, prompt: AnyTokenIds, skip_special_token
 
 
 def _context(tokenizer: TokenDecoder, prompt: AnyTokenIds) -> list[int]:
-    """Return the last tokens of a prompt that the following text depends on: those after a special token."""
+    """Return the last tokens of a prompt, on which the following text depends.
+
+    Tokens up to the last special token are not included.
+    """
     ids: list[int] = []
     for token_id in prompt[: -_PROMPT_WINDOW - 1 : -1]:
         if not tokenizer.is_visible(int(token_id)):

@@ -34,17 +34,17 @@ def output_format(request: TokenGeneratorRequest) -> tuple[str | None, Grammar |
     """
     if request.grammar is not None and not isinstance(request.grammar, Grammar):
         raise InputError(f"grammar must be a Grammar, was {request.grammar!r}")
-    form = request.response_format
-    kind = "text" if form is None else form.get("type")
+    response_format = request.response_format
+    kind = "text" if response_format is None else response_format.get("type")
     if kind == "text":
         return None, request.grammar
     if request.grammar is not None:
         raise InputError("a request has either a response_format or a grammar, not both")
     if kind == "json_object":
         return None, Grammar(kind="json_object")
-    if kind != "json_schema" or form is None:
+    if kind != "json_schema" or response_format is None:
         raise InputError(f"response_format has type {kind!r}: it can be text, json_object or json_schema")
-    schema: object = form.get("json_schema")
+    schema: object = response_format.get("json_schema")
     # OpenAI's form is {"schema": ...}. "schema" is not a JSON Schema keyword, so this is unambiguous.
     if isinstance(schema, dict) and "schema" in schema:
         schema = schema["schema"]

@@ -104,8 +104,8 @@ class PairScoring:
                 np.float32,
             )
         vectors = np.stack([response.embeddings for response in responses])
-        first = vectors[[query_rows[query] for query in self._queries]]
-        return similarity(first, vectors[len(query_rows) :], self._layout.similarity)
+        query_vectors = vectors[[query_rows[query] for query in self._queries]]
+        return similarity(query_vectors, vectors[len(query_rows) :], self._layout.similarity)
 
     def _pair_inputs(self, documents: Sequence[str], activation: bool | None) -> list[ScoringInput]:
         return [

@@ -60,16 +60,18 @@ class SpecialTokens:
     def __init__(
         self, tokens: Mapping[int, AddedToken], normalize: Callable[[str], str] | None = None
     ) -> None:
-        special = {token_id: token for token_id, token in tokens.items() if token.special and token.content}
-        self.by_id = special
-        self.texts = frozenset(token.content for token in special.values())
+        special_tokens = {
+            token_id: token for token_id, token in tokens.items() if token.special and token.content
+        }
+        self.by_id = special_tokens
+        self.texts = frozenset(token.content for token in special_tokens.values())
         self._longest = max(map(len, self.texts), default=0)
         self._joined_texts = _SEPARATOR + _SEPARATOR.join(sorted(self.texts)) + _SEPARATOR
         # First two characters -> lengths of the special tokens that begin with them.
         self._lengths: dict[str, set[int]] = {}
         for text in self.texts:
             self._lengths.setdefault(text[:2], set()).add(len(text))
-        has_normalized = any(token.normalized for token in special.values())
+        has_normalized = any(token.normalized for token in special_tokens.values())
         self._normalize = normalize if has_normalized else None
 
     def render(
@@ -161,12 +163,14 @@ class SpecialTokens:
         marked_messages = [
             message
             if message.get("role") in _TRUSTED_ROLES
-            else cast("Message", self._marked(message, marker, in_partial_token))
+            else cast("Message", self._mark_value(message, marker, in_partial_token))
             for message in messages
         ]
         return marked_messages, any(new != old for new, old in zip(marked_messages, messages, strict=True))
 
-    def _marked(self, value: object, marker: str, in_partial_token: bool, is_content: bool = False) -> object:
+    def _mark_value(
+        self, value: object, marker: str, in_partial_token: bool, is_content: bool = False
+    ) -> object:
         match value:
             case str():
                 indices = self._indices_inside(value)
@@ -177,11 +181,11 @@ class SpecialTokens:
                 return {
                     key: item
                     if key in _NON_CONTENT_KEYS
-                    else self._marked(item, marker, in_partial_token, key in ("content", "text"))
+                    else self._mark_value(item, marker, in_partial_token, key in ("content", "text"))
                     for key, item in value.items()
                 }
             case list():
-                return [self._marked(item, marker, in_partial_token, is_content) for item in value]
+                return [self._mark_value(item, marker, in_partial_token, is_content) for item in value]
         return value
 
     def _indices_inside(self, text: str) -> set[int]:

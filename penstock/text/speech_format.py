@@ -41,7 +41,7 @@ class SpeechDescription:
     codebook_size: int | None = None
     """Number of codes per codebook, if it differs from the format's."""
     phonemes: bool | None = None
-    """Whether the model reads phonemes instead of letters. Default: as the format says."""
+    """Whether the model reads phonemes instead of letters. The format has the default."""
     language: str = "en-us"
     """The language of the phonemes, as espeak-ng names it."""
     numbers: str | None = None
@@ -120,21 +120,21 @@ class SpeechCodes:
         Raises:
             InputError: the number of codes is not a multiple of a frame, or a code is out of range.
         """
-        flat = np.asarray(codes)
-        if flat.ndim != 1 or (flat.size and not np.issubdtype(flat.dtype, np.integer)):
-            raise InputError(f"speech codes must be a list of integers: got shape {list(flat.shape)}")
-        if flat.size % self.codes_per_frame:
+        flat_codes = np.asarray(codes)
+        if flat_codes.ndim != 1 or (flat_codes.size and not np.issubdtype(flat_codes.dtype, np.integer)):
+            raise InputError(f"speech codes must be a list of integers: got shape {list(flat_codes.shape)}")
+        if flat_codes.size % self.codes_per_frame:
             raise InputError(
-                f"{flat.size} speech codes are not a whole number of frames: "
+                f"{flat_codes.size} speech codes are not a whole number of frames: "
                 f"a frame has {self.codes_per_frame}"
             )
-        if flat.size and not 0 <= int(flat.min()) <= int(flat.max()) < self.codebook_size:
+        if flat_codes.size and not 0 <= int(flat_codes.min()) <= int(flat_codes.max()) < self.codebook_size:
             raise InputError(
-                f"speech codes must be from 0 to {self.codebook_size - 1}, were from {int(flat.min())} to "
-                f"{int(flat.max())}"
+                f"speech codes must be from 0 to {self.codebook_size - 1}, "
+                f"were from {int(flat_codes.min())} to {int(flat_codes.max())}"
             )
-        positions = np.arange(flat.size) % self.codes_per_frame
-        ids: list[int] = self._token_ids[positions, flat.astype(np.int64)].tolist()
+        positions = np.arange(flat_codes.size) % self.codes_per_frame
+        ids: list[int] = self._token_ids[positions, flat_codes.astype(np.int64)].tolist()
         return ids
 
     def parse(self, tokens: npt.NDArray[np.integer]) -> tuple[npt.NDArray[np.int32], int, int]:
@@ -188,7 +188,7 @@ class SpeechFormat(ABC):
     default_codec: ClassVar[str]
     """The codec's id on the Hugging Face hub."""
     reads_phonemes: ClassVar[bool] = False
-    """Whether models read phonemes, unless ``speech_config.json`` says otherwise."""
+    """Whether models read phonemes, unless ``speech_config.json`` sets ``phonemes``."""
     sampling: ClassVar[Mapping[str, float]] = {}
     """Defaults of sampling parameters."""
     max_characters: ClassVar[int]
@@ -259,7 +259,7 @@ class SpeechFormat(ABC):
             )
         return token_id
 
-    def range_of(self, pattern: str, first: int, count: int) -> npt.NDArray[np.int64]:
+    def numbered_token_ids(self, pattern: str, first: int, count: int) -> npt.NDArray[np.int64]:
         """Return ``[count]``: the ids of numbered tokens, such as ``<|speech_{}|>``."""
         begin, end = self.token(pattern.format(first)), self.token(pattern.format(first + count - 1))
         if end - begin == count - 1:
@@ -274,20 +274,20 @@ def speech_formats() -> Mapping[str, type[SpeechFormat]]:
     return dict(sorted(formats.items()))
 
 
-def format_name(checkpoint: Path, configured: str | None = None) -> str | None:
+def format_name(checkpoint: Path, configured_name: str | None = None) -> str | None:
     """Return the name of a checkpoint's speech format; None if it is not a speech model.
 
     Args:
         checkpoint: the checkpoint's folder, or a GGUF file, whose format is not detected.
-        configured: the value of ``--speech-format``. It overrides ``speech_config.json``, which overrides the
-            detection by the vocabulary.
+        configured_name: the value of ``--speech-format``. It overrides ``speech_config.json``, which
+            overrides the detection by the vocabulary.
 
     Raises:
         ConfigError: the name is unknown.
         CheckpointError: ``speech_config.json`` is malformed.
     """
     formats = speech_formats()
-    name = configured or SpeechDescription.read(checkpoint).format
+    name = configured_name or SpeechDescription.read(checkpoint).format
     if name is not None:
         if name not in formats:
             raise ConfigError("speech_format", f"must be one of {', '.join(formats)}, was {name!r}")

@@ -37,25 +37,29 @@ class SpeechFields(VoiceFields, total=False):
     priority: int
 
 
-def voice_fields(voice: str, configured: Mapping[str, VoicePrompt], form: SpeechFormat) -> VoiceFields:
+def voice_fields(
+    voice: str, configured_voices: Mapping[str, VoicePrompt], speech_format: SpeechFormat
+) -> VoiceFields:
     """Return the fields of a request that select a voice.
 
     Args:
         voice: the name of a configured voice, or of a voice that the model was trained on.
-        configured: the configured voices.
-        form: the model's speech format.
+        configured_voices: the configured voices.
+        speech_format: the model's speech format.
 
     Raises:
         InputError: the voice is unknown. The message lists the known voices.
     """
-    prompt = configured.get(voice)
+    prompt = configured_voices.get(voice)
     if prompt is not None:
         return {
             "audio_prompt_tokens": list(prompt.codes),
             "audio_prompt_transcription": prompt.transcription,
         }
-    if voice not in form.voices:
-        names = ", ".join([*configured, *form.voices]) or "none: add one with --voice NAME=FILE"
+    if voice not in speech_format.voices:
+        names = (
+            ", ".join([*configured_voices, *speech_format.voices]) or "none: add one with --voice NAME=FILE"
+        )
         raise InputError(f"voice {voice!r} is unknown: known are {names}")
     return {"voice": voice}
 
@@ -114,9 +118,11 @@ class SpeechTokenizer(TextTokenizer):
         Raises:
             InputError: the text has no characters to speak.
         """
-        form = self.speech_format
+        speech_format = self.speech_format
         parts = split_text(
-            self._readable(text), form.text_limit, at_each_sentence=form.description.splits_sentences
+            self._readable(text),
+            speech_format.text_limit,
+            at_each_sentence=speech_format.description.splits_sentences,
         )
         if not parts:
             raise InputError("the input is empty: it needs at least one character to speak")
@@ -171,17 +177,19 @@ class SpeechTokenizer(TextTokenizer):
         text = self._readable(request.input or "").strip()
         if not text:
             raise InputError("the input is empty: it needs at least one character to speak")
-        form = self.speech_format
+        speech_format = self.speech_format
         voice = request.voice
-        if voice is not None and form.voices and voice not in form.voices:
-            raise InputError(f"voice {voice!r} is unknown: the model has {', '.join(form.voices)}")
+        if voice is not None and speech_format.voices and voice not in speech_format.voices:
+            raise InputError(f"voice {voice!r} is unknown: the model has {', '.join(speech_format.voices)}")
         self._check_length(text)
         transcription = self._readable(request.audio_prompt_transcription).strip()
-        if form.needs_phonemes:
-            language = form.description.language
+        if speech_format.needs_phonemes:
+            language = speech_format.description.language
             text = phonemes_of(text, language)
             transcription = phonemes_of(transcription, language) if transcription else ""
-        ids = form.prompt(text, voice=voice, codes=request.audio_prompt_tokens, transcription=transcription)
+        ids = speech_format.prompt(
+            text, voice=voice, codes=request.audio_prompt_tokens, transcription=transcription
+        )
         return checked_prompt_ids(ids, self.vocab_size)
 
     def _readable(self, text: str) -> str:

@@ -8,8 +8,8 @@ from itertools import accumulate
 
 from penstock.text.valid_unicode import valid_unicode
 
-_BEFORE = ["", " ", "\n", "\t", "a", "A", "1", "é", "中", *".,;:!?)]}>\"'`-*_"]
-_AFTER = ["", " ", "\n", "a", "."]
+_TEXTS_BEFORE = ["", " ", "\n", "\t", "a", "A", "1", "é", "中", *".,;:!?)]}>\"'`-*_"]
+_TEXTS_AFTER = ["", " ", "\n", "a", "."]
 _MAX_CACHED_STOPS = 1024
 
 
@@ -31,9 +31,11 @@ def stop_sequences(
         encode: converts texts to token ids, without adding special tokens.
         token_bytes: returns the bytes that a token adds in the middle of a text.
     """
-    alone, *within_context = encode([before + stop + after for before in _BEFORE for after in _AFTER])
+    ids_alone, *within_context = encode(
+        [before + stop + after for before in _TEXTS_BEFORE for after in _TEXTS_AFTER]
+    )
     target = stop.encode(errors="replace")
-    sequences = [_shortest_sequence(alone, target, token_bytes) or alone]
+    sequences = [_shortest_sequence(ids_alone, target, token_bytes) or ids_alone]
     sequences += [_shortest_sequence(ids, target, token_bytes) or [] for ids in within_context]
     return [list(ids) for ids in dict.fromkeys(map(tuple, sequences)) if ids]
 

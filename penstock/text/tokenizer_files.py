@@ -217,10 +217,10 @@ def _eos_token_ids(
     token_id = tokenizer.token_to_id(special_tokens.get("eos_token", ""))
     if token_id is not None:
         yield token_id
-    generation = checkpoint / "generation_config.json"
+    generation_config = checkpoint / "generation_config.json"
     for path, value in (
-        (generation, _read_object(generation).get("eos_token_id")),
-        (checkpoint / "config.json", _from_model(model, "eos_token_id")),
+        (generation_config, _read_object(generation_config).get("eos_token_id")),
+        (checkpoint / "config.json", _config_value(model, "eos_token_id")),
     ):
         for eos_id in value if isinstance(value, list) else [value]:
             if type(eos_id) is int:
@@ -231,7 +231,7 @@ def _eos_token_ids(
                 )
 
 
-def _from_model(model: Mapping[str, object], key: str) -> object:
+def _config_value(model: Mapping[str, object], key: str) -> object:
     """Return a value of config.json, or of its ``text_config`` (in multimodal models)."""
     text = model.get("text_config")
     nested_value = text.get(key) if isinstance(text, dict) else None
@@ -239,7 +239,7 @@ def _from_model(model: Mapping[str, object], key: str) -> object:
 
 
 def _count(checkpoint: Path, model: Mapping[str, object], key: str) -> int | None:
-    value = _from_model(model, key)
+    value = _config_value(model, key)
     if value is not None and (type(value) is not int or value < 1):
         problem = f"{key} must be a whole number of at least 1, was {value!r}"
         raise CheckpointError(checkpoint / "config.json", problem)

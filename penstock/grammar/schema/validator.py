@@ -44,7 +44,7 @@ class Validator:
 
     Args:
         resolve: returns the schema that a $ref refers to.
-        refused: unsupported keyword -> reason.
+        refused_keywords: unsupported keyword -> reason.
     """
 
     def __init__(self, resolve: Callable[[SchemaNode], SchemaNode], refused_keywords: dict[str, str]) -> None:

@@ -83,10 +83,7 @@ class ContentPart(RequestBody):
 
     @property
     def has_open_fields(self) -> bool:
-        """Whether undeclared fields are allowed, because the type is unknown.
-
-        Such a part is refused later with an error that names its type.
-        """
+        """Whether undeclared fields are allowed, because a part of an unknown type is refused later."""
         return self.type not in ("text", "refusal", "image_url")
 
     @model_validator(mode="after")

@@ -34,7 +34,7 @@ class NeuTTSFormat(SpeechFormat):
     def code_tokens(self) -> npt.NDArray[np.int64]:
         num_codes = self.description.codes_per_frame or 1
         size = self.description.codebook_size or 65536
-        return self.range_of("<|speech_{}|>", 0, num_codes * size).reshape(num_codes, size)
+        return self.numbered_token_ids("<|speech_{}|>", 0, num_codes * size).reshape(num_codes, size)
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:

@@ -35,7 +35,7 @@ class OrpheusFormat(SpeechFormat):
     def code_tokens(self) -> npt.NDArray[np.int64]:
         num_codes = self.description.codes_per_frame or 7
         size = self.description.codebook_size or 4096
-        ids = self.range_of(_TOKEN_TEXT, _FIRST_CODE, num_codes * size)
+        ids = self.numbered_token_ids(_TOKEN_TEXT, _FIRST_CODE, num_codes * size)
         return ids.reshape(num_codes, size)
 
     @property
