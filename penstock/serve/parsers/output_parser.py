@@ -107,7 +107,7 @@ class ReasoningToolParser:
         self._bare_in_text = (
             call_reader.bare_starts if call_reader and call_reader.bare_in_text and bare_in_text else ""
         )
-        ignored_markers = (*dropped_markers, *(reasoning.dropped if reasoning else ()))
+        ignored_markers = (*dropped_markers, *(reasoning.dropped_markers if reasoning else ()))
         self._markers = MarkerSearch(
             [
                 *self._reasoning_begins,

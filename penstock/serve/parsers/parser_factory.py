@@ -95,7 +95,7 @@ class ParserFactory:
         """
         markup = [*(self.tools.markers if self.tools else ())]
         if self.reasoning:
-            markup += [*self.reasoning.begins, *self.reasoning.ends, *self.reasoning.dropped]
+            markup += [*self.reasoning.begins, *self.reasoning.ends, *self.reasoning.dropped_markers]
         return not any(token in marker for token in self.special_tokens for marker in markup)
 
     def prompt_opens_reasoning(self, prompt: str, prefill: str = "") -> bool:
@@ -256,11 +256,11 @@ class ParserFactory:
             return grammar
         return grammar_of(self._after_reasoning(self._content_tag(grammar), in_reasoning))
 
-    def _calls_tag(self, what: str, tools: Tools, parallel: bool) -> Tag:
+    def _calls_tag(self, feature: str, tools: Tools, parallel: bool) -> Tag:
         """Return the tag of one or more calls and no other text."""
         if self.tools is None:
             raise UnsupportedFeatureError(
-                what,
+                feature,
                 "the chat template has no known tool-call format; "
                 f"--tool-call-parser names one of {', '.join(TOOL_FORMATS)}",
             )

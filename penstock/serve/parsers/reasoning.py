@@ -15,7 +15,7 @@ class ReasoningFormat:
     name: str
     begins: tuple[str, ...]
     ends: tuple[str, ...]
-    dropped: tuple[str, ...] = ()
+    dropped_markers: tuple[str, ...] = ()
     """Markers to remove from the content, such as a marker before or after the answer."""
     between: str = ""
     """Text between the end marker and the output that follows."""
@@ -43,7 +43,7 @@ REASONING_FORMATS = {
             "harmony",
             ("<|channel|>analysis<|message|>",),
             ("<|end|>",),
-            dropped=(
+            dropped_markers=(
                 "<|start|>assistant",
                 "<|channel|>final<|message|>",
                 "<|channel|>commentary<|message|>",
@@ -59,7 +59,7 @@ REASONING_FORMATS = {
             "cohere",
             ("<|START_THINKING|>",),
             ("<|END_THINKING|>",),
-            dropped=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+            dropped_markers=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
             hints=("<|START_THINKING|>",),
         ),
         ReasoningFormat("seed_oss", ("<seed:think>",), ("</seed:think>",), hints=("<seed:think>",)),
@@ -71,14 +71,14 @@ REASONING_FORMATS = {
             "apriel",
             ("Here are my reasoning steps:\n",),
             ("[BEGIN FINAL RESPONSE]",),
-            dropped=("[END FINAL RESPONSE]",),
+            dropped_markers=("[END FINAL RESPONSE]",),
             hints=("[BEGIN FINAL RESPONSE]",),
         ),
         ReasoningFormat(
             "granite",
             ("<think>",),
             ("</think>",),
-            dropped=("<response>", "</response>"),
+            dropped_markers=("<response>", "</response>"),
             hints=("<think></think>", "<response></response>"),
         ),
         ReasoningFormat("think", ("<think>",), ("</think>",), hints=("</think>",)),

@@ -52,10 +52,10 @@ class Side {
   }
 
   setModels(names) {
-    const chosen = this._model.value;
+    const selectedModel = this._model.value;
     const sameModel = new Option("as in the header", "");
     this._model.replaceChildren(sameModel, ...names.map((name) => new Option(name, name)));
-    if (names.includes(chosen)) this._model.value = chosen;
+    if (names.includes(selectedModel)) this._model.value = selectedModel;
   }
 
   /** Returns the request; empty controls take the values of the general settings. Throws `WrongSetting`. */

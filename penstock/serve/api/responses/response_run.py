@@ -116,7 +116,7 @@ class ResponseRun:
         self._tasks: dict[asyncio.Task[ToolOutput], str] = {}
         """The task of each running call -> the id of the call."""
         self._is_cancelled = False
-        # The first prompt contains the outputs of approved calls, so with such calls it starts after them.
+        # If there are approved calls, the first turn starts after them: its prompt contains their outputs.
         if not prepared.approved_calls:
             self._start(prepared.conversation)
 
