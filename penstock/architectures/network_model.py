@@ -59,14 +59,14 @@ class NetworkModel(PipelineModel[BaseContextType]):
         store = open_packed(model.packed_key, ops.layout) if has_store else None
         if store is not None or not ops.packs_weights:
             self.session.prefaulted.release()  # no weights will be packed into it
-        take_packed = None if store is None else store.take
+        load_packed = None if store is None else store.take
         self._warn_of_widened_weights()
         loader = Loader(
             self.weights,
             model.encoding,
             self.torch_device,
             ops,
-            take_packed,
+            load_packed,
             lazy="all",
             keep_stored=model.keeps_stored_layers,
             shard=shard,

@@ -157,7 +157,7 @@ def _names_or_default(names: TensorNames | None) -> TensorNames:
 
 
 def _router_encoding(names: TensorNames, floats: str) -> str:
-    return DType.float32.value if names.is_router_wide else floats
+    return DType.float32.value if names.is_router_float32 else floats
 
 
 def _encoding(pipeline_config: PipelineConfig) -> LinearEncoding:

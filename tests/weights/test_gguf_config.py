@@ -133,7 +133,7 @@ class TestFamilies:
             write_gguf_file(tmp_path, "gemma3", block_count=6, attention__sliding_window=32, **more)
         )
         assert [i for i, window in enumerate(blueprint.windows) if window is None] == list(full)
-        assert [i for i, rope in enumerate(blueprint.rotary_of_layer) if rope == 0] == list(full)
+        assert [i for i, rope in enumerate(blueprint.rotary_indices) if rope == 0] == list(full)
         assert [rotary.base for rotary in blueprint.rotaries] == [1_000_000.0, 10_000.0]
 
     def test_gemma_scales_only_the_rope_of_full_attention(self, tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def test_an_olmo_2_with_a_window_is_an_olmo_3(tmp_path: Path) -> None:
     assert gguf_config(file)["model_type"] == "olmo3"
     blueprint = load_blueprint(file)
     assert blueprint.windows == (64, None)
-    rotaries = [blueprint.rotaries[rotary] for rotary in blueprint.rotary_of_layer]
+    rotaries = [blueprint.rotaries[rotary] for rotary in blueprint.rotary_indices]
     assert [(rotary.kind, rotary.base) for rotary in rotaries] == [("default", 7e4), ("yarn", 7e4)]
 
 

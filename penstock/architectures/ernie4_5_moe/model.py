@@ -80,13 +80,13 @@ class Ernie45MoeModel(TransformerModel):
             if layer not in sparse:
                 return read_dense(name, layer)
             routed = Experts(
-                load_router(load, f"{name}.{_NAMES.router}", experts, hidden, is_wide=True),
+                load_router(load, f"{name}.{_NAMES.router}", experts, hidden, is_float32=True),
                 load_experts(load, f"{name}.{_NAMES.experts}", experts, hidden, inner),
                 top,
                 routing,
                 activation,
                 load_correction_bias(load, f"{name}.{_BIAS}", 1, experts),
-                is_wide=True,
+                is_float32=True,
             )
             if not num_shared:
                 return routed
@@ -108,4 +108,4 @@ def _sparse_layers(config: HuggingFaceConfig, layers: int) -> set[int]:
 
 
 _BIAS = "moe_statics.e_score_correction_bias"
-_NAMES = TensorNames(is_router_wide=True, other_tables=(f".{_BIAS}",))
+_NAMES = TensorNames(is_router_float32=True, other_tables=(f".{_BIAS}",))

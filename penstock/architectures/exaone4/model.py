@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from penstock.architectures.transformer import TransformerModel
 from penstock.errors import ConfigError
-from penstock.nn import FULL, SLIDING, Blueprint, layer_types, num_layers, windows_of
+from penstock.nn import FULL, SLIDING, Blueprint, layer_types, layer_windows, num_layers
 
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig
@@ -25,8 +25,8 @@ class Exaone4Model(TransformerModel):
             norm_eps=config.number("rms_norm_eps", 1e-5),
             block_norms="after",
             head_norms="each",
-            windows=windows_of(config, types, _WINDOW, is_used=has_windows),
-            rotary_of_layer=tuple(0 if kind == SLIDING or not has_windows else None for kind in types),
+            windows=layer_windows(config, types, _WINDOW, is_used=has_windows),
+            rotary_indices=tuple(0 if kind == SLIDING or not has_windows else None for kind in types),
         )
 
 

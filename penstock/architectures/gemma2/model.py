@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict
 
 from penstock.architectures.transformer import TransformerModel
 from penstock.errors import ConfigError
-from penstock.nn import FULL, SLIDING, Blueprint, TensorNames, layer_types, num_layers, windows_of
+from penstock.nn import FULL, SLIDING, Blueprint, TensorNames, layer_types, layer_windows, num_layers
 
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig
@@ -25,7 +25,7 @@ class Gemma2Model(TransformerModel):
             **gemma_defaults(config),
             attention_soft_cap=config.optional_number("attn_logit_softcapping", 50.0),
             logit_soft_cap=config.optional_number("final_logit_softcapping", 30.0),
-            windows=windows_of(config, types, 4096),
+            windows=layer_windows(config, types, 4096),
         )
 
 

@@ -17,10 +17,10 @@ from penstock.nn.vision import (
     EncoderRunner,
     VisionSizes,
     VisionTower,
+    flatten_patches,
     image_step,
-    inputs_of,
-    patches_of,
-    with_inputs,
+    image_step_tensors,
+    with_step_tensors,
 )
 
 if TYPE_CHECKING:
@@ -69,14 +69,14 @@ class Gemma3Vision:
         """Return the embeddings ``[side^2, E]`` of each image."""
         sizes, count, side = self.tower.sizes, len(images), self.side
         pixels = torch.stack([torch.from_numpy(image.pixel_values) for image in images])
-        patches = patches_of(pixels.to(self.device, self.dtype), sizes.patch_size)
+        patches = flatten_patches(pixels.to(self.device, self.dtype), sizes.patch_size)
         step = image_step(run.ops, [sizes.grid**2] * count, self.device)
 
         def forward(ops: Ops, given: Mapping[str, Tensor]) -> Iterable[Tensor]:
-            own = with_inputs(step, ops, given)
+            own = with_step_tensors(step, ops, given)
             return [self.tower(given["patches"], own.positions, own)]
 
-        [x] = run((id(self), count), {"patches": patches, **inputs_of(step)}, forward)
+        [x] = run((id(self), count), {"patches": patches, **image_step_tensors(step)}, forward)
         squares = x.view(count, side, sizes.grid // side, side, sizes.grid // side, -1)
         pooled = squares.float().mean((2, 4)).to(x.dtype).view(count * side * side, -1)
         return list(self.projection(self.norm(pooled, step), step).view(count, side * side, -1))

@@ -73,13 +73,13 @@ class Glm4MoeModel(TransformerModel):
             router = f"{name}.{_NAMES.router}"
             return SharedExperts(
                 Experts(
-                    load_router(load, router, experts, hidden, is_wide=True),
+                    load_router(load, router, experts, hidden, is_float32=True),
                     load_experts(load, f"{name}.{_NAMES.experts}", experts, hidden, inner),
                     top,
                     routing,
                     blueprint.activation,
                     load_correction_bias(load, f"{router}.e_score_correction_bias", experts),
-                    is_wide=True,
+                    is_float32=True,
                 ),
                 GatedMLP.load(load, f"{name}.shared_experts", hidden, shared_inner, blueprint.activation),
             )
@@ -87,7 +87,7 @@ class Glm4MoeModel(TransformerModel):
         return read
 
 
-_NAMES = TensorNames(is_router_wide=True)
+_NAMES = TensorNames(is_router_float32=True)
 
 
 def group_routing(config: HuggingFaceConfig, experts: int) -> ScoreRouting:

@@ -63,7 +63,7 @@ class GPT2Block:
                 in_features,
                 bias=True,
                 transposed=True,
-                outputs=load.divided(outputs),
+                outputs=load.rank_outputs(outputs),
                 inputs=None if is_whole else inputs,
             )
 

@@ -17,11 +17,11 @@ from penstock.nn import (
     LoadFeedForward,
     TensorNames,
     layer_types,
+    layer_windows,
     load_router,
     num_experts_per_token,
     num_layers,
     rope_values,
-    windows_of,
 )
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class GptOssModel(TransformerModel):
             output_bias=bias,
             sinks=True,
             names=_NAMES,
-            windows=windows_of(config, layer_types(config, alternating), _WINDOW),
+            windows=layer_windows(config, layer_types(config, alternating), _WINDOW),
         )
 
     @classmethod

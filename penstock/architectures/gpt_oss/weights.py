@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock.distributed import Part
 from penstock.kernels import PackedExperts, PackedLinear
-from penstock.nn import Loader, expert_part
+from penstock.nn import Loader, find_local_experts
 
 
 def load_experts(load: Loader, name: str, experts: int, hidden: int, inner: int) -> PackedExperts:
@@ -28,17 +28,17 @@ def load_experts(load: Loader, name: str, experts: int, hidden: int, inner: int)
         )
     gate_up = _matrices(load, f"{name}.gate_up_proj", experts, 2 * inner, hidden)
     down = _matrices(load, f"{name}.down_proj", experts, hidden, inner)
-    held = expert_part(load, experts, inner, f"{name}.down_proj.0")
-    own = held.inputs or Part(0, inner)
-    pairs = slice(2 * own.start, 2 * own.stop)
+    local = find_local_experts(load, experts, inner, f"{name}.down_proj.0")
+    inner_part = local.inputs or Part(0, inner)
+    pairs = slice(2 * inner_part.start, 2 * inner_part.stop)
     for tensor, shape in (("gate_up_proj", (2 * inner, hidden)), ("down_proj", (hidden, inner))):
-        for i in held.others(experts):
+        for i in local.remote_experts(experts):
             if f"{name}.{tensor}.{i}.weight" in load.source:
                 load.source.expect(f"{name}.{tensor}.{i}.weight", shape)
     # The bias of a down matrix is added once: by the rank that has the expert, or by rank 0.
-    adds_bias = held.inputs is None or load.shard.rank == 0
+    adds_bias = local.inputs is None or load.shard.rank == 0
     # The parts are unnamed: checkpoints and adapters do not name the matrices of single experts.
-    packed = held.packed(
+    packed = local.combine(
         (
             load.pack(
                 _deinterleave(gate_up(i)[pairs]),
@@ -46,16 +46,16 @@ def load_experts(load: Loader, name: str, experts: int, hidden: int, inner: int)
                 bias=_deinterleave(gate_up_bias[i][pairs]),
                 is_expert=True,
             )
-            for i in held.experts
+            for i in local.experts
         ),
         (
             load.pack(
-                down(i)[:, own.start : own.stop],
+                down(i)[:, inner_part.start : inner_part.stop],
                 {},
                 bias=down_bias[i] if adds_bias else None,
                 is_expert=True,
             )
-            for i in held.experts
+            for i in local.experts
         ),
     )
     for tensor in (f"{name}.gate_up_proj", f"{name}.down_proj"):

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 class HunyuanAttention(Attention):
     """Attention whose norms of queries and keys come after the rotation."""
 
-    def _positioned(
+    def _normalize_and_rotate(
         self, q: Tensor, k: Tensor, rows: Sequence[RotaryRows], step: StepInputs
     ) -> tuple[Tensor, Tensor]:
-        q, k = self._rotated(q, k, rows, step)
-        return self._normed(q, self.q_norm, step), self._normed(k, self.k_norm, step)
+        q, k = self._rotate(q, k, rows, step)
+        return self._apply_norm(q, self.q_norm, step), self._apply_norm(k, self.k_norm, step)
 
 
 class HunyuanV1DenseModel(TransformerModel):

@@ -17,10 +17,10 @@ from penstock.nn.vision import (
     EncoderRunner,
     VisionSizes,
     VisionTower,
+    flatten_patches,
     image_step,
-    inputs_of,
-    patches_of,
-    with_inputs,
+    image_step_tensors,
+    with_step_tensors,
 )
 
 if TYPE_CHECKING:
@@ -81,16 +81,16 @@ class Idefics3Vision:
         order = torch.arange(count * rows * columns, device=pixels.device)  # patches square by square
         order = order.view(count, rows // scale, scale, columns // scale, scale).transpose(2, 3).flatten()
         inputs = {
-            "patches": patches_of(pixels, patch),
+            "patches": flatten_patches(pixels, patch),
             "table_rows": tile_positions(rows, columns, self.tower.sizes.grid)
             .to(pixels.device)
             .repeat(count),
             "order": order,
-            **inputs_of(step),
+            **image_step_tensors(step),
         }
 
         def forward(ops: Ops, given: Mapping[str, Tensor]) -> Iterable[Tensor]:
-            own = with_inputs(step, ops, given)
+            own = with_step_tensors(step, ops, given)
             x = self.tower(given["patches"], given["table_rows"], own)
             squares = ops.take_rows(x, given["order"]).view(-1, x.shape[1] * scale * scale)
             return [self.projection(squares, own)]

@@ -55,15 +55,15 @@ if TYPE_CHECKING:
 class Llama4Attention(Attention):
     """Attention with norms after the rotation, or, without a rotation, with queries scaled by position."""
 
-    def _positioned(
+    def _normalize_and_rotate(
         self, q: Tensor, k: Tensor, rows: Sequence[RotaryRows], step: StepInputs
     ) -> tuple[Tensor, Tensor]:
         if self.rotary is None:
             if len(rows) > 1:
                 q, _ = step.ops.rotary(q, k[:, :0], *rows[1])
             return q, k
-        q, k = self._rotated(q, k, rows, step)
-        return self._normed(q, self.q_norm, step), self._normed(k, self.k_norm, step)
+        q, k = self._rotate(q, k, rows, step)
+        return self._apply_norm(q, self.q_norm, step), self._apply_norm(k, self.k_norm, step)
 
 
 class QueryScale(Rotary):
@@ -116,7 +116,7 @@ class Llama4TextModel(TransformerModel):
                 norm_eps=config.number("rms_norm_eps", 1e-5),
                 qkv_bias=bias,
                 output_bias=bias,
-                rotary_of_layer=tuple(0 if rope else None for rope in _rope_layers(config)),
+                rotary_indices=tuple(0 if rope else None for rope in _rope_layers(config)),
                 windows=_chunks(config),
                 names=_NAMES,
             )

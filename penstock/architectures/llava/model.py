@@ -24,10 +24,10 @@ from penstock.nn.vision import (
     EncoderRunner,
     VisionSizes,
     VisionTower,
+    flatten_patches,
     image_step,
-    inputs_of,
-    patches_of,
-    with_inputs,
+    image_step_tensors,
+    with_step_tensors,
 )
 
 if TYPE_CHECKING:
@@ -55,17 +55,19 @@ class LlavaEncoder:
         ops = run.ops
         pixels = torch.stack([torch.from_numpy(image.pixel_values) for image in images])
         pixels = pixels.to(self.device, self.dtype)  # [N, C, h, w]
-        patches = patches_of(pixels, self.tower.sizes.patch_size).view(len(images), -1, _width(self.tower))
+        patches = flatten_patches(pixels, self.tower.sizes.patch_size).view(
+            len(images), -1, _width(self.tower)
+        )
         if self.has_class_row:
             patches = torch.cat([patches.new_zeros(len(images), 1, patches.shape[2]), patches], dim=1)
         count = patches.shape[1]
         step = image_step(ops, [count] * len(images), self.device)
 
         def forward(ops: Ops, given: Mapping[str, Tensor]) -> Iterable[Tensor]:
-            own = with_inputs(step, ops, given)
+            own = with_step_tensors(step, ops, given)
             return self.tower.hidden_states(given["patches"], own.positions, own, self.layers)
 
-        inputs = {"patches": patches.flatten(0, 1), **inputs_of(step)}
+        inputs = {"patches": patches.flatten(0, 1), **image_step_tensors(step)}
         taken = run((id(self), len(images)), inputs, forward)
         rows = torch.cat(taken, dim=1).view(len(images), count, -1)
         if self.drops_first_row:

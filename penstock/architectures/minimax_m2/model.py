@@ -60,19 +60,19 @@ class MiniMaxM2Model(TransformerModel):
 
         def read(name: str, layer: int) -> Experts:
             return Experts(
-                load_router(load, f"{name}.{_NAMES.router}", experts, hidden, is_wide=True),
+                load_router(load, f"{name}.{_NAMES.router}", experts, hidden, is_float32=True),
                 load_experts(load, f"{name}.{_NAMES.experts}", experts, hidden, blueprint.inner, parts),
                 top,
                 ScoreRouting("sigmoid", is_normed=True),
                 blueprint.activation,
                 load_correction_bias(load, f"{name}.e_score_correction_bias", experts),
-                is_wide=True,
+                is_float32=True,
             )
 
         return read
 
 
-_NAMES = TensorNames(feed_forward="block_sparse_moe", is_router_wide=True)
+_NAMES = TensorNames(feed_forward="block_sparse_moe", is_router_float32=True)
 _REQUIRED = {
     "scoring_func": "sigmoid",
     "use_routing_bias": True,

@@ -24,7 +24,7 @@ from penstock.nn import (
     attentions,
     llama_parts,
     rope_values,
-    same_windows,
+    uniform_windows,
 )
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class QueryRotary(Rotary):
 class Ministral3Attention(Attention):
     """Attention with separate rotary embeddings for keys and queries."""
 
-    def _rotated(
+    def _rotate(
         self, q: Tensor, k: Tensor, rows: Sequence[RotaryRows], step: StepInputs
     ) -> tuple[Tensor, Tensor]:
         of_keys, of_queries = rows
@@ -66,7 +66,7 @@ class Ministral3Model(TransformerModel):
             config,
             head_dim=None if "head_dim" in config else 128,
             norm_eps=config.number("rms_norm_eps", 1e-5),
-            windows=same_windows(config),
+            windows=uniform_windows(config),
         )
 
     @classmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.architectures.transformer import TransformerModel
-from penstock.nn import Blueprint, same_windows
+from penstock.nn import Blueprint, uniform_windows
 
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig
@@ -16,5 +16,5 @@ class MistralModel(TransformerModel):
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
-        windows = same_windows(huggingface_config, default=4096)
+        windows = uniform_windows(huggingface_config, default=4096)
         return Blueprint.from_huggingface(huggingface_config, windows=windows)

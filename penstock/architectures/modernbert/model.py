@@ -157,7 +157,7 @@ def _rotaries(config: HuggingFaceConfig) -> tuple[RotaryConfig, ...]:
 
 def _norm(load: Loader, config: HuggingFaceConfig, name: str) -> LayerNorm:
     size, eps = config.integer("hidden_size"), config.number("norm_eps", 1e-5)
-    return load.layer_norm(name, size, eps, bias=config.flag("norm_bias"), is_wide=True)
+    return load.layer_norm(name, size, eps, bias=config.flag("norm_bias"), is_float32=True)
 
 
 def _load_block(load: Loader, config: HuggingFaceConfig, layer: int, kind: str) -> ModernBertBlock:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.architectures.transformer import TransformerModel
-from penstock.nn import Blueprint, TensorNames, rope_values, same_windows
+from penstock.nn import Blueprint, TensorNames, rope_values, uniform_windows
 
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig
@@ -23,7 +23,7 @@ class Phi3Model(TransformerModel):
             partial_rotary=1.0,
             names=TensorNames(qkv=("qkv_proj",), gate_up=("gate_up_proj",)),
             norm_eps=config.number("rms_norm_eps", 1e-5),
-            windows=same_windows(config),
+            windows=uniform_windows(config),
         )
 
 

@@ -27,7 +27,7 @@ from penstock.nn import (
     load_router,
     num_experts_per_token,
     rope_values,
-    same_windows,
+    uniform_windows,
 )
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class PhimoeModel(TransformerModel):
             default_base=1e6,
             rope_parameters=_rope(config),
             norm_eps=config.number("rms_norm_eps", 1e-5),
-            windows=same_windows(config),
+            windows=uniform_windows(config),
             qkv_bias=bias,
             output_bias=bias,
             names=_NAMES,

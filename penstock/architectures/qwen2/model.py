@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.architectures.transformer import TransformerModel
-from penstock.nn import FULL, SLIDING, Blueprint, layer_types, num_layers, windows_of
+from penstock.nn import FULL, SLIDING, Blueprint, layer_types, layer_windows, num_layers
 
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig
@@ -34,7 +34,7 @@ def late_windows(config: HuggingFaceConfig) -> tuple[int | None, ...]:
     )
     default = tuple(SLIDING if is_used and layer >= first else FULL for layer in range(layers))
     types = layer_types(config, default)
-    return windows_of(config, types, _WINDOW, is_used=is_used)
+    return layer_windows(config, types, _WINDOW, is_used=is_used)
 
 
 _WINDOW = 4096

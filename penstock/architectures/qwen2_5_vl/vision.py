@@ -14,7 +14,7 @@ from penstock.host.heartbeat import beat
 from penstock.kernels import Ops
 from penstock.nn import MLP, GatedMLP, Linear, Loader, RMSNorm, activation_named
 from penstock.nn.grid_vision import Grid, GridSizes
-from penstock.nn.vision import EncoderRunner, VisionBlock, image_step, inputs_of, with_inputs
+from penstock.nn.vision import EncoderRunner, VisionBlock, image_step, image_step_tensors, with_step_tensors
 
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig
@@ -123,7 +123,7 @@ class Qwen25Vision:
         cos, sin = self.sizes.rotary_rows(grids, device, layout.order)
 
         def forward(ops: Ops, given: Mapping[str, Tensor]) -> Iterable[Tensor]:
-            images, rows = with_inputs(step, ops, given), ((given["cos"], given["sin"]),)
+            images, rows = with_step_tensors(step, ops, given), ((given["cos"], given["sin"]),)
             windows = replace(images, row_offsets=given["window_offsets"], blocks=blocks)
             x, residual = self.patches(ops.take_rows(given["patches"], given["order"]), images), None
             for index, block in enumerate(self.blocks):
@@ -140,6 +140,6 @@ class Qwen25Vision:
             "window_offsets": offsets,
             "cos": cos,
             "sin": sin,
-            **inputs_of(step),
+            **image_step_tensors(step),
         }
         return run((id(self), *grids), inputs, forward)[0]

@@ -19,11 +19,11 @@ from penstock.nn import (
     TensorNames,
     gated_mlps,
     layer_types,
+    layer_windows,
     load_experts,
     load_router,
     num_experts_per_token,
     num_layers,
-    windows_of,
 )
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def _windows(config: HuggingFaceConfig) -> tuple[int | None, ...]:
     last = config.integer("max_window_layers", 28, minimum=0) if is_used else 0
     layers = range(num_layers(config))
     default = tuple(SLIDING if layer % 2 == 0 and layer < last else FULL for layer in layers)
-    return windows_of(config, layer_types(config, default), 4096, is_used=is_used)
+    return layer_windows(config, layer_types(config, default), 4096, is_used=is_used)
 
 
 _SHARED_GATE = "shared_expert_gate"

@@ -18,9 +18,9 @@ from penstock.nn.vision import (
     EncoderRunner,
     VisionBlock,
     image_step,
-    inputs_of,
+    image_step_tensors,
     load_mlp,
-    with_inputs,
+    with_step_tensors,
 )
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class Qwen2Vision:
         cos, sin = self.sizes.rotary_rows(grids, device)
 
         def forward(ops: Ops, given: Mapping[str, Tensor]) -> Iterable[Tensor]:
-            own, rows = with_inputs(step, ops, given), ((given["cos"], given["sin"]),)
+            own, rows = with_step_tensors(step, ops, given), ((given["cos"], given["sin"]),)
             x, residual = self.patches(given["patches"], own), None
             for block in self.blocks:
                 x, residual = block(x, residual, own, rows)
@@ -97,5 +97,5 @@ class Qwen2Vision:
             normed, _ = self.norm.add(x, residual, own)
             return [self.merger(normed.view(-1, self.sizes.merged_size), own)]
 
-        inputs = {"patches": patches, "cos": cos, "sin": sin, **inputs_of(step)}
+        inputs = {"patches": patches, "cos": cos, "sin": sin, **image_step_tensors(step)}
         return run((id(self), *grids), inputs, forward)[0]

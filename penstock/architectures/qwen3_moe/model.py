@@ -14,11 +14,11 @@ from penstock.nn import (
     Loader,
     LoadFeedForward,
     gated_mlps,
+    layer_windows,
     load_experts,
     load_router,
     num_experts_per_token,
     num_layers,
-    windows_of,
 )
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Qwen3MoeModel(TransformerModel):
             head_norms="each",
             qkv_bias=bias,
             output_bias=bias,
-            windows=windows_of(config, types, _WINDOW),
+            windows=layer_windows(config, types, _WINDOW),
         )
 
     @classmethod

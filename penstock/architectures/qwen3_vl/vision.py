@@ -15,14 +15,14 @@ from penstock.errors import ConfigError
 from penstock.host.heartbeat import beat
 from penstock.kernels import Ops, StepInputs
 from penstock.nn import MLP, LayerNorm, Linear, Loader
-from penstock.nn.grid_vision import Grid, GridSizes, merge_order
+from penstock.nn.grid_vision import Grid, GridSizes, order_by_square
 from penstock.nn.vision import (
     EncoderRunner,
     VisionBlock,
     image_step,
-    inputs_of,
+    image_step_tensors,
     load_mlp,
-    with_inputs,
+    with_step_tensors,
 )
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class Qwen3Vision:
         mergers = dict(self.deepstack)
 
         def forward(ops: Ops, given: Mapping[str, Tensor]) -> Iterable[Tensor]:
-            own, rows = with_inputs(step, ops, given), ((given["cos"], given["sin"]),)
+            own, rows = with_step_tensors(step, ops, given), ((given["cos"], given["sin"]),)
             x, residual = ops.add(self.patches(given["patches"], own), given["learned"]), None
             stacked = []
             for index, block in enumerate(self.blocks):
@@ -149,7 +149,7 @@ class Qwen3Vision:
             return [self.merger(ops.add(x, residual), own), *stacked]
 
         learned = torch.cat([self.interpolate(grid) for grid in grids])
-        inputs = {"patches": patches, "learned": learned, "cos": cos, "sin": sin, **inputs_of(step)}
+        inputs = {"patches": patches, "learned": learned, "cos": cos, "sin": sin, **image_step_tensors(step)}
         return torch.cat(run((id(self), *grids), inputs, forward), dim=1)
 
     def interpolate(self, grid: Grid) -> Tensor:
@@ -169,7 +169,7 @@ class Qwen3Vision:
             for rows, columns, weight in corners
         )
         assert isinstance(found, Tensor)
-        return merge_order(found, self.sizes.merge).to(self.positions.dtype)
+        return order_by_square(found, self.sizes.merge).to(self.positions.dtype)
 
 
 def _corners(count: int, side: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from penstock.architectures.transformer import TransformerModel
 from penstock.errors import ConfigError
-from penstock.nn import FULL, SLIDING, Blueprint, layer_types, num_layers, windows_of
+from penstock.nn import FULL, SLIDING, Blueprint, layer_types, layer_windows, num_layers
 
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig
@@ -27,8 +27,8 @@ class SmolLM3Model(TransformerModel):
             config,
             default_base=2_000_000.0,
             tied_head=True,
-            rotary_of_layer=tuple(0 if rope else None for rope in has_rope),
-            windows=windows_of(config, types, 1, is_used=slides),
+            rotary_indices=tuple(0 if rope else None for rope in has_rope),
+            windows=layer_windows(config, types, 1, is_used=slides),
             qkv_bias=attention_bias,
             output_bias=attention_bias,
             mlp_bias=config.flag("mlp_bias"),
