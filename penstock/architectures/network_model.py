@@ -219,7 +219,7 @@ class NetworkModel(PipelineModel[BaseContextType]):
         if not model.keeps_stored_layers:
             return
         headers = model.tensor_headers.values()
-        widened = [one for one in headers if one.is_widened]
+        widened = [one for one in headers if one.is_dequantized]
         if widened:
             dtype = encoding_named(model.encoding).compute_dtype
             _logger.warning(

@@ -103,9 +103,9 @@ class RotaryConfig:
                 values["factor"] = max(1.0, positions / original)
         dim = _rotated_dims(config, values, head_dim, kind, supports_partial, default_fraction)
         if dim < 2 or dim % 2:
-            raise ConfigError("head_dim", f"rotary embeddings need an even number of dims, were values {dim}")
+            raise ConfigError("head_dim", f"rotary embeddings need an even number of dims, were given {dim}")
         if kind == "dynamic" and dim < 4:
-            raise ConfigError("head_dim", f"rope type 'dynamic' needs at least 4 dims, were values {dim}")
+            raise ConfigError("head_dim", f"rope type 'dynamic' needs at least 4 dims, were given {dim}")
         return cls(dim, base, kind, original, max_length, values)
 
 
