@@ -33,7 +33,7 @@ from penstock.errors import UnsupportedFeatureError
 from penstock.kernels import ImageSpans, KVCacheInputs, Ops, SamplingInputs, StepInputs, uploaded_together
 from penstock.kv_cache import KVCacheManager, KVCacheSpec
 from penstock.log_probabilities import compute_log_probabilities
-from penstock.memory import estimate_kv_cache_size, plan_memory, wanted_block_size
+from penstock.memory import estimate_kv_cache_size, plan_memory, requested_block_size
 from penstock.nn import Loader, ReturnHiddenStates, ReturnLogits
 from penstock.pipelines.core import LogProbabilities, TextAndVisionContext, TextContext
 
@@ -101,7 +101,7 @@ class DecoderModel(NetworkModel[TextContext]):
         manager = KVCacheManager(
             spec,
             self._num_blocks(available_cache_memory),
-            wanted_block_size(self.pipeline_config),
+            requested_block_size(self.pipeline_config),
             device=self.torch_device,
             enable_prefix_caching=config.enable_prefix_caching
             and (spec.shares_prefixes or not self.network.length_dependent),

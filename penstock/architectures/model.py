@@ -26,7 +26,7 @@ from penstock.memory import (
     estimate_adapters_size,
     estimate_weights_size,
     plan_memory,
-    shares_of_rank,
+    rank_shares,
 )
 from penstock.nn import LLAMA_NAMES, ReturnHiddenStates, ReturnLogits, TensorNames
 from penstock.pipelines.core import InputContext, LogProbabilities
@@ -374,7 +374,7 @@ class PipelineModel(ABC, Generic[BaseContextType]):
         spec = self.kv_spec(config, self.huggingface_config)
         kv_heads = max(group.kv_heads for group in spec.groups) if spec else 1
         names = self.tensor_names(self.huggingface_config)
-        share = shares_of_rank(names, shard, kv_heads)
+        share = rank_shares(names, shard, kv_heads)
         whole, own = estimate_weights_size(config, names), estimate_weights_size(config, names, share=share)
         return size - whole + own
 

@@ -41,7 +41,7 @@ class VisionModel(ABC):
 
     @classmethod
     @abstractmethod
-    def largest_image(cls, huggingface_config: HuggingFaceConfig) -> int:
+    def max_image_rows(cls, huggingface_config: HuggingFaceConfig) -> int:
         """Return the `encoder_rows` of the largest image for which memory is planned."""
 
     @classmethod
@@ -58,5 +58,5 @@ class VisionModel(ABC):
         Graphs are captured for calls of up to ``max_encoder_rows`` rows. They hold at most the activations of
         one call.
         """
-        rows = max(cls.max_encoder_rows, cls.largest_image(huggingface_config)) + cls.max_encoder_rows
+        rows = max(cls.max_encoder_rows, cls.max_image_rows(huggingface_config)) + cls.max_encoder_rows
         return rows * cls.encoder_row_size(pipeline_config, huggingface_config)

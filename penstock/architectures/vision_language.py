@@ -69,7 +69,7 @@ class VisionLanguageModel(VisionModel, TransformerModel):
     """A decoder that another family defines, with an image encoder.
 
     The names of the decoder's tensors, after `weights_adapter`, are those of its family. A subclass reads the
-    encoder (`load_encoder`) and defines `encoder_rows` and `largest_image`.
+    encoder (`load_encoder`) and defines `encoder_rows` and `max_image_rows`.
     """
 
     network: VisionLanguageNetwork

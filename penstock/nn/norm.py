@@ -108,7 +108,7 @@ def select_weights(norm: Norm, parts: Sequence[Part]) -> Norm:
     """Return a norm that has only these parts of another norm's weights, concatenated.
 
     Raises:
-        ConfigError: the weights select this kind select norm cannot be divided.
+        ConfigError: the weights of this kind of norm cannot be divided.
     """
 
     def select(tensor: Tensor) -> Tensor:
@@ -120,5 +120,5 @@ def select_weights(norm: Norm, parts: Sequence[Part]) -> Norm:
         return LayerNorm(select(norm.weight), select(norm.bias), norm.eps)
     raise ConfigError(
         "tensor_parallel_size",
-        f"{type(norm).__name__} select heads cannot be divided among ranks: remove this setting",
+        f"{type(norm).__name__} of heads cannot be divided among ranks: remove this setting",
     )

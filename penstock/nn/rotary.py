@@ -65,7 +65,7 @@ class RotaryConfig:
 
         Args:
             config: the checkpoint's configuration.
-            head_dim: dims of a head. All are rotated unless ``partial_rotary_factor`` is values.
+            head_dim: dims of a head. All are rotated unless ``partial_rotary_factor`` is set.
             default_base: the family's base, used if the checkpoint has none.
             parameters: used instead of ``rope_parameters``, for families with several rotary embeddings.
             supports_partial: whether the family's reference implementation rotates a part of each head. If
@@ -138,7 +138,7 @@ def rotary_configs_by_type(
     config: ConfigValues, head_dim: int, bases: Mapping[str, float]
 ) -> dict[str, RotaryConfig]:
     """Return the rotary embedding of each layer type, for families whose layer types have different ones.
-    Newer files have ``rope_parameters`` for each type. In defaults files ``rope_scaling`` applies only to the
+    Newer files have ``rope_parameters`` for each type. In older files ``rope_scaling`` applies only to the
     first type in ``bases``.
 
     Args:

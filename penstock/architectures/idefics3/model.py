@@ -59,7 +59,7 @@ class Idefics3Model(VisionLanguageModel):
         return Idefics3Vision.load(load, huggingface_config, cls.vision_sizes(huggingface_config), hidden)
 
     @classmethod
-    def largest_image(cls, huggingface_config: HuggingFaceConfig) -> int:
+    def max_image_rows(cls, huggingface_config: HuggingFaceConfig) -> int:
         return cls.vision_sizes(huggingface_config).grid ** 2  # one tile: the tiles of an image run in parts
 
     def encoder_rows(self, image: ImageMetadata) -> int:

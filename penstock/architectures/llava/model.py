@@ -161,10 +161,10 @@ class LlavaModel(VisionLanguageModel):
         )
 
     def encoder_rows(self, image: ImageMetadata) -> int:
-        return self.largest_image(self.huggingface_config)
+        return self.max_image_rows(self.huggingface_config)
 
     @classmethod
-    def largest_image(cls, huggingface_config: HuggingFaceConfig) -> int:
+    def max_image_rows(cls, huggingface_config: HuggingFaceConfig) -> int:
         tower = vision_config(huggingface_config)
         grid = tower.integer("image_size") // tower.integer("patch_size")
         return grid * grid + has_class_row(huggingface_config)

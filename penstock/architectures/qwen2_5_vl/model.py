@@ -72,7 +72,7 @@ class QwenVisionModel(MultimodalRopeModel, VisionLanguageModel):
         return replace(blueprint, rotaries=(replace(rotary, axes=cls.axes(sections, rotary.dim // 2)),))
 
     @classmethod
-    def largest_image(cls, huggingface_config: HuggingFaceConfig) -> int:
+    def max_image_rows(cls, huggingface_config: HuggingFaceConfig) -> int:
         return cls.max_encoder_rows
 
     def encoder_rows(self, image: ImageMetadata) -> int:
