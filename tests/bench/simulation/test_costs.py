@@ -62,7 +62,7 @@ def test_costs_survive_a_round_trip_through_json(tmp_path: Path) -> None:
     costs.write(tmp_path / "costs.json")
     assert ClusterCosts.read(tmp_path / "costs.json") == costs
     (tmp_path / "costs.json").write_text('{"measured": {}}')
-    with pytest.raises(InputError, match=r"costs\.json has no costs of a cluster: .*limits"):
+    with pytest.raises(InputError, match=r"costs\.json does not contain the costs of a cluster: .*limits"):
         ClusterCosts.read(tmp_path / "costs.json")
     with pytest.raises(InputError, match="3 sizes and 1 times"):
         StepCostTable([1, 2, 3], [0.1], 0, 0)
@@ -74,7 +74,7 @@ def test_the_committed_costs_can_be_read() -> None:
     costs = ClusterCosts.read(ROOT / "benchmarks" / "cluster_costs.json")
     assert costs.measured["model"]
     assert costs.step.of(StepShape(32, 32, 4096, 4096)) > costs.step.of(StepShape(1, 1, 128, 128)) > 0
-    assert costs.router.of_decision(100, 64) > 0
+    assert costs.router.decision_seconds(100, 64) > 0
 
 
 def test_measuring_steps_gives_positive_costs() -> None:
