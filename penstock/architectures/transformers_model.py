@@ -75,7 +75,7 @@ class ModuleNetwork:
 
 
 class TransformersModel(DecoderModel):
-    """A module of transformers as a pipeline model."""
+    """The pipeline model of A module of transformers."""
 
     network: ModuleNetwork
 

@@ -223,8 +223,8 @@ class TestRope:
         ({"attention__layer_norm_rms_epsilon": -1.0}, "must be a number above 0, was -1.0"),
         ({"rope__scaling__type": "spiral"}, "rope.scaling.type must be none, linear or yarn"),
         ({"rope__scaling__type": "yarn"}, "has no llama.rope.scaling.factor"),
-        ({"rope__dimension_count": 8}, "rope.dimension_count must be the length of keys, 16, was 8"),
-        ({"attention__value_length": 8}, "value_length must be the length of keys, 16, was 8"),
+        ({"rope__dimension_count": 8}, "rope.dimension_count must be the head size, 16, was 8"),
+        ({"attention__value_length": 8}, "value_length must be the head size, 16, was 8"),
         ({"attention__max_alibi_bias": 8.0}, "max_alibi_bias is not supported"),
         ({"attention__causal": False}, "must be true: text generation needs causal attention"),
         ({"tensor_data_layout": "sideways"}, "tensor_data_layout is unknown, was 'sideways'"),
@@ -238,7 +238,7 @@ def test_unsupported_metadata_is_refused(tmp_path: Path, keys: dict[str, Any], p
 
 @pytest.mark.parametrize("family", ["qwen2", "olmo2", "granite", "gemma2"])
 def test_partial_rotary_dimensions_are_refused_if_the_family_has_none(tmp_path: Path, family: str) -> None:
-    with pytest.raises(CheckpointError, match=r"rope\.dimension_count must be the length of keys, 16, was 8"):
+    with pytest.raises(CheckpointError, match=r"rope\.dimension_count must be the head size, 16, was 8"):
         gguf_config(write_gguf_file(tmp_path, family, rope__dimension_count=8))
 
 

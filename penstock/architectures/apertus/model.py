@@ -75,7 +75,7 @@ class XIELUMLP:
 
 
 class ApertusModel(TransformerModel):
-    """Apertus as a pipeline model."""
+    """The pipeline model of Apertus."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class ArceeModel(TransformerModel):
-    """AFM as a pipeline model."""
+    """The pipeline model of AFM."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

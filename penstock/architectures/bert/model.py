@@ -16,7 +16,7 @@ def adapted_name(name: str) -> str:
 
 
 class BertModel(PostNormModel):
-    """BERT as a pipeline model."""
+    """The pipeline model of BERT."""
 
     weights_adapter = adapted_name
     names = EncoderNames()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class CohereModel(TransformerModel):
-    """Command R as a pipeline model."""
+    """The pipeline model of Command R."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Cohere2Model(CohereModel):
-    """Command R7B as a pipeline model."""
+    """The pipeline model of Command R7B."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class DistilBertModel(PostNormModel):
-    """DistilBERT as a pipeline model."""
+    """The pipeline model of DistilBERT."""
 
     weights_adapter = without_prefix("distilbert.")
     ignored_weights = ("vocab_*",)

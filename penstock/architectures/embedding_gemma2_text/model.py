@@ -46,7 +46,7 @@ _GLOBAL_HEADS = (512, 1)
 
 
 class EmbeddingGemma2TextModel(EncoderModel):
-    """The text model of EmbeddingGemma 2 as a pipeline model."""
+    """The pipeline model of The text model of EmbeddingGemma 2."""
 
     weights_adapter = without_model
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Ernie45Model(TransformerModel):
-    """ERNIE 4.5 as a pipeline model."""
+    """The pipeline model of ERNIE 4.5."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

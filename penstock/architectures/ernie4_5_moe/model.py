@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Ernie45MoeModel(TransformerModel):
-    """ERNIE 4.5 with experts as a pipeline model."""
+    """The pipeline model of ERNIE 4.5 with experts."""
 
     ignored_weights = (*TransformerModel.ignored_weights, "model.mtp_*")  # multi-token prediction
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Exaone4Model(TransformerModel):
-    """EXAONE 4 as a pipeline model."""
+    """The pipeline model of EXAONE 4."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class GemmaModel(TransformerModel):
-    """Gemma as a pipeline model."""
+    """The pipeline model of Gemma."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

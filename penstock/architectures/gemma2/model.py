@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Gemma2Model(TransformerModel):
-    """Gemma 2 as a pipeline model."""
+    """The pipeline model of Gemma 2."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Gemma3TextModel(TransformerModel):
-    """Gemma 3 as a pipeline model."""
+    """The pipeline model of Gemma 3."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class GlmModel(TransformerModel):
-    """GLM as a pipeline model."""
+    """The pipeline model of GLM."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Glm4MoeModel(TransformerModel):
-    """GLM 4 with experts as a pipeline model."""
+    """The pipeline model of GLM 4 with experts."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

@@ -138,7 +138,7 @@ def with_prefix(name: str) -> str:
 
 
 class GPT2Model(DecoderModel):
-    """GPT-2 as a pipeline model."""
+    """The pipeline model of GPT-2."""
 
     ignored_weights = ("*.attn.bias", "*.attn.masked_bias")  # attention masks
     weights_adapter = with_prefix

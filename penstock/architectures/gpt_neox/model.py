@@ -59,7 +59,7 @@ def embed_out(name: str) -> str:
 
 
 class GPTNeoXModel(TransformerModel):
-    """GPT-NeoX as a pipeline model."""
+    """The pipeline model of GPT-NeoX."""
 
     ignored_weights = (
         "*rotary_emb.inv_freq",

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class GraniteModel(TransformerModel):
-    """Granite as a pipeline model."""
+    """The pipeline model of Granite."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

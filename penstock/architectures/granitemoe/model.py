@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class GraniteMoeModel(TransformerModel):
-    """Granite with experts as a pipeline model."""
+    """The pipeline model of Granite with experts."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class HeliumModel(TransformerModel):
-    """Helium as a pipeline model."""
+    """The pipeline model of Helium."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

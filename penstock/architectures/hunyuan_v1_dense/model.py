@@ -39,7 +39,7 @@ class HunyuanAttention(Attention):
 
 
 class HunyuanV1DenseModel(TransformerModel):
-    """A Hunyuan dense model as a pipeline model."""
+    """The pipeline model of Hunyuan dense."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

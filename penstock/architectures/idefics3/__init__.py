@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """A ``config.json`` small enough for a test: tiles of 4 x 4 patches, 4 rows each."""
+    """Return a small ``config.json`` for tests: tiles of 4 x 4 patches, 4 rows each."""
     return {
         "architectures": ["Idefics3ForConditionalGeneration"],
         "model_type": "idefics3",

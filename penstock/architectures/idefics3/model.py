@@ -24,7 +24,7 @@ def model_tensor_name(name: str) -> str:
 
 
 class Idefics3Model(VisionLanguageModel):
-    """Idefics3 as a pipeline model."""
+    """The pipeline model of Idefics3."""
 
     weights_adapter = model_tensor_name
     text_defaults: ClassVar[Mapping[str, Mapping[str, object]]] = {

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class JinaEmbeddingsV3Model(PostNormModel):
-    """Jina Embeddings v3 as a pipeline model."""
+    """The pipeline model of Jina Embeddings v3."""
 
     weights_adapter = without_prefix("roberta.")
     ignored_weights = ("pooler.*", "lm_head.*", "*rotary_emb.inv_freq")

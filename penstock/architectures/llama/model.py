@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class LlamaModel(TransformerModel):
-    """Llama as a pipeline model."""
+    """The pipeline model of Llama."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

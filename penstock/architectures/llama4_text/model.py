@@ -82,16 +82,16 @@ class Llama4Experts:
 
     router: Linear  # [E] -> [N]
     packed: PackedExperts
-    top: int
+    top_k: int
     activation: Activation
     shared: GatedMLP
 
     def __call__(self, x: Tensor, step: StepInputs) -> Tensor:  # [T, E] -> [T, E]
         ops, logits = step.ops, self.router(x, step)
-        scores, ids = ops.route(logits, self.top, _ROUTING)
+        scores, ids = ops.route(logits, self.top_k, _ROUTING)
         ones, _ = ops.route(logits, 1, "all_normed")  # [T, 1]: outputs are not weighted
         total = self.shared(x, step)
-        for which in range(self.top):
+        for which in range(self.top_k):
             one = slice(which, which + 1)
             scaled = ops.scale_rows(x, scores[:, one])
             routed = ops.experts(scaled, self.packed, ones, ids[:, one], self.activation, lora=step.lora)
@@ -102,7 +102,7 @@ class Llama4Experts:
 
 
 class Llama4TextModel(TransformerModel):
-    """Llama 4 as a pipeline model."""
+    """The pipeline model of Llama 4."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

@@ -99,7 +99,7 @@ def adapted_name(name: str) -> str:
 
 
 class LlavaModel(VisionLanguageModel):
-    """LLaVA as a pipeline model."""
+    """The pipeline model of LLaVA."""
 
     weights_adapter = adapted_name
     ignored_weights = (

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class MiniMaxM2Model(TransformerModel):
-    """MiniMax-M2 as a pipeline model."""
+    """The pipeline model of MiniMax-M2."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

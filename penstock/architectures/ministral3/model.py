@@ -57,7 +57,7 @@ class Ministral3Attention(Attention):
 
 
 class Ministral3Model(TransformerModel):
-    """Ministral 3 as a pipeline model."""
+    """The pipeline model of Ministral 3."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

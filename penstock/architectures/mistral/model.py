@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class MistralModel(TransformerModel):
-    """Mistral as a pipeline model."""
+    """The pipeline model of Mistral."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

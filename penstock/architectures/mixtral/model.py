@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class MixtralModel(TransformerModel):
-    """Mixtral as a pipeline model."""
+    """The pipeline model of Mixtral."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

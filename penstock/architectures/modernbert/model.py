@@ -92,7 +92,7 @@ class ModernBertNetwork:
 
 
 class ModernBertModel(EncoderModel):
-    """ModernBERT as a pipeline model."""
+    """The pipeline model of ModernBERT."""
 
     weights_adapter = without_prefix("model.")
     ignored_weights = ("head.*", "decoder.*", "*rotary_emb*inv_freq")

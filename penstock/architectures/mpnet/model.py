@@ -23,7 +23,7 @@ MAX_DISTANCE = 128
 
 
 class MPNetModel(PostNormModel):
-    """MPNet as a pipeline model."""
+    """The pipeline model of MPNet."""
 
     weights_adapter = without_prefix("mpnet.")
     ignored_weights = ("embeddings.position_ids", "pooler.*", "lm_head.*")

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class NemotronModel(TransformerModel):
-    """Nemotron as a pipeline model."""
+    """The pipeline model of Nemotron."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

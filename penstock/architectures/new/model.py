@@ -22,7 +22,7 @@ _OPTIONS = {
 
 
 class NewModel(GteModel):
-    """GTE of model type ``new`` as a pipeline model."""
+    """The pipeline model of GTE of model type ``new``."""
 
     @classmethod
     def sizes(cls, config: HuggingFaceConfig) -> PostNormSizes:

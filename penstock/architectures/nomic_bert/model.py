@@ -33,7 +33,7 @@ _OLDER_VALUES = {
 
 
 class NomicBertModel(PostNormModel):
-    """Nomic BERT as a pipeline model."""
+    """The pipeline model of Nomic BERT."""
 
     weights_adapter = without_prefix("nomic_bert.")
     ignored_weights = ("pooler.*", "cls.*", "*rotary_emb.inv_freq")

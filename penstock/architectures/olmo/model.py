@@ -49,7 +49,7 @@ def norms_without_weights(load: Loader) -> LoadNorm:
 
 
 class OlmoModel(TransformerModel):
-    """OLMo as a pipeline model."""
+    """The pipeline model of OLMo."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

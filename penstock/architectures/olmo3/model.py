@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Olmo3Model(TransformerModel):
-    """OLMo 3 as a pipeline model."""
+    """The pipeline model of OLMo 3."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class OlmoeModel(TransformerModel):
-    """OLMoE as a pipeline model."""
+    """The pipeline model of OLMoE."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

@@ -33,7 +33,7 @@ _NAMES = TensorNames(
 
 
 class PhiModel(TransformerModel):
-    """Phi as a pipeline model."""
+    """The pipeline model of Phi."""
 
     head_bias = True
 

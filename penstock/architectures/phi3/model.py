@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Phi3Model(TransformerModel):
-    """Phi 3 as a pipeline model."""
+    """The pipeline model of Phi 3."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

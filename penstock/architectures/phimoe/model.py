@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class PhimoeModel(TransformerModel):
-    """Phi 3.5 MoE as a pipeline model."""
+    """The pipeline model of Phi 3.5 MoE."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Qwen2Model(TransformerModel):
-    """Qwen 2 as a pipeline model."""
+    """The pipeline model of Qwen 2."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

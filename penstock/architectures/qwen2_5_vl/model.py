@@ -80,7 +80,7 @@ class QwenVisionModel(MultimodalRopeModel, VisionLanguageModel):
 
 
 class Qwen25VisionModel(QwenVisionModel):
-    """Qwen2.5-VL as a pipeline model."""
+    """The pipeline model of Qwen2.5-VL."""
 
     text_family = Qwen2Model
     sections = (16, 24, 24)

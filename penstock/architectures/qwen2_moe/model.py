@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Qwen2MoeModel(TransformerModel):
-    """Qwen 2 with experts as a pipeline model."""
+    """The pipeline model of Qwen 2 with experts."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Qwen2VisionModel(QwenVisionModel):
-    """Qwen2-VL as a pipeline model."""
+    """The pipeline model of Qwen2-VL."""
 
     text_family = Qwen2Model
     sections = (16, 24, 24)

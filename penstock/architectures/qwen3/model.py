@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Qwen3Model(TransformerModel):
-    """Qwen 3 as a pipeline model."""
+    """The pipeline model of Qwen 3."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

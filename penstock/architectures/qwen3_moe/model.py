@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Qwen3MoeModel(TransformerModel):
-    """Qwen 3 with experts as a pipeline model."""
+    """The pipeline model of Qwen 3 with experts."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

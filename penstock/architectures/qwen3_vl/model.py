@@ -53,7 +53,7 @@ class DeepstackNetwork(VisionLanguageNetwork):
 
 
 class Qwen3VisionModel(QwenVisionModel):
-    """Qwen3-VL as a pipeline model."""
+    """The pipeline model of Qwen3-VL."""
 
     network: DeepstackNetwork
     text_family = Qwen3Model

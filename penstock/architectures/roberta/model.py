@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class RobertaModel(PostNormModel):
-    """RoBERTa as a pipeline model."""
+    """The pipeline model of RoBERTa."""
 
     weights_adapter = without_prefix("roberta.")
     names = EncoderNames()

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class SmolLM3Model(TransformerModel):
-    """SmolLM 3 as a pipeline model."""
+    """The pipeline model of SmolLM 3."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

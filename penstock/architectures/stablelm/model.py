@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class StableLmModel(TransformerModel):
-    """StableLM as a pipeline model."""
+    """The pipeline model of StableLM."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

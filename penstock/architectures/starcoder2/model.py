@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Starcoder2Model(TransformerModel):
-    """StarCoder 2 as a pipeline model."""
+    """The pipeline model of StarCoder 2."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

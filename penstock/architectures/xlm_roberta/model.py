@@ -23,7 +23,7 @@ _ADAPTERS = "*.parametrizations.weight.0.lora_?"
 
 
 class XLMRobertaModel(RobertaModel):
-    """XLM-RoBERTa as a pipeline model."""
+    """The pipeline model of XLM-RoBERTa."""
 
     position_types = ("absolute", "rotary")
     ignored_weights = (*RobertaModel.ignored_weights, _ADAPTERS)
