@@ -47,6 +47,7 @@ class RequestTemplate:
 
     def body(self, index: int, prompt: BenchPrompt) -> dict[str, object]:
         """Return the body of request number ``index``, with the seed ``seed + index``.
+
         Raises:
             InputError: the endpoint does not accept this type of prompt.
         """

@@ -61,6 +61,7 @@ _LENGTH_KEYS = ("max_position_embeddings", "n_positions")
 
 def config_of_shape(shape: str) -> dict[str, object]:
     """Return the ``config.json`` for a name in `SHAPES` or for the path of a ``config.json`` or its folder.
+
     Raises:
         InputError: the shape is neither a name nor a path.
         CheckpointError: the file is not a JSON object.

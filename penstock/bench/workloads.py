@@ -154,6 +154,7 @@ class Bench:
 
     def check(self, works: Sequence[str]) -> None:
         """Check that the workloads do not exceed the model's maximum length.
+
         Raises:
             ConfigError: a workload does. The message has the workload and both lengths.
         """
@@ -287,6 +288,7 @@ class ColdStart:
 
 def cold_start(config: PipelineConfig) -> ColdStart:
     """Start a new process that loads a model and generates a token. Return its timings.
+
     Raises:
         PenstockError: the process failed. The message has its last line of output.
     """

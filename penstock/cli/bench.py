@@ -159,7 +159,7 @@ async def _measure(client: HttpClient, options: _ServeOptions) -> int:
     from penstock.bench.summary import Summary, build_report
 
     count, endpoint = options["num_requests"], options["endpoint"]
-    more = parse_fields(options["extra_body"]) if options["extra_body"] else {}
+    extra_fields = parse_fields(options["extra_body"]) if options["extra_body"] else {}
     model, prompts = await _model_and_prompts(client, options)
     asking = RequestTemplate(
         endpoint=endpoint,
@@ -169,7 +169,7 @@ async def _measure(client: HttpClient, options: _ServeOptions) -> int:
         ignore_eos=options["ignore_eos"],
         temperature=options["temperature"],
         seed=options["seed"],
-        more=more,
+        extra_fields=extra_fields,
     )
     bodies = [asking.body(index, prompt) for index, prompt in enumerate(prompts)]
     concurrency = options["concurrency"] or (None if options["rate"] else 8)
@@ -206,13 +206,13 @@ async def _measure(client: HttpClient, options: _ServeOptions) -> int:
 async def _model_and_prompts(client: HttpClient, options: _ServeOptions) -> tuple[str, list[BenchPrompt]]:
     """Return the model, and a prompt for each request: first those of the measurement, then the warm-up."""
     from penstock.bench.http_client import IncompleteResponseError
-    from penstock.bench.prompts import chosen, random_prompts, read_prompts, served_model
+    from penstock.bench.prompts import random_prompts, read_prompts, repeat_prompts, served_model
 
     count = options["num_requests"] + options["warmup"]
     try:
         model = options["model"] or await served_model(client)
         if options["prompts"] is not None:
-            return model, chosen(read_prompts(options["prompts"]), count)
+            return model, repeat_prompts(read_prompts(options["prompts"]), count)
         length, seed = options["input_length"], options["seed"]
         return model, await random_prompts(client, model, options["endpoint"], count, length, seed)
     except (ConnectionError, IncompleteResponseError, TimeoutError, gaierror) as error:

@@ -141,6 +141,7 @@ class AudioCodec(ABC):
 
     def ready_frames(self, num_frames: int, *, ended: bool) -> int:
         """Return how many frames of a stream can be decoded when its first ``num_frames`` are known.
+
         Args:
             num_frames: number of frames so far.
             ended: whether the stream has ended.
@@ -156,6 +157,7 @@ class AudioCodec(ABC):
 
     def chunk(self, frames: Tensor, start: int, stop: int, *, ended: bool) -> CodecChunk:
         """Return the chunk of the frames ``start`` to ``stop - 1`` of a stream, with their context.
+
         Args:
             frames: all frames of the stream so far, ``[F, C]``.
             start: the first frame to decode.

@@ -83,6 +83,7 @@ class ConvTranspose1d:
 
 class CodecLoader:
     """Reads the layers of a codec by their checkpoint names and packs each layer once.
+
     Args:
         weights: the tensors of the checkpoint.
         ops: the back end that packs the layers.

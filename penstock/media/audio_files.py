@@ -85,6 +85,7 @@ def wav_header(sample_rate: int, num_samples: int | None) -> bytes:
 
 def encode_audio(samples: Samples, sample_rate: int, name: str) -> bytes:
     """Return samples as an audio file.
+
     Raises:
         InputError: the format is unknown, or does not support the sample rate.
         MissingDependencyError: the format needs ``soundfile``, which is not installed.

@@ -60,6 +60,7 @@ def decode_image(data: bytes, max_pixels: int) -> Image:
 
 def encode_image(image: object) -> bytes:
     """Return the content of an image file (BMP) for a PIL image or a uint8 array ``[H, W]`` or ``[H, W, 3]``.
+
     Raises:
         InputError: the object is neither of these, or the array has another shape or type.
     """

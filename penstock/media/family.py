@@ -84,6 +84,7 @@ class VisionFamily(ABC):
 
     def processor_options(self, detail: str) -> dict[str, object]:
         """Return keyword arguments for the call of the image processor.
+
         Args:
             detail: the requested resolution, ``auto`` or one of `details`.
         """

@@ -80,10 +80,12 @@ class ImageProcessor(Protocol):
         self, data: bytes, options: Mapping[str, object], max_pixels: int
     ) -> tuple[Arrays, tuple[int, int]]:
         """Return the outputs of the processor for a list of one image, and the width and height of the image.
+
         Args:
             data: the content of an image file.
             options: keyword arguments of the processor.
             max_pixels: maximum of width times height.
+
         Raises:
             InputError: the image cannot be decoded, or the processor does not accept it.
             PenstockError: the processor failed.
@@ -301,6 +303,7 @@ def write_frame(stream: BufferedWriter, head: bytes, parts: Sequence[bytes | mem
 
 def read_frame(stream: BufferedReader) -> bytes:
     """Read the head of a message.
+
     Raises:
         EOFError: the stream has ended.
     """
@@ -313,6 +316,7 @@ def read_frame(stream: BufferedReader) -> bytes:
 
 def read_into(stream: BufferedReader, target: memoryview) -> None:
     """Fill a buffer from a stream.
+
     Raises:
         EOFError: the stream ended before the buffer was full.
     """

@@ -58,6 +58,7 @@ class ImageSources:
 
     def read(self, url: str) -> bytes:
         """Return the content of the image file at a URL. This call blocks, so it should run in a thread.
+
         Raises:
             InputError: the URL is not allowed, or the file cannot be read within the limits.
         """
@@ -195,6 +196,7 @@ class ImageSources:
 
 def decode_data_url(url: str) -> bytes:
     """Return the content of a ``data:`` URL.
+
     Raises:
         InputError: the media type is not that of an image, or the base64 is invalid.
     """

@@ -183,6 +183,7 @@ def estimate_kv_cache_size(
     available_cache_memory: int,
 ) -> int:
     """Return the size in bytes of the KV cache, at most ``available_cache_memory``.
+
     Raises:
         InsufficientMemoryError: the smallest useful cache does not fit.
     """

@@ -205,6 +205,7 @@ def interleaved(blueprint: Blueprint) -> Blueprint:
 
 def check_head_dim(config: ConfigValues) -> None:
     """Check that ``head_dim`` is absent or E / H, for families that do not read the key.
+
     Raises:
         ConfigError: ``head_dim`` has another value.
     """
@@ -224,6 +225,7 @@ def num_layers(config: ConfigValues) -> int:
 
 def activation_named(name: object, key: str) -> Activation:
     """Return the activation function for a name in a ``config.json``.
+
     Args:
         name: the name.
         key: the key of the name, for the error message.

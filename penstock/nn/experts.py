@@ -22,6 +22,7 @@ from penstock.nn.mlp import GatedMLP
 @dataclass(frozen=True, slots=True)
 class Experts:
     """A mixture of experts: a router and its experts, ``x [T, E] -> [T, E]``.
+
     The router selects `top_k` experts for each row. Their outputs are summed with the router's weights.
     """
 
@@ -74,6 +75,7 @@ def num_experts_per_token(
         default: the family's value if the key is absent.
         key: the key of the number in ``config.json``.
         has_shared: whether the family has shared experts, which every token uses.
+
     Raises:
         ConfigError: the number exceeds ``experts``, or the file configures shared experts and the family has
             none.
@@ -118,8 +120,10 @@ def load_experts(
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> PackedExperts:
     """Read the experts whose tensor names start with ``name``, from either of two checkpoint layouts.
+
     Most checkpoints have three matrices for each expert, ``{name}.0.gate_proj.weight`` and so on. Newer ones
     have two tensors for all experts, ``{name}.gate_up_proj [N, 2F, E]`` and ``{name}.down_proj [N, E, F]``.
+
     Args:
         load: reads and packs the tensors.
         name: the start of the tensor names.

@@ -100,6 +100,7 @@ class GridSizes:
             text_hidden: the hidden size of the decoder.
             hidden: the key of E.
             out: the key of the size of an output row.
+
         Raises:
             ConfigError: the output size differs from ``text_hidden``, the heads do not divide E, or the
                 rotary embedding is not supported.

@@ -47,6 +47,7 @@ class LayerPacker:
         order: Tensor | None = None,
     ) -> PackedLinear:
         """Return the next packed layer.
+
         Args:
             parts: names and parts of the fused layers, in the order of their outputs.
             bias: ``[out]``.

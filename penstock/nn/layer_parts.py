@@ -54,10 +54,12 @@ class LayerPart:
 
     def slice_encoded(self, name: str, encoding: str, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return this rank's part of a quantized weight.
+
         Args:
             name: the name of the layer, for the error message.
             encoding: the encoding of the weight.
             tensors: the whole weight, as the tensors of `LinearEncoding.pack`.
+
         Raises:
             ConfigError: the part would divide a group of inputs that share a scale.
         """
@@ -73,7 +75,9 @@ def shard_inner_dim(
     shard: Shard, source: TensorSource, encoding: LinearEncoding, name: str, size: int
 ) -> Part:
     """Return a rank's part of the dimension between two layers.
+
     A group of inputs of the second layer that share a scale is not divided.
+
     Args:
         shard: the rank.
         source: the tensors of the checkpoint.
@@ -103,8 +107,10 @@ def concatenated(parts: Sequence[Tensor]) -> Tensor:
 
 def common_encoding(source: TensorSource, parts: Mapping[str, LayerPart], floats: str) -> str | None:
     """Return the encoding in which all these layers are stored; None if their encodings differ or are floats.
+
     The result is also None if the layers store their inputs in different orders, or if permuted inputs would
     have to be sliced.
+
     Args:
         source: the tensors of the checkpoint.
         parts: the parts of the layers on this rank, by layer name.
@@ -128,10 +134,12 @@ def common_encoding(source: TensorSource, parts: Mapping[str, LayerPart], floats
 
 def stored_input_order(source: TensorSource, parts: Iterable[str], encoding: str) -> Tensor | None:
     """Return the stored order of the inputs of a layer, ``[in]`` int32.
+
     Args:
         source: the tensors of the checkpoint.
         parts: the names of the fused layers.
         encoding: the encoding of the layer. Fused layers that are stored in other encodings are converted.
+
     Returns:
         The order of all fused layers; None if the inputs are in their original order.
     """

@@ -13,6 +13,7 @@ from penstock.kernels.collectives import Collectives
 @dataclass(frozen=True, slots=True)
 class Linear:
     """A linear layer, ``x [T, in] -> [T, out]``.
+
     With tensor parallelism, a rank has some of the outputs (column-parallel) or some of the inputs
     (row-parallel). Row-parallel products are partial sums.
     """

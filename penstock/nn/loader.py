@@ -30,6 +30,7 @@ from penstock.nn.tensor_source import LazyLayers, LoadPacked, TensorSource
 
 class Loader:
     """Reads layers by their checkpoint names and packs each layer once, on one device.
+
     Args:
         source: the tensors of the checkpoint.
         encoding: the encoding of the model. `LinearEncoding.for_layer` can choose another one for a layer.
@@ -304,6 +305,7 @@ class Loader:
         order: Callable[[Tensor], Tensor] | None = None,
     ) -> Linear:
         """Return a linear layer of one expert. Adapters do not apply to it.
+
         Args:
             name: name of the layer in the checkpoint.
             out_features, in_features: its outputs and inputs.

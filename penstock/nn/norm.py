@@ -1,4 +1,5 @@
 """Normalization of rows: `RMSNorm` (Zhang and Sennrich 2019, arXiv:1910.07467) and `LayerNorm` (Ba et al.
+
 2016, arXiv:1607.06450)."""
 
 from __future__ import annotations

@@ -138,6 +138,7 @@ def rotary_configs_by_type(
     config: ConfigValues, head_dim: int, bases: Mapping[str, float]
 ) -> dict[str, RotaryConfig]:
     """Return the rotary embedding of each layer type, for families whose layer types have different ones.
+
     Newer files have ``rope_parameters`` for each type. In older files ``rope_scaling`` applies only to the
     first type in ``bases``.
 
@@ -145,6 +146,7 @@ def rotary_configs_by_type(
         config: the checkpoint's configuration.
         head_dim: dims of a head.
         bases: the default base of each layer type.
+
     Raises:
         ConfigError: ``rope_parameters`` has a key that is not one of the layer types.
     """

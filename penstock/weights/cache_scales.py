@@ -35,6 +35,7 @@ _logger = logging.getLogger(__name__)
 
 def find_cache_scales(config: Mapping[str, object], stored: Headers) -> CacheScales:
     """Return the scales that a checkpoint stores for a KV cache of 8-bit floats; empty if it has none.
+
     Scales of any other ``kv_cache_scheme``, such as 8-bit integers, are ignored.
     """
     scheme = quantization_section(config).get("kv_cache_scheme")

@@ -124,6 +124,7 @@ class GGUFFile:
     @cached_property
     def tensors(self) -> dict[str, StoredTensor]:
         """The tensors of all files of the model, by their names in the files.
+
         Raises:
             WeightsError: a file is missing or damaged.
         """
@@ -142,6 +143,7 @@ class GGUFFile:
 
     def array(self, key: str) -> list[object]:
         """Return the elements of the array under ``key``; empty if the key is missing.
+
         Raises:
             WeightsError: the value is not an array, or the array contains text that is not UTF-8.
         """

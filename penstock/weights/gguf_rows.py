@@ -19,6 +19,7 @@ Rows = dict[str, Tensor]
 
 def gguf_rows(data: Tensor, header: GGUFTensor) -> Rows:
     """Return a weight ``[out, in]`` as the tensors of its encoding, such as ``weight`` and ``scales``.
+
     Args:
         data: all bytes of the file, uint8.
         header: the header of the tensor.

@@ -48,6 +48,7 @@ def read_gguf_tokenizer(path: Path, tokenizer: Tokenizer | None = None) -> GGUFT
     Args:
         path: the GGUF file.
         tokenizer: a tokenizer to use instead of rebuilding one. Its tokens must equal those of the file.
+
     Raises:
         CheckpointError: the file has no tokenizer, its tokenizer is not supported or damaged, or the tokens
             of ``tokenizer`` differ.

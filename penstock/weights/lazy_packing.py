@@ -22,6 +22,7 @@ fast.
 
 class LazyPacking:
     """The lazily packed weights of a model, in load order.
+
     Args:
         layers: all linear layers of the model.
         reservations: reserves the memory of each packed weight until the weight is packed.

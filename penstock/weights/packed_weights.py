@@ -124,6 +124,7 @@ class _Layer:
 
 class PackedLayerReader:
     """Returns the layers of a file of packed weights, in load order.
+
     Args:
         layers: the descriptions of the layers, in load order.
         tensors: the tensors by index of the layer and name, such as ``3.panels``.
@@ -197,6 +198,7 @@ def _stored_tensors(packed: PackedLinear) -> Mapping[str, Tensor]:
 
 def _read_header(file: Path) -> tuple[_FileHeader, int]:
     """Return the header, and the offset of the tensors in bytes.
+
     Raises:
         WeightsError: the file is damaged. For example, a tensor ends after the end of the file.
     """

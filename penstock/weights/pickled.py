@@ -65,8 +65,10 @@ class PickledWeights:
 
     def finish(self, ignore: Iterable[str] = ()) -> None:
         """Check after loading that every tensor was read, and that no tensor was missing or misshapen.
+
         Args:
             ignore: shell patterns of names that need not be read.
+
         Raises:
             WeightsError: the check failed. The message lists the missing, misshapen and unexpected tensors.
         """

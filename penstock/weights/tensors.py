@@ -139,10 +139,12 @@ class Weights:
         self, name: str, shape: tuple[int, int], *, transposed: bool = False
     ) -> tuple[str | None, Mapping[str, Tensor]]:
         """Return the stored encoding of a linear layer's weight, and the tensors of the weight.
+
         Args:
             name: name of the weight.
             shape: ``(out, in)``.
             transposed: whether the checkpoint's shape is ``(in, out)``.
+
         Returns:
             The encoding, and the tensors of `LinearEncoding.pack`, with inputs in the order of `input_order`.
             If the weight is stored as floats, or in a layout that the encoding does not support: None, and
@@ -212,8 +214,10 @@ class Weights:
 
     def finish(self, ignore: Iterable[str] = ()) -> None:
         """Check after loading that every tensor was read, and that no fault was recorded.
+
         Args:
             ignore: shell patterns of names that need not be read, such as ``*.rotary_emb.inv_freq``.
+
         Raises:
             WeightsError: the check failed. The message lists the missing, misshapen, unreadable and
                 unexpected tensors.
@@ -346,6 +350,7 @@ class _Files:
 
 class _Reader:
     """The `TensorReader` for one tensor of the checkpoint. It records which mapped bytes were read.
+
     Args:
         files: the open files.
         mapped: list to which the mapped bytes are appended.

@@ -112,7 +112,9 @@ def test_tensor_shapes_types_and_offsets_are_read(file: Path) -> None:
     assert numbers.tolist() == list(range(12))
     assert GGUFFile(file).floats("rope_freqs.weight") == [1.0, 0.1, 8.0]
     assert GGUFFile(file).floats("no.such") is None
-    with pytest.raises(WeightsError, match=r"b.weight must have at most 65536 elements of type F32, was .* F16"):
+    with pytest.raises(
+        WeightsError, match=r"b.weight must have at most 65536 elements of type F32, was .* F16"
+    ):
         GGUFFile(file).floats("b.weight")
 
 
@@ -323,5 +325,5 @@ class TestParts:
 
     def test_a_renamed_part_is_refused(self, tmp_path: Path) -> None:
         files = self.write_parts(tmp_path)
-        with pytest.raises(WeightsError, match="split.tensors.count is 3, but the files have 1"):
+        with pytest.raises(WeightsError, match=r"split.tensors.count is 3, but the files have 1"):
             GGUFFile(files[0].rename(tmp_path / "m.gguf")).tensors  # noqa: B018

@@ -260,7 +260,8 @@ class TestHubGGUF:
         index = {"weight_map": {"a": "m-1.safetensors", "b": "m-2.safetensors", "c": "m-3.safetensors"}}
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
         with pytest.raises(
-            CheckpointError, match=r"a/b: 2 of 3 weight files are not .*\(m-2.safetensors, .*run once with a connection"
+            CheckpointError,
+            match=r"a/b: 2 of 3 weight files are not .*\(m-2.safetensors, .*run once with a connection",
         ):
             resolve_checkpoint("a/b", "v1")
 

@@ -1,4 +1,4 @@
-"""Command R, Command R+ and Aya 23 and Expanse."""
+"""Command R, Command R+, Aya 23 and Aya Expanse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Command R (model card of CohereLabs/c4ai-command-r-v01): attention and feed-forward layer in parallel."""
+"""Command R (model card of CohereLabs/c4ai-command-r-v01): parallel attention and feed-forward layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ERNIE 4.5 (ERNIE Team, Baidu 2025, ERNIE 4.5 Technical Report): Llama that rotates interleaved pairs."""
+"""ERNIE 4.5 (ERNIE Team, Baidu 2025, ERNIE 4.5 Technical Report): Llama with interleaved RoPE."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""EXAONE 4 (LG AI Research 2025, arXiv:2507.11407): norms after the layers, some layers without positions."""
+"""EXAONE 4 (LG AI Research 2025, arXiv:2507.11407): norms after the layers, and layers without RoPE."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Exaone4Model(TransformerModel):
 def _default_types(config: HuggingFaceConfig, has_windows: bool) -> tuple[str, ...]:  # [L]
     """Return the types of the layers for a file without ``layer_types``.
 
-    ``sliding_window_pattern`` is a number n, where each n-th layer has full attention, or a text such as
-    LLLG, which repeats over the layers: L is a layer with a window, G a layer with full attention.
+    ``sliding_window_pattern`` is a number n or a text. With a number, each n-th layer has full attention. A
+    text such as LLLG repeats over the layers: L is a layer with a window, G a layer with full attention.
     """
     layers, pattern = range(num_layers(config)), config.get("sliding_window_pattern")
     if not has_windows:
@@ -42,7 +42,8 @@ def _default_types(config: HuggingFaceConfig, has_windows: bool) -> tuple[str, .
     if isinstance(pattern, str):
         if not pattern or set(pattern) - set("LG"):
             raise ConfigError(
-                "sliding_window_pattern", f"must be a number or letters L and G, was {pattern!r}"
+                "sliding_window_pattern",
+                f"must be a number or a text of the letters L and G, was {pattern!r}",
             )
         return tuple(SLIDING if pattern[layer % len(pattern)] == "L" else FULL for layer in layers)
     period = config.integer("sliding_window_pattern", 4)

@@ -1,4 +1,7 @@
-"""Gemma 2 (Gemma Team 2024, arXiv:2408.00118): norms around the layers, caps, alternating windows."""
+"""Gemma 2 (Gemma Team 2024, arXiv:2408.00118).
+
+It has norms before and after each layer, soft caps, and a sliding window in every second layer.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ def gemma_defaults(config: HuggingFaceConfig) -> GemmaDefaults:
     """Return the arguments that all Gemma families share.
 
     Raises:
-        ConfigError: the checkpoint is not a causal model.
+        ConfigError: the checkpoint has bidirectional attention.
     """
     if config.flag("use_bidirectional_attention"):
         raise ConfigError(

@@ -133,7 +133,7 @@ class GPT2Network:
 
 
 def with_prefix(name: str) -> str:
-    """Return the name of a tensor with the prefix. The checkpoints of OpenAI lack it."""
+    """Return the name of a tensor with the prefix ``transformer.``, which the checkpoints of OpenAI lack."""
     return name if name.startswith((NAMES.prefix, f"{NAMES.head}.")) else f"{NAMES.prefix}{name}"
 
 

@@ -1,4 +1,4 @@
-"""Helium (model card of kyutai/helium-1-preview-2b): Llama that rotates interleaved pairs."""
+"""Helium (model card of kyutai/helium-1-preview-2b): Llama with interleaved RoPE."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Idefics3 (Laurençon et al. 2024, arXiv:2408.12637): Llama with tiles of images."""
+"""Idefics3 (Laurençon et al. 2024, arXiv:2408.12637): Llama with images that are split into tiles."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ class Idefics3Model(VisionLanguageModel):
 
     @classmethod
     def max_image_rows(cls, huggingface_config: HuggingFaceConfig) -> int:
-        return cls.vision_sizes(huggingface_config).grid ** 2  # one tile: the tiles of an image run in parts
+        # one tile, because the tiles of an image are encoded in parts
+        return cls.vision_sizes(huggingface_config).grid ** 2
 
     def encoder_rows(self, image: ImageMetadata) -> int:
         return num_patches(image, self.vision_sizes(self.huggingface_config).patch_size)

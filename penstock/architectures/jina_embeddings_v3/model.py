@@ -1,6 +1,6 @@
-"""Jina Embeddings v3 (Sturua et al. 2024, arXiv:2409.10173): XLM-RoBERTa with a rotary embedding.
+"""Jina Embeddings v3 (Sturua et al. 2024, arXiv:2409.10173): XLM-RoBERTa with RoPE.
 
-The task adapters are LoRA adapters of the checkpoint; they are registered like all others.
+Its task adapters are LoRA adapters, which a user registers like all other adapters.
 """
 
 from __future__ import annotations

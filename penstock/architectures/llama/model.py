@@ -1,4 +1,4 @@
-"""Llama (Touvron et al. 2023, arXiv:2302.13971), the default structure of a blueprint."""
+"""Llama (Touvron et al. 2023, arXiv:2302.13971), the default network of a `Blueprint`."""
 
 from __future__ import annotations
 

@@ -50,9 +50,9 @@ class Ministral3Attention(Attention):
     def _rotate(
         self, q: Tensor, k: Tensor, rows: Sequence[RotaryRows], step: StepInputs
     ) -> tuple[Tensor, Tensor]:
-        of_keys, of_queries = rows
-        q, _ = step.ops.rotary(q, k[:, :0], *of_queries, is_interleaved=self.is_interleaved)
-        k, _ = step.ops.rotary(k, q[:, :0], *of_keys, is_interleaved=self.is_interleaved)
+        key_rows, query_rows = rows
+        q, _ = step.ops.rotary(q, k[:, :0], *query_rows, is_interleaved=self.is_interleaved)
+        k, _ = step.ops.rotary(k, q[:, :0], *key_rows, is_interleaved=self.is_interleaved)
         return q, k
 
 
@@ -86,7 +86,7 @@ class Ministral3Model(TransformerModel):
 
 
 def _query_scale(config: HuggingFaceConfig) -> tuple[float, int]:
-    """Return the factor and the period of the scale of queries."""
+    """Return beta and the period, in positions, of the scale of queries."""
     values = rope_values(config)
     beta = values.get("llama_4_scaling_beta", 0.0)
     period = values.get("original_max_position_embeddings", config.integer("max_position_embeddings"))

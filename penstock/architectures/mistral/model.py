@@ -1,4 +1,4 @@
-"""Mistral (Jiang et al. 2023, arXiv:2310.06825): Llama with a window."""
+"""Mistral (Jiang et al. 2023, arXiv:2310.06825): Llama with sliding windows."""
 
 from __future__ import annotations
 

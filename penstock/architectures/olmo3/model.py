@@ -1,4 +1,4 @@
-"""OLMo 3 (Team OLMo 2025, arXiv:2512.13961): OLMo 2 with windows in three of four layers."""
+"""OLMo 3 (Team OLMo 2025, arXiv:2512.13961): OLMo 2 with windows in three of every four layers."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ class Phi3Model(TransformerModel):
 
 
 def _rope_parameters(config: HuggingFaceConfig) -> dict[str, object]:
-    """Return the rotary parameters. Early files of the family call LongRoPE ``su`` or ``yarn``."""
-    given = rope_values(config)
-    if given.get("rope_type", given.get("type")) in ("su", "yarn"):
-        given["rope_type"] = "longrope"
-    return given
+    """Return the RoPE parameters. Early files of the family call LongRoPE ``su`` or ``yarn``."""
+    parameters = rope_values(config)
+    if parameters.get("rope_type", parameters.get("type")) in ("su", "yarn"):
+        parameters["rope_type"] = "longrope"
+    return parameters

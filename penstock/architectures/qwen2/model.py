@@ -17,12 +17,14 @@ class Qwen2Model(TransformerModel):
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
         return Blueprint.from_huggingface(
-            huggingface_config, qkv_bias=True, windows=late_windows(huggingface_config)
+            huggingface_config, qkv_bias=True, windows=upper_layer_windows(huggingface_config)
         )
 
 
-def late_windows(config: HuggingFaceConfig) -> tuple[int | None, ...]:
-    """Return the window of each layer; ``use_sliding_window`` sets it from ``max_window_layers`` on.
+def upper_layer_windows(config: HuggingFaceConfig) -> tuple[int | None, ...]:
+    """Return the window of each layer, or None.
+
+    With ``use_sliding_window``, layers from ``max_window_layers`` on have one.
 
     Raises:
         ConfigError: ``layer_types`` has sliding attention, but there is no window.

@@ -50,20 +50,20 @@ class Qwen2MoeModel(TransformerModel):
         experts = config.integer("num_local_experts", config.integer("num_experts", 60))
         inner = config.integer("moe_intermediate_size", 1408)
         shared_inner = config.integer("shared_expert_intermediate_size", 5632)
-        top = num_experts_per_token(config, experts, default=4, has_shared=True)
-        normed = config.flag("norm_topk_prob")
-        dense = dense_layers(config, blueprint.layers)
+        top_k = num_experts_per_token(config, experts, default=4, has_shared=True)
+        normalizes = config.flag("norm_topk_prob")
+        dense_indices = dense_layers(config, blueprint.layers)
         read_dense = gated_mlps(load, blueprint)
 
         def read(name: str, layer: int) -> FeedForward:
-            if layer in dense:
+            if layer in dense_indices:
                 return read_dense(name, layer)
             return SharedExperts(
                 Experts(
                     load_router(load, f"{name}.{_NAMES.router}", experts, hidden),
                     load_experts(load, f"{name}.{_NAMES.experts}", experts, hidden, inner),
-                    top,
-                    "all_normed" if normed else "all",
+                    top_k,
+                    "all_normed" if normalizes else "all",
                     blueprint.activation,
                 ),
                 GatedMLP.load(load, f"{name}.shared_expert", hidden, shared_inner, blueprint.activation),

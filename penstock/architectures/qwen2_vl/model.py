@@ -1,4 +1,4 @@
-"""Qwen2-VL (Wang et al. 2024, arXiv:2409.12191): Qwen 2 with images of any size and multimodal rope."""
+"""Qwen2-VL (Wang et al. 2024, arXiv:2409.12191): Qwen 2 with images of any size and multimodal RoPE."""
 
 from __future__ import annotations
 

@@ -51,20 +51,20 @@ class Qwen3MoeModel(TransformerModel):
         config = huggingface_config
         experts = config.integer("num_local_experts", config.integer("num_experts", 128))
         inner = config.integer("moe_intermediate_size", 768)
-        top = num_experts_per_token(config, experts, default=8)
-        normed = config.flag("norm_topk_prob")
-        dense = dense_layers(config, blueprint.layers)
+        top_k = num_experts_per_token(config, experts, default=8)
+        normalizes = config.flag("norm_topk_prob")
+        dense_indices = dense_layers(config, blueprint.layers)
         read_dense = gated_mlps(load, blueprint)
 
         def read(name: str, layer: int) -> FeedForward:
-            if layer in dense:
+            if layer in dense_indices:
                 return read_dense(name, layer)
             names = blueprint.names
             return Experts(
                 load_router(load, f"{name}.{names.router}", experts, blueprint.hidden),
                 load_experts(load, f"{name}.{names.experts}", experts, blueprint.hidden, inner),
-                top,
-                "all_normed" if normed else "all",
+                top_k,
+                "all_normed" if normalizes else "all",
                 blueprint.activation,
             )
 
@@ -72,10 +72,10 @@ class Qwen3MoeModel(TransformerModel):
 
 
 def dense_layers(config: HuggingFaceConfig, layers: int) -> set[int]:
-    """Return the layers without experts, by ``mlp_only_layers`` and ``decoder_sparse_step``."""
-    named = config.integers("mlp_only_layers") or ()
+    """Return the indices of layers without experts, by ``mlp_only_layers`` and ``decoder_sparse_step``."""
+    listed = config.integers("mlp_only_layers") or ()
     step = config.integer("decoder_sparse_step", 1)
-    return {layer for layer in range(layers) if layer in named or (layer + 1) % step}
+    return {layer for layer in range(layers) if layer in listed or (layer + 1) % step}
 
 
 _WINDOW = 4096

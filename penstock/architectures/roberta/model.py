@@ -1,4 +1,4 @@
-"""RoBERTa (Liu et al. 2019, arXiv:1907.11692): BERT whose positions start after the padding token's."""
+"""RoBERTa (Liu et al. 2019, arXiv:1907.11692): BERT with positions that start after the padding id."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig
 
 _ADAPTERS = "*.parametrizations.weight.0.lora_?"
-"""Pattern of the tensors of task adapters."""
+"""Pattern of the names of task adapter tensors."""
 
 
 class XLMRobertaModel(RobertaModel):

@@ -80,6 +80,7 @@ def _next_token(context: TextContext) -> int:
 
 class SimulatedWorker:
     """A worker in virtual time. It has those members of `EngineClient` that `WorkerRouter` uses.
+
     Args:
         clock: the virtual time.
         costs: the times of steps and messages, and the limits of the worker.

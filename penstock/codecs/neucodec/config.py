@@ -30,6 +30,7 @@ class SemanticConfig:
     @classmethod
     def read(cls, values: HuggingFaceConfig) -> SemanticConfig:
         """Read the ``semantic_model_config`` of a ``config.json``. The defaults are those of W2v-BERT.
+
         Raises:
             CheckpointError: a value has the wrong type.
             UnsupportedFeatureError: the encoder has another activation or other position embeddings, or an

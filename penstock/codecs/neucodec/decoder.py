@@ -109,6 +109,7 @@ class NeuCodecDecoder:
 
 def read_decoder(loader: CodecLoader, config: NeuCodecConfig, encoding: str) -> NeuCodecDecoder:
     """Read the decoder and the output projection of the quantizer.
+
     Args:
         loader: reads and packs layers.
         config: sizes.

@@ -60,6 +60,7 @@ class NeuCodecEncoder:
 
 def read_encoder(loader: CodecLoader, config: NeuCodecConfig) -> NeuCodecEncoder:
     """Read the two encoders and the input projection of the quantizer.
+
     Raises:
         CheckpointError: a value of ``config.json`` is missing, or a tensor is missing or misshapen.
         UnsupportedFeatureError: the semantic encoder has parts that are not implemented.

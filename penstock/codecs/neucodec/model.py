@@ -62,6 +62,7 @@ class _Window:
 
 class NeuCodec(AudioCodec):
     """The decoder of a NeuCodec checkpoint, and its encoder if it has one.
+
     Args:
         config: sizes.
         ops: the operations of the back end.

@@ -64,6 +64,7 @@ class SnacCodec(AudioCodec):
             session: the session whose back end runs the codec.
             encoding: encoding of the decoder's convolutions with one group and at least
                 `MIN_QUANTIZED_CHANNELS` output channels. All other layers are float32.
+
         Raises:
             CheckpointError: ``config.json`` is invalid, or a tensor is missing or misshapen.
             UnsupportedFeatureError: the checkpoint has attention layers.

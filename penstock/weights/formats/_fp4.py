@@ -23,9 +23,11 @@ _NVFP4, _MXFP4 = 16, 32  # inputs that share a scale
 
 def take_fp4_layers(tensors: StoredTensors, name: str = "weight_packed") -> None:
     """Replace the tensors of each layer of 4-bit floats by one header.
+
     Args:
         tensors: the stored tensors.
         name: the tensor of numbers: ``weight_packed`` in compressed-tensors, ``weight`` in ModelOpt.
+
     Raises:
         WeightsError: the scales of a layer are missing or have a wrong type or shape.
     """

@@ -24,9 +24,11 @@ _SCALES = ("weight_scale_inv", "weight_scale")
 
 def take_fp8_layers(tensors: StoredTensors, block: tuple[int, int]) -> None:
     """Replace the tensors of each layer of 8-bit floats by one header.
+
     Args:
         tensors: the stored tensors.
         block: numbers of outputs and inputs of a block with one scale; (0, 0) without blocks.
+
     Raises:
         WeightsError: the scales of a layer are missing or have a wrong type or shape.
     """
