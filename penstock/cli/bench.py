@@ -192,7 +192,7 @@ async def _measure(client: HttpClient, options: _ServeOptions) -> int:
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in kept}
     if options["json_path"] is not None:
         report = build_report(
-            found, settings | {"model": model, "extra_body": more, "concurrency": concurrency}
+            found, settings | {"model": model, "extra_body": extra_fields, "concurrency": concurrency}
         )
         options["json_path"].write_text(json.dumps(report, indent=2))
     if options["plot_path"] is not None:
