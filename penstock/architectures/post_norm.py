@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig
 
 
-def without_prefix(prefix: str) -> Callable[[str], str]:
+def prefix_remover(prefix: str) -> Callable[[str], str]:
     """Return a weights adapter that removes a prefix, which only models with a head have."""
     return lambda name: name.removeprefix(prefix)
 
@@ -69,7 +69,8 @@ class PostNormModel(EncoderModel):
         """Read a ``config.json`` with the keys of BERT.
 
         Raises:
-            ConfigError: the heads do not divide the size, or positions or the activation are not supported.
+            ConfigError: the heads do not divide the size, or positions of this type or the activation are not
+                supported.
             CheckpointError: a size is missing or has an invalid value.
         """
         hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")

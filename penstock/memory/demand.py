@@ -86,7 +86,7 @@ class BlockDemand:
         """Return the size in bytes of a cache with these numbers of blocks, one number for each group."""
         return sum(count * size for count, size in zip(num_blocks, self._bytes_per_block, strict=True))
 
-    def minimum(self, length: int, batch_size: int) -> tuple[int, ...]:
+    def min_blocks(self, length: int, batch_size: int) -> tuple[int, ...]:
         """Return the minimum number of blocks of each group, including the null block.
 
         It is the number of blocks of one whole sequence, or one block for each sequence of the batch if that
@@ -94,12 +94,12 @@ class BlockDemand:
         """
         return tuple(max(self._sequence_blocks(group, length), batch_size) + 1 for group in self._groups)
 
-    def fill(self, length: int, batch_size: int, budget: int) -> tuple[int, ...]:
+    def fit_budget(self, length: int, batch_size: int, budget: int) -> tuple[int, ...]:
         """Return the largest numbers of blocks that fit into ``budget`` bytes, one number for each group.
 
         All groups get the same number, except that no group gets more than a full batch needs.
         """
-        min_blocks = self.minimum(length, batch_size)
+        min_blocks = self.min_blocks(length, batch_size)
         max_blocks = [self._batch_blocks(group, length, batch_size) + 1 for group in self._groups]
 
         def blocks(count: int) -> tuple[int, ...]:

@@ -270,7 +270,7 @@ def _plan_cache(
     batch_size = requested_batch_size(pipeline_config)
 
     def fits(length: int, batch_size: int) -> bool:
-        return demand.size(demand.minimum(length, batch_size)) <= budget
+        return demand.size(demand.min_blocks(length, batch_size)) <= budget
 
     def max_fitting_length(batch_size: int) -> int:
         return largest_fitting(length, lambda candidate: fits(candidate, batch_size))
@@ -284,9 +284,9 @@ def _plan_cache(
         suggested_length = max_fitting_length(1) if fixed_length else 1
         refuse_cache(
             pipeline_config,
-            needed=demand.size(demand.minimum(chosen_length, chosen_batch)),
+            needed=demand.size(demand.min_blocks(chosen_length, chosen_batch)),
             available=budget,
             suggested_length=suggested_length,
             suggested_batch_size=max_fitting_batch(suggested_length or 1),
         )
-    return chosen_length, chosen_batch, demand.fill(chosen_length, chosen_batch, budget)
+    return chosen_length, chosen_batch, demand.fit_budget(chosen_length, chosen_batch, budget)

@@ -260,7 +260,7 @@ def layer_types(config: ConfigValues, default: tuple[str, ...]) -> tuple[str, ..
 
 
 def layer_windows(
-    config: ConfigValues, types: tuple[str, ...], default: int, *, is_used: bool = True
+    config: ConfigValues, types: tuple[str, ...], default: int, *, has_windows: bool = True
 ) -> tuple[int | None, ...]:
     """Return the window of each layer: ``sliding_window`` for layers of type `SLIDING`, else None.
 
@@ -268,14 +268,14 @@ def layer_windows(
         config: the checkpoint's configuration.
         types: the type of each layer, ``[L]``.
         default: the family's window if the key is absent.
-        is_used: the value of ``use_sliding_window`` in families with that key.
+        has_windows: the value of ``use_sliding_window`` in families with that key.
 
     Raises:
         ConfigError: a layer is of type `SLIDING`, and the window is null or switched off.
     """
     if SLIDING not in types:
         return (None,) * len(types)
-    if not is_used:
+    if not has_windows:
         raise ConfigError("use_sliding_window", f"must be true, because some layers have the type {SLIDING}")
     size = config.optional_integer("sliding_window", default)
     if size is None:

@@ -326,7 +326,7 @@ LLAMA4_MUTATIONS: dict[str, Callable[[Any], Any]] = {
     "pairs of halves": lambda n: mutate_attention(n, is_interleaved=False),
     "rope in all layers": lambda n: mutate_attention(n, rotary=0),
     "queries not scaled": lambda n: replace(n, rotaries=n.rotaries[:1]),
-    "another expert": lambda n: mutate_llama4_experts(n, lambda e: replace(e, top=2)),
+    "another expert": lambda n: mutate_llama4_experts(n, lambda e: replace(e, top_k=2)),
     "no shared expert": lambda n: mutate_llama4_experts(n, scale_outputs),
 }
 

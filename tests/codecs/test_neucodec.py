@@ -100,7 +100,7 @@ def test_encoding_without_an_encoder_is_refused() -> None:
     [
         ({"hidden_act": "gelu"}, UnsupportedFeatureError, "hidden_act gelu is not supported: only silu"),
         ({"num_key_value_heads": 1}, UnsupportedFeatureError, "num_key_value_heads 1"),
-        ({"downsampling_ratios": []}, CheckpointError, "whole numbers of samples per frame"),
+        ({"downsampling_ratios": []}, CheckpointError, "a whole number of samples per frame"),
         ({"hidden_size": 64}, CheckpointError, r"embed\.weight is \[32, 32, 7\]"),
     ],
 )

@@ -25,7 +25,7 @@ class Exaone4Model(TransformerModel):
             norm_eps=config.number("rms_norm_eps", 1e-5),
             block_norms="after",
             head_norms="each",
-            windows=layer_windows(config, types, _WINDOW, is_used=has_windows),
+            windows=layer_windows(config, types, _WINDOW, has_windows=has_windows),
             rotary_indices=tuple(0 if kind == SLIDING or not has_windows else None for kind in types),
         )
 

@@ -79,5 +79,8 @@ def _rope_parameters(config: HuggingFaceConfig) -> Mapping[str, object]:
     dim = config.integer("head_dim", max(1, config.integer("hidden_size") // heads))
     base = parameters.get("rope_theta", config.number("rope_theta", 10000.0))
     if dim < 4 or not isinstance(base, int | float):
-        raise ConfigError("rope_scaling.alpha", f"needs 4 dims of a head and a base, not {dim} and {base!r}")
+        raise ConfigError(
+            "rope_scaling.alpha",
+            f"needs a head_dim of at least 4 and a number rope_theta, not {dim} and {base!r}",
+        )
     return {"rope_type": "default", "rope_theta": base * alpha ** (dim / (dim - 2))}

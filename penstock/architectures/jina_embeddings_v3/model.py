@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from penstock.architectures.post_norm import PostNormModel, without_prefix
+from penstock.architectures.post_norm import PostNormModel, prefix_remover
 from penstock.nn import EncoderNames, PostNormSizes, RotaryConfig
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class JinaEmbeddingsV3Model(PostNormModel):
     """The pipeline model of Jina Embeddings v3."""
 
-    weights_adapter = without_prefix("roberta.")
+    weights_adapter = prefix_remover("roberta.")
     ignored_weights = ("pooler.*", "lm_head.*", "*rotary_emb.inv_freq")
     names = EncoderNames(
         positions=None,

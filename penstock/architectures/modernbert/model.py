@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from penstock.architectures.encoder import EncoderModel, has_head
-from penstock.architectures.post_norm import without_prefix
+from penstock.architectures.post_norm import prefix_remover
 from penstock.errors import ConfigError
 from penstock.host.heartbeat import beat
 from penstock.kernels import Activation, StepInputs
@@ -94,7 +94,7 @@ class ModernBertNetwork:
 class ModernBertModel(EncoderModel):
     """The pipeline model of ModernBERT."""
 
-    weights_adapter = without_prefix("model.")
+    weights_adapter = prefix_remover("model.")
     ignored_weights = ("head.*", "decoder.*", "*rotary_emb*inv_freq")
 
     @property

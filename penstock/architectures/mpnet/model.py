@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from penstock.architectures.post_norm import PostNormModel, without_prefix
+from penstock.architectures.post_norm import PostNormModel, prefix_remover
 from penstock.errors import ConfigError
 from penstock.nn import EncoderNames, Loader, PostNormSizes
 
@@ -25,7 +25,7 @@ MAX_DISTANCE = 128
 class MPNetModel(PostNormModel):
     """The pipeline model of MPNet."""
 
-    weights_adapter = without_prefix("mpnet.")
+    weights_adapter = prefix_remover("mpnet.")
     ignored_weights = ("embeddings.position_ids", "pooler.*", "lm_head.*")
     names = EncoderNames(
         token_types=None,

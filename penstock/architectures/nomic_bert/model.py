@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.architectures.post_norm import PostNormModel, without_prefix
+from penstock.architectures.post_norm import PostNormModel, prefix_remover
 from penstock.config.huggingface import HuggingFaceConfig
 from penstock.errors import ConfigError
 from penstock.nn import ClassifierNames, EncoderNames, PostNormSizes, RotaryConfig, VocabularyNames
@@ -36,7 +36,7 @@ _REQUIRED_OLDER_VALUES = {
 class NomicBertModel(PostNormModel):
     """The pipeline model of Nomic BERT."""
 
-    weights_adapter = without_prefix("nomic_bert.")
+    weights_adapter = prefix_remover("nomic_bert.")
     ignored_weights = ("pooler.*", "cls.*", "*rotary_emb.inv_freq")
     names = EncoderNames(
         positions=None,

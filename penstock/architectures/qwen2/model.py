@@ -22,21 +22,21 @@ class Qwen2Model(TransformerModel):
 
 
 def upper_layer_windows(config: HuggingFaceConfig) -> tuple[int | None, ...]:
-    """Return the window of each layer, or None.
+    """Return the window of each layer; None for full attention.
 
-    With ``use_sliding_window``, layers from ``max_window_layers`` on have one.
+    With ``use_sliding_window``, the layers from index ``max_window_layers`` on have a window.
 
     Raises:
         ConfigError: ``layer_types`` has sliding attention, but there is no window.
     """
     first = config.integer("max_window_layers", 28, minimum=0)
     layers = num_layers(config)
-    is_used = (
+    has_windows = (
         config.flag("use_sliding_window") and config.optional_integer("sliding_window", _WINDOW) is not None
     )
-    default = tuple(SLIDING if is_used and layer >= first else FULL for layer in range(layers))
+    default = tuple(SLIDING if has_windows and layer >= first else FULL for layer in range(layers))
     types = layer_types(config, default)
-    return layer_windows(config, types, _WINDOW, is_used=is_used)
+    return layer_windows(config, types, _WINDOW, has_windows=has_windows)
 
 
 _WINDOW = 4096

@@ -75,11 +75,11 @@ class Qwen2MoeModel(TransformerModel):
 
 def _windows(config: HuggingFaceConfig) -> tuple[int | None, ...]:
     """Return the window of each layer. By default every other layer before ``max_window_layers`` has one."""
-    is_used = config.flag("use_sliding_window")
-    last = config.integer("max_window_layers", 28, minimum=0) if is_used else 0
+    has_windows = config.flag("use_sliding_window")
+    last = config.integer("max_window_layers", 28, minimum=0) if has_windows else 0
     layers = range(num_layers(config))
     default = tuple(SLIDING if layer % 2 == 0 and layer < last else FULL for layer in layers)
-    return layer_windows(config, layer_types(config, default), 4096, is_used=is_used)
+    return layer_windows(config, layer_types(config, default), 4096, has_windows=has_windows)
 
 
 _SHARED_GATE = "shared_expert_gate"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from penstock.architectures.post_norm import PostNormModel, without_prefix
+from penstock.architectures.post_norm import PostNormModel, prefix_remover
 from penstock.nn import EncoderNames, PostNormSizes
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class RobertaModel(PostNormModel):
     """The pipeline model of RoBERTa."""
 
-    weights_adapter = without_prefix("roberta.")
+    weights_adapter = prefix_remover("roberta.")
     names = EncoderNames()
     ignored_weights: tuple[str, ...] = ("embeddings.position_ids", "pooler.*", "lm_head.*")
 

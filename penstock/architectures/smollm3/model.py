@@ -30,7 +30,7 @@ class SmolLM3Model(TransformerModel):
             default_base=2_000_000.0,
             tied_head=True,
             rotary_indices=tuple(0 if rope else None for rope in has_rope),
-            windows=layer_windows(config, types, 1, is_used=has_window),
+            windows=layer_windows(config, types, 1, has_windows=has_window),
             qkv_bias=attention_bias,
             output_bias=attention_bias,
             mlp_bias=config.flag("mlp_bias"),

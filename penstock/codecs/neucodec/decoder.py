@@ -67,7 +67,7 @@ class NeuCodecDecoder:
 
     config: NeuCodecConfig
     digits: Tensor  # [codebook_size, N]: the values of the N digits of each code
-    project: PackedLinear
+    projection: PackedLinear
     embed: Conv1d
     before: tuple[ResNetBlock, ...]
     layers: tuple[TransformerLayer, ...]
@@ -82,7 +82,7 @@ class NeuCodecDecoder:
     def __call__(self, frames: RaggedRows, ops: Ops) -> list[Tensor]:
         """Return the samples of each sequence: codes ``[F, 1] -> [F * hop]`` float32."""
         x = RaggedRows(ops.embedding(frames.rows.flatten(), self.digits), frames.lengths)
-        x = self.embed(RaggedRows(ops.linear(x.rows, self.project), x.lengths), ops)
+        x = self.embed(RaggedRows(ops.linear(x.rows, self.projection), x.lengths), ops)
         for block in self.before:
             x = block(x, ops)
         x = RaggedRows(self._transform(x, ops), x.lengths)

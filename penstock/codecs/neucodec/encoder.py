@@ -27,7 +27,7 @@ class NeuCodecEncoder:
 
     semantic: SemanticEncoder
     acoustic: AcousticEncoder
-    project: PackedLinear
+    projection: PackedLinear
     digits: PackedLinear
     levels: Tensor  # [N] int64: number of levels of each digit of a code, the lowest digit first
     hop: int  # number of samples per frame
@@ -40,7 +40,7 @@ class NeuCodecEncoder:
             return torch.zeros(0, dtype=torch.int64)
         semantic, acoustic = self.semantic(features, ops), self.acoustic(padded, ops)
         count = min(len(semantic), len(acoustic))
-        rows = ops.linear(torch.cat([semantic[:count], acoustic[:count]], 1), self.project)
+        rows = ops.linear(torch.cat([semantic[:count], acoustic[:count]], 1), self.projection)
         return self._codes(ops.linear(rows, self.digits))
 
     def _codes(self, x: Tensor) -> Tensor:

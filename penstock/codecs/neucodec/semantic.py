@@ -41,20 +41,20 @@ class RelativeAttention:
     norm: NormWeights
     qkv: PackedLinear
     output: PackedLinear
-    distances: Tensor  # [left + 1 + right, D]: the embeddings
+    distance_embeddings: Tensor  # [left + 1 + right, D]
     heads: int
-    left: int
-    """Maximum distance of a key before its query. Larger distances use the same embedding."""
+    max_left: int
+    """Maximum distance of a key before its query. Larger distances use the embedding of this distance."""
 
     def __call__(self, x: Tensor, eps: float, ops: Ops) -> Tensor:  # [T, E] -> [T, E]
         qkv = ops.linear(ops.layer_norm(x, *self.norm, eps), self.qkv)
         q, k, v = qkv.view(len(x), 3, self.heads, -1).permute(1, 2, 0, 3)  # [H, T, D]
         positions = torch.arange(len(x))
-        last = len(self.distances) - 1 - self.left
-        columns = (positions - positions[:, None]).clamp(-self.left, last) + self.left  # [T, T]
+        last = len(self.distance_embeddings) - 1 - self.max_left
+        columns = (positions - positions[:, None]).clamp(-self.max_left, last) + self.max_left  # [T, T]
         rows = [
             torch.softmax(
-                (queries @ keys.T + (queries @ self.distances.T).gather(1, columns))
+                (queries @ keys.T + (queries @ self.distance_embeddings.T).gather(1, columns))
                 * queries.shape[1] ** -0.5,
                 -1,
             )
@@ -69,13 +69,13 @@ class ConvolutionModule:
     """A gated pointwise layer, then a causal depthwise convolution, then a pointwise layer."""
 
     norm: NormWeights
-    gated: PackedLinear  # [E] -> [2 E]
+    values_and_gates: PackedLinear  # [E] -> [2 E]
     depthwise: Conv1d
     depthwise_norm: NormWeights
     output: PackedLinear
 
     def __call__(self, x: Tensor, eps: float, ops: Ops) -> Tensor:  # [T, E] -> [T, E]
-        values, gates = ops.linear(ops.layer_norm(x, *self.norm, eps), self.gated).chunk(2, 1)
+        values, gates = ops.linear(ops.layer_norm(x, *self.norm, eps), self.values_and_gates).chunk(2, 1)
         inner = values * torch.sigmoid(gates)
         before = inner.new_zeros(self.depthwise.packed.kernel_size - 1, inner.shape[1])
         padded = RaggedRows(torch.cat([before, inner]), [len(before) + len(inner)])
@@ -105,14 +105,14 @@ class SemanticEncoder:
 
     config: SemanticConfig
     norm: NormWeights
-    project: PackedLinear
+    projection: PackedLinear
     layers: tuple[ConformerLayer, ...]
     adapter: tuple[Conv1d, Conv1d, Conv1d, Conv1d]
 
     def __call__(self, features: Tensor, ops: Ops) -> Tensor:
         """``features [T, N] -> [T, E]``."""
         eps = self.config.norm_eps
-        x = ops.linear(ops.layer_norm(features, *self.norm, eps), self.project)
+        x = ops.linear(ops.layer_norm(features, *self.norm, eps), self.projection)
         for layer in self.layers:
             x = layer(x, eps, ops)
         first, second, third, last = self.adapter

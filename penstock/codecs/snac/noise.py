@@ -1,4 +1,4 @@
-"""Gaussian noise that depends only on the position in the stream, and so not on the chunks."""
+"""Gaussian noise that depends on the position in the stream, but not on its division into chunks."""
 
 from __future__ import annotations
 
