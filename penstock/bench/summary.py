@@ -24,7 +24,7 @@ class Distribution(msgspec.Struct, frozen=True):
     """``p50``, ``p90``, ``p95``, ``p99``."""
 
     @classmethod
-    def of(cls, seconds: Sequence[float]) -> Distribution | None:
+    def from_samples(cls, seconds: Sequence[float]) -> Distribution | None:
         """Return the statistics of durations; None for an empty sequence."""
         if not seconds:
             return None
@@ -67,7 +67,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Round-trip times of small requests on one connection, sent before the load."""
 
     @classmethod
-    def of(cls, measurement: Measurement) -> Summary:
+    def from_measurement(cls, measurement: Measurement) -> Summary:
         """Return the summary of a measurement."""
         successful = [outcome for outcome in measurement.outcomes if outcome.error is None]
         failed = [outcome for outcome in measurement.outcomes if outcome.error is not None]
@@ -93,11 +93,11 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
             completion_tokens=completion,
             prompt_tokens_per_second=prompt / seconds,
             completion_tokens_per_second=completion / seconds,
-            time_to_first_token=Distribution.of(first_token_times),
-            inter_token=Distribution.of([gap for outcome in successful for gap in outcome.gaps]),
-            time_per_token=Distribution.of(token_times),
-            end_to_end=Distribution.of([outcome.seconds for outcome in successful]),
-            round_trip=Distribution.of(measurement.round_trips),
+            time_to_first_token=Distribution.from_samples(first_token_times),
+            inter_token=Distribution.from_samples([gap for outcome in successful for gap in outcome.gaps]),
+            time_per_token=Distribution.from_samples(token_times),
+            end_to_end=Distribution.from_samples([outcome.seconds for outcome in successful]),
+            round_trip=Distribution.from_samples(measurement.round_trips),
         )
 
     def latencies(self) -> dict[str, Distribution]:
@@ -119,7 +119,7 @@ def build_report(measurement: Measurement, settings: dict[str, object]) -> dict[
     start = measurement.started
     return {
         "settings": settings,
-        "summary": msgspec.to_builtins(Summary.of(measurement)),
+        "summary": msgspec.to_builtins(Summary.from_measurement(measurement)),
         "requests": [
             {
                 "index": outcome.index,

@@ -186,7 +186,7 @@ async def _measure(client: HttpClient, options: _ServeOptions) -> int:
     )
     found = await measure(client, asking.path, bodies[:count], load, stop=stop)
     found.round_trips = idle
-    summary = Summary.of(found)
+    summary = Summary.from_measurement(found)
     print_summary(summary, Console())
     kept = [(name, value) for name, value in options.items() if name not in ("api_key", "extra_body")]
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in kept}

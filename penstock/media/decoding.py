@@ -39,9 +39,8 @@ def decode_image(data: bytes, max_pixels: int) -> Image:
             with pil.Image.open(BytesIO(data), formats=FORMATS) as image:
                 _check_size(image.size, max_pixels)
                 frames = getattr(image, "n_frames", 1)
-                if (
-                    frames > 1 and image.format != "MPO"
-                ):  # MPO is a JPEG file with preview images after the first
+                # MPO is a JPEG file with preview images after the first.
+                if frames > 1 and image.format != "MPO":
                     raise InputError(f"the image is animated or has several pages ({frames}): send one frame")
                 image.load()
                 has_16_bits = image.format == "PPM" and image.mode == "I"

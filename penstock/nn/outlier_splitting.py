@@ -24,7 +24,7 @@ _INPUTS_PER_REPEAT = 24
 _MIN_GAIN = 0.1
 """Minimum relative reduction of the sum of the squared scales.
 
-With a smaller one the layer is not changed.
+If splitting reduces the sum by less, the layer is not changed.
 """
 _CANDIDATES = 16
 """Number of the largest weights of each output that the search considers."""
@@ -46,8 +46,7 @@ def load_split_mlp(
     Args:
         load: reads the tensors.
         up: the full name and the number of outputs of each tensor of the first matrix, in order. Each number
-            is a multiple of F: one block of F outputs for ``up``, and another one for ``gate`` if there is
-                one.
+            is a multiple of F: F outputs for ``up``, and F more for ``gate`` if the layer has a gate.
         down: the full name of the second matrix.
         sizes: E and F.
         up_bias: whether the first matrix has a bias.
@@ -91,22 +90,24 @@ def repeated_inputs(weight: Tensor, count: int) -> Tensor:
     outputs most. The result is empty if the sum decreases by less than `_MIN_GAIN`.
     """
     in_features = weight.shape[1]
-    largest, inputs = weight.float().abs().topk(min(_CANDIDATES, in_features), dim=1)  # [out, C]
+    largest_weights, inputs = weight.float().abs().topk(min(_CANDIDATES, in_features), dim=1)  # [out, C]
     copies = torch.ones(in_features)
-    chosen: list[int] = []
-    while len(chosen) < count:
-        two_largest, two_candidates = (largest / copies[inputs]).topk(2, dim=1)  # [out, 2]
+    chosen_inputs: list[int] = []
+    while len(chosen_inputs) < count:
+        two_largest, two_candidates = (largest_weights / copies[inputs]).topk(2, dim=1)  # [out, 2]
         column, candidate = inputs.gather(1, two_candidates[:, :1])[:, 0], two_candidates[:, :1]
-        split_weight = largest.gather(1, candidate)[:, 0] / (copies[column] + 1)
+        split_weight = largest_weights.gather(1, candidate)[:, 0] / (copies[column] + 1)
         reduction = two_largest[:, 0].square() - torch.maximum(two_largest[:, 1], split_weight).square()
         gains = torch.zeros(in_features).index_add_(0, column, reduction)
-        best = gains.topk(min(_INPUTS_PER_ITERATION, count - len(chosen))).indices
+        best = gains.topk(min(_INPUTS_PER_ITERATION, count - len(chosen_inputs))).indices
         copies[best] += 1
-        chosen += best.tolist()
-    after = (largest / copies[inputs]).amax(1).square().sum()
-    before = largest[:, 0].square().sum()
+        chosen_inputs += best.tolist()
+    after = (largest_weights / copies[inputs]).amax(1).square().sum()
+    before = largest_weights[:, 0].square().sum()
     is_finite = bool(before.isfinite()) and bool(before > 0)
-    return torch.tensor(chosen if is_finite and after < (1 - _MIN_GAIN) * before else [], dtype=torch.int64)
+    return torch.tensor(
+        chosen_inputs if is_finite and after < (1 - _MIN_GAIN) * before else [], dtype=torch.int64
+    )
 
 
 def with_repeated_inputs(weight: Tensor, repeated: Tensor) -> Tensor:  # [out, in + R]

@@ -152,7 +152,9 @@ def rotary_configs_by_type(
     """
     sections = config.section("rope_parameters")
     if set(sections) - set(bases):
-        raise ConfigError("rope_parameters", f"must hold {' and '.join(bases)}, holds {', '.join(sections)}")
+        raise ConfigError(
+            "rope_parameters", f"must contain {' and '.join(bases)}, contains {', '.join(sections)}"
+        )
     defaults: dict[str, dict[str, object]] = {kind: {"rope_theta": base} for kind, base in bases.items()}
     scaling = config.section("rope_scaling")
     defaults[next(iter(bases))] |= {key: scaling[key] for key in scaling}
@@ -177,8 +179,8 @@ class Rotary:
 
     def __init__(self, config: RotaryConfig, max_length: int, device: torch.device) -> None:
         self.config = config
-        changes = config.kind == "dynamic" or config.key_limit is not None
-        self.length_dependent = changes and max_length > config.max_positions
+        has_length_scaling = config.kind == "dynamic" or config.key_limit is not None
+        self.length_dependent = has_length_scaling and max_length > config.max_positions
         """Whether the angles depend on the length of the sequence, not only on the position."""
         frequencies, factor = _FREQUENCIES[config.kind](config)
         self.cos, self.sin = _tables(frequencies, factor, max_length, device)  # [P, R / 2]
@@ -193,7 +195,7 @@ class Rotary:
             return self._rows_of_axes(positions)
         if self.length_dependent and step.text_lengths is not None:
             if self.config.kind == "dynamic":
-                return self._stretched_rows(positions, step.text_lengths)
+                return self._dynamic_rows(positions, step.text_lengths)
             positions = positions + (step.text_lengths > self.config.max_positions) * (len(self.cos) // 2)
         return step.ops.rope_rows(positions, self.cos, self.sin)
 
@@ -203,7 +205,7 @@ class Rotary:
         rows = positions[axes].T  # [T, R / 2]
         return self.cos.gather(0, rows), self.sin.gather(0, rows)
 
-    def _stretched_rows(self, positions: Tensor, lengths: Tensor) -> RotaryRows:
+    def _dynamic_rows(self, positions: Tensor, lengths: Tensor) -> RotaryRows:
         """Return the rows of rope type ``dynamic``. The base grows with the length beyond ``max_positions``.
 
         Args:

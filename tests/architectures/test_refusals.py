@@ -51,13 +51,25 @@ def blueprint_of(family: str, changes: dict[str, Any]) -> Any:
         ("gemma2", {"hidden_activation": "tanh"}, "hidden_activation: 'tanh' is not known"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention: is true"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: must be null"),
-        ("gemma3_text", {"rope_parameters": {"rope_type": "default"}}, "rope_parameters: must hold full_att"),
-        ("olmo3", {"rope_parameters": {"rope_type": "default"}}, "rope_parameters: must hold full_attention"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"rope_type": "default"}},
+            "rope_parameters: must contain full_att",
+        ),
+        (
+            "olmo3",
+            {"rope_parameters": {"rope_type": "default"}},
+            "rope_parameters: must contain full_attention",
+        ),
         ("olmo3", {"sliding_window": None}, "sliding_window: must be a number, because some"),
         ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention: is true"),
         ("glm", {"partial_rotary_factor": 1.5}, "partial_rotary_factor: must be at most 1"),
         ("ernie4_5", {"compression_ratio": 2.0}, "compression_ratio: must be 1, was 2.0"),
-        ("exaone4", {"sliding_window_pattern": "LLX"}, "sliding_window_pattern: must be a number or letters"),
+        (
+            "exaone4",
+            {"sliding_window_pattern": "LLX"},
+            "sliding_window_pattern: must be a number or a text of the letters",
+        ),
         (
             "exaone4",
             {"sliding_window": None, "layer_types": SLIDING + SLIDING[:1]},

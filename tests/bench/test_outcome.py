@@ -116,7 +116,7 @@ def test_a_summary_counts_successful_and_failed_requests() -> None:
         Outcome(201, 0.0, 0.0, 1.0, [0.1, 0.9], prompt_tokens=9, completion_tokens=9, error="HTTP 500")
     )
     result = Measurement([*successful, *failed], started=0.0, ended=50.0)
-    summary = Summary.of(result)
+    summary = Summary.from_measurement(result)
     assert (summary.requests, summary.completed) == (103, 100)
     assert summary.errors == {"timeout": 2, "HTTP 500": 1}
     assert summary.error_details["timeout"] == "first"
@@ -137,6 +137,6 @@ def test_a_summary_counts_successful_and_failed_requests() -> None:
 
 
 def test_a_summary_without_successful_requests_has_no_latencies() -> None:
-    summary = Summary.of(Measurement([Outcome(0, 0.0, error="no connection")], 0.0, 0.0))
+    summary = Summary.from_measurement(Measurement([Outcome(0, 0.0, error="no connection")], 0.0, 0.0))
     assert summary.latencies() == {}
     assert summary.completion_tokens_per_second == 0.0

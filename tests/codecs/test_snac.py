@@ -98,7 +98,7 @@ def test_a_pickled_checkpoint_is_read_without_running_code(checkpoint: Path) -> 
     with pytest.raises(WeightsError, match=r"pytorch_model\.bin: cannot be read as tensors"):
         load_folder(checkpoint)
     torch.save([1, 2], checkpoint / "pytorch_model.bin")
-    with pytest.raises(WeightsError, match="must hold a dictionary of tensors"):
+    with pytest.raises(WeightsError, match="must contain a dictionary of tensors"):
         load_folder(checkpoint)
     tensors.pop("decoder.model.0.bias")
     tensors["decoder.extra"] = tensors["decoder.model.1.bias"]

@@ -1,5 +1,6 @@
-"""`Cluster`: runs a trace of requests in virtual time, with the real router and workers with the real
-scheduler.
+"""`Cluster`: runs a trace of requests in virtual time.
+
+The router and the schedulers of the workers are the real ones. Only the forwards are simulated.
 """
 
 from __future__ import annotations
@@ -95,8 +96,8 @@ class _Request:
 
     context: TextContext
     conversation: SimulatedConversation
-    number: int
-    """The index of the turn."""
+    turn_index: int
+    """The index of the turn in its conversation."""
     outcome: TurnOutcome
 
 
@@ -129,9 +130,9 @@ class Cluster:
         """
         if not trace or trace[-1].begin <= 0:
             raise InputError("a trace needs two conversations that begin at different times")
-        nothing = np.empty(0, np.int64)
+        no_tokens = np.empty(0, np.int64)
         for conversation in trace:
-            self._clock.at(conversation.begin, partial(self._arrive, conversation, 0, nothing))
+            self._clock.at(conversation.begin, partial(self._arrive, conversation, 0, no_tokens))
         end = trace[-1].begin
         busy: list[tuple[float, float]] = []
         for time in (_WARM_UP * end, end):
@@ -143,9 +144,9 @@ class Cluster:
         """Return the busy seconds so far: the sum of all workers, and those of the router."""
         return sum(worker.busy_seconds for worker in self._workers), self._router_thread.busy_seconds
 
-    def _arrive(self, conversation: SimulatedConversation, number: int, previous_tokens: Tokens) -> None:
+    def _arrive(self, conversation: SimulatedConversation, turn_index: int, previous_tokens: Tokens) -> None:
         """Send a turn to the router, with the tokens of the previous turns."""
-        turn = conversation.turns[number]
+        turn = conversation.turns[turn_index]
         tokens = np.concatenate([previous_tokens, turn.message])
         context = TextContext(
             prompt="",
@@ -153,11 +154,11 @@ class Cluster:
             tokens=tokens,
             ignore_eos=True,
             sampling_params=SamplingParams(temperature=0.0),
-            request_id=f"{conversation.name}-{number}",
+            request_id=f"{conversation.name}-{turn_index}",
         )
         outcome = TurnOutcome(self._clock.now, len(tokens))
         self.outcomes.append(outcome)
-        self._requests[context.request_id] = _Request(context, conversation, number, outcome)
+        self._requests[context.request_id] = _Request(context, conversation, turn_index, outcome)
         num_blocks = len(tokens) // self._costs.limits.block_size
         seconds = self._costs.router.decision_seconds(len(self._workers), num_blocks)
         self._router_thread.serve(seconds, lambda: self._submit(context))
@@ -188,11 +189,12 @@ class Cluster:
         del self._requests[result.request_id]
         outcome.ended = now
         outcome.num_cached_tokens = request.context.num_cached_tokens
-        number, turns = request.number + 1, request.conversation.turns
-        if number < len(turns):
+        turn_index, turns = request.turn_index + 1, request.conversation.turns
+        if turn_index < len(turns):
             tokens = request.context.all_tokens.astype(np.int64)
             self._clock.after(
-                turns[number].think_seconds, partial(self._arrive, request.conversation, number, tokens)
+                turns[turn_index].think_seconds,
+                partial(self._arrive, request.conversation, turn_index, tokens),
             )
 
     def _report(self, last_begin: float, workers_busy: float, router_busy: float) -> ClusterReport:
@@ -227,10 +229,13 @@ def capacity(costs: ClusterCosts, shape: TraceShape) -> float:
     answers = [turn.num_new_tokens for conversation in trace for turn in conversation.turns]
     prompt, answer = _mean_prompt(trace), sum(answers) / len(answers)
     step_tokens = min(limits.max_batch_input_tokens, 512)
-    prefill = step.of(StepShape(step_tokens, 1, step_tokens * step_tokens // 2, step_tokens)) / step_tokens
+    prefill = (
+        step.step_seconds(StepShape(step_tokens, 1, step_tokens * step_tokens // 2, step_tokens))
+        / step_tokens
+    )
     batch = max(1, min(limits.max_batch_size, int(limits.num_blocks * limits.block_size / (prompt + answer))))
     keys = int(batch * (prompt + answer / 2))
-    decode = step.of(StepShape(batch, batch, keys, keys)) / batch
+    decode = step.step_seconds(StepShape(batch, batch, keys, keys)) / batch
     return 1 / (prompt * prefill + answer * decode)
 
 

@@ -27,7 +27,7 @@ class StepShape(NamedTuple):
     """Number of keys that the step reads, summed over the contexts."""
 
     @classmethod
-    def of(cls, contexts: Iterable[InputContext]) -> StepShape:
+    def from_contexts(cls, contexts: Iterable[InputContext]) -> StepShape:
         """Return the shape of the next forward of a batch."""
         shapes = [(context.active_length, context.start_idx) for context in contexts]
         pairs = sum(rows * start + rows * (rows + 1) // 2 for rows, start in shapes)
@@ -61,7 +61,7 @@ class StepCostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.num_tokens != sorted(set(self.num_tokens)):
             raise InputError(f"the sizes of the table must ascend, were {self.num_tokens}")
 
-    def of(self, shape: StepShape) -> float:
+    def step_seconds(self, shape: StepShape) -> float:
         """Return the seconds of a step."""
         after = min(max(bisect_left(self.num_tokens, shape.num_tokens), 1), len(self.num_tokens) - 1)
         low, high = self.num_tokens[after - 1], self.num_tokens[after]

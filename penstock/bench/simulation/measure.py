@@ -80,7 +80,7 @@ def _measure_prompts(
         runs = []
         for _ in range(repeats + 1):
             (context,) = _submit(scheduler, 1, length, 1, vocabulary)
-            shape = StepShape.of([context])
+            shape = StepShape.from_contexts([context])
             runs.append(_time_step(scheduler))
         yield shape, statistics.median(runs[1:])
 
@@ -98,7 +98,7 @@ def _measure_last_chunks(
             (context,) = _submit(scheduler, 1, first + length, 1, vocabulary)
             while context.start_idx < first:
                 scheduler.step()
-            shape = StepShape.of([context])
+            shape = StepShape.from_contexts([context])
             runs.append(_time_step(scheduler))
         yield shape, statistics.median(runs[1:])
 
@@ -116,7 +116,7 @@ def _measure_decode_steps(
             while any(not len(context.generated_tokens) for context in contexts):
                 scheduler.step()
             _time_step(scheduler)
-            shape = StepShape.of(contexts)
+            shape = StepShape.from_contexts(contexts)
             runs = [_time_step(scheduler) for _ in range(repeats)]
             for context in contexts:
                 scheduler.cancel(context.request_id)

@@ -64,7 +64,7 @@ class TimedPipeline(FakePipeline):
     def _step(self, batch: Mapping[str, TextContext]) -> None:
         running = [context for context in batch.values() if not context.is_done]
         if running:
-            seconds = self._costs.of(StepShape.of(running))
+            seconds = self._costs.step_seconds(StepShape.from_contexts(running))
             self.seconds += seconds
             if all(context.active_length == 1 for context in running):
                 self._decode_seconds = seconds

@@ -14,7 +14,7 @@ MEL_BINS = 80
 FRAMES_PER_ROW = 2
 SAMPLE_RATE = 16000
 _WINDOW, _SHIFT, _FFT = 400, 160, 512  # samples
-_LOWEST = 20.0  # Hz
+_MIN_FREQUENCY = 20.0  # Hz
 _PREEMPHASIS = 0.97
 _FULL_SCALE = 2.0**15
 _FLOOR = 2.0**-23
@@ -46,7 +46,7 @@ def _povey_window() -> Tensor:
 def mel_filters() -> Tensor:
     """Return the weights ``[257, 80]`` of triangular filters, which are evenly spaced in mel."""
     frequencies = torch.arange(_FFT // 2 + 1, dtype=torch.float64) * SAMPLE_RATE / _FFT
-    bounds = _mel(torch.tensor([_LOWEST, SAMPLE_RATE / 2], dtype=torch.float64))
+    bounds = _mel(torch.tensor([_MIN_FREQUENCY, SAMPLE_RATE / 2], dtype=torch.float64))
     edges = torch.linspace(float(bounds[0]), float(bounds[1]), MEL_BINS + 2, dtype=torch.float64)
     left, center, right = edges[:-2], edges[1:-1], edges[2:]
     mels = _mel(frequencies)[:, None]
