@@ -388,7 +388,7 @@ FAULTS: dict[str, tuple[str, str, Any, str]] = {
         "awq needs F16 or BF16 or F32 [2, 96]",
     ),
     "a vector": ("awq-gemm", "qweight", torch.zeros(7).int(), "qweight must be a matrix"),
-    "odd groups": ("awq-gemm", "qweight", torch.zeros(33, 12).int(), "no multiple of group_size 32"),
+    "odd groups": ("awq-gemm", "qweight", torch.zeros(33, 12).int(), "not a multiple of group_size 32"),
     "few zero points": ("awq-gemv", "qzeros", torch.zeros(96, 0).int(), "for 2 groups"),
     "blocks": (
         "fp8-block",
