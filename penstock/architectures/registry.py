@@ -134,8 +134,10 @@ class PipelineRegistry:
     @property
     def architectures(self) -> tuple[SupportedArchitecture, ...]:
         """All records, by name and task."""
-        found = {_key(record): record for folder in self._folders for record in self._load_folder(folder)}
-        return tuple(record for _, record in sorted((found | self._registered).items()))
+        records_by_key = {
+            _key(record): record for folder in self._folders for record in self._load_folder(folder)
+        }
+        return tuple(record for _, record in sorted((records_by_key | self._registered).items()))
 
     def of_task(self, task: PipelineTask) -> tuple[SupportedArchitecture, ...]:
         """Return the records of one task, by name."""

@@ -27,7 +27,7 @@ class ModuleStep:
     calls: list[int] = field(default_factory=list)
     """The layers that have called the attention in this step."""
 
-    def group_of(self, layer: int) -> KVGroup:
+    def layer_group(self, layer: int) -> KVGroup:
         """Return the group of the cache that contains a layer."""
         return self.spec.groups[self.spec.group_of_layer[layer]]
 
@@ -68,7 +68,7 @@ def paged_attention(
             type(module).__name__, "its forward does not pass keyword arguments to the attention layers"
         )
     layer = _layer_index(module, module_step.spec)
-    group = module_step.group_of(layer)
+    group = module_step.layer_group(layer)
     _check(module, group, key, value, attention_mask, options)
     module_step.calls.append(layer)
     step = module_step.step

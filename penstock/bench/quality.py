@@ -83,9 +83,10 @@ def scores(llm: LLM, texts: Sequence[Sequence[int]]) -> Iterator[Tensor]:
         pipeline.release(context)
 
 
-def compare(expected: LLM, found: LLM, texts: Sequence[Sequence[int]]) -> Quality:
-    """Compare ``found`` with ``expected`` on ``texts``."""
-    return compare_all({"expected": expected, "found": found}, texts, ["expected"])["found"]["expected"]
+def compare(expected: LLM, candidate: LLM, texts: Sequence[Sequence[int]]) -> Quality:
+    """Compare ``candidate`` with ``expected`` on ``texts``."""
+    comparisons = compare_all({"expected": expected, "candidate": candidate}, texts, ["expected"])
+    return comparisons["candidate"]["expected"]
 
 
 def compare_all(
@@ -97,9 +98,9 @@ def compare_all(
         Name of a model -> name of a reference -> the comparison.
     """
     pairs = {(name, reference): _QualityCounts() for name in models for reference in references}
-    for text, *scores_of_text in zip(texts, *(scores(llm, texts) for llm in models.values()), strict=True):
+    for text, *text_scores in zip(texts, *(scores(llm, texts) for llm in models.values()), strict=True):
         targets = torch.tensor(text[1:])
-        rows = {name: log_probs[:-1] for name, log_probs in zip(models, scores_of_text, strict=True)}
+        rows = {name: log_probs[:-1] for name, log_probs in zip(models, text_scores, strict=True)}
         for (name, reference), tally in pairs.items():
             tally.add(rows[reference], rows[name], targets)
     return {

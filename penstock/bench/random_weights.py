@@ -59,7 +59,7 @@ _LAYER_KEYS = ("num_hidden_layers", "n_layer", "layer_types", "num_kv_shared_lay
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions")
 
 
-def config_of_shape(shape: str) -> dict[str, object]:
+def shape_config(shape: str) -> dict[str, object]:
     """Return the ``config.json`` for a name in `SHAPES` or for the path of a ``config.json`` or its folder.
 
     Raises:

@@ -51,8 +51,8 @@ def decode_image(data: bytes, max_pixels: int) -> Image:
     except pil.Image.DecompressionBombError as error:
         raise InputError(f"the image has too many pixels: {error}") from None
     except pil.UnidentifiedImageError:
-        known = ", ".join(name for name in FORMATS if name != "PPM")
-        raise InputError(f"the data is not an image in one of the formats {known}") from None
+        formats = ", ".join(name for name in FORMATS if name != "PPM")
+        raise InputError(f"the data is not an image in one of the formats {formats}") from None
     except Exception as error:  # the decoders raise OSError, SyntaxError, ValueError, struct.error and others
         raise InputError(f"the image cannot be decoded: {error}") from None
 

@@ -84,8 +84,8 @@ class MemoryPlan:
         adapters = [("adapters", format_bytes(self.adapters_size))] if self.adapters_size else []
         images = []
         if self.encoder_size:
-            encoded = f"{format_bytes(self.encoder_cache_size)} for encoded images"
-            images = [("images", f"{format_bytes(self.encoder_size)} for the encoder, {encoded}")]
+            cache_text = f"{format_bytes(self.encoder_cache_size)} for encoded images"
+            images = [("images", f"{format_bytes(self.encoder_size)} for the encoder, {cache_text}")]
         return [
             ("weights", format_bytes(self.weights_size)),
             *adapters,

@@ -179,7 +179,7 @@ def _head_norm(
     blueprint: Blueprint,
     name: str,
     heads: int,
-    which: Literal["heads", "kv_heads"],
+    head_kind: Literal["heads", "kv_heads"],
 ) -> Norm | None:
     """Return the norm of this rank's queries (``heads``) or keys (``kv_heads``); None without such norms."""
     if blueprint.head_norms is None:
@@ -190,7 +190,7 @@ def _head_norm(
     if shard.collectives is None:
         return norm
     ranks = shard.attention_parts(blueprint.heads, blueprint.kv_heads)
-    parts = [rank.heads if which == "heads" else rank.kv_heads for rank in ranks]
+    parts = [rank.heads if head_kind == "heads" else rank.kv_heads for rank in ranks]
     if norm.weight.dim() == 2:  # [H, D]: weights for each head
         return select_weights(norm, parts[shard.rank : shard.rank + 1])
     if blueprint.head_norms == "each":

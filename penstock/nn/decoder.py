@@ -161,11 +161,11 @@ class ParallelBlock:
     def __call__(
         self, x: Tensor, residual: Tensor | None, rows: Sequence[RotaryRows], step: StepInputs
     ) -> tuple[Tensor, Tensor]:
-        normed, residual = self.norm.add(x, residual, step)
-        attention_output = self.attention(normed, rows, step)
+        normalized, residual = self.norm.add(x, residual, step)
+        attention_output = self.attention(normalized, rows, step)
         if self.mlp_norm is not None:
-            normed = self.mlp_norm(residual, step)
-        return step.ops.add(attention_output, self.mlp(normed, step)), residual
+            normalized = self.mlp_norm(residual, step)
+        return step.ops.add(attention_output, self.mlp(normalized, step)), residual
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,8 +227,8 @@ class DecoderTrunk:
         for block in self.blocks:
             x, residual = block(x, residual, rows, step)
             beat()
-        normed, hidden = self.norm.add(x, residual, step)
-        return hidden, normed
+        normalized, hidden = self.norm.add(x, residual, step)
+        return hidden, normalized
 
 
 @dataclass(frozen=True, slots=True)

@@ -192,14 +192,14 @@ class Rotary:
         """Return the cosines and sines for ``step.positions``: ``[T]``, or ``[A, T]`` for A position axes."""
         positions = step.positions
         if positions.dim() == 2:
-            return self._rows_of_axes(positions)
+            return self._multi_axis_rows(positions)
         if self.length_dependent and step.text_lengths is not None:
             if self.config.kind == "dynamic":
                 return self._dynamic_rows(positions, step.text_lengths)
             positions = positions + (step.text_lengths > self.config.max_positions) * (len(self.cos) // 2)
         return step.ops.rope_rows(positions, self.cos, self.sin)
 
-    def _rows_of_axes(self, positions: Tensor) -> RotaryRows:  # [A, T]
+    def _multi_axis_rows(self, positions: Tensor) -> RotaryRows:  # [A, T]
         """Return the rows of a multimodal rope, where each pair of dims uses one of the position axes."""
         axes = torch.tensor(self.config.axes, device=positions.device)  # [R / 2]
         rows = positions[axes].T  # [T, R / 2]

@@ -163,11 +163,11 @@ class VisionBlock:
     ) -> tuple[Tensor, Tensor]:
         """``x [T, E]`` is the output of the previous block, not yet added to ``residual [T, E]``."""
         if residual is None:
-            normed, total = self.attention_norm(x, step), x
+            normalized, total = self.attention_norm(x, step), x
         else:
-            normed, total = self.attention_norm.add(x, residual, step)
-        normed, total = self.mlp_norm.add(self.attention(normed, step, rows), total, step)
-        return self.mlp(normed, step), total
+            normalized, total = self.attention_norm.add(x, residual, step)
+        normalized, total = self.mlp_norm.add(self.attention(normalized, step, rows), total, step)
+        return self.mlp(normalized, step), total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

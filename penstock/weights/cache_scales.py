@@ -46,21 +46,23 @@ def find_cache_scales(config: Mapping[str, object], stored: Headers) -> CacheSca
         or not scheme.get("symmetric", True)
     ):
         return {}
-    found: dict[tuple[int, str], TensorHeader] = {}
+    scale_headers: dict[tuple[int, str], TensorHeader] = {}
     for name, header in stored.items():
         match = _NAME.fullmatch(name)
         if match is not None and not any(part in match["path"] for part in _OTHER_MODELS):
             for side in match["side"] or match["proj"] or match["both"]:
-                found[int(match["layer"]), side] = header
-    layers = {layer for layer, _ in found}
-    incomplete = [layer for layer in sorted(layers) if not {(layer, "k"), (layer, "v")} <= found.keys()]
+                scale_headers[int(match["layer"]), side] = header
+    layers = {layer for layer, _ in scale_headers}
+    incomplete = [
+        layer for layer in sorted(layers) if not {(layer, "k"), (layer, "v")} <= scale_headers.keys()
+    ]
     if incomplete:
         _logger.warning(
             "the stored scales of the KV cache are not used: layers %s lack the key or the value scale",
             incomplete,
         )
         return {}
-    return {layer: (found[layer, "k"], found[layer, "v"]) for layer in sorted(layers)}
+    return {layer: (scale_headers[layer, "k"], scale_headers[layer, "v"]) for layer in sorted(layers)}
 
 
 def read_cache_scales(scales: CacheScales, kv_heads: Mapping[int, int]) -> dict[int, Tensor]:

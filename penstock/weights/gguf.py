@@ -163,8 +163,8 @@ class GGUFFile:
             return None
         if tensor.block_type.name != "F32" or prod(tensor.shape) > _MAX_FLOATS:
             problem = f"{name} must have at most {_MAX_FLOATS} elements of type F32"
-            found = f"{list(tensor.shape)} of type {tensor.block_type.name}"
-            raise WeightsError(tensor.file, f"{problem}, was {found}")
+            actual = f"{list(tensor.shape)} of type {tensor.block_type.name}"
+            raise WeightsError(tensor.file, f"{problem}, was {actual}")
         with tensor.file.open("rb") as stream:
             stream.seek(tensor.offset)
             values = struct.unpack(f"<{prod(tensor.shape)}f", stream.read(tensor.num_bytes))

@@ -81,8 +81,8 @@ class GGUFKeys:
     def unread(self) -> list[str]:
         """Return the family's keys that were not read, except those without effect on the results."""
         keys = (key for key in self.file.metadata if key.startswith(self._prefix))
-        known = self._read | _WITHOUT_EFFECT
-        return sorted(key for key in keys if key.removeprefix(self._prefix) not in known)
+        handled_keys = self._read | _WITHOUT_EFFECT
+        return sorted(key for key in keys if key.removeprefix(self._prefix) not in handled_keys)
 
     def check_supported(self) -> None:
         """Check that the file sets no key that Penstock does not support for its family.

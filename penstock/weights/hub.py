@@ -198,8 +198,8 @@ def _select_gguf(where: object, names: Iterable[str], gguf_file: str | None) -> 
         if len(candidates) == 1:
             return candidates[0]
     listed = ", ".join((matches or models)[:_MAX_LISTED])
-    more = len(matches or models) - _MAX_LISTED
-    listed += f" and {more} more" if more > 0 else ""
+    num_unlisted = len(matches or models) - _MAX_LISTED
+    listed += f" and {num_unlisted} more" if num_unlisted > 0 else ""
     if not models:
         raise CheckpointError(where, f"has no GGUF file that matches --gguf-file {gguf_file!r}")
     if not matches:

@@ -139,11 +139,13 @@ def find_cached_models(name: str, revision: str | None = None) -> list[CachedMod
         return revisions
     matches = [model for model in revisions if revision in model.refs]
     matches = matches or [model for model in revisions if (model.revision or "").startswith(revision)]
-    known = ", ".join(str(model.revision)[:12] for model in revisions)
+    revision_names = ", ".join(str(model.revision)[:12] for model in revisions)
     if not matches:
-        raise CheckpointNotFoundError(name, f"has no revision {revision!r} in the cache: it has {known}")
+        raise CheckpointNotFoundError(
+            name, f"has no revision {revision!r} in the cache: it has {revision_names}"
+        )
     if len(matches) > 1:
-        raise CheckpointError(name, f"has several revisions that begin with {revision!r}: {known}")
+        raise CheckpointError(name, f"has several revisions that begin with {revision!r}: {revision_names}")
     return matches
 
 

@@ -77,8 +77,8 @@ class PickledWeights:
         unexpected = [name for name in unread if not any(fnmatchcase(name, pattern) for pattern in patterns)]
         faults = self._faults + [f"{name} is unexpected" for name in unexpected]
         if faults:
-            more = f" and {len(faults) - 8} more" if len(faults) > 8 else ""
-            raise WeightsError(self._file, "; ".join(faults[:8]) + more)
+            suffix = f" and {len(faults) - 8} more" if len(faults) > 8 else ""
+            raise WeightsError(self._file, "; ".join(faults[:8]) + suffix)
 
 
 FolderWeights = Weights | PickledWeights

@@ -398,5 +398,5 @@ class _Faults:
 
 def _join_names(names: list[str]) -> str:
     shown = ", ".join(names[:NUM_NAMES_SHOWN])
-    more = len(names) - NUM_NAMES_SHOWN
-    return f"{shown} and {more} more" if more > 0 else shown
+    num_not_shown = len(names) - NUM_NAMES_SHOWN
+    return f"{shown} and {num_not_shown} more" if num_not_shown > 0 else shown

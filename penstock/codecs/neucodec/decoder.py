@@ -97,12 +97,12 @@ class NeuCodecDecoder:
         sizes, eps, offsets = self.config, self.config.rms_norm_eps, x.offsets
         residual, blocks = x.rows, ops.sequence_blocks(offsets)
         for layer in self.layers:
-            normed = ops.rms_norm(residual, layer.attention_norm, eps).to(self.dtype)
-            q, k, v = ops.linear(normed, layer.qkv).view(len(normed), 3, sizes.heads, -1).unbind(1)
+            normalized = ops.rms_norm(residual, layer.attention_norm, eps).to(self.dtype)
+            q, k, v = ops.linear(normalized, layer.qkv).view(len(normalized), 3, sizes.heads, -1).unbind(1)
             attended = ops.encoder_attention(q, k, v, offsets, scale=sizes.head_dim**-0.5, blocks=blocks)
-            update = ops.linear(attended.view(len(normed), -1), layer.output)
-            normed, residual = ops.add_rms_norm(update.float(), residual, layer.mlp_norm, eps)
-            hidden = ops.activation(ops.linear(normed.to(self.dtype), layer.up), "silu")
+            update = ops.linear(attended.view(len(normalized), -1), layer.output)
+            normalized, residual = ops.add_rms_norm(update.float(), residual, layer.mlp_norm, eps)
+            hidden = ops.activation(ops.linear(normalized.to(self.dtype), layer.up), "silu")
             residual = ops.add(ops.linear(hidden, layer.down).float(), residual)
         return residual
 

@@ -143,8 +143,8 @@ class FormatRegistry:
     @property
     def formats(self) -> tuple[CheckpointFormat, ...]:
         """All formats, highest priority first."""
-        known = {record.name: record for record in (*self._discovered, *self._registered)}
-        return tuple(sorted(known.values(), key=lambda record: (-record.priority, record.name)))
+        records_by_name = {record.name: record for record in (*self._discovered, *self._registered)}
+        return tuple(sorted(records_by_name.values(), key=lambda record: (-record.priority, record.name)))
 
     @property
     def quant_methods(self) -> tuple[str, ...]:
@@ -164,12 +164,12 @@ class FormatRegistry:
         for record in self.formats:
             if record.detect(config, headers):
                 return record
-        known = ", ".join(("plain floats", *self.quant_methods))
+        methods = ", ".join(("plain floats", *self.quant_methods))
         quantized = " or ".join(name for name in ENCODINGS.names if not ENCODINGS[name].is_float)
         raise ConfigError(
             "quantization_config.quant_method",
-            f"checkpoints of {quant_method(config)!r} cannot be read: use one of {known}, such as the model "
-            f"that this one was made from, and --quantization-encoding {quantized} to quantize it at load",
+            f"checkpoints of {quant_method(config)!r} cannot be read: use one of {methods}, such as the "
+            f"model that this one was made from, and --quantization-encoding {quantized} to quantize it at load",
         )
 
     @contextmanager

@@ -42,8 +42,8 @@ class AWQFormat(StoredFormat):
         section = quantization_section(config)
         version = str(section.get("version") or VERSIONS[0]).lower()
         if version not in VERSIONS:
-            known = " or ".join(VERSIONS)
-            raise ConfigError("quantization_config.version", f"{version!r} cannot be read: use {known}")
+            versions = " or ".join(VERSIONS)
+            raise ConfigError("quantization_config.version", f"{version!r} cannot be read: use {versions}")
         bits = section.get("bits", section.get("w_bit", _BITS))
         if bits != _BITS:
             raise ConfigError(
