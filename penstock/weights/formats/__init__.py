@@ -169,7 +169,8 @@ class FormatRegistry:
         raise ConfigError(
             "quantization_config.quant_method",
             f"checkpoints of {quant_method(config)!r} cannot be read: use one of {methods}, such as the "
-            f"model that this one was made from, and --quantization-encoding {quantized} to quantize it at load",
+            f"model that this one was made from, and --quantization-encoding {quantized} to quantize it at "
+            "load",
         )
 
     @contextmanager
