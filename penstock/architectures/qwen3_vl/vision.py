@@ -143,7 +143,8 @@ class Qwen3Vision:
 
         def forward(ops: Ops, tensors: Mapping[str, Tensor]) -> Iterable[Tensor]:
             forward_step, rows = with_step_tensors(step, ops, tensors), ((tensors["cos"], tensors["sin"]),)
-            x, residual = ops.add(self.patches(tensors["patches"], forward_step), tensors["positions"]), None
+            embeddings = self.patches(tensors["patches"], forward_step)
+            x, residual = ops.add(embeddings, tensors["learned_positions"]), None
             deepstack_rows = []
             for index, block in enumerate(self.blocks):
                 x, residual = block(x, residual, forward_step, rows)
@@ -153,10 +154,10 @@ class Qwen3Vision:
             assert residual is not None
             return [self.merger(ops.add(x, residual), forward_step), *deepstack_rows]
 
-        positions = torch.cat([self.interpolate(grid) for grid in grids])
+        learned_positions = torch.cat([self.interpolate(grid) for grid in grids])
         inputs = {
             "patches": patches,
-            "positions": positions,
+            "learned_positions": learned_positions,
             "cos": cos,
             "sin": sin,
             **image_step_tensors(step),
