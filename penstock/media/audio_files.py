@@ -41,8 +41,8 @@ class AudioFormat:
 
 
 AUDIO_FORMATS: Mapping[str, AudioFormat] = {
-    audio_format.name: audio_format
-    for audio_format in (
+    record.name: record
+    for record in (
         AudioFormat("wav", "audio/wav"),
         AudioFormat("pcm", "audio/pcm"),
         AudioFormat("flac", "audio/flac", "FLAC", "PCM_16"),
@@ -60,12 +60,12 @@ def audio_format(name: str) -> AudioFormat:
         InputError: the name is unknown.
         MissingDependencyError: the format needs ``soundfile``, which is not installed.
     """
-    audio_format_record = AUDIO_FORMATS.get(name)
-    if audio_format_record is None:
+    record = AUDIO_FORMATS.get(name)
+    if record is None:
         raise InputError(f"audio format {name!r} is unknown: known are {', '.join(AUDIO_FORMATS)}")
-    if audio_format_record.container is not None:
+    if record.container is not None:
         _soundfile(f"the audio format {name}")
-    return audio_format_record
+    return record
 
 
 def pcm_bytes(samples: Samples) -> bytes:

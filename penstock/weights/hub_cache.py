@@ -138,7 +138,9 @@ def find_cached_models(name: str, revision: str | None = None) -> list[CachedMod
     if revision is None:
         return revisions
     matches = [model for model in revisions if revision in model.refs]
-    matches = matches or [model for model in revisions if (model.revision or "").startswith(revision)]
+    matches = matches or [
+        model for model in revisions if model.revision is not None and model.revision.startswith(revision)
+    ]
     revision_names = ", ".join(str(model.revision)[:12] for model in revisions)
     if not matches:
         raise CheckpointNotFoundError(

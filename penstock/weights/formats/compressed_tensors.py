@@ -4,8 +4,7 @@
 determine its type:
 
 * ``weight_packed`` int32: codes of 1 to 8 bits, the first in the lowest bits of a word. A code of b bits is
-the
-  integer plus 2^(b - 1). It can span two words; files of older writers leave the rest of a word unused
+  the integer plus 2^(b - 1). It can span two words. Files of older writers leave the rest of a word unused
   instead. ``weight_shape`` is ``(out, in)``. ``weight_zero_point`` is packed in the same way along its
   outputs.
 * ``weight`` int8 or 8-bit floats with ``weight_scale``.

@@ -1,13 +1,14 @@
 """gptq: integers of 2, 3, 4 or 8 bits in groups of inputs, with zero points.
 
 A layer ``[out, in]`` is stored transposed:
+
 * ``qweight`` int32 ``[in * bits / 32, out]``: codes along the inputs, the first in the lowest bits. Codes of
   3 bits can span two words.
 * ``qzeros`` int32 ``[G, out * bits / 32]``: zero points, packed in the same way. In the first version of the
   format (``checkpoint_format: gptq``) they are stored minus 1.
-* ``scales`` ``[G, out]``. * ``g_idx`` int32 ``[in]``: the group of each input. With ``desc_act`` inputs are
-not sorted by group. The encoding
-  has the inputs of such a layer sorted by group (`QuantizedHeader.order`).
+* ``scales`` ``[G, out]``.
+* ``g_idx`` int32 ``[in]``: the group of each input. With ``desc_act``, inputs are not sorted by group. The
+  encoding has the inputs of such a layer sorted by group (`QuantizedHeader.order`).
 """
 
 from __future__ import annotations
