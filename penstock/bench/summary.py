@@ -40,7 +40,7 @@ class Distribution(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """The results of a load test. Latencies are in seconds and those of successful requests only."""
+    """The results of a load test. Latencies, in seconds, include only successful requests."""
 
     requests: int
     completed: int
@@ -57,7 +57,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens_per_second: float
     completion_tokens_per_second: float
     time_to_first_token: Distribution | None
-    """Time from the due time to the first text; None without streaming."""
+    """Time from when a request was due to be sent until its first text; None without streaming."""
     inter_token: Distribution | None
     """Time between consecutive events with text. An event can contain several tokens."""
     time_per_token: Distribution | None

@@ -81,6 +81,6 @@ def _rope_parameters(config: HuggingFaceConfig) -> Mapping[str, object]:
     if dim < 4 or not isinstance(base, int | float):
         raise ConfigError(
             "rope_scaling.alpha",
-            f"needs a head_dim of at least 4 and a number rope_theta, not {dim} and {base!r}",
+            f"needs a head_dim of at least 4 and a numeric rope_theta, was {dim} and {base!r}",
         )
     return {"rope_type": "default", "rope_theta": base * alpha ** (dim / (dim - 2))}

@@ -29,7 +29,7 @@ from penstock.errors import InputError
 from penstock.kernels import Ops
 
 MIN_QUANTIZED_CHANNELS = 128
-"""Minimum number of output channels of a convolution of the decoder that is quantized."""
+"""Convolutions of the decoder with fewer output channels than this number stay in float32."""
 
 
 class SnacCodec(AudioCodec):
