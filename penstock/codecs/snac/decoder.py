@@ -1,7 +1,7 @@
 """The decoder of SNAC: converts latent rows to samples.
 
-The output has the samples of a chunk without those of its context. Each block drops the rows at both ends on which no
-output sample depends. Context therefore costs little in the last blocks, which have the most rows.
+The output has the samples of a chunk without those of its context. Each block drops the rows at both ends on
+which no output sample depends. Context therefore costs little in the last blocks, which have the most rows.
 """
 
 from __future__ import annotations
