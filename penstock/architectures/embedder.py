@@ -37,7 +37,7 @@ class EmbedderNetwork:
 
     trunk: DecoderTrunk
     classifier: ClassificationHead | None = None
-    vocabulary: Callable[[Tensor, StepInputs], Tensor] | None = None
+    masked_lm_head: Callable[[Tensor, StepInputs], Tensor] | None = None
 
     @property
     def length_dependent(self) -> bool:
@@ -112,10 +112,10 @@ class EmbedderModel(EncoderModel):
         trunk = DecoderTrunk.load(load, blueprint, max_length, parts, block)
         if not cls.is_causal(huggingface_config):
             trunk = trunk.bidirectional()
-        vocabulary = None
+        masked_lm_head = None
         if has_head(huggingface_config, "ForMaskedLM"):
             tied_to = trunk.embedding.table if blueprint.tied_head else None
-            vocabulary = load.head(
+            masked_lm_head = load.head(
                 blueprint.names.head, blueprint.vocabulary, blueprint.hidden, tied_to=tied_to
             )
-        return EmbedderNetwork(trunk, cls.classifier(load, huggingface_config, trunk), vocabulary)
+        return EmbedderNetwork(trunk, cls.classifier(load, huggingface_config, trunk), masked_lm_head)

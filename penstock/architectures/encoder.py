@@ -40,7 +40,7 @@ class EncoderNetwork(Protocol):
         ...
 
     @property
-    def vocabulary(self) -> Callable[[Tensor, StepInputs], Tensor] | None:
+    def masked_lm_head(self) -> Callable[[Tensor, StepInputs], Tensor] | None:
         """The head of a masked language model, ``[T, E] -> [T, V]``; None without one."""
         ...
 

@@ -18,14 +18,14 @@ from penstock.nn import (
     ClassifierNames,
     EncoderNames,
     Loader,
+    MaskedLMHead,
+    MaskedLMNames,
     PostNormEncoder,
     PostNormSizes,
     TensorNames,
-    VocabularyHead,
-    VocabularyNames,
     activation_named,
     load_classifier,
-    load_vocabulary_head,
+    load_masked_lm_head,
     num_labels,
 )
 
@@ -45,7 +45,7 @@ class PostNormModel(EncoderModel):
     position_types: ClassVar[tuple[str, ...]] = ("absolute",)
     """The values of ``position_embedding_type`` that the family supports."""
     classifier_names: ClassVar[ClassifierNames] = ClassifierNames()
-    vocabulary_names: ClassVar[VocabularyNames] = VocabularyNames()
+    masked_lm_names: ClassVar[MaskedLMNames] = MaskedLMNames()
 
     @classmethod
     def tensor_names(cls, huggingface_config: HuggingFaceConfig) -> TensorNames:
@@ -54,7 +54,7 @@ class PostNormModel(EncoderModel):
         return TensorNames(
             prefix="",
             embedding=names.tokens,
-            head=cls.vocabulary_names.decoder,
+            head=cls.masked_lm_names.decoder,
             block=names.block,
             other_tables=tuple(f"{name}.weight" for name in tables if name is not None),
         )
@@ -112,15 +112,15 @@ class PostNormModel(EncoderModel):
     @classmethod
     def build(cls, load: Loader, huggingface_config: HuggingFaceConfig, max_length: int) -> PostNormEncoder:
         sizes = cls.sizes(huggingface_config)
-        classifier = vocabulary = None
+        classifier = masked_lm_head = None
         if has_head(huggingface_config, "ForSequenceClassification"):
             labels = num_labels(huggingface_config)
             classifier = load_classifier(load, cls.classifier_names, labels, sizes.hidden)
         elif has_head(huggingface_config, "ForMaskedLM"):
 
-            def vocabulary(tokens: Tensor) -> VocabularyHead:
-                return load_vocabulary_head(
-                    load, cls.vocabulary_names, tokens, sizes.activation, sizes.norm_eps
+            def masked_lm_head(tokens: Tensor) -> MaskedLMHead:
+                return load_masked_lm_head(
+                    load, cls.masked_lm_names, tokens, sizes.activation, sizes.norm_eps
                 )
 
         return PostNormEncoder.load(
@@ -129,6 +129,6 @@ class PostNormModel(EncoderModel):
             cls.encoder_names(huggingface_config),
             max_length=max_length,
             classifier=classifier,
-            vocabulary=vocabulary,
+            masked_lm_head=masked_lm_head,
             attention_bias=cls.attention_bias(load, huggingface_config, sizes),
         )

@@ -119,10 +119,15 @@ class AudioCodec(ABC):
             InputError: the check failed. The message has the expected and the actual values.
         """
         frames, stop = chunk.frames, chunk.start + chunk.num_frames
+        if chunk.num_frames < 0:
+            raise InputError(
+                f"{self.name}: the chunk has {len(frames)} frames, fewer than {chunk.left} frames of left "
+                f"and {chunk.right} of right context: use AudioCodec.chunk"
+            )
         first, end = self.context_at(chunk.start, stop)
         has_left = chunk.start - first <= chunk.left <= chunk.start
         has_right = chunk.ended or chunk.right >= end - stop
-        if chunk.num_frames < 0 or (chunk.num_frames and not (has_left and has_right)):
+        if chunk.num_frames and not (has_left and has_right):
             raise InputError(
                 f"{self.name}: decoding frames {chunk.start} to {stop - 1} needs frames {first} to "
                 f"{end - 1}, but the chunk has {chunk.left} frames of left and {chunk.right} of right "

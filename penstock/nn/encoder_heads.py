@@ -29,7 +29,7 @@ class ClassifierNames:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VocabularyNames:
+class MaskedLMNames:
     """The tensor names of a masked language model's head. The defaults are those of RoBERTa."""
 
     dense: str = "lm_head.dense"
@@ -76,7 +76,7 @@ class ClassificationHead:
 
 
 @dataclass(frozen=True, slots=True)
-class VocabularyHead:
+class MaskedLMHead:
     """Logits over the vocabulary of a masked language model: ``[T, E] -> [T, V]``."""
 
     dense: Linear
@@ -98,19 +98,19 @@ def load_classifier(
     return ClassificationHead(output, dense, head_activation(names.activation))
 
 
-def load_vocabulary_head(
+def load_masked_lm_head(
     load: Loader,
-    names: VocabularyNames,
+    names: MaskedLMNames,
     tokens: Tensor,  # [V, E]
     activation: Activation,
     norm_eps: float,
-) -> VocabularyHead:
+) -> MaskedLMHead:
     """Read the head of a masked language model. The token table is the output layer if none is stored."""
     vocabulary, hidden = tokens.shape
     is_tied = f"{names.decoder}.weight" not in load.source
     weight = tokens if is_tied else load.source.tensor(f"{names.decoder}.weight", (vocabulary, hidden))
     bias = load.source.tensor(names.bias, (vocabulary,))
-    return VocabularyHead(
+    return MaskedLMHead(
         plain_linear(load, names.dense, hidden, hidden),
         activation,
         load.layer_norm(names.norm, hidden, norm_eps),

@@ -11,7 +11,7 @@ from penstock.host.heartbeat import beat
 from penstock.kernels import Activation, StepInputs
 from penstock.nn.embedding import adapted_rows
 from penstock.nn.encoder import EncoderAttention, PostNormBlock
-from penstock.nn.encoder_heads import ClassificationHead, VocabularyHead
+from penstock.nn.encoder_heads import ClassificationHead, MaskedLMHead
 from penstock.nn.linear import Linear
 from penstock.nn.loader import Loader
 from penstock.nn.mlp import MLP, GatedMLP
@@ -85,7 +85,7 @@ class PostNormEncoder:
     names: EncoderNames
     """The tensor names, by which adapters refer to the tables."""
     classifier: ClassificationHead | None = None
-    vocabulary: VocabularyHead | None = None
+    masked_lm_head: MaskedLMHead | None = None
     attention_bias: Callable[[int], Tensor] | None = None
     """Returns the bias ``[H, 2P - 1]`` of all blocks for sequences of up to P tokens."""
     token_weights: ClassificationHead | None = None
@@ -100,7 +100,7 @@ class PostNormEncoder:
         *,
         max_length: int,
         classifier: ClassificationHead | None = None,
-        vocabulary: Callable[[Tensor], VocabularyHead] | None = None,
+        masked_lm_head: Callable[[Tensor], MaskedLMHead] | None = None,
         attention_bias: Callable[[int], Tensor] | None = None,
     ) -> PostNormEncoder:
         """Read a network.
@@ -111,7 +111,7 @@ class PostNormEncoder:
             names: the names of the tensors.
             max_length: the number of positions in the tables of the rotary embedding.
             classifier: the head of a sequence classifier.
-            vocabulary: loads the head of a masked language model, given the token table.
+            masked_lm_head: loads the head of a masked language model, given the token table.
             attention_bias: see `PostNormEncoder.attention_bias`.
         """
         hidden = sizes.hidden
@@ -131,7 +131,7 @@ class PostNormEncoder:
             tuple(_load_block(load, sizes, names, layer) for layer in range(sizes.layers)),
             names,
             classifier,
-            None if vocabulary is None else vocabulary(tokens),
+            None if masked_lm_head is None else masked_lm_head(tokens),
             attention_bias,
         )
 

@@ -94,7 +94,7 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
         names: list[EmbeddingsOutput] = ["dense", "multi_vector"]
         if self.layout.is_present and not self.layout.poolings:
             names.reverse()
-        if network.vocabulary is not None:
+        if network.masked_lm_head is not None:
             names.insert(1 if self.layout.poolings else 0, "sparse")
         elif self.heads.weights is not None:
             names.insert(1, "sparse")
@@ -284,9 +284,9 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
         """
         if self.heads.weights is not None:
             return self.heads.sparse(context.next_tokens, hidden, step)
-        vocabulary = self.model.network.vocabulary
-        assert vocabulary is not None
-        weights = torch.log1p(vocabulary(hidden, step).float().relu())  # [n, V]
+        masked_lm_head = self.model.network.masked_lm_head
+        assert masked_lm_head is not None
+        weights = torch.log1p(masked_lm_head(hidden, step).float().relu())  # [n, V]
         if self.layout.sparse_activation == "log1p_relu":
             weights = torch.log1p(weights)
         weights = weights.sum(0) if self.layout.sparse_pooling == "sum" else weights.amax(0)

@@ -145,5 +145,7 @@ def test_malformed_code_frames_are_refused(registry: CodecRegistry, tmp_path: Pa
         InputError, match="2 to 4 needs frames 1 to 5, but the chunk has 0 frames of left and 0"
     ):
         codec.decode_chunks([CodecChunk(torch.zeros(3, 2, dtype=torch.int64), start=2)])
+    with pytest.raises(InputError, match="the chunk has 1 frames, fewer than 1 frames of left and 2"):
+        codec.decode_chunks([CodecChunk(torch.zeros(1, 2, dtype=torch.int64), start=2, left=1, right=2)])
     with pytest.raises(UnsupportedFeatureError):
         codec.encode(torch.zeros(8))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.architectures.post_norm import PostNormModel
-from penstock.nn import ClassifierNames, EncoderNames, VocabularyNames
+from penstock.nn import ClassifierNames, EncoderNames, MaskedLMNames
 
 
 def model_tensor_name(name: str) -> str:
@@ -21,7 +21,7 @@ class BertModel(PostNormModel):
     weights_adapter = model_tensor_name
     names = EncoderNames()
     classifier_names = ClassifierNames(dense="pooler.dense", output="classifier")
-    vocabulary_names = VocabularyNames(
+    masked_lm_names = MaskedLMNames(
         dense="cls.predictions.transform.dense",
         norm="cls.predictions.transform.LayerNorm",
         decoder="cls.predictions.decoder",

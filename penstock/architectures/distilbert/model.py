@@ -10,8 +10,8 @@ from penstock.nn import (
     MAX_LAYERS,
     ClassifierNames,
     EncoderNames,
+    MaskedLMNames,
     PostNormSizes,
-    VocabularyNames,
     activation_named,
 )
 
@@ -35,7 +35,7 @@ class DistilBertModel(PostNormModel):
         mlp_norm="output_layer_norm",
     )
     classifier_names = ClassifierNames(dense="pre_classifier", activation="relu", output="classifier")
-    vocabulary_names = VocabularyNames(
+    masked_lm_names = MaskedLMNames(
         dense="vocab_transform",
         norm="vocab_layer_norm",
         decoder="vocab_projector",

@@ -93,7 +93,7 @@ class EmbeddingGemma2Network:
     norm: RMSNorm
     projection: Linear  # [E] -> [embedding_dim]
     classifier: None = None
-    vocabulary: None = None
+    masked_lm_head: None = None
 
     @property
     def length_dependent(self) -> bool:

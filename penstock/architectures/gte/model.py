@@ -14,10 +14,10 @@ from penstock.nn import (
     ClassifierNames,
     EncoderNames,
     Loader,
+    MaskedLMNames,
     PostNormEncoder,
     PostNormSizes,
     RotaryConfig,
-    VocabularyNames,
     load_classifier,
 )
 
@@ -53,7 +53,7 @@ class GteModel(PostNormModel):
         mlp_norm="mlp_ln",
     )
     classifier_names = ClassifierNames(dense="pooler.dense", output="classifier")
-    vocabulary_names = VocabularyNames(norm="lm_head.norm", bias="lm_head.decoder.bias")
+    masked_lm_names = MaskedLMNames(norm="lm_head.norm", bias="lm_head.decoder.bias")
 
     @classmethod
     def sizes(cls, config: HuggingFaceConfig) -> PostNormSizes:

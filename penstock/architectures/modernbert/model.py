@@ -21,11 +21,11 @@ from penstock.nn import (
     GatedMLP,
     LayerNorm,
     Loader,
+    MaskedLMHead,
     Rotary,
     RotaryConfig,
     RotaryRows,
     TensorNames,
-    VocabularyHead,
     activation_named,
     layer_types,
     num_labels,
@@ -73,7 +73,7 @@ class ModernBertNetwork:
     blocks: tuple[ModernBertBlock, ...]
     final_norm: LayerNorm
     classifier: ClassificationHead | None = None
-    vocabulary: VocabularyHead | None = None
+    masked_lm_head: MaskedLMHead | None = None
 
     @property
     def length_dependent(self) -> bool:
@@ -125,7 +125,7 @@ class ModernBertModel(EncoderModel):
             tuple(_load_block(load, config, layer, kind) for layer, kind in enumerate(types)),
             _norm(load, config, "final_norm"),
             _classifier(load, config) if has_head(config, "ForSequenceClassification") else None,
-            _vocabulary_head(load, config, tokens) if has_head(config, "ForMaskedLM") else None,
+            _masked_lm_head(load, config, tokens) if has_head(config, "ForMaskedLM") else None,
         )
         return network
 
@@ -202,12 +202,12 @@ def _classifier(load: Loader, config: HuggingFaceConfig) -> ClassificationHead:
     )
 
 
-def _vocabulary_head(load: Loader, config: HuggingFaceConfig, tokens: Tensor) -> VocabularyHead:
+def _masked_lm_head(load: Loader, config: HuggingFaceConfig, tokens: Tensor) -> MaskedLMHead:
     vocabulary, hidden = tokens.shape
     tied = "decoder.weight" not in load.source
     weight = tokens if tied else load.source.tensor("decoder.weight", (vocabulary, hidden))
     bias = load.source.tensor("decoder.bias", (vocabulary,)) if config.flag("decoder_bias", True) else None
-    return VocabularyHead(
+    return MaskedLMHead(
         plain_linear(load, "head.dense", hidden, hidden, bias=config.flag("classifier_bias")),
         _head_activation(config),
         _norm(load, config, "head.norm"),

@@ -7,7 +7,7 @@ from dataclasses import replace
 from penstock.architectures.post_norm import PostNormModel, prefix_remover
 from penstock.config.huggingface import HuggingFaceConfig
 from penstock.errors import ConfigError
-from penstock.nn import ClassifierNames, EncoderNames, PostNormSizes, RotaryConfig, VocabularyNames
+from penstock.nn import ClassifierNames, EncoderNames, MaskedLMNames, PostNormSizes, RotaryConfig
 
 _OLDER_KEYS = {
     "hidden_size": "n_embd",
@@ -51,7 +51,7 @@ class NomicBertModel(PostNormModel):
         mlp_norm="norm2",
     )
     classifier_names = ClassifierNames(dense="pooler.dense", output="classifier")
-    vocabulary_names = VocabularyNames(
+    masked_lm_names = MaskedLMNames(
         dense="cls.predictions.transform.dense",
         norm="cls.predictions.transform.layer_norm",
         decoder="cls.predictions.decoder",
