@@ -15,7 +15,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 
 HEAD = """# Configuration
 
-A setting has the same name in all places where it can be set. The table has these places in order of precedence:
+A setting has the same name in all places where it can be set. The table has these places in order of
+precedence:
 
 | source | example |
 |---|---|
@@ -24,15 +25,18 @@ A setting has the same name in all places where it can be set. The table has the
 | configuration file, TOML or JSON, given by `--config-file` | `max_length = 2048` |
 | none of these | the default in the lists below |
 
-Each entry below has the name, the allowed values, the default if the setting has a fixed one, and the meaning.
+Each entry below has the name, the allowed values, the default if the setting has a fixed one, and the
+meaning.
 
-`penstock generate --print-config` shows every value and its source. The error for an unknown name, a wrong type or an
-invalid value names the setting.
+`penstock generate --print-config` shows every value and its source. The error for an unknown name, a
+wrong type or an invalid value names the setting.
 
-The kernels also read the environment variable `PENSTOCK_ISA` (generic, avx2, avx512_vnni or avx512). It limits the
-instruction set of Penstock's kernels and of torch's kernels, so that every code path can be tested on one machine.
+The kernels also read the environment variable `PENSTOCK_ISA` (generic, avx2, avx512_vnni or avx512). It
+limits the instruction set of Penstock's kernels and of torch's kernels, so that every code path can be
+tested on one machine.
 
-`tools/write_configuration.py` generates this page from the configuration classes; a test compares the two.
+`tools/write_configuration.py` generates this page from the configuration classes; a test compares the
+two.
 """
 
 SECTIONS = {
