@@ -13,7 +13,7 @@ import pytest
 from hypothesis import settings
 from support.families import items_of_similar_families
 from support.gpu_mode import mark_tests_of_gpus, open_pipelines_on_gpu, selects_gpu
-from support.matrix import items_beyond_cover
+from support.matrix import items_outside_subset
 from support.random_draws import (
     RANDOM_FACTOR,
     draw_no_constants_of_modules,
@@ -93,7 +93,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--random"):
         mark_property_tests(items)
-    for item in [*items_beyond_cover(items), *items_of_similar_families(items)]:
+    for item in [*items_outside_subset(items), *items_of_similar_families(items)]:
         item.add_marker(pytest.mark.slow)
     mark_tests_of_gpus(config, items)
     deselected_markers = {name for name in ("slow", "peers", "random") if not config.getoption(name)}

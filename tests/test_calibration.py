@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.checkpoints import DECODERS, write_checkpoint
-from support.running import open_pipeline
+from support.pipeline_steps import open_pipeline
 from torch import Tensor
 
 from penstock import calibration

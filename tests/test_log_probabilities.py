@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.checkpoints import oracle, oracle_logits
-from support.random_draws import examples
-from support.running import context_of, open_pipeline, random_tokens
+from support.checkpoints import load_in_transformers, transformers_logits
+from support.pipeline_steps import make_context, open_pipeline, random_tokens
+from support.random_draws import num_examples
 from support.tiny_llm import VOCABULARY, write_tiny_llm
 
 from penstock import log_probabilities
@@ -29,7 +29,7 @@ def compute_expected(row: np.ndarray, token: int, top_n: int) -> tuple[float, di
     return scores[token], {int(i): scores[i] for i in best} | {token: scores[token]}
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=num_examples(60))
 @given(
     rows=st.lists(st.tuples(st.integers(1, 6), st.integers(0, 9), st.booleans()), min_size=1, max_size=5),
     seed=st.integers(0, 1000),
@@ -108,7 +108,7 @@ def pipeline(model: Path) -> TextGenerationPipeline:
 
 def make_scored_context(echo: bool, salt: str, **params: Any) -> TextContext:
     """Return a context with log probabilities. Only contexts with the same ``salt`` share cached blocks."""
-    return context_of(
+    return make_context(
         PROMPT,
         max_new=6,
         log_probabilities=3,
@@ -162,7 +162,7 @@ def test_log_probabilities_do_not_depend_on_batching_chunks_cache_or_preemption(
     assert run_context(pipeline, cached) == alone
     assert cached.num_cached_tokens == (0 if echo else 32), "a context with echo reads no cached blocks"
     batch_mates = [
-        context_of(random_tokens(9, VOCABULARY, seed=i), max_new=4, log_probabilities=i) for i in range(5)
+        make_context(random_tokens(9, VOCABULARY, seed=i), max_new=4, log_probabilities=i) for i in range(5)
     ]
     assert run_context(pipeline, make_scored_context(echo, "batched"), others=batch_mates) == alone
     assert run_context(pipeline, make_scored_context(echo, "chunked"), chunks=[7, 1, 30]) == alone
@@ -183,7 +183,9 @@ def test_log_probabilities_do_not_depend_on_sampling_parameters(
         "min_new_tokens": 5,
     }
     tokens, rows = zip(*run_context(pipeline, make_scored_context(True, "rules", **sampling)), strict=True)
-    scores = torch.log_softmax(oracle_logits(oracle(model), [*PROMPT, *tokens]), -1).numpy()
+    scores = torch.log_softmax(
+        transformers_logits(load_in_transformers(model), [*PROMPT, *tokens]), -1
+    ).numpy()
     joined = [value for row in rows for value in row.token_log_probabilities]
     assert len(joined) == len(PROMPT) - 1 + 6
     sequence = [*PROMPT, *tokens]

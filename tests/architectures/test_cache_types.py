@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.checkpoints import write_checkpoint
-from support.running import context_of, generate, open_pipeline, random_tokens, step_logits
+from support.pipeline_steps import generate_tokens, make_context, open_pipeline, random_tokens, step_logits
 from torch import Tensor
 
 from penstock.architectures.cache_types import fixed_scales
@@ -70,7 +70,7 @@ def open_with_kv_cache(
 
 
 def logits_of(pipeline: TextGenerationPipeline) -> Tensor:
-    return step_logits(pipeline, [context_of(PROMPT)])[0]
+    return step_logits(pipeline, [make_context(PROMPT)])[0]
 
 
 def mean_difference(logits: Tensor, reference: Tensor) -> float:
@@ -198,10 +198,10 @@ def test_text_is_the_same_alone_batched_and_from_the_prefix_cache(
         checkpoint = with_scales(checkpoint, tmp_path, scales)
     prompts = [PROMPT, PROMPT[:40], [*PROMPT[:33], 7], [3, 4]]
     alone = open_with_kv_cache(checkpoint, deterministic=True, enable_prefix_caching=False)
-    expected = [generate(alone, [context_of(prompt, 12)])[0] for prompt in prompts]
+    expected = [generate_tokens(alone, [make_context(prompt, 12)])[0] for prompt in prompts]
     pipeline = open_with_kv_cache(checkpoint, deterministic=True)
     for _ in range(2):  # the second run reads the prefix cache
-        assert generate(pipeline, [context_of(prompt, 12) for prompt in prompts]) == expected
+        assert generate_tokens(pipeline, [make_context(prompt, 12) for prompt in prompts]) == expected
     storage = pipeline.kv.storage
     storage.caches[0].view(torch.uint8)[:, 3] = 7
     before = [None if is_fixed else scale.clone() for scale in storage.scales]
@@ -222,7 +222,7 @@ def test_the_cpu_kernels_log_that_they_fall_back_to_the_reference(
     if not cpu.available_isas():
         pytest.skip("the C++ kernels are not built")
     pipeline = open_with_kv_cache(checkpoint, kernels="best")
-    expected = generate(open_with_kv_cache(checkpoint), [context_of(PROMPT, 5)])
-    assert generate(pipeline, [context_of(PROMPT, 5)]) == expected
+    expected = generate_tokens(open_with_kv_cache(checkpoint), [make_context(PROMPT, 5)])
+    assert generate_tokens(pipeline, [make_context(PROMPT, 5)]) == expected
     assert caplog.text.count("attention runs on the reference kernels") <= 1
     assert pipeline.session.graph_status == "eager: store_kv has no kernel for its arguments"

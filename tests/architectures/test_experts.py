@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.checkpoints import DECODERS, oracle, oracle_logits, write_checkpoint
+from support.checkpoints import DECODERS, load_in_transformers, transformers_logits, write_checkpoint
 from support.encodings import HalvedEncoding
-from support.networks import held_bytes, parts_of
-from support.running import context_of, feed, open_pipeline, random_tokens, step_logits
+from support.networks import modules_and_weights, weight_bytes
+from support.pipeline_steps import append_token, make_context, open_pipeline, random_tokens, step_logits
 
 from penstock.errors import CheckpointError, ConfigError, UnsupportedFeatureError, WeightsError
 from penstock.kernels import (
@@ -41,10 +41,12 @@ def config_of(family: str, **changes: Any) -> dict[str, Any]:
 
 def logits_of(pipeline: TextGenerationPipeline) -> torch.Tensor:
     """Return the logits of a prompt, then of single tokens."""
-    context = context_of(TOKENS[:50], log_probabilities_echo=True)  # every row computed, none from the cache
+    context = make_context(
+        TOKENS[:50], log_probabilities_echo=True
+    )  # every row computed, none from the cache
     rows = [step_logits(pipeline, [context])[0]]
     for token in TOKENS[50:]:
-        feed(pipeline, context, token)
+        append_token(pipeline, context, token)
         rows.append(step_logits(pipeline, [context])[0])
     pipeline.release(context)
     return torch.cat(rows)
@@ -52,7 +54,7 @@ def logits_of(pipeline: TextGenerationPipeline) -> torch.Tensor:
 
 def relative_error(pipeline: TextGenerationPipeline, reference: Any) -> float:
     """Return the largest error of the logits against transformers, in multiples of the tolerance."""
-    expected = oracle_logits(reference, TOKENS)
+    expected = transformers_logits(reference, TOKENS)
     tolerance = 1e-4 * max(1.0, float(expected.std()))
     return float((logits_of(pipeline) - expected).abs().max()) / tolerance
 
@@ -85,7 +87,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_logits_of_variants_equal_transformers(variant: str, tmp_path: Path) -> None:
     family, changes = VARIANTS[variant]
     write_checkpoint(tmp_path, config_of(family, **changes))
-    reference = oracle(tmp_path)
+    reference = load_in_transformers(tmp_path)
     assert relative_error(open_pipeline(tmp_path, kv_cache_block_size=16), reference) <= 1
 
 
@@ -108,7 +110,9 @@ def test_other_spellings_of_keys_are_read(case: str, tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text()) | changes
     values = {key: value for key, value in config.items() if value is not ...}
     (tmp_path / "config.json").write_text(json.dumps(values))
-    assert relative_error(open_pipeline(tmp_path, kv_cache_block_size=16), oracle(tmp_path)) <= 1
+    assert (
+        relative_error(open_pipeline(tmp_path, kv_cache_block_size=16), load_in_transformers(tmp_path)) <= 1
+    )
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -193,7 +197,7 @@ GPT_OSS_MUTATIONS: dict[str, Callable[[Any], Any]] = {
 
 
 def test_each_mutation_changes_the_logits(checkpoint: Path) -> None:
-    reference, pipeline = oracle(checkpoint), open_pipeline(checkpoint, kv_cache_block_size=16)
+    reference, pipeline = load_in_transformers(checkpoint), open_pipeline(checkpoint, kv_cache_block_size=16)
     model: Any = pipeline.model
     network = model.network
     for name, mutate in MUTATIONS.items():
@@ -204,7 +208,7 @@ def test_each_mutation_changes_the_logits(checkpoint: Path) -> None:
 
 
 def test_each_mutation_of_gpt_oss_changes_the_logits(gpt_oss: Path) -> None:
-    reference, pipeline = oracle(gpt_oss), open_pipeline(gpt_oss, kv_cache_block_size=16)
+    reference, pipeline = load_in_transformers(gpt_oss), open_pipeline(gpt_oss, kv_cache_block_size=16)
     assert relative_error(pipeline, reference) <= 1
     model: Any = pipeline.model
     network = model.network
@@ -220,7 +224,7 @@ def test_each_mutation_of_gpt_oss_changes_the_logits(gpt_oss: Path) -> None:
 def test_experts_stored_in_one_tensor_equal_separate_tensors(family: str, tmp_path: Path) -> None:
     """transformers 5 uses this layout in memory, and writes it if conversion is disabled."""
     per_expert = write_checkpoint(tmp_path / "older", config_of(family))
-    oracle(per_expert).save_pretrained(tmp_path / "newer", save_original_format=False)
+    load_in_transformers(per_expert).save_pretrained(tmp_path / "newer", save_original_format=False)
     names = load_file(tmp_path / "newer" / "model.safetensors").keys()
     assert "model.layers.0.mlp.experts.gate_up_proj" in names
     assert not any(".experts.0." in name for name in names)
@@ -248,7 +252,7 @@ def check_encoded_experts(checkpoint: Path) -> None:
     layer = model.network.blocks[0].mlp
     assert layer.router.packed.encoding == "float32"
     assert {linear.encoding for linear in layer.packed.gate_up + layer.packed.down} == {"halved"}
-    assert relative_error(pipeline, oracle(checkpoint)) <= 1
+    assert relative_error(pipeline, load_in_transformers(checkpoint)) <= 1
 
 
 def test_the_error_names_a_missing_expert(tmp_path: Path) -> None:
@@ -287,7 +291,7 @@ def write_mxfp4(folder: Path, to: Path, **config: Any) -> tuple[Path, Path]:
 def test_logits_of_mxfp4_experts_equal_those_of_their_float_values(gpt_oss: Path, tmp_path: Path) -> None:
     packed, plain = write_mxfp4(gpt_oss, tmp_path)
     pipeline = open_pipeline(packed, kv_cache_block_size=16)
-    assert relative_error(pipeline, oracle(plain)) <= 1
+    assert relative_error(pipeline, load_in_transformers(plain)) <= 1
     assert torch.equal(logits_of(pipeline), logits_of(open_pipeline(plain, kv_cache_block_size=16)))
 
 
@@ -299,7 +303,7 @@ def test_mxfp4_experts_are_kept_in_mxfp4(gpt_oss: Path, tmp_path: Path) -> None:
     pipeline = open_pipeline(packed, quantization_encoding=None, kv_cache_block_size=16)
     model: Any = pipeline.model
     assert model.pipeline_config.model.encoding == "mxfp4"
-    linears = [part for part in parts_of(model.network) if isinstance(part, PackedLinear)]
+    linears = [part for part in modules_and_weights(model.network) if isinstance(part, PackedLinear)]
     experts = [linear for linear in linears if linear.encoding == "mxfp4"]
     assert len(experts) == 2 * 2 * 5
     assert {linear.encoding for linear in linears} == {"mxfp4", "bfloat16", "int8"}
@@ -314,7 +318,7 @@ def test_mxfp4_experts_are_kept_in_mxfp4(gpt_oss: Path, tmp_path: Path) -> None:
     float32_logits = logits_of(open_pipeline(plain, kv_cache_block_size=16))
     assert float((logits_of(pipeline).float() - float32_logits).norm() / float32_logits.norm()) < 0.05
     estimated = model.estimate_weights_size(model.pipeline_config)
-    assert 0.995 * held_bytes(pipeline) <= estimated <= 1.5 * held_bytes(pipeline)
+    assert 0.995 * weight_bytes(pipeline) <= estimated <= 1.5 * weight_bytes(pipeline)
 
 
 def test_malformed_mxfp4_tensors_are_refused(gpt_oss: Path, tmp_path: Path) -> None:
@@ -373,9 +377,9 @@ def test_an_adapter_on_single_experts_equals_merged_weights(
     save_file(tensors, merged / "model.safetensors", metadata={"format": "pt"})
     (merged / "config.json").write_text((base / "config.json").read_text())
     pipeline = open_pipeline(base, enable_lora=True, lora=(f"tone={adapter}",))
-    contexts = [context_of(TOKENS, adapter="tone"), context_of(TOKENS)]
+    contexts = [make_context(TOKENS, adapter="tone"), make_context(TOKENS)]
     adapted, plain = step_logits(pipeline, contexts)
-    (expected,) = step_logits(open_pipeline(merged), [context_of(TOKENS)])
+    (expected,) = step_logits(open_pipeline(merged), [make_context(TOKENS)])
     torch.testing.assert_close(adapted, expected, atol=2e-4, rtol=1e-4)
     assert not torch.allclose(adapted, plain, atol=0.1)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.running import context_of, feed, open_pipeline, random_tokens, step_logits
+from support.pipeline_steps import append_token, make_context, open_pipeline, random_tokens, step_logits
 
 from penstock.kernels import cpu
 from penstock.kernels.cpu.ops import CpuOps
@@ -59,9 +59,9 @@ def logits_of_scenario(pipeline: TextGenerationPipeline) -> list[torch.Tensor]:
         logits = step_logits(pipeline, contexts)
         seen.extend(logits)
         for context, context_logits in zip(contexts, logits, strict=True):
-            feed(pipeline, context, int(context_logits[-1].argmax()))
+            append_token(pipeline, context, int(context_logits[-1].argmax()))
 
-    short, medium, long = (context_of(random_tokens(n, 130, seed=n)) for n in (5, 20, 33))
+    short, medium, long = (make_context(random_tokens(n, 130, seed=n)) for n in (5, 20, 33))
     run_step(short, rows=5)
     for _ in range(30):  # crosses two block boundaries
         run_step(short)
@@ -80,7 +80,7 @@ def logits_of_scenario(pipeline: TextGenerationPipeline) -> list[torch.Tensor]:
         logits = last_logits(pipeline, contexts)
         seen.append(logits)
         for context, context_logits in zip(contexts, logits, strict=True):
-            feed(pipeline, context, int(context_logits.argmax()))
+            append_token(pipeline, context, int(context_logits.argmax()))
     run_step(medium, rows=100)
     for _ in range(6):
         run_step(short, medium, long)
@@ -121,7 +121,7 @@ def test_replayed_hidden_states_are_bit_equal_to_eager_ones(
     for compiled in (True, False):
         pipeline = open_on_isa(checkpoint, cpu.available_isas()[-1], "float32", compiled=compiled)
         pipeline.model.return_hidden_states = wanted
-        context = context_of(random_tokens(9, 130))
+        context = make_context(random_tokens(9, 130))
         states.append([])
         for _ in range(4):
             pipeline.kv.claim(context)
@@ -130,7 +130,7 @@ def test_replayed_hidden_states_are_bit_equal_to_eager_ones(
             kv: Any = pipeline.kv
             inputs = model.prepare_initial_token_inputs([[context]], kv.inputs([context]))
             states[-1].append(model.execute(inputs).hidden_states)
-            feed(pipeline, context, 7)
+            append_token(pipeline, context, 7)
     for compiled, eager in zip(*states, strict=True):
         assert (compiled is None) == (wanted is ReturnHiddenStates.NONE)
         assert compiled is None or torch.equal(compiled, eager)

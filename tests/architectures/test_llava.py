@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.checkpoints import VISION_DECODERS, oracle, write_checkpoint
+from support.checkpoints import VISION_DECODERS, load_in_transformers, write_checkpoint
 from support.images import forward_logits, image_context, random_pixels
-from support.running import generate, open_pipeline, random_tokens
+from support.pipeline_steps import generate_tokens, open_pipeline, random_tokens
 
 from penstock.errors import CheckpointError, ConfigError
 from penstock.pipelines import TextGenerationPipeline
@@ -94,7 +94,7 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_and_greedy_text_equal_transformers(variant: str, checkpoints: Callable[[str], Path]) -> None:
-    reference, ours = oracle(checkpoints(variant)), open_pipeline(checkpoints(variant))
+    reference, ours = load_in_transformers(checkpoints(variant)), open_pipeline(checkpoints(variant))
     pixels = [random_pixels(1), random_pixels(2)]
     tokens = prompt_of(2)
     expected = expected_logits(reference, image_context(tokens, pixels, IMAGE))
@@ -111,7 +111,7 @@ def test_logits_and_greedy_text_equal_transformers(variant: str, checkpoints: Ca
         eos_token_id=None,
         pad_token_id=0,
     )
-    assert generate(ours, [image_context(tokens, pixels, IMAGE)])[0] == text[0, len(tokens) :].tolist()
+    assert generate_tokens(ours, [image_context(tokens, pixels, IMAGE)])[0] == text[0, len(tokens) :].tolist()
 
 
 def test_other_pixels_give_other_logits(
@@ -152,7 +152,7 @@ def _nested_name(name: str) -> str:
 
 
 def test_bfloat16_is_no_worse_than_that_of_transformers(checkpoints: Callable[[str], Path]) -> None:
-    reference = oracle(checkpoints("clip_llama"))
+    reference = load_in_transformers(checkpoints("clip_llama"))
     context = image_context(prompt_of(2), [random_pixels(1), random_pixels(2)], IMAGE)
     expected = expected_logits(reference, context)
     theirs = expected_logits(reference.to(torch.bfloat16), context)

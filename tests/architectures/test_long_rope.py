@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import DECODERS, oracle, oracle_greedy, write_checkpoint
-from support.running import context_of, generate, open_pipeline, random_tokens
+from support.checkpoints import DECODERS, load_in_transformers, transformers_greedy, write_checkpoint
+from support.pipeline_steps import generate_tokens, make_context, open_pipeline, random_tokens
 from support.tiny_llm import write_tiny_llm
 
 from penstock import LLM, SamplingParams
@@ -48,7 +48,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(scope="module")
 def reference(checkpoint: Path) -> Any:
-    return oracle(checkpoint)
+    return load_in_transformers(checkpoint)
 
 
 def recompute_scores(reference: Any, text: list[int], start: int) -> list[float]:
@@ -99,7 +99,7 @@ def test_scores_of_generated_tokens_equal_a_recomputation(
     pipeline = open_pipeline(checkpoint, kv_cache_block_size=16)
     lengths = (5, 30, 31, LIMIT - 1, LIMIT, LIMIT + 1, 60)
     contexts = [
-        context_of(
+        make_context(
             random_tokens(n, 130, seed=n),
             NUM_NEW_TOKENS,
             log_probabilities=1,
@@ -114,10 +114,10 @@ def test_scores_of_generated_tokens_equal_a_recomputation(
 
 def test_echo_of_a_generated_text_has_its_scores(checkpoint: Path) -> None:
     pipeline = open_pipeline(checkpoint, kv_cache_block_size=16)
-    context = context_of(PROMPT, NUM_NEW_TOKENS, log_probabilities=1, sampling_params=sampling_params(1))
+    context = make_context(PROMPT, NUM_NEW_TOKENS, log_probabilities=1, sampling_params=sampling_params(1))
     (generated,) = run_scheduler(pipeline, [context])
     text = context.all_tokens.tolist()
-    echo = context_of(text, 1, log_probabilities=1, log_probabilities_echo=True)
+    echo = make_context(text, 1, log_probabilities=1, log_probabilities_echo=True)
     logs = pipeline.execute({"echo": echo})["echo"].tokens[0].log_probabilities
     assert logs is not None
     beyond = LIMIT + 1  # the first token sampled with the long factors
@@ -129,12 +129,12 @@ def test_echo_of_a_generated_text_has_its_scores(checkpoint: Path) -> None:
 def test_greedy_text_equals_a_recomputation(checkpoint: Path, reference: Any, num_steps: int) -> None:
     expected = greedy_continuation(reference, PROMPT, NUM_NEW_TOKENS)
     pipeline = open_pipeline(checkpoint, kv_cache_block_size=16)
-    assert generate(pipeline, [context_of(PROMPT, NUM_NEW_TOKENS)], num_steps) == [expected]
-    context = context_of(PROMPT, NUM_NEW_TOKENS)
+    assert generate_tokens(pipeline, [make_context(PROMPT, NUM_NEW_TOKENS)], num_steps) == [expected]
+    context = make_context(PROMPT, NUM_NEW_TOKENS)
     run_scheduler(pipeline, [context], num_steps, max_batch_input_tokens=16)
     assert context.generated_tokens.tolist() == expected
     if "phi3" in str(checkpoint):  # transformers also recomputes its cache here
-        assert oracle_greedy(reference, PROMPT, NUM_NEW_TOKENS) == expected
+        assert transformers_greedy(reference, PROMPT, NUM_NEW_TOKENS) == expected
 
 
 def greedy_continuation(reference: Any, prompt: list[int], count: int) -> list[int]:
@@ -154,7 +154,7 @@ def test_prefixes_are_shared_only_within_a_regime(checkpoint: Path, reference: A
     cached = []
     for number, text in enumerate(texts):
         params = sampling_params(number)
-        context = context_of(text, NUM_NEW_TOKENS, log_probabilities=1, sampling_params=params)
+        context = make_context(text, NUM_NEW_TOKENS, log_probabilities=1, sampling_params=params)
         (scores_of_text,) = run_scheduler(pipeline, [context])
         assert_scores(scores_of_text, recompute_scores(reference, context.all_tokens.tolist(), len(text)))
         cached.append(context.num_cached_tokens)

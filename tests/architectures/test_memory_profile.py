@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.running import context_of, generate, open_pipeline
+from support.pipeline_steps import generate_tokens, make_context, open_pipeline
 from support.tiny_llm import write_tiny_llm
 
 from penstock.architectures import memory_profile
@@ -62,7 +62,7 @@ def register_backend_with_memory(memory: FakeDeviceMemory) -> Iterator[None]:
 def memory_plan_of(checkpoint: Path, memory: FakeDeviceMemory, **config: Any) -> MemoryPlan:
     with register_backend_with_memory(memory):
         pipeline = open_pipeline(checkpoint, kernels="counted", **config)
-        assert generate(pipeline, [context_of([1, 2, 3], 4)])[0]
+        assert generate_tokens(pipeline, [make_context([1, 2, 3], 4)])[0]
         assert pipeline.kv.num_blocks == pipeline.memory_plan.num_blocks[0] - 1
         return pipeline.memory_plan
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.checkpoints import DECODERS, oracle, oracle_logits, write_checkpoint
-from support.running import context_of, feed, open_pipeline, random_tokens, step_logits
+from support.checkpoints import DECODERS, load_in_transformers, transformers_logits, write_checkpoint
+from support.pipeline_steps import append_token, make_context, open_pipeline, random_tokens, step_logits
 
 from penstock.architectures.llama4_text.model import Llama4Experts
 from penstock.errors import ConfigError
@@ -44,10 +44,12 @@ def config_of(family: str, **changes: Any) -> dict[str, Any]:
 
 def logits_of(pipeline: TextGenerationPipeline, tokens: list[int] = TOKENS) -> torch.Tensor:  # [T, V]
     """Return the logits of a prompt, then of ten single tokens."""
-    context = context_of(tokens[:-10], log_probabilities_echo=True)  # every row computed, none from the cache
+    context = make_context(
+        tokens[:-10], log_probabilities_echo=True
+    )  # every row computed, none from the cache
     rows = [step_logits(pipeline, [context])[0]]
     for token in tokens[-10:]:
-        feed(pipeline, context, token)
+        append_token(pipeline, context, token)
         rows.append(step_logits(pipeline, [context])[0])
     pipeline.release(context)
     return torch.cat(rows)
@@ -115,7 +117,7 @@ def test_logits_of_variants_equal_transformers(variant: str, tmp_path: Path) -> 
     family, changes = VARIANTS[variant]
     config = config_of(family, **changes)
     write_checkpoint(tmp_path, config)
-    expected = oracle_logits(oracle(tmp_path), TOKENS)
+    expected = transformers_logits(load_in_transformers(tmp_path), TOKENS)
     assert relative_error(open_pipeline(tmp_path, kv_cache_block_size=16), expected) <= 1
     (tmp_path / "config.json").write_text(json.dumps(config))  # the spelling of the checkpoint's authors
     assert relative_error(open_pipeline(tmp_path, kv_cache_block_size=16), expected) <= 1
@@ -209,7 +211,7 @@ APPLICABLE = {
 
 
 def test_each_mutation_changes_the_logits(checkpoint: Path) -> None:
-    expected = oracle_logits(oracle(checkpoint), TOKENS)
+    expected = transformers_logits(load_in_transformers(checkpoint), TOKENS)
     pipeline = open_pipeline(checkpoint, kernels="reference", kv_cache_block_size=16)
     model: Any = pipeline.model
     network = model.network
@@ -241,9 +243,9 @@ def scale_down_matrices(folder: Path) -> Path:
 def test_bfloat16_is_no_worse_than_that_of_transformers(family: str, tmp_path: Path) -> None:
     folder = scale_down_matrices(write_checkpoint(tmp_path, config_of(family)))
     tokens = random_tokens(120, 130, seed=8)
-    reference = oracle(folder)
-    exact = oracle_logits(reference, tokens)
-    theirs = oracle_logits(reference.bfloat16(), tokens)
+    reference = load_in_transformers(folder)
+    exact = transformers_logits(reference, tokens)
+    theirs = transformers_logits(reference.bfloat16(), tokens)
     pipeline = open_pipeline(folder, kv_cache_block_size=16, quantization_encoding="bfloat16")
     ours = logits_of(pipeline, tokens)
     errors = [float((logits - exact).abs().median()) for logits in (ours, theirs)]
@@ -333,7 +335,7 @@ LLAMA4_MUTATIONS: dict[str, Callable[[Any], Any]] = {
 
 def test_each_mutation_of_llama4_changes_the_logits(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, config_of("llama4_text"))
-    expected = oracle_logits(oracle(tmp_path), TOKENS)
+    expected = transformers_logits(load_in_transformers(tmp_path), TOKENS)
     pipeline = open_pipeline(tmp_path, kernels="reference", kv_cache_block_size=16)
     model: Any = pipeline.model
     network = model.network
@@ -345,6 +347,6 @@ def test_each_mutation_of_llama4_changes_the_logits(tmp_path: Path) -> None:
 @pytest.mark.parametrize("chunk", [23, 25, 256])
 def test_another_attention_chunk_size_changes_the_logits(chunk: int, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, config_of("llama4_text"))
-    expected = oracle_logits(oracle(tmp_path), TOKENS)
+    expected = transformers_logits(load_in_transformers(tmp_path), TOKENS)
     (tmp_path / "config.json").write_text(json.dumps(config_of("llama4_text", attention_chunk_size=chunk)))
     assert relative_error(open_pipeline(tmp_path, kv_cache_block_size=16), expected) > 10

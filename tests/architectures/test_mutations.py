@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import DECODERS, oracle_logits, write_checkpoint
-from support.running import context_of, feed, open_pipeline, random_tokens, step_logits
+from support.checkpoints import DECODERS, transformers_logits, write_checkpoint
+from support.pipeline_steps import append_token, make_context, open_pipeline, random_tokens, step_logits
 
 from penstock.kernels import XIELU, Activation, KVCacheInputs, Ops
 from penstock.kv_cache import KVCacheManager
@@ -37,7 +37,7 @@ TOKENS = random_tokens(50, 130, seed=9)
 @pytest.fixture(scope="module")
 def expected(reference: Any) -> torch.Tensor:  # [T, V]
     """Return the logits of transformers."""
-    return oracle_logits(reference, TOKENS)
+    return transformers_logits(reference, TOKENS)
 
 
 @pytest.fixture
@@ -47,10 +47,10 @@ def pipeline(checkpoint: Path) -> TextGenerationPipeline:
 
 def relative_error(pipeline: TextGenerationPipeline, expected: torch.Tensor) -> float:
     """Return the error of a prefill and ten decode steps, in multiples of the tolerance."""
-    context = context_of(TOKENS[:40])
+    context = make_context(TOKENS[:40])
     ours = [step_logits(pipeline, [context])[0]]
     for token in TOKENS[40:]:
-        feed(pipeline, context, token)
+        append_token(pipeline, context, token)
         ours.append(step_logits(pipeline, [context])[0])
     pipeline.release(context)
     tolerance = 1e-4 * max(1.0, float(expected.std()))
@@ -322,7 +322,7 @@ def test_a_stale_block_of_the_prefix_cache_is_detected(
 ) -> None:
     """A cached block with the content of another prompt changes the logits of requests that share it."""
     assert relative_error(pipeline, expected) <= 1  # fills the prefix cache with its blocks
-    context = context_of(TOKENS)
+    context = make_context(TOKENS)
     pipeline.kv.claim(context)
     pipeline.kv.reserve(context)
     assert context.start_idx >= 32
@@ -332,7 +332,7 @@ def test_a_stale_block_of_the_prefix_cache_is_detected(
     for cache, group in zip(manager.storage.caches, manager.spec.group_of_layer, strict=True):
         cache[:, groups[group].block_tables[0, context.start_idx // 16 - 1]] += 1.0
     pipeline.release(context)
-    second_context = context_of(TOKENS)
+    second_context = make_context(TOKENS)
     logits = step_logits(pipeline, [second_context])[0]
     difference = float((logits - expected[second_context.start_idx :]).abs().max())
     assert difference > 1e-3 * max(1.0, float(expected.std()))
@@ -343,10 +343,10 @@ def test_swapped_layers_are_detected(tmp_path: Path) -> None:
     for architecture in DECODERS:
         assert architecture.tiny_config is not None
         folder = write_checkpoint(tmp_path / architecture.name, architecture.tiny_config())
-        original_logits = step_logits(open_pipeline(folder), [context_of(TOKENS)])[0]
+        original_logits = step_logits(open_pipeline(folder), [make_context(TOKENS)])[0]
         model: Any = open_pipeline(folder).model
         blocks = list(model.network.blocks)
         swapped = open_pipeline(folder)
         network: Any = swapped.model
         network.network = replace(network.network, blocks=(blocks[1], blocks[0], *blocks[2:]))
-        assert not torch.allclose(step_logits(swapped, [context_of(TOKENS)])[0], original_logits, atol=1e-2)
+        assert not torch.allclose(step_logits(swapped, [make_context(TOKENS)])[0], original_logits, atol=1e-2)

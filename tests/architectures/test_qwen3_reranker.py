@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.checkpoints import oracle, write_checkpoint
+from support.checkpoints import load_in_transformers, write_checkpoint
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from penstock import LLM
@@ -44,7 +44,7 @@ def expected_logits(folder: Path, query: str, document: str, instruction: str) -
     body = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
     ids = tokenizer.encode(TEMPLATE.prefix + body + TEMPLATE.suffix).ids
     with torch.inference_mode():
-        logits = oracle(folder)(torch.tensor([ids])).logits[0, -1]
+        logits = load_in_transformers(folder)(torch.tensor([ids])).logits[0, -1]
     rows: torch.Tensor = logits[[tokenizer.token_to_id("no"), tokenizer.token_to_id("yes")]]
     return rows
 

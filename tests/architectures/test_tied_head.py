@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.checkpoints import DECODERS, oracle, oracle_logits, write_checkpoint
-from support.running import context_of, open_pipeline, random_tokens, step_logits
+from support.checkpoints import DECODERS, load_in_transformers, transformers_logits, write_checkpoint
+from support.pipeline_steps import make_context, open_pipeline, random_tokens, step_logits
 
 from penstock.architectures.registry import SupportedArchitecture
 
@@ -66,8 +66,8 @@ def head_of(folder: Path) -> tuple[str, torch.Tensor]:
 
 
 def assert_logits_equal_transformers(folder: Path) -> torch.Tensor:
-    expected = oracle_logits(oracle(folder), TOKENS)
-    ours = step_logits(open_pipeline(folder), [context_of(TOKENS)])[0]
+    expected = transformers_logits(load_in_transformers(folder), TOKENS)
+    ours = step_logits(open_pipeline(folder), [make_context(TOKENS)])[0]
     torch.testing.assert_close(ours, expected, atol=1e-4 * max(1.0, float(expected.std())), rtol=0)
     return ours
 
@@ -82,7 +82,7 @@ def test_a_stored_head_is_used(checkpoint: Path) -> None:
 def test_a_head_equal_to_the_table_is_stored_once(checkpoint: Path) -> None:
     name, _ = head_of(checkpoint)
     replace_tensors(checkpoint, head=None)
-    once = step_logits(open_pipeline(checkpoint), [context_of(TOKENS)])[0]
+    once = step_logits(open_pipeline(checkpoint), [make_context(TOKENS)])[0]
     file = checkpoint / "model.safetensors"
     save_file(load_file(file) | {name: embedding_table_of(checkpoint).clone()}, file)
     assert torch.equal(assert_logits_equal_transformers(checkpoint), once)
@@ -98,4 +98,4 @@ def test_a_head_without_a_table_is_also_the_embedding_table(checkpoint: Path) ->
     config = json.loads((checkpoint / "config.json").read_text())
     name = names.get(config["model_type"], "model.embed_tokens.weight")
     save_file(load_file(file) | {name: head}, file)
-    assert torch.equal(step_logits(open_pipeline(checkpoint), [context_of(TOKENS)])[0], ours)
+    assert torch.equal(step_logits(open_pipeline(checkpoint), [make_context(TOKENS)])[0], ours)

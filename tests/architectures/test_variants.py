@@ -12,9 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import DECODERS, oracle, oracle_logits, oracle_step, write_checkpoint
+from support.checkpoints import (
+    DECODERS,
+    load_in_transformers,
+    transformers_logits,
+    transformers_step,
+    write_checkpoint,
+)
 from support.dense_variants import DENSE_VARIANTS
-from support.running import context_of, feed, open_pipeline, random_tokens, step_logits
+from support.pipeline_steps import append_token, make_context, open_pipeline, random_tokens, step_logits
 
 pytestmark = pytest.mark.models
 
@@ -166,20 +172,20 @@ def test_logits_equal_transformers(family: str, name: str, tmp_path: Path) -> No
     folder = write_checkpoint(tmp_path, config)
     tokens = random_tokens(85, 130, seed=5)
     pipeline = open_pipeline(folder, kv_cache_block_size=16)
-    saved = step_logits(pipeline, [context_of(tokens[:70])])[0]
+    saved = step_logits(pipeline, [make_context(tokens[:70])])[0]
     (folder / "config.json").write_text(json.dumps(config))
-    reference = oracle(folder)
+    reference = load_in_transformers(folder)
     pipeline = open_pipeline(folder, kv_cache_block_size=16)
-    context = context_of(tokens[:70])
+    context = make_context(tokens[:70])
     ours = step_logits(pipeline, [context])[0]
     assert torch.equal(saved, ours)
-    expected = oracle_logits(reference, tokens[:70])
+    expected = transformers_logits(reference, tokens[:70])
     tolerance = 1e-4 * max(1.0, float(expected.std()))
     torch.testing.assert_close(ours, expected, atol=tolerance, rtol=0)
-    _, past = oracle_step(reference, tokens[:70])
+    _, past = transformers_step(reference, tokens[:70])
     for length in range(71, 86):  # step by step: with some RoPE types, a text's logits depend on its length
-        expected, past = oracle_step(reference, tokens[:length], past)
-        feed(pipeline, context, tokens[length - 1])
+        expected, past = transformers_step(reference, tokens[:length], past)
+        append_token(pipeline, context, tokens[length - 1])
         ours = step_logits(pipeline, [context])[0][-1:]
         torch.testing.assert_close(ours, expected, atol=tolerance, rtol=0)
 

@@ -12,7 +12,7 @@ import torch
 from msgspec.structs import replace
 from support.checkpoints import write_checkpoint
 from support.images import forward_logits, image_context, random_pixels
-from support.running import open_pipeline
+from support.pipeline_steps import open_pipeline
 from support.vision import PROMPTS, VisionPrompt, save_vision_model
 
 from penstock.architectures.registry import PIPELINE_REGISTRY

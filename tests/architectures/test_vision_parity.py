@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace
-from support.networks import held_bytes
-from support.running import context_of, feed, generate, open_pipeline, random_tokens
+from support.networks import weight_bytes
+from support.pipeline_steps import append_token, generate_tokens, make_context, open_pipeline, random_tokens
 from support.vision import PROMPTS, VisionPrompt, chunk_logits, forward_logits, save_vision_model
 
 from penstock.architectures.registry import PIPELINE_REGISTRY, SupportedArchitecture
@@ -100,7 +100,7 @@ def test_decode_steps_after_images_equal_transformers(
     context = family.prompt.context()
     forward_logits(pipeline, [context])
     for index, token in enumerate(more):
-        feed(pipeline, context, token)
+        append_token(pipeline, context, token)
         row = len(family.prompt.tokens) + index
         assert_close(forward_logits(pipeline, [context]), expected[row : row + 1])
     pipeline.release(context)
@@ -111,10 +111,10 @@ def test_greedy_text_equals_transformers(
     family: Family, pipeline: TextGenerationPipeline, num_steps: int
 ) -> None:
     text = random_tokens(30, 120, seed=2)
-    alone = context_of(text, 20)
-    [expected] = generate(pipeline, [alone])
-    contexts = [family.prompt.context(20), context_of(text, 20), family.prompt.context(20)]
-    assert generate(pipeline, contexts, num_steps) == [family.text, expected, family.text]
+    alone = make_context(text, 20)
+    [expected] = generate_tokens(pipeline, [alone])
+    contexts = [family.prompt.context(20), make_context(text, 20), family.prompt.context(20)]
+    assert generate_tokens(pipeline, contexts, num_steps) == [family.text, expected, family.text]
 
 
 def test_a_prompt_without_images_equals_transformers(
@@ -123,7 +123,7 @@ def test_a_prompt_without_images_equals_transformers(
     tokens = random_tokens(30, 120, seed=3)
     with torch.inference_mode():
         expected = family.model(input_ids=torch.tensor([tokens])).logits[0].float()
-    context: Any = context_of(tokens)
+    context: Any = make_context(tokens)
     assert_close(forward_logits(pipeline, [context]), expected)
     pipeline.release(context)
 
@@ -132,12 +132,12 @@ def test_an_equal_prefix_with_images_is_reused(family: Family, pipeline: TextGen
     """Equal images share cache blocks and encoder outputs. An image that differs in one pixel does not."""
     assert pipeline.runner.images is not None
     prompt = family.prompt
-    [text] = generate(pipeline, [prompt.context(20)])
+    [text] = generate_tokens(pipeline, [prompt.context(20)])
     again = prompt.context(20)
     pipeline.kv.claim(again)
     assert again.start_idx >= 16
     count = pipeline.runner.images.cache.num_encoded
-    assert generate(pipeline, [again]) == [text]
+    assert generate_tokens(pipeline, [again]) == [text]
     assert pipeline.runner.images.cache.num_encoded == count
     last = prompt.images[1]
     pixels = last.pixel_values.copy()
@@ -174,12 +174,12 @@ def test_text_after_a_final_image_equals_transformers(
     context = prompt.context(log_probabilities_echo=True)  # no row is read from the prefix cache
     assert_close(forward_logits(pipeline, [context]), expected[: len(prompt.tokens)])
     for index, token in enumerate(more):
-        feed(pipeline, context, token)
+        append_token(pipeline, context, token)
         row = len(prompt.tokens) + index
         assert_close(forward_logits(pipeline, [context]), expected[row : row + 1])
     pipeline.release(context)
-    one_by_one = generate(pipeline, [prompt.context(10)], 1)
-    assert generate(pipeline, [prompt.context(10)], 5) == one_by_one
+    one_by_one = generate_tokens(pipeline, [prompt.context(10)], 1)
+    assert generate_tokens(pipeline, [prompt.context(10)], 5) == one_by_one
 
 
 @pytest.mark.parametrize(("encoding", "limit"), [("bfloat16", None), ("int8", 0.2)])
@@ -197,7 +197,7 @@ def test_the_memory_estimate_covers_the_weights(family: Family, pipeline: TextGe
     plan = pipeline.memory_plan
     if pipeline.session.memory is not None:
         pytest.skip("the plan measures the weights on this device")
-    assert held_bytes(pipeline) <= plan.weights_size <= 1.3 * held_bytes(pipeline)
+    assert weight_bytes(pipeline) <= plan.weights_size <= 1.3 * weight_bytes(pipeline)
 
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
@@ -244,4 +244,4 @@ def test_variants_of_the_configuration_equal_transformers(
     family = build_family(architecture, tmp_path, **changes)
     pipeline = open_pipeline(tmp_path, kv_cache_block_size=16)
     assert_close(forward_logits(pipeline, [family.prompt.context()]), family.logits)
-    assert generate(pipeline, [family.prompt.context(20)], 4) == [family.text]
+    assert generate_tokens(pipeline, [family.prompt.context(20)], 4) == [family.text]

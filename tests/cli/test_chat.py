@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from support.chatting import THINKING
 from support.documents import ROOT
+from support.in_process_server import THINKING
 from support.live_server import live_server
 
 from penstock.cli import chat, cli

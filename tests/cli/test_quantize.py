@@ -12,7 +12,7 @@ import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 from support.checkpoints import DECODERS, write_checkpoint
-from support.running import context_of, open_pipeline, random_tokens, step_logits
+from support.pipeline_steps import make_context, open_pipeline, random_tokens, step_logits
 
 from penstock.cli import cli
 from penstock.weights import Weights, export
@@ -28,7 +28,7 @@ def run_quantize(*arguments: object) -> Result:
 
 def logits_of(folder: Path, encoding: str | None = None) -> torch.Tensor:
     pipeline = open_pipeline(folder, quantization_encoding=encoding)
-    return step_logits(pipeline, [context_of(TOKENS, log_probabilities_echo=True)])[0].float()
+    return step_logits(pipeline, [make_context(TOKENS, log_probabilities_echo=True)])[0].float()
 
 
 @pytest.fixture(scope="module", params=["llama", "phi3", "mixtral"])

@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from support.pipeline_steps import generate_tokens, make_context
 from support.rank_pair import RankPair
-from support.running import context_of, generate
 from support.tiny_llm import write_tiny_llm
 
 from penstock.assembly import load_runtime, load_tokenizer
@@ -41,13 +41,13 @@ def test_a_lost_rank_ends_the_step_on_all_ranks(
     pair = RankPair(timeout=5.0, shares_memory=shares_memory)
     try:
         pipeline = pair.load(tiny)
-        generate(pipeline, [context_of([1, 2, 3], 2)])
+        generate_tokens(pipeline, [make_context([1, 2, 3], 2)])
         os.kill(pair.processes.pids[0], signal_number)
         start_time = time.monotonic()
         with pytest.raises(RankFailedError, match=reason):
-            generate(pipeline, [context_of([1, 2, 3], 2)])
+            generate_tokens(pipeline, [make_context([1, 2, 3], 2)])
         with pytest.raises(RankFailedError, match=reason):  # at once, without a computation
-            generate(pipeline, [context_of([1, 2, 3], 2)])
+            generate_tokens(pipeline, [make_context([1, 2, 3], 2)])
         assert time.monotonic() - start_time < 60
     finally:
         pair.close()

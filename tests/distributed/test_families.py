@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import DECODERS, write_checkpoint
+from support.pipeline_steps import generate_tokens, make_context, open_pipeline, random_tokens, step_logits
 from support.rank_pair import RankPair
-from support.running import context_of, generate, open_pipeline, random_tokens, step_logits
 
 from penstock.architectures.registry import SupportedArchitecture
 from penstock.pipelines import TextGenerationPipeline
@@ -51,14 +51,14 @@ def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Support
 def run_batches(pipeline: TextGenerationPipeline) -> tuple[torch.Tensor, list[list[int]]]:
     """Return the logits of a batch of two prompts, and the greedy text of two other prompts."""
     vocabulary = int(pipeline.model.huggingface_config.vocabulary_size)
-    contexts = [context_of(random_tokens(count, vocabulary, seed=count)) for count in (11, 3)]
+    contexts = [make_context(random_tokens(count, vocabulary, seed=count)) for count in (11, 3)]
     logits = torch.cat(step_logits(pipeline, contexts))
     for context in contexts:
         pipeline.release(context)
     prompts = [random_tokens(count, vocabulary, seed=count) for count in (5, 18)]
-    texts = generate(pipeline, [context_of(prompt, 8) for prompt in prompts])
+    texts = generate_tokens(pipeline, [make_context(prompt, 8) for prompt in prompts])
     # Decode steps of this shape are now compiled. Several of them run as one call on all ranks.
-    texts += generate(pipeline, [context_of(prompt, 8) for prompt in prompts], num_steps=4)
+    texts += generate_tokens(pipeline, [make_context(prompt, 8) for prompt in prompts], num_steps=4)
     return logits, texts
 
 

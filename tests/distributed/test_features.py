@@ -10,8 +10,8 @@ import pytest
 import torch
 from support.adapters import write_adapter
 from support.checkpoints import write_checkpoint
+from support.pipeline_steps import generate_tokens, make_context, open_pipeline, random_tokens, step_logits
 from support.rank_pair import RankPair
-from support.running import context_of, generate, open_pipeline, random_tokens, step_logits
 from support.tiny_embedder import write_tiny_embedder
 from support.tiny_llm import write_tiny_llm
 
@@ -27,7 +27,7 @@ PROMPT = random_tokens(20, 250, seed=1)
 
 def logits_of(pipeline: Any, **fields: Any) -> torch.Tensor:
     vocabulary = int(pipeline.model.huggingface_config.vocabulary_size)
-    context = context_of([token % vocabulary for token in PROMPT], **fields)
+    context = make_context([token % vocabulary for token in PROMPT], **fields)
     (logits,) = step_logits(pipeline, [context])
     pipeline.release(context)
     return logits
@@ -89,8 +89,8 @@ def test_sampled_choices_and_drafts_equal_one_process(pair: RankPair, tiny: Path
 
     def run(pipeline: Any) -> list[list[int]]:
         params = SamplingParams(temperature=0.8, seed=3, repetition_penalty=1.1)
-        context = context_of([5, 6, 7, 8] * 5, 12, sampling_params=params)
-        return generate(pipeline, choice_contexts(context, 3))
+        context = make_context([5, 6, 7, 8] * 5, 12, sampling_params=params)
+        return generate_tokens(pipeline, choice_contexts(context, 3))
 
     flat = {"speculative_method": "ngram"}
     pipeline = open_pipeline(tiny, **flat)
@@ -105,7 +105,7 @@ def test_beams_equal_one_process(pair: RankPair, tiny: Path) -> None:
 
     def run(pipeline: Any) -> list[tuple[list[int], float]]:
         options = BeamOptions(num_beams=4, num_return_sequences=4)
-        ((_, beams),) = search(pipeline, [context_of(PROMPT[:9], 6)], options, 8, 512)
+        ((_, beams),) = search(pipeline, [make_context(PROMPT[:9], 6)], options, 8, 512)
         return [(list(beam.token_ids), round(float(beam.score), 3)) for beam in beams]
 
     expected = run(open_pipeline(tiny))

@@ -10,9 +10,9 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 from support.gguf_files import write_gguf
-from support.packed_checkpoints import Order, gptq, write_packed_checkpoint
+from support.packed_checkpoints import InputOrder, gptq, write_packed_checkpoint
+from support.pipeline_steps import make_context, open_pipeline, random_tokens, step_logits
 from support.rank_pair import RankPair
-from support.running import context_of, open_pipeline, random_tokens, step_logits
 from support.tiny_llm import write_tiny_llm
 
 from penstock.errors import ConfigError
@@ -32,7 +32,7 @@ def compare_with_one_process(pair: RankPair, checkpoint: Path) -> None:
     """Check the logits of two ranks against those of one process, in the encodings of the file."""
 
     def logits_of(pipeline: Any) -> torch.Tensor:
-        context = context_of(random_tokens(20, 250, seed=1))
+        context = make_context(random_tokens(20, 250, seed=1))
         (logits,) = step_logits(pipeline, [context])
         pipeline.release(context)
         return logits
@@ -47,7 +47,7 @@ def compare_with_one_process(pair: RankPair, checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("order", ["none", "inputs"])
 def test_logits_of_gptq_equal_one_process(
-    pair: RankPair, wide_checkpoint: Path, tmp_path: Path, order: Order, caplog: pytest.LogCaptureFixture
+    pair: RankPair, wide_checkpoint: Path, tmp_path: Path, order: InputOrder, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Layers with reordered inputs cannot be sharded, so they are dequantized."""
     section = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False}

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from support.checkpoints import DECODERS
-from support.random_draws import examples
+from support.random_draws import num_examples
 
 from penstock import LLM, SamplingParams, assembly
 from penstock.architectures.decoder import DecoderModel
@@ -49,7 +49,7 @@ def is_prefaulting() -> bool:
     return any(thread.name == "penstock-memory" for thread in threading.enumerate())
 
 
-@settings(deadline=None, max_examples=examples(30))
+@settings(deadline=None, max_examples=num_examples(30))
 @given(st.lists(st.integers(0, 3 * MB), max_size=12), st.integers(1, 8 * MB))
 def test_allocations_are_disjoint_and_keep_their_contents(sizes: list[int], total: int) -> None:
     buffer = PrefaultedBuffer(total)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import DECODERS, write_checkpoint
-from support.running import context_of, generate, open_pipeline, random_tokens
+from support.pipeline_steps import generate_tokens, make_context, open_pipeline, random_tokens
 
 from penstock.driver import CPU, Device, DeviceSpec
 from penstock.engine import InferenceSession
@@ -117,14 +117,14 @@ def test_a_fake_back_end_runs_a_model(
 ) -> None:
     prompt = random_tokens(9, 130)
     reference = open_pipeline(checkpoint, kernels="reference")
-    expected = generate(reference, [context_of(prompt, 12)])
+    expected = generate_tokens(reference, [make_context(prompt, 12)])
     registry = BackendRegistry([folder])
     monkeypatch.setattr("penstock.kernels.backend.BACKENDS", registry)
     pipeline = open_pipeline(checkpoint, max_batch_size=None)
     assert pipeline.session.kernels == "fake"
     plan = pipeline.memory_plan
     assert (plan.max_batch_size, plan.max_batch_input_tokens, plan.block_size) == (3, 77, 64)
-    assert generate(pipeline, [context_of(prompt, 12)]) == expected
+    assert generate_tokens(pipeline, [make_context(prompt, 12)]) == expected
     counts = call_counts(registry)
     assert counts["rms_norm"] > 0
     assert counts["captures"] == 1
@@ -134,7 +134,7 @@ def test_a_fake_back_end_runs_a_model(
         name for name, owner in pipeline.session.ops.implementations().items() if owner != "fake"
     )
     pipeline.session.use_graphs = False
-    assert generate(pipeline, [context_of(prompt, 12)]) == expected
+    assert generate_tokens(pipeline, [make_context(prompt, 12)]) == expected
     assert counts["captures"] == 1
 
 

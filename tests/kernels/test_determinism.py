@@ -12,7 +12,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from support.back_ends import all_back_ends, back_end_params
-from support.random_draws import examples
+from support.random_draws import num_examples
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -35,7 +35,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 ROWS = 150
 """More rows than any kernel computes at once."""
 
-FEW_EXAMPLES = settings(max_examples=examples(4), phases=[Phase.explicit, Phase.reuse, Phase.generate])
+FEW_EXAMPLES = settings(max_examples=num_examples(4), phases=[Phase.explicit, Phase.reuse, Phase.generate])
 """Without shrinking: the examples are small, and detecting faults below is faster."""
 
 Run = Callable[[Ops, Tensor], tuple[Tensor, ...]]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.random_draws import examples
+from support.random_draws import num_examples
 from torch import Tensor
 
 from penstock.kernels import PackedLinear, encoding_named, pack_linear, unpack_linear
@@ -57,7 +57,7 @@ def rows_of(encoding: str, outputs: int, inputs: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-@settings(max_examples=examples(25))
+@settings(max_examples=num_examples(25))
 @given(outputs=SIZES, inputs=SIZES, seed=st.integers(0, 9))
 def test_panels_unpack_to_the_same_rows(encoding: str, outputs: int, inputs: int, seed: int) -> None:
     torch.manual_seed(seed)

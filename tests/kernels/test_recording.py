@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import DECODERS, write_checkpoint
-from support.running import context_of, open_pipeline, random_tokens
+from support.pipeline_steps import make_context, open_pipeline, random_tokens
 
 from penstock.kernels import OPERATIONS, Ops, StepInputs
 from penstock.kernels.operations import UnrecordableStepError
@@ -26,7 +26,7 @@ def pipeline(
 
 def decode_inputs(pipeline: TextGenerationPipeline, lengths: list[int]) -> Any:
     """Return the inputs of a batch of single tokens after prompts of these lengths."""
-    contexts = {str(n): context_of(random_tokens(n, 130, seed=n)) for n in lengths}
+    contexts = {str(n): make_context(random_tokens(n, 130, seed=n)) for n in lengths}
     pipeline.execute(contexts)
     for context in contexts.values():
         pipeline.kv.reserve(context)

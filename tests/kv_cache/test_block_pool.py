@@ -8,7 +8,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from support.random_draws import examples
+from support.random_draws import num_examples
 
 from penstock.errors import InsufficientBlocksError
 from penstock.kv_cache.block_pool import BlockPool
@@ -167,4 +167,4 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPools = PoolMachine.TestCase
-TestPools.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
+TestPools.settings = settings(max_examples=num_examples(60), stateful_step_count=30, deadline=None)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.fake_pipeline import FakePipeline, alone
-from support.paged import advance, compute, kv_manager, text_context
-from support.random_draws import examples
+from support.fake_pipeline import FakePipeline, expected_output_tokens
+from support.kv_contexts import kv_manager, run_one_step, store_and_check_keys, text_context
+from support.random_draws import num_examples
 
 from penstock.config import KVCacheConfig, ModelConfig, PipelineConfig, parse_devices
 from penstock.errors import ConfigError
@@ -31,7 +31,7 @@ def host_of(manager: KVCacheManager) -> HostBlocks:
 def cached_tokens_of(manager: KVCacheManager, tokens: list[int], **fields: Any) -> int:
     """Compute a prompt and release it. Return how many of its tokens were cached."""
     context = text_context(tokens, **fields)
-    advance(manager, context)
+    run_one_step(manager, context)
     manager.release(context)
     manager.check_integrity()
     return context.num_cached_tokens
@@ -64,7 +64,7 @@ def test_a_prefix_is_restored_up_to_its_first_lost_block() -> None:
 
 
 def test_a_restored_block_has_its_original_content() -> None:
-    """`compute` checks the keys in restored blocks, which detects a wrong copy."""
+    """`store_and_check_keys` checks the keys in restored blocks, which detects a wrong copy."""
     first, second = list(range(17)), list(range(100, 117))
     manager = kv_manager(5, host_memory=8 * BLOCK)
     cached_tokens_of(manager, first)
@@ -77,7 +77,7 @@ def test_a_restored_block_has_its_original_content() -> None:
     manager.reserve(context)
     assert context.num_cached_tokens == 16
     with pytest.raises(AssertionError):
-        compute(manager, [context])
+        store_and_check_keys(manager, [context])
 
 
 def test_prefixes_are_not_restored_after_a_reset() -> None:
@@ -104,7 +104,7 @@ def test_blocks_of_another_salt_and_echoed_prompts_are_not_restored() -> None:
     )
 
 
-@settings(max_examples=examples(25))
+@settings(max_examples=num_examples(25))
 @given(
     prompts=st.lists(
         st.tuples(st.integers(0, 3), st.integers(1, 30), st.integers(1, 8)), min_size=2, max_size=12
@@ -131,7 +131,7 @@ def test_any_schedule_gives_the_outputs_of_single_requests(
         text_context([family] * length, max_length=length + new, request_id=str(number))
         for number, (family, length, new) in enumerate(prompts)
     ]
-    expected = {context.request_id: alone(context) for context in contexts}
+    expected = {context.request_id: expected_output_tokens(context) for context in contexts}
     result: dict[str, list[int]] = {name: [] for name in expected}
     for context in contexts:
         scheduler.submit(context)

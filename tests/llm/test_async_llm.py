@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.asgi import eventually
+from support.asgi import wait_until
 from support.engines import FakeEngine
 from support.tiny_embedder import write_tiny_embedder
 
@@ -89,7 +89,7 @@ async def test_outputs_equal_those_of_llm() -> None:
         assert "".join(chunk.text for chunk in stopped) == "The capital of "
         assert stopped[-1].output is not None
         assert stopped[-1].output.finish_reason == "stop"
-        await eventually(lambda: llm._worker.num_outstanding == 0)
+        await wait_until(lambda: llm._worker.num_outstanding == 0)
 
 
 async def test_cancelling_a_task_cancels_its_requests() -> None:
@@ -97,18 +97,18 @@ async def test_cancelling_a_task_cancels_its_requests() -> None:
     async with open_async_llm() as llm:
         worker = llm._worker
         task = asyncio.create_task(llm.generate(["a", "b", "c"], endless))
-        await eventually(lambda: worker.num_outstanding == 3)
+        await wait_until(lambda: worker.num_outstanding == 3)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await eventually(lambda: worker.num_outstanding == 0)
+        await wait_until(lambda: worker.num_outstanding == 0)
         async with aclosing(llm.stream("Once", endless)) as stream:
             async for _ in stream:
                 break
-        await eventually(lambda: worker.num_outstanding == 0)
+        await wait_until(lambda: worker.num_outstanding == 0)
         with pytest.raises(PromptTooLongError):
             await llm.generate(["a", [1] * 100_000, "c"], endless)
-        await eventually(lambda: worker.num_outstanding == 0)
+        await wait_until(lambda: worker.num_outstanding == 0)
 
 
 async def test_a_closed_stream_cancels_at_the_engine() -> None:
@@ -116,7 +116,7 @@ async def test_a_closed_stream_cancels_at_the_engine() -> None:
     config = PipelineConfig.from_flat({"model_path": "demo"})
     async with AsyncLLM.from_config(config, worker=engine) as llm:
         task = asyncio.create_task(llm.generate(["a", "b"], GREEDY))
-        await eventually(lambda: len(engine.contexts) == 2)
+        await wait_until(lambda: len(engine.contexts) == 2)
         task.cancel()
         await asyncio.wait((task,))
         assert sorted(engine.cancelled) == sorted(context.request_id for context in engine.contexts)

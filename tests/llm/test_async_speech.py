@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.asgi import eventually
+from support.asgi import wait_until
 
 from penstock import LLM, AsyncLLM, SamplingParams
 from penstock.assembly import load_runtime
@@ -69,13 +69,13 @@ async def test_a_closed_stream_and_a_cancelled_task_cancel_their_requests() -> N
         worker = llm._worker
         async with aclosing(llm.stream_speech(TEXTS[1])) as stream:
             await anext(stream)
-        await eventually(lambda: worker.num_outstanding == 0)
+        await wait_until(lambda: worker.num_outstanding == 0)
         task = asyncio.create_task(llm.speak(TEXTS[1]))
-        await eventually(lambda: worker.num_outstanding > 0)
+        await wait_until(lambda: worker.num_outstanding > 0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await eventually(lambda: worker.num_outstanding == 0)
+        await wait_until(lambda: worker.num_outstanding == 0)
 
 
 async def test_invalid_calls_are_refused() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.checkpoints import oracle, oracle_logits
-from support.running import context_of
+from support.checkpoints import load_in_transformers, transformers_logits
+from support.pipeline_steps import make_context
 from support.tiny_llm import EOS, MAX_LENGTH, write_tiny_llm
 
 from penstock import LLM, GenerationOutput
@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(model: Path) -> Any:
-    return oracle(model)
+    return load_in_transformers(model)
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def test_beams_equal_those_of_transformers(
 @pytest.mark.parametrize("seed", range(4))
 def test_beams_of_other_models_equal_transformers(seed: int, tmp_path: Path) -> None:
     folder = write_tiny_llm(tmp_path, seed=20 + seed, eos_token_id=[EOS, 10 + seed])
-    reference = oracle(folder)
+    reference = load_in_transformers(folder)
     options: dict[str, Any] = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": 40}
     with LLM(str(folder), kv_cache_block_size=16) as llm:
         outputs = llm.beam_search(["One", "Two words"], **options)
@@ -130,7 +130,7 @@ def test_log_probabilities_of_beams_equal_transformers(llm: LLM, reference: Any)
         rows = output.log_probabilities
         assert rows is not None
         tokens = output.prompt_token_ids + output.token_ids
-        scores = torch.log_softmax(oracle_logits(reference, tokens), -1)
+        scores = torch.log_softmax(transformers_logits(reference, tokens), -1)
         first = len(output.prompt_token_ids)
         expected = [scores[first + i - 1, token].item() for i, token in enumerate(output.token_ids)]
         np.testing.assert_allclose(rows.token_log_probabilities, expected, atol=1e-4)
@@ -158,7 +158,7 @@ def test_the_prompt_is_computed_once_and_each_step_one_token_per_beam(
 
 def test_replacing_the_sampled_token_keeps_the_computed_blocks() -> None:
     """Computed and committed tokens stay, also at the end of a block."""
-    context = context_of(range(1, 17))
+    context = make_context(range(1, 17))
     context.update(5)
     context.set_token_indices(committed_idx=16)
     _replace_last(context, 7)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.checkpoints import oracle, oracle_logits
+from support.checkpoints import load_in_transformers, transformers_logits
 from support.tiny_llm import write_tiny_llm
 
 from penstock import LLM, GenerationOutput, SamplingParams
@@ -190,7 +190,7 @@ def values_of(rows: LogProbabilities | None) -> list[float]:
 def test_log_probabilities_equal_transformers(llm: LLM, model: Path) -> None:
     (output,) = llm.generate(PROMPT, SAMPLED, logprobs=3, prompt_logprobs=2)
     text = output.prompt_token_ids + output.token_ids
-    scores = torch.log_softmax(oracle_logits(oracle(model), text), -1).numpy()
+    scores = torch.log_softmax(transformers_logits(load_in_transformers(model), text), -1).numpy()
     result = values_of(output.prompt_log_probabilities) + values_of(output.log_probabilities)
     np.testing.assert_allclose(result, [scores[i, t] for i, t in enumerate(text[1:])], atol=2e-4)
     assert output.prompt_log_probabilities is not None

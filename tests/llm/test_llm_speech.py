@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.tiny_llm import write_tiny_llm
-from support.tiny_speech import RATE, SAMPLES_PER_FRAME, catalog, write_tiny_speech
+from support.tiny_speech import RATE, SAMPLES_PER_FRAME, fake_codec_catalog, write_tiny_speech
 
 from penstock import LLM
 from penstock.config import PipelineConfig
@@ -24,7 +24,7 @@ TEXTS = ["hello world", "one two three", "a b"]
 
 def open_speech_llm(folder: Path, **settings: object) -> LLM:
     config = PipelineConfig.from_flat({"model_path": str(folder), "kv_cache_memory": 1 << 21, **settings})
-    return LLM.from_config(config, catalog=catalog())
+    return LLM.from_config(config, catalog=fake_codec_catalog())
 
 
 @pytest.fixture(scope="module")

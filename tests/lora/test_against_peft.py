@@ -15,8 +15,8 @@ from peft.utils.error import NoMatchingPeftModuleError
 from safetensors.torch import load_file, save_file
 from support.adapters import peft_logits, peft_model, save_adapter, write_adapter
 from support.checkpoints import write_checkpoint
-from support.random_draws import examples
-from support.running import context_of, open_pipeline, random_tokens, step_logits
+from support.pipeline_steps import make_context, open_pipeline, random_tokens, step_logits
+from support.random_draws import num_examples
 
 from penstock.architectures.llama import tiny_config
 from penstock.lora.adapter_config import AdapterConfig
@@ -47,7 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def adapted_logits(checkpoint: Path, adapter: Path, **config: Any) -> torch.Tensor:
     pipeline = open_pipeline(checkpoint, lora=(f"tone={adapter}",), **config)
-    return step_logits(pipeline, [context_of(PROMPT, adapter="tone")])[0]
+    return step_logits(pipeline, [make_context(PROMPT, adapter="tone")])[0]
 
 
 @pytest.mark.parametrize("kernels", ["best", "reference"])
@@ -57,7 +57,7 @@ def test_logits_equal_peft(checkpoint: Path, case: str, kernels: str, tmp_path: 
     expected = peft_logits(checkpoint, adapter, PROMPT)
     actual = adapted_logits(checkpoint, adapter, kernels=kernels)
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-5)
-    plain = step_logits(open_pipeline(checkpoint), [context_of(PROMPT)])[0]
+    plain = step_logits(open_pipeline(checkpoint), [make_context(PROMPT)])[0]
     assert float((actual - plain).abs().max()) > 0.01
 
 
@@ -74,7 +74,7 @@ def test_adapters_apply_to_quantized_layers_and_heads(tied: bool, tmp_path: Path
     checkpoint = write_checkpoint(tmp_path / "base", {**tiny_config(), "tie_word_embeddings": tied})
     adapter = write_adapter(checkpoint, tmp_path / "adapter", target_modules=["lm_head", "up_proj"])
     plain, quantised = (
-        step_logits(open_pipeline(checkpoint, quantization_encoding=encoding), [context_of(PROMPT)])[0]
+        step_logits(open_pipeline(checkpoint, quantization_encoding=encoding), [make_context(PROMPT)])[0]
         for encoding in ("float32", "int8")
     )
     exact = adapted_logits(checkpoint, adapter)
@@ -106,7 +106,7 @@ def test_bfloat16_logits_are_close(checkpoint: Path, tmp_path: Path) -> None:
     adapter = write_adapter(checkpoint, tmp_path)
     exact = adapted_logits(checkpoint, adapter)
     rounded = adapted_logits(checkpoint, adapter, quantization_encoding="bfloat16")
-    plain = step_logits(open_pipeline(checkpoint), [context_of(PROMPT)])[0]
+    plain = step_logits(open_pipeline(checkpoint), [make_context(PROMPT)])[0]
     assert float((rounded - exact).abs().mean()) < 0.1 * float((plain - exact).abs().mean())
 
 
@@ -117,7 +117,7 @@ PATTERNS = st.sampled_from(
 
 
 @settings(
-    max_examples=examples(12),
+    max_examples=num_examples(12),
     phases=(Phase.generate,),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],

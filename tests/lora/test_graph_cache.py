@@ -11,7 +11,14 @@ import pytest
 import torch
 from support.adapters import write_adapter
 from support.checkpoints import write_checkpoint
-from support.running import context_of, feed, generate, open_pipeline, random_tokens, step_logits
+from support.pipeline_steps import (
+    append_token,
+    generate_tokens,
+    make_context,
+    open_pipeline,
+    random_tokens,
+    step_logits,
+)
 
 from penstock.architectures.llama import tiny_config
 from penstock.kernels import cpu
@@ -56,11 +63,11 @@ class Recorder:
             self.logits += logits
             self.was_replayed.append(self.pipeline.session.graph_status.partition(":")[0])
             for context, context_logits in zip(contexts, logits, strict=True):
-                feed(self.pipeline, context, int(context_logits[-1].argmax()))
+                append_token(self.pipeline, context, int(context_logits[-1].argmax()))
 
     def begin(self, *names: str | None) -> list[TextContext]:
         contexts = [
-            context_of(random_tokens(3 + i, 130, seed=i), adapter=name) for i, name in enumerate(names)
+            make_context(random_tokens(3 + i, 130, seed=i), adapter=name) for i, name in enumerate(names)
         ]
         self.run(contexts, rows=100)
         return contexts
@@ -160,13 +167,13 @@ def test_text_of_a_batch_equals_text_of_single_requests(checkpoint: Path, adapte
     names = ["all", None, "some", "head", "all"]
 
     def contexts() -> list[TextContext]:
-        return [context_of(random_tokens(9, 130, seed=i), 12, adapter=name) for i, name in enumerate(names)]
+        return [make_context(random_tokens(9, 130, seed=i), 12, adapter=name) for i, name in enumerate(names)]
 
     pipeline = open_with_adapters(checkpoint, adapters, ISAS[-1], "bfloat16", compiled=True)
-    texts = generate(pipeline, contexts(), 4)
+    texts = generate_tokens(pipeline, contexts(), 4)
     assert pipeline.session.graph_status.startswith("compiled")
     eager = open_with_adapters(checkpoint, adapters, ISAS[-1], "bfloat16", compiled=False)
-    assert texts == [generate(eager, [context])[0] for context in contexts()]
+    assert texts == [generate_tokens(eager, [context])[0] for context in contexts()]
     assert len({tuple(text) for text in texts}) > 1
 
 
@@ -215,7 +222,7 @@ def test_the_output_head_applies_the_adapters_of_the_selected_rows(
     model: Any = pipeline.model
     kv: Any = pipeline.kv
     names = ["all", None, "head", "some", "head"]
-    contexts = [context_of(random_tokens(3 + i, 130, seed=i), adapter=name) for i, name in enumerate(names)]
+    contexts = [make_context(random_tokens(3 + i, 130, seed=i), adapter=name) for i, name in enumerate(names)]
     expected = torch.stack([logits[-1] for logits in step_logits(pipeline, contexts)])
     was_replayed = []
     for _ in range(3):

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from support.running import context_of
+from support.pipeline_steps import make_context
 
 from penstock.config import LoRAConfig
 from penstock.errors import CheckpointError, ConfigError, InputError, UnknownModelError
@@ -65,7 +65,7 @@ def make_manager(tmp_path: Path) -> Callable[..., LoRAManager]:
 
 
 def context_for(name: str | None, **fields: Any) -> TextContext:
-    return context_of([1, 2, 3], adapter=name, **fields)
+    return make_context([1, 2, 3], adapter=name, **fields)
 
 
 def adapter_terms(

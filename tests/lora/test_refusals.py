@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.adapters import peft_model, save_adapter, write_adapter
-from support.running import open_pipeline
+from support.pipeline_steps import open_pipeline
 
 from penstock.errors import CheckpointError, CheckpointNotFoundError, UnsupportedFeatureError, WeightsError
 from penstock.lora import LoRAManager

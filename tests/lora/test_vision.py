@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.adapters import save_adapter
 from support.checkpoints import VISION_DECODERS
-from support.running import open_pipeline
+from support.pipeline_steps import open_pipeline
 from support.vision import PROMPTS, forward_logits, save_vision_model
 
 from penstock.architectures.registry import SupportedArchitecture

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from support.serving import make_services
+from support.app_client import make_services
 
 from penstock.cli.serve import command
 from penstock.config import PipelineConfig, config_fields

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support.codecs import FOLDER, REFERENCES, load_reference
-from support.tiny_speech import CODES, SAMPLES_PER_FRAME, FakeCodec, catalog, write_tiny_speech
+from support.tiny_speech import CODES, SAMPLES_PER_FRAME, FakeCodec, fake_codec_catalog, write_tiny_speech
 
 from penstock.assembly import load_pipeline, load_scheduler, load_tokenizer
 from penstock.codecs import CodecChunk
@@ -28,7 +28,7 @@ from penstock.pipelines.core import (
 )
 from penstock.text.speech_tokenizer import SpeechTokenizer
 
-CATALOG = catalog()
+CATALOG = fake_codec_catalog()
 LONG_TEXT = "a sentence that fills more than one block of the cache"
 TEXTS = (LONG_TEXT, "hello", LONG_TEXT + "!", "a b c d e")
 

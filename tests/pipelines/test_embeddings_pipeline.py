@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 from support.encoders import embeddings_context, encode_all, open_encoder
-from support.random_draws import examples
+from support.random_draws import num_examples
 from support.tiny_embedder import (
     HIDDEN,
     LAYERS,
@@ -70,7 +70,7 @@ def run(scheduler: Scheduler[Any, Any]) -> tuple[dict[str, Any], list[tuple[int,
     return outputs, steps
 
 
-@settings(max_examples=examples(15))
+@settings(max_examples=num_examples(15))
 @given(lengths=st.lists(st.integers(1, POSITIONS), min_size=1, max_size=9), seed=st.integers(0, 99))
 def test_outputs_of_any_schedule_are_bit_equal_to_single_inputs(
     pipeline: EmbeddingsPipeline, folder: Path, lengths: list[int], seed: int

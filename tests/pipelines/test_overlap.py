@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.adapters import write_adapter
 from support.lazy_queue import LazyQueue, register_lazy
-from support.random_draws import examples
-from support.running import random_tokens
+from support.pipeline_steps import random_tokens
+from support.random_draws import num_examples
 from support.tiny_llm import EOS, MAX_LENGTH, write_tiny_llm
 
 from penstock import LLM
@@ -676,7 +676,7 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=examples(6))
+@settings(max_examples=num_examples(6))
 @given(
     batch=st.lists(requests(), min_size=1, max_size=9),
     every=st.sampled_from([0, 1, 3]),

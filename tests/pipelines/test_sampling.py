@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.random_draws import examples
+from support.random_draws import num_examples
 
 from penstock.kernels import Ops, SamplingInputs
 from penstock.kernels.cpu import load as load_compiled
@@ -76,7 +76,7 @@ params_strategy = st.builds(
 )
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=num_examples(60))
 @given(
     rows=st.lists(st.tuples(params_strategy, st.integers(0, 10**6)), min_size=1, max_size=6),
     vocabulary=st.sampled_from([2, 33, 130, 1000]),

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.checkpoints import DECODERS, write_checkpoint
 from support.encodings import HalvedEncoding
-from support.running import context_of, generate, open_pipeline, random_tokens, step_logits
+from support.pipeline_steps import generate_tokens, make_context, open_pipeline, random_tokens, step_logits
 
 from penstock.driver import load_devices
 from penstock.kernels import ENCODINGS, LoRAInputs
@@ -58,11 +58,11 @@ def halved_encoding() -> Iterator[None]:
 @pytest.mark.usefixtures("halved_encoding")
 def test_an_added_encoding_is_used_by_every_layer(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unchanged = open_pipeline(checkpoint)
-    plain, expected = (step_logits(unchanged, [context_of(prompt)])[0] for prompt in (PROMPT, PROMPT[::-1]))
+    plain, expected = (step_logits(unchanged, [make_context(prompt)])[0] for prompt in (PROMPT, PROMPT[::-1]))
     encoded = open_pipeline(checkpoint, quantization_encoding="halved")
-    torch.testing.assert_close(step_logits(encoded, [context_of(PROMPT)])[0], plain, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(step_logits(encoded, [make_context(PROMPT)])[0], plain, atol=1e-4, rtol=1e-4)
     monkeypatch.setattr(HalvedEncoding, "unpack", lambda self, tensors: tensors["weight"])
-    other = step_logits(encoded, [context_of(PROMPT[::-1])])[0]
+    other = step_logits(encoded, [make_context(PROMPT[::-1])])[0]
     assert float((other - expected).abs().max()) > 0.1
 
 
@@ -131,11 +131,11 @@ def test_an_adapter_equals_its_merged_weights(
     manager = FakeLoRAManager(checkpoint, linears_of(checkpoint)[selected])
     with_adapter = open_pipeline(checkpoint, members={"lora_manager": manager})
     merged = open_pipeline(write_merged(checkpoint, manager, tmp_path))
-    contexts = [context_of(PROMPT), context_of(PROMPT, adapter="tone"), context_of(PROMPT[:7])]
+    contexts = [make_context(PROMPT), make_context(PROMPT, adapter="tone"), make_context(PROMPT[:7])]
     plain, adapted, _ = step_logits(with_adapter, contexts)
-    expected = step_logits(merged, [context_of(PROMPT)])[0]
+    expected = step_logits(merged, [make_context(PROMPT)])[0]
     torch.testing.assert_close(adapted, expected, atol=2e-3, rtol=1e-3)
-    torch.testing.assert_close(plain, step_logits(pipeline, [context_of(PROMPT)])[0], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(plain, step_logits(pipeline, [make_context(PROMPT)])[0], atol=1e-4, rtol=1e-4)
     assert float((adapted - plain).abs().max()) > 0.1
 
 
@@ -146,12 +146,12 @@ def test_an_adapter_applies_over_several_steps_and_separates_the_cache(checkpoin
     )
     members = {"lora_manager": manager}
     pipeline = open_pipeline(checkpoint, deterministic=True, kv_cache_block_size=16, members=members)
-    contexts = [context_of(PROMPT, 20), context_of(PROMPT, 20, adapter="tone")]
-    together = generate(pipeline, contexts, num_steps=5)
+    contexts = [make_context(PROMPT, 20), make_context(PROMPT, 20, adapter="tone")]
+    together = generate_tokens(pipeline, contexts, num_steps=5)
     assert together[0] != together[1]
     for adapter, text in zip((None, "tone"), together, strict=True):
-        context = context_of(PROMPT, 20, adapter=adapter)
-        assert generate(pipeline, [context]) == [text]
+        context = make_context(PROMPT, 20, adapter=adapter)
+        assert generate_tokens(pipeline, [context]) == [text]
         assert context.num_cached_tokens == 16, "each context reuses only blocks of its own adapter"
 
 
@@ -159,8 +159,8 @@ def test_an_adapter_on_an_int8_model_does_not_change_other_rows(checkpoint: Path
     manager = FakeLoRAManager(checkpoint, linears_of(checkpoint))
     options: dict[str, Any] = {"quantization_encoding": "int8", "deterministic": True}
     with_adapter = open_pipeline(checkpoint, members={"lora_manager": manager}, **options)
-    without, adapted = step_logits(with_adapter, [context_of(PROMPT), context_of(PROMPT, adapter="tone")])
-    (plain,) = step_logits(open_pipeline(checkpoint, **options), [context_of(PROMPT)])
+    without, adapted = step_logits(with_adapter, [make_context(PROMPT), make_context(PROMPT, adapter="tone")])
+    (plain,) = step_logits(open_pipeline(checkpoint, **options), [make_context(PROMPT)])
     assert torch.equal(without, plain)
     assert float((adapted - plain).abs().max()) > 0.1
 
@@ -170,11 +170,11 @@ def test_an_adapter_on_an_int8_model_does_not_change_other_rows(checkpoint: Path
 
 def test_input_embeddings_replace_those_of_tokens(pipeline: TextGenerationPipeline) -> None:
     model: Any = pipeline.model
-    expected = step_logits(pipeline, [context_of(PROMPT)])[0]
+    expected = step_logits(pipeline, [make_context(PROMPT)])[0]
     hidden = [5, 6, 20]
     table = model.network.embedding.table
     masked = [0 if i in hidden else token for i, token in enumerate(PROMPT)]
-    context = context_of(masked)
+    context = make_context(masked)
     kv: Any = pipeline.kv
     kv.claim(context)
     kv.reserve(context)
@@ -225,11 +225,11 @@ def test_speculation_gives_the_text_of_plain_decoding(
     def contexts() -> list[TextContext]:
         fields = {"sampling_params": sampling}
         return [
-            context_of(PROMPT, 20, request_id="long", **fields),
-            context_of(PROMPT[:3], 11, request_id="short", **fields),
+            make_context(PROMPT, 20, request_id="long", **fields),
+            make_context(PROMPT[:3], 11, request_id="short", **fields),
         ]
 
-    plain = generate(pipeline, contexts())
+    plain = generate_tokens(pipeline, contexts())
     calls = 0
     pipeline.proposer = FixedProposer(dict(zip(("long", "short"), plain, strict=True)), right, wrong)
     original = pipeline.model.execute
@@ -240,32 +240,32 @@ def test_speculation_gives_the_text_of_plain_decoding(
         return original(inputs)
 
     pipeline.model.execute = count_execute  # type: ignore[method-assign]
-    assert generate(pipeline, contexts(), num_steps=3) == plain
+    assert generate_tokens(pipeline, contexts(), num_steps=3) == plain
     assert calls <= -(-20 // (right + 1)) + 1
 
 
 def test_drafts_do_not_exceed_the_length_of_a_context(pipeline: TextGenerationPipeline) -> None:
-    (plain,) = generate(pipeline, [context_of(PROMPT, 3)])
+    (plain,) = generate_tokens(pipeline, [make_context(PROMPT, 3)])
     pipeline.proposer = FixedProposer({"a": plain + [0] * 50}, right=50, wrong=0)
-    assert generate(pipeline, [context_of(PROMPT, 3, request_id="a")]) == [plain]
+    assert generate_tokens(pipeline, [make_context(PROMPT, 3, request_id="a")]) == [plain]
 
 
 def test_drafts_do_not_exceed_the_length_of_the_model(checkpoint: Path) -> None:
     pipeline = open_pipeline(checkpoint, deterministic=True, kv_cache_block_size=16, max_length=34)
-    (plain,) = generate(pipeline, [context_of(PROMPT, 4)])
+    (plain,) = generate_tokens(pipeline, [make_context(PROMPT, 4)])
     pipeline.proposer = FixedProposer({"a": plain + [0] * 50}, right=50, wrong=0)
-    response = pipeline.execute({"a": context_of(PROMPT, 40, request_id="a")})["a"]
+    response = pipeline.execute({"a": make_context(PROMPT, 40, request_id="a")})["a"]
     assert [part.next_token for part in response.tokens] == plain
 
 
 def test_log_probabilities_with_drafts_equal_plain_decoding(pipeline: TextGenerationPipeline) -> None:
     def scored_context(request_id: str) -> TextContext:
-        return context_of(PROMPT[:9], 1, request_id=request_id, log_probabilities=2)
+        return make_context(PROMPT[:9], 1, request_id=request_id, log_probabilities=2)
 
-    (plain,) = generate(pipeline, [context_of(PROMPT, 8)])
+    (plain,) = generate_tokens(pipeline, [make_context(PROMPT, 8)])
     (alone,) = pipeline.execute({"b": scored_context("b")})["b"].tokens
     pipeline.proposer = FixedProposer({"a": plain, "c": []}, right=3, wrong=0)
-    batch = {"a": context_of(PROMPT, 8, request_id="a"), "c": scored_context("c")}
+    batch = {"a": make_context(PROMPT, 8, request_id="a"), "c": scored_context("c")}
     responses = pipeline.execute(batch)
     assert len(responses["a"].tokens) == 4
     assert responses["c"].tokens == [alone]
@@ -300,11 +300,11 @@ class EvenTokens:
 
 
 def test_a_matcher_restricts_only_its_own_context(pipeline: TextGenerationPipeline) -> None:
-    (plain,) = generate(pipeline, [context_of(PROMPT, 20)])
-    context = context_of(PROMPT, 20)
+    (plain,) = generate_tokens(pipeline, [make_context(PROMPT, 20)])
+    context = make_context(PROMPT, 20)
     matcher: Any = EvenTokens()
     context.set_matcher(matcher)
-    restricted, unrestricted = generate(pipeline, [context, context_of(PROMPT, 20)], num_steps=4)
+    restricted, unrestricted = generate_tokens(pipeline, [context, make_context(PROMPT, 20)], num_steps=4)
     assert unrestricted == plain
     assert restricted == matcher.accepted
     assert all(token % 2 == 0 for token in restricted)

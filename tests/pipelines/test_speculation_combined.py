@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.adapters import write_adapter
-from support.random_draws import examples
-from support.speculating import run_scheduled
+from support.random_draws import num_examples
+from support.speculation import run_scheduled
 from support.tiny_llm import EOS, write_tiny_llm
 
 from penstock.assembly import load_pipeline, load_tokenizer
@@ -99,7 +99,7 @@ def context_of(number: int, request: dict[str, Any]) -> TextContext:
     )
 
 
-@settings(max_examples=examples(8))
+@settings(max_examples=num_examples(8))
 @given(batch=st.lists(requests(), min_size=1, max_size=6), tokens=st.sampled_from([12, 40, 400]))
 def test_any_batch_equals_plain_decoding(
     pipelines: dict[str, TextGenerationPipeline], batch: list[dict[str, Any]], tokens: int

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.checkpoints import write_checkpoint
-from support.running import context_of
-from support.speculating import PROMPT, mixed_contexts, run_directly, run_scheduled
+from support.pipeline_steps import make_context
+from support.speculation import PROMPT, mixed_contexts, run_directly, run_scheduled
 from support.tiny_llm import write_tiny_llm
 
 from penstock import LLM
@@ -75,7 +75,7 @@ def open_with_draft(
     pipeline_config = PipelineConfig.from_flat(values | config)
     pipeline = load_pipeline(pipeline_config, load_tokenizer(pipeline_config))
     assert isinstance(pipeline.proposer, DraftModelProposer)
-    run_directly(pipeline, [context_of([1], 1)])  # token ids are checked from the first forward on
+    run_directly(pipeline, [make_context([1], 1)])  # token ids are checked from the first forward on
     return pipeline, pipeline.proposer
 
 
@@ -105,7 +105,7 @@ def test_the_draft_model_samples_with_the_random_numbers_of_the_target(target: P
     """With other random numbers, sampled drafts would rarely be accepted, even for similar models."""
     pipeline, _ = open_with_draft(target, target)
     sampling = SamplingParams(temperature=1.0, top_k=-1, seed=11)
-    run_directly(pipeline, [context_of(PROMPT, 40, sampling_params=sampling)])
+    run_directly(pipeline, [make_context(PROMPT, 40, sampling_params=sampling)])
     assert pipeline.speculation_stats.acceptance_rate == 1
 
 
@@ -119,7 +119,7 @@ def test_accepted_drafts_are_not_computed_again(target: Path) -> None:
         return original(inputs)
 
     proposer.model.execute = count_execute  # type: ignore[method-assign]
-    context = context_of(PROMPT, 31, request_id="a")
+    context = make_context(PROMPT, 31, request_id="a")
     pipeline.execute({"a": context})
     assert rows == [30, 1, 1, 1]
     rows.clear()
@@ -133,7 +133,7 @@ def test_the_draft_cache_holds_exactly_the_text_after_rejections(target: Path, n
     """Its drafts equal those of a draft model that has just read the whole text."""
     pipeline, proposer_with_history = open_with_draft(target, noisy_draft)
     _, new_proposer = open_with_draft(target, noisy_draft)
-    context = context_of(PROMPT, 60, request_id="a")
+    context = make_context(PROMPT, 60, request_id="a")
     accepted = []
     while context.current_length < 80:
         expected = new_proposer.propose([context], [4])
@@ -188,7 +188,7 @@ def test_preempted_contexts_equal_plain_decoding(target: Path, noisy_draft: Path
 def test_a_full_draft_cache_gives_no_drafts(target: Path, noisy_draft: Path) -> None:
     pipeline, proposer = open_with_draft(target, noisy_draft)
     plain = outcome_without_drafts(pipeline, mixed_contexts())
-    blocking_contexts = [context_of([token] * 16, 1) for token in range(proposer.kv.num_free_blocks - 3)]
+    blocking_contexts = [make_context([token] * 16, 1) for token in range(proposer.kv.num_free_blocks - 3)]
     for context in blocking_contexts:
         proposer.kv.claim(context)
         proposer.kv.reserve(context)
@@ -204,7 +204,7 @@ def test_the_draft_cache_evicts_idle_contexts(target: Path, noisy_draft: Path) -
     _, proposer = open_with_draft(
         target, noisy_draft, max_length=80, kv_cache_memory=block * 9, max_batch_size=4
     )
-    contexts = [context_of([token] * 30, 40) for token in range(6)]
+    contexts = [make_context([token] * 30, 40) for token in range(6)]
     drafts = [proposer.propose([context], [4])[0] for context in contexts]
     assert [len(draft) for draft in drafts] == [4] * 6, "8 blocks hold two or three of the six contexts"
     assert proposer.propose(contexts[:1], [4]) == drafts[:1], "the first context was evicted and recomputed"
@@ -219,8 +219,8 @@ def test_the_draft_cache_evicts_idle_contexts(target: Path, noisy_draft: Path) -
 
 def test_a_prefix_cached_only_by_the_target_is_computed_by_the_draft_model(target: Path) -> None:
     pipeline, _ = open_with_draft(target, target)
-    (plain,) = outcome_without_drafts(pipeline, [context_of(PROMPT, 30, request_id="a")]).values()
-    context = context_of(PROMPT, 30, request_id="a")
+    (plain,) = outcome_without_drafts(pipeline, [make_context(PROMPT, 30, request_id="a")]).values()
+    context = make_context(PROMPT, 30, request_id="a")
     assert run_directly(pipeline, [context])["a"] == plain
     assert context.num_cached_tokens == 16
     assert pipeline.speculation_stats.acceptance_rate == 1
@@ -230,7 +230,7 @@ def test_the_draft_model_catches_up_after_steps_without_drafts(target: Path) -> 
     pipeline, _ = open_with_draft(target, target)
     widths = pipeline.draft_lengths
     assert widths is not None
-    context = context_of(PROMPT, 40, request_id="a")
+    context = make_context(PROMPT, 40, request_id="a")
     allowed = [True, False, False, False, True]
     for allows in allowed:
         widths.num_drafts = 4 if allows else 0  # type: ignore[attr-defined]
@@ -243,14 +243,14 @@ def test_the_draft_model_catches_up_after_steps_without_drafts(target: Path) -> 
 
 def test_a_rolled_back_context_equals_plain_decoding(target: Path) -> None:
     pipeline, _ = open_with_draft(target, target)
-    context = context_of(PROMPT, 60, request_id="a")
+    context = make_context(PROMPT, 60, request_id="a")
     pipeline.execute({"a": context})
     context.rollback(3)
     pipeline.execute({"a": context})
     whole = context.generated_tokens.tolist()
     assert [
         part[0]
-        for part in outcome_without_drafts(pipeline, [context_of(PROMPT, len(whole))]).popitem()[1][:-1]
+        for part in outcome_without_drafts(pipeline, [make_context(PROMPT, len(whole))]).popitem()[1][:-1]
     ] == whole
     assert pipeline.speculation_stats.acceptance_rate == 1
     pipeline.release(context)

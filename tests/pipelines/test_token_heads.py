@@ -46,7 +46,7 @@ def test_all_outputs_of_a_batch_equal_the_reference(bge: BgeM3, llm: LLM) -> Non
     for text, response in zip(TEXTS, llm.encode(TEXTS, outputs=ALL_OUTPUTS, use_tqdm=False), strict=True):
         tokens = llm.tokenizer.backend.encode(text).ids
         np.testing.assert_allclose(response.embeddings, bge.dense(tokens), atol=1e-5)
-        expected = bge.lexical(tokens)
+        expected = bge.sparse_weights(tokens)
         result = weights_of(response)
         assert list(result) == sorted(expected), "the token ids ascend, and special tokens have no weight"
         assert result == pytest.approx(expected, abs=1e-5)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.ray_programs import free_port, ray_program, until
+from support.ray_programs import free_port, ray_program, wait_until
 
 pytestmark = [
     pytest.mark.peers,
@@ -63,7 +63,7 @@ def post(port: int, path: str, body: dict[str, Any]) -> bytes:
 def test_the_openai_application_serves_chats_completions_and_errors(tmp_path: Path) -> None:
     port = free_port()
     with ray_program(["-c", PROGRAM.format(port=port)], tmp_path) as program:
-        until(lambda: "all is deployed" in program.output or program.process.poll() is not None, 200)
+        wait_until(lambda: "all is deployed" in program.output or program.process.poll() is not None, 200)
         assert program.process.poll() is None
         body = {"model": "chat", "messages": QUESTION, "temperature": 0, "max_tokens": 20}
         answer = json.loads(post(port, "/v1/chat/completions", body))

@@ -6,8 +6,8 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from support.fake_pipeline import FakePipeline, alone
-from support.paged import kv_manager, text_context
+from support.fake_pipeline import FakePipeline, expected_output_tokens
+from support.kv_contexts import kv_manager, text_context
 
 from penstock.pipelines.core import TextContext, TextGenerationResponse
 from penstock.scheduler import Scheduler
@@ -55,7 +55,7 @@ class Run:
             assert count < 20_000
         for name, context in self.contexts.items():
             copy = text_context(context.prompt_tokens.tolist(), max_length=context.max_length)
-            assert self.tokens[name] == alone(copy), name
+            assert self.tokens[name] == expected_output_tokens(copy), name
         return count
 
     def count_running_per_client(self) -> Counter[str]:

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.fake_pipeline import FakePipeline, alone
-from support.paged import kv_manager, text_context
+from support.fake_pipeline import FakePipeline, expected_output_tokens
+from support.kv_contexts import kv_manager, text_context
 
 from penstock.errors import (
     ConfigError,
@@ -55,7 +55,7 @@ class Run:
         if isinstance(prompt, int):
             prompt = [ord(name)] * prompt
         context = text_context(prompt, max_length=len(prompt) + new, request_id=name, **fields)
-        self.contexts[name], self.expected[name] = context, alone(context)
+        self.contexts[name], self.expected[name] = context, expected_output_tokens(context)
         self.scheduler.submit(context)
         self.tokens[name] = []
         return context
@@ -107,7 +107,7 @@ def test_requests_join_and_leave_between_steps() -> None:
 def test_a_request_ends_at_its_end_of_sequence() -> None:
     run = Run()
     prompt = [1, 2, 3]
-    third = alone(text_context(prompt, max_length=6))[2]
+    third = expected_output_tokens(text_context(prompt, max_length=6))[2]
     run.submit("a", prompt, new=50, eos_token_ids={third})
     assert len(run.finish()) == 3
     assert len(run.tokens["a"]) == 2
@@ -667,7 +667,7 @@ def test_a_failed_forward_changes_no_state() -> None:
     run.submit("a", 20, new=3)
     run.submit("b", 4, new=3)
     run.step()
-    run.pipeline.culprits = {"b"}
+    run.pipeline.failing_requests = {"b"}
     for _ in range(2):
         with pytest.raises(FloatingPointError):
             run.step()
@@ -681,7 +681,7 @@ def test_a_request_that_fails_the_forward_ends_and_others_continue() -> None:
     for name in "abcd":
         run.submit(name, 3, new=4)
     run.step()
-    run.pipeline.culprits = {"c"}
+    run.pipeline.failing_requests = {"c"}
     # The whole batch fails, then c with d, then c.
     assert run.step() == [{"a": 1, "b": 1}, {"d": 1}]
     assert list(run.scheduler.failures) == ["c"]
@@ -696,9 +696,9 @@ def test_a_context_that_the_pipeline_reports_as_failed_ends_alone(isolates_fault
     run = Run(isolates_faults=isolates_faults)
     run.submit("a", 3, new=3)
     run.submit("b", 3, new=3)
-    run.pipeline.spoilt = {"a"}
+    run.pipeline.invalid_outputs = {"a"}
     assert run.step() == [{"a": 3, "b": 3}]
-    assert str(run.scheduler.failures.pop("a")) == "spoilt"
+    assert str(run.scheduler.failures.pop("a")) == "the output is invalid"
     assert not run.pipeline.failures
     assert run.finish() == [{"b": 1}] * 2
 

@@ -8,9 +8,9 @@ from itertools import pairwise
 
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from support.fake_pipeline import EOS, FakePipeline, alone
-from support.paged import kv_manager, text_context
-from support.random_draws import examples
+from support.fake_pipeline import EOS, FakePipeline, expected_output_tokens
+from support.kv_contexts import kv_manager, text_context
+from support.random_draws import num_examples
 
 from penstock.errors import InputError
 from penstock.pipelines.core import TextContext, TextGenerationResponse
@@ -140,14 +140,14 @@ class Workload:
 
     def _step(self) -> None:
         before = len(self.pipeline.trace)
-        self.pipeline.culprits = {name for name in self.contexts if self._fails(name)}
+        self.pipeline.failing_requests = {name for name in self.contexts if self._fails(name)}
         try:
             outputs = self.scheduler.step(self.limits.num_steps)
         except FloatingPointError:
             return  # every part of the batch failed: no request ends, and the next step repeats the batch
         failed = dict(self.scheduler.failures)
         self.scheduler.failures.clear()
-        assert failed.keys() <= self.pipeline.culprits
+        assert failed.keys() <= self.pipeline.failing_requests
         assert len(outputs) + len(failed) == self.scheduler.last_batch[0]
         self.ends += [(name, "failed") for name in failed]
         for name, output in outputs.items():
@@ -179,7 +179,7 @@ class Workload:
         return self.now >= self.requests[name].arrival + self.requests[name].ready_after
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 @given(limit_sets, st.lists(requests, min_size=1, max_size=12))
 def test_each_request_gets_its_exact_output_once(limits: Limits, requests: list[Request]) -> None:
     workload = Workload(limits, requests)
@@ -194,12 +194,12 @@ def test_each_request_gets_its_exact_output_once(limits: Limits, requests: list[
     assert Counter(workload.pipeline.released) == Counter(workload.contexts.keys())
     for name, reason in workload.ends:
         if name in workload.contexts:
-            expected = alone(copy_context(workload.contexts[name]))
+            expected = expected_output_tokens(copy_context(workload.contexts[name]))
             assert workload.tokens[name] == expected[: len(workload.tokens[name])]
             assert reason != "done" or workload.tokens[name] == expected
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=num_examples(40), deadline=None)
 @given(limit_sets, st.lists(requests, min_size=1, max_size=12))
 def test_tokens_are_recomputed_only_after_a_preemption(limits: Limits, requests: list[Request]) -> None:
     workload = Workload(limits, requests)
@@ -222,7 +222,7 @@ def test_tokens_are_recomputed_only_after_a_preemption(limits: Limits, requests:
     assert num_restarts <= workload.scheduler.num_preemptions
 
 
-@settings(max_examples=examples(30), deadline=None)
+@settings(max_examples=num_examples(30), deadline=None)
 @given(
     limit_sets,
     st.lists(requests.map(lambda request: replace(request, fails_after=None)), min_size=2, max_size=9),

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping
 
 import pytest
-from support.fake_pipeline import FakePipeline, alone
-from support.paged import kv_manager, text_context
+from support.fake_pipeline import FakePipeline, expected_output_tokens
+from support.kv_contexts import kv_manager, text_context
 
 from penstock.pipelines.core import TextContext, TextGenerationResponse
 from penstock.scheduler import Scheduler
@@ -74,7 +74,7 @@ class Run:
             self.step()
         for name, tokens in self.tokens.items():
             prompt = [sum(map(ord, name))] * 3
-            assert tokens == alone(text_context(prompt, max_length=3 + len(tokens))), name
+            assert tokens == expected_output_tokens(text_context(prompt, max_length=3 + len(tokens))), name
 
 
 def test_steps_of_many_rows_are_short_while_another_client_sends_requests() -> None:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from support.fake_pipeline import FakePipeline, alone
-from support.paged import kv_manager, text_context
+from support.fake_pipeline import FakePipeline, expected_output_tokens
+from support.kv_contexts import kv_manager, text_context
 
 from penstock.pipelines.core import TextContext, TextGenerationResponse
 from penstock.scheduler import Scheduler
@@ -166,7 +166,7 @@ def run_workload(limits: dict[str, int], requests: list[list[str]], header: list
     for name, context in contexts.items():
         if context.is_done:
             copy = text_context(context.prompt_tokens.tolist(), max_length=context.max_length)
-            assert tokens[name] == alone(copy)
+            assert tokens[name] == expected_output_tokens(copy)
     return lines
 
 

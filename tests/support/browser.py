@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import uvicorn
-from support.chatting import Chatting, chatting
+from support.in_process_server import InProcessServer, run_in_process
 
 from penstock.serve.app import create_app
 from penstock.testing import FakePipeline
@@ -29,7 +29,7 @@ START = "document.body.tabIndex = -1, document.body.focus(), document.body.remov
 
 
 @asynccontextmanager
-async def browsing(url: str, expected: str = "nothing", **options: Any) -> AsyncIterator[Any]:
+async def open_page(url: str, expected: str = "nothing", **options: Any) -> AsyncIterator[Any]:
     """Open a page. The test fails if the page reports an unexpected error.
 
     Args:
@@ -53,11 +53,11 @@ async def browsing(url: str, expected: str = "nothing", **options: Any) -> Async
 
 
 @asynccontextmanager
-async def page_of(
+async def open_playground(
     pipeline: FakePipeline, expected: str = "nothing", fragment: str = "", **config: Any
-) -> AsyncIterator[tuple[Any, Chatting]]:
-    """Open the playground of a server with a fake model; `config` is passed to `chatting`."""
-    async with chatting(pipeline, **config) as chat:
+) -> AsyncIterator[tuple[Any, InProcessServer]]:
+    """Open the playground of a server with a fake model; `config` is passed to `run_in_process`."""
+    async with run_in_process(pipeline, **config) as chat:
         chat.services.gate.open()
         chat.services.metrics.watch(chat.services.worker)
         listener = socket.create_server(("127.0.0.1", 0))
@@ -65,16 +65,16 @@ async def page_of(
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             url = f"http://127.0.0.1:{listener.getsockname()[1]}/{fragment}"
-            async with browsing(url, expected) as page:
+            async with open_page(url, expected) as page:
                 if not config.get("api_key"):
-                    await until(page, READY)
+                    await wait_until(page, READY)
                 yield page, chat
         finally:
             server.should_exit = True
             await serving
 
 
-async def until(page: Any, condition: str) -> None:
+async def wait_until(page: Any, condition: str) -> None:
     """Wait until a JavaScript expression is true.
 
     The page's content security policy forbids Playwright's own function for this.
@@ -84,19 +84,19 @@ async def until(page: Any, condition: str) -> None:
             await asyncio.sleep(0.02)
 
 
-async def send(page: Any, text: str) -> None:
+async def send_message(page: Any, text: str) -> None:
     """Send a message and wait for the end of the answer."""
     count = await page.locator("article.assistant").count()
     await page.fill("#draft", text)
     await page.press("#draft", "Enter")
-    await until(
+    await wait_until(
         page,
         f"document.querySelectorAll('article.assistant').length === {count + 1}"
         " && document.getElementById('stop-answer').hidden",
     )
 
 
-async def names_by_tab(page: Any, count: int = 90) -> list[tuple[str, str]]:
+async def controls_in_tab_order(page: Any, count: int = 90) -> list[tuple[str, str]]:
     """Return id and name of each control that Tab reaches, in order. A repetition at the end is dropped."""
     await page.evaluate(START)
     seen: list[tuple[str, str]] = []

@@ -20,7 +20,7 @@ def _compiler() -> xgr.GrammarCompiler:
     return xgr.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
 
-def compiled(ebnf: str) -> xgr.CompiledGrammar:
+def compile_grammar(ebnf: str) -> xgr.CompiledGrammar:
     return _compiler().compile_grammar(ebnf)
 
 
@@ -29,7 +29,7 @@ def accepts(grammar: xgr.CompiledGrammar, text: str) -> bool:
     return all(map(matcher.accept_token, text.encode())) and matcher.is_completed()
 
 
-def walk(grammar: xgr.CompiledGrammar, seed: int, soft_limit: int = 60) -> str:
+def generate_random_text(grammar: xgr.CompiledGrammar, seed: int, soft_limit: int = 60) -> str:
     """Return a random text: uniform over allowed bytes, closing bytes preferred after `soft_limit` bytes."""
     choose = random.Random(seed)
     matcher = xgr.GrammarMatcher(grammar)

@@ -71,7 +71,7 @@ def write_checkpoint(folder: Path, config: Mapping[str, Any], seed: int = 0) -> 
     return folder
 
 
-def oracle(folder: Path) -> Any:
+def load_in_transformers(folder: Path) -> Any:
     """Load the checkpoint in transformers in float32.
 
     Eager attention is used because only it supports soft caps.
@@ -81,13 +81,13 @@ def oracle(folder: Path) -> Any:
     return kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
-def oracle_logits(model: Any, tokens: list[int]) -> torch.Tensor:  # [T, V]
+def transformers_logits(model: Any, tokens: list[int]) -> torch.Tensor:  # [T, V]
     """Return the logits after every token of one sequence, computed in one forward."""
     with torch.inference_mode():
         return model(torch.tensor([tokens])).logits[0].float()
 
 
-def oracle_step(model: Any, text: list[int], past: Any = None) -> tuple[torch.Tensor, Any]:  # [1, V]
+def transformers_step(model: Any, text: list[int], past: Any = None) -> tuple[torch.Tensor, Any]:  # [1, V]
     """Return the logits after the last token of a text, and the updated cache.
 
     ``past`` is the cache of the tokens before the last. If the text exceeds the length of LongRoPE's short
@@ -103,7 +103,7 @@ def oracle_step(model: Any, text: list[int], past: Any = None) -> tuple[torch.Te
     return output.logits[0, -1:].float(), output.past_key_values
 
 
-def oracle_greedy(model: Any, tokens: list[int], count: int) -> list[int]:
+def transformers_greedy(model: Any, tokens: list[int], count: int) -> list[int]:
     """Return the ``count`` tokens that the greedy search of transformers generates."""
     prompt = torch.tensor([tokens])
     ids = model.generate(  # the explicit mask keeps prompt tokens that equal the padding token

@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from support.checkpoints import skip_unknown_type
-from support.published import rewrite_as_published, transformers_values
+from support.published_checkpoints import rewrite_as_published, transformers_values
 
 from penstock.architectures.registry import PIPELINE_REGISTRY, SupportedArchitecture
 from penstock.assembly import load_pipeline

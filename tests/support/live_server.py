@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from support.asgi import eventually
-from support.chatting import Chatting, chatting
+from support.asgi import wait_until
+from support.in_process_server import InProcessServer, run_in_process
 
 from penstock.serve.http.server import HttpServer
 
@@ -23,17 +23,17 @@ class LiveServer:
 
     url: str
     """The URL, with a trailing slash."""
-    chatting: Chatting
+    run_in_process: InProcessServer
     loop: asyncio.AbstractEventLoop
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait up to 30 seconds until a condition is true, checked in the server's thread."""
-        asyncio.run_coroutine_threadsafe(eventually(condition), self.loop).result(30)
+        asyncio.run_coroutine_threadsafe(wait_until(condition), self.loop).result(30)
 
 
 @contextmanager
 def live_server(**options: Any) -> Iterator[LiveServer]:
-    """Run a server of `chatting` with these options."""
+    """Run a server of `run_in_process` with these options."""
     started: Future[LiveServer] = Future()
     thread = threading.Thread(target=lambda: asyncio.run(_serve(started, options)), name="live server")
     thread.start()
@@ -49,7 +49,7 @@ def live_server(**options: Any) -> Iterator[LiveServer]:
 async def _serve(started: Future[LiveServer], options: dict[str, Any]) -> None:
     """Serve until the stop event is set."""
     try:
-        async with chatting(**options) as inside:
+        async with run_in_process(**options) as inside:
             app = inside.http._transport.app  # type: ignore[attr-defined]
             inside.services.tokenizer.max_length = inside.services.worker.info.max_length
             with socket.socket() as listener:

@@ -17,7 +17,7 @@ import pytest
 Parameters = tuple[tuple[str, str], ...]  # name and representation of each value
 
 
-def items_beyond_cover(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+def items_outside_subset(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     """Return the items with the marker `matrix` that the covering subsets leave out."""
     functions: dict[str, list[pytest.Function]] = {}
     for item in items:
@@ -32,12 +32,12 @@ def items_beyond_cover(items: Iterable[pytest.Item]) -> list[pytest.Item]:
         marker = group[0].get_closest_marker("matrix")
         assert marker is not None
         sets = [tuple((name, repr(value)) for name, value in item.callspec.params.items()) for item in group]
-        kept = cover(sets, **marker.kwargs)
+        kept = covering_subset(sets, **marker.kwargs)
         outside += [item for number, item in enumerate(group) if number not in kept]
     return outside
 
 
-def cover(sets: Sequence[Parameters], *, strength: int = 2, times: int = 1) -> set[int]:
+def covering_subset(sets: Sequence[Parameters], *, strength: int = 2, times: int = 1) -> set[int]:
     """Return the indices of parameter sets that together contain each combination `times` times.
 
     The choice is greedy and deterministic: the next set is the first one with the most missing combinations.

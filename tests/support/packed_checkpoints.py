@@ -47,7 +47,7 @@ def pack_words(codes: Tensor, bits: int) -> Tensor:
     return torch.from_numpy(np.packbits(stream, axis=1, bitorder="little").view(np.int32).copy())
 
 
-Order = Literal["none", "inputs", "layer"]
+InputOrder = Literal["none", "inputs", "layer"]
 """The order of the inputs before they are grouped.
 
 ``none`` keeps the order, ``inputs`` is the same for all layers with this number of inputs, and ``layer`` is
@@ -55,7 +55,7 @@ random for each layer.
 """
 
 
-def permutation_of(inputs: int, order: Order) -> Tensor:
+def input_permutation(inputs: int, order: InputOrder) -> Tensor:
     if order == "none":
         return torch.arange(inputs)
     generator = torch.Generator().manual_seed(inputs) if order == "inputs" else None
@@ -63,11 +63,11 @@ def permutation_of(inputs: int, order: Order) -> Tensor:
 
 
 def gptq(
-    bits: int = 4, size: int = 32, *, version: int = 1, symmetric: bool = False, order: Order = "none"
+    bits: int = 4, size: int = 32, *, version: int = 1, symmetric: bool = False, order: InputOrder = "none"
 ) -> Packer:
     def pack(weight: Tensor) -> Packed:
         inputs = weight.shape[1]
-        permutation = permutation_of(inputs, order)
+        permutation = input_permutation(inputs, order)
         codes, scales, zeros, dequantized = quantized_groups(
             weight[:, permutation], bits, size, symmetric=symmetric
         )
@@ -145,10 +145,10 @@ def compressed_codes(
     *,
     symmetric: bool = True,
     dtype: torch.dtype = torch.bfloat16,
-    order: Order = "none",
+    order: InputOrder = "none",
 ) -> Packer:
     def pack(weight: Tensor) -> Packed:
-        permutation = permutation_of(weight.shape[1], order)
+        permutation = input_permutation(weight.shape[1], order)
         inverse = permutation.argsort()
         codes, scales, zeros, dequantized = quantized_groups(
             weight[:, permutation], bits, size, symmetric=symmetric, dtype=dtype

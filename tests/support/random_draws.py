@@ -37,7 +37,7 @@ def register_profiles() -> None:
     settings.load_profile("fixed")
 
 
-def examples(count: int) -> int:
+def num_examples(count: int) -> int:
     """Return the number of examples for a test that has `count` of them by default."""
     return count * settings().max_examples // DEFAULT_EXAMPLES
 

@@ -97,14 +97,14 @@ class FakeCodecs(CodecRegistry):
         return (record, *REAL_CODECS.codecs)
 
 
-def create_audio(required: Any) -> Any:
+def create_audio_pipeline(required: Any) -> Any:
     """Create an audio pipeline with the fake codec."""
     from penstock.pipelines import audio
 
     return audio.create_audio(required, FakeCodecs())
 
 
-def catalog() -> Any:
+def fake_codec_catalog() -> Any:
     """Return a catalog whose audio pipelines have the fake codec."""
     from dataclasses import replace
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from support.random_draws import examples
+from support.random_draws import num_examples
 from tokenizers import Tokenizer, decoders, models
 
 import penstock.text.detokenizer
@@ -35,7 +35,7 @@ def test_appended_texts_join_to_the_text_of_all_ids(
     tokenizer = load_tokenizer(shared_data / name)
 
     @given(ids=draw_token_ids(tokenizer))
-    @settings(max_examples=examples(30))
+    @settings(max_examples=num_examples(30))
     def check(ids: list[int]) -> None:
         detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
         texts = [detokenizer.append(token_id) for token_id in ids] + [detokenizer.finish()]
@@ -103,7 +103,7 @@ def test_the_result_does_not_depend_on_chunks(name: str, shared_data: Path) -> N
     @given(
         text=text, stop=st.lists(st.text("ab \n\u00e9", min_size=1, max_size=3), max_size=3), data=st.data()
     )
-    @settings(max_examples=examples(60))
+    @settings(max_examples=num_examples(60))
     def check(text: str, stop: list[str], data: st.DataObject) -> None:
         ids = tokenizer.encode_text(text).tolist()
         one_by_one, in_chunks = Detokenizer(tokenizer, stop), Detokenizer(tokenizer, stop)
@@ -215,7 +215,7 @@ def test_text_continues_from_the_end_of_the_prompt(name: str, shared_data: Path)
     text = st.text(" ab\n\u00e9\u6f22\U0001f389", max_size=30)
 
     @given(text=text, answer=draw_token_ids(tokenizer), data=st.data())
-    @settings(max_examples=examples(60))
+    @settings(max_examples=num_examples(60))
     def check(text: str, answer: list[int], data: st.DataObject) -> None:
         ids = tokenizer.encode_text(text, add_special_tokens=False).tolist()
         # Unknown words are encoded as a special token.

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.random_draws import examples
+from support.random_draws import num_examples
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -71,7 +71,7 @@ class TestEqualToTransformers:
         )
 
         @given(text=TEXTS, add_special_tokens=st.booleans())
-        @settings(max_examples=examples(50))
+        @settings(max_examples=num_examples(50))
         def check(text: str, add_special_tokens: bool) -> None:
             ids = expected(text, add_special_tokens=add_special_tokens)["input_ids"]
             assert tokenizer.encode_text(text, add_special_tokens).tolist() == ids

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
-from support.documents import Block, blocks
+from support.documents import Block, code_blocks
 
 import penstock
 from penstock.config.settings import NUM_BYTES
@@ -71,7 +71,7 @@ def test_the_number_of_any_annotations_is_bounded() -> None:
 
 
 def code_blocks_of_pages() -> list[Block]:
-    return [block for block in blocks("python") if block.page.name in CHECKED_PAGES]
+    return [block for block in code_blocks("python") if block.page.name in CHECKED_PAGES]
 
 
 def test_the_pages_have_code_to_check() -> None:

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.adapters import peft_logits, write_adapter
 from support.checkpoints import DECODERS, write_checkpoint
-from support.networks import parts_of
-from support.running import context_of, feed, open_pipeline, random_tokens, step_logits
+from support.networks import modules_and_weights
+from support.pipeline_steps import append_token, make_context, open_pipeline, random_tokens, step_logits
 from torch import Tensor
 
 from penstock.bench.stored_encodings import StoredFormat, write_stored
@@ -56,11 +56,11 @@ def test_adapter_logits_are_close_to_those_of_peft(checkpoint: Path, tmp_path: P
     pipeline = open_pipeline(checkpoint, quantization_encoding=None, lora=(f"tone={adapter}",))
     model: Any = pipeline.model
     encoding = json.loads((checkpoint / "config.json").read_text())["quantization_config"]["encoding"]
-    layers = [layer for layer in parts_of(model.network) if isinstance(layer, PackedLinear)]
+    layers = [layer for layer in modules_and_weights(model.network) if isinstance(layer, PackedLinear)]
     assert {layer.encoding for layer in layers if layer.slices[0].name.endswith("_proj")} == {encoding}
 
     def compute_error(adapter: str | None) -> float:
-        context = context_of(TOKENS, adapter=adapter)
+        context = make_context(TOKENS, adapter=adapter)
         logits = step_logits(pipeline, [context])[0].float()
         pipeline.release(context)
         return float((logits - expected).norm() / expected.norm())
@@ -76,11 +76,11 @@ def test_compiled_steps_give_equal_logits(checkpoint: Path) -> None:
     for compiled in (False, True):
         pipeline = open_pipeline(checkpoint, quantization_encoding=None, enable_prefix_caching=False)
         pipeline.session.use_graphs = compiled
-        context, logits[compiled] = context_of(TOKENS), []
+        context, logits[compiled] = make_context(TOKENS), []
         for _ in range(6):
             (row,) = step_logits(pipeline, [context])
             logits[compiled].append(row)
-            feed(pipeline, context, int(row[-1].argmax()))
+            append_token(pipeline, context, int(row[-1].argmax()))
         status[compiled] = pipeline.session.graph_status
     assert status[True].startswith("compiled"), status
     assert not status[False].startswith("compiled")

@@ -14,7 +14,7 @@ import pytest
 from gguf import GGMLQuantizationType, GGUFEndian, GGUFValueType, GGUFWriter
 from hypothesis import given
 from hypothesis import strategies as st
-from support.gguf_files import finish
+from support.gguf_files import write_and_close
 
 from penstock.errors import WeightsError
 from penstock.weights.gguf import BLOCK_TYPES, GGUFFile
@@ -33,7 +33,7 @@ def write_gguf_file(
         writer.add_key_value(key, value, kind)
     for name, tensor in (tensors or {}).items():
         writer.add_tensor(name, tensor)
-    finish(writer)
+    write_and_close(writer)
     return file
 
 
@@ -132,7 +132,7 @@ def test_tensors_of_other_alignments_are_read(tmp_path: Path, alignment: int) ->
     writer.add_custom_alignment(alignment)
     for name, tensor in tensors.items():
         writer.add_tensor(name, tensor)
-    finish(writer)
+    write_and_close(writer)
     gguf_file = GGUFFile(tmp_path / "a.gguf")
     assert all(tensor.offset % alignment == 0 for tensor in gguf_file.tensors.values())
     assert [gguf_file.floats(name) for name in "abc"] == [[0.0] * 3, [1.0] * 3, [2.0] * 3]

@@ -16,14 +16,14 @@ from support.checkpoints import DECODERS, write_checkpoint
 from support.gguf_files import (
     ARCHITECTURES,
     add_config,
-    converted,
-    finish,
+    convert_tensors,
     random_blocks,
     tokenizer_metadata,
+    write_and_close,
     write_gguf,
 )
-from support.networks import held_bytes
-from support.running import context_of, open_pipeline, step_logits
+from support.networks import weight_bytes
+from support.pipeline_steps import make_context, open_pipeline, step_logits
 from support.tiny_llm import write_tiny_llm
 
 from penstock import LLM, SamplingParams
@@ -82,7 +82,7 @@ def write_family_checkpoint(family: str, folder: Path, **changes: Any) -> Path:
 
 def compute_logits(checkpoint: Path, **config: Any) -> torch.Tensor:
     pipeline = open_pipeline(checkpoint, **config)
-    return step_logits(pipeline, [context_of(TOKENS, log_probabilities_echo=True)])[0]
+    return step_logits(pipeline, [make_context(TOKENS, log_probabilities_echo=True)])[0]
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
@@ -150,14 +150,14 @@ def test_quantized_blocks_are_dequantized_exactly(
     block_type = GGMLQuantizationType[kind]
     dequantized: dict[str, torch.Tensor] = {}
     random = np.random.default_rng(0)
-    for (name, tensor), original in zip(converted(tensors, config).items(), tensors, strict=True):
+    for (name, tensor), original in zip(convert_tensors(tensors, config).items(), tensors, strict=True):
         if tensor.dim() == 1:
             writer.add_tensor(name, tensor.float().numpy())
             continue
         blocks = random_blocks(tuple(tensor.shape), kind, random)
         writer.add_tensor(name, blocks, raw_dtype=block_type)
         dequantized[original] = torch.from_numpy(gguf.quants.dequantize(blocks, block_type))
-    finish(writer)
+    write_and_close(writer)
     weights = Weights.open(tmp_path / "m.gguf")
     for name, numbers in dequantized.items():
         actual = weights.tensor(name, tuple(numbers.shape))
@@ -190,13 +190,13 @@ def test_q4_0_is_kept_unchanged(tmp_path: Path) -> None:
     writer = GGUFWriter(tmp_path / "m.gguf", "llama")
     add_config(writer, config)
     random = np.random.default_rng(0)
-    for name, tensor in converted(tensors, config).items():
+    for name, tensor in convert_tensors(tensors, config).items():
         if tensor.dim() == 1 or "attn_v" in name:
             writer.add_tensor(name, tensor.float().numpy())
         else:
             blocks = random_blocks(tuple(tensor.shape), "Q4_0", random)
             writer.add_tensor(name, blocks, raw_dtype=GGMLQuantizationType.Q4_0)
-    finish(writer)
+    write_and_close(writer)
     pipeline = open_pipeline(tmp_path / "m.gguf", quantization_encoding=None)
     network: Any = pipeline.model.network  # type: ignore[attr-defined]
     weights = Weights.open(tmp_path / "m.gguf")
@@ -216,7 +216,7 @@ def test_q4_0_is_kept_unchanged(tmp_path: Path) -> None:
             assert torch.equal(unpacked[start : start + shape[0]], expected), slice_name
             start += shape[0]
     held_size, estimated = (
-        held_bytes(pipeline),
+        weight_bytes(pipeline),
         pipeline.model.estimate_weights_size(pipeline.model.pipeline_config),
     )
     assert 0.995 * held_size <= estimated <= 1.1 * held_size
@@ -241,14 +241,14 @@ def test_float_tensors_are_views_of_the_mapped_file(tmp_path: Path) -> None:
 def test_a_model_in_two_files_is_loaded(tmp_path: Path) -> None:
     checkpoint = write_family_checkpoint("qwen2", tmp_path)
     config = json.loads((checkpoint / "config.json").read_text())
-    tensors = converted(load_file(checkpoint / "model.safetensors"), config)
+    tensors = convert_tensors(load_file(checkpoint / "model.safetensors"), config)
     for number in (1, 2):
         writer = GGUFWriter(tmp_path / f"m-0000{number}-of-00002.gguf", "qwen2")
         if number == 1:
             add_config(writer, config)
         for name in list(tensors)[number - 1 :: 2]:
             writer.add_tensor(name, tensors[name].numpy())
-        finish(writer)
+        write_and_close(writer)
     logits = compute_logits(tmp_path / "m-00001-of-00002.gguf")
     torch.testing.assert_close(logits, compute_logits(checkpoint), atol=1e-4, rtol=0)
 
@@ -273,7 +273,7 @@ def test_text_of_a_gguf_file_equals_that_of_the_checkpoint(tmp_path: Path) -> No
 def test_errors_contain_tensor_names_of_the_file(tmp_path: Path) -> None:
     checkpoint = write_family_checkpoint("llama", tmp_path)
     config = json.loads((checkpoint / "config.json").read_text())
-    tensors = converted(load_file(checkpoint / "model.safetensors"), config)
+    tensors = convert_tensors(load_file(checkpoint / "model.safetensors"), config)
     writer = GGUFWriter(tmp_path / "m.gguf", "llama")
     add_config(writer, config)
     del tensors["blk.1.ffn_down.weight"]
@@ -281,7 +281,7 @@ def test_errors_contain_tensor_names_of_the_file(tmp_path: Path) -> None:
     tensors["blk.0.more.weight"] = torch.zeros(3)
     for name, tensor in tensors.items():
         writer.add_tensor(name, tensor.numpy())
-    finish(writer)
+    write_and_close(writer)
     with pytest.raises(WeightsError) as error:
         open_pipeline(tmp_path / "m.gguf")
     for part in (
@@ -297,7 +297,7 @@ def test_unsupported_block_types_are_refused(tmp_path: Path) -> None:
     writer.add_head_count(1)
     kind = GGMLQuantizationType.Q8_K
     writer.add_tensor("blk.0.ffn_up.weight", np.zeros((1, 292), np.uint8), raw_dtype=kind)
-    finish(writer)
+    write_and_close(writer)
     with pytest.raises(
         WeightsError,
         match=r"blk.0.ffn_up.weight has type Q8_K, which cannot be read: use one of F16, .* Q4_K",
@@ -307,6 +307,6 @@ def test_unsupported_block_types_are_refused(tmp_path: Path) -> None:
 
 def test_an_unknown_architecture_is_refused(tmp_path: Path) -> None:
     writer = GGUFWriter(tmp_path / "m.gguf", "lama")
-    finish(writer)
+    write_and_close(writer)
     with pytest.raises(UnknownArchitectureError, match=r"'lama' is not known .*did you mean llama\?"):
         Weights.open(tmp_path / "m.gguf")

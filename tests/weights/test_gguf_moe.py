@@ -14,8 +14,8 @@ import torch
 from gguf import GGUFWriter
 from safetensors.torch import load_file
 from support.checkpoints import DECODERS, write_checkpoint
-from support.gguf_files import finish
-from support.running import context_of, open_pipeline, random_tokens, step_logits
+from support.gguf_files import write_and_close
+from support.pipeline_steps import make_context, open_pipeline, random_tokens, step_logits
 from torch import Tensor
 
 from penstock.errors import WeightsError
@@ -175,7 +175,7 @@ def convert_to_gguf(checkpoint: Path, file: Path, **more: Any) -> Path:
         writer.add_uint32(f"{GGUF_ARCHITECTURES[family]}.{key}", value)
     for name, tensor in convert_tensors(load_file(checkpoint / "model.safetensors"), config).items():
         writer.add_tensor(name, tensor.float().contiguous().numpy())
-    finish(writer)
+    write_and_close(writer)
     return file
 
 
@@ -190,7 +190,7 @@ def test_logits_equal_those_of_the_checkpoint(family: str, tmp_path: Path) -> No
     checkpoint = write_family_checkpoint(family, tmp_path)
     file = convert_to_gguf(checkpoint, tmp_path / "m.gguf")
     tokens = random_tokens(40, 130, seed=2)
-    logits = [step_logits(open_pipeline(path), [context_of(tokens)])[0] for path in (checkpoint, file)]
+    logits = [step_logits(open_pipeline(path), [make_context(tokens)])[0] for path in (checkpoint, file)]
     torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
 
 

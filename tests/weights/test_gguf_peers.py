@@ -14,12 +14,12 @@ from gguf import GGMLQuantizationType
 from support.checkpoints import DECODERS
 from support.gguf_files import (
     ARCHITECTURES,
-    pieces_of,
+    read_sentencepiece,
     sentencepiece_metadata,
     tokenizer_metadata,
     write_gguf,
 )
-from support.running import context_of, open_pipeline, step_logits
+from support.pipeline_steps import make_context, open_pipeline, step_logits
 
 from penstock import LLM, SamplingParams
 from penstock.text.tokenizer_files import read_tokenizer_files
@@ -60,7 +60,7 @@ def compute_logits_with_llama_cpp(file: Path, tokens: list[int]) -> torch.Tensor
 
 def compute_our_logits(file: Path, tokens: list[int]) -> torch.Tensor:
     pipeline = open_pipeline(file, quantization_encoding="float32")
-    return step_logits(pipeline, [context_of(tokens, log_probabilities_echo=True)])[0]
+    return step_logits(pipeline, [make_context(tokens, log_probabilities_echo=True)])[0]
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
@@ -106,7 +106,9 @@ def test_tokens_equal_those_of_llama_cpp(name: str, tmp_path: Path, shared_data:
             json.loads(original.to_str()), {"gpt2": "gpt-2", "qwen3": "qwen2"}[name]
         )
     else:
-        metadata = sentencepiece_metadata(pieces_of(shared_data / "models" / name / "tokenizer.model"))
+        metadata = sentencepiece_metadata(
+            read_sentencepiece(shared_data / "models" / name / "tokenizer.model")
+        )
     file = write_gguf_file(tmp_path, metadata)
     ours, llama = read_tokenizer_files(file).tokenizer, open_with_llama_cpp(file, vocab_only=True)
     for text in TEXTS:
@@ -119,7 +121,7 @@ def test_tokens_equal_those_of_llama_cpp(name: str, tmp_path: Path, shared_data:
 @pytest.mark.parametrize("name", ["llama2xs", "stories260K"])
 def test_text_equals_that_of_llama_cpp(name: str, tmp_path: Path, shared_data: Path) -> None:
     checkpoint = shared_data / "models" / name
-    metadata = sentencepiece_metadata(pieces_of(checkpoint / "tokenizer.model"))
+    metadata = sentencepiece_metadata(read_sentencepiece(checkpoint / "tokenizer.model"))
     for kind in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
         file = write_gguf(checkpoint, tmp_path / "m.gguf", kind, metadata)
         with LLM(str(file), quantization_encoding="float32") as llm:

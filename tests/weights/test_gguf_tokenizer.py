@@ -9,7 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGUFWriter, TokenType
-from support.gguf_files import add_metadata, finish, pieces_of, sentencepiece_metadata, tokenizer_metadata
+from support.gguf_files import (
+    add_metadata,
+    read_sentencepiece,
+    sentencepiece_metadata,
+    tokenizer_metadata,
+    write_and_close,
+)
 from tokenizers import Tokenizer
 
 from penstock.errors import CheckpointError
@@ -48,7 +54,7 @@ def write_gguf_file(folder: Path, metadata: dict[str, Any]) -> Path:
     add_metadata(writer, metadata)
     count = len(metadata.get("tokenizer.ggml.tokens", [0]))
     writer.add_tensor("token_embd.weight", np.zeros((count, 32), np.float32))
-    finish(writer)
+    write_and_close(writer)
     return folder / "m.gguf"
 
 
@@ -91,7 +97,7 @@ def test_published_sentencepiece_models_equal_the_originals(
     tmp_path: Path, shared_data: Path, name: str
 ) -> None:
     folder = shared_data / "models" / name
-    file = write_gguf_file(tmp_path, sentencepiece_metadata(pieces_of(folder / "tokenizer.model")))
+    file = write_gguf_file(tmp_path, sentencepiece_metadata(read_sentencepiece(folder / "tokenizer.model")))
     ours = read_gguf_tokenizer(file)
     check_equal(ours.tokenizer, Tokenizer.from_file(str(folder / "tokenizer.json")))
     assert ours.special_tokens == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.running import context_of, open_pipeline, step_logits
+from support.pipeline_steps import make_context, open_pipeline, step_logits
 from support.tiny_llm import write_tiny_llm
 
 from penstock.weights import Weights
@@ -74,13 +74,13 @@ def test_a_checkpoint_with_prefixes_gives_equal_logits(tmp_path: Path, prefix: s
     file = checkpoint / "model.safetensors"
     tensors = {name: tensor for name, tensor in load_file(file).items() if name != "lm_head.weight"}
     save_file(tensors, file)
-    expected = step_logits(open_pipeline(checkpoint), [context_of([1, 2, 3])])[0]
+    expected = step_logits(open_pipeline(checkpoint), [make_context([1, 2, 3])])[0]
     if prefix == "no model.":
         tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
     else:
         tensors = {prefix + name: tensor for name, tensor in tensors.items()}
     save_file(tensors, file)
-    assert torch.equal(step_logits(open_pipeline(checkpoint), [context_of([1, 2, 3])])[0], expected)
+    assert torch.equal(step_logits(open_pipeline(checkpoint), [make_context([1, 2, 3])])[0], expected)
 
 
 def test_errors_contain_plain_and_stored_names(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import DECODERS, write_checkpoint
-from support.running import context_of, generate, open_pipeline, random_tokens, step_logits
+from support.pipeline_steps import make_context, open_pipeline, random_tokens, step_logits
 
 from penstock.engine import InferenceSession
 from penstock.kernels.cpu import available_isas
@@ -47,7 +47,7 @@ def num_reserved(pipeline: TextGenerationPipeline) -> int:
 
 
 def compute_logits(pipeline: TextGenerationPipeline, count: int) -> torch.Tensor:
-    context = context_of(random_tokens(count, 130, seed=count))
+    context = make_context(random_tokens(count, 130, seed=count))
     (rows,) = step_logits(pipeline, [context])
     pipeline.release(context)
     return rows
@@ -72,7 +72,7 @@ def test_tokens_equal_those_of_a_packed_model(llama: Path) -> None:
     prompts = [random_tokens(n, 130, seed=n) for n in (3, 50, 17)]
 
     def generate_tokens(pipeline: TextGenerationPipeline) -> list[list[int]]:
-        return generate(pipeline, [context_of(prompt, 12) for prompt in prompts])
+        return generate_tokens(pipeline, [make_context(prompt, 12) for prompt in prompts])
 
     packed = open_pipeline(llama, quantization_encoding="bfloat16")
     packed.pack_all_pending()
@@ -92,7 +92,7 @@ def test_weights_are_packed_one_by_one(llama: Path) -> None:
 
 def test_a_failed_step_counts_as_the_first_step(llama: Path) -> None:
     pipeline = open_pipeline(llama)
-    context = context_of([1, 2, 3])
+    context = make_context([1, 2, 3])
     context.tokens[1] = 1 << 40
     with pytest.raises(IndexError):
         step_logits(pipeline, [context])

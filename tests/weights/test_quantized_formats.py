@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import packed_checkpoints as packers
-from support.checkpoints import DECODERS, oracle, oracle_logits, write_checkpoint
-from support.networks import held_bytes, parts_of
+from support.checkpoints import DECODERS, load_in_transformers, transformers_logits, write_checkpoint
+from support.networks import modules_and_weights, weight_bytes
 from support.packed_checkpoints import Packer, write_packed_checkpoint
-from support.running import context_of, open_pipeline, random_tokens, step_logits
+from support.pipeline_steps import make_context, open_pipeline, random_tokens, step_logits
 
 from penstock.config import PipelineConfig
 from penstock.errors import ConfigError, WeightsError
@@ -162,7 +162,7 @@ def write_family_checkpoint(family: str, folder: Path, **changes: Any) -> Path:
 
 def compute_logits(checkpoint: Path, **config: Any) -> torch.Tensor:
     pipeline = open_pipeline(checkpoint, **({"quantization_encoding": None} | config))
-    return step_logits(pipeline, [context_of(TOKENS, log_probabilities_echo=True)])[0]
+    return step_logits(pipeline, [make_context(TOKENS, log_probabilities_echo=True)])[0]
 
 
 def compute_error(logits: torch.Tensor, expected: torch.Tensor) -> float:
@@ -224,7 +224,7 @@ def test_logits_are_close_to_those_of_the_float_weights(
     """Only the rounding of activations to 8 bits changes the logits."""
     packer, section, encoding = CASES[case]
     folder = write_packed_checkpoint(llama, tmp_path, packer, section, ignore=("1.mlp.up_proj",))
-    expected = oracle_logits(oracle(folder / "plain"), TOKENS)
+    expected = transformers_logits(load_in_transformers(folder / "plain"), TOKENS)
     assert compute_error(compute_logits(folder), expected) < 0.06
     assert compute_error(compute_logits(folder, quantization_encoding="float32"), expected) < 1e-4
     pipeline = open_pipeline(folder, quantization_encoding=None)
@@ -232,7 +232,7 @@ def test_logits_are_close_to_those_of_the_float_weights(
     assert model.pipeline_config.model.encoding == (encoding or "float32")
     linears = {
         part.name: layer
-        for layer in parts_of(model.network)
+        for layer in modules_and_weights(model.network)
         if isinstance(layer, PackedLinear)
         for part in layer.slices
     }
@@ -243,7 +243,7 @@ def test_logits_are_close_to_those_of_the_float_weights(
     assert linears["model.layers.1.mlp.up_proj"].encoding == floats
     assert ("13 quantized weights are dequantized to float32" in caplog.text) == (encoding is None)
     estimated = model.estimate_weights_size(model.pipeline_config)
-    assert 0.995 * held_bytes(pipeline) <= estimated <= 1.5 * held_bytes(pipeline)
+    assert 0.995 * weight_bytes(pipeline) <= estimated <= 1.5 * weight_bytes(pipeline)
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_quantized_models_of_other_families_compute_the_expected_logits(
     folder = write_packed_checkpoint(
         write_family_checkpoint(family, tmp_path / "floats"), tmp_path / "packed", packer, section
     )
-    expected = oracle_logits(oracle(folder / "plain"), TOKENS)
+    expected = transformers_logits(load_in_transformers(folder / "plain"), TOKENS)
     bfloat16_error = compute_error(
         compute_logits(folder / "plain", quantization_encoding="bfloat16"), expected
     )
@@ -284,11 +284,13 @@ def test_a_fused_layer_with_different_input_orders_is_widened(
     input_order, layer_order = packers.gptq(order="inputs"), packers.gptq(order="layer")
     packer = {"0.self_attn.v_proj": layer_order, "1.self_attn.k_proj": layer_order, "": input_order}
     folder = write_packed_checkpoint(llama, tmp_path, packer, section)
-    expected = oracle_logits(oracle(folder / "plain"), TOKENS)
+    expected = transformers_logits(load_in_transformers(folder / "plain"), TOKENS)
     assert compute_error(compute_logits(folder), expected) < 0.06
     model: Any = open_pipeline(folder, quantization_encoding=None).model
     linears = {
-        layer.slices[0].name: layer for layer in parts_of(model.network) if isinstance(layer, PackedLinear)
+        layer.slices[0].name: layer
+        for layer in modules_and_weights(model.network)
+        if isinstance(layer, PackedLinear)
     }
     assert linears["model.layers.0.self_attn.v_proj"].encoding == "uint4"
     assert linears["model.layers.0.self_attn.q_proj"].encoding == "uint4"
@@ -308,7 +310,7 @@ def test_a_layer_name_precedes_a_pattern_and_a_pattern_a_layer_type(llama: Path,
         for name in ("mlp.down_proj", "mlp.up_proj")
     }
     assert encodings == {"mlp.down_proj": "uint8", "mlp.up_proj": "uint4"}
-    expected = oracle_logits(oracle(tmp_path / "plain"), TOKENS)
+    expected = transformers_logits(load_in_transformers(tmp_path / "plain"), TOKENS)
     assert compute_error(compute_logits(tmp_path), expected) < 0.06
 
 
@@ -320,14 +322,19 @@ def test_a_fused_layer_with_different_encodings_is_widened(
     packer = {"k_proj": packers.compressed_codes(8), "": packers.compressed_codes()}
     folder = write_packed_checkpoint(llama, tmp_path, packer, section)
     model: Any = open_pipeline(folder, quantization_encoding=None).model
-    linears = [layer for layer in parts_of(model.network) if isinstance(layer, PackedLinear)]
+    linears = [layer for layer in modules_and_weights(model.network) if isinstance(layer, PackedLinear)]
     (fused,) = {layer.encoding for layer in linears if len(layer.slices) == 3}
     assert fused == "bfloat16"
     assert (
         "v_proj form one layer but are stored as uint4 and uint8: they are dequantized to bfloat16"
         in caplog.text
     )
-    assert compute_error(compute_logits(folder), oracle_logits(oracle(tmp_path / "plain"), TOKENS)) < 0.06
+    assert (
+        compute_error(
+            compute_logits(folder), transformers_logits(load_in_transformers(tmp_path / "plain"), TOKENS)
+        )
+        < 0.06
+    )
 
 
 def test_the_quantization_configuration_is_read_from_a_separate_file(llama: Path, tmp_path: Path) -> None:

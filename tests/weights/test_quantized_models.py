@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import save_file
 from support import packed_checkpoints as packers
 from support.adapters import peft_logits, write_adapter
-from support.checkpoints import DECODERS, oracle, oracle_logits, write_checkpoint
+from support.checkpoints import DECODERS, load_in_transformers, transformers_logits, write_checkpoint
 from support.gguf_files import write_random_blocks
-from support.networks import parts_of
+from support.networks import modules_and_weights
 from support.packed_checkpoints import write_packed_checkpoint
-from support.running import context_of, feed, open_pipeline, random_tokens, step_logits
+from support.pipeline_steps import append_token, make_context, open_pipeline, random_tokens, step_logits
 
 from penstock.assembly import check_checkpoint, pack_checkpoint
 from penstock.kernels import PackedLinear
@@ -77,7 +77,7 @@ def float_checkpoint_of(checkpoint: Path) -> Path:
 
 def compute_logits(checkpoint: Path, adapter: str | None = None, **config: Any) -> torch.Tensor:
     pipeline = open_pipeline(checkpoint, **({"quantization_encoding": None} | config))
-    return step_logits(pipeline, [context_of(TOKENS, adapter=adapter)])[0].float()
+    return step_logits(pipeline, [make_context(TOKENS, adapter=adapter)])[0].float()
 
 
 def test_adapter_logits_are_close_to_those_of_peft(checkpoint: Path, tmp_path: Path) -> None:
@@ -91,14 +91,16 @@ def test_adapter_logits_are_close_to_those_of_peft(checkpoint: Path, tmp_path: P
 def test_layers_keep_the_block_types_of_the_file(checkpoint: Path) -> None:
     """v_proj is a separate layer if its block type differs."""
     model: Any = open_pipeline(checkpoint, quantization_encoding=None).model
-    actual = {layer.encoding for layer in parts_of(model.network) if isinstance(layer, PackedLinear)}
+    actual = {
+        layer.encoding for layer in modules_and_weights(model.network) if isinstance(layer, PackedLinear)
+    }
     if not checkpoint.is_dir():
         assert actual == {"q4_k", "q5_k", "q6_k"}
     assert "bfloat16" not in actual - {model.pipeline_config.model.encoding}
 
 
 def test_logits_are_close_to_those_of_the_float_weights(checkpoint: Path) -> None:
-    expected = oracle_logits(oracle(float_checkpoint_of(checkpoint)), TOKENS)
+    expected = transformers_logits(load_in_transformers(float_checkpoint_of(checkpoint)), TOKENS)
     actual = compute_logits(checkpoint)
     assert float((actual - expected).norm() / expected.norm()) < 0.08
 
@@ -132,11 +134,11 @@ def test_compiled_steps_give_equal_logits(checkpoint: Path) -> None:
     for compiled in (False, True):
         pipeline = open_pipeline(checkpoint, quantization_encoding=None, enable_prefix_caching=False)
         pipeline.session.use_graphs = compiled
-        context, logits[compiled] = context_of(TOKENS), []
+        context, logits[compiled] = make_context(TOKENS), []
         for _ in range(8):
             (row,) = step_logits(pipeline, [context])
             logits[compiled].append(row)
-            feed(pipeline, context, int(row[-1].argmax()))
+            append_token(pipeline, context, int(row[-1].argmax()))
         status[compiled] = pipeline.session.graph_status
     assert status[True].startswith("compiled"), status
     assert not status[False].startswith("compiled")

@@ -8,7 +8,7 @@ import sys
 import msgspec
 import numpy as np
 import pytest
-from support.paged import text_context
+from support.kv_contexts import text_context
 
 from penstock import errors
 from penstock.errors import PenstockError, RequestFailedError

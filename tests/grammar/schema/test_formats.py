@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
-from support.byte_grammar import accepts, compiled, walk
-from support.random_draws import examples
+from support.byte_grammar import accepts, compile_grammar, generate_random_text
+from support.random_draws import num_examples
 
 from penstock.errors import InputError
 from penstock.grammar.schema import schema_ebnf
@@ -30,7 +30,7 @@ CASES: dict[str, tuple[list[str], list[str], list[str]]] = {
 
 @cache
 def compile_format(name: str, **keywords: int) -> Any:
-    return compiled(schema_ebnf({"type": "string", "format": name, **keywords}, compact=True))
+    return compile_grammar(schema_ebnf({"type": "string", "format": name, **keywords}, compact=True))
 
 
 def to_json(value: Any) -> str:
@@ -58,7 +58,7 @@ def test_valid_strings_are_accepted_and_invalid_ones_rejected(name: str) -> None
 @pytest.mark.parametrize("name", CASES)
 def test_enum_and_const_keep_only_values_with_the_format(name: str) -> None:
     generated, enum_only, invalid = CASES[name]
-    grammar = compiled(
+    grammar = compile_grammar(
         schema_ebnf({"format": name, "enum": [*invalid, *generated, *enum_only, 7]}, compact=True)
     )
     for value in [*generated, *enum_only, 7]:  # a format applies to strings only
@@ -76,7 +76,7 @@ def test_enum_and_const_keep_only_values_with_the_format(name: str) -> None:
 @given(seed=st.integers(0, 10_000), end_after=st.integers(0, 40))
 @settings(max_examples=40, deadline=None)
 def test_generated_strings_have_the_format(name: str, seed: int, end_after: int) -> None:
-    value = json.loads(walk(compile_format(name), seed, end_after))
+    value = json.loads(generate_random_text(compile_format(name), seed, end_after))
     assert has_format(name, value), value
     checker = Draft202012Validator.FORMAT_CHECKER
     # For the formats in this list, the checker is stricter than the standard.
@@ -144,14 +144,14 @@ def test_a_format_combines_with_length_and_pattern(
     keywords: dict[str, Any], accepted: list[str], rejected: list[str]
 ) -> None:
     schema = {"type": "string", **keywords}
-    grammar = compiled(schema_ebnf(schema, compact=True))
+    grammar = compile_grammar(schema_ebnf(schema, compact=True))
     for value in accepted:
         assert accepts(grammar, to_json(value)), value
     for value in rejected:
         assert not accepts(grammar, to_json(value)), value
     checker = Draft202012Validator.FORMAT_CHECKER
     for seed in range(8):
-        value = json.loads(walk(grammar, seed, 10 * (seed % 7)))
+        value = json.loads(generate_random_text(grammar, seed, 10 * (seed % 7)))
         Draft202012Validator(schema, format_checker=checker).validate(value)
         assert has_format(keywords.get("format", ""), value)
 
@@ -162,7 +162,7 @@ def test_a_format_combines_with_length_and_pattern(
     max_count=st.integers(0, 70) | st.none(),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=examples(12), deadline=None)
+@settings(max_examples=num_examples(12), deadline=None)
 def test_generated_strings_have_the_format_and_the_length(
     name: str, min_count: int, max_count: int | None, seed: int
 ) -> None:
@@ -170,10 +170,10 @@ def test_generated_strings_have_the_format_and_the_length(
     if max_count is not None:
         schema["maxLength"] = max_count
     try:
-        grammar = compiled(schema_ebnf(schema, compact=True))
+        grammar = compile_grammar(schema_ebnf(schema, compact=True))
     except InputError:
         return
-    value = json.loads(walk(grammar, seed, seed % 60))
+    value = json.loads(generate_random_text(grammar, seed, seed % 60))
     assert min_count <= len(value) <= (max_count if max_count is not None else len(value))
     assert has_format(name, value)
 
@@ -224,7 +224,7 @@ def test_combined_patterns_accept_texts_that_match_each_of_them(
     if max_count is not None:
         schema["maxLength"] = max_count
     try:
-        grammar = compiled(schema_ebnf(schema))
+        grammar = compile_grammar(schema_ebnf(schema))
     except InputError:
         grammar = None
     for text in texts:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.random_draws import examples
+from support.random_draws import num_examples
 from torch import Tensor
 
 from penstock.kernels import LazyWeight, encoding_named
@@ -93,7 +93,7 @@ NUMBERS = st.one_of(
 
 
 @pytest.mark.parametrize("encoding", [name for name in ENCODINGS if is_quantized(name)])
-@settings(max_examples=examples(20), deadline=None)
+@settings(max_examples=num_examples(20), deadline=None)
 @given(
     weight=st.integers(1, 40).flatmap(
         lambda n: st.lists(st.lists(NUMBERS, min_size=n, max_size=n), min_size=1, max_size=5)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.random_draws import examples
+from support.random_draws import num_examples
 from torch import Tensor
 
 from penstock.kernels import LayerKV
@@ -178,7 +178,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @pytest.mark.random
-@settings(max_examples=examples(8))
+@settings(max_examples=num_examples(8))
 @given(case=cases())
 def test_drawn(case: Case) -> None:
     check(case)
@@ -197,7 +197,7 @@ def test_the_comparison_can_fail() -> None:
 
 
 @pytest.mark.random
-@settings(max_examples=examples(6))
+@settings(max_examples=num_examples(6))
 @given(
     dim=st.sampled_from([16, 40, 64, 80, 96, 112, 128, 192, 256]),
     group=st.sampled_from([1, 2, 3, 5]),

@@ -15,7 +15,7 @@ import torch
 from support.checkpoints import DECODERS, write_checkpoint
 from support.float_activations import FloatActivations
 from support.interpreted_dots import use_exact_dots
-from support.running import context_of, generate, open_pipeline, random_tokens
+from support.pipeline_steps import generate_tokens, make_context, open_pipeline, random_tokens
 from torch import Tensor
 
 from penstock.kernels import (
@@ -466,7 +466,7 @@ def test_a_model_generates_the_text_of_the_reference(checkpoint: Path) -> None:
     for kernels in ("reference", "interpreted"):
         pipeline = open_pipeline(checkpoint, kernels=kernels, deterministic=True)
         assert pipeline.session.ops.name == ("cuda" if kernels == "interpreted" else "reference")
-        texts.append(generate(pipeline, [context_of(prompt, 2) for prompt in prompts]))
+        texts.append(generate_tokens(pipeline, [make_context(prompt, 2) for prompt in prompts]))
         if kernels == "interpreted":
             assert pipeline.session.ops.is_deterministic  # type: ignore[attr-defined]
     assert texts[0] == texts[1]

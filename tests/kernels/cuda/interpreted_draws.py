@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.float_activations import FloatActivations
-from support.random_draws import examples
+from support.random_draws import num_examples
 from torch import Tensor
 
 from penstock.kernels import PackedExperts, SamplingInputs
@@ -30,7 +30,7 @@ def agree(got: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(got.float(), expected.float(), rtol=tolerance, atol=tolerance)
 
 
-@settings(max_examples=examples(6))
+@settings(max_examples=num_examples(6))
 @given(
     encoding=st.sampled_from(["int8", "int5", "int4", "uint4", "uint8", "fp8", "bfloat16", "float32"]),
     rows=st.integers(1, 70),
@@ -60,7 +60,7 @@ def test_products(
     agree(ops.linear(x, packed), REFERENCE.linear(x, expected))
 
 
-@settings(max_examples=examples(4))
+@settings(max_examples=num_examples(4))
 @given(
     encoding=st.sampled_from(["int8", "int4", "bfloat16", "float32"]),
     rows=st.integers(1, 12),
@@ -91,7 +91,7 @@ def test_experts(
     agree(*results)
 
 
-@settings(max_examples=examples(6))
+@settings(max_examples=num_examples(6))
 @given(rows=st.integers(0, 9), width=st.integers(1, 400), heads=st.integers(1, 5), dtype=dtypes, seed=seeds)
 def test_rows(rows: int, width: int, heads: int, dtype: torch.dtype, seed: int) -> None:
     torch.manual_seed(seed)
@@ -116,7 +116,7 @@ def test_rows(rows: int, width: int, heads: int, dtype: torch.dtype, seed: int) 
         agree(got, expected)
 
 
-@settings(max_examples=examples(6))
+@settings(max_examples=num_examples(6))
 @given(
     rows=st.integers(1, 5),
     vocabulary=st.integers(2, 300),

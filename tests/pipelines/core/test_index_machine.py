@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from support.random_draws import examples
+from support.random_draws import num_examples
 
 from penstock.pipelines.core import (
     TextContext,
@@ -193,4 +193,4 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 TestIndexMachine = IndexMachine.TestCase
-TestIndexMachine.settings = settings(max_examples=examples(60), stateful_step_count=30)
+TestIndexMachine.settings = settings(max_examples=num_examples(60), stateful_step_count=30)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from support.random_draws import examples
+from support.random_draws import num_examples
 
 from penstock.pipelines.core import (
     InputContext,
@@ -164,4 +164,4 @@ class SpeechMachine(RuleBasedStateMachine):
 
 
 TestSpeechMachine = SpeechMachine.TestCase
-TestSpeechMachine.settings = settings(max_examples=examples(40), stateful_step_count=20)
+TestSpeechMachine.settings = settings(max_examples=num_examples(40), stateful_step_count=20)

@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 import pytest
+from support.app_client import app_client, make_services
 from support.engines import FakeEngine
-from support.serving import client_of, make_services
 
 from penstock.config import PipelineConfig
 from penstock.errors import UnknownModelError, WeightsError
@@ -37,13 +37,13 @@ def make_lora_services(lora: dict[str, Any] | None = None, **config: Any) -> Ser
 
 async def post(make_lora_services: Services, route: str, **kwargs: Any) -> httpx.Response:
     headers = kwargs.pop("headers", {})
-    async with client_of(make_lora_services) as client:
+    async with app_client(make_lora_services) as client:
         return await client.post(f"/v1/{route}_lora_adapter", json=kwargs, headers=headers)
 
 
 @pytest.mark.anyio
 async def test_an_adapter_is_loaded_listed_reloaded_and_unloaded() -> None:
-    async with client_of(make_lora_services()) as client:
+    async with app_client(make_lora_services()) as client:
         load = {"lora_name": "tone", "lora_path": "/adapters/one"}
         answer = await client.post("/v1/load_lora_adapter", json=load)
         assert (answer.status_code, answer.text) == (200, "The adapter 'tone' is loaded.")

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.chatting import Chatting, chatting
 from support.embedding_server import embedder_config, embedding_server
+from support.in_process_server import InProcessServer, run_in_process
 from support.tiny_embedder import write_tiny_embedder
 
 from penstock import LLM
@@ -19,7 +19,7 @@ from penstock.text.embeddings_tokenizer import EmbeddingsTokenizer
 TEXTS = ["the cat sat on the mat", "a big red car", "hello world"]
 
 
-async def request_embeddings(server: Chatting, **body: Any) -> Any:
+async def request_embeddings(server: InProcessServer, **body: Any) -> Any:
     """Send a request and return its response, which must be successful."""
     response = await server.http.post("/v1/embeddings", json=body)
     assert response.status_code == 200, response.text
@@ -176,11 +176,11 @@ async def test_long_inputs_are_refused_without_truncation(embedder: Path) -> Non
     async with embedding_server(embedder) as server:
         long = "cat " * 70  # 64 positions
         for value, name in ((long, "input"), (["a", long], "input[1]"), ([5] * 70, "input")):
-            error = await server.refusal("/v1/embeddings", model="tiny", input=value)
+            error = await server.expect_refusal("/v1/embeddings", model="tiny", input=value)
             assert (error["code"], error["param"]) == ("context_length_exceeded", name)
             assert error["message"].startswith(f"{name} has 7")
             assert "but the maximum length is 64 tokens: shorten it, or send truncate" in error["message"]
-        huge = await server.refusal("/v1/embeddings", model="tiny", input="cat " * 100_000)
+        huge = await server.expect_refusal("/v1/embeddings", model="tiny", input="cat " * 100_000)
         assert "has more than " in huge["message"]
         full = await request_embeddings(server, input="cat " * 62)
         assert full["usage"]["prompt_tokens"] == 64
@@ -192,7 +192,7 @@ async def test_long_inputs_are_refused_without_truncation(embedder: Path) -> Non
         assert short["usage"]["prompt_tokens"] == 12 + 3
         expected = vectors_of(await request_embeddings(server, input="cat " * 10))
         np.testing.assert_allclose(vectors_of(short)[:1], expected, atol=1e-6)
-        await server.refusal("/v1/embeddings", model="tiny", input=long, truncate="NONE")
+        await server.expect_refusal("/v1/embeddings", model="tiny", input=long, truncate="NONE")
 
 
 async def test_pooling_returns_all_requested_outputs(embedder: Path) -> None:
@@ -219,7 +219,7 @@ async def test_pooling_returns_all_requested_outputs(embedder: Path) -> None:
         ]
         np.testing.assert_allclose(rows, answer["data"][0]["multi_vector"], atol=1e-6)
         assert list((await request_pooling(input="a"))["data"][0]) == ["object", "index", "dense"]
-        error = await server.refusal("/pooling", model="tiny", input="a", outputs=["sparse"])
+        error = await server.expect_refusal("/pooling", model="tiny", input="a", outputs=["sparse"])
         assert error["message"] == (
             "the output sparse is not supported: this model computes dense, multi_vector"
         )
@@ -227,16 +227,16 @@ async def test_pooling_returns_all_requested_outputs(embedder: Path) -> None:
 
 async def test_routes_of_other_tasks_are_refused(classifier: Path) -> None:
     async with embedding_server(classifier) as server:
-        error = await server.refusal("/v1/embeddings", model="tiny", input="a")
+        error = await server.expect_refusal("/v1/embeddings", model="tiny", input="a")
         assert error["code"] == "unsupported_value"
         assert "this model computes scores: send the request to /v1/rerank" in error["message"]
         assert (
             await server.http.post("/v1/embeddings", json={"input": "a", "model": "x"})
         ).status_code == 404
     paths = "/v1/embeddings /pooling /v1/rerank /v2/rerank /rerank /v1/score /score /v1/classify /classify"
-    async with chatting() as server:
+    async with run_in_process() as server:
         for path in paths.split():
-            error = await server.refusal(path, input="a")
+            error = await server.expect_refusal(path, input="a")
             assert error["code"] == "unsupported_task"
             assert error["message"].startswith(f"{path} needs a model of the task embeddings-generation")
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from openai import AsyncOpenAI, BadRequestError
-from support.chatting import Chatting
 from support.embedding_server import embedding_server
-from support.vision_checkpoint import chat_with, file_of, picture, write_llava
+from support.in_process_server import InProcessServer
+from support.vision_checkpoint import encode_image_file, image_chat, random_picture, write_llava
 
 from penstock import LLM
 from penstock.pipelines.core import SamplingParams
@@ -24,14 +24,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @asynccontextmanager
-async def open_vision_server(folder: Path, **fields: Any) -> AsyncIterator[Chatting]:
+async def open_vision_server(folder: Path, **fields: Any) -> AsyncIterator[InProcessServer]:
     async with embedding_server(folder, kv_cache_block_size=16, max_batch_size=4, **fields) as server:
         yield server
         server.services.images.close()
 
 
 def make_image_url(seed: int) -> str:
-    return "data:image/png;base64," + base64.b64encode(file_of(picture(seed))).decode()
+    return "data:image/png;base64," + base64.b64encode(encode_image_file(random_picture(seed))).decode()
 
 
 def make_message(text: str, *urls: str, **more: Any) -> dict[str, Any]:
@@ -40,10 +40,12 @@ def make_message(text: str, *urls: str, **more: Any) -> dict[str, Any]:
 
 
 async def test_chat_completions_read_images(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "a.png").write_bytes(file_of(picture(1)))
+    (tmp_path / "a.png").write_bytes(encode_image_file(random_picture(1)))
     with LLM(folder, quantization_encoding="float32", max_batch_size=4) as llm:
         params = SamplingParams(max_new_tokens=8, top_k=1, ignore_eos=True)
-        expected = llm.chat(chat_with("What?", [picture(1), picture(2)]), params, use_tqdm=False)[0]
+        expected = llm.chat(
+            image_chat("What?", [random_picture(1), random_picture(2)]), params, use_tqdm=False
+        )[0]
     async with open_vision_server(folder, image_dir=str(tmp_path)) as server:
         client = AsyncOpenAI(
             base_url="http://localhost/v1", api_key="none", http_client=server.http, max_retries=0
@@ -77,7 +79,7 @@ async def test_chat_completions_read_images(folder: Path, tmp_path: Path) -> Non
         assert server.services.images._num_active == 0
 
 
-async def check_counts(server: Chatting, ids: list[int]) -> None:
+async def check_counts(server: InProcessServer, ids: list[int]) -> None:
     """Check that `/tokenize` and `/render` count the tokens of images."""
     body = {"model": "tiny", "messages": [make_message("What?", make_image_url(1), make_image_url(2))]}
     tokenized = (await server.http.post("/tokenize", json=body)).json()
@@ -87,8 +89,10 @@ async def check_counts(server: Chatting, ids: list[int]) -> None:
     assert rendered["prompt"].count("<image>") == 32
 
 
-async def check_errors(server: Chatting, client: AsyncOpenAI) -> None:
-    truncated_image = "data:image/png;base64," + base64.b64encode(file_of(picture(1))[:100]).decode()
+async def check_errors(server: InProcessServer, client: AsyncOpenAI) -> None:
+    truncated_image = (
+        "data:image/png;base64," + base64.b64encode(encode_image_file(random_picture(1))[:100]).decode()
+    )
     cases: list[tuple[dict[str, Any], str]] = [
         (make_message("?", truncated_image), "the image cannot be decoded"),
         (
@@ -118,7 +122,7 @@ async def test_the_ollama_route_reads_images(folder: Path) -> None:
         expected = (await server.http.post("/v1/chat/completions", json=body)).json()
         texts = []
         for seed in (1, 2):
-            image = base64.b64encode(file_of(picture(seed))).decode()
+            image = base64.b64encode(encode_image_file(random_picture(seed))).decode()
             ollama_message = {"role": "user", "content": "What?", "images": [image]}
             options = {"num_predict": 8, "temperature": 0}
             body = {"model": "tiny", "messages": [ollama_message], "stream": False, "options": options}

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from support.chatting import THINKING, chatting
+from support.in_process_server import THINKING, run_in_process
 from support.live_server import live_server
 
 from penstock.testing import FakePipeline
@@ -299,7 +299,7 @@ def test_deferred_tools_are_in_the_prompt(url: str) -> None:
 
 
 async def test_each_header_with_an_api_key_is_accepted() -> None:
-    async with chatting(FakePipeline.saying("Hello!"), api_key=("k1",)) as server:
+    async with run_in_process(FakePipeline.saying("Hello!"), api_key=("k1",)) as server:
         body = {"model": "demo", "max_tokens": 5, "messages": make_user_message("x")}
         refused = await server.http.post("/v1/messages", json=body)
         assert refused.json()["error"]["type"] == "authentication_error"

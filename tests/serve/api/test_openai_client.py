@@ -14,8 +14,8 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 from pydantic import BaseModel
-from support.asgi import eventually
-from support.chatting import Chatting, chatting
+from support.asgi import wait_until
+from support.in_process_server import InProcessServer, run_in_process
 
 from penstock.assembly import load_runtime, load_tokenizer
 from penstock.config import PipelineConfig
@@ -33,10 +33,10 @@ WEATHER: Any = {
 
 
 @asynccontextmanager
-async def serve_demo() -> AsyncIterator[tuple[AsyncOpenAI, Chatting]]:
+async def serve_demo() -> AsyncIterator[tuple[AsyncOpenAI, InProcessServer]]:
     """Serve the embedded model over HTTP."""
     tokenizer = load_tokenizer(CONFIG)
-    async with chatting(
+    async with run_in_process(
         work=partial(load_runtime, CONFIG), tokenizer=tokenizer, pipeline_config=CONFIG
     ) as server:
         tokenizer.max_length = server.services.worker.info.max_length
@@ -202,7 +202,7 @@ async def check_responses(client: AsyncOpenAI) -> None:
     assert forced_call.output[0].type == "custom_tool_call"
 
 
-async def check_ollama(server: Chatting) -> None:
+async def check_ollama(server: InProcessServer) -> None:
     schema = {"type": "object", "properties": {"n": {"enum": [1]}}, "required": ["n"]}
     fields: Any = {"messages": [{"role": "user", "content": "Hi"}], "format": schema, "stream": False}
     answer = await server.post("/api/chat", **fields, options={"num_predict": 60})
@@ -297,22 +297,22 @@ async def close_stream_early(stream: openai.AsyncStream[Any]) -> None:
             pass
 
 
-async def check_disconnect(client: AsyncOpenAI, server: Chatting) -> None:
+async def check_disconnect(client: AsyncOpenAI, server: InProcessServer) -> None:
     stream = await client.completions.create(
         model="demo", prompt="Once", max_tokens=800, stream=True, extra_body={"ignore_eos": True}
     )
     async for _ in stream:
         break
     await close_stream_early(stream)
-    await eventually(lambda: server.services.worker.num_outstanding == 0)
+    await wait_until(lambda: server.services.worker.num_outstanding == 0)
     with pytest.raises(openai.APITimeoutError):
         await client.completions.create(
             model="demo", prompt="Once", max_tokens=1000, n=8, extra_body={"ignore_eos": True}, timeout=0.1
         )
-    await eventually(lambda: server.services.worker.num_outstanding == 0)
+    await wait_until(lambda: server.services.worker.num_outstanding == 0)
 
 
-async def check_concurrent_requests(client: AsyncOpenAI, server: Chatting) -> None:
+async def check_concurrent_requests(client: AsyncOpenAI, server: InProcessServer) -> None:
     async def complete(index: int) -> str:
         stream = await client.chat.completions.create(
             model="demo",
@@ -331,6 +331,6 @@ async def check_concurrent_requests(client: AsyncOpenAI, server: Chatting) -> No
 
     texts = await asyncio.gather(*(complete(index) for index in range(24)))
     assert all(texts)
-    await eventually(lambda: server.services.worker.num_outstanding == 0)
+    await wait_until(lambda: server.services.worker.num_outstanding == 0)
     stats = server.services.worker.stats
     assert stats.num_used_blocks == 0 or stats.num_running == 0

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.chatting import Chatting
 from support.embedding_server import embedder_config, embedding_server
+from support.in_process_server import InProcessServer
 
 from penstock import LLM
 
@@ -16,7 +16,7 @@ QUERY = "a red car"
 TEXTS = ["the cat sat on the mat", "a big red car", "hello world", "the dog ran"]
 
 
-async def post_ok(server: Chatting, path: str, **body: Any) -> Any:
+async def post_ok(server: InProcessServer, path: str, **body: Any) -> Any:
     """Send a request and return its response, which must be successful."""
     response = await server.http.post(path, json=body)
     assert response.status_code == 200, response.text
@@ -75,7 +75,7 @@ async def test_raw_scores_of_a_cross_encoder_are_logits(cross_encoder: Path) -> 
 async def test_long_documents_are_truncated_or_refused(cross_encoder: Path) -> None:
     async with embedding_server(cross_encoder) as server:
         documents = ["hello world", "cat " * 80]
-        error = await server.refusal("/v1/rerank", model="tiny", query="a cat", documents=documents)
+        error = await server.expect_refusal("/v1/rerank", model="tiny", query="a cat", documents=documents)
         assert (error["param"], error["code"]) == ("documents[1]", "context_length_exceeded")
         assert error["message"].startswith("documents[1] has 85 tokens, but the maximum length is 64")
         truncated = await post_ok(server, "/v1/rerank", query="a cat", documents=documents, truncate=True)
@@ -112,7 +112,7 @@ async def test_invalid_fields_are_refused(
     embedder: Path, path: str, body: dict[str, Any], param: Any, message: str
 ) -> None:
     async with embedding_server(embedder, max_inputs_per_request=5) as server:
-        error = await server.refusal(path, model="tiny", **body)
+        error = await server.expect_refusal(path, model="tiny", **body)
         assert error["param"] == param
         assert message in error["message"]
 
@@ -130,7 +130,7 @@ async def test_classify_equals_the_library(classifier: Path) -> None:
         ids = server.services.tokenizer.encode_text(TEXTS[1]).tolist()
         [same] = (await post_ok(server, "/v1/classify", input=ids, activation=False))["data"]
         assert same == alone
-        error = await server.refusal("/v1/rerank", model="tiny", query="a", documents=["b"])
+        error = await server.expect_refusal("/v1/rerank", model="tiny", query="a", documents=["b"])
         assert "the model has 3 labels: a cross-encoder has one" in error["message"]
         [raw] = (await post_ok(server, "/pooling", input=TEXTS[1], activation=False))["data"]
         np.testing.assert_allclose(raw["scores"], alone["probs"], atol=1e-6)

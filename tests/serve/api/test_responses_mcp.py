@@ -10,7 +10,7 @@ from typing import Any
 
 import openai
 import pytest
-from support.chatting import HERMES, Chatting, chatting, events_of
+from support.in_process_server import HERMES, InProcessServer, parse_events, run_in_process
 from support.tool_servers import ServedTools, broken_server, tool_server
 
 from penstock.testing import FakePipeline
@@ -53,7 +53,7 @@ def _reset_tools(tools: ServedTools) -> None:
 
 def run_server(tools: ServedTools, *turns: str, **config: Any) -> Any:
     """Run a server with the tool server ``calc`` and a scripted model."""
-    return chatting(make_scripted_model(*turns), mcp_server=(f"calc={tools.url}",), **config)
+    return run_in_process(make_scripted_model(*turns), mcp_server=(f"calc={tools.url}",), **config)
 
 
 def item_types(response: Any) -> list[str]:
@@ -61,7 +61,7 @@ def item_types(response: Any) -> list[str]:
     return [item.type for item in response.output]
 
 
-async def create(server: Chatting, text: Any = "Add", **more: Any) -> Any:
+async def create(server: InProcessServer, text: Any = "Add", **more: Any) -> Any:
     """Create a response to a text."""
     return await server.openai.responses.create(model="demo", input=text, **more)
 
@@ -102,7 +102,7 @@ async def test_a_tool_is_called_and_its_output_is_used(
 async def test_stream_events_have_the_documented_order(tools: ServedTools) -> None:
     async with run_server(tools, call("add", a=2, b=3), "5") as server:
         http_response = await server.post("/v1/responses", input="Add", stream=True, tools=[CALC])
-        events = events_of(http_response.text)
+        events = parse_events(http_response.text)
         names = [event["type"].removeprefix("response.") for event in events]
         num_deltas = names.count("mcp_call_arguments.delta")
         assert num_deltas >= 1
@@ -142,7 +142,7 @@ async def test_calls_of_one_turn_run_concurrently(tools: ServedTools) -> None:
 
 
 @contextmanager
-def record_prompts(server: Chatting) -> Iterator[list[str]]:
+def record_prompts(server: InProcessServer) -> Iterator[list[str]]:
     """Yield a list that receives the prompts of the model."""
     prompts: list[str] = []
     original = server.services.worker.submit
@@ -216,7 +216,7 @@ async def test_an_approved_call_is_executed(tools: ServedTools, stream: bool) ->
         fields: Any = {"tools": [entry], "previous_response_id": pending.id}
         if stream:
             http_response = await server.post("/v1/responses", input=[reply], stream=True, **fields)
-            response = events_of(http_response.text)[-1]["response"]
+            response = parse_events(http_response.text)[-1]["response"]
         else:
             response = (await create(server, [reply], **fields)).to_dict()
         call_item, last = response["output"]
@@ -286,13 +286,13 @@ async def test_tool_choice_selects_the_tools(tools: ServedTools) -> None:
     async with run_server(tools, "Hi") as server:
         none = await create(server, tool_choice="none")
         assert item_types(none) == ["message"]
-        refused = await server.refusal(
+        refused = await server.expect_refusal(
             "/v1/responses",
             input="Hi",
             tool_choice={"type": "mcp", "server_label": "calc", "name": "multiply"},
         )
         assert refused["param"] == "tool_choice.name"
-        refused = await server.refusal(
+        refused = await server.expect_refusal(
             "/v1/responses", input="Hi", tool_choice={"type": "mcp", "server_label": "other"}
         )
         assert refused["param"] == "tool_choice.server_label"
@@ -328,7 +328,7 @@ async def test_the_number_of_turns_is_limited(tools: ServedTools) -> None:
         return call("add", a=1, b=1) if "<tools>" in prompt else "I stop."
 
     model = FakePipeline.answering(answer)
-    async with chatting(model, mcp_server=(f"calc={tools.url}",), mcp_max_turns=3) as server:
+    async with run_in_process(model, mcp_server=(f"calc={tools.url}",), mcp_max_turns=3) as server:
         response = await create(server)
         assert item_types(response) == ["mcp_list_tools", *["mcp_call"] * 3, "message"]
         assert (response.output_text, response.status) == ("I stop.", "completed")
@@ -380,10 +380,10 @@ async def test_arguments_that_are_not_an_object_fail_the_call(tools: ServedTools
 async def test_an_unreachable_tool_server_is_reported_in_the_output(stream: bool) -> None:
     model = FakePipeline.saying("Hello!")
     with broken_server() as url:
-        async with chatting(model, mcp_server=("a=http://127.0.0.1:9/mcp", f"b={url}")) as server:
+        async with run_in_process(model, mcp_server=("a=http://127.0.0.1:9/mcp", f"b={url}")) as server:
             if stream:
                 http_response = await server.post("/v1/responses", input="Hi", stream=True)
-                events = events_of(http_response.text)
+                events = parse_events(http_response.text)
                 assert [event["type"] for event in events].count("response.mcp_list_tools.failed") == 2
                 response = openai.types.responses.Response.model_validate(events[-1]["response"])
             else:
@@ -398,7 +398,7 @@ async def test_a_call_above_the_time_limit_fails(tools: ServedTools) -> None:
     async with run_server(tools, call("slow"), "Done.", mcp_timeout=0.4, stream_ping=0.1) as server:
         http_response = await server.post("/v1/responses", input="Hi", stream=True)
         assert ": ping" in http_response.text
-        response = events_of(http_response.text)[-1]["response"]
+        response = parse_events(http_response.text)[-1]["response"]
         assert response["output"][1]["error"]["code"] == 504
         assert response["output"][2]["content"][0]["text"] == "Done."
 
@@ -439,18 +439,20 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 async def test_invalid_values_are_refused_with_the_field(tools: ServedTools) -> None:
-    async with run_server(tools, "Hi") as server, chatting() as other_server:
+    async with run_server(tools, "Hi") as server, run_in_process() as other_server:
         for entry, param in REFUSED:
             body = {"input": "Hi", "tools": [{"type": "mcp", **entry}]}
-            assert (await server.refusal("/v1/responses", **body))["param"] == param
-            assert (await other_server.refusal("/v1/responses", **body))["param"].startswith("tools[0].")
+            assert (await server.expect_refusal("/v1/responses", **body))["param"] == param
+            assert (await other_server.expect_refusal("/v1/responses", **body))["param"].startswith(
+                "tools[0]."
+            )
 
 
 async def test_the_url_of_a_configured_server_is_accepted(tools: ServedTools) -> None:
     async with run_server(tools, "Hi") as server:
         response = await create(server, tools=[{**CALC, "server_label": "mine", "server_url": tools.url}])
         assert response.output[0].server_label == "mine"
-        duplicate_error = await server.refusal("/v1/responses", input="Hi", tools=[CALC, CALC])
+        duplicate_error = await server.expect_refusal("/v1/responses", input="Hi", tools=[CALC, CALC])
         assert duplicate_error["param"] == "tools[1].server_label"
 
 

@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.chatting import Chatting, chatting, events_of, user
+from support.in_process_server import InProcessServer, parse_events, run_in_process, user_message
 
 import penstock
 from penstock.assembly import load_runtime, load_tokenizer
 from penstock.config import PipelineConfig
 
 DEMO = Path(penstock.__file__).parent / "demo"
-STORY = [user("Tell me a story about a dragon. Tell me a story about a dragon.")]
+STORY = [user_message("Tell me a story about a dragon. Tell me a story about a dragon.")]
 
 
 @asynccontextmanager
-async def serve_demo(**fields: Any) -> AsyncIterator[Chatting]:
+async def serve_demo(**fields: Any) -> AsyncIterator[InProcessServer]:
     config = PipelineConfig.from_flat(
         {
             "model_path": "demo",
@@ -34,12 +34,12 @@ async def serve_demo(**fields: Any) -> AsyncIterator[Chatting]:
     )
     tokenizer = load_tokenizer(config)
     work = partial(load_runtime, config)
-    async with chatting(work=work, tokenizer=tokenizer, pipeline_config=config) as server:
+    async with run_in_process(work=work, tokenizer=tokenizer, pipeline_config=config) as server:
         tokenizer.max_length = server.services.worker.info.max_length
         yield server
 
 
-async def complete_text(server: Chatting, **body: Any) -> str:
+async def complete_text(server: InProcessServer, **body: Any) -> str:
     response = await server.post(
         "/v1/chat/completions", **{"messages": STORY, "seed": 1, "temperature": 0, "max_tokens": 40, **body}
     )
@@ -93,7 +93,7 @@ async def test_requests_with_adapters_run_in_one_batch(adapters: list[Path]) -> 
         assert await list_models() == ["demo", "first"]
         unloaded = await server.post("/v1/chat/completions", model="second", messages=STORY)
         assert (unloaded.status_code, unloaded.json()["error"]["code"]) == (404, "model_not_found")
-        chunks = events_of((await running).text)
+        chunks = parse_events((await running).text)
         assert chunks[-1] == "[DONE]"
         text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks[:-1])
         assert text == expected

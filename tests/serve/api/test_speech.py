@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 from openai import OpenAI
-from support.asgi import Exchange, eventually
-from support.chatting import Chatting, chatting, events_of
+from support.asgi import Exchange, wait_until
+from support.in_process_server import InProcessServer, parse_events, run_in_process
 from support.live_server import live_server
-from support.tiny_speech import RATE, catalog, write_tiny_speech
+from support.tiny_speech import RATE, fake_codec_catalog, write_tiny_speech
 
 from penstock import LLM
 from penstock.assembly import load_runtime, load_tokenizer
@@ -37,17 +37,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_options(folder: Path, **fields: Any) -> dict[str, Any]:
-    """Return the options of `chatting` for a speech model."""
+    """Return the options of `run_in_process` for a speech model."""
     values = {"model_path": str(folder), "served_model_name": "tiny", "kv_cache_memory": 4 << 20}
     config = PipelineConfig.from_flat({**values, "voice": ("zoe=1,2,3",), **fields})
-    tokenizer = load_tokenizer(config, catalog())
-    work = partial(load_runtime, config, catalog())
+    tokenizer = load_tokenizer(config, fake_codec_catalog())
+    work = partial(load_runtime, config, fake_codec_catalog())
     return {"work": work, "tokenizer": tokenizer, "pipeline_config": config}
 
 
 @asynccontextmanager
-async def open_speech_server(folder: Path, **fields: Any) -> AsyncIterator[Chatting]:
-    async with chatting(**make_options(folder, **fields)) as server:
+async def open_speech_server(folder: Path, **fields: Any) -> AsyncIterator[InProcessServer]:
+    async with run_in_process(**make_options(folder, **fields)) as server:
         server.services.tokenizer.max_length = server.services.worker.info.max_length
         yield server
 
@@ -56,7 +56,7 @@ async def open_speech_server(folder: Path, **fields: Any) -> AsyncIterator[Chatt
 def expected(folder: Path) -> Iterator[Any]:
     """Return a function that returns the PCM bytes of `LLM.speak`."""
     config = PipelineConfig.from_flat({"model_path": str(folder), "kv_cache_memory": 4 << 20})
-    with LLM.from_config(config, catalog=catalog()) as llm:
+    with LLM.from_config(config, catalog=fake_codec_catalog()) as llm:
 
         def speak(text: str, **options: Any) -> bytes:
             params = SamplingParams(seed=3, temperature=1.0, top_k=50, top_p=1, max_new_tokens=60)
@@ -65,7 +65,7 @@ def expected(folder: Path) -> Iterator[Any]:
         yield speak
 
 
-async def synthesize(server: Chatting, **body: Any) -> bytes:
+async def synthesize(server: InProcessServer, **body: Any) -> bytes:
     response = await server.http.post(ROUTE, json={"input": "Hello.", **SAMPLING, **body})
     assert response.status_code == 200, response.text
     return response.content
@@ -109,7 +109,7 @@ async def test_audio_is_streamed_as_events(folder: Path, expected: Any) -> None:
         body = {"input": LONG, "response_format": "pcm", "stream_format": "sse", **SAMPLING}
         response = await server.http.post(ROUTE, json=body)
         assert response.headers["content-type"].startswith("text/event-stream")
-        *deltas, done = events_of(response.text)
+        *deltas, done = parse_events(response.text)
         assert {delta["type"] for delta in deltas} == {"speech.audio.delta"}
         assert deltas  # a busy machine sends chunks that are ready at the same time as one event
         assert b"".join(base64.b64decode(delta["audio"]) for delta in deltas) == expected(LONG)
@@ -159,10 +159,10 @@ _SERVERS: dict[Path, Any] = {}
 
 
 @asynccontextmanager
-async def _open_shared_server(folder: Path) -> AsyncIterator[Chatting]:
+async def _open_shared_server(folder: Path) -> AsyncIterator[InProcessServer]:
     """Yield a server whose model is not loaded. Errors need no step of a worker."""
     options = _SERVERS.setdefault(folder, make_options(folder))
-    async with chatting(**options) as server:
+    async with run_in_process(**options) as server:
         yield server
 
 
@@ -186,7 +186,7 @@ async def test_a_missing_audio_library_is_reported(folder: Path, monkeypatch: py
 
 
 async def test_a_text_model_refuses_speech() -> None:
-    async with chatting() as server:
+    async with run_in_process() as server:
         response = await server.http.post(ROUTE, json={"input": "a"})
         assert response.status_code == 400
         assert "audio-generation" in response.json()["error"]["message"]
@@ -195,7 +195,9 @@ async def test_a_text_model_refuses_speech() -> None:
 
 async def test_a_speech_model_refuses_chats(folder: Path) -> None:
     async with _open_shared_server(folder) as server:
-        error = await server.refusal("/v1/chat/completions", messages=[{"role": "user", "content": "a"}])
+        error = await server.expect_refusal(
+            "/v1/chat/completions", messages=[{"role": "user", "content": "a"}]
+        )
         assert "text-generation" in error["message"]
 
 
@@ -218,13 +220,13 @@ async def test_disconnects_do_not_change_other_speech_streams(folder: Path, expe
         body = {"response_format": "pcm", **SAMPLING}
         streams = [Exchange(app, ROUTE, {"input": text, **body}) for text in texts]
         for stream in streams[::2]:
-            stream.leave()
-        await asyncio.gather(*(stream.ended() for stream in streams))
+            stream.disconnect()
+        await asyncio.gather(*(stream.wait_until_ended() for stream in streams))
         for text, stream in zip(texts[1::2], streams[1::2], strict=True):
             assert stream.status == 200
             assert stream.body == expected(text)
-        await eventually(lambda: server.services.worker.num_outstanding == 0)
-        await eventually(lambda: server.services.worker.stats.num_used_blocks == 0)
+        await wait_until(lambda: server.services.worker.num_outstanding == 0)
+        await wait_until(lambda: server.services.worker.stats.num_used_blocks == 0)
 
 
 async def test_a_disconnect_cancels_the_remaining_parts(folder: Path) -> None:
@@ -233,11 +235,11 @@ async def test_a_disconnect_cancels_the_remaining_parts(folder: Path) -> None:
         body = {"input": LONG * 4, "response_format": "pcm", **SAMPLING}
         stream = Exchange(app, ROUTE, body)
         stream.may_send.clear()
-        await eventually(lambda: server.services.worker.num_outstanding > 0)
-        stream.leave()
+        await wait_until(lambda: server.services.worker.num_outstanding > 0)
+        stream.disconnect()
         stream.may_send.set()
-        await stream.ended()
-        await eventually(lambda: server.services.worker.num_outstanding == 0)
+        await stream.wait_until_ended()
+        await wait_until(lambda: server.services.worker.num_outstanding == 0)
 
 
 async def test_speech_metrics_are_counted(folder: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.serving import client_of, make_services
+from support.app_client import app_client, make_services
 
 from penstock.serve.http.auth import ApiKeys
 from penstock.serve.http.problems import RequestProblem
@@ -54,7 +54,7 @@ def test_without_keys_every_client_is_accepted() -> None:
 
 
 async def test_the_server_requires_a_key() -> None:
-    async with client_of(make_services(api_key=KEYS)) as client:
+    async with app_client(make_services(api_key=KEYS)) as client:
         without_key = await client.get("/v1/models")
         invalid = await client.get("/v1/models", headers={"authorization": "Bearer x"})
         unknown_route = await client.post("/v1/nothing", content=b"x")

@@ -14,7 +14,7 @@ LENGTH = 120
 
 async def test_disconnects_do_not_change_other_streams(server: ServerProcess) -> None:
     alone = server.complete(temperature=0)["choices"]
-    before = server.until_idle()
+    before = server.wait_until_idle()
     draw = random.Random(5)
     behaviours = [*("stay" for _ in range(20)), *("early", "unsent", "half", "abort", "close") * 36]
     draw.shuffle(behaviours)
@@ -30,7 +30,7 @@ async def test_disconnects_do_not_change_other_streams(server: ServerProcess) ->
     ]
     assert counts_to_the_end == [LENGTH] * 20
 
-    metrics = server.until_idle()
+    metrics = server.wait_until_idle()
     assert metrics["penstock_kv_blocks_cached"] <= metrics["penstock_kv_blocks"]
     assert metrics["penstock_worker_restarts_total"] == before["penstock_worker_restarts_total"]
     disconnected = num_disconnected(metrics) - num_disconnected(before)
@@ -96,7 +96,7 @@ async def read_usage(stream: RawExchange) -> int:
 
 
 async def test_a_disconnect_ends_the_generation_of_a_complete_response(server: ServerProcess) -> None:
-    before = server.until_idle()
+    before = server.wait_until_idle()
 
     async def client(index: int) -> None:
         body = {"model": "demo", "prompt": f"{index}", "max_tokens": 400, "ignore_eos": True, "n": 2}
@@ -105,7 +105,7 @@ async def test_a_disconnect_ends_the_generation_of_a_complete_response(server: S
             exchange.abort()
 
     await asyncio.gather(*map(client, range(40)))
-    after = server.until_idle()
+    after = server.wait_until_idle()
     generated = "penstock_generated_tokens_total"
     assert after[generated] - before[generated] < 40 * 2 * 400 / 2
     assert server.complete()["usage"]["completion_tokens"] == 5

@@ -51,9 +51,9 @@ async def test_each_killed_rank_gives_clean_errors_and_a_new_group(tmp_path: Pat
             assert outcomes.count("error event") >= 1
             assert set(outcomes) <= {"error event", "503", "answered"}
             await until_ended(*group)
-            await asyncio.to_thread(server.until_status, "/ready", 200)
+            await asyncio.to_thread(server.wait_for_status, "/ready", 200)
             assert server.complete(temperature=0)["choices"] == expected
-            metrics = await asyncio.to_thread(server.until_idle)
+            metrics = await asyncio.to_thread(server.wait_until_idle)
             assert metrics["penstock_worker_restarts_total"] == round_number
         worker = server.worker
         assert worker is not None

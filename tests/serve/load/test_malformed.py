@@ -199,7 +199,7 @@ def bodies_with_invalid_fields(share: int) -> Iterator[tuple[str, Any]]:
 def _check_server_afterwards(server: ServerProcess) -> Iterator[None]:
     before = server.metrics()
     yield
-    after = server.until_idle()
+    after = server.wait_until_idle()
     assert after["penstock_worker_restarts_total"] == before["penstock_worker_restarts_total"]
     assert not [name for name in after if 'status="5' in name and after[name] > before.get(name, 0)]
     assert server.complete()["usage"]["completion_tokens"] == 5

@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
+from support.app_client import make_services
 from support.engines import FakeEngine
-from support.serving import make_services
 
 from penstock.config import PipelineConfig
 from penstock.errors import CheckpointNotFoundError, ConfigError

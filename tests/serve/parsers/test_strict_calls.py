@@ -11,7 +11,7 @@ import jsonschema
 import numpy as np
 import pytest
 import torch
-from support.call_formats import BARE, RENDERERS, VALUE_ENDS, Call, calls_of, parse
+from support.call_formats import FORMATS_WITHOUT_MARKER, RENDERERS, VALUE_ENDS, Call, collect_calls, parse
 
 from penstock.errors import UnsupportedFeatureError, UnsupportedSchemaError
 from penstock.grammar.schema import grammar_source
@@ -133,7 +133,7 @@ def test_calls_in_free_text_must_match_the_schema(name: str) -> None:
     reasoning = "harmony" if name == "harmony" else "none"
     grammar = make_strict_grammar(name, reasoning)
     final = "<|channel|>final<|message|>" if name == "harmony" else ""
-    before = "" if name in BARE else "Well.\n"
+    before = "" if name in FORMATS_WITHOUT_MARKER else "Well.\n"
     if name == "harmony":
         before = "<|channel|>analysis<|message|>Well.<|end|><|start|>assistant"
     valid_call = Call("search", {"text": "a b", "count": 3})
@@ -150,7 +150,7 @@ def test_calls_in_free_text_must_match_the_schema(name: str) -> None:
         )
     assert not accepts(grammar, before + render_calls(name, Call("other", {"a": 1})))
     parser = ParserFactory.choose(None, name, reasoning).new(tools=TOOLS)
-    assert calls_of(
+    assert collect_calls(
         [
             event
             for event in parse(parser, before + render_calls(name, valid_call))
@@ -176,7 +176,7 @@ def test_forced_output_parses_as_valid_arguments(name: str, seed: int) -> None:
     grammar = parsers.grammar(tools, {"type": "function", "function": {"name": "rich"}})
     assert grammar is not None
     text = walk(compile_grammar(grammar), seed, VALUE_ENDS.get(name, ""))
-    [call] = calls_of(parse(parsers.new(tools=tools), text))
+    [call] = collect_calls(parse(parsers.new(tools=tools), text))
     assert call.name == "rich"
     jsonschema.validate(call.arguments, RICH)
 
@@ -297,7 +297,9 @@ def test_a_strict_call_is_enforced_without_its_outer_marker(name: str) -> None:
     assert inner in text
     assert accepts(grammar, text)
     assert not accepts(grammar, text.replace("3", '"3"'))
-    assert calls_of(parse(ParserFactory.choose(None, name, "none").new(tools=TOOLS), text)[1:]) == [SEARCH]
+    assert collect_calls(parse(ParserFactory.choose(None, name, "none").new(tools=TOOLS), text)[1:]) == [
+        SEARCH
+    ]
 
 
 def test_a_format_with_text_and_token_markers_is_refused() -> None:
@@ -364,7 +366,7 @@ def test_harmony_output_is_parsed(
     assert "".join(event.text for event in events if isinstance(event, Reasoning)) == reasoning
     if content is not None:
         assert "".join(event.text for event in events if isinstance(event, Content)) == content
-    assert calls_of([event for event in events if not isinstance(event, Content | Reasoning)]) == calls
+    assert collect_calls([event for event in events if not isinstance(event, Content | Reasoning)]) == calls
 
 
 def test_a_grammar_allows_a_call_or_json() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from support.running import context_of, random_tokens
+from support.pipeline_steps import make_context, random_tokens
 
 from penstock.pipelines import TextGenerationPipeline
 from penstock.pipelines.core import SamplingParams, TextContext
@@ -13,7 +13,7 @@ from penstock.scheduler import Scheduler
 
 VOCABULARY = 130
 PROMPT = random_tokens(30, VOCABULARY, seed=7)
-REPEATING = [*PROMPT[:9], *PROMPT[:9], *PROMPT[:4]]
+REPETITIVE_PROMPT = [*PROMPT[:9], *PROMPT[:9], *PROMPT[:4]]
 
 
 class OracleProposer:
@@ -53,13 +53,13 @@ def mixed_contexts() -> list[TextContext]:
         temperature=0.8, seed=5, frequency_penalty=0.7, presence_penalty=0.3, repetition_penalty=1.2
     )
     return [
-        context_of(PROMPT, 40, request_id="greedy"),
-        context_of(REPEATING, 50, request_id="repeating"),
-        context_of(PROMPT[:5], 23, request_id="drawn", sampling_params=sampled[0]),
-        context_of(PROMPT, 40, request_id="drawn as well", sampling_params=sampled[1]),
-        context_of(REPEATING, 30, request_id="penalised", sampling_params=penalised),
-        context_of(PROMPT[:7], 20, request_id="scored", log_probabilities=3),
-        context_of(
+        make_context(PROMPT, 40, request_id="greedy"),
+        make_context(REPETITIVE_PROMPT, 50, request_id="repeating"),
+        make_context(PROMPT[:5], 23, request_id="drawn", sampling_params=sampled[0]),
+        make_context(PROMPT, 40, request_id="drawn as well", sampling_params=sampled[1]),
+        make_context(REPETITIVE_PROMPT, 30, request_id="penalised", sampling_params=penalised),
+        make_context(PROMPT[:7], 20, request_id="scored", log_probabilities=3),
+        make_context(
             PROMPT[:8],
             20,
             request_id="echoed",
@@ -87,7 +87,7 @@ def run_directly(
     return results
 
 
-def texts_of(results: Mapping[str, list[Any]]) -> dict[str, list[int]]:
+def output_tokens(results: Mapping[str, list[Any]]) -> dict[str, list[int]]:
     return {request_id: [part[0] for part in parts[:-1]] for request_id, parts in results.items()}
 
 

@@ -10,7 +10,7 @@ from penstock.kernels import Ops
 from penstock.nn import Loader
 
 
-class Source:
+class ModuleTensors:
     """The tensors of a transformers module, with the prefix ``tower.``."""
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -36,8 +36,8 @@ class Source:
         pass
 
 
-def loader_of(module: torch.nn.Module, ops: Ops) -> Loader:
-    source: Any = Source(module)
+def make_loader(module: torch.nn.Module, ops: Ops) -> Loader:
+    source: Any = ModuleTensors(module)
     return Loader(source, "float32", torch.device("cpu"), ops)
 
 

@@ -38,7 +38,7 @@ THINKING = HERMES + "{# <think> </think> #}"
 
 
 @dataclass
-class Chatting:
+class InProcessServer:
     """A server without sockets and two clients of it."""
 
     http: httpx.AsyncClient
@@ -52,7 +52,7 @@ class Chatting:
 
     async def chat(self, **body: Any) -> dict[str, Any]:
         """Return the response to a chat request. Asserts status 200."""
-        response = await self.post("/v1/chat/completions", **{"messages": [user("Hi")], **body})
+        response = await self.post("/v1/chat/completions", **{"messages": [user_message("Hi")], **body})
         assert response.status_code == 200, response.text
         answer: dict[str, Any] = response.json()
         return answer
@@ -64,7 +64,7 @@ class Chatting:
         answer: dict[str, Any] = response.json()
         return answer
 
-    async def refusal(self, path: str, **body: Any) -> dict[str, Any]:
+    async def expect_refusal(self, path: str, **body: Any) -> dict[str, Any]:
         """Return the error of a refused request. Asserts status 400."""
         response = await self.post(path, **body)
         assert response.status_code == 400, response.text
@@ -72,18 +72,18 @@ class Chatting:
         return error
 
 
-def user(content: Any) -> dict[str, Any]:
+def user_message(content: Any) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
-def events_of(text: str) -> list[Any]:
+def parse_events(text: str) -> list[Any]:
     """Return the decoded data of the events of a stream, without comments."""
     data = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
     return [event if event == "[DONE]" else json.loads(event) for event in data]
 
 
 @asynccontextmanager
-async def chatting(
+async def run_in_process(
     pipeline: FakePipeline | None = None,
     *,
     template: str | None = HERMES,
@@ -95,7 +95,7 @@ async def chatting(
     adapters: tuple[str, ...] = (),
     in_thread: bool = True,
     **config: Any,
-) -> AsyncIterator[Chatting]:
+) -> AsyncIterator[InProcessServer]:
     """Run a server that generates ``Hello!`` or the output of a pipeline; `config` is for `ServeConfig`."""
     served_pipeline = pipeline if pipeline is not None else FakePipeline.saying("Hello!")
     tokenizer = tokenizer if tokenizer is not None else FakeTokenizer(template=template)
@@ -132,7 +132,7 @@ async def chatting(
             client = AsyncOpenAI(
                 base_url="http://localhost/v1", api_key="none", http_client=http, max_retries=0
             )
-            yield Chatting(http, client, services, served_pipeline)
+            yield InProcessServer(http, client, services, served_pipeline)
     finally:
         await worker.stop(0)
         services.states.close()
