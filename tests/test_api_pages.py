@@ -86,9 +86,9 @@ def test_both_pages_refer_to_the_same_pipeline_model() -> None:
 
 
 def test_the_page_of_text_context_implements_the_protocol() -> None:
-    page, own = CORE["InputContext"], CORE["TextContext"]
-    assert set(page.attributes.split()) <= set(own.attributes.split())
-    assert page.methods == own.methods
+    page, own_page = CORE["InputContext"], CORE["TextContext"]
+    assert set(page.attributes.split()) <= set(own_page.attributes.split())
+    assert page.methods == own_page.methods
 
 
 @pytest.mark.parametrize(

@@ -95,10 +95,12 @@ def test_scales_are_computed_for_each_row_unless_the_checkpoint_stores_them(
     heads = open_with_kv_cache(
         with_scales(checkpoint, tmp_path, {"k_scale": torch.ones(1), "v_scale": torch.ones(1)})
     )
-    (plain,), (fixed,) = (opened_pipeline.model.kv_cache_spec.groups for opened_pipeline in (rows, heads))
-    assert plain.dtype is fixed.dtype is DType.float8_e4m3fn
-    assert plain.bytes_per_block(16) == 2 * 2 * 2 * 16 * (16 + 4)
-    assert fixed.bytes_per_block(16) == 2 * 2 * 2 * 16 * 16
+    (plain_group,), (fixed_group,) = (
+        opened_pipeline.model.kv_cache_spec.groups for opened_pipeline in (rows, heads)
+    )
+    assert plain_group.dtype is fixed_group.dtype is DType.float8_e4m3fn
+    assert plain_group.bytes_per_block(16) == 2 * 2 * 2 * 16 * (16 + 4)
+    assert fixed_group.bytes_per_block(16) == 2 * 2 * 2 * 16 * 16
     assert heads.memory_plan.num_blocks[0] > rows.memory_plan.num_blocks[0]
     assert rows.kv.storage.scales[0].is_contiguous()
     assert heads.kv.storage.scales[0].untyped_storage().nbytes() == 2 * 2 * 4
@@ -197,17 +199,17 @@ def test_text_is_the_same_alone_batched_and_from_the_prefix_cache(
         scales = {"k_scale": torch.tensor(0.02), "v_scale": torch.tensor(0.02)}
         checkpoint = with_scales(checkpoint, tmp_path, scales)
     prompts = [PROMPT, PROMPT[:40], [*PROMPT[:33], 7], [3, 4]]
-    alone = open_with_kv_cache(checkpoint, deterministic=True, enable_prefix_caching=False)
-    expected = [generate_tokens(alone, [make_context(prompt, 12)])[0] for prompt in prompts]
+    single_pipeline = open_with_kv_cache(checkpoint, deterministic=True, enable_prefix_caching=False)
+    expected = [generate_tokens(single_pipeline, [make_context(prompt, 12)])[0] for prompt in prompts]
     pipeline = open_with_kv_cache(checkpoint, deterministic=True)
     for _ in range(2):  # the second run reads the prefix cache
         assert generate_tokens(pipeline, [make_context(prompt, 12) for prompt in prompts]) == expected
     storage = pipeline.kv.storage
     storage.caches[0].view(torch.uint8)[:, 3] = 7
-    before = [None if is_fixed else scale.clone() for scale in storage.scales]
+    scales_before = [None if is_fixed else scale.clone() for scale in storage.scales]
     storage.copy_block(0, 3, 4)
     assert (storage.caches[0][:, 4].view(torch.uint8) == 7).all()
-    assert is_fixed or torch.equal(storage.scales[0][:, 4], before[0][:, 3])
+    assert is_fixed or torch.equal(storage.scales[0][:, 4], scales_before[0][:, 3])
     assert len(storage.block_tensors(0)) == (1 if is_fixed else 2)
     storage.discard()
     assert not storage.caches[0].view(torch.uint8).any()

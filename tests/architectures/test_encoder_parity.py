@@ -127,10 +127,10 @@ def test_outputs_of_a_batch_are_bit_equal_to_single_inputs(
     model, _, folder = encoder
     pipeline = open_encoder(folder, deterministic=True)
     inputs = random_inputs(vocabulary_of(model))
-    together = encode_all(pipeline, inputs, outputs=("dense",))
-    for tokens, response in zip(inputs, together, strict=True):
-        [alone] = encode_all(pipeline, [tokens], outputs=("dense",))
-        assert np.array_equal(alone.embeddings, response.embeddings)
+    batch_responses = encode_all(pipeline, inputs, outputs=("dense",))
+    for tokens, response in zip(inputs, batch_responses, strict=True):
+        [single_response] = encode_all(pipeline, [tokens], outputs=("dense",))
+        assert np.array_equal(single_response.embeddings, response.embeddings)
 
 
 @pytest.mark.matrix(strength=1)

@@ -49,14 +49,14 @@ def test_compiled_steps_are_bit_equal_to_eager_steps(
     for length in (1, 7, 128):
         inputs = inputs_of(length, 3)
         session.use_graphs = False
-        eager = token_vectors_of(pipeline, inputs)
+        all_eager_vectors = token_vectors_of(pipeline, inputs)
         session.use_graphs = True
         token_vectors_of(pipeline, inputs)  # the first run is eager, the second one records
-        compiled = token_vectors_of(pipeline, inputs)
+        all_compiled_vectors = token_vectors_of(pipeline, inputs)
         assert session.graph_status.startswith(
             "eager" if architecture.name in UNCOMPILED_FAMILIES else "compiled"
         )
-        for eager_vectors, compiled_vectors in zip(eager, compiled, strict=True):
+        for eager_vectors, compiled_vectors in zip(all_eager_vectors, all_compiled_vectors, strict=True):
             assert np.array_equal(eager_vectors, compiled_vectors)
 
 
@@ -71,14 +71,16 @@ def test_token_types_are_inputs_of_a_compiled_step(bert: EmbeddingsPipeline) -> 
     [tokens] = inputs_of(12, 1)
     types = [None, np.arange(12) % 2, np.zeros(12, np.int64), np.arange(12) // 6]
     bert.session.use_graphs = False
-    eager = [token_vectors_of(bert, [tokens], token_type_ids=token_types)[0] for token_types in types]
+    eager_vectors = [token_vectors_of(bert, [tokens], token_type_ids=token_types)[0] for token_types in types]
     bert.session.use_graphs = True
     for _ in range(3):
-        compiled = [token_vectors_of(bert, [tokens], token_type_ids=token_types)[0] for token_types in types]
-        assert all(map(np.array_equal, eager, compiled))
+        compiled_vectors = [
+            token_vectors_of(bert, [tokens], token_type_ids=token_types)[0] for token_types in types
+        ]
+        assert all(map(np.array_equal, eager_vectors, compiled_vectors))
     assert bert.session.graph_status.startswith("compiled")
-    assert np.array_equal(compiled[0], compiled[2])
-    assert not np.allclose(compiled[1], compiled[3])
+    assert np.array_equal(compiled_vectors[0], compiled_vectors[2])
+    assert not np.allclose(compiled_vectors[1], compiled_vectors[3])
 
 
 def test_long_inputs_and_batches_are_not_compiled(

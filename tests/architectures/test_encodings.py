@@ -33,8 +33,10 @@ ERROR_FACTORS = {"llama4_text": 2, "phimoe": 3}
 
 def wide_config(tiny: dict[str, Any]) -> dict[str, Any]:
     """Return a family's tiny configuration with layers that are wide enough for 4-bit groups."""
-    wide = {key: 4 * value if key in _SCALED_KEYS and value else value for key, value in tiny.items()}
-    return wide | ({"query_pre_attn_scalar": wide["head_dim"]} if "query_pre_attn_scalar" in wide else {})
+    wide_values = {key: 4 * value if key in _SCALED_KEYS and value else value for key, value in tiny.items()}
+    return wide_values | (
+        {"query_pre_attn_scalar": wide_values["head_dim"]} if "query_pre_attn_scalar" in wide_values else {}
+    )
 
 
 @pytest.fixture(scope="module", params=DECODERS, ids=lambda architecture: architecture.name)
@@ -128,18 +130,18 @@ def test_each_kind_of_layer_has_its_encoding(
     network = model.network
     parts = list(modules_and_weights(network))
     routers = [id(part.router.packed) for part in parts if isinstance(getattr(part, "router", None), Linear)]
-    shared = [part for part in parts if isinstance(part, SharedExperts)]
-    routers += [id(layer.gate.packed) for layer in shared if layer.gate is not None]
+    shared_experts = [part for part in parts if isinstance(part, SharedExperts)]
+    routers += [id(layer.gate.packed) for layer in shared_experts if layer.gate is not None]
     linears = [part for part in modules_and_weights(network) if isinstance(part, PackedLinear)]
     attentions = [part for part in modules_and_weights(network) if isinstance(part, Attention)]
     values = [id(attention.values.packed) for attention in attentions if attention.values is not None]
     has_own_values = f"{attentions[0].layer}.self_attn.v_proj" in " ".join(model.weights.names)
     assert len(values) == (len(attentions) if has_own_values else 0)
     assert network.head.linear.packed.encoding == "int8"
-    for packed in linears:
-        if id(packed) in routers:
-            assert packed.encoding in ("bfloat16", "float32")
-        elif packed is not network.head.linear.packed:
-            is_small = min(packed.in_features, packed.out_features) < 64
-            assert packed.encoding == ("int8" if is_small or id(packed) in values else encoding)
-    assert encoding in {packed.encoding for packed in linears}
+    for packed_weight in linears:
+        if id(packed_weight) in routers:
+            assert packed_weight.encoding in ("bfloat16", "float32")
+        elif packed_weight is not network.head.linear.packed:
+            is_small = min(packed_weight.in_features, packed_weight.out_features) < 64
+            assert packed_weight.encoding == ("int8" if is_small or id(packed_weight) in values else encoding)
+    assert encoding in {packed_weight.encoding for packed_weight in linears}

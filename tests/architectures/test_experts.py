@@ -233,10 +233,10 @@ def test_experts_stored_in_one_tensor_equal_separate_tensors(family: str, tmp_pa
     first, second = (
         [
             part.name.rpartition("experts")[2]
-            for linear in packed.gate_up + packed.down
+            for linear in packed_experts.gate_up + packed_experts.down
             for part in linear.slices
         ]
-        for packed in (pipeline.model.network.blocks[0].mlp.packed for pipeline in pipelines)  # type: ignore[attr-defined]
+        for packed_experts in (pipeline.model.network.blocks[0].mlp.packed for pipeline in pipelines)  # type: ignore[attr-defined]
     )
     assert first == second, "adapters apply to the layers of each expert in both layouts"
 
@@ -267,19 +267,19 @@ def write_mxfp4(folder: Path, to: Path, **config: Any) -> tuple[Path, Path]:
     """Write a gpt-oss checkpoint with random MXFP4 experts, and one with the equal float values."""
     tensors = load_file(folder / "model.safetensors")
     generator = torch.Generator().manual_seed(3)
-    packed, plain = dict(tensors), dict(tensors)
+    packed_tensors, float_tensors = dict(tensors), dict(tensors)
     for name, tensor in tensors.items():
         if name.endswith(("gate_up_proj", "down_proj")):
             experts, inputs, outputs = tensor.shape
             blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), generator=generator).byte()
             scales = torch.randint(120, 126, (experts, outputs, inputs // 32), generator=generator).byte()
-            del packed[name]
-            packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-            plain[name] = dequantize(blocks, scales).transpose(1, 2).float().contiguous()
+            del packed_tensors[name]
+            packed_tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            float_tensors[name] = dequantize(blocks, scales).transpose(1, 2).float().contiguous()
     saved_config = json.loads((folder / "config.json").read_text())
     for name, content, changes in (
-        ("packed", packed, {"quantization_config": {"quant_method": "mxfp4"}} | config),
-        ("plain", plain, {}),
+        ("packed", packed_tensors, {"quantization_config": {"quant_method": "mxfp4"}} | config),
+        ("plain", float_tensors, {}),
     ):
         (to / name).mkdir()
         save_file(content, to / name / "model.safetensors", metadata={"format": "pt"})
@@ -289,25 +289,25 @@ def write_mxfp4(folder: Path, to: Path, **config: Any) -> tuple[Path, Path]:
 
 
 def test_logits_of_mxfp4_experts_equal_those_of_their_float_values(gpt_oss: Path, tmp_path: Path) -> None:
-    packed, plain = write_mxfp4(gpt_oss, tmp_path)
-    pipeline = open_pipeline(packed, kv_cache_block_size=16)
-    assert relative_error(pipeline, load_in_transformers(plain)) <= 1
-    assert torch.equal(logits_of(pipeline), logits_of(open_pipeline(plain, kv_cache_block_size=16)))
+    packed_folder, float_folder = write_mxfp4(gpt_oss, tmp_path)
+    pipeline = open_pipeline(packed_folder, kv_cache_block_size=16)
+    assert relative_error(pipeline, load_in_transformers(float_folder)) <= 1
+    assert torch.equal(logits_of(pipeline), logits_of(open_pipeline(float_folder, kv_cache_block_size=16)))
 
 
 def test_mxfp4_experts_are_kept_in_mxfp4(gpt_oss: Path, tmp_path: Path) -> None:
     """Gate and up rows alternate in the checkpoint. Loading separates them without changing a number."""
-    packed, plain = write_mxfp4(
+    packed_folder, float_folder = write_mxfp4(
         gpt_oss, tmp_path, dtype=...
     )  # OpenAI's configuration files have no ``dtype``
-    pipeline = open_pipeline(packed, quantization_encoding=None, kv_cache_block_size=16)
+    pipeline = open_pipeline(packed_folder, quantization_encoding=None, kv_cache_block_size=16)
     model: Any = pipeline.model
     assert model.pipeline_config.model.encoding == "mxfp4"
     linears = [part for part in modules_and_weights(model.network) if isinstance(part, PackedLinear)]
     experts = [linear for linear in linears if linear.encoding == "mxfp4"]
     assert len(experts) == 2 * 2 * 5
     assert {linear.encoding for linear in linears} == {"mxfp4", "bfloat16", "int8"}
-    floats = load_file(plain / "model.safetensors")
+    floats = load_file(float_folder / "model.safetensors")
     gate_up = floats["model.layers.0.mlp.experts.gate_up_proj"][0].T
     down = floats["model.layers.0.mlp.experts.down_proj"][0].T
     result = [unpack_linear(expert) for expert in experts]
@@ -315,27 +315,27 @@ def test_mxfp4_experts_are_kept_in_mxfp4(gpt_oss: Path, tmp_path: Path) -> None:
         torch.equal(item, torch.cat([gate_up[0::2], gate_up[1::2]])) for item in result if len(item) == 64
     )
     assert any(torch.equal(item, down) for item in result)
-    float32_logits = logits_of(open_pipeline(plain, kv_cache_block_size=16))
+    float32_logits = logits_of(open_pipeline(float_folder, kv_cache_block_size=16))
     assert float((logits_of(pipeline).float() - float32_logits).norm() / float32_logits.norm()) < 0.05
     estimated = model.estimate_weights_size(model.pipeline_config)
     assert 0.995 * weight_bytes(pipeline) <= estimated <= 1.5 * weight_bytes(pipeline)
 
 
 def test_malformed_mxfp4_tensors_are_refused(gpt_oss: Path, tmp_path: Path) -> None:
-    packed, _ = write_mxfp4(gpt_oss, tmp_path)
-    tensors = load_file(packed / "model.safetensors")
+    packed_folder, _ = write_mxfp4(gpt_oss, tmp_path)
+    tensors = load_file(packed_folder / "model.safetensors")
     name = "model.layers.0.mlp.experts.down_proj"
     del tensors[f"{name}_scales"]
     tensors[f"{name}_blocks"] = tensors[f"{name}_blocks"][:, :, :, :8].contiguous()
-    save_file(tensors, packed / "model.safetensors")
+    save_file(tensors, packed_folder / "model.safetensors")
     with pytest.raises(WeightsError, match=r"_scales is missing.*down_proj_blocks is \[5, 64, 1, 8\]"):
-        open_pipeline(packed)
+        open_pipeline(packed_folder)
 
 
 def test_mxfp4_sizes_that_are_not_whole_blocks_are_refused(gpt_oss: Path, tmp_path: Path) -> None:
-    packed, _ = write_mxfp4(gpt_oss, tmp_path, intermediate_size=40)
+    packed_folder, _ = write_mxfp4(gpt_oss, tmp_path, intermediate_size=40)
     with pytest.raises(WeightsError, match=r"gate_up_proj\.0\.weight.* is \[64, 64\] where .*\[80, 64\]"):
-        open_pipeline(packed)
+        open_pipeline(packed_folder)
 
 
 # ---- adapters ----
@@ -372,16 +372,16 @@ def test_an_adapter_on_single_experts_equals_merged_weights(
             tensors[name] = weight + matrices[layer][1] @ matrices[layer][0]
     assert len(matrices) >= 10
     adapter = write_per_expert_adapter(tmp_path / "adapter", targets, matrices)
-    merged = tmp_path / "merged"
-    merged.mkdir()
-    save_file(tensors, merged / "model.safetensors", metadata={"format": "pt"})
-    (merged / "config.json").write_text((base / "config.json").read_text())
+    merged_folder = tmp_path / "merged"
+    merged_folder.mkdir()
+    save_file(tensors, merged_folder / "model.safetensors", metadata={"format": "pt"})
+    (merged_folder / "config.json").write_text((base / "config.json").read_text())
     pipeline = open_pipeline(base, enable_lora=True, lora=(f"tone={adapter}",))
     contexts = [make_context(TOKENS, adapter="tone"), make_context(TOKENS)]
-    adapted, plain = step_logits(pipeline, contexts)
-    (expected,) = step_logits(open_pipeline(merged), [make_context(TOKENS)])
-    torch.testing.assert_close(adapted, expected, atol=2e-4, rtol=1e-4)
-    assert not torch.allclose(adapted, plain, atol=0.1)
+    adapted_logits, plain_logits = step_logits(pipeline, contexts)
+    (expected,) = step_logits(open_pipeline(merged_folder), [make_context(TOKENS)])
+    torch.testing.assert_close(adapted_logits, expected, atol=2e-4, rtol=1e-4)
+    assert not torch.allclose(adapted_logits, plain_logits, atol=0.1)
 
 
 def test_an_adapter_on_a_tensor_of_all_experts_is_refused(checkpoint: Path, tmp_path: Path) -> None:

@@ -52,41 +52,41 @@ def new_context(sampling: SamplingParams, max_new: int = 18) -> TextContext:
 def test_logits_are_bit_equal_in_chunks_and_batches(
     uncached: TextGenerationPipeline, chunks: list[int], others: list[int]
 ) -> None:
-    alone = chunked_logits(uncached, make_context(PROMPT), [75])
-    assert torch.equal(chunked_logits(uncached, make_context(PROMPT), chunks, others), alone)
+    single_logits = chunked_logits(uncached, make_context(PROMPT), [75])
+    assert torch.equal(chunked_logits(uncached, make_context(PROMPT), chunks, others), single_logits)
 
 
 @pytest.mark.matrix(strength=1)
 def test_batched_results_equal_single_results(
     uncached: TextGenerationPipeline, sampling: SamplingParams
 ) -> None:
-    (alone,) = generate_tokens(uncached, [new_context(sampling)])
+    (single_tokens,) = generate_tokens(uncached, [new_context(sampling)])
     others = [
         make_context(random_tokens(n, 130, seed=n), 5 + n % 20, sampling_params=sampling) for n in (1, 9, 70)
     ]
-    assert generate_tokens(uncached, [*others, new_context(sampling)])[-1] == alone
+    assert generate_tokens(uncached, [*others, new_context(sampling)])[-1] == single_tokens
 
 
 @pytest.mark.matrix(strength=1)
 def test_multiple_steps_equal_single_steps(
     uncached: TextGenerationPipeline, sampling: SamplingParams
 ) -> None:
-    (alone,) = generate_tokens(uncached, [new_context(sampling)])
-    assert generate_tokens(uncached, [new_context(sampling)], num_steps=6) == [alone]
+    (single_tokens,) = generate_tokens(uncached, [new_context(sampling)])
+    assert generate_tokens(uncached, [new_context(sampling)], num_steps=6) == [single_tokens]
 
 
 @pytest.mark.matrix(strength=1)
 def test_chunked_results_equal_whole_results(
     uncached: TextGenerationPipeline, sampling: SamplingParams
 ) -> None:
-    (whole,) = generate_tokens(uncached, [new_context(sampling)])
+    (full_tokens,) = generate_tokens(uncached, [new_context(sampling)])
     context = new_context(sampling)
     for end in (13, 14, 50):
         context.set_token_indices(active_idx=end)
         response = uncached.execute({"a": context})["a"]
         assert not response.tokens
         assert not response.is_done
-    assert generate_tokens(uncached, [context]) == [whole]
+    assert generate_tokens(uncached, [context]) == [full_tokens]
 
 
 @pytest.mark.matrix(strength=1)
@@ -98,19 +98,19 @@ def test_results_with_a_prefix_hit_equal_uncached_results(
     context = new_context(sampling)
     assert generate_tokens(pipeline, [context]) == [without]
     assert context.num_cached_tokens == 64, "four full blocks of 16 tokens"
-    shared = make_context(PROMPT[:50] + PROMPT[:25], 18, sampling_params=sampling)
+    shared_context = make_context(PROMPT[:50] + PROMPT[:25], 18, sampling_params=sampling)
     (expected_text,) = generate_tokens(
         uncached, [make_context(PROMPT[:50] + PROMPT[:25], 18, sampling_params=sampling)]
     )
-    assert generate_tokens(pipeline, [shared]) == [expected_text]
-    assert shared.num_cached_tokens == 48
+    assert generate_tokens(pipeline, [shared_context]) == [expected_text]
+    assert shared_context.num_cached_tokens == 48
 
 
 @pytest.mark.matrix(strength=1)
 def test_preempted_results_equal_uninterrupted_results(
     pipeline: TextGenerationPipeline, uncached: TextGenerationPipeline, sampling: SamplingParams
 ) -> None:
-    (whole,) = generate_tokens(uncached, [new_context(sampling)])
+    (full_tokens,) = generate_tokens(uncached, [new_context(sampling)])
     for runner in (pipeline, uncached):
         context, tokens = new_context(sampling), []
         for when in (1, 5, 12):
@@ -118,7 +118,7 @@ def test_preempted_results_equal_uninterrupted_results(
                 tokens += [part.next_token for part in runner.execute({"a": context})["a"].tokens]
             runner.release(context)
             context.reset()
-        assert tokens + generate_tokens(runner, [context])[0] == whole
+        assert tokens + generate_tokens(runner, [context])[0] == full_tokens
 
 
 @pytest.mark.matrix(strength=1)

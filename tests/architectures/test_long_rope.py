@@ -29,14 +29,14 @@ def config_of(family: str) -> dict[str, Any]:
     (architecture,) = (candidate for candidate in DECODERS if candidate.name == family)
     assert architecture.tiny_config is not None
     rope = FACTORS | {"rope_type": "longrope", "original_max_position_embeddings": LIMIT}
-    changed = {
+    changed_values = {
         "original_max_position_embeddings": LIMIT,
         "rope_scaling": rope | {"type": "longrope"},
         "sliding_window": 24,
     }
     if family == "llama":
-        changed = {"rope_parameters": rope | {"rope_theta": 500.0}, "rope_theta": None}
-    config = architecture.tiny_config() | changed
+        changed_values = {"rope_parameters": rope | {"rope_theta": 500.0}, "rope_theta": None}
+    config = architecture.tiny_config() | changed_values
     return {key: value for key, value in config.items() if value is not None}
 
 
@@ -121,8 +121,8 @@ def test_echo_of_a_generated_text_has_its_scores(checkpoint: Path) -> None:
     logs = pipeline.execute({"echo": echo})["echo"].tokens[0].log_probabilities
     assert logs is not None
     beyond = LIMIT + 1  # the first token sampled with the long factors
-    scored = logs.token_log_probabilities[:-1][beyond - 1 :]
-    assert_scores(generated[beyond - len(PROMPT) :], scored)
+    actual_scores = logs.token_log_probabilities[:-1][beyond - 1 :]
+    assert_scores(generated[beyond - len(PROMPT) :], actual_scores)
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 7, 100])
@@ -151,14 +151,14 @@ def test_prefixes_are_shared_only_within_a_regime(checkpoint: Path, reference: A
     long = random_tokens(60, 130, seed=3)
     assert long[:30] == PROMPT
     texts = [long[:30], long, long[:35], long[:50], long[:30]]
-    cached = []
+    cached_counts = []
     for number, text in enumerate(texts):
         params = sampling_params(number)
         context = make_context(text, NUM_NEW_TOKENS, log_probabilities=1, sampling_params=params)
         (scores_of_text,) = run_scheduler(pipeline, [context])
         assert_scores(scores_of_text, recompute_scores(reference, context.all_tokens.tolist(), len(text)))
-        cached.append(context.num_cached_tokens)
-    assert cached == ([0, 16, 16, 48, 16] if caching else [0] * 5)
+        cached_counts.append(context.num_cached_tokens)
+    assert cached_counts == ([0, 16, 16, 48, 16] if caching else [0] * 5)
 
 
 def test_drafts_do_not_cross_the_limit(checkpoint: Path, reference: Any) -> None:

@@ -93,7 +93,7 @@ def test_device_memory_utilization_limits_the_cache(checkpoint: Path) -> None:
 def test_the_measured_step_is_the_largest_possible(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has all tokens of a step and the maximum number of sequences, and it samples for each sequence."""
     steps: list[tuple[int, int, int]] = []
-    sampled: list[tuple[int, ...]] = []
+    sampled_shapes: list[tuple[int, ...]] = []
     run, sample = memory_profile.run_largest_step, ReferenceOps.sample
 
     def counting_run(model: Any, *arguments: Any) -> None:
@@ -110,14 +110,14 @@ def test_the_measured_step_is_the_largest_possible(checkpoint: Path, monkeypatch
             run(model, *arguments)
 
     def counting_sample(self: Any, logits: Any, *arguments: Any) -> Any:
-        sampled.append(tuple(logits.shape))
+        sampled_shapes.append(tuple(logits.shape))
         return sample(self, logits, *arguments)
 
     monkeypatch.setattr(memory_profile, "run_largest_step", counting_run)
     memory = FakeDeviceMemory(64 * MIB, 3 * MIB, 1 * MIB)
     memory_plan_of(checkpoint, memory, max_batch_size=20, max_batch_input_tokens=1000)
     assert steps == [(1000, 20, 50)]
-    assert sampled == [(20, 259)]
+    assert sampled_shapes == [(20, 259)]
     memory_plan_of(checkpoint, memory, max_batch_size=2, max_batch_input_tokens=1000)
     assert steps[1] == (2 * 128, 2, 128), "no sequence is longer than the maximum length"
 

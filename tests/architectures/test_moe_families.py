@@ -150,8 +150,10 @@ def mutate_experts(**parts: Callable[[Any], Any]) -> Callable[[Any], Any]:
         new = {name: function(getattr(experts, name)) for name, function in parts.items()}
         if all(value is getattr(experts, name) for name, value in new.items()):
             return layer
-        changed = replace(experts, **new)
-        return replace(layer, experts=changed) if isinstance(layer, SharedExperts) else changed
+        changed_experts = replace(experts, **new)
+        return (
+            replace(layer, experts=changed_experts) if isinstance(layer, SharedExperts) else changed_experts
+        )
 
     return change
 
@@ -160,9 +162,9 @@ def mutate_routing(**fields: Any) -> Callable[[Any], Any]:
     """Return a function that changes the `ScoreRouting` of a layer."""
 
     def change(routing: Any) -> Any:
-        known = {name: value for name, value in fields.items() if hasattr(routing, name)}
-        changed = replace(routing, **known) if known else routing
-        return routing if changed == routing else changed
+        known_fields = {name: value for name, value in fields.items() if hasattr(routing, name)}
+        changed_routing = replace(routing, **known_fields) if known_fields else routing
+        return routing if changed_routing == routing else changed_routing
 
     return mutate_experts(routing=change)
 
@@ -218,9 +220,9 @@ def test_each_mutation_changes_the_logits(checkpoint: Path) -> None:
     assert relative_error(pipeline, expected) <= 1
     applied = set()
     for name, mutate in MUTATIONS.items():
-        changed = mutate_layers(network, mutate)
-        if changed is not None:
-            model.network = changed
+        changed_network = mutate_layers(network, mutate)
+        if changed_network is not None:
+            model.network = changed_network
             assert relative_error(pipeline, expected) > 10, name
             applied.add(name)
     assert applied == APPLICABLE[model.huggingface_config.model_type]
@@ -244,11 +246,11 @@ def test_bfloat16_is_no_worse_than_that_of_transformers(family: str, tmp_path: P
     folder = scale_down_matrices(write_checkpoint(tmp_path, config_of(family)))
     tokens = random_tokens(120, 130, seed=8)
     reference = load_in_transformers(folder)
-    exact = transformers_logits(reference, tokens)
-    theirs = transformers_logits(reference.bfloat16(), tokens)
+    exact_logits = transformers_logits(reference, tokens)
+    reference_logits = transformers_logits(reference.bfloat16(), tokens)
     pipeline = open_pipeline(folder, kv_cache_block_size=16, quantization_encoding="bfloat16")
-    ours = logits_of(pipeline, tokens)
-    errors = [float((logits - exact).abs().median()) for logits in (ours, theirs)]
+    our_logits = logits_of(pipeline, tokens)
+    errors = [float((logits - exact_logits).abs().median()) for logits in (our_logits, reference_logits)]
     assert errors[0] <= 1.2 * errors[1]
 
 

@@ -117,8 +117,10 @@ def test_a_window_off_by_one_is_detected(
 
     def mutate_call(self: KVCacheManager, *args: Any, **kwargs: Any) -> KVCacheInputs:
         inputs = original(self, *args, **kwargs)
-        moved = [replace(g, window=None if g.window is None else g.window + by) for g in inputs.groups]
-        return replace(inputs, groups=tuple(moved))
+        shifted_groups = [
+            replace(g, window=None if g.window is None else g.window + by) for g in inputs.groups
+        ]
+        return replace(inputs, groups=tuple(shifted_groups))
 
     monkeypatch.setattr(KVCacheManager, "inputs", mutate_call)
     assert relative_error(pipeline, expected) > 10
@@ -235,10 +237,10 @@ def change_activation(block: Any) -> Any:
 
 
 def drop_head_bias(network: Any) -> Any:
-    packed = network.head.linear.packed
-    if packed.bias is None:
+    packed_weight = network.head.linear.packed
+    if packed_weight.bias is None:
         return None
-    return replace(network, head=replace(network.head, linear=Linear(replace(packed, bias=None))))
+    return replace(network, head=replace(network.head, linear=Linear(replace(packed_weight, bias=None))))
 
 
 def zero_norm_biases(network: Any) -> Any:
@@ -297,8 +299,8 @@ def test_a_shifted_block_table_is_detected(
 
     def mutate_call(self: KVCacheManager, *args: Any, **kwargs: Any) -> KVCacheInputs:
         inputs = original(self, *args, **kwargs)
-        shifted = [replace(g, block_tables=g.block_tables.roll(1, dims=1)) for g in inputs.groups]
-        return replace(inputs, groups=tuple(shifted))
+        shifted_groups = [replace(g, block_tables=g.block_tables.roll(1, dims=1)) for g in inputs.groups]
+        return replace(inputs, groups=tuple(shifted_groups))
 
     monkeypatch.setattr(KVCacheManager, "inputs", mutate_call)
     assert relative_error(pipeline, expected) > 10
@@ -346,7 +348,9 @@ def test_swapped_layers_are_detected(tmp_path: Path) -> None:
         original_logits = step_logits(open_pipeline(folder), [make_context(TOKENS)])[0]
         model: Any = open_pipeline(folder).model
         blocks = list(model.network.blocks)
-        swapped = open_pipeline(folder)
-        network: Any = swapped.model
+        swapped_pipeline = open_pipeline(folder)
+        network: Any = swapped_pipeline.model
         network.network = replace(network.network, blocks=(blocks[1], blocks[0], *blocks[2:]))
-        assert not torch.allclose(step_logits(swapped, [make_context(TOKENS)])[0], original_logits, atol=1e-2)
+        assert not torch.allclose(
+            step_logits(swapped_pipeline, [make_context(TOKENS)])[0], original_logits, atol=1e-2
+        )

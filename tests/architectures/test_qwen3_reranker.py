@@ -82,10 +82,10 @@ def test_truncation_keeps_the_end_of_the_prompt(folder: Path) -> None:
         return tokens
 
     suffix = tokenizer.backend.encode(TEMPLATE.suffix).ids
-    whole, truncated = ids(None), ids(150)
-    assert len(truncated) == 150 < len(whole)
-    kept = 150 - len(suffix)
-    assert truncated.tolist() == [*whole[:kept].tolist(), *suffix]
+    full_ids, truncated_ids = ids(None), ids(150)
+    assert len(truncated_ids) == 150 < len(full_ids)
+    num_kept = 150 - len(suffix)
+    assert truncated_ids.tolist() == [*full_ids[:num_kept].tolist(), *suffix]
     with pytest.raises(InputError, match="cannot cut the input to 40 tokens"):
         ids(40)
 

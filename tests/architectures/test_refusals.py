@@ -127,13 +127,13 @@ def test_values_that_are_not_numbers_are_refused(family: str, changes: dict[str,
 
 
 def test_phi3_accepts_older_names_of_longrope() -> None:
-    known, *older = (
+    known_value, *older = (
         blueprint_of("phi3", {"rope_scaling": LONGROPE | {"type": kind}})
         for kind in ("longrope", "su", "yarn")
     )
     for blueprint in older:
         assert [rotary.kind for rotary in blueprint.rotaries] == ["longrope"]
-        assert blueprint.max_length == known.max_length
+        assert blueprint.max_length == known_value.max_length
 
 
 def test_a_window_as_long_as_the_context_is_ignored() -> None:

@@ -61,12 +61,12 @@ def test_embeddings_with_pooling_dense_layer_and_prompts_equal_the_reference(
     from sentence_transformers.sentence_transformer.modules import Pooling
 
     transformer = Transformer(str(save_random_model(tmp_path / "base", "bert", "")))
-    pooled = Pooling(
+    pooling_module = Pooling(
         transformer.get_embedding_dimension(), pooling_mode=pooling, include_prompt=include_prompt
     )
-    dense = Dense(pooled.get_embedding_dimension(), 20)
+    dense = Dense(pooling_module.get_embedding_dimension(), 20)
     model = st.SentenceTransformer(
-        modules=[transformer, pooled, dense, Normalize()],
+        modules=[transformer, pooling_module, dense, Normalize()],
         prompts={"query": "query how ", "document": "passage "},
         device="cpu",
     )
@@ -83,9 +83,9 @@ def test_embeddings_of_embedding_gemma2_equal_the_reference(tmp_path: Path) -> N
     from sentence_transformers.sentence_transformer.modules import Pooling
 
     transformer = Transformer(str(save_random_model(tmp_path / "base", "embedding_gemma2_text", "")))
-    pooled = Pooling(40, pooling_mode="mean")
+    pooling_module = Pooling(40, pooling_mode="mean")
     model = st.SentenceTransformer(
-        modules=[transformer, pooled, Normalize()],
+        modules=[transformer, pooling_module, Normalize()],
         prompts={"query": "query how ", "document": "passage "},
         device="cpu",
     )
@@ -119,8 +119,8 @@ def test_sparse_embeddings_equal_the_reference(pooling: str, activation: str, tm
     from sentence_transformers.sparse_encoder.modules import MLMTransformer, SpladePooling
 
     transformer = MLMTransformer(str(save_random_model(tmp_path / "base", "bert", "ForMaskedLM")))
-    pooled = SpladePooling(pooling_strategy=pooling, activation_function=activation)
-    model = st.SparseEncoder(modules=[transformer, pooled], device="cpu")
+    pooling_module = SpladePooling(pooling_strategy=pooling, activation_function=activation)
+    model = st.SparseEncoder(modules=[transformer, pooling_module], device="cpu")
     model.save(str(tmp_path / "saved"))
     theirs = model.encode(TEXTS, convert_to_sparse_tensor=False).numpy()
     with open_llm(tmp_path / "saved") as llm:

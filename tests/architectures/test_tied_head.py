@@ -37,13 +37,13 @@ def write_untied(folder: Path, architecture: SupportedArchitecture) -> Path:
 def replace_tensors(folder: Path, **tensors: torch.Tensor | None) -> None:
     """Replace the tensors whose names have this prefix; None removes them."""
     file = folder / "model.safetensors"
-    stored: dict[str, Any] = load_file(file)
-    for name in list(stored):
+    stored_tensors: dict[str, Any] = load_file(file)
+    for name in list(stored_tensors):
         for key in tensors.keys() & {
             "head" if name in HEADS else "table" if is_embedding_table(name) else ""
         }:
-            stored[name] = tensors[key]
-    save_file({name: tensor.clone() for name, tensor in stored.items() if tensor is not None}, file)
+            stored_tensors[name] = tensors[key]
+    save_file({name: tensor.clone() for name, tensor in stored_tensors.items() if tensor is not None}, file)
 
 
 def is_embedding_table(name: str) -> bool:

@@ -230,7 +230,7 @@ def test_the_server_returns_the_text_of_llm(tmp_path: Path) -> None:
     with LLM(str(folder)) as llm:
         expected = [output.text for output in llm.generate(prompts, SamplingParams(max_new_tokens=12))]
     body = {"prompt": prompts, "max_tokens": 12, "temperature": 0, "stream": True}
-    streamed = ["", ""]
+    streamed_texts = ["", ""]
     with (
         running_server(folder, "--model", str(folder), "--model-impl", "transformers") as url,
         httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as stream,
@@ -238,8 +238,8 @@ def test_the_server_returns_the_text_of_llm(tmp_path: Path) -> None:
         for line in stream.iter_lines():
             if line.startswith("data: {"):
                 for choice in json.loads(line.removeprefix("data: "))["choices"]:
-                    streamed[choice["index"]] += choice["text"]
-    assert streamed == expected
+                    streamed_texts[choice["index"]] += choice["text"]
+    assert streamed_texts == expected
     assert all(expected)
 
 

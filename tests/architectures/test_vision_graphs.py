@@ -91,20 +91,22 @@ def test_captured_steps_are_bit_equal_to_eager_operations(
     checkpoint: tuple[str, Path], encoding: str
 ) -> None:
     name, folder = checkpoint
-    compiled, eager = (open_vision(folder, encoding, compiled=each) for each in (True, False))
+    compiled_pipeline, eager_pipeline = (
+        open_vision(folder, encoding, compiled=each) for each in (True, False)
+    )
     first, second = images_of(name)
     for repetition in range(4):
         for original in (first, second):
             image = with_random_pixels(original, repetition)
-            assert torch.equal(encode_images(compiled, [image]), encode_images(eager, [image])), (
-                f"repetition {repetition}"
-            )
+            assert torch.equal(
+                encode_images(compiled_pipeline, [image]), encode_images(eager_pipeline, [image])
+            ), f"repetition {repetition}"
         batch = [with_random_pixels(first, repetition), with_random_pixels(second, 50 + repetition)]
-        together = encode_images(compiled, batch)
-        assert torch.equal(together, torch.cat([encode_images(eager, [image]) for image in batch]))
-    graphs: Any = compiled.model
+        batch_rows = encode_images(compiled_pipeline, batch)
+        assert torch.equal(batch_rows, torch.cat([encode_images(eager_pipeline, [image]) for image in batch]))
+    graphs: Any = compiled_pipeline.model
     assert graphs.encoder_graphs.status.startswith("compiled: ")
-    assert (eager.session.graph_status, getattr(eager.model, "encoder_graphs", 0)) == (
+    assert (eager_pipeline.session.graph_status, getattr(eager_pipeline.model, "encoder_graphs", 0)) == (
         "eager: compiled steps are disabled",
         None,
     )
@@ -113,16 +115,18 @@ def test_captured_steps_are_bit_equal_to_eager_operations(
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16"])
 def test_prompts_with_images_run_as_compiled_steps(checkpoint: tuple[str, Path], encoding: str) -> None:
     name, folder = checkpoint
-    compiled, eager = (open_vision(folder, encoding, compiled=is_compiled) for is_compiled in (True, False))
+    compiled_pipeline, eager_pipeline = (
+        open_vision(folder, encoding, compiled=is_compiled) for is_compiled in (True, False)
+    )
     statuses = []
     for seed in range(4):
         results = []
-        for pipeline in (compiled, eager):
+        for pipeline in (compiled_pipeline, eager_pipeline):
             context = context_with(name, [with_random_pixels(image, seed) for image in images_of(name)])
             results.append(torch.cat(forward_logits(pipeline, [context])))
             pipeline.release(context)
         assert torch.equal(*results), f"round {seed}"
-        statuses.append(compiled.session.graph_status)
+        statuses.append(compiled_pipeline.session.graph_status)
     assert statuses[-1].startswith("eager: " if name in EAGER_PROMPTS else "compiled: ")
 
 
@@ -146,7 +150,7 @@ def grid_images(grids: list[tuple[int, int]]) -> list[ImageMetadata]:
 
 def test_the_number_of_graphs_is_bounded(tmp_path: Path) -> None:
     pipeline = open_vision(write_vision_checkpoint("qwen2_5_vl", tmp_path), "float32", compiled=True)
-    eager = open_vision(tmp_path, "float32", compiled=False)
+    eager_pipeline = open_vision(tmp_path, "float32", compiled=False)
     model: Any = pipeline.model
     images = grid_images([(2, 2 * columns) for columns in range(1, MAX_ENCODER_GRAPHS + 4)])
     for _ in range(2):
@@ -156,7 +160,7 @@ def test_the_number_of_graphs_is_bounded(tmp_path: Path) -> None:
     rows = model.encoder_row_size(model.pipeline_config, model.huggingface_config)
     assert 0 < model.encoder_graphs.num_bytes <= model.max_encoder_rows * rows
     for image in [images[0], *images]:  # the first image, whose graph was dropped, and all others
-        assert torch.equal(encode_images(pipeline, [image]), encode_images(eager, [image]))
+        assert torch.equal(encode_images(pipeline, [image]), encode_images(eager_pipeline, [image]))
 
 
 def test_an_image_with_too_many_rows_runs_without_a_graph(tmp_path: Path) -> None:
@@ -175,22 +179,22 @@ def test_graphs_are_dropped_when_the_operations_change(tmp_path: Path) -> None:
     image = images_of("gemma3")[0]
     for _ in range(2):
         expected = encode_images(pipeline, [image])
-    before = model.encoder_graphs
+    graphs_before = model.encoder_graphs
     vars(pipeline.session)["ops"] = next(ops for ops in cpu.variants() if ops.isa == pipeline.session.ops.isa)
     assert torch.equal(encode_images(pipeline, [image]), expected)
-    assert model.encoder_graphs is not before
+    assert model.encoder_graphs is not graphs_before
 
 
 def test_requests_with_images_use_graphs_and_give_the_eager_text(tmp_path: Path) -> None:
     config = architecture_of("smolvlm").tiny_config()
     pipeline = open_vision(write_vision_checkpoint("smolvlm", tmp_path), "float32", compiled=True)
-    eager = open_vision(tmp_path, "float32", compiled=False)
+    eager_pipeline = open_vision(tmp_path, "float32", compiled=False)
     prompt = PROMPTS["smolvlm"](config)
     for seed in range(3):
         images = [with_random_pixels(original, seed) for original in prompt.images]
         contexts = [dataclass_replace(prompt, images=images).context(6) for _ in range(2)]
         outputs = []
-        for runner, context in zip((pipeline, eager), contexts, strict=True):
+        for runner, context in zip((pipeline, eager_pipeline), contexts, strict=True):
             result: list[int] = []
             while not context.is_done:
                 result += [int(token.next_token) for token in runner.execute({"a": context}, 1)["a"].tokens]

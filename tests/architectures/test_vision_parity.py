@@ -111,8 +111,8 @@ def test_greedy_text_equals_transformers(
     family: Family, pipeline: TextGenerationPipeline, num_steps: int
 ) -> None:
     text = random_tokens(30, 120, seed=2)
-    alone = make_context(text, 20)
-    [expected] = generate_tokens(pipeline, [alone])
+    single_context = make_context(text, 20)
+    [expected] = generate_tokens(pipeline, [single_context])
     contexts = [family.prompt.context(20), make_context(text, 20), family.prompt.context(20)]
     assert generate_tokens(pipeline, contexts, num_steps) == [family.text, expected, family.text]
 
@@ -133,17 +133,17 @@ def test_an_equal_prefix_with_images_is_reused(family: Family, pipeline: TextGen
     assert pipeline.runner.images is not None
     prompt = family.prompt
     [text] = generate_tokens(pipeline, [prompt.context(20)])
-    again = prompt.context(20)
-    pipeline.kv.claim(again)
-    assert again.start_idx >= 16
+    same_context = prompt.context(20)
+    pipeline.kv.claim(same_context)
+    assert same_context.start_idx >= 16
     count = pipeline.runner.images.cache.num_encoded
-    assert generate_tokens(pipeline, [again]) == [text]
+    assert generate_tokens(pipeline, [same_context]) == [text]
     assert pipeline.runner.images.cache.num_encoded == count
     last = prompt.images[1]
     pixels = last.pixel_values.copy()
     pixels.reshape(-1)[0] += 1
-    changed = replace(last, pixel_values=pixels, image_hash=image_digest(pixels, last.arguments))
-    other = dataclass_replace(prompt, images=[prompt.images[0], changed]).context(20)
+    changed_image = replace(last, pixel_values=pixels, image_hash=image_digest(pixels, last.arguments))
+    other = dataclass_replace(prompt, images=[prompt.images[0], changed_image]).context(20)
     pipeline.kv.claim(other)
     assert other.start_idx <= last.start_idx
     pipeline.release(other)
@@ -167,8 +167,8 @@ def test_a_preempted_context_continues_with_the_same_text(
 def test_text_after_a_final_image_equals_transformers(
     family: Family, pipeline: TextGenerationPipeline
 ) -> None:
-    whole = PROMPTS[family.model.config.model_type](family.config, ([5, 6, 7], []))
-    prompt = dataclass_replace(whole, tokens=whole.tokens[: whole.images[0].end_idx])
+    full_prompt = PROMPTS[family.model.config.model_type](family.config, ([5, 6, 7], []))
+    prompt = dataclass_replace(full_prompt, tokens=full_prompt.tokens[: full_prompt.images[0].end_idx])
     more = random_tokens(5, 120, seed=4)
     expected = prompt.logits(family.model, more)
     context = prompt.context(log_probabilities_echo=True)  # no row is read from the prefix cache

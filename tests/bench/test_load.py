@@ -78,8 +78,10 @@ async def test_an_open_loop_does_not_wait_for_responses() -> None:
     assert client.num_most > 10
     scheduled_times = [outcome.scheduled - result.started for outcome in result.outcomes]
     assert scheduled_times == sorted(scheduled_times)
-    again = await run_load(FakeClient(0.0), make_bodies(30), rate=300.0, seed=3)
-    assert [outcome.scheduled - again.started for outcome in again.outcomes] == pytest.approx(scheduled_times)
+    repeated_outcome = await run_load(FakeClient(0.0), make_bodies(30), rate=300.0, seed=3)
+    assert [
+        outcome.scheduled - repeated_outcome.started for outcome in repeated_outcome.outcomes
+    ] == pytest.approx(scheduled_times)
     other = await run_load(FakeClient(0.0), make_bodies(30), rate=300.0, seed=4)
     assert other.outcomes[-1].scheduled - other.started != pytest.approx(scheduled_times[-1])
 

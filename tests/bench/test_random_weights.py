@@ -36,9 +36,9 @@ def test_narrow_models_with_another_depth_generate(name: str, tmp_path: Path) ->
     config = {key: value for key, value in TINY_CONFIGS[name].items() if key not in keys_per_layer} | {
         depth: 5
     }
-    narrow = narrow_config(config, max_length=300)
-    assert narrow[depth] == 5
-    write_random_checkpoint(tmp_path, narrow)
+    narrow_values = narrow_config(config, max_length=300)
+    assert narrow_values[depth] == 5
+    write_random_checkpoint(tmp_path, narrow_values)
     with LLM(str(tmp_path)) as llm:
         params = SamplingParams(max_new_tokens=3, ignore_eos=True)
         (output,) = llm.generate([[1, 2] * 130], params, use_tqdm=False)
@@ -47,14 +47,14 @@ def test_narrow_models_with_another_depth_generate(name: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", TINY_CONFIGS)
 def test_tensor_names_and_shapes_equal_transformers(name: str, tmp_path: Path) -> None:
-    written = load_file(write_checkpoint(tmp_path, TINY_CONFIGS[name]) / "model.safetensors")
+    written_tensors = load_file(write_checkpoint(tmp_path, TINY_CONFIGS[name]) / "model.safetensors")
     ours = tensor_shapes(TINY_CONFIGS[name])
-    same = {key: tuple(tensor.shape) for key, tensor in written.items() if key in ours}
-    assert same == {key: shape for key, shape in ours.items() if key in written}
+    same = {key: tuple(tensor.shape) for key, tensor in written_tensors.items() if key in ours}
+    assert same == {key: shape for key, shape in ours.items() if key in written_tensors}
     # Some families store all experts of a layer in one tensor; Penstock reads each expert from it.
-    stacked = {key for key, tensor in written.items() if tensor.dim() == 3 and key not in ours}
+    stacked = {key for key, tensor in written_tensors.items() if tensor.dim() == 3 and key not in ours}
     if name != "gpt2":  # the names of these tensors have a prefix there
-        assert len(same) >= len(written) - 1 - len(stacked)
+        assert len(same) >= len(written_tensors) - 1 - len(stacked)
 
 
 def test_weights_have_the_requested_type_and_scale(tmp_path: Path) -> None:

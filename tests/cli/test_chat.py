@@ -222,8 +222,8 @@ def test_chat_with_a_server() -> None:
         assert actual.stdout == "Hm.user: Hello there\n"
         assert "the API key is wrong" in run("--api-key", "x").stderr
         assert "model_x" in run("model_x", "--api-key", "k", "--system", "S").stderr
-        refused = run("--api-key", "k", "--max-length", "5")
-        assert "--max-length is for a model in this process" in refused.output
+        refused_result = run("--api-key", "k", "--max-length", "5")
+        assert "--max-length is for a model in this process" in refused_result.output
     unreachable = CliRunner().invoke(cli, ["chat", "--url", "http://127.0.0.1:9"], input="")
     assert unreachable.exit_code == 2
     assert "no server answers at http://127.0.0.1:9" in unreachable.stderr

@@ -130,8 +130,8 @@ def test_options_equal_those_of_llm(model: Path) -> None:
         ):
             assert np.array_equal(vectors_of(model, "--text", "cat", *flags)[0], llm.embed("cat", **options))
         long = "cat " * 100
-        [truncated] = vectors_of(model, "--text", long, "--truncate")
-        assert np.array_equal(truncated, llm.embed(long, truncate=True))
+        [truncated_vector] = vectors_of(model, "--text", long, "--truncate")
+        assert np.array_equal(truncated_vector, llm.embed(long, truncate=True))
 
 
 def test_output_kinds_are_written(model: Path, tmp_path: Path) -> None:

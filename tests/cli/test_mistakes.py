@@ -221,9 +221,9 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_malformed_checkpoints_give_one_line(
     damage: Callable[[Path], object], words: str, model: Path, tmp_path: Path
 ) -> None:
-    damaged = Path(shutil.copytree(model, tmp_path / "damaged"))
-    damage(damaged)
-    assert_refused(run_command(["generate", "--model", str(damaged), *PROMPT]), words)
+    damaged_folder = Path(shutil.copytree(model, tmp_path / "damaged"))
+    damage(damaged_folder)
+    assert_refused(run_command(["generate", "--model", str(damaged_folder), *PROMPT]), words)
 
 
 @pytest.mark.parametrize(

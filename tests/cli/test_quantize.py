@@ -46,21 +46,24 @@ def test_quantized_weights_and_logits_are_close_to_the_original(
     assert result.exit_code == 0, result.stderr
     actual = json.loads(result.stdout)
     assert actual["bytes"]["after"] < actual["bytes"]["before"]
-    before, after = Weights.open(checkpoint), Weights.open(tmp_path / "q")
-    assert before.names == after.names
+    weights_before, weights_after = Weights.open(checkpoint), Weights.open(tmp_path / "q")
+    assert weights_before.names == weights_after.names
     num_kept = 0
-    for name in before.names:
-        shape = before.shape(name)
-        original, quantized = before.tensor(name, shape).float(), after.tensor(name, shape).float()
-        if after.stored_encoding(name) is None:
+    for name in weights_before.names:
+        shape = weights_before.shape(name)
+        original, quantized = (
+            weights_before.tensor(name, shape).float(),
+            weights_after.tensor(name, shape).float(),
+        )
+        if weights_after.stored_encoding(name) is None:
             assert torch.equal(original, quantized)
             assert "proj" not in name
             continue
         num_kept += 1
-        assert after.stored_encoding(name) == kept
+        assert weights_after.stored_encoding(name) == kept
         assert float((quantized - original).norm() / original.norm()) < bound
     assert num_kept == actual["num_layers"]
-    after.finish()
+    weights_after.finish()
     error = logits_of(tmp_path / "q") - logits_of(tmp_path / "q", "float32")
     assert float(error.norm() / logits_of(tmp_path / "q", "float32").norm()) < 0.2
     assert not (tmp_path / "q" / "model.safetensors.index.json").exists()

@@ -72,9 +72,9 @@ def test_the_embedded_model_from_start_to_end(tmp_path: Path) -> None:
 
         os.kill(_worker_of(process), signal.SIGKILL)
         _wait_for(client, "/health", 503)
-        refused = client.post("/v1/chat/completions", json=chat)
-        assert refused.status_code == 503
-        assert int(refused.headers["retry-after"]) >= 1
+        refused_response = client.post("/v1/chat/completions", json=chat)
+        assert refused_response.status_code == 503
+        assert int(refused_response.headers["retry-after"]) >= 1
         _wait_for(client, "/ready", 200)
         assert client.post("/v1/chat/completions", json=chat).status_code == 200
         assert "penstock_worker_restarts_total 1.0" in client.get("/metrics").text
@@ -102,8 +102,8 @@ def test_an_embedder_from_start_to_end(tmp_path: Path) -> None:
     with run_server(str(model), "--matryoshka-dimensions", "4,16", log=log) as (process, client):
         answer = client.post("/v1/embeddings", json=body).json()
         assert [len(entry["embedding"]) for entry in answer["data"]] == [4, 4]
-        refused = client.post("/v1/embeddings", json={**body, "dimensions": 8}).json()["error"]
-        assert refused["message"] == "dimensions must be one of 4, 16, 32, was 8"
+        refusal_error = client.post("/v1/embeddings", json={**body, "dimensions": 8}).json()["error"]
+        assert refusal_error["message"] == "dimensions must be one of 4, 16, 32, was 8"
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
     text = log.read_text()
@@ -258,6 +258,6 @@ def test_all_commands_read_the_same_file_and_environment(tmp_path: Path) -> None
     values = print_config("--config-file", str(file), command="generate", PENSTOCK_MAX_QUEUE_SIZE="7")
     assert values["max_length"][0] == "512"
     assert "port" not in values
-    refused = CliRunner().invoke(cli, ["generate", "--print-config"], env={"PENSTOCK_PORT": "x"})
-    assert refused.exit_code == 2
-    assert "environment PENSTOCK_PORT" in refused.stderr
+    refused_result = CliRunner().invoke(cli, ["generate", "--print-config"], env={"PENSTOCK_PORT": "x"})
+    assert refused_result.exit_code == 2
+    assert "environment PENSTOCK_PORT" in refused_result.stderr

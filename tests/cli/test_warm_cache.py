@@ -158,9 +158,9 @@ def test_a_snapshot_with_a_wrong_checksum_is_refused(tmp_path: Path) -> None:
     blob.parent.mkdir()
     weights.rename(blob)
     weights.symlink_to(blob)
-    small = tmp_path / "blobs" / ("0" * 40)
-    (folder / "config.json").rename(small)
-    (folder / "config.json").symlink_to(small)
+    small_file = tmp_path / "blobs" / ("0" * 40)
+    (folder / "config.json").rename(small_file)
+    (folder / "config.json").symlink_to(small_file)
     assert report_of("--model", folder, "--checksums")["models"][0]["num_checksums"] == 1
     assert "1 files match the hub" in warm_cache("--model", folder, "--checksums").stdout
     data = bytearray(blob.read_bytes())
@@ -198,19 +198,19 @@ def test_experts_in_mxfp4_are_checked(tmp_path: Path) -> None:
     folder = write_checkpoint(write_tiny_llm(tmp_path / "tiny"), architecture.tiny_config())
     file = folder / "model.safetensors"
     tensors = load_file(file)
-    packed, num_matrices = {}, 0
+    packed_tensors, num_matrices = {}, 0
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
         experts, inputs, outputs = tensors.pop(name).shape
         num_matrices += experts
-        packed[f"{name}_blocks"] = np.zeros((experts, outputs, inputs // 32, 16), np.uint8)
-        packed[f"{name}_scales"] = np.zeros((experts, outputs, inputs // 32), np.uint8)
-    assert packed
-    save_file(tensors | packed, file)
+        packed_tensors[f"{name}_blocks"] = np.zeros((experts, outputs, inputs // 32, 16), np.uint8)
+        packed_tensors[f"{name}_scales"] = np.zeros((experts, outputs, inputs // 32), np.uint8)
+    assert packed_tensors
+    save_file(tensors | packed_tensors, file)
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "mxfp4"}
     (folder / "config.json").write_text(json.dumps(config))
     assert report_of("--model", folder)["models"][0]["num_tensors"] == len(tensors) + num_matrices
-    save_file(tensors | {name: tensor[:, 1:] for name, tensor in packed.items()}, file)
+    save_file(tensors | {name: tensor[:, 1:] for name, tensor in packed_tensors.items()}, file)
     assert_refused("misshapen", "--model", folder)
 
 

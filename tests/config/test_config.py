@@ -203,8 +203,8 @@ def test_numpy_numbers_are_accepted() -> None:
     config = PipelineConfig.from_flat(values)
     assert (config.model.max_length, config.deterministic) == (64, True)
     assert repr(KVCacheConfig(**{"block_size": np.int16(64)})) == repr(KVCacheConfig(block_size=64))
-    plain = PipelineConfig(max_batch_size=4, deterministic=False)
-    assert repr(PipelineConfig(max_batch_size=np.int8(4), deterministic=np.False_)) == repr(plain)
+    plain_config = PipelineConfig(max_batch_size=4, deterministic=False)
+    assert repr(PipelineConfig(max_batch_size=np.int8(4), deterministic=np.False_)) == repr(plain_config)
 
 
 @pytest.mark.parametrize("value", [np.float64("nan"), np.float32("inf"), np.int64(0), np.True_], ids=repr)
@@ -247,17 +247,17 @@ def test_flags_precede_environment_file_and_defaults(tmp_path: Path) -> None:
         "flag",
         environment={"PENSTOCK_MAX_LENGTH": "2", "PENSTOCK_MAX_BATCH_SIZE": "2", "PENSTOCK_REVISION": ""},
     )
-    described = {name: (value, source) for name, value, source in config.describe()}
-    assert described["max_length"] == (3, "flag")
-    assert described["max_batch_size"] == (2, "environment PENSTOCK_MAX_BATCH_SIZE")
-    assert described["num_threads"] == (1, f"file {file}")
-    assert described["revision"] == ("main", "default")
+    described_settings = {name: (value, source) for name, value, source in config.describe()}
+    assert described_settings["max_length"] == (3, "flag")
+    assert described_settings["max_batch_size"] == (2, "environment PENSTOCK_MAX_BATCH_SIZE")
+    assert described_settings["num_threads"] == (1, f"file {file}")
+    assert described_settings["revision"] == ("main", "default")
 
 
 def test_describe_reports_default_or_argument_without_sources() -> None:
-    described = {name: source for name, _, source in PipelineConfig(max_batch_size=3).describe()}
-    assert described["max_batch_size"] == "argument"
-    assert described["max_num_steps"] == "default"
+    described_settings = {name: source for name, _, source in PipelineConfig(max_batch_size=3).describe()}
+    assert described_settings["max_batch_size"] == "argument"
+    assert described_settings["max_num_steps"] == "default"
 
 
 def test_the_environment_can_name_a_json_file(tmp_path: Path) -> None:
@@ -489,14 +489,14 @@ def test_an_alias_is_accepted_in_every_source(tmp_path: Path) -> None:
 
 
 def test_an_alias_together_with_its_setting_is_refused(tmp_path: Path) -> None:
-    both = {"device_memory_utilization": 0.5, "gpu_memory_utilization": 0.5}
+    settings = {"device_memory_utilization": 0.5, "gpu_memory_utilization": 0.5}
     with pytest.raises(ConfigError, match="gpu_memory_utilization: is another name of device_memory_util"):
-        PipelineConfig.from_flat(both)
+        PipelineConfig.from_flat(settings)
     file = tmp_path / "settings.toml"
-    file.write_text("\n".join(f"{name} = {value}" for name, value in both.items()))
+    file.write_text("\n".join(f"{name} = {value}" for name, value in settings.items()))
     with pytest.raises(ConfigError, match=r"is another name of device_memory_utilization .from file"):
         PipelineConfig.from_flat({"config_file": file})
-    environment = {f"PENSTOCK_{name.upper()}": "0.5" for name in both}
+    environment = {f"PENSTOCK_{name.upper()}": "0.5" for name in settings}
     with pytest.raises(ConfigError, match=r"is another name of device_memory_utilization .from environment"):
         PipelineConfig.from_flat({}, environment=environment)
     with pytest.raises(ConfigError, match=r"gpu_memory_utilisation: .* did you mean gpu_memory_utilization"):

@@ -69,10 +69,10 @@ def compare_with_one_process(pair: RankPair, checkpoint: Path, tolerance: float 
     logits, texts = run_batches(pipeline)
     del pipeline
     gc.collect()
-    with pair.open(checkpoint, **flat) as sharded:
-        divided_logits, divided_texts = run_batches(sharded)
-    spread = max(1.0, float(logits.std()))
-    torch.testing.assert_close(divided_logits, logits, atol=tolerance * spread, rtol=0)
+    with pair.open(checkpoint, **flat) as sharded_pipeline:
+        sharded_logits, divided_texts = run_batches(sharded_pipeline)
+    scale = max(1.0, float(logits.std()))
+    torch.testing.assert_close(sharded_logits, logits, atol=tolerance * scale, rtol=0)
     if flat.get("quantization_encoding", "float32") == "float32":
         assert divided_texts == texts
 

@@ -39,8 +39,8 @@ def assert_close(pair: RankPair, checkpoint: Path, tolerance: float, **flat: Any
     expected = logits_of(pipeline)
     del pipeline
     gc.collect()
-    with pair.open(checkpoint, **flat) as sharded:
-        error = logits_of(sharded) - expected
+    with pair.open(checkpoint, **flat) as sharded_pipeline:
+        error = logits_of(sharded_pipeline) - expected
     assert float(error.square().mean().sqrt() / expected.std()) <= tolerance
 
 
@@ -95,9 +95,9 @@ def test_sampled_choices_and_drafts_equal_one_process(pair: RankPair, tiny: Path
     flat = {"speculative_method": "ngram"}
     pipeline = open_pipeline(tiny, **flat)
     expected = run(pipeline)
-    with pair.open(tiny, **flat) as sharded:
-        assert run(sharded) == expected
-        assert sharded.speculation_stats is not None
+    with pair.open(tiny, **flat) as sharded_pipeline:
+        assert run(sharded_pipeline) == expected
+        assert sharded_pipeline.speculation_stats is not None
 
 
 def test_beams_equal_one_process(pair: RankPair, tiny: Path) -> None:
@@ -109,8 +109,8 @@ def test_beams_equal_one_process(pair: RankPair, tiny: Path) -> None:
         return [(list(beam.token_ids), round(float(beam.score), 3)) for beam in beams]
 
     expected = run(open_pipeline(tiny))
-    with pair.open(tiny) as sharded:
-        assert run(sharded) == expected
+    with pair.open(tiny) as sharded_pipeline:
+        assert run(sharded_pipeline) == expected
 
 
 def test_adapters_are_sharded_with_their_layers(pair: RankPair, tmp_path: Path) -> None:
@@ -126,15 +126,15 @@ def test_adapters_are_sharded_with_their_layers(pair: RankPair, tmp_path: Path) 
 
     expected = run(open_pipeline(checkpoint, **flat))
     assert not torch.allclose(expected[0], expected[1], atol=0.1)
-    with pair.open(checkpoint, **flat) as sharded:
-        for ours, theirs in zip(run(sharded), expected, strict=True):
+    with pair.open(checkpoint, **flat) as sharded_pipeline:
+        for ours, theirs in zip(run(sharded_pipeline), expected, strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=0)
 
 
 def test_a_rank_holds_only_its_shard(pair: RankPair, tiny: Path) -> None:
-    whole = open_pipeline(tiny).model
-    with pair.open(tiny) as sharded:
-        model: Any = sharded.model
+    full_model = open_pipeline(tiny).model
+    with pair.open(tiny) as sharded_pipeline:
+        model: Any = sharded_pipeline.model
         block = model.network.blocks[1]
         layers = (block.attention.qkv, block.attention.output, block.mlp.gate_up, block.mlp.down)
         shapes = [(layer.packed.out_features, layer.packed.in_features) for layer in layers]
@@ -142,9 +142,9 @@ def test_a_rank_holds_only_its_shard(pair: RankPair, tiny: Path) -> None:
         assert model.network.embedding.table.shape == (128, 32)
         assert model.network.head.linear.packed.out_features == 128
         assert model.kv_cache_spec.groups[0].kv_heads == 1
-        assert model.memory_plan.weights_size < 0.6 * whole.memory_plan.weights_size
+        assert model.memory_plan.weights_size < 0.6 * full_model.memory_plan.weights_size
         assert [buffer.numel() for buffer in model.signal_buffers] == [2 << 20] * 2
-    assert whole.signal_buffers == []
+    assert full_model.signal_buffers == []
 
 
 def test_a_model_that_cannot_be_sharded_is_refused_by_name(tmp_path: Path) -> None:

@@ -40,8 +40,8 @@ def compare_with_one_process(pair: RankPair, checkpoint: Path) -> None:
     flat = {"quantization_encoding": None}
     expected = logits_of(open_pipeline(checkpoint, **flat))
     gc.collect()
-    with pair.open(checkpoint, **flat) as sharded:
-        error = logits_of(sharded) - expected
+    with pair.open(checkpoint, **flat) as sharded_pipeline:
+        error = logits_of(sharded_pipeline) - expected
     assert float(error.square().mean().sqrt() / expected.std()) < 0.06
 
 
@@ -77,10 +77,10 @@ def test_rows_of_a_gguf_tensor_can_be_read_separately(
         ("model.layers.0.self_attn.q_proj.weight", (128, 128), 32, 96),  # rows of heads are interleaved
         ("model.layers.1.mlp.up_proj.weight", (224, 128), 96, 224),
     ):
-        encoding, whole = weights.read_linear(name, shape)
+        encoding, full_weight = weights.read_linear(name, shape)
         row_encoding, rows = weights.rows(name, shape, start, stop)
         assert row_encoding == encoding
-        assert all(torch.equal(rows[key], whole[key][start:stop]) for key in whole)
+        assert all(torch.equal(rows[key], full_weight[key][start:stop]) for key in full_weight)
 
 
 @pytest.mark.parametrize("encoding", list(ENCODINGS))
@@ -89,8 +89,8 @@ def test_inputs_are_split_between_groups(encoding: str) -> None:
     weight = torch.randn(6, 320)
     tensors = kind.pack(weight)
     start = max(128, kind.divisible_inputs or 1)  # the K types of GGUF are split between superblocks of 256
-    selected = kind.select_inputs("down_proj", tensors, start, 320)
-    assert torch.equal(kind.unpack(selected), kind.unpack(tensors)[:, start:])
+    selected_tensors = kind.select_inputs("down_proj", tensors, start, 320)
+    assert torch.equal(kind.unpack(selected_tensors), kind.unpack(tensors)[:, start:])
     if kind.group_size is not None:
         message = f"inputs 0 to 47 of down_proj, but its {encoding} weights have one scale for each"
         with pytest.raises(ConfigError, match=message):

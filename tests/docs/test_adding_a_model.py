@@ -107,10 +107,10 @@ def test_logits_of_the_custom_block_equal_plain_torch(duo: dict[str, Any]) -> No
     pipeline = TextGenerationPipeline(config, duo["architecture"].load_pipeline_model(), -1)
     tokens = random_tokens(70, 130, seed=1)
     expected = duo["plain_logits"](duo["weights"], torch.tensor(tokens))
-    whole = chunked_logits(pipeline, echo_context(tokens), [70])
-    torch.testing.assert_close(whole, expected, atol=1e-4 * max(1.0, float(expected.std())), rtol=0)
+    full_logits = chunked_logits(pipeline, echo_context(tokens), [70])
+    torch.testing.assert_close(full_logits, expected, atol=1e-4 * max(1.0, float(expected.std())), rtol=0)
     for chunks, others in (([70], [13, 1]), ([16, 1, 53], []), ([33, 37], [5])):
-        assert torch.equal(chunked_logits(pipeline, echo_context(tokens), chunks, others), whole)
+        assert torch.equal(chunked_logits(pipeline, echo_context(tokens), chunks, others), full_logits)
 
 
 def echo_context(tokens: list[int]) -> TextContext:

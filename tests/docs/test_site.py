@@ -74,7 +74,7 @@ def anchors_of(page: Path) -> set[str]:
 
 def broken_links(docs: Path) -> list[str]:
     """Return the links of all pages whose page or anchor is missing."""
-    broken = []
+    broken_links_found = []
     for page in sorted(docs.rglob("*.md")):
         text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
         for link in re.findall(r"\]\(([^)\s]+)\)", text):
@@ -84,8 +84,8 @@ def broken_links(docs: Path) -> list[str]:
             if not link.startswith(("http:", "https:", "mailto:")) and not (
                 is_inside and target.is_file() and (not anchor or anchor in anchors_of(target))
             ):
-                broken.append(f"{page.name}: {link}")
-    return broken
+                broken_links_found.append(f"{page.name}: {link}")
+    return broken_links_found
 
 
 def test_every_page_is_in_the_navigation() -> None:
@@ -130,9 +130,9 @@ def test_the_built_site_has_every_page_and_name(tmp_path: Path) -> None:
     assert pages_of(docs) <= built
     modules = modules_of_reference()
     html = "".join(page.read_text() for page in (tmp_path / "reference").rglob("index.html"))
-    shown = set(re.findall(r'id="([^"]+)"', html))
+    shown_ids = set(re.findall(r'id="([^"]+)"', html))
     for module in modules:
-        assert public_names(module) - MEMBERS_FROM_TORCH <= shown
+        assert public_names(module) - MEMBERS_FROM_TORCH <= shown_ids
 
 
 @pytest.mark.slow

@@ -54,15 +54,15 @@ def test_an_unsupported_keyword_is_refused_by_name(keyword: str) -> None:
 
 
 def test_every_family_of_gguf_files_is_documented() -> None:
-    documented = {name for names in TOOL["GGUF_OF"].values() for name in names}
-    assert documented == set(gguf_names._FAMILIES)
+    documented_families = {name for names in TOOL["GGUF_OF"].values() for name in names}
+    assert documented_families == set(gguf_names._FAMILIES)
     assert set(TOOL["GGUF_OF"]) <= {candidate.name for candidate in PIPELINE_REGISTRY.architectures}
 
 
 def test_every_error_code_is_documented() -> None:
     page = (ROOT / "docs" / "server.md").read_text()
-    missing = {code for code in _codes() if f"`{code}`" not in page}
-    assert not missing
+    missing_codes = {code for code in _codes() if f"`{code}`" not in page}
+    assert not missing_codes
 
 
 def _codes() -> Iterator[str]:

@@ -91,23 +91,23 @@ def test_a_context_without_a_grammar_is_ready_at_once() -> None:
 
 
 def test_a_grammar_is_compiled_once_and_the_oldest_is_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: list[Grammar] = []
+    compiled_grammars: list[Grammar] = []
     original = llguidance_backend.grammar_source
 
     def record_and_compile(grammar: Grammar, **options: Any) -> sources.GrammarSource:
-        compiled.append(grammar)
+        compiled_grammars.append(grammar)
         return original(grammar, **options)
 
     monkeypatch.setattr(llguidance_backend, "grammar_source", record_and_compile)
     grammars = new_compiler(cache_size=600_000)
     for text in ("a", "b", "a", "a"):
         wait_until_ready(grammars, make_grammar_context("regex", text))
-    assert [grammar.text for grammar in compiled] == ["a", "b"]
+    assert [grammar.text for grammar in compiled_grammars] == ["a", "b"]
     for number in range(12):
         wait_until_ready(grammars, make_grammar_context("regex", f"x{number}"))
     assert 0 < grammars.num_cached_bytes <= 600_000
     wait_until_ready(grammars, make_grammar_context("regex", "a"))
-    assert compiled[-1].text == "a"
+    assert compiled_grammars[-1].text == "a"
 
 
 DEEPLY_NESTED = {"type": "array", "items": {}}

@@ -105,9 +105,9 @@ def test_a_matcher_of_xgrammar_is_accepted() -> None:
     xgr = pytest.importorskip("xgrammar")
     vocabulary = [*(bytes([byte]) for byte in range(256)), b"<end>"]
     info = xgr.TokenizerInfo(vocabulary, xgr.VocabType.RAW, vocab_size=EOS + 1, stop_token_ids=[EOS])
-    compiled = xgr.GrammarCompiler(info, cache_enabled=False).compile_grammar('root ::= "ab"')
+    compiled_grammar = xgr.GrammarCompiler(info, cache_enabled=False).compile_grammar('root ::= "ab"')
     context = TextContext(prompt=[1], max_length=50, tokens=np.array([1]))
-    context.set_matcher(xgr.GrammarMatcher(compiled))
+    context.set_matcher(xgr.GrammarMatcher(compiled_grammar))
     mask = grammar_bitmask(
         [context, wait_until_ready(new_compiler(), make_grammar_context("regex", "c"))],
         np.array([0, 1]),

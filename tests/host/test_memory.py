@@ -97,17 +97,17 @@ def test_the_first_allocation_stops_the_prefaulting_thread() -> None:
 
 
 def test_each_load_has_its_own_memory() -> None:
-    with PrefaultedMemory() as empty, PrefaultedMemory(4 * MB) as small:
+    with PrefaultedMemory() as empty, PrefaultedMemory(4 * MB) as small_memory:
         assert empty.allocate(1) is None
-        with PrefaultedMemory(64 * MB) as large:
-            assert small.allocate(8 * MB) is None, (
+        with PrefaultedMemory(64 * MB) as large_memory:
+            assert small_memory.allocate(8 * MB) is None, (
                 "too large for this memory; the memory of another load is not used"
             )
-            assert large.allocate(8 * MB) is not None
-        assert large.allocate(1) is None
-        assert small.allocate(MB) is not None, "the end of another load does not release this memory"
-        small.release()
-        assert small.allocate(1) is None
+            assert large_memory.allocate(8 * MB) is not None
+        assert large_memory.allocate(1) is None
+        assert small_memory.allocate(MB) is not None, "the end of another load does not release this memory"
+        small_memory.release()
+        assert small_memory.allocate(1) is None
     memory = PrefaultedMemory(64 * MB)
     with pytest.raises(ValueError), memory:  # noqa: PT011  # any error
         raise ValueError
@@ -265,13 +265,13 @@ def test_memory_is_returned_before_weights_are_read_if_nothing_is_packed(
 def test_a_failed_load_returns_its_memory(
     tiny_checkpoint: Path, loads: list[PrefaultedMemory], tmp_path: Path
 ) -> None:
-    broken = tmp_path / "broken"
-    shutil.copytree(tiny_checkpoint, broken)
-    tensors = load_file(broken / "model.safetensors")
+    broken_folder = tmp_path / "broken"
+    shutil.copytree(tiny_checkpoint, broken_folder)
+    tensors = load_file(broken_folder / "model.safetensors")
     tensors.pop("model.norm.weight")
-    save_file(tensors, broken / "model.safetensors")
+    save_file(tensors, broken_folder / "model.safetensors")
     with pytest.raises(WeightsError, match=r"model\.norm\.weight"):
-        LLM(str(broken), **INT8)
+        LLM(str(broken_folder), **INT8)
     assert prefaulted_sizes(loads)[0] > 0
     assert loads[0].allocate(1) is None
     assert not is_prefaulting()

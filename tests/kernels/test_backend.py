@@ -141,10 +141,10 @@ def test_a_fake_back_end_runs_a_model(
 def test_the_kernels_setting_selects_a_back_end(checkpoint: Path) -> None:
     assert InferenceSession([CPU()]).backend is BACKENDS.open("cpu")[0]
     assert open_pipeline(checkpoint, kernels="reference").session.kernels == "reference"
-    selected = InferenceSession([CPU()], kernels="reference")
-    assert selected.backend.name == selected.kernels == "reference"
-    assert type(selected.ops) is ReferenceOps
-    assert selected.graph_status == "eager: the reference kernels cannot compile steps"
+    session = InferenceSession([CPU()], kernels="reference")
+    assert session.backend.name == session.kernels == "reference"
+    assert type(session.ops) is ReferenceOps
+    assert session.graph_status == "eager: the reference kernels cannot compile steps"
 
 
 def test_an_unknown_back_end_is_refused() -> None:
@@ -202,7 +202,7 @@ def test_a_deterministic_session_requires_deterministic_operations(monkeypatch: 
 
 def test_the_reference_and_adapters_read_a_back_ends_own_layout() -> None:
     weight, x = torch.randn(12, 40), torch.randn(3, 40)
-    flipped = Layout("flipped", lambda packed: {"weight": packed.tensors["flipped"].flip(0)})
+    flipped = Layout("flipped", lambda packed_weight: {"weight": packed_weight.tensors["flipped"].flip(0)})
 
     class FlippingOps(ReferenceOps):
         layout = flipped
@@ -210,17 +210,20 @@ def test_the_reference_and_adapters_read_a_back_ends_own_layout() -> None:
         def pack_linear(
             self, weight: Any, encoding: str, *, bias: Any = None, slices: Any = ()
         ) -> PackedLinear:
-            packed = pack_linear(weight, encoding, bias=bias, slices=slices)
-            tensors = {"flipped": packed.tensors["weight"].flip(0)}
-            return replace(packed, tensors=tensors, layout=flipped)
+            packed_weight = pack_linear(weight, encoding, bias=bias, slices=slices)
+            tensors = {"flipped": packed_weight.tensors["weight"].flip(0)}
+            return replace(packed_weight, tensors=tensors, layout=flipped)
 
     ops = FlippingOps()
     assert ops.packs_weights
-    for packed in (ops.pack_linear(weight, "float32"), ops.pack_lazily([weight[:5], weight[5:]], "float32")):
-        assert torch.equal(unpack_linear(packed), weight)
-        assert torch.equal(ops.linear(x, packed), multiply_floats(x, weight, None))
-    packed = ops.pack_lazily([weight], "int4")
-    assert not isinstance(packed.tensors, LazyWeight)  # the reference packs lazily only in rows
+    for packed_weight in (
+        ops.pack_linear(weight, "float32"),
+        ops.pack_lazily([weight[:5], weight[5:]], "float32"),
+    ):
+        assert torch.equal(unpack_linear(packed_weight), weight)
+        assert torch.equal(ops.linear(x, packed_weight), multiply_floats(x, weight, None))
+    packed_weight = ops.pack_lazily([weight], "int4")
+    assert not isinstance(packed_weight.tensors, LazyWeight)  # the reference packs lazily only in rows
 
 
 @pytest.mark.parametrize("backend", BACKENDS.backends, ids=lambda backend: backend.name)

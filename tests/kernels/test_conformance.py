@@ -79,12 +79,12 @@ def test_a_float32_norm_weight_is_applied_before_rounding(ops: Ops, width: int) 
     x, residual = torch.randn(2, 33, width).bfloat16()
     weight = 1 + torch.randn(width)
     for back_end in (ops, REFERENCE):
-        normed, total = back_end.add_rms_norm(x, residual, weight, 1e-6)
-        exact = (
+        normalized, total = back_end.add_rms_norm(x, residual, weight, 1e-6)
+        exact_result = (
             total.double() / (total.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
         )
-        for rows in (normed, back_end.rms_norm(total, weight, 1e-6)):
-            assert ((rows.double() - exact).abs() <= exact.abs() * 2.0**-8 * 1.001).all()
+        for rows in (normalized, back_end.rms_norm(total, weight, 1e-6)):
+            assert ((rows.double() - exact_result).abs() <= exact_result.abs() * 2.0**-8 * 1.001).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -169,8 +169,10 @@ def test_xielu_agrees_with_its_definition(ops: Ops, dtype: torch.dtype, rows: in
     for activation in (XIELU(0.8, 1.3, 0.5, -1e-6), XIELU(0.1, 0.7, 0.25, -0.5)):
         assert_same(lambda o, activation=activation: o.xielu(x, activation), ops)
         wide = x.double()
-        below = activation.negative * (wide.clamp(max=activation.eps).expm1() - wide)
-        expected = activation.slope * wide + torch.where(wide > 0, activation.positive * wide.square(), below)
+        negative_part = activation.negative * (wide.clamp(max=activation.eps).expm1() - wide)
+        expected = activation.slope * wide + torch.where(
+            wide > 0, activation.positive * wide.square(), negative_part
+        )
         assert agree(ops.xielu(x, activation), expected.to(dtype))
 
 
@@ -192,9 +194,9 @@ def test_interleaved_rotary_equals_the_other_layout_reordered(ops: Ops) -> None:
     order = torch.cat([torch.arange(24).view(2, 12).T.flatten(), torch.arange(24, 40)])
     adjacent = ops.rotary(q, k, angles.cos(), angles.sin())
     halves = ops.rotary(q[..., order], k[..., order], angles.cos(), angles.sin(), is_interleaved=True)
-    for single, batched in zip(adjacent, halves, strict=True):
-        assert agree(batched, single[..., order])
-        assert not agree(batched, single)
+    for single, batch_item in zip(adjacent, halves, strict=True):
+        assert agree(batch_item, single[..., order])
+        assert not agree(batch_item, single)
 
 
 @pytest.mark.matrix
@@ -225,8 +227,10 @@ def test_clamped_swish_agrees_with_the_reference(ops: Ops, dtype: torch.dtype, r
 def test_routes_agree_with_the_reference(
     ops: Ops, dtype: torch.dtype, routing: Routing, rows: int, experts: int, top: int
 ) -> None:
-    spread = torch.stack([torch.randperm(experts) for _ in range(rows)]) / 8  # distinct in bfloat16 as well
-    logits = torch.cat([spread, torch.full((rows, 3), 99.0)], dim=1).to(dtype)[:, :experts]
+    distinct_logits = (
+        torch.stack([torch.randperm(experts) for _ in range(rows)]) / 8
+    )  # distinct in bfloat16 as well
+    logits = torch.cat([distinct_logits, torch.full((rows, 3), 99.0)], dim=1).to(dtype)[:, :experts]
     (topk_weights, topk_ids), (expected, numbers) = (o.route(logits, top, routing) for o in (ops, REFERENCE))
     assert torch.equal(topk_ids, numbers)
     assert agree(topk_weights, expected)
@@ -249,10 +253,10 @@ def test_routes_by_scores_agree_with_the_reference(
     ops: Ops, dtype: torch.dtype, routing: str, with_bias: bool
 ) -> None:
     rows, experts = 33, 60
-    spread = (
+    distinct_logits = (
         torch.stack([torch.randperm(experts) for _ in range(rows)]) / 8 - 3.5
     )  # distinct in bfloat16 as well
-    logits = torch.cat([spread, torch.full((rows, 3), 99.0)], dim=1).to(dtype)[:, :experts]
+    logits = torch.cat([distinct_logits, torch.full((rows, 3), 99.0)], dim=1).to(dtype)[:, :experts]
     bias = torch.randn(experts) / 5 if with_bias else None
     (topk_weights, topk_ids), (expected, numbers) = (
         o.route(logits, 6, SCORE_ROUTINGS[routing], bias) for o in (ops, REFERENCE)
@@ -269,8 +273,8 @@ def test_routes_by_scores_match_their_definition() -> None:
         scores = logits[row].sigmoid()
         ranks = (scores + bias).tolist()
         by_group = [sum(sorted(ranks[3 * g : 3 * g + 3])[-2:]) for g in range(4)]
-        kept = sorted(range(4), key=lambda g: -by_group[g])[:2]
-        order = sorted((i for g in kept for i in range(3 * g, 3 * g + 3)), key=lambda i: -ranks[i])[:3]
+        kept_groups = sorted(range(4), key=lambda g: -by_group[g])[:2]
+        order = sorted((i for g in kept_groups for i in range(3 * g, 3 * g + 3)), key=lambda i: -ranks[i])[:3]
         assert topk_ids[row].tolist() == order
         expected = 2.5 * scores[order] / scores[order].sum()
         torch.testing.assert_close(topk_weights[row], expected.float())
@@ -351,9 +355,9 @@ def test_row_lookups_agree_with_indexing(ops: Ops, dtype: torch.dtype) -> None:
 
 def check_rows_outside(ops: Ops, table: Tensor, indices: Tensor, values: Tensor) -> None:
     """Check that the second index, which is out of range, changes no other row."""
-    for looked_up in (ops.embedding(indices, table), ops.take_rows(table, indices)):
-        assert torch.equal(looked_up[0], table[1])
-        assert (looked_up[1].isnan() if table.is_floating_point() else looked_up[1] == 0).all()
+    for table_rows in (ops.embedding(indices, table), ops.take_rows(table, indices)):
+        assert torch.equal(table_rows[0], table[1])
+        assert (table_rows[1].isnan() if table.is_floating_point() else table_rows[1] == 0).all()
     assert torch.equal(ops.put_rows(table, indices, values)[[0, *range(2, 11)]], table[[0, *range(2, 11)]])
     assert torch.equal(ops.put_rows(table, indices, values)[1], values[0])
     if table.dtype == torch.float32:
@@ -374,13 +378,13 @@ def test_rope_rows_agree_with_the_reference(ops: Ops, rows: int) -> None:
 @pytest.mark.parametrize(("outputs", "inputs"), [(64, 64), (37, 40), (130, 96), (5, 7)])
 def test_linear_agrees_with_the_reference(ops: Ops, dtype: torch.dtype, outputs: int, inputs: int) -> None:
     weight, bias = torch.randn(outputs, inputs) / inputs**0.5, torch.randn(outputs)
-    for packed in (
+    for packed_weight in (
         ops.pack_linear(weight, str(dtype).removeprefix("torch.")),
         ops.pack_linear(weight, str(dtype).removeprefix("torch."), bias=bias),
     ):
         for rows in (1, 2, 3, 4, 5, 7, 8, 9, 33):
             x = torch.randn(rows, 2 * inputs).to(dtype)[:, :inputs]
-            assert_same(lambda o, x=x, p=packed: o.linear(x, p), ops)
+            assert_same(lambda o, x=x, p=packed_weight: o.linear(x, p), ops)
 
 
 # ---- adapters ----
@@ -397,7 +401,7 @@ def layer_with_adapters(
     stops = [37, 45, 69]
     parts = [LinearSlice(n, end - size, end) for (n, size), end in zip(sizes.items(), stops, strict=True)]
     weight = torch.randn(stops[-1], inputs) / inputs**0.5
-    packed = ops.pack_linear(weight, str(dtype).removeprefix("torch."), slices=parts)
+    packed_weight = ops.pack_linear(weight, str(dtype).removeprefix("torch."), slices=parts)
     count = max(int(rows.max()) + 1, 1)
     matrices, ranks = {}, {}
     for name in ("q", "v"):
@@ -405,10 +409,10 @@ def layer_with_adapters(
         up = (torch.randn(count, rank, sizes[name]) / rank**0.5).to(dtype)
         if ragged:
             ranks[name] = torch.randint(0, rank + 1, (count,))
-            for adapter, own in enumerate(ranks[name].tolist()):
-                down[adapter, own:] = up[adapter, own:] = torch.nan
+            for adapter, own_rank in enumerate(ranks[name].tolist()):
+                down[adapter, own_rank:] = up[adapter, own_rank:] = torch.nan
         matrices[name] = (down, up.transpose(1, 2))
-    return packed, LoRAInputs(rows, matrices, ranks)
+    return packed_weight, LoRAInputs(rows, matrices, ranks)
 
 
 ADAPTERS_OF_ROWS = {
@@ -432,33 +436,35 @@ def test_linear_with_adapters_agrees_with_the_reference(
     rows = torch.tensor(ADAPTERS_OF_ROWS[mix])
     x = torch.randn(len(rows), 2 * inputs).to(dtype)[:, :inputs]
     for ragged in (False, True):
-        packed, lora = layer_with_adapters(ops, rows, rank, inputs, dtype, ragged=ragged)
-        assert_same(lambda o, p=packed, a=lora: o.linear(x, p, lora=a), ops)
-        actual, plain = ops.linear(x, packed, lora=lora), ops.linear(x, packed)
-        assert torch.equal(actual[rows < 0], plain[rows < 0]), "bit-equal"
-        assert torch.equal(actual[:, 37:45], plain[:, 37:45]), "bit-equal"
-        assert ragged or (rows < 0).all() or not agree(actual, plain)
+        packed_weight, lora = layer_with_adapters(ops, rows, rank, inputs, dtype, ragged=ragged)
+        assert_same(lambda o, p=packed_weight, a=lora: o.linear(x, p, lora=a), ops)
+        actual, plain_result = ops.linear(x, packed_weight, lora=lora), ops.linear(x, packed_weight)
+        assert torch.equal(actual[rows < 0], plain_result[rows < 0]), "bit-equal"
+        assert torch.equal(actual[:, 37:45], plain_result[:, 37:45]), "bit-equal"
+        assert ragged or (rows < 0).all() or not agree(actual, plain_result)
 
 
 def test_adapter_matrices_in_another_layout_are_read(ops: Ops) -> None:
-    packed, lora = layer_with_adapters(ops, torch.tensor([0, 1, -1]), 5, 24, torch.float32)
+    packed_weight, lora = layer_with_adapters(ops, torch.tensor([0, 1, -1]), 5, 24, torch.float32)
     x = torch.randn(3, 24)
     copied = {name: (down, up.contiguous()) for name, (down, up) in lora.matrices.items()}
-    assert_same(lambda o: o.linear(x, packed, lora=LoRAInputs(lora.rows, copied)), ops)
+    assert_same(lambda o: o.linear(x, packed_weight, lora=LoRAInputs(lora.rows, copied)), ops)
     wide = {name: (down.double(), up.double()) for name, (down, up) in lora.matrices.items()}
-    assert_same(lambda o: o.linear(x, packed, lora=LoRAInputs(lora.rows, wide)), ops)
+    assert_same(lambda o: o.linear(x, packed_weight, lora=LoRAInputs(lora.rows, wide)), ops)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_adapter_sums_of_a_row_are_bit_equal_in_any_batch(ops: Ops, dtype: torch.dtype) -> None:
     """The base layer is zero, so the results show the sums of the adapters. They depend only on the row."""
     rows = torch.randint(-1, 4, (60,))
-    packed, lora = layer_with_adapters(ops, rows, 12, 40, dtype, ragged=True)
-    zeros = ops.pack_linear(torch.zeros(69, 40), packed.encoding, slices=packed.slices)
+    packed_weight, lora = layer_with_adapters(ops, rows, 12, 40, dtype, ragged=True)
+    zeros = ops.pack_linear(torch.zeros(69, 40), packed_weight.encoding, slices=packed_weight.slices)
     x = torch.randn(60, 40).to(dtype)
-    whole = ops.linear(x, zeros, lora=lora)
-    for selected in (torch.tensor([7]), torch.arange(5, 18), torch.randperm(60)):
-        assert torch.equal(ops.linear(x[selected], zeros, lora=lora.take(selected)), whole[selected])
+    full_result = ops.linear(x, zeros, lora=lora)
+    for row_indices in (torch.tensor([7]), torch.arange(5, 18), torch.randperm(60)):
+        assert torch.equal(
+            ops.linear(x[row_indices], zeros, lora=lora.take(row_indices)), full_result[row_indices]
+        )
 
 
 LORA_MUTATIONS: dict[str, Callable[[LoRAInputs], LoRAInputs]] = {
@@ -477,24 +483,24 @@ LORA_MUTATIONS: dict[str, Callable[[LoRAInputs], LoRAInputs]] = {
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mutation", LORA_MUTATIONS)
 def test_the_comparison_detects_a_mutated_adapter(ops: Ops, dtype: torch.dtype, mutation: str) -> None:
-    packed, lora = layer_with_adapters(ops, torch.tensor([0, 3, -1, 1, 2]), 4, 16, dtype)
+    packed_weight, lora = layer_with_adapters(ops, torch.tensor([0, 3, -1, 1, 2]), 4, 16, dtype)
     x = torch.randn(5, 16).to(dtype)
-    expected = REFERENCE.linear(x, packed, lora=lora)
-    assert agree(ops.linear(x, packed, lora=lora), expected)
-    assert not agree(ops.linear(x, packed, lora=LORA_MUTATIONS[mutation](lora)), expected)
+    expected = REFERENCE.linear(x, packed_weight, lora=lora)
+    assert agree(ops.linear(x, packed_weight, lora=lora), expected)
+    assert not agree(ops.linear(x, packed_weight, lora=LORA_MUTATIONS[mutation](lora)), expected)
 
 
 @given(st.lists(st.integers(-1, 5), min_size=1, max_size=40), st.randoms())
 def test_rows_are_grouped_by_adapter(rows: list[int], random: Random) -> None:
     lora = LoRAInputs(torch.tensor(rows), {})
-    visited = []
+    visited_rows = []
     for adapter, adapter_rows in lora.groups:
         assert len(adapter_rows)
         assert [rows[row] for row in adapter_rows.tolist()] == [adapter] * len(adapter_rows)
-        visited += adapter_rows.tolist()
-    assert sorted(visited) == [row for row, adapter in enumerate(rows) if adapter >= 0]
-    selected = random.choices(range(len(rows)), k=5)
-    assert lora.take(torch.tensor(selected)).rows.tolist() == [rows[row] for row in selected]
+        visited_rows += adapter_rows.tolist()
+    assert sorted(visited_rows) == [row for row, adapter in enumerate(rows) if adapter >= 0]
+    row_indices = random.choices(range(len(rows)), k=5)
+    assert lora.take(torch.tensor(row_indices)).rows.tolist() == [rows[row] for row in row_indices]
 
 
 # ---- the paged cache ----
@@ -711,19 +717,19 @@ def test_non_finite_values_propagate_through_8_bit_caches(ops: Ops, dtype: torch
     for non_finite in (torch.nan, torch.inf):
         queries = q.clone()
         queries[1, 2, 63] = non_finite
-        out = attend(ops, queries, batch)
-        assert out[1, 2].isnan().all()
-        assert out[[0, 2]].isfinite().all()
-        assert out[1, [0, 1, 3]].isfinite().all()
+        attended = attend(ops, queries, batch)
+        assert attended[1, 2].isnan().all()
+        assert attended[[0, 2]].isfinite().all()
+        assert attended[1, [0, 1, 3]].isfinite().all()
     for key_or_value in (0, 1):
         keys_and_values = [k.clone(), v.clone()]
         keys_and_values[key_or_value][2, 0, 5] = torch.nan
         kv = replace(batch.kv, cache=batch.kv.cache.clone(), scales=batch.kv.scales.clone())
         ops.store_kv(*keys_and_values, kv)
         assert kv.scales[key_or_value].isnan().sum() == batch.kv.scales[key_or_value].isnan().sum() + 1
-        out = attend(ops, q, replace(batch, kv=kv))
-        assert out[2, :2].isnan().all()
-        assert out[2, 2:].isfinite().all()
+        attended = attend(ops, q, replace(batch, kv=kv))
+        assert attended[2, :2].isnan().all()
+        assert attended[2, 2:].isfinite().all()
 
 
 SCALE_MUTATIONS: dict[str, Callable[[LayerKV], LayerKV]] = {
@@ -767,16 +773,16 @@ def test_store_kv_agrees_with_the_reference(
 ) -> None:
     batch = ragged_batch(QUERIES_AND_LENGTHS["all at once"], 2, dim, 16, torch.float32)
     _, k, v = fused_qkv(45, 4, 2, dim, dtype)
-    stored = []
+    stored_caches = []
     for back_end in (ops, REFERENCE):
         scales = torch.zeros(batch.kv.cache.shape[:4]) if cached.itemsize == 1 else None
         kv = replace(batch.kv, cache=torch.zeros_like(batch.kv.cache).to(cached), scales=scales)
         back_end.store_kv(k, v, kv)
-        stored.append(kv.cache.float())
+        stored_caches.append(kv.cache.float())
         if scales is not None:
-            stored[-1] = torch.cat([kv.cache.float().flatten(), scales.flatten()])
-    assert torch.equal(*stored)
-    assert stored[0].any()
+            stored_caches[-1] = torch.cat([kv.cache.float().flatten(), scales.flatten()])
+    assert torch.equal(*stored_caches)
+    assert stored_caches[0].any()
 
 
 # ---- mutations that the comparison must detect ----
@@ -856,11 +862,11 @@ def test_sampled_tokens_equal_those_of_the_reference(
 def test_sample_returns_only_kept_tokens(ops: Ops) -> None:
     logits = torch.randn(3000, 60)
     inputs = sampling_inputs(3000, top_k=3)
-    kept = logits.topk(3).indices
-    sampled = ops.sample(logits, inputs)
-    assert (kept == sampled[:, None]).any(-1).all()
-    assert not torch.equal(sampled, ops.sample(logits, replace(inputs, top_k=inputs.top_k + 1)))
-    assert not torch.equal(sampled, ops.sample(logits, replace(inputs, top_p=inputs.top_p - 0.5)))
+    kept_ids = logits.topk(3).indices
+    sampled_ids = ops.sample(logits, inputs)
+    assert (kept_ids == sampled_ids[:, None]).any(-1).all()
+    assert not torch.equal(sampled_ids, ops.sample(logits, replace(inputs, top_k=inputs.top_k + 1)))
+    assert not torch.equal(sampled_ids, ops.sample(logits, replace(inputs, top_p=inputs.top_p - 0.5)))
 
 
 @pytest.mark.parametrize("rule", [{"temperature": 0.0}, {}, {"top_k": 3, "top_p": 0.5}], ids=str)
@@ -906,6 +912,6 @@ def test_samples_at_the_ends_of_the_distribution_agree(ops: Ops, uniform: float)
 def test_equal_logits_rank_by_token_id(ops: Ops, rule: dict[str, float]) -> None:
     logits = torch.tensor([[0.0, 1, 1, 0, 1, 1, -1, 1]]).repeat(100, 1)
     inputs = sampling_inputs(100, **rule)
-    sampled = ops.sample(logits, inputs)
-    assert torch.equal(sampled, REFERENCE.sample(logits, inputs))
-    assert set(sampled.tolist()) <= {1, 2, 4}
+    sampled_ids = ops.sample(logits, inputs)
+    assert torch.equal(sampled_ids, REFERENCE.sample(logits, inputs))
+    assert set(sampled_ids.tolist()) <= {1, 2, 4}

@@ -55,9 +55,9 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 @pytest.fixture
 def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
+    previous_threads = torch.get_num_threads()
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(previous_threads)
 
 
 def are_same_bits(first: Tensor, second: Tensor) -> bool:
@@ -87,28 +87,28 @@ def packed_linear(
 def linear(inputs: int, outputs: int, *, bias: bool) -> Callable[[torch.dtype], Run]:
     def case(dtype: torch.dtype) -> Run:
         x = torch.randn(ROWS, 2 * inputs).to(dtype)[:, :inputs]  # rows with gaps between them
-        packed = packed_linear(outputs, inputs, dtype, bias=bias)
-        return lambda ops, rows: (ops.linear(x[rows], packed(ops)),)
+        packed_weight = packed_linear(outputs, inputs, dtype, bias=bias)
+        return lambda ops, rows: (ops.linear(x[rows], packed_weight(ops)),)
 
     return case
 
 
 def activated_linear(activation: str, *, bias: bool) -> Callable[[torch.dtype], Run]:
     def case(dtype: torch.dtype) -> Run:
-        x, packed = torch.randn(ROWS, 72).to(dtype), packed_linear(130, 72, dtype, bias=bias)
-        return lambda ops, rows: (ops.activated_linear(x[rows], packed(ops), activation),)
+        x, packed_weight = torch.randn(ROWS, 72).to(dtype), packed_linear(130, 72, dtype, bias=bias)
+        return lambda ops, rows: (ops.activated_linear(x[rows], packed_weight(ops), activation),)
 
     return case
 
 
 def adapted_linear(dtype: torch.dtype) -> Run:
-    x, packed = torch.randn(ROWS, 72).to(dtype), packed_linear(60, 72, dtype)
+    x, packed_weight = torch.randn(ROWS, 72).to(dtype), packed_linear(60, 72, dtype)
     matrices = {
         name: (torch.randn(3, 9, 72).to(dtype), torch.randn(3, 9, 30).to(dtype).transpose(1, 2))
         for name in "ab"
     }
     lora = LoRAInputs(torch.randint(-1, 3, (ROWS,)), matrices, {"a": torch.tensor([9, 4, 0])})
-    return lambda ops, rows: (ops.linear(x[rows], packed(ops), lora=lora.take(rows)),)
+    return lambda ops, rows: (ops.linear(x[rows], packed_weight(ops), lora=lora.take(rows)),)
 
 
 def case_of_rows(
@@ -171,16 +171,18 @@ def experts(dtype: torch.dtype) -> Run:
     downs = [packed_linear(40, 24, dtype) for _ in range(5)]
 
     def run(ops: Ops, rows: Tensor) -> tuple[Tensor, ...]:
-        packed = PackedExperts(tuple(pack(ops) for pack in gate_ups), tuple(pack(ops) for pack in downs))
+        packed_experts = PackedExperts(
+            tuple(pack(ops) for pack in gate_ups), tuple(pack(ops) for pack in downs)
+        )
         topk_weights, topk_ids = ops.route(logits[rows], 2, "all_normed")
-        return topk_weights, topk_ids, ops.experts(x[rows], packed, topk_weights, topk_ids, "silu")
+        return topk_weights, topk_ids, ops.experts(x[rows], packed_experts, topk_weights, topk_ids, "silu")
 
     return run
 
 
 def sample(dtype: torch.dtype) -> Run:
     logits = 3 * torch.randn(ROWS, 1000).to(dtype)
-    whole = SamplingInputs(
+    full_rules = SamplingInputs(
         torch.rand(ROWS) * 2,
         torch.randint(0, 60, (ROWS,)),
         torch.rand(ROWS),
@@ -191,11 +193,11 @@ def sample(dtype: torch.dtype) -> Run:
 
     def run(ops: Ops, rows: Tensor) -> tuple[Tensor, ...]:
         rules = SamplingInputs(
-            whole.temperature[rows],
-            whole.top_k[rows],
-            whole.top_p[rows],
-            whole.min_p[rows],
-            whole.uniforms[rows],
+            full_rules.temperature[rows],
+            full_rules.top_k[rows],
+            full_rules.top_p[rows],
+            full_rules.min_p[rows],
+            full_rules.uniforms[rows],
         )
         return ops.sample(logits[rows], rules), ops.sample(logits[rows], rules, bits[rows])
 
@@ -292,7 +294,7 @@ def test_every_operation_is_compared() -> None:
 def check_rows_are_independent(ops: Ops, run: Run) -> None:
     """Compare random batches of random rows with the whole batch, bit by bit."""
     all_rows = torch.arange(ROWS)
-    whole = run(ops, all_rows)
+    full_result = run(ops, all_rows)
 
     @FEW_EXAMPLES
     @given(
@@ -301,12 +303,12 @@ def check_rows_are_independent(ops: Ops, run: Run) -> None:
     )
     def check(rows: list[int], threads: int) -> None:
         torch.set_num_threads(threads)
-        for actual, expected in zip(run(ops, torch.tensor(rows)), whole, strict=True):
+        for actual, expected in zip(run(ops, torch.tensor(rows)), full_result, strict=True):
             assert are_same_bits(actual, expected[rows])
 
     check()
     for row in (0, 7, ROWS - 1):
-        for actual, expected in zip(run(ops, all_rows[row : row + 1]), whole, strict=True):
+        for actual, expected in zip(run(ops, all_rows[row : row + 1]), full_result, strict=True):
             assert are_same_bits(actual, expected[row : row + 1])
 
 
@@ -378,7 +380,7 @@ def check_attention_rows_are_independent(
     is_reference = ops.implementations()["attention"] == "reference"
     length, sizes = (100, [32]) if is_reference else (LENGTH, [16, 32, 128])
     sequence, other = random_sequence(length, *shape, dtype), random_sequence(length, *shape, dtype)
-    (whole,) = attend(ops, [(sequence, 0, length)], 32, **options)
+    (full_result,) = attend(ops, [(sequence, 0, length)], 32, **options)
 
     @FEW_EXAMPLES
     @given(
@@ -400,11 +402,13 @@ def check_attention_rows_are_independent(
         for begin, end in pairwise([0, *sorted(boundaries), length]):
             batch = [*others[:position], (sequence, begin, end), *others[position:]]
             actual = attend(ops, batch, block_size, **options)[min(position, len(others))]
-            assert are_same_bits(actual, whole[begin:end])
+            assert are_same_bits(actual, full_result[begin:end])
 
     check()
     for row in {0, 31, 32, 63, 511, 512, 513, length - 1} & set(range(length)):
-        assert are_same_bits(attend(ops, [(sequence, row, row + 1)], 32, **options)[0], whole[row : row + 1])
+        assert are_same_bits(
+            attend(ops, [(sequence, row, row + 1)], 32, **options)[0], full_result[row : row + 1]
+        )
 
 
 OPTIONS: dict[str, dict[str, object]] = {
@@ -452,12 +456,12 @@ class SplitsKeysByCount(ReferenceOps):
     def attention(
         self, q: Tensor, kv: LayerKV, row_offsets: Tensor, lengths: Tensor, **options: object
     ) -> Tensor:
-        whole = super().attention(q, kv, row_offsets, lengths, **options)
-        out = torch.empty_like(whole)
+        full_result = super().attention(q, kv, row_offsets, lengths, **options)
+        attended = torch.empty_like(full_result)
         for b, (begin, end) in enumerate(pairwise(row_offsets.tolist())):
             share = 1 / (1 + float(lengths[b] // 2))  # the rounding depends on the length
-            out[begin:end] = whole[begin:end] * share + whole[begin:end] * (1 - share)
-        return out
+            attended[begin:end] = full_result[begin:end] * share + full_result[begin:end] * (1 - share)
+        return attended
 
 
 class MixesInPreviousRow(ReferenceOps):

@@ -79,14 +79,14 @@ def test_a_sequence_is_bit_equal_alone_and_in_a_batch(
 ) -> None:
     for back_end in (ops, ReferenceOps()):
         q, k, v, offsets = random_batch(LENGTHS_OF_BATCH[mix], 4, 2, 32, dtype)
-        whole = back_end.encoder_attention(q, k, v, offsets, scale=0.2, **OPTIONS[options])
+        full_result = back_end.encoder_attention(q, k, v, offsets, scale=0.2, **OPTIONS[options])
         for start, stop in pairwise(offsets.tolist()):
             offsets_of_one = torch.tensor([0, stop - start], dtype=torch.int32)
             rows = slice(start, stop)
-            alone = back_end.encoder_attention(
+            single_result = back_end.encoder_attention(
                 q[rows], k[rows], v[rows], offsets_of_one, scale=0.2, **OPTIONS[options]
             )
-            assert torch.equal(alone, whole[rows])
+            assert torch.equal(single_result, full_result[rows])
 
 
 def test_the_reference_is_scaled_dot_product_attention() -> None:
@@ -117,6 +117,6 @@ def test_the_layers_of_a_step_share_their_block_list(ops: Ops) -> None:
     blocks = ops.sequence_blocks(offsets)
     assert torch.equal(first, ops.encoder_attention(q, k, v, offsets, scale=1.0, blocks=blocks))
     other = random_batch([70, 5], 2, 2, 16, torch.float32)[3]
-    shared = ops.encoder_attention(q, k, v, other, scale=1.0, blocks=ops.sequence_blocks(other))
-    assert torch.equal(shared, ops.encoder_attention(q, k, v, other, scale=1.0))
-    assert not torch.equal(first, shared)
+    shared_result = ops.encoder_attention(q, k, v, other, scale=1.0, blocks=ops.sequence_blocks(other))
+    assert torch.equal(shared_result, ops.encoder_attention(q, k, v, other, scale=1.0))
+    assert not torch.equal(first, shared_result)

@@ -50,8 +50,8 @@ def test_an_added_encoding_exists_only_within_the_with_block() -> None:
     with ENCODINGS.extended(HalvedEncoding()):
         assert "halved" in ENCODINGS
         weight, x = torch.randn(5, 7), torch.randn(3, 7)
-        packed = ReferenceOps().pack_linear(weight, "halved")
-        torch.testing.assert_close(ReferenceOps().linear(x, packed), x @ weight.T)
+        packed_weight = ReferenceOps().pack_linear(weight, "halved")
+        torch.testing.assert_close(ReferenceOps().linear(x, packed_weight), x @ weight.T)
     assert "halved" not in ENCODINGS
     with pytest.raises(ConfigError, match="unknown encoding 'halved': use one of float32, bfloat16, float16"):
         encoding_named("halved")
@@ -113,8 +113,8 @@ class TestEveryEncoding:
         assert result <= set(ENCODINGS)
 
     def test_the_size_estimate_is_close_to_num_bytes(self, kind: LinearEncoding) -> None:
-        exact = 8 * kind.num_bytes(4096, 4096) / 4096**2
-        assert exact == pytest.approx(kind.bits_per_weight, rel=0.12)
+        exact_bits = 8 * kind.num_bytes(4096, 4096) / 4096**2
+        assert exact_bits == pytest.approx(kind.bits_per_weight, rel=0.12)
 
 
 # -- Names -----------------------------------------------------------------------------------------------

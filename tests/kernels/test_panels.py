@@ -43,11 +43,11 @@ def rows_of(encoding: str, outputs: int, inputs: int) -> dict[str, Tensor]:
         weight = torch.randint(-half, half, (outputs, inputs)).to(torch.int8)
         return {"weight": weight, "scales": torch.randn(outputs, -(-inputs // GROUP)).half()}
     if encoding in ("uint8", "uint4"):
-        top, groups = 1 << int(encoding[4]), -(-inputs // GROUP)
+        num_codes, groups = 1 << int(encoding[4]), -(-inputs // GROUP)
         return {
-            "weight": torch.randint(0, top, (outputs, inputs)).to(torch.uint8),
+            "weight": torch.randint(0, num_codes, (outputs, inputs)).to(torch.uint8),
             "scales": torch.randn(outputs, groups).half(),
-            "zeros": torch.randint(0, top, (outputs, groups)).to(torch.uint8),
+            "zeros": torch.randint(0, num_codes, (outputs, groups)).to(torch.uint8),
             "row_scales": torch.randn(outputs),
         }
     if encoding == "fp8":
@@ -76,9 +76,9 @@ def test_panels_unpack_to_the_same_rows(encoding: str, outputs: int, inputs: int
     assert sum(panel.nbytes for panel in panels.values()) == encoding_named(encoding).num_bytes(
         outputs, inputs
     )
-    packed = PackedLinear(encoding, panels, inputs, outputs, layout=PANELS)
-    assert torch.equal(unpack_linear(packed), encoding_named(encoding).unpack(rows))
-    assert tensors_in_rows(packed).keys() == rows.keys()
+    packed_weight = PackedLinear(encoding, panels, inputs, outputs, layout=PANELS)
+    assert torch.equal(unpack_linear(packed_weight), encoding_named(encoding).unpack(rows))
+    assert tensors_in_rows(packed_weight).keys() == rows.keys()
 
 
 def check_block(
@@ -169,10 +169,10 @@ def test_a_weight_lies_at_its_documented_position(outputs: int, inputs: int, dat
 def test_padding_of_panels_is_zero(encoding: str, outputs: int, inputs: int) -> None:
     panels = panels_of(encoding).to_panels(rows_of(encoding, outputs, inputs))
     size = 64 * panels["panels"].shape[0], {"float32": 1, "bfloat16": 2, "int8": 4}.get(encoding, 32)
-    filled = size[0], -(-inputs // size[1]) * size[1]
+    padded_size = size[0], -(-inputs // size[1]) * size[1]
     if "scales" in panels:  # only the outputs that exist
         panels["scales"] = torch.ones(size[0])
-    weight = panels_of(encoding).from_panels(panels, *filled)["weight"]
+    weight = panels_of(encoding).from_panels(panels, *padded_size)["weight"]
     assert not weight[outputs:].any()
     assert not weight[:, inputs:].any()
 
@@ -188,10 +188,12 @@ def test_encodings_without_panels_are_stored_in_rows() -> None:
 @given(outputs=SIZES, inputs=SIZES)
 def test_back_ends_pack_panels_as_defined(encoding: str, outputs: int, inputs: int) -> None:
     weight = torch.randn(outputs, inputs)
-    defined = panels_of(encoding).to_panels(encoding_named(encoding).pack(weight))
+    expected_panels = panels_of(encoding).to_panels(encoding_named(encoding).pack(weight))
     for ops in variants():
-        packed = ops.pack_linear(weight, encoding)
-        assert packed.layout == PANELS
-        assert packed.tensors.keys() == defined.keys()
-        assert all(torch.equal(packed.tensors[name], tensor) for name, tensor in defined.items())
-        assert all(tensor.data_ptr() % 64 == 0 for tensor in packed.tensors.values())
+        packed_weight = ops.pack_linear(weight, encoding)
+        assert packed_weight.layout == PANELS
+        assert packed_weight.tensors.keys() == expected_panels.keys()
+        assert all(
+            torch.equal(packed_weight.tensors[name], tensor) for name, tensor in expected_panels.items()
+        )
+        assert all(tensor.data_ptr() % 64 == 0 for tensor in packed_weight.tensors.values())

@@ -47,8 +47,8 @@ def run_step(pipeline: TextGenerationPipeline, inputs: Any, ops: Ops) -> torch.T
     network: Any = pipeline.model
     step = StepInputs(ops, inputs.positions, inputs.row_offsets, inputs.kv)
     with torch.inference_mode():
-        _, normed = network.network(inputs.tokens, step)
-        logits: torch.Tensor = network.network.head(ops.take_rows(normed, inputs.logit_rows), step)
+        _, normalized = network.network(inputs.tokens, step)
+        logits: torch.Tensor = network.network.head(ops.take_rows(normalized, inputs.logit_rows), step)
     return logits
 
 
@@ -96,15 +96,15 @@ def test_views_between_operations_are_recorded() -> None:
     x, rows = torch.randn(4, 16), torch.tensor([2, 0])
 
     def step(ops: Ops) -> list[torch.Tensor]:
-        gated = ops.gated_activation(x.view(4, 16), "gelu")  # [4, 8]
-        put = ops.put_rows(gated, rows, gated[:2])
+        gate_output = ops.gated_activation(x.view(4, 16), "gelu")  # [4, 8]
+        put = ops.put_rows(gate_output, rows, gate_output[:2])
         return [ops.take_rows(put, rows)]
 
     plan = record(ReferenceOps(), {"x": x, "rows": rows}, step)
     other_x, other_rows = torch.randn(4, 16), torch.tensor([1, 3])
     (result,) = plan.replay(ReferenceOps(), {"x": other_x, "rows": other_rows})
-    gated = ReferenceOps().gated_activation(other_x, "gelu")
-    expected = ReferenceOps().put_rows(gated, other_rows, gated[:2])[other_rows]
+    gate_output = ReferenceOps().gated_activation(other_x, "gelu")
+    expected = ReferenceOps().put_rows(gate_output, other_rows, gate_output[:2])[other_rows]
     assert torch.equal(result, expected)
 
 

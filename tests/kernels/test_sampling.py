@@ -27,8 +27,8 @@ def _seed() -> None:
 
 def rules_of(rows: Sequence[Mapping[str, float]], uniforms: Sequence[float] | None = None) -> SamplingInputs:
     """Return the rules of each row, with random uniforms if none are given."""
-    usual = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    values = [{**usual, **row} for row in rows]
+    default_rules = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    values = [{**default_rules, **row} for row in rows]
     return SamplingInputs(
         torch.tensor([row["temperature"] for row in values]),
         torch.tensor([int(row["top_k"]) for row in values]),
@@ -62,8 +62,8 @@ def test_the_first_of_equal_tokens_is_the_greedy_one(ops: Ops) -> None:
     logits = torch.zeros(3, 5000)
     logits[1, [4999, 3000]] = 1
     logits[2, [1023, 1024]] = 1
-    some: list[dict[str, float]] = [{"temperature": 0.0}, {"top_k": 1}]
-    for rule in some:
+    rule_sets: list[dict[str, float]] = [{"temperature": 0.0}, {"top_k": 1}]
+    for rule in rule_sets:
         assert check(ops, logits, rules_of([rule] * 3)).tolist() == [0, 3000, 1023]
 
 
@@ -104,8 +104,8 @@ def test_a_mask_that_leaves_one_token(ops: Ops) -> None:
 def test_the_last_tokens_of_a_vocabulary(ops: Ops, vocabulary: int) -> None:
     logits = torch.randn(5, vocabulary)
     logits[:, -2:] = 9
-    some: list[dict[str, float]] = [{}, {"top_k": 2}, {"top_p": 0.5}, {"temperature": 0.0}]
-    for rule in some:
+    rule_sets: list[dict[str, float]] = [{}, {"top_k": 2}, {"top_p": 0.5}, {"temperature": 0.0}]
+    for rule in rule_sets:
         tokens = check(ops, logits, rules_of([rule] * 5, (0.0, 0.3, 0.6, 0.9, 1 - 2**-53)))
         if rule:
             assert set(tokens.tolist()) <= {vocabulary - 2, vocabulary - 1}
@@ -148,6 +148,10 @@ def test_all_rules_in_one_batch(ops: Ops) -> None:
         tokens = check(ops, logits, rules, bits)
         assert tokens[-2:].tolist() == [-1, -1]
         for row in range(len(rows)):
-            some = torch.tensor([row])
-            own = ops.sample(logits[some], rules.take(some), None if bits is None else bits[some])
-            assert own[0] == tokens[row]
+            selected_rows = torch.tensor([row])
+            single_tokens = ops.sample(
+                logits[selected_rows],
+                rules.take(selected_rows),
+                None if bits is None else bits[selected_rows],
+            )
+            assert single_tokens[0] == tokens[row]

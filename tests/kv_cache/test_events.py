@@ -76,7 +76,7 @@ def test_an_evicted_block_gives_a_removed_event() -> None:
 
 @pytest.mark.parametrize("windows", [(None,), (None, 6), (6,)])
 def test_events_describe_the_pool_exactly(windows: tuple[int | None, ...]) -> None:
-    random_numbers, known = random.Random(7), set[bytes]()
+    random_numbers, known_digests = random.Random(7), set[bytes]()
     manager = kv_manager(*(9 for _ in windows), windows=windows)
     manager.record_events()
     for _ in range(60):
@@ -86,9 +86,9 @@ def test_events_describe_the_pool_exactly(windows: tuple[int | None, ...]) -> No
         manager.release(context)
         if random_numbers.random() < 0.05:
             manager.forget_prefixes()
-        known = apply_events(known, manager.take_events())
+        known_digests = apply_events(known_digests, manager.take_events())
         pool = manager._pools[0]
-        assert known == set(pool._block_of)
+        assert known_digests == set(pool._block_of)
         manager.check_integrity()
 
 
@@ -135,9 +135,9 @@ def test_discarded_storage_is_zero_and_reusable() -> None:
 
 def test_discarding_returns_only_the_pages_of_the_range() -> None:
     tensor = torch.ones(6_000_000, dtype=torch.uint8)
-    before = resident_bytes()
+    bytes_before = resident_bytes()
     discard_pages(tensor.data_ptr() + 5, 5_900_000)
-    assert before - resident_bytes() > 5_500_000
+    assert bytes_before - resident_bytes() > 5_500_000
     assert int(tensor.sum()) == 100_000
     assert bool(tensor[:5].all())
     assert bool(tensor[5_900_005:].all())

@@ -32,10 +32,10 @@ def test_a_digest_covers_its_block_and_all_earlier_blocks() -> None:
 
 
 def test_digests_can_be_computed_block_by_block() -> None:
-    whole, parent = digests_of(), ROOT
+    full_digests, parent = digests_of(), ROOT
     for block in range(3):
         (parent,) = chain_digests(parent, TOKENS, {}, range(block, block + 1), 4)
-        assert parent == whole[block]
+        assert parent == full_digests[block]
 
 
 def test_only_full_blocks_have_digests() -> None:
@@ -53,10 +53,10 @@ def test_roots_differ_by_adapter_and_salt() -> None:
 
 
 def test_an_override_differs_from_the_token_with_the_same_id() -> None:
-    plain, image, other = digests_of(), digests_of(overrides={5: 77}), digests_of(overrides={5: 78})
-    assert plain[0] == image[0]
-    assert len({plain[1], image[1], other[1]}) == 3
-    assert digests_of(overrides={5: 5})[1] != plain[1]
+    plain_digests, image, other = digests_of(), digests_of(overrides={5: 77}), digests_of(overrides={5: 78})
+    assert plain_digests[0] == image[0]
+    assert len({plain_digests[1], image[1], other[1]}) == 3
+    assert digests_of(overrides={5: 5})[1] != plain_digests[1]
     same_number = TOKENS.copy()
     same_number[5] = 77
     assert digests_of(same_number)[1] != image[1]

@@ -152,10 +152,10 @@ def test_image_blocks_are_shared_only_with_equal_digests() -> None:
                 token_hash_overrides=overrides,
             )
             manager.claim(context)
-            cached = context.start_idx
+            num_cached = context.start_idx
             run_one_step(manager, context)
             manager.release(context)
-        return cached
+        return num_cached
 
     assert [cached_tokens_with({}), cached_tokens_with({1: 77}), cached_tokens_with({}, images=0)] == [
         0,
@@ -236,10 +236,10 @@ def test_reserve_evicts_the_least_recently_used_prefix() -> None:
         manager.release(context)
     run_one_step(manager, text_context(list(range(30, 42)), max_length=13))
     for prompt, hit in (([1] * 5, 0), ([2] * 5, 4)):
-        again = text_context(prompt)
-        manager.claim(again)
-        assert again.num_cached_tokens == hit
-        manager.release(again)
+        same_context = text_context(prompt)
+        manager.claim(same_context)
+        assert same_context.num_cached_tokens == hit
+        manager.release(same_context)
 
 
 def test_reserve_needs_a_claim() -> None:
@@ -280,14 +280,14 @@ def test_blocks_behind_the_window_are_freed_and_stay_cached() -> None:
     # the query at 17 sees positions 12 to 17
     assert block_tables(manager, context) == [[1, 2, 3, 4, 5], [0, 0, 0, 4, 5]]
     assert manager.num_free_blocks == 3
-    again = text_context(list(range(17)))
-    manager.claim(again)
-    assert again.num_cached_tokens == 16
-    assert block_tables(manager, again) == [
+    same_context = text_context(list(range(17)))
+    manager.claim(same_context)
+    assert same_context.num_cached_tokens == 16
+    assert block_tables(manager, same_context) == [
         [1, 2, 3, 4],
         [0, 0, 3, 4],
     ]  # the query at 16 sees positions 11 to 16
-    run_one_step(manager, again)
+    run_one_step(manager, same_context)
     manager.check_integrity()
 
 
@@ -309,10 +309,10 @@ def test_a_prefix_hit_needs_the_blocks_within_the_window() -> None:
     # The windowed pool has five blocks, which now hold the end of the text.
     run_one_step(manager, text_context([7, 7, 7, 7, 7]))  # evicts the two oldest blocks
     for length, hit in ((21, 20), (17, 16), (13, 0)):
-        again = text_context(list(range(length)))
-        manager.claim(again)
-        assert again.num_cached_tokens == hit, length
-        manager.release(again)
+        same_context = text_context(list(range(length)))
+        manager.claim(same_context)
+        assert same_context.num_cached_tokens == hit, length
+        manager.release(same_context)
 
 
 # -- regimes: keys that become invalid beyond a length ---------------------------------------------------
@@ -470,10 +470,10 @@ def test_a_rolled_back_context_keeps_its_surplus_blocks() -> None:
     manager, context = kv_manager(8), text_context(PROMPT)
     run_one_step(manager, context, 50)
     manager.reserve(context, lookahead=5)
-    before = block_tables(manager, context)
+    tables_before = block_tables(manager, context)
     context.rollback(1)
     manager.reserve(context)
-    assert block_tables(manager, context) == before == [[1, 2, 3, 4]]
+    assert block_tables(manager, context) == tables_before == [[1, 2, 3, 4]]
     run_one_step(manager, context, 51)
 
 

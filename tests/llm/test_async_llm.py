@@ -43,7 +43,7 @@ async def test_outputs_equal_those_of_llm() -> None:
     messages = [{"role": "user", "content": "What is the capital of Germany?"}]
     with LLM("demo", kv_cache_memory=64 * 2**20) as llm:
         expected = llm.generate(prompts, params, n=2, logprobs=2, prompt_logprobs=1, use_tqdm=False)
-        best = llm.generate("One day", params[0], n=1, best_of=3, use_tqdm=False)
+        best_outputs = llm.generate("One day", params[0], n=1, best_of=3, use_tqdm=False)
         answer = llm.chat(messages, GREEDY, use_tqdm=False)
     async with open_async_llm() as llm:
         result = await llm.generate(prompts, params, n=2, logprobs=2, prompt_logprobs=1)
@@ -67,11 +67,11 @@ async def test_outputs_equal_those_of_llm() -> None:
                 np.testing.assert_allclose(
                     scores.token_log_probabilities, others.token_log_probabilities, atol=1e-4
                 )
-                assert [len(top) for top in scores.top_log_probabilities] == [
-                    len(top) for top in others.top_log_probabilities
+                assert [len(top_entries) for top_entries in scores.top_log_probabilities] == [
+                    len(top_entries) for top_entries in others.top_log_probabilities
                 ]
         ranked = await llm.generate("One day", params[0], n=1, best_of=3)
-        assert [answer.text for answer in ranked] == [answer.text for answer in best]
+        assert [answer.text for answer in ranked] == [answer.text for answer in best_outputs]
         assert [output.text for output in await llm.chat(messages, GREEDY)] == [
             output.text for output in answer
         ]
@@ -125,11 +125,11 @@ async def test_a_closed_stream_cancels_at_the_engine() -> None:
 async def test_requests_beyond_the_queue_size_are_served() -> None:
     async with open_async_llm(max_queue_size=1, max_batch_size=2) as llm:
         texts = [f"Tell me {index}" for index in range(12)]
-        together, streamed = await asyncio.gather(
+        batch_responses, streamed_response = await asyncio.gather(
             llm.generate(texts, GREEDY),
             asyncio.gather(*[_text(llm, text) for text in texts]),
         )
-        assert [output.text for output in together] == list(streamed)
+        assert [output.text for output in batch_responses] == list(streamed_response)
 
 
 async def _text(llm: AsyncLLM, prompt: str) -> str:

@@ -95,8 +95,8 @@ def test_beams_equal_those_of_transformers(
     assert [output.index for output in outputs] == [0, 1] * len(PROMPTS)
     ends = llm.tokenizer.eos_token_ids
     for i, prompt in enumerate(PROMPTS):
-        alone = reference_beams(reference, llm, prompt, ends, **options)
-        assert beams_of(outputs[2 * i : 2 * i + 2]) == alone
+        single_beams = reference_beams(reference, llm, prompt, ends, **options)
+        assert beams_of(outputs[2 * i : 2 * i + 2]) == single_beams
         assert outputs[2 * i].prompt == prompt
 
 
@@ -134,7 +134,9 @@ def test_log_probabilities_of_beams_equal_transformers(llm: LLM, reference: Any)
         first = len(output.prompt_token_ids)
         expected = [scores[first + i - 1, token].item() for i, token in enumerate(output.token_ids)]
         np.testing.assert_allclose(rows.token_log_probabilities, expected, atol=1e-4)
-        assert [list(top) for top in rows.top_log_probabilities] == [[token] for token in output.token_ids]
+        assert [list(top_entries) for top_entries in rows.top_log_probabilities] == [
+            [token] for token in output.token_ids
+        ]
         assert output.num_generated_tokens == len(output.token_ids) + (output.finish_reason == "stop")
         assert output.text == llm.tokenizer.decode_ids(output.token_ids)
 
@@ -170,9 +172,9 @@ def test_small_step_limits_give_the_same_beams(model: Path, llm: LLM) -> None:
     options: dict[str, Any] = {"num_beams": 4, "max_new_tokens": 20, "num_return_sequences": 4}
     expected = beams_of(llm.beam_search(PROMPTS, **options))
     limits = {"max_batch_size": 3, "max_batch_input_tokens": 7}
-    with LLM(str(model), kv_cache_block_size=16, deterministic=True, **limits) as narrow:
-        assert beams_of(narrow.beam_search(PROMPTS, **options)) == expected
-        narrow.pipeline.kv.check_integrity()
+    with LLM(str(model), kv_cache_block_size=16, deterministic=True, **limits) as narrow_llm:
+        assert beams_of(narrow_llm.beam_search(PROMPTS, **options)) == expected
+        narrow_llm.pipeline.kv.check_integrity()
 
 
 def test_prompts_that_do_not_fit_together_are_searched_in_turn(model: Path, llm: LLM) -> None:
@@ -181,13 +183,13 @@ def test_prompts_that_do_not_fit_together_are_searched_in_turn(model: Path, llm:
     block = 16 * 2 * 2 * 2 * 8 * 4
     with LLM(
         str(model), kv_cache_block_size=16, deterministic=True, kv_cache_memory=18 * block, max_batch_size=16
-    ) as small:
-        assert beams_of(small.beam_search(PROMPTS, **options)) == expected
-        assert small.pipeline.kv.num_free_blocks == small.pipeline.kv.num_blocks
+    ) as small_llm:
+        assert beams_of(small_llm.beam_search(PROMPTS, **options)) == expected
+        assert small_llm.pipeline.kv.num_free_blocks == small_llm.pipeline.kv.num_blocks
         with pytest.raises(InsufficientBlocksError):
-            small.beam_search(PROMPTS[2], num_beams=16, max_new_tokens=40)
-        assert small.pipeline.kv.num_free_blocks == small.pipeline.kv.num_blocks
-        assert len(small.generate("Hello")) == 1
+            small_llm.beam_search(PROMPTS[2], num_beams=16, max_new_tokens=40)
+        assert small_llm.pipeline.kv.num_free_blocks == small_llm.pipeline.kv.num_blocks
+        assert len(small_llm.generate("Hello")) == 1
 
 
 def test_beams_end_at_the_maximum_length(llm: LLM) -> None:

@@ -90,13 +90,13 @@ def test_all_forms_of_an_image_give_the_same_text(llm: LLM, tmp_path: Path) -> N
 def test_a_batch_equals_single_requests(llm: LLM) -> None:
     prompts = ["A <image> b", "No image", "<image><image>", "A <image> b"]
     images = [[random_picture(4)], None, [random_picture(5), random_picture(4)], [random_picture(6)]]
-    alone = [
+    single_outputs = [
         tokens_of(llm, prompt, *(prompt_images or ()))
         for prompt, prompt_images in zip(prompts, images, strict=True)
     ]
-    together = llm.generate(prompts, GREEDY, use_tqdm=False, images=images)
-    assert [output.token_ids for output in together] == alone
-    assert alone[0] != alone[3]
+    batch_outputs = llm.generate(prompts, GREEDY, use_tqdm=False, images=images)
+    assert [output.token_ids for output in batch_outputs] == single_outputs
+    assert single_outputs[0] != single_outputs[3]
 
 
 def test_an_image_is_encoded_only_once(folder: Path) -> None:
@@ -107,17 +107,17 @@ def test_an_image_is_encoded_only_once(folder: Path) -> None:
         assert encoder_counts(llm)[0] == 1
         # The prefix cache holds the whole image, so the encoder cache is not read.
         tokens_of(llm, "<image>" + "a" * 32, random_picture(8))
-        before = encoder_counts(llm)
+        counts_before = encoder_counts(llm)
         tokens_of(llm, "<image>" + "a" * 32, random_picture(8))
-        assert encoder_counts(llm) == before
+        assert encoder_counts(llm) == counts_before
         # Other text precedes the image: its rows come from the encoder cache.
         tokens_of(llm, "Other <image>", random_picture(8))
-        assert encoder_counts(llm) == (before[0], before[1] + 1)
+        assert encoder_counts(llm) == (counts_before[0], counts_before[1] + 1)
         # Both images of the batch are new and equal: one run of the encoder.
         llm.generate(
             ["<image>a", "b<image>"], GREEDY, use_tqdm=False, images=[random_picture(9), random_picture(9)]
         )
-        assert encoder_counts(llm)[0] == before[0] + 1
+        assert encoder_counts(llm)[0] == counts_before[0] + 1
 
 
 def test_prefixes_with_other_images_are_not_shared(llm: LLM) -> None:
@@ -151,11 +151,11 @@ def test_texts_are_equal_in_every_schedule(llm: LLM, folder: Path, config: dict[
 
 
 def test_invalid_images_are_refused(llm: LLM, tmp_path: Path) -> None:
-    valid = random_picture(1)
+    valid_image = random_picture(1)
     with pytest.raises(InputError, match="the prompt has 0 placeholders '<image>', but the request has 1"):
-        tokens_of(llm, "Hi", valid)
+        tokens_of(llm, "Hi", valid_image)
     with pytest.raises(InputError, match=r"the prompt has 2 placeholders .* has 1 images"):
-        tokens_of(llm, "<image><image>", valid)
+        tokens_of(llm, "<image><image>", valid_image)
     with pytest.raises(InputError, match="the data is not an image in one of the formats PNG"):
         tokens_of(llm, "<image>", b"no image")
     with pytest.raises(InputError, match="cannot be read"):
@@ -165,16 +165,16 @@ def test_invalid_images_are_refused(llm: LLM, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="was dict"):
         tokens_of(llm, "<image>", {})
     with pytest.raises(UnsupportedFeatureError, match="images with token ids"):
-        llm.generate([1, 2], GREEDY, use_tqdm=False, images=valid)
-    detailed = [{"type": "image", "image": valid, "detail": "high"}]
+        llm.generate([1, 2], GREEDY, use_tqdm=False, images=valid_image)
+    detailed = [{"type": "image", "image": valid_image, "detail": "high"}]
     with pytest.raises(UnsupportedFeatureError, match="detail 'high' is not supported: this model supports"):
         llm.chat([{"role": "user", "content": detailed}], GREEDY, use_tqdm=False)
     with pytest.raises(InputError, match="images has 1 entries for 2 prompts"):
-        llm.generate(["a", "b"], GREEDY, use_tqdm=False, images=[valid])
+        llm.generate(["a", "b"], GREEDY, use_tqdm=False, images=[valid_image])
     with pytest.raises(InputError, match="the request has 33 images, but the limit is 32"):
-        tokens_of(llm, "<image>" * 33, *[valid] * 33)
+        tokens_of(llm, "<image>" * 33, *[valid_image] * 33)
     with pytest.raises(PromptTooLongError, match=r"257.*256|272.*256"):
-        tokens_of(llm, "<image>" * 17, *[valid] * 17)
+        tokens_of(llm, "<image>" * 17, *[valid_image] * 17)
 
 
 def test_placeholders_in_user_text_are_not_images(llm: LLM) -> None:

@@ -106,21 +106,21 @@ def test_the_prompt_is_computed_once(
 def test_best_of_ranks_by_mean_log_probability(llm: LLM) -> None:
     candidates = llm.generate(PROMPT, SAMPLED, n=6, logprobs=0)
     means = [float(np.mean(values_of(answer.log_probabilities))) for answer in candidates]
-    best = llm.generate(PROMPT, SAMPLED, n=2, best_of=6)
+    best_outputs = llm.generate(PROMPT, SAMPLED, n=2, best_of=6)
     order = sorted(range(6), key=lambda i: -means[i])[:2]
-    assert token_ids_of(best) == [candidates[i].token_ids for i in order]
-    assert [answer.score for answer in best] == pytest.approx([means[i] for i in order])
-    assert [answer.index for answer in best] == [0, 1]
-    assert best[0].log_probabilities is None, "not requested"
+    assert token_ids_of(best_outputs) == [candidates[i].token_ids for i in order]
+    assert [answer.score for answer in best_outputs] == pytest.approx([means[i] for i in order])
+    assert [answer.index for answer in best_outputs] == [0, 1]
+    assert best_outputs[0].log_probabilities is None, "not requested"
     assert candidates[0].score is None
 
 
 def test_best_of_ignores_tokens_after_a_stop_string(llm: LLM) -> None:
     text = llm.generate(PROMPT, SAMPLED)[0].text
     params = SamplingParams(**fields_of(SAMPLED), stop=[text[3:6]])
-    (truncated,) = llm.generate(PROMPT, params, best_of=1, logprobs=0)
-    assert 0 < len(truncated.token_ids) < 12
-    assert truncated.score == pytest.approx(np.mean(values_of(truncated.log_probabilities)))
+    (truncated_output,) = llm.generate(PROMPT, params, best_of=1, logprobs=0)
+    assert 0 < len(truncated_output.token_ids) < 12
+    assert truncated_output.score == pytest.approx(np.mean(values_of(truncated_output.log_probabilities)))
 
 
 def test_an_empty_answer_is_ranked_last(llm: LLM) -> None:
@@ -161,9 +161,9 @@ def test_invalid_options_are_refused(options: dict[str, Any], message: str, llm:
 
 def test_numpy_numbers_are_accepted_as_options(llm: LLM) -> None:
     options: dict[str, Any] = {"n": np.int64(2), "best_of": np.int32(3), "logprobs": np.uint8(1)}
-    plain = llm.generate("Hello", SAMPLED, n=2, best_of=3, logprobs=1)
+    plain_output = llm.generate("Hello", SAMPLED, n=2, best_of=3, logprobs=1)
     assert token_ids_of(llm.generate("Hello", SAMPLED, **options, priority=np.int64(4))) == token_ids_of(
-        plain
+        plain_output
     )
 
 
@@ -199,52 +199,54 @@ def test_log_probabilities_equal_transformers(llm: LLM, model: Path) -> None:
         (2, output.prompt_log_probabilities, output.prompt_token_ids[1:]),
         (3, output.log_probabilities, output.token_ids),
     ):
-        for token, value, top in zip(tokens, values_of(rows), rows.top_log_probabilities, strict=True):
-            assert top[token] == value
-            assert len(top) == top_n + (token not in list(top)[:top_n])
-            assert sorted(top.values(), reverse=True)[:top_n] == list(top.values())[:top_n]
+        for token, value, top_entries in zip(
+            tokens, values_of(rows), rows.top_log_probabilities, strict=True
+        ):
+            assert top_entries[token] == value
+            assert len(top_entries) == top_n + (token not in list(top_entries)[:top_n])
+            assert sorted(top_entries.values(), reverse=True)[:top_n] == list(top_entries.values())[:top_n]
 
 
 def test_only_requested_log_probabilities_are_returned(llm: LLM) -> None:
-    plain = llm.generate(PROMPT, SAMPLED)[0]
-    assert (plain.log_probabilities, plain.prompt_log_probabilities) == (None, None)
-    single = llm.generate(PROMPT, SAMPLED, logprobs=0)[0]
-    assert single.prompt_log_probabilities is None
-    assert single.log_probabilities is not None
-    assert [list(top) for top in single.log_probabilities.top_log_probabilities] == [
-        [t] for t in single.token_ids
+    plain_output = llm.generate(PROMPT, SAMPLED)[0]
+    assert (plain_output.log_probabilities, plain_output.prompt_log_probabilities) == (None, None)
+    single_output = llm.generate(PROMPT, SAMPLED, logprobs=0)[0]
+    assert single_output.prompt_log_probabilities is None
+    assert single_output.log_probabilities is not None
+    assert [list(top_entries) for top_entries in single_output.log_probabilities.top_log_probabilities] == [
+        [t] for t in single_output.token_ids
     ]
     prompt = llm.generate(PROMPT, SAMPLED, prompt_logprobs=1)[0]
     assert prompt.log_probabilities is None
     assert prompt.num_cached_tokens == 0, "tokens with log probabilities are not read from the cache"
-    assert token_ids_of([plain]) == token_ids_of([single]) == token_ids_of([prompt])
+    assert token_ids_of([plain_output]) == token_ids_of([single_output]) == token_ids_of([prompt])
 
 
 def test_log_probabilities_are_bit_equal_in_batches_and_chunks(model: Path, llm: LLM) -> None:
     options: dict[str, Any] = {"logprobs": 2, "prompt_logprobs": 4}
     prompts = [PROMPT, "Hello", PROMPT[:30], "x"]
-    alone = [llm.generate(prompt, SAMPLED, **options)[0] for prompt in prompts]
-    assert llm.generate(prompts, SAMPLED, **options) == alone
+    single_outputs = [llm.generate(prompt, SAMPLED, **options)[0] for prompt in prompts]
+    assert llm.generate(prompts, SAMPLED, **options) == single_outputs
     small_limits: dict[str, Any] = {
         "max_batch_input_tokens": 9,
         "max_batch_size": 3,
         "enable_prefix_caching": False,
     }
     with LLM(str(model), kv_cache_block_size=16, deterministic=True, **small_limits) as chunking:
-        assert chunking.generate(prompts, SAMPLED, **options) == alone
+        assert chunking.generate(prompts, SAMPLED, **options) == single_outputs
 
 
 def test_tokens_after_a_stop_string_have_no_log_probabilities(llm: LLM) -> None:
-    (whole,) = llm.generate(PROMPT, SAMPLED, logprobs=1)
+    (full_output,) = llm.generate(PROMPT, SAMPLED, logprobs=1)
     for params in (
-        SamplingParams(**fields_of(SAMPLED), stop=[whole.text[4:6]]),
-        SamplingParams(**fields_of(SAMPLED), stop_token_ids=[whole.token_ids[5]]),
+        SamplingParams(**fields_of(SAMPLED), stop=[full_output.text[4:6]]),
+        SamplingParams(**fields_of(SAMPLED), stop_token_ids=[full_output.token_ids[5]]),
     ):
-        (truncated,) = llm.generate(PROMPT, params, logprobs=1)
-        assert 0 < len(truncated.token_ids) < 12
+        (truncated_output,) = llm.generate(PROMPT, params, logprobs=1)
+        assert 0 < len(truncated_output.token_ids) < 12
         assert (
-            values_of(truncated.log_probabilities)
-            == values_of(whole.log_probabilities)[: len(truncated.token_ids)]
+            values_of(truncated_output.log_probabilities)
+            == values_of(full_output.log_probabilities)[: len(truncated_output.token_ids)]
         )
 
 
@@ -261,8 +263,8 @@ def test_a_prompt_is_scored_without_generating(llm: LLM) -> None:
     (with_tokens,) = llm.generate(PROMPT, SAMPLED, prompt_logprobs=1)
     assert output.prompt_log_probabilities == with_tokens.prompt_log_probabilities
     assert len(values_of(output.prompt_log_probabilities)) == len(PROMPT) - 1
-    (single,) = llm.generate([[65]], SAMPLED, prompt_logprobs=1)
-    assert single.prompt_log_probabilities == LogProbabilities([], [])
+    (single_output,) = llm.generate([[65]], SAMPLED, prompt_logprobs=1)
+    assert single_output.prompt_log_probabilities == LogProbabilities([], [])
 
 
 def test_the_output_of_a_stream_has_log_probabilities(llm: LLM) -> None:
@@ -299,11 +301,11 @@ def test_a_mixed_batch_equals_single_prompts(config: dict[str, Any], model: Path
     params = [SamplingParams(max_new_tokens=24, **fields) for fields in MIXTURE]
     prompts = ["abcabcabcabc", "One two one two one two", "x", "The end. The end. The"] * 2
     options: dict[str, Any] = {"n": 2, "logprobs": 1}
-    alone = [llm.generate(*request, **options) for request in zip(prompts, params, strict=True)]
+    single_outputs = [llm.generate(*request, **options) for request in zip(prompts, params, strict=True)]
     with LLM(str(model), kv_cache_block_size=16, deterministic=True, **config) as other:
-        together = other.generate(prompts, params, **options)
+        batch_outputs = other.generate(prompts, params, **options)
         assert ("speculative_method" in config) == (other.pipeline.speculation_stats.num_accepted > 0)
-    for expected, result in zip(chain.from_iterable(alone), together, strict=True):
+    for expected, result in zip(chain.from_iterable(single_outputs), batch_outputs, strict=True):
         assert result.token_ids == expected.token_ids
         assert (result.text, result.finish_reason) == (expected.text, expected.finish_reason)
         assert result.log_probabilities == expected.log_probabilities
@@ -318,8 +320,8 @@ def test_token_rules_are_followed(llm: LLM) -> None:
     outputs = llm.generate(["One", "Two"], params, n=2)
     assert {token for tokens in token_ids_of(outputs) for token in tokens} <= set(allowed[1:])
     greedy = llm.generate("One", SamplingParams(max_new_tokens=8))[0].token_ids
-    banned = SamplingParams(max_new_tokens=8, banned_token_ids=greedy)
-    assert not set(greedy) & set(llm.generate("One", banned)[0].token_ids)
+    banned_params = SamplingParams(max_new_tokens=8, banned_token_ids=greedy)
+    assert not set(greedy) & set(llm.generate("One", banned_params)[0].token_ids)
     sequence = list(greedy[3:6])
     params = SamplingParams(max_new_tokens=8, banned_sequences=[sequence])
     other = llm.generate("One", params)[0].token_ids
@@ -345,9 +347,9 @@ def test_contradictory_token_rules_are_refused(rules: dict[str, Any], message: s
 
 def test_a_grammar_applies_only_to_its_prompt(llm: LLM) -> None:
     grammar = Grammar("regex", "[0-9]{3}")
-    unconstrained, constrained = llm.generate(["One", "Two"], SAMPLED, grammar=[None, grammar])
-    assert constrained.text.isdigit()
-    assert (len(constrained.text), constrained.finish_reason) == (3, "stop")
+    unconstrained, constrained_output = llm.generate(["One", "Two"], SAMPLED, grammar=[None, grammar])
+    assert constrained_output.text.isdigit()
+    assert (len(constrained_output.text), constrained_output.finish_reason) == (3, "stop")
     assert unconstrained.token_ids == llm.generate("One", SAMPLED)[0].token_ids
 
 

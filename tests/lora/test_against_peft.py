@@ -57,8 +57,8 @@ def test_logits_equal_peft(checkpoint: Path, case: str, kernels: str, tmp_path: 
     expected = peft_logits(checkpoint, adapter, PROMPT)
     actual = adapted_logits(checkpoint, adapter, kernels=kernels)
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-5)
-    plain = step_logits(open_pipeline(checkpoint), [make_context(PROMPT)])[0]
-    assert float((actual - plain).abs().max()) > 0.01
+    plain_logits = step_logits(open_pipeline(checkpoint), [make_context(PROMPT)])[0]
+    assert float((actual - plain_logits).abs().max()) > 0.01
 
 
 def test_an_adapter_on_a_tied_head_does_not_change_the_embedding(tmp_path: Path) -> None:
@@ -73,14 +73,14 @@ def test_adapters_apply_to_quantized_layers_and_heads(tied: bool, tmp_path: Path
     """PEFT saves a copy of an adapted head. The expected logits are those of the quantized head."""
     checkpoint = write_checkpoint(tmp_path / "base", {**tiny_config(), "tie_word_embeddings": tied})
     adapter = write_adapter(checkpoint, tmp_path / "adapter", target_modules=["lm_head", "up_proj"])
-    plain, quantised = (
+    plain_logits, quantized_logits = (
         step_logits(open_pipeline(checkpoint, quantization_encoding=encoding), [make_context(PROMPT)])[0]
         for encoding in ("float32", "int8")
     )
-    exact = adapted_logits(checkpoint, adapter)
+    exact_logits = adapted_logits(checkpoint, adapter)
     result = adapted_logits(checkpoint, adapter, quantization_encoding="int8")
-    assert float((quantised - plain).norm()) > 0
-    assert float((result - exact).norm()) < 0.5 * float((plain - exact).norm())
+    assert float((quantized_logits - plain_logits).norm()) > 0
+    assert float((result - exact_logits).norm()) < 0.5 * float((plain_logits - exact_logits).norm())
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float64])
@@ -104,10 +104,12 @@ def test_tensor_names_with_the_name_of_the_adapter_are_read(checkpoint: Path, tm
 
 def test_bfloat16_logits_are_close(checkpoint: Path, tmp_path: Path) -> None:
     adapter = write_adapter(checkpoint, tmp_path)
-    exact = adapted_logits(checkpoint, adapter)
-    rounded = adapted_logits(checkpoint, adapter, quantization_encoding="bfloat16")
-    plain = step_logits(open_pipeline(checkpoint), [make_context(PROMPT)])[0]
-    assert float((rounded - exact).abs().mean()) < 0.1 * float((plain - exact).abs().mean())
+    exact_logits = adapted_logits(checkpoint, adapter)
+    rounded_logits = adapted_logits(checkpoint, adapter, quantization_encoding="bfloat16")
+    plain_logits = step_logits(open_pipeline(checkpoint), [make_context(PROMPT)])[0]
+    assert float((rounded_logits - exact_logits).abs().mean()) < 0.1 * float(
+        (plain_logits - exact_logits).abs().mean()
+    )
 
 
 MODULE_PARTS = ["q_proj", "proj", "self_attn.v_proj", "layers.1.self_attn.q_proj", "lm_head"]
@@ -178,5 +180,5 @@ def test_every_field_that_peft_writes_is_known(checkpoint: Path, tmp_path: Path)
     assert AdapterConfig.read(adapter).rank == 4
     from penstock.lora import adapter_config
 
-    known = {*adapter_config._READ, *adapter_config._REFUSED, *adapter_config._WITHOUT_EFFECT}
-    assert set(json.loads((adapter / "adapter_config.json").read_text())) <= known
+    known_names = {*adapter_config._READ, *adapter_config._REFUSED, *adapter_config._WITHOUT_EFFECT}
+    assert set(json.loads((adapter / "adapter_config.json").read_text())) <= known_names

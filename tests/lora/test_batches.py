@@ -52,23 +52,23 @@ def mixed_logits(pipeline: TextGenerationPipeline) -> tuple[list[torch.Tensor], 
     """Return the logits of a mixed batch, and those of each context in its own batch."""
     lengths = [3, 17, 1, 40, 9, 2, 33]
     batch = [make_context(PROMPT[:n], adapter=name) for n, name in zip(lengths, NAMES, strict=True)]
-    together = step_logits(pipeline, batch)
+    batch_logits = step_logits(pipeline, batch)
     for context in batch:
         pipeline.release(context)
-    alone = []
+    single_logits = []
     for context in batch:
         context.reset()
-        alone += step_logits(pipeline, [context])
+        single_logits += step_logits(pipeline, [context])
         pipeline.release(context)
-    return together, alone
+    return batch_logits, single_logits
 
 
 def test_a_mixed_batch_is_bit_equal_to_single_requests(
     open_adapted: Callable[..., TextGenerationPipeline],
 ) -> None:
-    together, alone = mixed_logits(open_adapted(enable_prefix_caching=False))
-    for batched, single in zip(together, alone, strict=True):
-        assert torch.equal(batched, single)
+    batch_logits, single_logits = mixed_logits(open_adapted(enable_prefix_caching=False))
+    for batch_item, single in zip(batch_logits, single_logits, strict=True):
+        assert torch.equal(batch_item, single)
 
 
 def test_a_mixed_batch_on_the_cpu_kernels_is_close_to_single_requests(
@@ -76,11 +76,11 @@ def test_a_mixed_batch_on_the_cpu_kernels_is_close_to_single_requests(
     checkpoint: Path,
     adapters: dict[str, Path],
 ) -> None:
-    together, alone = mixed_logits(open_adapted(deterministic=False, enable_prefix_caching=False))
-    for batched, single in zip(together, alone, strict=True):
-        torch.testing.assert_close(batched, single, atol=1e-4, rtol=1e-5)
+    batch_logits, single_logits = mixed_logits(open_adapted(deterministic=False, enable_prefix_caching=False))
+    for batch_item, single in zip(batch_logits, single_logits, strict=True):
+        torch.testing.assert_close(batch_item, single, atol=1e-4, rtol=1e-5)
     torch.testing.assert_close(
-        together[3], peft_logits(checkpoint, adapters["head"], PROMPT), atol=1e-4, rtol=1e-5
+        batch_logits[3], peft_logits(checkpoint, adapters["head"], PROMPT), atol=1e-4, rtol=1e-5
     )
 
 
@@ -88,10 +88,10 @@ def test_rows_without_an_adapter_are_bit_equal_to_the_base_model(
     open_adapted: Callable[..., TextGenerationPipeline], checkpoint: Path
 ) -> None:
     """This also holds on the CPU kernels, because the products have the same rows."""
-    plain = open_pipeline(checkpoint, kv_cache_block_size=16, enable_prefix_caching=False)
+    plain_pipeline = open_pipeline(checkpoint, kv_cache_block_size=16, enable_prefix_caching=False)
     with_adapters = open_adapted(deterministic=False, enable_prefix_caching=False)
     lengths = [3, 17, 1, 40, 9, 2, 33]
-    bare = step_logits(plain, [make_context(PROMPT[:n]) for n in lengths])
+    bare = step_logits(plain_pipeline, [make_context(PROMPT[:n]) for n in lengths])
     batch = [make_context(PROMPT[:n], adapter=name) for n, name in zip(lengths, NAMES, strict=True)]
     for name, adapted_row, bare_row in zip(NAMES, step_logits(with_adapters, batch), bare, strict=True):
         assert torch.equal(adapted_row, bare_row) == (name is None)
@@ -101,13 +101,13 @@ def test_chunks_and_single_tokens_equal_a_whole_prefill(
     open_adapted: Callable[..., TextGenerationPipeline],
 ) -> None:
     pipeline = open_adapted(enable_prefix_caching=False)
-    (whole,) = step_logits(pipeline, [make_context(PROMPT, adapter="head")])
+    (full_logits,) = step_logits(pipeline, [make_context(PROMPT, adapter="head")])
     context, rows = make_context(PROMPT, adapter="head"), []
     for end in (7, 8, 30, 40):
         context.set_token_indices(active_idx=end)
         rows += step_logits(pipeline, [context])
         append_token(pipeline, context, 0)
-    assert torch.equal(torch.cat(rows), whole)
+    assert torch.equal(torch.cat(rows), full_logits)
 
 
 @pytest.mark.parametrize("num_steps", [1, 4])
@@ -121,9 +121,9 @@ def test_batched_generation_equals_single_generation(
             PROMPT[:20], 8, adapter=name, sampling_params=SamplingParams(temperature=1, seed=3)
         )
 
-    alone = [generate_tokens(pipeline, [context(name)])[0] for name in NAMES]
-    assert generate_tokens(pipeline, [context(name) for name in NAMES], num_steps) == alone
-    assert len({tuple(text) for text in alone}) == 4
+    single_texts = [generate_tokens(pipeline, [context(name)])[0] for name in NAMES]
+    assert generate_tokens(pipeline, [context(name) for name in NAMES], num_steps) == single_texts
+    assert len({tuple(text) for text in single_texts}) == 4
 
 
 # -- The prefix cache ------------------------------------------------------------------------------------
@@ -304,18 +304,18 @@ def test_the_slot_of_the_least_recently_used_adapter_is_reused(
     open_adapted: Callable[..., TextGenerationPipeline], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipeline = open_adapted(max_loras=2)
-    placed: list[str] = []
+    placed_adapters: list[str] = []
     original = slots.AdapterSlots._put
     paths = {digest: name for name, digest in _digests(pipeline).items()}
 
     def put(self: slots.AdapterSlots, slot: int, adapter: object) -> None:
-        placed.append(paths[adapter.digest])  # type: ignore[attr-defined]
+        placed_adapters.append(paths[adapter.digest])  # type: ignore[attr-defined]
         original(self, slot, adapter)  # type: ignore[arg-type]
 
     monkeypatch.setattr(slots.AdapterSlots, "_put", put)
     for name in ("all", "some", "all", "head", "all", "some"):
         generate_tokens(pipeline, [make_context(PROMPT, 1, adapter=name)])
-    assert placed == ["all", "some", "head", "some"]
+    assert placed_adapters == ["all", "some", "head", "some"]
 
 
 def _digests(pipeline: TextGenerationPipeline) -> dict[str, bytes]:

@@ -115,25 +115,29 @@ def run_changing_batches(pipeline: TextGenerationPipeline, adapters: dict[str, P
 def test_replayed_steps_are_bit_equal_to_eager_steps(
     checkpoint: Path, adapters: dict[str, Path], isa: str, encoding: str
 ) -> None:
-    compiled, eager = (
+    compiled_pipeline, eager_pipeline = (
         run_changing_batches(
             open_with_adapters(checkpoint, adapters, isa, encoding, compiled=each, max_loras=2), adapters
         )
         for each in (True, False)
     )
-    for number, (compiled_row, eager_row) in enumerate(zip(compiled.logits, eager.logits, strict=True)):
+    for number, (compiled_row, eager_row) in enumerate(
+        zip(compiled_pipeline.logits, eager_pipeline.logits, strict=True)
+    ):
         assert torch.equal(compiled_row, eager_row), f"sequence {number}"
-    was_replayed = Counter(compiled.was_replayed)
-    assert was_replayed["compiled"] >= len(compiled.was_replayed) * 2 // 3, compiled.was_replayed
-    assert set(eager.was_replayed) == {"eager"}
+    was_replayed = Counter(compiled_pipeline.was_replayed)
+    assert was_replayed["compiled"] >= len(compiled_pipeline.was_replayed) * 2 // 3, (
+        compiled_pipeline.was_replayed
+    )
+    assert set(eager_pipeline.was_replayed) == {"eager"}
 
 
 @pytest.fixture
 def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
+    previous_threads = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(previous_threads)
 
 
 @pytest.mark.usefixtures("two_threads")
@@ -146,9 +150,11 @@ def test_wide_layers_with_adapters_are_bit_equal_to_eager_steps(tmp_path: Path) 
         for seed, (name, rank) in enumerate({"large": 64, "small": 8}.items())
     }
     scripts = []
-    for compiled in (True, False):
-        torch.set_num_threads(2 if compiled else 1)
-        recorder = Recorder(open_with_adapters(checkpoint, adapters, ISAS[-1], "bfloat16", compiled=compiled))
+    for is_compiled in (True, False):
+        torch.set_num_threads(2 if is_compiled else 1)
+        recorder = Recorder(
+            open_with_adapters(checkpoint, adapters, ISAS[-1], "bfloat16", compiled=is_compiled)
+        )
         for names in (["large"], ["small"], ["large", "small", None, "large", "large", None, "large"]):
             contexts = recorder.begin(*names)
             recorder.run(contexts, 4)
@@ -172,8 +178,8 @@ def test_text_of_a_batch_equals_text_of_single_requests(checkpoint: Path, adapte
     pipeline = open_with_adapters(checkpoint, adapters, ISAS[-1], "bfloat16", compiled=True)
     texts = generate_tokens(pipeline, contexts(), 4)
     assert pipeline.session.graph_status.startswith("compiled")
-    eager = open_with_adapters(checkpoint, adapters, ISAS[-1], "bfloat16", compiled=False)
-    assert texts == [generate_tokens(eager, [context])[0] for context in contexts()]
+    eager_pipeline = open_with_adapters(checkpoint, adapters, ISAS[-1], "bfloat16", compiled=False)
+    assert texts == [generate_tokens(eager_pipeline, [context])[0] for context in contexts()]
     assert len({tuple(text) for text in texts}) > 1
 
 
@@ -200,18 +206,18 @@ def test_a_batch_without_adapters_has_no_adapter_kernels(checkpoint: Path, adapt
 def test_an_adapter_on_more_layers_compiles_new_steps(checkpoint: Path, adapters: dict[str, Path]) -> None:
     """Steps compiled earlier do not include layers that were added later."""
     few = {name: adapters[name] for name in ("some", "all")}
-    compiled, eager = (
+    compiled_pipeline, eager_pipeline = (
         Recorder(open_with_adapters(checkpoint, few, ISAS[-1], "bfloat16", compiled=each))
         for each in (True, False)
     )
-    for recorder in (compiled, eager):
+    for recorder in (compiled_pipeline, eager_pipeline):
         for name in ("some", "some", "all", "some"):  # all shapes are compiled before adapter "all" is used
             contexts = recorder.begin(name, None)
             recorder.run(contexts, 3)
             recorder.release(contexts)
-    for compiled_row, eager_row in zip(compiled.logits, eager.logits, strict=True):
+    for compiled_row, eager_row in zip(compiled_pipeline.logits, eager_pipeline.logits, strict=True):
         assert torch.equal(compiled_row, eager_row)
-    assert compiled.was_replayed[-1] == "compiled"
+    assert compiled_pipeline.was_replayed[-1] == "compiled"
 
 
 def test_the_output_head_applies_the_adapters_of_the_selected_rows(

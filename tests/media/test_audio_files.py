@@ -59,8 +59,8 @@ def test_an_unknown_format_is_refused() -> None:
 @pytest.mark.parametrize("name", ["flac", "mp3", "opus"])
 def test_compressed_formats_can_be_read_back(name: str, tmp_path: Path) -> None:
     soundfile = pytest.importorskip("soundfile")
-    whole, rate = soundfile.read(io.BytesIO(encode_audio(TONE, RATE, name)))
-    assert (len(whole), rate) == (RATE, RATE)
+    full_samples, rate = soundfile.read(io.BytesIO(encode_audio(TONE, RATE, name)))
+    assert (len(full_samples), rate) == (RATE, RATE)
     file = tmp_path / f"a.{name}"
     file.write_bytes(encode_in_chunks(name))
     samples, rate = read_audio(file)

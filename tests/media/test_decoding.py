@@ -33,23 +33,23 @@ def test_formats_are_decoded_as_by_pillow(kind: str) -> None:
 )
 def test_colour_modes_are_decoded_as_by_pillow(mode: str, kind: str) -> None:
     data = encode_image_file(random_picture().convert(mode), kind)
-    decoded = decode_image(data, LIMIT)
-    assert decoded.mode == "RGB"
-    assert np.array_equal(np.asarray(decoded), decode_with_pillow(data))
+    decoded_image = decode_image(data, LIMIT)
+    assert decoded_image.mode == "RGB"
+    assert np.array_equal(np.asarray(decoded_image), decode_with_pillow(data))
 
 
 def test_16_bit_images_are_scaled_to_8_bits() -> None:
     grey = np.arange(0, 65536, 16, dtype=np.uint16).reshape(64, 64)
-    decoded = np.asarray(decode_image(encode_image_file(Image.fromarray(grey)), LIMIT))
-    assert np.array_equal(decoded[..., 0], grey >> 8)
+    decoded_image = np.asarray(decode_image(encode_image_file(Image.fromarray(grey)), LIMIT))
+    assert np.array_equal(decoded_image[..., 0], grey >> 8)
 
 
 def test_16_bit_pgm_images_are_scaled_to_8_bits() -> None:
     grey = np.arange(0, 65536, 16, dtype=np.uint16).reshape(64, 64)
     data = b"P5 64 64 65535\n" + grey.astype(">u2").tobytes()
     assert np.array_equal(np.asarray(decode_image(data, LIMIT))[..., 1], grey >> 8)
-    plain = b"P2 2 1 1023\n0 1023\n"  # Pillow scales the values to 16 bits
-    assert np.asarray(decode_image(plain, LIMIT))[0, :, 0].tolist() == [0, 255]
+    plain_image = b"P2 2 1 1023\n0 1023\n"  # Pillow scales the values to 16 bits
+    assert np.asarray(decode_image(plain_image, LIMIT))[0, :, 0].tolist() == [0, 255]
 
 
 def test_exif_rotation_is_applied() -> None:
@@ -100,6 +100,6 @@ def png_header(width: int, height: int) -> bytes:
 def test_encoding_is_lossless() -> None:
     pixels = np.asarray(random_picture())
     for form in (pixels, random_picture(), pixels[..., 0]):
-        decoded = np.asarray(decode_image(encode_image(form), LIMIT))
+        decoded_image = np.asarray(decode_image(encode_image(form), LIMIT))
         expected = pixels if getattr(form, "ndim", 3) == 3 else pixels[..., :1].repeat(3, axis=2)
-        assert np.array_equal(decoded, expected)
+        assert np.array_equal(decoded_image, expected)

@@ -141,8 +141,8 @@ def test_configured_sizes_are_kept_and_others_do_not_exceed_the_defaults(
     assert 1 <= result.max_length <= length
     assert 1 <= result.max_batch_size <= max(32, config.max_batch_size or 0)
     for group, count in zip(spec.groups, result.num_blocks, strict=True):
-        whole = group.max_blocks(result.max_length, result.block_size)
-        assert count - 1 <= result.max_batch_size * whole
+        full_length_blocks = group.max_blocks(result.max_length, result.block_size)
+        assert count - 1 <= result.max_batch_size * full_length_blocks
 
 
 @given(
@@ -288,9 +288,9 @@ def test_a_model_without_a_cache_needs_no_blocks() -> None:
 
 
 def test_the_step_size_is_reduced_before_the_length() -> None:
-    whole = 33 * BYTES_PER_BLOCK  # one sequence of 1000 tokens
+    full_sequence_bytes = 33 * BYTES_PER_BLOCK  # one sequence of 1000 tokens
     config = replace(config_of(), max_batch_input_tokens=4096)
-    result = make_plan(config, activations=4096, weights=50, free=whole + 50 + 1500)
+    result = make_plan(config, activations=4096, weights=50, free=full_sequence_bytes + 50 + 1500)
     assert (result.max_batch_input_tokens, result.activation_size, result.max_length) == (1024, 1024, 1000)
     result = make_plan(config, activations=4096, free=4 * BYTES_PER_BLOCK + 512)
     assert (result.max_batch_input_tokens, result.activation_size, result.max_length) == (512, 512, 96)

@@ -73,24 +73,24 @@ def test_weights_without_outliers_stay_as_they_are(value: float | None) -> None:
 def test_the_copies_have_the_sum_of_the_weight_and_a_finer_scale() -> None:
     weight = weight_with_outliers()
     repeated = repeated_inputs(weight, 8)
-    wide = with_repeated_inputs(weight, repeated)
-    assert wide.shape == (HIDDEN, INNER + 8)
-    summed = wide[:, :INNER].index_add(1, repeated, wide[:, INNER:])
+    repeated_weight = with_repeated_inputs(weight, repeated)
+    assert repeated_weight.shape == (HIDDEN, INNER + 8)
+    summed = repeated_weight[:, :INNER].index_add(1, repeated, repeated_weight[:, INNER:])
     torch.testing.assert_close(summed, weight, atol=1e-5, rtol=0)
     encoding = ENCODINGS["int8"]
-    stored = encoding.unpack(encoding.pack(wide))
-    quantized = stored[:, :INNER].index_add(1, repeated, stored[:, INNER:])
-    after = (quantized - weight).abs().amax(1)
+    stored_weight = encoding.unpack(encoding.pack(repeated_weight))
+    summed_weight = stored_weight[:, :INNER].index_add(1, repeated, stored_weight[:, INNER:])
+    after = (summed_weight - weight).abs().amax(1)
     for row in {row for row, _ in OUTLIERS}:
         assert after[row] < 0.55 * error(weight)[row]  # two parts or more
 
 
 def tensors(is_gated: bool) -> dict[str, Tensor]:
-    found = {"down.weight": weight_with_outliers(), "down.bias": random(HIDDEN, seed=1)}
+    weights = {"down.weight": weight_with_outliers(), "down.bias": random(HIDDEN, seed=1)}
     for seed, name in enumerate(("gate", "up")[not is_gated :]):
-        found |= {f"{name}.weight": random(INNER, HIDDEN, seed=2 + seed) / 6}
-        found |= {f"{name}.bias": random(INNER, seed=4 + seed)}
-    return found
+        weights |= {f"{name}.weight": random(INNER, HIDDEN, seed=2 + seed) / 6}
+        weights |= {f"{name}.bias": random(INNER, seed=4 + seed)}
+    return weights
 
 
 def split(source: Any, is_gated: bool, encoding: str = "int8", **options: Any) -> Any:
@@ -111,14 +111,14 @@ def test_a_split_layer_computes_the_same_function(is_gated: bool, monkeypatch: p
     names = ("gate", "up")[not is_gated :]
     monkeypatch.setattr(type(ENCODINGS["float32"]), "max_repeated_inputs", 4)
     layers = split(source, is_gated, "float32")
-    assert [one.packed.in_features for one in layers] == [HIDDEN, INNER + 4]
+    assert [layer.packed.in_features for layer in layers] == [HIDDEN, INNER + 4]
     assert layers[0].packed.out_features == len(names) * (INNER + 4)
     weights = tensors(is_gated)
     x = random(9, HIDDEN, seed=9)
-    inner = torch.nn.functional.gelu(x @ weights[f"{names[0]}.weight"].T + weights[f"{names[0]}.bias"])
+    hidden = torch.nn.functional.gelu(x @ weights[f"{names[0]}.weight"].T + weights[f"{names[0]}.bias"])
     if is_gated:
-        inner = inner * (x @ weights["up.weight"].T + weights["up.bias"])
-    expected = inner @ weights["down.weight"].T + weights["down.bias"]
+        hidden = hidden * (x @ weights["up.weight"].T + weights["up.bias"])
+    expected = hidden @ weights["down.weight"].T + weights["down.bias"]
     torch.testing.assert_close(run(layers, is_gated), expected, atol=2e-4, rtol=0)
 
 
@@ -134,5 +134,5 @@ def test_layers_that_need_their_own_sizes_are_not_split() -> None:
     for options in others:
         assert split(source, is_gated=False, **options) is None, options
     assert split(source, is_gated=False, encoding="bfloat16") is None
-    stored: Any = Source(tensors(is_gated=False), "int8")
-    assert split(stored, is_gated=False) is None
+    quantized_source: Any = Source(tensors(is_gated=False), "int8")
+    assert split(quantized_source, is_gated=False) is None

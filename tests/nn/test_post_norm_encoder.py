@@ -67,9 +67,9 @@ def network(source: Any, encoding: str) -> PostNormEncoder:
 def test_norms_keep_the_precision_of_the_checkpoint(encoding: str) -> None:
     """Rounding them to bfloat16 costs more than all other roundings of a bfloat16 model."""
     source = Source()
-    found = network(source, encoding)
-    norms = {"embeddings.LayerNorm": found.norm}
-    for i, block in enumerate(found.blocks):
+    loaded_network = network(source, encoding)
+    norms = {"embeddings.LayerNorm": loaded_network.norm}
+    for i, block in enumerate(loaded_network.blocks):
         norms[f"encoder.layer.{i}.attention.output.LayerNorm"] = block.attention_norm
         norms[f"encoder.layer.{i}.output.LayerNorm"] = block.mlp_norm
     for name, norm in norms.items():

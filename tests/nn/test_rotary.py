@@ -80,13 +80,13 @@ def test_chunks_of_a_dynamically_scaled_prompt_equal_the_whole(tmp_path: Path) -
     config = tiny_config() | {"max_position_embeddings": 48, "rope_parameters": parameters}
     pipeline = open_pipeline(write_checkpoint(tmp_path, config), deterministic=True)
     tokens = random_tokens(90, 130, seed=2)
-    whole = step_logits(pipeline, [make_context(tokens)])[0]
+    full_logits = step_logits(pipeline, [make_context(tokens)])[0]
     context, rows = make_context(tokens), []
     for end in (20, 60, 90):
         context.set_token_indices(active_idx=end)
         rows.append(step_logits(pipeline, [context])[0])
         append_token(pipeline, context, 0)
-    assert torch.equal(torch.cat(rows), whole)
+    assert torch.equal(torch.cat(rows), full_logits)
 
 
 def test_the_older_spelling_is_read() -> None:

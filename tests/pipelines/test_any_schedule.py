@@ -46,13 +46,13 @@ def test_outputs_of_any_schedule_equal_single_eager_requests(
         monkeypatch.setattr(int4, "NARROW", 0)  # no layer counts as narrow
     encoding = "int4" if encoding == "int5" else encoding
     config: dict[str, Any] = {"quantization_encoding": encoding, "kv_cache_dtype": kv_type}
-    single = open_small_model(checkpoint, compiled=False, **config)
+    single_pipeline = open_small_model(checkpoint, compiled=False, **config)
     expected: dict[str, Any] = {}
     for context in mixed_contexts():
-        expected |= run_scheduled(single, [context], max_batch_size=1)[0]
-    num_blocks = single.memory_plan.num_blocks[0]
+        expected |= run_scheduled(single_pipeline, [context], max_batch_size=1)[0]
+    num_blocks = single_pipeline.memory_plan.num_blocks[0]
     # too few blocks for all contexts, so some are preempted
-    memory = single.memory_plan.kv_cache_size * 12 // num_blocks
+    memory = single_pipeline.memory_plan.kv_cache_size * 12 // num_blocks
     pipeline = open_small_model(checkpoint, compiled=True, max_batch_size=1, kv_cache_memory=memory, **config)
     preempted = 0
 

@@ -72,9 +72,9 @@ def whole_logits(pipeline: TextGenerationPipeline) -> torch.Tensor:
 
 @pytest.fixture
 def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
+    previous_threads = torch.get_num_threads()
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(previous_threads)
 
 
 def uncached_context(tokens: Sequence[int] = PROMPT) -> TextContext:
@@ -106,8 +106,8 @@ def test_logits_are_bit_equal_in_any_chunks_and_batches(
 def test_logits_of_decode_steps_and_verification_are_bit_equal(
     pipeline: TextGenerationPipeline, whole_logits: torch.Tensor
 ) -> None:
-    decoded = chunked_logits(pipeline, uncached_context(), [130] + [1] * 20, [5])
-    assert torch.equal(decoded, whole_logits)
+    decoded_logits = chunked_logits(pipeline, uncached_context(), [130] + [1] * 20, [5])
+    assert torch.equal(decoded_logits, whole_logits)
     assert torch.equal(chunked_logits(pipeline, uncached_context(), [130, 9, 1, 10], [3, 8]), whole_logits)
 
 
@@ -128,24 +128,27 @@ def test_logits_after_a_cached_prefix_are_bit_equal(
 @pytest.mark.matrix(strength=1)
 def test_logits_after_a_preemption_are_bit_equal(pipeline: TextGenerationPipeline) -> None:
     new = random_tokens(20, 130, seed=2)
-    whole = chunked_logits(pipeline, uncached_context(PROMPT + new), [170])
+    full_logits = chunked_logits(pipeline, uncached_context(PROMPT + new), [170])
     context = uncached_context()
     step_logits(pipeline, [context])
     for token in new:
         append_token(pipeline, context, token)
     pipeline.release(context)
     context.reset()
-    assert torch.equal(chunked_logits(pipeline, context, [63, 107]), whole)
+    assert torch.equal(chunked_logits(pipeline, context, [63, 107]), full_logits)
 
 
 @pytest.mark.matrix(strength=1)
 def test_text_with_speculation_equals_plain_text(pipeline: TextGenerationPipeline) -> None:
     sampling = SamplingParams(temperature=0.7, top_p=0.95, seed=3)
     prompts = [PROMPT[:7] * 6, PROMPT[:40], PROMPT[3:30] * 3]
-    plain = [generate_tokens(pipeline, [make_context(p, 60, sampling_params=sampling)])[0] for p in prompts]
+    plain_tokens = [
+        generate_tokens(pipeline, [make_context(p, 60, sampling_params=sampling)])[0] for p in prompts
+    ]
     pipeline.proposer, pipeline.draft_lengths = NGramProposer(), FixedDraftLength(6)
     assert (
-        generate_tokens(pipeline, [make_context(p, 60, sampling_params=sampling) for p in prompts]) == plain
+        generate_tokens(pipeline, [make_context(p, 60, sampling_params=sampling) for p in prompts])
+        == plain_tokens
     )
     assert pipeline.speculation_stats.num_proposed > 0
 

@@ -204,11 +204,11 @@ def test_overlapped_outputs_equal_synchronous_ones(
             for i, n in enumerate(lengths)
         ]
 
-    before = queues[0].num_early
+    num_early_before = queues[0].num_early
     for every in (0, 1, 3):
         outputs = outputs_of(pipelines, contexts, every=every)
         assert [len(outputs[str(i)]) for i in range(8)] == [5 + 3 * i + 2 for i in range(8)]
-    assert queues[0].num_early - before <= 1  # the first step reads the vocabulary size
+    assert queues[0].num_early - num_early_before <= 1  # the first step reads the vocabulary size
     assert not queues[0].num_waiting
 
 
@@ -396,12 +396,12 @@ def test_outputs_with_grammars_equal_the_synchronous_loop(
     }
 
     def contexts() -> list[TextContext]:
-        constrained = [
+        constrained_contexts = [
             context_of(f"{name}, {kind}", PROMPT[: 4 + len(name)], 60, grammar=grammar, **fields)
             for name, grammar in GRAMMARS.items()
             for kind, fields in kinds.items()
         ]
-        return [*constrained, context_of("free", PROMPT, 40), context_of("free too", PROMPT[:3], 50)]
+        return [*constrained_contexts, context_of("free", PROMPT, 40), context_of("free too", PROMPT[:3], 50)]
 
     for every in (0, 2):
         outputs = outputs_of(pipelines, contexts, every=every)

@@ -86,31 +86,35 @@ def test_an_empty_batch_gives_no_outputs(pipeline: TextGenerationPipeline) -> No
 
 def test_next_token_returns_one_dict_per_step(pipeline: TextGenerationPipeline) -> None:
     short, long = make_context(PROMPT, 2), make_context(PROMPT[:9], 9)
-    whole = generate_tokens(pipeline, [make_context(PROMPT, 2), make_context(PROMPT[:9], 9)])
+    full_tokens = generate_tokens(pipeline, [make_context(PROMPT, 2), make_context(PROMPT[:9], 9)])
     steps = pipeline.next_token({"short": short, "long": long}, num_steps=2)
     assert [sorted(step) for step in steps] == [["long", "short"]] * 2
-    assert [step["short"].next_token for step in steps] == whole[0]
+    assert [step["short"].next_token for step in steps] == full_tokens[0]
     assert short.status is TextGenerationStatus.MAXIMUM_LENGTH
     steps = pipeline.next_token({"long": long}, num_steps=100)
     assert len(steps) == 7, "as many steps as the maximum length allows"
-    assert [step["long"].next_token for step in steps] == whole[1][2:]
+    assert [step["long"].next_token for step in steps] == full_tokens[1][2:]
 
 
 def test_greedy_and_sampled_contexts_in_a_batch_equal_single_ones(pipeline: TextGenerationPipeline) -> None:
     def contexts() -> list[TextContext]:
-        sampled = SamplingParams(temperature=1.0, top_k=-1, seed=3)
-        return [make_context(PROMPT), make_context(PROMPT, sampling_params=sampled), make_context(PROMPT[:4])]
+        sampled_params = SamplingParams(temperature=1.0, top_k=-1, seed=3)
+        return [
+            make_context(PROMPT),
+            make_context(PROMPT, sampling_params=sampled_params),
+            make_context(PROMPT[:4]),
+        ]
 
-    together = generate_tokens(pipeline, contexts(), num_steps=3)
-    alone = [generate_tokens(pipeline, [context])[0] for context in contexts()]
-    assert together == alone
-    assert together[0] != together[1]
+    batch_tokens = generate_tokens(pipeline, contexts(), num_steps=3)
+    single_texts = [generate_tokens(pipeline, [context])[0] for context in contexts()]
+    assert batch_tokens == single_texts
+    assert batch_tokens[0] != batch_tokens[1]
 
 
 def test_the_end_of_sequence_is_not_an_output_token(pipeline: TextGenerationPipeline) -> None:
-    (plain,) = generate_tokens(pipeline, [make_context(PROMPT)])
-    end = next(token for token in plain[5:] if token not in plain[:5])
-    at = plain.index(end)
+    (plain_tokens,) = generate_tokens(pipeline, [make_context(PROMPT)])
+    end = next(token for token in plain_tokens[5:] if token not in plain_tokens[:5])
+    end_index = plain_tokens.index(end)
     context = TextContext(
         prompt="", max_length=130, tokens=np.array(PROMPT, dtype=np.int64), eos_token_ids={end}
     )
@@ -119,7 +123,7 @@ def test_the_end_of_sequence_is_not_an_output_token(pipeline: TextGenerationPipe
     while response is None or not response.is_done:
         response = pipeline.execute({"a": context}, num_steps=4)["a"]
         tokens += [int(part.next_token) for part in response.tokens]
-    assert tokens == plain[:at]
+    assert tokens == plain_tokens[:end_index]
     assert response.final_status is TextGenerationStatus.END_OF_SEQUENCE
     with pytest.raises(InputError, match="has ended"):
         pipeline.execute({"a": context})
@@ -129,58 +133,58 @@ def test_the_default_end_token_ends_contexts_without_one(
     checkpoint: Path, pipeline: TextGenerationPipeline
 ) -> None:
     """It ends contexts that have no end-of-sequence ids and do not ignore ends."""
-    (plain,) = generate_tokens(pipeline, [make_context(PROMPT)])
+    (plain_tokens,) = generate_tokens(pipeline, [make_context(PROMPT)])
     config = pipeline.config
-    pipeline_with_end = TextGenerationPipeline(config, type(pipeline.model), plain[0])
+    pipeline_with_end = TextGenerationPipeline(config, type(pipeline.model), plain_tokens[0])
     context = TextContext(prompt="", max_length=130, tokens=np.array(PROMPT, dtype=np.int64))
     response = pipeline_with_end.execute({"a": context})["a"]
     assert response.final_status is TextGenerationStatus.END_OF_SEQUENCE
-    assert pipeline_with_end.execute({"a": make_context(PROMPT)})["a"].tokens[0].next_token == plain[0]
+    assert pipeline_with_end.execute({"a": make_context(PROMPT)})["a"].tokens[0].next_token == plain_tokens[0]
 
 
 def test_min_new_tokens_delays_the_end(pipeline: TextGenerationPipeline) -> None:
-    (plain,) = generate_tokens(pipeline, [make_context(PROMPT)])
+    (plain_tokens,) = generate_tokens(pipeline, [make_context(PROMPT)])
     context = TextContext(
         prompt="",
         max_length=60,
         tokens=np.array(PROMPT, dtype=np.int64),
-        eos_token_ids=set(plain),
+        eos_token_ids=set(plain_tokens),
         sampling_params=SamplingParams(min_new_tokens=7),
     )
     (tokens,) = generate_tokens(pipeline, [context], num_steps=3)
     assert len(tokens) >= 7
-    assert not set(tokens[:7]) & set(plain)
+    assert not set(tokens[:7]) & set(plain_tokens)
 
 
 def test_a_full_cache_is_an_error_and_changes_no_context(checkpoint: Path) -> None:
     # bytes: float32 * K and V * layers * kv heads * head dim * block size * blocks
     size = 4 * 2 * 3 * 2 * 8 * 16 * 5
-    fixed = {"kv_cache_block_size": 16, "max_length": 64, "max_batch_size": 2}
-    small = open_pipeline(checkpoint, kv_cache_memory=size, **fixed)
-    assert small.kv.num_blocks == 4
+    fixed_settings = {"kv_cache_block_size": 16, "max_length": 64, "max_batch_size": 2}
+    small_pipeline = open_pipeline(checkpoint, kv_cache_memory=size, **fixed_settings)
+    assert small_pipeline.kv.num_blocks == 4
     first, second = make_context(PROMPT), make_context(PROMPT[::-1] + PROMPT)
-    small.execute({"a": first})
+    small_pipeline.execute({"a": first})
     with pytest.raises(InsufficientBlocksError, match="4 KV blocks are needed, 2 of 4 are free"):
-        small.execute({"a": first, "b": second})
+        small_pipeline.execute({"a": first, "b": second})
     assert len(first.generated_tokens) == 1
     assert not len(second.generated_tokens)
-    small.release(second)
-    small.execute({"a": first})
-    small.release(first)
-    small.release(first)
-    small.kv.check_integrity()
-    assert small.kv.num_free_blocks == 4
+    small_pipeline.release(second)
+    small_pipeline.execute({"a": first})
+    small_pipeline.release(first)
+    small_pipeline.release(first)
+    small_pipeline.kv.check_integrity()
+    assert small_pipeline.kv.num_free_blocks == 4
 
 
 def test_too_few_blocks_for_many_steps_reduce_the_steps(checkpoint: Path) -> None:
     size = 4 * 2 * 3 * 2 * 8 * 16 * 5
-    fixed = {"kv_cache_block_size": 16, "max_length": 64, "max_batch_size": 2}
-    small = open_pipeline(checkpoint, kv_cache_memory=size, **fixed)
+    fixed_settings = {"kv_cache_block_size": 16, "max_length": 64, "max_batch_size": 2}
+    small_pipeline = open_pipeline(checkpoint, kv_cache_memory=size, **fixed_settings)
     contexts = {"a": make_context(PROMPT, 30), "b": make_context(PROMPT[::-1], 30)}
-    responses = small.execute(contexts, num_steps=20)
+    responses = small_pipeline.execute(contexts, num_steps=20)
     assert [len(response.tokens) for response in responses.values()] == [1, 1]
-    small.release(contexts["a"])
-    assert len(small.execute({"b": contexts["b"]}, num_steps=20)["b"].tokens) == 20
+    small_pipeline.release(contexts["a"])
+    assert len(small_pipeline.execute({"b": contexts["b"]}, num_steps=20)["b"].tokens) == 20
 
 
 def test_a_shortened_length_is_logged(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -191,20 +195,20 @@ def test_a_shortened_length_is_logged(checkpoint: Path, caplog: pytest.LogCaptur
 
 
 def test_a_refused_batch_changes_no_context(pipeline: TextGenerationPipeline) -> None:
-    valid = make_context(PROMPT)
-    refused = [
+    valid_context = make_context(PROMPT)
+    refused_requests = [
         (make_context(PROMPT, adapter="tone"), UnsupportedFeatureError, "adapter 'tone'"),
         (make_context(PROMPT, grammar=Grammar("regex", "a+")), UnsupportedFeatureError, "regex grammar"),
         (make_context(random_tokens(300, 130)), InputError, "300 tokens.*256"),
     ]
-    for context, error, message in refused:
+    for context, error, message in refused_requests:
         with pytest.raises(error, match=message):
-            pipeline.execute({"good": valid, "bad": context})
-        assert not valid.is_assigned_to_cache
+            pipeline.execute({"good": valid_context, "bad": context})
+        assert not valid_context.is_assigned_to_cache
     with pytest.raises(InputError, match="num_steps must be at least 1, was 0"):
-        pipeline.execute({"good": valid}, num_steps=0)
+        pipeline.execute({"good": valid_context}, num_steps=0)
     with pytest.raises(InputError, match="twice in the batch"):
-        pipeline.execute({"good": valid, "again": valid})
+        pipeline.execute({"good": valid_context, "again": valid_context})
 
 
 def test_unsupported_requests_are_refused(pipeline: TextGenerationPipeline) -> None:
@@ -216,11 +220,11 @@ def test_unsupported_requests_are_refused(pipeline: TextGenerationPipeline) -> N
     pipeline.release(image)
     base = PipelineModel.compute_log_probabilities
     pipeline.model.compute_log_probabilities = partial(base, pipeline.model)  # type: ignore[method-assign]
-    scored = make_context(PROMPT, log_probabilities=2)
+    scored_context = make_context(PROMPT, log_probabilities=2)
     with pytest.raises(UnsupportedFeatureError, match="not implemented for LlamaModel"):
-        pipeline.execute({"a": scored})
-    assert not len(scored.generated_tokens)
-    pipeline.release(scored)
+        pipeline.execute({"a": scored_context})
+    assert not len(scored_context.generated_tokens)
+    pipeline.release(scored_context)
     pipeline.kv.check_integrity()
 
 
@@ -244,24 +248,24 @@ def test_log_probabilities_equal_transformers(
     tokens = context.all_tokens.tolist()
     expected = torch.log_softmax(transformers_logits(reference, tokens[:-1]), dim=-1)
     ours = [value for entry in entries for value in entry.token_log_probabilities]
-    top_tokens = [top for entry in entries for top in entry.top_log_probabilities]
+    top_tokens = [top_entries for entry in entries for top_entries in entry.top_log_probabilities]
     first = 1 if echo else len(PROMPT)
     theirs = [float(expected[i - 1, tokens[i]]) for i in range(first, len(tokens))]
     assert ours == pytest.approx(theirs, abs=1e-3)
-    for i, top in enumerate(top_tokens, first):
+    for i, top_entries in enumerate(top_tokens, first):
         expected_top = set(expected[i - 1].topk(3).indices.tolist())
-        assert set(top) == expected_top | {tokens[i]}
+        assert set(top_entries) == expected_top | {tokens[i]}
     pipeline.release(context)
 
 
 def test_penalties_change_the_text(pipeline: TextGenerationPipeline) -> None:
-    (plain,) = generate_tokens(pipeline, [make_context(PROMPT)])
+    (plain_tokens,) = generate_tokens(pipeline, [make_context(PROMPT)])
     params = SamplingParams(frequency_penalty=2.0, presence_penalty=2.0, repetition_penalty=1.5)
-    penalised, unpenalised = generate_tokens(
+    penalised_tokens, unpenalised = generate_tokens(
         pipeline, [make_context(PROMPT, sampling_params=params), make_context(PROMPT)]
     )
-    assert unpenalised == plain
-    assert len(set(penalised)) > len(set(plain))
+    assert unpenalised == plain_tokens
+    assert len(set(penalised_tokens)) > len(set(plain_tokens))
 
 
 @pytest.mark.parametrize(
@@ -440,11 +444,11 @@ def test_a_speech_context_stops_at_the_end_of_its_tokens(
     pipeline: TextGenerationPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The speech-token pipeline derives from this pipeline and has other contexts."""
-    (plain,) = generate_tokens(pipeline, [make_context(PROMPT, 2)])
+    (plain_tokens,) = generate_tokens(pipeline, [make_context(PROMPT, 2)])
     monkeypatch.setattr(type(pipeline), "context_types", (TTSContext,))
     context = TTSContext(prompt="", max_length=len(PROMPT) + 2, tokens=np.array(PROMPT), ignore_eos=True)
     response = pipeline.execute({"a": context}, num_steps=5)["a"]
-    assert [part.next_token for part in response.tokens] == plain
+    assert [part.next_token for part in response.tokens] == plain_tokens
     assert response.final_status is TextGenerationStatus.MAXIMUM_LENGTH
     assert not context.is_done
     with pytest.raises(InputError, match="has ended"):

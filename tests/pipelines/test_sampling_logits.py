@@ -58,20 +58,20 @@ def expected_row(row: np.ndarray, context: TextContext, drafts: list[int]) -> tu
             scores[token] *= params.repetition_penalty ** (-1 if scores[token] > 0 else 1)
     for token in set(generated):
         scores[token] -= params.frequency_penalty * generated.count(token) + params.presence_penalty
-    out = set(params.banned_token_ids or [])
+    forbidden_ids = set(params.banned_token_ids or [])
     for *prefix, last in params.banned_sequences or []:
         if generated[len(generated) - len(prefix) :] == prefix:
-            out.add(last)
+            forbidden_ids.add(last)
     if params.allowed_token_ids is not None:
-        out |= set(range(VOCAB_SIZE)) - set(params.allowed_token_ids)
+        forbidden_ids |= set(range(VOCAB_SIZE)) - set(params.allowed_token_ids)
     if len(generated) < params.min_new_tokens:
-        out |= context.eos_token_ids
-    return scores, out
+        forbidden_ids |= context.eos_token_ids
+    return scores, forbidden_ids
 
 
 def assert_follows_the_definition(result: torch.Tensor, before: torch.Tensor, rows: list[Any]) -> None:
-    for row, plain, (context, drafts) in zip(result.numpy(), before.numpy(), rows, strict=True):
-        scores, forbidden = expected_row(plain, context, drafts)
+    for row, plain_row, (context, drafts) in zip(result.numpy(), before.numpy(), rows, strict=True):
+        scores, forbidden = expected_row(plain_row, context, drafts)
         remaining = sorted(set(range(VOCAB_SIZE)) - forbidden)
         np.testing.assert_allclose(row[remaining], scores[remaining], rtol=1e-5, atol=1e-5)
         assert (row[sorted(forbidden)] <= -1e20).all()
@@ -112,17 +112,17 @@ def test_any_mixture_of_rows_follows_the_definition(
         (c, d[:j]) for c, d in zip(contexts, drafts, strict=True) for j in range(len(d) + 1)
     ]
     logits = random_logits(len(contexts_and_drafts), seed)
-    before = logits.clone()
-    assert_follows_the_definition(adjust(logits, contexts, drafts), before, contexts_and_drafts)
-    assert torch.equal(logits, before), "the model's logits are not modified"
+    logits_before = logits.clone()
+    assert_follows_the_definition(adjust(logits, contexts, drafts), logits_before, contexts_and_drafts)
+    assert torch.equal(logits, logits_before), "the model's logits are not modified"
 
 
 def test_a_banned_sequence_is_never_completed() -> None:
     params = SamplingParams(banned_sequences=[[5, 6, 7], [6, 8], [9]], allowed_token_ids=[5, 6, 7, 8, 9])
     context = advance(make_context([5], sampling_params=params, eos_token_ids=set()), [5])
     result = adjust(random_logits(3, 0), [context], [[6, 5]])
-    banned = [{token for token in range(5, 10) if row[token] <= -1e20} for row in result.tolist()]
-    assert banned == [{9}, {7, 8, 9}, {9}]  # after 5; 5, 6; 5, 6, 5: tokens of the prompt do not count
+    banned_ids = [{token for token in range(5, 10) if row[token] <= -1e20} for row in result.tolist()]
+    assert banned_ids == [{9}, {7, 8, 9}, {9}]  # after 5; 5, 6; 5, 6, 5: tokens of the prompt do not count
     only = SamplingParams(banned_sequences=[[5, 6]], allowed_token_ids=[6])
     context = advance(make_context([1], sampling_params=only, eos_token_ids=set()), [5])
     assert adjust(random_logits(1, 0), [context], None)[0].argmax() == 6
@@ -170,9 +170,9 @@ def test_the_order_and_the_values_equal_transformers() -> None:
 
 def test_frequency_and_presence_penalties_count_only_the_output() -> None:
     params = SamplingParams(frequency_penalty=0.5, presence_penalty=0.25)
-    penalised, plain = make_context([1, 2, 2], sampling_params=params), make_context([1])
-    advance(penalised, [5, 5, 6])
-    result = adjust(torch.zeros(2, 8), [penalised, plain])
+    penalised_context, plain_context = make_context([1, 2, 2], sampling_params=params), make_context([1])
+    advance(penalised_context, [5, 5, 6])
+    result = adjust(torch.zeros(2, 8), [penalised_context, plain_context])
     assert result.tolist() == [[0, 0, 0, 0, 0, -1.25, -0.75, 0], [0] * 8]
 
 
@@ -308,11 +308,11 @@ def test_the_error_names_a_token_beyond_the_vocabulary(rules: dict[str, Any]) ->
 def test_a_batch_with_such_a_token_is_refused_without_a_change(tmp_path: Path) -> None:
     pipeline = open_pipeline(write_tiny_llm(tmp_path))
     for _ in range(2):  # the size of the vocabulary is known after the first forward
-        invalid = make_context([1, 2], sampling_params=SamplingParams(banned_token_ids=[VOCABULARY]))
+        invalid_context = make_context([1, 2], sampling_params=SamplingParams(banned_token_ids=[VOCABULARY]))
         with pytest.raises(InputError, match=f"has {VOCABULARY}: ids are integers from 0 to"):
-            pipeline.execute({invalid.request_id: invalid})
-        assert (invalid.start_idx, invalid.current_length) == (0, 2)
-        pipeline.release(invalid)
+            pipeline.execute({invalid_context.request_id: invalid_context})
+        assert (invalid_context.start_idx, invalid_context.current_length) == (0, 2)
+        pipeline.release(invalid_context)
     assert pipeline.kv.num_free_blocks == pipeline.kv.num_blocks
 
 
@@ -327,10 +327,10 @@ def test_a_context_that_allows_no_token_is_refused() -> None:
 def ops(request: pytest.FixtureRequest) -> Ops:
     if request.param == "reference":
         return ReferenceOps()
-    compiled = load_compiled()
-    if compiled is None:
+    compiled_back_end = load_compiled()
+    if compiled_back_end is None:
         pytest.skip("the C++ kernels are not built")
-    return compiled
+    return compiled_back_end
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-7, 1.0, 2.0])
@@ -388,13 +388,13 @@ def test_sampled_tokens_have_the_expected_distribution(ops: Ops, params: Samplin
     count = 20_000
     context = advance(make_context([2, 4], sampling_params=params, eos_token_ids=set(END_TOKENS)), [9, 9, 2])
     logits = random_logits(seed=3) / 3
-    scores, out = expected_row(logits[0].numpy(), context, [])
-    scores[sorted(out)] = -np.inf
+    scores, forbidden_ids = expected_row(logits[0].numpy(), context, [])
+    scores[sorted(forbidden_ids)] = -np.inf
     probabilities = _probabilities(scores, params)
     rows = adjust(logits, [context]).expand(count, VOCAB_SIZE).contiguous()
     sampler = Sampler.for_batch([params], torch.device("cpu"))
-    sampled = sampler(ops, rows, np.zeros(count, np.int64), np.arange(count))
-    observed = np.bincount(sampled.numpy(), minlength=VOCAB_SIZE)
+    sampled_ids = sampler(ops, rows, np.zeros(count, np.int64), np.arange(count))
+    observed = np.bincount(sampled_ids.numpy(), minlength=VOCAB_SIZE)
     assert not observed[probabilities == 0].any()
     cells = probabilities * count >= 5
     statistic = ((observed - probabilities * count) ** 2 / (probabilities * count + 1e-9))[cells].sum()
@@ -406,11 +406,11 @@ def test_sampled_tokens_have_the_expected_distribution(ops: Ops, params: Samplin
 def _probabilities(scores: np.ndarray, params: SamplingParams) -> np.ndarray:
     weights = np.exp((scores - scores.max()) / params.temperature)
     order = np.argsort(-weights, kind="stable")
-    kept = order[: params.top_k] if params.top_k > 0 else order
-    total = weights[kept].sum()
-    before = np.cumsum(weights[kept]) - weights[kept]
-    kept = kept[(before < params.top_p * total) | (params.top_p >= 1)]
-    kept = kept[weights[kept] >= params.min_p * weights.max()]
+    kept_ids = order[: params.top_k] if params.top_k > 0 else order
+    total = weights[kept_ids].sum()
+    sums_before = np.cumsum(weights[kept_ids]) - weights[kept_ids]
+    kept_ids = kept_ids[(sums_before < params.top_p * total) | (params.top_p >= 1)]
+    kept_ids = kept_ids[weights[kept_ids] >= params.min_p * weights.max()]
     result = np.zeros_like(weights)
-    result[kept] = weights[kept] / weights[kept].sum()
+    result[kept_ids] = weights[kept_ids] / weights[kept_ids].sum()
     return result

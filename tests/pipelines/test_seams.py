@@ -57,12 +57,16 @@ def halved_encoding() -> Iterator[None]:
 
 @pytest.mark.usefixtures("halved_encoding")
 def test_an_added_encoding_is_used_by_every_layer(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    unchanged = open_pipeline(checkpoint)
-    plain, expected = (step_logits(unchanged, [make_context(prompt)])[0] for prompt in (PROMPT, PROMPT[::-1]))
-    encoded = open_pipeline(checkpoint, quantization_encoding="halved")
-    torch.testing.assert_close(step_logits(encoded, [make_context(PROMPT)])[0], plain, atol=1e-4, rtol=1e-4)
+    unchanged_pipeline = open_pipeline(checkpoint)
+    plain_logits, expected = (
+        step_logits(unchanged_pipeline, [make_context(prompt)])[0] for prompt in (PROMPT, PROMPT[::-1])
+    )
+    encoded_pipeline = open_pipeline(checkpoint, quantization_encoding="halved")
+    torch.testing.assert_close(
+        step_logits(encoded_pipeline, [make_context(PROMPT)])[0], plain_logits, atol=1e-4, rtol=1e-4
+    )
     monkeypatch.setattr(HalvedEncoding, "unpack", lambda self, tensors: tensors["weight"])
-    other = step_logits(encoded, [make_context(PROMPT[::-1])])[0]
+    other = step_logits(encoded_pipeline, [make_context(PROMPT[::-1])])[0]
     assert float((other - expected).abs().max()) > 0.1
 
 
@@ -130,13 +134,15 @@ def test_an_adapter_equals_its_merged_weights(
 ) -> None:
     manager = FakeLoRAManager(checkpoint, linears_of(checkpoint)[selected])
     with_adapter = open_pipeline(checkpoint, members={"lora_manager": manager})
-    merged = open_pipeline(write_merged(checkpoint, manager, tmp_path))
+    merged_pipeline = open_pipeline(write_merged(checkpoint, manager, tmp_path))
     contexts = [make_context(PROMPT), make_context(PROMPT, adapter="tone"), make_context(PROMPT[:7])]
-    plain, adapted, _ = step_logits(with_adapter, contexts)
-    expected = step_logits(merged, [make_context(PROMPT)])[0]
-    torch.testing.assert_close(adapted, expected, atol=2e-3, rtol=1e-3)
-    torch.testing.assert_close(plain, step_logits(pipeline, [make_context(PROMPT)])[0], atol=1e-4, rtol=1e-4)
-    assert float((adapted - plain).abs().max()) > 0.1
+    plain_logits, adapted_logits, _ = step_logits(with_adapter, contexts)
+    expected = step_logits(merged_pipeline, [make_context(PROMPT)])[0]
+    torch.testing.assert_close(adapted_logits, expected, atol=2e-3, rtol=1e-3)
+    torch.testing.assert_close(
+        plain_logits, step_logits(pipeline, [make_context(PROMPT)])[0], atol=1e-4, rtol=1e-4
+    )
+    assert float((adapted_logits - plain_logits).abs().max()) > 0.1
 
 
 def test_an_adapter_applies_over_several_steps_and_separates_the_cache(checkpoint: Path) -> None:
@@ -147,9 +153,9 @@ def test_an_adapter_applies_over_several_steps_and_separates_the_cache(checkpoin
     members = {"lora_manager": manager}
     pipeline = open_pipeline(checkpoint, deterministic=True, kv_cache_block_size=16, members=members)
     contexts = [make_context(PROMPT, 20), make_context(PROMPT, 20, adapter="tone")]
-    together = generate_tokens(pipeline, contexts, num_steps=5)
-    assert together[0] != together[1]
-    for adapter, text in zip((None, "tone"), together, strict=True):
+    batch_tokens = generate_tokens(pipeline, contexts, num_steps=5)
+    assert batch_tokens[0] != batch_tokens[1]
+    for adapter, text in zip((None, "tone"), batch_tokens, strict=True):
         context = make_context(PROMPT, 20, adapter=adapter)
         assert generate_tokens(pipeline, [context]) == [text]
         assert context.num_cached_tokens == 16, "each context reuses only blocks of its own adapter"
@@ -159,10 +165,12 @@ def test_an_adapter_on_an_int8_model_does_not_change_other_rows(checkpoint: Path
     manager = FakeLoRAManager(checkpoint, linears_of(checkpoint))
     options: dict[str, Any] = {"quantization_encoding": "int8", "deterministic": True}
     with_adapter = open_pipeline(checkpoint, members={"lora_manager": manager}, **options)
-    without, adapted = step_logits(with_adapter, [make_context(PROMPT), make_context(PROMPT, adapter="tone")])
-    (plain,) = step_logits(open_pipeline(checkpoint, **options), [make_context(PROMPT)])
-    assert torch.equal(without, plain)
-    assert float((adapted - plain).abs().max()) > 0.1
+    without, adapted_logits = step_logits(
+        with_adapter, [make_context(PROMPT), make_context(PROMPT, adapter="tone")]
+    )
+    (plain_logits,) = step_logits(open_pipeline(checkpoint, **options), [make_context(PROMPT)])
+    assert torch.equal(without, plain_logits)
+    assert float((adapted_logits - plain_logits).abs().max()) > 0.1
 
 
 # -- Input embeddings ------------------------------------------------------------------------------------
@@ -173,8 +181,8 @@ def test_input_embeddings_replace_those_of_tokens(pipeline: TextGenerationPipeli
     expected = step_logits(pipeline, [make_context(PROMPT)])[0]
     hidden = [5, 6, 20]
     table = model.network.embedding.table
-    masked = [0 if i in hidden else token for i, token in enumerate(PROMPT)]
-    context = make_context(masked)
+    masked_prompt = [0 if i in hidden else token for i, token in enumerate(PROMPT)]
+    context = make_context(masked_prompt)
     kv: Any = pipeline.kv
     kv.claim(context)
     kv.reserve(context)
@@ -198,9 +206,9 @@ class FixedProposer:
     def propose(self, contexts: Sequence[TextContext], limits: Sequence[int]) -> list[list[int]]:
         drafts = []
         for context in contexts:
-            upcoming = self.texts[context.request_id][len(context.generated_tokens) :]
-            wrong = [(token + 1) % 130 for token in upcoming[self.right : self.right + self.wrong]]
-            drafts.append(upcoming[: self.right] + wrong)
+            next_tokens = self.texts[context.request_id][len(context.generated_tokens) :]
+            wrong_tokens = [(token + 1) % 130 for token in next_tokens[self.right : self.right + self.wrong]]
+            drafts.append(next_tokens[: self.right] + wrong_tokens)
         return drafts
 
     def observe(
@@ -229,9 +237,9 @@ def test_speculation_gives_the_text_of_plain_decoding(
             make_context(PROMPT[:3], 11, request_id="short", **fields),
         ]
 
-    plain = generate_tokens(pipeline, contexts())
+    plain_tokens = generate_tokens(pipeline, contexts())
     calls = 0
-    pipeline.proposer = FixedProposer(dict(zip(("long", "short"), plain, strict=True)), right, wrong)
+    pipeline.proposer = FixedProposer(dict(zip(("long", "short"), plain_tokens, strict=True)), right, wrong)
     original = pipeline.model.execute
 
     def count_execute(inputs: Any) -> Any:
@@ -240,35 +248,35 @@ def test_speculation_gives_the_text_of_plain_decoding(
         return original(inputs)
 
     pipeline.model.execute = count_execute  # type: ignore[method-assign]
-    assert generate_tokens(pipeline, contexts(), num_steps=3) == plain
+    assert generate_tokens(pipeline, contexts(), num_steps=3) == plain_tokens
     assert calls <= -(-20 // (right + 1)) + 1
 
 
 def test_drafts_do_not_exceed_the_length_of_a_context(pipeline: TextGenerationPipeline) -> None:
-    (plain,) = generate_tokens(pipeline, [make_context(PROMPT, 3)])
-    pipeline.proposer = FixedProposer({"a": plain + [0] * 50}, right=50, wrong=0)
-    assert generate_tokens(pipeline, [make_context(PROMPT, 3, request_id="a")]) == [plain]
+    (plain_tokens,) = generate_tokens(pipeline, [make_context(PROMPT, 3)])
+    pipeline.proposer = FixedProposer({"a": plain_tokens + [0] * 50}, right=50, wrong=0)
+    assert generate_tokens(pipeline, [make_context(PROMPT, 3, request_id="a")]) == [plain_tokens]
 
 
 def test_drafts_do_not_exceed_the_length_of_the_model(checkpoint: Path) -> None:
     pipeline = open_pipeline(checkpoint, deterministic=True, kv_cache_block_size=16, max_length=34)
-    (plain,) = generate_tokens(pipeline, [make_context(PROMPT, 4)])
-    pipeline.proposer = FixedProposer({"a": plain + [0] * 50}, right=50, wrong=0)
+    (plain_tokens,) = generate_tokens(pipeline, [make_context(PROMPT, 4)])
+    pipeline.proposer = FixedProposer({"a": plain_tokens + [0] * 50}, right=50, wrong=0)
     response = pipeline.execute({"a": make_context(PROMPT, 40, request_id="a")})["a"]
-    assert [part.next_token for part in response.tokens] == plain
+    assert [part.next_token for part in response.tokens] == plain_tokens
 
 
 def test_log_probabilities_with_drafts_equal_plain_decoding(pipeline: TextGenerationPipeline) -> None:
     def scored_context(request_id: str) -> TextContext:
         return make_context(PROMPT[:9], 1, request_id=request_id, log_probabilities=2)
 
-    (plain,) = generate_tokens(pipeline, [make_context(PROMPT, 8)])
-    (alone,) = pipeline.execute({"b": scored_context("b")})["b"].tokens
-    pipeline.proposer = FixedProposer({"a": plain, "c": []}, right=3, wrong=0)
+    (plain_tokens,) = generate_tokens(pipeline, [make_context(PROMPT, 8)])
+    (single_tokens,) = pipeline.execute({"b": scored_context("b")})["b"].tokens
+    pipeline.proposer = FixedProposer({"a": plain_tokens, "c": []}, right=3, wrong=0)
     batch = {"a": make_context(PROMPT, 8, request_id="a"), "c": scored_context("c")}
     responses = pipeline.execute(batch)
     assert len(responses["a"].tokens) == 4
-    assert responses["c"].tokens == [alone]
+    assert responses["c"].tokens == [single_tokens]
 
 
 # -- Grammars --------------------------------------------------------------------------------------------
@@ -300,12 +308,12 @@ class EvenTokens:
 
 
 def test_a_matcher_restricts_only_its_own_context(pipeline: TextGenerationPipeline) -> None:
-    (plain,) = generate_tokens(pipeline, [make_context(PROMPT, 20)])
+    (plain_tokens,) = generate_tokens(pipeline, [make_context(PROMPT, 20)])
     context = make_context(PROMPT, 20)
     matcher: Any = EvenTokens()
     context.set_matcher(matcher)
     restricted, unrestricted = generate_tokens(pipeline, [context, make_context(PROMPT, 20)], num_steps=4)
-    assert unrestricted == plain
+    assert unrestricted == plain_tokens
     assert restricted == matcher.accepted
     assert all(token % 2 == 0 for token in restricted)
-    assert restricted != plain
+    assert restricted != plain_tokens

@@ -63,7 +63,7 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
     temperature = draw(st.sampled_from([0.0, 1.0]))
     grammar = draw(st.sampled_from(GRAMMARS))
     # A grammar may force a banned token, which would end the request.
-    banned = draw(st.sampled_from([None, [5, 64]])) if grammar is None else None
+    banned_sequence = draw(st.sampled_from([None, [5, 64]])) if grammar is None else None
     sequences = draw(st.sampled_from([None, [[3, 4], [5, 5], [3, 3, 3]]])) if grammar is None else None
     return {
         "tokens": prompt,
@@ -81,7 +81,7 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
             frequency_penalty=draw(st.sampled_from([0.0, 0.8])),
             repetition_penalty=draw(st.sampled_from([1.0, 1.3])),
             logit_bias=draw(st.sampled_from([None, {3: 4.0}])),
-            banned_token_ids=banned,
+            banned_token_ids=banned_sequence,
             banned_sequences=sequences,
         ),
     }

@@ -91,8 +91,8 @@ def test_a_mixed_batch_with_a_draft_model_equals_plain_decoding(
     request: pytest.FixtureRequest, target: Path, draft: str
 ) -> None:
     pipeline, proposer = open_with_draft(target, request.getfixturevalue(draft))
-    plain = outcome_without_drafts(pipeline, mixed_contexts())
-    assert run_directly(pipeline, mixed_contexts(), num_steps=3) == plain
+    plain_results = outcome_without_drafts(pipeline, mixed_contexts())
+    assert run_directly(pipeline, mixed_contexts(), num_steps=3) == plain_results
     stats = pipeline.speculation_stats
     rate = stats.acceptance_rate
     assert {"target": rate == 1, "noisy_draft": 0.2 < rate < 0.99, "unrelated_draft": rate < 0.2}[draft], rate
@@ -139,9 +139,9 @@ def test_the_draft_cache_holds_exactly_the_text_after_rejections(target: Path, n
         expected = new_proposer.propose([context], [4])
         new_proposer.release(context)
         assert proposer_with_history.propose([context], [4]) == expected
-        before = context.current_length
+        length_before = context.current_length
         pipeline.execute({"a": context})
-        accepted.append(context.current_length - before - 1)
+        accepted.append(context.current_length - length_before - 1)
     assert {4} < set(accepted), "some drafts are accepted completely, others in part"
     pipeline.release(context)
 
@@ -151,7 +151,7 @@ def test_prompts_in_chunks_equal_plain_decoding(
     request: pytest.FixtureRequest, target: Path, draft: str
 ) -> None:
     pipeline, proposer = open_with_draft(target, request.getfixturevalue(draft), max_batch_input_tokens=16)
-    plain = outcome_without_drafts(pipeline, mixed_contexts())
+    plain_results = outcome_without_drafts(pipeline, mixed_contexts())
     sizes = []
     original = proposer.model.execute
 
@@ -163,14 +163,14 @@ def test_prompts_in_chunks_equal_plain_decoding(
     results, _ = run_scheduled(
         pipeline, mixed_contexts(), max_batch_size=4, max_batch_input_tokens=16, min_chunk_size=3
     )
-    assert results == plain
+    assert results == plain_results
     assert max(sizes) <= 16
     assert pipeline.speculation_stats.num_proposed
 
 
 def test_preempted_contexts_equal_plain_decoding(target: Path, noisy_draft: Path) -> None:
     large_cache, _ = open_with_draft(target, noisy_draft)
-    plain = outcome_without_drafts(large_cache, mixed_contexts())
+    plain_results = outcome_without_drafts(large_cache, mixed_contexts())
     block = 2 * 4 * 2 * 3 * 2 * 8 * 16  # bytes of a block of both models
     small_cache, proposer = open_with_draft(
         target, noisy_draft, max_length=80, kv_cache_memory=block * 13, max_batch_size=6
@@ -180,19 +180,19 @@ def test_preempted_contexts_equal_plain_decoding(target: Path, noisy_draft: Path
         small_cache, mixed_contexts(), max_batch_size=6, max_batch_input_tokens=40
     )
     assert scheduler.num_preemptions
-    assert results == plain
+    assert results == plain_results
     assert small_cache.speculation_stats.num_accepted
     proposer.kv.check_integrity()
 
 
 def test_a_full_draft_cache_gives_no_drafts(target: Path, noisy_draft: Path) -> None:
     pipeline, proposer = open_with_draft(target, noisy_draft)
-    plain = outcome_without_drafts(pipeline, mixed_contexts())
+    plain_results = outcome_without_drafts(pipeline, mixed_contexts())
     blocking_contexts = [make_context([token] * 16, 1) for token in range(proposer.kv.num_free_blocks - 3)]
     for context in blocking_contexts:
         proposer.kv.claim(context)
         proposer.kv.reserve(context)
-    assert run_directly(pipeline, mixed_contexts()) == plain
+    assert run_directly(pipeline, mixed_contexts()) == plain_results
     assert pipeline.speculation_stats.num_proposed
     for context in blocking_contexts:
         proposer.kv.release(context)
@@ -219,9 +219,9 @@ def test_the_draft_cache_evicts_idle_contexts(target: Path, noisy_draft: Path) -
 
 def test_a_prefix_cached_only_by_the_target_is_computed_by_the_draft_model(target: Path) -> None:
     pipeline, _ = open_with_draft(target, target)
-    (plain,) = outcome_without_drafts(pipeline, [make_context(PROMPT, 30, request_id="a")]).values()
+    (plain_results,) = outcome_without_drafts(pipeline, [make_context(PROMPT, 30, request_id="a")]).values()
     context = make_context(PROMPT, 30, request_id="a")
-    assert run_directly(pipeline, [context])["a"] == plain
+    assert run_directly(pipeline, [context])["a"] == plain_results
     assert context.num_cached_tokens == 16
     assert pipeline.speculation_stats.acceptance_rate == 1
 
@@ -234,9 +234,9 @@ def test_the_draft_model_catches_up_after_steps_without_drafts(target: Path) -> 
     allowed = [True, False, False, False, True]
     for allows in allowed:
         widths.num_drafts = 4 if allows else 0  # type: ignore[attr-defined]
-        before = context.current_length
+        length_before = context.current_length
         pipeline.execute({"a": context})
-        assert context.current_length - before == (5 if allows else 1)
+        assert context.current_length - length_before == (5 if allows else 1)
         assert (context.draft_offset > 1) == (context.current_length in (36, 37, 38))
     pipeline.release(context)
 
@@ -247,11 +247,13 @@ def test_a_rolled_back_context_equals_plain_decoding(target: Path) -> None:
     pipeline.execute({"a": context})
     context.rollback(3)
     pipeline.execute({"a": context})
-    whole = context.generated_tokens.tolist()
+    full_tokens = context.generated_tokens.tolist()
     assert [
         part[0]
-        for part in outcome_without_drafts(pipeline, [make_context(PROMPT, len(whole))]).popitem()[1][:-1]
-    ] == whole
+        for part in outcome_without_drafts(pipeline, [make_context(PROMPT, len(full_tokens))]).popitem()[1][
+            :-1
+        ]
+    ] == full_tokens
     assert pipeline.speculation_stats.acceptance_rate == 1
     pipeline.release(context)
 

@@ -75,8 +75,8 @@ def contexts_with(compiler: Any, max_new: int = 70) -> list[TextContext]:
                 request_id=f"{pattern}, {kind}",
                 **fields,
             )
-            compiled = compiler.compile_regex(text)
-            context.set_matcher(xgr.GrammarMatcher(compiled))
+            compiled_grammar = compiler.compile_regex(text)
+            context.set_matcher(xgr.GrammarMatcher(compiled_grammar))
             contexts.append(context)
     return [
         *contexts,
@@ -176,7 +176,7 @@ def test_a_draft_is_truncated_at_the_first_token_that_the_grammar_refuses(
     pipeline: TextGenerationPipeline, compiler: Any, plain: Any
 ) -> None:
     class RepeatingProposer:
-        seen: list[int]
+        queried_tokens: list[int]
 
         def __init__(self) -> None:
             self.seen = []

@@ -23,13 +23,13 @@ def search_draft(text: list[int], min_length: int, max_length: int, max_tokens: 
     for size in range(max_length, min_length - 1, -1):
         candidates = [p for p in range(size, len(text)) if text[p - size : p] == text[len(text) - size :]]
         if candidates and size < len(text):
-            best = candidates[-1]
+            best_candidate = candidates[-1]
             if size == max_length:
                 recent = candidates[::-1][:8]
                 lengths = [match_length(text, p) for p in recent]
-                best = recent[first_longest(lengths)]
+                best_candidate = recent[first_longest(lengths)]
             draft: list[int] = []
-            for index in range(best, best + max_tokens):
+            for index in range(best_candidate, best_candidate + max_tokens):
                 draft.append((text + draft)[index])
             return draft
     return []
@@ -119,7 +119,7 @@ def test_rollbacks_and_reused_request_ids_give_correct_drafts() -> None:
 
 def test_drafts_continue_after_a_preemption() -> None:
     proposer, context = NGramProposer(1, 2), make_context([1, 2, 3, 1])
-    before = draft_of(proposer, context, 2)
+    draft_before = draft_of(proposer, context, 2)
     context.reset()
     context.set_token_indices(active_idx=context.end_idx)
-    assert draft_of(proposer, context, 2) == before
+    assert draft_of(proposer, context, 2) == draft_before

@@ -69,12 +69,12 @@ def test_repeated_tokens_have_their_largest_weight(bge: BgeM3, llm: LLM) -> None
 
 
 def test_a_single_output_equals_that_of_all_outputs(llm: LLM) -> None:
-    [whole] = llm.encode(TEXTS[:1], outputs=ALL_OUTPUTS)
-    [sparse] = llm.encode(TEXTS[:1], outputs=("sparse",))
-    assert weights_of(sparse) == weights_of(whole)
-    assert sparse.multi_vector is None
-    assert not sparse.embeddings.size
-    assert np.array_equal(llm.embed(TEXTS[0]), whole.embeddings)
+    [full_output] = llm.encode(TEXTS[:1], outputs=ALL_OUTPUTS)
+    [sparse_response] = llm.encode(TEXTS[:1], outputs=("sparse",))
+    assert weights_of(sparse_response) == weights_of(full_output)
+    assert sparse_response.multi_vector is None
+    assert not sparse_response.embeddings.size
+    assert np.array_equal(llm.embed(TEXTS[0]), full_output.embeddings)
 
 
 def test_scores_are_similarities_of_dense_embeddings(llm: LLM) -> None:

@@ -253,19 +253,19 @@ async def test_limits_cancellation_and_stop() -> None:
         engine,
         _,
     ):
-        running = engine.submit(make_request("a"))
+        running_request = engine.submit(make_request("a"))
         with pytest.raises(InputError, match="a is running already"):
             engine.submit(make_request("a"))
         with pytest.raises(OverloadedError, match="1 requests are running or waiting"):
             engine.submit(make_request("b"))
-        ended = engine.request_ended()
+        ended_future = engine.request_ended()
         gate.open()
-        assert delta_text(await read_deltas(running)) == "abc"
-        await ended
+        assert delta_text(await read_deltas(running_request)) == "abc"
+        await ended_future
         cancelled = engine.submit(make_request("c"))
-        ended = engine.request_ended()
+        ended_future = engine.request_ended()
         cancelled.cancel()
-        await ended
+        await ended_future
         assert engine.num_outstanding == 0
     with pytest.raises(UnavailableError, match="stopped"):
         engine.submit(make_request("d"))

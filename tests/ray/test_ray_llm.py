@@ -87,11 +87,11 @@ def test_the_openai_application_serves_chats_completions_and_errors(tmp_path: Pa
             assert error.code == 400
             assert "top_p" in error.read().decode()
         # Ray's router sends a prompt to the replica with its prefix. A random router would find half of them.
-        cached = []
+        cached_counts = []
         for chapter in range(2):
             for group in range(8):
                 prompt = f"Story {group} of the old woman. {SENTENCE * 8} Chapter {chapter}."
                 answer = json.loads(post(port, "/v1/completions", {**completion_body, "prompt": prompt}))
-                cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
-        assert max(cached[:8]) < 32
-        assert min(cached[8:]) >= answer["usage"]["prompt_tokens"] - 2 * 32
+                cached_counts.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+        assert max(cached_counts[:8]) < 32
+        assert min(cached_counts[8:]) >= answer["usage"]["prompt_tokens"] - 2 * 32

@@ -89,10 +89,10 @@ def test_requests_survive_lost_replicas_and_streams_survive_the_shutdown(
         texts = [answer.result(100)["choices"][0]["text"] for answer in answers]
     assert texts == expected
     # 3. Errors.
-    with pytest.raises(urllib.error.HTTPError) as refused:
+    with pytest.raises(urllib.error.HTTPError) as refused_error:
         post(port, completion_body("x", max_tokens=-1))
-    assert refused.value.code == 400
-    refused.value.close()
+    assert refused_error.value.code == 400
+    refused_error.value.close()
     with pytest.raises(urllib.error.HTTPError) as unsupported:
         post(port, {}, "/reload")
     assert unsupported.value.code == 400

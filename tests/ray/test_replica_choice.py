@@ -19,8 +19,10 @@ def report(choice: ReplicaChoice, **events: list[CacheEvent]) -> None:
     """Let the replicas that are named report these events."""
     choice.update(
         {
-            name: ReplicaReport(name, CACHING_INFO, WorkerStats(), cache=CacheChanges(len(found), found))
-            for name, found in events.items()
+            name: ReplicaReport(
+                name, CACHING_INFO, WorkerStats(), cache=CacheChanges(len(replica_events), replica_events)
+            )
+            for name, replica_events in events.items()
         }
     )
 
@@ -49,25 +51,25 @@ def test_a_request_goes_to_the_replica_that_has_its_prefix() -> None:
 def test_load_is_shared_and_ends_with_the_request() -> None:
     choice = ReplicaChoice()
     report(choice, a=[], b=[])
-    running = [choice.assign(make_request(name)) for name in "xyz"]
-    assert [one.name for one in running if one is not None] == ["a", "b", "a"]
-    for one in running:
-        assert one is not None
-        choice.end(one)
+    running_requests = [choice.assign(make_request(name)) for name in "xyz"]
+    assert [assignment.name for assignment in running_requests if assignment is not None] == ["a", "b", "a"]
+    for assignment in running_requests:
+        assert assignment is not None
+        choice.end(assignment)
     assert choose_replica(choice) == "a"
 
 
 def test_a_prompt_counts_as_load_until_its_first_result() -> None:
     choice = ReplicaChoice()
     report(choice, a=[], b=[])
-    computing = choice.assign(make_request("", LONG_PROMPT))
-    running = choice.assign(make_request(""))
-    assert computing is not None
-    assert running is not None
-    assert (computing.name, running.name) == ("a", "b")
-    choice.start(running)
+    computing_request = choice.assign(make_request("", LONG_PROMPT))
+    running_request = choice.assign(make_request(""))
+    assert computing_request is not None
+    assert running_request is not None
+    assert (computing_request.name, running_request.name) == ("a", "b")
+    choice.start(running_request)
     assert choose_replica(choice) == "b"
-    choice.start(computing)
+    choice.start(computing_request)
     assert choose_replica(choice) == "a"
 
 
@@ -98,10 +100,10 @@ def test_expected_blocks_of_an_ended_request_count_until_its_replica_has_reporte
 def test_a_session_stays_with_its_replica() -> None:
     choice = ReplicaChoice()
     report(choice, a=[], b=[])
-    busy = choice.assign(make_request("busy"))
-    assert busy is not None
+    busy_assignment = choice.assign(make_request("busy"))
+    assert busy_assignment is not None
     assert choose_replica(choice, session_id="s") == "b"
-    choice.end(busy)
+    choice.end(busy_assignment)
     assert choose_replica(choice, session_id="s") == "b"
     report(choice, a=[])
     assert choose_replica(choice, session_id="s") == "a"
@@ -113,12 +115,12 @@ def test_replicas_are_removed_and_added() -> None:
     report(choice, a=[], b=[make_stored_event(LONG_PROMPT)])
     assert choose_replica(choice, "y" * 600, lost=("b",)) == "a"
     assert choose_replica(choice, LONG_PROMPT, lost=("a", "b")) == ""
-    running = choice.assign(make_request("", LONG_PROMPT))
-    assert running is not None
-    assert running.name == "b"
+    running_request = choice.assign(make_request("", LONG_PROMPT))
+    assert running_request is not None
+    assert running_request.name == "b"
     report(choice, a=[], c=[])  # c gets the number of b, and neither its blocks nor its requests
     assert choice._prefixes.num_blocks == 0
-    choice.end(running)
+    choice.end(running_request)
     assert choice._loads.num_requests == choice._loads.costs == [0, 0]
     assert choice.positions == {"a": 0, "c": 0}
     report(choice, a=[], c=[])
@@ -130,11 +132,11 @@ def test_replicas_are_removed_and_added() -> None:
 def test_a_replica_without_a_report_returns_without_load() -> None:
     choice = ReplicaChoice()
     report(choice, a=[], b=[])
-    running = [choice.assign(make_request(""), lost=("b",)) for _ in range(3)]
+    running_requests = [choice.assign(make_request(""), lost=("b",)) for _ in range(3)]
     report(choice, b=[])
     report(choice, a=[], b=[])
-    later = choice.assign(make_request(""), lost=("b",))
-    for assignment in (*running, later):
+    later_request = choice.assign(make_request(""), lost=("b",))
+    for assignment in (*running_requests, later_request):
         assert assignment is not None
         choice.start(assignment)
         choice.end(assignment)

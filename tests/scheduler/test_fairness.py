@@ -33,11 +33,11 @@ class Run:
         self.scheduler.submit(context)
 
     def step(self) -> dict[str, int]:
-        before = len(self.pipeline.trace)
+        num_steps_before = len(self.pipeline.trace)
         for name, output in self.scheduler.step().items():
             self.tokens[name] += [int(token.next_token) for token in output.tokens]
         self.admitted += [context.request_id for context in self.scheduler.admitted]
-        return dict(*self.pipeline.trace[before:])
+        return dict(*self.pipeline.trace[num_steps_before:])
 
     def run_until_token(self, name: str) -> int:
         """Run steps until a request has a token. Return their number."""

@@ -62,10 +62,10 @@ class Run:
 
     def step(self, num_steps: int = 1) -> Trace:
         """Run one step. Return the number of rows of each request in each forward."""
-        before = len(self.pipeline.trace)
+        num_steps_before = len(self.pipeline.trace)
         for name, output in self.scheduler.step(num_steps).items():
             self.tokens[name] += [int(token.next_token) for token in output.tokens]
-        return self.pipeline.trace[before:]
+        return self.pipeline.trace[num_steps_before:]
 
     def finish(self, num_steps: int = 1) -> Trace:
         """Run all steps and return their rows. Check that outputs equal those of requests that run alone."""
@@ -329,8 +329,8 @@ def test_a_preempted_context_keeps_its_position_in_the_queue() -> None:
         run.step()
     assert run.scheduler.num_preemptions == 1
     run.submit("c", 4, new=1)
-    rest = run.finish()
-    assert [list(rows) for rows in rest[:7]] == [["a"]] * 6 + [["b", "c"]]
+    later_steps = run.finish()
+    assert [list(rows) for rows in later_steps[:7]] == [["a"]] * 6 + [["b", "c"]]
 
 
 def test_cached_tokens_of_a_restart_are_not_counted() -> None:

@@ -135,11 +135,11 @@ class Workload:
 
     def _cancel(self, name: str) -> None:
         self.scheduler.cancel(name)
-        if name in self.contexts and not any(name == ended for ended, _ in self.ends):
+        if name in self.contexts and not any(name == ended_name for ended_name, _ in self.ends):
             self.ends.append((name, "cancelled"))
 
     def _step(self) -> None:
-        before = len(self.pipeline.trace)
+        num_steps_before = len(self.pipeline.trace)
         self.pipeline.failing_requests = {name for name in self.contexts if self._fails(name)}
         try:
             outputs = self.scheduler.step(self.limits.num_steps)
@@ -154,7 +154,7 @@ class Workload:
             self.tokens[name] += [int(token.next_token) for token in output.tokens]
             if output.is_done:
                 self.ends.append((name, "done"))
-        trace = self.pipeline.trace[before:]
+        trace = self.pipeline.trace[num_steps_before:]
         assert all(sum(rows.values()) <= self.limits.max_batch_input_tokens for rows in trace)
         assert all(len(rows) <= self.limits.max_batch_size for rows in trace)
         assert trace or failed or not self.scheduler.num_running, (
@@ -165,10 +165,10 @@ class Workload:
         )
         self.pipeline.kv.check_integrity()
         assigned_names = {name for name, context in self.contexts.items() if context.is_assigned_to_cache}
-        ended = {name for name, _ in self.ends}
-        for name in self.contexts.keys() - assigned_names - ended:
+        ended_names = {name for name, _ in self.ends}
+        for name in self.contexts.keys() - assigned_names - ended_names:
             assert self.contexts[name].active_idx == self.contexts[name].end_idx
-        assert not assigned_names & ended, "an ended request holds blocks"
+        assert not assigned_names & ended_names, "an ended request holds blocks"
         assert len(assigned_names) == self.scheduler.num_running
         self.admitted += [context.request_id for context in self.scheduler.admitted]
 
@@ -244,8 +244,8 @@ def test_decoding_requests_are_in_every_step(limits: Limits, requests: list[Requ
             None,
         )
         if first_decode_step is not None:
-            present = [name in rows for rows in workload.pipeline.trace[first_decode_step:]]
-            assert present == sorted(present, reverse=True), "a decoding request is missing in a step"
+            is_present = [name in rows for rows in workload.pipeline.trace[first_decode_step:]]
+            assert is_present == sorted(is_present, reverse=True), "a decoding request is missing in a step"
 
 
 @settings(max_examples=60, deadline=None)

@@ -54,10 +54,10 @@ class Run:
 
     def step(self, num_steps: int = 1) -> float:
         """Call the scheduler once and return the duration in seconds."""
-        before = self.pipeline.seconds
+        seconds_before = self.pipeline.seconds
         for name, output in self.scheduler.step(num_steps).items():
             self.tokens[name] += [int(token.next_token) for token in output.tokens]
-        return self.pipeline.seconds - before
+        return self.pipeline.seconds - seconds_before
 
     def start_competing_clients(self, num_rows: int, num_new_tokens: int = 40) -> None:
         """Start many sequences of one client, then two short requests of another."""
@@ -97,12 +97,12 @@ def test_a_step_may_take_twice_its_fixed_costs() -> None:
 def test_all_sequences_decode_equally_often() -> None:
     run = Run(fixed=0.001, per_row=0.0002)
     run.start_competing_clients(128)
-    before = {name: len(tokens) for name, tokens in run.tokens.items()}
+    lengths_before = {name: len(tokens) for name, tokens in run.tokens.items()}
     rows = Counter[str]()
     for _ in range(40):
         run.step()
         rows.update(run.pipeline.trace[-1].keys())
-    sequences = [name for name in before if name.startswith("a")]
+    sequences = [name for name in lengths_before if name.startswith("a")]
     steps = [rows[name] for name in sequences]
     assert min(steps) >= 5
     assert max(steps) - min(steps) <= 2, "sequences differ by more than two steps"

@@ -151,13 +151,13 @@ def run_workload(limits: dict[str, int], requests: list[list[str]], header: list
             if f"cancel={len(lines)}" in rest:
                 scheduler.cancel(name)
                 cells[name] = "x"
-        running = {name for name, context in contexts.items() if context.is_assigned_to_cache}
+        running_names = {name for name, context in contexts.items() if context.is_assigned_to_cache}
         for name, output in scheduler.step().items():
             tokens[name] += [int(token.next_token) for token in output.tokens]
         if pipeline.trace[len(lines) :]:
             (rows,) = pipeline.trace[len(lines) :]
             cells |= {name: str(count) for name, count in rows.items()}
-        for name in running:
+        for name in running_names:
             context = contexts[name]
             if not context.is_assigned_to_cache and not context.is_done and cells[name] == ".":
                 cells[name] = "-"

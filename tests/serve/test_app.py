@@ -231,29 +231,29 @@ async def test_probes_fail_while_the_worker_restarts() -> None:
 async def test_requests_are_refused_before_the_gate_opens_and_after_it_closes() -> None:
     services, may_finish = make_services(gate=Gate(is_open=False)), asyncio.Event()
     async with app_client(services, make_failing_routes(may_finish)) as client:
-        early = await client.get("/items/a")
-        assert early.status_code == 503
-        assert early.headers["retry-after"] == "1"
-        assert "being loaded" in early.json()["error"]["message"]
+        early_response = await client.get("/items/a")
+        assert early_response.status_code == 503
+        assert early_response.headers["retry-after"] == "1"
+        assert "being loaded" in early_response.json()["error"]["message"]
         assert (await client.get("/ready")).status_code == 503
         assert (await client.get("/health")).status_code == 200
 
         services.gate.open()
         assert (await client.get("/ready")).status_code == 200
-        running = asyncio.create_task(client.get("/slow"))
+        running_task = asyncio.create_task(client.get("/slow"))
         await wait_until(lambda: services.gate.num_active == 1)
         services.gate.close()
         assert services.gate.num_active == 1
-        late = await client.get("/items/a")
-        assert late.status_code == 503
-        assert late.headers["connection"] == "close"
-        assert "shutting down" in late.json()["error"]["message"]
+        late_response = await client.get("/items/a")
+        assert late_response.status_code == 503
+        assert late_response.headers["connection"] == "close"
+        assert "shutting down" in late_response.json()["error"]["message"]
         assert (await client.get("/ready")).status_code == 503
         assert (await client.get("/health")).status_code == 200
         assert not await services.gate.wait_until_idle(0.01)
         may_finish.set()
         assert await services.gate.wait_until_idle(60)
-        assert (await running).json() == "done"
+        assert (await running_task).json() == "done"
         services.gate.open()
         assert (await client.get("/items/a")).status_code == 503
 

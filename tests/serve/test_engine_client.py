@@ -50,9 +50,12 @@ async def test_a_cancelled_request_is_cancelled_at_the_engine() -> None:
 async def test_an_engine_that_is_not_ready_gets_no_request() -> None:
     engine = FakeEngine(state="restarting", is_alive=False)
     async with app_client(make_services(engine)) as client:
-        refused = await client.post("/v1/chat/completions", json=make_body())
+        refused_response = await client.post("/v1/chat/completions", json=make_body())
         probes = [(await client.get(path)).status_code for path in ("/health", "/ready", "/version")]
-    assert (refused.status_code, refused.json()["error"]["message"]) == (503, "the engine is restarting")
+    assert (refused_response.status_code, refused_response.json()["error"]["message"]) == (
+        503,
+        "the engine is restarting",
+    )
     assert probes == [503, 503, 200]
 
 
@@ -62,12 +65,12 @@ async def test_adapters_and_metrics_come_from_the_engine() -> None:
     services.metrics.watch(engine)
     async with app_client(services) as client:
         loaded = await client.post("/v1/load_lora_adapter", json={"lora_name": "tone", "lora_path": "/a"})
-        missing = await client.post(
+        missing_response = await client.post(
             "/v1/load_lora_adapter", json={"lora_name": "other", "lora_path": "/missing"}
         )
         models = (await client.get("/v1/models")).json()["data"]
         metrics = (await client.get("/metrics")).text
-    assert (loaded.status_code, missing.status_code) == (200, 400)
+    assert (loaded.status_code, missing_response.status_code) == (200, 400)
     assert engine.adapters == {"tone": "/a"}
     assert [model["id"] for model in models][1:] == ["tone"]
     assert models[0]["max_model_len"] == 2048

@@ -62,7 +62,7 @@ async def open_playground(
         chat.services.metrics.watch(chat.services.worker)
         listener = socket.create_server(("127.0.0.1", 0))
         server = uvicorn.Server(uvicorn.Config(create_app(chat.services), log_config=None))
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        server_task = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             url = f"http://127.0.0.1:{listener.getsockname()[1]}/{fragment}"
             async with open_page(url, expected) as page:
@@ -71,7 +71,7 @@ async def open_playground(
                 yield page, chat
         finally:
             server.should_exit = True
-            await serving
+            await server_task
 
 
 async def wait_until(page: Any, condition: str) -> None:
@@ -99,10 +99,10 @@ async def send_message(page: Any, text: str) -> None:
 async def controls_in_tab_order(page: Any, count: int = 90) -> list[tuple[str, str]]:
     """Return id and name of each control that Tab reaches, in order. A repetition at the end is dropped."""
     await page.evaluate(START)
-    seen: list[tuple[str, str]] = []
+    controls: list[tuple[str, str]] = []
     for _step in range(count):
         await page.keyboard.press("Tab")
         tag, name, key = await page.evaluate(FOCUSED)
         if tag != "BODY":
-            seen.append((key, name))
-    return seen
+            controls.append((key, name))
+    return controls

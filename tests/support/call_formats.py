@@ -54,11 +54,11 @@ def template_renderer(template: str, separator: str = "") -> Callable[[Sequence[
     """Return a renderer that writes calls one by one. NAME and ARGUMENTS are placeholders in `template`."""
 
     def render(calls: Sequence[Call]) -> str:
-        rendered = [
+        rendered_calls = [
             template.replace("NAME", call.name).replace("ARGUMENTS", dump_json(call.arguments))
             for call in calls
         ]
-        return separator.join(rendered)
+        return separator.join(rendered_calls)
 
     return render
 
@@ -138,32 +138,34 @@ def widen_bars(markup: str) -> str:
 
 
 def render_deepseek(calls: Sequence[Call], head: str, foot: str, separator: str) -> str:
-    rendered = [
+    rendered_calls = [
         widen_bars("<|tool~call~begin|>")
         + widen_bars(head).replace("NAME", call.name)
         + dump_json(call.arguments)
         + widen_bars(f"{foot}<|tool~call~end|>")
         for call in calls
     ]
-    return widen_bars("<|tool~calls~begin|>") + separator.join(rendered) + widen_bars("<|tool~calls~end|>")
+    return (
+        widen_bars("<|tool~calls~begin|>") + separator.join(rendered_calls) + widen_bars("<|tool~calls~end|>")
+    )
 
 
 def render_kimi_k2(calls: Sequence[Call]) -> str:
-    rendered = [
+    rendered_calls = [
         f"<|tool_call_begin|>functions.{call.name}:{index}<|tool_call_argument_begin|>"
         f"{dump_json(call.arguments)}<|tool_call_end|>"
         for index, call in enumerate(calls)
     ]
-    return f"<|tool_calls_section_begin|>{''.join(rendered)}<|tool_calls_section_end|>"
+    return f"<|tool_calls_section_begin|>{''.join(rendered_calls)}<|tool_calls_section_end|>"
 
 
 def render_cohere(calls: Sequence[Call]) -> str:
-    rendered = [
+    rendered_calls = [
         f'    {{"tool_call_id": "{index}", "tool_name": "{call.name}", '
         f'"parameters": {dump_json(call.arguments)}}}'
         for index, call in enumerate(calls)
     ]
-    return "<|START_ACTION|>[\n" + ",\n".join(rendered) + "\n]<|END_ACTION|>"
+    return "<|START_ACTION|>[\n" + ",\n".join(rendered_calls) + "\n]<|END_ACTION|>"
 
 
 RENDERERS: dict[str, Callable[[Sequence[Call]], str]] = {

@@ -64,8 +64,8 @@ def _parse_blocks(page: Path) -> Iterator[Block]:
 
 def shell_commands(block: Block) -> list[str]:
     """Return the commands of a console session: lines after ``$``, joined at a trailing backslash."""
-    joined = block.code.replace("\\\n", " ")
-    return [line[2:] for line in joined.splitlines() if line.startswith("$ ")]
+    joined_lines = block.code.replace("\\\n", " ")
+    return [line[2:] for line in joined_lines.splitlines() if line.startswith("$ ")]
 
 
 def parse_curl(command: str) -> tuple[str, str, dict[str, Any] | None]:
@@ -82,9 +82,9 @@ def parse_curl(command: str) -> tuple[str, str, dict[str, Any] | None]:
 
 def write_adapter(folder: Path, seed: int = 0) -> Path:
     """Write a PEFT directory for the embedded model, with the function of ``examples/lora.py``."""
-    written = runpy.run_path(str(EXAMPLES / "lora.py"))["write_adapter"](folder, seed=seed)
-    assert isinstance(written, Path)
-    return written
+    adapter_path = runpy.run_path(str(EXAMPLES / "lora.py"))["write_adapter"](folder, seed=seed)
+    assert isinstance(adapter_path, Path)
+    return adapter_path
 
 
 @contextmanager

@@ -9,18 +9,18 @@ _PER_RESPONSE = ("id", "created")  # differ between responses
 
 def drop_variable_fields(answer: dict[str, Any]) -> dict[str, Any]:
     """Return a response without the members that differ in each response."""
-    plain = {key: value for key, value in answer.items() if key not in _PER_RESPONSE}
-    for choice in plain["choices"]:
+    plain_answer = {key: value for key, value in answer.items() if key not in _PER_RESPONSE}
+    for choice in plain_answer["choices"]:
         for call in choice.get("message", {}).get("tool_calls", []):
             call.pop("id")
         _drop_empty(choice)
-    return plain
+    return plain_answer
 
 
 def join_chat(events: list[Any]) -> dict[str, Any]:
     """Join the chunks of a chat; the result has the members that `drop_variable_fields` keeps."""
-    *chunks, done = events
-    assert done == "[DONE]"
+    *chunks, end_event = events
+    assert end_event == "[DONE]"
     answer = _join_common_fields(chunks, "chat.completion")
     choices: dict[int, dict[str, Any]] = {}
     for chunk in chunks:
@@ -32,8 +32,8 @@ def join_chat(events: list[Any]) -> dict[str, Any]:
 
 def join_completion(events: list[Any]) -> dict[str, Any]:
     """Join the chunks of a completion; the result has the members that `drop_variable_fields` keeps."""
-    *chunks, done = events
-    assert done == "[DONE]"
+    *chunks, end_event = events
+    assert end_event == "[DONE]"
     answer = _join_common_fields(chunks, "text_completion")
     choices: dict[int, dict[str, Any]] = {}
     for chunk in chunks:

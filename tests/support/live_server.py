@@ -49,16 +49,16 @@ def live_server(**options: Any) -> Iterator[LiveServer]:
 async def _serve(started: Future[LiveServer], options: dict[str, Any]) -> None:
     """Serve until the stop event is set."""
     try:
-        async with run_in_process(**options) as inside:
-            app = inside.http._transport.app  # type: ignore[attr-defined]
-            inside.services.tokenizer.max_length = inside.services.worker.info.max_length
+        async with run_in_process(**options) as server:
+            app = server.http._transport.app  # type: ignore[attr-defined]
+            server.services.tokenizer.max_length = server.services.worker.info.max_length
             with socket.socket() as listener:
                 listener.bind(("127.0.0.1", 0))
                 listener.listen(128)
-                async with HttpServer(app, inside.services.config).listening(listener):
+                async with HttpServer(app, server.services.config).listening(listener):
                     url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
-                    started.set_result(LiveServer(url, inside, asyncio.get_running_loop()))
-                    while not inside.services.gate.reason:
+                    started.set_result(LiveServer(url, server, asyncio.get_running_loop()))
+                    while not server.services.gate.reason:
                         await asyncio.sleep(0.02)
     except BaseException as error:
         if not started.done():

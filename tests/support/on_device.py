@@ -22,10 +22,10 @@ def copy_to_device(value: Any, device: torch.device | str) -> Any:
     if isinstance(value, tuple):
         return tuple(copy_to_device(item, device) for item in value)
     if is_dataclass(value) and not isinstance(value, type):
-        changed = {f.name: copy_to_device(getattr(value, f.name), device) for f in fields(value)}
+        copied_fields = {f.name: copy_to_device(getattr(value, f.name), device) for f in fields(value)}
         if isinstance(value, PackedExperts):
-            return PackedExperts(**changed)
-        return replace(value, **changed)
+            return PackedExperts(**copied_fields)
+        return replace(value, **copied_fields)
     return value
 
 

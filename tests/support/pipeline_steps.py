@@ -109,11 +109,11 @@ def generate_tokens(
 ) -> list[list[int]]:
     """Run the contexts as one batch to their ends, release them and return their tokens."""
     tokens: dict[str, list[int]] = {context.request_id: [] for context in contexts}
-    running = {context.request_id: context for context in contexts}
-    while running:
-        for request_id, response in pipeline.execute(running, num_steps).items():
+    running_contexts = {context.request_id: context for context in contexts}
+    while running_contexts:
+        for request_id, response in pipeline.execute(running_contexts, num_steps).items():
             tokens[request_id] += [int(part.next_token) for part in response.tokens]
             if response.is_done:
-                pipeline.release(running.pop(request_id))
+                pipeline.release(running_contexts.pop(request_id))
     pipeline.kv.check_integrity()
     return [tokens[context.request_id] for context in contexts]

@@ -28,11 +28,11 @@ class OracleProposer:
         drafts = []
         for context in contexts:
             num_generated = len(context.generated_tokens)
-            upcoming = self.texts[context.request_id][num_generated : num_generated + self.length]
+            next_tokens = self.texts[context.request_id][num_generated : num_generated + self.length]
             drafts.append(
                 [
                     (token + 1) % VOCABULARY if self.wrong(num_generated + j) else token
-                    for j, token in enumerate(upcoming)
+                    for j, token in enumerate(next_tokens)
                 ]
             )
         return drafts
@@ -48,16 +48,16 @@ class OracleProposer:
 
 def mixed_contexts() -> list[TextContext]:
     """Return greedy, sampled, penalised, scored and echoed contexts, some short and some long."""
-    sampled = [SamplingParams(temperature=1.0, top_k=-1, seed=seed) for seed in (3, 4)]
-    penalised = SamplingParams(
+    sampled_params = [SamplingParams(temperature=1.0, top_k=-1, seed=seed) for seed in (3, 4)]
+    penalised_params = SamplingParams(
         temperature=0.8, seed=5, frequency_penalty=0.7, presence_penalty=0.3, repetition_penalty=1.2
     )
     return [
         make_context(PROMPT, 40, request_id="greedy"),
         make_context(REPETITIVE_PROMPT, 50, request_id="repeating"),
-        make_context(PROMPT[:5], 23, request_id="drawn", sampling_params=sampled[0]),
-        make_context(PROMPT, 40, request_id="drawn as well", sampling_params=sampled[1]),
-        make_context(REPETITIVE_PROMPT, 30, request_id="penalised", sampling_params=penalised),
+        make_context(PROMPT[:5], 23, request_id="drawn", sampling_params=sampled_params[0]),
+        make_context(PROMPT, 40, request_id="drawn as well", sampling_params=sampled_params[1]),
+        make_context(REPETITIVE_PROMPT, 30, request_id="penalised", sampling_params=penalised_params),
         make_context(PROMPT[:7], 20, request_id="scored", log_probabilities=3),
         make_context(
             PROMPT[:8],
@@ -65,7 +65,7 @@ def mixed_contexts() -> list[TextContext]:
             request_id="echoed",
             log_probabilities=2,
             log_probabilities_echo=True,
-            sampling_params=sampled[0],
+            sampling_params=sampled_params[0],
         ),
     ]
 
@@ -75,13 +75,13 @@ def run_directly(
 ) -> dict[str, list[Any]]:
     """Run the contexts and return their tokens, log probabilities and status."""
     results: dict[str, list[Any]] = {context.request_id: [] for context in contexts}
-    running = {context.request_id: context for context in contexts}
-    while running:
-        for request_id, response in pipeline.execute(running, **run).items():
+    running_contexts = {context.request_id: context for context in contexts}
+    while running_contexts:
+        for request_id, response in pipeline.execute(running_contexts, **run).items():
             results[request_id] += [(part.next_token, part.log_probabilities) for part in response.tokens]
             if response.is_done:
                 results[request_id].append(response.final_status)
-                pipeline.release(running.pop(request_id))
+                pipeline.release(running_contexts.pop(request_id))
     pipeline.kv.check_integrity()
     assert not pipeline.failures
     return results

@@ -72,8 +72,8 @@ class FakeCodec(AudioCodec):
         values = (codes + 1) @ torch.arange(1, self.codes_per_frame + 1).double()  # [F]
         padded = torch.cat([torch.zeros(2).double(), values, torch.zeros(1).double()])
         next_values = padded[3:] if self.right_context else torch.zeros(len(values)).double()
-        mixed = padded[2:-1] + 0.5 * padded[1:-2] + 0.25 * padded[:-3] + 0.125 * next_values
-        waves = torch.sin(mixed[:, None] * torch.arange(1, SAMPLES_PER_FRAME + 1))
+        mixed_codes = padded[2:-1] + 0.5 * padded[1:-2] + 0.25 * padded[:-3] + 0.125 * next_values
+        waves = torch.sin(mixed_codes[:, None] * torch.arange(1, SAMPLES_PER_FRAME + 1))
         return waves[chunk.left : chunk.left + chunk.num_frames].flatten().float()
 
     def encode(self, samples: Tensor) -> Tensor:

@@ -263,5 +263,5 @@ def make_runtime_exhausting_memory() -> WorkerRuntime:
 
 def exceed_memory_at_start() -> WorkerRuntime:
     """A worker whose load exceeds its memory limit."""
-    kept = [bytearray(64 << 20) for _ in range(1000)]
-    return fake_runtime(FakePipeline.saying(str(len(kept))))
+    buffers = [bytearray(64 << 20) for _ in range(1000)]
+    return fake_runtime(FakePipeline.saying(str(len(buffers))))

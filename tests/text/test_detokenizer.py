@@ -116,8 +116,10 @@ def test_the_result_does_not_depend_on_chunks(name: str, shared_data: Path) -> N
         in_chunks.finish()
         assert in_chunks.text == one_by_one.text
         assert (in_chunks.stop_match, in_chunks.num_tokens) == (one_by_one.stop_match, one_by_one.num_tokens)
-        decoded = [tokenizer.decode_ids(ids[:count]) for count in range(len(ids) + 1)]
-        ends = [count for count, prefix in enumerate(decoded) if any(string in prefix for string in stop)]
+        decoded_texts = [tokenizer.decode_ids(ids[:count]) for count in range(len(ids) + 1)]
+        ends = [
+            count for count, prefix in enumerate(decoded_texts) if any(string in prefix for string in stop)
+        ]
         assert one_by_one.num_tokens == (ends[0] if ends else len(ids))
         assert (one_by_one.stop_match is not None) == bool(ends)
 
@@ -232,9 +234,11 @@ def test_text_continues_from_the_end_of_the_prompt(name: str, shared_data: Path)
         start = data.draw(st.lists(st.sampled_from([*ids, *special, 5]), max_size=9))
         prompt = [*start, special[0], *prompt_ids] if special and start else prompt_ids
         assert prompt_text(tokenizer, prompt_ids) == decoded_prompt
-        decoded = tokenizer.decode_ids([*prompt_ids, *answer])
-        assume(decoded.startswith(decoded_prompt))  # invalid bytes can change how earlier bytes are decoded
-        expected = decoded[len(decoded_prompt) :]
+        decoded_text = tokenizer.decode_ids([*prompt_ids, *answer])
+        assume(
+            decoded_text.startswith(decoded_prompt)
+        )  # invalid bytes can change how earlier bytes are decoded
+        expected = decoded_text[len(decoded_prompt) :]
         assert text_after_prompt(tokenizer, prompt, answer) == expected
         detokenizer = Detokenizer(tokenizer, prompt=np.array(prompt, dtype=np.int64))
         boundaries = [0, *sorted(data.draw(st.lists(st.integers(0, len(answer)), max_size=6))), len(answer)]
@@ -253,11 +257,11 @@ def test_output_text_equals_the_suffix_of_transformers(name: str, prompt: str, s
     for answer in (" there was", "there", "\n\nOne day", "  two", "\U0001f389!", ""):
         output = reference(f"x{answer}", add_special_tokens=False).input_ids
         output = output[len(reference("x", add_special_tokens=False).input_ids) :]
-        decoded, decoded_prompt = (
+        decoded_text, decoded_prompt = (
             reference.decode(sequence, skip_special_tokens=True) for sequence in ([*ids, *output], ids)
         )
-        assert decoded.startswith(decoded_prompt)
-        assert text_after_prompt(tokenizer, ids, output) == decoded[len(decoded_prompt) :]
+        assert decoded_text.startswith(decoded_prompt)
+        assert text_after_prompt(tokenizer, ids, output) == decoded_text[len(decoded_prompt) :]
 
 
 def test_the_first_word_has_a_space_unless_a_special_token_precedes_it(shared_data: Path) -> None:

@@ -167,8 +167,8 @@ class TestText:
         expected = [tokenizer.encode_text(text).tolist() for text in texts]
         with ThreadPoolExecutor(8) as threads:
             assert [ids.tolist() for ids in threads.map(tokenizer.encode_text, texts)] == expected
-            decoded = list(threads.map(tokenizer.decode_ids, expected))
-        assert decoded == [tokenizer.decode_ids(ids) for ids in expected]
+            decoded_texts = list(threads.map(tokenizer.decode_ids, expected))
+        assert decoded_texts == [tokenizer.decode_ids(ids) for ids in expected]
 
     async def test_concurrent_requests_equal_sequential_requests(self) -> None:
         requests = [make_request("x" * (i % 30 + 1), id=str(i)) for i in range(100)]

@@ -47,10 +47,12 @@ def test_each_lazy_name_exists_and_is_visible_to_type_checkers(file: Path) -> No
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    defined = {getattr(node, "name", None) for node in tree.body} | {"__version__"}
+    defined_names = {getattr(node, "name", None) for node in tree.body} | {"__version__"}
     assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
-    defined |= {target.id for node in assigned for target in node.targets if isinstance(target, ast.Name)}
-    assert set(module.__all__) <= names | defined, "a name is not visible to type checkers"
+    defined_names |= {
+        target.id for node in assigned for target in node.targets if isinstance(target, ast.Name)
+    }
+    assert set(module.__all__) <= names | defined_names, "a name is not visible to type checkers"
     for name in module.__all__:
         assert getattr(module, name) is not None
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):

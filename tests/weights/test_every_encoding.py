@@ -50,9 +50,9 @@ def checkpoint(request: pytest.FixtureRequest, float_checkpoint: Path, tmp_path:
 
 
 def test_adapter_logits_are_close_to_those_of_peft(checkpoint: Path, tmp_path: Path) -> None:
-    plain = checkpoint.parent / "plain"
-    adapter = write_adapter(plain, tmp_path / "adapter")
-    expected = peft_logits(plain, adapter, TOKENS)
+    plain_path = checkpoint.parent / "plain"
+    adapter = write_adapter(plain_path, tmp_path / "adapter")
+    expected = peft_logits(plain_path, adapter, TOKENS)
     pipeline = open_pipeline(checkpoint, quantization_encoding=None, lora=(f"tone={adapter}",))
     model: Any = pipeline.model
     encoding = json.loads((checkpoint / "config.json").read_text())["quantization_config"]["encoding"]
@@ -73,15 +73,18 @@ def test_adapter_logits_are_close_to_those_of_peft(checkpoint: Path, tmp_path: P
 def test_compiled_steps_give_equal_logits(checkpoint: Path) -> None:
     logits: dict[bool, list[Tensor]] = {}
     status: dict[bool, str] = {}
-    for compiled in (False, True):
+    for is_compiled in (False, True):
         pipeline = open_pipeline(checkpoint, quantization_encoding=None, enable_prefix_caching=False)
-        pipeline.session.use_graphs = compiled
-        context, logits[compiled] = make_context(TOKENS), []
+        pipeline.session.use_graphs = is_compiled
+        context, logits[is_compiled] = make_context(TOKENS), []
         for _ in range(6):
             (row,) = step_logits(pipeline, [context])
-            logits[compiled].append(row)
+            logits[is_compiled].append(row)
             append_token(pipeline, context, int(row[-1].argmax()))
-        status[compiled] = pipeline.session.graph_status
+        status[is_compiled] = pipeline.session.graph_status
     assert status[True].startswith("compiled"), status
     assert not status[False].startswith("compiled")
-    assert all(torch.equal(eager, compiled) for eager, compiled in zip(*logits.values(), strict=True))
+    assert all(
+        torch.equal(eager_logits, is_compiled)
+        for eager_logits, is_compiled in zip(*logits.values(), strict=True)
+    )

@@ -266,15 +266,15 @@ def valid_bytes(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 def test_random_byte_changes_cause_an_error_or_valid_offsets(
     valid_bytes: bytes, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    damaged = bytearray(valid_bytes)
+    damaged_bytes = bytearray(valid_bytes)
     for _ in range(data.draw(st.integers(1, 4))):
-        damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+        damaged_bytes[data.draw(st.integers(0, len(damaged_bytes) - 1))] = data.draw(st.integers(0, 255))
     file = tmp_path_factory.getbasetemp() / "damaged.gguf"
-    file.write_bytes(damaged)
+    file.write_bytes(damaged_bytes)
     with suppress(WeightsError):
         gguf_file = GGUFFile(file)
         for tensor in gguf_file.tensors.values():
-            assert tensor.offset + tensor.num_bytes <= len(damaged)
+            assert tensor.offset + tensor.num_bytes <= len(damaged_bytes)
         for key, value in gguf_file.metadata.items():
             if not isinstance(value, int | float | str):
                 gguf_file.array(key)

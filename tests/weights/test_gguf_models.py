@@ -111,8 +111,8 @@ def test_logits_of_16_bit_floats_equal_those_of_rounded_weights(
     checkpoint = write_family_checkpoint(family, tmp_path)
     dtype = {"F16": torch.float16, "BF16": torch.bfloat16}[kind]
     tensors = load_file(checkpoint / "model.safetensors")
-    rounded = {name: t.to(dtype).float() if t.dim() > 1 else t for name, t in tensors.items()}
-    save_file(rounded, checkpoint / "model.safetensors")
+    rounded_tensors = {name: t.to(dtype).float() if t.dim() > 1 else t for name, t in tensors.items()}
+    save_file(rounded_tensors, checkpoint / "model.safetensors")
     file = write_gguf(checkpoint, tmp_path / "m.gguf", GGMLQuantizationType[kind])
     expected = compute_logits(checkpoint, quantization_encoding="float32")
     assert torch.equal(compute_logits(file, quantization_encoding="float32"), expected)
@@ -167,18 +167,20 @@ def test_quantized_blocks_are_dequantized_exactly(
         assert torch.equal(actual, numbers), name
     model = PipelineConfig.from_flat({"model_path": str(tmp_path / "m.gguf")})
     assert model.model.encoding == BLOCK_ENCODINGS.get(kind, "bfloat16")
-    exact = compute_logits(tmp_path / "m.gguf", quantization_encoding="float32")
+    exact_logits = compute_logits(tmp_path / "m.gguf", quantization_encoding="float32")
     if kind in BLOCK_ENCODINGS:
         for name, numbers in dequantized.items():
-            stored, rows = weights.read_linear(name, (numbers.shape[0], numbers.shape[1]))
-            assert stored == BLOCK_ENCODINGS[kind]
-            assert torch.equal(ENCODINGS[stored].unpack(rows), weights.tensor(name, tuple(numbers.shape)))
+            stored_encoding, rows = weights.read_linear(name, (numbers.shape[0], numbers.shape[1]))
+            assert stored_encoding == BLOCK_ENCODINGS[kind]
+            assert torch.equal(
+                ENCODINGS[stored_encoding].unpack(rows), weights.tensor(name, tuple(numbers.shape))
+            )
         quantized_logits = compute_logits(tmp_path / "m.gguf", quantization_encoding=None)
-        assert float((quantized_logits - exact).norm() / exact.norm()) < 0.1
+        assert float((quantized_logits - exact_logits).norm() / exact_logits.norm()) < 0.1
     else:
         compute_logits(tmp_path / "m.gguf", quantization_encoding=None)
     assert ("quantized weights are dequantized to" in caplog.text) == (kind not in BLOCK_ENCODINGS)
-    assert torch.isfinite(exact).all()
+    assert torch.isfinite(exact_logits).all()
 
 
 def test_q4_0_is_kept_unchanged(tmp_path: Path) -> None:
@@ -233,9 +235,9 @@ def test_float_tensors_are_views_of_the_mapped_file(tmp_path: Path) -> None:
     weights = Weights.open(file)
     views = [weights.tensor(f"model.layers.{i}.mlp.up_proj.weight", (88, 48)) for i in range(2)]
     assert views[0].untyped_storage().data_ptr() == views[1].untyped_storage().data_ptr()
-    before = file.read_bytes()
+    bytes_before = file.read_bytes()
     views[0].zero_()
-    assert file.read_bytes() == before
+    assert file.read_bytes() == bytes_before
 
 
 def test_a_model_in_two_files_is_loaded(tmp_path: Path) -> None:

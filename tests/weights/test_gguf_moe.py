@@ -89,7 +89,7 @@ def convert_tensors(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) ->
         assert match is not None
         block, part = f"blk.{match[1]}", re.sub(r"^(mlp|block_sparse_moe|feed_forward)\.", "", match[2])
         expert = re.fullmatch(r"experts\.(\d+)\.(\w+)\.weight", part)
-        shared = re.fullmatch(r"shared_experts?\.(\w+)\.(\w+)", part)
+        shared_match = re.fullmatch(r"shared_experts?\.(\w+)\.(\w+)", part)
         if expert is not None:
             key = f"{block}.ffn_{EXPERT_MATRICES[expert[2]]}_exps.weight"
             count = sum(f".{match[1]}." in key and key.endswith(f".{expert[2]}.weight") for key in tensors)
@@ -104,8 +104,8 @@ def convert_tensors(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) ->
         elif part in ("output_linear.weight", "experts.down_proj"):
             down = tensor if part.startswith("output") else tensor.transpose(1, 2)
             result[f"{block}.ffn_down_exps.weight"] = down
-        elif shared is not None:
-            result[f"{block}.ffn_{EXPERT_MATRICES[shared[1]]}_shexp.{shared[2]}"] = tensor
+        elif shared_match is not None:
+            result[f"{block}.ffn_{EXPERT_MATRICES[shared_match[1]]}_shexp.{shared_match[2]}"] = tensor
         elif part in BLOCK_TENSORS:
             result[f"{block}.{BLOCK_TENSORS[part]}"] = tensor.flatten()
         else:

@@ -81,8 +81,8 @@ def test_files_quantised_by_llama_cpp_are_dequantized_equally(kind: str, tmp_pat
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 2}
     checkpoint = write_family_checkpoint("llama", tmp_path, **sizes)
     file = write_gguf(checkpoint, tmp_path / "m.gguf", metadata=sentencepiece_metadata(BYTE_PIECES))
-    packed, unpacked = tmp_path / "packed.gguf", tmp_path / "unpacked.gguf"
-    for source, target, ftype in ((file, packed, f"MOSTLY_{kind}"), (packed, unpacked, "ALL_F32")):
+    packed_file, unpacked = tmp_path / "packed.gguf", tmp_path / "unpacked.gguf"
+    for source, target, ftype in ((file, packed_file, f"MOSTLY_{kind}"), (packed_file, unpacked, "ALL_F32")):
         params = llama_cpp.llama_model_quantize_default_params()
         params.ftype, params.nthread = getattr(llama_cpp, f"LLAMA_FTYPE_{ftype}"), 1
         params.allow_requantize = True
@@ -90,7 +90,7 @@ def test_files_quantised_by_llama_cpp_are_dequantized_equally(kind: str, tmp_pat
             str(source).encode(), str(target).encode(), ctypes.byref(params)
         )
         assert status == 0
-    ours, unquantized, original = Weights.open(packed), Weights.open(unpacked), Weights.open(file)
+    ours, unquantized, original = Weights.open(packed_file), Weights.open(unpacked), Weights.open(file)
     assert ours.names == unquantized.names == original.names
     for name in ours.names:
         numbers, shape = ours.tensor(name, ours.shape(name)), ours.shape(name)

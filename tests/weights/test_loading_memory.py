@@ -53,18 +53,18 @@ def test_peak_memory_is_close_to_the_packed_size(
     pipeline = open_pipeline(checkpoint, quantization_encoding=encoding, **options)
     file_bytes.append(resident_bytes("RssFile"))
     generate_tokens(pipeline, [make_context([1, 2], 3)])
-    packed = pipeline.model.estimate_weights_size(pipeline.model.pipeline_config)
+    packed_size = pipeline.model.estimate_weights_size(pipeline.model.pipeline_config)
     assert len(anonymous_bytes) > 40, "each release of a tensor was recorded"
     assert file_bytes[-1] - file_bytes[0] < 24 * MB, "mapped pages of the file are released"
     if encoding == "bfloat16":  # mapped rows are used first; packed panels replace them layer by layer
-        assert max(file_bytes) - file_bytes[0] > 0.5 * packed
+        assert max(file_bytes) - file_bytes[0] > 0.5 * packed_size
         assert (
             max(map(sum, zip(anonymous_bytes, file_bytes, strict=False)))
-            < anonymous_bytes[0] + file_bytes[0] + 1.15 * packed + 24 * MB
+            < anonymous_bytes[0] + file_bytes[0] + 1.15 * packed_size + 24 * MB
         )
     else:
         assert max(file_bytes) - file_bytes[0] < 24 * MB
-        assert max(anonymous_bytes) - anonymous_bytes[0] < 1.15 * packed + 24 * MB
+        assert max(anonymous_bytes) - anonymous_bytes[0] < 1.15 * packed_size + 24 * MB
 
 
 def test_released_pages_are_read_from_the_file_again(tmp_path: Path) -> None:

@@ -26,8 +26,8 @@ PLAIN_NAMES = (
     "prefix", ["", "_orig_mod.", "module.", "module._orig_mod.", "language_model.", "transformer."]
 )
 def test_prefixes_of_wrappers_are_removed(prefix: str) -> None:
-    stored = [prefix + name for name in PLAIN_NAMES]
-    assert list(plain_names(stored).values()) == list(PLAIN_NAMES)
+    stored_names = [prefix + name for name in PLAIN_NAMES]
+    assert list(plain_names(stored_names).values()) == list(PLAIN_NAMES)
 
 
 def test_the_prefix_of_a_compiled_submodule_is_removed() -> None:
@@ -47,8 +47,8 @@ def test_the_prefix_of_the_language_model_is_removed() -> None:
 
 
 def test_a_model_without_a_head_gets_the_model_prefix() -> None:
-    stored = [name.removeprefix("model.") for name in PLAIN_NAMES[:-1]]
-    assert list(plain_names(stored).values()) == list(PLAIN_NAMES[:-1])
+    stored_names = [name.removeprefix("model.") for name in PLAIN_NAMES[:-1]]
+    assert list(plain_names(stored_names).values()) == list(PLAIN_NAMES[:-1])
 
 
 @pytest.mark.parametrize(

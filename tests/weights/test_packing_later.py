@@ -74,9 +74,11 @@ def test_tokens_equal_those_of_a_packed_model(llama: Path) -> None:
     def generate_tokens(pipeline: TextGenerationPipeline) -> list[list[int]]:
         return generate_tokens(pipeline, [make_context(prompt, 12) for prompt in prompts])
 
-    packed = open_pipeline(llama, quantization_encoding="bfloat16")
-    packed.pack_all_pending()
-    assert generate_tokens(open_pipeline(llama, quantization_encoding="bfloat16")) == generate_tokens(packed)
+    packed_pipeline = open_pipeline(llama, quantization_encoding="bfloat16")
+    packed_pipeline.pack_all_pending()
+    assert generate_tokens(open_pipeline(llama, quantization_encoding="bfloat16")) == generate_tokens(
+        packed_pipeline
+    )
 
 
 def test_weights_are_packed_one_by_one(llama: Path) -> None:

@@ -187,8 +187,8 @@ def test_weights_of_each_format_equal_the_original_weights(case: str, llama: Pat
         assert weights.stored_encoding(name) == expected_encoding
         torch.testing.assert_close(weights.tensor(name, shape).float(), expected, rtol=1e-5, atol=1e-7)
         if is_packed:
-            stored, tensors = weights.read_linear(name, (shape[0], shape[1]))
-            assert stored == expected_encoding
+            stored_encoding, tensors = weights.read_linear(name, (shape[0], shape[1]))
+            assert stored_encoding == expected_encoding
             assert all(len(tensor) == shape[0] for tensor in tensors.values()), (
                 "each tensor has one row per output"
             )
@@ -493,12 +493,12 @@ def test_a_layer_with_groups_of_different_sizes_is_widened(llama: Path, tmp_path
     packer, section, _ = CASES["gptq-desc-act"]
     folder = write_packed_checkpoint(llama, tmp_path, packer, section)
     tensors = load_file(folder / "model.safetensors")
-    before = Weights.open(folder).tensor(f"{LAYER}.weight", (96, 64)).clone()
+    weights_before = Weights.open(folder).tensor(f"{LAYER}.weight", (96, 64)).clone()
     groups = tensors[f"{LAYER}.g_idx"]
     index = int((groups == 0).nonzero()[0])
     groups[index] = 1
     save_file(tensors, folder / "model.safetensors")
     weights = Weights.open(folder)
     assert weights.stored_encoding(f"{LAYER}.weight") is None
-    changed = (weights.tensor(f"{LAYER}.weight", (96, 64)) != before).any(0).nonzero()
-    assert changed.flatten().tolist() == [index]
+    changed_columns = (weights.tensor(f"{LAYER}.weight", (96, 64)) != weights_before).any(0).nonzero()
+    assert changed_columns.flatten().tolist() == [index]

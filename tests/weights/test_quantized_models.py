@@ -56,8 +56,8 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "gguf":
         return write_gguf_model(folder, llama.tiny_config())
-    plain = write_checkpoint(folder / "floats", llama.tiny_config() | SIZES)
-    return write_packed_checkpoint(plain, folder / "packed", *CASES[request.param])
+    plain_path = write_checkpoint(folder / "floats", llama.tiny_config() | SIZES)
+    return write_packed_checkpoint(plain_path, folder / "packed", *CASES[request.param])
 
 
 def write_gguf_model(folder: Path, config: dict[str, Any]) -> Path:
@@ -131,15 +131,18 @@ def test_check_checkpoint_accepts_the_checkpoint(checkpoint: Path, monkeypatch: 
 def test_compiled_steps_give_equal_logits(checkpoint: Path) -> None:
     logits: dict[bool, list[torch.Tensor]] = {}
     status: dict[bool, str] = {}
-    for compiled in (False, True):
+    for is_compiled in (False, True):
         pipeline = open_pipeline(checkpoint, quantization_encoding=None, enable_prefix_caching=False)
-        pipeline.session.use_graphs = compiled
-        context, logits[compiled] = make_context(TOKENS), []
+        pipeline.session.use_graphs = is_compiled
+        context, logits[is_compiled] = make_context(TOKENS), []
         for _ in range(8):
             (row,) = step_logits(pipeline, [context])
-            logits[compiled].append(row)
+            logits[is_compiled].append(row)
             append_token(pipeline, context, int(row[-1].argmax()))
-        status[compiled] = pipeline.session.graph_status
+        status[is_compiled] = pipeline.session.graph_status
     assert status[True].startswith("compiled"), status
     assert not status[False].startswith("compiled")
-    assert all(torch.equal(eager, compiled) for eager, compiled in zip(*logits.values(), strict=True))
+    assert all(
+        torch.equal(eager_logits, is_compiled)
+        for eager_logits, is_compiled in zip(*logits.values(), strict=True)
+    )

@@ -123,12 +123,12 @@ def test_health_and_counts_of_two_workers() -> None:
 async def test_request_ended_resolves_for_any_worker() -> None:
     first, second = FakeEngine(is_paused=True), FakeEngine(is_paused=True)
     router = WorkerRouter([first, second])
-    ended, generation = router.request_ended(), router.submit(make_request("a"))
+    ended_future, generation = router.request_ended(), router.submit(make_request("a"))
     router.submit(make_request("b"))
     await asyncio.sleep(0)
-    assert not ended.done()
+    assert not ended_future.done()
     generation.cancel()
-    await asyncio.wait_for(ended, 5)
+    await asyncio.wait_for(ended_future, 5)
     assert not router.request_ended().done()
     assert router.num_outstanding == 1
 
@@ -221,14 +221,14 @@ async def test_a_reload_replaces_workers_one_by_one() -> None:
     ]
     new = [make_caching_engine(adapters={"other": "/other"}), make_caching_engine()]
     router = make_reloadable_router(old, new)
-    running = [router.submit(make_request(name)) for name in "ab"]
+    running_requests = [router.submit(make_request(name)) for name in "ab"]
     old[0].report(make_stored_event("x" * 400))
     reload = asyncio.create_task(router.reload(60))
     await asyncio.sleep(0.05)
     assert old[0].calls == []  # it still has a request
     router.submit(make_request("c"))
     assert (list_request_ids(old[0]), list_request_ids(old[1])) == (["a"], ["b", "c"])
-    running[0].cancel()
+    running_requests[0].cancel()
     await asyncio.sleep(0.1)
     assert (old[0].calls, new[0].calls) == (["stop 0"], ["start"])
     assert new[0].adapters == {"tone": "/tone"}

@@ -57,11 +57,11 @@ async def test_load_outweighs_a_short_prefix() -> None:
 async def test_a_prompt_that_is_being_computed_outweighs_several_running_requests() -> None:
     first, second = make_caching_engine(), make_caching_engine()
     router = WorkerRouter([first, second])
-    computing = router.submit(make_request("a", "x" * 10 * REQUEST_COST))
+    computing_request = router.submit(make_request("a", "x" * 10 * REQUEST_COST))
     for name in "bcd":  # each costs one fifth of the first request
         router.submit(make_request(name))
     assert list_request_ids(second) == ["b", "c", "d"]
-    computing.add(TextResult("a", [97]))
+    computing_request.add(TextResult("a", [97]))
     router.submit(make_request("e"))
     assert list_request_ids(first) == ["a", "e"]
 
@@ -183,8 +183,8 @@ def test_digests_equal_those_of_the_kv_cache() -> None:
         (event,) = manager.take_events()
         assert isinstance(event, BlocksStored)
         info = msgspec.structs.replace(CACHING_INFO, prefix_limits=list(manager.prefix_limits or ()))
-        found = digests_of(text_context(range(length), cache_salt="mine"), info)
-        assert found == event.digests[: (length - 1) // 4]
+        actual_digests = digests_of(text_context(range(length), cache_salt="mine"), info)
+        assert actual_digests == event.digests[: (length - 1) // 4]
 
 
 def test_a_cache_without_prefixes_has_no_digests() -> None:

@@ -165,14 +165,14 @@ class Socket:
 
 @pytest.mark.parametrize(("num_polls", "num_packed"), [(1, 0), (3, 2), (9, 5)])
 def test_an_idle_worker_packs_pending_weights(num_polls: int, num_packed: int) -> None:
-    pending = list(range(5))
+    pending_weights = list(range(5))
 
     def pack_pending() -> bool:
-        pending.pop()
-        return bool(pending)
+        pending_weights.pop()
+        return bool(pending_weights)
 
     work = replace(fake_runtime(GatedPipeline()), pack_pending=pack_pending)
     socket: Any = Socket((num_polls, msgspec.msgpack.encode(Stop())))
     _Loop(work, socket, lambda report: None).run()
-    assert 5 - len(pending) == num_packed
+    assert 5 - len(pending_weights) == num_packed
     assert socket.waits == [None], "after packing, the worker blocks until a command arrives"

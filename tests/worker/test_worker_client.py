@@ -327,10 +327,10 @@ async def test_the_queue_is_bounded() -> None:
         with pytest.raises(OverloadedError, match="3 requests") as caught:
             client.submit(make_request("d"))
         assert caught.value.retry_after >= 1
-        ended = client.request_ended()
-        assert not ended.done()
+        ended_future = client.request_ended()
+        assert not ended_future.done()
         gate.open()
-        await asyncio.wait_for(ended, 10)
+        await asyncio.wait_for(ended_future, 10)
         assert client.num_outstanding < 3
         for generation in generations:
             await read_deltas(generation)
@@ -368,7 +368,7 @@ class KillablePipeline(GatedPipeline):
     def execute(self, batch: Any, num_steps: int = 1) -> Any:
         if "kill" in batch:
             if self.gate is not None:
-                self.gate.pass_through()
+                self.gate.wait()
             raise WorkerDeath
         return super().execute(batch, num_steps)
 
@@ -400,9 +400,9 @@ async def test_a_dead_worker_is_restarted_and_its_requests_end() -> None:
         outcomes = await asyncio.gather(*readers, waiter, return_exceptions=True)
         assert "worker process died" in str(await error)
         assert (await error).retry_after >= 1
-        ended = [outcome for outcome in outcomes if isinstance(outcome, UnavailableError)]
+        ended_outcomes = [outcome for outcome in outcomes if isinstance(outcome, UnavailableError)]
         finished = [delta_text(outcome) for outcome in outcomes if isinstance(outcome, list)]
-        assert len(ended) + len(finished) + (outcomes[-1] is None) == len(outcomes)
+        assert len(ended_outcomes) + len(finished) + (outcomes[-1] is None) == len(outcomes)
         assert set(finished) <= {"abcdefghi"}
         assert client.num_outstanding == 0
         await until(lambda: client.state == "ready")

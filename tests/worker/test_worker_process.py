@@ -99,12 +99,12 @@ async def test_a_worker_killed_under_load_is_restarted_and_serves_again() -> Non
 
 
 async def test_a_missing_checkpoint_is_reported_by_start(tmp_path: Path) -> None:
-    missing = str(tmp_path / "model")
-    client = WorkerClient(partial(workers.load_checkpoint_runtime, missing))
+    missing_path = str(tmp_path / "model")
+    client = WorkerClient(partial(workers.load_checkpoint_runtime, missing_path))
     with pytest.raises(CheckpointNotFoundError) as caught:
         await client.start()
-    assert missing in str(caught.value)
-    assert caught.value.path == missing
+    assert missing_path in str(caught.value)
+    assert caught.value.path == missing_path
     assert client.state == "stopped"
 
 

@@ -26,12 +26,12 @@ def make_turn(seed: int, length: int, num_new: int, think: float = 0.0) -> Turn:
 
 
 def test_events_run_in_order_of_time() -> None:
-    clock, seen = Clock(), []
-    clock.at(2.0, lambda: seen.append(("b", clock.now)))
-    clock.at(1.0, lambda: clock.after(1.0, lambda: seen.append(("c", clock.now))))
-    clock.at(1.0, lambda: seen.append(("a", clock.now)))
+    clock, event_names = Clock(), []
+    clock.at(2.0, lambda: event_names.append(("b", clock.now)))
+    clock.at(1.0, lambda: clock.after(1.0, lambda: event_names.append(("c", clock.now))))
+    clock.at(1.0, lambda: event_names.append(("a", clock.now)))
     clock.run()
-    assert seen == [("a", 1.0), ("b", 2.0), ("c", 2.0)]
+    assert event_names == [("a", 1.0), ("b", 2.0), ("c", 2.0)]
 
 
 def test_a_busy_server_queues_its_jobs() -> None:

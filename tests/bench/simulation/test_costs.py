@@ -34,9 +34,9 @@ def test_a_step_costs_its_rows_its_contexts_its_pairs_and_its_keys() -> None:
 
 def test_the_shape_of_a_batch_counts_the_visible_keys_of_each_row() -> None:
     prompt = TextContext(prompt="", max_length=9, tokens=np.arange(4))
-    later = TextContext(prompt="", max_length=9, tokens=np.arange(6))
-    later.set_token_indices(start_idx=3)
-    assert StepShape.of([prompt, later]) == (4 + 3, 2, (1 + 2 + 3 + 4) + (4 + 5 + 6), 4 + 6)
+    later_context = TextContext(prompt="", max_length=9, tokens=np.arange(6))
+    later_context.set_token_indices(start_idx=3)
+    assert StepShape.of([prompt, later_context]) == (4 + 3, 2, (1 + 2 + 3 + 4) + (4 + 5 + 6), 4 + 6)
 
 
 def test_the_fit_recovers_the_costs_of_exact_times() -> None:
@@ -86,5 +86,5 @@ def test_measuring_steps_gives_positive_costs() -> None:
     assert step.num_tokens[0] == 1
     assert min(step.seconds) >= 0
     longest = step.num_tokens[-1]
-    whole = step.of(StepShape(longest, 1, longest**2 // 2, longest))
-    assert whole > step.of(StepShape(1, 1, 16, 16)) > 0
+    longest_prompt_seconds = step.of(StepShape(longest, 1, longest**2 // 2, longest))
+    assert longest_prompt_seconds > step.of(StepShape(1, 1, 16, 16)) > 0

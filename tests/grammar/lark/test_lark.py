@@ -36,10 +36,10 @@ def draw_prefix(matcher: Any, rng: random.Random) -> str:
     matcher, text = matcher.deep_copy(), bytearray()
     while len(text) < 8:
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
-        allowed = np.flatnonzero(bits[:256]).tolist()
-        if not allowed or (matcher.is_accepting() and rng.random() < 0.3):
+        allowed_ids = np.flatnonzero(bits[:256]).tolist()
+        if not allowed_ids or (matcher.is_accepting() and rng.random() < 0.3):
             break
-        text.append(rng.choice(allowed))
+        text.append(rng.choice(allowed_ids))
         matcher.try_consume_tokens([text[-1]])
     return text.decode()
 

@@ -43,31 +43,31 @@ def test_every_format_of_the_standard_has_cases() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_valid_strings_are_accepted_and_invalid_ones_rejected(name: str) -> None:
-    generated, enum_only, invalid = CASES[name]
+    generated, enum_only, invalid_strings = CASES[name]
     for value in generated + enum_only:
         assert has_format(name, value), value
-    for value in invalid:
+    for value in invalid_strings:
         assert not has_format(name, value), value
     if name in SUPPORTED:
         for value in generated:
             assert accepts(compile_format(name), to_json(value)), value
-        for value in invalid:
+        for value in invalid_strings:
             assert not accepts(compile_format(name), to_json(value)), value
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_enum_and_const_keep_only_values_with_the_format(name: str) -> None:
-    generated, enum_only, invalid = CASES[name]
+    generated, enum_only, invalid_strings = CASES[name]
     grammar = compile_grammar(
-        schema_ebnf({"format": name, "enum": [*invalid, *generated, *enum_only, 7]}, compact=True)
+        schema_ebnf({"format": name, "enum": [*invalid_strings, *generated, *enum_only, 7]}, compact=True)
     )
     for value in [*generated, *enum_only, 7]:  # a format applies to strings only
         assert accepts(grammar, to_json(value)), value
-    for value in set(invalid) - {*generated, *enum_only}:
+    for value in set(invalid_strings) - {*generated, *enum_only}:
         assert not accepts(grammar, to_json(value)), value
     for value in generated + enum_only:
         assert schema_ebnf({"format": name, "const": value})
-    for value in invalid:
+    for value in invalid_strings:
         with pytest.raises(InputError, match="no value satisfies"):
             schema_ebnf({"format": name, "const": value})
 

@@ -55,17 +55,17 @@ def test_accepted_arrays_are_those_that_jsonschema_accepts(
         schema["maxItems"] = max_count
     checker = Draft202012Validator(schema)
     arrays = [list(array) for size in range(4) for array in itertools.product(_CANDIDATES, repeat=size)]
-    valid = [array for array in arrays if checker.is_valid(array)]
+    valid_arrays = [array for array in arrays if checker.is_valid(array)]
     try:
         grammar = compile_grammar(schema_ebnf(schema, compact=True))
     except InputError:
-        assert not valid
+        assert not valid_arrays
         return
     assert checker.is_valid(json.loads(generate_random_text(grammar, seed)))
-    for array in valid[:: max(len(valid) // 50, 1)]:
+    for array in valid_arrays[:: max(len(valid_arrays) // 50, 1)]:
         assert accepts(grammar, json.dumps(array, separators=(",", ":"))), array
     for array in arrays[seed::97]:
-        if array not in valid:
+        if array not in valid_arrays:
             assert not accepts(grammar, json.dumps(array, separators=(",", ":"))), array
 
 

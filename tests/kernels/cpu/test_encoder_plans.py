@@ -43,10 +43,10 @@ def random_encoder(ops: CpuOps, width: int, lengths: Sequence[int]) -> tuple[Ste
     def step(ops: Ops, inputs: Mapping[str, Tensor]) -> list[Tensor]:
         heads = ops.linear(inputs["x"], qkv).view(-1, 3, width // 16, 16)
         q, k, v = heads.unbind(1)
-        shared = {"scale": 0.25, "blocks": blocks}
-        attended = ops.encoder_attention(q, k, v, inputs["offsets"], **shared)
-        windowed = ops.encoder_attention(attended, k, v, inputs["offsets"], window=3, **shared)
-        causal = ops.encoder_attention(windowed, k, v, inputs["offsets"], is_causal=True, **shared)
+        shared_options = {"scale": 0.25, "blocks": blocks}
+        attended = ops.encoder_attention(q, k, v, inputs["offsets"], **shared_options)
+        windowed = ops.encoder_attention(attended, k, v, inputs["offsets"], window=3, **shared_options)
+        causal = ops.encoder_attention(windowed, k, v, inputs["offsets"], is_causal=True, **shared_options)
         return [ops.add(inputs["x"], causal.flatten(1))]
 
     return step, {"x": torch.randn(sum(lengths), width), "offsets": offsets}

@@ -27,9 +27,9 @@ def ops(request: pytest.FixtureRequest) -> CpuOps:
 
 @pytest.fixture
 def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
+    previous_threads = torch.get_num_threads()
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(previous_threads)
 
 
 def pack_experts(
@@ -184,37 +184,39 @@ def test_an_invalid_expert_id_is_refused(ops: CpuOps, bad: int, rows: int) -> No
 
 def test_unsupported_arguments_fall_back_to_the_reference(ops: CpuOps) -> None:
     x, (topk_weights, topk_ids) = random_activations(9, 64, "float32"), random_routes(9, 4, 2)
-    plain = pack_experts(ops, 4, 64, 64, "float32")
+    plain_experts = pack_experts(ops, 4, 64, 64, "float32")
     reference = PackedExperts(
         tuple(
             ReferenceOps().pack_linear(torch.randn(128, 64), "float32", bias=linear.bias)
-            for linear in plain.gate_up
+            for linear in plain_experts.gate_up
         ),
-        plain.down,
+        plain_experts.down,
     )
-    mixed = PackedExperts(
-        pack_experts(ops, 4, 64, 64, "int8", bias=False).gate_up[:1] + plain.gate_up[1:], plain.down
+    mixed_experts = PackedExperts(
+        pack_experts(ops, 4, 64, 64, "int8", bias=False).gate_up[:1] + plain_experts.gate_up[1:],
+        plain_experts.down,
     )
-    biased = PackedExperts(
-        tuple(replace(linear, bias=None) for linear in plain.gate_up[:1]) + plain.gate_up[1:], plain.down
+    biased_experts = PackedExperts(
+        tuple(replace(linear, bias=None) for linear in plain_experts.gate_up[:1]) + plain_experts.gate_up[1:],
+        plain_experts.down,
     )
-    for experts in (reference, mixed, biased):
+    for experts in (reference, mixed_experts, biased_experts):
         actual = ops.experts(x, experts, topk_weights, topk_ids, "silu")
         assert torch.equal(actual, run_experts_separately(ops, x, experts, topk_weights, topk_ids, "silu"))
     no_adapters = LoRAInputs(torch.full((9,), -1), {})
-    with_adapters = ops.experts(x, plain, topk_weights, topk_ids, "silu", lora=no_adapters)
-    assert torch.equal(with_adapters, ops.experts(x, plain, topk_weights, topk_ids, "silu"))
+    with_adapters = ops.experts(x, plain_experts, topk_weights, topk_ids, "silu", lora=no_adapters)
+    assert torch.equal(with_adapters, ops.experts(x, plain_experts, topk_weights, topk_ids, "silu"))
 
 
 def test_a_table_is_freed_with_its_experts(ops: CpuOps) -> None:
     x, (topk_weights, topk_ids) = random_activations(2, 64, "float32"), random_routes(2, 4, 2)
     gc.collect()
-    before = len(ops._tables)
+    num_tables_before = len(ops._tables)
     for _ in range(3):
         experts = pack_experts(ops, 4, 64, 64, "float32")
         for _ in range(2):
             ops.experts(x, experts, topk_weights, topk_ids, "silu")
-        assert len(ops._tables) == before + 1
+        assert len(ops._tables) == num_tables_before + 1
         del experts
         gc.collect()
-        assert len(ops._tables) == before
+        assert len(ops._tables) == num_tables_before

@@ -50,11 +50,11 @@ def assert_equals_definition(
     rows = encoding_named(encoding).pack(weight, importance)
     panels = encoding_named(encoding).panels
     assert panels is not None
-    defined = bytes_of(panels.to_panels(rows))
-    assert bytes_of(dict(pack(ops, weight, encoding, importance))) == defined
+    expected_panels = bytes_of(panels.to_panels(rows))
+    assert bytes_of(dict(pack(ops, weight, encoding, importance))) == expected_panels
     if is_quantized(encoding):  # panels made from integers are the same
-        again = pack_rows(ops._kernels, WeightMemory(), encoding, rows)
-        assert bytes_of(again) == defined
+        repacked = pack_rows(ops._kernels, WeightMemory(), encoding, rows)
+        assert bytes_of(repacked) == expected_panels
 
 
 @pytest.mark.matrix
@@ -69,8 +69,8 @@ def test_weights_of_every_shape_and_type_are_packed_as_defined(
     weight = (torch.randn(shape) * 0.05).to(dtype)
     weight[0, 0] = 30
     assert_equals_definition(ops, encoding, weight)
-    wider = torch.randn(shape[0], shape[1] + 3).to(dtype)
-    assert_equals_definition(ops, encoding, wider[:, 1:-2])  # rows with gaps between them
+    wider_tensor = torch.randn(shape[0], shape[1] + 3).to(dtype)
+    assert_equals_definition(ops, encoding, wider_tensor[:, 1:-2])  # rows with gaps between them
 
 
 @pytest.mark.matrix
@@ -80,8 +80,8 @@ def test_input_importance_is_packed_as_defined(ops: CpuOps, encoding: str, shape
     weight, importance = torch.randn(shape), torch.randn(shape[1]).mul(3).exp()
     assert_equals_definition(ops, encoding, weight, importance)
     assert_equals_definition(ops, encoding, weight, importance[::2].repeat_interleave(2)[: shape[1]])
-    uniform = dict(pack(ops, weight, encoding, torch.ones(shape[1])))
-    assert bytes_of(uniform) == bytes_of(dict(pack(ops, weight, encoding, None)))
+    uniform_panels = dict(pack(ops, weight, encoding, torch.ones(shape[1])))
+    assert bytes_of(uniform_panels) == bytes_of(dict(pack(ops, weight, encoding, None)))
 
 
 NUMBERS = st.one_of(

@@ -58,20 +58,20 @@ def inputs_of(case: Case) -> tuple[Tensor, LayerKV, Tensor, Tensor, dict[str, An
     for b, (_, length) in enumerate(case.sequences):
         tables[b, : counts[b]] = ids[b]
         for column, block in enumerate(ids[b].tolist()):
-            held = min(case.block, length - case.block * column)
-            cache[:, block, :, :held] = torch.randn(2, case.kv_heads, held, case.dim)
-    kept = cache.to(torch.float32 if case.cached == "wide" else case.dtype)
+            num_filled = min(case.block, length - case.block * column)
+            cache[:, block, :, :num_filled] = torch.randn(2, case.kv_heads, num_filled, case.dim)
+    stored_cache = cache.to(torch.float32 if case.cached == "wide" else case.dtype)
     scales = None
     if case.cached == "int8":
         scales = cache.abs().amax(-1) / 127
-        kept = (cache / scales[..., None]).nan_to_num(127).round().to(torch.int8)
+        stored_cache = (cache / scales[..., None]).nan_to_num(127).round().to(torch.int8)
     elif case.cached in ("fp8", "fixed"):
         scales = cache.abs().amax(-1) / 448
         if case.cached == "fixed":
             scales = (torch.rand(2, 1, case.kv_heads, 1) / 50).expand(scales.shape)
-        kept = (cache / scales[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+        stored_cache = (cache / scales[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn)
     kv = LayerKV(
-        kept,
+        stored_cache,
         tables,
         torch.zeros(0, dtype=torch.int64),
         window=case.window,
@@ -101,11 +101,11 @@ def check(case: Case) -> None:
     if case.is_deterministic:
         ops.require_determinism()
     q, kv, offsets, lengths, options = inputs_of(case)
-    got, expected = (o.attention(q, kv, offsets, lengths, **options) for o in (ops, REFERENCE))
-    assert got.dtype == expected.dtype
+    actual, expected = (o.attention(q, kv, offsets, lengths, **options) for o in (ops, REFERENCE))
+    assert actual.dtype == expected.dtype
     assert expected.isfinite().all(), "the case is not valid"
     tolerance = TOLERANCE[case.dtype]
-    torch.testing.assert_close(got.float(), expected.float(), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(actual.float(), expected.float(), rtol=tolerance, atol=tolerance)
 
 
 FIXED = {
@@ -188,12 +188,12 @@ def test_the_comparison_can_fail() -> None:
     """A case differs from the same case with another option."""
     case = Case(has_sinks=True, window=3, soft_cap=2.0, span=4, sequences=((8, 30), (1, 9)))
     q, kv, offsets, lengths, options = inputs_of(case)
-    whole = CudaOps().attention(q, kv, offsets, lengths, **options)
+    full_result = CudaOps().attention(q, kv, offsets, lengths, **options)
     for name in ("soft_cap", "sinks", "spans"):
         other = CudaOps().attention(q, kv, offsets, lengths, **(options | {name: None}))
-        assert not torch.allclose(whole, other, atol=1e-3), name
+        assert not torch.allclose(full_result, other, atol=1e-3), name
     other = CudaOps().attention(q, replace(kv, window=None), offsets, lengths, **options)
-    assert not torch.allclose(whole, other, atol=1e-3)
+    assert not torch.allclose(full_result, other, atol=1e-3)
 
 
 @pytest.mark.random
@@ -227,9 +227,9 @@ def test_encoders_drawn(
         torch.randn(sum(rows), heads + 2 * kv_heads, dim).to(dtype).split([heads, kv_heads, kv_heads], 1)
     )
     bias = torch.randn(heads, 2 * 40 + 1) if has_bias else None
-    got, expected = (
+    actual, expected = (
         o.encoder_attention(q, k, v, offsets, scale=dim**-0.5, window=window, is_causal=is_causal, bias=bias)
         for o in (CudaOps(), REFERENCE)
     )
     tolerance = TOLERANCE[dtype]
-    torch.testing.assert_close(got.float(), expected.float(), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(actual.float(), expected.float(), rtol=tolerance, atol=tolerance)

@@ -56,8 +56,8 @@ def test_products(
     weight, x = torch.randn(outputs, inputs) / inputs**0.5, torch.randn(rows, inputs)
     bias = torch.randn(outputs) if has_bias else None
     x = x.bfloat16() if encoding in ("bfloat16", "fp8") else x
-    packed, expected = (o.pack_linear(weight, encoding, bias=bias) for o in (ops, REFERENCE))
-    agree(ops.linear(x, packed), REFERENCE.linear(x, expected))
+    packed_weight, expected = (o.pack_linear(weight, encoding, bias=bias) for o in (ops, REFERENCE))
+    agree(ops.linear(x, packed_weight), REFERENCE.linear(x, expected))
 
 
 @settings(max_examples=num_examples(4))
@@ -81,13 +81,13 @@ def test_experts(
     x = x.bfloat16() if encoding == "bfloat16" else x
     results = []
     for ops in (CudaOps(), REFERENCE):
-        packed = PackedExperts(
-            tuple(ops.pack_linear(one, encoding) for one in gate_up),
-            tuple(ops.pack_linear(one, encoding) for one in down),
+        packed_experts = PackedExperts(
+            tuple(ops.pack_linear(weight, encoding) for weight in gate_up),
+            tuple(ops.pack_linear(weight, encoding) for weight in down),
         )
         logits = torch.randn(rows, experts, generator=torch.Generator().manual_seed(seed))
         weights, ids = ops.route(logits, top, "chosen")
-        results.append(ops.experts(x, packed, weights.to(x.dtype), ids, "silu"))
+        results.append(ops.experts(x, packed_experts, weights.to(x.dtype), ids, "silu"))
     agree(*results)
 
 
@@ -98,22 +98,22 @@ def test_rows(rows: int, width: int, heads: int, dtype: torch.dtype, seed: int) 
     x, residual = torch.randn(2, rows, width + 3).to(dtype)[:, :, :width]
     weight, bias = torch.randn(2, width).to(dtype)
     ops = CudaOps()
-    for got, expected in zip(
+    for actual, expected in zip(
         (*ops.add_rms_norm(x, residual, weight, 1e-5), ops.layer_norm(x, weight, bias, 1e-5)),
         (*REFERENCE.add_rms_norm(x, residual, weight, 1e-5), REFERENCE.layer_norm(x, weight, bias, 1e-5)),
         strict=True,
     ):
-        agree(got, expected)
+        agree(actual, expected)
     gates = torch.randn(rows, 2 * width).to(dtype)
     agree(ops.gated_activation(gates, "silu"), REFERENCE.gated_activation(gates, "silu"))
     dim = 2 * (width % 40 + 1)
     qk, angles = torch.randn(rows, heads + 1, dim).to(dtype), torch.rand(rows, dim // 2) * 6
-    both = [
+    results = [
         o.rotary(qk[:, :heads], qk[:, heads:], angles.cos(), angles.sin(), is_interleaved=bool(seed % 2))
         for o in (ops, REFERENCE)
     ]
-    for got, expected in zip(*both, strict=True):
-        agree(got, expected)
+    for actual, expected in zip(*results, strict=True):
+        agree(actual, expected)
 
 
 @settings(max_examples=num_examples(6))

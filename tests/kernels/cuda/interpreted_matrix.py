@@ -37,9 +37,9 @@ def ops() -> CudaOps:
 
 @pytest.fixture
 def deterministic() -> CudaOps:
-    found = CudaOps()
-    found.require_determinism()
-    return found
+    cuda_ops = CudaOps()
+    cuda_ops.require_determinism()
+    return cuda_ops
 
 
 def agree(got: Tensor, expected: Tensor, tolerance: float | None = None) -> None:
@@ -105,37 +105,44 @@ def test_bits_of_decoding_alone(
     q, kv, offsets, lengths, options = inputs_of(case)
     processors = [1]
     monkeypatch.setattr(attention, "num_processors", lambda device: processors[0])
-    whole = deterministic.attention(q, kv, offsets, lengths, **options)
+    full_result = deterministic.attention(q, kv, offsets, lengths, **options)
     for processors[0] in (1, 10**6):
         for b in range(5):
             rows = slice(int(offsets[b]), int(offsets[b + 1]))
-            one = replace(kv, block_tables=kv.block_tables[b : b + 1])
-            own = torch.tensor([0, rows.stop - rows.start]).int()
-            alone = deterministic.attention(q[rows], one, own, lengths[b : b + 1], **options)
-            assert torch.equal(alone, whole[rows])
+            single_kv = replace(kv, block_tables=kv.block_tables[b : b + 1])
+            single_offsets = torch.tensor([0, rows.stop - rows.start]).int()
+            single_result = deterministic.attention(
+                q[rows], single_kv, single_offsets, lengths[b : b + 1], **options
+            )
+            assert torch.equal(single_result, full_result[rows])
 
 
 @pytest.mark.parametrize("width", [80, 896, 4096])
 def test_bits_of_norms_alone(deterministic: CudaOps, width: int) -> None:
     x, residual = torch.randn(2, 300, width).bfloat16()
     weight, bias = torch.randn(2, width)
-    whole = deterministic.add_rms_norm(x, residual, weight, 1e-6)[0]
+    full_result = deterministic.add_rms_norm(x, residual, weight, 1e-6)[0]
     centred = deterministic.add_layer_norm(x, residual, weight, bias, 1e-6)[0]
     for row in (0, 17, 299):
-        one = slice(row, row + 1)
-        assert torch.equal(deterministic.add_rms_norm(x[one], residual[one], weight, 1e-6)[0], whole[one])
-        alone = deterministic.add_layer_norm(x[one], residual[one], weight, bias, 1e-6)[0]
-        assert torch.equal(alone, centred[one])
+        row_slice = slice(row, row + 1)
+        assert torch.equal(
+            deterministic.add_rms_norm(x[row_slice], residual[row_slice], weight, 1e-6)[0],
+            full_result[row_slice],
+        )
+        single_result = deterministic.add_layer_norm(x[row_slice], residual[row_slice], weight, bias, 1e-6)[0]
+        assert torch.equal(single_result, centred[row_slice])
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_bits_of_products_alone(deterministic: CudaOps, encoding: str) -> None:
-    packed = deterministic.pack_linear(torch.randn(70, 160), encoding)
+    packed_weight = deterministic.pack_linear(torch.randn(70, 160), encoding)
     for dtype in (torch.bfloat16, torch.float32):
         x = torch.randn(70, 160).to(dtype)
-        whole = deterministic.linear(x, packed)
-        for some in ([5], [69, 0, 7], list(range(33))):
-            assert torch.equal(deterministic.linear(x[some], packed), whole[some])
+        full_result = deterministic.linear(x, packed_weight)
+        for selected_rows in ([5], [69, 0, 7], list(range(33))):
+            assert torch.equal(
+                deterministic.linear(x[selected_rows], packed_weight), full_result[selected_rows]
+            )
 
 
 def test_samples_alone(deterministic: CudaOps) -> None:
@@ -150,8 +157,8 @@ def test_samples_alone(deterministic: CudaOps) -> None:
     logits = torch.randn(count, 5000)
     tokens = deterministic.sample(logits, rules)
     for row in range(count):
-        alone = deterministic.sample(logits[row : row + 1], rules.take(torch.tensor([row])))
-        assert alone[0] == tokens[row]
+        single_result = deterministic.sample(logits[row : row + 1], rules.take(torch.tensor([row])))
+        assert single_result[0] == tokens[row]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -159,14 +166,14 @@ def test_samples_alone(deterministic: CudaOps) -> None:
 def test_rows(ops: CudaOps, dtype: torch.dtype, width: int) -> None:
     x, residual = torch.randn(2, 5, width).to(dtype)
     weight = torch.randn(width)
-    for one in (weight, weight.to(dtype)):
+    for norm_weight in (weight, weight.to(dtype)):
         pairs = zip(
-            ops.add_rms_norm(x, residual, one, 1e-6),
-            REFERENCE.add_rms_norm(x, residual, one, 1e-6),
+            ops.add_rms_norm(x, residual, norm_weight, 1e-6),
+            REFERENCE.add_rms_norm(x, residual, norm_weight, 1e-6),
             strict=True,
         )
-        for got, expected in pairs:
-            agree(got, expected)
+        for actual, expected in pairs:
+            agree(actual, expected)
     for activation in ("silu", "gelu", "gelu_tanh", "relu", "relu2"):
         agree(ops.activation(x, activation), REFERENCE.activation(x, activation))  # type: ignore[arg-type]
         agree(ops.gated_activation(x, activation), REFERENCE.gated_activation(x, activation))  # type: ignore[arg-type]
@@ -178,11 +185,11 @@ def test_rotary(ops: CudaOps, dtype: torch.dtype, dim: int, rotated: int) -> Non
     q, k = torch.randn(2, 3, 7, dim).to(dtype)
     angles = torch.rand(3, rotated // 2) * 6
     for pairs in (False, True):
-        got, expected = (
+        actual, expected = (
             o.rotary(q, k, angles.cos(), angles.sin(), is_interleaved=pairs) for o in (ops, REFERENCE)
         )
-        agree(got[0], expected[0])
-        agree(got[1], expected[1])
+        agree(actual[0], expected[0])
+        agree(actual[1], expected[1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -191,15 +198,15 @@ def test_cache_writes(ops: CudaOps, dtype: torch.dtype, dim: int) -> None:
     k, v = torch.randn(2, 5, 7, dim).to(dtype)
     slots = torch.tensor([33, 127, 64, 40, 95])
     for cached in (dtype, torch.int8, torch.float8_e4m3fn):
-        stored = []
+        stored_caches = []
         for back_end in (ops, REFERENCE):
             scales = torch.zeros(2, 4, 7, 32)
             cache = torch.zeros(2, 4, 7, 32, dim).to(cached)
-            own = None if cached == dtype else scales
-            back_end.store_kv(k, v, LayerKV(cache, torch.zeros(1, 1).int(), slots, None, own))
-            stored.append((cache.float(), scales))
-        assert torch.equal(stored[0][0], stored[1][0])
-        assert torch.equal(stored[0][1], stored[1][1])
+            cache_scales = None if cached == dtype else scales
+            back_end.store_kv(k, v, LayerKV(cache, torch.zeros(1, 1).int(), slots, None, cache_scales))
+            stored_caches.append((cache.float(), scales))
+        assert torch.equal(stored_caches[0][0], stored_caches[1][0])
+        assert torch.equal(stored_caches[0][1], stored_caches[1][1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -207,26 +214,26 @@ def test_cache_writes(ops: CudaOps, dtype: torch.dtype, dim: int) -> None:
 def test_products(ops: CudaOps, encoding: str, dtype: torch.dtype) -> None:
     for out_features, in_features in ((33, 96), (70, 130)):
         weight, bias = torch.randn(out_features, in_features), torch.randn(out_features)
-        packed, expected = (o.pack_linear(weight, encoding, bias=bias) for o in (ops, REFERENCE))
+        packed_weight, expected = (o.pack_linear(weight, encoding, bias=bias) for o in (ops, REFERENCE))
         for rows in (1, 17):
             x = torch.randn(rows, in_features).to(dtype)
             tolerance = 1e-3 if dtype == torch.float32 else 4 * TOLERANCE[dtype]
-            agree(ops.linear(x, packed), REFERENCE.linear(x, expected), tolerance)
+            agree(ops.linear(x, packed_weight), REFERENCE.linear(x, expected), tolerance)
 
 
 @pytest.mark.parametrize("encoding", ["bfloat16", "int8", "uint4", "mxfp4", "nvfp4", "fp8"])
 @pytest.mark.parametrize(("experts", "top", "rows"), [(60, 4, 3), (8, 2, 40), (3, 3, 1)])
 def test_experts(ops: CudaOps, encoding: str, experts: int, top: int, rows: int) -> None:
-    given = [(torch.randn(96, 64) / 8, torch.randn(64, 48) / 8) for _ in range(experts)]
+    expert_weights = [(torch.randn(96, 64) / 8, torch.randn(64, 48) / 8) for _ in range(experts)]
     x = torch.randn(rows, 64).bfloat16()
     weights, ids = REFERENCE.route(torch.randn(rows, experts), top, "all_normed")
     results = []
     for o in (ops, REFERENCE):
-        packed = PackedExperts(
-            tuple(o.pack_linear(up, encoding) for up, _ in given),
-            tuple(o.pack_linear(down, encoding) for _, down in given),
+        packed_experts = PackedExperts(
+            tuple(o.pack_linear(up, encoding) for up, _ in expert_weights),
+            tuple(o.pack_linear(down, encoding) for _, down in expert_weights),
         )
-        results.append(o.experts(x, packed, weights, ids, "silu"))
+        results.append(o.experts(x, packed_experts, weights, ids, "silu"))
     agree(results[0], results[1], 2.0**-5)
 
 

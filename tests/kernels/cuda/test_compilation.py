@@ -42,7 +42,9 @@ def compile_launch(program: Any, grid: tuple[int, ...], *arguments: Any, **optio
 
     if options.pop("is_dependent", False):
         options |= {"PDL": CAPABILITY >= 90, "launch_pdl": CAPABILITY >= 90}
-    own = {name: options[name] for name in OPTIONS if name in options} | {"enable_fp_fusion": False}
+    launch_options = {name: options[name] for name in OPTIONS if name in options} | {
+        "enable_fp_fusion": False
+    }
     constants = {name: value for name, value in options.items() if name not in OPTIONS}
     signature = {}
     for name, value in zip(program.arg_names, arguments, strict=False):
@@ -51,7 +53,7 @@ def compile_launch(program: Any, grid: tuple[int, ...], *arguments: Any, **optio
             constants[name] = value
     signature |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(fn=program, signature=signature, constexprs=constants)
-    kernel = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=own)
+    kernel = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=launch_options)
     assert kernel.metadata.shared <= 227 * 1024
     COMPILED.append(program.__name__)
 
@@ -151,13 +153,13 @@ def test_products(ops: Any, dtype: torch.dtype, encoding: str, is_deterministic:
     if is_deterministic:
         ops.require_determinism()
     slices = [LinearSlice("a", 0, 96)]
-    packed = ops.pack_linear(torch.randn(96, 256), encoding, bias=torch.zeros(96), slices=slices)
+    packed_weight = ops.pack_linear(torch.randn(96, 256), encoding, bias=torch.zeros(96), slices=slices)
     down = ops.pack_linear(torch.randn(256, 96), encoding)
     for rows in (1, 40, 100):
-        ops.linear(torch.zeros(rows, 256, dtype=dtype), packed)
-    experts = PackedExperts((packed, packed), (down, down))
+        ops.linear(torch.zeros(rows, 256, dtype=dtype), packed_weight)
+    experts = PackedExperts((packed_weight, packed_weight), (down, down))
     ids = torch.zeros(40, 2).long()
     ops.experts(torch.zeros(40, 256, dtype=dtype), experts, torch.ones(40, 2), ids, ClampedSwiGLU(1.0, 7.0))
     pair = torch.zeros(2, 8, 256, dtype=dtype), torch.zeros(2, 96, 8, dtype=dtype)
     lora = LoRAInputs(torch.zeros(3).long(), {"a": pair}, {"a": torch.ones(2).long()})
-    ops.linear(torch.zeros(3, 256, dtype=dtype), packed, lora=lora)
+    ops.linear(torch.zeros(3, 256, dtype=dtype), packed_weight, lora=lora)

@@ -22,10 +22,10 @@ PROMPTS = ["Once upon a time", "The weather today is", "A"]
 
 def texts(devices: str, params: SamplingParams, encoding: str = "float32", **settings: object) -> list[str]:
     with LLM("demo", quantization_encoding=encoding, devices=devices, **settings) as llm:  # type: ignore[arg-type]
-        found = [output.text for output in llm.generate(PROMPTS, params)]
+        output_texts = [output.text for output in llm.generate(PROMPTS, params)]
         if devices == "gpu":
             assert llm.pipeline.session.ops.name == "cuda"
-        return found
+        return output_texts
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
@@ -35,17 +35,17 @@ def test_texts_are_those_of_the_cpu(params: SamplingParams) -> None:
 
 def test_decode_steps_are_graphs_and_change_no_text() -> None:
     with LLM("demo", quantization_encoding="float32", devices="gpu") as llm:
-        replayed = [output.text for output in llm.generate(PROMPTS, GREEDY)]
+        replayed_texts = [output.text for output in llm.generate(PROMPTS, GREEDY)]
         assert llm.pipeline.session.graph_status == "compiled: a CUDA graph"
         llm.pipeline.session.use_graphs = False
-        assert [output.text for output in llm.generate(PROMPTS, GREEDY)] == replayed
+        assert [output.text for output in llm.generate(PROMPTS, GREEDY)] == replayed_texts
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_overlapped_steps_change_no_text(params: SamplingParams) -> None:
-    single = {"max_num_steps": 1}  # several steps in one call do not overlap
-    overlapped = texts("gpu", params, overlap_steps=True, **single)
-    assert overlapped == texts("gpu", params, overlap_steps=False, **single)
+    single_step = {"max_num_steps": 1}  # several steps in one call do not overlap
+    overlapped_texts = texts("gpu", params, overlap_steps=True, **single_step)
+    assert overlapped_texts == texts("gpu", params, overlap_steps=False, **single_step)
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
@@ -69,9 +69,9 @@ def set_sync_mode(mode: str) -> None:
 @pytest.mark.usefixtures("_allows_waiting_again")
 def test_no_overlapped_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launching a step and its sampling calls nothing that synchronizes; torch raises if one does."""
-    penalised = replace(SAMPLED, frequency_penalty=0.5, logit_bias={5: 1.0})
+    penalised_params = replace(SAMPLED, frequency_penalty=0.5, logit_bias={5: 1.0})
     with LLM("demo", quantization_encoding="float32", devices="gpu", max_num_steps=1) as llm:
-        for params in (GREEDY, SAMPLED, penalised):
+        for params in (GREEDY, SAMPLED, penalised_params):
             llm.generate(PROMPTS, params)  # compiles the programs and captures the graphs
         calls: list[str] = []
         waits: list[str] = []
@@ -90,7 +90,7 @@ def test_no_overlapped_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch
                     set_sync_mode("default")
 
             monkeypatch.setattr(OverlappedSteps, name, watched)
-        for params in (GREEDY, SAMPLED, penalised):
+        for params in (GREEDY, SAMPLED, penalised_params):
             llm.generate(PROMPTS, params)
     assert not waits
     assert len(calls) > 100
@@ -99,5 +99,5 @@ def test_no_overlapped_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("encoding", ["bfloat16", "int8", "int4"])
 def test_a_batch_has_the_texts_of_its_requests_alone(encoding: str) -> None:
     with LLM("demo", quantization_encoding=encoding, devices="gpu", deterministic=True) as llm:
-        together = [output.text for output in llm.generate(PROMPTS, SAMPLED)]
-        assert [llm.generate(prompt, SAMPLED)[0].text for prompt in PROMPTS] == together
+        batch_texts = [output.text for output in llm.generate(PROMPTS, SAMPLED)]
+        assert [llm.generate(prompt, SAMPLED)[0].text for prompt in PROMPTS] == batch_texts

@@ -21,9 +21,9 @@ def has_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def _restore_from_flat() -> Iterator[None]:
-    before = PipelineConfig.__dict__["from_flat"]
+    previous_value = PipelineConfig.__dict__["from_flat"]
     yield
-    PipelineConfig.from_flat = before  # type: ignore[method-assign]
+    PipelineConfig.from_flat = previous_value  # type: ignore[method-assign]
 
 
 @pytest.mark.usefixtures("_restore_from_flat")

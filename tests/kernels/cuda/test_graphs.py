@@ -45,9 +45,9 @@ class FakeGraph:
     def replay(self) -> None:
         with torch.inference_mode():
             for func, args, kwargs, result in self.calls:
-                again = func(*args, **kwargs)
-                if isinstance(result, Tensor) and again is not result:
-                    result.copy_(again)
+                replayed_result = func(*args, **kwargs)
+                if isinstance(result, Tensor) and replayed_result is not result:
+                    result.copy_(replayed_result)
 
 
 class FakeStream:
@@ -111,10 +111,14 @@ def test_a_step_is_captured_at_its_second_occurrence_and_then_replayed() -> None
     cuda = FakeCuda()
     cache = GraphCache(CudaGraphCompiler(ReferenceOps(), cuda=cuda))
     assert run(cache, inputs_of(1, 2)) is None
-    seen = [run(cache, inputs) for inputs in (inputs_of(1, 2), inputs_of(5, 0), inputs_of(3, 3, width=4))]
-    for got, inputs in zip(seen, (inputs_of(1, 2), inputs_of(5, 0), inputs_of(3, 3, width=4)), strict=True):
-        assert got is not None
-        assert torch.equal(got, step(ReferenceOps(), inputs)[0])
+    replayed_results = [
+        run(cache, inputs) for inputs in (inputs_of(1, 2), inputs_of(5, 0), inputs_of(3, 3, width=4))
+    ]
+    for actual, inputs in zip(
+        replayed_results, (inputs_of(1, 2), inputs_of(5, 0), inputs_of(3, 3, width=4)), strict=True
+    ):
+        assert actual is not None
+        assert torch.equal(actual, step(ReferenceOps(), inputs)[0])
     assert cache.status == "compiled: a CUDA graph"
     assert run(cache, inputs_of(1)) is None
     assert run(cache, inputs_of(4)) is not None
@@ -155,22 +159,24 @@ def test_several_steps_feed_their_tokens_to_the_next(uniforms: list[float]) -> N
     assert cache.run_loop("key", inputs, {"positions": positions}, rules, draws, torch.empty(2, 0)) is None
     for _ in range(2):
         cache.run("key", inputs, logits)
-    got = cache.run_loop("key", inputs, {"positions": positions}, rules, draws, torch.empty(2, 0))
+    actual = cache.run_loop("key", inputs, {"positions": positions}, rules, draws, torch.empty(2, 0))
     tokens, expected = first, []
     for row, draw in zip(positions, draws, strict=True):
-        sampled = ops.sample(logits(ops, given(tokens, row))[0], replace(rules, uniforms=draw))
-        expected.append(sampled.tolist())
-        tokens = sampled.clamp(min=0)
-    assert got is not None
-    assert got.tolist() == expected
+        sampled_ids = ops.sample(logits(ops, given(tokens, row))[0], replace(rules, uniforms=draw))
+        expected.append(sampled_ids.tolist())
+        tokens = sampled_ids.clamp(min=0)
+    assert actual is not None
+    assert actual.tolist() == expected
     assert expected[0][1] == -1
 
 
 def test_graphs_beyond_the_budget_run_eagerly(caplog: pytest.LogCaptureFixture) -> None:
     cache = GraphCache(CudaGraphCompiler(ReferenceOps(), cuda=FakeCuda()))  # a share of 100 MiB: 5 MiB
     with caplog.at_level(logging.WARNING):
-        captured = [run(cache, inputs_of(*[1] * rows)) is not None for rows in range(1, 7) for _ in range(2)]
-    assert captured == [False, True] * 3 + [False, False] * 3
+        was_captured = [
+            run(cache, inputs_of(*[1] * rows)) is not None for rows in range(1, 7) for _ in range(2)
+        ]
+    assert was_captured == [False, True] * 3 + [False, False] * 3
     assert [record.getMessage() for record in caplog.records] == [
         "CUDA graphs take 6 of 5 MiB: steps of this shape run without a graph, which is slower"
     ]

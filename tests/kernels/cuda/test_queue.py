@@ -64,9 +64,9 @@ class FakeCuda:
 
     @contextmanager
     def stream(self, stream: FakeStream) -> Iterator[None]:
-        before, self._current = self._current, stream
+        previous_stream, self._current = self._current, stream
         yield
-        self._current = before
+        self._current = previous_stream
 
 
 def test_work_is_launched_at_once() -> None:
@@ -112,10 +112,10 @@ def test_a_copy_is_complete_before_later_work() -> None:
     x = torch.rand(4096, 4096, device=device)
     result = queue.submit(lambda: x.sum())
     fetched = queue.fetch(result)
-    busy = queue.submit(lambda: [x @ x for _ in range(200)][-1])
-    done = torch.cuda.Event()
-    done.record()
+    later_result = queue.submit(lambda: [x @ x for _ in range(200)][-1])
+    done_event = torch.cuda.Event()
+    done_event.record()
     value = fetched.wait()
-    assert not done.query(), "the copy has waited for work that was submitted later"
+    assert not done_event.query(), "the copy has waited for work that was submitted later"
     assert value.item() == result.value.item()
-    assert busy.value.shape == x.shape
+    assert later_result.value.shape == x.shape

@@ -86,18 +86,18 @@ def test_a_token_that_the_matcher_rejects_changes_nothing(take: Any) -> None:
 
 def test_the_matcher_is_neither_compared_nor_serialized() -> None:
     context = context_of()
-    plain = copy.deepcopy(context)
+    plain_context = copy.deepcopy(context)
     context.set_matcher(Matcher())  # type: ignore[arg-type]
-    assert context == plain
+    assert context == plain_context
     from_msgpack = msgpack_numpy_decoder(TextContext)(msgpack_numpy_encoder()(context))
-    for decoded in (
+    for decoded_value in (
         from_msgpack,
         pickle.loads(pickle.dumps(context)),
         copy.deepcopy(context),
         copy.copy(context),
     ):
-        assert decoded == context
-        assert decoded.matcher is None
+        assert decoded_value == context
+        assert decoded_value.matcher is None
 
 
 def test_a_json_schema_is_a_grammar() -> None:

@@ -65,12 +65,12 @@ def test_an_echoed_chunked_prompt_is_returned_with_the_first_token() -> None:
     context = context_of(5, log_probabilities=1, log_probabilities_echo=True)
     context.set_token_indices(active_idx=2)
     step(context, 77)
-    pending = context.prompt_log_probabilities
-    assert pending == rows_of(1, 2)
+    pending_rows = context.prompt_log_probabilities
+    assert pending_rows == rows_of(1, 2)
     assert context.outstanding_completion_tokens() == []
     step(context, 6)
-    pending = context.prompt_log_probabilities
-    assert pending is None
+    pending_rows = context.prompt_log_probabilities
+    assert pending_rows is None
     assert context.outstanding_completion_tokens() == [(6, rows_of(1, 2, 3, 4, 5))]
 
 

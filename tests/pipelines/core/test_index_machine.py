@@ -128,12 +128,12 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(cross=st.sampled_from(["msgpack", "msgpack without copies", "pickle"]))
     def serialize(self, cross: str) -> None:
         if cross == "pickle":
-            decoded = pickle.loads(pickle.dumps(self.context))
+            decoded_context = pickle.loads(pickle.dumps(self.context))
         else:
             decode = msgpack_numpy_decoder(TextContext, copy="without" not in cross)
-            decoded = decode(msgpack_numpy_encoder()(self.context))
-        assert decoded == self.context
-        self.context = decoded
+            decoded_context = decode(msgpack_numpy_encoder()(self.context))
+        assert decoded_context == self.context
+        self.context = decoded_context
 
     @invariant()
     def views_equal_the_model(self) -> None:

@@ -145,9 +145,9 @@ class SpeechMachine(RuleBasedStateMachine):
 
     @rule(copy=st.booleans())
     def serialize(self, copy: bool) -> None:
-        decoded = msgpack_numpy_decoder(TTSContext, copy)(msgpack_numpy_encoder()(self.context))
-        assert decoded == self.context
-        self.context = decoded
+        decoded_context = msgpack_numpy_decoder(TTSContext, copy)(msgpack_numpy_encoder()(self.context))
+        assert decoded_context == self.context
+        self.context = decoded_context
 
     @invariant()
     def the_buffer_equals_the_list(self) -> None:

@@ -97,9 +97,9 @@ def test_indices_are_moved_by_differences() -> None:
 )
 def test_impossible_indices_are_refused_and_none_is_set(indices: dict[str, int], message: str) -> None:
     buffer = buffer_of(1, 2, 3, 4, 5)
-    valid = {"start_idx": 1, "active_idx": 5, "end_idx": 5, "committed_idx": 1}
+    valid_indices = {"start_idx": 1, "active_idx": 5, "end_idx": 5, "committed_idx": 1}
     with pytest.raises(ValueError, match=message):
-        buffer.set_token_indices(**{**valid, **indices})
+        buffer.set_token_indices(**{**valid_indices, **indices})
     with pytest.raises(ValueError, match=message):
         buffer.bump_token_indices(**{name: value - getattr(buffer, name) for name, value in indices.items()})
     assert buffer == buffer_of(1, 2, 3, 4, 5)

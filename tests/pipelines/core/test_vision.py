@@ -130,7 +130,7 @@ def test_only_bidirectional_spans_are_indivisible() -> None:
 def test_a_context_with_images_can_be_serialized() -> None:
     context = context_of(image_of(2, 6, arguments={"grid": np.array([1, 2])}), image_of(7, 9, 2.0))
     kind = TextAndVisionContext
-    decoded = msgpack_numpy_decoder(kind)(msgpack_numpy_encoder()(context))
-    assert decoded == context
-    decoded.images[0].arguments["grid"] = np.array([1, 3])
-    assert decoded != context
+    decoded_context = msgpack_numpy_decoder(kind)(msgpack_numpy_encoder()(context))
+    assert decoded_context == context
+    decoded_context.images[0].arguments["grid"] = np.array([1, 3])
+    assert decoded_context != context

@@ -57,8 +57,8 @@ async def test_chunks_have_the_openai_format() -> None:
             stream=True,
             stream_options={"include_usage": True},
         )
-        *chunks, done = parse_events(response.text)
-        assert done == "[DONE]"
+        *chunks, end_event = parse_events(response.text)
+        assert end_event == "[DONE]"
         for chunk in chunks:
             assert ChatCompletionChunk.model_validate(chunk).to_dict() == chunk
         assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
@@ -261,8 +261,8 @@ async def test_a_tool_call_has_the_openai_format() -> None:
         assert call.keys() == {"id", "type", "function"}
         assert call["function"]["name"] == "get_weather"
         assert json.loads(call["function"]["arguments"]) == {"city": "Paris"}
-        truncated = await server.chat(tools=[WEATHER], max_tokens=70)
-        assert truncated["choices"][0]["finish_reason"] == "length"
+        truncated_response = await server.chat(tools=[WEATHER], max_tokens=70)
+        assert truncated_response["choices"][0]["finish_reason"] == "length"
         for body in ({"tool_choice": "none", "tools": [WEATHER]}, {}):
             answer = await server.chat(**body)
             assert "tool_calls" not in answer["choices"][0]["message"]
@@ -334,9 +334,9 @@ async def test_reasoning_is_separate_from_the_content() -> None:
             <= details["reasoning_tokens"]
             <= len("<think>\nWhy?\n</think>\n\n")
         )
-        echoed = {**choice["message"], "annotations": []}
+        echoed_message = {**choice["message"], "annotations": []}
         response = await server.post(
-            "/v1/chat/completions", messages=[user_message("Hi"), echoed, user_message("And?")]
+            "/v1/chat/completions", messages=[user_message("Hi"), echoed_message, user_message("And?")]
         )
         assert response.status_code == 200, response.text
 

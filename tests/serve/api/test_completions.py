@@ -24,8 +24,8 @@ async def test_a_response_has_the_openai_format() -> None:
         assert choice == {"index": 0, "text": "Hello!", "logprobs": None, "finish_reason": "stop"}
         assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (2, 7)
         response = await server.post("/v1/completions", prompt="Hi", stream=True)
-        *chunks, done = parse_events(response.text)
-        assert done == "[DONE]"
+        *chunks, end_event = parse_events(response.text)
+        assert end_event == "[DONE]"
         assert all(chunk.keys() == answer.keys() - {"usage"} for chunk in chunks)
         assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-1] == "stop"
 

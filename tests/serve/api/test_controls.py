@@ -41,8 +41,11 @@ async def test_each_route_requires_the_api_key(path: str) -> None:
     assert (await post(engine, path, api_key=("one",))).status_code == 401
     wrong_key = {"authorization": "Bearer two"}
     assert (await post(engine, path, headers=wrong_key, api_key=("one",))).status_code == 401
-    refused = await post(engine, path, host="0.0.0.0")
-    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "controls_disabled")
+    refused_response = await post(engine, path, host="0.0.0.0")
+    assert (refused_response.status_code, refused_response.json()["error"]["code"]) == (
+        403,
+        "controls_disabled",
+    )
     assert engine.calls == []
     valid_key = {"authorization": "Bearer one"}
     assert (await post(engine, path, headers=valid_key, api_key=("one",), host="0.0.0.0")).status_code == 200

@@ -164,9 +164,9 @@ async def test_a_full_queue_refuses_new_requests_and_delays_started_ones(embedde
     application = Application(embedder, engine := EmbeddingsEngine(capacity=3))
     started = application.post(input=make_inputs(5))
     await wait_until(lambda: len(engine.running) == 3)
-    refused = application.post(input=make_inputs(2))
-    await refused.wait_until_ended()
-    assert (refused.status, msgspec.json.decode(refused.body)["error"]["code"]) == (
+    refused_exchange = application.post(input=make_inputs(2))
+    await refused_exchange.wait_until_ended()
+    assert (refused_exchange.status, msgspec.json.decode(refused_exchange.body)["error"]["code"]) == (
         429,
         "rate_limit_exceeded",
     )

@@ -66,9 +66,9 @@ async def test_each_form_of_input_gives_the_vectors_of_the_library(
             vectors_of(await request_embeddings(server, input=ids)).tobytes() == vectors_of(answer).tobytes()
         )
         for form in (TEXTS[1], ids[1]):
-            alone = await request_embeddings(server, input=form, model="tiny", user="ann")
-            np.testing.assert_allclose(vectors_of(alone), expected["plain"][1:2], atol=1e-6)
-            assert alone["usage"]["prompt_tokens"] == len(ids[1])
+            single_response = await request_embeddings(server, input=form, model="tiny", user="ann")
+            np.testing.assert_allclose(vectors_of(single_response), expected["plain"][1:2], atol=1e-6)
+            assert single_response["usage"]["prompt_tokens"] == len(ids[1])
 
 
 async def test_the_texts_of_a_request_are_encoded_together(
@@ -108,9 +108,9 @@ async def test_each_option_gives_the_vectors_of_the_library(
 
 async def test_base64_has_the_same_numbers(embedder: Path) -> None:
     async with embedding_server(embedder) as server:
-        plain = vectors_of(await request_embeddings(server, input=TEXTS, encoding_format="float"))
+        plain_vectors = vectors_of(await request_embeddings(server, input=TEXTS, encoding_format="float"))
         base64_items = (await request_embeddings(server, input=TEXTS, encoding_format="base64"))["data"]
-        for row, item in zip(plain, base64_items, strict=True):
+        for row, item in zip(plain_vectors, base64_items, strict=True):
             assert np.frombuffer(base64.b64decode(item["embedding"]), "<f4").tobytes() == row.tobytes()
 
 
@@ -119,10 +119,12 @@ async def test_truncated_vectors_are_normalised(tmp_path: Path) -> None:
     async with embedding_server(folder) as server:
         full = vectors_of(await request_embeddings(server, input="a cat"))[0]
         assert abs(np.linalg.norm(full) - 1) > 0.01
-        shortened = vectors_of(await request_embeddings(server, input="a cat", dimensions=5))[0]
-        np.testing.assert_allclose(shortened, full[:5] / np.linalg.norm(full[:5]), atol=1e-6)
-        raw = vectors_of(await request_embeddings(server, input="a cat", dimensions=5, normalize=False))[0]
-        np.testing.assert_allclose(raw, full[:5], atol=1e-6)
+        shortened_vector = vectors_of(await request_embeddings(server, input="a cat", dimensions=5))[0]
+        np.testing.assert_allclose(shortened_vector, full[:5] / np.linalg.norm(full[:5]), atol=1e-6)
+        raw_response = vectors_of(
+            await request_embeddings(server, input="a cat", dimensions=5, normalize=False)
+        )[0]
+        np.testing.assert_allclose(raw_response, full[:5], atol=1e-6)
         [pooled] = (await server.http.post("/pooling", json={"input": "a cat", "dimensions": 5})).json()[
             "data"
         ]

@@ -90,16 +90,16 @@ async def test_many_choices_do_not_delay_another_client() -> None:
 
 async def test_more_choices_than_the_limit_are_refused() -> None:
     async with run_in_process(max_choices_per_request=4) as server:
-        refused = await server.post("/v1/chat/completions", messages=[user_message("Hi")], n=5)
-        assert refused.status_code == 400
-        error = refused.json()["error"]
+        refused_response = await server.post("/v1/chat/completions", messages=[user_message("Hi")], n=5)
+        assert refused_response.status_code == 400
+        error = refused_response.json()["error"]
         assert (error["param"], error["type"]) == ("n", "invalid_request_error")
         assert "5 answers, but a request may have 4 (--max-choices-per-request)" in error["message"]
-        refused = await server.post("/v1/completions", prompt=["a", "b", "c"], n=2)
-        assert refused.status_code == 400
-        assert "3 prompts with 2 answers each, but" in refused.json()["error"]["message"]
-        refused = await server.post("/v1/completions", prompt=["a"] * 5)
-        assert refused.json()["error"]["param"] == "prompt"
+        refused_response = await server.post("/v1/completions", prompt=["a", "b", "c"], n=2)
+        assert refused_response.status_code == 400
+        assert "3 prompts with 2 answers each, but" in refused_response.json()["error"]["message"]
+        refused_response = await server.post("/v1/completions", prompt=["a"] * 5)
+        assert refused_response.json()["error"]["param"] == "prompt"
         assert len((await server.chat(n=4))["choices"]) == 4
         assert len((await server.complete(prompt=["a", "b"], n=2))["choices"]) == 4
 
@@ -110,7 +110,7 @@ async def test_a_queue_full_of_one_client_accepts_another_client() -> None:
         lambda: fake_runtime(GatedPipeline(gate, choose=letters_in_order(2)), max_batch_size=2),
         max_queue_size=3,
     ) as client:
-        own = [client.submit(make_request(f"a{number}", client_id="a")) for number in range(5)]
+        own_requests = [client.submit(make_request(f"a{number}", client_id="a")) for number in range(5)]
         with pytest.raises(OverloadedError):
             client.submit(make_request("a5", client_id="a"))
         others = [client.submit(make_request(f"b{number}", client_id="b")) for number in range(2)]
@@ -118,6 +118,6 @@ async def test_a_queue_full_of_one_client_accepts_another_client() -> None:
             with pytest.raises(OverloadedError):
                 client.submit(make_request("x", client_id=name))
         gate.open()
-        for generation in (*own, *others):
+        for generation in (*own_requests, *others):
             assert delta_text(await read_deltas(generation)) == "ab"
         assert not client._client_ids

@@ -90,13 +90,13 @@ async def test_a_disconnect_cancels_a_queued_request() -> None:
 async def test_a_stop_string_cancels_the_generation() -> None:
     async with run_in_process(make_endless_pipeline()) as server:
         for stream in (True, False):
-            before = len(server.pipeline.batches)
+            num_steps_before = len(server.pipeline.batches)
             response = await server.post(
                 "/v1/completions", prompt="Hi", max_tokens=1500, stop="aaa", stream=stream
             )
             assert response.status_code == 200
             await wait_until(lambda: server.services.worker.num_outstanding == 0)
-            assert len(server.pipeline.batches) - before < 500
+            assert len(server.pipeline.batches) - num_steps_before < 500
 
 
 async def test_an_error_inside_a_stream_is_an_event_without_done() -> None:
@@ -198,8 +198,8 @@ async def test_requests_beyond_the_queue_size_are_refused() -> None:
             assert response.status_code == 429
             assert int(response.headers["retry-after"]) >= 1
             assert response.json()["error"]["type"] == "rate_limit_error"
-        refused = await server.post("/v1/completions", prompt="Hi", n=2)
-        assert refused.status_code == 429
+        refused_response = await server.post("/v1/completions", prompt="Hi", n=2)
+        assert refused_response.status_code == 429
         assert server.services.worker.num_outstanding == 2
         for exchange in exchanges:
             exchange.disconnect()

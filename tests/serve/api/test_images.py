@@ -70,8 +70,8 @@ async def test_chat_completions_read_images(folder: Path, tmp_path: Path) -> Non
         texts = [chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]
         assert "".join(texts) == expected.text
         body["messages"] = [make_message("What?", "file:///a.png", make_image_url(2))]
-        local = await client.chat.completions.create(**body)
-        assert local.choices[0].message.content == expected.text
+        local_response = await client.chat.completions.create(**body)
+        assert local_response.choices[0].message.content == expected.text
         await check_counts(server, expected.prompt_token_ids)
         await check_errors(server, client)
         metrics = (await server.http.get("/metrics")).text
@@ -84,9 +84,9 @@ async def check_counts(server: InProcessServer, ids: list[int]) -> None:
     body = {"model": "tiny", "messages": [make_message("What?", make_image_url(1), make_image_url(2))]}
     tokenized = (await server.http.post("/tokenize", json=body)).json()
     assert tokenized["tokens"] == ids
-    rendered = (await server.http.post("/v1/chat/completions/render", json=body)).json()
-    assert rendered["prompt_token_ids"] == ids
-    assert rendered["prompt"].count("<image>") == 32
+    rendered_response = (await server.http.post("/v1/chat/completions/render", json=body)).json()
+    assert rendered_response["prompt_token_ids"] == ids
+    assert rendered_response["prompt"].count("<image>") == 32
 
 
 async def check_errors(server: InProcessServer, client: AsyncOpenAI) -> None:
@@ -172,9 +172,9 @@ async def test_responses_and_messages_read_images(folder: Path) -> None:
         with pytest.raises(BadRequestError, match="detail 'high' is not supported"):
             await openai.responses.create(**fields)
         parts[0] = {"type": "input_image", "image_url": "https://example.org/a.png"}
-        with pytest.raises(BadRequestError, match="does not fetch") as refused:
+        with pytest.raises(BadRequestError, match="does not fetch") as refused_error:
             await openai.responses.create(**fields)
-        assert refused.value.param == "input"
+        assert refused_error.value.param == "input"
         http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=server.http._transport.app))
         async with anthropic.AsyncAnthropic(
             base_url="http://localhost", api_key="none", http_client=http, max_retries=0
@@ -201,9 +201,9 @@ async def check_messages(client: Any, text: str, num_prompt: int) -> None:
     async with client.messages.stream(**fields) as stream:
         assert await stream.get_final_text() == text
     source["data"] = source["data"][:200]
-    with pytest.raises(Exception, match="the image cannot be decoded") as refused:
+    with pytest.raises(Exception, match="the image cannot be decoded") as refused_error:
         await client.messages.create(**fields)
-    assert refused.value.status_code == 400
+    assert refused_error.value.status_code == 400
     blocks[0]["source"] = {"type": "url", "url": "https://example.org/a.png"}
     with pytest.raises(Exception, match="does not fetch"):
         await client.messages.create(**fields)

@@ -35,8 +35,13 @@ async def test_the_completion_route_answers_in_the_format_of_llama_cpp() -> None
             "word",
             "l",
         )
-        truncated = await server.post("/completion", prompt=list(b"Hello"), n_predict=2, cache_prompt=False)
-        assert (truncated.json()["content"], truncated.json()["stop_type"]) == ("He", "limit")
+        truncated_response = await server.post(
+            "/completion", prompt=list(b"Hello"), n_predict=2, cache_prompt=False
+        )
+        assert (truncated_response.json()["content"], truncated_response.json()["stop_type"]) == (
+            "He",
+            "limit",
+        )
         *first, last = parse_events((await server.post("/completion", prompt="Hello", stream=True)).text)
         assert "".join(item["content"] for item in first) == "Hello"
         assert not any(item["stop"] for item in first)

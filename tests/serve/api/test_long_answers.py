@@ -93,9 +93,9 @@ async def test_slices_of_several_responses_run_in_different_iterations(
 
     tasks = [asyncio.ensure_future(gather(parts(), turns)) for _ in range(8)]
     while not all(task.done() for task in tasks):
-        before = num_parts
+        num_parts_before = num_parts
         await asyncio.sleep(0)
-        per_iteration.append(num_parts - before)
+        per_iteration.append(num_parts - num_parts_before)
     assert num_parts == 160
     assert max(per_iteration[1:]) <= 2
 
@@ -119,10 +119,10 @@ async def test_a_long_document_is_sent_in_several_messages() -> None:
 
 
 def test_rows_are_unpacked_when_they_are_encoded() -> None:
-    packed = PackedLogProbabilities.of(LogProbabilities([-1.0], [{3: -1.0, 4: -2.0}]))
-    (top,) = packed.top_log_probabilities
-    assert not isinstance(top, dict)
-    assert top_tokens(top) == {3: -1.0, 4: -2.0}
+    packed_log_probabilities = PackedLogProbabilities.of(LogProbabilities([-1.0], [{3: -1.0, 4: -2.0}]))
+    (top_entries,) = packed_log_probabilities.top_log_probabilities
+    assert not isinstance(top_entries, dict)
+    assert top_tokens(top_entries) == {3: -1.0, 4: -2.0}
 
 
 def choose_endlessly(context: TextContext) -> int:

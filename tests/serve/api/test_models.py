@@ -27,17 +27,17 @@ async def test_the_id_of_a_local_model_is_the_name_of_its_folder(flat: dict[str,
     async with app_client(replace(make_services(), pipeline_config=pipeline_config)) as client:
         (model,) = (await client.get("/v1/models")).json()["data"]
         assert (model["id"], model["root"]) == (name, flat["model_path"])
-        refused = await client.post("/v1/completions", json={"prompt": "a", "model": "/models/mine"})
-        assert refused.status_code == 404
-        assert name in refused.json()["error"]["message"]
+        refused_response = await client.post("/v1/completions", json={"prompt": "a", "model": "/models/mine"})
+        assert refused_response.status_code == 404
+        assert name in refused_response.json()["error"]["message"]
 
 
 async def test_routes_of_another_task_are_refused() -> None:
     async with app_client(replace(make_services(), task=PipelineTask.EMBEDDINGS_GENERATION)) as client:
         for path in ("/v1/chat/completions", "/v1/chat/completions/render", "/v1/completions"):
-            refused = await client.post(path, json={"prompt": "a", "messages": []})
-            assert refused.status_code == 400
-            error = refused.json()["error"]
+            refused_response = await client.post(path, json={"prompt": "a", "messages": []})
+            assert refused_response.status_code == 400
+            error = refused_response.json()["error"]
             assert (error["type"], error["code"]) == ("invalid_request_error", "unsupported_task")
             assert error["message"].startswith(f"{path} needs a model of the task text-generation, but")
         assert (await client.get("/v1/models")).status_code == 200

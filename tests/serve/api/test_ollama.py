@@ -68,7 +68,7 @@ async def test_chat_streams_json_lines_unless_stream_is_false(server: InProcessS
     ).json()
     assert response["message"] == {"role": "assistant", "content": "user: Hi"}
     assert (response["done"], response["eval_count"], response["model"]) == (True, 9, "demo")
-    truncated = await server.http.post(
+    truncated_response = await server.http.post(
         "/api/chat",
         json={
             "model": "demo:latest",
@@ -77,7 +77,10 @@ async def test_chat_streams_json_lines_unless_stream_is_false(server: InProcessS
             "options": {"num_predict": 2},
         },
     )
-    assert (truncated.json()["message"]["content"], truncated.json()["done_reason"]) == ("us", "length")
+    assert (truncated_response.json()["message"]["content"], truncated_response.json()["done_reason"]) == (
+        "us",
+        "length",
+    )
     loaded = (await server.post("/api/chat", messages=[])).json()
     assert loaded["done_reason"] == "load"
 
@@ -120,8 +123,8 @@ async def test_generate_completes_a_prompt(server: InProcessServer) -> None:
     *first, last = await post_and_read_lines(server, "/api/generate", prompt="Hi", system="S")
     assert "".join(line["response"] for line in first) == "system: Suser: Hi"
     assert (last["done_reason"], last["response"]) == ("stop", "")
-    raw = (await server.post("/api/generate", prompt="Hi", raw=True, stream=False)).json()
-    assert raw["response"] == "Hi"
+    raw_response = (await server.post("/api/generate", prompt="Hi", raw=True, stream=False)).json()
+    assert raw_response["response"] == "Hi"
     stopped_response = await server.post(
         "/api/generate", prompt="abc", raw=True, stream=False, options={"stop": ["b"]}
     )
@@ -133,8 +136,8 @@ async def test_formats_without_grammar_support_are_refused_and_a_model_is_descri
     server: InProcessServer,
 ) -> None:
     for form in ({"type": "object"}, "json"):  # the fake model supports no grammars
-        refused = await server.post("/api/chat", messages=make_user_message("x"), format=form)
-        assert refused.json()["error"].startswith("format needs the grammar extra")
+        refused_response = await server.post("/api/chat", messages=make_user_message("x"), format=form)
+        assert refused_response.json()["error"].startswith("format needs the grammar extra")
     description = (await server.post("/api/show")).json()
     assert description["capabilities"] == ["completion", "tools", "thinking"]
     assert description["model_info"]["llama.context_length"] == 2048
@@ -167,9 +170,9 @@ async def test_model_lists_and_errors(server: InProcessServer) -> None:
         ("/api/embed", {"input": "x"}, "task"),
         ("/api/show", {"model": "other"}, "other"),
     ):
-        refused = await server.post(path, **body)
-        assert refused.status_code in (400, 404), refused.text
-        assert words in refused.json()["error"], refused.text
+        refused_response = await server.post(path, **body)
+        assert refused_response.status_code in (400, 404), refused_response.text
+        assert words in refused_response.json()["error"], refused_response.text
 
 
 async def test_embed_returns_the_vectors_of_the_openai_route(embedder: Path) -> None:

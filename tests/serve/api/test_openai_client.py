@@ -242,9 +242,9 @@ async def check_extra_fields_of_other_servers(client: AsyncOpenAI) -> None:
         )
         assert "Berlin" not in await complete_chat(stream, bad_words=["Berlin"])
         assert await complete_chat(stream, repeat_penalty=1.0) == default_answer
-        truncated = await complete_chat(stream, truncate_prompt_tokens=1000)
-        assert truncated == default_answer
-    scored = await client.chat.completions.create(
+        truncated_response = await complete_chat(stream, truncate_prompt_tokens=1000)
+        assert truncated_response == default_answer
+    scored_response = await client.chat.completions.create(
         model="demo",
         messages=question,
         temperature=0,
@@ -252,28 +252,28 @@ async def check_extra_fields_of_other_servers(client: AsyncOpenAI) -> None:
         top_logprobs=1,
         extra_body={"prompt_logprobs": 2, "return_tokens_as_token_ids": True},
     )
-    assert scored.usage is not None
-    assert scored.model_extra is not None
-    first, *rows = scored.model_extra["prompt_logprobs"]
+    assert scored_response.usage is not None
+    assert scored_response.model_extra is not None
+    first, *rows = scored_response.model_extra["prompt_logprobs"]
     assert first is None
-    assert len(rows) == scored.usage.prompt_tokens - 1
+    assert len(rows) == scored_response.usage.prompt_tokens - 1
     assert all(len(row) in (2, 3) and any(value["rank"] == 1 for value in row.values()) for row in rows)
-    assert scored.choices[0].logprobs is not None
-    entries = scored.choices[0].logprobs.content or []
+    assert scored_response.choices[0].logprobs is not None
+    entries = scored_response.choices[0].logprobs.content or []
     assert all(entry.token.startswith("token_id:") for entry in entries)
     assert b"".join(bytes(entry.bytes or []) for entry in entries).decode() == default_answer
-    plain = await client.completions.create(
+    plain_response = await client.completions.create(
         model="demo", prompt="Once upon", max_tokens=1, extra_body={"prompt_logprobs": 0}
     )
-    assert plain.usage is not None
-    assert len(plain.choices[0].model_extra["prompt_logprobs"]) == plain.usage.prompt_tokens  # type: ignore[index]
+    assert plain_response.usage is not None
+    assert len(plain_response.choices[0].model_extra["prompt_logprobs"]) == plain_response.usage.prompt_tokens  # type: ignore[index]
 
 
 async def check_errors(client: AsyncOpenAI) -> None:
     message: Any = [{"role": "user", "content": "Hi"}]
-    with pytest.raises(openai.NotFoundError) as unknown:
+    with pytest.raises(openai.NotFoundError) as unknown_error:
         await client.chat.completions.create(model="gpt-4", messages=message)
-    assert (unknown.value.code, unknown.value.param) == ("model_not_found", "model")
+    assert (unknown_error.value.code, unknown_error.value.param) == ("model_not_found", "model")
     with pytest.raises(openai.BadRequestError) as unsupported:
         await client.chat.completions.create(model="demo", messages=message, store=True, stream=True)
     assert unsupported.value.param == "store"

@@ -143,8 +143,8 @@ async def test_prompts_are_truncated_on_request(count: int, max_tokens: int | No
             assert answer["usage"]["prompt_tokens"] == len(expected)
         await post_ok(server, CHAT, **body, messages=[user_message("abcdefgh")])
         assert [bytes(context.prompt_tokens.tolist()).decode() for context in contexts] == [expected] * 3
-        rendered = (await server.post(RENDER, **body, messages=[user_message("abcdefgh")])).json()
-        assert (rendered["prompt"], rendered["count"]) == (expected, len(expected))
+        rendered_response = (await server.post(RENDER, **body, messages=[user_message("abcdefgh")])).json()
+        assert (rendered_response["prompt"], rendered_response["count"]) == (expected, len(expected))
 
 
 async def test_truncation_keeps_the_bos_token(shared_data: Path) -> None:
@@ -157,8 +157,8 @@ async def test_truncation_keeps_the_bos_token(shared_data: Path) -> None:
         (4, [full_prompt[0], *full_prompt[-3:]]),
         (len(full_prompt), full_prompt),
     ):
-        truncated = build_context(tokenizer, request, limit)
-        assert truncated.prompt_tokens.tolist() == expected
+        truncated_context = build_context(tokenizer, request, limit)
+        assert truncated_context.prompt_tokens.tolist() == expected
     assert build_context(tokenizer, request, 100).prompt == request.prompt
 
 
@@ -252,8 +252,8 @@ async def test_tokens_are_returned_as_token_ids_on_request() -> None:
             tokens = [token for row in rows for token in row["tokens"]]
             assert tokens == [f"token_id:{byte}" for byte in "né".encode()]
             assert [*rows[0]["top_logprobs"][0]] == ["token_id:110"]
-        plain = await post_ok(server, CHAT, logprobs=True)  # contains token texts, not ids
-        assert plain["choices"][0]["logprobs"]["content"][0]["token"] == "n"
+        plain_response = await post_ok(server, CHAT, logprobs=True)  # contains token texts, not ids
+        assert plain_response["choices"][0]["logprobs"]["content"][0]["token"] == "n"
 
 
 @pytest.mark.parametrize("stream", [False, True])

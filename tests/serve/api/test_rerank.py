@@ -39,10 +39,12 @@ async def test_rerank_and_score_equal_the_library(kind: str, request: pytest.Fix
             assert (answer["model"], answer["id"][:7]) == ("tiny", "rerank-")
             assert answer["usage"]["total_tokens"] == answer["meta"]["tokens"]["input_tokens"] > 20
         objects = [{"text": text} if i % 2 else text for i, text in enumerate(TEXTS)]
-        best = await post_ok(
+        best_response = await post_ok(
             server, "/v1/rerank", query=QUERY, documents=objects, top_n=2, return_documents=True
         )
-        assert [result["document"] for result in best["results"]] == [{"text": TEXTS[i]} for i in order[:2]]
+        assert [result["document"] for result in best_response["results"]] == [
+            {"text": TEXTS[i]} for i in order[:2]
+        ]
         for path in ("/v1/score", "/score"):
             answer = await post_ok(server, path, text_1=QUERY, text_2=TEXTS)
             np.testing.assert_allclose([item["score"] for item in answer["data"]], expected, atol=1e-6)
@@ -78,8 +80,10 @@ async def test_long_documents_are_truncated_or_refused(cross_encoder: Path) -> N
         error = await server.expect_refusal("/v1/rerank", model="tiny", query="a cat", documents=documents)
         assert (error["param"], error["code"]) == ("documents[1]", "context_length_exceeded")
         assert error["message"].startswith("documents[1] has 85 tokens, but the maximum length is 64")
-        truncated = await post_ok(server, "/v1/rerank", query="a cat", documents=documents, truncate=True)
-        assert truncated["usage"]["prompt_tokens"] == 7 + 64
+        truncated_response = await post_ok(
+            server, "/v1/rerank", query="a cat", documents=documents, truncate=True
+        )
+        assert truncated_response["usage"]["prompt_tokens"] == 7 + 64
         short = await post_ok(server, "/v1/rerank", query="a cat", documents=documents, max_tokens_per_doc=6)
         assert short["usage"]["prompt_tokens"] == 7 + 5 + 6
         expected = await post_ok(server, "/v1/rerank", query="a cat", documents=["hello world", "cat " * 6])
@@ -125,12 +129,12 @@ async def test_classify_equals_the_library(classifier: Path) -> None:
             for i, (item, result) in enumerate(zip(answer["data"], expected, strict=True)):
                 assert (item["index"], item["label"], item["num_classes"]) == (i, result.label, 3)
                 np.testing.assert_allclose(item["probs"], result.scores, atol=1e-6)
-        [alone] = (await post_ok(server, "/v1/classify", input=TEXTS[1], activation=False))["data"]
-        assert abs(sum(alone["probs"]) - 1) > 0.01
+        [single_response] = (await post_ok(server, "/v1/classify", input=TEXTS[1], activation=False))["data"]
+        assert abs(sum(single_response["probs"]) - 1) > 0.01
         ids = server.services.tokenizer.encode_text(TEXTS[1]).tolist()
         [same] = (await post_ok(server, "/v1/classify", input=ids, activation=False))["data"]
-        assert same == alone
+        assert same == single_response
         error = await server.expect_refusal("/v1/rerank", model="tiny", query="a", documents=["b"])
         assert "the model has 3 labels: a cross-encoder has one" in error["message"]
-        [raw] = (await post_ok(server, "/pooling", input=TEXTS[1], activation=False))["data"]
-        np.testing.assert_allclose(raw["scores"], alone["probs"], atol=1e-6)
+        [raw_item] = (await post_ok(server, "/pooling", input=TEXTS[1], activation=False))["data"]
+        np.testing.assert_allclose(raw_item["scores"], single_response["probs"], atol=1e-6)

@@ -95,17 +95,19 @@ async def test_a_previous_response_is_part_of_the_conversation() -> None:
         input_items = await client.responses.input_items.list(second.id, order="asc", limit=2)
         assert [item.to_dict()["role"] for item in input_items.data] == ["user", "assistant"]
         assert input_items.has_more
-        rest = await client.responses.input_items.list(second.id, order="asc", after=input_items.last_id)
-        assert [item.to_dict()["content"][0]["text"] for item in rest.data] == ["B"]  # type: ignore[index]
+        later_items = await client.responses.input_items.list(
+            second.id, order="asc", after=input_items.last_id
+        )
+        assert [item.to_dict()["content"][0]["text"] for item in later_items.data] == ["B"]  # type: ignore[index]
         reference: Any = [
             {"type": "item_reference", "id": first.output[0].id},
             {"role": "user", "content": "C"},
         ]
         third = await client.responses.create(model="demo", input=reference)
         assert third.output_text == "assistant: system: Iuser: Auser: C"
-        with pytest.raises(openai.BadRequestError, match="no stored response") as unknown:
+        with pytest.raises(openai.BadRequestError, match="no stored response") as unknown_error:
             await client.responses.create(model="demo", input="B", previous_response_id="resp_0")
-        assert unknown.value.code == "previous_response_not_found"
+        assert unknown_error.value.code == "previous_response_not_found"
 
 
 async def test_stream_events_have_the_documented_order() -> None:
@@ -130,10 +132,10 @@ async def test_stream_events_have_the_documented_order() -> None:
         ]
         assert final.output_text == "Hello!"
         assert (await server.openai.responses.retrieve(final.id)).output_text == "Hello!"
-        raw = await server.post("/v1/responses", input="Hi", stream=True)
-        numbers = [event["sequence_number"] for event in parse_events(raw.text)]
+        raw_response = await server.post("/v1/responses", input="Hi", stream=True)
+        numbers = [event["sequence_number"] for event in parse_events(raw_response.text)]
         assert numbers == list(range(len(numbers)))
-        assert raw.text.startswith("event: response.created\ndata: ")
+        assert raw_response.text.startswith("event: response.created\ndata: ")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -200,10 +202,10 @@ async def test_responses_report_truncation_and_log_probabilities() -> None:
         assert (created.status, created.output_text) == ("incomplete", "Hel")
         assert created.incomplete_details is not None
         assert created.incomplete_details.reason == "max_output_tokens"
-        scored = await server.openai.responses.create(
+        scored_response = await server.openai.responses.create(
             model="demo", input="Hi", top_logprobs=1, include=["message.output_text.logprobs"]
         )
-        part = scored.output[0].content[0]  # type: ignore[union-attr,index]
+        part = scored_response.output[0].content[0]  # type: ignore[union-attr,index]
         assert [score.token for score in part.logprobs] == list("Hello!")  # type: ignore[union-attr]
         async with server.openai.responses.stream(
             model="demo", input="Hi", include=["message.output_text.logprobs"]
@@ -231,9 +233,9 @@ async def test_a_background_response_can_be_polled_and_streamed() -> None:
         ]
         with pytest.raises(openai.BadRequestError, match="background needs store"):
             await client.responses.create(model="demo", input="Hi", background=True, store=False)
-        plain = await client.responses.create(model="demo", input="Hi")
+        plain_response = await client.responses.create(model="demo", input="Hi")
         with pytest.raises(openai.BadRequestError, match="only a response with background"):
-            await client.responses.cancel(plain.id)
+            await client.responses.cancel(plain_response.id)
 
 
 async def _wait_until_ended(client: openai.AsyncOpenAI, name: str) -> Any:
@@ -294,13 +296,13 @@ async def test_requests_of_codex_are_accepted(caplog: pytest.LogCaptureFixture) 
         caplog.clear()
         assert (await server.http.post("/v1/responses", json=body)).status_code == 200
         assert not [message for message in caplog.messages if "hosted tool" in message]
-        refused = await server.expect_refusal(
+        refusal_error = await server.expect_refusal(
             "/v1/responses", **{**body, "tool_choice": {"type": "web_search"}}
         )
-        assert refused["param"] == "tool_choice.type"
+        assert refusal_error["param"] == "tool_choice.type"
     async with run_in_process(hosted_tools="refuse") as server:
-        refused = await server.expect_refusal("/v1/responses", **body)
-        assert refused["param"] == "tools[2].type"
+        refusal_error = await server.expect_refusal("/v1/responses", **body)
+        assert refusal_error["param"] == "tools[2].type"
 
 
 @pytest.mark.parametrize(
@@ -333,10 +335,10 @@ async def test_requests_of_codex_are_accepted(caplog: pytest.LogCaptureFixture) 
 async def test_invalid_values_are_refused_with_the_field(body: dict[str, Any], param: str) -> None:
     async with run_in_process() as server:
         server.services.tokenizer.max_length = 2048
-        refused = await server.expect_refusal("/v1/responses", **body)
-        assert refused["param"] == param
+        refusal_error = await server.expect_refusal("/v1/responses", **body)
+        assert refusal_error["param"] == param
         if "min_tokens" in body:
-            assert "but max_output_tokens 2" in refused["message"]
+            assert "but max_output_tokens 2" in refusal_error["message"]
 
 
 async def test_truncation_drops_the_oldest_turns() -> None:
@@ -367,8 +369,10 @@ async def test_state_survives_a_restart(tmp_path: Path) -> None:
         created = await server.openai.responses.create(model="demo", input="Hi")
     async with run_in_process(make_echo_pipeline(), state_dir=str(tmp_path)) as server:
         assert (await server.openai.responses.retrieve(created.id)).output_text == "Hello!"
-        after = await server.openai.responses.create(model="demo", input="B", previous_response_id=created.id)
-        assert after.output_text == "user: Hiassistant: Hello!user: B"
+        later_response = await server.openai.responses.create(
+            model="demo", input="B", previous_response_id=created.id
+        )
+        assert later_response.output_text == "user: Hiassistant: Hello!user: B"
 
 
 async def test_the_number_of_stored_responses_is_bounded() -> None:

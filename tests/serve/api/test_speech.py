@@ -109,12 +109,12 @@ async def test_audio_is_streamed_as_events(folder: Path, expected: Any) -> None:
         body = {"input": LONG, "response_format": "pcm", "stream_format": "sse", **SAMPLING}
         response = await server.http.post(ROUTE, json=body)
         assert response.headers["content-type"].startswith("text/event-stream")
-        *deltas, done = parse_events(response.text)
+        *deltas, end_event = parse_events(response.text)
         assert {delta["type"] for delta in deltas} == {"speech.audio.delta"}
         assert deltas  # a busy machine sends chunks that are ready at the same time as one event
         assert b"".join(base64.b64decode(delta["audio"]) for delta in deltas) == expected(LONG)
-        assert done["type"] == "speech.audio.done"
-        usage = done["usage"]
+        assert end_event["type"] == "speech.audio.done"
+        usage = end_event["usage"]
         assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
         assert usage["output_tokens"] >= len(expected(LONG)) / 2 / 8
 

@@ -134,14 +134,14 @@ async def check_forms(server: InProcessServer) -> None:
     """Run many grammars in one batch with unconstrained requests. Streams give the same outputs."""
     common: dict[str, Any] = {"messages": PARIS, "seed": 1, "temperature": 1.0, "max_tokens": 200}
     other = {"messages": PARIS, "seed": 2, "max_tokens": 30}
-    alone = await server.chat(**other)
+    single_response = await server.chat(**other)
     answers = await asyncio.gather(
         *(server.chat(**common, **form) for form, _ in FORMS), *(server.chat(**other) for _ in range(2))
     )
     for (form, check), answer in zip(FORMS, answers, strict=False):
         assert answer["choices"][0]["finish_reason"] == "stop", form
         assert check(message_text(answer)) is not False, (form, message_text(answer))
-    assert {message_text(answer) for answer in answers[len(FORMS) :]} == {message_text(alone)}
+    assert {message_text(answer) for answer in answers[len(FORMS) :]} == {message_text(single_response)}
     parts = await asyncio.gather(*(post_stream(server, **common, **form) for form, _ in FORMS))
     assert [part["content"] for part in parts] == [message_text(answer) for answer in answers[: len(FORMS)]]
     completion = await server.complete(prompt="x", structured_outputs={"regex": "[ab]{5}"}, max_tokens=20)
@@ -202,7 +202,7 @@ async def check_openai_parse_helpers(server: InProcessServer) -> None:
 async def check_errors(server: InProcessServer) -> None:
     """Check that invalid grammars get status 400 before the headers, with the field and the keyword."""
     unsupported = {"type": "array", "uniqueItems": True}
-    refused: list[tuple[dict[str, Any], str, str]] = [
+    refused_requests: list[tuple[dict[str, Any], str, str]] = [
         (make_json_schema_format(unsupported), "response_format.json_schema", "uniqueItems"),
         ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "regular expression"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "not JSON"),
@@ -213,7 +213,7 @@ async def check_errors(server: InProcessServer) -> None:
             "did you mean schema?",
         ),
     ]
-    for form, param, words in refused:
+    for form, param, words in refused_requests:
         for stream in (False, True):
             error = await server.expect_refusal(CHAT, messages=PARIS, stream=stream, **form)
             assert error["param"] == param

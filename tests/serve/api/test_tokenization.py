@@ -21,8 +21,8 @@ from penstock.text.tokenizer import TextTokenizer
 
 async def test_tokenize_returns_ids_and_count() -> None:
     async with run_in_process() as server:
-        plain = (await server.post("/tokenize", prompt="né<|end|>")).json()
-        assert plain == {
+        plain_response = (await server.post("/tokenize", prompt="né<|end|>")).json()
+        assert plain_response == {
             "count": 4,
             "max_model_len": 2048,
             "tokens": [110, 195, 169, 256],
@@ -51,8 +51,8 @@ async def test_special_tokens_in_messages_are_tokens_only_if_allowed(allowed: bo
         answer = await server.chat(messages=[user_message("a<|end|>b")])
         assert answer["usage"]["prompt_tokens"] == len(tokens)
         assert (await server.complete(prompt="a<|end|>b"))["usage"]["prompt_tokens"] == 3
-        own = [{"role": "system", "content": "<|end|>"}, user_message("a")]
-        assert (await server.post("/tokenize", messages=own)).json()["tokens"].count(256) == 1
+        system_message = [{"role": "system", "content": "<|end|>"}, user_message("a")]
+        assert (await server.post("/tokenize", messages=system_message)).json()["tokens"].count(256) == 1
 
 
 @pytest.mark.parametrize(

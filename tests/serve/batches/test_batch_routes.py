@@ -132,12 +132,12 @@ async def test_files_are_listed_in_order(tmp_path: Path) -> None:
         client = server.openai
         for _ in range(3):
             await client.files.create(file=make_request_lines(1), purpose="batch")
-        newest = [file.id async for file in client.files.list()]
-        assert len(newest) == 3
-        assert [file.id async for file in client.files.list(order="desc")] == newest
-        assert [file.id async for file in client.files.list(order="asc", limit=2)] == newest[::-1]
-        refused = await server.http.get("/v1/files", params={"order": "size"})
-        assert refused.json()["error"]["param"] == "order"
+        newest_ids = [file.id async for file in client.files.list()]
+        assert len(newest_ids) == 3
+        assert [file.id async for file in client.files.list(order="desc")] == newest_ids
+        assert [file.id async for file in client.files.list(order="asc", limit=2)] == newest_ids[::-1]
+        refused_response = await server.http.get("/v1/files", params={"order": "size"})
+        assert refused_response.json()["error"]["param"] == "order"
 
 
 async def test_invalid_files_and_batches_are_refused(tmp_path: Path) -> None:
@@ -159,10 +159,10 @@ async def test_invalid_files_and_batches_are_refused(tmp_path: Path) -> None:
             ),
             (b"{}", "application/json", 415),
         ):
-            refused = await server.http.post(
+            refused_response = await server.http.post(
                 "/v1/files", content=data, headers={**headers, "content-type": kind}
             )
-            assert refused.status_code == status, data
+            assert refused_response.status_code == status, data
         file = await client.files.create(file=make_request_lines(1) + make_request_lines(1), purpose="batch")
         fields: Any = {"completion_window": "24h"}
         with pytest.raises(openai.BadRequestError, match="there is no file"):

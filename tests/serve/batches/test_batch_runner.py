@@ -44,8 +44,8 @@ async def run(
     results, reports = {}, []
 
     def store_result(result: bytes, has_succeeded: bool, num_tokens: int) -> None:
-        decoded = json.loads(result)
-        results[decoded["custom_id"]] = decoded
+        decoded_result = json.loads(result)
+        results[decoded_result["custom_id"]] = decoded_result
         reports.append((has_succeeded, num_tokens))
 
     app = server.http._transport.app  # type: ignore[attr-defined]

@@ -111,10 +111,10 @@ async def test_a_body_of_the_maximum_size_is_accepted() -> None:
     async with app_client(make_services(max_body_size=len(body)), echo_body()) as client:
         assert (await post(client, body)).json() == {"a": "b" * 100_000}
     async with app_client(make_services(max_body_size=len(body) - 1), echo_body()) as client:
-        refused = await post(client, body)
-    assert refused.status_code == 413
-    assert refused.json()["error"]["code"] == "request_too_large"
-    assert str(len(body) - 1) in refused.json()["error"]["message"]
+        refused_response = await post(client, body)
+    assert refused_response.status_code == 413
+    assert refused_response.json()["error"]["code"] == "request_too_large"
+    assert str(len(body) - 1) in refused_response.json()["error"]["message"]
 
 
 async def test_the_number_of_concurrent_large_bodies_is_limited() -> None:
@@ -125,8 +125,8 @@ async def test_the_number_of_concurrent_large_bodies_is_limited() -> None:
         assert (await post(client, long, path="/raw")).status_code == 200
         while services.large_bodies.num_active < 8:
             services.large_bodies.acquire()
-        refused = await post(client, long, path="/raw")
-        assert (refused.status_code, refused.headers["retry-after"]) == (429, "5")
+        refused_response = await post(client, long, path="/raw")
+        assert (refused_response.status_code, refused_response.headers["retry-after"]) == (429, "5")
         assert (await post(client, b"{}", path="/raw")).status_code == 200, "short bodies need no slot"
         services.large_bodies.release()
         assert (await post(client, long, path="/raw")).status_code == 200

@@ -106,12 +106,12 @@ def parse_responses(data: bytes) -> list[tuple[int, dict[str, Any]]]:
     """Return (status, body) of each response."""
     responses = []
     while data:
-        head, _, rest = data.partition(b"\r\n\r\n")
+        head, _, remainder = data.partition(b"\r\n\r\n")
         lines = head.decode().lower().split("\r\n")
         headers = dict(line.split(": ", 1) for line in lines[1:])
         size = int(headers["content-length"])
-        responses.append((int(lines[0].split()[1]), json.loads(rest[:size])))
-        data = rest[size:]
+        responses.append((int(lines[0].split()[1]), json.loads(remainder[:size])))
+        data = remainder[size:]
     return responses
 
 
@@ -342,8 +342,8 @@ async def test_shutdown_does_not_wait_for_answered_clients(
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(POST % b"early-close" + b"content-length: 1000\r\n\r\n")
         await until(lambda: bool(app.paths))
-        before = time.monotonic()
-    assert time.monotonic() - before < transport.LINGER_IDLE_SECONDS
+        start_time = time.monotonic()
+    assert time.monotonic() - start_time < transport.LINGER_IDLE_SECONDS
     writer.close()
 
 

@@ -109,10 +109,12 @@ def body_strategy(kind: Any, required: str) -> st.SearchStrategy[dict[str, Any]]
         required: FIELD_STRATEGIES[required],
         "model": st.just("demo") | st.just("demo") | json_values,
     }
-    rest = {name: strategy for name, strategy in fields.items() if name not in required_fields}
-    chosen = st.lists(st.sampled_from(sorted(rest)), max_size=4, unique=True)
+    optional_fields = {name: strategy for name, strategy in fields.items() if name not in required_fields}
+    chosen = st.lists(st.sampled_from(sorted(optional_fields)), max_size=4, unique=True)
     return chosen.flatmap(
-        lambda names: st.fixed_dictionaries({**required_fields, **{name: rest[name] for name in names}})
+        lambda names: st.fixed_dictionaries(
+            {**required_fields, **{name: optional_fields[name] for name in names}}
+        )
     )
 
 
@@ -193,9 +195,11 @@ RAW = [
 )
 async def test_bodies_that_are_not_objects_are_refused(path: str) -> None:
     async with run_in_process() as server:
-        for raw in RAW:
-            response = await server.http.post(path, content=raw, headers={"content-type": "application/json"})
-            assert response.status_code in (400, 404), (raw[:50], response.text)
+        for raw_body in RAW:
+            response = await server.http.post(
+                path, content=raw_body, headers={"content-type": "application/json"}
+            )
+            assert response.status_code in (400, 404), (raw_body[:50], response.text)
             assert response.json()["error"]["type"] == "invalid_request_error"
             assert len(response.text) < 2000
         text = await server.http.post(path, content=b"{}", headers={"content-type": "text/plain"})

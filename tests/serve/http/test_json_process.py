@@ -172,5 +172,5 @@ async def test_the_limit_allows_prompts_of_token_ids() -> None:
         assert (await client.post("/detokenize", json={"tokens": [65] * 8000})).json() == {
             "prompt": "A" * 8000
         }
-        refused = await client.post("/detokenize", json={"tokens": [65] * 10_000})
-    assert refused.json()["error"]["code"] == "too_many_values"
+        refused_response = await client.post("/detokenize", json={"tokens": [65] * 10_000})
+    assert refused_response.json()["error"]["code"] == "too_many_values"

@@ -118,15 +118,15 @@ def make_body(max_tokens: int, **more: Any) -> dict[str, Any]:
 def read_stream(http: httpx.Client, max_tokens: int, after_first: Callable[[], Any]) -> tuple[list[Any], Any]:
     """Return the events of a stream, and the result of the action after the first event."""
     events: list[Any] = []
-    done: Any = None
+    action_result: Any = None
     with http.stream("POST", "/v1/completions", json=make_body(max_tokens, stream=True)) as response:
         assert response.status_code == 200
         for line in response.iter_lines():
             if line.startswith("data: "):
                 events.append(line.removeprefix("data: "))
                 if len(events) == 1:
-                    done = after_first()
-    return events, done
+                    action_result = after_first()
+    return events, action_result
 
 
 def test_the_server_runs_until_a_stop_signal(running: Running, capfd: pytest.CaptureFixture[str]) -> None:
@@ -143,8 +143,8 @@ def test_the_server_runs_until_a_stop_signal(running: Running, capfd: pytest.Cap
     assert probes == [200, 200]
     assert 'penstock_build_info{isa="fake",model="demo"' in metrics
     assert 'penstock_startup_seconds{phase="weights"} 0.25' in metrics
-    out, err = capfd.readouterr()
-    assert out == ""
+    output, err = capfd.readouterr()
+    assert output == ""
     assert "penstock: worker weights: 0.25 s\n" in err
     assert f"penstock: serving demo at {url.rstrip('/')} (ready after " in err
     assert "outcome=length model=demo" in err
@@ -175,14 +175,14 @@ def test_active_requests_finish_after_a_signal(running: Running) -> None:
         with httpx.Client(base_url=http.base_url, timeout=60) as other:
             return read_stream(http, 500, lambda: probe_while_draining(other))
 
-    status, (events, (refused, health)) = running.serve(act)
+    status, (events, (refused_response, health)) = running.serve(act)
     assert status == 0
     assert events[-1] == "[DONE]"
     text = "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1])
     assert text == "a" * 500
-    assert refused.status_code == 503
-    assert refused.headers["retry-after"] == "1"
-    assert refused.headers["connection"] == "close"
+    assert refused_response.status_code == 503
+    assert refused_response.headers["retry-after"] == "1"
+    assert refused_response.headers["connection"] == "close"
     assert health == 200
 
 
@@ -224,21 +224,21 @@ def test_requests_during_loading_get_an_error(running: Running) -> None:
         return make_work()
 
     def act(http: httpx.Client) -> Any:
-        early = http.post("/v1/completions", json=make_body(1))
+        early_response = http.post("/v1/completions", json=make_body(1))
         probes = [http.get(path).status_code for path in ("/health", "/ready", "/version", "/metrics")]
         loaded.set()
         assert running.ready.wait(60)
-        late = http.post("/v1/completions", json=make_body(1))
+        late_response = http.post("/v1/completions", json=make_body(1))
         send(signal.SIGTERM)
-        return early, probes, late
+        return early_response, probes, late_response
 
-    status, (early, probes, late) = running.serve(act, slow_work, when_ready=False)
+    status, (early_response, probes, late_response) = running.serve(act, slow_work, when_ready=False)
     assert status == 0
-    assert early.status_code == 503
-    assert early.headers["retry-after"] == "1"
-    assert "being loaded" in early.json()["error"]["message"]
+    assert early_response.status_code == 503
+    assert early_response.headers["retry-after"] == "1"
+    assert "being loaded" in early_response.json()["error"]["message"]
     assert probes == [503, 503, 200, 200]
-    assert late.status_code == 200
+    assert late_response.status_code == 200
 
 
 def test_a_signal_during_loading_stops_the_server(running: Running) -> None:
@@ -321,9 +321,13 @@ def test_idle_connections_do_not_delay_the_shutdown(running: Running) -> None:
 )
 def test_invalid_http_is_refused_and_closed(running: Running, sent: bytes) -> None:
     def act(http: httpx.Client) -> bytes:
-        with socket.create_connection((http.base_url.host, http.base_url.port or 0), timeout=60) as raw:
-            raw.sendall(sent)
-            answer = b"".join(iter(lambda: raw.recv(4096), b""))  # until the server closes the connection
+        with socket.create_connection(
+            (http.base_url.host, http.base_url.port or 0), timeout=60
+        ) as connection:
+            connection.sendall(sent)
+            answer = b"".join(
+                iter(lambda: connection.recv(4096), b"")
+            )  # until the server closes the connection
         send(signal.SIGTERM)
         return answer
 
@@ -337,9 +341,11 @@ def test_invalid_http_is_refused_and_closed(running: Running, sent: bytes) -> No
 @pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nhost: a\r\nx-slow: "])
 def test_a_connection_without_a_request_is_closed(running: Running, sent: bytes) -> None:
     def act(http: httpx.Client) -> bytes:
-        with socket.create_connection((http.base_url.host, http.base_url.port or 0), timeout=60) as raw:
-            raw.sendall(sent)
-            answer = raw.recv(4096)
+        with socket.create_connection(
+            (http.base_url.host, http.base_url.port or 0), timeout=60
+        ) as connection:
+            connection.sendall(sent)
+            answer = connection.recv(4096)
         assert read_stream(http, 400, lambda: None)[0][-1] == "[DONE]"  # longer than the time limit
         send(signal.SIGTERM)
         return answer

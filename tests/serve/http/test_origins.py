@@ -156,10 +156,13 @@ async def test_same_origin_and_allowed_requests_are_accepted(
 
 async def test_the_error_has_the_format_of_the_api() -> None:
     foreign = {"origin": "https://evil.example"}
-    refused = await send_request("/v1/messages", foreign, "POST")
-    assert refused.status_code == 403
-    assert (refused.json()["type"], refused.json()["error"]["type"]) == ("error", "permission_error")
-    assert refused.json()["request_id"] == refused.headers["x-request-id"]
+    refused_response = await send_request("/v1/messages", foreign, "POST")
+    assert refused_response.status_code == 403
+    assert (refused_response.json()["type"], refused_response.json()["error"]["type"]) == (
+        "error",
+        "permission_error",
+    )
+    assert refused_response.json()["request_id"] == refused_response.headers["x-request-id"]
     assert isinstance((await send_request("/api/chat", foreign, "POST")).json()["error"], str)
     assert isinstance((await send_request("/api/tags", {"host": "evil.example"})).json()["error"], str)
 

@@ -94,8 +94,8 @@ def test_the_table_covers_every_error_class() -> None:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
     for kind in kinds:
         if issubclass(kind, PenstockError) and kind is not PenstockError:
-            below = kind.__mro__[: kind.__mro__.index(PenstockError)]
-            assert any(parent in TABLE for parent in below), kind
+            subclasses = kind.__mro__[: kind.__mro__.index(PenstockError)]
+            assert any(parent in TABLE for parent in subclasses), kind
 
 
 def test_a_message_with_a_lone_surrogate_can_be_sent() -> None:
@@ -172,15 +172,17 @@ async def test_each_error_of_a_route_is_converted(index: int) -> None:
 
 async def test_errors_of_the_framework_have_the_format() -> None:
     async with app_client(make_services(), failing()) as client:
-        unknown = read_error(await client.get("/v1/nothing"), 404)
+        unknown_route_error = read_error(await client.get("/v1/nothing"), 404)
         wrong_method = await client.get("/form")
         path = read_error(await client.get("/items/one"), 400)
-        missing = read_error(await client.post("/form", headers={"content-type": "application/json"}), 400)
-    assert unknown["code"] == "not_found"
+        missing_field_error = read_error(
+            await client.post("/form", headers={"content-type": "application/json"}), 400
+        )
+    assert unknown_route_error["code"] == "not_found"
     assert read_error(wrong_method, 405)["code"] == "method_not_allowed"
     assert wrong_method.headers["allow"] == "POST"
     assert path["param"] == "number"
-    assert missing["param"] is None
+    assert missing_field_error["param"] is None
 
 
 def read_error(response: httpx.Response, status: int) -> dict[str, Any]:

@@ -84,10 +84,10 @@ async def complete_with_and_without_stream(
 async def test_streamed_chats_equal_responses(form: dict[str, Any]) -> None:
     async with run_in_process(slow_pipeline()) as server:
         for question in ("Hi", "Ho", "äöü🎉"):
-            response, joined = await chat_with_and_without_stream(
+            response, joined_response = await chat_with_and_without_stream(
                 server, messages=[user_message(question)], **form
             )
-            assert joined == response
+            assert joined_response == response
 
 
 @pytest.mark.parametrize(
@@ -108,8 +108,10 @@ async def test_streamed_chats_equal_responses(form: dict[str, Any]) -> None:
 async def test_streamed_completions_equal_responses(form: dict[str, Any]) -> None:
     async with run_in_process(slow_pipeline()) as server:
         for prompt in ("Hi", "Ho", "éöü🎉"):
-            response, joined = await complete_with_and_without_stream(server, **{"prompt": prompt, **form})
-            assert joined == response
+            response, joined_response = await complete_with_and_without_stream(
+                server, **{"prompt": prompt, **form}
+            )
+            assert joined_response == response
 
 
 @pytest.mark.parametrize(
@@ -120,8 +122,8 @@ async def test_streamed_completions_equal_responses(form: dict[str, Any]) -> Non
 )
 async def test_streamed_tool_calls_equal_responses(text: str, form: dict[str, Any]) -> None:
     async with run_in_process(FakePipeline.saying(text), template=HERMES) as server:
-        response, joined = await chat_with_and_without_stream(server, tools=TOOLS, **form)
-        assert joined == response
+        response, joined_response = await chat_with_and_without_stream(server, tools=TOOLS, **form)
+        assert joined_response == response
 
 
 @pytest.mark.parametrize(
@@ -136,8 +138,8 @@ async def test_streamed_tool_calls_equal_responses(text: str, form: dict[str, An
 @pytest.mark.parametrize("form", [{}, {"max_tokens": 12}, {"stop": ["el", "ever"]}, {"tools": TOOLS}])
 async def test_streamed_reasoning_equals_responses(text: str, form: dict[str, Any]) -> None:
     async with run_in_process(FakePipeline.saying(text), template=THINKING) as server:
-        response, joined = await chat_with_and_without_stream(server, **form)
-        assert joined == response
+        response, joined_response = await chat_with_and_without_stream(server, **form)
+        assert joined_response == response
 
 
 async def test_continuous_usage_counts_tokens() -> None:

@@ -39,8 +39,10 @@ def test_text_is_streamed(server: ServerProcess) -> None:
     text = httpx.post(f"{server.url}/v1/chat/completions", json=HELLO | more, timeout=60).text
     *chunks, end = parse_events(text)
     assert end == "[DONE]"
-    joined = "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
-    assert joined == answer["choices"][0]["message"]["content"]
+    joined_text = "".join(
+        choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"]
+    )
+    assert joined_text == answer["choices"][0]["message"]["content"]
     assert chunks[-1]["usage"]["completion_tokens"] == usage["completion_tokens"]
 
 

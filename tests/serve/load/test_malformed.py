@@ -197,11 +197,15 @@ def bodies_with_invalid_fields(share: int) -> Iterator[tuple[str, Any]]:
 
 @pytest.fixture(autouse=True)
 def _check_server_afterwards(server: ServerProcess) -> Iterator[None]:
-    before = server.metrics()
+    metrics_before = server.metrics()
     yield
-    after = server.wait_until_idle()
-    assert after["penstock_worker_restarts_total"] == before["penstock_worker_restarts_total"]
-    assert not [name for name in after if 'status="5' in name and after[name] > before.get(name, 0)]
+    metrics_after = server.wait_until_idle()
+    assert metrics_after["penstock_worker_restarts_total"] == metrics_before["penstock_worker_restarts_total"]
+    assert not [
+        name
+        for name in metrics_after
+        if 'status="5' in name and metrics_after[name] > metrics_before.get(name, 0)
+    ]
     assert server.complete()["usage"]["completion_tokens"] == 5
 
 
@@ -250,7 +254,7 @@ async def test_unusual_requests_are_refused_or_answered(server: ServerProcess) -
 
 
 async def test_malformed_raw_bodies_are_refused(server: ServerProcess) -> None:
-    statuses = await post_all(server, [(path, raw) for path in ROUTES for raw in RAW])
+    statuses = await post_all(server, [(path, raw_body) for path in ROUTES for raw_body in RAW])
     assert statuses.keys() == {400}
 
 

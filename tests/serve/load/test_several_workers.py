@@ -30,21 +30,25 @@ class Client:
 
     async def per_worker(self, name: str) -> list[float]:
         text = (await self.http.get("/metrics")).text
-        samples = [one for family in text_string_to_metric_families(text) for one in family.samples]
+        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
         values = {
-            one.labels["worker"]: one.value for one in samples if one.name == f"penstock_per_worker_{name}"
+            sample.labels["worker"]: sample.value
+            for sample in samples
+            if sample.name == f"penstock_per_worker_{name}"
         }
         return [values["0"], values["1"]]
 
     async def four_at_each_worker(self, name: str) -> list[asyncio.Task[httpx.Response]]:
         """Start eight requests and return when they run. Start others if some have ended before."""
         for attempt in count():
-            running = [asyncio.create_task(self.ask(cache_salt=f"{name}-{attempt}-{n}")) for n in range(8)]
-            while not any(one.done() for one in running):
+            running_tasks = [
+                asyncio.create_task(self.ask(cache_salt=f"{name}-{attempt}-{n}")) for n in range(8)
+            ]
+            while not any(task.done() for task in running_tasks):
                 if await self.per_worker("requests_running") == [4, 4]:
-                    return running
+                    return running_tasks
                 await asyncio.sleep(0.02)
-            await asyncio.gather(*running)
+            await asyncio.gather(*running_tasks)
         raise AssertionError
 
     async def until(self, name: str, *expected: float) -> None:
@@ -63,26 +67,28 @@ async def test_a_killed_worker_fails_only_its_requests(tmp_path: Path) -> None:
         client = Client(server.url)
         expected = (await client.ask()).json()["choices"]
         for victim in sorted(server.workers):
-            running = await client.four_at_each_worker(str(victim))
+            running_tasks = await client.four_at_each_worker(str(victim))
             os.kill(victim, signal.SIGKILL)
             await client.until("up", 0, 1)
-            later = [asyncio.create_task(client.ask(max_tokens=5)) for _ in range(4)]
-            answers = await asyncio.gather(*running)
-            assert [one.json()["choices"] for one in answers if one.status_code == 200] == [expected] * 4
-            assert [one.status_code for one in answers].count(503) == 4
-            assert [one.status_code for one in await asyncio.gather(*later)] == [200] * 4
+            later_tasks = [asyncio.create_task(client.ask(max_tokens=5)) for _ in range(4)]
+            answers = await asyncio.gather(*running_tasks)
+            assert [answer.json()["choices"] for answer in answers if answer.status_code == 200] == [
+                expected
+            ] * 4
+            assert [answer.status_code for answer in answers].count(503) == 4
+            assert [answer.status_code for answer in await asyncio.gather(*later_tasks)] == [200] * 4
             await client.until("up", 1, 1)
         assert await client.per_worker("restarts_total") == [1, 1]
 
         # A reload under load: every request is answered.
-        before = set(server.workers)
+        workers_before = set(server.workers)
         reload = asyncio.create_task(client.http.post("/reload"))
         statuses = set()
         while not reload.done():
             answers = await asyncio.gather(*(client.ask(max_tokens=20) for _ in range(3)))
-            statuses |= {one.status_code for one in answers}
+            statuses |= {answer.status_code for answer in answers}
         assert (reload.result().json(), statuses) == ({"status": "reloaded"}, {200})
-        assert len(set(server.workers) - before) == 2
+        assert len(set(server.workers) - workers_before) == 2
         assert (await client.ask()).json()["choices"] == expected
         await client.http.aclose()
     assert "Traceback" not in log.read_text()

@@ -53,10 +53,10 @@ def test_the_grammar_forces_the_markers_and_keys_of_the_row() -> None:
     info = xgrammar.TokenizerInfo(vocabulary, xgrammar.VocabType.RAW, vocab_size=257, stop_token_ids=[256])
     grammar = choose_parsers().grammar(TOOLS, "required", reasoning=True, in_reasoning=False)
     assert grammar is not None
-    compiled = xgrammar.GrammarCompiler(info).compile_structural_tag(grammar.text)
+    compiled_grammar = xgrammar.GrammarCompiler(info).compile_structural_tag(grammar.text)
 
     def accepts(text: str) -> bool:
-        matcher = xgrammar.GrammarMatcher(compiled)
+        matcher = xgrammar.GrammarMatcher(compiled_grammar)
         return bool(matcher.accept_string(text) and matcher.accept_token(256))
 
     assert accepts(OUTPUT)

@@ -272,9 +272,9 @@ def test_no_text_is_lost(name: str, data: st.DataObject) -> None:
     text += ">" + '"' * 2 + " end of it "
     events = parse(make_parser(name, "none"), text, data.draw(SIZES))
     if isinstance(events[-1], Content):
-        out = "".join(event.text for event in events if isinstance(event, Content | ToolCallArguments))
+        content = "".join(event.text for event in events if isinstance(event, Content | ToolCallArguments))
         ids = "".join(event.id for event in events if isinstance(event, ToolCallStart))
-        assert [word for word in words if word in text and word not in out + ids] == []
+        assert [word for word in words if word in text and word not in content + ids] == []
 
 
 @FORMATS

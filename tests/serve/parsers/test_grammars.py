@@ -79,13 +79,13 @@ def render_calls(name: str, *calls: Call) -> str:
             return f"<function_calls>{text}</function_calls>"
         return f"[{text}]" if name == "pythonic" else f"<|tool_call_start|>[{text}]<|tool_call_end|>"
     if name == "cohere":
-        rendered = [
+        rendered_calls = [
             '{"tool_call_id": "0", "tool_name": "NAME", "parameters": ARGS}'.replace(
                 "NAME", call.name
             ).replace("ARGS", json.dumps(call.arguments))
             for call in calls
         ]
-        return f"<|START_ACTION|>[{', '.join(rendered)}]<|END_ACTION|>"
+        return f"<|START_ACTION|>[{', '.join(rendered_calls)}]<|END_ACTION|>"
     return RENDERERS[name](calls)
 
 

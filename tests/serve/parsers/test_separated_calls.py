@@ -141,8 +141,8 @@ def test_ids_of_kimi_are_kept_if_valid(written_id: str, call_id: str) -> None:
     starts = [event for event in parse_events("kimi_k2", text * 3) if isinstance(event, ToolCallStart)]
     assert len({start.id for start in starts}) == 3
     assert all(start.id.startswith("functions.search:") for start in starts)
-    unknown = text.replace("search", "other")
-    assert parse_text("kimi_k2", unknown) == ([], unknown)
+    unknown_call = text.replace("search", "other")
+    assert parse_text("kimi_k2", unknown_call) == ([], unknown_call)
 
 
 def test_a_duplicate_call_id_is_replaced() -> None:
@@ -198,8 +198,8 @@ IRREGULAR_MARKUP = {
 def test_missing_or_repeated_markup_is_tolerated(name: str, text: str) -> None:
     assert parse_text(name, text) == ([SEARCH], "")
     assert parse_text(name, f"{text} so") == ([SEARCH], " so")
-    unknown = text.replace("search", "other")
-    assert parse_text(name, unknown)[0] == []
+    unknown_call = text.replace("search", "other")
+    assert parse_text(name, unknown_call)[0] == []
 
 
 def test_a_marker_in_text_does_not_hide_a_call() -> None:

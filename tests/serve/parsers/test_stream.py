@@ -46,13 +46,13 @@ def find_markers(markers: list[str], text: str, sizes: list[int]) -> list[tuple[
 def test_found_markers_do_not_depend_on_chunking(markers: list[str], text: str, sizes: list[int]) -> None:
     expected, run, at = [], "", 0
     while at < len(text):
-        here = max((marker for marker in markers if text.startswith(marker, at)), key=len, default="")
-        if here:
-            expected.append((run, here))
+        marker_here = max((marker for marker in markers if text.startswith(marker, at)), key=len, default="")
+        if marker_here:
+            expected.append((run, marker_here))
             run = ""
         else:
             run += text[at]
-        at += len(here) or 1
+        at += len(marker_here) or 1
     assert find_markers(markers, text, sizes) == [*expected, (run, "")]
 
 

@@ -110,14 +110,14 @@ def accepts(grammar: Grammar, text: str, special: tuple[str, ...] = ()) -> bool:
 
 def render_calls(name: str, *calls: Call) -> str:
     if name in ("pythonic", "lfm2", "olmo3"):
-        rendered = [
+        rendered_calls = [
             f"{call.name}({', '.join(f'{key}={json.dumps(value)}' for key, value in call.arguments.items())})"
             for call in calls
         ]
         if name == "olmo3":
-            lines = "\n".join(rendered)
+            lines = "\n".join(rendered_calls)
             return f"<function_calls>{lines}</function_calls>"
-        text = f"[{', '.join(rendered)}]"
+        text = f"[{', '.join(rendered_calls)}]"
         return text if name == "pythonic" else f"<|tool_call_start|>{text}<|tool_call_end|>"
     if name == "cohere":
         return RENDERERS[name](calls).replace("[\n    ", "[").replace("\n]", "]")
@@ -193,8 +193,8 @@ def walk(grammar: Any, seed: int, value_end: str) -> str:
             continue
         matcher.fill_next_token_bitmask(mask)
         bits = np.unpackbits(mask[0].numpy().view(np.uint8), bitorder="little")
-        allowed = np.flatnonzero(bits[: END + 1]).tolist()
-        candidates = [token for token in allowed if token == END or 32 <= token < 127] or allowed
+        allowed_ids = np.flatnonzero(bits[: END + 1]).tolist()
+        candidates = [token for token in allowed_ids if token == END or 32 <= token < 127] or allowed_ids
         assert candidates, f"no token is allowed after {output!r}"
         token = rng.choice(candidates)
         value_ends = [ord(letter) for letter in '"]}<' if ord(letter) in candidates]
@@ -279,11 +279,11 @@ def test_a_strict_bare_call_may_follow_its_marker_and_reasoning() -> None:
     parsers = ParserFactory.choose(None, "llama3_json", "think", SPECIAL)
     grammar = parsers.strict_grammar(TOOLS, {"search"}, in_reasoning=False)
     call = render_calls("llama3_json", SEARCH)
-    marked = f"<|python_tag|>{call}"
+    marked_call = f"<|python_tag|>{call}"
     for text in ("Hi {", "", call, f"<think>hm {{</think>\n\n{call}", "<think>hm</think>Hi"):
         assert accepts(grammar, text), text
         assert not accepts(grammar, text.replace("3", '"3"')) or "3" not in text
-    for text in (marked, f"So {marked}", f"<think>hm</think>{marked}"):
+    for text in (marked_call, f"So {marked_call}", f"<think>hm</think>{marked_call}"):
         assert accepts(grammar, text, ("<|python_tag|>",)), text
         assert not accepts(grammar, text.replace("3", '"3"'), ("<|python_tag|>",))
     assert not accepts(grammar, '{"name": 1}')

@@ -71,8 +71,8 @@ async def test_conversations_are_stored_and_branched() -> None:
         assert await visible_texts.all_inner_texts() == ["First", "I see 1."]
         await send_message(page, "Other")
         assert await visible_texts.all_inner_texts() == ["First", "I see 1.", "Other", "I see 2."]
-        stored = json.loads(await page.evaluate("localStorage.getItem('penstock.conversations')"))
-        assert [[message["text"] for message in entry["messages"]] for entry in stored] == [
+        conversations = json.loads(await page.evaluate("localStorage.getItem('penstock.conversations')"))
+        assert [[message["text"] for message in entry["messages"]] for entry in conversations] == [
             ["First", "I see 1.", "Other", "I see 2."],
             ["First", "I see 1.", "Second", "I see 2."],
         ]

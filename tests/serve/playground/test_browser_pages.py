@@ -150,10 +150,12 @@ async def test_metrics_are_shown() -> None:
 
 async def test_metrics_count_running_requests() -> None:
     async with open_playground(make_endless_pipeline(), fragment="#metrics") as (page, chat):
-        running = [asyncio.create_task(chat.chat(messages=[{"role": "user", "content": "Hi"}])) for _ in "ab"]
+        running_tasks = [
+            asyncio.create_task(chat.chat(messages=[{"role": "user", "content": "Hi"}])) for _ in "ab"
+        ]
         await wait_until(page, "document.getElementById('metrics-running').textContent === '2'")
         await wait_until(page, "parseInt(document.getElementById('metrics-tokens').textContent) > 10")
-        for request in running:
+        for request in running_tasks:
             request.cancel()
         await wait_until(page, "document.getElementById('metrics-running').textContent === '0'")
 
