@@ -69,7 +69,7 @@ def open_with_kv_cache(
     return open_pipeline(checkpoint, kv_cache_dtype=kv_type, **(options | config))
 
 
-def logits_of(pipeline: TextGenerationPipeline) -> Tensor:
+def compute_logits(pipeline: TextGenerationPipeline) -> Tensor:
     return step_logits(pipeline, [make_context(PROMPT)])[0]
 
 
@@ -79,9 +79,9 @@ def mean_difference(logits: Tensor, reference: Tensor) -> float:
 
 
 def test_logits_of_8_bit_caches_are_close_to_float32(checkpoint: Path) -> None:
-    float32_logits = logits_of(open_with_kv_cache(checkpoint, "float32"))
+    float32_logits = compute_logits(open_with_kv_cache(checkpoint, "float32"))
     errors = {
-        kind: mean_difference(logits_of(open_with_kv_cache(checkpoint, kind)), float32_logits)
+        kind: mean_difference(compute_logits(open_with_kv_cache(checkpoint, kind)), float32_logits)
         for kind in ("bfloat16", "int8", "fp8")
     }
     assert 0 < errors["bfloat16"] < errors["fp8"] < 16 * errors["bfloat16"]  # 3 bits of mantissa, not 7
@@ -117,12 +117,12 @@ NAMES = {
 def test_scales_stored_in_the_checkpoint_are_used(
     checkpoint: Path, tmp_path: Path, names: tuple[str, str]
 ) -> None:
-    float32_logits = logits_of(open_with_kv_cache(checkpoint, "float32"))
+    float32_logits = compute_logits(open_with_kv_cache(checkpoint, "float32"))
     for scales, is_close in (((0.02, 0.03), True), ((0.0001, 0.03), False), ((0.02, 0.0001), False)):
         tensors = {name: torch.tensor(value) for name, value in zip(names, scales, strict=True)}
         pipeline = open_with_kv_cache(with_scales(checkpoint, tmp_path, tensors))
         assert pipeline.kv.storage.scales[1][:, 0, 1, 3].tolist() == pytest.approx(scales)
-        error = mean_difference(logits_of(pipeline), float32_logits)
+        error = mean_difference(compute_logits(pipeline), float32_logits)
         assert 0 < error < 0.2 if is_close else error > 0.4, (
             scales,
             error,
@@ -188,7 +188,7 @@ def test_invalid_scales_are_refused(checkpoint: Path, tmp_path: Path, scale: Ten
     folder = with_scales(checkpoint, tmp_path, {"k_scale": scale, "v_scale": torch.ones(1)})
     with pytest.raises(WeightsError, match=message):
         open_with_kv_cache(folder)
-    logits_of(open_with_kv_cache(folder, "int8"))  # a cache of another type does not read the scales
+    compute_logits(open_with_kv_cache(folder, "int8"))  # a cache of another type does not read the scales
 
 
 @pytest.mark.parametrize("is_fixed", [False, True])

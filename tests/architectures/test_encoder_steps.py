@@ -20,12 +20,12 @@ They have an attention bias that is not the result of an operation, or an operat
 """
 
 
-def inputs_of(length: int, count: int) -> list[np.ndarray]:
+def random_inputs(length: int, count: int) -> list[np.ndarray]:
     rng = np.random.default_rng(length)
     return [rng.integers(3, 130, length) for _ in range(count)]
 
 
-def token_vectors_of(
+def compute_token_vectors(
     pipeline: EmbeddingsPipeline, inputs: list[np.ndarray], **fields: Any
 ) -> list[np.ndarray]:
     """Return the vectors of all tokens of several inputs, computed one input at a time."""
@@ -47,12 +47,12 @@ def test_compiled_steps_are_bit_equal_to_eager_steps(
     pipeline = open_encoder(tmp_path, quantization_encoding=encoding)
     session = pipeline.session
     for length in (1, 7, 128):
-        inputs = inputs_of(length, 3)
+        inputs = random_inputs(length, 3)
         session.use_graphs = False
-        all_eager_vectors = token_vectors_of(pipeline, inputs)
+        all_eager_vectors = compute_token_vectors(pipeline, inputs)
         session.use_graphs = True
-        token_vectors_of(pipeline, inputs)  # the first run is eager, the second one records
-        all_compiled_vectors = token_vectors_of(pipeline, inputs)
+        compute_token_vectors(pipeline, inputs)  # the first run is eager, the second one records
+        all_compiled_vectors = compute_token_vectors(pipeline, inputs)
         assert session.graph_status.startswith(
             "eager" if architecture.name in UNCOMPILED_FAMILIES else "compiled"
         )
@@ -68,14 +68,16 @@ def bert(tmp_path: Path) -> EmbeddingsPipeline:
 
 
 def test_token_types_are_inputs_of_a_compiled_step(bert: EmbeddingsPipeline) -> None:
-    [tokens] = inputs_of(12, 1)
+    [tokens] = random_inputs(12, 1)
     types = [None, np.arange(12) % 2, np.zeros(12, np.int64), np.arange(12) // 6]
     bert.session.use_graphs = False
-    eager_vectors = [token_vectors_of(bert, [tokens], token_type_ids=token_types)[0] for token_types in types]
+    eager_vectors = [
+        compute_token_vectors(bert, [tokens], token_type_ids=token_types)[0] for token_types in types
+    ]
     bert.session.use_graphs = True
     for _ in range(3):
         compiled_vectors = [
-            token_vectors_of(bert, [tokens], token_type_ids=token_types)[0] for token_types in types
+            compute_token_vectors(bert, [tokens], token_type_ids=token_types)[0] for token_types in types
         ]
         assert all(map(np.array_equal, eager_vectors, compiled_vectors))
     assert bert.session.graph_status.startswith("compiled")
@@ -87,7 +89,10 @@ def test_long_inputs_and_batches_are_not_compiled(
     bert: EmbeddingsPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CpuGraphCompiler, "max_rows", 64)
-    for inputs, reason in ((inputs_of(65, 1), "more than 64 rows"), (inputs_of(5, 2), "several inputs")):
+    for inputs, reason in (
+        (random_inputs(65, 1), "more than 64 rows"),
+        (random_inputs(5, 2), "several inputs"),
+    ):
         for _ in range(3):
             encode_all(bert, inputs)
             assert bert.session.graph_status == f"eager: {reason}"

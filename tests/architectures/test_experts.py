@@ -33,13 +33,13 @@ FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss")
 TINY = {candidate.name: candidate.tiny_config for candidate in DECODERS if candidate.tiny_config is not None}
 
 
-def config_of(family: str, **changes: Any) -> dict[str, Any]:
+def make_config(family: str, **changes: Any) -> dict[str, Any]:
     """Return a family's tiny configuration with changes; the value ``...`` removes a key."""
     values = TINY[family]() | changes
     return {key: value for key, value in values.items() if value is not ...}
 
 
-def logits_of(pipeline: TextGenerationPipeline) -> torch.Tensor:
+def compute_logits(pipeline: TextGenerationPipeline) -> torch.Tensor:
     """Return the logits of a prompt, then of single tokens."""
     context = make_context(
         TOKENS[:50], log_probabilities_echo=True
@@ -56,7 +56,7 @@ def relative_error(pipeline: TextGenerationPipeline, reference: Any) -> float:
     """Return the largest error of the logits against transformers, in multiples of the tolerance."""
     expected = transformers_logits(reference, TOKENS)
     tolerance = 1e-4 * max(1.0, float(expected.std()))
-    return float((logits_of(pipeline) - expected).abs().max()) / tolerance
+    return float((compute_logits(pipeline) - expected).abs().max()) / tolerance
 
 
 # ---- variants ----
@@ -86,7 +86,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_of_variants_equal_transformers(variant: str, tmp_path: Path) -> None:
     family, changes = VARIANTS[variant]
-    write_checkpoint(tmp_path, config_of(family, **changes))
+    write_checkpoint(tmp_path, make_config(family, **changes))
     reference = load_in_transformers(tmp_path)
     assert relative_error(open_pipeline(tmp_path, kv_cache_block_size=16), reference) <= 1
 
@@ -106,7 +106,7 @@ def test_other_spellings_of_keys_are_read(case: str, tmp_path: Path) -> None:
     """Published files spell some keys differently than transformers does."""
     family, changes = SPELLINGS[case]
     dense = {"mlp_only_layers": [], "decoder_sparse_step": 2} if "mlp_only_layers" in changes else {}
-    write_checkpoint(tmp_path, config_of(family, **dense))
+    write_checkpoint(tmp_path, make_config(family, **dense))
     config = json.loads((tmp_path / "config.json").read_text()) | changes
     values = {key: value for key, value in config.items() if value is not ...}
     (tmp_path / "config.json").write_text(json.dumps(values))
@@ -117,13 +117,13 @@ def test_other_spellings_of_keys_are_read(case: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp(request.param), config_of(request.param))
+    return write_checkpoint(tmp_path_factory.mktemp(request.param), make_config(request.param))
 
 
 @pytest.fixture(scope="module")
 def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a gpt-oss checkpoint with gates so large that many exceed the clamping limit."""
-    folder = write_checkpoint(tmp_path_factory.mktemp("gpt_oss"), config_of("gpt_oss"))
+    folder = write_checkpoint(tmp_path_factory.mktemp("gpt_oss"), make_config("gpt_oss"))
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
         if name.endswith("experts.gate_up_proj"):
@@ -133,8 +133,8 @@ def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_bfloat16_logits_are_close_to_float32(checkpoint: Path) -> None:
-    float32_logits = logits_of(open_pipeline(checkpoint, kv_cache_block_size=16))
-    bfloat16_logits = logits_of(
+    float32_logits = compute_logits(open_pipeline(checkpoint, kv_cache_block_size=16))
+    bfloat16_logits = compute_logits(
         open_pipeline(checkpoint, kv_cache_block_size=16, quantization_encoding="bfloat16")
     )
     # some rows are routed to other experts
@@ -223,13 +223,13 @@ def test_each_mutation_of_gpt_oss_changes_the_logits(gpt_oss: Path) -> None:
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_experts_stored_in_one_tensor_equal_separate_tensors(family: str, tmp_path: Path) -> None:
     """transformers 5 uses this layout in memory, and writes it if conversion is disabled."""
-    per_expert = write_checkpoint(tmp_path / "older", config_of(family))
+    per_expert = write_checkpoint(tmp_path / "older", make_config(family))
     load_in_transformers(per_expert).save_pretrained(tmp_path / "newer", save_original_format=False)
     names = load_file(tmp_path / "newer" / "model.safetensors").keys()
     assert "model.layers.0.mlp.experts.gate_up_proj" in names
     assert not any(".experts.0." in name for name in names)
     pipelines = [open_pipeline(folder) for folder in (per_expert, tmp_path / "newer")]
-    assert torch.equal(*map(logits_of, pipelines))
+    assert torch.equal(*map(compute_logits, pipelines))
     first, second = (
         [
             part.name.rpartition("experts")[2]
@@ -256,7 +256,7 @@ def check_encoded_experts(checkpoint: Path) -> None:
 
 
 def test_the_error_names_a_missing_expert(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, config_of("mixtral"))
+    write_checkpoint(tmp_path, make_config("mixtral"))
     config = json.loads((tmp_path / "config.json").read_text()) | {"num_local_experts": 6}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(WeightsError, match=r"experts\.5\.w1\.weight.*\[5, 48\].*\[6, 48\]"):
@@ -292,7 +292,9 @@ def test_logits_of_mxfp4_experts_equal_those_of_their_float_values(gpt_oss: Path
     packed_folder, float_folder = write_mxfp4(gpt_oss, tmp_path)
     pipeline = open_pipeline(packed_folder, kv_cache_block_size=16)
     assert relative_error(pipeline, load_in_transformers(float_folder)) <= 1
-    assert torch.equal(logits_of(pipeline), logits_of(open_pipeline(float_folder, kv_cache_block_size=16)))
+    assert torch.equal(
+        compute_logits(pipeline), compute_logits(open_pipeline(float_folder, kv_cache_block_size=16))
+    )
 
 
 def test_mxfp4_experts_are_kept_in_mxfp4(gpt_oss: Path, tmp_path: Path) -> None:
@@ -315,8 +317,8 @@ def test_mxfp4_experts_are_kept_in_mxfp4(gpt_oss: Path, tmp_path: Path) -> None:
         torch.equal(item, torch.cat([gate_up[0::2], gate_up[1::2]])) for item in result if len(item) == 64
     )
     assert any(torch.equal(item, down) for item in result)
-    float32_logits = logits_of(open_pipeline(float_folder, kv_cache_block_size=16))
-    assert float((logits_of(pipeline).float() - float32_logits).norm() / float32_logits.norm()) < 0.05
+    float32_logits = compute_logits(open_pipeline(float_folder, kv_cache_block_size=16))
+    assert float((compute_logits(pipeline).float() - float32_logits).norm() / float32_logits.norm()) < 0.05
     estimated = model.estimate_weights_size(model.pipeline_config)
     assert 0.995 * weight_bytes(pipeline) <= estimated <= 1.5 * weight_bytes(pipeline)
 
@@ -362,7 +364,7 @@ def write_per_expert_adapter(
 def test_an_adapter_on_single_experts_equals_merged_weights(
     family: str, targets: list[str], tmp_path: Path
 ) -> None:
-    base = write_checkpoint(tmp_path / "base", config_of(family))
+    base = write_checkpoint(tmp_path / "base", make_config(family))
     tensors = load_file(base / "model.safetensors")
     matrices = {}
     for name, weight in list(tensors.items()):
@@ -419,7 +421,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_unsupported_configurations_are_refused(case: str, tmp_path: Path) -> None:
     family, changes, message = REFUSED[case]
-    write_checkpoint(tmp_path, config_of(family))
+    write_checkpoint(tmp_path, make_config(family))
     values = json.loads((tmp_path / "config.json").read_text()) | changes
     (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(CheckpointError if case == "layers by name" else ConfigError, match=message):

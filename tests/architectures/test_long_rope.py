@@ -25,7 +25,7 @@ NUM_NEW_TOKENS = 16
 FACTORS = {"short_factor": [1.0, 1.1, 1.3, 1.5], "long_factor": [1.0, 2.0, 5.0, 7.5]}
 
 
-def config_of(family: str) -> dict[str, Any]:
+def make_config(family: str) -> dict[str, Any]:
     (architecture,) = (candidate for candidate in DECODERS if candidate.name == family)
     assert architecture.tiny_config is not None
     rope = FACTORS | {"rope_type": "longrope", "original_max_position_embeddings": LIMIT}
@@ -43,7 +43,7 @@ def config_of(family: str) -> dict[str, Any]:
 @pytest.fixture(scope="module", params=["phi3", "llama"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_tiny_llm(tmp_path_factory.mktemp(request.param))  # for its tokenizer
-    return write_checkpoint(folder, config_of(request.param))
+    return write_checkpoint(folder, make_config(request.param))
 
 
 @pytest.fixture(scope="module")
@@ -228,7 +228,7 @@ def test_scores_of_several_answers_across_the_limit_equal_a_recomputation(
 
 
 def test_equal_short_and_long_factors_need_no_recomputation(tmp_path: Path) -> None:
-    config = config_of("llama")
+    config = make_config("llama")
     config["rope_parameters"] |= {"long_factor": FACTORS["short_factor"]}
     pipeline = open_pipeline(write_checkpoint(tmp_path, config))
     assert pipeline.model.kv_cache_spec is not None

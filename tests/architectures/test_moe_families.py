@@ -36,13 +36,13 @@ LONGROPE = {
 }
 
 
-def config_of(family: str, **changes: Any) -> dict[str, Any]:
+def make_config(family: str, **changes: Any) -> dict[str, Any]:
     """Return the tiny configuration of a family with changes; the value ``...`` removes a key."""
     values = TINY[family]() | changes
     return {key: value for key, value in values.items() if value is not ...}
 
 
-def logits_of(pipeline: TextGenerationPipeline, tokens: list[int] = TOKENS) -> torch.Tensor:  # [T, V]
+def compute_logits(pipeline: TextGenerationPipeline, tokens: list[int] = TOKENS) -> torch.Tensor:  # [T, V]
     """Return the logits of a prompt, then of ten single tokens."""
     context = make_context(
         tokens[:-10], log_probabilities_echo=True
@@ -58,7 +58,7 @@ def logits_of(pipeline: TextGenerationPipeline, tokens: list[int] = TOKENS) -> t
 def relative_error(pipeline: TextGenerationPipeline, expected: torch.Tensor) -> float:
     """Return the error of the logits in multiples of the tolerance."""
     tolerance = 1e-4 * max(1.0, float(expected.std()))
-    return float((logits_of(pipeline) - expected).abs().max()) / tolerance
+    return float((compute_logits(pipeline) - expected).abs().max()) / tolerance
 
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -115,7 +115,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_of_variants_equal_transformers(variant: str, tmp_path: Path) -> None:
     family, changes = VARIANTS[variant]
-    config = config_of(family, **changes)
+    config = make_config(family, **changes)
     write_checkpoint(tmp_path, config)
     expected = transformers_logits(load_in_transformers(tmp_path), TOKENS)
     assert relative_error(open_pipeline(tmp_path, kv_cache_block_size=16), expected) <= 1
@@ -126,7 +126,7 @@ def test_logits_of_variants_equal_transformers(variant: str, tmp_path: Path) -> 
 @pytest.fixture(scope="module", params=FAMILIES)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
-    return write_checkpoint(folder, config_of(request.param))
+    return write_checkpoint(folder, make_config(request.param))
 
 
 # ---- mutations ----
@@ -243,13 +243,13 @@ def scale_down_matrices(folder: Path) -> Path:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_is_no_worse_than_that_of_transformers(family: str, tmp_path: Path) -> None:
-    folder = scale_down_matrices(write_checkpoint(tmp_path, config_of(family)))
+    folder = scale_down_matrices(write_checkpoint(tmp_path, make_config(family)))
     tokens = random_tokens(120, 130, seed=8)
     reference = load_in_transformers(folder)
     exact_logits = transformers_logits(reference, tokens)
     reference_logits = transformers_logits(reference.bfloat16(), tokens)
     pipeline = open_pipeline(folder, kv_cache_block_size=16, quantization_encoding="bfloat16")
-    our_logits = logits_of(pipeline, tokens)
+    our_logits = compute_logits(pipeline, tokens)
     errors = [float((logits - exact_logits).abs().median()) for logits in (our_logits, reference_logits)]
     assert errors[0] <= 1.2 * errors[1]
 
@@ -291,14 +291,14 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_unsupported_configurations_are_refused(case: str, tmp_path: Path) -> None:
     family, changes, message = REFUSED[case]
-    write_checkpoint(tmp_path, config_of(family))
-    (tmp_path / "config.json").write_text(json.dumps(config_of(family, **changes)))
+    write_checkpoint(tmp_path, make_config(family))
+    (tmp_path / "config.json").write_text(json.dumps(make_config(family, **changes)))
     with pytest.raises(ConfigError, match=message):
         open_pipeline(tmp_path)
 
 
 def test_phimoe_is_limited_to_its_original_length(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, config_of("phimoe", rope_scaling=LONGROPE))
+    write_checkpoint(tmp_path, make_config("phimoe", rope_scaling=LONGROPE))
     assert open_pipeline(tmp_path).model.max_seq_len == 64
 
 
@@ -336,7 +336,7 @@ LLAMA4_MUTATIONS: dict[str, Callable[[Any], Any]] = {
 
 
 def test_each_mutation_of_llama4_changes_the_logits(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, config_of("llama4_text"))
+    write_checkpoint(tmp_path, make_config("llama4_text"))
     expected = transformers_logits(load_in_transformers(tmp_path), TOKENS)
     pipeline = open_pipeline(tmp_path, kernels="reference", kv_cache_block_size=16)
     model: Any = pipeline.model
@@ -348,7 +348,7 @@ def test_each_mutation_of_llama4_changes_the_logits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("chunk", [23, 25, 256])
 def test_another_attention_chunk_size_changes_the_logits(chunk: int, tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, config_of("llama4_text"))
+    write_checkpoint(tmp_path, make_config("llama4_text"))
     expected = transformers_logits(load_in_transformers(tmp_path), TOKENS)
-    (tmp_path / "config.json").write_text(json.dumps(config_of("llama4_text", attention_chunk_size=chunk)))
+    (tmp_path / "config.json").write_text(json.dumps(make_config("llama4_text", attention_chunk_size=chunk)))
     assert relative_error(open_pipeline(tmp_path, kv_cache_block_size=16), expected) > 10

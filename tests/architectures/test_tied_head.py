@@ -50,14 +50,14 @@ def is_embedding_table(name: str) -> bool:
     return name.endswith(("embed_tokens.weight", "wte.weight", "embed_in.weight"))
 
 
-def embedding_table_of(folder: Path) -> torch.Tensor:
+def read_embedding_table(folder: Path) -> torch.Tensor:
     (table,) = (
         tensor for name, tensor in load_file(folder / "model.safetensors").items() if is_embedding_table(name)
     )
     return table
 
 
-def head_of(folder: Path) -> tuple[str, torch.Tensor]:
+def read_head(folder: Path) -> tuple[str, torch.Tensor]:
     """Return the name and the tensor of the output head."""
     (head,) = (
         (name, tensor) for name, tensor in load_file(folder / "model.safetensors").items() if name in HEADS
@@ -80,16 +80,16 @@ def test_a_stored_head_is_used(checkpoint: Path) -> None:
 
 
 def test_a_head_equal_to_the_table_is_stored_once(checkpoint: Path) -> None:
-    name, _ = head_of(checkpoint)
+    name, _ = read_head(checkpoint)
     replace_tensors(checkpoint, head=None)
     once = step_logits(open_pipeline(checkpoint), [make_context(TOKENS)])[0]
     file = checkpoint / "model.safetensors"
-    save_file(load_file(file) | {name: embedding_table_of(checkpoint).clone()}, file)
+    save_file(load_file(file) | {name: read_embedding_table(checkpoint).clone()}, file)
     assert torch.equal(assert_logits_equal_transformers(checkpoint), once)
 
 
 def test_a_head_without_a_table_is_also_the_embedding_table(checkpoint: Path) -> None:
-    _, head = head_of(checkpoint)
+    _, head = read_head(checkpoint)
     replace_tensors(checkpoint, table=None)
     ours = assert_logits_equal_transformers(checkpoint)
     replace_tensors(checkpoint, head=None)

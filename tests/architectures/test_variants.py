@@ -159,7 +159,7 @@ VARIANTS |= DENSE_VARIANTS
 CASES = [(family, name) for family, variants in VARIANTS.items() for name in variants]
 
 
-def config_of(family: str, variant: dict[str, Any]) -> dict[str, Any]:
+def make_config(family: str, variant: dict[str, Any]) -> dict[str, Any]:
     (architecture,) = (candidate for candidate in DECODERS if candidate.name == family)
     assert architecture.tiny_config is not None
     config = architecture.tiny_config() | variant
@@ -168,7 +168,7 @@ def config_of(family: str, variant: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("family", "name"), CASES, ids=[f"{family}: {name}" for family, name in CASES])
 def test_logits_equal_transformers(family: str, name: str, tmp_path: Path) -> None:
-    config = config_of(family, VARIANTS[family][name])
+    config = make_config(family, VARIANTS[family][name])
     folder = write_checkpoint(tmp_path, config)
     tokens = random_tokens(85, 130, seed=5)
     pipeline = open_pipeline(folder, kv_cache_block_size=16)

@@ -37,21 +37,21 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return request.param, write_vision_checkpoint(request.param, folder)
 
 
-def architecture_of(name: str) -> Any:
+def find_architecture(name: str) -> Any:
     (result,) = (candidate for candidate in PIPELINE_REGISTRY.architectures if candidate.name == name)
     return result
 
 
 def write_vision_checkpoint(name: str, folder: Path) -> Path:
     if name == "llava":
-        return write_checkpoint(folder, architecture_of(name).tiny_config())
-    save_vision_model(architecture_of(name), folder)
+        return write_checkpoint(folder, find_architecture(name).tiny_config())
+    save_vision_model(find_architecture(name), folder)
     return folder
 
 
-def images_of(name: str) -> list[ImageMetadata]:
+def make_images(name: str) -> list[ImageMetadata]:
     """Return two images, of different shapes if the family supports several shapes."""
-    config = architecture_of(name).tiny_config()
+    config = find_architecture(name).tiny_config()
     if name == "llava":
         pixels = [random_pixels(1), random_pixels(2)]
         return list(image_context([1, *[129] * 16, 2, *[129] * 16], pixels, 129).images)
@@ -60,11 +60,11 @@ def images_of(name: str) -> list[ImageMetadata]:
 
 
 def context_with(name: str, images: list[ImageMetadata]) -> TextAndVisionContext:
-    """Return a context of the prompt of `images_of` with these images."""
+    """Return a context of the prompt of `make_images` with these images."""
     if name == "llava":
         pixels = [image.pixel_values for image in images]
         return image_context([1, *[129] * 16, 2, *[129] * 16], pixels, 129)
-    prompt: VisionPrompt = PROMPTS[name](architecture_of(name).tiny_config())
+    prompt: VisionPrompt = PROMPTS[name](find_architecture(name).tiny_config())
     return dataclass_replace(prompt, images=images).context()
 
 
@@ -94,7 +94,7 @@ def test_captured_steps_are_bit_equal_to_eager_operations(
     compiled_pipeline, eager_pipeline = (
         open_vision(folder, encoding, compiled=each) for each in (True, False)
     )
-    first, second = images_of(name)
+    first, second = make_images(name)
     for repetition in range(4):
         for original in (first, second):
             image = with_random_pixels(original, repetition)
@@ -122,7 +122,7 @@ def test_prompts_with_images_run_as_compiled_steps(checkpoint: tuple[str, Path],
     for seed in range(4):
         results = []
         for pipeline in (compiled_pipeline, eager_pipeline):
-            context = context_with(name, [with_random_pixels(image, seed) for image in images_of(name)])
+            context = context_with(name, [with_random_pixels(image, seed) for image in make_images(name)])
             results.append(torch.cat(forward_logits(pipeline, [context])))
             pipeline.release(context)
         assert torch.equal(*results), f"round {seed}"
@@ -133,7 +133,7 @@ def test_prompts_with_images_run_as_compiled_steps(checkpoint: tuple[str, Path],
 def test_a_step_runs_once_before_it_is_captured(checkpoint: tuple[str, Path]) -> None:
     name, folder = checkpoint
     pipeline = open_vision(folder, "float32", compiled=True)
-    image = images_of(name)[1]
+    image = make_images(name)[1]
     model: Any = pipeline.model
     counts = []
     for number in range(3):
@@ -144,7 +144,7 @@ def test_a_step_runs_once_before_it_is_captured(checkpoint: tuple[str, Path]) ->
 
 def grid_images(grids: list[tuple[int, int]]) -> list[ImageMetadata]:
     """Return images of these grids for Qwen2.5-VL."""
-    config = architecture_of("qwen2_5_vl").tiny_config()
+    config = find_architecture("qwen2_5_vl").tiny_config()
     return list(PROMPTS["qwen2_5_vl"](config, [[5]] * (len(grids) + 1), grids).images)
 
 
@@ -176,7 +176,7 @@ def test_graphs_are_dropped_when_the_operations_change(tmp_path: Path) -> None:
     """The weights stay. A test or another instruction set may replace the operations of a session."""
     pipeline = open_vision(write_vision_checkpoint("gemma3", tmp_path), "float32", compiled=True)
     model: Any = pipeline.model
-    image = images_of("gemma3")[0]
+    image = make_images("gemma3")[0]
     for _ in range(2):
         expected = encode_images(pipeline, [image])
     graphs_before = model.encoder_graphs
@@ -186,7 +186,7 @@ def test_graphs_are_dropped_when_the_operations_change(tmp_path: Path) -> None:
 
 
 def test_requests_with_images_use_graphs_and_give_the_eager_text(tmp_path: Path) -> None:
-    config = architecture_of("smolvlm").tiny_config()
+    config = find_architecture("smolvlm").tiny_config()
     pipeline = open_vision(write_vision_checkpoint("smolvlm", tmp_path), "float32", compiled=True)
     eager_pipeline = open_vision(tmp_path, "float32", compiled=False)
     prompt = PROMPTS["smolvlm"](config)

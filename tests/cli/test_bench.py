@@ -120,7 +120,7 @@ def test_control_c_writes_the_figures_so_far(server: LiveServer, tmp_path: Path)
         "--requests",
         "100000",
     ]
-    metrics_before = server.chatting.services.metrics.render()
+    metrics_before = server.app_server.services.metrics.render()
     with subprocess.Popen(
         [
             *command,
@@ -154,4 +154,4 @@ def num_completed(server: LiveServer, before: bytes) -> float:
         rows = [line.split()[-1] for line in text.splitlines() if line.startswith(name)]
         return float(rows[0]) if rows else 0.0
 
-    return count(server.chatting.services.metrics.render()) - count(before)
+    return count(server.app_server.services.metrics.render()) - count(before)

@@ -56,7 +56,7 @@ def encode_rows(*arguments: Any, text: str | None = None) -> list[dict[str, Any]
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
-def vectors_of(*arguments: Any, text: str | None = None) -> np.ndarray:
+def read_vectors(*arguments: Any, text: str | None = None) -> np.ndarray:
     rows = encode_rows(*arguments, text=text)
     assert [row["index"] for row in rows] == [*range(len(rows))]
     return np.array([row["embedding"] for row in rows], np.float32)
@@ -66,11 +66,11 @@ def test_texts_are_read_from_flags_files_and_standard_input(
     model: Path, expected: np.ndarray, files: dict[str, Path]
 ) -> None:
     flags = [part for text in TEXTS for part in ("--text", text)]
-    assert np.array_equal(vectors_of(model, *flags), expected)
-    assert np.array_equal(vectors_of(model, text="\n".join(TEXTS)), expected)
-    assert np.array_equal(vectors_of(model, "--file", "-", text="\n".join(TEXTS)), expected)
+    assert np.array_equal(read_vectors(model, *flags), expected)
+    assert np.array_equal(read_vectors(model, text="\n".join(TEXTS)), expected)
+    assert np.array_equal(read_vectors(model, "--file", "-", text="\n".join(TEXTS)), expected)
     for path in files.values():
-        assert np.array_equal(vectors_of(model, "--file", path), expected), path
+        assert np.array_equal(read_vectors(model, "--file", path), expected), path
 
 
 def test_the_throughput_is_printed(model: Path) -> None:
@@ -128,9 +128,11 @@ def test_options_equal_those_of_llm(model: Path) -> None:
             (["--dimensions", "8"], {"dimensions": 8}),
             (["--no-normalize"], {"normalize": False}),
         ):
-            assert np.array_equal(vectors_of(model, "--text", "cat", *flags)[0], llm.embed("cat", **options))
+            assert np.array_equal(
+                read_vectors(model, "--text", "cat", *flags)[0], llm.embed("cat", **options)
+            )
         long = "cat " * 100
-        [truncated_vector] = vectors_of(model, "--text", long, "--truncate")
+        [truncated_vector] = read_vectors(model, "--text", long, "--truncate")
         assert np.array_equal(truncated_vector, llm.embed(long, truncate=True))
 
 

@@ -26,7 +26,7 @@ def run_quantize(*arguments: object) -> Result:
     return CliRunner().invoke(cli, ["quantize", *map(str, arguments)])
 
 
-def logits_of(folder: Path, encoding: str | None = None) -> torch.Tensor:
+def compute_logits(folder: Path, encoding: str | None = None) -> torch.Tensor:
     pipeline = open_pipeline(folder, quantization_encoding=encoding)
     return step_logits(pipeline, [make_context(TOKENS, log_probabilities_echo=True)])[0].float()
 
@@ -64,8 +64,8 @@ def test_quantized_weights_and_logits_are_close_to_the_original(
         assert float((quantized - original).norm() / original.norm()) < bound
     assert num_kept == actual["num_layers"]
     weights_after.finish()
-    error = logits_of(tmp_path / "q") - logits_of(tmp_path / "q", "float32")
-    assert float(error.norm() / logits_of(tmp_path / "q", "float32").norm()) < 0.2
+    error = compute_logits(tmp_path / "q") - compute_logits(tmp_path / "q", "float32")
+    assert float(error.norm() / compute_logits(tmp_path / "q", "float32").norm()) < 0.2
     assert not (tmp_path / "q" / "model.safetensors.index.json").exists()
 
 
@@ -120,5 +120,5 @@ def test_transformers_loads_the_quantized_checkpoint(checkpoint: Path, encoding:
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "q", dtype=torch.float32).eval()
     with torch.inference_mode():
         expected = model(torch.tensor([TOKENS])).logits[0]
-    actual = logits_of(tmp_path / "q", "float32")
+    actual = compute_logits(tmp_path / "q", "float32")
     assert float((actual - expected).norm() / expected.norm()) < (0.01 if encoding == "int4" else 0.2)

@@ -70,7 +70,7 @@ def test_the_embedded_model_from_start_to_end(tmp_path: Path) -> None:
         client.headers["authorization"] = "Bearer two"
         assert client.post("/v1/chat/completions", json=chat).json()["usage"]["completion_tokens"] == 5
 
-        os.kill(_worker_of(process), signal.SIGKILL)
+        os.kill(_worker_pid(process), signal.SIGKILL)
         _wait_for(client, "/health", 503)
         refused_response = client.post("/v1/chat/completions", json=chat)
         assert refused_response.status_code == 503
@@ -111,7 +111,7 @@ def test_an_embedder_from_start_to_end(tmp_path: Path) -> None:
     assert "Traceback" not in text
 
 
-def _worker_of(process: subprocess.Popen[bytes]) -> int:
+def _worker_pid(process: subprocess.Popen[bytes]) -> int:
     [worker] = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     return int(worker)
 

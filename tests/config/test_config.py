@@ -104,7 +104,7 @@ VALID_VALUES: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
-def values_of(config: PipelineConfig) -> dict[str, Any]:
+def config_values(config: PipelineConfig) -> dict[str, Any]:
     return {name: value for name, value, _ in config.describe()}
 
 
@@ -124,17 +124,17 @@ def test_every_setting_has_a_test_value() -> None:
 @given(values=st.fixed_dictionaries({}, optional=VALID_VALUES))
 def test_valid_values_are_stored(values: dict[str, Any]) -> None:
     config = PipelineConfig.from_flat(values)
-    assert values_of(config) == values_of(PipelineConfig()) | values
-    assert PipelineConfig.from_flat(values_of(config)) == config
+    assert config_values(config) == config_values(PipelineConfig()) | values
+    assert PipelineConfig.from_flat(config_values(config)) == config
 
 
 @given(values=st.fixed_dictionaries({}, optional=VALID_VALUES))
 def test_flags_and_environment_variables_are_parsed_alike(values: dict[str, Any]) -> None:
     text = {name: to_flag_text(value) for name, value in values.items() if value is not None}
-    expected = values_of(PipelineConfig.from_flat(values))
+    expected = config_values(PipelineConfig.from_flat(values))
     variables = {f"PENSTOCK_{name.upper()}": value for name, value in text.items()}
-    assert values_of(PipelineConfig.from_flat(text, "flag")) == expected
-    assert values_of(PipelineConfig.from_flat({}, environment=variables)) == expected
+    assert config_values(PipelineConfig.from_flat(text, "flag")) == expected
+    assert config_values(PipelineConfig.from_flat({}, environment=variables)) == expected
 
 
 @pytest.mark.parametrize(

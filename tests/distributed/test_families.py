@@ -33,7 +33,9 @@ def family_params(*default: str) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[SupportedArchitecture], Path]:
+def write_family_checkpoint(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[SupportedArchitecture], Path]:
     """Return a function that writes the checkpoint of a family once."""
     folders: dict[str, Path] = {}
 
@@ -79,9 +81,11 @@ def compare_with_one_process(pair: RankPair, checkpoint: Path, tolerance: float 
 
 @pytest.mark.parametrize("family", family_params(*DEFAULT))
 def test_logits_and_text_of_two_ranks_equal_one_process(
-    pair: RankPair, checkpoint_of: Callable[[SupportedArchitecture], Path], family: SupportedArchitecture
+    pair: RankPair,
+    write_family_checkpoint: Callable[[SupportedArchitecture], Path],
+    family: SupportedArchitecture,
 ) -> None:
-    compare_with_one_process(pair, checkpoint_of(family))
+    compare_with_one_process(pair, write_family_checkpoint(family))
 
 
 EXPERTS = [
@@ -103,9 +107,9 @@ EXPERTS = [
 @pytest.mark.parametrize("kernels", ["best", "reference"])
 def test_logits_with_expert_parallelism_equal_one_process(
     pair: RankPair,
-    checkpoint_of: Callable[[SupportedArchitecture], Path],
+    write_family_checkpoint: Callable[[SupportedArchitecture], Path],
     family: SupportedArchitecture,
     kernels: str,
 ) -> None:
     flat: dict[str, Any] = {} if kernels == "best" else {"kernels": kernels}
-    compare_with_one_process(pair, checkpoint_of(family), expert_parallel=True, **flat)
+    compare_with_one_process(pair, write_family_checkpoint(family), expert_parallel=True, **flat)

@@ -25,7 +25,7 @@ from penstock.pipelines.core.choices import choice_contexts
 PROMPT = random_tokens(20, 250, seed=1)
 
 
-def logits_of(pipeline: Any, **fields: Any) -> torch.Tensor:
+def compute_logits(pipeline: Any, **fields: Any) -> torch.Tensor:
     vocabulary = int(pipeline.model.huggingface_config.vocabulary_size)
     context = make_context([token % vocabulary for token in PROMPT], **fields)
     (logits,) = step_logits(pipeline, [context])
@@ -36,11 +36,11 @@ def logits_of(pipeline: Any, **fields: Any) -> torch.Tensor:
 def assert_close(pair: RankPair, checkpoint: Path, tolerance: float, **flat: Any) -> None:
     """Check that the root mean square error is at most this fraction of the logits' standard deviation."""
     pipeline = open_pipeline(checkpoint, **flat)
-    expected = logits_of(pipeline)
+    expected = compute_logits(pipeline)
     del pipeline
     gc.collect()
     with pair.open(checkpoint, **flat) as sharded_pipeline:
-        error = logits_of(sharded_pipeline) - expected
+        error = compute_logits(sharded_pipeline) - expected
     assert float(error.square().mean().sqrt() / expected.std()) <= tolerance
 
 
@@ -122,7 +122,7 @@ def test_adapters_are_sharded_with_their_layers(pair: RankPair, tmp_path: Path) 
     flat: dict[str, Any] = {"lora": tuple(adapters), "max_loras": 1}
 
     def run(pipeline: Any) -> list[torch.Tensor]:
-        return [logits_of(pipeline, adapter=name) for name in ("a", "b", None, "a")]
+        return [compute_logits(pipeline, adapter=name) for name in ("a", "b", None, "a")]
 
     expected = run(open_pipeline(checkpoint, **flat))
     assert not torch.allclose(expected[0], expected[1], atol=0.1)

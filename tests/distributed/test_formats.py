@@ -31,17 +31,17 @@ def wide_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def compare_with_one_process(pair: RankPair, checkpoint: Path) -> None:
     """Check the logits of two ranks against those of one process, in the encodings of the file."""
 
-    def logits_of(pipeline: Any) -> torch.Tensor:
+    def compute_logits(pipeline: Any) -> torch.Tensor:
         context = make_context(random_tokens(20, 250, seed=1))
         (logits,) = step_logits(pipeline, [context])
         pipeline.release(context)
         return logits
 
     flat = {"quantization_encoding": None}
-    expected = logits_of(open_pipeline(checkpoint, **flat))
+    expected = compute_logits(open_pipeline(checkpoint, **flat))
     gc.collect()
     with pair.open(checkpoint, **flat) as sharded_pipeline:
-        error = logits_of(sharded_pipeline) - expected
+        error = compute_logits(sharded_pipeline) - expected
     assert float(error.square().mean().sqrt() / expected.std()) < 0.06
 
 

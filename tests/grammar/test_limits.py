@@ -131,7 +131,7 @@ def test_a_process_with_a_grammar_prints_nothing_at_exit() -> None:
     code = (
         "import sys; sys.path.insert(0, 'tests')\n"
         "from support.grammars import *\n"
-        "context = wait(new_compiler(), context_for('regex', 'ab'))\n"
+        "context = wait_until_ready(new_compiler(), make_grammar_context('regex', 'ab'))\n"
         "print(sorted({'xgrammar', 'triton', 'transformers'} & set(sys.modules)))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -54,12 +54,12 @@ def deterministic(request: pytest.FixtureRequest) -> Ops:
     return all_back_ends(deterministic=True)[request.param]
 
 
-def offsets_of(lengths: list[int]) -> Tensor:
+def row_offsets(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
 def random_sequences(channels: int, dtype: torch.dtype, lengths: list[int]) -> tuple[Tensor, Tensor]:
-    return torch.randn(sum(lengths), channels).to(dtype), offsets_of(lengths)
+    return torch.randn(sum(lengths), channels).to(dtype), row_offsets(lengths)
 
 
 def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
@@ -123,7 +123,7 @@ def test_a_sequence_is_bit_equal_alone_and_in_a_batch(deterministic: Ops, name: 
     lengths = [100, 9, 41]
     x, offsets = random_sequences(packed_weight.in_channels, torch.float32, lengths)
     single_results = [
-        deterministic.conv1d(x[a:b], packed_weight, offsets_of([int(b - a)])) for a, b in pairwise(offsets)
+        deterministic.conv1d(x[a:b], packed_weight, row_offsets([int(b - a)])) for a, b in pairwise(offsets)
     ]
     assert torch.equal(deterministic.conv1d(x, packed_weight, offsets), torch.cat(single_results))
 
@@ -132,7 +132,7 @@ def test_a_sequence_is_bit_equal_alone_and_in_a_batch(deterministic: Ops, name: 
 def test_sequences_shorter_than_the_kernel_give_no_rows(ops: Ops, name: str) -> None:
     fields = {**CONVOLUTIONS[name], "padding": 0}
     packed_weight = ops.pack_conv1d(torch.randn(fields.pop("shape")), "float32", **fields)
-    y = ops.conv1d(torch.randn(1, packed_weight.in_channels), packed_weight, offsets_of([1]))
+    y = ops.conv1d(torch.randn(1, packed_weight.in_channels), packed_weight, row_offsets([1]))
     assert y.shape == (0, packed_weight.out_channels)
 
 
@@ -175,7 +175,7 @@ def test_group_norm_equals_torch(ops: Ops, dtype: torch.dtype, width: int, group
 
 def test_group_norm_of_groups_of_one_number_is_the_bias(ops: Ops) -> None:
     x, weight, bias = torch.randn(3, 1, 32)
-    actual = ops.group_norm(x, weight[0], bias[0], 32, 1e-6, offsets_of([1]))
+    actual = ops.group_norm(x, weight[0], bias[0], 32, 1e-6, row_offsets([1]))
     torch.testing.assert_close(actual, bias, rtol=0, atol=1e-3)
 
 

@@ -38,7 +38,7 @@ ROWS = 150
 FEW_EXAMPLES = settings(max_examples=num_examples(4), phases=[Phase.explicit, Phase.reuse, Phase.generate])
 """Without shrinking: the examples are small, and detecting faults below is faster."""
 
-Run = Callable[[Ops, Tensor], tuple[Tensor, ...]]
+RowOperation = Callable[[Ops, Tensor], tuple[Tensor, ...]]
 """Computes an operation for the rows with the indices ``[R]``. Each result has R rows."""
 
 
@@ -84,8 +84,8 @@ def packed_linear(
     return cache(lambda ops: ops.pack_linear(weight, name, bias=output_bias, slices=slices))
 
 
-def linear(inputs: int, outputs: int, *, bias: bool) -> Callable[[torch.dtype], Run]:
-    def case(dtype: torch.dtype) -> Run:
+def linear_case(inputs: int, outputs: int, *, bias: bool) -> Callable[[torch.dtype], RowOperation]:
+    def case(dtype: torch.dtype) -> RowOperation:
         x = torch.randn(ROWS, 2 * inputs).to(dtype)[:, :inputs]  # rows with gaps between them
         packed_weight = packed_linear(outputs, inputs, dtype, bias=bias)
         return lambda ops, rows: (ops.linear(x[rows], packed_weight(ops)),)
@@ -93,15 +93,15 @@ def linear(inputs: int, outputs: int, *, bias: bool) -> Callable[[torch.dtype], 
     return case
 
 
-def activated_linear(activation: str, *, bias: bool) -> Callable[[torch.dtype], Run]:
-    def case(dtype: torch.dtype) -> Run:
+def activated_linear_case(activation: str, *, bias: bool) -> Callable[[torch.dtype], RowOperation]:
+    def case(dtype: torch.dtype) -> RowOperation:
         x, packed_weight = torch.randn(ROWS, 72).to(dtype), packed_linear(130, 72, dtype, bias=bias)
         return lambda ops, rows: (ops.activated_linear(x[rows], packed_weight(ops), activation),)
 
     return case
 
 
-def adapted_linear(dtype: torch.dtype) -> Run:
+def adapted_linear_case(dtype: torch.dtype) -> RowOperation:
     x, packed_weight = torch.randn(ROWS, 72).to(dtype), packed_linear(60, 72, dtype)
     matrices = {
         name: (torch.randn(3, 9, 72).to(dtype), torch.randn(3, 9, 30).to(dtype).transpose(1, 2))
@@ -113,10 +113,10 @@ def adapted_linear(dtype: torch.dtype) -> Run:
 
 def case_of_rows(
     operation: Callable[..., Tensor | tuple[Tensor, ...]], *shapes: tuple[int, ...]
-) -> Callable[[torch.dtype], Run]:
+) -> Callable[[torch.dtype], RowOperation]:
     """Return a case of an operation on tensors ``[R, *shape]``, one tensor for each shape."""
 
-    def case(dtype: torch.dtype) -> Run:
+    def case(dtype: torch.dtype) -> RowOperation:
         arguments = [3 * torch.randn(ROWS, *shape).to(dtype) for shape in shapes]
 
         def run(ops: Ops, rows: Tensor) -> tuple[Tensor, ...]:
@@ -128,7 +128,7 @@ def case_of_rows(
     return case
 
 
-def rotary(dtype: torch.dtype) -> Run:
+def rotary_case(dtype: torch.dtype) -> RowOperation:
     q, k = torch.randn(ROWS, 4, 40).to(dtype), torch.randn(ROWS, 2, 40).to(dtype)
     cos, sin = torch.randn(2, ROWS, 10)
     return lambda ops, rows: (
@@ -137,22 +137,22 @@ def rotary(dtype: torch.dtype) -> Run:
     )
 
 
-def rope_rows(dtype: torch.dtype) -> Run:
+def rope_rows_case(dtype: torch.dtype) -> RowOperation:
     positions, (cos, sin) = torch.randint(0, 50, (ROWS,)), torch.randn(2, 50, 20)
     return lambda ops, rows: ops.rope_rows(positions[rows], cos, sin)
 
 
-def embedding_lookup(dtype: torch.dtype) -> Run:
+def embedding_case(dtype: torch.dtype) -> RowOperation:
     tokens, table = torch.randint(0, 30, (ROWS,)), torch.randn(30, 50).to(dtype)
     return lambda ops, rows: (ops.embedding(tokens[rows], table), ops.take_rows(table, tokens[rows]))
 
 
-def put_rows(dtype: torch.dtype) -> Run:
+def put_rows_case(dtype: torch.dtype) -> RowOperation:
     x, values = torch.randn(2, ROWS, 50).to(dtype)
     return lambda ops, rows: (ops.put_rows(x[rows], torch.arange(len(rows)), values[rows]),)
 
 
-def store_kv(dtype: torch.dtype) -> Run:
+def store_kv_case(dtype: torch.dtype) -> RowOperation:
     k, v = torch.randn(2, ROWS, 2, 24).to(dtype)
     slots = torch.randperm(ROWS + 10)[:ROWS]
 
@@ -165,7 +165,7 @@ def store_kv(dtype: torch.dtype) -> Run:
     return run
 
 
-def experts(dtype: torch.dtype) -> Run:
+def experts_case(dtype: torch.dtype) -> RowOperation:
     x, logits = torch.randn(ROWS, 40).to(dtype), torch.randn(ROWS, 5)
     gate_ups = [packed_linear(48, 40, dtype) for _ in range(5)]
     downs = [packed_linear(40, 24, dtype) for _ in range(5)]
@@ -180,7 +180,7 @@ def experts(dtype: torch.dtype) -> Run:
     return run
 
 
-def sample(dtype: torch.dtype) -> Run:
+def sampling_case(dtype: torch.dtype) -> RowOperation:
     logits = 3 * torch.randn(ROWS, 1000).to(dtype)
     full_rules = SamplingInputs(
         torch.rand(ROWS) * 2,
@@ -206,18 +206,18 @@ def sample(dtype: torch.dtype) -> Run:
 
 WEIGHT, BIAS = torch.randn(2, 101)
 
-CASES: dict[str, dict[str, Callable[[torch.dtype], Run]]] = {
-    "embedding": {"": embedding_lookup},
+CASES: dict[str, dict[str, Callable[[torch.dtype], RowOperation]]] = {
+    "embedding": {"": embedding_case},
     "linear": {
-        "small": linear(40, 37, bias=True),
-        "of a long row": linear(1031, 130, bias=False),
-        "on all threads": linear(520, 1030, bias=True),
-        "in several blocks": linear(2600, 70, bias=False),
-        "with adapters": adapted_linear,
+        "small": linear_case(40, 37, bias=True),
+        "of a long row": linear_case(1031, 130, bias=False),
+        "on all threads": linear_case(520, 1030, bias=True),
+        "in several blocks": linear_case(2600, 70, bias=False),
+        "with adapters": adapted_linear_case,
     },
     "activated_linear": {
-        "gelu": activated_linear("gelu", bias=True),
-        "silu": activated_linear("silu", bias=False),
+        "gelu": activated_linear_case("gelu", bias=True),
+        "silu": activated_linear_case("silu", bias=False),
     },
     "rms_norm": {
         "": case_of_rows(lambda ops, x: ops.rms_norm(x, WEIGHT, 1e-5), (101,)),
@@ -243,9 +243,9 @@ CASES: dict[str, dict[str, Callable[[torch.dtype], Run]]] = {
     "scale": {"": case_of_rows(lambda ops, x: ops.scale(x, 0.3), (101,))},
     "clamp": {"": case_of_rows(lambda ops, x: ops.clamp(x, 0.7), (101,))},
     "soft_cap": {"": case_of_rows(lambda ops, x: ops.soft_cap(x, 2.5), (101,))},
-    "rope_rows": {"": rope_rows},
-    "rotary": {"": rotary},
-    "store_kv": {"": store_kv},
+    "rope_rows": {"": rope_rows_case},
+    "rotary": {"": rotary_case},
+    "store_kv": {"": store_kv_case},
     "attention": {},  # compared below
     "encoder_attention": {},  # compared in test_encoder_attention.py, by sequence
     "sequence_means": {},  # compared in test_activated_linear.py, by sequence
@@ -263,7 +263,7 @@ CASES: dict[str, dict[str, Callable[[torch.dtype], Run]]] = {
         kind: case_of_rows(lambda ops, x, kind=kind: ops.route(x, 3, kind), (13,))
         for kind in ("all", "all_normed", "chosen")
     },
-    "experts": {"": experts},
+    "experts": {"": experts_case},
     "scale_rows": {
         "": case_of_rows(lambda ops, x, y: ops.scale_rows(x, y), (101,), (1,)),
         "by logits": case_of_rows(lambda ops, x, y: ops.scale_rows(x, y, are_logits=True), (101,), (1,)),
@@ -272,9 +272,9 @@ CASES: dict[str, dict[str, Callable[[torch.dtype], Run]]] = {
     "all_reduce": {},  # compared in tests/distributed, on several processes; also the next operations
     "all_gather": {},
     "embedding_part": {},
-    "take_rows": {"": embedding_lookup},
-    "put_rows": {"": put_rows},
-    "sample": {"": sample},
+    "take_rows": {"": embedding_case},
+    "put_rows": {"": put_rows_case},
+    "sample": {"": sampling_case},
     "snake": {"": case_of_rows(lambda ops, x: ops.snake(x, WEIGHT, BIAS), (101,))},
     "add_scaled": {
         "": case_of_rows(lambda ops, x, y, factor: ops.add_scaled(x, y, factor.float()), (101,), (101,), ())
@@ -291,7 +291,7 @@ def test_every_operation_is_compared() -> None:
     assert set(CASES) == set(OPERATIONS)
 
 
-def check_rows_are_independent(ops: Ops, run: Run) -> None:
+def check_rows_are_independent(ops: Ops, run: RowOperation) -> None:
     """Compare random batches of random rows with the whole batch, bit by bit."""
     all_rows = torch.arange(ROWS)
     full_result = run(ops, all_rows)

@@ -21,13 +21,13 @@ ENCODINGS = ("float32", "bfloat16", "int8", "int5", "int4", "uint8", "uint4", "f
 SIZES = st.integers(1, 150)
 
 
-def panels_of(encoding: str) -> PanelLayout:
+def panel_layout(encoding: str) -> PanelLayout:
     layout = encoding_named(encoding).panels
     assert layout is not None
     return layout
 
 
-def rows_of(encoding: str, outputs: int, inputs: int) -> dict[str, Tensor]:
+def random_rows(encoding: str, outputs: int, inputs: int) -> dict[str, Tensor]:
     """Return random tensors of an encoding, with values that packing may never produce."""
     if encoding in BLOCKS:
         rows = encoding_named(encoding).pack(torch.randn(outputs, inputs))
@@ -61,9 +61,9 @@ def rows_of(encoding: str, outputs: int, inputs: int) -> dict[str, Tensor]:
 @given(outputs=SIZES, inputs=SIZES, seed=st.integers(0, 9))
 def test_panels_unpack_to_the_same_rows(encoding: str, outputs: int, inputs: int, seed: int) -> None:
     torch.manual_seed(seed)
-    rows = rows_of(encoding, outputs, inputs)
-    panels = panels_of(encoding).to_panels(rows)
-    back = panels_of(encoding).from_panels(panels, outputs, inputs)
+    rows = random_rows(encoding, outputs, inputs)
+    panels = panel_layout(encoding).to_panels(rows)
+    back = panel_layout(encoding).from_panels(panels, outputs, inputs)
     assert back.keys() == rows.keys()
     for name, tensor in rows.items():
         assert back[name].dtype == tensor.dtype
@@ -71,8 +71,8 @@ def test_panels_unpack_to_the_same_rows(encoding: str, outputs: int, inputs: int
         assert back[name].is_contiguous()
     assert all(tensor.is_contiguous() for tensor in panels.values())
     assert panels["panels"].shape[0] == -(-outputs // PANEL)
-    assert panels["panels"].shape == panels_of(encoding).shape(outputs, inputs)
-    assert panels["panels"].dtype == panels_of(encoding).dtype.to_torch()
+    assert panels["panels"].shape == panel_layout(encoding).shape(outputs, inputs)
+    assert panels["panels"].dtype == panel_layout(encoding).dtype.to_torch()
     assert sum(panel.nbytes for panel in panels.values()) == encoding_named(encoding).num_bytes(
         outputs, inputs
     )
@@ -124,8 +124,8 @@ def test_a_weight_lies_at_its_documented_position(outputs: int, inputs: int, dat
     k = data.draw(st.integers(0, inputs - 1))
     panel, column = divmod(n, 64)
     for encoding in ENCODINGS:
-        rows = rows_of(encoding, outputs, inputs)
-        weight, panels = rows["weight"][n, k], panels_of(encoding).to_panels(rows)["panels"]
+        rows = random_rows(encoding, outputs, inputs)
+        weight, panels = rows["weight"][n, k], panel_layout(encoding).to_panels(rows)["panels"]
         if encoding == "float32":
             assert panels[panel, k, column] == weight
         elif encoding == "bfloat16":
@@ -167,12 +167,12 @@ def test_a_weight_lies_at_its_documented_position(outputs: int, inputs: int, dat
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @given(outputs=SIZES, inputs=SIZES)
 def test_padding_of_panels_is_zero(encoding: str, outputs: int, inputs: int) -> None:
-    panels = panels_of(encoding).to_panels(rows_of(encoding, outputs, inputs))
+    panels = panel_layout(encoding).to_panels(random_rows(encoding, outputs, inputs))
     size = 64 * panels["panels"].shape[0], {"float32": 1, "bfloat16": 2, "int8": 4}.get(encoding, 32)
     padded_size = size[0], -(-inputs // size[1]) * size[1]
     if "scales" in panels:  # only the outputs that exist
         panels["scales"] = torch.ones(size[0])
-    weight = panels_of(encoding).from_panels(panels, *padded_size)["weight"]
+    weight = panel_layout(encoding).from_panels(panels, *padded_size)["weight"]
     assert not weight[outputs:].any()
     assert not weight[:, inputs:].any()
 
@@ -188,7 +188,7 @@ def test_encodings_without_panels_are_stored_in_rows() -> None:
 @given(outputs=SIZES, inputs=SIZES)
 def test_back_ends_pack_panels_as_defined(encoding: str, outputs: int, inputs: int) -> None:
     weight = torch.randn(outputs, inputs)
-    expected_panels = panels_of(encoding).to_panels(encoding_named(encoding).pack(weight))
+    expected_panels = panel_layout(encoding).to_panels(encoding_named(encoding).pack(weight))
     for ops in variants():
         packed_weight = ops.pack_linear(weight, encoding)
         assert packed_weight.layout == PANELS

@@ -73,7 +73,7 @@ def reference_beams(
     return actual
 
 
-def beams_of(outputs: list[GenerationOutput]) -> list[tuple[Any, ...]]:
+def beam_tuples(outputs: list[GenerationOutput]) -> list[tuple[Any, ...]]:
     return [(output.token_ids, output.finish_reason == "stop", output.score) for output in outputs]
 
 
@@ -96,7 +96,7 @@ def test_beams_equal_those_of_transformers(
     ends = llm.tokenizer.eos_token_ids
     for i, prompt in enumerate(PROMPTS):
         single_beams = reference_beams(reference, llm, prompt, ends, **options)
-        assert beams_of(outputs[2 * i : 2 * i + 2]) == single_beams
+        assert beam_tuples(outputs[2 * i : 2 * i + 2]) == single_beams
         assert outputs[2 * i].prompt == prompt
 
 
@@ -108,8 +108,8 @@ def test_beams_of_other_models_equal_transformers(seed: int, tmp_path: Path) -> 
     with LLM(str(folder), kv_cache_block_size=16) as llm:
         outputs = llm.beam_search(["One", "Two words"], **options)
         ends = llm.tokenizer.eos_token_ids
-        assert beams_of(outputs[:3]) == reference_beams(reference, llm, "One", ends, **options)
-        assert beams_of(outputs[3:]) == reference_beams(reference, llm, "Two words", ends, **options)
+        assert beam_tuples(outputs[:3]) == reference_beams(reference, llm, "One", ends, **options)
+        assert beam_tuples(outputs[3:]) == reference_beams(reference, llm, "Two words", ends, **options)
 
 
 def test_a_single_beam_is_the_greedy_text(llm: LLM, reference: Any) -> None:
@@ -122,7 +122,7 @@ def test_a_single_beam_is_the_greedy_text(llm: LLM, reference: Any) -> None:
     options: dict[str, Any] = {"num_beams": 4, "max_new_tokens": 30}
     (searched,) = llm.beam_search("Hello", ignore_eos=True, **options)
     reference.generation_config.eos_token_id = None
-    assert beams_of([searched]) == reference_beams(reference, llm, "Hello", set(), **options)
+    assert beam_tuples([searched]) == reference_beams(reference, llm, "Hello", set(), **options)
 
 
 def test_log_probabilities_of_beams_equal_transformers(llm: LLM, reference: Any) -> None:
@@ -170,21 +170,21 @@ def test_replacing_the_sampled_token_keeps_the_computed_blocks() -> None:
 
 def test_small_step_limits_give_the_same_beams(model: Path, llm: LLM) -> None:
     options: dict[str, Any] = {"num_beams": 4, "max_new_tokens": 20, "num_return_sequences": 4}
-    expected = beams_of(llm.beam_search(PROMPTS, **options))
+    expected = beam_tuples(llm.beam_search(PROMPTS, **options))
     limits = {"max_batch_size": 3, "max_batch_input_tokens": 7}
     with LLM(str(model), kv_cache_block_size=16, deterministic=True, **limits) as narrow_llm:
-        assert beams_of(narrow_llm.beam_search(PROMPTS, **options)) == expected
+        assert beam_tuples(narrow_llm.beam_search(PROMPTS, **options)) == expected
         narrow_llm.pipeline.kv.check_integrity()
 
 
 def test_prompts_that_do_not_fit_together_are_searched_in_turn(model: Path, llm: LLM) -> None:
     options: dict[str, Any] = {"num_beams": 4, "max_new_tokens": 30}
-    expected = beams_of(llm.beam_search(PROMPTS, **options))
+    expected = beam_tuples(llm.beam_search(PROMPTS, **options))
     block = 16 * 2 * 2 * 2 * 8 * 4
     with LLM(
         str(model), kv_cache_block_size=16, deterministic=True, kv_cache_memory=18 * block, max_batch_size=16
     ) as small_llm:
-        assert beams_of(small_llm.beam_search(PROMPTS, **options)) == expected
+        assert beam_tuples(small_llm.beam_search(PROMPTS, **options)) == expected
         assert small_llm.pipeline.kv.num_free_blocks == small_llm.pipeline.kv.num_blocks
         with pytest.raises(InsufficientBlocksError):
             small_llm.beam_search(PROMPTS[2], num_beams=16, max_new_tokens=40)

@@ -38,7 +38,7 @@ def open_llm(folder: Path, **config: Any) -> LLM:
     return LLM(folder, **settings | config)
 
 
-def tokens_of(llm: LLM, prompt: str, *images: Any) -> list[int]:
+def prompt_tokens(llm: LLM, prompt: str, *images: Any) -> list[int]:
     return llm.generate(prompt, GREEDY, use_tqdm=False, images=list(images) or None)[0].token_ids
 
 
@@ -73,9 +73,9 @@ def test_all_forms_of_an_image_give_the_same_text(llm: LLM, tmp_path: Path) -> N
     image = random_picture(3)
     path = tmp_path / "picture.png"
     image.save(path)
-    expected = tokens_of(llm, "See <image>!", image)
+    expected = prompt_tokens(llm, "See <image>!", image)
     for image_form in (np.asarray(image), path, str(path), path.read_bytes()):
-        assert tokens_of(llm, "See <image>!", image_form) == expected
+        assert prompt_tokens(llm, "See <image>!", image_form) == expected
     url = "data:image/png;base64," + b64encode(path.read_bytes()).decode()
     part = {"type": "image_url", "image_url": {"url": url}}
     text = {"type": "text", "text": "What?"}
@@ -91,7 +91,7 @@ def test_a_batch_equals_single_requests(llm: LLM) -> None:
     prompts = ["A <image> b", "No image", "<image><image>", "A <image> b"]
     images = [[random_picture(4)], None, [random_picture(5), random_picture(4)], [random_picture(6)]]
     single_outputs = [
-        tokens_of(llm, prompt, *(prompt_images or ()))
+        prompt_tokens(llm, prompt, *(prompt_images or ()))
         for prompt, prompt_images in zip(prompts, images, strict=True)
     ]
     batch_outputs = llm.generate(prompts, GREEDY, use_tqdm=False, images=images)
@@ -101,17 +101,17 @@ def test_a_batch_equals_single_requests(llm: LLM) -> None:
 
 def test_an_image_is_encoded_only_once(folder: Path) -> None:
     with open_llm(folder) as llm:
-        first = tokens_of(llm, "Long enough text before <image> after", random_picture(7))
+        first = prompt_tokens(llm, "Long enough text before <image> after", random_picture(7))
         assert encoder_counts(llm) == (1, 0)
-        assert tokens_of(llm, "Long enough text before <image> after", random_picture(7)) == first
+        assert prompt_tokens(llm, "Long enough text before <image> after", random_picture(7)) == first
         assert encoder_counts(llm)[0] == 1
         # The prefix cache holds the whole image, so the encoder cache is not read.
-        tokens_of(llm, "<image>" + "a" * 32, random_picture(8))
+        prompt_tokens(llm, "<image>" + "a" * 32, random_picture(8))
         counts_before = encoder_counts(llm)
-        tokens_of(llm, "<image>" + "a" * 32, random_picture(8))
+        prompt_tokens(llm, "<image>" + "a" * 32, random_picture(8))
         assert encoder_counts(llm) == counts_before
         # Other text precedes the image: its rows come from the encoder cache.
-        tokens_of(llm, "Other <image>", random_picture(8))
+        prompt_tokens(llm, "Other <image>", random_picture(8))
         assert encoder_counts(llm) == (counts_before[0], counts_before[1] + 1)
         # Both images of the batch are new and equal: one run of the encoder.
         llm.generate(
@@ -122,7 +122,7 @@ def test_an_image_is_encoded_only_once(folder: Path) -> None:
 
 def test_prefixes_with_other_images_are_not_shared(llm: LLM) -> None:
     prompt = "<image>" + "the same text after it " * 2
-    outputs = [tokens_of(llm, prompt, random_picture(seed)) for seed in (10, 11, 10)]
+    outputs = [prompt_tokens(llm, prompt, random_picture(seed)) for seed in (10, 11, 10)]
     assert outputs[0] == outputs[2]
     assert outputs[0] != outputs[1]
 
@@ -153,17 +153,17 @@ def test_texts_are_equal_in_every_schedule(llm: LLM, folder: Path, config: dict[
 def test_invalid_images_are_refused(llm: LLM, tmp_path: Path) -> None:
     valid_image = random_picture(1)
     with pytest.raises(InputError, match="the prompt has 0 placeholders '<image>', but the request has 1"):
-        tokens_of(llm, "Hi", valid_image)
+        prompt_tokens(llm, "Hi", valid_image)
     with pytest.raises(InputError, match=r"the prompt has 2 placeholders .* has 1 images"):
-        tokens_of(llm, "<image><image>", valid_image)
+        prompt_tokens(llm, "<image><image>", valid_image)
     with pytest.raises(InputError, match="the data is not an image in one of the formats PNG"):
-        tokens_of(llm, "<image>", b"no image")
+        prompt_tokens(llm, "<image>", b"no image")
     with pytest.raises(InputError, match="cannot be read"):
-        tokens_of(llm, "<image>", tmp_path / "missing.png")
+        prompt_tokens(llm, "<image>", tmp_path / "missing.png")
     with pytest.raises(InputError, match="must be uint8 of shape"):
-        tokens_of(llm, "<image>", np.zeros((4, 4, 3)))
+        prompt_tokens(llm, "<image>", np.zeros((4, 4, 3)))
     with pytest.raises(InputError, match="was dict"):
-        tokens_of(llm, "<image>", {})
+        prompt_tokens(llm, "<image>", {})
     with pytest.raises(UnsupportedFeatureError, match="images with token ids"):
         llm.generate([1, 2], GREEDY, use_tqdm=False, images=valid_image)
     detailed = [{"type": "image", "image": valid_image, "detail": "high"}]
@@ -172,9 +172,9 @@ def test_invalid_images_are_refused(llm: LLM, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="images has 1 entries for 2 prompts"):
         llm.generate(["a", "b"], GREEDY, use_tqdm=False, images=[valid_image])
     with pytest.raises(InputError, match="the request has 33 images, but the limit is 32"):
-        tokens_of(llm, "<image>" * 33, *[valid_image] * 33)
+        prompt_tokens(llm, "<image>" * 33, *[valid_image] * 33)
     with pytest.raises(PromptTooLongError, match=r"257.*256|272.*256"):
-        tokens_of(llm, "<image>" * 17, *[valid_image] * 17)
+        prompt_tokens(llm, "<image>" * 17, *[valid_image] * 17)
 
 
 def test_placeholders_in_user_text_are_not_images(llm: LLM) -> None:

@@ -247,7 +247,7 @@ def test_invalid_prompts_are_refused(prompts: Any, words: str, llm: LLM) -> None
 
 
 def test_the_whole_batch_is_checked_before_any_of_it_runs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    replace_runs(llm, monkeypatch, lambda run: lambda *_: pytest.fail("a request ran"))
+    wrap_batch_functions(llm, monkeypatch, lambda run: lambda *_: pytest.fail("a request ran"))
     with pytest.raises(PromptTooLongError) as caught:
         llm.generate(["fine", "x" * (MAX_LENGTH + 1)], GREEDY)
     assert (caught.value.num_tokens, caught.value.max_length) == (MAX_LENGTH + 1, MAX_LENGTH)
@@ -267,11 +267,13 @@ def test_stop_strings_without_detokenizing_are_refused(llm: LLM) -> None:
         llm.generate("Hello", SamplingParams(stop=["x"], detokenize=False))
 
 
-Run = Callable[..., Any]
+BatchFunction = Callable[..., Any]
 """Runs a batch, or launches it."""
 
 
-def replace_runs(llm: LLM, monkeypatch: pytest.MonkeyPatch, around: Callable[[Run], Run]) -> None:
+def wrap_batch_functions(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, around: Callable[[BatchFunction], BatchFunction]
+) -> None:
     """Replace what runs a batch: `execute`, and with overlapped steps also the launch of a step."""
     monkeypatch.setattr(llm.pipeline, "execute", around(llm.pipeline.execute))
     if isinstance(llm._scheduler, OverlappedScheduler):
@@ -303,7 +305,7 @@ def test_an_interruption_cancels_all_requests(
     expected = [output.token_ids for output in llm.generate(["Hello"] * 9, GREEDY)]
     calls = []
 
-    def failing_execute(run: Run) -> Run:
+    def failing_execute(run: BatchFunction) -> BatchFunction:
         def wrapped(*args: Any) -> Any:
             calls.append(1)
             if len(calls) >= 4:
@@ -313,7 +315,7 @@ def test_an_interruption_cancels_all_requests(
         return wrapped
 
     with monkeypatch.context() as patch:
-        replace_runs(llm, patch, failing_execute)
+        wrap_batch_functions(llm, patch, failing_execute)
         with pytest.raises(error):
             llm.generate(["Hello"] * 9, GREEDY)
     assert len(calls) >= 4
@@ -325,7 +327,7 @@ def test_an_interruption_cancels_all_requests(
 def test_ctrl_c_waits_for_the_step_to_end(stepping: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     finished_steps = []
 
-    def interrupted_execute(run: Run) -> Run:
+    def interrupted_execute(run: BatchFunction) -> BatchFunction:
         def wrapped(*args: Any) -> Any:
             signal.raise_signal(signal.SIGINT)
             outputs = run(*args)
@@ -335,7 +337,7 @@ def test_ctrl_c_waits_for_the_step_to_end(stepping: LLM, monkeypatch: pytest.Mon
         return wrapped
 
     with monkeypatch.context() as patch:
-        replace_runs(stepping, patch, interrupted_execute)
+        wrap_batch_functions(stepping, patch, interrupted_execute)
         with pytest.raises(KeyboardInterrupt):
             stepping.generate(["Hello"] * 9, GREEDY)
     assert finished_steps == [1]
@@ -361,7 +363,7 @@ def test_a_second_thread_is_refused(stepping: LLM, monkeypatch: pytest.MonkeyPat
     llm = stepping
     has_entered, may_return = threading.Event(), threading.Event()
 
-    def waiting_execute(run: Run) -> Run:
+    def waiting_execute(run: BatchFunction) -> BatchFunction:
         def wrapped(*args: Any) -> Any:
             has_entered.set()
             may_return.wait(10)
@@ -369,7 +371,7 @@ def test_a_second_thread_is_refused(stepping: LLM, monkeypatch: pytest.MonkeyPat
 
         return wrapped
 
-    replace_runs(llm, monkeypatch, waiting_execute)
+    wrap_batch_functions(llm, monkeypatch, waiting_execute)
     outputs: list[GenerationOutput] = []
     thread = threading.Thread(target=lambda: outputs.extend(llm.generate("Hello", GREEDY)))
     thread.start()

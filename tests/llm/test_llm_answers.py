@@ -55,7 +55,7 @@ def synchronous(llm: LLM, model: Path) -> Iterator[LLM]:
         yield other
 
 
-def token_ids_of(outputs: list[GenerationOutput]) -> list[list[int]]:
+def list_token_ids(outputs: list[GenerationOutput]) -> list[list[int]]:
     return [output.token_ids for output in outputs]
 
 
@@ -67,14 +67,14 @@ def test_several_answers_are_returned_in_order(llm: LLM) -> None:
     assert [(output.prompt, output.index) for output in outputs] == [
         (p, i) for p in ("One", "Two") for i in range(3)
     ]
-    assert len({tuple(tokens) for tokens in token_ids_of(outputs)}) == 6
-    assert token_ids_of(outputs)[::3] == token_ids_of(llm.generate(["One", "Two"], SAMPLED)), (
+    assert len({tuple(tokens) for tokens in list_token_ids(outputs)}) == 6
+    assert list_token_ids(outputs)[::3] == list_token_ids(llm.generate(["One", "Two"], SAMPLED)), (
         "answer 0 equals the answer with n=1"
     )
     for i in (1, 2):
         params = SamplingParams(temperature=1.0, top_k=-1, seed=splitmix64(11, i), max_new_tokens=12)
-        assert token_ids_of(llm.generate("Two", params)) == [outputs[3 + i].token_ids]
-    assert token_ids_of(llm.generate(["One", "Two"], SAMPLED, n=3)) == token_ids_of(outputs)
+        assert list_token_ids(llm.generate("Two", params)) == [outputs[3 + i].token_ids]
+    assert list_token_ids(llm.generate(["One", "Two"], SAMPLED, n=3)) == list_token_ids(outputs)
 
 
 @pytest.mark.parametrize("prompt_logprobs", [None, 2])
@@ -105,10 +105,10 @@ def test_the_prompt_is_computed_once(
 
 def test_best_of_ranks_by_mean_log_probability(llm: LLM) -> None:
     candidates = llm.generate(PROMPT, SAMPLED, n=6, logprobs=0)
-    means = [float(np.mean(values_of(answer.log_probabilities))) for answer in candidates]
+    means = [float(np.mean(token_scores(answer.log_probabilities))) for answer in candidates]
     best_outputs = llm.generate(PROMPT, SAMPLED, n=2, best_of=6)
     order = sorted(range(6), key=lambda i: -means[i])[:2]
-    assert token_ids_of(best_outputs) == [candidates[i].token_ids for i in order]
+    assert list_token_ids(best_outputs) == [candidates[i].token_ids for i in order]
     assert [answer.score for answer in best_outputs] == pytest.approx([means[i] for i in order])
     assert [answer.index for answer in best_outputs] == [0, 1]
     assert best_outputs[0].log_probabilities is None, "not requested"
@@ -117,10 +117,10 @@ def test_best_of_ranks_by_mean_log_probability(llm: LLM) -> None:
 
 def test_best_of_ignores_tokens_after_a_stop_string(llm: LLM) -> None:
     text = llm.generate(PROMPT, SAMPLED)[0].text
-    params = SamplingParams(**fields_of(SAMPLED), stop=[text[3:6]])
+    params = SamplingParams(**param_fields(SAMPLED), stop=[text[3:6]])
     (truncated_output,) = llm.generate(PROMPT, params, best_of=1, logprobs=0)
     assert 0 < len(truncated_output.token_ids) < 12
-    assert truncated_output.score == pytest.approx(np.mean(values_of(truncated_output.log_probabilities)))
+    assert truncated_output.score == pytest.approx(np.mean(token_scores(truncated_output.log_probabilities)))
 
 
 def test_an_empty_answer_is_ranked_last(llm: LLM) -> None:
@@ -129,14 +129,14 @@ def test_an_empty_answer_is_ranked_last(llm: LLM) -> None:
     outputs = llm.generate(PROMPT, params, n=3, best_of=3, prompt_logprobs=0)
     assert outputs[-1].token_ids == []
     assert outputs[-1].score == -np.inf
-    assert [len(values_of(output.prompt_log_probabilities)) for output in outputs] == [len(PROMPT) - 1] * 3
+    assert [len(token_scores(output.prompt_log_probabilities)) for output in outputs] == [len(PROMPT) - 1] * 3
 
 
 def test_chat_returns_several_answers(llm: LLM) -> None:
     conversation: list[Any] = [{"role": "user", "content": "Hello"}]
     outputs = llm.chat([conversation, conversation], SAMPLED, n=2, logprobs=1)
     assert [output.index for output in outputs] == [0, 1, 0, 1]
-    assert token_ids_of(outputs)[:2] == token_ids_of(outputs)[2:]
+    assert list_token_ids(outputs)[:2] == list_token_ids(outputs)[2:]
     assert all(output.log_probabilities is not None for output in outputs)
 
 
@@ -162,7 +162,7 @@ def test_invalid_options_are_refused(options: dict[str, Any], message: str, llm:
 def test_numpy_numbers_are_accepted_as_options(llm: LLM) -> None:
     options: dict[str, Any] = {"n": np.int64(2), "best_of": np.int32(3), "logprobs": np.uint8(1)}
     plain_output = llm.generate("Hello", SAMPLED, n=2, best_of=3, logprobs=1)
-    assert token_ids_of(llm.generate("Hello", SAMPLED, **options, priority=np.int64(4))) == token_ids_of(
+    assert list_token_ids(llm.generate("Hello", SAMPLED, **options, priority=np.int64(4))) == list_token_ids(
         plain_output
     )
 
@@ -182,7 +182,7 @@ def test_the_error_for_an_unknown_option_suggests_a_known_one(call: str, llm: LL
 # Log probabilities.
 
 
-def values_of(rows: LogProbabilities | None) -> list[float]:
+def token_scores(rows: LogProbabilities | None) -> list[float]:
     assert rows is not None
     return rows.token_log_probabilities
 
@@ -191,7 +191,7 @@ def test_log_probabilities_equal_transformers(llm: LLM, model: Path) -> None:
     (output,) = llm.generate(PROMPT, SAMPLED, logprobs=3, prompt_logprobs=2)
     text = output.prompt_token_ids + output.token_ids
     scores = torch.log_softmax(transformers_logits(load_in_transformers(model), text), -1).numpy()
-    result = values_of(output.prompt_log_probabilities) + values_of(output.log_probabilities)
+    result = token_scores(output.prompt_log_probabilities) + token_scores(output.log_probabilities)
     np.testing.assert_allclose(result, [scores[i, t] for i, t in enumerate(text[1:])], atol=2e-4)
     assert output.prompt_log_probabilities is not None
     assert output.log_probabilities is not None
@@ -200,7 +200,7 @@ def test_log_probabilities_equal_transformers(llm: LLM, model: Path) -> None:
         (3, output.log_probabilities, output.token_ids),
     ):
         for token, value, top_entries in zip(
-            tokens, values_of(rows), rows.top_log_probabilities, strict=True
+            tokens, token_scores(rows), rows.top_log_probabilities, strict=True
         ):
             assert top_entries[token] == value
             assert len(top_entries) == top_n + (token not in list(top_entries)[:top_n])
@@ -219,7 +219,7 @@ def test_only_requested_log_probabilities_are_returned(llm: LLM) -> None:
     prompt = llm.generate(PROMPT, SAMPLED, prompt_logprobs=1)[0]
     assert prompt.log_probabilities is None
     assert prompt.num_cached_tokens == 0, "tokens with log probabilities are not read from the cache"
-    assert token_ids_of([plain_output]) == token_ids_of([single_output]) == token_ids_of([prompt])
+    assert list_token_ids([plain_output]) == list_token_ids([single_output]) == list_token_ids([prompt])
 
 
 def test_log_probabilities_are_bit_equal_in_batches_and_chunks(model: Path, llm: LLM) -> None:
@@ -239,18 +239,18 @@ def test_log_probabilities_are_bit_equal_in_batches_and_chunks(model: Path, llm:
 def test_tokens_after_a_stop_string_have_no_log_probabilities(llm: LLM) -> None:
     (full_output,) = llm.generate(PROMPT, SAMPLED, logprobs=1)
     for params in (
-        SamplingParams(**fields_of(SAMPLED), stop=[full_output.text[4:6]]),
-        SamplingParams(**fields_of(SAMPLED), stop_token_ids=[full_output.token_ids[5]]),
+        SamplingParams(**param_fields(SAMPLED), stop=[full_output.text[4:6]]),
+        SamplingParams(**param_fields(SAMPLED), stop_token_ids=[full_output.token_ids[5]]),
     ):
         (truncated_output,) = llm.generate(PROMPT, params, logprobs=1)
         assert 0 < len(truncated_output.token_ids) < 12
         assert (
-            values_of(truncated_output.log_probabilities)
-            == values_of(full_output.log_probabilities)[: len(truncated_output.token_ids)]
+            token_scores(truncated_output.log_probabilities)
+            == token_scores(full_output.log_probabilities)[: len(truncated_output.token_ids)]
         )
 
 
-def fields_of(params: SamplingParams) -> dict[str, Any]:
+def param_fields(params: SamplingParams) -> dict[str, Any]:
     names = ("temperature", "top_k", "seed", "max_new_tokens")
     return {name: getattr(params, name) for name in names}
 
@@ -262,7 +262,7 @@ def test_a_prompt_is_scored_without_generating(llm: LLM) -> None:
     assert output.log_probabilities == LogProbabilities([], [])
     (with_tokens,) = llm.generate(PROMPT, SAMPLED, prompt_logprobs=1)
     assert output.prompt_log_probabilities == with_tokens.prompt_log_probabilities
-    assert len(values_of(output.prompt_log_probabilities)) == len(PROMPT) - 1
+    assert len(token_scores(output.prompt_log_probabilities)) == len(PROMPT) - 1
     (single_output,) = llm.generate([[65]], SAMPLED, prompt_logprobs=1)
     assert single_output.prompt_log_probabilities == LogProbabilities([], [])
 
@@ -316,9 +316,9 @@ def test_a_mixed_batch_equals_single_prompts(config: dict[str, Any], model: Path
 
 def test_token_rules_are_followed(llm: LLM) -> None:
     allowed = [ord(letter) - 33 for letter in "abcxyz"]
-    params = SamplingParams(**fields_of(SAMPLED), allowed_token_ids=allowed, logit_bias={allowed[0]: -100})
+    params = SamplingParams(**param_fields(SAMPLED), allowed_token_ids=allowed, logit_bias={allowed[0]: -100})
     outputs = llm.generate(["One", "Two"], params, n=2)
-    assert {token for tokens in token_ids_of(outputs) for token in tokens} <= set(allowed[1:])
+    assert {token for tokens in list_token_ids(outputs) for token in tokens} <= set(allowed[1:])
     greedy = llm.generate("One", SamplingParams(max_new_tokens=8))[0].token_ids
     banned_params = SamplingParams(max_new_tokens=8, banned_token_ids=greedy)
     assert not set(greedy) & set(llm.generate("One", banned_params)[0].token_ids)

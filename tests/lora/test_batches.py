@@ -39,7 +39,7 @@ def open_adapted(checkpoint: Path, adapters: dict[str, Path]) -> Callable[..., T
     return open_with
 
 
-def manager_of(pipeline: TextGenerationPipeline) -> LoRAManager:
+def lora_manager(pipeline: TextGenerationPipeline) -> LoRAManager:
     manager = pipeline.model.lora_manager
     assert manager is not None
     return manager
@@ -150,7 +150,7 @@ def test_a_reload_never_serves_stale_blocks(
     generate_tokens(pipeline, [make_context(PROMPT, 2, adapter="tone")])
     shutil.rmtree(folder)
     write_adapter(checkpoint, folder, seed=9)
-    manager_of(pipeline).load("tone", str(folder))
+    lora_manager(pipeline).load("tone", str(folder))
     context = make_context(PROMPT, adapter="tone")
     (actual,) = step_logits(pipeline, [context])
     assert context.num_cached_tokens == 0
@@ -158,7 +158,7 @@ def test_a_reload_never_serves_stale_blocks(
     pipeline.release(context)
     shutil.rmtree(folder)
     shutil.copytree(adapters["all"], folder)
-    manager_of(pipeline).load("tone", str(folder))
+    lora_manager(pipeline).load("tone", str(folder))
     context = make_context(PROMPT, 2, adapter="tone")
     generate_tokens(pipeline, [context])
     assert context.num_cached_tokens == 32, "the first content is loaded again, and its blocks are found"
@@ -171,7 +171,7 @@ def test_a_running_request_keeps_its_adapter_content(
     pipeline = open_pipeline(
         checkpoint, lora=(f"tone={adapters['all']}",), max_loras=1, deterministic=True, kv_cache_block_size=16
     )
-    manager = manager_of(pipeline)
+    manager = lora_manager(pipeline)
     (expected,) = generate_tokens(pipeline, [make_context(PROMPT, 9, adapter="tone")])
     context, tokens = make_context(PROMPT, 9, adapter="tone"), []
     for step in range(9):
@@ -256,7 +256,7 @@ def test_slots_use_the_planned_memory(
     tmp_path: Path,
 ) -> None:
     pipeline = open_adapted(max_loras=2, max_lora_rank=6)
-    slots = manager_of(pipeline)._slots
+    slots = lora_manager(pipeline)._slots
 
     def used_bytes() -> int:
         return sum(down.nbytes + up.nbytes for down, up in slots.matrices.values())
@@ -319,7 +319,7 @@ def test_the_slot_of_the_least_recently_used_adapter_is_reused(
 
 
 def _digests(pipeline: TextGenerationPipeline) -> dict[str, bytes]:
-    manager, digests = manager_of(pipeline), {}
+    manager, digests = lora_manager(pipeline), {}
     for name, _ in manager.names():
         context = make_context(PROMPT, adapter=name)
         digests[name] = manager.digest(context)

@@ -23,7 +23,7 @@ SIZES = PostNormSizes(
 )
 
 
-class Source:
+class RandomTensors:
     """Random tensors of any name; the second matrices of feed-forward layers have one large weight."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Source:
         pass
 
 
-def network(source: Any, encoding: str) -> PostNormEncoder:
+def load_network(source: Any, encoding: str) -> PostNormEncoder:
     loader = Loader(source, encoding, torch.device("cpu"))
     return PostNormEncoder.load(loader, SIZES, EncoderNames(), max_length=16)
 
@@ -66,8 +66,8 @@ def network(source: Any, encoding: str) -> PostNormEncoder:
 @pytest.mark.parametrize("encoding", ["bfloat16", "int8"])
 def test_norms_keep_the_precision_of_the_checkpoint(encoding: str) -> None:
     """Rounding them to bfloat16 costs more than all other roundings of a bfloat16 model."""
-    source = Source()
-    loaded_network = network(source, encoding)
+    source = RandomTensors()
+    loaded_network = load_network(source, encoding)
     norms = {"embeddings.LayerNorm": loaded_network.norm}
     for i, block in enumerate(loaded_network.blocks):
         norms[f"encoder.layer.{i}.attention.output.LayerNorm"] = block.attention_norm
@@ -79,7 +79,9 @@ def test_norms_keep_the_precision_of_the_checkpoint(encoding: str) -> None:
 
 def test_large_weights_are_divided_in_int8_only() -> None:
     inputs = {
-        encoding: {block.mlp.down.packed.in_features for block in network(Source(), encoding).blocks}
+        encoding: {
+            block.mlp.down.packed.in_features for block in load_network(RandomTensors(), encoding).blocks
+        }
         for encoding in ("int8", "bfloat16", "float32")
     }
     assert inputs == {"int8": {SIZES.inner + 2}, "bfloat16": {SIZES.inner}, "float32": {SIZES.inner}}

@@ -35,7 +35,7 @@ TEXTS = [
 SCRIPTS = sorted(path for path in (ROOT / "scripts").iterdir() if path.suffix == "")
 
 
-def names_of(requirements: list[str]) -> set[str]:
+def requirement_names(requirements: list[str]) -> set[str]:
     return {re.split(r"[\[<>=!~ ]", requirement)[0].lower().replace("_", "-") for requirement in requirements}
 
 
@@ -65,7 +65,7 @@ def test_extras_named_by_errors_contain_the_package() -> None:
     ]
     assert len(raised) >= 3
     for package, extra in raised:
-        assert package.lower().replace("_", "-") in names_of(EXTRAS[extra]), (package, extra)
+        assert package.lower().replace("_", "-") in requirement_names(EXTRAS[extra]), (package, extra)
 
 
 def requirements_in(text: str) -> list[tuple[str, str]]:
@@ -113,12 +113,14 @@ def test_the_wheel_has_the_name_of_the_distribution() -> None:
 
 def test_test_requirements_are_pinned() -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
-    pinned_names = names_of([line for line in lines if line and not line.startswith("#")])
-    required = names_of(
+    pinned_names = requirement_names([line for line in lines if line and not line.startswith("#")])
+    required = requirement_names(
         [requirement for extra in EXTRAS.values() for requirement in extra] + PROJECT["dependencies"]
     )
-    others = names_of(EXTRAS["fast-http"] + EXTRAS["parquet"] + EXTRAS["slow-tokenizers"]) - {"transformers"}
-    others |= names_of(EXTRAS["cuda"])  # the CUDA build of torch pins the version of triton
+    others = requirement_names(EXTRAS["fast-http"] + EXTRAS["parquet"] + EXTRAS["slow-tokenizers"]) - {
+        "transformers"
+    }
+    others |= requirement_names(EXTRAS["cuda"])  # the CUDA build of torch pins the version of triton
     assert required - others - pinned_names == {PROJECT["name"]}
 
 

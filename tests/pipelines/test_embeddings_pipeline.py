@@ -44,12 +44,12 @@ def pipeline(folder: Path) -> EmbeddingsPipeline:
     return open_encoder(folder, max_batch_input_tokens=24, max_batch_size=4)
 
 
-def inputs_of(lengths: list[int], seed: int = 0) -> list[np.ndarray]:
+def random_inputs(lengths: list[int], seed: int = 0) -> list[np.ndarray]:
     rng = np.random.default_rng(seed)
     return [rng.integers(4, len(TOKENS), length) for length in lengths]
 
 
-def scheduler_of(folder: Path, pipeline: EmbeddingsPipeline, **options: Any) -> Scheduler[Any, Any]:
+def load_scheduler_with(folder: Path, pipeline: EmbeddingsPipeline, **options: Any) -> Scheduler[Any, Any]:
     return load_scheduler(PipelineConfig.from_flat({"model_path": str(folder)}), pipeline, **options)
 
 
@@ -75,8 +75,8 @@ def run(scheduler: Scheduler[Any, Any]) -> tuple[dict[str, Any], list[tuple[int,
 def test_outputs_of_any_schedule_are_bit_equal_to_single_inputs(
     pipeline: EmbeddingsPipeline, folder: Path, lengths: list[int], seed: int
 ) -> None:
-    inputs = inputs_of(lengths, seed)
-    scheduler = scheduler_of(folder, pipeline)
+    inputs = random_inputs(lengths, seed)
+    scheduler = load_scheduler_with(folder, pipeline)
     contexts = submit(scheduler, inputs)
     outputs, steps = run(scheduler)
     assert not scheduler.failures
@@ -122,7 +122,7 @@ def test_outputs_that_the_model_lacks_are_refused(pipeline: EmbeddingsPipeline, 
 
 
 def test_options_change_the_output_as_defined(pipeline: EmbeddingsPipeline) -> None:
-    [tokens] = inputs_of([9])
+    [tokens] = random_inputs([9])
     [plain_response] = encode_all(pipeline, [tokens], normalize=False)
     [normalized] = encode_all(pipeline, [tokens])
     assert np.linalg.norm(normalized.embeddings) == pytest.approx(1)
@@ -146,7 +146,7 @@ def test_options_change_the_output_as_defined(pipeline: EmbeddingsPipeline) -> N
 
 
 def test_each_context_of_a_batch_has_its_own_options(pipeline: EmbeddingsPipeline) -> None:
-    [tokens] = inputs_of([9])
+    [tokens] = random_inputs([9])
     options: list[dict[str, Any]] = [
         {},
         {"normalize": False},
@@ -163,7 +163,7 @@ def test_each_context_of_a_batch_has_its_own_options(pipeline: EmbeddingsPipelin
 def test_an_input_that_fails_does_not_affect_others(
     folder: Path, pipeline: EmbeddingsPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inputs = inputs_of([3, 4, 5, 2])
+    inputs = random_inputs([3, 4, 5, 2])
     expected = encode_all(pipeline, inputs)
     original = pipeline.model.prepare_initial_token_inputs
 
@@ -173,7 +173,7 @@ def test_an_input_that_fails_does_not_affect_others(
         return original(batches, *args)
 
     monkeypatch.setattr(pipeline.model, "prepare_initial_token_inputs", fail_on_bad_input)
-    scheduler = scheduler_of(folder, pipeline, isolates_faults=True)
+    scheduler = load_scheduler_with(folder, pipeline, isolates_faults=True)
     submit(scheduler, inputs)
     outputs, _ = run(scheduler)
     assert list(scheduler.failures) == ["2"]
@@ -183,8 +183,8 @@ def test_an_input_that_fails_does_not_affect_others(
 
 
 def test_cancelled_inputs_are_not_computed(folder: Path, pipeline: EmbeddingsPipeline) -> None:
-    scheduler = scheduler_of(folder, pipeline)
-    submit(scheduler, inputs_of([20, 20, 20]))
+    scheduler = load_scheduler_with(folder, pipeline)
+    submit(scheduler, random_inputs([20, 20, 20]))
     scheduler.cancel("1")
     scheduler.cancel("absent")
     outputs, steps = run(scheduler)
@@ -213,7 +213,7 @@ def test_outputs_with_an_adapter_equal_merged_weights(
     adapter = write_tiny_adapter(tmp_path / "adapter", seed=3)
     merged_pipeline = open_encoder(write_merged(tmp_path / "merged", folder, adapter))
     adapted_pipeline = open_encoder(folder, lora=(f"a={adapter}",))
-    inputs = inputs_of([9, 5])
+    inputs = random_inputs([9, 5])
     batch = {
         "0": embeddings_context(inputs[0], "0", adapter="a"),
         "1": embeddings_context(inputs[1], "1"),

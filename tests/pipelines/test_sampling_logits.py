@@ -224,7 +224,7 @@ def test_no_penalty_makes_a_logit_non_finite(penalty: float) -> None:
 # Token counts follow every change of the tokens.
 
 
-def counts_of(context: TextContext) -> dict[int, float]:
+def token_counts(context: TextContext) -> dict[int, float]:
     counts = context.token_counts
     return {t: n for t, n in zip(counts.ids.tolist(), counts.counts.tolist(), strict=True) if n}
 
@@ -261,8 +261,8 @@ def test_counts_follow_every_operation(operations: list[tuple[str, int]], with_p
             if end <= context.end_idx and context.start_idx < end - 1 and len(context.generated_tokens):
                 context.set_token_indices(active_idx=end, end_idx=end)
         else:
-            assert counts_of(context) == recount(context)
-    assert counts_of(context) == recount(context)
+            assert token_counts(context) == recount(context)
+    assert token_counts(context) == recount(context)
     assert set(context.token_counts.ids.tolist()) == {
         *context.generated_tokens.tolist(),
         *([4, 5] if with_prompt else []),
@@ -275,7 +275,7 @@ def test_new_tokens_are_counted_incrementally() -> None:
     for token in np.random.default_rng(0).integers(0, 900, 1500).tolist():
         context.update(token)
     assert context.token_counts is counts, "counted tokens are not counted again"
-    assert counts_of(context) == recount(context)
+    assert token_counts(context) == recount(context)
 
 
 def test_sampling_rules_of_a_context_are_serialized() -> None:

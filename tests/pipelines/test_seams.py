@@ -112,7 +112,7 @@ def write_merged(checkpoint: Path, manager: FakeLoRAManager, folder: Path) -> Pa
     return folder
 
 
-def linears_of(checkpoint: Path) -> list[str]:
+def linear_names(checkpoint: Path) -> list[str]:
     endings = ("_proj", ".gate", ".router", ".w1", ".w2", ".w3")  # also those of experts and their routers
     endings += (".dense", ".fc1", ".fc2", ".c_fc", ".query_key_value", ".dense_h_to_4h", ".dense_4h_to_h")
     names = Weights.open(checkpoint).names
@@ -132,7 +132,7 @@ def is_transposed(name: str) -> bool:
 def test_an_adapter_equals_its_merged_weights(
     checkpoint: Path, pipeline: TextGenerationPipeline, selected: slice, tmp_path: Path
 ) -> None:
-    manager = FakeLoRAManager(checkpoint, linears_of(checkpoint)[selected])
+    manager = FakeLoRAManager(checkpoint, linear_names(checkpoint)[selected])
     with_adapter = open_pipeline(checkpoint, members={"lora_manager": manager})
     merged_pipeline = open_pipeline(write_merged(checkpoint, manager, tmp_path))
     contexts = [make_context(PROMPT), make_context(PROMPT, adapter="tone"), make_context(PROMPT[:7])]
@@ -146,7 +146,7 @@ def test_an_adapter_equals_its_merged_weights(
 
 
 def test_an_adapter_applies_over_several_steps_and_separates_the_cache(checkpoint: Path) -> None:
-    linears = [name for name in linears_of(checkpoint) if ".1." in name]
+    linears = [name for name in linear_names(checkpoint) if ".1." in name]
     manager = FakeLoRAManager(
         checkpoint, [name for name in linears if "attn" in name or ".attention." in name][:1]
     )
@@ -162,7 +162,7 @@ def test_an_adapter_applies_over_several_steps_and_separates_the_cache(checkpoin
 
 
 def test_an_adapter_on_an_int8_model_does_not_change_other_rows(checkpoint: Path) -> None:
-    manager = FakeLoRAManager(checkpoint, linears_of(checkpoint))
+    manager = FakeLoRAManager(checkpoint, linear_names(checkpoint))
     options: dict[str, Any] = {"quantization_encoding": "int8", "deterministic": True}
     with_adapter = open_pipeline(checkpoint, members={"lora_manager": manager}, **options)
     without, adapted_logits = step_logits(

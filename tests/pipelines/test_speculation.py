@@ -58,9 +58,9 @@ def test_a_mixed_batch_with_drafts_equals_plain_decoding(
     assert run_directly(pipeline, mixed_contexts(), num_steps=4) == plain_results
     assert sorted(proposer.released) == sorted(plain_results)
     stats = pipeline.speculation_stats
-    assert stats.num_proposed == sum(len(draft) for draft, _ in proposer.seen)
-    assert stats.num_accepted == sum(accepted for _, accepted in proposer.seen)
-    assert stats.num_verified_steps == sum(bool(draft) for draft, _ in proposer.seen)
+    assert stats.num_proposed == sum(len(draft) for draft, _ in proposer.observed)
+    assert stats.num_accepted == sum(accepted for _, accepted in proposer.observed)
+    assert stats.num_verified_steps == sum(bool(draft) for draft, _ in proposer.observed)
     assert stats.acceptance_rate == {"always right": 1, "always wrong": 0}.get(
         wrong_drafts, pytest.approx(stats.num_accepted / stats.num_proposed)
     )
@@ -234,7 +234,7 @@ def test_invalid_draft_ids_are_dropped(pipeline: TextGenerationPipeline) -> None
         output_tokens(plain_results), WRONG_DRAFTS["always right"], 6
     )
     assert run_directly(pipeline, contexts()) == plain_results
-    assert max(len(draft) for draft, _ in proposer.seen) == 2
+    assert max(len(draft) for draft, _ in proposer.observed) == 2
 
 
 def test_too_few_blocks_reduce_the_drafts(checkpoint: Path) -> None:
@@ -250,7 +250,7 @@ def test_too_few_blocks_reduce_the_drafts(checkpoint: Path) -> None:
     )
     first, second = context(PROMPT), make_context(PROMPT[::-1], 1, request_id="b")
     response = small_pipeline.execute({"a": first, "b": second})
-    num_drafted = len(oracle.seen[0][0])
+    num_drafted = len(oracle.observed[0][0])
     assert 0 < num_drafted <= 18, (
         "a prompt of 30 tokens leaves 2 slots in two blocks; a third block may not be free"
     )
@@ -273,5 +273,5 @@ def test_a_step_with_drafts_is_not_larger_than_planned(checkpoint: Path) -> None
         output_tokens(plain_results), WRONG_DRAFTS["always right"], 30
     )
     assert run_directly(narrow_pipeline, contexts()) == plain_results
-    assert len(oracle.seen[0][0]) == (16 - 11) // 2
-    assert len(oracle.seen[2][0]) == (16 - 2) // 2
+    assert len(oracle.observed[0][0]) == (16 - 11) // 2
+    assert len(oracle.observed[2][0]) == (16 - 2) // 2

@@ -87,7 +87,7 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-def context_of(number: int, request: dict[str, Any]) -> TextContext:
+def make_request_context(number: int, request: dict[str, Any]) -> TextContext:
     fields = {name: value for name, value in request.items() if name not in ("tokens", "max_new")}
     return TextContext(
         prompt="",
@@ -106,7 +106,7 @@ def test_any_batch_equals_plain_decoding(
 ) -> None:
     result = {}
     for name, pipeline in pipelines.items():
-        contexts = [context_of(number, request) for number, request in enumerate(batch)]
+        contexts = [make_request_context(number, request) for number, request in enumerate(batch)]
         while not all(pipeline.ready(context) for context in contexts):
             time.sleep(0.001)
         result[name], _ = run_scheduled(

@@ -25,7 +25,7 @@ from penstock.pipelines.core import Grammar, SamplingParams
 from penstock.pipelines.speculative import SpeculationStats
 from penstock.pipelines.speculative.draft_model import DraftModelProposer
 
-Opened = Callable[..., tuple[TextGenerationPipeline, DraftModelProposer]]
+PipelineAndProposer = Callable[..., tuple[TextGenerationPipeline, DraftModelProposer]]
 
 
 @pytest.fixture(scope="module")

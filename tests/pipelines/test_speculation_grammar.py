@@ -176,16 +176,16 @@ def test_a_draft_is_truncated_at_the_first_token_that_the_grammar_refuses(
     pipeline: TextGenerationPipeline, compiler: Any, plain: Any
 ) -> None:
     class RepeatingProposer:
-        queried_tokens: list[int]
+        observed: list[int]
 
         def __init__(self) -> None:
-            self.seen = []
+            self.observed = []
 
         def propose(self, contexts: Sequence[TextContext], limits: Sequence[int]) -> list[list[int]]:
             return [[EOS, EOS, 1, 2] for _ in contexts]
 
         def observe(self, contexts: Any, drafts: Sequence[list[int]], accepted: Sequence[int]) -> None:
-            self.seen += [
+            self.observed += [
                 len(draft) for draft, context in zip(drafts, contexts, strict=True) if context.matcher
             ]
 
@@ -194,4 +194,4 @@ def test_a_draft_is_truncated_at_the_first_token_that_the_grammar_refuses(
 
     pipeline.proposer = proposer = RepeatingProposer()
     assert run_directly(pipeline, contexts_with(compiler)) == plain
-    assert max(proposer.seen) == 1, "an end token may be drafted, but no token after it"
+    assert max(proposer.observed) == 1, "an end token may be drafted, but no token after it"

@@ -13,7 +13,7 @@ from penstock.pipelines.speculative import NGramProposer
 TOKEN_LISTS = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 
 
-def draft_of(proposer: NGramProposer, context: TextContext, max_tokens: int) -> list[int]:
+def propose_draft(proposer: NGramProposer, context: TextContext, max_tokens: int) -> list[int]:
     (draft,) = proposer.propose([context], [max_tokens])
     return draft
 
@@ -60,7 +60,7 @@ def test_drafts_equal_those_of_a_plain_search(
     start = min(cut, len(text))
     context = make_context(text[:start])
     for end in range(start, len(text) + 1):
-        assert draft_of(proposer, context, max_tokens) == search_draft(
+        assert propose_draft(proposer, context, max_tokens) == search_draft(
             text[:end], min_length, min_length + more, max_tokens
         )
         if end < len(text):
@@ -80,12 +80,12 @@ def test_drafts_equal_those_of_a_plain_search(
     ],
 )
 def test_drafts_of_examples(text: list[int], draft: list[int]) -> None:
-    assert draft_of(NGramProposer(2, 3), make_context(text), 4) == draft
+    assert propose_draft(NGramProposer(2, 3), make_context(text), 4) == draft
 
 
 def test_no_draft_and_no_work_without_room_for_tokens() -> None:
     proposer = NGramProposer()
-    assert draft_of(proposer, make_context([1, 2, 1, 2]), 0) == []
+    assert propose_draft(proposer, make_context([1, 2, 1, 2]), 0) == []
     assert not proposer._indexes
 
 
@@ -99,7 +99,7 @@ def test_each_token_is_indexed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     proposer, context = NGramProposer(), make_context(list(range(1000)))
     for token in range(20):
-        draft_of(proposer, context, 4)
+        propose_draft(proposer, context, 4)
         context.update(token)
     assert read == [1000] + [1] * 19
 
@@ -107,11 +107,11 @@ def test_each_token_is_indexed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rollbacks_and_reused_request_ids_give_correct_drafts() -> None:
     proposer = NGramProposer(1, 2)
     context = make_context([1, 2, 3, 1], request_id="a")
-    assert draft_of(proposer, context, 2) == [2, 3]
+    assert propose_draft(proposer, context, 2) == [2, 3]
     context.rollback(1)
     context.update(2)
-    assert draft_of(proposer, context, 2) == [3, 2]
-    assert draft_of(proposer, make_context([4, 5, 4], request_id="a"), 2) == [5, 4]
+    assert propose_draft(proposer, context, 2) == [3, 2]
+    assert propose_draft(proposer, make_context([4, 5, 4], request_id="a"), 2) == [5, 4]
     proposer.release(context)
     proposer.release(context)
     assert not proposer._indexes
@@ -119,7 +119,7 @@ def test_rollbacks_and_reused_request_ids_give_correct_drafts() -> None:
 
 def test_drafts_continue_after_a_preemption() -> None:
     proposer, context = NGramProposer(1, 2), make_context([1, 2, 3, 1])
-    draft_before = draft_of(proposer, context, 2)
+    draft_before = propose_draft(proposer, context, 2)
     context.reset()
     context.set_token_indices(active_idx=context.end_idx)
-    assert draft_of(proposer, context, 2) == draft_before
+    assert propose_draft(proposer, context, 2) == draft_before

@@ -13,7 +13,7 @@ from penstock.pipelines.core import TextContext, TextGenerationResponse
 from penstock.scheduler import Scheduler
 
 
-class Run:
+class FairnessRun:
     """Runs a scheduler over a fake pipeline. The first letter of a request's name is its client."""
 
     def __init__(self, num_blocks: int = 1000, **options: Any) -> None:
@@ -63,7 +63,7 @@ class Run:
 
 
 def test_admission_alternates_between_clients_in_arrival_order() -> None:
-    run = Run(max_batch_size=1)
+    run = FairnessRun(max_batch_size=1)
     for name in ("a1", "a2", "a3", "a4", "b1", "b2", "c1"):
         run.submit(name, 3, new=2)
     run.finish()
@@ -71,7 +71,7 @@ def test_admission_alternates_between_clients_in_arrival_order() -> None:
 
 
 def test_free_batch_slots_are_shared_evenly() -> None:
-    run = Run()
+    run = FairnessRun()
     for number in range(9):
         run.submit(f"a{number}", 1, new=20)
     for number in range(9):
@@ -84,7 +84,7 @@ def test_free_batch_slots_are_shared_evenly() -> None:
 
 
 def test_a_client_that_fills_the_batch_is_preempted_at_once() -> None:
-    run = Run()
+    run = FairnessRun()
     for number in range(32):
         run.submit(f"a{number}", 4, new=60)
     for _ in range(20):
@@ -99,7 +99,7 @@ def test_a_client_that_fills_the_batch_is_preempted_at_once() -> None:
 
 
 def test_a_waiting_client_gets_exactly_its_share() -> None:
-    run = Run(max_batch_size=8, max_batch_input_tokens=64)
+    run = FairnessRun(max_batch_size=8, max_batch_input_tokens=64)
     for number in range(16):
         run.submit(f"a{number}", 4, new=100)
     run.step()
@@ -115,7 +115,7 @@ def test_a_waiting_client_gets_exactly_its_share() -> None:
 
 
 def test_a_client_that_holds_all_blocks_is_preempted() -> None:
-    run = Run(24, max_batch_size=8)
+    run = FairnessRun(24, max_batch_size=8)
     for number in range(3):
         run.submit(f"a{number}", 4, new=28)
     for _ in range(27):
@@ -127,7 +127,7 @@ def test_a_client_that_holds_all_blocks_is_preempted() -> None:
 
 
 def test_a_single_client_is_not_preempted_for_its_own_requests() -> None:
-    run = Run()
+    run = FairnessRun()
     for number in range(20):
         run.submit(f"a{number}", 4, new=30)
     run.finish()
@@ -137,7 +137,7 @@ def test_a_single_client_is_not_preempted_for_its_own_requests() -> None:
 
 def test_consecutive_requests_cause_one_preemption() -> None:
     """After the first preemption, one batch slot stays reserved for some steps."""
-    run = Run()
+    run = FairnessRun()
     for number in range(8):
         run.submit(f"a{number}", 4, new=400)
     for _ in range(5):
@@ -155,7 +155,7 @@ def test_consecutive_requests_cause_one_preemption() -> None:
 
 
 def test_a_short_prompt_of_another_client_overtakes_a_long_one() -> None:
-    run = Run()
+    run = FairnessRun()
     run.submit("a", 160, new=1)
     run.step()
     run.submit("b", 6, new=1)
@@ -164,7 +164,7 @@ def test_a_short_prompt_of_another_client_overtakes_a_long_one() -> None:
 
 
 def test_two_long_prompts_take_turns() -> None:
-    run = Run()
+    run = FairnessRun()
     run.submit("a", 64, new=1)
     run.submit("b", 64, new=1)
     rows = [run.step() for _ in range(8)]
@@ -173,7 +173,7 @@ def test_two_long_prompts_take_turns() -> None:
 
 
 def test_new_clients_do_not_starve_a_long_prompt() -> None:
-    run = Run()
+    run = FairnessRun()
     run.submit("a", 64, new=1)
     names = iter("bcdefghijklmnopqrstuvwxyzBCDEFGHIJKLMNOPQRSTUVWXYZ")
     steps = 0
@@ -186,7 +186,7 @@ def test_new_clients_do_not_starve_a_long_prompt() -> None:
 
 
 def test_a_lower_priority_does_not_preempt_a_higher_one() -> None:
-    run = Run(max_batch_size=2)
+    run = FairnessRun(max_batch_size=2)
     run.submit("a1", 4, new=20, priority=1)
     run.submit("a2", 4, new=20, priority=1)
     run.step()
@@ -197,7 +197,7 @@ def test_a_lower_priority_does_not_preempt_a_higher_one() -> None:
 
 
 def test_the_client_with_the_most_blocks_is_preempted() -> None:
-    run = Run(10, max_batch_size=4)
+    run = FairnessRun(10, max_batch_size=4)
     run.submit("a1", 4, new=16)
     run.submit("a2", 4, new=16)
     run.submit("b", 4, new=16)  # the youngest
@@ -209,7 +209,7 @@ def test_the_client_with_the_most_blocks_is_preempted() -> None:
 
 @pytest.mark.parametrize("num_clients", [1, 3])
 def test_no_state_of_ended_clients_remains(num_clients: int) -> None:
-    run = Run()
+    run = FairnessRun()
     for number in range(12):
         run.submit("abc"[number % num_clients] + str(number), 4, new=5)
     run.step()
@@ -229,9 +229,9 @@ LARGE_BATCH = {"max_batch_size": 40, "max_batch_input_tokens": 128}
 class TestDeferral:
     """Decode rows of one client wait for a short prompt of another."""
 
-    def start_many(self) -> Run:
+    def start_many(self) -> FairnessRun:
         """Return a run with 30 decoding contexts of client ``a``."""
-        run = Run(**LARGE_BATCH)
+        run = FairnessRun(**LARGE_BATCH)
         for number in range(30):
             run.submit(f"a{number:02}", 1, new=50)
         run.step()
@@ -271,7 +271,7 @@ class TestDeferral:
         run.finish()
 
     def test_a_prompt_that_cannot_run_defers_nothing(self) -> None:
-        run = Run(**(LARGE_BATCH | {"max_batch_size": 30}))
+        run = FairnessRun(**(LARGE_BATCH | {"max_batch_size": 30}))
         for number in range(30):
             run.submit(f"a{number:02}", 1, new=50, priority=1)
         run.step()

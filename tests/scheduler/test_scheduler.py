@@ -27,7 +27,7 @@ from penstock.scheduler import Scheduler
 Trace = list[dict[str, int]]
 
 
-class Run:
+class SchedulerRun:
     """Runs a scheduler over a fake pipeline and records the output tokens."""
 
     def __init__(
@@ -88,7 +88,7 @@ class Run:
 
 
 def test_a_prompt_is_one_step_and_each_further_token_one_step() -> None:
-    run = Run()
+    run = SchedulerRun()
     run.submit("a", 5, new=3)
     assert (run.scheduler.num_waiting, run.scheduler.num_running) == (1, 0)
     assert run.finish() == [{"a": 5}, {"a": 1}, {"a": 1}]
@@ -97,7 +97,7 @@ def test_a_prompt_is_one_step_and_each_further_token_one_step() -> None:
 
 
 def test_requests_join_and_leave_between_steps() -> None:
-    run = Run()
+    run = SchedulerRun()
     run.submit("a", 5, new=3)
     assert run.step() == [{"a": 5}]
     run.submit("b", 6, new=3)
@@ -105,7 +105,7 @@ def test_requests_join_and_leave_between_steps() -> None:
 
 
 def test_a_request_ends_at_its_end_of_sequence() -> None:
-    run = Run()
+    run = SchedulerRun()
     prompt = [1, 2, 3]
     third = expected_output_tokens(text_context(prompt, max_length=6))[2]
     run.submit("a", prompt, new=50, eos_token_ids={third})
@@ -114,14 +114,14 @@ def test_a_request_ends_at_its_end_of_sequence() -> None:
 
 
 def test_requests_are_admitted_in_order_of_arrival() -> None:
-    run = Run(max_batch_size=2)
+    run = SchedulerRun(max_batch_size=2)
     for name in "abc":
         run.submit(name, 3, new=2)
     assert run.finish() == [{"a": 3, "b": 3}, {"a": 1, "b": 1}, {"c": 3}, {"c": 1}]
 
 
 def test_higher_priorities_are_admitted_first() -> None:
-    run = Run(max_batch_size=1)
+    run = SchedulerRun(max_batch_size=1)
     run.submit("a", 3, new=1)
     run.submit("b", 3, new=1, priority=1)
     run.submit("c", 3, new=1, priority=-1)
@@ -133,14 +133,14 @@ def test_higher_priorities_are_admitted_first() -> None:
 
 
 def test_a_chunked_prompt_gives_one_output_token_at_its_end() -> None:
-    run = Run()
+    run = SchedulerRun()
     run.submit("a", 36, new=2)
     assert run.finish() == [{"a": 16}, {"a": 16}, {"a": 4}, {"a": 1}]
     assert len(run.tokens["a"]) == 2
 
 
 def test_decoding_continues_during_a_long_prompt() -> None:
-    run = Run()
+    run = SchedulerRun()
     run.submit("a", 3, new=5)
     run.step()
     run.submit("b", 40, new=1)
@@ -148,20 +148,20 @@ def test_decoding_continues_during_a_long_prompt() -> None:
 
 
 def test_the_remaining_budget_goes_to_the_next_prompt_if_it_is_a_minimum_chunk() -> None:
-    run = Run()
+    run = SchedulerRun()
     run.submit("a", 10, new=1)
     run.submit("b", 10, new=1)
     run.submit("c", 14, new=1)
     # Step 1 has 6 tokens left for b. Step 2 has the last 4 tokens of b and 12 of c.
     assert run.finish() == [{"a": 10, "b": 6}, {"b": 4, "c": 12}, {"c": 2}]
-    run = Run(min_chunk_size=7)
+    run = SchedulerRun(min_chunk_size=7)
     run.submit("a", 10, new=1)
     run.submit("b", 10, new=1)
     assert run.finish() == [{"a": 10}, {"b": 10}]
 
 
 def test_an_unchunked_prompt_above_the_budget_runs_in_a_separate_step() -> None:
-    run = Run(whole_prompts=True)
+    run = SchedulerRun(whole_prompts=True)
     for name, length in (("a", 6), ("b", 40), ("c", 10), ("d", 7)):
         run.submit(name, length, new=1)
     assert run.finish() == [{"a": 6}, {"b": 40}, {"c": 10}, {"d": 7}]
@@ -172,14 +172,14 @@ def test_an_unchunked_prompt_above_the_budget_runs_in_a_separate_step() -> None:
 
 
 def test_no_request_overtakes_a_prompt_that_does_not_get_a_chunk() -> None:
-    run = Run(min_chunk_size=7)
+    run = SchedulerRun(min_chunk_size=7)
     for name, length in (("a", 12), ("b", 9), ("c", 2)):
         run.submit(name, length, new=1)
     assert run.finish() == [{"a": 12}, {"b": 9, "c": 2}]
 
 
 def test_a_prompt_of_higher_priority_overtakes_a_running_prompt() -> None:
-    run = Run()
+    run = SchedulerRun()
     run.submit("a", 40, new=1)
     run.step()
     run.submit("b", 20, new=1, priority=1)
@@ -187,7 +187,7 @@ def test_a_prompt_of_higher_priority_overtakes_a_running_prompt() -> None:
 
 
 def test_a_prompt_progresses_in_each_step_of_a_full_batch() -> None:
-    run = Run(max_batch_size=4, max_batch_input_tokens=6, min_chunk_size=6)
+    run = SchedulerRun(max_batch_size=4, max_batch_input_tokens=6, min_chunk_size=6)
     for name in "abc":
         run.submit(name, 2, new=8)
     run.step()
@@ -196,7 +196,7 @@ def test_a_prompt_progresses_in_each_step_of_a_full_batch() -> None:
 
 
 def test_an_unchunked_prompt_waits_until_it_fits() -> None:
-    run = Run(enable_chunked_prefill=False)
+    run = SchedulerRun(enable_chunked_prefill=False)
     run.submit("a", 3, new=3)
     run.step()
     run.submit("b", 16, new=1)
@@ -205,14 +205,14 @@ def test_an_unchunked_prompt_waits_until_it_fits() -> None:
 
 
 def test_a_batch_is_no_larger_than_the_budget() -> None:
-    run = Run(max_batch_size=9, max_batch_input_tokens=3)
+    run = SchedulerRun(max_batch_size=9, max_batch_input_tokens=3)
     for name in "abcd":
         run.submit(name, 1, new=2)
     assert run.finish() == [{"a": 1, "b": 1, "c": 1}, {"a": 1, "b": 1, "c": 1}, {"d": 1}, {"d": 1}]
 
 
 def test_forced_tokens_are_computed_with_the_next_token() -> None:
-    run = Run(max_batch_input_tokens=5)
+    run = SchedulerRun(max_batch_input_tokens=5)
     a = run.submit("a", 2, new=9)
     run.submit("b", 2, new=4)
     run.step()
@@ -226,7 +226,7 @@ def test_forced_tokens_are_computed_with_the_next_token() -> None:
 
 @pytest.mark.parametrize(("num_steps", "lengths"), [(1, [1] * 8), (3, [1, 1, 1] * 2 + [1, 1]), (99, [1] * 8)])
 def test_multiple_steps_start_after_the_prompts(num_steps: int, lengths: list[int]) -> None:
-    run = Run()
+    run = SchedulerRun()
     run.submit("a", 3, new=8)
     run.submit("b", 20, new=9)  # two chunks: a step with a chunk runs alone
     trace = run.finish(num_steps)
@@ -235,7 +235,7 @@ def test_multiple_steps_start_after_the_prompts(num_steps: int, lengths: list[in
 
 
 def test_multiple_steps_end_with_the_shortest_output() -> None:
-    run = Run()
+    run = SchedulerRun()
     run.submit("a", 3, new=2)
     run.submit("b", 3, new=6)
     assert run.step(4) == [{"a": 3, "b": 3}, {"a": 1, "b": 1}]
@@ -243,7 +243,7 @@ def test_multiple_steps_end_with_the_shortest_output() -> None:
 
 
 def test_multiple_steps_preempt_no_request() -> None:
-    run = Run(4)
+    run = SchedulerRun(4)
     run.submit("a", 4, new=5)
     run.submit("b", 4, new=3)
     run.finish(4)
@@ -254,7 +254,7 @@ def test_multiple_steps_preempt_no_request() -> None:
 
 
 def test_a_cached_prefix_is_not_recomputed() -> None:
-    run = Run()
+    run = SchedulerRun()
     prompt = list(range(1, 11))
     run.submit("a", prompt, new=1)
     run.finish()
@@ -264,7 +264,7 @@ def test_a_cached_prefix_is_not_recomputed() -> None:
 
 
 def test_equal_concurrent_prompts_are_computed_once() -> None:
-    run = Run()
+    run = SchedulerRun()
     prompt = list(range(1, 25))
     for name in "abc":
         run.submit(name, prompt, new=2)
@@ -278,7 +278,7 @@ def test_equal_concurrent_prompts_are_computed_once() -> None:
 
 
 def test_a_request_that_waits_for_a_prefix_continues_when_its_owner_ends() -> None:
-    run = Run()
+    run = SchedulerRun()
     prompt = list(range(1, 25))
     run.submit("a", prompt, new=2)
     run.submit("b", prompt, new=2)
@@ -291,7 +291,7 @@ def test_a_request_that_waits_for_a_prefix_continues_when_its_owner_ends() -> No
 
 
 def test_a_prompt_waits_until_its_blocks_are_free() -> None:
-    run = Run(6)
+    run = SchedulerRun(6)
     run.submit("a", 12, new=3)
     run.submit("b", 12, new=1)  # three blocks are free, but one is reserved for a
     run.submit("c", 2, new=1)  # would fit, but does not overtake b
@@ -300,7 +300,7 @@ def test_a_prompt_waits_until_its_blocks_are_free() -> None:
 
 
 def test_the_latest_request_is_preempted_and_its_output_does_not_change() -> None:
-    run = Run(5)
+    run = SchedulerRun(5)
     run.submit("a", 4, new=12)
     run.submit("b", 4, new=12)
     trace = run.finish()
@@ -314,7 +314,7 @@ def test_the_latest_request_is_preempted_and_its_output_does_not_change() -> Non
 
 
 def test_the_lowest_priority_is_preempted_before_the_latest_request() -> None:
-    run = Run(5)
+    run = SchedulerRun(5)
     run.submit("a", 4, new=12, priority=-1)
     run.submit("b", 4, new=12)
     trace = run.finish()
@@ -322,7 +322,7 @@ def test_the_lowest_priority_is_preempted_before_the_latest_request() -> None:
 
 
 def test_a_preempted_context_keeps_its_position_in_the_queue() -> None:
-    run = Run(5, max_batch_size=2)
+    run = SchedulerRun(5, max_batch_size=2)
     run.submit("a", 4, new=12)
     run.submit("b", 4, new=12)
     for _ in range(6):
@@ -334,7 +334,7 @@ def test_a_preempted_context_keeps_its_position_in_the_queue() -> None:
 
 
 def test_cached_tokens_of_a_restart_are_not_counted() -> None:
-    run = Run(14, max_batch_input_tokens=2)
+    run = SchedulerRun(14, max_batch_input_tokens=2)
     run.submit("a", 4, new=30)
     run.submit("b", 40, new=1)  # is preempted before its prompt is computed
     run.finish()
@@ -347,7 +347,7 @@ def test_cached_tokens_of_a_restart_are_not_counted() -> None:
 
 def test_a_prompt_without_blocks_waits_during_decoding() -> None:
     ready = {"b"}
-    run = Run(9, max_batch_input_tokens=4, ready=lambda context: context.request_id in ready)
+    run = SchedulerRun(9, max_batch_input_tokens=4, ready=lambda context: context.request_id in ready)
     run.submit("a", 24, new=1)
     run.submit("b", 4, new=12)
     trace = run.step() + run.step() + run.step()
@@ -359,7 +359,7 @@ def test_a_prompt_without_blocks_waits_during_decoding() -> None:
 
 
 def test_a_preempted_context_is_a_prompt_again() -> None:
-    run = Run(7, max_batch_input_tokens=4, caching=False)
+    run = SchedulerRun(7, max_batch_input_tokens=4, caching=False)
     run.submit("a", 4, new=12)
     run.submit("b", 4, new=20)
     while not run.scheduler.num_preemptions:
@@ -374,7 +374,7 @@ def test_a_preempted_context_is_a_prompt_again() -> None:
 
 
 def test_a_context_preempted_in_a_chunk_is_a_whole_prompt_again() -> None:
-    run = Run(6, max_batch_size=2, max_batch_input_tokens=2, min_chunk_size=1, caching=False)
+    run = SchedulerRun(6, max_batch_size=2, max_batch_input_tokens=2, min_chunk_size=1, caching=False)
     evicted = run.submit("a", 6, new=1)
     run.step()
     run.submit("b", 14, new=8, priority=1)
@@ -385,7 +385,7 @@ def test_a_context_preempted_in_a_chunk_is_a_whole_prompt_again() -> None:
 
 
 def test_a_context_beyond_its_key_limit_is_a_prompt_again() -> None:
-    run = Run(key_limits=(7,), caching=False)
+    run = SchedulerRun(key_limits=(7,), caching=False)
     run.submit("a", 5, new=6)
     assert run.finish() == [{"a": 5}, {"a": 1}, {"a": 1}, {"a": 8}, {"a": 1}, {"a": 1}]
     assert run.scheduler.num_preemptions == 0
@@ -393,14 +393,14 @@ def test_a_context_beyond_its_key_limit_is_a_prompt_again() -> None:
 
 @pytest.mark.parametrize("num_steps", [2, 3, 100])
 def test_multiple_steps_end_at_the_key_limit(num_steps: int) -> None:
-    run = Run(key_limits=(7,), caching=False)
+    run = SchedulerRun(key_limits=(7,), caching=False)
     run.submit("a", 4, new=9)
     trace = run.finish(num_steps)
     assert [rows["a"] for rows in trace] == [4, 1, 1, 1, 8, 1, 1, 1, 1]
 
 
 def test_a_context_over_its_key_limit_is_chunked_next_to_others() -> None:
-    run = Run(key_limits=(20,), caching=False, max_batch_input_tokens=8)
+    run = SchedulerRun(key_limits=(20,), caching=False, max_batch_input_tokens=8)
     run.submit("a", 20, new=4)
     run.submit("b", 3, new=9)
     assert run.finish() == [
@@ -414,13 +414,13 @@ def test_a_context_over_its_key_limit_is_chunked_next_to_others() -> None:
 
 
 def test_a_context_that_ends_at_its_key_limit_is_not_recomputed() -> None:
-    run = Run(key_limits=(7,), caching=False)
+    run = SchedulerRun(key_limits=(7,), caching=False)
     run.submit("a", 5, new=3)
     assert run.finish() == [{"a": 5}, {"a": 1}, {"a": 1}]
 
 
 def test_requests_with_one_prompt_share_the_recomputed_keys() -> None:
-    run = Run(key_limits=(13,), max_batch_input_tokens=64)
+    run = SchedulerRun(key_limits=(13,), max_batch_input_tokens=64)
     for name in "abc":
         run.submit(name, [1] * 12, new=5)
     assert run.finish() == [
@@ -440,7 +440,7 @@ def test_keys_of_one_rope_regime_are_not_read_in_another(
     windows: tuple[int | None, ...], caching: bool, num_steps: int
 ) -> None:
     """Contexts with common prefixes cross two key limits; with few blocks, they are preempted and chunked."""
-    run = Run(*[14] * len(windows), windows=windows, caching=caching, key_limits=(9, 21))
+    run = SchedulerRun(*[14] * len(windows), windows=windows, caching=caching, key_limits=(9, 21))
     rng = np.random.default_rng(len(windows) + num_steps)
     for number in range(40):
         prompt = [1] * int(rng.integers(1, 12)) + [2] * int(rng.integers(1, 12))
@@ -453,7 +453,7 @@ def test_keys_of_one_rope_regime_are_not_read_in_another(
 
 
 def test_a_high_priority_request_without_blocks_does_not_stop_a_running_prompt() -> None:
-    run = Run(8, max_batch_input_tokens=8)
+    run = SchedulerRun(8, max_batch_input_tokens=8)
     run.submit("a", 24, new=1)
     run.step()
     run.submit("b", 24, new=1, priority=1)
@@ -461,14 +461,14 @@ def test_a_high_priority_request_without_blocks_does_not_stop_a_running_prompt()
 
 
 def test_chunks_shrink_to_the_blocks_of_a_window() -> None:
-    run = Run(50, 5, windows=(None, 6), min_chunk_size=2)
+    run = SchedulerRun(50, 5, windows=(None, 6), min_chunk_size=2)
     run.submit("a", 30, new=3)
     trace = run.finish()
     assert trace[:4] == [{"a": 16}, {"a": 7}, {"a": 7}, {"a": 1}]
 
 
 def test_several_long_prompts_take_turns_behind_a_window() -> None:
-    run = Run(50, 6, windows=(None, 6), min_chunk_size=2)
+    run = SchedulerRun(50, 6, windows=(None, 6), min_chunk_size=2)
     for name in "abc":
         run.submit(name, 30, new=10)
     run.finish()
@@ -476,7 +476,7 @@ def test_several_long_prompts_take_turns_behind_a_window() -> None:
 
 
 def test_a_request_fails_alone_if_blocks_are_held_outside_the_scheduler() -> None:
-    run = Run(6)
+    run = SchedulerRun(6)
     outsider = text_context([9] * 15)
     run.kv.claim(outsider)
     run.kv.reserve(outsider)
@@ -494,7 +494,7 @@ def test_a_request_fails_alone_if_blocks_are_held_outside_the_scheduler() -> Non
 
 
 def test_a_decoding_context_fails_if_blocks_are_held_outside_the_scheduler() -> None:
-    run = Run(3)
+    run = SchedulerRun(3)
     run.submit("a", 4, new=6)
     run.step()
     outsider = text_context([9] * 8)
@@ -509,7 +509,7 @@ def test_a_decoding_context_fails_if_blocks_are_held_outside_the_scheduler() -> 
 
 
 def test_a_request_that_never_fits_is_refused_with_the_numbers() -> None:
-    run = Run(5)
+    run = SchedulerRun(5)
     with pytest.raises(InputError, match=r"may take 21 tokens \(7 of them the prompt\).* 5 blocks"):
         run.submit("a", 7, new=14)
     run.submit("b", 7, new=13)
@@ -517,14 +517,14 @@ def test_a_request_that_never_fits_is_refused_with_the_numbers() -> None:
 
 
 def test_a_prompt_above_the_budget_is_refused_without_chunked_prefill() -> None:
-    run = Run(enable_chunked_prefill=False)
+    run = SchedulerRun(enable_chunked_prefill=False)
     with pytest.raises(InputError, match="has 17 tokens, but a step computes at most 16"):
         run.submit("a", 17, new=1)
     assert not run.scheduler.has_work
 
 
 def test_a_preempted_context_above_the_budget_is_chunked_without_chunked_prefill() -> None:
-    run = Run(10, enable_chunked_prefill=False, max_batch_size=2)
+    run = SchedulerRun(10, enable_chunked_prefill=False, max_batch_size=2)
     run.submit("a", 12, new=20)
     run.submit("b", 4, new=24)
     trace = run.finish()
@@ -534,7 +534,7 @@ def test_a_preempted_context_above_the_budget_is_chunked_without_chunked_prefill
 
 
 def test_an_id_in_use_is_refused() -> None:
-    run = Run()
+    run = SchedulerRun()
     run.submit("a", 3, new=2)
     for _ in range(2):
         with pytest.raises(InputError, match="request a is already submitted"):
@@ -547,14 +547,14 @@ def test_an_id_in_use_is_refused() -> None:
 @pytest.mark.parametrize("name", ["max_batch_size", "max_batch_input_tokens", "min_chunk_size"])
 def test_limits_are_at_least_one(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}: must be at least 1, was 0"):
-        Run(**{name: 0})
+        SchedulerRun(**{name: 0})
 
 
 # -- Cancelling ------------------------------------------------------------------------------------------
 
 
 def test_cancelling_frees_blocks_and_batch_slot_within_one_step() -> None:
-    run = Run(max_batch_size=2)
+    run = SchedulerRun(max_batch_size=2)
     for name in "abc":
         run.submit(name, 8, new=9)
     run.step()
@@ -570,7 +570,7 @@ def test_cancelling_frees_blocks_and_batch_slot_within_one_step() -> None:
 
 
 def test_a_cancelled_waiting_context_leaves_no_state() -> None:
-    run = Run(max_batch_size=1)
+    run = SchedulerRun(max_batch_size=1)
     prompt = list(range(1, 20))
     run.submit("a", prompt, new=1)
     run.submit("b", prompt, new=1)
@@ -581,7 +581,7 @@ def test_a_cancelled_waiting_context_leaves_no_state() -> None:
 
 
 def test_a_preempted_context_is_cancelled() -> None:
-    run = Run(5)
+    run = SchedulerRun(5)
     run.submit("a", 4, new=12)
     run.submit("b", 4, new=12)
     for _ in range(6):
@@ -594,7 +594,7 @@ def test_a_preempted_context_is_cancelled() -> None:
 
 
 def test_cancelling_an_ended_or_unknown_request_does_nothing() -> None:
-    run = Run()
+    run = SchedulerRun()
     run.submit("a", 3, new=1)
     run.finish()
     run.scheduler.cancel("a")
@@ -610,7 +610,7 @@ def test_cancelling_an_ended_or_unknown_request_does_nothing() -> None:
 
 def test_requests_overtake_one_that_is_not_ready() -> None:
     ready = {"b"}
-    run = Run(ready=lambda context: context.request_id in ready)
+    run = SchedulerRun(ready=lambda context: context.request_id in ready)
     run.submit("a", 3, new=1)
     run.submit("b", 3, new=2)
     assert run.step() == [{"b": 3}]
@@ -627,7 +627,7 @@ def test_a_request_that_cannot_become_ready_fails_without_others() -> None:
             raise InputError("the grammar does not compile")
         return True
 
-    run = Run(ready=ready)
+    run = SchedulerRun(ready=ready)
     run.submit("a", 3, new=1)
     run.submit("b", 3, new=1)
     assert run.finish() == [{"b": 3}]
@@ -637,7 +637,7 @@ def test_a_request_that_cannot_become_ready_fails_without_others() -> None:
 
 def test_a_step_checks_the_readiness_of_few_contexts() -> None:
     checked: list[str] = []
-    run = Run(ready=lambda context: bool(checked.append(context.request_id)), max_batch_size=3)
+    run = SchedulerRun(ready=lambda context: bool(checked.append(context.request_id)), max_batch_size=3)
     for number in range(200):
         run.submit(f"r{number}", [1], new=1)
     for _ in range(5):
@@ -652,7 +652,7 @@ def test_an_error_in_ready_ends_only_its_request() -> None:
             raise KeyError("an internal error")
         return True
 
-    run = Run(ready=ready)
+    run = SchedulerRun(ready=ready)
     run.submit("a", 3, new=1)
     run.submit("b", 3, new=1)
     assert run.finish() == [{"b": 3}]
@@ -663,7 +663,7 @@ def test_an_error_in_ready_ends_only_its_request() -> None:
 
 
 def test_a_failed_forward_changes_no_state() -> None:
-    run = Run(isolates_faults=False)
+    run = SchedulerRun(isolates_faults=False)
     run.submit("a", 20, new=3)
     run.submit("b", 4, new=3)
     run.step()
@@ -677,7 +677,7 @@ def test_a_failed_forward_changes_no_state() -> None:
 
 
 def test_a_request_that_fails_the_forward_ends_and_others_continue() -> None:
-    run = Run()
+    run = SchedulerRun()
     for name in "abcd":
         run.submit(name, 3, new=4)
     run.step()
@@ -693,7 +693,7 @@ def test_a_request_that_fails_the_forward_ends_and_others_continue() -> None:
 
 @pytest.mark.parametrize("isolates_faults", [True, False])
 def test_a_context_that_the_pipeline_reports_as_failed_ends_alone(isolates_faults: bool) -> None:
-    run = Run(isolates_faults=isolates_faults)
+    run = SchedulerRun(isolates_faults=isolates_faults)
     run.submit("a", 3, new=3)
     run.submit("b", 3, new=3)
     run.pipeline.invalid_outputs = {"a"}
@@ -704,7 +704,7 @@ def test_a_context_that_the_pipeline_reports_as_failed_ends_alone(isolates_fault
 
 
 def test_each_admission_is_reported_once() -> None:
-    run = Run(5)
+    run = SchedulerRun(5)
     run.submit("a", 4, new=12)
     run.submit("b", 4, new=12)
     admitted = []
@@ -717,7 +717,7 @@ def test_each_admission_is_reported_once() -> None:
 
 def test_the_cost_of_a_step_does_not_depend_on_the_queue() -> None:
     def count_calls(num_waiting: int) -> int:
-        run = Run(1000, max_batch_size=3)
+        run = SchedulerRun(1000, max_batch_size=3)
         for number in range(num_waiting):
             context = text_context([number], max_length=50, request_id=f"r{number}")
             run.scheduler.submit(context)
@@ -742,7 +742,7 @@ def test_the_cost_of_a_step_does_not_depend_on_the_queue() -> None:
 
 
 def test_a_block_leak_is_detected_when_the_scheduler_is_idle() -> None:
-    run = Run()
+    run = SchedulerRun()
     run.submit("a", 3, new=1)
     run.kv._pools[0].allocate(1)
     with pytest.raises(AssertionError, match="has 1 references and is in 0 tables"):

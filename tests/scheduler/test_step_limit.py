@@ -35,7 +35,7 @@ class TimedPipeline(FakePipeline):
         return super().execute(batch, num_steps)
 
 
-class Run:
+class TimedRun:
     """Runs a scheduler over a timed pipeline. The first letter of a request's name is its client."""
 
     def __init__(self, fixed: float, per_row: float) -> None:
@@ -78,7 +78,7 @@ class Run:
 
 
 def test_steps_of_many_rows_are_short_while_another_client_sends_requests() -> None:
-    run = Run(fixed=0.001, per_row=0.0002)
+    run = TimedRun(fixed=0.001, per_row=0.0002)
     run.start_competing_clients(128)
     durations = [run.step() for _ in range(40)]
     assert max(durations) <= 0.0051
@@ -87,7 +87,7 @@ def test_steps_of_many_rows_are_short_while_another_client_sends_requests() -> N
 
 
 def test_a_step_may_take_twice_its_fixed_costs() -> None:
-    run = Run(fixed=0.010, per_row=0.001)
+    run = TimedRun(fixed=0.010, per_row=0.001)
     run.start_competing_clients(128)
     durations = [run.step() for _ in range(40)]
     assert max(durations) == pytest.approx(0.020, rel=0.05)
@@ -95,7 +95,7 @@ def test_a_step_may_take_twice_its_fixed_costs() -> None:
 
 
 def test_all_sequences_decode_equally_often() -> None:
-    run = Run(fixed=0.001, per_row=0.0002)
+    run = TimedRun(fixed=0.001, per_row=0.0002)
     run.start_competing_clients(128)
     lengths_before = {name: len(tokens) for name, tokens in run.tokens.items()}
     rows = Counter[str]()
@@ -110,7 +110,7 @@ def test_all_sequences_decode_equally_often() -> None:
 
 
 def test_a_client_without_competitors_decodes_all_rows_after_two_seconds() -> None:
-    run = Run(fixed=0.001, per_row=0.0002)
+    run = TimedRun(fixed=0.001, per_row=0.0002)
     run.start_competing_clients(128, num_new_tokens=900)
     while run.pipeline.seconds < 60 and len(run.pipeline.trace[-1]) < 128:
         run.step()
@@ -119,7 +119,7 @@ def test_a_client_without_competitors_decodes_all_rows_after_two_seconds() -> No
 
 
 def test_sequences_of_many_clients_are_in_every_step() -> None:
-    run = Run(fixed=0.001, per_row=0.002)
+    run = TimedRun(fixed=0.001, per_row=0.002)
     for client in "abcdefghijklmnop":
         for number in range(8):
             run.submit(f"{client}{number}", 30)
@@ -130,14 +130,14 @@ def test_sequences_of_many_clients_are_in_every_step() -> None:
 
 
 def test_steps_are_not_limited_if_their_time_does_not_depend_on_rows() -> None:
-    run = Run(fixed=0.040, per_row=0.0)
+    run = TimedRun(fixed=0.040, per_row=0.0)
     run.start_competing_clients(128)
     run.step()
     assert len(run.pipeline.trace[-1]) == 128
 
 
 def test_a_call_of_several_steps_is_as_short_as_a_step() -> None:
-    run = Run(fixed=0.0005, per_row=0.00005)
+    run = TimedRun(fixed=0.0005, per_row=0.00005)
     run.start_competing_clients(32)
     assert run.step(8) <= 0.005
     assert run.pipeline.num_steps[-1] == 2
@@ -145,7 +145,7 @@ def test_a_call_of_several_steps_is_as_short_as_a_step() -> None:
 
 
 def test_clients_with_few_sequences_decode_in_every_step() -> None:
-    run = Run(fixed=0.001, per_row=0.0002)
+    run = TimedRun(fixed=0.001, per_row=0.0002)
     run.start_competing_clients(100, num_new_tokens=900)
     for number in range(6):
         run.submit(f"c{number}", 400)

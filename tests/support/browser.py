@@ -17,14 +17,16 @@ from penstock.serve.app import create_app
 from penstock.testing import FakePipeline
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-READY = "document.getElementById('model').value === 'demo'"
-FOCUSED = """() => {
+READY_CONDITION = "document.getElementById('model').value === 'demo'"
+FOCUSED_SCRIPT = """() => {
   const e = document.activeElement;
   const labels = [...(e.labels ?? [])].map((one) => one.textContent).join(" ");
   return [e.tagName, (e.getAttribute("aria-label") || labels || e.textContent || "").trim(), e.id];
 }"""
 """Returns tag, name and id of the focused element."""
-START = "document.body.tabIndex = -1, document.body.focus(), document.body.removeAttribute('tabindex')"
+FOCUS_START_SCRIPT = (
+    "document.body.tabIndex = -1, document.body.focus(), document.body.removeAttribute('tabindex')"
+)
 """Moves the focus, so that Tab begins at the start of the page."""
 
 
@@ -67,7 +69,7 @@ async def open_playground(
             url = f"http://127.0.0.1:{listener.getsockname()[1]}/{fragment}"
             async with open_page(url, expected) as page:
                 if not config.get("api_key"):
-                    await wait_until(page, READY)
+                    await wait_until(page, READY_CONDITION)
                 yield page, chat
         finally:
             server.should_exit = True
@@ -98,11 +100,11 @@ async def send_message(page: Any, text: str) -> None:
 
 async def controls_in_tab_order(page: Any, count: int = 90) -> list[tuple[str, str]]:
     """Return id and name of each control that Tab reaches, in order. A repetition at the end is dropped."""
-    await page.evaluate(START)
+    await page.evaluate(FOCUS_START_SCRIPT)
     controls: list[tuple[str, str]] = []
     for _step in range(count):
         await page.keyboard.press("Tab")
-        tag, name, key = await page.evaluate(FOCUSED)
+        tag, name, key = await page.evaluate(FOCUSED_SCRIPT)
         if tag != "BODY":
             controls.append((key, name))
     return controls

@@ -357,7 +357,7 @@ def tokenizer_metadata(tokenizer: Mapping[str, Any], pre: str, *, size: int | No
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": pre,
         "tokenizer.ggml.tokens": [texts.get(i, f"[PAD{i}]") for i in range(count)],
-        "tokenizer.ggml.token_type": [int(_type_of(added.get(i), i in texts)) for i in range(count)],
+        "tokenizer.ggml.token_type": [int(_token_type(added.get(i), i in texts)) for i in range(count)],
     }
     if merges:
         texts_of = [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
@@ -365,7 +365,7 @@ def tokenizer_metadata(tokenizer: Mapping[str, Any], pre: str, *, size: int | No
     return metadata
 
 
-def _type_of(added: Mapping[str, Any] | None, exists: bool) -> TokenType:
+def _token_type(added: Mapping[str, Any] | None, exists: bool) -> TokenType:
     if added is not None:
         return TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
     return TokenType.NORMAL if exists else TokenType.UNUSED

@@ -23,7 +23,7 @@ class LiveServer:
 
     url: str
     """The URL, with a trailing slash."""
-    run_in_process: InProcessServer
+    app_server: InProcessServer
     loop: asyncio.AbstractEventLoop
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
@@ -41,7 +41,7 @@ def live_server(**options: Any) -> Iterator[LiveServer]:
     try:
         yield server
     finally:
-        server.loop.call_soon_threadsafe(server.chatting.services.gate.close)
+        server.loop.call_soon_threadsafe(server.app_server.services.gate.close)
         thread.join(30)
         assert not thread.is_alive()
 

@@ -56,9 +56,9 @@ def covering_subset(sets: Sequence[Parameters], *, strength: int = 2, times: int
     subset_indices: set[int] = set()
     while missing_counts:
         bound, number = bounds[0]
-        gain = sum(combination in missing_counts for combination in contents[number])
-        if gain < -bound:
-            heapreplace(bounds, (-gain, number))
+        num_missing = sum(combination in missing_counts for combination in contents[number])
+        if num_missing < -bound:
+            heapreplace(bounds, (-num_missing, number))
             continue
         heappop(bounds)
         subset_indices.add(number)

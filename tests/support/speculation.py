@@ -22,7 +22,7 @@ class OracleProposer:
     def __init__(self, texts: Mapping[str, list[int]], wrong: Callable[[int], bool], length: int) -> None:
         self.texts, self.wrong, self.length = texts, wrong, length
         self.released: list[str] = []
-        self.seen: list[tuple[list[int], int]] = []
+        self.observed: list[tuple[list[int], int]] = []
 
     def propose(self, contexts: Sequence[TextContext], limits: Sequence[int]) -> list[list[int]]:
         drafts = []
@@ -40,7 +40,7 @@ class OracleProposer:
     def observe(
         self, contexts: Sequence[TextContext], drafts: Sequence[list[int]], accepted: Sequence[int]
     ) -> None:
-        self.seen += list(zip(drafts, accepted, strict=True))
+        self.observed += list(zip(drafts, accepted, strict=True))
 
     def release(self, context: TextContext) -> None:
         self.released.append(context.request_id)

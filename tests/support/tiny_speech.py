@@ -112,7 +112,7 @@ def fake_codec_catalog() -> Any:
     from penstock.pipelines.core import PipelineTask
     from penstock.pipelines.tasks import TASKS
 
-    audio = replace(TASKS[PipelineTask.AUDIO_GENERATION], factory="support.tiny_speech:create_audio")
+    audio = replace(TASKS[PipelineTask.AUDIO_GENERATION], factory="support.tiny_speech:create_audio_pipeline")
     return Catalog(tasks={**TASKS, audio.task: audio})
 
 

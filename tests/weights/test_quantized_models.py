@@ -71,7 +71,7 @@ def write_gguf_model(folder: Path, config: dict[str, Any]) -> Path:
     return folder / "m.gguf"
 
 
-def float_checkpoint_of(checkpoint: Path) -> Path:
+def float_checkpoint(checkpoint: Path) -> Path:
     return (checkpoint if checkpoint.is_dir() else checkpoint.parent) / "plain"
 
 
@@ -81,8 +81,8 @@ def compute_logits(checkpoint: Path, adapter: str | None = None, **config: Any) 
 
 
 def test_adapter_logits_are_close_to_those_of_peft(checkpoint: Path, tmp_path: Path) -> None:
-    adapter = write_adapter(float_checkpoint_of(checkpoint), tmp_path)
-    expected = peft_logits(float_checkpoint_of(checkpoint), adapter, TOKENS)
+    adapter = write_adapter(float_checkpoint(checkpoint), tmp_path)
+    expected = peft_logits(float_checkpoint(checkpoint), adapter, TOKENS)
     actual = compute_logits(checkpoint, "tone", lora=(f"tone={adapter}",))
     assert float((actual - expected).norm() / expected.norm()) < 0.08
     assert float((actual - compute_logits(checkpoint)).norm() / expected.norm()) > 0.1
@@ -100,7 +100,7 @@ def test_layers_keep_the_block_types_of_the_file(checkpoint: Path) -> None:
 
 
 def test_logits_are_close_to_those_of_the_float_weights(checkpoint: Path) -> None:
-    expected = transformers_logits(load_in_transformers(float_checkpoint_of(checkpoint)), TOKENS)
+    expected = transformers_logits(load_in_transformers(float_checkpoint(checkpoint)), TOKENS)
     actual = compute_logits(checkpoint)
     assert float((actual - expected).norm() / expected.norm()) < 0.08
 

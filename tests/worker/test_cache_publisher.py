@@ -29,7 +29,7 @@ class Subscriber:
         self.socket.connect(endpoint)
         self.socket.subscribe(topic)
 
-    def read_deltas(self) -> tuple[bytes, int, Any]:
+    def read(self) -> tuple[bytes, int, Any]:
         topic, number, body = self.socket.recv_multipart()
         return topic, int.from_bytes(number, "big"), msgspec.msgpack.decode(body)
 

@@ -24,7 +24,7 @@ def tokenizer() -> Any:
 
 
 def make_matcher(special: Any, lark: str) -> Any:
-    return llguidance_bytes.matcher_of(lark, special)
+    return llguidance_bytes.match_lark(lark, special)
 
 
 def accepts(matcher: Any, tokens: list[int]) -> bool:

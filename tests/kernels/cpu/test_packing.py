@@ -31,7 +31,7 @@ def encoding(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def bytes_of(tensors: dict[str, Tensor]) -> dict[str, bytes]:
+def tensor_bytes(tensors: dict[str, Tensor]) -> dict[str, bytes]:
     """Return the bytes of tensors, to compare NaNs bit by bit too."""
     return {name: tensor.contiguous().view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()}
 
@@ -50,11 +50,11 @@ def assert_equals_definition(
     rows = encoding_named(encoding).pack(weight, importance)
     panels = encoding_named(encoding).panels
     assert panels is not None
-    expected_panels = bytes_of(panels.to_panels(rows))
-    assert bytes_of(dict(pack(ops, weight, encoding, importance))) == expected_panels
+    expected_panels = tensor_bytes(panels.to_panels(rows))
+    assert tensor_bytes(dict(pack(ops, weight, encoding, importance))) == expected_panels
     if is_quantized(encoding):  # panels made from integers are the same
         repacked = pack_rows(ops._kernels, WeightMemory(), encoding, rows)
-        assert bytes_of(repacked) == expected_panels
+        assert tensor_bytes(repacked) == expected_panels
 
 
 @pytest.mark.matrix
@@ -81,7 +81,7 @@ def test_input_importance_is_packed_as_defined(ops: CpuOps, encoding: str, shape
     assert_equals_definition(ops, encoding, weight, importance)
     assert_equals_definition(ops, encoding, weight, importance[::2].repeat_interleave(2)[: shape[1]])
     uniform_panels = dict(pack(ops, weight, encoding, torch.ones(shape[1])))
-    assert bytes_of(uniform_panels) == bytes_of(dict(pack(ops, weight, encoding, None)))
+    assert tensor_bytes(uniform_panels) == tensor_bytes(dict(pack(ops, weight, encoding, None)))
 
 
 NUMBERS = st.one_of(

@@ -96,7 +96,7 @@ def step_with_all_operations(ops: CpuOps, encoding: str, width: int) -> Step:
     return step
 
 
-def step_inputs_of(lengths: Sequence[int]) -> dict[str, Tensor]:
+def make_step_inputs(lengths: Sequence[int]) -> dict[str, Tensor]:
     """Return the inputs of a step with one row and four blocks per sequence."""
     last_positions = torch.tensor(lengths) - 1
     tables = 1 + torch.randperm(8)[: 4 * len(lengths)].view(-1, 4)
@@ -115,10 +115,10 @@ def step_inputs_of(lengths: Sequence[int]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("width", [32, 640])  # the wider step has operations that all threads share
 def test_a_compiled_step_is_bit_equal_to_its_operations(ops: CpuOps, encoding: str, width: int) -> None:
     step = step_with_all_operations(ops, encoding, width)
-    plan, recorder = compile_step(ops, step_inputs_of([3, 20]), step)
+    plan, recorder = compile_step(ops, make_step_inputs([3, 20]), step)
     assert len(plan) == len(recorder.records) + 1  # the rotary tables count twice
     for lengths in ([17, 16], [33, 1], [64, 50]):
-        step_inputs = step_inputs_of(lengths)
+        step_inputs = make_step_inputs(lengths)
         replayed_results = plan.replay(list(step_inputs.values()))
         for actual, eager_result in zip(replayed_results, step(ops, step_inputs), strict=True):
             assert torch.equal(actual, eager_result)
@@ -126,22 +126,22 @@ def test_a_compiled_step_is_bit_equal_to_its_operations(ops: CpuOps, encoding: s
 
 def test_results_are_not_overwritten_by_the_next_replay(ops: CpuOps) -> None:
     step = step_with_all_operations(ops, "float32", 32)
-    plan, _ = compile_step(ops, step_inputs_of([3, 20]), step)
-    first = plan.replay(list(step_inputs_of([5, 9]).values()))
+    plan, _ = compile_step(ops, make_step_inputs([3, 20]), step)
+    first = plan.replay(list(make_step_inputs([5, 9]).values()))
     copies = [result.clone() for result in first]
-    second = plan.replay(list(step_inputs_of([50, 60]).values()))
+    second = plan.replay(list(make_step_inputs([50, 60]).values()))
     assert all(torch.equal(original, copy) for original, copy in zip(first, copies, strict=True))
     assert not torch.equal(first[0], second[0])
 
 
 def test_an_index_outside_its_table_is_refused(ops: CpuOps) -> None:
-    plan, _ = compile_step(ops, step_inputs_of([3, 20]), step_with_all_operations(ops, "float32", 32))
+    plan, _ = compile_step(ops, make_step_inputs([3, 20]), step_with_all_operations(ops, "float32", 32))
     for name, bad in (("tokens", 50), ("tokens", -1), ("positions", 100)):
-        step_inputs = step_inputs_of([5, 9])
+        step_inputs = make_step_inputs([5, 9])
         step_inputs[name][1] = bad
         with pytest.raises(IndexError, match="take_rows"):
             plan.replay(list(step_inputs.values()))
-    plan.replay(list(step_inputs_of([5, 9]).values()))
+    plan.replay(list(make_step_inputs([5, 9]).values()))
 
 
 def test_the_error_names_an_operation_without_a_kernel(ops: CpuOps) -> None:
@@ -276,7 +276,7 @@ def advance_inputs(step_inputs: Mapping[str, Tensor], ahead: int) -> dict[str, T
     return {**step_inputs, "positions": last_positions, "lengths": lengths.int(), "slots": slots}
 
 
-def sampling_of(rows: int, temperature: float) -> SamplingInputs:
+def make_sampling_inputs(rows: int, temperature: float) -> SamplingInputs:
     return SamplingInputs(
         torch.full((rows,), temperature),
         torch.zeros(rows, dtype=torch.int64),
@@ -302,7 +302,10 @@ def test_replay_steps_equals_single_steps(ops: CpuOps, lengths: list[int], tempe
     }
     step_inputs = advance_inputs(step_inputs, 0)
     plan, _ = compile_step(ops, step_inputs, step)
-    sampling, uniforms = sampling_of(rows, temperature), torch.rand(num_steps, rows, dtype=torch.float64)
+    sampling, uniforms = (
+        make_sampling_inputs(rows, temperature),
+        torch.rand(num_steps, rows, dtype=torch.float64),
+    )
     steps = [advance_inputs(step_inputs, ahead) for ahead in range(num_steps)]
     step_values = {
         name: torch.stack([step[name] for step in steps]) for name in ("positions", "lengths", "slots")
@@ -323,7 +326,7 @@ def test_replay_steps_equals_single_steps(ops: CpuOps, lengths: list[int], tempe
 
 def test_replay_steps_stops_when_every_row_has_ended(ops: CpuOps) -> None:
     step, num_steps = tiny_language_model(ops), 8
-    step_inputs = advance_inputs(step_inputs_of([3, 20]), 0)
+    step_inputs = advance_inputs(make_step_inputs([3, 20]), 0)
     plan, _ = compile_step(ops, step_inputs, step)
     steps = [advance_inputs(step_inputs, ahead) for ahead in range(num_steps)]
     step_values = {
@@ -332,7 +335,9 @@ def test_replay_steps_stops_when_every_row_has_ended(ops: CpuOps) -> None:
     uniforms = torch.rand(num_steps, 2, dtype=torch.float64)
 
     def run(ends: Tensor) -> Tensor:
-        return plan.replay_steps(list(step_inputs.values()), step_values, sampling_of(2, 1.0), uniforms, ends)
+        return plan.replay_steps(
+            list(step_inputs.values()), step_values, make_sampling_inputs(2, 1.0), uniforms, ends
+        )
 
     full_tokens = run(no_ends(2))
     assert len(full_tokens) == num_steps
@@ -351,7 +356,7 @@ def test_a_row_with_non_finite_logits_does_not_stop_the_batch(ops: CpuOps) -> No
         (logits,) = step(ops, step_inputs)
         return [ops.add(logits, step_inputs["noise"])]
 
-    step_inputs = advance_inputs(step_inputs_of([3, 20]), 0)
+    step_inputs = advance_inputs(make_step_inputs([3, 20]), 0)
     step_inputs["noise"] = torch.tensor([[torch.nan], [0.0]]).repeat(1, 50)
     plan, _ = compile_step(ops, step_inputs, add_noise)
     steps = [advance_inputs(step_inputs, ahead) for ahead in range(3)]
@@ -360,17 +365,17 @@ def test_a_row_with_non_finite_logits_does_not_stop_the_batch(ops: CpuOps) -> No
     }
     uniforms = torch.rand(3, 2, dtype=torch.float64)
     sampled_ids = plan.replay_steps(
-        list(step_inputs.values()), step_values, sampling_of(2, 1.0), uniforms, no_ends(2)
+        list(step_inputs.values()), step_values, make_sampling_inputs(2, 1.0), uniforms, no_ends(2)
     )
     assert sampled_ids[:, 0].tolist() == [-1, -1, -1]
     assert bool((sampled_ids[:, 1] >= 0).all())
 
 
 def test_replay_steps_refuses_a_token_outside_its_table(ops: CpuOps) -> None:
-    step_inputs = advance_inputs(step_inputs_of([3, 20]), 0)
+    step_inputs = advance_inputs(make_step_inputs([3, 20]), 0)
     plan, _ = compile_step(ops, step_inputs, tiny_language_model(ops))
     bad = {**step_inputs, "tokens": torch.tensor([1, 50])}
     step_values = {"lengths": step_inputs["lengths"].repeat(4, 1)}
     uniforms = torch.zeros(4, 2, dtype=torch.float64)
     with pytest.raises(IndexError, match="take_rows"):
-        plan.replay_steps(list(bad.values()), step_values, sampling_of(2, 0.0), uniforms, no_ends(2))
+        plan.replay_steps(list(bad.values()), step_values, make_sampling_inputs(2, 0.0), uniforms, no_ends(2))

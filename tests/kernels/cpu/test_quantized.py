@@ -59,7 +59,7 @@ def pack_as(ops: CpuOps, weight: Tensor, encoding: str, bias: Tensor | None = No
     )
 
 
-def expected_of(weight: Tensor, encoding: str, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def expected_product(weight: Tensor, encoding: str, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the encoding's product in float32, and the sum of the magnitudes of its terms."""
     kind = encoding_named(encoding)
     tensors = kind.pack(weight)
@@ -89,7 +89,7 @@ def test_products_agree_with_the_definition(
     bias = torch.randn(shape[0]).to(dtype) if with_bias else None
     y = ops.linear(x, pack_as(ops, weight, encoding, bias))
     assert y.dtype == dtype
-    expected, terms = expected_of(weight, encoding, x, bias)
+    expected, terms = expected_product(weight, encoding, x, bias)
     assert_is_rounded(y, expected, terms)
     if encoding == "int8" and dtype == torch.float32:
         assert torch.equal(y, expected)  # no float sum whose order could differ
@@ -116,7 +116,7 @@ def test_outliers_do_not_reduce_the_precision_of_other_activations(
     weight, x = torch.randn(70, inputs), rows_with_outliers(inputs).to(dtype)
     packed_weight = pack_as(ops, weight, "int8")
     y = ops.linear(x, packed_weight)
-    expected, terms = expected_of(weight, "int8", x, None)
+    expected, terms = expected_product(weight, "int8", x, None)
     assert_is_rounded(y, expected, terms)
     if dtype == torch.float32:
         assert torch.equal(y, expected)

@@ -48,7 +48,7 @@ class Case:
     seed: int = 0
 
 
-def inputs_of(case: Case) -> tuple[Tensor, LayerKV, Tensor, Tensor, dict[str, Any]]:
+def attention_inputs(case: Case) -> tuple[Tensor, LayerKV, Tensor, Tensor, dict[str, Any]]:
     """Return queries, cache, row offsets, lengths and options; values that no query may read are NaN."""
     torch.manual_seed(case.seed)
     counts = [-(-length // case.block) for _, length in case.sequences]
@@ -95,12 +95,12 @@ def inputs_of(case: Case) -> tuple[Tensor, LayerKV, Tensor, Tensor, dict[str, An
     return q, kv, offsets, lengths, options
 
 
-def check(case: Case) -> None:
+def assert_agrees_with_reference(case: Case) -> None:
     """Compare one case with the reference."""
     ops = CudaOps()
     if case.is_deterministic:
         ops.require_determinism()
-    q, kv, offsets, lengths, options = inputs_of(case)
+    q, kv, offsets, lengths, options = attention_inputs(case)
     actual, expected = (o.attention(q, kv, offsets, lengths, **options) for o in (ops, REFERENCE))
     assert actual.dtype == expected.dtype
     assert expected.isfinite().all(), "the case is not valid"
@@ -108,7 +108,7 @@ def check(case: Case) -> None:
     torch.testing.assert_close(actual.float(), expected.float(), rtol=tolerance, atol=tolerance)
 
 
-FIXED = {
+FIXED_CASES = {
     **{f"head of {dim}": Case(dim=dim, group=2) for dim in (80, 96, 112, 192, 256)},
     **{
         f"bfloat16 head of {dim}": Case(dim=dim, group=3, dtype=torch.bfloat16, cached="int8")
@@ -143,13 +143,13 @@ FIXED = {
 }
 
 
-@pytest.mark.parametrize("name", FIXED)
-def test_fixed(name: str) -> None:
-    check(FIXED[name])
+@pytest.mark.parametrize("name", FIXED_CASES)
+def test_fixed_cases_agree_with_the_reference(name: str) -> None:
+    assert_agrees_with_reference(FIXED_CASES[name])
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def random_cases(draw: st.DrawFn) -> Case:
     """Draw a case; small, because the interpreter is slow."""
 
     def sequence() -> tuple[int, int]:
@@ -179,15 +179,15 @@ def cases(draw: st.DrawFn) -> Case:
 
 @pytest.mark.random
 @settings(max_examples=num_examples(8))
-@given(case=cases())
-def test_drawn(case: Case) -> None:
-    check(case)
+@given(case=random_cases())
+def test_random_cases_agree_with_the_reference(case: Case) -> None:
+    assert_agrees_with_reference(case)
 
 
-def test_the_comparison_can_fail() -> None:
+def test_each_option_changes_the_result() -> None:
     """A case differs from the same case with another option."""
     case = Case(has_sinks=True, window=3, soft_cap=2.0, span=4, sequences=((8, 30), (1, 9)))
-    q, kv, offsets, lengths, options = inputs_of(case)
+    q, kv, offsets, lengths, options = attention_inputs(case)
     full_result = CudaOps().attention(q, kv, offsets, lengths, **options)
     for name in ("soft_cap", "sinks", "spans"):
         other = CudaOps().attention(q, kv, offsets, lengths, **(options | {name: None}))
@@ -209,7 +209,7 @@ def test_the_comparison_can_fail() -> None:
     has_bias=st.booleans(),
     seed=st.integers(0, 2**16),
 )
-def test_encoders_drawn(
+def test_random_encoder_batches_agree_with_the_reference(
     dim: int,
     group: int,
     kv_heads: int,

@@ -59,7 +59,7 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> CudaOps:
     return cuda_ops
 
 
-def agree(got: Tensor, expected: Tensor) -> None:
+def assert_close(got: Tensor, expected: Tensor) -> None:
     assert got.dtype == expected.dtype
     tolerance = TOLERANCE[expected.dtype]
     torch.testing.assert_close(got.float(), expected.float(), rtol=tolerance, atol=tolerance)
@@ -69,7 +69,7 @@ def agree(got: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows(ops: CudaOps, dtype: torch.dtype) -> None:
+def test_row_operations_agree_with_the_reference(ops: CudaOps, dtype: torch.dtype) -> None:
     x, residual = torch.randn(2, 3, 120).to(dtype)[:, :, :100]
     weight, bias = torch.randn(2, 100)
     for norm_weight in (weight, weight.to(dtype)):
@@ -84,43 +84,43 @@ def test_rows(ops: CudaOps, dtype: torch.dtype) -> None:
             ),
             strict=True,
         ):
-            agree(actual, expected)
-    agree(
+            assert_close(actual, expected)
+    assert_close(
         ops.add_layer_norm(x, residual, weight, bias, 1e-5)[0],
         REFERENCE.add_layer_norm(x, residual, weight, bias, 1e-5)[0],
     )
     for activation in ("silu", "gelu_tanh", "relu", "relu2"):
-        agree(ops.gated_activation(x, activation), REFERENCE.gated_activation(x, activation))
+        assert_close(ops.gated_activation(x, activation), REFERENCE.gated_activation(x, activation))
     gate = ClampedSwiGLU(1.7, 2.0)
-    agree(ops.clamped_swiglu(5 * x, gate), REFERENCE.clamped_swiglu(5 * x, gate))
-    agree(ops.soft_cap(x, 1e5), REFERENCE.soft_cap(x, 1e5))
-    agree(ops.soft_cap(9 * x, 3.0), REFERENCE.soft_cap(9 * x, 3.0))
+    assert_close(ops.clamped_swiglu(5 * x, gate), REFERENCE.clamped_swiglu(5 * x, gate))
+    assert_close(ops.soft_cap(x, 1e5), REFERENCE.soft_cap(x, 1e5))
+    assert_close(ops.soft_cap(9 * x, 3.0), REFERENCE.soft_cap(9 * x, 3.0))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rotary(ops: CudaOps, dtype: torch.dtype) -> None:
+def test_rotary_agrees_with_the_reference(ops: CudaOps, dtype: torch.dtype) -> None:
     qkv, angles = torch.randn(3, 6, 24).to(dtype), torch.rand(3, 8) * 6
     q, k = qkv[:, :4], qkv[:, 4:]
     for pairs in (False, True):
         actual, expected = (
             o.rotary(q, k, angles.cos(), angles.sin(), is_interleaved=pairs) for o in (ops, REFERENCE)
         )
-        agree(actual[0], expected[0])
-        agree(actual[1], expected[1])
+        assert_close(actual[0], expected[0])
+        assert_close(actual[1], expected[1])
 
 
-def test_routes(ops: CudaOps) -> None:
+def test_routes_agree_with_the_reference(ops: CudaOps) -> None:
     logits = torch.randn(4, 9)
     for routing in ("all", "all_normed", "chosen"):
         (weights, ids), (expected, numbers) = (o.route(logits, 3, routing) for o in (ops, REFERENCE))
         assert torch.equal(ids, numbers)
-        agree(weights, expected)
+        assert_close(weights, expected)
     assert ops.route(torch.zeros(1, 9), 3, "chosen")[1].tolist() == [[0, 1, 2]]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("outputs", "inputs"), [(37, 3), (64, 1024), (5, 4097), (3, 9000)])
-def test_a_single_row_times_a_weight_of_floats(
+def test_float_products_of_a_single_row_agree_with_the_reference(
     ops: CudaOps, dtype: torch.dtype, outputs: int, inputs: int
 ) -> None:
     weight, x = (torch.randn(outputs, inputs) / inputs**0.5).to(dtype), torch.randn(1, 2 * inputs).to(dtype)
@@ -128,19 +128,19 @@ def test_a_single_row_times_a_weight_of_floats(
         packed_weight = ops.pack_linear(
             weight, "float32" if dtype == torch.float32 else "bfloat16", bias=bias
         )
-        agree(ops.linear(x[:, :inputs], packed_weight), REFERENCE.linear(x[:, :inputs], packed_weight))
+        assert_close(ops.linear(x[:, :inputs], packed_weight), REFERENCE.linear(x[:, :inputs], packed_weight))
 
 
 # ---- attention ----
 
 
-def test_attention_without_sequences(ops: CudaOps) -> None:
+def test_attention_without_sequences_is_empty(ops: CudaOps) -> None:
     slots, none = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int32)
     kv = LayerKV(torch.randn(2, 8, 2, 16, 32), none.view(0, 16), slots, None, None)
     assert ops.attention(torch.zeros(0, 4, 32), kv, torch.zeros(1).int(), none, scale=1).shape == (0, 4, 32)
 
 
-def paged(
+def paged_cache(
     rows_and_lengths: Sequence[tuple[int, int]],
     kv_heads: int = 2,
     dim: int = 16,
@@ -163,10 +163,10 @@ def paged(
     return kv, rows.cumsum(0).int(), torch.tensor([length for _, length in rows_and_lengths]).int()
 
 
-MIX = [(1, 20), (17, 40), (3, 5)]
+ROWS_AND_LENGTHS = [(1, 20), (17, 40), (3, 5)]
 
 
-def in_bytes(kv: LayerKV) -> LayerKV:
+def to_int8_cache(kv: LayerKV) -> LayerKV:
     pairs = kv.cache.float()
     scales = pairs.abs().amax(-1) / 127
     return replace(
@@ -179,10 +179,10 @@ def in_bytes(kv: LayerKV) -> LayerKV:
 @pytest.mark.parametrize(
     "case", ["plain", "window", "chunks", "cap and sinks", "bytes", "spans", "decode in splits"]
 )
-def test_attention(ops: CudaOps, dtype: torch.dtype, case: str) -> None:
+def test_attention_agrees_with_the_reference(ops: CudaOps, dtype: torch.dtype, case: str) -> None:
     fields = {"window": {"window": 9}, "chunks": {"window": 8, "is_chunked": True}}.get(case, {})
-    mix = [(1, 600), (1, 33)] if case == "decode in splits" else MIX
-    kv, offsets, lengths = paged(mix, dtype=dtype, **fields)
+    mix = [(1, 600), (1, 33)] if case == "decode in splits" else ROWS_AND_LENGTHS
+    kv, offsets, lengths = paged_cache(mix, dtype=dtype, **fields)
     q = torch.randn(int(offsets[-1]), 6, 20).to(dtype)[:, :, :16]
     if case == "decode in splits":
         kv.cache[0, kv.block_tables[0, 33:38].long()] *= 3  # the largest scores are not in the first split
@@ -190,14 +190,14 @@ def test_attention(ops: CudaOps, dtype: torch.dtype, case: str) -> None:
     if case == "cap and sinks":
         options |= {"soft_cap": 2.0, "sinks": torch.randn(6)}
     elif case == "bytes":
-        kv = in_bytes(kv)
+        kv = to_int8_cache(kv)
     elif case == "spans":
         positions = torch.cat([torch.arange(19, 20), torch.arange(23, 40), torch.arange(2, 5)])
         spans = torch.stack([positions, positions + 1], 1)
         spans[4:9] = torch.tensor([26, 31])
         options["spans"] = ImageSpans(spans.int(), offsets, lengths)
     actual, expected = (o.attention(q, kv, offsets, lengths, **options) for o in (ops, REFERENCE))  # type: ignore[arg-type]
-    agree(actual, expected)
+    assert_close(actual, expected)
 
 
 FP8 = torch.float8_e4m3fn
@@ -207,8 +207,8 @@ FP8 = torch.float8_e4m3fn
     ("cached", "is_fixed"),
     [*((dtype, False) for dtype in (torch.float32, torch.bfloat16, torch.int8, FP8)), (FP8, True)],
 )
-def test_cache_writes(ops: CudaOps, cached: torch.dtype, is_fixed: bool) -> None:
-    kv, _, _ = paged([(5, 40)])
+def test_cache_writes_equal_the_reference(ops: CudaOps, cached: torch.dtype, is_fixed: bool) -> None:
+    kv, _, _ = paged_cache([(5, 40)])
     k, v = (3 * torch.randn(2, 5, 3, 16)).bfloat16()[:, :, :2]
     v[4, 1] = 0
     stored_caches = []
@@ -234,7 +234,7 @@ def test_cache_writes(ops: CudaOps, cached: torch.dtype, is_fixed: bool) -> None
     assert not is_fixed or (stored_caches[0][0] & 127 == 126).any()
 
 
-def test_all_8_bit_floats(ops: CudaOps) -> None:
+def test_conversion_to_8_bit_floats_equals_torch(ops: CudaOps) -> None:
     """All codes and the midpoints between them are stored as torch converts them, and NaN as NaN."""
     codes = torch.arange(256).to(torch.uint8)
     values = codes.view(FP8).float()[:127].sort().values
@@ -256,25 +256,25 @@ def test_all_8_bit_floats(ops: CudaOps) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 5}, {"is_causal": True}, {"bias": True}], ids=str)
-def test_encoder_attention(ops: CudaOps, options: dict[str, object]) -> None:
+def test_encoder_attention_agrees_with_the_reference(ops: CudaOps, options: dict[str, object]) -> None:
     offsets = torch.tensor([0, 3, 40]).int()
     q, k, v = torch.randn(40, 8, 20).split([4, 2, 2], 1)
     if options.get("bias"):
         options = {"bias": torch.randn(4, 91)}
     actual, expected = (o.encoder_attention(q, k, v, offsets, scale=0.3, **options) for o in (ops, REFERENCE))  # type: ignore[arg-type]
-    agree(actual, expected)
+    assert_close(actual, expected)
 
 
 # ---- the same bits in any batch ----
 
 
-def test_bits_of_attention_alone_in_chunks_and_in_splits(
+def test_attention_is_bit_equal_in_chunks_batches_and_splits(
     deterministic: CudaOps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A row has the same bits in a large chunk, in smaller ones with other rows, and alone in splits."""
     processors = [1]  # few enough that one program computes all splits of a tile
     monkeypatch.setattr("penstock.kernels.cuda.attention.num_processors", lambda device: processors[0])
-    kv, offsets, lengths = paged([(20, 540), (1, 530)], 1)
+    kv, offsets, lengths = paged_cache([(20, 540), (1, 530)], 1)
     q = torch.randn(21, 2, 16)
     full_result = deterministic.attention(q, kv, offsets, lengths, scale=0.3)
     processors[0] = 1000
@@ -292,7 +292,7 @@ def test_bits_of_attention_alone_in_chunks_and_in_splits(
 
 
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16", "fp8", "int8", "int4"])
-def test_bits_of_products_alone(deterministic: CudaOps, encoding: str) -> None:
+def test_products_are_bit_equal_alone_and_in_a_batch(deterministic: CudaOps, encoding: str) -> None:
     packed_weight = deterministic.pack_linear(torch.randn(20, 70), encoding)
     x = torch.randn(66 if encoding in ("float32", "bfloat16") else 18, 70)
     full_result = deterministic.linear(x, packed_weight)
@@ -307,7 +307,7 @@ QUANTIZED = [name for name in ENCODINGS if not encoding_named(name).is_float]
 
 
 @pytest.mark.parametrize("encoding", QUANTIZED)
-def test_encodings(ops: CudaOps, encoding: str) -> None:
+def test_products_in_every_encoding_agree_with_the_reference(ops: CudaOps, encoding: str) -> None:
     """One row, some rows, and rows that multiply a decoded weight."""
     weight, bias = torch.randn(20, 330) / 18, torch.randn(20)
     packed_weight, expected = (o.pack_linear(weight, encoding, bias=bias) for o in (ops, REFERENCE))
@@ -316,11 +316,11 @@ def test_encodings(ops: CudaOps, encoding: str) -> None:
     for rows, dtype in ((1, torch.float32), (1, torch.bfloat16), (3, torch.float32), (3, torch.bfloat16),
                         (7, torch.float32), (12, torch.float32), (70, torch.float32)):  # fmt: skip
         x = torch.randn(rows, 330).to(dtype)
-        agree(ops.linear(x, packed_weight), REFERENCE.linear(x, expected))
+        assert_close(ops.linear(x, packed_weight), REFERENCE.linear(x, expected))
     x = torch.randn(3, 330)
     x[0, 3], x[1, 2] = 30.0, torch.nan  # beyond the range of a byte, and a row without a scale
     actual = ops.linear(x, packed_weight)
-    agree(actual[[0, 2]], REFERENCE.linear(x, expected)[[0, 2]])
+    assert_close(actual[[0, 2]], REFERENCE.linear(x, expected)[[0, 2]])
     assert actual[1].isnan().all()
     if encoding == "int8":
         for selected_rows in ([0], [2], [0, 2]):
@@ -330,29 +330,29 @@ def test_encodings(ops: CudaOps, encoding: str) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["int4", "int5"])
-def test_weights_that_are_packed_after_their_first_use(ops: CudaOps, encoding: str) -> None:
+def test_lazily_packed_weights_agree_with_torch(ops: CudaOps, encoding: str) -> None:
     """They are stored in rows, also with 4 bits."""
     weight, x = torch.randn(20, 330) / 18, torch.randn(70, 330)
     packed_weight = ops.pack_lazily([weight], encoding)
-    agree(ops.linear(x, packed_weight), x @ weight.T)
+    assert_close(ops.linear(x, packed_weight), x @ weight.T)
     exact_weight = unpack_linear(packed_weight)  # packs the weight
     assert packed_weight.layout != NIBBLES
     for rows in (1, 3, 70):
-        agree(ops.linear(x[:rows], packed_weight), x[:rows] @ exact_weight.T)
+        assert_close(ops.linear(x[:rows], packed_weight), x[:rows] @ exact_weight.T)
 
 
-def test_inputs_in_another_order(ops: CudaOps) -> None:
+def test_reordered_inputs_agree_with_the_reference(ops: CudaOps) -> None:
     weight, order, x = torch.randn(20, 70), torch.randperm(70).int(), torch.randn(3, 70)
     rows = encoding_named("uint4").pack(weight)
     packed_weight, expected = (o.pack_quantized(rows, "uint4", order=order) for o in (ops, REFERENCE))
     assert packed_weight.layout == NIBBLES
     assert torch.equal(unpack_linear(packed_weight), unpack_linear(expected))
-    agree(ops.linear(x, packed_weight), REFERENCE.linear(x, expected))
+    assert_close(ops.linear(x, packed_weight), REFERENCE.linear(x, expected))
     assert not torch.allclose(ops.linear(x, packed_weight), ops.linear(x, replace(packed_weight, order=None)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_adapters(ops: CudaOps, dtype: torch.dtype) -> None:
+def test_adapters_agree_with_the_reference(ops: CudaOps, dtype: torch.dtype) -> None:
     parts = [LinearSlice("q", 0, 12), LinearSlice("k", 12, 17), LinearSlice("v", 17, 30)]
     packed_weight = ops.pack_linear(torch.randn(30, 24) / 5, str(dtype)[6:], slices=parts)
     rows, ranks = torch.tensor([2, -1, 0, 2, 1]), torch.tensor([3, 0, 5])
@@ -365,14 +365,14 @@ def test_adapters(ops: CudaOps, dtype: torch.dtype) -> None:
     lora = LoRAInputs(rows, matrices, {"q": ranks, "v": ranks})
     x = torch.randn(5, 24).to(dtype)
     actual, plain_result = ops.linear(x, packed_weight, lora=lora), ops.linear(x, packed_weight)
-    agree(actual, REFERENCE.linear(x, packed_weight, lora=lora))
+    assert_close(actual, REFERENCE.linear(x, packed_weight, lora=lora))
     assert torch.equal(actual[[1, 4]], plain_result[[1, 4]])
     assert torch.equal(actual[:, 12:17], plain_result[:, 12:17])
     assert not torch.equal(actual[0], plain_result[0])
 
 
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int4", "mxfp4", "q4_k", "fp8"])
-def test_experts(ops: CudaOps, encoding: str) -> None:
+def test_experts_agree_with_the_reference(ops: CudaOps, encoding: str) -> None:
     expert_weights = [(torch.randn(12, 36) / 4, torch.randn(12), torch.randn(36, 6) / 4) for _ in range(4)]
     x = torch.randn(5, 36).to(torch.bfloat16 if encoding == "bfloat16" else torch.float32)
     weights, ids = REFERENCE.route(torch.randn(5, 4), 2, "all")
@@ -383,7 +383,7 @@ def test_experts(ops: CudaOps, encoding: str) -> None:
             tuple(o.pack_linear(down, encoding) for _, _, down in expert_weights),
         )
         results.append(o.experts(x, packed_experts, weights, ids, "silu"))
-    agree(*results)
+    assert_close(*results)
 
 
 # ---- sampling ----
@@ -399,7 +399,7 @@ def test_experts(ops: CudaOps, encoding: str) -> None:
     ],
     ids=str,
 )
-def test_samples(ops: CudaOps, rule: dict[str, float]) -> None:
+def test_sampled_tokens_equal_the_reference(ops: CudaOps, rule: dict[str, float]) -> None:
     rows, rule_values = 3, {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | rule
     inputs = SamplingInputs(
         torch.full((rows,), rule_values["temperature"]),
@@ -428,7 +428,7 @@ def test_samples(ops: CudaOps, rule: dict[str, float]) -> None:
     ],
     ids=["few", "many", "row", "row of bfloat16"],
 )
-def test_samples_from_lists_and_from_rows(
+def test_sampled_tokens_of_any_number_of_candidates_equal_the_reference(
     ops: CudaOps, dtype: torch.dtype, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The candidates are in registers of two sizes, or too many for them; a row has five chunks."""
@@ -467,14 +467,14 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def _register_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A back end with the programs for the CPU, on which the interpreter runs them."""
     monkeypatch.setattr(BACKENDS, "_registered", {})
     sizes = {"cpu": DefaultSizes(max_batch_size=4, step_tokens=64)}
     BACKENDS.register(replace(BACKEND, name="interpreted", sizes=sizes, load=CudaOps))
 
 
-@pytest.mark.usefixtures("_on_cpu")
+@pytest.mark.usefixtures("_register_interpreted")
 def test_a_model_generates_the_text_of_the_reference(checkpoint: Path) -> None:
     prompts = [random_tokens(count, 130, seed=count) for count in (2, 5)]
     texts = []

@@ -24,7 +24,7 @@ dtypes = st.sampled_from(list(TOLERANCE))
 seeds = st.integers(0, 2**16)
 
 
-def agree(got: Tensor, expected: Tensor) -> None:
+def assert_close(got: Tensor, expected: Tensor) -> None:
     assert got.dtype == expected.dtype
     tolerance = TOLERANCE.get(expected.dtype, 0.0)
     torch.testing.assert_close(got.float(), expected.float(), rtol=tolerance, atol=tolerance)
@@ -40,7 +40,7 @@ def agree(got: Tensor, expected: Tensor) -> None:
     has_bias=st.booleans(),
     seed=seeds,
 )
-def test_products(
+def test_random_products_agree_with_the_reference(
     encoding: str,
     rows: int,
     outputs: int,
@@ -57,7 +57,7 @@ def test_products(
     bias = torch.randn(outputs) if has_bias else None
     x = x.bfloat16() if encoding in ("bfloat16", "fp8") else x
     packed_weight, expected = (o.pack_linear(weight, encoding, bias=bias) for o in (ops, REFERENCE))
-    agree(ops.linear(x, packed_weight), REFERENCE.linear(x, expected))
+    assert_close(ops.linear(x, packed_weight), REFERENCE.linear(x, expected))
 
 
 @settings(max_examples=num_examples(4))
@@ -70,7 +70,7 @@ def test_products(
     inner=st.integers(1, 60),
     seed=seeds,
 )
-def test_experts(
+def test_random_experts_agree_with_the_reference(
     encoding: str, rows: int, experts: int, top: int, hidden: int, inner: int, seed: int
 ) -> None:
     torch.manual_seed(seed)
@@ -88,12 +88,14 @@ def test_experts(
         logits = torch.randn(rows, experts, generator=torch.Generator().manual_seed(seed))
         weights, ids = ops.route(logits, top, "chosen")
         results.append(ops.experts(x, packed_experts, weights.to(x.dtype), ids, "silu"))
-    agree(*results)
+    assert_close(*results)
 
 
 @settings(max_examples=num_examples(6))
 @given(rows=st.integers(0, 9), width=st.integers(1, 400), heads=st.integers(1, 5), dtype=dtypes, seed=seeds)
-def test_rows(rows: int, width: int, heads: int, dtype: torch.dtype, seed: int) -> None:
+def test_random_row_operations_agree_with_the_reference(
+    rows: int, width: int, heads: int, dtype: torch.dtype, seed: int
+) -> None:
     torch.manual_seed(seed)
     x, residual = torch.randn(2, rows, width + 3).to(dtype)[:, :, :width]
     weight, bias = torch.randn(2, width).to(dtype)
@@ -103,9 +105,9 @@ def test_rows(rows: int, width: int, heads: int, dtype: torch.dtype, seed: int) 
         (*REFERENCE.add_rms_norm(x, residual, weight, 1e-5), REFERENCE.layer_norm(x, weight, bias, 1e-5)),
         strict=True,
     ):
-        agree(actual, expected)
+        assert_close(actual, expected)
     gates = torch.randn(rows, 2 * width).to(dtype)
-    agree(ops.gated_activation(gates, "silu"), REFERENCE.gated_activation(gates, "silu"))
+    assert_close(ops.gated_activation(gates, "silu"), REFERENCE.gated_activation(gates, "silu"))
     dim = 2 * (width % 40 + 1)
     qk, angles = torch.randn(rows, heads + 1, dim).to(dtype), torch.rand(rows, dim // 2) * 6
     results = [
@@ -113,7 +115,7 @@ def test_rows(rows: int, width: int, heads: int, dtype: torch.dtype, seed: int) 
         for o in (ops, REFERENCE)
     ]
     for actual, expected in zip(*results, strict=True):
-        agree(actual, expected)
+        assert_close(actual, expected)
 
 
 @settings(max_examples=num_examples(6))
@@ -128,7 +130,7 @@ def test_rows(rows: int, width: int, heads: int, dtype: torch.dtype, seed: int) 
     has_ties=st.booleans(),
     seed=seeds,
 )
-def test_sampling(
+def test_random_samples_equal_the_reference(
     rows: int,
     vocabulary: int,
     temperature: float,

@@ -42,7 +42,7 @@ def deterministic() -> CudaOps:
     return cuda_ops
 
 
-def agree(got: Tensor, expected: Tensor, tolerance: float | None = None) -> None:
+def assert_close(got: Tensor, expected: Tensor, tolerance: float | None = None) -> None:
     assert got.dtype == expected.dtype
     tolerance = tolerance or TOLERANCE[expected.dtype]
     torch.testing.assert_close(got.float(), expected.float(), rtol=tolerance, atol=tolerance)
@@ -72,16 +72,18 @@ def attention_cases() -> list[Case]:
 
 
 @pytest.mark.parametrize("case", attention_cases(), ids=lambda case: f"{case.dim}-{case.cached}-{case.seed}")
-def test_attention(case: Case) -> None:
-    check(case)
+def test_attention_cases_agree_with_the_reference(case: Case) -> None:
+    assert_agrees_with_reference(case)
 
 
 @pytest.mark.parametrize("size", [1, 2, 17, 100, 300])
-def test_attention_of_batches(size: int) -> None:
+def test_attention_of_large_batches_agrees_with_the_reference(size: int) -> None:
     decoding = tuple((1, 1 + 7 * j % 50) for j in range(size))
-    check(Case(group=2, dtype=torch.bfloat16, sequences=decoding, seed=size))
+    assert_agrees_with_reference(Case(group=2, dtype=torch.bfloat16, sequences=decoding, seed=size))
     ragged = tuple((j % 3, max(j % 3, 1 + 7 * j % 20)) for j in range(size))
-    check(Case(dim=80, cached="fp8", sequences=ragged, is_deterministic=True, seed=size))
+    assert_agrees_with_reference(
+        Case(dim=80, cached="fp8", sequences=ragged, is_deterministic=True, seed=size)
+    )
 
 
 @pytest.mark.parametrize(
@@ -93,7 +95,7 @@ def test_attention_of_batches(size: int) -> None:
         ("fixed", 64, 4, 2, torch.float16),
     ],
 )
-def test_bits_of_decoding_alone(
+def test_decoding_is_bit_equal_alone_and_in_a_batch(
     deterministic: CudaOps, monkeypatch: pytest.MonkeyPatch, cached: str, dim: int, group: int,
     kv_heads: int, dtype: torch.dtype,
 ) -> None:  # fmt: skip
@@ -102,7 +104,7 @@ def test_bits_of_decoding_alone(
     case = Case(
         dim=dim, group=group, kv_heads=kv_heads, dtype=dtype, cached=cached, block=32, sequences=sequences
     )
-    q, kv, offsets, lengths, options = inputs_of(case)
+    q, kv, offsets, lengths, options = attention_inputs(case)
     processors = [1]
     monkeypatch.setattr(attention, "num_processors", lambda device: processors[0])
     full_result = deterministic.attention(q, kv, offsets, lengths, **options)
@@ -118,7 +120,7 @@ def test_bits_of_decoding_alone(
 
 
 @pytest.mark.parametrize("width", [80, 896, 4096])
-def test_bits_of_norms_alone(deterministic: CudaOps, width: int) -> None:
+def test_norms_are_bit_equal_alone_and_in_a_batch(deterministic: CudaOps, width: int) -> None:
     x, residual = torch.randn(2, 300, width).bfloat16()
     weight, bias = torch.randn(2, width)
     full_result = deterministic.add_rms_norm(x, residual, weight, 1e-6)[0]
@@ -134,7 +136,7 @@ def test_bits_of_norms_alone(deterministic: CudaOps, width: int) -> None:
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_bits_of_products_alone(deterministic: CudaOps, encoding: str) -> None:
+def test_products_are_bit_equal_alone_and_in_a_batch(deterministic: CudaOps, encoding: str) -> None:
     packed_weight = deterministic.pack_linear(torch.randn(70, 160), encoding)
     for dtype in (torch.bfloat16, torch.float32):
         x = torch.randn(70, 160).to(dtype)
@@ -145,7 +147,7 @@ def test_bits_of_products_alone(deterministic: CudaOps, encoding: str) -> None:
             )
 
 
-def test_samples_alone(deterministic: CudaOps) -> None:
+def test_samples_are_equal_alone_and_in_a_batch(deterministic: CudaOps) -> None:
     count = 12
     rules = SamplingInputs(
         torch.full((count,), 0.8),
@@ -163,7 +165,7 @@ def test_samples_alone(deterministic: CudaOps) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [2, 80, 576, 896, 1152, 5120])
-def test_rows(ops: CudaOps, dtype: torch.dtype, width: int) -> None:
+def test_row_operations_agree_with_the_reference(ops: CudaOps, dtype: torch.dtype, width: int) -> None:
     x, residual = torch.randn(2, 5, width).to(dtype)
     weight = torch.randn(width)
     for norm_weight in (weight, weight.to(dtype)):
@@ -173,28 +175,28 @@ def test_rows(ops: CudaOps, dtype: torch.dtype, width: int) -> None:
             strict=True,
         )
         for actual, expected in pairs:
-            agree(actual, expected)
+            assert_close(actual, expected)
     for activation in ("silu", "gelu", "gelu_tanh", "relu", "relu2"):
-        agree(ops.activation(x, activation), REFERENCE.activation(x, activation))  # type: ignore[arg-type]
-        agree(ops.gated_activation(x, activation), REFERENCE.gated_activation(x, activation))  # type: ignore[arg-type]
+        assert_close(ops.activation(x, activation), REFERENCE.activation(x, activation))  # type: ignore[arg-type]
+        assert_close(ops.gated_activation(x, activation), REFERENCE.gated_activation(x, activation))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("dim", "rotated"), [(80, 80), (96, 32), (112, 56), (192, 192), (256, 64), (20, 10)])
-def test_rotary(ops: CudaOps, dtype: torch.dtype, dim: int, rotated: int) -> None:
+def test_rotary_agrees_with_the_reference(ops: CudaOps, dtype: torch.dtype, dim: int, rotated: int) -> None:
     q, k = torch.randn(2, 3, 7, dim).to(dtype)
     angles = torch.rand(3, rotated // 2) * 6
     for pairs in (False, True):
         actual, expected = (
             o.rotary(q, k, angles.cos(), angles.sin(), is_interleaved=pairs) for o in (ops, REFERENCE)
         )
-        agree(actual[0], expected[0])
-        agree(actual[1], expected[1])
+        assert_close(actual[0], expected[0])
+        assert_close(actual[1], expected[1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", [20, 80, 96, 112, 192, 256, 512])
-def test_cache_writes(ops: CudaOps, dtype: torch.dtype, dim: int) -> None:
+def test_cache_writes_equal_the_reference(ops: CudaOps, dtype: torch.dtype, dim: int) -> None:
     k, v = torch.randn(2, 5, 7, dim).to(dtype)
     slots = torch.tensor([33, 127, 64, 40, 95])
     for cached in (dtype, torch.int8, torch.float8_e4m3fn):
@@ -211,19 +213,21 @@ def test_cache_writes(ops: CudaOps, dtype: torch.dtype, dim: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_products(ops: CudaOps, encoding: str, dtype: torch.dtype) -> None:
+def test_products_agree_with_the_reference(ops: CudaOps, encoding: str, dtype: torch.dtype) -> None:
     for out_features, in_features in ((33, 96), (70, 130)):
         weight, bias = torch.randn(out_features, in_features), torch.randn(out_features)
         packed_weight, expected = (o.pack_linear(weight, encoding, bias=bias) for o in (ops, REFERENCE))
         for rows in (1, 17):
             x = torch.randn(rows, in_features).to(dtype)
             tolerance = 1e-3 if dtype == torch.float32 else 4 * TOLERANCE[dtype]
-            agree(ops.linear(x, packed_weight), REFERENCE.linear(x, expected), tolerance)
+            assert_close(ops.linear(x, packed_weight), REFERENCE.linear(x, expected), tolerance)
 
 
 @pytest.mark.parametrize("encoding", ["bfloat16", "int8", "uint4", "mxfp4", "nvfp4", "fp8"])
 @pytest.mark.parametrize(("experts", "top", "rows"), [(60, 4, 3), (8, 2, 40), (3, 3, 1)])
-def test_experts(ops: CudaOps, encoding: str, experts: int, top: int, rows: int) -> None:
+def test_experts_agree_with_the_reference(
+    ops: CudaOps, encoding: str, experts: int, top: int, rows: int
+) -> None:
     expert_weights = [(torch.randn(96, 64) / 8, torch.randn(64, 48) / 8) for _ in range(experts)]
     x = torch.randn(rows, 64).bfloat16()
     weights, ids = REFERENCE.route(torch.randn(rows, experts), top, "all_normed")
@@ -234,20 +238,20 @@ def test_experts(ops: CudaOps, encoding: str, experts: int, top: int, rows: int)
             tuple(o.pack_linear(down, encoding) for _, down in expert_weights),
         )
         results.append(o.experts(x, packed_experts, weights, ids, "silu"))
-    agree(results[0], results[1], 2.0**-5)
+    assert_close(results[0], results[1], 2.0**-5)
 
 
 @pytest.mark.parametrize(("experts", "top"), [(128, 8), (384, 8), (1024, 6), (5, 5)])
-def test_routes(ops: CudaOps, experts: int, top: int) -> None:
+def test_routes_agree_with_the_reference(ops: CudaOps, experts: int, top: int) -> None:
     logits = torch.randn(9, experts)
     for routing in ("all", "all_normed", "chosen"):
         (weights, ids), (expected, numbers) = (o.route(logits, top, routing) for o in (ops, REFERENCE))  # type: ignore[arg-type]
         assert torch.equal(ids, numbers)
-        agree(weights, expected)
+        assert_close(weights, expected)
 
 
 @pytest.mark.parametrize("vocabulary", [2, 33, 1000, 32003])
-def test_samples(ops: CudaOps, vocabulary: int) -> None:
+def test_sampled_tokens_equal_the_reference(ops: CudaOps, vocabulary: int) -> None:
     rows = 7
     rules = SamplingInputs(
         torch.rand(rows) * 1.5,

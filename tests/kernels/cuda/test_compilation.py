@@ -72,16 +72,16 @@ def ops(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     assert COMPILED
 
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+parametrize_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
-@DTYPES
+@parametrize_dtypes
 @pytest.mark.parametrize("is_deterministic", [False, True])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "rows", "sequences"),
     [(16, 8, 128, 1, 1), (4, 1, 64, 512, 4), (8, 8, 80, 70, 2)],
 )
-def test_attention(
+def test_attention_kernels_compile(
     ops: Any, dtype: torch.dtype, is_deterministic: bool, heads: int, kv_heads: int, dim: int, rows: int,
     sequences: int,
 ) -> None:  # fmt: skip
@@ -110,8 +110,8 @@ def test_attention(
     ops.rotary(q, keys, torch.zeros(rows, 32), torch.zeros(rows, 32))
 
 
-@DTYPES
-def test_rows(ops: Any, dtype: torch.dtype) -> None:
+@parametrize_dtypes
+def test_row_kernels_compile(ops: Any, dtype: torch.dtype) -> None:
     x, weight = torch.zeros(3, 256, dtype=dtype), torch.zeros(256, dtype=dtype)
     calls: list[Callable[[], object]] = [
         lambda: ops.rms_norm(x, weight.float(), 1e-5),
@@ -131,25 +131,25 @@ def test_rows(ops: Any, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
-def test_lookups(ops: Any, dtype: torch.dtype) -> None:
+def test_lookup_kernels_compile(ops: Any, dtype: torch.dtype) -> None:
     table, rows = torch.zeros(9, 257, dtype=dtype), torch.zeros(3, dtype=torch.int64)
     ops.embedding(rows, table)
     ops.put_rows(table, rows, table[:3])
     ops.rope_rows(rows, torch.zeros(9, 64), torch.zeros(9, 64))
 
 
-@DTYPES
-def test_sampling(ops: Any, dtype: torch.dtype) -> None:
+@parametrize_dtypes
+def test_sampling_kernels_compile(ops: Any, dtype: torch.dtype) -> None:
     ones = torch.ones(3)
     rules = SamplingInputs(ones, torch.zeros(3).long(), ones, ones, torch.zeros(3).double())
     for mask in (None, torch.zeros(3, 1001).int()):
         ops.sample(torch.zeros(3, 32003, dtype=dtype), rules, mask)
 
 
-@DTYPES
+@parametrize_dtypes
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("is_deterministic", [False, True])
-def test_products(ops: Any, dtype: torch.dtype, encoding: str, is_deterministic: bool) -> None:
+def test_product_kernels_compile(ops: Any, dtype: torch.dtype, encoding: str, is_deterministic: bool) -> None:
     if is_deterministic:
         ops.require_determinism()
     slices = [LinearSlice("a", 0, 96)]

@@ -20,7 +20,9 @@ SAMPLED = SamplingParams(max_new_tokens=24, temperature=0.8, top_k=40, top_p=0.9
 PROMPTS = ["Once upon a time", "The weather today is", "A"]
 
 
-def texts(devices: str, params: SamplingParams, encoding: str = "float32", **settings: object) -> list[str]:
+def generate_texts(
+    devices: str, params: SamplingParams, encoding: str = "float32", **settings: object
+) -> list[str]:
     with LLM("demo", quantization_encoding=encoding, devices=devices, **settings) as llm:  # type: ignore[arg-type]
         output_texts = [output.text for output in llm.generate(PROMPTS, params)]
         if devices == "gpu":
@@ -29,11 +31,11 @@ def texts(devices: str, params: SamplingParams, encoding: str = "float32", **set
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_texts_are_those_of_the_cpu(params: SamplingParams) -> None:
-    assert texts("gpu", params) == texts("cpu", params)
+def test_texts_equal_those_of_the_cpu(params: SamplingParams) -> None:
+    assert generate_texts("gpu", params) == generate_texts("cpu", params)
 
 
-def test_decode_steps_are_graphs_and_change_no_text() -> None:
+def test_decode_steps_run_as_graphs_with_the_eager_text() -> None:
     with LLM("demo", quantization_encoding="float32", devices="gpu") as llm:
         replayed_texts = [output.text for output in llm.generate(PROMPTS, GREEDY)]
         assert llm.pipeline.session.graph_status == "compiled: a CUDA graph"
@@ -42,19 +44,19 @@ def test_decode_steps_are_graphs_and_change_no_text() -> None:
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_overlapped_steps_change_no_text(params: SamplingParams) -> None:
+def test_overlapped_steps_do_not_change_the_text(params: SamplingParams) -> None:
     single_step = {"max_num_steps": 1}  # several steps in one call do not overlap
-    overlapped_texts = texts("gpu", params, overlap_steps=True, **single_step)
-    assert overlapped_texts == texts("gpu", params, overlap_steps=False, **single_step)
+    overlapped_texts = generate_texts("gpu", params, overlap_steps=True, **single_step)
+    assert overlapped_texts == generate_texts("gpu", params, overlap_steps=False, **single_step)
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_several_steps_in_one_call_change_no_text(params: SamplingParams) -> None:
-    assert texts("gpu", params) == texts("gpu", params, max_num_steps=1)
+def test_several_steps_per_call_do_not_change_the_text(params: SamplingParams) -> None:
+    assert generate_texts("gpu", params) == generate_texts("gpu", params, max_num_steps=1)
 
 
 @pytest.fixture
-def _allows_waiting_again() -> Iterator[None]:
+def _reset_sync_mode() -> Iterator[None]:
     yield
     set_sync_mode("default")
 
@@ -66,7 +68,7 @@ def set_sync_mode(mode: str) -> None:
         torch.cuda.set_sync_debug_mode(mode)
 
 
-@pytest.mark.usefixtures("_allows_waiting_again")
+@pytest.mark.usefixtures("_reset_sync_mode")
 def test_no_overlapped_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launching a step and its sampling calls nothing that synchronizes; torch raises if one does."""
     penalised_params = replace(SAMPLED, frequency_penalty=0.5, logit_bias={5: 1.0})
@@ -97,7 +99,7 @@ def test_no_overlapped_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("encoding", ["bfloat16", "int8", "int4"])
-def test_a_batch_has_the_texts_of_its_requests_alone(encoding: str) -> None:
+def test_batched_texts_equal_single_texts(encoding: str) -> None:
     with LLM("demo", quantization_encoding=encoding, devices="gpu", deterministic=True) as llm:
         batch_texts = [output.text for output in llm.generate(PROMPTS, SAMPLED)]
         assert [llm.generate(prompt, SAMPLED)[0].text for prompt in PROMPTS] == batch_texts

@@ -38,7 +38,7 @@ def test_pipelines_open_on_the_gpu(has_gpu: bool) -> None:
     )
 
 
-class Item:
+class FakeTestItem:
     """A test with markers."""
 
     def __init__(self, *names: str) -> None:
@@ -52,9 +52,9 @@ class Item:
 
 
 @pytest.mark.parametrize("expression", ["gpu", "gpu and not slow", "", "not gpu"])
-def test_which_tests_run(has_gpu: bool, expression: str) -> None:
+def test_the_marker_gpu_selects_tests(has_gpu: bool, expression: str) -> None:
     config: Any = SimpleNamespace(getoption=lambda name, default: expression)
-    items: Any = [Item("gpu"), Item("models"), Item()]
+    items: Any = [FakeTestItem("gpu"), FakeTestItem("models"), FakeTestItem()]
     gpu_mode.mark_tests_of_gpus(config, items)
     kernel, model, other = items
     assert ("skip" in kernel.names) == (not has_gpu)

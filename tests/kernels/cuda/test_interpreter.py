@@ -29,20 +29,20 @@ def run_interpreted(*arguments: str, timeout: float) -> str:
 
 
 @pytest.mark.timeout(600)
-def test_programs_on_small_shapes() -> None:
+def test_kernels_pass_on_small_shapes() -> None:
     files = [f"tests/kernels/cuda/interpreted_{name}.py" for name in ("checks", "attention", "lookups")]
     assert " passed" in run_interpreted(*files, timeout=590)
 
 
 @pytest.mark.random
-def test_programs_on_drawn_shapes() -> None:
+def test_kernels_pass_on_random_shapes() -> None:
     files = [f"tests/kernels/cuda/interpreted_{name}.py" for name in ("attention", "draws")]
     assert " passed" in run_interpreted(*files, "--random", "-m", "random", timeout=3500)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-def test_programs_on_a_matrix_of_shapes() -> None:
+def test_kernels_pass_on_a_matrix_of_shapes() -> None:
     assert " passed" in run_interpreted(
         "tests/kernels/cuda/interpreted_matrix.py", "--slow", "--timeout=1800", timeout=7000
     )
@@ -50,7 +50,7 @@ def test_programs_on_a_matrix_of_shapes() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-def test_models() -> None:
+def test_models_run_on_interpreted_kernels() -> None:
     """Run the GPU tests of models on the interpreted programs."""
     chosen = "llama and best and (mixed_batch or chunks0)"
     assert " passed" in run_interpreted(
@@ -61,12 +61,12 @@ def test_models() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("file", ["conformance", "encoder_attention", "experts", "determinism", "sampling"])
-def test_the_tests_of_all_back_ends(file: str) -> None:
+def test_back_end_tests_pass_on_interpreted_kernels(file: str) -> None:
     chosen = "cuda and not 32003 and not snake and not polar"
     run_interpreted(f"tests/kernels/test_{file}.py", "--timeout=1800", "-k", chosen, timeout=7000)
 
 
-def test_without_the_interpreter_and_a_gpu_nothing_runs() -> None:
+def test_the_back_end_needs_a_gpu_or_the_interpreter() -> None:
     import torch
 
     if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":

@@ -50,7 +50,7 @@ class FakeCuda:
         self.reserved -= size
 
 
-def test_the_counters_of_a_gpu() -> None:
+def test_free_and_peak_memory_come_from_the_counters_of_torch() -> None:
     cuda: Any = FakeCuda()
     memory = CudaMemory(torch.device("cuda", 0), cuda=cuda)
     cuda.most = 900  # of earlier work

@@ -26,7 +26,7 @@ async def request_embeddings(server: InProcessServer, **body: Any) -> Any:
     return response.json()
 
 
-def vectors_of(answer: Any) -> np.ndarray:
+def read_vectors(answer: Any) -> np.ndarray:
     assert [item["index"] for item in answer["data"]] == list(range(len(answer["data"])))
     return np.array([item["embedding"] for item in answer["data"]], np.float32)
 
@@ -58,16 +58,17 @@ async def test_each_form_of_input_gives_the_vectors_of_the_library(
             "tiny",
             "embedding",
         )
-        np.testing.assert_allclose(vectors_of(answer), expected["plain"], atol=1e-6)
+        np.testing.assert_allclose(read_vectors(answer), expected["plain"], atol=1e-6)
         ids = [server.services.tokenizer.encode_text(text).tolist() for text in TEXTS]
         count = sum(map(len, ids))
         assert answer["usage"] == {"prompt_tokens": count, "total_tokens": count}
         assert (
-            vectors_of(await request_embeddings(server, input=ids)).tobytes() == vectors_of(answer).tobytes()
+            read_vectors(await request_embeddings(server, input=ids)).tobytes()
+            == read_vectors(answer).tobytes()
         )
         for form in (TEXTS[1], ids[1]):
             single_response = await request_embeddings(server, input=form, model="tiny", user="ann")
-            np.testing.assert_allclose(vectors_of(single_response), expected["plain"][1:2], atol=1e-6)
+            np.testing.assert_allclose(read_vectors(single_response), expected["plain"][1:2], atol=1e-6)
             assert single_response["usage"]["prompt_tokens"] == len(ids[1])
 
 
@@ -100,15 +101,15 @@ async def test_each_option_gives_the_vectors_of_the_library(
         }
         for name, body in kinds.items():
             answer = await request_embeddings(server, input=TEXTS, **body)
-            np.testing.assert_allclose(vectors_of(answer), expected[name], atol=1e-6, err_msg=name)
-        by_prompt_name = vectors_of(await request_embeddings(server, input=TEXTS, prompt_name="query"))
+            np.testing.assert_allclose(read_vectors(answer), expected[name], atol=1e-6, err_msg=name)
+        by_prompt_name = read_vectors(await request_embeddings(server, input=TEXTS, prompt_name="query"))
         np.testing.assert_allclose(by_prompt_name, expected["query"], atol=1e-6)
-        assert vectors_of(await request_embeddings(server, input=TEXTS, dimensions=32)).shape == (3, 32)
+        assert read_vectors(await request_embeddings(server, input=TEXTS, dimensions=32)).shape == (3, 32)
 
 
 async def test_base64_has_the_same_numbers(embedder: Path) -> None:
     async with embedding_server(embedder) as server:
-        plain_vectors = vectors_of(await request_embeddings(server, input=TEXTS, encoding_format="float"))
+        plain_vectors = read_vectors(await request_embeddings(server, input=TEXTS, encoding_format="float"))
         base64_items = (await request_embeddings(server, input=TEXTS, encoding_format="base64"))["data"]
         for row, item in zip(plain_vectors, base64_items, strict=True):
             assert np.frombuffer(base64.b64decode(item["embedding"]), "<f4").tobytes() == row.tobytes()
@@ -117,11 +118,11 @@ async def test_base64_has_the_same_numbers(embedder: Path) -> None:
 async def test_truncated_vectors_are_normalised(tmp_path: Path) -> None:
     folder = write_tiny_embedder(tmp_path / "m", modules=("Transformer", "Pooling"), is_matryoshka=True)
     async with embedding_server(folder) as server:
-        full = vectors_of(await request_embeddings(server, input="a cat"))[0]
+        full = read_vectors(await request_embeddings(server, input="a cat"))[0]
         assert abs(np.linalg.norm(full) - 1) > 0.01
-        shortened_vector = vectors_of(await request_embeddings(server, input="a cat", dimensions=5))[0]
+        shortened_vector = read_vectors(await request_embeddings(server, input="a cat", dimensions=5))[0]
         np.testing.assert_allclose(shortened_vector, full[:5] / np.linalg.norm(full[:5]), atol=1e-6)
-        raw_response = vectors_of(
+        raw_response = read_vectors(
             await request_embeddings(server, input="a cat", dimensions=5, normalize=False)
         )[0]
         np.testing.assert_allclose(raw_response, full[:5], atol=1e-6)
@@ -189,11 +190,11 @@ async def test_long_inputs_are_refused_without_truncation(embedder: Path) -> Non
         for body in ({"truncate": True}, {"truncate": "END"}, {"truncate_prompt_tokens": -1}):
             cut = await request_embeddings(server, input=long, **body)
             assert cut["usage"]["prompt_tokens"] == 64
-            assert vectors_of(cut).tobytes() == vectors_of(full).tobytes()
+            assert read_vectors(cut).tobytes() == read_vectors(full).tobytes()
         short = await request_embeddings(server, input=[long, "a"], truncate_prompt_tokens=12)
         assert short["usage"]["prompt_tokens"] == 12 + 3
-        expected = vectors_of(await request_embeddings(server, input="cat " * 10))
-        np.testing.assert_allclose(vectors_of(short)[:1], expected, atol=1e-6)
+        expected = read_vectors(await request_embeddings(server, input="cat " * 10))
+        np.testing.assert_allclose(read_vectors(short)[:1], expected, atol=1e-6)
         await server.expect_refusal("/v1/embeddings", model="tiny", input=long, truncate="NONE")
 
 
@@ -206,7 +207,7 @@ async def test_pooling_returns_all_requested_outputs(embedder: Path) -> None:
             return response.json()
 
         answer = await request_pooling(input=TEXTS, outputs=["dense", "multi_vector"])
-        dense_vectors = vectors_of(await request_embeddings(server, input=TEXTS))
+        dense_vectors = read_vectors(await request_embeddings(server, input=TEXTS))
         ids = [server.services.tokenizer.encode_text(text).tolist() for text in TEXTS]
         for i, item in enumerate(answer["data"]):
             assert (item["object"], item["index"], len(item)) == ("pooling", i, 4)

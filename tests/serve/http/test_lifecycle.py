@@ -53,7 +53,7 @@ def make_work() -> WorkerRuntime:
     return WorkerRuntime(scheduler=Scheduler(FakePipeline(choose_slowly), max_batch_size=8), info=INFO)
 
 
-class Running:
+class ServerRun:
     """A server in the main thread, where signals arrive, and a client in another thread."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,8 +102,8 @@ class Running:
 
 
 @pytest.fixture
-def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
-    yield Running(monkeypatch)
+def server_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerRun]:
+    yield ServerRun(monkeypatch)
     gc.unfreeze()
 
 
@@ -129,7 +129,9 @@ def read_stream(http: httpx.Client, max_tokens: int, after_first: Callable[[], A
     return events, action_result
 
 
-def test_the_server_runs_until_a_stop_signal(running: Running, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_server_runs_until_a_stop_signal(
+    server_run: ServerRun, capfd: pytest.CaptureFixture[str]
+) -> None:
     def act(http: httpx.Client) -> Any:
         answer = http.post("/v1/completions", json=make_body(3))
         probes = [http.get(path).status_code for path in ("/health", "/ready")]
@@ -137,7 +139,7 @@ def test_the_server_runs_until_a_stop_signal(running: Running, capfd: pytest.Cap
         send(signal.SIGTERM)
         return answer, probes, metrics, str(http.base_url)
 
-    status, (answer, probes, metrics, url) = running.serve(act)
+    status, (answer, probes, metrics, url) = server_run.serve(act)
     assert status == 0
     assert answer.json()["choices"][0]["text"] == "aaa"
     assert probes == [200, 200]
@@ -151,12 +153,12 @@ def test_the_server_runs_until_a_stop_signal(running: Running, capfd: pytest.Cap
     assert "event=stopped clean=true" in err
 
 
-def test_json_logs_contain_only_json(running: Running, capfd: pytest.CaptureFixture[str]) -> None:
+def test_json_logs_contain_only_json(server_run: ServerRun, capfd: pytest.CaptureFixture[str]) -> None:
     def act(http: httpx.Client) -> str:
         send(signal.SIGINT)
         return str(http.base_url)
 
-    status, url = running.serve(act, log_format="json")
+    status, url = server_run.serve(act, log_format="json")
     assert status == 0
     events = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
     ready = next(event for event in events if event["event"] == "ready")
@@ -164,7 +166,7 @@ def test_json_logs_contain_only_json(running: Running, capfd: pytest.CaptureFixt
     assert ready["phases"]["worker: weights"] == 0.25
 
 
-def test_active_requests_finish_after_a_signal(running: Running) -> None:
+def test_active_requests_finish_after_a_signal(server_run: ServerRun) -> None:
     def probe_while_draining(http: httpx.Client) -> Any:
         send(signal.SIGTERM)
         while http.get("/ready").status_code == 200:
@@ -175,7 +177,7 @@ def test_active_requests_finish_after_a_signal(running: Running) -> None:
         with httpx.Client(base_url=http.base_url, timeout=60) as other:
             return read_stream(http, 500, lambda: probe_while_draining(other))
 
-    status, (events, (refused_response, health)) = running.serve(act)
+    status, (events, (refused_response, health)) = server_run.serve(act)
     assert status == 0
     assert events[-1] == "[DONE]"
     text = "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1])
@@ -186,18 +188,18 @@ def test_active_requests_finish_after_a_signal(running: Running) -> None:
     assert health == 200
 
 
-def test_requests_that_exceed_the_grace_period_end_with_an_error(running: Running) -> None:
+def test_requests_that_exceed_the_grace_period_end_with_an_error(server_run: ServerRun) -> None:
     def act(http: httpx.Client) -> Any:
         return read_stream(http, 4000, lambda: send(signal.SIGTERM))
 
-    status, (events, _) = running.serve(act, shutdown_grace=0.2)
+    status, (events, _) = server_run.serve(act, shutdown_grace=0.2)
     assert status == 1
     assert len(events) < 2000
     assert json.loads(events[-1])["error"]["code"] == "service_unavailable"
 
 
 @pytest.mark.parametrize(("second", "expected"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_second_signal_stops_the_server_at_once(running: Running, second: int, expected: int) -> None:
+def test_a_second_signal_stops_the_server_at_once(server_run: ServerRun, second: int, expected: int) -> None:
     def send_two_signals(http: httpx.Client) -> None:
         send(signal.SIGTERM)
         while http.get("/ready").status_code == 200:
@@ -211,12 +213,12 @@ def test_a_second_signal_stops_the_server_at_once(running: Running, second: int,
             except httpx.TransportError:
                 return 0
 
-    status, num_events = running.serve(act)
+    status, num_events = server_run.serve(act)
     assert status == expected
     assert num_events < 2000
 
 
-def test_requests_during_loading_get_an_error(running: Running) -> None:
+def test_requests_during_loading_get_an_error(server_run: ServerRun) -> None:
     loaded = threading.Event()
 
     def slow_work() -> WorkerRuntime:
@@ -227,12 +229,12 @@ def test_requests_during_loading_get_an_error(running: Running) -> None:
         early_response = http.post("/v1/completions", json=make_body(1))
         probes = [http.get(path).status_code for path in ("/health", "/ready", "/version", "/metrics")]
         loaded.set()
-        assert running.ready.wait(60)
+        assert server_run.ready.wait(60)
         late_response = http.post("/v1/completions", json=make_body(1))
         send(signal.SIGTERM)
         return early_response, probes, late_response
 
-    status, (early_response, probes, late_response) = running.serve(act, slow_work, when_ready=False)
+    status, (early_response, probes, late_response) = server_run.serve(act, slow_work, when_ready=False)
     assert status == 0
     assert early_response.status_code == 503
     assert early_response.headers["retry-after"] == "1"
@@ -241,7 +243,7 @@ def test_requests_during_loading_get_an_error(running: Running) -> None:
     assert late_response.status_code == 200
 
 
-def test_a_signal_during_loading_stops_the_server(running: Running) -> None:
+def test_a_signal_during_loading_stops_the_server(server_run: ServerRun) -> None:
     loaded = threading.Event()
 
     def slow_work() -> WorkerRuntime:
@@ -253,12 +255,12 @@ def test_a_signal_during_loading_stops_the_server(running: Running) -> None:
         threading.Timer(0.2, loaded.set).start()
         return FakeTokenizer()
 
-    status, _ = running.serve(lambda http: None, slow_work, load_tokenizer, when_ready=False)
+    status, _ = server_run.serve(lambda http: None, slow_work, load_tokenizer, when_ready=False)
     assert status == 0
-    assert not running.ready.is_set()
+    assert not server_run.ready.is_set()
 
 
-def test_a_load_error_is_raised_to_the_caller(running: Running) -> None:
+def test_a_load_error_is_raised_to_the_caller(server_run: ServerRun) -> None:
     def fail_to_load() -> WorkerRuntime:
         raise CheckpointError("/models/x", "is broken")
 
@@ -266,19 +268,19 @@ def test_a_load_error_is_raised_to_the_caller(running: Running) -> None:
         raise CheckpointError("/models/y", "has no tokenizer")
 
     with pytest.raises(CheckpointError, match="/models/x: is broken"):
-        running.serve(lambda http: None, fail_to_load, when_ready=False)
+        server_run.serve(lambda http: None, fail_to_load, when_ready=False)
     with pytest.raises(CheckpointError, match="/models/y"):
-        running.serve(lambda http: None, make_work, fail_to_load_tokenizer, when_ready=False)
+        server_run.serve(lambda http: None, make_work, fail_to_load_tokenizer, when_ready=False)
 
 
-def test_a_failed_warm_up_stops_the_server(running: Running) -> None:
+def test_a_failed_warm_up_stops_the_server(server_run: ServerRun) -> None:
     """The warm-up request finds the fault before the first client does."""
 
     def fail(context: TextContext) -> int:
         raise ZeroDivisionError
 
     with pytest.raises(PenstockError):
-        running.serve(
+        server_run.serve(
             lambda http: None,
             lambda: WorkerRuntime(
                 scheduler=Scheduler(FakePipeline(fail), max_batch_size=8, isolates_faults=True), info=INFO
@@ -287,12 +289,12 @@ def test_a_failed_warm_up_stops_the_server(running: Running) -> None:
         )
 
 
-def test_the_grammar_probe_does_not_delay_readiness(running: Running) -> None:
+def test_the_grammar_probe_does_not_delay_readiness(server_run: ServerRun) -> None:
     probe_started = threading.Event()
 
     def choose(context: TextContext) -> int:
         if context.grammar is not None:
-            assert running.ready.is_set()
+            assert server_run.ready.is_set()
             probe_started.set()
         return FakeTokenizer.EOS
 
@@ -303,23 +305,23 @@ def test_the_grammar_probe_does_not_delay_readiness(running: Running) -> None:
 
     info = msgspec.structs.replace(INFO, grammars_enabled=True)
     work = WorkerRuntime(scheduler=Scheduler(FakePipeline(choose), max_batch_size=8), info=info)
-    assert running.serve(act, lambda: work) == (0, True)
+    assert server_run.serve(act, lambda: work) == (0, True)
 
 
-def test_idle_connections_do_not_delay_the_shutdown(running: Running) -> None:
+def test_idle_connections_do_not_delay_the_shutdown(server_run: ServerRun) -> None:
     def act(http: httpx.Client) -> int:
         http.get("/health")  # the connection is kept alive
         send(signal.SIGTERM)
         return 0
 
-    assert running.serve(act) == (0, 0)
+    assert server_run.serve(act) == (0, 0)
 
 
 @pytest.mark.parametrize(
     "sent",
     [b"NONSENSE\r\n\r\n", b"GET / HTTP/1.1\r\nno header\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n"],
 )
-def test_invalid_http_is_refused_and_closed(running: Running, sent: bytes) -> None:
+def test_invalid_http_is_refused_and_closed(server_run: ServerRun, sent: bytes) -> None:
     def act(http: httpx.Client) -> bytes:
         with socket.create_connection(
             (http.base_url.host, http.base_url.port or 0), timeout=60
@@ -331,7 +333,7 @@ def test_invalid_http_is_refused_and_closed(running: Running, sent: bytes) -> No
         send(signal.SIGTERM)
         return answer
 
-    status, answer = running.serve(act)
+    status, answer = server_run.serve(act)
     head, _, body = answer.partition(b"\r\n\r\n")
     assert status == 0
     assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n")
@@ -339,7 +341,7 @@ def test_invalid_http_is_refused_and_closed(running: Running, sent: bytes) -> No
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nhost: a\r\nx-slow: "])
-def test_a_connection_without_a_request_is_closed(running: Running, sent: bytes) -> None:
+def test_a_connection_without_a_request_is_closed(server_run: ServerRun, sent: bytes) -> None:
     def act(http: httpx.Client) -> bytes:
         with socket.create_connection(
             (http.base_url.host, http.base_url.port or 0), timeout=60
@@ -350,10 +352,10 @@ def test_a_connection_without_a_request_is_closed(running: Running, sent: bytes)
         send(signal.SIGTERM)
         return answer
 
-    assert running.serve(act, body_timeout=1) == (0, b"")
+    assert server_run.serve(act, body_timeout=1) == (0, b"")
 
 
-def test_an_incomplete_later_request_is_closed(running: Running) -> None:
+def test_an_incomplete_later_request_is_closed(server_run: ServerRun) -> None:
     request = b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
     def exchange_bytes(raw: socket.socket, *parts: bytes) -> bytes:
@@ -373,18 +375,18 @@ def test_an_incomplete_later_request_is_closed(running: Running) -> None:
         send(signal.SIGTERM)
         return answers
 
-    status, answers = running.serve(act, body_timeout=2)
+    status, answers = server_run.serve(act, body_timeout=2)
     assert status == 0
     assert [answer[:12] for answer in answers] == [b"HTTP/1.1 200"] * 3 + [b""]
 
 
-def test_a_too_long_body_is_answered_before_its_end(running: Running) -> None:
+def test_a_too_long_body_is_answered_before_its_end(server_run: ServerRun) -> None:
     def act(http: httpx.Client) -> httpx.Response:
         answer = http.post("/v1/completions", json=[1] * 2_000_000)
         send(signal.SIGTERM)
         return answer
 
-    status, answer = running.serve(act, max_body_size=100_000)
+    status, answer = server_run.serve(act, max_body_size=100_000)
     assert (status, answer.status_code) == (0, 413)
 
 

@@ -146,11 +146,11 @@ def make_parser(name: str, reasoning: str = "think", **options: Any) -> Any:
     return parsers.new(tools=TOOLS, new_id=lambda: f"id{next(ids)}", **options)
 
 
-def content_of(events: list[Event]) -> str:
+def join_content(events: list[Event]) -> str:
     return "".join(event.text for event in events if isinstance(event, Content))
 
 
-def reasoning_of(events: list[Event]) -> str:
+def join_reasoning(events: list[Event]) -> str:
     return "".join(event.text for event in events if isinstance(event, Reasoning))
 
 
@@ -164,7 +164,7 @@ def test_every_format_has_a_renderer() -> None:
 def test_rendered_output_is_parsed_back(name: str, data: st.DataObject) -> None:
     output = data.draw(draw_outputs(name))
     events = parse(make_parser(name), output.text, data.draw(SIZES))
-    assert (content_of(events), reasoning_of(events)) == (output.content, output.reasoning)
+    assert (join_content(events), join_reasoning(events)) == (output.content, output.reasoning)
     assert collect_calls(events) == list(output.calls)
     assert events == parse(make_parser(name), output.text)
 
@@ -247,7 +247,7 @@ def test_truncated_output_has_complete_or_invalid_arguments(name: str, data: st.
             assert Call(call.name, json.loads(arguments[index])) == call
         except json.JSONDecodeError:
             assert index == len(arguments) - 1
-    assert output.reasoning.startswith(reasoning_of(events).rstrip("\n</think"))
+    assert output.reasoning.startswith(join_reasoning(events).rstrip("\n</think"))
 
 
 @FORMATS

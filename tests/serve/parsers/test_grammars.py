@@ -57,7 +57,7 @@ def accepts(grammar: Grammar | None, text: str) -> bool:
     assert grammar is not None
     matcher = xgrammar.GrammarMatcher(compile_grammar(grammar))
     is_accepted = bool(matcher.accept_string(text) and matcher.accept_token(END))
-    other = llguidance_bytes.matcher_of_source(grammar_source(grammar))
+    other = llguidance_bytes.match_source(grammar_source(grammar))
     assert llguidance_bytes.accepts(other, text.encode()) == is_accepted, "the two libraries disagree"
     return is_accepted
 

@@ -103,7 +103,7 @@ def accepts(grammar: Grammar, text: str, special: tuple[str, ...] = ()) -> bool:
         text = text[len(token or "x") :]
     is_accepted = all(map(matcher.accept_token, [*ids, END]))
     source = grammar_source(grammar, token_id=lambda text: END + 1 + SPECIAL.index(text))
-    other = llguidance_bytes.matcher_of_source(source, tuple(SPECIAL))
+    other = llguidance_bytes.match_source(source, tuple(SPECIAL))
     assert llguidance_bytes.accepts(other, ids) == is_accepted, "the two libraries disagree"
     return is_accepted
 
@@ -175,13 +175,13 @@ def test_forced_output_parses_as_valid_arguments(name: str, seed: int) -> None:
     tools = [make_tool("rich", RICH), make_tool("none", {})]
     grammar = parsers.grammar(tools, {"type": "function", "function": {"name": "rich"}})
     assert grammar is not None
-    text = walk(compile_grammar(grammar), seed, VALUE_ENDS.get(name, ""))
+    text = generate_random_text(compile_grammar(grammar), seed, VALUE_ENDS.get(name, ""))
     [call] = collect_calls(parse(parsers.new(tools=tools), text))
     assert call.name == "rich"
     jsonschema.validate(call.arguments, RICH)
 
 
-def walk(grammar: Any, seed: int, value_end: str) -> str:
+def generate_random_text(grammar: Any, seed: int, value_end: str) -> str:
     """Return a random text of the grammar: ASCII where possible, biased towards the ends of values."""
     rng = random.Random(seed)
     matcher = xgrammar.GrammarMatcher(grammar)
