@@ -62,4 +62,4 @@ def test_input_tensors_equal_values_computed_row_by_row(
         assert tensor.is_contiguous()
     assert inputs.drafts == tuple(map(len, drafts))
     pointers = {getattr(inputs, name).untyped_storage().data_ptr() for name in expected}
-    assert len(pointers) == len(expected), "a recorded step identifies each input by its memory"
+    assert len(pointers) == len(expected), "a recorded step identifies each input by its memory address"

@@ -133,6 +133,6 @@ def test_random_numbers_depend_on_seed_and_position_only(uncached: TextGeneratio
 
 @pytest.mark.matrix(strength=1)
 def test_the_compared_texts_vary(uncached: TextGenerationPipeline) -> None:
-    """The comparisons above detect nothing if all texts are the same."""
+    """If all texts were the same, the comparisons above could not detect an error."""
     (greedy,) = generate_tokens(uncached, [new_context(SamplingParams(), 40)])
     assert len(np.unique(greedy)) > 5

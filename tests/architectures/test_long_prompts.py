@@ -14,9 +14,9 @@ pytestmark = pytest.mark.slow
 
 LENGTH = 2600
 TOLERANCES = {"gemma": 2e-4}
-"""Maximum errors in standard deviations of the logits.
+"""Maximum error of a family in standard deviations of the logits; 1e-4 for all other families.
 
-Families not listed have 1e-4. For those listed, transformers itself differs from float64 by more than that.
+In the listed families, transformers differs from a float64 computation by more than 1e-4.
 """
 CHUNKS = [1, 600, 999, 1000]
 _MAX_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "original_max_position_embeddings")

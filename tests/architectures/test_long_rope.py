@@ -42,7 +42,7 @@ def make_config(family: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=["phi3", "llama"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = write_tiny_llm(tmp_path_factory.mktemp(request.param))  # for its tokenizer
+    folder = write_tiny_llm(tmp_path_factory.mktemp(request.param))  # the LLM below needs its tokenizer
     return write_checkpoint(folder, make_config(request.param))
 
 
@@ -212,7 +212,7 @@ def test_beams_that_cross_the_limit_equal_a_recomputation(
 def test_scores_of_several_answers_across_the_limit_equal_a_recomputation(
     checkpoint: Path, reference: Any
 ) -> None:
-    """The prompt's log probabilities are returned once, though the first answer computes it twice."""
+    """The prompt is scored once in the output, although the first answer computes the prompt twice."""
     params = SamplingParams(max_new_tokens=NUM_NEW_TOKENS, temperature=1.0, seed=5, ignore_eos=True)
     with LLM(str(checkpoint), quantization_encoding="float32", kv_cache_block_size=16) as llm:
         outputs = llm.generate(PROMPT, params, logprobs=1, prompt_logprobs=1, n=3, use_tqdm=False)

@@ -23,7 +23,7 @@ MIB = 1 << 20
 
 
 class FakeDeviceMemory(DeviceMemory):
-    """Reports `total` bytes, of which weights use `weights` and each step uses `activations`."""
+    """Reports `total` bytes. Weights use `weights` bytes, and each step uses `activations` bytes."""
 
     def __init__(self, total: int, weights: int, activations: int) -> None:
         self.total, self.weights, self.activations = total, weights, activations
@@ -91,7 +91,7 @@ def test_device_memory_utilization_limits_the_cache(checkpoint: Path) -> None:
 
 
 def test_the_measured_step_is_the_largest_possible(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has all tokens of a step and the maximum number of sequences, and it samples for each sequence."""
+    """The step has the maximum number of tokens and of sequences, and it samples one token per sequence."""
     steps: list[tuple[int, int, int]] = []
     sampled_shapes: list[tuple[int, ...]] = []
     run, sample = memory_profile.run_largest_step, ReferenceOps.sample

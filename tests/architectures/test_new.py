@@ -28,7 +28,7 @@ def make_config(**changes: Any) -> HuggingFaceConfig:
 
 @pytest.mark.parametrize("factor", [2.0, 8.0])
 def test_ntk_scaling_gives_the_published_frequencies(factor: float) -> None:
-    """Pair i turns by ``base ** (-2 i / D) / k ** (2 (i + 1) / D)``: the last pair is k times slower."""
+    """Frequency of pair i: ``base ** (-2 i / D) / k ** (2 (i + 1) / D)``. The last pair is k times slower."""
     dim = 16
     rotary = NewModel.rotary(make_config(rope_scaling={"type": "ntk", "factor": factor}), dim)
     pairs = np.arange(dim // 2)
@@ -36,7 +36,9 @@ def test_ntk_scaling_gives_the_published_frequencies(factor: float) -> None:
     result = rotary.base ** (-2 * pairs / dim) / rotary.parameters["factor"]
     np.testing.assert_allclose(result, expected, rtol=1e-12)
     assert rotary.kind == "linear"
-    assert rotary.max_length == 130, "the model is trained with the scaling, so the length stays"
+    assert rotary.max_length == 130, (
+        "the model is trained with the scaling, so the maximum length does not grow"
+    )
 
 
 def test_a_token_classification_head_gives_the_sparse_embedding(tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def test_the_number_of_graphs_is_bounded(tmp_path: Path) -> None:
     assert model.encoder_graphs.num_graphs == MAX_ENCODER_GRAPHS
     rows = model.encoder_row_size(model.pipeline_config, model.huggingface_config)
     assert 0 < model.encoder_graphs.num_bytes <= model.max_encoder_rows * rows
-    for image in [images[0], *images]:  # the first image, whose graph was dropped, and all others
+    for image in [images[0], *images]:  # the graph of the first image was dropped
         assert torch.equal(encode_images(pipeline, [image]), encode_images(eager_pipeline, [image]))
 
 
@@ -173,7 +173,7 @@ def test_an_image_with_too_many_rows_runs_without_a_graph(tmp_path: Path) -> Non
 
 
 def test_graphs_are_dropped_when_the_operations_change(tmp_path: Path) -> None:
-    """The weights stay. A test or another instruction set may replace the operations of a session."""
+    """Replacing the operations of a session keeps its weights and drops its graphs."""
     pipeline = open_vision(write_vision_checkpoint("gemma3", tmp_path), "float32", compiled=True)
     model: Any = pipeline.model
     image = make_images("gemma3")[0]

@@ -54,7 +54,7 @@ async def client_and_server(
         tasks = [task for task in server_tasks if task is not None]
         for task in tasks:
             task.cancel()
-        # otherwise the event loop ends before their connections
+        # the connections must close before the event loop ends
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
@@ -80,7 +80,7 @@ def split(data: bytes, size: int) -> list[bytes]:
 @pytest.mark.parametrize(("data", "status"), [(CONTENT_LENGTH, 200), (CHUNKED, 429)])
 async def test_a_response_in_chunks_of_any_size_is_read(data: bytes, status: int, size: int) -> None:
     async with client_and_server(respond_with(*split(data, size))) as (client, received_requests):
-        for _ in range(2):  # on the same connection
+        for _ in range(2):  # both requests use one connection
             answer = await client.post("/path", {"a": 1})
             assert (answer.status, answer.body) == (status, b"hello")
         times = [when for when, _ in answer.pieces]
@@ -107,7 +107,7 @@ async def test_a_connection_closed_by_the_server_is_reopened() -> None:
         nonlocal count
         count += 1
         if count == 2:
-            writer.close()  # closes the connection at the moment when the client reuses it
+            writer.close()  # the server closes the connection while the client reuses it
         else:
             writer.write(CONTENT_LENGTH)
 

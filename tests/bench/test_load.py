@@ -26,7 +26,7 @@ class FakeClient(HttpClient):
         self.indices: list[int] = []
         self.num_served = 0
         self.stop: tuple[int, asyncio.Event] | None = None
-        """The event is set after this number of responses."""
+        """Number of responses after which the event is set, and the event."""
 
     async def post(self, path: str, body: Any) -> HttpResponse:
         assert path == "/v1/completions"
@@ -96,10 +96,7 @@ async def test_arrivals_are_a_poisson_process() -> None:
 
 
 async def test_latencies_include_delays_of_the_client() -> None:
-    """There is no coordinated omission.
-
-    The client sends two requests at once, and the delay of later requests counts.
-    """
+    """The client sends two requests at a time. The delay of later ones counts (no coordinated omission)."""
     client = FakeClient(seconds=0.05)
     result = await run_load(client, make_bodies(10), rate=10_000.0, concurrency=2)
     assert client.num_most == 2

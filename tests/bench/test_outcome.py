@@ -38,7 +38,7 @@ def response_outcome(answer: HttpResponse) -> Outcome:
 
 def test_latencies_of_a_stream_follow_from_its_event_times() -> None:
     outcome = stream_outcome(
-        (2.0, content_event("")),  # names the role
+        (2.0, content_event("")),  # the first event has only the role
         (3.0, content_event("He") + b": ping\n\n"),
         (3.5, b": ping\n\n"),
         (5.0, content_event("llo") + content_event(" you")),
@@ -47,9 +47,9 @@ def test_latencies_of_a_stream_follow_from_its_event_times() -> None:
     )
     assert outcome.error is None
     assert (outcome.prompt_tokens, outcome.completion_tokens, outcome.cached_tokens) == (7, 5, 3)
-    assert outcome.first_token_seconds == 2.0  # counted from the scheduled time
+    assert outcome.first_token_seconds == 2.0  # the scheduled time is 1.0
     assert outcome.gaps == [2.0, 0.0]
-    assert outcome.token_seconds == 0.5  # two seconds for the four tokens after the first
+    assert outcome.token_seconds == 0.5  # 2 s for the four tokens after the first token
     assert outcome.seconds == 8.0
 
 

@@ -62,7 +62,7 @@ def test_weights_have_the_requested_type_and_scale(tmp_path: Path) -> None:
     write_random_checkpoint(tmp_path, config)
     tensors = load_file(tmp_path / "model.safetensors")
     table = tensors["model.embed_tokens.weight"]
-    assert table.shape == (70000, 96), "the table has more numbers than the generator draws at once"
+    assert table.shape == (70000, 96), "the table has more numbers than one call of the generator"
     assert str(table.dtype) == "torch.float16"
     assert 0.019 < float(table.float().std()) < 0.021
     assert bool((tensors["model.norm.weight"] == 1).all())
@@ -72,7 +72,7 @@ def test_weights_have_the_requested_type_and_scale(tmp_path: Path) -> None:
 
 
 def test_all_matrices_differ(tmp_path: Path) -> None:
-    """Exporters of other engines store equal matrices once, which would reduce memory traffic."""
+    """Exporters of other engines store equal matrices only once. That would reduce memory traffic."""
     write_random_checkpoint(tmp_path, TINY_CONFIGS["llama"] | {"num_hidden_layers": 6, "hidden_size": 96})
     matrices = [tensor for tensor in load_file(tmp_path / "model.safetensors").values() if tensor.dim() > 1]
     assert len(matrices) > 30

@@ -81,7 +81,7 @@ def random_sound(length: int, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_features_equal_transformers(length: int) -> None:
-    """The features are computed in float64, so the values of quiet bins differ by rounding."""
+    """Penstock computes the features in float64, so quiet bins differ from transformers by rounding."""
     expected = seamless_rows(random_sound(length))
     result = mel_rows(random_sound(length))
     torch.testing.assert_close(result, expected[: len(result)], rtol=0, atol=2e-3)

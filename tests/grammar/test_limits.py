@@ -68,7 +68,7 @@ def test_the_mask_limit_ends_only_its_request_and_names_the_grammar() -> None:
     assert isinstance(costly_grammar.matcher, LLGuidanceMatcher)
     assert costly_grammar.matcher.failure is not None
     mask = torch.zeros((1, EOS // 32 + 1), dtype=torch.int32)
-    costly_grammar.matcher.fill_next_token_bitmask(mask)  # a failed matcher in a batch must not raise
+    costly_grammar.matcher.fill_next_token_bitmask(mask)  # a batch with a failed matcher must not raise
     assert mask.all()
 
 

@@ -72,7 +72,7 @@ def test_allocations_are_disjoint_and_keep_their_contents(sizes: list[int], tota
 
 
 def test_the_whole_buffer_is_prefaulted_and_unallocated_memory_is_returned() -> None:
-    gc.collect()  # otherwise garbage of other tests could be freed during this test
+    gc.collect()  # freeing garbage of other tests later would change the measurement
     bytes_before = resident_bytes()
     buffer = PrefaultedBuffer(256 * MB)
     buffer._thread.join()

@@ -68,7 +68,7 @@ def assert_same(operation: Callable[[Ops], Tensor | tuple[Tensor, ...]], ops: Op
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 8), (8, 100), (33, 257), (70, 2048)])
 def test_norms_agree_with_the_reference(ops: Ops, dtype: torch.dtype, rows: int, width: int) -> None:
-    x, residual = torch.randn(2, rows, 2 * width).to(dtype)[:, :, :width]  # rows with gaps between them
+    x, residual = torch.randn(2, rows, 2 * width).to(dtype)[:, :, :width]  # the rows are strided
     for weight in (torch.randn(width), torch.randn(width).to(dtype)):
         assert_same(lambda o, w=weight: o.rms_norm(x, w, 1e-5), ops)
         assert_same(lambda o, w=weight: o.add_rms_norm(x, residual, w, 1e-5), ops)
@@ -113,7 +113,7 @@ def test_layer_norm_agrees_with_the_reference(ops: Ops, dtype: torch.dtype, rows
 
 def test_the_sum_of_a_layer_norm_is_not_rounded(ops: Ops) -> None:
     x, residual = torch.full((1, 64), 256.0), torch.full((1, 64), 0.5)
-    residual[0, ::2] = 0.25  # vanishes beside 256 in bfloat16
+    residual[0, ::2] = 0.25  # is lost when it is added to 256 in bfloat16
     weight, bias = torch.ones(64), torch.zeros(64)
     inputs = x.bfloat16(), residual.bfloat16(), weight, bias, 1e-12
     expected = torch.where(residual == 0.5, 1.0, -1.0)
@@ -348,7 +348,7 @@ def test_row_lookups_agree_with_indexing(ops: Ops, dtype: torch.dtype) -> None:
             continue
         with pytest.raises(IndexError):
             ops.embedding(indices, table)
-        if out_of_range != -1:  # the reference counts -1 from the end
+        if out_of_range != -1:  # the reference accepts -1 as the last row
             with pytest.raises(IndexError):
                 ops.put_rows(table, indices, values)
 

@@ -139,7 +139,7 @@ def test_sequences_shorter_than_the_kernel_give_no_rows(ops: Ops, name: str) -> 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 8), (5, 37), (70, 64)])
 def test_snake_equals_its_definition(ops: Ops, dtype: torch.dtype, rows: int, width: int) -> None:
-    x = (3 * torch.randn(rows, 2 * width)).to(dtype)[:, :width]  # rows with gaps between them
+    x = (3 * torch.randn(rows, 2 * width)).to(dtype)[:, :width]  # the rows are strided
     alpha, beta = torch.randn(width) * 5, torch.randn(width)
     wide = x.double()
     expected = wide + beta.double() * (alpha.double() * wide).sin() ** 2

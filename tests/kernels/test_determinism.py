@@ -36,10 +36,10 @@ ROWS = 150
 """More rows than any kernel computes at once."""
 
 FEW_EXAMPLES = settings(max_examples=num_examples(4), phases=[Phase.explicit, Phase.reuse, Phase.generate])
-"""Without shrinking: the examples are small, and detecting faults below is faster."""
+"""Settings without shrinking. The examples are small, and tests that expect a failure run faster."""
 
 RowOperation = Callable[[Ops, Tensor], tuple[Tensor, ...]]
-"""Computes an operation for the rows with the indices ``[R]``. Each result has R rows."""
+"""Applies an operation to the rows with the given indices ``[R]``. Each result has R rows."""
 
 
 @pytest.fixture(params=back_end_params(all_back_ends()))
@@ -86,7 +86,7 @@ def packed_linear(
 
 def linear_case(inputs: int, outputs: int, *, bias: bool) -> Callable[[torch.dtype], RowOperation]:
     def case(dtype: torch.dtype) -> RowOperation:
-        x = torch.randn(ROWS, 2 * inputs).to(dtype)[:, :inputs]  # rows with gaps between them
+        x = torch.randn(ROWS, 2 * inputs).to(dtype)[:, :inputs]  # the rows are strided
         packed_weight = packed_linear(outputs, inputs, dtype, bias=bias)
         return lambda ops, rows: (ops.linear(x[rows], packed_weight(ops)),)
 
@@ -246,9 +246,9 @@ CASES: dict[str, dict[str, Callable[[torch.dtype], RowOperation]]] = {
     "rope_rows": {"": rope_rows_case},
     "rotary": {"": rotary_case},
     "store_kv": {"": store_kv_case},
-    "attention": {},  # compared below
-    "encoder_attention": {},  # compared in test_encoder_attention.py, by sequence
-    "sequence_means": {},  # compared in test_activated_linear.py, by sequence
+    "attention": {},  # see `check_attention_rows_are_independent`
+    "encoder_attention": {},  # test_encoder_attention.py compares whole sequences
+    "sequence_means": {},  # test_activated_linear.py compares whole sequences
     "gated_activation": {
         name: case_of_rows(lambda ops, x, name=name: ops.gated_activation(x, name), (2 * 101,))
         for name in ("silu", "gelu", "gelu_tanh", "relu", "relu2")
@@ -269,7 +269,7 @@ CASES: dict[str, dict[str, Callable[[torch.dtype], RowOperation]]] = {
         "by logits": case_of_rows(lambda ops, x, y: ops.scale_rows(x, y, are_logits=True), (101,), (1,)),
     },
     "widen": {"": case_of_rows(lambda ops, x: (ops.widen(x),), (101,))},
-    "all_reduce": {},  # compared in tests/distributed, on several processes; also the next operations
+    "all_reduce": {},  # tests/distributed compares this and the next two operations on several processes
     "all_gather": {},
     "embedding_part": {},
     "take_rows": {"": embedding_case},
@@ -280,7 +280,7 @@ CASES: dict[str, dict[str, Callable[[torch.dtype], RowOperation]]] = {
         "": case_of_rows(lambda ops, x, y, factor: ops.add_scaled(x, y, factor.float()), (101,), (101,), ())
     },
     "polar": {"": case_of_rows(lambda ops, x: ops.polar(x, 100.0), (50,))},
-    "conv1d": {},  # compared in test_convolution.py, by sequence; also the next operations
+    "conv1d": {},  # test_convolution.py compares this and the next operations by sequence
     "conv_transpose1d": {},
     "group_norm": {},
     "overlap_add": {},
@@ -459,7 +459,7 @@ class SplitsKeysByCount(ReferenceOps):
         full_result = super().attention(q, kv, row_offsets, lengths, **options)
         attended = torch.empty_like(full_result)
         for b, (begin, end) in enumerate(pairwise(row_offsets.tolist())):
-            share = 1 / (1 + float(lengths[b] // 2))  # the rounding depends on the length
+            share = 1 / (1 + float(lengths[b] // 2))  # the rounding of the merged sum depends on the length
             attended[begin:end] = full_result[begin:end] * share + full_result[begin:end] * (1 - share)
         return attended
 

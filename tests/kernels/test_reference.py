@@ -156,7 +156,7 @@ def test_attention_over_an_int8_cache_is_close() -> None:
 
 @pytest.mark.parametrize("fixed", [None, 4 / 448])
 def test_attention_over_an_fp8_cache_is_close(fixed: float | None) -> None:
-    """A stored number differs by at most 2**-4 of itself, or by half of the smallest step of 2**-9."""
+    """The error of a stored number is at most 2**-4 of its value, or half of the smallest step of 2**-9."""
     exact_kv, _ = paged_cache([70], 2, 16)
     rounded_kv, _ = paged_cache([70], 2, 16, fp8=True, fixed=fixed)
     assert rounded_kv.scales is not None

@@ -70,7 +70,7 @@ def test_the_first_of_equal_tokens_is_the_greedy_one(ops: Ops) -> None:
 
 
 @pytest.mark.parametrize("top_k", [30, 2000, 6000, 15_000])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # equal logits abound in bfloat16
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # bfloat16 has many equal logits
 def test_a_large_top_k_equals_the_reference(ops: Ops, top_k: int, dtype: torch.dtype) -> None:
     logits = (3 * torch.randn(3, 20_000)).to(dtype)
     ends = (0.0, 0.999, 1 - 2**-53)
@@ -119,7 +119,7 @@ def test_the_last_tokens_of_a_vocabulary_can_be_sampled(ops: Ops, vocabulary: in
 
 @pytest.mark.parametrize("top_p", [0.99, 0.99999, 0.99999994, 0.9999999999999999])
 def test_a_top_p_near_1_drops_the_end_of_the_tail(ops: Ops, top_p: float) -> None:
-    """Of the tail, which holds 0.1 of the mass, ``top_p`` keeps the first tokens."""
+    """The tail has a probability of 0.1 in total. ``top_p`` keeps the first tokens of the tail."""
     logits = torch.zeros(3, 9000)
     logits[:, 3] = torch.tensor(9 * 8999.0).log()
     ends = (0.0, 0.95, 1 - 2**-50)
@@ -129,7 +129,7 @@ def test_a_top_p_near_1_drops_the_end_of_the_tail(ops: Ops, top_p: float) -> Non
 
 
 def test_rows_with_different_rules_equal_single_rows(ops: Ops) -> None:
-    """Each row of a batch has the token that it has alone, and the reference's."""
+    """Each row of a batch samples the same token as in a batch of one row, and as the reference."""
     rows: list[dict[str, float]] = [
         {"temperature": 0.0},
         {},

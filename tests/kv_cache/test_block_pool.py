@@ -37,7 +37,7 @@ def test_a_released_registered_block_is_found_until_eviction() -> None:
     pool.release([first, second])
     assert (pool.num_free, pool.num_cached) == (2, 1)
     assert pool.lookup(b"one") == first
-    assert pool.allocate(1) == [second]  # a free block goes before a cached one
+    assert pool.allocate(1) == [second]  # a free block is allocated before a cached block is evicted
     assert pool.allocate(1) == [first]
     assert pool.lookup(b"one") is None
 

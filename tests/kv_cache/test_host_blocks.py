@@ -94,7 +94,7 @@ def test_prefixes_are_not_restored_after_a_reset() -> None:
 
 
 def test_blocks_of_another_salt_and_echoed_prompts_are_not_restored() -> None:
-    """A block is identified by its salt too. An echo of the prompt reads no cached block."""
+    """The salt is part of the identity of a block. A request with echo reads no cached block."""
     first, second = list(range(17)), list(range(100, 117))
     manager = kv_manager(5, host_memory=8 * BLOCK)
     count_cached_tokens(manager, first, cache_salt="a")

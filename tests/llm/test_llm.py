@@ -268,13 +268,13 @@ def test_stop_strings_without_detokenizing_are_refused(llm: LLM) -> None:
 
 
 BatchFunction = Callable[..., Any]
-"""Runs a batch, or launches it."""
+"""A function of the pipeline that runs or launches a batch."""
 
 
 def wrap_batch_functions(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, around: Callable[[BatchFunction], BatchFunction]
 ) -> None:
-    """Replace what runs a batch: `execute`, and with overlapped steps also the launch of a step."""
+    """Wrap the functions that run a batch: `execute`, and with overlapped steps also the launch of a step."""
     monkeypatch.setattr(llm.pipeline, "execute", around(llm.pipeline.execute))
     if isinstance(llm._scheduler, OverlappedScheduler):
         steps: Any = llm._scheduler._steps

@@ -360,7 +360,7 @@ def test_a_response_format_constrains_the_output(llm: LLM) -> None:
 
 
 def test_waiting_for_a_grammar_sleeps_between_checks(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The context becomes ready after some time."""
+    """The grammar of the context is ready only after several checks."""
     checks: list[str] = []
     sleeps: list[float] = []
 

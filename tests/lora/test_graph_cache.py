@@ -78,10 +78,10 @@ class Recorder:
 
 
 def run_changing_batches(pipeline: TextGenerationPipeline, adapters: dict[str, Path]) -> Recorder:
-    """Run batches of one shape with three adapters in two slots, and return the recorder.
+    """Run batches of equal shape with three adapters in two slots. Return the recorder.
 
-    The batches also have rows without an adapter. Between replays, slots get other adapters. A name is loaded
-    with other content, and then with the first content again.
+    The batches also have rows without an adapter. Between replays, slots get other adapters. One name is
+    reloaded with other content, and then with its first content.
     """
     recorder = Recorder(pipeline)
     first = recorder.begin("all", None, "some")
@@ -158,7 +158,7 @@ def test_wide_layers_with_adapters_are_bit_equal_to_eager_steps(tmp_path: Path) 
         for names in (["large"], ["small"], ["large", "small", None, "large", "large", None, "large"]):
             contexts = recorder.begin(*names)
             recorder.run(contexts, 4)
-            for context in contexts:  # recomputes its text in chunks of eight rows
+            for context in contexts:  # the next run recomputes the text in chunks of eight rows
                 recorder.pipeline.kv.release(context)
                 context.reset()
             recorder.run(contexts, 2, rows=8)

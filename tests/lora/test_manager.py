@@ -210,7 +210,7 @@ def test_the_number_of_loaded_adapters_is_limited(
     path = str(tmp_path / "a")
     with pytest.raises(InputError, match="2 adapters are loaded, and the maximum is 2"):
         manager.load("c", path)
-    manager.load("b", path)  # replaces an adapter, so the number stays the same
+    manager.load("b", path)  # replaces a loaded adapter, so the number of adapters does not grow
     manager.unload("a")
     manager.load("c", path)
     assert manager.names() == [("b", path), ("c", path)]

@@ -180,7 +180,7 @@ def test_a_transposed_weight_is_loaded(back_end: str) -> None:
 @pytest.mark.parametrize("back_end", BACK_ENDS)
 @pytest.mark.parametrize("encoding", ["int8", "int4"])
 def test_quantized_rows_are_kept_unchanged(back_end: str, encoding: str) -> None:
-    """The other parts of the fused layer are quantized while loading."""
+    """The loader quantizes the other part of the fused layer."""
     tensors = {f"x.{name}.weight": random_tensor(64, 80, seed=i) for i, name in enumerate("ab")}
     source = QuantizedTensors(tensors, {"x.a.weight": encoding})
     packed_weight = load(source, encoding, BACK_ENDS[back_end]).fused("x", {"a": 64, "b": 64}, 80).packed
@@ -210,7 +210,7 @@ class PackedLayerStore:
 
 
 def test_weights_from_the_packed_cache_are_not_read() -> None:
-    """Reading a weight may dequantize it, which would take longer than the rest of the load."""
+    """Reading a weight may dequantize it. That would take longer than the rest of the load."""
 
     def build(loader: Loader) -> list[PackedLinear]:
         loader.linear("x", 70, 96, transposed=True)

@@ -58,8 +58,8 @@ def max_row_errors(weight: Tensor) -> Tensor:
 def test_the_inputs_of_large_weights_are_repeated() -> None:
     repeated = repeated_inputs(weight_with_outliers(), 8).tolist()
     assert len(repeated) == 8
-    assert repeated.count(50) >= 2  # the first choice
-    assert 11 in repeated  # only helps after 50 is divided
+    assert repeated.count(50) >= 2  # input 50 has two large weights
+    assert 11 in repeated  # repeating input 11 helps only after input 50 is repeated
 
 
 @pytest.mark.parametrize("value", [None, 0.0, float("nan"), float("inf")])

@@ -1,4 +1,4 @@
-"""How the layers of encoders with post-norm blocks are read."""
+"""Loading of post-norm encoders: precision of the norms, and splitting of large weights."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def load_network(source: Any, encoding: str) -> PostNormEncoder:
 
 @pytest.mark.parametrize("encoding", ["bfloat16", "int8"])
 def test_norms_keep_the_precision_of_the_checkpoint(encoding: str) -> None:
-    """Rounding them to bfloat16 costs more than all other roundings of a bfloat16 model."""
+    """Rounding norms to bfloat16 causes a larger error than all other roundings of a bfloat16 model."""
     source = RandomTensors()
     loaded_network = load_network(source, encoding)
     norms = {"embeddings.LayerNorm": loaded_network.norm}

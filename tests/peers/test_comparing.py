@@ -60,12 +60,14 @@ def test_all_workloads_give_rows(engines: Contest, tmp_path: Path) -> None:
         assert len(row["ours"]) == len(row["theirs"]) == len(row["machine"]) == 2
         assert row["same_first_token"] == 2  # both engines count upwards from the same prompts
         assert row["ratio"] > 0
-    assert rows["decode", ""]["gb_s"] == 11.5  # the warm-up has speed 10, then the runs have 11 and 12
+    assert rows["decode", ""]["gb_s"] == 11.5  # the warm-up has speed 10, and the two runs have 11 and 12
     assert rows["memory", ""]["median_ours"] > 1
     assert [row["less_is_better"] for row in rows.values()] == 6 * [False] + 2 * [True]
     assert set(actual["versions"]) == {"penstock", "peer"}
     json.dumps(actual)
-    assert len(list(tmp_path.iterdir())) == 2 + 2 * 2 * 3  # two loaded engines; each cold run loads its own
+    assert (
+        len(list(tmp_path.iterdir())) == 2 + 2 * 2 * 3
+    )  # two engines stay loaded, and each cold run loads another engine
 
 
 class TimedEngine:

@@ -168,7 +168,7 @@ def serve(
         outputs[name].append(type(error))
     for name, count in cancels.items():
         outputs[name] = outputs[name][:count]
-    for context in contexts:  # a context does not change after its end
+    for context in contexts:  # the tokens of a finished context must not change
         if context.is_done:
             outputs[context.request_id].append(context.all_tokens.tolist())
     pipeline.kv.check_integrity()
@@ -179,7 +179,7 @@ def serve(
 def compare_outputs(
     pipelines: Mapping[str, TextGenerationPipeline], make_contexts: Any, **run: Any
 ) -> dict[str, Any]:
-    """Return the outputs of contexts. Asserts that overlapped and synchronous steps give the same outputs."""
+    """Return the outputs of contexts. Assert that overlapped and synchronous steps give equal outputs."""
     for pipeline in pipelines.values():
         pipeline.kv.forget_prefixes()
     expected, _ = serve(pipelines["cpu"], make_contexts(), **run)
@@ -455,7 +455,7 @@ def test_choices_equal_the_synchronous_loop(pipelines: dict[str, TextGenerationP
 def test_outputs_with_adapters_equal_the_synchronous_loop(
     pipelines: dict[str, TextGenerationPipeline],
 ) -> None:
-    """Two adapters share one slot. It is overwritten while requests of the other adapter finish."""
+    """Two adapters share one slot. Loading one overwrites the slot while requests of the other finish."""
 
     def contexts() -> list[TextContext]:
         names = ["tone", None, "other", "tone", "other", None, "other", "tone"]
@@ -497,7 +497,7 @@ def test_cancelled_requests_return_their_tokens_so_far(pipelines: dict[str, Text
     scheduler = load_scheduler(pipelines["lazy"].config, pipelines["lazy"])
     context = make_named_context("a", PROMPT, 20)
     scheduler.submit(context)
-    scheduler.step()  # launched and not collected
+    scheduler.step()  # the step is launched, and its results are not collected
     scheduler.cancel("a")
     assert scheduler.step() == {}
     assert not scheduler.has_work

@@ -100,7 +100,7 @@ def test_batches_are_launched_and_collected_in_any_order(checkpoint: Path) -> No
 def test_continued_launches_give_the_tokens_of_single_steps(
     pipeline: TextGenerationPipeline, num_steps: int, use_graphs: bool
 ) -> None:
-    """Runs on a real model, with eager and with fused steps."""
+    """The test uses a real model, with eager steps and with graphs."""
     pipeline.session.use_graphs = use_graphs
     expected = generate_tokens(pipeline, [make_context(PROMPT, 11), make_context(OTHER, 11)])
     contexts = [make_context(PROMPT, 11), make_context(OTHER, 11)]

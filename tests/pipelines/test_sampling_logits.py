@@ -256,7 +256,7 @@ def test_counts_follow_every_operation(operations: list[tuple[str, int]], with_p
             context.rollback(min(number, len(context.generated_tokens)))
         elif operation == "reset":
             context.reset()
-        elif operation == "cut":  # does not notify the counter
+        elif operation == "cut":  # this change does not notify the counter
             end = max(context.end_idx - number, 4)
             if end <= context.end_idx and context.start_idx < end - 1 and len(context.generated_tokens):
                 context.set_token_indices(active_idx=end, end_idx=end)
@@ -337,13 +337,13 @@ def ops(request: pytest.FixtureRequest) -> Ops:
 @pytest.mark.parametrize(
     ("params", "allowed_by_grammar", "expected"),
     [
-        ({"banned_token_ids": [4, 5]}, [4], 4),  # the grammar has precedence
-        ({"min_new_tokens": 5}, [3], 3),  # a grammar that is complete may end the output
+        ({"banned_token_ids": [4, 5]}, [4], 4),  # the grammar takes precedence over banned tokens
+        ({"min_new_tokens": 5}, [3], 3),  # a complete grammar may end the output before min_new_tokens
         (
             {"min_new_tokens": 5, "banned_token_ids": [4]},
             [4, 3],
-            3,
-        ),  # a delayed end token is preferred to a banned token
+            3,  # banned_token_ids takes precedence over min_new_tokens
+        ),
         ({"min_new_tokens": 5, "banned_token_ids": [4, 3]}, [4, 3, 6], 6),
         ({"allowed_token_ids": [4, 6]}, [4, 5], 4),
         ({"min_new_tokens": 5, "banned_token_ids": [t for t in range(VOCAB_SIZE) if t != 3]}, None, 3),

@@ -113,7 +113,7 @@ def write_merged(checkpoint: Path, manager: FakeLoRAManager, folder: Path) -> Pa
 
 
 def linear_names(checkpoint: Path) -> list[str]:
-    endings = ("_proj", ".gate", ".router", ".w1", ".w2", ".w3")  # also those of experts and their routers
+    endings = ("_proj", ".gate", ".router", ".w1", ".w2", ".w3")  # includes experts and their routers
     endings += (".dense", ".fc1", ".fc2", ".c_fc", ".query_key_value", ".dense_h_to_4h", ".dense_4h_to_h")
     names = Weights.open(checkpoint).names
     matrices = [name.removesuffix(".weight") for name in names if name.endswith(".weight")]

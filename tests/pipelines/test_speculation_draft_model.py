@@ -75,7 +75,7 @@ def open_with_draft(
     pipeline_config = PipelineConfig.from_flat(values | config)
     pipeline = load_pipeline(pipeline_config, load_tokenizer(pipeline_config))
     assert isinstance(pipeline.proposer, DraftModelProposer)
-    run_directly(pipeline, [make_context([1], 1)])  # token ids are checked from the first forward on
+    run_directly(pipeline, [make_context([1], 1)])  # token ids are checked only after a first forward
     return pipeline, pipeline.proposer
 
 
@@ -124,7 +124,7 @@ def test_accepted_drafts_are_not_computed_again(target: Path) -> None:
     assert rows == [30, 1, 1, 1]
     rows.clear()
     pipeline.execute({"a": context})
-    assert rows == [2, 1, 1, 1], "the last draft, which was never computed, and the token after it"
+    assert rows == [2, 1, 1, 1], "the draft model computes the last draft and the token after it"
     assert context.draft_offset == 1, "the target has computed the last draft, the draft model has not"
     pipeline.release(context)
 

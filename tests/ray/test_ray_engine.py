@@ -129,7 +129,7 @@ async def test_a_request_gets_the_output_of_its_replica() -> None:
 
 
 async def test_the_first_result_ends_the_load_of_a_prompt() -> None:
-    """Two replicas: the first one computes a long prompt, then only generates."""
+    """The first of two replicas computes a long prompt, and then only generates."""
     gates = Gate(), Gate()
     pipelines = [partial(GatedPipeline, gate, choose=letters_in_order(12)) for gate in gates]
     async with open_engine(*pipelines, honours_preference=True) as (engine, replicas):
@@ -203,7 +203,7 @@ async def test_a_request_with_a_grammar_fails_after_its_first_output() -> None:
 
 
 async def test_prompts_with_a_common_prefix_share_a_replica() -> None:
-    """The router knows the cache of a replica from its reports, and before a report from its requests."""
+    """The router knows a replica's blocks from its reports, and until then from the requests it has sent."""
 
     def make_caching_pipeline() -> FakePipeline:
         return FakePipeline(letters_in_order(12), kv=kv_manager(300))

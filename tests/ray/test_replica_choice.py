@@ -16,7 +16,7 @@ LONG_PROMPT = "x" * 600
 
 
 def report(choice: ReplicaChoice, **events: list[CacheEvent]) -> None:
-    """Let the replicas that are named report these events."""
+    """Report these events for the named replicas."""
     choice.update(
         {
             name: ReplicaReport(
@@ -74,7 +74,7 @@ def test_a_prompt_counts_as_load_until_its_first_result() -> None:
 
 
 def test_with_several_ingresses_each_request_counts_as_several() -> None:
-    """Each of eight ingress processes knows an eighth of the requests."""
+    """Each of eight ingress processes handles one eighth of the requests."""
     for num_ingresses, expected in {1: "b", 8: "a"}.items():
         choice = ReplicaChoice(num_ingresses)
         report(choice, a=[], b=[make_stored_event(LONG_PROMPT)])
@@ -85,11 +85,12 @@ def test_with_several_ingresses_each_request_counts_as_several() -> None:
 def test_expected_blocks_of_an_ended_request_count_until_its_replica_has_reported() -> None:
     choice = ReplicaChoice()
     report(choice, a=[], b=[])
-    assert choice.assign(make_request("busy", "z" * 8)) is not None  # at a
+    assert choice.assign(make_request("busy", "z" * 8)) is not None  # assigned to a
     assert choose_replica(choice, LONG_PROMPT) == "b"
     assert choose_replica(choice, LONG_PROMPT) == "b"
-    report(choice, a=[], b=[])  # it may have left before the request ended
-    assert choice.assign(make_request("busier", "z" * 8)) is not None  # at b, a has the lower number
+    report(choice, a=[], b=[])  # the report may be older than the end of the request
+    # Both replicas have cost. The request goes to b, whose number is higher, because b expects its blocks.
+    assert choice.assign(make_request("busier", "z" * 8)) is not None
     assert choose_replica(choice, LONG_PROMPT) == "b"
     report(choice, a=[], b=[])
     report(choice, a=[], b=[])
@@ -118,7 +119,7 @@ def test_replicas_are_removed_and_added() -> None:
     running_request = choice.assign(make_request("", LONG_PROMPT))
     assert running_request is not None
     assert running_request.name == "b"
-    report(choice, a=[], c=[])  # c gets the number of b, and neither its blocks nor its requests
+    report(choice, a=[], c=[])  # c reuses the number of b, without its blocks and requests
     assert choice._prefixes.num_blocks == 0
     choice.end(running_request)
     assert choice._loads.num_requests == choice._loads.costs == [0, 0]

@@ -152,7 +152,7 @@ def test_the_remaining_budget_goes_to_the_next_prompt_if_it_is_a_minimum_chunk()
     run.submit("a", 10, new=1)
     run.submit("b", 10, new=1)
     run.submit("c", 14, new=1)
-    # Step 1 has 6 tokens left for b. Step 2 has the last 4 tokens of b and 12 of c.
+    # Step 1 has room for 6 tokens of b. Step 2 has the last 4 tokens of b and 12 tokens of c.
     assert run.finish() == [{"a": 10, "b": 6}, {"b": 4, "c": 12}, {"c": 2}]
     run = SchedulerRun(min_chunk_size=7)
     run.submit("a", 10, new=1)
@@ -728,7 +728,7 @@ def test_the_cost_of_a_step_does_not_depend_on_the_queue() -> None:
             nonlocal calls
             calls += event in ("call", "c_call")
 
-        gc.disable()  # callbacks of the garbage collector would be counted
+        gc.disable()  # the profiler would count callbacks of the garbage collector
         sys.setprofile(count)
         try:
             for _ in range(10):

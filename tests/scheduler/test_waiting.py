@@ -148,7 +148,7 @@ def test_the_heap_stays_small_when_a_rank_changes() -> None:
         assert entry == Entry(f"{index}", (0, index), "x")
         assert len(queue._heap) <= 2
         queue.remove(entry.request_id)
-        ranks["x"] = index % 3  # as when a slot is taken or all slots are freed
+        ranks["x"] = index % 3  # ranks change when a slot is taken or freed
         queue.refresh("x")
     assert queue.first_ready(lambda entry: True) is None
     assert not queue._queued

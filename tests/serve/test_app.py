@@ -287,7 +287,7 @@ JSON = {"content-type": "application/json"}
 
 
 async def test_every_route_that_takes_a_body_reads_it_within_limits() -> None:
-    """Each is a `JsonRoute`: only this class has the size limit, the time-out and strict JSON."""
+    """Each such route is a `JsonRoute`, which has the size limit, the time-out and strict JSON."""
     num_checked = 0
     tasks = (PipelineTask.TEXT_GENERATION, PipelineTask.EMBEDDINGS_GENERATION, PipelineTask.AUDIO_GENERATION)
     for task in tasks:
@@ -311,7 +311,7 @@ async def test_every_route_that_takes_a_body_reads_it_within_limits() -> None:
                 assert as_text.status_code == 415, path
                 assert (await client.post(path, json="a" * 10)).status_code == 413, path
                 assert (await client.post(path, content=b'{"a": NaN}', headers=JSON)).status_code == 400, path
-    assert num_checked == len(paths) + 2 * 6  # six routes exist for all tasks
+    assert num_checked == len(paths) + 2 * 6  # six routes exist for each of the three tasks
 
 
 async def test_head_returns_the_headers_of_get() -> None:

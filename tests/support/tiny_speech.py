@@ -32,7 +32,7 @@ MAX_LENGTH = 320
 
 
 class FakeCodec(AudioCodec):
-    """Each sample depends on the codes of its frame, of the two frames before and of the one after."""
+    """Each sample depends on the codes of its frame, the two previous frames and the next frame."""
 
     name = "fake"
     sample_rate = RATE

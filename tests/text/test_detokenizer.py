@@ -150,8 +150,13 @@ def test_only_a_possible_prefix_of_a_stop_string_is_held_back() -> None:
 @pytest.mark.parametrize(
     ("stop", "text", "match", "visible_text"),
     [
-        (["bc", "abcd"], "xabcd", "bc", "xa"),  # "bc" is complete first
-        (["bc", "abc"], "xabc", "abc", "x"),  # complete at the same character: the longest matches
+        (["bc", "abcd"], "xabcd", "bc", "xa"),  # "bc" is complete before "abcd"
+        (
+            ["bc", "abc"],
+            "xabc",
+            "abc",
+            "x",
+        ),  # both are complete at the same character, and the longer one counts
         (["ab", "abc"], "xabc", "ab", "x"),
         (["aab"], "aaab", "aab", "a"),
         ("stop", "a stop", "stop", "a "),  # a string is one stop string, not a list of characters

@@ -28,7 +28,9 @@ async def test_a_request_goes_to_the_worker_that_has_its_prefix() -> None:
     second.report(make_stored_event("x" * 400))
     router.submit(make_request("a", "x" * 400))
     router.submit(make_request("b", "x" * 300 + "y" * 100))
-    router.submit(make_request("c", "y" * 400))  # second has no prefix of it and has two requests
+    router.submit(
+        make_request("c", "y" * 400)
+    )  # the second worker has two requests and no block of this prompt
     assert (list_request_ids(first), list_request_ids(second)) == (["c"], ["a", "b"])
 
 
@@ -47,7 +49,7 @@ async def test_load_outweighs_a_short_prefix() -> None:
     router = WorkerRouter([first, second])
     prompt = "x" * (2 * REQUEST_COST + 40)
     second.report(make_stored_event(prompt))
-    for name in "abc":  # the prefix outweighs two requests, but not three
+    for name in "abc":  # a cached prefix outweighs two running requests, but not three
         router.submit(make_request(name, prompt, cache_salt=None))
     assert (list_request_ids(first), list_request_ids(second)) == ([], ["a", "b", "c"])
     router.submit(make_request("d", prompt))
@@ -58,7 +60,7 @@ async def test_a_prompt_that_is_being_computed_outweighs_several_running_request
     first, second = make_caching_engine(), make_caching_engine()
     router = WorkerRouter([first, second])
     computing_request = router.submit(make_request("a", "x" * 10 * REQUEST_COST))
-    for name in "bcd":  # each costs one fifth of the first request
+    for name in "bcd":  # each of these requests costs one fifth of the first request
         router.submit(make_request(name))
     assert list_request_ids(second) == ["b", "c", "d"]
     computing_request.add(TextResult("a", [97]))
@@ -84,9 +86,7 @@ async def test_the_cached_part_of_a_prompt_does_not_count_as_load() -> None:
     router.submit(make_request("a", "x" * 2000))
     router.submit(make_request("b", "y" * 40))
     assert (list_request_ids(first), list_request_ids(second)) == (["a"], ["b"])
-    router.submit(
-        make_request("c", "z" * 4)
-    )  # 3 tokens of the first prompt were not cached, 40 of the second
+    router.submit(make_request("c", "z" * 4))  # uncached tokens: 3 of a and 40 of b
     assert list_request_ids(first) == ["a", "c"]
     router.submit(make_request("d", "x" * 2000)).cancel()
     assert list_request_ids(first) == ["a", "c", "d"]
@@ -121,7 +121,7 @@ async def test_requests_with_one_prompt_that_arrive_together_share_a_worker() ->
     assert (list_request_ids(first), list_request_ids(second)) == (["other"], ["a", "b"])
     for generation in generations:
         generation.cancel()
-    router.submit(make_request("d", "x" * 2000))  # no block was stored
+    router.submit(make_request("d", "x" * 2000))  # the worker has not stored the blocks yet
     assert list_request_ids(second)[2:] == ["d"]
     router.submit(make_request("e", "y" * 2000))
     assert list_request_ids(first) == ["other", "e"]
@@ -150,7 +150,7 @@ async def test_a_session_stays_with_its_worker() -> None:
     for number in range(2):
         router.submit(make_request(f"c{number}", session_id="s"))
     assert list_request_ids(second)[2:] == ["c0", "c1"]
-    router.submit(make_request("d", session_id="s"))  # 4 requests against 1: more than a batch of 3 would be
+    router.submit(make_request("d", session_id="s"))  # the maximum difference is 3: 4 requests and 1
     assert list_request_ids(second)[4:] == ["d"]
     router.submit(make_request("e", session_id="s"))
     assert list_request_ids(first) == ["busy", "e"]

@@ -238,7 +238,7 @@ async def test_readiness_is_checked_at_most_every_few_milliseconds() -> None:
     async with running_client(lambda: fake_runtime(FakePipeline.saying("x"), ready=ready)) as client:
         assert delta_text(await read_deltas(client.submit(make_request("a")))) == "x"
         assert time.monotonic() - begin > 50 * 0.004 / 2, (
-            "lower bound: 50 checks at intervals of 4 ms, halved"
+            "50 checks at intervals of 4 ms take at least half of 200 ms"
         )
 
 
@@ -742,7 +742,7 @@ async def test_folders_descriptors_and_threads_are_released() -> None:
             await kill(client)
             await until(lambda client=client: client.state == "ready")
             folder = Path(client._supervisor._folder)
-            # Two sockets for each of two workers, and one progress file.
+            # The folder has two sockets for each of two workers, and one progress file.
             assert len(list(folder.iterdir())) <= 5
         assert not folder.exists()
     assert len(os.listdir("/proc/self/fd")) <= descriptors

@@ -255,7 +255,7 @@ def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
         "    await anext(generation)\n"
         "    print(client.info.pid, client._supervisor._folder, flush=True)\n"
         "    await asyncio.sleep(60)\n"
-        "asyncio.run(main())\n"  # without a __main__ guard: the worker process does not run the main module
+        "asyncio.run(main())\n"  # no __main__ guard: worker processes do not run the main module
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, env=environment) as parent:

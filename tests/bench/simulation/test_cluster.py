@@ -15,7 +15,7 @@ from penstock.errors import InputError
 LIMITS = WorkerLimits(
     max_length=1024, max_batch_size=16, max_batch_input_tokens=512, num_blocks=256, block_size=16
 )
-# A row takes 1 ms and nothing else takes time, so expected times can be calculated by hand.
+# Each row takes 1 ms. All other costs are 0, so expected times can be calculated by hand.
 COSTS = ClusterCosts(
     {}, LIMITS, StepCostTable([1, 2], [0.001, 0.002], 0.0, 0.0), RouterCosts(), message_seconds=0.0
 )

@@ -144,7 +144,7 @@ def test_a_json_grammar_has_few_lexemes_and_one_for_whole_strings() -> None:
     lark = lark_text(read_ebnf(schema_ebnf({"type": "object"})))
     lexemes = [line for line in lark.splitlines() if line.startswith("L")]
     assert 5 <= len(lexemes) <= 10
-    # No lexeme is a single character that a string repeats: then each mask would visit every token.
+    # No lexeme is a single character of a string. With such a lexeme, each mask would visit every token.
     assert not any(line.endswith(": /[\\x{20}-\\x{21}\\x{23}-\\x{5b}]/") for line in lexemes)
 
 

@@ -79,7 +79,7 @@ def test_generated_strings_have_the_format(name: str, seed: int, end_after: int)
     value = json.loads(generate_random_text(compile_format(name), seed, end_after))
     assert has_format(name, value), value
     checker = Draft202012Validator.FORMAT_CHECKER
-    # For the formats in this list, the checker is stricter than the standard.
+    # For the formats in this list, the checker of jsonschema is stricter than the standard.
     if name not in (
         "iri",
         "iri-reference",
@@ -111,7 +111,7 @@ def test_grammars_of_formats_are_small() -> None:
     sizes = {name: len(schema_ebnf({"type": "string", "format": name})) for name in SUPPORTED}
     assert max(sizes.values()) < 12_000, sizes
     long = ("uri", "iri-reference", "email", "hostname")
-    # The grammar grows with maxLength.
+    # The size of a grammar grows with maxLength.
     limited_schemas = [{"format": name, "maxLength": 2083} for name in long]
     assert max(len(schema_ebnf({"type": "string", **keywords})) for keywords in limited_schemas) < 65_000
 
@@ -181,11 +181,11 @@ def test_generated_strings_have_the_format_and_the_length(
 @pytest.mark.parametrize("name", [name for name in SUPPORTED if not name.startswith("i")])
 def test_a_valid_string_is_accepted_if_the_maximum_length_is_larger(name: str) -> None:
     generated, _, _ = CASES[name]
-    # Addresses in brackets are only accepted far below the maximum length.
+    # The grammar accepts addresses in brackets only if they are much shorter than the maximum length.
     values = sorted((value for value in generated if "[" not in value and len(value) <= 40), key=len)
     for value in values:
         assert accepts(compile_format(name, maxLength=100), to_json(value)), value
-    # Only the longest value: each maximum length is a separate grammar, which compiles slowly.
+    # Only the longest value is tested, because each maximum length needs another slow compilation.
     for value in values[-1:]:
         max_count = 2 * len(value) + 2
         assert accepts(compile_format(name, maxLength=max_count), to_json(value)), (value, max_count)

@@ -150,7 +150,7 @@ CASES: list[tuple[Any, list[str], list[str]]] = [
     ),
     ({"enum": [1e40, 10**30, 7], "multipleOf": 7}, ["7"], ["1e+40", str(10**30)]),
     ({"type": "number", "minimum": -(10**35) - 7, "maximum": -(10**35) - 7}, [str(-(10**35) - 7)], ["-1"]),
-    # A reader that converts to float would round a fraction above this bound to a value beyond it.
+    # A parser that converts to float would round a fraction above this bound to a value outside the range.
     ({"type": "number", "exclusiveMinimum": 1e21}, [str(10**21 + 1)], ["1000000000000000000000.1"]),
     ({"minimum": -(2**53) + 1, "exclusiveMaximum": 2**53 - 1}, ["0.5", "-7"], ["9007199254740990.9"]),
     ({"type": "string", "maxLength": 10**30}, ['"a"'], ["1"]),
@@ -227,7 +227,7 @@ def test_a_compact_grammar_has_no_white_space() -> None:
         ({"minItems": 10**10}, "minItems", "#"),
         ({"pattern": "\ud800"}, "pattern", "#"),
         (
-            {  # a name that matches the pattern of the first branch cannot be excluded from it
+            {  # the grammar cannot exclude names that match the pattern of the first branch
                 "oneOf": [
                     {"properties": {"y": {}}, "required": ["y"], "patternProperties": {"^x": {}}},
                     {"type": "object", "required": ["xa"]},

@@ -35,7 +35,7 @@ CASES: list[tuple[dict[str, Any], list[Any]]] = [
     ({"allOf": [{"enum": ["::1", "1.2.3.4", "x"]}, {"anyOf": [{"format": "ipv6"}, {"format": "ipv4"}]}]},
      ["::1", "1.2.3.4"]),
     ({"enum": [1, 5, 9], "oneOf": [{"minimum": 4}, {"multipleOf": 3}]}, [5]),
-    ({"enum": ["a", "\ud800"]}, ["a"]),  # which UTF-8 cannot write
+    ({"enum": ["a", "\ud800"]}, ["a"]),  # UTF-8 cannot encode a lone surrogate
 ]  # fmt: skip
 
 

@@ -32,13 +32,15 @@ def ops(request: pytest.FixtureRequest) -> CpuOps:
 
 
 def random_rows(encoding: str, outputs: int, inputs: int) -> dict[str, Tensor]:
-    """Return random tensors of an encoding that use every byte value that stands for a number."""
+    """Return random tensors of an encoding. They use every byte value that represents a number."""
     if encoding in BLOCKS:
         return random_blocks(encoding, outputs, inputs)
     if encoding == "fp8":
         codes = torch.randint(0, 256, (outputs, inputs)).to(torch.uint8)
-        codes[codes & 127 == 127] = 0x03  # a subnormal number replaces a NaN
-        codes[:48][codes[:48] & 0x78 == 0] += 8  # vectors without subnormal numbers have a separate kernel
+        codes[codes & 127 == 127] = 0x03  # replaces NaN by a subnormal number
+        codes[:48][codes[:48] & 0x78 == 0] += (
+            8  # a separate kernel computes vectors without subnormal numbers
+        )
         return {"weight": codes, "scales": torch.rand(outputs, -(-inputs // 128)) / 100}
     groups, num_codes = -(-inputs // 32), 1 << int(encoding[4])
     return {
@@ -50,7 +52,7 @@ def random_rows(encoding: str, outputs: int, inputs: int) -> dict[str, Tensor]:
 
 
 def random_blocks(encoding: str, outputs: int, inputs: int) -> dict[str, Tensor]:
-    """Return random tensors of a block encoding, with the types and shapes that packing makes."""
+    """Return random tensors of a block encoding, with the types and shapes of packed tensors."""
     rows = encoding_named(encoding).pack(torch.randn(outputs, inputs))
     num_codes = 1 << int(rows["weight"].max()).bit_length()
     rows["weight"] = torch.randint(0, num_codes, (outputs, inputs)).to(torch.uint8)
@@ -73,7 +75,7 @@ def test_products_agree_with_the_definition(ops: CpuOps, encoding: str, shape: t
     )
     packed_weight = ops.pack_quantized(rows, encoding, bias=bias)
     assert packed_weight.layout == PANELS
-    # rows with gaps between them, not aligned
+    # the rows are strided and unaligned
     x = torch.randn(33, shape[1] + 5).bfloat16()[:, 3 : 3 + shape[1]]
     expected = kind.multiply(x.float(), rows, bias.float())
     terms = x.float().abs() @ kind.unpack(rows).abs().T + bias.float().abs()
@@ -121,7 +123,7 @@ def test_products_with_every_shape_of_fp8_scales_agree(
     assert tuple(panels[0, -64:].view(torch.int32)[:2].tolist()) == strides
     assert torch.equal(panels, layout.to_panels(rows)["panels"])
     assert torch.equal(layout.from_panels(packed_weight.tensors, 100, 300)["scales"], rows["scales"])
-    for count in (1, 7, 20):  # one tile, two tiles, and weights widened to float32
+    for count in (1, 7, 20):  # rows of one tile, of two tiles, and of the path that widens weights to float32
         x = torch.randn(count, 300).bfloat16()
         expected = kind.multiply(x.float(), rows, None)
         terms = x.float().abs() @ kind.unpack(rows).abs().T
@@ -139,7 +141,7 @@ def test_every_8_bit_float_is_decoded_exactly(ops: CpuOps) -> None:
 
 @pytest.fixture
 def table_choice() -> Iterator[ctypes.c_int32]:
-    """The variable of the library that chooses how 8-bit floats are widened: 0 by arithmetic, 2 by tables."""
+    """Yield the library's variable that selects how 8-bit floats are widened: 0 arithmetic, 2 tables."""
     choice = ctypes.c_int32.in_dll(ctypes.CDLL(str(library.PATH)), "penstock_fp8_tables")
     previous_value = choice.value
     yield choice
@@ -182,9 +184,11 @@ def test_every_code_and_scale_of_a_block_encoding_is_decoded(ops: CpuOps, encodi
         rows["weight"] = rows["weight"].flip(0).contiguous()
     expected = kind.unpack(rows)[:, 0]
     y = ops.linear(torch.ones(1, 1), ops.pack_quantized(rows, encoding))[0]
-    finite = expected.isfinite() & (expected.abs() < 1e38)  # a product may overflow before it is scaled
+    finite = expected.isfinite() & (
+        expected.abs() < 1e38
+    )  # the kernel may overflow before it scales a product
     assert int(finite.sum()) > 200
-    # The product rounds nf4 numbers to 16 bits. A zero point of q4_z cancels most of an integer.
+    # The kernel rounds nf4 values to 16 bits. Subtracting a zero point of q4_z cancels leading bits.
     error = {"nf4": 0.51 / 32767, "q4_z": 2e-6}.get(encoding, 0.0) * float(rows["scales"].float().max())
     torch.testing.assert_close(y[finite], expected[finite], rtol=1e-6, atol=max(error, 1e-38))
     assert y[expected.isnan()].isnan().all()

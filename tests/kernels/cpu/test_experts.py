@@ -92,7 +92,7 @@ def test_any_number_of_rows_is_bit_equal_to_separate_experts(
                 run_experts_separately(ops, x, experts, topk_weights, topk_ids, gating),
             )
         )
-    monkeypatch.delattr(ReferenceOps, "experts")  # the kernels must not call it
+    monkeypatch.delattr(ReferenceOps, "experts")  # the C++ kernels must not call the reference
     for *arguments, expected in cases:
         actual = ops.experts(*arguments)
         assert torch.equal(actual, expected)

@@ -33,7 +33,7 @@ def random_layer(ops: CpuOps, outputs: int, inputs: int, encoding: str = "uint4"
 def test_products_equal_those_of_sorted_activations(ops: CpuOps, encoding: str, inputs: int) -> None:
     packed_weight = random_layer(ops, 70, inputs, encoding)
     assert packed_weight.order is not None
-    x = torch.randn(40, inputs + 8).bfloat16()[:, 4 : 4 + inputs]  # rows with gaps between them
+    x = torch.randn(40, inputs + 8).bfloat16()[:, 4 : 4 + inputs]  # the rows are strided
     for rows in (1, 5, 40):
         y = ops.linear(x[:rows], packed_weight)
         assert torch.equal(y, ops.linear(x[:rows, packed_weight.order], replace(packed_weight, order=None)))

@@ -37,7 +37,7 @@ def test_rows_and_panels_give_the_same_bits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(linear, "_SLICE_BYTES", 64 * 81 * 4 * 2)  # two or four panels at a time
-    # rows with gaps between them, not aligned
+    # the rows are strided and unaligned
     parts = [torch.randn(size, 90).to(stored)[:, 3:84] for size in sizes]
     dtype = getattr(torch, encoding)
     x, bias = torch.randn(rows, 85).to(dtype)[:, 4:], torch.randn(sum(sizes))

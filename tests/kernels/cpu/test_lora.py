@@ -118,7 +118,7 @@ def compile_layer(
 
 
 def step(ops: Ops, packed: PackedLinear, lora: LoRAInputs, inputs: Mapping[str, Tensor]) -> list[Tensor]:
-    """Compute a layer over all rows, and over selected rows with the adapters that `take_rows` selects."""
+    """Apply a layer to all rows, and to the rows that `take_rows` selects together with their adapters."""
     selected_rows = ops.take_rows(inputs["rows"][:, None], inputs["last"])[:, 0]
     selected_inputs = ops.take_rows(inputs["x"], inputs["last"])
     return [
@@ -184,7 +184,7 @@ def test_a_layer_without_adapters_records_no_adapter_kernels(ops: CpuOps) -> Non
 
 
 def test_matrices_with_another_layout_are_not_compiled(ops: CpuOps) -> None:
-    """The reference kernels compute such matrices, and a compiled step cannot call the reference."""
+    """Only the reference kernels read such matrices, and a compiled step cannot call the reference."""
     packed_weight = ops.pack_linear(torch.randn(301, 20), "float32", slices=SLICES)
     lora = random_inputs(20, 12, torch.float32)
     matrices = {name: (down, up.contiguous()) for name, (down, up) in lora.matrices.items()}

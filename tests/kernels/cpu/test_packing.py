@@ -52,7 +52,7 @@ def assert_equals_definition(
     assert panels is not None
     expected_panels = tensor_bytes(panels.to_panels(rows))
     assert tensor_bytes(dict(pack(ops, weight, encoding, importance))) == expected_panels
-    if is_quantized(encoding):  # panels made from integers are the same
+    if is_quantized(encoding):  # packing the quantized rows gives the same panels
         repacked = pack_rows(ops._kernels, WeightMemory(), encoding, rows)
         assert tensor_bytes(repacked) == expected_panels
 
@@ -70,7 +70,7 @@ def test_weights_of_every_shape_and_type_are_packed_as_defined(
     weight[0, 0] = 30
     assert_equals_definition(ops, encoding, weight)
     wider_tensor = torch.randn(shape[0], shape[1] + 3).to(dtype)
-    assert_equals_definition(ops, encoding, wider_tensor[:, 1:-2])  # rows with gaps between them
+    assert_equals_definition(ops, encoding, wider_tensor[:, 1:-2])  # the rows are strided
 
 
 @pytest.mark.matrix
@@ -107,9 +107,9 @@ def test_any_finite_numbers_are_packed_as_defined(encoding: str, weight: list[li
 @pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 13])
 @pytest.mark.parametrize(("encoding", "low"), [("int4", -8), ("int5", -16)])
 def test_a_group_with_a_float16_scale_keeps_it(ops: CpuOps, encoding: str, low: int, step: int) -> None:
-    """The group's largest weight is the lowest integer times a float16.
+    """The largest weight of each group is the lowest integer times a float16 value.
 
-    That float16, of any size, must be the scale.
+    That float16 value must be the scale, whatever its size.
     """
     halves = torch.arange(1, 0x7C00, step, dtype=torch.int16).view(torch.float16)
     weight = torch.zeros(len(halves), 32)

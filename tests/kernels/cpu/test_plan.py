@@ -112,11 +112,11 @@ def make_step_inputs(lengths: Sequence[int]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int5", "int4", "uint4", "fp8"])
-@pytest.mark.parametrize("width", [32, 640])  # the wider step has operations that all threads share
+@pytest.mark.parametrize("width", [32, 640])  # the work of the wider step is divided among the threads
 def test_a_compiled_step_is_bit_equal_to_its_operations(ops: CpuOps, encoding: str, width: int) -> None:
     step = step_with_all_operations(ops, encoding, width)
     plan, recorder = compile_step(ops, make_step_inputs([3, 20]), step)
-    assert len(plan) == len(recorder.records) + 1  # the rotary tables count twice
+    assert len(plan) == len(recorder.records) + 1  # the lookup of the rotary tables has two kernels
     for lengths in ([17, 16], [33, 1], [64, 50]):
         step_inputs = make_step_inputs(lengths)
         replayed_results = plan.replay(list(step_inputs.values()))
@@ -156,9 +156,9 @@ def test_the_error_names_an_operation_without_a_kernel(ops: CpuOps) -> None:
 
 
 def test_compiling_does_not_run_the_reference(ops: CpuOps) -> None:
-    """The reference would write to cache slots of a step that has already run."""
+    """The reference kernels would write to cache slots of a step that has already run."""
     cache = torch.zeros(2, 3, 1, 16, 8)
-    k = torch.randn(1, 1, 8).half()  # a type without kernels
+    k = torch.randn(1, 1, 8).half()  # the C++ kernels do not support float16
     step_inputs = {"tables": torch.zeros(1, 2).int(), "slots": torch.tensor([20]), "k": k}
 
     def step(o: Ops) -> list[Tensor]:
@@ -176,7 +176,7 @@ def test_compiling_does_not_run_the_reference(ops: CpuOps) -> None:
     assert not cache.any()
 
 
-# ---- when a step is compiled ----
+# ---- conditions for compiling a step ----
 
 
 def test_a_step_is_recorded_without_computing(ops: CpuOps) -> None:
@@ -349,7 +349,7 @@ def test_replay_steps_stops_when_every_row_has_ended(ops: CpuOps) -> None:
 
 
 def test_a_row_with_non_finite_logits_does_not_stop_the_batch(ops: CpuOps) -> None:
-    """The row continues with an arbitrary token, and its result is -1."""
+    """The result of the row is -1, and the row continues with an arbitrary token."""
     step = tiny_language_model(ops)
 
     def add_noise(ops: Ops, step_inputs: Mapping[str, Tensor]) -> list[Tensor]:

@@ -82,7 +82,7 @@ def test_products_agree_with_the_definition(
     ops: CpuOps, encoding: str, dtype: torch.dtype, shape: tuple[int, int], with_bias: bool
 ) -> None:
     weight = torch.randn(shape)
-    # rows with gaps between them, not aligned
+    # the rows are strided and unaligned
     x = torch.randn(33, shape[1] + 5).to(dtype)[:, 3 : 3 + shape[1]]
     x[5, 0] = 10000.0
     x[7] = 0
@@ -92,7 +92,7 @@ def test_products_agree_with_the_definition(
     expected, terms = expected_product(weight, encoding, x, bias)
     assert_is_rounded(y, expected, terms)
     if encoding == "int8" and dtype == torch.float32:
-        assert torch.equal(y, expected)  # no float sum whose order could differ
+        assert torch.equal(y, expected)  # no product has a float sum, whose order could differ
 
 
 def rows_with_outliers(inputs: int) -> Tensor:

@@ -1,6 +1,6 @@
-"""Attention in Triton's interpreter: head sizes, groups, windows, caches and spans, drawn and fixed.
+"""Attention in Triton's interpreter: head sizes, groups, windows, caches and spans, in fixed and random cases.
 
-`test_interpreter.py` runs this file in a separate process. ``--random -m random`` draws many more cases.
+`test_interpreter.py` runs this file in a separate process. ``--random -m random`` adds many random cases.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ class Case:
     kv_heads: int = 1
     dtype: torch.dtype = torch.float32
     cached: str = "same"
-    """``same``: the type of the queries; ``wide``: float32; ``int8``, ``fp8``: with scales of rows;
-    ``fixed``: fp8 with scales of heads."""
+    """Type of the cache: ``same`` as the queries, ``wide`` (float32), ``int8`` or ``fp8`` with one scale per row,
+    or ``fixed`` (fp8 with one scale per head)."""
     sequences: tuple[tuple[int, int], ...] = ((1, 20), (7, 19))
-    """Rows of each sequence and its length. A sequence may have no rows."""
+    """For each sequence, its number of rows (queries) and its length. A sequence may have no rows."""
     block: int = 16
     window: int | None = None
     is_chunked: bool = False
     soft_cap: float | None = None
     has_sinks: bool = False
     span: int = 0
-    """Rows at the end of each sequence that see each other; 0 for causal attention."""
+    """Number of rows at the end of each sequence with bidirectional attention; 0 for causal attention."""
     is_deterministic: bool = False
     seed: int = 0
 
@@ -96,7 +96,7 @@ def attention_inputs(case: Case) -> tuple[Tensor, LayerKV, Tensor, Tensor, dict[
 
 
 def assert_agrees_with_reference(case: Case) -> None:
-    """Compare one case with the reference."""
+    """Check that the attention of a case agrees with the reference."""
     ops = CudaOps()
     if case.is_deterministic:
         ops.require_determinism()
@@ -150,7 +150,7 @@ def test_fixed_cases_agree_with_the_reference(name: str) -> None:
 
 @st.composite
 def random_cases(draw: st.DrawFn) -> Case:
-    """Draw a case; small, because the interpreter is slow."""
+    """Draw a small case, because the interpreter is slow."""
 
     def sequence() -> tuple[int, int]:
         length = draw(st.integers(1, 70))
@@ -185,7 +185,7 @@ def test_random_cases_agree_with_the_reference(case: Case) -> None:
 
 
 def test_each_option_changes_the_result() -> None:
-    """A case differs from the same case with another option."""
+    """Without this, a kernel that ignores an option could pass the comparison."""
     case = Case(has_sinks=True, window=3, soft_cap=2.0, span=4, sequences=((8, 30), (1, 9)))
     q, kv, offsets, lengths, options = attention_inputs(case)
     full_result = CudaOps().attention(q, kv, offsets, lengths, **options)

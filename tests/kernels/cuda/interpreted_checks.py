@@ -1,4 +1,4 @@
-"""The programs on small shapes against the reference, in Triton's interpreter.
+"""The Triton kernels on small shapes against the reference, in Triton's interpreter.
 
 `test_interpreter.py` runs this file in another process, because triton reads ``TRITON_INTERPRET`` when
 it is imported.
@@ -235,7 +235,7 @@ def test_cache_writes_equal_the_reference(ops: CudaOps, cached: torch.dtype, is_
 
 
 def test_conversion_to_8_bit_floats_equals_torch(ops: CudaOps) -> None:
-    """All codes and the midpoints between them are stored as torch converts them, and NaN as NaN."""
+    """The values of all codes, the midpoints between them, and NaN are stored as torch converts them."""
     codes = torch.arange(256).to(torch.uint8)
     values = codes.view(FP8).float()[:127].sort().values
     middles = (values[1:] + values[:-1]) / 2
@@ -265,14 +265,14 @@ def test_encoder_attention_agrees_with_the_reference(ops: CudaOps, options: dict
     assert_close(actual, expected)
 
 
-# ---- the same bits in any batch ----
+# ---- bit-equality in any batch ----
 
 
 def test_attention_is_bit_equal_in_chunks_batches_and_splits(
     deterministic: CudaOps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A row has the same bits in a large chunk, in smaller ones with other rows, and alone in splits."""
-    processors = [1]  # few enough that one program computes all splits of a tile
+    """A row has the same bits in a large chunk, in a small chunk of a batch, and alone with split keys."""
+    processors = [1]  # with one processor, one program computes all splits of a tile
     monkeypatch.setattr("penstock.kernels.cuda.attention.num_processors", lambda device: processors[0])
     kv, offsets, lengths = paged_cache([(20, 540), (1, 530)], 1)
     q = torch.randn(21, 2, 16)
@@ -308,7 +308,7 @@ QUANTIZED = [name for name in ENCODINGS if not encoding_named(name).is_float]
 
 @pytest.mark.parametrize("encoding", QUANTIZED)
 def test_products_in_every_encoding_agree_with_the_reference(ops: CudaOps, encoding: str) -> None:
-    """One row, some rows, and rows that multiply a decoded weight."""
+    """Products of one row, of a few rows, and of so many rows that the kernel decodes the weight first."""
     weight, bias = torch.randn(20, 330) / 18, torch.randn(20)
     packed_weight, expected = (o.pack_linear(weight, encoding, bias=bias) for o in (ops, REFERENCE))
     assert (packed_weight.layout == NIBBLES) == (encoding_named(encoding).bits == 4)
@@ -318,7 +318,7 @@ def test_products_in_every_encoding_agree_with_the_reference(ops: CudaOps, encod
         x = torch.randn(rows, 330).to(dtype)
         assert_close(ops.linear(x, packed_weight), REFERENCE.linear(x, expected))
     x = torch.randn(3, 330)
-    x[0, 3], x[1, 2] = 30.0, torch.nan  # beyond the range of a byte, and a row without a scale
+    x[0, 3], x[1, 2] = 30.0, torch.nan  # the first row has an outlier, the second row has no valid scale
     actual = ops.linear(x, packed_weight)
     assert_close(actual[[0, 2]], REFERENCE.linear(x, expected)[[0, 2]])
     assert actual[1].isnan().all()
@@ -331,11 +331,11 @@ def test_products_in_every_encoding_agree_with_the_reference(ops: CudaOps, encod
 
 @pytest.mark.parametrize("encoding", ["int4", "int5"])
 def test_lazily_packed_weights_agree_with_torch(ops: CudaOps, encoding: str) -> None:
-    """They are stored in rows, also with 4 bits."""
+    """Lazily packed weights are stored in rows, not in nibbles."""
     weight, x = torch.randn(20, 330) / 18, torch.randn(70, 330)
     packed_weight = ops.pack_lazily([weight], encoding)
     assert_close(ops.linear(x, packed_weight), x @ weight.T)
-    exact_weight = unpack_linear(packed_weight)  # packs the weight
+    exact_weight = unpack_linear(packed_weight)  # unpacking packs the lazy weight
     assert packed_weight.layout != NIBBLES
     for rows in (1, 3, 70):
         assert_close(ops.linear(x[:rows], packed_weight), x[:rows] @ exact_weight.T)
@@ -408,7 +408,7 @@ def test_sampled_tokens_equal_the_reference(ops: CudaOps, rule: dict[str, float]
         torch.full((rows,), rule_values["min_p"]),
         torch.rand(rows, dtype=torch.float64),
     )
-    logits = torch.randint(0, 6, (rows, 50)).bfloat16()  # equal logits abound
+    logits = torch.randint(0, 6, (rows, 50)).bfloat16()  # many equal logits
     logits[1, 40] = torch.nan
     mask = torch.randint(-(2**31), 2**31, (rows, 2)).int()
     mask[2] = 0
@@ -431,7 +431,7 @@ def test_sampled_tokens_equal_the_reference(ops: CudaOps, rule: dict[str, float]
 def test_sampled_tokens_of_any_number_of_candidates_equal_the_reference(
     ops: CudaOps, dtype: torch.dtype, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The candidates are in registers of two sizes, or too many for them; a row has five chunks."""
+    """The candidates fit into one of two register sizes or into neither. A row has five chunks."""
     monkeypatch.setattr("penstock.kernels.cuda.rows._LOGITS", 128)
     monkeypatch.setattr("penstock.kernels.cuda.rows._FEW", sizes[0])
     monkeypatch.setattr("penstock.kernels.cuda.rows._MANY", sizes[1])
@@ -447,7 +447,7 @@ def test_sampled_tokens_of_any_number_of_candidates_equal_the_reference(
     ]
     temperature, top_k, top_p, min_p = torch.tensor(rows).T.contiguous()
     logits = (2 * torch.randn(len(rows), 600)).to(dtype)
-    logits[:, 200:300] = logits[:, 300:400]  # ties in different chunks
+    logits[:, 200:300] = logits[:, 300:400]  # equal logits in different chunks
     mask = torch.randint(-(2**31), 2**31, (len(rows), 19)).int()
     uniforms = torch.tensor([0.0, 0.3, 1 - 2**-53, 0.9], dtype=torch.float64).repeat(2)
     inputs = SamplingInputs(temperature, top_k.long(), top_p, min_p, uniforms)
@@ -468,7 +468,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def _register_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A back end with the programs for the CPU, on which the interpreter runs them."""
+    """Register a back end that runs the Triton kernels on the CPU, in the interpreter."""
     monkeypatch.setattr(BACKENDS, "_registered", {})
     sizes = {"cpu": DefaultSizes(max_batch_size=4, step_tokens=64)}
     BACKENDS.register(replace(BACKEND, name="interpreted", sizes=sizes, load=CudaOps))

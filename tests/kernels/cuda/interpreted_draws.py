@@ -1,4 +1,4 @@
-"""Products, experts, rows and sampling in Triton's interpreter, on drawn sizes.
+"""Products, experts, row operations and sampling in Triton's interpreter, on random sizes.
 
 `test_interpreter.py` runs this file with ``--random -m random`` in a separate process.
 """

@@ -1,4 +1,4 @@
-"""Lookups of rows in the interpreter, also with indices outside; `test_interpreter.py` runs this file."""
+"""Row lookups in Triton's interpreter, with valid and invalid indices. `test_interpreter.py` runs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many sizes of each operation in Triton's interpreter, and equal bits alone and in a batch.
+"""Many sizes of each operation in Triton's interpreter, and bit-equality of rows alone and in a batch.
 
 `test_interpreter.py` runs this file in a separate process, with ``--slow``.
 """
@@ -10,7 +10,7 @@ from itertools import product
 
 import pytest
 import torch
-from kernels.cuda.interpreted_attention import TOLERANCE, Case, check, inputs_of
+from kernels.cuda.interpreted_attention import TOLERANCE, Case, assert_agrees_with_reference, attention_inputs
 from support.float_activations import FloatActivations
 from torch import Tensor
 
@@ -49,7 +49,7 @@ def assert_close(got: Tensor, expected: Tensor, tolerance: float | None = None) 
 
 
 def attention_cases() -> list[Case]:
-    """Return cases in which options, types and blocks change from one to the next."""
+    """Return cases of all sizes. Options, types and block sizes alternate between consecutive cases."""
     sizes = product((48, 72, 80, 96, 112, 192, 256, 512), ((7, 1), (7, 2), (1, 71), (3, 9)), CACHES)
     return [
         Case(
@@ -99,7 +99,7 @@ def test_decoding_is_bit_equal_alone_and_in_a_batch(
     deterministic: CudaOps, monkeypatch: pytest.MonkeyPatch, cached: str, dim: int, group: int,
     kv_heads: int, dtype: torch.dtype,
 ) -> None:  # fmt: skip
-    """The same bits alone and in a batch, whether the keys are split among programs or not."""
+    """Results are bit-equal alone and in a batch, with and without splitting the keys among programs."""
     sequences = ((1, 1300), (1, 513), (1, 512), (3, 700), (1, 20), (0, 9))
     case = Case(
         dim=dim, group=group, kv_heads=kv_heads, dtype=dtype, cached=cached, block=32, sequences=sequences

@@ -1,4 +1,4 @@
-"""Compiles the programs for a GPU, without one: with the types and sizes that operations launch them with."""
+"""Compiles the Triton kernels for a GPU without having one, with the types and sizes of real launches."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CAPABILITY = int(os.environ.get("COMPUTE_CAPABILITY", "90"))
 
 
 def compile_launch(program: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """Compile a program as a launch with these arguments would, and run nothing."""
+    """Compile a kernel as a launch with these arguments would, without running it."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.runtime.jit import mangle_type

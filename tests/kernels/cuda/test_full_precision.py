@@ -1,4 +1,4 @@
-"""Convolutions and sums of the CUDA back end that torch would compute otherwise on a GPU."""
+"""Convolutions and sums that the CUDA back end computes in full precision and in a fixed order."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from penstock.kernels.cuda.convolution import CudaConvolution
 from penstock.kernels.reference.convolution import ReferenceConvolution
 
 SHAPES = list(product((1, 2, 4), (1, 4), (1, 3), (0, 5), (1, 2), (1, 20)))
-"""Groups, size of the kernel, stride, padding, dilation, rows."""
+"""(groups, kernel size, stride, padding, dilation, rows)"""
 
 
 def assert_equals_reference(name: str, packed: PackedConv1d | PackedConvTranspose1d, x: Tensor) -> None:
-    """Compare with the convolution of torch. The methods use nothing of their instance."""
+    """Compare a convolution with the reference. The methods do not use ``self``, so it is None."""
     ours, theirs = (getattr(cls, name)(None, x, packed) for cls in (CudaConvolution, ReferenceConvolution))
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
@@ -46,7 +46,7 @@ def test_convolutions_by_matrix_products_equal_the_reference(has_bias: bool) -> 
 
 
 def test_each_index_add_call_has_distinct_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU adds the values of one call in any order."""
+    """A GPU adds the values of one call in any order, so a sum would not be reproducible."""
     pytest.importorskip("triton")
     from penstock.kernels.cuda.ops import CudaOps
 

@@ -1,4 +1,4 @@
-"""The back end on a GPU: texts, graphs and determinism of the demo model."""
+"""The CUDA back end on a GPU: texts, graphs and determinism of the demo model."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_decode_steps_run_as_graphs_with_the_eager_text() -> None:
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_overlapped_steps_do_not_change_the_text(params: SamplingParams) -> None:
-    single_step = {"max_num_steps": 1}  # several steps in one call do not overlap
+    single_step = {"max_num_steps": 1}  # a call of several steps does not overlap with the next
     overlapped_texts = generate_texts("gpu", params, overlap_steps=True, **single_step)
     assert overlapped_texts == generate_texts("gpu", params, overlap_steps=False, **single_step)
 
@@ -62,7 +62,7 @@ def _reset_sync_mode() -> Iterator[None]:
 
 
 def set_sync_mode(mode: str) -> None:
-    """Choose what torch does when a call waits for the device. torch warns that the mode is a prototype."""
+    """Set what torch does when a call waits for the device. Hides the warning that this is a prototype."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.cuda.set_sync_debug_mode(mode)
@@ -70,11 +70,11 @@ def set_sync_mode(mode: str) -> None:
 
 @pytest.mark.usefixtures("_reset_sync_mode")
 def test_no_overlapped_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launching a step and its sampling calls nothing that synchronizes; torch raises if one does."""
+    """Launching and sampling a step must not synchronize with the device. torch raises if they do."""
     penalised_params = replace(SAMPLED, frequency_penalty=0.5, logit_bias={5: 1.0})
     with LLM("demo", quantization_encoding="float32", devices="gpu", max_num_steps=1) as llm:
         for params in (GREEDY, SAMPLED, penalised_params):
-            llm.generate(PROMPTS, params)  # compiles the programs and captures the graphs
+            llm.generate(PROMPTS, params)  # compiles the kernels and captures the graphs
         calls: list[str] = []
         waits: list[str] = []
         for name in ("launch", "sample"):
@@ -85,7 +85,7 @@ def test_no_overlapped_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch
                 try:
                     set_sync_mode("error")
                     return method(self, *arguments)
-                except RuntimeError as error:  # the scheduler would run the step again, without overlap
+                except RuntimeError as error:  # the scheduler would hide the error by repeating the step
                     waits.append(f"{name}: {error}")
                     raise
                 finally:

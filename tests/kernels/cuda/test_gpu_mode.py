@@ -39,7 +39,7 @@ def test_pipelines_open_on_the_gpu(has_gpu: bool) -> None:
 
 
 class FakeTestItem:
-    """A test with markers."""
+    """A fake of `pytest.Item` that has only markers."""
 
     def __init__(self, *names: str) -> None:
         self.names = list(names)

@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 
 class RecordingMode(TorchDispatchMode):
-    """Records operations with the tensors that they wrote. A copy to the host fails, as on a GPU."""
+    """Records operations and their results. Reading a value on the host fails, as in a capture on a GPU."""
 
     def __init__(self, calls: list[tuple[Any, Any, Any, Any]]) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class FakeStream:
 
 
 class FakeCuda:
-    """The functions of `torch.cuda` that the compiler calls."""
+    """A fake of the functions of `torch.cuda` that `CudaGraphCompiler` calls."""
 
     Stream = FakeStream
     CUDAGraph = FakeGraph
@@ -92,7 +92,7 @@ class FakeCuda:
 
 
 def run_step(ops: Ops, inputs: Mapping[str, Tensor]) -> list[Tensor]:
-    """Add rows of a table and the sums of block tables."""
+    """Return rows of a table plus the sums of the first three block ids."""
     rows = ops.take_rows(torch.arange(12.0).view(6, 2), inputs["tokens"])
     return [ops.add(rows, inputs["tables"][:, :3].sum(1, keepdim=True).float().expand(-1, 2))]
 
@@ -172,7 +172,7 @@ def test_several_steps_feed_their_tokens_to_the_next(uniforms: list[float]) -> N
 
 
 def test_graphs_beyond_the_budget_run_eagerly(caplog: pytest.LogCaptureFixture) -> None:
-    cache = GraphCache(CudaGraphCompiler(ReferenceOps(), cuda=FakeCuda()))  # a share of 100 MiB: 5 MiB
+    cache = GraphCache(CudaGraphCompiler(ReferenceOps(), cuda=FakeCuda()))  # the limit is 5 % of 100 MiB
     with caplog.at_level(logging.WARNING):
         was_captured = [
             run_cached(cache, step_inputs(*[1] * rows)) is not None for rows in range(1, 7) for _ in range(2)

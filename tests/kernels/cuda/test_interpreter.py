@@ -1,4 +1,4 @@
-"""Runs the programs of the CUDA back end in Triton's interpreter, in other processes."""
+"""Runs the kernels of the CUDA back end in Triton's interpreter, in other processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 
 def run_interpreted(*arguments: str, timeout: float) -> str:
-    """Run pytest in a process with the interpreter and return its output; fail if it fails."""
+    """Run pytest in a process with the interpreter. Return its output; fail if its exit status is not 0."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     completed = subprocess.run(
@@ -51,7 +51,7 @@ def test_kernels_pass_on_a_matrix_of_shapes() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_models_run_on_interpreted_kernels() -> None:
-    """Run the GPU tests of models on the interpreted programs."""
+    """Run the tests of models that are marked for a GPU on the interpreted kernels."""
     chosen = "llama and best and (mixed_batch or chunks0)"
     assert " passed" in run_interpreted(
         "tests/architectures/test_parity.py", "--timeout=1800", "-m", "gpu", "-k", chosen, timeout=7000

@@ -1,4 +1,4 @@
-"""The memory of a GPU, with a fake of torch's counters."""
+"""`CudaMemory`: free and peak memory of a GPU, with a fake of torch's counters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.kernels.reference import ReferenceOps
 
 
 class FakeCuda:
-    """The counters of `torch.cuda`."""
+    """A fake of the memory counters of `torch.cuda`."""
 
     OutOfMemoryError = torch.cuda.OutOfMemoryError
 
@@ -53,7 +53,7 @@ class FakeCuda:
 def test_free_and_peak_memory_come_from_the_counters_of_torch() -> None:
     cuda: Any = FakeCuda()
     memory = CudaMemory(torch.device("cuda", 0), cuda=cuda)
-    cuda.most = 900  # of earlier work
+    cuda.most = 900  # the peak of earlier work
     assert memory.free() == 940
 
     def work() -> None:

@@ -258,7 +258,7 @@ async def test_a_half_closed_client_gets_its_answer() -> None:
 
 
 async def test_a_half_closed_client_can_wait_for_its_answer() -> None:
-    """The server probes the connection with the first bytes of the answer."""
+    """The server detects whether the client still reads by writing the first bytes of the answer."""
     app = App()
     async with run_server(app) as port:
         waiting = asyncio.ensure_future(exchange(port, GET % b"wait", half_close=True))

@@ -34,7 +34,7 @@ async def test_disconnects_do_not_change_other_streams(server: ServerProcess) ->
     assert metrics["penstock_kv_blocks_cached"] <= metrics["penstock_kv_blocks"]
     assert metrics["penstock_worker_restarts_total"] == metrics_before["penstock_worker_restarts_total"]
     disconnected = num_disconnected(metrics) - num_disconnected(metrics_before)
-    assert disconnected >= 60  # the other requests were not read yet, or were answered before the disconnect
+    assert disconnected >= 60  # of the others, the request was not read or the response was complete
     assert server.complete(temperature=0)["choices"] == single_choices
 
 

@@ -15,7 +15,7 @@ from penstock.serve.api.parameters import UNSUPPORTED
 from penstock.serve.api.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 TIME_LIMIT = 30
-"""Time limit of each request, on a busy machine."""
+"""Time limit of each request in seconds, on a busy machine."""
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 ROUTES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -33,7 +33,7 @@ INVALID_VALUES: list[Any] = [
     [], [[]], [None], [0], [-1], ["a"], ["a", 1], [{}], [[[[1]]]], [2**64], ["\x00"],
     {}, {"": {}}, {"type": None}, {"type": "x"}, {"a": {"a": {"a": {}}}}, {"content": "Hi"},
 ]  # fmt: skip
-"""Values of every JSON type. If a value is valid for a field, the status is 200."""
+"""Values of every JSON type. A request with a value that its field accepts gets status 200."""
 
 
 def nest(depth: int, opening: str = "[", closing: str = "]") -> str:
@@ -226,7 +226,7 @@ async def test_each_invalid_value_of_each_field_is_refused(server: ServerProcess
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 async def test_huge_requests_are_refused_quickly(server: ServerProcess) -> None:
-    """The server answers other clients at the same time."""
+    """The server answers another client while it refuses the requests."""
     other_client = asyncio.create_task(keep_requesting(server))
     statuses = await post_all(server, encode_bodies(HUGE), seconds=600)
     assert statuses.keys() == {400}

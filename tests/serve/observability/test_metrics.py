@@ -56,7 +56,7 @@ def test_histograms_contain_the_timings_of_a_request(clock: Clock) -> None:
     assert read_samples(metrics)["penstock_requests_in_progress"] == 1
     clock.now += 0.3
     record.admitted()
-    record.admitted()  # a token of another choice
+    record.admitted()  # the admission of a second choice is not counted
     clock.now += 0.4
     record.tokens(1, choice=0)
     clock.now += 0.02

@@ -24,7 +24,7 @@ class WatchedWorker:
         self.watchdog = Watchdog(self.worker, limit=10)
 
     def check_at(self, at: float) -> list[tuple[str, Any]]:
-        """Check at the given time. Return (level, fields) of each report."""
+        """Check at the given time in seconds. Return (level, fields) of each report."""
         self.now = at
         self.caplog.clear()
         self.watchdog.check()
