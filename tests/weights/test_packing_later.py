@@ -71,12 +71,12 @@ def test_the_first_step_equals_later_steps(name: str, encoding: str, tmp_path: P
 def test_tokens_equal_those_of_a_packed_model(llama: Path) -> None:
     prompts = [random_tokens(n, 130, seed=n) for n in (3, 50, 17)]
 
-    def generate_tokens(pipeline: TextGenerationPipeline) -> list[list[int]]:
+    def generate_texts(pipeline: TextGenerationPipeline) -> list[list[int]]:
         return generate_tokens(pipeline, [make_context(prompt, 12) for prompt in prompts])
 
     packed_pipeline = open_pipeline(llama, quantization_encoding="bfloat16")
     packed_pipeline.pack_all_pending()
-    assert generate_tokens(open_pipeline(llama, quantization_encoding="bfloat16")) == generate_tokens(
+    assert generate_texts(open_pipeline(llama, quantization_encoding="bfloat16")) == generate_texts(
         packed_pipeline
     )
 

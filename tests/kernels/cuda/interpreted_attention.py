@@ -1,4 +1,4 @@
-"""Attention in Triton's interpreter: head sizes, groups, windows, caches and spans, in fixed and random cases.
+"""Attention in Triton's interpreter: fixed and random head sizes, groups, windows, caches and spans.
 
 `test_interpreter.py` runs this file in a separate process. ``--random -m random`` adds many random cases.
 """
@@ -33,8 +33,11 @@ class Case:
     kv_heads: int = 1
     dtype: torch.dtype = torch.float32
     cached: str = "same"
-    """Type of the cache: ``same`` as the queries, ``wide`` (float32), ``int8`` or ``fp8`` with one scale per row,
-    or ``fixed`` (fp8 with one scale per head)."""
+    """Type of the cache.
+
+    ``same``: that of the queries; ``wide``: float32; ``int8``, ``fp8``: one scale per row; ``fixed``: fp8,
+    one scale per head.
+    """
     sequences: tuple[tuple[int, int], ...] = ((1, 20), (7, 19))
     """For each sequence, its number of rows (queries) and its length. A sequence may have no rows."""
     block: int = 16

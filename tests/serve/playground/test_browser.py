@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from support.browser import READY, controls_in_tab_order, open_playground, send_message, wait_until
+from support.browser import READY_CONDITION, controls_in_tab_order, open_playground, send_message, wait_until
 
 from penstock.testing import FakePipeline
 
@@ -60,7 +60,7 @@ async def test_conversations_are_stored_and_branched() -> None:
         await send_message(page, "First")
         await send_message(page, "Second")
         await page.reload()
-        await wait_until(page, READY)
+        await wait_until(page, READY_CONDITION)
         names = page.locator("#conversations option")
         assert await names.all_inner_texts() == ["New conversation", "First"]
         await page.select_option("#conversations", label="First")
