@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import DECODERS, write_checkpoint
-from support.pipeline_steps import make_context, open_pipeline, random_tokens, step_logits
+from support.pipeline_steps import generate_tokens, make_context, open_pipeline, random_tokens, step_logits
 
 from penstock.engine import InferenceSession
 from penstock.kernels.cpu import available_isas
