@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 from openai import AsyncOpenAI
+from starlette.types import ASGIApp
 
 from penstock.config import PipelineConfig
 from penstock.scheduler import Scheduler
@@ -45,6 +46,7 @@ class InProcessServer:
     openai: AsyncOpenAI
     services: Services
     pipeline: FakePipeline
+    app: ASGIApp
 
     async def post(self, path: str, **body: Any) -> httpx.Response:
         """Post a request; the name of the model is added."""
@@ -126,13 +128,14 @@ async def run_in_process(
         parsers=ParserFactory.choose(tokenizer.chat_template_source, "auto", "auto"),
         task=worker.info.task,
     )
-    transport = httpx.ASGITransport(create_app(services))
+    app = create_app(services)
+    transport = httpx.ASGITransport(app)
     try:
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost/") as http:
             client = AsyncOpenAI(
                 base_url="http://localhost/v1", api_key="none", http_client=http, max_retries=0
             )
-            yield InProcessServer(http, client, services, served_pipeline)
+            yield InProcessServer(http, client, services, served_pipeline, app)
     finally:
         await worker.stop(0)
         services.states.close()

@@ -50,7 +50,7 @@ async def _serve(started: Future[LiveServer], options: dict[str, Any]) -> None:
     """Serve until the stop event is set."""
     try:
         async with run_in_process(**options) as server:
-            app = server.http._transport.app  # type: ignore[attr-defined]
+            app = server.app
             server.services.tokenizer.max_length = server.services.worker.info.max_length
             with socket.socket() as listener:
                 listener.bind(("127.0.0.1", 0))

@@ -53,7 +53,7 @@ async def test_a_context_has_the_client_id_of_its_request(keys: tuple[str, ...])
         return ord("a")
 
     async with run_in_process(FakePipeline(choose), api_key=keys) as server:
-        app = server.http._transport.app  # type: ignore[attr-defined]
+        app = server.app
         for key, port in ((keys[0], 1), (keys[-1], 2)):
             exchange = Exchange(
                 app,
@@ -72,7 +72,7 @@ async def test_many_choices_do_not_delay_another_client() -> None:
     async with run_in_process(
         GatedPipeline(gate, choose=lambda context: ord("a")), max_batch_size=4
     ) as server:
-        app = server.http._transport.app  # type: ignore[attr-defined]
+        app = server.app
         large = Exchange(app, "/v1/chat/completions", make_body(60), client=("10.0.0.1", 1))
         await wait_until(lambda: server.services.worker.num_outstanding == 60)
         gate.allow_steps(20)

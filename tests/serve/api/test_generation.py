@@ -33,7 +33,7 @@ def open_exchange(
     server: InProcessServer, route_and_body: tuple[str, dict[str, Any]], **more: Any
 ) -> Exchange:
     path, body = route_and_body
-    return Exchange(server.http._transport.app, path, {**body, **more})  # type: ignore[attr-defined]
+    return Exchange(server.app, path, {**body, **more})  # type: ignore[attr-defined]
 
 
 async def test_no_headers_before_all_choices_are_admitted() -> None:

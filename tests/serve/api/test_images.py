@@ -175,7 +175,7 @@ async def test_responses_and_messages_read_images(folder: Path) -> None:
         with pytest.raises(BadRequestError, match="does not fetch") as refused_error:
             await openai.responses.create(**fields)
         assert refused_error.value.param == "input"
-        http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=server.http._transport.app))
+        http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=server.app))
         async with anthropic.AsyncAnthropic(
             base_url="http://localhost", api_key="none", http_client=http, max_retries=0
         ) as client:

@@ -40,7 +40,7 @@ async def serve_demo() -> AsyncIterator[tuple[AsyncOpenAI, InProcessServer]]:
         work=partial(load_runtime, CONFIG), tokenizer=tokenizer, pipeline_config=CONFIG
     ) as server:
         tokenizer.max_length = server.services.worker.info.max_length
-        app = server.http._transport.app  # type: ignore[attr-defined]
+        app = server.app
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             listener.listen(128)

@@ -18,7 +18,8 @@ from openai import OpenAI
 from support.asgi import Exchange, wait_until
 from support.in_process_server import InProcessServer, parse_events, run_in_process
 from support.live_server import live_server
-from support.tiny_speech import RATE, fake_codec_catalog, write_tiny_speech
+from support.tiny_speech import RATE, FakeCodec, fake_codec_catalog, write_tiny_speech
+from support.workers import Gate
 
 from penstock import LLM
 from penstock.assembly import load_runtime, load_tokenizer
@@ -111,12 +112,38 @@ async def test_audio_is_streamed_as_events(folder: Path, expected: Any) -> None:
         assert response.headers["content-type"].startswith("text/event-stream")
         *deltas, end_event = parse_events(response.text)
         assert {delta["type"] for delta in deltas} == {"speech.audio.delta"}
-        assert deltas  # a busy machine sends chunks that are ready at the same time as one event
         assert b"".join(base64.b64decode(delta["audio"]) for delta in deltas) == expected(LONG)
         assert end_event["type"] == "speech.audio.done"
         usage = end_event["usage"]
         assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
         assert usage["output_tokens"] >= len(expected(LONG)) / 2 / 8
+
+
+async def test_each_decoded_chunk_is_sent_as_an_event(
+    folder: Path, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The codec decodes the next chunk only after the client has received the event of the previous one."""
+    text = "One sentence is this one."
+    audio, gate = expected(text), Gate()
+    decode_chunks = FakeCodec.decode_chunks
+
+    def decode_if_allowed(codec: FakeCodec, chunks: Any) -> Any:
+        gate.wait()
+        return decode_chunks(codec, chunks)
+
+    async with open_speech_server(folder) as server:
+        monkeypatch.setattr(FakeCodec, "decode_chunks", decode_if_allowed)
+        body = {"input": text, "response_format": "pcm", "stream_format": "sse", **SAMPLING}
+        stream = Exchange(server.app, ROUTE, body)
+        for num_chunks in (1, 2, 3):
+            gate.allow_steps(1)
+            await wait_until(lambda count=num_chunks: len(parse_events(stream.body.decode())) == count)
+        gate.open()
+        await stream.wait_until_ended()
+        *deltas, end_event = parse_events(stream.body.decode())
+        assert [delta["type"] for delta in deltas[:3]] == 3 * ["speech.audio.delta"]
+        assert b"".join(base64.b64decode(delta["audio"]) for delta in deltas) == audio
+        assert end_event["type"] == "speech.audio.done"
 
 
 async def test_voices_are_listed_and_used(folder: Path) -> None:
@@ -215,7 +242,7 @@ async def test_an_output_without_speech_is_an_error(folder: Path) -> None:
 
 async def test_disconnects_do_not_change_other_speech_streams(folder: Path, expected: Any) -> None:
     async with open_speech_server(folder) as server:
-        app = server.http._transport.app  # type: ignore[attr-defined]
+        app = server.app
         texts = [f"Hello number {i}." for i in range(16)]
         body = {"response_format": "pcm", **SAMPLING}
         streams = [Exchange(app, ROUTE, {"input": text, **body}) for text in texts]
@@ -231,7 +258,7 @@ async def test_disconnects_do_not_change_other_speech_streams(folder: Path, expe
 
 async def test_a_disconnect_cancels_the_remaining_parts(folder: Path) -> None:
     async with open_speech_server(folder) as server:
-        app = server.http._transport.app  # type: ignore[attr-defined]
+        app = server.app
         body = {"input": LONG * 4, "response_format": "pcm", **SAMPLING}
         stream = Exchange(app, ROUTE, body)
         stream.may_send.clear()

@@ -48,7 +48,7 @@ async def run(
         results[decoded_result["custom_id"]] = decoded_result
         reports.append((has_succeeded, num_tokens))
 
-    app = server.http._transport.app  # type: ignore[attr-defined]
+    app = server.app
     runner = BatchDispatcher(app, concurrency, is_stopping=lambda: False, on_result=store_result)
     await runner.run(iter(lines))
     return results, reports
@@ -57,7 +57,7 @@ async def run(
 async def test_a_result_is_one_line_for_readers_that_split_at_unicode_line_ends() -> None:
     rows: list[bytes] = []
     async with run_in_process(FakePipeline.saying("a\u2028b\x85")) as server:
-        app = server.http._transport.app  # type: ignore[attr-defined]
+        app = server.app
         dispatcher = BatchDispatcher(
             app, 1, is_stopping=lambda: False, on_result=lambda result, *_: rows.append(result)
         )
@@ -110,7 +110,7 @@ async def test_batches_need_no_key_and_have_the_lowest_priority() -> None:
     assert isinstance(request, BatchRequest)
     assert request.body["priority"] == PRIORITY + 5
     async with run_in_process(api_key=("one", "two")) as server:
-        app = server.http._transport.app  # type: ignore[attr-defined]
+        app = server.app
         assert (await post(app, "/v1/chat/completions", request.body)).status == 200
         other_response = await server.http.post("/v1/chat/completions", json=CHAT)
         assert other_response.status_code == 401
@@ -127,7 +127,7 @@ async def test_the_runner_waits_for_a_full_queue() -> None:
 
 async def test_lines_after_a_stop_have_no_result() -> None:
     async with run_in_process(FakePipeline.saying("x" * 200)) as server:
-        app = server.http._transport.app  # type: ignore[attr-defined]
+        app = server.app
         results: list[bytes] = []
         runner = BatchDispatcher(
             app, 2, is_stopping=lambda: len(results) >= 3, on_result=lambda result, *_: results.append(result)
