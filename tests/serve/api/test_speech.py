@@ -131,7 +131,7 @@ async def test_each_decoded_chunk_is_sent_as_an_event(
         gate.wait()
         return decode_chunks(codec, chunks)
 
-    async with open_speech_server(folder) as server:
+    async with open_speech_server(folder, audio_chunk_frames=4) as server:
         monkeypatch.setattr(FakeCodec, "decode_chunks", decode_if_allowed)
         body = {"input": text, "response_format": "pcm", "stream_format": "sse", **SAMPLING}
         stream = Exchange(server.app, ROUTE, body)
