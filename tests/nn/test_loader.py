@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 import torch
+from support.tensor_sources import FloatTensors, random_tensor
 from torch import Tensor
 
 from penstock.driver import CPU
@@ -19,23 +20,20 @@ needs_kernels = pytest.mark.skipif(not available_isas(), reason="the C++ kernels
 BACK_ENDS = {"reference": ReferenceOps(), "best": InferenceSession([CPU()]).ops}
 
 
-class QuantizedTensors:
+class QuantizedTensors(FloatTensors):
     """Named tensors, some of them quantized."""
 
     def __init__(self, tensors: Mapping[str, Tensor], quantized: Mapping[str, str] | None = None) -> None:
-        self.tensors, self.quantized = tensors, quantized or {}
+        super().__init__(tensors)
+        self.quantized = quantized or {}
         self.released: list[str] = []
         self.mapped: set[str] = set()
         self.expected: dict[str, tuple[int, ...]] = {}
         self.orders: dict[str, bytes] = {}
 
-    def __contains__(self, name: str) -> bool:
-        return name in self.tensors
-
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         assert name not in self.released, "reading it would load its released pages again"
-        assert self.tensors[name].shape == shape
-        return self.tensors[name]
+        return super().tensor(name, shape)
 
     def expect(self, name: str, shape: tuple[int, ...]) -> bool:
         self.expected[name] = shape
@@ -67,10 +65,6 @@ class QuantizedTensors:
 
     def release(self, name: str) -> None:
         self.released.append(name)
-
-
-def random_tensor(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def load(source: QuantizedTensors, encoding: str, ops: Ops) -> Loader:

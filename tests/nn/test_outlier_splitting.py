@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.tensor_sources import FloatTensors, random_tensor
 from torch import Tensor
 
 from penstock.distributed import Shard
@@ -20,25 +21,15 @@ OUTLIERS = ((3, 50), (7, 50), (7, 11))
 """Rows and columns of the large weights of `weight_with_outliers`."""
 
 
-class EncodedTensors:
-    """Named tensors in floats."""
+class EncodedTensors(FloatTensors):
+    """Tensors that a checkpoint stores in an encoding, or as floats if ``encoding`` is None."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], stored: str | None = None) -> None:
-        self._tensors, self._stored = tensors, stored
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._tensors
-
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        assert self._tensors[name].shape == shape
-        return self._tensors[name]
+    def __init__(self, tensors: Mapping[str, Tensor], encoding: str | None = None) -> None:
+        super().__init__(tensors)
+        self._encoding = encoding
 
     def stored_encoding(self, name: str) -> str | None:
-        return self._stored
-
-
-def random_tensor(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+        return self._encoding
 
 
 def weight_with_outliers() -> Tensor:

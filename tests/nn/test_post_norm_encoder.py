@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.tensor_sources import FloatTensors, random_tensor
 from torch import Tensor
 
 from penstock.nn import EncoderNames, Loader, PostNormEncoder, PostNormSizes
@@ -23,39 +24,21 @@ SIZES = PostNormSizes(
 )
 
 
-class RandomTensors:
+class RandomTensors(FloatTensors):
     """Random tensors of any name; the second matrices of feed-forward layers have one large weight."""
 
     def __init__(self) -> None:
-        self.tensors: dict[str, Tensor] = {}
+        super().__init__({})
 
     def __contains__(self, name: str) -> bool:
         return True
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if name not in self.tensors:
-            generator = torch.Generator().manual_seed(len(self.tensors))
-            self.tensors[name] = torch.randn(shape, generator=generator)
+            self.tensors[name] = random_tensor(*shape, seed=len(self.tensors))
             if shape == (SIZES.hidden, SIZES.inner):
                 self.tensors[name][3, 5] = 50.0
         return self.tensors[name]
-
-    def read_linear(
-        self, name: str, shape: tuple[int, int], *, transposed: bool = False
-    ) -> tuple[None, dict[str, Tensor]]:
-        return None, {"weight": self.tensor(name, shape)}
-
-    def stored_encoding(self, name: str) -> None:
-        return None
-
-    def input_order(self, name: str) -> bytes:
-        return b""
-
-    def is_mapped(self, name: str) -> bool:
-        return False
-
-    def release(self, name: str) -> None:
-        pass
 
 
 def load_network(source: Any, encoding: str) -> PostNormEncoder:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.vision_towers import assert_close, make_loader, randomize
+from support.tensor_sources import load_module
+from support.vision_towers import assert_close, randomize
 from torch.nn.functional import pad
 
 from penstock.config import HuggingFaceConfig
@@ -38,7 +39,7 @@ def test_siglip_rows_equal_transformers(ops: Ops) -> None:
     sizes = VisionSizes.from_huggingface(
         HuggingFaceConfig(SIZES), activation="gelu_pytorch_tanh", norm_eps=1e-6
     )
-    tower = VisionTower.load(make_loader(model, ops), "tower", sizes)
+    tower = VisionTower.load(load_module(model, "tower", ops), "tower", sizes)
     pixels = torch.randn(2, 3, 32, 32)
     step = image_step(ops, [16, 16], DEVICE)
     ours = tower(patches_of(pixels, 8), step.positions, step)
@@ -53,7 +54,7 @@ def test_clip_rows_equal_transformers(ops: Ops, blocks: int) -> None:
     model = randomize(CLIPVisionModel(CLIPVisionConfig(**SIZES)))
     sizes = VisionSizes.from_huggingface(HuggingFaceConfig(SIZES), activation="quick_gelu", norm_eps=1e-5)
     tower = VisionTower.load(
-        make_loader(model, ops), "tower", sizes, is_clip=True, num_blocks=blocks, post_norm=False
+        load_module(model, "tower", ops), "tower", sizes, is_clip=True, num_blocks=blocks, post_norm=False
     )
     pixels = torch.randn(2, 3, 32, 32)
     step = image_step(ops, [17, 17], DEVICE)

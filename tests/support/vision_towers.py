@@ -1,44 +1,10 @@
-"""Vision encoders of transformers with random weights, and loaders that read their tensors."""
+"""Random weights for vision encoders of transformers, and the comparison of their results."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-
-from penstock.kernels import Ops
-from penstock.nn import Loader
-
-
-class ModuleTensors:
-    """The tensors of a transformers module, with the prefix ``tower.``."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.tensors = {f"tower.{name}": tensor for name, tensor in module.state_dict().items()}
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.tensors
-
-    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        assert self.tensors[name].shape == shape
-        return self.tensors[name]
-
-    def stored_encoding(self, name: str) -> str | None:
-        return None
-
-    def input_order(self, name: str) -> bytes:
-        return b""
-
-    def is_mapped(self, name: str) -> bool:
-        return False
-
-    def release(self, name: str) -> None:
-        pass
-
-
-def make_loader(module: torch.nn.Module, ops: Ops) -> Loader:
-    source: Any = ModuleTensors(module)
-    return Loader(source, "float32", torch.device("cpu"), ops)
 
 
 def randomize(module: Any) -> Any:
