@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,16 @@ def shared_data() -> Path:
     if not SHARED_DATA.is_dir():
         pytest.skip(f"no trained checkpoints next to the project ({SHARED_DATA})")
     return SHARED_DATA
+
+
+@pytest.fixture
+def _restore_num_threads() -> Iterator[None]:
+    """Restore torch's number of threads, which the test changes."""
+    import torch
+
+    num_threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.checkpoints import DECODERS, write_checkpoint
+from support.checkpoints import DECODERS, make_tiny_config, write_checkpoint
 from support.pipeline_steps import open_pipeline
 from torch import Tensor
 
@@ -30,9 +30,7 @@ ARCHITECTURE_NAMES = [decoder.name for decoder in DECODERS if decoder.tiny_confi
 
 
 def write_architecture_checkpoint(name: str, folder: Path, **sizes: int) -> Path:
-    (architecture,) = (decoder for decoder in DECODERS if decoder.name == name)
-    assert architecture.tiny_config is not None
-    return write_checkpoint(folder, architecture.tiny_config() | sizes)
+    return write_checkpoint(folder, make_tiny_config(name) | sizes)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.checkpoints import DECODERS, write_checkpoint
+from support.checkpoints import DECODERS, make_tiny_config, write_checkpoint
 from support.networks import modules_and_weights, weight_bytes
 from support.pipeline_steps import generate_tokens, make_context, open_pipeline, random_tokens, step_logits
 
@@ -109,10 +109,8 @@ def test_the_size_of_the_weights_is_as_estimated(
 def test_narrow_experts_of_a_wide_model_are_stored_in_4_bits(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (architecture,) = (candidate for candidate in DECODERS if candidate.name == name)
-    assert architecture.tiny_config is not None
     sizes = {"hidden_size": 192, "intermediate_size": 64, "moe_intermediate_size": 64}
-    checkpoint = write_checkpoint(tmp_path, architecture.tiny_config() | sizes)
+    checkpoint = write_checkpoint(tmp_path, make_tiny_config(name) | sizes)
     monkeypatch.setattr(int4, "NARROW", 192)
     pipeline = open_pipeline(checkpoint, quantization_encoding="int4", num_threads=1)
     model: Any = pipeline.model

@@ -8,7 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import DECODERS, load_in_transformers, transformers_greedy, write_checkpoint
+from support.checkpoints import (
+    load_in_transformers,
+    make_tiny_config,
+    transformers_greedy,
+    write_checkpoint,
+)
 from support.pipeline_steps import generate_tokens, make_context, open_pipeline, random_tokens
 from support.tiny_llm import write_tiny_llm
 
@@ -26,8 +31,6 @@ FACTORS = {"short_factor": [1.0, 1.1, 1.3, 1.5], "long_factor": [1.0, 2.0, 5.0, 
 
 
 def make_config(family: str) -> dict[str, Any]:
-    (architecture,) = (candidate for candidate in DECODERS if candidate.name == family)
-    assert architecture.tiny_config is not None
     rope = FACTORS | {"rope_type": "longrope", "original_max_position_embeddings": LIMIT}
     changed_values = {
         "original_max_position_embeddings": LIMIT,
@@ -36,7 +39,7 @@ def make_config(family: str) -> dict[str, Any]:
     }
     if family == "llama":
         changed_values = {"rope_parameters": rope | {"rope_theta": 500.0}, "rope_theta": None}
-    config = architecture.tiny_config() | changed_values
+    config = make_tiny_config(family) | changed_values
     return {key: value for key, value in config.items() if value is not None}
 
 

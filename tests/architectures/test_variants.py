@@ -15,6 +15,7 @@ import torch
 from support.checkpoints import (
     DECODERS,
     load_in_transformers,
+    make_tiny_config,
     transformers_logits,
     transformers_step,
     write_checkpoint,
@@ -160,9 +161,7 @@ CASES = [(family, name) for family, variants in VARIANTS.items() for name in var
 
 
 def make_config(family: str, variant: dict[str, Any]) -> dict[str, Any]:
-    (architecture,) = (candidate for candidate in DECODERS if candidate.name == family)
-    assert architecture.tiny_config is not None
-    config = architecture.tiny_config() | variant
+    config = make_tiny_config(family) | variant
     return {key: value for key, value in config.items() if value != "absent"}
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file
-from support.checkpoints import DECODERS, write_checkpoint
+from support.checkpoints import make_tiny_config, write_checkpoint
 from support.pipeline_steps import make_context, open_pipeline, random_tokens, step_logits
 
 from penstock.cli import cli
@@ -33,9 +33,7 @@ def compute_logits(folder: Path, encoding: str | None = None) -> torch.Tensor:
 
 @pytest.fixture(scope="module", params=["llama", "phi3", "mixtral"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    (architecture,) = (candidate for candidate in DECODERS if candidate.name == request.param)
-    assert architecture.tiny_config
-    return write_checkpoint(tmp_path_factory.mktemp(request.param), architecture.tiny_config() | SIZES)
+    return write_checkpoint(tmp_path_factory.mktemp(request.param), make_tiny_config(request.param) | SIZES)
 
 
 @pytest.mark.parametrize(("encoding", "kept", "bound"), [("int4", "uint4", 0.12), ("int8", "int8", 0.012)])

@@ -7,13 +7,12 @@ import shutil
 import threading
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from support.checkpoints import DECODERS
+from support.checkpoints import DECODERS, make_tiny_config
 from support.random_draws import num_examples
 
 from penstock import LLM, SamplingParams, assembly
@@ -37,12 +36,6 @@ GREEDY = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True, detoke
 def resident_bytes() -> int:
     """Return the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-
-def make_tiny_config(name: str) -> dict[str, Any]:
-    (architecture,) = (decoder for decoder in DECODERS if decoder.name == name)
-    assert architecture.tiny_config is not None
-    return dict(architecture.tiny_config())
 
 
 def is_prefaulting() -> bool:

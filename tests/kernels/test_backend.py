@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import DECODERS, write_checkpoint
+from support.checkpoints import make_tiny_config, write_checkpoint
 from support.pipeline_steps import generate_tokens, make_context, open_pipeline, random_tokens
 
 from penstock.driver import CPU, Device, DeviceSpec
@@ -90,9 +90,7 @@ BACKEND = Backend(
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    (llama,) = (candidate for candidate in DECODERS if candidate.name == "llama")
-    assert llama.tiny_config is not None
-    return write_checkpoint(tmp_path_factory.mktemp("tiny"), llama.tiny_config())
+    return write_checkpoint(tmp_path_factory.mktemp("tiny"), make_tiny_config("llama"))
 
 
 @pytest.fixture

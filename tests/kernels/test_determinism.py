@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -51,13 +51,6 @@ def ops(request: pytest.FixtureRequest) -> Ops:
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     dtype: torch.dtype = request.param
     return dtype
-
-
-@pytest.fixture
-def _threads() -> Iterator[None]:
-    previous_threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(previous_threads)
 
 
 def are_same_bits(first: Tensor, second: Tensor) -> bool:
@@ -313,7 +306,7 @@ def check_rows_are_independent(ops: Ops, run: RowOperation) -> None:
 
 
 @pytest.mark.matrix
-@pytest.mark.usefixtures("_threads")
+@pytest.mark.usefixtures("_restore_num_threads")
 @pytest.mark.parametrize(
     "case", [f"{name}/{variant}".rstrip("/") for name, cases in CASES.items() for variant in cases]
 )
@@ -421,14 +414,14 @@ OPTIONS: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.matrix(strength=1)
-@pytest.mark.usefixtures("_threads")
+@pytest.mark.usefixtures("_restore_num_threads")
 @pytest.mark.parametrize("options", OPTIONS)
 def test_attention_is_bit_equal_in_any_chunks(ops: Ops, dtype: torch.dtype, options: str) -> None:
     check_attention_rows_are_independent(ops, dtype, (4, 2, 32), **OPTIONS[options])
 
 
 @pytest.mark.matrix(strength=1)
-@pytest.mark.usefixtures("_threads")
+@pytest.mark.usefixtures("_restore_num_threads")
 @pytest.mark.parametrize("shape", [(3, 3, 24), (2, 1, 80), (5, 1, 40), (8, 1, 64)], ids=str)
 def test_attention_of_other_shapes_is_bit_equal_in_any_chunks(
     ops: Ops, dtype: torch.dtype, shape: tuple[int, int, int]
@@ -471,7 +464,7 @@ class MixesInPreviousRow(ReferenceOps):
         return super().rms_norm(x, weight, eps) + 1e-3 * x.roll(1, 0)
 
 
-@pytest.mark.usefixtures("_threads")
+@pytest.mark.usefixtures("_restore_num_threads")
 def test_the_comparison_detects_dependent_rows() -> None:
     for case in ("small", "of a long row"):
         with pytest.raises(AssertionError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -70,20 +70,13 @@ def whole_logits(pipeline: TextGenerationPipeline) -> torch.Tensor:
     return chunked_logits(pipeline, uncached_context(), [len(PROMPT)])
 
 
-@pytest.fixture
-def _threads() -> Iterator[None]:
-    previous_threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(previous_threads)
-
-
 def uncached_context(tokens: Sequence[int] = PROMPT) -> TextContext:
     """Return a context that reads no cached blocks, so that all of its rows are computed."""
     return make_context(tokens, log_probabilities_echo=True)
 
 
 @pytest.mark.matrix(strength=1)
-@pytest.mark.usefixtures("_threads")
+@pytest.mark.usefixtures("_restore_num_threads")
 def test_logits_are_bit_equal_in_any_chunks_and_batches(
     pipeline: TextGenerationPipeline, whole_logits: torch.Tensor
 ) -> None:

@@ -24,6 +24,13 @@ Their text decoders belong to other architectures.
 """
 
 
+def make_tiny_config(name: str) -> dict[str, Any]:
+    """Return the ``config.json`` of a small random model of an architecture that generates text."""
+    (architecture,) = (candidate for candidate in _GENERATORS if candidate.name == name)
+    assert architecture.tiny_config is not None
+    return dict(architecture.tiny_config())
+
+
 def _reads_images(config: Mapping[str, Any]) -> bool:
     return config["model_type"] in {candidate.name for candidate in VISION_DECODERS}
 

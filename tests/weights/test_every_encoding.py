@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.adapters import peft_logits, write_adapter
-from support.checkpoints import DECODERS, write_checkpoint
+from support.checkpoints import make_tiny_config, write_checkpoint
 from support.networks import modules_and_weights
 from support.pipeline_steps import append_token, make_context, open_pipeline, random_tokens, step_logits
 from torch import Tensor
@@ -29,9 +29,7 @@ QUANTIZED = [name for name, encoding in ENCODINGS.items() if not encoding.is_flo
 
 @pytest.fixture(scope="module")
 def float_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    (llama,) = (decoder for decoder in DECODERS if decoder.name == "llama")
-    assert llama.tiny_config
-    return write_checkpoint(tmp_path_factory.mktemp("floats"), llama.tiny_config() | SIZES)
+    return write_checkpoint(tmp_path_factory.mktemp("floats"), make_tiny_config("llama") | SIZES)
 
 
 @pytest.fixture(params=QUANTIZED)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from safetensors.torch import load_file, save_file
-from support.checkpoints import DECODERS, write_checkpoint
+from support.checkpoints import make_tiny_config, write_checkpoint
 from support.gguf_files import (
     ARCHITECTURES,
     add_config,
@@ -74,9 +74,7 @@ TOKENS = [
 
 
 def write_family_checkpoint(family: str, folder: Path, **changes: Any) -> Path:
-    (architecture,) = (decoder for decoder in DECODERS if decoder.name == family)
-    assert architecture.tiny_config
-    config = architecture.tiny_config() | ASSUMED_SETTINGS.get(family, {}) | changes
+    config = make_tiny_config(family) | ASSUMED_SETTINGS.get(family, {}) | changes
     return write_checkpoint(folder / family, config)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.checkpoints import DECODERS, write_checkpoint
+from support.checkpoints import make_tiny_config, write_checkpoint
 from support.pipeline_steps import make_context, open_pipeline, step_logits
 
 from penstock.assembly import pack_checkpoint
@@ -66,9 +66,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_architecture_checkpoint(name: str, folder: Path) -> Path:
-    (architecture,) = (decoder for decoder in DECODERS if decoder.name == name)
-    assert architecture.tiny_config is not None
-    return write_checkpoint(folder, architecture.tiny_config())
+    return write_checkpoint(folder, make_tiny_config(name))
 
 
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int4"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import DECODERS, write_checkpoint
+from support.checkpoints import make_tiny_config, write_checkpoint
 from support.pipeline_steps import generate_tokens, make_context, open_pipeline, random_tokens, step_logits
 
 from penstock.engine import InferenceSession
@@ -27,9 +27,7 @@ ARCHITECTURE_NAMES = ["llama", "gpt2", "qwen2", "gemma2", "qwen3_moe"]
 
 
 def write_architecture_checkpoint(name: str, folder: Path) -> Path:
-    (architecture,) = (decoder for decoder in DECODERS if decoder.name == name)
-    assert architecture.tiny_config is not None
-    return write_checkpoint(folder, architecture.tiny_config())
+    return write_checkpoint(folder, make_tiny_config(name))
 
 
 @pytest.fixture(scope="module")

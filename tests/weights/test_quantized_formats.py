@@ -12,7 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import packed_checkpoints as packers
-from support.checkpoints import DECODERS, load_in_transformers, transformers_logits, write_checkpoint
+from support.checkpoints import (
+    load_in_transformers,
+    make_tiny_config,
+    transformers_logits,
+    write_checkpoint,
+)
 from support.networks import modules_and_weights, weight_bytes
 from support.packed_checkpoints import Packer, write_packed_checkpoint
 from support.pipeline_steps import make_context, open_pipeline, random_tokens, step_logits
@@ -154,9 +159,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_family_checkpoint(family: str, folder: Path, **changes: Any) -> Path:
-    (architecture,) = (decoder for decoder in DECODERS if decoder.name == family)
-    assert architecture.tiny_config
-    config = architecture.tiny_config()
+    config = make_tiny_config(family)
     return write_checkpoint(folder, config | {key: SIZES[key] for key in SIZES if key in config} | changes)
 
 

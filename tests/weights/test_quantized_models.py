@@ -10,7 +10,12 @@ import torch
 from safetensors.torch import save_file
 from support import packed_checkpoints as packers
 from support.adapters import peft_logits, write_adapter
-from support.checkpoints import DECODERS, load_in_transformers, transformers_logits, write_checkpoint
+from support.checkpoints import (
+    load_in_transformers,
+    make_tiny_config,
+    transformers_logits,
+    write_checkpoint,
+)
 from support.gguf_files import write_random_blocks
 from support.networks import modules_and_weights
 from support.packed_checkpoints import write_packed_checkpoint
@@ -51,12 +56,10 @@ needs_kernels = pytest.mark.skipif(not available_isas(), reason="the C++ kernels
 
 @pytest.fixture(scope="module", params=[*CASES, "gguf"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    (llama,) = (decoder for decoder in DECODERS if decoder.name == "llama")
-    assert llama.tiny_config
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "gguf":
-        return write_gguf_model(folder, llama.tiny_config())
-    plain_path = write_checkpoint(folder / "floats", llama.tiny_config() | SIZES)
+        return write_gguf_model(folder, make_tiny_config("llama"))
+    plain_path = write_checkpoint(folder / "floats", make_tiny_config("llama") | SIZES)
     return write_packed_checkpoint(plain_path, folder / "packed", *CASES[request.param])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -23,13 +22,6 @@ GATINGS: tuple[Gating, ...] = ("silu", "gelu", "gelu_tanh", "relu", ClampedSwiGL
 def ops(request: pytest.FixtureRequest) -> CpuOps:
     torch.manual_seed(0)
     return VARIANTS[request.param]
-
-
-@pytest.fixture
-def _threads() -> Iterator[None]:
-    previous_threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(previous_threads)
 
 
 def pack_experts(
@@ -126,7 +118,7 @@ def test_layers_in_different_encodings_are_bit_equal_to_separate_experts(
 
 @pytest.mark.matrix(strength=1, times=2)
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int5", "int4"])
-@pytest.mark.usefixtures("_threads")
+@pytest.mark.usefixtures("_restore_num_threads")
 def test_wide_experts_are_bit_equal_on_any_number_of_threads(ops: CpuOps, encoding: str) -> None:
     """The layers have more panels than a task, and more inputs than a block of the kernel."""
     experts = pack_experts(ops, 3, 1100, 700, encoding)
@@ -139,7 +131,7 @@ def test_wide_experts_are_bit_equal_on_any_number_of_threads(ops: CpuOps, encodi
 
 
 @pytest.mark.parametrize("encoding", ["float32", "int4"])
-@pytest.mark.usefixtures("_threads")
+@pytest.mark.usefixtures("_restore_num_threads")
 def test_more_assignments_than_one_pass_are_bit_equal(ops: CpuOps, encoding: str) -> None:
     rows, experts = 3100, pack_experts(ops, 6, 128, 256, encoding)
     x, (topk_weights, topk_ids) = random_activations(rows, 128, encoding), random_routes(rows, 6, 4)

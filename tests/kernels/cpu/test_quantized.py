@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -36,13 +35,6 @@ def encoding(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param
-
-
-@pytest.fixture
-def _threads() -> Iterator[None]:
-    previous_threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(previous_threads)
 
 
 def pack_as(ops: CpuOps, weight: Tensor, encoding: str, bias: Tensor | None = None) -> PackedLinear:
@@ -125,7 +117,7 @@ def test_outliers_do_not_reduce_the_precision_of_other_activations(
 
 
 @pytest.mark.matrix
-@pytest.mark.usefixtures("_threads")
+@pytest.mark.usefixtures("_restore_num_threads")
 @pytest.mark.parametrize("shape", [(300, 1500), (70, 33)], ids=str)
 def test_a_row_is_bit_equal_in_every_batch(
     ops: CpuOps, encoding: str, dtype: torch.dtype, shape: tuple[int, int]
@@ -139,7 +131,7 @@ def test_a_row_is_bit_equal_in_every_batch(
 
 
 @pytest.mark.matrix(strength=1)
-@pytest.mark.usefixtures("_threads")
+@pytest.mark.usefixtures("_restore_num_threads")
 def test_more_rows_than_one_quantization_pass_are_bit_equal(ops: CpuOps, encoding: str) -> None:
     x, packed_weight = torch.randn(300, 40000).bfloat16(), pack_as(ops, torch.randn(3, 40000), encoding)
     torch.set_num_threads(2)

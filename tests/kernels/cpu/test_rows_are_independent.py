@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
 
@@ -28,13 +27,6 @@ def ops(request: pytest.FixtureRequest) -> CpuOps:
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     torch.manual_seed(0)
     return request.param
-
-
-@pytest.fixture
-def _threads() -> Iterator[None]:
-    previous_threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(previous_threads)
 
 
 def random_sequence(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -96,7 +88,7 @@ def test_attention_with_large_scores_is_bit_equal_batched_and_by_row(ops: CpuOps
     assert torch.equal(attend(ranges=[slice(0, LENGTH)]), single_rows)
 
 
-@pytest.mark.usefixtures("_threads")
+@pytest.mark.usefixtures("_restore_num_threads")
 @pytest.mark.parametrize("in_bytes", [False, True])
 @pytest.mark.parametrize("ranges", [[slice(LENGTH - 1, LENGTH)], [slice(1100, LENGTH), slice(600, 602)]])
 def test_attention_is_bit_equal_on_any_number_of_threads(
@@ -111,7 +103,7 @@ def test_attention_is_bit_equal_on_any_number_of_threads(
     assert torch.equal(results[0], results[2])
 
 
-@pytest.mark.usefixtures("_threads")
+@pytest.mark.usefixtures("_restore_num_threads")
 @pytest.mark.parametrize(("outputs", "inputs"), [(1030, 520), (64, 2051), (7, 3)])
 def test_linear_rows_are_bit_equal_alone_and_in_a_batch(
     ops: CpuOps, dtype: torch.dtype, outputs: int, inputs: int
@@ -144,7 +136,7 @@ def test_products_near_the_float32_limits_are_bit_equal_alone_and_in_a_batch(
     assert batch_result.isfinite().any()
 
 
-@pytest.mark.usefixtures("_threads")
+@pytest.mark.usefixtures("_restore_num_threads")
 def test_row_operations_are_bit_equal_on_any_number_of_threads(ops: CpuOps, dtype: torch.dtype) -> None:
     x, residual = torch.randn(2, 300, 512).to(dtype)
     weight = torch.randn(512)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.checkpoints import DECODERS, write_checkpoint
+from support.checkpoints import make_tiny_config, write_checkpoint
 from support.float_activations import FloatActivations
 from support.interpreted_dots import use_exact_dots
 from support.pipeline_steps import generate_tokens, make_context, open_pipeline, random_tokens
@@ -461,9 +461,7 @@ def test_sampled_tokens_of_any_number_of_candidates_equal_the_reference(
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    (llama,) = (candidate for candidate in DECODERS if candidate.name == "llama")
-    assert llama.tiny_config is not None
-    return write_checkpoint(tmp_path, llama.tiny_config())
+    return write_checkpoint(tmp_path, make_tiny_config("llama"))
 
 
 @pytest.fixture
