@@ -62,21 +62,24 @@ def relative_error(pipeline: TextGenerationPipeline, reference: Any) -> float:
 # ---- variants ----
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "mixtral with a window": ("mixtral", {"sliding_window": 20}),
+    "mixtral, sliding window": ("mixtral", {"sliding_window": 20}),
     "mixtral, all experts": ("mixtral", {"num_experts_per_tok": 5, "tie_word_embeddings": True}),
-    "mixtral, wide heads": ("mixtral", {"head_dim": 24, "hidden_act": "gelu", "num_key_value_heads": 6}),
+    "mixtral, head_dim 24": ("mixtral", {"head_dim": 24, "hidden_act": "gelu", "num_key_value_heads": 6}),
     "mixtral, one expert": ("mixtral", {"num_local_experts": 1, "num_experts_per_tok": 1}),
-    "qwen, not normed": ("qwen3_moe", {"norm_topk_prob": False, "attention_bias": True}),
-    "qwen, every other layer": ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": []}),
-    "qwen, one expert a token": ("qwen3_moe", {"num_experts_per_tok": 1, "norm_topk_prob": False}),
-    "qwen with windows": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 20}),
-    "gpt-oss, all full": ("gpt_oss", {"layer_types": ["full_attention"] * 2, "num_experts_per_tok": 5}),
-    "gpt-oss, a narrow window": (
+    "qwen, unnormalised top-k weights": ("qwen3_moe", {"norm_topk_prob": False, "attention_bias": True}),
+    "qwen, experts in every other layer": ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": []}),
+    "qwen, one expert per token": ("qwen3_moe", {"num_experts_per_tok": 1, "norm_topk_prob": False}),
+    "qwen, sliding window": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 20}),
+    "gpt-oss, full attention in all layers": (
+        "gpt_oss",
+        {"layer_types": ["full_attention"] * 2, "num_experts_per_tok": 5},
+    ),
+    "gpt-oss, sliding window of 3": (
         "gpt_oss",
         {"layer_types": ..., "num_hidden_layers": 4, "sliding_window": 3},
     ),
-    "gpt-oss, plain rope": ("gpt_oss", {"rope_scaling": {"rope_type": "default"}, "attention_bias": False}),
-    "gpt-oss, rope truncated": (
+    "gpt-oss, default rope": ("gpt_oss", {"rope_scaling": {"rope_type": "default"}, "attention_bias": False}),
+    "gpt-oss, truncated yarn": (
         "gpt_oss",
         {"rope_scaling": TINY["gpt_oss"]()["rope_scaling"] | {"truncate": True}, "hidden_size": 40},
     ),
@@ -92,12 +95,12 @@ def test_logits_of_variants_equal_transformers(variant: str, tmp_path: Path) -> 
 
 
 SPELLINGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen with windows unused": ("qwen3_moe", {"use_sliding_window": False, "sliding_window": 20}),
-    "qwen as before transformers 5": ("qwen3_moe", {"num_experts": 7, "num_local_experts": ...}),
-    "qwen without a list of layers": ("qwen3_moe", {"mlp_only_layers": None, "decoder_sparse_step": 2}),
-    "gpt-oss, layers in turns": ("gpt_oss", {"layer_types": ...}),
-    "gpt-oss with OpenAI's own keys": ("gpt_oss", {"experts_per_token": 2, "initial_context_length": 32}),
-    "mixtral that was trained with noise": ("mixtral", {"router_jitter_noise": 0.1}),
+    "qwen, disabled sliding window": ("qwen3_moe", {"use_sliding_window": False, "sliding_window": 20}),
+    "qwen, key of transformers 4": ("qwen3_moe", {"num_experts": 7, "num_local_experts": ...}),
+    "qwen, mlp_only_layers null": ("qwen3_moe", {"mlp_only_layers": None, "decoder_sparse_step": 2}),
+    "gpt-oss, default layer types": ("gpt_oss", {"layer_types": ...}),
+    "gpt-oss, keys of OpenAI": ("gpt_oss", {"experts_per_token": 2, "initial_context_length": 32}),
+    "mixtral, router_jitter_noise": ("mixtral", {"router_jitter_noise": 0.1}),
 }
 
 
@@ -178,19 +181,21 @@ def drop_bias(linear: Any) -> Any:
 
 MUTATIONS: dict[str, Callable[[Any], Any]] = {
     "two experts swapped": lambda n: mutate_experts(n, packed=swap_experts),
-    "shares not normed": lambda n: mutate_experts(n, routing=lambda _: "all"),
+    "unnormalised top-k weights": lambda n: mutate_experts(n, routing=lambda _: "all"),
     "one expert too few": lambda n: mutate_experts(n, top=lambda top: top - 1),
     "one expert too many": lambda n: mutate_experts(n, top=lambda top: top + 1),
 }
 GPT_OSS_MUTATIONS: dict[str, Callable[[Any], Any]] = {
-    "gates for ups": lambda n: mutate_experts(n, packed=swap_gates_and_ups),
-    "a router without its bias": lambda n: mutate_experts(n, router=drop_bias),
-    "another limit": lambda n: mutate_experts(n, gating=lambda gate: ClampedSwiGLU(gate.alpha, 7.5)),
-    "another slope": lambda n: mutate_experts(n, gating=lambda gate: ClampedSwiGLU(1.6, gate.limit)),
-    "downs without biases": lambda n: mutate_experts(
+    "gate and up swapped": lambda n: mutate_experts(n, packed=swap_gates_and_ups),
+    "router bias dropped": lambda n: mutate_experts(n, router=drop_bias),
+    "other clamping limit": lambda n: mutate_experts(n, gating=lambda gate: ClampedSwiGLU(gate.alpha, 7.5)),
+    "other alpha of the gate": lambda n: mutate_experts(
+        n, gating=lambda gate: ClampedSwiGLU(1.6, gate.limit)
+    ),
+    "down bias dropped": lambda n: mutate_experts(
         n, packed=lambda p: replace(p, down=tuple(replace(linear, bias=None) for linear in p.down))
     ),
-    "no sinks": lambda n: replace(
+    "attention sinks dropped": lambda n: replace(
         n, blocks=tuple(replace(b, attention=replace(b.attention, sinks=None)) for b in n.blocks)
     ),
 }
@@ -398,19 +403,31 @@ def test_an_adapter_on_a_tensor_of_all_experts_is_refused(checkpoint: Path, tmp_
 # ---- refused configurations ----
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "more experts than there are": ("mixtral", {"num_experts_per_tok": 6}, "6 experts .* the 5 experts"),
-    "more experts than qwen has": ("qwen3_moe", {"num_experts_per_tok": 8}, "8 experts .* the 7 experts"),
-    "more than gpt-oss has": ("gpt_oss", {"num_experts_per_tok": 9}, "9 experts .* the 5 experts"),
-    "experts for all tokens": ("qwen3_moe", {"shared_expert_intermediate_size": 64}, "shared_expert.*64"),
-    "layers by name": ("qwen3_moe", {"mlp_only_layers": ["first"]}, "mlp_only_layers.*first"),
-    "another gate": ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act.*gelu"),
-    "a window of null": ("gpt_oss", {"sliding_window": None}, "sliding_window"),
-    "another quantisation": (
+    "mixtral, too many experts per token": (
+        "mixtral",
+        {"num_experts_per_tok": 6},
+        "6 experts .* the 5 experts",
+    ),
+    "qwen, too many experts per token": (
+        "qwen3_moe",
+        {"num_experts_per_tok": 8},
+        "8 experts .* the 7 experts",
+    ),
+    "gpt-oss, too many experts per token": (
+        "gpt_oss",
+        {"num_experts_per_tok": 9},
+        "9 experts .* the 5 experts",
+    ),
+    "shared expert": ("qwen3_moe", {"shared_expert_intermediate_size": 64}, "shared_expert.*64"),
+    "layer name instead of index": ("qwen3_moe", {"mlp_only_layers": ["first"]}, "mlp_only_layers.*first"),
+    "unsupported activation": ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act.*gelu"),
+    "sliding_window null": ("gpt_oss", {"sliding_window": None}, "sliding_window"),
+    "mixtral, unknown quantization": (
         "mixtral",
         {"quantization_config": {"quant_method": "quip", "bits": 4}},
         "checkpoints of 'quip' cannot be read: use one of plain floats, .*mxfp4.*, such as the model",
     ),
-    "another than MXFP4": (
+    "gpt-oss, unknown quantization": (
         "gpt_oss",
         {"quantization_config": {"quant_method": "quip"}},
         "'quip' cannot be read: use one of plain floats, .*mxfp4.*, such as",
@@ -424,5 +441,7 @@ def test_unsupported_configurations_are_refused(case: str, tmp_path: Path) -> No
     write_checkpoint(tmp_path, make_config(family))
     values = json.loads((tmp_path / "config.json").read_text()) | changes
     (tmp_path / "config.json").write_text(json.dumps(values))
-    with pytest.raises(CheckpointError if case == "layers by name" else ConfigError, match=message):
+    with pytest.raises(
+        CheckpointError if case == "layer name instead of index" else ConfigError, match=message
+    ):
         open_pipeline(tmp_path)

@@ -62,50 +62,59 @@ def relative_error(pipeline: TextGenerationPipeline, expected: torch.Tensor) -> 
 
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen2_moe, normed": ("qwen2_moe", {"norm_topk_prob": True, "qkv_bias": False, "mlp_only_layers": []}),
-    "qwen2_moe, every other layer": ("qwen2_moe", {"decoder_sparse_step": 2, "tie_word_embeddings": True}),
-    "qwen2_moe with windows": (
+    "qwen2_moe, normalised top-k weights": (
+        "qwen2_moe",
+        {"norm_topk_prob": True, "qkv_bias": False, "mlp_only_layers": []},
+    ),
+    "qwen2_moe, experts in every other layer": (
+        "qwen2_moe",
+        {"decoder_sparse_step": 2, "tie_word_embeddings": True},
+    ),
+    "qwen2_moe, sliding window": (
         "qwen2_moe",
         {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 2, "num_experts_per_tok": 7},
     ),
-    "olmoe, normed": ("olmoe", {"norm_topk_prob": True, "attention_bias": True, "num_key_value_heads": 6}),
-    "olmoe, one expert": ("olmoe", {"num_experts_per_tok": 1, "tie_word_embeddings": True}),
-    "granitemoe, all experts": ("granitemoe", {"num_experts_per_tok": 7, "attention_bias": True}),
-    "granitemoe, tied": ("granitemoe", {"tie_word_embeddings": True, "num_experts_per_tok": 1}),
-    "glm4_moe as GLM-4.5-Air": (
+    "olmoe, normalised top-k weights": (
+        "olmoe",
+        {"norm_topk_prob": True, "attention_bias": True, "num_key_value_heads": 6},
+    ),
+    "olmoe, one expert per token": ("olmoe", {"num_experts_per_tok": 1, "tie_word_embeddings": True}),
+    "granitemoe, all experts per token": ("granitemoe", {"num_experts_per_tok": 7, "attention_bias": True}),
+    "granitemoe, tied head": ("granitemoe", {"tie_word_embeddings": True, "num_experts_per_tok": 1}),
+    "glm4_moe, GLM-4.5-Air": (
         "glm4_moe",
         {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "use_qk_norm": False, "head_dim": 24},
     ),
-    "glm4_moe, not normed": (
+    "glm4_moe, unnormalised top-k weights": (
         "glm4_moe",
         {"norm_topk_prob": False, "routed_scaling_factor": 0.7, "topk_group": 3, "attention_bias": False},
     ),
-    "glm4_moe, all layers dense but one": ("glm4_moe", {"first_k_dense_replace": 2, "topk_group": 4}),
+    "glm4_moe, one layer with experts": ("glm4_moe", {"first_k_dense_replace": 2, "topk_group": 4}),
     "glm4_moe, no dense layer": ("glm4_moe", {"first_k_dense_replace": 0, "partial_rotary_factor": 0.25}),
-    "minimax_m2, a quarter rotated": ("minimax_m2", {"rotary_dim": 4, "tie_word_embeddings": True}),
-    "minimax_m2, all experts": ("minimax_m2", {"num_experts_per_tok": 8, "rotary_dim": 16}),
-    "ernie4_5_moe, every other layer": (
+    "minimax_m2, rotary_dim 4": ("minimax_m2", {"rotary_dim": 4, "tie_word_embeddings": True}),
+    "minimax_m2, all experts per token": ("minimax_m2", {"num_experts_per_tok": 8, "rotary_dim": 16}),
+    "ernie4_5_moe, experts in every other layer": (
         "ernie4_5_moe",
         {"moe_layer_interval": 2, "moe_layer_start_index": 0, "use_bias": False, "num_hidden_layers": 4},
     ),
-    "ernie4_5_moe, as published": (
+    "ernie4_5_moe, published configuration": (
         "ernie4_5_moe",
         {"moe_num_shared_experts": 1, "moe_layer_end_index": 1, "head_dim": 24, "tie_word_embeddings": True},
     ),
-    "phimoe as published": (
+    "phimoe, published configuration": (
         "phimoe",
         {"router_jitter_noise": 0.01, "sliding_window": 30, "rope_theta": 1e6, "rope_scaling": LONGROPE},
     ),
-    "phimoe without biases": ("phimoe", {"attention_bias": False, "lm_head_bias": False}),
-    "llama4_text as Maverick": (
+    "phimoe, no biases": ("phimoe", {"attention_bias": False, "lm_head_bias": False}),
+    "llama4_text, Maverick": (
         "llama4_text",
         {"moe_layers": ..., "interleave_moe_layer_step": 2, "use_qk_norm": False, "attention_bias": False},
     ),
-    "llama4_text, two experts": (
+    "llama4_text, two experts per token": (
         "llama4_text",
         {"num_experts_per_tok": 2, "no_rope_layers": ..., "no_rope_layer_interval": 2},
     ),
-    "llama4_text, no tuning": (
+    "llama4_text, no temperature tuning": (
         "llama4_text",
         {"attn_temperature_tuning": False, "attention_chunk_size": 5, "num_key_value_heads": 6},
     ),
@@ -175,39 +184,40 @@ def drop_shared_gate(layer: Any) -> Any:
 
 
 MUTATIONS: dict[str, Callable[[Any], Any]] = {
-    "no correction bias": mutate_experts(bias=lambda bias: None),
-    "no scaling factor": mutate_routing(scale=1.0),
-    "no groups": mutate_routing(groups=1),
-    "a group too few": mutate_routing(top_groups=1),
-    "weights not normed": mutate_routing(is_normed=False),
-    "scores of all experts": mutate_routing(scores="softmax"),
-    "scores of each expert": mutate_routing(scores="sigmoid"),
-    "no distance": mutate_routing(eps=100.0),
-    "no shared experts": lambda layer: layer.experts if isinstance(layer, SharedExperts) else layer,
-    "no gate of the shared experts": drop_shared_gate,
+    "correction bias dropped": mutate_experts(bias=lambda bias: None),
+    "scaling factor 1": mutate_routing(scale=1.0),
+    "expert groups ignored": mutate_routing(groups=1),
+    "one expert group too few": mutate_routing(top_groups=1),
+    "unnormalised top-k weights": mutate_routing(is_normed=False),
+    "softmax instead of sigmoid scores": mutate_routing(scores="softmax"),
+    "sigmoid instead of softmax scores": mutate_routing(scores="sigmoid"),
+    "larger eps": mutate_routing(eps=100.0),
+    "shared experts dropped": lambda layer: layer.experts if isinstance(layer, SharedExperts) else layer,
+    "gate of the shared experts dropped": drop_shared_gate,
     "one expert too many": mutate_experts(top=lambda top: top + 1),
-    "weights of all experts": mutate_experts(
+    "softmax over all experts": mutate_experts(
         routing=lambda routing: (
             routing if isinstance(routing, ScoreRouting) else "all" if routing != "all" else "chosen"
         )
     ),
 }
 _SCORE_MUTATIONS = {
-    "no correction bias",
-    "weights not normed",
-    "scores of all experts",
+    "correction bias dropped",
+    "unnormalised top-k weights",
+    "softmax instead of sigmoid scores",
     "one expert too many",
 }
 APPLICABLE = {
-    "qwen2_moe": {"no shared experts", "no gate of the shared experts", "one expert too many"}
-    | {"weights of all experts"},
-    "olmoe": {"one expert too many", "weights of all experts"},
-    "granitemoe": {"one expert too many", "weights of all experts"},
-    "glm4_moe": _SCORE_MUTATIONS | {"no scaling factor", "no groups", "a group too few", "no shared experts"},
+    "qwen2_moe": {"shared experts dropped", "gate of the shared experts dropped", "one expert too many"}
+    | {"softmax over all experts"},
+    "olmoe": {"one expert too many", "softmax over all experts"},
+    "granitemoe": {"one expert too many", "softmax over all experts"},
+    "glm4_moe": _SCORE_MUTATIONS
+    | {"scaling factor 1", "expert groups ignored", "one expert group too few", "shared experts dropped"},
     "minimax_m2": _SCORE_MUTATIONS,
-    "ernie4_5_moe": {"no correction bias", "weights not normed", "one expert too many"}
-    | {"no shared experts", "scores of each expert"},
-    "phimoe": {"one expert too many", "weights of all experts", "no distance"},
+    "ernie4_5_moe": {"correction bias dropped", "unnormalised top-k weights", "one expert too many"}
+    | {"shared experts dropped", "sigmoid instead of softmax scores"},
+    "phimoe": {"one expert too many", "softmax over all experts", "larger eps"},
     "llama4_text": set(),
 }
 
@@ -257,34 +267,42 @@ def test_bfloat16_is_no_worse_than_that_of_transformers(family: str, tmp_path: P
 # ---- refused configurations ----
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "clipped queries": ("olmoe", {"clip_qkv": 8.0}, "clip_qkv: was 8.0"),
+    "clip_qkv": ("olmoe", {"clip_qkv": 8.0}, "clip_qkv: was 8.0"),
     "too many experts": ("qwen2_moe", {"num_experts_per_tok": 8}, "8 experts per token exceed the 7 experts"),
-    "groups that do not divide": ("glm4_moe", {"n_group": 5}, "n_group: 5 groups do not divide 12"),
-    "more groups than there are": ("glm4_moe", {"topk_group": 5}, "topk_group: must be at most n_group, 4"),
-    "windows unused": ("qwen2_moe", {"layer_types": ["sliding_attention"] * 3}, "use_sliding_window"),
+    "indivisible expert groups": ("glm4_moe", {"n_group": 5}, "n_group: 5 groups do not divide 12"),
+    "topk_group above n_group": ("glm4_moe", {"topk_group": 5}, "topk_group: must be at most n_group, 4"),
+    "sliding layer types without use_sliding_window": (
+        "qwen2_moe",
+        {"layer_types": ["sliding_attention"] * 3},
+        "use_sliding_window",
+    ),
     "linear attention": ("minimax_m2", {"attn_type_list": [1, 0, 1]}, "attn_type_list: must be 1"),
     "softmax scores": ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func: must be 'sigmoid'"),
-    "norms of each head": ("minimax_m2", {"qk_norm_type": "per_head"}, "qk_norm_type: must be 'per_layer'"),
+    "query and key norms per head": (
+        "minimax_m2",
+        {"qk_norm_type": "per_head"},
+        "qk_norm_type: must be 'per_layer'",
+    ),
     "shared experts": ("minimax_m2", {"shared_intermediate_size": 64}, "shared_intermediate_size: must be 0"),
-    "a third expert": ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok: must be 2"),
-    "two factors": (
+    "three experts per token": ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok: must be 2"),
+    "different longrope factors": (
         "phimoe",
         {"rope_scaling": LONGROPE | {"long_mscale": 1.3}},
         "long_mscale: must be short_mscale, 1.24, was 1.3",
     ),
-    "another gate": ("ernie4_5_moe", {"moe_gate": "top2_fused"}, "moe_gate: must be 'topk'"),
-    "compressed positions": ("ernie4_5_moe", {"compression_ratio": 2.0}, "compression_ratio: must be 1"),
-    "layers by another name": (
+    "unknown moe_gate": ("ernie4_5_moe", {"moe_gate": "top2_fused"}, "moe_gate: must be 'topk'"),
+    "compression_ratio": ("ernie4_5_moe", {"compression_ratio": 2.0}, "compression_ratio: must be 1"),
+    "unknown layer type": (
         "llama4_text",
         {"layer_types": ["sliding_attention"] * 4},
         "layer_types: must be 4 of full_attention and chunked_attention",
     ),
-    "rope for too few layers": (
+    "no_rope_layers too short": (
         "llama4_text",
         {"no_rope_layers": [1, 0]},
         "no_rope_layers: must be a list of 4",
     ),
-    "shared experts of another type": ("granitemoe", {"num_shared_experts": 1}, "num_shared_experts"),
+    "num_shared_experts": ("granitemoe", {"num_shared_experts": 1}, "num_shared_experts"),
 }
 
 
@@ -326,12 +344,12 @@ def scale_outputs(experts: Any) -> Any:
 
 
 LLAMA4_MUTATIONS: dict[str, Callable[[Any], Any]] = {
-    "no norms of queries": lambda n: mutate_attention(n, q_norm=None),
-    "pairs of halves": lambda n: mutate_attention(n, is_interleaved=False),
+    "query norm dropped": lambda n: mutate_attention(n, q_norm=None),
+    "rotary layout of halves": lambda n: mutate_attention(n, is_interleaved=False),
     "rope in all layers": lambda n: mutate_attention(n, rotary=0),
-    "queries not scaled": lambda n: replace(n, rotaries=n.rotaries[:1]),
-    "another expert": lambda n: mutate_llama4_experts(n, lambda e: replace(e, top=2)),
-    "no shared expert": lambda n: mutate_llama4_experts(n, scale_outputs),
+    "query scaling dropped": lambda n: replace(n, rotaries=n.rotaries[:1]),
+    "two experts per token": lambda n: mutate_llama4_experts(n, lambda e: replace(e, top=2)),
+    "outputs scaled instead of inputs": lambda n: mutate_llama4_experts(n, scale_outputs),
 }
 
 

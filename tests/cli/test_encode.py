@@ -165,7 +165,10 @@ def test_rerank_prints_the_ranked_documents(model: Path, files: dict[str, Path],
     ("arguments", "words"),
     {
         "no texts": (["encode"], "standard input has no texts: give --text TEXT"),
-        "texts twice": (["encode", "--text", "a", "--file", "b"], "--text and --file are both given"),
+        "two sources of texts": (
+            ["encode", "--text", "a", "--file", "b"],
+            "--text and --file are both given",
+        ),
         "no file": (["encode", "--file", "none.txt"], "none.txt: No such file or directory"),
         "not UTF-8": (["encode", "--text", "caf\udce9"], "--text is not valid UTF-8"),
         "empty text": (
@@ -173,7 +176,7 @@ def test_rerank_prints_the_ranked_documents(model: Path, files: dict[str, Path],
             "the input is empty: it needs at least one",
         ),
         "too long": (["encode", "--text", "cat " * 99], "101 tokens, but the maximum length is 64"),
-        "which input": (["encode", "--text", "cat", "--text", "cat " * 99], "in input 2 of 2"),
+        "no input": (["encode", "--text", "cat", "--text", "cat " * 99], "in input 2 of 2"),
         "unknown prompt": (
             ["encode", "--text", "cat", "--prompt-name", "q"],
             "prompt_name 'q' is unknown: the checkpoint has query",
@@ -185,11 +188,11 @@ def test_rerank_prints_the_ranked_documents(model: Path, files: dict[str, Path],
         "dimensions": (["encode", "--text", "cat", "--dimensions", "9"], "must be one of 8, 32, was 9"),
         "no dimensions": (["encode", "--text", "cat", "--dimensions", "0"], "0 is not in the range x>=1"),
         "unknown kind": (["encode", "--text", "cat", "--output-kind", "thick"], "'thick' is not one of"),
-        "absent kind": (
+        "output that the model lacks": (
             ["encode", "--text", "cat", "--output-kind", "scores"],
             "computes dense, multi_vector",
         ),
-        "npy of several lengths": (
+        "npy of vectors of different lengths": (
             ["encode", "--text", "cat", "--output-kind", "multi_vector", "--format", "npy"],
             "npy holds one array, but multi_vector outputs differ in length",
         ),

@@ -67,7 +67,7 @@ def test_logits_in_other_encodings_are_close_to_one_process(
         pytest.param({"num_key_value_heads": 1}, id="fewer kv heads than ranks"),
         pytest.param(
             {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48, "intermediate_size": 41},
-            id="parts of different sizes",
+            id="shards of different sizes",
         ),
         pytest.param({"tie_word_embeddings": True, "vocab_size": 267}, id="tied head"),
     ],

@@ -239,10 +239,10 @@ def test_routes_agree_with_the_reference(
 
 SCORE_ROUTINGS = {
     "sigmoid": ScoreRouting("sigmoid", is_normed=False),
-    "sigmoid, normed and scaled": ScoreRouting("sigmoid", is_normed=True, scale=2.5),
+    "sigmoid, normalised and scaled": ScoreRouting("sigmoid", is_normed=True, scale=2.5),
     "softmax": ScoreRouting("softmax", is_normed=True, min_sum=0.3),
-    "groups": ScoreRouting("sigmoid", is_normed=True, groups=4, top_groups=2),
-    "groups of softmax": ScoreRouting("softmax", is_normed=False, groups=10, top_groups=3, scale=0.5),
+    "sigmoid groups": ScoreRouting("sigmoid", is_normed=True, groups=4, top_groups=2),
+    "softmax groups": ScoreRouting("softmax", is_normed=False, groups=10, top_groups=3, scale=0.5),
 }
 
 
@@ -418,9 +418,9 @@ def layer_with_adapters(
 ADAPTERS_OF_ROWS = {
     "single row": [0],
     "none": [-1, -1, -1],
-    "one among many": [-1, 2, -1],
-    "each its own": [3, 0, 2, 1, 4],
-    "all the same": [1] * 33,
+    "one row with an adapter": [-1, 2, -1],
+    "another adapter for each row": [3, 0, 2, 1, 4],
+    "one adapter for all rows": [1] * 33,
     "a prompt beside single tokens": [0, 2, 1, *[3] * 40, 0, -1, 2],
     "seven": [2, 2, 2, -1, 2, 2, 2, 2],
 }
@@ -468,15 +468,15 @@ def test_adapter_sums_of_a_row_are_bit_equal_in_any_batch(ops: Ops, dtype: torch
 
 
 LORA_MUTATIONS: dict[str, Callable[[LoRAInputs], LoRAInputs]] = {
-    "two adapters exchanged": lambda a: LoRAInputs(
+    "adapters swapped": lambda a: LoRAInputs(
         a.rows, {n: (down.roll(1, 0), up) for n, (down, up) in a.matrices.items()}
     ),
-    "rows one off": lambda a: LoRAInputs(a.rows.roll(1), a.matrices),
+    "rows shifted by one": lambda a: LoRAInputs(a.rows.roll(1), a.matrices),
     "half the scale": lambda a: LoRAInputs(
         a.rows, {n: (down, up / 2) for n, (down, up) in a.matrices.items()}
     ),
-    "a rank too few": lambda a: LoRAInputs(a.rows, a.matrices, {"q": torch.full((4,), 3)}),
-    "slices exchanged": lambda a: LoRAInputs(a.rows, {"q": a.matrices["q"]}),
+    "rank too small by one": lambda a: LoRAInputs(a.rows, a.matrices, {"q": torch.full((4,), 3)}),
+    "adapter of one slice only": lambda a: LoRAInputs(a.rows, {"q": a.matrices["q"]}),
 }
 
 
@@ -562,8 +562,8 @@ QUERIES_AND_LENGTHS = {
     "decode": [(1, 7), (1, 33), (1, 64), (1, 65)],
     "prompt": [(33, 33)],
     "chunk": [(8, 40)],
-    "all at once": [(1, 70), (8, 8), (33, 100), (3, 5)],
-    "several chunks of keys": [(1, 1300), (5, 600), (1, 512), (1, 513)],
+    "mixed batch": [(1, 70), (8, 8), (33, 100), (3, 5)],
+    "several key chunks": [(1, 1300), (5, 600), (1, 512), (1, 513)],
     "a long prompt": [(150, 150)],
 }
 
@@ -587,7 +587,7 @@ def test_attention_of_every_kind_of_batch_agrees(
 def test_attention_with_every_head_dimension_agrees(
     ops: Ops, dtype: torch.dtype, dim: int, block_size: int
 ) -> None:
-    batch = ragged_batch(QUERIES_AND_LENGTHS["all at once"], 2, dim, block_size, dtype)
+    batch = ragged_batch(QUERIES_AND_LENGTHS["mixed batch"], 2, dim, block_size, dtype)
     q, _, _ = fused_qkv(45, 6, 2, dim, dtype)
     assert_same(lambda o: attend(o, q, batch), ops)
 
@@ -595,21 +595,21 @@ def test_attention_with_every_head_dimension_agrees(
 @pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [1, 5, 16, 64, 600])
-@pytest.mark.parametrize("mix", ["decode", "prompt", "all at once", "several chunks of keys"])
+@pytest.mark.parametrize("mix", ["decode", "prompt", "mixed batch", "several key chunks"])
 def test_chunked_attention_agrees(ops: Ops, dtype: torch.dtype, window: int, mix: str) -> None:
     batch = ragged_batch(QUERIES_AND_LENGTHS[mix], 2, 16, 16, dtype, window)
     kv = replace(batch.kv, is_chunked=True)
     q, _, _ = fused_qkv(int(batch.row_offsets[-1]), 4, 2, 16, dtype)
     actual, expected = (attend(o, q, replace(batch, kv=kv)) for o in (ops, REFERENCE))
     assert agree(actual, expected)
-    if mix == "several chunks of keys" and window > 1:
+    if mix == "several key chunks" and window > 1:
         assert not agree(actual, attend(ops, q, batch)), "differs from a window"
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [1, 5, 16, 64, 600])
-@pytest.mark.parametrize("mix", ["decode", "prompt", "all at once", "several chunks of keys"])
+@pytest.mark.parametrize("mix", ["decode", "prompt", "mixed batch", "several key chunks"])
 def test_attention_with_a_window_agrees(ops: Ops, dtype: torch.dtype, window: int, mix: str) -> None:
     batch = ragged_batch(QUERIES_AND_LENGTHS[mix], 2, 16, 16, dtype, window)
     q, _, _ = fused_qkv(int(batch.row_offsets[-1]), 4, 2, 16, dtype)
@@ -618,7 +618,7 @@ def test_attention_with_a_window_agrees(ops: Ops, dtype: torch.dtype, window: in
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_with_soft_cap_and_sinks_agrees(ops: Ops, dtype: torch.dtype) -> None:
-    batch = ragged_batch(QUERIES_AND_LENGTHS["all at once"], 2, 32, 16, dtype, window=40)
+    batch = ragged_batch(QUERIES_AND_LENGTHS["mixed batch"], 2, 32, 16, dtype, window=40)
     q, _, _ = fused_qkv(45, 8, 2, 32, dtype)
     sinks = torch.randn(8)
     assert_same(lambda o: attend(o, q, batch, soft_cap=2.0, scale=0.5), ops)
@@ -634,7 +634,7 @@ def test_attention_with_soft_cap_and_sinks_agrees(ops: Ops, dtype: torch.dtype) 
 def test_attention_over_a_cache_of_another_type_agrees(
     ops: Ops, activations: torch.dtype, cached: torch.dtype
 ) -> None:
-    batch = ragged_batch(QUERIES_AND_LENGTHS["all at once"], 2, 32, 16, cached)
+    batch = ragged_batch(QUERIES_AND_LENGTHS["mixed batch"], 2, 32, 16, cached)
     q, k, v = fused_qkv(45, 4, 2, 32, activations)
     ops.store_kv(k, v, batch.kv)
     assert_same(lambda o: attend(o, q, batch), ops)
@@ -673,7 +673,7 @@ def test_attention_over_an_int8_cache_agrees(
 def test_attention_over_an_int8_cache_with_every_head_dimension_agrees(
     ops: Ops, dtype: torch.dtype, dim: int, block_size: int
 ) -> None:
-    batch = to_int8_cache(ragged_batch(QUERIES_AND_LENGTHS["all at once"], 2, dim, block_size, torch.float32))
+    batch = to_int8_cache(ragged_batch(QUERIES_AND_LENGTHS["mixed batch"], 2, dim, block_size, torch.float32))
     q, _, _ = fused_qkv(45, 6, 2, dim, dtype)
     assert_same(lambda o: attend(o, q, batch), ops)
 
@@ -681,7 +681,7 @@ def test_attention_over_an_int8_cache_with_every_head_dimension_agrees(
 @pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [1, 16, 77, 600])
-@pytest.mark.parametrize("mix", ["decode", "prompt", "several chunks of keys"])
+@pytest.mark.parametrize("mix", ["decode", "prompt", "several key chunks"])
 def test_attention_over_an_int8_cache_with_all_options_agrees(
     ops: Ops, dtype: torch.dtype, window: int, mix: str
 ) -> None:
@@ -733,11 +733,11 @@ def test_non_finite_values_propagate_through_8_bit_caches(ops: Ops, dtype: torch
 
 
 SCALE_MUTATIONS: dict[str, Callable[[LayerKV], LayerKV]] = {
-    "the scale of the token before": lambda kv: replace(kv, scales=kv.scales.roll(1, 3)),
-    "the scale of another head": lambda kv: replace(kv, scales=kv.scales.roll(1, 2)),
-    "the scale of another block": lambda kv: replace(kv, scales=kv.scales.roll(1, 1)),
-    "the scales of keys for those of values": lambda kv: replace(kv, scales=kv.scales.flip(0)),
-    "the blocks of another sequence": lambda kv: replace(kv, block_tables=kv.block_tables.roll(1, 0)),
+    "scale of the previous token": lambda kv: replace(kv, scales=kv.scales.roll(1, 3)),
+    "scale of another head": lambda kv: replace(kv, scales=kv.scales.roll(1, 2)),
+    "scale of another block": lambda kv: replace(kv, scales=kv.scales.roll(1, 1)),
+    "scales of keys and values swapped": lambda kv: replace(kv, scales=kv.scales.flip(0)),
+    "blocks of another sequence": lambda kv: replace(kv, block_tables=kv.block_tables.roll(1, 0)),
 }
 
 
@@ -760,7 +760,7 @@ def test_attention_of_many_heads_on_one_kv_head_agrees(ops: Ops, heads: int) -> 
 
 
 def test_large_scores_do_not_overflow(ops: Ops) -> None:
-    batch = ragged_batch(QUERIES_AND_LENGTHS["all at once"], 2, 16, 16, torch.float32)
+    batch = ragged_batch(QUERIES_AND_LENGTHS["mixed batch"], 2, 16, 16, torch.float32)
     q, _, _ = fused_qkv(45, 4, 2, 16, torch.float32)
     assert_same(lambda o: attend(o, 50 * q, batch), ops)  # e ** score would overflow
 
@@ -771,7 +771,7 @@ def test_large_scores_do_not_overflow(ops: Ops) -> None:
 def test_store_kv_agrees_with_the_reference(
     ops: Ops, cached: torch.dtype, dtype: torch.dtype, dim: int
 ) -> None:
-    batch = ragged_batch(QUERIES_AND_LENGTHS["all at once"], 2, dim, 16, torch.float32)
+    batch = ragged_batch(QUERIES_AND_LENGTHS["mixed batch"], 2, dim, 16, torch.float32)
     _, k, v = fused_qkv(45, 4, 2, dim, dtype)
     stored_caches = []
     for back_end in (ops, REFERENCE):
@@ -788,15 +788,15 @@ def test_store_kv_agrees_with_the_reference(
 # ---- mutations that the comparison must detect ----
 
 BATCH_MUTATIONS: dict[str, Callable[[Batch], tuple[Batch, dict[str, object]]]] = {
-    "blocks in the wrong order": lambda b: (
+    "blocks of another sequence": lambda b: (
         replace(b, kv=replace(b.kv, block_tables=b.kv.block_tables.roll(1, 0))),
         {},
     ),
     "twice the scale": lambda b: (b, {"scale": 2 * 32**-0.5}),
-    "the last key left out": lambda b: (replace(b, lengths=b.lengths - 1), {}),
-    "a window one too small": lambda b: (replace(b, kv=replace(b.kv, window=15)), {}),
-    "a window one too large": lambda b: (replace(b, kv=replace(b.kv, window=17)), {}),
-    "keys for values": lambda b: (replace(b, kv=replace(b.kv, cache=b.kv.cache.flip(0))), {}),
+    "last key dropped": lambda b: (replace(b, lengths=b.lengths - 1), {}),
+    "window too small by one": lambda b: (replace(b, kv=replace(b.kv, window=15)), {}),
+    "window too large by one": lambda b: (replace(b, kv=replace(b.kv, window=17)), {}),
+    "keys and values swapped": lambda b: (replace(b, kv=replace(b.kv, cache=b.kv.cache.flip(0))), {}),
 }
 
 

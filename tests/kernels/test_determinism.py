@@ -203,9 +203,9 @@ CASES: dict[str, dict[str, Callable[[torch.dtype], RowOperation]]] = {
     "embedding": {"": embedding_case},
     "linear": {
         "small": linear_case(40, 37, bias=True),
-        "of a long row": linear_case(1031, 130, bias=False),
-        "on all threads": linear_case(520, 1030, bias=True),
-        "in several blocks": linear_case(2600, 70, bias=False),
+        "long rows": linear_case(1031, 130, bias=False),
+        "work for all threads": linear_case(520, 1030, bias=True),
+        "several blocks of inputs": linear_case(2600, 70, bias=False),
         "with adapters": adapted_linear_case,
     },
     "activated_linear": {
@@ -466,7 +466,7 @@ class MixesInPreviousRow(ReferenceOps):
 
 @pytest.mark.usefixtures("_restore_num_threads")
 def test_the_comparison_detects_dependent_rows() -> None:
-    for case in ("small", "of a long row"):
+    for case in ("small", "long rows"):
         with pytest.raises(AssertionError):
             check_rows_are_independent(SplitsSumsOfFewRows(), CASES["linear"][case](torch.float32))
     with pytest.raises(AssertionError):

@@ -186,7 +186,7 @@ MUTATIONS: dict[str, Callable[[PackedExperts, Tensor, Tensor], tuple[PackedExper
     "weights of other experts": lambda p, s, c: (p, s.roll(1, 1), c),
     "weights of other rows": lambda p, s, c: (p, s.roll(1, 0), c),
     "experts of other rows": lambda p, s, c: (p, s, c.roll(1, 0)),
-    "the last expert left out": lambda p, s, c: (p, s[:, :-1], c[:, :-1]),
+    "last selected expert dropped": lambda p, s, c: (p, s[:, :-1], c[:, :-1]),
 }
 
 

@@ -27,21 +27,21 @@ pytestmark = pytest.mark.models
 PROMPT = random_tokens(23, 130, seed=3)
 
 CASES: dict[str, dict[str, Any]] = {
-    "all linears": {},
+    "all linear layers": {},
     "queries and values": {"target_modules": ["q_proj", "v_proj"]},
-    "one slice of the fused gate and up": {"target_modules": ["up_proj"]},
-    "one layer by its whole name": {"target_modules": ["model.layers.1.self_attn.o_proj"]},
-    "a pattern": {"target_modules": r"model\.layers\.[02]\..*(q|down)_proj"},
-    "some layers": {"target_modules": ["k_proj", "gate_proj"], "layers_to_transform": [0, 2]},
-    "all but some": {"exclude_modules": ["o_proj"]},
+    "one slice of the fused gate-up layer": {"target_modules": ["up_proj"]},
+    "full name of one layer": {"target_modules": ["model.layers.1.self_attn.o_proj"]},
+    "regular expression": {"target_modules": r"model\.layers\.[02]\..*(q|down)_proj"},
+    "layers_to_transform": {"target_modules": ["k_proj", "gate_proj"], "layers_to_transform": [0, 2]},
+    "excluded modules": {"exclude_modules": ["o_proj"]},
     "rank and alpha pattern": {
         "rank_pattern": {"q_proj": 7, r"layers\.1\.mlp.*": 2, "^model.layers.0.mlp.up_proj": 16},
         "alpha_pattern": {"down_proj": 3, "self_attn.q_proj": 20.5},
     },
-    "rank stabilised": {"use_rslora": True, "lora_alpha": 5, "rank_pattern": {"v_proj": 9}},
+    "rank-stabilised scaling": {"use_rslora": True, "lora_alpha": 5, "rank_pattern": {"v_proj": 9}},
     "rank 1": {"r": 1},
     "rank 64": {"r": 64, "lora_alpha": 16},
-    "the head": {"target_modules": ["lm_head", "q_proj"]},
+    "output head": {"target_modules": ["lm_head", "q_proj"]},
 }
 
 

@@ -37,7 +37,7 @@ KINDS: dict[str, tuple[dict[str, Any], int]] = {  # parameters, and max_position
     "yarn": (YARN, 128),
     "yarn with magnitudes": (YARN | {"mscale": 0.7, "mscale_all_dim": 1.3, "beta_fast": 16.0}, 128),
     "longrope": (LONGROPE, 256),
-    "longrope, crossing over": (LONGROPE | {"original_max_position_embeddings": 100}, 256),
+    "longrope across its limit": (LONGROPE | {"original_max_position_embeddings": 100}, 256),
     "longrope, short texts": (LONGROPE | {"original_max_position_embeddings": 128}, 256),
     "longrope with a factor": (LONGROPE | {"factor": 3.0}, 256),
     "longrope with an attention factor": (LONGROPE | {"attention_factor": 1.2}, 256),

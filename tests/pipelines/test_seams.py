@@ -127,7 +127,7 @@ def is_transposed(name: str) -> bool:
 
 @pytest.mark.matrix(strength=1)
 @pytest.mark.parametrize(
-    "selected", [slice(None), slice(1)], ids=["all linears", "one slice of a fused linear"]
+    "selected", [slice(None), slice(1)], ids=["all linear layers", "one slice of a fused linear"]
 )
 def test_an_adapter_equals_its_merged_weights(
     checkpoint: Path, pipeline: TextGenerationPipeline, selected: slice, tmp_path: Path

@@ -42,10 +42,10 @@ def pipeline(checkpoint: Path) -> TextGenerationPipeline:
 
 
 WRONG_DRAFTS: dict[str, Callable[[int], bool]] = {
-    "always right": lambda position: False,
-    "always wrong": lambda position: True,
-    "every third wrong": lambda position: position % 3 == 2,
-    "wrong and right in turn": lambda position: position // 5 % 2 == 0,
+    "all drafts right": lambda position: False,
+    "all drafts wrong": lambda position: True,
+    "every third draft wrong": lambda position: position % 3 == 2,
+    "five wrong, five right": lambda position: position // 5 % 2 == 0,
 }
 
 
@@ -61,10 +61,10 @@ def test_a_mixed_batch_with_drafts_equals_plain_decoding(
     assert stats.num_proposed == sum(len(draft) for draft, _ in proposer.observed)
     assert stats.num_accepted == sum(accepted for _, accepted in proposer.observed)
     assert stats.num_verified_steps == sum(bool(draft) for draft, _ in proposer.observed)
-    assert stats.acceptance_rate == {"always right": 1, "always wrong": 0}.get(
+    assert stats.acceptance_rate == {"all drafts right": 1, "all drafts wrong": 0}.get(
         wrong_drafts, pytest.approx(stats.num_accepted / stats.num_proposed)
     )
-    if wrong_drafts == "always right":
+    if wrong_drafts == "all drafts right":
         assert stats.mean_tokens > 4
 
 
@@ -75,7 +75,7 @@ def test_accepted_tokens_have_their_log_probabilities(
         return make_context(PROMPT, 6, request_id="a", log_probabilities=2)
 
     plain_results = run_directly(pipeline, [scored_context()])
-    pipeline.proposer = OracleProposer(output_tokens(plain_results), WRONG_DRAFTS["always right"], 9)
+    pipeline.proposer = OracleProposer(output_tokens(plain_results), WRONG_DRAFTS["all drafts right"], 9)
     parts = pipeline.execute({"a": scored_context()})["a"].tokens
     assert [(part.next_token, part.log_probabilities) for part in parts] == plain_results["a"][:-1]
     assert all(len(part.log_probabilities.token_log_probabilities) == 1 for part in parts)
@@ -115,7 +115,7 @@ def test_chunked_prompts_with_drafts_equal_plain_decoding(
     pipeline: TextGenerationPipeline, proposer: str
 ) -> None:
     plain_results = run_directly(pipeline, mixed_contexts())
-    oracle = OracleProposer(output_tokens(plain_results), WRONG_DRAFTS["every third wrong"], 4)
+    oracle = OracleProposer(output_tokens(plain_results), WRONG_DRAFTS["every third draft wrong"], 4)
     pipeline.proposer = oracle if proposer == "oracle" else NGramProposer(1, 3)
     limits = {"max_batch_size": 8, "max_batch_input_tokens": 13, "min_chunk_size": 3}
     actual, _ = run_scheduled(pipeline, mixed_contexts(), **limits)
@@ -136,7 +136,7 @@ def test_preempted_contexts_with_drafts_equal_plain_decoding(
         max_batch_size=6,
         kv_cache_memory=BLOCK_BYTES * 13,
     )
-    oracle = OracleProposer(output_tokens(plain_results), WRONG_DRAFTS["every third wrong"], 4)
+    oracle = OracleProposer(output_tokens(plain_results), WRONG_DRAFTS["every third draft wrong"], 4)
     small_pipeline.proposer = oracle if proposer == "oracle" else NGramProposer(1, 3)
     run_directly(small_pipeline, [make_context(PROMPT[:3], 1)]) if proposer == "ngram" else None
     actual, scheduler = run_scheduled(
@@ -150,7 +150,9 @@ def test_preempted_contexts_with_drafts_equal_plain_decoding(
 def test_prefix_hits_with_drafts_equal_plain_decoding(pipeline: TextGenerationPipeline) -> None:
     long = [*PROMPT, *PROMPT[:15]]
     plain_results = run_directly(pipeline, [make_context(long, 30, request_id="a")])
-    pipeline.proposer = OracleProposer(output_tokens(plain_results), WRONG_DRAFTS["every third wrong"], 4)
+    pipeline.proposer = OracleProposer(
+        output_tokens(plain_results), WRONG_DRAFTS["every third draft wrong"], 4
+    )
     context = make_context(long, 30, request_id="a")
     assert run_directly(pipeline, [context]) == plain_results
     assert context.num_cached_tokens == 32
@@ -180,7 +182,7 @@ def test_an_end_token_among_the_drafts_ends_the_output(pipeline: TextGenerationP
 
     plain_results = run_directly(pipeline, [context()])
     assert plain_results["a"][-1] is TextGenerationStatus.END_OF_SEQUENCE
-    pipeline.proposer = OracleProposer({"a": text}, WRONG_DRAFTS["always right"], 4)
+    pipeline.proposer = OracleProposer({"a": text}, WRONG_DRAFTS["all drafts right"], 4)
     assert run_directly(pipeline, [context()]) == plain_results
 
 
@@ -193,7 +195,7 @@ def test_an_end_sequence_among_the_drafts_ends_the_output(pipeline: TextGenerati
         )
 
     plain_results = run_directly(pipeline, [context()])
-    pipeline.proposer = OracleProposer({"a": text}, WRONG_DRAFTS["always right"], 9)
+    pipeline.proposer = OracleProposer({"a": text}, WRONG_DRAFTS["all drafts right"], 9)
     assert run_directly(pipeline, [context()]) == plain_results
     assert output_tokens(plain_results)["a"] == text[:5]
 
@@ -213,7 +215,7 @@ def test_min_new_tokens_delays_drafted_end_tokens(pipeline: TextGenerationPipeli
 
     plain_results = run_directly(pipeline, [context()])
     for drafts in (text, output_tokens(plain_results)["a"]):
-        pipeline.proposer = OracleProposer({"a": drafts}, WRONG_DRAFTS["always right"], 5)
+        pipeline.proposer = OracleProposer({"a": drafts}, WRONG_DRAFTS["all drafts right"], 5)
         assert run_directly(pipeline, [context()]) == plain_results
 
 
@@ -231,7 +233,7 @@ def test_invalid_draft_ids_are_dropped(pipeline: TextGenerationPipeline) -> None
 
     plain_results = run_directly(pipeline, contexts())
     pipeline.proposer = proposer = InvalidDrafts(
-        output_tokens(plain_results), WRONG_DRAFTS["always right"], 6
+        output_tokens(plain_results), WRONG_DRAFTS["all drafts right"], 6
     )
     assert run_directly(pipeline, contexts()) == plain_results
     assert max(len(draft) for draft, _ in proposer.observed) == 2
@@ -246,7 +248,7 @@ def test_too_few_blocks_reduce_the_drafts(checkpoint: Path) -> None:
 
     plain_results = run_directly(small_pipeline, [context(PROMPT)])
     small_pipeline.proposer = oracle = OracleProposer(
-        output_tokens(plain_results) | {"b": [1] * 9}, WRONG_DRAFTS["always right"], 20
+        output_tokens(plain_results) | {"b": [1] * 9}, WRONG_DRAFTS["all drafts right"], 20
     )
     first, second = context(PROMPT), make_context(PROMPT[::-1], 1, request_id="b")
     response = small_pipeline.execute({"a": first, "b": second})
@@ -270,7 +272,7 @@ def test_a_step_with_drafts_is_not_larger_than_planned(checkpoint: Path) -> None
 
     plain_results = run_directly(narrow_pipeline, contexts())
     narrow_pipeline.proposer = oracle = OracleProposer(
-        output_tokens(plain_results), WRONG_DRAFTS["always right"], 30
+        output_tokens(plain_results), WRONG_DRAFTS["all drafts right"], 30
     )
     assert run_directly(narrow_pipeline, contexts()) == plain_results
     assert len(oracle.observed[0][0]) == (16 - 11) // 2

@@ -43,7 +43,7 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Te
         "plain": {},
         "ngram": {"speculative_method": "ngram", "ngram_min": 1},
         "draft model": {"draft_model_path": str(draft), "num_speculative_tokens": 3},
-        "the model itself": {"draft_model_path": str(target), "num_speculative_tokens": 5},
+        "target as draft model": {"draft_model_path": str(target), "num_speculative_tokens": 5},
     }
     pipelines_ = {name: open_from_values(common | values) for name, values in kinds.items()}
     yield pipelines_
@@ -118,8 +118,8 @@ def test_any_batch_equals_plain_decoding(
 
 def test_drafts_were_proposed_accepted_and_forced(pipelines: dict[str, TextGenerationPipeline]) -> None:
     """Runs after the comparison, which would also pass without any drafts."""
-    for name in ("ngram", "draft model", "the model itself"):
+    for name in ("ngram", "draft model", "target as draft model"):
         stats = pipelines[name].speculation_stats
         assert stats.num_proposed, name
         assert stats.num_forced, name
-    assert pipelines["the model itself"].speculation_stats.num_accepted
+    assert pipelines["target as draft model"].speculation_stats.num_accepted

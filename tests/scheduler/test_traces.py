@@ -30,7 +30,7 @@ TABLES = {
         1  1  2
         .  1  .
         """,
-    "two long prompts beside a request that generates": """
+    "two long prompts and a decoding request": """
         blocks=100 batch=4 tokens=10 chunk=4
         a 0  3 8
         b 1 14 2
@@ -84,7 +84,7 @@ TABLES = {
         .  13 .
         .  .  9
         """,
-    "the lowest priority is preempted, although it is the oldest": """
+    "the lowest priority is preempted even if it is the oldest": """
         blocks=5 batch=2 tokens=16 chunk=4 caching=0
         a 0 4 6 -1
         b 0 4 6

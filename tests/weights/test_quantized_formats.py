@@ -386,20 +386,30 @@ LAYER = "model.layers.0.mlp.up_proj"
 FAULTS: dict[str, tuple[str, str, Any, str]] = {
     "no scales": ("gptq-4", "scales", None, "qweight and scales must be matrices"),
     "no zero points": ("gptq-4", "qzeros", None, "qzeros is missing"),
-    "zero points of other columns": ("gptq-4", "qzeros", torch.zeros(2, 3).int(), "gptq needs I32 [2, 12]"),
-    "scales of another type": ("gptq-4", "scales", torch.zeros(2, 96).long(), "scales is I64 [2, 96] where"),
-    "no inputs": ("gptq-4", "qweight", torch.zeros(0, 96).int(), "qweight and scales must be matrices"),
+    "too few columns of zero points": ("gptq-4", "qzeros", torch.zeros(2, 3).int(), "gptq needs I32 [2, 12]"),
+    "integer scales": ("gptq-4", "scales", torch.zeros(2, 96).long(), "scales is I64 [2, 96] where"),
+    "no packed rows": ("gptq-4", "qweight", torch.zeros(0, 96).int(), "qweight and scales must be matrices"),
     "too many groups": ("gptq-4", "scales", torch.zeros(50, 96).half(), "has 50 groups for 64 inputs"),
-    "groups of no input": ("gptq-4", "g_idx", torch.zeros(7).int(), "bits where 2, 3, 4 or 8 can be read"),
-    "scales of other columns": (
+    "vector instead of a matrix": (
+        "gptq-4",
+        "g_idx",
+        torch.zeros(7).int(),
+        "bits where 2, 3, 4 or 8 can be read",
+    ),
+    "too few columns of scales": (
         "awq-gemm",
         "scales",
         torch.zeros(2, 8).half(),
         "awq needs F16 or BF16 or F32 [2, 96]",
     ),
-    "a vector": ("awq-gemm", "qweight", torch.zeros(7).int(), "qweight must be a matrix"),
-    "odd groups": ("awq-gemm", "qweight", torch.zeros(33, 12).int(), "no multiple of group_size 32"),
-    "few zero points": ("awq-gemv", "qzeros", torch.zeros(96, 0).int(), "for 2 groups"),
+    "vector of packed weights": ("awq-gemm", "qweight", torch.zeros(7).int(), "qweight must be a matrix"),
+    "inputs not a multiple of the group size": (
+        "awq-gemm",
+        "qweight",
+        torch.zeros(33, 12).int(),
+        "no multiple of group_size 32",
+    ),
+    "too few zero points": ("awq-gemv", "qzeros", torch.zeros(96, 0).int(), "for 2 groups"),
     "blocks": (
         "fp8-block",
         "weight_scale_inv",
@@ -407,27 +417,37 @@ FAULTS: dict[str, tuple[str, str, Any, str]] = {
         "[3, 3] where [1] or [96, 1] or [1, 1] is needed",
     ),
     "no scale": ("fp8-channel", "weight_scale", None, "weight_scale is missing"),
-    "packed scales": (
+    "indivisible groups": (
         "ct-w4-symmetric",
         "weight_scale",
         torch.zeros(96, 5),
         "where groups of 32 of 64 inputs",
     ),
-    "few packed rows": (
+    "too few packed rows": (
         "ct-w4-symmetric",
         "weight_packed",
         torch.zeros(9, 8).int(),
         "one row for each output",
     ),
-    "packed zero points": (
+    "too few rows of zero points": (
         "ct-w4-asymmetric",
         "weight_zero_point",
         torch.zeros(1, 2).int(),
         "needs I32 [12, 2]",
     ),
-    "int8 scales": ("ct-w8a8", "weight_scale", torch.zeros(95, 1), "is [95, 1] for a weight of [96, 64]"),
-    "fp4 scales": ("ct-nvfp4", "weight_scale", torch.zeros(96, 3).to(torch.float8_e4m3fn), "F8_E4M3 [96, 4]"),
-    "no scale for all": (
+    "too few scales of int8": (
+        "ct-w8a8",
+        "weight_scale",
+        torch.zeros(95, 1),
+        "is [95, 1] for a weight of [96, 64]",
+    ),
+    "too few scales of fp4": (
+        "ct-nvfp4",
+        "weight_scale",
+        torch.zeros(96, 3).to(torch.float8_e4m3fn),
+        "F8_E4M3 [96, 4]",
+    ),
+    "no global scale": (
         "ct-nvfp4",
         "weight_global_scale",
         None,

@@ -38,24 +38,24 @@ def test_any_body_is_decoded_or_refused(body: bytes) -> None:
 
 
 INVALID_BODIES = {
-    "empty text": (b" ", "Expecting value, at line 1, column 2"),
+    "only white space": (b" ", "Expecting value, at line 1, column 2"),
     "not JSON": (b"{'a': 1}", "at line 1, column 2"),
-    "unfinished": (b'{"a": "b', "at line 1"),
+    "incomplete string": (b'{"a": "b', "at line 1"),
     "more than one value": (b"{} {}", "Extra data, at line 1, column 4"),
     "not UTF-8": (b'{"a": "caf\xe9"}', "not UTF-8, at byte 10"),
     "UTF-16": ('{"a": 1}'.encode("utf-16"), "not UTF-8, at byte 0"),
-    "a mark of byte order": (b'\xef\xbb\xbf{"a": 1}', "BOM"),
-    "a raw NUL": (b'{"a": "\x00"}', "control character"),
+    "byte order mark": (b'\xef\xbb\xbf{"a": 1}', "BOM"),
+    "unescaped NUL": (b'{"a": "\x00"}', "control character"),
     "deep arrays": (b"[" * 20_000 + b"]" * 20_000, "deeper than 64 levels"),
     "deep objects": (b'{"a":' * 20_000 + b"1" + b"}" * 20_000, "deeper than 64 levels"),
-    "a little too deep": (b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1), "deeper than 64 levels"),
-    "an endless number": (b'{"a": ' + b"9" * 5000 + b"}", "a number has too many digits"),
-    "a number beyond floats": (b'{"a": 1e999}', "1e999 is too large"),
-    "not a number": (b'{"a": NaN}', "NaN is not a JSON number"),
-    "infinity": (b'{"a": -Infinity}', "-Infinity is not a JSON number"),
-    "half a pair": (b'{"a": "\\ud83d"}', "unpaired surrogate"),
-    "half a pair as a key": (b'{"\\uDC00": 1}', "unpaired surrogate"),
-    "a key twice": (b'{"a": 1, "b": {"c": 1, "c": 2}}', "the key 'c' occurs twice"),
+    "one level too deep": (b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1), "deeper than 64 levels"),
+    "number of 5000 digits": (b'{"a": ' + b"9" * 5000 + b"}", "a number has too many digits"),
+    "number beyond the range of floats": (b'{"a": 1e999}', "1e999 is too large"),
+    "NaN": (b'{"a": NaN}', "NaN is not a JSON number"),
+    "minus infinity": (b'{"a": -Infinity}', "-Infinity is not a JSON number"),
+    "lone surrogate": (b'{"a": "\\ud83d"}', "unpaired surrogate"),
+    "lone surrogate in a key": (b'{"\\uDC00": 1}', "unpaired surrogate"),
+    "duplicate key": (b'{"a": 1, "b": {"c": 1, "c": 2}}', "the key 'c' occurs twice"),
 }
 
 

@@ -145,13 +145,13 @@ async def test_a_unix_socket_is_served(tmp_path: Any) -> None:
 
 
 AMBIGUOUS = {
-    "a length and chunks": b"content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n1\r\nZ\r\n0\r\n\r\n",
-    "chunks and a length": b"transfer-encoding: chunked\r\ncontent-length: 4\r\n\r\n1\r\nZ\r\n0\r\n\r\n",
+    "length before chunked": b"content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n1\r\nZ\r\n0\r\n\r\n",
+    "chunked before length": b"transfer-encoding: chunked\r\ncontent-length: 4\r\n\r\n1\r\nZ\r\n0\r\n\r\n",
     "two lengths": b"content-length: 4\r\ncontent-length: 5\r\n\r\nabcde",
-    "another coding": b"transfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
-    "chunks twice": b"transfer-encoding: chunked\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
-    "no number": b"content-length: +4\r\n\r\nabcd",
-    "a chunk of no size": b"transfer-encoding: chunked\r\n\r\nZZ\r\n",
+    "unsupported transfer coding": b"transfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
+    "chunked twice": b"transfer-encoding: chunked\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+    "length with a sign": b"content-length: +4\r\n\r\nabcd",
+    "invalid chunk size": b"transfer-encoding: chunked\r\n\r\nZZ\r\n",
 }
 
 
