@@ -51,9 +51,9 @@ def reference_hidden_states(model: Any, tokens: np.ndarray) -> np.ndarray:
     return hidden
 
 
-def assert_close(ours: Any, theirs: Any) -> None:
+def assert_close(actual: Any, expected: Any) -> None:
     """Check that the error is at most 1e-4 of the standard deviation of the expected values."""
-    np.testing.assert_allclose(ours, theirs, atol=1e-4 * max(1.0, float(np.std(theirs))), rtol=0)
+    np.testing.assert_allclose(actual, expected, atol=1e-4 * max(1.0, float(np.std(expected))), rtol=0)
 
 
 def test_hidden_states_equal_those_of_transformers(encoder: tuple[Any, EmbeddingsPipeline, Path]) -> None:
@@ -144,8 +144,13 @@ def test_embeddings_in_other_encodings_are_close_to_float32(
     for tokens, response in zip(
         inputs, encode_all(pipeline, inputs, outputs=("dense",), pooling="mean"), strict=True
     ):
-        theirs = reference_hidden_states(model, tokens).mean(0)
-        cosine = response.embeddings @ theirs / np.linalg.norm(response.embeddings) / np.linalg.norm(theirs)
+        reference_output = reference_hidden_states(model, tokens).mean(0)
+        cosine = (
+            response.embeddings
+            @ reference_output
+            / np.linalg.norm(response.embeddings)
+            / np.linalg.norm(reference_output)
+        )
         assert cosine > least
 
 
@@ -200,8 +205,8 @@ def test_hidden_states_with_token_types_equal_transformers(
         pipeline, [tokens], outputs=("dense",), pooling="cls", normalize=False, token_type_ids=types
     )
     with torch.inference_mode():
-        theirs = model(torch.from_numpy(tokens)[None], token_type_ids=torch.from_numpy(types)[None])
-    assert_close(response.embeddings, theirs.last_hidden_state[0, 0].numpy())
+        reference_output = model(torch.from_numpy(tokens)[None], token_type_ids=torch.from_numpy(types)[None])
+    assert_close(response.embeddings, reference_output.last_hidden_state[0, 0].numpy())
 
 
 @pytest.mark.parametrize(

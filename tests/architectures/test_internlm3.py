@@ -32,6 +32,6 @@ def test_logits_with_qkv_biases_equal_qwen2(tmp_path: Path) -> None:
     (folder / "config.json").write_text(
         json.dumps(MODEL_CONFIG | own_values | {"qkv_bias": True, "bias": False})
     )
-    ours = step_logits(open_pipeline(folder), [make_context(tokens, log_probabilities_echo=True)])[0]
+    logits = step_logits(open_pipeline(folder), [make_context(tokens, log_probabilities_echo=True)])[0]
     tolerance = 1e-4 * max(1.0, float(expected.std()))
-    torch.testing.assert_close(ours, expected, atol=tolerance, rtol=0)
+    torch.testing.assert_close(logits, expected, atol=tolerance, rtol=0)

@@ -88,19 +88,19 @@ def expected_logits(model: Any, context: TextAndVisionContext) -> torch.Tensor: 
         return model(input_ids=tokens, pixel_values=pixels).logits[0].float()
 
 
-def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    torch.testing.assert_close(ours, theirs, atol=1e-4 * max(1.0, float(theirs.std())), rtol=0)
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, atol=1e-4 * max(1.0, float(expected.std())), rtol=0)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_and_greedy_text_equal_transformers(variant: str, checkpoints: Callable[[str], Path]) -> None:
-    reference, ours = load_in_transformers(checkpoints(variant)), open_pipeline(checkpoints(variant))
+    reference, pipeline = load_in_transformers(checkpoints(variant)), open_pipeline(checkpoints(variant))
     pixels = [random_pixels(1), random_pixels(2)]
     tokens = make_prompt(2)
     expected = expected_logits(reference, image_context(tokens, pixels, IMAGE))
     context = image_context(tokens, pixels, IMAGE)
-    assert_close(forward_logits(ours, [context])[0], expected)
-    ours.release(context)
+    assert_close(forward_logits(pipeline, [context])[0], expected)
+    pipeline.release(context)
     ids = torch.tensor([tokens])
     text = reference.generate(
         input_ids=ids,
@@ -111,7 +111,10 @@ def test_logits_and_greedy_text_equal_transformers(variant: str, checkpoints: Ca
         eos_token_id=None,
         pad_token_id=0,
     )
-    assert generate_tokens(ours, [image_context(tokens, pixels, IMAGE)])[0] == text[0, len(tokens) :].tolist()
+    assert (
+        generate_tokens(pipeline, [image_context(tokens, pixels, IMAGE)])[0]
+        == text[0, len(tokens) :].tolist()
+    )
 
 
 def test_other_pixels_give_other_logits(
@@ -139,8 +142,8 @@ def test_tensor_names_of_other_versions_are_read(checkpoints: Callable[[str], Pa
         renamed = {rename(name): tensor for name, tensor in tensors.items()}
         save_file(renamed, tmp_path / str(number) / "model.safetensors")
         context = image_context(make_prompt(1), [random_pixels(1)], IMAGE)
-        ours = forward_logits(open_pipeline(tmp_path / str(number)), [context])
-        assert torch.equal(ours[0], expected[0])
+        logits = forward_logits(open_pipeline(tmp_path / str(number)), [context])
+        assert torch.equal(logits[0], expected[0])
 
 
 def _hub_name(name: str) -> str:
@@ -157,21 +160,21 @@ def test_bfloat16_is_no_worse_than_that_of_transformers(checkpoints: Callable[[s
     reference = load_in_transformers(checkpoints("clip_llama"))
     context = image_context(make_prompt(2), [random_pixels(1), random_pixels(2)], IMAGE)
     expected = expected_logits(reference, context)
-    theirs = expected_logits(reference.to(torch.bfloat16), context)
-    ours = open_pipeline(checkpoints("clip_llama"), quantization_encoding="bfloat16")
-    error = (forward_logits(ours, [context])[0] - expected).norm()
-    assert 0 < error <= 1.1 * (theirs - expected).norm()
+    reference_logits = expected_logits(reference.to(torch.bfloat16), context)
+    pipeline = open_pipeline(checkpoints("clip_llama"), quantization_encoding="bfloat16")
+    error = (forward_logits(pipeline, [context])[0] - expected).norm()
+    assert 0 < error <= 1.1 * (reference_logits - expected).norm()
 
 
 def test_int8_encoder_and_decoder_are_close_to_float32(
     checkpoints: Callable[[str], Path], pipeline: TextGenerationPipeline
 ) -> None:
-    ours: Any = open_pipeline(checkpoints("clip_llama"), quantization_encoding="int8")
-    tower = ours.model.network.encoder.tower
+    actual: Any = open_pipeline(checkpoints("clip_llama"), quantization_encoding="int8")
+    tower = actual.model.network.encoder.tower
     assert {block.mlp.up.packed.encoding for block in tower.blocks} == {"int8"}
     contexts = [image_context(make_prompt(1), [random_pixels(1)], IMAGE) for _ in range(2)]
     exact_logits = forward_logits(pipeline, contexts[:1])[0]
-    error = (forward_logits(ours, contexts[1:])[0] - exact_logits).norm() / exact_logits.norm()
+    error = (forward_logits(actual, contexts[1:])[0] - exact_logits).norm() / exact_logits.norm()
     pipeline.release(contexts[0])
     assert 0 < float(error) < 0.05
 

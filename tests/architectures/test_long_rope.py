@@ -66,8 +66,13 @@ def recompute_scores(reference: Any, text: list[int], start: int) -> list[float]
 
 def assert_scores(scores_of_text: list[float], expected: list[float]) -> None:
     assert len(scores_of_text) == len(expected)
-    worst = max(abs(actual - reference) for actual, reference in zip(scores_of_text, expected, strict=True))
-    assert worst < 1e-3, (worst, [round(a - b, 3) for a, b in zip(scores_of_text, expected, strict=True)])
+    max_error = max(
+        abs(actual - reference) for actual, reference in zip(scores_of_text, expected, strict=True)
+    )
+    assert max_error < 1e-3, (
+        max_error,
+        [round(a - b, 3) for a, b in zip(scores_of_text, expected, strict=True)],
+    )
 
 
 def run_scheduler(

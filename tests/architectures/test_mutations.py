@@ -48,13 +48,13 @@ def pipeline(checkpoint: Path) -> TextGenerationPipeline:
 def relative_error(pipeline: TextGenerationPipeline, expected: torch.Tensor) -> float:
     """Return the error of a prefill and ten decode steps, in multiples of the tolerance."""
     context = make_context(TOKENS[:40])
-    ours = [step_logits(pipeline, [context])[0]]
+    logits = [step_logits(pipeline, [context])[0]]
     for token in TOKENS[40:]:
         append_token(pipeline, context, token)
-        ours.append(step_logits(pipeline, [context])[0])
+        logits.append(step_logits(pipeline, [context])[0])
     pipeline.release(context)
     tolerance = 1e-4 * max(1.0, float(expected.std()))
-    return float((torch.cat(ours) - expected[: len(torch.cat(ours))]).abs().max()) / tolerance
+    return float((torch.cat(logits) - expected[: len(torch.cat(logits))]).abs().max()) / tolerance
 
 
 def test_the_unchanged_network_equals_transformers(

@@ -32,10 +32,10 @@ def vocabulary(reference: Any) -> int:
     return int(reference.config.vocab_size)
 
 
-def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     """Check that the error is at most 1e-4 of the standard deviation of the logits."""
-    tolerance = 1e-4 * max(1.0, float(theirs.std()))
-    torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=0)
+    tolerance = 1e-4 * max(1.0, float(expected.std()))
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=0)
 
 
 @pytest.mark.matrix

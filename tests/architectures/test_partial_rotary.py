@@ -45,9 +45,9 @@ def test_logits_with_partial_rotary_factor_equal_transformers(
     )
     tokens = random_tokens(40, 130)
     expected = transformers_logits(load_in_transformers(folder), tokens)
-    ours = step_logits(open_pipeline(folder), [make_context(tokens)])[0]
+    logits = step_logits(open_pipeline(folder), [make_context(tokens)])[0]
     tolerance = 1e-4 * max(1.0, float(expected.std()))
-    torch.testing.assert_close(ours, expected, atol=tolerance, rtol=0)
+    torch.testing.assert_close(logits, expected, atol=tolerance, rtol=0)
 
 
 def test_a_factor_that_transformers_cannot_apply_is_refused(checkpoint: Path, tmp_path: Path) -> None:
@@ -57,8 +57,8 @@ def test_a_factor_that_transformers_cannot_apply_is_refused(checkpoint: Path, tm
     tokens = random_tokens(40, 130)
     if json.loads((folder / "config.json").read_text())["model_type"] in PARTIAL_BY_DEFAULT:
         expected = transformers_logits(load_in_transformers(folder), tokens)
-        ours = step_logits(open_pipeline(folder), [make_context(tokens)])[0]
-        torch.testing.assert_close(ours, expected, atol=1e-4 * max(1.0, float(expected.std())), rtol=0)
+        logits = step_logits(open_pipeline(folder), [make_context(tokens)])[0]
+        torch.testing.assert_close(logits, expected, atol=1e-4 * max(1.0, float(expected.std())), rtol=0)
         return
     with pytest.raises(RuntimeError, match="must match the size"):
         transformers_logits(load_in_transformers(folder), tokens)

@@ -45,8 +45,8 @@ def test_qwen2_5_rows_equal_transformers(ops: Ops, window: int, full: list[int])
     model = randomize(Qwen2_5_VisionTransformerPretrainedModel(Qwen2_5_VLVisionConfig(**values)))
     tower = Qwen25Vision.load(load_module(model, "tower", ops), "tower", HuggingFaceConfig(values), 40)
     patches = torch.randn(sum(height * width for height, width in GRIDS), 3 * 2 * 4 * 4)
-    theirs = model(patches, torch.tensor([(1, *grid) for grid in GRIDS])).pooler_output
-    assert_close(tower.encode(patches, GRIDS, EncoderRunner(ops)), theirs)
+    reference_output = model(patches, torch.tensor([(1, *grid) for grid in GRIDS])).pooler_output
+    assert_close(tower.encode(patches, GRIDS, EncoderRunner(ops)), reference_output)
 
 
 @pytest.mark.parametrize("stacked", [[2, 0], [1], []])
@@ -59,11 +59,11 @@ def test_qwen3_deepstack_rows_equal_transformers(ops: Ops, stacked: list[int]) -
     model = randomize(Qwen3VLVisionModel(Qwen3VLVisionConfig(**values)))
     tower = Qwen3Vision.load(load_module(model, "tower", ops), "tower", HuggingFaceConfig(values), 40)
     patches = torch.randn(sum(height * width for height, width in GRIDS), 3 * 2 * 4 * 4)
-    theirs = model(patches, torch.tensor([(1, *grid) for grid in GRIDS]))
-    expected = [theirs.pooler_output, *theirs.deepstack_features]
-    ours = tower.encode(patches, GRIDS, EncoderRunner(ops)).split(40, dim=1)
-    assert len(ours) == len(expected)
-    for actual, reference in zip(ours, expected, strict=True):
+    reference_output = model(patches, torch.tensor([(1, *grid) for grid in GRIDS]))
+    expected = [reference_output.pooler_output, *reference_output.deepstack_features]
+    rows = tower.encode(patches, GRIDS, EncoderRunner(ops)).split(40, dim=1)
+    assert len(rows) == len(expected)
+    for actual, reference in zip(rows, expected, strict=True):
         assert_close(actual, reference)
 
 

@@ -67,35 +67,35 @@ def read_head(folder: Path) -> tuple[str, torch.Tensor]:
 
 def assert_logits_equal_transformers(folder: Path) -> torch.Tensor:
     expected = transformers_logits(load_in_transformers(folder), TOKENS)
-    ours = step_logits(open_pipeline(folder), [make_context(TOKENS)])[0]
-    torch.testing.assert_close(ours, expected, atol=1e-4 * max(1.0, float(expected.std())), rtol=0)
-    return ours
+    logits = step_logits(open_pipeline(folder), [make_context(TOKENS)])[0]
+    torch.testing.assert_close(logits, expected, atol=1e-4 * max(1.0, float(expected.std())), rtol=0)
+    return logits
 
 
 def test_a_stored_head_is_used(checkpoint: Path) -> None:
-    ours = assert_logits_equal_transformers(checkpoint)
+    logits = assert_logits_equal_transformers(checkpoint)
     replace_tensors(checkpoint, head=None)
-    tied = assert_logits_equal_transformers(checkpoint)
-    assert (ours - tied).abs().max() > 1
+    tied_logits = assert_logits_equal_transformers(checkpoint)
+    assert (logits - tied_logits).abs().max() > 1
 
 
 def test_a_head_equal_to_the_table_is_stored_once(checkpoint: Path) -> None:
     name, _ = read_head(checkpoint)
     replace_tensors(checkpoint, head=None)
-    once = step_logits(open_pipeline(checkpoint), [make_context(TOKENS)])[0]
+    single_copy_logits = step_logits(open_pipeline(checkpoint), [make_context(TOKENS)])[0]
     file = checkpoint / "model.safetensors"
     save_file(load_file(file) | {name: read_embedding_table(checkpoint).clone()}, file)
-    assert torch.equal(assert_logits_equal_transformers(checkpoint), once)
+    assert torch.equal(assert_logits_equal_transformers(checkpoint), single_copy_logits)
 
 
 def test_a_head_without_a_table_is_also_the_embedding_table(checkpoint: Path) -> None:
     _, head = read_head(checkpoint)
     replace_tensors(checkpoint, table=None)
-    ours = assert_logits_equal_transformers(checkpoint)
+    logits = assert_logits_equal_transformers(checkpoint)
     replace_tensors(checkpoint, head=None)
     file = checkpoint / "model.safetensors"
     names = {"gpt2": "transformer.wte.weight", "gpt_neox": "gpt_neox.embed_in.weight"}
     config = json.loads((checkpoint / "config.json").read_text())
     name = names.get(config["model_type"], "model.embed_tokens.weight")
     save_file(load_file(file) | {name: head}, file)
-    assert torch.equal(step_logits(open_pipeline(checkpoint), [make_context(TOKENS)])[0], ours)
+    assert torch.equal(step_logits(open_pipeline(checkpoint), [make_context(TOKENS)])[0], logits)

@@ -98,8 +98,8 @@ def pipeline(checkpoint: Path) -> TextGenerationPipeline:
     return open_fallback(checkpoint)
 
 
-def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    torch.testing.assert_close(ours, theirs, atol=1e-4 * max(1.0, float(theirs.std())), rtol=0)
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, atol=1e-4 * max(1.0, float(expected.std())), rtol=0)
 
 
 def test_chunks_steps_and_batches_equal_transformers(
@@ -155,9 +155,9 @@ def test_text_with_drafts_equals_transformers(checkpoint: Path, reference: Any) 
 def test_bfloat16_is_no_worse_than_that_of_transformers(checkpoint: Path, reference: Any) -> None:
     expected = transformers_logits(reference, TOKENS[:40])
     pipeline = open_fallback(checkpoint, quantization_encoding="bfloat16")
-    ours = step_logits(pipeline, [make_context(TOKENS[:40])])[0]
-    theirs = transformers_logits(load_in_transformers(checkpoint).bfloat16(), TOKENS[:40])
-    errors = [float((logits - expected).abs().median()) for logits in (ours, theirs)]
+    actual = step_logits(pipeline, [make_context(TOKENS[:40])])[0]
+    reference_logits = transformers_logits(load_in_transformers(checkpoint).bfloat16(), TOKENS[:40])
+    errors = [float((logits - expected).abs().median()) for logits in (actual, reference_logits)]
     assert errors[0] <= 1.2 * errors[1]
 
 
@@ -172,8 +172,8 @@ def test_a_window_that_is_one_too_large_is_detected(checkpoint: Path, reference:
     manager: Any = pipeline.kv
     assert any(member.window == group.window for member in manager.spec.groups)
     if group.is_chunked:  # transformers does not pass the chunk size to the attention function
-        ours = step_logits(pipeline, [make_context(TOKENS)])[0]
-        assert float((ours - transformers_logits(reference, TOKENS)).abs().max()) > 0.01
+        logits = step_logits(pipeline, [make_context(TOKENS)])[0]
+        assert float((logits - transformers_logits(reference, TOKENS)).abs().max()) > 0.01
     else:
         with pytest.raises(UnsupportedFeatureError, match=f"that of the cache is {group.window}"):
             step_logits(pipeline, [make_context(TOKENS)])

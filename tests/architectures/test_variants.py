@@ -179,17 +179,17 @@ def test_logits_equal_transformers(family: str, name: str, tmp_path: Path) -> No
     reference = load_in_transformers(folder)
     pipeline = open_pipeline(folder, kv_cache_block_size=16)
     context = make_context(tokens[:70])
-    ours = step_logits(pipeline, [context])[0]
-    assert torch.equal(saved, ours)
+    logits = step_logits(pipeline, [context])[0]
+    assert torch.equal(saved, logits)
     expected = transformers_logits(reference, tokens[:70])
     tolerance = 1e-4 * max(1.0, float(expected.std()))
-    torch.testing.assert_close(ours, expected, atol=tolerance, rtol=0)
+    torch.testing.assert_close(logits, expected, atol=tolerance, rtol=0)
     _, past = transformers_step(reference, tokens[:70])
     for length in range(71, 86):  # step by step: with some RoPE types, a text's logits depend on its length
         expected, past = transformers_step(reference, tokens[:length], past)
         append_token(pipeline, context, tokens[length - 1])
-        ours = step_logits(pipeline, [context])[0][-1:]
-        torch.testing.assert_close(ours, expected, atol=tolerance, rtol=0)
+        logits = step_logits(pipeline, [context])[0][-1:]
+        torch.testing.assert_close(logits, expected, atol=tolerance, rtol=0)
 
 
 def test_every_dense_family_has_variants() -> None:

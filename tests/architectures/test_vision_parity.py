@@ -57,8 +57,8 @@ def pipeline(family: Family) -> TextGenerationPipeline:
     return open_pipeline(family.folder, kv_cache_block_size=16)
 
 
-def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    torch.testing.assert_close(ours, theirs, atol=1e-4 * max(1.0, float(theirs.std())), rtol=0)
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, atol=1e-4 * max(1.0, float(expected.std())), rtol=0)
 
 
 def test_every_registered_family_is_tested() -> None:
@@ -185,11 +185,11 @@ def test_text_after_a_final_image_equals_transformers(
 @pytest.mark.parametrize(("encoding", "limit"), [("bfloat16", None), ("int8", 0.2)])
 def test_logits_in_other_encodings_are_close(family: Family, encoding: str, limit: float | None) -> None:
     pipeline = open_pipeline(family.folder, quantization_encoding=encoding)
-    ours = forward_logits(pipeline, [family.prompt.context()])
-    error = float((ours - family.logits).std() / family.logits.std())
+    logits = forward_logits(pipeline, [family.prompt.context()])
+    error = float((logits - family.logits).std() / family.logits.std())
     if limit is None:
-        theirs = family.prompt.logits(copy.deepcopy(family.model).to(torch.bfloat16))
-        limit = 1.5 * float((theirs - family.logits).std() / family.logits.std())
+        reference_logits = family.prompt.logits(copy.deepcopy(family.model).to(torch.bfloat16))
+        limit = 1.5 * float((reference_logits - family.logits).std() / family.logits.std())
     assert error < limit
 
 

@@ -48,11 +48,11 @@ def test_narrow_models_with_another_depth_generate(name: str, tmp_path: Path) ->
 @pytest.mark.parametrize("name", TINY_CONFIGS)
 def test_tensor_names_and_shapes_equal_transformers(name: str, tmp_path: Path) -> None:
     written_tensors = load_file(write_checkpoint(tmp_path, TINY_CONFIGS[name]) / "model.safetensors")
-    ours = tensor_shapes(TINY_CONFIGS[name])
-    same = {key: tuple(tensor.shape) for key, tensor in written_tensors.items() if key in ours}
-    assert same == {key: shape for key, shape in ours.items() if key in written_tensors}
+    shapes = tensor_shapes(TINY_CONFIGS[name])
+    same = {key: tuple(tensor.shape) for key, tensor in written_tensors.items() if key in shapes}
+    assert same == {key: shape for key, shape in shapes.items() if key in written_tensors}
     # Some families store all experts of a layer in one tensor; Penstock reads each expert from it.
-    stacked = {key for key, tensor in written_tensors.items() if tensor.dim() == 3 and key not in ours}
+    stacked = {key for key, tensor in written_tensors.items() if tensor.dim() == 3 and key not in shapes}
     if name != "gpt2":  # the names of these tensors have a prefix there
         assert len(same) >= len(written_tensors) - 1 - len(stacked)
 

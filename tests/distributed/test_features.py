@@ -127,8 +127,8 @@ def test_adapters_are_sharded_with_their_layers(pair: RankPair, tmp_path: Path) 
     expected = run(open_pipeline(checkpoint, **flat))
     assert not torch.allclose(expected[0], expected[1], atol=0.1)
     with pair.open(checkpoint, **flat) as sharded_pipeline:
-        for ours, theirs in zip(run(sharded_pipeline), expected, strict=True):
-            torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=0)
+        for actual, reference in zip(run(sharded_pipeline), expected, strict=True):
+            torch.testing.assert_close(actual, reference, atol=1e-3, rtol=0)
 
 
 def test_a_rank_holds_only_its_shard(pair: RankPair, tiny: Path) -> None:

@@ -150,12 +150,12 @@ def test_logits_of_the_blueprint_family_equal_transformers(tmp_path: Path, varia
     tokens = random_tokens(80, 130, seed=1)
     expected = transformers_logits(load_in_transformers(folder), tokens)
     context = make_context(tokens[:60])
-    ours = [step_logits(pipeline, [context])[0]]
+    logits = [step_logits(pipeline, [context])[0]]
     for token in tokens[60:]:
         append_token(pipeline, context, token)
-        ours.append(step_logits(pipeline, [context])[0])
+        logits.append(step_logits(pipeline, [context])[0])
     tolerance = 1e-4 * max(1.0, float(expected.std()))
-    torch.testing.assert_close(torch.cat(ours), expected, atol=tolerance, rtol=0)
+    torch.testing.assert_close(torch.cat(logits), expected, atol=tolerance, rtol=0)
 
 
 def test_paths_on_the_page_exist() -> None:

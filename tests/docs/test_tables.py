@@ -78,10 +78,10 @@ def test_fields_marked_as_extensions_are_missing_in_openai() -> None:
     from openai.types import completion_create_params as of_completions
     from openai.types.chat import completion_create_params as of_chats
 
-    theirs: set[str] = set()
+    openai_fields: set[str] = set()
     for module in (of_completions, of_chats):
         for name in ("Base", "NonStreaming", "Streaming"):
-            theirs |= set(getattr(module, f"CompletionCreateParams{name}").__annotations__)
+            openai_fields |= set(getattr(module, f"CompletionCreateParams{name}").__annotations__)
     kinds: tuple[Any, ...] = (schemas.ChatBody, schemas.CompletionBody)
     honoured = {field.alias or name for kind in kinds for name, field in kind.model_fields.items()}
-    assert honoured - theirs == set(TOOL["OURS"])
+    assert honoured - openai_fields == set(TOOL["OURS"])

@@ -123,9 +123,9 @@ def test_weights_and_products_are_within_their_error_bounds(
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_packing_unpacked_weights_changes_nothing(encoding: str) -> None:
     kind = encoding_named(encoding)
-    once = kind.pack(torch.randn(50, 70))
-    repacked = kind.pack(kind.unpack(once))
-    assert torch.equal(kind.unpack(once), kind.unpack(repacked))
+    first_packing = kind.pack(torch.randn(50, 70))
+    repacked = kind.pack(kind.unpack(first_packing))
+    assert torch.equal(kind.unpack(first_packing), kind.unpack(repacked))
 
 
 def quantize_group(weight: np.ndarray, bits: int) -> tuple[list[int], float]:

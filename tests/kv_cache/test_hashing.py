@@ -25,10 +25,10 @@ def compute_digests(
 def test_a_digest_covers_its_block_and_all_earlier_blocks() -> None:
     other = TOKENS.copy()
     other[5] = 99
-    ours, theirs = compute_digests(), compute_digests(other)
-    assert ours[0] == theirs[0]
-    assert ours[1] != theirs[1]
-    assert ours[2] != theirs[2]
+    digests, other_digests = compute_digests(), compute_digests(other)
+    assert digests[0] == other_digests[0]
+    assert digests[1] != other_digests[1]
+    assert digests[2] != other_digests[2]
 
 
 def test_digests_can_be_computed_block_by_block() -> None:

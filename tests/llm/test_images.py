@@ -142,12 +142,12 @@ def test_texts_are_equal_in_every_schedule(llm: LLM, folder: Path, config: dict[
     params = SamplingParams(max_new_tokens=40, top_k=1, ignore_eos=True)
     expected = llm.generate(prompts, params, use_tqdm=False, images=images)
     with open_llm(folder, **config) as other:
-        ours = other.generate(prompts, params, use_tqdm=False, images=images)
+        actual = other.generate(prompts, params, use_tqdm=False, images=images)
         if "kv_cache_memory" in config:
             assert other._scheduler.num_preemptions > 0
         if "encoder_cache_memory" in config:
             assert encoder_counts(other)[1] == 0
-    assert [output.token_ids for output in ours] == [reference.token_ids for reference in expected]
+    assert [output.token_ids for output in actual] == [reference.token_ids for reference in expected]
 
 
 def test_invalid_images_are_refused(llm: LLM, tmp_path: Path) -> None:

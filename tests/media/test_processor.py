@@ -59,6 +59,6 @@ def test_a_process_returns_what_the_processor_returns(tmp_path: Path) -> None:
     data = encode_image_file(random_picture())
     expected, _ = LocalProcessor(tmp_path).process(data, {}, LIMIT)
     pool = ProcessorPool(tmp_path, 1, 60)
-    ours, _ = pool.process(data, {}, LIMIT)
+    processed_image, _ = pool.process(data, {}, LIMIT)
     pool.close()
-    assert np.array_equal(ours["pixel_values"], expected["pixel_values"])
+    assert np.array_equal(processed_image["pixel_values"], expected["pixel_values"])

@@ -70,8 +70,8 @@ def test_logits_equal_transformers(checkpoint: Path, kernels: str) -> None:
     for length in range(91, 101):
         expected, past = transformers_step(reference, tokens[:length], past)
         append_token(pipeline, context, tokens[length - 1])
-        ours = step_logits(pipeline, [context])[0][-1:]
-        torch.testing.assert_close(ours, expected, atol=1e-3, rtol=1e-4)
+        actual = step_logits(pipeline, [context])[0][-1:]
+        torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-4)
 
 
 def test_chunks_of_a_dynamically_scaled_prompt_equal_the_whole(tmp_path: Path) -> None:

@@ -42,8 +42,8 @@ def test_siglip_rows_equal_transformers(ops: Ops) -> None:
     tower = VisionTower.load(load_module(model, "tower", ops), "tower", sizes)
     pixels = torch.randn(2, 3, 32, 32)
     step = image_step(ops, [16, 16], DEVICE)
-    ours = tower(patches_of(pixels, 8), step.positions, step)
-    assert_close(ours.view(2, 16, 48), model(pixels).last_hidden_state)
+    rows = tower(patches_of(pixels, 8), step.positions, step)
+    assert_close(rows.view(2, 16, 48), model(pixels).last_hidden_state)
 
 
 @pytest.mark.parametrize("blocks", [3, 2])
@@ -59,5 +59,5 @@ def test_clip_rows_equal_transformers(ops: Ops, blocks: int) -> None:
     pixels = torch.randn(2, 3, 32, 32)
     step = image_step(ops, [17, 17], DEVICE)
     patches = pad(patches_of(pixels, 8).view(2, 16, -1), (0, 0, 1, 0)).flatten(0, 1)
-    theirs = model(pixels, output_hidden_states=True).hidden_states[blocks]
-    assert_close(tower(patches, step.positions, step).view(2, 17, 48), theirs)
+    reference_output = model(pixels, output_hidden_states=True).hidden_states[blocks]
+    assert_close(tower(patches, step.positions, step).view(2, 17, 48), reference_output)

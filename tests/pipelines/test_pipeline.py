@@ -247,11 +247,11 @@ def test_log_probabilities_equal_transformers(
         entries += [part.log_probabilities for part in pipeline.execute({"a": context}, 4)["a"].tokens]
     tokens = context.all_tokens.tolist()
     expected = torch.log_softmax(transformers_logits(reference, tokens[:-1]), dim=-1)
-    ours = [value for entry in entries for value in entry.token_log_probabilities]
+    actual = [value for entry in entries for value in entry.token_log_probabilities]
     top_tokens = [top_entries for entry in entries for top_entries in entry.top_log_probabilities]
     first = 1 if echo else len(PROMPT)
-    theirs = [float(expected[i - 1, tokens[i]]) for i in range(first, len(tokens))]
-    assert ours == pytest.approx(theirs, abs=1e-3)
+    expected_scores = [float(expected[i - 1, tokens[i]]) for i in range(first, len(tokens))]
+    assert actual == pytest.approx(expected_scores, abs=1e-3)
     for i, top_entries in enumerate(top_tokens, first):
         expected_top = set(expected[i - 1].topk(3).indices.tolist())
         assert set(top_entries) == expected_top | {tokens[i]}
@@ -377,9 +377,9 @@ def test_bfloat16_logits_are_close_to_float32(checkpoint: Path, reference: Any) 
     pipeline = open_pipeline(checkpoint, quantization_encoding="bfloat16")
     assert isinstance(pipeline.kv, KVCacheManager)
     assert pipeline.kv.storage.caches[0].dtype is torch.bfloat16
-    ours = torch.log_softmax(step_logits(pipeline, [make_context(PROMPT)])[0], -1)
-    theirs = torch.log_softmax(transformers_logits(reference, PROMPT), -1)
-    assert float((theirs.exp() * (theirs - ours)).sum(-1).mean()) < 0.05
+    logits = torch.log_softmax(step_logits(pipeline, [make_context(PROMPT)])[0], -1)
+    reference_logits = torch.log_softmax(transformers_logits(reference, PROMPT), -1)
+    assert float((reference_logits.exp() * (reference_logits - logits)).sum(-1).mean()) < 0.05
 
 
 class NextToken(PipelineModel[TextContext]):

@@ -19,5 +19,5 @@ def randomize(module: Any) -> Any:
     return module.eval()
 
 
-def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    torch.testing.assert_close(ours, theirs, atol=1e-5 * max(1.0, float(theirs.std())), rtol=0)
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, atol=1e-5 * max(1.0, float(expected.std())), rtol=0)

@@ -90,10 +90,14 @@ def test_files_quantised_by_llama_cpp_are_dequantized_equally(kind: str, tmp_pat
             str(source).encode(), str(target).encode(), ctypes.byref(params)
         )
         assert status == 0
-    ours, unquantized, original = Weights.open(packed_file), Weights.open(unpacked), Weights.open(file)
-    assert ours.names == unquantized.names == original.names
-    for name in ours.names:
-        numbers, shape = ours.tensor(name, ours.shape(name)), ours.shape(name)
+    gguf_weights, unquantized, original = (
+        Weights.open(packed_file),
+        Weights.open(unpacked),
+        Weights.open(file),
+    )
+    assert gguf_weights.names == unquantized.names == original.names
+    for name in gguf_weights.names:
+        numbers, shape = gguf_weights.tensor(name, gguf_weights.shape(name)), gguf_weights.shape(name)
         assert torch.equal(numbers, unquantized.tensor(name, shape)), name
         assert len(shape) == 1 or not torch.equal(numbers, original.tensor(name, shape)), name
 
@@ -110,12 +114,14 @@ def test_tokens_equal_those_of_llama_cpp(name: str, tmp_path: Path, shared_data:
             read_sentencepiece(shared_data / "models" / name / "tokenizer.model")
         )
     file = write_gguf_file(tmp_path, metadata)
-    ours, llama = read_tokenizer_files(file).tokenizer, open_with_llama_cpp(file, vocab_only=True)
+    gguf_tokenizer, llama = read_tokenizer_files(file).tokenizer, open_with_llama_cpp(file, vocab_only=True)
     for text in TEXTS:
         # llama.cpp does not compose U+030A, unlike the tokenizer of the model.
         if "\u030a" in text and name == "qwen3":
             continue
-        assert ours.encode(text).ids == llama.tokenize(text.encode(), add_bos=True, special=True), text
+        assert gguf_tokenizer.encode(text).ids == llama.tokenize(text.encode(), add_bos=True, special=True), (
+            text
+        )
 
 
 @pytest.mark.parametrize("name", ["llama2xs", "stories260K"])
@@ -125,10 +131,10 @@ def test_text_equals_that_of_llama_cpp(name: str, tmp_path: Path, shared_data: P
     for kind in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
         file = write_gguf(checkpoint, tmp_path / "m.gguf", kind, metadata)
         with LLM(str(file), quantization_encoding="float32") as llm:
-            ours = llm.generate("Once upon a time", SamplingParams(max_new_tokens=100))[0].text
+            output = llm.generate("Once upon a time", SamplingParams(max_new_tokens=100))[0].text
         options = {"max_tokens": 100, "temperature": 0.0, "repeat_penalty": 1.0}
         assert (
-            ours
+            output
             == open_with_llama_cpp(file).create_completion("Once upon a time", **options)["choices"][0][
                 "text"
             ]

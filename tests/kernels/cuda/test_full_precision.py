@@ -19,8 +19,10 @@ SHAPES = list(product((1, 2, 4), (1, 4), (1, 3), (0, 5), (1, 2), (1, 20)))
 
 def assert_equals_reference(name: str, packed: PackedConv1d | PackedConvTranspose1d, x: Tensor) -> None:
     """Compare a convolution with the reference. The methods do not use ``self``, so it is None."""
-    ours, theirs = (getattr(cls, name)(None, x, packed) for cls in (CudaConvolution, ReferenceConvolution))
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    actual, reference = (
+        getattr(cls, name)(None, x, packed) for cls in (CudaConvolution, ReferenceConvolution)
+    )
+    torch.testing.assert_close(actual, reference, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
