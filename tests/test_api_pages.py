@@ -92,7 +92,7 @@ def test_the_page_of_text_context_implements_the_protocol() -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "actual", "differences"),
+    ("page", "function", "differences"),
     [
         ("(a, b=1)", lambda a, b=1: None, []),
         ("(a, b=1)", lambda a, b=1, *, c=2, _d=3: None, []),
@@ -108,15 +108,15 @@ def test_the_page_of_text_context_implements_the_protocol() -> None:
     ],
 )
 def test_differences_of_signatures_are_reported(
-    page: str, actual: Callable[..., Any], differences: list[str]
+    page: str, function: Callable[..., Any], differences: list[str]
 ) -> None:
-    assert find_differences(parse(page), get_parameters(actual)) == differences
+    assert find_differences(parse(page), get_parameters(function)) == differences
 
 
-def find_differences(page: list[inspect.Parameter], actual: list[inspect.Parameter]) -> list[str]:
-    """Return the differences between the parameters of a page and those of our signature."""
+def find_differences(page: list[inspect.Parameter], parameters: list[inspect.Parameter]) -> list[str]:
+    """Return the differences between the parameters on a page and those of a function of Penstock."""
     differences = []
-    by_name = {parameter.name: parameter for parameter in actual}
+    by_name = {parameter.name: parameter for parameter in parameters}
     for expected in page:
         actual = by_name.get(expected.name)
         if actual is None:
@@ -131,12 +131,12 @@ def find_differences(page: list[inspect.Parameter], actual: list[inspect.Paramet
             )
     if differences:
         return differences
-    if positional_names(page) != positional_names(p for p in actual if p.name in {q.name for q in page}):
+    if positional_names(page) != positional_names(p for p in parameters if p.name in {q.name for q in page}):
         differences.append(
-            f"positional parameters are {', '.join(positional_names(actual))},"
+            f"positional parameters are {', '.join(positional_names(parameters))},"
             f" on the page {', '.join(positional_names(page))}"
         )
-    for extra in actual:
+    for extra in parameters:
         is_on_page = extra.name in {parameter.name for parameter in page}
         if not is_on_page and not extra.name.startswith("_") and not _is_keyword_with_default(extra):
             differences.append(f"{extra.name} is not on the page: it must be keyword-only with a default")
