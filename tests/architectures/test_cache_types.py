@@ -84,9 +84,8 @@ def test_logits_of_8_bit_caches_are_close_to_float32(checkpoint: Path) -> None:
         kind: mean_difference(compute_logits(open_with_kv_cache(checkpoint, kind)), float32_logits)
         for kind in ("bfloat16", "int8", "fp8")
     }
-    assert (
-        0 < errors["bfloat16"] < errors["fp8"] < 16 * errors["bfloat16"]
-    )  # a mantissa of 3 bits instead of 7
+    # A mantissa of 3 bits instead of 7.
+    assert 0 < errors["bfloat16"] < errors["fp8"] < 16 * errors["bfloat16"]
     assert errors["fp8"] < 0.2  # large because the weights are random
 
 
@@ -125,10 +124,11 @@ def test_scales_stored_in_the_checkpoint_are_used(
         pipeline = open_with_kv_cache(with_scales(checkpoint, tmp_path, tensors))
         assert pipeline.kv.storage.scales[1][:, 0, 1, 3].tolist() == pytest.approx(scales)
         error = mean_difference(compute_logits(pipeline), float32_logits)
+        # A scale that is too small clips the values.
         assert 0 < error < 0.2 if is_close else error > 0.4, (
             scales,
             error,
-        )  # a scale that is too small clips the values
+        )
 
 
 def test_scales_for_each_kv_head_are_sharded_with_the_heads(checkpoint: Path, tmp_path: Path) -> None:

@@ -41,9 +41,8 @@ def make_config(family: str, **changes: Any) -> dict[str, Any]:
 
 def compute_logits(pipeline: TextGenerationPipeline) -> torch.Tensor:
     """Return the logits of a prompt, then of single tokens."""
-    context = make_context(
-        TOKENS[:50], log_probabilities_echo=True
-    )  # every row computed, none from the cache
+    # Echo turns off the prefix cache, so every row is computed.
+    context = make_context(TOKENS[:50], log_probabilities_echo=True)
     rows = [step_logits(pipeline, [context])[0]]
     for token in TOKENS[50:]:
         append_token(pipeline, context, token)
@@ -304,9 +303,8 @@ def test_logits_of_mxfp4_experts_equal_those_of_their_float_values(gpt_oss: Path
 
 def test_mxfp4_experts_are_kept_in_mxfp4(gpt_oss: Path, tmp_path: Path) -> None:
     """Gate and up rows alternate in the checkpoint. Loading separates them without changing a number."""
-    packed_folder, float_folder = write_mxfp4(
-        gpt_oss, tmp_path, dtype=...
-    )  # OpenAI's configuration files have no ``dtype``
+    # OpenAI's configuration files have no ``dtype``.
+    packed_folder, float_folder = write_mxfp4(gpt_oss, tmp_path, dtype=...)
     pipeline = open_pipeline(packed_folder, quantization_encoding=None, kv_cache_block_size=16)
     model: Any = pipeline.model
     assert model.pipeline_config.model.encoding == "mxfp4"

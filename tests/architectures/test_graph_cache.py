@@ -69,7 +69,7 @@ def logits_of_scenario(pipeline: TextGenerationPipeline) -> list[torch.Tensor]:
     run_step(long, rows=33)
     for _ in range(20):
         run_step(long, short, medium)
-    pipeline.release(medium)  # as the scheduler does when memory runs out
+    pipeline.release(medium)  # preempts the context, as the scheduler does when blocks run out
     medium.reset()
     for _ in range(3):
         run_step(short)

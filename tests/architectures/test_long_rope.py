@@ -128,7 +128,7 @@ def test_echo_of_a_generated_text_has_its_scores(checkpoint: Path) -> None:
     echo = make_context(text, 1, log_probabilities=1, log_probabilities_echo=True)
     logs = pipeline.execute({"echo": echo})["echo"].tokens[0].log_probabilities
     assert logs is not None
-    beyond = LIMIT + 1  # the first token sampled with the long factors
+    beyond = LIMIT + 1  # number of the first token sampled with the long factors
     actual_scores = logs.token_log_probabilities[:-1][beyond - 1 :]
     assert_scores(generated[beyond - len(PROMPT) :], actual_scores)
 

@@ -44,9 +44,8 @@ def make_config(family: str, **changes: Any) -> dict[str, Any]:
 
 def compute_logits(pipeline: TextGenerationPipeline, tokens: list[int] = TOKENS) -> torch.Tensor:  # [T, V]
     """Return the logits of a prompt, then of ten single tokens."""
-    context = make_context(
-        tokens[:-10], log_probabilities_echo=True
-    )  # every row computed, none from the cache
+    # Echo turns off the prefix cache, so every row is computed.
+    context = make_context(tokens[:-10], log_probabilities_echo=True)
     rows = [step_logits(pipeline, [context])[0]]
     for token in tokens[-10:]:
         append_token(pipeline, context, token)
@@ -128,7 +127,7 @@ def test_logits_of_variants_equal_transformers(variant: str, tmp_path: Path) -> 
     write_checkpoint(tmp_path, config)
     expected = transformers_logits(load_in_transformers(tmp_path), TOKENS)
     assert relative_error(open_pipeline(tmp_path, kv_cache_block_size=16), expected) <= 1
-    (tmp_path / "config.json").write_text(json.dumps(config))  # the spelling of the checkpoint's authors
+    (tmp_path / "config.json").write_text(json.dumps(config))  # keys as in the published configuration
     assert relative_error(open_pipeline(tmp_path, kv_cache_block_size=16), expected) <= 1
 
 

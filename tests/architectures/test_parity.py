@@ -56,9 +56,8 @@ def test_logits_of_a_chunked_prefill_equal_transformers(
 ) -> None:
     tokens = random_tokens(70, vocabulary, seed=3)
     expected = transformers_logits(reference, tokens)
-    context = make_context(
-        tokens, log_probabilities_echo=True
-    )  # echo turns off the prefix cache, so all rows are computed
+    # Echo turns off the prefix cache, so all rows are computed.
+    context = make_context(tokens, log_probabilities_echo=True)
     for chunk in chunks:
         start = context.start_idx
         context.set_token_indices(active_idx=start + chunk)

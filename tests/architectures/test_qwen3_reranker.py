@@ -39,7 +39,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
-def expected_logits(folder: Path, query: str, document: str, instruction: str) -> torch.Tensor:  # no, yes
+def expected_logits(
+    folder: Path, query: str, document: str, instruction: str
+) -> torch.Tensor:  # [2]: logits of "no" and "yes"
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     body = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
     ids = tokenizer.encode(TEMPLATE.prefix + body + TEMPLATE.suffix).ids

@@ -185,7 +185,9 @@ def test_logits_equal_transformers(family: str, name: str, tmp_path: Path) -> No
     tolerance = 1e-4 * max(1.0, float(expected.std()))
     torch.testing.assert_close(logits, expected, atol=tolerance, rtol=0)
     _, past = transformers_step(reference, tokens[:70])
-    for length in range(71, 86):  # step by step: with some RoPE types, a text's logits depend on its length
+    for length in range(
+        71, 86
+    ):  # transformers decodes step by step, because some RoPE types depend on the length of the text
         expected, past = transformers_step(reference, tokens[:length], past)
         append_token(pipeline, context, tokens[length - 1])
         logits = step_logits(pipeline, [context])[0][-1:]

@@ -53,7 +53,7 @@ def test_tensor_names_and_shapes_equal_transformers(name: str, tmp_path: Path) -
     assert same == {key: shape for key, shape in shapes.items() if key in written_tensors}
     # Some families store all experts of a layer in one tensor; Penstock reads each expert from it.
     stacked = {key for key, tensor in written_tensors.items() if tensor.dim() == 3 and key not in shapes}
-    if name != "gpt2":  # the names of these tensors have a prefix there
+    if name != "gpt2":  # transformers adds a prefix to these names
         assert len(same) >= len(written_tensors) - 1 - len(stacked)
 
 

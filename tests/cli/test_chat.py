@@ -116,7 +116,7 @@ def test_images_are_sent_with_the_next_question(monkeypatch: pytest.MonkeyPatch,
         monkeypatch,
         f"/image {image}",
         f"/image {image}",
-        "refuse",  # keeps the images
+        "refuse",  # a refused question keeps the attached images
         "one",
         "/retry",
         f"/save {saved}",

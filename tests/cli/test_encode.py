@@ -176,7 +176,7 @@ def test_rerank_prints_the_ranked_documents(model: Path, files: dict[str, Path],
             "the input is empty: it needs at least one",
         ),
         "too long": (["encode", "--text", "cat " * 99], "101 tokens, but the maximum length is 64"),
-        "no input": (["encode", "--text", "cat", "--text", "cat " * 99], "in input 2 of 2"),
+        "too long second input": (["encode", "--text", "cat", "--text", "cat " * 99], "in input 2 of 2"),
         "unknown prompt": (
             ["encode", "--text", "cat", "--prompt-name", "q"],
             "prompt_name 'q' is unknown: the checkpoint has query",

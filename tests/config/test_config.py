@@ -381,7 +381,7 @@ def write_typed_checkpoint(folder: Path, config: Mapping[str, Any]) -> ModelConf
         ({"dtype": "bfloat16"}, "bfloat16"),
         ({"torch_dtype": "torch.float32"}, "float32"),
         ({"text_config": {"dtype": "float32"}}, "float32"),
-        ({"torch_dtype": None}, "bfloat16"),  # the type of the largest tensor
+        ({"torch_dtype": None}, "bfloat16"),  # without torch_dtype, the type of the largest tensor counts
     ],
 )
 def test_the_default_encoding_is_that_of_the_checkpoint(

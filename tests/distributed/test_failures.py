@@ -46,7 +46,7 @@ def test_a_lost_rank_ends_the_step_on_all_ranks(
         start_time = time.monotonic()
         with pytest.raises(RankFailedError, match=reason):
             generate_tokens(pipeline, [make_context([1, 2, 3], 2)])
-        with pytest.raises(RankFailedError, match=reason):  # at once, without a computation
+        with pytest.raises(RankFailedError, match=reason):  # fails immediately, without computing the step
             generate_tokens(pipeline, [make_context([1, 2, 3], 2)])
         assert time.monotonic() - start_time < 60
     finally:

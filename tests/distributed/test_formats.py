@@ -74,7 +74,12 @@ def test_rows_of_a_gguf_tensor_can_be_read_separately(
 ) -> None:
     weights = Weights.open(write_gguf(wide_checkpoint, tmp_path / "m.gguf", GGMLQuantizationType[kind]))
     for name, shape, start, stop in (
-        ("model.layers.0.self_attn.q_proj.weight", (128, 128), 32, 96),  # rows of heads are interleaved
+        (
+            "model.layers.0.self_attn.q_proj.weight",
+            (128, 128),
+            32,
+            96,
+        ),  # GGUF interleaves the rows of each head
         ("model.layers.1.mlp.up_proj.weight", (224, 128), 96, 224),
     ):
         encoding, full_weight = weights.read_linear(name, shape)

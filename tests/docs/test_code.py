@@ -33,9 +33,8 @@ from support.vision_checkpoint import random_picture, write_llava
 from penstock.cli import cli
 
 PYTHON = code_blocks("python")
-STANDALONE = [
-    block for block in PYTHON if not block.needs_server and block.page.name != "README.md"
-]  # tested in test_readme.py
+# The code of the other pages is tested in test_readme.py.
+STANDALONE = [block for block in PYTHON if not block.needs_server and block.page.name != "README.md"]
 SESSIONS = [block for block in code_blocks("console") if shell_commands(block)]
 CURLS = [(block, line) for block in SESSIONS for line in shell_commands(block) if line.startswith("curl ")]
 EMBEDDER = "./all-MiniLM-L6-v2"
@@ -98,9 +97,8 @@ def test_python_client_blocks_run(block: Block, request: pytest.FixtureRequest) 
     url: str = request.getfixturevalue("embedder_url" if '="minilm"' in code else "url")
     code = code.replace(URL, url)
     if packages:  # in another process, because these packages leave connections open
-        environment = os.environ | {
-            "LITELLM_LOCAL_MODEL_COST_MAP": "True"
-        }  # otherwise LiteLLM downloads a price list
+        # Otherwise LiteLLM downloads a price list.
+        environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
         child = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, env=environment
         )

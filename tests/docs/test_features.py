@@ -71,7 +71,7 @@ def assert_two_outputs(llm: LLM, outputs: list[GenerationOutput]) -> None:
 
 def assert_prefix_hits(llm: LLM, outputs: list[GenerationOutput]) -> None:
     has_cached_tokens = [output.num_cached_tokens > 0 for output in outputs]
-    # Not with log probabilities of the prompt. Of several outputs, only the first one has them.
+    # Log probabilities of the prompt prevent prefix hits. Only the first output has them.
     assert has_cached_tokens[0] == (outputs[0].prompt_log_probabilities is None)
 
 

@@ -229,10 +229,12 @@ def test_slow_grammars_are_refused_and_others_wait_for_a_thread(monkeypatch: pyt
         with pytest.raises(InputError, match=r"'slow 1' was not compiled"):
             grammars.ready(make_grammar_context("regex", "slow 1"))  # the refusal is cached
         assert not grammars.ready(other), "no thread is free"
-        with pytest.raises(UnavailableError, match="4 other grammars"):  # after the time limit
+        with pytest.raises(
+            UnavailableError, match="4 other grammars"
+        ):  # waits for a thread up to the time limit
             wait_until_ready(grammars, other)
         assert not grammars.ready(other)
-        wait_until_ready(grammars, make_grammar_context("regex", "quick"))  # is still cached
+        wait_until_ready(grammars, make_grammar_context("regex", "quick"))  # this grammar is still cached
     finally:
         release.set()
     wait_until_ready(grammars, other)

@@ -49,7 +49,7 @@ def test_each_draft_token_has_a_mask_row() -> None:
             all_tokens,
             [ord("x")],
             [EOS],
-            all_tokens,  # after the end
+            all_tokens,  # the row after the end token has no constraint
         ]
 
 

@@ -29,9 +29,8 @@ def check_joined_bytes(tokenizer: TextTokenizer, texts: list[str]) -> None:
     for text in texts:
         ids = tokenizer.backend.encode(text, add_special_tokens=False).ids
         joined_text = b"".join(tokens[token] for token in ids)
-        assert (
-            joined_text.removeprefix(b" ") == text.encode()
-        )  # some tokenizers add a space before the first word
+        # Some tokenizers add a space before the first word.
+        assert joined_text.removeprefix(b" ") == text.encode()
 
 
 def test_the_bytes_of_tokens_join_to_the_text() -> None:

@@ -227,9 +227,8 @@ def test_clamped_swish_agrees_with_the_reference(ops: Ops, dtype: torch.dtype, r
 def test_routes_agree_with_the_reference(
     ops: Ops, dtype: torch.dtype, routing: Routing, rows: int, experts: int, top: int
 ) -> None:
-    distinct_logits = (
-        torch.stack([torch.randperm(experts) for _ in range(rows)]) / 8
-    )  # distinct in bfloat16 as well
+    # These logits are distinct in bfloat16 as well.
+    distinct_logits = torch.stack([torch.randperm(experts) for _ in range(rows)]) / 8
     logits = torch.cat([distinct_logits, torch.full((rows, 3), 99.0)], dim=1).to(dtype)[:, :experts]
     (topk_weights, topk_ids), (expected, numbers) = (o.route(logits, top, routing) for o in (ops, REFERENCE))
     assert torch.equal(topk_ids, numbers)
@@ -253,9 +252,8 @@ def test_routes_by_scores_agree_with_the_reference(
     ops: Ops, dtype: torch.dtype, routing: str, with_bias: bool
 ) -> None:
     rows, experts = 33, 60
-    distinct_logits = (
-        torch.stack([torch.randperm(experts) for _ in range(rows)]) / 8 - 3.5
-    )  # distinct in bfloat16 as well
+    # These logits are distinct in bfloat16 as well.
+    distinct_logits = torch.stack([torch.randperm(experts) for _ in range(rows)]) / 8 - 3.5
     logits = torch.cat([distinct_logits, torch.full((rows, 3), 99.0)], dim=1).to(dtype)[:, :experts]
     bias = torch.randn(experts) / 5 if with_bias else None
     (topk_weights, topk_ids), (expected, numbers) = (
@@ -879,7 +877,7 @@ def test_rows_with_non_finite_logits_are_reported(
     logits[1, vocabulary - 1] = torch.nan
     logits[2, 3] = torch.inf
     logits[3] = -torch.inf
-    logits[4, 1:] = -torch.inf  # valid: one token remains
+    logits[4, 1:] = -torch.inf  # valid, because one token remains
     logits[5, :5] = -torch.inf
     inputs = sampling_inputs(7, **rule)
     mask = torch.full((7, -(-vocabulary // 32)), -1, dtype=torch.int32)

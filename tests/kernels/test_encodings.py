@@ -96,7 +96,8 @@ class TestEveryEncoding:
         weight, x = torch.randn(70, 96), torch.randn(3, 96).to(kind.compute_dtype.to_torch())
         tensors = kind.pack(weight)
         error = (kind.unpack(tensors).float() - weight).abs().max() / weight.abs().max()
-        # 8-bit floats have 3 bits of mantissa and 4-bit floats 1. The values of nf4 lie as far apart.
+        # Bits of mantissa and sign: 4 in 8-bit floats, 2 in 4-bit floats. The values of nf4 have similar
+        # distances to those of 4-bit floats.
         effective_bits = {"fp8": 4, "mxfp4": 2, "nvfp4": 2, "nf4": 2, "fp4": 2}.get(
             kind.name, min(kind.bits - 1, 7)
         )
@@ -128,12 +129,12 @@ MAY_NAME_ENCODINGS = (
 ELEMENT_TYPES = {"float32", "bfloat16", "float16", "fp8", "int8", "uint8"}
 """Names of encodings that are also element types. The files below may use them."""
 NAMES_OF_ELEMENT_TYPES = (
-    "architectures/cache_types.py",  # of the KV cache
+    "architectures/cache_types.py",  # element types of the KV cache
     "dtype.py",
-    "config/pipeline.py",  # of the KV cache
-    "weights/gguf_config.py",  # of the activations
-    "bench/random_weights.py",  # of a checkpoint that is written
-    "media/audio_files.py",  # of samples
+    "config/pipeline.py",  # element types of the KV cache
+    "weights/gguf_config.py",  # element type of the activations
+    "bench/random_weights.py",  # element type of the written checkpoint
+    "media/audio_files.py",  # element types of samples
 )
 
 

@@ -90,7 +90,7 @@ def check_block(
     inputs = 256 if has_factors else max(size, 32)
     unit = units[k // inputs]
     num_factors = 128 * sum(name in rows for name in ("factors", "min_factors"))
-    if size > 32:  # a float32 scale for the unit
+    if size > 32:  # the unit has one float32 scale
         num_factors = 256
         assert unit[-256:].view(torch.float32)[column] == rows["scales"][n, k // size]
     groups = unit[: len(unit) - num_factors].view(inputs // 32, -1)
@@ -170,7 +170,7 @@ def test_padding_of_panels_is_zero(encoding: str, outputs: int, inputs: int) -> 
     panels = panel_layout(encoding).to_panels(random_rows(encoding, outputs, inputs))
     size = 64 * panels["panels"].shape[0], {"float32": 1, "bfloat16": 2, "int8": 4}.get(encoding, 32)
     padded_size = size[0], -(-inputs // size[1]) * size[1]
-    if "scales" in panels:  # only the outputs that exist
+    if "scales" in panels:  # padded outputs have no scales
         panels["scales"] = torch.ones(size[0])
     weight = panel_layout(encoding).from_panels(panels, *padded_size)["weight"]
     assert not weight[outputs:].any()

@@ -31,9 +31,8 @@ def paged_cache(
     generator = np.random.default_rng(sum(lengths))
     counts = [-(-length // BLOCK) for length in lengths]
     order = generator.permutation(np.arange(1, sum(counts) + 1))
-    cache = torch.full(
-        (2, sum(counts) + 1, kv_heads, BLOCK, dim), torch.nan
-    )  # unwritten slots must not affect results
+    # Unwritten slots must not affect results.
+    cache = torch.full((2, sum(counts) + 1, kv_heads, BLOCK, dim), torch.nan)
     scales = torch.zeros(2, sum(counts) + 1, kv_heads, BLOCK) if int8 or fp8 else None
     if int8:
         cache = torch.zeros_like(cache, dtype=torch.int8)

@@ -283,10 +283,11 @@ def test_blocks_behind_the_window_are_freed_and_stay_cached() -> None:
     same_context = text_context(list(range(17)))
     manager.claim(same_context)
     assert same_context.num_cached_tokens == 16
+    # The query at 16 sees positions 11 to 16.
     assert block_tables(manager, same_context) == [
         [1, 2, 3, 4],
         [0, 0, 3, 4],
-    ]  # the query at 16 sees positions 11 to 16
+    ]
     run_one_step(manager, same_context)
     manager.check_integrity()
 

@@ -88,7 +88,7 @@ def run_changing_batches(pipeline: TextGenerationPipeline, adapters: dict[str, P
     recorder.run(first, 4)
     recorder.run([first[1], first[2], first[0]], 3)
     recorder.release(first)
-    second = recorder.begin("head", None, "all")  # uses the slot of "some"
+    second = recorder.begin("head", None, "all")  # adapter "head" replaces "some" in its slot
     recorder.run(second, 5)
     recorder.run(second[:2], 3)
     recorder.release(second)

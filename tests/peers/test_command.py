@@ -46,7 +46,7 @@ def test_checkpoint_has_the_files_that_peers_require_and_is_written_once(shape: 
     written_time = (folder / "model.safetensors").stat().st_mtime_ns
     assert checkpoint(str(shape), tmp_path / "checkpoints") == folder
     assert (folder / "model.safetensors").stat().st_mtime_ns == written_time
-    (folder / "complete").unlink()  # as after a stop in the middle
+    (folder / "complete").unlink()  # as if the first run had been interrupted
     checkpoint(str(shape), tmp_path / "checkpoints")
     assert (folder / "model.safetensors").stat().st_mtime_ns > written_time
 

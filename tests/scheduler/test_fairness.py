@@ -178,7 +178,7 @@ def test_new_clients_do_not_starve_a_long_prompt() -> None:
     names = iter("bcdefghijklmnopqrstuvwxyzBCDEFGHIJKLMNOPQRSTUVWXYZ")
     steps = 0
     while not run.tokens["a"]:
-        run.submit(next(names), 16, new=1)  # takes a whole step
+        run.submit(next(names), 16, new=1)  # this prompt takes a whole step
         run.step()
         steps += 1
     assert steps <= 16
@@ -200,7 +200,7 @@ def test_the_client_with_the_most_blocks_is_preempted() -> None:
     run = FairnessRun(10, max_batch_size=4)
     run.submit("a1", 4, new=16)
     run.submit("a2", 4, new=16)
-    run.submit("b", 4, new=16)  # the youngest
+    run.submit("b", 4, new=16)  # the youngest request
     while not run.scheduler.num_preemptions:
         run.step()
     assert run.count_running_per_client() == {"a": 1, "b": 1}

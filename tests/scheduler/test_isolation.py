@@ -116,7 +116,7 @@ def test_two_consecutive_failures_of_single_requests_raise() -> None:
     assert list(isolation.execute(make_batch("a"), 1)[1]) == ["a"]
     with pytest.raises(ZeroDivisionError, match="b"):
         isolation.execute(make_batch("b"), 1)
-    isolation.execute(make_batch("c"), 1)  # succeeds and resets the count
+    isolation.execute(make_batch("c"), 1)  # this batch succeeds and resets the count of failures
     assert list(isolation.execute(make_batch("d"), 1)[1]) == ["d"]
 
 

@@ -228,7 +228,7 @@ def test_forced_tokens_are_computed_with_the_next_token() -> None:
 def test_multiple_steps_start_after_the_prompts(num_steps: int, lengths: list[int]) -> None:
     run = SchedulerRun()
     run.submit("a", 3, new=8)
-    run.submit("b", 20, new=9)  # two chunks: a step with a chunk runs alone
+    run.submit("b", 20, new=9)  # two chunks, and a call with a chunk runs only one step
     trace = run.finish(num_steps)
     assert trace[:2] == [{"a": 3, "b": 13}, {"a": 1, "b": 7}]
     assert [rows["a"] for rows in trace if "a" in rows] == [3, *lengths[1:]]
@@ -268,7 +268,7 @@ def test_equal_concurrent_prompts_are_computed_once() -> None:
     prompt = list(range(1, 25))
     for name in "abc":
         run.submit(name, prompt, new=2)
-    run.submit("d", 3, new=2)  # overtakes b and c, which wait for the prefix
+    run.submit("d", 3, new=2)  # d overtakes b and c, which wait for the prefix
     assert run.finish() == [
         {"a": 16},
         {"a": 8, "d": 3},
@@ -294,7 +294,7 @@ def test_a_prompt_waits_until_its_blocks_are_free() -> None:
     run = SchedulerRun(6)
     run.submit("a", 12, new=3)
     run.submit("b", 12, new=1)  # three blocks are free, but one is reserved for a
-    run.submit("c", 2, new=1)  # would fit, but does not overtake b
+    run.submit("c", 2, new=1)  # c would fit, but must not overtake b
     assert run.finish() == [{"a": 12}, {"a": 1}, {"a": 1}, {"b": 12, "c": 2}]
     assert run.scheduler.num_preemptions == 0
 
@@ -336,7 +336,7 @@ def test_a_preempted_context_keeps_its_position_in_the_queue() -> None:
 def test_cached_tokens_of_a_restart_are_not_counted() -> None:
     run = SchedulerRun(14, max_batch_input_tokens=2)
     run.submit("a", 4, new=30)
-    run.submit("b", 40, new=1)  # is preempted before its prompt is computed
+    run.submit("b", 40, new=1)  # b is preempted before its prompt is computed
     run.finish()
     assert run.scheduler.num_preemptions == 1
     starts = [starts["b"] for starts in run.pipeline.starts if "b" in starts]
@@ -351,7 +351,7 @@ def test_a_prompt_without_blocks_waits_during_decoding() -> None:
     run.submit("a", 24, new=1)
     run.submit("b", 4, new=12)
     trace = run.step() + run.step() + run.step()
-    ready.add("a")  # the older request; enough blocks for its prompt are free at this moment
+    ready.add("a")  # a is older than b, and at this moment its prompt fits into the free blocks
     trace += run.finish()
     assert [rows.get("b", 0) for rows in trace] == [4] + [1] * 11 + [0]
     assert [rows.get("a", 0) for rows in trace] == [0, 0, 0, 3, 3, 3, 3, 3, 3, 1, 1, 0, 4]

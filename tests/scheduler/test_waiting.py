@@ -62,7 +62,7 @@ def test_an_entry_that_is_not_ready_is_overtaken_and_keeps_its_position() -> Non
 def test_removed_entries_are_skipped_at_any_position() -> None:
     queue = make_queue("abcd")
     assert serve_ready(queue, "c") == "c"
-    removed = queue.remove("a")  # it is not ready, so it is in the list of unready entries
+    removed = queue.remove("a")  # a is not ready, so it is in the list of unready entries
     assert removed is not None
     assert queue.remove("a") is None
     assert serve_ready(queue, "abd") == "bd"

@@ -71,7 +71,9 @@ def make_failing_routes(may_finish: asyncio.Event | None = None) -> APIRouter:
             while (await request.receive())["type"] != "http.disconnect":
                 pass
 
-        return Response("done", background=BackgroundTask(watch_disconnect))  # after the answer was sent
+        return Response(
+            "done", background=BackgroundTask(watch_disconnect)
+        )  # runs after the response was sent
 
     @router.get("/slow")
     async def slow() -> str:

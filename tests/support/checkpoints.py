@@ -67,9 +67,11 @@ def write_checkpoint(folder: Path, config: Mapping[str, Any], seed: int = 0) -> 
         for name, parameter in model.named_parameters():
             if name.endswith(".weight") and ("norm" in name or ".ln_" in name):
                 parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
-            elif _reads_images(config) and parameter.dim() > 1:  # each parameter gets another range
+            elif (
+                _reads_images(config) and parameter.dim() > 1
+            ):  # transformers gives vision parameters other ranges
                 nn.init.normal_(parameter, std=0.2)
-            elif name.endswith((".bias", "_bias")):  # 3-dimensional weights belong to experts
+            elif name.endswith((".bias", "_bias")):  # includes the 2-dimensional biases of experts
                 nn.init.normal_(parameter, std=0.2)
         for name, buffer in model.named_buffers():
             if name.endswith("correction_bias"):

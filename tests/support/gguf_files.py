@@ -313,7 +313,9 @@ def convert_tensors(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) ->
             experts.setdefault(f"blk.{layer}.attn_{match[1]}_norm.weight", {})[int(match[2])] = tensor
             continue
         tensor = _with_norm_offset(part, tensor, family, kind)
-        if part == "attention.query_key_value":  # from Q, K, V of each head to Q of all heads, then K, then V
+        if (
+            part == "attention.query_key_value"
+        ):  # reorders Q, K, V per head to Q of all heads, K of all heads, V of all heads
             heads = config["num_attention_heads"]
             tensor = tensor.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2).contiguous()
         if family in _INTERLEAVED:

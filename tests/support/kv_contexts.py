@@ -58,7 +58,7 @@ def store_and_check_keys(manager: KVCacheManager, contexts: Sequence[TextContext
 def assert_keys_readable(
     manager: KVCacheManager, inputs: KVCacheInputs, row: int, context: TextContext
 ) -> None:
-    """Assert that the keys visible to the last active token are those of the context's tokens."""
+    """Assert that the last active token sees exactly the keys of the tokens of the context."""
     assert inputs.lengths[row] == context.active_idx
     last = context.active_idx - 1
     for layer in range(manager.spec.num_layers):

@@ -1,6 +1,6 @@
 """Checkpoints in the format of their authors, made from those that transformers saves.
 
-Families with published code have other keys in ``config.json`` and other tensor names there.
+Some published checkpoints have other keys in ``config.json`` and other tensor names than transformers.
 """
 
 from __future__ import annotations

@@ -52,5 +52,5 @@ async def stays_with_its_worker(
         await ask(f"{name} begins a session.", **session)
     await asyncio.sleep(0.5)
     num_cached = await ask(known_prompt, **session)
-    assert await ask(known_prompt) > 64  # without a session
+    assert await ask(known_prompt) > 64  # the same prompt without a session
     return num_cached < 32

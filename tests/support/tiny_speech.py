@@ -156,7 +156,7 @@ def write_tiny_speech(
     head = random.normal(0, 0.4, (vocabulary, hidden)).astype(np.float32)
     embeddings[:, :num_codes] = 0
     head[:, :num_codes] = 0
-    embeddings[:, 0] = 6  # after any other token, the first code of a frame
+    embeddings[:, 0] = 6  # any other token is followed by the first code of a frame
     start = 256 + tokens.index(first_code)
     for position in range(num_codes):
         rows = slice(start + position * SIZE, start + (position + 1) * SIZE)

@@ -241,7 +241,7 @@ def hang_at_start() -> WorkerRuntime:
 def make_runtime_exhausting_memory() -> WorkerRuntime:
     """A worker whose requests allocate without end: ``hog`` in Python in its first step, ``torch`` in torch
     in its first step, ``grammar`` before its first step."""
-    from support.kv_contexts import kv_manager  # here because it imports torch: other workers start without
+    from support.kv_contexts import kv_manager  # imported here, because it imports torch
 
     def hog() -> int:
         return len([bytearray(64 << 20) for _ in range(1000)])

@@ -240,9 +240,8 @@ def test_text_continues_from_the_end_of_the_prompt(name: str, shared_data: Path)
         prompt = [*start, special[0], *prompt_ids] if special and start else prompt_ids
         assert prompt_text(tokenizer, prompt_ids) == decoded_prompt
         decoded_text = tokenizer.decode_ids([*prompt_ids, *answer])
-        assume(
-            decoded_text.startswith(decoded_prompt)
-        )  # invalid bytes can change how earlier bytes are decoded
+        # Invalid bytes can change how earlier bytes are decoded.
+        assume(decoded_text.startswith(decoded_prompt))
         expected = decoded_text[len(decoded_prompt) :]
         assert text_after_prompt(tokenizer, prompt, answer) == expected
         detokenizer = Detokenizer(tokenizer, prompt=np.array(prompt, dtype=np.int64))

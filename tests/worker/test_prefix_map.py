@@ -37,7 +37,7 @@ def test_depths_equal_those_of_a_linear_search(seed: int) -> None:
     count = rng.randrange(1, 9)
     caches: list[set[bytes]] = [set() for _ in range(count)]
     prompts = [[b"%d" % rng.randrange(3)] for _ in range(6)]
-    for prompt in prompts:  # digests of chains: equal ones have equal predecessors
+    for prompt in prompts:  # digests of chained blocks: equal digests have equal predecessors
         for _ in range(rng.randrange(12)):
             prompt.append(prompt[-1] + b"%d" % rng.randrange(2))
     running_requests: list[tuple[int, Sequence[bytes]]] = []

@@ -225,7 +225,7 @@ async def test_a_reload_replaces_workers_one_by_one() -> None:
     old[0].report(make_stored_event("x" * 400))
     reload = asyncio.create_task(router.reload(60))
     await asyncio.sleep(0.05)
-    assert old[0].calls == []  # it still has a request
+    assert old[0].calls == []  # the worker still has a request
     router.submit(make_request("c"))
     assert (list_request_ids(old[0]), list_request_ids(old[1])) == (["a"], ["b", "c"])
     running_requests[0].cancel()

@@ -28,9 +28,8 @@ async def test_a_request_goes_to_the_worker_that_has_its_prefix() -> None:
     second.report(make_stored_event("x" * 400))
     router.submit(make_request("a", "x" * 400))
     router.submit(make_request("b", "x" * 300 + "y" * 100))
-    router.submit(
-        make_request("c", "y" * 400)
-    )  # the second worker has two requests and no block of this prompt
+    # The second worker has two requests and no block of this prompt.
+    router.submit(make_request("c", "y" * 400))
     assert (list_request_ids(first), list_request_ids(second)) == (["c"], ["a", "b"])
 
 

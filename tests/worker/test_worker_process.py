@@ -189,7 +189,7 @@ async def test_a_slow_load_with_progress_is_not_killed(
     load_started = tmp_path / "begun"
     client = WorkerClient(partial(workers.load_slowly, load_started), hang_limit=1.0)
     start_task = asyncio.create_task(client.start())
-    await until(load_started.exists)  # imports count no progress
+    await until(load_started.exists)  # progress is not counted during imports
     monkeypatch.setattr(supervisor, "MAX_LOAD_PAUSE", 1.5)
     await start_task
     await client.stop(0)

@@ -38,9 +38,8 @@ def random_rows(encoding: str, outputs: int, inputs: int) -> dict[str, Tensor]:
     if encoding == "fp8":
         codes = torch.randint(0, 256, (outputs, inputs)).to(torch.uint8)
         codes[codes & 127 == 127] = 0x03  # replaces NaN by a subnormal number
-        codes[:48][codes[:48] & 0x78 == 0] += (
-            8  # a separate kernel computes vectors without subnormal numbers
-        )
+        # A separate kernel computes vectors without subnormal numbers.
+        codes[:48][codes[:48] & 0x78 == 0] += 8
         return {"weight": codes, "scales": torch.rand(outputs, -(-inputs // 128)) / 100}
     groups, num_codes = -(-inputs // 32), 1 << int(encoding[4])
     return {
@@ -184,9 +183,8 @@ def test_every_code_and_scale_of_a_block_encoding_is_decoded(ops: CpuOps, encodi
         rows["weight"] = rows["weight"].flip(0).contiguous()
     expected = kind.unpack(rows)[:, 0]
     y = ops.linear(torch.ones(1, 1), ops.pack_quantized(rows, encoding))[0]
-    finite = expected.isfinite() & (
-        expected.abs() < 1e38
-    )  # the kernel may overflow before it scales a product
+    # The kernel may overflow before it scales a product.
+    finite = expected.isfinite() & (expected.abs() < 1e38)
     assert int(finite.sum()) > 200
     # The kernel rounds nf4 values to 16 bits. Subtracting a zero point of q4_z cancels leading bits.
     error = {"nf4": 0.51 / 32767, "q4_z": 2e-6}.get(encoding, 0.0) * float(rows["scales"].float().max())

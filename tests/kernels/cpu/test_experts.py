@@ -135,10 +135,11 @@ def test_wide_experts_are_bit_equal_on_any_number_of_threads(ops: CpuOps, encodi
 def test_more_assignments_than_one_pass_are_bit_equal(ops: CpuOps, encoding: str) -> None:
     rows, experts = 3100, pack_experts(ops, 6, 128, 256, encoding)
     x, (topk_weights, topk_ids) = random_activations(rows, 128, encoding), random_routes(rows, 6, 4)
+    # The ids are unsorted, and every row uses expert 5.
     topk_ids[:, 0], topk_ids[:1000, 1:] = (
         5,
         torch.tensor([0, 1, 3]),
-    )  # unsorted; every row uses expert 5
+    )
     topk_ids[1000:, 1:] = torch.tensor([3, 1, 4])
     expected = run_experts_separately(ops, x, experts, topk_weights, topk_ids, "silu")
     for threads in (1, 3):

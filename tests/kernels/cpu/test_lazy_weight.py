@@ -36,7 +36,7 @@ def test_rows_and_panels_give_the_same_bits(
     sizes: tuple[int, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(linear, "_SLICE_BYTES", 64 * 81 * 4 * 2)  # two or four panels at a time
+    monkeypatch.setattr(linear, "_SLICE_BYTES", 64 * 81 * 4 * 2)  # products use two or four panels at a time
     # the rows are strided and unaligned
     parts = [torch.randn(size, 90).to(stored)[:, 3:84] for size in sizes]
     dtype = getattr(torch, encoding)

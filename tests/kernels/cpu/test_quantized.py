@@ -95,7 +95,7 @@ def rows_with_outliers(inputs: int) -> Tensor:
         positions = torch.randperm(inputs)[:count]
         x[row, positions] *= 10 ** torch.empty(count).uniform_(0, 1 + row / 20)
     x[-1] = 1.0
-    x[-1, : min(15, inputs // 32)] = -2.0  # each outlier needs one extra byte, for either scale
+    x[-1, : min(15, inputs // 32)] = -2.0  # with scale 1 or 2, each outlier needs one extra byte
     x[-2] = x[-1]
     x[-2, -1:] = 2.0  # one outlier more than the maximum
     return x
@@ -155,7 +155,7 @@ def test_results_larger_than_the_cpu_cache_are_correct(ops: CpuOps, dtype: torch
 @pytest.mark.matrix
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("rows", [5, 40])
-@pytest.mark.parametrize("position", [0, 130])  # in a full vector, and in the remainder of the row
+@pytest.mark.parametrize("position", [0, 130])  # within a full SIMD vector, and in the remainder of the row
 def test_only_a_row_with_a_non_finite_value_gives_nan(
     ops: CpuOps, encoding: str, dtype: torch.dtype, rows: int, position: int, bad: float
 ) -> None:

@@ -35,7 +35,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.start, self.active, self.committed = 0, length, 0
         self.status, self.ended_at = ACTIVE, -1
         self.pending: list[int] = []  # positions to return
-        self.num_returned = length  # positions before it are not returned (again)
+        self.num_returned = length  # positions below this one are not returned again
         self.untouched = True
         self.context = TextContext(
             prompt="",

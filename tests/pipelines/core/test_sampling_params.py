@@ -108,7 +108,7 @@ def test_numpy_numbers_become_python_numbers(values: dict[str, Any], expected: d
     params = SamplingParams(**values)
     for name, value in expected.items():
         kept_value = getattr(params, name)
-        assert repr(kept_value) == repr(value)  # type and value, also of the elements
+        assert repr(kept_value) == repr(value)  # compares types and values, including those of elements
     assert msgpack_numpy_decoder(SamplingParams)(msgpack_numpy_encoder()(params)) == SamplingParams(
         **expected
     )

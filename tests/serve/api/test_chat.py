@@ -366,7 +366,7 @@ async def test_unknown_template_variables_have_no_effect(unknown_fields: str) ->
         assert (await server.post("/v1/chat/completions/render", **body)).json()["prompt"] == "HiFalse"
         assert (await server.post("/tokenize", **body)).json()["tokens"] == list(b"HiFalse")
         assert (await server.chat(**body))["choices"][0]["message"]["content"] == "Hello!"
-        options["messages"] = []  # not a variable: it would replace the conversation
+        options["messages"] = []  # an option named messages would replace the conversation
         assert "messages" in (await server.expect_refusal("/v1/chat/completions", **body))["message"]
 
 

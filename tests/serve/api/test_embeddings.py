@@ -177,7 +177,7 @@ async def test_invalid_fields_are_refused(
 
 async def test_long_inputs_are_refused_without_truncation(embedder: Path) -> None:
     async with embedding_server(embedder) as server:
-        long = "cat " * 70  # 64 positions
+        long = "cat " * 70  # the model has 64 positions
         for value, name in ((long, "input"), (["a", long], "input[1]"), ([5] * 70, "input")):
             error = await server.expect_refusal("/v1/embeddings", model="tiny", input=value)
             assert (error["code"], error["param"]) == ("context_length_exceeded", name)

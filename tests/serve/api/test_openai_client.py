@@ -291,7 +291,7 @@ async def close_stream_early(stream: openai.AsyncStream[Any]) -> None:
     thread while the event loop closes them too ("async generator already executing").
     """
     await stream.close()
-    # Not raised if the client has already received the end of the stream.
+    # The error is not raised if the client has already received the end of the stream.
     with suppress(openai.APIConnectionError):
         async for _ in stream:
             pass

@@ -1,4 +1,4 @@
-"""The session of a request: a header, else the user, for every route that generates or embeds."""
+"""The session of a request is taken from a header, otherwise from the user field."""
 
 from __future__ import annotations
 

@@ -327,9 +327,8 @@ def test_invalid_http_is_refused_and_closed(server_run: ServerRun, sent: bytes) 
             (http.base_url.host, http.base_url.port or 0), timeout=60
         ) as connection:
             connection.sendall(sent)
-            answer = b"".join(
-                iter(lambda: connection.recv(4096), b"")
-            )  # until the server closes the connection
+            # Read until the server closes the connection.
+            answer = b"".join(iter(lambda: connection.recv(4096), b""))
         send(signal.SIGTERM)
         return answer
 

@@ -60,9 +60,9 @@ def test_histograms_contain_the_timings_of_a_request(clock: Clock) -> None:
     clock.now += 0.4
     record.tokens(1, choice=0)
     clock.now += 0.02
-    record.tokens(1, choice=1)  # the first token of the choice: no previous token
+    record.tokens(1, choice=1)  # the first token of choice 1 has no previous token
     clock.now += 0.06
-    record.tokens(4, choice=0)  # 0.08 s for four tokens
+    record.tokens(4, choice=0)  # 0.08 s after the last token of choice 0
     record.tokens(0, choice=1)
     record.status, record.prompt_tokens, record.cached_tokens, record.completion_tokens = 200, 10, 8, 6
     record.finish_reasons = ["stop", "length"]

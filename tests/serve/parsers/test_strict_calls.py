@@ -271,7 +271,7 @@ def test_markers_can_be_special_tokens() -> None:
     forced_grammar = parsers.grammar(TOOLS, "required")
     assert forced_grammar is not None
     assert accepts(forced_grammar, text.removeprefix("Well. "), special)
-    # The letters of a special token are not that token.
+    # The spelling of a special token as text is not the special token.
     assert not accepts(forced_grammar, text.removeprefix("Well. "))
 
 

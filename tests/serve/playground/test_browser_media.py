@@ -81,7 +81,7 @@ async def test_token_probabilities_are_shown(tmp_path: Path) -> None:
         assert await box.is_visible()
         await page.keyboard.press("ArrowRight")
         assert await page.evaluate("document.activeElement.textContent") == "é"
-        assert await page.locator("#alternatives table").count() == 2  # two bytes
+        assert await page.locator("#alternatives table").count() == 2  # one table for each byte of é
         assert await tokens.nth(1).get_attribute("aria-describedby") == "alternatives"
         await page.keyboard.press("Escape")
         assert await box.is_hidden()

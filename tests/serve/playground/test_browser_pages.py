@@ -131,7 +131,7 @@ async def test_metrics_are_shown() -> None:
             page, "document.getElementById('metrics-rows').rows[2].cells[2].textContent[0] === '3'"
         )
         cells = {row.split("\t")[0]: row.split("\t")[1:] for row in await rows.all_inner_texts()}
-        assert cells["Output throughput"][1] == "21 tokens"  # Hello! and EOS, 3 times
+        assert cells["Output throughput"][1] == "21 tokens"  # three outputs of 7 tokens: Hello! and EOS
         assert re.fullmatch(r"\d+\.\d tokens/s|\d+ tokens/s", cells["Output throughput"][0])
         for name in ("Time to first token, median", "Inter-token latency, median"):
             assert re.fullmatch(r"[\d.]+ m?s, 95 % below [\d.]+ m?s", cells[name][0]), cells
