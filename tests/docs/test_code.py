@@ -33,7 +33,7 @@ from support.vision_checkpoint import random_picture, write_llava
 from penstock.cli import cli
 
 PYTHON = code_blocks("python")
-# The code of the other pages is tested in test_readme.py.
+# test_readme.py runs the code of README.md.
 STANDALONE = [block for block in PYTHON if not block.needs_server and block.page.name != "README.md"]
 SESSIONS = [block for block in code_blocks("console") if shell_commands(block)]
 CURLS = [(block, line) for block in SESSIONS for line in shell_commands(block) if line.startswith("curl ")]

@@ -36,20 +36,20 @@ class Limits:
 @dataclass(frozen=True)
 class Request:
     arrival: int  # number of the step before which it is submitted
-    shared: int  # tokens of the common prefix
-    own: tuple[int, ...]  # tokens after the common prefix
-    new: int  # maximum number of new tokens
+    num_common_tokens: int  # tokens of `COMMON_TOKENS` at the start of the prompt
+    own_tokens: tuple[int, ...]  # tokens after the common prefix
+    max_new_tokens: int  # maximum number of new tokens
     priority: int
     cancelled_after: int | None  # steps after the arrival
     ready_after: int  # steps after the arrival
     echo: bool
     fails_after: int | None  # steps after the arrival until its forward fails
-    stops: bool  # whether it ends at an end-of-sequence token
+    ends_at_eos: bool  # whether it ends at an end-of-sequence token
     client: str
 
     @property
     def prompt(self) -> list[int]:
-        return [*COMMON_TOKENS[: self.shared], *self.own] or [1]
+        return [*COMMON_TOKENS[: self.num_common_tokens], *self.own_tokens] or [1]
 
 
 limit_sets = st.builds(
@@ -66,15 +66,15 @@ limit_sets = st.builds(
 requests = st.builds(
     Request,
     arrival=st.integers(0, 12),
-    shared=st.integers(0, 24),
-    own=st.lists(st.integers(1, 3), max_size=4).map(tuple),
-    new=st.integers(1, 24),
+    num_common_tokens=st.integers(0, 24),
+    own_tokens=st.lists(st.integers(1, 3), max_size=4).map(tuple),
+    max_new_tokens=st.integers(1, 24),
     priority=st.integers(0, 1),
     cancelled_after=st.sampled_from([None, None, None, 0, 2, 5, 9]),
     ready_after=st.sampled_from([0, 0, 0, 3]),
     echo=st.sampled_from([False, False, False, True]),
     fails_after=st.sampled_from([None, None, None, 1, 4, 8]),
-    stops=st.booleans(),
+    ends_at_eos=st.booleans(),
     client=st.sampled_from("xxyz"),
 )
 
@@ -83,7 +83,7 @@ class Workload:
     """Runs requests and records how each one ends."""
 
     def __init__(self, limits: Limits, requests: list[Request]) -> None:
-        self.limits, self.now = limits, 0
+        self.limits, self.step_number = limits, 0
         self.requests = {str(number): request for number, request in enumerate(requests)}
         self.pipeline = FakePipeline(
             kv_manager(
@@ -106,22 +106,22 @@ class Workload:
         self.admitted: list[str] = []
 
     def run(self) -> None:
-        while self.now <= 12 or self.scheduler.has_work:
+        while self.step_number <= 12 or self.scheduler.has_work:
             for name, request in self.requests.items():
-                if request.arrival == self.now:
+                if request.arrival == self.step_number:
                     self._submit(name, request)
-                elif request.cancelled_after == self.now - request.arrival:
+                elif request.cancelled_after == self.step_number - request.arrival:
                     self._cancel(name)
             self._step()
-            self.now += 1
-            assert self.now < 2000, "a request does not end"
+            self.step_number += 1
+            assert self.step_number < 2000, "a request does not end"
 
     def _submit(self, name: str, request: Request) -> None:
         context = text_context(
             request.prompt,
-            max_length=len(request.prompt) + request.new,
+            max_length=len(request.prompt) + request.max_new_tokens,
             request_id=name,
-            eos_token_ids={EOS} if request.stops else set(),
+            eos_token_ids={EOS} if request.ends_at_eos else set(),
             priority=request.priority,
             log_probabilities_echo=request.echo,
             client_id=request.client,
@@ -160,7 +160,7 @@ class Workload:
         assert trace or failed or not self.scheduler.num_running, (
             "a step with running requests computes nothing"
         )
-        assert trace or failed or not self.scheduler.num_waiting or self.now <= 20, (
+        assert trace or failed or not self.scheduler.num_waiting or self.step_number <= 20, (
             "no waiting request is admitted"
         )
         self.pipeline.kv.check_integrity()
@@ -173,10 +173,10 @@ class Workload:
         self.admitted += [context.request_id for context in self.scheduler.admitted]
 
     def _fails(self, name: str) -> bool:
-        return self.requests[name].fails_after == self.now - self.requests[name].arrival
+        return self.requests[name].fails_after == self.step_number - self.requests[name].arrival
 
     def _is_ready(self, name: str) -> bool:
-        return self.now >= self.requests[name].arrival + self.requests[name].ready_after
+        return self.step_number >= self.requests[name].arrival + self.requests[name].ready_after
 
 
 @settings(max_examples=num_examples(60), deadline=None)
@@ -252,7 +252,9 @@ def test_decoding_requests_are_in_every_step(limits: Limits, requests: list[Requ
 @given(
     limit_sets,
     st.lists(
-        requests.map(lambda request: replace(request, ready_after=0, shared=0)), min_size=2, max_size=14
+        requests.map(lambda request: replace(request, ready_after=0, num_common_tokens=0)),
+        min_size=2,
+        max_size=14,
     ),
 )
 def test_requests_of_a_client_are_admitted_in_order(limits: Limits, requests: list[Request]) -> None:
