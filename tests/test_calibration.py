@@ -150,10 +150,10 @@ def test_progress_counts_every_calibrated_byte_once(
     class Counting(LoadingProgress):
         def __init__(self, num_bytes: int, *, title: str = "loading") -> None:
             super().__init__(num_bytes, title=title)
-            self.seen = progress.setdefault(title, [num_bytes])
+            self.byte_counts = progress.setdefault(title, [num_bytes])
 
         def advance(self, num_bytes: int) -> None:
-            self.seen.append(num_bytes)
+            self.byte_counts.append(num_bytes)
 
     monkeypatch.setattr(network_model, "LoadingProgress", Counting)
     load_blocks(checkpoint_folder)

@@ -162,7 +162,7 @@ def test_rerank_prints_the_ranked_documents(model: Path, files: dict[str, Path],
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "expected_message"),
     {
         "no texts": (["encode"], "standard input has no texts: give --text TEXT"),
         "two sources of texts": (
@@ -203,17 +203,17 @@ def test_rerank_prints_the_ranked_documents(model: Path, files: dict[str, Path],
         "top_n": (["rerank", "--query", "a", "--document", "b", "--top-n", "0"], "0 is not in the range"),
     }.values(),
 )
-def test_invalid_arguments_give_one_line(arguments: list[str], words: str, model: Path) -> None:
+def test_invalid_arguments_give_one_line(arguments: list[str], expected_message: str, model: Path) -> None:
     result = run_command(arguments[0], "--model", model, *arguments[1:])
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
     assert result.stderr.startswith("penstock: error: ")
     assert result.stderr.count("\n") == 1
-    assert words in result.stderr
+    assert expected_message in result.stderr
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("line", "expected_message"),
     [
         ("{", "texts.jsonl, line 2: is not JSON"),
         ('{"body": "a"}', "line 2: must be a JSON string, or an object with one of text, input, document"),
@@ -222,13 +222,13 @@ def test_invalid_arguments_give_one_line(arguments: list[str], words: str, model
     ],
 )
 def test_malformed_input_lines_are_refused_by_number(
-    model: Path, tmp_path: Path, line: str, words: str
+    model: Path, tmp_path: Path, line: str, expected_message: str
 ) -> None:
     path = tmp_path / "texts.jsonl"
     path.write_text(f'"cat"\n{line}\n')
     result = run_command("encode", model, "--file", path)
     assert result.exit_code == 2
-    assert words in result.stderr
+    assert expected_message in result.stderr
 
 
 def test_models_of_another_task_are_refused(model: Path, tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_beam_search_prints_the_best_beams(model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "expected_message"),
     [
         (["--logprobs", "1"], "--logprobs needs --json"),
         (["--num-beams", "2", "--temperature", "0"], "--num-beams can only be combined with"),
@@ -118,10 +118,10 @@ def test_beam_search_prints_the_best_beams(model: Path) -> None:
         (["--json-schema", "nowhere.json"], "'--json-schema'"),
     ],
 )
-def test_exclusive_flags_are_refused(arguments: list[str], words: str, model: Path) -> None:
+def test_exclusive_flags_are_refused(arguments: list[str], expected_message: str, model: Path) -> None:
     result = CliRunner().invoke(cli, ["generate", "--model", str(model), "--prompt", "Hello", *arguments])
     assert result.exit_code == 2
-    assert words in result.stderr
+    assert expected_message in result.stderr
 
 
 def test_the_output_follows_the_json_schema(model: Path, tmp_path: Path) -> None:
@@ -213,8 +213,16 @@ def test_env_names_kernels_devices_and_openmp() -> None:
 
 def test_env_as_text_has_all_values_of_the_json() -> None:
     text = CliRunner().invoke(cli, ["env", "--data-parallel-size", "2"]).stdout
-    for words in ("torch", "features", "OpenMP", "NUMA node 0", "device cpu", "attention", "GiB free of"):
-        assert words in text
+    for expected_message in (
+        "torch",
+        "features",
+        "OpenMP",
+        "NUMA node 0",
+        "device cpu",
+        "attention",
+        "GiB free of",
+    ):
+        assert expected_message in text
     for cpus in divide_processors(2):
         assert str(cpus) in text
 

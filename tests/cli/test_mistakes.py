@@ -128,15 +128,15 @@ FLAGS = {
 }
 
 
-@pytest.mark.parametrize(("arguments", "words"), FLAGS.values(), ids=FLAGS.keys())
-def test_invalid_flags_give_one_line(arguments: list[str], words: str, model: Path) -> None:
+@pytest.mark.parametrize(("arguments", "expected_message"), FLAGS.values(), ids=FLAGS.keys())
+def test_invalid_flags_give_one_line(arguments: list[str], expected_message: str, model: Path) -> None:
     if arguments[0] == "generate":
         arguments = ["generate", "--model", str(model), *arguments[1:]]
-    assert_refused(run_command(arguments), words)
+    assert_refused(run_command(arguments), expected_message)
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "expected_message"),
     [
         (b"", "the prompt is empty"),
         (b"\n", "the prompt is empty"),
@@ -145,8 +145,8 @@ def test_invalid_flags_give_one_line(arguments: list[str], words: str, model: Pa
         (b"a" * 500, "the prompt has 500 tokens"),
     ],
 )
-def test_invalid_standard_input_gives_one_line(text: bytes, words: str, model: Path) -> None:
-    assert_refused(run_command(["generate", "--model", str(model)], text), words)
+def test_invalid_standard_input_gives_one_line(text: bytes, expected_message: str, model: Path) -> None:
+    assert_refused(run_command(["generate", "--model", str(model)], text), expected_message)
 
 
 def _remove_files(*names: str) -> Callable[[Path], None]:
@@ -223,25 +223,25 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-@pytest.mark.parametrize(("damage", "words"), CHECKPOINTS.values(), ids=CHECKPOINTS.keys())
+@pytest.mark.parametrize(("damage", "expected_message"), CHECKPOINTS.values(), ids=CHECKPOINTS.keys())
 def test_malformed_checkpoints_give_one_line(
-    damage: Callable[[Path], object], words: str, model: Path, tmp_path: Path
+    damage: Callable[[Path], object], expected_message: str, model: Path, tmp_path: Path
 ) -> None:
     damaged_folder = Path(shutil.copytree(model, tmp_path / "damaged"))
     damage(damaged_folder)
-    assert_refused(run_command(["generate", "--model", str(damaged_folder), *PROMPT]), words)
+    assert_refused(run_command(["generate", "--model", str(damaged_folder), *PROMPT]), expected_message)
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "expected_message"),
     [
         ("nobody/nothing", "cannot be reached"),
         ("not a name", "neither a folder nor a hub id"),
         ("", "model_path"),
     ],
 )
-def test_model_names_that_are_not_folders_give_one_line(name: str, words: str) -> None:
-    assert_refused(run_command(["generate", "--model", name, *PROMPT]), words)
+def test_model_names_that_are_not_folders_give_one_line(name: str, expected_message: str) -> None:
+    assert_refused(run_command(["generate", "--model", name, *PROMPT]), expected_message)
 
 
 def test_quoted_values_in_messages_are_short_and_printable() -> None:
@@ -265,21 +265,22 @@ def test_a_failing_chat_template_gives_one_line(model: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "expected_message"),
     [('{"max_lenght": 64}', "did you mean max_length?"), ("{", "config.json"), ("[1]", "config")],
 )
 def test_malformed_configuration_files_give_one_line(
-    text: str, words: str, model: Path, tmp_path: Path
+    text: str, expected_message: str, model: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "config.json"
     file.write_text(text)
     assert_refused(
-        run_command(["generate", "--model", str(model), "--config-file", str(file), *PROMPT]), words
+        run_command(["generate", "--model", str(model), "--config-file", str(file), *PROMPT]),
+        expected_message,
     )
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "words"),
+    ("variable", "value", "expected_message"),
     [
         ("PENSTOCK_MAX_LENGTH", "long", "environment PENSTOCK_MAX_LENGTH"),
         ("PENSTOCK_MAX_LENGHT", "64", "did you mean max_length?"),
@@ -288,10 +289,10 @@ def test_malformed_configuration_files_give_one_line(
     ],
 )
 def test_invalid_environment_variables_give_one_line(
-    variable: str, value: str, words: str, model: Path, monkeypatch: pytest.MonkeyPatch
+    variable: str, value: str, expected_message: str, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(variable, value)
-    assert_refused(run_command(["generate", "--model", str(model), *PROMPT]), words)
+    assert_refused(run_command(["generate", "--model", str(model), *PROMPT]), expected_message)
 
 
 def test_insufficient_memory_gives_one_line(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,12 +310,12 @@ def run_command(arguments: list[str], text: bytes = b"") -> Result:
     return CliRunner().invoke(cli, arguments, input=text)
 
 
-def assert_refused(result: Result, words: str) -> None:
-    """Check for exit status 2 and exactly one line on standard error that contains ``words``."""
+def assert_refused(result: Result, expected_message: str) -> None:
+    """Check for exit status 2 and exactly one line on standard error that contains ``expected_message``."""
     assert isinstance(result.exception, SystemExit), result.exception
     assert result.stdout == ""
     assert result.stderr.startswith("penstock: error: ")
     assert result.stderr.endswith("\n")
     assert result.stderr.count("\n") == 1
-    assert words in result.stderr
+    assert expected_message in result.stderr
     assert result.exit_code == 2

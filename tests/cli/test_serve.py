@@ -182,7 +182,7 @@ def test_a_port_in_use_gives_one_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "expected_message"),
     [
         (["--port", "70000"], "port: must be a port number"),
         (["--port", "http"], "was 'http'"),
@@ -204,9 +204,9 @@ def test_a_port_in_use_gives_one_line() -> None:
         (["--host", "192.0.2.1"], "host: cannot listen at 192.0.2.1:0"),
     ],
 )
-def test_invalid_flags_are_refused(flags: list[str], words: str) -> None:
+def test_invalid_flags_are_refused(flags: list[str], expected_message: str) -> None:
     line = error_line("--port", "0", *flags) if "--port" not in flags else error_line(*flags)
-    assert words in line
+    assert expected_message in line
     assert "a secret" not in line
 
 

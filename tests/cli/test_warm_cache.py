@@ -37,13 +37,13 @@ def read_report(*arguments: object) -> dict[str, Any]:
     return actual
 
 
-def assert_refused(words: str, *arguments: object) -> None:
-    """Check that the command fails with one line that contains ``words``."""
+def assert_refused(expected_message: str, *arguments: object) -> None:
+    """Check that the command fails with one line that contains ``expected_message``."""
     result = warm_cache(*arguments)
     assert result.exit_code == 2
     assert result.stderr.startswith("penstock: error: ")
     assert result.stderr.count("\n") == 1
-    assert re.search(words, result.stderr), result.stderr
+    assert re.search(expected_message, result.stderr), result.stderr
 
 
 def change_tensors(folder: Path, *dropped: str, **added: Any) -> None:
@@ -117,7 +117,7 @@ def test_the_error_names_all_invalid_tensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "words"),
+    ("damage", "expected_message"),
     [
         (lambda folder: (folder / "tokenizer.json").write_text("{"), "tokenizer.json"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer"),
@@ -129,11 +129,11 @@ def test_the_error_names_all_invalid_tensors(tmp_path: Path) -> None:
     ],
 )
 def test_checkpoints_that_cannot_be_loaded_are_refused(
-    damage: Callable[[Path], object], words: str, tmp_path: Path
+    damage: Callable[[Path], object], expected_message: str, tmp_path: Path
 ) -> None:
     folder = write_tiny_llm(tmp_path / "tiny")
     damage(folder)
-    assert_refused(words, "--model", folder)
+    assert_refused(expected_message, "--model", folder)
 
 
 def test_an_unsupported_encoding_is_refused() -> None:

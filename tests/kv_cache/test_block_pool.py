@@ -108,39 +108,39 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(self.SIZE + 1)
-        self.held: list[int] = []  # one entry per reference
+        self.referenced: list[int] = []  # one entry per reference
         self.known: dict[int, bytes] = {}
         self.unused: list[int] = []  # registered and unreferenced blocks, least recently used first
 
     @rule(count=st.integers(0, SIZE + 1))
     def allocate(self, count: int) -> None:
-        if count > self.SIZE - len(set(self.held)):
+        if count > self.SIZE - len(set(self.referenced)):
             with pytest.raises(InsufficientBlocksError):
                 self.pool.allocate(count)
             return
-        free = self.SIZE - len(set(self.held)) - len(self.unused)
+        free = self.SIZE - len(set(self.referenced)) - len(self.unused)
         evicted, self.unused = self.unused[: max(0, count - free)], self.unused[max(0, count - free) :]
         for block in evicted:
             del self.known[block]
         blocks = self.pool.allocate(count)
         assert blocks[min(count, free) :] == evicted
-        assert not set(blocks) & {0, *self.held, *self.unused}
+        assert not set(blocks) & {0, *self.referenced, *self.unused}
         assert len(set(blocks)) == count
-        self.held += blocks
+        self.referenced += blocks
 
-    @precondition(lambda self: self.held)
+    @precondition(lambda self: self.referenced)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        block = data.draw(st.sampled_from(self.held))
-        self.held.remove(block)
+        block = data.draw(st.sampled_from(self.referenced))
+        self.referenced.remove(block)
         self.pool.release([block])
-        if block not in self.held and block in self.known:
+        if block not in self.referenced and block in self.known:
             self.unused.append(block)
 
-    @precondition(lambda self: self.held)
+    @precondition(lambda self: self.referenced)
     @rule(data=st.data(), content=st.integers(0, 6))
     def register(self, data: st.DataObject, content: int) -> None:
-        block = data.draw(st.sampled_from(self.held))
+        block = data.draw(st.sampled_from(self.referenced))
         if block in self.known:
             return
         is_new = b"%d" % content not in self.known.values()
@@ -153,15 +153,17 @@ class PoolMachine(RuleBasedStateMachine):
         block = self.pool.lookup(b"%d" % content)
         if block is not None:
             self.pool.retain([block])
-            self.held.append(block)
+            self.referenced.append(block)
             if block in self.unused:
                 self.unused.remove(block)
 
     @invariant()
     def pool_agrees_with_the_model(self) -> None:
         self.pool.check_integrity()
-        assert {block: self.pool.references(block) for block in set(self.held)} == Counter(self.held)
-        assert self.pool.num_free == self.SIZE - len(set(self.held))
+        assert {block: self.pool.references(block) for block in set(self.referenced)} == Counter(
+            self.referenced
+        )
+        assert self.pool.num_free == self.SIZE - len(set(self.referenced))
         assert self.pool.num_cached == len(self.unused)
         assert all(self.pool.lookup(digest) == block for block, digest in self.known.items())
 

@@ -51,7 +51,7 @@ def llm(shared_llm: LLM) -> Iterator[LLM]:
 
 
 def reference_beams(
-    reference: Any, llm: LLM, prompt: str, ends: set[int], **options: Any
+    reference: Any, llm: LLM, prompt: str, end_ids: set[int], **options: Any
 ) -> list[tuple[Any, ...]]:
     """Return for each beam of transformers: its tokens without the end token, whether it ended, its score."""
     tokens = torch.from_numpy(llm.tokenizer.encode_text(prompt))[None]
@@ -59,7 +59,7 @@ def reference_beams(
         tokens,
         attention_mask=torch.ones_like(tokens),
         do_sample=False,
-        eos_token_id=sorted(ends) or None,
+        eos_token_id=sorted(end_ids) or None,
         pad_token_id=0,
         return_dict_in_generate=True,
         output_scores=True,
@@ -68,7 +68,7 @@ def reference_beams(
     actual = []
     for row, score in zip(result.sequences.tolist(), result.sequences_scores.tolist(), strict=True):
         generated = row[tokens.shape[1] :]
-        end = next((i for i, token in enumerate(generated) if token in ends), None)
+        end = next((i for i, token in enumerate(generated) if token in end_ids), None)
         actual.append((generated[:end], end is not None, pytest.approx(score, rel=1e-4, abs=1e-4)))
     return actual
 

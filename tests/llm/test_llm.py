@@ -223,7 +223,7 @@ def test_a_stream_accepts_messages(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompts", "words"),
+    ("prompts", "expected_message"),
     [
         ("", "the prompt is empty"),
         (["Hello", ""], "the prompt is empty"),
@@ -241,8 +241,8 @@ def test_a_stream_accepts_messages(llm: LLM) -> None:
         ({"Hello"}, "not set"),
     ],
 )
-def test_invalid_prompts_are_refused(prompts: Any, words: str, llm: LLM) -> None:
-    with pytest.raises(InputError, match=words):
+def test_invalid_prompts_are_refused(prompts: Any, expected_message: str, llm: LLM) -> None:
+    with pytest.raises(InputError, match=expected_message):
         llm.generate(prompts, GREEDY)
 
 

@@ -129,7 +129,7 @@ def serve(
     pipeline: TextGenerationPipeline,
     contexts: Sequence[TextContext],
     *,
-    every: int = 0,
+    arrival_interval: int = 0,
     cancels: Mapping[str, int] | None = None,
     num_steps: int = 1,
     **limits: Any,
@@ -139,7 +139,7 @@ def serve(
     Args:
         pipeline: the pipeline.
         contexts: the contexts.
-        every: number of steps between two arrivals; 0: all contexts arrive at the start.
+        arrival_interval: number of steps between two arrivals; 0: all contexts arrive at the start.
         cancels: request id -> number of tokens after which the request is cancelled.
         num_steps: maximum number of steps in one call.
         limits: arguments of the scheduler.
@@ -152,9 +152,9 @@ def serve(
     outputs: dict[str, Any] = {context.request_id: [] for context in contexts}
     num_calls = 0
     while arriving or scheduler.has_work:
-        while arriving and (not every or num_calls % every == 0):
+        while arriving and (not arrival_interval or num_calls % arrival_interval == 0):
             scheduler.submit(arriving.popleft())
-            if every:
+            if arrival_interval:
                 break
         num_calls += 1
         assert num_calls < 100_000, "no progress"
@@ -205,16 +205,16 @@ def test_overlapped_outputs_equal_synchronous_ones(
         ]
 
     num_early_before = queues[0].num_early
-    for every in (0, 1, 3):
-        outputs = compare_outputs(pipelines, contexts, every=every)
+    for arrival_interval in (0, 1, 3):
+        outputs = compare_outputs(pipelines, contexts, arrival_interval=arrival_interval)
         assert [len(outputs[str(i)]) for i in range(8)] == [5 + 3 * i + 2 for i in range(8)]
     assert queues[0].num_early - num_early_before <= 1  # the first step reads the vocabulary size
     assert not queues[0].num_waiting
 
 
-@pytest.mark.parametrize("every", [0, 1, 3, 9])
+@pytest.mark.parametrize("arrival_interval", [0, 1, 3, 9])
 def test_a_few_contexts_run_several_steps_in_one_call(
-    pipelines: dict[str, TextGenerationPipeline], monkeypatch: pytest.MonkeyPatch, every: int
+    pipelines: dict[str, TextGenerationPipeline], monkeypatch: pytest.MonkeyPatch, arrival_interval: int
 ) -> None:
     """Contexts that arrive later, end at different times, are cancelled, or need the host in each step."""
 
@@ -235,10 +235,12 @@ def test_a_few_contexts_run_several_steps_in_one_call(
         return execute(self, batch, num_steps)
 
     monkeypatch.setattr(TextGenerationPipeline, "execute", count_execute)
-    compare_outputs(pipelines, contexts, every=every, num_steps=4, cancels={"3": 11})
+    compare_outputs(pipelines, contexts, arrival_interval=arrival_interval, num_steps=4, cancels={"3": 11})
     assert max(calls) > 1
     calls.clear()
-    compare_outputs(pipelines, partial(contexts, frequency_penalty=0.5), every=every, num_steps=4)
+    compare_outputs(
+        pipelines, partial(contexts, frequency_penalty=0.5), arrival_interval=arrival_interval, num_steps=4
+    )
     assert not calls, "penalties need the tokens of each step"
 
 
@@ -384,8 +386,8 @@ def test_log_probabilities_equal_the_synchronous_loop(pipelines: dict[str, TextG
             make_named_context("ends", PROMPT[:20], 4),
         ]
 
-    for every in (0, 2):
-        compare_outputs(pipelines, contexts, every=every, max_batch_input_tokens=24)
+    for arrival_interval in (0, 2):
+        compare_outputs(pipelines, contexts, arrival_interval=arrival_interval, max_batch_input_tokens=24)
 
 
 GRAMMARS = {
@@ -421,8 +423,8 @@ def test_outputs_with_grammars_equal_the_synchronous_loop(
             make_named_context("free too", PROMPT[:3], 50),
         ]
 
-    for every in (0, 2):
-        outputs = compare_outputs(pipelines, contexts, every=every)
+    for arrival_interval in (0, 2):
+        outputs = compare_outputs(pipelines, contexts, arrival_interval=arrival_interval)
         assert any(len(parts) > 30 for parts in outputs.values())
 
 
@@ -435,8 +437,10 @@ def test_chunks_and_prefix_hits_equal_the_synchronous_loop(
         ]
 
     for tokens in (8, 24, 64):
-        for every in (0, 4):
-            compare_outputs(pipelines, contexts, every=every, max_batch_input_tokens=tokens)
+        for arrival_interval in (0, 4):
+            compare_outputs(
+                pipelines, contexts, arrival_interval=arrival_interval, max_batch_input_tokens=tokens
+            )
     hits = {}
     for name, pipeline in pipelines.items():
         pipeline.kv.forget_prefixes()
@@ -461,8 +465,8 @@ def test_outputs_with_adapters_equal_the_synchronous_loop(
         names = ["tone", None, "other", "tone", "other", None, "other", "tone"]
         return [make_named_context(str(i), PROMPT[:12], 4 + i, adapter=name) for i, name in enumerate(names)]
 
-    for every in (0, 2):
-        outputs = compare_outputs(pipelines, contexts, every=every)
+    for arrival_interval in (0, 2):
+        outputs = compare_outputs(pipelines, contexts, arrival_interval=arrival_interval)
     assert len({str(parts[:3]) for parts in outputs.values()}) == 3
 
 
@@ -481,7 +485,7 @@ def test_preempted_requests_equal_the_synchronous_loop(
             | {"kernels": kernels, "max_length": 96, "kv_cache_memory": 9 * size, "max_batch_size": 4}
         )
         contexts = [make_named_context(str(i), PROMPT[: 5 + 4 * i], 40, priority=i % 2) for i in range(6)]
-        actual, scheduler = serve(pipeline, contexts, max_batch_size=4, every=2)
+        actual, scheduler = serve(pipeline, contexts, max_batch_size=4, arrival_interval=2)
         preemptions[kernels] = scheduler.num_preemptions
         expected = expected or actual
         assert actual == expected
@@ -492,8 +496,14 @@ def test_cancelled_requests_return_their_tokens_so_far(pipelines: dict[str, Text
     def contexts() -> list[TextContext]:
         return [make_named_context(str(i), PROMPT[: 3 + 5 * i], 30) for i in range(8)]
 
-    for every in (0, 3):
-        compare_outputs(pipelines, contexts, every=every, cancels={"0": 1, "3": 2, "4": 9}, max_batch_size=3)
+    for arrival_interval in (0, 3):
+        compare_outputs(
+            pipelines,
+            contexts,
+            arrival_interval=arrival_interval,
+            cancels={"0": 1, "3": 2, "4": 9},
+            max_batch_size=3,
+        )
     scheduler = load_scheduler(pipelines["lazy"].config, pipelines["lazy"])
     context = make_named_context("a", PROMPT, 20)
     scheduler.submit(context)
@@ -555,7 +565,7 @@ def test_a_step_that_fails_once_is_repeated(
 
         with monkeypatch.context() as patch:
             patch_outputs(pipelines["lazy"], patch, fail_once)
-            actual, _ = serve(pipelines["lazy"], four_contexts(), every=2)
+            actual, _ = serve(pipelines["lazy"], four_contexts(), arrival_interval=2)
         assert actual == expected, failing
 
 
@@ -569,8 +579,8 @@ def test_only_the_request_that_makes_a_step_fail_is_failed(
 
     for pipeline in pipelines.values():
         patch_outputs(pipeline, monkeypatch, fail)
-    for every in (0, 2):
-        outputs = compare_outputs(pipelines, four_contexts, every=every)
+    for arrival_interval in (0, 2):
+        outputs = compare_outputs(pipelines, four_contexts, arrival_interval=arrival_interval)
         assert [RequestFailedError in parts for parts in outputs.values()] == [False] * 3 + [True]
 
 
@@ -599,8 +609,8 @@ def test_requests_refused_at_their_first_step_equal_the_synchronous_loop(
             make_named_context("too long", random_tokens(MAX_LENGTH - 3, 256, seed=1), 10),
         ]
 
-    for every in (0, 2):
-        outputs = compare_outputs(pipelines, contexts, every=every)
+    for arrival_interval in (0, 2):
+        outputs = compare_outputs(pipelines, contexts, arrival_interval=arrival_interval)
         assert outputs["unknown token"] == [InputError]
         assert outputs["too long"][-1] is InputError
         assert len(outputs["too long"]) == 5
@@ -699,7 +709,7 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
 @settings(max_examples=num_examples(6))
 @given(
     batch=st.lists(requests(), min_size=1, max_size=9),
-    every=st.sampled_from([0, 1, 3]),
+    arrival_interval=st.sampled_from([0, 1, 3]),
     tokens=st.sampled_from([12, 40, 400]),
     size=st.sampled_from([1, 3, 6]),
     cancels=st.dictionaries(st.sampled_from("0123"), st.integers(1, 9), max_size=2),
@@ -707,7 +717,7 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
 def test_any_schedule_equals_the_synchronous_loop(
     small_caches: dict[str, TextGenerationPipeline],
     batch: list[dict[str, Any]],
-    every: int,
+    arrival_interval: int,
     tokens: int,
     size: int,
     cancels: dict[str, int],
@@ -719,7 +729,7 @@ def test_any_schedule_equals_the_synchronous_loop(
     compare_outputs(
         small_caches,
         contexts,
-        every=every,
+        arrival_interval=arrival_interval,
         cancels=cancels,
         max_batch_input_tokens=tokens,
         max_batch_size=size,

@@ -413,7 +413,7 @@ def test_a_model_may_return_only_logits(checkpoint: Path) -> None:
 def test_a_cache_created_by_the_model_gets_the_free_memory(checkpoint: Path) -> None:
     class WithCache(NextToken):
         def load_kv_manager(self, session: Any, available_cache_memory: int) -> KVCacheManager:
-            self.given = available_cache_memory
+            self.cache_memory = available_cache_memory
             group = KVGroup((0,), 1, 4, DType.float32)
             return KVCacheManager(KVCacheSpec((group,)), [5], 16)
 
@@ -422,7 +422,7 @@ def test_a_cache_created_by_the_model_gets_the_free_memory(checkpoint: Path) -> 
 
     pipeline = TextGenerationPipeline(PipelineConfig.from_flat({"model_path": str(checkpoint)}), WithCache, 9)
     model: Any = pipeline.model
-    assert model.given == model.estimate_memory_footprint() > 0
+    assert model.cache_memory == model.estimate_memory_footprint() > 0
     assert generate_tokens(pipeline, [make_context([3, 1], 2)]) == [[2, 3]]
 
 

@@ -200,15 +200,18 @@ def test_input_embeddings_replace_those_of_tokens(pipeline: TextGenerationPipeli
 class FixedProposer:
     """A proposer with a fixed number of correct drafts, followed by wrong ones."""
 
-    def __init__(self, texts: Mapping[str, list[int]], right: int, wrong: int) -> None:
-        self.texts, self.right, self.wrong = texts, right, wrong
+    def __init__(self, texts: Mapping[str, list[int]], num_correct: int, num_wrong: int) -> None:
+        self.texts, self.num_correct, self.num_wrong = texts, num_correct, num_wrong
 
     def propose(self, contexts: Sequence[TextContext], limits: Sequence[int]) -> list[list[int]]:
         drafts = []
         for context in contexts:
             next_tokens = self.texts[context.request_id][len(context.generated_tokens) :]
-            wrong_tokens = [(token + 1) % 130 for token in next_tokens[self.right : self.right + self.wrong]]
-            drafts.append(next_tokens[: self.right] + wrong_tokens)
+            wrong_tokens = [
+                (token + 1) % 130
+                for token in next_tokens[self.num_correct : self.num_correct + self.num_wrong]
+            ]
+            drafts.append(next_tokens[: self.num_correct] + wrong_tokens)
         return drafts
 
     def observe(
@@ -221,14 +224,14 @@ class FixedProposer:
 
 
 @pytest.mark.matrix(strength=1)
-@pytest.mark.parametrize(("right", "wrong"), [(0, 3), (4, 0), (3, 2), (1, 1)])
+@pytest.mark.parametrize(("num_correct", "num_wrong"), [(0, 3), (4, 0), (3, 2), (1, 1)])
 @pytest.mark.parametrize(
     "sampling",
     [SamplingParams(), SamplingParams(temperature=0.8, top_k=20, seed=5)],
     ids=["greedy", "sampled"],
 )
 def test_speculation_gives_the_text_of_plain_decoding(
-    pipeline: TextGenerationPipeline, right: int, wrong: int, sampling: SamplingParams
+    pipeline: TextGenerationPipeline, num_correct: int, num_wrong: int, sampling: SamplingParams
 ) -> None:
     def contexts() -> list[TextContext]:
         fields = {"sampling_params": sampling}
@@ -239,7 +242,9 @@ def test_speculation_gives_the_text_of_plain_decoding(
 
     plain_tokens = generate_tokens(pipeline, contexts())
     calls = 0
-    pipeline.proposer = FixedProposer(dict(zip(("long", "short"), plain_tokens, strict=True)), right, wrong)
+    pipeline.proposer = FixedProposer(
+        dict(zip(("long", "short"), plain_tokens, strict=True)), num_correct, num_wrong
+    )
     original = pipeline.model.execute
 
     def count_execute(inputs: Any) -> Any:
@@ -249,19 +254,19 @@ def test_speculation_gives_the_text_of_plain_decoding(
 
     pipeline.model.execute = count_execute  # type: ignore[method-assign]
     assert generate_tokens(pipeline, contexts(), num_steps=3) == plain_tokens
-    assert calls <= -(-20 // (right + 1)) + 1
+    assert calls <= -(-20 // (num_correct + 1)) + 1
 
 
 def test_drafts_do_not_exceed_the_length_of_a_context(pipeline: TextGenerationPipeline) -> None:
     (plain_tokens,) = generate_tokens(pipeline, [make_context(PROMPT, 3)])
-    pipeline.proposer = FixedProposer({"a": plain_tokens + [0] * 50}, right=50, wrong=0)
+    pipeline.proposer = FixedProposer({"a": plain_tokens + [0] * 50}, num_correct=50, num_wrong=0)
     assert generate_tokens(pipeline, [make_context(PROMPT, 3, request_id="a")]) == [plain_tokens]
 
 
 def test_drafts_do_not_exceed_the_length_of_the_model(checkpoint: Path) -> None:
     pipeline = open_pipeline(checkpoint, deterministic=True, kv_cache_block_size=16, max_length=34)
     (plain_tokens,) = generate_tokens(pipeline, [make_context(PROMPT, 4)])
-    pipeline.proposer = FixedProposer({"a": plain_tokens + [0] * 50}, right=50, wrong=0)
+    pipeline.proposer = FixedProposer({"a": plain_tokens + [0] * 50}, num_correct=50, num_wrong=0)
     response = pipeline.execute({"a": make_context(PROMPT, 40, request_id="a")})["a"]
     assert [part.next_token for part in response.tokens] == plain_tokens
 
@@ -272,7 +277,7 @@ def test_log_probabilities_with_drafts_equal_plain_decoding(pipeline: TextGenera
 
     (plain_tokens,) = generate_tokens(pipeline, [make_context(PROMPT, 8)])
     (single_tokens,) = pipeline.execute({"b": scored_context("b")})["b"].tokens
-    pipeline.proposer = FixedProposer({"a": plain_tokens, "c": []}, right=3, wrong=0)
+    pipeline.proposer = FixedProposer({"a": plain_tokens, "c": []}, num_correct=3, num_wrong=0)
     batch = {"a": make_context(PROMPT, 8, request_id="a"), "c": scored_context("c")}
     responses = pipeline.execute(batch)
     assert len(responses["a"].tokens) == 4

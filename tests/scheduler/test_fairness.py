@@ -26,9 +26,11 @@ class FairnessRun:
         self.tokens: dict[str, list[int]] = {}
         self.admitted: list[str] = []
 
-    def submit(self, name: str, prompt: int, new: int, **fields: Any) -> None:
+    def submit(self, name: str, prompt: int, max_new: int, **fields: Any) -> None:
         tokens = [sum(map(ord, name))] * prompt
-        context = text_context(tokens, max_length=prompt + new, request_id=name, client_id=name[0], **fields)
+        context = text_context(
+            tokens, max_length=prompt + max_new, request_id=name, client_id=name[0], **fields
+        )
         self.contexts[name], self.tokens[name] = context, []
         self.scheduler.submit(context)
 
@@ -65,7 +67,7 @@ class FairnessRun:
 def test_admission_alternates_between_clients_in_arrival_order() -> None:
     run = FairnessRun(max_batch_size=1)
     for name in ("a1", "a2", "a3", "a4", "b1", "b2", "c1"):
-        run.submit(name, 3, new=2)
+        run.submit(name, 3, max_new=2)
     run.finish()
     assert run.admitted == ["a1", "b1", "c1", "a2", "b2", "a3", "a4"]
 
@@ -73,9 +75,9 @@ def test_admission_alternates_between_clients_in_arrival_order() -> None:
 def test_free_batch_slots_are_shared_evenly() -> None:
     run = FairnessRun()
     for number in range(9):
-        run.submit(f"a{number}", 1, new=20)
+        run.submit(f"a{number}", 1, max_new=20)
     for number in range(9):
-        run.submit(f"b{number}", 1, new=20)
+        run.submit(f"b{number}", 1, max_new=20)
     run.step()
     assert run.count_running_per_client() == {"a": 2, "b": 2}
     assert run.scheduler.num_preemptions == 0
@@ -86,11 +88,11 @@ def test_free_batch_slots_are_shared_evenly() -> None:
 def test_a_client_that_fills_the_batch_is_preempted_at_once() -> None:
     run = FairnessRun()
     for number in range(32):
-        run.submit(f"a{number}", 4, new=60)
+        run.submit(f"a{number}", 4, max_new=60)
     for _ in range(20):
         run.step()
     assert run.count_running_per_client() == {"a": 4}
-    run.submit("b", 4, new=3)
+    run.submit("b", 4, max_new=3)
     assert run.run_until_token("b") == 1
     assert run.count_running_per_client() == {"a": 3, "b": 1}
     assert run.scheduler.num_preemptions == 1
@@ -101,10 +103,10 @@ def test_a_client_that_fills_the_batch_is_preempted_at_once() -> None:
 def test_a_waiting_client_gets_exactly_its_share() -> None:
     run = FairnessRun(max_batch_size=8, max_batch_input_tokens=64)
     for number in range(16):
-        run.submit(f"a{number}", 4, new=100)
+        run.submit(f"a{number}", 4, max_new=100)
     run.step()
     for number in range(16):
-        run.submit(f"b{number}", 4, new=100)
+        run.submit(f"b{number}", 4, max_new=100)
     run.step()
     assert run.count_running_per_client() == {"a": 4, "b": 4}
     assert run.scheduler.num_preemptions == 4
@@ -117,11 +119,11 @@ def test_a_waiting_client_gets_exactly_its_share() -> None:
 def test_a_client_that_holds_all_blocks_is_preempted() -> None:
     run = FairnessRun(24, max_batch_size=8)
     for number in range(3):
-        run.submit(f"a{number}", 4, new=28)
+        run.submit(f"a{number}", 4, max_new=28)
     for _ in range(27):
         run.step()
     assert run.scheduler.kv.num_free_blocks < 4
-    run.submit("b", 12, new=2)
+    run.submit("b", 12, max_new=2)
     assert run.run_until_token("b") == 1
     run.finish()
 
@@ -129,7 +131,7 @@ def test_a_client_that_holds_all_blocks_is_preempted() -> None:
 def test_a_single_client_is_not_preempted_for_its_own_requests() -> None:
     run = FairnessRun()
     for number in range(20):
-        run.submit(f"a{number}", 4, new=30)
+        run.submit(f"a{number}", 4, max_new=30)
     run.finish()
     assert run.scheduler.num_preemptions == 0
     assert run.admitted == [f"a{number}" for number in range(20)]
@@ -139,11 +141,11 @@ def test_consecutive_requests_cause_one_preemption() -> None:
     """After the first preemption, one batch slot stays reserved for some steps."""
     run = FairnessRun()
     for number in range(8):
-        run.submit(f"a{number}", 4, new=400)
+        run.submit(f"a{number}", 4, max_new=400)
     for _ in range(5):
         run.step()
     for number in range(10):
-        run.submit(f"b{number}", 4, new=2)
+        run.submit(f"b{number}", 4, max_new=2)
         assert run.run_until_token(f"b{number}") == 1
         for _ in range(8):
             run.step()
@@ -156,17 +158,17 @@ def test_consecutive_requests_cause_one_preemption() -> None:
 
 def test_a_short_prompt_of_another_client_overtakes_a_long_one() -> None:
     run = FairnessRun()
-    run.submit("a", 160, new=1)
+    run.submit("a", 160, max_new=1)
     run.step()
-    run.submit("b", 6, new=1)
+    run.submit("b", 6, max_new=1)
     assert run.step() == {"b": 6, "a": 10}
     run.finish()
 
 
 def test_two_long_prompts_take_turns() -> None:
     run = FairnessRun()
-    run.submit("a", 64, new=1)
-    run.submit("b", 64, new=1)
+    run.submit("a", 64, max_new=1)
+    run.submit("b", 64, max_new=1)
     rows = [run.step() for _ in range(8)]
     assert rows == [{"a": 16}, {"b": 16}] * 4
     run.finish()
@@ -174,11 +176,11 @@ def test_two_long_prompts_take_turns() -> None:
 
 def test_new_clients_do_not_starve_a_long_prompt() -> None:
     run = FairnessRun()
-    run.submit("a", 64, new=1)
+    run.submit("a", 64, max_new=1)
     names = iter("bcdefghijklmnopqrstuvwxyzBCDEFGHIJKLMNOPQRSTUVWXYZ")
     steps = 0
     while not run.tokens["a"]:
-        run.submit(next(names), 16, new=1)  # this prompt takes a whole step
+        run.submit(next(names), 16, max_new=1)  # this prompt takes a whole step
         run.step()
         steps += 1
     assert steps <= 16
@@ -187,10 +189,10 @@ def test_new_clients_do_not_starve_a_long_prompt() -> None:
 
 def test_a_lower_priority_does_not_preempt_a_higher_one() -> None:
     run = FairnessRun(max_batch_size=2)
-    run.submit("a1", 4, new=20, priority=1)
-    run.submit("a2", 4, new=20, priority=1)
+    run.submit("a1", 4, max_new=20, priority=1)
+    run.submit("a2", 4, max_new=20, priority=1)
     run.step()
-    run.submit("b", 4, new=2)
+    run.submit("b", 4, max_new=2)
     assert run.run_until_token("b") == 20
     assert run.scheduler.num_preemptions == 0
     run.finish()
@@ -198,9 +200,9 @@ def test_a_lower_priority_does_not_preempt_a_higher_one() -> None:
 
 def test_the_client_with_the_most_blocks_is_preempted() -> None:
     run = FairnessRun(10, max_batch_size=4)
-    run.submit("a1", 4, new=16)
-    run.submit("a2", 4, new=16)
-    run.submit("b", 4, new=16)  # the youngest request
+    run.submit("a1", 4, max_new=16)
+    run.submit("a2", 4, max_new=16)
+    run.submit("b", 4, max_new=16)  # the youngest request
     while not run.scheduler.num_preemptions:
         run.step()
     assert run.count_running_per_client() == {"a": 1, "b": 1}
@@ -211,7 +213,7 @@ def test_the_client_with_the_most_blocks_is_preempted() -> None:
 def test_no_state_of_ended_clients_remains(num_clients: int) -> None:
     run = FairnessRun()
     for number in range(12):
-        run.submit("abc"[number % num_clients] + str(number), 4, new=5)
+        run.submit("abc"[number % num_clients] + str(number), 4, max_new=5)
     run.step()
     run.scheduler.cancel("a0")
     run.scheduler.cancel("a9")
@@ -233,14 +235,14 @@ class TestDeferral:
         """Return a run with 30 decoding contexts of client ``a``."""
         run = FairnessRun(**LARGE_BATCH)
         for number in range(30):
-            run.submit(f"a{number:02}", 1, new=50)
+            run.submit(f"a{number:02}", 1, max_new=50)
         run.step()
         assert len(run.step()) == 30
         return run
 
     def test_a_short_prompt_runs_with_few_rows_of_the_other_client(self) -> None:
         run = self.start_many()
-        run.submit("b", 3, new=50)
+        run.submit("b", 3, max_new=50)
         first = run.step()
         assert first.pop("b") == 3
         assert list(first) == [f"a{number:02}" for number in range(4)]
@@ -251,30 +253,30 @@ class TestDeferral:
         run = self.start_many()
         sizes = []
         for client in "bcdef":
-            run.submit(client, 3, new=2)
+            run.submit(client, 3, max_new=2)
             sizes.append(sum(name[0] == "a" for name in run.step()))
         assert sizes == [4, 30, 4, 30, 4]
         run.finish()
 
     def test_a_prompt_that_takes_longer_than_the_deferred_rows_defers_nothing(self) -> None:
         run = self.start_many()
-        run.submit("b", 104, new=2)
+        run.submit("b", 104, max_new=2)
         assert sum(name[0] == "a" for name in run.step()) == 30
-        run.submit("c", 103, new=2)
+        run.submit("c", 103, max_new=2)
         assert sum(name[0] == "a" for name in run.step()) == 4
         run.finish()
 
     def test_prompts_of_the_same_client_defer_nothing(self) -> None:
         run = self.start_many()
-        run.submit("a30", 3, new=2)
+        run.submit("a30", 3, max_new=2)
         assert len(run.step()) == 31
         run.finish()
 
     def test_a_prompt_that_cannot_run_defers_nothing(self) -> None:
         run = FairnessRun(**(LARGE_BATCH | {"max_batch_size": 30}))
         for number in range(30):
-            run.submit(f"a{number:02}", 1, new=50, priority=1)
+            run.submit(f"a{number:02}", 1, max_new=50, priority=1)
         run.step()
-        run.submit("b", 3, new=2)
+        run.submit("b", 3, max_new=2)
         assert len(run.step()) == 30
         run.finish()

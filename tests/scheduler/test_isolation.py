@@ -25,13 +25,13 @@ class FailingPipeline:
     def __init__(self) -> None:
         self.failing_requests: dict[str, Exception] = {}
         self.failures: dict[str, PenstockError] = {}
-        self.parts: list[str] = []
+        self.batches: list[str] = []
         self.outputs: list[str] = []
 
     def execute(
         self, batch: Mapping[str, TextContext], num_steps: int = 1
     ) -> dict[str, TextGenerationResponse]:
-        self.parts.append("".join(batch))
+        self.batches.append("".join(batch))
         for name in batch:
             if name in self.failing_requests:
                 self.failures[name] = RequestFailedError("not finished")
@@ -56,19 +56,19 @@ def run_isolated(names: str, failing: str) -> tuple[FailingPipeline, dict[str, P
 
 
 def test_a_batch_without_errors_runs_once() -> None:
-    assert run_isolated("abcde", "")[0].parts == ["abcde"]
+    assert run_isolated("abcde", "")[0].batches == ["abcde"]
 
 
 def test_bisection_runs_every_other_request_once() -> None:
     pipeline, failures = run_isolated("abcdefgh", "cf")
-    assert pipeline.parts == "abcdefgh abcd ab cd c d efgh ef e f gh".split()
+    assert pipeline.batches == "abcdefgh abcd ab cd c d efgh ef e f gh".split()
     assert list(failures) == ["c", "f"]
     assert [str(error.__cause__) for error in failures.values()] == ["c", "f"]
     assert not pipeline.failures
 
 
 def test_an_odd_batch_is_bisected_with_the_larger_half_first() -> None:
-    assert run_isolated("abc", "c")[0].parts == ["abc", "ab", "c"]
+    assert run_isolated("abc", "c")[0].batches == ["abc", "ab", "c"]
 
 
 @given(st.integers(2, 40), st.data())
@@ -78,7 +78,7 @@ def test_failing_requests_are_found_in_logarithmically_many_runs(size: int, data
     pipeline, failures = run_isolated(names, failing)
     assert set(failures) == set(failing)
     assert all(type(error) is RequestFailedError for error in failures.values())
-    assert len(pipeline.parts) <= 1 + 2 * len(failing) * (size - 1).bit_length()
+    assert len(pipeline.batches) <= 1 + 2 * len(failing) * (size - 1).bit_length()
 
 
 def test_an_input_error_is_reported_unchanged() -> None:
@@ -93,7 +93,7 @@ def test_the_last_error_is_raised_if_every_part_fails() -> None:
     pipeline.failing_requests = {name: ZeroDivisionError(name) for name in "ab"}
     with pytest.raises(ZeroDivisionError, match="b"):
         Isolation(pipeline).execute(make_batch("ab"), 1)
-    assert pipeline.parts == ["ab", "a", "b"]
+    assert pipeline.batches == ["ab", "a", "b"]
     assert not pipeline.failures
 
 
@@ -133,4 +133,4 @@ def test_an_interrupt_is_raised_without_bisection() -> None:
     pipeline.failing_requests = {"a": KeyboardInterrupt()}  # type: ignore[dict-item]
     with pytest.raises(KeyboardInterrupt):
         Isolation(pipeline).execute(make_batch("ab"), 1)
-    assert pipeline.parts == ["ab"]
+    assert pipeline.batches == ["ab"]

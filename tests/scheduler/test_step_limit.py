@@ -17,9 +17,9 @@ from penstock.scheduler.step_limit import StepTime
 class TimedPipeline(FakePipeline):
     """A fake pipeline. A step takes a fixed time, plus a time per decode row and per four prompt tokens."""
 
-    def __init__(self, fixed: float, per_row: float) -> None:
+    def __init__(self, fixed_seconds: float, per_row: float) -> None:
         super().__init__(kv_manager(4000))
-        self.fixed, self.per_row = fixed, per_row
+        self.fixed_seconds, self.per_row = fixed_seconds, per_row
         self.seconds = 0.0
         self.calls: list[float] = []
         self.num_steps: list[int] = []
@@ -29,7 +29,7 @@ class TimedPipeline(FakePipeline):
     ) -> dict[str, TextGenerationResponse]:
         lengths = [context.active_length for context in batch.values()]
         rows = sum(length if length == 1 else length / 4 for length in lengths)
-        self.calls.append((self.fixed + self.per_row * rows) * num_steps)
+        self.calls.append((self.fixed_seconds + self.per_row * rows) * num_steps)
         self.num_steps.append(num_steps)
         self.seconds += self.calls[-1]
         return super().execute(batch, num_steps)

@@ -17,10 +17,10 @@ REPETITIVE_PROMPT = [*PROMPT[:9], *PROMPT[:9], *PROMPT[:4]]
 
 
 class OracleProposer:
-    """A proposer that drafts the known output of each context. Draft j is wrong if ``wrong(j)``."""
+    """A proposer that drafts the known output of each context. Draft j is wrong if ``is_wrong(j)``."""
 
-    def __init__(self, texts: Mapping[str, list[int]], wrong: Callable[[int], bool], length: int) -> None:
-        self.texts, self.wrong, self.length = texts, wrong, length
+    def __init__(self, texts: Mapping[str, list[int]], is_wrong: Callable[[int], bool], length: int) -> None:
+        self.texts, self.is_wrong, self.length = texts, is_wrong, length
         self.released: list[str] = []
         self.observed: list[tuple[list[int], int]] = []
 
@@ -31,7 +31,7 @@ class OracleProposer:
             next_tokens = self.texts[context.request_id][num_generated : num_generated + self.length]
             drafts.append(
                 [
-                    (token + 1) % VOCABULARY if self.wrong(num_generated + j) else token
+                    (token + 1) % VOCABULARY if self.is_wrong(num_generated + j) else token
                     for j, token in enumerate(next_tokens)
                 ]
             )

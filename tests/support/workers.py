@@ -223,9 +223,9 @@ def make_runtime_slow_in_forward() -> WorkerRuntime:
     return fake_runtime(FakePipeline(choose))
 
 
-def load_slowly(begun: Path) -> WorkerRuntime:
+def load_slowly(started_file: Path) -> WorkerRuntime:
     """A worker whose load creates a file, then takes 3 s and makes steady progress."""
-    begun.touch()
+    started_file.touch()
     for _ in range(30):
         time.sleep(0.1)
         heartbeat.beat()

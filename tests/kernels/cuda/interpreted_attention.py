@@ -32,7 +32,7 @@ class Case:
     group: int = 1
     kv_heads: int = 1
     dtype: torch.dtype = torch.float32
-    cached: str = "same"
+    cache_kind: str = "same"
     """Type of the cache.
 
     ``same``: that of the queries; ``wide``: float32; ``int8``, ``fp8``: one scale per row; ``fixed``: fp8,
@@ -63,14 +63,14 @@ def attention_inputs(case: Case) -> tuple[Tensor, LayerKV, Tensor, Tensor, dict[
         for column, block in enumerate(ids[b].tolist()):
             num_filled = min(case.block, length - case.block * column)
             cache[:, block, :, :num_filled] = torch.randn(2, case.kv_heads, num_filled, case.dim)
-    stored_cache = cache.to(torch.float32 if case.cached == "wide" else case.dtype)
+    stored_cache = cache.to(torch.float32 if case.cache_kind == "wide" else case.dtype)
     scales = None
-    if case.cached == "int8":
+    if case.cache_kind == "int8":
         scales = cache.abs().amax(-1) / 127
         stored_cache = (cache / scales[..., None]).nan_to_num(127).round().to(torch.int8)
-    elif case.cached in ("fp8", "fixed"):
+    elif case.cache_kind in ("fp8", "fixed"):
         scales = cache.abs().amax(-1) / 448
-        if case.cached == "fixed":
+        if case.cache_kind == "fixed":
             scales = (torch.rand(2, 1, case.kv_heads, 1) / 50).expand(scales.shape)
         stored_cache = (cache / scales[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn)
     kv = LayerKV(
@@ -80,7 +80,7 @@ def attention_inputs(case: Case) -> tuple[Tensor, LayerKV, Tensor, Tensor, dict[
         window=case.window,
         scales=scales,
         is_chunked=case.is_chunked,
-        has_fixed_scales=case.cached == "fixed",
+        has_fixed_scales=case.cache_kind == "fixed",
     )
     offsets = torch.tensor([0, *(rows for rows, _ in case.sequences)]).cumsum(0).int()
     lengths = torch.tensor([length for _, length in case.sequences]).int()
@@ -114,24 +114,26 @@ def assert_agrees_with_reference(case: Case) -> None:
 FIXED_CASES = {
     **{f"head of {dim}": Case(dim=dim, group=2) for dim in (80, 96, 112, 192, 256)},
     **{
-        f"bfloat16 head of {dim}": Case(dim=dim, group=3, dtype=torch.bfloat16, cached="int8")
+        f"bfloat16 head of {dim}": Case(dim=dim, group=3, dtype=torch.bfloat16, cache_kind="int8")
         for dim in (80, 112, 192)
     },
     **{f"group of {group}": Case(dim=16, group=group, kv_heads=2) for group in (3, 5, 7, 12)},
     **{
-        f"{cached} head of {dim}": Case(dim=dim, group=2, kv_heads=3, dtype=dtype, cached=cached)
+        f"{cache_kind} head of {dim}": Case(dim=dim, group=2, kv_heads=3, dtype=dtype, cache_kind=cache_kind)
         for dim, dtype in ((80, torch.bfloat16), (128, torch.float16), (192, torch.float32))
-        for cached in ("fp8", "fixed")
+        for cache_kind in ("fp8", "fixed")
     },
-    "spans in a window with fp8": Case(window=4, span=6, cached="fp8", sequences=((8, 30), (1, 9))),
-    "sinks, soft cap and fixed scales": Case(soft_cap=3.0, has_sinks=True, cached="fixed", group=5, dim=80),
-    "splits with fp8": Case(window=530, cached="fp8", sequences=((1, 1100), (1, 30)), dim=16),
+    "spans in a window with fp8": Case(window=4, span=6, cache_kind="fp8", sequences=((8, 30), (1, 9))),
+    "sinks, soft cap and fixed scales": Case(
+        soft_cap=3.0, has_sinks=True, cache_kind="fixed", group=5, dim=80
+    ),
+    "splits with fp8": Case(window=530, cache_kind="fp8", sequences=((1, 1100), (1, 30)), dim=16),
     "window beyond the context": Case(window=500, sequences=((1, 20), (9, 33))),
     "window of one key": Case(window=1, sequences=((1, 20), (9, 33))),
     "chunks beyond the context": Case(window=64, is_chunked=True, sequences=((1, 20), (9, 33))),
     "spans in a window": Case(window=4, span=6, sequences=((8, 30), (1, 9))),
-    "spans with int8": Case(span=5, cached="int8", sequences=((8, 30), (7, 7))),
-    "sinks, soft cap and int8": Case(soft_cap=3.0, has_sinks=True, cached="int8", group=5, dim=80),
+    "spans with int8": Case(span=5, cache_kind="int8", sequences=((8, 30), (7, 7))),
+    "sinks, soft cap and int8": Case(soft_cap=3.0, has_sinks=True, cache_kind="int8", group=5, dim=80),
     "sinks and window": Case(has_sinks=True, window=3, group=2),
     "sinks and splits": Case(has_sinks=True, soft_cap=4.0, sequences=((1, 600), (1, 30)), dim=16),
     "window and splits": Case(window=530, sequences=((1, 1100), (1, 30)), dim=16),
@@ -140,7 +142,7 @@ FIXED_CASES = {
     "no rows at the end": Case(sequences=((17, 17), (0, 40))),
     "no rows in the batch": Case(sequences=((0, 8), (0, 12))),
     "sequence without rows and split keys": Case(sequences=((1, 600), (0, 520), (1, 9)), dim=16),
-    "float16 queries, float32 cache": Case(dtype=torch.float16, cached="wide", dim=96, group=2),
+    "float16 queries, float32 cache": Case(dtype=torch.float16, cache_kind="wide", dim=96, group=2),
     "blocks of 64": Case(block=64, sequences=((5, 130), (1, 64))),
     "deterministic": Case(is_deterministic=True, dim=80, group=3, window=40, sequences=((20, 70), (1, 9))),
 }
@@ -167,7 +169,7 @@ def random_cases(draw: st.DrawFn) -> Case:
         group=draw(st.sampled_from([1, 2, 3, 5, 6, 7, 8, 12, 16])),
         kv_heads=draw(st.integers(1, 3)),
         dtype=draw(st.sampled_from(list(TOLERANCE))),
-        cached=draw(st.sampled_from(["same", "wide", "int8", "fp8", "fixed"])),
+        cache_kind=draw(st.sampled_from(["same", "wide", "int8", "fp8", "fixed"])),
         sequences=sequences,
         block=draw(st.sampled_from([16, 32, 64])),
         window=window,

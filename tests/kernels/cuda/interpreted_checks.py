@@ -59,10 +59,10 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> CudaOps:
     return cuda_ops
 
 
-def assert_close(got: Tensor, expected: Tensor) -> None:
-    assert got.dtype == expected.dtype
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    assert actual.dtype == expected.dtype
     tolerance = TOLERANCE[expected.dtype]
-    torch.testing.assert_close(got.float(), expected.float(), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(actual.float(), expected.float(), rtol=tolerance, atol=tolerance)
 
 
 # ---- rows ----

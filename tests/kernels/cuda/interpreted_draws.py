@@ -24,10 +24,10 @@ dtypes = st.sampled_from(list(TOLERANCE))
 seeds = st.integers(0, 2**16)
 
 
-def assert_close(got: Tensor, expected: Tensor) -> None:
-    assert got.dtype == expected.dtype
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    assert actual.dtype == expected.dtype
     tolerance = TOLERANCE.get(expected.dtype, 0.0)
-    torch.testing.assert_close(got.float(), expected.float(), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(actual.float(), expected.float(), rtol=tolerance, atol=tolerance)
 
 
 @settings(max_examples=num_examples(6))

@@ -42,10 +42,10 @@ def deterministic() -> CudaOps:
     return cuda_ops
 
 
-def assert_close(got: Tensor, expected: Tensor, tolerance: float | None = None) -> None:
-    assert got.dtype == expected.dtype
+def assert_close(actual: Tensor, expected: Tensor, tolerance: float | None = None) -> None:
+    assert actual.dtype == expected.dtype
     tolerance = tolerance or TOLERANCE[expected.dtype]
-    torch.testing.assert_close(got.float(), expected.float(), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(actual.float(), expected.float(), rtol=tolerance, atol=tolerance)
 
 
 def attention_cases() -> list[Case]:
@@ -57,7 +57,7 @@ def attention_cases() -> list[Case]:
             group=group,
             kv_heads=kv_heads,
             dtype=DTYPES[i % 3],
-            cached=cached,
+            cache_kind=cache_kind,
             block=(16, 32, 64, 128)[i % 4],
             window=(None, 3, 65)[i % 3],
             soft_cap=(None, 7.0)[i % 2],
@@ -67,11 +67,13 @@ def attention_cases() -> list[Case]:
             sequences=((1, 40), (5, 33), (3, 3)),
             seed=i,
         )
-        for i, (dim, (kv_heads, group), cached) in enumerate(sizes)
+        for i, (dim, (kv_heads, group), cache_kind) in enumerate(sizes)
     ]
 
 
-@pytest.mark.parametrize("case", attention_cases(), ids=lambda case: f"{case.dim}-{case.cached}-{case.seed}")
+@pytest.mark.parametrize(
+    "case", attention_cases(), ids=lambda case: f"{case.dim}-{case.cache_kind}-{case.seed}"
+)
 def test_attention_cases_agree_with_the_reference(case: Case) -> None:
     assert_agrees_with_reference(case)
 
@@ -82,12 +84,12 @@ def test_attention_of_large_batches_agrees_with_the_reference(size: int) -> None
     assert_agrees_with_reference(Case(group=2, dtype=torch.bfloat16, sequences=decoding, seed=size))
     ragged = tuple((j % 3, max(j % 3, 1 + 7 * j % 20)) for j in range(size))
     assert_agrees_with_reference(
-        Case(dim=80, cached="fp8", sequences=ragged, is_deterministic=True, seed=size)
+        Case(dim=80, cache_kind="fp8", sequences=ragged, is_deterministic=True, seed=size)
     )
 
 
 @pytest.mark.parametrize(
-    ("cached", "dim", "group", "kv_heads", "dtype"),
+    ("cache_kind", "dim", "group", "kv_heads", "dtype"),
     [
         ("same", 80, 2, 7, torch.bfloat16),
         ("fp8", 96, 1, 7, torch.bfloat16),
@@ -96,13 +98,19 @@ def test_attention_of_large_batches_agrees_with_the_reference(size: int) -> None
     ],
 )
 def test_decoding_is_bit_equal_alone_and_in_a_batch(
-    deterministic: CudaOps, monkeypatch: pytest.MonkeyPatch, cached: str, dim: int, group: int,
+    deterministic: CudaOps, monkeypatch: pytest.MonkeyPatch, cache_kind: str, dim: int, group: int,
     kv_heads: int, dtype: torch.dtype,
 ) -> None:  # fmt: skip
     """Results are bit-equal alone and in a batch, with and without splitting the keys among programs."""
     sequences = ((1, 1300), (1, 513), (1, 512), (3, 700), (1, 20), (0, 9))
     case = Case(
-        dim=dim, group=group, kv_heads=kv_heads, dtype=dtype, cached=cached, block=32, sequences=sequences
+        dim=dim,
+        group=group,
+        kv_heads=kv_heads,
+        dtype=dtype,
+        cache_kind=cache_kind,
+        block=32,
+        sequences=sequences,
     )
     q, kv, offsets, lengths, options = attention_inputs(case)
     processors = [1]
