@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any
 
-from penstock.serve.parsers import Event, OutputParser, ToolCallArguments, ToolCallStart, joined
+from penstock.serve.parsers import Event, OutputParser, ToolCallArguments, ToolCallStart, merge_events
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -225,7 +225,7 @@ def parse(parser: OutputParser, text: str, sizes: Sequence[int] = (1 << 30,)) ->
     events: list[Event] = []
     for fragment in split_text(text, sizes):
         events += parser.push(fragment)
-    return joined(events + parser.finish())
+    return merge_events(events + parser.finish())
 
 
 def collect_calls(events: Iterable[Event]) -> list[Call]:
