@@ -193,7 +193,7 @@ MUTATIONS: dict[str, Callable[[Any], Any]] = {
     "larger eps": mutate_routing(eps=100.0),
     "shared experts dropped": lambda layer: layer.experts if isinstance(layer, SharedExperts) else layer,
     "gate of the shared experts dropped": drop_shared_gate,
-    "one expert too many": mutate_experts(top=lambda top: top + 1),
+    "one expert too many": mutate_experts(top_k=lambda top_k: top_k + 1),
     "softmax over all experts": mutate_experts(
         routing=lambda routing: (
             routing if isinstance(routing, ScoreRouting) else "all" if routing != "all" else "chosen"
@@ -339,7 +339,7 @@ def mutate_llama4_experts(network: Any, change: Callable[[Any], Any]) -> Any:
 
 def scale_outputs(experts: Any) -> Any:
     """Return experts that scale their outputs instead of their inputs."""
-    return Experts(experts.router, experts.packed, experts.top, "all", experts.activation)
+    return Experts(experts.router, experts.packed, experts.top_k, "all", experts.activation)
 
 
 LLAMA4_MUTATIONS: dict[str, Callable[[Any], Any]] = {
@@ -347,7 +347,7 @@ LLAMA4_MUTATIONS: dict[str, Callable[[Any], Any]] = {
     "rotary layout of halves": lambda n: mutate_attention(n, is_interleaved=False),
     "rope in all layers": lambda n: mutate_attention(n, rotary=0),
     "query scaling dropped": lambda n: replace(n, rotaries=n.rotaries[:1]),
-    "two experts per token": lambda n: mutate_llama4_experts(n, lambda e: replace(e, top=2)),
+    "two experts per token": lambda n: mutate_llama4_experts(n, lambda e: replace(e, top_k=2)),
     "outputs scaled instead of inputs": lambda n: mutate_llama4_experts(n, scale_outputs),
 }
 

@@ -109,7 +109,7 @@ def test_values_have_at_least_eight_bits_unless_they_are_stored_with_four() -> N
     tensors = {"x.v_proj.weight": random_tensor(64, 96)}
     value_encodings = {
         encoding: load(QuantizedTensors(tensors), encoding, BACK_ENDS["best"]).has_separate_values(
-            "x.v_proj", 64, 96, beside="x.q_proj"
+            "x.v_proj", 64, 96, fused_with="x.q_proj"
         )
         for encoding in ENCODINGS
     }
@@ -117,7 +117,7 @@ def test_values_have_at_least_eight_bits_unless_they_are_stored_with_four() -> N
     assert not any(value_encodings.values())
     quantized_source = QuantizedTensors(tensors, {"x.v_proj.weight": "int4"})
     assert not load(quantized_source, "int4", BACK_ENDS["best"]).has_separate_values(
-        "x.v_proj", 64, 96, beside="x.q_proj"
+        "x.v_proj", 64, 96, fused_with="x.q_proj"
     )
     assert (
         load(QuantizedTensors(tensors), "int4", BACK_ENDS["best"]).values("x.v_proj", 64, 96).packed.encoding
@@ -218,7 +218,7 @@ def test_weights_from_the_packed_cache_are_not_read() -> None:
     layers = build(load(full_source, "int8", ReferenceOps()))
     assert not full_source.expected
     source = QuantizedTensors(biases)  # the shapes are known, but reading a weight would fail
-    loader = Loader(source, "int8", torch.device("cpu"), take_packed=PackedLayerStore([*layers]).take)
+    loader = Loader(source, "int8", torch.device("cpu"), load_packed=PackedLayerStore([*layers]).take)
     assert all(
         restored_layer is original for restored_layer, original in zip(build(loader), layers, strict=True)
     )
