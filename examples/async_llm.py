@@ -28,11 +28,10 @@ async def main() -> None:
         for question, answer in zip(QUESTIONS, answers, strict=True):
             print(question, "->", answer)
         long = SamplingParams(max_new_tokens=900, ignore_eos=True)
-        try:
-            async with asyncio.timeout(0.2):
-                await llm.generate("Once upon a time", long)
-        except TimeoutError:
-            print("the long answer was cancelled")
+        answer = llm.stream("Once upon a time", long)
+        await anext(answer)
+        await answer.aclose()  # the worker computes no further tokens
+        print("the long answer was cancelled")
 
 
 if __name__ == "__main__":
