@@ -59,6 +59,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--minutes", type=float, default=8, help="duration of mixed requests")
     parser.add_argument("--no-overlap", action="store_true", help="disable overlapped steps")
+    parser.add_argument("--ranks", type=int, default=1, help="number of GPUs that the model is divided among")
     parser.add_argument("--encoding", default="bfloat16")
     parser.add_argument("--cache", help="type of the KV cache")
     parser.add_argument("--folder", type=Path, help="keep the weights here, for further runs of the shape")
@@ -91,7 +92,8 @@ def measured(folder: str, arguments: argparse.Namespace) -> None:
     with LLM(
         folder,
         max_batch_size=arguments.requests,
-        devices=arguments.devices,
+        devices=devices_of(arguments),
+        tensor_parallel_size=arguments.ranks,
         max_length=2048,
         quantization_encoding=arguments.encoding,
         kv_cache_dtype=arguments.cache,
@@ -107,6 +109,13 @@ def measured(folder: str, arguments: argparse.Namespace) -> None:
                 "memory_plan": dict(llm.pipeline.memory_plan.rows()),
             }
             show(arguments, name, report | state)
+
+
+def devices_of(arguments: argparse.Namespace) -> str:
+    """Return the devices of all ranks."""
+    if arguments.ranks == 1 or arguments.devices != "gpu":
+        return str(arguments.devices)
+    return "gpu:" + ",".join(map(str, range(arguments.ranks)))
 
 
 def decode(llm: LLM, shape: dict[str, int], _requests: int, _begin: float) -> dict[str, Any]:
@@ -152,11 +161,15 @@ def mixed(minutes: float, llm: LLM, shape: dict[str, int], requests: int, _begin
     """Run rounds of mixed requests and return how much memory grew after the first quarter of the time.
 
     A round has prompts of all lengths with and without a shared prefix, greedy and sampled, with penalties,
-    stop strings, log probabilities and several choices, and a stream that is closed early.
+    stop strings, log probabilities and several choices, and a stream that is closed early. `each_minute` of
+    the result are rows of minute, MiB of this process, MiB that torch reserves on the device, MiB in use on
+    the device, and number of graphs. The last number of the device counts all processes.
     """
-    random, end = Random(0), time.perf_counter() + 60 * minutes
+    begin = time.perf_counter()
+    random, end = Random(0), begin + 60 * minutes
     shared = prompts(shape, 1, 700)[0]
     memory: list[tuple[int, int]] = []
+    each_minute: list[list[float]] = []
     num_tokens = 0
     while time.perf_counter() < end or len(memory) < 4:
         batch, params = [], []
@@ -180,14 +193,34 @@ def mixed(minutes: float, llm: LLM, shape: dict[str, int], requests: int, _begin
         next(iter(stream), None)
         stream.close()
         assert llm.pipeline.kv.num_free_blocks == llm.pipeline.kv.num_blocks, "blocks were not released"
-        memory.append((host_bytes(), torch.cuda.memory_reserved() if torch.cuda.is_available() else 0))
+        memory.append((host_bytes(), reserved_bytes()))
+        passed = (time.perf_counter() - begin) / 60
+        if passed >= len(each_minute) + 1 or time.perf_counter() >= end:
+            graphs = llm.pipeline.session.graphs
+            row = [round(passed, 2), *(size >> 20 for size in (*memory[-1], used_bytes()))]
+            each_minute.append([*row, 0 if graphs is None else graphs.num_graphs])
+            print("minute, host, reserved, used, graphs:", *each_minute[-1], flush=True)
     early, last = memory[len(memory) // 4], memory[-1]
     return {
         "rounds": len(memory),
         "tokens": num_tokens,
         "host_growth_mib": (last[0] - early[0]) / 2**20,
         "device_growth_mib": (last[1] - early[1]) / 2**20,
+        "each_minute": each_minute,
     }
+
+
+def reserved_bytes() -> int:
+    """Return the bytes that torch reserves on the device."""
+    return torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
+
+
+def used_bytes() -> int:
+    """Return the bytes of the device that are in use."""
+    if not torch.cuda.is_available():
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free
 
 
 def host_bytes() -> int:

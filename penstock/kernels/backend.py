@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from penstock.kernels.device_memory import DeviceMemory
     from penstock.kernels.device_queue import DeviceQueue
+    from penstock.kernels.encodings import LinearEncoding
     from penstock.kernels.graph import GraphCompiler
     from penstock.kernels.ops import Ops
 
@@ -53,6 +54,10 @@ def _no_queue(ops: Ops) -> DeviceQueue | None:
     return None
 
 
+def _whole_bytes(bits: int, in_features: int) -> int:
+    return in_features * -(-bits // 8)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Backend:
     """The description of a kernel back end, available before its code is loaded."""
@@ -69,6 +74,9 @@ class Backend:
     """The back end with the highest priority runs, unless the configuration names one. The reference: 0."""
     layout: str = "rows"
     """Name of the memory layout of packed weights; equals `Ops.layout` of its operations."""
+    row_bytes: Callable[[int, int], int] = _whole_bytes
+    """Return the bytes of the weights of one output, without scales, from the bits of a weight and the number
+    of inputs. By default each weight takes whole bytes."""
     graphs: Callable[[Ops], GraphCompiler | None] = _no_graphs
     """Return the compiler for steps of these operations; None if they cannot be compiled."""
     queue: Callable[[Ops], DeviceQueue | None] = _no_queue
@@ -81,6 +89,11 @@ class Backend:
     def packs_weights(self) -> bool:
         """Whether it packs weights into a special layout. Weights in that layout can be cached in a file."""
         return self.layout != "rows"
+
+    def num_bytes(self, encoding: LinearEncoding, out_features: int, in_features: int) -> int:
+        """Return the bytes of a packed weight; at least those of the panels of its encoding."""
+        extra = self.row_bytes(encoding.bits, in_features) - -(-in_features * encoding.bits // 8)
+        return encoding.num_bytes(out_features, in_features) + out_features * max(extra, 0)
 
 
 class BackendRegistry:

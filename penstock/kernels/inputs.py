@@ -139,6 +139,9 @@ class SamplingInputs:
     top_p: Tensor  # [R] float32; 1 keeps all tokens
     min_p: Tensor  # [R] float32; 0 keeps all tokens
     uniforms: Tensor  # [R] float64 in [0, 1): the draw, a function of (seed, position)
+    is_limited: bool = True
+    """Whether a row that is not greedy may have a top_k or a top_p. If none has, the sampler of a GPU needs
+    no list of candidates. The tensors are on the device, where the host cannot read them without waiting."""
 
     def take(self, rows: Tensor) -> SamplingInputs:
         """Return the parameters of a selection of rows, ``rows [n]`` int64; rows may repeat."""
@@ -148,4 +151,5 @@ class SamplingInputs:
             self.top_p[rows],
             self.min_p[rows],
             self.uniforms[rows],
+            self.is_limited,
         )

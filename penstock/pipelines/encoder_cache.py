@@ -34,6 +34,8 @@ class EncoderCache:
         self.num_encoded += 1
         if image_hash is None or image_hash in self._rows or rows.nbytes > self.max_bytes:
             return
+        if rows.untyped_storage().nbytes() > rows.nbytes:  # a view would keep the rows of its whole batch
+            rows = rows.clone()
         self._rows[image_hash] = rows
         self.num_bytes += rows.nbytes
         while self.num_bytes > self.max_bytes:

@@ -49,8 +49,9 @@ class Sampler:
             upload(torch.tensor([p.top_p for p in params], dtype=torch.float32), device),
             upload(torch.tensor([p.min_p for p in params], dtype=torch.float32), device),
             torch.zeros(len(params), dtype=torch.float64, device=device),
+            is_limited=any(not _is_greedy(p) and (p.top_k > 0 or p.top_p < 1) for p in params),
         )
-        is_greedy = all(p.temperature == 0 or p.top_k == 1 for p in params)
+        is_greedy = all(map(_is_greedy, params))
         return cls(list(params), inputs, as_uint64([p.seed for p in params]), is_greedy)
 
     def __call__(
@@ -76,6 +77,11 @@ class Sampler:
             return torch.zeros(positions.shape, dtype=torch.float64)
         draws = uniforms(np.tile(self.seeds, len(positions)), positions.ravel())
         return torch.from_numpy(draws).view(positions.shape)
+
+
+def _is_greedy(params: SamplingParams) -> bool:
+    """Return whether the token with the largest logit is taken."""
+    return params.temperature == 0 or params.top_k == 1
 
 
 def adjust_logits(

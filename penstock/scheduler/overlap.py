@@ -109,8 +109,9 @@ class OverlappedScheduler(Scheduler[ContextT, OutputT]):
             return super().step(num_steps)
         self._begin_step()
         outputs: dict[str, OutputT] = {}
+        size = (0, 0) if self._open is None else (len(self._open.batch), 0)
         if self._open is not None and runs_ahead:
-            self.last_batch = (len(self._open.batch), 0)
+            self.last_batch = size
             return self._collect()
         if self._open is not None and self._steps.collects_first(self._open.step):
             outputs = self._collect()
@@ -122,10 +123,11 @@ class OverlappedScheduler(Scheduler[ContextT, OutputT]):
             outputs = self._collect()
             batch = self._next_batch(1)
         if batch.entries:
+            size = self.last_batch
             self._launch(batch)
         if self._open is not None:
-            size = self.last_batch if batch.entries else (len(self._open.batch), 0)
-            outputs, self.last_batch = self._collect(), size
+            outputs = self._collect()
+        self.last_batch = size  # not (0, 0) if there are outputs, also if no further batch was launched
         self._sample()
         return outputs
 
