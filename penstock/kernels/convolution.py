@@ -22,7 +22,7 @@ from penstock.kernels.operations import CFunction, operation
 class PackedConv1d:
     """A convolution over time, ready to be computed by the `Ops` that packed it.
 
-    Either ``linear`` or ``taps`` or ``weight`` is given.
+    Exactly one of ``linear``, ``taps`` and ``weight`` is set.
     """
 
     in_channels: int
@@ -34,13 +34,13 @@ class PackedConv1d:
     dilation: int = 1
     groups: int = 1
     linear: PackedLinear | None = None
-    """With one group: ``[out, kernel_size * in]``; the channels of a tap are adjacent."""
+    """Set for one group: a layer ``[out, kernel_size * in]``. The channels of a tap are adjacent."""
     taps: Tensor | None = None
-    """With one group per channel: ``[kernel_size, C]`` float32; the bias is float32 too."""
+    """Set for one group per channel: ``[kernel_size, C]`` float32. The bias then also is float32."""
     weight: Tensor | None = None
-    """With any other number of groups: ``[out, in / groups, kernel_size]``."""
+    """Set for any other number of groups: ``[out, in / groups, kernel_size]``."""
     bias: Tensor | None = None
-    """``[out]``; if ``linear`` is given, it contains the bias instead."""
+    """``[out]``. Not set if ``linear`` is set, because that layer then contains the bias."""
 
     def output_length(self, length: int) -> int:
         """Return the number of output rows of a sequence."""
@@ -52,7 +52,7 @@ class PackedConv1d:
 class PackedConvTranspose1d:
     """A transposed convolution over time, ready to be computed by the `Ops` that packed it.
 
-    Either ``linear`` or ``weight`` is given.
+    Either ``linear`` or ``weight`` is set.
     """
 
     in_channels: int
@@ -66,11 +66,13 @@ class PackedConvTranspose1d:
     dilation: int = 1
     groups: int = 1
     linear: PackedLinear | None = None
-    """With one group and no dilation: ``[stride * out, n * in]``, from n rows to ``stride`` output rows."""
+    """Set for one group without dilation: ``[stride * out, n * in]``, with n = `inputs_per_output`.
+
+    The layer computes ``stride`` output rows from n input rows."""
     weight: Tensor | None = None
-    """Otherwise: ``[in, out / groups, kernel_size]``."""
+    """Set for several groups or a dilation: ``[in, out / groups, kernel_size]``."""
     bias: Tensor | None = None
-    """``[out]``; if ``linear`` is given, it contains the bias instead."""
+    """``[out]``. Not set if ``linear`` is set, because that layer then contains the bias."""
 
     @property
     def inputs_per_output(self) -> int:
@@ -250,7 +252,9 @@ def inverse_dft_weight(window: Tensor) -> Tensor:
     times = torch.arange(size, dtype=torch.float64)[:, None]
     frequencies = torch.arange(size // 2 + 1, dtype=torch.float64)
     angles = times * frequencies % size * (2 * torch.pi / size)
-    counts = torch.full((size // 2 + 1,), 2.0, dtype=torch.float64)  # a frequency and its conjugate
+    counts = torch.full(
+        (size // 2 + 1,), 2.0, dtype=torch.float64
+    )  # all frequencies but the first and the last also stand for their conjugates
     counts[0] = counts[-1] = 1
     parts = torch.cat([counts * angles.cos(), -counts * angles.sin()], 1) / size
     return (parts * window.double()[:, None]).float()

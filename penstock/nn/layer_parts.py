@@ -71,10 +71,12 @@ class LayerPart:
         return {key: joined(self.of_rows(tensor)) for key, tensor in tensors.items()}
 
 
-def inner_part_of(shard: Shard, source: TensorSource, encoding: LinearEncoding, name: str, size: int) -> Part:
-    """Return a rank's part of the dimension between two layers.
+def inner_dimension_part(
+    shard: Shard, source: TensorSource, encoding: LinearEncoding, name: str, size: int
+) -> Part:
+    """Return a rank's part of the dimension between two linear layers, such as those of an MLP.
 
-    Groups of inputs of the second layer that share a scale are not cut.
+    The part does not cut groups of inputs of the second layer that share a scale.
 
     Args:
         shard: the rank.

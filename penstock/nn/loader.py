@@ -18,7 +18,7 @@ from penstock.nn.layer_parts import (
     LayerPart,
     WeightContent,
     common_encoding,
-    inner_part_of,
+    inner_dimension_part,
     joined,
     order_of,
     read_parts,
@@ -171,8 +171,8 @@ class Loader:
         return () if self.shard.is_whole else outputs
 
     def inner_part(self, name: str, size: int) -> Part:
-        """Return this rank's part of the dimension between two layers; see `inner_part_of`."""
-        return inner_part_of(self.shard, self.source, self._kind, name, size)
+        """Return this rank's part of the dimension between two layers; see `inner_dimension_part`."""
+        return inner_dimension_part(self.shard, self.source, self._kind, name, size)
 
     def has_separate_values(self, name: str, out_features: int, in_features: int, *, beside: str) -> bool:
         """Return whether the value projection of attention cannot be fused with queries and keys.
