@@ -283,7 +283,7 @@ def tensors_of(results: Results) -> tuple[Tensor, ...]:
 
 
 def _map(value: object, kind: type[T], function: Callable[[T], object]) -> object:
-    """Apply ``function`` to each instance of ``kind`` in a value: in dataclasses, mappings and tuples, too."""
+    """Apply ``function`` to each ``kind`` in a value, also inside dataclasses, mappings and tuples."""
     if isinstance(value, kind):
         return function(value)
     if isinstance(value, PackedExperts):  # not searched: it may have thousands of weights

@@ -271,7 +271,7 @@ class ReferenceOps(ReferenceConvolution, ReferenceRouting, Ops):
         counts: Sequence[int],
         lora: LoRAInputs | None,
     ) -> Tensor:  # [P, out]
-        """Multiply the first ``counts[0]`` rows by the first layer, the next ``counts[1]`` by the second, and so on."""
+        """Multiply ``counts[0]`` rows by the first layer, the next ``counts[1]`` by the second, and so on."""
         parts = zip(linears, x.split_with_sizes(counts), rows.split_with_sizes(counts), strict=True)
         return torch.cat(
             [

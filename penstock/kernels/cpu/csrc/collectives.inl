@@ -9,7 +9,7 @@
 // A rank publishes n + 1 only after it has read message n. A rank writes message n + 2 into the same buffer only after
 // all ranks have published n + 1, so that it never overwrites a message that is still being read.
 
-constexpr int64_t NAP = 20000000;  // ns that a waiting rank sleeps between two checks for an abort
+constexpr int64_t ABORT_CHECK_INTERVAL = 20000000;  // ns that a waiting rank sleeps between two checks for an abort
 
 struct Region {
   int64_t aborted;  // not 0: all collectives fail
@@ -63,8 +63,8 @@ static __attribute__((noinline)) bool wait_for_message(Region* region, int64_t r
 #if defined(__linux__)
     __atomic_fetch_add(&other.sleepers, 1, __ATOMIC_SEQ_CST);
     const int64_t seen = __atomic_load_n(&other.published, __ATOMIC_SEQ_CST);
-    const timespec nap = {0, NAP};
-    if (seen < message) syscall(SYS_futex, &other.published, FUTEX_WAIT, (int32_t)seen, &nap, nullptr, 0);
+    const timespec interval = {0, ABORT_CHECK_INTERVAL};
+    if (seen < message) syscall(SYS_futex, &other.published, FUTEX_WAIT, (int32_t)seen, &interval, nullptr, 0);
     __atomic_fetch_sub(&other.sleepers, 1, __ATOMIC_RELAXED);
 #else
     sched_yield();

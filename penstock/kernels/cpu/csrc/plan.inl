@@ -40,7 +40,7 @@ static void run_steps(const Step* steps, int64_t count, Team team) {
       needs_barrier = true;
       continue;
     }
-    // An uneven distribution of the work does not explain waiting for a third of the time.
+    // Thread 0 waited for more than a third of the time. Uneven work explains less, so another process uses a core.
     if (team.rank == 0 && state.waited > LONG_WAIT && 3 * state.waited > nanoseconds() - begin)
       __atomic_store_n(&state.last, i, __ATOMIC_RELAXED);  // the other threads read it after the next barrier
     if (needs_barrier) team.barrier(ahead);
@@ -75,7 +75,7 @@ EXPORT(int64_t, run_plan)(const Step* steps, int64_t count, CoreContention& cont
   return state.failed;
 }
 
-// An input of the plan that differs from step to step: `from` holds num_bytes for each step, one after the other.
+// An input of the plan that differs between steps. `from` has num_bytes bytes for each step, one step after another.
 struct VaryingArgument {
   char* to;
   const char* from;
@@ -112,7 +112,7 @@ static bool store_tokens(const LoopArguments& a, int64_t step) {
   return is_running;
 }
 
-// Runs a plan several times, see LoopArguments. Returns as run_plan.
+// Runs a plan several times, see LoopArguments. The result is as for run_plan.
 EXPORT(int64_t, run_loop)(LoopArguments& a, CoreContention& contention) {
   TeamState state = {};
   state.failed = state.last = -1;
