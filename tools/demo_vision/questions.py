@@ -26,25 +26,25 @@ def plural(noun: str) -> str:
 
 
 def with_article(words: str) -> str:
-    """Return words with ``a`` or ``an``."""
+    """Return words with ``a`` or ``an`` before them."""
     return f"{'an' if words[0] in 'aeiou' else 'a'} {words}"
 
 
 def listed(parts: Iterable[str]) -> str:
-    """Return parts as a list in a sentence."""
+    """Return parts as an English list: ``a, b and c``."""
     *first, last = parts
     return f"{', '.join(first)} and {last}" if first else last
 
 
 def there_are(count: int, noun: str) -> str:
-    """Return ``There are two circles.``"""
+    """Return a sentence such as ``There are two circles.``"""
     if count == 1:
         return f"There is one {noun}."
     return f"There are {NUMBERS[count]} {plural(noun)}."
 
 
 def describe(scene: Scene) -> Question:
-    """Ask what is in the picture."""
+    """Return the question for the content of the picture, and its answer."""
     counts = {(s, c): scene.count(s, c) for s in SHAPES for c in COLOURS}
     groups = [
         with_article(f"{colour} {shape}") if count == 1 else f"{NUMBERS[count]} {colour} {plural(shape)}"
@@ -84,7 +84,7 @@ def _count_all(scene: Scene, rng: random.Random) -> Question:
 
 
 def _count_some(scene: Scene, rng: random.Random) -> Question:
-    shape, colour = _asked(scene, rng)
+    shape, colour = _random_shape_and_colour(scene, rng)
     form = rng.random()
     if form < 0.5:
         colour = None
@@ -132,7 +132,7 @@ def _shape_of(scene: Scene, rng: random.Random) -> Question | None:
 
 
 def _is_there(scene: Scene, rng: random.Random) -> Question:
-    shape, colour = _asked(scene, rng)
+    shape, colour = _random_shape_and_colour(scene, rng)
     if rng.random() < 0.3:
         colour = None
     elif rng.random() < 0.2:
@@ -183,8 +183,8 @@ def _place(thing: Thing) -> str:
     return f"{'top' if thing.y < 0.5 else 'bottom'} {'left' if thing.x < 0.5 else 'right'}"
 
 
-def _asked(scene: Scene, rng: random.Random) -> tuple[str | None, str | None]:
-    """Return a shape and a colour; two times of three those of a thing."""
+def _random_shape_and_colour(scene: Scene, rng: random.Random) -> tuple[str | None, str | None]:
+    """Return a shape and a colour. In two of three cases they are those of a thing in the scene."""
     if scene.things and rng.random() < 0.66:
         thing = rng.choice(scene.things)
         return thing.shape, thing.colour
@@ -206,6 +206,7 @@ _KINDS: tuple[tuple[float, Callable[[Scene, random.Random], Question | None]], .
 WITHOUT_PICTURE = "I see no picture. Send me one with coloured shapes."
 """The answer to questions without a picture."""
 GREETING = "Hello! Send me a picture with coloured shapes and ask me what is in it."
+"""The answer to greetings without a picture."""
 
 
 def ask(scene: Scene, rng: random.Random) -> Question:
@@ -217,8 +218,8 @@ def ask(scene: Scene, rng: random.Random) -> Question:
             return question
 
 
-def as_users_write(text: str, rng: random.Random) -> str:
-    """Return a question as it is, or in another case or without its last sign."""
+def vary_typing(text: str, rng: random.Random) -> str:
+    """Return a question, sometimes in lower case or without its last character, as users type it."""
     if rng.random() < 0.12:
         text = text[:-1]
     if rng.random() < 0.15:
@@ -227,12 +228,12 @@ def as_users_write(text: str, rng: random.Random) -> str:
 
 
 def all_words() -> list[str]:
-    """Return texts that contain each word of questions and answers, for the tokenizer."""
+    """Return texts that contain all words of questions and answers, to train the tokenizer."""
     rng = random.Random(5)
     words = [*SHAPES, *map(plural, SHAPES), *COLOURS, *BACKGROUNDS, *NUMBERS]
     return [
         WITHOUT_PICTURE,
         GREETING,
-        *(f"a {one}" for one in words),
-        *(f"{rng.choice(words)}, {one}." for one in words),
+        *(f"a {word}" for word in words),
+        *(f"{rng.choice(words)}, {word}." for word in words),
     ]
