@@ -82,7 +82,7 @@ def test_lora_prints_adapted_text(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["lora.py"])
     *lines, last = run_in_process("lora", capsys).splitlines()
-    assert [line.partition(":")[0] for line in lines] == ["the model itself", "tone", "accent"]
+    assert [line.partition(":")[0] for line in lines] == ["no adapter", "tone", "accent"]
     assert len({line.partition(":")[2] for line in lines}) == 3
     assert last == "adapters: adapters/tone, adapters/accent"
     folders = set(re.findall(r"adapters/\w+", (ROOT / "docs" / "features.md").read_text()))
