@@ -10,7 +10,7 @@ from .json_tasks import json_pair
 from .odd_inputs import odd_pair
 from .stories import make_story
 from .texts import request
-from .tool_chats import offered_tools, reworded, tool_chat
+from .tool_chats import offered_tools, reword_tool, tool_chat
 from .words import COLORS, a, pick, some_city, some_name
 
 Message = dict[str, Any]
@@ -123,4 +123,4 @@ def missing_tool(rng: random.Random) -> tuple[list[Message], list[Message]]:
     else:
         section, tool = "missing time tool", pick(rng, ["add", "send_message", "search_books"])
     asked, _ = request(section, city=city)
-    return turn(question(rng, asked), pick(rng, UNKNOWN_REPLIES[:2])), [reworded(rng, tool).tool]
+    return turn(question(rng, asked), pick(rng, UNKNOWN_REPLIES[:2])), [reword_tool(rng, tool).tool]
