@@ -277,10 +277,7 @@ def prompts(shape: dict[str, int], count: int, length: int, seed: int = 0) -> li
 
 
 def bytes_per_step(llm: LLM, shape: dict[str, int], length: int) -> float:
-    """Return the bytes that a decode step of one sequence reads:
-
-    weights, LM head, and ``length`` keys and values.
-    """
+    """Return the bytes that a decode step with ``length`` cached tokens reads: weights, LM head, KV cache."""
     head_size = (shape["vocab_size"], shape["hidden_size"])
     encoding = encoding_named(llm.config.model.encoding)
     head_bytes = encoding_named(encoding.for_layer("head", *head_size)).num_bytes(*head_size)

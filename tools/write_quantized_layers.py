@@ -2,9 +2,10 @@
 
 A file of ``tests/weights/quantized_layers`` has the tensors of a layer ``model.layers.0.mlp.up_proj``, as the
 library stores them. The tensor ``expected`` is the dequantized weight, as the library computes it. The
-metadata is ``quantization_config`` and the metadata of the library. Install ``compressed-tensors``,
-``bitsandbytes``, ``torchao``, ``gptqmodel`` and ``autoawq`` first, then run ``python
-tools/write_quantized_layers.py [NAME ...]``.
+metadata is ``quantization_config`` and the metadata of the library.
+
+    pip install compressed-tensors bitsandbytes torchao gptqmodel autoawq
+    python tools/write_quantized_layers.py [NAME ...]
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ PEERS: Mapping[str, Peer] = {
             "openvino-genai",
             {"bfloat16": "fp16", "int8": "int8", "int4": "int4"},
             [["openvino-genai", "optimum-intel", "nncf", "torch"]],
-            removes=["torchvision"],  # a torchvision for another version of torch makes the export fail
+            removes=["torchvision"],  # the export fails with a torchvision for another version of torch
         ),
         Peer(
             "vllm",

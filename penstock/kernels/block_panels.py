@@ -9,10 +9,12 @@ The tensor ``panels`` is ``[N / 64, K / unit, bytes]`` uint8, little-endian. The
 
 A group has 32 inputs of 64 outputs:
 
-* 1024 bytes: the low four bits of the codes, in the order of `GroupPanels`, * for codes of 5 bits: the fifth
-bits, in the order of `GroupPanels`, * for codes of 6 bits: words ``[2, 64]`` of 32 bits. A word has the two
-high bits of 16 inputs. Its byte j has those of the inputs j, j + 4, j + 8 and j + 12, lowest first, * the
-scales ``[32 / group_size, 64]`` and the minima ``[64]``, unless the scales follow the groups of the unit.
+* 1024 bytes: the low four bits of the codes, in the order of `GroupPanels`,
+* for codes of 5 bits: the fifth bits, in the order of `GroupPanels`,
+* for codes of 6 bits: words ``[2, 64]`` of 32 bits. A word has the two high bits of 16 inputs. Its byte j has
+  those of the inputs j, j + 4, j + 8 and j + 12, lowest first,
+* the scales ``[32 / group_size, 64]`` and the minima ``[64]``, unless the scales follow the groups of the
+  unit.
 
 Padding is 0.
 """

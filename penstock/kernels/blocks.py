@@ -32,9 +32,10 @@ def numbers_of(kind: BlockKind, codes: Tensor) -> Tensor:
 
 
 def _integers_of(kind: BlockKind, codes: Tensor) -> tuple[Tensor, float]:
-    """Return the numbers of codes as integers, which are multiplied exactly, and the value of the integer 1.
+    """Return the numbers of codes in the unit of the product, and this unit.
 
-    E2M1 numbers are not scaled: they are multiples of 0.5.
+    The unit is 1, or the step of a table of numbers. So all numbers are integers or multiples of 0.5, which are
+    multiplied exactly.
     """
     if kind.table is None:
         return numbers_of(kind, codes), 1.0

@@ -39,7 +39,10 @@ from penstock.kernels.quantized import quantize
 
 LARGEST_FP8 = 448.0
 _TOP_EXPONENT = 14
-"""Row scales are chosen so that the largest scale of a row has this exponent, near float16's maximum."""
+"""Exponent of the largest float16 scale of a row, near the maximum of float16.
+
+Row scales are chosen for it.
+"""
 
 
 # -- Codes with zero points -----------------------------------------------------------------------------

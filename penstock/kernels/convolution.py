@@ -1,7 +1,8 @@
 """The operations of audio codecs: convolutions over time, snake activation, group norm, inverse STFT.
 
-Sequences are matrices ``[T, C]`` with one row per time step. A convolution with one group is a linear layer
-whose input rows are windows of the sequence, so it runs on the same kernels and in the same weight encodings.
+Sequences are matrices ``[T, C]`` with one row per time step. A convolution with one group is computed as a
+linear layer whose input rows are windows of the sequence. It has the kernels and weight encodings of linear
+layers.
 """
 
 from __future__ import annotations
@@ -206,7 +207,10 @@ class ConvolutionOps(ABC):
     @operation(functions={"add_scaled": CFunction("q 4P 4q")})
     @abstractmethod
     def add_scaled(self, x: Tensor, y: Tensor, factors: Tensor) -> Tensor:
-        """Return ``x + factors[:, None] * y`` for ``x, y [T, C]``, ``factors [T]`` float32, in x's type."""
+        """Return ``x + factors[:, None] * y`` for ``x, y [T, C]``, ``factors [T]`` float32.
+
+        The result has x's type.
+        """
 
     @operation(
         weights=["weight", "bias"],
@@ -219,8 +223,8 @@ class ConvolutionOps(ABC):
     ) -> Tensor:
         """Normalise each group of channels of each sequence to mean 0 and variance 1 over all its rows.
 
-        Then ``* weight [C] + bias [C]``, both float32. Computed in float32, returned in the type of
-        ``x [T, C]`` (Wu and He 2018, arXiv:1803.08494).
+        The result is multiplied by ``weight [C]``, and ``bias [C]`` is added, both float32. Computed in
+        float32, returned in the type of ``x [T, C]`` (Wu and He 2018, arXiv:1803.08494).
         """
 
     @operation(functions={"polar": CFunction("q 2P 3q d")})
@@ -254,7 +258,7 @@ def inverse_dft_weight(window: Tensor) -> Tensor:
     angles = times * frequencies % size * (2 * torch.pi / size)
     counts = torch.full(
         (size // 2 + 1,), 2.0, dtype=torch.float64
-    )  # all frequencies but the first and the last also stand for their conjugates
+    )  # all frequencies except the first and the last count for their conjugates, too
     counts[0] = counts[-1] = 1
     parts = torch.cat([counts * angles.cos(), -counts * angles.sin()], 1) / size
     return (parts * window.double()[:, None]).float()

@@ -14,7 +14,7 @@ from penstock.kernels.linear import PackedLinear
 
 @dataclass(frozen=True, slots=True)
 class ClampedSwiGLU:
-    """The gate ``g * sigmoid(alpha * g) * (up + 1)``, with g and abs(up) clamped to ``limit``."""
+    """The gate ``g * sigmoid(alpha * g) * (up + 1)``, where g is at most ``limit`` and up in ``-limit..limit``."""
 
     alpha: float
     limit: float

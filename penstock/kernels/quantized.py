@@ -27,7 +27,7 @@ multiples of such a scale do not change. Each further bit doubles the candidates
 MAX_EXTRAS = 15
 """Maximum number of extra bytes of a quantized row of activations, beyond one byte per input."""
 INPUTS_PER_EXTRA = 32
-"""A row of fewer than ``15 * 32`` inputs may have one extra byte per this number of inputs."""
+"""Number of inputs of a row per allowed extra byte, if this allows fewer than `MAX_EXTRAS`."""
 _RANGES = (1.5, 2, 3, 4, 6, 8, 12, 16)
 """Multiples of 127 to which the largest magnitude of a row of activations may be scaled."""
 

@@ -68,7 +68,7 @@ def _part(
     positions: npt.NDArray[np.int64],
     has_images: bool,
 ) -> SpanPart:
-    """Return a part.
+    """Return some runs of rows as a part.
 
     Args:
         firsts: ``[S]``, the first row of each run.

@@ -33,8 +33,8 @@ Tokens = list[list[int]]
 Generate = Callable[[Tokens, int, Callable[[int], None]], Tokens]
 """(prompts, number of new tokens, callback) -> new tokens of each prompt.
 
-The driver calls the callback with the number of tokens of an output. The first call ends the time to first
-token."""
+The driver calls the callback with the number of tokens of an output. The time of the first call is the time
+to first token."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from benchmarks.peers.drivers.answering import Generate, Settings, Tokens, answe
 
 
 def open_engine(settings: Settings) -> Generate:
-    """Load a checkpoint, or a GGUF file in the folder of a checkpoint. MAX compiles a new graph for minutes.
+    """Load a checkpoint, or a GGUF file in the folder of a checkpoint. Compilation by MAX takes minutes.
 
     Raises:
         RuntimeError: MAX does not support the encoding on CPUs.

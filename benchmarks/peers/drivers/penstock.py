@@ -14,7 +14,7 @@ class ReportingRunner(BatchRunner):
     """A batch runner that reports the number of new tokens of the first prompt after each scheduler call."""
 
     arrived: Callable[[int], None]
-    """Called with the number of new tokens so far, if there are any."""
+    """Called with the number of new tokens so far, unless it is 0."""
 
     def run(self, builders: Sequence[OutputBuilder], *, seconds: float) -> Iterator[list[OutputBuilder]]:
         for served in super().run(builders, seconds=seconds):

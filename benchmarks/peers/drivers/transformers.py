@@ -18,9 +18,9 @@ class FirstTokenStreamer(BaseStreamer):  # type: ignore[misc]
         self._arrived, self._num_puts = arrived, 0
 
     def put(self, value: torch.Tensor) -> None:
-        """Call ``arrived`` in the second call.
+        """Receive tokens from `generate`, and call ``arrived`` for the first new token.
 
-        The first call has the prompt, the second the first new token.
+        The first call receives the prompt. The second call receives the first new token.
         """
         self._num_puts += 1
         if self._num_puts == 2:

@@ -46,7 +46,7 @@ struct UnitScale {  // a float32 for all inputs of a unit, stored after its grou
   INLINE vf read(const char*) { return vf{}; }
 };
 
-// 12 + 2 * E2M1.
+// The entries of the table of E2M1 codes: 12 + 2 * number.
 constexpr uint8_t E2M1_CODES[] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 // Replaces each byte of `indices` (0 to 15) by the entry of a table of 16 bytes.
 INLINE vu looked_up(const uint8_t* numbers, vu indices) {
@@ -70,8 +70,8 @@ INLINE vu looked_up(const uint8_t* numbers, vu indices) {
 #endif
 }
 
-// A table of sixteen 16-bit numbers, split into bytes. The AVX-512 dot product takes unsigned bytes: for it the numbers
-// are stored with an offset of 2^15, and sums start at -2^15 times the sum of x.
+// A table of sixteen 16-bit numbers, split into bytes. The AVX-512 dot product needs unsigned bytes. Therefore it reads
+// numbers with an offset of 2^15, and its sums start at -2^15 times the sum of x.
 struct NumberTable {
   float unit;  // value of the integer 1
   uint8_t low[16], high[16];
@@ -197,7 +197,7 @@ template <class Kind> struct Blocks {
 #pragma GCC unroll 4
             for (int part = 0; part < STEPS; part++) {
               const int step = scaled * STEPS + part;
-              if (FETCHED == STREAM && GROUPS > 1 && KIND.bits > 4) {  // the hardware prefetchers do not load all lines in between
+              if (FETCHED == STREAM && GROUPS > 1 && KIND.bits > 4) {  // the hardware prefetchers would not load all lines in between
 #pragma GCC unroll 8
                 for (int64_t line = step; line < LINES; line += 4) __builtin_prefetch(ahead + line * LINE, 0, 2);
               } else fetch<FETCHED>(ahead, LINES, step, 4);

@@ -19,8 +19,8 @@ struct Region {
 };
 
 struct RankControl {
-  int64_t published;  // number of the last message
-  int32_t sleepers;   // ranks that sleep until it changes
+  int64_t published;  // number of the last published message
+  int32_t sleepers;   // number of ranks that sleep until `published` changes
   int32_t padding[13];
 };
 
@@ -74,8 +74,8 @@ static __attribute__((noinline)) bool wait_for_message(Region* region, int64_t r
   return false;
 }
 
-// Publishes a message and waits for those of the other ranks. Called by all threads of a team, after their parts are
-// written. Returns false on all threads if it failed.
+// Publishes a message and waits for the same message of the other ranks. All threads of a team call it after they have
+// written their parts. Returns false on all threads after an abort or the time limit.
 static bool exchange(Region* region, int64_t rank, int64_t message, const Team& team) {
   team.barrier();
   Region* failed = nullptr;

@@ -31,8 +31,8 @@ struct Fp8Pairs {
   static constexpr bool IN_PLACE = true;  // whether whole groups of inputs are read from x directly
   static constexpr bool UNIFORM = false;  // whether `widen` converts all numbers at the same speed
   INLINE_MEMBER static vu codes_of(vu words) { return words; }
-  // Widens a pair of inputs to bfloat16, exactly. Without SUBNORMAL, all codes must have an exponent above 0: the
-  // exponent is shifted into position, and its bias 7 is replaced by 127.
+  // Widens a pair of inputs to bfloat16, exactly. Without SUBNORMAL, all codes must have an exponent above 0. Then the
+  // bits are shifted to their position, and the bias 7 of the exponent is replaced by 127.
   template <bool SUBNORMAL> INLINE_MEMBER static vu widen(vu words, int part) {
     const __m512i high = (__m512i)spread_codes(words, part), shifted = _mm512_srai_epi16(high, 4);
     const vu normal = (vu)_mm512_add_epi16((__m512i)((vu)shifted & 0x87f087f0), _mm512_set1_epi16(0x3c00));
