@@ -31,11 +31,11 @@ def numbers_of(kind: BlockKind, codes: Tensor) -> Tensor:
     return values[codes.int()]
 
 
-def _integers_of(kind: BlockKind, codes: Tensor) -> tuple[Tensor, float]:
+def _product_numbers(kind: BlockKind, codes: Tensor) -> tuple[Tensor, float]:
     """Return the numbers of codes in the unit of the product, and this unit.
 
-    The unit is 1, or the step of a table of numbers. So all numbers are integers or multiples of 0.5, which are
-    multiplied exactly.
+    The unit is 1, or the step of a table of numbers. So all numbers are integers or multiples of 0.5, and their
+    products are exact.
     """
     if kind.table is None:
         return numbers_of(kind, codes), 1.0
@@ -90,7 +90,7 @@ def multiply_blocks(kind: BlockKind, x: Tensor, tensors: Mapping[str, Tensor], b
     size = min(kind.scaled_inputs, GROUP)
     padding = (0, -x.shape[1] % GROUP)
     rows, row_scales = quantize(F.pad(x.float(), padding).view(len(x), -1, size))  # [T, G, size], [T, G]
-    numbers, unit = _integers_of(kind, tensors["weight"])
+    numbers, unit = _product_numbers(kind, tensors["weight"])
     numbers = F.pad(numbers, padding).view(len(numbers), -1, size)
     scales = scales_of(kind, tensors).repeat_interleave(kind.scaled_inputs // size, 1)[:, : numbers.shape[1]]
     minima = minima_of(kind, tensors)

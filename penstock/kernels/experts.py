@@ -14,7 +14,10 @@ from penstock.kernels.linear import PackedLinear
 
 @dataclass(frozen=True, slots=True)
 class ClampedSwiGLU:
-    """The gate ``g * sigmoid(alpha * g) * (up + 1)``, where g is at most ``limit`` and up in ``-limit..limit``."""
+    """The gate ``g * sigmoid(alpha * g) * (up + 1)``.
+
+    g is clamped to at most ``limit``, and up to ``-limit..limit``.
+    """
 
     alpha: float
     limit: float

@@ -197,7 +197,7 @@ template <class Kind> struct Blocks {
 #pragma GCC unroll 4
             for (int part = 0; part < STEPS; part++) {
               const int step = scaled * STEPS + part;
-              if (FETCHED == STREAM && GROUPS > 1 && KIND.bits > 4) {  // the hardware prefetchers would not load all lines in between
+              if (FETCHED == STREAM && GROUPS > 1 && KIND.bits > 4) {  // hardware prefetchers would not load all lines
 #pragma GCC unroll 8
                 for (int64_t line = step; line < LINES; line += 4) __builtin_prefetch(ahead + line * LINE, 0, 2);
               } else fetch<FETCHED>(ahead, LINES, step, 4);

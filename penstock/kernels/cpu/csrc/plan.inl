@@ -14,7 +14,7 @@ struct CoreContention {
 
 constexpr int64_t MAX_LOOKAHEAD = 8;    // number of steps to search
 constexpr int64_t LONG_WAIT = 1000000;  // ns of waiting in a plan, after which thread 0 continues alone
-constexpr int64_t SHORTEST_PAUSE = 20000000, LONGEST_PAUSE = 1000000000;  // ns; the pause is doubled each time the waiting continues
+constexpr int64_t SHORTEST_PAUSE = 20000000, LONGEST_PAUSE = 1000000000;  // ns; doubled while the waiting goes on
 
 // Returns what this thread reads first in the next operation that has a `first_read`. The thread prefetches it while
 // it waits at a barrier, when the memory is otherwise idle.
