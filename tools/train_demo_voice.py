@@ -75,7 +75,8 @@ class Training:
         for name, texts in lists.items():
             audio = [(speak(text) * 32767).clamp(-32768, 32767).to(torch.int16) for text in texts]
             torch.save(
-                (texts, torch.cat(audio), [len(one) for one in audio]), self._work / f"{name}_speech.pt"
+                (texts, torch.cat(audio), [len(samples) for samples in audio]),
+                self._work / f"{name}_speech.pt",
             )
             print(f"speech: {len(texts)} texts, {sum(map(len, audio)) / 16000 / 60:.0f} minutes", flush=True)
 
@@ -97,7 +98,7 @@ class Training:
         """Encode the speech of the language model's texts."""
         codec = self._codec("codec.pt").eval()
         texts, audio = self._speech("model")
-        codes = [codec.encode(one).to(torch.int16) for one in audio]
+        codes = [codec.encode(samples).to(torch.int16) for samples in audio]
         torch.save((texts, codes), self._work / "codes.pt")
 
     def model(self) -> None:
@@ -159,7 +160,7 @@ class Training:
 
     def _speech(self, name: str) -> tuple[list[str], list[Tensor]]:
         texts, audio, lengths = torch.load(self._work / f"{name}_speech.pt", weights_only=True)
-        return texts, [one.float() / 32767 for one in audio.split(lengths)]
+        return texts, [samples.float() / 32767 for samples in audio.split(lengths)]
 
     def _codec(self, name: str) -> Codec:
         codec = Codec()

@@ -58,6 +58,7 @@ def describe(scene: Scene) -> Question:
 
 
 def _describe(scene: Scene, rng: random.Random) -> Question:
+    """Ask for the content of the picture, with a random wording."""
     texts = (
         "What is in the picture?",
         "What is in the picture?",
@@ -77,6 +78,7 @@ def _describe(scene: Scene, rng: random.Random) -> Question:
 
 
 def _count_all(scene: Scene, rng: random.Random) -> Question:
+    """Ask for the number of all shapes."""
     noun = rng.choice(("shapes", "shapes", "things", "objects"))
     where = rng.choice(("", " are there", " are there", " do you see", " are in the picture", " can you see"))
     text = rng.choice((f"How many {noun}{where}?", f"Count the {noun}."))
@@ -84,6 +86,7 @@ def _count_all(scene: Scene, rng: random.Random) -> Question:
 
 
 def _count_some(scene: Scene, rng: random.Random) -> Question:
+    """Ask for the number of things of a shape, a colour or both."""
     shape, colour = _random_shape_and_colour(scene, rng)
     form = rng.random()
     if form < 0.5:
@@ -98,8 +101,9 @@ def _count_some(scene: Scene, rng: random.Random) -> Question:
 
 
 def _colour_of(scene: Scene, rng: random.Random) -> Question | None:
-    known = [one for one in SHAPES if scene.count(one) == 1]
-    absent = [one for one in SHAPES if not scene.count(one)]
+    """Ask for the colour of a shape that occurs once, or does not occur."""
+    known = [shape for shape in SHAPES if scene.count(shape) == 1]
+    absent = [shape for shape in SHAPES if not scene.count(shape)]
     if not known or (absent and rng.random() < 0.12):
         if not absent:
             return None
@@ -107,7 +111,7 @@ def _colour_of(scene: Scene, rng: random.Random) -> Question | None:
         answer = f"There is no {shape}."
     else:
         shape = rng.choice(known)
-        (thing,) = (one for one in scene.things if one.shape == shape)
+        (thing,) = (item for item in scene.things if item.shape == shape)
         answer = f"The {shape} is {thing.colour}."
     word = rng.choice(("colour", "color"))
     return Question(
@@ -116,8 +120,9 @@ def _colour_of(scene: Scene, rng: random.Random) -> Question | None:
 
 
 def _shape_of(scene: Scene, rng: random.Random) -> Question | None:
-    known = [one for one in COLOURS if scene.count(None, one) == 1]
-    absent = [one for one in COLOURS if not scene.count(None, one)]
+    """Ask for the shape of a colour that occurs once, or does not occur."""
+    known = [colour for colour in COLOURS if scene.count(None, colour) == 1]
+    absent = [colour for colour in COLOURS if not scene.count(None, colour)]
     if not known or rng.random() < 0.12:
         colour = rng.choice(absent) if absent else None
         if colour is None:
@@ -125,13 +130,14 @@ def _shape_of(scene: Scene, rng: random.Random) -> Question | None:
         answer = f"There is no {colour} shape."
     else:
         colour = rng.choice(known)
-        (thing,) = (one for one in scene.things if one.colour == colour)
+        (thing,) = (item for item in scene.things if item.colour == colour)
         answer = f"The {colour} shape is {with_article(thing.shape)}."
     forms = (f"What shape is {colour}?", f"Which shape is {colour}?", f"What is {colour}?")
     return Question("shape", rng.choice(forms), answer)
 
 
 def _is_there(scene: Scene, rng: random.Random) -> Question:
+    """Ask whether a shape, a colour or both are in the picture."""
     shape, colour = _random_shape_and_colour(scene, rng)
     if rng.random() < 0.3:
         colour = None
@@ -150,10 +156,11 @@ def _is_there(scene: Scene, rng: random.Random) -> Question:
 
 
 def _where(scene: Scene, rng: random.Random) -> Question | None:
+    """Ask for the place of a thing that occurs once and is not in the middle."""
     known = [
-        one
-        for one in scene.things
-        if scene.count(one.shape, one.colour) == 1 and min(abs(one.x - 0.5), abs(one.y - 0.5)) > 0.06
+        item
+        for item in scene.things
+        if scene.count(item.shape, item.colour) == 1 and min(abs(item.x - 0.5), abs(item.y - 0.5)) > 0.06
     ]
     if not known:
         return None
@@ -165,7 +172,8 @@ def _where(scene: Scene, rng: random.Random) -> Question | None:
 
 
 def _colours(scene: Scene, rng: random.Random) -> Question | None:
-    found = [one for one in COLOURS if scene.count(None, one)]
+    """Ask for the colours of all shapes."""
+    found = [colour for colour in COLOURS if scene.count(None, colour)]
     if not found:
         return None
     word = rng.choice(("colours", "colors"))
@@ -174,12 +182,14 @@ def _colours(scene: Scene, rng: random.Random) -> Question | None:
 
 
 def _background(scene: Scene, rng: random.Random) -> Question:
+    """Ask for the colour of the background."""
     word = rng.choice(("colour", "color"))
     forms = (f"What {word} is the background?", f"Which {word} has the background?")
     return Question("background", rng.choice(forms), f"The background is {scene.background}.")
 
 
 def _place(thing: Thing) -> str:
+    """Return the quarter of the picture, such as ``top left``."""
     return f"{'top' if thing.y < 0.5 else 'bottom'} {'left' if thing.x < 0.5 else 'right'}"
 
 

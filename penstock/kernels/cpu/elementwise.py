@@ -236,8 +236,8 @@ class CpuElementwise(CpuAttention):
             self._fall_back("xielu", _elementwise_conditions(x))
             return super().xielu(x, parameters)
         out = self._empty(x.shape, x.dtype)
-        one = parameters
-        factors = (one.positive, one.negative, one.slope, one.eps)
+        p = parameters
+        factors = (p.positive, p.negative, p.slope, p.eps)
         self._kernels.xielu(kind, x.data_ptr(), out.data_ptr(), *x.shape, strides[0], *factors)
         return out
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from penstock.kernels.collectives import Collectives
 from penstock.kernels.cpu.library import (
-    Capture,
+    CapturedCall,
     CompiledLoop,
     CompiledSteps,
     CoreContention,
@@ -251,8 +251,8 @@ def _multiplications_per_row(packed: PackedLinear) -> int:
 
 
 def _split_calls(
-    captured: Sequence[Capture], ends: Sequence[int], contention: CoreContention
-) -> Iterator[tuple[Sequence[Capture], CoreContention]]:
+    captured: Sequence[CapturedCall], ends: Sequence[int], contention: CoreContention
+) -> Iterator[tuple[Sequence[CapturedCall], CoreContention]]:
     """Yield the kernels and the contention state of each call.
 
     If there are several, each has its own state.
@@ -266,7 +266,7 @@ class _CapturingOps(CpuOps):
     """Operations that write results to given tensors and capture the kernel calls instead of running them."""
 
     def __init__(self, ops: CpuOps, scratch: Tensor) -> None:
-        self.captured: list[Capture] = []
+        self.captured: list[CapturedCall] = []
         self._operands: list[Tensor] = []
         self._destinations: list[Tensor] = []
         self._free = scratch
@@ -274,7 +274,7 @@ class _CapturingOps(CpuOps):
         self._tables = ops._tables  # all compiled steps share the tables of experts
 
     def lower(self, operation: str, arguments: Mapping[str, object], results: Sequence[Tensor]) -> None:
-        """Capture the kernels of one operation, which write to ``results``."""
+        """CapturedCall the kernels of one operation, which write to ``results``."""
         before = len(self.captured)
         self._destinations = list(results)
         returned = tensors_of(getattr(self, operation)(**arguments))
@@ -285,7 +285,7 @@ class _CapturingOps(CpuOps):
             raise UnrecordableStepError(f"{operation} needs more than C++ kernels")
 
     def broadcast_from_rank_0(self, tensor: Tensor, ranks: Collectives) -> None:
-        """Capture the kernel that copies a small contiguous tensor from rank 0 to all ranks."""
+        """CapturedCall the kernel that copies a small contiguous tensor from rank 0 to all ranks."""
         self._kernels.from_rank_0(tensor.data_ptr(), tensor.nbytes, ranks.region, ranks.rank)
 
     def sequence_blocks(self, row_offsets: Tensor) -> SequenceBlocks:

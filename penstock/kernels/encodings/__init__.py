@@ -203,8 +203,8 @@ class EncodingRegistry(Mapping[str, LinearEncoding]):
     @cached_property
     def _found(self) -> Mapping[str, LinearEncoding]:
         records = [_record(module) for module in modules_in(__name__, self._more_folders)]
-        records.sort(key=lambda one: (not one.is_float, -one.bits, one.name))
-        return {one.name: one for one in records}
+        records.sort(key=lambda record: (not record.is_float, -record.bits, record.name))
+        return {record.name: record for record in records}
 
 
 ENCODINGS = EncodingRegistry()
