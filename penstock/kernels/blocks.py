@@ -34,8 +34,7 @@ def numbers_of(kind: BlockKind, codes: Tensor) -> Tensor:
 def _product_numbers(kind: BlockKind, codes: Tensor) -> tuple[Tensor, float]:
     """Return the numbers of codes in the unit of the product, and this unit.
 
-    The unit is 1, or the step of a table of numbers. So all numbers are multiples of 0.5, and their products are
-    exact.
+    The unit is 1, or the step of a table of numbers. All numbers are multiples of 0.5, so products are exact.
     """
     if kind.table is None:
         return numbers_of(kind, codes), 1.0

@@ -73,14 +73,14 @@ class Graph(ABC):
         Args:
             inputs: inputs of the first step, as for `replay`; one of them is named ``tokens``, ``[R]``.
             varied: name -> ``[n, ...]``: the other inputs that differ between steps.
-            sampling: parameters for the rows of the first result, ``[R]``; their uniforms are not used.
-            uniforms: one draw per step and row.
-            ends: tokens that end a row; -1 pads.
+            sampling: the parameters ``[R]`` for the rows of the first result. Its uniforms are not used.
+            uniforms: one random number in [0, 1) per step and row.
+            ends: the stop tokens of each row, padded with -1.
             ranks: the ranks that run these steps together. Rank 0 samples; the other ranks use its tokens.
 
         Returns:
-            The tokens of each step; m < n if every row has ended. A row of non-finite logits gives -1, and
-            its later tokens are undefined. None if this graph runs one step per call only.
+            The tokens of each step; m < n if every row has ended. The token of a row with non-finite logits is
+            -1, and the later tokens of this row are undefined. None if this graph runs only one step per call.
 
         Raises:
             IndexError: a token or a position is outside its table.
@@ -217,7 +217,7 @@ class GraphCache:
         ends: Tensor,
         ranks: Collectives | None = None,
     ) -> Tensor | None:
-        """Run several steps in one call, see `Graph.replay_steps`; return None if there is no graph yet."""
+        """Run several steps in one call, see `Graph.replay_steps`. Returns None if there is no graph yet."""
         graph = self._graphs.get(key)
         if graph is None:
             return None

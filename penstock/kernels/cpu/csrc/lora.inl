@@ -1,15 +1,15 @@
 // Adds (x A^T) B of each row's adapter to y [T, N]. Rows without an adapter do not change. A is [adapters, R, n], B is
 // [adapters, R, N]. One call computes all adapted slices of a fused layer. Each slice has its own A and B.
 //
-// Rows are sorted by adapter and processed a few at a time, so that the matrices of an adapter are read once for them.
-// Each product is summed in float32 in the order of n, then of R, and added to y once, so that a row's bits do not
-// depend on other rows.
+// Rows are sorted by adapter and divided into tiles of a few rows. A tile reads the matrices of its adapter once. Each
+// product is summed in float32 in the order of n, then of R, and added to y once, so that a row's bits do not depend on
+// other rows.
 
 constexpr int ADAPTED_ROWS = W == 16 ? 6 : 4;  // rows per tile
 constexpr int RANKS = W == 16 ? 4 : 2;         // rows of A per tile: the registers hold ADAPTED_ROWS sums for each
-constexpr int FETCHING_ROWS = 4;               // up to this many rows, a tile is memory-bound
-constexpr int64_t TILES_PER_THREAD = 4;        // with at least this many, threads divide tiles, not ranks and outputs
-constexpr int64_t MIN_OUTPUTS = 64;            // per thread, so that threads do not share cache lines of y
+constexpr int FETCHING_ROWS = 4;               // a tile of up to this many rows is memory-bound, and prefetches
+constexpr int64_t TILES_PER_THREAD = 4;        // if there are at least this many, each thread computes whole tiles
+constexpr int64_t MIN_OUTPUTS = 64;            // minimum number of outputs per thread, so that threads do not share cache lines of y
 
 // An adapted slice of the outputs.
 struct LoraPart {
