@@ -9,7 +9,7 @@ constexpr int ADAPTED_ROWS = W == 16 ? 6 : 4;  // rows per tile
 constexpr int RANKS = W == 16 ? 4 : 2;         // rows of A per tile: the registers hold ADAPTED_ROWS sums for each
 constexpr int FETCHING_ROWS = 4;               // a tile of up to this many rows is memory-bound, and prefetches
 constexpr int64_t TILES_PER_THREAD = 4;        // if there are at least this many, each thread computes whole tiles
-constexpr int64_t MIN_OUTPUTS = 64;            // minimum number of outputs per thread, so that threads do not share cache lines of y
+constexpr int64_t MIN_OUTPUTS = 64;            // minimum per thread, so that threads do not share cache lines of y
 
 // An adapted slice of the outputs.
 struct LoraPart {

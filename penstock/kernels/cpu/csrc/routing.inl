@@ -33,7 +33,7 @@ INLINE int64_t take_largest(float* ranks, int64_t N, int64_t* ids, int64_t k) {
 
 template <class T> static void route(const Route& a, const Team& team) {
   over_rows(team, a.n, [=](int64_t begin, int64_t end) {
-    float* left = (float*)penstock_scratch(OWN, (2 * a.N + a.top) * sizeof(float));  // logits of the experts that are not selected yet
+    float* left = (float*)penstock_scratch(OWN, (2 * a.N + a.top) * sizeof(float));  // logits that are not selected yet
     float *wide = left + a.N, *scores = wide + a.N;
     for (int64_t row = begin; row < end; row++) {
       const T* logits = (const T*)a.logits + row * a.stride;
@@ -145,7 +145,7 @@ struct RouteSparseMixer {  // as Route
 template <class T> static void route_sparse_mixer(const RouteSparseMixer& a, const Team& team) {
   over_rows(team, a.n, [=](int64_t begin, int64_t end) {
     float* wide = (float*)penstock_scratch(OWN, 2 * a.N * sizeof(float));
-    float* left = wide + a.N;  // logits of the experts that are not selected yet
+    float* left = wide + a.N;  // logits that are not selected yet
     for (int64_t row = begin; row < end; row++) {
       const T* logits = (const T*)a.logits + row * a.stride;
       for_vectors(a.N, EACH_VECTOR {
