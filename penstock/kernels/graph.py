@@ -78,9 +78,10 @@ class Graph(ABC):
             ends: the stop tokens of each row, padded with -1.
             ranks: the ranks that run these steps together. Rank 0 samples; the other ranks use its tokens.
 
-        Returns: The tokens of each step; m < n if every row has ended. The token of a row with non-finite
-        logits is -1, and the later tokens of this row are undefined. None if this graph runs only one step
-        per call.
+        Returns:
+            The tokens of each step; m < n if every row has ended. The token of a row with non-finite logits
+            is -1, and the later tokens of this row are undefined. None if this graph runs only one step per
+            call.
 
         Raises:
             IndexError: a token or a position is outside its table.
