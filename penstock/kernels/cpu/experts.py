@@ -78,7 +78,7 @@ class CpuExperts(CpuLinear):
             )
             return super().experts(x, packed, topk_weights, topk_ids, gating, lora=lora)
         gate_up, down = table.gate_up, table.down
-        if not (_fits(gate_up, x.dtype) and _fits(down, x.dtype)):
+        if not (_is_supported(gate_up, x.dtype) and _is_supported(down, x.dtype)):
             self._fall_back("experts", {f"{gate_up.encoding} weights with {x.dtype} activations": False})
             return super().experts(x, packed, topk_weights, topk_ids, gating, lora=lora)
         (rows, hidden), top, inner = x.shape, topk_ids.shape[1], down.in_features
@@ -159,6 +159,6 @@ def _addresses_of(linear: PackedLinear) -> list[int]:
     return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
-def _fits(linear: PackedLinear, dtype: torch.dtype) -> bool:
+def _is_supported(linear: PackedLinear, dtype: torch.dtype) -> bool:
     """Return whether the kernel supports activations of this type, and the bias has the same type."""
     return supports_dtype(linear.encoding, dtype) and (linear.bias is None or linear.bias.dtype == dtype)

@@ -114,7 +114,7 @@ class CpuLinear(ReferenceOps):
 
     def linear(self, x: Tensor, packed: PackedLinear, *, lora: LoRAInputs | None = None) -> Tensor:
         bias = packed.bias
-        if not _fits(x, packed):
+        if not _is_supported(x, packed):
             self._fall_back(
                 "linear",
                 {
@@ -134,7 +134,7 @@ class CpuLinear(ReferenceOps):
     def activated_linear(
         self, x: Tensor, packed: PackedLinear, activation: Activation, *, lora: LoRAInputs | None = None
     ) -> Tensor:
-        if not _fits(x, packed):
+        if not _is_supported(x, packed):
             return super().activated_linear(x, packed, activation, lora=lora)
         if lora is None or lora.for_slices(part.name for part in packed.slices) is None:
             return self._product(x, packed, activation)
@@ -272,7 +272,7 @@ class CpuLinear(ReferenceOps):
         return tensor
 
 
-def _fits(x: Tensor, packed: PackedLinear) -> bool:
+def _is_supported(x: Tensor, packed: PackedLinear) -> bool:
     """Return whether the kernel supports these activations with this weight."""
     bias = packed.bias
     fits = packed.layout == PANELS and x.stride(1) == 1 and (bias is None or bias.dtype == x.dtype)
