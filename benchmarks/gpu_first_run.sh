@@ -1,17 +1,15 @@
 #!/usr/bin/env bash
-# Tests and measures Penstock on a GPU for the first time: bash benchmarks/gpu_first_run.sh PART [FOLDER]
+# The first run on a GPU, in four parts of less than ten minutes each: bash benchmarks/gpu_first_run.sh PART [FOLDER]
 #
-# There are four parts of less than ten minutes each:
-#   tests       kernel conformance, determinism, models and features; `penstock env` and `penstock bench run`
-#   figures     cold start, decode, prefill, 256 requests with and without overlapped steps, transformers
-#   quantized   decode speed and perplexity with quantized weights and with quantized KV caches
-#   mixed       eight minutes of mixed requests, and the growth of memory
+#   tests       conformance, determinism, graphs and streams, models; `penstock env` and `penstock bench run`
+#   figures     cold start, decode, prefill, 256 requests with and without overlap, transformers: each with its target
+#   quantized   decode with quantized weights and caches, and their quality
+#   mixed       eight minutes of mixed requests: growth of memory
 #
-# Requirements: torch with CUDA, and triton. The first lines of the output list missing packages. The C++ kernels are not
-# needed. Each command has a time limit; the four parts take at most 29 minutes together.
-# Each command writes its output to a file in FOLDER (default: ./gpu-run). The script prints the last line of each file.
-# Weights are written to $WEIGHTS. The default is /dev/shm if 40 GB are free there, else a temporary folder. The weights
-# of the 8B model take 15 GiB.
+# Needs torch with CUDA, triton, and the packages that the first lines of the output list as missing. The C++ kernels need
+# not be built. Each command has a time limit, so that a part ends in time: together the parts take at most 29 minutes.
+# Reports go to FOLDER (by default ./gpu-run), one file for each command, and their last lines to the output. Weights go
+# to $WEIGHTS (by default a folder of the memory file system if it has room, else a temporary folder); 8 billion take 15 GiB.
 set -u
 cd "$(dirname "$0")/.."
 part=${1:?tests, figures, quantized or mixed} out=${2:-gpu-run}
@@ -20,8 +18,8 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 python=${PYTHON:-python3}
 devices=${DEVICES:-gpu}
 if [ -z "${WEIGHTS:-}" ]; then
-  free_gb=$(df --output=avail -BG /dev/shm 2>/dev/null | tail -n 1 | tr -dc 0-9)
-  [ "${free_gb:-0}" -ge 40 ] && WEIGHTS=/dev/shm/penstock-gpu-run || WEIGHTS=${TMPDIR:-/tmp}/penstock-gpu-run
+  room=$(df --output=avail -BG /dev/shm 2>/dev/null | tail -n 1 | tr -dc 0-9)
+  [ "${room:-0}" -ge 40 ] && WEIGHTS=/dev/shm/penstock-gpu-run || WEIGHTS=${TMPDIR:-/tmp}/penstock-gpu-run
 fi
 
 run() { # run SECONDS NAME COMMAND...
@@ -31,7 +29,7 @@ run() { # run SECONDS NAME COMMAND...
   status=$?
   echo "$name: exit status $status after $((SECONDS - begin)) s, $(grep -v '^$' "$out/$name.log" | tail -n 1)"
 }
-# pytest-benchmark prints a warning in each process of pytest-xdist, and pytest turns warnings into errors here.
+# pytest-benchmark warns in each process of pytest-xdist, and tests turn warnings into errors.
 plugins=(-p no:benchmark)
 if $python -c 'import xdist' 2>/dev/null; then
   has_xdist=1
@@ -66,7 +64,7 @@ print(sys.version.split()[0], torch.cuda.get_device_name() if torch.cuda.is_avai
 END
 case $part in
 tests)
-  # The tests run in several processes, because most of their time is the compilation of Triton kernels on one core.
+  # In several processes: most of the time goes into the compilation of programs, on one core each.
   run 60 env "$python" -m penstock env &
   kernels="tests/kernels" determinism="tests/architectures/test_invariance.py"
   models="tests/architectures/test_parity.py tests/architectures/test_encoder_parity.py"

@@ -285,10 +285,7 @@ def supports_dtype(encoding: str, dtype: torch.dtype) -> bool:
 
 
 def supports_order(packed: PackedLinear) -> bool:
-    """Return whether the kernel supports `PackedLinear.order`.
-
-    Only kernels that quantize groups reorder inputs.
-    """
+    """Return whether the kernel reorders its inputs to match the weight: true if it quantizes groups."""
     groups = is_quantized(packed.encoding) and encoding_named(packed.encoding).group_size is not None
     return packed.order is None or groups
 

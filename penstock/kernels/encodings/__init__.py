@@ -98,7 +98,7 @@ class LinearEncoding(ABC):
 
     @abstractmethod
     def num_bytes(self, out_features: int, in_features: int) -> int:
-        """Return the bytes of a packed weight in panels. The layout in rows needs at most as many."""
+        """Return the bytes of a packed weight in panels, which is an upper bound for rows."""
 
     @abstractmethod
     def pack(self, weight: Tensor, importance: Tensor | None = None) -> dict[str, Tensor]:
