@@ -172,16 +172,13 @@ def start(llm: LLM, shape: dict[str, int], _requests: int, begin: float) -> dict
 
 
 def mixed(minutes: float, llm: LLM, shape: dict[str, int], requests: int, _begin: float) -> dict[str, Any]:
-    """Run rounds of mixed requests.
+    """Run rounds of mixed requests and return how much memory grew after the first quarter of the time.
 
-    Returns the growth of memory in MiB after the first quarter of the rounds.
-
-    A round has prompts of 1 to 1900 tokens, with and without a shared prefix. The sampling parameters are
-    random: greedy or sampled, penalties, stop strings. Some rounds return log probabilities or two choices.
-    Each round also closes a stream after its first output.
+    A round has prompts of all lengths with and without a shared prefix, greedy and sampled, with penalties,
+    stop strings, log probabilities and several choices, and a stream that is closed early.
     """
     random, end = Random(0), time.perf_counter() + 60 * minutes
-    shared_prefix = prompts(shape, 1, 700)[0]
+    shared = prompts(shape, 1, 700)[0]
     memory: list[tuple[int, int]] = []
     num_tokens = 0
     while time.perf_counter() < end or len(memory) < 4:
@@ -190,7 +187,7 @@ def mixed(minutes: float, llm: LLM, shape: dict[str, int], requests: int, _begin
             tokens = [
                 random.randrange(shape["vocab_size"]) for _ in range(random.choice([1, 7, 60, 400, 1200]))
             ]
-            batch.append([*shared_prefix[: random.choice([0, 0, 33, 700])], *tokens])
+            batch.append([*shared[: random.choice([0, 0, 33, 700])], *tokens])
             params.append(
                 SamplingParams(
                     max_new_tokens=random.choice([1, 5, 40, 128]),
