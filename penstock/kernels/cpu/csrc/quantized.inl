@@ -114,7 +114,7 @@ template <class T> INLINE int32_t quantize(const T* x, int64_t n, int8_t* intege
   return store_integers(x, n, 127 / top, integers);
 }
 
-// Returns the number of extras that n numbers times `inverse` need.
+// Returns the number of extras of n numbers times `inverse`.
 template <class T> INLINE int64_t count_extras(const T* x, int64_t n, float inverse) {
   vi count = {};
   for_vectors(n, EACH_VECTOR {
@@ -150,9 +150,9 @@ INLINE void split_integer(int64_t i, int32_t integer, int8_t* integers, Extras* 
 #if PENSTOCK_LANES == 16
 // The largest numbers of a row and their positions.
 struct LargestNumbers {
-  static constexpr int64_t CAPACITY = 256;
-  float numbers[CAPACITY];
-  int32_t positions[CAPACITY];
+  static constexpr int64_t ROOM = 256;
+  float numbers[ROOM];
+  int32_t positions[ROOM];
   int64_t count;
 
   // Collects the numbers whose magnitude is at least `least`, given as bits. Returns false if they are too many.
@@ -162,12 +162,12 @@ struct LargestNumbers {
     for_vectors(n, EACH_VECTOR {
       const vf number = load(x + i, lanes);
       const __mmask16 large = _mm512_cmpge_epu32_mask((__m512i)(as_bits(number) & 0x7fffffff), bound);
-      const int64_t at = min(count, CAPACITY - W);
+      const int64_t at = min(count, ROOM - W);
       store(numbers + at, (vf)_mm512_maskz_compress_ps(large, number));
       store((uint32_t*)positions + at, (vu)_mm512_maskz_compress_epi32(large, (__m512i)(lane_index() + (int32_t)i)));
       count += __builtin_popcount(large);
     });
-    return count <= CAPACITY - W;
+    return count <= ROOM - W;
   }
 };
 #endif
