@@ -121,8 +121,8 @@ def saturate(options: argparse.Namespace) -> None:
         known, hashing = measure_decisions(count, _NUM_PREFIXES, 2048, _NUM_DECISIONS)
         results = request_rate * answer_length / reports_per_second  # results in one report of a worker
         load = count * (
-            request_rate * router.of_decision(count, 2048 // costs.limits.block_size)
-            + reports_per_second * router.of_report(round(results))
+            request_rate * router.decision_seconds(count, 2048 // costs.limits.block_size)
+            + reports_per_second * router.report_seconds(round(results))
         )
         remark = "" if known >= TARGET_RATE else f"  (below {TARGET_RATE:,})"
         needed = request_rate * count
