@@ -38,7 +38,7 @@ def test_openai_client_prints_the_expected_output(url: str) -> None:
     output = run_example("openai_client", "--url", url)
     assert "answer: Penstock is an LLM inference library" in output
     assert "story: Once upon a time" in output
-    assert "60 written" in output
+    assert "60 completion" in output
     assert "call: get_weather {'city': 'Paris'}" in output
     assert "sunny in Paris" in output
 
