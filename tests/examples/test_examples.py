@@ -140,7 +140,7 @@ def test_semantic_search_ranks_the_matching_text_first(
     assert best == "1.000  b.md: Greetings"
     assert re.fullmatch(r"0\.\d{3}  a\.md: Ca(ts|rs)", second)
     monkeypatch.setattr(sys, "argv", ["semantic_search.py", "demo", "cats"])
-    with pytest.raises(SystemExit, match="demo is no embeddings model"):
+    with pytest.raises(SystemExit, match="demo is not an embeddings model"):
         run_in_process("semantic_search", capsys)
     monkeypatch.setattr(sys, "argv", ["semantic_search.py", str(tmp_path / "absent"), "cats"])
     with pytest.raises(SystemExit, match="absent cannot be used for search"):
