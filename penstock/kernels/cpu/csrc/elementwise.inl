@@ -9,7 +9,7 @@ INLINE void norm_row(const T* x, const TW* weight, T* out, int64_t E, float eps)
   });
   vf factor = all(1 / __builtin_sqrtf(sum(squares) / (float)E + eps));
   for_vectors(E, EACH_VECTOR {
-    // Rounds before the weight is applied, as in training, unless the weight is float32.
+    // Rounds to T before the weight is applied, as in the training of most checkpoints, unless the weight is float32.
     vf normed = load(x + i, lanes) * factor;
     if (sizeof(T) == sizeof(TW)) normed = rounded_to(x, normed);
     store(out + i, normed * load(weight + i, lanes), lanes);
@@ -70,7 +70,7 @@ struct Gelu {
 struct GeluTanh {  // 0.5 (1 + tanh(u)) = 1 / (1 + e^-2u)
   INLINE vf of(vf x) {
     const vf y = x / (1 + exp(-1.59576912f * (x + 0.044715f * x * x * x)));
-    return x > -20.0f ? y : x * 0.0f;  // `exp` has a largest result, so that y would not become 0; NaN for -inf
+    return x > -20.0f ? y : x * 0.0f;  // below -20: `exp` is bounded, so y would not become 0; x * 0 is NaN for -inf
   }
 };
 struct Relu {
@@ -128,7 +128,7 @@ struct TakeRows {  // out [n, bytes] = table [rows, bytes], rows strided (in byt
 };
 
 static int64_t work(const TakeRows& a) { return ELEMENT * a.n * a.bytes; }
-// Fails with the position of an index outside 0:rows; its row becomes zeros.
+// Reports the position of an index outside 0:rows with `fail`. The row of such an index becomes 0.
 static void run(const TakeRows& a, const Team& team) {
   over_rows(team, a.n, [=](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) {
@@ -152,7 +152,7 @@ struct PutRows {  // out [n, bytes] = x with values [count, bytes] at rows indic
 };
 
 static int64_t work(const PutRows& a) { return ELEMENT * a.n * a.bytes; }
-// Fails with the position of an index outside 0:n; its values are not stored.
+// Reports the position of an index outside 0:n with `fail`. The values of such an index are not stored.
 static void run(const PutRows& a, const Team& team) {
   over_rows(team, a.n, [=](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) __builtin_memcpy(a.out + i * a.bytes, a.x + i * a.x_stride, a.bytes);
