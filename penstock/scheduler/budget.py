@@ -1,4 +1,4 @@
-"""Distribution of a step's token budget, as pure functions.
+"""Distribution of a step's token budget among decoding contexts and prompts.
 
 max_batch_input_tokens
 |<- decode rows, one each ->|<- prompts in order, the last one cut ->|<- unused, less than a chunk ->|
@@ -20,22 +20,22 @@ def check_limits(**limits: int) -> None:
     """Check the scheduler's limits.
 
     Raises:
-        ConfigError: one is below 1; names it.
+        ConfigError: a limit is below 1.
     """
     for name, value in limits.items():
         if value < 1:
             raise ConfigError(name, f"must be at least 1, was {value}")
 
 
-def decode_rows(num_remaining: int, num_left: int, num_behind: int) -> int:
-    """Return the number of rows of a decoding context: one, or more after the grammar forced tokens.
+def decode_rows(num_remaining: int, num_left: int, num_later: int) -> int:
+    """Return the number of rows of a decoding context: 1, or more if a grammar has appended tokens.
 
     Args:
         num_remaining: tokens that the context must compute.
         num_left: unused tokens of the budget.
-        num_behind: later decoding contexts. Each needs at least one row.
+        num_later: number of later decoding contexts in the step. Each needs at least one row.
     """
-    return min(num_remaining, num_left - num_behind)
+    return min(num_remaining, num_left - num_later)
 
 
 def prompt_rows(num_remaining: int, num_left: int, min_chunk_size: int, *, may_cut: bool) -> int:
@@ -48,8 +48,8 @@ def prompt_rows(num_remaining: int, num_left: int, min_chunk_size: int, *, may_c
 def smallest_chunk(min_chunk_size: int, max_batch_input_tokens: int, max_batch_size: int) -> int:
     """Return the size of the smallest chunk of a prompt.
 
-    It is at most the budget that remains when all other contexts of a full batch decode. So a prompt that is
-    being computed advances in every step.
+    It is at most the budget that remains when all other contexts of a full batch decode. Therefore a running
+    prompt advances in every step.
     """
     return min(min_chunk_size, max_batch_input_tokens - (max_batch_size - 1))
 
@@ -60,9 +60,10 @@ class PromptBudget:
     Args:
         max_tokens: maximum number of tokens of a step.
         min_chunk_size: the smallest chunk of a prompt.
-        may_cut: whether prompts are cut into chunks. Otherwise only contexts that have grown beyond the
-            budget are cut.
-        whole_prompts: never cut a prompt. One that exceeds the budget is the only one of its step.
+        may_cut: whether prompts are cut into chunks. If not, only preempted contexts with more tokens than
+            ``max_tokens`` are cut.
+        whole_prompts: whether prompts are never cut. A prompt with more than ``max_tokens`` tokens then runs
+            in a step of its own.
     """
 
     def __init__(

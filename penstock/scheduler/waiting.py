@@ -31,13 +31,13 @@ _MAX_OUTDATED = 64
 
 
 class WaitingQueue(Generic[EntryT]):
-    """A priority queue whose entries may not be ready yet. Ready entries overtake entries that are not.
+    """A priority queue whose entries may not be ready yet. Ready entries overtake entries that are not ready.
 
     Each client has a lane, in which its entries are sorted by key. The queue compares the first entries of
     all lanes: the highest priority comes first, then the client with the smallest rank, then the oldest.
 
     A step checks at most ``scan_limit`` entries that are not ready, however long the queue is. Entries that
-    are not ready are set aside. Each step checks up to ``scan_limit`` of those again, in turn.
+    are not ready leave their lane. Each step checks up to ``scan_limit`` of them again, in turn.
 
     Args:
         scan_limit: maximum number of entries per step that are checked and not ready.
@@ -72,7 +72,7 @@ class WaitingQueue(Generic[EntryT]):
 
     def refresh(self, client_id: str) -> None:
         """Update the order after the rank of a client may have decreased."""
-        first = self._first_of(client_id)
+        first = self._first_entry(client_id)
         if first is None:
             return
         key = self._sort_key(first)
@@ -81,7 +81,7 @@ class WaitingQueue(Generic[EntryT]):
         self._queued[client_id] = key
         heapq.heappush(self._heap, (key, client_id))
         if len(self._heap) > 2 * len(self._lanes) + _MAX_OUTDATED:
-            firsts = ((client, self._first_of(client)) for client in list(self._lanes))
+            firsts = ((client, self._first_entry(client)) for client in list(self._lanes))
             self._queued = {client: self._sort_key(entry) for client, entry in firsts if entry is not None}
             self._heap = [(key, client) for client, key in self._queued.items()]
             heapq.heapify(self._heap)
@@ -99,15 +99,15 @@ class WaitingQueue(Generic[EntryT]):
                 self._not_ready.append(entry)
 
     def first_ready(self, is_ready: Callable[[EntryT], bool]) -> EntryT | None:
-        """Return the next ready entry without removing it; None if this step has none."""
+        """Return the next ready entry without removing it; None if no checked entry is ready."""
         while self._heap and self._checks_left:
             sort_key, client_id = self._heap[0]
-            entry = self._first_of(client_id)
+            entry = self._first_entry(client_id)
             if entry is None:
                 self._drop_first()
             elif sort_key != (now := self._sort_key(entry)):
                 if self._queued.get(client_id) == now:
-                    self._drop_first()  # the current key is further down
+                    self._drop_first()  # the heap also holds the current key
                 else:
                     self._queued[client_id] = now
                     heapq.heapreplace(self._heap, (now, client_id))
@@ -115,7 +115,7 @@ class WaitingQueue(Generic[EntryT]):
                 return entry
             else:
                 self._checks_left -= 1
-                if self._contains(entry):  # else `is_ready` removed it
+                if self._contains(entry):  # false if `is_ready` removed the entry
                     heapq.heappop(self._lanes[client_id])
                     self._not_ready.append(entry)
         return None
@@ -130,7 +130,7 @@ class WaitingQueue(Generic[EntryT]):
         heapq.heappush(self._lanes.setdefault(entry.client_id, []), (entry.key, entry))
         self.refresh(entry.client_id)
 
-    def _first_of(self, client_id: str) -> EntryT | None:
+    def _first_entry(self, client_id: str) -> EntryT | None:
         lane = self._lanes.get(client_id, [])
         while lane and not self._contains(lane[0][1]):
             heapq.heappop(lane)
