@@ -34,7 +34,7 @@ from penstock.pipelines.core.cache_events import BlocksStored
 from penstock.worker.messages import TextResult, WorkerInfo, WorkerStats
 from penstock.worker.results import Generation
 from penstock.worker.router import WorkerRouter
-from penstock.worker.routing import LeastLoaded, RoutingPolicy, WorkerLoads, digests_of
+from penstock.worker.routing import LeastLoaded, RoutingPolicy, WorkerLoads, prompt_digests
 
 INFO = WorkerInfo(
     max_length=32768,
@@ -102,12 +102,12 @@ def measure_decisions(num_workers: int, num_prefixes: int, length: int, count: i
     prefixes = [[draws.randrange(1000) for _ in range(length * 3 // 4)] for _ in range(num_prefixes)]
     for prefix in prefixes:
         for worker in draws.sample(workers, max(1, num_workers // 8)):
-            worker.listener(0, [BlocksStored(digests_of(context_of("", prefix), INFO), None, [])])
+            worker.listener(0, [BlocksStored(prompt_digests(context_of("", prefix), INFO), None, [])])
     contexts = []
     for number in range(count):
         own = [draws.randrange(1000) for _ in range(length - length * 3 // 4)]
         contexts.append(context_of(str(number), draws.choice(prefixes) + own))
-    known = {context.request_id: digests_of(context, INFO) for context in contexts}
+    known = {context.request_id: prompt_digests(context, INFO) for context in contexts}
     running: deque[Generation] = deque()
 
     def run() -> float:
@@ -121,7 +121,7 @@ def measure_decisions(num_workers: int, num_prefixes: int, length: int, count: i
             running.pop().add(TextResult("", [], DONE))
         return count / seconds
 
-    with patch("penstock.worker.router.digests_of", lambda context, info: known[context.request_id]):
+    with patch("penstock.worker.router.prompt_digests", lambda context, info: known[context.request_id]):
         given = max(run() for _ in range(3))
     return given, max(run() for _ in range(3))
 

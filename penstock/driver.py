@@ -173,7 +173,10 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
 
 
 def host_zeros(size: int, dtype: torch.dtype, reader: torch.device) -> Tensor:
-    """Return ``[size]`` zeros in host memory that ``reader`` can copy from while a device graph runs."""
+    """Return ``[size]`` zeros in host memory, pinned if ``reader`` is a GPU.
+
+    CUDA graphs copy from pinned memory only.
+    """
     import torch
 
     return torch.zeros(size, dtype=dtype, pin_memory=reader.type != "cpu")
@@ -184,7 +187,7 @@ def _gpus(count: int) -> str:
 
 
 def _host_memory() -> tuple[int, int]:
-    """Return total and available bytes of host memory, within the limits of the container."""
+    """Return total and available bytes of host memory, within the limits of the container and the process."""
     page = os.sysconf("SC_PAGE_SIZE")
     total = page * os.sysconf("SC_PHYS_PAGES")
     free = page * os.sysconf("SC_AVPHYS_PAGES")

@@ -51,8 +51,8 @@ def compute_log_probabilities(
         batch.append(_Rows(stop - len(targets), targets, min(top_n, logits.shape[-1])))
     requested = [rows for rows in batch if rows is not None]
     for top_n in {rows.top_n for rows in requested}:
-        # One call per top_n: the order of equal logits can depend on k, which must not come from other
-        # requests.
+        # One call per top_n: the order of equal logits can depend on the k of topk, so k must not depend on
+        # other requests.
         _fill(logits, [rows for rows in requested if rows.top_n == top_n], top_n)
     return [None if rows is None else rows.entry for rows in batch]
 

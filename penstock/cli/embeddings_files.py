@@ -37,9 +37,8 @@ def chosen_format(output: Path | None, given: str | None) -> str:
     if chosen is None and output is not None:
         chosen = output.suffix.removeprefix(".")
         if chosen not in FORMATS:
-            raise click.UsageError(
-                f"--output {output} ends in none of {', '.join(f'.{one}' for one in FORMATS)}: give --format"
-            )
+            suffixes = ", ".join(f".{name}" for name in FORMATS)
+            raise click.UsageError(f"--output {output} ends in none of {suffixes}: give --format")
     if chosen is None:
         chosen = "jsonl"
     if chosen != "jsonl" and output is None and sys.stdout.isatty():

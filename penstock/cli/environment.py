@@ -10,9 +10,9 @@ from importlib import metadata
 from pathlib import Path
 
 from penstock import __version__
-from penstock.distributed.placement import shares_of_ranks
+from penstock.distributed.placement import rank_processors
 from penstock.driver import CPU, load_devices, scan_available_devices
-from penstock.engine import InferenceSession, threads_of_rank
+from penstock.engine import InferenceSession, default_threads_per_rank
 from penstock.host.processors import divide_processors, format_processors, numa_nodes
 
 PACKAGES = (
@@ -156,7 +156,7 @@ def _openmp_runtimes() -> list[str]:
 
 def _ranks(world: int) -> list[str]:
     """Return the processors and the threads of each rank."""
-    shares, threads = shares_of_ranks(world), threads_of_rank(world)
+    shares, threads = rank_processors(world), default_threads_per_rank(world)
     if shares:
         return [
             f"{threads} threads on the processors {format_processors(share.processors)}" for share in shares

@@ -77,14 +77,14 @@ def _list_local(as_json: bool) -> None:
         return
     table = [
         [
-            one.name,
-            (one.revision or "-")[:12],
-            _joined([*one.refs]),
-            file_size(one.num_bytes),
-            _age(time.time() - one.last_used),
-            "" if one.is_complete else "incomplete",
+            model.name,
+            (model.revision or "-")[:12],
+            _joined([*model.refs]),
+            file_size(model.num_bytes),
+            _age(time.time() - model.last_used),
+            "" if model.is_complete else "incomplete",
         ]
-        for one in models
+        for model in models
     ]
     _print_table(["model", "revision", "branches", "size", "last used", ""], table)
     click.echo(f"\ntotal {file_size(cache_size())}")
@@ -123,7 +123,10 @@ def describe() -> Support:
         ],
         "tool_call_parsers": sorted(TOOL_FORMATS),
         "reasoning_parsers": sorted(REASONING_FORMATS),
-        "checkpoint_formats": [one.name for one in sorted(FORMATS.formats, key=lambda one: one.name)],
+        "checkpoint_formats": [
+            format_reader.name
+            for format_reader in sorted(FORMATS.formats, key=lambda format_reader: format_reader.name)
+        ],
         "gguf_types": list(READABLE_BLOCKS),
     }
 

@@ -150,7 +150,7 @@ class HuggingFaceConfig(Mapping[str, object]):
         value = self.get(key)
         if value is None:
             return None
-        if not isinstance(value, list) or any(type(one) is not int for one in value):
+        if not isinstance(value, list) or any(type(item) is not int for item in value):
             raise CheckpointError(self._path, f"{key} must be a list of whole numbers, was {value!r}")
         return tuple(value)
 
@@ -163,7 +163,7 @@ class HuggingFaceConfig(Mapping[str, object]):
         value = self.get(key)
         if value is None:
             return None
-        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise CheckpointError(self._path, f"{key} must be a list of texts, was {value!r}")
         return tuple(value)
 

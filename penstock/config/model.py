@@ -65,7 +65,7 @@ _DIMENSIONS = Rule(
     "whole numbers of at least 1, such as 64,128,256",
     lambda value: (
         isinstance(value, tuple)
-        and all(isinstance(one, int) and not isinstance(one, bool) and one >= 1 for one in value)
+        and all(isinstance(item, int) and not isinstance(item, bool) and item >= 1 for item in value)
     ),
 )
 _DEVICES = Rule(
@@ -210,7 +210,7 @@ class ModelConfig:
             return self.matryoshka_dimensions
         named = self.huggingface_config.get("matryoshka_dimensions")
         if isinstance(named, list | tuple):
-            return tuple(one for one in named if isinstance(one, int))
+            return tuple(item for item in named if isinstance(item, int))
         return None if self.huggingface_config.get("is_matryoshka") is True else ()
 
     @cached_property

@@ -216,7 +216,7 @@ class PipelineConfig:
         Raises:
             ConfigError: two values contradict each other.
         """
-        given = {one.name: given[one.name] for one in config_fields() if one.name in given}
+        given = {setting.name: given[setting.name] for setting in config_fields() if setting.name in given}
         sections: dict[str, dict[str, Any]] = {"": {}, **{name: {} for name in _SECTIONS}}
         for config_field in config_fields():
             if config_field.name in given:
@@ -229,8 +229,10 @@ class PipelineConfig:
 
     def value_of(self, name: str) -> object:
         """Return the value of a setting by its flat name."""
-        one = next(field for field in config_fields() if field.name == name)
-        value: object = getattr(getattr(self, one.section) if one.section else self, one.attribute)
+        setting = next(field for field in config_fields() if field.name == name)
+        value: object = getattr(
+            getattr(self, setting.section) if setting.section else self, setting.attribute
+        )
         return value
 
     def describe(self) -> list[tuple[str, object, str]]:

@@ -73,7 +73,7 @@ class RankLaunch:
     target: Callable[[Ranks], None]
     """The function that the rank runs."""
     folder: str
-    """The folder with the file of the store of torch.distributed."""
+    """The folder with the file of torch.distributed's ``FileStore``."""
     connection: int
     """File descriptor of the connection to rank 0."""
     region: int | None
@@ -244,7 +244,7 @@ class RankProcesses:
 def main() -> None:
     """Run a rank in this process until rank 0 ends."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # sent to the whole process group; rank 0 handles them
+        signal.signal(number, signal.SIG_IGN)  # Ctrl-C is sent to the whole process group; rank 0 handles it
     launch: RankLaunch = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_exit_with_rank_0, args=(launch.folder,), daemon=True).start()
     settings, rank = launch.settings, launch.rank
@@ -293,7 +293,7 @@ def _report(store: Store, rank: int, error: BaseException) -> None:
 
 
 def _exit_with_rank_0(folder: str) -> None:
-    """End this process when rank 0 ends: the standard input is then closed."""
+    """End this process when its standard input is closed, which happens when rank 0 ends."""
     os.read(0, 1)
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)

@@ -1,4 +1,4 @@
-"""`Ranks`: the view that one rank has of all ranks of a model, with collectives on torch.distributed.
+"""`Ranks`: collectives and messages among the ranks of a model.
 
 Sums are added in float32 in the order of the ranks and rounded once, on every transport. All ranks therefore
 have bit-equal sums, and the shared-memory kernels (`penstock.kernels.cpu`) are bit-equal to gloo.
@@ -34,8 +34,9 @@ class Ranks:
         world: the number of ranks.
         store: the store of torch.distributed through which the ranks find each other.
         timeout: seconds that a collective waits for the other ranks.
-        device: the device of the tensors: gloo for ``cpu``, NCCL for ``cuda``.
-        connections: connections for messages: on rank 0 one to each other rank, elsewhere the one to rank 0.
+        device: the device of the tensors. Collectives use gloo for ``cpu`` and NCCL for ``cuda``.
+        connections: connections for messages. Rank 0 has one to each other rank; other ranks have one to rank
+            0.
         region: memory that all ranks share, for the kernels; None to use torch.distributed only.
         by_expert: see `Shard`.
     """
@@ -61,7 +62,7 @@ class Ranks:
         self._failure: PenstockError | None = None
         self._lock = threading.Lock()
         self.diagnose: Callable[[Exception], PenstockError] = _unknown_failure
-        """Returns the error that explains why a collective failed."""
+        """Returns the error to raise for a failed collective, which names the rank that ended."""
         self._group = _group_of(store, rank, world, timeout, device)
 
     @property
@@ -96,12 +97,12 @@ class Ranks:
             return total
         first, *others = self._gather(x.contiguous())
         total = first.float()
-        for one in others:
-            total += one
+        for other in others:
+            total += other
         return total.to(x.dtype)
 
     def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
-        """Return ``[T, sum(widths)]``: the rows ``x [T, widths[r]]`` of all ranks r side by side."""
+        """Return ``[T, sum(widths)]``: the columns ``x [T, widths[r]]`` of all ranks r, concatenated."""
         widest = max(widths)
         padded = (
             x.contiguous() if x.shape[1] == widest else torch.nn.functional.pad(x, (0, widest - x.shape[1]))
@@ -110,7 +111,7 @@ class Ranks:
         return torch.cat([part[:, :width] for part, width in zip(gathered, widths, strict=True)], dim=1)
 
     def minimum(self, values: Sequence[int]) -> list[int]:
-        """Return the smallest of each value over all ranks."""
+        """Return the element-wise minimum of ``values`` over all ranks."""
         gathered = self._gather(torch.tensor(list(values), dtype=torch.int64))
         smallest: list[int] = torch.stack(gathered).amin(0).tolist()
         return smallest
@@ -142,7 +143,7 @@ class Ranks:
         except (RankFailedError, KeyboardInterrupt):
             raise
         except BaseException as error:
-            self.check()  # a kernel in shared memory reports a failure as another error
+            self.check()  # shared-memory kernels raise another exception type
             self._failure = RankFailedError(
                 f"a step failed on rank {self.rank} of {self.world} ({type(error).__name__}: {error}): the "
                 "model must be loaded again"
@@ -151,7 +152,10 @@ class Ranks:
             raise self._failure from error
 
     def abort(self) -> None:
-        """Make the collectives of all ranks fail, including waiting ones. Any thread may call it."""
+        """Make the collectives of all ranks fail, including collectives that are waiting.
+
+        Any thread may call it.
+        """
         if self._region is not None:
             self._region.abort()
 

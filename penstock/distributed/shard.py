@@ -15,7 +15,7 @@ from penstock.errors import ConfigError
 from penstock.kernels.collectives import Collectives
 
 VOCABULARY_UNIT = 16
-"""Rows per indivisible unit of the vocabulary: a panel of the C++ kernels."""
+"""Rows per indivisible unit of the vocabulary: the rows of a weight panel of the C++ kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPart:
-    """The heads of a rank; query head h of it reads its kv head ``h // (heads.size / kv_heads.size)``."""
+    """The heads of a rank. Its query head ``h`` reads its kv head ``h // (heads.size / kv_heads.size)``."""
 
     heads: Part
     kv_heads: Part
@@ -57,7 +57,7 @@ class Shard:
     Args:
         rank: 0 to world - 1.
         world: number of ranks; 1 holds whole layers.
-        by_expert: whether a rank holds whole experts instead of a part of each.
+        by_expert: whether a rank holds whole experts instead of a part of each expert.
         collectives: adds and gathers tensors of all ranks; None for one rank.
     """
 

@@ -1,8 +1,8 @@
 """A progress counter of this process that another process can read.
 
 Long-running code calls `beat` after each part of its work: a layer, a tensor read, a weight packed. The
-kernels increase the same counter. The supervisor can thus distinguish a process that computes a long step
-from a process that hangs, although neither answers messages.
+kernels increase the same counter. With this counter the supervisor can distinguish a process that computes a
+long step from a process that hangs. Neither answers messages.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class BlockPool:
 
     @property
     def num_blocks(self) -> int:
-        """The number of blocks without the null block, in any state."""
+        """The number of blocks in all states, without the null block."""
         return len(self._references) - 1
 
     @property
@@ -98,8 +98,8 @@ class BlockPool:
     def release(self, blocks: Iterable[int]) -> None:
         """Remove one reference from each block.
 
-        Among blocks that are released together, the last ones are evicted first. The beginning of a prompt is
-        shared more often than its end, and the end is useless without the beginning.
+        Of the blocks in one call, the last block is evicted first. The beginning of a prompt is shared more
+        often than its end, and the end cannot be used without the beginning.
         """
         for block in reversed(list(blocks)):
             assert self._references[block] > 0, f"block {block} is released but not in use"
@@ -115,8 +115,8 @@ class BlockPool:
         """Register a referenced block under the digest of its content.
 
         Returns:
-            Whether the block is registered. If another block has the same content, that one stays registered,
-            and ``block`` becomes free with its last reference.
+            Whether ``block`` is now registered. False if another block is registered with the same content;
+            ``block`` then becomes free when its last reference is removed.
         """
         assert self._references[block] > 0, f"block {block} is registered but not in use"
         assert self._digests[block] is None, f"block {block} has a known content already"
@@ -134,7 +134,7 @@ class BlockPool:
         self._digests = [None] * len(self._digests)
 
     def check_integrity(self) -> None:
-        """Raise an AssertionError with the numbers unless each block is in exactly one state."""
+        """Raise an AssertionError with the block counts unless each block is in exactly one state."""
         # An idle scheduler calls this. It visits all blocks, so the loops run in C.
         references, digests = self._references.__getitem__, self._digests.__getitem__
         free, cached = len(self._free), len(self._cached)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from penstock.pipelines.core import InputContext, TextAndVisionContext
 
-DIGEST_SIZE = 32  # bytes; a collision would show one user's prompt to another
+DIGEST_SIZE = 32  # in bytes; after a collision, a request would reuse the KV of another prompt
 
 
 def chain_root(adapter_digest: bytes | None, cache_salt: str | None, regime: int = 0) -> bytes:
@@ -58,8 +58,8 @@ def chain_digests(
     Args:
         parent: the digest of the block before them, or the root.
         tokens: the tokens of the sequence.
-        overrides: token index -> the id to hash instead, such as the content of an image: all images have
-            the same token ids.
+        overrides: token index -> the id to hash instead of the token id, such as a hash of an image. All
+            images have the same token ids.
         blocks: indices of the blocks.
         block_size: tokens of a block.
     """

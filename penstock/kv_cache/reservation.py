@@ -1,7 +1,7 @@
-"""The number of decode steps of a batch, and the cache blocks for them.
+"""The number of decode steps of a batch, and the reservation of their cache blocks.
 
-`reserve_steps` is the only place that decides how many steps a batch runs. The scheduler calls it while it
-builds a batch and passes the result on as a `ReservedBatch`. A pipeline calls it for every other batch.
+Only `reserve_steps` decides how many steps a batch runs. The scheduler calls it while it builds a batch, and
+passes a `ReservedBatch` to the pipeline. A pipeline calls it for every other batch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def reserve_steps(kv: KVCache, contexts: Sequence[InputContext], num_steps: int)
     """Reserve cache blocks for the next steps of claimed contexts and return how many steps they can run.
 
     The result is 1 if a context must be checked after each token, or if the cache has too few free blocks for
-    more steps of all contexts. It is never larger than the number of tokens that a context may gain.
+    more steps of all contexts. It is at most the result of `tokens_left` for each context.
 
     Args:
         kv: the cache.
@@ -52,7 +52,8 @@ def reserve_steps(kv: KVCache, contexts: Sequence[InputContext], num_steps: int)
 def reserve_drafts(kv: KVCache, context: InputContext, num_drafts: int) -> int:
     """Reserve cache blocks for drafts of a context and return how many drafts have blocks.
 
-    The blocks of its active tokens are reserved. Halves the number until the cache has enough blocks.
+    The blocks of the active tokens must be reserved already. The number is halved until the cache has enough
+    blocks.
     """
     while num_drafts:
         try:
@@ -65,7 +66,7 @@ def reserve_drafts(kv: KVCache, context: InputContext, num_drafts: int) -> int:
 
 
 def tokens_left(kv: KVCache, context: InputContext) -> int | None:
-    """Return how many tokens a context may gain in one call of a pipeline; None for any number."""
+    """Return how many tokens a context may generate in one call of a pipeline; None for any number."""
     steps, longest = kv.steps_left(context), context.max_length
     if longest is None:
         return steps

@@ -306,7 +306,10 @@ class AsyncLLM(AsyncSpeechMethods):
     ) -> list[GenerationOutput]:
         """Run one request for each entry of `fields`."""
         params = params_for_each(self.config, sampling_params, len(fields))
-        calls = [partial(self._outputs, own, options, one) for own, one in zip(params, fields, strict=True)]
+        calls = [
+            partial(self._outputs, own_params, options, own_fields)
+            for own_params, own_fields in zip(params, fields, strict=True)
+        ]
         return [output for outputs in await gathered(calls) for output in outputs]
 
     async def _outputs(
@@ -315,7 +318,7 @@ class AsyncLLM(AsyncSpeechMethods):
         """Run one prompt and return its outputs."""
         builders = await self._builders(params, options, fields)
         cached = await gathered([partial(self._run, builder) for builder in builders])
-        return [replace(one, num_cached_tokens=min(cached)) for one in best_first(builders, options)]
+        return [replace(output, num_cached_tokens=min(cached)) for output in best_first(builders, options)]
 
     async def _run(self, builder: OutputBuilder) -> int:
         """Run one choice. Return the number of cached tokens."""

@@ -184,7 +184,7 @@ class AsyncSpeechMethods:
         adapter: str | None,
         priority: int,
     ) -> SpeechFields:
-        known = {one.name: one for one in self._worker.info.voices}
+        known = {voice.name: voice for voice in self._worker.info.voices}
         chosen = voice_options(voice, codes, transcription, known, self.tokenizer.speech_format)
         return {
             **chosen,

@@ -215,15 +215,15 @@ class BeamSearch:
                 for beam in prompt.beams
                 for token, log_probability in scores[beam.context.request_id].items()
             ),
-            key=lambda one: -one.total,
+            key=lambda candidate: -candidate.total,
         )[: self._num_candidates(prompt.ends)]
         at_limit = prompt.num_steps == prompt.max_new_tokens
-        for one in best[: options.num_beams]:
-            if at_limit or one.token in prompt.ends:
-                prompt.finished.append(self._hypothesis(prompt, one))
-        prompt.finished.sort(key=lambda one: -one.score)
+        for candidate in best[: options.num_beams]:
+            if at_limit or candidate.token in prompt.ends:
+                prompt.finished.append(self._hypothesis(prompt, candidate))
+        prompt.finished.sort(key=lambda candidate: -candidate.score)
         del prompt.finished[options.num_beams :]
-        running = [one for one in best if one.token not in prompt.ends][: options.num_beams]
+        running = [candidate for candidate in best if candidate.token not in prompt.ends][: options.num_beams]
         return [] if at_limit or self._is_over(prompt, running) else running
 
     def _num_candidates(self, ends: frozenset[int]) -> int:
@@ -283,8 +283,8 @@ class BeamSearch:
     def _move(self, prompt: _Prompt, chosen: Sequence[_Continuation]) -> None:
         """Assign a context to each continuation."""
         children: dict[str, list[_Continuation]] = {}
-        for one in chosen:
-            children.setdefault(one.beam.context.request_id, []).append(one)
+        for candidate in chosen:
+            children.setdefault(candidate.beam.context.request_id, []).append(candidate)
         for beam in prompt.beams:
             if beam.context.request_id not in children:
                 self._release(beam.context)
@@ -296,17 +296,17 @@ class BeamSearch:
             contexts[id(first)] = first.beam.context
         prompt.beams = [
             _Beam(
-                contexts[id(one)],
-                [*one.beam.token_ids, one.token],
-                [*one.beam.log_probabilities, one.log_probability],
-                one.total,
+                contexts[id(candidate)],
+                [*candidate.beam.token_ids, candidate.token],
+                [*candidate.beam.log_probabilities, candidate.log_probability],
+                candidate.total,
             )
-            for one in chosen
+            for candidate in chosen
         ]
 
-    def _fork(self, prompt: _Prompt, one: _Continuation) -> TextContext:
-        parent = one.beam.context
-        tokens = [*parent.all_tokens[: parent.start_idx].tolist(), one.token]
+    def _fork(self, prompt: _Prompt, candidate: _Continuation) -> TextContext:
+        parent = candidate.beam.context
+        tokens = [*parent.all_tokens[: parent.start_idx].tolist(), candidate.token]
         child = self._context_of(parent, tokens, parent.max_length, prompt.ends)
         self._pipeline.kv.fork(parent, child)
         return child

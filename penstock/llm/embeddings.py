@@ -167,8 +167,8 @@ class EmbeddingsMethods:
         adapters: list[str | None] = broadcast("adapter", adapter, len(batch))
         kinds = None if outputs is None else tuple(outputs)
         fields: list[EmbeddingsFields] = [
-            {**options, "input": one, "adapter": name, "outputs": kinds}
-            for one, name in zip(batch, adapters, strict=True)
+            {**options, "input": item, "adapter": name, "outputs": kinds}
+            for item, name in zip(batch, adapters, strict=True)
         ]
         return self._embeddings(fields, use_tqdm)
 
@@ -215,7 +215,7 @@ class EmbeddingsMethods:
             activation=activation,
         )
         fields: list[EmbeddingsFields] = [
-            {**one.fields, "truncate": truncate, "outputs": (plan.output,)} for one in plan.inputs
+            {**item.fields, "truncate": truncate, "outputs": (plan.output,)} for item in plan.inputs
         ]
         return plan.scores(self._embeddings(fields, use_tqdm))
 
@@ -271,7 +271,7 @@ class EmbeddingsMethods:
         )
         config = self.config.model.huggingface_config
         scores = [response.scores for response in responses if response.scores is not None]
-        return [Classification(best_label(config, one), one) for one in scores]
+        return [Classification(best_label(config, label_scores), label_scores) for label_scores in scores]
 
     def _embeddings(self, fields: Sequence[EmbeddingsFields], use_tqdm: bool) -> list[EmbeddingsResponse]:
         """Run one request for each entry of ``fields`` and return the outputs in their order."""
@@ -286,7 +286,7 @@ class EmbeddingsMethods:
                 for result in results:
                     self.pipeline.release(result.context)  # `ready` may have reserved a slot for an adapter
                 raise
-        return [one.response for one in results if one.response is not None]
+        return [result.response for result in results if result.response is not None]
 
     def _run_embeddings(self, results: Sequence[EmbeddingsBuilder], use_tqdm: bool) -> None:
         progress = GenerationProgress(len(results), shown=use_tqdm)
@@ -294,16 +294,19 @@ class EmbeddingsMethods:
             for served in self._runner.run(results, seconds=STREAMING_LATENCY_BUDGET):
                 deliver_interrupt()
                 progress.advance(
-                    num_tokens=sum(one.context.current_length for one in served), num_prompts=len(served)
+                    num_tokens=sum(result.context.current_length for result in served),
+                    num_prompts=len(served),
                 )
 
     def _embeddings_contexts(self, fields: Sequence[EmbeddingsFields]) -> Iterator[EmbeddingsContext]:
         """Yield the context of each request. The texts of all requests are encoded together."""
         name, count = self.config.model.name, len(fields)
         requests = []
-        for index, one in enumerate(fields):
+        for index, request_fields in enumerate(fields):
             with _naming_input(index, count):
-                requests.append(EmbeddingsGenerationRequest(id=uuid4().hex, model_name=name, **one))
+                requests.append(
+                    EmbeddingsGenerationRequest(id=uuid4().hex, model_name=name, **request_fields)
+                )
         contexts = self.tokenizer.build_embeddings_contexts(requests)
         for index in range(count):
             with _naming_input(index, count):
@@ -330,7 +333,7 @@ def _naming_input(index: int, count: int) -> Iterator[None]:
 def is_single(inputs: EmbeddingsInput | Sequence[EmbeddingsInput]) -> bool:
     """Return whether inputs are one text or one list of token ids."""
     return isinstance(inputs, str) or (
-        len(inputs) > 0 and all(isinstance(one, int | np.integer) for one in inputs)
+        len(inputs) > 0 and all(isinstance(item, int | np.integer) for item in inputs)
     )
 
 

@@ -72,7 +72,7 @@ def images_of_prompts(images: object, num_prompts: int, *, is_one_prompt: bool) 
     each = [images] if is_one_prompt else list(cast("Iterable[object]", images))
     if len(each) != num_prompts:
         raise InputError(f"images has {len(each)} entries for {num_prompts} prompts: give one for each")
-    return [None if one is None else _as_list(one) for one in each]
+    return [None if item is None else _as_list(item) for item in each]
 
 
 def _as_list(images: object) -> list[Image]:

@@ -205,7 +205,10 @@ class SpeechMethods:
         for index, text in enumerate(batch):
             try:
                 results.append(
-                    [SpeechResult(one) for one in self._speech_contexts(text, sampling_params, fields)]
+                    [
+                        SpeechResult(context)
+                        for context in self._speech_contexts(text, sampling_params, fields)
+                    ]
                 )
             except InputError as error:
                 if len(batch) > 1:
@@ -217,10 +220,12 @@ class SpeechMethods:
             counts = {builder.context.request_id: 0 for builder in builders}
             for served in self._runner.run(builders, seconds=BATCH_LATENCY_BUDGET):
                 deliver_interrupts()
-                totals = {one.context.request_id: len(one.context.generated_tokens) for one in served}
+                totals = {
+                    result.context.request_id: len(result.context.generated_tokens) for result in served
+                }
                 progress.advance(
                     num_tokens=sum(total - counts[name] for name, total in totals.items()),
-                    num_prompts=sum(one.is_done for one in served),
+                    num_prompts=sum(result.is_done for result in served),
                 )
                 counts |= totals
         speeches = [self._speech(parts) for parts in results]

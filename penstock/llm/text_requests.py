@@ -92,8 +92,8 @@ class BatchFields:
         given = as_conversations(messages)
         each = zip(given, self._each(len(given)), strict=True)
         return [
-            {**more, "messages": one, "tools": tools, "chat_template_options": template_options}
-            for one, more in each
+            {**fields, "messages": conversation, "tools": tools, "chat_template_options": template_options}
+            for conversation, fields in each
         ]
 
     def _each(self, num: int) -> list[TextFields]:
@@ -101,8 +101,8 @@ class BatchFields:
         adapters: list[str | None] = broadcast("adapter", self.adapter, num)
         priorities = broadcast("priority", self.priority, num)
         return [
-            {"response_format": self.response_format, "grammar": one, "adapter": name, "priority": number}
-            for one, name, number in zip(grammars, adapters, priorities, strict=True)
+            {"response_format": self.response_format, "grammar": grammar, "adapter": name, "priority": number}
+            for grammar, name, number in zip(grammars, adapters, priorities, strict=True)
         ]
 
 
@@ -229,7 +229,9 @@ def builders_of(
     stop = contexts[0].sampling_params.stop
     if contexts[0].sampling_params.detokenize:
         prompt = contexts[0].prompt_tokens
-        return [OutputBuilder(one, Detokenizer(tokenizer, stop or (), prompt=prompt)) for one in contexts]
+        return [
+            OutputBuilder(context, Detokenizer(tokenizer, stop or (), prompt=prompt)) for context in contexts
+        ]
     if stop:
         raise InputError("stop strings are matched on text: they need detokenize=True")
-    return [OutputBuilder(one, None) for one in contexts]
+    return [OutputBuilder(context, None) for context in contexts]

@@ -39,7 +39,7 @@ Rename = Callable[[str], str | None]
 Layers = Mapping[str, PackedLinear]
 """The linear layers of the base model by their names in the checkpoint. A fused layer has several names."""
 Parts = Mapping[str, LayerPart]
-"""The layers that are divided among ranks, with the part of this process."""
+"""Layer -> part of this rank, for layers that are divided among ranks."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,7 +52,7 @@ class Adapter:
     matrices: Mapping[str, tuple[Tensor, Tensor]]
     """Layer -> A ``[r, in]``, and B ``[out, r]`` multiplied by the scale, in the type of the activations.
 
-    Of an embedding table ``[V, E]``, A is ``[r, V]`` and B is ``[E, r]``."""
+    For an embedding table ``[V, E]``, A is ``[r, V]`` and B is ``[E, r]``."""
 
 
 def read_adapter(
@@ -64,18 +64,17 @@ def read_adapter(
     rename: Rename | None = None,
     parts: Parts = MappingProxyType({}),
 ) -> Adapter:
-    """Return the adapter in a PEFT directory. The whole adapter must be applicable to the base model.
+    """Return the adapter in a PEFT directory. Each of its tensors must match a layer of the base model.
 
     Args:
         path: the directory.
         layers: the linear layers of the base model.
         base: the tensors of the base model. If the adapter's file contains copies of them, the copies must be
             equal.
-        dtype: the type of the activations.
-        max_rank: the maximum rank.
-        rename: maps the name of a tensor in peft's model to its name in the base model, see
+        dtype: the type of the activations. max_rank: the maximum rank of an adapter. rename: maps the name of
+        a tensor in peft's model to its name in the base model, see
             `Weights.renamed`.
-        parts: the layers that are divided among ranks. The adapter is always read as a whole.
+        parts: the layers that are divided among ranks. The result always contains whole matrices.
 
     Raises:
         CheckpointError: the directory or a file in it is missing or damaged.
@@ -87,7 +86,7 @@ def read_adapter(
     file = _weights_file(folder)
     weights = Weights.open(file)
     if rename is not None:
-        config = config.of_modules(_decoder_prefix(_stored_names(file), rename))
+        config = config.with_decoder_prefix(_decoder_prefix(_stored_names(file), rename))
         weights = weights.renamed(lambda name: _renamed(name, rename))
     keys, copies = _classify_tensors(weights, config, layers)
     adapted = sorted({layer for layer, _ in keys})
@@ -105,7 +104,7 @@ def read_adapter(
         down = weights.tensor(keys.get((layer, "A"), f"{_PREFIX}{layer}.lora_A.weight"), (rank, in_features))
         up = weights.tensor(keys.get((layer, "B"), f"{_PREFIX}{layer}.lora_B.weight"), (out_features, rank))
         scaled = up.float() * config.scale_of(layer)
-        matrices[layer] = (down.to(dtype, copy=True), scaled.to(dtype))  # copies: files may change
+        matrices[layer] = (down.to(dtype, copy=True), scaled.to(dtype))  # copies: the files may change
     weights.finish()
     _check_finite(folder, matrices)
     return Adapter(path, content_digest(matrices), matrices)
@@ -243,7 +242,7 @@ def _check_copies(
         layer = base_name.removesuffix(".weight")
         if base_name in base:
             expected = base.tensor(base_name, base.shape(base_name))
-        elif layer in layers:  # a tied head has no tensor
+        elif layer in layers:  # the checkpoint has no tensor for a tied head
             expected = _unpacked(layers, layer)
         else:
             raise WeightsError(folder, f"{name} is neither part of an adapter nor a tensor of the model")
@@ -255,12 +254,12 @@ def _check_copies(
                 f"its shape is {list(weights.shape(name))} in {folder} and {list(shape)} in the model",
             )
         copy = weights.tensor(name, shape)
-        if is_part:  # the other ranks compare their part
+        if is_part:  # the other ranks compare their parts
             copy = joined(parts[layer].of_weight(copy))
         is_equal = torch.equal(copy.to(expected.dtype), expected) or torch.equal(
             copy, expected.to(copy.dtype)
         )
-        if not is_equal and base_name not in base:  # a packed head is rounded
+        if not is_equal and base_name not in base:  # the values of a packed head are rounded
             is_equal = torch.equal(_as_packed(copy, layers[layer]), expected)
         if not is_equal:
             raise UnsupportedFeatureError(

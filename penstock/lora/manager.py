@@ -46,7 +46,7 @@ class LoRAManager:
     state in one assignment. Only the thread that runs the steps may call the other methods.
 
     Args:
-        config: limits on the number and the rank of adapters.
+        config: the maximum number and the maximum rank of adapters.
         layers: the linear layers of the base model by their names in the checkpoint.
         base: the tensors of the base model.
         model_names: the names of the base model, which adapters cannot use.
@@ -55,8 +55,8 @@ class LoRAManager:
         rename: see `read_adapter`.
         parts: the layers that are divided among ranks.
         task_adapters: the adapters of the checkpoint, by name. They are always loaded.
-        is_leader: whether this process loads adapters and assigns slots. The other processes use the slots
-            that it assigns.
+        is_leader: whether this process is rank 0, which loads adapters and assigns slots. Other ranks use the
+            slots that rank 0 assigns.
 
     Raises:
         PenstockError: an adapter of ``config.lora`` cannot be loaded; see `load`.
@@ -84,7 +84,7 @@ class LoRAManager:
         self._loaded: dict[str, Adapter] = dict(task_adapters)
         self._slots = AdapterSlots(config.max_loras, config.max_lora_rank, layers, dtype, device, parts)
         self._uses: dict[str, _Use] = {}  # by request id
-        self._running: Counter[bytes] = Counter()  # digest -> admitted requests that use it
+        self._running: Counter[bytes] = Counter()  # digest -> number of admitted requests that use it
         for name, path in config.adapters if is_leader else ():
             self.load(name, path)
 
@@ -207,15 +207,15 @@ class LoRAManager:
     # -- Slots of other processes -------------------------------------------------------------------------
 
     def on_put(self, call: Callable[[int, Mapping[str, tuple[Tensor, Tensor]]], None]) -> None:
-        """Call a function before an adapter is put into a slot, with the slot and the whole matrices."""
+        """Call ``call(slot, whole matrices)`` before each assignment of an adapter to a slot."""
         self._slots.on_put = lambda slot, adapter: call(slot, adapter.matrices)
 
     def put(self, slot: int, matrices: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Put an adapter that the leader has loaded into the slot that the leader has chosen."""
         self._slots.put(slot, matrices)
 
-    def inputs_of_rows(self, rows: Tensor) -> LoRAInputs:
-        """Return the adapter inputs of a batch whose rows have these slots, ``[T]``."""
+    def inputs_for_rows(self, rows: Tensor) -> LoRAInputs:
+        """Return the adapter inputs of a batch; ``rows [T]`` has the slot of each row, or -1."""
         return LoRAInputs(rows, self._slots.matrices, self._slots.ranks)
 
     def _use(self, context: InputContext) -> _Use:

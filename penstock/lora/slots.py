@@ -17,8 +17,8 @@ from penstock.nn.layer_parts import joined
 class AdapterSlots:
     """A fixed number of slots for adapters, identified by digest. The least recently used one is evicted.
 
-    The memory of a layer is allocated when the first adapter with matrices for that layer gets a slot. Its
-    address never changes, because compiled steps and CUDA graphs read it.
+    The memory of a layer is allocated when the first adapter with matrices for that layer gets a slot. The
+    address of this memory never changes, because compiled steps and CUDA graphs contain it.
 
     Args:
         num_slots: n, the number of slots.
@@ -50,10 +50,11 @@ class AdapterSlots:
 
         Adding layers replaces the mapping, so a batch with the old mapping keeps its layers."""
         self.ranks: Mapping[str, Tensor] = {}
-        """Layer -> ``[n]`` int64 in host memory. Matrix entries beyond a slot's rank are undefined."""
+        """Layer -> rank of the adapter in each slot, ``[n]`` int64 in host memory. Matrix entries beyond a
+        slot's rank are undefined."""
 
     @property
-    def held(self) -> list[bytes | None]:
+    def slot_digests(self) -> list[bytes | None]:
         """The digest of the adapter in each slot."""
         return [None if adapter is None else adapter.digest for adapter in self._held]
 
@@ -65,7 +66,7 @@ class AdapterSlots:
             keep: digests of other adapters to evict last.
         """
         assert len(adapters) <= len(self._held), f"{len(adapters)} adapters for {len(self._held)} slots"
-        held = self.held
+        held = self.slot_digests
         slots = {digest: held.index(digest) for digest in adapters if digest in held}
         for digest, adapter in adapters.items():
             if digest not in slots:
@@ -104,7 +105,7 @@ class AdapterSlots:
             self.ranks = {**self.ranks, **no_ranks}
         for layer, (down, up) in matrices.items():
             part = self._parts.get(layer)
-            if part is not None:  # outputs of B; or inputs of A, where the ranks add their products
+            if part is not None:  # column-parallel: outputs of B; row-parallel: inputs of A
                 down = down if part.inputs is None else down[:, part.inputs.start : part.inputs.stop]
                 up = joined(part.of_rows(up))
             all_down, all_up = self.matrices[layer]
@@ -114,7 +115,7 @@ class AdapterSlots:
             self.ranks[layer][slot] = rank
 
     def _allocate(self, layer: str, matrices: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the memory for a layer, or for an embedding table, whose matrices all have the same rank."""
+        """Return memory for a layer, or for an embedding table, whose adapters all have the same rank."""
         num_slots, rank = len(self._held), self._max_rank
         options = {"dtype": self._dtype, "device": self._device}
         if layer not in self._layers:

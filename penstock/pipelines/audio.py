@@ -245,7 +245,7 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
 
     def _generating(self, batch: Mapping[str, TTSContext]) -> dict[str, TTSContext]:
         """Return the contexts whose tokens have not ended; their blocks stay reserved."""
-        rows = {name: one for name, one in batch.items() if not one.generation_status.is_done}
+        rows = {name: context for name, context in batch.items() if not context.generation_status.is_done}
         return ReservedBatch(rows) if isinstance(batch, ReservedBatch) else rows
 
     # -- Audio ------------------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
         if end is None:
             counts = range(stop, stop + self.codec.right_context + 1)
             ready = (self.codec.ready_frames(count, ended=False) for count in counts)
-            end = self._chunk_ends[stop] = next((one for one in ready if one >= stop), stop)
+            end = self._chunk_ends[stop] = next((end_frame for end_frame in ready if end_frame >= stop), stop)
         return end
 
     def _decode(self, due: Mapping[str, CodecChunk]) -> dict[str, npt.NDArray[np.float32]]:
@@ -326,7 +326,11 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
                 samples = self.codec.decode_chunks(chunks)
         except Exception as error:
             if len(due) > 1:
-                return {name: one for item in due.items() for name, one in self._decode(dict([item])).items()}
+                return {
+                    name: waveform
+                    for chunk in due.items()
+                    for name, waveform in self._decode(dict([chunk])).items()
+                }
             (request_id,) = due
             _logger.exception("request %s ended because the codec failed", request_id)
             failure = RequestFailedError(
@@ -335,7 +339,7 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
             )
             self.failures[request_id] = failure
             return {}
-        return {name: one.float().cpu().numpy() for name, one in zip(due, samples, strict=True)}
+        return {name: waveform.float().cpu().numpy() for name, waveform in zip(due, samples, strict=True)}
 
     def _finish(self, request_id: str, context: TTSContext) -> None:
         """End a context whose tokens have ended and are all decoded."""

@@ -37,8 +37,8 @@ def load_voices(given: Iterable[str], codec: AudioCodec, folder: Path) -> dict[s
         ConfigError: a voice cannot be read, or a name is given twice.
     """
     voices: dict[str, VoicePrompt] = {}
-    for one in given:
-        name, _, source = one.partition("=")
+    for setting in given:
+        name, _, source = setting.partition("=")
         if name in voices:
             raise ConfigError("voice", f"{name!r} is given twice: use one name for each voice")
         try:
@@ -75,8 +75,10 @@ def _checked(voice: VoicePrompt, codec: AudioCodec) -> VoicePrompt:
 def _encoded(path: Path, codec: AudioCodec, folder: Path) -> list[int]:
     """Return the codes of a recording, from the cache if it was encoded before."""
     digest = blake2b(path.read_bytes(), digest_size=16, person=b"voice")
-    files = sorted(one for one in folder.iterdir() if one.is_file())
-    digest.update(repr([(str(one), one.stat().st_size, one.stat().st_mtime_ns) for one in files]).encode())
+    files = sorted(file for file in folder.iterdir() if file.is_file())
+    digest.update(
+        repr([(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]).encode()
+    )
     cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     file = cache / "penstock" / "voices" / f"{digest.hexdigest()}.npy"
     if file.is_file():

@@ -125,10 +125,10 @@ def line_of_row(row: dict[str, object]) -> bytes:
 def _without_nulls(value: object) -> object:
     """Return a structure without null members, which parquet adds to rows with different members."""
     if isinstance(value, dict):
-        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     if hasattr(value, "tolist"):
         value = value.tolist()
-    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def parquet_files(path: Path) -> list[Path]:

@@ -335,5 +335,5 @@ class EmbeddingActor(ModelActor):
 def _without_nulls(value: Any) -> Any:
     """Return a structure without null members, which columns add to rows with different members."""
     if isinstance(value, dict):
-        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
-    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -159,7 +159,7 @@ class RayEngine:
     def num_restarts(self) -> int:
         """The number of times that the worker of a replica ended unexpectedly."""
         known = (*self._reports.values(), *self._missing.values())
-        return self._num_ended_restarts + sum(one.num_restarts for one in known)
+        return self._num_ended_restarts + sum(replica_report.num_restarts for replica_report in known)
 
     # -- Requests ----------------------------------------------------------------------------------------
 

@@ -68,7 +68,7 @@ class ServeReplicas:
             found = await response.results_async(timeout_s=_REPORT_TIMEOUT, return_exceptions=True)
         except (RayError, RayServeException, TimeoutError) as error:
             raise ReplicaLostError(str(error)) from error
-        return [one for one in found if isinstance(one, bytes)]
+        return [report for report in found if isinstance(report, bytes)]
 
     async def reset_prefix_caches(self) -> None:
         """Forget all cached prefixes of all replicas.

@@ -87,43 +87,43 @@ class PenstockServer:
 
     async def chat(self, request: object, raw_request_info: object = None) -> AsyncGenerator[object, None]:
         """Yield the response of ``/v1/chat/completions``, or the events of its stream."""
-        async for one in self._answer(
+        async for chunk in self._answer(
             "/v1/chat/completions", "ChatCompletionResponse", request, raw_request_info
         ):
-            yield one
+            yield chunk
 
     async def completions(
         self, request: object, raw_request_info: object = None
     ) -> AsyncGenerator[object, None]:
         """Yield the response of ``/v1/completions``, or the events of its stream."""
-        async for one in self._answer("/v1/completions", "CompletionResponse", request, raw_request_info):
-            yield one
+        async for chunk in self._answer("/v1/completions", "CompletionResponse", request, raw_request_info):
+            yield chunk
 
     async def embeddings(
         self, request: object, raw_request_info: object = None
     ) -> AsyncGenerator[object, None]:
         """Yield the response of ``/v1/embeddings``."""
-        async for one in self._answer("/v1/embeddings", "EmbeddingResponse", request, raw_request_info):
-            yield one
+        async for chunk in self._answer("/v1/embeddings", "EmbeddingResponse", request, raw_request_info):
+            yield chunk
 
     async def score(self, request: object, raw_request_info: object = None) -> AsyncGenerator[object, None]:
         """Yield the response of ``/v1/score``."""
-        async for one in self._answer("/v1/score", "ScoreResponse", request, raw_request_info):
-            yield one
+        async for chunk in self._answer("/v1/score", "ScoreResponse", request, raw_request_info):
+            yield chunk
 
     async def tokenize(
         self, request: object, raw_request_info: object = None
     ) -> AsyncGenerator[object, None]:
         """Yield the response of ``/tokenize``."""
-        async for one in self._answer("/tokenize", "TokenizeResponse", request, raw_request_info):
-            yield one
+        async for chunk in self._answer("/tokenize", "TokenizeResponse", request, raw_request_info):
+            yield chunk
 
     async def detokenize(
         self, request: object, raw_request_info: object = None
     ) -> AsyncGenerator[object, None]:
         """Yield the response of ``/detokenize``."""
-        async for one in self._answer("/detokenize", "DetokenizeResponse", request, raw_request_info):
-            yield one
+        async for chunk in self._answer("/detokenize", "DetokenizeResponse", request, raw_request_info):
+            yield chunk
 
     async def transcriptions(
         self, request: object, raw_request_info: object = None

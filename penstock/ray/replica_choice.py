@@ -10,7 +10,7 @@ from penstock.pipelines.core.cache_events import BlocksCleared
 from penstock.ray.messages import ReplicaReport
 from penstock.worker.messages import WorkerInfo
 from penstock.worker.prefix_map import PrefixMap
-from penstock.worker.routing import PrefixAware, RequestLoad, WorkerLoads, digests_of, num_uncached_tokens
+from penstock.worker.routing import PrefixAware, RequestLoad, WorkerLoads, num_uncached_tokens, prompt_digests
 
 
 @dataclass(slots=True, eq=False)
@@ -59,11 +59,11 @@ class ReplicaChoice:
     @property
     def positions(self) -> dict[str, int]:
         """The position in the cache log of each replica, by name: the argument of the next reports."""
-        return {one.name: one.position for one in self._replicas if one is not None}
+        return {replica.name: replica.position for replica in self._replicas if replica is not None}
 
     def update(self, reports: Mapping[str, ReplicaReport]) -> None:
         """Replace the known replicas by those that have reported, and apply the changes of their caches."""
-        known = {one.name: number for number, one in enumerate(self._replicas) if one is not None}
+        known = {replica.name: number for number, replica in enumerate(self._replicas) if replica is not None}
         for name in known.keys() - reports.keys():
             self._remove(known[name])
         for name, report in reports.items():
@@ -89,14 +89,14 @@ class ReplicaChoice:
             The replica; `end` must be called when the request has ended there. None if no replica is known.
         """
         usable = self._usable
-        for number, one in enumerate(self._replicas):
-            if one is not None and one.name in lost:
+        for number, replica in enumerate(self._replicas):
+            if replica is not None and replica.name in lost:
                 usable &= ~(1 << number)
         if not usable:
             return None
         assert self._info is not None
         assert self._policy is not None
-        digests = digests_of(context, self._info)
+        digests = prompt_digests(context, self._info)
         number = self._policy.choose(context, digests, self._loads, usable)
         replica = self._replicas[number]
         assert replica is not None

@@ -2,7 +2,7 @@
 
 The worker process holds the write end of a pipe and never writes to it. The pipe is closed when the process
 ends for any reason, which wakes the event loop of the server. In the same way, the worker detects the end of
-the server by its standard input.
+the server by its standard input, a pipe whose write end the server holds.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _BOOT = (
 """Program of the worker process. It replaces ``multiprocessing``, which would rerun the main module."""
 
 _SHORT_SPIN = {"GOMP_SPINCOUNT": "100"}
-"""Environment variables of the worker, with which waiting OpenMP threads sleep early. By default they spin
-for milliseconds. If the server needs a core at the same time, the spinning threads take it from the thread
-that they wait for, and a step takes ten times as long.
+"""Environment variables of the worker, with which waiting OpenMP threads sleep early. By default waiting
+threads spin for milliseconds. If the server needs a core at the same time, the spinning threads take a core
+from the thread that they wait for. A step then takes ten times as long.
 """
 
 
@@ -166,12 +166,12 @@ class WorkerConnection:
         """Set when the worker has ended."""
 
     def attach(self, on_report: Callable[[WorkerMessage], None]) -> None:
-        """Call ``on_report`` with each report from now on, in the running event loop."""
+        """Register ``on_report``, which is called with each report in the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._on_report = on_report
         self._loop.add_reader(self._reports_fd, self.drain)
         self._loop.add_reader(self._host.sentinel, self._on_end)
-        self._loop.call_soon(self.drain)  # earlier reports do not wake the loop
+        self._loop.call_soon(self.drain)  # reports that arrived earlier do not wake the loop
 
     def send(self, command: Command) -> None:
         """Send a command. Never blocks. The worker must have sent `Started`."""

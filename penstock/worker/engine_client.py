@@ -85,7 +85,7 @@ class EngineClient(Protocol):
     def request_ended(self) -> asyncio.Future[None]:
         """Return a future that completes when a submitted request has ended after this call.
 
-        ``num_outstanding`` is lower then. The future is also completed when a worker ends.
+        ``num_outstanding`` is lower then. The future also completes when a worker ends.
         """
         ...
 
@@ -121,7 +121,7 @@ class EngineClient(Protocol):
         """Refuse requests, let running requests finish, and release memory. Does nothing if it is asleep.
 
         Args:
-            level: what is released.
+            level: the memory that is released.
             grace: seconds that running requests have to finish; then they fail.
 
         Raises:
@@ -150,10 +150,10 @@ class EngineClient(Protocol):
         ...
 
     async def start_profile(self) -> None:
-        """Record what the workers do, until `stop_profile`.
+        """Start recording a profile of each worker, until `stop_profile`.
 
         Raises:
-            PenstockError: a worker is not ready or records already, or no folder is configured.
+            PenstockError: a worker is not ready or is already recording, or no folder is configured.
         """
         ...
 
@@ -161,7 +161,7 @@ class EngineClient(Protocol):
         """Stop recording, and write the profiles.
 
         Raises:
-            PenstockError: a worker is not ready or does not record, or a file cannot be written.
+            PenstockError: a worker is not ready or is not recording, or a file cannot be written.
         """
         ...
 

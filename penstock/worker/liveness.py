@@ -27,8 +27,8 @@ class WatchedWorker(Protocol):
 class Liveness:
     """Measure how long a worker has been silent: no answer and no progress.
 
-    The time between two checks counts for at most twice the ``interval``. A longer time shows that the server
-    itself was suspended or busy, and says nothing about the worker.
+    The time between two checks counts for at most twice the ``interval``. A longer time means that the server
+    itself was suspended or busy; it does not show that the worker hangs.
 
     Args:
         worker: the worker.

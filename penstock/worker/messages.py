@@ -75,7 +75,7 @@ _ERRORS: dict[str, type[PenstockError]] = {
 
 def _is_plain(value: object) -> bool:
     if isinstance(value, list):
-        return all(isinstance(one, str | int | float) for one in value)
+        return all(isinstance(item, str | int | float) for item in value)
     return value is None or isinstance(value, str | int | float)
 
 
@@ -83,7 +83,7 @@ def _is_plain(value: object) -> bool:
 
 ControlAction: TypeAlias = Literal["reset_prefix_cache", "discard_cache", "start_profile", "stop_profile"]
 """``reset_prefix_cache`` forgets cached prefixes. ``discard_cache`` returns the memory of the KV cache to the
-system; no request may run. A profile is written into the folder of the configuration when it stops."""
+system; no request may run. ``stop_profile`` writes the profile into the configured folder."""
 
 
 class Submit(msgspec.Struct, tag=True):
@@ -257,7 +257,8 @@ class TextResult(msgspec.Struct, array_like=True, tag=0):
     log_probabilities: list[PackedLogProbabilities | None] | None = None
     """One entry per token; None if no token has log probabilities."""
     prompt_log_probabilities: PackedLogProbabilities | None = None
-    """Set if the output of an echoed prompt has no token; otherwise the first token carries them."""
+    """Log probabilities of an echoed prompt, if the result has no token; otherwise the first token carries
+    them."""
 
 
 class EmbeddingsResult(msgspec.Struct, array_like=True, tag=1):
@@ -314,7 +315,7 @@ class Failure(msgspec.Struct, array_like=True):
 
 
 class StepResults(msgspec.Struct, array_like=True, tag=True):
-    """All changes of requests in a step and since the previous one."""
+    """All changes of requests in a step and since the previous step."""
 
     stats: WorkerStats
     admissions: list[Admission] = []
@@ -323,7 +324,7 @@ class StepResults(msgspec.Struct, array_like=True, tag=True):
     cancelled: list[str] = []
     """Requests that a `Cancel` ended."""
     cache_events: list[CacheEvent] = []
-    """Events of the prefix cache, after a `WatchCache`."""
+    """Events of the prefix cache since the previous message; empty before a `WatchCache`."""
 
 
 class CallResult(msgspec.Struct, array_like=True, tag=True):

@@ -19,7 +19,7 @@ from penstock.worker.messages import (
 )
 
 
-def result_of(context: TextContext, output: PipelineOutput) -> RequestResult | None:
+def result_message(context: TextContext, output: PipelineOutput) -> RequestResult | None:
     """Return the message for an output; None if it is empty and not the last, as after a prompt chunk."""
     request_id = context.request_id
     match output:

@@ -52,7 +52,7 @@ from penstock.worker.messages import (
     command_decoder,
     report_encoder,
 )
-from penstock.worker.outputs import result_of
+from penstock.worker.outputs import result_message
 
 _LOG = logging.getLogger("penstock.worker")
 
@@ -79,13 +79,13 @@ class WorkerRuntime:
     discard_cache: Callable[[], None] = lambda: None
     """Returns the memory of the KV cache to the system; no request runs."""
     profiler: StepProfiler | None = None
-    """Records what the steps do; None if no folder for profiles is configured."""
+    """Records profiles of the steps; None if no folder for profiles is configured."""
     pack_pending: Callable[[], bool] = lambda: False
     """Packs some of the lazily packed weights. Returns False when all are packed."""
     sentinel: int | None = None
     """A file descriptor that becomes readable when a process that the model needs has ended."""
     check: Callable[[], None] | None = None
-    """Raises the error of the process that has ended."""
+    """Raises the error of a process that the model needs and that has ended; see ``sentinel``."""
 
 
 @dataclass(frozen=True)
@@ -307,7 +307,7 @@ class _Loop:
     def _result(self, request_id: str, output: PipelineOutput) -> RequestResult | None:
         """Return the message for an output; None if the output is empty, as after a prompt chunk."""
         context = self._contexts[request_id]
-        result = result_of(context, output)
+        result = result_message(context, output)
         if result is not None:
             self._stats.num_generated_tokens += context.current_length - self._lengths[request_id]
             self._lengths[request_id] = context.current_length
@@ -327,7 +327,7 @@ class _Loop:
         """End the running requests and ``request_ids`` if the error means that memory is exhausted."""
         if not private_memory.is_exceeded(error):
             return
-        reason = ErrorRecord.of(private_memory.error_of_requests())
+        reason = ErrorRecord.of(private_memory.limit_error_for_requests())
         running = [name for name, context in self._contexts.items() if context.is_assigned_to_cache]
         failures = [Failure(name, reason) for name in {*running, *request_ids}]
         self._send(StepResults(self._current_stats(), failures=failures))
@@ -369,9 +369,9 @@ class _Loop:
 
 
 def _start_failure(error: Exception) -> ErrorRecord:
-    """Return the error of a failed start with all details."""
+    """Return the error of a failed start. It includes the details of unexpected exceptions."""
     if private_memory.is_exceeded(error):
-        return ErrorRecord.of(private_memory.error_of_load())
+        return ErrorRecord.of(private_memory.limit_error_for_load())
     if isinstance(error, PenstockError):
         return ErrorRecord.of(error)
     return ErrorRecord.of(UnavailableError(f"the worker could not start: {type(error).__name__}: {error}"))

@@ -31,7 +31,8 @@ class RequestDelta:
     log_probabilities: list[PackedLogProbabilities | None] = field(default_factory=list)
     """One entry per token if they were requested."""
     prompt_log_probabilities: PackedLogProbabilities | None = None
-    """Set if the output of an echoed prompt has no token; otherwise the first token carries them."""
+    """Log probabilities of an echoed prompt, if the delta has no token; otherwise the first token carries
+    them."""
     embeddings: EmbeddingsResponse | None = None
     """The response of an embeddings request."""
     audio: list[npt.NDArray[np.floating]] = field(default_factory=list)
@@ -40,7 +41,7 @@ class RequestDelta:
     """Number of tokens that an audio request has generated so far."""
 
     def add(self, result: RequestResult) -> None:
-        """Append what a step computed."""
+        """Append the result of a step."""
         match result:
             case TextResult():
                 self.token_ids += result.tokens

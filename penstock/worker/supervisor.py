@@ -54,7 +54,7 @@ SHUTDOWN_TIMEOUT = 5.0
 
 
 class WorkerSupervisor:
-    """Keep one worker running, and carry commands and reports.
+    """Starts one worker, restarts it if it ends or hangs, and carries commands and reports.
 
     Args:
         factory: loads the model in the worker's process; picklable, unless ``in_thread``.
@@ -88,7 +88,7 @@ class WorkerSupervisor:
         self._memory_limit = memory_limit
         self._endpoint_numbers = count()
         self._state: EngineState = "stopped"
-        self._was_ready = False  # when the shutdown began
+        self._was_ready = False  # whether the worker was ready when the shutdown began
         self.is_asleep = False
         """Whether requests are refused until `wake` is called."""
         self._connection: WorkerConnection | None = None
@@ -98,12 +98,12 @@ class WorkerSupervisor:
         self._task: asyncio.Task[None] | None = None
         self._liveness: Liveness | None = None
         self._kill_reason = ""
-        self._has_answered = False  # the current worker, since it became ready
+        self._has_answered = False  # whether the current worker has sent a report since it became ready
         self._info: WorkerInfo | None = None
         self.failure: PenstockError | None = None
-        """The error of the last start, if the worker is not restarted any more."""
+        """The error of the last start if the worker is no longer restarted; otherwise None."""
         self.num_restarts = 0
-        """The number of times that the worker ended unexpectedly."""
+        """Number of times that the worker ended unexpectedly."""
 
     # -- State -------------------------------------------------------------------------------------------
 
@@ -146,7 +146,7 @@ class WorkerSupervisor:
         """Check that the worker accepts requests.
 
         Raises:
-            UnavailableError: it does not. The message says why.
+            UnavailableError: the worker does not accept requests. The message contains the reason.
         """
         if self.state == "ready":
             return

@@ -18,7 +18,7 @@ from penstock.pipelines.core.cache_events import BlocksCleared, BlocksRemoved, B
 PROMPT = list(range(10))
 
 
-def digests_of(context: TextContext) -> list[bytes]:
+def prompt_digests(context: TextContext) -> list[bytes]:
     root = context_root(context, 0, None)
     assert root is not None
     return chain_digests(root, context.all_tokens, {}, range(context.current_length // 4), 4)
@@ -42,12 +42,12 @@ def test_stored_events_have_digests_parents_and_tokens() -> None:
     manager, context = kv_manager(8), text_context(PROMPT)
     manager.record_events()
     advance(manager, context, token=10)
-    first, second = digests_of(context)
+    first, second = prompt_digests(context)
     assert manager.take_events() == [BlocksStored([first, second], None, PROMPT[:8])]
     assert manager.take_events() == []
     advance(manager, context, token=11)
     advance(manager, context, token=12)  # computes the twelfth token
-    third = digests_of(context)[2]
+    third = prompt_digests(context)[2]
     assert manager.take_events() == [BlocksStored([third], second, [8, 9, 10, 11])]
     equal_context = text_context(PROMPT)
     advance(manager, equal_context)
@@ -68,10 +68,10 @@ def test_an_evicted_block_gives_a_removed_event() -> None:
     manager.take_events()
     other = text_context([50 + number for number in range(12)])
     advance(manager, other)
-    first, second = digests_of(text_context(PROMPT))
+    first, second = prompt_digests(text_context(PROMPT))
     events = manager.take_events()
     assert events[0] == BlocksRemoved([second])  # the end of a prompt is evicted first
-    assert apply_events({first, second}, events) == {first, *digests_of(other)}
+    assert apply_events({first, second}, events) == {first, *prompt_digests(other)}
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 6), (6,)])

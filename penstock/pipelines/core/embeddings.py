@@ -48,7 +48,7 @@ def check_dimensions(dimensions: int, size: int, trained: Sequence[int] | None) 
         raise InputError(f"dimensions must be from 1 to {size}, was {dimensions}")
     if dimensions < size and dimensions in trained:
         return
-    others = [str(one) for one in sorted(trained) if one < size]
+    others = [str(trained_size) for trained_size in sorted(trained) if trained_size < size]
     if others:
         raise InputError(f"dimensions must be one of {', '.join([*others, str(size)])}, was {dimensions}")
     raise InputError(

@@ -300,7 +300,7 @@ def share_memory(
     check_tokenizers(configs[0].model, configs[1].model)
     classes = (model, draft)
     specs = [
-        cls.kv_spec(one, one.model.huggingface_config) for cls, one in zip(classes, configs, strict=True)
+        cls.kv_spec(cfg, cfg.model.huggingface_config) for cls, cfg in zip(classes, configs, strict=True)
     ]
     if specs[0] is None or specs[1] is None:
         raise ConfigError(
@@ -311,10 +311,10 @@ def share_memory(
         config,
         _joined(specs[0], specs[1]),
         model_max_length=model.calculate_max_seq_len(config, config.model.huggingface_config),
-        weights_size=sum(cls.estimate_weights_size(one) for cls, one in zip(classes, configs, strict=True)),
+        weights_size=sum(cls.estimate_weights_size(cfg) for cls, cfg in zip(classes, configs, strict=True)),
         activation_size=max(  # the models run one after the other
-            cls.estimate_activation_memory(one, one.model.huggingface_config)
-            for cls, one in zip(classes, configs, strict=True)
+            cls.estimate_activation_memory(cfg, cfg.model.huggingface_config)
+            for cls, cfg in zip(classes, configs, strict=True)
         ),
         free_memory=free_memory,
         adapters_size=estimate_adapters_size(config, model.tensor_names(config.model.huggingface_config)),
@@ -324,13 +324,13 @@ def share_memory(
     shares = (plan.num_blocks[:own], plan.num_blocks[own:])
     target, drafting = (
         replace(
-            one,
-            model=replace(one.model, max_length=length),
-            kv_cache=replace(one.kv_cache, memory=_num_bytes(spec, blocks, wanted_block_size(config))),
+            cfg,
+            model=replace(cfg.model, max_length=length),
+            kv_cache=replace(cfg.kv_cache, memory=_num_bytes(spec, blocks, wanted_block_size(config))),
             max_batch_size=plan.max_batch_size,
             max_batch_input_tokens=plan.max_batch_input_tokens,
         )
-        for one, spec, length, blocks in zip(configs, specs, lengths, shares, strict=True)
+        for cfg, spec, length, blocks in zip(configs, specs, lengths, shares, strict=True)
     )
     return target, drafting
 
