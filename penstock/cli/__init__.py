@@ -36,7 +36,8 @@ _COMMANDS = {
     "quantize": "Write a quantized checkpoint.",
     "env": "Show versions, processor, devices and kernels.",
 }
-"""Name -> short help; the command is ``command`` in the module of that name, with ``_`` for ``-``."""
+"""Command -> short help. The command is the function ``command`` of the module of that name, ``_`` replacing
+``-``."""
 
 
 _MAX_MESSAGE = 2000
@@ -114,7 +115,7 @@ def main() -> NoReturn:
 
 
 def _fail(message: str) -> NoReturn:
-    """Print a message as one short printable line, and exit with status 2."""
+    """Print an error message as one line, cut if it is long, and exit with status 2."""
     line = " ".join(message.split())
     if len(line) > _MAX_MESSAGE:
         line = f"{line[: _MAX_MESSAGE // 2]} ... {line[-_MAX_MESSAGE // 2 :]}"
@@ -132,7 +133,7 @@ def _message_of(error: OSError) -> str:
 
 
 def _drop_broken_stderr() -> None:
-    """Replace a standard error that cannot be flushed, because Python would exit with status 120."""
+    """Set ``sys.stderr`` to None if it cannot be flushed, because Python would exit with status 120."""
     if sys.stderr is not None:
         try:
             sys.stderr.flush()

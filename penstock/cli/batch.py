@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from penstock.ray.config import RayConfig
     from penstock.serve.config import ServeConfig
 
-_BATCHES_AT_ONCE = 2
+_MAX_CONCURRENT_BLOCKS = 2
 """Number of batches of lines that are submitted at once: one runs while the other waits."""
 
 
@@ -42,10 +42,10 @@ def command() -> None:
     "--output",
     required=True,
     type=click.Path(path_type=Path),
-    help="The file of the results. Lines whose results it has already are skipped. With --ray a name that "
-    "ends in .parquet is a folder of parquet files.",
+    help="The file for the results. Lines whose results are already in this file are skipped. With "
+    "--ray a name that ends in .parquet is a folder of parquet files.",
 )
-@click.option("--overwrite", is_flag=True, help="Delete the results that the file has already.")
+@click.option("--overwrite", is_flag=True, help="Delete the results that are already in the file.")
 @ray_options
 @config_options
 def run(requests: Path, output: Path, overwrite: bool, print_config: bool, **flags: object) -> int:
@@ -133,7 +133,7 @@ async def _run(requests: Path, output: Path, pipeline_config: PipelineConfig, co
 
                 runner = BatchDispatcher(
                     create_app(services),
-                    _BATCHES_AT_ONCE * worker.info.max_batch_size * pipeline_config.data_parallel_size,
+                    _MAX_CONCURRENT_BLOCKS * worker.info.max_batch_size * pipeline_config.data_parallel_size,
                     is_stopping=lambda: False,
                     on_result=keep,
                 )

@@ -87,7 +87,7 @@ command.add_command(run)
 @click.option(
     "--prompts",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="A file of prompts instead of random ones: one per line, or .jsonl with prompt or messages.",
+    help="A file of prompts instead of random prompts: one per line, or .jsonl with prompt or messages.",
 )
 @click.option("--stream/--no-stream", default=True, show_default=True)
 @click.option(
@@ -202,7 +202,7 @@ async def _measure(client: HttpClient, options: _ServeOptions) -> int:
 
 
 async def _model_and_prompts(client: HttpClient, options: _ServeOptions) -> tuple[str, list[BenchPrompt]]:
-    """Return the model, and a prompt for each request: first those of the measurement, then the warm-up."""
+    """Return the model, and the prompts of the measurement, followed by the prompts of the warm-up."""
     from penstock.bench.http_client import IncompleteResponseError
     from penstock.bench.prompts import chosen, prompts_of_file, random_prompts, served_model
 

@@ -40,7 +40,8 @@ class DeviceMemory:
     kernels: dict[str, str]
     """Operation -> the back end that computes it on this device."""
     compiled_steps: str
-    """The steps of a model that run as one compiled call on this device; ``none`` without any."""
+    """The steps of a model that run as one compiled call on this device, such as ``of up to 512 rows``, or
+    ``none``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class Environment:
     numa_nodes: dict[str, str]
     """NUMA node -> its processors."""
     workers: list[str]
-    """The processors and the threads of each worker of a server with several."""
+    """The processors and the threads of each worker, if there are several."""
     ranks: list[str]
     """The processors and the threads of each rank of a divided model."""
     openmp: list[str]

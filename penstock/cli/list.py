@@ -45,7 +45,7 @@ def command(local: bool, as_json: bool) -> None:
 
 
 class ArchitectureSupport(TypedDict):
-    """An architecture that is supported."""
+    """A supported architecture."""
 
     name: str
     task: str
@@ -54,7 +54,7 @@ class ArchitectureSupport(TypedDict):
 
 
 class Support(TypedDict):
-    """What is supported."""
+    """The supported architectures, parsers, checkpoint formats and GGUF types."""
 
     architectures: list[ArchitectureSupport]
     tool_call_parsers: list[str]
@@ -104,7 +104,7 @@ def _age(seconds: float) -> str:
 
 
 def describe() -> Support:
-    """Return all that is supported, read from the registries; loads no torch."""
+    """Return the supported architectures, parsers and formats from the registries; loads no torch."""
     from penstock.architectures.registry import PIPELINE_REGISTRY
     from penstock.serve.parsers.formats import TOOL_FORMATS
     from penstock.serve.parsers.reasoning import REASONING_FORMATS

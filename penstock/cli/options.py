@@ -47,16 +47,16 @@ _SERVE_GROUPS = {
     ),
     "Log and traces": ("access_log", "log_format", "log_level", "otlp_endpoint"),
 }
-"""Heading -> its flags of `ServeConfig`; `_serve_group` assigns the other flags."""
+"""Heading -> flags of `ServeConfig` under it; `_serve_group` returns the headings of other flags."""
 
 
 def config_options(function: Decorated) -> Decorated:
-    """Add the options of `_config_options`, with one model."""
+    """Add the options of the configuration to a command for one model."""
     return _config_options(function)
 
 
 def several_models_options(function: Decorated) -> Decorated:
-    """Add the options of `_config_options`, with ``--model`` as a flag that may be given several times."""
+    """Add the options of the configuration to a command for several models: ``--model`` may be repeated."""
     return _config_options(function, repeated=("model_path",))
 
 
@@ -170,7 +170,7 @@ def _with_options(
 
 
 def _option(field: ConfigField, group: str, *, is_repeated: bool = False) -> Callable[[Decorated], Decorated]:
-    # Values remain text, absent values None; `from_flat` converts and checks them, as for other sources.
+    # Given values remain text, and absent values are None. `from_flat` converts and checks them.
     name = field.name.replace("_", "-")
     has_default = field.default not in (None, False, ())
     help = f"{field.help}  [default: {_shown(field.default)}]" if has_default else field.help

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 @click.option(
     "--pack",
     is_flag=True,
-    help="Write the packed CPU weights to a file, which has their size in memory; later starts map it.",
+    help="Write the packed CPU weights to a file, which is as large as the weights in memory. Later starts "
+    "map it.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @config_options
@@ -27,8 +28,8 @@ def command(checksums: bool, pack: bool, as_json: bool, print_config: bool, **fl
     """Download and check a model in advance, with its draft model and adapters.
 
     Checks that the architecture is known and supports the encoding, that the files are complete and contain
-    exactly the expected tensors and shapes, and that the tokenizer loads. Only --pack loads the weights; its
-    file is used as long as the checkpoint does not change.
+    exactly the expected tensors and shapes, and that the tokenizer loads. Only --pack loads the weights. The
+    file that it writes is used until the checkpoint changes.
     """
     config = config_from_flags(flags)
     if print_config:

@@ -72,8 +72,8 @@ def _checked(key: str, value: object, kind: type[float] | type[int], path: Path)
     """Return the value converted to its type, checked by `SamplingParams`.
 
     Raises:
-        CheckpointError: the value is invalid. The error names the file, because the request did not set the
-            value.
+        CheckpointError: the value is invalid. The error names the file, because the value does not come from
+            the request.
     """
     try:
         converted: Any = msgspec.convert(value, kind)

@@ -182,7 +182,7 @@ class HuggingFaceConfig(Mapping[str, object]):
 
     @property
     def vocabulary_size(self) -> int:
-        """The number of tokens; in a multimodal model that of its text model; 0 if the file has no number."""
+        """The vocabulary size of the (text) model, in tokens; 0 if the file does not contain it."""
         return (self.section("text_config") or self).integer("vocab_size", default=0)
 
     def __getattr__(self, name: str) -> Any:

@@ -173,10 +173,10 @@ class PipelineConfig:
             raise ConfigError("kv_offload_memory", "is not available with tensor_parallel_size above 1")
 
     def check_determinism(self) -> None:
-        """Check that the encoding supports ``deterministic``. Without a set encoding, read the checkpoint's.
+        """Check that the encoding supports ``deterministic``. Reads the checkpoint if no encoding is set.
 
         Raises:
-            ConfigError: it does not; lists the encodings that do.
+            ConfigError: the encoding does not support it; the message lists the encodings that do.
         """
         if self.deterministic and not encoding_named(self.model.encoding).is_deterministic:
             known = ", ".join(name for name in ENCODINGS.names if ENCODINGS[name].is_deterministic)

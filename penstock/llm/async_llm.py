@@ -41,12 +41,12 @@ from penstock.worker.engine_client import EngineClient
 
 T = TypeVar("T")
 
-_NUM_THREADS = 2  # encode prompts and render templates, off the event loop
+_NUM_THREADS = 2  # threads that encode prompts and render templates
 
 
 @dataclass(frozen=True, slots=True)
 class StreamedOutput:
-    """A piece of the output of one prompt."""
+    """A part of the output of one prompt."""
 
     text: str
     """The new text; the joined pieces are the text of the output."""
@@ -126,7 +126,7 @@ class AsyncLLM(AsyncSpeechMethods):
         self.tokenizer = tokenizer
 
     async def close(self, grace: float = 0) -> None:
-        """End the worker. Running requests have `grace` seconds to finish; then they fail."""
+        """End the worker. Running requests have `grace` seconds to finish; after that they fail."""
         await self._worker.stop(grace)
         if self.tokenizer is not None:
             close_tokenizer(self.tokenizer)
@@ -321,7 +321,7 @@ class AsyncLLM(AsyncSpeechMethods):
         return [replace(output, num_cached_tokens=min(cached)) for output in best_first(builders, options)]
 
     async def _run(self, builder: OutputBuilder) -> int:
-        """Run one choice. Return the number of cached tokens."""
+        """Run the context of one builder to its end. Return the number of cached prompt tokens."""
         num_cached = 0
         async with aclosing(self._runner.deltas(builder)) as deltas:
             async for delta in deltas:

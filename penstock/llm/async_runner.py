@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class AsyncRunner:
-    """Submits contexts; waits while the queue of the engine is full.
+    """Runs contexts through an engine client; waits while the queue of the engine is full.
 
     Args:
         worker: the engine client.
@@ -37,7 +37,7 @@ class AsyncRunner:
                     await self._worker.request_ended()
 
     async def deltas(self, builder: OutputBuilder) -> AsyncGenerator[RequestDelta, None]:
-        """Run a context; give each delta to the builder, then yield it."""
+        """Run the context of a builder. Yield each delta after the builder has taken it."""
         generation = await self.submit(builder.context)
         try:
             async for delta in generation:
@@ -60,10 +60,10 @@ async def gathered(calls: Sequence[Callable[[], Coroutine[None, None, T]]]) -> l
 
 
 def _response_of(delta: RequestDelta, builder: OutputBuilder) -> TextGenerationResponse:
-    """Return a delta as a pipeline's response."""
+    """Convert a delta to the response of a pipeline, for the builder."""
     rows: list[PackedLogProbabilities | None] = [*delta.log_probabilities]
     rows += [None] * (len(delta.token_ids) - len(rows))
-    if delta.prompt_log_probabilities is not None:  # no output token carries them
+    if delta.prompt_log_probabilities is not None:  # the prompt's log probabilities without an output token
         builder.take_prompt(delta.prompt_log_probabilities.unpacked())
     tokens = [
         TextResponse(token, None if row is None else row.unpacked())

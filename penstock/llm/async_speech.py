@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class AsyncSpeechMethods:
-    """Speaks texts."""
+    """Methods of `AsyncLLM` that convert texts to speech."""
 
     if TYPE_CHECKING:
         config: PipelineConfig
@@ -57,8 +57,8 @@ class AsyncSpeechMethods:
             voice: the name of a voice.
             audio_prompt_tokens: codes of a voice to imitate.
             audio_prompt_transcription: the transcription of ``audio_prompt_tokens``.
-            adapter: the LoRA adapter.
-            priority: the priority of all texts.
+            adapter: the LoRA adapter. priority: the priority of all texts; texts with a higher number are
+            scheduled first.
 
         Returns:
             A `Speech` for a text, or a list of them in the order of the texts.
@@ -100,8 +100,9 @@ class AsyncSpeechMethods:
     ) -> AsyncGenerator[AudioGeneratorOutput, None]:
         """Yield the audio of one text in chunks, the first as early as possible.
 
-        The parameters are those of `speak`, the chunks those of `LLM.stream_speech`. The next part of a long
-        text starts when the previous part has audio. Closing the generator cancels the request.
+        The parameters are the same as for `speak`, and the chunks the same as for `LLM.stream_speech`. The
+        next part of a long text starts when the previous part has audio. Closing the generator cancels the
+        request.
 
         Raises:
             InputError: the text cannot be spoken.
@@ -140,7 +141,7 @@ class AsyncSpeechMethods:
     async def _deltas_of(
         self, contexts: Sequence[TTSContext]
     ) -> AsyncGenerator[tuple[int, RequestDelta], None]:
-        """Run the parts of a text one after another. Each is submitted when the previous part has audio."""
+        """Run the parts of a text in order. Each part is submitted when the previous part has audio."""
         generations = [await self._runner.submit(contexts[0])]
         try:
             for index in range(len(contexts)):
@@ -155,7 +156,7 @@ class AsyncSpeechMethods:
                 generation.cancel()
 
     async def _spoken(self, context: TTSContext) -> tuple[list[npt.NDArray[np.floating]], int, bool]:
-        """Run one part. Return its chunks, the number of its tokens, and whether it was cut."""
+        """Run one part of a text. Return its chunks, its number of tokens, and whether it was cut."""
         generation = await self._runner.submit(context)
         generation.read_at_end()
         chunks, num_tokens, is_cut = [], 0, False

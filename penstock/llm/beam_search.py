@@ -1,4 +1,4 @@
-"""Beam search with contexts, ``kv.fork`` and log probabilities. The pipeline has no special code for it.
+"""Beam search with contexts, ``kv.fork`` and log probabilities; pipelines have no code for it.
 
 At every step each prompt has up to ``num_beams`` running beams. The model scores their continuations, and
 the best ones are kept. The first continuation of a beam keeps its context. Each further continuation gets a
@@ -40,9 +40,9 @@ class BeamOptions:
     length_penalty: float = 1.0
     """Scores are divided by ``length ** length_penalty``: above 0 favours long texts, below 0 short ones."""
     early_stopping: EarlyStopping = False
-    """When the search ends. True: when ``num_beams`` beams are finished. False: when the best running beam,
-    scored at its current length, is worse than all of them. ``"never"``: when it would be worse at any
-    length.
+    """When the search of a prompt ends. True: when ``num_beams`` beams are finished. False: when the best
+    running beam, scored at its current length, is worse than all finished beams. ``"never"``: when the best
+    running beam would be worse than them at any length.
     """
 
     def __post_init__(self) -> None:
@@ -70,7 +70,7 @@ class Hypothesis:
     """The log probability of each token."""
     score: float
     ended: bool
-    """Whether an end token ended the beam. False: the maximum length did."""
+    """Whether an end token ended the beam; False if the maximum length ended it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def search(
     max_batch_size: int,
     max_batch_input_tokens: int,
 ) -> Iterator[tuple[TextContext, list[Hypothesis]]]:
-    """Search for any number of prompts, as many at once as limits and KV cache allow.
+    """Run the search for any number of prompts, as many at once as the limits and the KV cache allow.
 
     Yields:
         Each context and its ``num_return_sequences`` best hypotheses, best first.
@@ -147,10 +147,10 @@ def search(
 
 
 class BeamSearch:
-    """A search for several prompts at once. Call `step` until `is_done`, then `results`, and always `close`.
+    """A beam search for several prompts. Call `step` until `is_done`, then `results`, and always `close`.
 
     Args:
-        pipeline: runs the model; must not be used otherwise during the search.
+        pipeline: runs the model; nothing else may use it during the search.
         contexts: prompts without generated tokens. ``eos_token_ids`` and ``max_length`` end a beam. Sampling
             parameters have no effect.
         options: parameters of the search.
@@ -206,7 +206,7 @@ class BeamSearch:
     # -- Choice of beams --------------------------------------------------------------------------------
 
     def _choose(self, prompt: _Prompt, scores: Mapping[str, Mapping[int, float]]) -> list[_Continuation]:
-        """Return the continuations that keep running. Add those that end to the finished beams."""
+        """Return the continuations that keep running. Add continuations that end to the finished beams."""
         options = self._options
         prompt.num_steps += 1
         best = sorted(
@@ -227,7 +227,7 @@ class BeamSearch:
         return [] if at_limit or self._is_over(prompt, running) else running
 
     def _num_candidates(self, ends: frozenset[int]) -> int:
-        """Return the number of continuations to request, so that ``num_beams`` remain if some end."""
+        """Return the number of candidates per step: enough that ``num_beams`` remain if some end."""
         return max(2, 1 + len(ends)) * self._options.num_beams
 
     def _hypothesis(self, prompt: _Prompt, last: _Continuation) -> Hypothesis:
@@ -241,7 +241,7 @@ class BeamSearch:
     def _is_over(self, prompt: _Prompt, running: Sequence[_Continuation]) -> bool:
         """Return whether the search of a prompt ends."""
         if not running:
-            return True  # all continuations are end tokens
+            return True  # every continuation ends with an end token
         if len(prompt.finished) < self._options.num_beams:
             return False
         if self._options.early_stopping is True:
@@ -332,7 +332,7 @@ class BeamSearch:
                 batch[context.request_id] = context
                 num_left -= rows
             for request_id, response in self._execute(batch).items():
-                if response.tokens:  # the last chunk
+                if response.tokens:  # the prompt is complete
                     scores[request_id] = _next_tokens(response)
         return scores
 

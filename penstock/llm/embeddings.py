@@ -58,7 +58,7 @@ class Classification:
 
 
 class EmbeddingsBuilder:
-    """Takes the output of one context.
+    """Stores the output of one context.
 
     Args:
         context: the context.
@@ -74,12 +74,12 @@ class EmbeddingsBuilder:
         return self.response is not None
 
     def take(self, response: EmbeddingsResponse) -> None:
-        """Keep the output."""
+        """Store the output."""
         self.response = response
 
 
 class EmbeddingsMethods:
-    """Embeds, scores, reranks and classifies texts."""
+    """Methods of `LLM` that embed, score, rerank and classify texts."""
 
     if TYPE_CHECKING:
         config: PipelineConfig
@@ -113,8 +113,8 @@ class EmbeddingsMethods:
             pooling: replaces the checkpoint's pooling.
             dimensions: keep this many leading dimensions; see `check_dimensions`.
             normalize: scale the vectors to length 1; None follows the checkpoint.
-            truncate: cut inputs that exceed the maximum length; otherwise they are refused.
-            adapter: the LoRA adapter, for all inputs or one for each.
+            truncate: cut inputs that exceed the maximum length; otherwise they are rejected. adapter: the
+            LoRA adapter, for all inputs or one for each.
             task: the task of a checkpoint with task adapters; it also selects the prompt of that name.
 
         Returns:
@@ -242,7 +242,7 @@ class EmbeddingsMethods:
         Raises:
             InputError: an input cannot be served, or ``top_n`` is below 1.
         """
-        ranking(np.zeros(0), top_n)  # refuses an invalid top_n before the scores are computed
+        ranking(np.zeros(0), top_n)  # rejects an invalid top_n before the scores are computed
         scores = self.score(query, documents, use_tqdm, truncate=truncate, activation=activation)
         return [RerankResult(i, float(scores[i]), documents[i]) for i in ranking(scores, top_n)]
 
@@ -314,7 +314,7 @@ class EmbeddingsMethods:
             yield context
 
     def _check_context(self, index: int, count: int, context: EmbeddingsContext) -> None:
-        """Refuse a context that the pipeline cannot run."""
+        """Raise an `InputError` if the pipeline cannot run a context."""
         with _naming_input(index, count):
             self.pipeline.ready(context)
 

@@ -47,7 +47,7 @@ def prompts_with_images(
 
     Args:
         prompts: one prompt or a list of prompts.
-        images: for one prompt an image or a list of images; for a list of prompts a list of these.
+        images: an image or a list of images for one prompt; a list of such entries for a list of prompts.
 
     Raises:
         InputError: the list has another length than the prompts.
@@ -60,7 +60,7 @@ def images_of_prompts(images: object, num_prompts: int, *, is_one_prompt: bool) 
     """Return the images of each prompt; no file is read.
 
     Args:
-        images: for one prompt an image or a list of images; for a list of prompts a list of these.
+        images: an image or a list of images for one prompt; a list of such entries for a list of prompts.
         num_prompts: the number of prompts.
         is_one_prompt: whether a single prompt was given instead of a list.
 
@@ -78,14 +78,14 @@ def images_of_prompts(images: object, num_prompts: int, *, is_one_prompt: bool) 
 def _as_list(images: object) -> list[Image]:
     if isinstance(images, Sequence) and not isinstance(images, str | bytes | bytearray | memoryview):
         return [*images]
-    return [cast("Image", images)]  # `image_bytes` refuses objects that are not images
+    return [cast("Image", images)]  # `image_bytes` rejects objects that are not images
 
 
 def separate_images(messages: object) -> tuple[object, list[bytes] | None, list[str] | None]:
     """Return messages without the data of their image parts, the images in order, and their details.
 
     An image part is ``{"type": "image", "image": ...}`` or OpenAI's ``image_url`` with a ``data:`` URL.
-    Malformed messages are returned unchanged; the chat template refuses them.
+    Malformed messages are returned unchanged; the chat template rejects them.
 
     Raises:
         InputError: an image part has no image.

@@ -45,8 +45,8 @@ class LLM(EmbeddingsMethods, SpeechMethods):
     ...     for output in llm.generate(["Once upon a time", "One day"], SamplingParams(max_new_tokens=30)):
     ...         print(output.text)
 
-    One thread at a time may call it; a second one is refused. An error or Ctrl-C during a call cancels its
-    requests, and the next call starts with an empty scheduler.
+    One thread at a time may call it; a call from a second thread raises `UnsupportedFeatureError`. An error
+    or Ctrl-C during a call cancels its requests, and the next call starts with an empty scheduler.
 
     Args:
         model: ``demo``, the folder of a checkpoint, or a model's id on the Hugging Face hub.
@@ -209,9 +209,9 @@ class LLM(EmbeddingsMethods, SpeechMethods):
     ) -> TextStream:
         """Return the text of one prompt or conversation as a stream of pieces.
 
-        The LLM refuses other calls from the first piece until the last one, or until the stream's
-        ``close()``. Parameters are those of `generate` and `chat`. Log probabilities are in the stream's
-        ``output``.
+        Other calls raise `UnsupportedFeatureError` from the first piece until the last one, or until the
+        stream's ``close()``. Parameters are those of `generate` and `chat`. Log probabilities are in the
+        stream's ``output``.
 
         Raises:
             InputError: the prompt cannot be served.
@@ -318,16 +318,16 @@ class LLM(EmbeddingsMethods, SpeechMethods):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # close() would be refused while a stream is open, and its error would hide the original one.
+        # close() fails while a stream is open, and its error would hide the original error.
         if self._is_open and not (error is not None and self._runner.is_busy):
             self.close()
 
     def _check_task(self, method: str, task: PipelineTask) -> None:
-        """Refuse a call of a method that belongs to a task other than the model's.
+        """Check that a method belongs to the task of the model.
 
         Raises:
             InputError: the LLM is closed.
-            TaskMismatchError: names both tasks.
+            TaskMismatchError: the method belongs to another task.
         """
         if not self._is_open:
             raise InputError("this LLM is closed: make a new one")

@@ -38,7 +38,7 @@ from penstock.text.detokenizer import Detokenizer
 from penstock.text.tokenizer import TextTokenizer
 
 BATCH_LATENCY_BUDGET = 0.1
-"""Seconds that one scheduler call may take when outputs are returned at the end. Streams use
+"""Time limit of one scheduler call in seconds, if outputs are returned at the end. Streams use
 `STREAMING_LATENCY_BUDGET`."""
 
 
@@ -47,7 +47,7 @@ class TextFields(TypedDict, total=False):
 
     prompt: Prompt | None
     messages: object
-    """Messages that the chat template checks; image parts may have any `Image`."""
+    """Messages. The chat template checks them. Image parts may have any `Image`."""
     images: list[Image] | None
     tools: ToolDescriptions | None
     chat_template_options: dict[str, object] | None
@@ -154,14 +154,15 @@ class TextRequests:
     def request(
         self, index: int, params: SamplingParams, options: OutputOptions, **fields: Unpack[TextFields]
     ) -> TokenGeneratorRequest:
-        """Return a request; ``fields`` are its further fields."""
+        """Return a request with these fields; see `text_request`."""
         return text_request(self._config.model.name, index, params, options, **fields)
 
     def context(self, request: TokenGeneratorRequest, num_requests: int) -> TextContext:
         """Return the context of a request.
 
         Raises:
-            InputError: the request cannot be served; a note says which of ``num_requests`` it is.
+            InputError: the request cannot be served. If there are several requests, a note contains its
+                number.
         """
         try:
             context: TextContext = self._tokenizer.build_context(request, stops_as_tokens=False)
@@ -185,12 +186,12 @@ def text_request(
     options: OutputOptions,
     **fields: Unpack[TextFields],
 ) -> TokenGeneratorRequest:
-    """Return a request with a new id; ``fields`` are its further fields.
+    """Return a request with a new id and the given ``fields``.
 
-    Images in ``messages`` become its ``images``. Files of images are read.
+    Images in ``messages`` become the ``images`` of the request. Image files are read.
 
     Raises:
-        InputError: an image cannot be read, or messages and ``images`` are given.
+        InputError: an image cannot be read, or both messages and ``images`` are given.
     """
     messages, given = fields.get("messages"), fields.get("images")
     images, details = None if given is None else list(map(image_bytes, given)), None
@@ -203,7 +204,7 @@ def text_request(
         index,
         model_name,
         prompt=fields.get("prompt"),
-        # The tokenizer and the chat template check messages, tools and format.
+        # The tokenizer and the chat template check the types of messages, tools and format.
         messages=cast("list[TokenGeneratorRequestMessage] | None", messages),
         images=images,
         tools=cast("list[TokenGeneratorRequestTool] | None", fields.get("tools")),

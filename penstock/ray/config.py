@@ -76,7 +76,7 @@ class RayConfig:
 
     @classmethod
     def from_given(cls, given: Mapping[str, tuple[Any, str]]) -> RayConfig:
-        """Build it from a mapping of flat name to (converted value, source). Other names are ignored."""
+        """Return the configuration from flat name -> (converted value, source). Other names are ignored."""
         own = {field.name: given[field.name] for field in ray_fields() if field.name in given}
         values = {name: value for name, (value, _) in own.items()}
         return cls(sources={name: where for name, (_, where) in own.items()}, **values)

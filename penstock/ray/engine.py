@@ -33,11 +33,11 @@ _LOG = logging.getLogger("penstock.ray")
 
 _MAX_ATTEMPTS = 10
 _FIRST_DELAY, _MAX_DELAY = 0.1, 5.0
-"""Seconds between two attempts of a request; they double."""
+"""First and maximum seconds between two attempts of a request. They double after each attempt."""
 _POLL_SECONDS = 2.0
 """Seconds between two reads of the replicas' statistics."""
 _MAX_MISSING = 64
-"""Replicas without a report that may come back; earlier ones have ended."""
+"""Maximum number of replicas without a recent report that are remembered; older ones count as ended."""
 _GAUGES = (
     "num_running",
     "num_waiting",
@@ -47,7 +47,7 @@ _GAUGES = (
     "last_batch_size",
     "last_batch_tokens",
 )
-"""The statistics that are current values; all others are totals."""
+"""The fields of `WorkerStats` that are current values; all other fields are totals."""
 
 
 class ReplicaLostError(Exception):
@@ -64,8 +64,8 @@ class Replicas(Protocol):
 
         Args:
             frames: the encoded request.
-            replica: the name of the preferred replica; empty for any. If it is full or has ended, another one
-                gets the request.
+            replica: the name of the preferred replica; empty for any. If this replica is full or has ended,
+                another replica gets the request.
 
         Raises:
             ReplicaLostError: the replica has ended.
@@ -86,17 +86,17 @@ class Replicas(Protocol):
 
 
 class RayEngine:
-    """Sends requests to replicas. An `EngineClient`.
+    """The `EngineClient` of replicas on a Ray cluster.
 
-    If the replica of a request ends, another one continues the request: its prompt and the tokens so far are
-    computed again, as after a preemption. Sampling depends on seed and position only, so the output equals
-    that of the first replica, up to rounding. Requests with a grammar, with log probabilities, and those of
-    other tasks are repeated only if they have no output yet.
+    If the replica of a request ends, another replica continues the request. It computes the prompt and the
+    tokens so far again, as after a preemption. Sampling depends on seed and position only, so the output
+    equals that of the first replica, up to rounding. Requests with a grammar, with log probabilities, or of
+    tasks other than text generation are repeated only if they have no output yet.
 
     Args:
         replicas: the replicas.
         max_outstanding: maximum number of requests that run and wait together.
-        num_ingresses: the number of processes with an engine of the same replicas.
+        num_ingresses: the number of HTTP processes that send requests to the same replicas.
     """
 
     def __init__(self, replicas: Replicas, max_outstanding: int, num_ingresses: int = 1) -> None:
@@ -105,12 +105,12 @@ class RayEngine:
         self.max_outstanding = max_outstanding
         """The number of requests that may run and wait together."""
         self.state: EngineState = "starting"
-        """The state of the engine; ``ready`` from the start to the stop."""
+        """The state of the engine; ``ready`` between `start` and `stop`."""
         self.adapters: dict[str, str] = {}
         """The LoRA adapters of the configuration, name to path."""
         self._info: WorkerInfo | None = None
         self._reports: dict[str, ReplicaReport] = {}
-        self._missing: dict[str, ReplicaReport] = {}  # the last reports of replicas that do not report
+        self._missing: dict[str, ReplicaReport] = {}  # last reports of replicas that did not answer
         self._ended = WorkerStats()  # totals of replicas that have ended
         self._num_ended_restarts = 0
         self._generations: dict[str, Generation] = {}
@@ -126,7 +126,7 @@ class RayEngine:
 
     @property
     def workers(self) -> Sequence[EngineClient]:
-        """This client alone: replicas come and go."""
+        """This client itself, because the set of replicas changes."""
         return [self]
 
     @property
@@ -278,35 +278,35 @@ class RayEngine:
         await self._replicas.reset_prefix_caches()
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Refuse: replicas that start later would not have the adapter."""
+        """Raise `UnsupportedFeatureError`: replicas that start later would not have the adapter."""
         raise _unsupported("loading adapters at run time", "name them in --lora")
 
     async def unload_adapter(self, name: str) -> None:
-        """Refuse: replicas that start later would have the adapter."""
+        """Raise `UnsupportedFeatureError`: replicas that start later would have the adapter."""
         raise _unsupported("unloading adapters at run time", "leave them out of --lora")
 
     async def sleep(self, level: SleepLevel, grace: float) -> None:
-        """Refuse: Ray Serve starts and ends replicas."""
+        """Raise `UnsupportedFeatureError`: Ray Serve starts and ends replicas."""
         raise _unsupported("sleep", "delete the application")
 
     async def wake_up(self) -> None:
-        """Refuse: replicas do not sleep."""
+        """Raise `UnsupportedFeatureError`: replicas do not sleep."""
         raise _unsupported("sleep", "delete the application")
 
     async def reload(self, grace: float) -> None:
-        """Refuse: Ray Serve replaces replicas one after the other when an application is deployed again."""
+        """Raise `UnsupportedFeatureError`: deploying the application again replaces its replicas."""
         raise _unsupported("reload", "deploy the application")
 
     async def start_profile(self) -> None:
-        """Refuse: the replicas run on several nodes."""
+        """Raise `UnsupportedFeatureError`: the replicas run on several nodes."""
         raise _unsupported("a profile", "use Ray's profiling, or start a server without --ray")
 
     async def stop_profile(self) -> None:
-        """Refuse: the replicas run on several nodes."""
+        """Raise `UnsupportedFeatureError`: the replicas run on several nodes."""
         raise _unsupported("a profile", "use Ray's profiling, or start a server without --ray")
 
     def watch_cache(self, listener: CacheListener) -> None:
-        """Refuse: the replicas report the digests of cached blocks only, without their tokens."""
+        """Raise `UnsupportedFeatureError`: replicas report digests of cached blocks, but not their tokens."""
         raise _unsupported("cache events", "start a server without --ray")
 
     # -- Start and stop ----------------------------------------------------------------------------------
@@ -324,7 +324,7 @@ class RayEngine:
         self._polling = asyncio.create_task(self._keep_polling())
 
     async def stop(self, grace: float) -> None:
-        """Stop accepting requests and wait up to ``grace`` seconds for running requests; fail the others."""
+        """Stop accepting requests, wait up to ``grace`` seconds for running requests, and fail the rest."""
         self.state = "stopping"
         if self._polling is not None:
             self._polling.cancel()
@@ -342,7 +342,10 @@ class RayEngine:
             await self._poll()
 
     async def _poll(self) -> None:
-        """Read the reports of all replicas. Replicas that do not report have ended."""
+        """Read the reports of all replicas.
+
+        A replica that does not answer counts as ended until it answers again.
+        """
         found: dict[str, ReplicaReport] = {}
         with suppress(ReplicaLostError):
             for data in await self._replicas.reports(self._choice.positions):
@@ -351,7 +354,7 @@ class RayEngine:
         for name, report in self._reports.items():
             if name not in found:
                 self._missing[name] = report
-        for name in found:  # a replica that was slow, or that could not be reached for a while
+        for name in found:  # it was slow, or could not be reached for a while
             self._missing.pop(name, None)
         while len(self._missing) > _MAX_MISSING:
             report = self._missing.pop(next(iter(self._missing)))
@@ -370,7 +373,7 @@ def _resumed(frames: Sequence[bytes], tokens: Sequence[int]) -> list[bytes] | No
         return None
     for token in tokens:
         context.update(token)
-    context.outstanding_response()  # the caller has these tokens
+    context.outstanding_response()  # the caller has already received these tokens
     context.reset()
     context.set_token_indices(active_idx=context.end_idx)
     return [bytes(frame) for frame in command_encoder()(Submit(context))]

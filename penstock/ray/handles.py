@@ -26,7 +26,7 @@ class ServeReplicas:
     def __init__(self, handle: Any) -> None:
         self._handle = handle
         self._streaming = handle.options(method_name="generate", stream=True)
-        self._streaming_to: dict[str, Any] = {}  # by the name of the preferred replica
+        self._streaming_to: dict[str, Any] = {}  # name of the preferred replica -> handle
 
     async def generate(self, frames: Sequence[bytes], replica: str) -> AsyncIterator[bytes]:
         """Send a request to a replica and yield its results.
@@ -47,7 +47,7 @@ class ServeReplicas:
             async for data in response:
                 yield data
         except (RayError, RayServeException) as error:
-            raise _translated(error) from error
+            raise _request_error(error) from error
         finally:
             response.cancel()
 
@@ -82,8 +82,8 @@ class ServeReplicas:
             raise UnavailableError(f"a replica did not reset its cache: {error}") from error
 
 
-def _translated(error: Exception) -> Exception:
-    """Return the error of a request. Errors raised in a replica are distinguished from a lost replica."""
+def _request_error(error: Exception) -> Exception:
+    """Return the error of a request: a `ReplicaLostError`, unless the replica itself raised it."""
     if isinstance(error, RayTaskError | TaskCancelledError):
         return UnavailableError(f"the replica failed: {str(error).strip().splitlines()[-1]}")
     return ReplicaLostError(f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}")
