@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from penstock.ray.config import RayConfig
     from penstock.serve.config import ServeConfig
 
-_MAX_CONCURRENT_BLOCKS = 2
+_BATCHES_AT_ONCE = 2
 """Number of batches of lines that are submitted at once: one runs while the other waits."""
 
 
@@ -133,7 +133,7 @@ async def _run(requests: Path, output: Path, pipeline_config: PipelineConfig, co
 
                 runner = BatchDispatcher(
                     create_app(services),
-                    _MAX_CONCURRENT_BLOCKS * worker.info.max_batch_size * pipeline_config.data_parallel_size,
+                    _BATCHES_AT_ONCE * worker.info.max_batch_size * pipeline_config.data_parallel_size,
                     is_stopping=lambda: False,
                     on_result=keep,
                 )

@@ -1,7 +1,7 @@
 """`AudioGeneratorPipeline`: speech tokens from a language model, and audio from a codec.
 
 One call of ``execute`` generates tokens for the contexts whose speech has not ended, and then decodes the
-chunks that are due:
+chunks whose frames are complete:
 
     speech tokens   | decoded ........ | chunk ...... | right context | incomplete frame |
                       left context ->|  |<- samples ->|
@@ -94,8 +94,7 @@ def create_audio(required: PipelineRequirements, codecs: CodecRegistry = CODECS)
 
 
 def codec_folder(config: PipelineConfig, form: SpeechFormat) -> Path:
-    """Return the folder of the codec: the configured one, else that of the checkpoint, else that of the
-    format."""
+    """Return the codec's folder, from the configuration, or else the checkpoint, or else the format."""
     given, named = config.speech.codec, form.description.codec
     if given is None and named is not None and (config.model.checkpoint / named).is_dir():
         return config.model.checkpoint / named
@@ -103,17 +102,17 @@ def codec_folder(config: PipelineConfig, form: SpeechFormat) -> Path:
 
 
 def codec_encoding(config: PipelineConfig, codec: SupportedCodec) -> str | None:
-    """Return the encoding of the codec: the configured one, else the model's if the codec supports it."""
+    """Return the configured encoding of the codec, or else the model's encoding if the codec has it."""
     if config.speech.codec_encoding is not None:
         return config.speech.codec_encoding
     return config.model.encoding if config.model.encoding in codec.encodings else None
 
 
 def check_codec(codec: AudioCodec, form: SpeechFormat) -> None:
-    """Check that the codes of the format are those of the codec.
+    """Check that the speech format and the codec have the same numbers of codes.
 
     Raises:
-        ConfigError: they differ; the message has both numbers.
+        ConfigError: the numbers differ; the message contains them.
     """
     format_sizes = (form.codes.codes_per_frame, form.codes.codebook_size)
     codec_sizes = (codec.codes_per_frame, codec.codebook_size)
@@ -131,7 +130,7 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
 
     Args:
         speech_lm_pipeline: generates the speech tokens.
-        codec: decodes them.
+        codec: decodes the speech tokens.
         voices: the voices to imitate, by name.
         chunk_frames: frames of each chunk; None chooses by the frame rate of the codec.
     """
@@ -172,7 +171,7 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
     ) -> dict[str, AudioGenerationResponse]:
         """Generate up to ``num_tokens`` speech tokens for each context, and decode all whole frames.
 
-        Frames that the codec needs as right context of the last samples are decoded in the next call.
+        Frames that are still right context of the codec are decoded in the next call.
 
         Raises:
             InputError: ``num_tokens`` is less than 1, or a context has ended.
@@ -190,10 +189,10 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
     def execute(
         self, batch: Mapping[str, TTSContext], num_steps: int = 1
     ) -> dict[str, AudioGenerationResponse]:
-        """Run up to ``num_steps`` steps of the language model, and decode the chunks that are due.
+        """Run up to ``num_steps`` steps of the language model, and decode complete chunks.
 
-        Contexts whose tokens have ended are only decoded. The cache blocks of a context are freed as soon as
-        its tokens have ended.
+        For contexts that have generated all tokens, only audio is decoded. Their cache blocks are already
+        freed.
         """
         if num_steps < 1:
             raise InputError(f"num_steps must be at least 1, was {num_steps}")
@@ -244,7 +243,7 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
                 raise InputError(f"request {request_id} has ended ({status.value})")
 
     def _generating(self, batch: Mapping[str, TTSContext]) -> dict[str, TTSContext]:
-        """Return the contexts whose tokens have not ended; their blocks stay reserved."""
+        """Return the contexts that still generate tokens, as a `ReservedBatch` if ``batch`` is one."""
         rows = {name: context for name, context in batch.items() if not context.generation_status.is_done}
         return ReservedBatch(rows) if isinstance(batch, ReservedBatch) else rows
 
@@ -253,7 +252,7 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
     def _respond(
         self, batch: Mapping[str, TTSContext], sizes: ChunkSizes | None, *, takes_rest: bool = False
     ) -> dict[str, AudioGenerationResponse]:
-        """Decode the due chunks, update the contexts and return their responses."""
+        """Decode the complete chunks, update the contexts and return their responses."""
         self.failures |= self.speech_lm_pipeline.failures
         self.speech_lm_pipeline.failures.clear()
         audio: dict[str, list[npt.NDArray[np.float32]]] = {}
@@ -289,7 +288,7 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
     def _next_chunk(
         self, context: TTSContext, sizes: ChunkSizes | None, *, takes_rest: bool
     ) -> CodecChunk | None:
-        """Return the next chunk of a context; None if its frames are not generated yet."""
+        """Return the next chunk of a context; None if its frames are not complete."""
         codec, size = self.codec, self.codec.codes_per_frame
         start, num_frames = context.decoded_index // size, len(context.speech_tokens) // size
         has_ended = context.generation_status.is_done
@@ -342,7 +341,7 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
         return {name: waveform.float().cpu().numpy() for name, waveform in zip(due, samples, strict=True)}
 
     def _finish(self, request_id: str, context: TTSContext) -> None:
-        """End a context whose tokens have ended and are all decoded."""
+        """End a context whose tokens are all generated and decoded."""
         status = context.generation_status
         if not status.is_done:
             return

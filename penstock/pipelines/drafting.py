@@ -16,7 +16,7 @@ _MAX_FORCED_TOKENS = 64
 
 
 def draft_limits(contexts: Sequence[TextContext], kv: KVCache, max_rows: int) -> list[int]:
-    """Return the maximum number of drafts for each context. The unused rows of the step are divided evenly.
+    """Return the maximum number of drafts per context. Unused rows of the step are divided evenly among them.
 
     Args:
         contexts: the batch.
@@ -50,7 +50,7 @@ def draft_tokens(
     """
     drafts: list[list[int]] = [[] for _ in contexts]
     for index, (context, limit) in enumerate(zip(contexts, limits, strict=True)):
-        # Contexts that append forced tokens after each token have none left to draft.
+        # A context that appends forced tokens has done so after its last token.
         is_appended = appends_forced_tokens(context) and len(context.generated_tokens)
         if context.matcher is not None and vocabulary and not is_appended:
             drafts[index] = forced_tokens(context, min(limit, _MAX_FORCED_TOKENS), vocabulary)

@@ -18,13 +18,13 @@ from penstock.pipelines.encoder_cache import EncoderCache
 class ImageRows:
     """Encodes the images of a step, and returns the embeddings that replace their placeholders.
 
-    An image is encoded when a step first computes one of its placeholders. Its rows are cached by its digest,
-    for the other chunks of its span and for other requests. An image whose span is in the prefix cache is not
-    encoded.
+    An image is encoded when a step first computes one of its placeholders. Its rows are cached under its
+    digest, for later chunks of the same prompt and for other requests. An image whose span is in the prefix
+    cache is not encoded.
 
     Args:
         model: encodes images.
-        cache: keeps their rows.
+        cache: caches the rows of encoded images.
         device: the device of the step.
     """
 
@@ -36,7 +36,7 @@ class ImageRows:
     def embeddings(
         self, contexts: Sequence[TextContext], counts: Sequence[int]
     ) -> tuple[Tensor, Tensor] | None:
-        """Return the rows ``[P]`` of the step that are placeholders and their embeddings ``[P, W]``.
+        """Return the indices ``[P]`` of the step's placeholder rows, and their embeddings ``[P, W]``.
 
         Args:
             contexts: the batch.
@@ -53,21 +53,24 @@ class ImageRows:
             first += count
         if not in_window:
             return None
-        encoded = self._encoded([image for _, _, image in in_window])
+        encoded = self._image_embeddings([image for _, _, image in in_window])
         rows: list[np.ndarray] = []
         values: list[Tensor] = []
-        for (first, context, image), one in zip(in_window, encoded, strict=True):
+        for (first, context, image), image_rows in zip(in_window, encoded, strict=True):
             indices = context.placeholders(image)
             start, stop = np.searchsorted(indices, [context.start_idx, context.active_idx])
             rows.append(indices[start:stop].astype(np.int64) - context.start_idx + first)
-            values.append(one[start:stop])
+            values.append(image_rows[start:stop])
         all_rows = np.concatenate(rows)
-        if not len(all_rows):  # the step covers only separators of an image
+        if not len(all_rows):  # the step has only separator tokens of images
             return None
         return upload(all_rows, self._device), torch.cat(values)
 
-    def _encoded(self, images: Sequence[ImageMetadata]) -> list[Tensor]:
-        """Return the rows of each image, from the cache or from the encoder. Equal images run once."""
+    def _image_embeddings(self, images: Sequence[ImageMetadata]) -> list[Tensor]:
+        """Return the rows of each image, from the cache or from the encoder.
+
+        Equal images are encoded once.
+        """
         found = [self.cache.get(image.image_hash) for image in images]
         missing: dict[bytes | int, ImageMetadata] = {}
         for image, rows in zip(images, found, strict=True):
@@ -89,7 +92,7 @@ class ImageRows:
         ]
 
     def _batches(self, images: Sequence[ImageMetadata]) -> list[list[ImageMetadata]]:
-        """Return the images in groups of at most ``max_encoder_rows`` rows, or of one image."""
+        """Return groups of images with at most ``max_encoder_rows`` rows each, or with a single image."""
         batches: list[list[ImageMetadata]] = []
         num_left = 0
         for image in images:

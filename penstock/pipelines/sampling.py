@@ -1,7 +1,7 @@
 """Sampling: one token from each row of logits, vectorised over the batch.
 
-A random number is a function of the seed and of the index that the token will have in its sequence. So a
-request samples the same tokens in any batch and after preemption.
+A random number is a function of the seed and of the index that the token will have in its sequence. Therefore
+a request samples the same tokens in any batch and after preemption.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ __all__ = ["Sampler", "adjust_logits", "check_logit_rules", "splitmix64", "unifo
 _LIMIT = 1e15
 """Upper bound of logits after penalties."""
 _SUPPRESSED = -1e20
-"""The logit of an end token before ``min_new_tokens``. It is below the logits of all allowed tokens."""
+"""The logit of an end token before ``min_new_tokens`` tokens. It is below the logits of all allowed
+tokens."""
 _FORBIDDEN = -1e30
 """The logit of a forbidden token. It is finite: if a grammar allows only forbidden tokens, one of them is
 still sampled, and the softmax is never NaN. Divided by a temperature of 1e-8, it is still finite in
@@ -87,14 +88,15 @@ def adjust_logits(
 ) -> Tensor:  # [R, V], float32 if changed
     """Return the logits after the sampling parameters that apply before temperature, top-k, top-p and min-p.
 
-    The given tensor is not modified. It is returned as it is if no row needs a change. See `LogitEdits.of`.
+    The given tensor is not modified. It is returned if no row needs a change. See `LogitEdits.of` for the
+    order of the changes.
 
     Args:
-        logits: of the model.
+        logits: the logits of the model.
         contexts: the batch.
         sequences: the context of each row.
         positions: index of each row's token in its sequence.
-        drafts: drafted tokens of each context. The rows of later drafts count the earlier ones as generated.
+        drafts: drafted tokens of each context. The row of a draft counts the drafts before it as generated.
 
     Raises:
         InputError: a context names a token id that the model does not have (`check_logit_rules`).
@@ -139,7 +141,7 @@ def _adjusted_rows(contexts: Sequence[TextContext], sequences: np.ndarray) -> li
 
 @dataclass(frozen=True, slots=True)
 class LogitEdits:
-    """Changes of logits. All of their operands are on the device."""
+    """Changes of the logits of a batch. All operands are on the device."""
 
     vocabulary: int
     device: torch.device
@@ -170,7 +172,7 @@ class LogitEdits:
             positions: index of each row's token in its sequence.
             drafts: drafted tokens of each context.
             vocabulary: V.
-            device: of the logits.
+            device: the device of the logits.
 
         Raises:
             InputError: a context names a token id that the model does not have (`check_logit_rules`).
@@ -316,7 +318,7 @@ def _forbid_sequences(
         tokens = row.context.generated_tokens[-rules.longest_prefix :].tolist()
         ids = rules.banned_after([*tokens, *(drafts[row.sequence][:ahead] if drafts else ())])
         if rules.allowed is not None and not len(np.setdiff1d(rules.allowed, ids)):
-            continue  # no allowed token would remain
+            continue  # it would forbid all allowed tokens
         if len(ids):
             completing.append((row, ids))
     if completing:

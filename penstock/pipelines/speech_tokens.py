@@ -126,7 +126,7 @@ def add_speech_codes(context: TTSContext, codes: SpeechCodes) -> None:
     status = context.generation_status
     tokens = context.generated_tokens[context.num_parsed_tokens :]
     if status is TextGenerationStatus.END_OF_SEQUENCE:
-        tokens = tokens[:-1]  # the token that ended the speech
+        tokens = tokens[:-1]  # the last token ended the speech and is no code
     frames, num_parsed, num_dropped = codes.parse(tokens)
     if status.is_done:
         num_dropped += len(tokens) - num_parsed

@@ -151,7 +151,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
         self.check_context_types([context])
         if self.grammars is not None and not self.grammars.ready(context):
             return False
-        adapters = self.model.lora_manager  # last: it reserves a slot when it returns True
+        adapters = self.model.lora_manager  # called last, because it reserves a slot when it returns True
         return adapters is None or adapters.ready(context)
 
     def execute(
@@ -179,7 +179,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
 
         Returns:
             A handle for `collect`. Handles of batches without common contexts are independent: a batch may be
-            launched while another one is not collected yet.
+            launched before another batch is collected.
         """
         self.session.check_process()
         if not batch:
@@ -243,7 +243,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
 
     @property
     def overlapped_steps(self) -> OverlappedSteps | None:
-        """Launches the next step while a step runs.
+        """Launches a step while the previous step runs.
 
         None if the back end is synchronous, with drafts, with several ranks, or if `overlap_steps` is not
         set. The scheduler then calls `execute`.
@@ -333,7 +333,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
                 has_adapters=self.model.lora_manager is not None,
                 compiles_grammars=self.grammars is not None,
             )
-            if vocabulary is not None:  # else sampling checks them
+            if vocabulary is not None:  # otherwise sampling checks them
                 check_logit_rules(context, vocabulary)
         if self.model.lora_manager is not None:
             self.model.lora_manager.check(contexts)

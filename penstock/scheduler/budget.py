@@ -74,7 +74,7 @@ class PromptBudget:
         self._may_cut = may_cut and not whole_prompts
         self._whole_prompts = whole_prompts
 
-    def chunk_size_of(self, context: InputContext) -> int | None:
+    def min_chunk_size_for(self, context: InputContext) -> int | None:
         """Return the smallest chunk of a context's prompt; None if the prompt is not cut."""
         outgrew_budget = context.end_idx > self.max_tokens
         may_cut = self._may_cut or (outgrew_budget and not self._whole_prompts)
@@ -84,7 +84,7 @@ class PromptBudget:
         """Return how many of a prompt's remaining tokens this step computes; 0 if the prompt must wait."""
         if self._whole_prompts and not batch.entries:
             return num_remaining
-        may_cut = self.chunk_size_of(context) is not None
+        may_cut = self.min_chunk_size_for(context) is not None
         rows = prompt_rows(num_remaining, batch.num_left, self._min_chunk, may_cut=may_cut)
         if not 0 < rows < num_remaining:
             return rows

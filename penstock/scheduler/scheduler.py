@@ -283,13 +283,13 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
         One more block must stay free for each running context; otherwise the new context would soon be
         preempted. The result is True if no context runs, because waiting would then not free blocks.
         """
-        chunk = self._prompts.chunk_size_of(entry.context)
+        chunk = self._prompts.min_chunk_size_for(entry.context)
         headroom = len(self._running)
         return not headroom or self._kv.admits(entry.context, chunk_size=chunk, headroom=headroom)
 
     def _reserve_prompt(self, entry: Entry[ContextT], batch: Batch[ContextT]) -> int:
         rows = self._prompts.rows(entry.context, entry.num_remaining, batch)
-        smallest = min(rows, self._prompts.chunk_size_of(entry.context) or rows)
+        smallest = min(rows, self._prompts.min_chunk_size_for(entry.context) or rows)
         smallest = splittable_rows(entry.context, smallest)
         return self._reserve(entry, rows, smallest, batch, may_preempt=not batch.entries) if rows else 0
 

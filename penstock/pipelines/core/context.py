@@ -50,7 +50,7 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
     log_probabilities_echo: bool = False
     """Whether log probabilities of the prompt are reported too."""
     ignore_eos: bool = False
-    """Whether end-of-sequence tokens are ignored. Then ``eos_token_ids`` is empty."""
+    """Whether end-of-sequence tokens are ignored. If set, ``eos_token_ids`` is empty."""
     json_schema: str | None = None
     """The JSON schema of the output; the same as a ``grammar`` of kind ``json_schema``."""
     sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
@@ -65,9 +65,9 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
     cache_salt: str | None = None
     """Only contexts with the same salt share cached prefixes."""
     token_hash_overrides: dict[int, int] = msgspec.field(default_factory=dict)
-    """Token index to the id that replaces it in block hashes."""
+    """Token index -> the id to hash instead of the token id in block hashes."""
     priority: int = 0
-    """A higher number is served first."""
+    """Contexts with a higher number are scheduled first."""
     client_id: str = ""
     """Client of the request. Clients share the batch evenly, within a priority."""
     session_id: str = ""
@@ -157,7 +157,7 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
         If the end-of-sequence token is removed, the context is active again. A context that has reached its
         maximum length stays ended. The matcher is not rolled back.
         """
-        shown_end = self._completion_end_idx  # index of the token that ended the output, if any
+        shown_end = self._completion_end_idx  # the index of an end-of-sequence token, which is not output
         super().rollback(idx)
         if idx > 0:
             for position in range(self._end_idx, self._end_idx + idx):
@@ -167,7 +167,7 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
                 self._status = _ACTIVE
 
     def reset(self) -> None:
-        """Turn all tokens, including generated ones, into a prompt to compute again, after preemption.
+        """Make the next steps compute all tokens again, including generated tokens, after a preemption.
 
         ``prompt_tokens``, ``generated_tokens`` and the returned tokens do not change.
         """
@@ -251,9 +251,11 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
         return self.sampling_params.min_new_tokens
 
     def get_min_token_logit_mask(self, num_steps: int) -> list[npt.NDArray[np.int32]]:
-        """Return for each of the next ``num_steps`` steps the tokens not to sample, as rows (0, token id)
-        ``[n, 2]``: all ``eos_token_ids`` while fewer than ``min_tokens`` are generated. Callers add the row
-        of the batch to the first column."""
+        """Return the tokens not to sample in each of the next ``num_steps`` steps, ``[n, 2]`` each.
+
+        The rows are (0, token id). The tokens are all ``eos_token_ids`` while fewer than ``min_tokens`` are
+        generated. Callers add the row of the batch to the first column.
+        """
         positions = range(self._active_idx, self._active_idx + num_steps)
         masked = range(self._prompt_len, self._prompt_len + self.min_tokens)
         rows = [(0, token) for token in sorted(self.eos_token_ids)]
@@ -294,11 +296,11 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
 
     @property
     def draft_offset(self) -> int:
-        """Number of tokens that the draft model lags behind."""
+        """Number of tokens by which the draft model lags behind the target model."""
         return self._draft_offset
 
     def set_draft_offset(self, idx: int) -> None:
-        """Set the number of tokens that the draft model lags behind."""
+        """Set the number of tokens by which the draft model lags behind the target model."""
         self._draft_offset = idx
 
     # The slot in the KV cache.
@@ -376,7 +378,7 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
     # Log probabilities: one row per position, the last one for the token at active_idx.
 
     def _not_scored_yet(self, rows: LogProbabilities) -> LogProbabilities:
-        """Return ``rows`` without those scored before a preemption of a context that echoes its prompt."""
+        """Return ``rows`` without the rows that a context with echo has reported before a preemption."""
         if not self.log_probabilities_echo:
             return rows
         scored, self._scored_idx = self._scored_idx, max(self._scored_idx, self._active_idx + 1)

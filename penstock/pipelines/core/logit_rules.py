@@ -94,7 +94,10 @@ class TokenCounts:
         self._counts[slot] += 1
 
     def after(self, drafts: Sequence[int]) -> tuple[Ids, npt.NDArray[np.float32]]:
-        """Return ``ids`` and ``counts`` as if ``drafts`` had been generated too. Changes nothing."""
+        """Return ``ids`` and ``counts`` as if ``drafts`` had been generated too.
+
+        The object does not change.
+        """
         if not drafts:
             return self.ids, self.counts
         new = sorted({token for token in drafts if token not in self._slots})

@@ -6,7 +6,7 @@
     0 <= start < active <= end <= capacity         0 <= committed         0 < prompt_len
 
     [0, start)        completed: computed, their keys and values are in the cache
-    [start, active)   next_tokens: what the next step computes
+    [start, active)   next_tokens: the tokens that the next step computes
     [active, end)     the rest of a prompt that is computed in chunks; else empty
     [end, capacity)   unused
 
@@ -75,7 +75,7 @@ class TokenBuffer(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def active_length(self) -> int:
-        """Number of tokens to compute next: a prompt or a chunk of it, then 1 (or more) a step."""
+        """Number of tokens to compute next: a prompt or a chunk of it, later 1 or more tokens per step."""
         return self._active_idx - self._start_idx
 
     @property
@@ -214,7 +214,7 @@ class TokenBuffer(msgspec.Struct, kw_only=True, omit_defaults=True):
     def _show(self, position: int) -> None:
         """Add the last token, at ``position``, to the output."""
         if self._completion_start_idx == self._completion_end_idx:
-            self._completion_start_idx = position  # skips a token that is not part of the output
+            self._completion_start_idx = position  # skips earlier tokens that are not part of the output
         self._completion_end_idx = position + 1
 
     def _check_indices(self, start: int, active: int, end: int, committed: int) -> None:

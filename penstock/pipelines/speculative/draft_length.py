@@ -19,7 +19,7 @@ _INITIAL_RATE = 0.7
 _MAX_RATE = 0.98
 """Upper bound of the estimated acceptance rate: a context may end at any token."""
 _MIN_SPEEDUP = 1.03
-"""Smallest predicted speedup for which drafts are used. Prevents noise from switching drafts on and off."""
+"""Minimum predicted speedup for drafting. It prevents that measurement noise switches drafting on and off."""
 _PROBE_LENGTH = 2
 """Number of drafts in a probe."""
 _MIN_PAUSE, _MAX_PAUSE = 16, 256
@@ -52,7 +52,7 @@ class AdaptiveDraftLength:
         gains[numbers[:, None] > np.array(limits)[None, :]] = -1
         order = np.argsort(-gains, axis=None, kind="stable")[: int((gains > 0).sum())]
         number = self._best_number(len(contexts), gains.ravel()[order], numbers[order // len(contexts)])
-        # The gains of a context decrease, so the selected drafts are its first ones.
+        # The probabilities of a context decrease, so the selected drafts are its first drafts.
         lengths = np.bincount(order[:number] % len(contexts), minlength=len(contexts)).tolist()
         return self._with_probe(contexts, limits, lengths)
 
@@ -98,7 +98,10 @@ class AdaptiveDraftLength:
     def _with_probe(
         self, contexts: Sequence[TextContext], limits: Sequence[int], lengths: list[int]
     ) -> list[int]:
-        """Add a probe for one context that has paused long enough. At most one per step keeps steps fast."""
+        """Add a probe for one context that has paused long enough.
+
+        There is at most one probe per step, to keep steps fast.
+        """
         has_probed = False
         for index, (context, limit) in enumerate(zip(contexts, limits, strict=True)):
             own = self._acceptance(context)
@@ -117,7 +120,7 @@ class AdaptiveDraftLength:
 
 @dataclass(slots=True)
 class _Acceptance:
-    """Decaying counts of accepted and tested drafts, and the state of the pause without drafts."""
+    """Decaying counts of accepted and tested drafts, and the pause without drafts, of one context."""
 
     hits: float = 0.0
     tries: float = 0.0
@@ -134,7 +137,7 @@ class _Acceptance:
         self.tries = memory * self.tries + tries
 
     def record_probe(self, is_accepted: bool) -> None:
-        """Record the result of a probe. After an accepted one the next step drafts again."""
+        """Record the result of a probe. After an accepted probe the next step drafts again."""
         if self.is_probed and not is_accepted:
             self.idle, self.pause = 0, min(2 * self.pause, _MAX_PAUSE)
         self.is_probed = False
@@ -144,8 +147,9 @@ class StepCosts:
     """Estimates the duration of a step from its number of rows, based on measured steps.
 
     The estimate never decreases with the number of rows, which corrects single slow measurements. It is
-    interpolated linearly between measured numbers of rows. Outside the measured range it is optimistic, so
-    that new numbers are tried: fewer rows cost proportionally less, and more rows cost little.
+    interpolated linearly between measured numbers of rows. Outside the measured range the estimate is
+    optimistic, so that unmeasured numbers of rows are tried: fewer rows cost proportionally less, and
+    additional rows cost little.
     """
 
     def __init__(self) -> None:
@@ -162,7 +166,7 @@ class StepCosts:
 
     def seconds(self, num_rows: np.ndarray, depths: np.ndarray) -> np.ndarray:
         """Return the estimated seconds of steps with these rows and longest drafts, all ``[n]``."""
-        return self._seconds_of_rows(num_rows) + depths * self._draft.value
+        return self._forward_seconds(num_rows) + depths * self._draft.value
 
     def _ascending(self) -> tuple[list[int], list[float]]:
         seen = sorted(self._forward)
@@ -171,7 +175,7 @@ class StepCosts:
             seconds[index] = min(seconds[index], seconds[index + 1])
         return seen, seconds
 
-    def _seconds_of_rows(self, num_rows: np.ndarray) -> np.ndarray:
+    def _forward_seconds(self, num_rows: np.ndarray) -> np.ndarray:
         seen, seconds = self._curve
         if not seen:
             return 1.0 + _GUESS * (num_rows - 1)
@@ -188,8 +192,8 @@ _GUESS = 0.05
 class _Average:
     """A moving average that limits the effect of outliers. The first three samples yield their minimum.
 
-    With fewer than three samples, the value is below the measurement: otherwise one slow step on a busy
-    machine could exclude that number of rows permanently.
+    With fewer than three samples, the value is below the measurement. Otherwise a single slow step on a busy
+    machine could exclude its number of rows permanently.
     """
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from penstock.serve.observability.request_record import RequestRecord
 from penstock.serve.services import Services
 from penstock.worker.results import Generation
 
-_MAX_CONCURRENT_BLOCKS = 2
+_BATCHES_AT_ONCE = 2
 """Batches of inputs that one request submits at a time: one is computed while the other waits."""
 
 
@@ -46,9 +46,7 @@ class EmbeddingRun:
         self._names = names
         self._generations: dict[int, Generation] = {}
         self._responses: list[EmbeddingsResponse | None] = [None] * len(contexts)
-        window = min(
-            _MAX_CONCURRENT_BLOCKS * self._worker.info.max_batch_size, self._worker.max_outstanding // 2
-        )
+        window = min(_BATCHES_AT_ONCE * self._worker.info.max_batch_size, self._worker.max_outstanding // 2)
         self._input_ended = asyncio.Event()
         self._slots = asyncio.Semaphore(max(1, window))
         self.num_tokens = sum(context.current_length for context in contexts)
