@@ -200,7 +200,7 @@ def _host_memory() -> tuple[int, int]:
     limit = limits.memory()
     if limit is not None:
         total, free = min(total, limit[0]), min(free, limit[1])
-    private, left = private_memory.limit(), private_memory.free()
-    if private is not None and left is not None:
-        total, free = min(total, private), min(free, left)
+    private, free_private = private_memory.limit(), private_memory.free()
+    if private is not None and free_private is not None:
+        total, free = min(total, private), min(free, free_private)
     return total, max(free, 0)

@@ -75,16 +75,16 @@ def _fill(logits: Tensor, sequences: Sequence[_Rows], top_n: int) -> None:  # [R
     owners = [s.entry for s in sequences for _ in range(len(s.targets))]
     chunk = max(1, _MAX_LOGITS // logits.shape[-1])
     for start in range(0, len(owners), chunk):
-        some = slice(start, start + chunk)
-        scores = torch.log_softmax(logits[indices[some]].float(), dim=-1)
-        chosen = scores.gather(1, targets[some, None])[:, 0].tolist()
-        best = scores.topk(top_n, dim=-1)
+        rows = slice(start, start + chunk)
+        scores = torch.log_softmax(logits[indices[rows]].float(), dim=-1)
+        target_scores = scores.gather(1, targets[rows, None])[:, 0].tolist()
+        top = scores.topk(top_n, dim=-1)
         for entry, ids, values, token, value in zip(
-            owners[some],
-            best.indices.tolist(),
-            best.values.tolist(),
-            targets[some].tolist(),
-            chosen,
+            owners[rows],
+            top.indices.tolist(),
+            top.values.tolist(),
+            targets[rows].tolist(),
+            target_scores,
             strict=True,
         ):
             entry.token_log_probabilities.append(value)

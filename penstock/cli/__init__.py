@@ -82,7 +82,7 @@ class _Commands(click.Group):
         except MemoryError:
             _fail("out of memory: use a smaller model, --max-length or --max-batch-size")
         except OSError as error:
-            _fail(_message_of(error))
+            _fail(_os_error_message(error))
         except RuntimeError as error:
             if "allocate memory" not in str(error):
                 raise
@@ -124,7 +124,7 @@ def _fail(message: str) -> NoReturn:
     sys.exit(2)
 
 
-def _message_of(error: OSError) -> str:
+def _os_error_message(error: OSError) -> str:
     where = error.filename
     if where is None and error.errno == errno.ENOSPC:
         where = "standard output"

@@ -159,9 +159,9 @@ async def _measure(client: HttpClient, options: _ServeOptions) -> int:
     from penstock.bench.summary import Summary, report_of
 
     count, endpoint = options["num_requests"], options["endpoint"]
-    more = fields_of(options["extra_body"]) if options["extra_body"] else {}
+    extra_fields = fields_of(options["extra_body"]) if options["extra_body"] else {}
     model, prompts = await _model_and_prompts(client, options)
-    asking = RequestTemplate(
+    template = RequestTemplate(
         endpoint=endpoint,
         model=model,
         output_length=options["output_length"],
@@ -169,34 +169,38 @@ async def _measure(client: HttpClient, options: _ServeOptions) -> int:
         ignore_eos=options["ignore_eos"],
         temperature=options["temperature"],
         seed=options["seed"],
-        more=more,
+        more=extra_fields,
     )
-    bodies = [asking.body(index, prompt) for index, prompt in enumerate(prompts)]
+    bodies = [template.body(index, prompt) for index, prompt in enumerate(prompts)]
     concurrency = options["concurrency"] or (None if options["rate"] else 8)
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
     if bodies[count:]:
-        first = await measure(client, asking.path, bodies[count:], Load(concurrency=8), stop=stop)
-        failed = [outcome for outcome in first.outcomes if outcome.error is not None]
-        if failed and len(failed) == len(first.outcomes) and not stop.is_set():
+        warmup = await measure(client, template.path, bodies[count:], Load(concurrency=8), stop=stop)
+        failed = [outcome for outcome in warmup.outcomes if outcome.error is not None]
+        if failed and len(failed) == len(warmup.outcomes) and not stop.is_set():
             raise InputError(f"every warm-up request failed: {failed[0].error}: {failed[0].detail}")
     idle = await round_trips(client, "/v1/models", _ROUND_TRIPS)
     load = Load(
         concurrency=concurrency, rate=options["rate"], timeout=options["timeout"], seed=options["seed"]
     )
-    found = await measure(client, asking.path, bodies[:count], load, stop=stop)
-    found.round_trips = idle
-    summary = Summary.of(found)
+    result = await measure(client, template.path, bodies[:count], load, stop=stop)
+    result.round_trips = idle
+    summary = Summary.of(result)
     print_summary(summary, Console())
-    kept = [(name, value) for name, value in options.items() if name not in ("api_key", "extra_body")]
-    settings = {name: str(value) if isinstance(value, Path) else value for name, value in kept}
+    shown_options = [
+        (name, value) for name, value in options.items() if name not in ("api_key", "extra_body")
+    ]
+    settings = {name: str(value) if isinstance(value, Path) else value for name, value in shown_options}
     if options["json_path"] is not None:
-        report = report_of(found, settings | {"model": model, "extra_body": more, "concurrency": concurrency})
+        report = report_of(
+            result, settings | {"model": model, "extra_body": extra_fields, "concurrency": concurrency}
+        )
         options["json_path"].write_text(json.dumps(report, indent=2))
     if options["plot_path"] is not None:
         how = f"{options['rate']:g} requests/s" if options["rate"] else f"{concurrency} at a time"
-        plot(found, f"{model}, {endpoint}, {how}", options["plot_path"])
-    if found.is_interrupted:
+        plot(result, f"{model}, {endpoint}, {how}", options["plot_path"])
+    if result.is_interrupted:
         return 130
     return 1 if summary.errors else 0
 

@@ -106,7 +106,7 @@ def command(
         if shape is not None:
             assert folder is not None
             config = _with_random_weights(config, shape, Path(folder))
-        figures, kernels, plan = _measured(config, sizes, chosen)
+        figures, kernels, plan = _run_workloads(config, sizes, chosen)
     model = (shape or config.model.model_path, config.model.encoding)
     _report(figures, model, kernels, plan, sizes, json_path, plot_path)
 
@@ -118,7 +118,9 @@ def _with_random_weights(config: PipelineConfig, shape: str, folder: Path) -> Pi
     return replace(config, model=replace(config.model, model_path=str(folder)))
 
 
-def _measured(config: PipelineConfig, sizes: Sizes, workloads: list[str]) -> tuple[list[Figure], str, str]:
+def _run_workloads(
+    config: PipelineConfig, sizes: Sizes, workloads: list[str]
+) -> tuple[list[Figure], str, str]:
     from penstock.bench.workloads import Bench
 
     figures: list[Figure] = []

@@ -29,8 +29,8 @@ def command(local: bool, as_json: bool) -> None:
         [
             architecture["name"],
             architecture["task"],
-            _joined(architecture["encodings"]),
-            _joined(architecture["examples"]),
+            _join_names(architecture["encodings"]),
+            _join_names(architecture["examples"]),
         ]
         for architecture in found["architectures"]
     ]
@@ -41,7 +41,7 @@ def command(local: bool, as_json: bool) -> None:
         ("checkpoint formats", found["checkpoint_formats"]),
         ("GGUF blocks", found["gguf_types"]),
     ):
-        click.echo(f"\n{title}: {_joined(names)}")
+        click.echo(f"\n{title}: {_join_names(names)}")
 
 
 class ArchitectureSupport(TypedDict):
@@ -79,7 +79,7 @@ def _list_local(as_json: bool) -> None:
         [
             model.name,
             (model.revision or "-")[:12],
-            _joined([*model.refs]),
+            _join_names([*model.refs]),
             file_size(model.num_bytes),
             _age(time.time() - model.last_used),
             "" if model.is_complete else "incomplete",
@@ -131,7 +131,7 @@ def describe() -> Support:
     }
 
 
-def _joined(names: list[str]) -> str:
+def _join_names(names: list[str]) -> str:
     return ", ".join(names) or "-"
 
 

@@ -89,7 +89,7 @@ def take_ray_config(flags: dict[str, object]) -> RayConfig:
         ConfigError: unknown name, wrong type or impossible value.
     """
     own = {field.name: flags.pop(field.name) for field in ray_fields()}
-    return RayConfig.from_given(_collected({**own, CONFIG_FILE: flags.get(CONFIG_FILE)}))
+    return RayConfig.from_given(_collect_settings({**own, CONFIG_FILE: flags.get(CONFIG_FILE)}))
 
 
 def config_from_flags(flags: Mapping[str, object], *, default_model: str | None = None) -> PipelineConfig:
@@ -120,13 +120,13 @@ def configs_from_flags(
         ConfigError: unknown name, wrong type or impossible value.
         click.UsageError: MODEL and --model name different models.
     """
-    values = _collected(_with_model(flags))
+    values = _collect_settings(_with_model(flags))
     if default_model is not None:
         values.setdefault("model_path", (default_model, "default"))
     return PipelineConfig.from_given(values), ServeConfig.from_given(values)
 
 
-def _collected(flags: Mapping[str, object]) -> dict[str, tuple[object, str]]:
+def _collect_settings(flags: Mapping[str, object]) -> dict[str, tuple[object, str]]:
     """Return the settings of all commands from flags, the environment and the file."""
     given = {name: value for name, value in flags.items() if value != ()}  # a flag that may be repeated
     return collect_values([*config_fields(), *serve_fields(), *ray_fields()], given, "flag", os.environ)

@@ -35,12 +35,12 @@ def command(checksums: bool, pack: bool, as_json: bool, print_config: bool, **fl
     if print_config:
         print_settings(config.describe())
         return
-    models = [_checked(config, checksums, pack)]
+    models = [_check_model(config, checksums, pack)]
     if config.speculative.method == "draft_model":
         from penstock.pipelines.speculative.draft_model import draft_config
 
-        models.append(_checked(draft_config(config), checksums, pack))
-    adapters = _checked_adapters(config)
+        models.append(_check_model(draft_config(config), checksums, pack))
+    adapters = _check_adapters(config)
     if as_json:
         click.echo(json.dumps({"models": models, "adapters": adapters}, ensure_ascii=False))
         return
@@ -75,7 +75,7 @@ class CheckedModel(TypedDict):
     num_packed_bytes: NotRequired[int]
 
 
-def _checked(config: PipelineConfig, checksums: bool, pack: bool) -> CheckedModel:
+def _check_model(config: PipelineConfig, checksums: bool, pack: bool) -> CheckedModel:
     from penstock.assembly import check_checkpoint, pack_checkpoint
     from penstock.weights.checksums import check_checksums
 
@@ -101,7 +101,7 @@ def _checked(config: PipelineConfig, checksums: bool, pack: bool) -> CheckedMode
     return found
 
 
-def _checked_adapters(config: PipelineConfig) -> dict[str, str]:
+def _check_adapters(config: PipelineConfig) -> dict[str, str]:
     from pathlib import Path
 
     from penstock.lora.adapter_config import AdapterConfig

@@ -63,7 +63,7 @@ class Ranks:
         self._lock = threading.Lock()
         self.diagnose: Callable[[Exception], PenstockError] = _unknown_failure
         """Returns the error to raise for a failed collective, which names the rank that ended."""
-        self._group = _group_of(store, rank, world, timeout, device)
+        self._group = _make_process_group(store, rank, world, timeout, device)
 
     @property
     def shard(self) -> Shard:
@@ -219,7 +219,9 @@ def _unknown_failure(error: Exception) -> PenstockError:
     return RankFailedError(f"a process of tensor parallelism has failed: {error}")
 
 
-def _group_of(store: Store, rank: int, world: int, timeout: float, device: torch.device) -> dist.ProcessGroup:
+def _make_process_group(
+    store: Store, rank: int, world: int, timeout: float, device: torch.device
+) -> dist.ProcessGroup:
     """Return the process group of the ranks. It is not the default group of torch.distributed."""
     limit, group = timedelta(seconds=timeout), cast(Any, dist)
     if device.type == "cuda":

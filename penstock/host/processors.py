@@ -98,10 +98,10 @@ def format_processors(processors: Iterable[int]) -> str:
 def _sort_by_distance(processors: Iterable[int]) -> list[int]:
     """Sort processors by NUMA node, then by core, so that adjacent processors in the list are close."""
     node_of = {number: node for node, numbers in numa_nodes().items() for number in numbers}
-    return sorted(processors, key=lambda number: (node_of.get(number, 0), _core_of(number), number))
+    return sorted(processors, key=lambda number: (node_of.get(number, 0), _core_id(number), number))
 
 
-def _core_of(processor: int) -> tuple[int, int]:
+def _core_id(processor: int) -> tuple[int, int]:
     """Return package and core of a processor; the processor id if the system does not report them."""
     folder = _PROCESSORS / f"cpu{processor}" / "topology"
     try:

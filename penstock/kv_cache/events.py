@@ -13,20 +13,20 @@ class CacheEventLog:
     def __init__(self) -> None:
         self._events: list[CacheEvent] = []
 
-    def stored(
+    def add_stored(
         self, digests: Sequence[bytes], parent: bytes | None, token_ids: list[int], adapter: str | None
     ) -> None:
         """Record that consecutive blocks were registered in the prefix cache."""
         self._events.append(BlocksStored(list(digests), parent, token_ids, adapter))
 
-    def removed(self, digest: bytes) -> None:
+    def add_removed(self, digest: bytes) -> None:
         """Record the eviction of a block."""
         if self._events and isinstance(last := self._events[-1], BlocksRemoved):
             last.digests.append(digest)
         else:
             self._events.append(BlocksRemoved([digest]))
 
-    def cleared(self) -> None:
+    def add_cleared(self) -> None:
         """Record that all blocks were removed. Earlier events are dropped."""
         self._events = [BlocksCleared()]
 

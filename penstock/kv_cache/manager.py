@@ -163,8 +163,10 @@ class KVCacheManager(PrefixCacheControls):
 
     def num_missing_blocks(self, context: InputContext, lookahead: int = 0) -> int:
         sequence = self._sequence(context)
-        held = 0 if self._is_rolled_back(context, sequence) else sequence.num_blocks  # `reserve` frees some
-        return max(-(-(context.active_idx + lookahead) // self.block_size) - held, 0)
+        num_held = (
+            0 if self._is_rolled_back(context, sequence) else sequence.num_blocks
+        )  # `reserve` frees some
+        return max(-(-(context.active_idx + lookahead) // self.block_size) - num_held, 0)
 
     def steps_left(self, context: InputContext) -> int | None:
         length = context.current_length
@@ -283,7 +285,7 @@ class KVCacheManager(PrefixCacheControls):
     def check_integrity(self) -> None:
         for index, pool in enumerate(self._pools):
             pool.check_integrity()
-            held = np.zeros(pool.num_blocks + 1, np.int64)
+            num_tables = np.zeros(pool.num_blocks + 1, np.int64)
             for sequence in self._sequences.values():
                 row = self._tables.row(index, sequence.slot)
                 num_dropped, length = sequence.num_dropped[index], sequence.num_blocks
@@ -292,12 +294,12 @@ class KVCacheManager(PrefixCacheControls):
                 assert held_columns == list(range(num_dropped, length)), (
                     f"group {index}: table {row.tolist()} of {sequence}"
                 )
-                held += np.bincount(row[num_dropped:length], minlength=len(held))
+                num_tables += np.bincount(row[num_dropped:length], minlength=len(num_tables))
             references = pool.all_references()
-            wrong = np.flatnonzero(held != references).tolist()
+            wrong = np.flatnonzero(num_tables != references).tolist()
             assert not wrong, (
                 f"group {index}: block {wrong[0]} has {references[wrong[0]]} references and is in "
-                f"{held[wrong[0]]} tables"
+                f"{num_tables[wrong[0]]} tables"
             )
         in_flight = sum(len(sequence.in_flight) for sequence in self._sequences.values())
         assert in_flight == self._prefixes.num_in_flight, (

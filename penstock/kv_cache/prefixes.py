@@ -93,14 +93,14 @@ class PrefixIndex:
             size = self._block_size
             tokens = context.all_tokens[blocks.start * size : blocks.stop * size].tolist()
             before = parent if blocks.start else None
-            self._events.stored(digests, before, tokens, context.adapter)
+            self._events.add_stored(digests, before, tokens, context.adapter)
         return digests
 
     def record_events(self) -> None:
         """Record events from now on, for the first pool without a window, or else for the first pool."""
         if self._events is None:
             self._events = CacheEventLog()
-            self._recorded_pool.on_evict = self._events.removed
+            self._recorded_pool.on_evict = self._events.add_removed
 
     def take_events(self) -> list[CacheEvent]:
         """Return the events since the last call."""
@@ -119,7 +119,7 @@ class PrefixIndex:
             pool.forget()
         self._chains.clear()
         if self._events is not None:
-            self._events.cleared()
+            self._events.add_cleared()
 
     @property
     def _recorded_pool(self) -> BlockPool:

@@ -70,17 +70,17 @@ def tokens_left(kv: KVCache, context: InputContext) -> int | None:
     steps, longest = kv.steps_left(context), context.max_length
     if longest is None:
         return steps
-    left = longest - context.current_length
-    return left if steps is None else min(left, steps)
+    num_tokens = longest - context.current_length
+    return num_tokens if steps is None else min(num_tokens, steps)
 
 
 def _max_steps(kv: KVCache, contexts: Sequence[InputContext], num_steps: int) -> int:
     for context in contexts:
         if _needs_single_steps(context):
             return 1
-        left = tokens_left(kv, context)
-        if left is not None and left < num_steps:
-            num_steps = left
+        num_tokens = tokens_left(kv, context)
+        if num_tokens is not None and num_tokens < num_steps:
+            num_steps = num_tokens
     if num_steps <= 1:
         return 1
     missing = sum([kv.num_missing_blocks(context, num_steps - 1) for context in contexts])

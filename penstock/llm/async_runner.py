@@ -41,7 +41,7 @@ class AsyncRunner:
         generation = await self.submit(builder.context)
         try:
             async for delta in generation:
-                builder.take(_response_of(delta, builder))
+                builder.take(_as_response(delta, builder))
                 yield delta
                 if builder.is_done:
                     return
@@ -49,7 +49,7 @@ class AsyncRunner:
             generation.cancel()
 
 
-async def gathered(calls: Sequence[Callable[[], Coroutine[None, None, T]]]) -> list[T]:
+async def gather_all(calls: Sequence[Callable[[], Coroutine[None, None, T]]]) -> list[T]:
     """Run calls concurrently and return their results in order. An error cancels all other calls."""
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -59,7 +59,7 @@ async def gathered(calls: Sequence[Callable[[], Coroutine[None, None, T]]]) -> l
     return [task.result() for task in running]
 
 
-def _response_of(delta: RequestDelta, builder: OutputBuilder) -> TextGenerationResponse:
+def _as_response(delta: RequestDelta, builder: OutputBuilder) -> TextGenerationResponse:
     """Convert a delta to the response of a pipeline, for the builder."""
     rows: list[PackedLogProbabilities | None] = [*delta.log_probabilities]
     rows += [None] * (len(delta.token_ids) - len(rows))

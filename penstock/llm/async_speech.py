@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from penstock.llm.async_runner import AsyncRunner, gathered
+from penstock.llm.async_runner import AsyncRunner, gather_all
 from penstock.llm.speech import Speech, speech_contexts, voice_options
 from penstock.pipelines.core import AudioGeneratorOutput, PipelineTask, SamplingParams, TTSContext
 from penstock.text.speech_tokenizer import SpeechFields
@@ -83,7 +83,7 @@ class AsyncSpeechMethods:
 
         each = await self._in_pool(build)
         calls = [partial(self._spoken, context) for contexts in each for context in contexts]
-        parts = iter(await gathered(calls))
+        parts = iter(await gather_all(calls))
         speeches = [self._joined([next(parts) for _ in contexts]) for contexts in each]
         return speeches[0] if isinstance(texts, str) else speeches
 
@@ -122,13 +122,13 @@ class AsyncSpeechMethods:
             lambda: speech_contexts(self.config, self.tokenizer, text, sampling_params, fields)
         )
         num_samples, num_tokens = 0, [0] * len(contexts)
-        async with aclosing(self._deltas_of(contexts)) as deltas:
+        async with aclosing(self._run_parts(contexts)) as deltas:
             async for index, delta in deltas:
                 num_tokens[index] = max(delta.num_tokens, num_tokens[index])
                 is_last = delta.status.is_done and index == len(contexts) - 1
                 if not delta.audio and not is_last:
                     continue
-                chunk = _samples_of(delta.audio)
+                chunk = _join_chunks(delta.audio)
                 num_samples += len(chunk)
                 metadata: dict[str, object] = {
                     "sample_rate": rate,
@@ -138,7 +138,7 @@ class AsyncSpeechMethods:
                 }
                 yield AudioGeneratorOutput(torch.from_numpy(chunk), metadata, is_last)
 
-    async def _deltas_of(
+    async def _run_parts(
         self, contexts: Sequence[TTSContext]
     ) -> AsyncGenerator[tuple[int, RequestDelta], None]:
         """Run the parts of a text in order. Each part is submitted when the previous part has audio."""
@@ -171,7 +171,7 @@ class AsyncSpeechMethods:
 
     def _joined(self, parts: Sequence[tuple[list[npt.NDArray[np.floating]], int, bool]]) -> Speech:
         return Speech(
-            audio=_samples_of([chunk for chunks, _, _ in parts for chunk in chunks]),
+            audio=_join_chunks([chunk for chunks, _, _ in parts for chunk in chunks]),
             sample_rate=self._worker.info.sample_rate,
             num_tokens=sum(count for _, count, _ in parts),
             is_cut=any(is_cut for _, _, is_cut in parts),
@@ -196,5 +196,5 @@ class AsyncSpeechMethods:
         }
 
 
-def _samples_of(chunks: Sequence[npt.NDArray[np.floating]]) -> npt.NDArray[np.float32]:
+def _join_chunks(chunks: Sequence[npt.NDArray[np.floating]]) -> npt.NDArray[np.float32]:
     return np.concatenate(chunks).astype(np.float32, copy=False) if chunks else np.zeros(0, np.float32)

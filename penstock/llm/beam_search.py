@@ -120,9 +120,9 @@ def search(
     Raises:
         InsufficientBlocksError: the beams of one prompt do not fit the KV cache.
     """
-    left, size = list(contexts), max(1, max_batch_size // options.num_beams)
-    while left:
-        batch = left[:size]
+    remaining, size = list(contexts), max(1, max_batch_size // options.num_beams)
+    while remaining:
+        batch = remaining[:size]
         beams = BeamSearch(
             pipeline,
             batch,
@@ -143,7 +143,7 @@ def search(
             with deferred_interrupts():
                 beams.close()
         yield from zip(batch, beams.results(), strict=True)
-        del left[:size]
+        del remaining[:size]
 
 
 class BeamSearch:
@@ -257,11 +257,11 @@ class BeamSearch:
     def _begin(self, prompt: TextContext) -> _Prompt:
         ends = frozenset(prompt.eos_token_ids)
         max_new_tokens = prompt.max_length - prompt.current_length
-        first = self._context_of(prompt, prompt.all_tokens.tolist(), prompt.max_length + 1, ends)
+        first = self._make_context(prompt, prompt.all_tokens.tolist(), prompt.max_length + 1, ends)
         beams = [_Beam(first, [], [], 0.0)] if max_new_tokens else []
         return _Prompt(prompt, first, ends, max_new_tokens, beams)
 
-    def _context_of(
+    def _make_context(
         self, like: TextContext, tokens: list[int], max_length: int, ends: frozenset[int]
     ) -> TextContext:
         """Return a context that reports log probabilities and never ends by a token."""
@@ -307,7 +307,7 @@ class BeamSearch:
     def _fork(self, prompt: _Prompt, candidate: _Continuation) -> TextContext:
         parent = candidate.beam.context
         tokens = [*parent.all_tokens[: parent.start_idx].tolist(), candidate.token]
-        child = self._context_of(parent, tokens, parent.max_length, prompt.ends)
+        child = self._make_context(parent, tokens, parent.max_length, prompt.ends)
         self._pipeline.kv.fork(parent, child)
         return child
 

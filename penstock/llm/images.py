@@ -53,10 +53,10 @@ def prompts_with_images(
         InputError: the list has another length than the prompts.
     """
     batch, is_one = split_prompts(prompts)
-    return list(zip(batch, images_of_prompts(images, len(batch), is_one_prompt=is_one), strict=True))
+    return list(zip(batch, images_per_prompt(images, len(batch), is_one_prompt=is_one), strict=True))
 
 
-def images_of_prompts(images: object, num_prompts: int, *, is_one_prompt: bool) -> list[list[Image] | None]:
+def images_per_prompt(images: object, num_prompts: int, *, is_one_prompt: bool) -> list[list[Image] | None]:
     """Return the images of each prompt; no file is read.
 
     Args:

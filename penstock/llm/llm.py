@@ -23,7 +23,7 @@ from penstock.host.progress import GenerationProgress
 from penstock.llm.batch_runner import BatchRunner
 from penstock.llm.beam_search import BeamOptions, EarlyStopping, search
 from penstock.llm.embeddings import EmbeddingsMethods
-from penstock.llm.images import Image, images_of_prompts
+from penstock.llm.images import Image, images_per_prompt
 from penstock.llm.outputs import GenerationOutput, OutputOptions, TextStream
 from penstock.llm.prompts import ChatMessages, Prompt, ToolDescriptions, as_batch, params_for_each
 from penstock.llm.speech import Speech, SpeechMethods, SpeechStream
@@ -145,7 +145,7 @@ class LLM(EmbeddingsMethods, SpeechMethods):
             response_format=response_format, grammar=grammar, adapter=adapter, priority=priority
         )
         options = OutputOptions.of(n, best_of, logprobs, prompt_logprobs)
-        return self._text.generate(batch.of_prompts(prompts, images), sampling_params, options, use_tqdm)
+        return self._text.generate(batch.for_prompts(prompts, images), sampling_params, options, use_tqdm)
 
     @hinting
     def chat(
@@ -187,7 +187,7 @@ class LLM(EmbeddingsMethods, SpeechMethods):
         batch = BatchFields(
             response_format=response_format, grammar=grammar, adapter=adapter, priority=priority
         )
-        fields = batch.of_conversations(messages, tools, chat_template_kwargs)
+        fields = batch.for_conversations(messages, tools, chat_template_kwargs)
         options = OutputOptions.of(n, best_of, logprobs, prompt_logprobs)
         return self._text.generate(fields, sampling_params, options, use_tqdm)
 
@@ -220,7 +220,7 @@ class LLM(EmbeddingsMethods, SpeechMethods):
         self._check_task("LLM.stream", PipelineTask.TEXT_GENERATION)
         if (prompt is None) == (messages is None):
             raise InputError("give either a prompt or messages")
-        (own,) = images_of_prompts(images, 1, is_one_prompt=True)
+        (own,) = images_per_prompt(images, 1, is_one_prompt=True)
         options = OutputOptions.of(1, None, logprobs, prompt_logprobs)
         request = self._text.request(
             0,
@@ -298,7 +298,7 @@ class LLM(EmbeddingsMethods, SpeechMethods):
         with self._runner.exclusive(), GenerationProgress(len(contexts), shown=use_tqdm) as progress:
             for context, beams in search(self.pipeline, contexts, options, *limits):
                 for index, beam in enumerate(beams):
-                    outputs.append(GenerationOutput.of_beam(context, index, beam, self.tokenizer))
+                    outputs.append(GenerationOutput.from_beam(context, index, beam, self.tokenizer))
                 progress.advance(num_tokens=sum(len(beam.token_ids) for beam in beams), num_prompts=1)
         return outputs
 

@@ -66,7 +66,7 @@ class BatchFields:
     adapter: str | Sequence[str | None] | None
     priority: int | Sequence[int]
 
-    def of_prompts(
+    def for_prompts(
         self, prompts: Prompt | Sequence[Prompt], images: Image | Sequence[Image] | None
     ) -> list[TextFields]:
         """Return the fields of one request for each prompt.
@@ -78,7 +78,7 @@ class BatchFields:
         each = zip(given, self._each(len(given)), strict=True)
         return [{**more, "prompt": prompt, "images": own} for (prompt, own), more in each]
 
-    def of_conversations(
+    def for_conversations(
         self,
         messages: ChatMessages | Sequence[ChatMessages],
         tools: ToolDescriptions | None,
@@ -176,7 +176,7 @@ class TextRequests:
         self, request: TokenGeneratorRequest, options: OutputOptions, num_requests: int = 1
     ) -> list[OutputBuilder]:
         """Return one builder for each choice. Only the first choice echoes the prompt."""
-        return builders_of(self._tokenizer, self.context(request, num_requests), options)
+        return make_builders(self._tokenizer, self.context(request, num_requests), options)
 
 
 def text_request(
@@ -220,7 +220,7 @@ def text_request(
     )
 
 
-def builders_of(
+def make_builders(
     tokenizer: TextTokenizer, context: TextContext, options: OutputOptions
 ) -> list[OutputBuilder]:
     """Return one builder for each choice of a prompt. Only the first choice echoes the prompt."""

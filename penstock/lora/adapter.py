@@ -87,23 +87,23 @@ def read_adapter(
     weights = Weights.open(file)
     if rename is not None:
         config = config.with_decoder_prefix(_decoder_prefix(_stored_names(file), rename))
-        weights = weights.renamed(lambda name: _renamed(name, rename))
+        weights = weights.renamed(lambda name: _base_tensor_name(name, rename))
     keys, copies = _classify_tensors(weights, config, layers)
     adapted = sorted({layer for layer, _ in keys})
-    largest = max(adapted, key=config.rank_of)
-    if config.rank_of(largest) > max_rank:
+    largest = max(adapted, key=config.layer_rank)
+    if config.layer_rank(largest) > max_rank:
         raise UnsupportedFeatureError(
-            f"rank {config.rank_of(largest)}",
+            f"rank {config.layer_rank(largest)}",
             f"{config.path} sets this rank for {largest}, and the maximum is {max_rank}: "
             "raise --max-lora-rank",
         )
     _check_copies(folder, weights, copies, layers, base, parts)
     matrices = {}
     for layer in adapted:
-        rank, (out_features, in_features) = config.rank_of(layer), whole_shape(layers, layer, parts)
+        rank, (out_features, in_features) = config.layer_rank(layer), whole_shape(layers, layer, parts)
         down = weights.tensor(keys.get((layer, "A"), f"{_PREFIX}{layer}.lora_A.weight"), (rank, in_features))
         up = weights.tensor(keys.get((layer, "B"), f"{_PREFIX}{layer}.lora_B.weight"), (out_features, rank))
-        scaled = up.float() * config.scale_of(layer)
+        scaled = up.float() * config.layer_scale(layer)
         matrices[layer] = (down.to(dtype, copy=True), scaled.to(dtype))  # copies: the files may change
     weights.finish()
     _check_finite(folder, matrices)
@@ -135,7 +135,7 @@ def _weights_file(folder: Path) -> Path:
     raise CheckpointError(folder, f"has no {WEIGHTS_FILE}")
 
 
-def _renamed(name: str, rename: Rename) -> str:
+def _base_tensor_name(name: str, rename: Rename) -> str:
     """Return the name of an adapter's tensor, with its layer named as in the base model."""
     stripped = name.removeprefix(_PREFIX)
     match = _HALF.fullmatch(stripped)
@@ -243,7 +243,7 @@ def _check_copies(
         if base_name in base:
             expected = base.tensor(base_name, base.shape(base_name))
         elif layer in layers:  # the checkpoint has no tensor for a tied head
-            expected = _unpacked(layers, layer)
+            expected = _unpacked_weight(layers, layer)
         else:
             raise WeightsError(folder, f"{name} is neither part of an adapter nor a tensor of the model")
         is_part = base_name not in base and layer in parts
@@ -284,7 +284,7 @@ def layer_shape(layers: Layers, layer: str) -> tuple[int, int]:
     return part.stop - part.start, layers[layer].in_features
 
 
-def _unpacked(layers: Layers, layer: str) -> Tensor:  # [out, in]
+def _unpacked_weight(layers: Layers, layer: str) -> Tensor:  # [out, in]
     return unpack_linear(layers[layer])[_part(layers, layer)].cpu()
 
 

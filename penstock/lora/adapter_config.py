@@ -127,16 +127,19 @@ class AdapterConfig:
         rest = layer.removeprefix(DECODER)
         return layer if rest == layer else self.decoder + rest
 
-    def rank_of(self, layer: str) -> int:
+    def layer_rank(self, layer: str) -> int:
         """Return the rank of a layer's matrices."""
         return int(_first_match(self.rank_pattern, self._module(layer), self.rank))
 
-    def scale_of(self, layer: str) -> float:
+    def layer_scale(self, layer: str) -> float:
         """Return the factor by which the product B A of a layer's matrices is multiplied.
 
         It is ``alpha / rank``; with rsLoRA ``alpha / sqrt(rank)`` (Kalajdzievski 2023, arXiv:2312.03732).
         """
-        rank, alpha = self.rank_of(layer), _first_match(self.alpha_pattern, self._module(layer), self.alpha)
+        rank, alpha = (
+            self.layer_rank(layer),
+            _first_match(self.alpha_pattern, self._module(layer), self.alpha),
+        )
         return alpha / (rank**0.5 if self.use_rslora else rank)
 
     def targets(self, layer: str) -> bool:

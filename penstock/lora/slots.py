@@ -66,8 +66,8 @@ class AdapterSlots:
             keep: digests of other adapters to evict last.
         """
         assert len(adapters) <= len(self._held), f"{len(adapters)} adapters for {len(self._held)} slots"
-        held = self.slot_digests
-        slots = {digest: held.index(digest) for digest in adapters if digest in held}
+        slot_digests = self.slot_digests
+        slots = {digest: slot_digests.index(digest) for digest in adapters if digest in slot_digests}
         for digest, adapter in adapters.items():
             if digest not in slots:
                 slots[digest] = self._slot_to_evict(set(slots.values()), keep)

@@ -180,7 +180,7 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
             raise InputError(f"num_tokens must be at least 1, was {num_tokens}")
         self._check(batch)
         counts = dict.fromkeys(batch, num_tokens)
-        self.speech_lm_pipeline.next_speech_token(self._generating(batch), num_tokens, counts)
+        self.speech_lm_pipeline.next_speech_token(self._generating_contexts(batch), num_tokens, counts)
         everything = max(len(context.speech_tokens) for context in batch.values()) if batch else 0
         return self._respond(batch, ChunkSizes(everything, everything), takes_rest=True)
 
@@ -197,7 +197,7 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
         if num_steps < 1:
             raise InputError(f"num_steps must be at least 1, was {num_steps}")
         self._check(batch)
-        generating = self._generating(batch)
+        generating = self._generating_contexts(batch)
         if generating:
             self.speech_lm_pipeline.execute(generating, num_steps)
         return self._respond(batch, None)
@@ -242,7 +242,7 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
                 status = context.audio_generation_status
                 raise InputError(f"request {request_id} has ended ({status.value})")
 
-    def _generating(self, batch: Mapping[str, TTSContext]) -> dict[str, TTSContext]:
+    def _generating_contexts(self, batch: Mapping[str, TTSContext]) -> dict[str, TTSContext]:
         """Return the contexts that still generate tokens, as a `ReservedBatch` if ``batch`` is one."""
         rows = {name: context for name, context in batch.items() if not context.generation_status.is_done}
         return ReservedBatch(rows) if isinstance(batch, ReservedBatch) else rows

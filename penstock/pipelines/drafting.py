@@ -110,6 +110,6 @@ def report_drafts(
 
 def _tokens_left(context: TextContext, kv: KVCache) -> int:
     """Return how many more tokens a context may get from one call, accepted drafts included."""
-    left = tokens_left(kv, context)
-    assert left is not None, "the pipeline limits the length of sequences"
-    return left
+    num_tokens = tokens_left(kv, context)
+    assert num_tokens is not None, "the pipeline limits the length of sequences"
+    return num_tokens

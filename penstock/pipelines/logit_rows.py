@@ -54,17 +54,17 @@ def rows_as_sequences(
     rows: list[int] = []
     logit_rows: list[int] = []
     row_offsets, logit_offsets = [0], [0]
-    place = 0
+    position = 0
     for number, owner in enumerate(owners):
-        place = place + 1 if number and owners[number - 1] == owner else 0
+        position = position + 1 if number and owners[number - 1] == owner else 0
         width = len(drafts[owner])
         first_draft, first_logits = row_ends[owner + 1] - width, logit_ends[owner + 1] - width
-        if place == 0:
+        if position == 0:
             rows += range(row_ends[owner], first_draft)
             logit_rows += range(logit_ends[owner], first_logits)
         else:
-            rows.append(first_draft + place - 1)
-            logit_rows.append(first_logits + place - 1)
+            rows.append(first_draft + position - 1)
+            logit_rows.append(first_logits + position - 1)
         row_offsets.append(len(rows))
         logit_offsets.append(len(logit_rows))
     device = outputs.logits.device

@@ -120,25 +120,25 @@ class OverlappedSteps:
         self._check(contexts)
         drafts: list[list[int]] = [[] for _ in contexts]
         rows = LogitRows.of(contexts, drafts)
-        unknown: Submitted[Tensor] | None = None
+        previous_tokens: Submitted[Tensor] | None = None
         sources: list[int] = []
-        places: list[int] = []
+        token_positions: list[int] = []
         if after is not None:
-            unknown, end = after.sampled_tokens, 0
+            previous_tokens, end = after.sampled_tokens, 0
             for request_id, context in batch.items():
                 end += context.active_length
                 if request_id in after.pending_tokens and after.batch[request_id] is context:
                     sources.append(after.pending_tokens[request_id])
-                    places.append(end - 1)
+                    token_positions.append(end - 1)
         inputs = self._runner.prepare_step(contexts, drafts)
-        source_rows, token_rows = upload(np.array([sources, places], np.int64), self._device)
+        source_rows, token_rows = upload(np.array([sources, token_positions], np.int64), self._device)
 
         def forward() -> _Forward:
             complete = inputs
-            if unknown is not None and sources:
+            if previous_tokens is not None and sources:
                 # A row without finite logits continues with an arbitrary token, because its result is not
                 # used.
-                known = unknown.value[source_rows].clamp(min=0)
+                known = previous_tokens.value[source_rows].clamp(min=0)
                 complete = replace(inputs, tokens=inputs.tokens.index_copy(0, token_rows, known))
             outputs = self._model.execute(complete)
             beat()
@@ -181,11 +181,13 @@ class OverlappedSteps:
             sampler = self._runner.batch_sampler([context.sampling_params for context in contexts])
             drafts: list[list[int]] = [[] for _ in contexts]
             sample = self._runner.sampling_function(sampler, contexts, drafts, rows, self._runner.vocabulary)
-            kept = None
+            kept_indices = None
             if len(step.kept_rows) < len(step.windows):
-                kept = upload(np.array(step.kept_rows, np.int64), self._device)
+                kept_indices = upload(np.array(step.kept_rows, np.int64), self._device)
             step.sampled_tokens = self._queue.submit(
-                lambda: sample(forward.value.logits if kept is None else forward.value.logits[kept])
+                lambda: sample(
+                    forward.value.logits if kept_indices is None else forward.value.logits[kept_indices]
+                )
             )
         step.host_tokens = self._queue.fetch(step.sampled_tokens)
         return [context.request_id for context in contexts]
@@ -230,7 +232,7 @@ class OverlappedSteps:
         """
         ending = set()
         contexts = step.contexts
-        for place, index in enumerate(step.kept_rows):
+        for position, index in enumerate(step.kept_rows):
             context = contexts[index]
             if context.request_id not in running:
                 continue
@@ -238,7 +240,7 @@ class OverlappedSteps:
                 if context.end_idx + 1 >= context.max_length:
                     ending.add(context.request_id)
                     continue
-                step.pending_tokens[context.request_id] = place
+                step.pending_tokens[context.request_id] = position
             context.advance()
             step.advanced_rows.append(index)
         return ending
@@ -267,5 +269,5 @@ class OverlappedSteps:
         if self.collects_first(step):
             handle.outputs = forward.outputs
         results = self._runner.collect(handle)
-        kept = {contexts[index].request_id: contexts[index] for index in step.kept_rows}
-        return self._take_tokens(kept, [results[index] for index in step.kept_rows])
+        kept_contexts = {contexts[index].request_id: contexts[index] for index in step.kept_rows}
+        return self._take_tokens(kept_contexts, [results[index] for index in step.kept_rows])

@@ -199,7 +199,7 @@ class LogitEdits:
 
     def at(self, rows: Sequence[_Row], ids: Sequence[np.ndarray]) -> Tensor:  # [n]
         """Return the flat indices of token ids of each row, concatenated."""
-        parts = [some + row.index * self.vocabulary for row, some in zip(rows, ids, strict=True)]
+        parts = [token_ids + row.index * self.vocabulary for row, token_ids in zip(rows, ids, strict=True)]
         return self.tensor(np.concatenate(parts))
 
     def tensor(self, values: np.ndarray) -> Tensor:
@@ -228,23 +228,23 @@ class LogitEdits:
 
         def edit(scores: Tensor) -> None:
             flat = scores.view(-1)
-            kept = flat[cells].clamp(min=_SUPPRESSED)
+            kept_scores = flat[cells].clamp(min=_SUPPRESSED)
             scores[indices] = _FORBIDDEN
-            flat[cells] = kept
+            flat[cells] = kept_scores
 
         self.edits.append(edit)
 
 
-def _add_bias(cells: LogitEdits, rows: Sequence[_Row]) -> None:
+def _add_bias(edits: LogitEdits, rows: Sequence[_Row]) -> None:
     biased = [(row, rules) for row in rows if (rules := row.context.logit_rules) and len(rules.bias_ids)]
     if biased:
-        where = cells.at([row for row, _ in biased], [rules.bias_ids for _, rules in biased])
-        bias = cells.tensor(np.concatenate([rules.bias for _, rules in biased]))
-        cells.change(where, lambda scores: scores + bias)
+        where = edits.at([row for row, _ in biased], [rules.bias_ids for _, rules in biased])
+        bias = edits.tensor(np.concatenate([rules.bias for _, rules in biased]))
+        edits.change(where, lambda scores: scores + bias)
 
 
 def _penalise(
-    cells: LogitEdits, rows: Sequence[_Row], positions: np.ndarray, drafts: Sequence[Sequence[int]] | None
+    edits: LogitEdits, rows: Sequence[_Row], positions: np.ndarray, drafts: Sequence[Sequence[int]] | None
 ) -> None:
     """Apply the repetition penalty over prompt and output, and the other penalties over the output.
 
@@ -259,26 +259,26 @@ def _penalise(
         context, params = row.context, row.context.sampling_params
         ahead = max(int(positions[row.index]) - context.active_idx, 0)
         tokens, times = context.token_counts.after(drafts[row.sequence][:ahead] if drafts else ())
-        if len(tokens) and tokens.max() >= cells.vocabulary:  # ids that the head does not output
-            tokens, times = tokens[tokens < cells.vocabulary], times[tokens < cells.vocabulary]
+        if len(tokens) and tokens.max() >= edits.vocabulary:  # ids that the head does not output
+            tokens, times = tokens[tokens < edits.vocabulary], times[tokens < edits.vocabulary]
         ids.append(tokens)
         counts.append(times)
         factors.append((params.repetition_penalty, params.frequency_penalty, params.presence_penalty))
-    where = cells.at(penalised, ids)
-    each = np.repeat(np.array(factors), [len(tokens) for tokens in ids], axis=0)  # [n, 3] float64
+    where = edits.at(penalised, ids)
+    row_factors = np.repeat(np.array(factors), [len(tokens) for tokens in ids], axis=0)  # [n, 3] float64
     # Keep penalties in the range of float32: requests may contain 1e300.
-    repetition = cells.tensor(each[:, 0].clip(1e-30, 1e30).astype(np.float32))
+    repetition = edits.tensor(row_factors[:, 0].clip(1e-30, 1e30).astype(np.float32))
     times = np.concatenate(counts)
-    cost = cells.tensor((each[:, 1] * times + each[:, 2] * (times > 0)).astype(np.float32))
+    cost = edits.tensor((row_factors[:, 1] * times + row_factors[:, 2] * (times > 0)).astype(np.float32))
 
     def penalised_scores(scores: Tensor) -> Tensor:
         scores = torch.where(scores > 0, scores / repetition, scores * repetition) - cost
         return scores.clamp(-_LIMIT, _LIMIT)
 
-    cells.change(where, penalised_scores)
+    edits.change(where, penalised_scores)
 
 
-def _suppress_ends(cells: LogitEdits, rows: Sequence[_Row], positions: np.ndarray) -> None:
+def _suppress_ends(edits: LogitEdits, rows: Sequence[_Row], positions: np.ndarray) -> None:
     """Suppress the tokens that end a sequence while it has fewer than ``min_new_tokens``."""
     short, ids = [], []
     for row in rows:
@@ -289,24 +289,24 @@ def _suppress_ends(cells: LogitEdits, rows: Sequence[_Row], positions: np.ndarra
         ends = context.get_min_token_logit_mask(steps)[-1][:, 1].astype(np.int64)  # [n]
         short.append(row)
         # A checkpoint may name end tokens that its head does not output.
-        ids.append(ends[(ends >= 0) & (ends < cells.vocabulary)])
+        ids.append(ends[(ends >= 0) & (ends < edits.vocabulary)])
     if short:
-        cells.put(cells.at(short, ids), _SUPPRESSED)
+        edits.put(edits.at(short, ids), _SUPPRESSED)
 
 
-def _forbid(cells: LogitEdits, rows: Sequence[_Row]) -> None:
+def _forbid(edits: LogitEdits, rows: Sequence[_Row]) -> None:
     ruled = [(row, rules) for row in rows if (rules := row.context.logit_rules)]
     fenced = [(row, rules.allowed) for row, rules in ruled if rules.allowed is not None]
     if fenced:
         only = [row for row, _ in fenced]
-        cells.keep_only(only, cells.at(only, [allowed for _, allowed in fenced]))
+        edits.keep_only(only, edits.at(only, [allowed for _, allowed in fenced]))
     banned = [(row, rules.banned) for row, rules in ruled if len(rules.banned)]
     if banned:
-        cells.put(cells.at([row for row, _ in banned], [ids for _, ids in banned]), _FORBIDDEN)
+        edits.put(edits.at([row for row, _ in banned], [ids for _, ids in banned]), _FORBIDDEN)
 
 
 def _forbid_sequences(
-    cells: LogitEdits, rows: Sequence[_Row], positions: np.ndarray, drafts: Sequence[Sequence[int]] | None
+    edits: LogitEdits, rows: Sequence[_Row], positions: np.ndarray, drafts: Sequence[Sequence[int]] | None
 ) -> None:
     """Forbid the tokens that would complete a banned sequence."""
     completing: list[tuple[_Row, np.ndarray]] = []
@@ -322,4 +322,4 @@ def _forbid_sequences(
         if len(ids):
             completing.append((row, ids))
     if completing:
-        cells.put(cells.at([row for row, _ in completing], [ids for _, ids in completing]), _FORBIDDEN)
+        edits.put(edits.at([row for row, _ in completing], [ids for _, ids in completing]), _FORBIDDEN)

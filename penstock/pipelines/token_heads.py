@@ -47,11 +47,11 @@ class TokenHeads:
     ) -> SparseEmbedding:
         """Return the largest weight of each token id of an input, ids ascending, zero weights omitted."""
         assert self.weights is not None, "the model has no token-weight head"
-        found = self.weights(hidden, step)[:, 0].float().numpy(force=True)  # [n]
-        counted = (found > 0) & ~np.isin(tokens, list(self.unweighted))
-        ids, places = np.unique(tokens[counted], return_inverse=True)
+        token_weights = self.weights(hidden, step)[:, 0].float().numpy(force=True)  # [n]
+        counted = (token_weights > 0) & ~np.isin(tokens, list(self.unweighted))
+        ids, indices = np.unique(tokens[counted], return_inverse=True)
         weights = np.zeros(len(ids), np.float32)
-        np.maximum.at(weights, places, found[counted])
+        np.maximum.at(weights, indices, token_weights[counted])
         return SparseEmbedding(ids.astype(np.int32), weights)
 
 

@@ -26,7 +26,7 @@ from penstock.ray.batch_files import (
     read_chunk,
     row_to_line,
 )
-from penstock.ray.cluster import connected, import_ray
+from penstock.ray.cluster import import_ray, ray_connection
 from penstock.ray.config import RayConfig
 from penstock.ray.dataset import map_with_actors
 from penstock.ray.local_server import LocalServer
@@ -75,7 +75,7 @@ def run_batch(
         click.echo(f"penstock: {len(done)} requests have results, {len(pending)} are left", err=True)
     if not pending:
         return 0
-    with connected(ray_config, "penstock batch run --ray"):
+    with ray_connection(ray_config, "penstock batch run --ray"):
         if is_parquet:
             rows = ray.data.read_parquet(str(requests.absolute())).map(
                 PendingRows(ray.put(done) if done else None)

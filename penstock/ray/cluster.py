@@ -34,7 +34,7 @@ def import_ray(purpose: str) -> Any:
 
 
 @contextmanager
-def connected(config: RayConfig, purpose: str) -> Iterator[bool]:
+def ray_connection(config: RayConfig, purpose: str) -> Iterator[bool]:
     """Connect to the configured cluster during the block. Start Ray on this machine if there is no cluster.
 
     Yields:

@@ -79,7 +79,7 @@ def generate(
         "sampling_params": sampling_params,
         "is_chat": messages_column is not None,
     }
-    return _mapped(dataset, TextActor, names, model, concurrency, batch_size, num_cpus, config)
+    return _map_with_model(dataset, TextActor, names, model, concurrency, batch_size, num_cpus, config)
 
 
 def embed(
@@ -119,10 +119,10 @@ def embed(
         "truncate": truncate,
     }
     names = {"input": text_column, "output": output_column, "options": options}
-    return _mapped(dataset, EmbeddingActor, names, model, concurrency, batch_size, num_cpus, config)
+    return _map_with_model(dataset, EmbeddingActor, names, model, concurrency, batch_size, num_cpus, config)
 
 
-def _mapped(
+def _map_with_model(
     dataset: Any,
     actor: type[ModelActor],
     arguments: dict[str, Any],
@@ -134,11 +134,11 @@ def _mapped(
 ) -> Any:
     """Return a dataset whose blocks are computed by a pool of actors."""
     import_ray(f"penstock.ray.{actor.function}")
-    least, most = (concurrency, concurrency) if isinstance(concurrency, int) else concurrency
+    min_actors, max_actors = (concurrency, concurrency) if isinstance(concurrency, int) else concurrency
     if num_cpus is None and config.get("num_threads") is None and config.get("devices") is None:
-        num_cpus = max((usable_cpus() - 1) // least, 1)  # reading and writing needs a CPU, too
+        num_cpus = max((usable_cpus() - 1) // min_actors, 1)  # reading and writing needs a CPU, too
     ray_config = RayConfig(
-        ray_min_replicas=least, ray_max_replicas=most, ray_cpus=num_cpus, ray_batch_size=batch_size
+        ray_min_replicas=min_actors, ray_max_replicas=max_actors, ray_cpus=num_cpus, ray_batch_size=batch_size
     )
     pipeline_config = PipelineConfig.from_flat({"model_path": model, **config}, "argument")
     pipeline_config.model.checkpoint  # noqa: B018  # a model that is missing is reported here

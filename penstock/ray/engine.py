@@ -143,9 +143,9 @@ class RayEngine:
     @property
     def stats(self) -> WorkerStats:
         """The sums of the replicas' statistics, at most some seconds old."""
-        every = [self._ended, *(report.stats for report in self._reports.values())]
+        all_stats = [self._ended, *(report.stats for report in self._reports.values())]
         names = WorkerStats.__struct_fields__
-        sums = WorkerStats(**{name: sum(getattr(stats, name) for stats in every) for name in names})
+        sums = WorkerStats(**{name: sum(getattr(stats, name) for stats in all_stats) for name in names})
         for report in self._missing.values():
             _add_totals(sums, report.stats)
         return sums
@@ -194,7 +194,7 @@ class RayEngine:
         has_output, delay, reason = False, _FIRST_DELAY, ""
         for attempt in range(_MAX_ATTEMPTS):
             if attempt:
-                resumed = frames if not has_output else _resumed(frames, tokens)
+                resumed = frames if not has_output else _continued_request(frames, tokens)
                 if resumed is None:
                     break
                 await asyncio.sleep(delay)
@@ -279,35 +279,35 @@ class RayEngine:
 
     async def load_adapter(self, name: str, path: str) -> None:
         """Raise `UnsupportedFeatureError`: replicas that start later would not have the adapter."""
-        raise _unsupported("loading adapters at run time", "name them in --lora")
+        raise _unsupported_error("loading adapters at run time", "name them in --lora")
 
     async def unload_adapter(self, name: str) -> None:
         """Raise `UnsupportedFeatureError`: replicas that start later would have the adapter."""
-        raise _unsupported("unloading adapters at run time", "leave them out of --lora")
+        raise _unsupported_error("unloading adapters at run time", "leave them out of --lora")
 
     async def sleep(self, level: SleepLevel, grace: float) -> None:
         """Raise `UnsupportedFeatureError`: Ray Serve starts and ends replicas."""
-        raise _unsupported("sleep", "delete the application")
+        raise _unsupported_error("sleep", "delete the application")
 
     async def wake_up(self) -> None:
         """Raise `UnsupportedFeatureError`: replicas do not sleep."""
-        raise _unsupported("sleep", "delete the application")
+        raise _unsupported_error("sleep", "delete the application")
 
     async def reload(self, grace: float) -> None:
         """Raise `UnsupportedFeatureError`: deploying the application again replaces its replicas."""
-        raise _unsupported("reload", "deploy the application")
+        raise _unsupported_error("reload", "deploy the application")
 
     async def start_profile(self) -> None:
         """Raise `UnsupportedFeatureError`: the replicas run on several nodes."""
-        raise _unsupported("a profile", "use Ray's profiling, or start a server without --ray")
+        raise _unsupported_error("a profile", "use Ray's profiling, or start a server without --ray")
 
     async def stop_profile(self) -> None:
         """Raise `UnsupportedFeatureError`: the replicas run on several nodes."""
-        raise _unsupported("a profile", "use Ray's profiling, or start a server without --ray")
+        raise _unsupported_error("a profile", "use Ray's profiling, or start a server without --ray")
 
     def watch_cache(self, listener: CacheListener) -> None:
         """Raise `UnsupportedFeatureError`: replicas report digests of cached blocks, but not their tokens."""
-        raise _unsupported("cache events", "start a server without --ray")
+        raise _unsupported_error("cache events", "start a server without --ray")
 
     # -- Start and stop ----------------------------------------------------------------------------------
 
@@ -364,7 +364,7 @@ class RayEngine:
         self._reports = found
 
 
-def _resumed(frames: Sequence[bytes], tokens: Sequence[int]) -> list[bytes] | None:
+def _continued_request(frames: Sequence[bytes], tokens: Sequence[int]) -> list[bytes] | None:
     """Return a request that continues after generated tokens; None if another replica cannot continue it."""
     command = command_decoder()(frames)
     assert isinstance(command, Submit)
@@ -386,5 +386,5 @@ def _add_totals(total: WorkerStats, stats: WorkerStats) -> None:
             setattr(total, name, getattr(total, name) + getattr(stats, name))
 
 
-def _unsupported(feature: str, instead: str) -> UnsupportedFeatureError:
+def _unsupported_error(feature: str, instead: str) -> UnsupportedFeatureError:
     return UnsupportedFeatureError(f"{feature} on Ray", f"{instead} and deploy the application again")

@@ -14,7 +14,7 @@ import click
 from penstock.config import PipelineConfig
 from penstock.config.sources import collect_values
 from penstock.errors import ConfigError, PenstockError
-from penstock.ray.cluster import connected, import_ray
+from penstock.ray.cluster import import_ray, ray_connection
 from penstock.ray.config import RayConfig, ray_fields
 from penstock.ray.deployment import (
     ROUTER,
@@ -98,7 +98,7 @@ def run_server(config: PipelineConfig, serve_config: ServeConfig, ray_config: Ra
     """
     import_ray("penstock serve --ray")
     app = application(config, serve_config, ray_config)
-    with connected(ray_config, "penstock serve --ray") as is_local:
+    with ray_connection(ray_config, "penstock serve --ray") as is_local:
         from ray import serve
 
         port = serve_config.port or _free_port(serve_config.host)

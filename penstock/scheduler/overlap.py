@@ -224,8 +224,8 @@ class OverlappedScheduler(Scheduler[ContextT, OutputT]):
         entry = self._running.get(request_id)
         return entry is not None and entry.context is launched.batch.get(request_id)
 
-    def _decoding(self) -> list[Entry[ContextT]]:
-        return [entry for entry in super()._decoding() if entry.request_id not in self._ending]
+    def _decoding_entries(self) -> list[Entry[ContextT]]:
+        return [entry for entry in super()._decoding_entries() if entry.request_id not in self._ending]
 
     def _check_collected(self) -> None:
         if self._sampled_step is not None:

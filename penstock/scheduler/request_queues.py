@@ -91,7 +91,7 @@ class RequestQueues(Generic[ContextT, OutputT]):
         self._cancelled.append(request_id)
 
     @property
-    def _generating(self) -> list[Entry[ContextT]]:
+    def _generating_entries(self) -> list[Entry[ContextT]]:
         """The running entries that still compute tokens. Only these hold blocks."""
         return [entry for entry in self._running.values() if entry.is_generating]
 

@@ -161,7 +161,7 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
             self._fail(self._running[request_id], error)
         return outputs
 
-    def _decoding(self) -> list[Entry[ContextT]]:
+    def _decoding_entries(self) -> list[Entry[ContextT]]:
         """Return the running entries that decode."""
         return [entry for entry in self._running.values() if entry.is_decoding]
 
@@ -170,7 +170,7 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
 
         A context that has generated its last token needs no row and no blocks.
         """
-        decoding = sorted(self._decoding(), key=_key)
+        decoding = sorted(self._decoding_entries(), key=_key)
         for entry in (entry for entry in decoding if not entry.is_generating):
             batch.add(entry, 0)
         decoding = [entry for entry in decoding if entry.is_generating]
@@ -271,7 +271,7 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
             return False
         for has_room in (self._has_slot, lambda: self._has_blocks(entry)):
             if not has_room():
-                last = self._shares.entry_to_preempt(entry, self._generating)
+                last = self._shares.entry_to_preempt(entry, self._generating_entries)
                 if last is None:
                     return False
                 self._preempt(last, batch)
@@ -318,11 +318,11 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
                     continue
                 if not may_preempt:
                     return 0
-                last = max(self._generating, key=self._shares.preemption_key)
+                last = max(self._generating_entries, key=self._shares.preemption_key)
                 if last is not entry:
                     self._preempt(last, batch)
                     continue
-                if len(self._generating) == 1:
+                if len(self._generating_entries) == 1:
                     self._check_collected()
                     self._fail(entry, error)
                 else:

@@ -88,7 +88,7 @@ class TokenCounts:
         slot = self._slots.setdefault(token, self._size)
         if slot == self._size:
             if slot == len(self._ids):
-                self._ids, self._counts = _doubled(self._ids), _doubled(self._counts)
+                self._ids, self._counts = _double_capacity(self._ids), _double_capacity(self._counts)
             self._ids[slot] = token
             self._size += 1
         self._counts[slot] += 1
@@ -108,5 +108,5 @@ class TokenCounts:
         return ids, counts
 
 
-def _doubled(array: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
+def _double_capacity(array: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
     return np.concatenate([array, np.zeros_like(array)])

@@ -195,7 +195,7 @@ class TokenBuffer(msgspec.Struct, kw_only=True, omit_defaults=True):
             raise InputError("tokens must hold at least one token: the prompt is empty")
         if not np.issubdtype(tokens.dtype, np.integer):
             raise InputError(f"tokens must be integers: got dtype {tokens.dtype}")
-        self.tokens = _padded(tokens, -(-tokens.size // CHUNK_SIZE) * CHUNK_SIZE)
+        self.tokens = _pad(tokens, -(-tokens.size // CHUNK_SIZE) * CHUNK_SIZE)
         self._end_idx = tokens.size
         for name in ("_active_idx", "_completion_start_idx", "_completion_end_idx", "_prompt_len"):
             if getattr(self, name) < 0:
@@ -206,7 +206,7 @@ class TokenBuffer(msgspec.Struct, kw_only=True, omit_defaults=True):
         position = self._end_idx
         if position >= self.tokens.size:
             chunks = max(1, position // CHUNK_SIZE // 8)  # grows long sequences by an eighth: amortised O(1)
-            self.tokens = _padded(self.tokens, self.tokens.size + chunks * CHUNK_SIZE)
+            self.tokens = _pad(self.tokens, self.tokens.size + chunks * CHUNK_SIZE)
         self.tokens[position] = token
         self._active_idx = self._end_idx = position + 1
         return position
@@ -240,7 +240,7 @@ class TokenBuffer(msgspec.Struct, kw_only=True, omit_defaults=True):
             )
 
 
-def _padded(tokens: npt.NDArray[np.integer], capacity: int) -> npt.NDArray[np.integer]:
+def _pad(tokens: npt.NDArray[np.integer], capacity: int) -> npt.NDArray[np.integer]:
     padded = np.zeros(capacity, dtype=tokens.dtype)
     padded[: tokens.size] = tokens
     return padded

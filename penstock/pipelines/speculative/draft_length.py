@@ -61,10 +61,10 @@ class AdaptiveDraftLength:
     ) -> None:
         for context, draft, matching in zip(contexts, drafts, accepted, strict=True):
             if draft:
-                tries = min(matching + 1, len(draft))  # drafts after the first mismatch were not tested
+                num_tested = min(matching + 1, len(draft))  # drafts after the first mismatch were not tested
                 own = self._acceptance(context)
-                self._overall.add(matching, tries, memory=0.99)
-                own.add(matching, tries, memory=0.95)
+                self._overall.add(matching, num_tested, memory=0.99)
+                own.add(matching, num_tested, memory=0.95)
                 own.record_probe(matching == len(draft))
 
     def record_step(self, num_rows: int, depth: int, forward: float, proposal: float) -> None:
@@ -76,7 +76,7 @@ class AdaptiveDraftLength:
     def _rate(self, context: TextContext) -> float:
         """Return the estimated acceptance rate of a context; the overall rate dominates with few samples."""
         own = self._acceptance(context)
-        return min((own.hits + 3 * self._overall.rate) / (own.tries + 3), _MAX_RATE)
+        return min((own.num_accepted + 3 * self._overall.rate) / (own.num_tested + 3), _MAX_RATE)
 
     def _best_number(self, num_contexts: int, gains: np.ndarray, numbers: np.ndarray) -> int:
         """Return the number of drafts with the highest predicted tokens per second.
@@ -106,10 +106,10 @@ class AdaptiveDraftLength:
         for index, (context, limit) in enumerate(zip(contexts, limits, strict=True)):
             own = self._acceptance(context)
             if lengths[index]:
-                own.idle, own.pause, own.is_probed = 0, _MIN_PAUSE, False
+                own.num_idle_steps, own.pause_steps, own.is_probed = 0, _MIN_PAUSE, False
             elif limit:
-                own.idle += 1
-                if own.idle > own.pause and not has_probed:
+                own.num_idle_steps += 1
+                if own.num_idle_steps > own.pause_steps and not has_probed:
                     has_probed = own.is_probed = True
                     lengths[index] = min(limit, self._max_drafts, _PROBE_LENGTH)
         return lengths
@@ -122,24 +122,24 @@ class AdaptiveDraftLength:
 class _Acceptance:
     """Decaying counts of accepted and tested drafts, and the pause without drafts, of one context."""
 
-    hits: float = 0.0
-    tries: float = 0.0
-    idle: int = 0
-    pause: int = _MIN_PAUSE
+    num_accepted: float = 0.0
+    num_tested: float = 0.0
+    num_idle_steps: int = 0
+    pause_steps: int = _MIN_PAUSE
     is_probed: bool = False
 
     @property
     def rate(self) -> float:
-        return self.hits / self.tries
+        return self.num_accepted / self.num_tested
 
-    def add(self, hits: int, tries: int, *, memory: float) -> None:
-        self.hits = memory * self.hits + hits
-        self.tries = memory * self.tries + tries
+    def add(self, num_accepted: int, num_tested: int, *, memory: float) -> None:
+        self.num_accepted = memory * self.num_accepted + num_accepted
+        self.num_tested = memory * self.num_tested + num_tested
 
     def record_probe(self, is_accepted: bool) -> None:
         """Record the result of a probe. After an accepted probe the next step drafts again."""
         if self.is_probed and not is_accepted:
-            self.idle, self.pause = 0, min(2 * self.pause, _MAX_PAUSE)
+            self.num_idle_steps, self.pause_steps = 0, min(2 * self.pause_steps, _MAX_PAUSE)
         self.is_probed = False
 
 
@@ -159,8 +159,8 @@ class StepCosts:
 
     def add(self, num_rows: int, depth: int, forward: float, proposal: float) -> None:
         """Record the durations of a forward with ``num_rows`` rows and of drafting."""
-        self._forward.setdefault(_rounded(num_rows), _Average()).add(forward)
-        self._curve = self._ascending()
+        self._forward.setdefault(_row_bucket(num_rows), _Average()).add(forward)
+        self._curve = self._measured_costs()
         if depth:
             self._draft.add(proposal / depth)
 
@@ -168,24 +168,28 @@ class StepCosts:
         """Return the estimated seconds of steps with these rows and longest drafts, all ``[n]``."""
         return self._forward_seconds(num_rows) + depths * self._draft.value
 
-    def _ascending(self) -> tuple[list[int], list[float]]:
-        seen = sorted(self._forward)
-        seconds = [self._forward[rows].value for rows in seen]
-        for index in range(len(seen) - 2, -1, -1):
+    def _measured_costs(self) -> tuple[list[int], list[float]]:
+        measured_rows = sorted(self._forward)
+        seconds = [self._forward[rows].value for rows in measured_rows]
+        for index in range(len(measured_rows) - 2, -1, -1):
             seconds[index] = min(seconds[index], seconds[index + 1])
-        return seen, seconds
+        return measured_rows, seconds
 
     def _forward_seconds(self, num_rows: np.ndarray) -> np.ndarray:
-        seen, seconds = self._curve
-        if not seen:
-            return 1.0 + _GUESS * (num_rows - 1)
-        between = np.interp(num_rows, seen, seconds)
-        fewer = seconds[0] * num_rows / seen[0]
-        more = seconds[-1] * (1 + _GUESS * (num_rows - seen[-1]) / seen[-1])
-        return np.where(num_rows < seen[0], fewer, np.where(num_rows > seen[-1], more, between))
+        measured_rows, seconds = self._curve
+        if not measured_rows:
+            return 1.0 + _ASSUMED_COST_OF_DOUBLING * (num_rows - 1)
+        between = np.interp(num_rows, measured_rows, seconds)
+        fewer = seconds[0] * num_rows / measured_rows[0]
+        more = seconds[-1] * (
+            1 + _ASSUMED_COST_OF_DOUBLING * (num_rows - measured_rows[-1]) / measured_rows[-1]
+        )
+        return np.where(
+            num_rows < measured_rows[0], fewer, np.where(num_rows > measured_rows[-1], more, between)
+        )
 
 
-_GUESS = 0.05
+_ASSUMED_COST_OF_DOUBLING = 0.05
 """Assumed relative cost of doubling the rows before it was measured."""
 
 
@@ -214,6 +218,6 @@ class _Average:
             self._value += 0.2 * (min(sample, 2 * self._value) - self._value)
 
 
-def _rounded(num_rows: int) -> int:
+def _row_bucket(num_rows: int) -> int:
     """Return the bucket of a number of rows: exact up to 16, eight buckets per doubling above."""
     return num_rows if num_rows <= 16 else round(2 ** (round(8 * log2(num_rows)) / 8))
