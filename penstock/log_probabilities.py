@@ -26,8 +26,8 @@ def compute_log_probabilities(
     """Return the log probabilities of a batch, see `PipelineModel.compute_log_probabilities`.
 
     Without echo an entry covers the sampled token. With echo it also covers the input tokens of this step,
-    except the first one: its logits were computed in the previous step, if there was one. Echo needs logits
-    of all rows of the sequence (``return_n_logits``).
+    except the first token, whose logits belong to the step before. Echo needs logits of all rows of the
+    sequence (``return_n_logits``).
 
     Raises:
         ValueError: echo is requested, but the forward returned fewer rows.

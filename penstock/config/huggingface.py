@@ -14,7 +14,7 @@ from penstock.weights.json_files import read_json_object
 
 _MAX_INTEGER = 2**31 - 1
 _MAX_NUMBER = sys.float_info.max
-_OTHER_SPELLING = {"dtype": "torch_dtype", "torch_dtype": "dtype"}  # transformers 5 and older versions
+_OTHER_SPELLING = {"dtype": "torch_dtype", "torch_dtype": "dtype"}  # new and old key of one setting
 
 
 class HuggingFaceConfig(Mapping[str, object]):
@@ -186,7 +186,7 @@ class HuggingFaceConfig(Mapping[str, object]):
         return (self.section("text_config") or self).integer("vocab_size", default=0)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("_values", "_path"):  # copy and pickle probe before __init__
+        if name.startswith("__") or name in ("_values", "_path"):  # read by copy and pickle before __init__
             raise AttributeError(name)
         try:
             return self[name]

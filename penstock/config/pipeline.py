@@ -146,7 +146,7 @@ class PipelineConfig:
     deterministic: bool = setting(
         False,
         FLAG,
-        "Results do not depend on batching, chunking and caching, bit for bit; an error for encodings that"
+        "Make results bit-equal, independent of batching, chunking and caching; an error for encodings that"
         " do not support it.",
     )
     num_threads: int | None = setting(

@@ -44,7 +44,7 @@ def collect_values(
                 name, f"is another name of {taken[known[name].name]} (from {where}): give one of them"
             )
         _add(given, known, {name: text}, where, where, from_text=True)
-    # Error messages about arguments do not name a source: the caller has just passed them.
+    # Errors about arguments do not name a source, because the caller has just passed the arguments.
     _add(given, known, values, source, "", from_text=source == "flag")
     return given
 

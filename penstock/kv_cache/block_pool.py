@@ -40,9 +40,10 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, 0, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self.on_evict: Callable[[bytes], None] | None = None
-        """Called with the digest of each evicted block."""
+        """Function that is called with the digest of each evicted block."""
         self.on_reuse: Callable[[int, bytes], None] | None = None
-        """Called with each evicted block and its digest, before new content is written to the block."""
+        """Function that is called with each evicted block and its digest, before the block gets new
+        content."""
 
     @property
     def num_blocks(self) -> int:
@@ -64,7 +65,7 @@ class BlockPool:
         return self._references[block]
 
     def all_references(self) -> list[int]:
-        """Return the references of every block, including the null block."""
+        """Return the number of references of every block, including the null block."""
         return list(self._references)
 
     def allocate(self, count: int) -> list[int]:
@@ -135,7 +136,7 @@ class BlockPool:
 
     def check_integrity(self) -> None:
         """Raise an AssertionError with the block counts unless each block is in exactly one state."""
-        # An idle scheduler calls this. It visits all blocks, so the loops run in C.
+        # The scheduler calls this when it becomes idle. The loops over all blocks run in C, to be fast.
         references, digests = self._references.__getitem__, self._digests.__getitem__
         free, cached = len(self._free), len(self._cached)
         referenced = sum(map(bool, self._references))

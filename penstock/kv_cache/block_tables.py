@@ -25,7 +25,7 @@ class BlockTables:
         return row
 
     def grow(self, *, num_slots: int = 0, length: int = 0) -> None:
-        """Make space for this many slots and for tables of this length."""
+        """Make space for ``num_slots`` slots and for tables of ``length`` blocks."""
         for axis, size in ((1, num_slots), (2, length)):
             if size > self.values.shape[axis]:
                 self._grow_axis(axis, size)

@@ -1,4 +1,4 @@
-"""Digests of blocks: each covers the tokens of a block and all tokens before it."""
+"""Digests of blocks. A digest covers the tokens of a block and all tokens before the block."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DIGEST_SIZE = 32  # in bytes; after a collision, a request would reuse the KV of
 
 
 def chain_root(adapter_digest: bytes | None, cache_salt: str | None, regime: int = 0) -> bytes:
-    """Return the digest before the first block. Contexts share blocks only if their roots are equal.
+    """Return the root of a chain of digests: the parent of the first block's digest. ¶
 
     Args:
         adapter_digest: the digest of the adapter's content.

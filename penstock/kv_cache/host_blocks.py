@@ -1,4 +1,4 @@
-"""`HostBlocks`: content of cached blocks that were evicted from the device, in host memory."""
+"""`HostBlocks`: cached blocks that were evicted from the device, in host memory."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from penstock.kv_cache.storage import KVCacheStorage
 class HostBlocks:
     """Keeps blocks when the pools evict them, and copies them back into free blocks of the device.
 
-    If the host memory is full, a new block replaces the least recently used one. On a GPU, copies use pinned
-    memory and are queued with the kernels, so a block is saved before a later step overwrites it.
+    If the host memory is full, a new block replaces the least recently used block. On a GPU, copies use
+    pinned memory and are queued with the kernels, so a block is saved before a later step overwrites it.
 
     Args:
         spec: the groups of layers.
@@ -46,7 +46,7 @@ class HostBlocks:
 
     @property
     def num_blocks(self) -> int:
-        """The number of blocks that fit, in the group with the fewest."""
+        """The number of blocks that fit into host memory, in the group of layers with the fewest blocks."""
         return min(len(slots) + len(free) for slots, free in zip(self._slots, self._free, strict=True))
 
     def restore(self, digests: Sequence[bytes], hit: int) -> None:

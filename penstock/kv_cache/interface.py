@@ -30,12 +30,12 @@ class KVCache(Protocol):
 
     @property
     def num_blocks(self) -> int:
-        """The number of blocks, in the group of layers with the fewest."""
+        """The number of blocks in the group of layers that has the fewest blocks."""
         ...
 
     @property
     def num_free_blocks(self) -> int:
-        """The number of blocks that can be allocated now, in the group of layers with the fewest."""
+        """The number of blocks that can be allocated now, in the group of layers with the fewest blocks."""
         ...
 
     @property
@@ -116,7 +116,7 @@ class KVCache(Protocol):
         Full blocks are shared, and the last partial block is copied. ``start_idx`` becomes the parent's.
 
         Raises:
-            InsufficientBlocksError: no block is free for the copy. Nothing has changed.
+            InsufficientBlocksError: no block is free for the copy. The cache has not changed.
         """
         ...
 
@@ -129,7 +129,7 @@ class KVCache(Protocol):
         ...
 
     def waits_for(self, context: InputContext) -> bool:
-        """Return whether a claimed context is computing the next block that an unclaimed one needs.
+        """Return whether a claimed context is computing the next block that an unclaimed context needs.
 
         Waiting is then cheaper than computing the block twice. The wait ends when the block is committed or
         its context is released.
@@ -250,4 +250,4 @@ def restart(kv: KVCache, context: InputContext) -> None:
     """Make the next steps recompute all tokens of a context that was preempted or whose keys are stale."""
     kv.release(context)
     context.reset()
-    context.set_token_indices(active_idx=context.end_idx)  # `active_idx` may be the end of a chunk
+    context.set_token_indices(active_idx=context.end_idx)  # it may have been the end of a chunk

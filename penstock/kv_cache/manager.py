@@ -42,11 +42,11 @@ class _Sequence:
     slot: int
     num_dropped: list[int]  # per group: number of freed blocks before the window
     regime: int  # regime of the keys, see `KVCacheSpec.regime`
-    root: bytes | None = None  # None: its blocks must not be shared
-    num_blocks: int = 0  # length of each table
+    root: bytes | None = None  # root of the digests; None: the blocks must not be shared
+    num_blocks: int = 0  # number of blocks in each block table
     num_full: int = 0  # number of committed blocks, which are read-only
-    digests: list[bytes] = field(default_factory=list)  # of the committed blocks
-    in_flight: list[bytes] = field(default_factory=list)  # of the blocks being computed, last one first
+    digests: list[bytes] = field(default_factory=list)  # digests of the committed blocks
+    in_flight: list[bytes] = field(default_factory=list)  # of in-flight blocks, last first
 
 
 class KVCacheManager(PrefixCacheControls):
@@ -91,8 +91,8 @@ class KVCacheManager(PrefixCacheControls):
         self._prefixes.host = (
             HostBlocks(spec, self._pools, self.storage, host_memory) if host_memory else None
         )
-        self._sequences: dict[int, _Sequence] = {}  # by slot
-        self._free_slots: list[int] = []  # a heap: the lowest first
+        self._sequences: dict[int, _Sequence] = {}  # slot -> sequence
+        self._free_slots: list[int] = []  # a heap of slots
         self._tables = BlockTables(len(spec.groups))
 
     @property
@@ -165,7 +165,7 @@ class KVCacheManager(PrefixCacheControls):
         sequence = self._sequence(context)
         num_held = (
             0 if self._is_rolled_back(context, sequence) else sequence.num_blocks
-        )  # `reserve` frees some
+        )  # after a rollback, `reserve` frees blocks first
         return max(-(-(context.active_idx + lookahead) // self.block_size) - num_held, 0)
 
     def steps_left(self, context: InputContext) -> int | None:

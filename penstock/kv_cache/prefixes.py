@@ -22,7 +22,7 @@ class Chain:
     num_tokens: int
     digests: list[bytes]
     hit: int = 0
-    """The number of cached blocks at the last lookup, ignoring windows. The next lookup starts there."""
+    """Number of leading cached blocks at the last lookup, ignoring windows. The next lookup starts there."""
 
 
 class PrefixIndex:
@@ -97,7 +97,7 @@ class PrefixIndex:
         return digests
 
     def record_events(self) -> None:
-        """Record events from now on, for the first pool without a window, or else for the first pool."""
+        """Start recording events of the first pool without a window, or else of the first pool."""
         if self._events is None:
             self._events = CacheEventLog()
             self._recorded_pool.on_evict = self._events.add_removed

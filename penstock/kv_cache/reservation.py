@@ -39,7 +39,7 @@ def reserve_steps(kv: KVCache, contexts: Sequence[InputContext], num_steps: int)
         num_steps: the maximum number of steps, at least 1.
 
     Raises:
-        InsufficientBlocksError: the blocks do not suffice for one step. Contexts before the one that failed
+        InsufficientBlocksError: the blocks do not suffice for one step. Contexts before the failing context
             keep their blocks.
     """
     if num_steps > 1:

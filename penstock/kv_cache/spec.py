@@ -90,7 +90,7 @@ class KVGroup:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """The groups of layers of a model, and of its draft model if it has one."""
+    """The groups of layers of a model and of its draft model, if any."""
 
     groups: tuple[KVGroup, ...]
     key_limits: tuple[int, ...] = ()
@@ -118,7 +118,7 @@ class KVCacheSpec:
         return bisect_left(self.key_limits, length)
 
     def shortest(self, length: int) -> int:
-        """Return the length of the shortest sequence in the same regime as one of ``length`` tokens."""
+        """Return the length of the shortest sequence in the regime of a sequence with ``length`` tokens."""
         regime = self.regime(length)
         return self.key_limits[regime - 1] + 1 if regime else 0
 
@@ -152,7 +152,7 @@ class KVCacheSpec:
 
     @property
     def num_layers(self) -> int:
-        """L, the number of layers in all groups."""
+        """L: the total number of layers of all groups."""
         return sum(len(group.layers) for group in self.groups)
 
     @property

@@ -55,9 +55,9 @@ class KVCacheStorage:
         """L tensors ``[2, N, K, S]`` float32 for quantized layers; None for other layers. Fixed scales are
         views of ``[2, K]``, which is never written."""
         self.on_copy: Callable[[int, int, int], None] = lambda group, source, target: None
-        """Called before a block is copied, with the arguments of `copy_block`."""
+        """Function that is called before a block is copied, with the arguments of `copy_block`."""
         self.on_discard: Callable[[], None] = lambda: None
-        """Called before the memory is returned by `discard`."""
+        """Function that `discard` calls before it returns the memory."""
 
     def discard(self) -> None:
         """Return the memory of all blocks to the system. All elements are then zero.

@@ -53,7 +53,7 @@ class StreamedOutput:
     token_ids: list[int]
     """The new tokens."""
     output: GenerationOutput | None = None
-    """The finished output; None except in the last piece."""
+    """The finished output in the last piece; None in earlier pieces."""
 
 
 class AsyncLLM(AsyncSpeechMethods):
@@ -89,7 +89,7 @@ class AsyncLLM(AsyncSpeechMethods):
 
         Args:
             config: the configuration.
-            worker: the engine client, not launched yet; None makes a worker process.
+            worker: the engine client, not launched yet; None creates a worker process.
         """
         llm = cls.__new__(cls)
         llm._begin(config, worker)

@@ -38,12 +38,12 @@ from penstock.text.detokenizer import Detokenizer
 from penstock.text.tokenizer import TextTokenizer
 
 BATCH_LATENCY_BUDGET = 0.1
-"""Time limit of one scheduler call in seconds, if outputs are returned at the end. Streams use
+"""Time limit of one scheduler call in seconds, for requests that are not streamed. Streams use
 `STREAMING_LATENCY_BUDGET`."""
 
 
 class TextFields(TypedDict, total=False):
-    """Fields of a `TokenGeneratorRequest`, as passed by callers of `LLM`."""
+    """Fields of a `TokenGeneratorRequest` that callers of `LLM` pass."""
 
     prompt: Prompt | None
     messages: object
@@ -134,7 +134,7 @@ class TextRequests:
         builders = [self.builders(request, options, num) for request in requests]
         together = list(chain.from_iterable(builders))
         progress = GenerationProgress(len(together), shown=use_tqdm)
-        # Once for all steps: setting the signal handler for each step costs a tenth of its Python time.
+        # Set the signal handler once for all steps: setting it takes a tenth of the Python time of a step.
         with self._runner.exclusive(), deferred_interrupts() as deliver_interrupts, progress:
             for served in self._runner.run(together, seconds=BATCH_LATENCY_BUDGET):
                 deliver_interrupts()

@@ -53,7 +53,7 @@ class Batch(Generic[ContextT]):
     num_left: int
     """Unused tokens of the step's budget."""
     num_steps: int = 1
-    """Number of steps for which all contexts added so far have blocks."""
+    """Number of steps in the call, for which all added contexts have blocks."""
     entries: dict[str, Entry[ContextT]] = field(default_factory=dict)
     _rows: dict[str, int] = field(default_factory=dict)
 

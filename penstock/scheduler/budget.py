@@ -75,7 +75,7 @@ class PromptBudget:
         self._whole_prompts = whole_prompts
 
     def min_chunk_size_for(self, context: InputContext) -> int | None:
-        """Return the smallest chunk of a context's prompt; None if the prompt is not cut."""
+        """Return the minimum chunk size of a context's prompt; None if the prompt is not cut."""
         outgrew_budget = context.end_idx > self.max_tokens
         may_cut = self._may_cut or (outgrew_budget and not self._whole_prompts)
         return self._min_chunk if may_cut else None
@@ -92,7 +92,7 @@ class PromptBudget:
         return splittable_rows(context, rows, may_grow=not has_prompts)
 
     def check_fits_alone(self, context: InputContext, kv: KVCache) -> None:
-        """Check that a context can run if it is the only one.
+        """Check that a context can run if it is the only running context.
 
         Raises:
             InputError: the context can never run.
@@ -106,7 +106,7 @@ class PromptBudget:
 
 
 def check_fits_alone(context: InputContext, kv: KVCache, *, max_tokens: int, chunk_size: int | None) -> None:
-    """Check that a context can run if it is the only one.
+    """Check that a context can run if it is the only running context.
 
     Args:
         context: the context.

@@ -12,7 +12,7 @@ ContextT = TypeVar("ContextT", bound=InputContext)
 
 _MAX_ROWS_WITH_PROMPT = 4
 """Maximum number of decode rows per other client in a step with a short prompt. A step with this few rows
-takes about as long as one with a single row, because both read the same weights.
+takes about as long as a step with a single row, because both read the same weights.
 """
 
 PROMPT_TOKENS_PER_ROW = 4

@@ -48,7 +48,7 @@ class Isolation(Generic[ContextT, OutputT]):
     def __init__(self, pipeline: Pipeline[ContextT, OutputT], *, is_enabled: bool = True) -> None:
         self._pipeline = pipeline
         self._is_enabled = is_enabled
-        self._num_faults = 0  # consecutive failures since a part last ran
+        self._num_faults = 0  # number of failed contexts since a part of a batch last ran
 
     def execute(
         self, batch: Mapping[str, ContextT], num_steps: int
@@ -79,7 +79,7 @@ class Isolation(Generic[ContextT, OutputT]):
             except Exception as error:
                 self._pipeline.failures.clear()
                 if isinstance(error, RankFailedError):
-                    raise  # the model is lost
+                    raise  # no part of the batch can run without this process
                 if private_memory.is_exceeded(error):
                     raise  # smaller parts might run, but later steps would have too little memory
                 if len(part) > 1:

@@ -5,7 +5,7 @@ A step of the scheduler, with batch n running on the device::
     advance(n)      its contexts move past the tokens that n samples, whose ids are not known yet
     batch n + 1     is built: decoding contexts of n, and prompts
     launch(n + 1)   the device runs it after n
-    collect(n)      waits for n; contexts take their tokens, finished ones leave
+    collect(n)      waits for n, appends its tokens to the contexts, and removes finished contexts
     sample(n + 1)   for the contexts that are still running
 
 A context that leaves while a launched step uses its blocks keeps them until that step is collected.
@@ -32,14 +32,14 @@ ContextT = TypeVar("ContextT", bound=InputContext)
 OutputT = TypeVar("OutputT", bound=PipelineOutput)
 
 _MAX_CONTEXTS_AHEAD = 8
-"""Maximum number of contexts that run several steps in one call. With more contexts a step takes longer than
-the host needs for the next one."""
+"""Maximum number of contexts that run several steps in one call. With more contexts the device takes longer
+for a step than the host needs to prepare the next step."""
 
 _LOG = logging.getLogger(__name__)
 
 
 class _CollectFirst(Exception):
-    """The next batch needs blocks of contexts that a launched step uses."""
+    """Raised if the next batch needs blocks that a launched step uses: the step must be collected first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -142,7 +142,7 @@ class OverlappedScheduler(Scheduler[ContextT, OutputT]):
         """Run a batch without recording its duration.
 
         `StepLimit` also limits overlapped steps, whose durations are not recorded. An estimate from calls of
-        a few contexts alone can be wrong for many contexts, and overlapped steps would not correct it.
+        a few contexts can be wrong for many contexts, and no recorded step would correct it.
         """
         return self._run(batch.contexts, batch.num_steps)
 

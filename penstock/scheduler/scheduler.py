@@ -151,7 +151,7 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
         return outputs
 
     def _run(self, contexts: ReservedBatch[ContextT], num_steps: int) -> dict[str, OutputT]:
-        """Run a batch, end the contexts that fail, and return the outputs of the others."""
+        """Run a batch, end the contexts that fail, and return the outputs of all other contexts."""
         entries = [self._running[request_id] for request_id in contexts]
         whole = [entry for entry in entries if not entry.is_decoding and computes_last_token(entry.context)]
         outputs, failures = self._isolation.execute(contexts, num_steps)
@@ -255,7 +255,7 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
             self._slot_free_steps = _SLOT_FREE_STEPS
         num_cached = context.num_cached_tokens
         self._kv.claim(context)
-        if entry.was_admitted:  # its cache hits are blocks that it computed itself
+        if entry.was_admitted:  # after a preemption, cache hits are the context's own blocks
             context.num_cached_tokens = num_cached
         else:
             entry.was_admitted = True

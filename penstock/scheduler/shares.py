@@ -1,4 +1,4 @@
-"""The slots that each client holds, and the order in which clients are served."""
+"""`Shares`: the number of slots of each client, and the order in which clients are served."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Shares:
         self._num_running: dict[str, int] = {}
         self._turns: dict[str, int] = {}
         self._num_served = 0
-        self._num_served_before = 0  # at the start of this step
+        self._num_served_before = 0  # value at the start of this step
 
     @property
     def is_contended(self) -> bool:
@@ -37,23 +37,26 @@ class Shares:
         return self._num_running.get(client_id, 0)
 
     def rank(self, client_id: str) -> tuple[int, int]:
-        """Return the sort key of a client with waiting contexts. The smallest is admitted first."""
+        """Return the sort key of a client with waiting contexts.
+
+        The client with the smallest key comes first.
+        """
         return self.num_running(client_id), self._turns[client_id]
 
     def prompt_key(self, entry: Entry[ContextT]) -> tuple[int, int, int]:
-        """Return the sort key of a prompt. The smallest is computed first."""
+        """Return the sort key of a prompt. The prompt with the smallest key is computed first."""
         priority, arrival = entry.key
         return priority, self._turns[entry.client_id], arrival
 
     def preemption_key(self, entry: Entry[ContextT]) -> tuple[int, int, int]:
-        """Return the preemption sort key of a running entry. The largest key is preempted first."""
+        """Return the preemption key of a running entry. The entry with the largest key is preempted first."""
         priority, arrival = entry.key
         return priority, self.num_running(entry.client_id), arrival
 
     def entry_to_preempt(
         self, waiting: Entry[ContextT], running: Iterable[Entry[ContextT]]
     ) -> Entry[ContextT] | None:
-        """Return the running entry to preempt in favour of a waiting one; None if there is none.
+        """Return the running entry to preempt in favour of a waiting entry; None if there is none.
 
         The client of the returned entry holds at least two slots more than the client of the waiting entry,
         and the returned entry has no higher priority. With this condition, preemption makes the numbers of

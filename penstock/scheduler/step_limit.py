@@ -22,8 +22,8 @@ _MAX_FIXED_MULTIPLE = 2
 """Maximum duration of a limited step, as a multiple of the fixed time of a step (`StepTime.fixed`)."""
 
 _MIN_ROWS = 8
-"""Minimum number of rows per client in a limited step. A step with this few rows takes about as long as one
-with a single row, because both read the same weights.
+"""Minimum number of rows per client in a limited step. A step with this few rows takes about as long as a
+step with a single row, because both read the same weights.
 """
 
 _DECAY = 0.98

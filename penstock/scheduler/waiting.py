@@ -1,4 +1,4 @@
-"""The queue of waiting contexts, in the order in which they are admitted."""
+"""`WaitingQueue`: the waiting contexts, in the order in which they are admitted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ class QueueEntry(Protocol):
 
     @property
     def key(self) -> tuple[int, int]:
-        """Negative priority, arrival number; unique. The smallest of a client is served first."""
+        """Unique sort key: (negative priority, arrival number).
+
+        The entry with a client's smallest key comes first.
+        """
         ...
 
 
@@ -27,20 +30,20 @@ EntryT = TypeVar("EntryT", bound=QueueEntry)
 _Rank: TypeAlias = tuple[int, ...]
 
 _MAX_OUTDATED = 64
-"""Number of outdated items that the heap of clients may hold, besides one item per client."""
+"""The heap of clients is rebuilt if it has this many outdated items more than there are clients."""
 
 
 class WaitingQueue(Generic[EntryT]):
     """A priority queue whose entries may not be ready yet. Ready entries overtake entries that are not ready.
 
     Each client has a lane, in which its entries are sorted by key. The queue compares the first entries of
-    all lanes: the highest priority comes first, then the client with the smallest rank, then the oldest.
+    all lanes by priority, then by the rank of the client (smallest first), then by age (oldest first).
 
-    A step checks at most ``scan_limit`` entries that are not ready, however long the queue is. Entries that
-    are not ready leave their lane. Each step checks up to ``scan_limit`` of them again, in turn.
+    A step finds at most ``scan_limit`` entries that are not ready, which bounds its time for long queues.
+    Entries that are not ready leave their lane. Each step checks up to ``scan_limit`` of them again, in turn.
 
     Args:
-        scan_limit: maximum number of entries per step that are checked and not ready.
+        scan_limit: maximum number of checks per step that find an entry not ready.
         rank: returns the rank of a client. A rank may increase at any time. After a decrease, call `refresh`.
     """
 
@@ -48,11 +51,11 @@ class WaitingQueue(Generic[EntryT]):
         self._scan_limit = scan_limit
         self._checks_left = scan_limit
         self._rank = rank
-        self._entries: dict[str, EntryT] = {}  # removed entries stay in lanes and are skipped
-        self._lanes: dict[str, list[tuple[tuple[int, int], EntryT]]] = {}  # a heap for each client
-        # Clients by the sort key of their first entry. An outdated key is never larger than the current one.
+        self._entries: dict[str, EntryT] = {}  # lanes may hold removed entries, which are skipped
+        self._lanes: dict[str, list[tuple[tuple[int, int], EntryT]]] = {}  # client id -> heap of its entries
+        # Heap of (sort key of the first entry, client id). Outdated keys are never larger than current keys.
         self._heap: list[tuple[_Rank, str]] = []
-        self._queued: dict[str, _Rank] = {}  # the last key of each client that was added; the heap holds it
+        self._queued: dict[str, _Rank] = {}  # client id -> its newest key in the heap
         self._not_ready: deque[EntryT] = deque()
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""The engine client of one worker: requests in, results out."""
+"""`WorkerClient`: the engine client of one worker process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from penstock.worker.supervisor import WorkerSupervisor
 _LOG = logging.getLogger("penstock.worker")
 
 _STOP_POLL_INTERVAL = 0.02
-"""During a shutdown: seconds between two checks whether all requests have ended."""
+"""Seconds between two checks whether all requests have ended, during a shutdown."""
 
 
 class WorkerClient:
@@ -77,8 +77,8 @@ class WorkerClient:
         self._call_ids = count()
         self._calls: dict[int, asyncio.Future[PenstockError | None]] = {}
         self._generations: dict[str, Generation] = {}
-        self._cancelled: set[str] = set()  # cancelled here, not yet confirmed by the worker
-        self._client_ids: dict[str, str] = {}  # request id -> client id, of outstanding requests
+        self._cancelled: set[str] = set()  # ids of cancelled requests, until the worker confirms
+        self._client_ids: dict[str, str] = {}  # request id -> client id, for outstanding requests
         self._changed_adapters: dict[str, str | None] = {}
         """Adapters loaded or unloaded since the first start: name -> path; None if unloaded."""
         self._request_ended: asyncio.Future[None] | None = None
@@ -226,7 +226,9 @@ class WorkerClient:
         await self._control("stop_profile")
 
     async def sleep(self, level: SleepLevel, grace: float) -> None:
-        """Refuse requests, let running requests finish, and release memory. Does nothing if it is asleep.
+        """Refuse requests, let running requests finish, and release memory.
+
+        Does nothing if the worker is asleep.
 
         Raises:
             PenstockError: the worker is not ready, or its device cannot release this memory.
@@ -255,10 +257,10 @@ class WorkerClient:
             raise
 
     async def wake_up(self) -> None:
-        """Accept requests again; start the worker if it has ended. Does nothing if it is not asleep.
+        """Accept requests again; start the worker if it has ended. Does nothing if the worker is not asleep.
 
         Raises:
-            PenstockError: the worker cannot start. It is still asleep.
+            PenstockError: the worker cannot start, and is still asleep.
         """
         if self._supervisor.is_asleep and not self._supervisor.is_running:
             await self._supervisor.start()
@@ -270,7 +272,7 @@ class WorkerClient:
         await self.wake_up()
 
     async def _until_idle(self, seconds: float) -> None:
-        """Return when no request is outstanding, or after ``seconds``."""
+        """Wait until no request is outstanding, for at most ``seconds``."""
         deadline = time.monotonic() + seconds
         while self.num_outstanding and time.monotonic() < deadline:
             await asyncio.sleep(_STOP_POLL_INTERVAL)

@@ -53,7 +53,7 @@ class _WorkerHost(Protocol):
         """Return whether a signal (SIGSTOP) has suspended the worker."""
 
     def end(self) -> str:
-        """End the worker if possible, and return how it ended."""
+        """End the worker if possible. Return a description of how it ended."""
 
 
 class _Process:
@@ -75,7 +75,7 @@ class _Process:
         finally:
             os.close(write_end)
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the sentinel reports the end of the process
+        with contextlib.suppress(BrokenPipeError):  # the end of the process makes the sentinel readable
             self._process.stdin.write(data)
             self._process.stdin.flush()
 
@@ -96,7 +96,7 @@ class _Process:
             return "out of memory: its private memory has reached --worker-memory-limit"
         if status >= 0:
             return f"exit status {status}"
-        # Native code aborts when an allocation fails and it cannot raise an error.
+        # Native code aborts if an allocation fails where it cannot raise an error.
         hint = ", perhaps at --worker-memory-limit" if self._is_limited and -status == signal.SIGABRT else ""
         return f"killed by {signal.Signals(-status).name}{hint}"
 
@@ -132,7 +132,7 @@ class _Thread:
 
 
 class WorkerConnection:
-    """Launch a worker, and carry commands and reports after `attach`.
+    """Launches a worker, and carries commands and reports after `attach`.
 
     Args:
         context: the ZeroMQ context of the server.
@@ -200,7 +200,7 @@ class WorkerConnection:
         return self._progress.count
 
     def close(self) -> str:
-        """End the worker, if necessary by killing its process, and return how it ended."""
+        """End the worker, if necessary by killing its process. Return a description of how it ended."""
         if self._loop is not None:
             self._loop.remove_reader(self._reports_fd)
             self._loop.remove_reader(self._host.sentinel)

@@ -150,7 +150,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     """Tokens per block."""
     prefix_limits: list[int] | None = None
-    """As `KVCache.prefix_limits`. None if requests do not share cached prefixes."""
+    """See `KVCache.prefix_limits`. None if requests do not share cached prefixes."""
     vocab_size: int
     adapters: list[tuple[str, str]] = []
     """Name and path of each LoRA adapter loaded at the start."""
@@ -194,7 +194,7 @@ class WorkerStats(msgspec.Struct, array_like=True, kw_only=True):
     num_prompt_tokens: int = 0
     """Prompt tokens of all requests whose prompt is computed."""
     num_generated_tokens: int = 0
-    """Sampled tokens that were kept, end-of-sequence tokens included."""
+    """Sampled tokens that were appended to contexts, end-of-sequence tokens included."""
     num_steps: int = 0
     """Steps with at least one context."""
     step_seconds: float = 0.0
@@ -279,7 +279,7 @@ class AudioResult(msgspec.Struct, array_like=True, tag=2):
     request_id: str
     status: TextGenerationStatus = TextGenerationStatus.ACTIVE
     audio: npt.NDArray[np.floating] | None = None
-    """The samples after those of the previous result."""
+    """The new samples since the previous result."""
     num_tokens: int = 0
     """Number of tokens that the request has generated so far."""
 

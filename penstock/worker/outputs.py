@@ -20,7 +20,7 @@ from penstock.worker.messages import (
 
 
 def result_message(context: TextContext, output: PipelineOutput) -> RequestResult | None:
-    """Return the message for an output; None if it is empty and not the last, as after a prompt chunk."""
+    """Return the message for an output; None if it is empty but not final, as after a prompt chunk."""
     request_id = context.request_id
     match output:
         case TextGenerationResponse():

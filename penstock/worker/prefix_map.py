@@ -20,7 +20,8 @@ class PrefixMap:
 
     def __init__(self) -> None:
         self._cached: dict[bytes, int] = {}
-        self._expected: dict[bytes, int] = {}  # workers, and in the low bits the number of requests
+        self._expected: dict[bytes, int] = {}
+        """Digest -> set of workers; the low bits are the number of requests."""
 
     @property
     def num_blocks(self) -> int:
@@ -122,7 +123,7 @@ class PrefixMap:
 
 
 def _members(workers: int) -> list[int]:
-    """Return the workers of a set."""
+    """Return the numbers of the workers in a bit set."""
     members = []
     while workers:
         lowest = workers & -workers

@@ -59,12 +59,12 @@ _LOG = logging.getLogger("penstock.worker")
 _READY_POLL_MS = 4
 """Milliseconds between two checks whether waiting contexts are ready, if no context runs."""
 _LINGER_MS = 2000
-"""Milliseconds to deliver the last messages when the worker ends."""
+"""Milliseconds that the worker waits for the delivery of its last messages when it ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerRuntime:
-    """What a worker runs. The factory creates it in the worker process."""
+    """The scheduler and the functions that a worker calls. The factory creates it in the worker process."""
 
     scheduler: AnyScheduler
     info: WorkerInfo
@@ -150,7 +150,7 @@ class _Loop:
         self._commands = commands
         self._decode = command_decoder()
         self._send = send
-        self._contexts: dict[str, RequestContext] = {}  # requests that have not ended
+        self._contexts: dict[str, RequestContext] = {}  # contexts of requests that have not ended, by id
         self._lengths: dict[str, int] = {}
         self._cancelled: list[str] = []
         self._refused: list[Failure] = []
@@ -203,7 +203,7 @@ class _Loop:
             case Submit():
                 self._submit(command.context)
             case Cancel():
-                if self._forget(command.request_id):  # otherwise its end was already reported
+                if self._forget(command.request_id):  # else the end of the request was already reported
                     self._scheduler.cancel(command.request_id)
                     self._cancelled.append(command.request_id)
             case LoadAdapter() | UnloadAdapter():
@@ -251,7 +251,7 @@ class _Loop:
                     if self._contexts:
                         raise InputError(f"{len(self._contexts)} requests use the KV cache")
                     if self._scheduler.has_work:
-                        self._scheduler.step()  # ends requests that were cancelled, collects a launched step
+                        self._scheduler.step()  # a step ends cancelled requests and collects a launched step
                     self._runtime.discard_cache()
                 case "start_profile":
                     self._profiler.start()
@@ -299,7 +299,7 @@ class _Loop:
     def _admit(self, context: RequestContext) -> Admission:
         stats, num_tokens = self._stats, len(context.prompt_tokens)
         stats.num_prompt_tokens += num_tokens
-        if not context.log_probabilities_echo:  # an echo computes the whole prompt and skips the prefix cache
+        if not context.log_probabilities_echo:  # echo does not use the prefix cache
             stats.num_prefix_query_tokens += num_tokens
             stats.num_prefix_hit_tokens += context.num_cached_tokens
         return Admission(context.request_id, context.num_cached_tokens)

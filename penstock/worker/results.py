@@ -70,13 +70,13 @@ class Generation:
         self._is_admitted = False
         self._status = TextGenerationStatus.ACTIVE
         self._error: PenstockError | None = None
-        self._is_read = False  # the last delta was returned
+        self._is_read = False  # whether the last delta was returned
         self._is_read_at_end = False
         self._waiters: list[asyncio.Future[None]] = []
         self.on_start: Callable[[], None] | None = None
-        """Called once, when the first result arrives."""
+        """Function that is called once, when the first result arrives."""
         self.on_end: Callable[[], None] | None = None
-        """Called once, when the request ends."""
+        """Function that is called once, when the request ends."""
 
     @property
     def is_done(self) -> bool:
@@ -98,7 +98,7 @@ class Generation:
         return self
 
     async def __anext__(self) -> RequestDelta:
-        """Wait for results, and return all since the last call.
+        """Wait for results, and return all results since the last call.
 
         Raises:
             PenstockError: the error that ended the request; `UnavailableError` if the worker died.
@@ -112,7 +112,7 @@ class Generation:
         raise StopAsyncIteration
 
     async def next_results(self) -> list[RequestResult]:
-        """Wait for results, and return all since the last call as the worker sent them; empty at the end.
+        """Wait for results, and return all results since the last call; an empty list at the end.
 
         Raises:
             PenstockError: the error that ended the request.
@@ -135,7 +135,10 @@ class Generation:
         return len(self._results)
 
     def read_at_end(self) -> None:
-        """Return only one more delta, at the end. A reader of whole responses then wakes up once."""
+        """Deliver all further results as one delta, at the end.
+
+        A reader of the whole response then wakes up once.
+        """
         self._is_read_at_end = True
 
     def cancel(self) -> None:

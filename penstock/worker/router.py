@@ -1,4 +1,4 @@
-"""The engine client of several workers: routing, and changes that concern all of them."""
+"""`WorkerRouter`: the engine client of several workers."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ class WorkerRouter:
         self._make_worker = make_worker
         self._loads = WorkerLoads(len(workers))
         self._running: dict[str, _RoutedRequest] = {}
-        self._draining = 0  # workers that get no new requests, as a bit set
+        self._draining = 0  # bit set of the workers that get no new requests
         self._is_reloading = False
         self._listeners: list[CacheListener] = []
-        self._num_lost_restarts = 0  # restarts of workers that were replaced
+        self._num_lost_restarts = 0  # number of restarts of replaced workers
         self.prefixes = PrefixMap()
         """The blocks in the prefix caches of the workers."""
         if len(workers) > 1:
@@ -310,16 +310,17 @@ class WorkerRouter:
     async def reload(self, grace: float) -> None:
         """Replace the workers one after the other by new ones, which read the checkpoint again.
 
-        A worker gets no new requests, finishes those that it has, ends, and its replacement starts. Meanwhile
-        all other workers serve requests. A single worker ends only after its replacement has started, so both
-        need memory at the same time. The replacements load the adapters of their predecessors.
+        A worker gets no new requests, finishes its running requests and ends. Then its replacement starts.
+        Meanwhile all other workers serve requests. A single worker ends only after its replacement has
+        started, so both need memory at the same time. The replacements load the adapters of their
+        predecessors.
 
         Args:
             grace: seconds that the running requests of a worker have to finish; then they fail.
 
         Raises:
-            PenstockError: a replacement cannot start, or another reload runs. With several workers, that
-                worker stays down, and workers that are not replaced yet stay as they are.
+            PenstockError: a replacement cannot start, or another reload runs. With several workers, the
+                worker whose replacement failed stays down, and later workers are not replaced.
         """
         self._check_not_reloading()
         if self.state == "asleep":
@@ -357,7 +358,7 @@ class WorkerRouter:
         _LOG.info("worker %d is replaced", number)
 
     async def _drain(self, number: int, grace: float) -> None:
-        """Return when a worker has no requests, or after ``grace`` seconds."""
+        """Wait until a worker has no requests, for at most ``grace`` seconds."""
         with suppress(TimeoutError):
             async with asyncio.timeout(grace):
                 while self._workers[number].num_outstanding:

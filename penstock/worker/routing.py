@@ -1,4 +1,4 @@
-"""The choice of the worker for a request."""
+"""Routing policies: the choice of the worker for a request."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ class WorkerLoads:
         self.costs.append(0)
 
     def clear(self, worker: int) -> None:
-        """Forget the requests of a worker; `start` and `end` must not be called for them."""
+        """Remove all requests of a worker; `start` and `end` must not be called for them afterwards."""
         self.num_requests[worker] = self.costs[worker] = 0
 
     def add(self, worker: int, num_tokens: int) -> RequestLoad:
-        """Add a request whose worker computes this many tokens of its prompt."""
+        """Add a request whose worker computes ``num_tokens`` tokens of its prompt."""
         self.num_requests[worker] += self._weight
         self.costs[worker] += self._weight * (REQUEST_COST + num_tokens // 2)
         return RequestLoad(worker, num_tokens)
@@ -94,7 +94,7 @@ class RoutingPolicy(Protocol):
 
 
 class LeastLoaded:
-    """Chooses the worker with the fewest requests, the first one in a tie."""
+    """Chooses the worker with the fewest requests; the first of several such workers."""
 
     def choose(
         self, context: RequestContext, digests: Sequence[bytes], loads: WorkerLoads, workers: int
@@ -107,7 +107,7 @@ class PrefixAware:
 
     The cost of a worker is the number of prompt tokens that it must compute, plus the cost of its requests
     (`WorkerLoads`). Requests of a session stay with their worker while it has at most ``max_imbalance`` more
-    requests than the least loaded one.
+    requests than the least loaded worker.
 
     Args:
         prefixes: the caches of the workers.
@@ -154,7 +154,7 @@ class PrefixAware:
 
 
 def lowest(values: Sequence[int], workers: int) -> int:
-    """Return the worker of a set with the lowest value, the first one in a tie."""
+    """Return the worker of a set with the lowest value; the first of several such workers."""
     if workers + 1 == 1 << len(values):
         return values.index(min(values))
     return min((worker for worker in range(len(values)) if workers >> worker & 1), key=values.__getitem__)

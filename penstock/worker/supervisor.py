@@ -42,9 +42,9 @@ _LOG = logging.getLogger("penstock.worker")
 _WORKER_DIED = "the worker process died{} and is being restarted: try again"
 
 MAX_FAILED_STARTS = 5
-"""Consecutive failed starts after which the worker is not restarted any more."""
+"""Number of consecutive failed starts after which the worker is no longer restarted."""
 RESTART_DELAY = 0.25
-"""Seconds before the restart after a failed start. Doubled with each further failure."""
+"""Seconds between the first failed start and the next start. Doubled after each further failure."""
 PING_INTERVAL = 2.0
 """Seconds between two checks of an idle worker."""
 DRAIN_TIMEOUT = 0.05
@@ -58,7 +58,7 @@ class WorkerSupervisor:
 
     Args:
         factory: loads the model in the worker's process; picklable, unless ``in_thread``.
-        on_report: called with each report from the worker, except those about its start.
+        on_report: called with each report from the worker, except reports about its start.
         on_start: awaited after the model is loaded and before the worker is ready.
         on_end: called with the reason each time a started worker ends unexpectedly.
         in_thread: run the worker in a thread of this process, for tests.
@@ -90,7 +90,7 @@ class WorkerSupervisor:
         self._state: EngineState = "stopped"
         self._was_ready = False  # whether the worker was ready when the shutdown began
         self.is_asleep = False
-        """Whether requests are refused until `wake` is called."""
+        """Whether the worker was put to sleep, so that requests are refused; `WorkerClient` sets it."""
         self._connection: WorkerConnection | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._folder = ""
@@ -133,7 +133,7 @@ class WorkerSupervisor:
 
     @property
     def first_adapters(self) -> list[tuple[str, str]]:
-        """Name and path of the adapters that the worker loaded when it started; empty before."""
+        """Name and path of the adapters that the worker loaded when it started; empty before the start."""
         return [] if self._info is None else self._info.adapters
 
     @property
@@ -185,7 +185,7 @@ class WorkerSupervisor:
             raise
 
     async def start(self) -> None:
-        """Return when the worker is ready.
+        """Wait until the worker is ready.
 
         Raises:
             PenstockError: the reason why the worker could not start.
@@ -225,7 +225,7 @@ class WorkerSupervisor:
 
     async def _supervise(self, first_start: asyncio.Future[None]) -> None:
         """Restart the worker until the shutdown begins, or until too many starts have failed."""
-        num_failed = 0  # consecutive failed starts
+        num_failed = 0  # number of consecutive failed starts
         while True:
             error = await self._start_worker()
             if error is None:
@@ -310,7 +310,7 @@ class WorkerSupervisor:
                 started.cancel()
 
     async def _wait_until_start_hangs(self, connection: WorkerConnection) -> None:
-        """Return when a starting worker makes no progress for too long, or is suspended."""
+        """Wait until a starting worker has made no progress for too long, or is suspended."""
         liveness = Liveness(connection, self._check_interval)
         liveness.expect_answer()
         while not (reason := liveness.check(max(MAX_LOAD_PAUSE, self._hang_limit))):

@@ -31,7 +31,7 @@ class LogitRules:
             self.allowed = np.setdiff1d(allowed, self.banned)
         self.longest_prefix = max((len(ids) - 1 for ids in sequences), default=0)
         """Number of trailing generated tokens that `banned_after` compares."""
-        self._last_of: dict[tuple[int, ...], list[int]] = {}  # sequence without its last token -> last tokens
+        self._last_of: dict[tuple[int, ...], list[int]] = {}  # prefix of a sequence -> last tokens
         for *prefix, last in sequences:
             if prefix:
                 self._last_of.setdefault(tuple(prefix), []).append(last)
@@ -56,8 +56,8 @@ class TokenCounts:
     Adding a token takes ``O(1)`` time.
 
     Args:
-        prompt: tokens to include with an initial count of 0.
-        generated: tokens to count at once.
+        prompt: tokens of the prompt, which have an initial count of 0. generated: the tokens generated so
+        far, which are counted.
     """
 
     def __init__(self, prompt: npt.NDArray[np.integer], generated: npt.NDArray[np.integer]) -> None:

@@ -17,7 +17,7 @@ from penstock.pipelines.core import TextContext
 _INITIAL_RATE = 0.7
 """Assumed acceptance rate before any draft was verified."""
 _MAX_RATE = 0.98
-"""Upper bound of the estimated acceptance rate: a context may end at any token."""
+"""Upper bound of the estimated acceptance rate. It is below 1, because a context can end at any token."""
 _MIN_SPEEDUP = 1.03
 """Minimum predicted speedup for drafting. It prevents that measurement noise switches drafting on and off."""
 _PROBE_LENGTH = 2
@@ -153,8 +153,8 @@ class StepCosts:
     """
 
     def __init__(self) -> None:
-        self._forward: dict[int, _Average] = {}  # rows to seconds
-        self._curve: tuple[list[int], list[float]] = ([], [])  # rows and seconds, both ascending
+        self._forward: dict[int, _Average] = {}  # number of rows -> seconds
+        self._curve: tuple[list[int], list[float]] = ([], [])  # numbers of rows and seconds, both ascending
         self._draft = _Average()
 
     def add(self, num_rows: int, depth: int, forward: float, proposal: float) -> None:
@@ -165,7 +165,7 @@ class StepCosts:
             self._draft.add(proposal / depth)
 
     def seconds(self, num_rows: np.ndarray, depths: np.ndarray) -> np.ndarray:
-        """Return the estimated seconds of steps with these rows and longest drafts, all ``[n]``."""
+        """Return the estimated seconds of steps ``[n]``; ``depths`` are the lengths of the longest drafts."""
         return self._forward_seconds(num_rows) + depths * self._draft.value
 
     def _measured_costs(self) -> tuple[list[int], list[float]]:
@@ -190,7 +190,7 @@ class StepCosts:
 
 
 _ASSUMED_COST_OF_DOUBLING = 0.05
-"""Assumed relative cost of doubling the rows before it was measured."""
+"""Relative cost of doubling the number of rows that is assumed before it is measured."""
 
 
 class _Average:
