@@ -157,9 +157,9 @@ def load_pipeline(
 
     Args:
         config: the configuration.
-        tokenizer: from `load_tokenizer`.
+        tokenizer: the result of `load_tokenizer`.
         catalog: the architectures and tasks.
-        prefaulted: memory for packed weights, from `prefault_weights`.
+        prefaulted: memory for packed weights, the result of `prefault_weights`.
 
     Raises:
         CheckpointError: the model cannot be loaded.
@@ -340,9 +340,9 @@ def load_runtime(config: PipelineConfig, catalog: Catalog = CATALOG) -> WorkerRu
     """
     times = [perf_counter()]
     with prefault_weights(config) as prefaulted:
-        tokenizer = load_tokenizer(config, catalog)  # first: a missing model is reported at once
+        tokenizer = load_tokenizer(config, catalog)  # before the imports, to report a missing model at once
         times.append(perf_counter())
-        catalog.resolve(config)[1].load_factory()  # imports torch and other libraries, which takes longest
+        catalog.resolve(config)[1].load_factory()  # imports torch
         times.append(perf_counter())
         pipeline = load_pipeline(config, tokenizer, catalog, prefaulted)
     scheduler = load_scheduler(config, pipeline, isolates_faults=True)

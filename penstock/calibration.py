@@ -65,9 +65,9 @@ def pack_calibrated(
 
     Args:
         network: a network whose weights are `LazyWeight` objects.
-        spec: its KV cache; None for a network without one.
+        spec: the KV cache of the network; None if it has no KV cache.
         ops: the operations that run the network.
-        config: gives the vocabulary size.
+        config: contains the vocabulary size.
         pack: called with each layer.
     """
     tokens = np.random.default_rng(0).integers(0, max(config.vocabulary_size, 1), NUM_TOKENS)

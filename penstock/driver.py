@@ -191,7 +191,7 @@ def _host_memory() -> tuple[int, int]:
     page = os.sysconf("SC_PAGE_SIZE")
     total = page * os.sysconf("SC_PHYS_PAGES")
     free = page * os.sysconf("SC_AVPHYS_PAGES")
-    try:  # the page cache counts as available, but not in sysconf
+    try:  # in contrast to sysconf, MemAvailable includes the page cache
         with open("/proc/meminfo") as meminfo:
             fields = dict(line.split(":", 1) for line in meminfo)
         free = int(fields["MemAvailable"].split()[0]) * 1024

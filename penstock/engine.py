@@ -27,7 +27,7 @@ class InferenceSession:
         devices: the devices to run on; the CPU of the host if not given.
         num_threads: threads of the OpenMP team of this process. If not given, torch's default (one per core,
             or ``OMP_NUM_THREADS``), but not more than the CPU limit of the container allows.
-        kernels: name of the back end; the best one that runs on the device if not given.
+        kernels: name of the back end; if not given, the best back end for the device.
         prefaulted: memory for the weights that models of this session pack.
         deterministic: whether results of a row must be bit-equal in every batch. Some back ends then use
             slower kernels.

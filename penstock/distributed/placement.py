@@ -8,7 +8,7 @@ from penstock.host.processors import ProcessorShare, divide_processors, numa_nod
 
 
 def rank_processors(world: int) -> tuple[ProcessorShare, ...]:
-    """Return the processors that each rank is bound to; empty on a machine with one NUMA node.
+    """Return the processors to which each rank is bound; empty on a machine with one NUMA node.
 
     Ranks are bound because memory of another node is slower. Within one node, ranks are faster without
     binding.

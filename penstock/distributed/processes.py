@@ -2,7 +2,7 @@
 
 Rank 0 is the process that loads the model: a worker, or a program. It starts the other ranks and holds one
 end of a connection to each. A rank ends when its connection to rank 0 is closed. Rank 0 has a thread that
-waits for the other ranks. If one ends, the collectives of all ranks fail.
+waits for the other ranks. If a rank ends, the thread makes the collectives of all ranks fail.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class RankProcesses:
         """Wait until all other ranks have marked an event (`Ranks.mark`).
 
         Raises:
-            PenstockError: a rank has ended; the error that it reported, if any.
+            PenstockError: a rank has ended. The exception is the error that the rank reported, if any.
             RankFailedError: the event has not occurred within `START_TIMEOUT` seconds.
         """
         deadline = time.monotonic() + START_TIMEOUT
@@ -159,7 +159,7 @@ class RankProcesses:
         """Raise an error if a rank has ended.
 
         Raises:
-            PenstockError: names the rank and its exit status.
+            PenstockError: a rank has ended; the message contains its number and exit status.
         """
         if self._ended and not self._is_closing:
             raise self._diagnose(RuntimeError("a rank has ended"))
@@ -221,7 +221,7 @@ class RankProcesses:
             os.write(self._write_end, b"1")
 
     def _diagnose(self, error: Exception) -> PenstockError:
-        """Return the error that a rank has reported, or one that names the rank that has ended."""
+        """Return the error that a rank has reported, or else an error that names the rank that has ended."""
         deadline = time.monotonic() + _DIAGNOSIS_TIMEOUT
         while not self._ended and time.monotonic() < deadline:
             time.sleep(0.01)

@@ -135,7 +135,7 @@ class Ranks:
         is therefore deferred to the end of the step.
 
         Raises:
-            RankFailedError: replaces any error in the block.
+            RankFailedError: an error occurred in the block, or on another rank.
         """
         try:
             with deferred_interrupts():

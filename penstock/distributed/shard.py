@@ -1,8 +1,8 @@
 """The sharding rules: the part of each layer on a rank.
 
 A dimension is divided into indivisible units: a kv head with its query heads, a group of inputs that
-share a scale, an expert. Each rank gets a contiguous range of units. Ranges differ by at most one unit, and
-later ranks get the larger ones, because rank 0 also schedules and samples.
+share a scale, an expert. Each rank gets a contiguous range of units. Ranges differ by at most one unit. Later
+ranks get the larger ranges, because rank 0 also schedules and samples.
 """
 
 from __future__ import annotations
@@ -121,7 +121,10 @@ class Shard:
         )
 
     def kv_heads(self, kv_heads: int) -> Part:
-        """Return this rank's kv heads. With fewer kv heads than ranks, several ranks hold the same one."""
+        """Return this rank's kv heads.
+
+        With fewer kv heads than ranks, several ranks hold the same kv head.
+        """
         if kv_heads >= self.world:
             return self.part(kv_heads, "kv heads")
         head = self.rank * kv_heads // self.world

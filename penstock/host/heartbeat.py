@@ -42,9 +42,9 @@ _counter = ctypes.c_int64()
 
 
 def publish(path: str) -> None:
-    """Count the progress of this process in a `ProgressFile` from now on.
+    """Move the counter of this process to a `ProgressFile`.
 
-    Call it before the kernels are opened: they receive the counter's address once.
+    Call it before the kernels are opened, because they receive the counter's address only once.
     """
     global _counter
     with open(path, "r+b") as file:

@@ -14,7 +14,7 @@ _MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def memory() -> tuple[int, int] | None:
-    """Return the lowest limit and the lowest free memory, in bytes; None without a limit.
+    """Return the lowest limit and the lowest free memory of all groups, in bytes; None without a limit.
 
     The file cache is charged to a group but is dropped when memory is short, so it counts as free.
     """

@@ -1,8 +1,8 @@
 """Host memory in huge pages, and memory that a thread prefaults before a load needs it.
 
-The system allocates and clears a page on its first access. In a virtual machine that has returned its free
-memory, the host must allocate it again, which takes many times as long. Imports of libraries use one core.
-Meanwhile `PrefaultedMemory` touches the memory for the packed weights on another core.
+The system allocates and clears a page on its first access. If a virtual machine has returned free memory to
+its host, the host must allocate the page again, which takes many times as long. Imports of libraries use one
+core. Meanwhile `PrefaultedMemory` touches the memory for the packed weights on another core.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class PrefaultedBuffer:
             if self._is_stopped.is_set():
                 break
             end = min(start + _PREFAULT_STEP, len(self._memory))
-            self._memory[start : end : mmap.PAGESIZE] = 0  # numpy releases the GIL for this
+            self._memory[start : end : mmap.PAGESIZE] = 0  # numpy releases the GIL during the assignment
             self._num_touched = end
 
 

@@ -19,7 +19,8 @@ from penstock.errors import ConfigError, InsufficientMemoryError
 _limit: int | None = None
 
 _WORDS = ("can't allocate memory", "Cannot allocate memory", "bad_alloc", "can't start new thread")
-"""Messages of failed allocations in other exceptions: those of torch, the dynamic linker and threads."""
+"""Messages of exceptions other than MemoryError that report failed allocations, from torch, ld.so and
+threads."""
 
 
 def limit() -> int | None:
@@ -28,7 +29,7 @@ def limit() -> int | None:
 
 
 def set_limit(num_bytes: int) -> None:
-    """Limit the private memory of this process from now on.
+    """Set the limit on the private memory of this process.
 
     Raises:
         ConfigError: the system has no such limit.

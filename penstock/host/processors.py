@@ -102,7 +102,7 @@ def _sort_by_distance(processors: Iterable[int]) -> list[int]:
 
 
 def _core_id(processor: int) -> tuple[int, int]:
-    """Return package and core of a processor; the processor id if the system does not report them."""
+    """Return (package, core) of a processor, or its own id for both if the system does not report them."""
     folder = _PROCESSORS / f"cpu{processor}" / "topology"
     try:
         return int((folder / "physical_package_id").read_text()), int((folder / "core_id").read_text())

@@ -78,7 +78,8 @@ def read_adapter(
 
     Raises:
         CheckpointError: the directory or a file in it is missing or damaged.
-        WeightsError: tensors match no layer, are missing, or have a wrong shape; lists all of them.
+        WeightsError: tensors match no layer, are missing, or have a wrong shape. The message lists all of
+            them.
         UnsupportedFeatureError: the kind of adapter is not supported.
     """
     folder = Path(path).expanduser()
@@ -136,7 +137,7 @@ def _weights_file(folder: Path) -> Path:
 
 
 def _base_tensor_name(name: str, rename: Rename) -> str:
-    """Return the name of an adapter's tensor, with its layer named as in the base model."""
+    """Return the name of an adapter's tensor, with the base model's name of the layer."""
     stripped = name.removeprefix(_PREFIX)
     match = _HALF.fullmatch(stripped)
     if match is None:
@@ -146,12 +147,12 @@ def _base_tensor_name(name: str, rename: Rename) -> str:
 
 
 def _layer(module: str, rename: Rename) -> str:
-    """Return the name in the base model of a layer of peft's model."""
+    """Convert the name of a layer in peft's model to its name in the base model."""
     return (rename(f"{module}.weight") or f"{module}.weight").removesuffix(".weight")
 
 
 def _decoder_prefix(names: Iterable[str], rename: Rename) -> str:
-    """Return the prefix of decoder layers in peft's model, which replaces ``model.``."""
+    """Return the prefix of decoder layers in peft's model; the base model has ``model.`` instead."""
     for name in names:
         if match := _HALF.fullmatch(name.removeprefix(_PREFIX)):
             layer = _layer(match["layer"], rename)
@@ -254,7 +255,7 @@ def _check_copies(
                 f"its shape is {list(weights.shape(name))} in {folder} and {list(shape)} in the model",
             )
         copy = weights.tensor(name, shape)
-        if is_part:  # the other ranks compare their parts
+        if is_part:  # each rank compares its own part
             copy = joined(parts[layer].of_weight(copy))
         is_equal = torch.equal(copy.to(expected.dtype), expected) or torch.equal(
             copy, expected.to(copy.dtype)

@@ -1,6 +1,6 @@
 """``adapter_config.json`` of a PEFT directory: the adapted layers with their ranks and scales.
 
-The format and the matching of patterns are those of PEFT (https://huggingface.co/docs/peft, ``LoraConfig``).
+The format and the matching of patterns follow PEFT (https://huggingface.co/docs/peft, ``LoraConfig``).
 Unsupported settings that change results are errors, and so are unknown fields that are set. An adapter is
 applied exactly as it was trained, or rejected.
 """
@@ -81,7 +81,10 @@ DECODER = "model."
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """The fields of an ``adapter_config.json`` that affect results. Layer names are the base model's."""
+    """The fields of an ``adapter_config.json`` that affect results.
+
+    Layers have the names of the base model.
+    """
 
     path: Path
     rank: int
@@ -95,7 +98,7 @@ class AdapterConfig:
     layers_pattern: tuple[str, ...]
     base_model: str | None
     decoder: str = DECODER
-    """The prefix of decoder layers in peft's model, which replaces ``model.``. It differs from ``model.`` if
+    """The prefix of decoder layers in peft's model. It differs from ``model.`` if
     the decoder is a part of the model, as in models that read images. Patterns match the names in peft's
     model.
     """

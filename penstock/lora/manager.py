@@ -1,4 +1,4 @@
-"""`LoRAManager`: loads adapters, assigns them to requests, and limits the running ones."""
+"""`LoRAManager`: loads adapters, assigns them to requests, and limits the number of running adapters."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class _Use:
 
 
 class LoRAManager:
-    """Holds adapters by name, limits the running ones to the number of slots, and prepares batch inputs.
+    """Holds adapters by name, limits running adapters to the number of slots, and prepares batch inputs.
 
-    A request resolves the name of its adapter once, at first use. It keeps that content until it is released,
-    even while it is preempted, and even if the name is unloaded or loaded again. Block hashes are rooted in
-    the digest of the content, so cached blocks of different contents never mix.
+    A request resolves the name of its adapter once, at first use. It uses the content of this adapter until
+    it is released, even if the name is unloaded or loaded again. The digest of the content is the root of
+    block hashes, so cached blocks of different contents never mix.
 
     Any thread may call `load`, `unload` and `names`. `load` checks everything first and then changes the
     state in one assignment. Only the thread that runs the steps may call the other methods.
@@ -83,7 +83,7 @@ class LoRAManager:
         self._tasks = task_adapters
         self._loaded: dict[str, Adapter] = dict(task_adapters)
         self._slots = AdapterSlots(config.max_loras, config.max_lora_rank, layers, dtype, device, parts)
-        self._uses: dict[str, _Use] = {}  # by request id
+        self._uses: dict[str, _Use] = {}  # request id -> its adapter
         self._running: Counter[bytes] = Counter()  # digest -> number of admitted requests that use it
         for name, path in config.adapters if is_leader else ():
             self.load(name, path)
@@ -91,7 +91,7 @@ class LoRAManager:
     # -- Adapters by name -------------------------------------------------------------------------------
 
     def load(self, name: str, path: str) -> None:
-        """Load a PEFT directory under a name. Replaces an adapter of that name. A failure changes nothing.
+        """Load a PEFT directory under a name, and replace an adapter of that name. A failure has no effect.
 
         Raises:
             InputError: the name cannot be used, or the maximum number of adapters is loaded.
@@ -129,7 +129,7 @@ class LoRAManager:
     # -- Requests ---------------------------------------------------------------------------------------
 
     def digest(self, context: InputContext) -> bytes:
-        """Return the digest of the content of a request's adapter, the root of its block hashes.
+        """Return the digest of a request's adapter, which is the root of the request's block hashes.
 
         Raises:
             UnknownModelError: the request's adapter is not loaded.

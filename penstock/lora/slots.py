@@ -15,7 +15,7 @@ from penstock.nn.layer_parts import joined
 
 
 class AdapterSlots:
-    """A fixed number of slots for adapters, identified by digest. The least recently used one is evicted.
+    """A fixed number of slots for adapters, identified by digest. The least recently used adapter is evicted.
 
     The memory of a layer is allocated when the first adapter with matrices for that layer gets a slot. The
     address of this memory never changes, because compiled steps and CUDA graphs contain it.
@@ -40,7 +40,7 @@ class AdapterSlots:
     ) -> None:
         self._parts = parts
         self.on_put: Callable[[int, Adapter], None] = lambda slot, adapter: None
-        """Called before an adapter is put into a slot."""
+        """Function that is called with the slot and the adapter before an adapter is put into a slot."""
         self._max_rank, self._layers, self._dtype, self._device = max_rank, layers, dtype, device
         self._held: list[Adapter | None] = [None] * num_slots
         self._last_used = [0] * num_slots

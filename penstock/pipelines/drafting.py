@@ -50,7 +50,7 @@ def draft_tokens(
     """
     drafts: list[list[int]] = [[] for _ in contexts]
     for index, (context, limit) in enumerate(zip(contexts, limits, strict=True)):
-        # A context that appends forced tokens has done so after its last token.
+        # Contexts that append forced tokens have already done so after their last sampled token.
         is_appended = appends_forced_tokens(context) and len(context.generated_tokens)
         if context.matcher is not None and vocabulary and not is_appended:
             drafts[index] = forced_tokens(context, min(limit, _MAX_FORCED_TOKENS), vocabulary)
@@ -72,7 +72,7 @@ def append_forced(context: TextContext, kv: KVCache, vocabulary: int) -> int:
     is_over = context.generation_status.is_done or context.active_idx < context.end_idx
     if not appends_forced_tokens(context) or is_over or not vocabulary:
         return 0
-    limit = _tokens_left(context, kv) - 1  # the token that reaches the maximum length is sampled
+    limit = _tokens_left(context, kv) - 1  # the last token before the maximum length is sampled
     num_forced = 0
     for token in forced_tokens(context, min(limit, _MAX_FORCED_TOKENS), vocabulary):
         context.jump_ahead(token)

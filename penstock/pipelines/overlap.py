@@ -212,10 +212,10 @@ class OverlappedSteps:
         )
 
     def collects_first(self, step: OverlappedStep) -> bool:
-        """Return whether a step must be collected before the next one is launched.
+        """Return whether a step must be collected before the next step is launched.
 
-        This is so with log probabilities, which are computed when the step is collected. Otherwise the device
-        would run the next step first.
+        True with log probabilities, which are computed when the step is collected. Otherwise the device would
+        run the next step before them.
         """
         contexts = step.contexts
         return any(contexts[index].log_probabilities for index in step.kept_rows)

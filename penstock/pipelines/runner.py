@@ -45,7 +45,7 @@ class SampledTokens:
     tokens: list[int] = field(default_factory=list)
     """The accepted drafts and the token after them; without drafts one token per step."""
     log_probabilities: list[LogProbabilities] = field(default_factory=list)
-    """One entry per token if they were requested. The first may begin with those of the prompt."""
+    """One entry per token if requested. The first entry may begin with log probabilities of the prompt."""
     fault: str | None = None
     """The reason why the tokens are invalid; None if they are valid."""
     has_no_choice: bool = False
@@ -102,7 +102,8 @@ class ModelRunner:
     def num_steps_for(self, seconds: float) -> int:
         """Estimate how many decode steps fit into ``seconds``, from the duration of recent steps.
 
-        The result is 1 to `_MAX_FUSED_STEPS`, or to `_MAX_QUEUED_STEPS`, and 1 before the first decode step.
+        The result is at least 1 and at most `_MAX_FUSED_STEPS`, or `_MAX_QUEUED_STEPS` on a device with a
+        queue. It is 1 before the first decode step.
         """
         if self._seconds is None:
             return 1
@@ -242,7 +243,7 @@ class ModelRunner:
         return inputs
 
     def batch_sampler(self, params: list[SamplingParams]) -> Sampler:
-        """Return the sampler of a batch; reuses the previous one if the parameters are equal."""
+        """Return the sampler of a batch; reuses the previous sampler if the parameters are equal."""
         if self._sampler is None or self._sampler.params != params:
             self._sampler = Sampler.for_batch(params, self._device)
         return self._sampler
@@ -300,7 +301,7 @@ class ModelRunner:
 
         Args:
             sampler: the sampler of the contexts.
-            contexts: the contexts, updated with all tokens before the sampled ones.
+            contexts: the contexts, updated with all tokens before the sampled tokens.
             drafts: drafted tokens of each context.
             rows: the rows of logits.
             vocabulary: V.

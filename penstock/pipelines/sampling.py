@@ -37,9 +37,9 @@ class Sampler:
     """The sampling parameters of a batch as arrays, reused by all steps with the same parameters."""
 
     params: list[SamplingParams]  # [B]
-    inputs: SamplingInputs  # [B]; its uniforms are not used
+    inputs: SamplingInputs  # [B]; the field `uniforms` is not used
     seeds: np.ndarray  # [B] uint64
-    is_greedy: bool  # no row needs a random number
+    is_greedy: bool  # whether no row needs a random number
 
     @classmethod
     def for_batch(cls, params: Sequence[SamplingParams], device: torch.device) -> Sampler:
@@ -160,7 +160,7 @@ class LogitEdits:
     ) -> LogitEdits | None:
         """Return the changes that the sampling parameters of a batch require; None if there are none.
 
-        The order is that of transformers' processors: logit bias; repetition penalty, frequency and presence
+        The order is the same as in transformers: logit bias; repetition penalty, frequency and presence
         penalty; min_new_tokens; allowed and banned tokens. The grammar's bitmask is applied later, in
         `Ops.sample`. Later rules take precedence. If no other token is left in a row, tokens suppressed by
         min_new_tokens are preferred to forbidden tokens. With a grammar, one of the tokens that it allows is
@@ -248,8 +248,8 @@ def _penalise(
 ) -> None:
     """Apply the repetition penalty over prompt and output, and the other penalties over the output.
 
-    A repeated token's positive logit is divided by the repetition penalty, a negative one multiplied (Keskar
-    et al. 2019, arXiv:1909.05858).
+    The logit of a repeated token is divided by the repetition penalty if it is positive, and multiplied by it
+    if it is negative (Keskar et al. 2019, arXiv:1909.05858).
     """
     penalised = [row for row in rows if row.context.sampling_params.needs_penalties]
     if not penalised:

@@ -357,7 +357,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
     def _take_tokens(
         self, batch: Mapping[str, TextContext], sampled: Sequence[SampledTokens]
     ) -> dict[str, TextGenerationResponse]:
-        """Append the tokens to their contexts and return the new ones.
+        """Append the tokens to their contexts and return the new tokens.
 
         An error in one context ends only that context, see `failures`.
         """

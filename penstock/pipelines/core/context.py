@@ -44,7 +44,7 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
     eos_token_ids: set[int] = msgspec.field(default_factory=set)
     """Tokens that end the output."""
     eos_sequences: list[list[int]] = msgspec.field(default_factory=list)
-    """Sequences of generated tokens that end the output. Empty ones are removed."""
+    """Sequences of generated tokens that end the output. Empty sequences are removed."""
     log_probabilities: int | None = None
     """Report the log probabilities of this many top tokens for each token; 0 or None reports none."""
     log_probabilities_echo: bool = False
@@ -107,7 +107,8 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
         rest of the prompt. With ``log_probabilities_echo`` the log probabilities of the chunk's tokens are
         kept (:attr:`prompt_log_probabilities`).
 
-        The token that reaches ``max_length`` is part of the output. A token that ends the output is not.
+        The token that reaches ``max_length`` is part of the output. A token that ends the output is not part
+        of the output.
         """
         if self._active_idx < self._end_idx:
             if log_probabilities is not None and self.log_probabilities_echo:
@@ -287,7 +288,7 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
     @property
     def matcher(self) -> GrammarMatcher | None:
         """The grammar's matcher in its current state."""
-        # Not a field: a matcher is neither compared nor encoded.
+        # Not a field, because a matcher is neither compared nor encoded.
         return self.__dict__.get("_matcher")
 
     def set_matcher(self, matcher: GrammarMatcher) -> None:
@@ -354,7 +355,7 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
             return
         if self._prompt_len + counts.end == position:
             counts.add(token)
-        else:  # tokens were rolled back since the last count
+        else:  # recount after a rollback
             del self.__dict__["_token_counts"]
 
     def _advance_matcher(self, token: int) -> None:
@@ -370,12 +371,12 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
             return False
         return any(
             sequence[-1] == new_token
-            and self._end_idx - len(sequence) >= self._prompt_len  # only generated tokens
+            and self._end_idx - len(sequence) >= self._prompt_len  # prompt tokens do not count
             and self.tokens[self._end_idx - len(sequence) : self._end_idx].tolist() == sequence
             for sequence in self.eos_sequences
         )
 
-    # Log probabilities: one row per position, the last one for the token at active_idx.
+    # Log probabilities: one row per position. The last row is for the token at active_idx.
 
     def _not_scored_yet(self, rows: LogProbabilities) -> LogProbabilities:
         """Return ``rows`` without the rows that a context with echo has reported before a preemption."""

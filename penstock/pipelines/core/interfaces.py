@@ -41,7 +41,7 @@ class GrammarMatcher(Protocol):
         """
 
     def rollback(self, num_tokens: int, /) -> None:
-        """Revert the last tokens, including one that ended the output."""
+        """Revert the last ``num_tokens`` tokens, including a token that ended the output."""
 
     def reset(self) -> None:
         """Return to the initial state."""
@@ -307,7 +307,7 @@ class Pipeline(Protocol[AcceptedContext, Output]):
     def failures(self) -> dict[str, PenstockError]:
         """Errors of contexts (by request id) that ended in the last `execute` without an output.
 
-        The caller of `execute` clears it and releases those contexts.
+        The caller of `execute` clears this mapping and releases the failed contexts.
         """
 
     def release(self, context: AcceptedContext) -> None:
@@ -351,7 +351,7 @@ class StepLauncher(Protocol[AcceptedContext, Output, LaunchedStep]):
         """Return whether several steps of these contexts can run in one call, without work of the host."""
 
     def collects_first(self, step: LaunchedStep) -> bool:
-        """Return whether a sampled step must be collected before the next one is launched."""
+        """Return whether a sampled step must be collected before the next step is launched."""
 
     def collect(self, step: LaunchedStep) -> dict[str, Output]:
         """Wait for a sampled step and return its outputs, as ``Pipeline.execute`` does.

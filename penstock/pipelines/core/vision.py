@@ -86,8 +86,8 @@ class TextAndVisionContext(TextContext, kw_only=True, tag=True, omit_defaults=Tr
     vision_token_ids: list[int] = msgspec.field(default_factory=list)
     """The ids of placeholder tokens."""
     has_bidirectional_images: bool = False
-    """Whether the tokens of an image attend to each other in both directions. Then a span of an image is
-    never split into two steps."""
+    """Whether the tokens of an image attend to each other in both directions. If set, all tokens of an image
+    are computed in one step."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -48,7 +48,7 @@ class _DraftState:
     text: TextContext
     """A copy of ``context`` with a slot in the draft cache. Contains drafts only during `propose`."""
     drafted: list[int] = field(default_factory=list)
-    """The last drafts. All but the last one are in the draft's cache."""
+    """The last drafts. All of them except the last are in the draft's cache."""
 
     @property
     def num_computed(self) -> int:
@@ -317,7 +317,7 @@ def share_memory(
         _joint_spec(specs[0], specs[1]),
         model_max_length=model.calculate_max_seq_len(config, config.model.huggingface_config),
         weights_size=sum(cls.estimate_weights_size(cfg) for cls, cfg in zip(classes, configs, strict=True)),
-        activation_size=max(  # the models run one after the other
+        activation_size=max(  # not the sum: the models run one after the other
             cls.estimate_activation_memory(cfg, cfg.model.huggingface_config)
             for cls, cfg in zip(classes, configs, strict=True)
         ),
