@@ -47,7 +47,7 @@ class _Commands(click.Group):
     """The group of all commands; prints an error as one line."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [*_COMMANDS]  # not list(): once penstock.cli.list is imported, that is the module
+        return [*_COMMANDS]  # `list` may be the module penstock.cli.list here
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
@@ -128,7 +128,7 @@ def _os_error_message(error: OSError) -> str:
     where = error.filename
     if where is None and error.errno == errno.ENOSPC:
         where = "standard output"
-        sys.stdout = None  # its buffer could not be flushed at exit either
+        sys.stdout = None  # a flush of its buffer at exit would fail again
     return f"{where}: {error.strerror}" if where is not None else str(error)
 
 

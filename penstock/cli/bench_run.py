@@ -134,7 +134,7 @@ def _run_workloads(
 
 def _report(
     figures: list[Figure],
-    model: tuple[str, str],  # and its encoding
+    model: tuple[str, str],  # (model, encoding)
     kernels: str,
     plan: str,
     sizes: Sizes,

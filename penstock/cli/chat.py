@@ -143,7 +143,7 @@ def _read(prompt: str) -> str:
 
 @contextmanager
 def _history() -> Iterator[None]:
-    """Keep the history of the input in a file, where Python has ``readline``."""
+    """Keep the history of the input in a file, if Python has the module ``readline``."""
     try:
         import readline
     except ImportError:

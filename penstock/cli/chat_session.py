@@ -213,7 +213,7 @@ class ChatSession:
             data = base64.b64encode(path.read_bytes()).decode()
         except OSError as error:
             raise InputError(f"{path} cannot be read: {error.strerror}") from None
-        kind = mimetypes.guess_type(path.name)[0] or "image/png"  # decoders use the content, not this type
+        kind = mimetypes.guess_type(path.name)[0] or "image/png"  # decoders ignore this type
         if not kind.startswith("image/"):
             raise InputError(f"{path} is not an image: its suffix means {kind}")
         self.images.append(f"data:{kind};base64,{data}")

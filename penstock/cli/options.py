@@ -128,7 +128,9 @@ def configs_from_flags(
 
 def _collect_settings(flags: Mapping[str, object]) -> dict[str, tuple[object, str]]:
     """Return the settings of all commands from flags, the environment and the file."""
-    given = {name: value for name, value in flags.items() if value != ()}  # a flag that may be repeated
+    given = {
+        name: value for name, value in flags.items() if value != ()
+    }  # () if a repeatable flag is not given
     return collect_values([*config_fields(), *serve_fields(), *ray_fields()], given, "flag", os.environ)
 
 

@@ -78,6 +78,6 @@ def _checked_value(key: str, value: object, kind: type[float] | type[int], path:
     try:
         converted: Any = msgspec.convert(value, kind)
         SamplingParams(**{key: converted})
-    except ValueError as problem:  # includes msgspec's errors
+    except ValueError as problem:  # msgspec's errors are ValueErrors too
         raise CheckpointError(path, f"{key} {value!r} cannot be used: {problem}") from problem
     return float(converted) if kind is float else int(converted)

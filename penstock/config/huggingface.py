@@ -168,7 +168,7 @@ class HuggingFaceConfig(Mapping[str, object]):
         return tuple(value)
 
     def section(self, key: str) -> HuggingFaceConfig:
-        """Return a nested object, or an empty one if the key is absent or null.
+        """Return a nested object, or an empty object if the key is absent or null.
 
         Raises:
             CheckpointError: the value has another type.

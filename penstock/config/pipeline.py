@@ -262,7 +262,7 @@ class PipelineConfig:
 
         if not self.sampling.use_generation_config:
             return complete_sampling_params(given, {}, Path(), defaults)
-        path = self.model.checkpoint  # a folder, or a GGUF file whose metadata holds the values
+        path = self.model.checkpoint  # a GGUF file has the values in its metadata
         path = path / "generation_config.json" if path.is_dir() else path
         return complete_sampling_params(given, self.model.generation_config, path, defaults)
 

@@ -61,7 +61,7 @@ class AsyncSpeechMethods:
             scheduled first.
 
         Returns:
-            A `Speech` for a text, or a list of them in the order of the texts.
+            A `Speech` for a single text, or a list of `Speech` objects in the order of the texts.
 
         Raises:
             InputError: a text cannot be spoken; then no text is spoken.

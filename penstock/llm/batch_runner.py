@@ -27,7 +27,10 @@ class ResultBuilder(Protocol):
 
     @property
     def is_done(self) -> bool:
-        """Whether the result is complete. After a stop string it is complete before the context is."""
+        """Whether the result is complete.
+
+        After a stop string the result is complete although the context continues.
+        """
 
     def take(self, response: Any, /) -> None:
         """Add the output of one scheduler step."""
@@ -121,5 +124,5 @@ class BatchRunner:
             self._scheduler.cancel(request_id)
         self._scheduler.failures.clear()
         if self._scheduler.has_work:
-            self._scheduler.step()  # applies the cancellations; no context is left to run
+            self._scheduler.step()  # a step without contexts applies the cancellations
         assert not self._scheduler.has_work, "contexts are left behind"

@@ -1,10 +1,11 @@
 """Beam search with contexts, ``kv.fork`` and log probabilities; pipelines have no code for it.
 
-At every step each prompt has up to ``num_beams`` running beams. The model scores their continuations, and
-the best ones are kept. The first continuation of a beam keeps its context. Each further continuation gets a
-forked context, which shares all blocks but the last. A beam is finished when it ends among the ``num_beams``
-best continuations. Its score is the sum of log probabilities divided by ``length ** length_penalty``.
-(Beam search as in Freitag & Al-Onaizan 2017, arXiv:1702.01806; end rules as those of transformers' generate.)
+At every step each prompt has up to ``num_beams`` running beams. The model scores their continuations, and the
+best continuations are kept. The first continuation of a beam keeps its context. Each further continuation
+gets a forked context, which shares all blocks but the last. A beam is finished when it ends among the
+``num_beams`` best continuations. Its score is the sum of log probabilities divided by ``length **
+length_penalty``. The algorithm is that of Freitag & Al-Onaizan 2017, arXiv:1702.01806; the search ends by the
+rules of transformers' generate.
 """
 
 from __future__ import annotations
@@ -96,12 +97,12 @@ class _Continuation:
 class _Prompt:
     """The search of one prompt."""
 
-    request: TextContext  # as passed by the caller
+    request: TextContext  # the context that the caller passed
     first: TextContext  # the context that computes the prompt
     ends: frozenset[int]
     max_new_tokens: int
     beams: list[_Beam]
-    finished: list[Hypothesis] = field(default_factory=list)  # best first
+    finished: list[Hypothesis] = field(default_factory=list)  # sorted by score, best first
     num_steps: int = 0
 
 
@@ -360,4 +361,4 @@ def _replace_last(context: TextContext, token: int) -> None:
     committed = context.committed_idx
     context.rollback(1)
     context.update(token)
-    context.set_token_indices(committed_idx=committed)  # computed blocks stay valid
+    context.set_token_indices(committed_idx=committed)  # the blocks before this token stay valid

@@ -187,8 +187,7 @@ class EmbeddingsMethods:
         the similarity function of the checkpoint.
 
         Args:
-            query: one query for all documents, or one for each.
-            documents: the documents.
+            query: one query for all documents, or one query for each. documents: the documents.
             use_tqdm: show a progress bar, if standard error is a terminal.
             truncate: cut inputs that exceed the maximum length; otherwise they are refused.
             activation: False returns the logits of a cross-encoder.

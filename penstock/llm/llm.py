@@ -57,7 +57,7 @@ class LLM(EmbeddingsMethods, SpeechMethods):
         ConfigError: unknown field, wrong type or impossible value.
         CheckpointError: the model cannot be found or loaded.
         InsufficientMemoryError: weights and the smallest useful KV cache do not fit.
-        ForkedProcessError: this process was forked from one that had loaded a model.
+        ForkedProcessError: this process was forked from a process that had loaded a model.
     """
 
     _runner_class: ClassVar[type[BatchRunner]] = BatchRunner
@@ -118,7 +118,7 @@ class LLM(EmbeddingsMethods, SpeechMethods):
                 ``generation_config.json``, then OpenAI's defaults, and a new seed for each prompt.
             use_tqdm: show a progress bar if standard error is a terminal.
             n: outputs for each prompt. The prompt is computed once. The seed of output ``i`` is derived from
-                the prompt's seed and ``i``; output 0 equals that of ``n=1``.
+                the prompt's seed and ``i``; output 0 equals the output of ``n=1``.
             best_of: generate this many outputs and return the ``n`` with the highest mean log probability,
                 best first.
             logprobs: return the log probability of each generated token, and of this many most probable

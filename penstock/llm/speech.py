@@ -50,7 +50,7 @@ class Speech:
 
     @property
     def seconds(self) -> float:
-        """The duration of the audio."""
+        """The duration of the audio in seconds."""
         return len(self.audio) / self.sample_rate
 
 
@@ -191,7 +191,7 @@ class SpeechMethods:
             adapter: the LoRA adapter.
 
         Returns:
-            A `Speech` for a text, or a list of them in the order of the texts.
+            A `Speech` for a single text, or a list of `Speech` objects in the order of the texts.
 
         Raises:
             InputError: a text cannot be spoken; then no text was spoken.

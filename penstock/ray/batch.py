@@ -35,8 +35,8 @@ from penstock.serve.batches.batch_lines import parsed
 from penstock.serve.config import ServeConfig
 
 _MAX_ATTEMPTS = 120
-"""Maximum attempts of a line, half a second apart, while the worker process of its actor is being
-restarted.
+"""Maximum number of attempts for a line while the worker process of its actor is being restarted. Attempts
+are half a second apart.
 """
 
 
@@ -162,7 +162,7 @@ class LineActor:
 
     Args:
         config: the configuration of the model.
-        serve_config: limits and parsers.
+        serve_config: the server's limits on requests, and its parsers.
     """
 
     def __init__(self, config: PipelineConfig, serve_config: ServeConfig) -> None:

@@ -91,10 +91,10 @@ def _check_new(name: str, seen: set[str]) -> None:
 
 
 def pending_rows(path: Path, done: Container[str]) -> set[str]:
-    """Return the ids of the rows of a parquet file, or folder of files, that have no result.
+    """Return the ids of all rows without a result, of a parquet file or a folder of parquet files.
 
     Raises:
-        InputError: two rows have the same ``custom_id``, or a row has none.
+        InputError: two rows have the same ``custom_id``, or a row has no ``custom_id``.
     """
     from pyarrow.parquet import ParquetFile
 
@@ -135,7 +135,7 @@ def parquet_files(path: Path) -> list[Path]:
     """Return a parquet file, or the parquet files of a folder in order.
 
     Raises:
-        InputError: the folder has none.
+        InputError: the folder has no parquet files.
     """
     if not path.is_dir():
         return [path]

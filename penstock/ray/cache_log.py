@@ -33,7 +33,7 @@ class CacheLog:
         self._cached: dict[bytes, set[int]] = {}
         """Digest -> workers that have the block, in the order in which blocks were stored."""
         self._events: deque[CacheEvent] = deque()
-        self._position = 0  # the number of events so far
+        self._position = 0  # number of events that were ever added
         self._num_logged = 0  # digests in the log
 
     def add(self, events: Sequence[CacheEvent], worker: int = 0) -> None:
@@ -44,7 +44,7 @@ class CacheLog:
                 case BlocksStored():
                     for digest in event.digests:
                         cached.setdefault(digest, set()).add(worker)
-                    event = BlocksStored(event.digests, None, [])  # a router needs only the digests
+                    event = BlocksStored(event.digests, None, [])  # without tokens, which routers do not use
                 case BlocksRemoved():
                     event = BlocksRemoved(self._without_owner(event.digests, worker))
                 case _:

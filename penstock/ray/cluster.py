@@ -22,11 +22,11 @@ def import_ray(purpose: str) -> Any:
         purpose: the feature that needs Ray, for the error message.
 
     Raises:
-        MissingDependencyError: names the extra that installs it.
+        MissingDependencyError: Ray is not installed. The message names the extra.
     """
     if find_spec("ray") is None:
         raise MissingDependencyError("ray", "ray", purpose)
-    # By default, Ray sends usage statistics to its authors.
+    # disables the usage statistics that Ray sends by default
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
 

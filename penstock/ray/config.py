@@ -58,7 +58,7 @@ class RayConfig:
     ray_batch_size: int = setting(
         64,
         COUNT,
-        "Rows per block of a dataset, which an actor computes at once; lost blocks are computed again.",
+        "Rows per block of a dataset, the unit of work of an actor; lost blocks are computed again.",
     )
     sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     """Flat name -> source of the value, for fields that were set."""

@@ -64,9 +64,10 @@ def generate(
             ``num_generated_tokens`` and ``error`` are added, too; the text is null if the row has an error.
         sampling_params: the sampling parameters; by default those of the checkpoint.
         concurrency: the number of actors, or their minimum and maximum.
-        batch_size: rows per block. An actor computes a block at a time; a lost block is computed again.
-        num_cpus: CPUs that each actor reserves, and its compute threads. By default ``num_threads``, without
-            it the CPUs of this machine but one, divided by the number of actors; with GPUs 1 for each.
+        batch_size: rows per block. A lost block is computed again.
+        num_cpus: CPUs that each actor reserves, and its compute threads. By default ``num_threads`` if it is
+            set; otherwise 1 for each GPU, or all CPUs of this machine except one, divided by the number of
+            actors.
         **config: settings of the model.
 
     Raises:
@@ -136,7 +137,7 @@ def _map_with_model(
     import_ray(f"penstock.ray.{actor.function}")
     min_actors, max_actors = (concurrency, concurrency) if isinstance(concurrency, int) else concurrency
     if num_cpus is None and config.get("num_threads") is None and config.get("devices") is None:
-        num_cpus = max((usable_cpus() - 1) // min_actors, 1)  # reading and writing needs a CPU, too
+        num_cpus = max((usable_cpus() - 1) // min_actors, 1)  # 1 CPU for tasks that read and write
     ray_config = RayConfig(
         ray_min_replicas=min_actors, ray_max_replicas=max_actors, ray_cpus=num_cpus, ray_batch_size=batch_size
     )
@@ -234,7 +235,7 @@ class ModelActor:
         for attempt in range(_MAX_ATTEMPTS):
             try:
                 return {**await self.compute(self._llm, value), "error": None}
-            except UnavailableError as error:  # the worker process is being restarted
+            except UnavailableError as error:  # retried, because the worker process is being restarted
                 if attempt == _MAX_ATTEMPTS - 1:
                     raise
                 await asyncio.sleep(max(_RETRY_SECONDS, error.retry_after))

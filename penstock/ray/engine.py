@@ -37,7 +37,7 @@ _FIRST_DELAY, _MAX_DELAY = 0.1, 5.0
 _POLL_SECONDS = 2.0
 """Seconds between two reads of the replicas' statistics."""
 _MAX_MISSING = 64
-"""Maximum number of replicas without a recent report that are remembered; older ones count as ended."""
+"""Maximum number of replicas without a recent report that are remembered; older replicas count as ended."""
 _GAUGES = (
     "num_running",
     "num_waiting",
@@ -142,7 +142,7 @@ class RayEngine:
 
     @property
     def stats(self) -> WorkerStats:
-        """The sums of the replicas' statistics, at most some seconds old."""
+        """The sums of the replicas' statistics, as of the last poll (`_POLL_SECONDS`)."""
         all_stats = [self._ended, *(report.stats for report in self._reports.values())]
         names = WorkerStats.__struct_fields__
         sums = WorkerStats(**{name: sum(getattr(stats, name) for stats in all_stats) for name in names})
@@ -315,7 +315,7 @@ class RayEngine:
         """Do nothing: Ray Serve starts the replicas."""
 
     async def start(self) -> None:
-        """Return when a replica is ready."""
+        """Wait until a replica is ready."""
         while not self._reports:
             await self._poll()
         self._info = next(iter(self._reports.values())).info

@@ -23,7 +23,7 @@ from penstock.serve.warmup import warm_up_grammars
 _LOG = logging.getLogger("penstock.ray")
 
 _ABORT_SECONDS = 2.0
-"""Seconds to send the final error of each aborted request."""
+"""Seconds for sending the final errors of aborted requests."""
 
 
 class Application:

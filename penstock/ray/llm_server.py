@@ -214,7 +214,7 @@ def read_llm_config(llm_config: Any) -> tuple[PipelineConfig, ServeConfig, RayCo
 
 
 def _types() -> dict[str, Any]:
-    """Return the types of responses by name. The application distinguishes errors and responses by these."""
+    """Return name -> response type of Ray Serve LLM, whose application checks the type of each response."""
     from ray.llm._internal.serve.core.configs import openai_api_models
 
     return dict(vars(openai_api_models))

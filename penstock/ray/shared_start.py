@@ -31,7 +31,7 @@ class SharedStart:
         self._task: asyncio.Task[None] | None = None
 
     async def __call__(self) -> None:
-        """Return when the model is loaded. A call after a failed start starts the model again.
+        """Wait until the model is loaded. A call after a failed start starts the model again.
 
         Raises:
             PenstockError: the model cannot be loaded, or its worker ended in `MAX_STARTS` starts.
