@@ -1,7 +1,8 @@
 """`Ranks`: collectives and messages among the ranks of a model.
 
-Sums are added in float32 in the order of the ranks and rounded once, on every transport. All ranks therefore
-have bit-equal sums, and the shared-memory kernels (`penstock.kernels.cpu`) are bit-equal to gloo.
+On CPUs, sums are added in float32 in the order of the ranks and rounded once. All ranks therefore have
+bit-equal sums, and the shared-memory kernels (`penstock.kernels.cpu`) are bit-equal to gloo. On GPUs, NCCL
+adds in the type of the tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from penstock.distributed.shard import Shard
 from penstock.errors import PenstockError, RankFailedError
 from penstock.host.interrupts import deferred_interrupts
 
-_BYTES_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGER_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Ranks:
@@ -90,7 +91,7 @@ class Ranks:
     # -- Collectives --------------------------------------------------------------------------------------
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum over all ranks of ``x``, added in float32 in the order of the ranks."""
+        """Return the sum of ``x`` over all ranks, in the type of ``x``."""
         if self.device.type == "cuda":
             total = x.contiguous().clone()
             self._wait(lambda: self._group.allreduce([total]))
@@ -129,10 +130,10 @@ class Ranks:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Run a step on all ranks. An error on one rank becomes an error on all.
+        """Run a step on all ranks. An error on one rank becomes an error on all ranks.
 
-        Otherwise the other ranks would wait for collectives that the failed rank never calls. A Ctrl-C
-        is therefore deferred to the end of the step.
+        Without this, the other ranks would wait for collectives that the failed rank never calls. For the
+        same reason, a Ctrl-C is deferred to the end of the step.
 
         Raises:
             RankFailedError: an error occurred in the block, or on another rank.
@@ -196,7 +197,7 @@ class Ranks:
 
     def _gather(self, x: Tensor) -> list[Tensor]:
         """Return the tensor of each rank; all have the same shape and type."""
-        raw = x.view(_BYTES_OF[x.element_size()])
+        raw = x.view(_INTEGER_TYPES[x.element_size()])
         outputs = [torch.empty_like(raw) for _ in range(self.world)]
         self._wait(lambda: self._group.allgather([outputs], [raw]))
         return [output.view(x.dtype) for output in outputs]

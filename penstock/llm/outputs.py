@@ -208,7 +208,7 @@ class OutputBuilder:
     def _take_log_probabilities(self, rows: LogProbabilities) -> None:
         """Store the log probabilities of one token.
 
-        With echo, those of the prompt precede the first token's.
+        With echo, the rows of the first token begin with the rows of the prompt.
         """
         values, tops = rows.token_log_probabilities, rows.top_log_probabilities
         if self.context.log_probabilities_echo and self._of_prompt is None:

@@ -171,7 +171,7 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
     ) -> dict[str, AudioGenerationResponse]:
         """Generate up to ``num_tokens`` speech tokens for each context, and decode all whole frames.
 
-        Frames that are still right context of the codec are decoded in the next call.
+        The codec needs frames after a chunk as right context. These frames are decoded in the next call.
 
         Raises:
             InputError: ``num_tokens`` is less than 1, or a context has ended.
@@ -181,8 +181,8 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
         self._check(batch)
         counts = dict.fromkeys(batch, num_tokens)
         self.speech_lm_pipeline.next_speech_token(self._generating_contexts(batch), num_tokens, counts)
-        everything = max(len(context.speech_tokens) for context in batch.values()) if batch else 0
-        return self._respond(batch, ChunkSizes(everything, everything), takes_rest=True)
+        all_frames = max(len(context.speech_tokens) for context in batch.values()) if batch else 0
+        return self._respond(batch, ChunkSizes(all_frames, all_frames), allows_short_chunks=True)
 
     # -- TaskPipeline -----------------------------------------------------------------------------------
 
@@ -250,9 +250,15 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
     # -- Audio ------------------------------------------------------------------------------------------
 
     def _respond(
-        self, batch: Mapping[str, TTSContext], sizes: ChunkSizes | None, *, takes_rest: bool = False
+        self, batch: Mapping[str, TTSContext], sizes: ChunkSizes | None, *, allows_short_chunks: bool = False
     ) -> dict[str, AudioGenerationResponse]:
-        """Decode the complete chunks, update the contexts and return their responses."""
+        """Decode the complete chunks, update the contexts and return their responses.
+
+        Args:
+            batch: the contexts.
+            sizes: the chunk sizes; None chooses sizes for streaming or for whole responses per context.
+            allows_short_chunks: whether chunks of unfinished contexts may be shorter than these sizes.
+        """
         self.failures |= self.speech_lm_pipeline.failures
         self.speech_lm_pipeline.failures.clear()
         audio: dict[str, list[npt.NDArray[np.float32]]] = {}
@@ -262,7 +268,8 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
                 request_id: chunk
                 for request_id, context in batch.items()
                 if request_id not in self.failures
-                and (chunk := self._next_chunk(context, sizes, takes_rest=takes_rest)) is not None
+                and (chunk := self._next_chunk(context, sizes, allows_short_chunks=allows_short_chunks))
+                is not None
             }
             if not due:
                 break
@@ -271,7 +278,7 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
                 chunk = due[request_id]
                 end = (chunk.start + chunk.num_frames) * self.codec.codes_per_frame
                 batch[request_id].set_decoded_index(end)
-            if not takes_rest:
+            if not allows_short_chunks:
                 num_left -= sum(chunk.num_frames for chunk in due.values())
         for request_id, context in batch.items():
             if request_id not in self.failures:
@@ -286,7 +293,7 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
         }
 
     def _next_chunk(
-        self, context: TTSContext, sizes: ChunkSizes | None, *, takes_rest: bool
+        self, context: TTSContext, sizes: ChunkSizes | None, *, allows_short_chunks: bool
     ) -> CodecChunk | None:
         """Return the next chunk of a context; None if its frames are not complete."""
         codec, size = self.codec, self.codec.codes_per_frame
@@ -296,7 +303,7 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
             sizes = self._streamed if context.streaming else self._whole
         stop = self._chunk_end(start + sizes.after(start))
         ready = codec.ready_frames(num_frames, ended=has_ended)
-        if ready <= start or (ready < stop and not has_ended and not takes_rest):
+        if ready <= start or (ready < stop and not has_ended and not allows_short_chunks):
             return None
         stop = min(stop, ready)
         first, end = codec.context_at(start, stop)
