@@ -96,7 +96,7 @@ class RankProcesses:
         self._ranks: Ranks | None = None
         self._connections: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._ended: dict[int, int] = {}  # rank -> exit status
+        self._exit_statuses: dict[int, int] = {}  # rank -> exit status
         self.sentinel, self._write_end = os.pipe()
         """A file descriptor that becomes readable when a rank has ended."""
         self._region = _create_region(settings)
@@ -129,7 +129,7 @@ class RankProcesses:
             by_expert=settings.by_expert,
         )
         self._ranks.diagnose = self._diagnose
-        if self._ended:
+        if self._exit_statuses:
             self._ranks.abort()
         return self._ranks
 
@@ -143,7 +143,7 @@ class RankProcesses:
         deadline = time.monotonic() + START_TIMEOUT
         names = [f"{event}/{rank}" for rank in range(1, self._settings.world)]
         while not self._store.check(names):
-            if self._ended:
+            if self._exit_statuses:
                 raise self._diagnose(RuntimeError("a rank has ended"))
             if time.monotonic() > deadline:
                 raise RankFailedError(f"the ranks have not {event} within {START_TIMEOUT:g} s")
@@ -161,7 +161,7 @@ class RankProcesses:
         Raises:
             PenstockError: a rank has ended; the message contains its number and exit status.
         """
-        if self._ended and not self._is_closing:
+        if self._exit_statuses and not self._is_closing:
             raise self._diagnose(RuntimeError("a rank has ended"))
 
     def close(self) -> None:
@@ -211,7 +211,7 @@ class RankProcesses:
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         status = process.wait()
-        self._ended.setdefault(rank, status)
+        self._exit_statuses.setdefault(rank, status)
         if self._is_closing:
             return
         _LOG.error("rank %d (process %d) has ended: %s", rank, process.pid, _describe(status))
@@ -223,14 +223,14 @@ class RankProcesses:
     def _diagnose(self, error: Exception) -> PenstockError:
         """Return the error that a rank has reported, or else an error that names the rank that has ended."""
         deadline = time.monotonic() + _DIAGNOSIS_TIMEOUT
-        while not self._ended and time.monotonic() < deadline:
+        while not self._exit_statuses and time.monotonic() < deadline:
             time.sleep(0.01)
         if self._store.check(["error"]):
             reported = pickle.loads(base64.b64decode(self._store.get("error")))
             assert isinstance(reported, PenstockError)
             return reported
-        if self._ended:
-            rank, status = next(iter(self._ended.items()))
+        if self._exit_statuses:
+            rank, status = next(iter(self._exit_statuses.items()))
             return RankFailedError(
                 f"rank {rank} of {self._settings.world} has ended ({_describe(status)}): the model must be "
                 "loaded again"

@@ -70,7 +70,7 @@ def discard_pages(address: int, num_bytes: int) -> None:
     ctypes.memset(end, 0, address + num_bytes - end)
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     if madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED):
-        ctypes.memset(begin, 0, end - begin)  # fails for locked memory, for example
+        ctypes.memset(begin, 0, end - begin)  # madvise fails for locked memory, for example
 
 
 class PrefaultedBuffer:

@@ -163,9 +163,8 @@ class KVCacheManager(PrefixCacheControls):
 
     def num_missing_blocks(self, context: InputContext, lookahead: int = 0) -> int:
         sequence = self._sequence(context)
-        num_held = (
-            0 if self._is_rolled_back(context, sequence) else sequence.num_blocks
-        )  # after a rollback, `reserve` frees blocks first
+        # After a rollback, `reserve` frees blocks first.
+        num_held = 0 if self._is_rolled_back(context, sequence) else sequence.num_blocks
         return max(-(-(context.active_idx + lookahead) // self.block_size) - num_held, 0)
 
     def steps_left(self, context: InputContext) -> int | None:

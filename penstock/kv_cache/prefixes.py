@@ -41,7 +41,9 @@ class PrefixIndex:
         self._spec = spec
         self._block_size = block_size
         self._adapter_digest = adapter_digest
-        self._whole = [pool for pool, group in zip(pools, spec.groups, strict=True) if group.window is None]
+        self._pools_without_window = [
+            pool for pool, group in zip(pools, spec.groups, strict=True) if group.window is None
+        ]
         self._windowed = [
             (pool, group) for pool, group in zip(pools, spec.groups, strict=True) if group.window is not None
         ]
@@ -123,7 +125,7 @@ class PrefixIndex:
 
     @property
     def _recorded_pool(self) -> BlockPool:
-        return self._whole[0] if self._whole else self._pools[0]
+        return self._pools_without_window[0] if self._pools_without_window else self._pools[0]
 
     def forget(self, request_id: str) -> None:
         """Drop the digests of a waiting context."""
@@ -190,7 +192,9 @@ class PrefixIndex:
         return hit
 
     def _is_known(self, chain: Chain, block: int) -> bool:
-        return block >= 0 and all(pool.lookup(chain.digests[block]) is not None for pool in self._whole)
+        return block >= 0 and all(
+            pool.lookup(chain.digests[block]) is not None for pool in self._pools_without_window
+        )
 
     def _gap(self, chain: Chain, hit: int) -> int | None:
         """Return the last block before ``hit`` that a window needs and that is not cached, or None."""

@@ -172,7 +172,7 @@ class BeamSearch:
         self._options = options
         self._max_batch_size = max_batch_size
         self._max_tokens = max_batch_input_tokens
-        self._open: dict[str, TextContext] = {}
+        self._open_contexts: dict[str, TextContext] = {}
         self._prompts = [self._begin(context) for context in contexts]
 
     @property
@@ -200,9 +200,9 @@ class BeamSearch:
         """Release all contexts and set ``num_cached_tokens`` of the prompts. May be called twice."""
         for prompt in self._prompts:
             prompt.request.num_cached_tokens = prompt.first.num_cached_tokens
-        for context in self._open.values():
+        for context in self._open_contexts.values():
             self._pipeline.release(context)
-        self._open.clear()
+        self._open_contexts.clear()
 
     # -- Choice of beams --------------------------------------------------------------------------------
 
@@ -278,7 +278,7 @@ class BeamSearch:
             token_hash_overrides=dict(like.token_hash_overrides),
             request_id=uuid4().hex,
         )
-        self._open[context.request_id] = context
+        self._open_contexts[context.request_id] = context
         return context
 
     def _move(self, prompt: _Prompt, chosen: Sequence[_Continuation]) -> None:
@@ -313,7 +313,7 @@ class BeamSearch:
         return child
 
     def _release(self, context: TextContext) -> None:
-        self._pipeline.release(self._open.pop(context.request_id))
+        self._pipeline.release(self._open_contexts.pop(context.request_id))
 
     # -- The model ---------------------------------------------------------------------------------------
 

@@ -81,10 +81,12 @@ class LoRAManager:
         self._model_names = tuple(model_names)
         self._dtype, self._device = dtype, device
         self._tasks = task_adapters
-        self._loaded: dict[str, Adapter] = dict(task_adapters)
+        self._adapters_by_name: dict[str, Adapter] = dict(task_adapters)
         self._slots = AdapterSlots(config.max_loras, config.max_lora_rank, layers, dtype, device, parts)
         self._uses: dict[str, _Use] = {}  # request id -> its adapter
-        self._running: Counter[bytes] = Counter()  # digest -> number of admitted requests that use it
+        self._num_running_requests: Counter[bytes] = (
+            Counter()
+        )  # digest -> number of admitted requests that use it
         for name, path in config.adapters if is_leader else ():
             self.load(name, path)
 
@@ -100,15 +102,15 @@ class LoRAManager:
         """
         self._check_name(name)
         limit = self._config.max_loaded_loras
-        if name not in self._loaded and len(self._loaded) >= limit:
+        if name not in self._adapters_by_name and len(self._adapters_by_name) >= limit:
             raise InputError(
-                f"{len(self._loaded)} adapters are loaded, and the maximum is {limit}: unload one, or raise "
-                "--max-loaded-loras"
+                f"{len(self._adapters_by_name)} adapters are loaded, and the maximum is {limit}: unload one, "
+                "or raise --max-loaded-loras"
             )
         limits = self._dtype, self._config.max_lora_rank
         adapter = read_adapter(path, self._layers, self._base, *limits, self._rename, self._parts)
         warn_base_model_mismatch(path, self._model_names[0])
-        self._loaded[name] = adapter
+        self._adapters_by_name[name] = adapter
 
     def unload(self, name: str) -> None:
         """Unload an adapter. Requests that use it continue.
@@ -119,12 +121,12 @@ class LoRAManager:
         """
         if name in self._tasks:
             raise InputError(f"{name!r} is a task adapter of the checkpoint: it cannot be unloaded")
-        if self._loaded.pop(name, None) is None:
-            raise UnknownModelError(name, list(self._loaded))
+        if self._adapters_by_name.pop(name, None) is None:
+            raise UnknownModelError(name, list(self._adapters_by_name))
 
     def names(self) -> list[tuple[str, str]]:
         """Return the name and path of each loaded adapter."""
-        return [(name, adapter.path) for name, adapter in list(self._loaded.items())]
+        return [(name, adapter.path) for name, adapter in list(self._adapters_by_name.items())]
 
     # -- Requests ---------------------------------------------------------------------------------------
 
@@ -151,7 +153,9 @@ class LoRAManager:
         if use.is_admitted:
             return True
         digest = use.adapter.digest
-        has_slot = digest in self._running or len(self._running) < self._config.max_loras
+        has_slot = (
+            digest in self._num_running_requests or len(self._num_running_requests) < self._config.max_loras
+        )
         overtakes = use.num_skips < MAX_SKIPS and any(
             other.num_skips >= MAX_SKIPS and not other.is_admitted for other in self._uses.values()
         )
@@ -159,7 +163,7 @@ class LoRAManager:
             use.num_skips += 1
             return False
         use.is_admitted = True
-        self._running[digest] += 1
+        self._num_running_requests[digest] += 1
         return True
 
     def release(self, context: InputContext) -> None:
@@ -170,9 +174,9 @@ class LoRAManager:
         del self._uses[context.request_id]
         if use.is_admitted:
             digest = use.adapter.digest
-            self._running[digest] -= 1
-            if not self._running[digest]:
-                del self._running[digest]
+            self._num_running_requests[digest] -= 1
+            if not self._num_running_requests[digest]:
+                del self._num_running_requests[digest]
 
     def check(self, contexts: Sequence[InputContext]) -> None:
         """Check that a batch can run together.
@@ -199,7 +203,7 @@ class LoRAManager:
         adapters = {adapter.digest: adapter for adapter in used if adapter is not None}
         if not adapters:
             return None
-        slots = self._slots.assign(adapters, keep=self._running)
+        slots = self._slots.assign(adapters, keep=self._num_running_requests)
         indices = np.array([-1 if adapter is None else slots[adapter.digest] for adapter in used])
         rows = upload(indices.repeat(counts), self._device)
         return LoRAInputs(rows, self._slots.matrices, self._slots.ranks)
@@ -223,9 +227,9 @@ class LoRAManager:
         if use is not None and use.context is context:
             return use
         assert context.adapter is not None, f"{context.request_id} uses no adapter"
-        adapter = self._loaded.get(context.adapter)
+        adapter = self._adapters_by_name.get(context.adapter)
         if adapter is None:
-            raise UnknownModelError(context.adapter, [*self._model_names, *self._loaded])
+            raise UnknownModelError(context.adapter, [*self._model_names, *self._adapters_by_name])
         if use is not None:  # an earlier request with the same id was not released
             self.release(use.context)
         use = self._uses[context.request_id] = _Use(context, adapter)

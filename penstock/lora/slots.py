@@ -42,7 +42,7 @@ class AdapterSlots:
         self.on_put: Callable[[int, Adapter], None] = lambda slot, adapter: None
         """Function that is called with the slot and the adapter before an adapter is put into a slot."""
         self._max_rank, self._layers, self._dtype, self._device = max_rank, layers, dtype, device
-        self._held: list[Adapter | None] = [None] * num_slots
+        self._slot_adapters: list[Adapter | None] = [None] * num_slots
         self._last_used = [0] * num_slots
         self._clock = count(1)
         self.matrices: Mapping[str, tuple[Tensor, Tensor]] = {}
@@ -56,7 +56,7 @@ class AdapterSlots:
     @property
     def slot_digests(self) -> list[bytes | None]:
         """The digest of the adapter in each slot."""
-        return [None if adapter is None else adapter.digest for adapter in self._held]
+        return [None if adapter is None else adapter.digest for adapter in self._slot_adapters]
 
     def assign(self, adapters: Mapping[bytes, Adapter], keep: Collection[bytes] = ()) -> dict[bytes, int]:
         """Give each adapter a slot, and return the slot of each digest.
@@ -65,7 +65,9 @@ class AdapterSlots:
             adapters: digest -> adapter, at most one per slot.
             keep: digests of other adapters to evict last.
         """
-        assert len(adapters) <= len(self._held), f"{len(adapters)} adapters for {len(self._held)} slots"
+        assert len(adapters) <= len(self._slot_adapters), (
+            f"{len(adapters)} adapters for {len(self._slot_adapters)} slots"
+        )
         slot_digests = self.slot_digests
         slots = {digest: slot_digests.index(digest) for digest in adapters if digest in slot_digests}
         for digest, adapter in adapters.items():
@@ -78,15 +80,15 @@ class AdapterSlots:
 
     def _slot_to_evict(self, taken: Collection[int], keep: Collection[bytes]) -> int:
         def cost(slot: int) -> tuple[bool, int]:
-            adapter = self._held[slot]
+            adapter = self._slot_adapters[slot]
             return adapter is not None and adapter.digest in keep, self._last_used[slot]
 
-        return min((slot for slot in range(len(self._held)) if slot not in taken), key=cost)
+        return min((slot for slot in range(len(self._slot_adapters)) if slot not in taken), key=cost)
 
     def _put(self, slot: int, adapter: Adapter) -> None:
         self.on_put(slot, adapter)
         self.put(slot, adapter.matrices)
-        self._held[slot] = adapter
+        self._slot_adapters[slot] = adapter
 
     def put(self, slot: int, matrices: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Copy the matrices of an adapter, or this process's part of them, into a slot.
@@ -101,7 +103,9 @@ class AdapterSlots:
         if new:
             own = {layer: self._allocate(layer, matrices[layer]) for layer in new}
             self.matrices = {**self.matrices, **own}
-            no_ranks = {layer: host_zeros(len(self._held), torch.int64, self._device) for layer in new}
+            no_ranks = {
+                layer: host_zeros(len(self._slot_adapters), torch.int64, self._device) for layer in new
+            }
             self.ranks = {**self.ranks, **no_ranks}
         for layer, (down, up) in matrices.items():
             part = self._parts.get(layer)
@@ -116,7 +120,7 @@ class AdapterSlots:
 
     def _allocate(self, layer: str, matrices: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return memory for a layer, or for an embedding table, whose adapters all have the same rank."""
-        num_slots, rank = len(self._held), self._max_rank
+        num_slots, rank = len(self._slot_adapters), self._max_rank
         options = {"dtype": self._dtype, "device": self._device}
         if layer not in self._layers:
             (rank, tokens), size = matrices[0].shape, len(matrices[1])

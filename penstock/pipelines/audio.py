@@ -154,7 +154,7 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
             ceil(seconds * codec.frame_rate) if chunk_frames is None else chunk_frames
             for seconds in (_FIRST_CHUNK, _LARGEST_CHUNK, _WHOLE_CHUNK)
         )
-        self._streamed, self._whole = ChunkSizes(first, largest), ChunkSizes(whole, whole)
+        self._stream_sizes, self._response_sizes = ChunkSizes(first, largest), ChunkSizes(whole, whole)
         self._chunk_ends: dict[int, int] = {}
         self._max_frames = max(whole, largest)
         """Maximum number of frames decoded in one call, apart from the last chunk of each context."""
@@ -300,7 +300,7 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
         start, num_frames = context.decoded_index // size, len(context.speech_tokens) // size
         has_ended = context.generation_status.is_done
         if sizes is None:
-            sizes = self._streamed if context.streaming else self._whole
+            sizes = self._stream_sizes if context.streaming else self._response_sizes
         stop = self._chunk_end(start + sizes.after(start))
         ready = codec.ready_frames(num_frames, ended=has_ended)
         if ready <= start or (ready < stop and not has_ended and not allows_short_chunks):

@@ -103,7 +103,7 @@ class OverlappedSteps:
         self._runner, self._model, self._queue = runner, model, queue
         self._check, self._take_tokens = check, take_tokens
         self._device = model.devices[0].torch_device
-        self._collected = float("-inf")
+        self._collected_at = float("-inf")
         """Time at which the last step was collected, in seconds."""
 
     def launch(self, batch: Mapping[str, TextContext], after: OverlappedStep | None) -> OverlappedStep:
@@ -260,8 +260,8 @@ class OverlappedSteps:
         now = perf_counter()
         if len(step.forward.value.inputs.tokens) == len(contexts):
             # The device begins a step when the previous step has ended, or at the launch if it is idle.
-            self._runner.record_step(now - max(self._collected, step.begin))
-        self._collected = now
+            self._runner.record_step(now - max(self._collected_at, step.begin))
+        self._collected_at = now
         sampled = tokens.new_zeros(len(contexts))
         sampled[step.kept_rows] = tokens
         forward = step.forward.value

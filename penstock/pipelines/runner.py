@@ -95,7 +95,7 @@ class ModelRunner:
             cache = EncoderCache(model.memory_plan.encoder_cache_size)
             self.images = ImageRows(model, cache, self._device)
         self._sampler: Sampler | None = None
-        self._seconds: float | None = None
+        self._step_seconds: float | None = None
         self.vocabulary: int | None = None
         """V, known after the first forward."""
 
@@ -105,10 +105,10 @@ class ModelRunner:
         The result is at least 1 and at most `_MAX_FUSED_STEPS`, or `_MAX_QUEUED_STEPS` on a device with a
         queue. It is 1 before the first decode step.
         """
-        if self._seconds is None:
+        if self._step_seconds is None:
             return 1
         longest = _MAX_FUSED_STEPS if self._session.queue is None else _MAX_QUEUED_STEPS
-        return max(1, min(int(seconds / self._seconds), longest))
+        return max(1, min(int(seconds / self._step_seconds), longest))
 
     def forward(
         self, contexts: Sequence[TextContext], num_logits: Sequence[int] | None = None
@@ -181,7 +181,7 @@ class ModelRunner:
 
     def record_step(self, seconds: float) -> None:
         """Record the duration of a decode step, for `num_steps_for`."""
-        self._seconds = seconds
+        self._step_seconds = seconds
 
     def collect(self, handle: LaunchHandle) -> list[SampledTokens]:
         """Return the tokens of a launched batch, one entry per context.

@@ -144,14 +144,16 @@ class PendingRows:
     """
 
     def __init__(self, done: Any) -> None:
-        self._done = done
+        self._done_ids = done
         self._ids: set[str] | None = None
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
         """Return the ``line`` and the ``number`` of a row."""
         if self._ids is None:
             self._ids = (
-                set() if self._done is None else import_ray("penstock batch run --ray").get(self._done)
+                set()
+                if self._done_ids is None
+                else import_ray("penstock batch run --ray").get(self._done_ids)
             )
         number = -1 if row["custom_id"] in self._ids else 0
         return {"line": row_to_line(row), "number": number}

@@ -36,7 +36,7 @@ _FIRST_DELAY, _MAX_DELAY = 0.1, 5.0
 """First and maximum seconds between two attempts of a request. They double after each attempt."""
 _POLL_SECONDS = 2.0
 """Seconds between two reads of the replicas' statistics."""
-_MAX_MISSING = 64
+_MAX_MISSING_REPORTS = 64
 """Maximum number of replicas without a recent report that are remembered; older replicas count as ended."""
 _GAUGES = (
     "num_running",
@@ -110,8 +110,8 @@ class RayEngine:
         """The LoRA adapters of the configuration, name to path."""
         self._info: WorkerInfo | None = None
         self._reports: dict[str, ReplicaReport] = {}
-        self._missing: dict[str, ReplicaReport] = {}  # last reports of replicas that did not answer
-        self._ended = WorkerStats()  # totals of replicas that have ended
+        self._missing_reports: dict[str, ReplicaReport] = {}  # last reports of replicas that did not answer
+        self._ended_stats = WorkerStats()  # totals of replicas that have ended
         self._num_ended_restarts = 0
         self._generations: dict[str, Generation] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -143,10 +143,10 @@ class RayEngine:
     @property
     def stats(self) -> WorkerStats:
         """The sums of the replicas' statistics, as of the last poll (`_POLL_SECONDS`)."""
-        all_stats = [self._ended, *(report.stats for report in self._reports.values())]
+        all_stats = [self._ended_stats, *(report.stats for report in self._reports.values())]
         names = WorkerStats.__struct_fields__
         sums = WorkerStats(**{name: sum(getattr(stats, name) for stats in all_stats) for name in names})
-        for report in self._missing.values():
+        for report in self._missing_reports.values():
             _add_totals(sums, report.stats)
         return sums
 
@@ -158,7 +158,7 @@ class RayEngine:
     @property
     def num_restarts(self) -> int:
         """The number of times that the worker of a replica ended unexpectedly."""
-        known = (*self._reports.values(), *self._missing.values())
+        known = (*self._reports.values(), *self._missing_reports.values())
         return self._num_ended_restarts + sum(replica_report.num_restarts for replica_report in known)
 
     # -- Requests ----------------------------------------------------------------------------------------
@@ -353,12 +353,12 @@ class RayEngine:
                 found[report.name] = report
         for name, report in self._reports.items():
             if name not in found:
-                self._missing[name] = report
+                self._missing_reports[name] = report
         for name in found:  # it was slow, or could not be reached for a while
-            self._missing.pop(name, None)
-        while len(self._missing) > _MAX_MISSING:
-            report = self._missing.pop(next(iter(self._missing)))
-            _add_totals(self._ended, report.stats)
+            self._missing_reports.pop(name, None)
+        while len(self._missing_reports) > _MAX_MISSING_REPORTS:
+            report = self._missing_reports.pop(next(iter(self._missing_reports)))
+            _add_totals(self._ended_stats, report.stats)
             self._num_ended_restarts += report.num_restarts
         self._choice.update(found)
         self._reports = found

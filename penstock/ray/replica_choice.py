@@ -54,7 +54,7 @@ class ReplicaChoice:
         self._policy: PrefixAware | None = None
         self._info: WorkerInfo | None = None
         self._replicas: list[_Replica | None] = []  # index: number of the replica; None: free number
-        self._usable = 0  # bit set of the numbers of known replicas
+        self._usable_replicas = 0  # bit set of the numbers of known replicas
 
     @property
     def positions(self) -> dict[str, int]:
@@ -89,7 +89,7 @@ class ReplicaChoice:
         Returns:
             The replica; `end` must be called when the request has ended there. None if no replica is known.
         """
-        usable = self._usable
+        usable = self._usable_replicas
         for number, replica in enumerate(self._replicas):
             if replica is not None and replica.name in lost:
                 usable &= ~(1 << number)
@@ -131,7 +131,7 @@ class ReplicaChoice:
             self._replicas.append(None)
             self._loads.add_worker()
         self._replicas[number] = _Replica(name)
-        self._usable |= 1 << number
+        self._usable_replicas |= 1 << number
         return number
 
     def _remove(self, number: int) -> None:
@@ -143,4 +143,4 @@ class ReplicaChoice:
         self._prefixes.update(number, [BlocksCleared()])
         self._replicas[number] = None
         self._loads.clear(number)
-        self._usable &= ~(1 << number)
+        self._usable_replicas &= ~(1 << number)

@@ -55,7 +55,7 @@ class WaitingQueue(Generic[EntryT]):
         self._lanes: dict[str, list[tuple[tuple[int, int], EntryT]]] = {}  # client id -> heap of its entries
         # Heap of (sort key of the first entry, client id). Outdated keys are never larger than current keys.
         self._heap: list[tuple[_Rank, str]] = []
-        self._queued: dict[str, _Rank] = {}  # client id -> its newest key in the heap
+        self._newest_keys: dict[str, _Rank] = {}  # client id -> its newest key in the heap
         self._not_ready: deque[EntryT] = deque()
 
     def __len__(self) -> int:
@@ -79,14 +79,16 @@ class WaitingQueue(Generic[EntryT]):
         if first is None:
             return
         key = self._sort_key(first)
-        if self._queued.get(client_id) == key:
+        if self._newest_keys.get(client_id) == key:
             return
-        self._queued[client_id] = key
+        self._newest_keys[client_id] = key
         heapq.heappush(self._heap, (key, client_id))
         if len(self._heap) > 2 * len(self._lanes) + _MAX_OUTDATED:
             firsts = ((client, self._first_entry(client)) for client in list(self._lanes))
-            self._queued = {client: self._sort_key(entry) for client, entry in firsts if entry is not None}
-            self._heap = [(key, client) for client, key in self._queued.items()]
+            self._newest_keys = {
+                client: self._sort_key(entry) for client, entry in firsts if entry is not None
+            }
+            self._heap = [(key, client) for client, key in self._newest_keys.items()]
             heapq.heapify(self._heap)
 
     def recheck(self, is_ready: Callable[[EntryT], bool]) -> None:
@@ -109,10 +111,10 @@ class WaitingQueue(Generic[EntryT]):
             if entry is None:
                 self._drop_first()
             elif sort_key != (now := self._sort_key(entry)):
-                if self._queued.get(client_id) == now:
+                if self._newest_keys.get(client_id) == now:
                     self._drop_first()  # the heap also holds the current key
                 else:
-                    self._queued[client_id] = now
+                    self._newest_keys[client_id] = now
                     heapq.heapreplace(self._heap, (now, client_id))
             elif is_ready(entry):
                 return entry
@@ -126,8 +128,8 @@ class WaitingQueue(Generic[EntryT]):
     def _drop_first(self) -> None:
         """Remove the first item of the heap."""
         key, client_id = heapq.heappop(self._heap)
-        if self._queued.get(client_id) == key:
-            del self._queued[client_id]
+        if self._newest_keys.get(client_id) == key:
+            del self._newest_keys[client_id]
 
     def _enqueue(self, entry: EntryT) -> None:
         heapq.heappush(self._lanes.setdefault(entry.client_id, []), (entry.key, entry))

@@ -162,7 +162,7 @@ class WorkerConnection:
         self._host: _WorkerHost = (_Thread if in_thread else _Process)(factory, endpoint, memory_limit)
         self._reports_fd = int(self._reports.getsockopt(zmq.FD))
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.ended = asyncio.Event()
+        self.end_event = asyncio.Event()
         """Set when the worker has ended."""
 
     def attach(self, on_report: Callable[[WorkerMessage], None]) -> None:
@@ -214,4 +214,4 @@ class WorkerConnection:
     def _on_end(self) -> None:
         assert self._loop is not None
         self._loop.remove_reader(self._host.sentinel)
-        self.ended.set()
+        self.end_event.set()

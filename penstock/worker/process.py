@@ -153,7 +153,7 @@ class _Loop:
         self._contexts: dict[str, RequestContext] = {}  # contexts of requests that have not ended, by id
         self._lengths: dict[str, int] = {}
         self._cancelled: list[str] = []
-        self._refused: list[Failure] = []
+        self._refused_requests: list[Failure] = []
         self._stats = WorkerStats()
         self._is_stopping = False
 
@@ -222,7 +222,7 @@ class _Loop:
         try:
             self._scheduler.submit(context)
         except Exception as error:
-            self._refused.append(self._fail(context.request_id, error))
+            self._refused_requests.append(self._fail(context.request_id, error))
         else:
             self._contexts[context.request_id] = context
             self._lengths[context.request_id] = context.current_length
@@ -316,7 +316,7 @@ class _Loop:
         return result
 
     def _take_failures(self) -> list[Failure]:
-        failures, self._refused = self._refused, []
+        failures, self._refused_requests = self._refused_requests, []
         while self._scheduler.failures:
             request_id, error = self._scheduler.failures.popitem()
             self._forget(request_id)

@@ -215,10 +215,10 @@ class WorkerSupervisor:
             self._task.cancel()
             await asyncio.wait({self._task})
         connection = self._connection
-        if self._was_ready and connection is not None and not connection.ended.is_set():
+        if self._was_ready and connection is not None and not connection.end_event.is_set():
             connection.send(Stop())
             with suppress(TimeoutError):
-                await asyncio.wait_for(connection.ended.wait(), SHUTDOWN_TIMEOUT)
+                await asyncio.wait_for(connection.end_event.wait(), SHUTDOWN_TIMEOUT)
         self._clean_up()
 
     # -- Supervision -------------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ class WorkerSupervisor:
         connection, self._has_answered = self._connection, False
         assert connection is not None
         liveness = self._liveness = Liveness(connection, self._check_interval)
-        while not connection.ended.is_set():
+        while not connection.end_event.is_set():
             connection.drain()
             self._kill_reason = liveness.check(self._hang_limit)
             if self._kill_reason:
@@ -287,7 +287,7 @@ class WorkerSupervisor:
                 liveness.expect_answer()
                 connection.send(Ping())
             with suppress(TimeoutError):
-                await asyncio.wait_for(connection.ended.wait(), self._check_interval)
+                await asyncio.wait_for(connection.end_event.wait(), self._check_interval)
         await asyncio.sleep(DRAIN_TIMEOUT)
         connection.drain()
         return self._has_answered
@@ -296,7 +296,7 @@ class WorkerSupervisor:
         """Return whether a coroutine completes before the worker ends or hangs."""
         assert self._connection is not None
         connection = self._connection
-        task, ended = asyncio.create_task(coroutine), asyncio.create_task(connection.ended.wait())
+        task, ended = asyncio.create_task(coroutine), asyncio.create_task(connection.end_event.wait())
         hangs = asyncio.create_task(self._wait_until_start_hangs(connection))
         try:
             await asyncio.wait({task, ended, hangs}, return_when=asyncio.FIRST_COMPLETED)

@@ -41,7 +41,7 @@ class AdaptiveDraftLength:
     def __init__(self, max_drafts: int) -> None:
         assert max_drafts >= 1, f"at least one draft, was {max_drafts}"
         self._max_drafts = max_drafts
-        self._overall = _Acceptance(_INITIAL_RATE * 4, 4.0)
+        self._overall_acceptance = _Acceptance(_INITIAL_RATE * 4, 4.0)
         self._of_context: dict[str, _Acceptance] = {}
         self._costs = StepCosts()
 
@@ -63,7 +63,7 @@ class AdaptiveDraftLength:
             if draft:
                 num_tested = min(matching + 1, len(draft))  # drafts after the first mismatch were not tested
                 own = self._acceptance(context)
-                self._overall.add(matching, num_tested, memory=0.99)
+                self._overall_acceptance.add(matching, num_tested, memory=0.99)
                 own.add(matching, num_tested, memory=0.95)
                 own.record_probe(matching == len(draft))
 
@@ -76,7 +76,7 @@ class AdaptiveDraftLength:
     def _rate(self, context: TextContext) -> float:
         """Return the estimated acceptance rate of a context; the overall rate dominates with few samples."""
         own = self._acceptance(context)
-        return min((own.num_accepted + 3 * self._overall.rate) / (own.num_tested + 3), _MAX_RATE)
+        return min((own.num_accepted + 3 * self._overall_acceptance.rate) / (own.num_tested + 3), _MAX_RATE)
 
     def _best_number(self, num_contexts: int, gains: np.ndarray, numbers: np.ndarray) -> int:
         """Return the number of drafts with the highest predicted tokens per second.
@@ -153,24 +153,24 @@ class StepCosts:
     """
 
     def __init__(self) -> None:
-        self._forward: dict[int, _Average] = {}  # number of rows -> seconds
+        self._forward_averages: dict[int, _Average] = {}  # number of rows -> seconds
         self._curve: tuple[list[int], list[float]] = ([], [])  # numbers of rows and seconds, both ascending
-        self._draft = _Average()
+        self._draft_average = _Average()
 
     def add(self, num_rows: int, depth: int, forward: float, proposal: float) -> None:
         """Record the durations of a forward with ``num_rows`` rows and of drafting."""
-        self._forward.setdefault(_row_bucket(num_rows), _Average()).add(forward)
+        self._forward_averages.setdefault(_row_bucket(num_rows), _Average()).add(forward)
         self._curve = self._measured_costs()
         if depth:
-            self._draft.add(proposal / depth)
+            self._draft_average.add(proposal / depth)
 
     def seconds(self, num_rows: np.ndarray, depths: np.ndarray) -> np.ndarray:
         """Return the estimated seconds of steps ``[n]``; ``depths`` are the lengths of the longest drafts."""
-        return self._forward_seconds(num_rows) + depths * self._draft.value
+        return self._forward_seconds(num_rows) + depths * self._draft_average.value
 
     def _measured_costs(self) -> tuple[list[int], list[float]]:
-        measured_rows = sorted(self._forward)
-        seconds = [self._forward[rows].value for rows in measured_rows]
+        measured_rows = sorted(self._forward_averages)
+        seconds = [self._forward_averages[rows].value for rows in measured_rows]
         for index in range(len(measured_rows) - 2, -1, -1):
             seconds[index] = min(seconds[index], seconds[index + 1])
         return measured_rows, seconds

@@ -47,7 +47,7 @@ class _DraftState:
     context: TextContext
     text: TextContext
     """A copy of ``context`` with a slot in the draft cache. Contains drafts only during `propose`."""
-    drafted: list[int] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)
     """The last drafts. All of them except the last are in the draft's cache."""
 
     @property
@@ -67,13 +67,13 @@ class _DraftState:
         text.set_token_indices(active_idx=known)
         for token in new[known:].tolist():
             text.jump_ahead(token)
-        if self.drafted:
-            gained = new[known : known + len(self.drafted) - 1].tolist()
+        if self.drafts:
+            gained = new[known : known + len(self.drafts) - 1].tolist()
             matching = 0
-            while matching < len(gained) and gained[matching] == self.drafted[matching]:
+            while matching < len(gained) and gained[matching] == self.drafts[matching]:
                 matching += 1
             text.set_token_indices(start_idx=min(known + matching, text.end_idx - 1))
-            self.drafted = []
+            self.drafts = []
         return True
 
 
@@ -120,7 +120,7 @@ class DraftModelProposer:
                     batch.append(state)
         drafts: list[list[int]] = [[] for _ in contexts]
         for state in self._draft(batch, [limits[indices[f.context.request_id]] for f in batch]):
-            drafts[indices[state.context.request_id]] = list(state.drafted)
+            drafts[indices[state.context.request_id]] = list(state.drafts)
         return drafts
 
     def observe(
@@ -233,16 +233,15 @@ class DraftModelProposer:
                 drafting = [
                     (state, width)
                     for state, width in drafting
-                    if can_continue[state.context.request_id](state.drafted[-1])
-                    and len(state.drafted) < width
+                    if can_continue[state.context.request_id](state.drafts[-1]) and len(state.drafts) < width
                 ]
                 if drafting:
                     for state, _ in drafting:
-                        state.text.jump_ahead(state.drafted[-1])
+                        state.text.jump_ahead(state.drafts[-1])
                         state.text.set_token_indices(start_idx=state.text.end_idx - 1)
                     logits = self._runner.forward([state.text for state, _ in drafting])
         for state in drafted:
-            state.text.rollback(len(state.drafted) - 1)
+            state.text.rollback(len(state.drafts) - 1)
         return drafted
 
     def _sample(self, batch: Sequence[_DraftState], logits: Tensor) -> None:  # [B, V]
@@ -252,7 +251,7 @@ class DraftModelProposer:
         positions = np.array([state.text.end_idx for state in batch])
         bitmask = None
         if logits.shape[-1] == self._vocabulary:
-            so_far = [state.drafted for state in batch]
+            so_far = [state.drafts for state in batch]
             logits = adjust_logits(logits, contexts, sequences, positions, so_far)
             bitmask = grammar_bitmask(contexts, sequences, self._vocabulary)
             bitmask = None if bitmask is None else bitmask.to(logits.device)
@@ -260,7 +259,7 @@ class DraftModelProposer:
         tokens = sampler(self._session.ops, logits, None, positions, bitmask)
         # Without finite logits an arbitrary token is drafted, because wrong drafts are rejected.
         for state, token in zip(batch, tokens.clamp(min=0).tolist(), strict=True):
-            state.drafted.append(token)
+            state.drafts.append(token)
 
 
 # -- Loading ---------------------------------------------------------------------------------------------
