@@ -193,9 +193,9 @@ def _allowed_threads() -> int | None:
     With more threads, the control group would use up its CPU quota early. The system would then suspend all
     threads until the next quota period.
     """
-    granted = limits.cores()
-    if granted is None or "OMP_NUM_THREADS" in os.environ:
+    allowed_cores = limits.cores()
+    if allowed_cores is None or "OMP_NUM_THREADS" in os.environ:
         return None
     import torch
 
-    return min(torch.get_num_threads(), max(int(granted), 1))
+    return min(torch.get_num_threads(), max(int(allowed_cores), 1))

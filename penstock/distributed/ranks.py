@@ -108,13 +108,13 @@ class Ranks:
         padded = (
             x.contiguous() if x.shape[1] == widest else torch.nn.functional.pad(x, (0, widest - x.shape[1]))
         )
-        gathered = self._gather(padded)
-        return torch.cat([part[:, :width] for part, width in zip(gathered, widths, strict=True)], dim=1)
+        rank_tensors = self._gather(padded)
+        return torch.cat([part[:, :width] for part, width in zip(rank_tensors, widths, strict=True)], dim=1)
 
     def minimum(self, values: Sequence[int]) -> list[int]:
         """Return the element-wise minimum of ``values`` over all ranks."""
-        gathered = self._gather(torch.tensor(list(values), dtype=torch.int64))
-        smallest: list[int] = torch.stack(gathered).amin(0).tolist()
+        rank_tensors = self._gather(torch.tensor(list(values), dtype=torch.int64))
+        smallest: list[int] = torch.stack(rank_tensors).amin(0).tolist()
         return smallest
 
     def check(self) -> None:

@@ -61,19 +61,19 @@ class HostBlocks:
         """
         if hit == len(digests) or not all(digests[hit] in slots for slots in self._slots):
             return
-        retained = [
+        retained_blocks = [
             [block for digest in digests[:hit] if (block := pool.lookup(digest)) is not None]
             for pool in self._pools
         ]
-        for pool, blocks in zip(self._pools, retained, strict=True):
+        for pool, blocks in zip(self._pools, retained_blocks, strict=True):
             pool.retain(blocks)  # prevents their eviction during the copies
         for digest in digests[hit:]:
-            missing = [index for index, pool in enumerate(self._pools) if pool.lookup(digest) is None]
-            if any(digest not in self._slots[i] or not self._pools[i].num_free for i in missing):
+            missing_groups = [index for index, pool in enumerate(self._pools) if pool.lookup(digest) is None]
+            if any(digest not in self._slots[i] or not self._pools[i].num_free for i in missing_groups):
                 break
-            for index in missing:
-                retained[index].append(self._load(index, digest))
-        for pool, blocks in zip(self._pools, retained, strict=True):
+            for index in missing_groups:
+                retained_blocks[index].append(self._load(index, digest))
+        for pool, blocks in zip(self._pools, retained_blocks, strict=True):
             pool.release(blocks)
 
     def clear(self) -> None:

@@ -46,7 +46,7 @@ class _Sequence:
     num_blocks: int = 0  # number of blocks in each block table
     num_full: int = 0  # number of committed blocks, which are read-only
     digests: list[bytes] = field(default_factory=list)  # digests of the committed blocks
-    in_flight: list[bytes] = field(default_factory=list)  # of in-flight blocks, last first
+    in_flight: list[bytes] = field(default_factory=list)  # digests being computed, last block first
 
 
 class KVCacheManager(PrefixCacheControls):
@@ -122,13 +122,13 @@ class KVCacheManager(PrefixCacheControls):
         chain = self._prefixes.chain(context) if self._uses_prefix_cache(context) else None
         if chain is not None:
             digests = chain.digests[: self._prefixes.usable_hit(context, chain, self._hit_limit(context))]
-        whole = -(-context.current_length // self.block_size)
+        num_needed = -(-context.current_length // self.block_size)
         for group, pool in zip(self.spec.groups, self._pools, strict=True):
             first = group.first_visible(len(digests) * self.block_size) // self.block_size
             hits = [pool.lookup(digest) for digest in digests[first:]]
-            shared = sum(block is not None and pool.references(block) > 0 for block in hits)
+            num_shared = sum(block is not None and pool.references(block) > 0 for block in hits)
             max_blocks = group.max_blocks(context.current_length, self.block_size, chunk_size)
-            if pool.num_free < min(max_blocks, whole - first - shared) + headroom:
+            if pool.num_free < min(max_blocks, num_needed - first - num_shared) + headroom:
                 return False
         return True
 
@@ -140,10 +140,10 @@ class KVCacheManager(PrefixCacheControls):
         if self._enable_prefix_caching:
             self._use_cached_prefix(context, sequence)
         self._prefixes.forget(context.request_id)
-        cached = sequence.num_full * self.block_size
-        context.set_token_indices(start_idx=cached, committed_idx=cached)
+        num_cached = sequence.num_full * self.block_size
+        context.set_token_indices(start_idx=num_cached, committed_idx=num_cached)
         if not len(context.generated_tokens):
-            context.num_cached_tokens = cached
+            context.num_cached_tokens = num_cached
 
     def reserve(self, context: InputContext, lookahead: int = 0) -> None:
         sequence = self._sequence(context)
@@ -268,8 +268,8 @@ class KVCacheManager(PrefixCacheControls):
         tables = self._tables.batch_tables(slots, max_blocks, ends, counts, self.block_size)
         with uploaded_together(self.device):
             groups = tuple(
-                KVGroupInputs(self._upload(table), self._upload(stored), *group.input_options)
-                for group, (table, stored) in zip(self.spec.groups, tables, strict=True)
+                KVGroupInputs(self._upload(table), self._upload(slot_mapping), *group.input_options)
+                for group, (table, slot_mapping) in zip(self.spec.groups, tables, strict=True)
             )
             lengths = self._upload(ends.astype(np.int32))
         return KVCacheInputs(
@@ -356,9 +356,9 @@ class KVCacheManager(PrefixCacheControls):
             rows = [self._tables.row(index, sequence.slot) for index in range(len(self._pools))]
             tables = [row[blocks.start : blocks.stop].tolist() for row in rows]
             sequence.digests += self._prefixes.register(context, parent, blocks, tables)
-        computed = sequence.in_flight[-len(blocks) :]
-        self._prefixes.clear_in_flight(computed)
-        del sequence.in_flight[len(sequence.in_flight) - len(computed) :]
+        computed_digests = sequence.in_flight[-len(blocks) :]
+        self._prefixes.clear_in_flight(computed_digests)
+        del sequence.in_flight[len(sequence.in_flight) - len(computed_digests) :]
         sequence.num_full = num_full
 
     def _is_rolled_back(self, context: InputContext, sequence: _Sequence) -> bool:

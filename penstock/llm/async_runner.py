@@ -63,7 +63,7 @@ def _as_response(delta: RequestDelta, builder: OutputBuilder) -> TextGenerationR
     """Convert a delta to the response of a pipeline, for the builder."""
     rows: list[PackedLogProbabilities | None] = [*delta.log_probabilities]
     rows += [None] * (len(delta.token_ids) - len(rows))
-    if delta.prompt_log_probabilities is not None:  # the prompt's log probabilities without an output token
+    if delta.prompt_log_probabilities is not None:  # no output token carries them
         builder.take_prompt(delta.prompt_log_probabilities.unpacked())
     tokens = [
         TextResponse(token, None if row is None else row.unpacked())

@@ -210,7 +210,7 @@ class BeamSearch:
         """Return the continuations that keep running. Add continuations that end to the finished beams."""
         options = self._options
         prompt.num_steps += 1
-        best = sorted(
+        best_candidates = sorted(
             (
                 _Continuation(beam, token, log_probability)
                 for beam in prompt.beams
@@ -219,12 +219,14 @@ class BeamSearch:
             key=lambda candidate: -candidate.total,
         )[: self._num_candidates(prompt.ends)]
         at_limit = prompt.num_steps == prompt.max_new_tokens
-        for candidate in best[: options.num_beams]:
+        for candidate in best_candidates[: options.num_beams]:
             if at_limit or candidate.token in prompt.ends:
                 prompt.finished.append(self._hypothesis(prompt, candidate))
         prompt.finished.sort(key=lambda candidate: -candidate.score)
         del prompt.finished[options.num_beams :]
-        running = [candidate for candidate in best if candidate.token not in prompt.ends][: options.num_beams]
+        running = [candidate for candidate in best_candidates if candidate.token not in prompt.ends][
+            : options.num_beams
+        ]
         return [] if at_limit or self._is_over(prompt, running) else running
 
     def _num_candidates(self, ends: frozenset[int]) -> int:

@@ -69,10 +69,10 @@ def images_per_prompt(images: object, num_prompts: int, *, is_one_prompt: bool) 
     """
     if images is None:
         return [None] * num_prompts
-    each = [images] if is_one_prompt else list(cast("Iterable[object]", images))
-    if len(each) != num_prompts:
-        raise InputError(f"images has {len(each)} entries for {num_prompts} prompts: give one for each")
-    return [None if item is None else _as_list(item) for item in each]
+    entries = [images] if is_one_prompt else list(cast("Iterable[object]", images))
+    if len(entries) != num_prompts:
+        raise InputError(f"images has {len(entries)} entries for {num_prompts} prompts: give one for each")
+    return [None if item is None else _as_list(item) for item in entries]
 
 
 def _as_list(images: object) -> list[Image]:

@@ -90,8 +90,8 @@ def read_adapter(
         config = config.with_decoder_prefix(_decoder_prefix(_stored_names(file), rename))
         weights = weights.renamed(lambda name: _base_tensor_name(name, rename))
     keys, copies = _classify_tensors(weights, config, layers)
-    adapted = sorted({layer for layer, _ in keys})
-    largest = max(adapted, key=config.layer_rank)
+    adapted_layers = sorted({layer for layer, _ in keys})
+    largest = max(adapted_layers, key=config.layer_rank)
     if config.layer_rank(largest) > max_rank:
         raise UnsupportedFeatureError(
             f"rank {config.layer_rank(largest)}",
@@ -100,7 +100,7 @@ def read_adapter(
         )
     _check_copies(folder, weights, copies, layers, base, parts)
     matrices = {}
-    for layer in adapted:
+    for layer in adapted_layers:
         rank, (out_features, in_features) = config.layer_rank(layer), whole_shape(layers, layer, parts)
         down = weights.tensor(keys.get((layer, "A"), f"{_PREFIX}{layer}.lora_A.weight"), (rank, in_features))
         up = weights.tensor(keys.get((layer, "B"), f"{_PREFIX}{layer}.lora_B.weight"), (out_features, rank))
@@ -202,10 +202,13 @@ def _classify_tensors(
         if config.targets(layer):
             for half in "AB":
                 keys.setdefault((layer, half), f"{_PREFIX}{layer}.lora_{half}.weight")
-    excluded = [layer for layer, _ in keys if config.target_modules is not None and not config.targets(layer)]
-    if excluded:
+    excluded_layers = [
+        layer for layer, _ in keys if config.target_modules is not None and not config.targets(layer)
+    ]
+    if excluded_layers:
         raise WeightsError(
-            config.path.parent, f"has matrices for {excluded[0]}, which target_modules does not include"
+            config.path.parent,
+            f"has matrices for {excluded_layers[0]}, which target_modules does not include",
         )
     if not keys:
         raise WeightsError(config.path.parent, "has no matrices for any layer of the model")
@@ -242,13 +245,13 @@ def _check_copies(
         base_name = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
         layer = base_name.removesuffix(".weight")
         if base_name in base:
-            expected = base.tensor(base_name, base.shape(base_name))
+            base_tensor = base.tensor(base_name, base.shape(base_name))
         elif layer in layers:  # the checkpoint has no tensor for a tied head
-            expected = _unpacked_weight(layers, layer)
+            base_tensor = _unpacked_weight(layers, layer)
         else:
             raise WeightsError(folder, f"{name} is neither part of an adapter nor a tensor of the model")
         is_part = base_name not in base and layer in parts
-        shape = whole_shape(layers, layer, parts) if is_part else tuple(expected.shape)
+        shape = whole_shape(layers, layer, parts) if is_part else tuple(base_tensor.shape)
         if weights.shape(name) != shape:
             raise UnsupportedFeatureError(
                 f"a resized {base_name}",
@@ -257,11 +260,11 @@ def _check_copies(
         copy = weights.tensor(name, shape)
         if is_part:  # each rank compares its own part
             copy = joined(parts[layer].of_weight(copy))
-        is_equal = torch.equal(copy.to(expected.dtype), expected) or torch.equal(
-            copy, expected.to(copy.dtype)
+        is_equal = torch.equal(copy.to(base_tensor.dtype), base_tensor) or torch.equal(
+            copy, base_tensor.to(copy.dtype)
         )
         if not is_equal and base_name not in base:  # the values of a packed head are rounded
-            is_equal = torch.equal(_as_packed(copy, layers[layer]), expected)
+            is_equal = torch.equal(_as_packed(copy, layers[layer]), base_tensor)
         if not is_equal:
             raise UnsupportedFeatureError(
                 f"a retrained {base_name}", f"{folder} would replace the base model's for all requests"

@@ -185,11 +185,11 @@ class LoRAManager:
             UnknownModelError: the adapter of a request is not loaded.
             InputError: the batch uses more adapters than there are slots.
         """
-        used = {self.digest(context) for context in contexts if context.adapter is not None}
-        if len(used) > self._config.max_loras:
+        used_adapters = {self.digest(context) for context in contexts if context.adapter is not None}
+        if len(used_adapters) > self._config.max_loras:
             raise InputError(
-                f"the batch uses {len(used)} adapters, and at most {self._config.max_loras} can run at once: "
-                "split it, or raise --max-loras"
+                f"the batch uses {len(used_adapters)} adapters, and at most {self._config.max_loras} can run "
+                "at once: split it, or raise --max-loras"
             )
 
     def inputs(self, contexts: Sequence[InputContext], counts: np.ndarray) -> LoRAInputs | None:
@@ -199,12 +199,14 @@ class LoRAManager:
             contexts: the batch.
             counts: ``[B]`` number of rows of each context.
         """
-        used = [None if context.adapter is None else self._use(context).adapter for context in contexts]
-        adapters = {adapter.digest: adapter for adapter in used if adapter is not None}
+        used_adapters = [
+            None if context.adapter is None else self._use(context).adapter for context in contexts
+        ]
+        adapters = {adapter.digest: adapter for adapter in used_adapters if adapter is not None}
         if not adapters:
             return None
         slots = self._slots.assign(adapters, keep=self._num_running_requests)
-        indices = np.array([-1 if adapter is None else slots[adapter.digest] for adapter in used])
+        indices = np.array([-1 if adapter is None else slots[adapter.digest] for adapter in used_adapters])
         rows = upload(indices.repeat(counts), self._device)
         return LoRAInputs(rows, self._slots.matrices, self._slots.ranks)
 

@@ -95,10 +95,14 @@ def create_audio(required: PipelineRequirements, codecs: CodecRegistry = CODECS)
 
 def codec_folder(config: PipelineConfig, form: SpeechFormat) -> Path:
     """Return the codec's folder, from the configuration, or else the checkpoint, or else the format."""
-    given, named = config.speech.codec, form.description.codec
-    if given is None and named is not None and (config.model.checkpoint / named).is_dir():
-        return config.model.checkpoint / named
-    return resolve_codec(given or named or form.default_codec)
+    configured_codec, checkpoint_codec = config.speech.codec, form.description.codec
+    if (
+        configured_codec is None
+        and checkpoint_codec is not None
+        and (config.model.checkpoint / checkpoint_codec).is_dir()
+    ):
+        return config.model.checkpoint / checkpoint_codec
+    return resolve_codec(configured_codec or checkpoint_codec or form.default_codec)
 
 
 def codec_encoding(config: PipelineConfig, codec: SupportedCodec) -> str | None:
@@ -197,9 +201,9 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
         if num_steps < 1:
             raise InputError(f"num_steps must be at least 1, was {num_steps}")
         self._check(batch)
-        generating = self._generating_contexts(batch)
-        if generating:
-            self.speech_lm_pipeline.execute(generating, num_steps)
+        generating_contexts = self._generating_contexts(batch)
+        if generating_contexts:
+            self.speech_lm_pipeline.execute(generating_contexts, num_steps)
         return self._respond(batch, None)
 
     def ready(self, context: TTSContext) -> bool:
@@ -264,22 +268,22 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
         audio: dict[str, list[npt.NDArray[np.float32]]] = {}
         num_left = self._max_frames
         while num_left > 0:
-            due = {
+            due_chunks = {
                 request_id: chunk
                 for request_id, context in batch.items()
                 if request_id not in self.failures
                 and (chunk := self._next_chunk(context, sizes, allows_short_chunks=allows_short_chunks))
                 is not None
             }
-            if not due:
+            if not due_chunks:
                 break
-            for request_id, samples in self._decode(due).items():
+            for request_id, samples in self._decode(due_chunks).items():
                 audio.setdefault(request_id, []).append(samples)
-                chunk = due[request_id]
+                chunk = due_chunks[request_id]
                 end = (chunk.start + chunk.num_frames) * self.codec.codes_per_frame
                 batch[request_id].set_decoded_index(end)
             if not allows_short_chunks:
-                num_left -= sum(chunk.num_frames for chunk in due.values())
+                num_left -= sum(chunk.num_frames for chunk in due_chunks.values())
         for request_id, context in batch.items():
             if request_id not in self.failures:
                 self._finish(request_id, context)
@@ -324,20 +328,20 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
             end = self._chunk_ends[stop] = next((end_frame for end_frame in ready if end_frame >= stop), stop)
         return end
 
-    def _decode(self, due: Mapping[str, CodecChunk]) -> dict[str, npt.NDArray[np.float32]]:
+    def _decode(self, due_chunks: Mapping[str, CodecChunk]) -> dict[str, npt.NDArray[np.float32]]:
         """Return the samples of each chunk. An error in one chunk ends only its request."""
-        chunks: Sequence[CodecChunk] = list(due.values())
+        chunks: Sequence[CodecChunk] = list(due_chunks.values())
         try:
             with torch.inference_mode():
                 samples = self.codec.decode_chunks(chunks)
         except Exception as error:
-            if len(due) > 1:
+            if len(due_chunks) > 1:
                 return {
                     name: waveform
-                    for chunk in due.items()
+                    for chunk in due_chunks.items()
                     for name, waveform in self._decode(dict([chunk])).items()
                 }
-            (request_id,) = due
+            (request_id,) = due_chunks
             _logger.exception("request %s ended because the codec failed", request_id)
             failure = RequestFailedError(
                 f"request {request_id} ended because the codec {self.codec.name} failed "
@@ -345,7 +349,9 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
             )
             self.failures[request_id] = failure
             return {}
-        return {name: waveform.float().cpu().numpy() for name, waveform in zip(due, samples, strict=True)}
+        return {
+            name: waveform.float().cpu().numpy() for name, waveform in zip(due_chunks, samples, strict=True)
+        }
 
     def _finish(self, request_id: str, context: TTSContext) -> None:
         """End a context whose tokens are all generated and decoded."""

@@ -45,18 +45,18 @@ class ImageRows:
         Returns:
             None if no row is a placeholder.
         """
-        in_window: list[tuple[int, TextAndVisionContext, ImageMetadata]] = []
+        window_images: list[tuple[int, TextAndVisionContext, ImageMetadata]] = []
         first = 0
         for context, count in zip(contexts, counts, strict=True):
             if isinstance(context, TextAndVisionContext) and context.images:
-                in_window += [(first, context, image) for image in context.next_images_in_window]
+                window_images += [(first, context, image) for image in context.next_images_in_window]
             first += count
-        if not in_window:
+        if not window_images:
             return None
-        encoded = self._image_embeddings([image for _, _, image in in_window])
+        image_embeddings = self._image_embeddings([image for _, _, image in window_images])
         rows: list[np.ndarray] = []
         values: list[Tensor] = []
-        for (first, context, image), image_rows in zip(in_window, encoded, strict=True):
+        for (first, context, image), image_rows in zip(window_images, image_embeddings, strict=True):
             indices = context.placeholders(image)
             start, stop = np.searchsorted(indices, [context.start_idx, context.active_idx])
             rows.append(indices[start:stop].astype(np.int64) - context.start_idx + first)
@@ -71,13 +71,13 @@ class ImageRows:
 
         Equal images are encoded once.
         """
-        found = [self.cache.get(image.image_hash) for image in images]
-        missing: dict[bytes | int, ImageMetadata] = {}
-        for image, rows in zip(images, found, strict=True):
+        cached_rows = [self.cache.get(image.image_hash) for image in images]
+        missing_images: dict[bytes | int, ImageMetadata] = {}
+        for image, rows in zip(images, cached_rows, strict=True):
             if rows is None:
-                missing.setdefault(_key(image), image)
-        computed: dict[bytes | int, Tensor] = {}
-        for batch in self._batches(list(missing.values())):
+                missing_images.setdefault(_key(image), image)
+        computed_rows: dict[bytes | int, Tensor] = {}
+        for batch in self._batches(list(missing_images.values())):
             with torch.inference_mode():
                 results = self._model.encode_images(batch)
             beat()
@@ -85,10 +85,11 @@ class ImageRows:
                 assert len(rows) == image.embedding_rows, (
                     f"the encoder returned {len(rows)} rows for an image with {image.embedding_rows}"
                 )
-                computed[_key(image)] = rows
+                computed_rows[_key(image)] = rows
                 self.cache.put(image.image_hash, rows)
         return [
-            computed[_key(image)] if rows is None else rows for image, rows in zip(images, found, strict=True)
+            computed_rows[_key(image)] if rows is None else rows
+            for image, rows in zip(images, cached_rows, strict=True)
         ]
 
     def _batches(self, images: Sequence[ImageMetadata]) -> list[list[ImageMetadata]]:

@@ -133,10 +133,10 @@ class _Row:
 
 
 def _adjusted_rows(contexts: Sequence[TextContext], sequences: np.ndarray) -> list[_Row]:
-    wanted = [context.sampling_params.changes_logits for context in contexts]
-    if not any(wanted):
+    needs_changes = [context.sampling_params.changes_logits for context in contexts]
+    if not any(needs_changes):
         return []
-    return [_Row(i, contexts[s], s) for i, s in enumerate(sequences.tolist()) if wanted[s]]
+    return [_Row(i, contexts[s], s) for i, s in enumerate(sequences.tolist()) if needs_changes[s]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +197,7 @@ class LogitEdits:
             edit(scores)
         return scores.masked_fill_(~logits.amax(-1, keepdim=True).isfinite(), torch.nan)
 
-    def at(self, rows: Sequence[_Row], ids: Sequence[np.ndarray]) -> Tensor:  # [n]
+    def flat_indices(self, rows: Sequence[_Row], ids: Sequence[np.ndarray]) -> Tensor:  # [n]
         """Return the flat indices of token ids of each row, concatenated."""
         parts = [token_ids + row.index * self.vocabulary for row, token_ids in zip(rows, ids, strict=True)]
         return self.tensor(np.concatenate(parts))
@@ -205,7 +205,7 @@ class LogitEdits:
     def tensor(self, values: np.ndarray) -> Tensor:
         return upload(values, self.device)
 
-    def change(self, cells: Tensor, new: Callable[[Tensor], Tensor]) -> None:
+    def map_scores(self, cells: Tensor, new: Callable[[Tensor], Tensor]) -> None:
         """Apply a function to the scores of cells ``[n]``."""
 
         def edit(scores: Tensor) -> None:
@@ -214,7 +214,7 @@ class LogitEdits:
 
         self.edits.append(edit)
 
-    def put(self, cells: Tensor, value: float) -> None:
+    def set_scores(self, cells: Tensor, value: float) -> None:
         """Set the scores of cells ``[n]``."""
 
         def edit(scores: Tensor) -> None:
@@ -236,11 +236,13 @@ class LogitEdits:
 
 
 def _add_bias(edits: LogitEdits, rows: Sequence[_Row]) -> None:
-    biased = [(row, rules) for row in rows if (rules := row.context.logit_rules) and len(rules.bias_ids)]
-    if biased:
-        where = edits.at([row for row, _ in biased], [rules.bias_ids for _, rules in biased])
-        bias = edits.tensor(np.concatenate([rules.bias for _, rules in biased]))
-        edits.change(where, lambda scores: scores + bias)
+    biased_rows = [(row, rules) for row in rows if (rules := row.context.logit_rules) and len(rules.bias_ids)]
+    if biased_rows:
+        cells = edits.flat_indices(
+            [row for row, _ in biased_rows], [rules.bias_ids for _, rules in biased_rows]
+        )
+        bias = edits.tensor(np.concatenate([rules.bias for _, rules in biased_rows]))
+        edits.map_scores(cells, lambda scores: scores + bias)
 
 
 def _penalise(
@@ -251,11 +253,11 @@ def _penalise(
     The logit of a repeated token is divided by the repetition penalty if it is positive, and multiplied by it
     if it is negative (Keskar et al. 2019, arXiv:1909.05858).
     """
-    penalised = [row for row in rows if row.context.sampling_params.needs_penalties]
-    if not penalised:
+    penalised_rows = [row for row in rows if row.context.sampling_params.needs_penalties]
+    if not penalised_rows:
         return
     ids, counts, factors = [], [], []
-    for row in penalised:
+    for row in penalised_rows:
         context, params = row.context, row.context.sampling_params
         ahead = max(int(positions[row.index]) - context.active_idx, 0)
         tokens, times = context.token_counts.after(drafts[row.sequence][:ahead] if drafts else ())
@@ -264,7 +266,7 @@ def _penalise(
         ids.append(tokens)
         counts.append(times)
         factors.append((params.repetition_penalty, params.frequency_penalty, params.presence_penalty))
-    where = edits.at(penalised, ids)
+    cells = edits.flat_indices(penalised_rows, ids)
     row_factors = np.repeat(np.array(factors), [len(tokens) for tokens in ids], axis=0)  # [n, 3] float64
     # Keep penalties in the range of float32: requests may contain 1e300.
     repetition = edits.tensor(row_factors[:, 0].clip(1e-30, 1e30).astype(np.float32))
@@ -275,41 +277,45 @@ def _penalise(
         scores = torch.where(scores > 0, scores / repetition, scores * repetition) - cost
         return scores.clamp(-_LIMIT, _LIMIT)
 
-    edits.change(where, penalised_scores)
+    edits.map_scores(cells, penalised_scores)
 
 
 def _suppress_ends(edits: LogitEdits, rows: Sequence[_Row], positions: np.ndarray) -> None:
     """Suppress the tokens that end a sequence while it has fewer than ``min_new_tokens``."""
-    short, ids = [], []
+    short_rows, ids = [], []
     for row in rows:
         context = row.context
         if context.min_tokens == 0:
             continue
         steps = int(positions[row.index]) - context.active_idx + 1
         ends = context.get_min_token_logit_mask(steps)[-1][:, 1].astype(np.int64)  # [n]
-        short.append(row)
+        short_rows.append(row)
         # A checkpoint may name end tokens that its head does not output.
         ids.append(ends[(ends >= 0) & (ends < edits.vocabulary)])
-    if short:
-        edits.put(edits.at(short, ids), _SUPPRESSED)
+    if short_rows:
+        edits.set_scores(edits.flat_indices(short_rows, ids), _SUPPRESSED)
 
 
 def _forbid(edits: LogitEdits, rows: Sequence[_Row]) -> None:
-    ruled = [(row, rules) for row in rows if (rules := row.context.logit_rules)]
-    fenced = [(row, rules.allowed) for row, rules in ruled if rules.allowed is not None]
-    if fenced:
-        only = [row for row, _ in fenced]
-        edits.keep_only(only, edits.at(only, [allowed for _, allowed in fenced]))
-    banned = [(row, rules.banned) for row, rules in ruled if len(rules.banned)]
+    rows_with_rules = [(row, rules) for row in rows if (rules := row.context.logit_rules)]
+    restricted = [(row, rules.allowed) for row, rules in rows_with_rules if rules.allowed is not None]
+    if restricted:
+        restricted_rows = [row for row, _ in restricted]
+        edits.keep_only(
+            restricted_rows, edits.flat_indices(restricted_rows, [allowed for _, allowed in restricted])
+        )
+    banned = [(row, rules.banned) for row, rules in rows_with_rules if len(rules.banned)]
     if banned:
-        edits.put(edits.at([row for row, _ in banned], [ids for _, ids in banned]), _FORBIDDEN)
+        edits.set_scores(
+            edits.flat_indices([row for row, _ in banned], [ids for _, ids in banned]), _FORBIDDEN
+        )
 
 
 def _forbid_sequences(
     edits: LogitEdits, rows: Sequence[_Row], positions: np.ndarray, drafts: Sequence[Sequence[int]] | None
 ) -> None:
     """Forbid the tokens that would complete a banned sequence."""
-    completing: list[tuple[_Row, np.ndarray]] = []
+    completions: list[tuple[_Row, np.ndarray]] = []
     for row in rows:
         rules = row.context.logit_rules
         if rules is None or not rules.longest_prefix:
@@ -320,6 +326,8 @@ def _forbid_sequences(
         if rules.allowed is not None and not len(np.setdiff1d(rules.allowed, ids)):
             continue  # it would forbid all allowed tokens
         if len(ids):
-            completing.append((row, ids))
-    if completing:
-        edits.put(edits.at([row for row, _ in completing], [ids for _, ids in completing]), _FORBIDDEN)
+            completions.append((row, ids))
+    if completions:
+        edits.set_scores(
+            edits.flat_indices([row for row, _ in completions], [ids for _, ids in completions]), _FORBIDDEN
+        )

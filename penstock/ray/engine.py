@@ -190,7 +190,7 @@ class RayEngine:
     async def _run(self, generation: Generation, frames: list[bytes], context: RequestContext) -> None:
         """Run a request, on another replica if necessary."""
         tokens: list[int] = []
-        lost: set[str] = set()
+        lost_replicas: set[str] = set()
         has_output, delay, reason = False, _FIRST_DELAY, ""
         for attempt in range(_MAX_ATTEMPTS):
             if attempt:
@@ -203,7 +203,7 @@ class RayEngine:
                 _LOG.warning("request %s continues on another replica: %s", generation.request_id, reason)
             else:
                 resumed = frames
-            assignment = self._choice.assign(context, lost)
+            assignment = self._choice.assign(context, lost_replicas)
             replica = "" if assignment is None else assignment.name
             try:
                 async for data in self._replicas.generate(resumed, replica):
@@ -230,7 +230,7 @@ class RayEngine:
                 reason = "the replica sent no end"
             except ReplicaLostError as error:
                 reason = str(error)
-                lost.add(replica)
+                lost_replicas.add(replica)
             except PenstockError as error:
                 self._fail(generation, error)
                 return

@@ -126,7 +126,7 @@ class RequestQueues(Generic[ContextT, OutputT]):
         self._waiting.push(entry)
 
     def _check_collected(self) -> None:
-        """Check that no launched step uses blocks; called before a running context loses its blocks."""
+        """Hook for subclasses: called before a running context loses its blocks. Does nothing here."""
 
     def _fail(self, entry: Entry[ContextT], error: PenstockError) -> None:
         self._remove(entry.request_id)

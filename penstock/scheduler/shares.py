@@ -23,9 +23,9 @@ class Shares:
     def __init__(self) -> None:
         self._num_present: dict[str, int] = {}
         self._num_running: dict[str, int] = {}
-        self._turns: dict[str, int] = {}
+        self._turns: dict[str, int] = {}  # client -> number of its last turn; the smallest comes first
         self._num_served = 0
-        self._num_served_before = 0  # value at the start of this step
+        self._num_served_before = 0  # `_num_served` at the start of this step
 
     @property
     def is_contended(self) -> bool:
@@ -66,8 +66,8 @@ class Shares:
         if self.max_running < min_slots:
             return None
         candidates = (entry for entry in running if entry.key[0] >= waiting.key[0])
-        excess = (entry for entry in candidates if self.num_running(entry.client_id) >= min_slots)
-        return max(excess, key=self.preemption_key, default=None)
+        preemptible = (entry for entry in candidates if self.num_running(entry.client_id) >= min_slots)
+        return max(preemptible, key=self.preemption_key, default=None)
 
     @property
     def max_running(self) -> int:

@@ -103,11 +103,11 @@ class PrefixMap:
         ranges = [(1, first, count, last)]
         while ranges:
             low, at_low, high, at_high = ranges.pop()
-            lost = at_low & ~at_high
-            if not lost:
+            dropped_workers = at_low & ~at_high
+            if not dropped_workers:
                 continue
             if high - low == 1:
-                found.update(dict.fromkeys(_members(lost), low))
+                found.update(dict.fromkeys(_members(dropped_workers), low))
                 continue
             middle = (low + high) // 2
             at_middle = workers_at(middle) & at_low | at_high

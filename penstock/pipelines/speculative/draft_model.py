@@ -68,9 +68,9 @@ class _DraftState:
         for token in new[known:].tolist():
             text.jump_ahead(token)
         if self.drafts:
-            gained = new[known : known + len(self.drafts) - 1].tolist()
+            appended = new[known : known + len(self.drafts) - 1].tolist()
             matching = 0
-            while matching < len(gained) and gained[matching] == self.drafts[matching]:
+            while matching < len(appended) and appended[matching] == self.drafts[matching]:
                 matching += 1
             text.set_token_indices(start_idx=min(known + matching, text.end_idx - 1))
             self.drafts = []
