@@ -20,7 +20,7 @@ def test_ranks_are_bound_to_nodes(
 ) -> None:
     for module in (placement, processors):
         monkeypatch.setattr(module, "numa_nodes", lambda: {0: (0, 1, 2, 3, 12), 1: (4, 5, 6, 7)})
-    monkeypatch.setattr(processors, "_core_of", lambda number: (0, number))
+    monkeypatch.setattr(processors, "_core_id", lambda number: (0, number))
     monkeypatch.setattr(placement.os, "sched_getaffinity", lambda pid: set(range(8)))
     assert [cpus.processors for cpus in placement.rank_processors(world)] == expected
 
