@@ -154,12 +154,12 @@ async def _measure(client: HttpClient, options: _ServeOptions) -> int:
     from rich.console import Console
 
     from penstock.bench.load import Load, measure, round_trips
-    from penstock.bench.prompts import RequestTemplate, fields_of
+    from penstock.bench.prompts import RequestTemplate, parse_fields
     from penstock.bench.report import plot, print_summary
-    from penstock.bench.summary import Summary, report_of
+    from penstock.bench.summary import Summary, build_report
 
     count, endpoint = options["num_requests"], options["endpoint"]
-    extra_fields = fields_of(options["extra_body"]) if options["extra_body"] else {}
+    extra_fields = parse_fields(options["extra_body"]) if options["extra_body"] else {}
     model, prompts = await _model_and_prompts(client, options)
     template = RequestTemplate(
         endpoint=endpoint,
@@ -169,7 +169,7 @@ async def _measure(client: HttpClient, options: _ServeOptions) -> int:
         ignore_eos=options["ignore_eos"],
         temperature=options["temperature"],
         seed=options["seed"],
-        more=extra_fields,
+        extra_fields=extra_fields,
     )
     bodies = [template.body(index, prompt) for index, prompt in enumerate(prompts)]
     concurrency = options["concurrency"] or (None if options["rate"] else 8)
@@ -186,14 +186,14 @@ async def _measure(client: HttpClient, options: _ServeOptions) -> int:
     )
     result = await measure(client, template.path, bodies[:count], load, stop=stop)
     result.round_trips = idle
-    summary = Summary.of(result)
+    summary = Summary.from_measurement(result)
     print_summary(summary, Console())
     shown_options = [
         (name, value) for name, value in options.items() if name not in ("api_key", "extra_body")
     ]
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in shown_options}
     if options["json_path"] is not None:
-        report = report_of(
+        report = build_report(
             result, settings | {"model": model, "extra_body": extra_fields, "concurrency": concurrency}
         )
         options["json_path"].write_text(json.dumps(report, indent=2))
@@ -208,13 +208,13 @@ async def _measure(client: HttpClient, options: _ServeOptions) -> int:
 async def _model_and_prompts(client: HttpClient, options: _ServeOptions) -> tuple[str, list[BenchPrompt]]:
     """Return the model, and the prompts of the measurement, followed by the prompts of the warm-up."""
     from penstock.bench.http_client import IncompleteResponseError
-    from penstock.bench.prompts import chosen, prompts_of_file, random_prompts, served_model
+    from penstock.bench.prompts import random_prompts, read_prompts, repeat_prompts, served_model
 
     count = options["num_requests"] + options["warmup"]
     try:
         model = options["model"] or await served_model(client)
         if options["prompts"] is not None:
-            return model, chosen(prompts_of_file(options["prompts"]), count)
+            return model, repeat_prompts(read_prompts(options["prompts"]), count)
         length, seed = options["input_length"], options["seed"]
         return model, await random_prompts(client, model, options["endpoint"], count, length, seed)
     except (ConnectionError, IncompleteResponseError, TimeoutError, gaierror) as error:

@@ -100,7 +100,7 @@ class KVCacheSpec:
     """Whether sequences of one regime with a common prefix have the same keys for it. False for dynamic rope,
     whose keys depend on the length of the prompt."""
 
-    max_span: int = 0
+    max_bidirectional_tokens: int = 0
     """Maximum number of tokens that must be computed in one step, because they attend to each other in both
     directions (an image); 0 if a step can end after any token."""
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from penstock.errors import CheckpointError, UnsupportedFeatureError, WeightsError
 from penstock.kernels import PackedLinear, encoding_named, unpack_linear
 from penstock.lora.adapter_config import DECODER, AdapterConfig
-from penstock.nn.layer_parts import LayerPart, joined
+from penstock.nn.layer_parts import LayerPart, concatenated
 from penstock.weights import Weights
 from penstock.weights.safetensors import read_header
 
@@ -259,7 +259,7 @@ def _check_copies(
             )
         copy = weights.tensor(name, shape)
         if is_part:  # each rank compares its own part
-            copy = joined(parts[layer].of_weight(copy))
+            copy = concatenated(parts[layer].slice_weight(copy))
         is_equal = torch.equal(copy.to(base_tensor.dtype), base_tensor) or torch.equal(
             copy, base_tensor.to(copy.dtype)
         )
