@@ -42,7 +42,7 @@ def test_chunks_contain_all_lines_without_a_result(tmp_path: Path) -> None:
     assert [chunk.numbers for chunk in chunks] == [[1, 4], [5, 6], [7]]
     rows = [row for chunk in chunks for row in read_chunk(path, chunk)]
     assert [row["line"].decode().strip() for row in rows] == [lines[row["number"] - 1] for row in rows]
-    assert pending_chunks(path, pending_chunks | {"b"}, 2) == ([], set())
+    assert pending_chunks(path, pending_ids | {"b"}, 2) == ([], set())
 
 
 def test_duplicate_ids_are_refused(tmp_path: Path) -> None:
