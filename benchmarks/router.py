@@ -35,7 +35,7 @@ from penstock.pipelines.core.cache_events import BlocksStored
 from penstock.worker.messages import TextResult, WorkerInfo, WorkerStats
 from penstock.worker.results import Generation
 from penstock.worker.router import WorkerRouter
-from penstock.worker.routing import LeastLoaded, RoutingPolicy, WorkerLoads, digests_of
+from penstock.worker.routing import LeastLoaded, RoutingPolicy, WorkerLoads, prompt_digests
 
 WORKER_INFO = WorkerInfo(
     max_length=32768,
@@ -113,12 +113,14 @@ def measure_decisions(num_workers: int, num_prefixes: int, length: int, count: i
     prefixes = [[rng.randrange(1000) for _ in range(length * 3 // 4)] for _ in range(num_prefixes)]
     for prefix in prefixes:
         for worker in rng.sample(workers, max(1, num_workers // 8)):
-            worker.listener(0, [BlocksStored(digests_of(greedy_context("", prefix), WORKER_INFO), None, [])])
+            worker.listener(
+                0, [BlocksStored(prompt_digests(greedy_context("", prefix), WORKER_INFO), None, [])]
+            )
     contexts = []
     for number in range(count):
         suffix = [rng.randrange(1000) for _ in range(length - length * 3 // 4)]
         contexts.append(greedy_context(str(number), rng.choice(prefixes) + suffix))
-    known = {context.request_id: digests_of(context, WORKER_INFO) for context in contexts}
+    known = {context.request_id: prompt_digests(context, WORKER_INFO) for context in contexts}
     running: deque[Generation] = deque()
 
     def decisions_per_second() -> float:
@@ -132,7 +134,7 @@ def measure_decisions(num_workers: int, num_prefixes: int, length: int, count: i
             running.pop().add(TextResult("", [], DONE))
         return count / seconds
 
-    with patch("penstock.worker.router.digests_of", lambda context, info: known[context.request_id]):
+    with patch("penstock.worker.router.prompt_digests", lambda context, info: known[context.request_id]):
         without_hashing = max(decisions_per_second() for _ in range(3))
     return without_hashing, max(decisions_per_second() for _ in range(3))
 

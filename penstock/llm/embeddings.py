@@ -58,7 +58,7 @@ class Classification:
 
 
 class EmbeddingsBuilder:
-    """Takes the output of one context.
+    """Stores the output of one context.
 
     Args:
         context: the context.
@@ -74,12 +74,12 @@ class EmbeddingsBuilder:
         return self.response is not None
 
     def take(self, response: EmbeddingsResponse) -> None:
-        """Keep the output."""
+        """Store the output."""
         self.response = response
 
 
 class EmbeddingsMethods:
-    """Embeds, scores, reranks and classifies texts."""
+    """Methods of `LLM` that embed, score, rerank and classify texts."""
 
     if TYPE_CHECKING:
         config: PipelineConfig
@@ -113,8 +113,8 @@ class EmbeddingsMethods:
             pooling: replaces the checkpoint's pooling.
             dimensions: keep this many leading dimensions; see `check_dimensions`.
             normalize: scale the vectors to length 1; None follows the checkpoint.
-            truncate: cut inputs that exceed the maximum length; otherwise they are refused.
-            adapter: the LoRA adapter, for all inputs or one for each.
+            truncate: cut inputs that exceed the maximum length; otherwise they are rejected. adapter: the
+            LoRA adapter, for all inputs or one for each.
             task: the task of a checkpoint with task adapters; it also selects the prompt of that name.
 
         Returns:
@@ -167,8 +167,8 @@ class EmbeddingsMethods:
         adapters: list[str | None] = broadcast("adapter", adapter, len(batch))
         kinds = None if outputs is None else tuple(outputs)
         fields: list[EmbeddingsFields] = [
-            {**options, "input": one, "adapter": name, "outputs": kinds}
-            for one, name in zip(batch, adapters, strict=True)
+            {**options, "input": item, "adapter": name, "outputs": kinds}
+            for item, name in zip(batch, adapters, strict=True)
         ]
         return self._embeddings(fields, use_tqdm)
 
@@ -187,8 +187,7 @@ class EmbeddingsMethods:
         the similarity function of the checkpoint.
 
         Args:
-            query: one query for all documents, or one for each.
-            documents: the documents.
+            query: one query for all documents, or one query for each. documents: the documents.
             use_tqdm: show a progress bar, if standard error is a terminal.
             truncate: cut inputs that exceed the maximum length; otherwise they are refused.
             activation: False returns the logits of a cross-encoder.
@@ -215,7 +214,7 @@ class EmbeddingsMethods:
             activation=activation,
         )
         fields: list[EmbeddingsFields] = [
-            {**one.fields, "truncate": truncate, "outputs": (plan.output,)} for one in plan.inputs
+            {**item.fields, "truncate": truncate, "outputs": (plan.output,)} for item in plan.inputs
         ]
         return plan.scores(self._embeddings(fields, use_tqdm))
 
@@ -242,7 +241,7 @@ class EmbeddingsMethods:
         Raises:
             InputError: an input cannot be served, or ``top_n`` is below 1.
         """
-        ranking(np.zeros(0), top_n)  # refuses an invalid top_n before the scores are computed
+        ranking(np.zeros(0), top_n)  # rejects an invalid top_n before the scores are computed
         scores = self.score(query, documents, use_tqdm, truncate=truncate, activation=activation)
         return [RerankResult(i, float(scores[i]), documents[i]) for i in ranking(scores, top_n)]
 
@@ -271,7 +270,7 @@ class EmbeddingsMethods:
         )
         config = self.config.model.huggingface_config
         scores = [response.scores for response in responses if response.scores is not None]
-        return [Classification(best_label(config, one), one) for one in scores]
+        return [Classification(best_label(config, label_scores), label_scores) for label_scores in scores]
 
     def _embeddings(self, fields: Sequence[EmbeddingsFields], use_tqdm: bool) -> list[EmbeddingsResponse]:
         """Run one request for each entry of ``fields`` and return the outputs in their order."""
@@ -286,7 +285,7 @@ class EmbeddingsMethods:
                 for result in results:
                     self.pipeline.release(result.context)  # `ready` may have reserved a slot for an adapter
                 raise
-        return [one.response for one in results if one.response is not None]
+        return [result.response for result in results if result.response is not None]
 
     def _run_embeddings(self, results: Sequence[EmbeddingsBuilder], use_tqdm: bool) -> None:
         progress = GenerationProgress(len(results), shown=use_tqdm)
@@ -294,16 +293,19 @@ class EmbeddingsMethods:
             for served in self._runner.run(results, seconds=STREAMING_LATENCY_BUDGET):
                 deliver_interrupt()
                 progress.advance(
-                    num_tokens=sum(one.context.current_length for one in served), num_prompts=len(served)
+                    num_tokens=sum(result.context.current_length for result in served),
+                    num_prompts=len(served),
                 )
 
     def _embeddings_contexts(self, fields: Sequence[EmbeddingsFields]) -> Iterator[EmbeddingsContext]:
         """Yield the context of each request. The texts of all requests are encoded together."""
         name, count = self.config.model.name, len(fields)
         requests = []
-        for index, one in enumerate(fields):
+        for index, request_fields in enumerate(fields):
             with _naming_input(index, count):
-                requests.append(EmbeddingsGenerationRequest(id=uuid4().hex, model_name=name, **one))
+                requests.append(
+                    EmbeddingsGenerationRequest(id=uuid4().hex, model_name=name, **request_fields)
+                )
         contexts = self.tokenizer.build_embeddings_contexts(requests)
         for index in range(count):
             with _naming_input(index, count):
@@ -311,7 +313,7 @@ class EmbeddingsMethods:
             yield context
 
     def _check_context(self, index: int, count: int, context: EmbeddingsContext) -> None:
-        """Refuse a context that the pipeline cannot run."""
+        """Raise an `InputError` if the pipeline cannot run a context."""
         with _naming_input(index, count):
             self.pipeline.ready(context)
 
@@ -330,7 +332,7 @@ def _naming_input(index: int, count: int) -> Iterator[None]:
 def is_single(inputs: EmbeddingsInput | Sequence[EmbeddingsInput]) -> bool:
     """Return whether inputs are one text or one list of token ids."""
     return isinstance(inputs, str) or (
-        len(inputs) > 0 and all(isinstance(one, int | np.integer) for one in inputs)
+        len(inputs) > 0 and all(isinstance(item, int | np.integer) for item in inputs)
     )
 
 

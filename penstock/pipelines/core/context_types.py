@@ -21,4 +21,4 @@ def context_type(context: InputContext) -> type[InputContext]:
     A subclass of the caller counts as the nearest of its base classes, so that ``class
     MyContext(TextContext)`` is a `TextContext`, but a `TTSContext` is not."""
     ancestry = type(context).__mro__
-    return next((one for one in ancestry if one in CONTEXT_TYPES), type(context))
+    return next((context_type for context_type in ancestry if context_type in CONTEXT_TYPES), type(context))
