@@ -288,28 +288,23 @@ INLINE void store_weights(float* weights, const vf (&exponentials)[COUNT], const
 #if PENSTOCK_DOT
 INLINE vf as_score(const float* sums, Pairs) { return load(sums); }
 INLINE vf as_score(const float* sums, Shorts) { return _mm512_cvtepi32_ps(_mm512_loadu_si512(sums)); }
-// Rounds the weights of up to 2 W keys. The total adds pairs of rounded weights, so that it is the sum of the weights
-// that are used.
-INLINE __m512bh rounded_weights(vf low, vf high, vf& total) {
-  const __m512bh rounded = _mm512_cvtne2ps_pbh(high, low);
-  total = _mm512_dpbf16_ps(total, rounded, (__m512bh)_mm512_set1_epi32(0x3f803f80));  // 0x3f80: 1
-  return rounded;
-}
+// Sums the rounded weights, so that the total is the sum of the weights that are used.
 template <int COUNT>
 INLINE void store_weights(uint32_t* weights, const vf (&)[COUNT], const vf (&weighted)[COUNT], vf& total, float&,
                           Pairs) {
-  for (int i = 0; i < COUNT; i += 2) {
-    const __m512bh rounded = rounded_weights(weighted[i], i + 1 < COUNT ? weighted[i + 1] : vf{}, total);
+  for (int i = 0; i < COUNT; i++) {
+    vh rounded = narrow(weighted[i]);
     __builtin_memcpy((bf16*)weights + i * W, &rounded, sizeof rounded);
+    total += widen(rounded);
   }
 }
 template <int COUNT>
 INLINE void store_weights(float* weights, const vf (&)[COUNT], const vf (&weighted)[COUNT], vf& total, float&,
                           WidenedPairs) {
-  for (int i = 0; i < COUNT; i += 2) {
-    const __m512i rounded = (__m512i)rounded_weights(weighted[i], i + 1 < COUNT ? weighted[i + 1] : vf{}, total);
-    store(weights + i * W, with_swapped_pairs(widen((vh)_mm512_castsi512_si256(rounded))));
-    store(weights + i * W + W, with_swapped_pairs(widen((vh)_mm512_extracti64x4_epi64(rounded, 1))));
+  for (int i = 0; i < COUNT; i++) {
+    const vf rounded = widen(narrow(weighted[i]));
+    store(weights + i * W, with_swapped_pairs(rounded));
+    total += rounded;
   }
 }
 INLINE void store_weights(uint32_t* weights, const vf (&exponentials)[TILE / W], const vf (&weighted)[TILE / W],
@@ -329,29 +324,18 @@ INLINE void store_weights(uint32_t* weights, const vf (&exponentials)[TILE / W],
 // after a larger excess: a branch for each new maximum is hard to predict.
 INLINE float slack_of(const Attention& a) { return a.ahead ? 8 : 0; }
 
-// Returns e^(factor * score - top) for a `top` that it exceeds by 8 at most.
-template <class P> INLINE vf weight_of(vf score, vf factor, vf top) {
-#if PENSTOCK_DOT
-  constexpr float LOG2_E = 1.44269504f;
-  if (P::SPAN == 2 && !P::INTEGER) return exp2_below(fma(score, factor * LOG2_E, top * -LOG2_E));
-#endif
-  return exp_below<P::INTEGER ? 4 : 5>(score * factor - top);
-}
-
 // Updates the partial softmax of query m with the keys begin:end of a tile. SCALED: keys and values have scales. COUNT:
 // vectors of the tile that hold keys.
 template <class P, bool SCALED, int COUNT>
 INLINE void softmax_of_query(const Attention& a, Packed<P>& packed, Partial& sums, int64_t m, int64_t Dp, int64_t begin,
                              int64_t end, const float* bias) {
+  constexpr int TERMS = P::INTEGER ? 4 : P::SPAN == 2 ? 3 : 5;  // terms of e^x
   const vf masked = all(-__builtin_inff());
   const float scale = (float)a.scale * (P::INTEGER ? packed.q_scales[m] : 1), cap = (float)a.cap;
   const bool whole = begin == 0 && end == COUNT * W;
-  const bool deferred = P::SPAN == 2 && !P::INTEGER && cap == 0 && !bias && scale > 0;  // `factor` is the scale
-  const vf factor = all(deferred ? scale : 1);
-  vf scores[COUNT], tops = masked;
+  vf scores[COUNT], tops = all(sums.top[m]);
   for (int i = 0; i < COUNT; i++) {
-    vf score = as_score(packed.scores + m * TILE + i * W, P{});
-    if (!deferred) score *= scale;
+    vf score = as_score(packed.scores + m * TILE + i * W, P{}) * scale;
     if (SCALED) score *= load(packed.key_scales + i * W);
     if (cap != 0) score = cap * tanh(score / cap);
     scores[i] = score;
@@ -365,11 +349,10 @@ INLINE void softmax_of_query(const Attention& a, Packed<P>& packed, Partial& sum
       scores[i] = j < (int32_t)end ? scores[i] : masked;
     }
   for (int i = 0; i < COUNT; i++) tops = vmax(tops, scores[i]);
-  tops *= factor;
   vf total = load(sums.total + m * W), top = all(sums.top[m]);
   const float before = sums.top[m];
   if (exceeds(tops, before + slack_of(a))) {  // a NaN takes this branch
-    top = vmax(top, largest_everywhere(tops));
+    top = largest_everywhere(tops);
     if (before != masked[0]) {
       vf shrink = exp_below<5>(all(before) - top);
       total *= shrink;
@@ -380,7 +363,7 @@ INLINE void softmax_of_query(const Attention& a, Packed<P>& packed, Partial& sum
   }
   vf exponentials[COUNT], weighted[COUNT];
   for (int i = 0; i < COUNT; i++) {
-    weighted[i] = exponentials[i] = weight_of<P>(scores[i], factor, top);
+    weighted[i] = exponentials[i] = exp_below<TERMS>(scores[i] - top);
     if (SCALED) {
       weighted[i] *= load(packed.value_scales + i * W);
       if (!whole) weighted[i] = scores[i] == masked ? vf{} : weighted[i];  // a stale scale may be NaN
