@@ -660,7 +660,7 @@ LIMITS: Mapping[str, tuple[str, Any]] = {
 def schema_keywords() -> str:
     """Return the table of JSON schema keywords and their support."""
     rows = [[code(name), f"yes{': ' + LIMITS[name][0] if name in LIMITS else ''}"] for name in HONOURED]
-    rows += [[code(name), f"refused: {reason}"] for name, reason in shapes.REFUSED.items()]
+    rows += [[code(name), f"refused: {reason}"] for name, reason in shapes.REFUSED_KEYWORDS.items()]
     return noted_table("keyword | supported", rows)
 
 

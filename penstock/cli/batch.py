@@ -102,7 +102,7 @@ async def _run(requests: Path, output: Path, pipeline_config: PipelineConfig, co
     from penstock.host.progress import GenerationProgress
     from penstock.serve.app import create_app
     from penstock.serve.batches.batch_dispatch import BatchDispatcher
-    from penstock.serve.batches.batch_lines import check_unique, finished_ids, read_lines, remaining
+    from penstock.serve.batches.batch_lines import check_unique, finished_ids, read_lines, remaining_lines
     from penstock.serve.service_factory import build_services, close_services
 
     config = replace(config, access_log=False, state_dir=None)
@@ -112,7 +112,7 @@ async def _run(requests: Path, output: Path, pipeline_config: PipelineConfig, co
     services = build_services(config, pipeline_config, worker, tokenizer)
     lines = partial(read_lines, requests, *services.json_limits)
     done = finished_ids(output)
-    num_left = check_unique(remaining(lines(), done))
+    num_left = check_unique(remaining_lines(lines(), done))
     if done:
         click.echo(f"penstock: {len(done)} lines have results, {num_left} lines are left", err=True)
     counts = {"good": 0, "bad": 0, "tokens": 0}
@@ -137,7 +137,7 @@ async def _run(requests: Path, output: Path, pipeline_config: PipelineConfig, co
                     is_stopping=lambda: False,
                     on_result=keep,
                 )
-                await runner.run(remaining(lines(), done))
+                await runner.run(remaining_lines(lines(), done))
             seconds = max(time.perf_counter() - begin, 1e-9)
             num = counts["good"] + counts["bad"]
             click.echo(

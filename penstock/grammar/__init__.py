@@ -1,8 +1,9 @@
 """Structured output: converts schemas, regular expressions and choices to grammars, and computes token masks.
 
-`schema` converts a request's format to EBNF and loads no torch. `compiler` compiles grammars in threads, and
-`masks` computes from a context's matcher which tokens are allowed, which are forced, and which drafts are
-acceptable. The names below are loaded on first use, so importing this package loads no torch.
+`schema` converts the output format of a request to EBNF and loads no torch. `compiler` compiles grammars in
+threads. `masks` computes from a context's matcher which tokens are allowed, which tokens are forced, and
+which draft tokens are acceptable. The names below are loaded on first use, so importing this package loads no
+torch.
 """
 
 from __future__ import annotations
@@ -26,5 +27,5 @@ _MODULES = {
 }
 
 
-if not TYPE_CHECKING:  # a type checker must report names that do not exist
+if not TYPE_CHECKING:  # only at run time, so that type checkers report undefined names
     __getattr__ = lazy_names(__name__, _MODULES)

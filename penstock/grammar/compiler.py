@@ -1,4 +1,4 @@
-"""Compiles grammars in background threads, and caches them."""
+"""Compiles grammars in background threads and caches the results."""
 
 from __future__ import annotations
 
@@ -30,33 +30,33 @@ from penstock.text.tokenizer import TextTokenizer
 _logger = logging.getLogger(__name__)
 
 _EXTRAS = {"llguidance": "grammar", "xgrammar": "xgrammar"}
-_NICENESS = 5  # low priority, but not so low that a model on all cores starves the thread
-_SWITCH_INTERVAL = 0.0005  # seconds
-_EXCLUSIVE_SECONDS = 1.0  # seconds before the next grammar starts in parallel
-_MAX_THREADS = 4  # includes threads of refused grammars, which still use a core and memory
-_STACK_SIZE = 64 << 20  # llguidance recurses over rules that refer to rules (`grammars.lark.writer`)
+_NICENESS = 5  # low, but high enough to get CPU time while the model uses all cores
+_SWITCH_INTERVAL = 0.0005  # seconds between switches of Python threads
+_EXCLUSIVE_SECONDS = 1.0  # seconds after which another grammar may compile in parallel
+_MAX_THREADS = 4  # includes threads that run beyond the time limit
+_STACK_SIZE = 64 << 20  # bytes; llguidance recurses over chains of rules (see `lark.writer`)
 
 
 class CompiledGrammar(Protocol):
     """A compiled grammar."""
 
     num_bytes: int
-    is_usable: bool  # False: it must be compiled again
+    is_usable: bool  # False if the grammar must be compiled again
 
     def new_matcher(self, ends: Sequence[int]) -> GrammarMatcher:
-        """Return a matcher at its initial state. ``ends`` are the tokens that end an output."""
+        """Return a matcher in its initial state. ``ends`` are the ids of tokens that end an output."""
 
 
 class GrammarBackend(Protocol):
-    """A library that compiles grammars for one tokenizer."""
+    """Compiles grammars for one tokenizer with a library."""
 
     library: str
 
     def prepare(self) -> None:
-        """Read the tokenizer."""
+        """Read the tokenizer. Called in the thread of each compilation; repeated calls do nothing."""
 
     def compile(self, grammar: Grammar, check_time: Callable[[], None]) -> CompiledGrammar:
-        """Return the compiled grammar. ``check_time`` raises at the time limit."""
+        """Compile a grammar. ``check_time`` raises at the time limit."""
 
 
 _BACKENDS: dict[str, Callable[[TextTokenizer, int, StructuredOutputConfig], GrammarBackend]] = {
@@ -69,9 +69,10 @@ class GrammarCompiler:
     """Creates the matchers of contexts with a grammar, in background threads.
 
     Low-priority threads compile the grammars one after another. If a grammar takes more than a second, the
-    next one starts in parallel, so a large schema does not delay small ones. A grammar that exceeds the time
-    limit is refused. Further grammars wait for a free thread. Compiled grammars and refusals are cached
-    within ``grammar_cache_size`` bytes, and the least recently used ones are evicted.
+    next one starts in parallel, so that a large schema does not delay small ones. A grammar that exceeds the
+    time limit is refused, but its thread runs on. If all threads are busy, further grammars wait. Compiled
+    grammars and errors are cached in ``grammar_cache_size`` bytes, from which the least recently used are
+    evicted.
 
     All methods must be called from the model's thread.
 
@@ -89,9 +90,10 @@ class GrammarCompiler:
         self._backend = _BACKENDS[self.config.backend](tokenizer, vocab_size, self.config)
         self._cache: OrderedDict[Grammar, CompiledGrammar | PenstockError] = OrderedDict()
         self._cache_bytes = 0
-        self._waiting: OrderedDict[Grammar, float] = OrderedDict()  # grammar -> start of the wait
-        self._jobs: list[_Job] = []  # within the time limit
-        self._overdue: list[_Job] = []  # beyond the time limit, still running
+        # Grammar -> time.monotonic() at its first request.
+        self._waiting: OrderedDict[Grammar, float] = OrderedDict()
+        self._jobs: list[_Job] = []  # compilations within the time limit
+        self._overdue: list[_Job] = []  # compilations beyond the time limit, whose threads still run
 
     @property
     def is_available(self) -> bool:
@@ -99,35 +101,36 @@ class GrammarCompiler:
         return find_spec(self._backend.library) is not None
 
     def ready(self, context: TextContext) -> bool:
-        """Return whether the context can run: it has no grammar, or its matcher is set. Sets the matcher.
+        """Return whether the context can be scheduled: it has no grammar, or its matcher is set.
 
-        The first call starts the compilation; later calls poll it. The matcher has accepted the tokens that
-        the context has already generated.
+        The first call starts the compilation, and later calls poll it. When the grammar is compiled, sets a
+        matcher that has accepted the context's generated tokens.
 
         Raises:
             UnsupportedSchemaError: a JSON schema uses an unsupported keyword.
-            InputError: the grammar is invalid, too large or too slow, or refuses the context's tokens.
-            UnavailableError: all threads compile grammars beyond the time limit.
+            InputError: the grammar is invalid, too large or too slow, or does not accept the generated
+                tokens.
+            UnavailableError: no thread was free within the time limit, because all threads are overdue.
             MissingDependencyError: the library that compiles grammars is not installed.
         """
         if context.grammar is None or context.matcher is not None:
             return True
         ends = self._stop_token_ids(context)
-        compiled = self._compiled(context.grammar)
-        if compiled is None:
+        compiled_grammar = self._cached_or_compiled(context.grammar)
+        if compiled_grammar is None:
             return False
-        context.set_matcher(_matcher_after_generated(compiled, ends, context))
+        context.set_matcher(_matcher_after_generated(compiled_grammar, ends, context))
         return True
 
     def close(self) -> None:
-        """Stop starting compilations and clear the cache. Results of running compilations are dropped."""
+        """Drop waiting grammars and clear the cache. The results of running compilations are dropped."""
         self._waiting.clear()
         self._cache.clear()
         self._cache_bytes = 0
 
     @property
     def num_cached_bytes(self) -> int:
-        """Estimated memory of the cached grammars."""
+        """Estimated bytes of the cached grammars."""
         return self._cache_bytes
 
     def _stop_token_ids(self, context: TextContext) -> list[int]:
@@ -143,7 +146,7 @@ class GrammarCompiler:
             raise UnsupportedFeatureError("a grammar without a token that ends the output", reason)
         return sorted(ends)
 
-    def _compiled(self, grammar: Grammar) -> CompiledGrammar | None:
+    def _cached_or_compiled(self, grammar: Grammar) -> CompiledGrammar | None:
         """Return the compiled grammar; None while it is being compiled."""
         if not self.is_available:
             raise MissingDependencyError(
@@ -156,23 +159,27 @@ class GrammarCompiler:
                 "make it smaller, or raise --max-grammar-size"
             )
         self._collect_jobs()
-        kept = self._cache.get(grammar)
-        if kept is not None and not isinstance(kept, PenstockError) and not kept.is_usable:
+        cached_result = self._cache.get(grammar)
+        if (
+            cached_result is not None
+            and not isinstance(cached_result, PenstockError)
+            and not cached_result.is_usable
+        ):
             self._cache_bytes -= _num_bytes(grammar, self._cache.pop(grammar))
-            kept = None
-        if kept is not None:
+            cached_result = None
+        if cached_result is not None:
             self._cache.move_to_end(grammar)
-            if isinstance(kept, PenstockError):
-                raise kept.with_traceback(None)
-            return kept
+            if isinstance(cached_result, PenstockError):
+                raise cached_result.with_traceback(None)
+            return cached_result
         if all(job.grammar != grammar for job in self._jobs):
-            since = self._waiting.setdefault(grammar, time.monotonic())
+            waiting_since = self._waiting.setdefault(grammar, time.monotonic())
             self._start_next()
             is_full = len(self._jobs) + len(self._overdue) >= _MAX_THREADS
             if (
                 grammar in self._waiting
                 and is_full
-                and time.monotonic() - since > self.config.compile_timeout
+                and time.monotonic() - waiting_since > self.config.compile_timeout
             ):
                 del self._waiting[grammar]
                 raise UnavailableError(
@@ -191,7 +198,7 @@ class GrammarCompiler:
                 self._store(job.grammar, job.result)
             elif job.seconds > self.config.compile_timeout:
                 self._overdue.append(job)
-                self._store(job.grammar, _too_slow(job.grammar, self.config.compile_timeout))
+                self._store(job.grammar, _time_limit_error(job.grammar, self.config.compile_timeout))
             else:
                 self._jobs.append(job)
         self._start_next()
@@ -213,24 +220,24 @@ class GrammarCompiler:
 
 @dataclass(slots=True)
 class _Job:
-    """One compilation."""
+    """The compilation of one grammar in a thread."""
 
     grammar: Grammar
     backend: GrammarBackend
     max_seconds: float
-    started: float | None = None  # None while the tokenizer loads, which does not count as compile time
+    started_at: float | None = None  # None while the tokenizer loads, which does not count as compile time
     result: CompiledGrammar | PenstockError | None = None
     is_done: threading.Event = field(default_factory=threading.Event)
 
     @property
     def seconds(self) -> float:
-        """Time since the compilation started."""
-        return 0.0 if self.started is None else time.monotonic() - self.started
+        """Seconds since the compilation started."""
+        return 0.0 if self.started_at is None else time.monotonic() - self.started_at
 
     def check_time(self) -> None:
         """Raise `InputError` at the time limit."""
         if self.seconds > self.max_seconds:
-            raise _too_slow(self.grammar, self.max_seconds)
+            raise _time_limit_error(self.grammar, self.max_seconds)
 
     def run(self) -> None:
         """Compile the grammar and set the result."""
@@ -241,8 +248,8 @@ class _Job:
 
     def _compile(self) -> None:
         try:
-            self.backend.prepare()  # not part of the grammar's time
-            self.started = time.monotonic()
+            self.backend.prepare()  # does not count as compile time
+            self.started_at = time.monotonic()
             self.result = self.backend.compile(self.grammar, self.check_time)
         except PenstockError as error:
             self.result = error
@@ -256,14 +263,14 @@ class _Job:
 
 
 def _matcher_after_generated(
-    compiled: CompiledGrammar, ends: list[int], context: TextContext
+    compiled_grammar: CompiledGrammar, ends: list[int], context: TextContext
 ) -> GrammarMatcher:
     """Return a matcher that has accepted the context's generated tokens."""
-    matcher = compiled.new_matcher(ends)
-    for place, token in enumerate(context.generated_tokens.tolist()):
+    matcher = compiled_grammar.new_matcher(ends)
+    for index, token in enumerate(context.generated_tokens.tolist()):
         if not matcher.accept_token(token):
             raise InputError(
-                f"the grammar does not accept token {token}, generated token {place} of request "
+                f"the grammar does not accept token {token}, generated token {index} of request "
                 f"{context.request_id}"
             )
     return matcher
@@ -275,31 +282,30 @@ def _num_bytes(grammar: Grammar, result: CompiledGrammar | PenstockError) -> int
 
 
 class _ShortSwitchInterval:
-    """Sets the interpreter's switch interval to half a millisecond while Python code compiles a grammar.
+    """Context manager that sets Python's switch interval to 0.5 ms while a grammar is compiled.
 
-    A model step acquires the interpreter lock many times. Each time it could wait for the default interval of
-    5 ms.
+    A model step acquires the GIL many times. Each time it may wait for the switch interval, by default 5 ms.
     """
 
     _lock = threading.Lock()
     _num_inside = 0
-    _before = 0.0
+    _previous_interval = 0.0
 
     def __enter__(self) -> None:
         with _ShortSwitchInterval._lock:
             if _ShortSwitchInterval._num_inside == 0:
-                _ShortSwitchInterval._before = sys.getswitchinterval()
-                sys.setswitchinterval(min(_SWITCH_INTERVAL, _ShortSwitchInterval._before))
+                _ShortSwitchInterval._previous_interval = sys.getswitchinterval()
+                sys.setswitchinterval(min(_SWITCH_INTERVAL, _ShortSwitchInterval._previous_interval))
             _ShortSwitchInterval._num_inside += 1
 
     def __exit__(self, *_: object) -> None:
         with _ShortSwitchInterval._lock:
             _ShortSwitchInterval._num_inside -= 1
             if _ShortSwitchInterval._num_inside == 0:
-                sys.setswitchinterval(_ShortSwitchInterval._before)
+                sys.setswitchinterval(_ShortSwitchInterval._previous_interval)
 
 
-def _too_slow(grammar: Grammar, seconds: float) -> InputError:
+def _time_limit_error(grammar: Grammar, seconds: float) -> InputError:
     text = grammar.text if len(grammar.text) <= 80 else f"{grammar.text[:80]}..."
     return InputError(
         f"the {grammar.kind} grammar {text!r} was not compiled within {seconds:g} s: make it smaller or less "
@@ -308,16 +314,16 @@ def _too_slow(grammar: Grammar, seconds: float) -> InputError:
 
 
 def _start_thread(run: Callable[[], None]) -> None:
-    """Start a thread with a large stack. Only the used part takes memory."""
-    before = threading.stack_size(_STACK_SIZE)
+    """Start a thread with a large stack. The system allocates only the pages that are used."""
+    old_size = threading.stack_size(_STACK_SIZE)
     try:
         threading.Thread(target=run, name="penstock-grammar", daemon=True).start()
     finally:
-        threading.stack_size(before)
+        threading.stack_size(old_size)
 
 
 def _lower_priority() -> None:
-    """Lower the priority of this thread on Linux, where setpriority accepts a thread id. Else do nothing."""
+    """Lower the priority of this thread on Linux. On other systems setpriority takes no thread id."""
     if sys.platform == "linux":
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     import llguidance
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
-_BYTES_PER_GRAMMAR = 160 << 10  # measured: lexer tables of a small grammar with a large vocabulary
-_BYTES_PER_CHARACTER = 24  # per byte of compiled text; measured with schemas of 1 to 1,000 properties
+_BYTES_PER_GRAMMAR = 160 << 10  # lexer tables of a small grammar with a large vocabulary (measured)
+_BYTES_PER_CHARACTER = 24  # memory per character of Lark text (measured, 1 to 1,000 properties)
 _MAX_THREADS = 4
 
 
@@ -45,14 +45,14 @@ class LLGuidanceBackend:
         self._config = config
 
     def prepare(self) -> None:
-        """Read the tokenizer. Takes a second or two for a large vocabulary."""
+        """Read the tokenizer. Takes 1 to 2 seconds for a large vocabulary."""
         assert self._ll_tokenizer
 
     def compile(self, grammar: Grammar, check_time: Callable[[], None]) -> CompiledLLGuidance:
-        """Return the compiled grammar.
+        """Compile a grammar.
 
         Raises:
-            PenstockError: the grammar is not valid or exceeds a limit, or ``check_time`` raised.
+            PenstockError: the grammar is invalid or exceeds a limit, or ``check_time`` raised.
         """
         from llguidance import LLMatcher
 
@@ -61,25 +61,25 @@ class LLGuidanceBackend:
         )
         check_time()
         text = self._lark_text(source, check_time)
-        # Without no_forcing, the library would search for forced text of any length.
+        # Without no_forcing, llguidance would search for forced text of any length.
         grammar_json = LLMatcher.grammar_from_lark('%llguidance {"no_forcing": true}\n' + text)
         matcher = LLMatcher(self._ll_tokenizer, grammar_json, log_level=0, limits=self._limits)
         check_time()
         if matcher.is_error():
             raise limit_error(grammar, matcher.get_error())
         compiled = CompiledLLGuidance(grammar, matcher, self, len(text))
-        first = compiled.new_matcher([])
+        start = compiled.new_matcher([])
         mask = torch.zeros((1, -(-self.vocab_size // 32)), dtype=torch.int32)
-        first.fill_next_token_bitmask(mask)
-        if first.failure is not None:
-            raise first.failure
-        if not mask.any() and not first.is_completed():
+        start.fill_next_token_bitmask(mask)
+        if start.failure is not None:
+            raise start.failure
+        if not mask.any() and not start.is_completed():
             raise InputError("the grammar allows no output: no token can begin one")
         return compiled
 
     def _lark_text(self, source: GrammarSource, check_time: Callable[[], None]) -> str:
-        read = read_structural_tag if source.notation == "structural_tag" else read_ebnf
-        return lark_text(read(source.text), check_time=check_time)
+        read_grammar = read_structural_tag if source.notation == "structural_tag" else read_ebnf
+        return lark_text(read_grammar(source.text), check_time=check_time)
 
     def _token_id(self, token: str) -> int | None:
         token_id = self._tokenizer.backend.token_to_id(token)
@@ -87,7 +87,8 @@ class LLGuidanceBackend:
 
     @cached_property
     def executor(self) -> LLExecutor:
-        """The threads that compute masks of several rows."""
+        """The thread pool that computes the masks of several rows."""
+
         from llguidance import LLExecutor
 
         return LLExecutor(min(os.cpu_count() or 1, _MAX_THREADS))
@@ -112,15 +113,15 @@ class LLGuidanceBackend:
 
     @cached_property
     def tokens(self) -> list[bytes]:
-        """Bytes of each token id."""
+        """The bytes of each token id."""
         return token_bytes(self._tokenizer.backend, self.vocab_size)
 
 
 class _Tokens:
     """Adapts a tokenizer to llguidance.
 
-    Each context has its own end-of-sequence tokens. Therefore llguidance gets an additional token id after
-    the vocabulary as its end-of-sequence token, and `LLGuidanceMatcher` handles the real ones.
+    Each context has its own end-of-sequence tokens, but llguidance has a single one. It therefore gets an
+    additional token id after the vocabulary, and `LLGuidanceMatcher` handles the real end-of-sequence tokens.
     """
 
     def __init__(self, tokenizer: TextTokenizer, tokens: list[bytes]) -> None:
@@ -139,12 +140,12 @@ class _Tokens:
 
 
 class CompiledLLGuidance:
-    """A compiled grammar. Its matchers share lazily computed tables.
+    """A compiled grammar. Its matchers share lexer tables, which llguidance computes lazily.
 
     Attributes:
-        num_bytes: estimated memory.
-        is_usable: False once a matcher has exceeded a limit. All matchers share the count of lexer states, so
-            later matchers would exceed the limit too. The grammar must be compiled again.
+        num_bytes: estimated memory in bytes.
+        is_usable: False once a matcher has exceeded a limit. The grammar must then be compiled again, because
+            all matchers share the count of lexer states.
     """
 
     def __init__(
@@ -159,15 +160,15 @@ class CompiledLLGuidance:
 
     @property
     def executor(self) -> LLExecutor:
-        """The threads that compute masks of several rows."""
+        """The thread pool that computes the masks of several rows."""
         return self._backend.executor
 
     def text_of(self, token: int) -> str:
-        """Return the text of a token, with U+FFFD for incomplete characters."""
+        """Return the text of a token. Incomplete characters become U+FFFD."""
         return self._backend.tokens[token].decode(errors="replace")
 
     def new_matcher(self, ends: Sequence[int]) -> LLGuidanceMatcher:
-        """Return a matcher at its initial state. ``ends`` are the tokens that end an output."""
+        """Return a matcher in its initial state. ``ends`` are the ids of tokens that end an output."""
         return LLGuidanceMatcher(self, self._matcher.deep_copy(), ends)
 
 
@@ -175,8 +176,8 @@ class LLGuidanceMatcher:
     """Implements `penstock.pipelines.core.GrammarMatcher` with llguidance.
 
     Attributes:
-        failure: the error of an exceeded limit. From then on the matcher allows every token, so that the mask
-        of the batch succeeds, and `accept_token` raises the error.
+        failure: the error of an exceeded limit, else None. After a failure the matcher allows every token, so
+            that the mask of the batch can be computed, and `accept_token` raises the error.
     """
 
     def __init__(self, compiled: CompiledLLGuidance, matcher: LLMatcher, ends: Sequence[int]) -> None:
@@ -185,15 +186,15 @@ class LLGuidanceMatcher:
         self._matcher = matcher
         self._ends = list(ends)
         self._is_terminated = False
-        self._row: np.ndarray | None = None  # [W] uint32: cached mask of the next tokens
+        self._row: np.ndarray | None = None  # [ceil(V / 32)] uint32: cached mask of the next tokens
 
     @property
     def stop_token_ids(self) -> list[int]:
-        """The tokens that end an output."""
+        """The ids of the tokens that end an output."""
         return self._ends
 
     def accept_token(self, token: int) -> bool:
-        """Advance by a token. Return False without a change if the grammar does not allow it.
+        """Advance by a token. If the grammar does not allow the token, change nothing and return False.
 
         Raises:
             InputError: a limit was exceeded.
@@ -210,14 +211,14 @@ class LLGuidanceMatcher:
             return True
         self._check_failure()
         if self.failure is None and self._row is not None and self._row[token >> 5] >> (token & 31) & 1:
-            # The mask allows the token, so the shared lexer of the grammar has hit a limit.
+            # The mask allows the token, so the shared lexer has exceeded a limit.
             self._set_failure("the lexer exceeded a limit")
         if self.failure is not None:
             raise self.failure
         return False
 
     def rollback(self, num_tokens: int) -> None:
-        """Undo the last tokens."""
+        """Undo the last `num_tokens` tokens."""
         if num_tokens and self._is_terminated:
             self._is_terminated = False
             num_tokens -= 1
@@ -241,7 +242,7 @@ class LLGuidanceMatcher:
         return self._is_terminated or self._matcher.is_accepting()
 
     def find_jump_forward_string(self) -> str:
-        """Return the text of the only possible next token; empty if several are possible."""
+        """Return the text of the next token if only one is allowed, else ""."""
         fill_bitmasks([(self, 0)], torch.empty((1, -(-self._compiled.vocab_size // 32)), dtype=torch.int32))
         assert self._row is not None
         token = only_token(self._row)
@@ -261,14 +262,14 @@ class LLGuidanceMatcher:
         self.failure = limit_error(self._compiled.grammar, reason)
 
     def _finish(self, row: np.ndarray, num_words: int) -> None:
-        """Store a computed row after setting the bits of the context's end-of-sequence tokens."""
+        """Set the bits of the context's end-of-sequence tokens in a computed row, and cache the row."""
         self._check_failure()
         if self.failure is not None:
             self._row = np.full(num_words, 0xFFFFFFFF, dtype=np.uint32)
             return
         words = row.view(np.uint32)
-        dummy = self._compiled.vocab_size
-        words[dummy >> 5] &= np.uint32(~(1 << (dummy & 31)) & 0xFFFFFFFF)
+        extra_eos = self._compiled.vocab_size
+        words[extra_eos >> 5] &= np.uint32(~(1 << (extra_eos & 31)) & 0xFFFFFFFF)
         may_end = bool(self._ends) and self._matcher.is_accepting()
         for end in self._ends:
             bit = np.uint32(1 << (end & 31))
@@ -277,19 +278,29 @@ class LLGuidanceMatcher:
 
 
 def fill_bitmasks(rows: Sequence[tuple[LLGuidanceMatcher, int]], bitmask: Tensor) -> None:
-    """Write rows of ``bitmask``. Rows that are not cached are computed in threads of llguidance."""
+    """Write the rows of several matchers into ``bitmask``. Threads of llguidance compute uncached rows.
+
+    Args:
+        rows: pairs (matcher, index of the row).
+        bitmask: ``[R, ceil(V / 32)]`` int32.
+    """
     words = bitmask.numpy().view(np.uint32)
-    new = [matcher for matcher, _ in rows if matcher._row is None]
-    if new:
-        size = (new[0]._compiled.vocab_size + 32) // 32  # includes the additional end-of-sequence token
-        computed = np.zeros((len(new), size), dtype=np.int32)
-        if len(new) == 1:
-            new[0]._matcher.unsafe_compute_mask_ptr(computed.ctypes.data, computed.nbytes)
+    uncached_matchers = [matcher for matcher, _ in rows if matcher._row is None]
+    if uncached_matchers:
+        # A row has V + 1 bits, because llguidance has an additional end-of-sequence token.
+        size = (uncached_matchers[0]._compiled.vocab_size + 32) // 32
+        computed_rows = np.zeros((len(uncached_matchers), size), dtype=np.int32)
+        if len(uncached_matchers) == 1:
+            uncached_matchers[0]._matcher.unsafe_compute_mask_ptr(
+                computed_rows.ctypes.data, computed_rows.nbytes
+            )
         else:
-            pairs = [(matcher._matcher, place) for place, matcher in enumerate(new)]
-            executor = new[0]._compiled.executor
-            executor.unsafe_compute_mask_ptr(pairs, computed.ctypes.data, 4 * size, len(new))
-        for row, matcher in zip(computed, new, strict=True):
+            pairs = [(matcher._matcher, index) for index, matcher in enumerate(uncached_matchers)]
+            executor = uncached_matchers[0]._compiled.executor
+            executor.unsafe_compute_mask_ptr(
+                pairs, computed_rows.ctypes.data, 4 * size, len(uncached_matchers)
+            )
+        for row, matcher in zip(computed_rows, uncached_matchers, strict=True):
             matcher._finish(row, words.shape[1])
     for matcher, index in rows:
         assert matcher._row is not None
@@ -297,16 +308,16 @@ def fill_bitmasks(rows: Sequence[tuple[LLGuidanceMatcher, int]], bitmask: Tensor
 
 
 def only_token(words: np.ndarray) -> int | None:
-    """Return the only allowed token of a row; None if there are several or none."""
-    places = np.flatnonzero(words)
-    if len(places) != 1:
+    """Return the token id of a row ``[ceil(V / 32)]`` that allows one token; None for several or none."""
+    nonzero_words = np.flatnonzero(words)
+    if len(nonzero_words) != 1:
         return None
-    word = int(words[places[0]])
-    return None if word & (word - 1) else int(places[0]) * 32 + word.bit_length() - 1
+    word = int(words[nonzero_words[0]])
+    return None if word & (word - 1) else int(nonzero_words[0]) * 32 + word.bit_length() - 1
 
 
 def limit_error(grammar: Grammar, message: str) -> InputError:
-    """Return the error for a grammar that llguidance refuses or cannot continue."""
+    """Return the error for a grammar that exceeds a limit of llguidance."""
     text = grammar.text if len(grammar.text) <= 80 else f"{grammar.text[:80]}..."
     reason = message.strip().splitlines()[0] if message.strip() else "no reason given"
     return InputError(

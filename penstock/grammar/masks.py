@@ -1,4 +1,4 @@
-"""Computes which tokens a context's grammar allows next, without changing the state of its matcher."""
+"""Computes the tokens that the grammars of contexts allow. Leaves the state of their matchers unchanged."""
 
 from __future__ import annotations
 
@@ -20,27 +20,36 @@ from penstock.pipelines.core import GrammarMatcher, TextContext
 
 def grammar_bitmask(
     contexts: Sequence[TextContext],
-    sequences: np.ndarray,  # [R]: context index of each row; rows of a context are adjacent
+    sequences: np.ndarray,  # [R]
     vocabulary: int,
     drafts: Sequence[Sequence[int]] | None = None,
 ) -> Tensor | None:  # [R, ceil(V / 32)] int32
-    """Return a bitmask of the tokens that each row's grammar allows next; None if no context has a grammar.
+    """Return a bitmask of the tokens that the grammar of each row allows; None if no context has a grammar.
 
-    The first row of a context is for its next token, and each further row follows one more draft token.
-    Rows with a grammar forbid ids without a token (padding of the vocabulary). Rows after a draft that the
-    grammar refuses or that ends the output are never sampled and allow all tokens. Rows whose grammar
-    exceeds a limit also allow all tokens: the matcher raises when it receives the token, which ends only that
-    request.
+    The first row of a context is for its next token. Each further row is for the token after one more draft
+    token.
+
+    - Rows with a grammar forbid the padding ids of the vocabulary, which have no token.
+    - Rows after a draft token that the grammar refuses, or that ends the output, allow all tokens. They are
+      never sampled.
+    - Rows whose grammar exceeds a limit allow all tokens. The matcher raises when it receives the sampled
+      token, which ends only that request.
+
+    Args:
+        contexts: the contexts of the batch.
+        sequences: the index of the context of each row. The rows of a context are adjacent.
+        vocabulary: number of logits.
+        drafts: the draft tokens of each context.
     """
     if all(context.matcher is None for context in contexts):
         return None
     bitmask = torch.full((len(sequences), -(-vocabulary // 32)), -1, dtype=torch.int32)
-    firsts = np.flatnonzero(np.diff(sequences, prepend=-1)).tolist()
-    owners = [int(sequences[first]) for first in firsts]
-    matchers = [contexts[owner].matcher for owner in owners]
+    first_rows = np.flatnonzero(np.diff(sequences, prepend=-1)).tolist()
+    context_indices = [int(sequences[first_row]) for first_row in first_rows]
+    matchers = [contexts[context_index].matcher for context_index in context_indices]
     rows = [
-        (matcher, first)
-        for matcher, first in zip(matchers, firsts, strict=True)
+        (matcher, first_row)
+        for matcher, first_row in zip(matchers, first_rows, strict=True)
         if matcher is not None and not matcher.is_terminated()
     ]
     fill_bitmasks(
@@ -49,21 +58,30 @@ def grammar_bitmask(
     for matcher, row in rows:
         if not isinstance(matcher, LLGuidanceMatcher):
             matcher.fill_next_token_bitmask(bitmask, row)
-    for owner, walked, first in zip(owners, matchers, firsts, strict=True):
-        if walked is not None and drafts is not None and drafts[owner] and not walked.is_terminated():
-            with _restored(walked) as walk:
-                for row, token in enumerate(drafts[owner], first + 1):
-                    if not walk.accept(token) or walked.is_terminated():
+    for context_index, draft_matcher, first_row in zip(context_indices, matchers, first_rows, strict=True):
+        if (
+            draft_matcher is not None
+            and drafts is not None
+            and drafts[context_index]
+            and not draft_matcher.is_terminated()
+        ):
+            with _restoring_state(draft_matcher) as lookahead:
+                for row, token in enumerate(drafts[context_index], first_row + 1):
+                    if not lookahead.accept(token) or draft_matcher.is_terminated():
                         break
-                    walked.fill_next_token_bitmask(bitmask, row)
+                    draft_matcher.fill_next_token_bitmask(bitmask, row)
     return bitmask
 
 
 def forced_tokens(context: TextContext, limit: int, vocabulary: int) -> list[int]:
-    """Return the next tokens of a context while its grammar allows exactly one; at most ``limit``.
+    """Return the forced tokens of a context: the next tokens as long as its grammar allows exactly one.
 
-    They never contain a token that ends the output, which is sampled as usual. ``vocabulary`` is the number
-    of logits.
+    Tokens that end the output are not included, so they are sampled as usual.
+
+    Args:
+        context: the context.
+        limit: maximum number of tokens.
+        vocabulary: number of logits.
     """
     matcher = context.matcher
     if matcher is None or limit <= 0 or matcher.is_terminated() or not (is_certain := _is_certain(matcher)):
@@ -71,11 +89,11 @@ def forced_tokens(context: TextContext, limit: int, vocabulary: int) -> list[int
     ends = set(matcher.stop_token_ids)
     tokens: list[int] = []
     mask = _new_row(vocabulary)
-    with _restored(matcher) as walk:
+    with _restoring_state(matcher) as lookahead:
         while len(tokens) < limit and is_certain:
             matcher.fill_next_token_bitmask(mask)
             token = only_token(_allowed_words(mask, vocabulary))
-            if token is None or token in ends or not walk.accept(token):
+            if token is None or token in ends or not lookahead.accept(token):
                 break
             tokens.append(token)
             is_certain = _is_certain(matcher)
@@ -83,34 +101,38 @@ def forced_tokens(context: TextContext, limit: int, vocabulary: int) -> list[int
 
 
 def acceptable_drafts(context: TextContext, draft: list[int]) -> list[int]:
-    """Return the longest prefix of ``draft`` that the context's grammar accepts; all of it without a grammar.
+    """Return the longest prefix of ``draft`` that the grammar accepts; ``draft`` if there is no grammar.
 
-    A token that ends the output can only be the last one.
+    If the prefix contains a token that ends the output, it is the last one.
     """
     matcher = context.matcher
     if matcher is None:
         return draft
-    accepted = 0
-    with _restored(matcher) as walk:
-        while accepted < len(draft) and not matcher.is_terminated() and walk.accept(draft[accepted]):
-            accepted += 1
-    return draft[:accepted]
+    num_accepted = 0
+    with _restoring_state(matcher) as lookahead:
+        while (
+            num_accepted < len(draft)
+            and not matcher.is_terminated()
+            and lookahead.accept(draft[num_accepted])
+        ):
+            num_accepted += 1
+    return draft[:num_accepted]
 
 
 @contextmanager
 def matcher_lookahead(context: TextContext) -> Iterator[Callable[[int], bool]]:
-    """Advance a context's matcher by draft tokens, and roll it back at the end.
+    """Context manager to advance a context's matcher by draft tokens. Rolls the matcher back at the end.
 
-    Yields a function that accepts the next token and returns whether further tokens can follow it: the
-    grammar accepts the token and it does not end the output. Without a grammar the result is always True.
-    Inside the block, `grammar_bitmask` returns the tokens that can follow the accepted ones.
+    Yields a function that advances the matcher by a token. The function returns whether further tokens can
+    follow: the grammar accepts the token, and the token does not end the output. Without a grammar it always
+    returns True. Inside the block, `grammar_bitmask` returns the tokens allowed after the accepted ones.
     """
     matcher = context.matcher
     if matcher is None:
         yield lambda token: True
         return
-    with _restored(matcher) as walk:
-        yield lambda token: walk.accept(token) and not matcher.is_terminated()
+    with _restoring_state(matcher) as lookahead:
+        yield lambda token: lookahead.accept(token) and not matcher.is_terminated()
 
 
 def _new_row(vocabulary: int) -> Tensor:  # [1, ceil(V / 32)] int32
@@ -118,23 +140,23 @@ def _new_row(vocabulary: int) -> Tensor:  # [1, ceil(V / 32)] int32
 
 
 def _is_certain(matcher: GrammarMatcher) -> bool:
-    """Return whether only one next byte is possible. This cheap test excludes most positions."""
+    """Return whether only one next byte is possible. Cheaper than a mask, and False at most positions."""
     try:
         return bool(matcher.find_jump_forward_string())
-    except UnicodeDecodeError:  # the forced bytes end within a character
+    except UnicodeDecodeError:  # the forced bytes end within a character, so at least one byte is forced
         return True
 
 
 def _allowed_words(row: Tensor, vocabulary: int) -> np.ndarray:  # [ceil(V / 32)] uint32
-    """Return a row as words, with the bits after the vocabulary cleared."""
+    """Return a row of a bitmask as unsigned words. Clears the bits after the vocabulary."""
     words: np.ndarray = row[0].numpy().view(np.uint32)
     if vocabulary % 32:
         words[-1] &= np.uint32((1 << vocabulary % 32) - 1)
     return words
 
 
-class _Walk:
-    """Counts the tokens that a matcher has accepted, for a later rollback."""
+class _Lookahead:
+    """Advances a matcher and counts the accepted tokens, for a rollback."""
 
     def __init__(self, matcher: GrammarMatcher) -> None:
         self._matcher = matcher
@@ -142,18 +164,18 @@ class _Walk:
 
     def accept(self, token: int) -> bool:
         try:
-            accepted = bool(self._matcher.accept_token(token))
-        except InputError:  # raised again when the context receives its next token
+            is_accepted = bool(self._matcher.accept_token(token))
+        except InputError:  # the matcher raises it again when the context receives a token
             return False
-        self.length += accepted
-        return accepted
+        self.length += is_accepted
+        return is_accepted
 
 
 @contextmanager
-def _restored(matcher: GrammarMatcher) -> Iterator[_Walk]:
-    walk = _Walk(matcher)
+def _restoring_state(matcher: GrammarMatcher) -> Iterator[_Lookahead]:
+    lookahead = _Lookahead(matcher)
     try:
-        yield walk
+        yield lookahead
     finally:
-        if walk.length:
-            matcher.rollback(walk.length)
+        if lookahead.length:
+            matcher.rollback(lookahead.length)

@@ -1,4 +1,4 @@
-"""Checks of JSON schemas and grammars that need no compilation."""
+"""Checks of JSON schemas and grammars without compiling them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from penstock.pipelines.core import Grammar
 
 
 def check_json_schema(schema: object) -> None:
-    """Raise an error for a schema that cannot be enforced exactly.
+    """Raise an error if a grammar cannot enforce the schema.
 
     >>> check_json_schema({"type": "array", "uniqueItems": True})
     Traceback (most recent call last):
@@ -19,8 +19,8 @@ def check_json_schema(schema: object) -> None:
         schema: the result of ``json.loads``.
 
     Raises:
-        UnsupportedSchemaError: a keyword is not supported; names the keyword and its location.
-        InputError: this is not a schema, no value satisfies it, or it is too large.
+        UnsupportedSchemaError: a keyword is not supported. The message has the keyword and its location.
+        InputError: the schema is malformed or too large, or no value satisfies it.
     """
     try:
         schema_ebnf(schema)
@@ -29,9 +29,9 @@ def check_json_schema(schema: object) -> None:
 
 
 def check_grammar(grammar: Grammar) -> None:
-    """Raise an error for an invalid grammar of any kind, as far as possible without a tokenizer.
+    """Raise an error if a grammar of any kind is invalid.
 
-    EBNF and the formats of structural tags are checked only when they are compiled.
+    EBNF and the formats of structural tags are not checked here, but when they are compiled.
 
     Raises:
         UnsupportedSchemaError: a JSON schema in it has a keyword that is not supported.

@@ -18,32 +18,33 @@ _BYTE_NAME = re.compile(r"<0x([0-9A-F]{2})>")
 def token_bytes(tokenizer: Tokenizer, vocab_size: int) -> list[bytes]:
     """Return the bytes that each token id below ``vocab_size`` adds in the middle of a text.
 
-    Special tokens begin with a byte that UTF-8 text never contains, so they never match a part of a text.
-    Ids without a token have no bytes.
+    The bytes of special tokens begin with `NO_TEXT`, so that they never match text. Ids without a token have
+    empty bytes.
 
     Raises:
-        UnsupportedFeatureError: the bytes of tokens do not concatenate to the text, as with WordPiece.
+        UnsupportedFeatureError: the concatenated bytes of tokens are not the text, for example with
+            WordPiece.
     """
-    read = _reader(json.loads(tokenizer.to_str()))
-    added = tokenizer.get_added_tokens_decoder()
+    token_reader = _token_reader(json.loads(tokenizer.to_str()))
+    added_tokens = tokenizer.get_added_tokens_decoder()
     result = [b""] * vocab_size
     for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
         if token_id >= vocab_size:
             continue
-        if token_id in added:
-            content = added[token_id].content.encode()
-            result[token_id] = NO_TEXT + content if added[token_id].special else content
+        if token_id in added_tokens:
+            content = added_tokens[token_id].content.encode()
+            result[token_id] = NO_TEXT + content if added_tokens[token_id].special else content
         else:
-            result[token_id] = read(token)
+            result[token_id] = token_reader(token)
     return result
 
 
 NO_TEXT = b"\xff"
-"""UTF-8 text never contains this byte."""
+"""A byte that UTF-8 text never contains."""
 
 
 class _Component(TypedDict, total=False):
-    """A component of ``tokenizer.json``, or a sequence of components."""
+    """A decoder, or the model, of ``tokenizer.json``."""
 
     type: Required[str]
     decoders: list[_Component]
@@ -52,13 +53,13 @@ class _Component(TypedDict, total=False):
 
 
 class _Description(TypedDict):
-    """The parts of ``tokenizer.json`` that are read here."""
+    """The members of ``tokenizer.json`` that this module reads."""
 
     decoder: NotRequired[_Component | None]
     model: _Component
 
 
-def _reader(description: _Description) -> Callable[[str], bytes]:
+def _token_reader(description: _Description) -> Callable[[str], bytes]:
     kinds = [decoder["type"] for decoder in _decoders(description.get("decoder"))]
     if "ByteLevel" in kinds:
         return _read_byte_level
@@ -83,7 +84,7 @@ def _decoders(component: _Component | None) -> list[_Component]:
 def _read_byte_level(token: str) -> bytes:
     try:
         return bytes(BYTE_LEVEL[character] for character in token)
-    except KeyError:  # decoders then use the token's text
+    except KeyError:  # a character outside the alphabet: decoders keep the text of such a token
         return token.encode()
 
 

@@ -1,4 +1,4 @@
-"""Compiles and matches grammars with xgrammar, which has no limits on cost."""
+"""Compiles and matches grammars with xgrammar. It has no limits on memory or time per mask."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class XGrammarBackend:
         self._config = config
 
     def prepare(self) -> None:
-        """Read the tokenizer. Takes a second or two for a large vocabulary."""
+        """Read the tokenizer. Takes 1 to 2 seconds for a large vocabulary."""
         assert self._compiler
 
     def compile(self, grammar: Grammar, check_time: Callable[[], None]) -> CompiledXGrammar:
@@ -51,8 +51,8 @@ class XGrammarBackend:
                 compiled = self._compiler.compile_grammar(source.text)
         except PenstockError:
             raise
-        except Exception as error:  # RuntimeError, ValueError and errors of tvm
-            raise InputError(f"the {grammar.kind} grammar is not valid: {_plain(error)}") from None
+        except Exception as error:  # the library raises RuntimeError, ValueError and errors of tvm
+            raise InputError(f"the {grammar.kind} grammar is not valid: {_readable_error(error)}") from None
         self._check_start(compiled)
         return CompiledXGrammar(compiled)
 
@@ -73,9 +73,9 @@ class XGrammarBackend:
         import xgrammar as xgr
 
         tokens = token_bytes(self._tokenizer.backend, self._vocab_size)
-        ends = sorted(self._tokenizer.eos_token_ids)  # each matcher overrides them
+        ends = sorted(self._tokenizer.eos_token_ids)  # defaults, which each matcher overrides
         info = xgr.TokenizerInfo(tokens, xgr.VocabType.RAW, vocab_size=self._vocab_size, stop_token_ids=ends)
-        # Few threads, because the model needs the cores. No cache, because `GrammarCompiler` has one.
+        # Few threads, to leave cores to the model. No cache, because `GrammarCompiler` has one.
         threads = max((os.cpu_count() or 1) // 4, 1)
         return xgr.GrammarCompiler(info, max_threads=threads, cache_enabled=False)
 
@@ -90,15 +90,15 @@ class CompiledXGrammar:
         self._compiled = compiled
 
     def new_matcher(self, ends: Sequence[int]) -> GrammarMatcher:
-        """Return a matcher at its initial state. ``ends`` are the tokens that end an output."""
+        """Return a matcher in its initial state. ``ends`` are the ids of tokens that end an output."""
         import xgrammar as xgr
 
         matcher: GrammarMatcher = xgr.GrammarMatcher(self._compiled, override_stop_tokens=list(ends))
         return matcher
 
 
-def _plain(error: Exception) -> str:
-    """Return the first line of the library's message, without time stamp and source line."""
+def _readable_error(error: Exception) -> str:
+    """Return the first line of xgrammar's error message, without time stamp and source position."""
     text = str(error).strip() or type(error).__name__
     line = text.splitlines()[0].rpartition("] ")[2]
     return line.partition(": ")[2] if line.startswith("/") else line

@@ -31,7 +31,7 @@ from penstock.ray.config import RayConfig
 from penstock.ray.dataset import through_actors
 from penstock.ray.local_server import LocalServer
 from penstock.serve.batches.batch_dispatch import BatchDispatcher
-from penstock.serve.batches.batch_lines import parsed
+from penstock.serve.batches.batch_lines import parse_line
 from penstock.serve.config import ServeConfig
 
 _MAX_ATTEMPTS = 120
@@ -174,7 +174,7 @@ class LineActor:
 
         await self._server.start()
         limits = self._server.services.json_limits
-        lines = [parsed(row["line"], row["number"], *limits) for row in batch.to_pylist()]
+        lines = [parse_line(row["line"], row["number"], *limits) for row in batch.to_pylist()]
         results: list[tuple[bytes, bool, int]] = []
         dispatcher = BatchDispatcher(
             self._server.app,

@@ -66,7 +66,7 @@ def create_app(services: Services, *more: APIRouter, is_inner: bool = False) -> 
     Args:
         services: the objects that the routes use.
         more: additional routes, matched first.
-        is_inner: whether an outer application contains this one and has the middleware.
+        is_inner: whether an outer application mounts this one and applies the middleware.
 
     The application has ``/openapi.json`` but no documentation pages, which would load scripts from other
     servers.
@@ -109,19 +109,19 @@ def create_app(services: Services, *more: APIRouter, is_inner: bool = False) -> 
 
 @dataclass(frozen=True)
 class TaskCheck:
-    """The dependency of routes that require a model of this task; they return 400 for other models."""
+    """FastAPI dependency of the routes of one task: a 400 if the model is loaded for another task."""
 
     task: PipelineTask
 
     async def __call__(self, request: Request) -> None:
-        """Refuse the request if the model has another task."""
-        served = Services.of(request).task
-        if served is not self.task:
-            raise TaskMismatchError(request.url.path, self.task.option, served.option)
+        """Raise a `TaskMismatchError` if the model is loaded for another task."""
+        served_task = Services.of(request).task
+        if served_task is not self.task:
+            raise TaskMismatchError(request.url.path, self.task.option, served_task.option)
 
 
-def task_of_path(path: str) -> PipelineTask | None:
-    """Return the task that a model needs for a route; None for routes of all tasks and for unknown paths."""
+def task_for_path(path: str) -> PipelineTask | None:
+    """Return the task of the route at a path. None if the route serves all tasks or does not exist."""
     for task, routers in TASK_ROUTERS.items():
         for router in routers:
             if any(getattr(route, "path", None) == path for route in router.routes):
@@ -130,7 +130,7 @@ def task_of_path(path: str) -> PipelineTask | None:
 
 
 def middleware_of(services: Services) -> list[Middleware]:
-    """Return the middleware, the outermost first."""
+    """Return the middleware of the application, outermost first."""
     layers = [
         Middleware(ObservabilityMiddleware, services=services),
         Middleware(OriginMiddleware, config=services.config),

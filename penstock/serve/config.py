@@ -32,9 +32,9 @@ _GAUGES = Rule(
     "adapters",
     lambda value: (
         isinstance(value, tuple)
-        and all(isinstance(one, str) and _GAUGE.fullmatch(one) for one in value)
-        and len({one.partition("=")[0] for one in value}) == len(value)
-        and len({one.partition("=")[2] for one in value}) == len(value)
+        and all(isinstance(gauge, str) and _GAUGE.fullmatch(gauge) for gauge in value)
+        and len({gauge.partition("=")[0] for gauge in value}) == len(value)
+        and len({gauge.partition("=")[2] for gauge in value}) == len(value)
     ),
 )
 _HEADER = Rule(
@@ -45,15 +45,15 @@ _TOOL_SERVERS = Rule(
     "addresses of tool servers such as files=http://127.0.0.1:9000/mcp, with different names",
     lambda value: (
         isinstance(value, tuple)
-        and all(isinstance(one, str) and _TOOL_SERVER.fullmatch(one) for one in value)
-        and len({one.partition("=")[0] for one in value}) == len(value)
+        and all(isinstance(server, str) and _TOOL_SERVER.fullmatch(server) for server in value)
+        and len({server.partition("=")[0] for server in value}) == len(value)
     ),
 )
 _WORDS = Rule(
     "texts without spaces",
     lambda value: (
         isinstance(value, tuple)
-        and all(isinstance(one, str) and one and not any(c.isspace() for c in one) for one in value)
+        and all(isinstance(word, str) and word and not any(c.isspace() for c in word) for word in value)
     ),
 )
 
@@ -80,7 +80,8 @@ class ServeConfig:
     api_key: tuple[str, ...] = setting(
         (),
         _WORDS,
-        "API key that clients must send; may be given several times, in an environment variable with commas.",
+        "API key that clients must send; may be given several times. In an environment variable, commas "
+        "separate several keys.",
         parse=_split,
         secret=True,
     )
@@ -102,8 +103,8 @@ class ServeConfig:
     max_json_values: int = setting(
         50_000,
         COUNT,
-        "Maximum number of objects, arrays and keys in a request body. The limit of numbers and texts is the "
-        "same, or the tokens of four prompts if that is more.",
+        "Maximum number of objects, arrays and keys in a request body. Array elements and object members "
+        "have the same limit, or the token count of four prompts of maximum length if that is higher.",
     )
     body_timeout: float = setting(60.0, _SECONDS, "Seconds within which the body of a request must arrive.")
     max_queue_size: int | None = setting(
@@ -208,7 +209,8 @@ class ServeConfig:
     mcp_require_approval: str = setting(
         "never",
         one_of("never", "always"),
-        "Whether calls of tool servers need the client's approval, for requests that do not say so.",
+        "Whether calls to tool servers need the client's approval, if a request does not set "
+        "require_approval.",
     )
     playground: bool = setting(True, FLAG, "Serve a page at / to try the model.")
     access_log: bool = setting(True, FLAG, "Log a line at the end of each request.")
@@ -219,7 +221,7 @@ class ServeConfig:
     watchdog_timeout: float = setting(
         30.0,
         _SECONDS,
-        "Seconds without a finished step, while requests are outstanding, after which the log reports it.",
+        "Seconds without a finished step after which the log has an error, if requests are outstanding.",
     )
     worker_timeout: float = setting(
         20.0,
@@ -237,7 +239,8 @@ class ServeConfig:
     model_memory: int | None = setting(
         None,
         NUM_BYTES,
-        "Host memory for all loaded models of a server with several. Default: as device-memory-utilization.",
+        "Host memory for all loaded models of a server with several models. Default: the part of the free "
+        "memory that device-memory-utilization sets.",
     )
     router_gauge: tuple[str, ...] = setting(
         (),
@@ -269,8 +272,8 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        servers = {one.partition("=")[0] for one in self.mcp_server}
-        for name in (one.partition("=")[0] for one in self.mcp_token):
+        servers = {argument.partition("=")[0] for argument in self.mcp_server}
+        for name in (argument.partition("=")[0] for argument in self.mcp_token):
             if name not in servers:
                 raise ConfigError("mcp_token", f"names {name[:64]!r}, which is not a name of --mcp-server")
 
@@ -291,19 +294,21 @@ class ServeConfig:
 
     @classmethod
     def from_given(cls, given: Mapping[str, tuple[object, str]]) -> ServeConfig:
-        """Build it from a mapping of flat name to (converted value, source). Other names are ignored."""
-        own = {field.name: given[field.name] for field in serve_fields() if field.name in given}
-        values: dict[str, Any] = {name: value for name, (value, _) in own.items()}
-        return cls(sources={name: where for name, (_, where) in own.items()}, **values)
+        """Build the configuration from {flat name: (converted value, source)}. Ignores other names."""
+        own_settings = {field.name: given[field.name] for field in serve_fields() if field.name in given}
+        values: dict[str, Any] = {name: value for name, (value, _) in own_settings.items()}
+        return cls(sources={name: where for name, (_, where) in own_settings.items()}, **values)
 
     def describe(self) -> list[tuple[str, object, str]]:
         """Return name, value and source of every field, for ``--print-config``. API keys are hidden."""
         rows = []
         for config_field in serve_fields():
             value = getattr(self, config_field.attribute)
-            unnamed = "default" if value == config_field.default else "argument"
-            shown = f"({len(value)} not shown)" if config_field.secret and value else value
-            rows.append((config_field.name, shown, self.sources.get(config_field.name, unnamed)))
+            default_source = "default" if value == config_field.default else "argument"
+            displayed_value = f"({len(value)} not shown)" if config_field.secret and value else value
+            rows.append(
+                (config_field.name, displayed_value, self.sources.get(config_field.name, default_source))
+            )
         return rows
 
 

@@ -15,7 +15,7 @@ from penstock.config import PipelineConfig
 from penstock.errors import OverloadedError
 from penstock.pipelines.core import PipelineTask
 from penstock.serve.api.images import ImageRequests
-from penstock.serve.api.json_parts import Turns
+from penstock.serve.api.json_parts import EncodingTurns
 from penstock.serve.api.token_fragments import TokenFragments
 from penstock.serve.config import ServeConfig
 from penstock.serve.http.gate import Gate
@@ -45,11 +45,11 @@ LARGE_BODY_BYTES = 512 * 1024
 _MAX_LARGE_BODIES = 8
 _MAX_WARNINGS = 1000
 
-_MAX_PROMPTS_OF_IDS = 4
+_MAX_TOKEN_ID_PROMPTS = 4
 
 
 class LargeBodyLimiter:
-    """Limits the number of large bodies in memory that wait for the single thread that processes them."""
+    """Limits the number of large request bodies in memory. A single thread processes them one by one."""
 
     def __init__(self, limit: int = _MAX_LARGE_BODIES) -> None:
         self._limit = limit
@@ -101,7 +101,7 @@ class RouteStates:
 
 @dataclass(frozen=True, kw_only=True)
 class Services:
-    """Created once at the start and never changed."""
+    """The objects that the routes use. They are created once at the start and never replaced."""
 
     config: ServeConfig
     pipeline_config: PipelineConfig
@@ -113,7 +113,7 @@ class Services:
     large_body_pool: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="penstock-long")
     )
-    """Runs the same for large bodies, which take many seconds, so that other requests are not delayed."""
+    """Runs the same work for large bodies: they take many seconds and would delay the requests in `pool`."""
     decoder: JsonDecoder = field(default_factory=JsonDecoder)
     """Decodes bodies that would block the event loop for too long."""
     large_body_decoder: JsonDecoder = field(default_factory=lambda: JsonDecoder(niceness=10))
@@ -128,20 +128,20 @@ class Services:
     """The task that the model is loaded for."""
     states: RouteStates = field(default_factory=RouteStates)
     """State that belongs to a family of routes, such as stored responses."""
-    warned: set[str] = field(default_factory=set)
+    logged_warnings: set[str] = field(default_factory=set)
     """The warnings that `warn_once` has logged."""
-    turns: Turns = field(default_factory=Turns)
-    """Shared by requests with responses that take long to encode."""
+    turns: EncodingTurns = field(default_factory=EncodingTurns)
+    """Serialises the encoding of long responses, so that the event loop runs between two slices."""
 
     def warn_once(self, warnings: Iterable[str]) -> None:
-        """Log requested features that are skipped; each text once."""
+        """Log a warning for each requested feature that the server skips. Logs the same text only once."""
         for warning in warnings:
-            if warning not in self.warned and len(self.warned) < _MAX_WARNINGS:
-                self.warned.add(warning)
+            if warning not in self.logged_warnings and len(self.logged_warnings) < _MAX_WARNINGS:
+                self.logged_warnings.add(warning)
                 self.log.warning("a request has %s; it is skipped, and not reported again", warning)
 
     def fragments_for(self, body: GenerationBody) -> TokenFragments:
-        """Return the encoded tokens in the form that a request asks for."""
+        """Return the JSON fragments of tokens: their texts, or ids with ``return_tokens_as_token_ids``."""
         return self.token_id_fragments if body.return_tokens_as_token_ids else self.token_fragments
 
     @cached_property
@@ -164,14 +164,14 @@ class Services:
 
     @property
     def json_limits(self) -> tuple[int, int]:
-        """The maximum number of objects, arrays and keys of a body, and of elements and members.
+        """(maximum number of objects, arrays and keys, maximum number of elements and members) of a body.
 
-        Token ids need less memory than other values. The second limit allows four prompts of them, and all
-        inputs of a request to an embeddings model.
+        Token ids need less memory than other values. The second limit is therefore high enough for four
+        prompts of token ids, or for all inputs of a request to an embeddings model.
         """
         max_values, max_length = self.config.max_json_values, self.tokenizer.max_length
         is_text = self.task is PipelineTask.TEXT_GENERATION
-        count = _MAX_PROMPTS_OF_IDS if is_text else self.config.max_inputs_per_request
+        count = _MAX_TOKEN_ID_PROMPTS if is_text else self.config.max_inputs_per_request
         return max_values, max(max_values, count * (max_length or 0))
 
     @classmethod

@@ -28,7 +28,7 @@ _INPUT_LENGTHS = (2, 64)
 
 
 async def warm_up_model(worker: EngineClient, tokenizer: TextTokenizer, task: PipelineTask) -> None:
-    """Run short requests of a task; none for a task of another package.
+    """Run short requests of a task. Does nothing for a task that another package registers.
 
     Raises:
         PenstockError: a request failed. Requests of users would fail too.
@@ -72,7 +72,7 @@ def _contexts(tokenizer: TextTokenizer) -> Iterator[TextContext]:
 
 
 async def warm_up_embeddings(worker: EngineClient, tokenizer: EmbeddingsTokenizer) -> None:
-    """Compute a short and a longer input.
+    """Embed an input of 2 tokens and an input of 64 tokens.
 
     Raises:
         PenstockError: an input failed. Requests of users would fail too.
@@ -83,7 +83,7 @@ async def warm_up_embeddings(worker: EngineClient, tokenizer: EmbeddingsTokenize
 
 
 async def warm_up_speech(worker: EngineClient, tokenizer: SpeechTokenizer) -> None:
-    """Speak a few frames.
+    """Generate up to two frames of speech.
 
     Raises:
         PenstockError: the request failed. Requests of users would fail too.
@@ -102,7 +102,7 @@ async def warm_up_grammars(worker: EngineClient, tokenizer: TextTokenizer) -> No
     Raises:
         PenstockError: the request failed.
     """
-    params = SamplingParams(max_new_tokens=_NUM_TOKENS)  # the end of the grammar ends it
+    params = SamplingParams(max_new_tokens=_NUM_TOKENS)  # generation ends earlier, where the grammar ends
     grammar = Grammar("json_object")
     request = TokenGeneratorRequest(
         "warm-up-grammar", 0, "", prompt=[0], sampling_params=params, grammar=grammar

@@ -35,20 +35,23 @@ RESERVED_OPTIONS = frozenset(
 class ChatTemplate:
     """The named templates of a checkpoint: ``default``, and optionally ``tool_use`` for requests with tools.
 
-    ``origin`` is the file or folder for error messages.
+    Args:
+        sources: name -> Jinja text.
+        special_tokens: name -> text of the special tokens, variables of the template.
+        origin: the file or folder of the templates, for error messages.
     """
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str], origin: object) -> None:
         self.sources = dict(sources)
         self._special_tokens = dict(special_tokens)
         self._origin = origin
-        self._compiled: dict[str, Template] = {}
+        self._compiled_templates: dict[str, Template] = {}
         self.reads_images = False
-        """Whether parts of messages may be images."""
+        """Whether parts of messages may be images. Set by the tokenizer of a model that reads images."""
 
     @classmethod
     def from_file(cls, path: Path, special_tokens: Mapping[str, str]) -> ChatTemplate:
-        """Read the template file of ``--chat-template``: Jinja text, or JSON with the key ``chat_template``.
+        """Read the template file of ``--chat-template``: Jinja text, or a JSON object with ``chat_template``.
 
         Raises:
             ConfigError: the file is neither, or the template has a syntax error.
@@ -68,31 +71,32 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, object]] | None = None,
         options: Mapping[str, object] | None = None,
     ) -> str:
-        """Return the prompt text.
+        """Return the prompt text of messages.
 
         Args:
             messages: each has a role and usually content. Content None equals an empty string. Other keys
                 depend on the template.
             tools: descriptions of functions that the model can call.
-            options: variables for the template; they override ``add_generation_prompt=True``. With
-                ``continue_final_message=True`` the last message stays open for the model to continue.
+            options: variables for the template. ``add_generation_prompt`` is True unless they set it. With
+                ``continue_final_message=True`` the prompt ends with the text of the last message, which the
+                model continues.
 
         Raises:
-            InputError: the template refuses the messages. Contains the template's message.
+            InputError: the template raised an error, whose message is included.
         """
         _check_messages(messages)
         _check_tools(tools)
-        variables = _variables(options)
+        variables = _checked_variables(options)
         continues = bool(variables.pop("continue_final_message", False))
         messages = [_with_content(message) for message in messages]
         messages = _with_end_mark(messages) if continues else messages
         template = self._compile(self._choose(tools))
         try:
-            # One mapping: a variable named "self" would clash with a parameter of render.
+            # The variables are passed as a mapping, because a variable "self" would clash with a parameter.
             text = template.render(
                 {"messages": messages, "tools": tools, **self._special_tokens, **variables}
             )
-        except Exception as error:  # a template can raise any exception
+        except Exception as error:  # a template can cause any exception
             raise InputError(f"the chat template cannot render these messages: {error}") from error
         return _cut_at_end_mark(text) if continues else text
 
@@ -104,8 +108,8 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt text of a request's messages, whose content is text or a list of text parts.
 
-        Passes lists of parts to the template if it supports them, else joins the parts with newlines. If the
-        template supports only lists, text becomes a list. With `reads_images` a part may be an image.
+        If the template does not support lists of parts, the parts are joined by newlines. If it supports only
+        lists, text becomes a list with one part. With `reads_images` a part may be an image.
 
         Raises:
             UnsupportedFeatureError: a part is neither text nor an image that the model reads.
@@ -116,12 +120,12 @@ class ChatTemplate:
         has_images = any(map(_has_images, messages))
         if self.needs_parts:
             messages = [
-                message if parts else _with_part(message)
+                message if parts else _with_single_part(message)
                 for message, parts in zip(messages, has_parts, strict=True)
             ]
         elif any(has_parts) and not has_images and not self.takes_parts:
             messages = [
-                _joined(message) if parts else message
+                _with_joined_parts(message) if parts else message
                 for message, parts in zip(messages, has_parts, strict=True)
             ]
         return self.render(messages, tools, options)
@@ -131,29 +135,28 @@ class ChatTemplate:
         """Whether the template supports content that is a list of text parts. Most support only strings."""
         part = {"type": "text", "text": "Dear reader"}
         try:
-            plain = self.render([{"role": "user", "content": part["text"]}])
-            listed = self.render([{"role": "user", "content": [part]}])
+            without_parts = self.render([{"role": "user", "content": part["text"]}])
+            with_parts = self.render([{"role": "user", "content": [part]}])
         except InputError:
             return False
-        return plain == listed
+        return without_parts == with_parts
 
     @cached_property
     def needs_parts(self) -> bool:
-        """Whether the template omits content that is a string. Some templates of models that read images omit
-        it."""
+        """Whether the template omits content that is a string, as some templates of vision models do."""
         text = "Dear reader"
         try:
-            plain = self.render([{"role": "user", "content": text}])
-            listed = self.render([{"role": "user", "content": [{"type": "text", "text": text}]}])
+            without_parts = self.render([{"role": "user", "content": text}])
+            with_parts = self.render([{"role": "user", "content": [{"type": "text", "text": text}]}])
         except InputError:
             return False
-        return text not in plain and text in listed
+        return text not in without_parts and text in with_parts
 
     @cached_property
     def takes_argument_objects(self) -> bool:
         """Whether the template supports a tool call's arguments as an object, as transformers passes them.
 
-        Some templates concatenate the arguments with text and support only strings.
+        Some templates concatenate the arguments with text, and therefore support only strings.
         """
         call = {"type": "function", "id": "call00000", "function": {"name": "find", "arguments": {"a": "b"}}}
         question = {"role": "user", "content": "Dear reader"}
@@ -177,21 +180,21 @@ class ChatTemplate:
         raise InputError(f"the model has no default chat template, only {names}: pass --chat-template")
 
     def _compile(self, name: str) -> Template:
-        if name not in self._compiled:
+        if name not in self._compiled_templates:
             try:
-                self._compiled[name] = _ENVIRONMENT.from_string(self.sources[name])
+                self._compiled_templates[name] = _ENVIRONMENT.from_string(self.sources[name])
             except TemplateSyntaxError as error:
                 problem = f"the chat template {name!r} has an error in line {error.lineno}: {error.message}"
                 raise CheckpointError(self._origin, problem) from error
             except RecursionError as error:
                 problem = f"the chat template {name!r} is nested too deeply"
                 raise CheckpointError(self._origin, problem) from error
-        return self._compiled[name]
+        return self._compiled_templates[name]
 
 
 def find_templates(checkpoint: Path, tokenizer_config: Mapping[str, object]) -> dict[str, str]:
     """Return name -> Jinja text of a checkpoint's templates. Files override tokenizer_config.json."""
-    sources = _named(tokenizer_config.get("chat_template"), checkpoint / "tokenizer_config.json")
+    sources = _templates_by_name(tokenizer_config.get("chat_template"), checkpoint / "tokenizer_config.json")
     default = checkpoint / "chat_template.jinja"
     if default.is_file():
         sources["default"] = _read_template(default)
@@ -215,7 +218,7 @@ def _read_template_option(path: Path) -> dict[str, str]:
     if path.suffix != ".json":
         return {"default": text}
     try:
-        sources = _named(json.loads(text)["chat_template"], path)
+        sources = _templates_by_name(json.loads(text)["chat_template"], path)
     except (ValueError, TypeError, KeyError, CheckpointError) as error:
         raise ConfigError(
             "chat_template", f"{path} is not a JSON object with the key chat_template"
@@ -223,7 +226,7 @@ def _read_template_option(path: Path) -> dict[str, str]:
     return sources
 
 
-def _named(value: object, path: Path) -> dict[str, str]:
+def _templates_by_name(value: object, path: Path) -> dict[str, str]:
     """Return name -> template of a string, or of a list ``[{"name": ..., "template": ...}]``."""
     match value:
         case None:
@@ -280,44 +283,45 @@ def _has_images(message: Message) -> bool:
     return isinstance(content, list) and any(part["type"] == "image" for part in content)
 
 
-def _with_part(message: Message) -> Message:
+def _with_single_part(message: Message) -> Message:
     content = message.get("content")
     return {**message, "content": [{"type": "text", "text": content}]} if content else message
 
 
-def _joined(message: Message) -> Message:
+def _with_joined_parts(message: Message) -> Message:
     content = message["content"]
     assert isinstance(content, list)
     return {**message, "content": "\n".join(part["text"] for part in content)}
 
 
-def _variables(options: Mapping[str, object] | None) -> dict[str, object]:
+def _checked_variables(options: Mapping[str, object] | None) -> dict[str, object]:
     if options is not None and not isinstance(options, Mapping):
         raise InputError(f"chat_template_options must be names and values, was {options!r}")
-    given = dict(options or {})
-    refused = sorted(RESERVED_OPTIONS & given.keys())
-    if refused:
-        raise InputError(f"chat_template_options cannot set {', '.join(refused)}")
-    if given.get("continue_final_message"):
-        if given.get("add_generation_prompt"):
+    variables = dict(options or {})
+    reserved_options = sorted(RESERVED_OPTIONS & variables.keys())
+    if reserved_options:
+        raise InputError(f"chat_template_options cannot set {', '.join(reserved_options)}")
+    if variables.get("continue_final_message"):
+        if variables.get("add_generation_prompt"):
             raise InputError("continue_final_message and add_generation_prompt exclude each other")
-        given["add_generation_prompt"] = False
-    return {"documents": None, "add_generation_prompt": True, **given}
+        variables["add_generation_prompt"] = False
+    return {"documents": None, "add_generation_prompt": True, **variables}
 
 
-# No known template changes these characters. The space after them shows whether the template strips content.
+# No known template changes these characters. The space that is appended after them shows whether the template
+# strips content.
 _END_MARK = "⟦⁂⟧⟦⁂⟧"
 
 
 def _with_content(message: Message) -> Message:
-    """Return the message with content None replaced by "". Templates print None as text or refuse it."""
+    """Return the message with "" for content None. Templates print None as text or raise an error."""
     if "content" in message and message["content"] is None:
         return {**message, "content": ""}
     return message
 
 
 def _with_end_mark(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with the end mark appended to the text of the last one."""
+    """Return the messages with `_END_MARK` and a space appended to the text of the last message."""
     *earlier, last = messages
     content = last.get("content")
     if isinstance(content, str):
@@ -341,7 +345,7 @@ def _cut_at_end_mark(text: str) -> str:
 
 
 class _GenerationTag(Extension):
-    """``{% generation %}...{% endgeneration %}`` marks training text; for inference it is only a scope."""
+    """The tag ``{% generation %}...{% endgeneration %}``, which marks training text. Renders its content."""
 
     tags = frozenset({"generation"})  # type: ignore[assignment]  # jinja2 declares a mutable set
 
@@ -366,7 +370,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own tojson escapes <, > and & for HTML, which would change the prompt.
+    # Not Jinja's own tojson, which escapes <, > and & for HTML and would change the prompt.
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

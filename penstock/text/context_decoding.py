@@ -1,4 +1,4 @@
-"""State for `TextTokenizer.decode`: finds the position of the passed tokens in the text of their context."""
+"""State of `TextTokenizer.decode`: determines which tokens precede the passed tokens."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock.pipelines.core import TextContext, TextGenerationStatus
-from penstock.text.detokenizer import TokenDecoder, text_of_piece
+from penstock.text.detokenizer import TokenDecoder, text_of_delta
 
 _NUM_PRECEDING = 64
-"""Number of tokens kept before a piece. The text of a piece depends on the last few visible ones."""
+"""Number of preceding tokens to keep: the text of a token depends on a few visible tokens before it."""
 _STATE = "_decode_state"
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Consecutive tokens of a text, with the tokens before them."""
+class TokenDelta:
+    """Consecutive tokens of a text (a delta), with the tokens before them."""
 
     ids: list[int]
     before: list[int]
     """The last tokens of the same text before ``ids``."""
     prompt: list[int]
-    """The last tokens of the prompt before the text; empty if there is no prompt."""
+    """The last tokens of the prompt before the text; empty without a prompt."""
     is_last: bool
-    """Whether the text ends with this piece."""
+    """Whether the text ends with this delta."""
 
     def text(self, tokenizer: TokenDecoder, skip_special_tokens: bool = True) -> str:
         """Return the text that these tokens add.
 
-        An incomplete character at the end belongs to the next piece, unless this piece is the last.
+        An incomplete character at the end belongs to the next delta, unless this delta is the last.
         """
-        return text_of_piece(
+        return text_of_delta(
             tokenizer,
             self.prompt,
             self.before,
@@ -42,69 +42,73 @@ class Piece:
 
 @dataclass(slots=True)
 class _DecodeState:
-    """The position after the last call, in the generated tokens of a context and in a separate text.
+    """The position after the last call, in the generated tokens of a context and in its separate text.
 
-    The separate text consists of tokens that the caller passed and the context has not generated.
+    The separate text consists of tokens that the caller passed but that the context has not generated.
     """
 
     num_generated: int = 0
     had_all_generated: bool = False
     """Whether the last call passed all generated tokens."""
-    separate: list[int] = field(default_factory=list)
+    separate_ids: list[int] = field(default_factory=list)
     num_separate: int = 0
-    was_passed_whole: bool = False
-    """Whether one call passed all of ``separate``."""
+    was_passed_at_once: bool = False
+    """Whether one call passed all of ``separate_ids``."""
 
 
-def next_piece(context: TextContext, ids: list[int], bos: int | None) -> Piece:
-    """Return ``ids`` with their position, and store the position on the context.
+def next_delta(context: TextContext, ids: list[int], bos: int | None) -> TokenDelta:
+    """Return ``ids`` with the tokens before them, and store the position on the context.
 
-    Must be called in the order of the calls to decode. Generated tokens of the context are searched after
-    those of the last call, then at the end, then at the beginning. Other tokens form a separate text, which
-    each call continues. The separate text restarts with ``bos`` (the begin-of-sequence token, if there is
-    one), or when a call passes all of it again.
+    This function must be called in the order in which the tokens are decoded. ``ids`` are searched among the
+    generated tokens of the context: after the tokens of the last call, then at the end, then at the
+    beginning. If they are not found, they continue the separate text. The separate text restarts if ``ids``
+    begin with ``bos``, the begin-of-sequence token, or if a call passes all of the separate text again.
     """
     state: _DecodeState = vars(context).setdefault(_STATE, _DecodeState())
     start = _position_in_generated(context, state, ids)
     if start is None:
-        return _piece_of_separate_text(state, ids, bos)
-    generated = context.generated_tokens
+        return _delta_of_separate_text(state, ids, bos)
+    generated_tokens = context.generated_tokens
     end = state.num_generated = start + len(ids)
-    state.had_all_generated = len(ids) == len(generated) > 1
+    state.had_all_generated = len(ids) == len(generated_tokens) > 1
     num_hidden = context.status is TextGenerationStatus.END_OF_SEQUENCE  # the end-of-sequence token
-    return Piece(
+    return TokenDelta(
         ids,
-        before=generated[max(0, start - _NUM_PRECEDING) : start].tolist(),
+        before=generated_tokens[max(0, start - _NUM_PRECEDING) : start].tolist(),
         prompt=context.prompt_tokens[-_NUM_PRECEDING:].tolist(),
-        is_last=context.is_done and end >= len(generated) - num_hidden,
+        is_last=context.is_done and end >= len(generated_tokens) - num_hidden,
     )
 
 
 def _position_in_generated(context: TextContext, state: _DecodeState, ids: list[int]) -> int | None:
-    generated = context.generated_tokens
-    at_end = len(generated) - len(ids)
-    fallbacks = [0, at_end] if state.had_all_generated else [at_end, 0]
+    generated_tokens = context.generated_tokens
+    last_start = len(generated_tokens) - len(ids)
+    fallbacks = [0, last_start] if state.had_all_generated else [last_start, 0]
     for start in [state.num_generated, *fallbacks]:
-        if start >= 0 and ids and generated[start : start + len(ids)].tolist() == ids:
+        if start >= 0 and ids and generated_tokens[start : start + len(ids)].tolist() == ids:
             return start
     return None
 
 
-def _piece_of_separate_text(state: _DecodeState, ids: list[int], bos: int | None) -> Piece:
-    start, separate = state.num_separate, state.separate
+def _delta_of_separate_text(state: _DecodeState, ids: list[int], bos: int | None) -> TokenDelta:
+    start, separate_ids = state.num_separate, state.separate_ids
     if ids and ids[0] == bos:
-        start, separate = 0, []
-    elif separate[start : start + len(ids)] != ids and _is_restart(state, ids):
+        start, separate_ids = 0, []
+    elif separate_ids[start : start + len(ids)] != ids and _is_restart(state, ids):
         start = 0
-    if separate[start : start + len(ids)] != ids:
-        separate = [*separate[:start], *ids]
-    state.was_passed_whole = (start == 0 and len(ids) == len(separate) > 1) or (
-        state.was_passed_whole and separate is state.separate
+    if separate_ids[start : start + len(ids)] != ids:
+        separate_ids = [*separate_ids[:start], *ids]
+    state.was_passed_at_once = (start == 0 and len(ids) == len(separate_ids) > 1) or (
+        state.was_passed_at_once and separate_ids is state.separate_ids
     )
-    state.separate, state.num_separate = separate, start + len(ids)
-    return Piece(ids, before=separate[max(0, start - _NUM_PRECEDING) : start], prompt=[], is_last=False)
+    state.separate_ids, state.num_separate = separate_ids, start + len(ids)
+    return TokenDelta(
+        ids, before=separate_ids[max(0, start - _NUM_PRECEDING) : start], prompt=[], is_last=False
+    )
 
 
 def _is_restart(state: _DecodeState, ids: Sequence[int]) -> bool:
-    is_whole = state.was_passed_whole or len(ids) == len(state.separate) > 1
-    return is_whole and state.num_separate == len(state.separate) and state.separate[: len(ids)] == ids
+    is_whole = state.was_passed_at_once or len(ids) == len(state.separate_ids) > 1
+    return (
+        is_whole and state.num_separate == len(state.separate_ids) and state.separate_ids[: len(ids)] == ids
+    )

@@ -9,9 +9,10 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-# An incomplete UTF-8 character has at most three bytes, so at most three tokens; plus one token of context.
+# An incomplete UTF-8 character has at most three bytes, and so at most three tokens. The window has one more
+# token as context.
 _OPEN_CHARACTER_WINDOW = 4
-_PROMPT_WINDOW = 2 * _OPEN_CHARACTER_WINDOW  # the first tokens of the window may be part of a character
+_PROMPT_WINDOW = 2 * _OPEN_CHARACTER_WINDOW  # the first tokens of this window may be part of a character
 _UTF8 = codecs.getincrementaldecoder("utf-8")
 AnyTokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
 
@@ -24,11 +25,11 @@ class TokenDecoder(Protocol):
 
     @property
     def byte_tokens(self) -> Mapping[int, int]:
-        """Token id -> byte, if the decoder converts a run of byte tokens as a unit; else empty."""
+        """Token id -> byte, if the decoder decodes consecutive byte tokens together; else empty."""
         ...
 
     def is_visible(self, token_id: int, skip_special_tokens: bool = True) -> bool:
-        """Return whether decoding does not skip this token."""
+        """Return whether decoding includes this token."""
         ...
 
     def decode_ids(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
@@ -38,9 +39,9 @@ class Detokenizer:
     """Converts the tokens of one request to text and matches stop strings.
 
     The joined results of `append` and `finish` equal `text_after_prompt` of the prompt and all ids, up to the
-    first stop string. The first stop string is the one that ends first; among several with the same end, the
-    longest. Text is held back only while later tokens may change it or while it may be the beginning of a
-    stop string. With ``keeps_stop`` the text includes the stop string.
+    first stop string. The first stop string is the one that ends first, and the longest of several with the
+    same end. Text is held back as long as later tokens may change it, or as long as it may be the beginning
+    of a stop string. With ``keeps_stop`` the text includes the stop string.
 
     >>> from penstock.testing import FakeTokenizer
     >>> detokenizer = Detokenizer(FakeTokenizer(), stop=["END"])
@@ -61,34 +62,34 @@ class Detokenizer:
     ) -> None:
         self._keeps_stop = keeps_stop
         self.stop_match: str | None = None
-        self.num_tokens = 0  # tokens up to and including the one that completed the stop string
+        self.num_tokens = 0  # number of tokens up to and including the token that completed a stop string
         self._stream = _IncrementalDecoder(tokenizer, prompt, skip_special_tokens)
         self._stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        self._stops = tuple(filter(None, self._stops))  # an empty stop string would match at once
+        self._stops = tuple(filter(None, self._stops))  # an empty stop string would match immediately
         self._stop_bytes = tuple(stop.encode(errors="replace") for stop in self._stops)
-        self._held = ""  # the longest suffix of the text that is a prefix of a stop string
-        self._pieces: list[str] = []
-        self._finished = False
+        self._held_text = ""  # text held back: the longest suffix that is a prefix of a stop string
+        self._returned_parts: list[str] = []
+        self._is_finished = False
 
     @property
     def text(self) -> str:
         """The joined results of `append` and `finish` so far."""
-        return "".join(self._pieces)
+        return "".join(self._returned_parts)
 
     def append(self, token_ids: Sequence[int] | int) -> str:
-        """Add tokens and return the text that is final. Drops tokens after a stop string."""
-        assert not self._finished, "append after finish"
+        """Add tokens and return the text that has become final. Drops tokens after a stop string."""
+        assert not self._is_finished, "append after finish"
         ids = token_ids if isinstance(token_ids, Iterable) else (token_ids,)
         return self._record("".join([self._append_one(int(token_id)) for token_id in ids]))
 
     def finish(self) -> str:
         """Return the text that was held back. An incomplete character becomes U+FFFD, as in a full decode."""
-        self._finished = True
+        self._is_finished = True
         if self.stop_match is not None:
             return ""
         text = self._release(self._stream.finish())
-        held, self._held = self._held, ""
-        return self._record(text + held)
+        held_text, self._held_text = self._held_text, ""
+        return self._record(text + held_text)
 
     def _append_one(self, token_id: int) -> str:
         if self.stop_match is not None:
@@ -98,45 +99,45 @@ class Detokenizer:
         return text if self.stop_match is not None else text + self._stop_in_byte_run()
 
     def _release(self, text: str) -> str:
-        """Return the part of held and new text that cannot become part of a stop string."""
+        """Return the part of the held and new text that later text cannot make part of a stop string."""
         if not self._stops:
             return text
-        text = self._held + text
+        text = self._held_text + text
         match = _first_stop(text, self._stops)
         if match is not None:
             start, self.stop_match = match
-            self._held = ""
+            self._held_text = ""
             return text[: start + len(self.stop_match) * self._keeps_stop]
-        split = len(text) - _open_suffix(text, self._stops)
-        self._held = text[split:]
-        return text[:split]
+        release_length = len(text) - _open_suffix(text, self._stops)
+        self._held_text = text[release_length:]
+        return text[:release_length]
 
     def _stop_in_byte_run(self) -> str:
-        """Return the text up to a stop string that a run of byte tokens completes.
+        """Return the text up to a stop string that the byte tokens at the end complete, else "".
 
-        The text of a byte run is not final, but the stop string must match at once.
+        The text of consecutive byte tokens is not final, but a stop string in it must match immediately.
         """
         run = self._stream.byte_run
         if not run or not self._stops:
             return ""
-        tail = self._held.encode() + run[-max(map(len, self._stop_bytes)) :]
+        tail = self._held_text.encode() + run[-max(map(len, self._stop_bytes)) :]
         if not tail.endswith(self._stop_bytes):
             return ""
-        text = self._held + self._stream.peek()  # decoders may strip a leading space
+        text = self._held_text + self._stream.peek()  # not `tail`: decoders may strip a leading space
         return "" if _first_stop(text, self._stops) is None else self._release(self._stream.finish())
 
     def _record(self, text: str) -> str:
         if text:
-            self._pieces.append(text)
+            self._returned_parts.append(text)
         return text
 
 
 class _IncrementalDecoder:
     """Converts tokens to final text. The cost per token does not grow with the text.
 
-    The text of a token depends on its neighbours: the first token loses its leading space, and bytes form
-    characters. Therefore a window of tokens is decoded. It holds one token with final text, as context, and
-    the tokens whose text is not final.
+    The text of a token depends on adjacent tokens. The first token loses its leading space, and bytes form
+    characters. Therefore a window of tokens is decoded: one token whose text is final, as context, and the
+    tokens whose text is not final.
     """
 
     def __init__(self, tokenizer: TokenDecoder, prompt: AnyTokenIds, skip_special_tokens: bool) -> None:
@@ -144,19 +145,22 @@ class _IncrementalDecoder:
         self._skip_special_tokens = skip_special_tokens
         self._bytes = tokenizer.byte_tokens
         self._window = _context(tokenizer, prompt)
-        self.byte_run = bytearray()  # bytes of the byte tokens at the end; empty if they are not UTF-8
-        self._utf8: codecs.IncrementalDecoder | None = _UTF8()  # None in a run that is not UTF-8
-        self._num_returned = 0  # characters of the window's text that were returned or belong to the prompt
+        # Bytes of the byte tokens at the end of the window; empty if they are not UTF-8.
+        self.byte_run = bytearray()
+        # None if the byte tokens at the end are not UTF-8.
+        self._utf8: codecs.IncrementalDecoder | None = _UTF8()
+        # Number of characters of the window's text that were returned or belong to the prompt.
+        self._num_returned = 0
         if self._window:
             self._num_returned = len(prompt_text(tokenizer, self._window))
             for token_id in self._window[len(self._window) - _num_bytes_at_end(tokenizer, self._window) :]:
                 self._extend_run(self._bytes[token_id])
             if self._utf8 is not None:
-                # Complete characters belong to the prompt, where stop strings do not match.
+                # Stop strings do not match in the prompt, to which complete characters belong.
                 del self.byte_run[: len(self.byte_run) - len(self._utf8.getstate()[0])]
 
     def push(self, token_id: int) -> str:
-        # A skipped token must not be the context: the next token would be decoded as the first of a text.
+        # A skipped token must not be the context, or the next token would be decoded as the first of a text.
         if not self._tokenizer.is_visible(token_id, self._skip_special_tokens):
             return ""
         self._window.append(token_id)
@@ -170,15 +174,15 @@ class _IncrementalDecoder:
 
     def finish(self) -> str:
         text = self._decode()
-        new, self._num_returned = text[self._num_returned :], len(text)
-        return new
+        new_text, self._num_returned = text[self._num_returned :], len(text)
+        return new_text
 
     def peek(self) -> str:
-        """Return the result of `finish` without changing state."""
+        """Return the result of `finish` without a change of state."""
         return self._decode()[self._num_returned :]
 
     def _extend_run(self, byte: int) -> None:
-        # One invalid byte makes its whole run invalid. The text of a run is final once a token outside it
+        # One invalid byte makes all consecutive byte tokens invalid. Their text is final when another token
         # follows.
         if self._utf8 is None:
             return
@@ -194,13 +198,13 @@ class _IncrementalDecoder:
         # In byte-level vocabularies, the last U+FFFD may be a character that later tokens complete.
         is_open = text.endswith("\N{REPLACEMENT CHARACTER}") and not self._bytes
         num_final = len(text) - is_open
-        new = text[self._num_returned : num_final]
+        new_text = text[self._num_returned : num_final]
         self._num_returned = num_final
         if not is_open:
             self._shrink(1)
         elif len(self._window) > 4 * _OPEN_CHARACTER_WINDOW:
             self._shrink(_OPEN_CHARACTER_WINDOW, open_characters=1)
-        return new
+        return new_text
 
     def _shrink(self, size: int, open_characters: int = 0) -> None:
         del self._window[:-size]
@@ -213,17 +217,17 @@ class _IncrementalDecoder:
 def text_after_prompt(
     tokenizer: TokenDecoder, prompt: AnyTokenIds, ids: Sequence[int], skip_special_tokens: bool = True
 ) -> str:
-    """Return the text that ``ids`` add after a prompt: the text of both, without `prompt_text`.
+    """Return the text that ``ids`` add after a prompt: the text of both without `prompt_text`.
 
-    Decoding ``ids`` separately would drop the leading space of the output's first word. After a special
-    token a new text begins.
+    Decoding ``ids`` alone would drop the leading space of the output's first word. If the prompt ends with
+    a special token, ``ids`` are nevertheless decoded as the beginning of a text.
     """
     context = _context(tokenizer, prompt)
     start = len(prompt_text(tokenizer, context)) if context else 0
     return tokenizer.decode_ids([*context, *ids], skip_special_tokens)[start:]
 
 
-def text_of_piece(
+def text_of_delta(
     tokenizer: TokenDecoder,
     prompt: AnyTokenIds,
     before: Sequence[int],
@@ -234,20 +238,23 @@ def text_of_piece(
 ) -> str:
     """Return the text that ``ids`` add after ``prompt`` and ``before``.
 
-    The joined pieces of a text equal its `text_after_prompt`, for every division into pieces. Without
-    ``is_last``, an incomplete character at the end is part of the next piece. One exception: if a run of
-    bytes proves to be invalid UTF-8 after a whole character of it was returned, later pieces have fewer
-    U+FFFD.
+    The joined results for all deltas of a text equal its `text_after_prompt`, for every division into deltas.
+    Without ``is_last``, an incomplete character at the end belongs to the next delta.
+
+    The results differ in one case: consecutive byte tokens prove to be invalid UTF-8 after one of their
+    characters was returned. Later deltas then have fewer U+FFFD.
     """
-    visible = [one for one in before if tokenizer.is_visible(one, skip_special_tokens)][-_PROMPT_WINDOW:]
-    if len(visible) < _PROMPT_WINDOW:
-        visible = [*_context(tokenizer, prompt), *visible]
-    context = _from_whole_character(tokenizer, visible)
+    visible_ids = [token_id for token_id in before if tokenizer.is_visible(token_id, skip_special_tokens)][
+        -_PROMPT_WINDOW:
+    ]
+    if len(visible_ids) < _PROMPT_WINDOW:
+        visible_ids = [*_context(tokenizer, prompt), *visible_ids]
+    context = _from_whole_character(tokenizer, visible_ids)
     start = len(prompt_text(tokenizer, context, skip_special_tokens)) if context else 0
-    together = [*context, *(token for token in ids if tokenizer.is_visible(token, skip_special_tokens))]
+    all_ids = [*context, *(token for token in ids if tokenizer.is_visible(token, skip_special_tokens))]
     if is_last:
-        return tokenizer.decode_ids(together, skip_special_tokens)[start:]
-    return prompt_text(tokenizer, together, skip_special_tokens)[start:]
+        return tokenizer.decode_ids(all_ids, skip_special_tokens)[start:]
+    return prompt_text(tokenizer, all_ids, skip_special_tokens)[start:]
 
 
 def prompt_text(tokenizer: TokenDecoder, prompt: AnyTokenIds, skip_special_tokens: bool = True) -> str:
@@ -266,7 +273,10 @@ def prompt_text(tokenizer: TokenDecoder, prompt: AnyTokenIds, skip_special_token
 
 
 def _context(tokenizer: TokenDecoder, prompt: AnyTokenIds) -> list[int]:
-    """Return the last tokens of a prompt that the following text depends on; none before a special token."""
+    """Return the last tokens of a prompt, on which the following text depends.
+
+    Tokens up to the last special token are not included.
+    """
     ids: list[int] = []
     for token_id in prompt[: -_PROMPT_WINDOW - 1 : -1]:
         if not tokenizer.is_visible(int(token_id)):
@@ -278,7 +288,7 @@ def _context(tokenizer: TokenDecoder, prompt: AnyTokenIds) -> list[int]:
 def _from_whole_character(tokenizer: TokenDecoder, ids: list[int]) -> list[int]:
     start = 0
     while start < len(ids) and tokenizer.byte_tokens.get(ids[start], 0) & 0xC0 == 0x80:
-        start += 1  # a continuation byte of a character whose first byte is outside the window
+        start += 1  # skip continuation bytes of a character whose first byte is outside the window
     return ids[start:]
 
 
@@ -291,8 +301,8 @@ def _num_bytes_at_end(tokenizer: TokenDecoder, ids: Sequence[int]) -> int:
 
 def _first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
     """Return (start, stop string) of the match that ends first; the longest of several with that end."""
-    found = [(start + len(stop), start, stop) for stop in stops if (start := text.find(stop)) >= 0]
-    return min(found)[1:] if found else None
+    matches = [(start + len(stop), start, stop) for stop in stops if (start := text.find(stop)) >= 0]
+    return min(matches)[1:] if matches else None
 
 
 def _open_suffix(text: str, stops: Sequence[str]) -> int:

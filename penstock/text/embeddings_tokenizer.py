@@ -24,12 +24,12 @@ from penstock.text.valid_unicode import valid_unicode
 Sample: TypeAlias = str | tuple[str, str]
 """A text or a pair of texts."""
 EncodedInput: TypeAlias = tuple[TokenIds, TokenIds | None]
-"""The tokens of an input with special tokens, and the token types of a pair."""
+"""(tokens of an input, special tokens included; token types of a pair, else None)."""
 
-_ENCODED_AT_ONCE = 1024
-"""Texts per call of the tokenizer; bounds the memory of its results."""
-_NOT_SAMPLED = SamplingParams()
-"""The sampling parameters of all contexts: no token is sampled."""
+_MAX_TEXTS_PER_CALL = 1024
+"""Maximum number of texts per call of the tokenizer. It bounds the memory of the results."""
+_UNUSED_SAMPLING_PARAMS = SamplingParams()
+"""The sampling parameters of all contexts. They have no effect, because no token is sampled."""
 
 
 class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
@@ -62,13 +62,13 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
             special_tokens_in_content=special_tokens_in_content,
         )
         self.layout = read_layout(Path(checkpoint))
-        trained = self.layout.max_seq_length
-        if max_length is None and trained is not None:
-            self.max_length = min(trained, self.max_length or trained)
+        trained_length = self.layout.max_seq_length
+        if max_length is None and trained_length is not None:
+            self.max_length = min(trained_length, self.max_length or trained_length)
 
     @property
     def pair_template(self) -> PairTemplate | None:
-        """The prompt of a generative reranker; None if the model reads the two texts of a pair directly."""
+        """The prompt template of a generative reranker; None for models that encode pairs directly."""
         return None
 
     async def new_embeddings_context(self, request: EmbeddingsGenerationRequest) -> EmbeddingsContext:
@@ -88,21 +88,21 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
     def build_embeddings_contexts(
         self, requests: Sequence[EmbeddingsGenerationRequest]
     ) -> Iterator[EmbeddingsContext]:
-        """Yield the context of each request. The texts of all requests are encoded together, on all cores.
+        """Yield the context of each request. Encodes the texts of all requests together, on all cores.
 
         Raises:
             InputError: see `build_embeddings_context`.
         """
-        for request, encoded in zip(requests, self._encode_inputs(requests), strict=True):
-            yield self._context(request, encoded)
+        for request, encoded_input in zip(requests, self._encode_inputs(requests), strict=True):
+            yield self._context(request, encoded_input)
 
     def _encode_inputs(self, requests: Sequence[EmbeddingsGenerationRequest]) -> list[EncodedInput | None]:
-        """Encode the texts of several requests at once, on all cores, for `_context`.
+        """Encode the texts of several requests together, on all cores, for `_context`.
 
-        None for a request without a text, with the template of a reranker, or with an error, which `_context`
-        raises.
+        The entry is None for a request without a text, with the template of a reranker, or with an error.
+        `_context` then encodes the input itself, or raises the error.
         """
-        encoded: list[EncodedInput | None] = [None] * len(requests)
+        encoded_inputs: list[EncodedInput | None] = [None] * len(requests)
         groups: dict[int | None, list[tuple[int, Sample]]] = {}
         for i, request in enumerate(requests):
             if not isinstance(request.input, str) or not (request.input or request.text_pair):
@@ -110,28 +110,29 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
             if request.text_pair is not None and self.pair_template is not None:
                 continue
             try:
-                cut_to = self._limit(request) if request.truncate else None
+                max_tokens = self._limit(request) if request.truncate else None
                 text = self._prompt_text(request, self._task(request)) + request.input
-                sample = self._sample(text, request.text_pair, cut_to)
+                sample = self._sample(text, request.text_pair, max_tokens)
             except InputError:
                 continue
-            groups.setdefault(cut_to, []).append((i, sample))
-        for cut_to, samples in groups.items():
-            for start in range(0, len(samples), _ENCODED_AT_ONCE):
-                part = samples[start : start + _ENCODED_AT_ONCE]
-                results = self._encode_samples([sample for _, sample in part], cut_to)
-                for (i, _), result in zip(part, results, strict=True):
-                    encoded[i] = result
-        return encoded
+            groups.setdefault(max_tokens, []).append((i, sample))
+        for max_tokens, samples in groups.items():
+            for start in range(0, len(samples), _MAX_TEXTS_PER_CALL):
+                batch = samples[start : start + _MAX_TEXTS_PER_CALL]
+                results = self._encode_samples([sample for _, sample in batch], max_tokens)
+                for (i, _), result in zip(batch, results, strict=True):
+                    encoded_inputs[i] = result
+        return encoded_inputs
 
     def _context(
-        self, request: EmbeddingsGenerationRequest, encoded: EncodedInput | None
+        self, request: EmbeddingsGenerationRequest, encoded_input: EncodedInput | None
     ) -> EmbeddingsContext:
         """Return the context of a request.
 
         Args:
             request: the request.
-            encoded: its entry of `_encode_inputs`; None encodes its input here.
+            encoded_input: the entry of the request in the result of `_encode_inputs`. None encodes its input
+                here.
         """
         template = None if request.text_pair is None else self.pair_template
         if request.instruction is not None and template is None:
@@ -146,17 +147,19 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
         if isinstance(request.input, str):
             if not request.input and request.text_pair is None:
                 raise InputError("the input is empty: it needs at least one character")
-            cut_to = limit if request.truncate else None
-            if encoded is not None:
-                tokens, types = encoded
+            max_tokens = limit if request.truncate else None
+            if encoded_input is not None:
+                tokens, types = encoded_input
             elif template is not None:
-                tokens = self._encode_template(template, request, cut_to)
+                tokens = self._encode_template(template, request, max_tokens)
             else:
-                tokens, types = self._encode_input(prompt + request.input, request.text_pair, cut_to)
+                tokens, types = self._encode_input(prompt + request.input, request.text_pair, max_tokens)
         else:
             tokens = checked_prompt_ids(list(request.input), self.vocab_size)
             if prompt:
-                raise InputError("a prompt needs a text as input, not token ids: put its tokens first")
+                raise InputError(
+                    "a prompt needs a text as input, not token ids: put the prompt's token ids before them"
+                )
             if request.truncate and limit is not None:
                 tokens = self._cut(tokens, limit)
         if not len(tokens):
@@ -178,7 +181,7 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
             dimensions=request.dimensions,
             normalize=request.normalize,
             activation=request.activation,
-            sampling_params=_NOT_SAMPLED,
+            sampling_params=_UNUSED_SAMPLING_PARAMS,
         )
 
     def cut_text(self, text: str, max_tokens: int) -> str:
@@ -191,17 +194,17 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
         return text[:end]
 
     def _task(self, request: EmbeddingsGenerationRequest) -> str | None:
-        """Return the task whose adapter computes the input."""
+        """Return the task whose adapter computes the input; None for the model itself."""
         tasks = self.layout.tasks
         if request.task is None:
             return request.prompt_name if request.prompt_name in tasks and not request.adapter else None
         if request.task not in tasks:
-            known = ", ".join(tasks) or "none"
-            raise InputError(f"task {request.task!r} is unknown: the checkpoint has {known}")
+            known_names = ", ".join(tasks) or "none"
+            raise InputError(f"task {request.task!r} is unknown: the checkpoint has {known_names}")
         return request.task
 
     def _prompt_text(self, request: EmbeddingsGenerationRequest, task: str | None) -> str:
-        """Return the text to place before the input."""
+        """Return the prompt of a request, the text before its input."""
         if request.prompt is not None:
             return request.prompt
         name = request.prompt_name
@@ -209,8 +212,8 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
             name = task or self.layout.default_prompt_name
             return self.layout.prompts.get(name, "") if name and isinstance(request.input, str) else ""
         if name not in self.layout.prompts:
-            known = ", ".join(self.layout.prompts) or "none"
-            raise InputError(f"prompt_name {name!r} is unknown: the checkpoint has {known}")
+            known_names = ", ".join(self.layout.prompts) or "none"
+            raise InputError(f"prompt_name {name!r} is unknown: the checkpoint has {known_names}")
         return self.layout.prompts[name]
 
     def _limit(self, request: EmbeddingsGenerationRequest) -> int | None:
@@ -220,85 +223,85 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
             raise InputError(f"max_tokens must be at least 1, was {request.max_tokens}")
         return request.max_tokens if self.max_length is None else min(request.max_tokens, self.max_length)
 
-    def _encode_input(self, text: str, pair: str | None, cut_to: int | None) -> EncodedInput:
+    def _encode_input(self, text: str, pair: str | None, max_tokens: int | None) -> EncodedInput:
         """Return the tokens with special tokens, and the token types of a pair."""
-        [encoded] = self._encode_samples([self._sample(text, pair, cut_to)], cut_to)
-        return encoded
+        [encoded_input] = self._encode_samples([self._sample(text, pair, max_tokens)], max_tokens)
+        return encoded_input
 
-    def _sample(self, text: str, pair: str | None, cut_to: int | None) -> Sample:
-        """Return a text or a pair as the tokenizer takes it.
+    def _sample(self, text: str, pair: str | None, max_tokens: int | None) -> Sample:
+        """Return a text or a pair in the form that the tokenizer expects.
 
         Raises:
-            InputError: the text is clearly too long, or ``cut_to`` has no room beside the special tokens.
+            InputError: the text is clearly too long, or ``max_tokens`` has no room beside the special tokens.
         """
         texts = [
             part.lower() if self.layout.lower_case else part for part in (text, pair) if part is not None
         ]
-        if cut_to is None:
+        if max_tokens is None:
             for part in texts:
                 self._check_length(part)
         else:
             num_special = self.backend.num_special_tokens_to_add(pair is not None)
-            if cut_to <= num_special:
+            if max_tokens <= num_special:
                 raise InputError(
-                    f"the input is cut to {cut_to} tokens, but {num_special} of them are special tokens: "
+                    f"the input is cut to {max_tokens} tokens, but {num_special} of them are special tokens: "
                     f"raise max_tokens to {num_special + 1} or more"
                 )
-        one = valid_unicode(texts[0])
-        return one if pair is None else (one, valid_unicode(texts[1]))
+        first_text = valid_unicode(texts[0])
+        return first_text if pair is None else (first_text, valid_unicode(texts[1]))
 
-    def _encode_samples(self, samples: Sequence[Sample], cut_to: int | None) -> list[EncodedInput]:
+    def _encode_samples(self, samples: Sequence[Sample], max_tokens: int | None) -> list[EncodedInput]:
         """Return the tokens of each sample, and the token types of pairs."""
         backend = self.backend
-        if cut_to is not None:
-            backend.enable_truncation(cut_to)  # cuts the longer text of a pair, keeps special tokens
+        if max_tokens is not None:
+            backend.enable_truncation(max_tokens)  # cuts the longer text of a pair and keeps special tokens
         try:
             encodings = backend.encode_batch_fast(samples)
         finally:
             backend.no_truncation()
         return [
             (
-                checked_prompt_ids(one.ids, self.vocab_size),
-                None if isinstance(sample, str) else np.array(one.type_ids, np.int64),
+                checked_prompt_ids(encoding.ids, self.vocab_size),
+                None if isinstance(sample, str) else np.array(encoding.type_ids, np.int64),
             )
-            for sample, one in zip(samples, encodings, strict=True)
+            for sample, encoding in zip(samples, encodings, strict=True)
         ]
 
     def _cut(self, tokens: TokenIds, limit: int) -> TokenIds:
-        """Return the first ``limit`` tokens; a final special token is kept."""
+        """Return the first ``limit`` tokens. If the last token is special, it replaces the last of these."""
         if len(tokens) <= limit or int(tokens[-1]) not in self._special_tokens.by_id:
             return tokens[:limit]
         return np.append(tokens[: limit - 1], tokens[-1])
 
     def _encode_template(
-        self, template: PairTemplate, request: EmbeddingsGenerationRequest, cut_to: int | None
+        self, template: PairTemplate, request: EmbeddingsGenerationRequest, max_tokens: int | None
     ) -> TokenIds:
-        """Return the tokens of a reranker's prompt; ``cut_to`` shortens its body only.
+        """Return the tokens of a reranker's prompt. Only its body is cut to fit into ``max_tokens`` tokens.
 
         Raises:
-            InputError: the prompt without the query and the document exceeds ``cut_to``.
+            InputError: the prompt without the query and the document exceeds ``max_tokens``.
         """
         assert isinstance(request.input, str)
         assert request.text_pair is not None
         body = template.render_body(request.input, request.text_pair, request.instruction)
-        if cut_to is None:
+        if max_tokens is None:
             self._check_length(body)
-        parts = [valid_unicode(part) for part in (template.prefix, body, template.suffix)]
+        parts = [valid_unicode(text) for text in (template.prefix, body, template.suffix)]
         encodings = self.backend.encode_batch_fast(parts, add_special_tokens=False)
         prefix, ids, suffix = (encoding.ids for encoding in encodings)
-        if cut_to is not None:
-            room = cut_to - len(prefix) - len(suffix)
-            if room < 1:
+        if max_tokens is not None:
+            max_body_tokens = max_tokens - len(prefix) - len(suffix)
+            if max_body_tokens < 1:
                 raise InputError(
-                    f"cannot cut the input to {cut_to} tokens: the reranker's prompt without query and "
+                    f"cannot cut the input to {max_tokens} tokens: the reranker's prompt without query and "
                     f"document has {len(prefix) + len(suffix)}"
                 )
-            ids = ids[:room]
+            ids = ids[:max_body_tokens]
         return checked_prompt_ids([*prefix, *ids, *suffix], self.vocab_size)
 
     def _num_unpooled(self, prompt: str, num_tokens: int) -> int:
-        """Return the number of leading tokens of the prompt, which pooling skips."""
+        """Return the number of prompt tokens at the start of the input, which pooling skips."""
         if not prompt or self.layout.include_prompt:
             return 0
         tokens, _ = self._encode_input(prompt, None, None)
-        return min(len(tokens) - 1, num_tokens - 1)  # without the closing special token
+        return min(len(tokens) - 1, num_tokens - 1)  # -1: without the special token at the end

@@ -1,4 +1,4 @@
-"""English words of whole numbers: cardinals, ordinals and years, without hyphens and commas."""
+"""Converts whole numbers to English words: cardinals, ordinals and years, without hyphens and commas."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ORDINALS = {
 }
 
 LARGEST = 10 ** (3 * len(_THOUSANDS)) - 1
-"""The largest number with words."""
+"""The largest number that `cardinal` supports."""
 
 
 def cardinal(number: int) -> str:
@@ -41,13 +41,13 @@ def cardinal(number: int) -> str:
 
 
 def ordinal(number: int) -> str:
-    """Return a number as a rank: 21 is "twenty first"."""
-    before, _, last = cardinal(number).rpartition(" ")
+    """Return the ordinal of a number: 21 is "twenty first"."""
+    first_words, _, last = cardinal(number).rpartition(" ")
     if last in _ORDINALS:
         last = _ORDINALS[last]
     else:
         last = f"{last[:-1]}ieth" if last.endswith("y") else f"{last}th"
-    return f"{before} {last}".strip()
+    return f"{first_words} {last}".strip()
 
 
 def year(number: int) -> str:
@@ -62,11 +62,11 @@ def year(number: int) -> str:
 
 def _below_thousand(number: int) -> str:
     hundreds, rest = divmod(number, 100)
-    tail = _below_hundred(rest) if rest else ""
+    rest_words = _below_hundred(rest) if rest else ""
     if not hundreds:
-        return tail
-    head = f"{_ONES[hundreds]} hundred"
-    return f"{head} and {tail}" if rest else head
+        return rest_words
+    hundreds_words = f"{_ONES[hundreds]} hundred"
+    return f"{hundreds_words} and {rest_words}" if rest else hundreds_words
 
 
 def _below_hundred(number: int) -> str:

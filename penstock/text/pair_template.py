@@ -1,4 +1,4 @@
-"""`PairTemplate`: the prompt that a generative reranker reads for a query and a document."""
+"""`PairTemplate`: the prompt template of a generative reranker for a query and a document."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class PairTemplate:
-    """The parts of a prompt. An input that is too long is cut at the end of its body."""
+    """The parts of a prompt: prefix, body, suffix. If the prompt is too long, the end of the body is cut."""
 
     prefix: str
     body: str

@@ -1,4 +1,4 @@
-"""Phonemes of texts, from the program ``espeak-ng``."""
+"""Converts texts to phonemes with the program ``espeak-ng``."""
 
 from __future__ import annotations
 
@@ -11,31 +11,32 @@ from penstock.errors import RequestFailedError, UnsupportedFeatureError
 PROGRAMS = ("espeak-ng", "espeak")
 _PUNCTUATION = re.compile(r"(\s*[;:,.!?¡¿—…\"«»“”(){}\[\]]+\s*)")
 _TIMEOUT = 20.0
-_FLAGS = re.compile(r"\([a-z-]+\)")  # espeak marks words of other languages: (fr)...(en-us)
+# espeak-ng encloses words of other languages in language names: (fr)...(en-us).
+_LANGUAGE_NAMES = re.compile(r"\([a-z-]+\)")
 
 
 def phonemes_of(text: str, language: str) -> str:
     """Return the phonemes of a text in the International Phonetic Alphabet, with stress and punctuation.
 
     Raises:
-        UnsupportedFeatureError: the program is not installed.
-        RequestFailedError: the program fails.
+        UnsupportedFeatureError: neither espeak-ng nor espeak is installed.
+        RequestFailedError: the program failed or took more than 20 s.
     """
-    program = next((found for name in PROGRAMS if (found := shutil.which(name))), None)
+    program = next((path for name in PROGRAMS if (path := shutil.which(name))), None)
     if program is None:
         raise UnsupportedFeatureError(
             "text for a model that reads phonemes",
             "espeak-ng is not installed: install it (apt-get install espeak-ng), or give the prompt as token "
             'ids; for a model that reads letters, write "phonemes": false to speech_config.json',
         )
-    pieces = _PUNCTUATION.split(text)
-    spoken = [piece for piece in pieces[::2] if piece.strip()]
-    lines = iter(_run(program, language, spoken) if spoken else [])
-    parts = [
-        (next(lines) if piece.strip() else "") if index % 2 == 0 else piece
-        for index, piece in enumerate(pieces)
+    segments = _PUNCTUATION.split(text)
+    spoken_segments = [segment for segment in segments[::2] if segment.strip()]
+    lines = iter(_run(program, language, spoken_segments) if spoken_segments else [])
+    results = [
+        (next(lines) if segment.strip() else "") if index % 2 == 0 else segment
+        for index, segment in enumerate(segments)
     ]
-    return "".join(parts).strip()
+    return "".join(results).strip()
 
 
 def _run(program: str, language: str, texts: list[str]) -> list[str]:
@@ -49,5 +50,5 @@ def _run(program: str, language: str, texts: list[str]) -> list[str]:
             )
         except (OSError, subprocess.SubprocessError) as error:
             raise RequestFailedError(f"{program} failed for language {language!r}: {error}") from error
-        lines.append(" ".join(_FLAGS.sub("", result.stdout.decode()).split()))
+        lines.append(" ".join(_LANGUAGE_NAMES.sub("", result.stdout.decode()).split()))
     return lines

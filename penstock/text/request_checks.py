@@ -1,4 +1,4 @@
-"""Checks of a request's parameters against the model, and values derived from them."""
+"""Checks of a request's parameters against the model, and functions that derive values from them."""
 
 from __future__ import annotations
 
@@ -12,35 +12,40 @@ from penstock.pipelines.core import Grammar, SamplingParams, TokenGeneratorReque
 from penstock.text.valid_unicode import valid_unicode
 
 _CHARACTERS_PER_TOKEN = 8
-"""Upper bound of the average number of characters per token. Longer texts are first encoded in part."""
+"""Assumed maximum of the average number of characters per token.
+
+Texts with more characters than the maximum length times this number are first encoded in part.
+"""
 
 
 def sampling_params_with_stops(request: TokenGeneratorRequest) -> SamplingParams:
-    """Return the sampling parameters with the stop strings of ``request.stop`` and ``sampling_params``."""
-    given = [request.stop] if isinstance(request.stop, str) else (request.stop or [])
-    if not all(isinstance(stop, str) for stop in given):
+    """Return the sampling parameters of a request with the stop strings of ``request.stop`` added."""
+    request_stops = [request.stop] if isinstance(request.stop, str) else (request.stop or [])
+    if not all(isinstance(stop, str) for stop in request_stops):
         raise InputError(f"stop must be a string or a list of strings, was {request.stop!r}")
-    stops = dict.fromkeys(stop for stop in [*given, *(request.sampling_params.stop or [])] if stop)
+    stops = dict.fromkeys(stop for stop in [*request_stops, *(request.sampling_params.stop or [])] if stop)
     return replace(request.sampling_params, stop=list(stops) or None)
 
 
 def output_format(request: TokenGeneratorRequest) -> tuple[str | None, Grammar | None]:
-    """Return (JSON schema, grammar) of the output. At most one is set: the context derives its grammar
-    from the schema."""
+    """Return (JSON schema, grammar) of the output. At most one of them is not None.
+
+    The context derives its grammar from the JSON schema.
+    """
     if request.grammar is not None and not isinstance(request.grammar, Grammar):
         raise InputError(f"grammar must be a Grammar, was {request.grammar!r}")
-    form = request.response_format
-    kind = "text" if form is None else form.get("type")
+    response_format = request.response_format
+    kind = "text" if response_format is None else response_format.get("type")
     if kind == "text":
         return None, request.grammar
     if request.grammar is not None:
         raise InputError("a request has either a response_format or a grammar, not both")
     if kind == "json_object":
         return None, Grammar(kind="json_object")
-    if kind != "json_schema" or form is None:
+    if kind != "json_schema" or response_format is None:
         raise InputError(f"response_format has type {kind!r}: it can be text, json_object or json_schema")
-    schema: object = form.get("json_schema")
-    # OpenAI wraps the schema in an object with the key "schema", which is not a JSON Schema keyword.
+    schema: object = response_format.get("json_schema")
+    # OpenAI's form is {"schema": ...}. "schema" is not a JSON Schema keyword, so this is unambiguous.
     if isinstance(schema, dict) and "schema" in schema:
         schema = schema["schema"]
     if not isinstance(schema, dict):
@@ -52,7 +57,7 @@ def output_format(request: TokenGeneratorRequest) -> tuple[str | None, Grammar |
 
 
 def check_token_ids_in_params(params: SamplingParams, vocab_size: int) -> None:
-    """Raise `InputError` if a parameter has ids outside the vocabulary, or if it bans every token."""
+    """Raise `InputError` if a parameter has ids outside the vocabulary, or if all tokens are banned."""
     for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "banned_token_ids"):
         largest = max(getattr(params, name) or (), default=0)
         if largest >= vocab_size:
@@ -60,8 +65,8 @@ def check_token_ids_in_params(params: SamplingParams, vocab_size: int) -> None:
     largest = max((max(ids) for ids in params.banned_sequences or ()), default=0)
     if largest >= vocab_size:
         raise InputError(f"banned_sequences has {largest}: ids are integers from 0 to {vocab_size - 1}")
-    banned = params.banned_token_ids or []
-    if len(banned) >= vocab_size == len(set(banned)):
+    banned_ids = params.banned_token_ids or []
+    if len(banned_ids) >= vocab_size == len(set(banned_ids)):
         raise InputError(
             f"banned_token_ids has all {vocab_size} tokens of the model: no token remains to generate"
         )
@@ -79,21 +84,22 @@ def total_length(num_prompt_tokens: int, params: SamplingParams, max_length: int
         PromptTooLongError: the prompt leaves no room for a token.
         InputError: there is no limit and no ``max_new_tokens``, or ``min_new_tokens`` does not fit.
     """
-    requested = params.max_new_tokens
+    max_new_tokens = params.max_new_tokens
     if max_length is None:
-        if requested is None:
+        if max_new_tokens is None:
             raise InputError(
                 "max_new_tokens is needed: neither checkpoint nor configuration has a maximum length"
             )
-        return num_prompt_tokens + requested
-    available = max_length - num_prompt_tokens
-    if available < (0 if requested == 0 else 1):
+        return num_prompt_tokens + max_new_tokens
+    available_tokens = max_length - num_prompt_tokens
+    if available_tokens < (0 if max_new_tokens == 0 else 1):
         raise PromptTooLongError(num_prompt_tokens, max_length)
-    num_new = available if requested is None else min(requested, available)
+    num_new = available_tokens if max_new_tokens is None else min(max_new_tokens, available_tokens)
     if params.min_new_tokens > num_new:
         raise InputError(
             f"min_new_tokens is {params.min_new_tokens}, but only {num_new} tokens can follow "
-            f"the prompt of {num_prompt_tokens} (max_new_tokens {requested}, maximum length {max_length})"
+            f"the prompt of {num_prompt_tokens} (max_new_tokens {max_new_tokens}, "
+            f"maximum length {max_length})"
         )
     return num_prompt_tokens + num_new
 
@@ -101,8 +107,9 @@ def total_length(num_prompt_tokens: int, params: SamplingParams, max_length: int
 def check_text_length(backend: Tokenizer, text: str, limit: int, *, has_output: bool) -> None:
     """Raise `PromptTooLongError` for a text that is clearly too long, without encoding all of it.
 
-    Encodes prefixes of the text, each twice as long as the previous one. Only the last tokens of a prefix
-    depend on the text after it. The margin, a quarter of the maximum, is far larger than their number.
+    Encodes prefixes of the text, each twice as long as the previous one. Raises if a prefix has more than 5/4
+    of the maximum number of tokens. The margin is necessary because the last few tokens of a prefix depend on
+    the text after it.
 
     Args:
         backend: the tokenizer.

@@ -1,4 +1,4 @@
-"""Scores of pairs of texts, rankings, and names of labels; `LLM` and the server share them."""
+"""Scores of pairs of texts, rankings, and names of labels, for `LLM` and the server."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ class ScoringInput:
 
 
 class PairScoring:
-    """The inputs that score pairs of a query and a document, and the scores from their outputs.
+    """Scores pairs of a query and a document: the inputs of the model, and scores from its outputs.
 
-    A cross-encoder computes each pair. An embedder computes the similarity of the two embeddings, with the
-    similarity function of the checkpoint. A multi-vector model computes MaxSim. Equal queries are computed
-    once.
+    - Cross-encoder: one input per pair. Its output is the score.
+    - Embedder: one input per distinct query and per document. The score is the similarity of two embeddings,
+      by the similarity function of the checkpoint.
+    - Multi-vector model: inputs as for an embedder. The score is MaxSim.
 
     Args:
-        queries: one for each document.
+        queries: the query of each document.
         documents: the documents.
         outputs: the outputs of the model.
         layout: prompts and similarity function of the checkpoint.
@@ -56,19 +57,23 @@ class PairScoring:
     ) -> None:
         self._layout = layout
         self._queries = queries
-        self._first_use: dict[str, int] = {}
+        self._distinct_queries: dict[str, int] = {}
         for index, query in enumerate(queries):
-            self._first_use.setdefault(query, index)
+            self._distinct_queries.setdefault(query, index)
         self._is_cross_encoder = "scores" in outputs
         self._is_multi_vector = tuple(outputs[:1]) == ("multi_vector",)
         self.output: EmbeddingsOutput = "multi_vector" if self._is_multi_vector else "dense"
         if self._is_cross_encoder:
             self.output = "scores"
-        """The output that all inputs request."""
+        """The model output that all inputs request."""
         if activation is not None and not self._is_cross_encoder:
             raise UnsupportedFeatureError("activation", "this model is an embedder, without a scoring head")
-        self.inputs = self._pairs(documents, activation) if self._is_cross_encoder else self._texts(documents)
-        """All inputs, in the order of the outputs that `scores` takes."""
+        self.inputs = (
+            self._pair_inputs(documents, activation)
+            if self._is_cross_encoder
+            else self._text_inputs(documents)
+        )
+        """All inputs. `scores` takes their outputs in the same order."""
 
     def scores(self, responses: Sequence[EmbeddingsResponse]) -> _Array:
         """Return the score of each pair, ``[n]`` float32.
@@ -88,29 +93,32 @@ class PairScoring:
                     f"the model has {len(rows[0])} labels: a cross-encoder has one; use it to classify"
                 )
             return np.concatenate(rows)
-        rows_of = {query: row for row, query in enumerate(self._first_use)}
+        query_rows = {query: row for row, query in enumerate(self._distinct_queries)}
         if self._is_multi_vector:
-            found = [response.multi_vector for response in responses if response.multi_vector is not None]
-            pairs = zip(self._queries, found[len(rows_of) :], strict=True)
+            multi_vectors = [
+                response.multi_vector for response in responses if response.multi_vector is not None
+            ]
+            pairs = zip(self._queries, multi_vectors[len(query_rows) :], strict=True)
             return np.array(
-                [max_similarity(found[rows_of[query]], document) for query, document in pairs], np.float32
+                [max_similarity(multi_vectors[query_rows[query]], document) for query, document in pairs],
+                np.float32,
             )
         vectors = np.stack([response.embeddings for response in responses])
-        first = vectors[[rows_of[query] for query in self._queries]]
-        return similarity(first, vectors[len(rows_of) :], self._layout.similarity)
+        query_vectors = vectors[[query_rows[query] for query in self._queries]]
+        return similarity(query_vectors, vectors[len(query_rows) :], self._layout.similarity)
 
-    def _pairs(self, documents: Sequence[str], activation: bool | None) -> list[ScoringInput]:
+    def _pair_inputs(self, documents: Sequence[str], activation: bool | None) -> list[ScoringInput]:
         return [
             ScoringInput("pair", i, {"input": query, "text_pair": text, "activation": activation})
             for i, (query, text) in enumerate(zip(self._queries, documents, strict=True))
         ]
 
-    def _texts(self, documents: Sequence[str]) -> list[ScoringInput]:
+    def _text_inputs(self, documents: Sequence[str]) -> list[ScoringInput]:
         query_prompt = self._layout.prompt_for("query")
         document_prompt = self._layout.prompt_for("document")
         queries = [
             ScoringInput("query", index, {"input": query, "prompt_name": query_prompt})
-            for query, index in self._first_use.items()
+            for query, index in self._distinct_queries.items()
         ]
         texts = [
             ScoringInput("document", i, {"input": text, "prompt_name": document_prompt})
@@ -120,7 +128,7 @@ class PairScoring:
 
 
 def similarity(first: _Array, second: _Array, kind: str) -> _Array:
-    """Return the similarity of the rows of two arrays ``[n, E]``: ``[n]``; distances are negated.
+    """Return the similarity ``[n]`` of the rows of two arrays ``[n, E]``. Distances are negated.
 
     Raises:
         InputError: the kind is unknown.
@@ -131,7 +139,7 @@ def similarity(first: _Array, second: _Array, kind: str) -> _Array:
 
 
 def max_similarity(query: _Array, document: _Array) -> float:
-    """Return MaxSim: for each query vector its largest dot product with a document vector, summed.
+    """Return MaxSim: the sum over query vectors of the largest dot product with a document vector.
 
     Khattab and Zaharia 2020, arXiv:2004.12832.
 
@@ -143,7 +151,7 @@ def max_similarity(query: _Array, document: _Array) -> float:
 
 
 def ranking(scores: _Array, top_n: int | None = None) -> list[int]:
-    """Return the indices of the highest scores, the highest first; equal scores keep their order.
+    """Return the indices of the highest scores, highest first. Equal scores keep their order.
 
     Args:
         scores: ``[n]``.
@@ -158,7 +166,7 @@ def ranking(scores: _Array, top_n: int | None = None) -> list[int]:
 
 
 def label_names(config: Mapping[str, object]) -> dict[int, str]:
-    """Return the names of a classifier's labels by index, from ``id2label``."""
+    """Return label index -> name of a classifier, from ``id2label``."""
     labels = config.get("id2label")
     return {int(index): str(labels[index]) for index in labels} if isinstance(labels, Mapping) else {}
 

@@ -53,24 +53,27 @@ class DenseModule:
 
 @dataclass(frozen=True, kw_only=True)
 class SentenceTransformersLayout:
-    """The computation of embeddings from hidden states. The defaults apply to a checkpoint that has none of
-    the layout's files."""
+    """How embeddings are computed from hidden states.
+
+    The defaults apply to a checkpoint without files of sentence-transformers.
+    """
 
     poolings: tuple[PoolingType, ...] = ()
-    """Their results are concatenated. Empty without a pooling module: the model's default applies."""
+    """The pooling modes, whose results are concatenated. If empty, the model's default applies."""
     include_prompt: bool = True
     """Whether pooling includes the tokens of a prompt."""
     dense: tuple[DenseModule, ...] = ()
     normalize: bool = False
     sparse_pooling: SparsePooling = "max"
-    """The reduction of a token's weights over the positions of a text."""
+    """How the weights of a token at all positions of a text are reduced to one."""
     sparse_activation: SparseActivation = "relu"
     """The function f of a logit; the weight is ``log(1 + f(logit))``."""
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt_name: str | None = None
     tasks: tuple[str, ...] = ()
-    """The tasks with an adapter in the checkpoint, in the order of its tensors. A prompt can have the name of
-    a task.
+    """The tasks with an adapter in the checkpoint, in the order of the checkpoint's tensors.
+
+    A prompt with the name of a task belongs to the task.
     """
     max_seq_length: int | None = None
     lower_case: bool = False
@@ -81,7 +84,7 @@ class SentenceTransformersLayout:
     def prompt_for(self, role: Literal["query", "document"]) -> str | None:
         """Return the name of the prompt for queries or documents; None if the checkpoint has none.
 
-        The prompt of documents can be called document, passage or corpus, or be that of a task.
+        The prompt for documents can be named document, passage or corpus, or be the prompt of a task.
         """
         names = ["document", "passage", "corpus", "retrieval.passage"]
         if role == "query":
@@ -90,30 +93,30 @@ class SentenceTransformersLayout:
 
 
 def read_layout(checkpoint: Path) -> SentenceTransformersLayout:
-    """Read the layout of a checkpoint's folder; without its files return the defaults.
+    """Read the layout of a checkpoint's folder. Returns the defaults if the folder has none of its files.
 
     Raises:
-        CheckpointError: a file is damaged, or a module has an unknown type.
+        CheckpointError: a file is malformed, or a module has an unknown type.
     """
     settings_file = checkpoint / "config_sentence_transformers.json"
     settings = _object(settings_file)
     modules = _modules(checkpoint)
     transformer = checkpoint
-    found = SentenceTransformersLayout(is_present=bool(modules))
+    layout = SentenceTransformersLayout(is_present=bool(modules))
     dense: list[DenseModule] = []
     for kind, path in modules:
         if kind in ("Transformer", "MLMTransformer"):
             transformer = path
         elif kind == "Pooling":
             poolings, include_prompt = _poolings(path)
-            found = replace(found, poolings=poolings, include_prompt=include_prompt)
+            layout = replace(layout, poolings=poolings, include_prompt=include_prompt)
         elif kind == "Dense":
             dense.append(_dense(path))
         elif kind == "Normalize":
-            found = replace(found, normalize=True)
+            layout = replace(layout, normalize=True)
         elif kind == "SpladePooling":
             pooling, activation = _sparse_pooling(path)
-            found = replace(found, sparse_pooling=pooling, sparse_activation=activation)
+            layout = replace(layout, sparse_pooling=pooling, sparse_activation=activation)
         elif kind == "MultiVectorMask":
             _check_multi_vector_mask(path)
         elif kind not in _IGNORED_MODULES:
@@ -129,7 +132,7 @@ def read_layout(checkpoint: Path) -> SentenceTransformersLayout:
     tasks, instructions = _tasks(checkpoint / "config.json")
     prompts = {**instructions, **_prompts(settings_file, settings)}
     return replace(
-        found,
+        layout,
         dense=tuple(dense),
         prompts=prompts,
         tasks=tasks,
@@ -141,7 +144,7 @@ def read_layout(checkpoint: Path) -> SentenceTransformersLayout:
 
 
 def _modules(checkpoint: Path) -> list[tuple[str, Path]]:
-    """Return the kind and the folder of each module."""
+    """Return (type, folder) of each module."""
     path = checkpoint / "modules.json"
     if not path.is_file():
         pooling = checkpoint / "1_Pooling"
@@ -158,9 +161,9 @@ def _modules(checkpoint: Path) -> list[tuple[str, Path]]:
 
 def _poolings(path: Path) -> tuple[tuple[PoolingType, ...], bool]:
     config = _object(path / "config.json")
-    named = config.get("pooling_mode")
-    if named is not None:
-        names = [named] if isinstance(named, str) else list(cast("Iterable[str]", named))
+    pooling_mode = config.get("pooling_mode")
+    if pooling_mode is not None:
+        names = [pooling_mode] if isinstance(pooling_mode, str) else list(cast("Iterable[str]", pooling_mode))
         unknown = [name for name in names if name not in _POOLING_NAMES]
         if unknown:
             raise CheckpointError(
@@ -187,14 +190,14 @@ def _sparse_pooling(path: Path) -> tuple[SparsePooling, SparseActivation]:
 
 
 def _check_multi_vector_options(file: Path, values: Mapping[str, object]) -> None:
-    """Refuse options of multi-vector models (PyLate) that change tokens or scores."""
+    """Raise if a multi-vector model (PyLate) has an option that changes tokens or scores."""
     for key in ("do_query_expansion", "query_expansion", "skiplist_words", "query_prefix", "document_prefix"):
         if values.get(key):
             raise CheckpointError(file, f"{key} is not supported: the scores would differ from the model's")
 
 
 def _check_multi_vector_mask(path: Path) -> None:
-    """Refuse a mask that excludes tokens by their ids."""
+    """Raise if the mask of a multi-vector model excludes tokens by their ids."""
     file = path / "config.json"
     config = _object(file)
     for key in ("skiplist_words", "keep_only_token_ids"):
@@ -239,8 +242,8 @@ def _prompts(file: Path, settings: Mapping[str, object]) -> Mapping[str, str]:
 def _default_prompt(file: Path, settings: Mapping[str, object], prompts: Mapping[str, str]) -> str | None:
     name = settings.get("default_prompt_name")
     if name is not None and name not in prompts:
-        known = ", ".join(prompts) or "none"
-        raise CheckpointError(file, f"default_prompt_name {name!r} is not among the prompts ({known})")
+        known_names = ", ".join(prompts) or "none"
+        raise CheckpointError(file, f"default_prompt_name {name!r} is not among the prompts ({known_names})")
     return cast("str | None", name)
 
 
@@ -254,13 +257,13 @@ def _max_seq_length(file: Path, limits: Mapping[str, object]) -> int | None:
 def _similarity(file: Path, settings: Mapping[str, object]) -> Similarity:
     kind = settings.get("similarity_fn_name") or "cosine"
     if kind not in get_args(Similarity):
-        known = ", ".join(get_args(Similarity))
-        raise CheckpointError(file, f"similarity_fn_name {kind!r} is unknown: use {known}")
+        known_names = ", ".join(get_args(Similarity))
+        raise CheckpointError(file, f"similarity_fn_name {kind!r} is unknown: use {known_names}")
     return cast("Similarity", kind)
 
 
 def _object(path: Path) -> dict[str, object]:
-    """Return a JSON object; an empty one if the file is missing."""
+    """Return the JSON object in a file; empty if the file does not exist."""
     if not path.is_file():
         return {}
     value = _json(path)

@@ -1,10 +1,10 @@
 """Finds special tokens in the content of user and tool messages, and encodes them as text.
 
-A chat template copies message content into the prompt. There, ``<|im_end|>`` in a user's message looks like
-the same token written by the template. Therefore the messages are rendered twice: the second time with a
-marker (text that occurs nowhere in the prompt) inside each special token in their content. The positions of
-the markers in the output show which special tokens come from messages. The second output without the markers
-must equal the first output.
+A chat template copies message content into the prompt. In the prompt, ``<|im_end|>`` in a user's message is
+equal to ``<|im_end|>`` in the template. To distinguish them, the messages are rendered a second time, with a
+marker inside each special token in their content. A marker is text that does not occur in the prompt. The
+positions of the markers in the second output show which special tokens come from messages. Without the
+markers, the second output must equal the first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock.errors import InputError
 from penstock.text.chat_template import Message
 
 _TRUSTED_ROLES = ("system", "developer", "assistant")
-_NOT_CONTENT = ("role", "type")
+_NON_CONTENT_KEYS = ("role", "type")
 _ANCHORS = ("", "a", "\n", ".", "1", "é")
 _SEPARATOR = "\0"
 
@@ -32,23 +32,25 @@ class RenderedPrompt:
 
     text: str
     boundaries: Sequence[int] = ()
-    """Ascending indices next to a character of message content. A special token that spans one of them does
-    not come from the template."""
+    """Ascending indices in ``text`` next to a character of message content.
+
+    A special token does not come from the template if one of these indices is inside it.
+    """
 
     def is_from_message(self, start: int, end: int) -> bool:
         """Return whether the special token at ``text[start:end]`` comes from message content."""
-        if end - start == 1:  # a single character has no index inside it: markers enclose it
-            return self._has(start) and self._has(end)
+        if end - start == 1:  # no index is inside a single character, so markers enclose it
+            return self._is_boundary(start) and self._is_boundary(end)
         index = bisect_left(self.boundaries, start + 1)
         return index < len(self.boundaries) and self.boundaries[index] < end
 
-    def _has(self, index: int) -> bool:
-        found = bisect_left(self.boundaries, index)
-        return found < len(self.boundaries) and self.boundaries[found] == index
+    def _is_boundary(self, index: int) -> bool:
+        position = bisect_left(self.boundaries, index)
+        return position < len(self.boundaries) and self.boundaries[position] == index
 
 
 class SpecialTokens:
-    """The special tokens of a tokenizer. Finds them in messages.
+    """The special tokens of a tokenizer. Finds special tokens in messages and encodes them as text.
 
     Args:
         tokens: the added tokens of the tokenizer. Tokens that are not special are ignored.
@@ -58,15 +60,18 @@ class SpecialTokens:
     def __init__(
         self, tokens: Mapping[int, AddedToken], normalize: Callable[[str], str] | None = None
     ) -> None:
-        special = {token_id: token for token_id, token in tokens.items() if token.special and token.content}
-        self.by_id = special
-        self.texts = frozenset(token.content for token in special.values())
+        special_tokens = {
+            token_id: token for token_id, token in tokens.items() if token.special and token.content
+        }
+        self.by_id = special_tokens
+        self.texts = frozenset(token.content for token in special_tokens.values())
         self._longest = max(map(len, self.texts), default=0)
-        self._joined = _SEPARATOR + _SEPARATOR.join(sorted(self.texts)) + _SEPARATOR
-        self._lengths: dict[str, set[int]] = {}  # first two characters -> lengths of the tokens
+        self._joined_texts = _SEPARATOR + _SEPARATOR.join(sorted(self.texts)) + _SEPARATOR
+        # First two characters -> lengths of the special tokens that begin with them.
+        self._lengths: dict[str, set[int]] = {}
         for text in self.texts:
             self._lengths.setdefault(text[:2], set()).add(len(text))
-        has_normalized = any(token.normalized for token in special.values())
+        has_normalized = any(token.normalized for token in special_tokens.values())
         self._normalize = normalize if has_normalized else None
 
     def render(
@@ -78,14 +83,15 @@ class SpecialTokens:
             InputError: the messages cannot be rendered, or they contain special tokens whose position in
                 the output cannot be determined.
         """
-        for _ in range(2):  # a template may print the time, which may change between two renderings
+        # Two attempts, because a template may print the time, which can change between the renderings.
+        for _ in range(2):
             text = render(messages)
-            for in_part in (True, False):
-                if not self._with_markers(messages, "\0", in_part)[1]:
+            for in_partial_token in (True, False):
+                if not self._with_markers(messages, "\0", in_partial_token)[1]:
                     return RenderedPrompt(text)
                 for marker in _markers(text):
-                    marked, _ = self._with_markers(messages, marker, in_part)
-                    boundaries = _boundaries(text, marked, render, marker)
+                    marked_messages, _ = self._with_markers(messages, marker, in_partial_token)
+                    boundaries = _boundaries(text, marked_messages, render, marker)
                     if boundaries is not None:
                         return RenderedPrompt(text, boundaries)
         raise InputError(
@@ -112,18 +118,18 @@ class SpecialTokens:
         return ids
 
     def _is_match(self, token_id: int, text: str) -> bool:
-        """Return whether ``text`` is the text of the special token. An unknown token can have any text."""
+        """Return whether a token is special and encodes ``text``, which is not so for an "unknown" token."""
         token = self.by_id.get(token_id)
         if token is None:
             return False
         texts = [text] if self._normalize is None else [text, self._normalize(text)]
-        return any(one.strip() == token.content.strip() for one in texts)
+        return any(candidate.strip() == token.content.strip() for candidate in texts)
 
     def _encode_as_text(
         self, tokenizer: Tokenizer, text: str, token_bytes: Callable[[int], bytes]
     ) -> list[int]:
-        """Return tokens of ``text`` inside another text, without special tokens."""
-        # With this flag the library encodes special tokens as ordinary text. The copy belongs to this thread.
+        """Return the tokens of ``text`` in the middle of a text, none of them special."""
+        # Makes the library encode special tokens as ordinary text. No other thread uses this copy.
         tokenizer.encode_special_tokens = True
         try:
             ids = next(_tokenisations(tokenizer, text, token_bytes, self.by_id), None)
@@ -132,7 +138,7 @@ class SpecialTokens:
                     next(_tokenisations(tokenizer, character, token_bytes, self.by_id), None)
                     for character in text
                 ]
-                ids = None if None in parts else [one for part in parts for one in part or ()]
+                ids = None if None in parts else [token_id for part in parts for token_id in part or ()]
         finally:
             tokenizer.encode_special_tokens = False
         if ids is None:
@@ -144,101 +150,107 @@ class SpecialTokens:
         return ids
 
     def _with_markers(
-        self, messages: Sequence[Message], marker: str, in_part: bool
+        self, messages: Sequence[Message], marker: str, in_partial_token: bool
     ) -> tuple[list[Message], bool]:
         """Return the messages with markers, and whether a marker was inserted.
 
         Args:
             messages: the messages.
             marker: the text to insert inside special tokens.
-            in_part: also insert it where content begins or ends with a part of a special token. The template
-                or another piece of content may contain the rest.
+            in_partial_token: also insert markers where content begins or ends with a part of a special token.
+                The template or other content may contain the other part.
         """
-        marked = [
+        marked_messages = [
             message
             if message.get("role") in _TRUSTED_ROLES
-            else cast("Message", self._marked(message, marker, in_part))
+            else cast("Message", self._mark_value(message, marker, in_partial_token))
             for message in messages
         ]
-        return marked, any(new != old for new, old in zip(marked, messages, strict=True))
+        return marked_messages, any(new != old for new, old in zip(marked_messages, messages, strict=True))
 
-    def _marked(self, value: object, marker: str, in_part: bool, is_content: bool = False) -> object:
+    def _mark_value(
+        self, value: object, marker: str, in_partial_token: bool, is_content: bool = False
+    ) -> object:
         match value:
             case str():
                 indices = self._indices_inside(value)
-                if in_part and is_content:
+                if in_partial_token and is_content:
                     indices |= self._indices_at_ends(value)
-                return _inserted(value, marker, indices) if indices else value
+                return _with_insertions(value, marker, indices) if indices else value
             case Mapping():
                 return {
                     key: item
-                    if key in _NOT_CONTENT
-                    else self._marked(item, marker, in_part, key in ("content", "text"))
+                    if key in _NON_CONTENT_KEYS
+                    else self._mark_value(item, marker, in_partial_token, key in ("content", "text"))
                     for key, item in value.items()
                 }
             case list():
-                return [self._marked(item, marker, in_part, is_content) for item in value]
+                return [self._mark_value(item, marker, in_partial_token, is_content) for item in value]
         return value
 
     def _indices_inside(self, text: str) -> set[int]:
-        """Return an index inside each special token in the text."""
+        """Return one index inside each special token in the text."""
         indices: set[int] = set()
-        for beginning, lengths in self._lengths.items():
-            start = text.find(beginning)
+        for first_characters, lengths in self._lengths.items():
+            start = text.find(first_characters)
             while start >= 0:
                 if any(text[start : start + length] in self.texts for length in lengths):
-                    indices |= {start, start + 1} if len(beginning) == 1 else {start + 1}
-                start = text.find(beginning, start + 1)
+                    indices |= {start, start + 1} if len(first_characters) == 1 else {start + 1}
+                start = text.find(first_characters, start + 1)
         if not indices and self._normalize is not None:
-            normalized = self._normalize(text)
-            if any(token_text in normalized for token_text in self.texts):
+            normalized_text = self._normalize(text)
+            if any(token_text in normalized_text for token_text in self.texts):
                 indices = set(range(len(text) + 1))
         return indices
 
     def _indices_at_ends(self, text: str) -> set[int]:
-        """Return the start of the text if a suffix of a special token is there, and its end for a prefix."""
-        core = text.strip()
+        """Return the indices of the start and the end of the text that may be inside a special token.
+
+        The start is one of them if the text begins with a suffix of a special token, and the end if it ends
+        with a prefix.
+        """
+        stripped_text = text.strip()
         start = len(text) - len(text.lstrip())
         indices: set[int] = set()
-        if len(core) < self._longest and core and core in self._joined:
+        if len(stripped_text) < self._longest and stripped_text and stripped_text in self._joined_texts:
             indices.add(start)
-        for length in range(1, min(len(core), self._longest - 1) + 1):
-            if core[:length] not in self._joined:
+        for length in range(1, min(len(stripped_text), self._longest - 1) + 1):
+            if stripped_text[:length] not in self._joined_texts:
                 break
-            if core[:length] + _SEPARATOR in self._joined:
+            if stripped_text[:length] + _SEPARATOR in self._joined_texts:
                 indices.add(start)
-        for length in range(1, min(len(core), self._longest - 1) + 1):
-            if core[-length:] not in self._joined:
+        for length in range(1, min(len(stripped_text), self._longest - 1) + 1):
+            if stripped_text[-length:] not in self._joined_texts:
                 break
-            if _SEPARATOR + core[-length:] in self._joined:
-                indices.add(start + len(core))
+            if _SEPARATOR + stripped_text[-length:] in self._joined_texts:
+                indices.add(start + len(stripped_text))
         return indices
 
 
 def _markers(text: str) -> Iterator[str]:
-    """Yield markers that the text does not contain: a private-use character, then one of ASCII letters."""
+    """Yield two markers that the text does not contain: a private-use character and a string like "q0z"."""
     yield next(chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in text)
     yield next(f"q{number}z" for number in range(10**6) if f"q{number}z" not in text)
 
 
 def _boundaries(
-    text: str, marked: Sequence[Message], render: Callable[[Sequence[Message]], str], marker: str
+    text: str, marked_messages: Sequence[Message], render: Callable[[Sequence[Message]], str], marker: str
 ) -> list[int] | None:
     """Return the positions of the markers in ``text``; None if the template renders a different text."""
     try:
-        pieces = render(marked).split(marker)
+        parts = render(marked_messages).split(marker)
     except InputError:
         return None
-    if "".join(pieces) != text:
+    if "".join(parts) != text:
         return None
     boundaries, index = [], 0
-    for piece in pieces[:-1]:
-        index += len(piece)
+    for part in parts[:-1]:
+        index += len(part)
         boundaries.append(index)
     return boundaries
 
 
-def _inserted(text: str, marker: str, indices: Iterable[int]) -> str:
+def _with_insertions(text: str, marker: str, indices: Iterable[int]) -> str:
     cuts = [0, *sorted(indices), len(text)]
     return marker.join(text[start:end] for start, end in pairwise(cuts))
 
@@ -246,19 +258,19 @@ def _inserted(text: str, marker: str, indices: Iterable[int]) -> str:
 def _tokenisations(
     tokenizer: Tokenizer, text: str, token_bytes: Callable[[int], bytes], special: Mapping[int, AddedToken]
 ) -> Iterator[list[int]]:
-    """Yield tokens of the text without special tokens.
+    """Yield tokenisations of the text without special tokens.
 
-    Tokenisations with exactly the bytes of the text come first. The last one may have the bytes of the
+    Tokenisations whose bytes are those of the text come first. The last one may have the bytes of the
     normalised text.
     """
     normalized_ids: list[int] = []
-    for before in _ANCHORS:
-        head = tokenizer.encode(before, add_special_tokens=False).ids if before else []
-        ids = tokenizer.encode(before + text, add_special_tokens=False).ids
-        if ids[: len(head)] != head or not special.keys().isdisjoint(ids):
+    for anchor in _ANCHORS:
+        anchor_ids = tokenizer.encode(anchor, add_special_tokens=False).ids if anchor else []
+        ids = tokenizer.encode(anchor + text, add_special_tokens=False).ids
+        if ids[: len(anchor_ids)] != anchor_ids or not special.keys().isdisjoint(ids):
             continue
-        normalized_ids = normalized_ids or ids[len(head) :]
-        if b"".join(map(token_bytes, ids[len(head) :])) == text.encode():
-            yield ids[len(head) :]
+        normalized_ids = normalized_ids or ids[len(anchor_ids) :]
+        if b"".join(map(token_bytes, ids[len(anchor_ids) :])) == text.encode():
+            yield ids[len(anchor_ids) :]
     if normalized_ids:
         yield normalized_ids

@@ -1,7 +1,7 @@
 """`SpeechFormat`: speech tokens and prompts; one file per format in `penstock.text.speech_formats`.
 
-A format defines the prompt of a text, and the token of each code of an audio codec. A checkpoint may have a
-``speech_config.json`` next to its ``config.json``, see `SpeechDescription`.
+A format defines the prompt for a text to speak, and the token of each code of an audio codec. A checkpoint
+may have a ``speech_config.json`` next to its ``config.json`` (see `SpeechDescription`).
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ class SpeechDescription:
     """The contents of ``speech_config.json``; all keys are optional."""
 
     format: str | None = None
-    """The name of the speech format; by default it is detected from the special tokens."""
+    """The name of the speech format. By default it is detected from the special tokens."""
     codec: str | None = None
     """The codec: a folder, relative to the checkpoint, or an id on the Hugging Face hub."""
     codes_per_frame: int | None = None
-    """Number of codes per frame, if it differs from that of the format."""
+    """Number of codes per frame, if it differs from the format's."""
     codebook_size: int | None = None
-    """Number of codes per codebook, if it differs from that of the format."""
+    """Number of codes per codebook, if it differs from the format's."""
     phonemes: bool | None = None
-    """Whether the model reads phonemes instead of letters; by default as in the format."""
+    """Whether the model reads phonemes instead of letters. The format has the default."""
     language: str = "en-us"
     """The language of the phonemes, as espeak-ng names it."""
     numbers: str | None = None
-    """The language in which numbers are written as words before the model reads them; None leaves digits."""
+    """The language in which numbers in a text are replaced by words. None leaves the digits."""
     max_characters: int | None = None
     """Maximum number of characters of a text; longer texts are split at sentences."""
     splits_sentences: bool = False
     """Whether each sentence is a separate request, for models that were trained on single sentences."""
     sampling: Mapping[str, float] = field(default_factory=dict)
-    """Defaults of sampling parameters, which replace those of the format."""
+    """Default sampling parameters, which override the format's."""
     voices: tuple[str, ...] | None = None
     """Names of the voices that the model was trained on."""
 
@@ -65,14 +65,16 @@ class SpeechDescription:
         path = checkpoint / _DESCRIPTION
         if not path.is_file():
             return cls()
-        values: dict[str, Any] = read_json_object(path)  # checked below
-        known = {field.name for field in fields(cls)}
+        values: dict[str, Any] = read_json_object(path)  # the types of the values are checked below
+        known_keys = {field.name for field in fields(cls)}
         for name in values:
-            if name not in known:
-                raise CheckpointError(path, f"has the unknown key {name!r}: known are {', '.join(known)}")
-        for name, kind in _KINDS.items():
-            if values.get(name) is not None and not isinstance(values[name], kind):
-                raise CheckpointError(path, f"{name} must be of type {kind.__name__}: {values[name]!r}")
+            if name not in known_keys:
+                raise CheckpointError(
+                    path, f"has the unknown key {name!r}: known are {', '.join(known_keys)}"
+                )
+        for name, type_ in _VALUE_TYPES.items():
+            if values.get(name) is not None and not isinstance(values[name], type_):
+                raise CheckpointError(path, f"{name} must be of type {type_.__name__}: {values[name]!r}")
         if values.get("numbers") not in (None, *NUMBER_LANGUAGES):
             known_languages = ", ".join(NUMBER_LANGUAGES)
             raise CheckpointError(path, f"numbers must be one of {known_languages}: {values['numbers']!r}")
@@ -81,7 +83,7 @@ class SpeechDescription:
         return cls(**{name: value for name, value in values.items() if value is not None})
 
 
-_KINDS: Mapping[str, type] = {
+_VALUE_TYPES: Mapping[str, type] = {
     "format": str,
     "codec": str,
     "codes_per_frame": int,
@@ -97,7 +99,7 @@ _KINDS: Mapping[str, type] = {
 
 
 class SpeechCodes:
-    """The tokens that represent codes.
+    """The mapping between the codes of an audio codec and tokens.
 
     Args:
         token_ids: ``[C, size]``: the token of each code, for each position of a frame.
@@ -113,59 +115,59 @@ class SpeechCodes:
         self._position[token_ids] = np.arange(self.codes_per_frame, dtype=np.int8)[:, None]
 
     def token_ids(self, codes: Sequence[int] | npt.NDArray[np.integer]) -> list[int]:
-        """Return the tokens of whole frames of codes, flattened.
+        """Return the tokens of flattened codes, which must be whole frames.
 
         Raises:
             InputError: the number of codes is not a multiple of a frame, or a code is out of range.
         """
-        flat = np.asarray(codes)
-        if flat.ndim != 1 or (flat.size and not np.issubdtype(flat.dtype, np.integer)):
-            raise InputError(f"speech codes must be a list of integers: got shape {list(flat.shape)}")
-        if flat.size % self.codes_per_frame:
+        flat_codes = np.asarray(codes)
+        if flat_codes.ndim != 1 or (flat_codes.size and not np.issubdtype(flat_codes.dtype, np.integer)):
+            raise InputError(f"speech codes must be a list of integers: got shape {list(flat_codes.shape)}")
+        if flat_codes.size % self.codes_per_frame:
             raise InputError(
-                f"{flat.size} speech codes are not a whole number of frames: "
+                f"{flat_codes.size} speech codes are not a whole number of frames: "
                 f"a frame has {self.codes_per_frame}"
             )
-        if flat.size and not 0 <= int(flat.min()) <= int(flat.max()) < self.codebook_size:
+        if flat_codes.size and not 0 <= int(flat_codes.min()) <= int(flat_codes.max()) < self.codebook_size:
             raise InputError(
-                f"speech codes must be from 0 to {self.codebook_size - 1}, were from {int(flat.min())} to "
-                f"{int(flat.max())}"
+                f"speech codes must be from 0 to {self.codebook_size - 1}, "
+                f"were from {int(flat_codes.min())} to {int(flat_codes.max())}"
             )
-        positions = np.arange(flat.size) % self.codes_per_frame
-        ids: list[int] = self._token_ids[positions, flat.astype(np.int64)].tolist()
+        positions = np.arange(flat_codes.size) % self.codes_per_frame
+        ids: list[int] = self._token_ids[positions, flat_codes.astype(np.int64)].tolist()
         return ids
 
     def parse(self, tokens: npt.NDArray[np.integer]) -> tuple[npt.NDArray[np.int32], int, int]:
-        """Return the whole frames in generated tokens.
+        """Return the codes of the whole frames in generated tokens.
 
-        Tokens that represent no code are dropped. A code at a wrong position ends its frame, which is dropped
-        too; the next frame begins at the next code of position 0. An incomplete frame is left for the next
-        call.
+        Tokens that represent no code are dropped. If a code has the wrong position, its incomplete frame is
+        dropped, and the next frame begins at the next code of position 0. An incomplete frame at the end is
+        not parsed.
 
         Args:
             tokens: the tokens after the last whole frame.
 
         Returns:
-            The flattened codes, the number of tokens that are parsed, and how many of these were dropped.
+            (flattened codes, number of parsed tokens, number of dropped tokens among them).
         """
         codes: list[int] = []
         frame: list[int] = []
-        parsed = 0
+        num_parsed = 0
         for index, token in enumerate(tokens.tolist()):
             is_code = 0 <= token < self._code.size and self._position[token] >= 0
             if is_code and self._position[token] != len(frame):
                 frame.clear()
-                parsed = index
+                num_parsed = index
                 is_code = self._position[token] == 0
             if is_code:
                 frame.append(int(self._code[token]))
                 if len(frame) == self.codes_per_frame:
                     codes += frame
                     frame.clear()
-                    parsed = index + 1
+                    num_parsed = index + 1
             elif not frame:
-                parsed = index + 1
-        return np.array(codes, np.int32), parsed, parsed - len(codes)
+                num_parsed = index + 1
+        return np.array(codes, np.int32), num_parsed, num_parsed - len(codes)
 
 
 class SpeechFormat(ABC):
@@ -182,11 +184,11 @@ class SpeechFormat(ABC):
     name: ClassVar[str]
     """The name of the format and of its module."""
     marker: ClassVar[str]
-    """A token that only the vocabularies of such checkpoints have."""
+    """A token that only vocabularies of this format contain."""
     default_codec: ClassVar[str]
     """The codec's id on the Hugging Face hub."""
     reads_phonemes: ClassVar[bool] = False
-    """Whether models read phonemes, unless their description says otherwise."""
+    """Whether models read phonemes, unless ``speech_config.json`` sets ``phonemes``."""
     sampling: ClassVar[Mapping[str, float]] = {}
     """Defaults of sampling parameters."""
     max_characters: ClassVar[int]
@@ -225,14 +227,14 @@ class SpeechFormat(ABC):
     @property
     def voices(self) -> tuple[str, ...]:
         """The names of the voices that the model was trained on."""
-        named = self.description.voices
-        return self.default_voices if named is None else named
+        voice_names = self.description.voices
+        return self.default_voices if voice_names is None else voice_names
 
     @property
     def needs_phonemes(self) -> bool:
         """Whether the model reads phonemes instead of letters."""
-        given = self.description.phonemes
-        return self.reads_phonemes if given is None else given
+        description_value = self.description.phonemes
+        return self.reads_phonemes if description_value is None else description_value
 
     @property
     def text_limit(self) -> int:
@@ -241,7 +243,7 @@ class SpeechFormat(ABC):
 
     @property
     def sampling_defaults(self) -> dict[str, float]:
-        """Defaults of sampling parameters, for values that neither request nor checkpoint sets."""
+        """Default sampling parameters, for values that neither request nor generation_config.json sets."""
         return {**self.sampling, **self.description.sampling}
 
     def token(self, text: str) -> int:
@@ -257,7 +259,7 @@ class SpeechFormat(ABC):
             )
         return token_id
 
-    def range_of(self, pattern: str, first: int, count: int) -> npt.NDArray[np.int64]:
+    def numbered_token_ids(self, pattern: str, first: int, count: int) -> npt.NDArray[np.int64]:
         """Return ``[count]``: the ids of numbered tokens, such as ``<|speech_{}|>``."""
         begin, end = self.token(pattern.format(first)), self.token(pattern.format(first + count - 1))
         if end - begin == count - 1:
@@ -268,32 +270,36 @@ class SpeechFormat(ABC):
 @cache
 def speech_formats() -> Mapping[str, type[SpeechFormat]]:
     """Return the formats by name, sorted."""
-    found = {module.FORMAT.name: module.FORMAT for module in modules_in(_FORMATS)}
-    return dict(sorted(found.items()))
+    formats = {module.FORMAT.name: module.FORMAT for module in modules_in(_FORMATS)}
+    return dict(sorted(formats.items()))
 
 
-def format_name(checkpoint: Path, configured: str | None = None) -> str | None:
+def format_name(checkpoint: Path, configured_name: str | None = None) -> str | None:
     """Return the name of a checkpoint's speech format; None if it is not a speech model.
 
     Args:
-        checkpoint: the checkpoint's folder, or a GGUF file, which is never recognised.
-        configured: ``--speech-format``, which comes first; then ``speech_config.json``, then the vocabulary.
+        checkpoint: the checkpoint's folder, or a GGUF file, whose format is not detected.
+        configured_name: the value of ``--speech-format``. It overrides ``speech_config.json``, which
+            overrides the detection by the vocabulary.
 
     Raises:
         ConfigError: the name is unknown.
         CheckpointError: ``speech_config.json`` is malformed.
     """
-    known = speech_formats()
-    name = configured or SpeechDescription.read(checkpoint).format
+    formats = speech_formats()
+    name = configured_name or SpeechDescription.read(checkpoint).format
     if name is not None:
-        if name not in known:
-            raise ConfigError("speech_format", f"must be one of {', '.join(known)}, was {name!r}")
+        if name not in formats:
+            raise ConfigError("speech_format", f"must be one of {', '.join(formats)}, was {name!r}")
         return name
     vocabulary = checkpoint / "tokenizer.json"
     if not vocabulary.is_file():
         return None
     content = vocabulary.read_bytes()
-    return next((one for one in known if f'"{known[one].marker}"'.encode() in content), None)
+    return next(
+        (candidate for candidate in formats if f'"{formats[candidate].marker}"'.encode() in content),
+        None,
+    )
 
 
 def is_speech_checkpoint(checkpoint: Path) -> bool:

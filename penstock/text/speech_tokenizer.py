@@ -21,7 +21,7 @@ from penstock.text.valid_unicode import valid_unicode
 
 
 class VoiceFields(TypedDict, total=False):
-    """The fields of an `AudioGenerationRequest` that select a voice: its name, or a prompt to imitate."""
+    """The fields of an `AudioGenerationRequest` that select a voice: a name, or a recording to imitate."""
 
     voice: str
     audio_prompt_tokens: list[int]
@@ -37,25 +37,29 @@ class SpeechFields(VoiceFields, total=False):
     priority: int
 
 
-def voice_fields(voice: str, known: Mapping[str, VoicePrompt], form: SpeechFormat) -> VoiceFields:
+def voice_fields(
+    voice: str, configured_voices: Mapping[str, VoicePrompt], speech_format: SpeechFormat
+) -> VoiceFields:
     """Return the fields of a request that select a voice.
 
     Args:
         voice: the name of a configured voice, or of a voice that the model was trained on.
-        known: the configured voices.
-        form: the model's speech format.
+        configured_voices: the configured voices.
+        speech_format: the model's speech format.
 
     Raises:
-        InputError: the voice is unknown; lists the known ones.
+        InputError: the voice is unknown. The message lists the known voices.
     """
-    prompt = known.get(voice)
+    prompt = configured_voices.get(voice)
     if prompt is not None:
         return {
             "audio_prompt_tokens": list(prompt.codes),
             "audio_prompt_transcription": prompt.transcription,
         }
-    if voice not in form.voices:
-        names = ", ".join([*known, *form.voices]) or "none: add one with --voice NAME=FILE"
+    if voice not in speech_format.voices:
+        names = (
+            ", ".join([*configured_voices, *speech_format.voices]) or "none: add one with --voice NAME=FILE"
+        )
         raise InputError(f"voice {voice!r} is unknown: known are {names}")
     return {"voice": voice}
 
@@ -109,14 +113,16 @@ class SpeechTokenizer(TextTokenizer):
         return await self._in_thread(lambda: self.build_speech_context(request))
 
     def split(self, text: str) -> list[str]:
-        """Return parts of a text of at most the format's `text_limit`, split at sentences.
+        """Split a text at sentences into parts of at most `text_limit` characters.
 
         Raises:
             InputError: the text has no characters to speak.
         """
-        form = self.speech_format
+        speech_format = self.speech_format
         parts = split_text(
-            self._readable(text), form.text_limit, at_each_sentence=form.description.splits_sentences
+            self._readable(text),
+            speech_format.text_limit,
+            at_each_sentence=speech_format.description.splits_sentences,
         )
         if not parts:
             raise InputError("the input is empty: it needs at least one character to speak")
@@ -125,12 +131,12 @@ class SpeechTokenizer(TextTokenizer):
     def build_speech_context(self, request: AudioGenerationRequest) -> TTSContext:
         """Return the context of a request.
 
-        ``prompt`` replaces the prompt of the format; ``audio_prompt_tokens`` are codes of the codec, in whole
-        frames, flattened.
+        If the request has ``prompt``, it replaces the format's prompt. ``audio_prompt_tokens`` are the
+        flattened codes of whole frames.
 
         Raises:
             PromptTooLongError: the prompt leaves no room for speech.
-            InputError: the request is invalid; the message says why.
+            InputError: the request is invalid. The message has the reason.
             UnsupportedFeatureError: the model does not support a parameter.
         """
         params = request.sampling_params
@@ -138,11 +144,11 @@ class SpeechTokenizer(TextTokenizer):
             raise UnsupportedFeatureError("stop", "speech has no text to match: use stop_token_ids")
         check_token_ids_in_params(params, self.vocab_size)
         tokens = self._speech_prompt(request)
-        given = request.prompt if request.prompt is not None else request.input
+        prompt = request.prompt if request.prompt is not None else request.input
         ends = () if params.ignore_eos else (*self.speech_format.end_token_ids, *self._eos_token_ids)
         return TTSContext(
             np.array(request.audio_prompt_tokens, np.int32),
-            prompt=given if isinstance(given, str) else tokens.tolist(),
+            prompt=prompt if isinstance(prompt, str) else tokens.tolist(),
             max_length=total_length(len(tokens), params, self.max_length),
             tokens=tokens,
             eos_token_ids={*ends, *(params.stop_token_ids or ())},
@@ -171,20 +177,22 @@ class SpeechTokenizer(TextTokenizer):
         text = self._readable(request.input or "").strip()
         if not text:
             raise InputError("the input is empty: it needs at least one character to speak")
-        form = self.speech_format
+        speech_format = self.speech_format
         voice = request.voice
-        if voice is not None and form.voices and voice not in form.voices:
-            raise InputError(f"voice {voice!r} is unknown: the model has {', '.join(form.voices)}")
+        if voice is not None and speech_format.voices and voice not in speech_format.voices:
+            raise InputError(f"voice {voice!r} is unknown: the model has {', '.join(speech_format.voices)}")
         self._check_length(text)
         transcription = self._readable(request.audio_prompt_transcription).strip()
-        if form.needs_phonemes:
-            language = form.description.language
+        if speech_format.needs_phonemes:
+            language = speech_format.description.language
             text = phonemes_of(text, language)
             transcription = phonemes_of(transcription, language) if transcription else ""
-        ids = form.prompt(text, voice=voice, codes=request.audio_prompt_tokens, transcription=transcription)
+        ids = speech_format.prompt(
+            text, voice=voice, codes=request.audio_prompt_tokens, transcription=transcription
+        )
         return checked_prompt_ids(ids, self.vocab_size)
 
     def _readable(self, text: str) -> str:
-        """Return a text as the model reads it: valid Unicode, with numbers as words if it reads no digits."""
+        """Return valid Unicode text, with numbers as words if the checkpoint's ``numbers`` requests it."""
         text = valid_unicode(text)
         return text if self.speech_format.description.numbers is None else spoken_numbers(text)

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from penstock.text.english_numbers import cardinal, ordinal, year
 
 LANGUAGES = ("en",)
-"""Languages whose numbers can be written."""
+"""Languages whose numbers can be written as words."""
 
-_MOST_DIGITS = 15
-"""Maximum digits of a spoken number. Longer numbers, and numbers that begin with 0, are spoken digit by
-digit.
+_MAX_DIGITS = 15
+"""Maximum number of digits of a number in words.
+
+Longer numbers, and numbers that begin with 0, become a word for each digit.
 """
 _NUMBER = r"[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?"
 _MONTHS = "January|February|March|April|May|June|July|August|September|October|November|December"
@@ -25,7 +26,7 @@ _CURRENCIES = {
     "£": ("pound", "pounds", "penny", "pence"),
     "¥": ("yen", "yen", "sen", "sen"),
 }
-_FULL_HOUR = ("o'clock", "hundred")  # until 12, later
+_FULL_HOUR = ("o'clock", "hundred")  # words after the hour: from 1 to 12, at other hours
 _MONEY = re.compile(
     rf"(?<![A-Za-z0-9])([{''.join(_CURRENCIES)}])\s?({_NUMBER})(?:\s(thousand|million|billion|trillion)\b)?"
 )
@@ -38,9 +39,9 @@ _YEAR = re.compile(
     rf"(?i)\b(in|since|until|till|before|after|of|from|by|year|early|late|mid|{_MONTHS})((?:,?\s[0-9]{{1,2}},)?\s)"
     r"(1[1-9][0-9]{2}|20[0-9]{2})(?![0-9]|[.,][0-9])"
 )
-_BETWEEN = re.compile(r"([0-9])\s?[-\u2013]\s?(?=[0-9])")
+_RANGE = re.compile(r"([0-9])\s?[-\u2013]\s?(?=[0-9])")
 _NEGATIVE = re.compile(r"(?<![\w)])[-\u2212](?=[0-9])")
-_PLAIN = re.compile(_NUMBER)
+_ANY_NUMBER = re.compile(_NUMBER)
 
 
 def spoken_numbers(text: str) -> str:
@@ -52,41 +53,41 @@ def spoken_numbers(text: str) -> str:
     return text
 
 
-def _whole(digits: str) -> str:
-    if len(digits) > _MOST_DIGITS or (len(digits) > 1 and digits.startswith("0")):
+def _whole_number_words(digits: str) -> str:
+    if len(digits) > _MAX_DIGITS or (len(digits) > 1 and digits.startswith("0")):
         return " ".join(cardinal(int(digit)) for digit in digits)
     return cardinal(int(digits))
 
 
-def _number(text: str) -> str:
-    """Return the words of a number that may have commas and decimals."""
-    whole, point, decimals = text.replace(",", "").partition(".")
-    words = _whole(whole)
+def _number_words(text: str) -> str:
+    """Return the words of a number, which may have thousands separators and decimals."""
+    integer, point, decimals = text.replace(",", "").partition(".")
+    words = _whole_number_words(integer)
     return f"{words} point {' '.join(cardinal(int(digit)) for digit in decimals)}" if point else words
 
 
-def _spaced(match: re.Match[str], words: str) -> str:
-    """Return words, separated by spaces from adjacent letters, as in "mp3"."""
-    before, after = match.string[: match.start()][-1:], match.string[match.end() :][:1]
-    return f"{' ' if before.isalpha() else ''}{words}{' ' if after.isalpha() else ''}"
+def _spaced_words(match: re.Match[str], words: str) -> str:
+    """Return words with spaces to adjacent letters, for texts such as "mp3"."""
+    previous, next_character = match.string[: match.start()][-1:], match.string[match.end() :][:1]
+    return f"{' ' if previous.isalpha() else ''}{words}{' ' if next_character.isalpha() else ''}"
 
 
-def _money(match: re.Match[str]) -> str:
+def _money_words(match: re.Match[str]) -> str:
     singular, plural, minor_singular, minor_plural = _CURRENCIES[match[1]]
-    whole, _, decimals = match[2].replace(",", "").partition(".")
+    integer, _, decimals = match[2].replace(",", "").partition(".")
     if match[3]:
-        return f"{_number(match[2])} {match[3]} {plural}"
+        return f"{_number_words(match[2])} {match[3]} {plural}"
     if len(decimals) not in (0, 2):
-        return f"{_number(match[2])} {plural}"
+        return f"{_number_words(match[2])} {plural}"
     parts = []
-    if int(whole) or not int(decimals or 0):
-        parts.append(f"{_whole(whole)} {singular if int(whole) == 1 else plural}")
+    if int(integer) or not int(decimals or 0):
+        parts.append(f"{_whole_number_words(integer)} {singular if int(integer) == 1 else plural}")
     if int(decimals or 0):
         parts.append(f"{cardinal(int(decimals))} {minor_singular if int(decimals) == 1 else minor_plural}")
     return " and ".join(parts)
 
 
-def _time(match: re.Match[str]) -> str:
+def _time_words(match: re.Match[str]) -> str:
     hour, minute = int(match[1]), int(match[2])
     if minute:
         words = f"{cardinal(hour)} {'oh ' if minute < 10 else ''}{cardinal(minute)}"
@@ -96,21 +97,21 @@ def _time(match: re.Match[str]) -> str:
     return f"{cardinal(hour)} {_FULL_HOUR[hour > 12 or not hour]}"
 
 
-def _decade(match: re.Match[str]) -> str:
+def _decade_words(match: re.Match[str]) -> str:
     words = year(int(match[1]))
     return f"{words[:-1]}ies" if words.endswith("y") else f"{words}s"
 
 
 _RULES: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] = (
-    (_MONEY, _money),
-    (_PERCENT, lambda match: f"{_number(match[1])} percent"),
-    (_TIME, _time),
+    (_MONEY, _money_words),
+    (_PERCENT, lambda match: f"{_number_words(match[1])} percent"),
+    (_TIME, _time_words),
     (_HOUR, lambda match: f"{cardinal(int(match[1]))} {match[2].lower()} m"),
     (_ORDINAL, lambda match: ordinal(int(match[1]))),
-    (_DECADE, _decade),
+    (_DECADE, _decade_words),
     (_YEAR, lambda match: f"{match[1]}{match[2]}{year(int(match[3]))}"),
     (_NEGATIVE, lambda _: "minus "),
-    (_BETWEEN, lambda match: f"{match[1]} to "),
-    (_PLAIN, lambda match: _spaced(match, _number(match[0]))),
+    (_RANGE, lambda match: f"{match[1]} to "),
+    (_ANY_NUMBER, lambda match: _spaced_words(match, _number_words(match[0]))),
 )
 """Patterns with their replacements, applied in this order."""

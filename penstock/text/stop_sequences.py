@@ -8,8 +8,8 @@ from itertools import accumulate
 
 from penstock.text.valid_unicode import valid_unicode
 
-_BEFORE = ["", " ", "\n", "\t", "a", "A", "1", "é", "中", *".,;:!?)]}>\"'`-*_"]
-_AFTER = ["", " ", "\n", "a", "."]
+_TEXTS_BEFORE = ["", " ", "\n", "\t", "a", "A", "1", "é", "中", *".,;:!?)]}>\"'`-*_"]
+_TEXTS_AFTER = ["", " ", "\n", "a", "."]
 _MAX_CACHED_STOPS = 1024
 
 
@@ -21,25 +21,27 @@ def stop_sequences(
     """Return the token sequences that usually spell a stop string.
 
     A tokenizer merges a string with adjacent characters (``".\\n\\n"`` is one token in many vocabularies).
-    Therefore the string is encoded without neighbours, and with spaces, letters and punctuation before and
-    after it. The first sequence is that of the string without neighbours. The text of every other sequence
-    contains the string, so none of them ends an output too early. A model can spell the string with further
-    token sequences, which are missed.
+    Therefore the string is encoded alone, and with spaces, letters and punctuation before and after it. The
+    first result is the sequence of the string alone. The text of every other sequence contains the string, so
+    no sequence ends an output too early. Other token sequences that a model may generate for the string are
+    not included.
 
     Args:
         stop: the stop string, not empty.
         encode: converts texts to token ids, without adding special tokens.
         token_bytes: returns the bytes that a token adds in the middle of a text.
     """
-    isolated, *in_context = encode([before + stop + after for before in _BEFORE for after in _AFTER])
+    ids_alone, *within_context = encode(
+        [before + stop + after for before in _TEXTS_BEFORE for after in _TEXTS_AFTER]
+    )
     target = stop.encode(errors="replace")
-    sequences = [_shortest_sequence(isolated, target, token_bytes) or isolated]
-    sequences += [_shortest_sequence(ids, target, token_bytes) or [] for ids in in_context]
+    sequences = [_shortest_sequence(ids_alone, target, token_bytes) or ids_alone]
+    sequences += [_shortest_sequence(ids, target, token_bytes) or [] for ids in within_context]
     return [list(ids) for ids in dict.fromkeys(map(tuple, sequences)) if ids]
 
 
 class StopSequenceCache:
-    """The token sequences of stop strings, kept for later requests.
+    """A cache of the token sequences of stop strings.
 
     Args:
         encode: converts texts to token ids, without adding special tokens.
@@ -54,26 +56,26 @@ class StopSequenceCache:
         self._sequences: dict[str, list[list[int]]] = {}
 
     def of(self, stops: Iterable[str]) -> list[list[int]]:
-        """Return the token sequences of all stop strings, see `stop_sequences`."""
-        return [list(ids) for stop in stops for ids in self._sequences_of(stop)]
+        """Return the token sequences of all stop strings (see `stop_sequences`)."""
+        return [list(ids) for stop in stops for ids in self._cached_sequences(stop)]
 
-    def _sequences_of(self, stop: str) -> list[list[int]]:
-        cached = self._sequences.get(stop)
-        if cached is None:
+    def _cached_sequences(self, stop: str) -> list[list[int]]:
+        sequences = self._sequences.get(stop)
+        if sequences is None:
             if len(self._sequences) >= _MAX_CACHED_STOPS:
                 self._sequences.clear()
-            cached = stop_sequences(valid_unicode(stop), self._encode, self._token_bytes)
-            self._sequences[stop] = cached
-        return cached
+            sequences = stop_sequences(valid_unicode(stop), self._encode, self._token_bytes)
+            self._sequences[stop] = sequences
+        return sequences
 
 
 def _shortest_sequence(
     ids: Sequence[int], target: bytes, token_bytes: Callable[[int], bytes]
 ) -> list[int] | None:
-    """Return the tokens that cover the first occurrence of ``target``; None if normalisation changed it."""
-    pieces = [token_bytes(token_id) for token_id in ids]
-    first = b"".join(pieces).find(target)
-    if first < 0:
+    """Return the tokens that contain the first occurrence of ``target``; None if normalisation changed it."""
+    token_texts = [token_bytes(token_id) for token_id in ids]
+    start = b"".join(token_texts).find(target)
+    if start < 0:
         return None
-    ends = list(accumulate(map(len, pieces)))  # byte offset of the end of each token
-    return list(ids[bisect_right(ends, first) : bisect_left(ends, first + len(target)) + 1])
+    ends = list(accumulate(map(len, token_texts)))  # byte offset of the end of each token
+    return list(ids[bisect_right(ends, start) : bisect_left(ends, start + len(target)) + 1])

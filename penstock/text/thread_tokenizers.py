@@ -1,4 +1,4 @@
-"""One copy of a tokenizer per thread."""
+"""`ThreadTokenizers`: one copy of a tokenizer per thread."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ThreadTokenizers:
 
 
 class _ThreadLocal(threading.local):
-    """Thread-local storage: Python runs the constructor once per thread that reads ``tokenizer``."""
+    """Thread-local storage. Python runs the constructor once in each thread that reads ``tokenizer``."""
 
     def __init__(self, take: Callable[[], Tokenizer]) -> None:
         self.tokenizer = take()

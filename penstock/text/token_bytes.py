@@ -9,10 +9,10 @@ from tokenizers import Tokenizer
 
 def find_byte_tokens(tokenizer: Tokenizer) -> dict[int, int]:
     """Return token id -> byte for tokenizers with byte fallback tokens (``<0xE2>``); else an empty dict."""
-    named = ((tokenizer.token_to_id(f"<0x{byte:02X}>"), byte) for byte in range(256))
-    tokens = {token_id: byte for token_id, byte in named if token_id is not None}
+    named_tokens = ((tokenizer.token_to_id(f"<0x{byte:02X}>"), byte) for byte in range(256))
+    tokens = {token_id: byte for token_id, byte in named_tokens if token_id is not None}
     for token_id, byte in tokens.items():
-        # Some vocabularies contain these names although the decoder treats them as text.
+        # Some vocabularies contain such names, but the decoder treats them as text.
         means_byte = tokenizer.decode([token_id]) == bytes([byte]).decode(errors="replace")
         return tokens if means_byte else {}
     return {}
@@ -28,15 +28,15 @@ def bytes_of_token(tokenizer: Tokenizer, token_id: int, byte_tokens: Mapping[int
     """
     if token_id in byte_tokens:
         return bytes([byte_tokens[token_id]])
-    piece = tokenizer.id_to_token(token_id)
-    if piece is None:
+    token_text = tokenizer.id_to_token(token_id)
+    if token_text is None:
         return b""
-    # Decoders strip a leading space, so the token is decoded after another one.
-    before = tokenizer.encode("a", add_special_tokens=False).ids
-    start = len(tokenizer.decode(before, skip_special_tokens=False))
-    text = tokenizer.decode([*before, token_id], skip_special_tokens=False)[start:]
-    if "\N{REPLACEMENT CHARACTER}" in text and all(character in BYTE_LEVEL for character in piece):
-        return bytes(BYTE_LEVEL[character] for character in piece)
+    # Decoded after another token, because decoders strip a leading space.
+    with_anchor = tokenizer.encode("a", add_special_tokens=False).ids
+    start = len(tokenizer.decode(with_anchor, skip_special_tokens=False))
+    text = tokenizer.decode([*with_anchor, token_id], skip_special_tokens=False)[start:]
+    if "\N{REPLACEMENT CHARACTER}" in text and all(character in BYTE_LEVEL for character in token_text):
+        return bytes(BYTE_LEVEL[character] for character in token_text)
     return text.encode()
 
 
@@ -44,9 +44,9 @@ def _byte_level_alphabet() -> dict[str, int]:
     """Return the byte-level alphabet: printable bytes map to themselves, others to U+0100 and above."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1)]
     printable += range(ord("®"), ord("ÿ") + 1)
-    others = sorted(set(range(256)).difference(printable))
+    unprintable = sorted(set(range(256)).difference(printable))
     alphabet = {chr(byte): byte for byte in printable}
-    return alphabet | {chr(256 + index): byte for index, byte in enumerate(others)}
+    return alphabet | {chr(256 + index): byte for index, byte in enumerate(unprintable)}
 
 
 BYTE_LEVEL = _byte_level_alphabet()

@@ -17,13 +17,14 @@ def checked_prompt_ids(ids: Sequence[int] | npt.NDArray[np.integer], vocab_size:
     """Return the token ids of a prompt as an array.
 
     Raises:
-        InputError: ``ids`` is not a list of ids, or an id is not in the vocabulary. Names the first such id.
+        InputError: ``ids`` is not a list of ids, or an id is not in the vocabulary. The message has the first
+            such id.
     """
     is_bytes = isinstance(ids, str | bytes | bytearray | memoryview)
     if is_bytes or not isinstance(ids, Sequence | np.ndarray):
         raise InputError(f"a prompt is text or a list of token ids, not {type(ids).__name__}")
     values = ids.tolist() if isinstance(ids, np.ndarray) else ids
-    # Fast path: nearly all prompts are plain integers in range.
+    # fast path for lists of plain integers in the vocabulary
     if {*map(type, values)} == {int} and 0 <= min(values) <= max(values) < vocab_size:
         return np.array(values, dtype=np.int64)
     for index, value in enumerate(values):
@@ -44,9 +45,9 @@ def checked_ids_to_decode(ids: Iterable[SupportsIndex]) -> list[int]:
 
 
 def unique_ids_below(vocab_size: int, *sources: Iterable[int]) -> tuple[int, ...]:
-    """Return the distinct ids of all sources in order, without those outside the vocabulary.
+    """Return the distinct ids of all sources in order. Drops ids outside the vocabulary.
 
-    Some configurations contain ids of a larger sibling model; no step could sample them.
+    Some configurations contain ids of a larger model of the same family, which the model cannot sample.
     """
     return tuple(dict.fromkeys(token_id for ids in sources for token_id in ids if 0 <= token_id < vocab_size))
 

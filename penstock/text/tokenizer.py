@@ -23,7 +23,7 @@ from penstock.errors import (
 from penstock.pipelines.core import TextContext, TokenGeneratorRequest
 from penstock.plain_numbers import checked_flag, checked_integer
 from penstock.text.chat_template import ChatTemplate, Message
-from penstock.text.context_decoding import next_piece
+from penstock.text.context_decoding import next_delta
 from penstock.text.request_checks import (
     check_text_length,
     check_token_ids_in_params,
@@ -42,7 +42,7 @@ from penstock.text.valid_unicode import valid_unicode
 T = TypeVar("T")
 
 
-_NUM_THREADS = 2  # one thread encodes about 200,000 tokens per second
+_NUM_THREADS = 2  # threads for the async methods; one encodes about 200,000 tokens per second
 
 
 class TokenizerOptions(TypedDict, total=False):
@@ -64,7 +64,7 @@ class TextTokenizer:
         checkpoint: a folder with ``tokenizer.json`` or with an older tokenizer that transformers can
             convert, or the result of `read_tokenizer_files`.
         max_length: maximum number of tokens of prompt and output together. None uses the checkpoint's limit.
-        chat_template: a file that replaces the checkpoint's template: Jinja, or JSON with ``chat_template``.
+        chat_template: a Jinja file or a JSON file (``chat_template``). Replaces the checkpoint's template.
         eos_token_ids: additional ids that end an output, besides those in the checkpoint's files.
         special_tokens_in_content: whether special tokens (``<|im_end|>``) in the content of user and tool
             messages are encoded as these tokens. By default they are encoded as text, so that a message
@@ -93,7 +93,7 @@ class TextTokenizer:
         )
         self.max_length = max_length if max_length is not None else files.max_length
         self.vocab_size = files.vocab_size
-        """Exclusive upper bound of token ids: the model's number of embeddings if ``config.json`` has it."""
+        """Upper bound (exclusive) of token ids: ``vocab_size`` of ``config.json``, else the tokenizer's."""
         self.special_tokens = files.special_tokens
         """Name -> text: ``{"eos_token": "</s>", ...}``."""
         self._origin = files.origin
@@ -128,7 +128,7 @@ class TextTokenizer:
         """
         return set(self._eos_token_ids)
 
-    expects_content_wrapping = False  # text parts are ``{"type": "text", "text": ...}``
+    expects_content_wrapping = False  # the form of text parts is {"type": "text", "text": ...}
     reads_images = False
     """Whether requests may have images."""
 
@@ -148,7 +148,7 @@ class TextTokenizer:
         return "\n".join(self._chat_template.sources.values()) if self._chat_template is not None else None
 
     def close(self) -> None:
-        """End the processes of the tokenizer."""
+        """End the processes of the tokenizer. The base class has none."""
 
     async def new_context(
         self, request: TokenGeneratorRequest, *, stops_as_tokens: bool = True
@@ -163,23 +163,23 @@ class TextTokenizer:
     async def decode(
         self, context: TextContext, encoded: Sequence[int] | npt.NDArray[np.integer] | int, **kwargs: object
     ) -> str:
-        """Return the text of tokens, continuing after the previous call with this context. Runs in a thread.
+        """Return the text of tokens, as the continuation of the previous call with this context.
 
-        The generated tokens of the context can be passed one by one or several at a time, in order. The
-        joined results are the text that follows the prompt, including spaces between words. A call with all
-        generated tokens returns the whole text, as often as it is repeated. An incomplete character at the
-        end is returned with the tokens that complete it, or at the end of the output. Tokens that the
-        context has not generated are decoded as a separate text (`context_decoding`).
+        - Runs in a thread.
+        - The generated tokens of the context can be passed one by one or several at a time, in order. The
+          joined results are the text that follows the prompt, including spaces between words.
+        - A call with all generated tokens returns the whole text, also repeatedly.
+        - An incomplete character at the end is returned when it is complete, or at the end of the output.
+        - Tokens that the context has not generated are decoded as a separate text (see `context_decoding`).
 
-        The only keyword argument is ``skip_special_tokens``, by default True. `decode_ids` decodes without a
-        context.
+        The only keyword argument is ``skip_special_tokens``, by default True. `decode_ids` needs no context.
         """
         skip_special_tokens = kwargs.pop("skip_special_tokens", True)
         if kwargs:
             raise UnknownParameterError("decode", next(iter(kwargs)), "the keyword is skip_special_tokens")
-        given = [encoded] if isinstance(encoded, SupportsIndex) and np.ndim(encoded) == 0 else encoded
-        piece = next_piece(context, checked_ids_to_decode(cast("Iterable[SupportsIndex]", given)), self._bos)
-        return await self._in_thread(lambda: piece.text(self, bool(skip_special_tokens)))
+        ids = [encoded] if isinstance(encoded, SupportsIndex) and np.ndim(encoded) == 0 else encoded
+        delta = next_delta(context, checked_ids_to_decode(cast("Iterable[SupportsIndex]", ids)), self._bos)
+        return await self._in_thread(lambda: delta.text(self, bool(skip_special_tokens)))
 
     def build_context(self, request: TokenGeneratorRequest, *, stops_as_tokens: bool = True) -> TextContext:
         """Return the context of a request. It has no cache slot yet.
@@ -198,7 +198,7 @@ class TextTokenizer:
         Raises:
             PromptTooLongError: the prompt leaves no room for a token.
             UnsupportedFeatureError: the request has images or other content that is not text.
-            InputError: the request is invalid; the message says why.
+            InputError: the request is invalid. The message has the reason.
         """
         text, tokens = self._prompt(request, is_limited=True)
         if not len(tokens):
@@ -232,7 +232,7 @@ class TextTokenizer:
         return self._new_context(request, values)
 
     def encode_text(self, text: str, add_special_tokens: bool = True, *, limited: bool = True) -> TokenIds:
-        """Return the tokens of a text. Lone surrogates become U+FFFD.
+        """Return the tokens of a text. Unpaired surrogates become U+FFFD.
 
         Raises:
             PromptTooLongError: ``limited`` is set and the text is longer than the maximum length.
@@ -243,14 +243,14 @@ class TextTokenizer:
         return tokens
 
     def encode_plain(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Return the tokens of a text in which special tokens are ordinary text.
+        """Return the tokens of a text. Special tokens in the text are encoded as ordinary text.
 
         Args:
             text: the text.
             add_special_tokens: add the tokenizer's own special tokens, such as BOS.
         """
         backend = self.backend
-        backend.encode_special_tokens = True  # the copy belongs to this thread
+        backend.encode_special_tokens = True  # no other thread uses this copy
         try:
             [encoding] = backend.encode_batch_fast(
                 [valid_unicode(text)], add_special_tokens=add_special_tokens
@@ -263,7 +263,7 @@ class TextTokenizer:
     def decode_ids(
         self, ids: Sequence[int] | npt.NDArray[np.integer], skip_special_tokens: bool = True
     ) -> str:
-        """Return the text of tokens. Ids without a token (a padded vocabulary) have no text."""
+        """Return the text of tokens. Ids without a token, the padding of a vocabulary, have no text."""
         try:
             return self.backend.decode(cast("Sequence[int]", ids), skip_special_tokens)
         except (OverflowError, TypeError):
@@ -271,7 +271,7 @@ class TextTokenizer:
             raise
 
     def prompt_of(self, request: TokenGeneratorRequest) -> tuple[str | None, TokenIds]:
-        """Return (text, tokens) of a request's prompt of any length. The text is None for a prompt of tokens.
+        """Return (text, tokens) of a request's prompt of any length. Text is None for a prompt of token ids.
 
         Raises:
             InputError: the prompt is missing or the model cannot read it.
@@ -291,7 +291,7 @@ class TextTokenizer:
         return self._template().render(messages, tools, options)
 
     def is_visible(self, token_id: int, skip_special_tokens: bool = True) -> bool:
-        """Return whether `decode_ids` decodes this token instead of skipping it."""
+        """Return whether `decode_ids` includes this token."""
         if skip_special_tokens and token_id in self._special_tokens.by_id:
             return False
         return self.backend.id_to_token(token_id) is not None
@@ -301,10 +301,10 @@ class TextTokenizer:
 
         The token may be special. Its bytes may be part of a character.
         """
-        cached = self._token_bytes.get(token_id)
-        if cached is None:
-            cached = self._token_bytes[token_id] = bytes_of_token(self.backend, token_id, self.byte_tokens)
-        return cached
+        raw_bytes = self._token_bytes.get(token_id)
+        if raw_bytes is None:
+            raw_bytes = self._token_bytes[token_id] = bytes_of_token(self.backend, token_id, self.byte_tokens)
+        return raw_bytes
 
     def template_mentions(self, word: str) -> bool:
         """Return whether the source of the chat template contains a word, such as a role or a variable."""
@@ -312,12 +312,12 @@ class TextTokenizer:
 
     @property
     def template_takes_argument_objects(self) -> bool:
-        """Whether the template accepts a tool call's arguments as an object; some need a string."""
+        """Whether the template accepts the arguments of a tool call as an object. Some need a string."""
         return self._chat_template is not None and self._chat_template.takes_argument_objects
 
     @cached_property
     def byte_tokens(self) -> dict[int, int]:
-        """Token id -> byte, for tokenizers with byte fallback tokens (``<0xE2>``); else empty."""
+        """Token id -> byte of byte fallback tokens (``<0xE2>``); empty if the tokenizer has none."""
         return find_byte_tokens(self.backend)
 
     def _prompt(
@@ -347,24 +347,24 @@ class TextTokenizer:
             return valid_unicode(text)
 
         if self._special_tokens_in_content:
-            rendered = RenderedPrompt(render(messages))
+            prompt = RenderedPrompt(render(messages))
         else:
-            rendered = self._special_tokens.render(messages, render)
-        rendered = self._expanded(rendered, request)
-        if not rendered.boundaries:
-            tokens = self._encode_prompt(rendered.text, add_special_tokens=False, is_limited=is_limited)
-            return rendered.text, tokens
+            prompt = self._special_tokens.render(messages, render)
+        prompt = self._expanded(prompt, request)
+        if not prompt.boundaries:
+            tokens = self._encode_prompt(prompt.text, add_special_tokens=False, is_limited=is_limited)
+            return prompt.text, tokens
         if is_limited:
-            self._check_length(rendered.text)
-        ids = self._special_tokens.encode(self.backend, rendered, self.token_bytes)
-        return rendered.text, checked_prompt_ids(ids, self.vocab_size)
+            self._check_length(prompt.text)
+        ids = self._special_tokens.encode(self.backend, prompt, self.token_bytes)
+        return prompt.text, checked_prompt_ids(ids, self.vocab_size)
 
-    def _expanded(self, rendered: RenderedPrompt, request: TokenGeneratorRequest) -> RenderedPrompt:
-        """Return the prompt with the texts of images in place of their placeholders."""
-        return rendered
+    def _expanded(self, prompt: RenderedPrompt, request: TokenGeneratorRequest) -> RenderedPrompt:
+        """Return the prompt with the placeholders of images expanded. Overridden for vision models."""
+        return prompt
 
     def _new_context(self, request: TokenGeneratorRequest, values: Mapping[str, Any]) -> TextContext:
-        """Return the context with these fields."""
+        """Create the context from its fields. Subclasses create contexts of another class."""
         return TextContext(**values)
 
     def _normalize(self, text: str) -> str:

@@ -21,12 +21,12 @@ from penstock.weights.gguf_tokenizer import read_gguf_tokenizer
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SLOW_TOKENIZERS = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "tiktoken.model")
-_NO_LIMIT = 10**9  # checkpoints without a limit contain 10**30
+_NO_LIMIT = 10**9  # larger values mean no limit; transformers writes 10**30
 
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """The tokenizer of a checkpoint with its special tokens, templates and limits."""
+    """The tokenizer of a checkpoint, with its special tokens, templates and maximum length."""
 
     tokenizer: Tokenizer
     special_tokens: dict[str, str]  # name in templates -> text: "eos_token" -> "</s>"
@@ -40,7 +40,8 @@ class TokenizerFiles:
 def read_tokenizer_files(checkpoint: Path) -> TokenizerFiles:
     """Read the tokenizer of a checkpoint folder or of a GGUF file.
 
-    A ``tokenizer.json`` in the folder of a GGUF file, with its other files, overrides the GGUF file.
+    If the folder of a GGUF file has ``tokenizer.json``, the tokenizer files of the folder override the GGUF
+    file.
 
     Raises:
         CheckpointError: the tokenizer is missing or damaged.
@@ -70,7 +71,7 @@ def _read_folder(checkpoint: Path) -> TokenizerFiles:
     settings = _read_object(checkpoint / "tokenizer_config.json")
     settings = {**settings, **_read_object(checkpoint / "special_tokens_map.json")}
     model = _read_object(checkpoint / "config.json")
-    text_model = model.get("text_config")  # of a model that reads images
+    text_model = model.get("text_config")  # for example a vision model
     if isinstance(text_model, dict):
         model = {**text_model, **model}
     special_tokens = dict(_named_tokens(settings))
@@ -84,7 +85,8 @@ def _read_folder(checkpoint: Path) -> TokenizerFiles:
         _apply_prefix_space_settings(tokenizer, settings)
     else:
         tokenizer = _convert_slow(checkpoint)
-    # Settings from training: truncation would silently cut prompts, and padding would lengthen them.
+    # The file may contain settings from training. Truncation would silently cut prompts, and padding would
+    # lengthen them.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return TokenizerFiles(
@@ -116,7 +118,7 @@ def _read_object(path: Path) -> dict[str, object]:
 def _load_fast(path: Path) -> Tokenizer:
     try:
         return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing more precise
+    except Exception as error:  # the library raises no more specific exception
         raise CheckpointError(path, f"is not a tokenizer: {error}") from error
 
 
@@ -131,7 +133,7 @@ def _convert_slow(checkpoint: Path) -> Tokenizer:
     try:
         with _quiet("transformers"):
             tokenizer = AutoTokenizer.from_pretrained(str(checkpoint), use_fast=True).backend_tokenizer
-    except Exception as error:  # the converters raise many exception types
+    except Exception as error:  # the converters raise exceptions of many types
         raise CheckpointError(checkpoint, f"the tokenizer cannot be converted: {error}") from error
     assert isinstance(tokenizer, Tokenizer)
     return tokenizer
@@ -139,7 +141,7 @@ def _convert_slow(checkpoint: Path) -> Tokenizer:
 
 @contextmanager
 def _quiet(library: str) -> Iterator[None]:
-    """Silence a library's log, because its exceptions contain the messages."""
+    """Context manager that silences a library's log. The exceptions of the library contain the messages."""
     logger = logging.getLogger(library)
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -150,9 +152,9 @@ def _quiet(library: str) -> Iterator[None]:
 
 
 def _named_tokens(settings: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    extra = settings.get("extra_special_tokens")
-    named = extra.items() if isinstance(extra, dict) else ()
-    for name, token in [*((name, settings.get(name)) for name in _NAMED_TOKENS), *named]:
+    extra_special_tokens = settings.get("extra_special_tokens")
+    extra_tokens = extra_special_tokens.items() if isinstance(extra_special_tokens, dict) else ()
+    for name, token in [*((name, settings.get(name)) for name in _NAMED_TOKENS), *extra_tokens]:
         text = token.get("content") if isinstance(token, dict) else token
         if isinstance(text, str):
             yield name, text
@@ -161,29 +163,33 @@ def _named_tokens(settings: Mapping[str, object]) -> Iterator[tuple[str, str]]:
 def _add_missing_tokens(
     tokenizer: Tokenizer, settings: Mapping[str, object], special_tokens: Mapping[str, str]
 ) -> None:
-    """Add tokens that only tokenizer_config.json has, and mark special tokens that are not marked."""
-    added = cast("dict[str, dict[str, object]]", settings.get("added_tokens_decoder", {}))
-    for _, entry in sorted(added.items(), key=lambda item: int(item[0])):
+    """Add the tokens that only tokenizer_config.json has, and mark its special tokens as special."""
+    added_tokens = cast("dict[str, dict[str, object]]", settings.get("added_tokens_decoder", {}))
+    for _, entry in sorted(added_tokens.items(), key=lambda item: int(item[0])):
         flags = {
             name: bool(entry.get(name))
             for name in ("single_word", "lstrip", "rstrip", "normalized", "special")
         }
         tokenizer.add_tokens([AddedToken(str(entry["content"]), **flags)])
-    listed = [settings.get("additional_special_tokens"), settings.get("extra_special_tokens")]
+    token_lists = [settings.get("additional_special_tokens"), settings.get("extra_special_tokens")]
     names = [
         *special_tokens.values(),
-        *(token for tokens in listed if isinstance(tokens, list) for token in tokens),
+        *(token for tokens in token_lists if isinstance(tokens, list) for token in tokens),
     ]
-    known = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
+    special_texts = {
+        token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special
+    }
     texts = [name["content"] if isinstance(name, dict) else name for name in names]
-    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in texts if text not in known])
+    tokenizer.add_special_tokens(
+        [AddedToken(text, normalized=False) for text in texts if text not in special_texts]
+    )
 
 
 def _apply_prefix_space_settings(tokenizer: Tokenizer, settings: Mapping[str, object]) -> None:
-    """Set where a Llama tokenizer inserts its leading space, by its settings, like transformers.
+    """Set where a Llama tokenizer inserts a leading space, as transformers does by tokenizer_config.json.
 
-    tokenizer.json inserts it before every piece of text between special tokens. With ``legacy: false`` only
-    the first piece gets it.
+    tokenizer.json inserts a space before every text between special tokens. With ``legacy: false`` only the
+    first text gets a space.
     """
     if settings.get("tokenizer_class") not in ("LlamaTokenizer", "LlamaTokenizerFast"):
         return
@@ -197,7 +203,7 @@ def _apply_prefix_space_settings(tokenizer: Tokenizer, settings: Mapping[str, ob
     scheme = "always" if settings.get("legacy") else "first"
     if settings.get("add_prefix_space") is False:
         scheme = "never"
-        # The decoder of the file strips the first space. Without the prefix, that space belongs to the text.
+        # The decoder of the file strips the first space, which belongs to the text if none is inserted.
         tokenizer.decoder = decoders.Sequence(
             [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
         )
@@ -211,29 +217,29 @@ def _eos_token_ids(
     token_id = tokenizer.token_to_id(special_tokens.get("eos_token", ""))
     if token_id is not None:
         yield token_id
-    generation = checkpoint / "generation_config.json"
+    generation_config = checkpoint / "generation_config.json"
     for path, value in (
-        (generation, _read_object(generation).get("eos_token_id")),
-        (checkpoint / "config.json", _from_model(model, "eos_token_id")),
+        (generation_config, _read_object(generation_config).get("eos_token_id")),
+        (checkpoint / "config.json", _config_value(model, "eos_token_id")),
     ):
-        for one in value if isinstance(value, list) else [value]:
-            if type(one) is int:
-                yield one
-            elif one is not None:
+        for eos_id in value if isinstance(value, list) else [value]:
+            if type(eos_id) is int:
+                yield eos_id
+            elif eos_id is not None:
                 raise CheckpointError(
                     path, f"eos_token_id must be a token id or a list of them, is {value!r}"
                 )
 
 
-def _from_model(model: Mapping[str, object], key: str) -> object:
-    """Return a value of config.json. Multimodal models have those of their text part in ``text_config``."""
+def _config_value(model: Mapping[str, object], key: str) -> object:
+    """Return a value of config.json, or of its ``text_config`` (in multimodal models)."""
     text = model.get("text_config")
-    nested = text.get(key) if isinstance(text, dict) else None
-    return model.get(key, nested)
+    nested_value = text.get(key) if isinstance(text, dict) else None
+    return model.get(key, nested_value)
 
 
 def _count(checkpoint: Path, model: Mapping[str, object], key: str) -> int | None:
-    value = _from_model(model, key)
+    value = _config_value(model, key)
     if value is not None and (type(value) is not int or value < 1):
         problem = f"{key} must be a whole number of at least 1, was {value!r}"
         raise CheckpointError(checkpoint / "config.json", problem)

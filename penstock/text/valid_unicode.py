@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def valid_unicode(text: str) -> str:
-    """Return the text with lone surrogates replaced by U+FFFD."""
+    """Return the text with unpaired surrogates replaced by U+FFFD."""
     try:
         text.encode()
     except UnicodeEncodeError:

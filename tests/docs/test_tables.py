@@ -11,7 +11,7 @@ import pytest
 from support.documents import ROOT
 
 from penstock.errors import UnsupportedSchemaError
-from penstock.grammar.schema.shapes import REFUSED
+from penstock.grammar.schema.shapes import REFUSED_KEYWORDS
 from penstock.grammar.schema_keywords import check_json_schema
 from penstock.pipelines.registry import PIPELINE_REGISTRY
 from penstock.serve.api import schemas
@@ -45,7 +45,7 @@ def test_a_keyword_beyond_its_limit_is_refused(keyword: str) -> None:
     assert caught.value.keyword == keyword
 
 
-@pytest.mark.parametrize("keyword", REFUSED)
+@pytest.mark.parametrize("keyword", REFUSED_KEYWORDS)
 def test_an_unsupported_keyword_is_refused_by_name(keyword: str) -> None:
     assert keyword not in TOOL["HONOURED"]
     with pytest.raises(UnsupportedSchemaError) as caught:

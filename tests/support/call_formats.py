@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any
 
-from penstock.serve.parsers import Event, OutputParser, ToolCallArguments, ToolCallStart, joined
+from penstock.serve.parsers import Event, OutputParser, ToolCallArguments, ToolCallStart, merge_events
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -217,7 +217,7 @@ def parse(parser: OutputParser, text: str, sizes: Sequence[int] = (1 << 30,)) ->
     events: list[Event] = []
     for fragment in pieces(text, sizes):
         events += parser.push(fragment)
-    return joined(events + parser.finish())
+    return merge_events(events + parser.finish())
 
 
 def calls_of(events: Iterable[Event]) -> list[Call]:

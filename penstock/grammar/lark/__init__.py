@@ -1,4 +1,4 @@
-"""Translates EBNF and structural tags to llguidance's Lark notation: rules over lexemes."""
+"""Translates EBNF and structural tags to llguidance's Lark notation: lexemes, and rules over lexemes."""
 
 from __future__ import annotations
 

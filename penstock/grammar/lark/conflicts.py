@@ -1,9 +1,13 @@
 """Finds lexemes whose longest match may differ from the match that the rules need.
 
-A longest-match lexer is exact if no text w of a lexeme, followed by a character that the rules allow after
-that lexeme, is the prefix of a longer text of any lexeme. This module searches for such texts among the
-lexemes that may start at the same position (`positions`). It treats long repetitions as unbounded and ignores
-the nesting of rules. It may therefore report a conflict that does not exist, but it never misses one.
+A conflict is a text w of a lexeme and a character c such that
+
+- the rules allow c after the lexeme, so that the lexeme may end after w, and
+- w c is the prefix of a text of a lexeme that can start at the same position.
+
+A longest-match lexer then continues with the longer text, although the rules may need the shorter one.
+Without conflicts, the longest match is always right. The search treats long repetitions as unbounded and
+ignores the nesting of rules. It may therefore report a conflict that does not exist, but it never misses one.
 """
 
 from __future__ import annotations
@@ -39,45 +43,45 @@ def find_conflicts(
     root: str,
     check_time: Callable[[], None],
 ) -> tuple[dict[str, str], int]:
-    """Return the lexemes that can continue at a position where a lexeme must end.
-
-    Maps the name of each to the name of the lexeme that must end, which may be the same one.
+    """Find the conflicts of a division.
 
     Args:
         rules: rules over lexemes.
-        lexemes: their nodes refer to rules of ``parts``.
+        lexemes: name -> node, which refers to rules of ``parts``.
         parts: the rules that lexemes refer to.
-        root: the name of the first rule.
+        root: the name of the start rule.
         check_time: called regularly; raises at the time limit.
 
     Returns:
-        The names, and the number of visited states. Above `MAX_WORK` the search was not finished.
+        ({lexeme whose match can continue: lexeme that must end earlier, possibly the same one}, number of
+        visited states).
+        If the number exceeds `MAX_WORK`, the search was aborted and the dict is empty.
     """
-    atoms = _Atoms(lexemes, parts)
-    nfa = _Nfa(atoms, parts)
+    classes = _CharacterClasses(lexemes, parts)
+    nfa = _Nfa(classes, parts)
     try:
         for name, node in lexemes.items():
             nfa.add_lexeme(name, node)
         check_time()
-        positions = LexemePositions(rules, lexemes, nfa.nullable, nfa.first_of_lexemes(), root)
+        positions = LexemePositions(rules, lexemes, nfa.nullable, nfa.first_sets(), root)
         check_time()
-        found: dict[str, str] = {}
-        known: dict[frozenset[str], set[frozenset[str]]] = {}  # lexemes of a group -> overlapping pairs
-        seen, pending = {positions.start}, [positions.start]
+        conflicts: dict[str, str] = {}
+        overlapping_pairs: dict[frozenset[str], set[frozenset[str]]] = {}  # by the lexemes of a group
+        visited, pending = {positions.start}, [positions.start]
         while pending:
             group = pending.pop()
             names = positions.lexemes_at(group)
-            if names not in known:
+            if names not in overlapping_pairs:
                 check_time()
-                longer, known[names] = _longer_matches(nfa, names, positions.follow_sets)
-                for name, other in longer.items():
-                    found.setdefault(name, other)
-            for following in positions.next_groups(group, known[names]):
-                nfa.count(1)
-                if following not in seen:
-                    seen.add(following)
-                    pending.append(following)
-        return found, nfa.work
+                new_conflicts, overlapping_pairs[names] = _longer_matches(nfa, names, positions.follow_sets)
+                for name, other in new_conflicts.items():
+                    conflicts.setdefault(name, other)
+            for next_state in positions.next_groups(group, overlapping_pairs[names]):
+                nfa.add_work(1)
+                if next_state not in visited:
+                    visited.add(next_state)
+                    pending.append(next_state)
+        return conflicts, nfa.work
     except _WorkLimitError:
         return {}, nfa.work
 
@@ -92,43 +96,43 @@ def _longer_matches(
     """Search the deterministic automaton of lexemes that may start at the same position.
 
     Returns:
-        The lexemes that can continue where others must end, and the pairs that have a text in common.
+        ({lexeme that can continue: lexeme that must end}, pairs of lexemes that match a common text).
     """
-    found: dict[str, str] = {}
+    conflicts: dict[str, str] = {}
     overlapping: set[frozenset[str]] = set()
     start = nfa.closure([nfa.starts[name] for name in sorted(names)])
-    seen, pending = {start}, [start]
+    visited, pending = {start}, [start]
     while pending:
         states = pending.pop()
         if states != start:
             ends = sorted(nfa.finals[state] for state in states if state in nfa.finals)
             overlapping.update(frozenset(pair) for pair in combinations(ends, 2))
-            for ended in ends:
-                after = follow.get(ended, 0)
+            for ending_lexeme in ends:
+                allowed = follow.get(ending_lexeme, 0)
                 for state in states:
-                    if any(mask & after for mask, _ in nfa.edges[state]):
-                        found.setdefault(nfa.owners[state], ended)
-        for targets in _steps(nfa, states):
-            following = nfa.closure(targets)
-            if following not in seen:
-                seen.add(following)
-                pending.append(following)
-    return {name: other for name, other in found.items() if nfa.sizes[name] > 1}, overlapping
+                    if any(mask & allowed for mask, _ in nfa.edges[state]):
+                        conflicts.setdefault(nfa.owners[state], ending_lexeme)
+        for targets in _successors(nfa, states):
+            next_state = nfa.closure(targets)
+            if next_state not in visited:
+                visited.add(next_state)
+                pending.append(next_state)
+    return {name: other for name, other in conflicts.items() if nfa.sizes[name] > 1}, overlapping
 
 
-def _steps(nfa: _Nfa, states: frozenset[int]) -> Iterator[set[int]]:
-    """Yield the sets of states that one character leads to, each set once."""
+def _successors(nfa: _Nfa, states: frozenset[int]) -> Iterator[set[int]]:
+    """Yield the sets of target states of the transitions, one set per class of characters."""
     edges = [edge for state in states for edge in nfa.edges[state]]
-    classes: dict[int, set[int]] = {}  # disjoint sets of atoms -> targets
+    classes: dict[int, set[int]] = {}  # disjoint sets of character classes -> target states
     for mask, target in edges:
         rest = mask
-        for known in list(classes):
-            common = known & rest
+        for class_mask in list(classes):
+            common = class_mask & rest
             if not common:
                 continue
-            targets = classes.pop(known)
-            if known & ~common:
-                classes[known & ~common] = targets
+            targets = classes.pop(class_mask)
+            if class_mask & ~common:
+                classes[class_mask & ~common] = targets
             classes[common] = targets | {target}
             rest &= ~common
             if not rest:
@@ -138,28 +142,31 @@ def _steps(nfa: _Nfa, states: frozenset[int]) -> Iterator[set[int]]:
     yield from classes.values()
 
 
-class _Atoms:
-    """Equivalence classes of characters that no expression distinguishes, as bits of an integer."""
+class _CharacterClasses:
+    """Equivalence classes of characters: two characters in a class occur in the same ranges of all lexemes.
+
+    A set of classes is an integer with one bit per class.
+    """
 
     def __init__(self, lexemes: dict[str, Node], parts: Rules) -> None:
         bounds = {0, 0xD800, 0xE000, 0x110000}
         pending, seen = list(lexemes.values()), set[str]()
         while pending:
-            for one in walk(pending.pop()):
-                if isinstance(one, Chars):
-                    bounds.update(bound for low, high in one.ranges for bound in (low, high + 1))
-                elif isinstance(one, Text | FreeText | TextUntil):
-                    points = {ord(char) for text in _texts(one) for char in text}
+            for node in walk(pending.pop()):
+                if isinstance(node, Chars):
+                    bounds.update(bound for low, high in node.ranges for bound in (low, high + 1))
+                elif isinstance(node, Text | FreeText | TextUntil):
+                    points = {ord(char) for text in _texts(node) for char in text}
                     bounds.update(bound for point in points for bound in (point, point + 1))
-                elif isinstance(one, Ref) and one.name not in seen:
-                    seen.add(one.name)
-                    pending.append(parts[one.name])
+                elif isinstance(node, Ref) and node.name not in seen:
+                    seen.add(node.name)
+                    pending.append(parts[node.name])
         self._index = {bound: index for index, bound in enumerate(sorted(bounds))}
         self._masks: dict[Ranges, int] = {}
-        self.everything = self.mask(ANY_CHARACTER)
+        self.all_characters = self.mask(ANY_CHARACTER)
 
     def mask(self, ranges: Ranges) -> int:
-        """Return the bits of character ranges."""
+        """Return the set of classes of character ranges."""
         if ranges not in self._masks:
             mask = 0
             for low, high in ranges:
@@ -167,8 +174,8 @@ class _Atoms:
             self._masks[ranges] = mask
         return self._masks[ranges]
 
-    def point(self, char: str) -> int:
-        """Return the bit of one character."""
+    def class_of(self, char: str) -> int:
+        """Return the set with the class of one character."""
         return self.mask(((ord(char), ord(char)),))
 
 
@@ -179,14 +186,14 @@ def _texts(node: Text | FreeText | TextUntil) -> tuple[str, ...]:
 
 
 class _Nfa:
-    """A nondeterministic automaton of all lexemes."""
+    """A nondeterministic finite automaton (NFA) with the paths of all lexemes."""
 
-    def __init__(self, atoms: _Atoms, parts: Rules) -> None:
-        self._atoms = atoms
+    def __init__(self, classes: _CharacterClasses, parts: Rules) -> None:
+        self._classes = classes
         self._parts = parts
         self._owner = ""
         self._closures: dict[int, frozenset[int]] = {}
-        self._empty: list[list[int]] = []
+        self._empty_edges: list[list[int]] = []
         self.edges: list[list[tuple[int, int]]] = []  # per state: (mask of characters, next state)
         self.owners: list[str] = []
         self.starts: dict[str, int] = {}
@@ -197,24 +204,24 @@ class _Nfa:
 
     def add_lexeme(self, name: str, node: Node) -> None:
         self._owner = name
-        before = len(self.edges)
+        num_states = len(self.edges)
         start = self._state()
         end = self._add(node, start)
         self.starts[name] = start
         self.finals[end] = name
-        single = isinstance(node, Chars) or (isinstance(node, Text) and len(node.text) == 1)
-        self.sizes[name] = 1 if single else len(self.edges) - before
+        is_single_character = isinstance(node, Chars) or (isinstance(node, Text) and len(node.text) == 1)
+        self.sizes[name] = 1 if is_single_character else len(self.edges) - num_states
         if end in self.closure([start]):
             self.nullable.add(name)
 
-    def first_of_lexemes(self) -> dict[str, int]:
-        """Return the characters that each lexeme may begin with."""
+    def first_sets(self) -> dict[str, int]:
+        """Return, for each lexeme, the set of characters that it may begin with."""
         result = {}
         for name, start in self.starts.items():
             mask = 0
             for state in self.closure([start]):
-                for one, _ in self.edges[state]:
-                    mask |= one
+                for edge_mask, _ in self.edges[state]:
+                    mask |= edge_mask
             result[name] = mask
         return result
 
@@ -223,23 +230,31 @@ class _Nfa:
         result: set[int] = set()
         for state in states:  # type: ignore[attr-defined]
             if state not in self._closures:
-                found, pending = {state}, [state]
+                reachable, pending = {state}, [state]
                 while pending:
-                    new = [one for one in self._empty[pending.pop()] if one not in found]
-                    found.update(new)
-                    pending += new
-                used = (one for one in found if self.edges[one] or not self._empty[one])
-                self._closures[state] = frozenset(used)
-                self.count(len(found))
+                    new_states = [
+                        successor
+                        for successor in self._empty_edges[pending.pop()]
+                        if successor not in reachable
+                    ]
+                    reachable.update(new_states)
+                    pending += new_states
+                with_edges = (
+                    successor
+                    for successor in reachable
+                    if self.edges[successor] or not self._empty_edges[successor]
+                )
+                self._closures[state] = frozenset(with_edges)
+                self.add_work(len(reachable))
             result |= self._closures[state]
-        self.count(len(result))
+        self.add_work(len(result))
         return frozenset(result)
 
-    def count(self, work: int) -> None:
-        """Count work.
+    def add_work(self, work: int) -> None:
+        """Add to the number of visited states.
 
         Raises:
-            _WorkLimitError: the sum exceeds `MAX_WORK`.
+            _WorkLimitError: the number exceeds `MAX_WORK`.
         """
         self.work += work
         if self.work > MAX_WORK:
@@ -247,20 +262,20 @@ class _Nfa:
 
     def _state(self) -> int:
         self.edges.append([])
-        self._empty.append([])
+        self._empty_edges.append([])
         self.owners.append(self._owner)
         return len(self.edges) - 1
 
     def _add(self, node: Node, start: int) -> int:
-        """Add a path for a node and return its end state, which has no transitions yet."""
+        """Add the states of a node after `start`. Return its end state, which has no transitions yet."""
         if isinstance(node, Chars):
             end = self._state()
-            self.edges[start].append((self._atoms.mask(node.ranges), end))
+            self.edges[start].append((self._classes.mask(node.ranges), end))
             return end
         if isinstance(node, Text):
             for char in node.text:
                 end = self._state()
-                self.edges[start].append((self._atoms.point(char), end))
+                self.edges[start].append((self._classes.class_of(char), end))
                 start = end
             return start
         if isinstance(node, Seq):
@@ -270,9 +285,9 @@ class _Nfa:
         if isinstance(node, Alt):
             end = self._state()
             for option in node.options:
-                first = self._state()
-                self._empty[start].append(first)
-                self._empty[self._add(option, first)].append(end)
+                option_start = self._state()
+                self._empty_edges[start].append(option_start)
+                self._empty_edges[self._add(option, option_start)].append(end)
             return end
         if isinstance(node, Repeat):
             return self._add_repeat(node, start)
@@ -287,41 +302,41 @@ class _Nfa:
         end = self._state()
         if node.max_count is None or node.max_count > _MAX_COUNTED:
             loop = self._state()
-            self._empty[start].append(loop)
-            self._empty[self._add(node.part, loop)].append(loop)
-            self._empty[loop].append(end)
+            self._empty_edges[start].append(loop)
+            self._empty_edges[self._add(node.part, loop)].append(loop)
+            self._empty_edges[loop].append(end)
             return end
         for _ in range(node.max_count - node.min_count):
             first = self._state()
-            self._empty[start] += [first, end]
+            self._empty_edges[start] += [first, end]
             start = self._add(node.part, first)
-        self._empty[start].append(end)
+        self._empty_edges[start].append(end)
         return end
 
     def _add_free_text(self, node: FreeText | TextUntil, start: int) -> int:
-        """Add an Aho-Corasick automaton of several words, with one state per prefix of a word."""
+        """Add an Aho-Corasick automaton of the node's words, with one state per prefix of a word."""
         words = [word for word in _texts(node) if word]
-        heads = {word[:length] for word in words for length in range(len(word) + 1)} | {""}
+        prefixes = {word[:length] for word in words for length in range(len(word) + 1)} | {""}
         end = self._state()
-        states = {head: self._state() for head in heads if not _ends_with_any(head, words)}
-        self._empty[start].append(states[""])
+        states = {prefix: self._state() for prefix in prefixes if not _ends_with_any(prefix, words)}
+        self._empty_edges[start].append(states[""])
         chars = {char for word in words for char in word}
-        for head, state in states.items():
-            others = self._atoms.everything
+        for prefix, state in states.items():
+            other_characters = self._classes.all_characters
             for char in chars:
-                others &= ~self._atoms.point(char)
-                text = head + char
+                other_characters &= ~self._classes.class_of(char)
+                text = prefix + char
                 if isinstance(node, TextUntil) and text.endswith(node.end):
                     if _ends_with_any(text, list(node.excludes)):
                         continue
-                    self.edges[state].append((self._atoms.point(char), end))
+                    self.edges[state].append((self._classes.class_of(char), end))
                 elif not _ends_with_any(text, words):
                     target = next(text[at:] for at in range(len(text) + 1) if text[at:] in states)
-                    self.edges[state].append((self._atoms.point(char), states[target]))
-            if others:
-                self.edges[state].append((others, states[""]))
+                    self.edges[state].append((self._classes.class_of(char), states[target]))
+            if other_characters:
+                self.edges[state].append((other_characters, states[""]))
             if isinstance(node, FreeText):
-                self._empty[state].append(end)
+                self._empty_edges[state].append(end)
         return end
 
 

@@ -35,15 +35,25 @@ _BOUNDS = re.compile(r"\{\s*(\d+)\s*(?:(,)\s*(\d*)\s*)?\}")
 _CHAR = re.compile(
     r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]{1,6})\}|U([0-9a-fA-F]{8})|(.))|(.)", re.DOTALL
 )
-_SHORT = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "b": "\b", "a": "\a", "0": "\0", "e": "\x1b"}
+_ESCAPES = {
+    "n": "\n",
+    "r": "\r",
+    "t": "\t",
+    "f": "\f",
+    "v": "\v",
+    "b": "\b",
+    "a": "\a",
+    "0": "\0",
+    "e": "\x1b",
+}
 
 
 def read_ebnf(text: str) -> Rules:
     """Return the rules of a grammar, including ``root``.
 
     Raises:
-        InputError: the text is not a grammar; the message has line and column.
-        UnsupportedFeatureError: it uses an unsupported construct.
+        InputError: the text is not a grammar. The message has the line and the column.
+        UnsupportedFeatureError: the text uses an unsupported construct.
     """
     return _Reader(text).rules()
 
@@ -55,7 +65,7 @@ class _Reader:
 
     def rules(self) -> Rules:
         rules: Rules = {}
-        used: dict[str, int] = {}
+        uses: dict[str, int] = {}
         self._skip()
         while self._at < len(self._text):
             head = _RULE.match(self._text, self._at)
@@ -65,24 +75,24 @@ class _Reader:
             if name in rules:
                 self._fail(f"the rule {name!r} is defined twice")
             self._at = head.end()
-            rules[name] = self._alternatives(0, used)
+            rules[name] = self._alternatives(0, uses)
         if "root" not in rules:
-            self._fail("there is no rule root")
-        for name, place in used.items():
+            self._fail("there is no rule named root")
+        for name, place in uses.items():
             if name not in rules:
                 self._at = place
                 self._fail(f"the rule {name!r} is not defined")
         return rules
 
-    def _alternatives(self, depth: int, used: dict[str, int]) -> Node:
+    def _alternatives(self, depth: int, uses: dict[str, int]) -> Node:
         if depth > _MAX_DEPTH:
             raise InputError(f"the ebnf grammar has groups more than {_MAX_DEPTH} deep: make it flatter")
-        options = [self._sequence(depth, used)]
+        options = [self._sequence(depth, uses)]
         while self._take("|"):
-            options.append(self._sequence(depth, used))
+            options.append(self._sequence(depth, uses))
         return choice(options)
 
-    def _sequence(self, depth: int, used: dict[str, int]) -> Node:
+    def _sequence(self, depth: int, uses: dict[str, int]) -> Node:
         parts: list[Node] = []
         while True:
             self._skip()
@@ -92,7 +102,7 @@ class _Reader:
                 if depth:
                     self._fail("a group is not closed")
                 return sequence(parts)
-            parts.append(self._repetition(self._atom(depth, used)))
+            parts.append(self._repetition(self._atom(depth, uses)))
 
     def _repetition(self, part: Node) -> Node:
         while True:
@@ -116,13 +126,13 @@ class _Reader:
             else:
                 return part
 
-    def _atom(self, depth: int, used: dict[str, int]) -> Node:
+    def _atom(self, depth: int, uses: dict[str, int]) -> Node:
         char = self._text[self._at]
         if char == '"':
             text = self._match(_TEXT, "an unterminated text")[1]
             points = [point for point, _ in self._chars(text)]
             if any(0xD800 <= point <= 0xDFFF for point in points):
-                self._fail("a surrogate, which no text can have,")
+                self._fail("a surrogate code point, which UTF-8 cannot encode,")
             return Text("".join(map(chr, points))) if points else EMPTY
         if char == "[":
             return self._class()
@@ -131,47 +141,47 @@ class _Reader:
             return Chars(ANY_CHARACTER)
         if char == "(":
             if self._text[self._at + 1 : self._at + 2] == "=":
-                raise UnsupportedFeatureError("a lookahead (= ...) in an ebnf grammar", "leave it out")
+                raise UnsupportedFeatureError("a lookahead (= ...) in an ebnf grammar", "omit it")
             self._at += 1
-            inner = self._alternatives(depth + 1, used)
+            group = self._alternatives(depth + 1, uses)
             if not self._take(")"):
                 self._fail("a group is not closed")
-            return inner
+            return group
         name = _NAME.match(self._text, self._at)
         if name is None:
             self._fail(f"unexpected {char!r}")
         if self._text[name.end() : name.end() + 1] == "(" and name[0] in _MACROS:
             raise UnsupportedFeatureError(f"{name[0]}(...) in an ebnf grammar", "use a structural tag")
-        used.setdefault(name[0], self._at)
+        uses.setdefault(name[0], self._at)
         self._at = name.end()
         return Ref(name[0])
 
     def _class(self) -> Node:
-        found = self._match(_CLASS, "an unterminated class of characters")
-        chars = self._chars(found[2])
+        match = self._match(_CLASS, "an unterminated class of characters")
+        chars = self._chars(match[2])
         ranges: list[tuple[int, int]] = []
-        place = 0
-        while place < len(chars):
-            low = chars[place][0]
-            if place + 2 < len(chars) and chars[place + 1] == (ord("-"), False):
-                high = chars[place + 2][0]
+        index = 0
+        while index < len(chars):
+            low = chars[index][0]
+            if index + 2 < len(chars) and chars[index + 1] == (ord("-"), False):
+                high = chars[index + 2][0]
                 if low > high:
                     self._fail("a range of characters that is out of order")
                 ranges.append((low, high))
-                place += 3
+                index += 3
             else:
                 ranges.append((low, low))
-                place += 1
-        joined = union(ranges)
-        whole = without(ALL_CHARACTERS, joined) if found[1] else _without_surrogates(joined)
-        if not whole:
+                index += 1
+        ranges_union = union(ranges)
+        characters = without(ALL_CHARACTERS, ranges_union) if match[1] else _without_surrogates(ranges_union)
+        if not characters:
             self._fail("a class without characters")
-        if len(whole) == 1 and whole[0][0] == whole[0][1]:
-            return Text(chr(whole[0][0]))
-        return Chars(tuple(whole))
+        if len(characters) == 1 and characters[0][0] == characters[0][1]:
+            return Text(chr(characters[0][0]))
+        return Chars(tuple(characters))
 
     def _chars(self, text: str) -> list[tuple[int, bool]]:
-        """Return the code points of a string or class, and whether each has a backslash."""
+        """Return (code point, whether it is an escape) of each character of a string or class."""
         result = []
         for match in _CHAR.finditer(text):
             if match[6] is not None:
@@ -184,23 +194,23 @@ class _Reader:
                     self._fail(f"\\U{digits}, which is not a character")
             else:
                 letter = match[5]
-                if letter.isalnum() and letter not in _SHORT:
+                if letter.isalnum() and letter not in _ESCAPES:
                     self._fail(f"\\{letter}, which is not an escape")
-                point = ord(_SHORT.get(letter, letter))
+                point = ord(_ESCAPES.get(letter, letter))
             result.append((point, True))
         return result
 
     def _match(self, pattern: re.Pattern[str], problem: str) -> re.Match[str]:
-        found = pattern.match(self._text, self._at)
-        if found is None:
+        match = pattern.match(self._text, self._at)
+        if match is None:
             self._fail(problem)
-        self._at = found.end()
-        return found
+        self._at = match.end()
+        return match
 
     def _skip(self) -> None:
-        found = _SPACE.match(self._text, self._at)
-        assert found is not None
-        self._at = found.end()
+        match = _SPACE.match(self._text, self._at)
+        assert match is not None
+        self._at = match.end()
 
     def _take(self, char: str) -> bool:
         self._skip()

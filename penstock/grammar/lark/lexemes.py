@@ -1,8 +1,8 @@
 """Divides a grammar into lexemes, which are regular expressions, and rules over lexemes.
 
-llguidance matches lexemes with lazily built automata, which is fast, and rules with an Earley parser, which
-is slow for single characters. Its lexer takes the longest match of all lexemes that may come next. A division
-is exact if the longest match is the only one after which the rules can continue (`conflicts`).
+llguidance matches lexemes with lazily built automata, which are fast. It matches rules with an Earley parser,
+which is slow for single characters. Its lexer takes the longest match of all lexemes that may come next. A
+division is therefore exact only if it has no conflicts (see `conflicts`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from penstock.grammar.lark.simplify import order
 
 MAX_LEXEME_SIZE = 1_000  # maximum nodes of a lexeme, with its rules expanded
 MAX_ONLY_LEXEME_SIZE = 50_000  # maximum nodes of a lexeme that is the whole grammar
-MAX_LEXEME_DEPTH = 300  # maximum nesting of rules in a lexeme: the library recurses over them
+MAX_LEXEME_DEPTH = 300  # maximum nesting of rules in a lexeme; llguidance recurses over them
 ANY_SIZE = 1 << 59
 _TOO_LARGE = 1 << 60
 
@@ -58,55 +58,59 @@ class Division:
 
 
 class FreeTextConflict(Exception):
-    """Free text is adjacent to an expression that it may contain; a lexer cannot distinguish them."""
+    """Free text is adjacent to an expression that it may contain, which a lexer cannot separate."""
 
 
 def divide(
     rules: Rules, root: str, check_time: Callable[[], None], max_only_size: int = MAX_ONLY_LEXEME_SIZE
 ) -> Division:
-    """Divide simplified rules. The division matches the same texts as the rules.
+    """Divide simplified rules into lexemes and rules over lexemes. The language stays the same.
 
     Raises:
-        FreeTextConflict: free text, which cannot be divided, is next to an expression that it may contain.
+        FreeTextConflict: free text is adjacent to an expression that it may contain. Free text cannot be
+            divided.
     """
-    regular = _Regular(rules)
-    if regular.is_lexeme(Ref(root), max_only_size):
+    limits = _LexemeLimits(rules)
+    if limits.is_lexeme(Ref(root), max_only_size):
         return Division({"start": Ref("lexeme_0")}, {"lexeme_0": rules[root]}, rules, "start")
-    split: dict[Node, list[Node]] = {}
+    split_nodes: dict[Node, list[Node]] = {}
     total = 0
     while total <= MAX_WORK:
-        division = _Divider(rules, regular, split).divide(root)
-        found, work = find_conflicts(division.rules, division.lexemes, rules, division.root, check_time)
+        division = _Divider(rules, limits, split_nodes).divide(root)
+        conflicts, work = find_conflicts(division.rules, division.lexemes, rules, division.root, check_time)
         total += work
-        if not found and work <= MAX_WORK:
+        if not conflicts and work <= MAX_WORK:
             return division
-        for name, other in found.items():
+        for name, other in conflicts.items():
             node = division.lexemes[name]
-            split[node] = _pieces(node, division.lexemes[other])
-    # Lexemes of one character need no search: none of them can continue after another one ends.
-    regular.max_size = 1
-    return _Divider(rules, regular, {}).divide(root)
+            split_nodes[node] = _split_lexeme(node, division.lexemes[other])
+    # Lexemes of one character have no conflicts: after one of them ends, no other can continue.
+    limits.max_size = 1
+    return _Divider(rules, limits, {}).divide(root)
 
 
-def _pieces(node: Node, beginning: Node) -> list[Node]:
-    """Return the parts of a lexeme. A common prefix with another lexeme becomes a part."""
+def _split_lexeme(node: Node, prefix: Node) -> list[Node]:
+    """Split a lexeme that has a conflict with `prefix` into parts.
+
+    If the lexeme begins with `prefix`, the parts are `prefix` and the rest, else its children.
+    """
     parts = node.parts if isinstance(node, Seq) else (node,)
-    if beginning != node:
-        heads = beginning.parts if isinstance(beginning, Seq) else (beginning,)
-        *common, last = heads or (node,)
+    if prefix != node:
+        prefix_parts = prefix.parts if isinstance(prefix, Seq) else (prefix,)
+        *common, last = prefix_parts or (node,)
         size = len(common)
         if len(parts) > size and list(parts[:size]) == common:
             if parts[size] == last and len(parts) > size + 1:
-                return [beginning, sequence(parts[size + 1 :])]
-            if isinstance(last, Text) and isinstance(whole := parts[size], Text):
-                if whole.text.startswith(last.text):
-                    rest = Text(whole.text[len(last.text) :])
-                    return [beginning, sequence([rest, *parts[size + 1 :]])]
+                return [prefix, sequence(parts[size + 1 :])]
+            if isinstance(last, Text) and isinstance(first_part := parts[size], Text):
+                if first_part.text.startswith(last.text):
+                    rest = Text(first_part.text[len(last.text) :])
+                    return [prefix, sequence([rest, *parts[size + 1 :]])]
     return list(children(node))
 
 
-class _Regular:
-    """Decides which nodes can be a lexeme, and computes their size with rules expanded."""
+class _LexemeLimits:
+    """Decides which nodes can be a lexeme, and computes the size of nodes with their rules expanded."""
 
     def __init__(self, rules: Rules) -> None:
         self.max_size = MAX_LEXEME_SIZE
@@ -116,15 +120,17 @@ class _Regular:
         for name in names:
             node = rules[name]
             self._sizes[name] = _TOO_LARGE if name in recursive else self.size(node)
-            below = [one.name for one in walk(node) if isinstance(one, Ref)]
-            self._depths[name] = 1 + max((self._depths.get(one, 0) for one in below), default=0)
+            referenced_names = [ref.name for ref in walk(node) if isinstance(ref, Ref)]
+            self._depths[name] = 1 + max(
+                (self._depths.get(other, 0) for other in referenced_names), default=0
+            )
 
     def is_lexeme(self, node: Node, max_count: int | None = None) -> bool:
-        """Return whether a regular expression of at most this size can match the node."""
+        """Return whether the node can be a lexeme: a regular expression of at most this size."""
         max_count = self.max_size if max_count is None else max_count
         if isinstance(node, Ref) and max_count == 1:
             return False
-        depth = max((self._depths[one.name] for one in walk(node) if isinstance(one, Ref)), default=0)
+        depth = max((self._depths[ref.name] for ref in walk(node) if isinstance(ref, Ref)), default=0)
         return self.size(node) <= max_count and depth <= MAX_LEXEME_DEPTH
 
     def size(self, node: Node) -> int:
@@ -133,10 +139,10 @@ class _Regular:
             return self._sizes.get(node.name, _TOO_LARGE)
         if isinstance(node, Tokens):
             return _TOO_LARGE
-        return min(_own_size(node) + sum(map(self.size, children(node))), _TOO_LARGE)
+        return min(_node_size(node) + sum(map(self.size, children(node))), _TOO_LARGE)
 
 
-def _own_size(node: Node) -> int:
+def _node_size(node: Node) -> int:
     if isinstance(node, Text):
         return len(node.text)
     if isinstance(node, FreeText):
@@ -147,48 +153,52 @@ def _own_size(node: Node) -> int:
 
 
 class _Divider:
-    def __init__(self, rules: Rules, regular: _Regular, split: dict[Node, list[Node]]) -> None:
-        self._source = rules
-        self._regular = regular
-        self._split = split
+    def __init__(self, rules: Rules, limits: _LexemeLimits, split_nodes: dict[Node, list[Node]]) -> None:
+        self._rules = rules
+        self._limits = limits
+        self._split_nodes = split_nodes
         self._names: dict[Node, str] = {}
-        self._placed: Rules = {}
-        self._pending: list[str] = []
+        self._divided_rules: Rules = {}
+        self._pending_rules: list[str] = []
 
     def divide(self, root: str) -> Division:
-        self._pending.append(root)
-        while self._pending:
-            name = self._pending.pop()
-            if f"rule_{name}" not in self._placed:
-                self._placed[f"rule_{name}"] = self._rule(self._source[name])
+        self._pending_rules.append(root)
+        while self._pending_rules:
+            name = self._pending_rules.pop()
+            if f"rule_{name}" not in self._divided_rules:
+                self._divided_rules[f"rule_{name}"] = self._rule(self._rules[name])
         lexemes = {name: node for node, name in self._names.items()}
-        return Division(self._placed, lexemes, self._source, f"rule_{root}")
+        return Division(self._divided_rules, lexemes, self._rules, f"rule_{root}")
 
     def _rule(self, node: Node) -> Node:
-        """Return the node over lexemes, with as few lexemes as possible."""
+        """Return the node with lexemes in place of its regular parts, as few and as long as possible."""
         if node == EMPTY:
             return node
-        if self._regular.is_lexeme(node) and node not in self._split:
+        if self._limits.is_lexeme(node) and node not in self._split_nodes:
             return self._lexeme(node)
         if isinstance(node, Seq):
-            return sequence(map(self._rule, self._split.get(node) or self._runs(node.parts)))
+            return sequence(map(self._rule, self._split_nodes.get(node) or self._joined_parts(node.parts)))
         if isinstance(node, Alt):
-            if node in self._split:
+            if node in self._split_nodes:
                 return choice(map(self._rule, node.options))
-            regular = [option for option in node.options if self._regular.is_lexeme(option)]
-            joined = choice(regular) if regular else None
-            if joined is None or joined in self._split or not self._regular.is_lexeme(joined):
+            regular_options = [option for option in node.options if self._limits.is_lexeme(option)]
+            regular_choice = choice(regular_options) if regular_options else None
+            if (
+                regular_choice is None
+                or regular_choice in self._split_nodes
+                or not self._limits.is_lexeme(regular_choice)
+            ):
                 return choice(map(self._rule, node.options))
-            others = [option for option in node.options if not self._regular.is_lexeme(option)]
-            return choice([self._lexeme(joined), *map(self._rule, others)])
+            context_free_options = [option for option in node.options if not self._limits.is_lexeme(option)]
+            return choice([self._lexeme(regular_choice), *map(self._rule, context_free_options)])
         if isinstance(node, Repeat):
             return self._repeat_rule(node)
         if isinstance(node, Ref):
-            self._pending.append(node.name)
+            self._pending_rules.append(node.name)
             return Ref(f"rule_{node.name}")
         if isinstance(node, Text):
-            pieces = self._split.get(node) or [Text(char) for char in node.text]
-            return sequence(self._rule(piece) for piece in pieces)
+            parts = self._split_nodes.get(node) or [Text(char) for char in node.text]
+            return sequence(self._rule(part) for part in parts)
         if node == FreeText():
             return Repeat(self._lexeme(Chars(ANY_CHARACTER)), 0, None)
         if isinstance(node, FreeText | TextUntil):
@@ -197,43 +207,45 @@ class _Divider:
         return node if isinstance(node, Tokens) else self._lexeme(node)
 
     def _repeat_rule(self, node: Repeat) -> Node:
-        """Return a repetition with one lexeme for all regular options between two other options.
+        """Return a repetition in which consecutive regular options are one lexeme.
 
         With a regular option r and a non-regular option n, ``(r | n)*`` becomes ``r* (n r*)*``.
         """
         options = node.part.options if isinstance(node.part, Alt) else (node.part,)
-        regular = [option for option in options if self._regular.is_lexeme(option)]
-        others = [option for option in options if option not in regular]
+        regular_options = [option for option in options if self._limits.is_lexeme(option)]
+        context_free_options = [option for option in options if option not in regular_options]
         if (
-            not regular
-            or not others
+            not regular_options
+            or not context_free_options
             or node.max_count is not None
             or node.min_count > 1
-            or self._regular.max_size == 1
+            or self._limits.max_size == 1
         ):
             return Repeat(self._rule(node.part), node.min_count, node.max_count)
-        between = repeated(choice(regular), 0, None)
-        part = self._rule(sequence([choice(others), between]))
-        whole = sequence([self._rule(between), repeated(part, node.min_count, None)])
+        regular_run = repeated(choice(regular_options), 0, None)
+        part = self._rule(sequence([choice(context_free_options), regular_run]))
+        loop = sequence([self._rule(regular_run), repeated(part, node.min_count, None)])
         return (
-            whole if node.min_count == 0 else choice([whole, self._rule(repeated(choice(regular), 1, None))])
+            loop
+            if node.min_count == 0
+            else choice([loop, self._rule(repeated(choice(regular_options), 1, None))])
         )
 
-    def _runs(self, parts: tuple[Node, ...]) -> list[Node]:
-        """Join adjacent regular parts while they fit into a lexeme."""
+    def _joined_parts(self, parts: tuple[Node, ...]) -> list[Node]:
+        """Join adjacent regular parts as long as the result can be a lexeme."""
         result: list[Node] = []
-        run: list[Node] = []
+        lexeme_parts: list[Node] = []
         for part in parts:
-            is_lexeme = self._regular.is_lexeme(part)
-            longer = sequence([*run, part])
-            if is_lexeme and self._regular.is_lexeme(longer):
-                run.append(part)
+            is_lexeme = self._limits.is_lexeme(part)
+            extended_lexeme = sequence([*lexeme_parts, part])
+            if is_lexeme and self._limits.is_lexeme(extended_lexeme):
+                lexeme_parts.append(part)
                 continue
-            result += [sequence(run)] if run else []
-            run = [part] if is_lexeme else []
+            result += [sequence(lexeme_parts)] if lexeme_parts else []
+            lexeme_parts = [part] if is_lexeme else []
             if not is_lexeme:
                 result.append(part)
-        return [*result, sequence(run)] if run else result
+        return [*result, sequence(lexeme_parts)] if lexeme_parts else result
 
     def _lexeme(self, node: Node) -> Node:
         return Ref(self._name(node))

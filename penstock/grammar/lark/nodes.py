@@ -1,4 +1,4 @@
-"""Expression trees of a grammar, and operations that preserve the language."""
+"""Expression trees of a grammar, and functions that build them in simplified form."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
-Ranges: TypeAlias = tuple[tuple[int, int], ...]  # code points, both ends included, ascending and disjoint
+Ranges: TypeAlias = tuple[tuple[int, int], ...]  # inclusive ranges of code points, ascending and disjoint
 ANY_CHARACTER: Ranges = ((0, 0xD7FF), (0xE000, 0x10FFFF))
 
 
 @dataclass(frozen=True, slots=True)
 class Chars:
-    """One character in these ranges."""
+    """One character from these ranges."""
 
     ranges: Ranges
 
@@ -26,21 +26,21 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Seq:
-    """A sequence of parts; none of them is the empty text."""
+    """A sequence of parts, none of which is `EMPTY`."""
 
     parts: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Alt:
-    """One of the options; without options nothing matches."""
+    """One of the options. Without options, it matches no text."""
 
     options: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """A part ``min_count`` to ``max_count`` times; None means unbounded."""
+    """``min_count`` to ``max_count`` repetitions of a part. None means unbounded."""
 
     part: Node
     min_count: int
@@ -56,7 +56,7 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """One token with an id in these ranges, or outside them if ``negated``. Does not match text."""
+    """One token with an id in these ranges, or with any other id if ``negated``. Does not match text."""
 
     ranges: Ranges
     negated: bool = False
@@ -73,7 +73,7 @@ class FreeText:
 class TextUntil:
     """Any text that ends with the first occurrence of ``end`` and contains none of ``excludes``.
 
-    None of ``others`` occurs before ``end``; one may end at the same character as ``end``.
+    No text of ``others`` may end before the end of ``end``, but it may end at the same character.
     """
 
     end: str
@@ -83,47 +83,47 @@ class TextUntil:
 
 Node: TypeAlias = Chars | Text | Seq | Alt | Repeat | Ref | Tokens | FreeText | TextUntil
 Rules: TypeAlias = dict[str, Node]
-EMPTY = Seq(())
-NOTHING = Alt(())
+EMPTY = Seq(())  # matches the empty text
+NOTHING = Alt(())  # matches no text
 
 
 def sequence(parts: Iterable[Node]) -> Node:
     """Return a sequence, with nested sequences and adjacent strings joined."""
     result: list[Node] = []
     for part in parts:
-        for one in part.parts if isinstance(part, Seq) else (part,):
-            if one == NOTHING:
+        for node in part.parts if isinstance(part, Seq) else (part,):
+            if node == NOTHING:
                 return NOTHING
             last = result[-1] if result else None
-            if isinstance(one, Text) and isinstance(last, Text):
-                result[-1] = Text(last.text + one.text)
+            if isinstance(node, Text) and isinstance(last, Text):
+                result[-1] = Text(last.text + node.text)
             else:
-                result.append(one)
+                result.append(node)
     return result[0] if len(result) == 1 else Seq(tuple(result))
 
 
 def choice(options: Iterable[Node]) -> Node:
     """Return a choice, with nested choices joined, equal options removed and common suffixes shared.
 
-    ``a x | b x`` becomes ``(a | b) x`` if ``x`` is a rule or a string. Otherwise, rules that each refer twice
-    to the next one would double in size with every level of expansion.
+    ``a x | b x`` becomes ``(a | b) x`` if ``x`` is a rule or a string. Without this, expansion of a chain of
+    rules that each refer twice to the next rule would double the size at every level.
     """
     flat: dict[Node, None] = {}
     for option in options:
-        for one in option.options if isinstance(option, Alt) else (option,):
-            flat[one] = None
+        for node in option.options if isinstance(option, Alt) else (option,):
+            flat[node] = None
     groups: dict[Node, list[Node]] = {}
     for option in flat:
         parts = option.parts if isinstance(option, Seq) else (option,)
-        ending = parts[-1] if parts and isinstance(parts[-1], Ref | Text) else option
-        groups.setdefault(ending, []).append(option)
+        last_part = parts[-1] if parts and isinstance(parts[-1], Ref | Text) else option
+        groups.setdefault(last_part, []).append(option)
     result: list[Node] = []
-    for ending, members in groups.items():
+    for last_part, members in groups.items():
         if len(members) == 1:
             result.append(members[0])
         else:
             heads = (sequence(member.parts[:-1]) if isinstance(member, Seq) else EMPTY for member in members)
-            result.append(sequence([choice(heads), ending]))
+            result.append(sequence([choice(heads), last_part]))
     return result[0] if len(result) == 1 else Alt(tuple(result))
 
 
@@ -151,11 +151,11 @@ def walk(node: Node) -> Iterator[Node]:
     """Yield the node and all descendants, without following references."""
     pending = [node]
     while pending:
-        one = pending.pop()
-        yield one
-        pending += children(one)
+        node = pending.pop()
+        yield node
+        pending += children(node)
 
 
 def references(node: Node) -> set[str]:
     """Return the names of the rules that a node refers to directly."""
-    return {one.name for one in walk(node) if isinstance(one, Ref)}
+    return {child.name for child in walk(node) if isinstance(child, Ref)}

@@ -1,4 +1,4 @@
-"""Positions of lexemes in rules: which can follow each other, and which can start at the same position."""
+"""Positions of lexemes in rules: which positions can follow each other or start together."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from penstock.grammar.lark.nodes import Alt, Node, Ref, Repeat, Rules, Seq, chil
 
 
 class LexemePositions:
-    """The occurrences of lexemes in rules. Sets of positions are bits of an integer.
+    """The positions, that is, the occurrences of lexemes in rules.
+
+    A set of positions (a group) is an integer with one bit per position.
 
     Attributes:
-        start: the positions at which a text can start.
-        follow_sets: the characters that can follow each lexeme, as bits like ``first_sets``.
+        start: the group of positions at which a text can start.
+        follow_sets: lexeme -> set of characters that can follow it, in the form of ``first_sets``.
 
     Args:
         rules: rules over lexemes.
         lexemes: all lexemes by name.
-        nullable: lexemes that match the empty text.
-        first_sets: the characters that each lexeme can start with, as bits.
+        nullable_lexemes: the lexemes that match the empty text.
+        first_sets: lexeme -> set of characters that it can start with, as a bit mask.
         root: the name of the start rule.
     """
 
@@ -26,67 +28,75 @@ class LexemePositions:
         self,
         rules: Rules,
         lexemes: dict[str, Node],
-        nullable: set[str],
+        nullable_lexemes: set[str],
         first_sets: dict[str, int],
         root: str,
     ) -> None:
         self._lexemes = lexemes
-        self._owners: list[str] = []  # the lexeme at each position
-        numbered = {name: self._numbered(node) for name, node in rules.items()}
-        names = [_name(position) for position in range(len(self._owners))]
+        self._lexeme_names: list[str] = []  # the lexeme at each position
+        numbered_rules = {name: self._with_positions(node) for name, node in rules.items()}
+        names = [_name(position) for position in range(len(self._lexeme_names))]
         bits = {name: 1 << position for position, name in enumerate(names)}
-        empty = {name for name, owner in zip(names, self._owners, strict=True) if owner in nullable}
-        follow = _Follow(numbered, empty, bits)
-        follow_sets = follow.follow_sets_from(root)
-        self.start = follow.first(root)
-        self._following = [follow_sets.get(name, 0) for name in names]
+        nullable_positions = {
+            name
+            for name, lexeme_name in zip(names, self._lexeme_names, strict=True)
+            if lexeme_name in nullable_lexemes
+        }
+        first_and_follow = _FirstAndFollowSets(numbered_rules, nullable_positions, bits)
+        follow_sets = first_and_follow.follow_sets_from(root)
+        self.start = first_and_follow.first(root)
+        self._follow_masks = [follow_sets.get(name, 0) for name in names]
         self.follow_sets: dict[str, int] = dict.fromkeys(lexemes, 0)
-        for position, owner in enumerate(self._owners):
-            for other in _bits(self._following[position]):
-                self.follow_sets[owner] |= first_sets[self._owners[other]]
+        for position, lexeme_name in enumerate(self._lexeme_names):
+            for other in _bits(self._follow_masks[position]):
+                self.follow_sets[lexeme_name] |= first_sets[self._lexeme_names[other]]
 
     def lexemes_at(self, group: int) -> frozenset[str]:
-        """Return the lexemes at the positions of a group."""
-        return frozenset(self._owners[position] for position in _bits(group))
+        """Return the names of the lexemes at the positions of a group."""
+        return frozenset(self._lexeme_names[position] for position in _bits(group))
 
     def next_groups(self, group: int, overlapping: set[frozenset[str]]) -> list[int]:
-        """Return groups of positions that can follow a group. The lexemes of a group can start together.
+        """Return the groups of positions that can follow a group.
+
+        There is one group for each set of lexemes of `group` that can end together.
 
         Args:
             group: the positions.
-            overlapping: pairs of lexemes that both match some text, so that both may have ended.
+            overlapping: pairs of lexemes that match a common text, and therefore can end together.
         """
         following: dict[str, int] = {}
         for position in _bits(group):
-            owner = self._owners[position]
-            following[owner] = following.get(owner, 0) | self._following[position]
+            lexeme_name = self._lexeme_names[position]
+            following[lexeme_name] = following.get(lexeme_name, 0) | self._follow_masks[position]
         return _merge_overlapping(following, overlapping)
 
-    def _numbered(self, node: Node) -> Node:
+    def _with_positions(self, node: Node) -> Node:
         """Return the node with a separate name for each occurrence of a lexeme."""
         if isinstance(node, Ref) and node.name in self._lexemes:
-            self._owners.append(node.name)
-            return Ref(_name(len(self._owners) - 1))
+            self._lexeme_names.append(node.name)
+            return Ref(_name(len(self._lexeme_names) - 1))
         if isinstance(node, Seq):
-            return Seq(tuple(map(self._numbered, node.parts)))
+            return Seq(tuple(map(self._with_positions, node.parts)))
         if isinstance(node, Alt):
-            return Alt(tuple(map(self._numbered, node.options)))
+            return Alt(tuple(map(self._with_positions, node.options)))
         if isinstance(node, Repeat):
-            return Repeat(self._numbered(node.part), node.min_count, node.max_count)
+            return Repeat(self._with_positions(node.part), node.min_count, node.max_count)
         return node
 
 
 def _merge_overlapping(masks: dict[str, int], overlapping: set[frozenset[str]]) -> list[int]:
-    """Return the masks of the lexemes; the masks of overlapping lexemes are merged."""
+    """Return the masks, with the masks of overlapping lexemes combined by OR."""
     result: list[int] = []
-    remaining = dict(masks)
-    while remaining:
-        name, mask = remaining.popitem()
+    remaining_masks = dict(masks)
+    while remaining_masks:
+        name, mask = remaining_masks.popitem()
         pending = [name]
         while pending:
-            one = pending.pop()
-            for other in [other for other in remaining if frozenset((one, other)) in overlapping]:
-                mask |= remaining.pop(other)
+            merged_name = pending.pop()
+            for other in [
+                other for other in remaining_masks if frozenset((merged_name, other)) in overlapping
+            ]:
+                mask |= remaining_masks.pop(other)
                 pending.append(other)
         result.append(mask)
     return result
@@ -103,15 +113,15 @@ def _name(position: int) -> str:
     return f"position {position}"
 
 
-class _Follow:
-    """Computes first and follow sets of rules."""
+class _FirstAndFollowSets:
+    """Computes the first and follow sets of rules over positions."""
 
-    def __init__(self, rules: Rules, nullable: set[str], first_sets: dict[str, int]) -> None:
+    def __init__(self, rules: Rules, nullable_rules: set[str], first_sets: dict[str, int]) -> None:
         self._rules = rules
-        self._nullable = set(nullable)
+        self._nullable_rules = set(nullable_rules)
         self._firsts = dict(first_sets)
         self._follow: dict[str, int] = {}
-        self._pending: list[str] = []
+        self._pending_rules: list[str] = []
         self._compute_first_sets()
 
     def first(self, name: str) -> int:
@@ -121,32 +131,32 @@ class _Follow:
     def follow_sets_from(self, root: str) -> dict[str, int]:
         """Return the follow set of each rule and each position."""
         self._follow[root] = 0
-        self._pending = [root]
-        while self._pending:
-            name = self._pending.pop()
+        self._pending_rules = [root]
+        while self._pending_rules:
+            name = self._pending_rules.pop()
             self._visit(self._rules[name], self._follow[name])
         return self._follow
 
     def _compute_first_sets(self) -> None:
         users: dict[str, set[str]] = {}
         for name, node in self._rules.items():
-            for one in walk(node):
-                if isinstance(one, Ref):
-                    users.setdefault(one.name, set()).add(name)
+            for child in walk(node):
+                if isinstance(child, Ref):
+                    users.setdefault(child.name, set()).add(name)
         pending = dict.fromkeys(reversed(self._rules))
         while pending:
             name, _ = pending.popitem()
             first, is_nullable = self._first(self._rules[name])
-            if first != self._firsts.get(name, 0) or (is_nullable and name not in self._nullable):
+            if first != self._firsts.get(name, 0) or (is_nullable and name not in self._nullable_rules):
                 self._firsts[name] = first
                 if is_nullable:
-                    self._nullable.add(name)
+                    self._nullable_rules.add(name)
                 pending.update(dict.fromkeys(users.get(name, ())))
 
     def _first(self, node: Node) -> tuple[int, bool]:
         """Return the first set of a node, and whether it matches the empty text."""
         if isinstance(node, Ref):
-            return self._firsts.get(node.name, 0), node.name in self._nullable
+            return self._firsts.get(node.name, 0), node.name in self._nullable_rules
         if isinstance(node, Seq):
             mask = 0
             for part in node.parts:
@@ -159,16 +169,16 @@ class _Follow:
         mask = 0
         for first, _ in pairs:
             mask |= first
-        is_nullable = any(one for _, one in pairs)
+        is_nullable = any(child_is_nullable for _, child_is_nullable in pairs)
         return mask, is_nullable or (isinstance(node, Repeat) and node.min_count == 0)
 
     def _visit(self, node: Node, after: int) -> None:
         if isinstance(node, Ref):
-            known = self._follow.get(node.name)
-            if known is None or after & ~known:
-                self._follow[node.name] = after | (known or 0)
+            old_follow = self._follow.get(node.name)
+            if old_follow is None or after & ~old_follow:
+                self._follow[node.name] = after | (old_follow or 0)
                 if node.name in self._rules:
-                    self._pending.append(node.name)
+                    self._pending_rules.append(node.name)
         elif isinstance(node, Seq):
             for part in reversed(node.parts):
                 self._visit(part, after)

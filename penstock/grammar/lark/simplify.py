@@ -1,4 +1,4 @@
-"""Simplifies rules without changing their language: removes unused rules and replaces recursion by loops."""
+"""Simplifies rules without changing their language. Removes unused rules and replaces recursion by loops."""
 
 from __future__ import annotations
 
@@ -30,11 +30,13 @@ def simplified(rules: Rules, root: str) -> Rules:
     productive = _productive(rules)
     if root not in productive:
         raise InputError("the grammar allows no output: it matches no finite text")
-    useful = {name: _without_recursion(name, _only(rules[name], productive)) for name in productive}
-    return _reachable(_with_counts(_reachable(useful, root)), root)
+    useful = {
+        name: _without_recursion(name, _without_unproductive(rules[name], productive)) for name in productive
+    }
+    return _reachable_rules(_with_counts(_reachable_rules(useful, root)), root)
 
 
-def _reachable(rules: Rules, root: str) -> Rules:
+def _reachable_rules(rules: Rules, root: str) -> Rules:
     result: Rules = {}
     pending = [root]
     while pending:
@@ -46,19 +48,23 @@ def _reachable(rules: Rules, root: str) -> Rules:
 
 
 def _with_counts(rules: Rules) -> Rules:
-    """Return the rules with repetitions in place of chains of rules that each add the same part."""
-    counted: dict[str, tuple[Node, int, int, Node]] = {}  # part, minimum, maximum, following node
+    """Replace chains of rules by repetitions, if each rule of the chain adds the same part.
+
+    For example, ``a = x b`` and ``b = (x | "") end`` become ``a = x{1,2} end``.
+    """
+    # rule -> (part, minimum, maximum, following node)
+    counted_rules: dict[str, tuple[Node, int, int, Node]] = {}
     result = dict(rules)
     for name in order(rules)[0]:
-        found = _counted(rules[name], counted)
-        if found is not None:
-            counted[name] = part, min_count, max_count, end = found
+        repetition = _extract_counted(rules[name], counted_rules)
+        if repetition is not None:
+            counted_rules[name] = part, min_count, max_count, end = repetition
             result[name] = sequence([repeated(part, min_count, max_count), end])
     return result
 
 
-def _counted(
-    node: Node, counted: dict[str, tuple[Node, int, int, Node]]
+def _extract_counted(
+    node: Node, counted_rules: dict[str, tuple[Node, int, int, Node]]
 ) -> tuple[Node, int, int, Node] | None:
     if isinstance(node, Seq) and len(node.parts) == 2 and isinstance(node.parts[0], Alt):
         head, end = node.parts
@@ -67,65 +73,79 @@ def _counted(
             return choice(option for option in head.options if option != EMPTY), 0, 1, end
     options = node.options if isinstance(node, Alt) else (node,)
     sequences = [option for option in options if isinstance(option, Seq) and len(option.parts) > 1]
-    links = [one for one in sequences if isinstance(ref := one.parts[-1], Ref) and ref.name in counted]
-    others = [option for option in options if option not in links]
-    if len(links) != 1 or len(others) > 1:
+    links = [
+        option
+        for option in sequences
+        if isinstance(ref := option.parts[-1], Ref) and ref.name in counted_rules
+    ]
+    other_options = [option for option in options if option not in links]
+    if len(links) != 1 or len(other_options) > 1:
         return None
     *parts, ref = links[0].parts
     assert isinstance(ref, Ref)
-    part, min_count, max_count, end = counted[ref.name]
-    if sequence(parts) != part or (others and (others[0] != end or min_count > 0)):
+    part, min_count, max_count, end = counted_rules[ref.name]
+    if sequence(parts) != part or (other_options and (other_options[0] != end or min_count > 0)):
         return None
-    return part, 0 if others else min_count + 1, max_count + 1, end
+    return part, 0 if other_options else min_count + 1, max_count + 1, end
 
 
 def unrolled(rules: Rules, root: str, times: int) -> Rules:
-    """Return rules without recursion. They match fewer texts: recursion is limited to ``times`` levels."""
+    """Return rules without recursion, which match only texts with at most ``times`` levels of recursion."""
     recursive = order(rules)[1]
     result: Rules = {}
     pending = [(root, times)]
     while pending:
-        name, left = pending.pop()
-        copy = name if left == times else f"{name}-{left}"
+        name, level = pending.pop()
+        copy = name if level == times else f"{name}-{level}"
         if copy in result:
             continue
-        result[copy] = _at_level(rules[name], name, recursive, left, times, pending)
+        result[copy] = _at_level(rules[name], name, recursive, level, times, pending)
     return result
 
 
 def _at_level(
-    node: Node, user: str, recursive: set[str], left: int, times: int, pending: list[tuple[str, int]]
+    node: Node, rule_name: str, recursive: set[str], level: int, times: int, pending: list[tuple[str, int]]
 ) -> Node:
-    """Return a node with references to copies of recursive rules, without references below the last level."""
+    """Return a node with references to copies of recursive rules, one copy per level of recursion.
 
-    def at_level(one: Node) -> Node:
-        if isinstance(one, Ref):
-            level = times if one.name not in recursive else left - (user in recursive)
-            if level < 1:
+    At the last level, recursive references become `NOTHING`.
+    """
+
+    def with_copied_rules(child: Node) -> Node:
+        if isinstance(child, Ref):
+            child_level = times if child.name not in recursive else level - (rule_name in recursive)
+            if child_level < 1:
                 return NOTHING
-            pending.append((one.name, level))
-            return one if level == times else Ref(f"{one.name}-{level}")
-        if isinstance(one, Seq):
-            return sequence(map(at_level, one.parts))
-        if isinstance(one, Alt):
-            return choice(map(at_level, one.options))
-        return repeated(at_level(one.part), one.min_count, one.max_count) if isinstance(one, Repeat) else one
+            pending.append((child.name, child_level))
+            return child if child_level == times else Ref(f"{child.name}-{child_level}")
+        if isinstance(child, Seq):
+            return sequence(map(with_copied_rules, child.parts))
+        if isinstance(child, Alt):
+            return choice(map(with_copied_rules, child.options))
+        return (
+            repeated(with_copied_rules(child.part), child.min_count, child.max_count)
+            if isinstance(child, Repeat)
+            else child
+        )
 
-    return at_level(node)
+    return with_copied_rules(node)
 
 
 def order(rules: Rules) -> tuple[list[str], set[str], int]:
-    """Return the names in post-order, the recursive ones, and the depth of the search."""
-    below = {name: sorted(references(node) & rules.keys()) for name, node in rules.items()}
+    """Return (names in post-order, recursive names, depth of the search).
+
+    The depth is the length of the longest chain of references that the depth-first search followed.
+    """
+    callees = {name: sorted(references(node) & rules.keys()) for name, node in rules.items()}
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
     on_stack: set[str] = set()
-    done: list[str] = []
+    finished: list[str] = []
     recursive: set[str] = set()
     deepest = 0
     for start in rules:  # Tarjan's algorithm with an explicit stack
-        calls = [] if start in index else [(start, iter(below[start]))]
+        calls = [] if start in index else [(start, iter(callees[start]))]
         while calls:
             name, rest = calls[-1]
             deepest = max(deepest, len(calls))
@@ -135,7 +155,7 @@ def order(rules: Rules) -> tuple[list[str], set[str], int]:
                 on_stack.add(name)
             for other in rest:
                 if other not in index:
-                    calls.append((other, iter(below[other])))
+                    calls.append((other, iter(callees[other])))
                     break
                 if other in on_stack:
                     low[name] = min(low[name], index[other])
@@ -147,10 +167,10 @@ def order(rules: Rules) -> tuple[list[str], set[str], int]:
                     component = stack[stack.index(name) :] if stack[-1] != name else [name]
                     del stack[len(stack) - len(component) :]
                     on_stack.difference_update(component)
-                    done += component
-                    if len(component) > 1 or name in below[name]:
+                    finished += component
+                    if len(component) > 1 or name in callees[name]:
                         recursive.update(component)
-    return done, recursive, deepest
+    return finished, recursive, deepest
 
 
 def _productive(rules: Rules) -> set[str]:
@@ -159,14 +179,14 @@ def _productive(rules: Rules) -> set[str]:
     for name, node in rules.items():
         for other in references(node):
             users.setdefault(other, []).append(name)
-    found: set[str] = set()
+    productive: set[str] = set()
     pending = list(rules)
     while pending:
         name = pending.pop()
-        if name not in found and _matches_some(rules[name], found):
-            found.add(name)
+        if name not in productive and _matches_some(rules[name], productive):
+            productive.add(name)
             pending += users.get(name, [])
-    return found
+    return productive
 
 
 def _matches_some(node: Node, productive: set[str]) -> bool:
@@ -179,57 +199,60 @@ def _matches_some(node: Node, productive: set[str]) -> bool:
     return all(_matches_some(part, productive) for part in children(node))
 
 
-def _only(node: Node, productive: set[str]) -> Node:
-    """Return the node without the options that match no finite text."""
+def _without_unproductive(node: Node, productive: set[str]) -> Node:
+    """Return the node without options that match no finite text."""
     if isinstance(node, Ref):
         return node if node.name in productive else NOTHING
     if isinstance(node, Alt):
-        return choice(_only(option, productive) for option in node.options)
+        return choice(_without_unproductive(option, productive) for option in node.options)
     if isinstance(node, Seq):
-        return sequence(_only(part, productive) for part in node.parts)
+        return sequence(_without_unproductive(part, productive) for part in node.parts)
     if isinstance(node, Repeat):
-        return repeated(_only(node.part, productive), node.min_count, node.max_count)
+        return repeated(_without_unproductive(node.part, productive), node.min_count, node.max_count)
     return node
 
 
 def _without_recursion(name: str, node: Node) -> Node:
     """Replace left or right recursion by a loop: ``x = a x | b`` becomes ``a* b``."""
-    if not _has(node, name):
+    if not _refers_to(node, name):
         return node
     for at_end in (True, False):
-        found = _linear(node, name, at_end)
-        if found is not None:
-            again, last = found
-            loop = repeated(again, 0, None)
+        split = _split_recursion(node, name, at_end)
+        if split is not None:
+            repeated_part, last = split
+            loop = repeated(repeated_part, 0, None)
             return sequence([loop, last] if at_end else [last, loop])
     return node
 
 
-def _has(node: Node, name: str) -> bool:
-    return any(isinstance(one, Ref) and one.name == name for one in walk(node))
+def _refers_to(node: Node, name: str) -> bool:
+    return any(isinstance(child, Ref) and child.name == name for child in walk(node))
 
 
-def _linear(node: Node, name: str, at_end: bool) -> tuple[Node, Node] | None:
-    """Return the rest of the recursive options and the other options; None if recursion is elsewhere."""
+def _split_recursion(node: Node, name: str, at_end: bool) -> tuple[Node, Node] | None:
+    """Split a node with recursion at one end: ``a name | b`` (if `at_end`) or ``name a | b`` to (a, b).
+
+    Returns None if the node refers to `name` at any other place.
+    """
     if node == Ref(name):
         return EMPTY, NOTHING
-    if not _has(node, name):
+    if not _refers_to(node, name):
         return NOTHING, node
     if isinstance(node, Seq):
         rest, side = (node.parts[:-1], node.parts[-1]) if at_end else (node.parts[1:], node.parts[0])
-        if any(_has(part, name) for part in rest):
+        if any(_refers_to(part, name) for part in rest):
             return None
-        found = _linear(side, name, at_end)
-        if found is None:
+        split = _split_recursion(side, name, at_end)
+        if split is None:
             return None
-        again, last = (sequence([*rest, one] if at_end else [one, *rest]) for one in found)
-        return again, last
+        repeated_part, last = (sequence([*rest, child] if at_end else [child, *rest]) for child in split)
+        return repeated_part, last
     if isinstance(node, Alt):
-        pairs = [_linear(option, name, at_end) for option in node.options]
+        pairs = [_split_recursion(option, name, at_end) for option in node.options]
         if any(pair is None for pair in pairs):
             return None
         return choice(pair[0] for pair in pairs if pair), choice(pair[1] for pair in pairs if pair)
     if isinstance(node, Repeat) and (node.min_count, node.max_count) == (0, 1):
-        found = _linear(node.part, name, at_end)
-        return None if found is None else (found[0], choice([found[1], EMPTY]))
+        split = _split_recursion(node.part, name, at_end)
+        return None if split is None else (split[0], choice([split[1], EMPTY]))
     return None

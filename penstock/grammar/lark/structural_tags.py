@@ -1,4 +1,7 @@
-"""Reads structural tags: trees of formats whose schemas and regular expressions are already EBNF."""
+"""Reads structural tags.
+
+`penstock.grammar.schema` has already replaced their JSON schemas and regular expressions by EBNF.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from penstock.grammar.lark.nodes import (
 )
 
 TagFormat: TypeAlias = Mapping[str, Any]
-"""A format of a structural tag, or a part of one."""
+"""A format of a structural tag: a JSON object with a ``type``."""
 FieldT = TypeVar("FieldT")
 
 
@@ -36,7 +39,7 @@ def read_structural_tag(text: str) -> Rules:
 
     Raises:
         InputError: the text is not a structural tag; the message names the format.
-        UnsupportedFeatureError: a format has a field that is not supported.
+        UnsupportedFeatureError: a format has an unsupported field.
     """
     tag = json.loads(text)
     if not isinstance(tag, dict) or tag.get("type") != "structural_tag" or "format" not in tag:
@@ -53,13 +56,13 @@ class _Reader:
 
     def node(self, part: Any) -> Node:
         """Return the node of a format."""
-        match _kind(part):
+        match _format_type(part):
             case "const_string":
                 return _text(_field(part, "value", str))
             case "grammar":
                 return self._grammar(_field(part, "grammar", str))
             case "any_text":
-                _refuse(part, "max_tokens", "max_chars")
+                _refuse_fields(part, "max_tokens", "max_chars")
                 return FreeText(_words(part, "excludes"))
             case "sequence":
                 return sequence(map(self.node, _elements(part)))
@@ -76,18 +79,18 @@ class _Reader:
             case "tag":
                 return self._tag(part)
             case "tags_with_separator":
-                return self._separated(part)
+                return self._tags_with_separator(part)
             case "triggered_tags" | "dispatch":
-                return self._triggered(part, ())
+                return self._triggered_tags(part, ())
             case "token":
                 return Tokens(_ids([part.get("token")]))
             case "exclude_token":
                 return Tokens(_ids(part.get("exclude_tokens", [])), negated=True)
             case "any_tokens":
-                _refuse(part, "max_tokens")
+                _refuse_fields(part, "max_tokens")
                 return repeated(Tokens(_ids(part.get("exclude_tokens", [])), negated=True), 0, None)
             case "token_triggered_tags" | "token_dispatch":
-                return self._token_triggered(part, [])
+                return self._token_triggered_tags(part, [])
             case kind:
                 raise InputError(f"a structural_tag has no format {kind!r}")
 
@@ -95,7 +98,7 @@ class _Reader:
         prefix = f"g{self._num_grammars}-"
         self._num_grammars += 1
         for name, node in read_ebnf(ebnf).items():
-            self.rules[prefix + name] = _renamed(node, prefix)
+            self.rules[prefix + name] = _with_prefix(node, prefix)
         return Ref(f"{prefix}root")
 
     def _repeat(self, part: TagFormat) -> Node:
@@ -115,128 +118,140 @@ class _Reader:
             token = self.node(end)
             return sequence([first, self._before_token(_field(part, "content", dict), token), token])
         ends = (end,) if isinstance(end, str) else tuple(end) if isinstance(end, list) else ()
-        if not ends or not all(isinstance(one, str) for one in ends):
+        if not ends or not all(isinstance(end, str) for end in ends):
             raise InputError("a tag of a structural_tag needs an end: a string, strings or a token")
-        return sequence([first, self._ended(_field(part, "content", dict), ends)])
+        return sequence([first, self._with_end(_field(part, "content", dict), ends)])
 
     def _before_token(self, content: TagFormat, token: Node) -> Node:
-        if _kind(content) in ("token_triggered_tags", "token_dispatch") and isinstance(token, Tokens):
-            return self._token_triggered(content, list(token.ranges))
+        if _format_type(content) in ("token_triggered_tags", "token_dispatch") and isinstance(token, Tokens):
+            return self._token_triggered_tags(content, list(token.ranges))
         return self.node(content)
 
-    def _ended(self, part: TagFormat, ends: tuple[str, ...]) -> Node:
-        """Return a format followed by one of ``ends``. Free text ends at the first of them."""
+    def _with_end(self, part: TagFormat, ends: tuple[str, ...]) -> Node:
+        """Return the node of a format followed by one of ``ends``. Free text ends at the first of them."""
         if ends == ("",):
             return self.node(part)
-        closing = choice(map(_text, ends))
-        match _kind(part):
+        end_marker = choice(map(_text, ends))
+        match _format_type(part):
             case "any_text":
-                _refuse(part, "max_tokens", "max_chars")
-                return _until(ends, (), ends, _words(part, "excludes"))
+                _refuse_fields(part, "max_tokens", "max_chars")
+                return _text_until(ends, (), ends, _words(part, "excludes"))
             case "triggered_tags" | "dispatch":
-                return self._triggered(part, ends)
+                return self._triggered_tags(part, ends)
             case "sequence":
                 *parts, last = _elements(part)
-                return sequence([*map(self.node, parts), self._ended(last, ends)])
+                return sequence([*map(self.node, parts), self._with_end(last, ends)])
             case "or":
-                return choice(self._ended(one, ends) for one in _elements(part))
+                return choice(self._with_end(option, ends) for option in _elements(part))
             case "optional":
-                return choice([closing, self._ended(_field(part, "content", dict), ends)])
-        return sequence([self.node(part), closing])
+                return choice([end_marker, self._with_end(_field(part, "content", dict), ends)])
+        return sequence([self.node(part), end_marker])
 
-    def _separated(self, part: TagFormat) -> Node:
+    def _tags_with_separator(self, part: TagFormat) -> Node:
         tag = choice(map(self.node, _list(part, "tags")))
-        more: Node = EMPTY
+        further_tags: Node = EMPTY
         if not part.get("stop_after_first"):
-            more = repeated(sequence([_text(_field(part, "separator", str)), tag]), 0, None)
-        tags = sequence([tag, more])
+            further_tags = repeated(sequence([_text(_field(part, "separator", str)), tag]), 0, None)
+        tags = sequence([tag, further_tags])
         return tags if part.get("at_least_one") else choice([EMPTY, tags])
 
-    def _triggered(self, part: TagFormat, ends: tuple[str, ...]) -> Node:
-        """Return free text in which triggers start formats. It ends at one of ``ends``, if any are given."""
+    def _triggered_tags(self, part: TagFormat, ends: tuple[str, ...]) -> Node:
+        """Return the node of free text in which triggers start formats.
+
+        The text ends at the first of ``ends``. Without ``ends`` it has no end marker.
+        """
         contents = self._contents_by_trigger(part)
         excludes, triggers = _words(part, "excludes"), tuple(contents)
         only_one = part.get("stop_after_first") or (part["type"] == "dispatch" and not part.get("loop", True))
         words = (*triggers, *ends)
-        called = choice(
-            sequence([_until((trigger,), triggers, ends, excludes), content])
+        text_and_tag = choice(
+            sequence([_text_until((trigger,), triggers, ends, excludes), content])
             for trigger, content in contents.items()
         )
-        closing = choice(map(_text, ends)) if ends else EMPTY
-        free: Node = FreeText((*words, *excludes)) if not ends else _until(ends, triggers, ends, excludes)
-        whole = (
-            choice([free, sequence([called, closing])])
+        end_marker = choice(map(_text, ends)) if ends else EMPTY
+        free_text: Node = (
+            FreeText((*words, *excludes)) if not ends else _text_until(ends, triggers, ends, excludes)
+        )
+        result = (
+            choice([free_text, sequence([text_and_tag, end_marker])])
             if only_one
-            else sequence([repeated(called, 0, None), free])
+            else sequence([repeated(text_and_tag, 0, None), free_text])
         )
         if not part.get("at_least_one"):
-            return whole
+            return result
         first = choice(map(self.node, _list(part, "tags")))
-        return sequence([first, closing if only_one else whole])
+        return sequence([first, end_marker if only_one else result])
 
     def _contents_by_trigger(self, part: TagFormat) -> dict[str, Node]:
-        """Return the format that follows each trigger."""
+        """Return trigger -> node of the formats that can follow it."""
         nodes: dict[str, list[Node]] = {}
         if part["type"] == "dispatch":
             for rule in _list(part, "rules"):
                 trigger, content = rule if isinstance(rule, list) and len(rule) == 2 else (None, None)
                 if not isinstance(trigger, str) or not trigger:
-                    raise InputError("a rule of a dispatch is a pair of a text, not empty, and a format")
+                    raise InputError(
+                        "a rule of a dispatch must be a pair: a text that is not empty, and a format"
+                    )
                 nodes.setdefault(trigger, []).append(self.node(content))
         else:
             triggers = _words(part, "triggers")
             for tag in _list(part, "tags"):
                 begin = tag.get("begin") if isinstance(tag, dict) else None
-                fitting = [
+                matching_triggers = [
                     trigger for trigger in triggers if isinstance(begin, str) and begin.startswith(trigger)
                 ]
-                if len(fitting) != 1 or not isinstance(begin, str):
+                if len(matching_triggers) != 1 or not isinstance(begin, str):
                     raise InputError(
-                        f"each tag of triggered_tags must begin with one trigger, {begin!r} begins with "
-                        f"{len(fitting)} triggers"
+                        "each tag of triggered_tags must begin with exactly one trigger, "
+                        f"but {begin!r} begins with {len(matching_triggers)} triggers"
                     )
-                rest = {**tag, "begin": begin[len(fitting[0]) :]}
-                nodes.setdefault(fitting[0], []).append(self.node(rest))
+                rest = {**tag, "begin": begin[len(matching_triggers[0]) :]}
+                nodes.setdefault(matching_triggers[0], []).append(self.node(rest))
         if not nodes:
             raise InputError(f"the {part['type']} of a structural_tag has no tags")
         return {trigger: choice(options) for trigger, options in nodes.items()}
 
-    def _token_triggered(self, part: TagFormat, ends: list[tuple[int, int]]) -> Node:
-        """Like `_triggered`, but triggers are tokens, and all other tokens are allowed between them."""
+    def _token_triggered_tags(self, part: TagFormat, ends: list[tuple[int, int]]) -> Node:
+        """Return the node of tokens in which trigger tokens start formats.
+
+        Like `_triggered_tags`, but triggers and ends are token ids instead of texts.
+        """
         if part["type"] == "token_dispatch":
             rules = _list(part, "rules")
             if not all(isinstance(rule, list) and len(rule) == 2 for rule in rules):
-                raise InputError("a rule of a token_dispatch is a pair of a token and a format")
+                raise InputError("a rule of a token_dispatch must be a pair: a token and a format")
             triggers = [rule[0] for rule in rules]
-            tags = [sequence([Tokens(_ids([one])), self.node(content)]) for one, content in rules]
+            tags = [sequence([Tokens(_ids([token])), self.node(content)]) for token, content in rules]
             only_one = not part.get("loop", True)
         else:
             triggers = _list(part, "trigger_tokens")
             tags = [self.node(tag) for tag in _list(part, "tags")]
             only_one = bool(part.get("stop_after_first"))
-        others = _ids([*triggers, *part.get("exclude_tokens", [])])
-        text = repeated(Tokens(tuple(sorted({*others, *ends})), negated=True), 0, None)
-        called = sequence([text, choice(tags)])
-        whole = choice([text, called]) if only_one else sequence([repeated(called, 0, None), text])
+        excluded_ids = _ids([*triggers, *part.get("exclude_tokens", [])])
+        text = repeated(Tokens(tuple(sorted({*excluded_ids, *ends})), negated=True), 0, None)
+        text_and_tag = sequence([text, choice(tags)])
+        result = (
+            choice([text, text_and_tag]) if only_one else sequence([repeated(text_and_tag, 0, None), text])
+        )
         if not part.get("at_least_one"):
-            return whole
-        return sequence([choice(tags), EMPTY if only_one else whole])
+            return result
+        return sequence([choice(tags), EMPTY if only_one else result])
 
 
-def _until(
-    wanted: tuple[str, ...], triggers: tuple[str, ...], ends: tuple[str, ...], excludes: tuple[str, ...]
+def _text_until(
+    end_texts: tuple[str, ...], triggers: tuple[str, ...], ends: tuple[str, ...], excludes: tuple[str, ...]
 ) -> Node:
-    """Return free text up to the first of several words, which must be one of ``wanted``."""
+    """Return the node of free text up to the first trigger or end, which must be one of ``end_texts``."""
     if "" in ends:
         raise InputError("free text in a tag of a structural_tag needs an end that is not empty")
     words = {*triggers, *ends}
-    forbidden = tuple(word for word in excludes if word not in words)
-    return choice(TextUntil(one, tuple(sorted(words - {one})), forbidden) for one in wanted)
+    forbidden_words = tuple(word for word in excludes if word not in words)
+    return choice(TextUntil(word, tuple(sorted(words - {word})), forbidden_words) for word in end_texts)
 
 
-def _kind(part: object) -> str:
+def _format_type(part: object) -> str:
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-        raise InputError(f"a format of a structural_tag is an object with a type, was {str(part)[:80]}")
+        raise InputError(f"a format of a structural_tag must be an object with a type, was {str(part)[:80]}")
     kind: str = part["type"]
     return kind
 
@@ -277,19 +292,19 @@ def _ids(tokens: Sequence[object]) -> Ranges:
     return tuple((token, token) for token in sorted(set(ids)))
 
 
-def _refuse(part: TagFormat, *names: str) -> None:
+def _refuse_fields(part: TagFormat, *names: str) -> None:
     for name in names:
         if part.get(name) is not None:
-            raise UnsupportedFeatureError(f"a structural tag with {name}", "leave it out")
+            raise UnsupportedFeatureError(f"a structural tag with {name}", "omit it")
 
 
-def _renamed(node: Node, prefix: str) -> Node:
+def _with_prefix(node: Node, prefix: str) -> Node:
     if isinstance(node, Ref):
         return Ref(prefix + node.name)
     if isinstance(node, Seq):
-        return Seq(tuple(_renamed(part, prefix) for part in node.parts))
+        return Seq(tuple(_with_prefix(part, prefix) for part in node.parts))
     if isinstance(node, Alt):
-        return Alt(tuple(_renamed(option, prefix) for option in node.options))
+        return Alt(tuple(_with_prefix(option, prefix) for option in node.options))
     if isinstance(node, Repeat):
-        return Repeat(_renamed(node.part, prefix), node.min_count, node.max_count)
+        return Repeat(_with_prefix(node.part, prefix), node.min_count, node.max_count)
     return node

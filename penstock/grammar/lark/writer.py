@@ -24,8 +24,8 @@ from penstock.grammar.lark.nodes import (
 )
 from penstock.grammar.lark.simplify import order, simplified, unrolled
 
-MAX_UNROLLED = 12  # maximum recursion in rules that must be one lexeme
-MAX_RULE_DEPTH = 3_000  # maximum chain of references: the library recurses over them
+MAX_UNROLLED = 12  # maximum levels of recursion if the whole grammar is one lexeme
+MAX_RULE_DEPTH = 3_000  # maximum length of a chain of references; llguidance recurses over them
 
 
 def _no_limit() -> None:
@@ -44,21 +44,21 @@ def lark_text(rules: Rules, root: str = "root", *, check_time: Callable[[], None
         InputError: the grammar matches no finite text, or a chain of references is too long.
         UnsupportedFeatureError: free text is adjacent to an expression that it may contain.
     """
-    simple = simplified(rules, root)
+    simple_rules = simplified(rules, root)
     check_time()
     try:
-        division = divide(simple, root, check_time)
+        division = divide(simple_rules, root, check_time)
     except FreeTextConflict:
         check_time()
-        division = _as_one_lexeme(simple, root, check_time)
+        division = _as_one_lexeme(simple_rules, root, check_time)
     return _Writer(division).text()
 
 
 def _as_one_lexeme(rules: Rules, root: str, check_time: Callable[[], None]) -> Division:
-    """Return the grammar as one lexeme with limited recursion."""
+    """Return a division with a single lexeme, in which recursion is limited to `MAX_UNROLLED` levels."""
     try:
-        bounded = simplified(unrolled(rules, root, MAX_UNROLLED), root)
-        return divide(bounded, root, check_time, ANY_SIZE)
+        bounded_rules = simplified(unrolled(rules, root, MAX_UNROLLED), root)
+        return divide(bounded_rules, root, check_time, ANY_SIZE)
     except (FreeTextConflict, InputError):
         raise UnsupportedFeatureError(
             "a structural tag with free text next to formats that it may contain",
@@ -78,11 +78,11 @@ class _Writer:
         lines += [f"{self._name(name)}: {self._rule(node)}" for name, node in division.rules.items()]
         lines += [f"{self._name(name)}: {self._terminal(node)}" for name, node in division.lexemes.items()]
         pending = [name for node in division.lexemes.values() for name in references(node)]
-        written: set[str] = set()
+        written_parts: set[str] = set()
         while pending:
             name = pending.pop()
-            if name not in written:
-                written.add(name)
+            if name not in written_parts:
+                written_parts.add(name)
                 node = division.parts[name]
                 lines.append(f"{self._part(name)}: {self._terminal(node)}")
                 pending += references(node)
@@ -96,50 +96,50 @@ class _Writer:
         return f"P{self._numbers.setdefault(f'part {name}', len(self._numbers))}"
 
     def _rule(self, node: Node) -> str:
-        """Write a node over lexemes and tokens."""
+        """Return the text of a node over lexemes and tokens."""
         if isinstance(node, Ref):
             return self._name(node.name)
         if isinstance(node, Tokens):
             ranges = ",".join(f"{low}" if low == high else f"{low}-{high}" for low, high in node.ranges)
             return f"<[{'^' if node.negated else ''}{ranges}]>"
-        return _combined(node, self._rule)
+        return _operator_text(node, self._rule)
 
     def _terminal(self, node: Node) -> str:
-        """Write a node of a lexeme. Without references it is a regular expression."""
+        """Return the text of a node of a lexeme, as a regular expression if possible."""
         if node == EMPTY:
             return '""'
-        if not any(isinstance(one, Ref | FreeText | TextUntil) for one in walk(node)):
+        if not any(isinstance(part, Ref | FreeText | TextUntil) for part in walk(node)):
             return f"/{_regex(node)}/"
         if isinstance(node, Ref):
             return self._part(node.name)
         if isinstance(node, FreeText):
             return f"{_ANY} & {_without(node.excludes)}" if node.excludes else _ANY
         if isinstance(node, TextUntil):
-            parts = [f"({_ANY} /{_quoted(node.end)}/)", _without((node.end, *node.others), "(?s:.+)")]
+            parts = [f"({_ANY} /{_string_literal(node.end)}/)", _without((node.end, *node.others), "(?s:.+)")]
             return " & ".join([*parts, *([_without(node.excludes)] if node.excludes else [])])
-        return _combined(node, self._terminal)
+        return _operator_text(node, self._terminal)
 
 
 _ANY = "/(?s:.*)/"
 
 
 def _without(words: tuple[str, ...], suffix: str = "(?s:.*)") -> str:
-    """Return an expression for text without any of the words followed by ``suffix``."""
-    return f"~/(?s:.*)(?:{'|'.join(map(_quoted, words))}){suffix}/"
+    """Return an expression for text that contains none of the words followed by ``suffix``."""
+    return f"~/(?s:.*)(?:{'|'.join(map(_string_literal, words))}){suffix}/"
 
 
-def _combined(node: Node, write: object) -> str:
+def _operator_text(node: Node, write: object) -> str:
     if node == EMPTY:
         return '""'
     if isinstance(node, Seq):
-        return " ".join(_grouped(part, write) for part in node.parts)
+        return " ".join(_grouped_text(part, write) for part in node.parts)
     if isinstance(node, Alt):
-        return " | ".join(_grouped(option, write) for option in node.options)
+        return " | ".join(_grouped_text(option, write) for option in node.options)
     assert isinstance(node, Repeat)
     return f"({write(node.part)}){_times(node)}"  # type: ignore[operator]
 
 
-def _grouped(node: Node, write: object) -> str:
+def _grouped_text(node: Node, write: object) -> str:
     text: str = write(node)  # type: ignore[operator]
     return text if isinstance(node, Ref | Tokens | Chars | Text) else f"({text})"
 
@@ -156,7 +156,7 @@ def _times(node: Repeat) -> str:
 
 def _regex(node: Node) -> str:
     if isinstance(node, Text):
-        return _quoted(node.text)
+        return _string_literal(node.text)
     if isinstance(node, Chars):
         parts = (_code(a) if a == b else f"{_code(a)}-{_code(b)}" for a, b in node.ranges)
         return f"[{''.join(parts)}]"
@@ -170,7 +170,7 @@ def _regex(node: Node) -> str:
     return f"(?:{_regex(node.part)}){_times(node)}"
 
 
-def _quoted(text: str) -> str:
+def _string_literal(text: str) -> str:
     return "".join(char if char.isascii() and char.isalnum() else _code(ord(char)) for char in text)
 
 

@@ -1,6 +1,6 @@
-"""Converts the grammars of requests to EBNF, in plain Python without a grammar library or torch.
+"""Converts the grammars of requests to EBNF. Needs neither a grammar library nor torch.
 
-The server can therefore refuse unsupported grammars before it submits a request.
+The server process can therefore refuse unsupported grammars before it submits a request to a worker.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Automata with a maximum length. Repeated characters are counted in blocks, which needs few rules."""
+"""Automata with a maximum length, written with few rules: repeated characters are counted in blocks."""
 
 from __future__ import annotations
 
@@ -8,34 +8,36 @@ from dataclasses import dataclass
 from penstock.grammar.schema.automata import Automaton
 from penstock.grammar.schema.ebnf import NOTHING, EbnfRules, Ranges, choice, repeated, sequence
 
-MAX_COUNTED = 700  # rules
-_MAX_FINE = 400  # maximum number of rules spent on smaller blocks
-_BLOCKS = 16
+MAX_COUNTED = 700  # maximum number of counted states; each is a rule of the grammar
+_MAX_SMALL_BLOCK_STATES = 400  # a smaller block size is chosen only with at most this many counted states
+_BLOCKS = 16  # a block has at most 1/16 of the maximum length
 
 
 @dataclass(frozen=True, slots=True)
 class _CountedState:
-    """A state of the automaton with the maximum number of characters that may still follow."""
+    """A state of the automaton and the maximum number of characters that may still follow."""
 
     state: int
     remaining: int
-    after_detour: bool = False  # whether the path to it was a detour from the same state
+    after_detour: bool = False  # whether a detour led from the state back to it
 
 
 class Counting:
-    """The counted states of an automaton up to a length.
+    """The counted states of an automaton for a maximum length.
 
-    At a repeated character, the remaining length is rounded down to whole blocks, unless no text would fit
-    then. This excludes some texts near the maximum length.
+    A state has a loop if characters lead from it to itself. At such a state, the remaining length is rounded
+    down to a multiple of the block size, unless no text would then fit. This excludes some texts near the
+    maximum length.
 
-    A *detour* leads from a state with a repeated character back to it, such as an escaped character in a URI.
-    After the first detour, a detour counts as one character, so that not every detour costs a block.
+    A *detour* is a path from a state with a loop over other states back to it, such as an escaped character
+    in a URI. After its first detour, a state treats a detour as one repetition of the loop. Otherwise every
+    detour would cost a block.
     """
 
-    def __init__(self, automaton: Automaton, max_count: int, block: int) -> None:
+    def __init__(self, automaton: Automaton, max_count: int, block_size: int) -> None:
         self.automaton = automaton
         self.max_count = max_count
-        self.block = block
+        self.block_size = block_size
         self.shortest = automaton.shortest
         self.loops: list[Ranges | None] = [
             next((ranges for ranges, target in row if target == state), None)
@@ -43,110 +45,115 @@ class Counting:
         ]
         self.detours: dict[int, tuple[list[Ranges], list[int]]] = {}
         for state, loop in enumerate(self.loops):
-            if loop is not None and block > 1:
+            if loop is not None and block_size > 1:
                 self._find_detour(state)
 
     def _find_detour(self, state: int) -> None:
         for ranges, target in self.automaton.steps[state]:
-            read, passed = [ranges], [target]
-            while len(read) <= 4 and self._is_passage(passed[-1]):
-                ((ranges, target),) = self.automaton.steps[passed[-1]]
-                read.append(ranges)
-                if target == state and len(read) <= self.block:
-                    self.detours[state] = (read, passed)
+            detour_ranges, path = [ranges], [target]
+            while len(detour_ranges) <= 4 and self._has_one_exit(path[-1]):
+                ((ranges, target),) = self.automaton.steps[path[-1]]
+                detour_ranges.append(ranges)
+                if target == state and len(detour_ranges) <= self.block_size:
+                    self.detours[state] = (detour_ranges, path)
                     return
-                passed.append(target)
+                path.append(target)
 
-    def _is_passage(self, state: int) -> bool:
+    def _has_one_exit(self, state: int) -> bool:
         return not self.automaton.accepting[state] and len(self.automaton.steps[state]) == 1
 
     def enter(self, state: int, remaining: int, source: int | None = None) -> _CountedState | None:
-        """Return the counted state; None if no text fits."""
+        """Return the counted state; None if no text fits into the remaining length."""
         if remaining < self.shortest[state]:
             return None
         if self.loops[state] is None:
             return _CountedState(state, remaining)
-        if remaining - remaining % self.block >= self.shortest[state]:
-            remaining -= remaining % self.block
+        if remaining - remaining % self.block_size >= self.shortest[state]:
+            remaining -= remaining % self.block_size
         return _CountedState(
             state, remaining, source is not None and source in self.detours.get(state, ([], []))[1]
         )
 
-    def exits(self, counted: _CountedState, remaining: int) -> Iterator[tuple[Ranges, _CountedState]]:
-        """Yield the transitions to other states."""
-        first = self.detours[counted.state][1][0] if counted.after_detour else None
-        for ranges, target in self.automaton.steps[counted.state]:
-            if target in (counted.state, first):
+    def exits(self, counted_state: _CountedState, remaining: int) -> Iterator[tuple[Ranges, _CountedState]]:
+        """Yield the transitions to other states, as (characters, counted state)."""
+        first = self.detours[counted_state.state][1][0] if counted_state.after_detour else None
+        for ranges, target in self.automaton.steps[counted_state.state]:
+            if target in (counted_state.state, first):
                 continue
-            if (enter := self.enter(target, remaining - 1, counted.state)) is not None:
-                yield ranges, enter
+            if (next_state := self.enter(target, remaining - 1, counted_state.state)) is not None:
+                yield ranges, next_state
 
-    def self_loops(self, counted: _CountedState) -> tuple[int, int, bool]:
-        """Return (repetitions, characters per repetition, whether a whole block fits) of a state's loop.
+    def self_loops(self, counted_state: _CountedState) -> tuple[int, int, bool]:
+        """Return (maximum repetitions, their characters, whether a whole block fits) of a state's loop.
 
-        Up to that many repetitions, fewer than a block, come before another character. The transitions to
-        other states count all of them, even if a text has fewer.
+        The repetitions are those before a transition to another state, fewer than a block. The transition
+        counts the maximum, even if a text has fewer repetitions.
         """
-        if self.loops[counted.state] is None:
+        if self.loops[counted_state.state] is None:
             return 0, 0, False
-        size = len(self.detours[counted.state][0]) if counted.after_detour else 1
-        if counted.remaining - self.block >= self.shortest[counted.state]:
-            times = self.block // size - 1
-            return times, times * size, True
-        times = (counted.remaining - self.shortest[counted.state]) // size
-        return times, times * size, False
+        size = len(self.detours[counted_state.state][0]) if counted_state.after_detour else 1
+        if counted_state.remaining - self.block_size >= self.shortest[counted_state.state]:
+            repetitions = self.block_size // size - 1
+            return repetitions, repetitions * size, True
+        repetitions = (counted_state.remaining - self.shortest[counted_state.state]) // size
+        return repetitions, repetitions * size, False
 
-    def after_block(self, counted: _CountedState) -> _CountedState:
-        """Return the counted state after a whole block."""
-        return _CountedState(counted.state, counted.remaining - self.block, counted.after_detour)
+    def after_block(self, counted_state: _CountedState) -> _CountedState:
+        """Return the counted state after a whole block of repetitions."""
+        return _CountedState(
+            counted_state.state, counted_state.remaining - self.block_size, counted_state.after_detour
+        )
 
     def num_states(self, max_count: int) -> int:
-        """Return the number of counted states; stops counting at ``max_count``."""
+        """Return the number of counted states, at most about ``max_count``."""
         seen = {self.start}
         pending = [self.start]
         while pending and len(seen) < max_count:
-            counted = pending.pop()
-            _, spent, has_block = self.self_loops(counted)
-            found = [enter for _, enter in self.exits(counted, counted.remaining - spent)]
-            for one in [*found, self.after_block(counted)] if has_block else found:
-                if one not in seen:
-                    seen.add(one)
-                    pending.append(one)
+            counted_state = pending.pop()
+            _, num_characters, has_block = self.self_loops(counted_state)
+            successors = [
+                next_state
+                for _, next_state in self.exits(counted_state, counted_state.remaining - num_characters)
+            ]
+            for successor in [*successors, self.after_block(counted_state)] if has_block else successors:
+                if successor not in seen:
+                    seen.add(successor)
+                    pending.append(successor)
         return len(seen)
 
     @property
     def start(self) -> _CountedState:
         """The start state."""
-        enter = self.enter(0, self.max_count)
-        assert enter is not None
-        return enter
+        next_state = self.enter(0, self.max_count)
+        assert next_state is not None
+        return next_state
 
 
 def counting_of(automaton: Automaton, max_count: int) -> Counting | None:
-    """Return the counted states of an automaton up to a length, with the smallest possible blocks.
+    """Return the counted states of an automaton for a maximum length, with blocks as small as possible.
 
-    Returns None if there are more than `MAX_COUNTED`, or if no text is short enough.
+    Returns None if there are more than `MAX_COUNTED` counted states, or if no text is short enough.
     """
     if automaton.shortest[0] > max_count:
         return None
-    block = 1
-    while block <= max(max_count // _BLOCKS, 1):
-        counting = Counting(automaton, max_count, block)
-        if counting.num_states(_MAX_FINE + 1) <= _MAX_FINE:
+    block_size = 1
+    while block_size <= max(max_count // _BLOCKS, 1):
+        counting = Counting(automaton, max_count, block_size)
+        if counting.num_states(_MAX_SMALL_BLOCK_STATES + 1) <= _MAX_SMALL_BLOCK_STATES:
             return counting
-        block *= 2
+        block_size *= 2
     counting = Counting(automaton, max_count, max(max_count // _BLOCKS, 1))
     return counting if counting.num_states(MAX_COUNTED + 1) <= MAX_COUNTED else None
 
 
 class CountedWriter:
-    """Writes the rules of an automaton up to a length.
+    """Writes the rules of an automaton with a maximum length.
 
     Args:
         rules: receives the new rules.
         counting: the counted states.
-        options: returns the spellings of one character.
-        end: the expression after the end of a text.
+        options: returns the spellings of a character from given ranges, plain or as an escape.
+        end: the expression that follows the text, such as the closing quote.
     """
 
     def __init__(
@@ -160,44 +167,47 @@ class CountedWriter:
         self._pending: list[_CountedState] = []
 
     def write(self) -> str:
-        """Return the start rule."""
+        """Write all rules. Return the name of the start rule."""
         first = self._name(self._counting.start)
         while self._pending:
-            counted = self._pending.pop()
-            self._rules.define(self._names[counted], choice(self._body(counted)))
+            counted_state = self._pending.pop()
+            self._rules.define(self._names[counted_state], choice(self._body(counted_state)))
         return first
 
-    def _name(self, counted: _CountedState) -> str:
-        if counted not in self._names:
-            self._names[counted] = self._rules.reserve("state")
-            self._pending.append(counted)
-        return self._names[counted]
+    def _name(self, counted_state: _CountedState) -> str:
+        if counted_state not in self._names:
+            self._names[counted_state] = self._rules.reserve("state")
+            self._pending.append(counted_state)
+        return self._names[counted_state]
 
-    def _body(self, counted: _CountedState) -> list[str]:
-        times, spent, has_block = self._counting.self_loops(counted)
-        exits = self._write_exits(counted, counted.remaining - spent)
-        if times == 0 and not has_block:
+    def _body(self, counted_state: _CountedState) -> list[str]:
+        repetitions, num_characters, has_block = self._counting.self_loops(counted_state)
+        exits = self._write_exits(counted_state, counted_state.remaining - num_characters)
+        if repetitions == 0 and not has_block:
             return exits
-        # Fewer than a block and then another character, or a whole block: each text has one derivation.
-        self_loops = self._write_self_loops(counted)
-        some = self._rules.add("some", repeated(self_loops, 0, times)) if times else NOTHING
-        result = [sequence(some, choice(exits))] if exits else []
+        # The text has either fewer repetitions than a block and then a transition, or a whole block. So each
+        # text has exactly one derivation.
+        self_loops = self._write_self_loops(counted_state)
+        partial_block = (
+            self._rules.add("some", repeated(self_loops, 0, repetitions)) if repetitions else NOTHING
+        )
+        result = [sequence(partial_block, choice(exits))] if exits else []
         if has_block:
-            whole = self._rules.add("block", repeated(self_loops, times + 1, times + 1))
-            result.append(sequence(whole, self._name(self._counting.after_block(counted))))
+            whole_block = self._rules.add("block", repeated(self_loops, repetitions + 1, repetitions + 1))
+            result.append(sequence(whole_block, self._name(self._counting.after_block(counted_state))))
         return result
 
-    def _write_self_loops(self, counted: _CountedState) -> str:
-        loop = self._counting.loops[counted.state]
+    def _write_self_loops(self, counted_state: _CountedState) -> str:
+        loop = self._counting.loops[counted_state.state]
         assert loop is not None
         options = self._options(loop)
-        if counted.after_detour:
-            read, _ = self._counting.detours[counted.state]
-            options = [*options, sequence(*(choice(self._options(ranges)) for ranges in read))]
+        if counted_state.after_detour:
+            detour_ranges, _ = self._counting.detours[counted_state.state]
+            options = [*options, sequence(*(choice(self._options(ranges)) for ranges in detour_ranges))]
         return choice(options)
 
-    def _write_exits(self, counted: _CountedState, remaining: int) -> list[str]:
-        result = [self._end] if self._counting.automaton.accepting[counted.state] else []
-        for ranges, enter in self._counting.exits(counted, remaining):
-            result += [sequence(one, self._name(enter)) for one in self._options(ranges)]
+    def _write_exits(self, counted_state: _CountedState, remaining: int) -> list[str]:
+        result = [self._end] if self._counting.automaton.accepting[counted_state.state] else []
+        for ranges, next_state in self._counting.exits(counted_state, remaining):
+            result += [sequence(option, self._name(next_state)) for option in self._options(ranges)]
         return result

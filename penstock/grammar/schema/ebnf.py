@@ -1,4 +1,4 @@
-"""Writes EBNF in xgrammar's notation: literals, character classes, named rules."""
+"""Functions that write EBNF in xgrammar's notation, and the collection of rules."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from penstock.errors import InputError
 MAX_RULES = 20_000
 LAST_CHARACTER = 0x10FFFF
 NOTHING = '""'
-_PLAIN_IN_TEXT = " !#$%&()*+,-./:;<=>?@[]_{|}~"  # punctuation without special meaning in quotes
+_PLAIN_IN_TEXT = " !#$%&()*+,-./:;<=>?@[]_{|}~"  # punctuation that needs no escape in a literal
 
-Ranges = Sequence[tuple[int, int]]  # inclusive ranges of code points, ascending, not adjacent
+Ranges = Sequence[tuple[int, int]]  # inclusive ranges of code points, ascending and not adjacent
 ALL_CHARACTERS: Ranges = ((0, 0xD7FF), (0xE000, LAST_CHARACTER))  # all code points that UTF-8 can encode
 
 
 class EbnfRules:
-    """The rules of a grammar. Equal bodies share a rule. Names show the purpose of a rule."""
+    """The rules of a grammar. Rules with equal bodies are one rule. A rule's name begins with its purpose."""
 
     def __init__(self) -> None:
         self._bodies: dict[str, str] = {}
@@ -35,7 +35,7 @@ class EbnfRules:
         return name
 
     def reserve(self, purpose: str) -> str:
-        """Return a name whose body `define` sets later. Recursive rules need this."""
+        """Return a new name, for a recursive rule. `define` sets its body later."""
         if len(self._bodies) >= MAX_RULES:
             raise InputError(f"the grammar needs more than {MAX_RULES} rules: make it smaller or flatter")
         name = f"{purpose}_{len(self._bodies)}"
@@ -47,18 +47,18 @@ class EbnfRules:
         self._bodies[name] = body
 
     def text(self, root: str) -> str:
-        """Return the grammar. ``root`` is the expression that the whole output must match."""
+        """Return the text of the grammar. ``root`` is the expression that the whole output must match."""
         lines = [f"{name} ::= {body}" for name, body in self._bodies.items()]
         return "\n".join([f"root ::= {root}", *lines, ""])
 
 
 def literal(text: str) -> str:
-    """Return a literal."""
-    return '"' + "".join(map(_escaped, text)) + '"' if text else NOTHING
+    """Return a literal, with escapes as needed."""
+    return '"' + "".join(map(_escaped_character, text)) + '"' if text else NOTHING
 
 
 def char_class(ranges: Ranges) -> str:
-    """Return a class of at least one character."""
+    """Return a character class of at least one character."""
     assert ranges, "a class without characters matches nothing"
     if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
         return literal(chr(ranges[0][0]))
@@ -91,10 +91,10 @@ def repeated(part: str, min_count: int, max_count: int | None) -> str:
     )
 
 
-def without(ranges: Ranges, removed: Ranges) -> list[tuple[int, int]]:
-    """Return the characters of ``ranges`` that are not in ``removed``."""
+def without(ranges: Ranges, excluded: Ranges) -> list[tuple[int, int]]:
+    """Return the ranges of the characters in ``ranges`` that are not in ``excluded``."""
     result = list(ranges)
-    for low, high in removed:
+    for low, high in excluded:
         result = [
             part
             for first, last in result
@@ -105,7 +105,7 @@ def without(ranges: Ranges, removed: Ranges) -> list[tuple[int, int]]:
 
 
 def union(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return sorted ranges that neither overlap nor touch."""
+    """Return the union of ranges as ascending ranges that neither overlap nor adjoin."""
     result: list[tuple[int, int]] = []
     for low, high in sorted(ranges):
         if result and low <= result[-1][1] + 1:
@@ -115,7 +115,7 @@ def union(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return result
 
 
-def _escaped(character: str) -> str:
+def _escaped_character(character: str) -> str:
     is_plain = character.isascii() and (character.isalnum() or character in _PLAIN_IN_TEXT)
     return character if is_plain else _code(ord(character))
 

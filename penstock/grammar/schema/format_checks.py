@@ -15,7 +15,7 @@ _DATE = re.compile("([0-9]{4})-([0-9]{2})-([0-9]{2})")
 _LABEL = re.compile("[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?")
 _ATEXT = "A-Za-z0-9!#$%&'*+/=?^_`{|}~\u0080-\U0010ffff-"
 _DOT_STRING = re.compile(rf"[{_ATEXT}]+(?:\.[{_ATEXT}]+)*")
-_QUOTED = re.compile('"(?:[ !#-\\[\\]-~\u0080-\U0010ffff]|\\\\[ -~])*"')
+_QUOTED_LOCAL_PART = re.compile('"(?:[ !#-\\[\\]-~\u0080-\U0010ffff]|\\\\[ -~])*"')
 _IPV4 = re.compile(r"(?:(?:[01]?[0-9]{1,2}|2[0-4][0-9]|25[0-5])(?:\.(?!$)|$)){4}")
 _IDN_DOTS = re.compile("[.\u3002\uff0e\uff61]")
 _REGEX_TOKEN = re.compile(
@@ -27,7 +27,7 @@ _REGEX_TOKEN = re.compile(
 
 
 def full_match(expression: re.Pattern[str], value: str) -> bool:
-    """Return whether an expression matches the whole of a value."""
+    """Return whether an expression matches a whole value."""
     return expression.fullmatch(value) is not None
 
 
@@ -37,7 +37,7 @@ def is_time(value: str) -> bool:
 
 
 def is_date_time(value: str) -> bool:
-    """Return whether a string is a date-time of RFC 3339. A leap second must end a UTC month."""
+    """Return whether a string is a date-time of RFC 3339. A leap second must end a UTC June or December."""
     day = _day(value[:10])
     minutes = _leap_minutes(value[11:]) if value[10:11] in ("T", "t") else False
     if day is None or minutes is False:
@@ -45,10 +45,10 @@ def is_date_time(value: str) -> bool:
     if minutes is None:
         return True
     try:
-        following = day + timedelta(days=minutes // 1440 + 1)  # after the UTC day of the leap second
+        next_day = day + timedelta(days=minutes // 1440 + 1)  # the UTC day after the leap second
     except OverflowError:
         return False
-    return following.day == 1 and following.month in (1, 7)
+    return next_day.day == 1 and next_day.month in (1, 7)
 
 
 def _day(value: str) -> date | None:
@@ -62,7 +62,8 @@ def _day(value: str) -> date | None:
 def _leap_minutes(value: str) -> int | bool | None:
     """Return the UTC time of a leap second, in minutes from the start of the local day.
 
-    None if the time is not a leap second; False if it is not a valid time, or not the end of a UTC day.
+    Returns None if the time is valid but not a leap second. Returns False if the time is invalid, or a leap
+    second that is not at the end of a UTC day.
     """
     parts = _TIME.fullmatch(value)
     if parts is None:
@@ -76,7 +77,7 @@ def _leap_minutes(value: str) -> int | bool | None:
 
 
 def is_hostname(value: str) -> bool:
-    """Return whether a string is a host name of RFC 1123; A-labels must be valid (RFC 5891)."""
+    """Return whether a string is a host name of RFC 1123. Labels with ``xn--`` must be valid (RFC 5891)."""
     return len(value) <= 253 and all(map(_is_ldh_label, value.split(".")))
 
 
@@ -86,11 +87,11 @@ def _is_ldh_label(label: str) -> bool:
     if not label[:4].lower() == "xn--":
         return True
     try:
-        decoded = label[4:].lower().encode().decode("punycode")
-        again = decoded.encode("punycode").decode()
+        decoded_label = label[4:].lower().encode().decode("punycode")
+        reencoded_label = decoded_label.encode("punycode").decode()
     except (UnicodeError, ValueError, OverflowError):
         return False
-    return again == label[4:].lower() and not decoded.isascii() and is_u_label(decoded)
+    return reencoded_label == label[4:].lower() and not decoded_label.isascii() and is_u_label(decoded_label)
 
 
 def is_idn_hostname(value: str) -> bool:
@@ -122,7 +123,7 @@ def is_idn_email(value: str) -> bool:
     local, at, domain = value.rpartition("@")
     if not at or len(local.encode(errors="replace")) > 64 or len(value.encode(errors="replace")) > 254:
         return False
-    if not (_QUOTED if local.startswith('"') else _DOT_STRING).fullmatch(local):
+    if not (_QUOTED_LOCAL_PART if local.startswith('"') else _DOT_STRING).fullmatch(local):
         return False
     if domain.startswith("["):
         return domain.endswith("]") and _is_address(domain[1:-1])
@@ -130,7 +131,7 @@ def is_idn_email(value: str) -> bool:
 
 
 def _is_address(text: str) -> bool:
-    """Return whether a text is an address in the brackets of a mailbox."""
+    """Return whether a text is an address literal of a mailbox, without its brackets."""
     if text[:5].lower() != "ipv6:":
         return _IPV4.fullmatch(text) is not None
     try:
@@ -144,10 +145,10 @@ def _is_address(text: str) -> bool:
 
 def is_regex(value: str) -> bool:
     """Return whether a string is a regular expression of ECMA 262."""
-    at = groups = highest = 0
+    at = groups = highest_reference = 0
     depth = 0
     names: set[str] = set()
-    referred: set[str] = set()
+    referenced_names: set[str] = set()
     can_repeat = False
     while at < len(value):
         if value[at] == "[":
@@ -181,11 +182,11 @@ def is_regex(value: str) -> bool:
             if depth < 0:
                 return False
         elif token.startswith("\\k"):
-            referred.add(token[3:-1])
+            referenced_names.add(token[3:-1])
         elif token[0] == "\\" and token[1] in "123456789":
-            highest = max(highest, int(token[1:]))
+            highest_reference = max(highest_reference, int(token[1:]))
         can_repeat = token not in ("^", "$", "|", "\\b", "\\B") and token[0] != "("
-    return depth == 0 and highest <= groups and referred <= names
+    return depth == 0 and highest_reference <= groups and referenced_names <= names
 
 
 def _is_ordered(quantifier: str) -> bool:
@@ -194,9 +195,9 @@ def _is_ordered(quantifier: str) -> bool:
 
 
 def _class_end(value: str, at: int) -> int:
-    """Return the index after a class; -1 if the class is not valid."""
+    """Return the index after a character class that begins before `at`; -1 if the class is invalid."""
     at += value[at : at + 1] == "^"
-    before: int | None = None  # the possible first character of a range
+    previous: int | None = None  # last character, which may be the first of a range
     in_range = False
     while at < len(value) and value[at] != "]":
         token = match.group() if (match := _REGEX_TOKEN.match(value, at)) else ""
@@ -204,18 +205,18 @@ def _class_end(value: str, at: int) -> int:
         if token == "\\" or token[:2] in ("\\k", "\\B") or re.match(r"\\[1-9]", token):
             return -1
         at += len(token)
-        if token == "-" and before is not None and value[at : at + 1] not in ("]", ""):
+        if token == "-" and previous is not None and value[at : at + 1] not in ("]", ""):
             in_range = True
             continue
         point = _point(token)
-        if in_range and (point is None or before is None or point < before):
+        if in_range and (point is None or previous is None or point < previous):
             return -1
-        before, in_range = (None, False) if in_range else (point, False)
+        previous, in_range = (None, False) if in_range else (point, False)
     return at + 1 if at < len(value) else -1
 
 
 def _point(token: str) -> int | None:
-    """Return the single character of a class member; None for several characters."""
+    """Return the code point of a class member; None if the member stands for several characters."""
     if len(token) == 1:
         return ord(token)
     if token[1] in "dDwWsSpP":

@@ -1,7 +1,7 @@
-"""String formats: an expression for grammars, and a check of values, for each format.
+"""String formats. Each has a regular expression for grammars and a check of values.
 
-An expression matches only values of the format. If the whole format would need too large a grammar, the
-expression excludes the values that the comments name; `has_format` accepts them.
+An expression matches only values of the format. If the expression of all values would give too large a
+grammar, it excludes the values that the comments name. `has_format` accepts the excluded values too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MONTHS = "(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1
 _LEAP = "[0-9]{2}(?:0[48]|[2468][048]|[13579][26])-02-29"
 _LEAP_CENTURY = "(?:0[48]|[2468][048]|[13579][26])00-02-29"
 _YEAR = (
-    "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"  # not 0000, which Python's dates do not support
+    "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"  # not 0000, which Python's date does not support
 )
 _DATE = f"(?:{_YEAR}-{_MONTHS}|02-(?:0[1-9]|1[0-9]|2[0-8]))|{_LEAP}|{_LEAP_CENTURY})"
 _HOUR_MINUTE = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
@@ -30,15 +30,18 @@ _TIME = f"{_HOUR_MINUTE}:[0-5][0-9]{_FRACTION}(?:[Zz]|[+-]{_HOUR_MINUTE})"
 
 
 def _leap_seconds() -> tuple[str, str]:
-    """Return expressions of leap seconds, local times equal to 23:59:60 UTC: on the UTC day and on the next
-    day. Offsets are multiples of half an hour."""
-    same = [f"23:59:60{_FRACTION}(?:[Zz]|[+-]00:00)"]
-    following = [f"{hour:02}:29:60{_FRACTION}\\+{hour:02}:30" for hour in range(24)]
+    """Return two expressions of local times equal to 23:59:60 UTC, a leap second.
+
+    The local day is the UTC day in the first, and the next day in the second. Offsets are multiples of half
+    an hour.
+    """
+    same_day = [f"23:59:60{_FRACTION}(?:[Zz]|[+-]00:00)"]
+    next_day = [f"{hour:02}:29:60{_FRACTION}\\+{hour:02}:30" for hour in range(24)]
     for hour in range(23):
-        same.append(f"{hour:02}:59:60{_FRACTION}-{23 - hour:02}:00")
-        following.append(f"{hour:02}:59:60{_FRACTION}\\+{hour + 1:02}:00")
-    same += [f"{hour:02}:29:60{_FRACTION}-{23 - hour:02}:30" for hour in range(24)]
-    return "|".join(same), "|".join(following)
+        same_day.append(f"{hour:02}:59:60{_FRACTION}-{23 - hour:02}:00")
+        next_day.append(f"{hour:02}:59:60{_FRACTION}\\+{hour + 1:02}:00")
+    same_day += [f"{hour:02}:29:60{_FRACTION}-{23 - hour:02}:30" for hour in range(24)]
+    return "|".join(same_day), "|".join(next_day)
 
 
 _SAME_DAY, _NEXT_DAY = _leap_seconds()
@@ -61,20 +64,24 @@ _GROUP = "[0-9A-Fa-f]{1,4}"
 
 
 def _ipv6(groups: int) -> str:
-    """Return IPv6 addresses (RFC 4291, 2.2) with at most ``groups`` groups next to ``::``."""
+    """Return an expression of IPv6 addresses (RFC 4291, 2.2).
 
-    def more(left: int) -> str:
+    Args:
+        groups: maximum number of groups in an address that contains ``::``.
+    """
+
+    def more_groups(left: int) -> str:
         """Return the expression after a group that follows ``::``."""
         if left == 0:
             return ""
-        options = f"{_GROUP}{more(left - 1)}" + (f"|{_IPV4}" if left >= 2 else "")
+        options = f"{_GROUP}{more_groups(left - 1)}" + (f"|{_IPV4}" if left >= 2 else "")
         return f"(?::(?:{options}))?"
 
-    def shortened(left: int) -> str:
+    def shortened_address(left: int) -> str:
         """Return the expression after ``::``."""
         if left == 0:
             return ""
-        return f"(?:{_GROUP}{more(left - 1)}" + (f"|{_IPV4}" if left >= 2 else "") + ")?"
+        return f"(?:{_GROUP}{more_groups(left - 1)}" + (f"|{_IPV4}" if left >= 2 else "") + ")?"
 
     def after(count: int) -> str:
         """Return the expression after ``count`` groups at the start."""
@@ -82,19 +89,22 @@ def _ipv6(groups: int) -> str:
             return ""
         options = [f"{_GROUP}{after(count + 1)}"]
         if count <= groups:
-            options.append(f":{shortened(groups - count)}")
+            options.append(f":{shortened_address(groups - count)}")
         if count == 6:
             options.append(_IPV4)
         return f":(?:{'|'.join(options)})"
 
-    return f"(?:::{shortened(groups)}|{_GROUP}{after(1)})"
+    return f"(?:::{shortened_address(groups)}|{_GROUP}{after(1)})"
 
 
 _IPV6 = _ipv6(7)
 
 
 def _label(max_count: int) -> str:
-    """Return a label of a host name (RFC 1123) without hyphens at both positions 3 and 4 (RFC 5891)."""
+    """Return an expression of host name labels (RFC 1123) with at most `max_count` characters.
+
+    Hyphens at both positions 3 and 4 are excluded (RFC 5891).
+    """
     return (
         "[A-Za-z0-9](?:[A-Za-z0-9-]{0,2}[A-Za-z0-9]"
         f"|[A-Za-z0-9-](?:[A-Za-z0-9][A-Za-z0-9-]|-[A-Za-z0-9])[A-Za-z0-9-]{{0,{max_count - 5}}}[A-Za-z0-9])?"
@@ -106,29 +116,29 @@ _HOST = (
     f"(?:{_label(63)}(?:\\.{_label(63)}){{0,2}}(?:\\.{_label(61)})?"
     f"|{_label(63)}(?:\\.{_label(26)}){{0,7}}|{_label(15)}(?:\\.{_label(15)}){{0,14}})"
 )
-_MAIL_HOST = (  # 189 characters, so that an address has at most 254 (RFC 5321, 4.5.3.1.3)
+_MAIL_HOST = (  # at most 189 characters, so that an address has at most 254 (RFC 5321, 4.5.3.1.3)
     f"(?:{_label(63)}(?:\\.{_label(62)}){{0,2}}|{_label(63)}(?:\\.{_label(17)}){{0,7}}"
     f"|{_label(15)}(?:\\.{_label(15)}){{0,10}})"
 )
-_LITERAL = f"\\[(?:{_IPV4}|[Ii][Pp][Vv]6:{_ipv6(6)})\\]"
+_ADDRESS_LITERAL = f"\\[(?:{_IPV4}|[Ii][Pp][Vv]6:{_ipv6(6)})\\]"
 _ATOM = "[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]"
 # Excluded: local parts of more than 32 characters with several dots that are longer than all of these.
-_LOCAL = f"(?:{_ATOM}{{1,64}}|{_ATOM}(?:\\.?{_ATOM}){{0,31}}|{_ATOM}{{1,31}}\\.{_ATOM}{{1,32}})"
-_QUOTED = '"(?:[ !#-\\[\\]-~]|\\\\[ -~]){0,31}"'  # of at most 64 characters
-_EMAIL = f"(?:{_LOCAL}|{_QUOTED})@(?:{_MAIL_HOST}|{_LITERAL})"
+_LOCAL_PART = f"(?:{_ATOM}{{1,64}}|{_ATOM}(?:\\.?{_ATOM}){{0,31}}|{_ATOM}{{1,31}}\\.{_ATOM}{{1,32}})"
+_QUOTED_LOCAL_PART = '"(?:[ !#-\\[\\]-~]|\\\\[ -~]){0,31}"'  # a local part of at most 64 characters
+_EMAIL = f"(?:{_LOCAL_PART}|{_QUOTED_LOCAL_PART})@(?:{_MAIL_HOST}|{_ADDRESS_LITERAL})"
 
 # Letters of many scripts that IDNA 2008 allows without conditions. All others are excluded.
 _LETTERS = (
     "\u00df-\u00f6\u00f8-\u00ff\u03b1-\u03c1\u03c3-\u03ce\u0430-\u045f\u0561-\u0586\u0905-\u0939\u0e01-\u0e2e\u0e40-\u0e44"
     "\u10d0-\u10f0\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3"
 )
-_MARKS = "\u093e-\u094d\u0e30-\u0e32\u0e34-\u0e3a\u0e45-\u0e4e"  # cannot begin a label
+_MARKS = "\u093e-\u094d\u0e30-\u0e32\u0e34-\u0e3a\u0e45-\u0e4e"  # combining marks, which cannot begin a label
 _RIGHT_TO_LEFT = "\u05d0-\u05ea\u0621-\u063a\u0641-\u064a\u067e\u0686\u0698\u06a9\u06af\u06cc"
-_MIXED = f"[{_LETTERS}][a-z0-9]{{0,4}}(?:-[a-z0-9]{{1,4}})?"
-_ONE = f"(?:[a-z0-9]{{1,16}}-?)?[{_LETTERS}][a-z0-9]{{0,16}}(?:-[a-z0-9]{{1,14}})?"
-_U_LABEL = (  # of at most 63 octets in its ASCII form
+_LETTER_GROUP = f"[{_LETTERS}][a-z0-9]{{0,4}}(?:-[a-z0-9]{{1,4}})?"
+_ONE_LETTER_LABEL = f"(?:[a-z0-9]{{1,16}}-?)?[{_LETTERS}][a-z0-9]{{0,16}}(?:-[a-z0-9]{{1,14}})?"
+_U_LABEL = (  # labels of at most 63 octets in their ASCII form
     f"(?:[a-z0-9{_LETTERS}][a-z0-9{_LETTERS}{_MARKS}]{{0,8}}[{_LETTERS}{_MARKS}]"
-    f"|(?:[a-z0-9]{{1,8}}-?)?{_MIXED}(?:-?{_MIXED}){{0,2}}|{_ONE}|[{_RIGHT_TO_LEFT}]{{1,10}})"
+    f"|(?:[a-z0-9]{{1,8}}-?)?{_LETTER_GROUP}(?:-?{_LETTER_GROUP}){{0,2}}|{_ONE_LETTER_LABEL}|[{_RIGHT_TO_LEFT}]{{1,10}})"
 )
 _IDN_LABEL = f"(?:{_label(63)}|{_U_LABEL})"
 _IDN_HOST = f"(?:{_HOST}|{_IDN_LABEL}(?:\\.{_IDN_LABEL}){{0,2}})"
@@ -140,47 +150,54 @@ _IDN_EMAIL = (
 
 # -- URIs (RFC 3986) and IRIs (RFC 3987) -----------------------------------------------------------------
 
-_UNRESERVED = "A-Za-z0-9._~"  # and -, which goes last in a class
+_UNRESERVED = "A-Za-z0-9._~"  # also -, which is added at the end of each class
 _SUB_DELIMS = "!$&'()*+,;="
-_ESCAPED = "%[0-9A-Fa-f]{2}"
+_PERCENT_ESCAPE = "%[0-9A-Fa-f]{2}"
 # Excludes the directional marks, which RFC 3987 forbids.
-_UCS = (
+_UCS_CHARACTERS = (
     "\u00a0-\u200d\u2010-\u2029\u202f-\ud7ff\uf900-\ufdcf\ufdf0-\uffef"
     + "".join(f"{chr(plane << 16)}-{chr((plane << 16) + 0xFFFD)}" for plane in range(1, 14))
     + f"{chr(0xE1000)}-{chr(0xEFFFD)}"
 )
-_PRIVATE = f"\ue000-\uf8ff{chr(0xF0000)}-{chr(0xFFFFD)}{chr(0x100000)}-{chr(0x10FFFD)}"
+_PRIVATE_USE = f"\ue000-\uf8ff{chr(0xF0000)}-{chr(0xFFFFD)}{chr(0x100000)}-{chr(0x10FFFD)}"
 
 
-def _some(characters: str) -> str:
-    """Return any number of these characters and of percent-encoded ones."""
-    return f"[{characters}-]*(?:{_ESCAPED}[{characters}-]*)*"
+def _any_number(characters: str) -> str:
+    """Return an expression of any number of these characters and of percent-encoded characters."""
+    return f"[{characters}-]*(?:{_PERCENT_ESCAPE}[{characters}-]*)*"
 
 
-def _uri(more: str, in_query: str, *, is_reference: bool, is_simple: bool = False) -> str:
-    """Return URIs. ``more`` and ``in_query`` are additional characters of IRIs, everywhere or in the query.
+def _uri(iri_characters: str, query_characters: str, *, is_reference: bool, is_simple: bool = False) -> str:
+    """Return an expression of URIs or IRIs.
 
-    Simple URIs have no address in brackets.
+    Args:
+        iri_characters: additional characters of IRIs.
+        query_characters: additional characters in the query of IRIs.
+        is_reference: whether relative references match too.
+        is_simple: whether hosts that are IP addresses in brackets are excluded.
     """
-    plain = f"{_UNRESERVED}{_SUB_DELIMS}{more}"
+    unescaped = f"{_UNRESERVED}{_SUB_DELIMS}{iri_characters}"
     host_bracket = f"\\[(?:{_IPV6}|[Vv][0-9A-Fa-f]+\\.[{_UNRESERVED}{_SUB_DELIMS}:-]+)\\]"
-    host = _some(plain) if is_simple else f"(?:{host_bracket}|{_some(plain)})"
-    authority = f"(?:{_some(plain + ':')}@)?{host}(?::[0-9]*)?"
-    path = _some(f"{plain}:@/")
-    first = f"(?:[{plain}:@-]|{_ESCAPED})"
-    rooted = f"/(?:/{authority}(?:/{path})?|{first}{path})?"
-    tail = f"(?:\\?{_some(f'{plain}{in_query}:@/?')})?(?:#{_some(f'{plain}:@/?')})?"
-    absolute = f"[A-Za-z][A-Za-z0-9+.-]*:(?:{rooted}|{first}{path})?"
+    host = _any_number(unescaped) if is_simple else f"(?:{host_bracket}|{_any_number(unescaped)})"
+    authority = f"(?:{_any_number(unescaped + ':')}@)?{host}(?::[0-9]*)?"
+    path = _any_number(f"{unescaped}:@/")
+    first_character = f"(?:[{unescaped}:@-]|{_PERCENT_ESCAPE})"
+    absolute_path = f"/(?:/{authority}(?:/{path})?|{first_character}{path})?"
+    tail = (
+        f"(?:\\?{_any_number(f'{unescaped}{query_characters}:@/?')})?(?:#{_any_number(f'{unescaped}:@/?')})?"
+    )
+    absolute = f"[A-Za-z][A-Za-z0-9+.-]*:(?:{absolute_path}|{first_character}{path})?"
     if not is_reference:
         return f"{absolute}{tail}"
-    no_scheme = f"(?:[{plain}@-]|{_ESCAPED}){_some(f'{plain}@')}(?:/{path})?"
-    return f"(?:{absolute}|{rooted}|{no_scheme})?{tail}"
+    no_scheme = f"(?:[{unescaped}@-]|{_PERCENT_ESCAPE}){_any_number(f'{unescaped}@')}(?:/{path})?"
+    return f"(?:{absolute}|{absolute_path}|{no_scheme})?{tail}"
 
 
 # RFC 6570, without the operators that are reserved for extensions.
-_VARIABLE = f"(?:[A-Za-z0-9_]|{_ESCAPED})(?:\\.?(?:[A-Za-z0-9_]|{_ESCAPED}))*(?::[1-9][0-9]{{0,3}}|\\*)?"
-_IN_TEMPLATE = f"!#$&(-;=?-\\[\\]_a-z~{_UCS}{_PRIVATE}"
-_TEMPLATE = f"(?:[{_IN_TEMPLATE}]|{_ESCAPED}|\\{{[+#./;?&]?{_VARIABLE}(?:,{_VARIABLE})*\\}})*"
+_NAME_CHARACTER = f"(?:[A-Za-z0-9_]|{_PERCENT_ESCAPE})"
+_VARIABLE = f"{_NAME_CHARACTER}(?:\\.?{_NAME_CHARACTER})*(?::[1-9][0-9]{{0,3}}|\\*)?"
+_IN_TEMPLATE = f"!#$&(-;=?-\\[\\]_a-z~{_UCS_CHARACTERS}{_PRIVATE_USE}"
+_TEMPLATE = f"(?:[{_IN_TEMPLATE}]|{_PERCENT_ESCAPE}|\\{{[+#./;?&]?{_VARIABLE}(?:,{_VARIABLE})*\\}})*"
 
 # RFC 6901.
 _POINTER = "(?:/[^/~]*(?:~[01][^/~]*)*)*"
@@ -200,8 +217,8 @@ SUPPORTED: Mapping[str, str] = {
     "uri": _uri("", "", is_reference=False),
     "uri-reference": _uri("", "", is_reference=True),
     "uri-template": _TEMPLATE,
-    "iri": _uri(_UCS, _PRIVATE, is_reference=False),
-    "iri-reference": _uri(_UCS, _PRIVATE, is_reference=True),
+    "iri": _uri(_UCS_CHARACTERS, _PRIVATE_USE, is_reference=False),
+    "iri-reference": _uri(_UCS_CHARACTERS, _PRIVATE_USE, is_reference=True),
     "json-pointer": _POINTER,
     "relative-json-pointer": f"(?:0|[1-9][0-9]*)(?:#|{_POINTER})",
 }
@@ -214,19 +231,25 @@ SIMPLE: Mapping[str, tuple[str, int | None]] = {
     "date-time": (f"{_DATE}[Tt]{_TIME}", None),
     "uri": (_uri("", "", is_reference=False, is_simple=True), None),
     "uri-reference": (_uri("", "", is_reference=True, is_simple=True), None),
-    "iri": (_uri(_UCS, _PRIVATE, is_reference=False, is_simple=True), None),
-    "iri-reference": (_uri(_UCS, _PRIVATE, is_reference=True, is_simple=True), None),
+    "iri": (_uri(_UCS_CHARACTERS, _PRIVATE_USE, is_reference=False, is_simple=True), None),
+    "iri-reference": (_uri(_UCS_CHARACTERS, _PRIVATE_USE, is_reference=True, is_simple=True), None),
     "hostname": (_LONG_HOST, 63),
     "idn-hostname": (_LONG_HOST, 63),
     "email": (f"{_ATOM}+(?:\\.{_ATOM}+)*@{_LONG_HOST}", 63),
     "idn-email": (f"{_ATOM}+(?:\\.{_ATOM}+)*@{_LONG_HOST}", 63),
 }
-"""Smaller expressions of most values of a format, for grammars that combine it with other bounds. Each is
-valid up to a given string length.
+"""Format -> (smaller expression, maximum string length up to which all its matches are valid).
+
+Grammars that combine a format with other conditions use these expressions. Some valid values do not match.
+A maximum length of
+None means that all matches are valid.
 """
 
 UNSUPPORTED = frozenset({"regex"})
-"""Further formats of the standard, tested only on values of enum and const. Other names are annotations."""
+"""Formats of the standard without an expression. Only values of enum and const are checked.
+
+Formats that the standard does not define are annotations.
+"""
 
 _CHECKS: Mapping[str, Callable[[str], bool]] = {
     "time": format_checks.is_time,
@@ -247,7 +270,12 @@ def format_tree(name: str) -> RegexNode:
 
 @cache
 def simple_tree(name: str, max_count: int | None) -> RegexNode | None:
-    """Return a smaller expression of a format for strings up to a length; None if there is none."""
+    """Return the expression of a format in `SIMPLE`; None if some of its matches may be invalid.
+
+    Args:
+        name: the format.
+        max_count: maximum length of the matches; None means unbounded.
+    """
     expression, longest = SIMPLE.get(name, ("", 0))
     if longest is not None and (max_count is None or max_count > longest):
         return None
@@ -255,7 +283,7 @@ def simple_tree(name: str, max_count: int | None) -> RegexNode | None:
 
 
 @cache
-def _compiled(name: str) -> re.Pattern[str]:
+def _compiled_pattern(name: str) -> re.Pattern[str]:
     return re.compile(SUPPORTED[name])
 
 
@@ -263,4 +291,4 @@ def has_format(name: str, value: str) -> bool:
     """Return whether a string has a format. Formats that the standard does not define accept all strings."""
     if name in _CHECKS:
         return _CHECKS[name](value)
-    return name not in SUPPORTED or full_match(_compiled(name), value)
+    return name not in SUPPORTED or full_match(_compiled_pattern(name), value)

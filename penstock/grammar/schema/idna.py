@@ -4,37 +4,44 @@ from __future__ import annotations
 
 import unicodedata
 
-# RFC 5892, 2.6.
-_ALWAYS = {0xDF, 0x3C2, 0x6FD, 0x6FE, 0xF0B, 0x3007}
-_NEVER = {0x640, 0x7FA, 0x302E, 0x302F, *range(0x3031, 0x3036), 0x303B}
+# Exceptions of RFC 5892, 2.6: always valid and never valid.
+_ALWAYS_VALID = {0xDF, 0x3C2, 0x6FD, 0x6FE, 0xF0B, 0x3007}
+_NEVER_VALID = {0x640, 0x7FA, 0x302E, 0x302F, *range(0x3031, 0x3036), 0x303B}
 _OLD_HANGUL = [(0x1100, 0x11FF), (0xA960, 0xA97C), (0xD7B0, 0xD7FB)]
-_IGNORED = [(0xFE00, 0xFE0F), (0x180B, 0x180F), (0xE0000, 0xE0FFF), (0x20D0, 0x20FF), (0x1D100, 0x1D1FF)]
+_EXCLUDED_RANGES = [
+    (0xFE00, 0xFE0F),
+    (0x180B, 0x180F),
+    (0xE0000, 0xE0FFF),
+    (0x20D0, 0x20FF),
+    (0x1D100, 0x1D1FF),
+]
 
 
 def is_u_label(label: str) -> bool:
     """Return whether a label with non-ASCII characters may be registered (RFC 5891, 4.2).
 
-    Joiners are allowed only after a virama, which is stricter than RFC 5892 for the non-joiner.
+    Zero-width joiners and non-joiners are allowed only after a virama. RFC 5892 also allows some other
+    non-joiners.
     """
     if not label or label.startswith("-") or label.endswith("-") or label[2:4] == "--":
         return False
     if unicodedata.normalize("NFC", label) != label or unicodedata.category(label[0]).startswith("M"):
         return False
-    return all(_is_allowed(label, place) for place in range(len(label))) and _has_direction(label)
+    return all(_is_allowed(label, index) for index in range(len(label))) and _has_direction(label)
 
 
-def _is_allowed(label: str, place: int) -> bool:
-    char = label[place]
+def _is_allowed(label: str, index: int) -> bool:
+    char = label[index]
     point = ord(char)
-    before, after = label[place - 1 : place], label[place + 1 : place + 2]
+    previous_char, next_char = label[index - 1 : index], label[index + 1 : index + 2]
     if point in (0x200C, 0x200D):
-        return bool(before) and unicodedata.combining(before) == 9
+        return bool(previous_char) and unicodedata.combining(previous_char) == 9
     if point == 0xB7:
-        return before == after == "l"
+        return previous_char == next_char == "l"
     if point == 0x375:
-        return "GREEK" in unicodedata.name(after, "") if after else False
+        return "GREEK" in unicodedata.name(next_char, "") if next_char else False
     if point in (0x5F3, 0x5F4):
-        return bool(before) and "HEBREW" in unicodedata.name(before, "")
+        return bool(previous_char) and "HEBREW" in unicodedata.name(previous_char, "")
     if point == 0x30FB:
         words = ("HIRAGANA", "KATAKANA", "CJK UNIFIED", "IDEOGRAPHIC")
         return any(
@@ -48,30 +55,30 @@ def _is_allowed(label: str, place: int) -> bool:
 
 
 def _is_valid(char: str) -> bool:
-    """Return whether a character is allowed everywhere (PVALID of RFC 5892)."""
+    """Return whether a character is allowed at all positions of a label (PVALID of RFC 5892)."""
     point = ord(char)
-    if point in _ALWAYS or point in _NEVER:
-        return point in _ALWAYS
+    if point in _ALWAYS_VALID or point in _NEVER_VALID:
+        return point in _ALWAYS_VALID
     if point < 128:
         return char == "-" or char.isdigit() or "a" <= char <= "z"
-    if any(low <= point <= high for low, high in [*_OLD_HANGUL, *_IGNORED]):
+    if any(low <= point <= high for low, high in [*_OLD_HANGUL, *_EXCLUDED_RANGES]):
         return False
     if unicodedata.category(char) not in ("Ll", "Lu", "Lo", "Nd", "Lm", "Mn", "Mc"):
         return False
-    folded = unicodedata.normalize("NFKC", char).casefold()
-    return unicodedata.normalize("NFKC", folded) == char
+    folded_char = unicodedata.normalize("NFKC", char).casefold()
+    return unicodedata.normalize("NFKC", folded_char) == char
 
 
 def _has_direction(label: str) -> bool:
-    """Return whether a label satisfies the rules for writing directions (RFC 5893)."""
-    kinds = [unicodedata.bidirectional(char) for char in label]
-    if not {"R", "AL", "AN"} & set(kinds):
+    """Return whether a label satisfies the bidi rule of RFC 5893."""
+    directions = [unicodedata.bidirectional(char) for char in label]
+    if not {"R", "AL", "AN"} & set(directions):
         return True
-    last = next((kind for kind in reversed(kinds) if kind != "NSM"), "")
-    allowed = {"R", "AL", "AN", "EN", "ES", "CS", "ET", "ON", "BN", "NSM"}
+    last = next((direction for direction in reversed(directions) if direction != "NSM"), "")
+    allowed_classes = {"R", "AL", "AN", "EN", "ES", "CS", "ET", "ON", "BN", "NSM"}
     return (
-        kinds[0] in ("R", "AL")
-        and set(kinds) <= allowed
+        directions[0] in ("R", "AL")
+        and set(directions) <= allowed_classes
         and last in ("R", "AL", "EN", "AN")
-        and not {"EN", "AN"} <= set(kinds)
+        and not {"EN", "AN"} <= set(directions)
     )

@@ -1,4 +1,4 @@
-"""Intersects shapes, and tests values against shapes."""
+"""Computes intersections of shapes, and tests whether values match shapes."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ MAX_SHAPES = 1000
 def intersect_all(
     schemas: Schemas, first: Sequence[Shape], second: Sequence[Shape], node: SchemaNode
 ) -> list[Shape]:
-    """Return the intersection of two unions of shapes."""
+    """Return the intersection of two unions of shapes, as a union of shapes."""
     return union([_intersections(schemas, first, second)], node)
 
 
 def _intersections(schemas: Schemas, first: Sequence[Shape], second: Sequence[Shape]) -> Iterator[Shape]:
-    listed = {identity(b.value) for b in second if isinstance(b, Literal)}
+    literals = {identity(b.value) for b in second if isinstance(b, Literal)}
     non_literals = [b for b in second if not isinstance(b, Literal)]
     for a in first:
-        if isinstance(a, Literal):  # avoids comparing all pairs of long lists
-            if identity(a.value) in listed or any(has_shape(schemas, b, a.value) for b in non_literals):
+        if isinstance(a, Literal):  # linear time for long lists of literals
+            if identity(a.value) in literals or any(has_shape(schemas, b, a.value) for b in non_literals):
                 yield a
         else:
-            yield from (met for b in second if (met := _intersect(schemas, a, b)) is not None)
+            yield from (common for b in second if (common := _intersect(schemas, a, b)) is not None)
 
 
 def union(options: Sequence[Iterable[Shape]], node: SchemaNode) -> list[Shape]:
-    """Return all shapes of several lists, without duplicate values."""
+    """Return the shapes of several unions as one union, without duplicate literals."""
     result: list[Shape] = []
     literals: set[object] = set()
     for shape in (shape for option in options for shape in option):
@@ -80,7 +80,7 @@ def _intersect(schemas: Schemas, a: Shape, b: Shape) -> Shape | None:
         items = both(a.items, b.items)
         unique_at = a.unique_at or b.unique_at
         return Array(
-            prefix, items, max(a.min_count, b.min_count), _smaller(a.max_count, b.max_count), unique_at
+            prefix, items, max(a.min_count, b.min_count), _min_bound(a.max_count, b.max_count), unique_at
         )
     if isinstance(a, Object) and isinstance(b, Object):
         return _intersect_objects(a, b)
@@ -88,25 +88,25 @@ def _intersect(schemas: Schemas, a: Shape, b: Shape) -> Shape | None:
 
 
 def intersect_strings(a: StringShape, b: StringShape) -> StringShape:
-    """Return the strings in both shapes."""
+    """Return the shape of the strings that are in both shapes."""
     conditions = tuple(dict.fromkeys((*a.conditions, *b.conditions)))
-    return StringShape(max(a.min_count, b.min_count), _smaller(a.max_count, b.max_count), conditions)
+    return StringShape(max(a.min_count, b.min_count), _min_bound(a.max_count, b.max_count), conditions)
 
 
 def _intersect_objects(a: Object, b: Object) -> Object:
-    for one, other in ((a, b), (b, a)):
-        if one.names is not None and (other.properties or other.required or other.restricts_others):
+    for first, second in ((a, b), (b, a)):
+        if first.names is not None and (second.properties or second.required or second.restricts_additional):
             reason = "not together with propertyNames, nor with a second schema of the same object"
-            raise UnsupportedSchemaError("patternProperties", one.minimum_at, reason)
+            raise UnsupportedSchemaError("patternProperties", first.minimum_at, reason)
     names = [*a.properties, *(name for name in b.properties if name not in a.properties)]
     return Object(
         {name: both(a.property(name), b.property(name)) for name in names},
         a.required | b.required,
-        both(a.others, b.others),
-        a.restricts_others or b.restricts_others,
+        both(a.additional_properties, b.additional_properties),
+        a.restricts_additional or b.restricts_additional,
         a.names or b.names,
         max(a.min_count, b.min_count),
-        _smaller(a.max_count, b.max_count),
+        _min_bound(a.max_count, b.max_count),
         a.minimum_at if a.min_count >= b.min_count else b.minimum_at,
     )
 
@@ -116,7 +116,7 @@ def has_shape(schemas: Schemas, shape: Shape, value: object) -> bool:
     if isinstance(shape, Literal):
         return bool(identity(shape.value) == identity(value))
     if isinstance(shape, Numeric):
-        return is_number(value) and _fits(shape, decimal_of(value))
+        return is_number(value) and _is_in_numeric_shape(shape, decimal_of(value))
     if isinstance(shape, StringShape):
         return isinstance(value, str) and (
             shape.min_count <= len(value) <= or_infinity(shape.max_count)
@@ -126,17 +126,17 @@ def has_shape(schemas: Schemas, shape: Shape, value: object) -> bool:
         return isinstance(value, list) and (
             shape.min_count <= len(value) <= or_infinity(shape.max_count)
             and (shape.unique_at is None or are_unique(value))
-            and all(schemas.accepts(shape.item(i), one) for i, one in enumerate(value))
+            and all(schemas.accepts(shape.item(i), item) for i, item in enumerate(value))
         )
     return isinstance(value, dict) and (
         shape.required <= value.keys()
         and shape.min_count <= len(value) <= or_infinity(shape.max_count)
-        and all(_has_property(schemas, shape, name, one) for name, one in value.items())
+        and all(_has_property(schemas, shape, name, member) for name, member in value.items())
     )
 
 
 def satisfies(condition: Condition, value: str) -> bool:
-    """Return whether a string satisfies a pattern or a format."""
+    """Return whether a string satisfies a condition."""
     if condition.format is not None:
         return has_format(condition.format, value)
     return regex.matches(condition.tree, value) != condition.is_negated
@@ -148,17 +148,17 @@ def _has_property(schemas: Schemas, shape: Object, name: str, value: object) -> 
     return schemas.accepts(shape.property(name), value)
 
 
-def _fits(shape: Numeric, value: Decimal) -> bool:
+def _is_in_numeric_shape(shape: Numeric, value: Decimal) -> bool:
     if not shape.bounds.contains(value):
         return False
-    whole = int(value)  # Decimal's % is limited to 28 digits
-    return not shape.is_integer or (value == whole and whole % shape.multiple_of == 0)
+    integer = int(value)  # an int, because Decimal's % is limited to 28 digits
+    return not shape.is_integer or (value == integer and integer % shape.multiple_of == 0)
 
 
-def _smaller(a: int | None, b: int | None) -> int | None:
+def _min_bound(a: int | None, b: int | None) -> int | None:
     return b if a is None else a if b is None else min(a, b)
 
 
 def or_infinity(max_count: int | None) -> float:
-    """Return the bound for comparisons, with infinity for None."""
+    """Return a maximum count as a number for comparisons: infinity for None."""
     return math.inf if max_count is None else max_count

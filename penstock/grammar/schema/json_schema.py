@@ -1,7 +1,7 @@
 """Converts JSON schemas to EBNF. The grammar accepts only valid JSON that satisfies the schema.
 
-The grammar allows fewer spellings than the schema (`schema_ebnf` lists the differences). It never allows
-more: a keyword that cannot be enforced is refused (`reader`).
+The grammar does not accept all spellings of all values (`schema_ebnf` lists the differences). It never
+accepts a value that the schema does not allow: `reader` refuses keywords that cannot be enforced.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from penstock.errors import InputError, UnsupportedSchemaError
 from penstock.grammar.schema.ebnf import NOTHING, EbnfRules, choice, literal, repeated, sequence
 from penstock.grammar.schema.members import Members
 from penstock.grammar.schema.numbers import integers_between, numbers_between
-from penstock.grammar.schema.productive import Productive, is_possible
 from penstock.grammar.schema.reader import Reader
+from penstock.grammar.schema.satisfiability import Satisfiability, is_possible
 from penstock.grammar.schema.shapes import (
     Array,
     Conjunction,
@@ -29,18 +29,18 @@ from penstock.grammar.schema.shapes import (
 from penstock.grammar.schema.strings import ESCAPE, StringWriter
 from penstock.grammar.schema.unique import UniqueWriter
 
-_MAX_COUNTED = 200  # maximum properties of an object with minProperties or maxProperties
-_MAX_FACTOR = 100
-_ENUMERATED = 1000
+_MAX_COUNTED = 200  # maximum named properties of an object whose number of properties is bounded
+_MAX_UNBOUNDED_FACTOR = 100
+_MAX_LISTED_MULTIPLES = 1000
 
 
 def schema_ebnf(schema: object, *, compact: bool = False, escaped: str = "") -> str:
     """Return the grammar of a JSON schema. ``root`` is its start rule.
 
-    The grammar is stricter than the schema:
+    The grammar is stricter than the schema in these respects:
 
-    - Properties come in the order of the schema. If the schema names properties and has no rule for
-     other properties, there are no others.
+    - Properties come in the order of the schema. If the schema names properties and does not mention others,
+      there are no others.
     - Integers have no decimal point and no exponent; bounded numbers have no exponent.
     - Names and strings with a pattern use the shortest escapes. Strings with a maximum length above 256 have
      no escapes.
@@ -57,7 +57,7 @@ def schema_ebnf(schema: object, *, compact: bool = False, escaped: str = "") -> 
 
     Raises:
         UnsupportedSchemaError: a keyword is not supported.
-        InputError: this is not a schema, or no value satisfies it.
+        InputError: the schema is malformed, or no value satisfies it.
     """
     return _Writer(Reader(schema), compact, escaped).text()
 
@@ -70,36 +70,36 @@ class _Writer:
         self._strings = StringWriter(self._rules, self._escaped)
         self._space = "" if compact else self._rules.add("space", "[ \\n\\t\\r]{0,20}")
         self._names: dict[tuple[str, ...], str] = {}
-        self._to_write: list[tuple[Conjunction, str]] = []
-        self._productive = Productive(reader)
+        self._pending_rules: list[tuple[Conjunction, str]] = []
+        self._satisfiability = Satisfiability(reader)
 
     def text(self) -> str:
         root = self._reader.root
-        if not self._productive.holds(root):
+        if not self._satisfiability.holds_for(root):
             raise InputError("no value satisfies the JSON schema: its parts exclude each other")
-        top = self._value(root)
-        while self._to_write:
-            conjunction, name = self._to_write.pop()
-            written = [self._shape(shape) for shape in self._reader.shapes(conjunction)]
-            options = [option for option in written if option is not None]
+        root_rule = self._value(root)
+        while self._pending_rules:
+            conjunction, name = self._pending_rules.pop()
+            expressions = [self._shape(shape) for shape in self._reader.shapes(conjunction)]
+            options = [option for option in expressions if option is not None]
             if not options:
                 where = conjunction[0].where
                 raise InputError(f"no value satisfies the JSON schema at {where}: bounds exclude each other")
             self._rules.define(name, choice(options))
-        return self._rules.text(top)
+        return self._rules.text(root_rule)
 
     def _value(self, conjunction: Conjunction) -> str:
-        """Return the rule of a value. The first call writes the rule."""
+        """Return the name of the rule of a value. The first call for a conjunction creates the rule."""
         key = key_of(conjunction)
         name = self._names.get(key)
         if name is None:
             name = self._names[key] = self._rules.reserve("value")
-            self._to_write.append((conjunction, name))
+            self._pending_rules.append((conjunction, name))
         return name
 
     def _shape(self, shape: Shape) -> str | None:
         """Return the expression of a shape; None if no value matches it."""
-        if not self._productive.has(shape):
+        if not self._satisfiability.has_value(shape):
             return None
         if isinstance(shape, Literal):
             return self._literal(shape.value)
@@ -110,22 +110,22 @@ class _Writer:
         return self._array(shape) if isinstance(shape, Array) else self._object(shape)
 
     def _literal(self, value: object) -> str:
-        """Return the expression of one value, with optional white space as for other values."""
+        """Return the expression of a constant value, with the same optional white space as other values."""
         if not isinstance(value, list | dict) or not value:
-            return self._written(value)
+            return self._scalar_text(value)
         space = self._space or NOTHING
         comma = sequence(literal(","), space)
         if isinstance(value, list):
-            inner = f" {comma} ".join(map(self._literal, value))
-            return sequence(literal("["), space, inner, space, literal("]"))
+            elements = f" {comma} ".join(map(self._literal, value))
+            return sequence(literal("["), space, elements, space, literal("]"))
         pairs = [
-            sequence(self._written(name), literal(":"), space, self._literal(one))
-            for name, one in value.items()
+            sequence(self._scalar_text(name), literal(":"), space, self._literal(member))
+            for name, member in value.items()
         ]
         return sequence(literal("{"), space, f" {comma} ".join(pairs), space, literal("}"))
 
-    def _written(self, value: object) -> str:
-        """Return the JSON text of a scalar or a name."""
+    def _scalar_text(self, value: object) -> str:
+        """Return the literal of a scalar, an empty container or a property name."""
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         for point in self._escaped:
             text = text.replace(chr(point), f"{ESCAPE}u{point:04x}")
@@ -144,15 +144,15 @@ class _Writer:
     def _multiples(self, shape: Numeric) -> str | None:
         factor = shape.multiple_of
         low, high = shape.bounds.integers()
-        if low is not None and high is not None and (high - low) // factor <= _ENUMERATED:
+        if low is not None and high is not None and (high - low) // factor <= _MAX_LISTED_MULTIPLES:
             first = -(-low // factor) * factor
             values = [literal(str(value)) for value in range(first, high + 1, factor)]
             return self._rules.add("multiple", choice(values)) if values else None
-        if (low, high) != (None, None) or factor > _MAX_FACTOR:
+        if (low, high) != (None, None) or factor > _MAX_UNBOUNDED_FACTOR:
             assert factor > 1
             reason = (
-                f"{factor} with these bounds: only without bounds and up to {_MAX_FACTOR}, "
-                f"or with both bounds and up to {_ENUMERATED} multiples between them"
+                f"{factor} with these bounds: only without bounds and up to {_MAX_UNBOUNDED_FACTOR}, "
+                f"or with both bounds and up to {_MAX_LISTED_MULTIPLES} multiples between them"
             )
             raise UnsupportedSchemaError("multipleOf", shape.source, reason)
         names = [self._rules.reserve("remainder") for _ in range(factor)]
@@ -170,10 +170,10 @@ class _Writer:
         length = len(shape.prefix)
         max_count = shape.max_count
         for index, item in enumerate(shape.prefix):
-            if not self._productive.holds(item):
+            if not self._satisfiability.holds_for(item):
                 max_count = index if max_count is None else min(max_count, index)
                 break
-        if not self._productive.holds(shape.items):
+        if not self._satisfiability.holds_for(shape.items):
             max_count = length if max_count is None else min(max_count, length)
         if max_count is not None and shape.min_count > max_count:
             return None
@@ -182,21 +182,23 @@ class _Writer:
         comma = sequence(literal(","), self._space or NOTHING)
         if shape.unique_at is not None and (max_count is None or max_count > 1):
             return self._unique(replace(shape, max_count=max_count), comma)
-        # Built from the last item backwards: the expression after each item.
+        # The expression is built backwards. `rest` is the expression after the item at `index`.
         end = length if max_count is None else min(max_count, length)
         rest = NOTHING
         if max_count is None or max_count > length:
-            more = sequence(comma, self._value(shape.items))
-            started = max(length, 1)  # items before the repeated ones
+            further_item = sequence(comma, self._value(shape.items))
+            num_first = max(length, 1)  # number of items before the repeated items
             rest = repeated(
-                more, max(shape.min_count - started, 0), None if max_count is None else max_count - started
+                further_item,
+                max(shape.min_count - num_first, 0),
+                None if max_count is None else max_count - num_first,
             )
         for index in range(end - 1, 0, -1):
-            following = sequence(comma, self._value(shape.prefix[index]), rest)
-            rest = following if shape.min_count > index else repeated(following, 0, 1)
+            next_items = sequence(comma, self._value(shape.prefix[index]), rest)
+            rest = next_items if shape.min_count > index else repeated(next_items, 0, 1)
         first = self._value(shape.item(0))
-        inner = sequence(first, rest, self._space or NOTHING)
-        content = inner if shape.min_count > 0 else repeated(inner, 0, 1)
+        elements = sequence(first, rest, self._space or NOTHING)
+        content = elements if shape.min_count > 0 else repeated(elements, 0, 1)
         return sequence(literal("["), self._space or NOTHING, content, literal("]"))
 
     def _unique(self, shape: Array, comma: str) -> str | None:
@@ -211,30 +213,34 @@ class _Writer:
 
     def _object(self, shape: Object) -> str | None:
         names = [
-            *(name for name in shape.properties if self._productive.holds(shape.property(name))),
+            *(name for name in shape.properties if self._satisfiability.holds_for(shape.property(name))),
             *sorted(shape.required - shape.properties.keys()),
         ]
-        others = None if is_closed(shape) or not self._productive.holds(shape.others) else self._other(shape)
-        counted = shape.min_count > len(shape.required) or shape.max_count is not None
-        if counted and len(names) > _MAX_COUNTED:
+        other_pair = (
+            None
+            if is_closed(shape) or not self._satisfiability.holds_for(shape.additional_properties)
+            else self._other_pair(shape)
+        )
+        is_counted = shape.min_count > len(shape.required) or shape.max_count is not None
+        if is_counted and len(names) > _MAX_COUNTED:
             reason = f"the number of properties is bounded only where at most {_MAX_COUNTED} are named"
             raise UnsupportedSchemaError("minProperties", shape.minimum_at, reason)
-        if shape.min_count > len(names) + (others is not None):
-            if others is None:
+        if shape.min_count > len(names) + (other_pair is not None):
+            if other_pair is None:
                 return None
             reason = "unnamed properties may repeat a name, and count as one: name them in properties"
             raise UnsupportedSchemaError("minProperties", shape.minimum_at, reason)
         space = self._space or NOTHING
-        members = Members(self._rules, shape, names, counted, sequence(literal(","), space), space)
-        pairs = [self._pair(self._written(name), shape.property(name)) for name in names]
-        content = members.write(pairs, others)
+        members = Members(self._rules, shape, names, is_counted, sequence(literal(","), space), space)
+        pairs = [self._pair(self._scalar_text(name), shape.property(name)) for name in names]
+        content = members.write(pairs, other_pair)
         return None if content is None else sequence(literal("{"), space, content, literal("}"))
 
     def _pair(self, name: str, value: Conjunction) -> str:
         return sequence(name, literal(":"), self._space or NOTHING, self._value(value))
 
-    def _other(self, shape: Object) -> str | None:
-        """Return the expression of a property that the schema does not name; None if none is allowed."""
+    def _other_pair(self, shape: Object) -> str | None:
+        """Return the expression of a property that the schema does not name; None if there can be none."""
         if shape.names is not None:
             name = self._strings.text(shape.names) if is_possible(shape.names) else None
             if name is None:
@@ -243,4 +249,4 @@ class _Writer:
             name = sequence(
                 literal('"'), self._strings.new_name(sorted({*shape.properties, *shape.required}))
             )
-        return self._pair(name, shape.others)
+        return self._pair(name, shape.additional_properties)

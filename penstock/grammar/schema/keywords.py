@@ -1,4 +1,4 @@
-"""Reads and checks the values of single JSON schema keywords, and compares JSON values."""
+"""Functions that read and check the value of one JSON schema keyword, or compare JSON values."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _MAX_COUNT = 1_000_000_000
 
 
 def identity(value: object) -> object:
-    """Return a key that is equal for equal JSON values: 1 and 1.0 are equal, 1 and true are not."""
+    """Return a hashable key that is equal for equal JSON values. 1 equals 1.0 but not true."""
     if isinstance(value, dict):
-        return ("object", frozenset((name, identity(one)) for name, one in value.items()))
+        return ("object", frozenset((name, identity(member)) for name, member in value.items()))
     if isinstance(value, list):
         return ("array", tuple(map(identity, value)))
     return (bool if isinstance(value, bool) else None, value)
@@ -43,12 +43,12 @@ def is_number(value: object) -> TypeGuard[int | float]:
 
 
 def decimal_of(value: int | float) -> Decimal:
-    """Return the decimal number of a value's JSON text."""
+    """Return a JSON number as a Decimal with the same digits."""
     return Decimal(repr(value))
 
 
 def number_of(node: SchemaNode, keyword: str) -> Decimal | None:
-    """Return the number of a keyword; None without the keyword."""
+    """Return the number of a keyword; None if the schema does not have the keyword."""
     value = node.schema.get(keyword)
     if value is None and keyword not in node.schema:
         return None
@@ -61,7 +61,7 @@ def number_of(node: SchemaNode, keyword: str) -> Decimal | None:
 
 
 def counts_of(node: SchemaNode, min_count: str, max_count: str) -> tuple[int, int | None]:
-    """Return (minimum, maximum) of two keywords for a count; the maximum may be None."""
+    """Return (minimum, maximum) of a count from the values of two keywords. The defaults are 0 and None."""
     low, high = _count(node, min_count), _count(node, max_count)
     return low or 0, high
 
@@ -75,11 +75,11 @@ def _count(node: SchemaNode, keyword: str) -> int | None:
     count = int(value)
     if count > _MAX_COUNT and keyword.startswith("min"):
         raise UnsupportedSchemaError(keyword, node.where, f"{count} is more than {_MAX_COUNT}")
-    return min(count, _MAX_COUNT)  # every output is shorter
+    return min(count, _MAX_COUNT)  # no output is that long
 
 
 def mapping_of(node: SchemaNode, keyword: str) -> dict[str, object]:
-    """Return the object of a keyword; empty without the keyword."""
+    """Return the object of a keyword; empty if the schema does not have the keyword."""
     value = node.schema.get(keyword, {})
     if not isinstance(value, dict):
         raise invalid_keyword(node, keyword, "an object")
@@ -87,16 +87,16 @@ def mapping_of(node: SchemaNode, keyword: str) -> dict[str, object]:
 
 
 def strings_of(node: SchemaNode, keyword: str, value: object) -> list[str]:
-    """Return the value of a keyword that must be a list of strings."""
-    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+    """Return the value of a keyword. Raise if it is not a list of strings."""
+    if not isinstance(value, list) or not all(isinstance(member, str) for member in value):
         raise invalid_keyword(node, keyword, "an array of strings")
     return value
 
 
 def types_of(node: SchemaNode) -> list[str]:
-    """Return the types that a schema allows."""
-    given = node.schema.get("type", list(TYPES))
-    types = [given] if isinstance(given, str) else given
+    """Return the types of the keyword ``type``; all types if the schema does not have it."""
+    type_names = node.schema.get("type", list(TYPES))
+    types = [type_names] if isinstance(type_names, str) else type_names
     if not isinstance(types, list) or not types or not all(isinstance(type_, str) for type_ in types):
         raise invalid_keyword(node, "type", "the name of a type or an array of them")
     if any(type_ not in TYPES for type_ in types):
@@ -125,9 +125,11 @@ def format_of(node: SchemaNode) -> str:
 
 def invalid_keyword(node: SchemaNode, keyword: str, legal: str) -> InputError:
     """Return the error for a keyword with an invalid value."""
-    shown = repr(node.schema[keyword])
-    shown = shown if len(shown) <= 80 else f"{shown[:80]}..."
-    return InputError(f"the JSON schema keyword {keyword!r} (at {node.where}) must be {legal}, was {shown}")
+    value_text = repr(node.schema[keyword])
+    value_text = value_text if len(value_text) <= 80 else f"{value_text[:80]}..."
+    return InputError(
+        f"the JSON schema keyword {keyword!r} (at {node.where}) must be {legal}, was {value_text}"
+    )
 
 
 def escaped(name: str) -> str:
@@ -136,14 +138,18 @@ def escaped(name: str) -> str:
 
 
 def array_index(name: str) -> int:
-    """Return the array index of a pointer's part: no sign, no leading zeros (RFC 6901)."""
+    """Return the array index in a part of a JSON pointer (RFC 6901).
+
+    Raises:
+        IndexError: the part is not a number, or has a sign or leading zeros.
+    """
     if name != "0" and not (name.isascii() and name.isdigit() and name[0] != "0"):
         raise IndexError(name)
     return int(name)
 
 
 def branches_of(node: SchemaNode, keyword: str) -> list[SchemaNode]:
-    """Return the schemas of ``allOf``, ``anyOf`` or ``oneOf``; empty without the keyword."""
+    """Return the schemas of ``allOf``, ``anyOf`` or ``oneOf``; empty if the schema does not have it."""
     branches = node.schema.get(keyword, [])
     if not isinstance(branches, list) or (keyword in node.schema and not branches):
         raise invalid_keyword(node, keyword, "an array that is not empty")

@@ -1,4 +1,4 @@
-"""Converts the conditions of a string shape to one expression or one automaton."""
+"""Converts the length and the conditions of a string shape to one expression or one automaton."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from penstock.grammar.schema.shapes import StringShape
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
-    """The union of an automaton's strings up to a length and of an expression's strings."""
+class CountedLanguage:
+    """The union of two sets of strings: of an automaton with a maximum length, and of an expression."""
 
     counting: Counting
     expression: regex.RegexNode | None
 
 
-Language: TypeAlias = regex.RegexNode | Automaton | Counted
-_SHORT = 63  # length up to which the simple expressions of all formats are valid
+Language: TypeAlias = regex.RegexNode | Automaton | CountedLanguage
+_SIMPLE_LENGTH = 63  # maximum length for which all expressions of formats.SIMPLE are valid
 
 
 @lru_cache(maxsize=128)
 def language_of(text: StringShape) -> Language | None:
     """Return the strings of a shape with conditions; None if no string satisfies them.
 
-    The result is exact if its automaton is small. Otherwise it excludes some strings: those near a maximum
-    length, and rare forms of a format (`formats.SIMPLE`).
+    The result is exact if its automaton is small. Otherwise it excludes strings near a maximum length and
+    rare forms of a format (`formats.SIMPLE`).
 
     Raises:
-        UnsupportedSchemaError: the automaton is too large.
+        UnsupportedSchemaError: the automaton is too large, even with these exclusions.
     """
-    wanted = [condition.tree for condition in text.conditions if not condition.is_negated]
-    excluded = [condition.tree for condition in text.conditions if condition.is_negated]
+    required_trees = [condition.tree for condition in text.conditions if not condition.is_negated]
+    excluded_trees = [condition.tree for condition in text.conditions if condition.is_negated]
     bound = Bound(text.min_count, text.max_count)
-    if len(wanted) == 1 and not excluded:
-        simple = _with_length(wanted[0], bound)
-        if simple is not None:
-            return simple
-    for tree in wanted:
+    if len(required_trees) == 1 and not excluded_trees:
+        bounded_tree = _with_length(required_trees[0], bound)
+        if bounded_tree is not None:
+            return bounded_tree
+    for tree in required_trees:
         low, high = regex.lengths(tree)
         if (bound.max_count is not None and low > bound.max_count) or (
             high is not None and high < bound.min_count
@@ -53,11 +53,11 @@ def language_of(text: StringShape) -> Language | None:
     if bound.max_count is not None and bound.min_count > bound.max_count:
         return None
     try:
-        return intersection(wanted, excluded, bound)
+        return intersection(required_trees, excluded_trees, bound)
     except TooLargeError:
         pass
-    found = _narrowed(text, wanted, excluded)
-    if found is None:
+    reduced_language = _reduced_language(text, required_trees, excluded_trees)
+    if reduced_language is None:
         condition = text.conditions[-1]
         raise UnsupportedSchemaError(
             condition.keyword,
@@ -65,19 +65,19 @@ def language_of(text: StringShape) -> Language | None:
             "its grammar is too large together with the other bounds, patterns and formats of the string: "
             "use shorter lengths or a single pattern",
         )
-    return found
+    return reduced_language
 
 
-def _narrowed(
-    text: StringShape, wanted: list[regex.RegexNode], excluded: list[regex.RegexNode]
+def _reduced_language(
+    text: StringShape, required_trees: list[regex.RegexNode], excluded_trees: list[regex.RegexNode]
 ) -> Language | None:
-    """Return most strings of a shape; None if that automaton is also too large."""
+    """Return a subset of the strings of a shape; None if its automaton is also too large."""
     expression = None
-    if len(wanted) == 1 and not excluded and text.max_count is not None:
-        expression = shortened(wanted[0], text.max_count)
+    if len(required_trees) == 1 and not excluded_trees and text.max_count is not None:
+        expression = shortened(required_trees[0], text.max_count)
         if regex.lengths(expression)[0] < text.min_count:
             expression = None
-    for max_count in dict.fromkeys((text.max_count, _SHORT)):
+    for max_count in dict.fromkeys((text.max_count, _SIMPLE_LENGTH)):
         if max_count is None or (max_count >= text.min_count and max_count <= (text.max_count or max_count)):
             trees = [
                 (simple_tree(condition.format, max_count) if condition.format else None) or condition.tree
@@ -85,7 +85,7 @@ def _narrowed(
                 if not condition.is_negated
             ]
             try:
-                automaton = intersection(trees, excluded, Bound(text.min_count))
+                automaton = intersection(trees, excluded_trees, Bound(text.min_count))
             except TooLargeError:
                 continue
             if automaton is None:
@@ -94,12 +94,16 @@ def _narrowed(
                 return automaton
             counting = counting_of(automaton, max_count)
             if counting is not None:
-                return Counted(counting, expression)
+                return CountedLanguage(counting, expression)
     return expression
 
 
 def _with_length(tree: regex.RegexNode, bound: Bound) -> regex.RegexNode | None:
-    """Return the expression if its length is within the bound, or if its only repetition can be limited."""
+    """Return an expression of the texts of ``tree`` within a bound of the length.
+
+    The result is ``tree`` itself if the bound has no effect, or a single repetition with other counts.
+    Returns None if neither is possible.
+    """
     while isinstance(tree, regex.RegexSeq) and len(tree.parts) == 1:
         tree = tree.parts[0]
     low, high = regex.lengths(tree)
@@ -118,34 +122,34 @@ def _with_length(tree: regex.RegexNode, bound: Bound) -> regex.RegexNode | None:
 
 
 def shortened(node: regex.RegexNode, max_count: int) -> regex.RegexNode:
-    """Return an expression for the texts with at most ``max_count`` characters.
+    """Return an expression of some texts of `node` with at most ``max_count`` characters.
 
     Args:
-        node: the expression, whose shortest text fits.
-        max_count: the maximum length, which is distributed among the repetitions.
+        node: the expression. Its shortest text has at most ``max_count`` characters.
+        max_count: the maximum length, which is divided among the repetitions.
     """
     low, high = regex.lengths(node)
     assert low <= max_count
     if high is not None and high <= max_count:
         return node
     if isinstance(node, regex.RegexAlt):
-        fitting = [option for option in node.options if regex.lengths(option)[0] <= max_count]
-        return regex.RegexAlt(tuple(shortened(option, max_count) for option in fitting))
+        possible_options = [option for option in node.options if regex.lengths(option)[0] <= max_count]
+        return regex.RegexAlt(tuple(shortened(option, max_count) for option in possible_options))
     if isinstance(node, regex.RegexRepeat):
         return _shortened_repeat(node, max_count)
     assert isinstance(node, regex.RegexSeq)
     lengths = [regex.lengths(part) for part in node.parts]
     optional = {i: None if b is None else b - a for i, (a, b) in enumerate(lengths) if a != b}
-    spare = max_count - low
-    budgets = {i: a for i, (a, _) in enumerate(lengths)}
-    # Parts with the fewest optional characters keep all of them; the others divide the rest evenly.
-    for done, i in enumerate(sorted(optional, key=lambda i: (optional[i] is None, optional[i] or 0))):
-        share = spare // (len(optional) - done)
+    remaining_count = max_count - low
+    max_counts = {i: a for i, (a, _) in enumerate(lengths)}
+    # Parts with few optional characters keep all of them. The other parts share the rest evenly.
+    for num_done, i in enumerate(sorted(optional, key=lambda i: (optional[i] is None, optional[i] or 0))):
+        share = remaining_count // (len(optional) - num_done)
         count = optional[i]
-        granted = share if count is None else min(count, share)
-        budgets[i] += granted
-        spare -= granted
-    return regex.RegexSeq(tuple(shortened(part, budgets[i]) for i, part in enumerate(node.parts)))
+        extra_count = share if count is None else min(count, share)
+        max_counts[i] += extra_count
+        remaining_count -= extra_count
+    return regex.RegexSeq(tuple(shortened(part, max_counts[i]) for i, part in enumerate(node.parts)))
 
 
 def _shortened_repeat(node: regex.RegexRepeat, max_count: int) -> regex.RegexNode:
@@ -154,12 +158,12 @@ def _shortened_repeat(node: regex.RegexRepeat, max_count: int) -> regex.RegexNod
         return regex.RegexRepeat(
             node.part, node.min_count, max_count if node.max_count is None else min(node.max_count, max_count)
         )
-    at_most = max_count if node.max_count is None else node.max_count
-    # A part of medium size is repeated as often as it fits.
-    size = max(low, max_count if at_most <= 1 else isqrt(max_count * max(low, 1)))
+    max_repetitions = max_count if node.max_count is None else node.max_count
+    # Balance between the length of one repetition and the number of repetitions.
+    part_length = max(low, max_count if max_repetitions <= 1 else isqrt(max_count * max(low, 1)))
     if high is not None:
-        size = min(size, high)
+        part_length = min(part_length, high)
     if node.min_count > 0:
-        size = max(min(size, max_count // node.min_count), low)
-    times = min(at_most, max_count // size) if size else node.min_count
-    return regex.RegexRepeat(shortened(node.part, size), node.min_count, times)
+        part_length = max(min(part_length, max_count // node.min_count), low)
+    repetitions = min(max_repetitions, max_count // part_length) if part_length else node.min_count
+    return regex.RegexRepeat(shortened(node.part, part_length), node.min_count, repetitions)

@@ -1,4 +1,4 @@
-"""Writes the members of an object as a grammar, with their order and number."""
+"""Writes the grammar of the members of an object, with their order and number."""
 
 from __future__ import annotations
 
@@ -7,58 +7,64 @@ from penstock.grammar.schema.shapes import Object
 
 
 class Members:
-    """The members of an object: its named properties in order, required or optional, then others.
+    """Writes the members of an object: its named properties in order, then other properties.
 
-    The grammar is a chain of states. A state has the next property, whether a member came before (which needs
-    a comma), and the number of members so far if their number is bounded.
+    The grammar has one rule per state. A state is the index of the next named property and the number of
+    members so far. If the number of members is not bounded, the state only records whether a member
+    came before. In that case, a comma must precede the next member.
     """
 
     def __init__(
-        self, rules: EbnfRules, shape: Object, names: list[str], counted: bool, comma: str, space: str
+        self, rules: EbnfRules, shape: Object, names: list[str], counts_members: bool, comma: str, space: str
     ) -> None:
         self._rules = rules
-        self._required = [name in shape.required for name in names]
-        self._min_count = shape.min_count if counted else 0
+        self._is_required = [name in shape.required for name in names]
+        self._min_count = shape.min_count if counts_members else 0
         self._max_count = shape.max_count
-        self._counted = counted
+        self._counts_members = counts_members
         self._comma = comma
-        self._space = space  # before the closing brace of an object with members
+        self._space = space  # white space before the closing brace of an object with members
 
-    def write(self, pairs: list[str], others: str | None) -> str | None:
+    def write(self, pairs: list[str], other_member: str | None) -> str | None:
         """Return the expression of all members; None if the bounds cannot be satisfied."""
         states: dict[int, str | None] = {}
-        highest = len(pairs) if self._counted else 1
+        highest = len(pairs) if self._counts_members else 1
         for count in range(highest + 1):
-            states[count] = self._others(others, count)
-        for place in range(len(pairs) - 1, -1, -1):
-            before: dict[int, str | None] = {}
-            for count in range((place if self._counted else min(place, 1)) + 1):
-                following = states[count + 1 if self._counted else 1]
+            states[count] = self._other_members(other_member, count)
+        for index in range(len(pairs) - 1, -1, -1):
+            new_states: dict[int, str | None] = {}
+            for count in range((index if self._counts_members else min(index, 1)) + 1):
+                next_state = states[count + 1 if self._counts_members else 1]
                 options = []
-                if following is not None:
-                    options.append(sequence(self._comma if count else NOTHING, pairs[place], following))
-                skipped = states[count]
-                if not self._required[place] and skipped is not None:
-                    options.append(skipped)
-                before[count] = self._rules.add("members", choice(options)) if options else None
-            states = before
+                if next_state is not None:
+                    options.append(sequence(self._comma if count else NOTHING, pairs[index], next_state))
+                state_without_member = states[count]
+                if not self._is_required[index] and state_without_member is not None:
+                    options.append(state_without_member)
+                new_states[count] = self._rules.add("members", choice(options)) if options else None
+            states = new_states
         return states[0]
 
-    def _others(self, other: str | None, count: int) -> str | None:
-        """Return the expression after the last named property, with ``count`` members so far."""
+    def _other_members(self, other_member: str | None, count: int) -> str | None:
+        """Return the expression after the last named property; ``count`` is the number of members so far."""
         min_count = max_count = None
-        if self._counted:
+        if self._counts_members:
             min_count = self._min_count - count
             max_count = None if self._max_count is None else self._max_count - count
-        missing = max(
-            min_count or 0, 0
-        )  # only one other member counts, because further ones may repeat its name
-        if missing > (other is not None) or (max_count is not None and max_count < missing):
+        # Toward the minimum, all other members count as one, because several of them may have the same name.
+        num_missing = max(min_count or 0, 0)
+        if num_missing > (other_member is not None) or (max_count is not None and max_count < num_missing):
             return None
-        if other is None or max_count == 0:
+        if other_member is None or max_count == 0:
             return self._space if count else NOTHING
-        more = sequence(self._comma, other)
+        further_member = sequence(self._comma, other_member)
         if count:
-            return self._rules.add("others", sequence(repeated(more, missing, max_count), self._space))
-        first = sequence(other, repeated(more, 0, None if max_count is None else max_count - 1), self._space)
-        return self._rules.add("others", first if missing else repeated(first, 0, 1))
+            return self._rules.add(
+                "others", sequence(repeated(further_member, num_missing, max_count), self._space)
+            )
+        first_other = sequence(
+            other_member,
+            repeated(further_member, 0, None if max_count is None else max_count - 1),
+            self._space,
+        )
+        return self._rules.add("others", first_other if num_missing else repeated(first_other, 0, 1))

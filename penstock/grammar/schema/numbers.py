@@ -9,9 +9,10 @@ from decimal import Decimal
 from penstock.grammar.schema.ebnf import NOTHING, choice, literal, repeated, sequence
 
 _DIGIT = "[0-9]"
-_FRACTION = 17  # digits after the point for bounded numbers: as many as a float has
-_EXACT = 15  # decimal digits that a float always distinguishes
-_FAR, _NEAR = Decimal(10**14), Decimal(10**9)
+_MAX_FRACTION_DIGITS = 17  # maximum digits after the decimal point of bounded numbers; a float has 17
+_EXACT_DIGITS = 15  # number of decimal digits for which all numbers are different floats
+_LARGE_BOUND = Decimal(10**14)  # bounds from here on restrict numbers with a fraction
+_MAX_WITH_FRACTION = Decimal(10**9)  # maximum absolute value of numbers with a fraction in that case
 
 ANY_INTEGER = '"-"? ("0" | [1-9] [0-9]*)'
 ANY_NUMBER = f'{ANY_INTEGER} ("." [0-9]+)? ([eE] [+\\-]? ([0-9] | [1-9] [0-9] | [12] [0-9] [0-9]))?'
@@ -19,47 +20,53 @@ ANY_NUMBER = f'{ANY_INTEGER} ("." [0-9]+)? ([eE] [+\\-]? ([0-9] | [1-9] [0-9] | 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """An interval. None means no bound on that side."""
+    """An interval of numbers. None means no bound on that side.
+
+    Attributes:
+        excludes_low, excludes_high: whether the bound itself is excluded.
+    """
 
     low: Decimal | None = None
     high: Decimal | None = None
-    without_low: bool = False
-    without_high: bool = False
+    excludes_low: bool = False
+    excludes_high: bool = False
 
     def contains(self, value: Decimal) -> bool:
         """Return whether the interval contains the value."""
-        above = self.low is None or value > self.low or (value == self.low and not self.without_low)
-        below = self.high is None or value < self.high or (value == self.high and not self.without_high)
-        return above and below
+        is_above_low = self.low is None or value > self.low or (value == self.low and not self.excludes_low)
+        is_below_high = (
+            self.high is None or value < self.high or (value == self.high and not self.excludes_high)
+        )
+        return is_above_low and is_below_high
 
     def both(self, other: Bounds) -> Bounds:
         """Return the intersection of two intervals."""
-        low, without_low = max(
-            ((b.low, b.without_low) for b in (self, other)),
+        low, excludes_low = max(
+            ((b.low, b.excludes_low) for b in (self, other)),
             key=lambda bound: (bound[0] is not None, bound[0] or 0, bound[1]),
         )
-        high, without_high = min(
-            ((b.high, b.without_high) for b in (self, other)),
+        high, excludes_high = min(
+            ((b.high, b.excludes_high) for b in (self, other)),
             key=lambda bound: (bound[0] is None, bound[0] or 0, not bound[1]),
         )
-        return Bounds(low, high, without_low, without_high)
+        return Bounds(low, high, excludes_low, excludes_high)
 
     @property
     def is_empty(self) -> bool:
         """Return whether the interval contains no number."""
         if self.low is None or self.high is None:
             return False
-        return self.low > self.high or (self.low == self.high and (self.without_low or self.without_high))
+        return self.low > self.high or (self.low == self.high and (self.excludes_low or self.excludes_high))
 
     def integers(self) -> tuple[int | None, int | None]:
-        """Return the smallest and the largest integer in the interval; None without a bound."""
+        """Return (smallest, largest integer in the interval). None means no bound on that side."""
         low = high = None
         if self.low is not None:
             low = int(self.low.to_integral_value("ROUND_CEILING"))
-            low += low == self.low and self.without_low
+            low += low == self.low and self.excludes_low
         if self.high is not None:
             high = int(self.high.to_integral_value("ROUND_FLOOR"))
-            high -= high == self.high and self.without_high
+            high -= high == self.high and self.excludes_high
         return low, high
 
 
@@ -73,7 +80,7 @@ def integers_between(low: int | None, high: int | None) -> str | None:
     options: list[str] = []
     if low is None or low < 0:
         largest = -1 if high is None else min(high, -1)
-        options += [sequence('"-"', one) for one in _naturals(-largest, None if low is None else -low)]
+        options += [sequence('"-"', option) for option in _naturals(-largest, None if low is None else -low)]
     if high is None or high >= 0:
         options += _naturals(max(low or 0, 0), high)
     return choice(options) if options else None
@@ -82,127 +89,129 @@ def integers_between(low: int | None, high: int | None) -> str | None:
 def numbers_between(bounds: Bounds) -> str | None:
     """Return an expression for the numbers in an interval, without exponents; None if there are none.
 
-    With bounds of 15 or more digits, numbers with a fraction that are too close to a bound are excluded.
+    If a bound has 15 or more digits, only numbers from -10**9 to 10**9 may have a fraction.
     """
     if bounds.low is None and bounds.high is None:
         return ANY_NUMBER
-    if any(bound is not None and bound.copy_abs() >= _FAR for bound in (bounds.low, bounds.high)):
-        # A parser of floats could round a number with a fraction past the bound, but not an integer.
-        close = bounds.both(Bounds(-_NEAR, _NEAR))
-        near_bound = None if close.is_empty else numbers_between(close)
-        parts = [part for part in (integers_between(*bounds.integers()), near_bound) if part is not None]
+    if any(bound is not None and bound.copy_abs() >= _LARGE_BOUND for bound in (bounds.low, bounds.high)):
+        # Rounding to a float could move a number with a fraction past such a bound, but not an integer.
+        fraction_interval = bounds.both(Bounds(-_MAX_WITH_FRACTION, _MAX_WITH_FRACTION))
+        with_fraction = None if fraction_interval.is_empty else numbers_between(fraction_interval)
+        parts = [part for part in (integers_between(*bounds.integers()), with_fraction) if part is not None]
         return choice(parts) if parts else None
     options: list[str] = []
-    if bounds.low is None or bounds.low < 0 or (bounds.low == 0 and not bounds.without_low):
+    if bounds.low is None or bounds.low < 0 or (bounds.low == 0 and not bounds.excludes_low):
         if bounds.low is None or bounds.low < 0:
-            mirrored = Bounds(
-                # copy_negate is exact; the minus operator rounds to 28 digits.
+            negated_bounds = Bounds(
+                # not the operator -, which rounds to 28 digits
                 Decimal(0) if bounds.high is None or bounds.high > 0 else bounds.high.copy_negate(),
                 None if bounds.low is None else bounds.low.copy_negate(),
-                bounds.high is not None and bounds.high <= 0 and bounds.without_high,
-                bounds.without_low,
+                bounds.high is not None and bounds.high <= 0 and bounds.excludes_high,
+                bounds.excludes_low,
             )
-            options += [sequence('"-"', one) for one in _decimals(mirrored)]
+            options += [sequence('"-"', option) for option in _decimals(negated_bounds)]
     if bounds.high is None or bounds.high >= 0:
         is_positive = bounds.low is not None and bounds.low >= 0
         low = bounds.low if is_positive else Decimal(0)
-        without_low = is_positive and bounds.without_low
-        options += _decimals(Bounds(low, bounds.high, without_low, bounds.without_high))
+        excludes_low = is_positive and bounds.excludes_low
+        options += _decimals(Bounds(low, bounds.high, excludes_low, bounds.excludes_high))
     return choice(options) if options else None
 
 
 def _naturals(low: int, high: int | None) -> list[str]:
-    """Return the integers from ``low`` (at least 0) to ``high``, as alternatives."""
+    """Return alternatives for the integers from ``low``, at least 0, to ``high``."""
     options = []
     longest = len(str(low)) if high is None else len(str(high))
     for size in range(len(str(low)), longest + 1):
         first = 0 if size == 1 else 10 ** (size - 1)
         last = 10**size - 1 if high is None else min(high, 10**size - 1)
         if max(low, first) <= last:
-            options += _same_size(str(max(low, first)), str(last))
+            options += _same_length(str(max(low, first)), str(last))
     if high is None:
         options.append(sequence("[1-9]", repeated(_DIGIT, longest, None)))
     return options
 
 
-def _same_size(low: str, high: str) -> list[str]:
-    """Return strings of digits from ``low`` to ``high``, which have the same length."""
+def _same_length(low: str, high: str) -> list[str]:
+    """Return alternatives for the digit strings from ``low`` to ``high``, which have the same length."""
     if not low:
         return [NOTHING]
     if low[0] == high[0]:
-        return [sequence(literal(low[0]), rest) for rest in _same_size(low[1:], high[1:])]
+        return [sequence(literal(low[0]), rest) for rest in _same_length(low[1:], high[1:])]
     first, last = int(low[0]), int(high[0])
     size = len(low) - 1
     options = []
     if low[1:].strip("0"):
-        options += [sequence(literal(low[0]), rest) for rest in _same_size(low[1:], "9" * size)]
+        options += [sequence(literal(low[0]), rest) for rest in _same_length(low[1:], "9" * size)]
         first += 1
-    above: list[str] = []
+    last_options: list[str] = []
     if high[1:].strip("9"):
-        above = [sequence(literal(high[0]), rest) for rest in _same_size("0" * size, high[1:])]
+        last_options = [sequence(literal(high[0]), rest) for rest in _same_length("0" * size, high[1:])]
         last -= 1
     if first <= last:
         digit = literal(str(first)) if first == last else f"[{first}-{last}]"
         options.append(sequence(digit, repeated(_DIGIT, size, size)))
-    return options + above
+    return options + last_options
 
 
 def _decimals(bounds: Bounds) -> Iterator[str]:
-    """Yield the numbers of an interval whose lower bound is at least 0."""
+    """Yield alternatives for the numbers in an interval whose lower bound is at least 0."""
     assert bounds.low is not None
     if bounds.is_empty:
         return
-    digits = _FRACTION
-    if bounds.without_low or bounds.without_high:
-        # A number so close to a bound that a float cannot distinguish them would be parsed as the bound.
-        whole = max(int(bounds.low), int(bounds.high or 0))
-        digits = max(_EXACT - len(str(whole)), 1)
-    low, low_fraction = _split(bounds.low)
-    high, high_fraction = (None, "") if bounds.high is None else _split(bounds.high)
-    lower = (low_fraction, bounds.without_low)
-    upper = (high_fraction, bounds.without_high)
+    digits = _MAX_FRACTION_DIGITS
+    if bounds.excludes_low or bounds.excludes_high:
+        # With more digits, a number close to the excluded bound would be the same float as the bound.
+        integer = max(int(bounds.low), int(bounds.high or 0))
+        digits = max(_EXACT_DIGITS - len(str(integer)), 1)
+    low, low_fraction = _integer_and_fraction(bounds.low)
+    high, high_fraction = (None, "") if bounds.high is None else _integer_and_fraction(bounds.high)
+    lower = (low_fraction, bounds.excludes_low)
+    upper = (high_fraction, bounds.excludes_high)
     if low == high:
         yield from _with_fraction(literal(str(low)), _fraction(lower, upper, digits))
         return
     yield from _with_fraction(literal(str(low)), _fraction(lower, None, digits))
-    between = _naturals(low + 1, None if high is None else high - 1) if high is None or high > low + 1 else []
-    if between:
-        yield from _with_fraction(choice(between), _fraction(None, None, digits))
+    whole_numbers = (
+        _naturals(low + 1, None if high is None else high - 1) if high is None or high > low + 1 else []
+    )
+    if whole_numbers:
+        yield from _with_fraction(choice(whole_numbers), _fraction(None, None, digits))
     if high is not None:
         yield from _with_fraction(literal(str(high)), _fraction(None, upper, digits))
 
 
-def _split(value: Decimal) -> tuple[int, str]:
-    whole = int(value)
-    fraction = format(value - whole, "f").partition(".")[2]
-    return whole, fraction.rstrip("0")
+def _integer_and_fraction(value: Decimal) -> tuple[int, str]:
+    integer = int(value)
+    fraction = format(value - integer, "f").partition(".")[2]
+    return integer, fraction.rstrip("0")
 
 
-def _with_fraction(whole: str, fraction: tuple[bool, str | None]) -> Iterator[str]:
+def _with_fraction(integer: str, fraction: tuple[bool, str | None]) -> Iterator[str]:
     may_be_absent, digits = fraction
     if digits is not None:
         point = sequence('"."', digits)
-        yield sequence(whole, repeated(point, 0, 1) if may_be_absent else point)
+        yield sequence(integer, repeated(point, 0, 1) if may_be_absent else point)
     elif may_be_absent:
-        yield whole
+        yield integer
 
 
-_Bound = tuple[str, bool] | None  # digits after the point, and whether the bound is exclusive
+_Bound = tuple[str, bool] | None  # (digits after the decimal point, whether the bound is exclusive)
 
 
 def _fraction(low: _Bound, high: _Bound, digits: int) -> tuple[bool, str | None]:
-    """Return (whether the fraction is optional, its expression) for at most ``digits`` digits."""
+    """Return (whether the fraction may be absent, expression of its digits) for at most ``digits`` digits."""
     may_be_absent = _allows_zero(low, high)
     options = []
     if digits > 0:
-        for first, last, rest_low, rest_high in _steps(low, high):
+        for first, last, rest_low, rest_high in _digit_ranges(low, high):
             if rest_low is None and rest_high is None:
                 rest: str | None = repeated(_DIGIT, 0, digits - 1)
             else:
-                may_end, more = _fraction(rest_low, rest_high, digits - 1)
-                rest = None if more is None and not may_end else NOTHING
-                if more is not None:
-                    rest = repeated(more, 0, 1) if may_end else more
+                may_end, later_digits = _fraction(rest_low, rest_high, digits - 1)
+                rest = None if later_digits is None and not may_end else NOTHING
+                if later_digits is not None:
+                    rest = repeated(later_digits, 0, 1) if may_end else later_digits
             if rest is not None:
                 digit = literal(str(first)) if first == last else f"[{first}-{last}]"
                 options.append(sequence(digit, rest))
@@ -214,8 +223,8 @@ def _allows_zero(low: _Bound, high: _Bound) -> bool:
     return is_above and not (high is not None and not high[0] and high[1])
 
 
-def _steps(low: _Bound, high: _Bound) -> Iterator[tuple[int, int, _Bound, _Bound]]:
-    """Yield ranges of the next digit with the bounds of the digits after it."""
+def _digit_ranges(low: _Bound, high: _Bound) -> Iterator[tuple[int, int, _Bound, _Bound]]:
+    """Yield (first, last, low, high): a range of the next digit, and the bounds of the digits after it."""
     if low is not None and not low[0] and not low[1]:
         low = None
     min_count = 0 if low is None else int(low[0][:1] or "0")

@@ -1,4 +1,4 @@
-"""``oneOf``: values of exactly one of several schemas, if this can be decided."""
+"""``oneOf``: the values that match exactly one of several schemas."""
 
 from __future__ import annotations
 
@@ -23,14 +23,17 @@ from penstock.grammar.schema.shapes import (
 )
 
 
-def exactly_one(schemas: Schemas, node: SchemaNode, found: Sequence[Shape]) -> list[Shape]:
-    """Return the shapes of ``found`` that are in exactly one branch; refuse schemas that are undecidable.
+def exactly_one(schemas: Schemas, node: SchemaNode, shapes: Sequence[Shape]) -> list[Shape]:
+    """Return the values of ``shapes`` that match exactly one branch, as a union of shapes.
 
-    The intersection of two branches is removed from both. If two object shapes may overlap, each must lack a
-    property that the other one requires.
+    Literals and shapes that two branches have in common are removed from both. If object shapes of two
+    branches may overlap, each shape forbids a property that the other shape requires.
+
+    Raises:
+        UnsupportedSchemaError: two branches may overlap in any other way.
     """
     options = [
-        intersect_all(schemas, found, schemas.shapes((branch,)), node)
+        intersect_all(schemas, shapes, schemas.shapes((branch,)), node)
         for branch in branches_of(node, "oneOf")
     ]
     num_branches = Counter(
@@ -44,30 +47,30 @@ def exactly_one(schemas: Schemas, node: SchemaNode, found: Sequence[Shape]) -> l
     for index, shape in entries:
         if isinstance(shape, Literal):
             if num_branches[identity(shape.value)] == 1:
-                result.append(_only(schemas, shape, index, non_literals, node))
-        elif not any(other != index and shape == rival for other, rival in non_literals):
-            result.append(_only(schemas, shape, index, entries, node))
+                result.append(_without_rivals(schemas, shape, index, non_literals, node))
+        elif not any(rival_index != index and shape == rival for rival_index, rival in non_literals):
+            result.append(_without_rivals(schemas, shape, index, entries, node))
     return union([result], node)
 
 
-def _only(
+def _without_rivals(
     schemas: Schemas, shape: Shape, index: int, rivals: Sequence[tuple[int, Shape]], node: SchemaNode
 ) -> Shape:
-    """Return the shape without the values that its rivals match too."""
-    for other, rival in rivals:
-        if other != index and not _are_apart(schemas, shape, rival):
-            narrowed = _without(schemas, shape, rival)
-            if narrowed is None:
-                raise _overlap(node, min(index, other), max(index, other))
-            shape = narrowed
+    """Return the shape restricted so that no rival, a shape of another branch, matches its values."""
+    for rival_index, rival in rivals:
+        if rival_index != index and not _are_disjoint(schemas, shape, rival):
+            restricted_shape = _forbid_rival(schemas, shape, rival)
+            if restricted_shape is None:
+                raise _overlap(node, min(index, rival_index), max(index, rival_index))
+            shape = restricted_shape
     return shape
 
 
-def _without(schemas: Schemas, shape: Shape, rival: Shape) -> Shape | None:
-    """Return an object shape without one property that the rival requires, so that the rival cannot match."""
+def _forbid_rival(schemas: Schemas, shape: Shape, rival: Shape) -> Shape | None:
+    """Return an object shape that forbids a property which the rival requires; None if impossible."""
     if not isinstance(shape, Object) or not isinstance(rival, Object):
         return None
-    # Not possible: a name that matches the shape's pattern would still be allowed.
+    # A name that matches the pattern of the shape's other properties cannot be forbidden.
     missing = [
         name
         for name in sorted(rival.required - shape.required)
@@ -75,7 +78,7 @@ def _without(schemas: Schemas, shape: Shape, rival: Shape) -> Shape | None:
     ]
     if not missing:
         return None
-    # A property that the shape does not name excludes the fewest values.
+    # Prefer a property that the shape does not name, which excludes the fewest values.
     name = min(missing, key=lambda name: name in shape.properties)
     return replace(shape, properties={**shape.properties, name: NEVER})
 
@@ -84,8 +87,8 @@ def _is_never(conjunction: Conjunction) -> bool:
     return any(node.schema is False for node in conjunction)
 
 
-def _are_apart(schemas: Schemas, a: Shape, b: Shape, depth: int = 0) -> bool:
-    """Return whether the two shapes certainly have no value in common."""
+def _are_disjoint(schemas: Schemas, a: Shape, b: Shape, depth: int = 0) -> bool:
+    """Return whether two shapes have no common value. False if this cannot be decided."""
     if isinstance(b, Literal):
         a, b = b, a
     if isinstance(a, Literal):
@@ -106,9 +109,9 @@ def _are_apart(schemas: Schemas, a: Shape, b: Shape, depth: int = 0) -> bool:
         return True
     return depth < 3 and any(
         all(
-            _are_apart(schemas, one, other, depth + 1)
-            for one in schemas.shapes(a.property(name))
-            for other in schemas.shapes(b.property(name))
+            _are_disjoint(schemas, first_shape, second_shape, depth + 1)
+            for first_shape in schemas.shapes(a.property(name))
+            for second_shape in schemas.shapes(b.property(name))
         )
         for name in a.required & b.required
     )
@@ -117,6 +120,6 @@ def _are_apart(schemas: Schemas, a: Shape, b: Shape, depth: int = 0) -> bool:
 def _overlap(node: SchemaNode, first: int, second: int) -> UnsupportedSchemaError:
     reason = (
         f"its branches {first} and {second} may both match: use anyOf, or give each a required property "
-        "with a const of its own"
+        "with a different const"
     )
     return UnsupportedSchemaError("oneOf", node.where, reason)

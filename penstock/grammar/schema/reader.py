@@ -1,6 +1,6 @@
-"""Reads JSON schemas: converts each to the shapes that a value may have, each of one JSON type.
+"""Reads JSON schemas: converts each schema to a union of shapes, each of one JSON type.
 
-This module reads every keyword and refuses unsupported ones by name.
+Every keyword is read here or in `types`. Unsupported keywords are refused by name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.grammar.schema.keywords import (
     strings_of,
 )
 from penstock.grammar.schema.one_of import exactly_one
-from penstock.grammar.schema.shapes import REFUSED, Conjunction, Literal, SchemaNode, Shape, key_of
+from penstock.grammar.schema.shapes import REFUSED_KEYWORDS, Conjunction, Literal, SchemaNode, Shape, key_of
 from penstock.grammar.schema.types import all_types, typed_shapes
 from penstock.grammar.schema.validator import Validator
 
@@ -44,38 +44,41 @@ class Reader:
         self.root: Conjunction = (SchemaNode(document, "#"),)
         self._document = document
         self._shapes: dict[tuple[str, ...], list[Shape]] = {}
-        self._open: set[tuple[str, ...]] = set()
-        self._validator = Validator(self._resolve, REFUSED)
+        self._keys_in_progress: set[tuple[str, ...]] = set()
+        self._validator = Validator(self._resolve, REFUSED_KEYWORDS)
 
     def shapes(self, conjunction: Conjunction) -> list[Shape]:
-        """Return the alternatives of a conjunction; empty if no value satisfies it."""
+        """Return the values of a conjunction as a union of shapes; empty if no value satisfies it."""
         key = key_of(conjunction)
         if key not in self._shapes:
-            if key in self._open:
+            if key in self._keys_in_progress:
                 where = conjunction[0].where
-                raise UnsupportedSchemaError("$ref", where, "it refers to itself without end")
-            self._open.add(key)
+                raise UnsupportedSchemaError("$ref", where, "the reference is cyclic")
+            self._keys_in_progress.add(key)
             try:
-                self._shapes[key] = self._found(conjunction)
+                self._shapes[key] = self._read_conjunction(conjunction)
             finally:
-                self._open.discard(key)
+                self._keys_in_progress.discard(key)
         return self._shapes[key]
 
     def accepts(self, conjunction: Conjunction, value: object) -> bool:
         """Return whether a value satisfies a conjunction."""
         return all(self._validator.accepts(node, value) for node in conjunction)
 
-    def _found(self, conjunction: Conjunction) -> list[Shape]:
-        listed = next((values for node in conjunction if (values := self._listed(node)) is not None), None)
-        if listed is not None:  # values are tested against all keywords, including unsupported ones
-            return [Literal(value) for value in listed if self.accepts(conjunction, value)]
-        found = all_types()
+    def _read_conjunction(self, conjunction: Conjunction) -> list[Shape]:
+        listed_values = next(
+            (values for node in conjunction if (values := self._listed_values(node)) is not None), None
+        )
+        if listed_values is not None:
+            # The validator also evaluates keywords that grammars do not support.
+            return [Literal(value) for value in listed_values if self.accepts(conjunction, value)]
+        shapes = all_types()
         for node in conjunction:
-            found = intersect_all(self, found, self._read(node), node)
-        return found
+            shapes = intersect_all(self, shapes, self._read(node), node)
+        return shapes
 
-    def _listed(self, node: SchemaNode, depth: int = 0) -> list[object] | None:
-        """Return the values of const or enum, in the schema or in schemas that apply to the same value."""
+    def _listed_values(self, node: SchemaNode, depth: int = 0) -> list[object] | None:
+        """Return the values of const or enum, of the schema or of its $ref and allOf; None without them."""
         schema = node.schema
         if not isinstance(schema, dict) or depth > _MAX_DEPTH:
             return None
@@ -83,17 +86,19 @@ class Reader:
             if keyword in schema and not is_finite(schema[keyword]):
                 raise invalid_keyword(node, keyword, "without infinities and NaN, which JSON cannot write")
         if "const" in schema:
-            return [one for one in [schema["const"]] if _is_text(one)]
+            return [value for value in [schema["const"]] if _is_encodable(value)]
         if "enum" in schema:
             if not isinstance(schema["enum"], list):
                 raise invalid_keyword(node, "enum", "an array")
-            unique: dict[object, object] = {}
+            values_by_identity: dict[object, object] = {}
             for value in schema["enum"]:
-                unique.setdefault(identity(value), value)
-            return [one for one in unique.values() if _is_text(one)]
+                values_by_identity.setdefault(identity(value), value)
+            return [value for value in values_by_identity.values() if _is_encodable(value)]
         parts = [self._resolve(node)] if "$ref" in schema else []
         parts += branches_of(node, "allOf")
-        return next((values for part in parts if (values := self._listed(part, depth + 1)) is not None), None)
+        return next(
+            (values for part in parts if (values := self._listed_values(part, depth + 1)) is not None), None
+        )
 
     def _read(self, node: SchemaNode) -> list[Shape]:
         schema = node.schema
@@ -105,18 +110,18 @@ class Reader:
             raise InputError(f"the JSON schema at {node.where} is {schema!r}, not an object, true or false")
         if node.where.count("/") > 4 * _MAX_DEPTH:
             raise InputError(f"the JSON schema is nested too deeply, at {node.where[:80]}...")
-        for keyword, reason in REFUSED.items():
+        for keyword, reason in REFUSED_KEYWORDS.items():
             if keyword in schema and not (keyword == "if" and not {"then", "else"} & schema.keys()):
                 raise UnsupportedSchemaError(keyword, node.where, reason)
         if "$id" in schema and node.where != "#":
             raise UnsupportedSchemaError("$id", node.where, "only the outermost schema may have one")
-        found = typed_shapes(self, node, self._is_of_older_draft)
+        shapes = typed_shapes(self, node, self._is_of_older_draft)
         for group in self._applied_shapes(node):
-            found = intersect_all(self, found, group, node)
-        return exactly_one(self, node, found) if "oneOf" in schema else found
+            shapes = intersect_all(self, shapes, group, node)
+        return exactly_one(self, node, shapes) if "oneOf" in schema else shapes
 
     def _applied_shapes(self, node: SchemaNode) -> Iterator[list[Shape]]:
-        """Yield the shapes of each schema, or group of schemas, that applies to the same value."""
+        """Yield a union of shapes for each keyword whose schemas apply to the same value."""
         schema = node.schema
         if "$ref" in schema:
             yield self.shapes((self._resolve(node),))
@@ -124,52 +129,56 @@ class Reader:
             yield self.shapes((branch,))
         if "anyOf" in schema:
             yield union([self.shapes((branch,)) for branch in branches_of(node, "anyOf")], node)
-        needed: list[tuple[str, object]] = [
+        dependencies: list[tuple[str, object]] = [
             (name, {"required": [name, *strings_of(node, "dependentRequired", names)]})
             for name, names in mapping_of(node, "dependentRequired").items()
         ]
-        needed += [
-            (name, {"required": [name], "allOf": [one]})
-            for name, one in mapping_of(node, "dependentSchemas").items()
+        dependencies += [
+            (name, {"required": [name], "allOf": [value]})
+            for name, value in mapping_of(node, "dependentSchemas").items()
         ]
-        for index, (name, consequence) in enumerate(needed):
-            where = f"{node.where}#dependent/{index}"  # not a pointer into the document
+        for index, (name, consequence) in enumerate(dependencies):
+            where = f"{node.where}#dependent/{index}"  # a key for `key_of`, not a pointer into the document
             absent = SchemaNode({"properties": {name: False}}, f"{where}/absent")
             yield union([self.shapes((absent,)), self.shapes((SchemaNode(consequence, where),))], node)
 
     def _resolve(self, node: SchemaNode) -> SchemaNode:
-        target = node.schema["$ref"]
-        if not isinstance(target, str):
+        reference = node.schema["$ref"]
+        if not isinstance(reference, str):
             raise invalid_keyword(node, "$ref", "a string")
         base = self._document.get("$id") if isinstance(self._document, dict) else None
-        if isinstance(base, str) and target.startswith(f"{base.rstrip('#')}#"):
-            target = target[len(base.rstrip("#")) :]
-        if target != "#" and not target.startswith("#/"):
-            reason = f"only locations in the same schema are resolved, written #/... (was {target!r})"
+        if isinstance(base, str) and reference.startswith(f"{base.rstrip('#')}#"):
+            reference = reference[len(base.rstrip("#")) :]
+        if reference != "#" and not reference.startswith("#/"):
+            reason = f"only locations in the same schema are resolved, written #/... (was {reference!r})"
             raise UnsupportedSchemaError("$ref", node.where, reason)
-        found: object = self._document
+        referenced_schema: object = self._document
         where = "#"
-        for part in unquote(target).split("/")[1:]:
+        for part in unquote(reference).split("/")[1:]:
             name = part.replace("~1", "/").replace("~0", "~")
             try:
-                if not isinstance(found, dict | list):
+                if not isinstance(referenced_schema, dict | list):
                     raise KeyError(name)
-                found = found[array_index(name)] if isinstance(found, list) else found[name]
+                referenced_schema = (
+                    referenced_schema[array_index(name)]
+                    if isinstance(referenced_schema, list)
+                    else referenced_schema[name]
+                )
             except (KeyError, IndexError, ValueError):
-                message = f"the JSON schema's $ref {target!r} (at {node.where}) leads nowhere"
+                message = f"the JSON schema's $ref {reference!r} (at {node.where}) does not exist"
                 raise InputError(message) from None
             where = f"{where}/{escaped(name)}"
-        return SchemaNode(found, where)
+        return SchemaNode(referenced_schema, where)
 
     @cached_property
     def _is_of_older_draft(self) -> bool:
-        """Return whether the document's draft applies ``items`` to all items."""
+        """Whether the document uses a draft before 2020-12, which has no ``prefixItems``."""
         name = self._document.get("$schema") if isinstance(self._document, dict) else None
         return isinstance(name, str) and ("/draft-0" in name or "/draft/2019-09/" in name)
 
 
-def _is_text(value: object) -> bool:
-    """Return whether UTF-8 can encode a value. It cannot encode half of a surrogate pair."""
+def _is_encodable(value: object) -> bool:
+    """Return whether UTF-8 can encode a value. It cannot encode unpaired surrogates."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:

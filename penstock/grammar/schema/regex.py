@@ -25,7 +25,7 @@ __all__ = [
 
 
 def lengths(node: RegexNode) -> tuple[int, int | None]:
-    """Return the minimum and maximum length of matching texts; None if unbounded."""
+    """Return (minimum, maximum length of matching texts); the maximum is None if unbounded."""
     if isinstance(node, Char):
         return 1, 1
     if isinstance(node, RegexRepeat):
@@ -50,8 +50,8 @@ def to_ebnf(
 
     Args:
         node: the tree.
-        write: writes characters of given ranges with a minimum and a maximum count (None: unbounded).
-        share: replaces a part of the result, for example by the name of a rule.
+        write: returns the expression of characters, given (ranges, minimum count, maximum count or None).
+        share: replaces a part of the result, for example by the name of a rule with this body.
     """
     if isinstance(node, Char):
         return write(node.ranges, 1, 1)
@@ -81,10 +81,10 @@ def matches(node: RegexNode, text: str) -> bool:
 
 
 def _ends(node: RegexNode, text: str, starts: frozenset[int]) -> frozenset[int]:
-    """Return the possible ends of matches that begin at one of ``starts``."""
+    """Return the positions at which matches that begin at one of ``starts`` can end."""
     if isinstance(node, Char):
-        inside = (i for i in starts if i < len(text))
-        return frozenset(i + 1 for i in inside if any(a <= ord(text[i]) <= b for a, b in node.ranges))
+        positions = (i for i in starts if i < len(text))
+        return frozenset(i + 1 for i in positions if any(a <= ord(text[i]) <= b for a, b in node.ranges))
     if isinstance(node, RegexSeq):
         for part in node.parts:
             starts = _ends(part, text, starts)
@@ -93,17 +93,17 @@ def _ends(node: RegexNode, text: str, starts: frozenset[int]) -> frozenset[int]:
         return frozenset().union(*(_ends(option, text, starts) for option in node.options))
     assert isinstance(node, RegexRepeat)
     for _ in range(node.min_count):
-        before, starts = starts, _ends(node.part, text, starts)
-        if starts == before:
+        previous, starts = starts, _ends(node.part, text, starts)
+        if starts == previous:
             break
-    found = newest = starts
-    rounds = len(text) + 1 if node.max_count is None else node.max_count - node.min_count
-    for _ in range(min(rounds, len(text) + 1)):
-        newest = _ends(node.part, text, newest) - found
-        if not newest:
+    ends = new_ends = starts
+    max_rounds = len(text) + 1 if node.max_count is None else node.max_count - node.min_count
+    for _ in range(min(max_rounds, len(text) + 1)):
+        new_ends = _ends(node.part, text, new_ends) - ends
+        if not new_ends:
             break
-        found |= newest
-    return found
+        ends |= new_ends
+    return ends
 
 
 def _sum(values: list[int | None]) -> int | None:

@@ -1,7 +1,8 @@
-"""Parses regular expressions: the part of ECMA 262 that describes regular languages.
+"""Parses regular expressions: the constructs of ECMA 262 that describe regular languages.
 
-Character classes contain the characters on which ECMA 262 and Python agree: ``\\d`` and ``\\w`` are ASCII;
-``\\D``, ``\\W`` and ``\\S`` exclude the characters that one of the two dialects excludes.
+Character classes contain only the characters that are in the class in both ECMA 262 and Python. For example,
+``\\d`` is ``[0-9]``, because ECMA 262 has no other digits. ``\\D`` contains no digit of any script, because
+Python excludes them.
 """
 
 from __future__ import annotations
@@ -18,36 +19,36 @@ _SPACE = [
     *[(9, 13), (32, 32), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029)],
     *[(0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF)],
 ]
-_SPACE_OF_BOTH = [part for part in _SPACE if part != (0xFEFF, 0xFEFF)]
+_SPACE_IN_BOTH_DIALECTS = [part for part in _SPACE if part != (0xFEFF, 0xFEFF)]
 _LINE_ENDS = [(10, 10), (13, 13), (0x2028, 0x2029)]
 _ASCII = [(0, 127)]
-_ALSO_SPACE_IN_PYTHON = [(0x1C, 0x1F), (0x85, 0x85)]
-_ANY_OF_EITHER = without(ALL_CHARACTERS, [(10, 10)])
+_SPACE_ONLY_IN_PYTHON = [(0x1C, 0x1F), (0x85, 0x85)]
+_ANY_IN_EITHER_DIALECT = without(ALL_CHARACTERS, [(10, 10)])
 _ANY = without(ALL_CHARACTERS, _LINE_ENDS)
 _CLASSES = {
     "d": _DIGITS,
     "D": without(_ASCII, _DIGITS),
     "w": _WORD,
     "W": without(_ASCII, _WORD),
-    "s": _SPACE_OF_BOTH,
-    "S": without(ALL_CHARACTERS, [*_SPACE, *_ALSO_SPACE_IN_PYTHON]),
+    "s": _SPACE_IN_BOTH_DIALECTS,
+    "S": without(ALL_CHARACTERS, [*_SPACE, *_SPACE_ONLY_IN_PYTHON]),
 }
-_WIDER: dict[str, Ranges] = {  # characters that only one of the two dialects includes in a class
+_EITHER_DIALECT: dict[str, Ranges] = {  # characters of a class in either of the two dialects
     "d": without(ALL_CHARACTERS, _ASCII),
     "w": without(ALL_CHARACTERS, _ASCII),
     "D": without(ALL_CHARACTERS, _DIGITS),
     "W": without(ALL_CHARACTERS, _WORD),
-    "s": [*_SPACE, *_ALSO_SPACE_IN_PYTHON],
-    "S": without(ALL_CHARACTERS, _SPACE_OF_BOTH),
+    "s": [*_SPACE, *_SPACE_ONLY_IN_PYTHON],
+    "S": without(ALL_CHARACTERS, _SPACE_IN_BOTH_DIALECTS),
 }
 _CONTROLS = {"n": 10, "r": 13, "t": 9, "f": 12, "v": 11}
 
 
-_ANYTHING = RegexRepeat(Char(tuple(map(tuple, ALL_CHARACTERS))), 0, None)  # type: ignore[arg-type]
+_ANY_TEXT = RegexRepeat(Char(tuple(map(tuple, ALL_CHARACTERS))), 0, None)  # type: ignore[arg-type]
 
 
 def parse_regex(pattern: str, *, search: bool) -> RegexNode:
-    """Return the matching texts as a tree without anchors.
+    """Parse a regular expression to a tree without anchors.
 
     Args:
         pattern: the expression.
@@ -61,14 +62,14 @@ def parse_regex(pattern: str, *, search: bool) -> RegexNode:
     tree = parser.alternatives(0)
     if parser.rest:
         raise parser.error("an unmatched )")
-    return _anchored(tree, pattern, starts=not search, ends=not search)
+    return _with_free_ends(tree, pattern, starts=not search, ends=not search)
 
 
 def parse_pattern(pattern: str) -> tuple[RegexNode, list[tuple[RegexNode, bool]]]:
-    """Return the texts in which a schema's ``pattern`` matches, and its lookaheads.
+    """Parse a schema's ``pattern``. Return (tree without lookaheads, [(lookahead, is negated), ...]).
 
-    Lookaheads are supported directly after a ^ at the start of the pattern. Each is a tree that the whole
-    text must match, or must not match if its flag is True.
+    Lookaheads are supported only directly after a ^ at the start of the pattern. Each is a tree that the
+    whole text must match, or must not match if it is negated.
 
     Raises:
         InputError: as `parse_regex`.
@@ -80,8 +81,8 @@ def parse_pattern(pattern: str) -> tuple[RegexNode, list[tuple[RegexNode, bool]]
         while parser.rest.startswith(("(?=", "(?!")):
             is_negated = parser.rest[2] == "!"
             parser.skip(3)
-            inner = parser.lookahead(is_wide=is_negated)
-            tree = _anchored(inner, pattern, starts=True, ends=False, is_wide=is_negated)
+            group = parser.lookahead(is_wide=is_negated)
+            tree = _with_free_ends(group, pattern, starts=True, ends=False, is_wide=is_negated)
             lookaheads.append((tree, is_negated))
     if not lookaheads:
         return parse_regex(pattern, search=True), []
@@ -90,17 +91,19 @@ def parse_pattern(pattern: str) -> tuple[RegexNode, list[tuple[RegexNode, bool]]
         raise parser.error("an unmatched )")
     if isinstance(tree, RegexAlt):
         raise parser.error("a lookahead beside | (write the alternatives as a group)")
-    return _anchored(tree, pattern, starts=True, ends=False), lookaheads
+    return _with_free_ends(tree, pattern, starts=True, ends=False), lookaheads
 
 
-def _anchored(tree: RegexNode, pattern: str, *, starts: bool, ends: bool, is_wide: bool = False) -> RegexNode:
+def _with_free_ends(
+    tree: RegexNode, pattern: str, *, starts: bool, ends: bool, is_wide: bool = False
+) -> RegexNode:
     options = tree.options if isinstance(tree, RegexAlt) else (tree,)
-    result = tuple(_whole(option, starts, ends, pattern, is_wide) for option in options)
+    result = tuple(_without_anchors(option, starts, ends, pattern, is_wide) for option in options)
     return result[0] if len(result) == 1 else RegexAlt(result)
 
 
-def _whole(option: RegexNode, starts: bool, ends: bool, pattern: str, is_wide: bool) -> RegexNode:
-    """Return a top-level alternative without anchors, extended to match the whole text."""
+def _without_anchors(option: RegexNode, starts: bool, ends: bool, pattern: str, is_wide: bool) -> RegexNode:
+    """Replace the anchors of a top-level alternative: it gets "any text" where an anchor is absent."""
     parts = list(option.parts if isinstance(option, RegexSeq) else (option,))
     while parts and parts[0] == Anchor("^"):
         starts = True
@@ -114,9 +117,9 @@ def _whole(option: RegexNode, starts: bool, ends: bool, pattern: str, is_wide: b
     if any(map(_has_anchor, parts)):
         raise InputError(f"the regular expression {pattern!r} has ^ or $ in its middle: they go at its ends")
     if not starts:
-        parts.insert(0, _ANYTHING)
+        parts.insert(0, _ANY_TEXT)
     if not ends:
-        parts.append(_ANYTHING)
+        parts.append(_ANY_TEXT)
     return RegexSeq(tuple(parts))
 
 
@@ -135,19 +138,19 @@ class _Parser:
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern
         self._at = 0
-        # Whether a class is the union of both dialects instead of the intersection. Negated lookaheads need
-        # this.
+        # Whether a class is the union of both dialects instead of the intersection. A negated lookahead then
+        # excludes enough texts.
         self._is_wide = False
         if any("\ud800" <= char <= "\udfff" for char in pattern):
-            raise self.error("a surrogate, which no text can have,")
+            raise self.error("a surrogate code point, which UTF-8 cannot encode,")
 
     @property
     def rest(self) -> str:
         return self._pattern[self._at :]
 
     def error(self, what: str) -> InputError:
-        shown = self._pattern if len(self._pattern) <= 80 else f"{self._pattern[:80]}..."
-        return InputError(f"the regular expression {shown!r} has {what} at position {self._at}")
+        pattern_start = self._pattern if len(self._pattern) <= 80 else f"{self._pattern[:80]}..."
+        return InputError(f"the regular expression {pattern_start!r} has {what} at position {self._at}")
 
     def skip(self, count: int) -> None:
         """Skip characters."""
@@ -156,11 +159,11 @@ class _Parser:
     def lookahead(self, *, is_wide: bool) -> RegexNode:
         """Parse the content of a lookahead up to its closing parenthesis."""
         self._is_wide = is_wide
-        inner = self.alternatives(1)
+        group = self.alternatives(1)
         self._is_wide = False
         if not self._take(")"):
             raise self.error("a group without its )")
-        return inner
+        return group
 
     def alternatives(self, depth: int) -> RegexNode:
         if depth > _MAX_DEPTH:
@@ -173,10 +176,10 @@ class _Parser:
     def _sequence(self, depth: int) -> RegexNode:
         parts: list[RegexNode] = []
         while self._at < len(self._pattern) and self._peek() not in "|)":
-            parts.append(self._quantified(self._atom(depth)))
+            parts.append(self._with_quantifier(self._atom(depth)))
         return parts[0] if len(parts) == 1 else RegexSeq(tuple(parts))
 
-    def _quantified(self, atom: RegexNode) -> RegexNode:
+    def _with_quantifier(self, atom: RegexNode) -> RegexNode:
         min_count, max_count = 1, 1
         bounds = {"*": (0, None), "+": (1, None), "?": (0, 1)}.get(self._peek())
         if bounds is not None:
@@ -187,7 +190,7 @@ class _Parser:
             return atom
         if isinstance(atom, Anchor):
             raise self.error("a repeated ^ or $")
-        self._take("?")  # lazy and greedy repetitions match the same texts
+        self._take("?")  # a lazy repetition matches the same texts as a greedy one
         if self._peek() in tuple("*+?{"):
             raise self.error("a repetition of a repetition")
         min_count, max_count = bounds  # type: ignore[assignment]
@@ -213,14 +216,14 @@ class _Parser:
             if self._take("?"):
                 if not self._take(":"):
                     raise self.error("a group that begins with (?, of which only (?: is supported")
-            inner = self.alternatives(depth + 1)
+            group = self.alternatives(depth + 1)
             if not self._take(")"):
                 raise self.error("a group without its )")
-            return RegexSeq((inner,))
+            return RegexSeq((group,))
         if char == "[":
             return self._class()
         if char == ".":
-            return Char(tuple(_ANY_OF_EITHER if self._is_wide else _ANY))
+            return Char(tuple(_ANY_IN_EITHER_DIALECT if self._is_wide else _ANY))
         if char in "^$":
             return Anchor(char)
         if char in "*+?{":
@@ -231,40 +234,43 @@ class _Parser:
             raise self.error(f"an unmatched {char} (write \\{char} for the character)")
         if char == "\\":
             letter = self._peek()
-            found = self._escape(in_class=False)
-            return Char(tuple(union([*found, *_WIDER.get(letter, [])]) if self._is_wide else found))
+            characters = self._escape(in_class=False)
+            return Char(
+                tuple(union([*characters, *_EITHER_DIALECT.get(letter, [])]) if self._is_wide else characters)
+            )
         return Char(((ord(char), ord(char)),))
 
     def _class(self) -> RegexNode:
-        negated = self._take("^")
+        is_complement = self._take("^")
         ranges: list[tuple[int, int]] = []
-        others: list[tuple[int, int]] = []  # further characters that a negated class excludes
+        # Characters of members in only one dialect, which a negated class excludes.
+        either_dialect: list[tuple[int, int]] = []
         while not self._take("]"):
-            low, wider = self._member()
+            low, in_either = self._member()
             if self._peek() == "-" and self.rest[1:2] not in ("]", ""):
                 self._at += 1
                 high, _ = self._member()
                 if not (_is_single(low) and _is_single(high)) or low[0][0] > high[0][0]:
                     raise self.error("a range of characters that is out of order")
-                low, wider = [(low[0][0], high[0][0])], []
+                low, in_either = [(low[0][0], high[0][0])], []
             ranges += low
-            others += wider
+            either_dialect += in_either
         if self._is_wide:
-            ranges = without(ALL_CHARACTERS, ranges) if negated else union([*ranges, *others])
+            ranges = without(ALL_CHARACTERS, ranges) if is_complement else union([*ranges, *either_dialect])
         else:
-            ranges = without(ALL_CHARACTERS, [*ranges, *others]) if negated else union(ranges)
+            ranges = without(ALL_CHARACTERS, [*ranges, *either_dialect]) if is_complement else union(ranges)
         if not ranges:
             raise self.error("a class without characters")
         return Char(tuple(ranges))
 
     def _member(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Return the characters of a class member, and further ones that only one dialect includes."""
+        """Return (characters of a class member in both dialects, characters in either dialect)."""
         char = self._next()
         if char != "\\":
             return [(ord(char), ord(char))], []
         letter = self._peek()
-        found = self._escape(in_class=True)
-        return found, list(_WIDER.get(letter, []))
+        characters = self._escape(in_class=True)
+        return characters, list(_EITHER_DIALECT.get(letter, []))
 
     def _escape(self, *, in_class: bool) -> list[tuple[int, int]]:
         letter = self._next()
@@ -288,7 +294,7 @@ class _Parser:
         else:
             point = ord(letter)
         if 0xD800 <= point <= 0xDFFF:
-            raise self.error("a surrogate, which no text can have,")
+            raise self.error("a surrogate code point, which UTF-8 cannot encode,")
         return [(point, point)]
 
     def _peek(self) -> str:

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class Char:
-    """One character of these ranges."""
+    """One character from these ranges."""
 
     ranges: tuple[tuple[int, int], ...]
 
@@ -22,14 +22,14 @@ class RegexSeq:
 
 @dataclass(frozen=True, slots=True)
 class RegexAlt:
-    """One of several options."""
+    """Any one of several options."""
 
     options: tuple[RegexNode, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class RegexRepeat:
-    """A part ``min_count`` to ``max_count`` times; None means unbounded."""
+    """``min_count`` to ``max_count`` repetitions of a part. None means unbounded."""
 
     part: RegexNode
     min_count: int

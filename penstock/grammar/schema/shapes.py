@@ -1,7 +1,8 @@
-"""The shapes that a JSON value may have, each of one JSON type, and the unsupported keywords.
+"""Shapes: sets of JSON values of one type. Also the table of unsupported keywords.
 
-A value must satisfy a *conjunction* of schemas (``allOf``, ``$ref`` with other keywords, the same property
-in two schemas). `reader.Reader` multiplies it out into alternatives of shapes.
+Several schemas can apply to one value: by ``allOf``, by ``$ref`` beside other keywords, or if two schemas
+have a property of the same name. The value must satisfy their *conjunction*. `reader.Reader` converts a
+conjunction to a union of shapes.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, Protocol, TypeAlias
 from penstock.grammar.schema import regex
 from penstock.grammar.schema.numbers import UNBOUNDED, Bounds
 
-REFUSED = {
+REFUSED_KEYWORDS = {
     "not": "a mask cannot exclude values token by token: describe the allowed values",
     "if": "use anyOf with a const that distinguishes the cases",
     "then": "use anyOf with a const that distinguishes the cases",
@@ -32,7 +33,7 @@ REFUSED = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SchemaNode:
-    """A schema and its location in the document."""
+    """A schema and its location in the document, a JSON pointer."""
 
     schema: Any
     where: str
@@ -45,14 +46,14 @@ NEVER: Conjunction = (SchemaNode(False, "#false"),)
 
 @dataclass(frozen=True, slots=True)
 class Literal:
-    """One value."""
+    """A single value."""
 
     value: object
 
 
 @dataclass(frozen=True, slots=True)
 class Numeric:
-    """Numbers in an interval."""
+    """Numbers in an interval. ``source`` is the location of the schema, for errors."""
 
     bounds: Bounds = UNBOUNDED
     is_integer: bool = False
@@ -62,13 +63,13 @@ class Numeric:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """The condition of a pattern or a format on a string."""
+    """A condition on a string: a pattern or a format."""
 
     tree: regex.RegexNode
     source: SchemaNode = field(compare=False)
     keyword: str = field(compare=False)
-    is_negated: bool = False  # a negated lookahead: the string must not match
-    format: str | None = None  # the format, whose check of a value may accept more than the tree
+    is_negated: bool = False  # True for a negated lookahead: the string must not match
+    format: str | None = None  # name of the format; its check may accept more strings than the tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +83,13 @@ class StringShape:
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """Arrays: schemas of the first items, then of all others."""
+    """Arrays, with a conjunction for each of the first items and one for all other items."""
 
     prefix: tuple[Conjunction, ...] = ()
     items: Conjunction = ANYTHING
     min_count: int = 0
     max_count: int | None = None
-    unique_at: SchemaNode | None = field(default=None, compare=False)  # the schema that has uniqueItems
+    unique_at: SchemaNode | None = field(default=None, compare=False)  # the schema with uniqueItems, if any
 
     def item(self, index: int) -> Conjunction:
         """Return the conjunction that the item at an index must satisfy."""
@@ -97,30 +98,30 @@ class Array:
 
 @dataclass(frozen=True, slots=True)
 class Object:
-    """Objects: schemas of named properties and of all others."""
+    """Objects, with a conjunction for each named property and one for all other properties."""
 
     properties: dict[str, Conjunction] = field(default_factory=dict)
     required: frozenset[str] = frozenset()
-    others: Conjunction = ANYTHING
-    restricts_others: bool = False  # whether a schema constrains other properties
-    names: StringShape | None = None  # the names of the other properties
+    additional_properties: Conjunction = ANYTHING
+    restricts_additional: bool = False  # whether the schema constrains additional properties
+    names: StringShape | None = None  # restricts the names of additional properties
     min_count: int = 0
     max_count: int | None = None
-    minimum_at: str = "#"
+    minimum_at: str = "#"  # location of minProperties, for errors
 
     def property(self, name: str) -> Conjunction:
         """Return the conjunction that a property must satisfy."""
-        return self.properties.get(name, self.others)
+        return self.properties.get(name, self.additional_properties)
 
 
 Shape: TypeAlias = Literal | Numeric | StringShape | Array | Object
 
 
 class Schemas(Protocol):
-    """The part of `reader.Reader` that shapes with nested schemas use."""
+    """The methods of `reader.Reader` that functions on shapes need for nested schemas."""
 
     def shapes(self, conjunction: Conjunction) -> list[Shape]:
-        """Return the alternatives of a conjunction; empty if no value satisfies it."""
+        """Return the values of a conjunction as a union of shapes; empty if no value satisfies it."""
         ...
 
     def accepts(self, conjunction: Conjunction, value: object) -> bool:
@@ -129,9 +130,14 @@ class Schemas(Protocol):
 
 
 def is_closed(shape: Object) -> bool:
-    """Return whether other properties are excluded: by a rule, or because it names some without a rule."""
-    if shape.restricts_others:
-        return shape.others != ANYTHING and any(node.schema is False for node in shape.others)
+    """Return whether the grammar of an object shape allows no other properties.
+
+    The schema excludes them, or it names properties and does not mention others.
+    """
+    if shape.restricts_additional:
+        return shape.additional_properties != ANYTHING and any(
+            node.schema is False for node in shape.additional_properties
+        )
     return bool(shape.properties or shape.required)
 
 
@@ -141,5 +147,5 @@ def key_of(conjunction: Conjunction) -> tuple[str, ...]:
 
 
 def both(a: Conjunction, b: Conjunction) -> Conjunction:
-    """Return the schemas of both conjunctions without duplicates."""
+    """Return the conjunction of two conjunctions, without duplicate schemas."""
     return tuple({node.where: node for node in (*a, *b)}.values())

@@ -1,4 +1,4 @@
-"""Converts each kind of grammar to EBNF, or to a structural tag whose parts are EBNF."""
+"""Converts a grammar of any kind to EBNF, or to a structural tag in which schemas are replaced by EBNF."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def grammar_source(
 ) -> GrammarSource:
     """Return the grammar in a notation that the back ends compile exactly.
 
-    JSON schemas, regular expressions and choices become EBNF here, also inside structural tags, because
-    xgrammar's own readers accept more than the schema in some cases.
+    JSON schemas, regular expressions and choices become EBNF, also inside structural tags. The reason is that
+    xgrammar's own conversion accepts more than the schema in some cases.
 
     Args:
-        grammar: of any kind.
-        compact: JSON without white space.
-        token_id: returns the id of a token's text, for structural tags that name tokens.
+        grammar: a grammar of any kind.
+        compact: whether JSON has no white space.
+        token_id: returns the id of a token, given its text. Needed for structural tags that name tokens.
 
     Raises:
         UnsupportedSchemaError: a JSON schema has an unsupported keyword.
@@ -49,7 +49,7 @@ def grammar_source(
         case "choice":
             return GrammarSource("ebnf", _choice_ebnf(load_json(grammar)))
         case "structural_tag":
-            tag = _exact(load_json(grammar), compact, token_id, 0)
+            tag = _with_ebnf(load_json(grammar), compact, token_id, 0)
             return GrammarSource("structural_tag", json.dumps(tag))
         case "ebnf":
             return GrammarSource("ebnf", grammar.text)
@@ -79,17 +79,19 @@ def _regex_ebnf(pattern: str) -> str:
 
 
 def _choice_ebnf(choices: object) -> str:
-    if not isinstance(choices, list) or not choices or not all(isinstance(one, str) for one in choices):
+    if not isinstance(choices, list) or not choices or not all(isinstance(text, str) for text in choices):
         raise InputError(f"a choice must be a JSON list of strings, not empty, was {str(choices)[:80]}")
     return f"root ::= {choice(map(literal, choices))}\n"
 
 
-def _exact(part: object, compact: bool, token_id: Callable[[str], int | None] | None, depth: int) -> object:
-    """Return a structural tag with EBNF instead of schemas and expressions, and ids instead of tokens."""
+def _with_ebnf(
+    part: object, compact: bool, token_id: Callable[[str], int | None] | None, depth: int
+) -> object:
+    """Return a part of a structural tag with EBNF for schemas and expressions, and ids for tokens."""
     if depth > 50:
         raise InputError("the structural_tag is nested too deeply")
     if isinstance(part, list):
-        return [_exact(one, compact, token_id, depth + 1) for one in part]
+        return [_with_ebnf(element, compact, token_id, depth + 1) for element in part]
     if not isinstance(part, dict):
         return part
     kind = part.get("type")
@@ -112,17 +114,19 @@ def _exact(part: object, compact: bool, token_id: Callable[[str], int | None] | 
             raise InputError("a regex of a structural tag needs a pattern, a string")
         return {"type": "grammar", "grammar": _regex_ebnf(part["pattern"])}
     if kind == "token" and isinstance(part.get("token"), str) and token_id is not None:
-        return {**part, "token": _known(part["token"], token_id)}
-    exact = {name: _exact(one, compact, token_id, depth + 1) for name, one in part.items()}
+        return {**part, "token": _checked_id(part["token"], token_id)}
+    converted_object = {name: _with_ebnf(value, compact, token_id, depth + 1) for name, value in part.items()}
     for name in ("trigger_tokens", "exclude_tokens"):
-        tokens = exact.get(name)
+        tokens = converted_object.get(name)
         if isinstance(tokens, list) and token_id is not None:
-            exact[name] = [_known(one, token_id) if isinstance(one, str) else one for one in tokens]
-    return exact
+            converted_object[name] = [
+                _checked_id(text, token_id) if isinstance(text, str) else text for text in tokens
+            ]
+    return converted_object
 
 
-def _known(token: str, token_id: Callable[[str], int | None]) -> int:
-    found = token_id(token)
-    if found is None:
+def _checked_id(token: str, token_id: Callable[[str], int | None]) -> int:
+    checked_id = token_id(token)
+    if checked_id is None:
         raise InputError(f"the structural tag names a token that this model does not have: {token!r}")
-    return found
+    return checked_id

@@ -1,4 +1,4 @@
-"""Writes JSON strings as grammars: plain characters, escapes, bounded lengths, patterns, names."""
+"""Writes grammars of JSON strings: plain characters, escapes, bounded lengths, patterns, property names."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ from penstock.grammar.schema.ebnf import (
     sequence,
     without,
 )
-from penstock.grammar.schema.languages import Counted, language_of
+from penstock.grammar.schema.languages import CountedLanguage, language_of
 from penstock.grammar.schema.shapes import StringShape
 
-_PLAIN = without(ALL_CHARACTERS, [(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C)])  # need no escape in a string
-_SHORT = {0x22: '"', 0x5C: "\\", 0x08: "b", 0x0C: "f", 0x0A: "n", 0x0D: "r", 0x09: "t"}
-_LONG = without([(0, 0x1F)], [(8, 10), (12, 13)])  # control characters without a short escape
+# Characters that need no escape in a JSON string.
+_PLAIN = without(ALL_CHARACTERS, [(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C)])
+_SHORT_ESCAPES = {0x22: '"', 0x5C: "\\", 0x08: "b", 0x0C: "f", 0x0A: "n", 0x0D: "r", 0x09: "t"}
+# Control characters without a short escape.
+_CONTROLS_WITHOUT_SHORT_ESCAPE = without([(0, 0x1F)], [(8, 10), (12, 13)])
 ESCAPE = "\\"
 _MAX_COUNTED_CHARACTERS = 256
-_MAX_INLINE = 60
-_Spelling: TypeAlias = tuple[str | None, str | None]  # a class of plain characters, a rule of escapes
+_MAX_INLINE = 60  # maximum number of characters of an expression that has no rule of its own
+_Spelling: TypeAlias = tuple[str | None, str | None]  # (class of plain characters, rule of escapes)
 
 
 class StringWriter:
@@ -45,144 +47,148 @@ class StringWriter:
         self._plain = without(_PLAIN, [(point, point) for point in escaped])
 
     def text(self, shape: StringShape) -> str | None:
-        """Return the rule of a string; None if no string satisfies its conditions."""
+        """Return the name of the rule of a string shape; None if no string has the shape."""
         quote = literal('"')
         if not shape.conditions:
             spelling: _Spelling = (char_class(self._plain), self._any_escape())
-            content = self._repeated(spelling, shape.min_count, shape.max_count, quote)
+            content = self._repeated_character(spelling, shape.min_count, shape.max_count, quote)
         else:
             language = language_of(shape)
             if language is None:
                 return None
             if isinstance(language, Automaton):
                 content = self._automaton(language, quote)
-            elif isinstance(language, Counted):
-                content = self._counted(language, quote)
+            elif isinstance(language, CountedLanguage):
+                content = self._counted_string(language, quote)
             elif isinstance(language, regex.RegexRepeat) and isinstance(language.part, regex.Char):
-                spelling = self._spelling(language.part.ranges)
-                content = self._repeated(spelling, language.min_count, language.max_count, quote)
+                spelling = self._spelling_of(language.part.ranges)
+                content = self._repeated_character(spelling, language.min_count, language.max_count, quote)
             else:
-                content = sequence(regex.to_ebnf(language, self._characters, self._part), quote)
+                content = sequence(regex.to_ebnf(language, self._characters, self._shared_rule), quote)
         return self._rules.add("string", sequence(quote, content))
 
-    def _part(self, body: str) -> str:
-        """Return a part of an expression; long parts become a rule, so that equal parts are shared."""
+    def _shared_rule(self, body: str) -> str:
+        """Return `body`, or the name of a rule with it if it is long. Equal long parts share a rule."""
         return self._rules.add("part", body) if len(body) > _MAX_INLINE else body
 
     def _automaton(self, automaton: Automaton, end: str) -> str:
-        """Return the start rule of an automaton, with one rule per state. ``end`` follows the text."""
+        """Write one rule per state of an automaton. Return the start rule. ``end`` follows the text."""
         names = [self._rules.reserve("state") for _ in automaton.steps]
         for state, row in enumerate(automaton.steps):
             options = [end] if automaton.accepting[state] else []
             loop = NOTHING
             for ranges, target in row:
-                if target == state:  # a repeated class is the cheapest form
-                    plain, escape = self._spelling(ranges)
-                    loop = f"{plain}*" if plain else NOTHING
+                if target == state:  # a repeated class has the cheapest masks
+                    unescaped, escape = self._spelling_of(ranges)
+                    loop = f"{unescaped}*" if unescaped else NOTHING
                     if escape:
                         loop = sequence(loop, f"({sequence(escape, loop)})*")
                     continue
-                options += [sequence(one, names[target]) for one in self._options(ranges)]
+                options += [sequence(option, names[target]) for option in self._options(ranges)]
             self._rules.define(names[state], sequence(loop, choice(options)))
         return names[0]
 
-    def _counted(self, language: Counted, end: str) -> str:
-        """Return the rule of an automaton with a maximum length, or of the expression."""
+    def _counted_string(self, language: CountedLanguage, end: str) -> str:
+        """Return the expression of a `CountedLanguage` language, followed by ``end``."""
         content = CountedWriter(self._rules, language.counting, self._options, end).write()
         if language.expression is None:
             return content
         return choice(
-            [content, sequence(regex.to_ebnf(language.expression, self._characters, self._part), end)]
+            [content, sequence(regex.to_ebnf(language.expression, self._characters, self._shared_rule), end)]
         )
 
     def _options(self, ranges: Ranges) -> list[str]:
-        """Return the spellings of one character: plain or as an escape."""
-        return [self._part(one) for one in self._spelling(ranges) if one is not None]
+        """Return the expressions of one character: as a plain character and as an escape, if possible."""
+        return [self._shared_rule(option) for option in self._spelling_of(ranges) if option is not None]
 
     def _any_escape(self) -> str:
-        """Return a rule for all JSON escapes. A surrogate pair is one character."""
+        """Return the name of a rule for all JSON escapes. A surrogate pair is one escape."""
         digit = "[0-9a-fA-F]"
         single = f"([0-9a-cA-CefEF] {digit} {digit} {digit} | [dD] [0-7] {digit} {digit})"
         pair = f"[dD] [89abAB] {digit} {digit} {literal(ESCAPE + 'u')} [dD] [c-fC-F] {digit} {digit}"
-        short = '["\\\\/bfnrt]'
-        return self._rules.add("escape", f'{literal(ESCAPE)} ({short} | "u" ({single} | {pair}))')
+        short_escape = '["\\\\/bfnrt]'
+        return self._rules.add("escape", f'{literal(ESCAPE)} ({short_escape} | "u" ({single} | {pair}))')
 
     def _characters(self, ranges: Ranges, min_count: int, max_count: int | None) -> str:
-        """Return a number of characters in their shortest spelling."""
-        return self._repeated(self._spelling(ranges), min_count, max_count, NOTHING)
+        """Return the expression of ``min_count`` to ``max_count`` characters in their shortest spelling."""
+        return self._repeated_character(self._spelling_of(ranges), min_count, max_count, NOTHING)
 
-    def _spelling(self, ranges: Ranges) -> _Spelling:
-        plain = [
-            part
-            for part in ((max(a, c), min(b, d)) for a, b in ranges for c, d in self._plain)
-            if part[0] <= part[1]
+    def _spelling_of(self, ranges: Ranges) -> _Spelling:
+        unescaped = [
+            common
+            for common in ((max(a, c), min(b, d)) for a, b in ranges for c, d in self._plain)
+            if common[0] <= common[1]
         ]
-        longs = [*(point for first, last in _LONG for point in range(first, last + 1)), *self._escaped]
-        controls = [(point, f"u{point:04x}") for point in longs]
+        long_escaped = [
+            *(point for first, last in _CONTROLS_WITHOUT_SHORT_ESCAPE for point in range(first, last + 1)),
+            *self._escaped,
+        ]
+        controls = [(point, f"u{point:04x}") for point in long_escaped]
         escapes = [
-            literal(f"{ESCAPE}{written}")
-            for point, written in [*_SHORT.items(), *controls]
+            literal(f"{ESCAPE}{escape_text}")
+            for point, escape_text in [*_SHORT_ESCAPES.items(), *controls]
             if any(low <= point <= high for low, high in ranges)
         ]
         escape = self._rules.add("short_escape", choice(escapes)) if escapes else None
-        return char_class(plain) if plain else None, escape
+        return char_class(unescaped) if unescaped else None, escape
 
-    def _repeated(self, spelling: _Spelling, min_count: int, max_count: int | None, end: str) -> str:
-        """Return ``min_count`` to ``max_count`` characters, followed by ``end``.
+    def _repeated_character(
+        self, spelling: _Spelling, min_count: int, max_count: int | None, end: str
+    ) -> str:
+        """Return the expression of ``min_count`` to ``max_count`` characters, followed by ``end``.
 
-        xgrammar precomputes a mask for each state of a rule, but checks tokens that cross the end of a rule
-        one by one. Therefore a class is repeated inside its rule, a count has one rule per character, and the
-        end is part of the last rule. Otherwise a mask takes a thousand times longer.
+        xgrammar precomputes a mask for each state of a rule. It checks tokens that extend beyond the end of a
+        rule one by one, which makes a mask a thousand times slower. Therefore a class is repeated inside its
+        rule, a count has one rule per character, and the end is part of the last rule.
         """
-        plain, escape = spelling
-        if plain is None or escape is None:
-            only = plain or escape
-            assert only is not None
+        unescaped, escape = spelling
+        if unescaped is None or escape is None:
+            single = unescaped or escape
+            assert single is not None
             if max_count is None or end == NOTHING:
-                return sequence(repeated(only, min_count, max_count), end)
-            one_more = [only]
+                return sequence(repeated(single, min_count, max_count), end)
+            spellings = [single]
         else:
             if (min_count, max_count) == (1, 1) and end == NOTHING:
-                return choice([plain, escape])
-            one_more = [plain, escape]
+                return choice([unescaped, escape])
+            spellings = [unescaped, escape]
         if max_count is None:
             if min_count:
-                rest = self._repeated(spelling, 0, None, end)
-                return self._repeated(spelling, min_count, min_count, self._rules.add("rest", rest))
-            return sequence(f"{plain}*", f"({escape} {plain}*)*", end)
+                rest = self._repeated_character(spelling, 0, None, end)
+                return self._repeated_character(spelling, min_count, min_count, self._rules.add("rest", rest))
+            return sequence(f"{unescaped}*", f"({escape} {unescaped}*)*", end)
         if max_count > _MAX_COUNTED_CHARACTERS:
-            return sequence(
-                repeated(one_more[0], min_count, max_count), end
-            )  # with escapes, the mask of each token would be slow
-        following = end
+            # Long strings have no escapes, because escapes would make every mask slow.
+            return sequence(repeated(spellings[0], min_count, max_count), end)
+        rest_rule = end
         for count in range(max_count - 1, -1, -1):
-            options = [sequence(one, following) for one in one_more]
-            following = self._rules.add("counted", choice([*([end] if count >= min_count else []), *options]))
-        return following
+            options = [sequence(option, rest_rule) for option in spellings]
+            rest_rule = self._rules.add("counted", choice([*([end] if count >= min_count else []), *options]))
+        return rest_rule
 
-    def new_name(self, taken: list[str]) -> str:
-        """Return a name that is not in ``taken``, without its opening quote and with its closing quote.
+    def new_name(self, taken_names: list[str]) -> str:
+        """Return the expression of a name that is not in ``taken_names``, followed by the closing quote.
 
-        Names have only their shortest spelling, because another spelling could be a taken name.
+        Names have only their shortest spelling. Another spelling could encode a taken name.
         """
-        free = self._rules.add("rest", sequence(self._characters(ALL_CHARACTERS, 0, None), literal('"')))
-        return self._name_except(taken, 0, free)
+        any_rest = self._rules.add("rest", sequence(self._characters(ALL_CHARACTERS, 0, None), literal('"')))
+        return self._name_outside(taken_names, 0, any_rest)
 
-    def _name_except(self, taken: list[str], depth: int, free: str) -> str:
-        """Like `new_name`, after ``depth`` characters that all of ``taken`` share."""
-        if not taken:
-            return free
-        ends_here = any(len(name) == depth for name in taken)
+    def _name_outside(self, taken_names: list[str], depth: int, any_rest: str) -> str:
+        """Return the rest of a name after ``depth`` characters, which all of ``taken_names`` share."""
+        if not taken_names:
+            return any_rest
+        ends_here = any(len(name) == depth for name in taken_names)
         branches: dict[str, list[str]] = {}
-        for name in taken:
+        for name in taken_names:
             if len(name) > depth:
                 branches.setdefault(name[depth], []).append(name)
-        # A chain of single characters would need one rule and one level of recursion each.
+        # One level of recursion per shared character.
         options = [] if ends_here else [literal('"')]
         points = [(ord(character), ord(character)) for character in branches]
-        options.append(sequence(self._characters(without(ALL_CHARACTERS, points), 1, 1), free))
+        options.append(sequence(self._characters(without(ALL_CHARACTERS, points), 1, 1), any_rest))
         for character, names in branches.items():
             point = ord(character)
-            rest = self._name_except(names, depth + 1, free)
+            rest = self._name_outside(names, depth + 1, any_rest)
             options.append(sequence(self._characters([(point, point)], 1, 1), rest))
         return self._rules.add("name", choice(options))

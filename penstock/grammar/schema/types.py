@@ -1,4 +1,4 @@
-"""Reads the types that a schema allows and the keywords of each type."""
+"""Reads the types that a schema allows, and the keywords of each type."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ _APPLICATORS = ("$ref", "allOf", "anyOf", "oneOf", "dependentSchemas", "dependen
 
 
 def all_types() -> list[Shape]:
-    """Return the shapes of an empty schema."""
+    """Return the shapes of the empty schema, which allows every value."""
     return [Literal(None), Literal(True), Literal(False), Numeric(), StringShape(), Array(), Object()]
 
 
 def typed_shapes(schemas: Schemas, node: SchemaNode, is_older: bool) -> list[Shape]:
-    """Return a shape for each type that a schema allows, with the keywords of that type.
+    """Return one or more shapes for each type that a schema allows, restricted by the keywords of the type.
 
     Args:
         schemas: reads nested schemas.
         node: the schema.
-        is_older: the document's draft applies ``items`` to all items.
+        is_older: whether the document uses a draft before 2020-12.
     """
     types = types_of(node)
     shapes: list[Shape] = []
@@ -90,11 +90,13 @@ def _text(node: SchemaNode) -> StringShape:
     if pattern is not None:
         tree, lookaheads = pattern_of(node)
         conditions.append(Condition(tree, node, "pattern"))
-        conditions += [Condition(one, node, "pattern", is_negated) for one, is_negated in lookaheads]
+        conditions += [
+            Condition(lookahead, node, "pattern", is_negated) for lookahead, is_negated in lookaheads
+        ]
     name = format_of(node)
     if name in formats.UNSUPPORTED:
-        known = ", ".join(formats.SUPPORTED)
-        reason = f"{name!r} needs enum or const; a grammar can express {known}"
+        supported_formats = ", ".join(formats.SUPPORTED)
+        reason = f"{name!r} needs enum or const; a grammar can express {supported_formats}"
         raise UnsupportedSchemaError("format", node.where, reason)
     if name in formats.SUPPORTED:
         conditions.append(Condition(formats.format_tree(name), node, "format", format=name))
@@ -103,17 +105,20 @@ def _text(node: SchemaNode) -> StringShape:
 
 def _array(node: SchemaNode, is_older: bool) -> Array:
     schema = node.schema
-    unique = schema.get("uniqueItems", False)
-    if not isinstance(unique, bool):
+    is_unique = schema.get("uniqueItems", False)
+    if not isinstance(is_unique, bool):
         raise invalid_keyword(node, "uniqueItems", "true or false")
     min_count, max_count = counts_of(node, "minItems", "maxItems")
     if "prefixItems" in schema and is_older:
         reason = "the draft in $schema does not define it: use draft 2020-12"
         raise UnsupportedSchemaError("prefixItems", node.where, reason)
-    given = schema.get("prefixItems", [])
-    if not isinstance(given, list):
+    prefix_schemas = schema.get("prefixItems", [])
+    if not isinstance(prefix_schemas, list):
         raise invalid_keyword(node, "prefixItems", "an array")
-    prefix = tuple((SchemaNode(one, f"{node.where}/prefixItems/{i}"),) for i, one in enumerate(given))
+    prefix = tuple(
+        (SchemaNode(item_schema, f"{node.where}/prefixItems/{i}"),)
+        for i, item_schema in enumerate(prefix_schemas)
+    )
     items = ANYTHING
     if isinstance(schema.get("items"), list):
         reason = "an array of schemas is an old spelling: use prefixItems"
@@ -122,30 +127,41 @@ def _array(node: SchemaNode, is_older: bool) -> Array:
         items = (SchemaNode(schema["items"], f"{node.where}/items"),)
     elif _closes(node, "unevaluatedItems"):
         items = NEVER
-    return Array(prefix, items, min_count, max_count, node if unique else None)
+    return Array(prefix, items, min_count, max_count, node if is_unique else None)
 
 
 def _object(schemas: Schemas, node: SchemaNode) -> Object:
     schema = node.schema
     properties: dict[str, Conjunction] = {
-        name: (SchemaNode(one, f"{node.where}/properties/{escaped(name)}"),)
-        for name, one in mapping_of(node, "properties").items()
+        name: (SchemaNode(property_schema, f"{node.where}/properties/{escaped(name)}"),)
+        for name, property_schema in mapping_of(node, "properties").items()
     }
     required = frozenset(strings_of(node, "required", schema.get("required", [])))
     min_count, max_count = counts_of(node, "minProperties", "maxProperties")
-    others, restricts_others, names = ANYTHING, False, None
+    additional_schemas, restricts_additional, name_schema = ANYTHING, False, None
     if "additionalProperties" in schema:
-        others = (SchemaNode(schema["additionalProperties"], f"{node.where}/additionalProperties"),)
-        restricts_others = True
+        additional_schemas = (
+            SchemaNode(schema["additionalProperties"], f"{node.where}/additionalProperties"),
+        )
+        restricts_additional = True
     elif _closes(node, "unevaluatedProperties"):
-        others, restricts_others = NEVER, True
-    result = Object(properties, required, others, restricts_others, names, min_count, max_count, node.where)
+        additional_schemas, restricts_additional = NEVER, True
+    result = Object(
+        properties,
+        required,
+        additional_schemas,
+        restricts_additional,
+        name_schema,
+        min_count,
+        max_count,
+        node.where,
+    )
     result = _with_patterns(schemas, node, result)
     return _with_names(schemas, node, result)
 
 
 def _closes(node: SchemaNode, keyword: str) -> bool:
-    """Return whether ``unevaluated...`` excludes all others."""
+    """Return whether an ``unevaluated...`` keyword is false, which excludes all other items or properties."""
     if node.schema.get(keyword, True) is True:
         return False
     if node.schema[keyword] is not False:
@@ -161,24 +177,33 @@ def _with_patterns(schemas: Schemas, node: SchemaNode, result: Object) -> Object
     if not patterns:
         return result
 
-    def refuse(reason: str) -> UnsupportedSchemaError:
+    def unsupported_pattern(reason: str) -> UnsupportedSchemaError:
         return UnsupportedSchemaError("patternProperties", node.where, reason)
 
     if len(patterns) > 1:
-        raise refuse("with more than one pattern, as a name may match several")
-    ((pattern, one),) = patterns.items()
-    if result.restricts_others and schemas.shapes(result.others):
-        raise refuse("only where additionalProperties is false or absent")
+        raise unsupported_pattern("with more than one pattern, as a name may match several")
+    ((pattern, pattern_schema),) = patterns.items()
+    if result.restricts_additional and schemas.shapes(result.additional_properties):
+        raise unsupported_pattern("only where additionalProperties is false or absent")
     names = _text(SchemaNode({"pattern": pattern}, f"{node.where}/patternProperties"))
     for name in {*result.properties, *result.required}:
         if has_shape(schemas, names, name):
-            raise refuse(f"the property {name!r} matches the pattern {pattern!r} too")
-    others = (SchemaNode(one, f"{node.where}/patternProperties/{escaped(pattern)}"),)
+            raise unsupported_pattern(f"the property {name!r} matches the pattern {pattern!r} too")
+    additional_properties = (
+        SchemaNode(pattern_schema, f"{node.where}/patternProperties/{escaped(pattern)}"),
+    )
     properties = result.properties
-    if not result.restricts_others:  # other names are then allowed, and required ones are added
-        unnamed = sorted(result.required - properties.keys())
-        properties = properties | dict.fromkeys(unnamed, ANYTHING)
-    return replace(result, properties=properties, others=others, restricts_others=True, names=names)
+    if not result.restricts_additional:
+        # Names that do not match the pattern stay allowed, so required names become named properties.
+        unnamed_properties = sorted(result.required - properties.keys())
+        properties = properties | dict.fromkeys(unnamed_properties, ANYTHING)
+    return replace(
+        result,
+        properties=properties,
+        additional_properties=additional_properties,
+        restricts_additional=True,
+        names=names,
+    )
 
 
 def _with_names(schemas: Schemas, node: SchemaNode, result: Object) -> Object:
@@ -186,23 +211,28 @@ def _with_names(schemas: Schemas, node: SchemaNode, result: Object) -> Object:
         return result
     names = (SchemaNode(node.schema["propertyNames"], f"{node.where}/propertyNames"),)
     if result.names is not None:
-        raise UnsupportedSchemaError("propertyNames", node.where, "not beside patternProperties")
-    allowed = [
+        raise UnsupportedSchemaError("propertyNames", node.where, "not together with patternProperties")
+    name_shapes = [
         shape
         for shape in schemas.shapes(names)
         if isinstance(shape, StringShape) or (isinstance(shape, Literal) and isinstance(shape.value, str))
     ]
     properties = {
-        name: one if schemas.accepts(names, name) else NEVER for name, one in result.properties.items()
+        name: conjunction if schemas.accepts(names, name) else NEVER
+        for name, conjunction in result.properties.items()
     }
-    if not any(isinstance(shape, StringShape) for shape in allowed):
-        listed = [one.value for one in allowed if isinstance(one, Literal) and isinstance(one.value, str)]
-        properties |= {name: properties.get(name, result.others) for name in listed}
-        return replace(result, properties=properties, others=NEVER, restricts_others=True)
-    if result.restricts_others and not schemas.shapes(result.others):
+    if not any(isinstance(shape, StringShape) for shape in name_shapes):
+        allowed_names = [
+            shape.value
+            for shape in name_shapes
+            if isinstance(shape, Literal) and isinstance(shape.value, str)
+        ]
+        properties |= {name: properties.get(name, result.additional_properties) for name in allowed_names}
+        return replace(result, properties=properties, additional_properties=NEVER, restricts_additional=True)
+    if result.restricts_additional and not schemas.shapes(result.additional_properties):
         return replace(result, properties=properties)
-    if len(allowed) > 1 or result.properties or result.required:
+    if len(name_shapes) > 1 or result.properties or result.required:
         reason = "only without properties and required, or with names listed by enum"
         raise UnsupportedSchemaError("propertyNames", node.where, reason)
-    assert isinstance(allowed[0], StringShape)
-    return replace(result, restricts_others=True, names=allowed[0])
+    assert isinstance(name_shapes[0], StringShape)
+    return replace(result, restricts_additional=True, names=name_shapes[0])

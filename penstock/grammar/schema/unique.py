@@ -1,4 +1,4 @@
-"""Arrays with ``uniqueItems`` over few values."""
+"""Arrays with ``uniqueItems``, whose items have a limited number of possible values."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from penstock.grammar.schema.ebnf import NOTHING, EbnfRules, choice, sequence
 from penstock.grammar.schema.keywords import identity
 from penstock.grammar.schema.shapes import Array, Conjunction, Literal, Numeric, Schemas
 
-MAX_SUBSETS = 256  # sets of values that are already in the array
+MAX_SUBSETS = 256  # maximum number of sets of used values, each of which is a rule
 MAX_VALUES = 1000
 
 
 def has_enough_items(schemas: Schemas, shape: Array) -> bool:
-    """Return whether an array can have its minimum number of items without repeating one."""
+    """Return whether an array can have its minimum number of distinct items."""
     if shape.min_count < 2:
         return True
     if shape.prefix:
@@ -28,34 +28,34 @@ def has_enough_items(schemas: Schemas, shape: Array) -> bool:
 
 
 def listed_values(schemas: Schemas, conjunction: Conjunction) -> list[object] | None:
-    """Return the distinct values of a conjunction; None unless it lists them or allows few integers."""
-    found: dict[Hashable, object] = {}
+    """Return the distinct values of a conjunction; None if they are neither listed nor few integers."""
+    values_by_identity: dict[Hashable, object] = {}
     for shape in schemas.shapes(conjunction):
         if isinstance(shape, Literal):
-            found.setdefault(identity(shape.value), shape.value)
+            values_by_identity.setdefault(identity(shape.value), shape.value)
         elif isinstance(shape, Numeric) and shape.is_integer:
             low, high = shape.bounds.integers()
             factor = shape.multiple_of
             if low is None or high is None or (high - low) // factor > MAX_VALUES:
                 return None
             for value in range(-(-low // factor) * factor, high + 1, factor):
-                found.setdefault(identity(value), value)
+                values_by_identity.setdefault(identity(value), value)
         else:
             return None
-    return list(found.values())
+    return list(values_by_identity.values())
 
 
 class UniqueWriter:
-    """Writes arrays with unique items.
+    """Writes the grammars of arrays with unique items.
 
-    Few values may come in any order. More values come in the order of the schema, because any order would
-    need one rule per set of values that are already in the array.
+    Any order needs one rule per set of used values. If there would be more than `MAX_SUBSETS` rules, the
+    values come in the order of the schema.
 
     Args:
         rules: receives the new rules.
         schemas: reads nested schemas.
-        write: writes one value.
-        comma: the separator of two items.
+        write: returns the expression of one value.
+        comma: the expression between two items.
     """
 
     def __init__(
@@ -67,12 +67,13 @@ class UniqueWriter:
         self._comma = comma
 
     def items(self, shape: Array) -> str | None:
-        """Return the items of an array, without brackets; None if the bounds cannot be satisfied.
+        """Return the expression of the items, without brackets; None if the bounds cannot be satisfied.
 
         Raises:
-            UnsupportedSchemaError: the values are not listed, or are too many for an array with a prefix.
+            UnsupportedSchemaError: the possible values are not listed, or are too many for an array with a
+                prefix.
         """
-        prefix = [self._values(shape, one) for one in shape.prefix[: shape.max_count]]
+        prefix = [self._values(shape, conjunction) for conjunction in shape.prefix[: shape.max_count]]
         rest = (
             self._values(shape, shape.items)
             if shape.max_count is None or shape.max_count > len(prefix)
@@ -100,35 +101,36 @@ class UniqueWriter:
         return UnsupportedSchemaError("uniqueItems", shape.unique_at.where, reason)
 
     def add(self, options: list[str]) -> str | None:
-        """Return a rule of the options; None without options."""
+        """Return the name of a rule with these options; None without options."""
         return self._rules.add("unique", choice(options)) if options else None
 
     def item(self, value: object, is_first: bool) -> str:
-        """Return a value, after a comma unless it is the first."""
+        """Return the expression of an item, with a comma before it unless it is the first."""
         return sequence(NOTHING if is_first else self._comma, self._rules.add("item", self._write(value)))
 
     def _in_order(self, values: list[object], min_count: int, max_count: int) -> str | None:
-        """Return values in the order of the schema. Items are counted only if a bound can be violated."""
+        """Return the expression of items in the order of the schema.
+
+        Counts the items only as far as a bound can be violated.
+        """
         highest = max(min_count, max_count if max_count < len(values) else 1)
-        following: list[str | None] = [
-            NOTHING if count >= min_count else None for count in range(highest + 1)
-        ]
+        rests: list[str | None] = [NOTHING if count >= min_count else None for count in range(highest + 1)]
         for value in reversed(values):
-            before: list[str | None] = []
+            new_rests: list[str | None] = []
             for count in range(highest + 1):
                 options = []
                 can_add = count < max_count or max_count == len(values)
-                if can_add and (after := following[min(count + 1, highest)]) is not None:
-                    options.append(sequence(self.item(value, count == 0), after))
-                if (skipped := following[count]) is not None:
-                    options.append(skipped)
-                before.append(self.add(options))
-            following = before
-        return following[0]
+                if can_add and (rest := rests[min(count + 1, highest)]) is not None:
+                    options.append(sequence(self.item(value, count == 0), rest))
+                if (rest_without_value := rests[count]) is not None:
+                    options.append(rest_without_value)
+                new_rests.append(self.add(options))
+            rests = new_rests
+        return rests[0]
 
 
 class _AnyOrder:
-    """The items of one array in any order, with one rule per set of values already in the array."""
+    """Writes the items of one array in any order, with one rule per set of used values."""
 
     def __init__(
         self,
@@ -143,46 +145,52 @@ class _AnyOrder:
         self._prefix = prefix
         self._rest = rest
         self._max_count = max_count
-        self._known: dict[tuple[int, frozenset[Hashable]], str | None] = {}
+        self._rules_by_state: dict[tuple[int, frozenset[Hashable]], str | None] = {}
 
     def write(self) -> str | None:
-        """Return all items; None if there can be no array."""
+        """Return the expression of all items; None if there can be no array."""
         return self._after(0, frozenset())
 
-    def _after(self, count: int, used: frozenset[Hashable]) -> str | None:
-        """Return the expression after ``count`` items."""
-        key = (count, used)
-        if key not in self._known:
-            if len(self._known) > 2 * MAX_SUBSETS:
+    def _after(self, count: int, used_values: frozenset[Hashable]) -> str | None:
+        """Return the expression after ``count`` items with the values ``used_values``."""
+        key = (count, used_values)
+        if key not in self._rules_by_state:
+            if len(self._rules_by_state) > 2 * MAX_SUBSETS:
                 reason = f"with prefixItems, only up to {2 * MAX_SUBSETS} sets of items"
                 raise self._writer.refused(self._shape, reason)
-            self._known[key] = None
+            self._rules_by_state[key] = None
             options = [NOTHING] if count >= self._shape.min_count else []
             if count < self._max_count:
                 values = self._prefix[count] if count < len(self._prefix) else self._rest
                 for value in values:
                     name = identity(value)
-                    if name not in used and (after := self._after(count + 1, used | {name})) is not None:
-                        options.append(sequence(self._writer.item(value, count == 0), after))
-            self._known[key] = self._writer.add(options)
-        return self._known[key]
+                    if (
+                        name not in used_values
+                        and (rest := self._after(count + 1, used_values | {name})) is not None
+                    ):
+                        options.append(sequence(self._writer.item(value, count == 0), rest))
+            self._rules_by_state[key] = self._writer.add(options)
+        return self._rules_by_state[key]
 
 
 def _are_distinct(lists: list[list[object]], min_count: int) -> bool:
-    """Return whether the items can have distinct values, each from its list (or the last list)."""
-    wanted = [*lists, *[lists[-1]] * (min_count - len(lists))]
+    """Return whether `min_count` items can have distinct values, by bipartite matching.
+
+    Item i has a value of ``lists[i]``, or of the last list for all further items.
+    """
+    item_values = [*lists, *[lists[-1]] * (min_count - len(lists))]
     if min_count > sum(map(len, lists)):
         return False
-    taken: dict[Hashable, int] = {}  # value -> index of the item that has it
+    items_by_value: dict[Hashable, int] = {}  # value -> index of the item with this value
 
-    def place(index: int, seen: set[Hashable]) -> bool:
-        for value in wanted[index]:
+    def assign(index: int, visited_values: set[Hashable]) -> bool:
+        for value in item_values[index]:
             name = identity(value)
-            if name not in seen:
-                seen.add(name)
-                if name not in taken or place(taken[name], seen):
-                    taken[name] = index
+            if name not in visited_values:
+                visited_values.add(name)
+                if name not in items_by_value or assign(items_by_value[name], visited_values):
+                    items_by_value[name] = index
                     return True
         return False
 
-    return all(place(index, set()) for index in range(min_count))
+    return all(assign(index, set()) for index in range(min_count))

@@ -1,6 +1,7 @@
-"""Tests whether a value satisfies a schema. Used for the values of `enum`, `const` and other keywords.
+"""Tests whether a value satisfies a schema.
 
-All keywords are evaluated here, including those that grammars do not support.
+Used for values that a schema lists with `enum` or `const`. It also evaluates keywords that grammars
+do not support.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ from penstock.grammar.schema.keywords import (
 from penstock.grammar.schema.shapes import SchemaNode
 
 _MAX_DEPTH = 100
-_KNOWN = frozenset({"not", "if", "then", "else", "contains", "minContains", "maxContains"})
-_SAME_IN_ALL = frozenset(map(chr, range(32, 127)))  # characters that all regex dialects classify equally
+_EVALUATED_KEYWORDS = frozenset({"not", "if", "then", "else", "contains", "minContains", "maxContains"})
+# Characters that are in the same classes in all regex dialects.
+_PORTABLE_CHARACTERS = frozenset(map(chr, range(32, 127)))
 
 
 class _DialectsDifferError(Exception):
-    """Dialects of regular expressions differ on a value."""
+    """ECMA 262 and Python may disagree on whether a value matches a pattern."""
 
 
 class Validator:
@@ -42,13 +44,17 @@ class Validator:
 
     Args:
         resolve: returns the schema that a $ref refers to.
-        refused: unsupported keyword -> reason.
+        refused_keywords: unsupported keyword -> reason.
     """
 
-    def __init__(self, resolve: Callable[[SchemaNode], SchemaNode], refused: dict[str, str]) -> None:
+    def __init__(self, resolve: Callable[[SchemaNode], SchemaNode], refused_keywords: dict[str, str]) -> None:
         self._resolve = resolve
-        self._refused = {keyword: reason for keyword, reason in refused.items() if keyword not in _KNOWN}
-        self._listed: dict[str, frozenset[object]] = {}
+        self._refused_keywords = {
+            keyword: reason
+            for keyword, reason in refused_keywords.items()
+            if keyword not in _EVALUATED_KEYWORDS
+        }
+        self._enum_identities: dict[str, frozenset[object]] = {}
         self._patterns: dict[str, tuple[regex.RegexNode, list[tuple[regex.RegexNode, bool]]]] = {}
         self._depth = 0
 
@@ -57,7 +63,7 @@ class Validator:
 
         Raises:
             UnsupportedSchemaError: a keyword is not supported.
-            InputError: this is not a schema.
+            InputError: a schema is malformed.
         """
         try:
             return self._holds(node, value)
@@ -72,7 +78,7 @@ class Validator:
             return schema
         if not isinstance(schema, dict):
             raise InputError(f"the JSON schema at {node.where} is {schema!r}, not an object, true or false")
-        for keyword, reason in self._refused.items():
+        for keyword, reason in self._refused_keywords.items():
             if keyword in schema:
                 raise UnsupportedSchemaError(keyword, node.where, reason)
         if "$id" in schema and node.where != "#":
@@ -85,36 +91,36 @@ class Validator:
         try:
             return (
                 _has_type(node, value)
-                and self._is_listed(node, value)
-                and self._fits_type(node, value)
-                and self._satisfies_applied(node, value)
+                and self._matches_enum(node, value)
+                and self._satisfies_type_keywords(node, value)
+                and self._satisfies_nested_schemas(node, value)
             )
         finally:
             self._depth -= 1
 
-    def _fits_type(self, node: SchemaNode, value: object) -> bool:
+    def _satisfies_type_keywords(self, node: SchemaNode, value: object) -> bool:
         """Return whether a value satisfies the keywords for its type."""
         if is_number(value):
-            return _fits(node, value)
+            return _is_in_range(node, value)
         if isinstance(value, str):
-            return self._is_text(node, value)
+            return self._satisfies_string_keywords(node, value)
         if isinstance(value, list):
-            return self._is_array(node, value)
-        return not isinstance(value, dict) or self._is_object(node, value)
+            return self._satisfies_array_keywords(node, value)
+        return not isinstance(value, dict) or self._satisfies_object_keywords(node, value)
 
-    def _is_listed(self, node: SchemaNode, value: object) -> bool:
+    def _matches_enum(self, node: SchemaNode, value: object) -> bool:
         schema = node.schema
         if "const" in schema and identity(schema["const"]) != identity(value):
             return False
         if "enum" not in schema:
             return True
-        if node.where not in self._listed:
+        if node.where not in self._enum_identities:
             if not isinstance(schema["enum"], list):
                 raise invalid_keyword(node, "enum", "an array")
-            self._listed[node.where] = frozenset(map(identity, schema["enum"]))
-        return identity(value) in self._listed[node.where]
+            self._enum_identities[node.where] = frozenset(map(identity, schema["enum"]))
+        return identity(value) in self._enum_identities[node.where]
 
-    def _is_text(self, node: SchemaNode, value: str) -> bool:
+    def _satisfies_string_keywords(self, node: SchemaNode, value: str) -> bool:
         if not _is_between(len(value), counts_of(node, "minLength", "maxLength")):
             return False
         if "pattern" in node.schema and not self._matches(node, value):
@@ -122,19 +128,23 @@ class Validator:
         return has_format(format_of(node), value)
 
     def _matches(self, node: SchemaNode, value: str) -> bool:
-        """Return whether a text matches the pattern of a schema."""
+        """Return whether a text matches the pattern of a schema.
+
+        Raises:
+            _DialectsDifferError: the result may depend on the dialect of regular expressions.
+        """
         pattern = node.schema["pattern"]
         if not isinstance(pattern, str) or pattern not in self._patterns:
             self._patterns[pattern if isinstance(pattern, str) else ""] = pattern_of(node)
         tree, lookaheads = self._patterns[pattern]
-        found = regex.matches(tree, value) and all(
-            regex.matches(one, value) != is_negated for one, is_negated in lookaheads
+        is_match = regex.matches(tree, value) and all(
+            regex.matches(lookahead, value) != is_negated for lookahead, is_negated in lookaheads
         )
-        if not found and not set(value) <= _SAME_IN_ALL and ("\\" in pattern or "." in pattern):
+        if not is_match and not set(value) <= _PORTABLE_CHARACTERS and ("\\" in pattern or "." in pattern):
             raise _DialectsDifferError
-        return found
+        return is_match
 
-    def _is_array(self, node: SchemaNode, value: list[object]) -> bool:
+    def _satisfies_array_keywords(self, node: SchemaNode, value: list[object]) -> bool:
         schema = node.schema
         if not _is_between(len(value), counts_of(node, "minItems", "maxItems")):
             return False
@@ -146,18 +156,20 @@ class Validator:
         if isinstance(schema.get("items"), list):
             reason = "an array of schemas is an old spelling: use prefixItems"
             raise UnsupportedSchemaError("items", node.where, reason)
-        rest = schema["items"] if "items" in schema else _allows_others(node, "unevaluatedItems")
-        parts = [_under(node, f"prefixItems/{i}", one) for i, one in enumerate(prefix)]
-        parts += [_under(node, "items", rest)] * (len(value) - len(parts))
-        if not all(self._holds(part, one) for part, one in zip(parts, value, strict=False)):
+        other_items = schema["items"] if "items" in schema else _allows_others(node, "unevaluatedItems")
+        parts = [
+            _subschema(node, f"prefixItems/{i}", prefix_schema) for i, prefix_schema in enumerate(prefix)
+        ]
+        parts += [_subschema(node, "items", other_items)] * (len(value) - len(parts))
+        if not all(self._holds(part, item) for part, item in zip(parts, value, strict=False)):
             return False
         if "contains" not in schema:
             return True
         min_count, max_count = counts_of(node, "minContains", "maxContains")
-        count = sum(self._holds(_under(node, "contains", schema["contains"]), one) for one in value)
+        count = sum(self._holds(_subschema(node, "contains", schema["contains"]), item) for item in value)
         return _is_between(count, (min_count if "minContains" in schema else 1, max_count))
 
-    def _is_object(self, node: SchemaNode, value: dict[str, object]) -> bool:
+    def _satisfies_object_keywords(self, node: SchemaNode, value: dict[str, object]) -> bool:
         schema = node.schema
         if not _is_between(len(value), counts_of(node, "minProperties", "maxProperties")):
             return False
@@ -166,37 +178,37 @@ class Validator:
         for name, names in mapping_of(node, "dependentRequired").items():
             if name in value and not set(strings_of(node, "dependentRequired", names)) <= value.keys():
                 return False
-        for name, one in mapping_of(node, "dependentSchemas").items():
+        for name, dependent in mapping_of(node, "dependentSchemas").items():
             if name in value and not self._holds(
-                _under(node, f"dependentSchemas/{escaped(name)}", one), value
+                _subschema(node, f"dependentSchemas/{escaped(name)}", dependent), value
             ):
                 return False
-        return all(self._is_member(node, name, one) for name, one in value.items())
+        return all(self._satisfies_property_schemas(node, name, member) for name, member in value.items())
 
-    def _is_member(self, node: SchemaNode, name: str, value: object) -> bool:
+    def _satisfies_property_schemas(self, node: SchemaNode, name: str, value: object) -> bool:
         schema = node.schema
         parts = []
         properties = mapping_of(node, "properties")
         if name in properties:
-            parts.append(_under(node, f"properties/{escaped(name)}", properties[name]))
-        for pattern, one in mapping_of(node, "patternProperties").items():
+            parts.append(_subschema(node, f"properties/{escaped(name)}", properties[name]))
+        for pattern, pattern_schema in mapping_of(node, "patternProperties").items():
             where = f"patternProperties/{escaped(pattern)}"
-            if self._matches(_under(node, where, {"pattern": pattern}), name):
-                parts.append(_under(node, where, one))
+            if self._matches(_subschema(node, where, {"pattern": pattern}), name):
+                parts.append(_subschema(node, where, pattern_schema))
         if not parts:
-            is_said = "additionalProperties" in schema
-            others = (
-                schema["additionalProperties"] if is_said else _allows_others(node, "unevaluatedProperties")
+            is_given = "additionalProperties" in schema
+            additional_schema = (
+                schema["additionalProperties"] if is_given else _allows_others(node, "unevaluatedProperties")
             )
-            parts.append(_under(node, "additionalProperties", others))
+            parts.append(_subschema(node, "additionalProperties", additional_schema))
         if "propertyNames" in schema and not self._holds(
-            _under(node, "propertyNames", schema["propertyNames"]), name
+            _subschema(node, "propertyNames", schema["propertyNames"]), name
         ):
             return False
         return all(self._holds(part, value) for part in parts)
 
-    def _satisfies_applied(self, node: SchemaNode, value: object) -> bool:
-        """Return whether a value satisfies the nested schemas that apply to the same value."""
+    def _satisfies_nested_schemas(self, node: SchemaNode, value: object) -> bool:
+        """Return whether a value satisfies the keywords whose schemas apply to the same value."""
         schema = node.schema
         if "$ref" in schema and not self._holds(self._resolve(node), value):
             return False
@@ -208,15 +220,15 @@ class Validator:
             branches = branches_of(node, "oneOf")
             if sum(self._holds(branch, value) for branch in branches) != 1:
                 return False
-        if "not" in schema and self._holds(_under(node, "not", schema["not"]), value):
+        if "not" in schema and self._holds(_subschema(node, "not", schema["not"]), value):
             return False
         if "if" not in schema:
             return True
-        keyword = "then" if self._holds(_under(node, "if", schema["if"]), value) else "else"
-        return keyword not in schema or self._holds(_under(node, keyword, schema[keyword]), value)
+        keyword = "then" if self._holds(_subschema(node, "if", schema["if"]), value) else "else"
+        return keyword not in schema or self._holds(_subschema(node, keyword, schema[keyword]), value)
 
 
-def _under(node: SchemaNode, path: str, schema: object) -> SchemaNode:
+def _subschema(node: SchemaNode, path: str, schema: object) -> SchemaNode:
     return SchemaNode(schema, f"{node.where}/{path}")
 
 
@@ -238,28 +250,32 @@ def _has_type(node: SchemaNode, value: object) -> bool:
     return any(name in types for name in names[type(value)])
 
 
-def _fits(node: SchemaNode, value: int | float) -> bool:
+def _is_in_range(node: SchemaNode, value: int | float) -> bool:
     number = decimal_of(value)
     low, high = number_of(node, "minimum"), number_of(node, "maximum")
-    above, below = number_of(node, "exclusiveMinimum"), number_of(node, "exclusiveMaximum")
+    exclusive_low, exclusive_high = number_of(node, "exclusiveMinimum"), number_of(node, "exclusiveMaximum")
     if (low is not None and number < low) or (high is not None and number > high):
         return False
-    if (above is not None and number <= above) or (below is not None and number >= below):
+    if (exclusive_low is not None and number <= exclusive_low) or (
+        exclusive_high is not None and number >= exclusive_high
+    ):
         return False
     factor = number_of(node, "multipleOf")
     if factor is None:
         return True
     if factor <= 0:
         raise invalid_keyword(node, "multipleOf", "a number greater than 0")
-    top, bottom = number.as_integer_ratio()
-    factor_top, factor_bottom = factor.as_integer_ratio()
-    return top * factor_bottom % (bottom * factor_top) == 0
+    numerator, denominator = number.as_integer_ratio()
+    factor_numerator, factor_denominator = factor.as_integer_ratio()
+    return numerator * factor_denominator % (denominator * factor_numerator) == 0
 
 
 def _allows_others(node: SchemaNode, keyword: str) -> bool:
-    """Return the value of an ``unevaluated...`` keyword, which must be true or false."""
-    given = node.schema.get(keyword, True)
+    """Return the value of an ``unevaluated...`` keyword. Raise if it is neither true nor false."""
+    allows = node.schema.get(keyword, True)
     applicators = ("$ref", "allOf", "anyOf", "oneOf", "dependentSchemas", "if")
-    if given is not True and (given is not False or any(one in node.schema for one in applicators)):
+    if allows is not True and (
+        allows is not False or any(applicator in node.schema for applicator in applicators)
+    ):
         raise UnsupportedSchemaError(keyword, node.where, "only true and false are, without other schemas")
-    return given is True
+    return allows is True

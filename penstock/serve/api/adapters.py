@@ -1,7 +1,7 @@
 """``/v1/load_lora_adapter`` and ``/v1/unload_lora_adapter``: load and unload adapters at run time.
 
-A caller chooses a directory that the server reads, and the name of the adapter. The routes therefore require
-``--enable-lora``, and either an API key or a loopback address. ``--lora-dir`` restricts the directories.
+A client names a directory that the server then reads. The routes therefore require ``--enable-lora``, and
+either an API key or a loopback address. ``--lora-dir`` restricts the directories.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ router = APIRouter(route_class=JsonRoute, tags=["adapters"], default_response_cl
 async def load_adapter(request: Request) -> str:
     """Load a PEFT directory as an adapter, or replace a loaded adapter.
 
-    The response is sent when requests can use the adapter. Running requests keep the previous adapter of that
-    name.
+    The response is sent when requests can use the adapter. Running requests keep the adapter that they
+    started with.
     """
     services = Services.of(request)
     _check_allowed(services)
@@ -45,8 +45,8 @@ async def load_adapter(request: Request) -> str:
             param="lora_name",
             code="name_in_use",
         )
-    is_there = name in services.worker.adapters
-    if is_there and body.load_inplace is False:
+    is_loaded = name in services.worker.adapters
+    if is_loaded and body.load_inplace is False:
         raise RequestProblem(
             409,
             f"an adapter {name!r} is loaded, and load_inplace is false: unload it first",
@@ -55,8 +55,8 @@ async def load_adapter(request: Request) -> str:
         )
     path = await in_pool(request, lambda: _allowed_path(services, body.lora_path))
     await services.worker.load_adapter(name, path)
-    services.log.info("the adapter %s was %s from %s", name, "reloaded" if is_there else "loaded", path)
-    return f"The adapter {name!r} is {'reloaded' if is_there else 'loaded'}."
+    services.log.info("the adapter %s was %s from %s", name, "reloaded" if is_loaded else "loaded", path)
+    return f"The adapter {name!r} is {'reloaded' if is_loaded else 'loaded'}."
 
 
 @router.post(
@@ -90,17 +90,17 @@ def _check_allowed(services: Services) -> None:
         )
 
 
-def _allowed_path(services: Services, given: str) -> str:
-    """Return the directory of an adapter. With ``--lora-dir`` its resolved path must be inside."""
+def _allowed_path(services: Services, lora_path: str) -> str:
+    """Return the directory of an adapter. With ``--lora-dir``, it must be inside that directory."""
     limit = services.pipeline_config.lora.lora_dir
-    if "\0" in given:
+    if "\0" in lora_path:
         raise RequestProblem(400, "lora_path contains a NUL character", param="lora_path")
     if limit is None:
-        return given
+        return lora_path
     root = Path(limit).expanduser().resolve()
-    path = (root / given).resolve()
+    path = (root / lora_path).resolve()
     if not path.is_relative_to(root):
         raise RequestProblem(
-            403, f"adapters are loaded only from {root}, and {given!r} is outside", param="lora_path"
+            403, f"adapters are loaded only from {root}, and {lora_path!r} is outside", param="lora_path"
         )
     return str(path)

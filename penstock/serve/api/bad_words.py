@@ -1,4 +1,4 @@
-"""Translate bad words to token sequences that must not be generated."""
+"""Translate the request field ``bad_words`` to token sequences that must not be generated."""
 
 from __future__ import annotations
 
@@ -10,67 +10,70 @@ from penstock.text.tokenizer import TextTokenizer
 
 MAX_SEQUENCES = 1024
 """Maximum number of banned sequences of a request, besides the tokenizer's own encoding of each word."""
-MAX_SEQUENCES_OF_WORD = 128
-_MAX_WORD = 64
+MAX_SEQUENCES_PER_WORD = 128
+_MAX_WORD_BYTES = 64
 """Maximum length of a word in bytes. For a longer word, only the tokenizer's own encoding is banned."""
-_MAX_PIECE = 16
-_MAX_STATES = 4096
-_SHOWN = {byte: character for character, byte in BYTE_LEVEL.items()}
+_MAX_TOKEN_BYTES = 16
+_MAX_PARTIAL_SEQUENCES = 4096
+_BYTE_CHARACTERS = {byte: character for character, byte in BYTE_LEVEL.items()}
 
 
 def banned_sequences(words: Sequence[str] | None, tokenizer: TextTokenizer) -> list[list[int]] | None:
-    """Return the token sequences whose text is one of the words, or a space and the word.
+    """Return the token sequences that decode to one of the words, or to a space and the word.
 
-    The tokenizer's own encoding of each word comes first. A model can write the same text with other tokens,
-    so other encodings are banned too, the shortest first, up to the limits of this module.
+    The tokenizer's own encoding of each word comes first. A model can generate the same text with other
+    tokens, so other encodings are banned too, shortest first, up to the limits of this module.
     """
     if not words:
         return None
     texts = dict.fromkeys(text for word in words for text in (word, " " + word.lstrip()))
-    limit = min(MAX_SEQUENCES_OF_WORD, MAX_SEQUENCES // len(texts))
-    found: dict[tuple[int, ...], None] = {}
+    limit = min(MAX_SEQUENCES_PER_WORD, MAX_SEQUENCES // len(texts))
+    sequences: dict[tuple[int, ...], None] = {}
     for text in texts:
-        found[tuple(tokenizer.encode_text(text, False, limited=False).tolist())] = None
-        found.update(dict.fromkeys(_encodings(text.encode(errors="replace"), tokenizer, limit)))
-    return [list(ids) for ids in found if ids]
+        sequences[tuple(tokenizer.encode_text(text, False, limited=False).tolist())] = None
+        sequences.update(dict.fromkeys(_encodings(text.encode(errors="replace"), tokenizer, limit)))
+    return [list(ids) for ids in sequences if ids]
 
 
 def _encodings(text: bytes, tokenizer: TextTokenizer, limit: int) -> list[tuple[int, ...]]:
-    """Return up to `limit` token sequences that write a text, the shortest first."""
-    if len(text) > _MAX_WORD:
+    """Return up to `limit` token sequences that decode to `text`, shortest first."""
+    if len(text) > _MAX_WORD_BYTES:
         return []
     edges = [_tokens_at(text, start, tokenizer) for start in range(len(text))]
-    ends = {len(text)}  # positions from which the end of the text can be reached
+    reachable_positions = {len(text)}  # positions from which tokens reach the end of the text
     for start in reversed(range(len(text))):
-        if any(end in ends for end, _ in edges[start]):
-            ends.add(start)
-    found: list[tuple[int, ...]] = []
-    states: deque[tuple[int, tuple[int, ...]]] = deque([(0, ())])
-    num_states = 1
-    while states and len(found) < limit:
-        position, ids = states.popleft()
+        if any(end in reachable_positions for end, _ in edges[start]):
+            reachable_positions.add(start)
+    sequences: list[tuple[int, ...]] = []
+    partial_sequences: deque[tuple[int, tuple[int, ...]]] = deque([(0, ())])
+    num_partial = 1
+    while partial_sequences and len(sequences) < limit:
+        position, ids = partial_sequences.popleft()
         if position == len(text):
-            found.append(ids)
+            sequences.append(ids)
             continue
         for end, token_id in edges[position]:
-            if end in ends and num_states < _MAX_STATES:
-                num_states += 1
-                states.append((end, (*ids, token_id)))
-    return found
+            if end in reachable_positions and num_partial < _MAX_PARTIAL_SEQUENCES:
+                num_partial += 1
+                partial_sequences.append((end, (*ids, token_id)))
+    return sequences
 
 
 def _tokens_at(text: bytes, start: int, tokenizer: TextTokenizer) -> list[tuple[int, int]]:
     """Return the tokens that match the text at position `start`, as pairs (end position, token id)."""
-    found = []
-    for end in range(start + 1, min(len(text), start + _MAX_PIECE) + 1):
-        piece = text[start:end]
-        names = {"".join(_SHOWN[byte] for byte in piece), f"<0x{piece[0]:02X}>" if len(piece) == 1 else ""}
-        plain = piece.decode(errors="replace")
-        names |= {plain, plain.replace(" ", "▁")}
+    matches = []
+    for end in range(start + 1, min(len(text), start + _MAX_TOKEN_BYTES) + 1):
+        token_text = text[start:end]
+        names = {
+            "".join(_BYTE_CHARACTERS[byte] for byte in token_text),
+            f"<0x{token_text[0]:02X}>" if len(token_text) == 1 else "",
+        }
+        decoded_text = token_text.decode(errors="replace")
+        names |= {decoded_text, decoded_text.replace(" ", "▁")}
         ids = {tokenizer.backend.token_to_id(name) for name in names if name}
-        found += [
+        matches += [
             (end, token_id)
             for token_id in sorted(token for token in ids if token is not None)
-            if token_id < tokenizer.vocab_size and tokenizer.token_bytes(token_id) == piece
+            if token_id < tokenizer.vocab_size and tokenizer.token_bytes(token_id) == token_text
         ]
-    return found
+    return matches

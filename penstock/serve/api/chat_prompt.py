@@ -23,11 +23,11 @@ ChatLike = ChatBody | TokenizeBody
 
 @dataclass(frozen=True)
 class ToolUse:
-    """The tools that the output may call, and whether a call is required."""
+    """The tools that the model may call, and whether it must call one."""
 
     tools: list[TokenGeneratorRequestTool]
     choice: str | NamedFunction
-    """``auto``, ``none``, ``required``, or one function as an object of the OpenAI API."""
+    """OpenAI's ``tool_choice``: ``auto``, ``none``, ``required``, or an object that names a function."""
     strict: frozenset[str] = frozenset()
     """Names of the tools whose arguments must match their schemas."""
 
@@ -37,7 +37,7 @@ class ToolUse:
         return self.choice not in ("auto", "none")
 
     @property
-    def called(self) -> frozenset[str]:
+    def callable_names(self) -> frozenset[str]:
         """Names of the tools that a required call may use."""
         if isinstance(self.choice, dict):
             return frozenset({self.choice["function"]["name"]})
@@ -72,11 +72,15 @@ def tool_use(body: ChatBody, raw: Mapping[str, object]) -> ToolUse:
             _check_name(choice.function.name, names, "tool_choice.function.name")
             return ToolUse(tools, {"type": "function", "function": {"name": choice.function.name}})
         case AllowedTools():
-            allowed = [tool.function.name for tool in choice.allowed_tools.tools]
-            for index, name in enumerate(allowed):
+            allowed_names = [tool.function.name for tool in choice.allowed_tools.tools]
+            for index, name in enumerate(allowed_names):
                 _check_name(name, names, f"tool_choice.allowed_tools.tools[{index}].function.name")
-            kept = [tool for tool in tools if tool["function"]["name"] in allowed]
-            return ToolUse(kept, choice.allowed_tools.mode if kept else "none", strict & {*allowed})
+            allowed_tools = [tool for tool in tools if tool["function"]["name"] in allowed_names]
+            return ToolUse(
+                allowed_tools,
+                choice.allowed_tools.mode if allowed_tools else "none",
+                strict & {*allowed_names},
+            )
         case "required" if not tools:
             raise RequestProblem(
                 400, "tool_choice is 'required', but there are no tools", param="tool_choice"
@@ -104,15 +108,17 @@ def check_template_shows(tools: Sequence[Mapping[str, object]], tokenizer: TextT
 def template_messages(
     messages: Sequence[Message], tokenizer: TextTokenizer
 ) -> list[TokenGeneratorRequestMessage]:
-    """Return the messages in the form that Hugging Face templates expect: no nulls, known roles."""
+    """Return the messages in the form that Hugging Face templates expect: without nulls, with known roles."""
     knows_developer = tokenizer.template_mentions("developer")
     as_objects = tokenizer.template_takes_argument_objects
-    plain = [_message(message, knows_developer, as_objects, tokenizer.reads_images) for message in messages]
+    converted_messages = [
+        _message(message, knows_developer, as_objects, tokenizer.reads_images) for message in messages
+    ]
     if tokenizer.template_mentions("thinking") and not tokenizer.template_mentions("reasoning_content"):
-        for message in plain:  # gpt-oss calls the field "thinking"
+        for message in converted_messages:  # gpt-oss calls the field "thinking"
             if "reasoning_content" in message:
                 message["thinking"] = message.pop("reasoning_content")
-    return cast("list[TokenGeneratorRequestMessage]", plain)
+    return cast("list[TokenGeneratorRequestMessage]", converted_messages)
 
 
 def template_options(body: ChatLike, tokenizer: TextTokenizer, *, can_reason: bool) -> dict[str, object]:
@@ -171,32 +177,36 @@ def _plain_tool(tool: TokenGeneratorRequestTool) -> TokenGeneratorRequestTool:
 
 def _check_name(name: str, names: Sequence[str], param: str) -> None:
     if name not in names:
-        known = ", ".join(names) or "none"
-        raise RequestProblem(400, f"{param} is {name!r}, which is not one of the tools: {known}", param=param)
+        names_text = ", ".join(names) or "none"
+        raise RequestProblem(
+            400, f"{param} is {name!r}, which is not one of the tools: {names_text}", param=param
+        )
 
 
 def _message(
     message: Message, knows_developer: bool, as_objects: bool, reads_images: bool
 ) -> dict[str, object]:
-    plain = {key: value for key, value in message.items() if value is not None and key in _KEPT}
-    if plain["role"] == "developer" and not knows_developer:
-        plain["role"] = "system"
+    template_message = {
+        key: value for key, value in message.items() if value is not None and key in _MESSAGE_FIELDS
+    }
+    if template_message["role"] == "developer" and not knows_developer:
+        template_message["role"] = "system"
     if message.get("reasoning") is not None:
-        plain.setdefault("reasoning_content", message["reasoning"])
-    content = plain.get("content")
+        template_message.setdefault("reasoning_content", message["reasoning"])
+    content = template_message.get("content")
     if isinstance(content, list):
-        plain["content"] = [_part(part, reads_images) for part in content] or ""
+        template_message["content"] = [_part(part, reads_images) for part in content] or ""
     elif content is None:
-        plain["content"] = message.get("refusal") or ""
-    calls = plain.get("tool_calls")
+        template_message["content"] = message.get("refusal") or ""
+    calls = template_message.get("tool_calls")
     if isinstance(calls, list) and calls:
-        plain["tool_calls"] = [_call(call, as_objects) for call in calls]
+        template_message["tool_calls"] = [_call(call, as_objects) for call in calls]
     else:
-        plain.pop("tool_calls", None)
-    return plain
+        template_message.pop("tool_calls", None)
+    return template_message
 
 
-_KEPT = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+_MESSAGE_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 
 
 def _part(part: Mapping[str, object], reads_images: bool) -> dict[str, object]:
@@ -225,16 +235,16 @@ def _call(call: _Call, as_objects: bool) -> dict[str, object]:
         arguments = _object(arguments)
     elif not isinstance(arguments, str):
         arguments = json.dumps(arguments or {}, ensure_ascii=False)
-    named = {"id": call["id"]} if call.get("id") is not None else {}
+    id_field = {"id": call["id"]} if call.get("id") is not None else {}
     return {
-        **named,
+        **id_field,
         "type": "function",
         "function": {"name": call["function"]["name"], "arguments": arguments},
     }
 
 
 def _object(arguments: object) -> object:
-    """Decode JSON text of an object; text that is not a JSON object is returned unchanged."""
+    """Return the object that JSON text encodes. Text that is not a JSON object is returned unchanged."""
     if not isinstance(arguments, str):
         return arguments or {}
     try:

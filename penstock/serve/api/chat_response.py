@@ -26,11 +26,11 @@ class Envelope:
 
     def parts(self, kind: str, members: Mapping[str, Iterable[bytes]], **more: object) -> Parts:
         """Yield the JSON of an object. `members`, such as its choices, are given as parts of JSON."""
-        plain = self.around(kind, [], **more)
-        del plain["choices"]
-        return with_members(plain, **members)
+        chunk_members = self.response_object(kind, [], **more)
+        del chunk_members["choices"]
+        return with_members(chunk_members, **members)
 
-    def around(self, kind: str, choices: Sequence[object], **more: object) -> dict[str, object]:
+    def response_object(self, kind: str, choices: Sequence[object], **more: object) -> dict[str, object]:
         """Return an object of type `kind`."""
         return {
             "id": self.id,
@@ -87,12 +87,12 @@ class ChatResponse(OpenAIStream):
         self._prompt_scores = prompt_scores
         self._prompt_token_ids = prompt_token_ids
         self._include_usage = include_usage
-        self._begun: set[int] = set()
+        self._started_choices: set[int] = set()
         self._templates: dict[int, EventTemplate] = {}
 
-    def whole(self, pieces: Sequence[ChoiceDelta], usage: Usage) -> Parts:
+    def whole(self, outputs: Sequence[ChoiceDelta], usage: Usage) -> Parts:
         """Yield the JSON of a response that is not streamed."""
-        choices = (self._choice(index, piece) for index, piece in enumerate(pieces))
+        choices = (self._choice(index, output) for index, output in enumerate(outputs))
         more: dict[str, object] = {"usage": usage}
         if self._prompt_token_ids is not None:
             more["prompt_token_ids"] = self._prompt_token_ids
@@ -101,30 +101,34 @@ class ChatResponse(OpenAIStream):
             members["prompt_logprobs"] = self._prompt_scores()
         return self._envelope.parts("chat.completion", members, **more)
 
-    def events(self, index: int, piece: ChoiceDelta, usage: Usage | None = None) -> Iterable[bytes]:
+    def events(self, index: int, delta: ChoiceDelta, usage: Usage | None = None) -> Iterable[bytes]:
         """Return the events of a delta; the first event of a choice has the role.
 
         `usage` is the usage including this delta, for streams whose chunks all have a usage. Each chunk
         counts all tokens up to and including its own.
         """
-        before = _without(usage, piece.num_tokens)
-        first = b"" if index in self._begun else self._first(index, before)
-        text = piece.events[0] if len(piece.events) == 1 else None
+        usage_before = _without(usage, delta.num_tokens)
+        first_event = b"" if index in self._started_choices else self._first_event(index, usage_before)
+        text = delta.events[0] if len(delta.events) == 1 else None
         is_plain = self._scores is None and self._prompt_token_ids is None and usage is None
-        if is_plain and isinstance(text, Content):  # the most frequent case
-            last = b"" if piece.finish_reason is None else self._last(index, piece, None)
-            return (b"%b%b%b" % (first, self._template(index).with_value(text.text), last),)
-        delta = self._delta(piece.events)
-        last = b"" if piece.finish_reason is None else self._last(index, piece, usage)
-        so_far = _without(usage, piece.num_tokens - len(piece.token_ids))
-        if self._scores is not None and piece.scores:
-            return chain((first,), self._scored_chunk(index, delta, piece, so_far), (last,))
-        has_more = bool(delta or (self._prompt_token_ids is not None and piece.token_ids))
-        middle = event(self._chunk(index, delta, piece, usage=so_far)) if has_more else b""
-        return (first + middle + last,)
+        if is_plain and isinstance(text, Content):  # fast path for the most frequent kind of chunk
+            last_event = b"" if delta.finish_reason is None else self._last_event(index, delta, None)
+            return (b"%b%b%b" % (first_event, self._template(index).with_value(text.text), last_event),)
+        message_delta = self._message_delta(delta.events)
+        last_event = b"" if delta.finish_reason is None else self._last_event(index, delta, usage)
+        usage_so_far = _without(usage, delta.num_tokens - len(delta.token_ids))
+        if self._scores is not None and delta.scores:
+            return chain(
+                (first_event,), self._scored_chunk(index, message_delta, delta, usage_so_far), (last_event,)
+            )
+        has_delta = bool(message_delta or (self._prompt_token_ids is not None and delta.token_ids))
+        delta_event = (
+            event(self._chunk(index, message_delta, delta, usage=usage_so_far)) if has_delta else b""
+        )
+        return (first_event + delta_event + last_event,)
 
     def begin(self) -> bytes:
-        """Return the events before the first delta: none."""
+        """Return the events before the first delta. Chat completions have none."""
         return b""
 
     def end(self, usage: Usage) -> bytes:
@@ -132,17 +136,17 @@ class ChatResponse(OpenAIStream):
         return (self._usage_event(usage) if self._include_usage else b"") + DONE
 
     def _usage_event(self, usage: Usage) -> bytes:
-        return event(self._envelope.around("chat.completion.chunk", [], usage=usage))
+        return event(self._envelope.response_object("chat.completion.chunk", [], usage=usage))
 
-    def _first(self, index: int, usage: Usage | None) -> bytes:
+    def _first_event(self, index: int, usage: Usage | None) -> bytes:
         more: dict[str, object] = {}
-        if self._prompt_token_ids is not None and not self._begun:
+        if self._prompt_token_ids is not None and not self._started_choices:
             more["prompt_token_ids"] = self._prompt_token_ids
-        self._begun.add(index)
+        self._started_choices.add(index)
         return event(self._chunk(index, {"role": "assistant", "content": ""}, usage=usage, more=more))
 
-    def _last(self, index: int, piece: ChoiceDelta, usage: Usage | None) -> bytes:
-        return event(self._chunk(index, {}, finish_reason=piece.finish_reason, usage=usage))
+    def _last_event(self, index: int, delta: ChoiceDelta, usage: Usage | None) -> bytes:
+        return event(self._chunk(index, {}, finish_reason=delta.finish_reason, usage=usage))
 
     def _template(self, index: int) -> EventTemplate:
         if index not in self._templates:
@@ -150,65 +154,69 @@ class ChatResponse(OpenAIStream):
         return self._templates[index]
 
     def _scored_chunk(
-        self, index: int, delta: dict[str, object], piece: ChoiceDelta, usage: Usage | None
+        self, index: int, message_delta: dict[str, object], delta: ChoiceDelta, usage: Usage | None
     ) -> Parts:
         assert self._scores is not None
-        choice = self._chunk_choice(index, delta, piece, None)
+        choice = self._chunk_choice(index, message_delta, delta, None)
         del choice["logprobs"]
-        scored = with_members(choice, logprobs=self._scores.parts(piece.scores))
-        members = {"choices": array([scored])}
+        choice_with_logprobs = with_members(choice, logprobs=self._scores.parts(delta.scores))
+        members = {"choices": array([choice_with_logprobs])}
         return event_parts(self._envelope.parts("chat.completion.chunk", members, **self._usage(usage)))
 
     def _chunk(
         self,
         index: int,
-        delta: dict[str, object],
-        piece: ChoiceDelta | None = None,
+        message_delta: dict[str, object],
+        delta: ChoiceDelta | None = None,
         *,
         finish_reason: str | None = None,
         usage: Usage | None = None,
         more: Mapping[str, object] | None = None,
     ) -> dict[str, object]:
-        choice = self._chunk_choice(index, delta, piece, finish_reason)
+        choice = self._chunk_choice(index, message_delta, delta, finish_reason)
         members = {**(more or {}), **self._usage(usage)}
-        return self._envelope.around("chat.completion.chunk", [choice], **members)
+        return self._envelope.response_object("chat.completion.chunk", [choice], **members)
 
     def _chunk_choice(
-        self, index: int, delta: dict[str, object], piece: ChoiceDelta | None, finish_reason: str | None
+        self,
+        index: int,
+        message_delta: dict[str, object],
+        delta: ChoiceDelta | None,
+        finish_reason: str | None,
     ) -> dict[str, object]:
         choice: dict[str, object] = {
             "index": index,
-            "delta": delta,
+            "delta": message_delta,
             "logprobs": None,
             "finish_reason": finish_reason,
         }
-        if piece is not None and self._prompt_token_ids is not None:
-            choice["token_ids"] = piece.token_ids
+        if delta is not None and self._prompt_token_ids is not None:
+            choice["token_ids"] = delta.token_ids
         return choice
 
     def _usage(self, usage: Usage | None) -> dict[str, object]:
-        """Return the ``usage`` member of a chunk, or nothing."""
+        """Return the ``usage`` member of a chunk; an empty dict if chunks have none."""
         return {"usage": usage} if self._include_usage or usage is not None else {}
 
-    def _choice(self, index: int, piece: ChoiceDelta) -> Parts:
+    def _choice(self, index: int, delta: ChoiceDelta) -> Parts:
         choice: dict[str, object] = {
             "index": index,
-            "message": self._message(piece),
-            "finish_reason": piece.finish_reason,
+            "message": self._message(delta),
+            "finish_reason": delta.finish_reason,
         }
         if self._prompt_token_ids is not None:
-            choice["token_ids"] = piece.token_ids
-        scores = (b"null",) if self._scores is None else self._scores.parts(piece.scores)
+            choice["token_ids"] = delta.token_ids
+        scores = (b"null",) if self._scores is None else self._scores.parts(delta.scores)
         return with_members(choice, logprobs=scores)
 
-    def _message(self, piece: ChoiceDelta) -> dict[str, object]:
-        calls = _calls(piece.events)
+    def _message(self, delta: ChoiceDelta) -> dict[str, object]:
+        calls = _calls(delta.events)
         message: dict[str, object] = {
             "role": "assistant",
-            "content": piece.content or (None if calls else ""),
+            "content": delta.content or (None if calls else ""),
             "refusal": None,
         }
-        if reasoning := piece.reasoning:
+        if reasoning := delta.reasoning:
             message |= dict.fromkeys(self._reasoning_fields, reasoning)
         if calls:
             message["tool_calls"] = [
@@ -216,18 +224,18 @@ class ChatResponse(OpenAIStream):
             ]
         return message
 
-    def _delta(self, events: Sequence[Event]) -> dict[str, object]:
+    def _message_delta(self, events: Sequence[Event]) -> dict[str, object]:
         """Return only the members that are set, because strict clients refuse nulls."""
-        delta: dict[str, object] = {}
+        message_delta: dict[str, object] = {}
         contents = [event.text for event in events if isinstance(event, Content)]
         reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
         if contents:
-            delta["content"] = "".join(contents)
+            message_delta["content"] = "".join(contents)
         if reasoning:
-            delta |= dict.fromkeys(self._reasoning_fields, reasoning)
+            message_delta |= dict.fromkeys(self._reasoning_fields, reasoning)
         if calls := _calls(events):
-            delta["tool_calls"] = calls
-        return delta
+            message_delta["tool_calls"] = calls
+        return message_delta
 
 
 def _without(usage: Usage | None, num_tokens: int) -> Usage | None:
@@ -248,16 +256,18 @@ def _without(usage: Usage | None, num_tokens: int) -> Usage | None:
 def _calls(events: Sequence[Event]) -> list[ToolCallDelta]:
     """Return the ``tool_calls`` entries of the events, one per call."""
     calls: dict[int, ToolCallDelta] = {}
-    for parsed in events:
-        if isinstance(parsed, ToolCallStart):
-            function: FunctionDelta = {"name": parsed.name, "arguments": ""}
-            calls[parsed.index] = {
-                "index": parsed.index,
-                "id": parsed.id,
+    for parser_event in events:
+        if isinstance(parser_event, ToolCallStart):
+            function: FunctionDelta = {"name": parser_event.name, "arguments": ""}
+            calls[parser_event.index] = {
+                "index": parser_event.index,
+                "id": parser_event.id,
                 "type": "function",
                 "function": function,
             }
-        elif isinstance(parsed, ToolCallArguments):
-            call = calls.setdefault(parsed.index, {"index": parsed.index, "function": {"arguments": ""}})
-            call["function"]["arguments"] += parsed.text
+        elif isinstance(parser_event, ToolCallArguments):
+            call = calls.setdefault(
+                parser_event.index, {"index": parser_event.index, "function": {"arguments": ""}}
+            )
+            call["function"]["arguments"] += parser_event.text
     return list(calls.values())

@@ -40,7 +40,7 @@ class Score:
 
 @dataclass(slots=True)
 class ChoiceDelta:
-    """The output that some tokens add to a choice. The concatenated deltas are the output of the choice."""
+    """The output that new tokens add to a choice. The output of a choice is the sum of its deltas."""
 
     events: list[Event]
     """Content, reasoning and tool calls, in order."""
@@ -75,7 +75,7 @@ def finish_reason(status: TextGenerationStatus, *, ended_by_text: bool, has_tool
 
 
 class ChoiceDecoder:
-    """Decodes the tokens of one choice from the first to the last.
+    """Decodes the tokens of one choice as the worker sends them.
 
     Args:
         context: the context of the choice.
@@ -84,7 +84,7 @@ class ChoiceDecoder:
         skip_special_tokens: False if the markup that the parser reads consists of special tokens.
         token_by_token: parse after each token, to count the reasoning tokens exactly and to end the choice at
             the token that completes the only allowed call.
-        keeps_stop: whether the text includes the stop string that ended it.
+        keeps_stop: whether the text includes the stop string that ended the choice.
         at_once: whether all tokens may be decoded together at the end, because the response is not streamed.
     """
 
@@ -109,9 +109,9 @@ class ChoiceDecoder:
         self.prompt_scores: list[PromptScore] = []
         """Scores of all prompt tokens except the first. Complete when the first output token arrives."""
         self._parser = parser
-        self._text: _Text
+        self._text: _TextDecoder
         if at_once and not params.stop and not token_by_token:
-            self._text = _WholeText(tokenizer, context.prompt_tokens, skip_special_tokens)
+            self._text = _DeferredDetokenizer(tokenizer, context.prompt_tokens, skip_special_tokens)
         else:
             self._text = Detokenizer(
                 tokenizer,
@@ -120,16 +120,16 @@ class ChoiceDecoder:
                 skip_special_tokens=skip_special_tokens,
                 keeps_stop=keeps_stop,
             )
-        self.decodes_at_end = isinstance(self._text, _WholeText)
-        """Whether the text is decoded only at the end. Then only the worker can end the choice."""
+        self.decodes_at_end = isinstance(self._text, _DeferredDetokenizer)
+        """Whether the text is decoded only at the end. No stop string or call can then end the choice."""
         self._token_by_token = token_by_token
         self._answer_begun = False  # output other than reasoning has been parsed
         self._has_reasoning = False
         self._has_tool_calls = False
-        self._num_taken = 0
-        self._end: int | None = None  # number of tokens when a stop string or the call was complete
+        self._num_output_tokens = 0
+        self._end_position: int | None = None  # number of tokens when a stop string or the call was complete
         # With max_tokens 0 the prefill step still samples a token, which is dropped.
-        self._wants_tokens = params.max_new_tokens != 0
+        self._has_output = params.max_new_tokens != 0
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -144,13 +144,16 @@ class ChoiceDecoder:
 
     @property
     def stop_match(self) -> str | None:
-        """The stop string that ended it, if any."""
+        """The stop string that ended the choice; None if another condition ended it."""
         return self._text.stop_match
 
     @property
     def ended_by_text(self) -> bool:
-        """Whether a stop string or the only allowed call ended it. The caller then cancels the generation."""
-        return self._end is not None
+        """Whether a stop string or the only allowed call ended the choice.
+
+        The caller then cancels the generation, because the worker does not know.
+        """
+        return self._end_position is not None
 
     def take(
         self,
@@ -163,43 +166,43 @@ class ChoiceDecoder:
         if self.is_done:
             return ChoiceDelta([], [], [])
         if prompt_log_probabilities is not None:
-            self._keep_prompt(prompt_log_probabilities)
-        if not self._wants_tokens:
+            self._add_prompt_scores(prompt_log_probabilities)
+        if not self._has_output:
             self._score(token_ids, log_probabilities)
             token_ids = ()
         ids = list(token_ids)
         events = self._parse_each(ids) if self._token_by_token else self._parse_together(ids)
-        if self._end is not None:
-            del ids[self._end - self._num_taken :]
-        before = self.num_tokens
-        self._num_taken += len(ids)
-        if self._end is not None or status.is_done:
+        if self._end_position is not None:
+            del ids[self._end_position - self._num_output_tokens :]
+        num_tokens_before = self.num_tokens
+        self._num_output_tokens += len(ids)
+        if self._end_position is not None or status.is_done:
             events += self._finish(status)
-        self.num_tokens = self._num_taken
-        if self._end is None and self.finish_reason in ("stop", "tool_calls"):
+        self.num_tokens = self._num_output_tokens
+        if self._end_position is None and self.finish_reason in ("stop", "tool_calls"):
             self.num_tokens += 1  # the token that ended the output
         if self._has_reasoning and not self._answer_begun:
-            self.num_reasoning_tokens = self._num_taken
+            self.num_reasoning_tokens = self._num_output_tokens
         scores = self._score(ids, log_probabilities)
-        return ChoiceDelta(events, ids, scores, self.finish_reason, self.num_tokens - before)
+        return ChoiceDelta(events, ids, scores, self.finish_reason, self.num_tokens - num_tokens_before)
 
     def _parse_together(self, ids: Sequence[int]) -> list[Event]:
         events = self._parse(self._text.append(ids))
         if self._text.stop_match is not None:
-            self._end = self._text.num_tokens
+            self._end_position = self._text.num_tokens
         return events
 
     def _parse_each(self, ids: Sequence[int]) -> list[Event]:
         events: list[Event] = []
-        for count, token_id in enumerate(ids, self._num_taken):
-            new = self._parse(self._text.append([token_id]))
-            if not self._answer_begun and any(not isinstance(event, Reasoning) for event in new):
+        for count, token_id in enumerate(ids, self._num_output_tokens):
+            new_events = self._parse(self._text.append([token_id]))
+            if not self._answer_begun and any(not isinstance(event, Reasoning) for event in new_events):
                 self._answer_begun = True
                 self.num_reasoning_tokens = count if self._has_reasoning else 0
-            self._has_reasoning |= any(isinstance(event, Reasoning) for event in new)
-            events += new
+            self._has_reasoning |= any(isinstance(event, Reasoning) for event in new_events)
+            events += new_events
             if self._text.stop_match is not None or (self._parser is not None and self._parser.done):
-                self._end = count + 1
+                self._end_position = count + 1
                 break
         return events
 
@@ -216,24 +219,28 @@ class ChoiceDecoder:
             rest = self._parser.finish()
             self._has_tool_calls |= any(not isinstance(event, Content | Reasoning) for event in rest)
             events = [*events, *rest]
-        if not self._wants_tokens:
+        if not self._has_output:
             status = TextGenerationStatus.MAXIMUM_LENGTH
         self.finish_reason = finish_reason(
-            status, ended_by_text=self._end is not None, has_tool_calls=self._has_tool_calls
+            status, ended_by_text=self._end_position is not None, has_tool_calls=self._has_tool_calls
         )
         return events
 
     def _score(self, token_ids: Sequence[int], log_probabilities: Sequence[Rows | None]) -> list[Score]:
-        """Return the scores of tokens. Rows before that of the first token belong to the prompt."""
+        """Return the scores of tokens.
+
+        An entry of `log_probabilities` can have several rows. The last row belongs to the token, and the
+        rows before it belong to the prompt.
+        """
         scores = []
         for token_id, rows in zip(token_ids, log_probabilities, strict=False):
             if rows is not None:
-                *before, (logprob, top) = _positions(rows)
-                self.prompt_scores += before
+                *prompt_scores, (logprob, top) = _positions(rows)
+                self.prompt_scores += prompt_scores
                 scores.append(Score(token_id, logprob, top))
         return scores
 
-    def _keep_prompt(self, rows: Rows) -> None:
+    def _add_prompt_scores(self, rows: Rows) -> None:
         self.prompt_scores += _positions(rows)
 
 
@@ -242,7 +249,7 @@ def _positions(rows: Rows) -> Iterator[PromptScore]:
     return zip(rows.token_log_probabilities, tops, strict=True)
 
 
-class _Text(Protocol):
+class _TextDecoder(Protocol):
     stop_match: str | None
     num_tokens: int
 
@@ -252,7 +259,7 @@ class _Text(Protocol):
 
 
 @dataclass
-class _WholeText:
+class _DeferredDetokenizer:
     """Decodes all tokens together at the end. Gives the same text as a `Detokenizer`, but is faster."""
 
     tokenizer: TokenDecoder

@@ -1,4 +1,4 @@
-"""``/v1/classify`` and ``/classify``: labels of texts."""
+"""``/v1/classify`` and ``/classify``: classify texts."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ async def classify(request: Request) -> Response:
     services = Services.of(request)
     body = await read_body(request, ClassifyBody)
     check_outputs(services, ["scores"], ": load a model with a classification head")
-    encoded = await encode_inputs(request, body, lambda: _inputs(services, body))
+    encoded_inputs = await encode_inputs(request, body, lambda: _inputs(services, body))
     config = services.pipeline_config.model.huggingface_config
-    scores = [response.scores for response in encoded.responses if response.scores is not None]
+    scores = [response.scores for response in encoded_inputs.responses if response.scores is not None]
     items = (
         iter(
             [
@@ -57,7 +57,7 @@ async def classify(request: Request) -> Response:
         "object": "list",
         "created": int(time.time()),
         "model": body.model,
-        "usage": encoded.usage,
+        "usage": encoded_inputs.usage,
     }
     return JsonResponse(await gather(with_members(envelope, data=array(items)), services.turns))
 
@@ -69,9 +69,9 @@ async def classify_without_version(request: Request) -> Response:
 
 
 def _inputs(services: Services, body: ClassifyBody) -> list[ModelInput]:
-    given = input_list(body.input)
-    check_count(services, len(given), "input")
+    inputs = input_list(body.input)
+    check_count(services, len(inputs), "input")
     return [
-        ModelInput(name, {"input": one, "outputs": ("scores",), "activation": body.activation})
-        for name, one in given
+        ModelInput(name, {"input": value, "outputs": ("scores",), "activation": body.activation})
+        for name, value in inputs
     ]

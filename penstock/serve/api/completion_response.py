@@ -20,7 +20,7 @@ PromptScores: TypeAlias = Callable[[Sequence[int], Sequence[PromptScore]], Parts
 
 @dataclass(frozen=True)
 class Echo:
-    """A prompt that is part of the output."""
+    """A prompt that the output repeats (``echo``)."""
 
     text: str
     token_ids: list[int]
@@ -60,42 +60,42 @@ class CompletionResponse(OpenAIStream):
         self._scores = scores
         self._prompt_scores = prompt_scores
         self._include_usage = include_usage
-        self._begun: set[int] = set()
+        self._started_choices: set[int] = set()
         self._templates: dict[int, EventTemplate] = {}
 
-    def whole(self, pieces: Sequence[ChoiceDelta], usage: Usage) -> Parts:
+    def whole(self, outputs: Sequence[ChoiceDelta], usage: Usage) -> Parts:
         """Yield the JSON of a response that is not streamed."""
         choices = (
-            with_members(self._choice(index, piece, is_first=True), **self._members(index, piece))
-            for index, piece in enumerate(pieces)
+            with_members(self._choice(index, output, is_first=True), **self._members(index, output))
+            for index, output in enumerate(outputs)
         )
         return self._envelope.parts(KIND, {"choices": array(choices)}, usage=usage)
 
-    def events(self, index: int, piece: ChoiceDelta, usage: Usage | None = None) -> Iterable[bytes]:
+    def events(self, index: int, delta: ChoiceDelta, usage: Usage | None = None) -> Iterable[bytes]:
         """Return the event of a delta; nothing if the delta is empty.
 
         `usage` is the usage so far, for streams whose chunks all have a usage.
         """
-        is_first = index not in self._begun
-        text = piece.content
+        is_first = index not in self._started_choices
+        text = delta.content
         is_plain = self._scores is None and self._prompt_token_ids is None and usage is None
-        if is_plain and piece.finish_reason is None and not (is_first and self._echoes):
+        if is_plain and delta.finish_reason is None and not (is_first and self._echoes):
             return (self._template(index).with_value(text),) if text else ()
-        choice = self._choice(index, piece, is_first=is_first)
-        has_scores = self._scores is not None and (piece.scores or (is_first and self._echoes))
-        has_ids = self._prompt_token_ids is not None and (is_first or piece.token_ids)
-        if not (choice["text"] or has_scores or piece.finish_reason or has_ids):
+        choice = self._choice(index, delta, is_first=is_first)
+        has_scores = self._scores is not None and (delta.scores or (is_first and self._echoes))
+        has_ids = self._prompt_token_ids is not None and (is_first or delta.token_ids)
+        if not (choice["text"] or has_scores or delta.finish_reason or has_ids):
             return ()
-        self._begun.add(index)
-        scores = self._logprobs(index, piece, is_first=is_first)
+        self._started_choices.add(index)
+        scores = self._logprobs(index, delta, is_first=is_first)
         more = self._usage_field(usage)
         if scores is None:
-            return (event(self._envelope.around(KIND, [{**choice, "logprobs": None}], **more)),)
-        scored = array([with_members(choice, logprobs=scores)])
-        return event_parts(self._envelope.parts(KIND, {"choices": scored}, **more))
+            return (event(self._envelope.response_object(KIND, [{**choice, "logprobs": None}], **more)),)
+        choices_with_logprobs = array([with_members(choice, logprobs=scores)])
+        return event_parts(self._envelope.parts(KIND, {"choices": choices_with_logprobs}, **more))
 
     def begin(self) -> bytes:
-        """Return the events before the first delta: none."""
+        """Return the events before the first delta. Completions have none."""
         return b""
 
     def end(self, usage: Usage) -> bytes:
@@ -103,7 +103,7 @@ class CompletionResponse(OpenAIStream):
         return (self._usage_event(usage) if self._include_usage else b"") + DONE
 
     def _usage_event(self, usage: Usage) -> bytes:
-        return event(self._envelope.around(KIND, [], usage=usage))
+        return event(self._envelope.response_object(KIND, [], usage=usage))
 
     def _template(self, index: int) -> EventTemplate:
         if index not in self._templates:
@@ -113,53 +113,53 @@ class CompletionResponse(OpenAIStream):
                 "logprobs": None,
                 "finish_reason": None,
             }
-            chunk = self._envelope.around(KIND, [choice], **self._usage_field(None))
+            chunk = self._envelope.response_object(KIND, [choice], **self._usage_field(None))
             self._templates[index] = EventTemplate(chunk)
         return self._templates[index]
 
     def _usage_field(self, usage: Usage | None) -> dict[str, object]:
         return {"usage": usage} if self._include_usage or usage is not None else {}
 
-    def _choice(self, index: int, piece: ChoiceDelta, *, is_first: bool) -> dict[str, object]:
+    def _choice(self, index: int, delta: ChoiceDelta, *, is_first: bool) -> dict[str, object]:
         """Return a choice without its log probabilities."""
         echo = self._echoes[index] if self._echoes is not None and is_first else None
         choice: dict[str, object] = {
             "index": index,
-            "text": (echo.text if echo else "") + piece.content,
-            "finish_reason": piece.finish_reason,
+            "text": (echo.text if echo else "") + delta.content,
+            "finish_reason": delta.finish_reason,
         }
         if self._prompt_token_ids is not None:
             if is_first:
                 choice["prompt_token_ids"] = self._prompt_token_ids[index]
-            choice["token_ids"] = piece.token_ids
+            choice["token_ids"] = delta.token_ids
         return choice
 
-    def _members(self, index: int, piece: ChoiceDelta) -> dict[str, Iterable[bytes]]:
+    def _members(self, index: int, delta: ChoiceDelta) -> dict[str, Iterable[bytes]]:
         """Return the members with the log probabilities of a whole choice and of its prompt."""
-        scores = self._logprobs(index, piece, is_first=True)
+        scores = self._logprobs(index, delta, is_first=True)
         members: dict[str, Iterable[bytes]] = {"logprobs": (b"null",) if scores is None else scores}
         if self._prompt_scores is not None:
             ids = self._choices[index].prompt_token_ids
-            members["prompt_logprobs"] = self._prompt_scores(ids, self._scores_of_prompt(index))
+            members["prompt_logprobs"] = self._prompt_scores(ids, self._prompt_scores_at(index))
         return members
 
-    def _logprobs(self, index: int, piece: ChoiceDelta, *, is_first: bool) -> Parts | None:
-        """Return the log probabilities of a delta; None without any.
+    def _logprobs(self, index: int, delta: ChoiceDelta, *, is_first: bool) -> Parts | None:
+        """Return the log probabilities of a delta; None if it has none.
 
         If they are requested, the first delta of a choice has empty lists when it has no tokens.
         """
         if self._scores is None:
             return None
-        ids = [score.token_id for score in piece.scores]
-        logprobs: list[float | None] = [score.logprob for score in piece.scores]
-        tops: list[Top | None] = [score.top for score in piece.scores]
+        ids = [score.token_id for score in delta.scores]
+        logprobs: list[float | None] = [score.logprob for score in delta.scores]
+        tops: list[Top | None] = [score.top for score in delta.scores]
         if self._echoes is not None and is_first:
-            echo, rows = self._echoes[index], self._scores_of_prompt(index)
+            echo, rows = self._echoes[index], self._prompt_scores_at(index)
             assert len(rows) == len(echo.token_ids) - 1, "a row for each token of the prompt except the first"
             ids = [*echo.token_ids, *ids]
             logprobs = [None, *(logprob for logprob, _ in rows), *logprobs]
             tops = [None, *(top for _, top in rows), *tops]
         return self._scores[index].parts(ids, logprobs, tops) if ids or is_first else None
 
-    def _scores_of_prompt(self, index: int) -> Sequence[PromptScore]:
+    def _prompt_scores_at(self, index: int) -> Sequence[PromptScore]:
         return self._choices[index].prompt_scores or self._choices[index - index % self._n].prompt_scores

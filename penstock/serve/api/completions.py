@@ -16,7 +16,7 @@ from penstock.serve.api.generation import GenerationJob, GenerationRun, check_ch
 from penstock.serve.api.logprob_limit import check_num_logprobs, num_best, num_prompt_logprobs
 from penstock.serve.api.models import adapter_named
 from penstock.serve.api.output_format import check_enabled, output_grammar
-from penstock.serve.api.request_context import contexts_of_choices, request_context
+from penstock.serve.api.request_context import contexts_for_choices, request_context
 from penstock.serve.api.schemas import CompletionBody
 from penstock.serve.api.text_generation import answer_request, checked_body, envelope_of, record_logged_fields
 from penstock.serve.api.token_scores import CompletionScores, prompt_parts
@@ -94,7 +94,7 @@ class CompletionRequest:
             check_enabled(services, body, grammar_and_field[1])
         prompts, name = _prompts(body.prompt), f"cmpl-{uuid4().hex}"
         if body.suffix:
-            body, prompts = _filled_in(services, body, prompts)
+            body, prompts = _with_fill_in_prompts(services, body, prompts)
         n = body.n or 1
         check_choices(services, len(prompts), n)
         contexts: list[TextContext] = []
@@ -114,7 +114,7 @@ class CompletionRequest:
             )
             if grammar_and_field is not None:
                 context = msgspec.structs.replace(context, grammar=grammar_and_field[0])
-            contexts += contexts_of_choices(context, body, scored=body.logprobs is not None)
+            contexts += contexts_for_choices(context, body, has_logprobs=body.logprobs is not None)
         check_num_logprobs(
             services,
             contexts,
@@ -141,29 +141,29 @@ def _prompt_scores(services: Services, body: CompletionBody) -> PromptScores | N
     top = body.prompt_logprobs
     if top is None:
         return None
-    best, fragments = num_best(body, body.logprobs), services.fragments_for(body)
-    return lambda ids, scores: prompt_parts(fragments, ids, scores, top, best)
+    num_top, fragments = num_best(body, body.logprobs), services.fragments_for(body)
+    return lambda ids, scores: prompt_parts(fragments, ids, scores, top, num_top)
 
 
-def _prompts(given: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
+def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
     """Return the prompts as a list.
 
     Raises:
         RequestProblem: 400; the list is empty.
     """
-    if isinstance(given, str):
-        return [given]
-    if not given:
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
         raise RequestProblem(400, "prompt is an empty list", param="prompt")
-    if isinstance(given[0], int):
-        return [given]
-    return list(given)
+    if isinstance(prompt[0], int):
+        return [prompt]
+    return list(prompt)
 
 
-def _filled_in(
+def _with_fill_in_prompts(
     services: Services, body: CompletionBody, prompts: list[str | list[int]]
 ) -> tuple[CompletionBody, list[str | list[int]]]:
-    """Return a body and prompts with which the model fills in the text before ``suffix``.
+    """Return the body and fill-in-the-middle prompts of a request with ``suffix``.
 
     Raises:
         RequestProblem: 400; a prompt is token ids, or the tokenizer has no fill-in-the-middle tokens.
@@ -173,12 +173,12 @@ def _filled_in(
     if any(not isinstance(prompt, str) for prompt in prompts):
         raise RequestProblem(400, "suffix needs prompts that are texts", param="suffix")
     tokenizer = services.tokenizer
-    filled: list[str | list[int]] = [
+    fill_in_prompts: list[str | list[int]] = [
         fill_in_prompt(tokenizer, str(prompt), body.suffix or "", "suffix") for prompt in prompts
     ]
     ends = [] if body.ignore_eos else fill_in_ends(tokenizer)
     stops = [*(body.stop_token_ids or ()), *ends]
-    return body.model_copy(update={"stop_token_ids": stops or None}), filled
+    return body.model_copy(update={"stop_token_ids": stops or None}), fill_in_prompts
 
 
 def _echo(services: Services, context: TextContext) -> Echo:

@@ -28,12 +28,12 @@ class Sleep(BaseModel):
 
 @router.post("/sleep", responses=_ERRORS)
 async def sleep(request: Request, level: int = 1) -> Sleep:
-    """Refuse requests, let running ones finish, and release the KV cache; with `level=2` the weights too."""
-    services = _allowed(request)
+    """Refuse new requests, wait for running ones, and free the KV cache; with `level=2` the weights too."""
+    services = _checked_services(request)
     if level not in (1, 2):
         raise RequestProblem(400, f"level must be 1 or 2, was {level}", param="level")
-    known: SleepLevel = 1 if level == 1 else 2
-    await services.worker.sleep(known, services.config.shutdown_grace)
+    sleep_level: SleepLevel = 1 if level == 1 else 2
+    await services.worker.sleep(sleep_level, services.config.shutdown_grace)
     services.log.info("the model is asleep, level %d", level)
     return Sleep(is_sleeping=True)
 
@@ -41,9 +41,9 @@ async def sleep(request: Request, level: int = 1) -> Sleep:
 @router.post("/wake_up", responses=_ERRORS)
 async def wake_up(request: Request) -> Sleep:
     """Accept requests again. After `level=2` the model is loaded first."""
-    services = _allowed(request)
+    services = _checked_services(request)
     await services.worker.wake_up()
-    _follow_limits(services)
+    _update_max_length(services)
     services.log.info("the model is awake")
     return Sleep(is_sleeping=False)
 
@@ -56,20 +56,20 @@ async def is_sleeping(request: Request) -> Sleep:
 
 @router.post("/reload", responses=_ERRORS)
 async def reload(request: Request) -> Status:
-    """Replace the workers one by one by new ones, which read the checkpoint again. Serving continues.
+    """Restart the workers one after another, so that they read the checkpoint again. Serving continues.
 
     The tokenizer and the configuration stay as they are.
     """
-    services = _allowed(request)
+    services = _checked_services(request)
     await services.worker.reload(services.config.shutdown_grace)
-    _follow_limits(services)
+    _update_max_length(services)
     services.log.info("all workers are replaced")
     return Status(status="reloaded")
 
 
 @router.post("/reset_prefix_cache", responses=_ERRORS)
 async def reset_prefix_cache(request: Request) -> Status:
-    """Forget all cached prefixes. Running requests continue."""
+    """Clear the prefix cache. Running requests continue."""
     await _worker(request).reset_prefix_cache()
     return Status(status="reset")
 
@@ -89,10 +89,10 @@ async def stop_profile(request: Request) -> Status:
 
 
 def _worker(request: Request) -> EngineClient:
-    return _allowed(request).worker
+    return _checked_services(request).worker
 
 
-def _allowed(request: Request) -> Services:
+def _checked_services(request: Request) -> Services:
     services = Services.of(request)
     config = services.config
     if not config.api_key and not is_loopback(config.host):
@@ -104,6 +104,6 @@ def _allowed(request: Request) -> Services:
     return services
 
 
-def _follow_limits(services: Services) -> None:
-    """Adopt the limits of the new workers, whose memory may differ."""
+def _update_max_length(services: Services) -> None:
+    """Set the maximum length to that of the new workers, which may have more or less KV cache memory."""
     services.tokenizer.max_length = services.worker.info.max_length

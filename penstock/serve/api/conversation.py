@@ -23,7 +23,7 @@ from penstock.serve.api.logprob_limit import check_num_logprobs, num_prompt_logp
 from penstock.serve.api.models import adapter_named
 from penstock.serve.api.output_format import check_enabled, check_tools, checked_grammar, output_grammar
 from penstock.serve.api.parameters import map_input_errors, output_limit
-from penstock.serve.api.request_context import contexts_of_choices, request_context
+from penstock.serve.api.request_context import contexts_for_choices, request_context
 from penstock.serve.api.roles import check_roles
 from penstock.serve.api.schemas import ChatBody
 from penstock.serve.api.text_generation import checked_body
@@ -35,7 +35,7 @@ from penstock.text.chat_template import Message
 class Conversation:
     """A validated chat request and the context of its prompt.
 
-    The other APIs translate their requests to a chat request and their responses from its output.
+    Responses, Messages, Ollama and the other chat APIs translate their requests to a chat request.
     """
 
     body: ChatBody
@@ -59,11 +59,11 @@ class Conversation:
         """
         body = checked_body(services, ChatBody, raw)
         check_choices(services, 1, body.n or 1)
-        given = messages_of(raw)
+        chat_messages = messages_of(raw)
         use = tool_use(body, raw)
         check_template_shows(use.tools, services.tokenizer)
         parsers, tokenizer = services.parsers, services.tokenizer
-        messages = template_messages(given, tokenizer)
+        messages = template_messages(chat_messages, tokenizer)
         options = template_options(body, tokenizer, can_reason=parsers.reasoning_format is not None)
         with map_input_errors("messages"):
             check_roles(messages, tokenizer, use.tools or None, options)
@@ -79,7 +79,7 @@ class Conversation:
             messages=messages,
             tools=use.tools or None,
             chat_template_options=options,
-            **image_fields(services, given),
+            **image_fields(services, chat_messages),
         )
         prompt_rows = num_prompt_logprobs(body, [context])
         if top is not None and output_limit(body) is None:
@@ -91,17 +91,17 @@ class Conversation:
             prompt_rows=prompt_rows,
             param="top_logprobs" if body.logprobs else "prompt_logprobs",
         )
-        opens = parsers.prompt_opens_reasoning(str(context.prompt), _prefill(body))
-        grammar = _grammar(services, body, use, opens)
+        opens_reasoning = parsers.prompt_opens_reasoning(str(context.prompt), _prefill(body))
+        grammar = _grammar(services, body, use, opens_reasoning)
         if grammar is not None:
             context = msgspec.structs.replace(context, grammar=grammar)
-        return cls(body, use, context, opens)
+        return cls(body, use, context, opens_reasoning)
 
     def job(self, services: Services) -> GenerationJob:
         """Return a context and a decoder for each choice."""
         parsers = services.parsers
         parallel = self.body.parallel_tool_calls is not False
-        contexts = contexts_of_choices(self.context, self.body, scored=bool(self.body.logprobs))
+        contexts = contexts_for_choices(self.context, self.body, has_logprobs=bool(self.body.logprobs))
         choices = [
             ChoiceDecoder(
                 context,
@@ -125,7 +125,7 @@ class Conversation:
 
 
 def image_fields(services: Services, messages: Sequence[Message]) -> ImageFields:
-    """Return the request fields of the images of messages; empty without images. Blocks.
+    """Return the request fields with the images of messages; empty without images. Blocks on files and URLs.
 
     Raises:
         RequestProblem: 400 that names the message of an image that cannot be read.
@@ -137,7 +137,7 @@ def image_fields(services: Services, messages: Sequence[Message]) -> ImageFields
 
 
 def _prefill(body: ChatBody) -> str:
-    """Return the beginning of the output if the request contains it as its last message, else ""."""
+    """Return the text of the last message if the output continues it, else ""."""
     last = body.messages[-1]
     if not body.continue_final_message or last.role != "assistant":
         return ""
@@ -157,12 +157,12 @@ def _grammar(services: Services, body: ChatBody, use: ToolUse, opens_reasoning: 
     grammar_and_field = output_grammar(services, body)
     if use.is_forced:  # the output is a tool call, so a format of the text has no effect
         check_enabled(services, body, "tool_choice")
-        check_tools(services, body, use.called)
+        check_tools(services, body, use.callable_names)
         with map_input_errors("tool_choice"):
-            forced = parsers.grammar(
+            call_grammar = parsers.grammar(
                 use.tools, use.choice, parallel=parallel, reasoning=True, in_reasoning=opens_reasoning
             )
-        return checked_grammar(services, forced, "tools")
+        return checked_grammar(services, call_grammar, "tools")
     if grammar_and_field is None and not use.strict:
         return None
     grammar, param = grammar_and_field or (None, "tools")
@@ -170,13 +170,13 @@ def _grammar(services: Services, body: ChatBody, use: ToolUse, opens_reasoning: 
     check_tools(services, body, use.strict)
     with map_input_errors(param):
         if grammar is None:
-            combined = parsers.strict_grammar(
+            combined_grammar = parsers.strict_grammar(
                 use.tools, use.strict, parallel=parallel, in_reasoning=opens_reasoning
             )
         elif use.tools:
-            combined = parsers.call_or(
+            combined_grammar = parsers.calls_or_format_grammar(
                 grammar, use.tools, use.strict, parallel=parallel, in_reasoning=opens_reasoning
             )
         else:
-            combined = parsers.after_reasoning(grammar, in_reasoning=opens_reasoning)
-    return checked_grammar(services, combined, param)
+            combined_grammar = parsers.after_reasoning(grammar, in_reasoning=opens_reasoning)
+    return checked_grammar(services, combined_grammar, param)

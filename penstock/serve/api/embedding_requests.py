@@ -45,7 +45,7 @@ class ModelInput:
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedInputs:
     """The outputs of all inputs of a request."""
 
     responses: list[EmbeddingsResponse]
@@ -74,13 +74,13 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
 
 async def encode_inputs(
     request: Request, body: EncodingBody, inputs: Callable[[], Sequence[ModelInput]]
-) -> Encoded:
-    """Compute the inputs of a request. If the client disconnects, all of them are cancelled.
+) -> EncodedInputs:
+    """Return the model's outputs for all inputs of a request. Cancels them if the client disconnects.
 
     Args:
-        request: the request; its body is read.
+        request: the request, whose body has been read.
         body: the body.
-        inputs: returns the inputs; runs in the pool.
+        inputs: function that returns the inputs; runs in the thread pool.
 
     Raises:
         RequestProblem: names the input that cannot be served or that failed.
@@ -92,26 +92,26 @@ async def encode_inputs(
     record.details["inputs"] = len(contexts)
     run = EmbeddingRun(services, record, contexts, names)
     responses = await cancel_on_disconnect(request, run, run.responses)
-    return Encoded(responses, run.num_tokens)
+    return EncodedInputs(responses, run.num_tokens)
 
 
-def input_list(given: TextsOrIds, field: str = "input") -> list[tuple[str, str | list[int]]]:
+def input_list(value: TextsOrIds, field: str = "input") -> list[tuple[str, str | list[int]]]:
     """Return the name and the value of each input.
 
     Raises:
         RequestProblem: 400; the list is empty.
     """
-    if isinstance(given, str):
-        return [(field, given)]
-    if not given:
+    if isinstance(value, str):
+        return [(field, value)]
+    if not value:
         raise RequestProblem(400, f"{field} is an empty list: send at least one input", param=field)
-    if isinstance(given[0], int):
-        return [(field, given)]
-    return [(f"{field}[{i}]", cast("str | list[int]", one)) for i, one in enumerate(given)]
+    if isinstance(value[0], int):
+        return [(field, value)]
+    return [(f"{field}[{i}]", cast("str | list[int]", element)) for i, element in enumerate(value)]
 
 
 def check_count(services: Services, count: int, field: str) -> None:
-    """Refuse a request with too many inputs.
+    """Raise if a request has more inputs than ``--max-inputs-per-request``.
 
     Raises:
         RequestProblem: 400 with both numbers.
@@ -127,21 +127,21 @@ def check_count(services: Services, count: int, field: str) -> None:
 
 
 def check_outputs(services: Services, outputs: Sequence[str], hint: str = "") -> None:
-    """Refuse outputs that the model does not compute.
+    """Raise if the model does not compute a requested output.
 
     Args:
         services: the objects that routes use.
         outputs: the requested outputs.
-        hint: what to do instead.
+        hint: end of the error message: what the client can do instead.
 
     Raises:
         UnsupportedFeatureError: names the outputs of the model.
     """
-    known = services.worker.info.outputs
-    missing = [name for name in outputs if name not in known]
-    if known and missing:
+    model_outputs = services.worker.info.outputs
+    missing = [name for name in outputs if name not in model_outputs]
+    if model_outputs and missing:
         raise UnsupportedFeatureError(
-            f"the output {missing[0]}", f"this model computes {', '.join(known)}{hint}"
+            f"the output {missing[0]}", f"this model computes {', '.join(model_outputs)}{hint}"
         )
 
 
@@ -156,8 +156,8 @@ def vector_inputs(
     Raises:
         RequestProblem: 400 that names the field.
     """
-    given = input_list(body.input)
-    check_count(services, len(given), "input")
+    inputs = input_list(body.input)
+    check_count(services, len(inputs), "input")
     if body.input_type is not None and body.prompt_name is not None:
         raise RequestProblem(
             400, "input_type selects a prompt, and so does prompt_name: send one of them", param="input_type"
@@ -175,7 +175,7 @@ def vector_inputs(
         raise RequestProblem(
             400, "input_type selects a task, and so does task: send one of them", param="input_type"
         )
-    shared: EmbeddingsOptions = {
+    shared_options: EmbeddingsOptions = {
         "pooling": body.pooling,
         "dimensions": body.dimensions,
         "normalize": body.normalize,
@@ -185,7 +185,8 @@ def vector_inputs(
     }
     kinds = tuple(outputs) if outputs else None
     return [
-        ModelInput(name, {**shared, "input": one, "outputs": kinds, "adapter": None}) for name, one in given
+        ModelInput(name, {**shared_options, "input": value, "outputs": kinds, "adapter": None})
+        for name, value in inputs
     ]
 
 
@@ -212,22 +213,22 @@ def _contexts(
     adapter = adapter_named(services, body.model)
     is_only = len(inputs) == 1
     requests: list[EmbeddingsGenerationRequest] = []
-    for one in inputs:
+    for model_input in inputs:
         fields: EmbeddingsFields = {
-            **one.fields,
+            **model_input.fields,
             "truncate": body.cuts,
             "max_tokens": body.max_tokens,
             "adapter": adapter,
             "priority": body.priority or 0,
         }
-        with _input_errors(one.name, is_only=is_only):
+        with _input_errors(model_input.name, is_only=is_only):
             requests.append(EmbeddingsGenerationRequest(id=uuid4().hex, model_name=body.model, **fields))
-    built = tokenizer_of(services).build_embeddings_contexts(requests)  # encodes all texts together
+    new_contexts = tokenizer_of(services).build_embeddings_contexts(requests)  # encodes all texts together
     contexts: list[EmbeddingsContext] = []
-    for one in inputs:
-        with _input_errors(one.name, is_only=is_only):
-            contexts.append(next(built))
-    return contexts, [one.name for one in inputs]
+    for model_input in inputs:
+        with _input_errors(model_input.name, is_only=is_only):
+            contexts.append(next(new_contexts))
+    return contexts, [model_input.name for model_input in inputs]
 
 
 @contextmanager

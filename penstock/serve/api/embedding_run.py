@@ -19,7 +19,7 @@ from penstock.serve.services import Services
 from penstock.worker.results import Generation
 
 _BATCHES_AT_ONCE = 2
-"""Batches of inputs that one request submits at a time: one is computed while the other waits."""
+"""Batches of inputs that one request submits at a time: one batch runs while the next is in the queue."""
 
 
 class EmbeddingRun:
@@ -28,7 +28,7 @@ class EmbeddingRun:
     Args:
         services: the objects that routes use.
         record: receives the number of tokens and the time of admission.
-        contexts: the contexts.
+        contexts: the contexts of the inputs.
         names: the field of each context, such as ``input[3]``, for errors.
     """
 
@@ -46,9 +46,11 @@ class EmbeddingRun:
         self._names = names
         self._generations: dict[int, Generation] = {}
         self._responses: list[EmbeddingsResponse | None] = [None] * len(contexts)
-        window = min(_BATCHES_AT_ONCE * self._worker.info.max_batch_size, self._worker.max_outstanding // 2)
+        num_slots = min(
+            _BATCHES_AT_ONCE * self._worker.info.max_batch_size, self._worker.max_outstanding // 2
+        )
         self._input_ended = asyncio.Event()
-        self._slots = asyncio.Semaphore(max(1, window))
+        self._slots = asyncio.Semaphore(max(1, num_slots))
         self.num_tokens = sum(context.current_length for context in contexts)
         """The number of tokens of all inputs."""
         record.prompt_tokens = self.num_tokens
@@ -65,7 +67,7 @@ class EmbeddingRun:
 
         Raises:
             PenstockError: no input was accepted: the worker is not ready, or the queue is full.
-            RequestProblem: names the input that failed; or 503, the request takes too long.
+            RequestProblem: an input failed, which the message names; or 503, the request takes too long.
         """
         try:
             await self._limits.within(self._run())
@@ -85,7 +87,7 @@ class EmbeddingRun:
                 tasks.create_task(self._collect(index))
 
     async def _submit(self, context: EmbeddingsContext, *, is_first: bool) -> Generation:
-        """Submit an input. All inputs except the first wait while the queue is too full."""
+        """Submit an input. All inputs except the first wait while the queue is more than half full."""
         if is_first:
             return self._worker.submit(context)
         while True:
@@ -97,17 +99,20 @@ class EmbeddingRun:
     async def _queue_changed(self) -> None:
         """Return when a request of the worker or an input of this run has ended."""
         self._input_ended.clear()
-        own = asyncio.create_task(self._input_ended.wait())
+        input_ended = asyncio.create_task(self._input_ended.wait())
         try:
-            await asyncio.wait((own, self._worker.request_ended()), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                (input_ended, self._worker.request_ended()), return_when=asyncio.FIRST_COMPLETED
+            )
         finally:
-            own.cancel()
+            input_ended.cancel()
 
     def _may_submit(self) -> bool:
         """Return whether another input may be submitted now.
 
-        Half of the queue is left to the first inputs of other requests, so that requests with many inputs do
-        not cause refusals of others. A request without running inputs may always continue.
+        Half of the queue is reserved for the first inputs of requests. Otherwise a request with many inputs
+        would fill the queue, and the server would refuse other requests. A request without running inputs may
+        always submit one.
         """
         worker = self._worker
         return not self._generations or worker.num_outstanding < worker.max_outstanding // 2
@@ -121,7 +126,8 @@ class EmbeddingRun:
                 if delta.embeddings is not None:
                     self._responses[index] = delta.embeddings
         except PenstockError as error:
-            raise self._problem(index, error) from error  # keeps its slot: no further input starts
+            # The slot is not released, so that no further input starts.
+            raise self._problem(index, error) from error
         finally:
             del self._generations[index]
             generation.cancel()
@@ -129,7 +135,7 @@ class EmbeddingRun:
         self._slots.release()
 
     def _problem(self, index: int, error: PenstockError) -> RequestProblem:
-        """Return the error of an input with the name of the input."""
+        """Return the error of an input as a `RequestProblem` that names the input."""
         problem, name = problem_of(error), self._names[index]
         where = f"{name}: " if len(self._contexts) > 1 else ""
         return RequestProblem(

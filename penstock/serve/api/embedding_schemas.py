@@ -14,7 +14,7 @@ TextsOrIds = str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=
 
 
 class EncodingBody(RequestBody):
-    """The common fields of all these bodies."""
+    """The fields that all request bodies of embeddings models share."""
 
     model: str = ""
     """Defaults to the served model, which `penstock.serve.api.text_generation.checked_body` sets."""
@@ -70,7 +70,10 @@ class EmbeddingsBody(VectorBody):
 
     @property
     def normalizes(self) -> bool | None:
-        """The value of `normalize`; if absent, True for cut vectors, else None (as the checkpoint does)."""
+        """Whether vectors are scaled to length 1. None means the default of the checkpoint.
+
+        If `normalize` is absent and `dimensions` is set, vectors are scaled.
+        """
         is_cut = self.dimensions is not None
         return True if self.normalize is None and is_cut else self.normalize
 
@@ -96,7 +99,10 @@ class ScoreBody(EncodingBody):
     """``POST /v1/score``."""
 
     text_1: str | Texts
-    """One text that is paired with each of ``text_2``, or one text for each of them."""
+    """One text, which is paired with each text of ``text_2``, or as many texts as ``text_2``.
+
+    In the second case, each text is paired with the text of the same index.
+    """
     text_2: str | Texts
     activation: bool | None = None
     """False returns the logits of a cross-encoder."""

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 
 from penstock.pipelines.core import EmbeddingsResponse, SparseEmbedding
 from penstock.serve.api.embedding_requests import (
-    Encoded,
+    EncodedInputs,
     check_outputs,
     encode_inputs,
     numbers,
@@ -26,7 +26,7 @@ from penstock.serve.services import Services
 
 router = APIRouter(route_class=JsonRoute, tags=["embeddings"])
 
-_USE_OTHERS = ": send the request to /v1/rerank, /v1/score or /v1/classify"
+_OTHER_ROUTES_HINT = ": send the request to /v1/rerank, /v1/score or /v1/classify"
 
 
 @router.post(
@@ -37,8 +37,8 @@ async def create_embeddings(request: Request) -> Response:
     """Return a vector for each input."""
     services = Services.of(request)
     body = await read_body(request, EmbeddingsBody)
-    check_outputs(services, ["dense"], _USE_OTHERS)
-    encoded = await encode_inputs(
+    check_outputs(services, ["dense"], _OTHER_ROUTES_HINT)
+    encoded_inputs = await encode_inputs(
         request, body, lambda: vector_inputs(services, body, ("dense",), normalize=body.normalizes)
     )
     as_base64 = body.encoding_format == "base64"
@@ -47,9 +47,9 @@ async def create_embeddings(request: Request) -> Response:
             {"object": "embedding", "index": index},
             embedding=_vector(response.embeddings, as_base64=as_base64),
         )
-        for index, response in enumerate(encoded.responses)
+        for index, response in enumerate(encoded_inputs.responses)
     )
-    return await _list_response(services, body.model, encoded, items)
+    return await _list_response(services, body.model, encoded_inputs, items)
 
 
 @router.post(
@@ -61,23 +61,23 @@ async def create_pooling(request: Request) -> Response:
     body = await read_body(request, PoolingBody)
     outputs = tuple(dict.fromkeys(body.outputs or ()))
     check_outputs(services, outputs)
-    encoded = await encode_inputs(
+    encoded_inputs = await encode_inputs(
         request, body, lambda: vector_inputs(services, body, outputs, activation=body.activation)
     )
     as_base64 = body.encoding_format == "base64"
     items = (
         with_members({"object": "pooling", "index": index}, **_outputs(response, as_base64=as_base64))
-        for index, response in enumerate(encoded.responses)
+        for index, response in enumerate(encoded_inputs.responses)
     )
-    return await _list_response(services, body.model, encoded, items)
+    return await _list_response(services, body.model, encoded_inputs, items)
 
 
 async def _list_response(
-    services: Services, model: str, encoded: Encoded, items: Iterator[Parts]
+    services: Services, model: str, encoded_inputs: EncodedInputs, items: Iterator[Parts]
 ) -> Response:
-    """Return OpenAI's list; the event loop runs while long vectors are encoded."""
-    plain = {"object": "list", "model": model, "usage": encoded.usage}
-    return JsonResponse(await gather(with_members(plain, data=array(items)), services.turns))
+    """Return OpenAI's list object. Encodes long vectors in slices, between which the event loop runs."""
+    members = {"object": "list", "model": model, "usage": encoded_inputs.usage}
+    return JsonResponse(await gather(with_members(members, data=array(items)), services.turns))
 
 
 def _outputs(response: EmbeddingsResponse, *, as_base64: bool) -> dict[str, Parts]:
@@ -95,8 +95,8 @@ def _outputs(response: EmbeddingsResponse, *, as_base64: bool) -> dict[str, Part
 
 
 def _sparse(sparse: SparseEmbedding, *, as_base64: bool) -> Parts:
-    plain = {"token_ids": numbers(sparse.token_ids)}
-    return with_members(plain, weights=_vector(sparse.weights, as_base64=as_base64))
+    members = {"token_ids": numbers(sparse.token_ids)}
+    return with_members(members, weights=_vector(sparse.weights, as_base64=as_base64))
 
 
 def _vector(vector: npt.NDArray[np.number], *, as_base64: bool) -> Parts:

@@ -28,13 +28,13 @@ FAMILIES = (
     FillInMiddleTokens("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM
     FillInMiddleTokens("[PREFIX]", "[SUFFIX]", "[MIDDLE]", suffix_first=True),  # Codestral
 )
-"""The model families. The first whose tokens the tokenizer has is used."""
+"""The model families. `fill_in_prompt` uses the first family whose tokens are in the tokenizer."""
 ENDS = ("<|endoftext|>", "<|file_sep|>", "<|fim_pad|>", "<|repo_name|>", "<|cursor|>", "<EOT>", "▁<EOT>")
 """Tokens that end the generated middle, besides the end-of-sequence tokens of the model."""
 
 
 def fill_in_prompt(tokenizer: TextTokenizer, prefix: str, suffix: str, param: str) -> list[int]:
-    """Return the tokens of a prompt whose continuation belongs between two texts.
+    """Return the tokens of a prompt that makes the model generate the text between `prefix` and `suffix`.
 
     Args:
         tokenizer: the tokenizer of the model.
@@ -58,23 +58,29 @@ def fill_in_prompt(tokenizer: TextTokenizer, prefix: str, suffix: str, param: st
             code="unsupported_parameter",
         )
 
-    def plain(text: str) -> list[int]:
+    def encode(text: str) -> list[int]:
         return tokenizer.encode_text(text, False, limited=False).tolist() if text else []
 
-    before, after, middle = (token for token in ids if token is not None)
-    parts: Sequence[list[int]] = ([before, *plain(prefix)], [after, *plain(suffix)])
+    prefix_token, suffix_token, middle_token = (token for token in ids if token is not None)
+    parts: Sequence[list[int]] = ([prefix_token, *encode(prefix)], [suffix_token, *encode(suffix)])
     if family.suffix_first:  # Codestral continues directly after the prefix
         return [*_begin(tokenizer), *parts[1], *parts[0]]
-    return [*_begin(tokenizer), *parts[0], *parts[1], middle]
+    return [*_begin(tokenizer), *parts[0], *parts[1], middle_token]
 
 
 def fill_in_ends(tokenizer: TextTokenizer) -> list[int]:
     """Return the ids of the tokens that end the generated middle."""
-    found = (tokenizer.backend.token_to_id(text) for text in ENDS)
-    return [one for one in found if one is not None]
+    token_ids = (tokenizer.backend.token_to_id(text) for text in ENDS)
+    return [token_id for token_id in token_ids if token_id is not None]
 
 
 def _begin(tokenizer: TextTokenizer) -> list[int]:
-    """Return the tokens that the tokenizer adds before a text."""
-    whole, plain = (tokenizer.encode_text("x", special, limited=False).tolist() for special in (True, False))
-    return whole[: whole.index(plain[0])] if plain and plain[0] in whole else []
+    """Return the special tokens that the tokenizer adds before a text, such as BOS."""
+    with_special, without_special = (
+        tokenizer.encode_text("x", special, limited=False).tolist() for special in (True, False)
+    )
+    return (
+        with_special[: with_special.index(without_special[0])]
+        if without_special and without_special[0] in with_special
+        else []
+    )

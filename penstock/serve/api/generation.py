@@ -31,8 +31,11 @@ from penstock.worker.results import Generation, RequestDelta
 T = TypeVar("T")
 
 _IMAGE = b'"image'
-"""A text that every body with images contains, in each API. A false positive only selects another thread
-pool."""
+"""A text that every request body with images contains, in all APIs.
+
+The thread pool for images then runs the request. A body without images may contain the text too, which is
+harmless.
+"""
 
 
 @dataclass(frozen=True)
@@ -47,12 +50,12 @@ class GenerationJob:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """The number of tokens of all prompts. A prompt counts once, whatever ``n`` is."""
+        """The number of tokens of all prompts. The tokens of a prompt count once for its ``n`` choices."""
         return sum(len(context.prompt_tokens) for context in self.contexts[:: self.n])
 
 
 def check_choices(services: Services, num_prompts: int, n: int) -> None:
-    """Refuse a request that has too many choices, before their contexts are created.
+    """Raise if a request has too many choices. Called before their contexts are created.
 
     Raises:
         RequestProblem: 400 that names the limit.
@@ -65,10 +68,10 @@ def check_choices(services: Services, num_prompts: int, n: int) -> None:
         reason = f"this server accepts {capacity}"
     else:
         return
-    each = f"{n} answers" if num_prompts == 1 else f"{num_prompts} prompts with {n} answers each"
+    requested_answers = f"{n} answers" if num_prompts == 1 else f"{num_prompts} prompts with {n} answers each"
     raise RequestProblem(
         400,
-        f"the request asks for {each}, but {reason}: send fewer prompts, or a smaller n",
+        f"the request asks for {requested_answers}, but {reason}: send fewer prompts, or a smaller n",
         param="n" if n > 1 else "prompt",
     )
 
@@ -84,7 +87,7 @@ class GenerationRun:
     def __init__(self, services: Services, record: RequestRecord, job: GenerationJob) -> None:
         self.job = job
         self._limits = TimeLimits(services.config, record)
-        self._ping = services.config.stream_ping
+        self._ping_seconds = services.config.stream_ping
         self._num_prompt_tokens = job.num_prompt_tokens
         self._record = record
         self._generations: list[Generation] = []
@@ -137,9 +140,11 @@ class GenerationRun:
             PenstockError: a choice failed; the other choices are cancelled.
             RequestProblem: 503; a time limit of the server was exceeded.
         """
-        merged = _Merged(self._generations)
-        with closing(merged):
-            pauses = self._limits.with_pings(merged, ping=self._ping, progress=merged.num_unread)
+        merged_deltas = _MergedDeltas(self._generations)
+        with closing(merged_deltas):
+            pauses = self._limits.with_pings(
+                merged_deltas, ping=self._ping_seconds, progress=merged_deltas.num_unread
+            )
             async with aclosing(pauses):
                 async for item in pauses:
                     if item is None:
@@ -156,12 +161,12 @@ class GenerationRun:
             PenstockError: a choice failed; the other choices are cancelled.
             RequestProblem: 503; a time limit of the server was exceeded.
         """
-        pieces: list[list[ChoiceDelta]] = [[] for _ in self._generations]
+        deltas_by_choice: list[list[ChoiceDelta]] = [[] for _ in self._generations]
         async with aclosing(self.deltas()) as deltas:
             async for item in deltas:
                 if item is not None:
-                    pieces[item[0]].append(item[1])
-        return [_joined(parts) for parts in pieces]
+                    deltas_by_choice[item[0]].append(item[1])
+        return [_joined_delta(choice_deltas) for choice_deltas in deltas_by_choice]
 
     def usage(self) -> Usage:
         """Return OpenAI's ``usage`` of the output so far."""
@@ -180,9 +185,16 @@ class GenerationRun:
 
     @property
     def _num_cached_tokens(self) -> int:
-        """Tokens cached before the request. Cache hits on blocks of the first choice are not counted."""
-        cached = [choice.num_cached_tokens for choice in self.job.choices]
-        return sum(min(cached[start : start + self.job.n]) for start in range(0, len(cached), self.job.n))
+        """Number of prompt tokens that were cached before the request.
+
+        The later choices of a prompt also hit blocks that the first choice has computed. The minimum over the
+        choices excludes these hits.
+        """
+        cached_counts = [choice.num_cached_tokens for choice in self.job.choices]
+        return sum(
+            min(cached_counts[start : start + self.job.n])
+            for start in range(0, len(cached_counts), self.job.n)
+        )
 
     def _has_output(self, index: int, delta: RequestDelta) -> bool:
         # The worker may generate more tokens before it processes the cancellation.
@@ -194,21 +206,21 @@ class GenerationRun:
         choice.num_cached_tokens = delta.num_cached_tokens
         if choice.decodes_at_end:
             self._generations[index].read_at_end()
-        piece = choice.take(
+        choice_delta = choice.take(
             delta.token_ids, delta.status, delta.log_probabilities, delta.prompt_log_probabilities
         )
         if choice.ended_by_text:
             self._generations[index].cancel()
-        return piece
+        return choice_delta
 
 
-class _Merged:
-    """Merges the deltas of several generations. A slow reader gets fewer and longer deltas."""
+class _MergedDeltas:
+    """Merges the deltas of several generations. Deltas that arrive while the reader is busy are joined."""
 
     def __init__(self, generations: Sequence[Generation]) -> None:
         self._generations = generations
-        self._waiting: dict[asyncio.Future[RequestDelta | None], int] = {}
-        self._started = False
+        self._pending_deltas: dict[asyncio.Future[RequestDelta | None], int] = {}
+        self._is_started = False
 
     def __aiter__(self) -> Self:
         return self
@@ -216,14 +228,14 @@ class _Merged:
     async def __anext__(self) -> tuple[int, RequestDelta]:
         if len(self._generations) == 1:
             return 0, await anext(self._generations[0])
-        if not self._started:
-            self._started = True
+        if not self._is_started:
+            self._is_started = True
             for index in range(len(self._generations)):
                 self._wait_for(index)
-        while self._waiting:
-            done, _ = await asyncio.wait(self._waiting, return_when=asyncio.FIRST_COMPLETED)
-            first = min(done, key=self._waiting.__getitem__)
-            index = self._waiting.pop(first)
+        while self._pending_deltas:
+            finished_tasks, _ = await asyncio.wait(self._pending_deltas, return_when=asyncio.FIRST_COMPLETED)
+            first = min(finished_tasks, key=self._pending_deltas.__getitem__)
+            index = self._pending_deltas.pop(first)
             delta = first.result()
             if delta is not None:
                 self._wait_for(index)
@@ -231,29 +243,29 @@ class _Merged:
         raise StopAsyncIteration
 
     def _wait_for(self, index: int) -> None:
-        self._waiting[asyncio.ensure_future(anext(self._generations[index], None))] = index
+        self._pending_deltas[asyncio.ensure_future(anext(self._generations[index], None))] = index
 
     def num_unread(self) -> int:
         return sum(generation.num_unread for generation in self._generations)
 
     def close(self) -> None:
-        for task in self._waiting:
+        for task in self._pending_deltas:
             task.cancel()
 
 
-def _joined(parts: Sequence[ChoiceDelta]) -> ChoiceDelta:
-    if len(parts) == 1:
-        return parts[0]
+def _joined_delta(deltas: Sequence[ChoiceDelta]) -> ChoiceDelta:
+    if len(deltas) == 1:
+        return deltas[0]
     return ChoiceDelta(
-        [event for part in parts for event in part.events],
-        [token for part in parts for token in part.token_ids],
-        [score for part in parts for score in part.scores],
-        parts[-1].finish_reason if parts else None,
+        [event for delta in deltas for event in delta.events],
+        [token for delta in deltas for token in delta.token_ids],
+        [score for delta in deltas for score in delta.scores],
+        deltas[-1].finish_reason if deltas else None,
     )
 
 
 async def in_pool(request: Request, function: Callable[[], T]) -> T:
-    """Run a function in the thread pool, off the event loop. The body must have been read."""
+    """Run a function in the thread pool that the request body selects. The body must have been read."""
     services, body = Services.of(request), await request.body()
     if getattr(services.tokenizer, "reads_images", False) and _IMAGE in body:
         limits = TimeLimits(services.config, RequestRecord.of(request))
@@ -262,26 +274,26 @@ async def in_pool(request: Request, function: Callable[[], T]) -> T:
 
 
 class Cancellable(Protocol):
-    """Work of a request that can be cancelled."""
+    """The computation of a request, which can be cancelled."""
 
     def cancel(self) -> None: ...
 
 
-async def cancel_on_disconnect(request: Request, run: Cancellable, answer: Callable[[], Awaitable[T]]) -> T:
-    """Await the result of `answer`; if the client disconnects first, cancel `run`.
+async def cancel_on_disconnect(request: Request, run: Cancellable, compute: Callable[[], Awaitable[T]]) -> T:
+    """Await and return the result of `answer`. Cancel `run` if the client disconnects first.
 
     Raises:
         ClientDisconnect: the client disconnected.
     """
-    working = asyncio.ensure_future(answer())
-    leaving = asyncio.ensure_future(wait_for_disconnect(request.receive))
+    result_task = asyncio.ensure_future(compute())
+    disconnect_task = asyncio.ensure_future(wait_for_disconnect(request.receive))
     try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
+        await asyncio.wait((result_task, disconnect_task), return_when=asyncio.FIRST_COMPLETED)
+        if result_task.done():
+            return result_task.result()
         run.cancel()
         raise ClientDisconnect
     finally:
-        working.cancel()
-        leaving.cancel()
-        await asyncio.wait((working, leaving))
+        result_task.cancel()
+        disconnect_task.cancel()
+        await asyncio.wait((result_task, disconnect_task))

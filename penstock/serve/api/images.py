@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 _NUM_THREADS = 8
 _MAX_ACTIVE = 32
-"""Maximum number of requests with images prepared concurrently; each holds its images in memory."""
+"""Maximum number of requests with images that are prepared concurrently. Each holds its images in memory."""
 
 
 class ImageFields(TypedDict, total=False):
@@ -33,10 +33,10 @@ class ImageFields(TypedDict, total=False):
 
 
 class ImageRequests:
-    """Reads the images of requests and runs the preparation of such requests.
+    """Reads the images of requests, and prepares requests with images in a separate thread pool.
 
-    The preparation waits for decoder processes and for image servers. It runs in a separate thread pool, so
-    that other requests are not delayed.
+    The preparation waits for decoder processes and for image servers. In the thread pool of other
+    requests, it would delay those requests.
 
     Args:
         config: the configuration of the server.
@@ -69,43 +69,44 @@ class ImageRequests:
             )
         self._num_active += 1
         begin = time.perf_counter()
-        working = asyncio.get_running_loop().run_in_executor(self._pool, function)
-        working.add_done_callback(lambda ended: self._end(ended, begin))
-        return await asyncio.shield(working)  # a thread cannot be cancelled: it counts until it ends
+        future = asyncio.get_running_loop().run_in_executor(self._pool, function)
+        future.add_done_callback(lambda ended_future: self._end(ended_future, begin))
+        # Cancellation does not stop the thread. The thread counts as active until it ends.
+        return await asyncio.shield(future)
 
-    def _end(self, ended: asyncio.Future[T], begin: float) -> None:
+    def _end(self, ended_future: asyncio.Future[T], begin: float) -> None:
         self._num_active -= 1
-        if not ended.cancelled():
-            ended.exception()  # marks the exception as retrieved if the request was cancelled
+        if not ended_future.cancelled():
+            ended_future.exception()  # marks it as retrieved: asyncio would log it for a cancelled request
         self._metrics.images_prepared(time.perf_counter() - begin)
 
     def fields(self, messages: Sequence[Message]) -> ImageFields:
-        """Return the request fields of the images of messages: their files and details. Blocks.
+        """Return the request fields with the images of messages: files and details. Blocks on files and URLs.
 
         Raises:
-            InputError: there are too many images, or one cannot be read; names its message.
+            InputError: there are too many images, or an image cannot be read; names its message.
         """
-        found = [
+        image_parts = [
             (f"messages[{i}].content[{j}]", part["image_url"])
             for i, message in enumerate(messages)
             if isinstance(content := message.get("content"), list)
             for j, part in enumerate(content)
             if part["type"] == "image_url"
         ]
-        if len(found) > self._max_images:
+        if len(image_parts) > self._max_images:
             raise InputError(
-                f"the request has {len(found)} images, but the limit is {self._max_images} "
+                f"the request has {len(image_parts)} images, but the limit is {self._max_images} "
                 "(--max-images-per-request)"
             )
         images = []
-        for place, image in found:
+        for place, image in image_parts:
             try:
                 images.append(self._sources.read(image["url"]))
             except InputError as error:
                 raise InputError(f"{place}: {error}") from error
-        details = [image.get("detail") or "auto" for _, image in found]
+        details = [image.get("detail") or "auto" for _, image in image_parts]
         return {"images": images, "image_details": details} if images else {}
 
     def close(self) -> None:
-        """End the threads."""
+        """Shut down the thread pool without waiting for its threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)

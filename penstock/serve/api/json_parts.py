@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 SLICE_SECONDS = 0.001
-"""Maximum time of encoding before the event loop runs again. One part takes at most about this long."""
+"""Encoding time after which the event loop runs. Encoding one part takes about this long at most."""
 MESSAGE_BYTES = 256 * 1024
 """Approximate maximum size of one ASGI body message."""
 
@@ -23,13 +23,13 @@ encode = msgspec.json.Encoder().encode
 Parts = Iterator[bytes]
 
 
-def with_members(plain: Mapping[str, object], **members: Iterable[bytes]) -> Parts:
-    """Yield the JSON of the non-empty object `plain` with further members, which are given in parts.
+def with_members(first_members: Mapping[str, object], **members: Iterable[bytes]) -> Parts:
+    """Yield the JSON of an object: ``first_members``, which are not empty, then further members in parts.
 
     >>> b"".join(with_members({"a": 1}, b=[b"[2,", b"3]"], c=[b"null"]))
     b'{"a":1,"b":[2,3],"c":null}'
     """
-    yield encode(plain)[:-1]
+    yield encode(first_members)[:-1]
     for name, value in members.items():
         yield b",%b:" % encode(name)
         yield from value
@@ -57,25 +57,25 @@ def event_parts(data: Iterable[bytes]) -> Parts:
     yield b"\n\n"
 
 
-class Turns:
-    """Serialises the encoding of long responses: about one slice per iteration of the event loop."""
+class EncodingTurns:
+    """Lets one long response at a time encode a slice, so that the event loop runs after each slice."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
 
     async def pause(self) -> None:
-        """Let the event loop and the waiting slices of other requests run."""
+        """Yield to the event loop and to other responses that wait for their next slice."""
         async with self._lock:
             await asyncio.sleep(0)
 
 
-async def gather(parts: Iterable[bytes], turns: Turns) -> list[bytes]:
-    """Return all parts; the event loop runs between slices."""
+async def gather(parts: Iterable[bytes], turns: EncodingTurns) -> list[bytes]:
+    """Return all parts. Yields to the event loop after each `SLICE_SECONDS` of encoding."""
     return [part async for part in spread(parts, turns)]
 
 
-async def spread(parts: Iterable[bytes], turns: Turns) -> AsyncGenerator[bytes, None]:
-    """Yield the parts; the event loop runs between slices."""
+async def spread(parts: Iterable[bytes], turns: EncodingTurns) -> AsyncGenerator[bytes, None]:
+    """Yield the parts. Yields to the event loop after each `SLICE_SECONDS` of encoding."""
     begin = time.perf_counter()
     for part in parts:
         if part:
@@ -100,7 +100,7 @@ class JsonResponse(Response):
     media_type = "application/json"
 
     def __init__(self, parts: Sequence[bytes]) -> None:
-        # Response.__init__ would need the whole body as one bytes object.
+        # Not Response.__init__, which needs the whole body as one bytes object.
         self.status_code = 200
         self.background = None
         self.body = b""
@@ -117,6 +117,6 @@ class JsonResponse(Response):
             size += len(part)
             if size >= MESSAGE_BYTES:
                 await send({"type": "http.response.body", "body": b"".join(message), "more_body": True})
-                await asyncio.sleep(0)  # send() yields only if the client reads slowly
+                await asyncio.sleep(0)  # send() yields to the event loop only if the client reads slowly
                 message, size = [], 0
         await send({"type": "http.response.body", "body": b"".join(message), "more_body": False})

@@ -17,9 +17,9 @@ def num_best(body: GenerationBody, top: int | None) -> int:
 
     Args:
         body: the request, which may ask for ``prompt_logprobs``.
-        top: number of top tokens per generated token; None if the response has no log probabilities of these.
+        top: number of top tokens per generated token; None without log probabilities of generated tokens.
     """
-    counts = [max(1, one) for one in (top, body.prompt_logprobs) if one is not None]
+    counts = [max(1, num_top) for num_top in (top, body.prompt_logprobs) if num_top is not None]
     return max(counts, default=0)
 
 
@@ -37,21 +37,21 @@ def num_prompt_logprobs(
     return sum(rows * (top + 1) for top in (body.prompt_logprobs, echoed) if top is not None)
 
 
-def without_echo(context: TextContext, *, scored: bool) -> TextContext:
-    """Return a copy of a context that does not score its prompt, because another choice scores it.
+def without_echo(context: TextContext, *, has_logprobs: bool) -> TextContext:
+    """Return a copy of a context that does not score its prompt. Another choice scores the same prompt.
 
     Args:
         context: a context that has not started.
-        scored: whether its generated tokens have log probabilities.
+        has_logprobs: whether its generated tokens have log probabilities.
     """
-    kept = context.log_probabilities if scored else None
-    return msgspec.structs.replace(context, log_probabilities_echo=False, log_probabilities=kept)
+    log_probabilities = context.log_probabilities if has_logprobs else None
+    return msgspec.structs.replace(context, log_probabilities_echo=False, log_probabilities=log_probabilities)
 
 
 def with_bounded_output(
     services: Services, context: TextContext, num_choices: int, *, top: int, prompt_rows: int = 0
 ) -> TextContext:
-    """Return the context with a maximum length such that its log probabilities fit into one response.
+    """Return a copy with a maximum length at which the log probabilities fit into one response.
 
     Used if the request has no output limit. The output then ends with ``length``. If not even one token fits,
     the context is returned unchanged, and `check_num_logprobs` refuses it.
@@ -78,12 +78,13 @@ def check_num_logprobs(
     prompt_rows: int = 0,
     param: str,
 ) -> None:
-    """Refuse a request whose response could have too many log probabilities, before anything runs.
+    """Raise if the response could have more log probabilities than ``--max-logprobs-per-request``.
 
     Args:
         services: its configuration has the limit.
         contexts: one per choice; each may generate up to its maximum length.
-        top: number of top tokens per generated token; None if the response has no log probabilities of these.
+        top: number of top tokens per generated token; None if the response has no log
+            probabilities of generated tokens.
         prompt_rows: number of log probabilities of all prompts in the response.
         param: the field that the error names.
 

@@ -15,7 +15,7 @@ from penstock.serve.services import Services
 
 router = APIRouter(tags=["models"])
 
-_STARTED = int(time.time())
+_START_TIME = int(time.time())
 
 
 class Model(BaseModel):
@@ -26,7 +26,7 @@ class Model(BaseModel):
     created: int
     owned_by: str = "penstock"
     root: str
-    """The path it was loaded from."""
+    """The path that the model or adapter was loaded from."""
     parent: str | None = None
     """For an adapter: the model that it adapts."""
     max_model_len: int
@@ -34,7 +34,7 @@ class Model(BaseModel):
     task: str
     """The task that the model is loaded for, such as ``text-generation``."""
     input_modalities: list[str]
-    """What messages may contain: ``text``, and ``image`` if the model reads images."""
+    """The content types of messages: ``text``, and ``image`` if the model reads images."""
     outputs: list[str]
     """For an embeddings model: the outputs that a request may choose, the default first."""
 
@@ -82,11 +82,11 @@ def system_fingerprint(services: Services) -> str:
 
 
 def unloaded_model(services: Services) -> Model:
-    """Return the entry of a model that was not loaded yet, with the limit of its checkpoint."""
+    """Return the entry of a model that is not loaded yet, with the maximum length of its checkpoint."""
     return Model(
         id=services.model_name,
         root=services.pipeline_config.model.model_path,
-        created=_STARTED,
+        created=_START_TIME,
         max_model_len=services.tokenizer.max_length or 0,
         task=services.task.option,
         input_modalities=["text", "image"] if services.tokenizer.reads_images else ["text"],
@@ -96,9 +96,9 @@ def unloaded_model(services: Services) -> Model:
 
 def models_of(services: Services) -> dict[str, Model]:
     """Return the entries of a loaded model and its adapters, by name."""
-    own, info = unloaded_model(services), services.worker.info
-    own = own.model_copy(update={"max_model_len": info.max_length, "outputs": info.outputs})
-    models = {own.id: own}
+    base_model, info = unloaded_model(services), services.worker.info
+    base_model = base_model.model_copy(update={"max_model_len": info.max_length, "outputs": info.outputs})
+    models = {base_model.id: base_model}
     for adapter, path in services.worker.adapters.items():
-        models[adapter] = own.model_copy(update={"id": adapter, "root": path, "parent": own.id})
+        models[adapter] = base_model.model_copy(update={"id": adapter, "root": path, "parent": base_model.id})
     return models

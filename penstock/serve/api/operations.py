@@ -13,7 +13,7 @@ router = APIRouter(tags=["operations"])
 
 
 class Status(BaseModel):
-    """A successful check."""
+    """The body of a successful check."""
 
     status: str
 
@@ -35,7 +35,7 @@ class Version(BaseModel):
 async def health(request: Request) -> Status:
     """Liveness: 200 while the model worker responds, else 503.
 
-    A server that is shutting down stays alive until it exits.
+    A server that is shutting down also answers 200 until its worker stops.
     """
     worker = Services.of(request).worker
     if not worker.is_alive:
@@ -76,5 +76,5 @@ async def version() -> Version:
 @router.get("/metrics", response_class=Response)
 async def metrics(request: Request) -> Response:
     """Return metrics in the Prometheus text format."""
-    found = Services.of(request).metrics
-    return Response(found.render(), headers={"content-type": found.content_type})
+    registry = Services.of(request).metrics
+    return Response(registry.render(), headers={"content-type": registry.content_type})

@@ -14,7 +14,7 @@ from penstock.serve.services import Services
 
 
 def output_grammar(services: Services, body: GenerationBody) -> tuple[Grammar, str] | None:
-    """Return the grammar that a request asks for and the name of the field; None for free text.
+    """Return the grammar of a request and the field that specifies it; None for free text.
 
     Raises:
         RequestProblem: 400; two fields specify a format, a format is invalid, or the schema has a keyword
@@ -22,20 +22,24 @@ def output_grammar(services: Services, body: GenerationBody) -> tuple[Grammar, s
     """
     formats = []
     if body.response_format is not None and body.response_format.type != "text":
-        formats.append(("response_format", *_of_format(body.response_format)))
+        formats.append(("response_format", *_response_format_grammar(body.response_format)))
     if body.structured_outputs is not None:
-        formats.append(("structured_outputs", *_of_outputs(body.structured_outputs)))
-    formats += [(name, *_of_guide(name, value)) for name, value in _guides(body).items() if value is not None]
+        formats.append(("structured_outputs", *_structured_outputs_grammar(body.structured_outputs)))
+    formats += [
+        (name, *_guided_grammar(name, value))
+        for name, value in _guided_fields(body).items()
+        if value is not None
+    ]
     if len(formats) > 1:
         names = " and ".join(name for name, *_ in formats)
         raise RequestProblem(400, f"{names} both set a format: send one", param=formats[1][0])
     for param, grammar, place in formats:
-        return _checked(services, grammar, place), param
+        return _checked_grammar(services, grammar, place), param
     return None
 
 
 def check_enabled(services: Services, body: GenerationBody, param: str) -> None:
-    """Refuse a grammar if the worker has no grammar back end, or if the output could not end.
+    """Raise if the worker has no grammar back end, or if a request with a grammar could not end.
 
     Raises:
         RequestProblem: 400 that names the field.
@@ -56,7 +60,7 @@ def check_enabled(services: Services, body: GenerationBody, param: str) -> None:
 
 
 def check_tools(services: Services, body: ChatBody, names: Container[str]) -> None:
-    """Refuse tools whose parameter schemas cannot be translated to a grammar.
+    """Raise if the parameter schema of a tool cannot be translated to a grammar.
 
     Args:
         names: the tools whose calls must match their schemas.
@@ -73,51 +77,57 @@ def check_tools(services: Services, body: ChatBody, names: Container[str]) -> No
 
 
 def checked_grammar(services: Services, grammar: Grammar | None, place: str) -> Grammar | None:
-    """Check a grammar that is combined from parts that were checked separately.
+    """Check a grammar that combines separately checked grammars, for example of tools and of reasoning.
 
     Raises:
         RequestProblem: 400; the combined grammar is too large, or it has an invalid reference.
     """
-    return None if grammar is None else _checked(services, grammar, place)
+    return None if grammar is None else _checked_grammar(services, grammar, place)
 
 
-def _of_format(form: ResponseFormat) -> tuple[Grammar, str]:
+def _response_format_grammar(response_format: ResponseFormat) -> tuple[Grammar, str]:
     """Return the unchecked grammar and the field that contains its text."""
-    if form.type == "json_object":
+    if response_format.type == "json_object":
         return Grammar("json_object"), "response_format"
-    if form.type == "structural_tag":
-        tag = {"type": "structural_tag", **(form.model_extra or {})}
+    if response_format.type == "structural_tag":
+        tag = {"type": "structural_tag", **(response_format.model_extra or {})}
         return Grammar("structural_tag", json.dumps(tag, ensure_ascii=False)), "response_format"
-    if form.json_schema is None:
+    if response_format.json_schema is None:
         raise RequestProblem(
             400,
             "response_format of type json_schema needs a json_schema",
             param="response_format.json_schema",
         )
-    given = form.json_schema
-    schema = given.model_dump(exclude_unset=True, by_alias=True) if given.is_bare else given.schema_
+    json_schema = response_format.json_schema
+    schema = (
+        json_schema.model_dump(exclude_unset=True, by_alias=True)
+        if json_schema.is_bare
+        else json_schema.schema_
+    )
     place = "response_format.json_schema"
-    return _of_schema({} if schema is None else schema, place), place
+    return _json_schema_grammar({} if schema is None else schema, place), place
 
 
-def _of_outputs(outputs: StructuredOutputs) -> tuple[Grammar, str]:
-    given = {name: value for name, value in _members(outputs).items() if value is not None}
-    if len(given) != 1:
+def _structured_outputs_grammar(outputs: StructuredOutputs) -> tuple[Grammar, str]:
+    formats = {
+        name: value for name, value in _structured_outputs_fields(outputs).items() if value is not None
+    }
+    if len(formats) != 1:
         raise RequestProblem(
             400,
-            f"structured_outputs has {', '.join(given) or 'nothing'}: "
+            f"structured_outputs has {', '.join(formats) or 'nothing'}: "
             "send exactly one of json, regex, choice, grammar, structural_tag",
             param="structured_outputs",
         )
-    ((name, value),) = given.items()
+    ((name, value),) = formats.items()
     place = f"structured_outputs.{name}"
     match name:
         case "json":
-            grammar = _of_schema(_loaded(value, place), place)
+            grammar = _json_schema_grammar(_parsed_json(value, place), place)
         case "choice":
             grammar = Grammar("choice", json.dumps(value, ensure_ascii=False))
         case "structural_tag":
-            grammar = Grammar("structural_tag", json.dumps(_loaded(value, place), ensure_ascii=False))
+            grammar = Grammar("structural_tag", json.dumps(_parsed_json(value, place), ensure_ascii=False))
         case "grammar":
             grammar = Grammar("ebnf", str(value))
         case _:
@@ -125,8 +135,8 @@ def _of_outputs(outputs: StructuredOutputs) -> tuple[Grammar, str]:
     return grammar, place
 
 
-def _guides(body: GenerationBody) -> dict[str, object]:
-    """Return the fields that are aliases of the members of ``structured_outputs``."""
+def _guided_fields(body: GenerationBody) -> dict[str, object]:
+    """Return the ``guided_...`` fields, which are aliases of the members of ``structured_outputs``."""
     return {
         "guided_json": body.guided_json,
         "guided_regex": body.guided_regex,
@@ -135,10 +145,10 @@ def _guides(body: GenerationBody) -> dict[str, object]:
     }
 
 
-def _of_guide(name: str, value: object) -> tuple[Grammar, str]:
+def _guided_grammar(name: str, value: object) -> tuple[Grammar, str]:
     match name:
         case "guided_json":
-            return _of_schema(_loaded(value, name), name), name
+            return _json_schema_grammar(_parsed_json(value, name), name), name
         case "guided_choice":
             return Grammar("choice", json.dumps(value, ensure_ascii=False)), name
         case "guided_grammar":
@@ -146,7 +156,7 @@ def _of_guide(name: str, value: object) -> tuple[Grammar, str]:
     return Grammar("regex", str(value)), name
 
 
-def _members(outputs: StructuredOutputs) -> dict[str, object]:
+def _structured_outputs_fields(outputs: StructuredOutputs) -> dict[str, object]:
     return {
         "json": outputs.json_,
         "regex": outputs.regex,
@@ -156,7 +166,7 @@ def _members(outputs: StructuredOutputs) -> dict[str, object]:
     }
 
 
-def _loaded(value: object, place: str) -> object:
+def _parsed_json(value: object, place: str) -> object:
     if not isinstance(value, str):
         return value
     try:
@@ -165,13 +175,13 @@ def _loaded(value: object, place: str) -> object:
         raise RequestProblem(400, f"{place} is not JSON: {error}", param=place) from None
 
 
-def _of_schema(schema: object, place: str) -> Grammar:
+def _json_schema_grammar(schema: object, place: str) -> Grammar:
     if not isinstance(schema, dict | bool):
         raise RequestProblem(400, f"{place} must be a JSON schema, an object", param=place)
     return Grammar("json_schema", json.dumps(schema, ensure_ascii=False))
 
 
-def _checked(services: Services, grammar: Grammar, place: str) -> Grammar:
+def _checked_grammar(services: Services, grammar: Grammar, place: str) -> Grammar:
     _check_size(services, len(grammar.text), place)
     with map_input_errors(place):
         check_grammar(grammar)
@@ -179,7 +189,10 @@ def _checked(services: Services, grammar: Grammar, place: str) -> Grammar:
 
 
 def _check_size(services: Services, size: int, place: str) -> None:
-    """Check the size first, because parsing a large grammar is slow."""
+    """Raise if a grammar is larger than ``--max-grammar-size``.
+
+    Called before the grammar is parsed, because parsing a large grammar is slow.
+    """
     limit = services.pipeline_config.structured_output.max_size
     if size > limit:
         raise RequestProblem(

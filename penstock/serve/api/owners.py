@@ -13,5 +13,5 @@ def owner_of(request: Request) -> str:
     """Return the owner of objects that a client stores: its API key if there are several keys, else ""."""
     if len(Services.of(request).config.api_key) < 2:
         return ""
-    given = request.headers.get("authorization", "").partition(" ")[2] or request.headers.get("x-api-key", "")
-    return sha256(given.strip().encode()).hexdigest()
+    key = request.headers.get("authorization", "").partition(" ")[2] or request.headers.get("x-api-key", "")
+    return sha256(key.strip().encode()).hexdigest()

@@ -1,9 +1,9 @@
-"""The treatment of request fields: the tables of unsupported fields, and the sampling parameters.
+"""Checks of request fields, the tables of unsupported fields, and the sampling parameters of a request.
 
 No field is ignored:
 
 - A supported field is in `penstock.serve.api.schemas`.
-- A field of `LOGGED` is written to the log and changes no response.
+- A field of `LOGGED` is written to the log and has no effect on the response.
 - An unsupported field is in a table here, with the accepted values: those that request the server's normal
   behaviour. Any other value is refused.
 - Any other field is unknown. It is refused, or with ``--unknown-fields warn`` logged and dropped.
@@ -42,10 +42,10 @@ LOGGED = ("user", "metadata", "safety_identifier", "prompt_cache_key")
 
 
 _MAX_NAME = 100
-"""Maximum length of a client's text that an error quotes."""
+"""Maximum number of characters of a field name that an error quotes."""
 
 
-_NO_BEAMS = "the server has no beam search: use n and choose among the outputs"
+_NO_BEAM_SEARCH = "the server has no beam search: use n and choose among the outputs"
 _USE_TOOLS = "this is the old form of tools: send tools and tool_choice"
 _TEXT_ONLY = "the model reads and writes text only"
 
@@ -54,10 +54,10 @@ _USE_FORMAT = "send response_format, or structured_outputs: {json: ...} or {gram
 _NO_SAMPLER = "the server does not have this sampler: use top_k, top_p, min_p and temperature"
 _ONE_PROVIDER = "this server runs one model"
 
-_OF_BOTH: Mapping[str, Refused] = {
-    "use_beam_search": Refused(_NO_BEAMS, (False,)),
-    "length_penalty": Refused(_NO_BEAMS, (1, 1.0)),
-    "early_stopping": Refused(_NO_BEAMS, (False,)),
+_GENERATION_FIELDS: Mapping[str, Refused] = {
+    "use_beam_search": Refused(_NO_BEAM_SEARCH, (False,)),
+    "length_penalty": Refused(_NO_BEAM_SEARCH, (1, 1.0)),
+    "early_stopping": Refused(_NO_BEAM_SEARCH, (False,)),
     "spaces_between_special_tokens": Refused("no spaces are added between special tokens", (True, False)),
     "truncation_side": Refused("the end of the prompt is kept", ("left",)),
     "logits_processors": Refused("requests cannot contain code", ([],)),
@@ -104,9 +104,9 @@ _SPECIAL_TOKENS = Refused("texts are encoded with the tokenizer's own special to
 
 UNSUPPORTED: Mapping[type[RequestBody], Mapping[str, Refused]] = {
     ChatBody: {
-        **_OF_BOTH,
+        **_GENERATION_FIELDS,
         "audio": Refused(_TEXT_ONLY),
-        "best_of": Refused(_NO_BEAMS, (1,)),
+        "best_of": Refused(_NO_BEAM_SEARCH, (1,)),
         "chat_template": Refused("a request cannot set the template: start the server with --chat-template"),
         "documents": Refused("send them in chat_template_kwargs, if the template reads them", ([],)),
         "add_special_tokens": Refused("the chat template adds the special tokens", (False,)),
@@ -126,7 +126,7 @@ UNSUPPORTED: Mapping[type[RequestBody], Mapping[str, Refused]] = {
         "web_search_options": Refused("there is no web search"),
     },
     CompletionBody: {
-        **_OF_BOTH,
+        **_GENERATION_FIELDS,
         "add_special_tokens": Refused("prompts are encoded with the tokenizer's own special tokens", (True,)),
     },
     ChatMessage: {
@@ -147,19 +147,19 @@ UNSUPPORTED: Mapping[type[RequestBody], Mapping[str, Refused]] = {
 
 
 def unsupported_fields(kind: type[RequestBody]) -> Mapping[str, Refused]:
-    """Return the known fields of an object that are not in its schema."""
+    """Return the known but unsupported fields of a schema."""
     return UNSUPPORTED.get(kind) or kind.unsupported
 
 
 @dataclass(frozen=True)
 class UnknownFields:
-    """Checks the fields outside the schema; refuses unknown fields, or logs and drops them."""
+    """Checks the fields that a schema does not declare. Refuses unknown fields, or logs and drops them."""
 
     refuse: bool
     log: logging.Logger
 
     def check(self, body: RequestBody, place: str = "") -> None:
-        """Check the fields of a body, and of the objects in it, that the schema does not have.
+        """Check the fields of a body and of its nested objects that their schemas do not declare.
 
         Raises:
             RequestProblem: 400 that names the field.
@@ -180,17 +180,20 @@ class UnknownFields:
         if isinstance(value, RequestBody):
             self.check(value, place)
         elif isinstance(value, list):
-            for index, one in enumerate(value):
-                if isinstance(one, RequestBody):
-                    self.check(one, f"{place}[{index}]")
-                elif isinstance(one, int):
+            for index, element in enumerate(value):
+                if isinstance(element, RequestBody):
+                    self.check(element, f"{place}[{index}]")
+                elif isinstance(element, int):
                     return  # token ids
 
     def _unknown(self, body: RequestBody, name: str, param: str) -> None:
         name, param = name[:_MAX_NAME], param[: 2 * _MAX_NAME]
         fields = type(body).model_fields.items()
-        known = [*(field.alias or own for own, field in fields), *unsupported_fields(type(body))]
-        nearest = get_close_matches(name, known, n=1, cutoff=0.7)
+        known_names = [
+            *(field.alias or client_param for client_param, field in fields),
+            *unsupported_fields(type(body)),
+        ]
+        nearest = get_close_matches(name, known_names, n=1, cutoff=0.7)
         hint = f"; did you mean {nearest[0]}?" if nearest else ""
         if self.refuse:
             raise RequestProblem(400, f"unknown field {param!r}{hint}", param=param, code="unknown_parameter")
@@ -198,11 +201,13 @@ class UnknownFields:
 
 
 def _check_value(param: str, value: object, field: Refused) -> None:
-    if field.accepts_all or any(type(value) is type(one) and value == one for one in field.accepted):
+    if field.accepts_all or any(
+        type(value) is type(accepted_value) and value == accepted_value for accepted_value in field.accepted
+    ):
         return
-    accepted = f" (only {', '.join(map(json.dumps, field.accepted))})" if 0 < len(field.accepted) < 8 else ""
+    hint = f" (only {', '.join(map(json.dumps, field.accepted))})" if 0 < len(field.accepted) < 8 else ""
     raise RequestProblem(
-        400, f"{param} is not supported{accepted}: {field.reason}", param=param, code="unsupported_parameter"
+        400, f"{param} is not supported{hint}: {field.reason}", param=param, code="unsupported_parameter"
     )
 
 
@@ -219,39 +224,44 @@ def map_input_errors(param: str | None) -> Iterator[None]:
 
 
 def output_limit(body: GenerationBody) -> int | None:
-    """Return ``max_completion_tokens``, or ``max_tokens``, its older name.
+    """Return ``max_completion_tokens`` or its older name ``max_tokens``; None if both are absent.
 
     Raises:
         RequestProblem: 400; they differ.
     """
-    newer = body.max_completion_tokens
-    if newer is not None and body.max_tokens is not None and newer != body.max_tokens:
+    max_completion_tokens = body.max_completion_tokens
+    if (
+        max_completion_tokens is not None
+        and body.max_tokens is not None
+        and max_completion_tokens != body.max_tokens
+    ):
         raise RequestProblem(
             400,
-            f"max_tokens is {body.max_tokens} and max_completion_tokens {newer}: send only one of them",
+            f"max_tokens is {body.max_tokens} and max_completion_tokens {max_completion_tokens}: "
+            "send only one of them",
             param="max_tokens",
         )
-    return body.max_tokens if newer is None else newer
+    return body.max_tokens if max_completion_tokens is None else max_completion_tokens
 
 
 def repetition_penalty(body: GenerationBody) -> float | None:
-    """Return ``repetition_penalty``, or ``repeat_penalty``, its other name.
+    """Return ``repetition_penalty`` or its alias ``repeat_penalty``; None if both are absent.
 
     Raises:
         RequestProblem: 400; they differ.
     """
-    given, other = body.repetition_penalty, body.repeat_penalty
-    if given is not None and other is not None and given != other:
+    penalty, alias = body.repetition_penalty, body.repeat_penalty
+    if penalty is not None and alias is not None and penalty != alias:
         raise RequestProblem(
             400,
-            f"repetition_penalty is {given:g} and repeat_penalty {other:g}: send only one of them",
+            f"repetition_penalty is {penalty:g} and repeat_penalty {alias:g}: send only one of them",
             param="repeat_penalty",
         )
-    return other if given is None else given
+    return alias if penalty is None else penalty
 
 
 def check_combinations(body: GenerationBody) -> None:
-    """Refuse invalid combinations of fields.
+    """Raise if a combination of fields is invalid.
 
     Raises:
         RequestProblem: 400 that names the field.
@@ -276,7 +286,7 @@ def check_combinations(body: GenerationBody) -> None:
             )
     elif isinstance(body, CompletionBody) and body.best_of not in (None, 1, body.n):
         raise RequestProblem(
-            400, f"best_of is not supported (only 1, or the same as n): {_NO_BEAMS}", param="best_of"
+            400, f"best_of is not supported (only 1, or the same as n): {_NO_BEAM_SEARCH}", param="best_of"
         )
 
 
@@ -295,7 +305,7 @@ def sampling_params(
         RequestProblem: 400 that names the field.
     """
     limit, vocab_size = output_limit(body), tokenizer.vocab_size
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "temperature": body.temperature,
         "top_p": body.top_p,
         "top_k": body.top_k,
@@ -314,14 +324,16 @@ def sampling_params(
         "banned_sequences": banned_sequences(body.bad_words, tokenizer),
     }
     with map_input_errors(None):
-        return config.default_sampling_params(**{name: one for name, one in given.items() if one is not None})
+        return config.default_sampling_params(
+            **{name: value for name, value in options.items() if value is not None}
+        )
 
 
-def _biases(given: Mapping[str, float] | None, vocab_size: int) -> dict[int, float] | None:
-    if not given:
+def _biases(logit_bias: Mapping[str, float] | None, vocab_size: int) -> dict[int, float] | None:
+    if not logit_bias:
         return None
     biases: dict[int, float] = {}
-    for key, bias in given.items():
+    for key, bias in logit_bias.items():
         if not (key.isascii() and key.isdecimal() and len(key) < 20 and int(key) < vocab_size):
             raise RequestProblem(
                 400,
@@ -333,14 +345,16 @@ def _biases(given: Mapping[str, float] | None, vocab_size: int) -> dict[int, flo
 
 
 def _checked_ids(param: str, ids: list[int] | None, vocab_size: int) -> list[int] | None:
-    wrong = next((token for token in ids or () if token >= vocab_size), None)
-    if wrong is not None:
-        raise RequestProblem(400, f"{param} has {wrong}: token ids must be below {vocab_size}", param=param)
+    invalid_id = next((token for token in ids or () if token >= vocab_size), None)
+    if invalid_id is not None:
+        raise RequestProblem(
+            400, f"{param} has {invalid_id}: token ids must be below {vocab_size}", param=param
+        )
     return ids
 
 
 def accepted_values(kind: type[RequestBody]) -> dict[str, dict[str, object]]:
-    """Return a JSON schema of the accepted values for each field of the tables."""
+    """Return, for each unsupported field of a body, the JSON schema of its accepted values."""
     table = unsupported_fields(kind)
     return {
         name: {} if field.accepts_all else {"enum": [None, *field.accepted]} for name, field in table.items()

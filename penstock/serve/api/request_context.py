@@ -47,7 +47,7 @@ def request_context(
 ) -> TextContext:
     """Return the context of one prompt of a request.
 
-    Without a seed in the request, each call draws another seed.
+    If the request has no seed, each call chooses another random seed.
 
     Args:
         services: the objects that routes use.
@@ -56,7 +56,8 @@ def request_context(
         index: the index of the prompt in the request.
         param: the field to name in errors of the prompt.
         adapter: the name of the adapter; None for the model itself.
-        top: number of top tokens per generated token; None if the response has no log probabilities of these.
+        top: number of top tokens per generated token; None if the response has no log
+            probabilities of generated tokens.
         echo: whether the prompt is scored too.
         default_limit: the output limit of a request without one; None is the limit of the model.
         prompt: ``prompt``, or ``messages``, ``tools`` and ``chat_template_options``.
@@ -83,39 +84,44 @@ def request_context(
         return build_context(tokenizer, request, body.truncate_prompt_tokens)
 
 
-def contexts_of_choices(context: TextContext, body: GenerationBody, *, scored: bool) -> list[TextContext]:
+def contexts_for_choices(
+    context: TextContext, body: GenerationBody, *, has_logprobs: bool
+) -> list[TextContext]:
     """Return the contexts of the ``n`` choices of one prompt.
 
-    In a response that is not streamed, the first choice scores the prompt for all choices.
+    If the response is not streamed, only the first choice computes the log probabilities of the prompt.
 
     Args:
         context: the context of the prompt.
         body: the request.
-        scored: whether generated tokens have log probabilities.
+        has_logprobs: whether generated tokens have log probabilities.
     """
-    first, *others = choice_contexts(context, body.n or 1)
+    first_context, *other_contexts = choice_contexts(context, body.n or 1)
     if not body.stream:
-        others = [without_echo(one, scored=scored) for one in others]
-    return [first, *others]
+        other_contexts = [
+            without_echo(other_context, has_logprobs=has_logprobs) for other_context in other_contexts
+        ]
+    return [first_context, *other_contexts]
 
 
 def build_context(tokenizer: TextTokenizer, request: TokenGeneratorRequest, limit: int | None) -> TextContext:
-    """Return the context of a request whose prompt is truncated to its last `limit` tokens.
+    """Return the context of a request with the prompt truncated to its last `limit` tokens.
 
     A BOS token stays at the beginning. Stop strings are matched in the text, not as tokens.
 
     Args:
         tokenizer: the tokenizer of the model.
         request: a request with a prompt or messages.
-        limit: number of prompt tokens to keep; None keeps all, -1 keeps as many as leave room for the output.
+        limit: number of prompt tokens to keep. None keeps all. -1 keeps what the maximum length minus the
+            output limit allows.
 
     Raises:
         InputError: see `TextTokenizer.build_context`.
     """
     if limit is None:
         return tokenizer.build_context(request, stops_as_tokens=False)
-    text, encoded = tokenizer.prompt_of(request)
-    tokens: list[int] = encoded.tolist()
+    text, token_ids = tokenizer.prompt_of(request)
+    tokens: list[int] = token_ids.tolist()
     if limit == -1:
         max_new_tokens = request.sampling_params.max_new_tokens
         max_length = len(tokens) if tokenizer.max_length is None else tokenizer.max_length
@@ -125,8 +131,8 @@ def build_context(tokenizer: TextTokenizer, request: TokenGeneratorRequest, limi
         tokens = [tokens[0], *tokens[1 - limit :]] if keeps_bos else tokens[len(tokens) - limit :]
         is_chat = request.messages is not None
         text = tokenizer.decode_ids(tokens, skip_special_tokens=False) if is_chat else None
-    as_tokens = replace(request, prompt=tokens, messages=None, tools=None, chat_template_options=None)
-    context = tokenizer.build_context(as_tokens, stops_as_tokens=False)
+    token_request = replace(request, prompt=tokens, messages=None, tools=None, chat_template_options=None)
+    context = tokenizer.build_context(token_request, stops_as_tokens=False)
     return context if text is None else msgspec.structs.replace(context, prompt=text)
 
 

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 
 from penstock.pipelines.core.embeddings import EmbeddingsFields
 from penstock.serve.api.embedding_requests import (
-    Encoded,
+    EncodedInputs,
     ModelInput,
     check_count,
     encode_inputs,
@@ -33,7 +33,7 @@ _ROUTE = route_options(RerankBody, "The documents by descending relevance.", str
 
 @router.post("/v1/rerank", **_ROUTE)
 async def rerank(request: Request) -> Response:
-    """Order documents by their relevance to a query, in the shapes of Cohere v1 and Jina."""
+    """Order documents by their relevance to a query. The response has the format of Cohere v1 and Jina."""
     return await _rerank(request, "1")
 
 
@@ -45,7 +45,7 @@ async def rerank_without_version(request: Request) -> Response:
 
 @router.post("/v2/rerank", **_ROUTE)
 async def rerank_v2(request: Request) -> Response:
-    """Order documents by their relevance to a query, in the shape of Cohere v2."""
+    """Order documents by their relevance to a query. The response has the format of Cohere v2."""
     return await _rerank(request, "2")
 
 
@@ -64,14 +64,14 @@ async def _rerank(request: Request, version: str) -> Response:
             layout=tokenizer_of(services).layout,
             activation=body.activation,
         )
-    encoded = await encode_inputs(request, body, lambda: _inputs(services, body, plan, texts))
+    encoded_inputs = await encode_inputs(request, body, lambda: _inputs(services, body, plan, texts))
     with map_input_errors("model"):
-        scores = await in_pool(request, lambda: plan.scores(encoded.responses))
+        scores = await in_pool(request, lambda: plan.scores(encoded_inputs.responses))
     items = (
         iter([encode(_result(index, float(scores[index]), texts[index] if body.return_documents else None))])
         for index in ranking(scores, body.top_n)
     )
-    parts = with_members(_envelope(body.model, version, encoded), results=array(items))
+    parts = with_members(_envelope(body.model, version, encoded_inputs), results=array(items))
     return JsonResponse(await gather(parts, services.turns))
 
 
@@ -96,15 +96,15 @@ def _result(index: int, score: float, text: str | None) -> dict[str, object]:
     return result if text is None else {**result, "document": {"text": text}}
 
 
-def _envelope(model: str, version: str, encoded: Encoded) -> dict[str, object]:
+def _envelope(model: str, version: str, encoded_inputs: EncodedInputs) -> dict[str, object]:
     return {
         "id": response_id("rerank"),
         "object": "list",
         "model": model,
-        "usage": encoded.usage,
+        "usage": encoded_inputs.usage,
         "meta": {
             "api_version": {"version": version},
             "billed_units": {"search_units": 1},
-            "tokens": {"input_tokens": encoded.num_tokens},
+            "tokens": {"input_tokens": encoded_inputs.num_tokens},
         },
     }

@@ -9,7 +9,7 @@ from penstock.serve.http.problems import RequestProblem
 from penstock.text.chat_template import Message
 from penstock.text.tokenizer import TextTokenizer
 
-STANDARD = frozenset({"system", "developer", "user", "assistant", "tool"})
+STANDARD_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
 
 def check_roles(
@@ -18,7 +18,7 @@ def check_roles(
     tools: Sequence[Mapping[str, object]] | None,
     options: Mapping[str, object],
 ) -> None:
-    """Refuse messages whose role the chat template omits from the prompt.
+    """Raise if the chat template omits the messages of a role from the prompt.
 
     Some templates raise an error for an unknown role. Others silently skip the message. To detect this, the
     template is rendered with unique markers in place of the contents.
@@ -36,34 +36,34 @@ def check_roles(
     marks = {
         index: f"mark{index}x{uuid4().hex}"
         for index, message in enumerate(messages)
-        if message["role"] not in STANDARD
+        if message["role"] not in STANDARD_ROLES
     }
     if not marks or not tokenizer.has_chat_template:
         return
     for index in marks:
         _check_name(str(messages[index]["role"]), index, tokenizer)
-    marked: list[Message] = [
+    marked_messages: list[Message] = [
         {**message, "content": marks.get(index, _as_text(message.get("content")))}
         for index, message in enumerate(messages)
     ]
-    text = tokenizer.render_chat(marked, tools, options)
+    text = tokenizer.render_chat(marked_messages, tools, options)
     for index, mark in marks.items():
         if mark not in text:
             role = messages[index]["role"]
             raise RequestProblem(
                 400,
                 f"the model's chat template omits messages of role {role!r}: "
-                f"send one of {', '.join(sorted(STANDARD))}",
+                f"send one of {', '.join(sorted(STANDARD_ROLES))}",
                 param=f"messages[{index}].role",
             )
 
 
 def _check_name(role: str, index: int, tokenizer: TextTokenizer) -> None:
-    special = next((text for text in tokenizer.special_token_texts if text and text in role), None)
-    if special is not None:
+    special_token = next((text for text in tokenizer.special_token_texts if text and text in role), None)
+    if special_token is not None:
         raise RequestProblem(
             400,
-            f"the role {role!r} contains the special token {special!r}",
+            f"the role {role!r} contains the special token {special_token!r}",
             param=f"messages[{index}].role",
         )
 

@@ -1,7 +1,8 @@
 """The schemas of request bodies, with the field names of the OpenAI API.
 
-A class has the supported fields and the fields that are only logged. Other fields of OpenAI and of other
-servers are in the tables of `penstock.serve.api.parameters`. ``null`` always means absent.
+A class declares the supported fields and the fields that are only logged. The tables of
+`penstock.serve.api.parameters` list other fields of OpenAI and of other servers. ``null`` always means
+absent.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class RequestBody(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
     unsupported: ClassVar[Mapping[str, Refused]] = {}
-    """Known fields that the class does not declare, unless `penstock.serve.api.parameters` has them."""
+    """Known but unsupported fields. `penstock.serve.api.parameters` has the fields of further classes."""
 
     @property
     def has_open_fields(self) -> bool:
@@ -82,7 +83,7 @@ class ContentPart(RequestBody):
 
     @property
     def has_open_fields(self) -> bool:
-        """Whether the type is unknown. Such a part is refused with an error that names its type."""
+        """Whether undeclared fields are allowed, because a part of an unknown type is refused later."""
         return self.type not in ("text", "refusal", "image_url")
 
     @model_validator(mode="after")
@@ -180,7 +181,7 @@ class JsonSchema(RequestBody):
 
     @property
     def has_open_fields(self) -> bool:
-        """Whether the object itself is the schema."""
+        """Whether undeclared fields are allowed here, because the object itself is the schema."""
         return self.is_bare
 
 
@@ -192,7 +193,7 @@ class ResponseFormat(RequestBody):
 
     @property
     def has_open_fields(self) -> bool:
-        """Whether the object is a structural tag, which the grammar back end checks."""
+        """Whether undeclared fields are allowed, because the grammar back end checks a structural tag."""
         return self.type == "structural_tag"
 
 
@@ -213,7 +214,7 @@ class StreamOptions(RequestBody):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    """Adds the usage so far to every chunk. Implies ``include_usage`` unless that is false."""
+    """Adds the usage so far to every chunk. Implies ``include_usage``, unless ``include_usage`` is false."""
 
 
 class GenerationBody(RequestBody):
@@ -224,7 +225,7 @@ class GenerationBody(RequestBody):
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     logit_bias: dict[str, Annotated[Number, Field(ge=-100, le=100)]] | None = None
-    """Token id, as text, to the value that is added to its logit."""
+    """Maps a token id, as text, to the value that is added to its logit."""
     max_tokens: Count | None = None
     max_completion_tokens: Annotated[Count, Field(ge=1)] | None = None
     """OpenAI has it only for chats; benchmark clients also send it for completions."""
@@ -388,7 +389,7 @@ class LoadAdapterBody(RequestBody):
     lora_name: str = Field(min_length=1, max_length=256)
     lora_path: str = Field(min_length=1, max_length=4096)
     load_inplace: bool | None = None
-    """Whether a loaded adapter of that name is replaced; false refuses the request."""
+    """Whether a loaded adapter of that name is replaced. If false, the request is refused."""
 
 
 class UnloadAdapterBody(RequestBody):

@@ -31,7 +31,7 @@ _ROUTE = route_options(ScoreBody, "The scores, in the order of the pairs.", stre
 
 @router.post("/v1/score", **_ROUTE)
 async def score(request: Request) -> Response:
-    """Return the score of each pair of a text in text_1 and a text in text_2."""
+    """Return the relevance score of each pair of a text of text_1 and a text of text_2."""
     services = Services.of(request)
     body = await read_body(request, ScoreBody)
     queries, texts = _pairs(body)
@@ -48,9 +48,9 @@ async def score(request: Request) -> Response:
         ModelInput(_name(body, input_), {**input_.fields, "outputs": (plan.output,)})
         for input_ in plan.inputs
     ]
-    encoded = await encode_inputs(request, body, lambda: inputs)
+    encoded_inputs = await encode_inputs(request, body, lambda: inputs)
     with map_input_errors("model"):
-        scores = await in_pool(request, lambda: plan.scores(encoded.responses))
+        scores = await in_pool(request, lambda: plan.scores(encoded_inputs.responses))
     data = [{"index": i, "object": "score", "score": float(value)} for i, value in enumerate(scores)]
     envelope = {
         "id": response_id("score"),
@@ -58,7 +58,7 @@ async def score(request: Request) -> Response:
         "created": int(time.time()),
         "model": body.model,
         "data": data,
-        "usage": encoded.usage,
+        "usage": encoded_inputs.usage,
     }
     return JsonResponse([encode(envelope)])
 
@@ -75,24 +75,24 @@ def _pairs(body: ScoreBody) -> tuple[list[str], list[str]]:
     Raises:
         RequestProblem: 400; a list is empty, or the numbers of texts do not match.
     """
-    first = [body.text_1] if isinstance(body.text_1, str) else list(body.text_1)
-    second = [body.text_2] if isinstance(body.text_2, str) else list(body.text_2)
-    for name, texts in (("text_1", first), ("text_2", second)):
+    first_texts = [body.text_1] if isinstance(body.text_1, str) else list(body.text_1)
+    second_texts = [body.text_2] if isinstance(body.text_2, str) else list(body.text_2)
+    for name, texts in (("text_1", first_texts), ("text_2", second_texts)):
         if not texts:
             raise RequestProblem(400, f"{name} is an empty list: send at least one text", param=name)
-    if len(first) == 1:
-        first *= len(second)
-    if len(first) != len(second):
+    if len(first_texts) == 1:
+        first_texts *= len(second_texts)
+    if len(first_texts) != len(second_texts):
         raise RequestProblem(
             400,
-            f"text_1 has {len(first)} texts and text_2 {len(second)}: send one text as text_1, or as many "
-            "as in text_2",
+            f"text_1 has {len(first_texts)} texts and text_2 {len(second_texts)}: send one text as text_1, "
+            "or as many as in text_2",
             param="text_1",
         )
-    return first, second
+    return first_texts, second_texts
 
 
-def _name(body: ScoreBody, one: ScoringInput) -> str:
+def _name(body: ScoreBody, scoring_input: ScoringInput) -> str:
     """Return the field of an input."""
-    field, given = ("text_1", body.text_1) if one.kind == "query" else ("text_2", body.text_2)
-    return field if isinstance(given, str) else f"{field}[{one.index if len(given) > 1 else 0}]"
+    field, texts = ("text_1", body.text_1) if scoring_input.kind == "query" else ("text_2", body.text_2)
+    return field if isinstance(texts, str) else f"{field}[{scoring_input.index if len(texts) > 1 else 0}]"

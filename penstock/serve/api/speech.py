@@ -29,7 +29,7 @@ from penstock.text.speech_tokenizer import SpeechTokenizer, VoiceFields, voice_f
 
 router = APIRouter(route_class=JsonRoute, tags=["speech"])
 
-_OK: dict[int | str, dict[str, object]] = {
+_AUDIO_RESPONSE: dict[int | str, dict[str, object]] = {
     200: {
         "description": "The audio, or events of the types speech.audio.delta and speech.audio.done.",
         "content": {
@@ -45,7 +45,9 @@ class AudioCutOffError(Exception):
     """An error during a stream of audio bytes. The server then closes the connection early."""
 
 
-@router.post("/v1/audio/speech", response_class=Response, openapi_extra=body_of(SpeechBody), responses=_OK)
+@router.post(
+    "/v1/audio/speech", response_class=Response, openapi_extra=body_of(SpeechBody), responses=_AUDIO_RESPONSE
+)
 async def create_speech(request: Request) -> Response:
     """Return the audio of a text. The first byte is sent with the first audio."""
     services, record = Services.of(request), RequestRecord.of(request)
@@ -61,7 +63,7 @@ async def create_speech(request: Request) -> Response:
         run.finish()
         raise
     return EventStream(
-        speech.pieces(),
+        speech.body_chunks(),
         on_error=lambda error: note_error(services, record, error),
         on_disconnect=run.cancel,
         error_event=None if speech.as_events else _cut_off,
@@ -74,15 +76,17 @@ async def create_speech(request: Request) -> Response:
 async def list_voices(request: Request) -> dict[str, object]:
     """Return the voices that requests may name."""
     services = Services.of(request)
-    imitated = [voice.name for voice in services.worker.info.voices]
-    trained = [name for name in _tokenizer_of(services).speech_format.voices if name not in imitated]
-    kinds = {**dict.fromkeys(imitated, "imitated"), **dict.fromkeys(trained, "trained")}
+    cloned_voices = [voice.name for voice in services.worker.info.voices]
+    trained_voices = [
+        name for name in _tokenizer_of(services).speech_format.voices if name not in cloned_voices
+    ]
+    kinds = {**dict.fromkeys(cloned_voices, "imitated"), **dict.fromkeys(trained_voices, "trained")}
     data = [{"id": name, "object": "voice", "type": kind} for name, kind in kinds.items()]
     return {"object": "list", "data": data, "voices": [*kinds]}
 
 
 class _SpeechResponse:
-    """The pieces of a response. The first audio is awaited before the headers are sent."""
+    """The body of a speech response. The first audio is awaited before the headers are sent."""
 
     def __init__(self, request: Request, run: SpeechRun, encoder: AudioEncoder, *, as_events: bool) -> None:
         self.as_events = as_events
@@ -90,7 +94,7 @@ class _SpeechResponse:
         self._run = run
         self._encoder = encoder
         self._chunks = run.chunks()
-        self._first: Samples | None = None
+        self._first_audio: Samples | None = None
 
     async def begin(self) -> None:
         """Wait for the first audio.
@@ -99,28 +103,28 @@ class _SpeechResponse:
             PenstockError: the request failed before it had audio.
         """
         await self._run.admitted()
-        while self._first is None:
-            self._first = await anext(self._chunks)
+        while self._first_audio is None:
+            self._first_audio = await anext(self._chunks)
 
-    async def pieces(self) -> AsyncGenerator[bytes, None]:
-        """Yield the bytes or the events of the response."""
+    async def body_chunks(self) -> AsyncGenerator[bytes, None]:
+        """Yield the audio bytes or the events of the response."""
         async with aclosing(self._chunks):
-            yield self._piece(await self._encoded(self._first))
+            yield self._chunk(await self._encode_audio(self._first_audio))
             async for chunk in self._chunks:
                 if chunk is not None:
-                    yield self._piece(await self._encoded(chunk))
+                    yield self._chunk(await self._encode_audio(chunk))
                 elif self.as_events:
                     yield PING
-            yield self._piece(await self._encoded(None))
+            yield self._chunk(await self._encode_audio(None))
             if self.as_events:
                 yield event({"type": "speech.audio.done", "usage": self._run.usage})
 
-    def _piece(self, data: bytes) -> bytes:
+    def _chunk(self, data: bytes) -> bytes:
         if not self.as_events or not data:
             return data
         return event({"type": "speech.audio.delta", "audio": base64.b64encode(data).decode()})
 
-    async def _encoded(self, samples: Samples | None) -> bytes:
+    async def _encode_audio(self, samples: Samples | None) -> bytes:
         """Return the encoded bytes of samples; the final bytes for None. Compression runs in the pool."""
         encoder = self._encoder
 
@@ -150,10 +154,12 @@ def _prepare(services: Services, raw: object) -> tuple[SpeechBody, list[TTSConte
             400, "voice and audio_prompt_tokens both choose a voice: send one", param="voice"
         )
     with map_input_errors("voice"):
-        known = {voice.name: voice for voice in info.voices}
-        chosen: VoiceFields = {} if body.voice_name is None else voice_fields(body.voice_name, known, form)
+        voices_by_name = {voice.name: voice for voice in info.voices}
+        voice_options: VoiceFields = (
+            {} if body.voice_name is None else voice_fields(body.voice_name, voices_by_name, form)
+        )
     if body.audio_prompt_tokens:
-        chosen = {
+        voice_options = {
             "audio_prompt_tokens": body.audio_prompt_tokens,
             "audio_prompt_transcription": body.audio_prompt_transcription or "",
         }
@@ -177,7 +183,7 @@ def _prepare(services: Services, raw: object) -> tuple[SpeechBody, list[TTSConte
                     streaming=True,
                     adapter=adapter,
                     priority=body.priority or 0,
-                    **chosen,
+                    **voice_options,
                 )
             )
             for index, part in enumerate(tokenizer.split(body.input))

@@ -32,11 +32,11 @@ class SpeechRun:
         self._worker = services.worker
         self._record = record
         self._limits = TimeLimits(services.config, record)
-        self._ping = services.config.stream_ping
+        self._ping_seconds = services.config.stream_ping
         self._contexts = contexts
         self._generations: list[Generation] = []
         self._num_tokens = [0] * len(contexts)
-        self._cached = [0] * len(contexts)
+        self._cached_tokens = [0] * len(contexts)
         self.is_cut = False
         """Whether a part reached the maximum length."""
         record.prompt_tokens = sum(len(context.prompt_tokens) for context in contexts)
@@ -45,8 +45,12 @@ class SpeechRun:
     @property
     def usage(self) -> dict[str, int]:
         """OpenAI's ``usage`` of speech."""
-        prompt, speech = self._record.prompt_tokens, sum(self._num_tokens)
-        return {"input_tokens": prompt, "output_tokens": speech, "total_tokens": prompt + speech}
+        prompt_tokens, speech_tokens = self._record.prompt_tokens, sum(self._num_tokens)
+        return {
+            "input_tokens": prompt_tokens,
+            "output_tokens": speech_tokens,
+            "total_tokens": prompt_tokens + speech_tokens,
+        }
 
     def cancel(self) -> None:
         """Cancel the parts that still run. Idempotent."""
@@ -54,10 +58,10 @@ class SpeechRun:
             generation.cancel()
 
     def finish(self) -> None:
-        """Cancel what still runs, and write the counts into the record."""
+        """Cancel the parts that still run, and write the token counts into the record."""
         self.cancel()
         self._record.completion_tokens = sum(self._num_tokens)
-        self._record.cached_tokens = sum(self._cached)
+        self._record.cached_tokens = sum(self._cached_tokens)
 
     async def admitted(self) -> None:
         """Wait until the first part is admitted to the batch.
@@ -80,17 +84,17 @@ class SpeechRun:
                 if index == len(self._generations):
                     self._submit_next()
                 generation = self._generations[index]
-                pauses = self._limits.with_pings(
-                    generation, ping=self._ping, progress=partial(getattr, generation, "num_unread")
+                deltas = self._limits.with_pings(
+                    generation, ping=self._ping_seconds, progress=partial(getattr, generation, "num_unread")
                 )
-                async with aclosing(pauses):
-                    async for delta in pauses:
+                async with aclosing(deltas):
+                    async for delta in deltas:
                         if delta is None:
                             yield None
                             continue
                         self._record.tokens(delta.num_tokens - self._num_tokens[index], index)
                         self._num_tokens[index] = max(delta.num_tokens, self._num_tokens[index])
-                        self._cached[index] = delta.num_cached_tokens
+                        self._cached_tokens[index] = delta.num_cached_tokens
                         self.is_cut |= delta.status.value == "maximum_length"
                         if delta.audio:
                             if index + 1 == len(self._generations) < len(self._contexts):

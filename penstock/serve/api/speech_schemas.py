@@ -10,7 +10,7 @@ from penstock.serve.api.schemas import Label, Number, RequestBody, TokenIds
 from penstock.serve.api.unsupported import Refused
 
 MAX_INPUT_CHARACTERS = 4096
-"""As OpenAI limits ``input``."""
+"""OpenAI's limit of ``input``."""
 
 
 class VoiceId(RequestBody):
@@ -42,7 +42,7 @@ class SpeechBody(RequestBody):
 
     # Not in the OpenAI API.
     audio_prompt_tokens: TokenIds | None = None
-    """Codes of a voice to imitate."""
+    """Speech token ids of a recording of the voice to imitate."""
     audio_prompt_transcription: str | None = None
     """The transcription of ``audio_prompt_tokens``."""
     temperature: Number | None = None

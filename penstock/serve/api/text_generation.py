@@ -14,7 +14,7 @@ from penstock.pipelines.core import TextContext
 from penstock.serve.api.chat_response import Envelope
 from penstock.serve.api.choice_decoder import ChoiceDelta
 from penstock.serve.api.generation import cancel_on_disconnect
-from penstock.serve.api.json_parts import JsonResponse, Turns, gather, spread
+from penstock.serve.api.json_parts import EncodingTurns, JsonResponse, gather, spread
 from penstock.serve.api.models import system_fingerprint
 from penstock.serve.api.parameters import UnknownFields, check_combinations
 from penstock.serve.api.schemas import GenerationBody, RequestBody
@@ -36,7 +36,7 @@ class ChoiceResponseBuilder(Protocol):
         """The content type of the stream."""
         ...
 
-    def whole(self, pieces: list[ChoiceDelta], usage: Usage) -> Iterable[bytes]:
+    def whole(self, outputs: list[ChoiceDelta], usage: Usage) -> Iterable[bytes]:
         """Yield the JSON of a response that is not streamed."""
         ...
 
@@ -44,7 +44,7 @@ class ChoiceResponseBuilder(Protocol):
         """Return the events before the first delta."""
         ...
 
-    def events(self, index: int, piece: ChoiceDelta, usage: Usage | None = None) -> Iterable[bytes]:
+    def events(self, index: int, delta: ChoiceDelta, usage: Usage | None = None) -> Iterable[bytes]:
         """Return the events of a delta of a choice; `usage` is set if each event has the usage so far."""
         ...
 
@@ -103,7 +103,7 @@ def checked_body(services: Services, kind: type[Body], raw: object) -> Body:
 
 
 def record_logged_fields(body: GenerationBody, record: RequestRecord, context: TextContext) -> None:
-    """Write the fields that are only logged into the record."""
+    """Write the fields of `LOGGED` into the record."""
     record.model = body.model
     record.stream = bool(body.stream)
     record.user = body.user
@@ -170,8 +170,8 @@ async def answer_request(
 
     async def whole() -> list[bytes]:
         await run.admitted()
-        pieces = await run.whole()
-        parts = await gather(response.whole(pieces, run.usage()), services.turns)
+        outputs = await run.whole()
+        parts = await gather(response.whole(outputs, run.usage()), services.turns)
         if on_complete is not None:
             await on_complete()
         return parts
@@ -184,32 +184,32 @@ async def answer_request(
 async def response_events(
     run: ChoiceRun,
     response: ChoiceResponseBuilder,
-    turns: Turns,
+    turns: EncodingTurns,
     *,
     with_usage: bool = False,
     on_complete: Callable[[], Awaitable[None]] | None = None,
 ) -> AsyncGenerator[bytes, None]:
     """Yield the events of a response as its output arrives; the arguments are those of `answer_request`."""
     async with run, aclosing(run.deltas()) as deltas:
-        if first := response.begin():
-            yield first
+        if first_events := response.begin():
+            yield first_events
         async for item in deltas:
             if item is None:
                 if ping := response.ping():
                     yield ping
                 continue
-            index, piece = item
-            events = response.events(index, piece, run.usage() if with_usage else None)
+            index, delta = item
+            events = response.events(index, delta, run.usage() if with_usage else None)
             async for part in spread(events, turns):
                 yield part
-        last = response.end(run.usage())
+        last_events = response.end(run.usage())
         if on_complete is not None:
             await on_complete()
-        yield last
+        yield last_events
 
 
 def note_error(services: Services, record: RequestRecord, error: BaseException) -> None:
-    """Write the error that ended a response into the record; log unexpected errors."""
+    """Write the error that ended a response into the record. Log it if it is unexpected."""
     problem = problem_of(error)
     record.failed(problem.code, problem.status)
     if problem.status == 500:

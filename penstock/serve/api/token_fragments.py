@@ -1,4 +1,4 @@
-"""A cache of the JSON of each token id, which makes up most of a response with log probabilities."""
+"""A cache of the JSON of tokens, which is most of a response with log probabilities."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ MIN_LOGPROB = -9999.0
 """OpenAI's value for a token of probability 0; JSON has no infinity."""
 
 MAX_COST = 1024
-"""Maximum cost of one part, about one millisecond. A number costs 1, and a token that is not cached yet costs
-`COST_OF_TOKEN` more."""
-COST_OF_TOKEN = 64
+"""Maximum cost of one part, which takes about 1 ms to encode.
+
+A number costs 1. A token whose JSON is not cached yet costs `UNCACHED_TOKEN_COST` more.
+"""
+UNCACHED_TOKEN_COST = 64
 
 Number: TypeAlias = tuple[bytes, bytes, bytes]
 """The JSON before a number, a placeholder for the number, the JSON after it."""
 
 
 class Fragments(dict[int, T]):
-    """A cache of a function of token ids. The function is called once per id."""
+    """A cache of the results of `make`, which is called once per token id."""
 
     def __init__(self, make: Callable[[int], T]) -> None:
         super().__init__()
@@ -50,11 +52,11 @@ class TokenFragments:
         """A chat's log probability: ``,{"token":"a","logprob":`` and ``,"bytes":[97]}``."""
         self.keys = Fragments(self._key)
         """A completion's log probability: ``,"a":``."""
-        self.decoded = Fragments(self._decoded)
+        self.decoded = Fragments(self._decoded_fragment)
         """A log probability of the prompt: ``,"97":{"logprob":`` and ``,"decoded_token":"a"}``."""
 
     @property
-    def num_made(self) -> int:
+    def num_cached(self) -> int:
         """The number of cached fragments."""
         return len(self.entries) + len(self.keys) + len(self.decoded)
 
@@ -65,33 +67,35 @@ class TokenFragments:
         two such tokens differ.
         """
         if self._as_ids:
-            return self._shown(token_id)
-        written = self._tokenizer.token_bytes(token_id)
+            return self._token_text(token_id)
+        token_bytes = self._tokenizer.token_bytes(token_id)
         try:
-            return written.decode()
+            return token_bytes.decode()
         except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in written)
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)
 
     def _entry(self, token_id: int) -> Number:
-        written = self._tokenizer.token_bytes(token_id)
-        after = b',"bytes":%b}' % encode(list(written))
-        return b',{"token":%b,"logprob":' % encode(self._shown(token_id)), b"", after
+        token_bytes = self._tokenizer.token_bytes(token_id)
+        suffix = b',"bytes":%b}' % encode(list(token_bytes))
+        return b',{"token":%b,"logprob":' % encode(self._token_text(token_id)), b"", suffix
 
     def _key(self, token_id: int) -> Number:
         return b",%b:" % encode(self.text(token_id)), b"", b""
 
-    def _decoded(self, token_id: int) -> Number:
-        after = b',"decoded_token":%b}' % encode(self._shown(token_id))
-        return b',"%d":{"logprob":' % token_id, b"", after
+    def _decoded_fragment(self, token_id: int) -> Number:
+        suffix = b',"decoded_token":%b}' % encode(self._token_text(token_id))
+        return b',"%d":{"logprob":' % token_id, b"", suffix
 
-    def _shown(self, token_id: int) -> str:
+    def _token_text(self, token_id: int) -> str:
         if self._as_ids:
             return f"token_id:{token_id}"
         return self._tokenizer.token_bytes(token_id).decode(errors="replace")
 
 
 class NumberWriter:
-    """Collects numbers and the JSON around them. All numbers of a part are encoded together.
+    """Collects log probabilities and the JSON around them.
+
+    All numbers of a part are encoded in one call, which is faster than one call per number.
 
     Args:
         fragments: the JSON of tokens; tokens that are encoded for the first time count as cost.
@@ -99,39 +103,41 @@ class NumberWriter:
 
     def __init__(self, fragments: TokenFragments) -> None:
         self._fragments = fragments
-        self._num_made = fragments.num_made
-        self._pieces: list[bytes] = []
+        self._num_cached = fragments.num_cached
+        self._json_parts: list[bytes] = []
         self._values: list[float] = []
 
-    def add_row(self, before: bytes, places: Iterable[Number], values: Iterable[float], after: bytes) -> None:
+    def add_row(
+        self, prefix: bytes, surroundings: Iterable[Number], values: Iterable[float], suffix: bytes
+    ) -> None:
         """Add a row of numbers; the comma before the first number is dropped.
 
         Args:
-            before: JSON before the row.
-            places: the JSON around each number, beginning with a comma.
+            prefix: JSON before the row.
+            surroundings: the JSON around each number, beginning with a comma.
             values: the numbers.
-            after: JSON after the row.
+            suffix: JSON after the row.
         """
-        start = len(self._pieces)
-        self._pieces += chain.from_iterable(places)
+        start = len(self._json_parts)
+        self._json_parts += chain.from_iterable(surroundings)
         self._values += values
-        if start == len(self._pieces):
+        if start == len(self._json_parts):
             raise ValueError("a row has no number")
-        self._pieces[start] = before + self._pieces[start][1:]
-        self._pieces[-1] += after
+        self._json_parts[start] = prefix + self._json_parts[start][1:]
+        self._json_parts[-1] += suffix
 
     @property
     def is_full(self) -> bool:
         """Whether the part has reached the maximum cost."""
-        made = self._fragments.num_made - self._num_made
-        return len(self._values) + COST_OF_TOKEN * made >= MAX_COST
+        num_new = self._fragments.num_cached - self._num_cached
+        return len(self._values) + UNCACHED_TOKEN_COST * num_new >= MAX_COST
 
     def part(self) -> bytes:
         """Return the JSON added since the last call."""
-        self._pieces[1::3] = numbers(self._values)
-        data = b"".join(self._pieces)
-        self._pieces, self._values = [], []
-        self._num_made = self._fragments.num_made
+        self._json_parts[1::3] = numbers(self._values)
+        data = b"".join(self._json_parts)
+        self._json_parts, self._values = [], []
+        self._num_cached = self._fragments.num_cached
         return data
 
 
@@ -143,5 +149,7 @@ def numbers(values: Sequence[float | None]) -> list[bytes]:
     """
     if not values:
         return []
-    clamped = [None if value is None else value if value > MIN_LOGPROB else MIN_LOGPROB for value in values]
-    return encode(clamped)[1:-1].split(b",")
+    finite_values = [
+        None if value is None else value if value > MIN_LOGPROB else MIN_LOGPROB for value in values
+    ]
+    return encode(finite_values)[1:-1].split(b",")

@@ -7,7 +7,13 @@ from typing import TypeVar
 
 from penstock.serve.api.choice_decoder import PromptScore, Score, Top, top_tokens
 from penstock.serve.api.json_parts import Parts, encode
-from penstock.serve.api.token_fragments import COST_OF_TOKEN, MAX_COST, NumberWriter, TokenFragments, numbers
+from penstock.serve.api.token_fragments import (
+    MAX_COST,
+    UNCACHED_TOKEN_COST,
+    NumberWriter,
+    TokenFragments,
+    numbers,
+)
 from penstock.text.detokenizer import AnyTokenIds, text_after_prompt
 from penstock.text.tokenizer import TextTokenizer
 
@@ -27,15 +33,15 @@ class ChatScores:
         self._top = top
 
     def parts(self, scores: Sequence[Score]) -> Parts:
-        """Yield the JSON object of some tokens."""
+        """Yield the ``logprobs`` object of consecutive tokens of a choice."""
         yield b'{"content":['
         writer, entries = NumberWriter(self._fragments), self._fragments.entries
         separator = b""
         for score in scores:
-            before, _, after = entries[score.token_id]
+            prefix, _, suffix = entries[score.token_id]
             ids, values = best_of(score.top, self._top)
-            own = before, b"", after[:-1] + b',"top_logprobs":['
-            writer.add_row(separator, [own], [score.logprob], b"" if ids else b"]}")
+            number = prefix, b"", suffix[:-1] + b',"top_logprobs":['
+            writer.add_row(separator, [number], [score.logprob], b"" if ids else b"]}")
             if ids:
                 writer.add_row(b"", map(entries.__getitem__, ids), values, b"]}")
             separator = b","
@@ -76,14 +82,16 @@ class CompletionScores:
     def parts(
         self, token_ids: Sequence[int], logprobs: Sequence[float | None], tops: Sequence[Top | None]
     ) -> Parts:
-        """Yield the JSON object of the next tokens. The log probability of a prompt's first token is None."""
+        """Yield the ``logprobs`` object of the next tokens. ``logprobs[0]`` of a prompt is None."""
         yield b'{"text_offset":['
-        yield from _slices(self._offsets(some) for some in _runs(token_ids, COST_OF_TOKEN))
+        yield from _comma_joined(self._offsets(run) for run in _runs_of(token_ids, UNCACHED_TOKEN_COST))
         yield b'],"token_logprobs":['
-        yield from _slices(numbers(some) for some in _runs(logprobs, MAX_COST))
+        yield from _comma_joined(numbers(run) for run in _runs_of(logprobs, MAX_COST))
         yield b'],"tokens":['
         keys = self._fragments.keys
-        yield from _slices([keys[one][0][1:-1] for one in some] for some in _runs(token_ids, COST_OF_TOKEN))
+        yield from _comma_joined(
+            [keys[token_id][0][1:-1] for token_id in run] for run in _runs_of(token_ids, UNCACHED_TOKEN_COST)
+        )
         yield b'],"top_logprobs":['
         yield from self._rows(token_ids, logprobs, tops)
         yield b"]}"
@@ -150,17 +158,17 @@ def prompt_parts(
     """
     assert len(scores) == len(token_ids) - 1, "a row for each token of the prompt except the first"
     yield b"[null"
-    writer, decoded = NumberWriter(fragments), fragments.decoded
+    writer, entries = NumberWriter(fragments), fragments.decoded
     for token_id, (logprob, row) in zip(token_ids[1:], scores, strict=True):
         ids, values = best_of(row, num_best)
-        ranks = {one: rank for rank, one in enumerate(ids, 1)}
-        shown = {token_id: logprob} | dict(zip(ids[:top], values[:top], strict=True))
-        places = (
-            (before, b"", b',"rank":%b%b' % (encode(ranks.get(one)), after))
-            for one in shown
-            for before, _, after in (decoded[one],)
+        ranks = {token_id: rank for rank, token_id in enumerate(ids, 1)}
+        logprobs_by_id = {token_id: logprob} | dict(zip(ids[:top], values[:top], strict=True))
+        surroundings = (
+            (prefix, b"", b',"rank":%b%b' % (encode(ranks.get(token_id)), suffix))
+            for token_id in logprobs_by_id
+            for prefix, _, suffix in (entries[token_id],)
         )
-        writer.add_row(b",{", places, shown.values(), b"}")
+        writer.add_row(b",{", surroundings, logprobs_by_id.values(), b"}")
         if writer.is_full:
             yield writer.part()
     yield writer.part()
@@ -174,10 +182,10 @@ def best_of(row: Top, count: int) -> tuple[list[int], list[float]]:
     return ids, [top[token] for token in ids]
 
 
-def _runs(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+def _runs_of(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
     return (items[start : start + size] for start in range(0, len(items), size))
 
 
-def _slices(runs: Iterator[list[bytes]]) -> Parts:
+def _comma_joined(runs: Iterator[list[bytes]]) -> Parts:
     for index, run in enumerate(runs):
         yield (b"," if index else b"") + b",".join(run)

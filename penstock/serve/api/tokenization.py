@@ -70,9 +70,16 @@ def _tokenize(services: Services, raw: object) -> TokenizeResponse:
     if (body.prompt is None) == (body.messages is None):
         raise RequestProblem(400, "send either prompt or messages", param="prompt")
     if body.prompt is not None:
-        for_messages = {"tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
-        if given := sorted(for_messages & {name for name, value in raw.items() if value is not None}):
-            raise RequestProblem(400, f"{given[0]} needs messages", param=given[0])
+        chat_only_fields = {
+            "tools",
+            "chat_template_kwargs",
+            "add_generation_prompt",
+            "continue_final_message",
+        }
+        if chat_fields := sorted(
+            chat_only_fields & {name for name, value in raw.items() if value is not None}
+        ):
+            raise RequestProblem(400, f"{chat_fields[0]} needs messages", param=chat_fields[0])
         ids = tokenizer.encode_text(body.prompt, body.add_special_tokens is not False, limited=False).tolist()
     else:
         if body.add_special_tokens:
@@ -81,11 +88,11 @@ def _tokenize(services: Services, raw: object) -> TokenizeResponse:
                 "add_special_tokens is only for prompt: the chat template adds special tokens",
                 param="add_special_tokens",
             )
-        sent = messages_of(raw)
-        messages = template_messages(sent, tokenizer)
+        chat_messages = messages_of(raw)
+        messages = template_messages(chat_messages, tokenizer)
         tools = plain_tools(raw) or None
         options = template_options(body, tokenizer, can_reason=False)
-        images = image_fields(services, sent)
+        images = image_fields(services, chat_messages)
         chat = TokenGeneratorRequest(
             "",
             0,

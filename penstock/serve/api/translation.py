@@ -1,4 +1,4 @@
-"""Translate the request of another API to a chat request, and its errors back to the client's fields."""
+"""Requests of other APIs as chat requests. Errors name the field of the original request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.serve.api.conversation import Conversation
 from penstock.serve.http.problems import RequestProblem
 from penstock.serve.services import Services
 
-_INDEXED = re.compile(r"(messages|tools)\[(\d+)\](.*)", re.DOTALL)
+_INDEXED_FIELD = re.compile(r"(messages|tools)\[(\d+)\](.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ class Translation:
             RequestProblem: 400 that names the field of the client's request.
             UnknownModelError: the server has no model or adapter of that name.
         """
-        with self.errors_named():
+        with self.with_client_fields():
             return Conversation.of(services, self.chat, request_id)
 
     @contextmanager
-    def errors_named(self) -> Iterator[None]:
-        """Rename the fields in a `RequestProblem` of the block."""
+    def with_client_fields(self) -> Iterator[None]:
+        """In a `RequestProblem` of the block, replace fields of the chat request by the client's fields."""
         try:
             yield
         except RequestProblem as problem:
@@ -55,14 +55,14 @@ class Translation:
             ) from problem
 
     def _place(self, param: str) -> str:
-        if match := _INDEXED.fullmatch(param):
+        if match := _INDEXED_FIELD.fullmatch(param):
             places = self.message_places if match[1] == "messages" else self.tool_places
             index = int(match[2])
             place = places[index] if index < len(places) else self.fields.get(match[1], match[1])
             return place + (self._tool_field(match[3]) if match[1] == "tools" else "")
-        for name, own in self.fields.items():
+        for name, client_field in self.fields.items():
             if param == name or param.startswith((f"{name}.", f"{name}[")):
-                return own + param[len(name) :]
+                return client_field + param[len(name) :]
         return param
 
     def _tool_field(self, path: str) -> str:
@@ -72,6 +72,6 @@ class Translation:
     def _text(self, message: str, param: str | None, place: str | None) -> str:
         if param is not None and place is not None:
             message = message.replace(param, place)
-        for name, own in self.fields.items():
-            message = re.sub(rf"(?<![\w.\[]){re.escape(name)}(?!\w)", own, message)
+        for name, client_field in self.fields.items():
+            message = re.sub(rf"(?<![\w.\[]){re.escape(name)}(?!\w)", client_field, message)
         return message

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Refused:
-    """A known field that is not supported, except for values that change nothing."""
+    """A known but unsupported field. Values that request the server's normal behaviour are accepted."""
 
     reason: str
     accepted: tuple[object, ...] = ()

@@ -16,7 +16,7 @@ Body = TypeVar("Body", bound=RequestBody)
 
 
 def validated(kind: type[Body], body: object) -> Body:
-    """Validate a body; unknown fields are not checked here.
+    """Validate a body against its schema. Does not check unknown fields.
 
     Raises:
         RequestProblem: 400 that names the first invalid field.
@@ -34,24 +34,24 @@ def validated(kind: type[Body], body: object) -> Body:
 def _with_lists_validated(kind: type[RequestBody], body: dict[str, object]) -> dict[str, object]:
     """Validate the elements of long lists one by one, because one call of pydantic holds the GIL.
 
-    At an invalid element the list is cut behind that element, so that the validation of the whole body
-    reports it.
+    A list with an invalid element is cut after that element. The validation of the whole body then reports
+    it.
     """
-    done = {}
-    for name, element in _LISTS.items():
-        given = body.get(name)
-        if name in kind.model_fields and isinstance(given, list) and len(given) > _LONG_LIST:
-            done[name] = _validated_elements(element, given)
-    return {**body, **done} if done else body
+    validated_lists = {}
+    for name, element_type in _LISTS.items():
+        elements = body.get(name)
+        if name in kind.model_fields and isinstance(elements, list) and len(elements) > _LONG_LIST:
+            validated_lists[name] = _validated_elements(element_type, elements)
+    return {**body, **validated_lists} if validated_lists else body
 
 
-def _validated_elements(kind: type[RequestBody], given: list[object]) -> list[object]:
+def _validated_elements(kind: type[RequestBody], raw_elements: list[object]) -> list[object]:
     elements: list[object] = []
-    for one in given:
+    for element in raw_elements:
         try:
-            elements.append(kind.model_validate(one))
+            elements.append(kind.model_validate(element))
         except ValidationError:
-            return [*elements, one]
+            return [*elements, element]
     return elements
 
 
@@ -65,13 +65,13 @@ _LONG_LIST = 64
 
 
 def _problem_of(error: ValidationError, body: Mapping[str, object]) -> RequestProblem:
-    """Return the error of the first invalid field; for a union of types, with the error of each type."""
+    """Return the error of the first invalid field; for a union of types, the errors of all types."""
     details = error.errors(include_url=False, include_context=False)
     places = [_place(detail, body) for detail in details]
-    # Among the alternatives of a union, report the one that matched furthest.
+    # Of the alternatives of a union, report the one with the deepest error location.
     first = max((place for place in places if place.startswith(places[0])), key=len)
-    wrong = [one["msg"] for one, place in zip(details, places, strict=True) if place == first]
-    text = " or ".join(dict.fromkeys(_sentence(message) for message in wrong))
+    messages = [detail["msg"] for detail, place in zip(details, places, strict=True) if place == first]
+    text = " or ".join(dict.fromkeys(_sentence(message) for message in messages))
     missing = details[places.index(first)]["type"] == "missing"
     if missing:
         return RequestProblem(400, f"{first} is required", param=first, code="missing_required_parameter")
@@ -120,19 +120,21 @@ def json_schema(kind: type[RequestBody]) -> dict[str, object]:
     """Return the JSON schema of a body for the OpenAPI document, with all references inlined."""
     schema = kind.model_json_schema()
     definitions = schema.pop("$defs", {})
-    inlined = _inlined(schema, definitions)
-    assert isinstance(inlined, dict)
-    return inlined
+    inlined_schema = _with_definitions_inlined(schema, definitions)
+    assert isinstance(inlined_schema, dict)
+    return inlined_schema
 
 
-def _inlined(node: object, definitions: Mapping[str, object]) -> object:
+def _with_definitions_inlined(node: object, definitions: Mapping[str, object]) -> object:
     if isinstance(node, list):
-        return [_inlined(one, definitions) for one in node]
+        return [_with_definitions_inlined(element, definitions) for element in node]
     if not isinstance(node, dict):
         return node
     if "$ref" in node:
-        return _inlined(definitions[node["$ref"].rpartition("/")[2]], definitions)
-    return {key: _inlined(value, definitions) for key, value in _without_open_properties(node)}
+        return _with_definitions_inlined(definitions[node["$ref"].rpartition("/")[2]], definitions)
+    return {
+        key: _with_definitions_inlined(value, definitions) for key, value in _without_open_properties(node)
+    }
 
 
 def _without_open_properties(node: Mapping[str, object]) -> Iterator[tuple[str, object]]:

@@ -1,1 +1,1 @@
-"""Batches of requests: files of JSON lines that run with lower priority than other requests."""
+"""OpenAI's Batch API: files of requests as JSON lines, which run with lower priority than other requests."""

@@ -15,7 +15,7 @@ from penstock.serve.http.internal_request import internal_request
 from penstock.serve.http.sse import escape_line_ends
 
 CLIENT = "batch"
-"""The client of all batches, for fair scheduling."""
+"""The client id of all batches, for fair scheduling."""
 _RETRY_SECONDS = 0.5
 MAX_ATTEMPTS = 5
 """Default of ``max_attempts`` of `BatchDispatcher`."""
@@ -45,15 +45,15 @@ async def post(app: ASGIApp, path: str, body: dict[str, object]) -> Answer:
 
 
 class BatchDispatcher:
-    """Runs the lines of a batch, several at a time, and reports each result at once.
+    """Runs the lines of a batch, several concurrently, and reports each result when it is available.
 
     Args:
         app: the application.
-        concurrency: number of lines that run at the same time.
-        is_stopping: whether the server stops; then no further line is started.
-        on_result: called with the line of each result, whether it succeeded, and its output tokens.
-        max_attempts: attempts of a line whose response is 503, because the worker is being restarted;
-            attempts are half a second apart.
+        concurrency: number of lines that run concurrently.
+        is_stopping: returns whether the server is stopping. No further line is then started.
+        on_result: called with (line of the result, whether the request succeeded, number of output tokens).
+        max_attempts: attempts of a line whose response is 503, for example during a restart of the worker.
+            Attempts are half a second apart.
     """
 
     def __init__(
@@ -75,47 +75,49 @@ class BatchDispatcher:
         """Run all lines.
 
         Raises:
-            StoppedError: the server stops; lines without a reported result must run again.
+            StoppedError: the server is stopping. The lines without a reported result have not run.
         """
         loop = asyncio.get_running_loop()
 
-        async def work() -> None:
+        async def run_lines() -> None:
             while not self._is_stopping():
                 line = await loop.run_in_executor(None, next, lines, None)
                 if line is None:
                     return
-                await self._one(line)
+                await self._run_line(line)
             raise StoppedError
 
-        # Lines are read in a thread, one at a time.
-        lines = _Locked(lines)
+        # The tasks below share the iterator. Each reads its next line in a thread.
+        lines = _LockedIterator(lines)
         try:
             async with asyncio.TaskGroup() as tasks:
                 for _ in range(self._concurrency):
-                    tasks.create_task(work())
+                    tasks.create_task(run_lines())
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
-    async def _one(self, line: BatchRequest | BadLine) -> None:
+    async def _run_line(self, line: BatchRequest | BadLine) -> None:
         if isinstance(line, BadLine):
             self._on_result(escape_line_ends(msgspec.json.encode(line.result)), False, 0)
             return
         num_failed = 0
         while True:
-            answer = await post(self._app, line.url, line.body)
-            is_temporary = answer.status == 429 or (answer.status == 503 and num_failed < self._max_attempts)
+            response = await post(self._app, line.url, line.body)
+            is_temporary = response.status == 429 or (
+                response.status == 503 and num_failed < self._max_attempts
+            )
             if not is_temporary:
                 break
             if self._is_stopping():
                 raise StoppedError
-            num_failed += answer.status == 503
+            num_failed += response.status == 503
             await asyncio.sleep(_RETRY_SECONDS)
-        found = result_line(line.custom_id, answer.status, answer.request_id, answer.body)
-        self._on_result(found, answer.status == 200, _num_tokens(answer.body))
+        result = result_line(line.custom_id, response.status, response.request_id, response.body)
+        self._on_result(result, response.status == 200, _num_tokens(response.body))
 
 
-class _Locked(Iterator[BatchRequest | BadLine]):
-    """An iterator that several threads may call."""
+class _LockedIterator(Iterator[BatchRequest | BadLine]):
+    """A thread-safe iterator over lines."""
 
     def __init__(self, lines: Iterator[BatchRequest | BadLine]) -> None:
         self._lines = lines

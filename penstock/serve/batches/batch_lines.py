@@ -16,12 +16,12 @@ from penstock.serve.http.sse import escape_line_ends
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 """The routes that a batch may use."""
 PRIORITY = -1_000_000
-"""Added to the priority of each request, so that all other requests run first."""
+"""Added to the priority of each request of a batch, so that other requests run first."""
 
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """One valid line."""
+    """A valid line of a batch file."""
 
     custom_id: str
     url: str
@@ -38,7 +38,7 @@ class BadLine:
 
     @property
     def result(self) -> dict[str, object]:
-        """The line of the result."""
+        """The result of the line, as an object of the Batch API."""
         error = {"code": self.code, "message": self.message}
         return {"id": new_id(), "custom_id": self.custom_id, "response": None, "error": error}
 
@@ -58,29 +58,29 @@ def read_lines(path: Path, max_values: int, max_items: int) -> Iterator[BatchReq
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    yield parsed(line, number, max_values, max_items)
+                    yield parse_line(line, number, max_values, max_items)
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def parsed(line: bytes, number: int, max_values: int, max_items: int) -> BatchRequest | BadLine:
-    """Return the request of a line. Lines without a ``custom_id`` are named by their number."""
-    name = f"line-{number}"
+def parse_line(line: bytes, number: int, max_values: int, max_items: int) -> BatchRequest | BadLine:
+    """Parse and check a line. A line without a ``custom_id`` gets the id ``line-NUMBER``."""
+    custom_id = f"line-{number}"
     try:
-        given = decode(line, max_values, max_items)
+        request = decode(line, max_values, max_items)
     except (InvalidJsonError, TooManyValuesError) as error:
-        return BadLine(name, "invalid_json", f"line {number}: {error}")
-    if not isinstance(given, dict):
-        return BadLine(name, "invalid_request", f"line {number} is not a JSON object")
-    name = given.get("custom_id") or name
-    if not isinstance(name, str) or len(name) > 512:
+        return BadLine(custom_id, "invalid_json", f"line {number}: {error}")
+    if not isinstance(request, dict):
+        return BadLine(custom_id, "invalid_request", f"line {number} is not a JSON object")
+    custom_id = request.get("custom_id") or custom_id
+    if not isinstance(custom_id, str) or len(custom_id) > 512:
         return BadLine(f"line-{number}", "invalid_request", f"line {number}: custom_id must be a short text")
-    unknown = sorted(given.keys() - {"custom_id", "method", "url", "body"})
-    url, body = given.get("url"), given.get("body")
+    unknown = sorted(request.keys() - {"custom_id", "method", "url", "body"})
+    url, body = request.get("url"), request.get("body")
     problem = None
     if unknown:
         problem = f"unknown field {unknown[0][:100]!r}"
-    elif given.get("method", "POST") != "POST":
+    elif request.get("method", "POST") != "POST":
         problem = "method must be POST"
     elif url not in ENDPOINTS:
         problem = f"url is {str(url)[:100]!r}: use one of {', '.join(ENDPOINTS)}"
@@ -91,14 +91,14 @@ def parsed(line: bytes, number: int, max_values: int, max_items: int) -> BatchRe
     elif not isinstance(body.get("priority") or 0, int):
         problem = "body.priority must be a whole number"
     if problem is not None:
-        return BadLine(name, "invalid_request", f"line {number}: {problem}")
+        return BadLine(custom_id, "invalid_request", f"line {number}: {problem}")
     assert isinstance(body, dict)
     priority = PRIORITY + (body.get("priority") or 0)
-    return BatchRequest(name, str(url), {**body, "priority": priority})
+    return BatchRequest(custom_id, str(url), {**body, "priority": priority})
 
 
 def result_line(custom_id: str, status: int, request_id: str, body: bytes) -> bytes:
-    """Return the line of a response."""
+    """Return the result line of a response."""
     response = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(body)}
     result = {"id": new_id(), "custom_id": custom_id, "response": response, "error": None}
     return escape_line_ends(msgspec.json.encode(result))
@@ -110,28 +110,28 @@ def new_id() -> str:
 
 
 def finished_ids(path: Path) -> set[str]:
-    """Return the ``custom_id`` of each result in a file, and cut off an unfinished last line.
+    """Return the ``custom_id`` of each result in a file. Removes an incomplete last line from the file.
 
     Raises:
         InputError: the file has a line that is not a result.
     """
     if not path.exists():
         return set()
-    found: set[str] = set()
+    custom_ids: set[str] = set()
     with path.open("r+b") as file:
         end = 0
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
                 break
             try:
-                found.add(msgspec.json.decode(line, type=_Result).custom_id)
+                custom_ids.add(msgspec.json.decode(line, type=_Result).custom_id)
             except msgspec.DecodeError:
                 raise InputError(
                     f"{path}:{number} is not the result of a batch: choose another file"
                 ) from None
             end += len(line)
         file.truncate(end)
-    return found
+    return custom_ids
 
 
 class _Result(msgspec.Struct):
@@ -139,7 +139,7 @@ class _Result(msgspec.Struct):
 
 
 def check_unique(lines: Iterator[BatchRequest | BadLine]) -> int:
-    """Return the number of lines.
+    """Check that each ``custom_id`` is unique. Return the number of lines.
 
     Raises:
         InputError: two lines have the same ``custom_id``.
@@ -152,8 +152,8 @@ def check_unique(lines: Iterator[BatchRequest | BadLine]) -> int:
     return len(seen)
 
 
-def remaining(
-    lines: Iterator[BatchRequest | BadLine], done: Container[str]
+def remaining_lines(
+    lines: Iterator[BatchRequest | BadLine], finished_ids: Container[str]
 ) -> Iterator[BatchRequest | BadLine]:
-    """Yield the lines without a result."""
-    return (line for line in lines if line.custom_id not in done)
+    """Yield the lines whose ``custom_id`` is not in ``finished_ids``."""
+    return (line for line in lines if line.custom_id not in finished_ids)

@@ -18,18 +18,18 @@ from penstock.serve.batches.batch_lines import (
     check_unique,
     finished_ids,
     read_lines,
-    remaining,
+    remaining_lines,
 )
 from penstock.serve.batches.batch_store import BatchObject, FileObject, ObjectStore, file_object
 from penstock.serve.services import Services
 
-ACTIVE = ("validating", "in_progress", "finalizing", "cancelling")
+ACTIVE_STATUSES = ("validating", "in_progress", "finalizing", "cancelling")
 _SAVE_INTERVAL = 1.0
 """Seconds between two updates of the counts on disk."""
 
 
 class BatchManager:
-    """The files and batches of a server.
+    """Stores the files and batches of a server, and runs the batches one after another.
 
     Args:
         services: the objects that routes use.
@@ -44,18 +44,18 @@ class BatchManager:
         self._services = services
         self._app = app
         self._task: asyncio.Task[None] | None = None
-        self._new = asyncio.Event()
+        self._has_new_batches = asyncio.Event()
         self._current: BatchObject | None = None
-        self._running: asyncio.Task[None] | None = None
+        self._run_task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Run batches in a task, unless one runs. Unfinished batches of an earlier process continue."""
-        self._new.set()
+        """Start the task that runs batches, if needed. It also continues unfinished batches on disk."""
+        self._has_new_batches.set()
         if self._task is None or self._task.done():
             self._task = asyncio.ensure_future(self._run())
 
     def close(self) -> None:
-        """Drop the reference to the task. The batches continue at the next start."""
+        """Cancel the task that runs batches. The batches continue when the server starts again."""
         if self._task is not None and not self._task.get_loop().is_closed():
             self._task.get_loop().call_soon_threadsafe(self._task.cancel)
 
@@ -65,42 +65,46 @@ class BatchManager:
         return current if current is not None and current["id"] == batch["id"] else batch
 
     async def cancel(self, batch: BatchObject) -> BatchObject:
-        """Cancel a batch and store its results so far as files. Does nothing if it has ended."""
+        """Cancel a batch. Its results so far are stored as files. Does nothing if the batch has ended."""
         batch = self.state_of(batch)
-        if batch["status"] not in ACTIVE:
+        if batch["status"] not in ACTIVE_STATUSES:
             return batch
         batch |= {"status": "cancelling", "cancelling_at": int(time.time())}
         await asyncio.to_thread(self.batches.put, batch)
-        if self._running is not None and self._current is batch:
-            self._running.cancel()
+        if self._run_task is not None and self._current is batch:
+            self._run_task.cancel()
         self.start()
         return batch
 
     async def _run(self) -> None:
         """Run batches until the server stops."""
         while not self._services.gate.reason:
-            self._new.clear()
-            waiting = [one for one in await asyncio.to_thread(self.batches.all) if one["status"] in ACTIVE]
-            if not waiting:
-                await self._new.wait()
+            self._has_new_batches.clear()
+            active_batches = [
+                candidate
+                for candidate in await asyncio.to_thread(self.batches.all)
+                if candidate["status"] in ACTIVE_STATUSES
+            ]
+            if not active_batches:
+                await self._has_new_batches.wait()
                 continue
-            batch = self._current = waiting[-1]
-            self._running = asyncio.ensure_future(self._run_one(batch))
+            batch = self._current = active_batches[-1]
+            self._run_task = asyncio.ensure_future(self._run_one(batch))
             try:
-                await asyncio.wait((self._running,))
-                if self._running.cancelled() or self._running.exception() is None:
-                    if batch["status"] in ACTIVE:
+                await asyncio.wait((self._run_task,))
+                if self._run_task.cancelled() or self._run_task.exception() is None:
+                    if batch["status"] in ACTIVE_STATUSES:
                         await asyncio.to_thread(self._finish, batch, "cancelled")
-                elif isinstance(self._running.exception(), StoppedError):
+                elif isinstance(self._run_task.exception(), StoppedError):
                     await asyncio.to_thread(self.batches.put, batch)
                     return
                 else:
-                    error = self._running.exception()
+                    error = self._run_task.exception()
                     self._services.log.error("the batch %s failed", batch["id"], exc_info=error)
                     await asyncio.to_thread(self._fail, batch, "internal_error", "see the server's log")
             finally:
-                self._running.cancel()
-                self._current = self._running = None
+                self._run_task.cancel()
+                self._current = self._run_task = None
 
     async def _run_one(self, batch: BatchObject) -> None:
         if batch["status"] == "cancelling":
@@ -108,39 +112,39 @@ class BatchManager:
         services, counts = self._services, batch["request_counts"]
         results, failures = self.files.content(batch["results"]), self.files.content(batch["failures"])
         try:
-            done = await asyncio.to_thread(finished_ids, results)
-            failed = await asyncio.to_thread(finished_ids, failures)
+            completed_ids = await asyncio.to_thread(finished_ids, results)
+            failed_ids = await asyncio.to_thread(finished_ids, failures)
             counts["total"] = await asyncio.to_thread(lambda: check_unique(self._lines(batch)))
         except InputError as error:
             await asyncio.to_thread(self._fail, batch, "invalid_input_file", str(error))
             return
-        counts["completed"], counts["failed"] = len(done), len(failed)
+        counts["completed"], counts["failed"] = len(completed_ids), len(failed_ids)
         batch |= {"status": "in_progress", "in_progress_at": batch["in_progress_at"] or int(time.time())}
         await asyncio.to_thread(self.batches.put, batch)
-        saved = time.monotonic()
-        with results.open("ab") as good, failures.open("ab") as bad:
+        saved_at = time.monotonic()
+        with results.open("ab") as result_file, failures.open("ab") as failure_file:
 
-            def keep(line: bytes, is_good: bool, num_tokens: int) -> None:
-                nonlocal saved
-                file = good if is_good else bad
+            def write_result(line: bytes, is_success: bool, num_tokens: int) -> None:
+                nonlocal saved_at
+                file = result_file if is_success else failure_file
                 file.write(line + b"\n")
                 file.flush()
-                counts["completed" if is_good else "failed"] += 1
-                if time.monotonic() - saved > _SAVE_INTERVAL:
-                    saved = time.monotonic()
+                counts["completed" if is_success else "failed"] += 1
+                if time.monotonic() - saved_at > _SAVE_INTERVAL:
+                    saved_at = time.monotonic()
                     self.batches.put(batch)
 
             runner = BatchDispatcher(
                 self._app,
                 services.worker.info.max_batch_size,
                 is_stopping=lambda: bool(services.gate.reason),
-                on_result=keep,
+                on_result=write_result,
             )
-            await runner.run(remaining(self._lines(batch), done | failed))
+            await runner.run(remaining_lines(self._lines(batch), completed_ids | failed_ids))
         await asyncio.to_thread(self._finish, batch, "completed")
 
     def _lines(self, batch: BatchObject) -> Iterator[BatchRequest | BadLine]:
-        """Yield the lines of a batch; a request to another route than the batch's is an error."""
+        """Yield the lines of a batch. A line whose ``url`` is not the batch's endpoint is a `BadLine`."""
         path = self.files.content(batch["input_file_id"])
         for line in read_lines(path, *self._services.json_limits):
             if isinstance(line, BatchRequest) and line.url != batch["endpoint"]:
@@ -150,15 +154,15 @@ class BatchManager:
                 yield line
 
     def _finish(self, batch: BatchObject, status: Literal["completed", "cancelled"]) -> None:
-        """Store the results of a batch as files, and end it."""
-        batch["output_file_id"] = self._as_file(batch, batch["results"], "output")
-        batch["error_file_id"] = self._as_file(batch, batch["failures"], "error")
+        """Register the result files of a batch, and set its final status."""
+        batch["output_file_id"] = self._register_result_file(batch, batch["results"], "output")
+        batch["error_file_id"] = self._register_result_file(batch, batch["failures"], "error")
         batch["status"] = status
         batch["completed_at" if status == "completed" else "cancelled_at"] = int(time.time())
         self.batches.put(batch)
 
-    def _as_file(self, batch: BatchObject, name: str, title: str) -> str | None:
-        """Store the object of a result file and return its id; remove an empty file."""
+    def _register_result_file(self, batch: BatchObject, name: str, title: str) -> str | None:
+        """Store the file object of a result file and return its id. Delete an empty file and return None."""
         path = self.files.content(name)
         size = path.stat().st_size if path.exists() else 0
         if not size:

@@ -24,7 +24,7 @@ from penstock.serve.batches.batch_store import (
     ObjectT,
     StoredObject,
     file_object,
-    shown,
+    public_members,
 )
 from penstock.serve.batches.form import read_form
 from penstock.serve.http.bodies import JsonRoute
@@ -49,7 +49,7 @@ class BatchBody(RequestBody):
 
 @router.post("/v1/files", response_class=Response, responses=responses(400, 401, 408, 413, 415, 503))
 async def upload_file(request: Request) -> Response:
-    """Store a file of requests, sent as a form with the fields `file` and `purpose`."""
+    """Store a file of requests. The client sends a form with the fields `file` and `purpose`."""
     services, manager = Services.of(request), _manager(request)
     name = manager.files.new_id()
     path = manager.files.content(name)
@@ -60,12 +60,12 @@ async def upload_file(request: Request) -> Response:
             raise RequestProblem(400, f"unknown field {unknown[0][:100]!r}", param=unknown[0][:100])
         if form.fields.get("purpose") != "batch":
             raise RequestProblem(400, "purpose must be batch", param="purpose")
-        made = file_object(name, owner_of(request), form.file_name or "file", "batch", form.size)
-        await asyncio.to_thread(manager.files.put, made)
+        file = file_object(name, owner_of(request), form.file_name or "file", "batch", form.size)
+        await asyncio.to_thread(manager.files.put, file)
     except BaseException:
         await asyncio.to_thread(path.unlink, missing_ok=True)
         raise
-    return json_response(shown(made))
+    return json_response(public_members(file))
 
 
 @router.get("/v1/files", response_class=Response, responses=responses(401, 503))
@@ -78,32 +78,32 @@ async def list_files(
 ) -> Response:
     """List the stored files, by default the newest first."""
     files = await asyncio.to_thread(_manager(request).files.all, owner_of(request))
-    chosen = [file for file in files if purpose is None or file["purpose"] == purpose]
+    matching_files = [file for file in files if purpose is None or file["purpose"] == purpose]
     if order == "asc":
-        chosen.reverse()
-    return _page(chosen, limit, after)
+        matching_files.reverse()
+    return _page(matching_files, limit, after)
 
 
 @router.get("/v1/files/{file_id}", response_class=Response, responses=responses(401, 404, 503))
 async def retrieve_file(request: Request, file_id: str) -> Response:
     """Return the description of a file."""
-    return json_response(shown(await _found(request, _manager(request).files, file_id)))
+    return json_response(public_members(await _stored_object(request, _manager(request).files, file_id)))
 
 
 @router.get("/v1/files/{file_id}/content", response_class=Response, responses=responses(401, 404, 503))
 async def file_content(request: Request, file_id: str) -> Response:
     """Return the content of a file."""
     files = _manager(request).files
-    found = await _found(request, files, file_id)
-    return FileResponse(files.content(found["id"]), media_type="application/jsonl")
+    stored_object = await _stored_object(request, files, file_id)
+    return FileResponse(files.content(stored_object["id"]), media_type="application/jsonl")
 
 
 @router.delete("/v1/files/{file_id}", response_class=Response, responses=responses(401, 404, 503))
 async def delete_file(request: Request, file_id: str) -> Response:
     """Delete a file."""
     files = _manager(request).files
-    found = await _found(request, files, file_id)
-    await asyncio.to_thread(files.delete, found["id"])
+    stored_object = await _stored_object(request, files, file_id)
+    await asyncio.to_thread(files.delete, stored_object["id"])
     return json_response({"id": file_id, "object": "file", "deleted": True})
 
 
@@ -119,7 +119,9 @@ async def create_batch(request: Request) -> Response:
     source = await asyncio.to_thread(manager.files.get, body.input_file_id, owner)
     if source is None or source["purpose"] != "batch":
         raise RequestProblem(
-            400, f"there is no file {body.input_file_id[:100]!r} of requests", param="input_file_id"
+            400,
+            f"there is no file {body.input_file_id[:100]!r} with the purpose batch",
+            param="input_file_id",
         )
     now = int(time.time())
     batch: BatchObject = {
@@ -149,7 +151,7 @@ async def create_batch(request: Request) -> Response:
     }
     await asyncio.to_thread(manager.batches.put, batch)
     manager.start()
-    return json_response(shown(batch))
+    return json_response(public_members(batch))
 
 
 @router.get("/v1/batches", response_class=Response, responses=responses(401, 503))
@@ -164,14 +166,18 @@ async def list_batches(request: Request, limit: PageSize = 20, after: str | None
 async def retrieve_batch(request: Request, batch_id: str) -> Response:
     """Return the state of a batch."""
     manager = _manager(request)
-    return json_response(shown(manager.state_of(await _found(request, manager.batches, batch_id))))
+    return json_response(
+        public_members(manager.state_of(await _stored_object(request, manager.batches, batch_id)))
+    )
 
 
 @router.post("/v1/batches/{batch_id}/cancel", response_class=Response, responses=responses(401, 404, 503))
 async def cancel_batch(request: Request, batch_id: str) -> Response:
-    """Cancel a batch and store its results so far as files."""
+    """Cancel a batch. Its results so far are stored as files."""
     manager = _manager(request)
-    return json_response(shown(await manager.cancel(await _found(request, manager.batches, batch_id))))
+    return json_response(
+        public_members(await manager.cancel(await _stored_object(request, manager.batches, batch_id)))
+    )
 
 
 def _manager(request: Request) -> BatchManager:
@@ -200,11 +206,11 @@ def open_manager(services: Services, app: ASGIApp) -> BatchManager:
     return services.states.get_or_make(BatchManager, lambda: BatchManager(services, app, folder))
 
 
-async def _found(request: Request, store: ObjectStore[ObjectT], name: str) -> ObjectT:
-    found = await asyncio.to_thread(store.get, name, owner_of(request))
-    if found is None:
+async def _stored_object(request: Request, store: ObjectStore[ObjectT], name: str) -> ObjectT:
+    stored_object = await asyncio.to_thread(store.get, name, owner_of(request))
+    if stored_object is None:
         raise RequestProblem(404, f"there is no {name[:100]!r}")
-    return found
+    return stored_object
 
 
 def _page(objects: Sequence[StoredObject], limit: int, after: str | None) -> Response:
@@ -212,12 +218,12 @@ def _page(objects: Sequence[StoredObject], limit: int, after: str | None) -> Res
     if after is not None and after not in names:
         raise RequestProblem(400, f"after is {after[:100]!r}, which is not in the list", param="after")
     start = 0 if after is None else names.index(after) + 1
-    data = [shown(item) for item in objects[start : start + limit]]
-    listed: dict[str, object] = {
+    data = [public_members(item) for item in objects[start : start + limit]]
+    page: dict[str, object] = {
         "object": "list",
         "data": data,
         "first_id": data[0]["id"] if data else None,
         "last_id": data[-1]["id"] if data else None,
         "has_more": start + limit < len(objects),
     }
-    return json_response(listed)
+    return json_response(page)

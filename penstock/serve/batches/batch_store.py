@@ -1,4 +1,4 @@
-"""Files and batches on disk: one JSON object for each, next to the content of files.
+"""Files and batches on disk: a JSON file for each object, and the content of each file beside its object.
 
 STATE_DIR/files/file-ID.json   STATE_DIR/files/file-ID.jsonl   STATE_DIR/batches/batch_ID.json
 """
@@ -80,7 +80,7 @@ class ObjectStore(Generic[ObjectT]):
 
     Args:
         folder: the folder; it is created.
-        kind: the beginning of the ids.
+        kind: prefix of the ids.
 
     Raises:
         ConfigError: the folder cannot be used.
@@ -103,11 +103,11 @@ class ObjectStore(Generic[ObjectT]):
         return self._folder / f"{name}.jsonl"
 
     def put(self, value: ObjectT) -> None:
-        """Store an object under its id. An old object is replaced atomically."""
+        """Store an object under its id. Replaces an existing object atomically."""
         path = self._path(value["id"])
-        new = path.with_suffix(".new")
-        new.write_bytes(msgspec.json.encode(value))
-        os.replace(new, path)
+        temporary_path = path.with_suffix(".new")
+        temporary_path.write_bytes(msgspec.json.encode(value))
+        os.replace(temporary_path, path)
 
     def get(self, name: str, owner: str | None = None) -> ObjectT | None:
         """Return an object; None if it does not exist or has another owner."""
@@ -127,16 +127,16 @@ class ObjectStore(Generic[ObjectT]):
     def all(self, owner: str | None = None) -> list[ObjectT]:
         """Return all objects of an owner, the newest first."""
         names = (path.stem for path in self._folder.glob(f"{self._kind}*.json"))
-        found = [value for name in names if (value := self.get(name, owner)) is not None]
-        return sorted(found, key=lambda value: (-value["created_at"], value["id"]))
+        objects = [value for name in names if (value := self.get(name, owner)) is not None]
+        return sorted(objects, key=lambda value: (-value["created_at"], value["id"]))
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{name}.json"
 
 
-def shown(value: Mapping[str, object]) -> dict[str, object]:
-    """Return an object without its internal members."""
-    return {name: one for name, one in value.items() if name not in ("owner", "results", "failures")}
+def public_members(value: Mapping[str, object]) -> dict[str, object]:
+    """Return the members of an object that clients see."""
+    return {name: member for name, member in value.items() if name not in ("owner", "results", "failures")}
 
 
 def file_object(name: str, owner: str, file_name: str, purpose: str, size: int) -> FileObject:

@@ -19,11 +19,11 @@ _MAX_HEADER_BYTES = 4096
 
 
 class Form:
-    """The fields of a form and its file, which is written while the form arrives.
+    """The fields of a form. Its file is written to disk while the form arrives.
 
     Args:
         boundary: the boundary of the parts.
-        file: where the content of the file is written.
+        file: receives the content of the form's file.
     """
 
     def __init__(self, boundary: bytes, file: IO[bytes]) -> None:
@@ -36,7 +36,7 @@ class Form:
         self._header_value = b""
         self._disposition = b""
         self._num_parts = 0
-        self._field: str | None = None  # the name of the current field; None in a file
+        self._field: str | None = None  # name of the current field; None inside the file
         self._value = b""
         self._has_ended = False
         self._parser = MultipartParser(
@@ -83,10 +83,12 @@ class Form:
         self._header_name, self._header_value = b"", b""
 
     def _add_to_header_name(self, data: bytes, start: int, end: int) -> None:
-        self._header_name = _bounded(self._header_name + data[start:end], _MAX_HEADER_BYTES, "header")
+        self._header_name = _checked_length(self._header_name + data[start:end], _MAX_HEADER_BYTES, "header")
 
     def _add_to_header_value(self, data: bytes, start: int, end: int) -> None:
-        self._header_value = _bounded(self._header_value + data[start:end], _MAX_HEADER_BYTES, "header")
+        self._header_value = _checked_length(
+            self._header_value + data[start:end], _MAX_HEADER_BYTES, "header"
+        )
 
     def _end_header(self) -> None:
         if self._header_name.lower() == b"content-disposition":
@@ -100,15 +102,15 @@ class Form:
         if name == "file":
             if self.file_name is not None:
                 raise RequestProblem(400, "the form has two files: send one", param="file")
-            given = options.get(b"filename", b"").decode(errors="replace")
-            self._field, self.file_name = None, Path(given or "file").name[:255]
+            file_name = options.get(b"filename", b"").decode(errors="replace")
+            self._field, self.file_name = None, Path(file_name or "file").name[:255]
 
     def _add_data(self, data: bytes, start: int, end: int) -> None:
         if self._field is None:
             self._file.write(memoryview(data)[start:end])
             self.size += end - start
         else:
-            self._value = _bounded(self._value + data[start:end], _MAX_FIELD_BYTES, "field")
+            self._value = _checked_length(self._value + data[start:end], _MAX_FIELD_BYTES, "field")
 
     def _end_part(self) -> None:
         if self._field is not None:
@@ -119,7 +121,7 @@ class Form:
 
 
 async def read_form(request: Request, path: Path, *, max_bytes: int, timeout: float) -> Form:
-    """Read a form; its file is written to `path` as it arrives.
+    """Read a form. Write its file to `path` as it arrives.
 
     Raises:
         RequestProblem: 415 the body is not such a form; 413 it is too long; 408 it arrives too slowly; 400 it
@@ -159,7 +161,7 @@ async def _read(request: Request, form: Form, max_bytes: int) -> None:
             return
 
 
-def _bounded(value: bytes, max_bytes: int, what: str) -> bytes:
+def _checked_length(value: bytes, max_bytes: int, name: str) -> bytes:
     if len(value) > max_bytes:
-        raise RequestProblem(400, f"a {what} of the form is longer than {max_bytes} bytes")
+        raise RequestProblem(400, f"a {name} of the form is longer than {max_bytes} bytes")
     return value

@@ -36,19 +36,19 @@ class ApiKeys:
         if not self._digests:
             return None
         headers = list(headers)
-        given = [value for name, value in headers if name == b"authorization"]
-        if not given:  # the header of Anthropic's clients
-            given = [b"Bearer " + value for name, value in headers if name == b"x-api-key"]
-        if not given:
+        keys = [value for name, value in headers if name == b"authorization"]
+        if not keys:  # Anthropic's clients send this header
+            keys = [b"Bearer " + value for name, value in headers if name == b"x-api-key"]
+        if not keys:
             raise RequestProblem(
                 401,
                 "an API key is required: send 'Authorization: Bearer KEY'",
                 code="missing_api_key",
                 headers=_CHALLENGE,
             )
-        scheme, _, key = given[0].strip().partition(b" ")
+        scheme, _, key = keys[0].strip().partition(b" ")
         digest = sha256(key.strip()).digest()
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        if len(given) > 1 or scheme.lower() != b"bearer" or not any(matches):
+        matches = [hmac.compare_digest(digest, key_digest) for key_digest in self._digests]
+        if len(keys) > 1 or scheme.lower() != b"bearer" or not any(matches):
             raise RequestProblem(401, "the API key is wrong", headers=_CHALLENGE)
         return matches.index(True) if len(matches) > 1 else None

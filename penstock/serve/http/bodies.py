@@ -35,7 +35,7 @@ class JsonRequest(Request):
         Raises:
             RequestProblem: 413 the body is too long; 408 it arrives too slowly; 415 its content type is
                 not JSON.
-            OverloadedError: 429 it is large, and the limit of concurrent large bodies is reached.
+            OverloadedError: 429 the body is large, and the limit of concurrent large bodies is reached.
         """
         if self._read_body is None:
             self._check_media_type()
@@ -67,25 +67,25 @@ class JsonRequest(Request):
             return await services.decoder_for(len(body)).decode(body, *limits)
 
     def _check_media_type(self) -> None:
-        given = self.headers.get("content-type")
-        if given is None:  # other sites' pages can send such requests without a preflight
+        content_type = self.headers.get("content-type")
+        if content_type is None:  # pages of other sites can send this without a preflight
             raise RequestProblem(
                 415, "the body must be JSON: send 'Content-Type: application/json', which is missing"
             )
-        kind, _, charset = given.partition(";")
+        kind, _, charset = content_type.partition(";")
         kind = kind.strip().lower()
         if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
             raise RequestProblem(
-                415, f"the body must be JSON: send 'Content-Type: application/json', not {given!r}"
+                415, f"the body must be JSON: send 'Content-Type: application/json', not {content_type!r}"
             )
         _, is_charset, name = charset.lower().partition("charset=")
         if is_charset and name.strip(" \"'") not in ("utf-8", "utf8", "us-ascii"):
             raise RequestProblem(415, f"the body must be UTF-8, not {name!r}")
 
     async def _read(self, limit: int) -> bytes:
-        announced = self.headers.get("content-length", "")
-        if announced.isdecimal() and int(announced) > limit:
-            _too_long(limit)
+        content_length = self.headers.get("content-length", "")
+        if content_length.isdecimal() and int(content_length) > limit:
+            _raise_too_long(limit)
         parts, size = [], 0
         while True:
             message = await self.receive()
@@ -94,7 +94,7 @@ class JsonRequest(Request):
             part = message.get("body", b"")
             size += len(part)
             if size > limit:
-                _too_long(limit)
+                _raise_too_long(limit)
             if size > LARGE_BODY_BYTES and not self._holds_large_slot:
                 Services.of(self).large_bodies.acquire()
                 self._holds_large_slot = True
@@ -150,7 +150,7 @@ def _json_problems() -> Iterator[None]:
         ) from None
 
 
-def _too_long(limit: int) -> NoReturn:
+def _raise_too_long(limit: int) -> NoReturn:
     raise RequestProblem(
         413,
         f"the body is longer than {limit} bytes, the limit of this server",

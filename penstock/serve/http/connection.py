@@ -76,7 +76,7 @@ class Connection(asyncio.Protocol):
         if self.cycle is not cycle:
             self._stop_waiting()
         elif self._start_timer is None and (cycle is None or cycle.response_complete):
-            self._wait_for_request()  # room for the rest of the next request's headers
+            self._wait_for_request()  # the rest of the next request's headers must arrive in time
 
     def eof_received(self) -> bool:
         """Return whether the connection stays open. It does while a response is pending."""
@@ -129,7 +129,7 @@ class Connection(asyncio.Protocol):
             f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
         )
         refusal = head.encode() + body
-        if self._is_answering():  # an earlier request; responses are sent in order
+        if self._is_answering():  # responses are sent in the order of the requests
             self._pending_refusal = refusal
             self._drop_incomplete_request()
             return

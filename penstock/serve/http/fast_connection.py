@@ -13,16 +13,16 @@ class HttpToolsConnection(Connection, HttpToolsProtocol):  # type: ignore[misc]
     """A connection with the parser httptools, which limits neither headers nor pipelining."""
 
     _is_in_head = True
-    _num_marks = 0  # numbers of parsed headers and bodies
+    _num_marks = 0  # number of complete headers plus number of complete bodies
     _head_size = 0
 
     def data_received(self, data: bytes) -> None:
         """Parse received bytes, and refuse a request with headers above the limit."""
-        before = self._num_marks
+        marks_before = self._num_marks
         super().data_received(data)
-        if self._num_marks != before:
+        if self._num_marks != marks_before:
             self._head_size = 0
-        if self._num_marks != before or not self._is_in_head:
+        if self._num_marks != marks_before or not self._is_in_head:
             return
         self._head_size += len(data)
         if self._head_size > MAX_HEAD_SIZE and not self.transport.is_closing():
@@ -39,7 +39,8 @@ class HttpToolsConnection(Connection, HttpToolsProtocol):  # type: ignore[misc]
         check_framing(self.headers, self.parser.get_http_version().encode())
         super().on_headers_complete()
         if self.parser.get_http_version() == "1.0":
-            self.cycle.__class__ = _UnframedCycle  # uvicorn has no setting for the class
+            # uvicorn creates the cycle and has no setting for its class.
+            self.cycle.__class__ = _UnframedCycle
 
     def on_message_complete(self) -> None:
         """Record the end of a request's body."""

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class Gate:
-    """Accepts requests between `open` and `close`, which the shutdown calls.
+    """Accepts requests from the call of `open` until the call of `close` at shutdown.
 
     Args:
         is_open: False if the model is not loaded yet.

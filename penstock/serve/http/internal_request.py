@@ -43,15 +43,15 @@ async def internal_request(
     requests: list[Message] = [
         {"type": "http.request", "body": msgspec.json.encode(body), "more_body": False}
     ]
-    sent: asyncio.Queue[Message] = asyncio.Queue()
+    sent_messages: asyncio.Queue[Message] = asyncio.Queue()
 
     async def receive() -> Message:
         if requests:
             return requests.pop()
-        await asyncio.Event().wait()  # an internal client does not disconnect
+        await asyncio.Event().wait()  # blocks forever: an internal client does not disconnect
         raise AssertionError
 
-    given = {"host": "localhost", "content-type": "application/json", **headers}
+    all_headers = {"host": "localhost", "content-type": "application/json", **headers}
     scope = {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -62,42 +62,42 @@ async def internal_request(
         "raw_path": path.encode(),
         "root_path": "",
         "query_string": b"",
-        "headers": [(name.lower().encode(), value.encode("latin-1")) for name, value in given.items()],
+        "headers": [(name.lower().encode(), value.encode("latin-1")) for name, value in all_headers.items()],
         "client": (client, 0),
         "server": ("localhost", 80),
         "state": {},
         INTERNAL: True,
     }
-    task = asyncio.ensure_future(_run(app, scope, receive, sent))
+    task = asyncio.ensure_future(_run(app, scope, receive, sent_messages))
 
     async def parts() -> AsyncIterator[bytes]:
         more = True
         while more:
-            message = await sent.get()
+            message = await sent_messages.get()
             if message["type"] != "http.response.body":
-                raise await _error_of(task)
+                raise await _application_error(task)
             if part := message.get("body"):
                 yield part
             more = message.get("more_body", False)
 
     try:
-        start = await sent.get()
+        start = await sent_messages.get()
         if start["type"] != "http.response.start":
-            raise await _error_of(task)
+            raise await _application_error(task)
         yield InternalResponse(start["status"], dict(start["headers"]), parts())
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def _run(app: ASGIApp, scope: Message, receive: object, sent: asyncio.Queue[Message]) -> None:
+async def _run(app: ASGIApp, scope: Message, receive: object, sent_messages: asyncio.Queue[Message]) -> None:
     try:
-        await app(scope, receive, sent.put)  # type: ignore[arg-type]
+        await app(scope, receive, sent_messages.put)  # type: ignore[arg-type]
     finally:
-        sent.put_nowait({"type": "ended"})
+        sent_messages.put_nowait({"type": "ended"})
 
 
-async def _error_of(task: asyncio.Task[None]) -> BaseException:
+async def _application_error(task: asyncio.Task[None]) -> BaseException:
     """Return the error of an application that ended before its response."""
     (error,) = await asyncio.gather(task, return_exceptions=True)
     return error if isinstance(error, BaseException) else RuntimeError("the response is incomplete")

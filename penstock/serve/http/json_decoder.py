@@ -53,7 +53,7 @@ class JsonDecoder:
                 self._kill()
                 raise UnavailableError(f"the process that decodes long bodies has ended: {error}") from error
             except BaseException:
-                self._kill()  # the reply to an abandoned request must not answer the next one
+                self._kill()  # its reply to this body must not be read as the reply to the next
                 raise
         if kind == VALUE:
             if len(data) <= _MAX_INLINE_REPLY_BYTES:

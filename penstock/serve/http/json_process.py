@@ -84,8 +84,8 @@ def _check_values(body: bytes, max_values: int, max_items: int) -> None:
     num_values, num_items = _count(body)
     if num_values <= max_values and num_items <= max_items:
         return
-    pieces = body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
-    num_values, num_items = _count(b"".join(pieces[::2]))
+    quoted_parts = body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+    num_values, num_items = _count(b"".join(quoted_parts[::2]))
     if num_values > max_values:
         raise TooManyValuesError(
             f"the body has {num_values} objects, arrays and keys; the limit is {max_values}"
@@ -99,14 +99,14 @@ def _count(body: bytes) -> tuple[int, int]:
 
 
 def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    members = dict(pairs)
+    if len(members) < len(pairs):
         seen: set[str] = set()
         for name, _ in pairs:
             if name in seen:
                 _invalid(f"the key {name[:100]!r} occurs twice in one object")
             seen.add(name)
-    return found
+    return members
 
 
 def _reject_constant(name: str) -> NoReturn:
@@ -131,10 +131,12 @@ def _is_unicode(value: object) -> bool:
 def _is_deeper(value: object, limit: int) -> bool:
     level: list[object] = [value]
     for _ in range(limit + 1):
-        parents = [one for one in level if isinstance(one, dict | list)]
+        parents = [item for item in level if isinstance(item, dict | list)]
         if not parents:
             return False
-        level = [child for one in parents for child in (one.values() if isinstance(one, dict) else one)]
+        level = [
+            child for parent in parents for child in (parent.values() if isinstance(parent, dict) else parent)
+        ]
     return True
 
 

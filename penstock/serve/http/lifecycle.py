@@ -80,7 +80,7 @@ class Server:
         configure_logging(self._config)
         sys.setswitchinterval(_SWITCH_INTERVAL)
         with listening_socket(self._config.host, self._config.port) as listener:
-            with self._startup.phase("find the model"):  # may download it, once for both processes
+            with self._startup.phase("find the model"):  # may download it; the worker then finds the files
                 self._pipeline_config.model.checkpoint  # noqa: B018
             with self._startup.phase("start the worker's process"):
                 self._worker.launch()
@@ -92,11 +92,11 @@ class Server:
         assert main is not None
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number, main)
-        loading = asyncio.create_task(self._worker.start())
+        load_task = asyncio.create_task(self._worker.start())
         try:
             services, server = await asyncio.to_thread(self._make_server)
             async with server.listening(listener):
-                await self._serve(services, loading, listener)
+                await self._serve(services, load_task, listener)
                 return await self._drain(services)
         except asyncio.CancelledError:
             if len(self._signals) < 2:
@@ -104,8 +104,8 @@ class Server:
             main.uncancel()
             return 128 + self._signals[-1]
         finally:
-            loading.cancel()
-            await asyncio.gather(loading, return_exceptions=True)
+            load_task.cancel()
+            await asyncio.gather(load_task, return_exceptions=True)
             await self._worker.stop(0)
 
     def _on_signal(self, number: int, main: asyncio.Task[int]) -> None:
@@ -127,25 +127,27 @@ class Server:
             services = build_services(config, self._pipeline_config, self._worker, tokenizer)
             return services, HttpServer(create_app(services), config)
 
-    async def _serve(self, services: Services, loading: asyncio.Task[None], listener: socket.socket) -> None:
+    async def _serve(
+        self, services: Services, load_task: asyncio.Task[None], listener: socket.socket
+    ) -> None:
         """Open the gate when the model is loaded, and return at the first signal."""
-        stopping = asyncio.create_task(self._stop.wait())
+        stop_task = asyncio.create_task(self._stop.wait())
         try:
             with self._startup.phase("wait for the worker"):
-                await asyncio.wait([loading, stopping], return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait([load_task, stop_task], return_when=asyncio.FIRST_COMPLETED)
             if self._stop.is_set():
                 return
-            loading.result()
+            load_task.result()
             await self._open(services, listener)
-            background = [
+            background_tasks = [
                 asyncio.create_task(self._watch()),
                 asyncio.create_task(self._finish_warm_up(services)),
             ]
-            await stopping
-            for task in background:
+            await stop_task
+            for task in background_tasks:
                 task.cancel()
         finally:
-            stopping.cancel()
+            stop_task.cancel()
 
     async def _open(self, services: Services, listener: socket.socket) -> None:
         from penstock.serve.warmup import warm_up_model
@@ -156,7 +158,7 @@ class Server:
         with self._startup.phase("warm up"):
             await warm_up_model(self._worker, services.tokenizer, services.task)
         gc.collect()
-        gc.freeze()  # collections skip objects that live as long as the server
+        gc.freeze()  # garbage collections then skip the objects that live as long as the server
         services.gate.open()
         if self._config.state_dir is not None:
             from penstock.serve.batches.batch_manager import BatchManager
@@ -226,7 +228,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
-        reason = (error.strerror or str(error)).partition(" (")[0]  # the text after it repeats the address
+        reason = (error.strerror or str(error)).partition(" (")[0]  # after " (", asyncio repeats the address
         field = "port" if error.errno in _PORT_ERRORS else "host"
         raise ConfigError(field, f"cannot listen at {host}:{port}: {reason}") from error
 

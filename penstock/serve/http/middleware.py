@@ -38,7 +38,7 @@ _MAX_DRAIN_BYTES = 64 * 1024
 _DRAIN_TIMEOUT = 1.0
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"})
-_MAX_SESSION = 256
+_MAX_SESSION_LENGTH = 256
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
@@ -164,7 +164,7 @@ class AdmissionMiddleware:
 
 
 def _client_id(key: int | None, scope: Scope) -> str:
-    """Return the id of the client for fair scheduling: its API key if several exist, else its connection."""
+    """Return the client id for fair scheduling: the index of its API key, or its address without one."""
     if key is not None:
         return f"key {key}"
     host, port = scope.get("client") or ("", 0)
@@ -172,11 +172,11 @@ def _client_id(key: int | None, scope: Scope) -> str:
 
 
 def _session(scope: Scope, header: bytes) -> str:
-    """Return the session that a header names, cut to a maximum length."""
+    """Return the session id in a header, cut to `_MAX_SESSION_LENGTH` characters; "" without the header."""
     for name, value in scope["headers"]:
         if name == header:
-            given: str = value.decode("latin-1")
-            return given[:_MAX_SESSION]
+            session: str = value.decode("latin-1")
+            return session[:_MAX_SESSION_LENGTH]
     return ""
 
 
@@ -204,9 +204,9 @@ def _request_id(scope: Scope) -> str:
     """Return the client's request id if it is short and safe for headers and logs, else a new one."""
     for name, value in scope["headers"]:
         if name == b"x-request-id":
-            given: str = value.decode("latin-1")
-            if _REQUEST_ID.fullmatch(given):
-                return given
+            request_id: str = value.decode("latin-1")
+            if _REQUEST_ID.fullmatch(request_id):
+                return request_id
     return uuid4().hex
 
 

@@ -75,11 +75,11 @@ def route_options(kind: type[RequestBody], description: str, *, streams: bool = 
     return {
         "response_class": Response,
         "openapi_extra": body_of(kind),
-        "responses": generated(description, streams=streams),
+        "responses": body_responses(description, streams=streams),
     }
 
 
-def generated(description: str, *, streams: bool = True) -> dict[int | str, dict[str, object]]:
+def body_responses(description: str, *, streams: bool = True) -> dict[int | str, dict[str, object]]:
     """Return the descriptions of all responses of a route with a body: 200 as JSON or stream, and errors."""
     content: dict[str, object] = {"application/json": {"schema": {"type": "object"}}}
     if streams:

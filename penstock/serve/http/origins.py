@@ -1,8 +1,8 @@
 """Protection of a server without an API key against pages of other sites in a browser.
 
 A page of any site can send requests to a server on the same machine (a simple ``POST``). With DNS rebinding,
-a page can also make the browser treat the server as part of its own site. The first kind of request has a
-foreign ``Origin``, the second a foreign ``Host``.
+a page can also make the browser treat the server as part of its own site. A page of another site sends a
+foreign ``Origin``. A page that uses DNS rebinding sends a foreign ``Host``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.serve.config import ServeConfig
 from penstock.serve.http.problems import RequestProblem, problem_of
 from penstock.serve.observability.request_record import RequestRecord
 
-_SAFE = ("GET", "HEAD", "OPTIONS")
+_SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 """Methods without side effects. A page of another site cannot read their responses."""
 
 
@@ -67,14 +67,14 @@ class OriginMiddleware:
                 code="invalid_http",
                 headers={"connection": "close"},
             )
-        host = hosts[0] if hosts else None  # browsers always send it
+        host = hosts[0] if hosts else None  # browsers always send a Host header
         if host is not None and not self._is_known(host):
             raise RequestProblem(
                 421,
                 f"the host {host[:100]!r} is not allowed: start the server with "
-                f"--allowed-hosts {_quoted(host)}, or with --api-key",
+                f"--allowed-hosts {_host_argument(host)}, or with --api-key",
             )
-        if not self._has_key and scope["method"] not in _SAFE and self._is_foreign(headers, host):
+        if not self._has_key and scope["method"] not in _SAFE_METHODS and self._is_foreign(headers, host):
             origin = headers.get("origin", "another site")
             raise RequestProblem(
                 403,
@@ -92,8 +92,10 @@ class OriginMiddleware:
         if is_loopback(name) or name == self._own_host:
             return True
         return any(
-            one == "*" or name == one.lower() or (one.startswith("*.") and name.endswith(one[1:].lower()))
-            for one in self._hosts
+            pattern == "*"
+            or name == pattern.lower()
+            or (pattern.startswith("*.") and name.endswith(pattern[1:].lower()))
+            for pattern in self._hosts
         )
 
     def _is_foreign(self, headers: Headers, host: str | None) -> bool:
@@ -137,7 +139,7 @@ def host_name(host: str) -> str | None:
     return name.removesuffix(".")
 
 
-def _quoted(host: str) -> str:
+def _host_argument(host: str) -> str:
     name = host_name(host)
-    is_plain = name is not None and len(name) <= 100 and all(one.isalnum() or one in "-._:" for one in name)
+    is_plain = name is not None and len(name) <= 100 and all(c.isalnum() or c in "-._:" for c in name)
     return str(name) if is_plain else "NAME"

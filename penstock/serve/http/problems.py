@@ -118,8 +118,8 @@ class Problem:
     @property
     def body(self) -> dict[str, object]:
         """OpenAI's error object, also the data of a stream's error event."""
-        named = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
-        return {"error": named}
+        members = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return {"error": members}
 
     def encode(self) -> bytes:
         """Return `body` as JSON."""
@@ -127,17 +127,17 @@ class Problem:
 
     def printable(self) -> Problem:
         """Return the problem without unpaired surrogates, which UTF-8 cannot encode."""
-        plain = self.message.encode("utf-8", "backslashreplace").decode()
+        escaped_message = self.message.encode("utf-8", "backslashreplace").decode()
         param = self.param and self.param.encode("utf-8", "backslashreplace").decode()
-        return replace(self, message=plain, param=param)
+        return replace(self, message=escaped_message, param=param)
 
     def response(self, path: str = "", request_id: str = "") -> Response:
         """Return the HTTP response of a request to `path`, in the error format of its API."""
-        shape = next((shape for start, shape in _SHAPES.items() if path.startswith(start)), None)
-        if shape is None:
+        encode_error = next((f for prefix, f in _ERROR_FORMATS.items() if path.startswith(prefix)), None)
+        if encode_error is None:
             data = self.encode()
         else:
-            data = msgspec.json.encode(shape(self) | {"request_id": request_id})
+            data = msgspec.json.encode(encode_error(self) | {"request_id": request_id})
         return Response(data, self.status, dict(self.headers), media_type="application/json")
 
 
@@ -161,11 +161,11 @@ _ANTHROPIC_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-_SHAPES: Mapping[str, Callable[[Problem], dict[str, object]]] = {
+_ERROR_FORMATS: Mapping[str, Callable[[Problem], dict[str, object]]] = {
     "/v1/messages": anthropic_error,
     "/api/": ollama_error,
 }
-"""The beginning of a path -> the error format of its API. All other routes have OpenAI's format."""
+"""Path prefix -> function that encodes an error for that API. All other routes use OpenAI's format."""
 
 
 def problem_of(error: BaseException) -> Problem:
@@ -181,11 +181,11 @@ def problem_of(error: BaseException) -> Problem:
             _with_retry(error.status_code, error.headers or {}),
         )
     if isinstance(error, HTTPException):
-        return _problem_of_framework(error.status_code, str(error.detail), error.headers or {})
+        return _framework_problem(error.status_code, str(error.detail), error.headers or {})
     if isinstance(error, RequestValidationError | ValidationError):
-        return problem_of_validation(error.errors())
+        return validation_problem(error.errors())
     if isinstance(error, PenstockError):
-        return _problem_of_table(error)
+        return _penstock_problem(error)
     return Problem(500, "internal server error; see the server's log", "server_error", "internal_error")
 
 
@@ -198,7 +198,7 @@ async def handle(request: Request, error: Exception) -> Response:
     return problem.response(request.url.path, record.request_id)
 
 
-def problem_of_validation(errors: Sequence[ErrorDetails]) -> Problem:
+def validation_problem(errors: Sequence[ErrorDetails]) -> Problem:
     """Return the 400 for the first validation error of a body, with the path of the field."""
     first = errors[0]
     path = field_path(first["loc"])
@@ -224,7 +224,7 @@ def field_path(location: Sequence[str | int]) -> str:
     return path
 
 
-def _problem_of_framework(status: int, detail: str, headers: Mapping[str, str]) -> Problem:
+def _framework_problem(status: int, detail: str, headers: Mapping[str, str]) -> Problem:
     type_, code = _STATUS_TABLE.get(status, (INVALID if status < 500 else "server_error", None))
     message = {404: "this route does not exist", 405: "this route does not support the method"}.get(
         status, detail
@@ -232,7 +232,7 @@ def _problem_of_framework(status: int, detail: str, headers: Mapping[str, str]) 
     return Problem(status, message, type_, code, None, _with_retry(status, headers))
 
 
-def _problem_of_table(error: PenstockError) -> Problem:
+def _penstock_problem(error: PenstockError) -> Problem:
     status, type_, code = next(TABLE[cls] for cls in type(error).__mro__ if cls in TABLE)
     param = "model" if isinstance(error, UnknownModelError) else None
     headers = {}

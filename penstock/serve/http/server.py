@@ -53,7 +53,7 @@ class HttpServer(uvicorn.Server):
     @asynccontextmanager
     async def listening(self, listener: socket.socket) -> AsyncIterator[None]:
         """Serve while the block runs. Then close connections, after an exception immediately."""
-        serving = asyncio.create_task(self.serve(sockets=[listener]))
+        serve_task = asyncio.create_task(self.serve(sockets=[listener]))
         try:
             yield
         except BaseException:
@@ -62,7 +62,7 @@ class HttpServer(uvicorn.Server):
         finally:
             self.should_exit = True
             with contextlib.suppress(asyncio.CancelledError):
-                await serving
+                await serve_task
 
 
 def connection_class() -> type[Connection]:

@@ -23,7 +23,7 @@ _LINE_ENDS = tuple((end.encode(), b"\\u%04x" % ord(end)) for end in "\x85\u2028\
 
 
 def escape_line_ends(data: bytes) -> bytes:
-    """Return JSON with escapes for characters that ``str.splitlines`` takes for line ends.
+    """Return JSON with escapes for the non-ASCII characters at which ``str.splitlines`` splits.
 
     JSON allows them in texts. Clients that split a stream with ``splitlines``, such as Ollama's, would get
     incomplete lines.
@@ -44,7 +44,7 @@ def named_event(data: dict[str, object]) -> bytes:
 
 
 class OpenAIStream:
-    """The events that the streams of OpenAI's older APIs have in common."""
+    """The ping and error events of OpenAI's completions and chat completions streams."""
 
     media_type = "text/event-stream"
 
@@ -69,11 +69,11 @@ class EventTemplate:
     """Marks the place of the value. No other part of the object may contain this text."""
 
     def __init__(self, data: object) -> None:
-        self._before, self._after = event(data).split(_encode(self.PLACEHOLDER))
+        self._prefix, self._suffix = event(data).split(_encode(self.PLACEHOLDER))
 
     def with_value(self, value: object) -> bytes:
         """Return the event with a value."""
-        return b"%b%b%b" % (self._before, _encode(value), self._after)
+        return b"%b%b%b" % (self._prefix, _encode(value), self._suffix)
 
 
 class EventStream(Response):
@@ -84,17 +84,17 @@ class EventStream(Response):
     generator is closed immediately and releases its resources.
 
     Args:
-        pieces: complete events, parts of an event that end between characters, or bytes that are no text.
+        chunks: events, parts of events that end at a character boundary, or binary data.
         on_error: called with the error that ended the stream.
         on_disconnect: called when the client has disconnected.
         error_event: encodes the error that ended the stream.
         media_type: the content type of the stream.
-        is_text: whether line ends of Unicode in pieces are escaped; False for audio.
+        is_text: whether chunks are text, in which Unicode line ends are escaped; False for audio.
     """
 
     def __init__(
         self,
-        pieces: AsyncGenerator[bytes, None],
+        chunks: AsyncGenerator[bytes, None],
         *,
         error_event: Callable[[Problem], bytes] | None = None,
         media_type: str = "text/event-stream",
@@ -107,7 +107,7 @@ class EventStream(Response):
         self.background = None
         self.body = b""
         self.media_type = media_type
-        self._pieces = pieces
+        self._chunks = chunks
         self._is_text = is_text
         self._error_event = error_event or OpenAIStream().error
         self._on_error = on_error
@@ -117,29 +117,29 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream. Return at its end, or when the client disconnects."""
-        sending = asyncio.ensure_future(self._send(send))
-        leaving = asyncio.ensure_future(wait_for_disconnect(receive))
+        send_task = asyncio.ensure_future(self._send(send))
+        disconnect_task = asyncio.ensure_future(wait_for_disconnect(receive))
         try:
-            await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
-            if not sending.done():
+            await asyncio.wait((send_task, disconnect_task), return_when=asyncio.FIRST_COMPLETED)
+            if not send_task.done():
                 self._on_disconnect()
-                sending.cancel()
-                await asyncio.wait((sending,))
-            elif (error := sending.exception()) is not None:
+                send_task.cancel()
+                await asyncio.wait((send_task,))
+            elif (error := send_task.exception()) is not None:
                 raise error
         finally:
-            leaving.cancel()
-            sending.cancel()
-            await asyncio.wait((sending, leaving))
-            await self._pieces.aclose()
+            disconnect_task.cancel()
+            send_task.cancel()
+            await asyncio.wait((send_task, disconnect_task))
+            await self._chunks.aclose()
 
     async def _send(self, send: Send) -> None:
         try:
             await send(
                 {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
             )
-            async for piece in self._pieces:
-                body = escape_line_ends(piece) if self._is_text else piece
+            async for chunk in self._chunks:
+                body = escape_line_ends(chunk) if self._is_text else chunk
                 await send({"type": "http.response.body", "body": body, "more_body": True})
         except OSError:
             self._on_disconnect()  # some servers report a disconnected client by an OSError
@@ -152,6 +152,6 @@ class EventStream(Response):
 
 
 async def wait_for_disconnect(receive: Receive) -> None:
-    """Return when the client has disconnected. The body must be read before."""
+    """Return when the client has disconnected. The caller must have read the request body."""
     while (await receive())["type"] != "http.disconnect":
         pass

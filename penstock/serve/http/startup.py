@@ -29,13 +29,13 @@ class Startup:
     """Measures a start, from the start of the process if the system reports it."""
 
     def __init__(self) -> None:
-        self._began = time.perf_counter() - process_age()
+        self._started_at = time.perf_counter() - process_age()
         self.phases: list[StartupPhase] = []
 
     @property
     def seconds(self) -> float:
         """Seconds since the process started."""
-        return time.perf_counter() - self._began
+        return time.perf_counter() - self._started_at
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -63,7 +63,7 @@ def announce(startup: Startup, url: str, model: str, log_format: str) -> None:
     """Report that the server is ready: print the phases and the address, or log them as JSON."""
     total = startup.seconds
     if log_format == "json":
-        phases = {f"{one.process}: {one.name}": round(one.seconds, 3) for one in startup.phases}
+        phases = {f"{phase.process}: {phase.name}": round(phase.seconds, 3) for phase in startup.phases}
         log_event(_log, logging.INFO, "ready", url=url, model=model, seconds=round(total, 3), phases=phases)
         return
     if sys.stderr is not None and sys.stderr.isatty():

@@ -20,15 +20,15 @@ class TimeLimits:
     def __init__(self, config: ServeConfig, record: RequestRecord) -> None:
         self._request_timeout = config.request_timeout
         self._stream_timeout = config.stream_timeout
-        self._received = record.received
+        self._received_at = record.received
 
-    async def within(self, waiting: Awaitable[T]) -> T:
+    async def within(self, result: Awaitable[T]) -> T:
         """Await a result within the limit of the whole request.
 
         Raises:
             RequestProblem: 503, the request takes too long.
         """
-        return await self._await(waiting, None)
+        return await self._await(result, None)
 
     async def with_pings(
         self, deltas: AsyncIterator[T], *, ping: float, progress: Callable[[], int] = int
@@ -39,7 +39,7 @@ class TimeLimits:
 
         Args:
             deltas: the items. Cancelling its ``__anext__`` must not lose an item.
-            ping: seconds between two None.
+            ping: seconds without an item after which None is yielded.
             progress: returns the amount of data received for the next item. A change restarts the time limit.
 
         Raises:
@@ -47,19 +47,19 @@ class TimeLimits:
         """
         limit: float | None = None
         while True:
-            waited, seen = 0.0, progress()
+            silent_seconds, last_progress = 0.0, progress()
             while True:
-                seconds = ping if limit is None else min(ping, limit - waited)
+                seconds = ping if limit is None else min(ping, limit - silent_seconds)
                 try:
                     item = await self._await(anext(deltas), seconds)
                     break
                 except StopAsyncIteration:
                     return
                 except _NoItemError:
-                    waited += seconds
-                if progress() != seen:
-                    waited, seen = 0.0, progress()
-                elif limit is not None and waited >= limit:
+                    silent_seconds += seconds
+                if progress() != last_progress:
+                    silent_seconds, last_progress = 0.0, progress()
+                elif limit is not None and silent_seconds >= limit:
                     raise RequestProblem(
                         503, f"no token arrived for {limit:g} seconds", code="timeout"
                     ) from None
@@ -67,18 +67,27 @@ class TimeLimits:
             yield item
             limit = self._stream_timeout
 
-    async def _await(self, waiting: Awaitable[T], seconds: float | None) -> T:
-        """Raise `_NoItemError` after ``seconds``, unless the limit of the whole request comes first."""
-        whole = self._request_timeout
-        left = None if whole is None else max(0.0, self._received + whole - time.perf_counter())
-        is_last = left is not None and (seconds is None or left <= seconds)
+    async def _await(self, result: Awaitable[T], seconds: float | None) -> T:
+        """Await a result for at most ``seconds``, and at most until the request's time limit.
+
+        Raises:
+            _NoItemError: ``seconds`` have passed.
+            RequestProblem: 503, the request's time limit has passed.
+        """
+        request_timeout = self._request_timeout
+        remaining_seconds = (
+            None
+            if request_timeout is None
+            else max(0.0, self._received_at + request_timeout - time.perf_counter())
+        )
+        is_request_limit = remaining_seconds is not None and (seconds is None or remaining_seconds <= seconds)
         try:
-            async with asyncio.timeout(left if is_last else seconds):
-                return await waiting
+            async with asyncio.timeout(remaining_seconds if is_request_limit else seconds):
+                return await result
         except TimeoutError:
-            if not is_last:
+            if not is_request_limit:
                 raise _NoItemError from None
-            message = f"the request took longer than {whole:g} seconds, the limit of this server"
+            message = f"the request took longer than {request_timeout:g} seconds, the limit of this server"
             raise RequestProblem(503, message, code="timeout") from None
 
 

@@ -9,9 +9,9 @@ from typing import Any
 LINGER_BYTES = 64 * 2**20
 """Maximum bytes of a request to discard after its response. With more, the connection is reset."""
 LINGER_SECONDS = 30.0
-"""Maximum seconds to discard bytes."""
+"""Maximum seconds for which bytes are discarded."""
 LINGER_IDLE_SECONDS = 5.0
-"""Seconds without a byte after which the connection closes."""
+"""Seconds without a received byte after which the connection closes."""
 
 _PROBE = b"HTTP/1.1 "
 """The first bytes of every response. They can be sent before the rest of the response is known."""

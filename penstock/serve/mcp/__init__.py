@@ -1,1 +1,1 @@
-"""Client of tool servers (Model Context Protocol), whose tools the server calls on behalf of the model."""
+"""Client of tool servers (Model Context Protocol). The server calls their tools for the model."""

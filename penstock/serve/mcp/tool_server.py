@@ -23,19 +23,19 @@ FAILURE_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class ServerTools:
-    """The tools of a server, or the reason why they could not be listed."""
+    """The tools of a server, or the error of listing them."""
 
     tools: Sequence[ServerTool] = ()
     error: str | None = None
 
 
 class ToolServers:
-    """The tool servers of ``--mcp-server``, by name. Lists of tools are requested on demand.
+    """The tool servers of ``--mcp-server``, by name. Lists their tools on demand and caches the lists.
 
     Args:
         servers: ``NAME=URL`` of each server.
         tokens: ``NAME=TOKEN`` of servers that need a bearer token.
-        timeout: seconds for a call of a tool, and for a list of tools.
+        timeout: maximum seconds for calling a tool and for listing tools.
 
     Raises:
         MissingDependencyError: the package ``mcp`` is not installed.
@@ -43,9 +43,9 @@ class ToolServers:
 
     def __init__(self, servers: Sequence[str], tokens: Sequence[str], timeout: float) -> None:
         check_package(servers)
-        secrets = dict(_pair(one) for one in tokens)
+        secrets = dict(_name_and_value(token) for token in tokens)
         self._servers: Mapping[str, ToolServer] = {
-            name: ToolServer(name, url, secrets.get(name)) for name, url in map(_pair, servers)
+            name: ToolServer(name, url, secrets.get(name)) for name, url in map(_name_and_value, servers)
         }
         self._timeout = timeout
         self._lists: dict[str, tuple[float, ServerTools]] = {}
@@ -59,30 +59,29 @@ class ToolServers:
         """The names of all servers."""
         return [*self._servers]
 
-    def named(self, name: str) -> ToolServer | None:
-        """Return the server of a name, or None."""
+    def by_name(self, name: str) -> ToolServer | None:
+        """Return the server with a name, or None."""
         return self._servers.get(name)
 
-    def at(self, url: str) -> ToolServer | None:
-        """Return the server at a URL, or None."""
-        return next((one for one in self if one.url.rstrip("/") == url.rstrip("/")), None)
+    def by_url(self, url: str) -> ToolServer | None:
+        """Return the server with a URL, or None."""
+        return next((server for server in self if server.url.rstrip("/") == url.rstrip("/")), None)
 
     def session(self, server: ToolServer) -> ToolSession:
         """Return a new session with a server."""
         return ToolSession(server, self._timeout)
 
     async def tools_of(self, server: ToolServer) -> ServerTools:
-        """Return the tools of a server. A list is cached for `LIST_SECONDS`, an error for
-        `FAILURE_SECONDS`."""
+        """Return the tools of a server. The result is cached."""
         async with self._locks.setdefault(server.name, asyncio.Lock()):
-            until, found = self._lists.get(server.name, (0.0, ServerTools()))
-            if time.monotonic() < until:
-                return found
+            expires_at, tools = self._lists.get(server.name, (0.0, ServerTools()))
+            if time.monotonic() < expires_at:
+                return tools
             try:
                 async with self.session(server) as session:
-                    found, seconds = ServerTools(await session.list_tools()), LIST_SECONDS
+                    tools, seconds = ServerTools(await session.list_tools()), LIST_SECONDS
             except ToolServerError as error:
-                found, seconds = ServerTools(error=str(error)), FAILURE_SECONDS
+                tools, seconds = ServerTools(error=str(error)), FAILURE_SECONDS
                 log_event(
                     _log,
                     logging.WARNING,
@@ -90,11 +89,11 @@ class ToolServers:
                     server=server.name,
                     error=str(error),
                 )
-            self._lists[server.name] = time.monotonic() + seconds, found
-            return found
+            self._lists[server.name] = time.monotonic() + seconds, tools
+            return tools
 
     def close(self) -> None:
-        """Clear the cached lists. Open sessions are closed by the responses that opened them."""
+        """Clear the cached lists. `ResponseRun` closes the sessions that it opened."""
         self._lists.clear()
 
 
@@ -108,6 +107,6 @@ def check_package(servers: Sequence[str]) -> None:
         raise MissingDependencyError("mcp", "mcp", "--mcp-server")
 
 
-def _pair(text: str) -> tuple[str, str]:
+def _name_and_value(text: str) -> tuple[str, str]:
     name, _, value = text.partition("=")
     return name, value

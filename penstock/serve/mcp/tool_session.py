@@ -1,4 +1,4 @@
-"""A connection to a tool server: list its tools, call them."""
+"""A connection to a tool server, to list and call its tools."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ServerTool:
 
 @dataclass(frozen=True)
 class ToolOutput:
-    """The result of a call: its text, or an error in the form of the Responses API."""
+    """The result of a call: its text, or an error in the format of the Responses API."""
 
     output: str | None = None
     error: Mapping[str, object] | None = None
@@ -63,7 +63,7 @@ class ToolOutput:
 
     @property
     def text(self) -> str:
-        """The text for the model."""
+        """The text of the output or of the error, for the prompt of the next turn."""
         if self.error is None:
             return self.output or ""
         if "message" in self.error:
@@ -78,10 +78,10 @@ class ToolServerError(Exception):
 
 
 class ToolSession:
-    """A session with a tool server (``async with``), opened by the first call.
+    """A session with a tool server, an async context manager. The first call connects.
 
-    The client of the package ``mcp`` must be opened and closed in the same task. The session has a task for
-    this, so that calls may come from any task.
+    The client of the package ``mcp`` must be opened and closed in the same task. The session creates a task
+    for this, so that any task may call it.
 
     Args:
         server: the server.
@@ -92,7 +92,7 @@ class ToolSession:
         self._server = server
         self._timeout = timeout
         self._client: asyncio.Future[Client] | None = None
-        self._closing = asyncio.Event()
+        self._close_event = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -113,7 +113,7 @@ class ToolSession:
         cursor = None
         try:
             async with asyncio.timeout(self._timeout):
-                client = await self._connected()
+                client = await self._connect()
                 while True:
                     page = await client.list_tools(cursor=cursor)
                     tools += [_tool(tool) for tool in page.tools]
@@ -121,44 +121,44 @@ class ToolSession:
                     if cursor is None or len(tools) >= MAX_TOOLS:
                         return tools[:MAX_TOOLS]
         except TimeoutError:
-            raise ToolServerError(self._late()) from None
-        except Exception as error:  # errors of the client and of its transports have no common class
-            raise ToolServerError(self._unreachable(error)) from error
+            raise ToolServerError(self._timeout_message()) from None
+        except Exception as error:  # the errors of the client and of its transports have no common base class
+            raise ToolServerError(self._error_message(error)) from error
 
     async def call(self, name: str, arguments: Mapping[str, object]) -> ToolOutput:
-        """Call a tool. An error of the tool or of the server is an output with an error."""
+        """Call a tool and return its output. Errors of the tool or of the server are returned, not raised."""
         from mcp import MCPError
 
         try:
             async with asyncio.timeout(self._timeout):
-                client = await self._connected()
+                client = await self._connect()
                 result = await client.call_tool(name, dict(arguments))
         except TimeoutError:
-            return ToolOutput.failed(TIMED_OUT, self._late())
+            return ToolOutput.failed(TIMED_OUT, self._timeout_message())
         except MCPError as error:
             return ToolOutput.failed(error.code, _cut(error.message), "mcp_protocol_error")
-        except Exception as error:  # no common class, see above
-            return ToolOutput.failed(UNREACHABLE, self._unreachable(error))
+        except Exception as error:  # no common base class, as in `list_tools`
+            return ToolOutput.failed(UNREACHABLE, self._error_message(error))
         return _output(result)
 
     async def close(self) -> None:
-        """End the session. Calls that are running fail."""
+        """Close the session. Running calls fail."""
         if self._task is None:
             return
-        self._closing.set()
+        self._close_event.set()
         await asyncio.wait((self._task,), timeout=_CLOSE_SECONDS)
         self._task.cancel()
         await asyncio.wait((self._task,))
         self._task = None
 
-    async def _connected(self) -> Client:
+    async def _connect(self) -> Client:
         """Return the client. The first call connects."""
         if self._client is None:
             self._client = asyncio.get_running_loop().create_future()
             self._task = asyncio.create_task(self._run(self._client))
         return await asyncio.shield(self._client)
 
-    async def _run(self, connected: asyncio.Future[Client]) -> None:
+    async def _run(self, connection: asyncio.Future[Client]) -> None:
         from mcp import Client
         from mcp.client.streamable_http import streamable_http_client
 
@@ -174,44 +174,45 @@ class ToolSession:
                     )
                     transport = streamable_http_client(self._server.url, http_client=http)
                 client = await stack.enter_async_context(Client(transport))
-                connected.set_result(client)
-                await self._closing.wait()
-        except Exception as error:  # as above; after the connection the calls themselves report errors
-            if not connected.done():
-                connected.set_exception(error)
-                connected.exception()  # a caller that has timed out does not read it
+                connection.set_result(client)
+                await self._close_event.wait()
+        except Exception as error:  # an error of connecting; the calls report later errors
+            if not connection.done():
+                connection.set_exception(error)
+                # If the caller has timed out, asyncio would log the exception as never retrieved.
+                connection.exception()
         finally:
-            connected.cancel()
+            connection.cancel()
 
-    def _late(self) -> str:
+    def _timeout_message(self) -> str:
         return f"the tool server {self._server.name} has not answered within {self._timeout:g} seconds"
 
-    def _unreachable(self, error: BaseException) -> str:
-        reason = "; ".join(dict.fromkeys(str(one) or type(one).__name__ for one in _leaves(error)))
+    def _error_message(self, error: BaseException) -> str:
+        reason = "; ".join(dict.fromkeys(str(leaf) or type(leaf).__name__ for leaf in _leaf_errors(error)))
         return _cut(f"the tool server {self._server.name} cannot be used: {reason}")
 
 
-def _leaves(error: BaseException) -> Iterator[BaseException]:
-    """Yield the errors of a group."""
+def _leaf_errors(error: BaseException) -> Iterator[BaseException]:
+    """Yield the errors in an exception group and its nested groups; a single error as it is."""
     if isinstance(error, BaseExceptionGroup):
         for exception in error.exceptions:
-            yield from _leaves(exception)
+            yield from _leaf_errors(exception)
     else:
         yield error
 
 
-def _tool(found: Any) -> ServerTool:
-    annotations = found.annotations
+def _tool(tool: Any) -> ServerTool:
+    annotations = tool.annotations
     return ServerTool(
-        found.name,
-        found.description,
-        found.input_schema,
+        tool.name,
+        tool.description,
+        tool.input_schema,
         None if annotations is None else annotations.model_dump(by_alias=True, exclude_none=True),
     )
 
 
 def _output(result: Any) -> ToolOutput:
-    """Return a result in the form of the Responses API."""
+    """Return a result in the format of the Responses API."""
     text = "\n".join(_texts(result.content))
     if not result.content and result.structured_content is not None:
         text = json.dumps(result.structured_content, ensure_ascii=False)
@@ -223,7 +224,7 @@ def _output(result: Any) -> ToolOutput:
 
 
 def _texts(blocks: Sequence[Any]) -> Iterator[str]:
-    """Yield the text of each block of a result; other content is named."""
+    """Yield the text of each content block of a result. For other content, yield a note with its type."""
     for block in blocks:
         match block.type:
             case "text":

@@ -17,13 +17,13 @@ from penstock.serve.http.problems import problem_of
 from penstock.serve.models.registry import ModelRegistry, ServedModel
 from penstock.serve.observability.request_record import RequestRecord
 
-_UNLOADED = frozenset({"/sleep", "/is_sleeping", "/tokenize", "/detokenize"})
+_PATHS_WITHOUT_MODEL = frozenset({"/sleep", "/is_sleeping", "/tokenize", "/detokenize"})
 """Paths that need no loaded model."""
-_SHARED = ("/v1/files", "/v1/batches", "/v1/models")
+_SHARED_PREFIXES = ("/v1/files", "/v1/batches", "/v1/models")
 """Path prefixes of routes that do not belong to a single model."""
 
 
-class _Named(msgspec.Struct):
+class _ModelName(msgspec.Struct):
     """The members of a body that may name a model."""
 
     model: object = None
@@ -33,15 +33,14 @@ class _Named(msgspec.Struct):
 class ModelDispatcher:
     """An ASGI application that dispatches requests to the applications of the models.
 
-    A request names its model in the query (``?model=``) or in the member ``model`` of its JSON body, for
-    Ollama's routes also ``name``. Without a name it is for the first model of the route's task.
+    A request names its model in the query (``?model=``) or in the member ``model`` of its JSON body. Ollama's
+    routes also accept ``name``. Requests without a name go to the first model of the route's task.
 
     Args:
         registry: the models, with their applications.
-        task_of: returns the task of a path, None for any task.
-        max_body_size: maximum bytes of a body that is searched for the name of a model; the routes refuse
-            longer bodies.
-        body_timeout: seconds in which the body must arrive; the routes refuse slower ones.
+        task_of: returns the task of a path; None for paths of all tasks.
+        max_body_size: maximum bytes to read for the model name. The routes refuse longer bodies.
+        body_timeout: maximum seconds to read for the model name. The routes refuse slower bodies.
     """
 
     def __init__(
@@ -58,20 +57,21 @@ class ModelDispatcher:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
-        if scope["type"] != "http" or path in PUBLIC or path.startswith(_SHARED):
+        if scope["type"] != "http" or path in PUBLIC or path.startswith(_SHARED_PREFIXES):
             await self._run(self._registry.default, scope, receive, send)
             return
         body = _Body(receive)
         try:
             await body.read(self._max_body_size, self._body_timeout)
-            model = self._registry.find(_name_of(scope, body), self._task_of(path))
+            model = self._registry.find(_requested_name(scope, body), self._task_of(path))
             is_read = scope["method"] == "GET" and not path.startswith("/v1/audio/")
-            if path in _UNLOADED or is_read:
+            if path in _PATHS_WITHOUT_MODEL or is_read:
                 await self._run(model, scope, body.receive, send)
                 return
             async with self._registry.loaded(model):
                 await self._run(model, scope, body.receive, send)
-        except PenstockError as error:  # the applications of the models handle their errors
+        except PenstockError as error:
+            # Only errors of the dispatcher arrive here. The models' applications handle their own errors.
             problem = problem_of(error)
             record: RequestRecord = scope["state"]["record"]
             record.failed(problem.code, problem.status)
@@ -83,7 +83,7 @@ class ModelDispatcher:
 
 
 class _Body:
-    """Reads a body, and replays its messages to the application."""
+    """Reads a body in advance and replays its ASGI messages to the application."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
@@ -106,21 +106,21 @@ class _Body:
         return b"".join(message.get("body", b"") for message in self._messages)
 
     async def receive(self) -> Message:
-        """Return the next message; the messages that were read come first."""
+        """Return the next message: first the messages that `read` has read, then new ones."""
         return self._messages.pop(0) if self._messages else await self._receive()
 
 
-def _name_of(scope: Scope, body: _Body) -> str | None:
-    """Return the model that a request names, or None. Malformed bodies name none; the routes refuse them."""
-    given: bytes = scope.get("query_string", b"")
-    query = parse_qs(given.decode("latin-1"))
+def _requested_name(scope: Scope, body: _Body) -> str | None:
+    """Return the model name in a request; None if there is none or if the body is malformed."""
+    query_string: bytes = scope.get("query_string", b"")
+    query = parse_qs(query_string.decode("latin-1"))
     if "model" in query:
         return query["model"][0]
     try:
-        named = msgspec.json.decode(body.data, type=_Named)
+        names = msgspec.json.decode(body.data, type=_ModelName)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    name = named.model
+    name = names.model
     if name is None and str(scope["path"]).startswith("/api/"):
-        name = named.name
+        name = names.name
     return name if isinstance(name, str) and name else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp
 
-from penstock.serve.app import create_app, middleware_of, task_of_path
+from penstock.serve.app import create_app, middleware_of, task_for_path
 from penstock.serve.batches import batch_routes
 from penstock.serve.models.dispatch import ModelDispatcher
 from penstock.serve.models.model_routes import model_router
@@ -12,9 +12,9 @@ from penstock.serve.models.registry import ModelRegistry
 
 
 def make_front(registry: ModelRegistry) -> ASGIApp:
-    """Return the application that passes requests to the applications of the models, which it creates.
+    """Create the application of each model. Return the outer application that dispatches requests to them.
 
-    The middleware runs before all of them. The default model's application has the routes that concern all
+    The outer application has the middleware. The default model's application has the routes that concern all
     models.
     """
     services = registry.default.services
@@ -26,7 +26,7 @@ def make_front(registry: ModelRegistry) -> ASGIApp:
         model.app = create_app(
             model.services, *([routes] if model is registry.default else []), is_inner=True
         )
-    front: ASGIApp = ModelDispatcher(registry, task_of_path, config.max_body_size, config.body_timeout)
+    front: ASGIApp = ModelDispatcher(registry, task_for_path, config.max_body_size, config.body_timeout)
     for layer in reversed(middleware_of(services)):
         front = layer.cls(front, *layer.args, **layer.kwargs)
     if config.state_dir is not None:

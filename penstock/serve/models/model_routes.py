@@ -17,7 +17,7 @@ from penstock.serve.services import Services
 
 
 def model_router(registry: ModelRegistry) -> APIRouter:
-    """Return the routes. They replace those of a server with one model."""
+    """Return the routes. They take precedence over the routes of the same paths for a single model."""
     router = APIRouter(tags=["models"])
 
     @router.get("/v1/models", responses=responses(401, 421, 503))
@@ -36,12 +36,12 @@ def model_router(registry: ModelRegistry) -> APIRouter:
     @router.get("/api/tags")
     async def tags() -> dict[str, object]:
         """List all models and adapters, in Ollama's format."""
-        return {"models": _listed(registry)}
+        return {"models": _ollama_entries(registry)}
 
     @router.get("/api/ps")
     async def running() -> dict[str, object]:
         """List the loaded models, in Ollama's format."""
-        return {"models": _listed(model for model in registry if model.is_loaded)}
+        return {"models": _ollama_entries(model for model in registry if model.is_loaded)}
 
     @router.get("/health", responses=responses(503))
     @router.get("/ping", include_in_schema=False)
@@ -67,19 +67,19 @@ def model_router(registry: ModelRegistry) -> APIRouter:
 
 
 def _all_models(registry: ModelRegistry) -> dict[str, Model]:
-    found: dict[str, Model] = {}
+    models_by_name: dict[str, Model] = {}
     for model in registry:
         assert model.services is not None
         if model.was_loaded:
-            found |= models_of(model.services)
+            models_by_name |= models_of(model.services)
         else:
-            found[model.name] = unloaded_model(model.services)
-    return found
+            models_by_name[model.name] = unloaded_model(model.services)
+    return models_by_name
 
 
-def _listed(models: Iterable[ServedModel]) -> list[dict[str, object]]:
-    found: list[dict[str, object]] = []
+def _ollama_entries(models: Iterable[ServedModel]) -> list[dict[str, object]]:
+    entries: list[dict[str, object]] = []
     for model in models:
         assert model.services is not None
-        found += listed_models(model.services, [model.name, *model.engine.adapters])
-    return found
+        entries += listed_models(model.services, [model.name, *model.engine.adapters])
+    return entries

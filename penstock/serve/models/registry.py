@@ -1,9 +1,9 @@
-"""The models of a server. Those that fit into the memory budget are loaded.
+"""The models of a server, of which as many are loaded as fit into the memory budget.
 
     unloaded --- a request names it ---> loaded --- another model needs its memory ---> unloaded
 
-One model is loaded or unloaded at a time. Before a model is unloaded, its running requests finish. New
-requests for it wait until it is loaded again, so two models that share memory take turns.
+Models are loaded and unloaded one at a time. Before a model is unloaded, its running requests finish. New
+requests for the model wait until it is loaded again. Two models that do not fit together therefore alternate.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ class ServedModel:
     """Bytes of host memory that the model may use."""
 
     num_users: int = 0
-    """The number of requests that use it now."""
+    """The number of requests that use the model now."""
     last_used: float = 0.0
     is_loaded: bool = False
     was_loaded: bool = False
     is_closing: bool = False
-    """Whether it will be unloaded when its running requests have ended."""
+    """Whether the model will be unloaded when its running requests have ended."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     services: Services | None = None
-    """The services of its routes; set when the server is created."""
+    """The services of the model's routes; set when the server is created."""
     app: ASGIApp | None = None
-    """Its routes."""
+    """The application with the model's routes."""
 
     @property
     def name(self) -> str:
@@ -64,13 +64,13 @@ class ServedModel:
 
 
 class ModelRegistry:
-    """Loads models when requests name them, within a memory budget; unloads the least recently used ones.
+    """Loads models when requests name them. Unloads the least recently used to stay within a memory budget.
 
     Args:
         models: the models, the default first.
         budget: bytes of host memory for all loaded models.
         prepare: awaited after a model is loaded and before it receives requests.
-        grace: seconds to wait for background work of a model before it is unloaded.
+        grace: seconds for the engine's outstanding requests to finish before the model is unloaded.
 
     Raises:
         ConfigError: two models have the same name, or one needs more memory than the budget.
@@ -87,7 +87,8 @@ class ModelRegistry:
         if len(self._models) < len(models):
             names = [model.name for model in models]
             raise ConfigError(
-                "served_model_name", f"two models have the same name, of {', '.join(names)}: give another"
+                "served_model_name",
+                f"two models have the same name: {', '.join(names)}: give one of them another name",
             )
         for model in models:
             if model.memory > budget:
@@ -99,7 +100,7 @@ class ModelRegistry:
         self._budget = budget
         self._prepare = prepare
         self._grace = grace
-        self._changing = asyncio.Lock()
+        self._load_lock = asyncio.Lock()
 
     def __iter__(self) -> Iterator[ServedModel]:
         """Iterate over the models, the default first."""
@@ -116,11 +117,11 @@ class ModelRegistry:
         return [*self._models, *(name for model in self for name in model.engine.adapters)]
 
     def find(self, name: str | None, task: PipelineTask | None) -> ServedModel:
-        """Return the model that a request names, or whose adapter it names.
+        """Return the model of a request, which names the model or one of its adapters.
 
         Args:
             name: the name; None for the first model of a task.
-            task: the task of the route; None if all tasks have it.
+            task: the task of the route; None for routes of all tasks.
 
         Raises:
             UnknownModelError: there is no model or adapter of that name.
@@ -142,7 +143,7 @@ class ModelRegistry:
             PenstockError: the model cannot be loaded.
         """
         while not model.is_loaded or model.is_closing:
-            async with self._changing:
+            async with self._load_lock:
                 if not model.is_loaded:
                     await self._load(model)
         model.num_users += 1
@@ -156,7 +157,7 @@ class ModelRegistry:
                 model.idle.set()
 
     async def stop(self) -> None:
-        """End the workers of all models."""
+        """Stop the workers of all models."""
         await asyncio.gather(*(model.engine.stop(0) for model in self))
 
     async def _load(self, model: ServedModel) -> None:
@@ -189,8 +190,8 @@ class ModelRegistry:
         return sum(model.memory for model in self if model.is_loaded)
 
     def _least_recently_used(self) -> ServedModel:
-        loaded = [model for model in self if model.is_loaded]
-        return min(loaded, key=lambda model: (model.num_users > 0, model.last_used))
+        loaded_models = [model for model in self if model.is_loaded]
+        return min(loaded_models, key=lambda model: (model.num_users > 0, model.last_used))
 
 
 def _gib(num_bytes: int) -> str:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class ModelsServer(Server):
-    """A server of several models. The first is loaded at the start, each other one when a request names it.
+    """A server of several models. Loads the first at the start, and each other model when a request names it.
 
     Args:
         config: the configuration of the server.
@@ -35,8 +35,8 @@ class ModelsServer(Server):
     ) -> None:
         from penstock.serve.models.registry import ModelRegistry
 
-        first = models[0]
-        super().__init__(config, first.config, first.engine, first.load_tokenizer, startup)
+        first_model = models[0]
+        super().__init__(config, first_model.config, first_model.engine, first_model.load_tokenizer, startup)
         self._registry: ModelRegistry = ModelRegistry(models, budget, self._prepare, config.shutdown_grace)
 
     async def _run(self, listener: socket.socket) -> int:
@@ -57,13 +57,13 @@ class ModelsServer(Server):
                 tokenizer = model.load_tokenizer()
             services = build_services(self._config, model.config, model.engine, tokenizer, services)
             model.services = services
-        first = self._registry.default.services
-        assert first is not None
+        first_services = self._registry.default.services
+        assert first_services is not None
         with self._startup.phase("make the routes"):
-            return first, HttpServer(cast("FastAPI", make_front(self._registry)), self._config)
+            return first_services, HttpServer(cast("FastAPI", make_front(self._registry)), self._config)
 
     async def _open(self, services: Services, listener: socket.socket) -> None:
-        async with self._registry.loaded(self._registry.default):  # its worker has already started
+        async with self._registry.loaded(self._registry.default):  # its worker is already running
             await super()._open(services, listener)
 
     async def _prepare(self, model: ServedModel) -> None:
@@ -72,7 +72,8 @@ class ModelsServer(Server):
         assert model.services is not None
         tokenizer = model.services.tokenizer
         tokenizer.max_length = model.engine.info.max_length
-        if model is not self._registry.default or model.was_loaded:  # the start warms the first one
+        # `Server._open` warms up the default model.
+        if model is not self._registry.default or model.was_loaded:
             await warm_up_model(model.engine, tokenizer, model.task)
 
     async def _watch(self) -> None:

@@ -16,7 +16,7 @@ def log_request(record: RequestRecord, *, is_probe: bool = False) -> None:
 
 
 def log_fields(record: RequestRecord) -> dict[str, object]:
-    """Return the fields of the line, None if unknown. They contain no text of prompt or response."""
+    """Return the fields of the log line, None if unknown. No field has text of the prompt or the output."""
     line: dict[str, object] = {
         "id": record.request_id,
         "method": record.method,
@@ -25,17 +25,17 @@ def log_fields(record: RequestRecord) -> dict[str, object]:
         "outcome": record.outcome,
         "model": record.model,
         "stream": record.stream or None,
-        "queue_s": _rounded(record.seconds_until(record.admitted_at)),
-        "first_token_s": _rounded(record.seconds_until(record.first_token_at)),
-        "total_s": _rounded(record.seconds_until(record.ended_at)),
+        "queue_s": _rounded_seconds(record.seconds_until(record.admitted_at)),
+        "first_token_s": _rounded_seconds(record.seconds_until(record.first_token_at)),
+        "total_s": _rounded_seconds(record.seconds_until(record.ended_at)),
         "user": record.user,
         "safety_identifier": record.safety_identifier,
         "metadata": record.metadata,
         **record.details,
     }
     if record.audio_seconds:
-        line["first_audio_s"] = _rounded(record.seconds_until(record.first_audio_at))
-        line["audio_s"] = _rounded(record.audio_seconds)
+        line["first_audio_s"] = _rounded_seconds(record.seconds_until(record.first_audio_at))
+        line["audio_s"] = _rounded_seconds(record.audio_seconds)
     if record.model is not None:
         line["prompt_tokens"] = record.prompt_tokens
         line["cached_tokens"] = record.cached_tokens
@@ -43,5 +43,5 @@ def log_fields(record: RequestRecord) -> dict[str, object]:
     return line
 
 
-def _rounded(seconds: float | None) -> float | None:
+def _rounded_seconds(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 4)

@@ -19,11 +19,11 @@ def log_event(log: logging.Logger, level: int, event: str, **fields: object) -> 
 
 
 class LineFormatter(logging.Formatter):
-    """Formats lines of logfmt (``key=value key="two words"``) or JSON. Escapes the values of clients."""
+    """Formats lines as logfmt (``key=value key="two words"``) or JSON. Escapes all values."""
 
-    def __init__(self, form: str) -> None:
+    def __init__(self, log_format: str) -> None:
         super().__init__()
-        self._form = form
+        self._log_format = log_format
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record as one line."""
@@ -35,10 +35,10 @@ class LineFormatter(logging.Formatter):
         }
         if record.exc_info:
             fields["traceback"] = self.formatException(record.exc_info)
-        shown = {name: value for name, value in fields.items() if value is not None}
-        if self._form == "json":
-            return json.dumps(shown, default=str)
-        return " ".join(f"{name}={_logfmt(value)}" for name, value in shown.items())
+        present_fields = {name: value for name, value in fields.items() if value is not None}
+        if self._log_format == "json":
+            return json.dumps(present_fields, default=str)
+        return " ".join(f"{name}={_logfmt(value)}" for name, value in present_fields.items())
 
 
 class _Handler(logging.StreamHandler[TextIO]):

@@ -1,7 +1,8 @@
 """Prometheus metrics: one registry per application, no global state.
 
-Requests are counted as they proceed. Metrics of the engine are read from its newest statistics at each scrape
-(`EngineCollector`). All times are in seconds, measured from the arrival of the request's headers.
+Metrics of requests are updated at each event of a request. Metrics of the engine are read from its newest
+statistics at each scrape (`EngineCollector`). All times are in seconds, measured from the arrival of the
+request's headers.
 
 Metrics of requests (probes such as ``/health`` are not counted):
 
@@ -81,7 +82,7 @@ class Metrics:
             "Duration of the preparation of a request with images",
         )
         self._prompt = self._counter("penstock_prompt_tokens", "Prompt tokens of requests that ended")
-        self._cached = self._counter(
+        self._cached_tokens = self._counter(
             "penstock_cached_prompt_tokens", "Prompt tokens found in the prefix cache"
         )
         self._completion = self._counter(
@@ -96,7 +97,9 @@ class Metrics:
             buckets=_FACTOR_BUCKETS,
         )
         self._audio = self._counter("penstock_audio_seconds", "Duration of the generated audio")
-        self._finished = self._counter("penstock_finished", "Choices that ended, by reason", ["reason"])
+        self._finished_choices = self._counter(
+            "penstock_finished", "Choices that ended, by reason", ["reason"]
+        )
         self._build = Info("penstock_build", "Version, model and kernels", registry=self.registry)
         self._startup = Gauge(
             "penstock_startup_seconds", "Seconds of a start-up phase", ["phase"], registry=self.registry
@@ -123,7 +126,7 @@ class Metrics:
         return RequestMetrics(self)
 
     def images_prepared(self, seconds: float) -> None:
-        """Count a request after the preparation of its images, successful or not."""
+        """Record the duration of the preparation of a request with images, successful or not."""
         self._image_preparation.observe(seconds)
 
     def describe_build(self, **more: str) -> None:
@@ -136,11 +139,11 @@ class Metrics:
             self._startup.labels(phase).set(seconds)
 
     def watch(self, engine: EngineClient, gauges: Mapping[str, str] | None = None, model: str = "") -> None:
-        """Add the metrics of an engine, read at each scrape. With several engines they have the label model.
+        """Add the metrics of an engine. With several engines, they have the label ``model``.
 
         Args:
             engine: the engine.
-            gauges: additional names of gauges, as `router_gauges`.
+            gauges: quantity -> additional gauge name, the argument of `router_gauges`.
             model: the name of its model.
         """
         if not self._engines:
@@ -166,7 +169,7 @@ class RequestMetrics:
         self._metrics._queue.observe(record.admitted_at - record.received)
 
     def tokens(self, record: RequestRecord, count: int, seconds: float | None) -> None:
-        """Record new tokens. Tokens that arrive together share the time since the previous ones evenly."""
+        """Record new tokens. Divides the time since the previous tokens by the number of new ones."""
         if not self._had_token:
             assert record.first_token_at is not None
             self._had_token = True
@@ -184,7 +187,7 @@ class RequestMetrics:
         metrics._requests.labels(record.route, record.method, str(record.final_status)).inc()
         metrics._total.labels(record.route).observe(record.ended_at - record.received)
         metrics._prompt.inc(record.prompt_tokens)
-        metrics._cached.inc(record.cached_tokens)
+        metrics._cached_tokens.inc(record.cached_tokens)
         metrics._completion.inc(record.completion_tokens)
         if record.audio_seconds:
             assert record.first_audio_at is not None
@@ -193,11 +196,11 @@ class RequestMetrics:
             metrics._real_time.observe((record.last_audio_at - record.received) / record.audio_seconds)
             metrics._audio.inc(record.audio_seconds)
         for reason in record.finish_reasons:
-            metrics._finished.labels(reason).inc()
+            metrics._finished_choices.labels(reason).inc()
 
 
 class EngineCollector(Collector):
-    """The engines' newest statistics as metrics. A restarted worker counts its totals from 0."""
+    """The newest statistics of the engines as metrics. Totals restart at 0 when a worker restarts."""
 
     def __init__(self, engines: Mapping[str, EngineClient], gauges: Mapping[str, str]) -> None:
         self._engines = engines
@@ -208,24 +211,26 @@ class EngineCollector(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics of `ENGINE_METRICS`: the sums, and with several workers those of each worker."""
-        names = ["model"] if len(self._engines) > 1 else []
+        """Yield the metrics of `ENGINE_METRICS`; with several workers, also one value per worker."""
+        label_names = ["model"] if len(self._engines) > 1 else []
         has_several_workers = any(len(engine.workers) > 1 for engine in self._engines.values())
         for metric in ENGINE_METRICS:
             family = CounterMetricFamily if metric.name.endswith("_total") else GaugeMetricFamily
-            sums = family(metric.name, metric.help, labels=names)
+            totals = family(metric.name, metric.help, labels=label_names)
             name = metric.name.removeprefix("penstock_").removeprefix("worker_")
-            each = family(
-                f"penstock_per_worker_{name}", f"{metric.help}, of each worker", labels=[*names, "worker"]
+            per_worker = family(
+                f"penstock_per_worker_{name}",
+                f"{metric.help}, of each worker",
+                labels=[*label_names, "worker"],
             )
             for model, engine in self._engines.items():
-                labels = [model] if names else []
-                sums.add_metric(labels, float(metric.read(engine)))
+                labels = [model] if label_names else []
+                totals.add_metric(labels, float(metric.read(engine)))
                 for number, worker in enumerate(engine.workers):
-                    each.add_metric([*labels, str(number)], float(metric.read(worker)))
-            yield sums
+                    per_worker.add_metric([*labels, str(number)], float(metric.read(worker)))
+            yield totals
             if has_several_workers:
-                yield each
+                yield per_worker
         yield from router_gauges(self._engines, self._gauges)
 
 

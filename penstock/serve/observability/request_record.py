@@ -20,7 +20,10 @@ class RecordObserver(Protocol):
         """Called when the scheduler admits the request."""
 
     def tokens(self, record: RequestRecord, count: int, seconds: float | None) -> None:
-        """Called for ``count`` new tokens, ``seconds`` after the previous ones of the choice, if any."""
+        """Called when a choice has ``count`` new tokens.
+
+        ``seconds`` is the time since the previous tokens of the choice; None for its first tokens.
+        """
 
 
 @dataclass(slots=True, eq=False)
@@ -36,9 +39,12 @@ class RequestRecord:
     """The template of the route, such as ``/v1/models/{id}``."""
     received: float = field(default_factory=time.perf_counter)
     client_id: str = ""
-    """The client: an API key or a connection. The scheduler shares the batch evenly among clients."""
+    """Identifies the client by its API key or its address.
+
+    The scheduler divides the batch evenly among clients.
+    """
     session_header: str = ""
-    """The session that a header names."""
+    """The session id in the request's headers; "" if there is none."""
 
     model: str | None = None
     stream: bool = False
@@ -46,16 +52,16 @@ class RequestRecord:
     cached_tokens: int = 0
     completion_tokens: int = 0
     finish_reasons: list[str] = field(default_factory=list)
-    """One per choice, as in the response."""
+    """The finish reason of each choice, as in the response."""
     user: str | None = None
     safety_identifier: str | None = None
     metadata: dict[str, str] | None = None
     details: dict[str, object] = field(default_factory=dict)
-    """Additional fields of the log line, such as a random seed: name to plain value."""
+    """Additional fields of the log line, such as a random seed: name -> JSON value."""
     error_code: str | None = None
     """The code of the error that ended the request, also after the start of a stream."""
     error_status: int | None = None
-    """The status of that error, which a started stream cannot send any more."""
+    """The status code of that error. A stream that has started cannot send it."""
 
     status: int | None = None
     """The status code that was sent; None before the response."""
@@ -80,7 +86,7 @@ class RequestRecord:
 
     @property
     def session_id(self) -> str:
-        """The session of the request: that of the header, else the user; empty without both."""
+        """The session of the request: `session_header`, else `user`, else ""."""
         return self.session_header or self.user or ""
 
     def admitted(self) -> None:
@@ -97,13 +103,13 @@ class RequestRecord:
         now = time.perf_counter()
         if self.first_token_at is None:
             self.first_token_at = now
-        before = self._last_token_at.get(choice)
+        previous_token_at = self._last_token_at.get(choice)
         self._last_token_at[choice] = now
         for observer in self.observers:
-            observer.tokens(self, count, None if before is None else now - before)
+            observer.tokens(self, count, None if previous_token_at is None else now - previous_token_at)
 
     def pause(self) -> None:
-        """Record a gap: the next tokens do not directly follow the previous ones."""
+        """Record a pause of the generation. The time until the next tokens is not an inter-token time."""
         self._last_token_at.clear()
 
     def audio(self, seconds: float) -> None:
@@ -120,7 +126,7 @@ class RequestRecord:
 
     @property
     def outcome(self) -> str:
-        """The outcome: finish reasons, ``abort:client_disconnect``, ``error:<code>``, or ``-``."""
+        """The outcome: finish reasons, ``abort:client_disconnect``, ``error:<code>``, or ``-`` for none."""
         if self.client_left:
             return "abort:client_disconnect"
         if self.error_status is not None:
@@ -129,7 +135,10 @@ class RequestRecord:
 
     @property
     def final_status(self) -> int:
-        """The status for log and metrics: 499 after a disconnect, an error's status if one ended a stream."""
+        """The status code for log and metrics.
+
+        499 after a disconnect, else the status of the error, else the status that was sent.
+        """
         if self.client_left:
             return 499
         return self.error_status or self.status or 500

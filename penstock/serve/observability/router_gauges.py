@@ -1,4 +1,4 @@
-"""Gauges under the names that routers outside the server expect."""
+"""Gauges with the names that external routers expect, such as the Kubernetes Gateway API's."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ _HELP = {
 }
 
 
-def parse_gauges(given: Sequence[str]) -> dict[str, str]:
-    """Return the names of gauges, by quantity.
+def parse_gauges(gauges: Sequence[str]) -> dict[str, str]:
+    """Parse ``QUANTITY=NAME`` texts. Return quantity -> gauge name.
 
     >>> parse_gauges(["waiting=vllm:num_requests_waiting"])
     {'waiting': 'vllm:num_requests_waiting'}
     """
-    return dict(text.partition("=")[::2] for text in given)
+    return dict(text.partition("=")[::2] for text in gauges)
 
 
 def kv_usage(engine: EngineClient) -> float:
-    """Return the used part of the KV cache, from 0 to 1; 0 for a model without one."""
+    """Return the used fraction of the KV cache, from 0 to 1; 0 for a model without a KV cache."""
     stats = engine.stats
     return stats.num_used_blocks / stats.num_blocks if stats.num_blocks else 0.0
 
 
 def router_gauges(engines: Mapping[str, EngineClient], names: Mapping[str, str]) -> Iterator[Metric]:
-    """Yield the gauges that `names` configures, by quantity, with the label ``model_name``.
+    """Yield the configured gauges, with the label ``model_name``.
 
     The gauge of ``adapters`` has the value 1 and the labels that the inference extension of the Kubernetes
     Gateway API reads: ``running_lora_adapters``, ``waiting_lora_adapters`` and ``max_lora``.
 
     Args:
-        engines: the engines, by the name of their model.
+        engines: model name -> engine.
         names: quantity -> name of its gauge.
     """
     for quantity, name in names.items():

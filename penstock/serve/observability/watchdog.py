@@ -1,4 +1,4 @@
-"""The watchdog logs the state of the engine. It does not restart workers."""
+"""The watchdog: logs state changes and missing progress of the engine. It does not restart workers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ _log = logging.getLogger(__name__)
 
 
 class Watchdog:
-    """Logs changes of the engine's state, and outstanding requests without a finished step.
+    """Logs state changes of the engine, and an error if no step ends while requests are outstanding.
 
     Args:
         engine: the engine to watch.
-        limit: seconds without a step until the first report, and between two reports.
+        limit: seconds without a finished step after which an error is logged, and again after as many
+            seconds.
         interval: seconds between two checks.
     """
 
@@ -41,7 +42,7 @@ class Watchdog:
             await asyncio.sleep(self._interval)
 
     def check(self) -> None:
-        """Log what has changed since the last check."""
+        """Log a state change since the last check, and an error if no step has ended for `limit` seconds."""
         engine, now = self._engine, time.perf_counter()
         if engine.state != self._state:
             level = logging.ERROR if engine.state == "restarting" else logging.INFO

@@ -5,7 +5,14 @@ A model has one `ParserFactory`. `ParserFactory.new` creates an `OutputParser` f
 
 from __future__ import annotations
 
-from penstock.serve.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart, joined
+from penstock.serve.parsers.events import (
+    Content,
+    Event,
+    Reasoning,
+    ToolCallArguments,
+    ToolCallStart,
+    merge_events,
+)
 from penstock.serve.parsers.output_parser import OutputParser
 from penstock.serve.parsers.parser_factory import ParserFactory
 from penstock.serve.parsers.reasoning import prompt_opens_reasoning
@@ -18,6 +25,6 @@ __all__ = [
     "Reasoning",
     "ToolCallArguments",
     "ToolCallStart",
-    "joined",
+    "merge_events",
     "prompt_opens_reasoning",
 ]

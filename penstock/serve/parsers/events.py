@@ -6,13 +6,13 @@ import msgspec
 
 
 class Content(msgspec.Struct, frozen=True, tag=True):
-    """The next piece of the content."""
+    """The next part of the content, which is the text outside reasoning and tool calls."""
 
     text: str
 
 
 class Reasoning(msgspec.Struct, frozen=True, tag=True):
-    """The next piece of the reasoning."""
+    """The next part of the reasoning."""
 
     text: str
 
@@ -26,10 +26,10 @@ class ToolCallStart(msgspec.Struct, frozen=True, tag=True):
 
 
 class ToolCallArguments(msgspec.Struct, frozen=True, tag=True):
-    """The next piece of the JSON text of a call's arguments.
+    """The next part of the JSON text of a call's arguments.
 
-    The concatenated pieces of a call are one JSON object. If the text ends early or stops being JSON, they
-    are an unfinished prefix of an object, never an object with missing parts.
+    The concatenated parts of a call are one JSON object. If the model's output ends early or becomes invalid
+    JSON, they are an incomplete prefix of an object. They are never a complete object with members missing.
     """
 
     index: int
@@ -39,10 +39,10 @@ class ToolCallArguments(msgspec.Struct, frozen=True, tag=True):
 Event = Content | Reasoning | ToolCallStart | ToolCallArguments
 
 
-def joined(events: list[Event]) -> list[Event]:
+def merge_events(events: list[Event]) -> list[Event]:
     """Merge adjacent events of the same type.
 
-    >>> joined([Content("a"), Content("b"), ToolCallArguments(0, "{"), ToolCallArguments(0, "}")])
+    >>> merge_events([Content("a"), Content("b"), ToolCallArguments(0, "{"), ToolCallArguments(0, "}")])
     [Content(text='ab'), ToolCallArguments(index=0, text='{}')]
     """
     result: list[Event] = []

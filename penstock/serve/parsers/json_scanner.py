@@ -14,10 +14,10 @@ _CONTROL = {"\n": "\\n", "\r": "\\r", "\t": "\\t", "\b": "\\b", "\f": "\\f"}
 
 
 class JsonScanner(ValueScanner):
-    """Scans a value as defined by RFC 8259, and passes its text on.
+    """Scans a value as defined by RFC 8259, and writes its text unchanged, with one exception.
 
-    One deviation is accepted, because models write it and it is unambiguous: control characters in strings,
-    mostly line ends, are escaped.
+    RFC 8259 forbids control characters in strings. Models write them, mostly line ends, and their meaning is
+    clear. The scanner accepts them and emits escapes.
     """
 
     STRING_RUNS: ClassVar = {'"': re.compile(r'[^"\\\x00-\x1f]+')}
@@ -26,7 +26,7 @@ class JsonScanner(ValueScanner):
 
     def __init__(self) -> None:
         super().__init__()
-        self._remaining = ""  # missing characters of the literal, or one placeholder per missing hex digit
+        self._remaining = ""  # expected rest of a literal, or one placeholder per missing hex digit
         self._number: list[str] = []
 
     def _write_space(self, char: str) -> None:
@@ -97,7 +97,7 @@ class JsonScanner(ValueScanner):
             self._number.append(run.group())
             self._out.append(run.group())
             return run.end()
-        number = "".join(self._number)  # complete: the current character is not part of a number
+        number = "".join(self._number)  # the number is complete: the current character is not part of it
         self.broken = len(number) > MAX_WORD or NUMBER.fullmatch(number) is None
         self._end_value()
         return at
@@ -109,6 +109,6 @@ def json_value(stream: IncrementalText) -> Steps[str]:
     Raises:
         NotAToolCallError: the text is not a JSON value, or the text ends inside the value.
     """
-    pieces: list[str] = []
-    yield from scan_value(stream, JsonScanner(), pieces.append)
-    return "".join(pieces)
+    parts: list[str] = []
+    yield from scan_value(stream, JsonScanner(), parts.append)
+    return "".join(parts)

@@ -1,7 +1,7 @@
 """The incremental parser of one choice: content, reasoning and tool calls.
 
-White space next to markup is dropped: before a call, around reasoning (line ends), and after both. All other
-white space is kept.
+The parser drops white space before a call, line ends at both ends of reasoning, and white space after calls
+and reasoning. It keeps all other white space.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class OutputParser(Protocol):
         ...
 
     def push(self, text: str) -> list[Event]:
-        """Process the next text and return the events that are now certain."""
+        """Process the next text and return the events that further text cannot change."""
         ...
 
     def finish(self) -> list[Event]:
@@ -46,7 +46,7 @@ class ToolCallReader(Protocol):
 
     @property
     def bare_starts(self) -> str:
-        """Characters with which a call without a marker may begin, at the beginning of the output."""
+        """Characters that can begin a call without a marker at the beginning of the output."""
         ...
 
     @property
@@ -80,15 +80,15 @@ class PlainParser:
 
 
 class ReasoningToolParser:
-    """The `OutputParser` for reasoning and calls. A `ToolCallReader` operates on this object."""
+    """The `OutputParser` for reasoning and calls. The `ToolCallReader` of the format calls its methods."""
 
     def __init__(
         self,
         tools: Tools,
-        calls: ToolCallReader | None,
+        call_reader: ToolCallReader | None,
         reasoning: ReasoningFormat | None,
         *,
-        dropped: Iterable[str],
+        dropped_markers: Iterable[str],
         in_reasoning: bool,
         parallel: bool,
         bare_in_text: bool,
@@ -97,32 +97,42 @@ class ReasoningToolParser:
         self.stream = IncrementalText()
         self.done = False
         self._tools = tools
-        self._calls = calls
+        self._call_reader = call_reader
         self._reasoning = reasoning
-        self._parallel = parallel
+        self._allows_parallel = parallel
         self._new_id = new_id
-        self._begins = reasoning.begins if reasoning else ()
-        self._ends = reasoning.ends if reasoning else ()
-        self._call_markers = calls.markers if calls else ()
-        self._bare_in_text = calls.bare_starts if calls and calls.bare_in_text and bare_in_text else ""
-        ignored = (*dropped, *(reasoning.dropped if reasoning else ()))
-        self._markers = MarkerSearch(
-            [*self._begins, *self._ends, *self._call_markers, *ignored, *self._bare_in_text]
+        self._reasoning_begins = reasoning.begins if reasoning else ()
+        self._reasoning_ends = reasoning.ends if reasoning else ()
+        self._call_markers = call_reader.markers if call_reader else ()
+        self._bare_in_text = (
+            call_reader.bare_starts if call_reader and call_reader.bare_in_text and bare_in_text else ""
         )
-        # Scans JSON in the text that is not a call: no call without a marker begins inside it.
+        ignored_markers = (*dropped_markers, *(reasoning.dropped_markers if reasoning else ()))
+        self._markers = MarkerSearch(
+            [
+                *self._reasoning_begins,
+                *self._reasoning_ends,
+                *self._call_markers,
+                *ignored_markers,
+                *self._bare_in_text,
+            ]
+        )
+        # Set while the content contains an unfinished JSON value. Inside it, no call without a marker can
+        # begin.
         self._json: JsonScanner | None = None
         self._events: list[Event] = []
         self._in_reasoning = in_reasoning
-        self._space: list[str] = []  # white space, emitted only if text follows
+        # White space at the end of the text so far; emitted only if text follows.
+        self._pending_space: list[str] = []
         self._after_markup = in_reasoning
         self._has_content = False
         self._num_calls = 0
-        self._ids: set[str] = set()
+        self._call_ids: set[str] = set()
         self._call_is_open = False
-        self._called = False  # a call has begun after the current marker
-        self._refused = False  # the text taken so far has a call of an unknown tool
-        self._run = self._read()
-        is_finished(self._run)
+        self._has_call = False  # whether a call has begun after the current marker
+        self._has_unknown_tool = False  # whether the taken text contains a call of an unknown tool
+        self._reader = self._read()
+        is_finished(self._reader)
 
     def push(self, text: str) -> list[Event]:
         if self.done or not text:
@@ -135,12 +145,12 @@ class ReasoningToolParser:
             return []
         self.stream.ended = True
         events = self._run_reader()
-        space = "".join(self._space)
+        space = "".join(self._pending_space)
         if space and not self._after_markup and not self.done:
             events.append(Reasoning(space) if self._in_reasoning else Content(space))
         return events
 
-    # The interface for call readers.
+    # Methods for call readers.
 
     def has_tool(self, name: str) -> bool:
         """Return whether the request has this tool."""
@@ -152,13 +162,13 @@ class ReasoningToolParser:
     def properties(self, name: str) -> dict[str, Schema | bool]:
         return self._tools.properties(name)
 
-    def refuse(self) -> None:
+    def mark_unknown_tool(self) -> None:
         """Mark the current call as a call of an unknown tool. All of its text becomes content."""
-        self._refused = True
+        self._has_unknown_tool = True
 
     def has_id(self, call_id: str) -> bool:
         """Return whether a call of this output already has this id."""
-        return call_id in self._ids
+        return call_id in self._call_ids
 
     @property
     def num_calls(self) -> int:
@@ -171,16 +181,16 @@ class ReasoningToolParser:
             call_id: the id that the model wrote. If it is empty or another call has it, a new id is
                 generated.
         """
-        if not call_id or call_id in self._ids:
+        if not call_id or call_id in self._call_ids:
             call_id = self._new_id()
-        self._ids.add(call_id)
+        self._call_ids.add(call_id)
         self.stream.forget()
         self._in_reasoning = False
-        self._space.clear()
+        self._pending_space.clear()
         self._after_markup = True
         self._events.append(ToolCallStart(self._num_calls, call_id, name))
         self._num_calls += 1
-        self._called = self._call_is_open = True
+        self._has_call = self._call_is_open = True
 
     def add_arguments(self, text: str) -> None:
         self.stream.forget()
@@ -191,20 +201,20 @@ class ReasoningToolParser:
         """End a call whose arguments are complete."""
         self.stream.forget()
         self._call_is_open = False
-        if not self._parallel:
+        if not self._allows_parallel:
             raise _OutputDone
 
     def commit(self) -> None:
-        """Accept the text taken so far as markup of a call; the text of a refused call becomes content."""
-        if self._refused:
+        """Drop the taken text, which is markup of a call. Emit it as content if its tool is unknown."""
+        if self._has_unknown_tool:
             self._emit_taken()
-        elif self._called:
+        elif self._has_call:
             self.stream.forget()
 
     # The main loop.
 
     def _run_reader(self) -> list[Event]:
-        is_finished(self._run)
+        is_finished(self._reader)
         events, self._events = self._events, []
         return events
 
@@ -212,7 +222,7 @@ class ReasoningToolParser:
         if not self._in_reasoning:
             yield from self._bare_calls()
         while not self.done:
-            text, marker = yield from self.stream.piece(self._markers)
+            text, marker = yield from self.stream.text_or_marker(self._markers)
             if marker in self._call_markers:
                 yield from self._read_calls(marker)
                 continue
@@ -223,57 +233,57 @@ class ReasoningToolParser:
                     yield from self._read_calls("")
                     continue
                 self.stream.forget()
-                self._text(marker)
+                self._emit_text(marker)
                 continue
             self.stream.forget()
             if text:
                 self._scan_json(text)
-                self._text(text)
+                self._emit_text(text)
             elif not marker:
                 return
-            elif marker in self._begins or marker in self._ends:
-                was_in_reasoning, self._in_reasoning = self._in_reasoning, marker in self._begins
+            elif marker in self._reasoning_begins or marker in self._reasoning_ends:
+                was_in_reasoning, self._in_reasoning = self._in_reasoning, marker in self._reasoning_begins
                 if was_in_reasoning != self._in_reasoning:
-                    self._space.clear()
+                    self._pending_space.clear()
                     self._after_markup = True
                 if was_in_reasoning and not self._in_reasoning:
                     yield from self._bare_calls()
 
     def _bare_calls(self) -> Steps[None]:
-        if self._calls is None or not self._calls.bare_starts:
+        if self._call_reader is None or not self._call_reader.bare_starts:
             return
         yield from self.stream.skip_space()
         first = yield from self.stream.peek()
-        if first and first in self._calls.bare_starts:
+        if first and first in self._call_reader.bare_starts:
             yield from self._read_calls("")
         else:
             self._emit_taken()
 
     def _read_calls(self, marker: str) -> Steps[None]:
         """Read calls after a marker; the marker "" means calls without a marker."""
-        assert self._calls is not None
+        assert self._call_reader is not None
         self._json = None
-        self._called = False
+        self._has_call = False
         try:
-            yield from self._calls.read(self, marker)
+            yield from self._call_reader.read(self, marker)
         except NotAToolCallError:
-            # If the text ends inside a call, its last unfinished markup is dropped.
+            # If the output ends inside a call, its incomplete markup at the end is dropped.
             is_cut_short = self._call_is_open and self.stream.ended
-            self._refused = not is_cut_short
+            self._has_unknown_tool = not is_cut_short
             self._call_is_open = False
             if is_cut_short:
                 self.stream.take_rest()
         except _OutputDone:
             self.done = True
-        if self._refused or not self._called:
+        if self._has_unknown_tool or not self._has_call:
             self._look_for_json()
             self._emit_taken()
         self.stream.forget()
 
     def _look_for_json(self) -> None:
-        """Start scanning JSON that is not a call, in the text that is about to become content."""
+        """Find JSON in taken text that is not a call and becomes content, and start to scan it."""
         text = self.stream.taken
-        starts = [at for at in map(text.find, self._bare_in_text) if at >= 0]
+        starts = [position for position in map(text.find, self._bare_in_text) if position >= 0]
         if starts and "{" in self._bare_in_text:
             self._json = JsonScanner()
             self._scan_json(text[min(starts) :])
@@ -287,20 +297,20 @@ class ReasoningToolParser:
     def _emit_taken(self) -> None:
         text = self.stream.taken
         self.stream.forget()
-        self._refused = self._called = False
-        self._text(text)
+        self._has_unknown_tool = self._has_call = False
+        self._emit_text(text)
 
-    def _text(self, text: str) -> None:
-        body = text.rstrip()
-        if not body:
-            self._space.append(text)
+    def _emit_text(self, text: str) -> None:
+        visible_text = text.rstrip()
+        if not visible_text:
+            self._pending_space.append(text)
             return
-        space = "".join(self._space)
+        space = "".join(self._pending_space)
         if self._after_markup and (self._in_reasoning or not self._has_content):
-            body = (space + body).lstrip("\r\n")
+            visible_text = (space + visible_text).lstrip("\r\n")
         else:
-            body = space + body
-        self._space = [text[len(text.rstrip()) :]]
+            visible_text = space + visible_text
+        self._pending_space = [text[len(text.rstrip()) :]]
         self._after_markup = False
         self._has_content = self._has_content or not self._in_reasoning
-        self._events.append(Reasoning(body) if self._in_reasoning else Content(body))
+        self._events.append(Reasoning(visible_text) if self._in_reasoning else Content(visible_text))

@@ -1,4 +1,4 @@
-"""The formats of a model, chosen by its chat template or by flags: parsers and grammars."""
+"""Select the tool-call and reasoning formats of a model, and create its parsers and grammars."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from penstock.serve.parsers.structural_tags import (
     spaces,
     tag_of,
     text_until,
-    triggered,
+    triggered_tags,
     with_tokens,
 )
 from penstock.serve.parsers.tools import ToolChoice, Tools
@@ -40,8 +40,8 @@ _ALPHANUMERICS = string.ascii_letters + string.digits
 class ParserFactory:
     """The formats in which one model writes calls and reasoning.
 
-    `new` creates the parser of one choice. Its merged events do not depend on how the text is cut into
-    pieces.
+    `new` creates the parser of one choice. Its events, merged with `merge_events`, do not depend on how
+    the text is split into chunks.
     """
 
     tools: ToolFormat | None
@@ -59,7 +59,7 @@ class ParserFactory:
         tool_formats: Mapping[str, ToolFormat] = TOOL_FORMATS,
         reasoning_formats: Mapping[str, ReasoningFormat] = REASONING_FORMATS,
     ) -> ParserFactory:
-        """Choose the formats of a model by two flags.
+        """Select the formats of a model by the two flags.
 
         A flag is the name of a format, "none", or "auto", which selects the first format that matches the
         chat template.
@@ -74,8 +74,8 @@ class ParserFactory:
         """
         template = chat_template or ""
         return cls(
-            _chosen("tool_call_parser", tool_call_parser, tool_formats, template),
-            _chosen("reasoning_parser", reasoning_parser, reasoning_formats, template),
+            _select_format("tool_call_parser", tool_call_parser, tool_formats, template),
+            _select_format("reasoning_parser", reasoning_parser, reasoning_formats, template),
             frozenset(special_tokens),
         )
 
@@ -89,17 +89,17 @@ class ParserFactory:
 
     @property
     def skip_special_tokens(self) -> bool:
-        """Whether decoding may omit special tokens. False if the markup consists of special tokens.
+        """Whether detokenisation omits special tokens. False if special tokens are part of the markup.
 
-        In that case the parser drops the special tokens that are not markup.
+        If False, the parser drops the special tokens that are not markup.
         """
         markup = [*(self.tools.markers if self.tools else ())]
         if self.reasoning:
-            markup += [*self.reasoning.begins, *self.reasoning.ends, *self.reasoning.dropped]
+            markup += [*self.reasoning.begins, *self.reasoning.ends, *self.reasoning.dropped_markers]
         return not any(token in marker for token in self.special_tokens for marker in markup)
 
     def prompt_opens_reasoning(self, prompt: str, prefill: str = "") -> bool:
-        """Return whether the model continues inside a reasoning block.
+        """Return whether the output begins inside a reasoning block.
 
         Args:
             prompt: the rendered prompt.
@@ -107,9 +107,9 @@ class ParserFactory:
         """
         if self.reasoning is None:
             return False
-        begun = max(prefill.rfind(marker) for marker in self.reasoning.begins)
-        ended = max(prefill.rfind(marker) for marker in self.reasoning.ends)
-        return begun > ended or (not prefill and self.reasoning.opened_by(prompt))
+        begin_position = max(prefill.rfind(marker) for marker in self.reasoning.begins)
+        end_position = max(prefill.rfind(marker) for marker in self.reasoning.ends)
+        return begin_position > end_position or (not prefill and self.reasoning.opened_by(prompt))
 
     def new(
         self,
@@ -137,18 +137,18 @@ class ParserFactory:
                 False with a grammar that enforces schemas: it enforces only calls at the beginning.
             new_id: generates ids for calls without an id; random ids by default.
         """
-        known = Tools.of(tools, tool_choice)
-        calls = self.tools if known else None
-        dropped = self.special_tokens
+        callable_tools = Tools.of(tools, tool_choice)
+        call_reader = self.tools if callable_tools else None
+        dropped_tokens = self.special_tokens
         if self.skip_special_tokens or shows_special_tokens:
-            dropped = frozenset()
-        if calls is None and self.reasoning is None and not dropped:
+            dropped_tokens = frozenset()
+        if call_reader is None and self.reasoning is None and not dropped_tokens:
             return PlainParser()
         return ReasoningToolParser(
-            known,
-            calls,
+            callable_tools,
+            call_reader,
             self.reasoning,
-            dropped=dropped,
+            dropped_markers=dropped_tokens,
             in_reasoning=in_reasoning and self.reasoning is not None,
             parallel=parallel,
             bare_in_text=bare_in_text,
@@ -178,9 +178,9 @@ class ParserFactory:
         """
         if tool_choice in (None, "auto", "none"):
             return None
-        # As in the OpenAI API, a named function is called once.
+        # OpenAI's API calls a named function exactly once.
         parallel = parallel and tool_choice == "required"
-        tag = self._called("tool_choice", Tools.of(tools, tool_choice), parallel)
+        tag = self._calls_tag("tool_choice", Tools.of(tools, tool_choice), parallel)
         return grammar_of(self._after_reasoning(tag, in_reasoning) if reasoning else tag)
 
     def strict_grammar(
@@ -206,22 +206,26 @@ class ParserFactory:
                 inside free text.
             UnsupportedSchemaError: a schema has a keyword that the grammar cannot enforce.
         """
-        offered = Tools.of(tools, "auto").with_strict(strict)
-        called = self._called("strict tools", offered, parallel)
+        strict_tools = Tools.of(tools, "auto").with_strict(strict)
+        calls_tag = self._calls_tag("strict tools", strict_tools, parallel)
         assert self.tools is not None
         if self.reasoning is not None and self.reasoning.answer:
-            return grammar_of(self._turn(self.reasoning, called, in_reasoning))
-        behind = {marker: self.tools.after_marker(marker, offered, parallel) for marker in self.tools.markers}
-        text = self._markup(triggered(behind, parallel))
+            return grammar_of(self._channels_tag(self.reasoning, calls_tag, in_reasoning))
+        tags_after_markers = {
+            marker: self.tools.after_marker(marker, strict_tools, parallel) for marker in self.tools.markers
+        }
+        text = self._markup(triggered_tags(tags_after_markers, parallel))
         if not self.tools.bare_starts:
             return grammar_of(text)
-        marked = [self._markup(sequence(constant(marker), tag)) for marker, tag in behind.items()]
-        firsts = "".join(sorted({*self.tools.bare_starts, *(marker[0] for marker in behind)}))
-        first = pattern(f"[^\\s{re.escape(firsts)}]")
-        tag = either([called, *marked, constant(""), sequence(first, text)])
+        marked_calls = [
+            self._markup(sequence(constant(marker), tag)) for marker, tag in tags_after_markers.items()
+        ]
+        starts = "".join(sorted({*self.tools.bare_starts, *(marker[0] for marker in tags_after_markers)}))
+        first_character = pattern(f"[^\\s{re.escape(starts)}]")
+        tag = either([calls_tag, *marked_calls, constant(""), sequence(first_character, text)])
         return grammar_of(self._after_reasoning(tag, in_reasoning, without=self.tools.markers))
 
-    def call_or(
+    def calls_or_format_grammar(
         self,
         grammar: Grammar,
         tools: Sequence[TokenGeneratorRequestTool],
@@ -230,17 +234,19 @@ class ParserFactory:
         parallel: bool = True,
         in_reasoning: bool | None = None,
     ) -> Grammar:
-        """Return the grammar for the choice "auto" with an output format: calls, or text of the format.
+        """Return the grammar for the choice "auto" and an output format: either calls or text in the format.
 
         The arguments and errors are those of `strict_grammar`.
         """
-        called = self._called(
+        calls_tag = self._calls_tag(
             "an output format together with tools", Tools.of(tools, "auto").with_strict(strict), parallel
         )
-        return grammar_of(self._after_reasoning(either([called, self._answer(grammar)]), in_reasoning))
+        return grammar_of(
+            self._after_reasoning(either([calls_tag, self._content_tag(grammar)]), in_reasoning)
+        )
 
     def after_reasoning(self, grammar: Grammar, *, in_reasoning: bool | None = None) -> Grammar:
-        """Return a grammar that applies after the reasoning; without a reasoning format, `grammar` itself.
+        """Return the grammar of reasoning followed by `grammar`; without a reasoning format, `grammar`.
 
         Args:
             grammar: the grammar of the content.
@@ -248,19 +254,19 @@ class ParserFactory:
         """
         if self.reasoning is None:
             return grammar
-        return grammar_of(self._after_reasoning(self._answer(grammar), in_reasoning))
+        return grammar_of(self._after_reasoning(self._content_tag(grammar), in_reasoning))
 
-    def _called(self, what: str, tools: Tools, parallel: bool) -> Tag:
-        """Return the tag of calls without other text."""
+    def _calls_tag(self, feature: str, tools: Tools, parallel: bool) -> Tag:
+        """Return the tag of one or more calls and no other text."""
         if self.tools is None:
             raise UnsupportedFeatureError(
-                what,
+                feature,
                 "the chat template has no known tool-call format; "
                 f"--tool-call-parser names one of {', '.join(TOOL_FORMATS)}",
             )
         return self._markup(self.tools.grammar(tools, parallel))
 
-    def _answer(self, grammar: Grammar) -> Tag:
+    def _content_tag(self, grammar: Grammar) -> Tag:
         """Return the tag of content that matches a grammar, with the markup before it."""
         marker = self.reasoning.answer if self.reasoning else ""
         return sequence(self._markup(constant(marker)), tag_of(grammar))
@@ -268,29 +274,29 @@ class ParserFactory:
     def _after_reasoning(self, tag: Tag, in_reasoning: bool | None, without: Sequence[str] = ()) -> Tag:
         if self.reasoning is None:
             return tag
-        whole, rest = self._reasoning_tags(self.reasoning, without)
-        between = constant("") if self.reasoning.between else spaces()
+        block, continuation = self._reasoning_tags(self.reasoning, without)
+        gap = constant("") if self.reasoning.between else spaces()
         if in_reasoning is None:
-            return sequence(optional(either([whole, rest])), between, tag)
-        return sequence(rest if in_reasoning else optional(whole), between, tag)
+            return sequence(optional(either([block, continuation])), gap, tag)
+        return sequence(continuation if in_reasoning else optional(block), gap, tag)
 
     def _reasoning_tags(self, reasoning: ReasoningFormat, without: Sequence[str] = ()) -> tuple[Tag, Tag]:
         """Return the tags of a whole reasoning block, and of a block whose begin marker is in the prompt."""
-        rest = sequence(
+        continuation = sequence(
             either([text_until(end, without) for end in reasoning.ends]), constant(reasoning.between)
         )
-        whole = sequence(either([constant(begin) for begin in reasoning.begins]), rest)
-        return self._markup(whole), self._markup(rest)
+        block = sequence(either([constant(begin) for begin in reasoning.begins]), continuation)
+        return self._markup(block), self._markup(continuation)
 
-    def _turn(self, reasoning: ReasoningFormat, called: Tag, in_reasoning: bool | None) -> Tag:
-        """Return the tag of a marked output: reasoning and remarks, then content or a call."""
-        whole, rest = self._reasoning_tags(reasoning)
+    def _channels_tag(self, reasoning: ReasoningFormat, calls_tag: Tag, in_reasoning: bool | None) -> Tag:
+        """Return the tag of an output in which markers separate reasoning, remarks, content and calls."""
+        block, continuation = self._reasoning_tags(reasoning)
         remark = self._markup(
             sequence(constant(reasoning.remark), text_until(reasoning.ends[0]), constant(reasoning.between))
         )
         text = sequence(self._markup(constant(reasoning.answer)), rest_of_text())
-        turn = sequence(any_number(either([whole, remark])), either([text, called]))
-        return sequence(rest, turn) if in_reasoning else turn
+        turn = sequence(any_number(either([block, remark])), either([text, calls_tag]))
+        return sequence(continuation, turn) if in_reasoning else turn
 
     def _markup(self, tag: Tag) -> Tag:
         return with_tokens(tag, self.special_tokens)
@@ -301,7 +307,7 @@ class ParserFactory:
         return prefix + "".join(secrets.choice(_ALPHANUMERICS) for _ in range(length))
 
 
-def _chosen(field: str, name: str, formats: Mapping[str, Format], template: str) -> Format | None:
+def _select_format(field: str, name: str, formats: Mapping[str, Format], template: str) -> Format | None:
     if name == "none":
         return None
     if name == "auto":

@@ -1,4 +1,4 @@
-"""The scanner of one Python literal, which it translates to JSON. Some models write tool calls in Python."""
+"""The scanner of one Python literal, translated to JSON. Some models write tool calls in Python."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ class PythonScanner(ValueScanner):
 
     def __init__(self) -> None:
         super().__init__()
-        self._pending_comma = ""  # JSON has no trailing comma: it is written with the next value
+        self._pending_comma = ""  # written before the next value, because JSON has no trailing commas
         self._word: list[str] = []
-        self._digits = ""  # of a hexadecimal or octal escape
+        self._digits = ""  # digits of a hexadecimal or octal escape so far
         self._hex_length = 0
-        # JSON text of each open parenthesis that contains no comma so far. A comma makes it a tuple;
-        # without one it only groups a value.
+        # For each open parenthesis without a comma so far, the JSON text inside it. Parentheses with a comma
+        # are a tuple. Parentheses without a comma enclose a single value.
         self._groups: list[list[str]] = []
-        self._is_group: list[bool] = []  # for each of `_closers`, whether `_groups` has a list for it
+        # For each open bracket in `_closers`, whether it has an entry in `_groups`.
+        self._is_group: list[bool] = []
 
     def _emit(self, text: str) -> None:
         (self._groups[-1] if self._groups else self._out).append(text)
@@ -66,7 +67,7 @@ class PythonScanner(ValueScanner):
 
     def _close(self, char: str) -> None:
         if self._is_group[-1]:
-            is_empty = self._expected == "value or end"
+            is_empty = self._expected_syntax == "value or end"
             self._end_group(is_tuple=is_empty)
             if is_empty:
                 self._emit("]")
@@ -76,10 +77,10 @@ class PythonScanner(ValueScanner):
         self._pending_comma = ""
 
     def _end_group(self, *, is_tuple: bool) -> None:
-        """Write the text held back since an open parenthesis, as a tuple or as one value."""
+        """Write the text since the last open parenthesis, as an array for a tuple, else as a single value."""
         self._is_group[-1] = False
-        held = self._groups.pop()
-        self._emit(("[" if is_tuple else "") + "".join(held))
+        group_text = self._groups.pop()
+        self._emit(("[" if is_tuple else "") + "".join(group_text))
 
     def _begin_string(self) -> None:
         self._emit_value('"')
@@ -116,7 +117,8 @@ class PythonScanner(ValueScanner):
         self._inside = "string"
         if code > 0x10FFFF:
             self.broken = True
-        elif 0xD800 <= code <= 0xDFFF:  # half of a surrogate pair: JSON readers join the two escapes
+        elif 0xD800 <= code <= 0xDFFF:
+            # Half of a surrogate pair. JSON readers join the escapes of both halves.
             self._emit(f"\\u{code:04x}")
         else:
             self._write_in_string(chr(code))
@@ -142,7 +144,7 @@ class PythonScanner(ValueScanner):
 
 
 def _json_word(word: str) -> str | None:
-    """Return the JSON text of a number or a name; None if it is neither."""
+    """Return the JSON text of a Python number or of True, False or None; None for other words."""
     if word in _NAMES:
         return _NAMES[word]
     if len(word) > MAX_WORD:
@@ -150,7 +152,7 @@ def _json_word(word: str) -> str | None:
     if NUMBER.fullmatch(word):
         return word
     try:
-        number = float(word)  # also "1_000", ".5", "+1"
+        number = float(word)  # Python also allows "1_000", ".5" and "+1"
     except ValueError:
         return None
     if not math.isfinite(number):

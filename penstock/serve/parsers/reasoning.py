@@ -15,26 +15,27 @@ class ReasoningFormat:
     name: str
     begins: tuple[str, ...]
     ends: tuple[str, ...]
-    dropped: tuple[str, ...] = ()
-    """Markers that are removed from the content, such as those before and after it."""
+    dropped_markers: tuple[str, ...] = ()
+    """Markers to remove from the content, such as a marker before or after the answer."""
     between: str = ""
     """Text between the end marker and the output that follows."""
     answer: str = ""
     """Marker before the content, with or without reasoning before it."""
     remark: str = ""
-    """Marker before text that precedes the content and ends with the end marker. Requires ``answer``."""
+    """Marker before harmony's commentary: visible text before a call or the answer. Requires ``answer``."""
     hints: tuple[str, ...] = ()
-    """Texts that a chat template of this format contains; if empty, only the flag selects the format."""
+    """Texts that every chat template of this format contains. If empty, only the flag selects the format."""
 
     def matches(self, template: str) -> bool:
         return bool(self.hints) and all(hint in template for hint in self.hints)
 
     def opened_by(self, prompt: str) -> bool:
-        """Return whether a prompt ends with a begin marker, followed by white space at most."""
+        """Return whether a prompt ends with a begin marker, ignoring white space at the end."""
         return prompt.rstrip().endswith(tuple(marker.rstrip() for marker in self.begins))
 
 
-# The first row whose hints are all in the chat template is used; specific formats stand first.
+# ParserFactory.choose uses the first row whose hints are all in the chat template, so specific formats come
+# first.
 REASONING_FORMATS = {
     row.name: row
     for row in (
@@ -42,7 +43,7 @@ REASONING_FORMATS = {
             "harmony",
             ("<|channel|>analysis<|message|>",),
             ("<|end|>",),
-            dropped=(
+            dropped_markers=(
                 "<|start|>assistant",
                 "<|channel|>final<|message|>",
                 "<|channel|>commentary<|message|>",
@@ -58,7 +59,7 @@ REASONING_FORMATS = {
             "cohere",
             ("<|START_THINKING|>",),
             ("<|END_THINKING|>",),
-            dropped=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+            dropped_markers=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
             hints=("<|START_THINKING|>",),
         ),
         ReasoningFormat("seed_oss", ("<seed:think>",), ("</seed:think>",), hints=("<seed:think>",)),
@@ -70,14 +71,14 @@ REASONING_FORMATS = {
             "apriel",
             ("Here are my reasoning steps:\n",),
             ("[BEGIN FINAL RESPONSE]",),
-            dropped=("[END FINAL RESPONSE]",),
+            dropped_markers=("[END FINAL RESPONSE]",),
             hints=("[BEGIN FINAL RESPONSE]",),
         ),
         ReasoningFormat(
             "granite",
             ("<think>",),
             ("</think>",),
-            dropped=("<response>", "</response>"),
+            dropped_markers=("<response>", "</response>"),
             hints=("<think></think>", "<response></response>"),
         ),
         ReasoningFormat("think", ("<think>",), ("</think>",), hints=("</think>",)),

@@ -1,7 +1,7 @@
-"""Incremental text: readers process pieces of text as if the whole text were available.
+"""Incremental text: readers process text that arrives in chunks.
 
-A reader is a generator that yields when it needs more text. Its decisions depend only on the text and not on
-how the text is cut into pieces, so the events are the same for every chunking.
+A reader is a generator that yields when it needs more text. Its decisions do not depend on the chunk
+boundaries, so the events are the same for every chunking.
 """
 
 from __future__ import annotations
@@ -23,13 +23,17 @@ class NotAToolCallError(Exception):
 
 
 class MarkerSearch:
-    """Searches a text for markers; longer markers win."""
+    """Searches a text for markers. If several markers match at a position, the longest is found."""
 
     def __init__(self, markers: Iterable[str]) -> None:
-        ordered = sorted({marker for marker in markers if marker}, key=lambda marker: (-len(marker), marker))
-        self._search = re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
-        self._beginnings = frozenset(marker[:end] for marker in ordered for end in range(1, len(marker)))
-        self._longest = max(map(len, ordered), default=0)
+        ordered_markers = sorted(
+            {marker for marker in markers if marker}, key=lambda marker: (-len(marker), marker)
+        )
+        self._search = re.compile("|".join(map(re.escape, ordered_markers)) or r"(?!)")
+        self._beginnings = frozenset(
+            marker[:end] for marker in ordered_markers for end in range(1, len(marker))
+        )
+        self._longest = max(map(len, ordered_markers), default=0)
 
     def find(self, text: str, at: int, ended: bool, limit: int | None = None) -> tuple[int, int]:
         """Return the span (start, end) of the first marker from position `at`; start == end if there is none.
@@ -58,15 +62,15 @@ class MarkerSearch:
 class IncrementalText:
     """The text of one choice, consumed from the front.
 
-    ``taken`` is the text consumed since the last `forget`. If a reader fails, this text becomes content.
+    ``taken`` is the text consumed since the last `forget`. If the text is not a call, it becomes content.
     """
 
     def __init__(self) -> None:
         self.ended = False
-        self.num_examined = 0  # characters examined; tests check that it is linear
+        self.num_examined = 0  # tests check that this grows linearly with the text length
         self._text = ""
         self._at = 0
-        self._taken: list[str] = []
+        self._taken_texts: list[str] = []
 
     def push(self, text: str) -> None:
         self._text = self._text[self._at :] + text
@@ -77,17 +81,17 @@ class IncrementalText:
         text = self._text[self._at : self._at + count]
         assert len(text) == count, "the text is not available yet"
         self._at += count
-        self._taken.append(text)
+        self._taken_texts.append(text)
         return text
 
     @property
     def taken(self) -> str:
-        return "".join(self._taken)
+        return "".join(self._taken_texts)
 
     def put_back(self, count: int) -> None:
         """Undo the last `take`, which took `count` characters."""
-        assert len(self._taken[-1]) == count
-        self._taken.pop()
+        assert len(self._taken_texts[-1]) == count
+        self._taken_texts.pop()
         self._at -= count
 
     def take_rest(self) -> str:
@@ -95,10 +99,10 @@ class IncrementalText:
         return self.take(len(self._text) - self._at)
 
     def forget(self) -> None:
-        self._taken.clear()
+        self._taken_texts.clear()
 
     def available(self) -> Steps[tuple[str, int]]:
-        """Return the text and the position of its unread part, which is empty only after the end."""
+        """Return (text, position of its unread part). The unread part is empty only after the end."""
         while self._at >= len(self._text) and not self.ended:
             yield
         return self._text, self._at
@@ -110,61 +114,61 @@ class IncrementalText:
         return text[at : at + 1]
 
     def accept(self, *literals: str) -> Steps[str]:
-        """Take the first literal that the text continues with; return "" if there is none."""
+        """Take and return the first of the literals that comes next in the text; "" if none does."""
         for literal in literals:
             while True:
-                following = self._text[self._at : self._at + len(literal)]
-                self.num_examined += len(following)
-                if following == literal:
+                next_text = self._text[self._at : self._at + len(literal)]
+                self.num_examined += len(next_text)
+                if next_text == literal:
                     return self.take(len(literal))
-                if self.ended or not literal.startswith(following):
+                if self.ended or not literal.startswith(next_text):
                     break
                 yield
         return ""
 
     def expect(self, *literals: str) -> Steps[str]:
-        found = yield from self.accept(*literals)
-        if not found:
+        literal = yield from self.accept(*literals)
+        if not literal:
             raise NotAToolCallError
-        return found
+        return literal
 
     def skip_space(self) -> Steps[str]:
         """Take all white space."""
-        pieces: list[str] = []
+        parts: list[str] = []
         while True:
             text, at = yield from self.available()
             match = _RUN_OF_SPACE.match(text, at)
             if match is None:
                 self.num_examined += 1
-                return "".join(pieces)
+                return "".join(parts)
             self.num_examined += match.end() - at
-            pieces.append(self.take(match.end() - at))
+            parts.append(self.take(match.end() - at))
 
     def until(self, end: MarkerSearch, max_length: int) -> Steps[str]:
-        """Take a text and the marker that ends it; return the text.
+        """Take the text before the next end marker, and the marker. Return the text.
 
         Raises:
             NotAToolCallError: the text is longer than `max_length`, or no marker ends it.
         """
-        pieces: list[str] = []
+        parts: list[str] = []
         size = 0
         while True:
-            # Take no more than `max_length` + 1, or the taken text would depend on how the text is cut.
-            text, marker = yield from self.piece(end, max_length + 1 - size)
-            pieces.append(text)
+            # Take at most `max_length` + 1 characters. Otherwise the taken text would depend on the chunking.
+            text, marker = yield from self.text_or_marker(end, max_length + 1 - size)
+            parts.append(text)
             size += len(text)
             if marker:
-                return "".join(pieces)
+                return "".join(parts)
             if not text or size > max_length:
                 raise NotAToolCallError
 
     def run(self, pattern: re.Pattern[str], max_length: int) -> Steps[str]:
-        """Take the longest run of characters that match `pattern`, a repeated character class.
+        """Take and return the longest run of characters that match `pattern`, a repeated character class.
 
         Raises:
             NotAToolCallError: there are none, or more than `max_length`.
         """
-        pieces: list[str] = []
+        parts: list[str] = []
         size = 0
         while True:
             text, at = yield from self.available()
@@ -172,14 +176,14 @@ class IncrementalText:
             count = 0 if match is None else match.end() - at
             self.num_examined += count + 1
             if count:
-                pieces.append(self.take(count))
+                parts.append(self.take(count))
                 size += count
             if size > max_length or (not size and at + count < len(text)) or at == len(text):
-                raise NotAToolCallError  # a run at the end of the text may be incomplete
+                raise NotAToolCallError  # an empty run at the end may still grow
             if at + count < len(text):
-                return "".join(pieces)
+                return "".join(parts)
 
-    def piece(self, markers: MarkerSearch, limit: int | None = None) -> Steps[tuple[str, str]]:
+    def text_or_marker(self, markers: MarkerSearch, limit: int | None = None) -> Steps[tuple[str, str]]:
         """Take the available text before the next marker, or the marker if it is next.
 
         With a `limit`, which is at least 1, take at most that many characters of text.
@@ -202,7 +206,7 @@ class IncrementalText:
 
 
 def is_finished(steps: Steps[None]) -> bool:
-    """Run a reader until it needs more text; return whether it has finished."""
+    """Run a reader until it needs more text. Return whether it has finished."""
     try:
         next(steps)
     except StopIteration:

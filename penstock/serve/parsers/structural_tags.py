@@ -16,7 +16,7 @@ from penstock.pipelines.core import Grammar
 from penstock.serve.parsers.tools import Schema
 
 Tag = dict[str, Any]
-_MANY = 63
+_MAX_REPETITIONS = 63
 
 
 def constant(text: str) -> Tag:
@@ -24,16 +24,19 @@ def constant(text: str) -> Tag:
 
 
 def by_schema(schema: Schema | bool, escaped: str = "") -> Tag:
-    """Return JSON of a schema. Characters in `escaped` appear in its strings only as escapes."""
+    """Return the tag of JSON that matches a schema.
+
+    The text can contain the characters in `escaped` only as escapes inside strings.
+    """
     return {"type": "json_schema", "json_schema": schema, **({"escaped": escaped} if escaped else {})}
 
 
 def sequence(*parts: Tag) -> Tag:
-    """Return the concatenation of formats, without empty constants."""
-    some = [part for part in parts if part != constant("")]
-    if not some:
+    """Return the tag of a concatenation. Omits empty constants."""
+    nonempty = [part for part in parts if part != constant("")]
+    if not nonempty:
         return constant("")
-    return some[0] if len(some) == 1 else {"type": "sequence", "elements": some}
+    return nonempty[0] if len(nonempty) == 1 else {"type": "sequence", "elements": nonempty}
 
 
 def either(parts: Sequence[Tag]) -> Tag:
@@ -45,38 +48,44 @@ def optional(part: Tag) -> Tag:
 
 
 def spaces(count: int = 3) -> Tag:
-    """Return up to `count` line ends or spaces. The bound keeps a model from writing white space forever."""
+    """Return the tag of at most `count` line ends or spaces.
+
+    Without a limit, a model could generate white space until the maximum length.
+    """
     return pattern(f"[ \\n]{{0,{count}}}")
 
 
 def pattern(expression: str) -> Tag:
-    """Return a regular expression that must match completely."""
+    """Return the tag of text that matches a regular expression completely."""
     return {"type": "regex", "pattern": expression}
 
 
 def any_number(part: Tag) -> Tag:
-    """Return zero or more of `part`, bounded because free text must not contain unbounded formats."""
-    return {"type": "repeat", "min": 0, "max": _MANY, "content": part}
+    """Return the tag of 0 to 63 repetitions of `part`.
+
+    The number is limited because free text must not contain unbounded repetitions.
+    """
+    return {"type": "repeat", "min": 0, "max": _MAX_REPETITIONS, "content": part}
 
 
 def text_until(end: str, without: Sequence[str] = ()) -> Tag:
-    """Return any text up to an end marker, and the marker; the text contains none of `without`."""
+    """Return the tag of text, without any of the strings `without`, up to and including an end marker."""
     content: Tag = {"type": "any_text", **({"excludes": list(without)} if without else {})}
     return {"type": "tag", "begin": "", "content": content, "end": end}
 
 
 def rest_of_text() -> Tag:
-    """Return any text up to the end of the output."""
+    """Return the tag of any text up to the end of the output."""
     return {"type": "any_text"}
 
 
-def triggered(after: Mapping[str, Tag], parallel: bool) -> Tag:
-    """Return free text in which each marker is followed by its format.
+def triggered_tags(after: Mapping[str, Tag], parallel: bool) -> Tag:
+    """Return the tag of free text in which the given tag must follow each marker.
 
-    Unless `parallel`, the text ends after the first format. No marker may be a prefix of another one.
+    Unless `parallel`, the text ends after the first marker and its tag. No marker may be a prefix of another.
 
     Args:
-        after: the format of the text after each marker.
+        after: marker -> tag of the text after the marker.
         parallel: allow several markers.
     """
     tags = [
@@ -91,7 +100,7 @@ def triggered(after: Mapping[str, Tag], parallel: bool) -> Tag:
 
 
 def repeated(part: Tag, separator: str, parallel: bool) -> Tag:
-    """Return one `part`, or with `parallel` one or several with a separator between."""
+    """Return the tag of one `part`, or with `parallel` of one or more, separated by `separator`."""
     return sequence(part, any_number(sequence(constant(separator), part))) if parallel else part
 
 
@@ -101,7 +110,7 @@ def grammar_of(tag: Tag) -> Grammar:
 
 
 def tag_of(grammar: Grammar) -> Tag:
-    """Return a grammar as a format of a structural tag."""
+    """Return the structural tag of a grammar of any kind."""
     match grammar.kind:
         case "json_schema":
             return by_schema(json.loads(grammar.text))
@@ -119,27 +128,28 @@ def tag_of(grammar: Grammar) -> Tag:
 
 
 def with_tokens(tag: Tag, special_tokens: Iterable[str]) -> Tag:
-    """Replace special tokens in constant strings by token formats, because no text produces them.
+    """Replace the special tokens in constants by token tags, because no other tokens can match them.
 
     Raises:
         UnsupportedFeatureError: only some of the markers that begin calls in free text are single special
             tokens.
     """
-    found = sorted(special_tokens, key=len, reverse=True)
-    if not found:
+    tokens = sorted(special_tokens, key=len, reverse=True)
+    if not tokens:
         return tag
-    return _with_tokens(tag, re.compile(f"({'|'.join(map(re.escape, found))})"))
+    return _with_tokens(tag, re.compile(f"({'|'.join(map(re.escape, tokens))})"))
 
 
-def _with_tokens(part: Tag, special: re.Pattern[str]) -> Tag:
+def _with_tokens(part: Tag, special_pattern: re.Pattern[str]) -> Tag:
     match part["type"]:
         case "const_string":
-            return _spelled(part["value"], special)
+            return _constant_with_tokens(part["value"], special_pattern)
         case "json_schema" | "regex" | "any_text":
             return part
         case "tag":
-            begin, end = _spelled(part["begin"], special), _spelled(part["end"], special)
-            content = _with_tokens(part["content"], special)
+            begin = _constant_with_tokens(part["begin"], special_pattern)
+            end = _constant_with_tokens(part["end"], special_pattern)
+            content = _with_tokens(part["content"], special_pattern)
             if end["type"] == "const_string":
                 tag = {"type": "tag", "begin": "", "content": content, "end": part["end"]}
             else:
@@ -147,32 +157,34 @@ def _with_tokens(part: Tag, special: re.Pattern[str]) -> Tag:
                 tag = {"type": "tag", "begin": "", "content": content, "end": end}
             return tag if not part["begin"] else sequence(begin, tag)
         case "triggered_tags":
-            return _with_trigger_tokens(part, special)
-    return {name: _value_with_tokens(one, special) for name, one in part.items()}
+            return _with_trigger_tokens(part, special_pattern)
+    return {name: _value_with_tokens(value, special_pattern) for name, value in part.items()}
 
 
-def _value_with_tokens(value: object, special: re.Pattern[str]) -> object:
+def _value_with_tokens(value: object, special_pattern: re.Pattern[str]) -> object:
     if isinstance(value, list):
-        return [_value_with_tokens(one, special) for one in value]
-    return _with_tokens(value, special) if isinstance(value, dict) else value
+        return [_value_with_tokens(element, special_pattern) for element in value]
+    return _with_tokens(value, special_pattern) if isinstance(value, dict) else value
 
 
-def _spelled(text: str, special: re.Pattern[str]) -> Tag:
-    pieces = [piece for piece in special.split(text) if piece]
-    parts = [
-        {"type": "token", "token": piece} if special.fullmatch(piece) else constant(piece) for piece in pieces
-    ]
-    return sequence(*parts) if parts else constant("")
+def _constant_with_tokens(text: str, special_pattern: re.Pattern[str]) -> Tag:
+    parts = [part for part in special_pattern.split(text) if part]
+    return sequence(
+        *(
+            {"type": "token", "token": part} if special_pattern.fullmatch(part) else constant(part)
+            for part in parts
+        )
+    )
 
 
-def _with_trigger_tokens(part: Tag, special: re.Pattern[str]) -> Tag:
-    begins = [_spelled(trigger, special) for trigger in part["triggers"]]
-    contents = [_with_tokens(tag["content"], special) for tag in part["tags"]]
-    kinds = {begin["type"] for begin in begins}
-    if kinds == {"const_string"}:
+def _with_trigger_tokens(part: Tag, special_pattern: re.Pattern[str]) -> Tag:
+    begins = [_constant_with_tokens(trigger, special_pattern) for trigger in part["triggers"]]
+    contents = [_with_tokens(tag["content"], special_pattern) for tag in part["tags"]]
+    types = {begin["type"] for begin in begins}
+    if types == {"const_string"}:
         tags = [{**tag, "content": content} for tag, content in zip(part["tags"], contents, strict=True)]
         return {**part, "tags": tags}
-    if kinds != {"token"}:
+    if types != {"token"}:
         raise UnsupportedFeatureError(
             "strict tools with tool_choice 'auto'",
             f"the markers of this model, {' and '.join(part['triggers'])}, are not all single tokens",

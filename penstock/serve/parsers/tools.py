@@ -39,7 +39,7 @@ _JSON_TYPES: dict[type, str] = {
 
 @dataclass(frozen=True)
 class Tools:
-    """The functions that may be called; ``schemas[name]`` is the JSON schema of the arguments."""
+    """The tools that the model may call: name -> JSON schema of the arguments."""
 
     schemas: dict[str, Schema]
 
@@ -47,21 +47,21 @@ class Tools:
     def of(cls, tools: Sequence[TokenGeneratorRequestTool], tool_choice: ToolChoice) -> Tools:
         """Return the callable tools, given validated ``tools`` and ``tool_choice`` of the OpenAI API.
 
-        The choice ``"none"`` allows no tool, a named choice only that tool.
+        With the choice ``"none"`` no tool is callable, and with a named choice only that tool is.
         """
         if tool_choice == "none":
             return cls({})
         functions = [tool["function"] for tool in tools]
-        schemas = {function["name"]: _of_object(function.get("parameters")) for function in functions}
+        schemas = {function["name"]: _object_schema(function.get("parameters")) for function in functions}
         if isinstance(tool_choice, dict):
             name = tool_choice["function"]["name"]
             schemas = {name: schemas[name]}
         return cls(schemas)
 
     def with_strict(self, names: Container[str]) -> Tools:
-        """Return the tools with unrestricted arguments for tools that are not in `names`."""
+        """Return a copy in which tools that are not in `names` accept any arguments."""
         return Tools(
-            {name: one if name in names else {"type": "object"} for name, one in self.schemas.items()}
+            {name: schema if name in names else {"type": "object"} for name, schema in self.schemas.items()}
         )
 
     def __contains__(self, name: object) -> bool:
@@ -85,8 +85,8 @@ def types_of(schema: object, root: Schema) -> frozenset[str] | None:
     return _types(schema, root, depth=0)
 
 
-def _of_object(parameters: Schema | None) -> Schema:
-    """Return the schema of the arguments object; a function without parameters accepts no arguments."""
+def _object_schema(parameters: Schema | None) -> Schema:
+    """Return the schema of the arguments object. Without parameters, it allows only an empty object."""
     schema = {"type": "object", **(parameters or {"properties": {}})}
     if schema.get("properties") == {} and not {"additionalProperties", "patternProperties"} & schema.keys():
         schema["additionalProperties"] = False
@@ -101,20 +101,20 @@ def _types(schema: object, root: Schema, depth: int) -> frozenset[str] | None:
     if isinstance(schema.get("type"), list):
         return frozenset(filter(lambda name: isinstance(name, str), schema["type"]))
     if isinstance(schema.get("$ref"), str):
-        return _types(_referenced(schema["$ref"], root), root, depth + 1)
+        return _types(_reference_target(schema["$ref"], root), root, depth + 1)
     if "const" in schema:
         return frozenset({_JSON_TYPES[type(schema["const"])]})
     if isinstance(schema.get("enum"), list):
         return frozenset(_JSON_TYPES[type(value)] for value in schema["enum"])
     for keyword in ("anyOf", "oneOf"):
         if isinstance(schema.get(keyword), list):
-            kinds = [_types(part, root, depth + 1) for part in schema[keyword]]
-            known = [kind for kind in kinds if kind is not None]
-            return frozenset().union(*known) if len(known) == len(kinds) else None
+            part_types = [_types(part, root, depth + 1) for part in schema[keyword]]
+            known_types = [types for types in part_types if types is not None]
+            return frozenset().union(*known_types) if len(known_types) == len(part_types) else None
     return None
 
 
-def _referenced(reference: str, root: Schema) -> object:
+def _reference_target(reference: str, root: Schema) -> object:
     """Resolve a reference such as ``#/$defs/Name``; return None for other references."""
     target: object = root
     steps = reference.removeprefix("#/").split("/") if reference.startswith("#/") else [""]

@@ -14,29 +14,30 @@ MAX_WORD = 4096  # characters; Python's limit is 4300 digits
 HEX_DIGITS = "0123456789abcdefABCDEF"
 NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 
-_Expected = Literal["value", "value or end", "key", "key or end", ":", ", or end"]
+_ExpectedSyntax = Literal["value", "value or end", "key", "key or end", ":", ", or end"]
 _Inside = Literal["", "string", "escape", "hex", "octal", "word", "literal"]
 
 
 class ValueScanner(ABC):
     """Checks one value character by character and writes it as JSON.
 
-    Feed it text until it is ``done`` or ``broken``. The work is linear in the length of the text. A subclass
-    defines the grammar of the literals (strings, numbers, names) and the JSON text that is written.
+    The caller passes text to `feed` until the scanner is ``done`` or ``broken``. The run time is linear in
+    the length of the text. A subclass defines the syntax of literals (strings, numbers, names) and the JSON
+    text to write.
     """
 
     STRING_RUNS: ClassVar[Mapping[str, re.Pattern[str]]]
-    """For each quote, the characters of a string that need no treatment."""
+    """Quote character -> pattern of a run of ordinary characters in a string with that quote."""
     CLOSERS: ClassVar[Mapping[str, str]]
-    """The closing character of each opening bracket."""
+    """Opening bracket -> closing bracket."""
     TRAILING_COMMA: ClassVar[bool]
-    """Whether a comma may stand before a closing bracket."""
+    """Whether a comma is allowed before a closing bracket."""
 
     def __init__(self) -> None:
         self.done = False
         self.broken = False
         self._closers: list[str] = []
-        self._expected: _Expected = "value"
+        self._expected_syntax: _ExpectedSyntax = "value"
         self._inside: _Inside = ""
         self._is_key = False
         self._quote = ""
@@ -63,27 +64,27 @@ class ValueScanner(ABC):
 
     def _scan_structure(self, text: str, at: int) -> int:
         char = text[at]
-        expected = self._expected
-        is_value = expected in ("value", "value or end")
+        expected_syntax = self._expected_syntax
+        is_value = expected_syntax in ("value", "value or end")
         if char in SPACE:
             self._write_space(char)
-        elif char in self.STRING_RUNS and expected not in (":", ", or end"):
+        elif char in self.STRING_RUNS and expected_syntax not in (":", ", or end"):
             self._is_key = not is_value
             self._inside, self._quote = "string", char
             self._begin_string()
         elif is_value and char in self.CLOSERS and len(self._closers) < MAX_DEPTH:
             self._closers.append(self.CLOSERS[char])
-            self._expected = "key or end" if char == "{" else "value or end"
+            self._expected_syntax = "key or end" if char == "{" else "value or end"
             self._open(char)
         elif is_value and self._begin_word(char):
             return at  # `_scan_word` reads the whole word
-        elif char == ":" and expected == ":":
-            self._expected = "value"
+        elif char == ":" and expected_syntax == ":":
+            self._expected_syntax = "value"
             self._write_colon()
-        elif char == "," and expected == ", or end":
+        elif char == "," and expected_syntax == ", or end":
             self._comma()
-            self._expected = self._after_comma()
-        elif char in self._closers[-1:] and expected.endswith("end"):
+            self._expected_syntax = self._after_comma()
+        elif char in self._closers[-1:] and expected_syntax.endswith("end"):
             self._close(char)
             self._closers.pop()
             self._end_value()
@@ -92,14 +93,14 @@ class ValueScanner(ABC):
             return at
         return at + 1
 
-    def _after_comma(self) -> _Expected:
+    def _after_comma(self) -> _ExpectedSyntax:
         if self._closers[-1] == "}":
             return "key or end" if self.TRAILING_COMMA else "key"
         return "value or end" if self.TRAILING_COMMA else "value"
 
     def _end_value(self) -> None:
         self._inside = ""
-        self._expected = ", or end"
+        self._expected_syntax = ", or end"
         self.done = not self._closers
 
     def _scan_string(self, text: str, at: int) -> int:
@@ -111,7 +112,7 @@ class ValueScanner(ABC):
         if char == self._quote:
             self._emit('"')
             if self._is_key:
-                self._inside, self._expected = "", ":"
+                self._inside, self._expected_syntax = "", ":"
             else:
                 self._end_value()
         elif char == "\\":
@@ -159,7 +160,7 @@ class ValueScanner(ABC):
 
     @abstractmethod
     def _scan_escape(self, text: str, at: int) -> int:
-        """Scan one character after a backslash; return the next position."""
+        """Scan one character after a backslash. Return the next position."""
 
     @abstractmethod
     def _begin_word(self, char: str) -> bool:
@@ -167,20 +168,20 @@ class ValueScanner(ABC):
 
     @abstractmethod
     def _scan_word(self, text: str, at: int) -> int:
-        """Scan a piece of a number or a name; return the next position."""
+        """Scan part of a number or a name. Return the next position."""
 
 
 def scan_value(stream: IncrementalText, scanner: ValueScanner, write: Callable[[str], None]) -> Steps[None]:
-    """Take one value from the stream and pass its JSON text to `write`, piece by piece.
+    """Take one value from the stream. Pass its JSON text to `write` as it arrives.
 
     Raises:
         NotAToolCallError: the text is not a value, or the text ends inside the value.
     """
     while not scanner.done:
         text, at = yield from stream.available()
-        end, piece = scanner.feed(text, at)
+        end, json_text = scanner.feed(text, at)
         stream.num_examined += end - at + 1
         stream.take(end - at)
-        write(piece)
+        write(json_text)
         if scanner.broken or at == len(text):
             raise NotAToolCallError

@@ -1,9 +1,9 @@
-// A message of the conversation, and the receiver that builds it from the chunks of a stream.
+// A message of the conversation, and the class that builds it from the chunks of a stream.
 
 import { ApiError, postStream } from "./api.js";
 import { TokenGroups } from "./tokens.js";
 
-const MIN_SECONDS = 0.05; // shorter than this, the rate would be that of reading a buffer
+const MIN_SECONDS = 0.05; // minimum duration for a rate; shorter streams arrive as one buffered read
 
 export class Message {
   constructor(role, text = "", more = {}) {
@@ -12,7 +12,7 @@ export class Message {
     this.images = []; // data: URLs
     this.reasoning = "";
     this.calls = []; // {id, name, arguments}
-    this.callId = null; // for the message of a tool: the id of its call
+    this.callId = null; // for a tool message: the id of the call that it answers
     this.tokens = new TokenGroups();
     this.numbers = null;
     this.error = null;
@@ -62,9 +62,9 @@ export class Receiver {
     this._message = message;
     this._clock = clock;
     this._sentAt = clock();
-    this._first = null;
+    this._firstTokenAt = null;
     this._firstCount = 0;
-    this._last = null;
+    this._lastTokenAt = null;
     this._usage = null;
     this._finish = null;
   }
@@ -85,9 +85,9 @@ export class Receiver {
       const isText = delta.content || delta.reasoning_content || delta.reasoning;
       const hasOutput = isText || delta.tool_calls || logprobs?.content?.length;
       if (hasOutput) {
-        this._last = this._clock();
-        if (this._first === null) {
-          this._first = this._last;
+        this._lastTokenAt = this._clock();
+        if (this._firstTokenAt === null) {
+          this._firstTokenAt = this._lastTokenAt;
           this._firstCount = usage?.completion_tokens ?? 0;
         }
       }
@@ -95,7 +95,7 @@ export class Receiver {
     this._message.numbers = this._numbers();
   }
 
-  /** Ends the message; `reason` is "stopped" or "error" if the model did not end it. */
+  /** Ends the message. `reason` is "stopped" or "error"; null if the model ended the output. */
   end(reason = null) {
     this._finish = reason ?? this._finish;
     this._message.tokens.end();
@@ -111,10 +111,10 @@ export class Receiver {
 
   _numbers() {
     const usage = this._usage;
-    const seconds = this._first === null ? 0 : (this._last - this._first) / 1000;
+    const seconds = this._firstTokenAt === null ? 0 : (this._lastTokenAt - this._firstTokenAt) / 1000;
     const later = (usage?.completion_tokens ?? 0) - this._firstCount;
     return {
-      firstToken: this._first === null ? null : (this._first - this._sentAt) / 1000,
+      firstToken: this._firstTokenAt === null ? null : (this._firstTokenAt - this._sentAt) / 1000,
       perSecond: seconds >= MIN_SECONDS && later > 0 ? later / seconds : null,
       prompt: usage?.prompt_tokens ?? null,
       cached: usage?.prompt_tokens_details?.cached_tokens ?? 0,
@@ -125,12 +125,12 @@ export class Receiver {
 }
 
 /**
- * Requests a response and adds its chunks to a message; calls `onchunk` after each. Returns when it has ended: an error
- * is then in `message.error`, and a response that `signal` has stopped keeps its text.
+ * Requests a response and adds its chunks to a message. Calls `onchunk` after each chunk. Returns when the response has
+ * ended. Stores an error in `message.error`. If `signal` aborts the response, the message keeps its text.
  */
 export async function streamInto(message, request, signal, onchunk) {
   const receiver = new Receiver(message);
-  // With usage in each chunk, a stopped response has token counts too.
+  // With the usage in each chunk, an aborted response has token counts too.
   const options = { stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
   try {
     for await (const chunk of postStream("v1/chat/completions", { ...request, ...options }, signal)) {

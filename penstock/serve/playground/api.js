@@ -10,7 +10,7 @@ export class ApiError extends Error {
   }
 }
 
-/** The API key of this tab. It is stored in sessionStorage, which ends with the tab. */
+/** The API key of this tab. It is stored in sessionStorage, which the browser deletes when the tab is closed. */
 export const key = {
   get: () => sessionStorage.getItem(KEY),
   set: (value) => sessionStorage.setItem(KEY, value),
@@ -95,17 +95,17 @@ function errorOf(value, response) {
   });
 }
 
-/** Yields the data of each event of a byte stream, for any chunking. */
+/** Yields the data of each server-sent event of a byte stream. Chunks can end anywhere in an event. */
 async function* events(stream) {
   const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
+  let incompleteEvent = "";
   try {
     for (;;) {
       const { value, done } = await reader.read();
       if (done) return;
-      const whole = (rest + value).split("\n\n");
-      rest = whole.pop();
-      for (const event of whole) {
+      const completeEvents = (incompleteEvent + value).split("\n\n");
+      incompleteEvent = completeEvents.pop();
+      for (const event of completeEvents) {
         const lines = event.split("\n").filter((line) => line.startsWith("data:"));
         if (lines.length) yield lines.map((line) => line.slice(5).trimStart()).join("\n");
       }

@@ -17,7 +17,7 @@ import { SpeechView } from "./speech.js";
 import { hideAlternatives } from "./tokens.js";
 
 const EXAMPLES = ["What is a penstock?", "Tell me a story about a river.", "Write a JSON object that describes a cat."];
-const NEAR_END = 80; // pixels; closer to its end, the conversation scrolls with new text
+const NEAR_END = 80; // pixels from the end within which the conversation scrolls with new text
 
 const log = byId("log");
 const draft = byId("draft");
@@ -25,7 +25,7 @@ const draft = byId("draft");
 class App {
   constructor() {
     this._views = [];
-    this._running = null; // the AbortController of a running response
+    this._controller = null; // the AbortController of a running response
     this._conversations = new Conversations();
     this._settings = new Settings({ onshade: (shades) => this._shade(shades) });
     this._attachments = new Attachments();
@@ -47,7 +47,7 @@ class App {
 
   // Actions of the user.
 
-  /** Sends the draft, if any, and requests a response; on the page for comparisons, two responses. */
+  /** Adds the text in the input field to the conversation and requests a response; on the Compare page, two responses. */
   send() {
     if (this._isBusy) return;
     const text = draft.value;
@@ -58,10 +58,10 @@ class App {
       fitHeight(draft);
       return;
     }
-    const last = this._views.at(-1)?.message;
+    const lastMessage = this._views.at(-1)?.message;
     const isNew = text.trim() || this._attachments.urls.length > 0;
-    if (!isNew && (!last || last.role === "assistant")) return;
-    if (!this._checked()) return;
+    if (!isNew && (!lastMessage || lastMessage.role === "assistant")) return;
+    if (!this._checkSettings()) return;
     if (isNew) {
       this._add(new Message("user", text, { images: this._attachments.take() }));
       draft.value = "";
@@ -71,16 +71,16 @@ class App {
   }
 
   stop() {
-    this._running?.abort();
+    this._controller?.abort();
     this._compare.stop();
   }
 
   get _isBusy() {
-    return this._running !== null || this._compare.isRunning;
+    return this._controller !== null || this._compare.isRunning;
   }
 
   edit(message, text, andAnswer) {
-    if (andAnswer && !this._checked()) return;
+    if (andAnswer && !this._checkSettings()) return;
     message.edit(text);
     this._view(message).shade(this._settings.shades);
     if (andAnswer) {
@@ -91,20 +91,20 @@ class App {
     this._save();
   }
 
-  /** Copies the conversation up to a message into a new one, and continues there. */
+  /** Opens a new conversation with a copy of the messages up to `message`. */
   branch(message) {
     const kept = this._views.slice(0, this._views.indexOf(this._view(message)) + 1);
     this._save();
     this._conversations.begin();
     this._show(kept.map((view) => view.message));
     this._save();
-    this._announce("This is a new conversation with the messages up to the chosen one.");
+    this._announce("This is a new conversation with a copy of the messages up to the chosen message.");
     draft.focus();
   }
 
   remove(message) {
     const view = this._view(message);
-    this._views = this._views.filter((one) => one !== view);
+    this._views = this._views.filter((other) => other !== view);
     view.element.remove();
     this.updateButtons();
     this._save();
@@ -112,7 +112,7 @@ class App {
   }
 
   regenerate(message) {
-    if (!this._checked()) return;
+    if (!this._checkSettings()) return;
     this._cut(this._views.indexOf(this._view(message)));
     this._answer();
   }
@@ -122,7 +122,7 @@ class App {
   }
 
   sendResults(message, results) {
-    if (!this._checked()) return;
+    if (!this._checkSettings()) return;
     message.calls.forEach((call, i) => this._add(new Message("tool", results[i], { callId: call.id })));
     this._answer();
   }
@@ -144,12 +144,12 @@ class App {
     const message = new Message("assistant", "", { isLive: true });
     const view = this._add(message);
     const controller = new AbortController();
-    this._running = controller;
+    this._controller = controller;
     this.updateButtons();
     this._announce("The model is responding.");
     await streamInto(message, body, controller.signal, () => this._scheduleSync(view));
     if (message.error) this._onError(message.error);
-    this._running = null;
+    this._controller = null;
     if (this._views.includes(view)) this._save();
     this._keepScrolled(() => view.shade(this._settings.shades));
     this.updateButtons();
@@ -166,7 +166,7 @@ class App {
     else this._announce(`The response is complete, ${numbers?.completion ?? 0} tokens.`);
   }
 
-  /** Updates a message in the next frame. */
+  /** Updates the view of a message in the next animation frame. */
   _scheduleSync(view) {
     if (view.isDue) return;
     view.isDue = true;
@@ -209,7 +209,7 @@ class App {
     byId("delete-chat").hidden = current === null;
   }
 
-  /** Returns the next request; with `withDraft` it includes the draft, for the code view. */
+  /** Returns the next request. With `withDraft`, for the code view, it includes the text in the input field. */
   _request(withDraft = false) {
     const messages = this._views.map((view) => view.message).filter((message) => !message.isEmpty);
     const sent = messages.map((message) => message.toRequest());
@@ -221,7 +221,7 @@ class App {
   }
 
   /** Returns whether the settings are valid; otherwise the page shows the error. */
-  _checked() {
+  _checkSettings() {
     try {
       this._request();
       return true;
@@ -255,13 +255,13 @@ class App {
     this.updateButtons();
   }
 
-  /** Shows and enables the buttons of the current state. */
+  /** Shows the buttons that apply to the current state and enables them. */
   updateButtons() {
     const isBusy = this._isBusy;
     byId("empty").hidden = this._views.length > 0;
     byId("send").hidden = isBusy;
     byId("stop-answer").hidden = !isBusy;
-    log.setAttribute("aria-busy", String(this._running !== null));
+    log.setAttribute("aria-busy", String(this._controller !== null));
     this._views.forEach((view, i) => view.place({ isLast: i === this._views.length - 1, isBusy }));
   }
 
@@ -362,7 +362,7 @@ class App {
     });
     byId("forget-key").addEventListener("click", () => (key.forget(), this._loadModels()));
     for (const text of EXAMPLES) byId("examples").append(button(text, () => ((draft.value = text), this.send())));
-    new CodeDialog({ check: () => this._checked(), request: () => this._request(true) });
+    new CodeDialog({ check: () => this._checkSettings(), request: () => this._request(true) });
   }
 }
 

@@ -1,10 +1,10 @@
-// A line with the area under it, for numbers that change with time.
+// A line chart with a filled area, for values over time.
 
-/** Draws values, the newest at the right end, into an `svg` with a polygon and a polyline. `max` is the upper end. */
+/** Draws values, newest at the right, into an `svg` with a polygon and a polyline. The y axis ends at `max`. */
 export function drawLine(svg, values, { count, max }) {
   const [polygon, polyline] = svg.children;
-  const first = count - values.length;
-  const points = values.map((value, i) => `${first + i},${(23.5 - (22.5 * value) / max).toFixed(2)}`);
+  const firstIndex = count - values.length;
+  const points = values.map((value, i) => `${firstIndex + i},${(23.5 - (22.5 * value) / max).toFixed(2)}`);
   polyline.setAttribute("points", points.join(" "));
-  polygon.setAttribute("points", points.length ? `${first},24 ${points.join(" ")} ${count - 1},24` : "");
+  polygon.setAttribute("points", points.length ? `${firstIndex},24 ${points.join(" ")} ${count - 1},24` : "");
 }

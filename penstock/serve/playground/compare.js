@@ -5,7 +5,7 @@ import { byId, make } from "./dom.js";
 import { MessageView } from "./messages.js";
 import { WrongSetting } from "./settings.js";
 
-/** The number fields of a side: label and the attributes of the control. */
+/** The number fields of a side: request field -> label and attributes of the input element. */
 const FIELDS = {
   temperature: { label: "Temperature", min: 0, max: 2, step: "any" },
   top_p: { label: "Top p", min: 0, max: 1, step: "any" },
@@ -15,22 +15,22 @@ const FIELDS = {
 
 /** Returns the index of the first character in which two texts differ; -1 if they are equal. */
 export function firstDifference(a, b) {
-  const [first, second] = [[...a], [...b]];
-  const at = first.findIndex((one, i) => one !== second[i]);
+  const [charactersA, charactersB] = [[...a], [...b]];
+  const at = charactersA.findIndex((character, i) => character !== charactersB[i]);
   if (at >= 0) return at;
-  return first.length === second.length ? -1 : first.length;
+  return charactersA.length === charactersB.length ? -1 : charactersA.length;
 }
 
-/** One of the two settings, and its answer. */
+/** One side of the page: controls for one of the two settings, and the answer. */
 class Side {
   constructor(name, settings) {
     this.name = name;
     this._settings = settings;
     this._view = null;
     this._model = make("select", {});
-    this._system = make("textarea", { rows: 2, placeholder: "as in the settings" });
+    this._system = make("textarea", { rows: 2, placeholder: "as in the general settings" });
     this._numbers = Object.entries(FIELDS).map(([field, { label, ...limits }]) => {
-      const input = make("input", { type: "number", placeholder: "as in the settings", ...limits });
+      const input = make("input", { type: "number", placeholder: "as in the general settings", ...limits });
       return { field, label, input };
     });
     this._answer = make("div", { class: "side-answer" });
@@ -52,10 +52,10 @@ class Side {
   }
 
   setModels(names) {
-    const chosen = this._model.value;
-    const same = new Option("as in the header", "");
-    this._model.replaceChildren(same, ...names.map((name) => new Option(name, name)));
-    if (names.includes(chosen)) this._model.value = chosen;
+    const selectedModel = this._model.value;
+    const sameModel = new Option("as in the header", "");
+    this._model.replaceChildren(sameModel, ...names.map((name) => new Option(name, name)));
+    if (names.includes(selectedModel)) this._model.value = selectedModel;
   }
 
   /** Returns the request; empty controls take the values of the general settings. Throws `WrongSetting`. */
@@ -100,19 +100,19 @@ class Side {
 
 export class CompareView {
   /**
-   * `settings` are the controls that both sides share, `onerror(error)` is called for a failed answer, `onchange()` when
-   * the answers begin or have ended, and `onannounce(text)` for screen readers.
+   * `settings` are the general settings. `onerror(error)` is called for a failed answer, `onchange()` when the answers
+   * begin or have ended, and `onannounce(text)` with text for screen readers.
    */
   constructor({ settings, onerror, onchange, onannounce }) {
     Object.assign(this, { _onerror: onerror, _onchange: onchange, _onannounce: onannounce });
-    this._running = null; // the AbortController of both requests
-    this._last = null;
+    this._controller = null; // the AbortController of both requests
+    this._lastPrompt = null;
     this._sides = ["A", "B"].map((name) => new Side(name, settings));
     byId("compare-sides").append(...this._sides.map((side) => side.element));
   }
 
   get isRunning() {
-    return this._running !== null;
+    return this._controller !== null;
   }
 
   setModels(names) {
@@ -123,9 +123,9 @@ export class CompareView {
     this._sides.forEach((side) => side.shade(shades));
   }
 
-  /** Sends a prompt to both sides: the last one if text and images are empty. Returns whether it was sent. */
+  /** Sends a prompt with both settings; the last prompt if text and images are empty. Returns whether it was sent. */
   send(text, images) {
-    const prompt = text.trim() || images.length ? new Message("user", text, { images: [...images] }) : this._last;
+    const prompt = text.trim() || images.length ? new Message("user", text, { images: [...images] }) : this._lastPrompt;
     if (!prompt || this.isRunning) return false;
     let bodies;
     try {
@@ -134,43 +134,43 @@ export class CompareView {
       if (!(error instanceof WrongSetting)) throw error;
       return false;
     }
-    this._last = prompt;
+    this._lastPrompt = prompt;
     this._run(prompt, bodies);
     return true;
   }
 
   /** Stops both answers. */
   stop() {
-    this._running?.abort();
+    this._controller?.abort();
   }
 
   async _run(prompt, bodies) {
-    this._running = new AbortController();
+    this._controller = new AbortController();
     byId("compare-empty").hidden = true;
     byId("compare-note").textContent = "";
     byId("compare-prompt").replaceChildren(new MessageView(prompt, { shades: false, name: "Prompt" }).element);
-    this._busy();
+    this._updateBusy();
     this._onannounce("Both answers are being generated.");
     await Promise.all(this._sides.map((side, i) => this._answer(side, bodies[i])));
-    this._running = null;
-    this._busy();
-    this._note();
+    this._controller = null;
+    this._updateBusy();
+    this._showNote();
   }
 
   async _answer(side, body) {
-    const { error, numbers } = await side.answer(body, this._running.signal);
+    const { error, numbers } = await side.answer(body, this._controller.signal);
     if (error) this._onerror(error);
     const end = error ? `failed: ${error.message}` : `has ended, ${numbers?.completion ?? 0} tokens.`;
     this._onannounce(`Answer ${side.name} ${end}`);
   }
 
-  _busy() {
+  _updateBusy() {
     byId("compare-sides").setAttribute("aria-busy", String(this.isRunning));
     this._onchange();
   }
 
   /** Shows whether the answers are equal. */
-  _note() {
+  _showNote() {
     const [a, b] = this._sides.map((side) => side.message);
     if (a.error || b.error) return;
     const at = firstDifference(a.text, b.text);

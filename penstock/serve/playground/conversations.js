@@ -1,4 +1,4 @@
-// The conversations that the browser keeps, in localStorage: the newest first, with a limit.
+// The conversations that the browser keeps in localStorage: newest first, at most MAX_COUNT.
 
 import { Message } from "./answer.js";
 
@@ -16,46 +16,46 @@ export class Conversations {
   /** Returns all conversations: {id, title, messages}, the newest first. */
   get all() {
     try {
-      const found = JSON.parse(this._storage.getItem(KEY) ?? "[]");
-      return Array.isArray(found) ? found : [];
+      const list = JSON.parse(this._storage.getItem(KEY) ?? "[]");
+      return Array.isArray(list) ? list : [];
     } catch {
       return [];
     }
   }
 
-  /** Stores the messages of the current conversation. Without messages it is deleted. */
+  /** Stores the messages of the current conversation. Deletes the conversation if there are none. */
   save(messages) {
     if (!messages.length) {
       if (this.current !== null) this.remove(this.current);
       return;
     }
     this.current ??= crypto.randomUUID?.() ?? `${Date.now()}-${Math.random()}`;
-    const first = messages.find((one) => one.role === "user")?.text ?? "";
-    const title = first.trim().replace(/\s+/g, " ").slice(0, MAX_TITLE) || "Without text";
-    const entry = { id: this.current, title, messages: messages.map(stored) };
-    const others = this.all.filter((one) => one.id !== this.current);
-    this._write([entry, ...others].slice(0, MAX_COUNT));
+    const firstText = messages.find((message) => message.role === "user")?.text ?? "";
+    const title = firstText.trim().replace(/\s+/g, " ").slice(0, MAX_TITLE) || "Without text";
+    const entry = { id: this.current, title, messages: messages.map(storedFields) };
+    const otherConversations = this.all.filter((conversation) => conversation.id !== this.current);
+    this._write([entry, ...otherConversations].slice(0, MAX_COUNT));
   }
 
   /** Makes a stored conversation the current one and returns its messages; null if it does not exist. */
   open(id) {
-    const found = this.all.find((one) => one.id === id);
-    if (!found) return null;
+    const conversation = this.all.find((entry) => entry.id === id);
+    if (!conversation) return null;
     this.current = id;
-    return found.messages.map(restored);
+    return conversation.messages.map(messageOf);
   }
 
-  /** Begins a new conversation. It is stored with its first message. */
+  /** Begins a new conversation. `save` stores it when it has a message. */
   begin() {
     this.current = null;
   }
 
   remove(id) {
     if (this.current === id) this.current = null;
-    this._write(this.all.filter((one) => one.id !== id));
+    this._write(this.all.filter((conversation) => conversation.id !== id));
   }
 
-  /** Writes the list; while the browser has too little room, drops the oldest conversation. */
+  /** Writes the list. Drops the oldest conversations until the list fits into the browser's quota. */
   _write(list) {
     for (let count = list.length; count >= 0; count -= 1) {
       try {
@@ -68,8 +68,8 @@ export class Conversations {
   }
 }
 
-function stored({ role, text, images, reasoning, calls, callId, numbers }) {
+function storedFields({ role, text, images, reasoning, calls, callId, numbers }) {
   return { role, text, images, reasoning, calls, callId, numbers };
 }
 
-const restored = ({ role, text, ...more }) => new Message(role, text, more);
+const messageOf = ({ role, text, ...more }) => new Message(role, text, more);

@@ -1,11 +1,11 @@
-// Creates elements from text only. No module of the page parses a string as HTML.
+// Functions that create elements. No module of the page parses a string as HTML.
 
 /** Returns the element with an id. */
 export const byId = (id) => document.getElementById(id);
 
 /**
- * Creates an element. `class`, `data-*`, `aria-*` and `role` become attributes, `on*` listeners, all other entries
- * properties. Children are elements or text.
+ * Creates an element. The entries `class`, `data-*`, `aria-*` and `role` become attributes, the entries `on*` become
+ * listeners, and all other entries become properties. Children are elements or text; null is skipped.
  */
 export function make(tag, properties = {}, ...children) {
   const element = document.createElement(tag);

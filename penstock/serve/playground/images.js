@@ -1,4 +1,4 @@
-// Images of the draft: chosen, pasted or dropped, shown as thumbnails until they are sent.
+// Images of the next message: chosen, pasted or dropped, shown as thumbnails until the message is sent.
 
 import { button, byId, make } from "./dom.js";
 
@@ -22,7 +22,7 @@ export function thumbnails(urls) {
   return urls.map((url, i) => make("img", { src: url, alt: `Image ${i + 1}`, class: "image" }));
 }
 
-/** The images of the draft. `isEnabled` is whether the model reads images. */
+/** The images of the next message. `isEnabled` is whether the model reads images. */
 export class Attachments {
   constructor() {
     this.urls = [];
@@ -46,7 +46,7 @@ export class Attachments {
     this._show();
   }
 
-  /** Returns the images and removes them from the draft. */
+  /** Returns the images and removes them from the next message. */
   take() {
     const { urls } = this;
     this.urls = [];

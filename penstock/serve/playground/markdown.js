@@ -1,4 +1,4 @@
-// Markdown as elements, made from text only. A stream replaces only the blocks that have changed.
+// Renders Markdown as elements. While a text is streamed, only the blocks that have changed are replaced.
 
 import { button, copyText, make } from "./dom.js";
 
@@ -40,7 +40,7 @@ export class MarkdownText {
   }
 }
 
-/** Returns the blocks of a text as texts: code, lists, quotes, tables, headings and paragraphs. */
+/** Splits a text into blocks, each a string: code, lists, quotes, tables, headings and paragraphs. */
 export function blocksOf(text) {
   const blocks = [];
   let lines = [];
@@ -128,8 +128,8 @@ function listOf(lines) {
   let text = null;
   const close = () => {
     if (text === null) return;
-    const rest = blocksOf(inner.join("\n"));
-    list.append(make("li", {}, ...inline(text), ...rest.map(elementOf)));
+    const blocks = blocksOf(inner.join("\n"));
+    list.append(make("li", {}, ...inline(text), ...blocks.map(elementOf)));
     inner = [];
   };
   for (const line of lines) {
@@ -153,11 +153,11 @@ function tableOf(lines) {
   return make("div", { class: "table-box", tabIndex: 0 }, make("table", {}, head, body));
 }
 
-/** Returns the elements and texts of a line. */
+/** Returns the elements and strings of a text with inline markup. */
 function inline(text) {
-  const found = INLINE.exec(text);
-  if (!found) return text ? [text] : [];
-  const { code, strong, em, em2, del, label, url, bare } = found.groups;
+  const match = INLINE.exec(text);
+  if (!match) return text ? [text] : [];
+  const { code, strong, em, em2, del, label, url, bare } = match.groups;
   let element;
   if (code !== undefined) element = make("code", { textContent: code.trim() || code });
   else if (strong !== undefined) element = make("strong", {}, ...inline(strong));
@@ -165,8 +165,8 @@ function inline(text) {
   else if (url !== undefined) element = link(url, inline(label));
   else if (bare !== undefined) element = link(bare, [bare]);
   else element = make("em", {}, ...inline(em ?? em2));
-  const before = text.slice(0, found.index);
-  return [...(before ? [before] : []), element, ...inline(text.slice(found.index + found[0].length))];
+  const before = text.slice(0, match.index);
+  return [...(before ? [before] : []), element, ...inline(text.slice(match.index + match[0].length))];
 }
 
 const link = (href, children) => make("a", { href, target: "_blank", rel: "noopener noreferrer" }, ...children);

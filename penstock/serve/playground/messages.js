@@ -15,7 +15,7 @@ const FINISHES = {
   error: "stopped by an error",
 };
 
-/** An element whose text is extended at its end without replacing the existing text. */
+/** An element for growing text. Appends to its text node, so that a selection of existing text remains. */
 class GrowingText {
   constructor(properties) {
     this._text = document.createTextNode("");
@@ -32,8 +32,8 @@ class GrowingText {
 /**
  * The article of a message.
  *
- * `actions` are the functions of its buttons: edit(message, text, andAnswer), remove(message), branch(message),
- * regenerate(message), retry(message), sendResults(message, results). Without them the message can only be copied.
+  * `actions` has the functions of the buttons: edit(message, text, andAnswer), remove(message), branch(message),
+ * regenerate(message), retry(message), sendResults(message, results). If it is null, the only button is Copy.
  */
 export class MessageView {
   constructor(message, { actions = null, shades, name = NAMES[message.role] }) {
@@ -56,34 +56,34 @@ export class MessageView {
     const { message } = this;
     const isShaded = this._shades && message.tokens.groups.length > 0;
     this.element.classList.toggle("live", message.isLive);
-    this._waiting.hidden = !message.isLive || !message.isEmpty || isShaded;
-    this._thoughts.show(message.reasoning);
-    this._reasoning.hidden = isShaded || !message.reasoning;
+    this._waitingDots.hidden = !message.isLive || !message.isEmpty || isShaded;
+    this._reasoningText.show(message.reasoning);
+    this._reasoningDetails.hidden = isShaded || !message.reasoning;
     this._reasoningTitle.textContent = message.isLive && !message.text ? "Reasoning …" : "Reasoning";
-    this._plain.show(message.text);
-    this._plain.element.hidden ||= isShaded;
+    this._answerText.show(message.text);
+    this._answerText.element.hidden ||= isShaded;
     this._tokens.element.hidden = !isShaded;
     if (isShaded) this._tokens.sync();
     this._syncCalls();
     this._numbers.replaceChildren(...numbersOf(message.numbers));
   }
 
-  /** Enables the buttons, and shows the tool result fields if the message is the last one and nothing is running. */
+  /** Enables the buttons unless `isBusy`. Shows the fields for tool results under the last message. */
   place({ isLast, isBusy }) {
-    for (const one of this._acts.querySelectorAll("button")) one.disabled = isBusy;
+    for (const element of this._acts.querySelectorAll("button")) element.disabled = isBusy;
     if (this._error.firstChild) this._retry.hidden = !isLast || isBusy;
     this._showResults(isLast && !isBusy && !this.message.isLive);
   }
 
   _build() {
     const { message } = this;
-    this._waiting = make("p", { class: "waiting", "aria-hidden": "true" }, make("i"), make("i"), make("i"));
-    this._thoughts = new GrowingText({ class: "text" });
+    this._waitingDots = make("p", { class: "waiting", "aria-hidden": "true" }, make("i"), make("i"), make("i"));
+    this._reasoningText = new GrowingText({ class: "text" });
     this._reasoningTitle = make("summary", { textContent: "Reasoning" });
-    this._reasoning = make("details", { class: "reasoning" }, this._reasoningTitle, this._thoughts.element);
+    this._reasoningDetails = make("details", { class: "reasoning" }, this._reasoningTitle, this._reasoningText.element);
     this._images = make("div", { class: "images", hidden: !message.images.length }, ...thumbnails(message.images));
     const isPlain = message.role !== "assistant";
-    this._plain = isPlain ? new GrowingText({ class: "text" }) : new MarkdownText({ class: "text markdown" });
+    this._answerText = isPlain ? new GrowingText({ class: "text" }) : new MarkdownText({ class: "text markdown" });
     this._tokens = new ShadedText(message.tokens);
     this._calls = make("div", { class: "calls" });
     this._callTexts = [];
@@ -95,10 +95,10 @@ export class MessageView {
     const name = message.role === "tool" ? `Tool · ${message.callId}` : this._name;
     this._body = make("div", { class: "body" });
     this._body.append(
-      this._waiting,
-      this._reasoning,
+      this._waitingDots,
+      this._reasoningDetails,
       this._images,
-      this._plain.element,
+      this._answerText.element,
       this._tokens.element,
       this._calls,
       this._results,

@@ -6,7 +6,7 @@ import { byId, make } from "./dom.js";
 import { Scrape, growth, quantile } from "./prometheus.js";
 
 const PERIOD = 1000; // milliseconds between two scrapes
-const HISTORY = 60; // scrapes that are kept: the last minute
+const HISTORY = 60; // number of scrapes to keep, which is one minute
 const ANNOUNCE_EVERY = 15; // scrapes between two announcements
 const MIN_RATE = 10; // tokens/s: minimum upper end of the chart
 
@@ -37,7 +37,7 @@ function durations(label, name) {
   return { label, recent: (now, before, seconds) => (seconds ? text(now, before) : "–"), total: (now) => text(now, null) };
 }
 
-/** Returns the share of prompt tokens that were found in the prefix cache. */
+/** Returns the percentage of prompt tokens that were found in the prefix cache. */
 function hitRate(now, before) {
   const queries = growth(now, before, "penstock_prefix_cache_queries_total");
   return queries ? percent(growth(now, before, "penstock_prefix_cache_hits_total") / queries) : "–";
@@ -58,7 +58,7 @@ const ROWS = [
   counter("Preemptions", "penstock_preemptions_total", "requests"),
 ];
 
-/** Returns the used share of the KV cache, 0 to 1. */
+/** Returns the used fraction of the KV cache, 0 to 1. */
 const kvUse = (now) => now.sum("penstock_kv_blocks_used") / (now.sum("penstock_kv_blocks") || 1);
 
 export class MetricsPage {
@@ -67,7 +67,7 @@ export class MetricsPage {
     Object.assign(this, { _onerror: onerror, _onannounce: onannounce });
     this._isShown = false;
     this._timer = null;
-    this._round = 0; // increased by each restart; responses to earlier rounds are dropped
+    this._round = 0; // increased by each restart; `_poll` drops responses of earlier rounds
     this._scrapes = [];
     this._num = 0;
     this._cells = ROWS.map(({ label }) => {
@@ -78,7 +78,7 @@ export class MetricsPage {
     document.addEventListener("visibilitychange", () => this._restart());
   }
 
-  /** Starts or stops the requests. After an error with status 401 the page must call this again. */
+  /** Starts or stops the polling. Polling stops after a 401; a call with `true` continues it. */
   show(isShown) {
     this._isShown = isShown;
     this._restart();
@@ -99,40 +99,40 @@ export class MetricsPage {
     } catch (error) {
       if (round !== this._round) return;
       if (!(error instanceof ApiError)) throw error;
-      this._scrapes = []; // a server that has been restarted counts from 0
+      this._scrapes = []; // the counters of a restarted server begin at 0
       if (byId("metrics-error").textContent !== error.message) byId("metrics-error").textContent = error.message;
-      if (error.status === 401) return this._onerror(error); // continues when the user has entered an API key
+      if (error.status === 401) return this._onerror(error); // `show` continues after the user has entered an API key
     }
     this._timer = setTimeout(() => this._poll(round), PERIOD);
   }
 
   _add(now) {
-    const last = this._scrapes.at(-1);
-    this._scrapes = [...this._scrapes, now].filter((one) => now.seconds - one.seconds <= HISTORY * (PERIOD / 1000) + 1);
-    const [before] = this._scrapes;
-    const seconds = now.seconds - before.seconds;
+    const previous = this._scrapes.at(-1);
+    this._scrapes = [...this._scrapes, now].filter((scrape) => now.seconds - scrape.seconds <= HISTORY * (PERIOD / 1000) + 1);
+    const [oldest] = this._scrapes;
+    const seconds = now.seconds - oldest.seconds;
     ROWS.forEach(({ recent, total }, i) => {
-      this._cells[i][0].textContent = recent(now, before, seconds);
+      this._cells[i][0].textContent = recent(now, oldest, seconds);
       this._cells[i][1].textContent = total(now);
     });
-    this._showNow(now, last);
+    this._showNow(now, previous);
     this._draw();
     if (this._num++ % ANNOUNCE_EVERY === 0 && byId("metrics-announce").checked) this._announce();
   }
 
   /** Shows the current figures. */
-  _showNow(now, last) {
-    const tokens = last ? growth(now, last, "penstock_generated_tokens_total") / (now.seconds - last.seconds) : null;
+  _showNow(now, previous) {
+    const tokens = previous ? growth(now, previous, "penstock_generated_tokens_total") / (now.seconds - previous.seconds) : null;
     byId("metrics-tokens").textContent = tokens === null ? "–" : rate(tokens, "tokens");
     byId("metrics-running").textContent = count(now.sum("penstock_requests_running"));
     byId("metrics-waiting").textContent = count(now.sum("penstock_requests_waiting"));
-    const all = now.sum("penstock_kv_blocks");
-    byId("metrics-kv").textContent = all ? `${percent(kvUse(now))} of ${count(all)} blocks` : "no cache";
+    const numBlocks = now.sum("penstock_kv_blocks");
+    byId("metrics-kv").textContent = numBlocks ? `${percent(kvUse(now))} of ${count(numBlocks)} blocks` : "no cache";
   }
 
   _draw() {
     const pairs = this._scrapes.slice(1).map((now, i) => [now, this._scrapes[i]]);
-    const rates = pairs.map(([now, old]) => growth(now, old, "penstock_generated_tokens_total") / (now.seconds - old.seconds));
+    const rates = pairs.map(([now, previous]) => growth(now, previous, "penstock_generated_tokens_total") / (now.seconds - previous.seconds));
     const highest = Math.max(0, ...rates);
     drawLine(byId("metrics-rate-line"), rates.slice(-HISTORY), { count: HISTORY, max: Math.max(MIN_RATE, highest) });
     byId("metrics-rate-line").setAttribute("aria-label", `Output throughput in the last minute, at most ${rate(highest, "tokens")}`);

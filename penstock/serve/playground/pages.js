@@ -1,13 +1,13 @@
 // The pages of the playground: the page of the model's task, the comparison of two settings, and the metrics.
-// The fragment of the address names the page, so that a page can be linked and the Back button works.
+// The fragment of the URL names the page, so that links to a page and the Back button work.
 
 import { byId } from "./dom.js";
 
-const NAMES = ["chat", "compare", "metrics"];
+const PAGE_NAMES = ["chat", "compare", "metrics"];
 const TITLES = { chat: "Chat", similarity: "Similarity", speech: "Speech", scores: "Model" };
 
-/** The parts of each kind of page. All other parts of this list are hidden. */
-const PARTS = {
+/** Kind of page -> ids of its elements. Elements of other kinds are hidden. */
+const ELEMENT_IDS = {
   chat: ["log", "chat-tools", "composer", "settings", "show-settings", "panel"],
   compare: ["compare", "composer", "settings", "show-settings", "panel"],
   metrics: ["metrics"],
@@ -16,14 +16,14 @@ const PARTS = {
   scores: ["panel"],
 };
 
-/** The target of the link to the main content. */
-const FIRST = { similarity: "similarity-texts", speech: "speech-text", metrics: "metrics", scores: "model" };
+/** Kind of page -> id of the target of the skip link; #draft for all other kinds. */
+const SKIP_TARGETS = { similarity: "similarity-texts", speech: "speech-text", metrics: "metrics", scores: "model" };
 
 export class Pages {
   /** `onpage(name)` is called when the page changes. */
   constructor({ onpage }) {
     this._onpage = onpage;
-    this.current = "chat"; // chat, which is the page of the model's task, compare or metrics
+    this.current = "chat"; // chat (the page of the model's task), compare or metrics
     this.kind = "chat"; // the page of the model's task: chat, similarity, speech, scores
     window.addEventListener("hashchange", () => this._follow());
     this._follow();
@@ -42,7 +42,7 @@ export class Pages {
   _follow() {
     const name = location.hash.slice(1);
     if (name === "compare" && this.kind !== "chat") return;
-    if (NAMES.includes(name) && name !== this.current) this._open(name);
+    if (PAGE_NAMES.includes(name) && name !== this.current) this._open(name);
   }
 
   _open(name) {
@@ -53,7 +53,7 @@ export class Pages {
 
   _show() {
     const kind = this.current === "chat" ? this.kind : this.current;
-    for (const id of new Set(Object.values(PARTS).flat())) byId(id).hidden = !PARTS[kind].includes(id);
+    for (const id of new Set(Object.values(ELEMENT_IDS).flat())) byId(id).hidden = !ELEMENT_IDS[kind].includes(id);
     for (const link of document.querySelectorAll("a[data-page]")) {
       const isCurrent = link.dataset.page === this.current;
       if (isCurrent) link.setAttribute("aria-current", "page");
@@ -61,7 +61,7 @@ export class Pages {
       if (link.dataset.page === "chat") link.textContent = TITLES[this.kind];
       if (link.dataset.page === "compare") link.hidden = this.kind !== "chat";
     }
-    byId("skip").setAttribute("href", `#${FIRST[kind] ?? "draft"}`);
+    byId("skip").setAttribute("href", `#${SKIP_TARGETS[kind] ?? "draft"}`);
     document.body.dataset.page = kind;
     document.title = kind === "chat" ? "Penstock" : `Penstock: ${kind}`;
   }

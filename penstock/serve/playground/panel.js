@@ -22,10 +22,10 @@ export class Panel {
   constructor({ onstate }) {
     this._onstate = onstate;
     this._state = null;
-    this._before = null;
+    this._previousStats = null;
     this._rates = [];
     this._timer = null;
-    this._isAsking = false;
+    this._isPolling = false;
     document.addEventListener("visibilitychange", () => this._onVisibility());
     this._onVisibility();
   }
@@ -34,19 +34,19 @@ export class Panel {
     clearTimeout(this._timer);
     this._timer = null;
     if (document.visibilityState === "visible") this._poll();
-    else this._before = null; // no rate over the time that the page was hidden
+    else this._previousStats = null; // otherwise the next rate would be an average over the hidden time
   }
 
   async _poll() {
-    if (this._isAsking) return;
-    this._isAsking = true;
+    if (this._isPolling) return;
+    this._isPolling = true;
     try {
       this._show(await getJson("playground/stats"));
     } catch {
-      this._before = null;
+      this._previousStats = null;
       this._setState("unknown");
     } finally {
-      this._isAsking = false;
+      this._isPolling = false;
     }
     if (document.visibilityState === "visible") this._timer = setTimeout(() => this._poll(), PERIOD);
   }
@@ -54,10 +54,10 @@ export class Panel {
   _show(now) {
     this._setState(now.state);
     byId("state").title = `Penstock ${now.version}`;
-    const before = this._before;
-    this._before = now;
+    const before = this._previousStats;
+    this._previousStats = now;
     if (before && now.seconds > before.seconds) {
-      const tokens = Math.max(0, now.generated_tokens - before.generated_tokens); // a new worker counts from 0
+      const tokens = Math.max(0, now.generated_tokens - before.generated_tokens); // negative after a restart of the worker
       this._rates = [...this._rates, tokens / (now.seconds - before.seconds)].slice(-HISTORY);
     }
     const rate = this._rates.at(-1);

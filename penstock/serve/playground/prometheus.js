@@ -10,9 +10,9 @@ export class Scrape {
     this.seconds = seconds;
     this._series = new Map(); // name -> [{labels, value}]
     for (const line of text.split("\n")) {
-      const found = LINE.exec(line);
-      if (!found) continue;
-      const [, name, inner, number] = found;
+      const match = LINE.exec(line);
+      if (!match) continue;
+      const [, name, inner, number] = match;
       const labels = Object.fromEntries([...(inner ?? "").matchAll(LABEL)].map(([, key, value]) => [key, value]));
       if (!this._series.has(name)) this._series.set(name, []);
       this._series.get(name).push({ labels, value: SPECIAL[number] ?? Number(number) });
@@ -21,10 +21,10 @@ export class Scrape {
 
   /** Returns the sum of a metric over its labels; 0 if it does not exist. */
   sum(name) {
-    return (this._series.get(name) ?? []).reduce((total, one) => total + one.value, 0);
+    return (this._series.get(name) ?? []).reduce((total, series) => total + series.value, 0);
   }
 
-  /** Returns the cumulative counts of a histogram by upper bound, summed over other labels. */
+  /** Returns [[upper bound, cumulative count], ...] of a histogram, ascending, summed over other labels. */
   buckets(name) {
     const counts = new Map();
     for (const { labels, value } of this._series.get(`${name}_bucket`) ?? []) {
@@ -35,20 +35,20 @@ export class Scrape {
   }
 }
 
-/** Returns the growth of a counter since `before`, or since its start if `before` is null or it has restarted. */
+/** Returns the growth of a counter since the scrape `before`; its value if `before` is null or it has restarted. */
 export function growth(now, before, name) {
   const [end, begin] = [now.sum(name), before?.sum(name) ?? 0];
   return end < begin ? end : end - begin;
 }
 
 /**
- * Returns a quantile of the values that a histogram has counted since `before`, or since the start if that is null;
- * null without values. Values are spread evenly within a bucket. In the last bucket, which has no upper bound, the
- * result is the lower bound.
+ * Returns the quantile `part` (0 to 1) of the values that a histogram has counted since the scrape `before`, or since
+ * the start if `before` is null. Returns null if there are no values. Interpolates linearly within a bucket. For the
+ * last bucket, which has no upper bound, returns its lower bound.
  */
 export function quantile(now, before, name, part) {
-  const old = new Map(before?.buckets(name) ?? []);
-  const buckets = now.buckets(name).map(([bound, count]) => [bound, count - (old.get(bound) ?? 0)]);
+  const countsBefore = new Map(before?.buckets(name) ?? []);
+  const buckets = now.buckets(name).map(([bound, count]) => [bound, count - (countsBefore.get(bound) ?? 0)]);
   const total = buckets.at(-1)?.[1] ?? 0;
   if (total <= 0) return null;
   const rank = part * total;

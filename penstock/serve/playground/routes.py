@@ -24,7 +24,7 @@ _POLICY = "; ".join(
         "base-uri 'none'",
         "form-action 'none'",
         "frame-ancestors 'none'",
-        # Code that creates HTML from text then raises an error.
+        # Makes code that creates HTML from text raise an error.
         "require-trusted-types-for 'script'",
         "trusted-types 'none'",
     )
@@ -84,16 +84,16 @@ def _sender(asset: Asset) -> Callable[[Request], Awaitable[Response]]:
 
     async def send(request: Request) -> Response:
         headers = {**_HEADERS, "etag": asset.etag}
-        if _has(request.headers.get("if-none-match", ""), asset):
+        if _matches_etag(request.headers.get("if-none-match", ""), asset):
             return Response(None, 304, headers)
         return Response(asset.content, 200, {**headers, "content-type": asset.media_type})
 
     return send
 
 
-def _has(known: str, asset: Asset) -> bool:
-    """Return whether a list of ETags contains the file's; a proxy that compresses makes the ETag weak."""
-    return any(tag.strip().removeprefix("W/") in (asset.etag, "*") for tag in known.split(","))
+def _matches_etag(client_etags: str, asset: Asset) -> bool:
+    """Return whether a list of ETags contains the file's. A compressing proxy adds ``W/`` to the ETag."""
+    return any(tag.strip().removeprefix("W/") in (asset.etag, "*") for tag in client_etags.split(","))
 
 
 for _path, _asset in assets().items():

@@ -1,8 +1,8 @@
-// The controls and their request fields. An empty control adds no field.
+// The controls of the settings and their request fields. A request omits the fields of empty controls.
 
 import { byId } from "./dom.js";
 
-const EXAMPLE = [
+const EXAMPLE_TOOLS = [
   {
     type: "function",
     function: {
@@ -20,7 +20,7 @@ const EXAMPLE_SCHEMA = {
   additionalProperties: false,
 };
 
-/** The value of a control is invalid. */
+/** Thrown if the value of a control is invalid. */
 export class WrongSetting extends Error {}
 
 export class Settings {
@@ -28,7 +28,7 @@ export class Settings {
     this._form = byId("settings");
     byId("logprobs").addEventListener("change", () => onshade(this.shades));
     byId("example-tool").addEventListener("click", () => {
-      byId("tools").value = JSON.stringify(EXAMPLE, null, 2);
+      byId("tools").value = JSON.stringify(EXAMPLE_TOOLS, null, 2);
       this._checkTools();
     });
     byId("tools").addEventListener("change", () => this._checkTools());
@@ -42,7 +42,7 @@ export class Settings {
     byId("show-settings").addEventListener("click", () => this.show(!this._form.classList.contains("open")));
   }
 
-  /** Whether tokens are shaded. */
+  /** Whether tokens are shaded by their probability. */
   get shades() {
     return byId("logprobs").checked;
   }
@@ -53,7 +53,7 @@ export class Settings {
     byId("show-settings").setAttribute("aria-expanded", String(open));
   }
 
-  /** Returns the request for some messages; on an invalid setting focuses its control and throws `WrongSetting`. */
+  /** Returns the request with these messages. Focuses an invalid control and throws `WrongSetting`. */
   request(messages) {
     const system = byId("system").value;
     const body = {
@@ -90,18 +90,18 @@ export class Settings {
     throw new WrongSetting(field.validationMessage);
   }
 
-  /** Returns the tools, [] if there are none; on invalid JSON shows the error and returns undefined. */
+  /** Returns the tools, [] without any. If the JSON is invalid, shows the error and returns undefined. */
   _checkTools() {
-    return this._json("tools", [], (value) => (Array.isArray(value) ? "" : "This must be an array."));
+    return this._parseJson("tools", [], (value) => (Array.isArray(value) ? "" : "This must be an array."));
   }
 
-  /** Returns the schema, null if there is none; on invalid JSON shows the error and returns undefined. */
+  /** Returns the schema, null without one. If the JSON is invalid, shows the error and returns undefined. */
   _checkSchema() {
     const isObject = (value) => value === null || (typeof value === "object" && !Array.isArray(value));
-    return this._json("schema", null, (value) => (isObject(value) ? "" : "This must be an object."));
+    return this._parseJson("schema", null, (value) => (isObject(value) ? "" : "This must be an object."));
   }
 
-  _json(id, empty, check) {
+  _parseJson(id, empty, check) {
     const text = byId(id).value.trim();
     let value;
     let problem = "";

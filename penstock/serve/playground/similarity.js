@@ -12,7 +12,7 @@ export const textsOf = (value) => value.split("\n").map((line) => line.trim()).f
 /** Returns the cosine of each pair of vectors, `[n][n]`. The cosine with a vector of length 0 is 0. */
 export function cosines(vectors) {
   const dot = (a, b) => a.reduce((sum, value, i) => sum + value * b[i], 0);
-  const norms = vectors.map((one) => Math.sqrt(dot(one, one)));
+  const norms = vectors.map((vector) => Math.sqrt(dot(vector, vector)));
   return vectors.map((a, i) => vectors.map((b, j) => dot(a, b) / (norms[i] * norms[j] || 1)));
 }
 
@@ -34,10 +34,10 @@ function cell(value, first, second) {
 }
 
 export class SimilarityView {
-  /** `onerror(error)` is called when the server refuses the request. */
+  /** `onerror(error)` is called when the server refuses a request. */
   constructor({ onerror }) {
     this._onerror = onerror;
-    this._running = null;
+    this._controller = null;
     byId("similarity-texts").value = EXAMPLES.join("\n");
     byId("similarity-form").addEventListener("submit", (event) => (event.preventDefault(), this.compare()));
   }
@@ -51,29 +51,29 @@ export class SimilarityView {
       error.textContent = `Enter 2 to ${MAX_TEXTS} texts, one per line; there are ${texts.length}.`;
       return;
     }
-    this._running?.abort();
+    this._controller?.abort();
     const controller = new AbortController();
-    this._running = controller;
+    this._controller = controller;
     byId("similarity").setAttribute("aria-busy", "true");
     try {
       const body = { model: byId("model").value, input: texts, encoding_format: "float" };
       const { data, usage } = await postJson("v1/embeddings", body, controller.signal);
-      if (this._running === controller) this._show(texts, data, usage);
+      if (this._controller === controller) this._show(texts, data, usage);
     } catch (problem) {
       if (controller.signal.aborted) return;
       error.textContent = problem.message;
       if (problem instanceof ApiError) this._onerror(problem);
       else console.error(problem);
     } finally {
-      if (this._running === controller) {
-        this._running = null;
+      if (this._controller === controller) {
+        this._controller = null;
         byId("similarity").setAttribute("aria-busy", "false");
       }
     }
   }
 
   _show(texts, data, usage) {
-    const vectors = [...data].sort((a, b) => a.index - b.index).map((one) => one.embedding);
+    const vectors = [...data].sort((a, b) => a.index - b.index).map((item) => item.embedding);
     byId("similarity-matrix").replaceChildren(matrixTable(texts, cosines(vectors)));
     byId("similarity-note").textContent =
       `Cosine similarity, ${vectors[0].length} dimensions, ${usage.prompt_tokens} tokens.`;

@@ -1,6 +1,6 @@
 // A request as a shell command or a Python program. It never contains the API key.
 
-const STANDARD = new Set([
+const OPENAI_FIELDS = new Set([
   "model",
   "messages",
   "temperature",
@@ -26,12 +26,12 @@ export function curl(body, base) {
   ].join("\n");
 }
 
-/** Returns a program that does the same with the openai package. */
+/** Returns a Python program that sends the request with the openai package and prints the stream. */
 export function python(body, base) {
-  const known = Object.entries(body).filter(([name]) => STANDARD.has(name));
-  const extra = Object.entries(body).filter(([name]) => !STANDARD.has(name));
-  const fields = known.map(([name, value]) => `    ${name}=${literal(value, 1)},`);
-  if (extra.length) fields.push(`    extra_body=${literal(Object.fromEntries(extra), 1)},`);
+  const openaiFields = Object.entries(body).filter(([name]) => OPENAI_FIELDS.has(name));
+  const extraFields = Object.entries(body).filter(([name]) => !OPENAI_FIELDS.has(name));
+  const fields = openaiFields.map(([name, value]) => `    ${name}=${literal(value, 1)},`);
+  if (extraFields.length) fields.push(`    extra_body=${literal(Object.fromEntries(extraFields), 1)},`);
   return `import os
 
 from openai import OpenAI
@@ -63,8 +63,8 @@ function literal(value, depth = 0) {
   if (typeof value !== "object") return JSON.stringify(value);
   const [open, close] = Array.isArray(value) ? "[]" : "{}";
   const items = Array.isArray(value)
-    ? value.map((one) => literal(one, depth + 1))
-    : Object.entries(value).map(([name, one]) => `${JSON.stringify(name)}: ${literal(one, depth + 1)}`);
+    ? value.map((element) => literal(element, depth + 1))
+    : Object.entries(value).map(([name, member]) => `${JSON.stringify(name)}: ${literal(member, depth + 1)}`);
   const short = `${open}${items.join(", ")}${close}`;
   if (short.length <= 80 && !short.includes("\n")) return short;
   const indent = "    ".repeat(depth + 1);

@@ -3,29 +3,29 @@
 import { ApiError, getJson, postBytes } from "./api.js";
 import { byId, make } from "./dom.js";
 
-const HEADER = 44; // bytes of a WAV header with 16-bit samples
-const BARS = 240;
-const EXAMPLE = "A penstock is a pipe that carries water to a turbine.";
+const HEADER_SIZE = 44; // bytes of a WAV header with 16-bit samples
+const NUM_BARS = 240;
+const EXAMPLE_TEXT = "A penstock is a pipe that carries water to a turbine.";
 
 /** Returns the sample rate in a WAV header. */
 export const rateOf = (header) => new DataView(header.buffer, header.byteOffset).getUint32(24, true);
 
-/** Splits a byte stream into its WAV header and whole 16-bit samples, for any chunking. */
-export class Samples {
+/** Decodes a WAV stream with 16-bit samples. Chunks can end inside the header or a sample. */
+export class WavDecoder {
   constructor() {
-    this._rest = new Uint8Array(0);
+    this._incompleteBytes = new Uint8Array(0);
     this.rate = 0;
   }
 
-  /** Returns the new samples, from -1 to 1. */
+  /** Adds bytes of the stream and returns the samples that are now complete, from -1 to 1. */
   add(bytes) {
-    let all = new Uint8Array(this._rest.length + bytes.length);
-    all.set(this._rest);
-    all.set(bytes, this._rest.length);
+    let all = new Uint8Array(this._incompleteBytes.length + bytes.length);
+    all.set(this._incompleteBytes);
+    all.set(bytes, this._incompleteBytes.length);
     if (!this.rate) {
-      if (all.length < HEADER) return this._keep(all, new Float32Array(0));
+      if (all.length < HEADER_SIZE) return this._keep(all, new Float32Array(0));
       this.rate = rateOf(all);
-      all = all.slice(HEADER);
+      all = all.slice(HEADER_SIZE);
     }
     const count = all.length >> 1;
     const view = new DataView(all.buffer, all.byteOffset);
@@ -33,27 +33,27 @@ export class Samples {
     return this._keep(all.slice(2 * count), samples);
   }
 
-  _keep(rest, samples) {
-    this._rest = rest;
+  _keep(incompleteBytes, samples) {
+    this._incompleteBytes = incompleteBytes;
     return samples;
   }
 }
 
-/** Returns the largest absolute sample of each of `count` equal parts. */
+/** Divides the samples into `count` equal parts and returns the largest absolute sample of each. */
 export function peaks(chunks, count) {
-  const total = chunks.reduce((sum, one) => sum + one.length, 0);
-  const found = new Array(count).fill(0);
-  let place = 0;
+  const total = chunks.reduce((sum, chunk) => sum + chunk.length, 0);
+  const largest = new Array(count).fill(0);
+  let index = 0;
   for (const chunk of chunks) {
     for (const sample of chunk) {
-      const bar = Math.floor((place++ * count) / total);
-      found[bar] = Math.max(found[bar], Math.abs(sample));
+      const bar = Math.floor((index++ * count) / total);
+      largest[bar] = Math.max(largest[bar], Math.abs(sample));
     }
   }
-  return found;
+  return largest;
 }
 
-/** Plays chunks without gaps, beginning with the first one. */
+/** Plays chunks of samples without gaps, from the arrival of the first chunk. */
 class Player {
   constructor() {
     this._context = new AudioContext();
@@ -81,11 +81,11 @@ export class SpeechView {
   /** `onerror(error)` is called when the server refuses the request. */
   constructor({ onerror }) {
     this._onerror = onerror;
-    this._running = null;
+    this._controller = null;
     this._player = null;
     this._chunks = [];
-    this._samples = new Samples();
-    byId("speech-text").value = EXAMPLE;
+    this._decoder = new WavDecoder();
+    byId("speech-text").value = EXAMPLE_TEXT;
     byId("speech-form").addEventListener("submit", (event) => (event.preventDefault(), this.speak()));
     byId("speech-stop").addEventListener("click", () => this.stop());
     byId("speech-again").addEventListener("click", () => this.replay());
@@ -104,13 +104,13 @@ export class SpeechView {
     error.textContent = "";
     this.stop();
     const controller = new AbortController();
-    this._running = controller;
+    this._controller = controller;
     this._chunks = [];
-    this._samples = new Samples();
+    this._decoder = new WavDecoder();
     this._player = new Player();
     const begin = performance.now();
     const elapsed = () => (performance.now() - begin) / 1000;
-    let first = 0;
+    let firstAudio = 0;
     byId("speech").setAttribute("aria-busy", "true");
     try {
       const body = {
@@ -120,12 +120,12 @@ export class SpeechView {
         response_format: "wav",
       };
       for await (const bytes of postBytes("v1/audio/speech", body, controller.signal)) {
-        const samples = this._samples.add(bytes);
+        const samples = this._decoder.add(bytes);
         if (!samples.length) continue;
-        first ||= elapsed();
+        firstAudio ||= elapsed();
         this._chunks.push(samples);
-        this._player.add(samples, this._samples.rate);
-        this._show(first, elapsed());
+        this._player.add(samples, this._decoder.rate);
+        this._show(firstAudio, elapsed());
       }
     } catch (problem) {
       if (controller.signal.aborted) return;
@@ -133,8 +133,8 @@ export class SpeechView {
       if (problem instanceof ApiError) this._onerror(problem);
       else console.error(problem);
     } finally {
-      if (this._running === controller) {
-        this._running = null;
+      if (this._controller === controller) {
+        this._controller = null;
         byId("speech").setAttribute("aria-busy", "false");
       }
     }
@@ -142,8 +142,8 @@ export class SpeechView {
 
   /** Ends the request and the playback. */
   stop() {
-    this._running?.abort();
-    this._running = null;
+    this._controller?.abort();
+    this._controller = null;
     this._player?.close();
     byId("speech").setAttribute("aria-busy", "false");
   }
@@ -152,22 +152,22 @@ export class SpeechView {
   replay() {
     this._player?.close();
     this._player = new Player();
-    for (const chunk of this._chunks) this._player.add(chunk, this._samples.rate);
+    for (const chunk of this._chunks) this._player.add(chunk, this._decoder.rate);
   }
 
-  _show(first, elapsed) {
-    const seconds = this._chunks.reduce((sum, one) => sum + one.length, 0) / this._samples.rate;
+  _show(firstAudio, elapsed) {
+    const seconds = this._chunks.reduce((sum, chunk) => sum + chunk.length, 0) / this._decoder.rate;
     byId("speech-note").textContent =
-      `First audio after ${first.toFixed(2)} s; ${seconds.toFixed(1)} s of audio, real-time factor ${(elapsed / seconds).toFixed(2)}.`;
+      `First audio after ${firstAudio.toFixed(2)} s; ${seconds.toFixed(1)} s of audio, real-time factor ${(elapsed / seconds).toFixed(2)}.`;
     byId("speech-again").hidden = false;
     const canvas = byId("speech-wave");
     const context = canvas.getContext("2d");
     const { width, height } = canvas;
     context.clearRect(0, 0, width, height);
     context.fillStyle = getComputedStyle(canvas).color;
-    peaks(this._chunks, BARS).forEach((peak, i) => {
+    peaks(this._chunks, NUM_BARS).forEach((peak, i) => {
       const size = Math.max(1, Math.min(1, peak) * height);
-      context.fillRect((i * width) / BARS, (height - size) / 2, Math.max(1, width / BARS - 1), size);
+      context.fillRect((i * width) / NUM_BARS, (height - size) / 2, Math.max(1, width / NUM_BARS - 1), size);
     });
   }
 }

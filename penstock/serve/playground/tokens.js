@@ -1,10 +1,10 @@
-// Log probabilities: tokens as spans, shaded more strongly if less probable, with alternatives on demand.
+// Log probabilities: one span per token, darker if less probable, with the alternatives on hover or focus.
 
 import { byId, make } from "./dom.js";
 
-const FULL_SHADE = Math.log(100); // a token with 1 % has the full shade
+const FULL_SHADE = Math.log(100); // -log(1 %): tokens at or below 1 % have the darkest shade
 
-/** Entries of `logprobs.content`, grouped so that each group has whole characters. */
+/** Entries of `logprobs.content` in groups. Tokens that share a character are in one group. */
 export class TokenGroups {
   constructor() {
     this.groups = []; // {text, entries}
@@ -22,7 +22,7 @@ export class TokenGroups {
     }
   }
 
-  /** Ends the tokens; the bytes of an incomplete character become a replacement character. */
+  /** Ends the last group. The bytes of an incomplete character become U+FFFD. */
   end() {
     const text = this._decoder.decode();
     if (this._pending.length) this._close(text);
@@ -35,7 +35,7 @@ export class TokenGroups {
   }
 }
 
-/** The element that shows token groups; `sync` adds new groups. */
+/** An element that shows token groups. `sync` adds the groups that are not shown yet. */
 export class ShadedText {
   constructor(tokens) {
     this._tokens = tokens;
@@ -92,7 +92,7 @@ export function percent(logprob) {
   return value >= 0.1 ? `${value.toFixed(1)} %` : value >= 0.001 ? `${value.toFixed(3)} %` : "< 0.001 %";
 }
 
-/** Returns a token with visible white space; incomplete characters are shown as bytes. */
+/** Returns a token with symbols for white space. A token with an incomplete character is shown as bytes. */
 export function visible({ token, bytes }) {
   if (token.includes("\uFFFD") && bytes) {
     return bytes.map((byte) => `\\x${byte.toString(16).padStart(2, "0")}`).join("");
@@ -122,24 +122,24 @@ export function hideAlternatives(event) {
 /** Returns a table of the top tokens with the chosen token marked. */
 function tableOf(entry) {
   const best = entry.top_logprobs;
-  const isChosen = (one) => one.token === entry.token && String(one.bytes) === String(entry.bytes);
+  const isChosen = (candidate) => candidate.token === entry.token && String(candidate.bytes) === String(entry.bytes);
   const rows = best.some(isChosen) ? best : [...best, entry];
   return make(
     "table",
     {},
     make("caption", { class: "sr", textContent: `${visible(entry)}, ${percent(entry.logprob)}` }),
-    make("tbody", {}, ...rows.map((one) => rowOf(one, isChosen(one)))),
+    make("tbody", {}, ...rows.map((candidate) => rowOf(candidate, isChosen(candidate)))),
   );
 }
 
-function rowOf(one, isChosen) {
+function rowOf(candidate, isChosen) {
   const bar = make("span", { class: "probability" });
-  bar.style.setProperty("--part", Math.exp(one.logprob).toFixed(4));
+  bar.style.setProperty("--part", Math.exp(candidate.logprob).toFixed(4));
   return make(
     "tr",
     isChosen ? { class: "chosen" } : {},
-    make("th", {}, make("code", { textContent: visible(one) }), isChosen ? make("span", { class: "sr", textContent: " (chosen)" }) : null),
-    make("td", { class: "number", textContent: percent(one.logprob) }),
+    make("th", {}, make("code", { textContent: visible(candidate) }), isChosen ? make("span", { class: "sr", textContent: " (chosen)" }) : null),
+    make("td", { class: "number", textContent: percent(candidate.logprob) }),
     make("td", { "aria-hidden": "true" }, bar),
   );
 }

@@ -1,7 +1,8 @@
 """NeuTTS: a small decoder that writes the codes of NeuCodec, one per frame, as ``<|speech_N|>``.
 
-The models read phonemes. A reference sets the voice: its phonemes precede those of the text, and its codes
-are the beginning of the speech that the model continues.
+The models read phonemes. A recording with its transcription determines the voice. The phonemes of the
+transcription precede those of the text, and the codes of the recording are the beginning of the speech that
+the model continues.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class NeuTTSFormat(SpeechFormat):
     def code_tokens(self) -> npt.NDArray[np.int64]:
         num_codes = self.description.codes_per_frame or 1
         size = self.description.codebook_size or 65536
-        return self.range_of("<|speech_{}|>", 0, num_codes * size).reshape(num_codes, size)
+        return self.numbered_token_ids("<|speech_{}|>", 0, num_codes * size).reshape(num_codes, size)
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:

@@ -14,10 +14,10 @@ import numpy.typing as npt
 from penstock.errors import InputError
 from penstock.text.speech_format import SpeechFormat
 
-_TOKEN = "<custom_token_{}>"
+_TOKEN_TEXT = "<custom_token_{}>"
 _FIRST_CODE = 10
 _SPEECH_START, _SPEECH_END, _HUMAN_START, _HUMAN_END, _AI_START, _AI_END = (
-    _TOKEN.format(number) for number in range(1, 7)
+    _TOKEN_TEXT.format(number) for number in range(1, 7)
 )
 _TEXT_END = "<|eot_id|>"
 
@@ -26,7 +26,7 @@ class OrpheusFormat(SpeechFormat):
     """The format of the Orpheus models."""
 
     name = "orpheus"
-    marker = _TOKEN.format(_FIRST_CODE)
+    marker = _TOKEN_TEXT.format(_FIRST_CODE)
     default_codec = "hubertsiuzdak/snac_24khz"
     sampling: ClassVar[Mapping[str, float]] = {"temperature": 0.6, "top_p": 0.95, "repetition_penalty": 1.1}
     max_characters = 400
@@ -35,7 +35,7 @@ class OrpheusFormat(SpeechFormat):
     def code_tokens(self) -> npt.NDArray[np.int64]:
         num_codes = self.description.codes_per_frame or 7
         size = self.description.codebook_size or 4096
-        ids = self.range_of(_TOKEN, _FIRST_CODE, num_codes * size)
+        ids = self.numbered_token_ids(_TOKEN_TEXT, _FIRST_CODE, num_codes * size)
         return ids.reshape(num_codes, size)
 
     @property
@@ -47,12 +47,12 @@ class OrpheusFormat(SpeechFormat):
             raise InputError("a voice to imitate needs its transcription: give audio_prompt_transcription")
         reference: list[int] = []
         if len(codes):
-            spoken = [*self.codes.token_ids(codes), self.token(_SPEECH_END), self.token(_AI_END)]
-            reference = [*self._turn(transcription), *spoken]
+            speech_ids = [*self.codes.token_ids(codes), self.token(_SPEECH_END), self.token(_AI_END)]
+            reference = [*self._turn(transcription), *speech_ids]
         return [*reference, *self._turn(text if voice is None else f"{voice}: {text}")]
 
     def _turn(self, text: str) -> list[int]:
-        """Return a text and the beginning of its speech."""
+        """Return the tokens of a text and of the beginning of its speech."""
         ends = (_TEXT_END, _HUMAN_END, _AI_START, _SPEECH_START)
         ids = self._tokenizer.encode_plain(text, add_special_tokens=True)
         return [self.token(_HUMAN_START), *ids, *map(self.token, ends)]

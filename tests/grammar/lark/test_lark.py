@@ -107,7 +107,7 @@ def test_ebnf_accepts_and_rejects_texts(
 @pytest.mark.parametrize(
     ("ebnf", "message"),
     [
-        ("", "no rule root"),
+        ("", "no rule named root"),
         ("root ::= nothing", "'nothing' is not defined at line 1, column 10"),
         ('root ::= "a', "unterminated"),
         ('root ::= ("a"', "not closed"),
@@ -243,7 +243,7 @@ def test_structural_tags_accept_and_reject_outputs(
         ({"type": "sequence", "elements": []}, "needs elements"),
         (ANY | {"max_tokens": 3}, "max_tokens"),
         (make_tag("<", ANY, ["", ">"]), "not empty"),
-        (TRIGGERED_TAGS | {"triggers": ["<g"]}, "begin with one trigger"),
+        (TRIGGERED_TAGS | {"triggers": ["<g"]}, "begin with exactly one trigger"),
         ({"type": "token", "token": "<x>"}, "ids or texts"),
         ("text", "object with a type"),
     ],

@@ -7,7 +7,7 @@ import pytest
 from penstock.assembly import load_tokenizer
 from penstock.config import PipelineConfig
 from penstock.serve.api import bad_words
-from penstock.serve.api.bad_words import MAX_SEQUENCES, MAX_SEQUENCES_OF_WORD, banned_sequences
+from penstock.serve.api.bad_words import MAX_SEQUENCES, MAX_SEQUENCES_PER_WORD, banned_sequences
 from penstock.testing import FakeTokenizer
 
 DEMO = load_tokenizer(PipelineConfig.from_flat({"model_path": "demo"}))
@@ -36,9 +36,9 @@ def test_all_encodings_of_a_word_are_banned(word: str) -> None:
 
 def test_the_number_of_encodings_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (
-        len(banned_sequences(["antidisestablishmentarianism"], DEMO) or []) <= 2 * MAX_SEQUENCES_OF_WORD + 2
+        len(banned_sequences(["antidisestablishmentarianism"], DEMO) or []) <= 2 * MAX_SEQUENCES_PER_WORD + 2
     )
     words = [f"{number} is a number" for number in range(256)]
     assert len(banned_sequences(words, DEMO) or []) <= MAX_SEQUENCES + 2 * len(words)
-    monkeypatch.setattr(bad_words, "_MAX_WORD", 4)
+    monkeypatch.setattr(bad_words, "_MAX_WORD_BYTES", 4)
     assert banned_sequences(["abcdefgh"], FakeTokenizer()) == [[*b"abcdefgh"], [*b" abcdefgh"]]

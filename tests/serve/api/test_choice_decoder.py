@@ -27,7 +27,7 @@ from penstock.pipelines.core import (
 from penstock.serve.api.choice_decoder import ChoiceDecoder, ChoiceDelta, finish_reason
 from penstock.serve.api.token_fragments import TokenFragments
 from penstock.serve.api.token_scores import CompletionScores
-from penstock.serve.parsers import ParserFactory, ToolCallStart, joined
+from penstock.serve.parsers import ParserFactory, ToolCallStart, merge_events
 from penstock.testing import FakeTokenizer
 from penstock.text.tokenizer import TextTokenizer
 
@@ -72,7 +72,7 @@ def take_all(
     else:
         deltas.append(choice.take([], status))
     return (
-        joined([event for delta in deltas for event in delta.events]),
+        merge_events([event for delta in deltas for event in delta.events]),
         [token_id for delta in deltas for token_id in delta.token_ids],
         [score.token_id for delta in deltas for score in delta.scores],
         deltas[-1].finish_reason,

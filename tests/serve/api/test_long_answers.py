@@ -13,7 +13,7 @@ from support.joined_streams import joined_chat, joined_completion, without_own
 import penstock.serve.api.json_parts
 from penstock.pipelines.core import LogProbabilities, TextContext
 from penstock.serve.api.choice_decoder import Score, top_tokens
-from penstock.serve.api.json_parts import JsonResponse, Turns, gather
+from penstock.serve.api.json_parts import EncodingTurns, JsonResponse, gather
 from penstock.serve.api.token_fragments import MAX_COST, TokenFragments
 from penstock.serve.api.token_scores import ChatScores, CompletionScores, prompt_parts
 from penstock.testing import FakePipeline, FakeTokenizer
@@ -66,7 +66,7 @@ def test_the_first_encoding_of_a_token_counts_more() -> None:
 
 async def test_the_event_loop_runs_between_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(penstock.serve.api.json_parts, "SLICE_SECONDS", 0.0)
-    turns, order = Turns(), list[str]()
+    turns, order = EncodingTurns(), list[str]()
 
     def parts(name: str) -> Any:
         for _ in range(3):
@@ -82,7 +82,7 @@ async def test_slices_of_several_responses_run_in_different_iterations(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(penstock.serve.api.json_parts, "SLICE_SECONDS", 0.0)
-    turns, num_parts = Turns(), 0
+    turns, num_parts = EncodingTurns(), 0
     per_iteration: list[int] = []
 
     def parts() -> Any:

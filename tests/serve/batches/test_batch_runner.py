@@ -19,9 +19,9 @@ from penstock.serve.batches.batch_lines import (
     BatchRequest,
     check_unique,
     finished_ids,
-    parsed,
+    parse_line,
     read_lines,
-    remaining,
+    remaining_lines,
 )
 from penstock.testing import FakePipeline
 
@@ -34,7 +34,7 @@ def make_request_line(name: str, url: str = "/v1/chat/completions", **body: Any)
 
 
 def parse_requests(*lines: bytes) -> Iterator[BatchRequest | BadLine]:
-    return (parsed(text, number, 1000, 1000) for number, text in enumerate(lines, 1))
+    return (parse_line(text, number, 1000, 1000) for number, text in enumerate(lines, 1))
 
 
 async def run(
@@ -158,7 +158,9 @@ def test_lines_with_a_result_are_not_run_again(tmp_path: Path) -> None:
     results.write_text('{"custom_id": "a", "response": null}\n{"custom_id": "b", "resp')
     assert finished_ids(results) == {"a"}
     assert results.read_text() == '{"custom_id": "a", "response": null}\n'
-    remaining_ids = [request.custom_id for request in remaining(read_lines(input_path, 100, 100), {"a"})]
+    remaining_ids = [
+        request.custom_id for request in remaining_lines(read_lines(input_path, 100, 100), {"a"})
+    ]
     assert remaining_ids == ["b", "line-4"]
     assert check_unique(read_lines(input_path, 100, 100)) == 3
     input_path.write_bytes(make_request_line("a") + b"\n" + make_request_line("a"))

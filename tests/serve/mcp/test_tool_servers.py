@@ -103,8 +103,8 @@ async def test_tool_lists_are_cached(calculator: ServedTools, monkeypatch: pytes
     await servers.tools_of(reachable)
     await servers.tools_of(reachable)
     assert calculator.num_lists == before + 3
-    assert servers.at(calculator.url + "/") is reachable
-    assert servers.at("http://example.org/mcp") is None
+    assert servers.by_url(calculator.url + "/") is reachable
+    assert servers.by_url("http://example.org/mcp") is None
 
 
 def test_a_missing_package_is_reported_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

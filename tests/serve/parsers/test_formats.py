@@ -37,7 +37,7 @@ MARKUP_PARTS = [
 ]
 MARKERS = sorted(
     {marker for row in TOOL_FORMATS.values() for marker in row.markers}
-    | {m for row in REASONING_FORMATS.values() for m in (*row.begins, *row.ends, *row.dropped)}
+    | {m for row in REASONING_FORMATS.values() for m in (*row.begins, *row.ends, *row.dropped_markers)}
 )
 
 

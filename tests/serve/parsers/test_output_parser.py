@@ -16,7 +16,7 @@ from penstock.serve.parsers import (
     Reasoning,
     ToolCallArguments,
     ToolCallStart,
-    joined,
+    merge_events,
     prompt_opens_reasoning,
 )
 
@@ -230,7 +230,7 @@ def test_a_json_answer_without_a_tool_name_is_content(name: str, text: str) -> N
 
 def test_a_json_answer_is_streamed() -> None:
     parser = ParserFactory.choose(None, "llama3_json", "none").new(tools=TOOLS)
-    assert joined(parser.push('{"title": "x')) == [Content('{"title": "x')]
+    assert merge_events(parser.push('{"title": "x')) == [Content('{"title": "x')]
 
 
 def test_the_python_tag_of_llama_is_parsed() -> None:

@@ -19,7 +19,7 @@ def find_markers(markers: list[str], text: str, sizes: list[int]) -> list[tuple[
     def read() -> Steps[None]:
         nonlocal text_before
         while True:
-            chunk, marker = yield from stream.piece(MarkerSearch(markers))
+            chunk, marker = yield from stream.text_or_marker(MarkerSearch(markers))
             text_before += chunk
             if marker:
                 result.append((text_before, marker))

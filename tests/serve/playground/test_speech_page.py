@@ -17,7 +17,7 @@ SAMPLES = np.array([0.0, 0.5, -0.5, 1.0, 0.25], np.float32)
 WAV = list(wav_header(800, None) + pcm_bytes(SAMPLES))
 CODE = f"""
 import {{ byId }} from "./fake_page.js";
-import {{ Samples, SpeechView, peaks }} from "./speech.js";
+import {{ WavDecoder, SpeechView, peaks }} from "./speech.js";
 const wav = {WAV};
 const played = [];
 globalThis.AudioContext = class {{
@@ -51,12 +51,12 @@ globalThis.fetch = async (url, options) => {{
 }};
 const results = [];
 for (const size of [1, 3, 44, 45, 100]) {{
-  const samples = new Samples();
+  const decoder = new WavDecoder();
   const decoded = [];
   for (let i = 0; i < wav.length; i += size) {{
-    decoded.push(...samples.add(Uint8Array.from(wav.slice(i, i + size))));
+    decoded.push(...decoder.add(Uint8Array.from(wav.slice(i, i + size))));
   }}
-  results.push([samples.rate, decoded]);
+  results.push([decoder.rate, decoded]);
 }}
 const errors = [];
 const view = new SpeechView({{ onerror: (error) => errors.push(error.status) }});

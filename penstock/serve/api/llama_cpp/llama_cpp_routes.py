@@ -33,7 +33,9 @@ FIELDS: Mapping[str, str] = {
     "suffix": "input_suffix",
 }
 """Field of a completion request -> field of llama.cpp's request."""
-_SAME = "temperature top_k top_p min_p stop stream presence_penalty frequency_penalty ignore_eos".split()
+_SAME_NAMES = (
+    "temperature top_k top_p min_p stop stream presence_penalty frequency_penalty ignore_eos".split()
+)
 
 
 @router.post(
@@ -67,21 +69,21 @@ class LlamaCppBuilder(OpenAIStream):
         self._choice = completion.job.choices[0]
         self._record = record
 
-    def whole(self, pieces: Sequence[ChoiceDelta], usage: Usage) -> Iterable[bytes]:
+    def whole(self, outputs: Sequence[ChoiceDelta], usage: Usage) -> Iterable[bytes]:
         """Yield the JSON of a response that is not streamed."""
-        piece = pieces[0]
-        yield msgspec.json.encode(self._last(piece.content, piece.token_ids, usage))
+        output = outputs[0]
+        yield msgspec.json.encode(self._last(output.content, output.token_ids, usage))
 
     def begin(self) -> bytes:
-        """Return the events before the first delta: none."""
+        """Return the events before the first delta. This API has none."""
         return b""
 
-    def events(self, index: int, piece: ChoiceDelta, usage: Usage | None = None) -> Iterable[bytes]:
+    def events(self, index: int, delta: ChoiceDelta, usage: Usage | None = None) -> Iterable[bytes]:
         """Return the event of a delta; nothing if it has no text."""
-        if not piece.content:
+        if not delta.content:
             return ()
-        tokens = piece.token_ids if self._body.return_tokens else []
-        return (event({"index": 0, "content": piece.content, "tokens": tokens, "stop": False}),)
+        tokens = delta.token_ids if self._body.return_tokens else []
+        return (event({"index": 0, "content": delta.content, "tokens": tokens, "stop": False}),)
 
     def end(self, usage: Usage) -> bytes:
         """Return the last event."""
@@ -90,7 +92,7 @@ class LlamaCppBuilder(OpenAIStream):
     def _last(self, text: str, token_ids: list[int], usage: Usage) -> dict[str, object]:
         choice, context = self._choice, self._completion.job.contexts[0]
         stop = choice.stop_match
-        kind = "limit" if choice.finish_reason == "length" else "eos" if stop is None else "word"
+        stop_type = "limit" if choice.finish_reason == "length" else "eos" if stop is None else "word"
         return {
             "index": 0,
             "content": text,
@@ -102,7 +104,7 @@ class LlamaCppBuilder(OpenAIStream):
             "tokens_evaluated": usage["prompt_tokens"],
             "tokens_cached": usage["prompt_tokens_details"]["cached_tokens"],
             "truncated": False,
-            "stop_type": kind,
+            "stop_type": stop_type,
             "stopping_word": stop or "",
             "prompt": context.prompt if isinstance(context.prompt, str) else "",
             "generation_settings": {"seed": context.sampling_params.seed},
@@ -111,16 +113,19 @@ class LlamaCppBuilder(OpenAIStream):
 
     def _timings(self, usage: Usage) -> dict[str, object]:
         record, end = self._record, time.perf_counter()
-        first = record.first_token_at or end
-        reading, writing = first - (record.admitted_at or record.received), end - first
-        num_read, num_written = usage["prompt_tokens"], usage["completion_tokens"]
+        first_token_at = record.first_token_at or end
+        prefill_seconds, decode_seconds = (
+            first_token_at - (record.admitted_at or record.received),
+            end - first_token_at,
+        )
+        num_prompt_tokens, num_output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
         return {
-            "prompt_n": num_read,
-            "prompt_ms": reading * 1000,
-            "prompt_per_second": num_read / max(reading, 1e-9),
-            "predicted_n": num_written,
-            "predicted_ms": writing * 1000,
-            "predicted_per_second": num_written / max(writing, 1e-9),
+            "prompt_n": num_prompt_tokens,
+            "prompt_ms": prefill_seconds * 1000,
+            "prompt_per_second": num_prompt_tokens / max(prefill_seconds, 1e-9),
+            "predicted_n": num_output_tokens,
+            "predicted_ms": decode_seconds * 1000,
+            "predicted_per_second": num_output_tokens / max(decode_seconds, 1e-9),
         }
 
 
@@ -131,7 +136,7 @@ async def _answer(request: Request, kind: type[LlamaCppBody]) -> Response:
     def prepare() -> tuple[LlamaCppBody, CompletionRequest]:
         body = checked_body(services, kind, raw)
         translation = Translation(_completion(services, body), (), (), FIELDS)
-        with translation.errors_named():
+        with translation.with_client_fields():
             return body, CompletionRequest.of(services, translation.chat)
 
     body, completion = await in_pool(request, prepare)
@@ -142,34 +147,34 @@ async def _answer(request: Request, kind: type[LlamaCppBody]) -> Response:
 
 
 def _completion(services: Services, body: LlamaCppBody) -> dict[str, object]:
-    """Return the completion request of a request.
+    """Translate the request to a completion request.
 
     Raises:
         RequestProblem: 400 that names the field.
     """
-    given: dict[str, object] = {
-        name: getattr(body, name) for name in ("model", *_SAME) if getattr(body, name) is not None
+    fields: dict[str, object] = {
+        name: getattr(body, name) for name in ("model", *_SAME_NAMES) if getattr(body, name) is not None
     }
     if body.seed is not None and body.seed != -1:
-        given["seed"] = body.seed
+        fields["seed"] = body.seed
     if body.repeat_penalty is not None:
-        given["repetition_penalty"] = body.repeat_penalty
+        fields["repetition_penalty"] = body.repeat_penalty
     if body.json_schema is not None and body.grammar:
         raise RequestProblem(400, "json_schema and grammar both ask for a format: send one", param="grammar")
     if body.json_schema is not None:
-        given["structured_outputs"] = {"json": body.json_schema}
+        fields["structured_outputs"] = {"json": body.json_schema}
     elif body.grammar:
-        given["structured_outputs"] = {"grammar": body.grammar}
+        fields["structured_outputs"] = {"grammar": body.grammar}
     limit = -1 if body.n_predict is None else body.n_predict
-    given["max_tokens"] = services.worker.info.max_length if limit < 0 else limit
+    fields["max_tokens"] = services.worker.info.max_length if limit < 0 else limit
     if isinstance(body, InfillBody):
         if not body.input_suffix:
             raise RequestProblem(400, "input_suffix is empty: use /completion", param="input_suffix")
-        extra = "".join(f"{one.filename}\n{one.text}\n" for one in body.input_extra or ())
-        given |= {
-            "prompt": extra + body.input_prefix + (body.prompt or ""),
+        extra_text = "".join(f"{file.filename}\n{file.text}\n" for file in body.input_extra or ())
+        fields |= {
+            "prompt": extra_text + body.input_prefix + (body.prompt or ""),
             "suffix": body.input_suffix,
         }
     elif isinstance(body, LlamaCppCompletionBody):
-        given["prompt"] = body.prompt
-    return given
+        fields["prompt"] = body.prompt
+    return fields

@@ -47,7 +47,7 @@ class LlamaCppBody(RequestBody):
     top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
     min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-1, lt=2**64)] | None = None
-    """-1 draws a seed."""
+    """-1 chooses a random seed."""
     stop: str | Texts | None = None
     stream: bool | None = None
     repeat_penalty: Annotated[Number, Field(gt=0)] | None = None
@@ -70,7 +70,7 @@ class LlamaCppCompletionBody(LlamaCppBody):
 
 
 class InfillExtra(RequestBody):
-    """A file around the text."""
+    """A file that is part of the prompt, for example another file of the repository."""
 
     filename: str
     text: str
@@ -84,6 +84,6 @@ class InfillBody(LlamaCppBody):
     input_prefix: str
     input_suffix: str
     input_extra: list[InfillExtra] | None = None
-    """Placed before the prefix, each with its name."""
+    """Files placed before the prefix, each preceded by its name."""
     prompt: str | None = None
-    """Placed after the prefix."""
+    """Text placed after the prefix."""

@@ -15,8 +15,8 @@ from penstock.serve.http.sse import named_event
 from penstock.serve.parsers import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
 
 SIGNATURE = "penstock"
-"""The signature of all thinking blocks, which Anthropic's API requires. The server does not check it."""
-_PING = named_event({"type": "ping"})
+"""The signature of all thinking blocks. Anthropic's API requires one, and the server does not check it."""
+_PING_EVENT = named_event({"type": "ping"})
 
 
 class MessageBuilder:
@@ -37,17 +37,19 @@ class MessageBuilder:
         self._num_prompt_tokens = job.num_prompt_tokens
         self._hides_thinking = body.thinking is not None and body.thinking.display == "omitted"
         self._blocks: list[dict[str, object]] = []
-        self._open = False
-        """Whether the last block is in progress."""
-        self._pieces: list[str] = []
+        self._is_block_open = False
+        """Whether the last content block is open, that is, has no ``content_block_stop`` event yet."""
+        self._text_parts: list[str] = []
         """The text of the last block."""
 
-    def whole(self, pieces: Sequence[ChoiceDelta], usage: Usage) -> Iterable[bytes]:
+    def whole(self, outputs: Sequence[ChoiceDelta], usage: Usage) -> Iterable[bytes]:
         """Yield the JSON of a message that is not streamed."""
-        (piece,) = pieces
-        self._add(piece.events)
+        (output,) = outputs
+        self._add(output.events)
         self._close()
-        yield msgspec.json.encode(self._message(**self._end(), usage=_usage(usage), content=self._blocks))
+        yield msgspec.json.encode(
+            self._message(**self._stop_fields(), usage=_usage(usage), content=self._blocks)
+        )
 
     def begin(self) -> bytes:
         """Return the event that begins the message."""
@@ -55,20 +57,20 @@ class MessageBuilder:
         message = self._message(stop_reason=None, stop_sequence=None, usage=usage, content=[])
         return named_event({"type": "message_start", "message": message})
 
-    def events(self, index: int, piece: ChoiceDelta, usage: Usage | None = None) -> Iterable[bytes]:
+    def events(self, index: int, delta: ChoiceDelta, usage: Usage | None = None) -> Iterable[bytes]:
         """Return the events of a delta."""
-        return (b"".join(map(named_event, self._add(piece.events))),)
+        return (b"".join(map(named_event, self._add(delta.events))),)
 
     def end(self, usage: Usage) -> bytes:
         """Return the events that end the message."""
-        emitted = self._close()
-        emitted.append({"type": "message_delta", "delta": self._end(), "usage": _usage(usage)})
-        emitted.append({"type": "message_stop"})
-        return b"".join(map(named_event, emitted))
+        new_events = self._close()
+        new_events.append({"type": "message_delta", "delta": self._stop_fields(), "usage": _usage(usage)})
+        new_events.append({"type": "message_stop"})
+        return b"".join(map(named_event, new_events))
 
     def ping(self) -> bytes:
         """Return the event that keeps a silent stream open."""
-        return _PING
+        return _PING_EVENT
 
     def error(self, problem: Problem) -> bytes:
         """Return the event of an error that ends the stream."""
@@ -77,7 +79,7 @@ class MessageBuilder:
     def _message(self, **more: object) -> dict[str, object]:
         return {"id": self._id, "type": "message", "role": "assistant", "model": self._body.model, **more}
 
-    def _end(self) -> dict[str, object]:
+    def _stop_fields(self) -> dict[str, object]:
         """Return the reason why the message ended."""
         match self._choice.finish_reason:
             case "length":
@@ -92,55 +94,55 @@ class MessageBuilder:
 
     def _add(self, events: Sequence[Event]) -> list[dict[str, object]]:
         """Add output to the blocks, and return the corresponding events."""
-        emitted: list[dict[str, object]] = []
+        new_events: list[dict[str, object]] = []
         for event in events:
             match event:
                 case Content():
-                    self._begin({"type": "text", "text": ""}, emitted)
-                    self._pieces.append(event.text)
-                    emitted.append(self._delta(type="text_delta", text=event.text))
+                    self._begin({"type": "text", "text": ""}, new_events)
+                    self._text_parts.append(event.text)
+                    new_events.append(self._delta(type="text_delta", text=event.text))
                 case Reasoning():
-                    self._begin({"type": "thinking", "thinking": "", "signature": ""}, emitted)
+                    self._begin({"type": "thinking", "thinking": "", "signature": ""}, new_events)
                     if not self._hides_thinking:
-                        self._pieces.append(event.text)
-                        emitted.append(self._delta(type="thinking_delta", thinking=event.text))
+                        self._text_parts.append(event.text)
+                        new_events.append(self._delta(type="thinking_delta", thinking=event.text))
                 case ToolCallStart():
-                    emitted += self._close()
+                    new_events += self._close()
                     self._begin(
-                        {"type": "tool_use", "id": event.id, "name": event.name, "input": {}}, emitted
+                        {"type": "tool_use", "id": event.id, "name": event.name, "input": {}}, new_events
                     )
                 case ToolCallArguments():
-                    self._pieces.append(event.text)
-                    emitted.append(self._delta(type="input_json_delta", partial_json=event.text))
-        return emitted
+                    self._text_parts.append(event.text)
+                    new_events.append(self._delta(type="input_json_delta", partial_json=event.text))
+        return new_events
 
-    def _begin(self, block: dict[str, object], emitted: list[dict[str, object]]) -> None:
-        """Begin a block, unless one of this type is in progress."""
-        if self._open and self._blocks[-1]["type"] == block["type"]:
+    def _begin(self, block: dict[str, object], new_events: list[dict[str, object]]) -> None:
+        """Begin a content block, unless the open block has this type."""
+        if self._is_block_open and self._blocks[-1]["type"] == block["type"]:
             return
-        emitted += self._close()
+        new_events += self._close()
         self._blocks.append(block)
-        self._open = True
-        emitted.append(
+        self._is_block_open = True
+        new_events.append(
             {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": {**block}}
         )
 
     def _close(self) -> list[dict[str, object]]:
-        """End the block that is in progress, if any."""
-        if not self._open:
+        """End the open content block, if any."""
+        if not self._is_block_open:
             return []
-        self._open = False
-        block, text, emitted = self._blocks[-1], "".join(self._pieces), []
-        self._pieces.clear()
+        self._is_block_open = False
+        block, text, new_events = self._blocks[-1], "".join(self._text_parts), []
+        self._text_parts.clear()
         match block["type"]:
             case "text":
                 block["text"] = text
             case "thinking":
                 block |= {"thinking": text, "signature": SIGNATURE}
-                emitted.append(self._delta(type="signature_delta", signature=SIGNATURE))
+                new_events.append(self._delta(type="signature_delta", signature=SIGNATURE))
             case _:
                 block["input"] = _input(text)
-        return [*emitted, {"type": "content_block_stop", "index": len(self._blocks) - 1}]
+        return [*new_events, {"type": "content_block_stop", "index": len(self._blocks) - 1}]
 
     def _delta(self, **delta: object) -> dict[str, object]:
         return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
@@ -150,18 +152,18 @@ _NO_CACHE = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
 
 
 def _usage(usage: Usage) -> dict[str, object]:
-    """Return the usage; tokens that were read from the cache do not count as input tokens."""
-    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    """Return the usage in Anthropic's format, where ``input_tokens`` excludes tokens read from the cache."""
+    cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
     return {
-        "input_tokens": usage["prompt_tokens"] - cached,
+        "input_tokens": usage["prompt_tokens"] - cached_tokens,
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": cached,
+        "cache_read_input_tokens": cached_tokens,
         "output_tokens": usage["completion_tokens"],
     }
 
 
 def _input(arguments: str) -> dict[str, object]:
-    """Return the input of a tool; empty if the output was cut within it."""
+    """Return the input of a tool call; empty if the output ended inside its JSON."""
     try:
         value = msgspec.json.decode(arguments or "{}")
     except msgspec.DecodeError:

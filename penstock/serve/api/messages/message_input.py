@@ -40,7 +40,7 @@ def chat_request(services: Services, body: CountTokensBody) -> tuple[Translation
     Raises:
         RequestProblem: 400 that names the field.
     """
-    messages = _Messages()
+    messages = _ChatMessages()
     if body.system:
         messages.add({"role": "system", "content": _content(body.system, "system")}, "system")
     for index, message in enumerate(body.messages):
@@ -52,23 +52,28 @@ def chat_request(services: Services, body: CountTokensBody) -> tuple[Translation
         else:
             messages.add_blocks(message.role, message.content, place)
     tools, tool_places, warnings = _tools(services, body)
-    reasoning, unread = _reasoning(services, body)
-    chat: dict[str, object] = {"model": body.model, "messages": messages.chat, **_choice(body), **reasoning}
+    reasoning, ignored_settings = _reasoning_settings(services, body)
+    chat: dict[str, object] = {
+        "model": body.model,
+        "messages": messages.chat,
+        **_tool_choice(body),
+        **reasoning,
+    }
     if tools:
         chat["tools"] = tools
-    form = body.output_config.format if body.output_config is not None else None
-    if form is not None:
-        schema = {"name": "output", "schema": form.schema_}
+    output_format = body.output_config.format if body.output_config is not None else None
+    if output_format is not None:
+        schema = {"name": "output", "schema": output_format.schema_}
         chat["response_format"] = {"type": "json_schema", "json_schema": schema}
     last = messages.chat[-1]
-    if last["role"] == "assistant" and not last.get("tool_calls"):  # the beginning of the answer
+    if last["role"] == "assistant" and not last.get("tool_calls"):  # it is the beginning of the output
         chat["continue_final_message"] = True
     if isinstance(body, MessagesBody):
-        chat |= _sampling(body, chat)
-    return Translation(chat, messages.places, tool_places, FIELDS), warnings + unread
+        chat |= _sampling_fields(body, chat)
+    return Translation(chat, messages.places, tool_places, FIELDS), warnings + ignored_settings
 
 
-class _Messages:
+class _ChatMessages:
     """Builds the messages of a chat request."""
 
     def __init__(self) -> None:
@@ -80,47 +85,50 @@ class _Messages:
         self.places.append(place)
 
     def add_blocks(self, role: str, blocks: Sequence[MessageBlock], place: str) -> None:
-        """Add a message of the user: each tool result becomes a message, as do the blocks between them."""
-        others: list[MessageBlock] = []
+        """Add the messages of a user message.
+
+        Each tool result becomes a message. The blocks between two tool results also become a message.
+        """
+        content_blocks: list[MessageBlock] = []
 
         def flush() -> None:
-            if others:
-                self.add({"role": role, "content": _content(others, f"{place}.content")}, place)
-                others.clear()
+            if content_blocks:
+                self.add({"role": role, "content": _content(content_blocks, f"{place}.content")}, place)
+                content_blocks.clear()
 
         for index, block in enumerate(blocks):
             if block.type == "tool_result":
                 flush()
                 self.add(_tool_result(block, f"{place}.content[{index}]"), place)
             else:
-                others.append(block)
+                content_blocks.append(block)
         flush()
         if not blocks:
             self.add({"role": role, "content": ""}, place)
 
 
 def _assistant(blocks: Sequence[MessageBlock], place: str) -> dict[str, object]:
-    texts, thoughts, calls = [], [], []
+    texts, reasoning_texts, calls = [], [], []
     for index, block in enumerate(blocks):
         here = f"{place}.content[{index}]"
         match block.type:
             case "text":
-                texts.append(_needed(block.text, f"{here}.text"))
+                texts.append(_required_value(block.text, f"{here}.text"))
             case "thinking":
-                thoughts.append(_needed(block.thinking, f"{here}.thinking"))
+                reasoning_texts.append(_required_value(block.thinking, f"{here}.thinking"))
             case "redacted_thinking":
                 continue
             case "tool_use":
-                arguments = json.dumps(_needed(block.input, f"{here}.input"), ensure_ascii=False)
-                function = {"name": _needed(block.name, f"{here}.name"), "arguments": arguments}
+                arguments = json.dumps(_required_value(block.input, f"{here}.input"), ensure_ascii=False)
+                function = {"name": _required_value(block.name, f"{here}.name"), "arguments": arguments}
                 calls.append(
-                    {"id": _needed(block.id, f"{here}.id"), "type": "function", "function": function}
+                    {"id": _required_value(block.id, f"{here}.id"), "type": "function", "function": function}
                 )
             case other:
-                raise _unsupported(other, here, "text, thinking or tool_use")
+                raise _unsupported_type(other, here, "text, thinking or tool_use")
     message: dict[str, object] = {"role": "assistant", "content": "".join(texts)}
-    if thoughts:
-        message["reasoning_content"] = "".join(thoughts)
+    if reasoning_texts:
+        message["reasoning_content"] = "".join(reasoning_texts)
     if calls:
         message["tool_calls"] = calls
     return message
@@ -132,16 +140,16 @@ def _tool_result(block: MessageBlock, place: str) -> dict[str, object]:
         content = f"Error: {content}" if isinstance(content, str) else [_text("Error: "), *content]
     return {
         "role": "tool",
-        "tool_call_id": _needed(block.tool_use_id, f"{place}.tool_use_id"),
+        "tool_call_id": _required_value(block.tool_use_id, f"{place}.tool_use_id"),
         "content": content,
     }
 
 
-def _content(given: str | Sequence[ResultBlock], place: str) -> str | list[dict[str, object]]:
+def _content(content: str | Sequence[ResultBlock], place: str) -> str | list[dict[str, object]]:
     """Return the content of a message; one text block becomes plain text."""
-    if isinstance(given, str):
-        return given
-    parts = [_part(block, f"{place}[{index}]") for index, block in enumerate(given)]
+    if isinstance(content, str):
+        return content
+    parts = [_part(block, f"{place}[{index}]") for index, block in enumerate(content)]
     text = parts[0].get("text") if len(parts) == 1 else None
     return text if isinstance(text, str) else parts
 
@@ -150,18 +158,21 @@ def _part(block: ResultBlock, place: str) -> dict[str, object]:
     source = block.source
     match block.type:
         case "text":
-            return _text(_needed(block.text, f"{place}.text"))
+            return _text(_required_value(block.text, f"{place}.text"))
         case "image" if source is not None and source.type == "url":
-            return {"type": "image_url", "image_url": {"url": _needed(source.url, f"{place}.source.url")}}
+            return {
+                "type": "image_url",
+                "image_url": {"url": _required_value(source.url, f"{place}.source.url")},
+            }
         case "image" if source is not None and source.type == "base64":
-            data = _needed(source.data, f"{place}.source.data")
-            kind = _needed(source.media_type, f"{place}.source.media_type")
+            data = _required_value(source.data, f"{place}.source.data")
+            kind = _required_value(source.media_type, f"{place}.source.media_type")
             return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
         case "document" if source is not None and source.type == "text":
-            data = _needed(source.data, f"{place}.source.data")
+            data = _required_value(source.data, f"{place}.source.data")
             return _text(f"{block.title}\n\n{data}" if block.title else data)
-        case "tool_reference":  # the output of a search in deferred tools, which are all in the prompt
-            return _text(f"The tool {_needed(block.tool_name, f'{place}.tool_name')} is available.")
+        case "tool_reference":  # result of a search for deferred tools; the prompt already contains all tools
+            return _text(f"The tool {_required_value(block.tool_name, f'{place}.tool_name')} is available.")
         case "image" | "document":
             source_type = None if source is None else source.type
             raise RequestProblem(
@@ -170,7 +181,7 @@ def _part(block: ResultBlock, place: str) -> dict[str, object]:
                 param=f"{place}.source",
                 code="unsupported_value",
             )
-    raise _unsupported(block.type, place, "text, image, document, tool_reference or tool_result")
+    raise _unsupported_type(block.type, place, "text, image, document, tool_reference or tool_result")
 
 
 def _text(text: str) -> dict[str, object]:
@@ -179,91 +190,94 @@ def _text(text: str) -> dict[str, object]:
 
 def _tools(services: Services, body: CountTokensBody) -> tuple[list[dict[str, object]], list[str], list[str]]:
     tools: list[dict[str, object]] = []
-    places, skipped = [], []
+    places, skipped_tools = [], []
     for index, tool in enumerate(body.tools or ()):
         place = f"tools[{index}]"
         if tool.is_hosted:
             if services.config.hosted_tools == "refuse":
                 raise RequestProblem(
                     400,
-                    f"{place} is the hosted tool {tool.type!r}, and this server has none "
+                    f"{place} is the hosted tool {tool.type!r}, and this server has no hosted tools "
                     "(--hosted-tools skip omits hosted tools)",
                     param=f"{place}.type",
                     code="unsupported_value",
                 )
-            skipped.append(f"the hosted tool {tool.type}, which the server does not have")
+            skipped_tools.append(f"the hosted tool {tool.type}, which the server does not have")
             continue
-        schema = _needed(tool.input_schema, f"{place}.input_schema")
+        schema = _required_value(tool.input_schema, f"{place}.input_schema")
         function = {"name": tool.name, "description": tool.description, "parameters": schema}
         tools.append({"type": "function", "function": {**function, "strict": tool.strict}})
         places.append(place)
-    return tools, places, skipped
+    return tools, places, skipped_tools
 
 
-def _choice(body: CountTokensBody) -> dict[str, object]:
+def _tool_choice(body: CountTokensBody) -> dict[str, object]:
     choice = body.tool_choice
     if choice is None:
         return {}
-    parallel = {"parallel_tool_calls": False} if choice.disable_parallel_tool_use else {}
+    parallel_field = {"parallel_tool_calls": False} if choice.disable_parallel_tool_use else {}
     if choice.type == "tool":
-        name = _needed(choice.name, "tool_choice.name")
-        hosted = next((tool.type for tool in body.tools or () if tool.is_hosted and tool.name == name), None)
-        if hosted is not None:
+        name = _required_value(choice.name, "tool_choice.name")
+        hosted_type = next(
+            (tool.type for tool in body.tools or () if tool.is_hosted and tool.name == name), None
+        )
+        if hosted_type is not None:
             raise RequestProblem(
                 400,
-                f"tool_choice.name is {name!r}, the hosted tool {hosted!r}, and this server has none",
+                f"tool_choice.name is {name!r}, the hosted tool {hosted_type!r}, and this server has no "
+                "hosted tools",
                 param="tool_choice.name",
                 code="unsupported_value",
             )
-        return {"tool_choice": {"type": "function", "function": {"name": name}}, **parallel}
-    return {"tool_choice": {"any": "required"}.get(choice.type, choice.type), **parallel}
+        return {"tool_choice": {"type": "function", "function": {"name": name}}, **parallel_field}
+    return {"tool_choice": {"any": "required"}.get(choice.type, choice.type), **parallel_field}
 
 
-def _reasoning(services: Services, body: CountTokensBody) -> tuple[dict[str, object], list[str]]:
-    """Return the settings of the reasoning, and those that the chat template does not read."""
+def _reasoning_settings(services: Services, body: CountTokensBody) -> tuple[dict[str, object], list[str]]:
+    """Return the reasoning settings of the chat request, and the settings that the chat template ignores."""
     settings: dict[str, object] = {}
-    unread = []
+    ignored_settings = []
     thinking, config = body.thinking, body.output_config
     if thinking is not None:
         is_on = thinking.type != "disabled"
         if services.tokenizer.template_mentions("enable_thinking"):
             settings["chat_template_kwargs"] = {"enable_thinking": is_on}
         elif is_on and services.parsers.reasoning_format is None:
-            unread.append("thinking, which the model does not support")
+            ignored_settings.append("thinking, which the model does not support")
     if config is not None and config.effort is not None:
         if reads_effort(services.tokenizer, config.effort):
             settings["reasoning_effort"] = config.effort
         else:
-            unread.append("output_config.effort, which the chat template omits")
-    return settings, unread
+            ignored_settings.append("output_config.effort, which the chat template does not read")
+    return settings, ignored_settings
 
 
-def _sampling(body: MessagesBody, chat: Mapping[str, object]) -> dict[str, object]:
-    given = {name: getattr(body, name) for name in SAME_NAMES if getattr(body, name) is not None}
+def _sampling_fields(body: MessagesBody, chat: Mapping[str, object]) -> dict[str, object]:
+    fields = {name: getattr(body, name) for name in SAME_NAMES if getattr(body, name) is not None}
     thinking = chat.get("chat_template_kwargs")
     options = {
         **(thinking if isinstance(thinking, dict) else {}),
-        **given.get("chat_template_kwargs", {}),
+        **fields.get("chat_template_kwargs", {}),
     }
     if options:
-        given["chat_template_kwargs"] = options
+        fields["chat_template_kwargs"] = options
     if body.stop_sequences:
-        given["stop"] = body.stop_sequences
+        fields["stop"] = body.stop_sequences
     if body.metadata is not None and body.metadata.user_id is not None:
-        given["user"] = body.metadata.user_id
-    return {**given, "max_completion_tokens": body.max_tokens}
+        fields["user"] = body.metadata.user_id
+    return {**fields, "max_completion_tokens": body.max_tokens}
 
 
-def _needed(value: T | None, place: str) -> T:
+def _required_value(value: T | None, place: str) -> T:
     if value is None:
         raise RequestProblem(400, f"{place} is required", param=place, code="missing_required_parameter")
     return value
 
 
-def _unsupported(kind: str, place: str, supported: str) -> RequestProblem:
+def _unsupported_type(kind: str, place: str, supported_types: str) -> RequestProblem:
     return RequestProblem(
         400,
-        f"{place} has the type {kind[:100]!r}, which is not supported: send {supported}",
+        f"{place} has the type {kind[:100]!r}, which is not supported: send {supported_types}",
         param=f"{place}.type",
         code="unsupported_value",
     )

@@ -52,8 +52,8 @@ async def count_message_tokens(request: Request) -> Response:
         body = checked_body(services, CountTokensBody, raw)
         return len(_conversation(services, body, "count").context.prompt_tokens)
 
-    found = {"input_tokens": await in_pool(request, count)}
-    return json_response(found)
+    usage = {"input_tokens": await in_pool(request, count)}
+    return json_response(usage)
 
 
 def _conversation(services: Services, body: CountTokensBody, name: str) -> Conversation:

@@ -10,8 +10,8 @@ from pydantic import Field
 from penstock.serve.api.schemas import Count, Label, Number, RequestBody, Texts
 from penstock.serve.api.unsupported import Refused
 
-_CACHE = Refused("the prefix cache needs no markers", accepts_all=True)
-_DIRECT = Refused("the model calls tools directly", ({"type": "direct"},))
+_CACHE_CONTROL = Refused("the prefix cache needs no markers", accepts_all=True)
+_CALLED_DIRECTLY = Refused("the model calls tools directly", ({"type": "direct"},))
 
 
 class MediaSource(RequestBody):
@@ -27,7 +27,7 @@ class ResultBlock(RequestBody):
     """A block of the output of a tool."""
 
     unsupported: ClassVar[Mapping[str, Refused]] = {
-        "cache_control": _CACHE,
+        "cache_control": _CACHE_CONTROL,
         "citations": Refused("the server makes no citations", accepts_all=True),
         "context": Refused("put it into the text of the document"),
     }
@@ -45,7 +45,7 @@ class MessageBlock(ResultBlock):
 
     unsupported: ClassVar[Mapping[str, Refused]] = {
         **ResultBlock.unsupported,
-        "caller": _DIRECT,
+        "caller": _CALLED_DIRECTLY,
         "signature": Refused("thinking is not signed", accepts_all=True),
         "data": Refused("redacted thinking cannot be read", accepts_all=True),
         "toolset_name": Refused("there are no toolsets"),
@@ -72,7 +72,7 @@ class MessageTool(RequestBody):
 
     unsupported: ClassVar[Mapping[str, Refused]] = {
         "allowed_callers": Refused("the model calls tools directly", (["direct"],)),
-        "cache_control": _CACHE,
+        "cache_control": _CACHE_CONTROL,
         "defer_loading": Refused("all tools are in the prompt", accepts_all=True),
         "eager_input_streaming": Refused("the input of a tool is always streamed", accepts_all=True),
         "input_examples": Refused("chat templates do not read them", accepts_all=True),
@@ -86,7 +86,7 @@ class MessageTool(RequestBody):
 
     @property
     def is_hosted(self) -> bool:
-        """Whether the tool is one of Anthropic's servers or has a schema that only their models know."""
+        """Whether the tool runs on Anthropic's servers or has a schema that only Anthropic's models know."""
         return self.type not in (None, "custom")
 
     @property
@@ -110,7 +110,7 @@ class Thinking(RequestBody):
     budget_tokens: Annotated[Count, Field(ge=1)] | None = None
     """Has no effect: ``max_tokens`` limits thinking and text together."""
     display: Literal["summarized", "omitted"] | None = None
-    """``omitted`` empties the thinking blocks; otherwise they have the whole thinking."""
+    """``omitted`` returns empty thinking blocks; otherwise the blocks contain all thinking text."""
 
 
 class OutputFormat(RequestBody):
@@ -139,7 +139,7 @@ class CountTokensBody(RequestBody):
     """``POST /v1/messages/count_tokens``."""
 
     unsupported: ClassVar[Mapping[str, Refused]] = {
-        "cache_control": _CACHE,
+        "cache_control": _CACHE_CONTROL,
         "container": Refused("there are no containers"),
         "context_management": Refused("the server does not edit the conversation", accepts_all=True),
         "diagnostics": Refused("there are no diagnostics", accepts_all=True),

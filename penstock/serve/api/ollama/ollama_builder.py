@@ -48,25 +48,25 @@ class OllamaBuilder:
         self._hides_thinking = hides_thinking
         self._call: tuple[ToolCallStart, list[str]] | None = None
 
-    def whole(self, pieces: Sequence[ChoiceDelta], usage: Usage) -> Iterable[bytes]:
+    def whole(self, outputs: Sequence[ChoiceDelta], usage: Usage) -> Iterable[bytes]:
         """Yield the JSON of a response that is not streamed."""
         message: _Message = {"content": ""}
-        for one in [*self._parts(pieces[0].events), *self._end_call()]:
-            if "content" in one:
-                message["content"] += one["content"]
-            if "thinking" in one:
-                message["thinking"] = message.get("thinking", "") + one["thinking"]
-            if "tool_calls" in one:
-                message["tool_calls"] = [*message.get("tool_calls", ()), *one["tool_calls"]]
+        for part in [*self._parts(outputs[0].events), *self._end_call()]:
+            if "content" in part:
+                message["content"] += part["content"]
+            if "thinking" in part:
+                message["thinking"] = message.get("thinking", "") + part["thinking"]
+            if "tool_calls" in part:
+                message["tool_calls"] = [*message.get("tool_calls", ()), *part["tool_calls"]]
         yield msgspec.json.encode(self._object(message, done=True, **self._end(usage)))
 
     def begin(self) -> bytes:
-        """Return the lines before the first delta: none."""
+        """Return the lines before the first delta. This API has none."""
         return b""
 
-    def events(self, index: int, piece: ChoiceDelta, usage: Usage | None = None) -> Iterable[bytes]:
+    def events(self, index: int, delta: ChoiceDelta, usage: Usage | None = None) -> Iterable[bytes]:
         """Return the lines of a delta."""
-        return [self._line(part) for part in self._parts(piece.events)]
+        return [self._line(part) for part in self._parts(delta.events)]
 
     def end(self, usage: Usage) -> bytes:
         """Return the last lines."""
@@ -86,14 +86,14 @@ class OllamaBuilder:
         return msgspec.json.encode(self._object({"content": "", **part}, done=False)) + b"\n"
 
     def _object(self, message: _Message, **more: object) -> dict[str, object]:
-        plain = {"model": self._model, "created_at": now()}
+        common_members = {"model": self._model, "created_at": now()}
         if self._is_chat:
-            return {**plain, "message": {"role": "assistant", **message}, **more}
+            return {**common_members, "message": {"role": "assistant", **message}, **more}
         thinking = {"thinking": message["thinking"]} if "thinking" in message else {}
-        return {**plain, "response": message["content"], **thinking, **more}
+        return {**common_members, "response": message["content"], **thinking, **more}
 
     def _parts(self, events: Sequence[Event]) -> list[_Message]:
-        """Return the members that events add to a message; a call is added when it is complete."""
+        """Return the message members of parser events. A tool call is returned when it is complete."""
         parts: list[_Message] = []
         for event in events:
             match event:
@@ -112,10 +112,10 @@ class OllamaBuilder:
     def _end_call(self) -> list[_Message]:
         if self._call is None:
             return []
-        (start, pieces), self._call = self._call, None
+        (start, argument_parts), self._call = self._call, None
         try:
-            arguments = msgspec.json.decode("".join(pieces) or "{}")
-        except msgspec.DecodeError:  # the output was cut within the call
+            arguments = msgspec.json.decode("".join(argument_parts) or "{}")
+        except msgspec.DecodeError:  # the output ended inside the arguments
             arguments = {}
         function = {"index": start.index, "name": start.name, "arguments": arguments}
         return [{"tool_calls": [{"id": start.id, "function": function}]}]
@@ -123,15 +123,15 @@ class OllamaBuilder:
     def _end(self, usage: Usage) -> dict[str, object]:
         """Return the finish reason, the token counts, and the times in nanoseconds."""
         record, end = self._record, time.perf_counter()
-        first = record.first_token_at or end
+        first_token_at = record.first_token_at or end
         return {
             "done_reason": "length" if self._choice.finish_reason == "length" else "stop",
             "total_duration": _nanoseconds(end - record.received),
             "load_duration": 0,
             "prompt_eval_count": usage["prompt_tokens"],
-            "prompt_eval_duration": _nanoseconds(first - (record.admitted_at or record.received)),
+            "prompt_eval_duration": _nanoseconds(first_token_at - (record.admitted_at or record.received)),
             "eval_count": usage["completion_tokens"],
-            "eval_duration": _nanoseconds(end - first),
+            "eval_duration": _nanoseconds(end - first_token_at),
         }
 
 

@@ -31,19 +31,19 @@ FIELDS: Mapping[str, str] = {
 
 
 def model_of(services: Services, name: str) -> str:
-    """Return the name of a served model; the tag ``latest`` may be absent or present."""
-    known = {services.model_name, *services.worker.adapters}
-    plain = name.removesuffix(":latest")
-    return plain if name not in known and plain in known else name
+    """Return the name of a served model. Adds or removes the tag ``:latest`` if needed."""
+    model_names = {services.model_name, *services.worker.adapters}
+    untagged_name = name.removesuffix(":latest")
+    return untagged_name if name not in model_names and untagged_name in model_names else name
 
 
-def chat_of_chat(services: Services, body: OllamaChatBody) -> Translation:
+def translate_chat(services: Services, body: OllamaChatBody) -> Translation:
     """Return the chat request of ``/api/chat``."""
     messages: list[dict[str, object]] = []
-    open_calls: list[str] = []
+    pending_call_ids: list[str] = []
     for number, message in enumerate(body.messages or ()):
-        messages.append(_message(message, number, open_calls))
-    chat: dict[str, object] = {**_shared(services, body), "messages": messages}
+        messages.append(_message(message, number, pending_call_ids))
+    chat: dict[str, object] = {**_shared_fields(services, body), "messages": messages}
     if body.tools:
         chat["tools"] = [tool.model_dump(exclude_unset=True) for tool in body.tools]
     places = [f"messages[{number}]" for number in range(len(messages))]
@@ -51,18 +51,18 @@ def chat_of_chat(services: Services, body: OllamaChatBody) -> Translation:
     return Translation(chat, places, tool_places, {**FIELDS, "tools.parameters": "function.parameters"})
 
 
-def chat_of_generate(services: Services, body: OllamaGenerateBody) -> Translation:
+def translate_generate_to_chat(services: Services, body: OllamaGenerateBody) -> Translation:
     """Return the chat request of ``/api/generate`` with the chat template."""
     messages: list[dict[str, object]] = (
         [] if not body.system else [{"role": "system", "content": body.system}]
     )
     places = ["system"] * len(messages)
     messages.append({"role": "user", "content": _with_images(body.prompt or "", body.images)})
-    chat = {**_shared(services, body), "messages": messages}
+    chat = {**_shared_fields(services, body), "messages": messages}
     return Translation(chat, [*places, "prompt"], (), FIELDS)
 
 
-def completion_of_generate(services: Services, body: OllamaGenerateBody) -> Translation:
+def translate_generate_to_completion(services: Services, body: OllamaGenerateBody) -> Translation:
     """Return the completion request of ``/api/generate`` without the chat template.
 
     Raises:
@@ -71,17 +71,17 @@ def completion_of_generate(services: Services, body: OllamaGenerateBody) -> Tran
     for name in ("system", "images", "think"):
         if getattr(body, name):
             raise RequestProblem(400, f"{name} needs the chat template: omit raw and suffix", param=name)
-    given = _shared(services, body)
-    return Translation({**given, "prompt": body.prompt or "", "suffix": body.suffix or None}, (), (), FIELDS)
+    fields = _shared_fields(services, body)
+    return Translation({**fields, "prompt": body.prompt or "", "suffix": body.suffix or None}, (), (), FIELDS)
 
 
-def _shared(services: Services, body: OllamaBody) -> dict[str, object]:
-    given: dict[str, object] = {"model": model_of(services, body.model), "stream": body.streams}
+def _shared_fields(services: Services, body: OllamaBody) -> dict[str, object]:
+    fields: dict[str, object] = {"model": model_of(services, body.model), "stream": body.streams}
     if body.format == "json":
-        given["response_format"] = {"type": "json_object"}
+        fields["response_format"] = {"type": "json_object"}
     elif isinstance(body.format, dict):
         schema = {"name": "format", "schema": body.format}
-        given["response_format"] = {"type": "json_schema", "json_schema": schema}
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
     options = body.options
     if options is not None:
         limit = services.worker.info.max_length
@@ -92,17 +92,17 @@ def _shared(services: Services, body: OllamaBody) -> dict[str, object]:
                 param="options.num_ctx",
             )
         names = "temperature top_k top_p min_p stop presence_penalty frequency_penalty".split()
-        given |= {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+        fields |= {name: getattr(options, name) for name in names if getattr(options, name) is not None}
         if options.seed is not None and options.seed != -1:
-            given["seed"] = options.seed
+            fields["seed"] = options.seed
         if options.repeat_penalty is not None:
-            given["repetition_penalty"] = options.repeat_penalty
+            fields["repetition_penalty"] = options.repeat_penalty
     predict = -1 if options is None or options.num_predict is None else options.num_predict
-    given["max_completion_tokens"] = services.worker.info.max_length if predict < 0 else max(1, predict)
-    return given | _thinking(services, body)
+    fields["max_completion_tokens"] = services.worker.info.max_length if predict < 0 else max(1, predict)
+    return fields | _reasoning_fields(services, body)
 
 
-def _thinking(services: Services, body: OllamaBody) -> dict[str, object]:
+def _reasoning_fields(services: Services, body: OllamaBody) -> dict[str, object]:
     think = body.think
     if think is None:
         return {}
@@ -120,34 +120,34 @@ def _thinking(services: Services, body: OllamaBody) -> dict[str, object]:
     return settings
 
 
-def _message(message: OllamaMessage, number: int, open_calls: list[str]) -> dict[str, object]:
-    """Return a message of a chat. Results of tools answer the calls in order, since calls may have no id."""
-    plain: dict[str, object] = {
+def _message(message: OllamaMessage, number: int, pending_call_ids: list[str]) -> dict[str, object]:
+    """Translate a message. Ollama's calls may have no id: the n-th tool result answers the n-th call."""
+    chat_message: dict[str, object] = {
         "role": message.role,
         "content": _with_images(message.content or "", message.images),
     }
     if message.thinking:
-        plain["reasoning_content"] = message.thinking
+        chat_message["reasoning_content"] = message.thinking
     if message.tool_calls:
         calls = []
-        open_calls.clear()
+        pending_call_ids.clear()
         for index, call in enumerate(message.tool_calls):
-            name = call.id or f"call_{number}_{index}"
-            open_calls.append(name)
+            call_id = call.id or f"call_{number}_{index}"
+            pending_call_ids.append(call_id)
             arguments = json.dumps(call.function.arguments or {}, ensure_ascii=False)
             function = {"name": call.function.name, "arguments": arguments}
-            calls.append({"id": name, "type": "function", "function": function})
-        plain["tool_calls"] = calls
+            calls.append({"id": call_id, "type": "function", "function": function})
+        chat_message["tool_calls"] = calls
     if message.role == "tool":
-        known = open_calls.pop(0) if open_calls else f"call_{number}"
-        plain["tool_call_id"] = message.tool_call_id or known
+        expected_id = pending_call_ids.pop(0) if pending_call_ids else f"call_{number}"
+        chat_message["tool_call_id"] = message.tool_call_id or expected_id
         if message.tool_name:
-            plain["name"] = message.tool_name
-    return plain
+            chat_message["name"] = message.tool_name
+    return chat_message
 
 
 def _with_images(text: str, images: list[str] | None) -> str | list[dict[str, object]]:
-    """Return a text with its images before it, as models are trained with."""
+    """Return a text with its images. Images come before the text, as in training data of vision models."""
     if not images:
         return text
     urls = [image if image.startswith("data:") else f"data:image/png;base64,{image}" for image in images]

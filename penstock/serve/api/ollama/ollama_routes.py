@@ -28,10 +28,10 @@ from penstock.serve.api.json_parts import (
 from penstock.serve.api.models import adapter_named
 from penstock.serve.api.ollama.ollama_builder import OllamaBuilder, now
 from penstock.serve.api.ollama.ollama_input import (
-    chat_of_chat,
-    chat_of_generate,
-    completion_of_generate,
     model_of,
+    translate_chat,
+    translate_generate_to_chat,
+    translate_generate_to_completion,
 )
 from penstock.serve.api.ollama.ollama_schema import (
     OllamaBody,
@@ -65,11 +65,11 @@ async def ollama_chat(request: Request) -> Response:
         if not body.messages:
             adapter_named(services, model_of(services, body.model))
             return body, None
-        return body, chat_of_chat(services, body).conversation(services, _new_id())
+        return body, translate_chat(services, body).conversation(services, _new_id())
 
     body, conversation = await in_pool(request, prepare)
     if conversation is None:
-        return _loaded(body, message={"role": "assistant", "content": ""})
+        return _load_response(body, message={"role": "assistant", "content": ""})
     return await _answer_chat(request, body, conversation, is_chat=True)
 
 
@@ -88,18 +88,18 @@ async def ollama_generate(request: Request) -> Response:
             adapter_named(services, model_of(services, body.model))
             return body, None
         if body.raw or body.suffix:
-            translation = completion_of_generate(services, body)
-            with translation.errors_named():
+            translation = translate_generate_to_completion(services, body)
+            with translation.with_client_fields():
                 return body, CompletionRequest.of(services, translation.chat)
-        return body, chat_of_generate(services, body).conversation(services, _new_id())
+        return body, translate_generate_to_chat(services, body).conversation(services, _new_id())
 
-    body, found = await in_pool(request, prepare)
-    if found is None:
-        return _loaded(body, response="")
-    if isinstance(found, Conversation):
-        return await _answer_chat(request, body, found, is_chat=False)
-    record_logged_fields(found.body, RequestRecord.of(request), found.job.contexts[0])
-    return await _answer(request, body, found.job, is_chat=False)
+    body, prepared = await in_pool(request, prepare)
+    if prepared is None:
+        return _load_response(body, response="")
+    if isinstance(prepared, Conversation):
+        return await _answer_chat(request, body, prepared, is_chat=False)
+    record_logged_fields(prepared.body, RequestRecord.of(request), prepared.job.contexts[0])
+    return await _answer(request, body, prepared.job, is_chat=False)
 
 
 @embedding_router.post(
@@ -122,23 +122,23 @@ async def ollama_embed(request: Request) -> Response:
             "dimensions": body.dimensions,
         },
     )
-    encoded = await encode_inputs(
+    encoded_inputs = await encode_inputs(
         request,
         embeddings_body,
         lambda: vector_inputs(services, embeddings_body, ("dense",), normalize=embeddings_body.normalizes),
     )
 
     def vectors() -> Iterator[Parts]:
-        for response in encoded.responses:
+        for response in encoded_inputs.responses:
             yield iter([encode(numbers(response.embeddings))])
 
-    plain = {
+    members = {
         "model": body.model,
         "total_duration": round((time.perf_counter() - record.received) * 1e9),
         "load_duration": 0,
-        "prompt_eval_count": encoded.usage["prompt_tokens"],
+        "prompt_eval_count": encoded_inputs.usage["prompt_tokens"],
     }
-    return JsonResponse(await gather(with_members(plain, embeddings=array(vectors())), services.turns))
+    return JsonResponse(await gather(with_members(members, embeddings=array(vectors())), services.turns))
 
 
 @router.get("/api/tags", response_class=Response, responses=responses(401, 503))
@@ -152,7 +152,7 @@ async def ollama_tags(request: Request) -> Response:
 
 @router.get("/api/ps", response_class=Response, responses=responses(401, 503))
 async def ollama_ps(request: Request) -> Response:
-    """The same as `/api/tags`: served models are loaded."""
+    """The same as `/api/tags`, because all served models are loaded."""
     return await ollama_tags(request)
 
 
@@ -207,7 +207,7 @@ async def _answer(request: Request, body: OllamaBody, job: GenerationJob, *, is_
 
 
 def listed_models(services: Services, names: Iterable[str]) -> list[dict[str, object]]:
-    """Return the entries of a model and its adapters."""
+    """Return Ollama's entries of a model and its adapters."""
     return [
         {
             "name": name,
@@ -233,8 +233,8 @@ def _details(services: Services) -> dict[str, object]:
     }
 
 
-def _loaded(body: OllamaBody, **answer: object) -> Response:
-    """Return the answer to a request without a prompt, with which clients load a model."""
+def _load_response(body: OllamaBody, **answer: object) -> Response:
+    """Return the response to a request without a prompt. Clients send it to load a model."""
     return json_response(
         {"model": body.model, "created_at": now(), **answer, "done": True, "done_reason": "load"}
     )

@@ -10,7 +10,7 @@ from pydantic import Field
 from penstock.serve.api.schemas import Number, RequestBody, Texts, Tool
 from penstock.serve.api.unsupported import Refused
 
-_ENGINE = Refused("it is a setting of the server", accepts_all=True)
+_SERVER_SETTING = Refused("it is a setting of the server", accepts_all=True)
 _NO_SAMPLER = "the server does not have this sampler: use top_k, top_p, min_p and temperature"
 Think = bool | Literal["low", "medium", "high", "max"]
 
@@ -21,7 +21,7 @@ class OllamaOptions(RequestBody):
     unsupported: ClassVar[Mapping[str, Refused]] = {
         **dict.fromkeys(
             "numa num_batch num_gpu main_gpu low_vram use_mmap use_mlock num_thread f16_kv".split(),
-            _ENGINE,
+            _SERVER_SETTING,
         ),
         "num_keep": Refused("a running prompt is not shortened", accepts_all=True),
         "repeat_last_n": Refused("the penalty covers the prompt and the whole output", accepts_all=True),

@@ -30,30 +30,30 @@ class ResponseState:
         path = None if state_dir is None else Path(state_dir).expanduser() / "responses.sqlite3"
         self.store = ResponseStore(path, store_size)
         self.runs: OrderedDict[str, BackgroundRun] = OrderedDict()
-        """The running background responses, and the most recently finished ones."""
+        """The running background responses and the last `MAX_ENDED_RUNS` finished ones."""
 
     def close(self) -> None:
         """Close the store."""
         self.store.close()
 
     def add(self, run: BackgroundRun) -> None:
-        """Keep a run, and drop the oldest runs that have ended."""
+        """Add a run. Drop the oldest finished runs above `MAX_ENDED_RUNS`."""
         self.runs[run.response_id] = run
-        ended = [name for name, one in self.runs.items() if one.is_done]
-        for name in ended[: max(0, len(ended) - MAX_ENDED_RUNS)]:
+        finished_runs = [name for name, kept_run in self.runs.items() if kept_run.is_done]
+        for name in finished_runs[: max(0, len(finished_runs) - MAX_ENDED_RUNS)]:
             del self.runs[name]
 
 
 class BackgroundRun:
-    """A response that is generated in a task of the server.
+    """A response that is generated in an asyncio task, independent of the client's connection.
 
     Args:
         services: the objects that routes use.
         state: stores the response.
-        owner: the client.
+        owner: the owner of the response, as `owner_of` returns it.
         prepared: the request.
         pool: runs the preparation of later turns.
-        record: the record of the task.
+        record: the request record of the task, for metrics and the access log.
 
     Raises:
         UnavailableError: the worker is not ready, or too many requests are waiting.
@@ -80,19 +80,19 @@ class BackgroundRun:
         self._items = prepared.items
         self._record = record
         self._events: list[bytes] = []
-        self._changed = asyncio.Event()
+        self._change_event = asyncio.Event()
         self._is_cancelled = False
         self._task = asyncio.ensure_future(self._generate())
 
     async def put(self) -> None:
-        """Store the current state."""
+        """Write the current state of the response to the store."""
         output = self.builder.result["output"]
         assert isinstance(output, list)
         result = {**self.builder.result, "output": [*output]}
         await self._state.store.put(self.owner, result, self._items, is_done=self.is_done)
 
     async def cancel(self) -> dict[str, object]:
-        """Cancel the generation and return the response. Does nothing if it has ended."""
+        """Cancel the generation and return the response. If the generation has ended, only return it."""
         if not self.is_done:
             self._is_cancelled = True
             self._run.cancel()
@@ -103,14 +103,14 @@ class BackgroundRun:
         """Yield the events with a sequence number above `after`, and wait for new ones."""
         position = after + 1
         while True:
-            changed = self._changed
+            change_event = self._change_event
             if position < len(self._events):
                 yield b"".join(self._events[position:])
                 position = len(self._events)
             elif self.is_done:
                 return
             else:
-                await changed.wait()
+                await change_event.wait()
 
     async def _generate(self) -> None:
         services, builder = self._services, self.builder
@@ -119,19 +119,19 @@ class BackgroundRun:
                 await self._run.admitted()
                 builder.with_status("in_progress")
                 async with aclosing(response_events(self._run, builder, services.turns)) as events:
-                    async for piece in events:
+                    async for encoded_event in events:
                         if self._is_cancelled:
                             break
-                        self._publish(piece)
+                        self._publish(encoded_event)
             except Exception as error:
                 note_error(services, self._record, error)
-                builder.failed(problem_of(error))
+                builder.end_with_error(problem_of(error))
                 if not self._is_cancelled:
                     self._publish(builder.error(problem_of(error)))
             finally:
                 self._run.finish()
             if self._is_cancelled:
-                builder.cancelled()
+                builder.end_as_cancelled()
             self.is_done = True
             await self.put()
             self._wake()
@@ -140,12 +140,12 @@ class BackgroundRun:
             if services.config.access_log:
                 log_request(self._record)
 
-    def _publish(self, piece: bytes) -> None:
-        """Store the events of a piece, one per sequence number."""
-        if self.keeps_events and piece.startswith(b"event:"):
-            self._events += [one + b"\n\n" for one in piece.split(b"\n\n") if one]
+    def _publish(self, events: bytes) -> None:
+        """Append encoded events to the list of events, whose indices are the sequence numbers."""
+        if self.keeps_events and events.startswith(b"event:"):
+            self._events += [event + b"\n\n" for event in events.split(b"\n\n") if event]
             self._wake()
 
     def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._change_event.set()
+        self._change_event = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Events between the turns of a response: calls of tool servers, and their outcomes."""
+"""Events between the turns of a response: tool lists, calls to tool servers, and their outcomes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.serve.mcp.tool_session import ToolOutput
 
 @dataclass(frozen=True)
 class ToolOutcome:
-    """The outcome of a call of a tool server."""
+    """The outcome of a call to a tool server."""
 
     call_id: str
     output: ToolOutput
@@ -36,7 +36,7 @@ McpEvent: TypeAlias = ToolListing | ApprovedCall | ToolOutcome
 
 @dataclass(slots=True)
 class ToolDelta(ChoiceDelta):
-    """The events between two turns; without output of the model."""
+    """A delta with events between two turns instead of model output."""
 
     mcp_events: Sequence[McpEvent] = ()
 

@@ -21,7 +21,7 @@ from penstock.serve.services import Services
 
 MCP = "mcp"
 """The tool type that represents a tool server."""
-_NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_.-]")
+_INVALID_NAME_CHARACTERS = re.compile(r"[^a-zA-Z0-9_.-]")
 _MAX_NAME = 64
 _MAX_LISTED = 20
 
@@ -31,7 +31,7 @@ class ToolFilter(RequestBody):
 
     tool_names: list[str] | None = None
     read_only: bool | None = None
-    """Whether the tool changes nothing, by its own annotation."""
+    """Whether the tool has the annotation ``readOnlyHint``."""
 
     def matches(self, tool: ServerTool) -> bool:
         """Return whether a tool matches. A filter without members matches no tool."""
@@ -42,7 +42,7 @@ class ToolFilter(RequestBody):
 
 
 class ApprovalFilter(RequestBody):
-    """Filters of the tools that need the client's approval, and of those that do not."""
+    """Which tools always need the client's approval, and which never do."""
 
     always: ToolFilter | None = None
     never: ToolFilter | None = None
@@ -75,7 +75,7 @@ class McpTool(RequestBody):
         return allowed is None or tool.name in allowed
 
     def needs_approval(self, tool: ServerTool, default: str) -> bool:
-        """Return whether calls of a tool need an approval; `default` is used if the request does not say."""
+        """Return whether calls of a tool need approval. `default` applies without ``require_approval``."""
         rule = self.require_approval
         if not isinstance(rule, ApprovalFilter):
             return (rule or default) == "always"
@@ -96,17 +96,17 @@ class OfferedTool:
     tool: ServerTool
     needs_approval: bool
     place: str
-    """The field of the request that offers it."""
+    """The field of the request that offers the tool."""
 
     def function(self, name: str) -> dict[str, object]:
-        """Return the tool of a chat request."""
-        about = {"name": name, "description": self.tool.description, "parameters": self.tool.input_schema}
-        return {"type": "function", "function": about}
+        """Return the tool as a function of a chat request."""
+        function = {"name": name, "description": self.tool.description, "parameters": self.tool.input_schema}
+        return {"type": "function", "function": function}
 
 
 @dataclass(frozen=True)
 class ToolListing:
-    """The tools of a server in a response, or the reason why there are none."""
+    """The item ``mcp_list_tools`` of a response: the tools of a server, or the error of listing them."""
 
     label: str
     tools: Sequence[Mapping[str, object]] = ()
@@ -115,23 +115,23 @@ class ToolListing:
 
 @dataclass(frozen=True)
 class OfferedTools:
-    """All tools of tool servers that a request offers, by the name of the function that the model sees."""
+    """All tools of tool servers that a request offers, by the function name in the prompt."""
 
     functions: Mapping[str, OfferedTool] = field(default_factory=dict)
     listings: Sequence[ToolListing] = ()
-    implied: Sequence[str] = ()
-    """The servers that are offered because the request names none."""
+    implied_servers: Sequence[str] = ()
+    """Names of the servers that are offered although the request names none."""
 
     def function_name(self, label: str, tool: str) -> str:
-        """Return the function name of a tool; the tool's name if it is not offered."""
-        for name, offered in self.functions.items():
-            if (offered.label, offered.tool.name) == (label, tool):
+        """Return the function name of a tool; if the tool is not offered, its name as a function name."""
+        for name, offered_tool in self.functions.items():
+            if (offered_tool.label, offered_tool.tool.name) == (label, tool):
                 return name
         return _plain_name(tool)
 
     def names_of(self, label: str) -> list[str]:
         """Return the names of the functions of a server."""
-        return [name for name, offered in self.functions.items() if offered.label == label]
+        return [name for name, offered_tool in self.functions.items() if offered_tool.label == label]
 
 
 def tool_servers(services: Services) -> ToolServers:
@@ -149,8 +149,8 @@ def tool_servers(services: Services) -> ToolServers:
 async def offered_tools(services: Services, raw: object) -> OfferedTools:
     """Return the tools that a request offers: those of the servers that it names, or of all servers.
 
-    A request with ``tool_choice: "none"`` offers none. A server that cannot list its tools offers none, and
-    has a listing with the error.
+    A request that names no server and has ``tool_choice: "none"`` offers no tools. A server that cannot list
+    its tools offers none, and has a listing with the error.
 
     Args:
         services: the objects that routes use.
@@ -159,40 +159,46 @@ async def offered_tools(services: Services, raw: object) -> OfferedTools:
     Raises:
         RequestProblem: 400; the request names a server that is not configured.
     """
-    given = raw.get("tools") if isinstance(raw, dict) else None
-    tools = [one if isinstance(one, dict) else {} for one in given] if isinstance(given, list) else []
-    named = [(f"tools[{at}]", one) for at, one in enumerate(tools) if one.get("type") == MCP]
-    if (not named and not services.config.mcp_server) or not isinstance(raw, dict):
+    raw_tools = raw.get("tools") if isinstance(raw, dict) else None
+    tools = (
+        [tool if isinstance(tool, dict) else {} for tool in raw_tools] if isinstance(raw_tools, list) else []
+    )
+    mcp_tools = [(f"tools[{index}]", tool) for index, tool in enumerate(tools) if tool.get("type") == MCP]
+    if (not mcp_tools and not services.config.mcp_server) or not isinstance(raw, dict):
         return OfferedTools()
     servers = tool_servers(services)
-    entries = [(place, _entry(services, one, place)) for place, one in named]
-    implied = [] if named or raw.get("tool_choice") == "none" else servers.names
-    if implied and not services.tokenizer.template_mentions("tools"):
+    entries = [(place, _entry(services, tool, place)) for place, tool in mcp_tools]
+    implied_servers = [] if mcp_tools or raw.get("tool_choice") == "none" else servers.names
+    if implied_servers and not services.tokenizer.template_mentions("tools"):
         services.warn_once(["tools of tool servers, which the chat template does not show"])
-        implied = []
-    entries += [("tools", McpTool(type="mcp", server_label=name)) for name in implied]
-    found = [_server(servers, entry, place) for place, entry in entries]
+        implied_servers = []
+    entries += [("tools", McpTool(type="mcp", server_label=name)) for name in implied_servers]
+    configured_servers = [_server(servers, entry, place) for place, entry in entries]
     labels = [entry.server_label for _, entry in entries]
     for index, label in enumerate(labels):
         if label in labels[:index]:
             place = f"{entries[index][0]}.server_label"
-            raise RequestProblem(400, f"{place} is {label!r}, as of another tool", param=place)
-    listed = await asyncio.gather(*(servers.tools_of(server) for server in found))
-    taken = {str(tool.get("name")) for tool in tools if tool.get("type") in ("function", "custom")}
+            raise RequestProblem(
+                400, f"{place} is {label!r}, which is the label of another tool too", param=place
+            )
+    tool_lists = await asyncio.gather(*(servers.tools_of(server) for server in configured_servers))
+    taken_names = {str(tool.get("name")) for tool in tools if tool.get("type") in ("function", "custom")}
     functions: dict[str, OfferedTool] = {}
     listings = []
     default = services.config.mcp_require_approval
-    for (place, entry), server, answer in zip(entries, found, listed, strict=True):
-        _check_allowed(entry, answer, place)
-        allowed = [tool for tool in answer.tools if entry.allows(tool)]
-        listings.append(ToolListing(entry.server_label, [_published(tool) for tool in allowed], answer.error))
+    for (place, entry), server, tool_list in zip(entries, configured_servers, tool_lists, strict=True):
+        _check_allowed(entry, tool_list, place)
+        allowed = [tool for tool in tool_list.tools if entry.allows(tool)]
+        listings.append(
+            ToolListing(entry.server_label, [_tool_description(tool) for tool in allowed], tool_list.error)
+        )
         for tool in allowed:
-            name = _free_name(entry.server_label, tool.name, taken)
-            taken.add(name)
+            name = _free_name(entry.server_label, tool.name, taken_names)
+            taken_names.add(name)
             functions[name] = OfferedTool(
                 entry.server_label, server, tool, entry.needs_approval(tool, default), place
             )
-    return OfferedTools(functions, listings, implied)
+    return OfferedTools(functions, listings, implied_servers)
 
 
 def _entry(services: Services, raw: Mapping[str, object], place: str) -> McpTool:
@@ -208,46 +214,46 @@ def _entry(services: Services, raw: Mapping[str, object], place: str) -> McpTool
 
 
 def _server(servers: ToolServers, entry: McpTool, place: str) -> ToolServer:
-    """Return the configured server of an entry. Connections to other servers are impossible."""
+    """Return the configured server that an entry names. A request cannot choose any other server."""
     url = entry.server_url
-    server = servers.named(entry.server_label) if url is None else servers.at(url)
+    server = servers.by_name(entry.server_label) if url is None else servers.by_url(url)
     if server is not None:
         return server
     param = f"{place}.{'server_label' if url is None else 'server_url'}"
-    what = repr((entry.server_label if url is None else url)[:200])
-    known = f"send server_label {_listed(servers.names)}" if servers.names else "--mcp-server sets some"
+    requested_server = repr((entry.server_label if url is None else url)[:200])
+    hint = f"send server_label {_joined_names(servers.names)}" if servers.names else "--mcp-server sets some"
     raise RequestProblem(
         400,
-        f"{param} is {what}, which is not a tool server of this server: {known}",
+        f"{param} is {requested_server}, which is not a tool server in the configuration: {hint}",
         param=param,
         code="unsupported_value",
     )
 
 
-def _check_allowed(entry: McpTool, answer: ServerTools, place: str) -> None:
-    """Refuse names of tools that the server does not have."""
+def _check_allowed(entry: McpTool, tool_list: ServerTools, place: str) -> None:
+    """Raise if ``allowed_tools`` names a tool that the server does not have."""
     allowed = entry.allowed_tools
     path = f"{place}.allowed_tools"
     if isinstance(allowed, ToolFilter):
         allowed, path = allowed.tool_names, f"{path}.tool_names"
-    if answer.error is not None:
+    if tool_list.error is not None:
         return
-    known = [tool.name for tool in answer.tools]
+    tool_names = [tool.name for tool in tool_list.tools]
     for name in allowed or ():
-        if name not in known:
+        if name not in tool_names:
             raise RequestProblem(
                 400,
-                f"{path} has {name[:200]!r}, which the server does not have: {_listed(known)}",
+                f"{path} has {name[:200]!r}, which the server does not have: {_joined_names(tool_names)}",
                 param=path,
             )
 
 
-def _listed(names: Sequence[str]) -> str:
+def _joined_names(names: Sequence[str]) -> str:
     more = len(names) - _MAX_LISTED
     return ", ".join(names[:_MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
-def _published(tool: ServerTool) -> dict[str, object]:
+def _tool_description(tool: ServerTool) -> dict[str, object]:
     return {
         "name": tool.name,
         "description": tool.description,
@@ -257,17 +263,17 @@ def _published(tool: ServerTool) -> dict[str, object]:
 
 
 def _plain_name(tool: str) -> str:
-    return _NOT_IN_NAMES.sub("_", tool)[:_MAX_NAME]
+    return _INVALID_NAME_CHARACTERS.sub("_", tool)[:_MAX_NAME]
 
 
-def _free_name(label: str, tool: str, taken: Iterable[str]) -> str:
-    """Return a function name for a tool: the tool's name, or one with the server label if that is taken."""
+def _free_name(label: str, tool: str, taken_names: Iterable[str]) -> str:
+    """Return an unused function name: the tool's name, or with the server label if that name is taken."""
     name = _plain_name(tool)
-    if name not in taken:
+    if name not in taken_names:
         return name
     name = _plain_name(f"{label}_{tool}")
     number = 2
-    while name in taken:
+    while name in taken_names:
         name = _plain_name(f"{label}_{tool}"[: _MAX_NAME - 4]) + f"_{number}"
         number += 1
     return name

@@ -21,7 +21,7 @@ from penstock.serve.http.problems import Problem
 from penstock.serve.http.sse import PING, named_event
 from penstock.serve.services import Services
 
-_FINAL = {"completed": "response.completed", "incomplete": "response.incomplete"}
+_FINAL_EVENTS = {"completed": "response.completed", "incomplete": "response.incomplete"}
 
 
 class _Scores(msgspec.Struct):
@@ -34,7 +34,7 @@ class ResponseBuilder:
     Args:
         services: the objects that routes use.
         prepared: the request.
-        run: its turns.
+        run: the turns of the response.
     """
 
     media_type = "text/event-stream"
@@ -49,19 +49,19 @@ class ResponseBuilder:
         if conversation.body.logprobs:
             self._scores = ChatScores(services.fragments_for(conversation.body), body.top_logprobs or 0)
         self._sequence = 0
-        self._plain = _members(prepared)
+        self._fixed_members = _response_members(prepared)
         self.result: dict[str, object] = self.with_status("in_progress")
         """The newest state of the response."""
 
     def with_status(self, status: str, **more: object) -> dict[str, object]:
         """Return the response with a status."""
-        self.result = {**self._plain, "status": status, "output": self._output.items, **more}
+        self.result = {**self._fixed_members, "status": status, "output": self._output.items, **more}
         return self.result
 
-    def whole(self, pieces: Sequence[ChoiceDelta], usage: Usage) -> Iterable[bytes]:
+    def whole(self, outputs: Sequence[ChoiceDelta], usage: Usage) -> Iterable[bytes]:
         """Yield the JSON of a response that is not streamed."""
-        for piece in pieces:
-            self._add(piece)
+        for output in outputs:
+            self._add(output)
         self._finish(usage)
         yield msgspec.json.encode(self.result)
 
@@ -71,15 +71,17 @@ class ResponseBuilder:
             [{"type": kind, "response": self.result} for kind in ("response.created", "response.in_progress")]
         )
 
-    def events(self, index: int, piece: ChoiceDelta, usage: Usage | None = None) -> Iterable[bytes]:
+    def events(self, index: int, delta: ChoiceDelta, usage: Usage | None = None) -> Iterable[bytes]:
         """Return the events of a delta."""
-        emitted = self._add(piece)
-        return (self._events(emitted),) if emitted else ()
+        new_events = self._add(delta)
+        return (self._events(new_events),) if new_events else ()
 
     def end(self, usage: Usage) -> bytes:
         """Return the events after the last delta."""
-        emitted = self._finish(usage)
-        return self._events([*emitted, {"type": _FINAL[str(self.result["status"])], "response": self.result}])
+        new_events = self._finish(usage)
+        return self._events(
+            [*new_events, {"type": _FINAL_EVENTS[str(self.result["status"])], "response": self.result}]
+        )
 
     def ping(self) -> bytes:
         """Return the event that keeps a silent stream open."""
@@ -87,31 +89,31 @@ class ResponseBuilder:
 
     def error(self, problem: Problem) -> bytes:
         """Return the event of an error that ends the stream."""
-        return self._events([{"type": "response.failed", "response": self.failed(problem)}])
+        return self._events([{"type": "response.failed", "response": self.end_with_error(problem)}])
 
-    def failed(self, problem: Problem) -> dict[str, object]:
+    def end_with_error(self, problem: Problem) -> dict[str, object]:
         """End the response with an error, and return it."""
-        self._abandon()
+        self._end_open_items()
         error = {"code": problem.code or "server_error", "message": problem.message, "param": problem.param}
         return self.with_status("failed", error=error)
 
-    def cancelled(self) -> dict[str, object]:
+    def end_as_cancelled(self) -> dict[str, object]:
         """End the response as cancelled by the client, and return it."""
-        self._abandon()
+        self._end_open_items()
         return self.with_status("cancelled")
 
-    def _abandon(self) -> None:
+    def _end_open_items(self) -> None:
         self._output.close(is_complete=False)
         self._output.end_calls()
 
-    def _add(self, piece: ChoiceDelta) -> list[dict[str, object]]:
-        if isinstance(piece, ToolDelta):
-            return self._output.add_mcp(piece.mcp_events)
-        return self._output.add(piece.events, self._logprobs(piece.scores) if piece.content else ())
+    def _add(self, delta: ChoiceDelta) -> list[dict[str, object]]:
+        if isinstance(delta, ToolDelta):
+            return self._output.add_mcp(delta.mcp_events)
+        return self._output.add(delta.events, self._logprobs(delta.scores) if delta.content else ())
 
     def _finish(self, usage: Usage) -> list[dict[str, object]]:
         is_complete = self._run.finish_reason != "length"
-        emitted = self._output.finish(is_complete=is_complete)
+        new_events = self._output.finish(is_complete=is_complete)
         details = None if is_complete else {"reason": "max_output_tokens"}
         self.with_status(
             "completed" if is_complete else "incomplete",
@@ -119,14 +121,14 @@ class ResponseBuilder:
             incomplete_details=details,
             completed_at=int(time.time()),
         )
-        return emitted
+        return new_events
 
-    def _events(self, emitted: Iterable[dict[str, object]]) -> bytes:
-        encoded = []
-        for event in emitted:
-            encoded.append(named_event({**event, "sequence_number": self._sequence}))
+    def _events(self, new_events: Iterable[dict[str, object]]) -> bytes:
+        encoded_events = []
+        for event in new_events:
+            encoded_events.append(named_event({**event, "sequence_number": self._sequence}))
             self._sequence += 1
-        return b"".join(encoded)
+        return b"".join(encoded_events)
 
     def _logprobs(self, scores: Sequence[Score]) -> Sequence[msgspec.Raw]:
         if self._scores is None or not scores:
@@ -134,8 +136,8 @@ class ResponseBuilder:
         return msgspec.json.decode(b"".join(self._scores.parts(scores)), type=_Scores).content
 
 
-def _members(prepared: PreparedResponse) -> dict[str, object]:
-    """Return the constant members, with the effective values."""
+def _response_members(prepared: PreparedResponse) -> dict[str, object]:
+    """Return the members that do not change during generation, with defaults in place of absent fields."""
     body, conversation = prepared.body, prepared.conversation
     params = conversation.context.sampling_params
     reasoning, text = body.reasoning, body.text
@@ -165,14 +167,14 @@ def _members(prepared: PreparedResponse) -> dict[str, object]:
             "format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True),
             "verbosity": "medium" if text is None or text.verbosity is None else text.verbosity,
         },
-        "tool_choice": _plain(body.tool_choice) or "auto",
+        "tool_choice": _jsonable(body.tool_choice) or "auto",
         "tools": [
             tool.model_dump(by_alias=True, exclude_none=True)
             | ({"strict": bool(tool.strict)} if tool.type == "function" else {})
             for tool in body.tools or ()
             if not tool.is_hosted or tool.type == MCP
         ]
-        + [{"type": MCP, "server_label": name} for name in prepared.offered.implied],
+        + [{"type": MCP, "server_label": name} for name in prepared.offered.implied_servers],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": params.top_p,
         "truncation": body.truncation or "disabled",
@@ -181,7 +183,7 @@ def _members(prepared: PreparedResponse) -> dict[str, object]:
     }
 
 
-def _plain(value: object) -> object:
+def _jsonable(value: object) -> object:
     return value.model_dump(by_alias=True, exclude_none=True) if hasattr(value, "model_dump") else value
 
 

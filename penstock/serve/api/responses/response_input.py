@@ -59,7 +59,7 @@ def chat_request(
         RequestProblem: 400 that names the field.
     """
     tools, tool_places = chat_tools(body, offered, hosted_tools)
-    messages = Messages(offered)
+    messages = ChatMessages(offered)
     if body.instructions:
         messages.add({"role": "system", "content": body.instructions}, "instructions")
     for item in history:
@@ -86,12 +86,12 @@ def chat_request(
 
 
 def encoded_reasoning(text: str) -> str:
-    """Return ``encrypted_content`` of a reasoning item. It is encoded, not encrypted."""
+    """Return ``encrypted_content`` of a reasoning item. The text is encoded in base64, not encrypted."""
     return base64.urlsafe_b64encode(_REASONING_PREFIX + text.encode()).decode()
 
 
 class AssembledMessage(TypedDict, total=False):
-    """A message of the chat request, to which items of the model's output are added one by one."""
+    """A message of the chat request. Several items of the Responses API can form one message."""
 
     role: Required[str]
     content: Required[str | list[dict[str, object]]]
@@ -100,7 +100,7 @@ class AssembledMessage(TypedDict, total=False):
     reasoning_content: str
 
 
-class Messages:
+class ChatMessages:
     """Builds the messages of a chat from items.
 
     Args:
@@ -112,7 +112,7 @@ class Messages:
         self._approval_requests: dict[str | None, InputItem] = {}
         self.chat: list[AssembledMessage] = []
         self.places: list[str] = []
-        """For each message, the field of its first item."""
+        """For each message, the request field of its first item, such as ``input[2]``."""
 
     def add(self, message: AssembledMessage, place: str) -> None:
         """Add a message."""
@@ -144,7 +144,7 @@ class Messages:
             case "reasoning":
                 self._add_reasoning(item, place)
             case "mcp_list_tools":
-                pass  # the request itself lists the tools
+                pass  # not in the prompt: the chat template renders the tools of the request
             case "mcp_call":
                 self._add_mcp_call(item, _mcp_output(item), place)
             case "mcp_approval_request":
@@ -166,10 +166,10 @@ class Messages:
         roles = ("system",) if knows_developer else ("system", "developer")
         while len(self.chat) > 1 and all(message["role"] in roles for message in self.chat[:2]):
             first, second = (_parts(message["content"]) for message in self.chat[:2])
-            joined: list[dict[str, object]] = [*first, {"type": "text", "text": "\n\n"}, *second]
-            texts = [str(part["text"]) for part in joined if part["type"] == "text"]
-            is_text = len(texts) == len(joined)
-            self.chat[:2] = [{"role": "system", "content": "".join(texts) if is_text else joined}]
+            all_parts: list[dict[str, object]] = [*first, {"type": "text", "text": "\n\n"}, *second]
+            texts = [str(part["text"]) for part in all_parts if part["type"] == "text"]
+            is_text = len(texts) == len(all_parts)
+            self.chat[:2] = [{"role": "system", "content": "".join(texts) if is_text else all_parts}]
             del self.places[1]
 
     def _add_message(self, item: InputItem, place: str) -> None:
@@ -194,14 +194,14 @@ class Messages:
         calls.append({"id": call_id, "type": "function", "function": function})
 
     def _add_mcp_call(self, item: InputItem, output: str, place: str) -> None:
-        """Add a call of a tool server and its output, which are one item."""
+        """Add a call to a tool server and its output. Both are in one item."""
         name = self._offered.function_name(_text(item, "server_label", place), _text(item, "name", place))
         call_id = _text(item, "id", place)
         self._add_call(call_id, name, _text(item, "arguments", place) or "{}", place)
         self.add({"role": "tool", "tool_call_id": call_id, "content": output}, place)
 
     def _add_approval(self, item: InputItem, place: str) -> None:
-        """Add a call that the client has not approved. An approved call has a separate item."""
+        """Add a call that the client has rejected. `ResponseRun` makes and adds approved calls."""
         name = _text(item, "approval_request_id", place)
         if item.approve is None:
             raise missing_field(f"{place}.approve")
@@ -214,23 +214,23 @@ class Messages:
                 param=f"{place}.approval_request_id",
             )
         if not item.approve:
-            because = f": {item.reason}" if item.reason else ""
-            self._add_mcp_call(request, f"Error: the user has not approved this call{because}", place)
+            reason_text = f": {item.reason}" if item.reason else ""
+            self._add_mcp_call(request, f"Error: the user has not approved this call{reason_text}", place)
 
     def _add_reasoning(self, item: InputItem, place: str) -> None:
-        text = _reasoning(item, place)
+        text = _reasoning_text(item, place)
         if text:
             message = self._assistant(place)
             message["reasoning_content"] = message.get("reasoning_content", "") + text
 
     def _assistant(self, place: str) -> AssembledMessage:
-        """Return the assistant message that the next item of the model's output belongs to."""
+        """Return the last message if it is the assistant's, else a new assistant message."""
         if not self.chat or self.chat[-1]["role"] != "assistant":
             self.add({"role": "assistant", "content": ""}, place)
         return self.chat[-1]
 
 
-def _reasoning(item: InputItem, place: str) -> str:
+def _reasoning_text(item: InputItem, place: str) -> str:
     parts = item.content if isinstance(item.content, list) else None
     if parts:
         return "".join(part.text or "" for part in parts)
@@ -261,10 +261,10 @@ def _mcp_output(item: InputItem) -> str:
 
 
 def _content(parts: Sequence[InputPart], place: str) -> str | list[dict[str, object]]:
-    """Return the content of a message; one text part becomes plain text."""
-    chat = [_part(part, f"{place}[{index}]") for index, part in enumerate(parts)]
-    text = chat[0].get("text") if len(chat) == 1 else None
-    return text if isinstance(text, str) else chat
+    """Return the content of a message; a single text part as a string."""
+    chat_parts = [_part(part, f"{place}[{index}]") for index, part in enumerate(parts)]
+    text = chat_parts[0].get("text") if len(chat_parts) == 1 else None
+    return text if isinstance(text, str) else chat_parts
 
 
 def _part(part: InputPart, place: str) -> dict[str, object]:

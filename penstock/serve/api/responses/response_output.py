@@ -16,7 +16,7 @@ _ARGUMENT_EVENTS = {
     "function_call": "response.function_call_arguments",
     "mcp_call": "response.mcp_call_arguments",
 }
-"""Type of an item whose arguments are streamed -> the beginning of the names of the events."""
+"""Type of an item whose arguments are streamed -> prefix of the event names."""
 
 
 class OutputItems:
@@ -39,85 +39,87 @@ class OutputItems:
         self._custom_tools = custom_tools
         self._offered = offered or OfferedTools()
         self._pending_calls: dict[str, int] = {}
-        """The calls of tool servers without an outcome: id of the call -> index of the item."""
+        """Calls to tool servers that have no outcome yet: id of the call -> index of the item."""
         self._encodes_reasoning = encodes_reasoning
-        self._open = ""
-        """The type of the last item while it is in progress."""
-        self._pieces: list[str] = []
+        self._open_type = ""
+        """The type of the last item while it is in progress, else ""."""
+        self._text_parts: list[str] = []
         self._logprobs: list[object] = []
 
     def add(self, events: Sequence[Event], logprobs: Sequence[object] = ()) -> list[dict[str, object]]:
         """Add output. Return the corresponding events, without sequence numbers.
 
-        `logprobs` are those of the tokens of the text in `events`.
+        `logprobs` has one entry per token of the text in `events`.
         """
-        emitted: list[dict[str, object]] = []
+        new_events: list[dict[str, object]] = []
         for event in events:
             match event:
                 case Content():
-                    self._begin("message", emitted)
-                    emitted.append(
+                    self._begin("message", new_events)
+                    new_events.append(
                         self._delta("response.output_text.delta", event.text, logprobs=[*logprobs])
                     )
                     self._logprobs += logprobs
                     logprobs = ()
                 case Reasoning():
-                    self._begin("reasoning", emitted)
-                    emitted.append(self._delta("response.reasoning_text.delta", event.text))
+                    self._begin("reasoning", new_events)
+                    new_events.append(self._delta("response.reasoning_text.delta", event.text))
                 case ToolCallStart():
-                    emitted += self.close()
-                    self._begin_call(event, emitted)
+                    new_events += self.close()
+                    self._begin_call(event, new_events)
                 case ToolCallArguments():
-                    self._pieces.append(event.text)
-                    if self._open in _ARGUMENT_EVENTS:
-                        emitted.append(self._event(f"{_ARGUMENT_EVENTS[self._open]}.delta", delta=event.text))
-        return emitted
+                    self._text_parts.append(event.text)
+                    if self._open_type in _ARGUMENT_EVENTS:
+                        new_events.append(
+                            self._event(f"{_ARGUMENT_EVENTS[self._open_type]}.delta", delta=event.text)
+                        )
+        return new_events
 
     def add_mcp(self, events: Sequence[McpEvent]) -> list[dict[str, object]]:
         """Add tool lists, approved calls and outcomes of tool servers, and return the events of the API."""
-        emitted: list[dict[str, object]] = self.close() if events else []
+        new_events: list[dict[str, object]] = self.close() if events else []
         for event in events:
             match event:
                 case ToolListing():
-                    emitted += self._list_tools(event)
+                    new_events += self._list_tools(event)
                 case ApprovedCall():
-                    self._begin_mcp_call(event.call_id, event.tool, emitted, event.approval_request_id)
-                    self._pieces.append(event.arguments)
-                    emitted.append(self._event("response.mcp_call_arguments.delta", delta=event.arguments))
-                    emitted += self.close()
+                    self._begin_mcp_call(event.call_id, event.tool, new_events, event.approval_request_id)
+                    self._text_parts.append(event.arguments)
+                    new_events.append(self._event("response.mcp_call_arguments.delta", delta=event.arguments))
+                    new_events += self.close()
                 case ToolOutcome():
-                    emitted += self._end_mcp_call(event)
-        return emitted
+                    new_events += self._end_mcp_call(event)
+        return new_events
 
     def finish(self, *, is_complete: bool) -> list[dict[str, object]]:
         """End the output. A response without output has an empty message."""
-        emitted: list[dict[str, object]] = []
+        new_events: list[dict[str, object]] = []
         if all(item["type"] == "mcp_list_tools" for item in self.items):
-            self._begin("message", emitted)
-        emitted += self.close(is_complete=is_complete)
-        return emitted + self.end_calls()
+            self._begin("message", new_events)
+        new_events += self.close(is_complete=is_complete)
+        return new_events + self.end_calls()
 
     def end_calls(self) -> list[dict[str, object]]:
         """End the items of tool-server calls that have no outcome, with the status ``incomplete``."""
-        emitted = []
+        new_events = []
         for index in self._pending_calls.values():
             self.items[index]["status"] = "incomplete"
-            emitted.append(self._item_event("response.output_item.done", index))
+            new_events.append(self._item_event("response.output_item.done", index))
         self._pending_calls.clear()
-        return emitted
+        return new_events
 
     def close(self, *, is_complete: bool = True) -> list[dict[str, object]]:
         """End the item that is in progress, if any. For a tool-server call, end only its arguments."""
-        if not self._open:
+        if not self._open_type:
             return []
-        kind, text, item = self._open, "".join(self._pieces), self.items[-1]
-        if kind != "mcp_approval_request":  # the only item without a status
+        kind, text, item = self._open_type, "".join(self._text_parts), self.items[-1]
+        if kind != "mcp_approval_request":  # items of this type have no status
             item["status"] = "completed" if is_complete else "incomplete"
         match kind:
             case "message":
                 part = {**_text_part(text), "logprobs": self._logprobs}
                 item["content"] = [part]
-                emitted = [
+                new_events = [
                     self._event(
                         "response.output_text.done", content_index=0, text=text, logprobs=self._logprobs
                     ),
@@ -128,38 +130,38 @@ class OutputItems:
                 item["content"] = [part]
                 if self._encodes_reasoning:
                     item["encrypted_content"] = encoded_reasoning(text)
-                emitted = [
+                new_events = [
                     self._event("response.reasoning_text.done", content_index=0, text=text),
                     self._event("response.content_part.done", content_index=0, part=part),
                 ]
             case "function_call":
                 item["arguments"] = text
-                emitted = [
+                new_events = [
                     self._event("response.function_call_arguments.done", arguments=text, name=item["name"])
                 ]
             case "mcp_approval_request":
                 item["arguments"] = text
-                emitted = []
+                new_events = []
             case "mcp_call":
                 item["arguments"], item["status"] = text, "calling"
-                emitted = [self._event("response.mcp_call_arguments.done", arguments=text)]
+                new_events = [self._event("response.mcp_call_arguments.done", arguments=text)]
             case _:
                 item["input"] = _custom_input(text)
-                emitted = [
+                new_events = [
                     self._event("response.custom_tool_call_input.delta", delta=item["input"]),
                     self._event("response.custom_tool_call_input.done", input=item["input"]),
                 ]
         if kind != "mcp_call":
-            emitted.append(self._item_event("response.output_item.done"))
-        self._open, self._pieces, self._logprobs = "", [], []
-        return emitted
+            new_events.append(self._item_event("response.output_item.done"))
+        self._open_type, self._text_parts, self._logprobs = "", [], []
+        return new_events
 
-    def _begin(self, kind: str, emitted: list[dict[str, object]]) -> None:
+    def _begin(self, kind: str, new_events: list[dict[str, object]]) -> None:
         """Begin a message or a reasoning item unless one is in progress."""
-        if self._open == kind:
+        if self._open_type == kind:
             return
-        emitted += self.close()
-        self._open = kind
+        new_events += self.close()
+        self._open_type = kind
         if kind == "message":
             item: dict[str, object] = {"id": new_id("msg"), "type": "message", "role": "assistant"}
             part = _text_part("")
@@ -167,57 +169,57 @@ class OutputItems:
             item = {"id": new_id("rs"), "type": "reasoning", "summary": []}
             part = {"type": "reasoning_text", "text": ""}
         self.items.append({**item, "status": "in_progress", "content": []})
-        emitted.append(self._item_event("response.output_item.added"))
-        emitted.append(self._event("response.content_part.added", content_index=0, part=part))
+        new_events.append(self._item_event("response.output_item.added"))
+        new_events.append(self._event("response.content_part.added", content_index=0, part=part))
 
-    def _begin_call(self, call: ToolCallStart, emitted: list[dict[str, object]]) -> None:
-        offered = self._offered.functions.get(call.name)
-        if offered is not None:
-            if offered.needs_approval:
-                self._begin_approval_request(offered, emitted)
+    def _begin_call(self, call: ToolCallStart, new_events: list[dict[str, object]]) -> None:
+        offered_tool = self._offered.functions.get(call.name)
+        if offered_tool is not None:
+            if offered_tool.needs_approval:
+                self._begin_approval_request(offered_tool, new_events)
             else:
-                self._begin_mcp_call(call.id, offered, emitted)
+                self._begin_mcp_call(call.id, offered_tool, new_events)
             return
         if call.name in self._custom_tools:
-            self._open = "custom_tool_call"
-            item = {"id": new_id("ctc"), "type": self._open, "input": ""}
+            self._open_type = "custom_tool_call"
+            item = {"id": new_id("ctc"), "type": self._open_type, "input": ""}
         else:
-            self._open = "function_call"
-            item = {"id": new_id("fc"), "type": self._open, "arguments": ""}
+            self._open_type = "function_call"
+            item = {"id": new_id("fc"), "type": self._open_type, "arguments": ""}
         self.items.append({**item, "status": "in_progress", "call_id": call.id, "name": call.name})
-        emitted.append(self._item_event("response.output_item.added"))
+        new_events.append(self._item_event("response.output_item.added"))
 
     def _list_tools(self, listing: ToolListing) -> list[dict[str, object]]:
         """Add the tools of a server."""
         item = {"id": new_id("mcpl"), "type": "mcp_list_tools", "server_label": listing.label}
         self.items.append({**item, "tools": [], "error": None})
-        emitted = [
+        new_events = [
             self._item_event("response.output_item.added"),
             self._event("response.mcp_list_tools.in_progress"),
         ]
         self.items[-1] |= {"tools": [*listing.tools], "error": listing.error}
-        end = "completed" if listing.error is None else "failed"
-        emitted.append(self._event(f"response.mcp_list_tools.{end}"))
-        emitted.append(self._item_event("response.output_item.done"))
-        return emitted
+        status = "completed" if listing.error is None else "failed"
+        new_events.append(self._event(f"response.mcp_list_tools.{status}"))
+        new_events.append(self._item_event("response.output_item.done"))
+        return new_events
 
-    def _begin_approval_request(self, tool: OfferedTool, emitted: list[dict[str, object]]) -> None:
-        self._open = "mcp_approval_request"
-        item = {"id": new_id("mcpr"), "type": self._open, "server_label": tool.label}
+    def _begin_approval_request(self, tool: OfferedTool, new_events: list[dict[str, object]]) -> None:
+        self._open_type = "mcp_approval_request"
+        item = {"id": new_id("mcpr"), "type": self._open_type, "server_label": tool.label}
         self.items.append({**item, "name": tool.tool.name, "arguments": ""})
-        emitted.append(self._item_event("response.output_item.added"))
+        new_events.append(self._item_event("response.output_item.added"))
 
     def _begin_mcp_call(
         self,
         call_id: str,
         tool: OfferedTool,
-        emitted: list[dict[str, object]],
+        new_events: list[dict[str, object]],
         approval_request_id: str | None = None,
     ) -> None:
-        self._open = "mcp_call"
+        self._open_type = "mcp_call"
         item: dict[str, object] = {
             "id": new_id("mcp"),
-            "type": self._open,
+            "type": self._open_type,
             "status": "in_progress",
             "approval_request_id": approval_request_id,
             "server_label": tool.label,
@@ -228,8 +230,8 @@ class OutputItems:
         }
         self._pending_calls[call_id] = len(self.items)
         self.items.append(item)
-        emitted.append(self._item_event("response.output_item.added"))
-        emitted.append(self._event("response.mcp_call.in_progress"))
+        new_events.append(self._item_event("response.output_item.added"))
+        new_events.append(self._event("response.mcp_call.in_progress"))
 
     def _end_mcp_call(self, outcome: ToolOutcome) -> list[dict[str, object]]:
         index = self._pending_calls.pop(outcome.call_id)
@@ -246,7 +248,7 @@ class OutputItems:
         ]
 
     def _delta(self, kind: str, text: str, **more: object) -> dict[str, object]:
-        self._pieces.append(text)
+        self._text_parts.append(text)
         return self._event(kind, content_index=0, delta=text, **more)
 
     def _event(self, kind: str, **more: object) -> dict[str, object]:
@@ -267,7 +269,7 @@ def _text_part(text: str) -> dict[str, object]:
 
 
 def _custom_input(arguments: str) -> str:
-    """Return the text in the arguments of a custom tool; unfinished arguments are returned as they are."""
+    """Return the text in the JSON arguments of a custom tool. Incomplete JSON is returned unchanged."""
     try:
         value = json.loads(arguments)[CUSTOM_ARGUMENT]
     except (ValueError, KeyError, TypeError):

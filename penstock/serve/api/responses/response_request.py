@@ -22,20 +22,20 @@ from penstock.serve.services import Services
 
 @dataclass(frozen=True)
 class PreparedResponse:
-    """A request that can run."""
+    """A request that is validated, rendered and tokenised."""
 
     body: ResponsesBody
     conversation: Conversation
     items: list[dict[str, object]]
-    """All input items, with those of the previous responses."""
+    """All input items, including the items of previous responses."""
     warnings: Sequence[str]
     """Requested features that are skipped; for the log."""
     translation: Translation
     """The chat request."""
     offered: OfferedTools
     listings: Sequence[ToolListing]
-    """The lists of tools that the input does not have yet."""
-    approved: Sequence[ApprovedCall]
+    """The tool lists to add to the output, because no earlier item contains them."""
+    approved_calls: Sequence[ApprovedCall]
     """The calls of earlier responses that the client approves in this request."""
 
     @classmethod
@@ -58,9 +58,9 @@ class PreparedResponse:
         _check_combinations(body)
         body, warnings = _without_unread_effort(services, body)
         history = [] if previous is None else previous.history()
-        earlier = [InputItem.model_validate(item) for item in history]
+        earlier_items = [InputItem.model_validate(item) for item in history]
         translation = chat_request(
-            services, body, earlier, offered, hosted_tools=services.config.hosted_tools
+            services, body, earlier_items, offered, hosted_tools=services.config.hosted_tools
         )
         warnings += [
             f"the hosted tool {name}, which the server does not have" for name in hosted_tools_of(body)
@@ -68,11 +68,11 @@ class PreparedResponse:
         conversation = _conversation(services, body, translation, new_id("resp"))
         assert isinstance(raw, dict)
         items = [*history, *_input_items(raw["input"])]
-        given = [*earlier, *(body.input if isinstance(body.input, list) else ())]
-        listed = {item.server_label for item in given if item.type == "mcp_list_tools"}
-        listings = [one for one in offered.listings if one.label not in listed]
-        approved = _approved(given, len(earlier), offered)
-        return cls(body, conversation, items, warnings, translation, offered, listings, approved)
+        all_items = [*earlier_items, *(body.input if isinstance(body.input, list) else ())]
+        listed_servers = {item.server_label for item in all_items if item.type == "mcp_list_tools"}
+        listings = [listing for listing in offered.listings if listing.label not in listed_servers]
+        approved_calls = _approved_calls(all_items, len(earlier_items), offered)
+        return cls(body, conversation, items, warnings, translation, offered, listings, approved_calls)
 
     def next_turn(
         self,
@@ -85,14 +85,15 @@ class PreparedResponse:
     ) -> Conversation:
         """Return the conversation of a later turn. Slow: call it in the pool.
 
-        A forced choice of a tool applies to the first turn only.
+        A ``tool_choice`` that forces a call applies to the first turn only.
 
         Args:
             services: the objects that routes use.
-            messages: the messages of the turns so far: the model's output and the outputs of its calls.
+            messages: the messages that the earlier turns add: the model's output and the outputs of its
+                calls.
             request_id: the id of the context.
             has_tools: whether the model may call tools.
-            max_tokens: the rest of ``max_output_tokens``.
+            max_tokens: ``max_output_tokens`` minus the tokens of the earlier turns.
 
         Raises:
             RequestProblem: 400; the prompt has become too long.
@@ -122,35 +123,50 @@ def _check_combinations(body: ResponsesBody) -> None:
 
 
 def _without_unread_effort(services: Services, body: ResponsesBody) -> tuple[ResponsesBody, list[str]]:
-    """Drop an effort that the chat template does not read: agents send one to every model."""
+    """Return the body without a reasoning effort that the chat template ignores, and a warning about it.
+
+    Agents send an effort to every model.
+    """
     effort = body.reasoning.effort if body.reasoning is not None else None
     if effort is None or reads_effort(services.tokenizer, effort):
         return body, []
-    return body.model_copy(update={"reasoning": None}), ["reasoning.effort, which the chat template omits"]
+    return body.model_copy(update={"reasoning": None}), [
+        "reasoning.effort, which the chat template does not read"
+    ]
 
 
-def _approved(given: Sequence[InputItem], num_earlier: int, offered: OfferedTools) -> list[ApprovedCall]:
-    """Return the calls that the items of this request approve and that were not made yet."""
-    requests = {item.id: item for item in given if item.type == "mcp_approval_request"}
-    made = {item.approval_request_id for item in given if item.type == "mcp_call"}
+def _approved_calls(
+    items: Sequence[InputItem], num_earlier: int, offered: OfferedTools
+) -> list[ApprovedCall]:
+    """Return the calls that this request approves, except calls that an earlier request has made."""
+    requests = {item.id: item for item in items if item.type == "mcp_approval_request"}
+    called_ids = {item.approval_request_id for item in items if item.type == "mcp_call"}
     calls = []
-    for index, item in enumerate(given[num_earlier:]):
-        name = item.approval_request_id
-        if item.type != "mcp_approval_response" or not item.approve or name is None or name in made:
+    for index, item in enumerate(items[num_earlier:]):
+        request_id = item.approval_request_id
+        if (
+            item.type != "mcp_approval_response"
+            or not item.approve
+            or request_id is None
+            or request_id in called_ids
+        ):
             continue
-        request, place = requests[name], f"input[{index}].approval_request_id"  # the translation checks it
+        request = requests[request_id]  # `response_input` has checked that it exists
+        place = f"input[{index}].approval_request_id"
         label, tool = request.server_label or "", request.name or ""
         function = offered.function_name(label, tool)
-        found = offered.functions.get(function)
-        if found is None or (found.label, found.tool.name) != (label, tool):
+        offered_tool = offered.functions.get(function)
+        if offered_tool is None or (offered_tool.label, offered_tool.tool.name) != (label, tool):
             raise RequestProblem(
                 400,
                 f"{place} approves {tool[:100]!r} of the tool server {label[:100]!r}, which the request does "
                 "not offer: send the same tools as before",
                 param=place,
             )
-        made.add(name)
-        calls.append(ApprovedCall(new_id("call"), found, function, request.arguments or "", name))
+        called_ids.add(request_id)
+        calls.append(
+            ApprovedCall(new_id("call"), offered_tool, function, request.arguments or "", request_id)
+        )
     return calls
 
 
@@ -158,69 +174,79 @@ def _conversation(
     services: Services, body: ResponsesBody, translation: Translation, request_id: str
 ) -> Conversation:
     if body.truncation == "auto":
-        return _truncated(services, body, translation, request_id)
+        return _truncated_conversation(services, body, translation, request_id)
     return translation.conversation(services, request_id)
 
 
-def _truncated(
+def _truncated_conversation(
     services: Services, body: ResponsesBody, translation: Translation, request_id: str
 ) -> Conversation:
-    """Return the conversation without its oldest turns, so that the prompt leaves room for the output.
+    """Drop the oldest turns of the conversation until the prompt leaves room for the output.
 
-    Instructions at the beginning stay. The first remaining turn begins with a message of the user.
+    Instructions at the beginning stay. The first remaining turn begins with a user message.
 
     Raises:
         RequestProblem: 400; the last turn alone is too long, or the request is invalid.
     """
     messages = messages_of(translation.chat)
-    num_fixed = next((at for at, one in enumerate(messages) if one["role"] not in ("system", "developer")), 0)
-    starts = [at for at, one in enumerate(messages) if one["role"] == "user" and at > num_fixed]
+    num_fixed = next(
+        (index for index, message in enumerate(messages) if message["role"] not in ("system", "developer")), 0
+    )
+    starts = [
+        index for index, message in enumerate(messages) if message["role"] == "user" and index > num_fixed
+    ]
     limit = services.worker.info.max_length
-    room = min(body.max_output_tokens or limit // 4, limit // 2)
+    output_room = min(body.max_output_tokens or limit // 4, limit // 2)
 
     def attempt(start: int) -> Conversation | None:
-        kept = [*range(num_fixed), *range(start, len(messages))]
-        chat = {**translation.chat, "messages": [messages[at] for at in kept]}
-        places = [translation.message_places[at] for at in kept]
+        indices = [*range(num_fixed), *range(start, len(messages))]
+        chat = {**translation.chat, "messages": [messages[index] for index in indices]}
+        places = [translation.message_places[index] for index in indices]
         is_last = start == (starts[-1] if starts else num_fixed)
         try:
-            found = replace(translation, chat=chat, message_places=places).conversation(services, request_id)
+            conversation = replace(translation, chat=chat, message_places=places).conversation(
+                services, request_id
+            )
         except RequestProblem as problem:
             if problem.code == "context_length_exceeded" and not is_last:
                 return None
             raise
-        return found if is_last or len(found.context.prompt_tokens) + room <= limit else None
+        return (
+            conversation
+            if is_last or len(conversation.context.prompt_tokens) + output_room <= limit
+            else None
+        )
 
-    if (whole := attempt(num_fixed)) is not None:
-        return whole
-    low, high, best = 0, len(starts) - 1, None
+    if (whole_conversation := attempt(num_fixed)) is not None:
+        return whole_conversation
+    low, high, shortest_cut = 0, len(starts) - 1, None
     while low < high:  # find the smallest start whose prompt fits
         middle = (low + high) // 2
-        if (found := attempt(starts[middle])) is not None:
-            best, high = found, middle
+        if (conversation := attempt(starts[middle])) is not None:
+            shortest_cut, high = conversation, middle
         else:
             low = middle + 1
-    fitting = attempt(starts[-1]) if best is None else best
-    assert fitting is not None
-    return fitting
+    fitting_conversation = attempt(starts[-1]) if shortest_cut is None else shortest_cut
+    assert fitting_conversation is not None
+    return fitting_conversation
 
 
-def _input_items(given: object) -> list[dict[str, object]]:
-    """Return the items of a request in the format of the list of input items."""
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+def _input_items(request_input: object) -> list[dict[str, object]]:
+    """Return the input of a request as items of ``/v1/responses/{id}/input_items``."""
+    items = [{"role": "user", "content": request_input}] if isinstance(request_input, str) else request_input
     assert isinstance(items, list)
-    return [_listed(item) for item in items]
+    return [_input_item(item) for item in items]
 
 
-def _listed(item: Mapping[str, object]) -> dict[str, object]:
+def _input_item(item: Mapping[str, object]) -> dict[str, object]:
     kind = str(item.get("type") or "message")
     prefix = {"message": "msg", "function_call": "fc", "reasoning": "rs"}.get(kind, "item")
-    listed = {**item, "type": kind, "id": item.get("id") or new_id(prefix)}
+    listed_item = {**item, "type": kind, "id": item.get("id") or new_id(prefix)}
     content = item.get("content")
     if kind == "message" and isinstance(content, str):
         part = "output_text" if item.get("role") == "assistant" else "input_text"
-        more: dict[str, object] = {"annotations": []} if part == "output_text" else {}
-        listed["content"] = [{"type": part, "text": content, **more}]
+        extra_members: dict[str, object] = {"annotations": []} if part == "output_text" else {}
+        listed_item["content"] = [{"type": part, "text": content, **extra_members}]
     if kind == "message":
-        listed.setdefault("status", "completed")
-    return {name: value for name, value in listed.items() if value is not None}
+        listed_item.setdefault("status", "completed")
+    return {name: value for name, value in listed_item.items() if value is not None}

@@ -34,26 +34,28 @@ async def create_response(request: Request) -> Response:
     """Generate a response to a list of items."""
     services, record = Services.of(request), RequestRecord.of(request)
     state, owner = open_state(services), owner_of(request)
-    prepared = await _prepared(request, state, owner)
-    services.warn_once(prepared.warnings)
-    body, pool = prepared.body, cast("Pool", partial(in_pool, request))
-    record_logged_fields(prepared.conversation.body, record, prepared.conversation.context)
+    prepared_response = await _prepared_response(request, state, owner)
+    services.warn_once(prepared_response.warnings)
+    body, pool = prepared_response.body, cast("Pool", partial(in_pool, request))
+    record_logged_fields(prepared_response.conversation.body, record, prepared_response.conversation.context)
     if body.background:
-        background = RequestRecord(record.request_id, route="/v1/responses (background)")
-        background.client_id = record.client_id
-        background.session_header = record.session_header
-        record_logged_fields(prepared.conversation.body, background, prepared.conversation.context)
-        task = BackgroundRun(services, state, owner, prepared, pool, background)
+        background_record = RequestRecord(record.request_id, route="/v1/responses (background)")
+        background_record.client_id = record.client_id
+        background_record.session_header = record.session_header
+        record_logged_fields(
+            prepared_response.conversation.body, background_record, prepared_response.conversation.context
+        )
+        task = BackgroundRun(services, state, owner, prepared_response, pool, background_record)
         state.add(task)
-        queued = msgspec.json.encode(task.builder.result)
+        queued_response = msgspec.json.encode(task.builder.result)
         await task.put()
-        return _stream_of(services, record, task, -1) if body.stream else _json(queued)
-    run = ResponseRun(services, record, prepared, pool)
-    builder = ResponseBuilder(services, prepared, run)
+        return _stream_of(services, record, task, -1) if body.stream else _json(queued_response)
+    run = ResponseRun(services, record, prepared_response, pool)
+    builder = ResponseBuilder(services, prepared_response, run)
 
     async def store() -> None:
         if body.is_stored:
-            await state.store.put(owner, builder.result, prepared.items)
+            await state.store.put(owner, builder.result, prepared_response.items)
 
     return await answer_request(request, services, run, builder, stream=bool(body.stream), on_complete=store)
 
@@ -64,8 +66,8 @@ async def create_response(request: Request) -> Response:
 async def count_input_tokens(request: Request) -> Response:
     """Return the number of input tokens of a response, without generating it."""
     services = Services.of(request)
-    prepared = await _prepared(request, open_state(services), owner_of(request))
-    count = len(prepared.conversation.context.prompt_tokens)
+    prepared_response = await _prepared_response(request, open_state(services), owner_of(request))
+    count = len(prepared_response.conversation.context.prompt_tokens)
     return _json(msgspec.json.encode({"object": "response.input_tokens", "input_tokens": count}))
 
 
@@ -83,9 +85,9 @@ async def retrieve_response(
     if not stream:
         if run is not None:
             return _json(msgspec.json.encode(run.builder.result))
-        return _json((await _stored(state, owner, response_id)).body)
+        return _json((await _stored_response(state, owner, response_id)).body)
     if run is None or not run.keeps_events:
-        await _stored(state, owner, response_id)
+        await _stored_response(state, owner, response_id)
         raise RequestProblem(
             400,
             "the server keeps events only of recent responses that were created with background and stream",
@@ -96,7 +98,7 @@ async def retrieve_response(
 
 @router.delete("/v1/responses/{response_id}", response_class=Response, responses=responses(401, 404, 503))
 async def delete_response(request: Request, response_id: str) -> Response:
-    """Delete a stored response. A background response that runs is cancelled."""
+    """Delete a stored response. Cancels a background response that is still running."""
     state, owner = open_state(Services.of(request)), owner_of(request)
     run = _run_of(state, owner, response_id)
     if run is not None:
@@ -111,15 +113,15 @@ async def delete_response(request: Request, response_id: str) -> Response:
     "/v1/responses/{response_id}/cancel", response_class=Response, responses=responses(400, 401, 404, 503)
 )
 async def cancel_response(request: Request, response_id: str) -> Response:
-    """Cancel a background response. A response that has ended stays as it is."""
+    """Cancel a background response. Does nothing if the response has ended."""
     state, owner = open_state(Services.of(request)), owner_of(request)
     run = _run_of(state, owner, response_id)
     if run is not None:
         return _json(msgspec.json.encode(await run.cancel()))
-    stored = await _stored(state, owner, response_id)
-    if not msgspec.json.decode(stored.body)["background"]:
+    stored_response = await _stored_response(state, owner, response_id)
+    if not msgspec.json.decode(stored_response.body)["background"]:
         raise RequestProblem(400, "only a response with background can be cancelled", param="response_id")
-    return _json(stored.body)
+    return _json(stored_response.body)
 
 
 @router.get(
@@ -136,73 +138,73 @@ async def list_input_items(
 ) -> Response:
     """Return the input items of a stored response, including those of the previous responses."""
     services = Services.of(request)
-    stored = await _stored(open_state(services), owner_of(request), response_id)
+    stored_response = await _stored_response(open_state(services), owner_of(request), response_id)
 
     def page() -> bytes:
-        items: list[dict[str, object]] = msgspec.json.decode(stored.input)
+        items: list[dict[str, object]] = msgspec.json.decode(stored_response.input)
         if order == "desc":
             items.reverse()
         names = [item["id"] for item in items]
         if after is not None and after not in names:
             raise RequestProblem(400, f"after is {after[:100]!r}, which is not an input item", param="after")
         start = 0 if after is None else names.index(after) + 1
-        shown = items[start : start + limit]
-        listed = {
+        page_items = items[start : start + limit]
+        page_object = {
             "object": "list",
-            "data": shown,
-            "first_id": shown[0]["id"] if shown else None,
-            "last_id": shown[-1]["id"] if shown else None,
+            "data": page_items,
+            "first_id": page_items[0]["id"] if page_items else None,
+            "last_id": page_items[-1]["id"] if page_items else None,
             "has_more": start + limit < len(items),
         }
-        return msgspec.json.encode(listed)
+        return msgspec.json.encode(page_object)
 
     return _json(await asyncio.get_running_loop().run_in_executor(services.pool, page))
 
 
-async def _prepared(request: Request, state: ResponseState, owner: str) -> PreparedResponse:
-    """Read and prepare a request; previous responses and referenced items come from the store."""
+async def _prepared_response(request: Request, state: ResponseState, owner: str) -> PreparedResponse:
+    """Read and prepare a request. Loads previous responses and referenced items from the store."""
     services = Services.of(request)
     raw = await request.json()
     previous = None
     if isinstance(raw, dict):
         if isinstance(name := raw.get("previous_response_id"), str):
-            previous = await _previous(state, owner, name)
+            previous = await _previous_response(state, owner, name)
         if isinstance(raw.get("input"), list):
             raw = {**raw, "input": await _with_references(state, owner, raw["input"])}
-    offered = await offered_tools(services, raw)
-    return await in_pool(request, lambda: PreparedResponse.of(services, raw, previous, offered))
+    tools = await offered_tools(services, raw)
+    return await in_pool(request, lambda: PreparedResponse.of(services, raw, previous, tools))
 
 
-async def _previous(state: ResponseState, owner: str, name: str) -> StoredResponse:
+async def _previous_response(state: ResponseState, owner: str, name: str) -> StoredResponse:
     run = _run_of(state, owner, name)
     if run is not None and not run.is_done:
         raise RequestProblem(
             400, f"the response {name} is not complete: wait for its end", param="previous_response_id"
         )
-    stored = await state.store.get(owner, name)
-    if stored is None:
+    stored_response = await state.store.get(owner, name)
+    if stored_response is None:
         raise RequestProblem(
             400,
             f"there is no stored response {name[:100]!r}: send the whole conversation as input",
             param="previous_response_id",
             code="previous_response_not_found",
         )
-    return stored
+    return stored_response
 
 
-async def _with_references(state: ResponseState, owner: str, given: list[object]) -> list[object]:
+async def _with_references(state: ResponseState, owner: str, input_items: list[object]) -> list[object]:
     items = []
-    for index, item in enumerate(given):
+    for index, item in enumerate(input_items):
         if isinstance(item, dict) and item.get("type") == "item_reference":
-            found = await state.store.item(owner, str(item.get("id")))
-            if found is None:
+            stored_item = await state.store.item(owner, str(item.get("id")))
+            if stored_item is None:
                 raise RequestProblem(
                     400,
                     f"input[{index}] refers to an item that no stored response has: send the item",
                     param=f"input[{index}].id",
                     code="item_not_found",
                 )
-            item = found
+            item = stored_item
         items.append(item)
     return items
 
@@ -224,11 +226,11 @@ def _run_of(state: ResponseState, owner: str, response_id: str) -> BackgroundRun
     return run if run is not None and run.owner == owner else None
 
 
-async def _stored(state: ResponseState, owner: str, response_id: str) -> StoredResponse:
-    stored = await state.store.get(owner, response_id)
-    if stored is None:
+async def _stored_response(state: ResponseState, owner: str, response_id: str) -> StoredResponse:
+    stored_response = await state.store.get(owner, response_id)
+    if stored_response is None:
         raise _not_found(response_id)
-    return stored
+    return stored_response
 
 
 def _not_found(response_id: str) -> RequestProblem:
@@ -236,7 +238,7 @@ def _not_found(response_id: str) -> RequestProblem:
 
 
 def _stream_of(services: Services, record: RequestRecord, run: BackgroundRun, after: int) -> EventStream:
-    """Return a stream of the events of a background response. It continues when the client disconnects."""
+    """Return a stream of the events of a background response. A disconnect does not cancel the response."""
     return EventStream(
         run.events(after),
         on_error=lambda error: note_error(services, record, error),

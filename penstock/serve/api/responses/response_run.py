@@ -1,4 +1,4 @@
-"""Run the turns of one response: output of the model, calls of tool servers, more output."""
+"""Run the turns of one response: the model's output, then calls to tool servers, then the next turn."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _INVALID_PARAMS = -32602
 
 
 class Pool(Protocol):
-    """Runs slow functions outside of the event loop."""
+    """Runs slow functions in a thread pool."""
 
     def __call__(self, function: Callable[[], T], /) -> Awaitable[T]: ...
 
 
 @dataclass
 class _Call:
-    """A call that the model has written."""
+    """A tool call in the model's output."""
 
     id: str
     name: str
@@ -62,9 +62,9 @@ class _Turn:
     reasoning: list[str] = field(default_factory=list)
     calls: list[_Call] = field(default_factory=list)
 
-    def add(self, piece: ChoiceDelta) -> None:
+    def add(self, delta: ChoiceDelta) -> None:
         """Add output."""
-        for event in piece.events:
+        for event in delta.events:
             match event:
                 case Content():
                     self.text.append(event.text)
@@ -102,7 +102,7 @@ class ResponseRun:
         self, services: Services, record: RequestRecord, prepared: PreparedResponse, pool: Pool
     ) -> None:
         self.finish_reason: str | None = None
-        """``length`` if the response is incomplete."""
+        """``length`` if the response is incomplete because of a token limit."""
         self._services = services
         self._record = record
         self._prepared = prepared
@@ -114,9 +114,10 @@ class ResponseRun:
         self._num_calls = 0
         self._sessions: dict[str, ToolSession] = {}
         self._tasks: dict[asyncio.Task[ToolOutput], str] = {}
-        """The calls that are running, with their ids."""
+        """The task of each running call -> the id of the call."""
         self._is_cancelled = False
-        if not prepared.approved:  # otherwise the first prompt contains the outputs of the approved calls
+        # If there are approved calls, the first turn starts after them: its prompt contains their outputs.
+        if not prepared.approved_calls:
             self._start(prepared.conversation)
 
     async def admitted(self) -> None:
@@ -129,10 +130,9 @@ class ResponseRun:
             await run.admitted()
 
     async def whole(self) -> list[ChoiceDelta]:
-        """Wait for the end of the response and return its output: a piece for each turn and each call's
-        outcome."""
-        async with aclosing(self._turns(at_once=True)) as pieces:
-            return [item[1] async for item in pieces if item is not None]
+        """Wait for the end of the response. Return one delta for each turn and for each outcome of a call."""
+        async with aclosing(self._turns(at_once=True)) as items:
+            return [item[1] async for item in items if item is not None]
 
     async def deltas(self) -> AsyncGenerator[tuple[int, ChoiceDelta] | None, None]:
         """Yield (0, delta) as output arrives; None after a pause without output.
@@ -141,20 +141,20 @@ class ResponseRun:
             PenstockError: a turn failed.
             RequestProblem: 503; a time limit of the server was exceeded.
         """
-        async with aclosing(self._turns(at_once=False)) as pieces:
-            async for item in pieces:
+        async with aclosing(self._turns(at_once=False)) as items:
+            async for item in items:
                 yield item
 
     def usage(self) -> Usage:
         """Return the sum of the usage of all turns."""
         usages = [run.usage() for run in self._runs]
-        cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
+        cached_tokens = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
         reasoning = sum(usage["completion_tokens_details"]["reasoning_tokens"] for usage in usages)
         return {
             "prompt_tokens": sum(usage["prompt_tokens"] for usage in usages),
             "completion_tokens": sum(usage["completion_tokens"] for usage in usages),
             "total_tokens": sum(usage["total_tokens"] for usage in usages),
-            "prompt_tokens_details": {"cached_tokens": cached},
+            "prompt_tokens_details": {"cached_tokens": cached_tokens},
             "completion_tokens_details": {"reasoning_tokens": reasoning},
         }
 
@@ -167,7 +167,7 @@ class ResponseRun:
             run.cancel()
 
     def finish(self) -> None:
-        """Cancel what still runs and write the token counts of all turns into the record."""
+        """Cancel what still runs, and write the token counts of all turns into the record."""
         self.cancel()
         record = self._record
         totals = [0, 0, 0]
@@ -198,15 +198,15 @@ class ResponseRun:
     async def _turns(self, *, at_once: bool) -> AsyncGenerator[tuple[int, ChoiceDelta] | None, None]:
         if self._prepared.listings:
             yield 0, ToolDelta.of(*self._prepared.listings)
-        if self._prepared.approved:
-            async for item in self._call_approved(self._prepared.approved):
+        if self._prepared.approved_calls:
+            async for item in self._call_approved(self._prepared.approved_calls):
                 yield item
             if not await self._start_next():
                 return
         while True:
             run, turn = self._runs[-1], _Turn()
-            async with aclosing(_output(run, at_once=at_once)) as pieces:
-                async for item in pieces:
+            async with aclosing(_output(run, at_once=at_once)) as items:
+                async for item in items:
                     if item is not None:
                         turn.add(item[1])
                     yield item
@@ -216,23 +216,25 @@ class ResponseRun:
             if self._is_cancelled or self.finish_reason == "length" or not calls:
                 return
             self._messages.append(turn.message)
-            own = [(call, tool) for call, tool in calls if not tool.needs_approval]
-            async for item in self._call([(call, tool, call.arguments) for call, tool in own]):
+            server_calls = [(call, tool) for call, tool in calls if not tool.needs_approval]
+            async for item in self._call([(call, tool, call.arguments) for call, tool in server_calls]):
                 yield item
-            if len(own) < len(turn.calls):
-                return  # the client runs a function or approves a call
+            if len(server_calls) < len(turn.calls):
+                return  # the client must run a function or approve a call
             if self._is_cancelled or not await self._start_next():
                 return
 
     async def _call_approved(
-        self, approved: Sequence[ApprovedCall]
+        self, approved_calls: Sequence[ApprovedCall]
     ) -> AsyncGenerator[tuple[int, ChoiceDelta] | None, None]:
-        """Make the calls that the client has approved."""
-        calls = [_Call(call.call_id, call.function, call.arguments) for call in approved]
+        """Make the calls that the client has approved, and yield their outcomes."""
+        calls = [_Call(call.call_id, call.function, call.arguments) for call in approved_calls]
         self._messages.append(_Turn(calls=calls).message)
-        yield 0, ToolDelta.of(*approved)
-        made = zip(calls, approved, strict=True)
-        async for item in self._call([(call, one.tool, one.arguments) for call, one in made]):
+        yield 0, ToolDelta.of(*approved_calls)
+        calls_and_approvals = zip(calls, approved_calls, strict=True)
+        async for item in self._call(
+            [(call, approval.tool, approval.arguments) for call, approval in calls_and_approvals]
+        ):
             yield item
 
     async def _call(
@@ -244,13 +246,13 @@ class ResponseRun:
             self._tasks[asyncio.ensure_future(self._make(tool, arguments))] = call.id
         ping = self._services.config.stream_ping
         while self._tasks:
-            waiting = asyncio.wait(self._tasks, timeout=ping, return_when=asyncio.FIRST_COMPLETED)
-            done, _ = await self._limits.within(waiting)
+            next_result = asyncio.wait(self._tasks, timeout=ping, return_when=asyncio.FIRST_COMPLETED)
+            finished_tasks, _ = await self._limits.within(next_result)
             if self._is_cancelled:
                 return
-            if not done:
+            if not finished_tasks:
                 yield None
-            for task in done:
+            for task in finished_tasks:
                 call_id = self._tasks.pop(task)
                 outputs[call_id] = task.result()
                 yield 0, ToolDelta.of(ToolOutcome(call_id, outputs[call_id]))
@@ -259,7 +261,7 @@ class ResponseRun:
             self._messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
 
     async def _make(self, tool: OfferedTool, arguments: str) -> ToolOutput:
-        """Make one call."""
+        """Call a tool of a tool server and return its output, or an error for invalid arguments."""
         limit = self._prepared.body.max_tool_calls
         if limit is not None and self._num_calls >= limit:
             reason = f"the response has reached max_tool_calls, {limit}"
@@ -281,20 +283,20 @@ class ResponseRun:
     async def _start_next(self) -> bool:
         """Start the next turn. Return False if the response has reached its limit of tokens."""
         body, config = self._prepared.body, self._services.config
-        left = None
+        tokens_left = None
         if body.max_output_tokens is not None:
-            left = body.max_output_tokens - self.usage()["completion_tokens"]
-            if left <= 0:
+            tokens_left = body.max_output_tokens - self.usage()["completion_tokens"]
+            if tokens_left <= 0:
                 self.finish_reason = "length"
                 return False
         has_calls = body.max_tool_calls is None or self._num_calls < body.max_tool_calls
         has_tools = has_calls and len(self._runs) < config.mcp_max_turns
-        first, messages = self._prepared.conversation.context.request_id, [*self._messages]
-        name = f"{first}-{len(self._runs) + 1}"
+        first_request_id, messages = self._prepared.conversation.context.request_id, [*self._messages]
+        request_id = f"{first_request_id}-{len(self._runs) + 1}"
         try:
             conversation = await self._pool(
                 lambda: self._prepared.next_turn(
-                    self._services, messages, name, has_tools=has_tools, max_tokens=left
+                    self._services, messages, request_id, has_tools=has_tools, max_tokens=tokens_left
                 )
             )
         except RequestProblem as problem:
@@ -313,11 +315,11 @@ class ResponseRun:
 async def _output(
     run: GenerationRun, *, at_once: bool
 ) -> AsyncGenerator[tuple[int, ChoiceDelta] | None, None]:
-    """Yield the output of a turn. With `at_once`, it is one piece without the scores of the reasoning."""
+    """Yield the output of a turn. With `at_once`, yield one delta without the scores of reasoning tokens."""
     if not at_once:
         async with aclosing(run.deltas()) as deltas:
             async for item in deltas:
                 yield item
         return
-    (piece,) = await run.whole()
-    yield 0, replace(piece, scores=piece.scores[run.job.choices[0].num_reasoning_tokens :])
+    (output,) = await run.whole()
+    yield 0, replace(output, scores=output.scores[run.job.choices[0].num_reasoning_tokens :])

@@ -24,7 +24,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Includable = Literal[
     "message.output_text.logprobs",
     "reasoning.encrypted_content",
-    # Outputs of hosted tools, which no response has.
+    # Outputs of hosted tools: accepted without effect, because no response contains any.
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
     "file_search_call.results",
@@ -89,7 +89,7 @@ class InputItem(RequestBody):
     approval_request_id: str | None = None
     approve: bool | None = None
     reason: str | None = None
-    """Why a call is not approved; the model reads it."""
+    """Why a call is not approved. The text is part of the prompt."""
 
 
 class ResponseTool(RequestBody):
@@ -115,12 +115,12 @@ class ResponseTool(RequestBody):
 
     @property
     def is_hosted(self) -> bool:
-        """Whether the client expects the server to run the tool."""
+        """Whether the tool runs on OpenAI's servers, that is, the client does not run it."""
         return self.type not in ("function", "custom")
 
     @property
     def has_open_fields(self) -> bool:
-        """Whether fields that are not declared are accepted."""
+        """Whether undeclared fields are accepted."""
         return self.is_hosted
 
 
@@ -130,13 +130,13 @@ class ToolSelection(RequestBody):
     type: str
     name: str | None = None
     server_label: str | None = None
-    """The tool server of the type ``mcp``; without a name, any of its tools."""
+    """For the type ``mcp``: the tool server. Without `name`, the model may call any of its tools."""
     mode: Literal["auto", "required"] | None = None
     tools: list[dict[str, object]] | None = None
 
     @property
     def has_open_fields(self) -> bool:
-        """Whether fields that are not declared are accepted: the choice of a hosted tool is refused."""
+        """Whether undeclared fields are accepted here. The choice of a hosted tool is refused later."""
         return self.type not in ("function", "custom", "mcp", "allowed_tools")
 
 
@@ -240,7 +240,7 @@ class ResponsesBody(RequestBody):
 
     @property
     def is_stored(self) -> bool:
-        """Whether the response is kept, as OpenAI does by default."""
+        """Whether the response is stored. True if ``store`` is absent, as in OpenAI's API."""
         return self.store is not False
 
 
@@ -249,4 +249,4 @@ SAME_NAMES = (
     " top_k min_p seed stop frequency_penalty presence_penalty repetition_penalty min_tokens ignore_eos"
     " chat_template_kwargs priority cache_salt"
 ).split()
-"""Fields that a chat request has too."""
+"""Fields with the same name and meaning in a chat request."""

@@ -29,7 +29,10 @@ CREATE TABLE IF NOT EXISTS items (
 );
 CREATE INDEX IF NOT EXISTS items_by_response ON items (response);
 """
-_LOST = {"code": "server_error", "message": "the server stopped before the response was complete"}
+_INTERRUPTED_ERROR = {
+    "code": "server_error",
+    "message": "the server stopped before the response was complete",
+}
 
 
 @dataclass(frozen=True)
@@ -47,9 +50,9 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Responses by id, in SQLite; the oldest are dropped beyond a total size.
+    """Responses by id, in an SQLite database. Drops the oldest responses above a maximum total size.
 
-    Each call runs in the thread of the store. An owner sees only its own responses.
+    All database calls run in one thread. The methods return only responses of the given owner.
 
     Args:
         path: the file; None keeps the responses in memory.
@@ -101,12 +104,12 @@ class ResponseStore:
         self, owner: str, response: dict[str, object], items: list[dict[str, object]], is_done: bool
     ) -> None:
         encode = msgspec.json.encode
-        body, given = encode(response), encode(items)
-        name, size = response["id"], len(body) + len(given)
+        response_json, input_json = encode(response), encode(items)
+        name, size = response["id"], len(response_json) + len(input_json)
         with self._database as database:
             database.execute("DELETE FROM responses WHERE id = ?", (name,))
             (last,) = database.execute("SELECT coalesce(max(number), 0) FROM responses").fetchone()
-            row = (name, owner, body, given, size, last + 1, is_done)
+            row = (name, owner, response_json, input_json, size, last + 1, is_done)
             database.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)", row)
             output = response["output"]
             assert isinstance(output, list)
@@ -115,9 +118,9 @@ class ResponseStore:
             (total,) = database.execute("SELECT sum(size) FROM responses").fetchone()
             oldest = database.execute("SELECT id, size FROM responses ORDER BY number").fetchall()
             while total > self._max_bytes and len(oldest) > 1:
-                dropped, freed = oldest.pop(0)
-                database.execute("DELETE FROM responses WHERE id = ?", (dropped,))
-                total -= freed
+                oldest_name, oldest_size = oldest.pop(0)
+                database.execute("DELETE FROM responses WHERE id = ?", (oldest_name,))
+                total -= oldest_size
 
     def _get(self, owner: str, response_id: str) -> StoredResponse | None:
         query = "SELECT body, input FROM responses WHERE id = ? AND owner = ?"
@@ -138,11 +141,15 @@ class ResponseStore:
         return None if row is None else msgspec.json.decode(row[0])
 
     def _fail_unfinished(self) -> None:
-        """Mark responses as failed that a previous process did not finish."""
+        """Set the status ``failed`` on responses that a previous server process did not finish."""
         with self._database as database:
             for name, body in database.execute("SELECT id, body FROM responses WHERE NOT is_done").fetchall():
-                failed = {**msgspec.json.decode(body), "status": "failed", "error": _LOST}
+                failed_response = {
+                    **msgspec.json.decode(body),
+                    "status": "failed",
+                    "error": _INTERRUPTED_ERROR,
+                }
                 database.execute(
                     "UPDATE responses SET body = ?, is_done = 1 WHERE id = ?",
-                    (msgspec.json.encode(failed), name),
+                    (msgspec.json.encode(failed_response), name),
                 )

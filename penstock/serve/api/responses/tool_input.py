@@ -13,7 +13,7 @@ CUSTOM_ARGUMENT = "input"
 def chat_tools(
     body: ResponsesBody, offered: OfferedTools, hosted_tools: str
 ) -> tuple[list[dict[str, object]], list[str]]:
-    """Return the tools of the chat request, and for each the field of the Responses request.
+    """Return the tools of the chat request, and for each tool the field of the Responses request.
 
     Args:
         body: the request.
@@ -33,8 +33,8 @@ def chat_tools(
             if hosted_tools == "refuse":
                 raise RequestProblem(
                     400,
-                    f"{place} is the hosted tool {tool.type!r}, and this server has none: send function "
-                    "tools (--hosted-tools skip omits hosted tools)",
+                    f"{place} is the hosted tool {tool.type!r}, and this server has no hosted tools: "
+                    "send function tools (--hosted-tools skip omits hosted tools)",
                     param=f"{place}.type",
                     code="unsupported_value",
                 )
@@ -43,9 +43,9 @@ def chat_tools(
             raise missing_field(f"{place}.name")
         tools.append({"type": "function", "function": _function(tool)})
         places.append(place)
-    for name, one in offered.functions.items():
-        tools.append(one.function(name))
-        places.append(one.place)
+    for name, offered_tool in offered.functions.items():
+        tools.append(offered_tool.function(name))
+        places.append(offered_tool.place)
     return tools, places
 
 
@@ -90,61 +90,68 @@ def tool_choice(body: ResponsesBody, offered: OfferedTools) -> dict[str, object]
         case "function" | "custom":
             if choice.name is None:
                 raise missing_field("tool_choice.name")
-            return {"tool_choice": _named(choice.name)}
+            return {"tool_choice": _function_choice(choice.name)}
         case "mcp":
-            names = _names_of_server(offered, choice.server_label, choice.name, "tool_choice")
+            names = _server_functions(offered, choice.server_label, choice.name, "tool_choice")
             if choice.name is not None:
-                return {"tool_choice": _named(names[0])}
-            allowed = {"mode": "required", "tools": [_named(name) for name in names]}
-            return {"tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}
+                return {"tool_choice": _function_choice(names[0])}
+            allowed_tools = {"mode": "required", "tools": [_function_choice(name) for name in names]}
+            return {"tool_choice": {"type": "allowed_tools", "allowed_tools": allowed_tools}}
         case "allowed_tools":
-            return {"tool_choice": {"type": "allowed_tools", "allowed_tools": _allowed(choice, offered)}}
+            return {
+                "tool_choice": {"type": "allowed_tools", "allowed_tools": _allowed_tools(choice, offered)}
+            }
     raise _hosted_choice("tool_choice.type", choice.type)
 
 
-def _names_of_server(offered: OfferedTools, label: object, tool: object, place: str) -> list[str]:
-    """Return the functions that the choice of a tool server allows."""
+def _server_functions(offered: OfferedTools, label: object, tool: object, place: str) -> list[str]:
+    """Return the function names of a tool server's tool, or of all its tools if `tool` is None."""
     if not isinstance(label, str):
         raise missing_field(f"{place}.server_label")
     names = offered.names_of(label)
     if tool is not None:
         names = [name for name in names if offered.functions[name].tool.name == tool]
     if not names:
-        what = f"the tool {str(tool)[:100]!r} of {label[:100]!r}" if tool is not None else repr(label[:100])
+        requested_tool = (
+            f"the tool {str(tool)[:100]!r} of {label[:100]!r}" if tool is not None else repr(label[:100])
+        )
         param = f"{place}.{'server_label' if tool is None else 'name'}"
-        raise RequestProblem(400, f"{param}: the request offers no tool of {what}", param=param)
+        raise RequestProblem(400, f"{param}: the request offers no tool of {requested_tool}", param=param)
     return names
 
 
-def _named(name: str) -> dict[str, object]:
+def _function_choice(name: str) -> dict[str, object]:
     return {"type": "function", "function": {"name": name}}
 
 
-def _allowed(choice: ToolSelection, offered: OfferedTools) -> dict[str, object]:
+def _allowed_tools(choice: ToolSelection, offered: OfferedTools) -> dict[str, object]:
     if choice.mode is None:
         raise missing_field("tool_choice.mode")
     if choice.tools is None:
         raise missing_field("tool_choice.tools")
-    allowed = []
+    allowed_tools = []
     for index, tool in enumerate(choice.tools):
         place = f"tool_choice.tools[{index}]"
         if tool.get("type") == MCP:
             label, name = tool.get("server_label"), tool.get("name")
-            allowed += [_named(one) for one in _names_of_server(offered, label, name, place)]
+            allowed_tools += [
+                _function_choice(function) for function in _server_functions(offered, label, name, place)
+            ]
             continue
         if tool.get("type") not in ("function", "custom"):
             raise _hosted_choice(f"{place}.type", tool.get("type"))
-        named = tool.get("name")
-        if not isinstance(named, str):
+        name = tool.get("name")
+        if not isinstance(name, str):
             raise missing_field(f"{place}.name")
-        allowed.append(_named(named))
-    return {"mode": choice.mode, "tools": allowed}
+        allowed_tools.append(_function_choice(name))
+    return {"mode": choice.mode, "tools": allowed_tools}
 
 
 def _hosted_choice(place: str, kind: object) -> RequestProblem:
     return RequestProblem(
         400,
-        f"{place} is {str(kind)[:100]!r}, a hosted tool, and this server has none: choose a function",
+        f"{place} is {str(kind)[:100]!r}, a hosted tool, and this server has no hosted tools: "
+        "choose a function",
         param=place,
         code="unsupported_value",
     )

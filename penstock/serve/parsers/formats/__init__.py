@@ -1,4 +1,4 @@
-"""The tool-call formats of models. `table.py` has one row per format."""
+"""The tool-call formats of models. `table.py` lists all formats, one row per format."""
 
 from __future__ import annotations
 

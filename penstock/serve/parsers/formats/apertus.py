@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from penstock.serve.parsers.formats.json_calls import JsonCalls, read_arguments, read_end, read_string
+from penstock.serve.parsers.formats.json_calls import JsonCalls, read_arguments, read_end_marker, read_string
 from penstock.serve.parsers.output_parser import ReasoningToolParser
 from penstock.serve.parsers.stream import Steps
 from penstock.serve.parsers.structural_tags import Tag, by_schema, constant, sequence
@@ -36,7 +36,7 @@ class ApertusCalls(JsonCalls):
                 break
         yield from stream.expect("]")
         parser.commit()
-        yield from read_end(parser, self.end)
+        yield from read_end_marker(parser, self.end)
 
     def _call(self, name: str, schema: dict[str, object]) -> Tag:
         return sequence(constant(f"{{{json.dumps(name)}: "), by_schema(schema), constant("}"))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.serve.parsers.formats.json_calls import read_arguments, read_end, read_name
+from penstock.serve.parsers.formats.json_calls import read_arguments, read_end_marker, read_name
 from penstock.serve.parsers.formats.tool_format import ToolFormat
 from penstock.serve.parsers.output_parser import ReasoningToolParser
 from penstock.serve.parsers.stream import MarkerSearch, NotAToolCallError, Steps
@@ -27,7 +27,7 @@ _NAME_END = MarkerSearch([_SEPARATOR])
 class DeepSeekCalls(ToolFormat):
     """Parses both variants; the grammar forces the variant of the model."""
 
-    fenced: bool
+    is_fenced: bool
     """Whether the arguments are in a code fence."""
 
     @property
@@ -41,35 +41,35 @@ class DeepSeekCalls(ToolFormat):
             marker = ""
             name = (yield from stream.until(_NAME_END, 256)).strip()
             yield from stream.skip_space()
-            fenced = False
+            is_fenced = False
             if (yield from stream.peek()) != "{":
                 if name != "function":
                     raise NotAToolCallError
                 name = yield from read_name(parser)
                 yield from stream.skip_space()
-                fenced = bool((yield from stream.accept("```json")))
+                is_fenced = bool((yield from stream.accept("```json")))
                 yield from stream.skip_space()
             yield from read_arguments(parser, name)
-            if fenced:
-                yield from read_end(parser, "```")
-            yield from read_end(parser, _CALL_END)
+            if is_fenced:
+                yield from read_end_marker(parser, "```")
+            yield from read_end_marker(parser, _CALL_END)
             yield from stream.skip_space()
-        yield from read_end(parser, _END)
+        yield from read_end_marker(parser, _END)
 
     def after_marker(self, marker: str, tools: Tools, parallel: bool) -> Tag:
         def head(name: str) -> str:
-            return f"function{_SEPARATOR}{name}\n```json\n" if self.fenced else f"{name}{_SEPARATOR}"
+            return f"function{_SEPARATOR}{name}\n```json\n" if self.is_fenced else f"{name}{_SEPARATOR}"
 
         begin = "" if marker == _CALL else _CALL
         calls = [
             sequence(
                 constant(begin + head(name)),
                 by_schema(schema),
-                constant(("\n```" if self.fenced else "") + _CALL_END),
+                constant(("\n```" if self.is_fenced else "") + _CALL_END),
             )
             for name, schema in tools.schemas.items()
         ]
         if marker == _CALL:
             return either(calls)
-        separator = "\n" if self.fenced else ""
+        separator = "\n" if self.is_fenced else ""
         return sequence(repeated(either(calls), separator, parallel), constant(_END))

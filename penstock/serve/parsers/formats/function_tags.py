@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.serve.parsers.formats.arguments import TaggedArguments
-from penstock.serve.parsers.formats.json_calls import read_end, read_name
+from penstock.serve.parsers.formats.json_calls import read_end_marker, read_name
 from penstock.serve.parsers.formats.tagged_calls import ArgumentWriter
 from penstock.serve.parsers.formats.tool_format import ToolFormat
 from penstock.serve.parsers.output_parser import ReasoningToolParser
@@ -24,8 +24,8 @@ class FunctionTags(ToolFormat):
 
     begin: str
     end: str
-    padded: bool
-    """Whether a value stands between two line ends, which are not part of the value."""
+    is_padded: bool
+    """Whether a line end precedes and follows each value. Both line ends are not part of the value."""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -42,7 +42,7 @@ class FunctionTags(ToolFormat):
         yield from stream.skip_space()
         while (yield from stream.accept("<parameter=")):
             key = yield from stream.until(_TAG_END, 256)
-            yield from writer.argument(key, _VALUE_END, padded=self.padded)
+            yield from writer.argument(key, _VALUE_END, is_padded=self.is_padded)
             yield from stream.skip_space()
         end = yield from stream.expect("</function>", self.end)
         writer.close()
@@ -50,14 +50,14 @@ class FunctionTags(ToolFormat):
         if end == self.end:  # models sometimes omit the inner end tag
             return
         if marker == self.begin:
-            yield from read_end(parser, self.end)
+            yield from read_end_marker(parser, self.end)
             return
         yield from stream.skip_space()
         yield from stream.accept(self.end)
         parser.commit()
 
     def after_marker(self, marker: str, tools: Tools, parallel: bool) -> Tag:
-        arguments = TaggedArguments(_head, "</parameter>", line="\n" if self.padded else "")
+        arguments = TaggedArguments(_head, "</parameter>", padding="\n" if self.is_padded else "")
         begin, end = ("", "") if marker == _FUNCTION else (f"\n{_FUNCTION}", f"\n{self.end}")
         return either(
             [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.serve.parsers.formats.json_calls import read_arguments, read_end, read_name
+from penstock.serve.parsers.formats.json_calls import read_arguments, read_end_marker, read_name
 from penstock.serve.parsers.formats.tool_format import ToolFormat
 from penstock.serve.parsers.output_parser import ReasoningToolParser
 from penstock.serve.parsers.stream import Steps
@@ -14,7 +14,7 @@ from penstock.serve.parsers.tools import Tools
 
 @dataclass(frozen=True)
 class FunctionaryCalls(ToolFormat):
-    """The name in the begin tag, the arguments as JSON."""
+    """Calls with the name in the begin tag and the arguments as JSON."""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -25,7 +25,7 @@ class FunctionaryCalls(ToolFormat):
         yield from parser.stream.expect(">")
         yield from parser.stream.skip_space()
         yield from read_arguments(parser, name)
-        yield from read_end(parser, "</function>")
+        yield from read_end_marker(parser, "</function>")
 
     def after_marker(self, marker: str, tools: Tools, parallel: bool) -> Tag:
         return either(

@@ -19,7 +19,7 @@ _VALUE_END = MarkerSearch(["</arg_value>"])
 
 @dataclass(frozen=True)
 class GlmCalls(ToolFormat):
-    """The name as plain text, each argument as a key tag and a value tag. Line ends are optional."""
+    """Calls with the name as plain text and two tags per argument, key and value. Line ends are optional."""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -34,7 +34,7 @@ class GlmCalls(ToolFormat):
             key = yield from stream.until(_KEY_END, 256)
             yield from stream.skip_space()
             yield from stream.expect("<arg_value>")
-            yield from writer.argument(key.strip(), _VALUE_END, padded=False)
+            yield from writer.argument(key.strip(), _VALUE_END, is_padded=False)
             yield from stream.skip_space()
         yield from stream.expect("</tool_call>")
         writer.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.serve.parsers.formats.json_calls import read_arguments, read_end
+from penstock.serve.parsers.formats.json_calls import read_arguments, read_end_marker
 from penstock.serve.parsers.formats.tool_format import ToolFormat
 from penstock.serve.parsers.output_parser import ReasoningToolParser
 from penstock.serve.parsers.stream import MarkerSearch, NotAToolCallError, Steps
@@ -24,7 +24,7 @@ _MAX_HEAD = 256
 
 @dataclass(frozen=True)
 class HarmonyCalls(ToolFormat):
-    """A message to the tool, with the arguments as JSON."""
+    """Calls as messages that are addressed to a tool, with the arguments as JSON."""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -40,10 +40,10 @@ class HarmonyCalls(ToolFormat):
             raise NotAToolCallError
         yield from stream.skip_space()
         yield from read_arguments(parser, name[0].removeprefix(_PREFIX))
-        yield from read_end(parser, "<|call|>", "<|end|>", one_token=True)
+        yield from read_end_marker(parser, "<|call|>", "<|end|>", one_token=True)
 
     def after_marker(self, marker: str, tools: Tools, parallel: bool) -> Tag:
-        # No end marker: the token that ends the call also ends the output.
+        # The grammar has no end marker, because the token that ends a call also ends the output.
         head = f"{_CHANNEL}commentary json" if marker.startswith(_START) else " <|constrain|>json"
         return either(
             [

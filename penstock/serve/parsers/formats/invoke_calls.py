@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.serve.parsers.formats.arguments import TaggedArguments
-from penstock.serve.parsers.formats.json_calls import read_end
+from penstock.serve.parsers.formats.json_calls import read_end_marker
 from penstock.serve.parsers.formats.tagged_calls import ArgumentWriter
 from penstock.serve.parsers.formats.tool_format import ToolFormat
 from penstock.serve.parsers.output_parser import ReasoningToolParser
@@ -28,14 +28,14 @@ _TYPED_KEY_END = MarkerSearch(['" string="'])
 
 @dataclass(frozen=True, kw_only=True)
 class InvokeCalls(ToolFormat):
-    """Arguments in tags, which can state whether the value is a string."""
+    """Calls with one tag per argument. In some variants the tag states whether the value is a string."""
 
     tag: str
     """The name of the outer tag."""
     prefix: str = ""
-    """The start of the names of all other tags."""
+    """Prefix of the names of all other tags."""
     is_typed: bool = False
-    """Whether a tag states the type of its value; otherwise the schema decides."""
+    """Whether a tag states if its value is a string. Otherwise the type follows from the schema."""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -60,13 +60,13 @@ class InvokeCalls(ToolFormat):
                 is_string = None
                 if self.is_typed:
                     is_string = (yield from stream.expect('true">', 'false">')) == 'true">'
-                yield from writer.argument(key, value_end, padded=False, is_string=is_string)
+                yield from writer.argument(key, value_end, is_padded=False, is_string=is_string)
                 yield from stream.skip_space()
             yield from stream.expect(f"</{self.prefix}invoke>")
             writer.close()
             parser.commit()
             yield from stream.skip_space()
-        yield from read_end(parser, f"</{self.tag}>")
+        yield from read_end_marker(parser, f"</{self.tag}>")
 
     def after_marker(self, marker: str, tools: Tools, parallel: bool) -> Tag:
         arguments = TaggedArguments(self._head, f"</{self.prefix}parameter>", has_type=self.is_typed)

@@ -1,4 +1,4 @@
-"""Calls written as JSON objects with a name and arguments, and the readers that most formats share."""
+"""Calls written as JSON objects with a name and arguments. Also the readers that most formats share."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _MAX_NAME = 256
 class JsonCalls(ToolFormat):
     """A begin marker, one JSON object or a list of objects, an end marker.
 
-    The reader accepts an object or a list everywhere. The grammar forces a list if ``separator`` is None;
-    otherwise it forces one object per marker.
+    The reader always accepts both an object and a list. The grammar forces a list if ``separator`` is None,
+    else one object per marker.
     """
 
     begin: str
@@ -37,7 +37,7 @@ class JsonCalls(ToolFormat):
     padding: str = ""
     """Text on both sides of the object or list."""
     first_keys: str = ""
-    """JSON text that the models write in an object before the name."""
+    """JSON text of the members that the models write before the name."""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -47,15 +47,15 @@ class JsonCalls(ToolFormat):
         yield from read_json_calls(parser)
         if self.end:
             yield from parser.stream.accept("}")  # some models write one brace too many
-            yield from read_end(parser, self.end)
+            yield from read_end_marker(parser, self.end)
         else:
-            end_of_calls(parser)
+            check_no_text_after_calls(parser)
 
     def after_marker(self, marker: str, tools: Tools, parallel: bool) -> Tag:
         calls = self.calls(tools)
         if self.separator is None:
-            listed = repeated(calls, ", ", parallel)
-            return sequence(constant(f"{self.padding}["), listed, constant(f"]{self.end}"))
+            call_list = repeated(calls, ", ", parallel)
+            return sequence(constant(f"{self.padding}["), call_list, constant(f"]{self.end}"))
         return sequence(constant(self.padding), calls, constant(f"{self.padding}{self.end}"))
 
     def calls(self, tools: Tools) -> Tag:
@@ -67,8 +67,13 @@ class JsonCalls(ToolFormat):
         return sequence(constant(head), by_schema(schema), constant("}"))
 
 
-def read_json_calls(parser: ReasoningToolParser, more: str = "{[") -> Steps[None]:
-    """Read call objects and lists of them. Each item after the first begins with a character of `more`."""
+def read_json_calls(parser: ReasoningToolParser, starts: str = "{[") -> Steps[None]:
+    """Read call objects and lists of call objects, one after another.
+
+    Args:
+        parser: the parser of the output.
+        starts: the characters that may begin an object or list after the first one.
+    """
     stream = parser.stream
     yield from stream.skip_space()
     while True:
@@ -76,7 +81,7 @@ def read_json_calls(parser: ReasoningToolParser, more: str = "{[") -> Steps[None
             yield from read_json_list(parser)
         else:
             yield from read_json_call(parser)
-        if not (yield from another_follows(parser, more)):
+        if not (yield from another_follows(parser, starts)):
             return
 
 
@@ -93,10 +98,10 @@ def read_json_list(parser: ReasoningToolParser, *, bare: bool = False) -> Steps[
     parser.commit()
 
 
-def another_follows(parser: ReasoningToolParser, firsts: str, *marker: str) -> Steps[bool]:
-    """Return whether another call follows that begins with one of `firsts`.
+def another_follows(parser: ReasoningToolParser, starts: str, *marker: str) -> Steps[bool]:
+    """Return whether another call follows, that is, whether the next character is in `starts`.
 
-    Takes the optional text between two calls: white space, a comma or semicolon, and a marker.
+    Takes the optional text between two calls before: white space, a comma or semicolon, and a marker.
     """
     stream = parser.stream
     yield from stream.skip_space()
@@ -105,24 +110,25 @@ def another_follows(parser: ReasoningToolParser, firsts: str, *marker: str) -> S
     if marker and (yield from stream.accept(*marker)):
         yield from stream.skip_space()
     first = yield from stream.peek()
-    return bool(first) and first in firsts
+    return bool(first) and first in starts
 
 
-def end_of_calls(parser: ReasoningToolParser) -> None:
-    """End calls that have no end marker. Text taken after them becomes content.
+def check_no_text_after_calls(parser: ReasoningToolParser) -> None:
+    """Check that no text was taken after the last call, for formats without an end marker.
 
     Raises:
-        NotAToolCallError: text was taken after the last call.
+        NotAToolCallError: text was taken after the last call. The parser emits it as content.
     """
     if parser.stream.taken:
         raise NotAToolCallError
 
 
-def read_end(parser: ReasoningToolParser, *ends: str, one_token: bool = False) -> Steps[None]:
+def read_end_marker(parser: ReasoningToolParser, *ends: str, one_token: bool = False) -> Steps[None]:
     """Read an end marker. At the end of the text it may be missing or incomplete.
 
     Args:
-        one_token: the marker is one token and thus never incomplete: a prefix of it is content.
+        one_token: the marker is a single token. A prefix of its text is then content, not an incomplete
+            marker.
     """
     stream = parser.stream
     yield from stream.skip_space()
@@ -130,18 +136,18 @@ def read_end(parser: ReasoningToolParser, *ends: str, one_token: bool = False) -
         if not stream.ended or one_token:
             raise NotAToolCallError
         if stream.take_rest() == "<":
-            raise NotAToolCallError  # more likely plain text than the beginning of a marker
+            raise NotAToolCallError  # more likely content than the beginning of a marker
     parser.commit()
 
 
 def read_json_call(parser: ReasoningToolParser, *, bare: bool = False) -> Steps[None]:
-    """Read one call object with its keys in any order; other keys are skipped.
+    """Read one call object. Its keys can have any order, and unknown keys are skipped.
 
     A `bare` object has no marker. It is a call only if it has no unknown key, has both a name and arguments,
     and names a tool of the request.
     """
     stream = parser.stream
-    name, held, is_called = "", "", False
+    name, pending_arguments, is_called = "", "", False
     yield from stream.expect("{")
     yield from stream.skip_space()
     while True:
@@ -152,15 +158,15 @@ def read_json_call(parser: ReasoningToolParser, *, bare: bool = False) -> Steps[
         if key in _NAME_KEYS and not name:
             name = yield from read_string(parser)
             if not parser.has_tool(name):
-                _refuse(parser, bare)
-            elif held:
-                _call_at_once(parser, name, held)
+                _reject_unknown_tool(parser, bare)
+            elif pending_arguments:
+                _emit_call(parser, name, pending_arguments)
                 is_called = True
         elif key in _ARGUMENT_KEYS and name and parser.has_tool(name) and not is_called:
             yield from stream_arguments(parser, name)
             is_called = True
-        elif key in _ARGUMENT_KEYS and not name and not held:
-            held = yield from _arguments(parser)
+        elif key in _ARGUMENT_KEYS and not name and not pending_arguments:
+            pending_arguments = yield from _read_arguments_text(parser)
         elif bare and key not in _OTHER_KEYS:
             raise NotAToolCallError
         else:
@@ -169,32 +175,32 @@ def read_json_call(parser: ReasoningToolParser, *, bare: bool = False) -> Steps[
         if not (yield from stream.accept(",")):
             break
         yield from stream.skip_space()
-    closed = yield from stream.accept("}")
+    has_brace = yield from stream.accept("}")
     if not is_called:
-        if not closed or not name or bare:
+        if not has_brace or not name or bare:
             raise NotAToolCallError
         if parser.has_tool(name):
-            _call_at_once(parser, name, "{}")
+            _emit_call(parser, name, "{}")
     parser.commit()
 
 
 def stream_arguments(parser: ReasoningToolParser, name: str, call_id: str = "") -> Steps[None]:
     """Read the arguments of a call of a known tool and emit them incrementally.
 
-    The call starts when the arguments object has a first key or its end. After that the call is final: if its
-    JSON is invalid, the arguments stop there and the rest is content.
+    `ToolCallStart` is emitted when the first key or the end of the arguments object has arrived. It cannot be
+    undone: if the JSON becomes invalid after that, the arguments end there and the remaining text is content.
     """
     if (yield from parser.stream.peek()) != "{":
-        _call_at_once(parser, name, (yield from _arguments(parser)), call_id)
+        _emit_call(parser, name, (yield from _read_arguments_text(parser)), call_id)
         return
     head: str | None = ""
 
-    def write(piece: str) -> None:
+    def write(text: str) -> None:
         nonlocal head
         if head is None:
-            parser.add_arguments(piece)
+            parser.add_arguments(text)
             return
-        head += piece
+        head += text
         if len(head.rstrip()) > 1:
             parser.start_call(name, call_id)
             parser.add_arguments(head)
@@ -205,34 +211,34 @@ def stream_arguments(parser: ReasoningToolParser, name: str, call_id: str = "") 
 
 
 def read_arguments(parser: ReasoningToolParser, name: str, call_id: str = "") -> Steps[None]:
-    """Read the arguments after a name. The call of an unknown tool becomes content."""
+    """Read the arguments after a name. A call of an unknown tool becomes content."""
     if parser.has_tool(name):
         yield from stream_arguments(parser, name, call_id)
     else:
-        parser.refuse()
+        parser.mark_unknown_tool()
         yield from json_value(parser.stream)
 
 
 def read_name(parser: ReasoningToolParser) -> Steps[str]:
-    """Read a name without quotes."""
+    """Read and return a name without quotes."""
     name = yield from parser.stream.run(_NAME, _MAX_NAME)
     return name
 
 
-def _call_at_once(parser: ReasoningToolParser, name: str, arguments: str, call_id: str = "") -> None:
+def _emit_call(parser: ReasoningToolParser, name: str, arguments: str, call_id: str = "") -> None:
     parser.start_call(name, call_id)
     parser.add_arguments(arguments)
     parser.end_call()
 
 
-def _refuse(parser: ReasoningToolParser, bare: bool) -> None:
+def _reject_unknown_tool(parser: ReasoningToolParser, bare: bool) -> None:
     if bare:
         raise NotAToolCallError
-    parser.refuse()
+    parser.mark_unknown_tool()
 
 
 def read_string(parser: ReasoningToolParser) -> Steps[str]:
-    """Read a JSON string."""
+    """Read a JSON string and return its value."""
     if (yield from parser.stream.peek()) != '"':
         raise NotAToolCallError
     value = json.loads((yield from json_value(parser.stream)))
@@ -240,8 +246,11 @@ def read_string(parser: ReasoningToolParser) -> Steps[str]:
     return value
 
 
-def _arguments(parser: ReasoningToolParser) -> Steps[str]:
-    """Read an arguments object, the JSON text of one in a string, or null, which means no arguments."""
+def _read_arguments_text(parser: ReasoningToolParser) -> Steps[str]:
+    """Read arguments and return them as the JSON text of an object.
+
+    Models write an object, a string with the JSON text of an object, or null for no arguments.
+    """
     text = yield from json_value(parser.stream)
     if text.startswith('"'):
         text = json.loads(text).strip()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from penstock.serve.parsers.formats.json_calls import read_arguments, read_end
+from penstock.serve.parsers.formats.json_calls import read_arguments, read_end_marker
 from penstock.serve.parsers.formats.tool_format import ToolFormat
 from penstock.serve.parsers.output_parser import ReasoningToolParser
 from penstock.serve.parsers.stream import MarkerSearch, Steps
@@ -25,13 +25,13 @@ from penstock.serve.parsers.tools import Tools
 
 _BEGIN, _END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 _CALL, _CALL_END, _ARGUMENTS = "<|tool_call_begin|>", "<|tool_call_end|>", "<|tool_call_argument_begin|>"
-_WHOLE_ID = re.compile(r"functions\..+:[0-9]+")
+_COMPLETE_ID = re.compile(r"functions\..+:[0-9]+")
 _ID_END = MarkerSearch([_ARGUMENTS])
 
 
 @dataclass(frozen=True)
 class KimiK2Calls(ToolFormat):
-    """The name inside the call id, the arguments as JSON."""
+    """Calls with the tool name inside the call id and the arguments as JSON."""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -42,13 +42,13 @@ class KimiK2Calls(ToolFormat):
         yield from stream.skip_space()
         while marker == _CALL or (yield from stream.accept(_CALL)):
             marker = ""
-            written = (yield from stream.until(_ID_END, 256)).strip()
-            name = _name(parser, written)
+            model_id = (yield from stream.until(_ID_END, 256)).strip()
+            name = _tool_name(parser, model_id)
             yield from stream.skip_space()
-            yield from read_arguments(parser, name, _id(parser, written, name))
-            yield from read_end(parser, _CALL_END)
+            yield from read_arguments(parser, name, _call_id(parser, model_id, name))
+            yield from read_end_marker(parser, _CALL_END)
             yield from stream.skip_space()
-        yield from read_end(parser, _END)
+        yield from read_end_marker(parser, _END)
 
     def after_marker(self, marker: str, tools: Tools, parallel: bool) -> Tag:
         number = pattern("[0-9]{1,4}")
@@ -68,20 +68,20 @@ class KimiK2Calls(ToolFormat):
         return sequence(repeated(either(calls), "", parallel), constant(_END))
 
 
-def _name(parser: ReasoningToolParser, written: str) -> str:
+def _tool_name(parser: ReasoningToolParser, model_id: str) -> str:
     """Return the tool that a call id names. Models sometimes omit the prefix or the number."""
-    plain = written.removeprefix("functions.")
-    names = (plain.rpartition(":")[0], plain, written)
+    without_prefix = model_id.removeprefix("functions.")
+    names = (without_prefix.rpartition(":")[0], without_prefix, model_id)
     return next(filter(parser.has_tool, names), "")
 
 
-def _id(parser: ReasoningToolParser, written: str, name: str) -> str:
-    """Return the id as written; an incomplete or repeated id is replaced by one with a new number.
+def _call_id(parser: ReasoningToolParser, model_id: str, name: str) -> str:
+    """Return the call id, with a new number if the model's id is incomplete or repeated.
 
-    The chat template writes the id back unchanged, so it must have the model's own form.
+    The chat template copies the id of an earlier call into the prompt, so it must have the model's form.
     """
-    if _WHOLE_ID.fullmatch(written) and not parser.has_id(written):
-        return written
+    if _COMPLETE_ID.fullmatch(model_id) and not parser.has_id(model_id):
+        return model_id
     number = parser.num_calls
     while parser.has_id(f"functions.{name}:{number}"):
         number += 1

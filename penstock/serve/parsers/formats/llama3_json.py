@@ -8,7 +8,7 @@ from __future__ import annotations
 from penstock.serve.parsers.formats.json_calls import (
     JsonCalls,
     another_follows,
-    end_of_calls,
+    check_no_text_after_calls,
     read_json_call,
     read_json_list,
     read_name,
@@ -27,7 +27,7 @@ class Llama3Calls(JsonCalls):
         stream = parser.stream
         yield from stream.skip_space()
         if marker and (yield from stream.peek()) not in ("{", "["):
-            yield from self._built_in(parser)
+            yield from self._read_built_in_call(parser)
             return
         while True:
             if (yield from stream.accept("[")):
@@ -36,9 +36,9 @@ class Llama3Calls(JsonCalls):
                 yield from read_json_call(parser, bare=True)
             if not (yield from another_follows(parser, self.bare_starts, self.begin)):
                 break
-        end_of_calls(parser)
+        check_no_text_after_calls(parser)
 
-    def _built_in(self, parser: ReasoningToolParser) -> Steps[None]:
+    def _read_built_in_call(self, parser: ReasoningToolParser) -> Steps[None]:
         name = yield from read_name(parser)
         method = ".call"
         if not name.endswith(method) or not parser.has_tool(name.removesuffix(method)):

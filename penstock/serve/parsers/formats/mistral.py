@@ -10,7 +10,7 @@ import re
 
 from penstock.serve.parsers.formats.json_calls import (
     JsonCalls,
-    end_of_calls,
+    check_no_text_after_calls,
     read_arguments,
     read_json_calls,
     read_name,
@@ -24,14 +24,14 @@ _CALL_ID = re.compile(r"[A-Za-z0-9]+")
 
 
 class MistralCalls(JsonCalls):
-    """Parses all variants; the grammar forces a list, or one call per marker if there is a ``separator``."""
+    """Parses all variants. The grammar forces a list, or one call per marker if ``separator`` is set."""
 
     def read(self, parser: ReasoningToolParser, marker: str) -> Steps[None]:
         stream = parser.stream
         yield from stream.skip_space()
         if (yield from stream.peek()) in ("[", "{"):
-            yield from read_json_calls(parser, more="{")  # "[" may be the beginning of the next marker
-            end_of_calls(parser)
+            yield from read_json_calls(parser, starts="{")  # "[" may be the beginning of the next marker
+            check_no_text_after_calls(parser)
             return
         name = yield from read_name(parser)
         call_id = ""

@@ -7,7 +7,11 @@ import re
 from dataclasses import dataclass
 
 from penstock.serve.parsers.formats.arguments import Arguments
-from penstock.serve.parsers.formats.json_calls import another_follows, end_of_calls, read_end
+from penstock.serve.parsers.formats.json_calls import (
+    another_follows,
+    check_no_text_after_calls,
+    read_end_marker,
+)
 from penstock.serve.parsers.formats.tool_format import ToolFormat
 from penstock.serve.parsers.output_parser import ReasoningToolParser
 from penstock.serve.parsers.python_scanner import PythonScanner
@@ -32,7 +36,7 @@ _MAX_NAME = 256
 
 @dataclass(frozen=True, kw_only=True)
 class PythonicCalls(ToolFormat):
-    """A list of Python calls with keyword arguments and literals only, between markers or without them."""
+    """A Python list of calls with keyword arguments and literal values, with or without markers."""
 
     begin: str
     end: str
@@ -48,9 +52,9 @@ class PythonicCalls(ToolFormat):
             if not (yield from another_follows(parser, "[")):
                 break
         if marker:
-            yield from read_end(parser, self.end)
+            yield from read_end_marker(parser, self.end)
         else:
-            end_of_calls(parser)
+            check_no_text_after_calls(parser)
 
     def grammar(self, tools: Tools, parallel: bool) -> Tag:
         return self._list(tools, parallel) if self.bare_starts else super().grammar(tools, parallel)
@@ -89,24 +93,24 @@ def read_call(parser: ReasoningToolParser) -> Steps[None]:
 def read_keywords(parser: ReasoningToolParser, name: str) -> Steps[None]:
     """Read ``a=1, b="x")`` after the open parenthesis of a call and emit it as JSON."""
     stream = parser.stream
-    before = "{"
+    separator = "{"
     yield from stream.skip_space()
     while not (yield from stream.accept(")")):
         keyword = yield from stream.run(_NAME, _MAX_NAME)
         yield from stream.skip_space()
         yield from stream.expect("=")
         yield from stream.skip_space()
-        if before == "{":  # plain text may also have a name and a parenthesis
+        if separator == "{":  # not earlier: content can also contain a name and a parenthesis
             parser.start_call(name)
-        parser.add_arguments(f"{before}{json.dumps(keyword, ensure_ascii=False)}: ")
-        before = ", "
+        parser.add_arguments(f"{separator}{json.dumps(keyword, ensure_ascii=False)}: ")
+        separator = ", "
         yield from scan_value(stream, PythonScanner(), parser.add_arguments)
         yield from stream.skip_space()
         if not (yield from stream.accept(",")):
             yield from stream.expect(")")
             break
         yield from stream.skip_space()
-    if before == "{":
+    if separator == "{":
         parser.start_call(name)
         parser.add_arguments("{")
     parser.add_arguments("}")
@@ -118,26 +122,26 @@ def call_grammar(name: str, schema: Schema) -> Tag:
     arguments = Arguments.of(schema)
     parts = [constant(f"{name}(")]
     if arguments.is_unrestricted:
-        anything = sequence(pattern("[A-Za-z_][A-Za-z0-9_]{0,63}"), constant("="), by_schema(True))
-        more = any_number(sequence(constant(", "), anything))
-        return sequence(*parts, optional(sequence(anything, more)), constant(")"))
-    required = [key for key in arguments.schemas if key in arguments.required]
+        keyword = sequence(pattern("[A-Za-z_][A-Za-z0-9_]{0,63}"), constant("="), by_schema(True))
+        more_keywords = any_number(sequence(constant(", "), keyword))
+        return sequence(*parts, optional(sequence(keyword, more_keywords)), constant(")"))
+    required_names = [key for key in arguments.schemas if key in arguments.required]
     values = {
         key: sequence(constant(f"{key}="), by_schema(value)) for key, value in arguments.schemas.items()
     }
-    # Required arguments first, so that every optional argument can begin with a comma.
-    for index, key in enumerate(required):
+    # Required arguments come first, so that every optional argument can begin with a comma.
+    for index, key in enumerate(required_names):
         parts.append(sequence(constant(", "), values[key]) if index else values[key])
-    others = [key for key in arguments.schemas if key not in required]
-    if required:
-        parts += [optional(sequence(constant(", "), values[key])) for key in others]
-    elif others:
-        parts.append(optional(_any_of_in_order([values[key] for key in others])))
+    optional_keys = [key for key in arguments.schemas if key not in required_names]
+    if required_names:
+        parts += [optional(sequence(constant(", "), values[key])) for key in optional_keys]
+    elif optional_keys:
+        parts.append(optional(_any_of_in_order([values[key] for key in optional_keys])))
     return sequence(*parts, constant(")"))
 
 
 def _any_of_in_order(values: list[Tag]) -> Tag:
-    """Return one or more of the values, in order, separated by commas."""
+    """Return the tag of one or more of the values, in order, separated by commas."""
     return either(
         [
             sequence(first, *(optional(sequence(constant(", "), value)) for value in values[index + 1 :]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.serve.parsers.formats.json_calls import read_end
+from penstock.serve.parsers.formats.json_calls import read_end_marker
 from penstock.serve.parsers.formats.pythonic import call_grammar, read_call
 from penstock.serve.parsers.formats.tool_format import ToolFormat
 from penstock.serve.parsers.output_parser import ReasoningToolParser
@@ -15,7 +15,7 @@ from penstock.serve.parsers.tools import Tools
 
 @dataclass(frozen=True, kw_only=True)
 class PythonicLines(ToolFormat):
-    """A begin marker, Python calls with keyword arguments and literals only, an end marker."""
+    """A begin marker, Python calls with keyword arguments and literal values, an end marker."""
 
     begin: str
     end: str
@@ -33,7 +33,7 @@ class PythonicLines(ToolFormat):
             yield from stream.skip_space()
             if (yield from stream.peek()) in ("<", ""):
                 break
-        yield from read_end(parser, self.end)
+        yield from read_end_marker(parser, self.end)
 
     def after_marker(self, marker: str, tools: Tools, parallel: bool) -> Tag:
         calls = either([call_grammar(name, schema) for name, schema in tools.schemas.items()])

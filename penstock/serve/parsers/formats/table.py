@@ -21,8 +21,8 @@ from penstock.serve.parsers.formats.pythonic import PythonicCalls
 from penstock.serve.parsers.formats.pythonic_lines import PythonicLines
 from penstock.serve.parsers.formats.tool_format import ToolFormat
 
-# The first row whose hints are all in the chat template is used. Specific formats therefore stand before the
-# general ones that share their hints.
+# ParserFactory.choose uses the first row whose hints are all in the chat template. A specific format
+# therefore precedes a general format that shares its hints.
 _ROWS: tuple[ToolFormat, ...] = (
     HarmonyCalls(
         name="harmony",
@@ -46,7 +46,7 @@ _ROWS: tuple[ToolFormat, ...] = (
         separator="\n",
         begin="<seed:tool_call>",
         end="</seed:tool_call>",
-        padded=False,
+        is_padded=False,
     ),
     FunctionTags(
         name="qwen3_coder",
@@ -56,7 +56,7 @@ _ROWS: tuple[ToolFormat, ...] = (
         separator="\n",
         begin="<tool_call>",
         end="</tool_call>",
-        padded=True,
+        is_padded=True,
     ),
     GlmCalls(
         name="glm",
@@ -103,7 +103,7 @@ _ROWS: tuple[ToolFormat, ...] = (
         'function<\uff5ctool\u2581sep\uff5c>f\n```json\n{"a": 1}\n```'
         "<\uff5ctool\u2581call\u2581end\uff5c><\uff5ctool\u2581calls\u2581end\uff5c>",
         hints=("<\uff5ctool\u2581calls\u2581begin\uff5c>", "```"),
-        fenced=True,
+        is_fenced=True,
     ),
     DeepSeekCalls(
         name="deepseek_v31",
@@ -112,7 +112,7 @@ _ROWS: tuple[ToolFormat, ...] = (
         'f<\uff5ctool\u2581sep\uff5c>{"a": 1}'
         "<\uff5ctool\u2581call\u2581end\uff5c><\uff5ctool\u2581calls\u2581end\uff5c>",
         hints=("<\uff5ctool\u2581calls\u2581begin\uff5c>",),
-        fenced=False,
+        is_fenced=False,
     ),
     InvokeCalls(
         name="deepseek_v32",

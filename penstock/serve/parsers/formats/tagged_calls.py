@@ -10,110 +10,118 @@ from penstock.serve.parsers.output_parser import ReasoningToolParser
 from penstock.serve.parsers.stream import MarkerSearch, NotAToolCallError, Steps
 
 _PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
-_STRING = frozenset({"string"})
-_KINDS = {"{": {"object"}, "[": {"array"}, "t": {"boolean"}, "f": {"boolean"}, "n": {"null"}}
+_STRING_ONLY = frozenset({"string"})
+_TYPES_BY_FIRST_CHARACTER = {
+    "{": {"object"},
+    "[": {"array"},
+    "t": {"boolean"},
+    "f": {"boolean"},
+    "n": {"null"},
+}
 _INTEGER = re.compile(r"-?[0-9]+(?:\.0+)?")
 
 
 class ArgumentWriter:
-    """Writes the arguments of one call as a JSON object, argument by argument.
+    """Emits the arguments of one call as a JSON object, argument by argument.
 
-    The call starts with its first argument or its end. Calls of an unknown tool are not written.
+    `ToolCallStart` is emitted with the first argument or at the end of a call without arguments. A call of an
+    unknown tool emits no events.
     """
 
     def __init__(self, parser: ReasoningToolParser, name: str) -> None:
         self._parser = parser
         self._name = name
-        self._before = "{"
-        self._known = parser.has_tool(name)
-        if not self._known:
-            parser.refuse()
+        self._separator = "{"
+        self._is_known = parser.has_tool(name)
+        if not self._is_known:
+            parser.mark_unknown_tool()
 
     def argument(
-        self, key: str, end: MarkerSearch, *, padded: bool, is_string: bool | None = None
+        self, key: str, end: MarkerSearch, *, is_padded: bool, is_string: bool | None = None
     ) -> Steps[None]:
         """Read the value of an argument and its end marker.
 
         Args:
             key: the name of the argument.
             end: the end marker.
-            padded: the value is between two line ends, which are not part of the value.
-            is_string: whether the text declares the value a string; None means that the schema decides.
+            is_padded: the value is between two line ends, which are not part of the value.
+            is_string: whether the model declares the value a string. None means that the schema determines
+                the type.
         """
-        types = self._parser.schema_types(self._name, key) if self._known else None
+        types = self._parser.schema_types(self._name, key) if self._is_known else None
         if is_string is not None:
-            types = _STRING if is_string else None
+            types = _STRING_ONLY if is_string else None
         self._write(f"{json.dumps(key, ensure_ascii=False)}: ")
-        if types == _STRING:
-            yield from self._string(end, padded)
+        if types == _STRING_ONLY:
+            yield from self._read_string(end, is_padded)
         else:
-            yield from self._typed(end, padded, types)
+            yield from self._read_typed(end, is_padded, types)
 
     def close(self) -> None:
-        if not self._known:
+        if not self._is_known:
             return
-        self._write("}" if self._before == ", " else "{}", alone=True)
+        self._write("}" if self._separator == ", " else "{}", without_separator=True)
         self._parser.end_call()
 
-    def _write(self, text: str, *, alone: bool = False) -> None:
-        if not self._known:
+    def _write(self, text: str, *, without_separator: bool = False) -> None:
+        if not self._is_known:
             return
-        if self._before == "{":
+        if self._separator == "{":
             self._parser.start_call(self._name)
-        self._parser.add_arguments(text if alone else self._before + text)
-        self._before = ", "
+        self._parser.add_arguments(text if without_separator else self._separator + text)
+        self._separator = ", "
 
-    def _add(self, text: str) -> None:
-        if self._known:
+    def _emit(self, text: str) -> None:
+        if self._is_known:
             self._parser.add_arguments(text)
 
-    def _string(self, end: MarkerSearch, padded: bool) -> Steps[None]:
-        """Emit the text incrementally, except for a line end that may be the padding."""
+    def _read_string(self, end: MarkerSearch, is_padded: bool) -> Steps[None]:
+        """Emit a string incrementally. Hold back a line end, which may be padding before the end marker."""
         stream = self._parser.stream
-        self._add('"')
-        held, is_first, marker = "", padded, ""
+        self._emit('"')
+        line_end, is_first, marker = "", is_padded, ""
         while not marker:
-            text, marker = yield from stream.piece(end)
+            text, marker = yield from stream.text_or_marker(end)
             if not text and not marker:
                 raise NotAToolCallError
             if is_first and text:
                 text, is_first = text.removeprefix("\n"), False
-            text = held + text
-            held = "\n" if padded and text.endswith("\n") else ""
-            self._add(_escaped(text[: len(text) - len(held)]))
-        self._add('"')
+            text = line_end + text
+            line_end = "\n" if is_padded and text.endswith("\n") else ""
+            self._emit(_json_escaped(text[: len(text) - len(line_end)]))
+        self._emit('"')
 
-    def _typed(self, end: MarkerSearch, padded: bool, types: frozenset[str] | None) -> Steps[None]:
+    def _read_typed(self, end: MarkerSearch, is_padded: bool, types: frozenset[str] | None) -> Steps[None]:
         stream = self._parser.stream
-        pieces, marker = [], ""
+        parts, marker = [], ""
         while not marker:
-            text, marker = yield from stream.piece(end)
-            pieces.append(text)
+            text, marker = yield from stream.text_or_marker(end)
+            parts.append(text)
             if not text and not marker:
-                # Emit an unterminated string, so that the value is visibly incomplete.
-                self._add(f'"{_escaped("".join(pieces))}')
+                # Emit a string without its closing quote, so that the JSON is visibly incomplete.
+                self._emit(f'"{_json_escaped("".join(parts))}')
                 raise NotAToolCallError
-        value = "".join(pieces)
-        if padded:
+        value = "".join(parts)
+        if is_padded:
             value = value.removeprefix("\n").removesuffix("\n")
-        self._add(typed_json(value, types))
+        self._emit(typed_json(value, types))
 
 
-def _escaped(text: str) -> str:
+def _json_escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def typed_json(text: str, types: frozenset[str] | None) -> str:
     """Return an argument as JSON: the JSON value of the text if the schema allows its type, else a string."""
-    stripped = text.strip()
-    stripped = _PYTHON_NAMES.get(stripped, stripped)
+    stripped_text = text.strip()
+    stripped_text = _PYTHON_NAMES.get(stripped_text, stripped_text)
     value = JsonScanner()
-    end, checked = value.feed(f"{stripped} ")  # a number ends at what follows it
-    if not value.done or value.broken or end < len(stripped):
+    end, json_text = value.feed(f"{stripped_text} ")  # the scanner needs a character after a number to end it
+    if not value.done or value.broken or end < len(stripped_text):
         return json.dumps(text, ensure_ascii=False)
     if types is None or "string" not in types:
-        return checked
-    number = {"number", "integer"} if _INTEGER.fullmatch(stripped) else {"number"}
-    is_allowed = not types.isdisjoint(_KINDS.get(stripped[0], number))
-    # Strings are written without quotes, so quotes are part of the string.
-    return checked if is_allowed and stripped[0] != '"' else json.dumps(text, ensure_ascii=False)
+        return json_text
+    number_types = {"number", "integer"} if _INTEGER.fullmatch(stripped_text) else {"number"}
+    is_allowed = not types.isdisjoint(_TYPES_BY_FIRST_CHARACTER.get(stripped_text[0], number_types))
+    # This format writes strings without quotes, so a leading quote is part of the string.
+    return json_text if is_allowed and stripped_text[0] != '"' else json.dumps(text, ensure_ascii=False)

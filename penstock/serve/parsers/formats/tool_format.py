@@ -13,7 +13,7 @@ from penstock.serve.parsers.tools import Tools
 
 @dataclass(frozen=True, kw_only=True)
 class ToolFormat(ABC):
-    """How one family of models writes tool calls: how to parse them, and a grammar that forces them."""
+    """The tool-call syntax of one family of models: a parser, and grammars that force calls."""
 
     name: str
     """The value of ``--tool-call-parser``."""
@@ -22,11 +22,11 @@ class ToolFormat(ABC):
     example: str
     """One example call, for the documentation."""
     hints: tuple[str, ...]
-    """Texts that a chat template of this format contains; if empty, only the flag selects the format."""
+    """Texts that every chat template of this format contains. If empty, only the flag selects the format."""
     separator: str | None = None
-    """Text between two calls that each have a marker; None if one pair of markers encloses all calls."""
+    """Text between two calls that each have markers; None if one pair of markers encloses all calls."""
     bare_starts: str = ""
-    """Characters with which a call without a marker may begin, at the beginning of the output."""
+    """Characters that can begin a call without a marker at the beginning of the output."""
     bare_in_text: bool = False
     """Whether calls without a marker may also follow other text."""
     id_length: int = 0
@@ -35,7 +35,7 @@ class ToolFormat(ABC):
     @property
     @abstractmethod
     def markers(self) -> tuple[str, ...]:
-        """Texts that begin calls. The grammar forces the first one."""
+        """Texts that begin calls. Grammars force the first one."""
 
     @abstractmethod
     def read(self, parser: ReasoningToolParser, marker: str) -> Steps[None]:
@@ -56,7 +56,7 @@ class ToolFormat(ABC):
         """
 
     def grammar(self, tools: Tools, parallel: bool) -> Tag:
-        """Return the grammar of one call of these tools; with `parallel`, of one or several.
+        """Return the grammar of one call of these tools, or with `parallel` of one or more calls.
 
         Raises:
             UnsupportedSchemaError: as for `after_marker`.

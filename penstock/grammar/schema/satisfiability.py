@@ -1,0 +1,182 @@
+"""Determines which schemas some finite value satisfies."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from penstock.grammar.schema.languages import language_of
+from penstock.grammar.schema.numbers import numbers_between
+from penstock.grammar.schema.shapes import (
+    Array,
+    Conjunction,
+    Literal,
+    Numeric,
+    Object,
+    Schemas,
+    Shape,
+    StringShape,
+    is_closed,
+    key_of,
+)
+from penstock.grammar.schema.unique import has_enough_items
+
+
+@dataclass(slots=True)
+class _Needs:
+    """What must be satisfiable before a shape is satisfiable."""
+
+    key: tuple[str, ...]  # the conjunction that the shape is an alternative of
+    all: set[tuple[str, ...]]  # conjunctions that must all be satisfiable
+    # Conjunctions of optional properties, ``num_missing`` of which must be satisfiable.
+    optional: Counter[tuple[str, ...]]
+    num_missing: int
+
+    @property
+    def is_satisfied(self) -> bool:
+        return not self.all and self.num_missing <= 0
+
+    def mark_satisfiable(self, key: tuple[str, ...]) -> None:
+        """Record that a conjunction is satisfiable."""
+        self.all.discard(key)
+        self.num_missing -= self.optional.pop(key, 0)
+
+
+class Satisfiability:
+    """Determines which conjunctions some finite value satisfies.
+
+    If every value of a recursive schema contains another value of the schema, there is no finite value. The
+    grammar of such a schema would never end.
+    """
+
+    def __init__(self, schemas: Schemas) -> None:
+        self._schemas = schemas
+        self._results: dict[tuple[str, ...], bool] = {}
+
+    def holds_for(self, conjunction: Conjunction) -> bool:
+        """Return whether some value satisfies a conjunction."""
+        key = key_of(conjunction)
+        if key not in self._results:
+            self._compute(conjunction)
+        return self._results[key]
+
+    def has_value(self, shape: Shape) -> bool:
+        """Return whether some value matches the shape."""
+        if not self._is_possible(shape) or not all(
+            self.holds_for(conjunction) for conjunction in _required_conjunctions(shape)
+        ):
+            return False
+        if not isinstance(shape, Object) or shape.min_count <= len(shape.required):
+            return True
+        optional, num_missing = _optional_properties(shape)
+        return sum(self.holds_for(conjunction) for conjunction in optional) >= num_missing
+
+    def _is_possible(self, shape: Shape) -> bool:
+        return is_possible(shape) and (
+            not isinstance(shape, Array) or shape.unique_at is None or has_enough_items(self._schemas, shape)
+        )
+
+    def _needs(self, key: tuple[str, ...], shape: Shape) -> _Needs:
+        """Return the needs of a shape that are not known to be satisfiable."""
+        required_keys = {key_of(conjunction) for conjunction in _required_conjunctions(shape)}
+        optional, num_missing = _optional_properties(shape)
+        optional_keys = Counter(key_of(conjunction) for conjunction in optional)
+        result = _Needs(key, required_keys, optional_keys, num_missing)
+        for needed_key in [*required_keys, *optional_keys]:
+            if self._results.get(needed_key):
+                result.mark_satisfiable(needed_key)
+        return result
+
+    def _compute(self, conjunction: Conjunction) -> None:
+        """Determine the satisfiability of a conjunction and of all conjunctions that it refers to.
+
+        Computes the least fixpoint of the rule that a shape is satisfiable if all of its needs are.
+        """
+        shapes_by_key: dict[tuple[str, ...], list[Shape]] = {}
+        pending = [conjunction]
+        while pending:
+            current = pending.pop()
+            key = key_of(current)
+            if key in shapes_by_key or key in self._results:
+                continue
+            shapes_by_key[key] = self._schemas.shapes(current)
+            pending += [
+                nested_conjunction
+                for shape in shapes_by_key[key]
+                for nested_conjunction in (*_required_conjunctions(shape), *_optional_properties(shape)[0])
+            ]
+        dependents: dict[tuple[str, ...], list[_Needs]] = {}
+        satisfiable_keys: set[tuple[str, ...]] = set()
+        new_keys: list[tuple[str, ...]] = []
+        for key, shapes in shapes_by_key.items():
+            for shape in shapes:
+                if not self._is_possible(shape):
+                    continue
+                needs = self._needs(key, shape)
+                for needed_key in needs.all | set(needs.optional):
+                    dependents.setdefault(needed_key, []).append(needs)
+                if needs.is_satisfied:
+                    new_keys.append(key)
+        while new_keys:
+            key = new_keys.pop()
+            if key in satisfiable_keys:
+                continue
+            satisfiable_keys.add(key)
+            for needs in dependents.get(key, []):
+                needs.mark_satisfiable(key)
+                if needs.is_satisfied:
+                    new_keys.append(needs.key)
+        for key in shapes_by_key:
+            self._results[key] = key in satisfiable_keys
+
+
+def _required_conjunctions(shape: Shape) -> Iterator[Conjunction]:
+    """Yield the conjunctions of the items or properties that every value of a shape has."""
+    if isinstance(shape, Array):
+        for index in range(min(shape.min_count, len(shape.prefix) + 1)):
+            yield shape.item(index)
+    elif isinstance(shape, Object):
+        for name in sorted(shape.required):
+            yield shape.property(name)
+
+
+def _optional_properties(shape: Shape) -> tuple[list[Conjunction], int]:
+    """Return (conjunctions of an object's optional properties, number of them that every value needs)."""
+    if not isinstance(shape, Object) or shape.min_count <= len(shape.required):
+        return [], 0
+    optional_conjunctions = [
+        conjunction for name, conjunction in shape.properties.items() if name not in shape.required
+    ]
+    additional_properties = [] if is_closed(shape) else [shape.additional_properties]
+    # `_Writer._object` refuses schemas that need more than one property without a name in the schema.
+    return [
+        *optional_conjunctions,
+        *additional_properties * (shape.min_count - len(shape.required)),
+    ], shape.min_count - len(shape.required)
+
+
+def is_possible(shape: Shape) -> bool:
+    """Return whether the bounds of a shape allow a value. Does not consider nested schemas."""
+    if isinstance(shape, Literal):
+        return True
+    if isinstance(shape, Numeric):
+        return _is_number_possible(shape)
+    if isinstance(shape, Object):
+        if shape.required - shape.properties.keys() and shape.names is not None:
+            return False
+        return shape.max_count is None or max(shape.min_count, len(shape.required)) <= shape.max_count
+    if shape.max_count is not None and shape.min_count > shape.max_count:
+        return False
+    return not isinstance(shape, StringShape) or not shape.conditions or language_of(shape) is not None
+
+
+def _is_number_possible(shape: Numeric) -> bool:
+    low, high = shape.bounds.integers()
+    if shape.bounds.is_empty:
+        return False
+    if not shape.is_integer:
+        return low is None or high is None or low <= high or numbers_between(shape.bounds) is not None
+    if low is None or high is None:
+        return True
+    return -(-low // shape.multiple_of) * shape.multiple_of <= high
