@@ -115,8 +115,8 @@ def saturate(options: argparse.Namespace) -> None:
         known, hashing = measure_decisions(count, _PREFIXES, 2048, _DECISIONS)
         results = wanted * answer / reports_per_second  # of each worker, in one report
         busy = count * (
-            wanted * router.of_decision(count, 2048 // costs.limits.block_size)
-            + reports_per_second * router.of_report(round(results))
+            wanted * router.decision_seconds(count, 2048 // costs.limits.block_size)
+            + reports_per_second * router.report_seconds(round(results))
         )
         short = "" if known >= AIM else f"  (below {AIM:,})"
         print(

@@ -27,7 +27,7 @@ from against_transformers import machine
 from quality import LENGTH, first_token, open_model, texts_of_file
 
 from penstock.bench.quality import compare_all, sample_texts
-from penstock.bench.random_weights import config_of_shape, write_random_checkpoint
+from penstock.bench.random_weights import shape_config, write_random_checkpoint
 from penstock.bench.stored_encodings import StoredFormat, write_stored
 from penstock.bench.workloads import Bench, Sizes
 from penstock.config import PipelineConfig
@@ -152,7 +152,7 @@ def measure_speed(
     """Add the speed of each encoding, measured in turn with its baseline."""
     checkpoint = folder / "floats"
     checkpoint.mkdir()
-    write_random_checkpoint(checkpoint, config_of_shape(shape))
+    write_random_checkpoint(checkpoint, shape_config(shape))
     for row in rows:
         row.baseline = "int4" if ENCODINGS[row.encoding].bits <= MAX_BITS_OF_INT4_BASELINE else "int8"
         with ExitStack() as stack:

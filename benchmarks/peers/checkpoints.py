@@ -11,7 +11,7 @@ import tarfile
 from pathlib import Path
 
 from benchmarks.peers.peers import Peer, python_of
-from penstock.bench.random_weights import config_of_shape, write_random_checkpoint
+from penstock.bench.random_weights import shape_config, write_random_checkpoint
 from penstock.errors import InputError
 
 _POSITIONS = 8192
@@ -38,7 +38,7 @@ def checkpoint(shape: str, folder: Path) -> Path:
     """Return the folder of a checkpoint of random weights. Writes the checkpoint if it does not exist.
 
     Args:
-        shape: a shape as in `config_of_shape`.
+        shape: a shape as in `shape_config`.
         folder: the parent folder of all checkpoints.
 
     Raises:
@@ -47,7 +47,7 @@ def checkpoint(shape: str, folder: Path) -> Path:
     target = folder / Path(shape).name
     if not (target / "complete").exists():
         target.mkdir(parents=True, exist_ok=True)
-        config = {**_DEFAULTS, **config_of_shape(shape), "max_position_embeddings": _POSITIONS}
+        config = {**_DEFAULTS, **shape_config(shape), "max_position_embeddings": _POSITIONS}
         config.setdefault("architectures", [_ARCHITECTURES[config["model_type"]]])
         write_random_checkpoint(target, config)
         described = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "t0"}

@@ -1,6 +1,6 @@
-"""Model families. Each has a folder with the name of its Hugging Face ``model_type``.
+"""Model families. Each family has a folder, which the registry finds by its name.
 
-In the folder's name ``-`` and ``.`` become ``_``. The registry discovers the folder; no other list is needed.
-Its ``__init__.py`` defines ``ARCHITECTURE``, a `SupportedArchitecture`, and loads no torch. The network is in
-``model.py``.
+The name is the Hugging Face ``model_type``, with ``_`` in place of ``-`` and ``.``. The folder's
+``__init__.py`` defines ``ARCHITECTURE``, a `SupportedArchitecture`, and does not import torch. Its
+``model.py`` defines the network.
 """

@@ -1,4 +1,4 @@
-"""The element type of a model's KV cache, and its stored scales from the checkpoint."""
+"""The element type of a model's KV cache, and the scales for it that the checkpoint stores."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 def kv_dtype(pipeline_config: PipelineConfig) -> DType:
     """Return the element type of the KV cache: the configured one, or that of the activations."""
-    given = pipeline_config.kv_cache.dtype
-    if given == "fp8":
+    configured = pipeline_config.kv_cache.dtype
+    if configured == "fp8":
         return DType.float8_e4m3fn
-    return DType(given) if given else encoding_named(pipeline_config.model.encoding).compute_dtype
+    return DType(configured) if configured else encoding_named(pipeline_config.model.encoding).compute_dtype
 
 
 def with_stored_scales(spec: KVCacheSpec, pipeline_config: PipelineConfig) -> KVCacheSpec:
@@ -34,12 +34,15 @@ def with_stored_scales(spec: KVCacheSpec, pipeline_config: PipelineConfig) -> KV
 def fixed_scales(
     pipeline_config: PipelineConfig, spec: KVCacheSpec, shard: Shard
 ) -> dict[int, Tensor] | None:
-    """Return layer -> ``[2, K]``, the checkpoint's scales of the kv heads of a rank; None if unused.
+    """Return layer -> ``[2, K]``, the stored scales of keys and values for the kv heads of a rank.
 
     Args:
-        pipeline_config: names the checkpoint.
+        pipeline_config: the configuration with the checkpoint.
         spec: the cache of all ranks.
         shard: the rank.
+
+    Returns:
+        None if no layer has fixed scales.
 
     Raises:
         WeightsError: a scale has another type or size, or is not a positive number.
@@ -51,5 +54,7 @@ def fixed_scales(
     if not heads:
         return None
     stored = read_cache_scales(pipeline_config.model.opened_checkpoint.cache_scales, heads)
-    parts = {layer: shard.kv_heads(count) for layer, count in heads.items()}
-    return {layer: scales[:, parts[layer].start : parts[layer].stop] for layer, scales in stored.items()}
+    head_parts = {layer: shard.kv_heads(count) for layer, count in heads.items()}
+    return {
+        layer: scales[:, head_parts[layer].start : head_parts[layer].stop] for layer, scales in stored.items()
+    }

@@ -1,7 +1,7 @@
 """`DecoderModel`: the base class of decoder-only transformers.
 
-An architecture subclasses it and defines the KV cache (`kv_spec`), the longest sequence
-(`calculate_max_seq_len`) and how the network is read from a checkpoint (`build`).
+An architecture subclasses it. It defines the KV cache (`kv_spec`), the length of the longest sequence
+(`calculate_max_seq_len`), and the network, which it reads from a checkpoint (`build`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from penstock.architectures.network_model import NetworkModel
 from penstock.architectures.step_messages import StepMessage
 from penstock.architectures.step_tensors import (
     eager_reason,
-    shape_of,
-    tensors_of_later_steps,
-    tensors_of_step,
+    later_step_tensors,
+    step_key,
+    step_tensors,
     with_tensors,
 )
 from penstock.architectures.vision import VisionModel
@@ -33,7 +33,7 @@ from penstock.errors import UnsupportedFeatureError
 from penstock.kernels import ImageSpans, KVCacheInputs, Ops, SamplingInputs, StepInputs, uploaded_together
 from penstock.kv_cache import KVCacheManager, KVCacheSpec
 from penstock.log_probabilities import compute_log_probabilities
-from penstock.memory import estimate_kv_cache_size, plan_memory, wanted_block_size
+from penstock.memory import estimate_kv_cache_size, plan_memory, requested_block_size
 from penstock.nn import Loader, ReturnHiddenStates, ReturnLogits
 from penstock.pipelines.core import LogProbabilities, TextAndVisionContext, TextContext
 
@@ -71,12 +71,12 @@ class DecoderModel(NetworkModel[TextContext]):
 
     network: Network
     is_divisible: ClassVar[bool] = False
-    """Whether all of its layers declare the part that a rank holds, which tensor parallelism requires."""
+    """Whether each layer declares the part that a rank stores, which tensor parallelism requires."""
 
     @classmethod
     @abstractmethod
     def kv_spec(cls, pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig) -> KVCacheSpec:
-        """Return layers, heads, sizes and windows of the KV cache."""
+        """Return the layers, kv heads, head sizes and windows of the KV cache."""
 
     @classmethod
     @abstractmethod
@@ -84,7 +84,7 @@ class DecoderModel(NetworkModel[TextContext]):
         """Read the network from a checkpoint."""
 
     def estimate_kv_cache_size(self, available_cache_memory: int) -> int:
-        """Return the bytes of the KV cache, of at most ``available_cache_memory``."""
+        """Return the size in bytes of the KV cache, at most ``available_cache_memory``."""
         return estimate_kv_cache_size(
             self.pipeline_config,
             self.kv_cache_spec,
@@ -97,17 +97,17 @@ class DecoderModel(NetworkModel[TextContext]):
         config = self.kv_cache_config
         spec = self.kv_cache_spec
         assert spec is not None
-        whole = self.kv_spec(self.pipeline_config, self.huggingface_config)
+        whole_spec = self.kv_spec(self.pipeline_config, self.huggingface_config)
         manager = KVCacheManager(
             spec,
             self._num_blocks(available_cache_memory),
-            wanted_block_size(self.pipeline_config),
+            requested_block_size(self.pipeline_config),
             device=self.torch_device,
             enable_prefix_caching=config.enable_prefix_caching
             and (spec.shares_prefixes or not self.network.length_dependent),
             adapter_digest=self.lora_manager.digest if self.lora_manager else None,
             host_memory=config.offload_memory or 0,
-            fixed_scales=fixed_scales(self.pipeline_config, whole, session.shard),
+            fixed_scales=fixed_scales(self.pipeline_config, whole_spec, session.shard),
         )
         if session.ranks is not None:
             manager.storage.on_copy = lambda *blocks: self.announce("copy_block", *blocks)
@@ -133,14 +133,14 @@ class DecoderModel(NetworkModel[TextContext]):
         contexts = [context for replica in replica_batches for context in replica]
         self._check_images(contexts)
         drafts = drafts or [()] * len(contexts)
-        rows: list[np.ndarray] = []
+        token_arrays: list[np.ndarray] = []
         for context, draft in zip(contexts, drafts, strict=True):
-            rows.append(context.next_tokens)
+            token_arrays.append(context.next_tokens)
             if len(draft):
-                rows.append(np.array(draft))
-        tokens = np.concatenate(rows)
-        drafted = [len(draft) for draft in drafts]
-        counts = np.array([context.active_length for context in contexts]) + drafted
+                token_arrays.append(np.array(draft))
+        tokens = np.concatenate(token_arrays)
+        draft_lengths = [len(draft) for draft in drafts]
+        counts = np.array([context.active_length for context in contexts]) + draft_lengths
         positions = np.array([context.start_idx for context in contexts])
         with uploaded_together(self.torch_device):
             if len(tokens) == len(contexts):
@@ -150,9 +150,9 @@ class DecoderModel(NetworkModel[TextContext]):
                 positions = (positions + counts - ends).repeat(counts) + np.arange(len(tokens))
                 num_logits = self._num_logits(counts, return_n_logits)
                 logit_ends = num_logits.cumsum()
-                rows_of_logits = np.arange(logit_ends[-1]) + (ends - logit_ends).repeat(num_logits)
+                logit_indices = np.arange(logit_ends[-1]) + (ends - logit_ends).repeat(num_logits)
                 row_offsets = self._to_device(np.append(0, ends), np.int32)
-                logit_rows = self._to_device(rows_of_logits, np.int64)
+                logit_rows = self._to_device(logit_indices, np.int64)
                 logit_offsets = self._to_device(np.append(0, logit_ends), np.int64)
             return ModelInputs(
                 tokens=self._to_device(tokens, np.int64),
@@ -162,16 +162,16 @@ class DecoderModel(NetworkModel[TextContext]):
                 logit_offsets=logit_offsets,
                 kv=kv_cache_inputs,
                 lora=self.lora_manager.inputs(contexts, counts) if self.lora_manager else None,
-                drafts=tuple(drafted),
+                drafts=tuple(draft_lengths),
                 text_lengths=self._text_lengths(contexts, counts, positions),
-                spans=self._spans(contexts, counts, positions),
+                spans=self._image_spans(contexts, counts, positions),
             )
 
     def prepare_next_token_inputs(self, next_tokens: Tensor, prev_model_inputs: ModelInputs) -> ModelInputs:
-        """Return inputs of one row for each sequence: the sampled token, at the next position."""
-        last = prev_model_inputs.row_offsets[1:].long() - 1  # [B]
+        """Return inputs with one row for each sequence: the sampled token, at the next position."""
+        last_rows = prev_model_inputs.row_offsets[1:].long() - 1  # [B]
         row_offsets, logit_rows, logit_offsets = _single_row_offsets(len(next_tokens), next_tokens.device)
-        positions = prev_model_inputs.positions[last] + 1
+        positions = prev_model_inputs.positions[last_rows] + 1
         lora = prev_model_inputs.lora
         assert prev_model_inputs.kv is not None
         return replace(
@@ -182,7 +182,7 @@ class DecoderModel(NetworkModel[TextContext]):
             logit_rows=logit_rows,
             logit_offsets=logit_offsets,
             kv=prev_model_inputs.kv.advance(),
-            lora=lora.take(last) if lora else None,
+            lora=lora.take(last_rows) if lora else None,
             input_embeds=None,
             drafts=None,
             text_lengths=positions + 1 if self.network.length_dependent else None,
@@ -196,7 +196,7 @@ class DecoderModel(NetworkModel[TextContext]):
         else:
             with ranks.step():
                 if ranks.rank == 0:
-                    self.announce("execute", StepMessage.of(model_inputs))
+                    self.announce("execute", StepMessage.from_inputs(model_inputs))
                 results = self._run(model_inputs)
         logits, *states = results
         return ModelOutputs(
@@ -217,9 +217,9 @@ class DecoderModel(NetworkModel[TextContext]):
 
     @property
     def _graphs(self) -> GraphCache | None:
-        """The compiled steps; None if the ranks exchange tensors by torch.distributed.
+        """The compiled steps; None if the ranks exchange tensors through torch.distributed.
 
-        A compiled step contains collectives in shared memory only.
+        A compiled step can only contain collectives in shared memory.
         """
         ranks = self.session.ranks
         return self.session.graphs if ranks is None or ranks.region else None
@@ -235,7 +235,7 @@ class DecoderModel(NetworkModel[TextContext]):
             return None
         return graphs.run(
             self._graph_key(model_inputs, graphs),
-            tensors_of_step(model_inputs),
+            step_tensors(model_inputs),
             lambda ops, tensors: self._run_eagerly(with_tensors(model_inputs, tensors), ops),
         )
 
@@ -255,12 +255,12 @@ class DecoderModel(NetworkModel[TextContext]):
         with nullcontext() if ranks is None else ranks.step():
             if ranks is not None and ranks.rank == 0:
                 self.announce(
-                    "execute_steps", StepMessage.of(model_inputs), len(uniforms), ends.cpu().numpy()
+                    "execute_steps", StepMessage.from_inputs(model_inputs), len(uniforms), ends.cpu().numpy()
                 )
             return graphs.run_loop(
                 key,
-                tensors_of_step(model_inputs),
-                tensors_of_later_steps(model_inputs, len(uniforms)),
+                step_tensors(model_inputs),
+                later_step_tensors(model_inputs, len(uniforms)),
                 sampling,
                 uniforms,
                 ends,
@@ -268,7 +268,7 @@ class DecoderModel(NetworkModel[TextContext]):
             )
 
     def _graph_key(self, model_inputs: ModelInputs, graphs: GraphCache) -> Hashable:
-        return (id(self.network), self.return_hidden_states, shape_of(model_inputs, graphs.columns))
+        return (id(self.network), self.return_hidden_states, step_key(model_inputs, graphs.columns))
 
     def _run_eagerly(self, model_inputs: ModelInputs, ops: Ops) -> tuple[Tensor, ...]:
         """Return logits, and the hidden states of all rows if any are requested."""
@@ -285,15 +285,15 @@ class DecoderModel(NetworkModel[TextContext]):
             model_inputs.text_lengths,
             spans,
         )
-        hidden, normed = self.network(model_inputs.tokens, step, model_inputs.input_embeds)
-        if lora is not None and len(rows) < len(normed):
+        hidden, normalized = self.network(model_inputs.tokens, step, model_inputs.input_embeds)
+        if lora is not None and len(rows) < len(normalized):
             step = replace(step, lora=replace(lora, rows=ops.take_rows(lora.rows[:, None], rows)[:, 0]))
-        logits = self.network.head(ops.take_rows(normed, rows), step)
+        logits = self.network.head(ops.take_rows(normalized, rows), step)
         kind = self.return_hidden_states
         if kind is ReturnHiddenStates.NONE:
             return (logits,)
-        normalized = kind in (ReturnHiddenStates.LAST_NORMALIZED, ReturnHiddenStates.ALL_NORMALIZED)
-        return logits, normed if normalized else hidden
+        is_normalized = kind in (ReturnHiddenStates.LAST_NORMALIZED, ReturnHiddenStates.ALL_NORMALIZED)
+        return logits, normalized if is_normalized else hidden
 
     def compute_log_probabilities(
         self,
@@ -319,9 +319,9 @@ class DecoderModel(NetworkModel[TextContext]):
         """Return the planned number of blocks, or fewer if less memory is available."""
         plan = self.memory_plan
         if available_cache_memory < plan.kv_cache_size:
-            smaller = replace(self.kv_cache_config, memory=available_cache_memory)
+            smaller_cache = replace(self.kv_cache_config, memory=available_cache_memory)
             plan = plan_memory(
-                replace(self.pipeline_config, kv_cache=smaller),
+                replace(self.pipeline_config, kv_cache=smaller_cache),
                 self.kv_cache_spec,
                 model_max_length=self.max_seq_len,
                 weights_size=0,
@@ -343,9 +343,9 @@ class DecoderModel(NetworkModel[TextContext]):
     ) -> Tensor | None:  # [T]
         """Return the sequence length that determines the rotary angles of each row.
 
-        It is the length of the prompt, or the row's position + 1 if that is larger. Transformers uses the
-        same lengths. In a regime of longer sequences (see `KVCacheSpec.regime`), it is at least the length at
-        which the regime begins, so that recomputing a context gives the same rows.
+        This length is that of the prompt, or the row's position + 1 if that is larger, as in transformers. In
+        a regime of longer sequences (see `KVCacheSpec.regime`), it is at least the length at which the regime
+        begins. A context that is computed again therefore has the same rows.
         """
         spec = self.kv_cache_spec
         if not self.network.length_dependent or spec is None:
@@ -356,7 +356,7 @@ class DecoderModel(NetworkModel[TextContext]):
         return self._to_device(np.maximum(np.array(lengths).repeat(counts), positions + 1), np.int64)
 
     def _check_images(self, contexts: Sequence[TextContext]) -> None:
-        """Refuse pixels if the model does not read them."""
+        """Refuse images that the model cannot read."""
         for context in contexts:
             if not isinstance(context, TextAndVisionContext) or not context.pixel_values:
                 continue
@@ -364,15 +364,15 @@ class DecoderModel(NetworkModel[TextContext]):
                 raise UnsupportedFeatureError("an image", f"{type(self).__name__} reads text only")
             if not context.images:
                 raise UnsupportedFeatureError(
-                    "pixel_values without images", "give the tokens of each image as ImageMetadata"
+                    "pixel_values without images", "pass the tokens of each image as ImageMetadata"
                 )
 
-    def _spans(
+    def _image_spans(
         self, contexts: Sequence[TextContext], counts: np.ndarray, positions: np.ndarray
     ) -> Tensor | None:  # [T, 2]
-        """Return `ImageSpans.bounds`: for each row, the span of its image, or the row itself."""
+        """Return `ImageSpans.bounds` (for each row the span of its image, or the row itself), or None."""
         spans: np.ndarray | None = None
-        first = 0
+        first_row = 0
         for context, count in zip(contexts, counts.tolist(), strict=True):
             if isinstance(context, TextAndVisionContext) and context.has_bidirectional_images:
                 for image in context.next_images_in_window:
@@ -383,8 +383,8 @@ class DecoderModel(NetworkModel[TextContext]):
                         0,
                         context.active_length,
                     )
-                    spans[first + rows[0] : first + rows[1]] = (image.start_idx, image.end_idx)
-            first += count
+                    spans[first_row + rows[0] : first_row + rows[1]] = (image.start_idx, image.end_idx)
+            first_row += count
         return None if spans is None else self._to_device(spans, np.int32)
 
     def _requested_rows(self, states: Tensor, row_offsets: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""`EmbedderModel`: a decoder as an encoder, for embedders, rerankers and sequence classifiers.
+"""`EmbedderModel`: a decoder network that serves embedders, rerankers and sequence classifiers.
 
-It computes whole inputs in one step, without a KV cache. A family subclasses it and names its decoder.
+It computes whole inputs in one step, without a KV cache. A family subclasses it and sets `decoder`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EmbedderNetwork:
-    """A decoder without its vocabulary head: ``tokens [T]`` -> normed hidden states ``[T, E]``."""
+    """A decoder without its output head: ``tokens [T]`` -> normalized hidden states ``[T, E]``."""
 
     trunk: DecoderTrunk
     classifier: ClassificationHead | None = None
@@ -49,18 +49,18 @@ class EmbedderNetwork:
         return self.trunk(tokens, step)[1]
 
 
-def without_model(name: str) -> str:
+def remove_model_prefix(name: str) -> str:
     """Return the name of a tensor without the prefix ``model.``, which only models with a head have."""
     return name.removeprefix("model.")
 
 
 class EmbedderModel(EncoderModel):
-    """A decoder that a `Blueprint` describes, as an encoder."""
+    """An encoder whose network is a decoder that a `Blueprint` describes."""
 
     decoder: ClassVar[type[TransformerModel]]
     """The family's model for text generation."""
     classifier_names: ClassVar[ClassifierNames] = ClassifierNames(dense=None, activation=None, output="score")
-    weights_adapter = without_model
+    weights_adapter = remove_model_prefix
     ignored_weights = ("*rotary_emb.inv_freq", "lm_head.*")
     default_pooling: PoolingType = "last_token"
 

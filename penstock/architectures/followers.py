@@ -1,9 +1,9 @@
-"""`Follower`: runs on ranks 1 and above the steps that rank 0 announces.
+"""`Follower`: runs the steps of rank 0 on another rank.
 
-Rank 0 schedules, prepares inputs and samples. For each forward it sends one message of a few kilobytes with
-the tensors of the step, and then all ranks run the network. The other ranks do not have contexts, text or
-sampling parameters: the tokens that rank 0 samples are part of its next message. Block tables and cache slots
-are those of rank 0, because all ranks have the same blocks, with different heads in them.
+Only rank 0 schedules, prepares inputs and samples. For each forward, it sends one message of a few kilobytes
+with the tensors of the step. Then all ranks run the network. The other ranks have no contexts, text or
+sampling parameters. The tokens that rank 0 samples are part of its next message. Block tables and cache slots
+are equal on all ranks: a block contains the same tokens on each rank, but different heads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.kv_cache import KVCacheManager
 
 
 class Follower:
-    """Runs the steps of a model on rank 1 or above.
+    """Runs the calls of rank 0 on a model of rank 1 or above.
 
     Args:
         model: the loaded part of this rank.
@@ -34,7 +34,7 @@ class Follower:
         self._model, self._kv = model, kv
 
     def run(self, ranks: Ranks) -> None:
-        """Run the calls that rank 0 announces, until it ends.
+        """Receive and run the calls of rank 0, until rank 0 closes the model.
 
         Raises:
             EOFError: rank 0 has closed the model.
@@ -45,7 +45,7 @@ class Follower:
             getattr(self, method)(*arguments)
 
     def execute(self, message: StepMessage) -> None:
-        """Run one forward; see `penstock.architectures.step_messages`."""
+        """Run one forward with the inputs of a message."""
         self._model.execute(message.inputs(self._kv, self._model.lora_manager))
 
     def execute_steps(self, message: StepMessage, num_steps: int, ends: np.ndarray) -> None:
@@ -61,7 +61,7 @@ class Follower:
         )
         uniforms = torch.zeros(num_steps, rows, dtype=torch.float64)
         sampled = self._model.execute_steps(inputs, unused, uniforms, torch.from_numpy(ends))
-        assert sampled is not None, "rank 0 runs steps that this rank has not captured"
+        assert sampled is not None, "rank 0 runs a step that this rank has not compiled"
 
     def pack_pending(self) -> None:
         """Pack one lazily packed weight."""
@@ -76,7 +76,10 @@ class Follower:
         self._kv.discard_storage()
 
     def put_adapter(self, slot: int, matrices: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Put an adapter into a slot. ``matrices`` are those of whole layers; this rank stores its part."""
+        """Put an adapter into a slot.
+
+        ``matrices`` are those of whole layers, of which this rank stores its part.
+        """
         adapters = self._model.lora_manager
         assert adapters is not None
         adapters.put(slot, matrices)

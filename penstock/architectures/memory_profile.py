@@ -1,4 +1,4 @@
-"""Measurement of the memory that weights and the largest step take, before the KV cache is allocated."""
+"""Measures the memory of the weights and of the largest step, before the KV cache is allocated."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from penstock.memory import MemoryPlan, plan_memory
 from penstock.pipelines.core import TextContext
 
 
-def measured_plan(model: PipelineModel[Any], spec: KVCacheSpec, memory: DeviceMemory) -> MemoryPlan:
-    """Return the memory plan of a loaded model with measured sizes of weights and activations.
+def plan_from_measurement(model: PipelineModel[Any], spec: KVCacheSpec, memory: DeviceMemory) -> MemoryPlan:
+    """Return the memory plan of a loaded model, with measured sizes of weights and activations.
 
-    Runs a step of ``max_batch_input_tokens`` tokens of ``max_batch_size`` sequences, with sampling. The
-    maximum length never exceeds that of the first plan, because the layers were built for it.
+    Runs a step of ``max_batch_input_tokens`` tokens in ``max_batch_size`` sequences, and samples. The maximum
+    length is at most that of the first plan, because the layers were built for that length.
 
     Args:
         model: the model, whose weights are loaded.
-        spec: its KV cache.
+        spec: the layers of its KV cache.
         memory: counts the memory of its device.
 
     Raises:
@@ -36,7 +36,7 @@ def measured_plan(model: PipelineModel[Any], spec: KVCacheSpec, memory: DeviceMe
         activation_size = memory.peak(lambda: run_largest_step(model, spec, plan))
     except MemoryError as error:
         raise InsufficientMemoryError(
-            f"a step of {plan.max_batch_input_tokens} tokens does not fit into memory beside weights of "
+            f"a step of {plan.max_batch_input_tokens} tokens does not fit into memory with weights of "
             f"{weights_size} bytes ({error}): lower --max-batch-input-tokens or --max-batch-size, or use a "
             "smaller model or encoding",
             needed=weights_size + plan.activation_size,
@@ -85,11 +85,11 @@ def run_largest_step(model: PipelineModel[Any], spec: KVCacheSpec, plan: MemoryP
         torch.zeros(rows, device=device),
         torch.full((rows,), 0.5, dtype=torch.float64, device=device),
     )
-    model.session.ops.sample(logits.float().clone(), sampling)  # penalties need a copy of this size
+    model.session.ops.sample(logits.float().clone(), sampling)  # a copy of this size, as penalties need it
 
 
 def _largest_batch(plan: MemoryPlan) -> list[TextContext]:
-    """Return prompts among which the tokens of the largest step are divided evenly."""
+    """Return prompts that divide the tokens of the largest step evenly."""
     count = min(plan.max_batch_size, plan.max_batch_input_tokens)
     lengths = np.full(count, plan.max_batch_input_tokens // count)
     lengths[: plan.max_batch_input_tokens % count] += 1

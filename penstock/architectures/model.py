@@ -1,8 +1,8 @@
 """`PipelineModel`, the interface between a pipeline and a model, with its inputs and outputs.
 
-A model can subclass `PipelineModel` and write all methods,
-`penstock.architectures.network_model.NetworkModel` (reads and packs a network from a checkpoint), or
-`penstock.architectures.decoder.DecoderModel` (adds the KV cache and the inputs of a decoder).
+A model subclasses `PipelineModel` and defines all methods, or subclasses a class that defines some of them.
+`penstock.architectures.network_model.NetworkModel` reads and packs a network from a checkpoint.
+`penstock.architectures.decoder.DecoderModel` adds the KV cache and the inputs of a decoder.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from penstock.memory import (
     estimate_adapters_size,
     estimate_weights_size,
     plan_memory,
-    shares_of_rank,
+    rank_shares,
 )
 from penstock.nn import LLAMA_NAMES, ReturnHiddenStates, ReturnLogits, TensorNames
 from penstock.pipelines.core import InputContext, LogProbabilities
@@ -44,15 +44,15 @@ BaseContextType = TypeVar("BaseContextType", bound=InputContext)
 WeightsAdapter = Callable[[str], str | None]
 """Maps a checkpoint tensor name to the name that the model uses, or to None to drop the tensor."""
 
-_UNSET: Any = None  # subclasses with other inputs need not set these fields
+_UNSET: Any = None  # a subclass with other inputs need not set these fields
 
 
 @dataclass(kw_only=True)
 class ModelInputs:
     """A ragged batch: the rows of all sequences, concatenated.
 
-    A sequence can have a whole prompt, a chunk of it or a single token. A model with other inputs subclasses
-    this class.
+    The rows of a sequence are a whole prompt, a chunk of it or a single token. A model with other inputs
+    subclasses this class.
     """
 
     tokens: Tensor = _UNSET
@@ -68,9 +68,9 @@ class ModelInputs:
     kv: KVCacheInputs | None = None
     lora: LoRAInputs | None = None
     input_embeds: tuple[Tensor, Tensor] | None = None
-    """Rows ``[P]`` and the embeddings ``[P, W]`` that replace theirs, for images and audio.
+    """The indices ``[P]`` of rows of images or audio, and their embeddings ``[P, W]``.
 
-    W is E, unless the family's encoder returns wider rows with additional parts for its network."""
+    W is E, unless the encoder returns additional columns, see `VisionModel.encode_images`."""
     spans: Tensor | None = None
     """``[T, 2]`` int32, see `ImageSpans.bounds`."""
     hidden_states: Tensor | None = None
@@ -110,15 +110,14 @@ class KVCacheMixin(Protocol):
         ...
 
     def estimate_kv_cache_size(self, available_cache_memory: int) -> int:
-        """Return how many of these bytes the KV cache takes."""
+        """Return the size in bytes of the KV cache, at most ``available_cache_memory``."""
         ...
 
 
 class PipelineModel(ABC, Generic[BaseContextType]):
     """A model with setup, input preparation and execution.
 
-    ``PipelineModel(pipeline_config, session)`` is enough. The other arguments have defaults from the
-    configuration.
+    Only the first two arguments are required. The configuration determines the defaults of the others.
 
     Args:
         pipeline_config: the configuration of the whole pipeline.
@@ -126,7 +125,7 @@ class PipelineModel(ABC, Generic[BaseContextType]):
         devices: the devices of the model; by default those of the session.
         kv_cache_config: by default ``pipeline_config.kv_cache``.
         weights: the tensors of the checkpoint; by default opened from the configured checkpoint.
-        adapter: maps the names of tensors; by default the class's `weights_adapter`.
+        adapter: maps the names of tensors; by default `weights_adapter` of the class.
         return_logits: the rows of logits that `execute` returns. `TextGenerationPipeline` requests several
             rows of a sequence to echo prompts and to verify drafts.
         return_hidden_states: the rows of hidden states that `execute` returns.
@@ -146,7 +145,7 @@ class PipelineModel(ABC, Generic[BaseContextType]):
         return_logits: ReturnLogits = ReturnLogits.VARIABLE,
         return_hidden_states: ReturnHiddenStates = ReturnHiddenStates.NONE,
     ) -> None:
-        if kv_cache_config is not None:  # memory plan and cache use the given configuration
+        if kv_cache_config is not None:  # the memory plan also uses this argument
             pipeline_config = replace(pipeline_config, kv_cache=kv_cache_config)
         pipeline_config.check_determinism()
         self.pipeline_config = pipeline_config
@@ -194,7 +193,7 @@ class PipelineModel(ABC, Generic[BaseContextType]):
     def signal_buffers(self) -> list[Tensor]:
         """Buffers for collectives between several devices, one for each rank; empty for one device.
 
-        Also empty if torch.distributed exchanges the tensors, which has separate buffers.
+        Also empty if torch.distributed exchanges the tensors, because it has its own buffers.
         """
         ranks = self.session.ranks
         return [] if ranks is None else ranks.buffers
@@ -204,7 +203,7 @@ class PipelineModel(ABC, Generic[BaseContextType]):
     def calculate_max_seq_len(
         cls, pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig
     ) -> int:
-        """Return the longest sequence, prompt and output together, that the model supports.
+        """Return the maximum length in tokens of a sequence, prompt and output together.
 
         Raises:
             ValueError: the configured maximum exceeds that of the model.
@@ -214,17 +213,17 @@ class PipelineModel(ABC, Generic[BaseContextType]):
     def kv_spec(
         cls, pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig
     ) -> KVCacheSpec | None:
-        """Return layers, heads, sizes and windows of the KV cache; None for a model without a cache."""
+        """Return the layers, kv heads, head sizes and windows of the KV cache; None without a cache."""
         return None
 
     @classmethod
     def tensor_names(cls, huggingface_config: HuggingFaceConfig) -> TensorNames:
-        """Return the tensor names of the family, which the memory planner reads. The default is Llama's."""
+        """Return the tensor names of the family for the memory planner; by default those of Llama."""
         return LLAMA_NAMES
 
     @classmethod
     def estimate_weights_size(cls, pipeline_config: PipelineConfig) -> int:
-        """Return the bytes of the loaded weights."""
+        """Return the size in bytes of the loaded weights."""
         names = cls.tensor_names(pipeline_config.model.huggingface_config)
         return estimate_weights_size(pipeline_config, names)
 
@@ -232,26 +231,26 @@ class PipelineModel(ABC, Generic[BaseContextType]):
     def estimate_activation_memory(
         cls, pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig
     ) -> int:
-        """Return the bytes of the activations of the largest step; 0 if the model has no estimate."""
+        """Return the size in bytes of the activations of the largest step; 0 without an estimate."""
         return 0
 
     @classmethod
     def estimate_encoder_memory(
         cls, pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig
     ) -> int:
-        """Return the bytes of the activations of an image encoder; 0 without one."""
+        """Return the size in bytes of the activations of an image encoder; 0 without one."""
         return 0
 
     @classmethod
     def min_step_tokens(cls, pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig) -> int:
-        """Return the tokens of the longest input that must run in one step; 0 if inputs run in chunks."""
+        """Return the length in tokens of the longest input that cannot be split; 0 if there is none."""
         return 0
 
     def measure_memory(self) -> None:
-        """Plan the KV cache again after the weights are loaded, if the memory of the device is counted."""
+        """Plan the KV cache again with measured sizes of the loaded weights; by default does nothing."""
 
     def estimate_memory_footprint(self) -> int:
-        """Return the bytes that remain for the KV cache after weights and activations."""
+        """Return the number of bytes that remain for the KV cache after weights and activations."""
         plan = self.memory_plan
         return plan.available_memory - plan.static_size
 
@@ -260,7 +259,7 @@ class PipelineModel(ABC, Generic[BaseContextType]):
         """Run one forward."""
 
     def pack_pending(self) -> bool:
-        """Pack one lazily packed weight, in a fraction of a second. An idle worker calls it.
+        """Pack one lazily packed weight, which takes a fraction of a second. An idle worker calls this.
 
         Returns:
             Whether weights remain to be packed. `execute` packs the rest when necessary.
@@ -279,7 +278,9 @@ class PipelineModel(ABC, Generic[BaseContextType]):
         uniforms: Tensor,
         ends: Tensor,
     ) -> Tensor | None:
-        """Run several decode steps in one call, if possible. Each step reads the tokens of the previous one.
+        """Run several decode steps in one call, if possible.
+
+        Each step reads the tokens that the previous one sampled.
 
         Args:
             model_inputs: the inputs of the first step, one row for each sequence.
@@ -311,13 +312,13 @@ class PipelineModel(ABC, Generic[BaseContextType]):
             return_n_logits: the number of rows of logits for each sequence with `ReturnLogits.VARIABLE`: one
                 number for all sequences, or one for each. The latter is passed only for drafts and echoed
                 prompts.
-            drafts: drafted tokens of each context, appended to its active tokens. Passed only if the pipeline
-                speculates.
+            drafts: drafted tokens of each context, appended to its active tokens. Passed only with
+                speculative decoding.
         """
 
     @abstractmethod
     def prepare_next_token_inputs(self, next_tokens: Tensor, prev_model_inputs: ModelInputs) -> ModelInputs:
-        """Return the inputs of the next forward of the same batch. Does not read the contexts.
+        """Return the inputs of the next forward of the same batch, without its contexts.
 
         Args:
             next_tokens: ``[B]``, the token just sampled for each sequence.
@@ -351,20 +352,20 @@ class PipelineModel(ABC, Generic[BaseContextType]):
 
     def _free_memory(self, weights_size: int) -> int:
         """Return the memory for weights, activations and KV cache, before anything is loaded."""
-        free = self.session.prefaulted.num_idle  # read before loading: it grows while the free memory shrinks
+        free = self.session.prefaulted.num_idle  # read first: a thread moves free memory into it
         free += self.session.free_memory_of(self.devices)
         private = private_memory.free()
         if private is not None and free >= private and self.pipeline_config.model.packed_key.file.is_file():
-            free += weights_size  # mapped from the packed file: not counted by the memory limit
+            free += weights_size  # the packed file is mapped: the memory limit does not count it
         ranks = self.session.ranks
         if ranks is None:
             return free
         # Ranks on CPUs share the memory of the host.
-        own = free // ranks.world if self.devices[0].is_host else free
-        return ranks.minimum([own])[0]
+        rank_memory = free // ranks.world if self.devices[0].is_host else free
+        return ranks.minimum([rank_memory])[0]
 
-    def _weights_size_of_rank(self) -> int:
-        """Return the bytes of the loaded weights of the rank with the largest part; without ranks, of all
+    def _rank_weights_size(self) -> int:
+        """Return the size in bytes of the weights of the rank with the largest part; without ranks, of all
         weights.
         """
         config, shard = self.pipeline_config, self.session.shard
@@ -374,13 +375,14 @@ class PipelineModel(ABC, Generic[BaseContextType]):
         spec = self.kv_spec(config, self.huggingface_config)
         kv_heads = max(group.kv_heads for group in spec.groups) if spec else 1
         names = self.tensor_names(self.huggingface_config)
-        share = shares_of_rank(names, shard, kv_heads)
-        whole, own = estimate_weights_size(config, names), estimate_weights_size(config, names, share=share)
-        return size - whole + own
+        share = rank_shares(names, shard, kv_heads)
+        whole_size = estimate_weights_size(config, names)
+        rank_size = estimate_weights_size(config, names, share=share)
+        return size - whole_size + rank_size
 
     def _plan_memory(self) -> MemoryPlan:
         config, huggingface_config = self.pipeline_config, self.huggingface_config
-        weights_size = self._weights_size_of_rank()
+        weights_size = self._rank_weights_size()
         free_memory = self.free_memory = self._free_memory(weights_size)
         encoder_size = self.estimate_encoder_memory(config, huggingface_config)
         plan = plan_memory(

@@ -1,8 +1,8 @@
-"""`MultimodalRopeModel`: positions of several axes for the tokens of images (arXiv:2409.12191).
+"""`MultimodalRopeModel`: positions with several axes for the tokens of images (arXiv:2409.12191).
 
-A text token has one position. A token of an image has three: time, row and column, counted from the start
-position of the image. The text after an image continues at the largest of them plus 1, so positions advance
-more slowly than indices.
+A text token has one position. A token of an image has three positions: time, row and column, each counted
+from the start position of the image. The text after an image continues at the largest of these positions plus
+1. An image therefore advances the positions by less than its number of tokens.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from penstock.nn.config_values import ConfigValues
 from penstock.pipelines.core import ImageMetadata, TextAndVisionContext, TextContext
 
 GRID = "image_grid_thw"
-"""The argument of an image that holds its frames, rows and columns of patches."""
+"""The key of the image argument with the numbers of frames, patch rows and patch columns."""
 
 
 class MultimodalRopeModel(DecoderModel):
     """A decoder whose rotary embedding has axes for time, rows and columns of images."""
 
     merge_size: int = 2
-    """Patches that are merged into one row, in each direction."""
+    """Number of patches, in each direction, that are merged into one row."""
 
     def prepare_initial_token_inputs(
         self,
@@ -49,7 +49,7 @@ class MultimodalRopeModel(DecoderModel):
             return inputs
         counts = inputs.row_offsets.diff().tolist()
         parts = [
-            positions_of(context, count, self.merge_size)
+            multimodal_positions(context, count, self.merge_size)
             for context, count in zip(contexts, counts, strict=True)
         ]
         positions = np.concatenate(parts, axis=1)  # [3, T]
@@ -59,30 +59,30 @@ class MultimodalRopeModel(DecoderModel):
 
     def prepare_next_token_inputs(self, next_tokens: Tensor, prev_model_inputs: ModelInputs) -> ModelInputs:
         if prev_model_inputs.positions.dim() == 2:
-            # After the last token of an image the text continues at its largest position plus 1.
+            # After an image, the text continues at the largest position of the image plus 1.
             largest = prev_model_inputs.positions.amax(0)
             prev_model_inputs = replace(prev_model_inputs, positions=largest)
         return super().prepare_next_token_inputs(next_tokens, prev_model_inputs)
 
 
-def positions_of(context: TextContext, count: int, merge: int) -> npt.NDArray[np.int64]:
+def multimodal_positions(context: TextContext, count: int, merge: int) -> npt.NDArray[np.int64]:
     """Return the positions ``[3, count]`` of a context's tokens from its start index on.
 
-    They depend on the images and the indices only. A chunk, a recomputed context and a context with a cached
-    prefix therefore have the same positions.
+    They depend only on the images and on the indices of the tokens. A chunk, a recomputed context and a
+    context with a cached prefix therefore have the same positions.
     """
-    start = context.start_idx
-    indices = np.arange(start, start + count)
+    first_index = context.start_idx
+    indices = np.arange(first_index, first_index + count)
     positions = np.broadcast_to(indices, (3, count)).copy()
     images = context.images if isinstance(context, TextAndVisionContext) else []
     for image in images:
         rows, columns = merged_grid(image, merge)
-        inside = (indices >= image.start_idx) & (indices < image.end_idx)
-        offsets = indices[inside] - image.start_idx
-        first = positions[0, inside] - offsets
-        positions[0, inside] = first
-        positions[1, inside] = first + offsets // columns
-        positions[2, inside] = first + offsets % columns
+        is_inside = (indices >= image.start_idx) & (indices < image.end_idx)
+        offsets = indices[is_inside] - image.start_idx
+        start = positions[0, is_inside] - offsets
+        positions[0, is_inside] = start
+        positions[1, is_inside] = start + offsets // columns
+        positions[2, is_inside] = start + offsets % columns
         positions[:, indices >= image.end_idx] += max(rows, columns) - (image.end_idx - image.start_idx)
     return positions
 
@@ -102,7 +102,7 @@ def merged_grid(image: ImageMetadata, merge: int) -> tuple[int, int]:
 
 
 def sectioned_axes(sections: Sequence[int], pairs: int) -> tuple[int, ...]:
-    """Return the axis of each pair of dims, if each axis rotates a contiguous section of pairs.
+    """Return the axis of each pair of dims, where each axis rotates a contiguous section of pairs.
 
     Raises:
         ConfigError: the sections do not cover the pairs of a head.
@@ -116,7 +116,7 @@ def sectioned_axes(sections: Sequence[int], pairs: int) -> tuple[int, ...]:
 
 
 def interleaved_axes(sections: Sequence[int], pairs: int) -> tuple[int, ...]:
-    """Return the axis of each pair of dims, if the axes are interleaved.
+    """Return the axis of each pair of dims, where the axes are interleaved.
 
     Axes 1 and 2 each rotate every third pair, up to the length of their section. Axis 0 rotates the rest.
     """
@@ -124,18 +124,18 @@ def interleaved_axes(sections: Sequence[int], pairs: int) -> tuple[int, ...]:
 
 
 def rope_sections(parameters: ConfigValues, default: Sequence[int]) -> tuple[int, ...]:
-    """Return ``mrope_section``: the pairs of dims of time, rows and columns.
+    """Return ``mrope_section``: the number of dim pairs for time, rows and columns.
 
     Raises:
         ConfigError: the value is not a list of three numbers.
     """
-    given = parameters.get("mrope_section")
-    if given is None:
+    configured = parameters.get("mrope_section")
+    if configured is None:
         return tuple(default)
     if (
-        not isinstance(given, list)
-        or len(given) != 3
-        or any(type(one) is not int or one < 0 for one in given)
+        not isinstance(configured, list)
+        or len(configured) != 3
+        or any(type(size) is not int or size < 0 for size in configured)
     ):
-        raise ConfigError("mrope_section", f"must be a list of three whole numbers, was {given!r}")
-    return tuple(given)
+        raise ConfigError("mrope_section", f"must be a list of three whole numbers, was {configured!r}")
+    return tuple(configured)

@@ -1,6 +1,6 @@
 """`NetworkModel`: a model whose network is read from a checkpoint and packed for the back end.
 
-It is the common base of decoders and encoders. A subclass builds the network (`build`), prepares inputs and
+It is the base class of decoders and encoders. A subclass builds the network (`build`), prepares inputs and
 runs forwards. It calls `begin_step` before each forward.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.architectures.memory_profile import measured_plan
+from penstock.architectures.memory_profile import plan_from_measurement
 from penstock.architectures.model import BaseContextType, PipelineModel
 from penstock.calibration import CalibrationNetwork, pack_calibrated
 from penstock.errors import ConfigError
@@ -40,7 +40,7 @@ class NetworkModel(PipelineModel[BaseContextType]):
     """A model whose network is read from a checkpoint."""
 
     ignored_weights: tuple[str, ...] = ("*rotary_emb.inv_freq",)
-    """Patterns of checkpoint tensors that the network may ignore."""
+    """Patterns of the names of checkpoint tensors that the network need not read."""
     network: CalibrationNetwork
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -54,19 +54,19 @@ class NetworkModel(PipelineModel[BaseContextType]):
         model = self.pipeline_config.model
         ops = self.session.ops
         shard = self.session.shard
-        # a file of packed weights holds whole layers, so ranks cannot use it
+        # A file of packed weights contains whole layers, so a rank with parts of layers cannot use it.
         has_store = ops.packs_weights and shard.is_whole
         store = open_packed(model.packed_key, ops.layout) if has_store else None
         if store is not None or not ops.packs_weights:
-            self.session.prefaulted.release()  # no weights will be packed into it
-        take_packed = None if store is None else store.take
-        self._warn_of_widened_weights()
+            self.session.prefaulted.release()  # no weights will be packed into this memory
+        load_packed = None if store is None else store.take
+        self._warn_about_dequantized_weights()
         loader = Loader(
             self.weights,
             model.encoding,
             self.torch_device,
             ops,
-            take_packed,
+            load_packed,
             lazy="all",
             keep_stored=model.keeps_stored_layers,
             shard=shard,
@@ -99,7 +99,7 @@ class NetworkModel(PipelineModel[BaseContextType]):
 
     @classmethod
     def ignored_tensors(cls, huggingface_config: HuggingFaceConfig) -> tuple[str, ...]:
-        """Return patterns of checkpoint tensors that the network may ignore."""
+        """Return patterns of the names of checkpoint tensors that the network need not read."""
         return cls.ignored_weights
 
     @classmethod
@@ -107,8 +107,10 @@ class NetworkModel(PipelineModel[BaseContextType]):
         cls, pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig
     ) -> int:
         names = cls.tensor_names(huggingface_config)
-        whole = cls.min_step_tokens(pipeline_config, huggingface_config)
-        return estimate_activation_memory(pipeline_config, huggingface_config, names, min_step_tokens=whole)
+        min_tokens = cls.min_step_tokens(pipeline_config, huggingface_config)
+        return estimate_activation_memory(
+            pipeline_config, huggingface_config, names, min_step_tokens=min_tokens
+        )
 
     @classmethod
     def read(
@@ -141,7 +143,7 @@ class NetworkModel(PipelineModel[BaseContextType]):
         lazy_weights = [tensors for tensors in calibrated if isinstance(tensors, LazyWeight)]
         if not lazy_weights:
             return
-        num_bytes = sum(part.nbytes for one in lazy_weights for part in one.parts)
+        num_bytes = sum(part.nbytes for weight in lazy_weights for part in weight.parts)
         with torch.inference_mode(), LoadingProgress(num_bytes, title="quantising") as progress:
 
             def pack(weight: LazyWeight, importance: Tensor | None = None) -> None:
@@ -156,15 +158,15 @@ class NetworkModel(PipelineModel[BaseContextType]):
                 spec = spec.with_kv_heads(shard.num_kv_heads)
             pack_calibrated(network, spec, ops, config, pack)
             for weight in lazy_weights:
-                pack(weight)  # layers that the calibration forward did not use
+                pack(weight)  # a layer that the calibration forward did not use
 
     def measure_memory(self) -> None:
         memory, spec = self.session.memory, self.kv_cache_spec
         if memory is not None and spec is not None and self.session.ranks is None:
-            self.memory_plan = measured_plan(self, spec, memory)
+            self.memory_plan = plan_from_measurement(self, spec, memory)
 
     def begin_step(self) -> None:
-        """Check that the process may compute; before the second forward, pack the remaining weights."""
+        """Check that this process may compute. Before the second forward, also pack the remaining weights."""
         self.session.check_process()
         self.lazy_packing.begin_step()
 
@@ -174,7 +176,7 @@ class NetworkModel(PipelineModel[BaseContextType]):
         return self.lazy_packing.pack_next()
 
     def announce(self, method: str, *arguments: object) -> None:
-        """Make the other ranks call a method of their `Follower`. Does nothing on ranks above 0."""
+        """Send a call of a `Follower` method to the other ranks. Does nothing on ranks above 0."""
         ranks = self.session.ranks
         if ranks is not None and ranks.rank == 0:
             ranks.send(pickle.dumps((method, arguments), protocol=pickle.HIGHEST_PROTOCOL))
@@ -183,7 +185,7 @@ class NetworkModel(PipelineModel[BaseContextType]):
         config, tasks = self.pipeline_config, self.task_adapters(loader)
         if not config.lora.is_enabled and not tasks:
             return None
-        ranks = (len(down) for one in tasks.values() for down, _ in one.matrices.values())
+        ranks = (len(down) for adapter in tasks.values() for down, _ in adapter.matrices.values())
         adapters = LoRAManager(
             config.lora.with_room_for(len(tasks), max(ranks, default=0)),
             self.adapted_layers(loader),
@@ -210,25 +212,25 @@ class NetworkModel(PipelineModel[BaseContextType]):
 
     @property
     def adapter_name(self) -> Callable[[str], str | None] | None:
-        """Map the name of a tensor in peft's model to its name in this model; None if they are equal."""
+        """A function from tensor names in peft's model to names in this model; None if they are equal."""
         return None
 
-    def _warn_of_widened_weights(self) -> None:
-        """Log the number and the memory of quantized weights that are dequantized to floats."""
+    def _warn_about_dequantized_weights(self) -> None:
+        """Log the number and the size of quantized weights that are dequantized to floats."""
         model = self.pipeline_config.model
         if not model.keeps_stored_layers:
             return
         headers = model.tensor_headers.values()
-        widened = [one for one in headers if one.is_widened]
-        if widened:
+        dequantized = [header for header in headers if header.is_dequantized]
+        if dequantized:
             dtype = encoding_named(model.encoding).compute_dtype
             _logger.warning(
                 "%d quantized weights are dequantized to %s, because no kernel multiplies them as stored: "
-                "they take %.1f MB of memory in place of %.1f MB",
-                len(widened),
+                "they take %.1f MB of memory instead of %.1f MB",
+                len(dequantized),
                 dtype.value,
-                sum(one.num_elements for one in widened) * dtype.size_in_bytes / 1e6,
-                sum(one.num_bytes for one in widened) / 1e6,
+                sum(header.num_elements for header in dequantized) * dtype.size_in_bytes / 1e6,
+                sum(header.num_bytes for header in dequantized) / 1e6,
             )
 
     def _to_device(self, values: np.ndarray, dtype: type[np.generic]) -> Tensor:

@@ -1,7 +1,7 @@
 """`PostNormModel`: an encoder whose network is a `PostNormEncoder`, with the heads of its checkpoint.
 
-A family subclasses it and gives the names of its tensors. It overrides `sizes` if its ``config.json`` has
-other keys than that of BERT.
+A family subclasses it and defines the names of its tensors. It overrides `sizes` if the keys of its
+``config.json`` differ from those of BERT.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig
 
 
-def without_prefix(prefix: str) -> Callable[[str], str]:
+def prefix_remover(prefix: str) -> Callable[[str], str]:
     """Return a weights adapter that removes a prefix, which only models with a head have."""
     return lambda name: name.removeprefix(prefix)
 
@@ -43,7 +43,7 @@ class PostNormModel(EncoderModel):
 
     names: ClassVar[EncoderNames]
     position_types: ClassVar[tuple[str, ...]] = ("absolute",)
-    """The values of ``position_embedding_type`` that the family has."""
+    """The values of ``position_embedding_type`` that the family supports."""
     classifier_names: ClassVar[ClassifierNames] = ClassifierNames()
     vocabulary_names: ClassVar[VocabularyNames] = VocabularyNames()
 
@@ -69,16 +69,17 @@ class PostNormModel(EncoderModel):
         """Read a ``config.json`` with the keys of BERT.
 
         Raises:
-            ConfigError: the heads do not divide the size, or positions or the activation are not supported.
-            CheckpointError: a size is missing or has an impossible value.
+            ConfigError: the heads do not divide the size, or positions of this type or the activation are not
+                supported.
+            CheckpointError: a size is missing or has an invalid value.
         """
         hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
         if hidden % heads:
             raise ConfigError("num_attention_heads", f"{heads} heads do not divide hidden_size {hidden}")
         kind = config.text("position_embedding_type", cls.position_types[0])
         if kind not in cls.position_types:
-            known = " and ".join(map(repr, cls.position_types))
-            raise ConfigError("position_embedding_type", f"{kind!r} is not supported, only {known}")
+            supported = " and ".join(map(repr, cls.position_types))
+            raise ConfigError("position_embedding_type", f"{kind!r} is not supported, only {supported}")
         return PostNormSizes(
             vocabulary=config.integer("vocab_size"),
             positions=config.integer("max_position_embeddings", 512),
@@ -105,7 +106,7 @@ class PostNormModel(EncoderModel):
     def attention_bias(
         cls, load: Loader, huggingface_config: HuggingFaceConfig, sizes: PostNormSizes
     ) -> Callable[[int], Tensor] | None:
-        """Return a function from P to the attention bias ``[H, 2P - 1]``; None for a family without one."""
+        """Return a function from a length P to the attention bias ``[H, 2P - 1]``; None without a bias."""
         return None
 
     @classmethod

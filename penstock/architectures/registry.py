@@ -1,4 +1,4 @@
-"""The registry of architectures: discovered by folder, imported on first use.
+"""The registry of architectures, which finds their folders and imports them on first use.
 
 >>> [architecture.name for architecture in PIPELINE_REGISTRY.architectures][:1]  # doctest: +SKIP
 ['llama']
@@ -31,11 +31,10 @@ _BUILT_IN = "penstock.architectures"
 
 @dataclass(frozen=True, kw_only=True)
 class SupportedArchitecture:
-    """The registry's record of a model family and a task. Creating it does not load the code of the family.
+    """The registry's record of a model family and a task. Creating it does not import the code of the family.
 
-    A class is given as the class itself or as ``"module:Class"``. The module is relative to the family's
-    folder. It is absolute if there is no folder (``package`` is None), as in records added by
-    `PipelineRegistry.register`.
+    Classes are stored as the class itself or as the text ``"module:Class"``. The module is relative to the
+    family's folder. It is absolute if `package` is None, as in records that `PipelineRegistry.register` adds.
     """
 
     name: str
@@ -45,9 +44,9 @@ class SupportedArchitecture:
     pipeline_model: str | type
     """The `PipelineModel`."""
     supported_encodings: tuple[str, ...] | None = None
-    """The supported encodings. None: all, as in a network whose layers come from a `penstock.nn.Loader`."""
+    """The supported encodings; None for all, which a network supports if a `penstock.nn.Loader` reads it."""
     example_repo_ids: tuple[str, ...] = ()
-    """Hub ids of models that work."""
+    """Ids of models on the Hugging Face hub that Penstock runs."""
     tokenizer: str | type | None = None
     """The `PipelineTokenizer`, in an absolute module; None selects the tokenizer of the task in
     `penstock.pipelines.tasks`.
@@ -55,20 +54,22 @@ class SupportedArchitecture:
     It is constructed with the checkpoint and the keyword arguments ``chat_template`` and
     ``special_tokens_in_content``, as `penstock.text.tokenizer.TextTokenizer` is."""
     media: str | type | None = None
-    """The `penstock.media.family.VisionFamily` of a family that reads images; its module loads no torch.
+    """The `penstock.media.family.VisionFamily` of a family that reads images.
+
+    Its module must not import torch.
 
     The `pipeline_model` must then be a `penstock.architectures.vision.VisionModel`."""
     tiny_config: Callable[[], dict[str, object]] | None = None
-    """Values of a ``config.json`` small enough for tests with random weights; required in every folder."""
+    """Returns a small ``config.json`` for tests with random weights. Required in every folder."""
     package: str | None = None
-    """The folder as a package; the registry fills it in."""
+    """The package of the family's folder, set by the registry."""
 
     def load_pipeline_model(self) -> type[Any]:
-        """Return the class of the model; loads torch."""
+        """Return the class of the model. Imports torch."""
         return load_class(self.pipeline_model, self.package)
 
     def load_media(self) -> type[VisionFamily] | None:
-        """Return the class that prepares images, None for a family that reads text only; loads no torch."""
+        """Return the class that prepares images; None for a family that reads text only."""
         return None if self.media is None else load_class(self.media, self.package)
 
     @property
@@ -98,7 +99,7 @@ def speech_architectures(
 ) -> tuple[SupportedArchitecture, SupportedArchitecture]:
     """Return the records of a decoder that can generate speech: one for speech tokens, one for audio.
 
-    Both use the family's text generation model; the speech format of the checkpoint defines prompt and
+    Both use the family's text generation model. The speech format of the checkpoint defines prompt and
     tokens.
     """
     tasks = (PipelineTask.SPEECH_TOKEN_GENERATION, PipelineTask.AUDIO_GENERATION)
@@ -116,14 +117,14 @@ def speech_architectures(
 
 
 class PipelineRegistry:
-    """The architectures of some folders, and those added by `register`, by model type and task.
+    """Architectures by model type and task: those in folders, and those that `register` adds.
 
     Args:
-        folders: searched in addition to Penstock's own; each holds one package per family.
+        folders: searched in addition to Penstock's own folder. Each contains one package per family.
     """
 
     def __init__(self, folders: Iterable[Path] = ()) -> None:
-        self._more_folders = tuple(folders)
+        self._extra_folders = tuple(folders)
         self._registered: dict[tuple[str, PipelineTask], SupportedArchitecture] = {}
 
     def __getstate__(self) -> dict[str, object]:
@@ -133,8 +134,10 @@ class PipelineRegistry:
     @property
     def architectures(self) -> tuple[SupportedArchitecture, ...]:
         """All records, by name and task."""
-        found = {_key(record): record for folder in self._folders for record in self._load_folder(folder)}
-        return tuple(record for _, record in sorted((found | self._registered).items()))
+        records_by_key = {
+            _key(record): record for folder in self._folders for record in self._load_folder(folder)
+        }
+        return tuple(record for _, record in sorted((records_by_key | self._registered).items()))
 
     def of_task(self, task: PipelineTask) -> tuple[SupportedArchitecture, ...]:
         """Return the records of one task, by name."""
@@ -154,21 +157,21 @@ class PipelineRegistry:
             huggingface_config: the checkpoint's ``config.json``.
             path: the checkpoint, for messages.
             task: the task that the checkpoint is loaded for.
-            encoding: refused if the architecture cannot run it.
+            encoding: an encoding to check; None to check none.
 
         Raises:
             UnknownArchitectureError: no architecture has this type; lists the known ones.
             UnsupportedTaskError: the architecture does not serve the task; lists the tasks that it serves.
-            CheckpointError: ``config.json`` names no type.
+            CheckpointError: ``config.json`` has no ``model_type``.
             ConfigError: the encoding is not supported.
         """
         name = str(huggingface_config.model_type)
-        of_tasks = self._named(name)
-        if not of_tasks:
-            raise UnknownArchitectureError(path, name, {one.name for one in self.architectures})
-        architecture = of_tasks.get(task)
+        records = self._records_of_type(name)
+        if not records:
+            raise UnknownArchitectureError(path, name, {record.name for record in self.architectures})
+        architecture = records.get(task)
         if architecture is None:
-            raise UnsupportedTaskError(path, name, task.option, [record.option for record in of_tasks])
+            raise UnsupportedTaskError(path, name, task.option, [record.option for record in records])
         if encoding is not None:
             architecture.check_encoding(encoding)
         return architecture
@@ -177,27 +180,27 @@ class PipelineRegistry:
         """Add an architecture that has no folder.
 
         Raises:
-            ConfigError: its name and task are registered already, and ``allow_override`` is false.
+            ConfigError: its name and task are already registered, and ``allow_override`` is false.
         """
-        if not allow_override and architecture.task in self._named(architecture.name):
+        if not allow_override and architecture.task in self._records_of_type(architecture.name):
             raise ConfigError(
                 "architecture",
-                f"{architecture.name!r} is registered already for {architecture.task.option}: pass "
+                f"{architecture.name!r} is already registered for {architecture.task.option}: pass "
                 "allow_override=True to replace it",
             )
         self._registered[_key(architecture)] = architecture
 
-    def _named(self, name: str) -> dict[PipelineTask, SupportedArchitecture]:
+    def _records_of_type(self, name: str) -> dict[PipelineTask, SupportedArchitecture]:
         """Return the records of a model type, by task."""
-        folder = _folder_of(name)
+        folder = _folder_name(name)
         records = list(self._load_folder(folder)) if folder in self._folders else []
         records += [record for record in self._registered.values() if record.name == name]
         return {record.task: record for record in records}
 
     @cached_property
     def _folders(self) -> Mapping[str, str]:
-        """Folder -> its parent package. Lists directories without importing them."""
-        packages = [_BUILT_IN, *map(_as_package, self._more_folders)]
+        """Folder -> its parent package. Lists the folders without importing them."""
+        packages = [_BUILT_IN, *map(_as_package, self._extra_folders)]
         return {
             module.name: package
             for package in packages
@@ -211,26 +214,26 @@ class PipelineRegistry:
         module = vars(import_module(package))
         records = module.get("ARCHITECTURES", (module.get("ARCHITECTURE"),))
         if not isinstance(records, tuple) or not all(
-            isinstance(one, SupportedArchitecture) for one in records
+            isinstance(record, SupportedArchitecture) for record in records
         ):
             raise ConfigError(
                 "architecture",
-                f"{package} must hold ARCHITECTURE, a SupportedArchitecture, or ARCHITECTURES, a tuple",
+                f"{package} must define ARCHITECTURE, a SupportedArchitecture, or ARCHITECTURES, a tuple",
             )
-        if len({one.task for one in records}) < len(records) or {"ARCHITECTURE", "ARCHITECTURES"} <= {
+        if len({record.task for record in records}) < len(records) or {"ARCHITECTURE", "ARCHITECTURES"} <= {
             *module
         }:
             raise ConfigError(
                 "architecture", f"{package} must export one record for each task, in ARCHITECTURES alone"
             )
         for record in records:
-            if _folder_of(record.name) != folder:
+            if _folder_name(record.name) != folder:
                 raise ConfigError(
                     "architecture",
                     f"{package} is of model_type {record.name!r}: its folder must be "
-                    f"{_folder_of(record.name)}",
+                    f"{_folder_name(record.name)}",
                 )
-        return tuple(replace(one, package=package) for one in records)
+        return tuple(replace(record, package=package) for record in records)
 
 
 PIPELINE_REGISTRY = PipelineRegistry()
@@ -241,13 +244,13 @@ def _key(architecture: SupportedArchitecture) -> tuple[str, PipelineTask]:
     return architecture.name, architecture.task
 
 
-def _folder_of(name: str) -> str:
+def _folder_name(name: str) -> str:
     return re.sub(r"\W", "_", name)
 
 
 def _as_package(folder: Path) -> str:
     """Register a folder as a package with a unique name, and return the name."""
-    folder = folder.resolve()  # the import system would cache the first target of a relative path
+    folder = folder.resolve()  # the import system caches the first target of a relative path
     digest = blake2b(str(folder).encode(), digest_size=6).hexdigest()
     name = f"penstock_architectures_{digest}"
     if name not in sys.modules:
@@ -258,7 +261,7 @@ def _as_package(folder: Path) -> str:
 
 
 def load_class(target: str | type, package: str | None = None) -> type[Any]:
-    """Return a class given as itself or as ``"module:Class"``, relative to ``package`` if there is one.
+    """Return the class ``target``, or the class that it names as ``"module:Class"``, relative to ``package``.
 
     Raises:
         ConfigError: the text has another form.
@@ -271,7 +274,7 @@ def load_class(target: str | type, package: str | None = None) -> type[Any]:
 
 
 def load_object(target: str, package: str | None = None) -> Any:
-    """Import the object ``"module:name"``, with the module relative to ``package`` if there is one.
+    """Import and return the object ``"module:name"``, with the module relative to ``package`` if not None.
 
     Raises:
         ConfigError: the text has another form.

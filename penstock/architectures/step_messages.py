@@ -27,14 +27,14 @@ class StepMessage:
     spans: np.ndarray | None
     lengths: np.ndarray
     groups: tuple[tuple[np.ndarray, np.ndarray, int | None, bool], ...]
-    """For each group of the cache: block tables, slots, window, and whether windows are chunked."""
+    """For each group of the cache: block tables, slots, window, and whether the windows are chunks."""
     adapters: np.ndarray | None
     embeds: tuple[np.ndarray, np.ndarray, torch.dtype] | None
-    """Rows, their embeddings in float32, and the type of the embeddings."""
+    """The indices of rows, their embeddings as float32, and the original type of the embeddings."""
 
     @classmethod
-    def of(cls, inputs: ModelInputs) -> StepMessage:
-        """Return the message of a step."""
+    def from_inputs(cls, inputs: ModelInputs) -> StepMessage:
+        """Return the message with the inputs of a step."""
         kv, embeds = inputs.kv, inputs.input_embeds
         assert kv is not None
         return cls(

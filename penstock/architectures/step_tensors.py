@@ -22,35 +22,39 @@ def eager_reason(inputs: ModelInputs, max_rows: int) -> str | None:
     return None if inputs.spans is None else "spans of images"
 
 
-def shape_of(inputs: ModelInputs, columns: Callable[[int], int]) -> Hashable:
+def step_key(inputs: ModelInputs, columns: Callable[[int], int]) -> Hashable:
     """Return a key of all properties of the inputs that affect the operations of a step.
 
     Args:
         inputs: the inputs of the step.
         columns: maps the width of a block table to the width that a compiled step reserves for it.
     """
-    kv, given = inputs.kv, inputs.input_embeds
+    kv, embeds = inputs.kv, inputs.input_embeds
     assert kv is not None
     return (
         inputs.tokens.shape[0],
         kv.lengths.shape[0],
         inputs.logit_rows.shape[0],
         inputs.text_lengths is None,
-        None if given is None else (given[1].shape, given[1].dtype),
-        kv.caches[0].data_ptr(),  # a compiled step writes to the cache of its recording
-        _adapter_matrices(inputs.lora),
+        None if embeds is None else (embeds[1].shape, embeds[1].dtype),
+        kv.caches[0].data_ptr(),  # a compiled step writes to the cache that it was recorded with
+        _adapter_key(inputs.lora),
         *(columns(group.block_tables.shape[1]) for group in kv.groups),
     )
 
 
-def _adapter_matrices(lora: LoRAInputs | None) -> Hashable:
-    """Return a key of the adapter matrices of a step. Layers are only added, never moved or removed."""
+def _adapter_key(lora: LoRAInputs | None) -> Hashable:
+    """Return a key of the adapter matrices of a step.
+
+    Their number and the address of the first one suffice, because layers are only added, never moved or
+    removed.
+    """
     if lora is None:
         return ()
     return (len(lora.matrices), *(down.data_ptr() for down, _ in islice(lora.matrices.values(), 1)))
 
 
-def tensors_of_step(inputs: ModelInputs) -> dict[str, Tensor]:
+def step_tensors(inputs: ModelInputs) -> dict[str, Tensor]:
     """Return the tensors of a step by name, in a fixed order."""
     kv = inputs.kv
     assert kv is not None
@@ -71,7 +75,7 @@ def tensors_of_step(inputs: ModelInputs) -> dict[str, Tensor]:
     if inputs.input_embeds is not None:
         rows, embeddings = inputs.input_embeds
         tensors["embedded_rows"] = rows
-        tensors["embeddings"] = embeddings[:, None]  # two-dimensional inputs of a compiled step are padded
+        tensors["embeddings"] = embeddings[:, None]  # [P, 1, W]: two-dimensional inputs would be padded
     return tensors
 
 
@@ -98,19 +102,19 @@ def with_tensors(inputs: ModelInputs, tensors: Mapping[str, Tensor]) -> ModelInp
     )
 
 
-def tensors_of_later_steps(inputs: ModelInputs, num_steps: int) -> dict[str, Tensor]:
+def later_step_tensors(inputs: ModelInputs, num_steps: int) -> dict[str, Tensor]:
     """Return the tensors of ``num_steps`` decode steps by name, ``[n, ...]`` each, except the tokens.
 
-    The blocks of all steps are already reserved. `KVCacheInputs.advance` does the same for one step.
+    The blocks of all steps must be reserved already. `KVCacheInputs.advance` returns the same for one step.
     """
     kv = inputs.kv
     assert kv is not None
-    ahead = torch.arange(num_steps, device=kv.lengths.device)[:, None]
-    lengths = kv.lengths + ahead  # [n, B] int64
+    step_numbers = torch.arange(num_steps, device=kv.lengths.device)[:, None]
+    lengths = kv.lengths + step_numbers  # [n, B] int64
     positions = lengths - 1
-    tensors = {"positions": inputs.positions + ahead, "lengths": lengths.int()}
+    tensors = {"positions": inputs.positions + step_numbers, "lengths": lengths.int()}
     for index, group in enumerate(kv.groups):
         tensors[f"slots.{index}"] = group.slots_at(positions, kv.block_size).contiguous()
     if inputs.text_lengths is not None:
-        tensors["text_lengths"] = inputs.positions + ahead + 1
+        tensors["text_lengths"] = inputs.positions + step_numbers + 1
     return tensors

@@ -1,8 +1,8 @@
 """`TransformerModel`: a decoder that a `Blueprint` describes.
 
-An architecture subclasses it and reads a blueprint from ``config.json``. It overrides `feed_forward` if its
-blocks have another feed-forward layer, `parts` if they have other norms or another attention, and `block` if
-they combine the parts differently.
+An architecture subclasses it and reads a blueprint from ``config.json``. By default, blocks are those of
+Llama. An architecture overrides `feed_forward` for another feed-forward layer, `parts` for other norms or
+another attention, and `block` for another order of these parts.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class TransformerModel(DecoderModel):
 
     @classmethod
     def parts(cls, load: Loader, blueprint: Blueprint, huggingface_config: HuggingFaceConfig) -> BlockParts:
-        """Return the readers of the parts of a block; by default attention and norms of Llama."""
+        """Return functions that read the parts of a block; by default attention and norms of Llama."""
         feed_forward = cls.feed_forward(load, blueprint, huggingface_config)
         return replace(llama_parts(load, blueprint), feed_forward=feed_forward)
 
@@ -83,14 +83,14 @@ class TransformerModel(DecoderModel):
     def kv_spec(cls, pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig) -> KVCacheSpec:
         blueprint = cls.blueprint(huggingface_config)
         dtype = kv_dtype(pipeline_config)
-        layers_of: dict[int | None, list[int]] = {}
+        layers_by_window: dict[int | None, list[int]] = {}
         for layer, window in enumerate(blueprint.windows):
-            layers_of.setdefault(window, []).append(layer)
+            layers_by_window.setdefault(window, []).append(layer)
         limits = {rotary.key_limit for rotary in blueprint.rotaries}
         return KVCacheSpec(
             tuple(
                 KVGroup(tuple(layers), blueprint.kv_heads, blueprint.head_dim, dtype, window)
-                for window, layers in layers_of.items()
+                for window, layers in layers_by_window.items()
             ),
             key_limits=tuple(sorted(limit for limit in limits if limit is not None)),
             shares_prefixes=all(rotary.kind != "dynamic" for rotary in blueprint.rotaries),

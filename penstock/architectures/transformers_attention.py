@@ -1,4 +1,4 @@
-"""The attention of Penstock for modules of transformers, registered by name with its attention interface."""
+"""Penstock's attention over the paged KV cache, as an attention function of the transformers library."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.kernels import StepInputs
 from penstock.kv_cache import KVCacheSpec, KVGroup
 
 NAME = "penstock_paged"
-"""The name of the attention in transformers."""
+"""The name under which transformers finds the attention function."""
 STEP = "penstock_step"
 """The keyword argument of a forward that transformers passes on to the attention."""
 
@@ -27,13 +27,16 @@ class ModuleStep:
     calls: list[int] = field(default_factory=list)
     """The layers that have called the attention in this step."""
 
-    def group_of(self, layer: int) -> KVGroup:
-        """Return the group of the cache that holds a layer."""
+    def layer_group(self, layer: int) -> KVGroup:
+        """Return the group of the cache that contains a layer."""
         return self.spec.groups[self.spec.group_of_layer[layer]]
 
 
 def register() -> None:
-    """Register the attention with transformers. It needs no mask: the cache determines the visible keys."""
+    """Register the attention with transformers.
+
+    It needs no mask, because the cache determines the visible keys.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, paged_attention)
@@ -59,16 +62,16 @@ def paged_attention(
     Raises:
         UnsupportedFeatureError: the layer requests an attention that does not match the KV cache.
     """
-    given = options.pop(STEP, None)
-    if not isinstance(given, ModuleStep):
+    module_step = options.pop(STEP, None)
+    if not isinstance(module_step, ModuleStep):
         raise UnsupportedFeatureError(
             type(module).__name__, "its forward does not pass keyword arguments to the attention layers"
         )
-    layer = _layer_of(module, given.spec)
-    group = given.group_of(layer)
+    layer = _layer_index(module, module_step.spec)
+    group = module_step.layer_group(layer)
     _check(module, group, key, value, attention_mask, options)
-    given.calls.append(layer)
-    step = given.step
+    module_step.calls.append(layer)
+    step = module_step.step
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [T, heads, D]
     if step.kv is None:
@@ -91,7 +94,7 @@ def paged_attention(
     return out[None], None
 
 
-def _layer_of(module: nn.Module, spec: KVCacheSpec) -> int:
+def _layer_index(module: nn.Module, spec: KVCacheSpec) -> int:
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int) or not 0 <= layer < spec.num_layers:
         raise UnsupportedFeatureError(
@@ -101,8 +104,16 @@ def _layer_of(module: nn.Module, spec: KVCacheSpec) -> int:
     return layer
 
 
-_KNOWN = {"softcap", "s_aux", "sliding_window", "is_causal", "position_ids", "use_cache", "cache_position"}
-"""Options that are honoured, or that have no effect because the cache implements them."""
+_SUPPORTED_OPTIONS = {
+    "softcap",
+    "s_aux",
+    "sliding_window",
+    "is_causal",
+    "position_ids",
+    "use_cache",
+    "cache_position",
+}
+"""Options that `paged_attention` applies or checks, or that the KV cache implements."""
 
 
 def _check(
@@ -113,14 +124,14 @@ def _check(
     attention_mask: Tensor | None,
     options: Mapping[str, object],
 ) -> None:
-    """Refuse an attention whose shapes, window or mask do not match the layer's group of the KV cache."""
+    """Refuse shapes, windows and masks that do not match the layer's group of the KV cache."""
     name = type(module).__name__
-    wanted = (group.kv_heads, group.head_dim)
+    expected = (group.kv_heads, group.head_dim)
     for part, tensor in (("keys", key), ("values", value)):
         shape = (tensor.shape[1], tensor.shape[3])
-        if shape != wanted:
+        if shape != expected:
             raise UnsupportedFeatureError(
-                name, f"its {part} have [heads, size] {shape}, those of the cache have {wanted}"
+                name, f"its {part} have [heads, size] {shape}, those of the cache have {expected}"
             )
     window = options.get("sliding_window")
     if (
@@ -135,9 +146,14 @@ def _check(
     is_causal = options.get("is_causal")
     if (getattr(module, "is_causal", True) if is_causal is None else is_causal) is False:
         raise UnsupportedFeatureError(name, "its attention is not causal")
-    unknown = [one for one, value in options.items() if one not in _KNOWN and isinstance(value, Tensor)]
+    unknown = [
+        option
+        for option, value in options.items()
+        if option not in _SUPPORTED_OPTIONS and isinstance(value, Tensor)
+    ]
     if unknown:
         raise UnsupportedFeatureError(name, f"its attention needs {', '.join(sorted(unknown))}")
 
 
 _NO_WINDOW = 1 << 30
+"""A window of at least this number of keys means no window."""

@@ -1,9 +1,9 @@
-"""`TransformersModel`: a family without a folder, which runs through the module of transformers.
+"""`TransformersModel`: runs a family without a folder through its module in the transformers library.
 
-The module computes everything but attention, which reads the paged KV cache. Steps run eagerly. A module
-conforms if it calls the attention interface of transformers in each layer, passes on the arguments of a
-forward, and reads its positions from ``position_ids``. All other modules are refused: recurrent layers,
-encoders, positions that depend on the whole batch, and quantized weights.
+The module computes everything except attention, for which it calls `paged_attention`. Steps run eagerly. The
+module must call the attention interface of transformers in each layer, pass the arguments of a forward on to
+it, and read its positions from ``position_ids``. Modules with recurrent layers, encoders, positions that
+depend on the whole batch, or quantized weights are refused.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ class ModuleNetwork:
 
     def logits(self, tokens: Tensor, step: StepInputs, rows: Tensor) -> Tensor:
         """Return the logits ``[R, V]`` of the rows ``rows [R]`` of ``tokens [T]``."""
-        given = ModuleStep(step, self.spec)
+        module_step = ModuleStep(step, self.spec)
         outputs = self.module(
             tokens[None],
             position_ids=step.positions[None],
             use_cache=False,
             logits_to_keep=rows,
-            **{STEP: given},
+            **{STEP: module_step},
         )
-        if sorted(given.calls) != list(range(self.spec.num_layers)):
+        if sorted(module_step.calls) != list(range(self.spec.num_layers)):
             raise UnsupportedFeatureError(
                 type(self.module).__name__,
-                f"only its layers {sorted(given.calls)} of {self.spec.num_layers} called the attention "
+                f"only its layers {sorted(module_step.calls)} of {self.spec.num_layers} called the attention "
                 "interface",
             )
         logits: Tensor = outputs.logits[0]
@@ -75,7 +75,7 @@ class ModuleNetwork:
 
 
 class TransformersModel(DecoderModel):
-    """A module of transformers as a pipeline model."""
+    """The pipeline model of a family that runs through its module in transformers."""
 
     network: ModuleNetwork
 
@@ -87,13 +87,13 @@ class TransformersModel(DecoderModel):
         kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
         head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
         dtype = kv_dtype(pipeline_config)
-        layers_of: dict[tuple[int | None, bool], list[int]] = {}
+        layers_by_window: dict[tuple[int | None, bool], list[int]] = {}
         for layer, window in enumerate(_windows(config)):
-            layers_of.setdefault(window, []).append(layer)
+            layers_by_window.setdefault(window, []).append(layer)
         return KVCacheSpec(
             tuple(
                 KVGroup(tuple(layers), kv_heads, head_dim, dtype, window, is_chunked)
-                for (window, is_chunked), layers in layers_of.items()
+                for (window, is_chunked), layers in layers_by_window.items()
             )
         )
 
@@ -163,23 +163,23 @@ def check_positions(network: ModuleNetwork, ops: Ops, device: torch.device) -> N
     """Check that a module computes the sequences of a batch separately, and reads ``position_ids``.
 
     Raises:
-        UnsupportedFeatureError: it does not.
+        UnsupportedFeatureError: results depend on the batch, or the module ignores ``position_ids``.
     """
     name = type(network.module).__name__
 
     def logits(*positions: Sequence[int]) -> Tensor:  # [T, V]
         offsets = torch.tensor([0, *map(len, positions)]).cumsum(0).int().to(device)
-        flat = torch.tensor([one for each in positions for one in each], device=device)
+        flat = torch.tensor([position for sequence in positions for position in sequence], device=device)
         tokens = torch.arange(len(flat), device=device).flip(0) + 1
         rows = torch.arange(len(flat), device=device)
         return network.logits(tokens, StepInputs(ops, flat, offsets), rows).float()
 
     first, last = [0, 1, 2], [0, 1, 2, 3]
-    alone, batched, moved = logits(last), logits(first, last)[3:], logits([0, 1, 2, 9])
-    tolerance = (0.02 if network.module.dtype == torch.float32 else 0.2) * float(alone.std())
-    if float((alone - batched).abs().max()) > tolerance:
+    single, batched, shifted = logits(last), logits(first, last)[3:], logits([0, 1, 2, 9])
+    tolerance = (0.02 if network.module.dtype == torch.float32 else 0.2) * float(single.std())
+    if float((single - batched).abs().max()) > tolerance:
         raise UnsupportedFeatureError(name, "its results for a sequence depend on the rest of the batch")
-    if torch.equal(alone[-1], moved[-1]):
+    if torch.equal(single[-1], shifted[-1]):
         raise UnsupportedFeatureError(name, "it does not read position_ids")
 
 
@@ -220,12 +220,12 @@ def _check(pipeline_config: PipelineConfig) -> None:
     if pipeline_config.deterministic:
         raise ConfigError("deterministic", "the results of the module of transformers depend on the batch")
     config = _module_config(pipeline_config)
-    problem = _problem_of_config(config) or _problem_of_class(config, pipeline_config)
+    problem = _config_problem(config) or _class_problem(config, pipeline_config)
     if problem:
         raise ConfigError("model_impl", f"{config.model_type} cannot run through transformers: {problem}")
 
 
-def _problem_of_config(config: PreTrainedConfig) -> str | None:
+def _config_problem(config: PreTrainedConfig) -> str | None:
     """Return the reason why a configuration cannot run; None if it can."""
     if getattr(config, "is_encoder_decoder", False):
         return "it has an encoder"
@@ -239,33 +239,33 @@ def _problem_of_config(config: PreTrainedConfig) -> str | None:
         return f"it has layers of {', '.join(sorted(unknown))}"
     ropes = getattr(config, "rope_parameters", None) or {}
     sections = [rope for rope in ropes.values() if isinstance(rope, dict)] or [ropes]
-    kinds = {one.get("rope_type") for one in sections} & {"dynamic", "longrope"}
+    kinds = {section.get("rope_type") for section in sections} & {"dynamic", "longrope"}
     if kinds:
         return f"positions of rope type {kinds.pop()} depend on the longest sequence of a batch"
     missing = [
-        one
-        for one in ("num_hidden_layers", "num_attention_heads", "hidden_size")
-        if not isinstance(getattr(config, one, None), int)
+        key
+        for key in ("num_hidden_layers", "num_attention_heads", "hidden_size")
+        if not isinstance(getattr(config, key, None), int)
     ]
     return f"its configuration has no {', '.join(missing)}" if missing else None
 
 
-def _problem_of_class(config: PreTrainedConfig, pipeline_config: PipelineConfig) -> str | None:
+def _class_problem(config: PreTrainedConfig, pipeline_config: PipelineConfig) -> str | None:
     """Return the reason why the class of a module cannot run; None if it can."""
     from transformers import AutoModelForCausalLM
 
     if not AutoModelForCausalLM._model_mapping.get(type(config), None):
         return None if pipeline_config.model.trust_remote_code else "it generates no text"
-    kind: object = AutoModelForCausalLM._model_mapping[type(config)]
-    if getattr(kind, "_is_stateful", False):
+    module_class: object = AutoModelForCausalLM._model_mapping[type(config)]
+    if getattr(module_class, "_is_stateful", False):
         return "it has recurrent layers"
-    if not getattr(kind, "_supports_attention_backend", False):
+    if not getattr(module_class, "_supports_attention_backend", False):
         return "it does not call the attention interface"
     return None
 
 
 def _windows(config: PreTrainedConfig) -> list[tuple[int | None, bool]]:  # [L]
-    """Return for each layer its window, and whether the windows are chunks."""
+    """Return for each layer its window, and whether the window is a chunk."""
     layers = int(config.num_hidden_layers)
     window = getattr(config, "sliding_window", None) or None
     types = getattr(config, "layer_types", None)

@@ -30,9 +30,9 @@ class VisionModel(ABC):
     def encode_images(self, images: Sequence[ImageMetadata]) -> list[Tensor]:
         """Return the embeddings ``[embedding_rows, W]`` of each image, in the type of the activations.
 
-        The result for an image must not depend on the other images of the call. W is the hidden size of the
-        decoder; a family whose decoder adds image rows in n further layers returns them as further columns,
-        ``W = (1 + n) E``, and its network splits them.
+        The result for an image must not depend on the other images of the call. W is E, the hidden size of
+        the decoder. If the decoder adds image rows in n further layers, W is ``(1 + n) E``, and the network
+        splits the columns.
         """
 
     @abstractmethod
@@ -41,22 +41,22 @@ class VisionModel(ABC):
 
     @classmethod
     @abstractmethod
-    def largest_image(cls, huggingface_config: HuggingFaceConfig) -> int:
+    def max_image_rows(cls, huggingface_config: HuggingFaceConfig) -> int:
         """Return the `encoder_rows` of the largest image for which memory is planned."""
 
     @classmethod
     @abstractmethod
     def encoder_row_size(cls, pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig) -> int:
-        """Return the bytes of activations per row at the widest layer of the tower."""
+        """Return the size in bytes of the activations per row, at the widest layer of the tower."""
 
     @classmethod
     def estimate_encoder_memory(
         cls, pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig
     ) -> int:
-        """Return the bytes of activations of the largest call of `encode_images`, and of its graphs.
+        """Return the size in bytes of the activations of the largest `encode_images` call, and of its graphs.
 
         Graphs are captured for calls of up to ``max_encoder_rows`` rows. They hold at most the activations of
         one call.
         """
-        rows = max(cls.max_encoder_rows, cls.largest_image(huggingface_config)) + cls.max_encoder_rows
+        rows = max(cls.max_encoder_rows, cls.max_image_rows(huggingface_config)) + cls.max_encoder_rows
         return rows * cls.encoder_row_size(pipeline_config, huggingface_config)

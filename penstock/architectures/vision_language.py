@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from penstock.nn import BlockParts, LoadBlock
 
 _ROWS_PER_PATCH = 6
-"""Number of rows per patch, of the width of the widest layer, that the tower holds in memory at once."""
+"""Rows of the width of the widest layer, per patch, that the tower has in memory at once."""
 
 
 MAX_ENCODER_GRAPHS = 8
@@ -68,8 +68,8 @@ class VisionLanguageNetwork:
 class VisionLanguageModel(VisionModel, TransformerModel):
     """A decoder that another family defines, with an image encoder.
 
-    The names of the decoder's tensors, after `weights_adapter`, are those of its family. A subclass reads the
-    encoder (`load_encoder`) and defines `encoder_rows` and `largest_image`.
+    After `weights_adapter`, the tensors of the decoder have the names of its own family. A subclass reads the
+    encoder (`load_encoder`) and defines `encoder_rows` and `max_image_rows`.
     """
 
     network: VisionLanguageNetwork
@@ -109,10 +109,10 @@ class VisionLanguageModel(VisionModel, TransformerModel):
         """Return the configuration of the decoder."""
         section = huggingface_config.section("text_config")
         kind = section.text("model_type", "llama")
-        tied: dict[str, object] = {}
+        tied_values: dict[str, object] = {}
         if huggingface_config.flag("tie_word_embeddings"):
-            tied = {"tie_word_embeddings": True}
-        values = {"model_type": kind, **cls.text_defaults.get(kind, {}), **section.to_dict(), **tied}
+            tied_values = {"tie_word_embeddings": True}
+        values = {"model_type": kind, **cls.text_defaults.get(kind, {}), **section.to_dict(), **tied_values}
         return HuggingFaceConfig(values, "config.json: text_config")
 
     @classmethod
@@ -120,7 +120,7 @@ class VisionLanguageModel(VisionModel, TransformerModel):
         """Return the class of the decoder.
 
         Raises:
-            ConfigError: no family of this type is described by a blueprint.
+            ConfigError: no family of this type can be the decoder of a vision model.
         """
         name = text_config.text("model_type")
         record = PIPELINE_REGISTRY.retrieve_architecture(text_config, "text_config")
@@ -169,10 +169,10 @@ class VisionLanguageModel(VisionModel, TransformerModel):
     def encode_images(self, images: Sequence[ImageMetadata]) -> list[Tensor]:
         self.session.check_process()
         is_small = sum(map(self.encoder_rows, images)) <= self.max_encoder_rows
-        graphs = self._graphs_of_encoder() if is_small and not self.lazy_packing.num_pending else None
+        graphs = self._find_encoder_graphs() if is_small and not self.lazy_packing.num_pending else None
         return self.network.encoder(images, EncoderRunner(self.session.ops, graphs))
 
-    def _graphs_of_encoder(self) -> GraphCache | None:
+    def _find_encoder_graphs(self) -> GraphCache | None:
         """Return the graphs of the encoder; None if operations run eagerly."""
         graphs = self.session.graphs
         if graphs is None or self.session.ranks is not None:

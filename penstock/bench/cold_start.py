@@ -1,8 +1,8 @@
 """Measures the time from process start to the first token: ``python -m penstock.bench.cold_start``.
 
-Reads a pickled configuration from standard input, which `workloads.cold_start` writes, and prints timestamps
-as JSON. The clock is monotonic and shared by all processes of the machine, so the parent can subtract its own
-timestamps.
+It reads a pickled configuration from standard input, which `workloads.cold_start` writes, and prints
+timestamps as JSON. All processes of a machine share the monotonic clock, so the parent process can subtract
+its own timestamps.
 """
 
 from time import perf_counter
@@ -23,7 +23,7 @@ with LLM.from_config(config) as llm:
         [[0] * 8], SamplingParams(max_new_tokens=1, ignore_eos=True, detokenize=False), use_tqdm=False
     )
     ended = perf_counter()
-    llm.pipeline.pack_all_pending()  # memory peaks while weights are packed after the first token
+    llm.pipeline.pack_all_pending()  # the parent measures the peak memory, which is reached while packing
 print(
     json.dumps(
         {

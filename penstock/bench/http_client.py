@@ -1,7 +1,7 @@
-"""A small HTTP/1.1 client for load tests: it records when each piece of a response arrives, at little cost.
+"""A small HTTP/1.1 client for load tests. It records when each part of a response arrives.
 
-The client often runs on the machine of the server and takes its processor time. A general-purpose client
-spends more time on a streamed token than a fast server.
+The client often runs on the machine of the server and competes for its CPU time. A general-purpose client
+takes more CPU time for a streamed token than a fast server.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _MAX_HEAD = 65536
 
 
 class IncompleteResponseError(Exception):
-    """The connection ended before the response did, or the response is not HTTP."""
+    """The connection was closed before the end of the response, or the response is not HTTP."""
 
 
 @dataclass(slots=True)
 class HttpResponse:
-    """A response, with arrival times on the clock of ``time.perf_counter``."""
+    """A response, with arrival times in seconds of ``time.perf_counter``."""
 
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
-    """Names in lower case."""
+    """The headers, with names in lower case."""
     pieces: list[tuple[float, bytes]] = field(default_factory=list)
-    """The pieces of the body with their arrival times."""
+    """The arrival time and the bytes of each received part of the body."""
 
     @property
     def body(self) -> bytes:
@@ -44,8 +44,8 @@ class HttpClient:
     """Sends requests to one server over reused connections.
 
     Args:
-        url: the server's address; its path is a prefix of all paths.
-        headers: sent with each request.
+        url: the base URL of the server. Its path is a prefix of all paths.
+        headers: headers to send with each request.
 
     Raises:
         ConfigError: the address is invalid.
@@ -94,12 +94,12 @@ class HttpClient:
 
     async def _request(self, data: bytes) -> HttpResponse:
         while self._idle:
-            kept = self._idle.pop()
-            if kept.is_open:
+            connection = self._idle.pop()
+            if connection.is_open:
                 try:
-                    return await self._exchange(kept, data)
+                    return await self._exchange(connection, data)
                 except _NoResponseError:
-                    pass  # the server closed it just before it was reused
+                    pass  # the server closed the idle connection just before it was reused
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_connection(_Connection, self._host, self._port, ssl=self._ssl)
         try:
@@ -123,22 +123,22 @@ class _NoResponseError(Exception):
 
 
 class _Connection(asyncio.Protocol):
-    """One connection; one exchange at a time."""
+    """A connection with one request at a time."""
 
     def __init__(self) -> None:
         self.is_open = False
         self._transport: asyncio.Transport | None = None
         self._buffer = bytearray()
-        self._answer = HttpResponse()
+        self._response = HttpResponse()
         self._done: asyncio.Future[HttpResponse] | None = None
         self._has_head = False
         self._is_chunked = False
-        self._left: int | None = None  # bytes left of the body; None: the body ends with the connection
+        self._bytes_left: int | None = None  # of the body; None if the body ends with the connection
 
     def exchange(self, data: bytes) -> asyncio.Future[HttpResponse]:
         """Send a request and return a future of the response."""
         assert self._transport is not None
-        self._answer, self._has_head = HttpResponse(), False
+        self._response, self._has_head = HttpResponse(), False
         self._done = asyncio.get_running_loop().create_future()
         self._transport.write(data)
         return self._done
@@ -170,7 +170,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.is_open = False
-        if self._has_head and not self._is_chunked and self._left is None:
+        if self._has_head and not self._is_chunked and self._bytes_left is None:
             self._end()
         elif self._has_head or self._buffer:
             self._fail(IncompleteResponseError("the connection ended in the middle of the response"))
@@ -189,25 +189,25 @@ class _Connection(asyncio.Protocol):
         del self._buffer[: end + 4]
         status = int(first.split(" ", 2)[1])
         if status < 200:
-            return self._read_head()  # an interim response; the final one follows
+            return self._read_head()  # an interim response, which the final response follows
         headers = {}
         for line in lines:
             name, _, value = line.partition(":")
             headers[name.strip().lower()] = value.strip()
-        self._answer.status, self._answer.headers, self._has_head = status, headers, True
+        self._response.status, self._response.headers, self._has_head = status, headers, True
         self._is_chunked = headers.get("transfer-encoding", "").lower() == "chunked"
         length = headers.get("content-length")
-        self._left = 0 if self._is_chunked else None if length is None else int(length)
+        self._bytes_left = 0 if self._is_chunked else None if length is None else int(length)
 
     def _read_body(self, now: float) -> None:
-        buffer, pieces = self._buffer, self._answer.pieces
+        buffer, pieces = self._buffer, self._response.pieces
         if not self._is_chunked:
             if buffer:
                 pieces.append((now, bytes(buffer)))
-                if self._left is not None:
-                    self._left -= len(buffer)
+                if self._bytes_left is not None:
+                    self._bytes_left -= len(buffer)
                 buffer.clear()
-            if self._left is not None and self._left <= 0:
+            if self._bytes_left is not None and self._bytes_left <= 0:
                 self._end()
             return
         while True:
@@ -225,10 +225,10 @@ class _Connection(asyncio.Protocol):
             del buffer[: line_end + size + 4]
 
     def _end(self) -> None:
-        if self._answer.headers.get("connection", "").lower() == "close":
+        if self._response.headers.get("connection", "").lower() == "close":
             self.close()
         if self._done is not None and not self._done.done():
-            self._done.set_result(self._answer)
+            self._done.set_result(self._response)
 
     def _fail(self, error: Exception) -> None:
         if self._done is not None and not self._done.done():

@@ -13,34 +13,37 @@ from penstock.bench.http_client import HttpClient, IncompleteResponseError
 from penstock.bench.outcome import Outcome, read_response
 
 INTERRUPTED = "interrupted"
-"""The error kind of requests that were running when the measurement was stopped."""
+"""The kind of error of requests that were running when the measurement was stopped."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """Concurrency or rate of the requests."""
+    """The concurrency or the rate of the requests."""
 
     concurrency: int | None = None
-    """Concurrent requests: the next is sent when one ends. In an open loop the upper limit; None has no
-    limit."""
+    """Number of concurrent requests.
+
+    In a closed loop, the end of a request starts the next one. In an open loop this number is the maximum.
+    None for no limit.
+    """
     rate: float | None = None
-    """Mean requests per second of a Poisson process; makes the load an open loop."""
+    """Mean number of requests per second (a Poisson process). With a rate, the load is an open loop."""
     timeout: float = 600.0
-    """Seconds after which a request counts as failed."""
+    """Number of seconds after which a request counts as failed."""
     seed: int = 0
 
 
 @dataclass
 class Measurement:
-    """The outcomes of a run, complete or interrupted."""
+    """The outcomes of a complete or interrupted run."""
 
     outcomes: list[Outcome] = field(default_factory=list)
-    """One outcome for each request that was sent or due."""
+    """One outcome for each request that was sent or was due."""
     started: float = 0.0
     ended: float = 0.0
     is_interrupted: bool = False
     round_trips: list[float] = field(default_factory=list)
-    """Seconds of sequential small requests on one connection, before the load."""
+    """Seconds of each small request on one connection, sent in sequence before the load."""
 
     @property
     def seconds(self) -> float:
@@ -59,15 +62,20 @@ async def measure(
 ) -> Measurement:
     """Send all requests and return when all have ended or ``stop`` is set.
 
-    In an open loop, latencies count from the time when a request was due, so they include the delay that a
-    slow server or client causes for later requests.
+    In an open loop, latencies are measured from the time when a request was due. Thus they include the delay
+    of requests that are sent late because the server or the client is slow.
 
     Args:
-        stop: ends the measurement; running requests are cancelled and counted as ``interrupted``.
-        on_end: called with each request that has ended.
+        client: the client of the server.
+        path: the path of the endpoint.
+        bodies: the bodies of the requests.
+        load: the concurrency or the rate.
+        stop: stops the measurement when it is set. Running requests are cancelled and counted as
+            ``interrupted``.
+        on_end: called with the outcome of each request that has ended.
     """
     run = _Run(client, path, load, on_end)
-    sending = asyncio.ensure_future(run.open(bodies) if load.rate else run.closed(bodies))
+    sending = asyncio.ensure_future(run.run_open_loop(bodies) if load.rate else run.run_closed_loop(bodies))
     stopping = asyncio.ensure_future((stop or asyncio.Event()).wait())
     try:
         await asyncio.wait((sending, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -76,7 +84,7 @@ async def measure(
         stopping.cancel()
         sending.cancel()
         await asyncio.wait((sending, stopping))
-        await run.leave()
+        await run.cancel_requests()
     if not sending.cancelled():
         sending.result()
     run.measurement.ended = time.perf_counter()
@@ -84,10 +92,10 @@ async def measure(
 
 
 async def round_trips(client: HttpClient, path: str, count: int) -> list[float]:
-    """Return the seconds of each of several requests without computation, sent in sequence on one connection.
+    """Return the seconds of requests without computation, sent in sequence on one connection.
 
-    They measure the overhead of server and network. The first request may open the connection and does not
-    count. The list is shorter if the server does not respond; the load then reports the error.
+    They measure the overhead of server and network. The first request is not counted, because it may open the
+    connection. The list is shorter if the server does not respond. The load test then reports the error.
     """
     seconds: list[float] = []
     with suppress(OSError, IncompleteResponseError):
@@ -107,33 +115,33 @@ class _Run:
         self._tasks: set[asyncio.Task[None]] = set()
         self.measurement = Measurement(started=time.perf_counter())
 
-    async def closed(self, bodies: Sequence[Mapping[str, object]]) -> None:
-        """Send the next request when one ends."""
-        waiting = iter(enumerate(bodies))
+    async def run_closed_loop(self, bodies: Sequence[Mapping[str, object]]) -> None:
+        """Send the next request whenever a request ends."""
+        unsent = iter(enumerate(bodies))
 
         async def user() -> None:
-            for index, body in waiting:
+            for index, body in unsent:
                 await self._send(index, body, time.perf_counter())
 
         count = min(self._load.concurrency or len(bodies), len(bodies))
         self._tasks = {asyncio.ensure_future(user()) for _ in range(count)}
         await asyncio.gather(*self._tasks)
 
-    async def open(self, bodies: Sequence[Mapping[str, object]]) -> None:
+    async def run_open_loop(self, bodies: Sequence[Mapping[str, object]]) -> None:
         """Send each request when it is due."""
         assert self._load.rate is not None
-        room = asyncio.Semaphore(self._load.concurrency or max(1, len(bodies)))
+        slots = asyncio.Semaphore(self._load.concurrency or max(1, len(bodies)))
 
-        async def one(index: int, body: Mapping[str, object], due: float) -> None:
-            await self._send(index, body, due, room)
+        async def send_when_due(index: int, body: Mapping[str, object], due: float) -> None:
+            await self._send(index, body, due, slots)
 
         for index, (body, delay) in enumerate(zip(bodies, self._arrivals(), strict=False)):
             due = self.measurement.started + delay
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
-            self._tasks.add(asyncio.ensure_future(one(index, body, due)))
+            self._tasks.add(asyncio.ensure_future(send_when_due(index, body, due)))
         await asyncio.gather(*self._tasks)
 
-    async def leave(self) -> None:
+    async def cancel_requests(self) -> None:
         """Cancel the running requests."""
         for task in self._tasks:
             task.cancel()
@@ -142,31 +150,31 @@ class _Run:
 
     def _arrivals(self) -> Iterator[float]:
         """Yield the due times of a Poisson process, in seconds from the start."""
-        draw, when = random.Random(self._load.seed), 0.0
+        generator, due = random.Random(self._load.seed), 0.0
         assert self._load.rate is not None
         while True:
-            yield when
-            when += draw.expovariate(self._load.rate)
+            yield due
+            due += generator.expovariate(self._load.rate)
 
     async def _send(
-        self, index: int, body: Mapping[str, object], due: float, room: asyncio.Semaphore | None = None
+        self, index: int, body: Mapping[str, object], due: float, slots: asyncio.Semaphore | None = None
     ) -> None:
         outcome = Outcome(index, due)
         self.measurement.outcomes.append(outcome)
         try:
-            async with asyncio.timeout(self._load.timeout), room or _NO_LIMIT:
+            async with asyncio.timeout(self._load.timeout), slots or _NO_LIMIT:
                 outcome.sent = time.perf_counter()
                 answer = await self._client.post(self._path, body)
             outcome.ended = answer.pieces[-1][0] if answer.pieces else time.perf_counter()
             read_response(outcome, answer)
         except TimeoutError:
-            outcome.failed("timeout", f"no complete response after {self._load.timeout:g} s")
+            outcome.record_error("timeout", f"no complete response after {self._load.timeout:g} s")
         except IncompleteResponseError as error:
-            outcome.failed("broken connection", str(error))
+            outcome.record_error("broken connection", str(error))
         except OSError as error:
-            outcome.failed("no connection", str(error))
+            outcome.record_error("no connection", str(error))
         except asyncio.CancelledError:
-            outcome.failed(INTERRUPTED)
+            outcome.record_error(INTERRUPTED)
             raise
         finally:
             outcome.ended = outcome.ended or time.perf_counter()

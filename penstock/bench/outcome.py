@@ -1,4 +1,4 @@
-"""The outcome of one request: times and number of its tokens, or its error."""
+"""`Outcome`: the times and token counts of one request, or its error."""
 
 from __future__ import annotations
 
@@ -12,21 +12,24 @@ from penstock.bench.http_client import HttpResponse
 
 @dataclass(slots=True)
 class Outcome:
-    """The outcome of one request. Times are those of ``time.perf_counter``."""
+    """The outcome of one request. Times are in seconds of ``time.perf_counter``."""
 
     index: int
     scheduled: float
-    """When the request was due. Latencies count from here and include delays of this client."""
+    """The time when the request was due.
+
+    Latencies are measured from it, so they include delays of the client.
+    """
     sent: float = 0.0
     ended: float = 0.0
     text_times: list[float] = field(default_factory=list)
-    """Arrival times of the stream events with text; an event may hold several tokens."""
+    """The arrival times of the stream events with text. An event can contain several tokens."""
     prompt_tokens: int = 0
-    """From the server's ``usage``, as the next two fields."""
+    """From the server's ``usage``, like the next two fields."""
     cached_tokens: int = 0
     completion_tokens: int = 0
     error: str | None = None
-    """The kind of error; equal errors have equal text."""
+    """The kind of error. Errors of the same kind have the same text."""
     detail: str = ""
     """The server's error message."""
 
@@ -42,7 +45,7 @@ class Outcome:
 
     @property
     def token_seconds(self) -> float | None:
-        """Mean seconds of a token after the first; None for one token, or without streaming."""
+        """Mean seconds per token after the first; None for one token, or without streaming."""
         if self.completion_tokens < 2 or not self.text_times:
             return None
         return (self.text_times[-1] - self.text_times[0]) / (self.completion_tokens - 1)
@@ -52,13 +55,13 @@ class Outcome:
         """Seconds between consecutive events with text."""
         return [after - before for before, after in pairwise(self.text_times)]
 
-    def failed(self, kind: str, detail: str = "") -> None:
-        """Record an error, if none is recorded yet."""
+    def record_error(self, kind: str, detail: str = "") -> None:
+        """Record the first error of a request. Later errors are ignored."""
         if self.error is None:
             self.error, self.detail = kind, detail[:500]
 
 
-# The parts of server responses that are read. -------------------------------------------------------------
+# The fields of server responses that are used. ------------------------------------------------------------
 
 
 class _CachedTokens(msgspec.Struct):
@@ -101,10 +104,10 @@ _decode = msgspec.json.Decoder(_Object).decode
 
 
 def read_response(outcome: Outcome, answer: HttpResponse) -> None:
-    """Read a response, or its error, into an outcome."""
+    """Record the tokens or the error of a response in an outcome."""
     if answer.status != 200:
-        error = _error_of(answer.body)
-        outcome.failed(f"HTTP {answer.status}{_in_brackets(error)}", _message_of(error))
+        error = _response_error(answer.body)
+        outcome.record_error(f"HTTP {answer.status}{_error_code_suffix(error)}", _error_message(error))
         return
     try:
         if answer.headers.get("content-type", "").startswith("text/event-stream"):
@@ -112,22 +115,22 @@ def read_response(outcome: Outcome, answer: HttpResponse) -> None:
         else:
             _read_object(outcome, _decode(answer.body))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        outcome.failed("unreadable response", str(error))
+        outcome.record_error("unreadable response", str(error))
         return
     if outcome.error is None and not outcome.prompt_tokens:
-        outcome.failed("no usage", "the response has no token counts")
+        outcome.record_error("no usage", "the response has no token counts")
 
 
-def events_of(pieces: list[tuple[float, bytes]]) -> list[tuple[float, bytes]]:
-    """Return the data of a stream's events, each with the time when it was complete.
+def parse_events(pieces: list[tuple[float, bytes]]) -> list[tuple[float, bytes]]:
+    """Return the data of the events of a stream, each with the time when the event was complete.
 
-    >>> events_of([(1.0, b"data: a\\n"), (2.0, b"\\ndata: b\\r\\n\\r\\n: ping\\n\\n")])
+    >>> parse_events([(1.0, b"data: a\\n"), (2.0, b"\\ndata: b\\r\\n\\r\\n: ping\\n\\n")])
     [(2.0, b'a'), (2.0, b'b')]
     """
-    events, rest = [], b""
+    events, remainder = [], b""
     for when, piece in pieces:
-        *whole, rest = (rest + piece).replace(b"\r\n", b"\n").split(b"\n\n")
-        for event in whole:
+        *complete, remainder = (remainder + piece).replace(b"\r\n", b"\n").split(b"\n\n")
+        for event in complete:
             lines = [line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:")]
             if lines:
                 events.append((when, b"\n".join(lines)))
@@ -136,29 +139,31 @@ def events_of(pieces: list[tuple[float, bytes]]) -> list[tuple[float, bytes]]:
 
 def _read_stream(outcome: Outcome, answer: HttpResponse) -> None:
     is_complete = False
-    for when, data in events_of(answer.pieces):
+    for when, data in parse_events(answer.pieces):
         if data == b"[DONE]":
             is_complete = True
             continue
-        one = _decode(data)
-        if any(choice.has_text for choice in one.choices):
+        event = _decode(data)
+        if any(choice.has_text for choice in event.choices):
             outcome.text_times.append(when)
-        _read_object(outcome, one)
+        _read_object(outcome, event)
     if not is_complete:
-        outcome.failed("stream without [DONE]")
+        outcome.record_error("stream without [DONE]")
 
 
-def _read_object(outcome: Outcome, one: _Object) -> None:
-    if one.error is not None:
-        outcome.failed(f"error in the response{_in_brackets(one.error)}", _message_of(one.error))
-    if one.usage is not None:
-        details = one.usage.prompt_tokens_details
-        outcome.prompt_tokens = one.usage.prompt_tokens
-        outcome.completion_tokens = one.usage.completion_tokens
+def _read_object(outcome: Outcome, response: _Object) -> None:
+    if response.error is not None:
+        outcome.record_error(
+            f"error in the response{_error_code_suffix(response.error)}", _error_message(response.error)
+        )
+    if response.usage is not None:
+        details = response.usage.prompt_tokens_details
+        outcome.prompt_tokens = response.usage.prompt_tokens
+        outcome.completion_tokens = response.usage.completion_tokens
         outcome.cached_tokens = (details.cached_tokens or 0) if details else 0
 
 
-def _error_of(body: bytes) -> object:
+def _response_error(body: bytes) -> object:
     try:
         value = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -166,10 +171,10 @@ def _error_of(body: bytes) -> object:
     return value.get("error", value) if isinstance(value, dict) else value
 
 
-def _in_brackets(error: object) -> str:
+def _error_code_suffix(error: object) -> str:
     code = (error.get("code") or error.get("type")) if isinstance(error, dict) else None
     return f" ({code})" if code else ""
 
 
-def _message_of(error: object) -> str:
+def _error_message(error: object) -> str:
     return str(error.get("message", error) if isinstance(error, dict) else error)

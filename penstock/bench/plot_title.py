@@ -1,4 +1,4 @@
-"""Titles of plots, wrapped to the width of the figure."""
+"""`wrap_title`: sets the title of a plot."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 
 def wrap_title(figure: Figure, title: str) -> None:
-    """Set the title of a figure, wrapped to its width."""
+    """Set the title of a figure, with line breaks so that it fits into the width of the figure."""
     text = figure.suptitle(title)
-    room = 0.96 * figure.bbox.width
+    max_width = 0.96 * figure.bbox.width
     for width in range(len(title), 7, -1):
         text.set_text("\n".join(wrap(title, width, break_on_hyphens=False)))
-        if text.get_window_extent().width <= room:
+        if text.get_window_extent().width <= max_width:
             return

@@ -1,4 +1,4 @@
-"""Prompts of random tokens or from a file, and the request bodies made from them."""
+"""Prompts of random tokens or from a file, and the request bodies that contain them."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class RequestTemplate:
     ignore_eos: bool = True
     temperature: float | None = 0.0
     seed: int = 0
-    more: Mapping[str, object] = field(default_factory=dict)
-    """Further fields, sent unchanged."""
+    extra_fields: Mapping[str, object] = field(default_factory=dict)
+    """Additional fields of the body."""
 
     @property
     def path(self) -> str:
@@ -46,10 +46,10 @@ class RequestTemplate:
         return PATHS[self.endpoint]
 
     def body(self, index: int, prompt: BenchPrompt) -> dict[str, object]:
-        """Return the body of a request; its seed is ``seed + index``.
+        """Return the body of request number ``index``, with the seed ``seed + index``.
 
         Raises:
-            InputError: the endpoint does not take this type of prompt.
+            InputError: the endpoint does not accept this type of prompt.
         """
         body: dict[str, object] = {"model": self.model, "max_tokens": self.output_length}
         if self.endpoint == "completions":
@@ -66,7 +66,7 @@ class RequestTemplate:
             body["ignore_eos"] = True
         if self.stream:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
-        return body | {"seed": self.seed + index} | dict(self.more)
+        return body | {"seed": self.seed + index} | dict(self.extra_fields)
 
 
 async def random_prompts(
@@ -74,29 +74,30 @@ async def random_prompts(
 ) -> list[BenchPrompt]:
     """Return prompts of random words without common prefixes, so that a prefix cache has no hits.
 
-    For completions each prompt has exactly ``length`` tokens. For chats the text has about this many, and the
-    chat template adds more; ``usage`` has the exact number.
+    For completions, each prompt has exactly ``length`` tokens. For chats, the text has about this number of
+    tokens, and the chat template adds more. The exact number is in ``usage``.
 
     Raises:
-        InputError: the server has no route that tokenizes text.
+        InputError: ``length`` is less than 1, or the server cannot tokenize text.
     """
     if length < 1:
         raise InputError(f"prompts have at least 1 token, not {length}")
-    draw = random.Random(seed)
-    text = " ".join(draw.choices(_WORDS, k=2000))
-    tokens: list[int] = (await _ask(client, "/tokenize", {"model": model, "prompt": text}))["tokens"]
-    tokens = tokens[len(tokens) // 10 :]  # drops a beginning-of-sequence token
-    rows = [draw.choices(tokens, k=length) for _ in range(count)]
+    generator = random.Random(seed)
+    text = " ".join(generator.choices(_WORDS, k=2000))
+    tokens: list[int] = (await _request_json(client, "/tokenize", {"model": model, "prompt": text}))["tokens"]
+    tokens = tokens[len(tokens) // 10 :]  # drops the BOS token at the start, among others
+    rows = [generator.choices(tokens, k=length) for _ in range(count)]
     if endpoint == "completions":
         return list(rows)
     texts = []
     for row in rows:
-        texts.append((await _ask(client, "/detokenize", {"model": model, "tokens": row}))["prompt"])
+        texts.append((await _request_json(client, "/detokenize", {"model": model, "tokens": row}))["prompt"])
     return texts
 
 
-def prompts_of_file(path: Path) -> list[BenchPrompt]:
-    """Return the prompts of a file: its lines, or the ``prompt`` or ``messages`` of each line of ``.jsonl``.
+def read_prompts(path: Path) -> list[BenchPrompt]:
+    """Return the prompts in a file: its lines, or with ``.jsonl`` the ``prompt`` or ``messages`` of each
+    line.
 
     Raises:
         InputError: the file has no prompts, or a line is not a prompt.
@@ -106,11 +107,11 @@ def prompts_of_file(path: Path) -> list[BenchPrompt]:
         raise InputError(f"{path} has no prompts")
     if path.suffix != ".jsonl":
         return list(lines)
-    return [_prompt_of_line(path, number, line) for number, line in enumerate(lines, 1)]
+    return [_parse_prompt(path, number, line) for number, line in enumerate(lines, 1)]
 
 
-def chosen(prompts: Sequence[BenchPrompt], count: int) -> list[BenchPrompt]:
-    """Return ``count`` prompts, repeating them from the beginning if there are fewer."""
+def repeat_prompts(prompts: Sequence[BenchPrompt], count: int) -> list[BenchPrompt]:
+    """Return the first ``count`` prompts. If there are fewer, they are repeated from the beginning."""
     return [prompts[index % len(prompts)] for index in range(count)]
 
 
@@ -120,24 +121,24 @@ async def served_model(client: HttpClient) -> str:
     Raises:
         InputError: the server lists no model.
     """
-    answer = await _ask(client, "/v1/models")
+    answer = await _request_json(client, "/v1/models")
     models = answer.get("data") if isinstance(answer, dict) else None
     if not models:
         raise InputError("the server lists no model at /v1/models: name one with --model")
     return str(models[0]["id"])
 
 
-async def _ask(client: HttpClient, path: str, body: object = None) -> Any:
+async def _request_json(client: HttpClient, path: str, body: object = None) -> Any:
     answer = await (client.get(path) if body is None else client.post(path, body))
     if answer.status == 404 and path in ("/tokenize", "/detokenize"):
         raise InputError(f"the server has no {path}, which random prompts need: pass a file with --prompts")
     if answer.status != 200:
         text = answer.body.decode(errors="replace")[:500]
-        raise InputError(f"{path} was answered with {answer.status}: {text}")
+        raise InputError(f"{path} returned status {answer.status}: {text}")
     return msgspec.json.decode(answer.body)
 
 
-def _prompt_of_line(path: Path, number: int, line: str) -> BenchPrompt:
+def _parse_prompt(path: Path, number: int, line: str) -> BenchPrompt:
     try:
         entry = msgspec.json.decode(line)
     except msgspec.DecodeError as error:
@@ -148,8 +149,8 @@ def _prompt_of_line(path: Path, number: int, line: str) -> BenchPrompt:
     return prompt
 
 
-def fields_of(text: str) -> dict[str, object]:
-    """Return the request fields of a JSON object.
+def parse_fields(text: str) -> dict[str, object]:
+    """Return the request fields in the text of a JSON object.
 
     Raises:
         ConfigError: the text is not a JSON object.

@@ -1,10 +1,11 @@
-"""Compares a model in one encoding with the same model in another: perplexity, divergence, agreement.
+"""Compares a model in one encoding with the same model in another encoding: perplexity, divergence,
+agreement.
 
     LLM in float32 -> sampled texts -> log probabilities in each encoding, text by text -> Quality
 
 The texts are sampled from the model itself, so the result does not depend on a choice of texts. The
-unquantised model has the lowest perplexity on them, and every error of an encoding raises it. Texts from
-other sources measure the quality of a model better.
+unquantized model has the lowest perplexity on them, and quantization errors increase it. To measure the
+quality of a model itself, texts from other sources are better.
 """
 
 from __future__ import annotations
@@ -29,25 +30,25 @@ from penstock.weights.safetensors import SINGLE_FILE
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """One encoding compared with another, over all next tokens of some texts."""
+    """The comparison of a model with a reference, over all next tokens of some texts."""
 
     perplexity: float
     divergence: float
-    """Mean Kullback-Leibler divergence from the reference distributions, in nats."""
+    """Mean Kullback-Leibler divergence from the distributions of the reference, in nats."""
     agreement: float
-    """Share of positions with the same most probable token as the reference."""
+    """Fraction of positions where the most probable token is that of the reference."""
     num_tokens: int
 
 
 def sample_texts(llm: LLM, start: int, *, count: int, length: int, seed: int = 0) -> list[list[int]]:
-    """Sample ``count`` texts of ``length`` tokens at temperature 1 from all tokens.
+    """Sample ``count`` texts of ``length`` tokens at temperature 1, without top-k or top-p.
 
     Args:
         llm: the model, in the reference encoding.
         start: the first token of each text.
         count: the number of texts.
-        length: tokens in each text, including the first.
-        seed: the seed of the first text; text i uses seed + i.
+        length: number of tokens of each text, including the first.
+        seed: the seed of the first text. Text i has the seed ``seed + i``.
     """
     params = [
         SamplingParams(
@@ -66,7 +67,7 @@ def sample_texts(llm: LLM, start: int, *, count: int, length: int, seed: int = 0
 
 
 def scores(llm: LLM, texts: Sequence[Sequence[int]]) -> Iterator[Tensor]:
-    """Yield for each text the log probabilities ``[T, V]`` of the token after each of its tokens."""
+    """Yield the log probabilities ``[T, V]`` of each text: row t is for the token after token t."""
     pipeline = llm.pipeline
     for text in texts:
         context = TextContext(
@@ -82,23 +83,24 @@ def scores(llm: LLM, texts: Sequence[Sequence[int]]) -> Iterator[Tensor]:
         pipeline.release(context)
 
 
-def compare(expected: LLM, found: LLM, texts: Sequence[Sequence[int]]) -> Quality:
-    """Compare ``found`` with ``expected`` on ``texts``."""
-    return compare_all({"expected": expected, "found": found}, texts, ["expected"])["found"]["expected"]
+def compare(expected: LLM, candidate: LLM, texts: Sequence[Sequence[int]]) -> Quality:
+    """Compare ``candidate`` with ``expected`` on ``texts``."""
+    comparisons = compare_all({"expected": expected, "candidate": candidate}, texts, ["expected"])
+    return comparisons["candidate"]["expected"]
 
 
 def compare_all(
     models: Mapping[str, LLM], texts: Sequence[Sequence[int]], references: Sequence[str]
 ) -> dict[str, dict[str, Quality]]:
-    """Compare each model with each reference; each model scores each text once.
+    """Compare each model with each reference. Each model computes each text once.
 
     Returns:
-        Model name -> reference name -> the comparison.
+        Name of a model -> name of a reference -> the comparison.
     """
     pairs = {(name, reference): _QualityCounts() for name in models for reference in references}
-    for text, *found in zip(texts, *(scores(llm, texts) for llm in models.values()), strict=True):
+    for text, *text_scores in zip(texts, *(scores(llm, texts) for llm in models.values()), strict=True):
         targets = torch.tensor(text[1:])
-        rows = {name: each[:-1] for name, each in zip(models, found, strict=True)}
+        rows = {name: log_probs[:-1] for name, log_probs in zip(models, text_scores, strict=True)}
         for (name, reference), tally in pairs.items():
             tally.add(rows[reference], rows[name], targets)
     return {
@@ -112,42 +114,43 @@ class _QualityCounts:
 
     loss: float = 0.0
     divergence: float = 0.0
-    agreeing: int = 0
+    num_agreeing: int = 0
     count: int = 0
 
-    def add(self, right: Tensor, own: Tensor, targets: Tensor) -> None:  # [T, V], [T, V], [T]
-        self.loss -= float(own.gather(1, targets[:, None]).double().sum())
-        self.divergence += float((right.exp() * (right - own)).double().sum())
-        self.agreeing += int((right.argmax(-1) == own.argmax(-1)).sum())
+    def add(self, reference: Tensor, model: Tensor, targets: Tensor) -> None:  # [T, V], [T, V], [T]
+        self.loss -= float(model.gather(1, targets[:, None]).double().sum())
+        self.divergence += float((reference.exp() * (reference - model)).double().sum())
+        self.num_agreeing += int((reference.argmax(-1) == model.argmax(-1)).sum())
         self.count += len(targets)
 
     def quality(self) -> Quality:
         count = self.count
-        return Quality(math.exp(self.loss / count), self.divergence / count, self.agreeing / count, count)
+        return Quality(math.exp(self.loss / count), self.divergence / count, self.num_agreeing / count, count)
 
 
 def write_rounded(checkpoint: Path, folder: Path) -> None:
-    """Write a copy of a checkpoint whose linear weights ``[out, in]`` are rounded to 4 bits, as a baseline.
+    """Write a copy of a checkpoint with its linear weights ``[out, in]`` rounded to 4 bits.
 
-    Each group of 32 inputs is rounded to multiples of a seventh of its largest magnitude. Head, embedding,
-    routers and activations are not rounded. A 4-bit encoding should be better than this baseline.
+    It is a baseline that a 4-bit encoding should surpass. The weights of each group of 32 inputs are rounded
+    to multiples of 1/7 of their largest magnitude. The head, the embedding, routers and activations are not
+    rounded.
     """
     weights = Weights.open(checkpoint)
     tensors = {}
     for name in weights.names:
         tensor = weights.tensor(name, weights.shape(name))
-        is_linear = tensor.dim() == 2 and not any(part in name for part in _NOT_ROUNDED)
-        tensors[name] = _rounded(tensor.float()) if is_linear else tensor.clone()
+        is_linear = tensor.dim() == 2 and not any(part in name for part in _UNROUNDED_NAMES)
+        tensors[name] = _round_to_4_bits(tensor.float()) if is_linear else tensor.clone()
     for file in checkpoint.glob("*.json"):
         shutil.copy(file, folder)
     save_file(tensors, folder / SINGLE_FILE)
 
 
 _GROUP = 32
-_NOT_ROUNDED = ("embed", "lm_head", ".gate.", ".router.")
+_UNROUNDED_NAMES = ("embed", "lm_head", ".gate.", ".router.")
 
 
-def _rounded(weight: Tensor) -> Tensor:
+def _round_to_4_bits(weight: Tensor) -> Tensor:
     padded = F.pad(weight, (0, -weight.shape[1] % _GROUP))
     groups = padded.view(len(weight), -1, _GROUP)
     scales = (groups.abs().amax(-1, keepdim=True) / 7).clamp_min(1e-12)

@@ -1,4 +1,4 @@
-"""Checkpoints with random weights of any architecture and shape, to measure speed."""
+"""Writes checkpoints with random weights for any architecture and any sizes, to measure speed."""
 
 from __future__ import annotations
 
@@ -43,24 +43,27 @@ SHAPES: Mapping[str, Mapping[str, object]] = {
         "dtype": "bfloat16",
     },
 }
-"""Name -> ``config.json``: Llamas of 134 million and of 1.1 billion parameters."""
+"""Name -> ``config.json`` of Llama models: ``l110m`` has 134 million parameters, ``l1b`` has 1.1 billion."""
 
 _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _DEFAULT_DTYPE = "bfloat16"
-_REPEATED_AFTER = 4_194_301
-"""The number of values that are drawn; they repeat after that. Drawing a billion would take longer than the
-measurement. It is a prime, so that no two rows or matrices are equal: equal ones could be stored once, and
-less memory would be read than for a real model.
+_NUM_RANDOM_VALUES = 4_194_301
+"""Number of random values.
+
+They are repeated, because drawing a billion values would take longer than the measurement.
+
+The number is prime, so that no two rows or matrices are equal. Equal rows could be cached, and a step would
+read less memory than with a real model.
 """
-_DEPTHS = ("num_hidden_layers", "n_layer", "layer_types", "num_kv_shared_layers", "no_rope_layers")
-_LENGTHS = ("max_position_embeddings", "n_positions")
+_LAYER_KEYS = ("num_hidden_layers", "n_layer", "layer_types", "num_kv_shared_layers", "no_rope_layers")
+_LENGTH_KEYS = ("max_position_embeddings", "n_positions")
 
 
-def config_of_shape(shape: str) -> dict[str, object]:
-    """Return the ``config.json`` of a shape: a name in `SHAPES`, or the path of such a file.
+def shape_config(shape: str) -> dict[str, object]:
+    """Return the ``config.json`` for a name in `SHAPES` or for the path of a ``config.json`` or its folder.
 
     Raises:
-        InputError: the shape is neither.
+        InputError: the shape is neither a name nor a path.
         CheckpointError: the file is not a JSON object.
     """
     if shape in SHAPES:
@@ -70,47 +73,51 @@ def config_of_shape(shape: str) -> dict[str, object]:
         path /= "config.json"
     if not path.is_file():
         raise InputError(
-            f"there is no shape {shape!r}: give {', '.join(SHAPES)}, or the path of a config.json"
+            f"there is no shape {shape!r}: use {', '.join(SHAPES)}, or the path of a config.json"
         )
     return read_json_object(path)
 
 
 def narrow_config(config: Mapping[str, object], *, max_length: int) -> dict[str, object]:
-    """Return the configuration of a narrow model with the same layers: its step time is Python time.
+    """Return the configuration of a model with the same number and types of layers, but tiny sizes.
+
+    Almost all of its step time is spent in Python.
 
     Args:
         config: a ``config.json`` of a known architecture.
         max_length: the required maximum length, in tokens.
 
     Raises:
-        UnknownArchitectureError: its ``model_type`` is not known.
+        UnknownArchitectureError: the ``model_type`` is unknown.
     """
     architecture = PIPELINE_REGISTRY.retrieve_architecture(HuggingFaceConfig(config), "config.json")
     assert architecture.tiny_config is not None
     tiny = architecture.tiny_config()
     depth = tiny.get("num_hidden_layers", tiny.get("n_layer"))
-    whole = {
+    scalar_values = {
         key: value for key, value in tiny.items() if not (isinstance(value, list) and len(value) == depth)
     }
-    taken = {key: config[key] for key in _DEPTHS if key in config}
-    longer = {key: max(max_length, length) for key in _LENGTHS if isinstance(length := tiny.get(key), int)}
-    return {**whole, **taken, **longer}
+    layer_values = {key: config[key] for key in _LAYER_KEYS if key in config}
+    lengths = {
+        key: max(max_length, length) for key in _LENGTH_KEYS if isinstance(length := tiny.get(key), int)
+    }
+    return {**scalar_values, **layer_values, **lengths}
 
 
 def write_random_checkpoint(folder: Path, config: Mapping[str, object], *, seed: int = 0) -> Path:
-    """Write a loadable checkpoint with random weights and a tokenizer of the words ``t0``, ``t1`` and so on.
+    """Write a checkpoint with random weights and a tokenizer with the words ``t0``, ``t1`` and so on.
 
-    Vectors are ones; matrices are small random numbers.
+    Vectors are filled with 1, matrices with small random numbers.
 
     Args:
         folder: an existing folder.
-        config: a ``config.json`` of a known architecture; its dtype is that of the weights.
+        config: a ``config.json`` of a known architecture. Its ``dtype`` is that of the weights.
         seed: the seed of the random numbers.
 
     Raises:
-        UnknownArchitectureError: its ``model_type`` is not known.
-        CheckpointError: a value in it is missing or impossible.
-        InputError: its dtype is not a float type that can be written.
+        UnknownArchitectureError: the ``model_type`` is unknown.
+        CheckpointError: a value of the configuration is missing or invalid.
+        InputError: the ``dtype`` is not one of float32, bfloat16 and float16.
     """
     values = {**config, "dtype": config.get("dtype", config.get("torch_dtype", _DEFAULT_DTYPE))}
     values.pop("quantization_config", None)
@@ -127,8 +134,8 @@ def tensor_shapes(config: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
     """Return the names and shapes of all tensors that an architecture reads with this ``config.json``.
 
     Raises:
-        UnknownArchitectureError: its ``model_type`` is not known.
-        CheckpointError: a value in it is missing or impossible.
+        UnknownArchitectureError: the ``model_type`` is unknown.
+        CheckpointError: a value of the configuration is missing or invalid.
     """
     huggingface_config = HuggingFaceConfig(config)
     architecture = PIPELINE_REGISTRY.retrieve_architecture(huggingface_config, "config.json")
@@ -140,7 +147,7 @@ def tensor_shapes(config: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
 
 
 class _ShapeRecorder:
-    """A source of tensors without values; records the names and shapes that are requested."""
+    """A `TensorSource` that returns tensors without data and records the requested names and shapes."""
 
     def __init__(self) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -183,7 +190,7 @@ class _ShapeRecorder:
 def write_random_tensors(
     file: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str, *, seed: int = 0
 ) -> None:
-    """Write a safetensors file. Vectors are ones; matrices are small random numbers.
+    """Write a safetensors file. Vectors are filled with 1, matrices with small random numbers.
 
     Args:
         file: the file.
@@ -198,18 +205,18 @@ def write_random_tensors(
         start = end
     text = json.dumps(header).encode()
     generator = torch.Generator().manual_seed(seed)
-    numbers = (0.02 * torch.randn(_REPEATED_AFTER, generator=generator)).to(DType(dtype).to_torch())
+    numbers = (0.02 * torch.randn(_NUM_RANDOM_VALUES, generator=generator)).to(DType(dtype).to_torch())
     ones = torch.ones_like(numbers)
-    with file.open("wb") as stream:  # one tensor at a time: the file may be larger than the memory
+    with file.open("wb") as stream:  # written in parts, because the file can be larger than the memory
         stream.write(len(text).to_bytes(8, "little") + text)
-        place = 0
+        position = 0
         for shape in shapes.values():
-            source, left = (numbers if len(shape) > 1 else ones), prod(shape)
-            while left > 0:
-                part = source[place : place + left]
+            source, remaining = (numbers if len(shape) > 1 else ones), prod(shape)
+            while remaining > 0:
+                part = source[position : position + remaining]
                 stream.write(part.view(torch.uint8).numpy().data)
-                left -= len(part)
-                place = (place + len(part)) % _REPEATED_AFTER
+                remaining -= len(part)
+                position = (position + len(part)) % _NUM_RANDOM_VALUES
 
 
 def _write_tokenizer(folder: Path, vocabulary: int) -> None:

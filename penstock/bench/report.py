@@ -43,7 +43,7 @@ def print_summary(summary: Summary, console: Console) -> None:
 
 
 def plot(measurement: Measurement, title: str, path: Path) -> None:
-    """Plot latencies over time and their distributions into a PNG file.
+    """Write a PNG file with plots of the latencies over time and of their distributions.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
@@ -54,47 +54,47 @@ def plot(measurement: Measurement, title: str, path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingDependencyError("matplotlib", "bench", "--plot") from error
-    good = [outcome for outcome in measurement.outcomes if outcome.error is None]
-    bad = [outcome for outcome in measurement.outcomes if outcome.error is not None]
+    successful = [outcome for outcome in measurement.outcomes if outcome.error is None]
+    failed = [outcome for outcome in measurement.outcomes if outcome.error is not None]
     figure = Figure(figsize=(11, 7), layout="constrained")
     FigureCanvasAgg(figure)  # renders without a display
     wrap_title(figure, title)
-    over_time, out, latencies, gaps = figure.subplots(2, 2).flat
+    over_time, throughput, latencies, gaps = figure.subplots(2, 2).flat
 
     start = measurement.started
     over_time.set(title="requests", xlabel="due at, s", ylabel="s")
     over_time.scatter(
-        [outcome.scheduled - start for outcome in good],
-        [outcome.seconds for outcome in good],
+        [outcome.scheduled - start for outcome in successful],
+        [outcome.seconds for outcome in successful],
         s=9,
         label="end",
     )
-    streamed = [outcome for outcome in good if outcome.text_times]
+    streamed = [outcome for outcome in successful if outcome.text_times]
     over_time.scatter(
         [outcome.scheduled - start for outcome in streamed],
         [outcome.text_times[0] - outcome.scheduled for outcome in streamed],
         s=9,
         label="first token",
     )
-    if bad:
-        points = [outcome.scheduled - start for outcome in bad], [outcome.seconds for outcome in bad]
+    if failed:
+        points = [outcome.scheduled - start for outcome in failed], [outcome.seconds for outcome in failed]
         over_time.scatter(*points, s=20, marker="x", color="red", label="failed")
     over_time.legend()
 
-    ends = sorted((outcome.ended - start, outcome.completion_tokens) for outcome in good)
+    ends = sorted((outcome.ended - start, outcome.completion_tokens) for outcome in successful)
     total, steps = 0, [(0.0, 0)]
     for when, tokens in ends:
         total += tokens
         steps.append((when, total))
-    out.step([when for when, _ in steps], [count for _, count in steps], where="post")
-    out.set(title="tokens of completed responses", xlabel="s", ylabel="tokens")
+    throughput.step([when for when, _ in steps], [count for _, count in steps], where="post")
+    throughput.set(title="tokens of completed responses", xlabel="s", ylabel="tokens")
 
     _draw_distribution(
         latencies,
         "latency from the due time",
         {
             "first token": [outcome.text_times[0] - outcome.scheduled for outcome in streamed],
-            "end": [outcome.seconds for outcome in good],
+            "end": [outcome.seconds for outcome in successful],
         },
     )
     _draw_distribution(

@@ -1,8 +1,8 @@
-"""Float checkpoints whose linear layers are read in any encoding, to measure encodings.
+"""`StoredFormat`: reads the linear layers of a float checkpoint in any encoding, to measure encodings.
 
-Encodings such as ``uint4`` are those of checkpoint formats: a user cannot choose them for a checkpoint of
-floats. `StoredFormat` packs each layer of such a checkpoint when it is read, as if it were stored in the
-encoding. There is no calibration: numbers are rounded to the nearest one.
+Some encodings, such as ``uint4``, exist only for checkpoint formats and cannot be chosen for a float
+checkpoint. `StoredFormat` packs each layer of a float checkpoint on reading, as if the layer were stored in
+the encoding. Weights are rounded to the nearest value, without calibration.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _NOT_LINEAR = (".gate.weight", ".router.weight", "embeddings.weight", "norm.weig
 
 
 class StoredFormat(CheckpointFormat):
-    """Floats that are packed in the encoding that ``quantization_config`` names when they are read.
+    """Reads float layers in the encoding of ``quantization_config``. They are packed on reading.
 
-    Matrices of the vocabulary, routers and embeddings stay floats.
+    Matrices with one row per token of the vocabulary, routers, embeddings and norms stay floats.
     """
 
     name = _METHOD
@@ -66,7 +66,9 @@ class StoredFormat(CheckpointFormat):
 
 
 def write_stored(checkpoint: Path, folder: Path, encoding: str) -> Path:
-    """Write a folder that `StoredFormat` reads in an encoding; its tensors are links to the checkpoint.
+    """Write a checkpoint that `StoredFormat` reads in an encoding.
+
+    Its weight files are links to ``checkpoint``.
 
     Args:
         checkpoint: a folder with safetensors files of floats.
@@ -74,7 +76,7 @@ def write_stored(checkpoint: Path, folder: Path, encoding: str) -> Path:
         encoding: the name of any encoding.
 
     Raises:
-        ConfigError: there is no such encoding, or the checkpoint is quantized already.
+        ConfigError: the encoding is unknown, or the checkpoint is quantized.
     """
     encoding_named(encoding)
     config = json.loads((checkpoint / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""The summary of a load test: throughput, latency percentiles, errors by kind."""
+"""`Summary`: throughput, latency percentiles and errors of a load test."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ class Distribution(msgspec.Struct, frozen=True):
     """``p50``, ``p90``, ``p95``, ``p99``."""
 
     @classmethod
-    def of(cls, seconds: Sequence[float]) -> Distribution | None:
-        """Return the statistics of some values; None for an empty list."""
+    def from_samples(cls, seconds: Sequence[float]) -> Distribution | None:
+        """Return the statistics of durations; None for an empty sequence."""
         if not seconds:
             return None
         values = np.asarray(seconds)
-        found = np.percentile(values, PERCENTILES)
+        percentiles = np.percentile(values, PERCENTILES)
         return cls(
             len(values),
             float(values.mean()),
             float(values.min()),
             float(values.max()),
-            {f"p{percent}": float(value) for percent, value in zip(PERCENTILES, found, strict=True)},
+            {f"p{percent}": float(value) for percent, value in zip(PERCENTILES, percentiles, strict=True)},
         )
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of a measurement. Latencies are those of successful requests, in seconds."""
+    """The results of a load test. Latencies, in seconds, include only successful requests."""
 
     requests: int
     completed: int
     errors: dict[str, int]
-    """Kind -> number of requests."""
+    """Kind of error -> number of requests."""
     error_details: dict[str, str]
-    """Kind -> the message of the first such error."""
+    """Kind of error -> the message of the first error of this kind."""
     is_interrupted: bool
     seconds: float
     requests_per_second: float
@@ -57,65 +57,69 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens_per_second: float
     completion_tokens_per_second: float
     time_to_first_token: Distribution | None
-    """From the due time to the first text; None without streaming."""
+    """Time from when a request was due to be sent until its first text; None without streaming."""
     inter_token: Distribution | None
-    """Between consecutive events with text. A server may put several tokens into one event."""
+    """Time between consecutive events with text. An event can contain several tokens."""
     time_per_token: Distribution | None
-    """The mean time per token after the first, for each request."""
+    """For each request, the mean time per token after the first token."""
     end_to_end: Distribution | None
     round_trip: Distribution | None = None
-    """Round-trip times of small requests on one reused connection, before the load."""
+    """Round-trip times of small requests on one connection, sent before the load."""
 
     @classmethod
-    def of(cls, measurement: Measurement) -> Summary:
+    def from_measurement(cls, measurement: Measurement) -> Summary:
         """Return the summary of a measurement."""
-        good = [outcome for outcome in measurement.outcomes if outcome.error is None]
-        bad = [outcome for outcome in measurement.outcomes if outcome.error is not None]
+        successful = [outcome for outcome in measurement.outcomes if outcome.error is None]
+        failed = [outcome for outcome in measurement.outcomes if outcome.error is not None]
         seconds = max(measurement.seconds, 1e-9)
         prompt, completion = (
-            sum(outcome.prompt_tokens for outcome in good),
-            sum(outcome.completion_tokens for outcome in good),
+            sum(outcome.prompt_tokens for outcome in successful),
+            sum(outcome.completion_tokens for outcome in successful),
         )
-        firsts = [outcome.first_token_seconds for outcome in good if outcome.first_token_seconds is not None]
-        each = [outcome.token_seconds for outcome in good if outcome.token_seconds is not None]
+        first_token_times = [
+            outcome.first_token_seconds for outcome in successful if outcome.first_token_seconds is not None
+        ]
+        token_times = [outcome.token_seconds for outcome in successful if outcome.token_seconds is not None]
         return cls(
             requests=len(measurement.outcomes),
-            completed=len(good),
-            errors=dict(Counter(str(outcome.error) for outcome in bad).most_common()),
-            error_details={str(outcome.error): outcome.detail for outcome in reversed(bad)},
+            completed=len(successful),
+            errors=dict(Counter(str(outcome.error) for outcome in failed).most_common()),
+            error_details={str(outcome.error): outcome.detail for outcome in reversed(failed)},
             is_interrupted=measurement.is_interrupted,
             seconds=seconds,
-            requests_per_second=len(good) / seconds,
+            requests_per_second=len(successful) / seconds,
             prompt_tokens=prompt,
-            cached_tokens=sum(outcome.cached_tokens for outcome in good),
+            cached_tokens=sum(outcome.cached_tokens for outcome in successful),
             completion_tokens=completion,
             prompt_tokens_per_second=prompt / seconds,
             completion_tokens_per_second=completion / seconds,
-            time_to_first_token=Distribution.of(firsts),
-            inter_token=Distribution.of([gap for outcome in good for gap in outcome.gaps]),
-            time_per_token=Distribution.of(each),
-            end_to_end=Distribution.of([outcome.seconds for outcome in good]),
-            round_trip=Distribution.of(measurement.round_trips),
+            time_to_first_token=Distribution.from_samples(first_token_times),
+            inter_token=Distribution.from_samples([gap for outcome in successful for gap in outcome.gaps]),
+            time_per_token=Distribution.from_samples(token_times),
+            end_to_end=Distribution.from_samples([outcome.seconds for outcome in successful]),
+            round_trip=Distribution.from_samples(measurement.round_trips),
         )
 
     def latencies(self) -> dict[str, Distribution]:
-        """Return the available distributions, by name."""
-        named = {
+        """Return the distributions that are not None, with their names in the table."""
+        distributions = {
             "time to first token": self.time_to_first_token,
             "inter-token": self.inter_token,
             "time per token": self.time_per_token,
             "end to end": self.end_to_end,
             "keep-alive": self.round_trip,
         }
-        return {name: one for name, one in named.items() if one is not None}
+        return {
+            name: distribution for name, distribution in distributions.items() if distribution is not None
+        }
 
 
-def report_of(measurement: Measurement, settings: dict[str, object]) -> dict[str, object]:
-    """Return a measurement as plain data for JSON: settings, summary, and each request."""
+def build_report(measurement: Measurement, settings: dict[str, object]) -> dict[str, object]:
+    """Return a measurement as data for JSON: the settings, the summary, and each request."""
     start = measurement.started
     return {
         "settings": settings,
-        "summary": msgspec.to_builtins(Summary.of(measurement)),
+        "summary": msgspec.to_builtins(Summary.from_measurement(measurement)),
         "requests": [
             {
                 "index": outcome.index,

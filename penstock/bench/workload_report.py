@@ -20,14 +20,14 @@ def print_figures(figures: Sequence[Figure], title: str, console: Console) -> No
         table.add_column(name, justify="left" if name == "unit" else "right")
     for figure in figures:
         values = (figure.median, min(figure.runs), max(figure.runs))
-        table.add_row(figure.work, figure.of, *map(_shown, values), figure.unit)
+        table.add_row(figure.work, figure.of, *map(_format_value, values), figure.unit)
     console.print(table)
     for work in dict.fromkeys(figure.work for figure in figures):
         console.print(f"{work}: {WORKLOADS[work]}", markup=False, highlight=False, style="dim")
 
 
 def plot_figures(figures: Sequence[Figure], title: str, path: Path) -> None:
-    """Plot all runs and the medians into a PNG file.
+    """Write a PNG file with a plot of all runs and of the medians.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
@@ -44,15 +44,17 @@ def plot_figures(figures: Sequence[Figure], title: str, path: Path) -> None:
     wrap_title(picture, title)
     for column, work in enumerate(works, 1):
         axes = picture.add_subplot(1, len(works), column)
-        shown = [figure for figure in figures if figure.work == work]
-        axes.bar([figure.of for figure in shown], [figure.median for figure in shown], alpha=0.5)
-        for figure in shown:
+        work_figures = [figure for figure in figures if figure.work == work]
+        axes.bar(
+            [figure.of for figure in work_figures], [figure.median for figure in work_figures], alpha=0.5
+        )
+        for figure in work_figures:
             axes.scatter([figure.of] * len(figure.runs), figure.runs, s=9, color="black")
-        axes.set(title=work, ylabel=shown[0].unit)
+        axes.set(title=work, ylabel=work_figures[0].unit)
         axes.tick_params(axis="x", labelrotation=20)
     picture.savefig(path, format="png", dpi=120)
 
 
-def _shown(value: float) -> str:
-    """Return a value with three significant digits, or as a whole number from 100 on."""
+def _format_value(value: float) -> str:
+    """Return a value as text: a whole number if it is at least 100, otherwise three significant digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,6 +1,6 @@
-"""Benchmarks of a model in this process: decoding, prefill, batches, start-up, Python's share of a step.
+"""`Bench`: benchmarks of a model in this process, such as decoding, prefill, batches and start-up.
 
-Each figure is the median of several runs after one warm-up run. All runs have new prompts. The machine should
+Each figure is the median of several runs after one warm-up run. Each run has new prompts. The machine should
 be idle.
 """
 
@@ -38,17 +38,20 @@ WORKLOADS = {
     "decode": "one prompt: tokens per second after the first token",
     "prefill": "one prompt: prompt tokens per second",
     "batch": "several prompts at once: output tokens per second over the whole run",
-    "start": "a new process whose files are in the page cache: from its start to the first token",
-    "memory": "the peak memory of such a process, without pages of files",
+    "start": "a new process, with its files in the page cache: seconds from its start to the first token",
+    "memory": "a new process: peak of its anonymous memory (without mapped files) until the first token",
     "step": "one decode step; Python: the step time minus the time of its compiled kernels, or, if the step"
     " is not compiled, the step time of a narrow model with the same layers",
 }
-"""Name -> what is measured."""
+"""Name -> description of the measurement."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes of the workloads, in tokens; ``batch`` counts prompts and ``repeats`` runs."""
+    """The sizes of the workloads.
+
+    Lengths are in tokens, ``batch`` is a number of prompts, ``repeats`` of runs.
+    """
 
     prompt_length: int = 128
     prefill_length: int = 1024
@@ -63,7 +66,7 @@ class Figure:
 
     work: str
     of: str
-    """The measured quantity, such as a phase."""
+    """The measured quantity, such as a phase of the start-up."""
     unit: str
     runs: list[float]
     """One value for each run, in order."""
@@ -74,25 +77,25 @@ class Figure:
         return statistics.median(self.runs)
 
     def as_dict(self) -> dict[str, object]:
-        """Return the figure as plain data for JSON."""
+        """Return the figure as data for JSON."""
         spread = {"median": self.median, "lowest": min(self.runs), "highest": max(self.runs)}
         return {"work": self.work, "of": self.of, "unit": self.unit, **spread, "runs": self.runs}
 
 
 class _TimedRunner(BatchRunner):
-    """Records when the last call returned its first tokens."""
+    """A `BatchRunner` that records when the last call of `run` returned its first tokens."""
 
     first_time: float = 0.0
-    """Seconds of `perf_counter`."""
+    """The time of the first tokens, in seconds of `perf_counter`."""
     num_first_tokens: int = 0
-    """The number of these tokens."""
+    """The number of tokens that were returned first."""
 
     def run(self, builders: Sequence[BuilderT], *, seconds: float) -> Iterator[list[BuilderT]]:
         self.num_first_tokens = 0
         for served in super().run(builders, seconds=seconds):
             if not self.num_first_tokens:
                 self.first_time = perf_counter()
-                counts = [one.num_new_tokens for one in served if isinstance(one, OutputBuilder)]
+                counts = [builder.num_new_tokens for builder in served if isinstance(builder, OutputBuilder)]
                 self.num_first_tokens = sum(counts)
             yield served
 
@@ -105,12 +108,12 @@ class InstrumentedLLM(LLM):
 
     @property
     def first_time(self) -> float:
-        """Seconds of `perf_counter`."""
+        """The time of the first tokens, in seconds of `perf_counter`."""
         return self._runner.first_time
 
     @property
     def num_first_tokens(self) -> int:
-        """The number of these tokens."""
+        """The number of tokens that were returned first."""
         return self._runner.num_first_tokens
 
 
@@ -118,7 +121,7 @@ class Bench:
     """Runs workloads with one loaded model.
 
     Args:
-        config: the configuration of the model; the benchmark disables its prefix cache.
+        config: the configuration of the model. The prefix cache is disabled.
         sizes: the sizes of the workloads.
 
     Raises:
@@ -146,14 +149,14 @@ class Bench:
 
     @property
     def graph_status(self) -> str:
-        """Whether decode steps ran compiled: ``compiled``, or ``eager`` with the cause."""
+        """How decode steps ran: ``compiled``, or ``eager`` with the reason."""
         return self._graph_status
 
     def check(self, works: Sequence[str]) -> None:
-        """Refuse workloads that exceed the model's maximum length.
+        """Check that the workloads do not exceed the model's maximum length.
 
         Raises:
-            ConfigError: names the workload and both lengths.
+            ConfigError: a workload does. The message has the workload and both lengths.
         """
         sizes, max_length = self.sizes, self._llm.pipeline.memory_plan.max_length
         needed = {
@@ -166,7 +169,7 @@ class Bench:
             if needed.get(work, 0) > max_length:
                 raise ConfigError(
                     work,
-                    f"takes {needed[work]} tokens, but the maximum length is {max_length}: "
+                    f"needs {needed[work]} tokens, but the maximum length is {max_length}: "
                     "choose shorter lengths",
                 )
 
@@ -183,25 +186,28 @@ class Bench:
         return figures[work]()
 
     def speed(self, work: str) -> float:
-        """Return the tokens per second of one run of ``decode`` or ``prefill``, to measure models in turn."""
+        """Return the tokens per second of one run of ``decode`` or ``prefill``.
+
+        It allows to measure several models alternately.
+        """
         if work == "decode":
-            return 1 / self._seconds_of_step(self._llm)
+            return 1 / self._step_seconds(self._llm)
         length = self.sizes.prefill_length
-        return length / self._timed(self._llm, 1, length, 1)
+        return length / self._time_generation(self._llm, 1, length, 1)
 
     def _decode(self) -> list[Figure]:
-        seconds = self._repeated(lambda: self._seconds_of_step(self._llm))
+        seconds = self._repeat(lambda: self._step_seconds(self._llm))
         return [Figure("decode", "1 prompt", "tokens/s", [1 / value for value in seconds])]
 
     def _prefill(self) -> list[Figure]:
         length = self.sizes.prefill_length
-        seconds = self._repeated(lambda: self._timed(self._llm, 1, length, 1))
+        seconds = self._repeat(lambda: self._time_generation(self._llm, 1, length, 1))
         return [Figure("prefill", f"{length} tokens", "tokens/s", [length / value for value in seconds])]
 
     def _batch(self) -> list[Figure]:
         sizes = self.sizes
-        seconds = self._repeated(
-            lambda: self._timed(self._llm, sizes.batch, sizes.prompt_length, sizes.new_tokens)
+        seconds = self._repeat(
+            lambda: self._time_generation(self._llm, sizes.batch, sizes.prompt_length, sizes.new_tokens)
         )
         tokens = sizes.batch * sizes.new_tokens
         return [Figure("batch", f"{sizes.batch} prompts", "tokens/s", [tokens / value for value in seconds])]
@@ -215,51 +221,53 @@ class Bench:
 
     @cached_property
     def _cold_starts(self) -> list[ColdStart]:
-        """The starts of new processes, shared by ``start`` and ``memory``."""
-        return self._repeated(lambda: cold_start(self.config))
+        """The measured starts of new processes. The workloads ``start`` and ``memory`` share them."""
+        return self._repeat(lambda: cold_start(self.config))
 
     def _step(self) -> list[Figure]:
-        whole = self._repeated(lambda: self._seconds_of_step(self._llm))
+        step_times = self._repeat(lambda: self._step_seconds(self._llm))
         return [
-            Figure("step", "all", "ms", [1000 * value for value in whole]),
-            Figure("step", "Python", "ms", [1000 * value for value in self._python_of_step(whole)]),
+            Figure("step", "all", "ms", [1000 * value for value in step_times]),
+            Figure("step", "Python", "ms", [1000 * value for value in self._python_seconds(step_times)]),
         ]
 
-    def _python_of_step(self, whole: list[float]) -> list[float]:
+    def _python_seconds(self, step_times: list[float]) -> list[float]:
         graphs = self._llm.pipeline.session.graphs
         if graphs is not None and graphs.last is not None:
-            kernels = seconds_of_kernels(graphs.last)
-            return [max(value - kernels, 1e-9) for value in whole]
+            kernels = kernel_seconds(graphs.last)
+            return [max(value - kernels, 1e-9) for value in step_times]
         with TemporaryDirectory(prefix="penstock-") as folder:
             length = self.sizes.prompt_length + self.sizes.new_tokens
             whole_config = self.config.model.huggingface_config.to_dict()
             narrow = narrow_config(whole_config, max_length=length)
             narrow["dtype"] = self._llm.pipeline.model.dtype.value
             write_random_checkpoint(Path(folder), narrow)
-            given = self.config.model
-            model = ModelConfig(model_path=folder, devices=given.devices, kernels=given.kernels)
+            model_config = self.config.model
+            model = ModelConfig(model_path=folder, devices=model_config.devices, kernels=model_config.kernels)
             config = replace(self.config, model=model, speculative=SpeculativeConfig())
             with InstrumentedLLM.from_config(config) as llm:
                 llm.pipeline.pack_all_pending()
-                return self._repeated(lambda: self._seconds_of_step(llm))
+                return self._repeat(lambda: self._step_seconds(llm))
 
-    def _repeated(self, run: Callable[[], T]) -> list[T]:
+    def _repeat(self, run: Callable[[], T]) -> list[T]:
         run()
         return [run() for _ in range(self.sizes.repeats)]
 
-    def _seconds_of_step(self, llm: InstrumentedLLM) -> float:
-        """Return the seconds of one decode step of one context, after the first step."""
+    def _step_seconds(self, llm: InstrumentedLLM) -> float:
+        """Return the mean seconds of a decode step of one context, without the first step."""
         count, prompts = self.sizes.new_tokens, self._prompts(llm, 1, self.sizes.prompt_length)
-        whole = _seconds(llm, prompts, count)
-        later = perf_counter() - llm.first_time
+        total = _generation_seconds(llm, prompts, count)
+        after_first = perf_counter() - llm.first_time
         if llm is self._llm:
             self._graph_status = llm.pipeline.session.graph_status
         if llm.num_first_tokens < count:
-            return later / (count - llm.num_first_tokens)
-        return max(whole - _seconds(llm, prompts, 1), 1e-9) / (count - 1)  # all tokens arrived at once
+            return after_first / (count - llm.num_first_tokens)
+        return max(total - _generation_seconds(llm, prompts, 1), 1e-9) / (
+            count - 1
+        )  # all tokens were returned at once
 
-    def _timed(self, llm: LLM, count: int, length: int, new_tokens: int) -> float:
-        return _seconds(llm, self._prompts(llm, count, length), new_tokens)
+    def _time_generation(self, llm: LLM, count: int, length: int, new_tokens: int) -> float:
+        return _generation_seconds(llm, self._prompts(llm, count, length), new_tokens)
 
     def _prompts(self, llm: LLM, count: int, length: int) -> list[list[int]]:
         tokens = self._random.integers(0, llm.tokenizer.vocab_size, (count, length))
@@ -273,15 +281,16 @@ class ColdStart:
     seconds: dict[str, float]
     """Phase -> seconds; ``all`` is the total."""
     peak_memory: int
-    """The largest anonymous memory of samples taken 50 times per second, in bytes; 0 if the system does not
-    report it."""
+    """The peak of the anonymous memory in bytes, sampled 50 times per second; 0 if the system does not report
+    it.
+    """
 
 
 def cold_start(config: PipelineConfig) -> ColdStart:
-    """Start a new process that loads a model and generates a token, and return its timings.
+    """Start a new process that loads a model and generates a token. Return its timings.
 
     Raises:
-        PenstockError: the process failed; the message has its last line of output.
+        PenstockError: the process failed. The message has its last line of output.
     """
     with TemporaryFile() as stdin, TemporaryFile() as stdout, TemporaryFile() as stderr:
         stdin.write(pickle.dumps(config))
@@ -316,20 +325,20 @@ def _anonymous_memory(pid: int) -> int:
     return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
 
 
-def seconds_of_kernels(graph: Graph, runs: int = 50) -> float:
-    """Return the seconds of a compiled step's kernels: the median of runs with its last inputs.
+def kernel_seconds(graph: Graph, runs: int = 50) -> float:
+    """Return the seconds of the kernels of a compiled step: the median of runs with its last inputs.
 
-    Each run writes the same values to the KV cache as the step did, so it must be the last step that ran.
+    ``graph`` must be the last step that ran, because each run writes the same values to the KV cache again.
     """
-    taken = []
+    durations = []
     for _ in range(runs):
         start = perf_counter()
         graph.run()
-        taken.append(perf_counter() - start)
-    return statistics.median(taken)
+        durations.append(perf_counter() - start)
+    return statistics.median(durations)
 
 
-def _seconds(llm: LLM, prompts: list[list[int]], new_tokens: int) -> float:
+def _generation_seconds(llm: LLM, prompts: list[list[int]], new_tokens: int) -> float:
     params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True, detokenize=False)
     start = perf_counter()
     llm.generate(prompts, params, use_tqdm=False)

@@ -154,12 +154,12 @@ async def _measure(client: HttpClient, options: _ServeOptions) -> int:
     from rich.console import Console
 
     from penstock.bench.load import Load, measure, round_trips
-    from penstock.bench.prompts import RequestTemplate, fields_of
+    from penstock.bench.prompts import RequestTemplate, parse_fields
     from penstock.bench.report import plot, print_summary
-    from penstock.bench.summary import Summary, report_of
+    from penstock.bench.summary import Summary, build_report
 
     count, endpoint = options["num_requests"], options["endpoint"]
-    more = fields_of(options["extra_body"]) if options["extra_body"] else {}
+    extra_fields = parse_fields(options["extra_body"]) if options["extra_body"] else {}
     model, prompts = await _model_and_prompts(client, options)
     asking = RequestTemplate(
         endpoint=endpoint,
@@ -169,7 +169,7 @@ async def _measure(client: HttpClient, options: _ServeOptions) -> int:
         ignore_eos=options["ignore_eos"],
         temperature=options["temperature"],
         seed=options["seed"],
-        more=more,
+        extra_fields=extra_fields,
     )
     bodies = [asking.body(index, prompt) for index, prompt in enumerate(prompts)]
     concurrency = options["concurrency"] or (None if options["rate"] else 8)
@@ -186,12 +186,14 @@ async def _measure(client: HttpClient, options: _ServeOptions) -> int:
     )
     found = await measure(client, asking.path, bodies[:count], load, stop=stop)
     found.round_trips = idle
-    summary = Summary.of(found)
+    summary = Summary.from_measurement(found)
     print_summary(summary, Console())
     kept = [(name, value) for name, value in options.items() if name not in ("api_key", "extra_body")]
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in kept}
     if options["json_path"] is not None:
-        report = report_of(found, settings | {"model": model, "extra_body": more, "concurrency": concurrency})
+        report = build_report(
+            found, settings | {"model": model, "extra_body": extra_fields, "concurrency": concurrency}
+        )
         options["json_path"].write_text(json.dumps(report, indent=2))
     if options["plot_path"] is not None:
         how = f"{options['rate']:g} requests/s" if options["rate"] else f"{concurrency} at a time"
@@ -204,13 +206,13 @@ async def _measure(client: HttpClient, options: _ServeOptions) -> int:
 async def _model_and_prompts(client: HttpClient, options: _ServeOptions) -> tuple[str, list[BenchPrompt]]:
     """Return the model, and a prompt for each request: first those of the measurement, then the warm-up."""
     from penstock.bench.http_client import IncompleteResponseError
-    from penstock.bench.prompts import chosen, prompts_of_file, random_prompts, served_model
+    from penstock.bench.prompts import random_prompts, read_prompts, repeat_prompts, served_model
 
     count = options["num_requests"] + options["warmup"]
     try:
         model = options["model"] or await served_model(client)
         if options["prompts"] is not None:
-            return model, chosen(prompts_of_file(options["prompts"]), count)
+            return model, repeat_prompts(read_prompts(options["prompts"]), count)
         length, seed = options["input_length"], options["seed"]
         return model, await random_prompts(client, model, options["endpoint"], count, length, seed)
     except (ConnectionError, IncompleteResponseError, TimeoutError, gaierror) as error:

@@ -112,9 +112,9 @@ def command(
 
 
 def _with_random_weights(config: PipelineConfig, shape: str, folder: Path) -> PipelineConfig:
-    from penstock.bench.random_weights import config_of_shape, write_random_checkpoint
+    from penstock.bench.random_weights import shape_config, write_random_checkpoint
 
-    write_random_checkpoint(folder, config_of_shape(shape))
+    write_random_checkpoint(folder, shape_config(shape))
     return replace(config, model=replace(config.model, model_path=str(folder)))
 
 

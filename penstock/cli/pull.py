@@ -24,7 +24,7 @@ def command(model: str, revision: str, gguf_file: str | None, codec: bool, as_js
     """
     from penstock.errors import CheckpointNotFoundError, ConfigError
     from penstock.weights.hub import is_on_hub, resolve_checkpoint, resolve_codec
-    from penstock.weights.hub_cache import revision_of
+    from penstock.weights.hub_cache import cached_revision
 
     if codec and gguf_file is not None:
         raise ConfigError("gguf_file", "names a file of a model, but --codec downloads a codec")
@@ -41,7 +41,7 @@ def command(model: str, revision: str, gguf_file: str | None, codec: bool, as_js
         found = {
             "model": model,
             "path": str(path),
-            "revision": revision_of(path),
+            "revision": cached_revision(path),
             "num_files": len(files),
             "num_bytes": size,
         }

@@ -16,9 +16,9 @@ def command(models: tuple[str, ...], revision: str | None, yes: bool) -> None:
 
     Without --revision, all revisions and partly downloaded files are deleted.
     """
-    from penstock.weights.hub_cache import delete_model, models_named
+    from penstock.weights.hub_cache import delete_model, find_cached_models
 
-    found = {name: models_named(name, revision) for name in dict.fromkeys(models)}
+    found = {name: find_cached_models(name, revision) for name in dict.fromkeys(models)}
     for name, cached in found.items():
         what = ", ".join(model.revision[:12] if model.revision else "a partial download" for model in cached)
         if not yes and not click.confirm(f"Delete {name} ({what})?", err=True):

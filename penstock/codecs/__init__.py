@@ -1,4 +1,7 @@
-"""Audio codecs: `AudioCodec` turns codes into waveforms and back. One folder per codec."""
+"""Audio codecs: `AudioCodec` converts codes to waveforms and waveforms to codes.
+
+There is one folder per codec.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,12 @@ if TYPE_CHECKING:
 
 __all__ = ["CODECS", "AudioCodec", "CodecChunk", "CodecRegistry", "SupportedCodec", "load_codec"]
 
-_HOMES = {
+_MODULES = {
     **dict.fromkeys(("AudioCodec", "CodecChunk"), "penstock.codecs.codec"),
     **dict.fromkeys(("CODECS", "CodecRegistry", "SupportedCodec", "load_codec"), "penstock.codecs.registry"),
 }
 
 
 if not TYPE_CHECKING:  # a type checker must report names that do not exist
-    # Records and registry load no torch; the codec's classes do.
-    __getattr__ = lazy_names(__name__, _HOMES)
+    # The records and the registry do not import torch. `AudioCodec` does.
+    __getattr__ = lazy_names(__name__, _MODULES)

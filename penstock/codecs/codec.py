@@ -1,8 +1,8 @@
-"""`AudioCodec`: converts codes to waveforms and back. Each codec is a folder, see `codecs.registry`.
+"""`AudioCodec`: converts codes to waveforms and waveforms to codes. See `codecs.registry` for the codecs.
 
-A codec holds weights and no state of a request. A stream is decoded in chunks. A chunk includes the
-surrounding frames on which its samples depend, so the joined chunks equal the stream decoded as one chunk.
-Whenever a stream has grown or ended:
+A codec has weights, but no state of a request. A stream of frames is decoded in chunks. A chunk includes the
+surrounding frames on which its samples depend. Therefore the concatenated samples of the chunks equal the
+samples of the stream decoded as one chunk. After each new frame, and at the end of the stream:
 
     ready = codec.ready_frames(len(frames), ended=ended)
     if ready > decoded:
@@ -24,15 +24,15 @@ from penstock.errors import InputError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CodecChunk:
-    """Consecutive frames of a stream, with context at both sides. `AudioCodec.chunk` makes one.
+    """Consecutive frames of a stream with context on both sides, created by `AudioCodec.chunk`.
 
-    Without context it is a whole stream: ``CodecChunk(frames)``.
+    ``CodecChunk(frames)`` is a whole stream.
     """
 
     frames: Tensor
-    """``[left + n + right, C]`` int64."""
+    """``[left + n + right, C]`` int64: left context, the n frames to decode, right context."""
     start: int = 0
-    """Index in the stream of the first frame to decode, ``frames[left]``."""
+    """The index in the stream of the first frame to decode, which is ``frames[left]``."""
     left: int = 0
     """Number of frames of left context."""
     right: int = 0
@@ -49,29 +49,30 @@ class CodecChunk:
 class AudioCodec(ABC):
     """Decodes frames of codes to samples, and encodes samples to frames.
 
-    A frame holds ``codes_per_frame`` codes, C. The codes of a frame have the order in which a language model
-    generates them; flattened frames are the speech tokens of a context.
+    A frame has C codes (``codes_per_frame``), in the order in which a language model generates them. The
+    flattened frames are the speech tokens of a context.
     """
 
     name: str
-    """Name of the codec, which is the name of its folder."""
+    """Name of the codec and of its folder."""
     sample_rate: int
     """Samples per second of decoded audio."""
     encoder_sample_rate: int
     """Samples per second that `encode` expects."""
     codes_per_frame: int
-    """Codes of one frame, C."""
+    """Number of codes in a frame, C."""
     samples_per_frame: int
-    """Decoded samples of one frame."""
+    """Number of decoded samples of a frame."""
     codebook_size: int
-    """Codes are between 0 and ``codebook_size - 1``."""
+    """Number of different codes; a code is between 0 and ``codebook_size - 1``."""
     left_context: int
-    """Largest number of frames before a chunk that its samples depend on."""
+    """Maximum number of frames before a chunk on which its samples depend."""
     right_context: int
-    """Largest number of frames after a chunk that its samples depend on; 0 in a causal codec."""
+    """Maximum number of frames after a chunk on which its samples depend; 0 in a causal codec."""
     tolerance: float
-    """Bound of the absolute difference between a sample decoded in chunks and the same sample of a stream
-    that is decoded as one chunk."""
+    """Maximum absolute difference between a sample of a stream decoded in chunks and the same sample of the
+    stream decoded as one chunk.
+    """
 
     @property
     def frame_rate(self) -> float:
@@ -84,7 +85,7 @@ class AudioCodec(ABC):
         return False
 
     def decode(self, frames: Sequence[Tensor]) -> list[Tensor]:
-        """Decode whole streams; each ``[F, C]`` int64 -> ``[F * samples_per_frame]`` float32.
+        """Decode whole streams: ``[F, C]`` int64 -> ``[F * samples_per_frame]`` float32 for each.
 
         Raises:
             InputError: frames have another shape, or a code is out of range.
@@ -93,11 +94,11 @@ class AudioCodec(ABC):
 
     @abstractmethod
     def decode_chunks(self, chunks: Sequence[CodecChunk]) -> list[Tensor]:
-        """Decode one chunk of each of several streams.
+        """Decode chunks of several streams, one chunk of each.
 
         Returns:
-            ``[n * samples_per_frame]`` float32 of each chunk: the samples of its frames without context.
-            They do not depend on the other chunks.
+            The samples of each chunk, ``[n * samples_per_frame]`` float32, without those of its context. They
+            do not depend on the other chunks.
 
         Raises:
             InputError: frames have another shape, or a code is out of range.
@@ -112,10 +113,10 @@ class AudioCodec(ABC):
         """
 
     def check_chunk(self, chunk: CodecChunk) -> None:
-        """Check the context of a chunk, and shape, type and range of its frames.
+        """Check the context of a chunk, and the shape, type and range of its frames.
 
         Raises:
-            InputError: names the expected and the found values.
+            InputError: the check failed. The message has the expected and the actual values.
         """
         frames, stop = chunk.frames, chunk.start + chunk.num_frames
         first, end = self.context_at(chunk.start, stop)
@@ -123,8 +124,9 @@ class AudioCodec(ABC):
         has_right = chunk.ended or chunk.right >= end - stop
         if chunk.num_frames < 0 or (chunk.num_frames and not (has_left and has_right)):
             raise InputError(
-                f"{self.name}: frames {chunk.start} to {stop} need frames {first} to {end} as context, "
-                f"{chunk.left} before and {chunk.right} after them were given: use AudioCodec.chunk"
+                f"{self.name}: decoding frames {chunk.start} to {stop - 1} needs frames {first} to "
+                f"{end - 1}, but the chunk has {chunk.left} frames of left and {chunk.right} of right "
+                "context: use AudioCodec.chunk"
             )
         if frames.dim() != 2 or frames.shape[1] != self.codes_per_frame or frames.dtype != torch.int64:
             raise InputError(
@@ -134,39 +136,39 @@ class AudioCodec(ABC):
         if len(frames) and not 0 <= int(frames.min()) <= int(frames.max()) < self.codebook_size:
             raise InputError(
                 f"{self.name}: codes must be from 0 to {self.codebook_size - 1}, were from "
-                f"{int(frames.min())} to {int(frames.max())}: subtract the offsets of the speech tokens"
+                f"{int(frames.min())} to {int(frames.max())}: subtract the offsets of the speech token ids"
             )
 
     def ready_frames(self, num_frames: int, *, ended: bool) -> int:
-        """Return how many frames of a stream can be decoded if its first ``num_frames`` are known.
+        """Return how many frames of a stream can be decoded when its first ``num_frames`` are known.
 
         Args:
             num_frames: number of frames so far.
-            ended: whether there will be no more.
+            ended: whether the stream has ended.
         """
         return num_frames if ended else max(num_frames - self.right_context, 0)
 
     def context_at(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the first frame that the samples of frames ``start`` to ``stop - 1`` depend on, and the end.
+        """Return the range of frames on which the samples of frames ``start`` to ``stop - 1`` depend.
 
-        The end may exceed the stream.
+        The result is ``(first, end)`` without frame ``end``. It can exceed the end of the stream.
         """
         return max(start - self.left_context, 0), stop + self.right_context
 
     def chunk(self, frames: Tensor, start: int, stop: int, *, ended: bool) -> CodecChunk:
-        """Return the frames from ``start`` to ``stop - 1`` of a stream, with their context.
+        """Return the chunk of the frames ``start`` to ``stop - 1`` of a stream, with their context.
 
         Args:
             frames: all frames of the stream so far, ``[F, C]``.
             start: the first frame to decode.
-            stop: the frame after the last one to decode, at most `ready_frames`.
-            ended: whether there will be no more frames.
+            stop: the index after the last frame to decode; at most `ready_frames`.
+            ended: whether the stream has ended.
         """
         first, end = self.context_at(start, stop)
         end = min(end, len(frames))
         return CodecChunk(frames[first:end], start, start - first, end - stop, ended and end == len(frames))
 
-    def cut(self, frames: Tensor, chunk_frames: int) -> Iterator[CodecChunk]:
-        """Yield the chunks of a finished stream ``[F, C]``, each of at most ``chunk_frames`` frames."""
+    def split_stream(self, frames: Tensor, chunk_frames: int) -> Iterator[CodecChunk]:
+        """Yield the chunks of a complete stream ``[F, C]``, each with at most ``chunk_frames`` frames."""
         for start in range(0, len(frames), chunk_frames):
             yield self.chunk(frames, start, min(start + chunk_frames, len(frames)), ended=True)

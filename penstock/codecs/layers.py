@@ -1,4 +1,4 @@
-"""Layers of convolutional codecs over ragged rows ``[T, C]``, and their loading by checkpoint names."""
+"""Layers of convolutional codecs for ragged batches ``[T, C]``, and `CodecLoader`, which reads them."""
 
 from __future__ import annotations
 
@@ -14,45 +14,46 @@ from penstock.kernels import Ops, PackedConv1d, PackedConvTranspose1d, PackedLin
 
 SNAKE_EPS = 1e-9
 
-_NORMALISED = (
+_WEIGHT_NORM_NAMES = (
     ("parametrizations.weight.original0", "parametrizations.weight.original1"),
     ("weight_g", "weight_v"),
 )
-"""Tensor names of a weight-normalised layer, magnitude and direction: the current ones of torch, the former
-ones."""
+"""Tensor names of a weight-normalized layer, as pairs of magnitude and direction: torch's current names, then
+its former names.
+"""
 
 
 @dataclass(slots=True)
 class RaggedRows:
-    """Rows of several sequences, one after the other."""
+    """A ragged batch: the rows of several sequences, concatenated."""
 
     rows: Tensor
     """``[T, C]``."""
     lengths: list[int]
-    """Rows of each sequence."""
+    """Number of rows of each sequence."""
 
     @property
     def offsets(self) -> Tensor:
-        """``[B + 1]`` int32."""
+        """The offsets of the sequences in `rows`, ``[B + 1]`` int32."""
         return torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32)
 
     def split(self) -> Sequence[Tensor]:
         """Return the rows of each sequence."""
         return torch.split(self.rows, self.lengths)
 
-    def cut(self, ranges: Sequence[tuple[int, int]]) -> RaggedRows:
-        """Return the rows of a range of each sequence."""
-        parts = [one[begin:end] for one, (begin, end) in zip(self.split(), ranges, strict=True)]
+    def slice(self, ranges: Sequence[tuple[int, int]]) -> RaggedRows:
+        """Return a batch with the range ``(begin, end)`` of each sequence."""
+        parts = [rows[begin:end] for rows, (begin, end) in zip(self.split(), ranges, strict=True)]
         rows = parts[0] if len(parts) == 1 else torch.cat(parts)
         return RaggedRows(rows, [len(part) for part in parts])
 
 
 @dataclass(frozen=True, slots=True)
 class Snake:
-    """Add ``sin(alpha * x)**2 / alpha`` to each number."""
+    """The snake activation ``x + sin(alpha * x)**2 * beta`` (arXiv:2006.08195)."""
 
     alpha: Tensor  # [C]
-    beta: Tensor  # [C], 1 / alpha
+    beta: Tensor  # [C]: 1 / alpha
 
     def __call__(self, x: Tensor, ops: Ops) -> Tensor:
         return ops.snake(x, self.alpha, self.beta)
@@ -60,7 +61,7 @@ class Snake:
 
 @dataclass(frozen=True, slots=True)
 class Conv1d:
-    """A convolution over time."""
+    """A 1-d convolution over time."""
 
     packed: PackedConv1d
 
@@ -71,7 +72,7 @@ class Conv1d:
 
 @dataclass(frozen=True, slots=True)
 class ConvTranspose1d:
-    """A transposed convolution over time."""
+    """A transposed 1-d convolution over time."""
 
     packed: PackedConvTranspose1d
 
@@ -81,14 +82,14 @@ class ConvTranspose1d:
 
 
 class CodecLoader:
-    """Reads layers of a codec by their checkpoint names and packs each once.
+    """Reads the layers of a codec by their checkpoint names and packs each layer once.
 
     Args:
-        weights: the checkpoint.
+        weights: the tensors of the checkpoint.
         ops: the back end that packs the layers.
-        encoding: encoding of convolutions with one group and of linear layers.
-        min_channels: convolutions with fewer output channels are float32. They take little time, and no later
-            layer filters their rounding errors.
+        encoding: encoding of linear layers and of convolutions with one group.
+        min_channels: convolutions with fewer output channels stay in float32. They take little time, and as
+            the last layers of a codec their rounding errors would be audible.
     """
 
     def __init__(
@@ -104,9 +105,9 @@ class CodecLoader:
         return self.weights.tensor(name, shape).float()
 
     def weight(self, layer: str, *shape: int) -> Tensor:
-        """Return the weight of a layer; a normalised weight is multiplied out (arXiv:1602.07868)."""
+        """Return the weight of a layer. Weight normalization (arXiv:1602.07868) is applied."""
         norm = (shape[0], *[1] * (len(shape) - 1))
-        for scale, direction in _NORMALISED:
+        for scale, direction in _WEIGHT_NORM_NAMES:
             if f"{layer}.{scale}" in self.weights:
                 v = self.tensor(f"{layer}.{direction}", *shape)
                 length: Tensor = torch.linalg.vector_norm(v.flatten(1), dim=1).view(norm)
@@ -114,19 +115,19 @@ class CodecLoader:
         return self.tensor(f"{layer}.weight", *shape)
 
     def norm(self, layer: str, size: int) -> tuple[Tensor, Tensor]:
-        """Return weight and bias of a layer norm."""
+        """Return the weight and the bias of a layer norm, ``[size]`` each."""
         return self.tensor(f"{layer}.weight", size), self.tensor(f"{layer}.bias", size)
 
     def linear(
         self, layer: str, in_features: int, out_features: int, *, has_bias: bool = True
     ) -> PackedLinear:
-        """Return a linear layer."""
+        """Return the linear layer called ``layer``."""
         weight = self.weight(layer, out_features, in_features)
         bias = self.tensor(f"{layer}.bias", out_features) if has_bias else None
         return self.ops.pack_linear(weight, self.encoding, bias=bias)
 
     def pointwise(self, layer: str, in_features: int, out_features: int) -> PackedLinear:
-        """Return a linear layer that is stored as a convolution of kernel size 1."""
+        """Return the linear layer that is stored as a convolution with kernel size 1."""
         weight = self.weight(layer, out_features, in_features, 1)[..., 0]
         bias = self.tensor(f"{layer}.bias", out_features)
         return self.ops.pack_linear(weight, self.encoding, bias=bias)
@@ -144,12 +145,12 @@ class CodecLoader:
         groups: int = 1,
         has_bias: bool = True,
     ) -> Conv1d:
-        """Return a convolution."""
+        """Return the convolution called ``layer``."""
         weight = self.weight(layer, out_channels, in_channels // groups, kernel_size)
         bias = self.tensor(f"{layer}.bias", out_channels) if has_bias else None
         packed = self.ops.pack_conv1d(
             weight,
-            self._encoding_of(out_channels),
+            self._conv_encoding(out_channels),
             bias=bias,
             stride=stride,
             padding=padding,
@@ -159,12 +160,12 @@ class CodecLoader:
         return Conv1d(replace(packed, linear=_with_bias(packed.linear, bias)))
 
     def upsample(self, layer: str, in_channels: int, out_channels: int, stride: int) -> ConvTranspose1d:
-        """Return a transposed convolution that gives exactly ``stride`` rows for each row."""
+        """Return a transposed convolution that computes exactly ``stride`` output rows for each input row."""
         weight = self.weight(layer, in_channels, out_channels, 2 * stride)
         bias = self.tensor(f"{layer}.bias", out_channels)
         packed = self.ops.pack_conv_transpose1d(
             weight,
-            self._encoding_of(out_channels),
+            self._conv_encoding(out_channels),
             bias=bias,
             stride=stride,
             padding=-(-stride // 2),
@@ -172,18 +173,18 @@ class CodecLoader:
         )
         return ConvTranspose1d(replace(packed, linear=_with_bias(packed.linear, bias.repeat(stride))))
 
-    def _encoding_of(self, out_channels: int) -> str:
+    def _conv_encoding(self, out_channels: int) -> str:
         return self.encoding if out_channels >= self._min_channels else "float32"
 
     def snake(self, layer: str, channels: int) -> Snake:
-        """Return a snake activation, whose frequencies are stored as ``[1, C, 1]``."""
+        """Return the snake activation whose alpha is stored as ``[1, C, 1]``."""
         alpha = self.tensor(f"{layer}.alpha", 1, channels, 1).flatten().contiguous()
         return Snake(alpha, 1 / (alpha + SNAKE_EPS))
 
 
 def _with_bias(linear: PackedLinear | None, bias: Tensor | None) -> PackedLinear | None:
-    """Return a layer with its bias as float32, the type of a codec's activations.
+    """Return a layer with this bias in float32, which is the type of a codec's activations.
 
-    `Ops.pack_linear` converts it to the compute type of the encoding, such as bfloat16.
+    `Ops.pack_linear` has rounded the bias to the compute type of the encoding, such as bfloat16.
     """
     return linear if linear is None else replace(linear, bias=bias)

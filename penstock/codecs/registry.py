@@ -1,6 +1,9 @@
-"""The audio codecs: one folder each in this package, described by the `CODEC` record in its ``__init__``.
+"""The registry of audio codecs.
 
-Importing this module and the records loads no torch. `SupportedCodec.load` imports the code of a codec.
+Each codec is a folder of this package with a record `CODEC` in its ``__init__``.
+
+Importing this module and the records does not import torch. `SupportedCodec.load` imports the code of a
+codec.
 """
 
 from __future__ import annotations
@@ -24,23 +27,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SupportedCodec:
-    """The registry's record of a codec. Creating it does not load the code of the codec."""
+    """The record of a codec. Creating a record does not import the code of the codec."""
 
     name: str
     """Name of the codec and of its folder."""
     detect: Callable[[Mapping[str, object]], bool]
-    """Return whether a ``config.json`` belongs to this codec."""
+    """Returns whether a ``config.json`` belongs to this codec."""
     codec: str
-    """The `AudioCodec` as ``"module:Class"``, relative to the codec's folder.
+    """The subclass of `AudioCodec` as ``"module:Class"``, relative to the codec's folder.
 
     Its class method ``load(folder, config, session, encoding)`` reads a checkpoint.
     """
     encodings: tuple[str, ...] = ("float32",)
-    """Encodings in which the codec can hold its large layers; the first one is the default."""
+    """The supported encodings of the codec's large layers. The first one is the default."""
     example_repo_ids: tuple[str, ...] = ()
-    """Hub ids of checkpoints that work."""
+    """Hub ids of checkpoints that can be loaded."""
     package: str = ""
-    """The folder as a package; the registry fills it in."""
+    """The name of the codec's package. The registry sets it."""
 
     def load(
         self,
@@ -58,7 +61,7 @@ class SupportedCodec:
         if encoding not in self.encodings:
             raise ConfigError(
                 "codec encoding",
-                f"{self.name} does not run in {encoding!r}: use one of {', '.join(self.encodings)}",
+                f"{self.name} does not support {encoding!r}: use one of {', '.join(self.encodings)}",
             )
         module, _, name = self.codec.partition(":")
         codec_class = getattr(import_module(f"{self.package}.{module}"), name)
@@ -70,16 +73,16 @@ class CodecRegistry:
     """The codecs in the folders of this package and in further folders.
 
     Args:
-        folders: folders to search besides this package; each holds one package per codec.
+        folders: folders to search in addition to this package. Each contains one package per codec.
     """
 
     def __init__(self, folders: Iterable[Path] = ()) -> None:
-        self._more_folders = tuple(folders)
+        self._extra_folders = tuple(folders)
 
     @property
     def codecs(self) -> tuple[SupportedCodec, ...]:
         """All records, sorted by name."""
-        return tuple(self._found[name] for name in sorted(self._found))
+        return tuple(self._discovered[name] for name in sorted(self._discovered))
 
     def detect(self, config: Mapping[str, object], path: object) -> SupportedCodec:
         """Return the codec of a checkpoint.
@@ -89,25 +92,25 @@ class CodecRegistry:
             path: the checkpoint, for messages.
 
         Raises:
-            CheckpointError: no codec reads this checkpoint.
+            CheckpointError: the checkpoint belongs to no known codec.
         """
         for codec in self.codecs:
             if codec.detect(config):
                 return codec
-        names = ", ".join(one.name for one in self.codecs) or "none"
+        names = ", ".join(codec.name for codec in self.codecs) or "none"
         raise CheckpointError(
-            path, f"is not the checkpoint of a known audio codec (known: {names}): give another --codec"
+            path, f"is not a checkpoint of a known audio codec (known: {names}): use another --codec"
         )
 
     @cached_property
-    def _found(self) -> Mapping[str, SupportedCodec]:
-        found = {}
-        for module in packages_in(__name__.rpartition(".")[0], self._more_folders):
+    def _discovered(self) -> Mapping[str, SupportedCodec]:
+        records = {}
+        for module in packages_in(__name__.rpartition(".")[0], self._extra_folders):
             record, name = getattr(module, "CODEC", None), module.__name__.rpartition(".")[2]
             if not isinstance(record, SupportedCodec) or record.name != name:
-                raise ConfigError("codec", f"{module.__file__} must hold CODEC, with the name {name!r}")
-            found[name] = replace(record, package=module.__name__)
-        return found
+                raise ConfigError("codec", f"{module.__file__} must define CODEC with the name {name!r}")
+            records[name] = replace(record, package=module.__name__)
+        return records
 
 
 CODECS = CodecRegistry()
@@ -125,13 +128,13 @@ def load_codec(
 
     Args:
         path: a folder with ``config.json`` and weights, or a model id on the Hugging Face hub.
-        session: its operations compute the codec.
+        session: the session whose back end runs the codec.
         encoding: encoding of the large layers, one of `SupportedCodec.encodings`; by default the first.
-        registry: the codecs to choose from.
+        registry: the available codecs.
 
     Raises:
         CheckpointNotFoundError: there is no such folder, and no such model on the hub.
-        CheckpointError: the folder is not the checkpoint of a known codec, or cannot be read.
+        CheckpointError: the folder is not a checkpoint of a known codec, or cannot be read.
         ConfigError: the codec does not support the encoding.
     """
     folder = resolve_codec(str(path))

@@ -1,4 +1,4 @@
-"""The tensors of a codec checkpoint: safetensors files, or tensors of a ``pytorch_model.bin``."""
+"""`CodecWeights`: the tensors of a codec checkpoint, from safetensors files or from ``pytorch_model.bin``."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class KVCacheSpec:
     """Whether sequences of one regime with a common prefix have the same keys for it. False for dynamic rope,
     whose keys depend on the length of the prompt."""
 
-    max_span: int = 0
+    max_bidirectional_tokens: int = 0
     """The most tokens that one step must compute, because they attend to each other in both directions;
     0 if steps can end after any token."""
 

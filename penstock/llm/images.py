@@ -13,7 +13,7 @@ import numpy.typing as npt
 from penstock.errors import InputError
 from penstock.llm.prompts import Prompt, split_prompts
 from penstock.media.decoding import encode_image
-from penstock.media.sources import bytes_of_data_url
+from penstock.media.sources import decode_data_url
 
 if TYPE_CHECKING:
     from PIL.Image import Image as PILImage
@@ -116,7 +116,7 @@ def _without_images(message: object, images: list[bytes], details: list[str]) ->
                 raise InputError(
                     'an image_url must be a data: URL here; give files as {"type": "image", "image": path}'
                 )
-            images.append(bytes_of_data_url(url))
+            images.append(decode_data_url(url))
             details.append(str(detail or "auto"))
         elif kind == "image":
             raise InputError(f'an image part needs an image: {{"type": "image", "image": ...}}, was {part!r}')

@@ -17,7 +17,7 @@ from torch import Tensor
 from penstock.errors import CheckpointError, UnsupportedFeatureError, WeightsError
 from penstock.kernels import PackedLinear, encoding_named, unpack_linear
 from penstock.lora.adapter_config import DECODER, AdapterConfig
-from penstock.nn.layer_parts import LayerPart, joined
+from penstock.nn.layer_parts import LayerPart, concatenated
 from penstock.weights import Weights
 from penstock.weights.safetensors import read_header
 
@@ -256,7 +256,7 @@ def _check_copies(
             )
         copy = weights.tensor(name, shape)
         if is_part:  # the other ranks compare their part
-            copy = joined(parts[layer].of_weight(copy))
+            copy = concatenated(parts[layer].slice_weight(copy))
         is_equal = torch.equal(copy.to(expected.dtype), expected) or torch.equal(
             copy, expected.to(copy.dtype)
         )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.driver import host_zeros
 from penstock.lora.adapter import Adapter, Layers, Parts, layer_shape
-from penstock.nn.layer_parts import joined
+from penstock.nn.layer_parts import concatenated
 
 
 class AdapterSlots:
@@ -106,7 +106,7 @@ class AdapterSlots:
             part = self._parts.get(layer)
             if part is not None:  # outputs of B; or inputs of A, where the ranks add their products
                 down = down if part.inputs is None else down[:, part.inputs.start : part.inputs.stop]
-                up = joined(part.of_rows(up))
+                up = concatenated(part.slice_rows(up))
             all_down, all_up = self.matrices[layer]
             rank = down.shape[0]
             all_down[slot, :rank].copy_(down)

@@ -1,7 +1,6 @@
-"""Audio files: reading recordings, and encoding samples as a whole or as a stream.
+"""Audio files: reads recordings, and encodes samples as a file or as a stream.
 
-WAV and PCM need no other library. The other formats are written and read by ``soundfile`` (the extra
-``audio``).
+WAV and PCM need no library. All other formats need ``soundfile`` (the extra ``audio``).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import numpy.typing as npt
 from penstock.errors import InputError, MissingDependencyError
 
 Samples = npt.NDArray[np.float32]
-"""``[S]`` float32 from -1 to 1, one channel."""
+"""Samples of one channel, ``[S]`` float32 from -1 to 1."""
 
 _UNKNOWN_SIZE = 0xFFFFFFFF
 _BYTES_PER_SAMPLE = 2
@@ -36,14 +35,14 @@ class AudioFormat:
     name: str
     media_type: str
     container: str | None = None
-    """The format of ``soundfile``; None for formats that need no library."""
+    """The name of the format in ``soundfile``; None for formats that need no library."""
     codec: str | None = None
-    """The sub-format of ``soundfile``."""
+    """The name of the subtype in ``soundfile``."""
 
 
 AUDIO_FORMATS: Mapping[str, AudioFormat] = {
-    one.name: one
-    for one in (
+    record.name: record
+    for record in (
         AudioFormat("wav", "audio/wav"),
         AudioFormat("pcm", "audio/pcm"),
         AudioFormat("flac", "audio/flac", "FLAC", "PCM_16"),
@@ -61,23 +60,23 @@ def audio_format(name: str) -> AudioFormat:
         InputError: the name is unknown.
         MissingDependencyError: the format needs ``soundfile``, which is not installed.
     """
-    found = AUDIO_FORMATS.get(name)
-    if found is None:
+    record = AUDIO_FORMATS.get(name)
+    if record is None:
         raise InputError(f"audio format {name!r} is unknown: known are {', '.join(AUDIO_FORMATS)}")
-    if found.container is not None:
+    if record.container is not None:
         _soundfile(f"the audio format {name}")
-    return found
+    return record
 
 
 def pcm_bytes(samples: Samples) -> bytes:
-    """Return samples as 16-bit little-endian integers; samples beyond -1 to 1 are clipped."""
+    """Return samples as 16-bit little-endian integers. Samples outside -1 to 1 are clipped."""
     scaled = np.rint(np.clip(samples, -1.0, 1.0) * 32767.0)
     data: bytes = scaled.astype("<i2").tobytes()
     return data
 
 
 def wav_header(sample_rate: int, num_samples: int | None) -> bytes:
-    """Return the header of a WAV file with 16-bit samples; None for an unknown number, as in a stream."""
+    """Return the header of a WAV file with 16-bit samples; ``num_samples`` is None for a stream."""
     size = _UNKNOWN_SIZE if num_samples is None else num_samples * _BYTES_PER_SAMPLE
     riff = _UNKNOWN_SIZE if num_samples is None else size + 36
     fields = (1, 1, sample_rate, sample_rate * _BYTES_PER_SAMPLE, _BYTES_PER_SAMPLE, 16)
@@ -85,10 +84,10 @@ def wav_header(sample_rate: int, num_samples: int | None) -> bytes:
 
 
 def encode_audio(samples: Samples, sample_rate: int, name: str) -> bytes:
-    """Return a whole file.
+    """Return samples as an audio file.
 
     Raises:
-        InputError: the format is unknown, or cannot hold the sample rate.
+        InputError: the format is unknown, or does not support the sample rate.
         MissingDependencyError: the format needs ``soundfile``, which is not installed.
     """
     if audio_format(name).name == "wav":
@@ -99,7 +98,7 @@ def encode_audio(samples: Samples, sample_rate: int, name: str) -> bytes:
 
 
 class _SoundFile(Protocol):
-    """A file of the library soundfile."""
+    """An open file of the library soundfile."""
 
     closed: bool
 
@@ -108,31 +107,32 @@ class _SoundFile(Protocol):
 
 
 class AudioEncoder:
-    """Encodes chunks of samples. The concatenated pieces form a file.
+    """Encodes chunks of samples. The concatenated results form a file.
 
-    A stream of WAV has no length in its header, because it is not known when the header is sent. Compressed
-    formats return their bytes in blocks, so `add` may return no bytes.
+    A stream of WAV has no length in its header, because the length is not known when the header is sent.
+    Compressed formats are encoded in blocks, so `add` can return no bytes.
 
     Args:
         name: a name in `AUDIO_FORMATS`.
         sample_rate: samples per second.
 
     Raises:
-        InputError: the format is unknown, or cannot hold the sample rate.
+        InputError: the format is unknown, or does not support the sample rate.
         MissingDependencyError: the format needs ``soundfile``, which is not installed.
     """
 
     def __init__(self, name: str, sample_rate: int) -> None:
         self.format = audio_format(name)
         self.keeps_length = False
-        """Hold back all compressed bytes until the end, so that the header contains the length."""
+        """Whether `add` returns no compressed bytes before the end, so that the header contains the length.
+        """
         self._rate = sample_rate
         self._begun = False
         self._file: _SoundFile | None = None
         self._sink = _Sink()
         if self.format.container is not None:
             library = _soundfile(f"the audio format {name}")
-            # Readers estimate the length of a stream from its bit rate, which must not vary.
+            # Players estimate the length of a stream from its bit rate, so the bit rate must be constant.
             constant = {"bitrate_mode": "CONSTANT", "compression_level": 0.5}
             options = constant if name == "mp3" else {}
             try:
@@ -149,7 +149,7 @@ class AudioEncoder:
                 raise InputError(f"{name} cannot be written at {sample_rate} Hz: {error}") from error
 
     def add(self, samples: Samples) -> bytes:
-        """Return the bytes that more samples add."""
+        """Encode more samples. Return the bytes that are complete."""
         if self._file is not None:
             self._file.write(samples)
             return self._take()
@@ -160,37 +160,46 @@ class AudioEncoder:
         return header + pcm_bytes(samples)
 
     def finish(self) -> bytes:
-        """Return the last bytes."""
+        """End the file. Return its last bytes."""
         if self._file is None:
             return b"" if self._begun else self.add(np.zeros(0, np.float32))
         self._file.close()
         return self._take()
 
     def _take(self) -> bytes:
-        """Return the bytes written so far; FLAC, with its length in the header, only at the end."""
+        """Return the bytes written since the last call.
+
+        FLAC has its length in the header, so it is returned at the end.
+        """
         assert self._file is not None
         if (self.keeps_length or self.format.name == "flac") and not self._file.closed:
             return b""
         data = self._sink.take()
         if data and not self._begun:
             self._begun = True
-            if self.format.name == "mp3" and not self.keeps_length:  # the length is not known yet
+            # In a stream of MP3, the frame with the length is dropped, because the length is not known.
+            if self.format.name == "mp3" and not self.keeps_length:
                 data = data[_mp3_info_size(data) :]
         return data
 
 
 def _mp3_info_size(data: bytes) -> int:
-    """Return the size of the frame with the length of an MP3 file; 0 if the file begins without it.
+    """Return the number of bytes of the first frame of an MP3 file if it contains the length, otherwise 0.
 
-    The frame is empty until the length is known.
+    The frame is filled with zeros until the length is known.
     """
-    second = data.find(data[:2], 2)
-    is_info = second > 0 and (not any(data[4:second]) or b"Xing" in data[:second] or b"Info" in data[:second])
-    return second if is_info else 0
+    second_frame = data.find(data[:2], 2)
+    is_info = second_frame > 0 and (
+        not any(data[4:second_frame]) or b"Xing" in data[:second_frame] or b"Info" in data[:second_frame]
+    )
+    return second_frame if is_info else 0
 
 
 class _Sink(io.RawIOBase):
-    """A file in memory. Written bytes can be taken from its beginning; later changes to them are lost."""
+    """A file in memory whose first bytes can be taken away.
+
+    Later writes to positions taken away have no effect.
+    """
 
     def __init__(self) -> None:
         self._data = bytearray()
@@ -205,21 +214,21 @@ class _Sink(io.RawIOBase):
         return data
 
     def write(self, data: Any) -> int:
-        piece = bytes(data)
-        size = len(piece)
+        content = bytes(data)
+        size = len(content)
         start = self._position - self._num_taken
-        self._position += len(piece)
+        self._position += size
         if start < 0:
-            piece, start = piece[-start:], 0
-        self._data[start : start + len(piece)] = piece
+            content, start = content[-start:], 0
+        self._data[start : start + len(content)] = content
         return size
 
     def readinto(self, buffer: Any) -> int:
         start, target = max(self._position - self._num_taken, 0), memoryview(buffer)
-        piece = self._data[start : start + len(target)]
-        target[: len(piece)] = piece
-        self._position += len(piece)
-        return len(piece)
+        content = self._data[start : start + len(target)]
+        target[: len(content)] = content
+        self._position += len(content)
+        return len(content)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         end = self._num_taken + len(self._data)
@@ -240,7 +249,7 @@ class _Sink(io.RawIOBase):
 
 
 def read_audio(path: Path) -> tuple[Samples, int]:
-    """Return the samples of a recording, mixed to one channel, and its sample rate.
+    """Return the samples of a recording, with all channels mixed to one, and its sample rate.
 
     Raises:
         InputError: the file is not an audio file.
@@ -265,7 +274,7 @@ def read_audio(path: Path) -> tuple[Samples, int]:
 
 
 def resample(samples: Samples, source: int, target: int) -> Samples:
-    """Return samples at another rate, by interpolation with a windowed sinc."""
+    """Return samples converted from ``source`` to ``target`` Hz, by interpolation with a windowed sinc."""
     if source == target or not len(samples):
         return samples
     count = max(1, round(len(samples) * target / source))
@@ -280,8 +289,8 @@ def resample(samples: Samples, source: int, target: int) -> Samples:
         distance = (nearest[:, None] + offsets) - positions[:, None]
         window = np.where(np.abs(distance) < reach, np.cos(np.pi * distance / (2 * reach)) ** 2, 0.0)
         weights = cutoff * np.sinc(cutoff * distance) * window
-        taken = padded[np.clip(nearest[:, None] + offsets + reach + 1, 0, len(padded) - 1)]
-        result[start : start + len(positions)] = (weights * taken).sum(axis=1)
+        neighbors = padded[np.clip(nearest[:, None] + offsets + reach + 1, 0, len(padded) - 1)]
+        result[start : start + len(positions)] = (weights * neighbors).sum(axis=1)
     return result
 
 
@@ -289,7 +298,7 @@ def resample(samples: Samples, source: int, target: int) -> Samples:
 def _soundfile(purpose: str) -> ModuleType:
     try:
         import soundfile
-    except (ImportError, OSError) as error:  # OSError: its C library is missing
+    except (ImportError, OSError) as error:  # OSError: the C library libsndfile is missing
         raise MissingDependencyError("soundfile", "audio", purpose) from error
     library: ModuleType = soundfile
     return library

@@ -1,4 +1,4 @@
-"""Decodes images with Pillow, within limits. Pillow is imported by the functions."""
+"""Decodes images with Pillow, within limits. Pillow is imported when a function is called."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
-"""The formats that are accepted, by their names in Pillow. Other decoders of Pillow are never called."""
+"""The accepted formats, by their names in Pillow. All other decoders of Pillow are disabled."""
 
 
 def decode_image(data: bytes, max_pixels: int) -> Image:
-    """Return an encoded image as RGB, rotated by its EXIF data.
+    """Return an image file as an RGB image, rotated according to its EXIF data.
 
-    The size is checked before any pixel is decoded. Transparency is dropped and palettes, grey, CMYK and 16
-    bits become 8 bits of red, green and blue.
+    The size is checked before any pixel is decoded. Transparency is dropped. Palette, grey, CMYK and 16-bit
+    images are converted to 8 bits of red, green and blue.
 
     Args:
         data: the content of an image file.
-        max_pixels: the largest width times height.
+        max_pixels: maximum of width times height.
 
     Raises:
         InputError: the data is not an image, is damaged or truncated, is animated, or has too many pixels.
@@ -35,11 +35,12 @@ def decode_image(data: bytes, max_pixels: int) -> Image:
     pil = _pillow()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Pillow's size warnings; the limit is checked below
+            warnings.simplefilter("ignore")  # Pillow's warnings of large images; `_check_size` replaces them
             with pil.Image.open(BytesIO(data), formats=FORMATS) as image:
                 _check_size(image.size, max_pixels)
                 frames = getattr(image, "n_frames", 1)
-                if frames > 1 and image.format != "MPO":  # MPO: JPEG with previews; the first image is used
+                # MPO is a JPEG file with preview images after the first.
+                if frames > 1 and image.format != "MPO":
                     raise InputError(f"the image is animated or has several pages ({frames}): send one frame")
                 image.load()
                 has_16_bits = image.format == "PPM" and image.mode == "I"
@@ -50,17 +51,17 @@ def decode_image(data: bytes, max_pixels: int) -> Image:
     except pil.Image.DecompressionBombError as error:
         raise InputError(f"the image has too many pixels: {error}") from None
     except pil.UnidentifiedImageError:
-        known = ", ".join(name for name in FORMATS if name != "PPM")
-        raise InputError(f"the data is not an image in one of the formats {known}") from None
+        formats = ", ".join(name for name in FORMATS if name != "PPM")
+        raise InputError(f"the data is not an image in one of the formats {formats}") from None
     except Exception as error:  # the decoders raise OSError, SyntaxError, ValueError, struct.error and others
         raise InputError(f"the image cannot be decoded: {error}") from None
 
 
 def encode_image(image: object) -> bytes:
-    """Return the file content of an image given as a PIL image or as an array ``[H, W]`` or ``[H, W, 3]``.
+    """Return the content of an image file (BMP) for a PIL image or a uint8 array ``[H, W]`` or ``[H, W, 3]``.
 
     Raises:
-        InputError: the object is neither, or the array has another shape or type.
+        InputError: the object is neither of these, or the array has another shape or type.
     """
     pil = _pillow()
     if isinstance(image, np.ndarray):
@@ -94,7 +95,7 @@ def _check_size(size: tuple[int, int], max_pixels: int) -> None:
 
 
 def _as_rgb(image: Image) -> Image:
-    if image.mode.startswith("I;16"):  # Pillow would clip the values at 255
+    if image.mode.startswith("I;16"):  # Pillow's convert would clip the values at 255 instead of scaling them
         image = _pillow().Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     return image.convert("RGB")
 

@@ -25,34 +25,35 @@ class ProcessedImage:
     size: tuple[int, int]
     """Width and height of the image before it was processed."""
     arguments: dict[str, npt.NDArray[np.generic]] = field(default_factory=dict)
-    """Other outputs that `VisionFamily.expand`, the encoder or the decoder reads."""
+    """Other outputs that `VisionFamily.expand`, the vision encoder or the decoder needs."""
     digest: bytes | None = None
-    """The digest of the outputs, see `penstock.pipelines.core.image_digest`; the tokenizer sets it."""
+    """The digest of the outputs, set by the tokenizer; see `penstock.pipelines.core.image_digest`."""
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all arrays."""
-        return self.pixel_values.nbytes + sum(one.nbytes for one in self.arguments.values())
+        """Number of bytes of all arrays."""
+        return self.pixel_values.nbytes + sum(array.nbytes for array in self.arguments.values())
 
 
 class VisionFamily(ABC):
-    """The representation of images in the prompts of a model family. The module of a subclass loads no torch.
+    """The representation of images in the prompts of a model family.
 
-    The chat template, or the user's prompt, has one ``placeholder`` text for each image. It is replaced by
-    the text that `expand` returns, and the text is encoded. The embeddings of its tokens with the id
-    `image_token_id` are replaced by the rows of the vision encoder.
+    The rendered chat template, or the user's prompt, contains the text `placeholder` for each image. It is
+    replaced by the text that `expand` returns, and the whole text is encoded. The embeddings of the tokens
+    with the id `image_token_id` are replaced by the rows of the vision encoder. The module of a subclass must
+    not import torch.
 
     Args:
         config: the checkpoint's ``config.json``.
         processor_config: ``processor_config.json`` and ``preprocessor_config.json``, merged.
-        token_text: returns the text of a token.
+        token_text: returns the text of a token id.
     """
 
     is_bidirectional: ClassVar[bool] = False
-    """Whether the tokens between the first and the last image token of an image attend to each other in both
-    directions."""
+    """Whether attention is bidirectional among the tokens from the first to the last image token of an image.
+    """
     details: ClassVar[frozenset[str]] = frozenset()
-    """The values of ``detail``, besides ``auto``, that `processor_options` supports."""
+    """The values of ``detail`` that `processor_options` supports, in addition to ``auto``."""
 
     def __init__(
         self,
@@ -67,31 +68,31 @@ class VisionFamily(ABC):
     @property
     @abstractmethod
     def image_token_id(self) -> int:
-        """The id of the tokens whose embeddings the rows of the encoder replace."""
+        """The id of the tokens whose embeddings are replaced by the rows of the vision encoder."""
 
     @property
     def placeholder(self) -> str:
-        """The text of an image in a rendered prompt; by default that of `image_token_id`."""
+        """The text that stands for an image in a rendered prompt; by default the text of `image_token_id`."""
         return self.token_text(self.image_token_id)
 
     @abstractmethod
     def expand(self, image: ProcessedImage) -> str:
         """Return the text that replaces the placeholder of an image.
 
-        It contains the text of `image_token_id` once for each row of the encoder.
+        It contains the text of `image_token_id` once for each row of the vision encoder.
         """
 
     def processor_options(self, detail: str) -> dict[str, object]:
-        """Return keyword arguments for a call of the image processor.
+        """Return keyword arguments for the call of the image processor.
 
         Args:
-            detail: the requested resolution: ``auto`` or one of `details`.
+            detail: the requested resolution, ``auto`` or one of `details`.
         """
         return {}
 
     def processed(self, outputs: Arrays, size: tuple[int, int]) -> ProcessedImage:
-        """Return the image from the outputs of the image processor for a list of one image.
+        """Return the `ProcessedImage` for the outputs of the image processor.
 
-        The default takes ``pixel_values[0]`` and drops the other outputs.
+        The outputs are those for a list of one image. This implementation keeps ``pixel_values[0]`` only.
         """
         return ProcessedImage(outputs["pixel_values"][0], size)

@@ -1,4 +1,4 @@
-"""The main function of a process that prepares images; `penstock.media.processor` starts it.
+"""The main function of an image process, which `penstock.media.processor` starts.
 
 It reads requests from standard input and writes replies to standard output, until standard input ends.
 """
@@ -27,11 +27,11 @@ from penstock.media.processor import (
 )
 
 _NICENESS = 10
-"""Low priority: the threads that compute steps come first."""
+"""The process has a low priority, so that it does not delay the threads that compute steps."""
 
 
 def main() -> None:
-    """Serve requests for the checkpoint given as the first argument."""
+    """Serve requests for the checkpoint in the first command line argument."""
     serve(LocalProcessor(Path(sys.argv[1])))
 
 
@@ -41,7 +41,7 @@ def serve(processor: ImageProcessor) -> None:
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # output of libraries must not mix with the replies
     os.nice(_NICENESS)
-    with suppress(Exception):  # the first image reports the error
+    with suppress(Exception):  # the request of the first image fails with the same error
         processor.start()
     with suppress(EOFError, BrokenPipeError):
         while True:
@@ -57,10 +57,12 @@ def _answer(processor: ImageProcessor, requests: BufferedReader, replies: Buffer
         outputs, size = processor.process(bytes(data), request.options, request.max_pixels)
     except (InputError, CheckpointError, MissingDependencyError) as error:
         name = next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "penstock.errors")
-        known = {"InputError", "CheckpointError", "MissingDependencyError"}
-        reply = ProcessorReply(error=name if name in known else "InputError", message=str(error))
+        error_names = {"InputError", "CheckpointError", "MissingDependencyError"}
+        reply = ProcessorReply(error=name if name in error_names else "InputError", message=str(error))
     except MemoryError:
-        reply = ProcessorReply(error="RequestFailedError", message="there is no memory to prepare the image")
+        reply = ProcessorReply(
+            error="RequestFailedError", message="there is not enough memory to prepare the image"
+        )
     else:
         arrays = [np.ascontiguousarray(array) for array in outputs.values()]
         headers = [

@@ -1,7 +1,8 @@
-"""Image processors of Hugging Face checkpoints: in this process or in other processes.
+"""Runs the image processors of Hugging Face checkpoints, in this process or in separate processes.
 
-transformers runs the processors, with the Pillow back end. It imports torch. Therefore the server runs them
-in other processes (`ProcessorPool`), which also protects it from decoders that crash.
+transformers implements the image processors (with its Pillow back end) and imports torch. Therefore the
+server runs them in separate processes (`ProcessorPool`). This also protects the server from decoders that
+crash.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from penstock.media.family import Arrays
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_LOG = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 SIZE = struct.Struct("<Q")
 _ERRORS: dict[str, type[PenstockError]] = {
     kind.__name__: kind for kind in (InputError, CheckpointError, MissingDependencyError, RequestFailedError)
@@ -48,7 +49,7 @@ _ERRORS: dict[str, type[PenstockError]] = {
 
 
 class ProcessorRequest(msgspec.Struct, array_like=True):
-    """An image for a processor; the content of the image file follows as raw bytes."""
+    """A request to prepare an image. The content of the image file follows as raw bytes."""
 
     num_bytes: int
     max_pixels: int
@@ -56,7 +57,7 @@ class ProcessorRequest(msgspec.Struct, array_like=True):
 
 
 class ArrayHeader(msgspec.Struct, array_like=True):
-    """An array of a reply; its raw bytes follow."""
+    """Describes an array of a reply. The raw bytes of all arrays follow the reply."""
 
     name: str
     dtype: str
@@ -73,7 +74,7 @@ class ProcessorReply(msgspec.Struct, array_like=True):
 
 
 class ImageProcessor(Protocol):
-    """Decodes images and prepares them for a model."""
+    """Decodes images and converts them to the inputs of a vision encoder."""
 
     def process(
         self, data: bytes, options: Mapping[str, object], max_pixels: int
@@ -83,16 +84,16 @@ class ImageProcessor(Protocol):
         Args:
             data: the content of an image file.
             options: keyword arguments of the processor.
-            max_pixels: the largest width times height.
+            max_pixels: maximum of width times height.
 
         Raises:
-            InputError: the image cannot be decoded or the processor refuses it.
+            InputError: the image cannot be decoded, or the processor does not accept it.
             PenstockError: the processor failed.
         """
         ...
 
     def start(self) -> None:
-        """Begin to load the processor."""
+        """Load the processor, or start to load it in the background."""
         ...
 
     def close(self) -> None:
@@ -101,7 +102,7 @@ class ImageProcessor(Protocol):
 
 
 class LocalProcessor:
-    """Runs the image processor of a checkpoint in this process. It is loaded for the first image.
+    """Runs the image processor of a checkpoint in this process. The first image loads the processor.
 
     Args:
         checkpoint: the folder of the checkpoint.
@@ -120,7 +121,7 @@ class LocalProcessor:
         try:
             outputs = processor([image], return_tensors="np", **options)
         except Exception as error:
-            raise InputError(f"the model's image processor refuses the image: {error}") from error
+            raise InputError(f"the model's image processor does not accept the image: {error}") from error
         arrays = {name: np.asarray(value) for name, value in outputs.items()}
         return arrays, image.size
 
@@ -160,15 +161,15 @@ def _load_processor(checkpoint: Path) -> _HuggingFaceProcessor:
 
 
 class ProcessorPool:
-    """Runs the image processor of a checkpoint in other processes.
+    """Runs the image processor of a checkpoint in separate processes.
 
-    A process that crashes or exceeds the time limit fails its image only; another process replaces it.
+    If a process crashes or exceeds the time limit, only its current image fails. A new process replaces it.
 
     Args:
         checkpoint: the folder of the checkpoint.
-        num_processes: the number of processes. They start on demand, or by `start`.
-        timeout: seconds for one image, including the time to wait for a process.
-        module: the module whose main function serves images.
+        num_processes: the number of processes. They are started by `start` or by the first images.
+        timeout: maximum number of seconds for an image, including the time to wait for a process.
+        module: the Python module whose main function serves images.
     """
 
     def __init__(
@@ -177,8 +178,8 @@ class ProcessorPool:
         self._timeout = timeout
         self._idle: queue.LifoQueue[_Process] = queue.LifoQueue()
         self._all = [_Process([module, str(checkpoint)]) for _ in range(num_processes)]
-        for one in self._all:
-            self._idle.put(one)
+        for process in self._all:
+            self._idle.put(process)
 
     def process(
         self, data: bytes, options: Mapping[str, object], max_pixels: int
@@ -196,16 +197,16 @@ class ProcessorPool:
             self._idle.put(process)
 
     def start(self) -> None:
-        for one in self._all:
-            one.start()
+        for process in self._all:
+            process.start()
 
     def close(self) -> None:
-        for one in self._all:
-            one.stop()
+        for process in self._all:
+            process.stop()
 
 
 class _Process:
-    """One process that runs the image processor. One thread at a time uses it."""
+    """A process that runs the image processor. It must be used by one thread at a time."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = command
@@ -213,7 +214,7 @@ class _Process:
         self._is_closed = False
 
     def start(self) -> None:
-        """Start the process if it does not run."""
+        """Start the process if it is not running."""
         if self._is_closed or (self._process is not None and self._process.poll() is None):
             return
         paths = os.pathsep.join(path for path in sys.path if path)
@@ -223,7 +224,7 @@ class _Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
-            start_new_session=True,  # Ctrl-C must reach only the server, which then closes the pipe
+            start_new_session=True,  # Ctrl-C must reach only the server, which then ends this process
         )
 
     def stop(self) -> None:
@@ -236,13 +237,13 @@ class _Process:
     ) -> tuple[Arrays, tuple[int, int]]:
         """Process one image within ``timeout`` seconds; see `ImageProcessor.process`."""
         self.start()
-        late: list[bool] = []
+        timed_out = threading.Event()
 
-        def end() -> None:
-            late.append(True)
+        def kill_on_timeout() -> None:
+            timed_out.set()
             self._kill()
 
-        timer = threading.Timer(timeout, end)
+        timer = threading.Timer(timeout, kill_on_timeout)
         timer.start()
         try:
             reply = self._exchange(ProcessorRequest(len(data), max_pixels, dict(options)), data)
@@ -250,11 +251,11 @@ class _Process:
             raise
         except (OSError, EOFError, ValueError, AssertionError) as error:
             self._kill()
-            if late:
+            if timed_out.is_set():
                 raise RequestFailedError(
                     "the image was not prepared within the time limit (--image-timeout)"
                 ) from None
-            _LOG.error("a process that prepares images has ended: %s", error)
+            _logger.error("a process that prepares images has ended: %s", error)
             raise RequestFailedError("the process that prepared the image has ended") from None
         finally:
             timer.cancel()
@@ -293,7 +294,7 @@ class _Process:
 
 
 def write_frame(stream: BufferedWriter, head: bytes, parts: Sequence[bytes | memoryview]) -> None:
-    """Write the size of a head, the head, and raw bytes."""
+    """Write a message: the size of ``head``, ``head``, and raw bytes."""
     stream.write(SIZE.pack(len(head)) + head)
     for part in parts:
         stream.write(part)
@@ -301,10 +302,10 @@ def write_frame(stream: BufferedWriter, head: bytes, parts: Sequence[bytes | mem
 
 
 def read_frame(stream: BufferedReader) -> bytes:
-    """Return a head.
+    """Read the head of a message.
 
     Raises:
-        EOFError: the other side has closed the stream.
+        EOFError: the stream has ended.
     """
     size = bytearray(SIZE.size)
     read_into(stream, memoryview(size))
@@ -317,7 +318,7 @@ def read_into(stream: BufferedReader, target: memoryview) -> None:
     """Fill a buffer from a stream.
 
     Raises:
-        EOFError: the stream has ended before.
+        EOFError: the stream ended before the buffer was full.
     """
     while len(target):
         count = stream.readinto(target)
@@ -342,7 +343,7 @@ def read_processor_config(checkpoint: Path) -> dict[str, object]:
         except (OSError, ValueError) as error:
             raise CheckpointError(path, f"is not readable as JSON: {error}") from error
         if not isinstance(values, dict):
-            raise CheckpointError(path, f"must hold a JSON object, holds a {type(values).__name__}")
+            raise CheckpointError(path, f"must contain a JSON object, contains a {type(values).__name__}")
         nested = values.get("image_processor")
         merged |= {**(nested if isinstance(nested, dict) else {}), **values}
     return merged

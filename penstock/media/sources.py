@@ -1,4 +1,6 @@
-"""Images of requests by URL: ``data:``, ``http(s):`` and ``file:``, each within limits."""
+"""`ImageSources`: reads the images of requests from ``data:``, ``http(s):`` and ``file:`` URLs, within
+limits.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,16 @@ from penstock.errors import InputError
 
 _MAX_REDIRECTS = 3
 _MAX_URL = 2048
-"""Maximum characters of an ``http(s):`` or ``file:`` URL."""
+"""Maximum number of characters of an ``http(s):`` or ``file:`` URL."""
 _PORTS = {"http": 80, "https": 443}
 _CHUNK = 64 * 1024
 _MAX_HEADERS = 256 * 1024
-"""Maximum bytes of a response besides twice the largest image: its headers, and those of chunks."""
+"""Maximum number of bytes of a response's headers and chunk headers.
+
+The limit of a whole response is this number plus twice the maximum size of an image.
+"""
 _MAX_LOOKUPS = 16
-"""Maximum number of concurrent name look-ups. A look-up that exceeds the time limit still counts until it
-ends."""
+"""Maximum number of concurrent DNS look-ups. A look-up that exceeds the time limit counts until it ends."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +42,10 @@ class ImageSources:
     """The allowed sources of the images of requests.
 
     Args:
-        max_bytes: the largest file.
-        timeout: seconds to fetch a URL, the look-up of its host and redirects included.
-        allow_urls: whether ``http(s):`` URLs are fetched.
-        folder: ``file:`` URLs may name files below this folder; None refuses them.
+        max_bytes: maximum size of an image file.
+        timeout: maximum number of seconds to fetch a URL, including DNS look-ups and redirects.
+        allow_urls: whether ``http(s):`` URLs are allowed.
+        folder: ``file:`` URLs may refer to files below this folder; None allows no ``file:`` URL.
     """
 
     max_bytes: int
@@ -53,14 +57,14 @@ class ImageSources:
     )
 
     def read(self, url: str) -> bytes:
-        """Return the content of the image file that a URL names. Blocks: call it in a thread.
+        """Return the content of the image file at a URL. This call blocks, so it should run in a thread.
 
         Raises:
             InputError: the URL is not allowed, or the file cannot be read within the limits.
         """
         scheme = url[:16].partition(":")[0].lower()
         if scheme == "data":
-            data = bytes_of_data_url(url)
+            data = decode_data_url(url)
             self._check_size(len(data))
             return data
         if len(url) > _MAX_URL:
@@ -92,12 +96,12 @@ class ImageSources:
         if parts.netloc not in ("", "localhost") or parts.query or parts.fragment:
             raise InputError("a file: URL must have the form file:///path, below --image-dir")
         folder = self.folder.resolve()
-        given = Path(unquote(parts.path))
+        url_path = Path(unquote(parts.path))
         try:
             path = (
-                given.resolve()
-                if given.is_relative_to(folder)
-                else (folder / given.relative_to("/")).resolve()
+                url_path.resolve()
+                if url_path.is_relative_to(folder)
+                else (folder / url_path.relative_to("/")).resolve()
             )
             inside = path.is_relative_to(folder) and path.is_file()
         except (OSError, ValueError):
@@ -118,10 +122,10 @@ class ImageSources:
         deadline = time.monotonic() + self.timeout
         try:
             for _ in range(_MAX_REDIRECTS + 1):
-                found = self._get(url, deadline)
-                if isinstance(found, bytes):
-                    return found
-                url = found
+                body_or_url = self._get(url, deadline)
+                if isinstance(body_or_url, bytes):
+                    return body_or_url
+                url = body_or_url
         except InputError:
             raise
         except (OSError, ValueError, http.client.HTTPException) as error:
@@ -131,35 +135,36 @@ class ImageSources:
         raise InputError(f"the image URL redirects more than {_MAX_REDIRECTS} times")
 
     def _address(self, host: str, port: int, deadline: float) -> str:
-        """Return `public_address`. The resolver has no time limit, so it runs in a thread."""
+        """Return `public_address` of a host. It runs in a thread, because the resolver has no time limit."""
         if not self._lookups.acquire(timeout=max(deadline - time.monotonic(), 0)):
             raise TimeoutError
-        found: Future[str] = Future()
+        lookup: Future[str] = Future()
 
         def look_up() -> None:
             try:
                 address = public_address(host, port)
             except Exception as error:
-                found.set_exception(error)
+                lookup.set_exception(error)
             else:
-                found.set_result(address)
+                lookup.set_result(address)
             finally:
                 self._lookups.release()
 
         threading.Thread(target=look_up, name="penstock-lookup", daemon=True).start()
-        return found.result(timeout=max(deadline - time.monotonic(), 0.001))
+        return lookup.result(timeout=max(deadline - time.monotonic(), 0.001))
 
     def _get(self, url: str, deadline: float) -> bytes | str:
-        """Return the body of a URL, or the URL that it redirects to."""
+        """Return the body at a URL, or the URL to which it redirects."""
         parts = urlsplit(url)
         if parts.scheme not in _PORTS or not parts.hostname or parts.username or parts.password:
             raise InputError("an image URL must be http(s) with a host, without a user and a password")
         port = parts.port or _PORTS[parts.scheme]
         address = self._address(parts.hostname, port, deadline)
-        connected = _connect(parts, address, port, deadline)
+        connected_socket = _connect(parts, address, port, deadline)
         try:
             connection = http.client.HTTPConnection(parts.hostname, port)
-            connection.sock = _Connected(connected, deadline, 2 * self.max_bytes + _MAX_HEADERS)
+            max_bytes = 2 * self.max_bytes + _MAX_HEADERS
+            connection.sock = _DeadlineConnection(connected_socket, deadline, max_bytes)
             target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
             headers = {
                 "User-Agent": f"penstock/{__version__}",
@@ -174,7 +179,7 @@ class ImageSources:
                     raise InputError("the image URL redirects without a Location header")
                 return urljoin(url, location)
             if response.status != 200:
-                raise InputError(f"the image cannot be fetched: the server answered {response.status}")
+                raise InputError(f"the image cannot be fetched: the status is {response.status}")
             length = response.getheader("Content-Length")
             if length is not None and length.isdecimal():
                 self._check_size(int(length))
@@ -186,14 +191,14 @@ class ImageSources:
                 data += chunk
                 self._check_size(len(data))
         finally:
-            connected.close()
+            connected_socket.close()
 
 
-def bytes_of_data_url(url: str) -> bytes:
-    """Return the data of a ``data:`` URL.
+def decode_data_url(url: str) -> bytes:
+    """Return the content of a ``data:`` URL.
 
     Raises:
-        InputError: it is not of an image, or its base64 is not valid.
+        InputError: the media type is not that of an image, or the base64 is invalid.
     """
     head, comma, body = url.partition(",")
     kind, *options = head[5:].split(";")
@@ -208,17 +213,17 @@ def bytes_of_data_url(url: str) -> bytes:
 
 
 def public_address(host: str, port: int) -> str:
-    """Return an address of a host that is on the public internet.
+    """Return an IP address of a host. All addresses of the host must be on the public internet.
 
-    All addresses of the host must be public. The connection is made to the returned address, so that a
-    second look-up cannot return another one.
+    The caller connects to the returned address instead of the host name. A second look-up could return a
+    private address (DNS rebinding).
 
     Raises:
         InputError: the host has an address that is private, loopback, link-local or otherwise special.
         OSError: the host cannot be resolved.
     """
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    addresses = [str(entry[4][0]) for entry in found]
+    entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    addresses = [str(entry[4][0]) for entry in entries]
     for text in addresses:
         if not is_public(text):
             raise InputError("the host of an image URL is not on the public internet")
@@ -243,27 +248,29 @@ def is_public(text: str) -> bool:
 
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 _ISATAP, _ISATAP_MASK = 0x5EFE, 0xFDFFFFFF
-"""The third quarter of an IPv6 address that ends with an IPv4 address (RFC 5214); the mask clears a bit that
-may be set."""
+"""Bits 32 to 63 of an ISATAP address, which ends with an IPv4 address (RFC 5214).
+
+The mask clears the universal/local bit, which can be 0 or 1.
+"""
 _SPECIAL = tuple(
     map(
         ipaddress.ip_network,
         (
-            "192.0.0.0/24",  # protocol assignments; a cloud serves metadata at 192.0.0.192
-            "192.88.99.0/24",  # relays of 6to4
-            "168.63.129.16/32",  # the host of a virtual machine of a cloud
+            "192.0.0.0/24",  # protocol assignments; a cloud provider serves metadata at 192.0.0.192
+            "192.88.99.0/24",  # 6to4 relays
+            "168.63.129.16/32",  # host services of virtual machines of a cloud provider
             "3fff::/20",  # documentation
             "fec0::/10",  # site-local
         ),
     )
 )
-"""Networks that are not public, and that `ipaddress` of some Python versions reports as global."""
+"""Networks that are not public, but that `ipaddress` reports as global in some Python versions."""
 
 
 class _Reader(io.RawIOBase):
-    """The bytes that a socket receives before a deadline, at most ``max_bytes``.
+    """Reads at most ``max_bytes`` bytes from a socket, until a deadline.
 
-    A time limit of the socket would restart with each byte that the server sends.
+    A plain socket timeout is not enough, because it restarts with each byte that the server sends.
     """
 
     def __init__(self, connected: socket.socket, deadline: float, max_bytes: int) -> None:
@@ -282,12 +289,15 @@ class _Reader(io.RawIOBase):
         count = self._socket.recv_into(buffer)
         self._left -= count
         if self._left < 0:
-            raise InputError("the server of an image sends more headers or chunks than images need")
+            raise InputError("the response of an image server exceeds the size limit")
         return count
 
 
-class _Connected:
-    """A connected socket as `http.client` uses it. Its response ends at a deadline; the caller closes it."""
+class _DeadlineConnection:
+    """A connected socket for `http.client` whose response must end before a deadline.
+
+    The caller closes the socket.
+    """
 
     def __init__(self, connected: socket.socket, deadline: float, max_bytes: int) -> None:
         self._socket = connected
@@ -301,13 +311,13 @@ class _Connected:
         return io.BufferedReader(self._reader)
 
     def close(self) -> None:
-        pass  # http.client closes the connection before the response is read
+        pass  # http.client closes the connection too early, before the response is read
 
 
 def _connect(parts: SplitResult, address: str, port: int, deadline: float) -> socket.socket:
-    """Return a socket that is connected to an address, for the host of the URL.
+    """Return a socket that is connected to an IP address, with TLS for the host of an ``https:`` URL.
 
-    Each operation on it, such as the whole TLS handshake, ends before the deadline.
+    Each operation, such as the whole TLS handshake, must end before the deadline.
     """
     seconds = max(deadline - time.monotonic(), 0.001)
     raw = socket.create_connection((address, port), timeout=seconds)

@@ -27,23 +27,23 @@ from penstock.text.special_tokens import RenderedPrompt
 from penstock.text.tokenizer import TextTokenizer, TokenizerOptions
 
 _CACHE_BYTES = 64 * 2**20
-"""Bytes of prepared images that are kept, for conversations that send the same images again."""
+"""Maximum size of the cache of prepared images. The requests of a conversation contain the same images."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _PreparedRequest(TokenGeneratorRequest):
-    """A request whose images are prepared."""
+    """A request whose images have been prepared."""
 
     prepared: tuple[ProcessedImage, ...] = ()
 
 
 class TextAndVisionTokenizer(TextTokenizer):
-    """Converts requests with images to contexts: prepares the images and inserts their tokens.
+    """Converts requests with images to contexts. It prepares the images and inserts their tokens.
 
     Args:
         checkpoint: the folder of the checkpoint.
         family: the representation of images in prompts.
-        vision: limits of images.
+        vision: limits for images.
         text_options: the keyword arguments of `TextTokenizer`.
     """
 
@@ -60,7 +60,7 @@ class TextAndVisionTokenizer(TextTokenizer):
         if self._chat_template is not None:
             self._chat_template.reads_images = True
         config = HuggingFaceConfig.from_checkpoint(checkpoint)
-        self._family = family(config, read_processor_config(checkpoint), self._text_of)
+        self._family = family(config, read_processor_config(checkpoint), self._token_text)
         self._vision = vision
         self._checkpoint = checkpoint
         self._processor: ImageProcessor = LocalProcessor(checkpoint)
@@ -68,16 +68,16 @@ class TextAndVisionTokenizer(TextTokenizer):
 
     @property
     def image_details(self) -> frozenset[str]:
-        """The values of ``detail`` that the model supports, besides ``auto``."""
+        """The values of ``detail`` that the model supports, in addition to ``auto``."""
         return self._family.details
 
     @property
     def image_placeholder(self) -> str:
-        """The text of an image in a prompt."""
+        """The text that stands for an image in a prompt."""
         return self._family.placeholder
 
     def use_processes(self) -> None:
-        """Prepare images in separate processes from now on, and start these processes."""
+        """Start separate processes and prepare all further images in them."""
         self._processor = ProcessorPool(self._checkpoint, self._vision.processes, self._vision.timeout)
         self._processor.start()
 
@@ -85,83 +85,86 @@ class TextAndVisionTokenizer(TextTokenizer):
         self._processor.close()
 
     def build_context(self, request: TokenGeneratorRequest, *, stops_as_tokens: bool = True) -> TextContext:
-        return super().build_context(self._with_images(request), stops_as_tokens=stops_as_tokens)
+        return super().build_context(self._prepare_images(request), stops_as_tokens=stops_as_tokens)
 
     def _prompt(
         self, request: TokenGeneratorRequest, *, is_limited: bool = False
     ) -> tuple[str | None, np.ndarray]:
-        return super()._prompt(self._with_images(request), is_limited=is_limited)
+        return super()._prompt(self._prepare_images(request), is_limited=is_limited)
 
     # -- Images -----------------------------------------------------------------------------------------
 
     def _check_images(self, request: TokenGeneratorRequest) -> None:
         images = request.images or ()
         if images and request.prompt is not None and not isinstance(request.prompt, str):
-            raise UnsupportedFeatureError("images with token ids", "give the prompt as text, or messages")
+            raise UnsupportedFeatureError("images with token ids", "use a prompt in text form, or messages")
         if len(images) > self._vision.max_images:
             raise InputError(
                 f"the request has {len(images)} images, but the limit is {self._vision.max_images} "
                 "(--max-images-per-request)"
             )
 
-    def _with_images(self, request: TokenGeneratorRequest) -> TokenGeneratorRequest:
-        """Return the request with prepared images."""
+    def _prepare_images(self, request: TokenGeneratorRequest) -> TokenGeneratorRequest:
+        """Prepare the images of a request. Return a request with the prepared images."""
         if isinstance(request, _PreparedRequest) or not request.images:
             return request
         self._check_images(request)
         details = request.image_details or ["auto"] * len(request.images)
-        prepared = tuple(map(self._prepared, request.images, details))
+        prepared = tuple(map(self._prepare_image, request.images, details))
         values = {field.name: getattr(request, field.name) for field in fields(TokenGeneratorRequest)}
         return _PreparedRequest(**values, prepared=prepared)
 
-    def _prepared(self, data: bytes, detail: str) -> ProcessedImage:
+    def _prepare_image(self, data: bytes, detail: str) -> ProcessedImage:
         if detail != "auto" and detail not in self._family.details:
-            known = ", ".join(sorted({"auto", *self._family.details}))
-            raise UnsupportedFeatureError(f"detail {detail!r}", f"this model supports {known}")
+            supported = ", ".join(sorted({"auto", *self._family.details}))
+            raise UnsupportedFeatureError(f"detail {detail!r}", f"this model supports {supported}")
         if len(data) > self._vision.max_bytes:
             raise InputError(
                 f"the image has {len(data)} bytes, but the limit is {self._vision.max_bytes} "
                 "(--max-image-bytes): send a smaller image"
             )
         key = blake2b(data, digest_size=32, person=detail.encode()[:16]).digest()
-        found = self._cache.get(key)
-        if found is None:
+        image = self._cache.get(key)
+        if image is None:
             options = self._family.processor_options(detail)
             outputs, size = self._processor.process(data, options, self._vision.max_pixels)
-            found = self._family.processed(outputs, size)
-            digest = image_digest(found.pixel_values, found.arguments)
-            found = replace(found, digest=digest)
-            self._cache.put(key, found)
-        return found
+            image = self._family.processed(outputs, size)
+            digest = image_digest(image.pixel_values, image.arguments)
+            image = replace(image, digest=digest)
+            self._cache.put(key, image)
+        return image
 
     def _expanded(self, rendered: RenderedPrompt, request: TokenGeneratorRequest) -> RenderedPrompt:
-        """Return the prompt with the texts of its images in place of their placeholders.
+        """Return the prompt with the placeholder of each image replaced by the text of the image.
 
         Raises:
-            InputError: the number of placeholders differs from that of images.
+            InputError: the number of placeholders differs from the number of images.
         """
         images = request.prepared if isinstance(request, _PreparedRequest) else ()
         placeholder = self._family.placeholder
         starts = _occurrences(rendered.text, placeholder)
-        own = [start for start in starts if not rendered.is_from_message(start, start + len(placeholder))]
-        if len(own) != len(images):
-            where = "the chat template wrote" if request.messages is not None else "the prompt has"
+        placeholder_starts = [
+            start for start in starts if not rendered.is_from_message(start, start + len(placeholder))
+        ]
+        if len(placeholder_starts) != len(images):
+            subject = "the rendered chat template" if request.messages is not None else "the prompt"
             raise InputError(
-                f"{where} {len(own)} placeholders {placeholder!r}, but the request has {len(images)} images"
+                f"{subject} has {len(placeholder_starts)} placeholders {placeholder!r}, but the request has "
+                f"{len(images)} images"
             )
         if not images:
             return rendered
-        pieces, boundaries, last = [], list(rendered.boundaries), 0
-        for start, image in zip(own, images, strict=True):
-            pieces += [rendered.text[last:start], self._family.expand(image)]
-            last = start + len(placeholder)
-        pieces.append(rendered.text[last:])
-        shifted = []
+        texts, boundaries, end = [], list(rendered.boundaries), 0
+        for start, image in zip(placeholder_starts, images, strict=True):
+            texts += [rendered.text[end:start], self._family.expand(image)]
+            end = start + len(placeholder)
+        texts.append(rendered.text[end:])
+        shifted_boundaries = []
         for index in boundaries:
-            before = sum(start < index for start in own)
-            grown = sum(len(pieces[2 * i + 1]) - len(placeholder) for i in range(before))
-            shifted.append(index + grown)
-        return RenderedPrompt("".join(pieces), shifted)
+            num_before = sum(start < index for start in placeholder_starts)
+            shift = sum(len(texts[2 * i + 1]) - len(placeholder) for i in range(num_before))
+            shifted_boundaries.append(index + shift)
+        return RenderedPrompt("".join(texts), shifted_boundaries)
 
     def _new_context(self, request: TokenGeneratorRequest, values: Mapping[str, Any]) -> TextContext:
         images = request.prepared if isinstance(request, _PreparedRequest) else ()
@@ -179,38 +182,40 @@ class TextAndVisionTokenizer(TextTokenizer):
         self, tokens: np.ndarray, images: Sequence[ProcessedImage], token_id: int
     ) -> list[ImageMetadata]:
         indices = np.flatnonzero(tokens == token_id).tolist()
-        text = self._text_of(token_id)
+        text = self._token_text(token_id)
         counts = [self._family.expand(image).count(text) for image in images]
         if sum(counts) != len(indices):
             raise CheckpointError(
                 self._checkpoint,
-                f"the images have {sum(counts)} rows, but the tokenizer made {len(indices)} tokens {text!r}",
+                f"the images need {sum(counts)} tokens {text!r}, but the encoded prompt has {len(indices)}",
             )
-        found, first = [], 0
+        metadata, first = [], 0
         for image, count in zip(images, counts, strict=True):
-            own = indices[first : first + count]
+            image_indices = indices[first : first + count]
             first += count
-            found.append(
+            metadata.append(
                 ImageMetadata(
-                    start_idx=own[0],
-                    end_idx=own[-1] + 1,
+                    start_idx=image_indices[0],
+                    end_idx=image_indices[-1] + 1,
                     pixel_values=image.pixel_values,
                     image_hash=image.digest,
                     num_embedding_rows=count,
                     arguments=image.arguments,
                 )
             )
-        return found
+        return metadata
 
-    def _text_of(self, token_id: int) -> str:
+    def _token_text(self, token_id: int) -> str:
         text = self.backend.id_to_token(token_id)
         if text is None:
-            raise CheckpointError(self._checkpoint, f"its tokenizer has no token {token_id}, that of images")
+            raise CheckpointError(
+                self._checkpoint, f"its tokenizer has no token {token_id}, which stands for images"
+            )
         return text
 
 
 class _ImageCache:
-    """Prepared images by the digest of their files; the least recently used images are evicted first."""
+    """An LRU cache of prepared images. The key is a digest of the image file and of ``detail``."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -235,9 +240,9 @@ class _ImageCache:
 
 
 def _occurrences(text: str, part: str) -> list[int]:
-    """Return the indices at which ``part`` begins in ``text``."""
-    found, start = [], text.find(part)
+    """Return the indices at which ``part`` begins in ``text``, without overlaps."""
+    indices, start = [], text.find(part)
     while start >= 0:
-        found.append(start)
+        indices.append(start)
         start = text.find(part, start + len(part))
-    return found
+    return indices

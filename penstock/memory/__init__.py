@@ -1,8 +1,8 @@
-"""Plans the memory of a model. All sizes are in bytes."""
+"""The memory planner: decides batch sizes, lengths and the size of the KV cache. All sizes are in bytes."""
 
 from __future__ import annotations
 
-from penstock.memory.demand import MAX_DRAFT_ROWS, wanted_block_size
+from penstock.memory.demand import MAX_DRAFT_ROWS, requested_block_size
 from penstock.memory.estimates import (
     encoder_cache_size,
     estimate_activation_memory,
@@ -11,7 +11,7 @@ from penstock.memory.estimates import (
     estimate_weights_size,
 )
 from penstock.memory.plan import MemoryPlan, estimate_kv_cache_size, plan_memory
-from penstock.memory.shares import shares_of_rank
+from penstock.memory.shares import rank_shares
 
 __all__ = [
     "MAX_DRAFT_ROWS",
@@ -23,6 +23,6 @@ __all__ = [
     "estimate_packed_size",
     "estimate_weights_size",
     "plan_memory",
-    "shares_of_rank",
-    "wanted_block_size",
+    "rank_shares",
+    "requested_block_size",
 ]

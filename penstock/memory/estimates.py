@@ -1,4 +1,4 @@
-"""Estimates of a model's memory, computed from the headers of its checkpoint. No tensor is read."""
+"""Estimates of a model's memory from the headers of its checkpoint. No tensor data is read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from penstock.dtype import DType
 from penstock.kernels.encodings import encoding_named
-from penstock.memory.demand import wanted_logit_rows, wanted_step_size
+from penstock.memory.demand import max_logit_rows, requested_step_tokens
 from penstock.weights.safetensors import QuantizedHeader, TensorHeader
 
 if TYPE_CHECKING:
@@ -28,17 +28,17 @@ def estimate_weights_size(
     *,
     share: Callable[[str], float] = lambda name: 1.0,
 ) -> int:
-    """Return the bytes of the loaded weights, in the encoding that each layer will have.
+    """Return the size in bytes of the loaded weights, with each layer in the encoding that it will have.
 
-    Linear layers and the output head count as packed. Layers that the model fuses count one by one, so the
-    estimate can be a little too high. Embedding tables, norms and biases have the type of the activations. A
-    head that is tied to the embedding table is packed in addition to the table. For families that store
-    ``[in, out]`` the size of the scales is wrong, the rest is right.
+    Linear layers and the output head are counted in packed form. Layers that the model fuses are counted
+    separately, so the estimate can be slightly too high. Embedding tables, norms and biases have the type of
+    the activations. A head that is tied to the embedding table is packed in addition to the table. For
+    families that store weights as ``[in, out]``, the size of the scales is not exact.
 
     Args:
-        pipeline_config: names the checkpoint and the encoding.
+        pipeline_config: contains the checkpoint and the encoding.
         names: the tensor names of the family; by default those of Llama.
-        share: returns the fraction of a matrix on this rank, by its name; by default 1.
+        share: returns the fraction of a matrix on this rank, given its name; by default 1.
     """
     names = _names_or_default(names)
     model = pipeline_config.model
@@ -67,7 +67,8 @@ def estimate_weights_size(
     kind = _encoding(pipeline_config)
     head_shapes = _head_shapes(pipeline_config, names)
     table = f"{names.embedding_path}.weight"
-    if not any(names.is_embedding(name) for name in model.tensor_headers):  # the table is stored as the head
+    # Without an embedding table in the checkpoint, the table is a copy of the head.
+    if not any(names.is_embedding(name) for name in model.tensor_headers):
         size += sum(prod(shape) for shape in head_shapes) * DType(floats).size_in_bytes * share(table)
     stored_head = _stored_head(pipeline_config, names)
     for vocabulary, hidden in head_shapes:
@@ -77,11 +78,12 @@ def estimate_weights_size(
 
 
 def estimate_packed_size(pipeline_config: PipelineConfig) -> int:
-    """Return the approximate bytes of the weights that a load packs: linear layers and the output head.
+    """Return the approximate size in bytes of the weights that are packed during loading.
 
-    It is called before torch is imported, so neither the kernels nor the family's tensor names are known. A
-    matrix with one row per token of the vocabulary is assumed to be an embedding table or an output head.
-    Weights that are packed after the first step (see `penstock.kernels.LazyWeight`) count as 0.
+    These are the linear layers and the output head. The function is called before torch is imported, so
+    neither the kernels nor the tensor names of the family are known. A matrix with one row per token of the
+    vocabulary is assumed to be an embedding table or an output head. Lazily packed weights
+    (`penstock.kernels.LazyWeight`) count as 0.
     """
     model, kind = pipeline_config.model, _encoding(pipeline_config)
     if kind.packs_lazily and not kind.needs_calibration:
@@ -105,33 +107,33 @@ def estimate_activation_memory(
     *,
     min_step_tokens: int = 0,
 ) -> int:
-    """Return the bytes of the activations of the largest step.
+    """Return the size in bytes of the activations of the largest step.
 
-    Each of ``max_batch_input_tokens`` tokens needs six rows as wide as the widest linear layer: a gated
-    feed-forward layer holds three of them, beside the residual stream, its sum and its norm. Each sequence of
-    the batch, and each draft, needs a row of logits with its sampling data: 20 bytes for each token of the
-    vocabulary.
+    Each of ``max_batch_input_tokens`` tokens needs six rows that are as wide as the widest linear layer:
+    three for a gated feed-forward layer, and one each for the residual stream, its sum with the last output,
+    and the norm of the sum. Each sequence and each draft token needs a row of logits with its sampling data,
+    20 bytes for each token of the vocabulary.
 
     Args:
-        pipeline_config: names the checkpoint and the encoding, and limits the step.
+        pipeline_config: contains the checkpoint, the encoding and the limits of a step.
         huggingface_config: the checkpoint's configuration.
         names: the tensor names of the family; by default those of Llama.
-        min_step_tokens: the largest step has at least this many tokens.
+        min_step_tokens: minimum number of tokens of the largest step.
     """
     size = _encoding(pipeline_config).compute_dtype.size_in_bytes
     shapes = _linear_shapes(pipeline_config, _names_or_default(names))
     widest = max((max(shape[-2:]) for shape in shapes), default=0)
-    rows = max(wanted_step_size(pipeline_config), min_step_tokens) * _ROWS_PER_TOKEN * widest * size
-    return rows + wanted_logit_rows(pipeline_config) * huggingface_config.vocabulary_size * _SAMPLING_BYTES
+    rows = max(requested_step_tokens(pipeline_config), min_step_tokens) * _ROWS_PER_TOKEN * widest * size
+    return rows + max_logit_rows(pipeline_config) * huggingface_config.vocabulary_size * _SAMPLING_BYTES
 
 
 def estimate_adapters_size(pipeline_config: PipelineConfig, names: TensorNames | None = None) -> int:
-    """Return the bytes of the device slots for LoRA adapters; 0 if adapters are not enabled.
+    """Return the size in bytes of the device slots for LoRA adapters; 0 if adapters are not enabled.
 
-    Each of ``max_loras`` slots holds matrices for every linear layer, at the largest rank.
+    Each of the ``max_loras`` slots has matrices of rank ``max_lora_rank`` for every linear layer.
 
     Args:
-        pipeline_config: names the checkpoint and the limits for adapters.
+        pipeline_config: contains the checkpoint and the limits for adapters.
         names: the tensor names of the family; by default those of Llama.
     """
     config = pipeline_config.lora
@@ -145,7 +147,10 @@ def estimate_adapters_size(pipeline_config: PipelineConfig, names: TensorNames |
 
 
 def encoder_cache_size(pipeline_config: PipelineConfig, free_memory: int) -> int:
-    """Return the bytes of the cache of encoded images: the configured size, or a share of the free memory."""
+    """Return the size in bytes of the cache of encoded images.
+
+    By default it is 1/20 of the free memory, but at most `_MAX_ENCODER_CACHE`.
+    """
     configured = pipeline_config.vision.encoder_cache_memory
     return min(_MAX_ENCODER_CACHE, free_memory // 20) if configured is None else configured
 
@@ -157,7 +162,7 @@ def _names_or_default(names: TensorNames | None) -> TensorNames:
 
 
 def _router_encoding(names: TensorNames, floats: str) -> str:
-    return DType.float32.value if names.is_router_wide else floats
+    return DType.float32.value if names.is_router_float32 else floats
 
 
 def _encoding(pipeline_config: PipelineConfig) -> LinearEncoding:
@@ -172,7 +177,7 @@ def _head_shapes(pipeline_config: PipelineConfig, names: TensorNames) -> list[tu
 
 
 def _stored_head(pipeline_config: PipelineConfig, names: TensorNames) -> str | None:
-    """Return the encoding in which the checkpoint stores the output head, if the model keeps it."""
+    """Return the stored encoding of the output head if the model keeps stored encodings, otherwise None."""
     model = pipeline_config.model
     if not model.keeps_stored_layers:
         return None
@@ -188,17 +193,17 @@ def _linear_shapes(pipeline_config: PipelineConfig, names: TensorNames) -> Itera
 
 
 def _linear_shape(name: str, header: TensorHeader, names: TensorNames) -> tuple[int, ...] | None:
-    """Return the shape of a linear layer, or None for other tensors and the head. See `_matrix_shape`."""
+    """Return the shape of a linear layer (see `_matrix_shape`); None for the head and for other tensors."""
     return None if names.role(name) in ("table", "head") else _matrix_shape(header)
 
 
 def _matrix_shape(header: TensorHeader) -> tuple[int, ...] | None:
-    """Return ``[out, in]`` of a matrix or ``[N, out, in]`` of N experts; None for others."""
+    """Return the shape ``[out, in]`` of a matrix or ``[N, out, in]`` of N experts; None for other tensors."""
     return header.shape if len(header.shape) in (2, 3) and header.is_float else None
 
 
 def _plain_size(header: TensorHeader, dtype: str) -> int:
-    """Return the bytes of a tensor that is not packed. Floats take the type of the activations."""
+    """Return the size in bytes of a tensor that is not packed. Floats are converted to ``dtype``."""
     if header.is_float:
         return header.num_elements * DType(dtype).size_in_bytes
     return header.num_bytes

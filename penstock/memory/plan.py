@@ -1,4 +1,4 @@
-"""The memory planner: the maximum length, the batch size, the step size and the size of the KV cache."""
+"""`plan_memory`: chooses the maximum length, the batch size, the step size and the size of the KV cache."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from penstock.config import PipelineConfig, upper_bounded_default
 from penstock.errors import InsufficientMemoryError
 from penstock.memory.demand import (
     BlockDemand,
-    largest,
-    wanted_batch_size,
-    wanted_block_size,
-    wanted_step_size,
+    largest_fitting,
+    requested_batch_size,
+    requested_block_size,
+    requested_step_tokens,
 )
 from penstock.memory.refusals import format_bytes, refuse_cache, refuse_static
 
@@ -24,23 +24,24 @@ if TYPE_CHECKING:
     from penstock.kv_cache.spec import KVCacheSpec
 
 MIN_STEP = 512
-"""Tokens of the smallest step that still uses a processor fully.
+"""Number of tokens of the smallest step that uses a CPU fully.
 
-The planner chooses a smaller step only if the model does not fit otherwise.
+The planner chooses a smaller step only if the model does not fit into memory otherwise.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The sizes of a pipeline. Memory is in bytes."""
+    """The sizes of a pipeline. Memory sizes are in bytes."""
 
     max_length: int
-    """The longest sequence in tokens, prompt and output together."""
+    """The longest sequence, prompt and output together, in tokens."""
     max_batch_size: int
     max_batch_input_tokens: int
-    """The maximum number of tokens of a step: as configured, or less if the KV cache needs memory."""
+    """The maximum number of tokens of a step: the requested number, or less if the KV cache needs the memory.
+    """
     num_blocks: tuple[int, ...]
-    """The blocks of each group of the KV cache, including the null block; empty without a cache."""
+    """The number of blocks of each group of the KV cache, including the null block; empty without a cache."""
     block_size: int
     weights_size: int
     activation_size: int
@@ -48,7 +49,7 @@ class MemoryPlan:
     available_memory: int
     """The memory for weights, activations and KV cache together."""
     model_max_length: int
-    """The maximum length if memory were sufficient."""
+    """The maximum length without a limit by memory."""
     adapters_size: int = 0
     """The device slots for LoRA adapters."""
     encoder_size: int = 0
@@ -59,23 +60,23 @@ class MemoryPlan:
     @property
     def num_cache_tokens(self) -> int:
         """The number of tokens that fit into the KV cache, over all sequences."""
-        # All groups without a window have the same number of blocks; groups with a window have at most as
-        # many.
+        # All groups without a sliding window have the same number of blocks. Other groups have at most this
+        # number.
         return (max(self.num_blocks) - 1) * self.block_size if self.num_blocks else 0
 
     @property
     def static_size(self) -> int:
-        """The memory besides the KV cache."""
+        """The size of everything except the KV cache."""
         images = self.encoder_size + self.encoder_cache_size
         return self.weights_size + self.adapters_size + self.activation_size + images
 
     @property
     def is_shortened(self) -> bool:
-        """Whether the maximum length is reduced to fit into memory."""
+        """Whether the maximum length was reduced to fit into memory."""
         return self.max_length < self.model_max_length
 
     def rows(self) -> list[tuple[str, str]]:
-        """Return the names and values of the plan as text."""
+        """Return the lines of the plan as pairs of name and text."""
         used = self.static_size + self.kv_cache_size
         free = self.available_memory - used
         shortened = f", shortened from {self.model_max_length:,} to fit" if self.is_shortened else ""
@@ -83,8 +84,8 @@ class MemoryPlan:
         adapters = [("adapters", format_bytes(self.adapters_size))] if self.adapters_size else []
         images = []
         if self.encoder_size:
-            encoded = f"{format_bytes(self.encoder_cache_size)} for encoded images"
-            images = [("images", f"{format_bytes(self.encoder_size)} for the encoder, {encoded}")]
+            cache_text = f"{format_bytes(self.encoder_cache_size)} for encoded images"
+            images = [("images", f"{format_bytes(self.encoder_size)} for the encoder, {cache_text}")]
         return [
             ("weights", format_bytes(self.weights_size)),
             *adapters,
@@ -121,32 +122,32 @@ def plan_memory(
 ) -> MemoryPlan:
     """Return the maximum length, the batch size, the step size and the size of the KV cache.
 
-    The cache is paged. It must hold one sequence of the maximum length, and one block for each sequence of a
-    batch. The planner reduces values that the configuration does not fix until this holds: first the step
-    size down to `MIN_STEP` (activations shrink with it), then the length, then the batch size, and finally
-    the step size again. The remaining memory becomes further blocks, at most enough for a full batch of
-    sequences of the maximum length.
+    The paged KV cache must have room for one sequence of the maximum length, and for one block of each
+    sequence of a batch. If it does not fit, the planner reduces values that are not configured: first the
+    step size down to `MIN_STEP` (which makes the activations smaller), then the length, then the batch size,
+    and last the step size again. All remaining memory is used for more blocks, up to the number that a full
+    batch of sequences of the maximum length needs.
 
     Args:
-        pipeline_config: may fix ``max_length``, ``max_batch_size`` and ``kv_cache_memory``.
+        pipeline_config: can set ``max_length``, ``max_batch_size`` and ``kv_cache_memory``.
         spec: the KV cache of the model; None for a model without one.
-        model_max_length: the longest sequence that the model supports.
+        model_max_length: the longest sequence that the model supports, in tokens.
         weights_size: see `estimate_weights_size`.
-        activation_size: see `estimate_activation_memory`; for steps of ``max_batch_input_tokens``.
-        free_memory: total of all devices, before loading.
+        activation_size: see `estimate_activation_memory`, for steps of ``max_batch_input_tokens``.
+        free_memory: free memory of all devices before loading.
         adapters_size: see `estimate_adapters_size`.
-        min_step_tokens: the largest step has at least this many tokens, because an input of this many tokens
-            cannot be split. Smaller step sizes save no memory.
-        encoder_size: the activations of the image encoder.
-        encoder_cache_size: the cache of encoded images.
+        min_step_tokens: minimum number of tokens of the largest step, because an input of this length cannot
+            be split. A smaller step size saves no memory.
+        encoder_size: size of the activations of the image encoder.
+        encoder_cache_size: size of the cache of encoded images.
 
     Raises:
-        InsufficientMemoryError: the model does not fit, whatever the values of the settings that are not
-            fixed.
-        ConfigError: ``max_length`` exceeds that of the model.
+        InsufficientMemoryError: the model does not fit, even with the smallest values of the settings that
+            are not configured.
+        ConfigError: ``max_length`` exceeds ``model_max_length``.
     """
 
-    largest_step = max(wanted_step_size(pipeline_config), min_step_tokens)
+    largest_step = max(requested_step_tokens(pipeline_config), min_step_tokens)
 
     def plan(step_size: int) -> MemoryPlan:
         return _plan(
@@ -164,14 +165,14 @@ def plan_memory(
     *larger, smallest = _step_sizes(pipeline_config, activation_size, max(MIN_STEP, min_step_tokens))
     for step_size in larger:
         with suppress(InsufficientMemoryError):
-            found = plan(step_size)
-            if not found.is_shortened:
-                return found
-    *smaller, least = _step_sizes(pipeline_config, activation_size, max(1, min_step_tokens))
+            candidate = plan(step_size)
+            if not candidate.is_shortened:
+                return candidate
+    *smaller, minimum_size = _step_sizes(pipeline_config, activation_size, max(1, min_step_tokens))
     for step_size in (smallest, *smaller):
         with suppress(InsufficientMemoryError):
             return plan(step_size)
-    return plan(least)
+    return plan(minimum_size)
 
 
 def estimate_kv_cache_size(
@@ -181,10 +182,10 @@ def estimate_kv_cache_size(
     model_max_length: int,
     available_cache_memory: int,
 ) -> int:
-    """Return the bytes of the KV cache, of at most ``available_cache_memory``.
+    """Return the size in bytes of the KV cache, at most ``available_cache_memory``.
 
     Raises:
-        InsufficientMemoryError: the memory is too small for the smallest useful cache.
+        InsufficientMemoryError: the smallest useful cache does not fit.
     """
     if spec is None:
         return 0
@@ -192,11 +193,13 @@ def estimate_kv_cache_size(
     return BlockDemand(pipeline_config, spec).size(num_blocks)
 
 
-def _step_sizes(pipeline_config: PipelineConfig, activation_size: int, least: int) -> Iterator[int]:
-    """Yield the configured step size, then half of it and so on, if chunked prefill allows smaller steps."""
-    size = wanted_step_size(pipeline_config)
+def _step_sizes(pipeline_config: PipelineConfig, activation_size: int, min_size: int) -> Iterator[int]:
+    """Yield the requested step size, and with chunked prefill also half of it, and so on down to
+    ``min_size``.
+    """
+    size = requested_step_tokens(pipeline_config)
     yield size
-    while pipeline_config.enable_chunked_prefill and activation_size and size >= 2 * least:
+    while pipeline_config.enable_chunked_prefill and activation_size and size >= 2 * min_size:
         size //= 2
         yield size
 
@@ -228,8 +231,8 @@ def _plan(
             adapters_size,
             images_size,
         )
-    wanted_length = upper_bounded_default(model_max_length, pipeline_config.model.max_length)
-    max_length, max_batch_size = wanted_length, wanted_batch_size(pipeline_config)
+    requested_length = upper_bounded_default(model_max_length, pipeline_config.model.max_length)
+    max_length, max_batch_size = requested_length, requested_batch_size(pipeline_config)
     num_blocks: tuple[int, ...] = ()
     kv_cache_size = 0
     if spec is not None:
@@ -240,14 +243,14 @@ def _plan(
     return MemoryPlan(
         max_length=max_length,
         max_batch_size=max_batch_size,
-        max_batch_input_tokens=wanted_step_size(pipeline_config),
+        max_batch_input_tokens=requested_step_tokens(pipeline_config),
         num_blocks=num_blocks,
-        block_size=wanted_block_size(pipeline_config),
+        block_size=requested_block_size(pipeline_config),
         weights_size=weights_size,
         activation_size=activation_size,
         kv_cache_size=kv_cache_size,
         available_memory=available,
-        model_max_length=wanted_length,
+        model_max_length=requested_length,
         adapters_size=adapters_size,
         encoder_size=encoder_size,
         encoder_cache_size=encoder_cache_size,
@@ -257,33 +260,33 @@ def _plan(
 def _plan_cache(
     pipeline_config: PipelineConfig, spec: KVCacheSpec, model_max_length: int, budget: int
 ) -> tuple[int, int, tuple[int, ...]]:
-    """Return maximum length, batch size and blocks per group of a cache of at most ``budget`` bytes.
+    """Return the maximum length, the batch size and the blocks per group for a cache of ``budget`` bytes.
 
-    Values that the configuration does not fix are reduced until the cache fits.
+    Values that are not configured are reduced until the cache fits.
     """
     demand = BlockDemand(pipeline_config, spec)
     fixed_length, fixed_batch = pipeline_config.model.max_length, pipeline_config.max_batch_size
     length = upper_bounded_default(model_max_length, fixed_length)
-    batch_size = wanted_batch_size(pipeline_config)
+    batch_size = requested_batch_size(pipeline_config)
 
     def fits(length: int, batch_size: int) -> bool:
-        return demand.size(demand.minimum(length, batch_size)) <= budget
+        return demand.size(demand.min_blocks(length, batch_size)) <= budget
 
-    def longest(batch_size: int) -> int:
-        return largest(length, lambda candidate: fits(candidate, batch_size))
+    def max_fitting_length(batch_size: int) -> int:
+        return largest_fitting(length, lambda candidate: fits(candidate, batch_size))
 
-    def broadest(length: int) -> int:
-        return largest(batch_size, lambda candidate: fits(length, candidate))
+    def max_fitting_batch(length: int) -> int:
+        return largest_fitting(batch_size, lambda candidate: fits(length, candidate))
 
-    chosen_length = fixed_length or longest(fixed_batch or 1) or 1
-    chosen_batch = fixed_batch or broadest(chosen_length) or 1
+    chosen_length = fixed_length or max_fitting_length(fixed_batch or 1) or 1
+    chosen_batch = fixed_batch or max_fitting_batch(chosen_length) or 1
     if not fits(chosen_length, chosen_batch):
-        suggested_length = longest(1) if fixed_length else 1
+        suggested_length = max_fitting_length(1) if fixed_length else 1
         refuse_cache(
             pipeline_config,
-            needed=demand.size(demand.minimum(chosen_length, chosen_batch)),
+            needed=demand.size(demand.min_blocks(chosen_length, chosen_batch)),
             available=budget,
             suggested_length=suggested_length,
-            suggested_batch_size=broadest(suggested_length or 1),
+            suggested_batch_size=max_fitting_batch(suggested_length or 1),
         )
-    return chosen_length, chosen_batch, demand.fill(chosen_length, chosen_batch, budget)
+    return chosen_length, chosen_batch, demand.fit_budget(chosen_length, chosen_batch, budget)

@@ -1,4 +1,4 @@
-"""The errors for a model that does not fit into memory, with the numbers and what to do next."""
+"""Errors for a model that does not fit into memory. The messages contain sizes and settings to change."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def refuse_static(
     adapters_size: int,
     images_size: int = 0,
 ) -> NoReturn:
-    """Raise the error for weights, activations and a configured KV cache that exceed the memory."""
+    """Raise the error that weights, activations and a configured KV cache exceed the available memory."""
     kv_memory = pipeline_config.kv_cache.memory
     needed = weights_size + adapters_size + activation_size + images_size + (kv_memory or 0)
     parts = f"weights take {format_bytes(weights_size)}, activations {format_bytes(activation_size)}"
@@ -38,8 +38,8 @@ def refuse_static(
     if kv_memory is None and needed < free_memory:
         advice = f"raise --device-memory-utilization, {advice}"
     raise InsufficientMemoryError(
-        f"{parts}, but only {format_bytes(available)} of the free {format_bytes(free_memory)} may be used: "
-        f"{advice}",
+        f"{parts}, but only {format_bytes(available)} of {format_bytes(free_memory)} free memory can be "
+        f"used: {advice}",
         needed=needed,
         available=available,
     )
@@ -53,23 +53,26 @@ def refuse_cache(
     suggested_length: int,
     suggested_batch_size: int,
 ) -> NoReturn:
-    """Raise the error for a KV cache that does not fit. The message names only configured values."""
+    """Raise the error that the KV cache does not fit.
+
+    The message suggests only values that are configured.
+    """
     length, batch_size = pipeline_config.model.max_length, pipeline_config.max_batch_size
-    asked, instead = [], []
+    configured, suggestions = [], []
     if length is not None:
-        asked.append(f"max_length {length}")
-        instead.append(f"--max-length {suggested_length}")
+        configured.append(f"max_length {length}")
+        suggestions.append(f"--max-length {suggested_length}")
     if batch_size is not None:
-        asked.append(f"max_batch_size {batch_size}")
-        instead.append(f"--max-batch-size {suggested_batch_size}")
-    advice = f"try {' '.join(instead)}"
-    if not instead or not suggested_length or not suggested_batch_size:
+        configured.append(f"max_batch_size {batch_size}")
+        suggestions.append(f"--max-batch-size {suggested_batch_size}")
+    advice = f"try {' '.join(suggestions)}"
+    if not suggestions or not suggested_length or not suggested_batch_size:
         advice = (
             "raise --device-memory-utilization or --kv-cache-memory, lower --max-batch-input-tokens or "
             "--kv-cache-block-size, or use a smaller model or encoding"
         )
     raise InsufficientMemoryError(
-        f"the KV cache needs {format_bytes(needed)} for {' and '.join(asked) or 'one block'}, but only "
+        f"the KV cache needs {format_bytes(needed)} for {' and '.join(configured) or 'one block'}, but only "
         f"{format_bytes(available)} are left for it: {advice}",
         needed=needed,
         available=available,

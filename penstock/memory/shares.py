@@ -1,4 +1,4 @@
-"""The share of each tensor on a rank, for the memory plan of tensor parallelism."""
+"""`rank_shares`: the fraction of each matrix on a rank, for the memory plan with tensor parallelism."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from penstock.distributed import Shard
 from penstock.nn import TensorNames
 
 
-def shares_of_rank(names: TensorNames, shard: Shard, kv_heads: int) -> Callable[[str], float]:
-    """Return a function from the name of a matrix to the largest share on any rank.
+def rank_shares(names: TensorNames, shard: Shard, kv_heads: int) -> Callable[[str], float]:
+    """Return a function that returns the largest fraction of a matrix on any rank, given its name.
 
-    Matrices outside the decoder's blocks, such as those of an image encoder, count as whole on each rank.
+    Every rank has a whole copy of matrices outside the decoder's blocks, such as those of an image encoder.
 
     Args:
         names: the tensor names of the family.
         shard: a rank.
         kv_heads: K, the number of kv heads of the model.
     """
-    of_heads = shard.max_kv_heads(kv_heads) / kv_heads
+    kv_share = shard.max_kv_heads(kv_heads) / kv_heads
     head = names.block.partition("{layer}")[0]
 
     def share(tensor: str) -> float:
@@ -32,7 +32,7 @@ def shares_of_rank(names: TensorNames, shard: Shard, kv_heads: int) -> Callable[
             return 1 / shard.world
         parts = tensor.split(".")
         if parts[-2] in names.qkv[1:] or shard.world <= kv_heads:
-            return of_heads
+            return kv_share
         return 1 / shard.world
 
     return share

@@ -28,9 +28,9 @@ from penstock.nn.blueprint import (
     check_head_dim,
     interleaved,
     layer_types,
+    layer_windows,
     num_layers,
-    same_windows,
-    windows_of,
+    uniform_windows,
 )
 from penstock.nn.config_values import ConfigValues
 from penstock.nn.decoder import (
@@ -57,7 +57,7 @@ from penstock.nn.encoder_heads import (
 from penstock.nn.experts import (
     Experts,
     SharedExperts,
-    expert_part,
+    find_local_experts,
     load_correction_bias,
     load_experts,
     load_router,
@@ -71,7 +71,7 @@ from penstock.nn.mlp import MLP, GatedMLP
 from penstock.nn.norm import LayerNorm, LoadNorm, Norm, RMSNorm
 from penstock.nn.outputs import ReturnHiddenStates, ReturnLogits
 from penstock.nn.post_norm_encoder import EncoderNames, PostNormEncoder, PostNormSizes
-from penstock.nn.rotary import Rotary, RotaryConfig, RotaryRows, rope_values, rotaries_of_types
+from penstock.nn.rotary import Rotary, RotaryConfig, RotaryRows, rope_values, rotary_configs_by_type
 from penstock.nn.tensor_names import LLAMA_NAMES, TensorNames, TensorRole
 from penstock.nn.tensor_source import TensorSource
 
@@ -127,11 +127,12 @@ __all__ = [
     "activation_named",
     "attentions",
     "check_head_dim",
-    "expert_part",
+    "find_local_experts",
     "gated_mlps",
     "interleaved",
     "layer_norms",
     "layer_types",
+    "layer_windows",
     "llama_parts",
     "load_attention",
     "load_classifier",
@@ -147,7 +148,6 @@ __all__ = [
     "plain_mlps",
     "rms_norms",
     "rope_values",
-    "rotaries_of_types",
-    "same_windows",
-    "windows_of",
+    "rotary_configs_by_type",
+    "uniform_windows",
 ]

@@ -16,18 +16,19 @@ from penstock.nn.rotary import RotaryRows
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Attention; query head h reads kv head ``h // (H / K)`` (Ainslie et al. 2023, arXiv:2305.13245).
+    """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245).
 
-    With a KV cache it is causal, and the layer's group of the cache holds the window. Without a cache the
-    step has whole sequences, and `window` and `is_causal` apply.
+    Query head h reads kv head ``h // (H / K)``. With a KV cache, attention is causal, and the sliding window
+    is an option of the layer's cache group. Without a KV cache, the step contains whole sequences, and
+    `window` and `is_causal` apply.
     """
 
     is_by_head: ClassVar[bool] = False
-    """Whether the fused matrix is ordered by head: query, key and value of one head, then of the next."""
+    """Whether the rows of `qkv` are ordered by head: query, key and value of head 0, then those of head 1."""
 
     qkv: Linear  # [E] -> [(H + 2K) D]; [(H + K) D] if values have a separate layer
     output: Linear  # [H D] -> [E]
-    layer: int  # the index in the KV cache
+    layer: int  # the layer's index in the KV cache
     heads: int
     kv_heads: int
     head_dim: int
@@ -38,33 +39,35 @@ class Attention:
     """The scores become ``cap * tanh(score / cap)``."""
     q_norm: Norm | None = None
     k_norm: Norm | None = None
-    """Norms before the rotation, of each head or of all heads together (``[H D]``, ``[K D]``). Norms of each
-    head have shared weights (``[D]``) or weights per head (``[H, D]``, ``[K, D]``).
+    """Norms of queries and keys, applied before the rotation.
+
+    A norm covers each head or all heads together. The weights are ``[D]`` if all heads share them, ``[H, D]``
+    and ``[K, D]`` if each head has its own, and ``[H D]`` and ``[K D]`` for all heads together.
     """
-    sinks: Tensor | None = None  # [H]: an extra score in each softmax, without a value
-    values: Linear | None = None  # [E] -> [K D], if its encoding differs from that of queries and keys
+    sinks: Tensor | None = None  # [H]: attention sinks, an extra logit of each head in the softmax
+    values: Linear | None = None  # [E] -> [K D]: the value projection, if it is not a part of `qkv`
     window: int | None = None
-    """The number of keys that a query sees in each direction, itself included. Only without a KV cache."""
+    """The number of keys that a query sees in each direction, including its own. Not used with a KV cache."""
     is_causal: bool = True
-    """Whether attention is causal. Only without a KV cache."""
+    """Whether attention is causal. Not used with a KV cache."""
     is_interleaved: bool = False
     """Whether the rotary embedding rotates the pairs (2 i, 2 i + 1) of a head."""
 
     def __call__(self, x: Tensor, rows: Sequence[RotaryRows], step: StepInputs) -> Tensor:
-        """``x [T, E] -> [T, E]``; ``rows`` are the rows of all rotary embeddings of the model."""
+        """``x [T, E] -> [T, E]``; ``rows`` are the cosines and sines of each rotary embedding."""
         q, k, v = self._project(x, step)
-        q, k = self._positioned(q, k, rows, step)
+        q, k = self._normalize_and_rotate(q, k, rows, step)
         out = self._attend(q, k, v, step)
         return self.output(out.view(-1, self.heads * self.head_dim), step)
 
-    def _positioned(
+    def _normalize_and_rotate(
         self, q: Tensor, k: Tensor, rows: Sequence[RotaryRows], step: StepInputs
     ) -> tuple[Tensor, Tensor]:
         """Return queries ``[T, H, D]`` and keys ``[T, K, D]`` with norms and rotary embedding applied."""
-        q, k = self._normed(q, self.q_norm, step), self._normed(k, self.k_norm, step)
-        return self._rotated(q, k, rows, step)
+        q, k = self._apply_norm(q, self.q_norm, step), self._apply_norm(k, self.k_norm, step)
+        return self._rotate(q, k, rows, step)
 
-    def _rotated(
+    def _rotate(
         self, q: Tensor, k: Tensor, rows: Sequence[RotaryRows], step: StepInputs
     ) -> tuple[Tensor, Tensor]:
         if self.rotary is None:
@@ -109,7 +112,9 @@ class Attention:
             v = self.values(x, step).view(-1, self.kv_heads, self.head_dim)
         return heads[:, : self.heads], heads[:, self.heads : keys], v
 
-    def _normed(self, heads: Tensor, norm: Norm | None, step: StepInputs) -> Tensor:  # [T, H, D] -> [T, H, D]
+    def _apply_norm(
+        self, heads: Tensor, norm: Norm | None, step: StepInputs
+    ) -> Tensor:  # [T, H, D] -> [T, H, D]
         if norm is None:
             return heads
         if norm.weight.shape[-1] == self.head_dim:

@@ -1,4 +1,4 @@
-"""`BlockParts`: the readers of the parts of a decoder block, and the readers for Llama."""
+"""`BlockParts`: functions that load the parts of a decoder block; `llama_parts` has those of Llama."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from penstock.nn.attention import Attention
 from penstock.nn.blueprint import Blueprint
 from penstock.nn.loader import Loader
 from penstock.nn.mlp import MLP, GatedMLP
-from penstock.nn.norm import GatheredNorm, LoadNorm, Norm, selected
+from penstock.nn.norm import GatheredNorm, LoadNorm, Norm, select_weights
 
 
 class FeedForward(Protocol):
-    """The feed-forward part of a block: a gated layer, or experts. It computes each row independently."""
+    """The feed-forward part of a block: a gated layer or experts. Each row is computed independently."""
 
     def __call__(self, x: Tensor, step: StepInputs) -> Tensor:
         """``x [T, E] -> [T, E]``."""
@@ -35,7 +35,7 @@ LoadAttention: TypeAlias = Callable[[str, int], Attention]
 
 @dataclass(frozen=True, slots=True)
 class BlockParts:
-    """The readers of the parts of a block. `norm` also reads the final norm of the network."""
+    """Functions that load the parts of a block. `norm` also loads the final norm of the network."""
 
     attention: LoadAttention
     feed_forward: LoadFeedForward
@@ -62,7 +62,10 @@ def gated_mlps(load: Loader, blueprint: Blueprint) -> LoadFeedForward:
 
 
 def plain_mlps(load: Loader, blueprint: Blueprint) -> LoadFeedForward:
-    """Return a function that reads `MLP` layers; the up matrix has the last name in ``names.gate_up``."""
+    """Return a function that reads `MLP` layers.
+
+    The last name in ``names.gate_up`` is that of the up matrix.
+    """
     hidden, inner, bias = blueprint.hidden, blueprint.inner, blueprint.mlp_bias
     up, down = blueprint.names.gate_up[-1], blueprint.names.down
 
@@ -70,7 +73,7 @@ def plain_mlps(load: Loader, blueprint: Blueprint) -> LoadFeedForward:
         part = load.inner_part(f"{name}.{down}", inner)
         inputs = None if load.shard.is_whole else part
         return MLP(
-            load.linear(f"{name}.{up}", inner, hidden, bias=bias, outputs=load.divided([part])),
+            load.linear(f"{name}.{up}", inner, hidden, bias=bias, outputs=load.rank_outputs([part])),
             load.linear(f"{name}.{down}", hidden, inner, bias=bias, inputs=inputs),
             blueprint.activation,
         )
@@ -130,28 +133,29 @@ def load_attention(
     hidden, heads, kv_heads, dim = blueprint.hidden, blueprint.heads, blueprint.kv_heads, blueprint.head_dim
     names, sizes = blueprint.names, (heads * dim, kv_heads * dim, kv_heads * dim)
     part = load.shard.attention(heads, kv_heads)
-    own = (part.heads.times(dim), part.kv_heads.times(dim), part.kv_heads.times(dim))
+    rank_parts = (part.heads.times(dim), part.kv_heads.times(dim), part.kv_heads.times(dim))
     value_path, values = f"{name}.{names.values}", None
     if names.values is None:
-        parts = {names.qkv[0]: sum(sizes)}
+        output_sizes = {names.qkv[0]: sum(sizes)}
         starts = (0, sizes[0], sizes[0] + sizes[1])
-        outputs = {names.qkv[0]: [one.shifted(start) for one, start in zip(own, starts, strict=True)]}
+        shifted = [rows.shifted(start) for rows, start in zip(rank_parts, starts, strict=True)]
+        outputs = {names.qkv[0]: shifted}
         if kind.is_by_head:
             outputs = {names.qkv[0]: [part.heads.times(3 * dim)]}
     else:
-        parts = dict(zip(names.qkv, sizes, strict=True))
-        outputs = {key: [one] for key, one in zip(names.qkv, own, strict=True)}
-        beside = f"{name}.{names.qkv[0]}"
-        if load.has_separate_values(value_path, parts[names.values], hidden, beside=beside):
-            rows = load.divided(outputs.pop(names.values))
-            size = parts.pop(names.values)
-            values = load.values(value_path, size, hidden, bias=blueprint.qkv_bias, outputs=rows)
-    rotary = blueprint.rotary_of_layer[layer]
-    divided = {key: load.divided(one) for key, one in outputs.items()}
-    inputs = None if load.shard.is_whole else own[0]
+        output_sizes = dict(zip(names.qkv, sizes, strict=True))
+        outputs = {key: [rows] for key, rows in zip(names.qkv, rank_parts, strict=True)}
+        query_path = f"{name}.{names.qkv[0]}"
+        if load.has_separate_values(value_path, output_sizes[names.values], hidden, fused_with=query_path):
+            value_rows = load.rank_outputs(outputs.pop(names.values))
+            size = output_sizes.pop(names.values)
+            values = load.values(value_path, size, hidden, bias=blueprint.qkv_bias, outputs=value_rows)
+    rotary = blueprint.rotary_indices[layer]
+    rank_outputs = {key: load.rank_outputs(rows) for key, rows in outputs.items()}
+    inputs = None if load.shard.is_whole else rank_parts[0]
     sinks = load.tensor(f"{name}.{names.sinks}", heads) if blueprint.sinks else None
     return kind(
-        load.fused(name, parts, hidden, bias=blueprint.qkv_bias, outputs=divided),
+        load.fused(name, output_sizes, hidden, bias=blueprint.qkv_bias, outputs=rank_outputs),
         load.linear(f"{name}.{names.output}", hidden, heads * dim, bias=blueprint.output_bias, inputs=inputs),
         layer,
         part.heads.size,
@@ -175,9 +179,9 @@ def _head_norm(
     blueprint: Blueprint,
     name: str,
     heads: int,
-    which: Literal["heads", "kv_heads"],
+    head_kind: Literal["heads", "kv_heads"],
 ) -> Norm | None:
-    """Return the norm of this rank's queries (``heads``) or keys (``kv_heads``), before the rotation."""
+    """Return the norm of this rank's queries (``heads``) or keys (``kv_heads``); None without such norms."""
     if blueprint.head_norms is None:
         return None
     dim = blueprint.head_dim
@@ -186,13 +190,13 @@ def _head_norm(
     if shard.collectives is None:
         return norm
     ranks = shard.attention_parts(blueprint.heads, blueprint.kv_heads)
-    parts = [rank.heads if which == "heads" else rank.kv_heads for rank in ranks]
+    parts = [rank.heads if head_kind == "heads" else rank.kv_heads for rank in ranks]
     if norm.weight.dim() == 2:  # [H, D]: weights for each head
-        return selected(norm, parts[shard.rank : shard.rank + 1])
+        return select_weights(norm, parts[shard.rank : shard.rank + 1])
     if blueprint.head_norms == "each":
         return norm
     parts = [part.times(dim) for part in parts]
-    start = sum(one.size for one in parts[: shard.rank])
-    own = Part(start, start + parts[shard.rank].size)
+    start = sum(part.size for part in parts[: shard.rank])
+    rank_part = Part(start, start + parts[shard.rank].size)
     widths = tuple(part.size for part in parts)
-    return GatheredNorm(selected(norm, parts), shard.collectives, widths, own)
+    return GatheredNorm(select_weights(norm, parts), shard.collectives, widths, rank_part)

@@ -33,9 +33,9 @@ ACTIVATIONS: Mapping[str, Activation] = {
 """Activation functions by their names in checkpoints."""
 
 FULL = "full_attention"
-"""The type of a layer whose tokens see all tokens before them."""
+"""The type of a layer with full attention: a token sees all tokens before it."""
 SLIDING = "sliding_attention"
-"""The type of a layer whose tokens see a window of tokens before them."""
+"""The type of a layer with sliding-window attention: a token sees the last W tokens, including itself."""
 
 BlockNorms: TypeAlias = Literal["before", "after", "around"]
 HeadNorms: TypeAlias = Literal["each", "together"]
@@ -59,10 +59,10 @@ class Blueprint:
     """The longest sequence that the checkpoint supports, in tokens."""
 
     rotaries: tuple[RotaryConfig, ...]
-    rotary_of_layer: tuple[int | None, ...]  # [L]
+    rotary_indices: tuple[int | None, ...]  # [L]
     """The index of each layer's rotary embedding; None for a layer without positions."""
     windows: tuple[int | None, ...]  # [L]
-    """The number of keys that a query of the layer sees, itself included; None for all keys."""
+    """The number of keys that a query of the layer sees, including its own; None for all keys."""
 
     attention_scale: float
     attention_soft_cap: float | None = None
@@ -71,9 +71,9 @@ class Blueprint:
     output_bias: bool = False
     mlp_bias: bool = False
     head_norms: HeadNorms | None = None
-    """Norms of queries and keys before the rotation: of each head, or of all heads together."""
+    """Whether queries and keys have a norm before the rotation, over each head or over all heads together."""
     block_norms: BlockNorms = "before"
-    """The position of the norms relative to the attention and to the feed-forward layer."""
+    """Whether the norms are before, after, or before and after the attention and the feed-forward layer."""
     norm_offset: float = 0.0
     """The number added to the stored weights of norms."""
     embedding_scale: float = 1.0
@@ -103,14 +103,16 @@ class Blueprint:
         Args:
             config: the checkpoint's configuration, a `HuggingFaceConfig`.
             head_dim: the family's default head size. Without a default it is E / H.
-            activation: the key of the activation function; None if the file does not set it.
+            activation: the key of the activation function; None if the family has no such key.
             default_activation: the family's activation function, used if the file has none.
             default_base: the family's base of the rotary embedding.
             rope_parameters: replace the rotary parameters of the file.
-            partial_rotary: the family's default for ``partial_rotary_factor``; None if it has no such key.
+            partial_rotary: the family's default for ``partial_rotary_factor``; None if the family has no such
+                key.
             tied_head: the family's default for ``tie_word_embeddings``.
-            windows: the window of each layer. By default no layer has one, and ``layer_types`` must agree.
-            fields: further fields; they replace defaults and values of the file.
+            windows: the window of each layer. By default no layer has a window, and `SLIDING` in
+                ``layer_types`` is an error.
+            fields: further fields of the blueprint. They replace defaults and values of the file.
 
         Raises:
             ConfigError: the kv heads do not divide the heads, the activation or rope type is unknown, or the
@@ -143,12 +145,13 @@ class Blueprint:
         values: BlueprintFields = {
             "norm_eps": config.number("rms_norm_eps", 1e-6),
             "attention_scale": head_dim**-0.5,
-            "rotary_of_layer": (0,) * layers,
+            "rotary_indices": (0,) * layers,
             **fields,
         }
-        # A window at least as long as the longest sequence has no effect, and its blocks are never freed.
+        # A window of at least max_length tokens hides no key. Without a window, the layer can share a cache
+        # group with the layers of full attention.
         max_length = values["max_length"]
-        fitting = (None if window and window >= max_length else window for window in windows)
+        effective_windows = (None if window and window >= max_length else window for window in windows)
         return cls(
             vocabulary=config.integer("vocab_size"),
             hidden=hidden,
@@ -159,18 +162,18 @@ class Blueprint:
             head_dim=head_dim,
             activation=_activation(config, activation, default_activation),
             tied_head=config.flag("tie_word_embeddings", tied_head),
-            windows=tuple(fitting),
+            windows=tuple(effective_windows),
             **values,
         )
 
 
 class BlueprintFields(TypedDict, total=False):
-    """The fields of a `Blueprint` that `Blueprint.from_huggingface` takes unchanged."""
+    """The fields of a `Blueprint` that `Blueprint.from_huggingface` accepts as keyword arguments."""
 
     norm_eps: float
     max_length: int
     rotaries: tuple[RotaryConfig, ...]
-    rotary_of_layer: tuple[int | None, ...]
+    rotary_indices: tuple[int | None, ...]
     attention_scale: float
     attention_soft_cap: float | None
     sinks: bool
@@ -201,10 +204,10 @@ def interleaved(blueprint: Blueprint) -> Blueprint:
 
 
 def check_head_dim(config: ConfigValues) -> None:
-    """Check that ``head_dim`` is absent or E / H, in families that do not read it.
+    """Check that ``head_dim`` is absent or E / H, for families that do not read the key.
 
     Raises:
-        ConfigError: it has another value.
+        ConfigError: ``head_dim`` has another value.
     """
     size = config.integer("hidden_size") // config.integer("num_attention_heads")
     if config.get("head_dim") not in (None, size):
@@ -221,11 +224,11 @@ def num_layers(config: ConfigValues) -> int:
 
 
 def activation_named(name: object, key: str) -> Activation:
-    """Return the activation function with this name in checkpoints.
+    """Return the activation function for a name in a ``config.json``.
 
     Args:
         name: the name.
-        key: the key of the name in ``config.json``, for the error.
+        key: the key of the name, for the error message.
 
     Raises:
         ConfigError: the name is unknown.
@@ -236,28 +239,28 @@ def activation_named(name: object, key: str) -> Activation:
 
 
 def layer_types(config: ConfigValues, default: tuple[str, ...]) -> tuple[str, ...]:
-    """Return ``layer_types`` ``[L]``: `FULL` or `SLIDING` for each layer.
+    """Return the type of each layer, `FULL` or `SLIDING`, from the key ``layer_types``: ``[L]``.
 
     Args:
         config: the checkpoint's configuration.
-        default: the types if the file has none; its length is L.
+        default: the types if the key is absent, ``[L]``.
 
     Raises:
         ConfigError: the value is not a list of L known names.
     """
-    given = config.get("layer_types")
-    if given is None:
+    types = config.get("layer_types")
+    if types is None:
         return default
-    if not isinstance(given, list) or len(given) != len(default):
-        raise ConfigError("layer_types", f"must be a list of {len(default)} names, was {given!r}")
-    unknown = [name for name in given if name not in (FULL, SLIDING)]
+    if not isinstance(types, list) or len(types) != len(default):
+        raise ConfigError("layer_types", f"must be a list of {len(default)} names, was {types!r}")
+    unknown = [name for name in types if name not in (FULL, SLIDING)]
     if unknown:
         raise ConfigError("layer_types", f"{unknown[0]!r} is not known: use {FULL} or {SLIDING}")
-    return tuple(given)
+    return tuple(types)
 
 
-def windows_of(
-    config: ConfigValues, types: tuple[str, ...], default: int, *, is_used: bool = True
+def layer_windows(
+    config: ConfigValues, types: tuple[str, ...], default: int, *, has_windows: bool = True
 ) -> tuple[int | None, ...]:
     """Return the window of each layer: ``sliding_window`` for layers of type `SLIDING`, else None.
 
@@ -265,25 +268,25 @@ def windows_of(
         config: the checkpoint's configuration.
         types: the type of each layer, ``[L]``.
         default: the family's window if the key is absent.
-        is_used: the value of ``use_sliding_window`` in families with that key.
+        has_windows: the value of ``use_sliding_window`` in families with that key.
 
     Raises:
         ConfigError: a layer is of type `SLIDING`, and the window is null or switched off.
     """
     if SLIDING not in types:
         return (None,) * len(types)
-    if not is_used:
-        raise ConfigError("use_sliding_window", f"is not true, and some layers are of {SLIDING}")
+    if not has_windows:
+        raise ConfigError("use_sliding_window", f"must be true, because some layers have the type {SLIDING}")
     size = config.optional_integer("sliding_window", default)
     if size is None:
-        raise ConfigError("sliding_window", f"is null, and some layers are of {SLIDING}")
+        raise ConfigError("sliding_window", f"must be a number, because some layers have the type {SLIDING}")
     return tuple(size if kind == SLIDING else None for kind in types)
 
 
-def same_windows(config: ConfigValues, default: int | None = None) -> tuple[int | None, ...]:
-    """Return ``sliding_window`` for each layer, in families where all layers have the same window.
+def uniform_windows(config: ConfigValues, default: int | None = None) -> tuple[int | None, ...]:
+    """Return the window of each layer, for families where all layers have the same window.
 
-    The window is None if the value is null.
+    The window is the value of ``sliding_window``; None for null, and ``default`` if the key is absent.
 
     Raises:
         ConfigError: ``layer_types`` contradicts ``sliding_window``.
@@ -294,4 +297,4 @@ def same_windows(config: ConfigValues, default: int | None = None) -> tuple[int 
         raise ConfigError(
             "layer_types", f"must all be {kind}, because sliding_window applies to all layers in this family"
         )
-    return windows_of(config, types, default or 1)
+    return layer_windows(config, types, default or 1)

@@ -13,7 +13,7 @@ class ConfigValues(Protocol):
     """
 
     def integer(self, key: str, default: int | None = None, *, minimum: int = ..., maximum: int = ...) -> int:
-        """Return a whole number. A default applies if the key is absent or null."""
+        """Return a whole number, or ``default`` if the key is absent or null; required without a default."""
         ...
 
     def optional_integer(self, key: str, default: int | None = None, *, minimum: int = ...) -> int | None:

@@ -22,7 +22,7 @@ from penstock.nn.rotary import Rotary, RotaryRows
 
 
 class Block(Protocol):
-    """One of the blocks of a decoder."""
+    """A block of a decoder: attention and feed-forward layer."""
 
     @property
     def attention(self) -> Attention:
@@ -36,9 +36,11 @@ class Block(Protocol):
     def __call__(
         self, x: Tensor, residual: Tensor | None, rows: Sequence[RotaryRows], step: StepInputs
     ) -> tuple[Tensor, Tensor]:
-        """Return the output ``[T, E]``, not yet added, and the residual stream ``[T, E]``.
+        """Return the block's last output and the residual stream, ``[T, E]`` each.
 
-        ``x`` and ``residual`` are the outputs of the previous block; the first block has no residual stream.
+        The next block or the final norm adds the output to the residual stream, so that addition and norm are
+        one operation. ``x`` and ``residual`` are the results of the previous block. The first block receives
+        the embeddings and None.
         """
         ...
 
@@ -49,7 +51,7 @@ LoadBlock: TypeAlias = Callable[[int], Block]
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """The norms around a layer, and the addition of the layer's output to the residual stream."""
+    """A residual branch: the norms before and after a layer, and the scale of the layer's output."""
 
     before: Norm | None
     after: Norm | None
@@ -69,7 +71,10 @@ class Branch:
         return total, total
 
     def leave(self, x: Tensor, step: StepInputs) -> Tensor:
-        """Return the layer's output with norm and scale applied, ready to be added."""
+        """Return the layer's output with norm and scale applied.
+
+        The caller adds it to the residual stream.
+        """
         if self.after is not None:
             x = self.after(x, step)
         return x if self.scale == 1 else step.ops.scale(x, self.scale)
@@ -93,9 +98,9 @@ class DecoderBlock:
         def norm(part: str) -> Norm:
             return parts.norm(f"{name}.{part}", blueprint.hidden)
 
-        def branch(which: int) -> Branch:
-            before = None if blueprint.block_norms == "after" else norm(names.norms_before[which])
-            after = None if blueprint.block_norms == "before" else norm(names.norms_after[which])
+        def branch(index: int) -> Branch:
+            before = None if blueprint.block_norms == "after" else norm(names.norms_before[index])
+            after = None if blueprint.block_norms == "before" else norm(names.norms_after[index])
             return Branch(before, after, blueprint.residual_scale)
 
         return cls(
@@ -138,7 +143,7 @@ class ParallelBlock:
     def load(
         cls, load: Loader, blueprint: Blueprint, layer: int, parts: BlockParts, *, norms: int = 1
     ) -> ParallelBlock:
-        """Read block ``layer`` with one norm or two ``norms``."""
+        """Read block ``layer``, which has one or two ``norms``."""
         names = blueprint.names
         name = names.block_path(layer)
         norm, mlp_norm = (f"{name}.{part}" for part in names.norms_before)
@@ -156,11 +161,11 @@ class ParallelBlock:
     def __call__(
         self, x: Tensor, residual: Tensor | None, rows: Sequence[RotaryRows], step: StepInputs
     ) -> tuple[Tensor, Tensor]:
-        normed, residual = self.norm.add(x, residual, step)
-        attended = self.attention(normed, rows, step)
+        normalized, residual = self.norm.add(x, residual, step)
+        attention_output = self.attention(normalized, rows, step)
         if self.mlp_norm is not None:
-            normed = self.mlp_norm(residual, step)
-        return step.ops.add(attended, self.mlp(normed, step)), residual
+            normalized = self.mlp_norm(residual, step)
+        return step.ops.add(attention_output, self.mlp(normalized, step)), residual
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +192,8 @@ class DecoderTrunk:
             load: reads and packs the tensors.
             blueprint: sizes, options and tensor names.
             max_length: the number of positions in the tables of the rotary embeddings.
-            parts: read the parts of the blocks, and the final norm; by default `llama_parts`.
-            block: reads a block; by default a `DecoderBlock` of these parts.
+            parts: functions that load the parts of the blocks and the final norm; by default `llama_parts`.
+            block: loads a block; by default a `DecoderBlock` with these parts.
         """
         parts = parts or llama_parts(load, blueprint)
         block = block or (lambda layer: DecoderBlock.load(load, blueprint, layer, parts))
@@ -205,7 +210,7 @@ class DecoderTrunk:
 
     @property
     def length_dependent(self) -> bool:
-        """Whether keys depend on the length of the sequence; prompts then cannot share prefixes."""
+        """Whether keys depend on the length of the sequence. Prompts cannot share cached prefixes then."""
         return any(rotary.length_dependent for rotary in self.rotaries)
 
     def bidirectional(self) -> DecoderTrunk:
@@ -222,13 +227,13 @@ class DecoderTrunk:
         for block in self.blocks:
             x, residual = block(x, residual, rows, step)
             beat()
-        normed, hidden = self.norm.add(x, residual, step)
-        return hidden, normed
+        normalized, hidden = self.norm.add(x, residual, step)
+        return hidden, normalized
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderNetwork(DecoderTrunk):
-    """The network that a `Blueprint` describes."""
+    """The network that a `Blueprint` describes, with its head."""
 
     head: Head
 

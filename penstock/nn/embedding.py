@@ -12,20 +12,23 @@ from penstock.kernels.collectives import Collectives
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """``tokens [T] -> [T, E]``. Provided embeddings (images, audio) replace the rows of their tokens."""
+    """Token embedding: ``tokens [T] -> [T, E]``.
 
-    table: Tensor  # [V, E]; a part of its rows with tensor parallelism
-    scale: float = 1.0  # applied to rows of the table; given embeddings are already scaled
+    Embeddings of images replace the rows of their placeholder tokens.
+    """
+
+    table: Tensor  # [V, E]; with tensor parallelism, this rank's rows
+    scale: float = 1.0  # of the rows of the table; `input_embeds` are already scaled
     ranks: Collectives | None = None
-    """The ranks that divide the table; None for a whole table."""
+    """The ranks among which the table is divided; None for a whole table."""
     first: int = 0
-    """The token of the first row of the table."""
+    """The token id of the first row of `table`."""
 
     def __call__(
         self,
         tokens: Tensor,  # [T]
         step: StepInputs,
-        given: tuple[Tensor, Tensor] | None = None,  # rows [P], values [P, E]
+        input_embeds: tuple[Tensor, Tensor] | None = None,  # rows [P], values [P, E]
     ) -> Tensor:
         if self.ranks is None:
             x = step.ops.embedding(tokens, self.table)
@@ -33,7 +36,7 @@ class Embedding:
             x = step.ops.all_reduce(step.ops.embedding_part(tokens, self.table, self.first), self.ranks)
         if self.scale != 1:
             x = step.ops.scale(x, self.scale)
-        return x if given is None else step.ops.put_rows(x, *given)
+        return x if input_embeds is None else step.ops.put_rows(x, *input_embeds)
 
 
 def adapted_rows(
@@ -42,13 +45,10 @@ def adapted_rows(
     name: str | None,
     step: StepInputs,
 ) -> Tensor:  # [T, E]
-    """Return rows of a table, plus ``A[:, id] @ B.T`` of each row's adapter on the table.
-
-    Args:
-        ids: the rows.
-        table: the table.
-        name: its name in the checkpoint, by which adapters find it.
-        step: has the adapters of the step.
+    """Return rows of a table with LoRA: ``table[id] + A[:, id] @ B.T`` with the matrices of the row's
+    adapter. Args: ids: the indices of the rows. table: the table. name: the name of the table in the
+    checkpoint and in adapters; None for a table without adapters. step: the inputs of the step, with its
+    adapters.
     """
     x = step.ops.embedding(ids, table)
     matrices = None if step.lora is None or name is None else step.lora.matrices.get(name)

@@ -25,14 +25,14 @@ class EncoderAttention:
     head_dim: int
     scale: float
     window: int | None = None
-    """Distance of the farthest visible key, in either direction."""
+    """The largest distance in tokens from a query to a visible key, in each direction; None for no limit."""
     rotary: int | None = None
     """The index of the rotary embedding for queries and keys; None for no rotation."""
 
     def __call__(
         self, x: Tensor, step: StepInputs, rows: Sequence[RotaryRows] = (), bias: Tensor | None = None
     ) -> Tensor:
-        """``x [T, E] -> [T, E]``; ``bias [H, 2P - 1]`` as of `Ops.encoder_attention`."""
+        """``x [T, E] -> [T, E]``; ``bias [H, 2P - 1]`` is the bias by distance of `Ops.encoder_attention`."""
         keys = self.heads + self.kv_heads
         heads = self.qkv(x, step).view(-1, keys + self.kv_heads, self.head_dim)
         q, k, v = heads[:, : self.heads], heads[:, self.heads : keys], heads[:, keys:]
@@ -57,5 +57,5 @@ class PostNormBlock:
         self, x: Tensor, step: StepInputs, rows: Sequence[RotaryRows] = (), bias: Tensor | None = None
     ) -> Tensor:
         """``x [T, E] -> [T, E]``."""
-        x = self.attention_norm.of_sum(self.attention(x, step, rows, bias), x, step)
-        return self.mlp_norm.of_sum(self.mlp(x, step), x, step)
+        x = self.attention_norm.normalize_sum(self.attention(x, step, rows, bias), x, step)
+        return self.mlp_norm.normalize_sum(self.mlp(x, step), x, step)

@@ -21,7 +21,7 @@ HeadActivation = Callable[[Tensor, StepInputs], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassifierNames:
-    """The names of the layers of a classification head, and its activation. The defaults are RoBERTa's."""
+    """The tensor names of a classification head, and its activation. The defaults are those of RoBERTa."""
 
     dense: str | None = "classifier.dense"
     activation: Literal["tanh"] | Activation | None = "tanh"
@@ -30,12 +30,12 @@ class ClassifierNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VocabularyNames:
-    """The names of the layers of a masked language model's head. The defaults are RoBERTa's."""
+    """The tensor names of a masked language model's head. The defaults are those of RoBERTa."""
 
     dense: str = "lm_head.dense"
     norm: str = "lm_head.layer_norm"
     decoder: str = "lm_head.decoder"
-    """The output layer. Checkpoints that tie it to the token table lack its weight."""
+    """The output layer. Its weight is absent if the checkpoint ties it to the token table."""
     bias: str = "lm_head.bias"
     """The full name of the bias of the output layer."""
 
@@ -49,7 +49,7 @@ def head_activation(name: Literal["tanh"] | Activation | None) -> HeadActivation
 
 
 def tanh(x: Tensor, step: StepInputs) -> Tensor:
-    """Return the hyperbolic tangent, computed in float32, in x's type."""
+    """Return the hyperbolic tangent, computed in float32 and rounded to the type of ``x``."""
     return torch.tanh(x.float()).to(x.dtype)
 
 
@@ -57,7 +57,7 @@ def tanh(x: Tensor, step: StepInputs) -> Tensor:
 class ClassificationHead:
     """Logits of the labels from one pooled row per sequence: ``[B, E] -> [B, labels]``.
 
-    Computes ``output(norm(activation(dense(x))))``; a step that the family lacks is None.
+    Computes ``output(norm(activation(dense(x))))``. Parts that a family does not have are None.
     """
 
     output: Linear
@@ -92,7 +92,7 @@ class VocabularyHead:
 def load_classifier(
     load: Loader, names: ClassifierNames, labels: int, hidden: int, *, bias: bool = True
 ) -> ClassificationHead:
-    """Read a classification head without a norm; ``bias`` tells whether its layers have biases."""
+    """Read a classification head without a norm. Its layers have biases if ``bias`` is true."""
     dense = None if names.dense is None else plain_linear(load, names.dense, hidden, hidden, bias=bias)
     output = plain_linear(load, names.output, labels, hidden, bias=bias)
     return ClassificationHead(output, dense, head_activation(names.activation))
@@ -105,10 +105,10 @@ def load_vocabulary_head(
     activation: Activation,
     norm_eps: float,
 ) -> VocabularyHead:
-    """Read the head of a masked language model; its output layer is the token table if it is not stored."""
+    """Read the head of a masked language model. The token table is the output layer if none is stored."""
     vocabulary, hidden = tokens.shape
-    tied = f"{names.decoder}.weight" not in load.source
-    weight = tokens if tied else load.source.tensor(f"{names.decoder}.weight", (vocabulary, hidden))
+    is_tied = f"{names.decoder}.weight" not in load.source
+    weight = tokens if is_tied else load.source.tensor(f"{names.decoder}.weight", (vocabulary, hidden))
     bias = load.source.tensor(names.bias, (vocabulary,))
     return VocabularyHead(
         plain_linear(load, names.dense, hidden, hidden),
@@ -119,7 +119,7 @@ def load_vocabulary_head(
 
 
 def num_labels(config: ConfigValues) -> int:
-    """Return the number of labels of a classification head: the size of ``id2label``, else 2.
+    """Return the number of labels of a classification head: ``id2label``'s size, else ``num_labels``, else 2.
 
     Raises:
         ConfigError: ``id2label`` is empty or not an object.
@@ -135,7 +135,7 @@ def num_labels(config: ConfigValues) -> int:
 def plain_linear(
     load: Loader, name: str, out_features: int, in_features: int, *, bias: bool = True
 ) -> Linear:
-    """Read a small layer of a head; it stays in the type of the activations."""
+    """Read a small linear layer of a head. It is not quantized."""
     weight = load.source.tensor(f"{name}.weight", (out_features, in_features))
     offset = load.source.tensor(f"{name}.bias", (out_features,)) if bias else None
     return load.pack(weight, {name: out_features}, bias=offset, plain=True)

@@ -1,8 +1,8 @@
-"""Layout and positions of vision encoders for images of any size: grids of patches, merged in squares.
+"""Patch order and positions in vision encoders for images of any size (Wang et al. 2024, arXiv:2409.12191).
 
-The rows of an image are patches. A square of ``merge`` x ``merge`` patches becomes one output row, and its
-patches are adjacent rows. Squares are ordered from left to right and from top to bottom, and so are the
-patches within a square (Wang et al. 2024, arXiv:2409.12191).
+An image is a grid of patches, one input row each. Each square of ``merge`` x ``merge`` patches becomes one
+output row. The patches of a square are adjacent input rows. Squares are ordered from left to right and from
+top to bottom. The patches within a square have the same order.
 """
 
 from __future__ import annotations
@@ -23,27 +23,30 @@ from penstock.nn.rotary import RotaryRows
 from penstock.nn.vision import load_patch_embedding
 
 Grid = tuple[int, int]
-"""Numbers of patches of an image, vertically and horizontally."""
+"""The size of an image in patches: height and width."""
 
 
-def merge_order(values: Tensor, merge: int) -> Tensor:
-    """Return ``values [h, w, ...]`` of a grid as rows ``[h w, ...]`` in the order of the patches."""
+def order_by_square(values: Tensor, merge: int) -> Tensor:
+    """Return the values ``[h, w, ...]`` of a grid of patches as rows ``[h w, ...]``, ordered by square."""
     height, width, *rest = values.shape
     blocks = values.reshape(height // merge, merge, width // merge, merge, *rest)
     return blocks.transpose(1, 2).reshape(height * width, *rest)
 
 
 def patch_coordinates(grids: Iterable[Grid], merge: int) -> Tensor:  # [T, 2]
-    """Return the row and column of each patch of some images."""
-    found = []
+    """Return the row and the column in the grid of each patch of the images, ordered by square."""
+    coordinates = []
     for height, width in grids:
         rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-        found.append(merge_order(torch.stack([rows, columns], -1), merge))
-    return torch.cat(found)
+        coordinates.append(order_by_square(torch.stack([rows, columns], -1), merge))
+    return torch.cat(coordinates)
 
 
 def axial_rotary_rows(coordinates: Tensor, head_dim: int, base: float) -> RotaryRows:
-    """Return cosines and sines ``[T, D / 2]``: the first half is for the row, the second for the column."""
+    """Return cosines and sines ``[T, D / 2]``.
+
+    The first half of the columns encodes the row of the patch, the second half its column.
+    """
     exponents = torch.arange(0, head_dim // 2, 2, dtype=torch.float32) / (head_dim // 2)
     frequencies = 1.0 / base**exponents  # [D / 4]
     angles = (coordinates[:, :, None].float() * frequencies).flatten(1)  # [T, D / 2]
@@ -54,7 +57,7 @@ def axial_base(config: ConfigValues, head_dim: int) -> float:
     """Return the base of the rotary embedding of a ``vision_config``.
 
     Raises:
-        ConfigError: the section configures another rotary embedding, or the head size is not a multiple of 4.
+        ConfigError: the section has another rope type, or the head size is not a multiple of 4.
     """
     parameters = config.section("rope_parameters")
     kind = parameters.get("rope_type")
@@ -69,16 +72,16 @@ def axial_base(config: ConfigValues, head_dim: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GridSizes:
-    """Sizes that the encoders of the Qwen families share, read from a ``vision_config``."""
+    """Sizes of the vision encoders of the Qwen families, read from a ``vision_config``."""
 
     hidden: int  # E
     out: int  # the hidden size of the decoder
     depth: int
     heads: int
     channels: int  # C
-    frames: int  # frames of a patch; an image is repeated for all of them
+    frames: int  # f: video frames per patch; an image is used as f equal frames
     patch: int  # p
-    merge: int  # patches per merged patch, in each direction
+    merge: int  # side of the square of patches that becomes one output row
     base: float  # base of the rotary embedding
 
     @classmethod
@@ -93,13 +96,14 @@ class GridSizes:
         """Read a ``vision_config``.
 
         Args:
-            config: the section of the encoder.
+            config: the section ``vision_config``.
             text_hidden: the hidden size of the decoder.
             hidden: the key of E.
-            out: the key of the size of the merged rows.
+            out: the key of the size of an output row.
 
         Raises:
-            ConfigError: the section contradicts itself or the decoder.
+            ConfigError: the output size differs from ``text_hidden``, the heads do not divide E, or the
+                rotary embedding is not supported.
         """
         width, heads = config.integer(hidden), config.integer("num_heads")
         size = config.integer(out)
@@ -123,7 +127,7 @@ class GridSizes:
 
     @property
     def merged_size(self) -> int:
-        """The size of a merged patch, ``merge^2 E``."""
+        """The size of a square of patches, ``merge^2 E``."""
         return self.hidden * self.merge**2
 
     def load_patches(self, load: Loader, name: str, *, bias: bool) -> Linear:
@@ -145,7 +149,7 @@ class GridSizes:
         )
 
     def load_merger(self, load: Loader, first: str, second: str) -> MLP:
-        """Return the feed-forward layer that maps a merged patch to a row of the decoder."""
+        """Return the feed-forward layer that maps a square of patches to one embedding of the decoder."""
         return MLP(
             load.linear(first, self.merged_size, self.merged_size, bias=True),
             load.linear(second, self.out, self.merged_size, bias=True),

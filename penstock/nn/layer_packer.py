@@ -1,4 +1,4 @@
-"""Packs the layers of a load, in the order in which they are read."""
+"""`LayerPacker`: packs the layers of a model in the order in which they are loaded."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from torch import Tensor
 
 from penstock.kernels import LinearSlice, Ops, PackedLinear, encoding_named
 from penstock.nn.layer_parts import LayerPart, WeightContent
-from penstock.nn.tensor_source import Deferred, TakePacked
+from penstock.nn.tensor_source import LazyLayers, LoadPacked
 
 
 class LayerPacker:
-    """Packs linear layers, or takes layers from a packed file, and lists them in load order.
+    """Packs linear layers, or maps them from a file of packed weights, and lists them in load order.
 
     Args:
         ops: the back end that packs.
         device: the device of the layers.
-        take_packed: returns layers that were packed before.
-        lazy: layers to pack later, if their weights are mapped.
+        load_packed: returns a layer from a file of packed weights.
+        lazy: which layers are packed lazily, if the checkpoint is memory-mapped.
     """
 
     def __init__(
-        self, ops: Ops, device: torch.device, take_packed: TakePacked | None, lazy: Deferred
+        self, ops: Ops, device: torch.device, load_packed: LoadPacked | None, lazy: LazyLayers
     ) -> None:
         self._ops = ops
         self._device = device
-        self._take_packed = take_packed
+        self._take_packed = load_packed
         self._lazy = lazy
         self.layers: list[PackedLinear] = []
-        """All layers so far, in order."""
+        """All layers so far, in load order."""
         self.parts: dict[str, LayerPart] = {}
         """The parts of divided layers on this rank, by their names in the checkpoint."""
 
@@ -46,15 +46,15 @@ class LayerPacker:
         shape: tuple[int, ...] | None = None,
         order: Tensor | None = None,
     ) -> PackedLinear:
-        """Return the next layer of the load.
+        """Return the next packed layer.
 
         Args:
-            parts: names and parts of the outputs, in order.
+            parts: names and parts of the fused layers, in the order of their outputs.
             bias: ``[out]``.
             encoding: the encoding of the layer.
-            read: reads the weight. It is not called if the layer was packed before.
-            skip: called instead of ``read``, to check the weight without reading it.
-            is_mapped: whether the weight stays in memory after the load, so that packing can be deferred.
+            read: reads the weight. Not called if the layer comes from a file of packed weights.
+            skip: called instead of ``read`` in that case. Checks the weight without reading it.
+            is_mapped: whether the weight is a view of the mapped checkpoint, so that packing can be deferred.
             shape: ``(out, in)`` of this rank's part; by default the sum of ``parts``.
             order: ``[in]``, the `PackedLinear.order` of a weight that is stored in the encoding.
         """
@@ -81,7 +81,7 @@ class LayerPacker:
         return packed
 
     def _is_deferred(self, encoding: str) -> bool:
-        """Return whether mapped weights in this encoding are packed later."""
+        """Return whether mapped weights in this encoding are packed lazily."""
         kind = encoding_named(encoding)
         return (
             kind.needs_calibration

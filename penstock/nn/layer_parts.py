@@ -1,4 +1,4 @@
-"""`LayerPart`: the part of a linear layer on one rank, and how it is sliced from the checkpoint's tensors."""
+"""`LayerPart`: the part of a linear layer on one rank, and functions that read it from a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from penstock.kernels import LinearEncoding, encoding_named
 from penstock.nn.tensor_source import TensorSource
 
 WeightContent = Sequence[Tensor] | Mapping[str, Tensor]
-"""Parts of a weight ``[out, in]`` in floats, or the tensors of `LinearEncoding.pack`."""
+"""A weight ``[out, in]``: floats in several parts along ``out``, or the tensors of `LinearEncoding.pack`."""
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPart:
-    """The outputs or the inputs of a linear layer on one rank."""
+    """The range of outputs or inputs of a linear layer that one rank has."""
 
     out_features: int
     """Number of outputs of the whole layer."""
     in_features: int
     """Number of inputs of the whole layer."""
     outputs: tuple[Part, ...] = ()
-    """The outputs of this rank, in order; empty for all."""
+    """The outputs of this rank, in order; empty for all outputs."""
     inputs: Part | None = None
-    """The inputs of this rank; None for all."""
+    """The inputs of this rank; None for all inputs."""
 
     @property
     def size(self) -> int:
@@ -42,46 +42,48 @@ class LayerPart:
         """Number of inputs of this rank."""
         return self.in_features if self.inputs is None else self.inputs.size
 
-    def of_weight(self, weight: Tensor) -> list[Tensor]:
-        """Return the parts of ``weight [out, in]``, as views."""
+    def slice_weight(self, weight: Tensor) -> list[Tensor]:
+        """Return this rank's part of ``weight [out, in]`` as views, one for each range of outputs."""
         if self.inputs is not None:
             weight = weight[:, self.inputs.start : self.inputs.stop]
-        return self.of_rows(weight)
+        return self.slice_rows(weight)
 
-    def of_rows(self, rows: Tensor) -> list[Tensor]:
-        """Return the parts of a tensor with one row for each output, as views."""
+    def slice_rows(self, rows: Tensor) -> list[Tensor]:
+        """Return this rank's rows of a tensor ``[out, ...]`` as views, one for each range of outputs."""
         return [rows[part.start : part.stop] for part in self.outputs] if self.outputs else [rows]
 
-    def of_encoded(self, name: str, encoding: str, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the part of a weight in an encoding, from the tensors of `LinearEncoding.pack`.
+    def slice_encoded(self, name: str, encoding: str, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return this rank's part of a quantized weight.
 
         Args:
-            name: the name of the layer, for the error.
-            encoding: the encoding.
-            tensors: the whole weight.
+            name: the name of the layer, for the error message.
+            encoding: the encoding of the weight.
+            tensors: the whole weight, as the tensors of `LinearEncoding.pack`.
 
         Raises:
-            ConfigError: the part would cut a group of inputs that share a scale.
+            ConfigError: the part would divide a group of inputs that share a scale.
         """
         if not self.outputs and self.inputs is None:
             return tensors
         if self.inputs is not None:
             kind = encoding_named(encoding)
             tensors = kind.select_inputs(name, tensors, self.inputs.start, self.inputs.stop)
-        return {key: joined(self.of_rows(tensor)) for key, tensor in tensors.items()}
+        return {key: concatenated(self.slice_rows(tensor)) for key, tensor in tensors.items()}
 
 
-def inner_part_of(shard: Shard, source: TensorSource, encoding: LinearEncoding, name: str, size: int) -> Part:
+def shard_inner_dim(
+    shard: Shard, source: TensorSource, encoding: LinearEncoding, name: str, size: int
+) -> Part:
     """Return a rank's part of the dimension between two layers.
 
-    Groups of inputs of the second layer that share a scale are not cut.
+    A group of inputs of the second layer that share a scale is not divided.
 
     Args:
         shard: the rank.
-        source: where the second layer is stored.
+        source: the tensors of the checkpoint.
         encoding: the encoding of the model.
         name: the name of the second layer, which is row-parallel.
-        size: the whole dimension.
+        size: the size of the whole dimension.
 
     Raises:
         ConfigError: there are fewer groups than ranks.
@@ -89,11 +91,11 @@ def inner_part_of(shard: Shard, source: TensorSource, encoding: LinearEncoding, 
     stored = source.stored_encoding(f"{name}.weight")
     unit = (encoding if stored is None else encoding_named(stored)).divisible_inputs or 1
     if stored is None and size < unit * shard.world:
-        unit = 1  # the weight is packed after it is cut
+        unit = 1  # float weights can be divided anywhere, because they are packed after the division
     return shard.part(size, f"inputs of {name}", unit)
 
 
-def joined(parts: Sequence[Tensor]) -> Tensor:
+def concatenated(parts: Sequence[Tensor]) -> Tensor:
     """Return tensors concatenated along the first dimension; a single tensor is returned unchanged."""
     if len(parts) == 1:
         return parts[0]
@@ -104,23 +106,22 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def common_encoding(source: TensorSource, parts: Mapping[str, LayerPart], floats: str) -> str | None:
-    """Return the encoding in which all layers are stored; None if they differ or are floats.
+    """Return the encoding in which all these layers are stored; None if their encodings differ or are floats.
 
     The result is also None if the layers store their inputs in different orders, or if permuted inputs would
     have to be sliced.
 
     Args:
-        source: where the layers are stored.
-        parts: their parts by name.
-        floats: the type to which layers that differ are dequantized, for the log message.
+        source: the tensors of the checkpoint.
+        parts: the parts of the layers on this rank, by layer name.
+        floats: the type to which layers of different encodings are dequantized, for the log message.
     """
     stored = {source.stored_encoding(f"{name}.weight") for name in parts}
     orders = {source.input_order(f"{name}.weight") for name in parts}
     problem = None
     if len(stored) > 1:
-        problem = (
-            f"form one layer but are stored as {' and '.join(sorted(one or 'floats' for one in stored))}"
-        )
+        encodings = sorted(encoding or "floats" for encoding in stored)
+        problem = f"form one layer but are stored as {' and '.join(encodings)}"
     elif len(orders) > 1:
         problem = "form one layer but are stored with inputs in different orders (desc_act)"
     elif orders != {b""} and any(part.inputs is not None for part in parts.values()):
@@ -131,65 +132,68 @@ def common_encoding(source: TensorSource, parts: Mapping[str, LayerPart], floats
     return stored.pop()
 
 
-def order_of(source: TensorSource, parts: Iterable[str], encoding: str) -> Tensor | None:
+def stored_input_order(source: TensorSource, parts: Iterable[str], encoding: str) -> Tensor | None:
     """Return the stored order of the inputs of a layer, ``[in]`` int32.
 
     Args:
-        source: where the layer is stored.
-        parts: the names of its parts.
-        encoding: the encoding of the layer. A part that is stored in another one is converted.
+        source: the tensors of the checkpoint.
+        parts: the names of the fused layers.
+        encoding: the encoding of the layer. Fused layers that are stored in other encodings are converted.
 
     Returns:
-        The order, which all parts share; None if the inputs are in their original order.
+        The order of all fused layers; None if the inputs are in their original order.
     """
     weights = [f"{name}.weight" for name in parts]
-    found = [source.input_order(weight) for weight in weights if source.stored_encoding(weight) == encoding]
-    order = found[0] if found else b""
-    assert not order or (set(found) == {order} and len(found) == len(weights)), "parts of different orders"
+    orders = [source.input_order(weight) for weight in weights if source.stored_encoding(weight) == encoding]
+    order = orders[0] if orders else b""
+    assert not order or (set(orders) == {order} and len(orders) == len(weights)), (
+        "fused layers have different input orders"
+    )
     return torch.frombuffer(bytearray(order), dtype=torch.int32) if order else None
 
 
 def read_parts(
     source: TensorSource, parts: Mapping[str, LayerPart], encoding: str, *, transposed: bool
 ) -> WeightContent:
-    """Return the floats of all parts, or their packed rows if the source stores any part in the encoding.
+    """Return the weight of a fused layer.
 
-    In that case the other parts are packed here.
+    The result is the tensors of `LinearEncoding.pack` if any of the fused layers is stored in the encoding;
+    the others are then packed here. Otherwise the result is the floats of all of them.
     """
-    found = [_read_part(source, name, part, encoding, transposed) for name, part in parts.items()]
-    floats = [piece for one in found if not isinstance(one, Mapping) for piece in one]
-    if not any(isinstance(one, Mapping) for one in found):
+    weights = [_read_part(source, name, part, encoding, transposed) for name, part in parts.items()]
+    floats = [rows for weight in weights if not isinstance(weight, Mapping) for rows in weight]
+    if not any(isinstance(weight, Mapping) for weight in weights):
         return floats
     pack = encoding_named(encoding).pack
-    rows = [one if isinstance(one, Mapping) else pack(joined(one)) for one in found]
-    return {key: torch.cat([part[key] for part in rows]) for key in rows[0]}
+    packed = [weight if isinstance(weight, Mapping) else pack(concatenated(weight)) for weight in weights]
+    return {key: torch.cat([tensors[key] for tensors in packed]) for key in packed[0]}
 
 
 def _read_part(
     source: TensorSource, name: str, part: LayerPart, encoding: str, transposed: bool
 ) -> WeightContent:
-    """Return the packed rows of a weight if they are stored in the encoding, otherwise its floats."""
+    """Return this rank's part of a weight: packed tensors if stored in the encoding, otherwise floats."""
     weight, shape = f"{name}.weight", (part.out_features, part.in_features)
     if part.outputs and not transposed and not source.is_mapped(weight):
         return _read_rows(source, name, part, encoding)
     if source.stored_encoding(weight) == encoding:
         stored, tensors = source.read_linear(weight, shape, transposed=transposed)
         if stored == encoding:
-            return part.of_encoded(name, encoding, tensors)
-        return part.of_weight(tensors["weight"])
+            return part.slice_encoded(name, encoding, tensors)
+        return part.slice_weight(tensors["weight"])
     floats = source.tensor(weight, shape[::-1] if transposed else shape)
-    return part.of_weight(floats.T if transposed else floats)
+    return part.slice_weight(floats.T if transposed else floats)
 
 
 def _read_rows(source: TensorSource, name: str, part: LayerPart, encoding: str) -> WeightContent:
-    """Like `_read_part`, but reads only some outputs, of a weight that is not mapped."""
+    """Like `_read_part`, but reads only this rank's rows of the file. For weights that are not mapped."""
     shape = (part.out_features, part.in_features)
-    found = [source.rows(f"{name}.weight", shape, output.start, output.stop) for output in part.outputs]
-    stored = found[0][0]
+    slices = [source.rows(f"{name}.weight", shape, output.start, output.stop) for output in part.outputs]
+    stored = slices[0][0]
     if stored is not None and stored == encoding:
-        return {key: joined([rows[key] for _, rows in found]) for key in found[0][1]}
+        return {key: concatenated([rows[key] for _, rows in slices]) for key in slices[0][1]}
     if stored is not None:
-        order = order_of(source, [name], stored)
-        weights = [encoding_named(stored).unpack(rows) for _, rows in found]
+        order = stored_input_order(source, [name], stored)
+        weights = [encoding_named(stored).unpack(rows) for _, rows in slices]
         return weights if order is None else [weight[:, order.argsort()] for weight in weights]
-    return [rows["weight"] for _, rows in found]
+    return [rows["weight"] for _, rows in slices]

@@ -1,4 +1,4 @@
-"""A linear layer, or several with the same input fused into one."""
+"""`Linear`: a linear layer, or several linear layers with the same input that are fused into one."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from penstock.kernels.collectives import Collectives
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """``x [T, in] -> [T, out]``.
+    """A linear layer, ``x [T, in] -> [T, out]``.
 
-    A rank of a divided layer holds some of the outputs (column-parallel) or some of the inputs
+    With tensor parallelism, a rank has some of the outputs (column-parallel) or some of the inputs
     (row-parallel). Row-parallel products are partial sums.
     """
 
@@ -22,9 +22,9 @@ class Linear:
     sum_over: Collectives | None = field(default=None, kw_only=True)
     """The ranks whose outputs are added; None if this rank has all inputs."""
     gather_over: Collectives | None = field(default=None, kw_only=True)
-    """The ranks whose outputs are concatenated; None if the outputs stay on this rank."""
+    """The ranks whose outputs are concatenated; None if this rank only needs its own outputs."""
     widths: tuple[int, ...] = field(default=(), kw_only=True)
-    """The number of outputs of each rank, to gather them."""
+    """The number of outputs of each rank in `gather_over`."""
 
     def activated(self, x: Tensor, step: StepInputs, activation: Activation) -> Tensor:
         """Return ``activation(self(x))``."""

@@ -1,4 +1,4 @@
-"""Loading of layers: from the tensors of a checkpoint to packed layers."""
+"""`Loader`: reads the layers of a model from the tensors of a checkpoint and packs them."""
 
 from __future__ import annotations
 
@@ -18,32 +18,33 @@ from penstock.nn.layer_parts import (
     LayerPart,
     WeightContent,
     common_encoding,
-    inner_part_of,
-    joined,
-    order_of,
+    concatenated,
     read_parts,
+    shard_inner_dim,
+    stored_input_order,
 )
 from penstock.nn.linear import Linear
 from penstock.nn.norm import LayerNorm, RMSNorm
-from penstock.nn.tensor_source import Deferred, TakePacked, TensorSource
+from penstock.nn.tensor_source import LazyLayers, LoadPacked, TensorSource
 
 
 class Loader:
-    """Reads layers by their checkpoint names and packs each once, on one device.
+    """Reads layers by their checkpoint names and packs each layer once, on one device.
 
     Args:
-        source: the source of the tensors.
-        encoding: encoding of the model. Layers may have another one, see `LinearEncoding.for_layer`.
+        source: the tensors of the checkpoint.
+        encoding: the encoding of the model. `LinearEncoding.for_layer` can choose another one for a layer.
         device: the device of the layers.
-        ops: the back end that packs them; by default the reference back end.
-        take_packed: returns layers that were packed before.
-        lazy: layers to pack later, if their weights are mapped; see `penstock.kernels.LazyWeight`.
+        ops: the back end that packs the layers; by default the reference back end.
+        load_packed: returns a layer from a file of packed weights.
+        lazy: which layers are packed lazily, if the checkpoint is mapped; see `penstock.kernels.LazyWeight`.
         keep_stored: whether layers keep their stored encoding, and float layers stay floats. The output head
-            is the exception: `LinearEncoding.for_layer` decides.
-        is_uniform: whether all linear layers have the encoding of the model, and the head the type of
-            activations.
-        shard: the rank whose parts are read; by default the only rank.
-        has_adapters: whether LoRA adapters need layers of their original sizes.
+            is an exception: `LinearEncoding.for_layer` chooses its encoding.
+        is_uniform: whether all linear layers have the encoding of the model. The output head then has the
+            type of the activations.
+        shard: the rank for which the layers are loaded; by default there is one rank.
+        has_adapters: whether LoRA adapters are used. They need layers of the original sizes, so no input is
+            repeated (`penstock.nn.outlier_splitting`).
     """
 
     def __init__(
@@ -52,9 +53,9 @@ class Loader:
         encoding: str,
         device: torch.device,
         ops: Ops | None = None,
-        take_packed: TakePacked | None = None,
+        load_packed: LoadPacked | None = None,
         *,
-        lazy: Deferred = "none",
+        lazy: LazyLayers = "none",
         keep_stored: bool = False,
         is_uniform: bool = False,
         shard: Shard | None = None,
@@ -65,20 +66,20 @@ class Loader:
         self.encoding = encoding
         self.device = device
         self._kind = encoding_named(encoding)
-        self._packer = LayerPacker(ops or ReferenceOps(), device, take_packed, lazy)
+        self._packer = LayerPacker(ops or ReferenceOps(), device, load_packed, lazy)
         self._keep_stored = keep_stored
         self._is_uniform = is_uniform
         self.dtype = self._kind.compute_dtype.to_torch()
-        """The type of activations and of all weights that are not packed."""
+        """The type of the activations and of all weights that are not packed."""
         is_original = keep_stored or is_uniform or has_adapters or not self.shard.is_whole
         self.max_repeated_inputs = 0 if is_original else self._kind.max_repeated_inputs
         """Maximum number of repeated inputs of a layer, see `penstock.nn.outlier_splitting`."""
         self.has_experts = False
-        """Whether layers of experts were read."""
+        """Whether the layers loaded so far include experts."""
 
     @property
     def layers(self) -> list[PackedLinear]:
-        """All linear layers read so far, in order."""
+        """All linear layers loaded so far, in order."""
         return self._packer.layers
 
     @property
@@ -92,7 +93,7 @@ class Loader:
         return {part.name: layer for layer in self.layers for part in layer.slices}
 
     def tensor(self, name: str, *shape: int) -> Tensor:
-        """Return a weight that is not packed: an embedding table, the scale of a norm."""
+        """Return a weight that is not packed, such as an embedding table or the scale of a norm."""
         return self.source.tensor(name, shape).to(self.device, self.dtype)
 
     def norm(self, name: str, size: int, eps: float, *, offset: float = 0.0) -> RMSNorm:
@@ -100,7 +101,7 @@ class Loader:
         if not offset:
             return RMSNorm(self.tensor(f"{name}.weight", size), eps)
         weight = self.source.tensor(f"{name}.weight", (size,)).to(self.device).float()
-        return RMSNorm(weight + offset, eps)  # in float32: the sum needs more precision than its terms
+        return RMSNorm(weight + offset, eps)  # float32, because rounding the sum would lose precision
 
     def layer_norm(
         self,
@@ -110,13 +111,13 @@ class Loader:
         *,
         bias: bool = True,
         offset: float = 0.0,
-        is_wide: bool = False,
+        is_float32: bool = False,
     ) -> LayerNorm:
-        """Return the layer norm ``name``; ``offset`` is added to the weights, ``is_wide`` keeps float32."""
+        """Return the layer norm ``name``, on request in float32. ``offset`` is added to its weights."""
         names = [f"{name}.weight", f"{name}.bias"][: 1 + bias]
-        # with an offset in float32: the sum needs more precision than its terms
-        dtype = torch.float32 if offset or is_wide else self.dtype
-        weight, *biases = (self.source.tensor(one, (size,)).to(self.device, dtype) for one in names)
+        # The sum of weight and offset is kept in float32, because rounding it would lose precision.
+        dtype = torch.float32 if offset or is_float32 else self.dtype
+        weight, *biases = (self.source.tensor(tensor, (size,)).to(self.device, dtype) for tensor in names)
         weight = weight + offset if offset else weight
         return LayerNorm(weight, biases[0] if biases else torch.zeros_like(weight), eps)
 
@@ -139,8 +140,8 @@ class Loader:
             out_features, in_features: outputs and inputs of the whole layer.
             bias: whether it has a bias.
             transposed: whether its weight is stored ``[in, out]``.
-            is_expert: whether the layer is one expert of many. The caller adds the outputs of all ranks.
-            outputs, inputs: the outputs or inputs on this rank, if the layer is column- or row-parallel.
+            is_expert: whether the layer belongs to an expert. The caller then adds up the ranks' outputs.
+            outputs, inputs: the outputs or inputs of this rank, if the layer is column- or row-parallel.
         """
         part = LayerPart(out_features, in_features, tuple(outputs), inputs)
         return self._read({name: part}, bias, transposed=transposed, is_expert=is_expert)
@@ -159,37 +160,37 @@ class Loader:
 
         ``outputs`` maps names to the outputs of this rank, if the layers are column-parallel.
         """
-        own = outputs or {}
-        named = {
-            f"{prefix}.{part}": LayerPart(size, in_features, tuple(own.get(part, ())))
+        rank_outputs = outputs or {}
+        layer_parts = {
+            f"{prefix}.{part}": LayerPart(size, in_features, tuple(rank_outputs.get(part, ())))
             for part, size in parts.items()
         }
-        return self._read(named, bias, is_expert=is_expert)
+        return self._read(layer_parts, bias, is_expert=is_expert)
 
-    def divided(self, outputs: Sequence[Part]) -> Sequence[Part]:
+    def rank_outputs(self, outputs: Sequence[Part]) -> Sequence[Part]:
         """Return ``outputs``, or an empty sequence (all outputs) if there is only one rank."""
         return () if self.shard.is_whole else outputs
 
     def inner_part(self, name: str, size: int) -> Part:
-        """Return this rank's part of the dimension between two layers; see `inner_part_of`."""
-        return inner_part_of(self.shard, self.source, self._kind, name, size)
+        """Return this rank's part of the dimension between two layers; see `shard_inner_dim`."""
+        return shard_inner_dim(self.shard, self.source, self._kind, name, size)
 
-    def has_separate_values(self, name: str, out_features: int, in_features: int, *, beside: str) -> bool:
-        """Return whether the value projection of attention cannot be fused with queries and keys.
+    def has_separate_values(self, name: str, out_features: int, in_features: int, *, fused_with: str) -> bool:
+        """Return whether the value projection needs a layer of its own instead of a fused one.
 
-        It cannot if it has another encoding or order of inputs, unless it is already stored in the model's
-        encoding.
+        With ``keep_stored``, it does if the stored encodings or input orders of the two layers differ.
+        Otherwise it does if `LinearEncoding.for_layer` chooses another encoding for values than that of the
+        model, except if the values are stored in the encoding of the model.
 
         Args:
             name: name of the value projection.
-            out_features: its outputs.
-            in_features: its inputs.
-            beside: name of a layer with which it would be fused.
+            out_features, in_features: its outputs and inputs.
+            fused_with: name of the query projection.
         """
         stored = self.source.stored_encoding(f"{name}.weight")
         if self._keep_stored:
-            orders = {self.source.input_order(f"{one}.weight") for one in (name, beside)}
-            return stored != self.source.stored_encoding(f"{beside}.weight") or len(orders) > 1
+            orders = {self.source.input_order(f"{layer}.weight") for layer in (name, fused_with)}
+            return stored != self.source.stored_encoding(f"{fused_with}.weight") or len(orders) > 1
         encoding = self._kind.for_layer("values", out_features, in_features)
         return not self._is_uniform and encoding != self.encoding and stored != self.encoding
 
@@ -210,13 +211,13 @@ class Loader:
     def table(self, name: str, vocabulary: int, hidden: int, *, tied_head: str | None = None) -> Tensor:
         """Return this rank's rows of the embedding table ``[V, E]`` called ``name``.
 
-        A checkpoint that ties the table to the head may store both as ``tied_head`` only.
+        With tied weights, a checkpoint may have only the tensor of ``tied_head``.
         """
         weight = f"{name}.weight"
         if tied_head is not None and weight not in self.source and f"{tied_head}.weight" in self.source:
             weight = f"{tied_head}.weight"
-        own = self.shard.vocabulary(vocabulary)
-        rows = self.source.tensor(weight, (vocabulary, hidden))[own.start : own.stop]
+        part = self.shard.vocabulary(vocabulary)
+        rows = self.source.tensor(weight, (vocabulary, hidden))[part.start : part.stop]
         return rows.to(self.device, self.dtype)
 
     def head(
@@ -236,18 +237,18 @@ class Loader:
             hidden: E.
             tied_to: the embedding table ``[V, E]``, if the configuration ties the head to it. It is used only
                 if the checkpoint has no tensor of the head, because a stored head may differ from the table.
-                The head is packed as a copy in both cases.
+                The packed head is always a copy.
             bias: whether the head has a bias.
         """
         encoding = self._kind.for_layer("head", vocabulary, hidden)
         if self._is_uniform:
             encoding = self._kind.compute_dtype.value
-        own = () if self.shard.is_whole else (self.shard.vocabulary(vocabulary),)
-        parts = {name: LayerPart(vocabulary, hidden, own)}
+        outputs = () if self.shard.is_whole else (self.shard.vocabulary(vocabulary),)
+        parts = {name: LayerPart(vocabulary, hidden, outputs)}
         offset = self._bias(parts) if bias else None
         if tied_to is None or f"{name}.weight" in self.source:
             stored = self.source.stored_encoding(f"{name}.weight") if self._keep_stored else None
-            packed = self._named(parts, offset, stored or encoding)
+            packed = self._pack_stored(parts, offset, stored or encoding)
         else:
             packed = self._packer.layer(parts, offset, encoding, lambda: [tied_to], is_mapped=True)
         if self.shard.is_whole:
@@ -262,27 +263,28 @@ class Loader:
         *,
         bias: Tensor | None = None,
         plain: bool = False,
-        is_wide: bool = False,
+        is_float32: bool = False,
         is_expert: bool = False,
-        held: Mapping[str, LayerPart] | None = None,
+        rank_parts: Mapping[str, LayerPart] | None = None,
     ) -> Linear:
         """Return the layer of a weight ``[out, in]`` that the caller has read.
 
         Args:
             weight: floats of any type.
-            parts: names and sizes of its outputs, in order. Adapters find the layer by these names.
+            parts: names and sizes of the fused layers, in order. Adapters refer to the layer by these names.
             bias: ``[out]``.
-            plain: whether to keep the weight in the type of the activations, for every encoding.
-            is_wide: whether to keep the weight in float32, for activations in float32.
-            is_expert: whether the layer is one expert of many.
-            held: the parts of divided layers on this rank, by the names in ``parts``.
+            plain: whether to keep the weight in the type of the activations instead of quantizing it.
+            is_float32: whether to keep the weight in float32, for activations in float32.
+            is_expert: whether the layer belongs to an expert.
+            rank_parts: the parts of divided layers on this rank, by the names in ``parts``.
         """
         out_features, in_features = weight.shape
-        named = {name: LayerPart(size, in_features) for name, size in parts.items()} | dict(held or {})
-        if held:
-            out_features = sum(part.out_features for part in named.values())
-            in_features = max(part.in_features for part in named.values())
-        if is_wide:
+        layer_parts = {name: LayerPart(size, in_features) for name, size in parts.items()}
+        if rank_parts:
+            layer_parts |= rank_parts
+            out_features = sum(part.out_features for part in layer_parts.values())
+            in_features = max(part.in_features for part in layer_parts.values())
+        if is_float32:
             encoding = DType.float32.value
         elif plain or self._keep_stored:
             encoding = self._kind.compute_dtype.value
@@ -290,7 +292,8 @@ class Loader:
             encoding = self.encoding
         else:
             encoding = self._kind.for_layer("expert" if is_expert else "linear", out_features, in_features)
-        return Linear(self._packer.layer(named, bias, encoding, lambda: [weight], shape=tuple(weight.shape)))
+        shape = tuple(weight.shape)
+        return Linear(self._packer.layer(layer_parts, bias, encoding, lambda: [weight], shape=shape))
 
     def expert(
         self,
@@ -301,14 +304,13 @@ class Loader:
         bias: Tensor | None = None,
         order: Callable[[Tensor], Tensor] | None = None,
     ) -> Linear:
-        """Return the layer of one expert, to which adapters do not apply.
+        """Return a linear layer of one expert. Adapters do not apply to it.
 
         Args:
             name: name of the layer in the checkpoint.
-            out_features: its outputs.
-            in_features: its inputs.
-            bias: ``[out]``, in the order of the layer.
-            order: reorders the stored rows ``[out, ...]`` to the order of the layer.
+            out_features, in_features: its outputs and inputs.
+            bias: ``[out]``, in the order of the layer's outputs.
+            order: reorders the stored rows ``[out, ...]`` to the order of the layer's outputs.
         """
         weight, shape = f"{name}.weight", (out_features, in_features)
         encoding = self.encoding
@@ -328,7 +330,7 @@ class Loader:
         def skip() -> None:
             self.source.expect(weight, shape)
 
-        inputs = order_of(self.source, [name], encoding)
+        inputs = stored_input_order(self.source, [name], encoding)
         packed = self._packer.layer({}, bias, encoding, read, skip, shape=shape, order=inputs)
         self.source.release(weight)
         return Linear(packed)
@@ -354,7 +356,7 @@ class Loader:
             role: Literal["expert", "linear"] = "expert" if is_expert else "linear"
             out_features = sum(part.out_features for part in parts.values())
             encoding = encoding_named(encoding).for_layer(role, out_features, first.in_features)
-        packed = self._named(parts, offset, encoding, transposed=transposed)
+        packed = self._pack_stored(parts, offset, encoding, transposed=transposed)
         is_sum = first.inputs is not None and not is_expert
         return Linear(packed, sum_over=self.shard.collectives if is_sum else None)
 
@@ -365,10 +367,10 @@ class Loader:
             if part.inputs is not None and self.shard.rank:
                 self.source.expect(f"{name}.bias", (part.out_features,))
             else:
-                biases += part.of_rows(self.source.tensor(f"{name}.bias", (part.out_features,)))
-        return joined(biases) if biases else None
+                biases += part.slice_rows(self.source.tensor(f"{name}.bias", (part.out_features,)))
+        return concatenated(biases) if biases else None
 
-    def _named(
+    def _pack_stored(
         self,
         parts: Mapping[str, LayerPart],
         bias: Tensor | None,
@@ -376,7 +378,7 @@ class Loader:
         *,
         transposed: bool = False,
     ) -> PackedLinear:
-        """Return a layer whose weight the source stores under the names of its parts."""
+        """Return the packed layer whose weights are the tensors ``{name}.weight`` of the parts."""
 
         def read() -> WeightContent:
             return read_parts(self.source, parts, encoding, transposed=transposed)
@@ -391,7 +393,7 @@ class Loader:
                 self.source.release(f"{name}.weight")
 
         is_mapped = all(self.source.is_mapped(f"{name}.weight") for name in parts)
-        order = order_of(self.source, parts, encoding)
+        order = stored_input_order(self.source, parts, encoding)
         packed = self._packer.layer(parts, bias, encoding, read, skip, is_mapped=is_mapped, order=order)
         if isinstance(packed.tensors, LazyWeight):
             packed.tensors.release = release

@@ -1,4 +1,4 @@
-"""Feed-forward layers: plain, and gated (Shazeer 2020, arXiv:2002.05202)."""
+"""Feed-forward layers, plain (`MLP`) and gated (`GatedMLP`; Shazeer 2020, arXiv:2002.05202)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.nn.loader import Loader
 
 @dataclass(frozen=True, slots=True)
 class MLP:
-    """``down(activation(up(x)))``."""
+    """A feed-forward layer: ``down(activation(up(x)))``."""
 
     up: Linear
     down: Linear
@@ -26,7 +26,7 @@ class MLP:
 
 @dataclass(frozen=True, slots=True)
 class GatedMLP:
-    """``down(activation(gate(x)) * up(x))``. Gate and up are one fused product."""
+    """A gated feed-forward layer: ``down(activation(gate(x)) * up(x))``. Gate and up are one fused layer."""
 
     gate_up: Linear
     down: Linear
@@ -54,18 +54,19 @@ class GatedMLP:
             inner: F.
             activation: the activation function of the gate.
             bias: whether the linear layers have biases.
-            gate_up: the names of gate and up matrix, or one name if the checkpoint stores them as one.
+            gate_up: the names of the gate and the up matrix; one name if the checkpoint has one matrix for
+                both.
             down: the name of the down matrix.
         """
-        own = load.inner_part(f"{name}.{down}", inner)
+        rows = load.inner_part(f"{name}.{down}", inner)
         if len(gate_up) == 1:
-            parts, outputs = {gate_up[0]: 2 * inner}, {gate_up[0]: [own, own.shifted(inner)]}
+            parts, outputs = {gate_up[0]: 2 * inner}, {gate_up[0]: [rows, rows.shifted(inner)]}
         else:
-            parts, outputs = dict.fromkeys(gate_up, inner), {part: [own] for part in gate_up}
-        divided = {part: load.divided(rows) for part, rows in outputs.items()}
-        inputs = None if load.shard.is_whole else own
+            parts, outputs = dict.fromkeys(gate_up, inner), {name: [rows] for name in gate_up}
+        rank_outputs = {name: load.rank_outputs(parts) for name, parts in outputs.items()}
+        inputs = None if load.shard.is_whole else rows
         return cls(
-            load.fused(name, parts, hidden, bias=bias, outputs=divided),
+            load.fused(name, parts, hidden, bias=bias, outputs=rank_outputs),
             load.linear(f"{name}.{down}", hidden, inner, bias=bias, inputs=inputs),
             activation,
         )

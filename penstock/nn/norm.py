@@ -1,5 +1,6 @@
-"""Norms of rows: by root mean square (Zhang and Sennrich 2019, arXiv:1910.07467), and by mean and
-variance (Ba et al. 2016, arXiv:1607.06450)."""
+"""Normalization of rows: `RMSNorm` (Zhang and Sennrich 2019, arXiv:1910.07467) and `LayerNorm` (Ba et al.
+
+2016, arXiv:1607.06450)."""
 
 from __future__ import annotations
 
@@ -17,11 +18,11 @@ from penstock.kernels.collectives import Collectives
 
 
 class Norm(Protocol):
-    """A norm of rows."""
+    """A normalization layer."""
 
     @property
     def weight(self) -> Tensor:
-        """``[E]``, or ``[H, D]`` for a norm of heads."""
+        """The scale ``[E]``. Norms of queries and keys can have a scale for each head, ``[H, D]``."""
         ...
 
     def __call__(self, x: Tensor, step: StepInputs) -> Tensor:
@@ -39,7 +40,7 @@ LoadNorm: TypeAlias = Callable[[str, int], Norm]
 
 @dataclass(frozen=True, slots=True)
 class RMSNorm:
-    """Scale each row to a root mean square of 1, then multiply by ``weight [E]``."""
+    """Scales each row to a root mean square of 1, then multiplies it by ``weight [E]``."""
 
     weight: Tensor
     eps: float
@@ -56,7 +57,7 @@ class RMSNorm:
 
 @dataclass(frozen=True, slots=True)
 class LayerNorm:
-    """Shift and scale each row to mean 0 and variance 1, then compute ``row * weight [E] + bias [E]``."""
+    """Shifts and scales each row to mean 0 and variance 1, then computes ``row * weight [E] + bias [E]``."""
 
     weight: Tensor
     bias: Tensor
@@ -71,27 +72,27 @@ class LayerNorm:
             return self(x, step), x
         return step.ops.add_layer_norm(x, residual, self.weight, self.bias, self.eps)
 
-    def of_sum(self, x: Tensor, residual: Tensor, step: StepInputs) -> Tensor:
-        """Return ``norm(x + residual)``, without rounding the sum."""
+    def normalize_sum(self, x: Tensor, residual: Tensor, step: StepInputs) -> Tensor:
+        """Return ``norm(x + residual)``. The sum is not rounded to the type of the activations."""
         return step.ops.layer_norm_of_sum(x, residual, self.weight, self.bias, self.eps)
 
 
 @dataclass(frozen=True, slots=True)
 class GatheredNorm:
-    """A norm over rows that are divided among the ranks.
+    """A norm over all heads of queries or keys, with the heads divided among ranks.
 
-    The rows are gathered, because the mean is over all ranks. If several ranks hold the same heads, the
-    gathered rows contain each head equally often, so the mean is unchanged.
+    The columns of all ranks are gathered, because the mean is over all heads. If several ranks have copies of
+    the same heads, the gathered rows contain each head equally often, so the mean is unchanged.
     """
 
     norm: Norm  # norm of the gathered rows
     ranks: Collectives
-    widths: tuple[int, ...]  # of each rank
-    part: Part  # of this rank in the gathered rows
+    widths: tuple[int, ...]  # number of columns of each rank
+    part: Part  # columns of this rank in the gathered rows
 
     @property
     def weight(self) -> Tensor:
-        """The weights of all ranks, concatenated."""
+        """The weights for the gathered rows."""
         return self.norm.weight
 
     def __call__(self, x: Tensor, step: StepInputs) -> Tensor:
@@ -104,20 +105,20 @@ class GatheredNorm:
         return self(total, step), total
 
 
-def selected(norm: Norm, parts: Sequence[Part]) -> Norm:
-    """Return a norm whose weights are these parts of another norm's weights, concatenated.
+def select_weights(norm: Norm, parts: Sequence[Part]) -> Norm:
+    """Return a norm that has only these parts of another norm's weights, concatenated.
 
     Raises:
         ConfigError: the weights of this kind of norm cannot be divided.
     """
 
-    def of(tensor: Tensor) -> Tensor:
+    def select(tensor: Tensor) -> Tensor:
         return torch.cat([tensor[part.start : part.stop] for part in parts])
 
     if isinstance(norm, RMSNorm):
-        return RMSNorm(of(norm.weight), norm.eps)
+        return RMSNorm(select(norm.weight), norm.eps)
     if isinstance(norm, LayerNorm):
-        return LayerNorm(of(norm.weight), of(norm.bias), norm.eps)
+        return LayerNorm(select(norm.weight), select(norm.bias), norm.eps)
     raise ConfigError(
         "tensor_parallel_size",
         f"{type(norm).__name__} of heads cannot be divided among ranks: remove this setting",

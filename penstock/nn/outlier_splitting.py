@@ -1,8 +1,9 @@
 """Outlier channel splitting (Zhao et al. 2019, arXiv:1901.09504) of feed-forward layers.
 
-If all weights of an output share one scale, a single large weight makes the scale of the others coarse. The
-second matrix of a feed-forward layer therefore gets some inputs several times, and a large weight is divided
-among the copies. The first matrix computes these inputs several times. The product stays the same::
+If all weights of an output share one quantization scale, a single large weight increases the rounding error
+of all other weights. Therefore some inputs of the second matrix of a feed-forward layer are repeated, and a
+large weight is divided among the copies of its input. The first matrix computes these inputs several times.
+The product stays the same::
 
     down [E, F]                    down [E, F + 2]
     [ 0.1  -0.2   9.0 ]     ->     [ 0.1  -0.2   3.0 | 3.0  3.0 ]
@@ -19,13 +20,16 @@ from penstock.nn.linear import Linear
 from penstock.nn.loader import Loader
 
 _INPUTS_PER_REPEAT = 24
-"""Inputs per repeated input: splitting makes a layer at most 1/24 wider."""
+"""Minimum number of inputs for each repeated input: a layer becomes at most 1/24 wider."""
 _MIN_GAIN = 0.1
-"""Share of the sum of the squared scales that splitting must save; otherwise the layer is not changed."""
+"""Minimum relative reduction of the sum of the squared scales.
+
+If splitting reduces the sum by less, the layer is not changed.
+"""
 _CANDIDATES = 16
-"""Number of largest weights of an output that can be divided."""
-_AT_ONCE = 4
-"""Inputs that are chosen before the scales are computed again."""
+"""Number of the largest weights of each output that the search considers."""
+_INPUTS_PER_ITERATION = 4
+"""Number of inputs that the search chooses before it computes the scales again."""
 
 
 def load_split_mlp(
@@ -41,16 +45,16 @@ def load_split_mlp(
 
     Args:
         load: reads the tensors.
-        up: the full name and the number of outputs of each part of the first matrix, in order. The parts
-            together have one or more outputs for each inner feature: ``[gate | up]`` in blocks of F.
+        up: the full name and the number of outputs of each tensor of the first matrix, in order. Each number
+            is a multiple of F: F outputs for ``up``, and F more for ``gate`` if the layer has a gate.
         down: the full name of the second matrix.
         sizes: E and F.
         up_bias: whether the first matrix has a bias.
         down_bias: whether the second matrix has a bias.
 
     Returns:
-        None if the layers are loaded as they are: their encoding has no coarse scales, or splitting does not
-        make them finer.
+        None if the layers should be loaded unchanged. That is the case if the encoding does not need
+        splitting, if a layer is stored quantized, or if splitting reduces the scales too little.
     """
     hidden, inner = sizes
     count = min(load.max_repeated_inputs, inner // _INPUTS_PER_REPEAT)
@@ -61,7 +65,7 @@ def load_split_mlp(
     if not len(repeated):
         return None
 
-    def widened(rows: Tensor) -> Tensor:  # [blocks * F, ...] -> [blocks * (F + R), ...]
+    def repeat_features(rows: Tensor) -> Tensor:  # [blocks * F, ...] -> [blocks * (F + R), ...]
         blocks = rows.view(-1, inner, *rows.shape[1:])
         return torch.cat([blocks, blocks[:, repeated]], dim=1).flatten(0, 1)
 
@@ -69,49 +73,56 @@ def load_split_mlp(
         return torch.cat([load.source.tensor(f"{name}.{kind}", (size, *shape)) for name, size in up])
 
     parts = {name: size + size // inner * len(repeated) for name, size in up}
-    first = load.pack(widened(read("weight", hidden)), parts, bias=widened(read("bias")) if up_bias else None)
+    first = load.pack(
+        repeat_features(read("weight", hidden)),
+        parts,
+        bias=repeat_features(read("bias")) if up_bias else None,
+    )
     bias = load.source.tensor(f"{down}.bias", (hidden,)) if down_bias else None
     return first, load.pack(with_repeated_inputs(weight, repeated), {down: hidden}, bias=bias)
 
 
 def repeated_inputs(weight: Tensor, count: int) -> Tensor:
-    """Return up to ``count`` inputs of ``weight [out, in]`` to repeat, int64; one may occur several times.
+    """Return up to ``count`` inputs of ``weight [out, in]`` to repeat, int64. An input may occur several
+    times.
 
-    The inputs are chosen one after the other, each time those that most reduce the sum of the squared scales
-    of all outputs. The result is empty if the sum decreases by less than `_MIN_GAIN`.
+    A greedy search chooses in each iteration the inputs that reduce the sum of the squared scales of all
+    outputs most. The result is empty if the sum decreases by less than `_MIN_GAIN`.
     """
     in_features = weight.shape[1]
-    largest, inputs = weight.float().abs().topk(min(_CANDIDATES, in_features), dim=1)  # [out, C]
-    times = torch.ones(in_features)
-    chosen: list[int] = []
-    while len(chosen) < count:
-        shares, places = (largest / times[inputs]).topk(2, dim=1)  # [out, 2]
-        column, place = inputs.gather(1, places[:, :1])[:, 0], places[:, :1]
-        divided = largest.gather(1, place)[:, 0] / (times[column] + 1)
-        saved = shares[:, 0].square() - torch.maximum(shares[:, 1], divided).square()
-        gains = torch.zeros(in_features).index_add_(0, column, saved)
-        best = gains.topk(min(_AT_ONCE, count - len(chosen))).indices
-        times[best] += 1
-        chosen += best.tolist()
-    after = (largest / times[inputs]).amax(1).square().sum()
-    before = largest[:, 0].square().sum()
+    largest_weights, inputs = weight.float().abs().topk(min(_CANDIDATES, in_features), dim=1)  # [out, C]
+    copies = torch.ones(in_features)
+    chosen_inputs: list[int] = []
+    while len(chosen_inputs) < count:
+        two_largest, two_candidates = (largest_weights / copies[inputs]).topk(2, dim=1)  # [out, 2]
+        column, candidate = inputs.gather(1, two_candidates[:, :1])[:, 0], two_candidates[:, :1]
+        split_weight = largest_weights.gather(1, candidate)[:, 0] / (copies[column] + 1)
+        reduction = two_largest[:, 0].square() - torch.maximum(two_largest[:, 1], split_weight).square()
+        gains = torch.zeros(in_features).index_add_(0, column, reduction)
+        best = gains.topk(min(_INPUTS_PER_ITERATION, count - len(chosen_inputs))).indices
+        copies[best] += 1
+        chosen_inputs += best.tolist()
+    after = (largest_weights / copies[inputs]).amax(1).square().sum()
+    before = largest_weights[:, 0].square().sum()
     is_finite = bool(before.isfinite()) and bool(before > 0)
-    return torch.tensor(chosen if is_finite and after < (1 - _MIN_GAIN) * before else [], dtype=torch.int64)
+    return torch.tensor(
+        chosen_inputs if is_finite and after < (1 - _MIN_GAIN) * before else [], dtype=torch.int64
+    )
 
 
 def with_repeated_inputs(weight: Tensor, repeated: Tensor) -> Tensor:  # [out, in + R]
     """Return ``weight [out, in]`` in float32, followed by copies of the inputs ``repeated [R]``.
 
-    The weights of an input and its copies add up to the original weight. All of them except one are the
-    largest weight of the output or 0, which are multiples of its scale.
+    The weights of an input and its copies add up to the original weight. All of them except one are 0 or have
+    the largest magnitude of the output. Both values are exact multiples of the output's scale.
     """
-    rest = weight.float()
-    times = 1 + torch.bincount(repeated, minlength=rest.shape[1])
-    limit = (rest.abs() / times).amax(1, keepdim=True)  # [out, 1]
-    parts = [rest.clamp(-limit, limit)]
-    rest = rest - parts[0]
+    remainder = weight.float()
+    copies = 1 + torch.bincount(repeated, minlength=remainder.shape[1])
+    limit = (remainder.abs() / copies).amax(1, keepdim=True)  # [out, 1]
+    parts = [remainder.clamp(-limit, limit)]
+    remainder = remainder - parts[0]
     for column in repeated.tolist():
-        part = rest[:, column, None].clamp(-limit, limit)
-        rest[:, column, None] -= part
+        part = remainder[:, column, None].clamp(-limit, limit)
+        remainder[:, column, None] -= part
         parts.append(part)
     return torch.cat(parts, dim=1)

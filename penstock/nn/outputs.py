@@ -1,4 +1,4 @@
-"""The rows that a forward returns."""
+"""Options of a forward: which rows of logits and hidden states it returns."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class ReturnLogits(str, Enum):
-    """The rows of logits that a model computes."""
+    """Which rows of logits a model computes."""
 
     LAST_TOKEN = "last_token"
     """One row for each sequence, of its last token."""
@@ -17,7 +17,7 @@ class ReturnLogits(str, Enum):
 
 
 class ReturnHiddenStates(str, Enum):
-    """The rows of hidden states that a model returns in addition to the logits."""
+    """Which rows of hidden states a model returns in addition to the logits."""
 
     NONE = "none"
     LAST = "last"

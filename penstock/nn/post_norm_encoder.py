@@ -1,4 +1,4 @@
-"""`PostNormEncoder`: the network of BERT and of families that differ only in names and options."""
+"""`PostNormEncoder`: the network of BERT, and of families that differ from BERT only in names and options."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from penstock.nn.rotary import Rotary, RotaryConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderNames:
-    """The names of a family's tensors, without ``.weight`` and ``.bias``. The defaults are those of BERT."""
+    """The tensor names of a family, without ``.weight`` and ``.bias``. The defaults are those of BERT."""
 
     tokens: str = "embeddings.word_embeddings"
     positions: str | None = "embeddings.position_embeddings"
-    """None for a family without learned positions."""
+    """The table of learned positions; None for a family without one."""
     token_types: str | None = "embeddings.token_type_embeddings"
     norm: str = "embeddings.LayerNorm"
     block: str = "encoder.layer.{layer}"
 
     # Names within a block.
     qkv: tuple[str, ...] = ("attention.self.query", "attention.self.key", "attention.self.value")
-    """Queries, keys and values. One name if the checkpoint stores them as one matrix."""
+    """The query, key and value matrices. One name if the checkpoint stores them as one matrix."""
     output: str = "attention.output.dense"
     attention_norm: str = "attention.output.LayerNorm"
     gate: str | None = None
-    """The matrix of the gate of a gated feed-forward layer; None if the layer has no gate. The same name as
-    `up` if the checkpoint stores both as one matrix, with the gate last."""
+    """The gate matrix of a gated feed-forward layer; None if the layer has no gate. It equals `up` if the
+    checkpoint stores both as one matrix, with the gate last."""
     up: str = "intermediate.dense"
     down: str = "output.dense"
     mlp_norm: str = "output.LayerNorm"
@@ -50,12 +50,12 @@ class PostNormSizes:
 
     vocabulary: int  # V
     positions: int
-    """Rows of the position table, or the longest sequence with a rotary embedding."""
+    """Number of rows of the position table. With a rotary embedding: the longest sequence, in tokens."""
     first_position: int = 0
-    """The row of the position table for the first token of a sequence."""
+    """The row of the position table that the first token of a sequence uses."""
     rotary: RotaryConfig | None = None
     token_types: int
-    """Rows of the table of token types; 0 for none."""
+    """Number of rows of the token type table; 0 if the family has none."""
     layers: int  # L
     hidden: int  # E
     inner: int  # F
@@ -74,7 +74,7 @@ class PostNormSizes:
 
 @dataclass(frozen=True, slots=True)
 class PostNormEncoder:
-    """Embeddings of tokens, positions and token types, a norm, and post-norm blocks."""
+    """The sum of token, position and token type embeddings, then a norm, then post-norm blocks."""
 
     tokens: Tensor  # [V, E]
     positions: Tensor | None  # [P, E]
@@ -83,7 +83,7 @@ class PostNormEncoder:
     norm: LayerNorm
     blocks: tuple[PostNormBlock, ...]
     names: EncoderNames
-    """The names of the tables, for adapters."""
+    """The tensor names, by which adapters refer to the tables."""
     classifier: ClassificationHead | None = None
     vocabulary: VocabularyHead | None = None
     attention_bias: Callable[[int], Tensor] | None = None
@@ -110,9 +110,9 @@ class PostNormEncoder:
             sizes: sizes and options.
             names: the names of the tensors.
             max_length: the number of positions in the tables of the rotary embedding.
-            classifier: the head of a sequence classifier, already read.
-            vocabulary: reads the head of a masked language model, given the token table.
-            attention_bias: see the field.
+            classifier: the head of a sequence classifier.
+            vocabulary: loads the head of a masked language model, given the token table.
+            attention_bias: see `PostNormEncoder.attention_bias`.
         """
         hidden = sizes.hidden
         tokens = load.table(names.tokens, sizes.vocabulary, hidden)
@@ -127,7 +127,7 @@ class PostNormEncoder:
             positions,
             None if sizes.rotary is None else Rotary(sizes.rotary, max_length, load.device),
             types,
-            load.layer_norm(names.norm, hidden, sizes.norm_eps, is_wide=True),
+            load.layer_norm(names.norm, hidden, sizes.norm_eps, is_float32=True),
             tuple(_load_block(load, sizes, names, layer) for layer in range(sizes.layers)),
             names,
             classifier,
@@ -137,7 +137,7 @@ class PostNormEncoder:
 
     @property
     def length_dependent(self) -> bool:
-        """Whether positions depend on the length of the sequence."""
+        """Whether the rotary embedding depends on the length of the sequence."""
         return self.rotary is not None and self.rotary.length_dependent
 
     def __call__(self, tokens: Tensor, step: StepInputs, token_types: Tensor | None = None) -> Tensor:
@@ -175,17 +175,17 @@ def _load_block(load: Loader, sizes: PostNormSizes, names: EncoderNames, layer: 
             dim**-0.5,
             rotary=None if sizes.rotary is None else 0,
         ),
-        load.layer_norm(f"{name}.{names.attention_norm}", hidden, sizes.norm_eps, is_wide=True),
+        load.layer_norm(f"{name}.{names.attention_norm}", hidden, sizes.norm_eps, is_float32=True),
         _load_mlp(load, sizes, names, name),
-        load.layer_norm(f"{name}.{names.mlp_norm}", hidden, sizes.norm_eps, is_wide=True),
+        load.layer_norm(f"{name}.{names.mlp_norm}", hidden, sizes.norm_eps, is_float32=True),
     )
 
 
 def _load_mlp(load: Loader, sizes: PostNormSizes, names: EncoderNames, name: str) -> MLP | GatedMLP:
     hidden, inner = sizes.hidden, sizes.inner
     if names.gate != names.up:
-        up_names = [(f"{name}.{one}", inner) for one in (names.gate, names.up) if one is not None]
-        split = load_split_mlp(
+        up_names = [(f"{name}.{part}", inner) for part in (names.gate, names.up) if part is not None]
+        split_mlp = load_split_mlp(
             load,
             up_names,
             f"{name}.{names.down}",
@@ -193,8 +193,8 @@ def _load_mlp(load: Loader, sizes: PostNormSizes, names: EncoderNames, name: str
             up_bias=sizes.up_bias,
             down_bias=sizes.down_bias,
         )
-        if split is not None:
-            return (MLP if names.gate is None else GatedMLP)(*split, sizes.activation)
+        if split_mlp is not None:
+            return (MLP if names.gate is None else GatedMLP)(*split_mlp, sizes.activation)
     down = load.linear(f"{name}.{names.down}", hidden, inner, bias=sizes.down_bias)
     if names.gate is None:
         up = load.linear(f"{name}.{names.up}", inner, hidden, bias=sizes.up_bias)
@@ -207,7 +207,7 @@ def _load_mlp(load: Loader, sizes: PostNormSizes, names: EncoderNames, name: str
 
 
 def _load_up_gate(load: Loader, name: str, inner: int, hidden: int, has_bias: bool) -> Linear:
-    """Return a layer with the gate first, although the checkpoint stores it last."""
+    """Return the fused layer ``[gate | up]`` of a checkpoint that stores ``[up | gate]``."""
     weight = load.source.tensor(f"{name}.weight", (2 * inner, hidden)).roll(inner, 0)
     bias = None
     if has_bias:

@@ -1,8 +1,9 @@
 """Rotary position embeddings, and the methods that extend them to longer sequences.
 
-`default` (Su et al. 2021, arXiv:2104.09864), `linear` (Chen et al. 2023, arXiv:2306.15595), `dynamic`
-(NTK-aware scaling by length), `llama3` (The Llama 3 Herd of Models 2024, arXiv:2407.21783), `yarn`
-(Peng et al. 2023, arXiv:2309.00071) and `longrope` (Ding et al. 2024, arXiv:2402.13753).
+Rope types: ``default`` (Su et al. 2021, arXiv:2104.09864), ``linear`` (Chen et al. 2023, arXiv:2306.15595),
+``dynamic`` (NTK-aware scaling by the length of the sequence), ``llama3`` (The Llama 3 Herd of Models 2024,
+arXiv:2407.21783), ``yarn`` (Peng et al. 2023, arXiv:2309.00071) and ``longrope`` (Ding et al. 2024,
+arXiv:2402.13753).
 """
 
 from __future__ import annotations
@@ -20,20 +21,21 @@ from penstock.kernels import StepInputs
 from penstock.nn.config_values import ConfigValues
 
 RotaryRows: TypeAlias = tuple[Tensor, Tensor]
-"""Cosines and sines of the step's rows, ``[T, R / 2]`` float32 each."""
+"""Cosines and sines of the tokens of a step, ``[T, R / 2]`` float32 each."""
 
 
 @dataclass(frozen=True, slots=True)
 class RotaryConfig:
-    """One rotary embedding, as configured by a checkpoint."""
+    """The parameters of one rotary embedding, read from a checkpoint's configuration."""
 
     dim: int  # R: the number of dims of a head that are rotated
     base: float
     kind: str
+    """The rope type."""
     max_positions: int
-    """The length for which the checkpoint was trained, before any extension."""
+    """The length in tokens for which the model was trained, before any extension."""
     max_length: int
-    """The longest sequence that the embedding supports."""
+    """The longest sequence that the embedding supports, in tokens."""
     parameters: Mapping[str, object] = field(default_factory=dict)
     axes: tuple[int, ...] | None = None
     """``[R / 2]``: the position axis that rotates each pair of dims, if positions have several axes."""
@@ -42,7 +44,7 @@ class RotaryConfig:
 
     @property
     def key_limit(self) -> int | None:
-        """The longest sequence with the short factors of LongRoPE; None if the factors never change."""
+        """The longest sequence that uses the short factors of LongRoPE; None if the factors never change."""
         if self.kind != "longrope":
             return None
         short, long = (self.parameters.get(name) for name in ("short_factor", "long_factor"))
@@ -63,48 +65,48 @@ class RotaryConfig:
 
         Args:
             config: the checkpoint's configuration.
-            head_dim: dims of a head. All are rotated unless ``partial_rotary_factor`` is given.
+            head_dim: dims of a head. All are rotated unless ``partial_rotary_factor`` is set.
             default_base: the family's base, used if the checkpoint has none.
-            parameters: replace ``rope_parameters``, for families with several rotary embeddings.
+            parameters: used instead of ``rope_parameters``, for families with several rotary embeddings.
             supports_partial: whether the family's reference implementation rotates a part of each head. If
                 not, rope type ``default`` ignores ``partial_rotary_factor``, as the reference does.
             default_fraction: the family's ``partial_rotary_factor``, used if the checkpoint has none.
 
         Raises:
-            ConfigError: the rope type is unknown, a number that it needs is missing, or the file asks for
+            ConfigError: the rope type is unknown, one of its numbers is missing, or the file configures
                 partial rotation in a family without it.
         """
         if parameters is None:
-            given = rope_values(config)
+            values = rope_values(config)
         else:
-            given = dict(parameters)
-        base = _number(given, "rope_theta", config.number("rope_theta", default_base), maximum=_MAX_BASE)
-        kind = given.get("rope_type", given.get("type", "default"))
+            values = dict(parameters)
+        base = _number(values, "rope_theta", config.number("rope_theta", default_base), maximum=_MAX_BASE)
+        kind = values.get("rope_type", values.get("type", "default"))
         if not isinstance(kind, str) or kind not in _FREQUENCIES:
             raise ConfigError("rope_type", f"unknown rope type {kind!r}: known are {', '.join(_FREQUENCIES)}")
         positions = config.integer("max_position_embeddings")
         original = math.ceil(
             _number(
-                given,
+                values,
                 "original_max_position_embeddings",
                 config.integer("original_max_position_embeddings", positions),
             )
         )
         max_length = positions
         if kind in ("linear", "dynamic"):
-            max_length = math.floor(positions * _number(given, "factor"))
+            max_length = math.floor(positions * _number(values, "factor"))
             original = positions
         elif kind == "yarn":
-            max_length = max(positions, math.floor(original * _number(given, "factor")))
+            max_length = max(positions, math.floor(original * _number(values, "factor")))
         elif kind == "longrope":
-            if given.get("factor") is None:
-                given["factor"] = max(1.0, positions / original)
-        dim = _rotated_dims(config, given, head_dim, kind, supports_partial, default_fraction)
+            if values.get("factor") is None:
+                values["factor"] = max(1.0, positions / original)
+        dim = _rotated_dims(config, values, head_dim, kind, supports_partial, default_fraction)
         if dim < 2 or dim % 2:
             raise ConfigError("head_dim", f"rotary embeddings need an even number of dims, were given {dim}")
         if kind == "dynamic" and dim < 4:
             raise ConfigError("head_dim", f"rope type 'dynamic' needs at least 4 dims, were given {dim}")
-        return cls(dim, base, kind, original, max_length, given)
+        return cls(dim, base, kind, original, max_length, values)
 
 
 def _rotated_dims(
@@ -132,32 +134,34 @@ def _rotated_dims(
     return dim
 
 
-def rotaries_of_types(
+def rotary_configs_by_type(
     config: ConfigValues, head_dim: int, bases: Mapping[str, float]
 ) -> dict[str, RotaryConfig]:
-    """Return the rotary embedding of each type of layers, in families where these differ.
+    """Return the rotary embedding of each layer type, for families whose layer types have different ones.
 
-    Newer files have ``rope_parameters`` for each type. In older files ``rope_scaling`` applies to the first
-    type only.
+    Newer files have ``rope_parameters`` for each type. In older files ``rope_scaling`` applies only to the
+    first type in ``bases``.
 
     Args:
         config: the checkpoint's configuration.
         head_dim: dims of a head.
-        bases: the base of each type if the file has no ``rope_parameters``.
+        bases: the default base of each layer type.
 
     Raises:
-        ConfigError: ``rope_parameters`` has other keys than the types.
+        ConfigError: ``rope_parameters`` has a key that is not one of the layer types.
     """
-    given = config.section("rope_parameters")
-    if set(given) - set(bases):
-        raise ConfigError("rope_parameters", f"must hold {' and '.join(bases)}, holds {', '.join(given)}")
-    older: dict[str, dict[str, object]] = {kind: {"rope_theta": base} for kind, base in bases.items()}
+    sections = config.section("rope_parameters")
+    if set(sections) - set(bases):
+        raise ConfigError(
+            "rope_parameters", f"must contain {' and '.join(bases)}, contains {', '.join(sections)}"
+        )
+    defaults: dict[str, dict[str, object]] = {kind: {"rope_theta": base} for kind, base in bases.items()}
     scaling = config.section("rope_scaling")
-    older[next(iter(bases))] |= {key: scaling[key] for key in scaling}
+    defaults[next(iter(bases))] |= {key: scaling[key] for key in scaling}
     rotaries = {}
     for kind in bases:
-        newer = given.section(kind)
-        parameters = older[kind] | {key: newer[key] for key in newer}
+        section = sections.section(kind)
+        parameters = defaults[kind] | {key: section[key] for key in section}
         rotaries[kind] = RotaryConfig.from_huggingface(
             config, head_dim, parameters=parameters, supports_partial=False
         )
@@ -165,44 +169,44 @@ def rotaries_of_types(
 
 
 def rope_values(config: ConfigValues) -> dict[str, object]:
-    """Return ``rope_parameters`` of newer files, or ``rope_scaling`` of older ones; a new dict."""
+    """Return a copy of ``rope_parameters`` (newer files) or ``rope_scaling`` (older files)."""
     section = config.section("rope_parameters") or config.section("rope_scaling")
     return {key: section[key] for key in section}
 
 
 class Rotary:
-    """The cosine and sine tables of one rotary embedding. `rows` reads them once for all layers."""
+    """The cosine and sine tables of one rotary embedding. `rows` is called once per step, for all layers."""
 
     def __init__(self, config: RotaryConfig, max_length: int, device: torch.device) -> None:
         self.config = config
-        changes = config.kind == "dynamic" or config.key_limit is not None
-        self.length_dependent = changes and max_length > config.max_positions
+        has_length_scaling = config.kind == "dynamic" or config.key_limit is not None
+        self.length_dependent = has_length_scaling and max_length > config.max_positions
         """Whether the angles depend on the length of the sequence, not only on the position."""
         frequencies, factor = _FREQUENCIES[config.kind](config)
         self.cos, self.sin = _tables(frequencies, factor, max_length, device)  # [P, R / 2]
-        if config.kind == "longrope" and self.length_dependent:  # second half: longer sequences
+        if config.kind == "longrope" and self.length_dependent:  # rows P to 2P - 1 have the long factors
             long = _tables(_longrope(config, "long_factor")[0], factor, max_length, device)
             self.cos, self.sin = torch.cat([self.cos, long[0]]), torch.cat([self.sin, long[1]])
 
     def rows(self, step: StepInputs) -> RotaryRows:
-        """Return the cosines and sines of ``step.positions``: ``[T]``, or ``[A, T]`` with `axes`."""
+        """Return the cosines and sines for ``step.positions``: ``[T]``, or ``[A, T]`` for A position axes."""
         positions = step.positions
         if positions.dim() == 2:
-            return self._rows_of_axes(positions)
+            return self._multi_axis_rows(positions)
         if self.length_dependent and step.text_lengths is not None:
             if self.config.kind == "dynamic":
-                return self._stretched_rows(positions, step.text_lengths)
+                return self._dynamic_rows(positions, step.text_lengths)
             positions = positions + (step.text_lengths > self.config.max_positions) * (len(self.cos) // 2)
         return step.ops.rope_rows(positions, self.cos, self.sin)
 
-    def _rows_of_axes(self, positions: Tensor) -> RotaryRows:  # [A, T]
-        """Return rows whose pairs of dims rotate by different position axes (multimodal rope)."""
+    def _multi_axis_rows(self, positions: Tensor) -> RotaryRows:  # [A, T]
+        """Return the rows of a multimodal rope, where each pair of dims uses one of the position axes."""
         axes = torch.tensor(self.config.axes, device=positions.device)  # [R / 2]
         rows = positions[axes].T  # [T, R / 2]
         return self.cos.gather(0, rows), self.sin.gather(0, rows)
 
-    def _stretched_rows(self, positions: Tensor, lengths: Tensor) -> RotaryRows:
-        """Return the rows of dynamic scaling. The base grows with lengths beyond ``max_positions``.
+    def _dynamic_rows(self, positions: Tensor, lengths: Tensor) -> RotaryRows:
+        """Return the rows of rope type ``dynamic``. The base grows with the length beyond ``max_positions``.
 
         Args:
             positions: ``[T]``.
@@ -240,7 +244,7 @@ def _linear(config: RotaryConfig) -> tuple[Tensor, float]:
 
 
 def _llama3(config: RotaryConfig) -> tuple[Tensor, float]:
-    """Divide low frequencies by the factor, keep high ones, and blend those in between."""
+    """Divide low frequencies by the factor, keep high frequencies, and blend the two results in between."""
     plain = _plain_frequencies(config)
     factor = _number(config.parameters, "factor")
     low = _number(config.parameters, "low_freq_factor")
@@ -252,20 +256,20 @@ def _llama3(config: RotaryConfig) -> tuple[Tensor, float]:
 
 
 def _yarn(config: RotaryConfig) -> tuple[Tensor, float]:
-    """Keep high frequencies, interpolate low ones, with a linear ramp in between."""
+    """Keep high frequencies, divide low frequencies by the factor, with a linear ramp in between."""
     parameters = config.parameters
     factor = _number(parameters, "factor")
     plain = _plain_frequencies(config)
 
-    def dim_of_rotations(rotations: float) -> float:
+    def dim_with_rotations(rotations: float) -> float:
         """Return the dim that makes this many full rotations within the original length."""
         wavelength = config.max_positions / (rotations * 2 * math.pi)
         return config.dim * math.log(wavelength) / (2 * math.log(config.base))
 
     if config.base <= 1:
         raise ConfigError("rope_theta", f"must be above 1 for rope type 'yarn', was {config.base}")
-    first = dim_of_rotations(_number(parameters, "beta_fast", 32))
-    last = dim_of_rotations(_number(parameters, "beta_slow", 1))
+    first = dim_with_rotations(_number(parameters, "beta_fast", 32))
+    last = dim_with_rotations(_number(parameters, "beta_slow", 1))
     if parameters.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, config.dim - 1)
@@ -275,7 +279,7 @@ def _yarn(config: RotaryConfig) -> tuple[Tensor, float]:
 
 
 def _yarn_magnitude(parameters: Mapping[str, object], factor: float) -> float:
-    """Return the factor on cosines and sines."""
+    """Return the factor of rope type ``yarn`` by which cosines and sines are multiplied."""
     if parameters.get("attention_factor") is not None:
         return _number(parameters, "attention_factor")
 
@@ -288,7 +292,9 @@ def _yarn_magnitude(parameters: Mapping[str, object], factor: float) -> float:
 
 
 def _longrope(config: RotaryConfig, key: str = "short_factor") -> tuple[Tensor, float]:
-    """Divide each frequency by its factor; sequences beyond the original length use ``long_factor``."""
+    """Divide each frequency by its factor in the list ``key``: ``short_factor``, or ``long_factor`` for
+    sequences beyond the original length.
+    """
     factors = config.parameters.get(key)
     if not isinstance(factors, list) or len(factors) != config.dim // 2:
         raise ConfigError(
@@ -312,6 +318,9 @@ _FREQUENCIES: dict[str, Callable[[RotaryConfig], tuple[Tensor, float]]] = {
     "yarn": _yarn,
     "longrope": _longrope,
 }
+"""For each rope type: a function that returns the frequencies ``[R / 2]`` float32 and a factor for the
+cosines and sines.
+"""
 
 
 _MAX_NUMBER = 1e9
@@ -321,7 +330,7 @@ _MAX_BASE = 1e30
 def _number(
     parameters: Mapping[str, object], name: str, default: float | None = None, *, maximum: float = _MAX_NUMBER
 ) -> float:
-    """Return a number above 0 and at most ``maximum``; without a default it is required."""
+    """Return a parameter, a number above 0 and at most ``maximum``. It is required if there is no default."""
     value = parameters.get(name)
     if value is None and default is not None:
         value = default

@@ -7,18 +7,18 @@ from fnmatch import fnmatchcase
 from typing import Literal, TypeAlias
 
 TensorRole: TypeAlias = Literal["table", "head", "router", "values", "expert", "linear"]
-"""The role of a matrix of a checkpoint, which determines how it is stored in memory."""
+"""The role of a matrix in the model. It determines the encoding of the matrix in memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorNames:
-    """The names of a family's tensors, for the loader and the memory planner.
+    """The tensor names of a family, for the loader and the memory planner.
 
     Names are dotted paths without the final ``.weight`` or ``.bias``. The defaults are those of Llama.
     """
 
     prefix: str = "model."
-    """The start of all names except that of the head."""
+    """The prefix of all names except that of the head."""
     embedding: str = "embed_tokens"
     head: str = "lm_head"
     norm: str = "norm"
@@ -28,18 +28,18 @@ class TensorNames:
     # Names within a block.
     attention: str = "self_attn"
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
-    """Queries, keys and values. One name if the checkpoint stores them as one matrix."""
+    """The query, key and value matrices. One name if the checkpoint stores them as one matrix."""
     output: str = "o_proj"
     query_norm: str = "q_norm"
     key_norm: str = "k_norm"
     sinks: str = "sinks"
     feed_forward: str = "mlp"
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
-    """Gate and up matrix. One name if the checkpoint stores them as one matrix."""
+    """The gate and up matrices. One name if the checkpoint stores them as one matrix."""
     down: str = "down_proj"
     router: str = "gate"
-    is_router_wide: bool = False
-    """Whether routers compute in float32 with every encoding."""
+    is_router_float32: bool = False
+    """Whether routers compute in float32, whatever the encoding of the model is."""
     experts: str = "experts"
     norms_before: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
     """The norms before attention and before the feed-forward layer."""
@@ -47,7 +47,7 @@ class TensorNames:
     """The norms after attention and after the feed-forward layer."""
 
     other_tables: tuple[str, ...] = ()
-    """Patterns of further matrices that are not linear layers, such as learned positions."""
+    """Patterns for the ends of the names of other tables, such as learned positions. See `fnmatch`."""
 
     @property
     def embedding_path(self) -> str:
@@ -73,9 +73,9 @@ class TensorNames:
         return _ends_with(tensor, f"{self.embedding}.weight")
 
     def role(self, tensor: str) -> TensorRole:
-        """Return the role of a matrix from the full name of its tensor, ``.weight`` included.
+        """Return the role of a matrix from the full name of its tensor, including ``.weight``.
 
-        The prefix is not compared: checkpoints without a head are often saved without it.
+        The prefix is not compared, because checkpoints without a head often omit it.
         """
         if _ends_with(tensor, f"{self.head}.weight"):
             return "head"
@@ -91,7 +91,7 @@ class TensorNames:
 
 
 LLAMA_NAMES = TensorNames()
-"""The names of Llama's checkpoints."""
+"""The tensor names of Llama's checkpoints."""
 
 
 def _ends_with(tensor: str, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""The sources of the loader: `TensorSource`, and layers that were packed before."""
+"""Interfaces of the loader: `TensorSource` for checkpoints, `LoadPacked` for files of packed weights."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from torch import Tensor
 
 from penstock.kernels import LinearSlice, PackedLinear
 
-TakePacked = Callable[[str, tuple[int, int], Tensor | None, Sequence[LinearSlice]], PackedLinear | None]
-"""Given encoding, ``(out, in)``, bias and slices, returns the next layer of the load, or None if it was not
-packed before."""
+LoadPacked = Callable[[str, tuple[int, int], Tensor | None, Sequence[LinearSlice]], PackedLinear | None]
+"""Returns the next layer, in load order, from a file of packed weights; None if the file does not have it.
 
-Deferred = Literal["none", "calibrated", "all"]
-"""Layers whose packing is deferred: none, those that need calibration, or all for which it is possible."""
+The arguments are the encoding, ``(out, in)``, the bias and the slices of the layer."""
+
+LazyLayers = Literal["none", "calibrated", "all"]
+"""Which layers are packed lazily: none, those that need calibration, or all whose encoding allows it."""
 
 
 class TensorSource(Protocol):
-    """Named tensors, such as `penstock.weights.Weights`."""
+    """The named tensors of a checkpoint; `penstock.weights.Weights` implements it."""
 
     def __contains__(self, name: str) -> bool: ...
 
@@ -27,7 +28,7 @@ class TensorSource(Protocol):
         ...
 
     def expect(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Return whether the tensor exists in this shape, without reading its numbers."""
+        """Return whether the tensor exists in this shape, without reading its data."""
         ...
 
     def stored_encoding(self, name: str) -> str | None:
@@ -41,18 +42,18 @@ class TensorSource(Protocol):
     def read_linear(
         self, name: str, shape: tuple[int, int], *, transposed: bool = False
     ) -> tuple[str | None, Mapping[str, Tensor]]:
-        """Return the weight of a linear layer in its stored encoding.
+        """Return the stored encoding of a linear layer's weight, and the tensors of the weight.
 
         The tensors are those of `LinearEncoding.pack`, with inputs in the order of `input_order`. If the
-        weight is not stored in an encoding, None and ``weight [out, in]`` as floats are returned. ``shape``
-        is ``(out, in)``, also if the stored shape is ``transposed``.
+        weight is stored as floats, the encoding is None, and the only tensor is ``weight [out, in]``.
+        ``shape`` is ``(out, in)``. If ``transposed``, the stored shape is ``(in, out)``.
         """
         ...
 
     def rows(
         self, name: str, shape: tuple[int, int], start: int, stop: int
     ) -> tuple[str | None, Mapping[str, Tensor]]:
-        """Return the rows ``start`` to ``stop - 1`` of a weight ``shape``, in the form of `read_linear`."""
+        """Return the rows ``start`` to ``stop - 1`` of a weight of this shape, like `read_linear`."""
         ...
 
     def is_mapped(self, name: str) -> bool:
@@ -60,5 +61,5 @@ class TensorSource(Protocol):
         ...
 
     def release(self, name: str) -> None:
-        """Release the memory of a tensor's file pages, after the tensor has been packed."""
+        """Release the page cache of a tensor's part of the file, after the tensor has been packed."""
         ...

@@ -1,8 +1,8 @@
 """Layers of vision encoders: patch embedding, pre-norm blocks, and the towers of CLIP and SigLIP.
 
-A tower runs a ragged batch of images: the rows of an image are its patches, one sequence of the step each.
-Dosovitskiy et al. 2020 (arXiv:2010.11929), Radford et al. 2021 (arXiv:2103.00020), Zhai et al. 2023
-(arXiv:2303.15343).
+A tower processes a ragged batch of images. Each image is a sequence of the step, and each patch is a row.
+Sources: Dosovitskiy et al. 2020 (ViT, arXiv:2010.11929), Radford et al. 2021 (CLIP, arXiv:2103.00020), Zhai
+et al. 2023 (SigLIP, arXiv:2303.15343).
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ _QUICK_GELU = 1.702
 
 @dataclass(frozen=True, slots=True)
 class EncoderRunner:
-    """Runs the steps of an encoder: as a graph if their shape recurs, otherwise eagerly.
+    """Runs the steps of a vision encoder: as a captured graph if the same shapes occur again, otherwise
+    eagerly.
 
-    Both give bit-equal results.
+    The results of a graph and of an eager run are bit-equal.
     """
 
     ops: Ops
@@ -44,9 +45,9 @@ class EncoderRunner:
         """Return the results of a step.
 
         Args:
-            key: everything that affects the operations of the step: the encoder, the grids of the images.
-            inputs: the tensors of the step by name, always in the same order.
-            step: applies only operations and views to the inputs.
+            key: identifies the operations of the step. It contains the encoder and the grids of the images.
+            inputs: the tensors of the step by name, in the same order for each call with this key.
+            step: computes the results from operations and inputs. It may only use the operations and views.
         """
         results = None if self.graphs is None else self.graphs.run(key, inputs, step)
         return tuple(step(self.ops, inputs)) if results is None else results
@@ -103,9 +104,9 @@ def load_mlp(
 
 
 def load_patch_embedding(load: Loader, name: str, shape: tuple[int, ...], *, bias: bool) -> Linear:
-    """Return a convolution whose stride is its kernel size as a product of flattened patches.
+    """Return a convolution whose stride equals its kernel size, as a linear layer on flattened patches.
 
-    The weight keeps the type of the activations in every encoding: it is small and its inputs are pixels.
+    The weight is not quantized, because it is small and its inputs are pixels.
 
     Args:
         load: reads and packs the tensors.
@@ -118,8 +119,8 @@ def load_patch_embedding(load: Loader, name: str, shape: tuple[int, ...], *, bia
     return load.pack(weight, {name: shape[0]}, bias=offset, plain=True)
 
 
-def patches_of(pixels: Tensor, patch_size: int) -> Tensor:
-    """Return the flattened patches ``[N * h * w, C p p]`` of ``pixels [N, C, h p, w p]``, row by row."""
+def flatten_patches(pixels: Tensor, patch_size: int) -> Tensor:
+    """Return the patches ``[N h w, C p p]`` of ``pixels [N, C, h p, w p]``, in row-major order."""
     count, channels, height, width = pixels.shape
     grid = pixels.reshape(
         count, channels, height // patch_size, patch_size, width // patch_size, patch_size
@@ -128,9 +129,9 @@ def patches_of(pixels: Tensor, patch_size: int) -> Tensor:
 
 
 def image_step(ops: Ops, counts: Sequence[int], device: torch.device) -> StepInputs:
-    """Return the step of a ragged batch of images with these numbers of rows.
+    """Return the step of a ragged batch of images; ``counts`` are their numbers of rows.
 
-    The positions of the step count the rows of each image from 0.
+    The positions of each image are 0, 1, 2 and so on.
     """
     positions = torch.cat([torch.arange(count) for count in counts])
     ends = torch.tensor([0, *counts], dtype=torch.int64).cumsum(0)
@@ -138,19 +139,19 @@ def image_step(ops: Ops, counts: Sequence[int], device: torch.device) -> StepInp
     return StepInputs(ops, positions.to(device), offsets, blocks=ops.sequence_blocks(offsets))
 
 
-def inputs_of(step: StepInputs) -> dict[str, Tensor]:
-    """Return the tensors of an `image_step` by name, as inputs of a graph."""
+def image_step_tensors(step: StepInputs) -> dict[str, Tensor]:
+    """Return the tensors of an `image_step` by name, for the inputs of an `EncoderRunner`."""
     return {"positions": step.positions, "row_offsets": step.row_offsets}
 
 
-def with_inputs(step: StepInputs, ops: Ops, given: Mapping[str, Tensor]) -> StepInputs:
-    """Return an `image_step` with other operations, and with the tensors of `inputs_of` from ``given``."""
-    return replace(step, ops=ops, positions=given["positions"], row_offsets=given["row_offsets"])
+def with_step_tensors(step: StepInputs, ops: Ops, tensors: Mapping[str, Tensor]) -> StepInputs:
+    """Return a copy of an `image_step` with these operations and these `image_step_tensors`."""
+    return replace(step, ops=ops, positions=tensors["positions"], row_offsets=tensors["row_offsets"])
 
 
 @dataclass(frozen=True, slots=True)
 class VisionBlock:
-    """Attention, then the feed-forward layer, each after a norm."""
+    """A pre-norm block: attention, then the feed-forward layer, each after a norm."""
 
     attention_norm: LayerNorm | RMSNorm
     attention: EncoderAttention
@@ -162,11 +163,11 @@ class VisionBlock:
     ) -> tuple[Tensor, Tensor]:
         """``x [T, E]`` is the output of the previous block, not yet added to ``residual [T, E]``."""
         if residual is None:
-            normed, total = self.attention_norm(x, step), x
+            normalized, total = self.attention_norm(x, step), x
         else:
-            normed, total = self.attention_norm.add(x, residual, step)
-        normed, total = self.mlp_norm.add(self.attention(normed, step, rows), total, step)
-        return self.mlp(normed, step), total
+            normalized, total = self.attention_norm.add(x, residual, step)
+        normalized, total = self.mlp_norm.add(self.attention(normalized, step, rows), total, step)
+        return self.mlp(normalized, step), total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,16 +247,18 @@ class VisionTower:
             load: reads and packs the tensors.
             name: the full name of the tower in the checkpoint.
             sizes: sizes and options.
-            is_clip: whether images start with a class row, patches have no bias, and a norm follows the
-                embeddings.
-            num_blocks: the number of blocks that run; by default all.
+            is_clip: whether the tower is CLIP's: each image starts with a class row, the patch embedding has
+                no bias, and a norm follows the embeddings.
+            num_blocks: the number of blocks to load and run; by default all.
             post_norm: whether the final norm is applied.
         """
         hidden, embeddings, grid = sizes.hidden, f"{name}.embeddings", sizes.grid
         shape = (hidden, sizes.channels, sizes.patch_size, sizes.patch_size)
         count = sizes.layers if num_blocks is None else num_blocks
         positions = load.tensor(f"{embeddings}.position_embedding.weight", grid * grid + is_clip, hidden)
-        if is_clip:  # the patch embedding has no bias: the zeros of a class row stay zeros
+        # The patch embedding has no bias, so the zeros of a class row stay 0 and its position is its
+        # embedding.
+        if is_clip:
             positions = positions.clone()
             positions[0] += load.tensor(f"{embeddings}.class_embedding", hidden)
         return cls(
@@ -273,8 +276,8 @@ class VisionTower:
         Args:
             patches: ``[T, C p p]``. In CLIP the first row of each image is zero, a placeholder for the class
                 row.
-            positions: ``[T]`` int64: rows of the table of positions.
-            step: one sequence for each image.
+            positions: ``[T]`` int64, row indices of the position table.
+            step: the inputs of the step, with one sequence for each image.
         """
         ops = step.ops
         x, residual = self._embed(patches, positions, step), None
@@ -288,18 +291,19 @@ class VisionTower:
     def hidden_states(
         self, patches: Tensor, positions: Tensor, step: StepInputs, layers: Sequence[int]
     ) -> list[Tensor]:
-        """Return the hidden states ``[T, E]`` after these numbers of blocks; 0 is the embeddings.
+        """Return the hidden states ``[T, E]`` after each number of blocks in ``layers``; 0 for the
+        embeddings.
 
-        The other arguments are those of a call. The final norm is not applied.
+        The other arguments are those of `__call__`. The final norm is not applied.
         """
         x, residual = self._embed(patches, positions, step), None
-        found = {0: x}
+        states = {0: x}
         for number, block in enumerate(self.blocks, 1):
             x, residual = block(x, residual, step)
             if number in layers:
-                found[number] = step.ops.add(x, residual)
+                states[number] = step.ops.add(x, residual)
             beat()
-        return [found[number] for number in layers]
+        return [states[number] for number in layers]
 
     def _embed(self, patches: Tensor, positions: Tensor, step: StepInputs) -> Tensor:  # [T, E]
         ops = step.ops

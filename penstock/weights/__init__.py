@@ -1,4 +1,6 @@
-"""Checkpoints: location (`hub`), headers (`safetensors`), formats (`formats`) and tensors (`tensors`)."""
+"""Checkpoints: search and download (`hub`), file headers (`safetensors`), quantization formats (`formats`)
+and tensors (`tensors`).
+"""
 
 from __future__ import annotations
 

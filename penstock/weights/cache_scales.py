@@ -1,9 +1,10 @@
 """Scales of an 8-bit float KV cache, stored per layer in quantized checkpoints.
 
-A cached number times ``k_scale`` is the key; times ``v_scale`` it is the value. A scale has one number, or
-one for each kv head. Writers name them ``self_attn.k_scale`` (compressed-tensors, transformers),
-``self_attn.k_proj.k_scale`` (ModelOpt), ``self_attn.k_proj.output_scale`` (early compressed-tensors), or
-``self_attn.kv_scale`` for both.
+A key is the cached number times ``k_scale``, and a value is the cached number times ``v_scale``. A scale is
+one number, or one number for each kv head. The tensor names of the key scale are ``self_attn.k_scale``
+(compressed-tensors, transformers), ``self_attn.k_proj.k_scale`` (ModelOpt) and
+``self_attn.k_proj.output_scale`` (early compressed-tensors). ``self_attn.kv_scale`` is the scale of both keys
+and values.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CacheScales = Mapping[int, tuple[TensorHeader, TensorHeader]]
-"""Layer -> the scales of its keys and of its values."""
+"""Layer index -> the headers of the key scale and the value scale."""
 
 _NAME = re.compile(
     r"(?P<path>.*\blayers)\.(?P<layer>\d+)\.\w+\."
@@ -33,9 +34,9 @@ _logger = logging.getLogger(__name__)
 
 
 def find_cache_scales(config: Mapping[str, object], stored: Headers) -> CacheScales:
-    """Return the scales that a checkpoint stores for a cache of 8-bit floats; empty if it has none.
+    """Return the scales that a checkpoint stores for a KV cache of 8-bit floats; empty if it has none.
 
-    Scales of another ``kv_cache_scheme``, such as 8-bit integers, are ignored.
+    Scales of any other ``kv_cache_scheme``, such as 8-bit integers, are ignored.
     """
     scheme = quantization_section(config).get("kv_cache_scheme")
     if isinstance(scheme, Mapping) and (
@@ -45,28 +46,31 @@ def find_cache_scales(config: Mapping[str, object], stored: Headers) -> CacheSca
         or not scheme.get("symmetric", True)
     ):
         return {}
-    found: dict[tuple[int, str], TensorHeader] = {}
+    scale_headers: dict[tuple[int, str], TensorHeader] = {}
     for name, header in stored.items():
         match = _NAME.fullmatch(name)
         if match is not None and not any(part in match["path"] for part in _OTHER_MODELS):
             for side in match["side"] or match["proj"] or match["both"]:
-                found[int(match["layer"]), side] = header
-    layers = {layer for layer, _ in found}
-    incomplete = [layer for layer in sorted(layers) if not {(layer, "k"), (layer, "v")} <= found.keys()]
+                scale_headers[int(match["layer"]), side] = header
+    layers = {layer for layer, _ in scale_headers}
+    incomplete = [
+        layer for layer in sorted(layers) if not {(layer, "k"), (layer, "v")} <= scale_headers.keys()
+    ]
     if incomplete:
         _logger.warning(
-            "the scales of the KV cache are not used: layers %s have only one of two scales", incomplete
+            "the stored scales of the KV cache are not used: layers %s lack the key or the value scale",
+            incomplete,
         )
         return {}
-    return {layer: (found[layer, "k"], found[layer, "v"]) for layer in sorted(layers)}
+    return {layer: (scale_headers[layer, "k"], scale_headers[layer, "v"]) for layer in sorted(layers)}
 
 
 def read_cache_scales(scales: CacheScales, kv_heads: Mapping[int, int]) -> dict[int, Tensor]:
-    """Return layer -> the scales of keys and values of each kv head, ``[2, K]`` float32.
+    """Return the scales of each layer: ``[2, K]`` float32, of the keys and the values of each kv head.
 
     Args:
         scales: the headers of the scales.
-        kv_heads: layer -> K, for the layers to read.
+        kv_heads: layer index -> K, for the layers to read.
 
     Raises:
         WeightsError: a scale has another type or size, or is not a positive number.
@@ -94,7 +98,7 @@ def _read(header: TensorHeader, kv_heads: int) -> Tensor:  # [K]
     if wrong:
         raise WeightsError(
             header.file,
-            f"{header.stored_name} is {wrong[0]}: a scale must be positive. Another kv_cache_dtype than fp8 "
-            "does not read it",
+            f"{header.stored_name} is {wrong[0]}: a scale must be positive. With a kv_cache_dtype other than "
+            "fp8 the scales are not read",
         )
     return values.expand(kv_heads)

@@ -1,4 +1,4 @@
-"""Opening a checkpoint: detect its format and read its headers. Loads no torch."""
+"""`open_checkpoint`: reads the headers of a checkpoint and detects its format. Does not import torch."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from penstock.weights.safetensors import read_checkpoint_headers
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint before any tensor is read."""
+    """The headers of a checkpoint. No tensor data has been read."""
 
     format: CheckpointFormat
     headers: Headers
     """The tensors for the model, by name."""
     cache_scales: CacheScales = field(default_factory=dict)
-    """The stored scales of a KV cache of 8-bit floats."""
+    """The stored scales for a KV cache of 8-bit floats."""
 
 
 def is_gguf(checkpoint: Path) -> bool:
-    """Return whether a checkpoint is a GGUF file. Such a file also holds configuration and tokenizer."""
+    """Return whether a checkpoint is a GGUF file, which also contains the configuration and the tokenizer."""
     return checkpoint.suffix.lower() == gguf.SUFFIX and not checkpoint.is_dir()
 
 
@@ -34,9 +34,9 @@ def open_checkpoint(checkpoint: Path) -> Checkpoint:
     """Read the headers of a safetensors or GGUF file, or of a folder, and detect the format.
 
     Raises:
-        WeightsError: there are no tensors, a part is missing, or a file is damaged.
-        UnknownArchitectureError: it is a GGUF file of an unknown family.
-        ConfigError: no format reads the quantization of the weights.
+        WeightsError: there are no tensors, a shard is missing, or a file is damaged.
+        UnknownArchitectureError: the checkpoint is a GGUF file of an unknown architecture.
+        ConfigError: the weights are quantized with a method that is not supported.
     """
     config: Mapping[str, object] = {}
     if is_gguf(checkpoint):
@@ -47,8 +47,10 @@ def open_checkpoint(checkpoint: Path) -> Checkpoint:
         config = read_json_object(file) if checkpoint.is_dir() and file.is_file() else {}
         if checkpoint.is_dir() and not quantization_section(config):
             config = {**config, **_separate_quantization_config(checkpoint)}
-    found = FORMATS.detect(config, stored)
-    return Checkpoint(found, found.headers(config, stored), find_cache_scales(config, stored))
+    checkpoint_format = FORMATS.detect(config, stored)
+    return Checkpoint(
+        checkpoint_format, checkpoint_format.headers(config, stored), find_cache_scales(config, stored)
+    )
 
 
 _QUANTIZATION_FILES = {
@@ -57,7 +59,9 @@ _QUANTIZATION_FILES = {
     "quant_config.json": "awq",
     "hf_quant_config.json": "modelopt",
 }
-"""Files that may contain ``quantization_config``, with the method to assume if the file names none."""
+"""Files that may contain the ``quantization_config``, and the ``quant_method`` to assume if the file has
+none.
+"""
 
 
 def _separate_quantization_config(folder: Path) -> Mapping[str, object]:

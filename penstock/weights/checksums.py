@@ -14,16 +14,16 @@ _READ_SIZE = 4 << 20  # bytes
 
 
 def check_checksums(checkpoint: Path) -> int:
-    """Compare the SHA-256 of the large files of a snapshot in the hub's cache.
+    """Check the SHA-256 of the large files of a checkpoint in the hub's cache.
 
-    The cache stores each file once, named by the hub's content identifier. For large files such as weights it
-    is the SHA-256. Small files have another kind of identifier and are not checked.
+    The cache stores each file under the hub's content identifier. For large files, such as weights, this is
+    the SHA-256. Small files have another kind of identifier and are not checked.
 
     Args:
         checkpoint: a folder, or a GGUF file.
 
     Returns:
-        The number of files that were compared; 0 if the checkpoint is not from the hub.
+        The number of files that were checked; 0 if the checkpoint is not from the hub.
 
     Raises:
         CheckpointError: a checksum differs. The message says how to download the file again.
@@ -37,7 +37,8 @@ def check_checksums(checkpoint: Path) -> int:
         for file, blob in compared.items():
             if _sha256(blob, progress) != blob.name:
                 raise CheckpointError(
-                    file, f"is damaged: its SHA-256 is not the hub's; delete {blob} and download it again"
+                    file,
+                    f"is damaged: its SHA-256 differs from the hub's; delete {blob} and download it again",
                 )
     return len(compared)
 

@@ -1,7 +1,7 @@
-"""Writing of quantized checkpoints in the format of compressed-tensors, which transformers reads.
+"""Writes quantized checkpoints in the format of compressed-tensors, which transformers reads.
 
-Layers in groups are stored as packed codes (``pack-quantized``), layers with a scale per output as int8
-(``int-quantized``, with activations that are quantized per token). All other tensors are copied.
+Layers with a scale per group are stored as packed codes (``pack-quantized``). Layers with a scale per output
+are stored as int8 (``int-quantized``, with activations quantized per token). All other tensors are copied.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from penstock.weights.safetensors import SHARD_INDEX, SINGLE_FILE
 from penstock.weights.tensors import Weights
 
 SHARD_BYTES = 4 << 30
-"""Maximum bytes of tensors per file, unless a single tensor is larger."""
-_COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "NOTICE*")
+"""Maximum number of bytes of tensors in a file, unless a single tensor is larger."""
+_COPIED_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "NOTICE*")
 _WORD_BITS = 32
 
 
@@ -35,17 +35,17 @@ def write_compressed(
     """Write a checkpoint whose linear layers are quantized.
 
     Args:
-        checkpoint: the folder of the checkpoint, whose other files are copied.
-        weights: its tensors.
-        layers: the packed layers. Those of other encodings are copied from ``weights``.
+        checkpoint: the folder of the original checkpoint. Its configuration and tokenizer files are copied.
+        weights: the tensors of the original checkpoint.
+        layers: the packed layers. Layers with another encoding than ``encoding`` are copied from ``weights``.
         encoding: the encoding of the quantized layers.
-        folder: the output folder. It must not exist or must be empty.
+        folder: the output folder. It must be empty or absent.
 
     Returns:
         The names of the quantized layers.
 
     Raises:
-        ConfigError: the checkpoint is a GGUF file or its architecture renames its tensors, the folder is not
+        ConfigError: the checkpoint is a GGUF file, its architecture renames the tensors, the folder is not
             empty, or no layer has the encoding.
         OSError: a file cannot be written.
     """
@@ -53,11 +53,12 @@ def write_compressed(
         raise ConfigError("model_path", f"{checkpoint} is a single file: quantize a folder with config.json")
     if Weights.open(checkpoint, shapes_only=True).names != weights.names:
         raise ConfigError(
-            "model_path", "the architecture renames the tensors of this checkpoint: use another"
+            "model_path",
+            "its architecture renames the tensors of the checkpoint, and such checkpoints cannot be exported",
         )
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError("out", f"{folder} is not empty: name a new folder")
-    quantized = dict(_layers_of(layers, encoding, weights))
+    quantized = dict(_quantized_layers(layers, encoding, weights))
     if not quantized:
         raise ConfigError("encoding", f"the model has no linear layer that can be stored in {encoding}")
     folder.mkdir(parents=True, exist_ok=True)
@@ -67,21 +68,21 @@ def write_compressed(
         if name.endswith(".weight") and len(weights.shape(name)) == 2
     ]
     ignored = sorted({"lm_head", *(name for name in matrices if name not in quantized)})
-    _write_tensors(folder, _stored(weights, quantized, encoding))
-    for pattern in _COPIED:
+    _write_tensors(folder, _checkpoint_tensors(weights, quantized, encoding))
+    for pattern in _COPIED_FILES:
         for file in checkpoint.glob(pattern):
             if file.name not in ("config.json", SHARD_INDEX):
                 shutil.copyfile(file, folder / file.name)
     config = read_json_object(checkpoint / "config.json")
-    config["quantization_config"] = _section(encoding, ignored)
+    config["quantization_config"] = _quantization_config(encoding, ignored)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return sorted(quantized)
 
 
-def _layers_of(
+def _quantized_layers(
     layers: Iterable[PackedLinear], encoding: str, weights: Weights
 ) -> Iterator[tuple[str, tuple[PackedLinear, int, int]]]:
-    """Yield the name, the packed layer and the rows of each part that is stored in the encoding."""
+    """Yield each layer of the checkpoint to quantize: its name, its packed layer, and its rows there."""
     for packed in layers:
         group = encoding_named(encoding).group_size or 1
         if packed.encoding != encoding or packed.in_features % group:
@@ -92,7 +93,7 @@ def _layers_of(
                 yield part.name, (packed, part.start, part.stop)
 
 
-def _stored(
+def _checkpoint_tensors(
     weights: Weights, quantized: Mapping[str, tuple[PackedLinear, int, int]], encoding: str
 ) -> Iterator[tuple[str, Tensor]]:
     rows: tuple[PackedLinear | None, Mapping[str, Tensor]] = (None, {})
@@ -104,21 +105,21 @@ def _stored(
             weights.release(name)
             continue
         packed, start, stop = quantized[layer]
-        if rows[0] is not packed:  # the parts of a fused layer are consecutive
+        if rows[0] is not packed:  # unpack once for all parts of a fused layer, which are consecutive
             rows = (packed, tensors_in_rows(packed))
             beat()
         part = {key: tensor[start:stop] for key, tensor in rows[1].items()}
-        for key, tensor in _compressed(part, encoding).items():
+        for key, tensor in _compress_layer(part, encoding).items():
             yield f"{layer}.{key}", tensor.contiguous()
 
 
 def _sort_key(name: str, quantized: Mapping[str, tuple[PackedLinear, int, int]]) -> tuple[str, int]:
     """Return a sort key that makes the parts of a fused layer consecutive."""
-    found = quantized.get(name.removesuffix(".weight"))
-    return (name, 0) if found is None else (found[0].slices[0].name, found[1])
+    layer = quantized.get(name.removesuffix(".weight"))
+    return (name, 0) if layer is None else (layer[0].slices[0].name, layer[1])
 
 
-def _compressed(rows: Mapping[str, Tensor], encoding: str) -> dict[str, Tensor]:
+def _compress_layer(rows: Mapping[str, Tensor], encoding: str) -> dict[str, Tensor]:
     weight, scales, bits = rows["weight"], rows["scales"], encoding_named(encoding).bits
     if encoding_named(encoding).group_size is None:
         return {"weight": weight, "weight_scale": scales[:, None]}
@@ -135,7 +136,7 @@ def _compressed(rows: Mapping[str, Tensor], encoding: str) -> dict[str, Tensor]:
     }
 
 
-def _section(encoding: str, ignored: list[str]) -> dict[str, object]:
+def _quantization_config(encoding: str, ignored: list[str]) -> dict[str, object]:
     kind = encoding_named(encoding)
     weights: dict[str, object] = {"num_bits": kind.bits, "type": "int", "symmetric": True, "dynamic": False}
     inputs = None
@@ -176,17 +177,17 @@ def _write_tensors(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
         size, total = size + tensor.nbytes, total + tensor.nbytes
     _save(folder, shards[-1], len(shards))
     if len(shards) == 1:
-        (folder / _shard(1)).rename(folder / SINGLE_FILE)
+        (folder / _shard_name(1)).rename(folder / SINGLE_FILE)
         return
-    weight_map = {name: _shard(number) for name, number in files.items()}
+    weight_map = {name: _shard_name(number) for name, number in files.items()}
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / SHARD_INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _save(folder: Path, tensors: dict[str, Tensor], number: int) -> None:
-    save_file(tensors, folder / _shard(number), metadata={"format": "pt"})
+    save_file(tensors, folder / _shard_name(number), metadata={"format": "pt"})
     beat()
 
 
-def _shard(number: int) -> str:
+def _shard_name(number: int) -> str:
     return f"model-{number:05}.safetensors"

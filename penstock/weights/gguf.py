@@ -1,8 +1,9 @@
-"""Headers of GGUF files: metadata and tensor descriptions. Loads no torch and reads no tensor.
+"""Headers of GGUF files: metadata and tensor descriptions. Does not import torch and reads no tensor data.
 
 A file consists of a header (magic, version, counts), keys with typed values, tensor descriptions, and the
-aligned bytes of the tensors (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). All announced sizes
-are checked against the file's size before memory is allocated. Errors give the byte offset of the damage.
+aligned bytes of the tensors (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). All sizes in the
+header are checked against the size of the file before memory is allocated. Errors contain the byte offset of
+the damage.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _MAX_KEY = 65535
 _MAX_DIMS = 4
 _MAX_STRINGS = 10_000_000  # per array; vocabularies are far smaller
 _MAX_ARRAY_DEPTH = 4  # maximum nesting of arrays
-_MAX_FLOATS = 65536  # of a tensor that belongs to the configuration
+_MAX_FLOATS = 65536  # maximum number of elements that `GGUFFile.floats` reads
 
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Value type number -> `struct` format, for metadata values of a fixed size."""
@@ -38,7 +39,7 @@ _SIZES = {kind: struct.calcsize(f"<{code}") for kind, code in _FORMATS.items()} 
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """A tensor type: each ``num_elements`` consecutive elements take ``num_bytes``."""
+    """A tensor type. A block of ``num_elements`` consecutive elements takes ``num_bytes``."""
 
     name: str
     num_elements: int
@@ -85,7 +86,7 @@ BLOCK_TYPES: Mapping[int, BlockType] = {
 """All tensor types of the format by number, including those that Penstock cannot read."""
 
 BLOCK_SIZES: Mapping[str, int] = {kind.name: kind.num_bytes for kind in BLOCK_TYPES.values()}
-"""Type name -> bytes of a block."""
+"""Type name -> number of bytes of a block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ class StoredTensor:
     file: Path
     name: str
     block_type: BlockType
-    shape: tuple[int, ...]  # outermost dim first; the file stores the innermost first
+    shape: tuple[int, ...]  # outermost dim first; the file has the reverse order
     offset: int  # bytes from the start of the file
 
     @property
@@ -105,44 +106,46 @@ class StoredTensor:
 
 
 class GGUFFile:
-    """A GGUF file, or the first file of a model that is split over several files.
+    """A GGUF file, or the first file of a model that is split into several files.
 
-    Opening the file checks arrays but does not decode them. `array` decodes one: vocabularies have hundreds
-    of thousands of entries.
+    Opening the file checks the arrays of the metadata but does not decode them, because vocabularies have
+    hundreds of thousands of entries. `array` decodes one array.
 
     Raises:
-        WeightsError: the file cannot be read, is truncated, is not a GGUF file, or a part is missing.
+        WeightsError: the file cannot be read, is truncated, or is not a GGUF file.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._header = _read_header(path)
         self.metadata: Mapping[str, GGUFValue] = self._header.metadata
-        """Key -> value. Arrays are placeholders; use `array` to read them."""
+        """Key -> value. Arrays are represented by placeholders; `array` returns their elements."""
 
     @cached_property
     def tensors(self) -> dict[str, StoredTensor]:
-        """The tensors of all parts, by their names in the files.
+        """The tensors of all files of the model, by their names in the files.
 
         Raises:
-            WeightsError: a part is missing or damaged.
+            WeightsError: a file is missing or damaged.
         """
         tensors = dict(self._header.tensors)
-        for part in parts_of(self.path)[1:]:
+        for part in part_files(self.path)[1:]:
             for name, tensor in _read_header(part).tensors.items():
                 if name in tensors:
-                    raise WeightsError(part, f"holds {name}, which {tensors[name].file.name} also holds")
+                    raise WeightsError(part, f"contains {name}, which is also in {tensors[name].file.name}")
                 tensors[name] = tensor
         count = self.metadata.get("split.tensors.count", len(tensors))
         if count != len(tensors):
-            raise WeightsError(self.path, f"announces {count} tensors, its parts hold {len(tensors)}")
+            raise WeightsError(
+                self.path, f"split.tensors.count is {count}, but the files have {len(tensors)} tensors"
+            )
         return tensors
 
     def array(self, key: str) -> list[object]:
-        """Return the array under ``key``, empty if the file has none.
+        """Return the elements of the array under ``key``; empty if the key is missing.
 
         Raises:
-            WeightsError: the value is not an array, or the array holds text that is not UTF-8.
+            WeightsError: the value is not an array, or the array contains text that is not UTF-8.
         """
         value = self.metadata.get(key, _NO_ARRAY)
         if not isinstance(value, _Array):
@@ -150,17 +153,18 @@ class GGUFFile:
         return self._header.read_array(value)
 
     def floats(self, name: str) -> list[float] | None:
-        """Return the numbers of a small F32 tensor, or None if the file has no tensor of this name.
+        """Return the elements of a small F32 tensor, or None if the file has no tensor of this name.
 
         Raises:
-            WeightsError: the tensor has another type, or too many elements.
+            WeightsError: the tensor has another type, or more than `_MAX_FLOATS` elements.
         """
         tensor = self.tensors.get(name)
         if tensor is None:
             return None
         if tensor.block_type.name != "F32" or prod(tensor.shape) > _MAX_FLOATS:
-            problem = f"{name} must be at most {_MAX_FLOATS} numbers of type F32"
-            raise WeightsError(tensor.file, f"{problem}, is {list(tensor.shape)} of {tensor.block_type.name}")
+            problem = f"{name} must have at most {_MAX_FLOATS} elements of type F32"
+            actual = f"{list(tensor.shape)} of type {tensor.block_type.name}"
+            raise WeightsError(tensor.file, f"{problem}, was {actual}")
         with tensor.file.open("rb") as stream:
             stream.seek(tensor.offset)
             values = struct.unpack(f"<{prod(tensor.shape)}f", stream.read(tensor.num_bytes))
@@ -170,13 +174,14 @@ class GGUFFile:
 _PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 
 
-def parts_of(path: Path) -> list[Path]:
-    """Return the files of a model in order.
+def part_files(path: Path) -> list[Path]:
+    """Return the files of a model, in order.
 
-    The name of the first part (``-00001-of-00003.gguf``) gives their number. Other names mean one file.
+    If a model is split, the name of its first file ends in the number of files, such as
+    ``-00001-of-00003.gguf``. With any other name, the model has one file.
 
     Raises:
-        WeightsError: a part is missing, or ``path`` is not the first part.
+        WeightsError: a file is missing, or ``path`` is not the first file.
     """
     match = _PART.fullmatch(path.name)
     if match is None or match["count"] == "00000":
@@ -186,7 +191,7 @@ def parts_of(path: Path) -> list[Path]:
         for number in range(1, int(match["count"]) + 1)
     ]
     if path != first:
-        raise WeightsError(path, f"is a later part of a model: give its first, {first.name}")
+        raise WeightsError(path, f"is a later part of a model: use its first part, {first.name}")
     absent = [part.name for part in parts if not part.is_file()]
     if absent:
         raise WeightsError(path, f"{len(absent)} of {len(parts)} parts are missing: {', '.join(absent[:8])}")
@@ -195,15 +200,15 @@ def parts_of(path: Path) -> list[Path]:
 
 @dataclass(frozen=True, slots=True)
 class _Array:
-    """A metadata array that is not decoded yet."""
+    """The position of an array in the metadata, which has not been decoded."""
 
-    kind: int
+    kind: int  # value type number of the elements
     length: int
     start: int  # offset of its first element in the file, in bytes
 
 
 _NO_ARRAY = _Array(0, 0, 0)
-GGUFValue: TypeAlias = str | float | _Array  # truth values are numbers
+GGUFValue: TypeAlias = str | float | _Array  # `float` includes int and bool
 
 
 def _read_header(path: Path) -> _Header:
@@ -219,12 +224,12 @@ def _read_header(path: Path) -> _Header:
 
 
 class _Header:
-    """The parsed header of one file: everything before the tensors' bytes."""
+    """The parsed header of one file: everything before the bytes of the tensors."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self._path = path
         self._data = data
-        self._at = 0
+        self._position = 0
         self._check_kind()
         num_tensors = self._count("tensors", 24)
         self.metadata = dict(self._entries(self._count("metadata keys", 13)))
@@ -236,11 +241,11 @@ class _Header:
             code = f"<{array.length}{_FORMATS[array.kind]}"
             numbers = struct.unpack_from(code, self._data, array.start)
             return [_shortest(number) for number in numbers] if array.kind == _FLOAT else list(numbers)
-        self._at = array.start
+        self._position = array.start
         if array.kind == _STRING:
             return [self._text() for _ in range(array.length)]
         inner = [self._array(1) for _ in range(array.length)]
-        return [self.read_array(one) for one in inner]
+        return [self.read_array(element) for element in inner]
 
     def _check_kind(self) -> None:
         if self._take(4) != _MAGIC:
@@ -253,16 +258,16 @@ class _Header:
         raise WeightsError(self._path, f"is of GGUF version {version}: versions 2 and 3 can be read")
 
     def _count(self, what: str, min_size: int) -> int:
-        start = self._at
+        start = self._position
         count = self._integer("Q")
-        if count > (len(self._data) - self._at) // min_size:
-            self._fail(start, f"{count} {what} announced in a file of {len(self._data)} bytes")
+        if count > (len(self._data) - self._position) // min_size:
+            self._fail(start, f"{count} {what} do not fit into a file of {len(self._data)} bytes")
         return count
 
     def _entries(self, count: int) -> Iterator[tuple[str, GGUFValue]]:
         keys = set()
         for _ in range(count):
-            start = self._at
+            start = self._position
             key = self._text(_MAX_KEY)
             if key in keys:
                 self._fail(start, f"{key} appears twice")
@@ -270,7 +275,7 @@ class _Header:
             yield key, self._value(self._integer("I"))
 
     def _value(self, kind: int) -> GGUFValue:
-        start = self._at
+        start = self._position
         if kind == _STRING:
             return self._text()
         if kind == _ARRAY:
@@ -283,19 +288,21 @@ class _Header:
         return _shortest(value) if kind == _FLOAT else value
 
     def _array(self, depth: int) -> _Array:
-        """Check an array and move past it without decoding it."""
-        start = self._at
+        """Check an array and skip it without decoding its elements."""
+        start = self._position
         kind, length = self._integer("I"), self._integer("Q")
         if kind not in _SIZES or (kind == _ARRAY and depth >= _MAX_ARRAY_DEPTH):
             self._fail(start, f"an array holds values of type {kind}")
-        if length > (len(self._data) - self._at) // _SIZES[kind]:
-            self._fail(start, f"an array of {length} values in a file of {len(self._data)} bytes")
-        array = _Array(kind, length, self._at)
+        if length > (len(self._data) - self._position) // _SIZES[kind]:
+            self._fail(
+                start, f"an array of {length} values does not fit into a file of {len(self._data)} bytes"
+            )
+        array = _Array(kind, length, self._position)
         if kind in _FORMATS:
-            self._at += length * _SIZES[kind]
+            self._position += length * _SIZES[kind]
             return array
         if length > _MAX_STRINGS:
-            self._fail(start, f"an array of {length} values: at most {_MAX_STRINGS} can be read")
+            self._fail(start, f"an array has {length} values: at most {_MAX_STRINGS} can be read")
         if kind == _STRING:
             self._skip_texts(length)
         else:
@@ -304,22 +311,22 @@ class _Header:
         return array
 
     def _skip_texts(self, count: int) -> None:
-        at, data, size = self._at, self._data, len(self._data)
+        at, data, size = self._position, self._data, len(self._data)
         length_at = struct.Struct("<Q").unpack_from
         for _ in range(count):  # a hot loop: most files have over 100,000 strings
             if at + 8 > size:
                 self._fail(at, f"the file ends at byte {size}")
             at += 8 + length_at(data, at)[0]
         if at > size:
-            self._fail(self._at, f"a string ends after the end of the file, at byte {size}")
-        self._at = at
+            self._fail(self._position, f"a string ends after the end of the file, at byte {size}")
+        self._position = at
 
     def _tensors(self, count: int) -> Iterator[StoredTensor]:
-        described = [(self._at, *self._tensor()) for _ in range(count)]
+        described = [(self._position, *self._tensor()) for _ in range(count)]
         alignment = self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
         if type(alignment) is not int or alignment < 8 or alignment % 8:
             raise WeightsError(self._path, f"general.alignment must be a multiple of 8, is {alignment!r}")
-        base = -(-self._at // alignment) * alignment
+        base = -(-self._position // alignment) * alignment
         names = set()
         for start, name, block_type, shape, offset in described:
             tensor = StoredTensor(self._path, name, block_type, shape, base + offset)
@@ -337,7 +344,7 @@ class _Header:
             yield tensor
 
     def _tensor(self) -> tuple[str, BlockType, tuple[int, ...], int]:
-        start = self._at
+        start = self._position
         name = self._text(_MAX_KEY)
         num_dims = self._integer("I")
         if not 1 <= num_dims <= _MAX_DIMS:
@@ -352,10 +359,10 @@ class _Header:
         return name, block_type, tuple(reversed(dims)), self._integer("Q")
 
     def _text(self, max_length: int | None = None) -> str:
-        start = self._at
+        start = self._position
         length = self._integer("Q")
         if max_length is not None and length > max_length:
-            self._fail(start, f"a name of {length} bytes: at most {max_length} are allowed")
+            self._fail(start, f"a name has {length} bytes: at most {max_length} are allowed")
         try:
             return self._take(length).decode()
         except UnicodeDecodeError:
@@ -369,17 +376,17 @@ class _Header:
         return number
 
     def _take(self, size: int) -> bytes:
-        if size > len(self._data) - self._at:
-            self._fail(self._at, f"{size} bytes expected, {len(self._data) - self._at} remain")
-        self._at += size
-        return self._data[self._at - size : self._at]
+        if size > len(self._data) - self._position:
+            self._fail(self._position, f"{size} bytes expected, {len(self._data) - self._position} remain")
+        self._position += size
+        return self._data[self._position - size : self._position]
 
     def _fail(self, offset: int, problem: str) -> NoReturn:
         raise WeightsError(self._path, f"is truncated or damaged at byte {offset}: {problem}")
 
 
 def _shortest(value: float) -> float:
-    """Return the shortest decimal that rounds to the same float32: 1e-05, not 9.999999747378752e-06."""
+    """Return the shortest decimal with the same float32 value, such as 1e-05 for 9.999999747378752e-06."""
     for digits in (6, 7, 8):
         shorter = float(f"{value:.{digits}g}")
         if abs(shorter) < 3.4e38 and struct.pack("<f", shorter) == struct.pack("<f", value):

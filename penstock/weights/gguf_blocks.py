@@ -1,8 +1,9 @@
 """Dequantizes the block types of GGUF files to float32.
 
-A block holds scales and the codes of 32 numbers. Blocks of the K types hold 256 numbers in 8 or 16 groups,
-each with a scale. Each reader takes blocks ``[N, bytes]`` and returns ``[N, numbers]``. The results equal the
-format's definition exactly: the product of a 16-bit scale and a small integer is exact in float32.
+A block contains scales and the codes of 32 weights. A block of the K types (Q2_K to Q6_K) contains 256
+weights in 8 or 16 groups, each with a scale. A reader is a function from blocks ``[N, bytes]`` to weights
+``[N, weights of a block]``. The results equal the definition of the format exactly, because the product of a
+16-bit scale and a small integer is exact in float32.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from torch import Tensor
 
 from penstock.errors import MissingDependencyError
 
-_CHUNK_BLOCKS = 1 << 12  # intermediate results, ten times the size of the blocks, fit into the cache
+_CHUNK_BLOCKS = 1 << 12  # intermediate results of one chunk fit into the CPU's cache
 
 
 def dequantize(blocks: Tensor, type_name: str) -> Tensor:
-    """Return the numbers in blocks of a type that `READERS` or the package ``gguf`` reads.
+    """Return the weights in blocks. The reader is in `READERS` or in the package ``gguf``.
 
     Args:
         blocks: ``[N, bytes of a block]`` uint8.
-        type_name: such as ``Q4_K``.
+        type_name: the block type, such as ``Q4_K``.
 
     Returns:
-        ``[N, numbers of a block]`` float32.
+        ``[N, weights of a block]`` float32.
 
     Raises:
         MissingDependencyError: the package ``gguf`` is needed and not installed.
@@ -43,7 +44,7 @@ def dequantize(blocks: Tensor, type_name: str) -> Tensor:
 
 
 def _package_reader(type_name: str) -> Callable[[Tensor], Tensor]:
-    """Return a reader of blocks by the package ``gguf``."""
+    """Return a reader that uses the package ``gguf``."""
     try:
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize as by_package
@@ -63,12 +64,14 @@ def _float16_at(blocks: Tensor, start: int) -> Tensor:  # the float16 at byte `s
 
 
 def nibbles(codes: Tensor) -> Tensor:
-    """Return ``[N, n]`` bytes as ``[N, 2 n]``: all low nibbles, then all high nibbles."""
+    """Return the nibbles of each row of bytes ``[N, n]``: first all low ones, then all high ones; ``[N, 2
+    n]``.
+    """
     return torch.cat([codes & 15, codes >> 4], dim=1)
 
 
-def bits_of(packed: Tensor) -> Tensor:
-    """Return ``[N, n]`` bytes as ``[N, 8 n]`` bits, lowest bit first."""
+def expand_bits(packed: Tensor) -> Tensor:
+    """Return the bits of each row of bytes ``[N, n]``, the lowest bit of a byte first; ``[N, 8 n]``."""
     return ((packed[:, :, None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(1)
 
 
@@ -81,12 +84,12 @@ def _q4_1(blocks: Tensor) -> Tensor:
 
 
 def _q5_0(blocks: Tensor) -> Tensor:
-    codes = nibbles(blocks[:, 6:]) | bits_of(blocks[:, 2:6]) << 4
+    codes = nibbles(blocks[:, 6:]) | expand_bits(blocks[:, 2:6]) << 4
     return _float16_at(blocks, 0) * (codes.float() - 16)
 
 
 def _q5_1(blocks: Tensor) -> Tensor:
-    codes = nibbles(blocks[:, 8:]) | bits_of(blocks[:, 4:8]) << 4
+    codes = nibbles(blocks[:, 8:]) | expand_bits(blocks[:, 4:8]) << 4
     return _float16_at(blocks, 0) * codes.float() + _float16_at(blocks, 2)
 
 
@@ -99,7 +102,10 @@ def _iq4_nl(blocks: Tensor) -> Tensor:
 
 
 def _iq4_xs(blocks: Tensor) -> Tensor:
-    """8 groups of 32. A nibble holds the lower 4 bits of a scale, a 16-bit number the upper 2 bits of all."""
+    """Dequantize 8 groups of 32 weights.
+
+    The lower 4 bits of a scale are a nibble, the upper 2 bits a part of a 16-bit number.
+    """
     low = torch.stack([blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4], dim=2).flatten(1)  # [N, 8]
     high = torch.cat([blocks[:, 2:3] >> shift & 3 for shift in (0, 2, 4, 6)], dim=1)
     high = torch.cat([high, *(blocks[:, 3:4] >> shift & 3 for shift in (0, 2, 4, 6))], dim=1)
@@ -110,13 +116,13 @@ def _iq4_xs(blocks: Tensor) -> Tensor:
 
 
 def _mxfp4(blocks: Tensor) -> Tensor:
-    """OCP microscaling: 4-bit floats with one power-of-two scale per 32 numbers."""
+    """Dequantize OCP microscaling blocks: 4-bit floats with one power-of-two scale per 32 weights."""
     exponents = blocks[:, :1].int() - 127
     return torch.ldexp(_FP4_VALUES[nibbles(blocks[:, 1:]).long()], exponents)
 
 
 def _q2_k(blocks: Tensor) -> Tensor:
-    """16 groups of 16, each with a 4-bit scale and a 4-bit minimum."""
+    """Dequantize 16 groups of 16 weights, each with a 4-bit scale and a 4-bit minimum."""
     scales, minima = blocks[:, :16] & 15, blocks[:, :16] >> 4
     codes = _two_bit_codes(blocks[:, 16:80]).view(-1, 16, 16).float()
     scale = (_float16_at(blocks, 80) * scales.float())[:, :, None]
@@ -124,7 +130,10 @@ def _q2_k(blocks: Tensor) -> Tensor:
 
 
 def _q3_k(blocks: Tensor) -> Tensor:
-    """16 groups of 16. The lower two bits of a code are stored together, the third bit separately."""
+    """Dequantize 16 groups of 16 weights.
+
+    The third bits of the codes are stored apart from the lower two bits.
+    """
     third = torch.cat([blocks[:, :32] >> shift & 1 for shift in range(8)], dim=1)
     codes = (_two_bit_codes(blocks[:, 32:96]) | third << 2).view(-1, 16, 16).float() - 4
     low = nibbles(blocks[:, 96:104])
@@ -134,30 +143,33 @@ def _q3_k(blocks: Tensor) -> Tensor:
 
 
 def k_codes(packed: Tensor) -> Tensor:
-    """Return the lower 4 bits of the codes of a Q4_K or Q5_K block, ``[N, 8, 32]``, from 128 bytes."""
+    """Return the lower 4 bits of Q4_K or Q5_K codes, ``[N, 8, 32]``, from bytes ``[N, 128]``."""
     codes = packed.view(-1, 4, 32)
     return torch.stack([codes & 15, codes >> 4], dim=2).view(-1, 8, 32)
 
 
 def k_fifth_bits(packed: Tensor) -> Tensor:
-    """Return the fifth bits of the codes of a Q5_K block, ``[N, 8, 32]``: bit i of 32 bytes is of group i."""
+    """Return the fifth bits of the codes of Q5_K blocks, ``[N, 8, 32]``, from bytes ``[N, 32]``.
+
+    Bit i of a byte belongs to group i.
+    """
     return torch.stack([packed >> shift & 1 for shift in range(8)], dim=1)
 
 
 def _q4_k(blocks: Tensor) -> Tensor:
-    """8 groups of 32, each with a 6-bit scale and a 6-bit minimum."""
-    return _scaled(blocks, k_codes(blocks[:, 16:]))
+    """Dequantize 8 groups of 32 weights, each with a 6-bit scale and a 6-bit minimum."""
+    return _apply_scales(blocks, k_codes(blocks[:, 16:]))
 
 
 def _q5_k(blocks: Tensor) -> Tensor:
-    """Like Q4_K, with fifth bits."""
-    return _scaled(blocks, k_codes(blocks[:, 48:]) | k_fifth_bits(blocks[:, 16:48]) << 4)
+    """Dequantize blocks like Q4_K whose codes have a fifth bit."""
+    return _apply_scales(blocks, k_codes(blocks[:, 48:]) | k_fifth_bits(blocks[:, 16:48]) << 4)
 
 
 def q6_k_codes(blocks: Tensor) -> Tensor:
     """Return the codes of Q6_K blocks, ``[N, 256]``.
 
-    For each 128 numbers, 64 bytes hold the low 4 bits and 32 bytes hold the high 2 bits.
+    For each 128 weights, 64 bytes contain the low 4 bits and 32 bytes the high 2 bits.
     """
     low = blocks[:, :128].view(-1, 2, 64)
     low = torch.cat([low & 15, low >> 4], dim=2)  # [N, 2, 128]
@@ -167,14 +179,14 @@ def q6_k_codes(blocks: Tensor) -> Tensor:
 
 
 def _q6_k(blocks: Tensor) -> Tensor:
-    """16 groups of 16 with signed scales."""
+    """Dequantize 16 groups of 16 weights with signed 8-bit scales."""
     codes = q6_k_codes(blocks).view(-1, 16, 16).float() - 32
     scales = _float16_at(blocks, 208) * blocks[:, 192:208].view(torch.int8).float()
     return (scales[:, :, None] * codes).flatten(1)
 
 
 def _two_bit_codes(packed: Tensor) -> Tensor:
-    """Return the 2-bit codes ``[N, 256]`` in ``[N, 64]`` bytes; 32 bytes hold 128 codes."""
+    """Return the 2-bit codes ``[N, 256]`` in the bytes ``[N, 64]``. Each 32 bytes contain 128 codes."""
     halves = packed.view(-1, 2, 32)
     return torch.cat([halves >> shift & 3 for shift in (0, 2, 4, 6)], dim=2).flatten(1)
 
@@ -182,19 +194,21 @@ def _two_bit_codes(packed: Tensor) -> Tensor:
 def k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return the scales and the minima of Q4_K or Q5_K blocks as integers, ``[N, 8]`` each.
 
-    12 bytes hold the 6-bit scales and minima of 8 groups:
+    12 bytes contain the 6-bit scales and minima of 8 groups:
+
     - Bytes 0 to 3: the lower 6 bits are the scales of groups 0 to 3, the upper 2 bits are the upper bits of
       the scales of groups 4 to 7.
     - Bytes 4 to 7: the same for the minima.
-    - Bytes 8 to 11: the lower 4 bits of the scales and of the minima of groups 4 to 7.
+    - Bytes 8 to 11: the lower halves are the lower 4 bits of the scales of groups 4 to 7, the upper halves
+      are the lower 4 bits of their minima.
     """
     first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat([first & 63, third & 15 | first >> 6 << 4], dim=1)
     return scales, torch.cat([second & 63, third >> 4 | second >> 6 << 4], dim=1)
 
 
-def _scaled(blocks: Tensor, codes: Tensor) -> Tensor:
-    """Apply the scales and minima of a Q4_K or Q5_K block to ``codes [N, 8, 32]``."""
+def _apply_scales(blocks: Tensor, codes: Tensor) -> Tensor:
+    """Return ``scale * code - minimum`` for the ``codes [N, 8, 32]`` of Q4_K or Q5_K blocks, ``[N, 256]``."""
     scales, minima = k_scales(blocks)
     scale = (_float16_at(blocks, 0) * scales.float())[:, :, None]
     return (scale * codes.float() - (_float16_at(blocks, 2) * minima.float())[:, :, None]).flatten(1)
@@ -222,4 +236,4 @@ READERS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "IQ4_XS": _iq4_xs,
     "MXFP4": _mxfp4,
 }
-"""Type name -> function that dequantizes its blocks."""
+"""Type name -> reader of its blocks."""

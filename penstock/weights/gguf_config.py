@@ -1,8 +1,8 @@
 """Converts the metadata of a GGUF file to ``config.json`` and ``generation_config.json``.
 
-The keys are those of the format's specification and of each family. Settings that are not in the metadata
-(biases, a tied head, factors of the rotary embedding) are derived from the tensors. Keys that require
-arithmetic that the family's network does not implement are errors.
+Settings that are not in the metadata (biases, tied embeddings, factors of the rotary embedding) are derived
+from the tensors. A key is an error if it requires computations that the network of the family does not
+implement.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.weights.gguf_decoder import FULL, SLIDING, decoder_config, layer_t
 from penstock.weights.gguf_dense_config import DENSE_CONFIGS
 from penstock.weights.gguf_keys import GGUFKeys
 from penstock.weights.gguf_moe_config import MOE_CONFIGS
-from penstock.weights.gguf_names import architecture_of
+from penstock.weights.gguf_names import read_architecture
 
 _log = logging.getLogger(__name__)
 
@@ -26,11 +26,11 @@ def gguf_config(path: Path) -> dict[str, object]:
     """Return the equivalent of ``config.json`` for the model in a GGUF file.
 
     Raises:
-        WeightsError: the file is damaged, lacks a key, or holds a model that is not supported.
-        UnknownArchitectureError: the family is unknown.
+        WeightsError: the file is damaged, lacks a key, or contains a model that is not supported.
+        UnknownArchitectureError: the architecture is unknown.
     """
     file = GGUFFile(path)
-    name = architecture_of(file)
+    name = read_architecture(file)
     keys = GGUFKeys(file, name)
     config = _FAMILIES[name](keys)
     keys.check_supported()
@@ -38,14 +38,14 @@ def gguf_config(path: Path) -> dict[str, object]:
     if unread:
         _log.warning("%s: these metadata keys are ignored: %s", path, ", ".join(unread))
     return config | {
-        "vocab_size": keys.rows_of("token_embd.weight"),
+        "vocab_size": keys.num_rows("token_embd.weight"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "dtype": _dtype(file),
     }
 
 
 def gguf_generation_config(path: Path) -> dict[str, object]:
-    """Return the sampling parameters that a GGUF file recommends, by their ``generation_config.json`` names.
+    """Return the sampling parameters of a GGUF file, with the key names of ``generation_config.json``.
 
     Raises:
         WeightsError: the file is damaged.
@@ -64,7 +64,7 @@ _SAMPLING = {
 
 
 def _llama(keys: GGUFKeys) -> dict[str, object]:
-    """Return the configuration of Llama, of Mixtral (with experts) or of Mistral (with a window)."""
+    """Return the configuration of Mixtral (with experts), Mistral (with a sliding window), or Llama."""
     config = decoder_config(keys)
     window = keys.window()
     if keys.get("expert_count"):
@@ -117,7 +117,7 @@ def _olmo2(keys: GGUFKeys) -> dict[str, object]:
     config = decoder_config(keys)
     if not keys.window():
         return config | {"model_type": "olmo2"}
-    # OLMo 3, whose rotary embedding is stretched only in layers without a window.
+    # OLMo 3: rope scaling applies only to layers without a sliding window.
     base = {"rope_theta": keys.number("rope.freq_base", 500_000.0)}
     scaling = cast("dict[str, object]", config.pop("rope_scaling", {"rope_type": "default"}))
     return config | {
@@ -136,7 +136,7 @@ def _phi3(keys: GGUFKeys) -> dict[str, object]:
 
 
 def _gemma2(keys: GGUFKeys) -> dict[str, object]:
-    return _gemma(keys, layers_of_27b=46) | {
+    return _gemma(keys, num_layers_27b=46) | {
         "model_type": "gemma2",
         "attn_logit_softcapping": keys.number("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": keys.number("final_logit_softcapping", 30.0),
@@ -145,7 +145,7 @@ def _gemma2(keys: GGUFKeys) -> dict[str, object]:
 
 
 def _gemma3(keys: GGUFKeys) -> dict[str, object]:
-    config = _gemma(keys, layers_of_27b=62)
+    config = _gemma(keys, num_layers_27b=62)
     full = {"rope_theta": keys.number("rope.freq_base", 1_000_000.0)} | cast(
         "dict[str, object]", config.pop("rope_scaling", {})
     )
@@ -160,11 +160,11 @@ def _gemma3(keys: GGUFKeys) -> dict[str, object]:
     }
 
 
-def _gemma(keys: GGUFKeys, layers_of_27b: int) -> dict[str, object]:
+def _gemma(keys: GGUFKeys, num_layers_27b: int) -> dict[str, object]:
     config = decoder_config(keys)
-    # No key has this value. Only the 27B models scale scores by a size other than the head's.
+    # The metadata have no key for query_pre_attn_scalar. It is the head size, except in the 27B models.
     scalar: float = keys.head_dim
-    if keys.count("block_count") == layers_of_27b:
+    if keys.count("block_count") == num_layers_27b:
         scalar = keys.count("embedding_length") // keys.count("attention.head_count")
     if keys.get("attention.scale"):
         scalar = keys.number("attention.scale") ** -2
@@ -207,14 +207,11 @@ _FAMILIES: Mapping[str, Callable[[GGUFKeys], dict[str, object]]] = {
 
 
 def _dtype(file: GGUFFile) -> str:
-    """Return the float type of the activations, derived from the tensor type that takes the most bytes.
-
-    For block types it is bfloat16.
-    """
+    """Return the type of the activations: the type that takes the most bytes, bfloat16 for block types."""
     sizes: dict[str, int] = {}
     for tensor in file.tensors.values():
         name = tensor.block_type.name
         sizes[name] = sizes.get(name, 0) + tensor.num_bytes
     largest = max(sizes, key=lambda name: sizes[name], default="")
-    known = {"F32": "float32", "F64": "float32", "F16": "float16"}
-    return known.get(largest, "bfloat16")
+    float_types = {"F32": "float32", "F64": "float32", "F16": "float16"}
+    return float_types.get(largest, "bfloat16")

@@ -1,4 +1,4 @@
-"""The settings that most families in GGUF files share, as values of ``config.json``."""
+"""Converts the metadata that most families in GGUF files share to keys of ``config.json``."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 def decoder_config(
     keys: GGUFKeys, *, partial_rotary: bool = False, eps: str = "rms_norm_eps"
 ) -> dict[str, object]:
-    """Return the settings that all families except GPT-2 share.
+    """Return the ``config.json`` keys that all families except GPT-2 share.
 
     Args:
-        keys: the file's keys.
+        keys: the metadata keys of the file.
         partial_rotary: whether the family supports rotary embeddings on a part of each head.
-        eps: the key of the norms' epsilon in ``config.json``. With ``rms_norm_eps`` the value is read from
-            ``layer_norm_rms_epsilon`` of the file, with any other key from ``layer_norm_epsilon``.
+        eps: the key of the norms' epsilon in ``config.json``. The metadata key is ``layer_norm_rms_epsilon``
+            for ``rms_norm_eps``, and ``layer_norm_epsilon`` otherwise.
     """
     eps_key = "layer_norm_rms_epsilon" if eps == "rms_norm_eps" else "layer_norm_epsilon"
     heads = keys.count("attention.head_count")
@@ -43,9 +43,9 @@ def _rope(keys: GGUFKeys, partial_rotary: bool) -> dict[str, object]:
     dims = keys.count("rope.dimension_count", keys.head_dim)
     if dims != keys.head_dim:
         if not partial_rotary:
-            raise keys.fail("rope.dimension_count", f"must be the length of keys, {keys.head_dim}")
+            raise keys.fail("rope.dimension_count", f"must be the head size, {keys.head_dim}")
         config["partial_rotary_factor"] = dims / keys.head_dim
-    factors = {which: keys.file.floats(f"rope_{name}.weight") for which, name in _FACTORS.items()}
+    factors = {key: keys.file.floats(f"rope_{name}.weight") for key, name in _FACTOR_TENSORS.items()}
     kind = keys.get("rope.scaling.type") or "none"
     factor = keys.number("rope.scaling.factor", 1.0)
     if kind == "none" and keys.get("rope.scale_linear"):  # the key of older files
@@ -57,8 +57,8 @@ def _rope(keys: GGUFKeys, partial_rotary: bool) -> dict[str, object]:
             "rope.scaling.original_context_length", keys.count("context_length")
         )
     elif factors["freq_factor"]:
-        # The file holds one factor per pair of dimensions instead of Llama 3's four numbers. That equals
-        # LongRoPE with the same factors for short and long contexts.
+        # The file contains one factor per pair of dims instead of the four parameters of rope type llama3.
+        # This is equivalent to LongRoPE with the same factors for short and long sequences.
         scaling = _longrope(keys, factors["freq_factor"], factors["freq_factor"]) | {"attention_factor": 1.0}
         config["original_max_position_embeddings"] = keys.count("context_length")
     elif kind == "linear":
@@ -66,11 +66,13 @@ def _rope(keys: GGUFKeys, partial_rotary: bool) -> dict[str, object]:
     elif kind == "yarn":
         scaling = _yarn(keys)
     elif kind != "none":
-        raise keys.fail("rope.scaling.type", "must be none, linear or yarn if no tensor holds the factors")
+        raise keys.fail(
+            "rope.scaling.type", "must be none, linear or yarn in a file without rope factor tensors"
+        )
     return config | ({"rope_scaling": scaling} if scaling else {})
 
 
-_FACTORS = {
+_FACTOR_TENSORS = {
     "freq_factor": "freqs",
     "short_factor": "factors_short",
     "long_factor": "factors_long",
@@ -94,7 +96,7 @@ def _yarn(keys: GGUFKeys) -> dict[str, object]:
     for name in ("beta_fast", "beta_slow"):
         if keys.get(f"rope.scaling.yarn_{name}") is not None:
             scaling[name] = keys.number(f"rope.scaling.yarn_{name}")
-    if keys.get("rope.scaling.attn_factor"):  # multiplies the default that follows from `factor`
+    if keys.get("rope.scaling.attn_factor"):  # relative to the default for `factor`
         default = 0.1 * log(factor) + 1 if factor > 1 else 1.0
         scaling["attention_factor"] = keys.number("rope.scaling.attn_factor") * default
     return scaling
@@ -103,11 +105,11 @@ def _yarn(keys: GGUFKeys) -> dict[str, object]:
 def layer_types(keys: GGUFKeys, period: int) -> list[str]:
     """Return the attention type of each layer.
 
-    By default each ``period``-th layer uses full attention. A file may set another period, or give a list
-    with one entry per layer.
+    Every ``period``-th layer uses full attention. The file can set another period, or have an array with one
+    entry per layer.
     """
     key = "attention.sliding_window_pattern"
     if keys.get(key) is None or type(keys.get(key)) is int:
         period = keys.count(key, period)
         return [SLIDING if (layer + 1) % period else FULL for layer in range(keys.count("block_count"))]
-    return [SLIDING if slides else FULL for slides in keys.array(key)]
+    return [SLIDING if is_sliding else FULL for is_sliding in keys.array(key)]

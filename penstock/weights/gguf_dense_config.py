@@ -1,4 +1,4 @@
-"""The configurations of dense families in GGUF files."""
+"""Converts the metadata of dense families in GGUF files to ``config.json``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import cast
 from penstock.weights.gguf_decoder import decoder_config, layer_types
 from penstock.weights.gguf_keys import GGUFKeys
 
-_XIELU = ("alpha_p", "alpha_n", "beta", "eps")
-"""The parameters of Apertus' activation."""
+_XIELU_PARAMETERS = ("alpha_p", "alpha_n", "beta", "eps")
+"""The parameters of the xIELU activation of Apertus."""
 
 
 def _gemma(keys: GGUFKeys) -> dict[str, object]:
@@ -131,7 +131,7 @@ def _apertus(keys: GGUFKeys) -> dict[str, object]:
     return config | {
         "model_type": "apertus",
         "hidden_act": "xielu",
-        "xielu": {name: keys.file_numbers(f"xielu.{name}", layers) for name in _XIELU},
+        "xielu": {name: keys.unprefixed_numbers(f"xielu.{name}", layers) for name in _XIELU_PARAMETERS},
     }
 
 
@@ -155,4 +155,4 @@ DENSE_CONFIGS: Mapping[str, Callable[[GGUFKeys], dict[str, object]]] = {
     "mistral3": _ministral3,
     "apertus": _apertus,
 }
-"""``general.architecture`` -> function that returns the configuration."""
+"""``general.architecture`` -> function that returns the content of ``config.json``."""

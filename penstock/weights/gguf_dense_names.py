@@ -1,4 +1,4 @@
-"""GGUF names of dense families that differ from Llama in more than an option."""
+"""Tensor names of dense families in GGUF files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from penstock.weights.gguf_family import LLAMA, POST_NORMS, GGUFFamily
 
-_AFTER = LLAMA | POST_NORMS
+_LLAMA_POST_NORM = LLAMA | POST_NORMS
 _FUSED_GATE_UP = {"blk.N.ffn_up": "model.layers.N.mlp.gate_up_proj"}
 _GLM4_NORMS = {
     "blk.N.post_attention_norm": "model.layers.N.post_self_attn_layernorm",
@@ -47,12 +47,12 @@ _GPT_NEOX = {
 }
 
 DENSE_FAMILIES: Mapping[str, GGUFFamily] = {
-    "gemma": GGUFFamily(LLAMA, norm_excess=1.0),
+    "gemma": GGUFFamily(LLAMA, norm_offset=1.0),
     "glm4": GGUFFamily(LLAMA | _FUSED_GATE_UP | _GLM4_NORMS),
     "chatglm": GGUFFamily(LLAMA | _FUSED_GATE_UP),
     "ernie4_5": GGUFFamily(LLAMA),
     "seed_oss": GGUFFamily(LLAMA | {"blk.N.post_attention_norm": "model.layers.N.post_attention_layernorm"}),
-    "exaone4": GGUFFamily(_AFTER),
+    "exaone4": GGUFFamily(_LLAMA_POST_NORM),
     "arcee": GGUFFamily(LLAMA, is_interleaved=True),
     "command-r": GGUFFamily(LLAMA),
     "cohere2": GGUFFamily(LLAMA),
@@ -61,9 +61,9 @@ DENSE_FAMILIES: Mapping[str, GGUFFamily] = {
     "phi2": GGUFFamily(LLAMA | _PHI),
     "stablelm": GGUFFamily(LLAMA | _STABLELM),
     "gptneox": GGUFFamily(_GPT_NEOX, has_fused_heads=True),
-    "nemotron": GGUFFamily(LLAMA, norm_excess=1.0),
+    "nemotron": GGUFFamily(LLAMA, norm_offset=1.0),
     "olmo": GGUFFamily(LLAMA, is_interleaved=True),
     "mistral3": GGUFFamily(LLAMA, is_interleaved=True),
     "apertus": GGUFFamily(LLAMA | _APERTUS),
 }
-"""``general.architecture`` -> names."""
+"""``general.architecture`` -> tensor names and storage options."""

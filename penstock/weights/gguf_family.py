@@ -1,4 +1,4 @@
-"""`GGUFFamily`: the names and the stored numbers of a family of models in GGUF files."""
+"""`GGUFFamily`: the tensor names of a model family in GGUF files, and how its weights are stored."""
 
 from __future__ import annotations
 
@@ -8,21 +8,27 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class GGUFFamily:
-    """How a family names and stores its tensors."""
+    """The tensor names of a family, and differences between GGUF files and Hugging Face checkpoints."""
 
     names: Mapping[str, str]
-    """Name in the file -> name on the hub. ``N`` is the number of a layer, ``X`` the number of an expert."""
-    is_interleaved: bool = False
-    """Whether query and key rows are interleaved for the rotary embedding."""
-    is_transposed: bool = False
-    norm_excess: float = 0.0
-    """Constant that the file adds to the weights of norms."""
-    has_fused_heads: bool = False
-    """Whether the fused matrix of a checkpoint is ordered by head: query, key and value of each."""
-    vectors: Mapping[str, tuple[str, int]] = field(default_factory=dict)
-    """Vectors: name in the file without suffix -> full name and number of dimensions on the hub.
+    """Name in the GGUF file -> name in the checkpoint, both without suffix.
 
-    A vector with two dimensions is a matrix of one row on the hub.
+    ``N`` stands for the number of a layer, ``X`` for the number of an expert.
+    """
+    is_interleaved: bool = False
+    """Whether the file stores query and key rows interleaved for the rotary embedding."""
+    is_transposed: bool = False
+    """Whether the checkpoint stores the matrices of the blocks as ``[in, out]``."""
+    norm_offset: float = 0.0
+    """The constant that the file adds to the weights of norms."""
+    has_fused_heads: bool = False
+    """Whether the checkpoint orders the fused QKV matrix by head: query, key and value of head 0, then of
+    head 1.
+    """
+    vectors: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    """Vectors: name in the file without suffix -> full name and number of dims in the checkpoint.
+
+    A vector with two dims is a matrix of one row in the checkpoint.
     """
 
 

@@ -1,4 +1,4 @@
-"""`GGUFKeys`: the metadata of a model family in a GGUF file, checked on reading."""
+"""`GGUFKeys`: reads and checks the metadata of a model family in a GGUF file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from penstock.weights.gguf import GGUFFile
 
 
 class GGUFKeys:
-    """The metadata keys of a file's family, without prefix: ``block_count`` for ``llama.block_count``."""
+    """The metadata of a file's family.
+
+    Keys have no prefix: ``block_count`` stands for ``llama.block_count``.
+    """
 
     def __init__(self, file: GGUFFile, architecture: str) -> None:
         self.file = file
@@ -17,7 +20,7 @@ class GGUFKeys:
         self._read: set[str] = set()
 
     def get(self, key: str) -> object:
-        """Return the value of a key, or None if the file has none."""
+        """Return the value of a key, or None if the key is missing."""
         self._read.add(key)
         return self.file.metadata.get(self._prefix + key)
 
@@ -47,8 +50,8 @@ class GGUFKeys:
         """Return whether the first layer has this tensor."""
         return f"blk.0.{tensor}" in self.file.tensors
 
-    def rows_of(self, tensor: str) -> int:
-        """Return the first dimension of a tensor. A missing tensor is an error."""
+    def num_rows(self, tensor: str) -> int:
+        """Return the size of the first dim of a tensor. A missing tensor is an error."""
         if tensor not in self.file.tensors:
             raise WeightsError(self.file.path, f"has no tensor {tensor}")
         return self.file.tensors[tensor].shape[0]
@@ -58,8 +61,8 @@ class GGUFKeys:
         self._read.add(key)
         return self.file.array(self._prefix + key)
 
-    def file_numbers(self, key: str, count: int) -> list[float]:
-        """Return the ``count`` numbers of a key that has no prefix."""
+    def unprefixed_numbers(self, key: str, count: int) -> list[float]:
+        """Return the array of ``count`` numbers under a key without the family's prefix."""
         values = self.file.array(key)
         if len(values) != count or not all(type(value) in (int, float) for value in values):
             raise WeightsError(
@@ -76,18 +79,18 @@ class GGUFKeys:
         return WeightsError(self.file.path, f"{self._prefix}{key} {problem}, was {self.get(key)!r}")
 
     def unread(self) -> list[str]:
-        """Return the family's keys that were not read, except those known to have no effect."""
+        """Return the family's keys that were not read, except those without effect on the results."""
         keys = (key for key in self.file.metadata if key.startswith(self._prefix))
-        known = self._read | _WITHOUT_EFFECT
-        return sorted(key for key in keys if key.removeprefix(self._prefix) not in known)
+        handled_keys = self._read | _WITHOUT_EFFECT
+        return sorted(key for key in keys if key.removeprefix(self._prefix) not in handled_keys)
 
     def check_supported(self) -> None:
-        """Check that the file sets no key that its family does not implement.
+        """Check that the file sets no key that Penstock does not support for its family.
 
-        Call it after the configuration was read: a key that was read counts as implemented.
+        Must be called after the configuration was read, because a key that was read counts as supported.
 
         Raises:
-            WeightsError: names the key and its value.
+            WeightsError: the file sets such a key. The message has the key and its value.
         """
         for key in _RESTRICTED_KEYS:
             is_read = key in self._read or key in _SUPPORTED_BY.get(self._prefix, ())
@@ -98,7 +101,7 @@ class GGUFKeys:
         if self.get("tensor_data_layout") not in (None, "reference", "Meta AI original pth"):
             raise self.fail("tensor_data_layout", "is unknown")
         if self.count("attention.value_length", self.head_dim) != self.head_dim:
-            raise self.fail("attention.value_length", f"must be the length of keys, {self.head_dim}")
+            raise self.fail("attention.value_length", f"must be the head size, {self.head_dim}")
 
     @property
     def head_dim(self) -> int:
@@ -125,7 +128,7 @@ _SUPPORTED_BY = {
     "stablelm.": ("use_parallel_residual",),
     "olmo.": ("attention.clamp_kqv",),
 }
-"""Prefix of a family -> keys of `_RESTRICTED_KEYS` that it implements."""
+"""Prefix of a family -> keys of `_RESTRICTED_KEYS` that are supported for this family."""
 _WITHOUT_EFFECT = {
     "vocab_size",  # taken from the shape of the embedding table
     "rope.scaling.finetuned",

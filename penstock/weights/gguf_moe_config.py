@@ -1,4 +1,4 @@
-"""The configurations of families with experts in GGUF files."""
+"""Converts the metadata of families with experts in GGUF files to ``config.json``."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from penstock.weights.gguf_keys import GGUFKeys
 
 _SOFTMAX, _SIGMOID = 1, 2
 """Values of ``expert_gating_func``."""
-_EXPERTS_OF_MAVERICK = 128
-"""Number of experts of Llama 4 Maverick.
+_MAVERICK_EXPERTS = 128
+"""Number of experts of Llama 4 Maverick, by which the model is recognised.
 
-Maverick has no norms of queries and keys, but the metadata of a file does not contain this fact.
+Maverick has no norms of queries and keys. The metadata have no key for this property.
 """
 
 
 def _experts(keys: GGUFKeys) -> dict[str, object]:
-    """Return the number of experts, and of experts per token."""
+    """Return the keys for the number of experts and the number of experts per token."""
     return {
         "num_local_experts": keys.count("expert_count"),
         "num_experts_per_tok": keys.count("expert_used_count"),
@@ -45,8 +45,8 @@ def _qwen2_moe(keys: GGUFKeys) -> dict[str, object]:
 
 
 def _olmoe(keys: GGUFKeys) -> dict[str, object]:
-    normed = keys.get("expert_weights_norm") is True
-    return decoder_config(keys) | _experts(keys) | {"model_type": "olmoe", "norm_topk_prob": normed}
+    normalizes = keys.get("expert_weights_norm") is True
+    return decoder_config(keys) | _experts(keys) | {"model_type": "olmoe", "norm_topk_prob": normalizes}
 
 
 def _granite_moe(keys: GGUFKeys) -> dict[str, object]:
@@ -69,17 +69,17 @@ def _granite_moe(keys: GGUFKeys) -> dict[str, object]:
 
 def _glm4_moe(keys: GGUFKeys) -> dict[str, object]:
     _check_gating(keys, _SIGMOID)
-    drafts = keys.get("nextn_predict_layers") or 0
+    draft_layers = keys.get("nextn_predict_layers") or 0
     layers = keys.count("block_count")
-    if type(drafts) is not int or not 0 <= drafts < layers:
+    if type(draft_layers) is not int or not 0 <= draft_layers < layers:
         raise keys.fail("nextn_predict_layers", f"must be less than the {layers} blocks of the file")
     return (
         decoder_config(keys, partial_rotary=True)
         | _experts(keys)
         | {
             "model_type": "glm4_moe",
-            "num_hidden_layers": layers - drafts,
-            "num_nextn_predict_layers": drafts,
+            "num_hidden_layers": layers - draft_layers,
+            "num_nextn_predict_layers": draft_layers,
             "moe_intermediate_size": keys.count("expert_feed_forward_length"),
             "n_shared_experts": keys.count("expert_shared_count", 1),
             "first_k_dense_replace": keys.get("leading_dense_block_count") or 0,
@@ -148,7 +148,7 @@ def _llama4(keys: GGUFKeys) -> dict[str, object]:
             "attention_chunk_size": 8192,
             "floor_scale": keys.count("attention.temperature_length", 8192),
             "attn_scale": keys.number("attention.temperature_scale", 0.1),
-            "use_qk_norm": keys.count("expert_count") != _EXPERTS_OF_MAVERICK,
+            "use_qk_norm": keys.count("expert_count") != _MAVERICK_EXPERTS,
         }
     )
 
@@ -163,4 +163,4 @@ MOE_CONFIGS: Mapping[str, Callable[[GGUFKeys], dict[str, object]]] = {
     "phimoe": _phimoe,
     "llama4": _llama4,
 }
-"""``general.architecture`` -> function that returns the configuration."""
+"""``general.architecture`` -> function that returns the content of ``config.json``."""

@@ -1,4 +1,4 @@
-"""GGUF names of families with experts."""
+"""Tensor names of families with experts in GGUF files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ _BLOCK = "model.layers.N"
 
 
 def _experts(path: str, router: str, parts: tuple[str, str, str]) -> dict[str, str]:
-    """Return the names of router and experts; ``path`` is that of the experts within a block."""
+    """Return the names of the router and of the experts.
+
+    Args:
+        path: the checkpoint's name of the experts within a block.
+        router: the checkpoint's name of the router within a block.
+        parts: the checkpoint's names of the gate, up and down matrix of an expert.
+    """
     gate, up, down = (f"{_BLOCK}.{path}.X.{part}" for part in parts)
     return {
         "blk.N.ffn_gate_inp": f"{_BLOCK}.{router}",
@@ -21,18 +27,18 @@ def _experts(path: str, router: str, parts: tuple[str, str, str]) -> dict[str, s
 
 
 def _shared(path: str) -> dict[str, str]:
-    """Return the names of the shared experts."""
+    """Return the names of the shared experts, which have the name ``path`` within a block."""
     return {f"blk.N.ffn_{short}_shexp": f"{_BLOCK}.{path}.{short}_proj" for short in ("gate", "up", "down")}
 
 
-_PARTS = ("gate_proj", "up_proj", "down_proj")
-_QWEN = LLAMA | _experts("mlp.experts", "mlp.gate", _PARTS)
+_LLAMA_PARTS = ("gate_proj", "up_proj", "down_proj")
+_QWEN = LLAMA | _experts("mlp.experts", "mlp.gate", _LLAMA_PARTS)
 _MIXTRAL = LLAMA | _experts("block_sparse_moe.experts", "block_sparse_moe.gate", ("w1", "w3", "w2"))
-_GRANITE = LLAMA | _experts("block_sparse_moe.experts", "block_sparse_moe.router.layer", _PARTS)
-_LLAMA4 = LLAMA | _experts("feed_forward.experts", "feed_forward.router", _PARTS)
+_GRANITE = LLAMA | _experts("block_sparse_moe.experts", "block_sparse_moe.router.layer", _LLAMA_PARTS)
+_LLAMA4 = LLAMA | _experts("feed_forward.experts", "feed_forward.router", _LLAMA_PARTS)
 _LLAMA4 |= {f"blk.N.ffn_{part}": f"{_BLOCK}.feed_forward.{part}_proj" for part in ("gate", "up", "down")}
 _GLM_NORM = {"blk.N.post_attention_norm": f"{_BLOCK}.post_attention_layernorm"}
-_DRAFTS = {
+_DRAFT_LAYERS = {
     f"blk.N.nextn.{part}": f"{_BLOCK}.nextn.{part}"
     for part in ("eh_proj", "embed_tokens", "enorm", "hnorm", "shared_head_head", "shared_head_norm")
 }
@@ -46,7 +52,7 @@ MOE_FAMILIES: Mapping[str, GGUFFamily] = {
     "olmoe": GGUFFamily(_QWEN),
     "granitemoe": GGUFFamily(_GRANITE, is_interleaved=True),
     "glm4moe": GGUFFamily(
-        _QWEN | _shared("mlp.shared_experts") | _GLM_NORM | _DRAFTS,
+        _QWEN | _shared("mlp.shared_experts") | _GLM_NORM | _DRAFT_LAYERS,
         vectors={"blk.N.exp_probs_b": (f"{_BLOCK}.mlp.gate.{_BIAS}", 1)},
     ),
     "minimax-m2": GGUFFamily(
@@ -59,4 +65,4 @@ MOE_FAMILIES: Mapping[str, GGUFFamily] = {
     "phimoe": GGUFFamily(_MIXTRAL),
     "llama4": GGUFFamily(_LLAMA4 | _shared("feed_forward.shared_expert")),
 }
-"""``general.architecture`` -> names."""
+"""``general.architecture`` -> tensor names and storage options."""

@@ -1,9 +1,11 @@
-"""Maps GGUF tensors to the names and shapes of Hugging Face checkpoints. One table per family.
+"""Maps GGUF tensors to the names and shapes of Hugging Face checkpoints. There is one table per family.
 
-`GGUFTensor` records differences in the stored numbers. Reading the tensor reverts them:
+`GGUFTensor` records how the stored weights differ from the checkpoint. Reading the tensor reverts these
+differences:
+
 - query and key rows that are interleaved for the rotary embedding,
-- fused rows that the checkpoint orders by heads,
-- GPT-2's transposed matrices,
+- fused QKV rows that the checkpoint orders by head,
+- matrices that GPT-2's checkpoint stores transposed,
 - norm weights to which the file adds 1,
 - one tensor for all experts of a layer, or for the norms of all heads.
 """
@@ -33,42 +35,42 @@ PACKAGE_BLOCKS = (
     *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"),
     *("TQ1_0", "TQ2_0"),
 )
-"""Block types that the package ``gguf`` reads, which contains their tables."""
+"""Block types that the package ``gguf`` reads. It contains the tables of values of these types."""
 
 _FLOATS = {"F16": DType.float16, "BF16": DType.bfloat16, "F32": DType.float32, "F64": DType.float64}
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor(TensorHeader):
-    """One tensor of a GGUF file, or one expert's part of it, with its name and shape on the hub."""
+    """A tensor of a GGUF file, or the part of one expert, with its shape in the checkpoint."""
 
     heads: int = 0
-    """Number of heads if the rows are interleaved for the rotary embedding; 0 if they are not."""
+    """Number of heads if the rows are interleaved for the rotary embedding; otherwise 0."""
     fused_heads: int = 0
-    """Number of heads if the file stores all queries, keys and values in sequence, while the checkpoint
+    """Number of heads if the file stores all queries, then all keys, then all values, and the checkpoint
     orders them by head; otherwise 0.
     """
-    excess: float = 0.0
-    """Constant that the file adds to the weight."""
+    weight_offset: float = 0.0
+    """The constant that the file adds to the weight."""
 
     @property
     def dtype(self) -> DType | None:
-        """The type in which the tensor is read. Blocks are read as float32."""
+        """The element type of the tensor after reading. Block types are read as float32."""
         is_block = self.type_name in READABLE_BLOCKS or self.type_name in PACKAGE_BLOCKS
         return DType.float32 if is_block else _FLOATS.get(self.type_name)
 
     @property
-    def is_widened(self) -> bool:
+    def is_dequantized(self) -> bool:
         return self.encoding is None and self.type_name not in _FLOATS
 
     def rows(self, start: int, stop: int) -> GGUFTensor | None:
-        """Return the rows ``start`` to ``stop - 1`` of a matrix; None if they are not contiguous."""
+        """Return the header of the rows ``start`` to ``stop - 1``; None if they are not contiguous."""
         if len(self.shape) != 2 or self.is_transposed:
             return None
         size = self.num_bytes // self.shape[0]
         head = self.shape[0] // self.heads if self.heads else 1
         if start % head or stop % head:
-            return None  # rows of a head are interleaved
+            return None  # the rows of a head are interleaved, so a part of a head is not contiguous
         return replace(
             self,
             shape=(stop - start, self.shape[1]),
@@ -117,28 +119,28 @@ _FAMILIES = {
     "qwen3moe": GGUFFamily(_QWEN3_MOE),
     "olmo2": GGUFFamily(LLAMA | POST_NORMS),
     "phi3": GGUFFamily(_PHI3),
-    "gemma2": GGUFFamily(_GEMMA, norm_excess=1.0),
-    "gemma3": GGUFFamily(_GEMMA, norm_excess=1.0),
+    "gemma2": GGUFFamily(_GEMMA, norm_offset=1.0),
+    "gemma3": GGUFFamily(_GEMMA, norm_offset=1.0),
     "gpt2": GGUFFamily(_GPT2, is_transposed=True),
     **DENSE_FAMILIES,
     **MOE_FAMILIES,
 }
 
 _IGNORED = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd.*")
-"""Tensors that are not loaded as weights: `gguf_config` gives the frequencies of the rotary embedding."""
+"""Tensors that are not weights of the model. `gguf_config` reads the factors of the rotary embedding."""
 
 
 def read_gguf_headers(path: Path) -> dict[str, TensorHeader]:
-    """Return the tensors of a GGUF file by their names in Hugging Face checkpoints of the family.
+    """Return the tensors of a GGUF file by their names in Hugging Face checkpoints.
 
-    A tensor that the family's table does not list keeps the file's name.
+    A tensor that is not in the table of the family keeps its name.
 
     Raises:
-        WeightsError: the file is damaged, or holds a type that cannot be read.
-        UnknownArchitectureError: the family is unknown.
+        WeightsError: the file is damaged, or has a tensor of a type that cannot be read.
+        UnknownArchitectureError: the architecture is unknown.
     """
     file = GGUFFile(path)
-    name = architecture_of(file)
+    name = read_architecture(file)
     family, heads = _FAMILIES[name], _heads(file, name)
     return {
         header_name: header
@@ -148,11 +150,11 @@ def read_gguf_headers(path: Path) -> dict[str, TensorHeader]:
     }
 
 
-def architecture_of(file: GGUFFile) -> str:
+def read_architecture(file: GGUFFile) -> str:
     """Return the ``general.architecture`` of a file.
 
     Raises:
-        UnknownArchitectureError: no family of this name is known.
+        UnknownArchitectureError: the architecture is unknown.
     """
     name = str(file.metadata.get("general.architecture"))
     if name not in _FAMILIES:
@@ -161,7 +163,7 @@ def architecture_of(file: GGUFFile) -> str:
 
 
 def _heads(file: GGUFFile, architecture: str) -> dict[str, int]:
-    """Return the number of query heads and of key heads, by the tensor's name."""
+    """Return the numbers of query heads and of key heads, under the keys ``attn_q`` and ``attn_k``."""
     queries = file.metadata.get(f"{architecture}.attention.head_count")
     keys = file.metadata.get(f"{architecture}.attention.head_count_kv", queries)
     heads = {}
@@ -205,25 +207,26 @@ def _headers(
     if family.is_transposed and block and len(tensor.shape) == 2:
         header = replace(header, is_transposed=True, shape=tensor.shape[::-1])
     if part.endswith("norm") and kind == "weight":
-        header = replace(header, excess=family.norm_excess)
-    for expert, one in _experts(header) if "X" in name else [("X", header)]:
-        yield f"{name}.{kind}".replace(".N.", f".{layer}.").replace(".X.", f".{expert}."), one
+        header = replace(header, weight_offset=family.norm_offset)
+    for expert, part_header in _experts(header) if "X" in name else [("X", header)]:
+        full_name = f"{name}.{kind}".replace(".N.", f".{layer}.").replace(".X.", f".{expert}.")
+        yield full_name, part_header
 
 
 def _vector(header: GGUFTensor, family: GGUFFamily) -> tuple[str, GGUFTensor]:
-    """Return a tensor of `GGUFFamily.vectors`, or one that keeps the file's name."""
+    """Return the name and header of a vector in `GGUFFamily.vectors`. Other tensors keep their names."""
     stem = header.stored_name.rpartition(".")[0]
     block = re.match(r"blk\.(\d+)\.", stem)
-    found = family.vectors.get(re.sub(r"^blk\.\d+\.", "blk.N.", stem))
-    if found is None or block is None or len(header.shape) > 2:
+    name_and_dims = family.vectors.get(re.sub(r"^blk\.\d+\.", "blk.N.", stem))
+    if name_and_dims is None or block is None or len(header.shape) > 2:
         return header.stored_name, header
-    name, dimensions = found
+    name, dimensions = name_and_dims
     shape = (1,) * (dimensions - 1) + header.shape[-1:]
     return name.replace(".N.", f".{block[1]}."), replace(header, shape=shape)
 
 
 def _experts(header: GGUFTensor) -> Iterator[tuple[str, GGUFTensor]]:
-    """Yield the parts of a tensor that holds the matrices of all experts, or the norms of all heads."""
+    """Yield the parts of a tensor with the matrices of all experts, or with the norms of all heads."""
     dimensions = 2 if header.stored_name.partition(".weight")[0].endswith("norm") else 3
     if len(header.shape) != dimensions:
         raise WeightsError(

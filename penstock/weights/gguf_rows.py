@@ -1,6 +1,6 @@
 """Reads the blocks of GGUF files as codes and scales, for the encodings that represent them exactly.
 
-Each reader takes blocks ``[N, bytes]`` and returns the tensors of its encoding with a row for each block.
+A reader is a function from blocks ``[N, bytes]`` to the tensors of an encoding, with one row for each block.
 """
 
 from __future__ import annotations
@@ -11,34 +11,34 @@ import torch
 from torch import Tensor
 
 from penstock.weights.gguf import BLOCK_SIZES
-from penstock.weights.gguf_blocks import bits_of, k_codes, k_fifth_bits, k_scales, nibbles, q6_k_codes
+from penstock.weights.gguf_blocks import expand_bits, k_codes, k_fifth_bits, k_scales, nibbles, q6_k_codes
 from penstock.weights.gguf_names import GGUFTensor
 
 Rows = dict[str, Tensor]
 
 
 def gguf_rows(data: Tensor, header: GGUFTensor) -> Rows:
-    """Return the tensors of a weight ``[out, in]`` in the encoding of its blocks, see `ROW_READERS`.
+    """Return a weight ``[out, in]`` as the tensors of its encoding, such as ``weight`` and ``scales``.
 
     Args:
-        data: the bytes of its file.
-        header: describes the tensor.
+        data: all bytes of the file, uint8.
+        header: the header of the tensor.
     """
     out_features = header.shape[1 if header.is_transposed else 0]
     stored = data[header.offset : header.offset + header.num_bytes]
     blocks = ROW_READERS[header.type_name](stored.view(-1, BLOCK_SIZES[header.type_name]))
     rows = {name: tensor.reshape(out_features, -1) for name, tensor in blocks.items()}
-    rows = {name: reordered(tensor, header) for name, tensor in rows.items()}
+    rows = {name: reorder_rows(tensor, header) for name, tensor in rows.items()}
     if header.type_name == "Q8_0":
         rows["row_scales"] = torch.ones(out_features)
     return rows
 
 
-def reordered(rows: Tensor, header: GGUFTensor) -> Tensor:
-    """Return rows in the order of the checkpoint.
+def reorder_rows(rows: Tensor, header: GGUFTensor) -> Tensor:
+    """Return rows ``[out, ...]`` in the order of the Hugging Face checkpoint.
 
-    The rows of a head are reordered from ``0 D/2 1 D/2+1 ...`` to ``0 1 2 ...``, fused rows from all queries,
-    keys and values to query, key and value of each head.
+    Interleaved rows of a head are reordered from ``0 D/2 1 D/2+1 ...`` to ``0 1 2 ...``. Fused rows are
+    reordered from all queries, all keys, all values to the query, key and value of each head.
     """
     if header.heads:
         pairs = rows.view(header.heads, -1, 2, *rows.shape[1:])  # [H, D / 2, 2, ...]
@@ -58,7 +58,7 @@ def _q4_0(blocks: Tensor) -> Rows:
 
 
 def _q5_0(blocks: Tensor) -> Rows:
-    codes = nibbles(blocks[:, 6:]) | bits_of(blocks[:, 2:6]) << 4
+    codes = nibbles(blocks[:, 6:]) | expand_bits(blocks[:, 2:6]) << 4
     return {"weight": codes.to(torch.int8) - 16, "scales": _half_at(blocks, 0)}
 
 
@@ -77,20 +77,20 @@ def _q4_1(blocks: Tensor) -> Rows:
 
 
 def _q5_1(blocks: Tensor) -> Rows:
-    codes = nibbles(blocks[:, 8:]) | bits_of(blocks[:, 4:8]) << 4
+    codes = nibbles(blocks[:, 8:]) | expand_bits(blocks[:, 4:8]) << 4
     return {"weight": codes, "scales": _half_at(blocks, 0), "minima": -_half_at(blocks, 2)}
 
 
 def _q4_k(blocks: Tensor) -> Rows:
-    return {"weight": k_codes(blocks[:, 16:]).flatten(1), **_k_numbers(blocks)}
+    return {"weight": k_codes(blocks[:, 16:]).flatten(1), **_k_scale_tensors(blocks)}
 
 
 def _q5_k(blocks: Tensor) -> Rows:
     codes = k_codes(blocks[:, 48:]) | k_fifth_bits(blocks[:, 16:48]) << 4
-    return {"weight": codes.flatten(1), **_k_numbers(blocks)}
+    return {"weight": codes.flatten(1), **_k_scale_tensors(blocks)}
 
 
-def _k_numbers(blocks: Tensor) -> Rows:
+def _k_scale_tensors(blocks: Tensor) -> Rows:
     scales, minima = k_scales(blocks)
     return {
         "scales": scales,
@@ -123,4 +123,4 @@ ROW_READERS: Mapping[str, Callable[[Tensor], Rows]] = {
     "Q6_K": _q6_k,
     "MXFP4": _mxfp4,
 }
-"""Type name -> function that reads its blocks as codes and scales."""
+"""Type name -> reader of its blocks."""

@@ -1,7 +1,6 @@
-"""Reads the tensors of GGUF files as torch tensors.
+"""`gguf_tensor`: reads the tensors of GGUF files as floats.
 
-`gguf_tensor` reads floats, which the loader then packs in the encoding of the model. `gguf_rows` keeps the
-codes and scales.
+`gguf_rows` keeps their codes and scales instead.
 """
 
 from __future__ import annotations
@@ -11,17 +10,17 @@ from torch import Tensor
 from penstock.weights.gguf import BLOCK_SIZES
 from penstock.weights.gguf_blocks import READERS, dequantize
 from penstock.weights.gguf_names import PACKAGE_BLOCKS, GGUFTensor
-from penstock.weights.gguf_rows import reordered
+from penstock.weights.gguf_rows import reorder_rows
 
 
 def gguf_tensor(data: Tensor, header: GGUFTensor) -> Tensor:
-    """Return one tensor as floats, in the shape and row order of its header.
+    """Return a tensor as floats, in the shape and row order of the Hugging Face checkpoint.
 
-    Plain floats that need no reordering are returned as a view of ``data``.
+    The result is a view of ``data`` if the tensor is stored as floats in this order.
 
     Args:
-        data: the bytes of the file.
-        header: describes the tensor.
+        data: all bytes of the file, uint8.
+        header: the header of the tensor.
     """
     stored = data[header.offset : header.offset + header.num_bytes]
     if header.type_name in READERS or header.type_name in PACKAGE_BLOCKS:
@@ -32,5 +31,5 @@ def gguf_tensor(data: Tensor, header: GGUFTensor) -> Tensor:
     if header.is_transposed:
         return numbers.view(header.shape[::-1]).T
     tensor = numbers.view(header.shape)
-    tensor = reordered(tensor, header)
-    return tensor - header.excess if header.excess else tensor
+    tensor = reorder_rows(tensor, header)
+    return tensor - header.weight_offset if header.weight_offset else tensor

@@ -1,9 +1,9 @@
 """Rebuilds the tokenizer of a GGUF file with the `tokenizers` library.
 
 Two kinds are supported: byte-level BPE with a list of merges (``gpt2``), and SentencePiece BPE with scores
-(``llama``), from which the merges are derived. The file names the pre-tokenizer but does not hold its
-pattern. Supported names are those whose pattern is published in the models' tokenizer files. Other names are
-errors, because a similar pattern would produce wrong tokens silently.
+(``llama``), from which the merges are derived. The file contains the name of the pre-tokenizer but not its
+pattern. The supported names are those with a pattern in the published tokenizer files of a model. Other names
+are errors, because a similar pattern would silently produce wrong tokens.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class GGUFTokenizer:
     """The tokenizer of a GGUF file, with its special tokens and templates."""
 
     tokenizer: Tokenizer
-    special_tokens: dict[str, str]  # name in chat templates -> token: "eos_token" -> "</s>"
-    templates: dict[str, str]  # Jinja text by name
+    special_tokens: dict[str, str]  # name in chat templates -> token, such as "eos_token" -> "</s>"
+    templates: dict[str, str]  # chat templates: name -> Jinja text
     eos_token_ids: tuple[int, ...]
 
 
@@ -46,14 +46,15 @@ def read_gguf_tokenizer(path: Path, tokenizer: Tokenizer | None = None) -> GGUFT
     """Return the tokenizer of a GGUF file.
 
     Args:
-        path: the file.
-        tokenizer: the model's tokenizer, used instead of a rebuilt one. Its tokens must equal the file's.
+        path: the GGUF file.
+        tokenizer: a tokenizer to use instead of rebuilding one. Its tokens must equal those of the file.
 
     Raises:
-        CheckpointError: the file has no tokenizer, an unsupported or damaged one, or ``tokenizer`` differs.
+        CheckpointError: the file has no tokenizer, its tokenizer is not supported or damaged, or the tokens
+            of ``tokenizer`` differ.
     """
     file = GGUFFile(path)
-    tokens = _strings(file, "tokenizer.ggml.tokens")
+    tokens = _read_strings(file, "tokenizer.ggml.tokens")
     if tokenizer is not None:
         _check_same_tokens(path, tokens, tokenizer)
     return GGUFTokenizer(
@@ -66,30 +67,31 @@ def read_gguf_tokenizer(path: Path, tokenizer: Tokenizer | None = None) -> GGUFT
 
 def _check_same_tokens(path: Path, tokens: list[str], tokenizer: Tokenizer) -> None:
     for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
-        # User-defined tokens may hold a space or SentencePiece's mark for it.
+        # User-defined tokens contain either a space or SentencePiece's mark for it.
         if token_id >= len(tokens) or tokens[token_id].replace("▁", " ") != token.replace("▁", " "):
-            there = repr(tokens[token_id]) if token_id < len(tokens) else "nothing"
+            file_token = repr(tokens[token_id]) if token_id < len(tokens) else "missing"
             raise CheckpointError(
                 path.with_name("tokenizer.json"),
-                f"is not the tokenizer of {path.name}: token {token_id} is {token!r} here and {there} there",
+                f"is not the tokenizer of {path.name}: token {token_id} is {token!r}, but {file_token} in "
+                "the GGUF file",
             )
 
 
 def _tokenizer(file: GGUFFile, tokens: list[str]) -> Tokenizer:
-    whole = file.metadata.get("tokenizer.huggingface.json")
-    if isinstance(whole, str):
+    tokenizer_json = file.metadata.get("tokenizer.huggingface.json")
+    if isinstance(tokenizer_json, str):
         try:
-            return Tokenizer.from_str(whole)
-        except Exception as error:  # the library raises nothing more precise
+            return Tokenizer.from_str(tokenizer_json)
+        except Exception as error:  # the library raises only Exception
             raise CheckpointError(
                 file.path, f"tokenizer.huggingface.json cannot be read as a tokenizer: {error}"
             ) from error
     kind = file.metadata.get("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
         raise CheckpointError(
-            file.path, f"its tokenizer is of the unsupported kind {kind!r} (not gpt2 or llama): {_HINT}"
+            file.path, f"has a tokenizer of the unsupported kind {kind!r} (supported: gpt2, llama): {_HINT}"
         )
-    types = _numbers(file, "tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+    types = _read_numbers(file, "tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
     if len(types) != len(tokens):
         raise CheckpointError(file.path, f"has {len(tokens)} tokens, but types for {len(types)}")
     padding = {i for i, token in enumerate(tokens) if types[i] == _UNUSED and token == f"[PAD{i}]"}
@@ -99,47 +101,49 @@ def _tokenizer(file: GGUFFile, tokens: list[str]) -> Tokenizer:
     build = _byte_level if kind == "gpt2" else _sentencepiece
     tokenizer = build(file, vocabulary, types)
     tokenizer.add_special_tokens(
-        [_added(token) for token, i in vocabulary.items() if types[i] in (_CONTROL, _UNKNOWN)]
+        [_added_token(token) for token, i in vocabulary.items() if types[i] in (_CONTROL, _UNKNOWN)]
     )
-    tokenizer.add_tokens([_added(token) for token, i in vocabulary.items() if types[i] == _USER_DEFINED])
-    _add_ends(file, tokenizer, tokens)
+    tokenizer.add_tokens(
+        [_added_token(token) for token, i in vocabulary.items() if types[i] == _USER_DEFINED]
+    )
+    _add_bos_and_eos(file, tokenizer, tokens)
     return tokenizer
 
 
-def _added(token: str) -> AddedToken:
+def _added_token(token: str) -> AddedToken:
     return AddedToken(token, normalized=False)
 
 
 def _byte_level(file: GGUFFile, vocabulary: Mapping[str, int], types: Sequence[float]) -> Tokenizer:
-    """Return a byte-level BPE tokenizer. It represents each byte by a printable character."""
+    """Return a byte-level BPE tokenizer, which represents each byte by a printable character."""
     splitter = _splitter(file)
     merges = []
-    for line in _strings(file, "tokenizer.ggml.merges", is_optional=True):
-        # Byte-level vocabularies contain no space, so the first space separates the two tokens.
+    for line in _read_strings(file, "tokenizer.ggml.merges", is_optional=True):
+        # Tokens of a byte-level vocabulary contain no space, so the first space separates the two tokens.
         left, _, right = line.partition(" ")
         if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
             raise CheckpointError(
-                file.path, f"has the merge {line!r}, whose parts and result are not all tokens"
+                file.path, f"has the merge {line!r}, but its parts or its result are not tokens"
             )
         merges.append((left, right))
     tokenizer = Tokenizer(models.BPE(dict(vocabulary), merges, ignore_merges=splitter.ignore_merges))
     if splitter.uses_nfc:
         tokenizer.normalizer = normalizers.NFC()
-    split = [
+    splits = [
         pre_tokenizers.Digits(individual_digits=True)
         if pattern == _DIGITS
         else pre_tokenizers.Split(Regex(pattern), "isolated")
         for pattern in splitter.patterns
     ]
-    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splitter.uses_gpt2_pattern)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*split, letters])
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splitter.uses_gpt2_pattern)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
 def _sentencepiece(file: GGUFFile, vocabulary: Mapping[str, int], types: Sequence[float]) -> Tokenizer:
-    """Return a SentencePiece BPE tokenizer. It merges the adjacent pair with the highest score first."""
-    scores = _numbers(file, "tokenizer.ggml.scores")
+    """Return a SentencePiece BPE tokenizer, which merges the adjacent pair with the highest score first."""
+    scores = _read_numbers(file, "tokenizer.ggml.scores")
     if len(scores) != len(types):
         raise CheckpointError(file.path, f"has {len(types)} tokens, but scores for {len(scores)}")
     pieces = {token: i for token, i in vocabulary.items() if types[i] == _NORMAL}
@@ -149,7 +153,7 @@ def _sentencepiece(file: GGUFFile, vocabulary: Mapping[str, int], types: Sequenc
         for cut in range(1, len(token))
         if token[:cut] in pieces and token[cut:] in pieces
     ]
-    merges.sort()  # among splits of the same piece, the one with the longest left part comes first
+    merges.sort()  # by descending score; merges to the same token by descending length of the left part
     unknown = next((token for token, i in vocabulary.items() if types[i] == _UNKNOWN), None)
     tokenizer = Tokenizer(
         models.BPE(
@@ -169,18 +173,18 @@ def _sentencepiece(file: GGUFFile, vocabulary: Mapping[str, int], types: Sequenc
 
 
 _DIGITS = "digits"
-_GPT4 = (
+_GPT4_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-_GPT4O = (
+_GPT4O_PATTERN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
     rf"{_CONTRACTIONS}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_TEKKEN = (
+_TEKKEN_PATTERN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -188,21 +192,21 @@ _TEKKEN = (
 
 @dataclass(frozen=True, slots=True)
 class _Splitter:
-    """How text is split into words before merging."""
+    """How a pre-tokenizer splits text into words before merges are applied."""
 
     patterns: tuple[str, ...] = ()
     uses_gpt2_pattern: bool = False
-    """Whether the result of ``patterns`` is split by GPT-2's pattern, too."""
+    """Whether the results of ``patterns`` are split further by GPT-2's pattern."""
     ignore_merges: bool = False
-    """Whether a word that is a token becomes this token without applying merges."""
+    """Whether a word that is in the vocabulary becomes one token without applying merges."""
     uses_nfc: bool = False
     """Whether text is normalized to NFC first."""
     adds_bos: bool = False
-    """Whether a text starts with the BOS token if the file does not set ``add_bos_token``."""
+    """Whether BOS is added if the file does not set ``add_bos_token``."""
 
 
-_LLAMA3 = _Splitter((_GPT4,), ignore_merges=True, adds_bos=True)
-_QWEN2 = _Splitter((_GPT4.replace(r"\p{N}{1,3}", r"\p{N}"),), uses_nfc=True)
+_LLAMA3 = _Splitter((_GPT4_PATTERN,), ignore_merges=True, adds_bos=True)
+_QWEN2 = _Splitter((_GPT4_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}"),), uses_nfc=True)
 _DIGIT_BY_DIGIT = _Splitter((_DIGITS,), uses_gpt2_pattern=True)
 _SPLITTERS = {
     "gpt-2": _Splitter(uses_gpt2_pattern=True),
@@ -216,9 +220,9 @@ _SPLITTERS = {
     "smollm": _DIGIT_BY_DIGIT,
     "starcoder": _DIGIT_BY_DIGIT,
     "refact": _DIGIT_BY_DIGIT,
-    "dbrx": _Splitter((_GPT4,)),
-    "gpt-4o": _Splitter((_GPT4O,)),
-    "tekken": _Splitter((_TEKKEN,), ignore_merges=True, adds_bos=True),
+    "dbrx": _Splitter((_GPT4_PATTERN,)),
+    "gpt-4o": _Splitter((_GPT4O_PATTERN,)),
+    "tekken": _Splitter((_TEKKEN_PATTERN,), ignore_merges=True, adds_bos=True),
 }
 
 
@@ -227,34 +231,38 @@ def _splitter(file: GGUFFile) -> _Splitter:
     if name not in _SPLITTERS:
         raise CheckpointError(
             file.path,
-            f"its pre-tokenizer {name!r} is unknown (known: {', '.join(_SPLITTERS)}): {_HINT}",
+            f"has the unknown pre-tokenizer {name!r} (known: {', '.join(_SPLITTERS)}): {_HINT}",
         )
     return _SPLITTERS[name]
 
 
-def _add_ends(file: GGUFFile, tokenizer: Tokenizer, tokens: list[str]) -> None:
-    """Configure the tokenizer to add BOS and EOS tokens as set in the file."""
+def _add_bos_and_eos(file: GGUFFile, tokenizer: Tokenizer, tokens: list[str]) -> None:
+    """Configure the tokenizer to add the BOS and EOS tokens that the file requests."""
     is_spm = file.metadata.get("tokenizer.ggml.model") == "llama"
     adds_bos = file.metadata.get("tokenizer.ggml.add_bos_token")
     if adds_bos is None:
         adds_bos = is_spm or _splitter(file).adds_bos
-    ends = {}
+    token_ids = {}
     if adds_bos:
-        ends["bos"] = _token_id(file, tokens, "bos_token_id")
+        token_ids["bos"] = _token_id(file, tokens, "bos_token_id")
     if file.metadata.get("tokenizer.ggml.add_eos_token"):
-        ends["eos"] = _token_id(file, tokens, "eos_token_id")
-    known = {name: (tokens[i], i) for name, i in ends.items() if i is not None}
-    if known:
-        first, last = known.get("bos"), known.get("eos")
+        token_ids["eos"] = _token_id(file, tokens, "eos_token_id")
+    tokens_and_ids = {name: (tokens[i], i) for name, i in token_ids.items() if i is not None}
+    if tokens_and_ids:
+        first, last = tokens_and_ids.get("bos"), tokens_and_ids.get("eos")
         template = [*([first[0]] if first else []), "$A", *([last[0]] if last else [])]
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=template, pair=[*template, "$B:1"], special_tokens=list(dict(known.values()).items())
+            single=template,
+            pair=[*template, "$B:1"],
+            special_tokens=list(dict(tokens_and_ids.values()).items()),
         )
 
 
 def _token_id(file: GGUFFile, tokens: list[str], name: str) -> int | None:
     token_id = file.metadata.get(f"tokenizer.ggml.{name}")
-    if token_id is None or token_id == 2**32 - 1:  # some writers use 2**32 - 1 for "none"
+    if (
+        token_id is None or token_id == 2**32 - 1
+    ):  # some programs write 2**32 - 1 for a token that does not exist
         return None
     if type(token_id) is not int or not 0 <= token_id < len(tokens):
         raise CheckpointError(
@@ -275,7 +283,7 @@ def _eos_token_ids(file: GGUFFile, tokens: list[str]) -> Iterator[int]:
     ends = [_token_id(file, tokens, f"{name}_token_id") for name in ("eos", "eot", "eom")]
     yield from (token_id for token_id in ends if token_id is not None)
     if ends[1] is None:
-        types = _numbers(file, "tokenizer.ggml.token_type")
+        types = _read_numbers(file, "tokenizer.ggml.token_type")
         yield from (
             token_id
             for token_id, (token, kind) in enumerate(zip(tokens, types, strict=False))
@@ -293,7 +301,7 @@ def _templates(file: GGUFFile) -> Iterator[tuple[str, str]]:
             yield str(name), template
 
 
-def _strings(file: GGUFFile, key: str, *, is_optional: bool = False) -> list[str]:
+def _read_strings(file: GGUFFile, key: str, *, is_optional: bool = False) -> list[str]:
     elements = file.array(key)
     texts = [element for element in elements if isinstance(element, str)]
     if len(texts) < len(elements) or (not texts and not is_optional):
@@ -301,5 +309,5 @@ def _strings(file: GGUFFile, key: str, *, is_optional: bool = False) -> list[str
     return texts
 
 
-def _numbers(file: GGUFFile, key: str) -> list[float]:
-    return [one for one in file.array(key) if isinstance(one, int | float)]
+def _read_numbers(file: GGUFFile, key: str) -> list[float]:
+    return [number for number in file.array(key) if isinstance(number, int | float)]

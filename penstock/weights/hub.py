@@ -1,4 +1,7 @@
-"""Finds the checkpoint folder or GGUF file of a model; downloads it from the hub if necessary."""
+"""Finds the checkpoint folder or GGUF file of a model.
+
+Downloads it from the Hugging Face hub if necessary.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,11 @@ DEMO_VISION = "demo-vision"
 """The name of the embedded model that reads images."""
 
 PICKLED_FILE = "pytorch_model.bin"
-"""The weights of codecs and dense modules that are not published as safetensors files."""
+"""The weight file of codecs and dense modules that are not published as safetensors files."""
 TOKEN_WEIGHTS_FILE = "sparse_linear.pt"
-"""The token-weight head of BGE-M3, for sparse embeddings."""
+"""The weight file of BGE-M3's token-weight head, for sparse embeddings."""
 TOKEN_VECTORS_FILE = "colbert_linear.pt"
-"""The head of BGE-M3 that computes the vector of each token, for multi-vector output."""
+"""The weight file of BGE-M3's head for the vector of each token, for multi-vector output."""
 
 _DEMO_FOLDER = Path(__file__).resolve().parents[1] / "demo"
 _EMBEDDED = {DEMO: _DEMO_FOLDER, DEMO_VOICE: _DEMO_FOLDER / "voice", DEMO_VISION: _DEMO_FOLDER / "vision"}
@@ -39,23 +42,23 @@ _DOWNLOADED_FILES = (
     TOKEN_VECTORS_FILE,
     f"*_Dense/{PICKLED_FILE}",
 )
-_CONVERT = "convert the model with transformers, from_pretrained(...).save_pretrained(folder)"
-_ONLINE = "run once online; files that are already there are kept"
+_CONVERT_HINT = "convert the model with transformers, from_pretrained(...).save_pretrained(folder)"
+_RUN_ONLINE = "run once with a connection to the hub; files that are already in the cache are kept"
 _IGNORED_FILES = ("original/*", "consolidated*", "onnx/*", "openvino/*", "runs/*")
 
 
 def resolve_checkpoint(
     model_path: str, revision: str = "main", gguf_file: str | None = None, *, resumes: bool = False
 ) -> Path:
-    """Return the folder or the GGUF file of a checkpoint; download it if necessary.
+    """Return the folder or the GGUF file of a checkpoint. Download it if necessary.
 
     Args:
         model_path: the name of an embedded model (``demo``, ``demo-voice``, ``demo-vision``), a folder, a
-            GGUF file, or a model id on the Hugging Face hub. A path (starts with ``.``, ``/`` or ``~``, has
-            more than one separator, or exists) is never searched on the hub.
+            GGUF file, or a model id on the Hugging Face hub. It is a path and never searched on the hub if it
+            starts with ``.``, ``/`` or ``~``, has more than one separator, or exists.
         revision: branch, tag or commit of a hub model.
         gguf_file: name of a GGUF file in the folder or the hub model, or a unique part of the name. Without
-            it, safetensors files are preferred, and a single GGUF file is used.
+            it, safetensors files are used if there are any, otherwise the only GGUF file.
         resumes: whether an interrupted download of a large file continues, as with ``penstock pull``.
 
     Raises:
@@ -63,16 +66,17 @@ def resolve_checkpoint(
         CheckpointError: the checkpoint cannot be loaded.
     """
     if model_path in _EMBEDDED:
-        return _checked(_EMBEDDED[model_path], gguf_file)
+        return _check_checkpoint(_EMBEDDED[model_path], gguf_file)
     if _is_local(model_path):
-        return _checked(Path(os.path.abspath(os.path.expanduser(model_path))), gguf_file)
-    return _checked(_download(model_path, revision, gguf_file, resumes), None)
+        return _check_checkpoint(Path(os.path.abspath(os.path.expanduser(model_path))), gguf_file)
+    return _check_checkpoint(_download(model_path, revision, gguf_file, resumes), None)
 
 
 def resolve_codec(path: str, revision: str = "main", *, resumes: bool = False) -> Path:
-    """Return the folder of an audio codec; download it if necessary.
+    """Return the folder of an audio codec. Download it if necessary.
 
-    Codecs are published as safetensors files or as ``pytorch_model.bin``; safetensors files are preferred.
+    Codecs are published as safetensors files or as ``pytorch_model.bin``. If there are both, the safetensors
+    files are used.
 
     Args:
         path: a folder, or a model id on the Hugging Face hub.
@@ -86,7 +90,7 @@ def resolve_codec(path: str, revision: str = "main", *, resumes: bool = False) -
     if _is_local(path):
         folder = Path(os.path.abspath(os.path.expanduser(path)))
         if not folder.is_dir():
-            raise CheckpointNotFoundError(folder, "no such folder: give the folder of a codec, or a hub id")
+            raise CheckpointNotFoundError(folder, "no such folder: use the folder of a codec, or a hub id")
     else:
         if not HUB_ID.fullmatch(path):
             raise CheckpointNotFoundError(
@@ -104,7 +108,7 @@ def resolve_codec(path: str, revision: str = "main", *, resumes: bool = False) -
 
 
 def local_name(model_path: str) -> str:
-    """Return the served name of a model: the name of its folder or GGUF file, or its id on the hub."""
+    """Return the name under which a model is served: the name of its folder or GGUF file, or its hub id."""
     if model_path in _EMBEDDED or not _is_local(model_path):
         return model_path
     path = Path(os.path.abspath(os.path.expanduser(model_path)))
@@ -113,7 +117,7 @@ def local_name(model_path: str) -> str:
 
 
 def is_on_hub(model_path: str) -> bool:
-    """Return whether a model is looked up on the hub: it is neither an embedded model nor a path."""
+    """Return whether a model is searched on the hub: it is neither an embedded model nor a path."""
     return model_path not in _EMBEDDED and not _is_local(model_path)
 
 
@@ -125,23 +129,23 @@ def _is_local(model_path: str) -> bool:
     )
 
 
-def _checked(folder: Path, gguf_file: str | None) -> Path:
+def _check_checkpoint(folder: Path, gguf_file: str | None) -> Path:
     if not os.path.exists(folder):
-        raise CheckpointNotFoundError(folder, "no such folder: give the path of a checkpoint, or a hub id")
+        raise CheckpointNotFoundError(folder, "no such folder: use the path of a checkpoint, or a hub id")
     if not folder.is_dir():
         if folder.suffix.lower() == gguf.SUFFIX:
             if gguf_file is not None and gguf_file.lower() not in folder.name.lower():
                 raise CheckpointError(folder, f"does not match --gguf-file {gguf_file!r}")
-            return gguf.parts_of(folder)[0]
+            return gguf.part_files(folder)[0]
         raise CheckpointError(
-            folder, f"is a file: give the folder that holds the checkpoint, {folder.parent}"
+            folder, f"is a file: use the folder that contains the checkpoint, {folder.parent}"
         )
     try:
         names = os.listdir(folder)
     except OSError as problem:
         raise CheckpointError(folder, f"cannot be read: {problem.strerror}") from problem
     if not names:
-        raise CheckpointError(folder, "is empty: give a folder with config.json and *.safetensors")
+        raise CheckpointError(folder, "is empty: use a folder with config.json and *.safetensors")
     has_weights = "config.json" in names and any(name.endswith(".safetensors") for name in names)
     if gguf_file is not None or (not has_weights and _gguf_models(names)):
         return folder / _select_gguf(folder, names, gguf_file)
@@ -152,23 +156,24 @@ def _checked(folder: Path, gguf_file: str | None) -> Path:
 
 
 def _folder_problem(names: list[str]) -> str | None:
-    """Return the reason why a folder with these files cannot be loaded, or None if it can."""
+    """Return the reason why a folder with these files cannot be loaded, or None if it can be loaded."""
     endings = {Path(name).suffix for name in names}
     if ".safetensors" in endings and "config.json" in names:
         return None
     if "adapter_config.json" in names and "config.json" not in names:
-        return "is a LoRA adapter, not a model: give the checkpoint of its base model"
+        return "is a LoRA adapter, not a model: use the checkpoint of its base model"
     if "config.json" not in names:
         return "is not a checkpoint: it has no config.json"
     if endings & {".bin", ".pt", ".pth"}:
         return (
-            "has pickled weights only (such as pytorch_model.bin), which can run code when read: " + _CONVERT
+            "has only pickled weights (such as pytorch_model.bin), which can run code when they are read: "
+            + _CONVERT_HINT
         )
     return "has no weights: there is a config.json but no *.safetensors file"
 
 
 def _gguf_models(names: Iterable[str]) -> list[str]:
-    """Return the GGUF files that are models: without later parts and without image projectors."""
+    """Return the GGUF files that are models, without later parts of split models and image projectors."""
     files = sorted(name for name in names if name.lower().endswith(gguf.SUFFIX))
     return [name for name in files if not _LATER_PART.search(name) and "mmproj" not in name.lower()]
 
@@ -185,14 +190,16 @@ def _select_gguf(where: object, names: Iterable[str], gguf_file: str | None) -> 
     models = _gguf_models(names)
     pattern = (gguf_file or "").lower()
     matches = [name for name in models if pattern in name.lower()]
-    exact = [name for name in matches if name.lower() == pattern]
-    named = [name for name in matches if pattern in re.split(r"[-./]", name.lower())]  # F16, but not BF16
-    for found in (exact, named, matches):
-        if len(found) == 1:
-            return found[0]
+    exact_matches = [name for name in matches if name.lower() == pattern]
+    word_matches = [
+        name for name in matches if pattern in re.split(r"[-./]", name.lower())
+    ]  # F16, but not BF16
+    for candidates in (exact_matches, word_matches, matches):
+        if len(candidates) == 1:
+            return candidates[0]
     listed = ", ".join((matches or models)[:_MAX_LISTED])
-    more = len(matches or models) - _MAX_LISTED
-    listed += f" and {more} more" if more > 0 else ""
+    num_unlisted = len(matches or models) - _MAX_LISTED
+    listed += f" and {num_unlisted} more" if num_unlisted > 0 else ""
     if not models:
         raise CheckpointError(where, f"has no GGUF file that matches --gguf-file {gguf_file!r}")
     if not matches:
@@ -215,21 +222,21 @@ def _download(model_id: str, revision: str, gguf_file: str | None, resumes: bool
     if gguf_file is not None or not any(folder.glob("*.safetensors")):
         models = _gguf_models(_remote_names(model_id, revision, folder))
         if not models and gguf_file is None:
-            raise CheckpointError(model_id, f"has no safetensors weights on the hub: {_CONVERT}")
+            raise CheckpointError(model_id, f"has no safetensors weights on the hub: {_CONVERT_HINT}")
         name = _select_gguf(model_id, models, gguf_file)
         weights = re.sub("-00001-of-", "-*-of-", name)
         folder = _snapshot(model_id, revision, [*patterns, weights], resumes=resumes)
         if not (folder / name).exists():
-            raise CheckpointError(model_id, f"{name} is not in the local cache: {_ONLINE}")
+            raise CheckpointError(model_id, f"{name} is not in the local cache: {_RUN_ONLINE}")
         return folder / name
     _check_complete(model_id, folder)
     return folder
 
 
 def _snapshot(model_id: str, revision: str, patterns: list[str], *, resumes: bool = False) -> Path:
-    """Return the folder of the files that match; download those that are missing.
+    """Return the folder with the files that match the patterns. Download the missing ones.
 
-    With `resumes`, an interrupted download of a large file continues.
+    With ``resumes``, an interrupted download of a large file continues.
     """
     if resumes:
         from penstock.weights.resumable_download import download_large_files
@@ -247,17 +254,17 @@ def _snapshot(model_id: str, revision: str, patterns: list[str], *, resumes: boo
 
 
 def _remote_names(model_id: str, revision: str, folder: Path) -> list[str]:
-    """Return the file names of a model on the hub; if the hub cannot be reached, those in the local cache."""
+    """Return the file names of a model on the hub, or in the local cache if the hub cannot be reached."""
     from huggingface_hub import list_repo_files
 
     try:
         return list_repo_files(model_id, revision=revision)
-    except Exception:  # as above: offline, or no network
+    except Exception:  # errors of the client and the network have no common class
         return [str(file.relative_to(folder)) for file in folder.rglob(f"*{gguf.SUFFIX}")]
 
 
 def missing_shards(folder: Path) -> list[str]:
-    """Return the weight files that the index of a folder lists and that are missing."""
+    """Return the weight files that are in the index of a folder but do not exist."""
     return [name for name in _shards(folder) if not (folder / name).exists()]
 
 
@@ -270,7 +277,7 @@ def _shards(folder: Path) -> list[str]:
 
 
 def _check_complete(model_id: str, folder: Path) -> None:
-    """Check that all shards were downloaded. Offline, the cache may hold an interrupted download.
+    """Check that all shards were downloaded. Without a connection, a download in the cache may be incomplete.
 
     Raises:
         CheckpointError: shards are missing.
@@ -279,11 +286,11 @@ def _check_complete(model_id: str, folder: Path) -> None:
     if absent:
         count = f"{len(absent)} of {len(_shards(folder))}"
         missing = f"{count} weight files are not in the local cache ({absent[0]}, ...)"
-        raise CheckpointError(model_id, f"{missing}: {_ONLINE}")
+        raise CheckpointError(model_id, f"{missing}: {_RUN_ONLINE}")
 
 
 def _explanation(problem: Exception, model_id: str, revision: str) -> str:
-    """Return the reason why a download failed, and what to do next."""
+    """Return a message with the reason why a download failed and what to do next."""
     from huggingface_hub import errors
 
     match problem:
@@ -299,8 +306,8 @@ def _explanation(problem: Exception, model_id: str, revision: str) -> str:
             return "no such local folder, and not a valid hub id"
         case errors.LocalEntryNotFoundError() | errors.OfflineModeIsEnabled():
             return (
-                "no such local folder, and the hub cannot be reached or is switched off: give the path of "
-                "a local checkpoint, or run once online to download it"
+                "no such local folder, and the hub cannot be reached or is disabled: use the path of "
+                "a local checkpoint, or run once with a connection to download it"
             )
     first_line = str(problem).strip().partition("\n")[0]
     return f"cannot be downloaded from the hub (finished files are kept): {first_line}"

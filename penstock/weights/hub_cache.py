@@ -1,4 +1,4 @@
-"""The models in the local cache of the Hugging Face hub: list them, delete them."""
+"""Lists and deletes models in the local cache of the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ _PARTIAL = "*.incomplete"
 
 @dataclass(frozen=True)
 class CachedModel:
-    """One revision of a model in the cache. Revisions share equal files."""
+    """One revision of a model in the cache. Revisions of a model share identical files."""
 
     name: str
     revision: str | None
-    """The commit; None for a model without a complete file."""
+    """The commit hash; None for a model without any completely downloaded file."""
     refs: Sequence[str]
     """The branches and tags that were resolved to this commit."""
     path: Path
     num_files: int
     num_bytes: int
-    """The size of its files, including partly downloaded ones."""
+    """The size of the files, including partly downloaded files."""
     last_used: float
     """The time at which a file was last read, in seconds since 1970."""
     is_complete: bool
-    """False if files are partly downloaded or shards are missing."""
+    """False if a file is partly downloaded or a shard is missing."""
 
 
 def cached_models() -> list[CachedModel]:
@@ -40,48 +40,50 @@ def cached_models() -> list[CachedModel]:
     cache = _cache_folder()
     if not cache.is_dir():
         return []
-    found: list[CachedModel] = []
+    models: list[CachedModel] = []
     for repo in scan_cache_dir(cache).repos:
         if repo.repo_type != "model":
             continue
         partial = [*_partial_files(repo.repo_path)]
         for revision in repo.revisions:
             times = [file.blob_last_accessed for file in revision.files]
-            found.append(
+            models.append(
                 CachedModel(
                     repo.repo_id,
                     revision.commit_hash,
                     sorted(revision.refs),
                     revision.snapshot_path,
                     revision.nb_files,
-                    revision.size_on_disk + _size_of(partial),
+                    revision.size_on_disk + _total_size(partial),
                     max(times, default=revision.last_modified),
                     not partial and not missing_shards(revision.snapshot_path),
                 )
             )
-    known = {one.name for one in found}
+    complete_names = {model.name for model in models}
     for folder in cache.glob(f"{_PREFIX}*"):
         name = folder.name.removeprefix(_PREFIX).replace("--", "/")
-        if name not in known and folder.is_dir():
+        if name not in complete_names and folder.is_dir():
             partial = [*_partial_files(folder)]
             used = max((file.stat().st_mtime for file in partial), default=folder.stat().st_mtime)
-            found.append(CachedModel(name, None, (), folder, 0, _size_of(partial), used, False))
-    return sorted(found, key=lambda one: (one.name, one.revision or ""))
+            models.append(CachedModel(name, None, (), folder, 0, _total_size(partial), used, False))
+    return sorted(models, key=lambda model: (model.name, model.revision or ""))
 
 
 def cache_size() -> int:
-    """Return the bytes of all models in the cache. Files that revisions share count once."""
+    """Return the size in bytes of all models in the cache. Files that revisions share are counted once."""
     from huggingface_hub import scan_cache_dir
 
     cache = _cache_folder()
     if not cache.is_dir():
         return 0
-    whole = sum(repo.size_on_disk for repo in scan_cache_dir(cache).repos if repo.repo_type == "model")
-    return whole + sum(_size_of([*_partial_files(folder)]) for folder in cache.glob(f"{_PREFIX}*"))
+    complete_size = sum(
+        repo.size_on_disk for repo in scan_cache_dir(cache).repos if repo.repo_type == "model"
+    )
+    return complete_size + sum(_total_size([*_partial_files(folder)]) for folder in cache.glob(f"{_PREFIX}*"))
 
 
-def revision_of(path: Path) -> str | None:
-    """Return the commit of a checkpoint in the cache."""
+def cached_revision(path: Path) -> str | None:
+    """Return the commit hash of a checkpoint in the cache; None for any other path."""
     folders = [path, *path.parents]
     return next((folder.name for folder in folders if folder.parent.name == "snapshots"), None)
 
@@ -100,7 +102,7 @@ def delete_model(name: str, revision: str | None = None) -> int:
     """
     from huggingface_hub import scan_cache_dir
 
-    models = models_named(name, revision)
+    models = find_cached_models(name, revision)
     folder = _cache_folder() / (_PREFIX + name.replace("/", "--"))
     try:
         if revision is None:
@@ -117,28 +119,36 @@ def delete_model(name: str, revision: str | None = None) -> int:
     return strategy.expected_freed_size
 
 
-def models_named(name: str, revision: str | None = None) -> list[CachedModel]:
-    """Return the revisions of a model in the cache, or the one that `revision` names.
+def find_cached_models(name: str, revision: str | None = None) -> list[CachedModel]:
+    """Return all revisions of a model in the cache, or only ``revision``.
+
+    Args:
+        name: the id of the model on the hub.
+        revision: a branch, a tag, or the beginning of a commit hash.
 
     Raises:
-        CheckpointNotFoundError: there are none.
-        CheckpointError: `revision` is the beginning of several commits.
+        CheckpointNotFoundError: the cache does not have the model or the revision.
+        CheckpointError: ``revision`` is the beginning of several commit hashes.
     """
     if not HUB_ID.fullmatch(name):
         raise CheckpointNotFoundError(repr(name), "is not a hub id: write name or namespace/name")
-    found = [model for model in cached_models() if model.name == name]
-    if not found:
-        raise CheckpointNotFoundError(name, "is not in the cache: penstock list --local shows what is")
+    revisions = [model for model in cached_models() if model.name == name]
+    if not revisions:
+        raise CheckpointNotFoundError(name, "is not in the cache: penstock list --local lists its models")
     if revision is None:
-        return found
-    named = [one for one in found if revision in one.refs]
-    named = named or [one for one in found if one.revision is not None and one.revision.startswith(revision)]
-    known = ", ".join(str(one.revision)[:12] for one in found)
-    if not named:
-        raise CheckpointNotFoundError(name, f"has no revision {revision!r} in the cache: it has {known}")
-    if len(named) > 1:
-        raise CheckpointError(name, f"has several revisions that begin with {revision!r}: {known}")
-    return named
+        return revisions
+    matches = [model for model in revisions if revision in model.refs]
+    matches = matches or [
+        model for model in revisions if model.revision is not None and model.revision.startswith(revision)
+    ]
+    revision_names = ", ".join(str(model.revision)[:12] for model in revisions)
+    if not matches:
+        raise CheckpointNotFoundError(
+            name, f"has no revision {revision!r} in the cache: it has {revision_names}"
+        )
+    if len(matches) > 1:
+        raise CheckpointError(name, f"has several revisions that begin with {revision!r}: {revision_names}")
+    return matches
 
 
 def _cache_folder() -> Path:
@@ -151,7 +161,7 @@ def _partial_files(folder: Path) -> Iterator[Path]:
     return (folder / "blobs").glob(_PARTIAL)
 
 
-def _size_of(files: Sequence[Path]) -> int:
+def _total_size(files: Sequence[Path]) -> int:
     return sum(file.stat().st_size for file in files)
 
 

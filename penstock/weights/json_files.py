@@ -1,4 +1,4 @@
-"""JSON files of a checkpoint. Each file must hold one object."""
+"""`read_json_object`: reads a JSON file of a checkpoint, which must contain one object."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def read_json_object(path: Path, error: type[CheckpointError] = CheckpointError)
         error: class of the error to raise.
 
     Raises:
-        CheckpointError: the file cannot be read, is not JSON, or holds no object.
+        CheckpointError: the file cannot be read, is not JSON, or does not contain an object.
     """
     try:
         value = json.loads(path.read_bytes())
@@ -25,5 +25,5 @@ def read_json_object(path: Path, error: type[CheckpointError] = CheckpointError)
     except (ValueError, RecursionError) as problem:  # malformed JSON, or bytes that are not UTF-8
         raise error(path, f"is not valid JSON: {problem}") from problem
     if not isinstance(value, dict):
-        raise error(path, f"must hold a JSON object, holds a {type(value).__name__}")
+        raise error(path, f"must contain a JSON object, contains a {type(value).__name__}")
     return value

@@ -1,7 +1,8 @@
 """`LazyPacking`: decides when the lazily packed weights of a model are packed, and reserves their memory.
 
-A load leaves mapped weights unpacked (`penstock.kernels.LazyWeight`), and the first step multiplies by their
-rows. All of them are packed before the second step, or earlier by an idle worker, one weight at a time.
+Loading a model leaves mapped weights unpacked (`penstock.kernels.LazyWeight`). The first step uses the
+unpacked rows. An idle worker packs one weight at a time. The remaining weights are packed before the second
+step.
 """
 
 from __future__ import annotations
@@ -14,25 +15,27 @@ from penstock.host.memory import MemoryReservation, MemoryReservations
 from penstock.kernels import LazyWeight, PackedLinear
 
 MIN_LAZY_BYTES = 64 << 20
-"""If the lazily packed weights have fewer bytes in total, the load packs them at once; this is quick."""
+"""If all lazily packed weights have fewer bytes in total, they are packed during loading, because this is
+fast.
+"""
 
 
 class LazyPacking:
-    """The lazily packed weights of a model, in the order of the load.
+    """The lazily packed weights of a model, in load order.
 
     Args:
         layers: all linear layers of the model.
-        reservations: reserves the memory that each weight will need, until the weight is packed.
+        reservations: reserves the memory of each packed weight until the weight is packed.
     """
 
     def __init__(self, layers: Iterable[PackedLinear], reservations: MemoryReservations) -> None:
         weights = (layer.tensors for layer in layers)
         pending = [weight for weight in weights if isinstance(weight, LazyWeight) and weight.parts]
         self._pending: deque[tuple[LazyWeight, MemoryReservation]] = deque(
-            (one, reservations.reserve(one.num_bytes)) for one in pending
+            (weight, reservations.reserve(weight.num_bytes)) for weight in pending
         )
         self._has_run = False
-        if sum(one.num_bytes for one in pending) < MIN_LAZY_BYTES:
+        if sum(weight.num_bytes for weight in pending) < MIN_LAZY_BYTES:
             self.pack_all()
 
     @property
@@ -41,13 +44,13 @@ class LazyPacking:
         return sum(bool(weight.parts) for weight, _ in self._pending)
 
     def begin_step(self) -> None:
-        """Pack the remaining weights before the second step. The first step runs without packing."""
+        """Pack the remaining weights if this is not the first step."""
         if self._has_run:
             self.pack_all()
         self._has_run = True
 
     def pack_next(self) -> bool:
-        """Pack one weight if any remains, and return whether others remain."""
+        """Pack the next weight, if there is one. Return whether more weights remain."""
         if self._pending:
             weight, reservation = self._pending.popleft()
             weight.pack()

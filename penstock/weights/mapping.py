@@ -1,4 +1,4 @@
-"""Memory-mapped files. The system reads their pages on access; a process can drop them later."""
+"""Memory-mapped files. The operating system reads a page on first access. `drop_pages` releases pages."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def map_file(file: Path) -> Tensor:
 
 
 def map_in_huge_pages(file: Path) -> Tensor:
-    """Map a file in huge pages if the page cache supports them, and return its bytes.
+    """Map a file, in huge pages if the page cache supports them, and return its bytes, ``[size]`` uint8.
 
-    Used for files that are read in every step. Huge pages avoid most TLB misses.
+    Used for weights that are read in every step. Huge pages avoid most TLB misses.
 
     Raises:
         WeightsError: the file cannot be mapped.
@@ -48,9 +48,9 @@ def map_in_huge_pages(file: Path) -> Tensor:
 
 
 def read_in_huge_pages(file: Path) -> None:
-    """Read a file that was just written into the page cache again, in huge pages.
+    """Move a file that was just written to huge pages of the page cache, by dropping and reading it again.
 
-    After writing, most of the file is in small pages of the page cache, which would otherwise remain.
+    Writing fills the page cache with small pages, which would remain in use.
     """
     with file.open("rb") as stream:
         os.fsync(stream.fileno())
@@ -61,10 +61,12 @@ def read_in_huge_pages(file: Path) -> None:
 
 
 def drop_pages(tensor: Tensor) -> None:
-    """Drop the whole pages of a contiguous, unmodified tensor that is mapped from a file.
+    """Drop the pages of a contiguous, unmodified tensor that is mapped from a file, except shared boundary
+    pages.
 
-    The next access reads them again, from the page cache or from the file. Without this, the resident memory
-    of a process that packs a model holds both the packed and the stored weights until the file is closed.
+    The next access reads the pages again, from the page cache or from the file. Without this function, a
+    process that packs a model has both the packed and the stored weights in its resident memory until the
+    file is closed.
     """
     page = mmap.PAGESIZE
     begin = -(-tensor.data_ptr() // page) * page
@@ -74,9 +76,9 @@ def drop_pages(tensor: Tensor) -> None:
 
 
 def _is_file_backed(begin: int, end: int) -> bool:
-    """Return whether these addresses lie in one mapping of a file.
+    """Return whether these addresses are in one mapping of a file.
 
-    Dropping pages of other memory would lose its content: they read as zeros afterwards.
+    Dropping pages of anonymous memory would lose their content.
     """
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
@@ -92,7 +94,7 @@ def _is_file_backed(begin: int, end: int) -> bool:
 
 @cache
 def _madvise() -> ctypes._NamedFuncPointer | None:
-    """Return the C library's ``madvise``, or None if the system has none, such as Windows."""
+    """Return the C library's ``madvise``, or None on systems without it, such as Windows."""
     if not hasattr(mmap, "MADV_DONTNEED"):
         return None
     return ctypes.CDLL(None).madvise

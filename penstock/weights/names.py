@@ -1,4 +1,4 @@
-"""Tensor names without the prefixes that wrappers and saving programs add."""
+"""`plain_names`: removes prefixes from tensor names that wrapper modules and training programs add."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
 
     Plain names of most families are ``model.layers.0...`` and ``lm_head.weight``.
     - Prefixes of wrappers (``_orig_mod.``, ``module.``) are removed.
-    - Prefixes of a model inside another (``language_model.model.``, ``model.language_model.``,
+    - Prefixes of a model inside another model (``language_model.model.``, ``model.language_model.``,
       ``transformer.model.``) become ``model.``.
-    - Tensors of a body that was saved without a head get the prefix ``model.``.
-    - The original of a parametrized tensor (``parametrizations.weight.original``) is called ``weight``.
+    - Tensors of a model that was saved without its head get the prefix ``model.``.
+    - ``parametrizations.weight.original`` (of ``torch.nn.utils.parametrize``) becomes ``weight``.
 
     >>> plain_names(["_orig_mod.embed_tokens.weight", "_orig_mod.layers.0.mlp.up_proj.weight"]).values()
     dict_values(['model.embed_tokens.weight', 'model.layers.0.mlp.up_proj.weight'])

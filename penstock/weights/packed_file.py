@@ -1,4 +1,4 @@
-"""Identity and location of a file of packed weights. Loads no torch."""
+"""`PackedKey`: identity and path of a file of packed weights. Does not import torch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class PackedKey:
     """Identifies the packed weights of one checkpoint in one encoding."""
 
     checkpoint: Path
-    """Folder or GGUF file of the checkpoint."""
+    """The folder or GGUF file of the checkpoint."""
     encoding: str
     tensor_files: tuple[Path, ...]
-    """The files that hold the checkpoint's tensors."""
+    """The files with the tensors of the checkpoint."""
     config: str
     """The checkpoint's ``config.json`` as JSON with sorted keys."""
 

@@ -1,9 +1,9 @@
-"""Files of packed weights. A load maps the weights in the kernels' layout without packing.
+"""Files of packed weights: weights in the memory layout of the kernels, which are mapped instead of packed.
 
 ``penstock warm-cache --pack`` writes the file. It is a safetensors file
-(https://huggingface.co/docs/safetensors) of the layers in load order. Its metadata names the checkpoint, the
-encoding and the version of Penstock; if one of them differs, the file is not used. All processes share its
-pages in the page cache.
+(https://huggingface.co/docs/safetensors) with the layers in load order. Its metadata contain the files of the
+checkpoint, the encoding, the memory layout and the version of Penstock. If one of them differs, the file is
+not used. All processes share the pages of the file in the page cache.
 """
 
 from __future__ import annotations
@@ -41,12 +41,14 @@ _TYPES = {
     "I32": torch.int32,
 }
 _ORDER = "order"
-"""Name of `PackedLinear.order` in the file."""
+"""The name of the tensor `PackedLinear.order` in the file."""
 _NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 
 def open_packed(key: PackedKey, layout: Layout) -> PackedLayerReader | None:
-    """Open the packed layers of a checkpoint. Return None if no usable file exists for this layout."""
+    """Open the file of packed weights of a checkpoint; None if there is no file for this checkpoint and
+    layout.
+    """
     file = key.file
     if not file.is_file():
         return None
@@ -56,17 +58,17 @@ def open_packed(key: PackedKey, layout: Layout) -> PackedLayerReader | None:
         logger.warning("packed weights are not used: %s", problem)
         return None
     if header.metadata.get("made_of") != _packing_inputs(key, layout):
-        logger.info("packed weights are not used: %s is of another checkpoint or version", file)
+        logger.info("packed weights are not used: %s was written for another checkpoint or version", file)
         return None
     logger.info("packed weights are mapped from %s", file)
     content = map_in_huge_pages(file)[start:]
     tensors = {name: _view(content, entry) for name, entry in header.tensors.items()}
-    layers = [_Layer.parsed(one) for one in json.loads(header.metadata["layers"])]
+    layers = [_Layer.from_fields(layer) for layer in json.loads(header.metadata["layers"])]
     return PackedLayerReader(layers, tensors, layout)
 
 
 class _LayerFields(TypedDict):
-    """A layer as JSON."""
+    """The description of a layer as JSON."""
 
     encoding: str
     shape: Sequence[int]
@@ -75,7 +77,7 @@ class _LayerFields(TypedDict):
 
 
 class _TensorFields(TypedDict):
-    """An entry of a safetensors header."""
+    """The entry of a tensor in the header of a safetensors file."""
 
     dtype: str
     shape: list[int]
@@ -84,7 +86,7 @@ class _TensorFields(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class _FileHeader:
-    """The header of a file."""
+    """The header of a file of packed weights."""
 
     metadata: Mapping[str, str]
     tensors: Mapping[str, _TensorFields]
@@ -92,25 +94,25 @@ class _FileHeader:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """The description of a layer in the file."""
+    """The description of a packed layer."""
 
     encoding: str
     shape: tuple[int, int]  # [out, in]
     slices: tuple[LinearSlice, ...]
-    tensors: tuple[str, ...]  # names in `PackedLinear.tensors`, and perhaps `_ORDER`
+    tensors: tuple[str, ...]  # names of `PackedLinear.tensors`, and `_ORDER` if the layer has an order
 
     @classmethod
-    def of(cls, packed: PackedLinear) -> _Layer:
+    def describe(cls, packed: PackedLinear) -> _Layer:
         shape = (packed.out_features, packed.in_features)
-        return cls(packed.encoding, shape, packed.slices, tuple(_tensors_of(packed)))
+        return cls(packed.encoding, shape, packed.slices, tuple(_stored_tensors(packed)))
 
     @classmethod
-    def parsed(cls, fields: _LayerFields) -> _Layer:
+    def from_fields(cls, fields: _LayerFields) -> _Layer:
         slices = tuple(LinearSlice(*part) for part in fields["slices"])
         out_features, in_features = fields["shape"]
         return cls(fields["encoding"], (out_features, in_features), slices, tuple(fields["tensors"]))
 
-    def fields(self) -> _LayerFields:
+    def to_fields(self) -> _LayerFields:
         slices = [(part.name, part.start, part.stop) for part in self.slices]
         return {
             "encoding": self.encoding,
@@ -121,12 +123,12 @@ class _Layer:
 
 
 class PackedLayerReader:
-    """Returns layers that were packed before, in load order.
+    """Returns the layers of a file of packed weights, in load order.
 
     Args:
-        layers: descriptions of the layers.
-        tensors: tensors by index and name, such as ``3.panels``.
-        layout: their memory layout.
+        layers: the descriptions of the layers, in load order.
+        tensors: the tensors by index of the layer and name, such as ``3.panels``.
+        layout: the memory layout of the layers.
     """
 
     def __init__(self, layers: Sequence[_Layer], tensors: Mapping[str, Tensor], layout: Layout) -> None:
@@ -138,33 +140,34 @@ class PackedLayerReader:
     def take(
         self, encoding: str, shape: tuple[int, int], bias: Tensor | None, slices: Sequence[LinearSlice]
     ) -> PackedLinear | None:
-        place, self._next = self._next, self._next + 1
-        layer = self._layers[place] if place < len(self._layers) else None
+        index, self._next = self._next, self._next + 1
+        layer = self._layers[index] if index < len(self._layers) else None
         if layer is None or layer != _Layer(encoding, shape, tuple(slices), layer.tensors):
             return None
-        tensors = {name: self._tensors[f"{place}.{name}"] for name in layer.tensors}
+        tensors = {name: self._tensors[f"{index}.{name}"] for name in layer.tensors}
         order = tensors.pop(_ORDER, None)
         return layer_of(tensors, shape, encoding, bias, layer.slices, self._layout, order)
 
 
 def write_packed(key: PackedKey, packed: Sequence[PackedLinear]) -> Path:
-    """Write packed layers to the file that later loads of the same checkpoint map, and return its path.
+    """Write packed layers to the file that later loads of the same checkpoint will map. Return its path.
 
     Raises:
         OSError: the file cannot be written.
     """
     (layout,) = {layer.layout for layer in packed}
     file = key.file
-    named = [
-        (f"{place}.{name}", tensor)
-        for place, layer in enumerate(packed)
-        for name, tensor in _tensors_of(layer).items()
+    named_tensors = [
+        (f"{index}.{name}", tensor)
+        for index, layer in enumerate(packed)
+        for name, tensor in _stored_tensors(layer).items()
     ]
-    named.sort(key=lambda item: item[1].nbytes % _ALIGNMENT != 0)  # tensors of unaligned size come last
-    layers = [_Layer.of(layer).fields() for layer in packed]
+    # Tensors of unaligned size come last, so that all others start at aligned offsets.
+    named_tensors.sort(key=lambda item: item[1].nbytes % _ALIGNMENT != 0)
+    layers = [_Layer.describe(layer).to_fields() for layer in packed]
     tensors: dict[str, _TensorFields] = {}
     end = 0
-    for name, tensor in named:
+    for name, tensor in named_tensors:
         begin, end = end, end + tensor.nbytes
         tensors[name] = {
             "dtype": _NAMES[tensor.dtype],
@@ -179,7 +182,7 @@ def write_packed(key: PackedKey, packed: Sequence[PackedLinear]) -> Path:
     try:
         with unfinished.open("wb") as stream:
             stream.write(len(text).to_bytes(8, "little") + text)
-            for _, tensor in named:
+            for _, tensor in named_tensors:
                 stream.write(tensor.contiguous().view(torch.uint8).numpy().data)
         read_in_huge_pages(unfinished)
         unfinished.replace(file)
@@ -188,16 +191,16 @@ def write_packed(key: PackedKey, packed: Sequence[PackedLinear]) -> Path:
     return file
 
 
-def _tensors_of(packed: PackedLinear) -> Mapping[str, Tensor]:
+def _stored_tensors(packed: PackedLinear) -> Mapping[str, Tensor]:
     order = {} if packed.order is None else {_ORDER: packed.order}
     return {**packed.tensors, **order}
 
 
 def _read_header(file: Path) -> tuple[_FileHeader, int]:
-    """Return the header and the offset of the tensors.
+    """Return the header, and the offset of the tensors in bytes.
 
     Raises:
-        WeightsError: the file is damaged: tensors lie outside it or do not match their shapes.
+        WeightsError: the file is damaged. For example, a tensor ends after the end of the file.
     """
     read_header(file)
     with file.open("rb") as stream:
@@ -212,10 +215,10 @@ def _view(content: Tensor, entry: _TensorFields) -> Tensor:
 
 
 def _packing_inputs(key: PackedKey, layout: Layout) -> str:
-    """Return all inputs of packing, as JSON.
+    """Return everything on which the packed weights depend, as JSON.
 
-    Checkpoint files are compared by path, size and modification time. Reading their contents would take
-    longer than packing.
+    Checkpoint files are identified by path, size and modification time, because reading their contents would
+    take longer than packing.
     """
     files = sorted({file.resolve() for file in key.tensor_files})
     states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]

@@ -1,4 +1,4 @@
-"""Reads the tensors of files written by torch (``pytorch_model.bin``, ``*.pt``) without running code."""
+"""Reads tensors from pickled files of torch (``pytorch_model.bin``, ``*.pt``) without running their code."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from penstock.weights.tensors import Weights
 
 
 class PickledWeights:
-    """The tensors of a file written by torch. Only tensors are unpickled, so no code of the file runs.
+    """The tensors of a file that torch has pickled. Only tensors are unpickled, so no code of the file runs.
 
-    It has some methods of `penstock.weights.Weights`.
+    The methods are a subset of those of `penstock.weights.Weights`.
 
     Raises:
-        WeightsError: the file cannot be read, or holds objects other than tensors.
+        WeightsError: the file cannot be read, or contains objects other than tensors.
     """
 
     def __init__(self, file: Path) -> None:
@@ -34,8 +34,8 @@ class PickledWeights:
         except (OSError, RuntimeError, EOFError, ValueError, UnpicklingError) as problem:
             first_line = str(problem).strip().partition("\n")[0]
             raise WeightsError(file, f"cannot be read as tensors: {first_line}") from problem
-        if not isinstance(content, dict) or not all(isinstance(one, Tensor) for one in content.values()):
-            raise WeightsError(file, "must hold a dictionary of tensors: save the state dict of the model")
+        if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+            raise WeightsError(file, "must contain a dictionary of tensors: save the state dict of the model")
         self._tensors: dict[str, Tensor] = content
 
     def __contains__(self, name: str) -> bool:
@@ -64,28 +64,28 @@ class PickledWeights:
         return torch.zeros(shape)
 
     def finish(self, ignore: Iterable[str] = ()) -> None:
-        """Check at the end of a load that every tensor was read without a fault.
+        """Check after loading that every tensor was read, and that no tensor was missing or misshapen.
 
         Args:
-            ignore: shell patterns of names that may stay unread.
+            ignore: shell patterns of names that need not be read.
 
         Raises:
-            WeightsError: lists missing, misshapen and unexpected tensors.
+            WeightsError: the check failed. The message lists the missing, misshapen and unexpected tensors.
         """
         patterns = tuple(ignore)
         unread = sorted(self._tensors.keys() - self._read)
         unexpected = [name for name in unread if not any(fnmatchcase(name, pattern) for pattern in patterns)]
         faults = self._faults + [f"{name} is unexpected" for name in unexpected]
         if faults:
-            more = f" and {len(faults) - 8} more" if len(faults) > 8 else ""
-            raise WeightsError(self._file, "; ".join(faults[:8]) + more)
+            suffix = f" and {len(faults) - 8} more" if len(faults) > 8 else ""
+            raise WeightsError(self._file, "; ".join(faults[:8]) + suffix)
 
 
 FolderWeights = Weights | PickledWeights
 
 
 def open_weights(folder: Path) -> FolderWeights:
-    """Open the weights of a codec or of a module in a folder; safetensors files are preferred.
+    """Open the weights in a folder: safetensors files, or the pickled file if there are none.
 
     Raises:
         WeightsError: there are no weights, or a file is damaged.

@@ -1,7 +1,7 @@
-"""Downloads large files from the hub into its cache; an interrupted download continues where it stopped.
+"""Downloads large files from the Hugging Face hub into its cache. An interrupted download can continue.
 
-The library huggingface_hub keeps only finished files. This module leaves an unfinished file in the cache, and
-the next download requests the rest.
+The library huggingface_hub keeps only complete files. This module leaves an incomplete file in the cache, and
+the next download requests the missing bytes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from urllib.request import Request, urlopen
 from penstock.errors import CheckpointError, CheckpointNotFoundError
 
 LARGE_BYTES = 8 * 2**20
-"""Minimum size of a file for this module; huggingface_hub downloads smaller files."""
-_PIECE_BYTES = 2**20
+"""Minimum size of the files that this module downloads; huggingface_hub downloads smaller files."""
+_CHUNK_BYTES = 2**20
 _ATTEMPTS = 5
 _TIMEOUT = 30.0
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -34,19 +34,19 @@ class ProgressBar(Protocol):
 
 
 def download_large_files(model_id: str, revision: str, allowed: list[str], ignored: list[str]) -> None:
-    """Download the large files of a model that match; finished files are kept.
+    """Download the large files of a model that match the patterns and are not in the cache.
 
-    Does nothing if the hub cannot list the files; the caller then reports the cause.
+    Returns at once if the hub cannot list the files. The caller reports the cause.
 
     Args:
         model_id: the id of the model.
         revision: branch, tag or commit.
-        allowed: patterns of the files.
+        allowed: patterns of the files to download.
         ignored: patterns of files that are not downloaded.
 
     Raises:
-        CheckpointNotFoundError: the connection broke repeatedly; the next call continues.
-        CheckpointError: a file differs from the checksum of the hub.
+        CheckpointNotFoundError: the connection was interrupted repeatedly. The next call continues.
+        CheckpointError: the checksum of a file differs from that on the hub.
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, list_repo_files
     from huggingface_hub.utils import build_hf_headers as authorization  # type: ignore[attr-defined]
@@ -61,31 +61,33 @@ def download_large_files(model_id: str, revision: str, allowed: list[str], ignor
     for name in matching(names, allow_patterns=allowed, ignore_patterns=ignored):
         url = hf_hub_url(model_id, name, revision=revision)
         try:
-            about = get_hf_file_metadata(url)
+            metadata = get_hf_file_metadata(url)
         except Exception:  # as above
             return
-        size, etag = about.size, about.etag
+        size, etag = metadata.size, metadata.etag
         if size is None or etag is None or size < LARGE_BYTES or (blobs / etag).exists():
             continue
-        is_hub = urlsplit(about.location).netloc == urlsplit(url).netloc
-        headers = authorization() if is_hub else {}  # the token is not for other hosts
+        is_hub = urlsplit(metadata.location).netloc == urlsplit(url).netloc
+        headers = authorization() if is_hub else {}  # the token must not be sent to other hosts
         blobs.mkdir(parents=True, exist_ok=True)
         partial = blobs / (etag + _PARTIAL)
         with partial.open("ab") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:  # another process downloads it
+            except OSError:  # another process is downloading the file
                 continue
             start = file.tell()
             with progress(  # type: ignore[no-untyped-call]
                 total=size, initial=start, unit="B", unit_scale=True, desc=name
             ) as bar:
-                _fetch(model_id, Request(about.location, headers=headers), file, size, bar)
-            _check(model_id, name, partial, etag)
+                _append_missing_bytes(model_id, Request(metadata.location, headers=headers), file, size, bar)
+            _check_sha256(model_id, name, partial, etag)
             partial.rename(blobs / etag)
 
 
-def _fetch(model_id: str, request: Request, file: BinaryIO, size: int, bar: ProgressBar) -> None:
+def _append_missing_bytes(
+    model_id: str, request: Request, file: BinaryIO, size: int, bar: ProgressBar
+) -> None:
     """Append the missing bytes of a file of ``size`` bytes, in up to `_ATTEMPTS` requests."""
     reason = "the server closed the connection early"
     for attempt in range(_ATTEMPTS):
@@ -97,14 +99,16 @@ def _fetch(model_id: str, request: Request, file: BinaryIO, size: int, bar: Prog
         try:
             if start < size:
                 with urlopen(request, timeout=_TIMEOUT) as response:
-                    if start > 0 and response.status != 206:  # the server has sent the whole file
+                    if (
+                        start > 0 and response.status != 206
+                    ):  # the server ignored Range and sends the whole file
                         file.truncate(0)
                         file.seek(0)
                         bar.update(-start)
-                    while piece := response.read(_PIECE_BYTES):
-                        file.write(piece)
+                    while chunk := response.read(_CHUNK_BYTES):
+                        file.write(chunk)
                         file.flush()
-                        bar.update(len(piece))
+                        bar.update(len(chunk))
         except HTTPError as error:
             raise CheckpointNotFoundError(model_id, f"cannot be downloaded: {error}") from error
         except (URLError, OSError) as error:
@@ -116,13 +120,13 @@ def _fetch(model_id: str, request: Request, file: BinaryIO, size: int, bar: Prog
     )
 
 
-def _check(model_id: str, name: str, path: Path, etag: str) -> None:
-    """Compare a file with its SHA-256, which the hub returns as the ETag of large files."""
+def _check_sha256(model_id: str, name: str, path: Path, etag: str) -> None:
+    """Compare the SHA-256 of a file with its ETag. The ETag of large files on the hub is their SHA-256."""
     if _SHA256.fullmatch(etag):
         with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        if found != etag:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != etag:
             path.unlink()
             raise CheckpointError(
-                model_id, f"{name} was not downloaded correctly, and is deleted: run the command again"
+                model_id, f"{name} was not downloaded correctly and was deleted: run the command again"
             )

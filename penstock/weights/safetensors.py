@@ -1,4 +1,4 @@
-"""Headers of safetensors files. Loads no torch and reads no tensor.
+"""Headers of safetensors files. Does not import torch and reads no tensor data.
 
 A file is an 8-byte little-endian header length, a JSON header (name -> dtype, shape, byte range) and the
 tensors' bytes (https://huggingface.co/docs/safetensors).
@@ -25,7 +25,7 @@ SHARD_INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """One tensor of a file, before it is read."""
+    """The description of one tensor in a file."""
 
     file: Path
     type_name: str
@@ -33,17 +33,17 @@ class TensorHeader:
     shape: tuple[int, ...]
     num_bytes: int
     stored_name: str
-    """Name in the file."""
+    """The name in the file."""
     encoding: str | None = None
-    """The encoding in which a linear layer is stored; None for floats and other numbers."""
+    """The quantization encoding in which a linear layer is stored; None for plain numbers."""
     is_transposed: bool = False
-    """Whether the shape is ``[in, out]`` although the file stores one row per output."""
+    """Whether `shape` is ``[in, out]`` although the file stores one row per output."""
     offset: int = 0
-    """Bytes from the start of the file to the tensor."""
+    """Number of bytes from the start of the file to the tensor."""
 
     @property
     def dtype(self) -> DType | None:
-        """The element type, or None for a type without a `DType` (8-bit floats)."""
+        """The element type; None for types without a `DType`, such as 8-bit floats."""
         return _DTYPES.get(self.type_name)
 
     @property
@@ -52,8 +52,8 @@ class TensorHeader:
         return self.encoding is not None or (self.dtype is not None and self.dtype.is_float())
 
     @property
-    def is_widened(self) -> bool:
-        """Whether the tensor holds quantized numbers without a matching encoding."""
+    def is_dequantized(self) -> bool:
+        """Whether the tensor is quantized, but dequantized on reading because no encoding matches."""
         return False
 
     @property
@@ -69,11 +69,11 @@ class QuantizedHeader(TensorHeader):
     parts: tuple[TensorHeader, ...] = ()
     """The stored tensors."""
     index: int | None = None
-    """Index in the first dimension of all parts; None if the weight is the whole of each part."""
+    """Index of the weight in the first dim of all parts; None if the parts contain only this weight."""
     float_dtype: DType = DType.bfloat16
     """The type in which the weight is read as floats."""
     order: bytes = b""
-    """Permutation of the inputs, int32: column c in the encoding is input ``order[c]``; empty: none."""
+    """Permutation of the inputs as int32: column c in the encoding is input ``order[c]``. Empty for none."""
 
     @property
     def dtype(self) -> DType:
@@ -81,7 +81,7 @@ class QuantizedHeader(TensorHeader):
         return self.float_dtype
 
     @property
-    def is_widened(self) -> bool:
+    def is_dequantized(self) -> bool:
         return self.encoding is None
 
 
@@ -137,7 +137,7 @@ def read_header(file: Path) -> dict[str, TensorHeader]:
 
 
 def read_metadata(file: Path) -> dict[str, str]:
-    """Return the ``__metadata__`` of a safetensors file: text by name.
+    """Return the ``__metadata__`` of a safetensors file, name -> text.
 
     Raises:
         WeightsError: the file cannot be read.
@@ -147,8 +147,8 @@ def read_metadata(file: Path) -> dict[str, str]:
             entries = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
     except (OSError, ValueError, RecursionError) as problem:
         raise WeightsError(file, f"cannot be read: {problem}") from problem
-    found = entries.get("__metadata__") or {}
-    return {name: text for name, text in found.items() if isinstance(text, str)}
+    metadata = entries.get("__metadata__") or {}
+    return {name: text for name, text in metadata.items() if isinstance(text, str)}
 
 
 def read_tensor_bytes(header: TensorHeader) -> bytes:
@@ -166,7 +166,8 @@ def read_tensor_bytes(header: TensorHeader) -> bytes:
 
 
 def _refuse_length(file: Path, length: int, size: int) -> NoReturn:
-    # The format limits headers to 100 MB. In a file of another format the first 8 bytes give a huge number.
+    # The format limits headers to 100 MB. In a file of another format the first 8 bytes are usually a larger
+    # number.
     if length > 100_000_000:
         raise WeightsError(file, "is not a safetensors file: its first 8 bytes are not a header length")
     raise WeightsError(file, f"is truncated in its header: {8 + length} bytes expected, {size} present")
@@ -178,7 +179,8 @@ def _parse_header(file: Path, text: bytes, data_size: int) -> dict[str, TensorHe
         metadata = entries.pop("__metadata__", None) or {}
         start = 8 + len(text)
         headers = {name: _tensor_header(file, name, entry, start) for name, entry in entries.items()}
-        # If tensors share storage, some writers store one of them and map the other names to it in metadata.
+        # If tensors share storage, some programs store only one and map the other names to it in the
+        # metadata.
         headers |= {
             name: headers[kept]
             for name, kept in metadata.items()
@@ -187,16 +189,18 @@ def _parse_header(file: Path, text: bytes, data_size: int) -> dict[str, TensorHe
         ranges = sorted(tuple(entry["data_offsets"]) for entry in entries.values())
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as problem:
         raise WeightsError(file, "is not a safetensors file: its header is damaged") from problem
-    announced = ranges[-1][1] if ranges else 0
-    if announced > data_size:
-        raise WeightsError(file, f"is truncated: {announced} bytes of tensors expected, {data_size} present")
-    if announced < data_size or any(end != start for (_, end), (start, _) in pairwise([(0, 0), *ranges])):
+    tensor_bytes = ranges[-1][1] if ranges else 0
+    if tensor_bytes > data_size:
+        raise WeightsError(
+            file, f"is truncated: {tensor_bytes} bytes of tensors expected, {data_size} present"
+        )
+    if tensor_bytes < data_size or any(end != start for (_, end), (start, _) in pairwise([(0, 0), *ranges])):
         raise WeightsError(file, "is not a safetensors file: there are gaps between its tensors")
     return headers
 
 
 class _Entry(TypedDict):
-    """The description of a tensor in the header of a file."""
+    """The entry of a tensor in the header of a file."""
 
     dtype: str
     shape: list[int]
@@ -208,7 +212,7 @@ def _tensor_header(file: Path, name: str, entry: _Entry, start: int) -> TensorHe
     begin, end = entry["data_offsets"]
     header = TensorHeader(file, entry["dtype"], shape, end - begin, name, offset=start + begin)
     if not all(isinstance(size, int) and size >= 0 for size in (*shape, begin, end - begin)):
-        raise ValueError("a shape or a byte range holds a value that is not a count")
+        raise ValueError("a shape or a byte range contains a value that is not a whole number of at least 0")
     if header.dtype and header.num_elements * header.dtype.size_in_bytes != header.num_bytes:
         raise ValueError("the size of a byte range does not match the shape")
     return header
@@ -226,7 +230,7 @@ def _read_shards(folder: Path) -> dict[str, TensorHeader]:
     if absent:
         raise WeightsError(
             index,
-            f"lists {absent[0]} in {weight_map[absent[0]]}, which does not hold it "
+            f"lists {absent[0]} in {weight_map[absent[0]]}, but the tensor is not in that file "
             f"({len(absent)} tensors are missing)",
         )
     return headers
@@ -236,7 +240,7 @@ def _shards(index: Path, weight_map: Mapping[str, object]) -> Iterator[Path]:
     names = sorted({str(name) for name in weight_map.values()})
     outside = [name for name in names if Path(name).name != name]
     if outside:
-        raise WeightsError(index, f"names {outside[0]!r}, which is not a file in the same folder")
+        raise WeightsError(index, f"refers to {outside[0]!r}, which is not a file in the same folder")
     absent = [name for name in names if not (index.parent / name).is_file()]
     if absent:
         raise WeightsError(

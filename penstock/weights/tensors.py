@@ -1,6 +1,7 @@
-"""The named tensors of a checkpoint, memory-mapped. A load reports all faulty tensors in one error.
+"""`Weights`: the named, memory-mapped tensors of a checkpoint.
 
-Names are plain names (see `names.plain_names`), independent of the names in the files.
+Names are those of `names.plain_names`, which can differ from the names in the files. Errors of all tensors
+are collected and reported in one message.
 """
 
 from __future__ import annotations
@@ -26,19 +27,21 @@ from penstock.weights.mapping import drop_pages, map_file
 from penstock.weights.safetensors import QuantizedHeader, TensorHeader
 
 NUM_NAMES_SHOWN = 8
-"""Maximum number of tensors of a kind that an error lists. Further ones are counted."""
+"""Maximum number of tensors that an error message lists per kind of fault. All others are counted."""
 _MAX_FAULTS = 1000
-"""Maximum number of missing tensors. A load with more fails at once: ``config.json`` probably belongs to
-another model."""
+"""Maximum number of missing tensors.
+
+If there are more, loading fails at once, because ``config.json`` probably belongs to another model.
+"""
 _MAX_ZEROS = 2**29
-"""Maximum number of zeros that replace faulty tensors. A load that needs more fails at once."""
+"""Maximum number of elements of the zeros that replace faulty tensors. Beyond it, loading fails at once."""
 
 
 class Weights:
     """The tensors of a checkpoint by name, read on demand.
 
-    A fault does not stop a load. `tensor` records it and returns zeros, and `finish` reports all faults in
-    one error.
+    A missing or misshapen tensor does not stop loading. `tensor` records the fault and returns zeros.
+    `finish` reports all faults in one error.
 
     >>> weights = Weights.open(checkpoint)  # doctest: +SKIP
     >>> norm = weights.tensor("model.norm.weight", (64,))  # doctest: +SKIP
@@ -50,9 +53,9 @@ class Weights:
         self._names = names  # name -> name in the checkpoint
         self._files = files
         self._faults = _Faults()
-        self._read: set[str] = set()
+        self._names_read: set[str] = set()
         self.on_read: Callable[[int], None] | None = None
-        """Called with the number of bytes of each tensor that is read, to show the progress of a load."""
+        """Called with the number of bytes of each tensor that is read, to show the progress of loading."""
 
     @classmethod
     def open(cls, path: Path, *, shapes_only: bool = False) -> Weights:
@@ -60,13 +63,13 @@ class Weights:
 
         Args:
             path: the file or the folder.
-            shapes_only: return tensors of torch's device ``meta``, without numbers. This is enough to check
-                that a model finds all its tensors.
+            shapes_only: whether to return tensors on torch's device ``meta``, without data. This suffices to
+                check that all tensors of a model exist.
 
         Raises:
             WeightsError: there is no file, a shard is missing, or a file is damaged.
-            UnknownArchitectureError: it is a GGUF file of an unknown family.
-            ConfigError: the weights are quantized in a way that no format reads.
+            UnknownArchitectureError: the file is a GGUF file of an unknown architecture.
+            ConfigError: the weights are quantized with a method that is not supported.
         """
         files = _Files(open_checkpoint(path), shapes_only)
         return cls(path, {name: name for name in files.headers}, files)
@@ -91,7 +94,7 @@ class Weights:
         """Return the element type of a tensor.
 
         Raises:
-            WeightsError: there is no tensor of this name, or its type has no `DType` (8-bit floats).
+            WeightsError: there is no tensor of this name, or its type has no `DType`, such as 8-bit floats.
         """
         header = self._header(name)
         if header.dtype is None:
@@ -110,9 +113,9 @@ class Weights:
         return self._files.tensor(self._names[name]) if self.expect(name, shape) else self._zeros(shape)
 
     def expect(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Return whether tensor ``name`` is readable as floats of this shape; record a fault if it is not.
+        """Return whether tensor ``name`` can be read as floats of this shape. If not, record a fault.
 
-        The tensor counts as read. Callers that already have its numbers use this instead of `tensor`.
+        The tensor counts as read. Callers that do not need its data use this instead of `tensor`.
         """
         header = self._mark_read(name)
         if header is None:
@@ -124,18 +127,18 @@ class Weights:
 
     def stored_encoding(self, name: str) -> str | None:
         """Return the encoding in which a weight is stored; None if it is stored as floats or is missing."""
-        header = self._found(name)
+        header = self._find_header(name)
         return None if header is None else header.encoding
 
     def input_order(self, name: str) -> bytes:
-        """Return the order of the inputs in a weight's stored encoding, int32; empty: the original order."""
-        header = self._found(name)
+        """Return the stored order of the inputs of a weight, int32; empty for the original order."""
+        header = self._find_header(name)
         return header.order if isinstance(header, QuantizedHeader) else b""
 
     def read_linear(
         self, name: str, shape: tuple[int, int], *, transposed: bool = False
     ) -> tuple[str | None, Mapping[str, Tensor]]:
-        """Return the weight of a linear layer in its stored encoding.
+        """Return the stored encoding of a linear layer's weight, and the tensors of the weight.
 
         Args:
             name: name of the weight.
@@ -144,10 +147,10 @@ class Weights:
 
         Returns:
             The encoding, and the tensors of `LinearEncoding.pack`, with inputs in the order of `input_order`.
-            If the weight is stored as floats, or in a row order that the encoding does not support: None, and
-            ``weight`` as floats ``[out, in]``.
+            If the weight is stored as floats, or in a layout that the encoding does not support: None, and
+            ``weight [out, in]`` as floats.
         """
-        header = self._found(name)
+        header = self._find_header(name)
         expected = shape[::-1] if transposed else shape
         fits = header is not None and header.shape == expected and header.is_transposed == transposed
         if header is None or header.encoding is None or not fits or self._files.shapes_only:
@@ -159,22 +162,22 @@ class Weights:
     def rows(
         self, name: str, shape: tuple[int, int], start: int, stop: int
     ) -> tuple[str | None, Mapping[str, Tensor]]:
-        """Return the rows ``start`` to ``stop - 1`` of a weight ``shape``, in the form of `read_linear`.
+        """Return the rows ``start`` to ``stop - 1`` of a weight of this shape, like `read_linear`.
 
-        Other rows are not read, if the format stores each row separately.
+        If the format stores each row separately, other rows are not read.
         """
-        header = self._found(name)
+        header = self._find_header(name)
         if header is not None and header.shape == shape and not self._files.shapes_only:
-            found = self._files.rows(self._names[name], start, stop)
-            if found is not None:
+            rows = self._files.rows(self._names[name], start, stop)
+            if rows is not None:
                 self._mark_read(name)
-                return found
+                return rows
         encoding, tensors = self.read_linear(name, shape)
-        return encoding, {key: one[start:stop] for key, one in tensors.items()}
+        return encoding, {key: tensor[start:stop] for key, tensor in tensors.items()}
 
     def is_mapped(self, name: str) -> bool:
         """Return whether `tensor` returns a view of the mapped file instead of a copy."""
-        header = self._found(name)
+        header = self._find_header(name)
         return (
             header is not None
             and header.encoding is None
@@ -182,7 +185,10 @@ class Weights:
         )
 
     def release(self, name: str) -> None:
-        """Release the resident memory of a tensor's file pages. The next access reads them again."""
+        """Drop the pages of a tensor from the resident memory.
+
+        The next access reads them from the file again.
+        """
         stored = self._names.get(name)
         if stored is not None:
             self._files.release(stored)
@@ -198,25 +204,26 @@ class Weights:
         """
         names: dict[str, str] = {}
         for name, stored in self._names.items():
-            new = adapter(name)
-            if new is None:
+            new_name = adapter(name)
+            if new_name is None:
                 continue
-            if new in names:
-                raise WeightsError(self._path, f"{names[new]} and {stored} are both read as {new}")
-            names[new] = stored
+            if new_name in names:
+                raise WeightsError(self._path, f"{names[new_name]} and {stored} are both read as {new_name}")
+            names[new_name] = stored
         return Weights(self._path, names, self._files)
 
     def finish(self, ignore: Iterable[str] = ()) -> None:
-        """Check at the end of a load that every tensor was read without a fault.
+        """Check after loading that every tensor was read, and that no fault was recorded.
 
         Args:
-            ignore: shell patterns of names that may stay unread, such as ``*.rotary_emb.inv_freq``.
+            ignore: shell patterns of names that need not be read, such as ``*.rotary_emb.inv_freq``.
 
         Raises:
-            WeightsError: lists missing, misshapen, unreadable and unexpected tensors.
+            WeightsError: the check failed. The message lists the missing, misshapen, unreadable and
+                unexpected tensors.
         """
         patterns = tuple(ignore)
-        unread = (name for name in self.names if name not in self._read)
+        unread = (name for name in self.names if name not in self._names_read)
         unexpected = [
             self._label(name)
             for name in unread
@@ -238,12 +245,15 @@ class Weights:
         return sum(self._files.headers[stored].num_bytes for stored in self._names.values())
 
     def _mark_read(self, name: str) -> TensorHeader | None:
-        """Mark a tensor as read and return its header. If it is missing, record a fault and return None."""
-        header = self._found(name)
+        """Mark a tensor as read and return its header.
+
+        If the tensor is missing, record a fault and return None.
+        """
+        header = self._find_header(name)
         if header is None:
             self._faults.missing.append(name)
             return None
-        self._read.add(name)
+        self._names_read.add(name)
         beat()
         if self.on_read is not None:
             self.on_read(header.num_bytes)
@@ -257,12 +267,12 @@ class Weights:
         )
         return False
 
-    def _found(self, name: str) -> TensorHeader | None:
+    def _find_header(self, name: str) -> TensorHeader | None:
         stored = self._names.get(name)
         return None if stored is None else self._files.headers[stored]
 
     def _header(self, name: str) -> TensorHeader:
-        header = self._found(name)
+        header = self._find_header(name)
         if header is None:
             raise WeightsError(self._path, f"has no tensor {name}")
         return header
@@ -285,7 +295,7 @@ class _SafetensorsFile(Protocol):
 
 
 class _Files:
-    """The open files of a checkpoint. Views under other names share them."""
+    """The open files of a checkpoint. `Weights` objects with different names can share them."""
 
     def __init__(self, checkpoint: Checkpoint, shapes_only: bool) -> None:
         self.headers = checkpoint.headers
@@ -293,7 +303,7 @@ class _Files:
         self._format = checkpoint.format
         self._opened: dict[Path, _SafetensorsFile] = {}
         self._bytes: dict[Path, Tensor] = {}
-        self._mapped: dict[str, list[Tensor]] = {}  # name -> mapped bytes that were read for it
+        self._mapped: dict[str, list[Tensor]] = {}  # name -> mapped bytes that were read for the tensor
 
     def tensor(self, name: str) -> Tensor:
         header = self.headers[name]
@@ -313,7 +323,7 @@ class _Files:
 
     def may_stay_unread(self, name: str, stored: str) -> bool:
         """Return whether the format allows that a model does not read this tensor."""
-        if self.shapes_only or not any(fnmatchcase(name, one) for one in self._format.unread_if_zero):
+        if self.shapes_only or not any(fnmatchcase(name, pattern) for pattern in self._format.unread_if_zero):
             return False
         return not bool(self.tensor(stored).any())
 
@@ -339,7 +349,7 @@ class _Files:
 
 
 class _Reader:
-    """Reads what a format needs for one tensor; a `TensorReader`.
+    """The `TensorReader` for one tensor of the checkpoint. It records which mapped bytes were read.
 
     Args:
         files: the open files.
@@ -360,7 +370,7 @@ class _Reader:
         return tensor
 
     def file_bytes(self, header: TensorHeader) -> Tensor:
-        assert isinstance(header, GGUFTensor), "only tensors of GGUF files are read as bytes"
+        assert isinstance(header, GGUFTensor), "only GGUF files are read as bytes"
         data = self._files.open_bytes(header.file)
         self._mapped.append(data[header.offset : header.offset + header.num_bytes])
         return data
@@ -374,17 +384,19 @@ class _Faults:
     num_zeros: int = 0  # elements of the zeros that replace faulty tensors
 
     def report(self, unexpected: list[str]) -> str:
-        """Return one line that lists the faults by kind; empty if there is none."""
+        """Return a line that lists the faults by kind; empty without faults."""
         kinds = {
             "missing": self.missing,
             "misshapen": self.misshapen,
             "not of a float type that can be read (F16, BF16, F32, F64)": self.unreadable,
             "unexpected": unexpected,
         }
-        return "; ".join(f"{len(names)} {kind}: {_listed(names)}" for kind, names in kinds.items() if names)
+        return "; ".join(
+            f"{len(names)} {kind}: {_join_names(names)}" for kind, names in kinds.items() if names
+        )
 
 
-def _listed(names: list[str]) -> str:
+def _join_names(names: list[str]) -> str:
     shown = ", ".join(names[:NUM_NAMES_SHOWN])
-    more = len(names) - NUM_NAMES_SHOWN
-    return f"{shown} and {more} more" if more > 0 else shown
+    num_not_shown = len(names) - NUM_NAMES_SHOWN
+    return f"{shown} and {num_not_shown} more" if num_not_shown > 0 else shown

@@ -175,8 +175,8 @@ def drop_bias(linear: Any) -> Any:
 MUTATIONS: dict[str, Callable[[Any], Any]] = {
     "two experts swapped": lambda n: mutate_experts(n, packed=swap_experts),
     "shares not normed": lambda n: mutate_experts(n, routing=lambda _: "all"),
-    "one expert too few": lambda n: mutate_experts(n, top=lambda top: top - 1),
-    "one expert too many": lambda n: mutate_experts(n, top=lambda top: top + 1),
+    "one expert too few": lambda n: mutate_experts(n, top_k=lambda top_k: top_k - 1),
+    "one expert too many": lambda n: mutate_experts(n, top_k=lambda top_k: top_k + 1),
 }
 GPT_OSS_MUTATIONS: dict[str, Callable[[Any], Any]] = {
     "gates for ups": lambda n: mutate_experts(n, packed=swap_gates_and_ups),

@@ -181,7 +181,7 @@ MUTATIONS: dict[str, Callable[[Any], Any]] = {
     "no distance": mutate_routing(eps=100.0),
     "no shared experts": lambda layer: layer.experts if isinstance(layer, SharedExperts) else layer,
     "no gate of the shared experts": drop_shared_gate,
-    "one expert too many": mutate_experts(top=lambda top: top + 1),
+    "one expert too many": mutate_experts(top_k=lambda top_k: top_k + 1),
     "weights of all experts": mutate_experts(
         routing=lambda routing: (
             routing if isinstance(routing, ScoreRouting) else "all" if routing != "all" else "chosen"
@@ -318,7 +318,7 @@ def mutate_llama4_experts(network: Any, change: Callable[[Any], Any]) -> Any:
 
 def scale_outputs(experts: Any) -> Any:
     """Return experts that scale their outputs instead of their inputs."""
-    return Experts(experts.router, experts.packed, experts.top, "all", experts.activation)
+    return Experts(experts.router, experts.packed, experts.top_k, "all", experts.activation)
 
 
 LLAMA4_MUTATIONS: dict[str, Callable[[Any], Any]] = {
@@ -326,7 +326,7 @@ LLAMA4_MUTATIONS: dict[str, Callable[[Any], Any]] = {
     "pairs of halves": lambda n: mutate_attention(n, is_interleaved=False),
     "rope in all layers": lambda n: mutate_attention(n, rotary=0),
     "queries not scaled": lambda n: replace(n, rotaries=n.rotaries[:1]),
-    "another expert": lambda n: mutate_llama4_experts(n, lambda e: replace(e, top=2)),
+    "another expert": lambda n: mutate_llama4_experts(n, lambda e: replace(e, top_k=2)),
     "no shared expert": lambda n: mutate_llama4_experts(n, scale_outputs),
 }
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.checkpoints import DECODERS
 
-from penstock.architectures.apertus.model import stored_numbers
+from penstock.architectures.apertus.model import stored_activations
 from penstock.architectures.gpt2.config import GPT2Config
 from penstock.config import HuggingFaceConfig
 from penstock.errors import CheckpointError, ConfigError
@@ -40,28 +40,44 @@ def blueprint_of(family: str, changes: dict[str, Any]) -> Any:
         ("llama", {"layer_types": SLIDING[:2]}, "layer_types: must be a list of 3 names"),
         ("mistral", {"layer_types": ["full_attention", *SLIDING[1:]]}, "layer_types: must all be sliding"),
         ("mistral", {"layer_types": SLIDING, "sliding_window": None}, "layer_types: must all be full"),
-        ("qwen2", {"use_sliding_window": False, "layer_types": SLIDING}, "use_sliding_window: is not true"),
+        ("qwen2", {"use_sliding_window": False, "layer_types": SLIDING}, "use_sliding_window: must be true"),
         ("qwen3", {"rope_scaling": {"rope_type": "mrope"}}, "unknown rope type 'mrope'"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers: must be a list of 4 zeros and ones"),
         ("smollm3", {"no_rope_layers": [1, 0, 2, 1]}, "no_rope_layers: must be a list of 4 zeros and ones"),
-        ("smollm3", {"layer_types": [*SLIDING, "full_attention"]}, "use_sliding_window: is not true"),
+        ("smollm3", {"layer_types": [*SLIDING, "full_attention"]}, "use_sliding_window: must be true"),
         ("phi3", {"layer_types": SLIDING, "sliding_window": None}, "layer_types: must all be full"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention: is true"),
-        ("gemma2", {"sliding_window": None}, "sliding_window: is null, and some layers"),
+        ("gemma2", {"sliding_window": None}, "sliding_window: must be a number, because some"),
         ("gemma2", {"hidden_activation": "tanh"}, "hidden_activation: 'tanh' is not known"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention: is true"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: must be null"),
-        ("gemma3_text", {"rope_parameters": {"rope_type": "default"}}, "rope_parameters: must hold full_att"),
-        ("olmo3", {"rope_parameters": {"rope_type": "default"}}, "rope_parameters: must hold full_attention"),
-        ("olmo3", {"sliding_window": None}, "sliding_window: is null, and some layers"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"rope_type": "default"}},
+            "rope_parameters: must contain full_att",
+        ),
+        (
+            "olmo3",
+            {"rope_parameters": {"rope_type": "default"}},
+            "rope_parameters: must contain full_attention",
+        ),
+        ("olmo3", {"sliding_window": None}, "sliding_window: must be a number, because some"),
         ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention: is true"),
         ("glm", {"partial_rotary_factor": 1.5}, "partial_rotary_factor: must be at most 1"),
         ("ernie4_5", {"compression_ratio": 2.0}, "compression_ratio: must be 1, was 2.0"),
-        ("exaone4", {"sliding_window_pattern": "LLX"}, "sliding_window_pattern: must be a number or letters"),
-        ("exaone4", {"sliding_window": None, "layer_types": SLIDING + SLIDING[:1]}, "is not true, and some"),
+        (
+            "exaone4",
+            {"sliding_window_pattern": "LLX"},
+            "sliding_window_pattern: must be a number or a text of the letters",
+        ),
+        (
+            "exaone4",
+            {"sliding_window": None, "layer_types": SLIDING + SLIDING[:1]},
+            "must be true, because some",
+        ),
         ("helium", {"head_dim": 16}, "head_dim: 6 heads of 16 must add up to hidden_size 48"),
         ("cohere2", {"use_qk_norm": True}, "use_qk_norm: is true"),
-        ("cohere2", {"sliding_window": None}, "sliding_window: is null, and some layers"),
+        ("cohere2", {"sliding_window": None}, "sliding_window: must be a number, because some"),
         ("hunyuan_v1_dense", {"use_cla": True}, "use_cla: is true"),
         ("hunyuan_v1_dense", {"use_qk_norm": False}, "use_qk_norm: is false"),
         (
@@ -98,7 +114,7 @@ def test_unsupported_settings_are_refused(family: str, changes: dict[str, Any], 
 def test_malformed_coefficients_of_xielu_are_refused(values: object) -> None:
     config = HuggingFaceConfig({"xielu": {"alpha_p": values}})
     with pytest.raises(ConfigError, match=r"xielu\.alpha_p: must"):
-        stored_numbers(config, 2)
+        stored_activations(config, 2)
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def test_a_missing_or_misplaced_record_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty" / "__init__.py").write_text("")
     registry = PipelineRegistry([tmp_path])
     with pytest.raises(
-        ConfigError, match="must hold ARCHITECTURE, a SupportedArchitecture, or ARCHITECTURES"
+        ConfigError, match="must define ARCHITECTURE, a SupportedArchitecture, or ARCHITECTURES"
     ):
         registry.retrieve_architecture(config_of("empty"), "x")
     write_architecture_folder(tmp_path, "elsewhere", "other")
@@ -180,7 +180,7 @@ def test_a_model_class_may_be_given_as_a_module_path(registry: PipelineRegistry)
 @pytest.mark.parametrize("name", ["toy", "llama", "hand-made"])
 def test_a_registered_name_is_refused_unless_overridden(registry: PipelineRegistry, name: str) -> None:
     registry.register(build_architecture())
-    with pytest.raises(ConfigError, match=f"'{name}' is registered already"):
+    with pytest.raises(ConfigError, match=f"'{name}' is already registered"):
         registry.register(build_architecture(name, list))
     registry.register(build_architecture(name, list), allow_override=True)
     assert registry.retrieve_architecture(config_of(name), "x").load_pipeline_model() is list

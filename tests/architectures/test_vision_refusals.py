@@ -122,4 +122,4 @@ def test_older_and_shorter_configurations_are_read() -> None:
     blueprint = gemma.blueprint(HuggingFaceConfig(short))
     assert (blueprint.heads, blueprint.kv_heads, blueprint.head_dim, blueprint.tied_head) == (8, 4, 256, True)
     assert [rotary.kind for rotary in blueprint.rotaries] == ["linear", "default"]
-    assert gemma.largest_image(HuggingFaceConfig(short)) == 4096
+    assert gemma.max_image_rows(HuggingFaceConfig(short)) == 4096

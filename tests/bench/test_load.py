@@ -112,10 +112,10 @@ async def test_errors_are_counted_by_kind() -> None:
     result = await run_load(
         client, [*make_bodies(2), *({"index": 2, "error": error} for error in errors)], concurrency=2
     )
-    assert Summary.of(result).errors == {"broken connection": 2, "no connection": 1}
+    assert Summary.from_measurement(result).errors == {"broken connection": 2, "no connection": 1}
     client.seconds = 5
     result = await run_load(client, make_bodies(2), concurrency=2, timeout=0.05)
-    assert Summary.of(result).errors == {"timeout": 2}
+    assert Summary.from_measurement(result).errors == {"timeout": 2}
 
 
 @pytest.mark.parametrize("load", [{"concurrency": 3}, {"rate": 1000.0}])
@@ -125,7 +125,7 @@ async def test_an_interrupted_run_keeps_finished_requests(load: dict[str, Any]) 
     result = await run_load(client, make_bodies(10_000), stop, **load)
     assert result.is_interrupted
     assert client.num_now == 0
-    summary = Summary.of(result)
+    summary = Summary.from_measurement(result)
     assert 0 < summary.completed < 10_000
     assert set(summary.errors) <= {INTERRUPTED}
     assert summary.requests == len(client.indices) or load == {"rate": 1000.0}
@@ -140,7 +140,7 @@ async def test_the_first_round_trip_is_not_counted() -> None:
     result = await round_trips(FakeClient(), "/v1/models", 5)
     assert len(result) == 5
     assert min(result) >= 0.009
-    summary = Summary.of(Measurement(round_trips=result))
+    summary = Summary.from_measurement(Measurement(round_trips=result))
     assert summary.latencies()["keep-alive"].count == 5
     assert len(await round_trips(FakeClient(), "/v1/models", 50)) == 6, "the server closed the connection"
-    assert "keep-alive" not in Summary.of(Measurement()).latencies()
+    assert "keep-alive" not in Summary.from_measurement(Measurement()).latencies()

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from penstock.bench.http_client import HttpResponse
 from penstock.bench.load import Measurement
-from penstock.bench.outcome import Outcome, events_of, read_response
-from penstock.bench.summary import Summary, report_of
+from penstock.bench.outcome import Outcome, parse_events, read_response
+from penstock.bench.summary import Summary, build_report
 
 USAGE = {"prompt_tokens": 7, "completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": 3}}
 SSE = {"content-type": "text/event-stream; charset=utf-8"}
@@ -73,7 +73,7 @@ def test_events_do_not_depend_on_the_chunks_of_the_stream(size: int, with_return
     if with_returns:
         text = text.replace(b"\n", b"\r\n")
     chunks = [(float(start), text[start : start + size]) for start in range(0, len(text), size)]
-    assert [data for _, data in events_of(chunks)] == [b"a", b"b\nc", b"d"]
+    assert [data for _, data in parse_events(chunks)] == [b"a", b"b\nc", b"d"]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_a_summary_counts_successful_and_failed_requests() -> None:
         Outcome(201, 0.0, 0.0, 1.0, [0.1, 0.9], prompt_tokens=9, completion_tokens=9, error="HTTP 500")
     )
     result = Measurement([*successful, *failed], started=0.0, ended=50.0)
-    summary = Summary.of(result)
+    summary = Summary.from_measurement(result)
     assert (summary.requests, summary.completed) == (103, 100)
     assert summary.errors == {"timeout": 2, "HTTP 500": 1}
     assert summary.error_details["timeout"] == "first"
@@ -130,13 +130,13 @@ def test_a_summary_counts_successful_and_failed_requests() -> None:
     assert latencies["end to end"].mean == 10.0
     assert latencies["time per token"].mean == 2.0
     assert (latencies["inter-token"].count, latencies["inter-token"].mean) == (200, 3.0)
-    report = json.loads(json.dumps(report_of(result, {"url": "x"})))
+    report = json.loads(json.dumps(build_report(result, {"url": "x"})))
     assert len(report["requests"]) == 103
     assert report["summary"]["end_to_end"]["percentiles"]["p99"] == 10.0
     assert report["requests"][100]["error"] == "timeout"
 
 
 def test_a_summary_without_successful_requests_has_no_latencies() -> None:
-    summary = Summary.of(Measurement([Outcome(0, 0.0, error="no connection")], 0.0, 0.0))
+    summary = Summary.from_measurement(Measurement([Outcome(0, 0.0, error="no connection")], 0.0, 0.0))
     assert summary.latencies() == {}
     assert summary.completion_tokens_per_second == 0.0

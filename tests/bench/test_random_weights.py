@@ -12,8 +12,8 @@ from support.checkpoints import DECODERS, write_checkpoint
 from penstock import LLM, SamplingParams
 from penstock.bench.random_weights import (
     SHAPES,
-    config_of_shape,
     narrow_config,
+    shape_config,
     tensor_shapes,
     write_random_checkpoint,
 )
@@ -83,7 +83,7 @@ def test_all_matrices_differ(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("shape", "parameters"), [("l110m", 134_105_856), ("l1b", 1_100_048_384)])
 def test_named_shapes_have_the_stated_number_of_parameters(shape: str, parameters: int) -> None:
     count = 0
-    for sizes in tensor_shapes(config_of_shape(shape)).values():
+    for sizes in tensor_shapes(shape_config(shape)).values():
         product = 1
         for size in sizes:
             product *= size
@@ -93,7 +93,7 @@ def test_named_shapes_have_the_stated_number_of_parameters(shape: str, parameter
 
 def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="there is no shape 'x'"):
-        config_of_shape("x")
+        shape_config("x")
     with pytest.raises(UnknownArchitectureError, match="'mamba'"):
         tensor_shapes({"model_type": "mamba"})
     with pytest.raises(InputError, match="not 'int8'"):

@@ -71,11 +71,11 @@ def test_a_model_of_random_weights_is_measured(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--shape", "l2m"), "there is no shape 'l2m': give l110m, l1b, or the path of a config.json"),
+        (("--shape", "l2m"), "there is no shape 'l2m': use l110m, l1b, or the path of a config.json"),
         (("--shape", "l110m", "--model", "demo"), "--shape and --model exclude each other"),
         (
             ("--work", "prefill", "--prefill-length", "5000"),
-            "prefill: takes 5001 tokens, but the maximum length is",
+            "prefill: needs 5001 tokens, but the maximum length is",
         ),
         (("--work", "decode", "--new-tokens", "1"), "'--new-tokens'"),
         (("--json", "/nowhere/a.json"), "/nowhere/a.json"),

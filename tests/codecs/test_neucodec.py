@@ -13,7 +13,7 @@ from support.codecs import FOLDER, load_expected, load_reference
 from penstock.codecs import CodecChunk
 from penstock.codecs.neucodec import model as neucodec
 from penstock.codecs.neucodec.decoder import code_digits
-from penstock.codecs.neucodec.windows import RIGHT, block, block_at
+from penstock.codecs.neucodec.windows import RIGHT_CONTEXT, block_at, frame_block
 from penstock.errors import CheckpointError, UnsupportedFeatureError
 
 
@@ -30,11 +30,11 @@ def test_code_digits_begin_with_the_lowest() -> None:
 
 
 def test_blocks_cover_each_frame_once() -> None:
-    starts = [block(index).start for index in range(8)]
+    starts = [frame_block(index).start for index in range(8)]
     assert starts == [0, 10, 25, 45, 75, 115, 165, 215]
     for frame in range(300):
         assert block_at(frame).start <= frame < block_at(frame).stop
-        assert block(block_at(frame).index + 1).start == block_at(frame).stop
+        assert frame_block(block_at(frame).index + 1).start == block_at(frame).stop
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_samples_are_blended_where_windows_overlap() -> None:
     first, second, third = codec.decode([frames[:15], frames[:30], frames[:50]])
     assert torch.equal(streamed[: 10 * hop], first[: 10 * hop])
     assert torch.equal(streamed[15 * hop : 25 * hop], second[15 * hop : 25 * hop])
-    weight = (torch.arange(RIGHT * hop) + 0.5) / (RIGHT * hop)
+    weight = (torch.arange(RIGHT_CONTEXT * hop) + 0.5) / (RIGHT_CONTEXT * hop)
     overlap = slice(25 * hop, 30 * hop)
     blended = second[overlap] * (1 - weight) + third[overlap] * weight
     torch.testing.assert_close(streamed[overlap], blended)
@@ -64,7 +64,7 @@ def test_chunks_are_equal_without_the_cache_of_windows(monkeypatch: pytest.Monke
     (whole,) = load_reference("neucodec").decode_chunks([CodecChunk(frames)])
     monkeypatch.setattr(neucodec, "MAX_CACHED_WINDOWS", 0)
     codec = load_reference("neucodec")
-    parts = [codec.decode_chunks([chunk])[0] for chunk in codec.cut(frames, 17)]
+    parts = [codec.decode_chunks([chunk])[0] for chunk in codec.split_stream(frames, 17)]
     assert torch.equal(torch.cat(parts), whole)
 
 
@@ -73,7 +73,7 @@ def test_a_shifted_chunk_gives_other_samples(monkeypatch: pytest.MonkeyPatch) ->
     (whole,) = codec.decode_chunks([CodecChunk(frames)])
     chunks = [
         CodecChunk(chunk.frames, chunk.start, chunk.left, chunk.right, chunk.ended)
-        for chunk in codec.cut(frames, 50)
+        for chunk in codec.split_stream(frames, 50)
     ]
     shifted = CodecChunk(chunks[1].frames[1:], chunks[1].start - 1, chunks[1].left - 1, chunks[1].right)
     (samples,) = codec.decode_chunks([shifted])
@@ -100,7 +100,7 @@ def test_encoding_without_an_encoder_is_refused() -> None:
     [
         ({"hidden_act": "gelu"}, UnsupportedFeatureError, "hidden_act gelu is not supported: only silu"),
         ({"num_key_value_heads": 1}, UnsupportedFeatureError, "num_key_value_heads 1"),
-        ({"downsampling_ratios": []}, CheckpointError, "whole numbers of samples per frame"),
+        ({"downsampling_ratios": []}, CheckpointError, "a whole number of samples per frame"),
         ({"hidden_size": 64}, CheckpointError, r"embed\.weight is \[32, 32, 7\]"),
     ],
 )

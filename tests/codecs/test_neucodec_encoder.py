@@ -98,7 +98,7 @@ def test_module_outputs_and_codes_equal_transformers(
     assert codec.can_encode
     samples = random_sound(length)
     expected = reference.encode(samples)
-    encoder = codec._open_encoder()
+    encoder = codec._load_encoder()
     padded = F.pad(samples, (0, 320 - length % 320))
     semantic = encoder.semantic(seamless_rows(padded), session.ops)
     acoustic = encoder.acoustic(padded, session.ops)

@@ -52,7 +52,7 @@ def test_chunks_of_every_size_equal_decoding_at_once(codec: AudioCodec, frames: 
     (whole,) = codec.decode_chunks([CodecChunk(frames)])
     sizes = range(1, len(frames) + 1) if len(frames) < 20 else SIZES
     for chunk_frames in sizes:
-        chunks = list(codec.cut(frames, chunk_frames))
+        chunks = list(codec.split_stream(frames, chunk_frames))
         parts = codec.decode_chunks(chunks)
         assert [len(part) for part in parts] == [
             chunk.num_frames * codec.samples_per_frame for chunk in chunks
@@ -82,7 +82,7 @@ def test_samples_of_a_batch_are_bit_equal_to_single_streams(codec: AudioCodec, f
     singles = [codec.decode([stream])[0] for stream in streams]
     for batched, single in zip(codec.decode(streams), singles, strict=True):
         assert torch.equal(batched, single)
-    chunks = [next(iter(codec.cut(stream, 4))) for stream in streams]
+    chunks = [next(iter(codec.split_stream(stream, 4))) for stream in streams]
     singles = [codec.decode_chunks([chunk])[0] for chunk in chunks]
     for batched, single in zip(codec.decode_chunks(chunks), singles, strict=True):
         assert torch.equal(batched, single)

@@ -67,7 +67,7 @@ def test_wide_convolutions_run_in_int8(name: str, monkeypatch: pytest.MonkeyPatc
     samples = codec.decode([frames])[0]
     error = (samples - exact).square().mean()
     assert 0 < error * 100 < exact.square().mean()
-    parts = codec.decode_chunks(list(codec.cut(frames, 2)))
+    parts = codec.decode_chunks(list(codec.split_stream(frames, 2)))
     torch.testing.assert_close(torch.cat(parts), samples, rtol=0, atol=codec.tolerance)
     if codec.can_encode and "encoded" in tensors:
         assert torch.equal(codec.encode(tensors["samples"]), tensors["encoded"])
@@ -80,7 +80,7 @@ def test_chunks_with_less_context_give_other_samples(name: str, side: str) -> No
     (whole,) = codec.decode_chunks([CodecChunk(frames)])
     assert getattr(codec, side) < len(frames)
     setattr(codec, side, getattr(codec, side) - 2)
-    parts = codec.decode_chunks(list(codec.cut(frames, 1)))
+    parts = codec.decode_chunks(list(codec.split_stream(frames, 1)))
     assert (torch.cat(parts) - whole).abs().max() > codec.tolerance
 
 
@@ -98,7 +98,7 @@ def test_a_pickled_checkpoint_is_read_without_running_code(checkpoint: Path) -> 
     with pytest.raises(WeightsError, match=r"pytorch_model\.bin: cannot be read as tensors"):
         load_folder(checkpoint)
     torch.save([1, 2], checkpoint / "pytorch_model.bin")
-    with pytest.raises(WeightsError, match="must hold a dictionary of tensors"):
+    with pytest.raises(WeightsError, match="must contain a dictionary of tensors"):
         load_folder(checkpoint)
     tensors.pop("decoder.model.0.bias")
     tensors["decoder.extra"] = tensors["decoder.model.1.bias"]

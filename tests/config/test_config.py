@@ -279,7 +279,7 @@ def test_the_argument_for_the_file_precedes_the_environment(tmp_path: Path) -> N
     ("name", "content", "message"),
     [
         ("a.json", "{", "is not valid JSON"),
-        ("a.json", "[1]", "must hold a JSON object, holds a list"),
+        ("a.json", "[1]", "must contain a JSON object, contains a list"),
         ("a.toml", "x = = 1", "is not valid TOML"),
         ("a.toml", "x = " + "[" * 10_000, "is not valid TOML"),
         ("a.yaml", "x: 1", r"must end in .json or .toml"),

@@ -104,5 +104,5 @@ def test_a_given_value_out_of_range_is_an_input_error(tmp_path: Path) -> None:
 
 def test_a_malformed_file_is_refused(tmp_path: Path) -> None:
     config = config_of(tmp_path, [])
-    with pytest.raises(CheckpointError, match=r"generation_config.json: must hold a JSON object"):
+    with pytest.raises(CheckpointError, match=r"generation_config.json: must contain a JSON object"):
         config.default_sampling_params()

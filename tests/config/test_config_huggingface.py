@@ -84,7 +84,7 @@ def test_the_configuration_can_be_copied_and_pickled(config: HuggingFaceConfig) 
         (b"\xff\xfe", "is not valid JSON"),
         (b"", "is not valid JSON"),
         (b"[" * 100_000, "is not valid JSON"),
-        (b'"llama"', "must hold a JSON object, holds a str"),
+        (b'"llama"', "must contain a JSON object, contains a str"),
     ],
 )
 def test_a_malformed_file_is_refused(tmp_path: Path, content: bytes, message: str) -> None:

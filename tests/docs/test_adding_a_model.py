@@ -63,7 +63,7 @@ def test_the_checks_of_the_page_pass(tmp_path: Path, monkeypatch: pytest.MonkeyP
         {'embedding_scale=config.integer("hidden_size") ** 0.5,': ""},
         {'attention_soft_cap=config.optional_number("attn_logit_softcapping", 50.0),': ""},
         {'"pre_feedforward_layernorm"': '"post_attention_layernorm"'},
-        {"windows=windows_of(config, layer_types(config, default), 4096),": ""},
+        {"windows=layer_windows(config, layer_types(config, default), 4096),": ""},
     ],
     ids=str,
 )

@@ -22,7 +22,7 @@ from penstock.memory import (
     estimate_kv_cache_size,
     plan_memory,
 )
-from penstock.memory.demand import wanted_block_size, wanted_step_size
+from penstock.memory.demand import requested_block_size, requested_step_tokens
 from penstock.memory.plan import MIN_STEP
 from penstock.memory.refusals import format_bytes
 
@@ -95,7 +95,7 @@ def config_of(
 
 def max_blocks_used(group: KVGroup, config: PipelineConfig, length: int, rows: int) -> int:
     """Simulate a sequence that computes ``rows`` tokens per step. Returns its maximum number of blocks."""
-    size, largest = wanted_block_size(config), 0
+    size, largest = requested_block_size(config), 0
     for start in range(0, length, rows):
         stop = min(start + rows, length)
         largest = max(largest, (stop - 1) // size - group.first_visible(start) // size + 1)
@@ -168,7 +168,7 @@ def test_more_memory_never_gives_a_smaller_plan(
         smaller = make_plan(config, spec, free=free, **sizes)
     except InsufficientMemoryError:
         return
-    assume(smaller.max_batch_input_tokens >= min(MIN_STEP, wanted_step_size(config)))
+    assume(smaller.max_batch_input_tokens >= min(MIN_STEP, requested_step_tokens(config)))
     larger = make_plan(config, spec, free=free + more, **sizes)
     assert larger.max_length >= smaller.max_length
     assert larger.max_batch_input_tokens >= smaller.max_batch_input_tokens

@@ -115,7 +115,7 @@ def test_values_have_at_least_eight_bits_unless_they_are_stored_with_four() -> N
     tensors = {"x.v_proj.weight": random_tensor(64, 96)}
     value_encodings = {
         encoding: load(Source(tensors), encoding, BACK_ENDS["best"]).has_separate_values(
-            "x.v_proj", 64, 96, beside="x.q_proj"
+            "x.v_proj", 64, 96, fused_with="x.q_proj"
         )
         for encoding in ENCODINGS
     }
@@ -123,7 +123,7 @@ def test_values_have_at_least_eight_bits_unless_they_are_stored_with_four() -> N
     assert not any(value_encodings.values())
     stored = Source(tensors, {"x.v_proj.weight": "int4"})
     assert not load(stored, "int4", BACK_ENDS["best"]).has_separate_values(
-        "x.v_proj", 64, 96, beside="x.q_proj"
+        "x.v_proj", 64, 96, fused_with="x.q_proj"
     )
     assert (
         load(Source(tensors), "int4", BACK_ENDS["best"]).values("x.v_proj", 64, 96).packed.encoding == "int8"
@@ -219,7 +219,7 @@ def test_weights_from_the_packed_cache_are_not_read() -> None:
     layers = build(load(whole, "int8", ReferenceOps()))
     assert not whole.expected
     source = Source(biases)  # the shapes are known, but reading a weight would fail
-    loader = Loader(source, "int8", torch.device("cpu"), take_packed=Store([*layers]).take)
+    loader = Loader(source, "int8", torch.device("cpu"), load_packed=Store([*layers]).take)
     assert all(restored is original for restored, original in zip(build(loader), layers, strict=True))
     assert source.expected == shapes
     assert list(loader.linears) == ["x", "y.a", "y.b", "z"]

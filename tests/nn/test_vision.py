@@ -12,7 +12,7 @@ from penstock.driver import CPU
 from penstock.engine import InferenceSession
 from penstock.kernels import Ops
 from penstock.kernels.reference import ReferenceOps
-from penstock.nn.vision import VisionSizes, VisionTower, image_step, patches_of
+from penstock.nn.vision import VisionSizes, VisionTower, flatten_patches, image_step
 
 DEVICE = torch.device("cpu")
 SIZES = {
@@ -41,7 +41,7 @@ def test_siglip_rows_equal_transformers(ops: Ops) -> None:
     tower = VisionTower.load(loader_of(model, ops), "tower", sizes)
     pixels = torch.randn(2, 3, 32, 32)
     step = image_step(ops, [16, 16], DEVICE)
-    ours = tower(patches_of(pixels, 8), step.positions, step)
+    ours = tower(flatten_patches(pixels, 8), step.positions, step)
     assert_close(ours.view(2, 16, 48), model(pixels).last_hidden_state)
 
 
@@ -57,6 +57,6 @@ def test_clip_rows_equal_transformers(ops: Ops, blocks: int) -> None:
     )
     pixels = torch.randn(2, 3, 32, 32)
     step = image_step(ops, [17, 17], DEVICE)
-    patches = pad(patches_of(pixels, 8).view(2, 16, -1), (0, 0, 1, 0)).flatten(0, 1)
+    patches = pad(flatten_patches(pixels, 8).view(2, 16, -1), (0, 0, 1, 0)).flatten(0, 1)
     theirs = model(pixels, output_hidden_states=True).hidden_states[blocks]
     assert_close(tower(patches, step.positions, step).view(2, 17, 48), theirs)

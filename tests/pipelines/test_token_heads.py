@@ -105,7 +105,7 @@ class MaliciousPickle:
         ({"weight": torch.zeros(2, 48), "bias": torch.zeros(1)}, r"weight is \[2, 48\] .* needs \[1, 48\]"),
         ({"weight": torch.zeros(1, 48)}, "bias is missing"),
         ({"weight": torch.zeros(1, 48), "bias": torch.zeros(1), "x": torch.zeros(1)}, "x is unexpected"),
-        ([torch.zeros(1)], "must hold a dictionary of tensors"),
+        ([torch.zeros(1)], "must contain a dictionary of tensors"),
         ({"weight": MaliciousPickle()}, "cannot be read as tensors"),
     ],
 )

@@ -133,7 +133,7 @@ class TestFamilies:
             write_gguf_file(tmp_path, "gemma3", block_count=6, attention__sliding_window=32, **more)
         )
         assert [i for i, window in enumerate(blueprint.windows) if window is None] == list(full)
-        assert [i for i, rope in enumerate(blueprint.rotary_of_layer) if rope == 0] == list(full)
+        assert [i for i, rope in enumerate(blueprint.rotary_indices) if rope == 0] == list(full)
         assert [rotary.base for rotary in blueprint.rotaries] == [1_000_000.0, 10_000.0]
 
     def test_gemma_scales_only_the_rope_of_full_attention(self, tmp_path: Path) -> None:
@@ -223,8 +223,8 @@ class TestRope:
         ({"attention__layer_norm_rms_epsilon": -1.0}, "must be a number above 0, was -1.0"),
         ({"rope__scaling__type": "spiral"}, "rope.scaling.type must be none, linear or yarn"),
         ({"rope__scaling__type": "yarn"}, "has no llama.rope.scaling.factor"),
-        ({"rope__dimension_count": 8}, "rope.dimension_count must be the length of keys, 16, was 8"),
-        ({"attention__value_length": 8}, "value_length must be the length of keys, 16, was 8"),
+        ({"rope__dimension_count": 8}, "rope.dimension_count must be the head size, 16, was 8"),
+        ({"attention__value_length": 8}, "value_length must be the head size, 16, was 8"),
         ({"attention__max_alibi_bias": 8.0}, "max_alibi_bias is not supported"),
         ({"attention__causal": False}, "must be true: text generation needs causal attention"),
         ({"tensor_data_layout": "sideways"}, "tensor_data_layout is unknown, was 'sideways'"),
@@ -238,7 +238,7 @@ def test_unsupported_metadata_is_refused(tmp_path: Path, keys: dict[str, Any], p
 
 @pytest.mark.parametrize("family", ["qwen2", "olmo2", "granite", "gemma2"])
 def test_partial_rotary_dimensions_are_refused_if_the_family_has_none(tmp_path: Path, family: str) -> None:
-    with pytest.raises(CheckpointError, match=r"rope\.dimension_count must be the length of keys, 16, was 8"):
+    with pytest.raises(CheckpointError, match=r"rope\.dimension_count must be the head size, 16, was 8"):
         gguf_config(write_gguf_file(tmp_path, family, rope__dimension_count=8))
 
 
@@ -250,7 +250,7 @@ def test_an_olmo_2_with_a_window_is_an_olmo_3(tmp_path: Path) -> None:
     assert gguf_config(file)["model_type"] == "olmo3"
     blueprint = load_blueprint(file)
     assert blueprint.windows == (64, None)
-    rotaries = [blueprint.rotaries[rotary] for rotary in blueprint.rotary_of_layer]
+    rotaries = [blueprint.rotaries[rotary] for rotary in blueprint.rotary_indices]
     assert [(rotary.kind, rotary.base) for rotary in rotaries] == [("default", 7e4), ("yarn", 7e4)]
 
 

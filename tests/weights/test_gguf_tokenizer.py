@@ -226,14 +226,14 @@ class TestTokenizerJson:
         tokens[700] = "other"
         file = self.write_folder(tmp_path, **{"tokenizer.ggml.tokens": tokens})
         with pytest.raises(
-            CheckpointError, match=r"not the tokenizer of m\.gguf: token 700 is .* here and 'other'"
+            CheckpointError, match=r"not the tokenizer of m\.gguf: token 700 is .*, but 'other'"
         ):
             read_tokenizer_files(file)
 
     def test_a_larger_tokenizer_is_refused(self, tmp_path: Path) -> None:
         tokens = tokenizer_metadata(read_embedded_tokenizer(), "gpt-2")["tokenizer.ggml.tokens"]
         file = self.write_folder(tmp_path, **{"tokenizer.ggml.tokens": tokens[:-1]})
-        with pytest.raises(CheckpointError, match="token 2047 is '</tool_call>' here and nothing there"):
+        with pytest.raises(CheckpointError, match="token 2047 is '</tool_call>', but missing"):
             read_tokenizer_files(file)
 
 
@@ -274,19 +274,19 @@ def test_special_tokens_templates_and_limits(tmp_path: Path) -> None:
     [
         (
             {"tokenizer.ggml.model": "bert"},
-            "of the unsupported kind 'bert' .not gpt2 or llama.: put the model's tokenizer.json",
+            "of the unsupported kind 'bert' .supported: gpt2, llama.: put the model's tokenizer.json",
         ),
         (
             {"tokenizer.ggml.pre": "default"},
-            "pre-tokenizer 'default' is unknown .known: gpt-2.*put the model's tokenizer.json",
+            "unknown pre-tokenizer 'default' .known: gpt-2.*put the model's tokenizer.json",
         ),
-        ({"tokenizer.ggml.pre": None}, "pre-tokenizer None is unknown"),
+        ({"tokenizer.ggml.pre": None}, "unknown pre-tokenizer None"),
         ({"tokenizer.ggml.tokens": None}, "has no tokenizer.ggml.tokens"),
         ({"tokenizer.ggml.tokens": [1, 2]}, "has no tokenizer.ggml.tokens"),
         ({"tokenizer.ggml.token_type": [1, 2]}, "has 2048 tokens, but types for 2"),
         (
             {"tokenizer.ggml.merges": ["a nowhere"]},
-            "has the merge 'a nowhere', whose parts and result are not all tokens",
+            "has the merge 'a nowhere', but its parts or its result are not tokens",
         ),
         (
             {"tokenizer.ggml.eos_token_id": 2048},

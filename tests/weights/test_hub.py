@@ -65,7 +65,7 @@ class TestLocal:
         "path", ["/no/such", "./gone", "~/gone", "~nobody/gone", "a/b/c", "../gone", "/" + "x" * 500]
     )
     def test_paths_are_never_searched_on_the_hub(self, path: str) -> None:
-        with pytest.raises(CheckpointNotFoundError, match="no such folder: give the path"):
+        with pytest.raises(CheckpointNotFoundError, match="no such folder: use the path"):
             resolve_checkpoint(path)
 
     @pytest.mark.parametrize("name", ["", "a b", "model/", "a\x00b", "namespace/na me", "-x"])
@@ -75,7 +75,7 @@ class TestLocal:
 
     def test_the_error_for_a_weight_file_names_its_folder(self, tmp_path: Path) -> None:
         create_files(tmp_path, "model.safetensors")
-        with pytest.raises(CheckpointError, match=f"is a file: give the folder .*, {tmp_path}$"):
+        with pytest.raises(CheckpointError, match=f"is a file: use the folder .*, {tmp_path}$"):
             resolve_checkpoint(str(tmp_path / "model.safetensors"))
 
     @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ class TestLocal:
             (("notes.txt",), "it has no config.json"),
             (("model.safetensors",), "it has no config.json"),
             (("config.json",), "has no weights"),
-            (("config.json", "pytorch_model.bin"), "pickled weights only .* convert the model"),
+            (("config.json", "pytorch_model.bin"), "only pickled weights .* convert the model"),
             (("a.gguf", "b.gguf"), "has 2 matching GGUF files.* --gguf-file: a.gguf, b.gguf$"),
             (("config.json", "mmproj-a.gguf"), "has no weights"),
             (("m-00001-of-00002.gguf", "x.gguf"), "has 2 matching GGUF files"),
@@ -163,7 +163,7 @@ class TestLocalGGUF:
 
     def test_the_error_for_a_later_part_names_the_first_part(self, tmp_path: Path) -> None:
         create_files(tmp_path, "m-00001-of-00002.gguf", "m-00002-of-00002.gguf")
-        with pytest.raises(CheckpointError, match=r"give its first, m-00001-of-00002\.gguf"):
+        with pytest.raises(CheckpointError, match=r"use its first part, m-00001-of-00002\.gguf"):
             resolve_checkpoint(str(tmp_path / "m-00002-of-00002.gguf"))
 
     def test_the_embedded_model_has_no_gguf_file(self) -> None:
@@ -260,7 +260,8 @@ class TestHubGGUF:
         index = {"weight_map": {"a": "m-1.safetensors", "b": "m-2.safetensors", "c": "m-3.safetensors"}}
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
         with pytest.raises(
-            CheckpointError, match=r"a/b: 2 of 3 weight files are not .*\(m-2.safetensors, .*run once online"
+            CheckpointError,
+            match=r"a/b: 2 of 3 weight files are not .*\(m-2.safetensors, .*run once with a connection",
         ):
             resolve_checkpoint("a/b", "v1")
 
@@ -306,7 +307,7 @@ class TestHub:
     ) -> None:
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-        with pytest.raises(CheckpointNotFoundError, match="switched off: give the path of a local") as error:
+        with pytest.raises(CheckpointNotFoundError, match="is disabled: use the path of a local") as error:
             resolve_checkpoint("nobody/nothing")
         assert "\n" not in str(error.value)
 
@@ -316,8 +317,8 @@ class TestHub:
             (errors.GatedRepoError, "accept its terms at https://huggingface.co/a/b"),
             (errors.RepositoryNotFoundError, "no such model on the hub"),
             (errors.RevisionNotFoundError, "has no revision 'v9'"),
-            (errors.LocalEntryNotFoundError, "cannot be reached or is switched off"),
-            (errors.OfflineModeIsEnabled, "cannot be reached or is switched off"),
+            (errors.LocalEntryNotFoundError, "cannot be reached or is disabled"),
+            (errors.OfflineModeIsEnabled, "cannot be reached or is disabled"),
             (errors.HFValidationError, "not a valid hub id"),
             (httpx.ReadTimeout, "cannot be downloaded from the hub .finished files are kept.*: first line$"),
             (OSError, "cannot be downloaded from the hub .finished files are kept.*: first line$"),

@@ -388,7 +388,7 @@ FAULTS: dict[str, tuple[str, str, Any, str]] = {
         "awq needs F16 or BF16 or F32 [2, 96]",
     ),
     "a vector": ("awq-gemm", "qweight", torch.zeros(7).int(), "qweight must be a matrix"),
-    "odd groups": ("awq-gemm", "qweight", torch.zeros(33, 12).int(), "no multiple of group_size 32"),
+    "odd groups": ("awq-gemm", "qweight", torch.zeros(33, 12).int(), "not a multiple of group_size 32"),
     "few zero points": ("awq-gemv", "qzeros", torch.zeros(96, 0).int(), "for 2 groups"),
     "blocks": (
         "fp8-block",
@@ -401,7 +401,7 @@ FAULTS: dict[str, tuple[str, str, Any, str]] = {
         "ct-w4-symmetric",
         "weight_scale",
         torch.zeros(96, 5),
-        "where groups of 32 of 64 inputs",
+        "which does not match 64 inputs in groups of 32",
     ),
     "few packed rows": (
         "ct-w4-symmetric",
@@ -421,7 +421,7 @@ FAULTS: dict[str, tuple[str, str, Any, str]] = {
         "ct-nvfp4",
         "weight_global_scale",
         None,
-        "a scale for each 16 of them and one in all",
+        "one scale per 16 inputs and one global scale",
     ),
 }
 
@@ -470,15 +470,15 @@ def test_an_invalid_group_order_is_refused(llama: Path, tmp_path: Path) -> None:
     packer, section, _ = CASES["gptq-desc-act"]
     folder = write_packed_checkpoint(llama, tmp_path, packer, section | {"desc_act": False})
     name = f"{LAYER}.weight"
-    with pytest.raises(WeightsError, match="g_idx is not in order, but desc_act is not set"):
+    with pytest.raises(WeightsError, match="g_idx is not sorted, but desc_act is not set"):
         Weights.open(folder).read_linear(name, (96, 64))
     tensors = load_file(folder / "model.safetensors")
     tensors[f"{LAYER}.g_idx"][5] = 2
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(WeightsError, match="g_idx names groups that do not exist"):
+    with pytest.raises(WeightsError, match="g_idx refers to groups that do not exist"):
         Weights.open(folder).tensor(name, (96, 64))
     (folder / "config.json").write_text(json.dumps({"quantization_config": section}))
-    with pytest.raises(WeightsError, match="g_idx names groups that do not exist"):
+    with pytest.raises(WeightsError, match="g_idx refers to groups that do not exist"):
         Weights.open(folder)
 
 

@@ -113,7 +113,7 @@ def test_unsupported_layers_of_torchao_are_refused(tmp_path: Path) -> None:
     four_bits = {"_type": "IntxUnpackedToInt8Tensor", "_data": {"target_dtype": {"_data": "int4"}}}
     metadata = {f"{LAYER}.weight": json.dumps(four_bits)}
     message = read_error(out_of_range, "torchao", tmp_path / "big", metadata)
-    assert "has integers from -8 to 9 and zero points from 0, which are not of 4 bits" in message
+    assert "has integers from -8 to 9 and a smallest zero point of 0, which do not fit into 4 bits" in message
     packed = load_file(FOLDER / "torchao-q4z-packed.safetensors")
     packed[f"{LAYER}._weight_zero_point"] = torch.zeros(2, 48).to(torch.int8)
     message = read_error(packed, "torchao", tmp_path / "packed", make_class_metadata("Int4Tensor"))

@@ -1,4 +1,4 @@
-"""Apertus (Project Apertus 2025, arXiv:2509.14233): norms of queries and keys, xIELU, no gates."""
+"""Apertus (Project Apertus 2025, arXiv:2509.14233): norms of queries and keys, and xIELU."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
 }
-"""The rotary embedding if ``config.json`` defines none."""
+"""The parameters of the rotary embedding if ``config.json`` has none."""
 
-_PARTS = ("alpha_p", "alpha_n", "beta", "eps")
-"""The names of the parameters of an activation."""
+_PARAMETERS = ("alpha_p", "alpha_n", "beta", "eps")
+"""The names of the parameters of xIELU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class XIELUMLP:
 
     @classmethod
     def load(
-        cls, load: Loader, blueprint: Blueprint, name: str, numbers: Mapping[str, float] | None
+        cls, load: Loader, blueprint: Blueprint, name: str, stored: Mapping[str, float] | None
     ) -> XIELUMLP:
         """Read the layer with this full name.
 
@@ -51,18 +51,18 @@ class XIELUMLP:
             load: the loader.
             blueprint: the sizes of the network.
             name: the full name of the layer.
-            numbers: the parameters of the layer's activation; None if they are tensors of the checkpoint.
+            stored: the parameters of the layer's activation; None if they are tensors of the checkpoint.
         """
 
-        def number(part: str, *shape: int) -> Tensor:
-            if numbers is not None:
-                return torch.full(shape, numbers[part])
-            return load.source.tensor(f"{name}.act_fn.{part}", shape).float()
+        def read_parameter(name_part: str, *shape: int) -> Tensor:
+            if stored is not None:
+                return torch.full(shape, stored[name_part])
+            return load.source.tensor(f"{name}.act_fn.{name_part}", shape).float()
 
-        positive, negative = softplus(number("alpha_p", 1)), softplus(number("alpha_n", 1))
-        slope, eps = number("beta"), number("eps")
+        positive, negative = softplus(read_parameter("alpha_p", 1)), softplus(read_parameter("alpha_n", 1))
+        slope, eps = read_parameter("beta"), read_parameter("eps")
         values = (positive, slope + negative, slope, eps)
-        # meta tensors: the caller reads only the shapes of the network
+        # With meta tensors, the caller needs only the shapes of the network.
         floats = (0.0 if value.is_meta else float(value) for value in values)
         return cls(
             load.linear(f"{name}.up_proj", blueprint.inner, blueprint.hidden),
@@ -75,7 +75,7 @@ class XIELUMLP:
 
 
 class ApertusModel(TransformerModel):
-    """Apertus as a pipeline model."""
+    """The pipeline model of Apertus."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
@@ -111,26 +111,28 @@ class ApertusModel(TransformerModel):
     def feed_forward(
         cls, load: Loader, blueprint: Blueprint, huggingface_config: HuggingFaceConfig
     ) -> LoadFeedForward:
-        stored = stored_numbers(huggingface_config, blueprint.layers)
+        stored = stored_activations(huggingface_config, blueprint.layers)
         return lambda name, layer: XIELUMLP.load(load, blueprint, name, stored[layer] if stored else None)
 
 
-def stored_numbers(config: HuggingFaceConfig, num_layers: int) -> list[dict[str, float]] | None:
+def stored_activations(config: HuggingFaceConfig, num_layers: int) -> list[dict[str, float]] | None:
     """Return the activation parameters of each layer from the metadata of a GGUF file; None without any.
 
     Raises:
-        ConfigError: ``xielu`` is not one list of numbers per part, with one number per layer.
+        ConfigError: ``xielu`` does not contain a list for each parameter, with one number per layer.
     """
     section = config.section("xielu")
     if not section:
         return None
     layers: list[dict[str, float]] = [{} for _ in range(num_layers)]
-    for part in _PARTS:
-        values = section.get(part)
+    for parameter in _PARAMETERS:
+        values = section.get(parameter)
         if not isinstance(values, list) or len(values) != num_layers:
-            raise ConfigError(f"xielu.{part}", f"must be a list of {num_layers} numbers, was {values!r:.100}")
+            raise ConfigError(
+                f"xielu.{parameter}", f"must be a list of {num_layers} numbers, was {values!r:.100}"
+            )
         for layer, value in zip(layers, values, strict=True):
             if isinstance(value, bool) or not isinstance(value, int | float):
-                raise ConfigError(f"xielu.{part}", f"must be a list of numbers, has {value!r:.100}")
-            layer[part] = float(value)
+                raise ConfigError(f"xielu.{parameter}", f"must be a list of numbers, has {value!r:.100}")
+            layer[parameter] = float(value)
     return layers

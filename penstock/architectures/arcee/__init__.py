@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """A ``config.json`` small enough for a test: a feed-forward layer without gates, with squared ReLU."""
+    """Return a small ``config.json`` for tests: ungated feed-forward layers with squared ReLU."""
     return {
         "architectures": ["ArceeForCausalLM"],
         "model_type": "arcee",

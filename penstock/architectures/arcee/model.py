@@ -1,5 +1,6 @@
-"""AFM (model card of arcee-ai/AFM-4.5B): Llama with an ungated feed-forward layer and squared ReLU
-(arXiv:2109.08668).
+"""AFM (model card of arcee-ai/AFM-4.5B): Llama with ungated feed-forward layers.
+
+The activation is squared ReLU (So et al. 2021, arXiv:2109.08668).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ArceeModel(TransformerModel):
-    """AFM as a pipeline model."""
+    """The pipeline model of AFM."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

@@ -6,19 +6,19 @@ from penstock.architectures.post_norm import PostNormModel
 from penstock.nn import ClassifierNames, EncoderNames, VocabularyNames
 
 
-def adapted_name(name: str) -> str:
+def model_tensor_name(name: str) -> str:
     """Return the name of a tensor without the prefix ``bert.``, which only models with a head have.
 
-    The first converted checkpoints call the parameters of layer norms gamma and beta.
+    Checkpoints that were converted from TensorFlow call the parameters of layer norms gamma and beta.
     """
     name = name.removeprefix("bert.")
     return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
 
 
 class BertModel(PostNormModel):
-    """BERT as a pipeline model."""
+    """The pipeline model of BERT."""
 
-    weights_adapter = adapted_name
+    weights_adapter = model_tensor_name
     names = EncoderNames()
     classifier_names = ClassifierNames(dense="pooler.dense", output="classifier")
     vocabulary_names = VocabularyNames(

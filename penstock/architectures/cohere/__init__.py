@@ -1,4 +1,4 @@
-"""Command R, Command R+ and Aya 23 and Expanse."""
+"""Command R, Command R+, Aya 23 and Aya Expanse."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """A ``config.json`` small enough for a test: norms of queries and keys with weights for each head."""
+    """Return a small ``config.json`` for tests: norms of queries and keys with weights for each head."""
     return {
         "architectures": ["CohereForCausalLM"],
         "model_type": "cohere",

@@ -1,4 +1,4 @@
-"""Command R (model card of CohereLabs/c4ai-command-r-v01): attention and feed-forward layer in parallel."""
+"""Command R (model card of CohereLabs/c4ai-command-r-v01): parallel attention and feed-forward layer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class CohereModel(TransformerModel):
-    """Command R as a pipeline model."""
+    """The pipeline model of Command R."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

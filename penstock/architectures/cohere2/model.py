@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from penstock.architectures.cohere.model import CohereModel, cohere_blueprint
 from penstock.errors import ConfigError
-from penstock.nn import FULL, SLIDING, Blueprint, layer_types, num_layers, windows_of
+from penstock.nn import FULL, SLIDING, Blueprint, layer_types, layer_windows, num_layers
 
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig
 
 
 class Cohere2Model(CohereModel):
-    """Command R7B as a pipeline model."""
+    """The pipeline model of Command R7B."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
@@ -27,6 +27,6 @@ class Cohere2Model(CohereModel):
         blueprint = cohere_blueprint(
             config,
             head_dim=None if "head_dim" in config else 128,
-            windows=windows_of(config, types, 4096),
+            windows=layer_windows(config, types, 4096),
         )
-        return replace(blueprint, rotary_of_layer=tuple(0 if kind == SLIDING else None for kind in types))
+        return replace(blueprint, rotary_indices=tuple(0 if kind == SLIDING else None for kind in types))

@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """A ``config.json`` small enough for a test."""
+    """Return a small ``config.json`` for tests."""
     return {
         "architectures": ["DistilBertModel"],
         "model_type": "distilbert",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.architectures.post_norm import PostNormModel, without_prefix
+from penstock.architectures.post_norm import PostNormModel, prefix_remover
 from penstock.errors import ConfigError
 from penstock.nn import (
     MAX_LAYERS,
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class DistilBertModel(PostNormModel):
-    """DistilBERT as a pipeline model."""
+    """The pipeline model of DistilBERT."""
 
-    weights_adapter = without_prefix("distilbert.")
+    weights_adapter = prefix_remover("distilbert.")
     ignored_weights = ("vocab_*",)
     names = EncoderNames(
         token_types=None,

@@ -1,4 +1,4 @@
-"""EmbeddingGemma 2 with its text inputs."""
+"""EmbeddingGemma 2 for text inputs."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _PLACEHOLDERS = {
     "video_token_id": ("video", 258_884),
     "audio_token_id": ("audio", 258_881),
 }
-"""The keys of the placeholder tokens of other inputs, with the names of these inputs and default ids."""
+"""Key of a placeholder token -> the kind of input that it stands for, and its default id."""
 
 
-def _of_text_model(name: str) -> str:
+def remove_text_prefix(name: str) -> str:
     """Return the name of a tensor without the prefix of the text model."""
     return name.removeprefix("model.").removeprefix("language_model.")
 
 
 class EmbeddingGemma2Model(EmbeddingGemma2TextModel):
-    """EmbeddingGemma 2 as a pipeline model, without its image and audio encoders."""
+    """The pipeline model of EmbeddingGemma 2, without its image and audio encoders."""
 
-    weights_adapter = _of_text_model
+    weights_adapter = remove_text_prefix
     ignored_weights = ("vision_tower.*", "embed_vision.*", "audio_tower.*", "embed_audio.*")
 
     @classmethod

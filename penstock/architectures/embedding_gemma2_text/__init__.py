@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """A ``config.json`` small enough for a test: wider heads, but fewer, in layers without a window."""
+    """Return a small ``config.json`` for tests: layers without a window have fewer, wider kv heads."""
     return {
         "architectures": ["EmbeddingGemma2TextModel"],
         "model_type": "embedding_gemma2_text",

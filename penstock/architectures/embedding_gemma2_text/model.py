@@ -1,6 +1,6 @@
 """The text model of EmbeddingGemma 2: Gemma's blocks with bidirectional attention.
 
-Layers with and without a window differ in the number and size of heads. Each block gets an additional input,
+Layers with and without a window differ in the number and size of heads. Each block gets an additional input:
 a projection of the embeddings (per-layer embeddings, as in Gemma 3n and Gemma 4).
 """
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.architectures.embedder import without_model
+from penstock.architectures.embedder import remove_model_prefix
 from penstock.architectures.embedding_gemma2_text.network import (
     EmbeddingGemma2Block,
     EmbeddingGemma2Network,
@@ -39,16 +39,16 @@ from penstock.nn import (
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig
 
-_KINDS = (FULL, SLIDING)
+_LAYER_TYPES = (FULL, SLIDING)
 _BASES = {FULL: 1_000_000.0, SLIDING: 10_000.0}
 _GLOBAL_HEADS = (512, 1)
-"""Default head size and number of kv heads in layers without a window, if the file has no sizes by layer."""
+"""Head size and number of kv heads of layers without a window, if the file has no ``per_layer_config``."""
 
 
 class EmbeddingGemma2TextModel(EncoderModel):
-    """The text model of EmbeddingGemma 2 as a pipeline model."""
+    """The pipeline model of EmbeddingGemma 2's text model."""
 
-    weights_adapter = without_model
+    weights_adapter = remove_model_prefix
 
     @classmethod
     def text_config(cls, config: HuggingFaceConfig) -> HuggingFaceConfig:
@@ -83,7 +83,7 @@ class EmbeddingGemma2TextModel(EncoderModel):
             load.linear("ple.per_layer_model_projection", layers * size, hidden),
             hidden**-0.5,
             _norm(load, config, "ple.per_layer_projection_norm", size),
-            tuple(Rotary(rotaries[kind], max_length, load.device) for kind in _KINDS),
+            tuple(Rotary(rotaries[kind], max_length, load.device) for kind in _LAYER_TYPES),
             tuple(_block(load, config, layer, kind) for layer, kind in enumerate(kinds)),
             _norm(load, config, "norm", hidden),
             load.linear("embedding_projection", cls.output_size(huggingface_config), hidden),
@@ -96,8 +96,8 @@ def _types(config: HuggingFaceConfig) -> tuple[str, ...]:
     return (*layer_types(config, default)[:-1], FULL)
 
 
-def _heads_of(config: HuggingFaceConfig, layer: int, kind: str) -> tuple[int, int, int]:
-    """Return heads, kv heads and size of a head of a layer.
+def _head_sizes(config: HuggingFaceConfig, layer: int, kind: str) -> tuple[int, int, int]:
+    """Return the number of heads, the number of kv heads and the head size of a layer.
 
     Raises:
         ConfigError: the kv heads do not divide the heads.
@@ -105,9 +105,9 @@ def _heads_of(config: HuggingFaceConfig, layer: int, kind: str) -> tuple[int, in
     heads = config.integer("num_attention_heads")
     head_dim, kv_heads = config.integer("head_dim", 256), config.integer("num_key_value_heads", 2)
     if "per_layer_config" in config:
-        own = config.section("per_layer_config").section(str(layer))
-        head_dim = own.integer("head_dim", head_dim)
-        kv_heads = own.integer("num_key_value_heads", kv_heads)
+        layer_config = config.section("per_layer_config").section(str(layer))
+        head_dim = layer_config.integer("head_dim", head_dim)
+        kv_heads = layer_config.integer("num_key_value_heads", kv_heads)
     elif kind == FULL:
         head_dim, kv_heads = _GLOBAL_HEADS
     if heads % kv_heads:
@@ -118,17 +118,20 @@ def _heads_of(config: HuggingFaceConfig, layer: int, kind: str) -> tuple[int, in
 
 
 def _rotaries(config: HuggingFaceConfig) -> Mapping[str, RotaryConfig]:
-    """Return the rotary embedding of each layer type; types without layers get that of another type."""
-    given, kinds = config.section("rope_parameters"), _types(config)
-    found = {}
-    for kind in _KINDS:
+    """Return the rotary embedding of each layer type.
+
+    A type without layers gets the head size of the last layer.
+    """
+    rope_section, kinds = config.section("rope_parameters"), _types(config)
+    configs = {}
+    for kind in _LAYER_TYPES:
         layer = kinds.index(kind) if kind in kinds else len(kinds) - 1
-        parameters = {"rope_theta": _BASES[kind], **given.section(kind).to_dict()}
-        head_dim = _heads_of(config, layer, kinds[layer])[2]
-        found[kind] = RotaryConfig.from_huggingface(
+        parameters = {"rope_theta": _BASES[kind], **rope_section.section(kind).to_dict()}
+        head_dim = _head_sizes(config, layer, kinds[layer])[2]
+        configs[kind] = RotaryConfig.from_huggingface(
             config, head_dim, parameters=parameters, supports_partial=False
         )
-    return found
+    return configs
 
 
 def _norm(load: Loader, config: HuggingFaceConfig, name: str, size: int) -> RMSNorm:
@@ -137,10 +140,10 @@ def _norm(load: Loader, config: HuggingFaceConfig, name: str, size: int) -> RMSN
 
 def _attention(load: Loader, config: HuggingFaceConfig, layer: int, kind: str) -> NormedAttention:
     name, hidden = f"layers.{layer}.self_attn", config.integer("hidden_size")
-    heads, kv_heads, dim = _heads_of(config, layer, kind)
+    heads, kv_heads, dim = _head_sizes(config, layer, kind)
     bias = config.flag("attention_bias")
     parts = {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}
-    plain = torch.ones(dim, dtype=load.dtype, device=load.device)
+    unit_weights = torch.ones(dim, dtype=load.dtype, device=load.device)
     return NormedAttention(
         load.fused(name, parts, hidden, bias=bias),
         load.linear(f"{name}.o_proj", hidden, heads * dim, bias=bias),
@@ -149,8 +152,8 @@ def _attention(load: Loader, config: HuggingFaceConfig, layer: int, kind: str) -
         dim,
         _norm(load, config, f"{name}.q_norm", dim),
         _norm(load, config, f"{name}.k_norm", dim),
-        RMSNorm(plain, config.number("rms_norm_eps", 1e-6)),
-        _KINDS.index(kind),
+        RMSNorm(unit_weights, config.number("rms_norm_eps", 1e-6)),
+        _LAYER_TYPES.index(kind),
         config.integer("sliding_window", 512) if kind == SLIDING else None,
     )
 

@@ -1,4 +1,4 @@
-"""The network of EmbeddingGemma 2: blocks of Gemma with per-layer inputs from the embeddings."""
+"""The network of EmbeddingGemma 2: blocks of Gemma with an additional input from the embeddings."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class NormedAttention:
     rotary: int
     """The index of the rotary embedding for queries and keys."""
     window: int | None
-    """Maximum distance of a visible key, in either direction."""
+    """Maximum distance in tokens of a visible key, in either direction."""
 
     def __call__(self, x: Tensor, rows: Sequence[RotaryRows], step: StepInputs) -> Tensor:
         """``x [T, E] -> [T, E]``; ``rows`` are the rows of all rotary embeddings of the model."""
-        keys = self.heads + self.kv_heads
-        heads = self.qkv(x, step).view(-1, keys + self.kv_heads, self.head_dim)
+        qk_heads = self.heads + self.kv_heads
+        heads = self.qkv(x, step).view(-1, qk_heads + self.kv_heads, self.head_dim)
         q = self.q_norm(heads[:, : self.heads], step)
-        k = self.k_norm(heads[:, self.heads : keys], step)
-        v = self.v_norm(heads[:, keys:], step)
+        k = self.k_norm(heads[:, self.heads : qk_heads], step)
+        v = self.v_norm(heads[:, qk_heads:], step)
         q, k = step.ops.rotary(q, k, *rows[self.rotary])
         out = step.ops.encoder_attention(
             q, k, v, step.row_offsets, scale=1.0, window=self.window, blocks=step.blocks
@@ -74,8 +74,8 @@ class EmbeddingGemma2Block:
         before, after = self.attention_norms
         attended = after(self.attention(before(x, step), rows, step), step)
         before, after = self.mlp_norms
-        normed, x = before.add(attended, x, step)
-        x = step.ops.add(after(self.mlp(normed, step), step), x)
+        normalized, x = before.add(attended, x, step)
+        x = step.ops.add(after(self.mlp(normalized, step), step), x)
         x = step.ops.add(self.layer_input(x, per_layer, step), x)
         return x if self.factor == 1 else step.ops.scale(x, self.factor)
 

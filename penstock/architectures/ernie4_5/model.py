@@ -1,4 +1,4 @@
-"""ERNIE 4.5 (ERNIE Team, Baidu 2025, ERNIE 4.5 Technical Report): Llama that rotates interleaved pairs."""
+"""ERNIE 4.5 (ERNIE Team, Baidu 2025, ERNIE 4.5 Technical Report): Llama with interleaved RoPE."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Ernie45Model(TransformerModel):
-    """ERNIE 4.5 as a pipeline model."""
+    """The pipeline model of ERNIE 4.5."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """Return a ``config.json`` small enough for a test: one dense layer, then layers with experts."""
+    """Return a small ``config.json`` for tests: one dense layer, then layers with experts."""
     return {
         "architectures": ["Ernie4_5_MoeForCausalLM"],
         "model_type": "ernie4_5_moe",

@@ -1,5 +1,7 @@
-"""ERNIE 4.5 with experts (ERNIE Team, Baidu 2025, ERNIE 4.5 Technical Report): softmax routing with a
-correction bias, shared experts, and rotation of interleaved pairs."""
+"""ERNIE 4.5 with experts (ERNIE Team, Baidu 2025, ERNIE 4.5 Technical Report).
+
+It has softmax routing with a correction bias, shared experts, and interleaved RoPE.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Ernie45MoeModel(TransformerModel):
-    """ERNIE 4.5 with experts as a pipeline model."""
+    """The pipeline model of ERNIE 4.5 with experts."""
 
     ignored_weights = (*TransformerModel.ignored_weights, "model.mtp_*")  # multi-token prediction
 
@@ -71,22 +73,22 @@ class Ernie45MoeModel(TransformerModel):
         experts = config.integer("num_experts", config.integer("moe_num_experts", 64))
         inner = config.integer("moe_intermediate_size", 1536)
         num_shared = config.integer("moe_num_shared_experts", 2, minimum=0)
-        top = num_experts_per_token(config, experts, default=6, key="moe_k", has_shared=True)
+        top_k = num_experts_per_token(config, experts, default=6, key="moe_k", has_shared=True)
         routing = ScoreRouting("softmax", is_normed=True, min_sum=config.number("moe_norm_min", 1e-12))
-        sparse = _sparse_layers(config, blueprint.layers)
+        expert_layers = _expert_layers(config, blueprint.layers)
         read_dense, bias = gated_mlps(load, blueprint), blueprint.mlp_bias
 
         def read(name: str, layer: int) -> FeedForward:
-            if layer not in sparse:
+            if layer not in expert_layers:
                 return read_dense(name, layer)
             routed = Experts(
-                load_router(load, f"{name}.{_NAMES.router}", experts, hidden, is_wide=True),
+                load_router(load, f"{name}.{_NAMES.router}", experts, hidden, is_float32=True),
                 load_experts(load, f"{name}.{_NAMES.experts}", experts, hidden, inner),
-                top,
+                top_k,
                 routing,
                 activation,
                 load_correction_bias(load, f"{name}.{_BIAS}", 1, experts),
-                is_wide=True,
+                is_float32=True,
             )
             if not num_shared:
                 return routed
@@ -98,8 +100,8 @@ class Ernie45MoeModel(TransformerModel):
         return read
 
 
-def _sparse_layers(config: HuggingFaceConfig, layers: int) -> set[int]:
-    """Return the layers with experts."""
+def _expert_layers(config: HuggingFaceConfig, layers: int) -> set[int]:
+    """Return the indices of the layers with experts."""
     start = config.integer("moe_layer_start_index", 1, minimum=0)
     end = config.integer("moe_layer_end_index", -1, minimum=-1)
     interval = config.integer("moe_layer_interval", 1)
@@ -108,4 +110,4 @@ def _sparse_layers(config: HuggingFaceConfig, layers: int) -> set[int]:
 
 
 _BIAS = "moe_statics.e_score_correction_bias"
-_NAMES = TensorNames(is_router_wide=True, other_tables=(f".{_BIAS}",))
+_NAMES = TensorNames(is_router_float32=True, other_tables=(f".{_BIAS}",))

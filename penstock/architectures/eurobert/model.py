@@ -17,7 +17,7 @@ _POOLINGS: dict[str, PoolingType] = {"bos": "cls", "mean": "mean", "late": "mean
 
 
 class EuroBertModel(EmbedderModel):
-    """EuroBERT as a pipeline model."""
+    """The pipeline model of EuroBERT."""
 
     decoder = LlamaModel
     classifier_names = ClassifierNames(dense="dense", activation="gelu", output="classifier")

@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """A ``config.json`` small enough for a test: windows, and no rotary embedding in layers without them."""
+    """Return a small ``config.json`` for tests: windows, and layers without windows and positions."""
     return {
         "architectures": ["Exaone4ForCausalLM"],
         "model_type": "exaone4",

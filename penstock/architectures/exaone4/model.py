@@ -1,4 +1,4 @@
-"""EXAONE 4 (LG AI Research 2025, arXiv:2507.11407): norms after the layers, some layers without positions."""
+"""EXAONE 4 (LG AI Research 2025, arXiv:2507.11407): norms after the layers, and layers without RoPE."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 from penstock.architectures.transformer import TransformerModel
 from penstock.errors import ConfigError
-from penstock.nn import FULL, SLIDING, Blueprint, layer_types, num_layers, windows_of
+from penstock.nn import FULL, SLIDING, Blueprint, layer_types, layer_windows, num_layers
 
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig
 
 
 class Exaone4Model(TransformerModel):
-    """EXAONE 4 as a pipeline model."""
+    """The pipeline model of EXAONE 4."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
@@ -25,16 +25,16 @@ class Exaone4Model(TransformerModel):
             norm_eps=config.number("rms_norm_eps", 1e-5),
             block_norms="after",
             head_norms="each",
-            windows=windows_of(config, types, _WINDOW, is_used=has_windows),
-            rotary_of_layer=tuple(0 if kind == SLIDING or not has_windows else None for kind in types),
+            windows=layer_windows(config, types, _WINDOW, has_windows=has_windows),
+            rotary_indices=tuple(0 if kind == SLIDING or not has_windows else None for kind in types),
         )
 
 
 def _default_types(config: HuggingFaceConfig, has_windows: bool) -> tuple[str, ...]:  # [L]
     """Return the types of the layers for a file without ``layer_types``.
 
-    ``sliding_window_pattern`` is a number n, where each n-th layer has full attention, or a text such as
-    LLLG, which repeats over the layers: L is a layer with a window, G a layer with full attention.
+    ``sliding_window_pattern`` is a number n or a text. With a number, each n-th layer has full attention. A
+    text such as LLLG repeats over the layers: L is a layer with a window, G a layer with full attention.
     """
     layers, pattern = range(num_layers(config)), config.get("sliding_window_pattern")
     if not has_windows:
@@ -42,7 +42,8 @@ def _default_types(config: HuggingFaceConfig, has_windows: bool) -> tuple[str, .
     if isinstance(pattern, str):
         if not pattern or set(pattern) - set("LG"):
             raise ConfigError(
-                "sliding_window_pattern", f"must be a number or letters L and G, was {pattern!r}"
+                "sliding_window_pattern",
+                f"must be a number or a text of the letters L and G, was {pattern!r}",
             )
         return tuple(SLIDING if pattern[layer % len(pattern)] == "L" else FULL for layer in layers)
     period = config.integer("sliding_window_pattern", 4)

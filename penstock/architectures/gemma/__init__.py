@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """A ``config.json`` small enough for a test: head sizes other than E / H, and one kv head."""
+    """Return a small ``config.json`` for tests: a head size other than E / H, and one kv head."""
     return {
         "architectures": ["GemmaForCausalLM"],
         "model_type": "gemma",

@@ -1,4 +1,4 @@
-"""Gemma (Gemma Team 2024, arXiv:2403.08295): Llama with GeGLU, scaled embeddings, norms of 1 + weight."""
+"""Gemma (Gemma Team 2024, arXiv:2403.08295): Llama with GeGLU, scaled embeddings, norm weights 1 + w."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class GemmaModel(TransformerModel):
-    """Gemma as a pipeline model."""
+    """The pipeline model of Gemma."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
@@ -22,7 +22,7 @@ class GemmaModel(TransformerModel):
             raise ConfigError(
                 "use_bidirectional_attention", "is true, but text generation needs causal attention"
             )
-        # The first files of the family call the tanh approximation gelu.
+        # The first files of the family call the tanh approximation of GELU ``gelu``.
         is_older = config.get("hidden_act") in (None, "gelu")
         attention_bias = config.flag("attention_bias")
         return Blueprint.from_huggingface(

@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """A ``config.json`` small enough for a test: soft caps small enough to change scores and logits."""
+    """Return a small ``config.json`` for tests: soft caps small enough to change scores and logits."""
     return {
         "architectures": ["Gemma2ForCausalLM"],
         "model_type": "gemma2",

@@ -1,4 +1,7 @@
-"""Gemma 2 (Gemma Team 2024, arXiv:2408.00118): norms around the layers, caps, alternating windows."""
+"""Gemma 2 (Gemma Team 2024, arXiv:2408.00118).
+
+It has norms before and after each layer, soft caps, and a sliding window in every second layer.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,14 @@ from typing import TYPE_CHECKING, Literal, TypedDict
 
 from penstock.architectures.transformer import TransformerModel
 from penstock.errors import ConfigError
-from penstock.nn import FULL, SLIDING, Blueprint, TensorNames, layer_types, num_layers, windows_of
+from penstock.nn import FULL, SLIDING, Blueprint, TensorNames, layer_types, layer_windows, num_layers
 
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig
 
 
 class Gemma2Model(TransformerModel):
-    """Gemma 2 as a pipeline model."""
+    """The pipeline model of Gemma 2."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
@@ -25,7 +28,7 @@ class Gemma2Model(TransformerModel):
             **gemma_defaults(config),
             attention_soft_cap=config.optional_number("attn_logit_softcapping", 50.0),
             logit_soft_cap=config.optional_number("final_logit_softcapping", 30.0),
-            windows=windows_of(config, types, 4096),
+            windows=layer_windows(config, types, 4096),
         )
 
 
@@ -49,7 +52,7 @@ def gemma_defaults(config: HuggingFaceConfig) -> GemmaDefaults:
     """Return the arguments that all Gemma families share.
 
     Raises:
-        ConfigError: the checkpoint is not a causal model.
+        ConfigError: the checkpoint has bidirectional attention.
     """
     if config.flag("use_bidirectional_attention"):
         raise ConfigError(

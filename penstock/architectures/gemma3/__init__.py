@@ -8,7 +8,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """A ``config.json`` small enough for a test: images of 4 x 4 patches in 4 rows, a window of 24 tokens."""
+    """Return a small ``config.json`` for tests: images of 4 tokens, and a window of 24 tokens."""
     text = {key: value for key, value in text_config().items() if key != "architectures"}
     return {
         "architectures": ["Gemma3ForConditionalGeneration"],

@@ -61,7 +61,9 @@ class Gemma3Model(VisionLanguageModel):
     @classmethod
     def kv_spec(cls, pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig) -> KVCacheSpec:
         spec = super().kv_spec(pipeline_config, huggingface_config)
-        return replace(spec, max_span=cls.min_step_tokens(pipeline_config, huggingface_config))
+        return replace(
+            spec, max_bidirectional_tokens=cls.min_step_tokens(pipeline_config, huggingface_config)
+        )
 
     @classmethod
     def min_step_tokens(cls, pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig) -> int:
@@ -79,8 +81,8 @@ class Gemma3Model(VisionLanguageModel):
         return Gemma3Vision.load(load, huggingface_config, cls.vision_sizes(huggingface_config), hidden)
 
     @classmethod
-    def largest_image(cls, huggingface_config: HuggingFaceConfig) -> int:
+    def max_image_rows(cls, huggingface_config: HuggingFaceConfig) -> int:
         return cls.vision_sizes(huggingface_config).grid ** 2
 
     def encoder_rows(self, image: ImageMetadata) -> int:
-        return self.largest_image(self.huggingface_config)
+        return self.max_image_rows(self.huggingface_config)

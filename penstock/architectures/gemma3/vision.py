@@ -1,4 +1,4 @@
-"""The vision encoder of Gemma 3 (arXiv:2503.19786): a SigLIP tower, averages of patches and a projection."""
+"""The vision encoder of Gemma 3 (arXiv:2503.19786): a SigLIP tower, average pooling and a projection."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from penstock.nn.vision import (
     EncoderRunner,
     VisionSizes,
     VisionTower,
+    flatten_patches,
     image_step,
-    inputs_of,
-    patches_of,
-    with_inputs,
+    image_step_tensors,
+    with_step_tensors,
 )
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Gemma3Vision:
         """Read the encoder of a checkpoint whose decoder has this hidden size.
 
         Raises:
-            ConfigError: the number of rows of an image is not a square, or does not divide its patches.
+            ConfigError: the rows of an image are not the square of a divisor of its patches per side.
         """
         count = config.integer("mm_tokens_per_image", 256)
         side = isqrt(count)
@@ -69,14 +69,14 @@ class Gemma3Vision:
         """Return the embeddings ``[side^2, E]`` of each image."""
         sizes, count, side = self.tower.sizes, len(images), self.side
         pixels = torch.stack([torch.from_numpy(image.pixel_values) for image in images])
-        patches = patches_of(pixels.to(self.device, self.dtype), sizes.patch_size)
+        patches = flatten_patches(pixels.to(self.device, self.dtype), sizes.patch_size)
         step = image_step(run.ops, [sizes.grid**2] * count, self.device)
 
-        def forward(ops: Ops, given: Mapping[str, Tensor]) -> Iterable[Tensor]:
-            own = with_inputs(step, ops, given)
-            return [self.tower(given["patches"], own.positions, own)]
+        def forward(ops: Ops, tensors: Mapping[str, Tensor]) -> Iterable[Tensor]:
+            forward_step = with_step_tensors(step, ops, tensors)
+            return [self.tower(tensors["patches"], forward_step.positions, forward_step)]
 
-        [x] = run((id(self), count), {"patches": patches, **inputs_of(step)}, forward)
+        [x] = run((id(self), count), {"patches": patches, **image_step_tensors(step)}, forward)
         squares = x.view(count, side, sizes.grid // side, side, sizes.grid // side, -1)
         pooled = squares.float().mean((2, 4)).to(x.dtype).view(count * side * side, -1)
         return list(self.projection(self.norm(pooled, step), step).view(count, side * side, -1))

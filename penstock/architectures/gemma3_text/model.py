@@ -7,14 +7,22 @@ from typing import TYPE_CHECKING
 from penstock.architectures.gemma2.model import gemma_defaults
 from penstock.architectures.transformer import TransformerModel
 from penstock.errors import ConfigError
-from penstock.nn import FULL, SLIDING, Blueprint, layer_types, num_layers, rotaries_of_types, windows_of
+from penstock.nn import (
+    FULL,
+    SLIDING,
+    Blueprint,
+    layer_types,
+    layer_windows,
+    num_layers,
+    rotary_configs_by_type,
+)
 
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig
 
 
 class Gemma3TextModel(TransformerModel):
-    """Gemma 3 as a pipeline model."""
+    """The pipeline model of Gemma 3."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
@@ -30,14 +38,14 @@ class Gemma3TextModel(TransformerModel):
             FULL: config.number("rope_theta", 1_000_000.0),
             SLIDING: config.number("rope_local_base_freq", 10_000.0),
         }
-        rotaries = rotaries_of_types(config, config.integer("head_dim", 256), bases)
+        rotaries = rotary_configs_by_type(config, config.integer("head_dim", 256), bases)
         return Blueprint.from_huggingface(
             config,
             **gemma_defaults(config),
             logit_soft_cap=config.optional_number("final_logit_softcapping"),
             head_norms="each",
-            windows=windows_of(config, types, 4096),
+            windows=layer_windows(config, types, 4096),
             max_length=config.integer("max_position_embeddings"),  # already includes the rope extension
             rotaries=tuple(rotaries.values()),
-            rotary_of_layer=tuple(list(rotaries).index(kind) for kind in types),
+            rotary_indices=tuple(list(rotaries).index(kind) for kind in types),
         )

@@ -1,4 +1,4 @@
-"""GLM-4 (Team GLM 2024, arXiv:2406.12793): Llama that rotates interleaved pairs of half of each head."""
+"""GLM-4 (Team GLM 2024, arXiv:2406.12793): Llama with interleaved RoPE in half of each head."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class GlmModel(TransformerModel):
-    """GLM as a pipeline model."""
+    """The pipeline model of GLM."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

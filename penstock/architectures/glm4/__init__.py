@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """A ``config.json`` small enough for a test: interleaved rotation of half of each head, and biases."""
+    """Return a small ``config.json`` for tests: interleaved RoPE in half of each head, and biases."""
     return {
         "architectures": ["Glm4ForCausalLM"],
         "model_type": "glm4",

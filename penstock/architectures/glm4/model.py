@@ -18,7 +18,7 @@ _NAMES = TensorNames(
 
 
 class Glm4Model(TransformerModel):
-    """GLM-4-0414 as a pipeline model."""
+    """The pipeline model of GLM-4-0414."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """Return a ``config.json`` small enough for a test: groups of experts, and a dense first layer."""
+    """Return a small ``config.json`` for tests: groups of experts, and a dense first layer."""
     return {
         "architectures": ["Glm4MoeForCausalLM"],
         "model_type": "glm4_moe",

@@ -1,7 +1,7 @@
-"""GLM 4 with experts (Zeng et al. 2025, arXiv:2508.06471): the routing of DeepSeek-V3, and partial rotation.
+"""GLM 4 with experts (Zeng et al. 2025, arXiv:2508.06471): the routing of DeepSeek-V3, and partial RoPE.
 
-The first layers are dense. Each other layer has experts in groups, selected by sigmoid scores and a bias, and
-shared experts. The multi-token prediction layers at the end are not loaded.
+The first layers are dense. All other layers have shared experts, and routed experts in groups. Routing
+selects them by their sigmoid scores plus a bias. The multi-token prediction layers at the end are not loaded.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Glm4MoeModel(TransformerModel):
-    """GLM 4 with experts as a pipeline model."""
+    """The pipeline model of GLM 4 with experts."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
@@ -50,9 +50,9 @@ class Glm4MoeModel(TransformerModel):
     @classmethod
     def ignored_tensors(cls, huggingface_config: HuggingFaceConfig) -> tuple[str, ...]:
         first = num_layers(huggingface_config)
-        drafts = huggingface_config.integer("num_nextn_predict_layers", 1, minimum=0)
-        more = (f"model.layers.{layer}.*" for layer in range(first, first + drafts))
-        return (*cls.ignored_weights, *more)
+        num_draft_layers = huggingface_config.integer("num_nextn_predict_layers", 1, minimum=0)
+        patterns = (f"model.layers.{layer}.*" for layer in range(first, first + num_draft_layers))
+        return (*cls.ignored_weights, *patterns)
 
     @classmethod
     def feed_forward(
@@ -62,24 +62,24 @@ class Glm4MoeModel(TransformerModel):
         experts = config.integer("num_local_experts", config.integer("n_routed_experts", 128))
         inner = config.integer("moe_intermediate_size", 1408)
         shared_inner = inner * config.integer("n_shared_experts", 1)
-        top = num_experts_per_token(config, experts, default=8, has_shared=True)
+        top_k = num_experts_per_token(config, experts, default=8, has_shared=True)
         routing = group_routing(config, experts)
-        dense = config.integer("first_k_dense_replace", 1, minimum=0)
+        num_dense_layers = config.integer("first_k_dense_replace", 1, minimum=0)
         read_dense = gated_mlps(load, blueprint)
 
         def read(name: str, layer: int) -> FeedForward:
-            if layer < dense:
+            if layer < num_dense_layers:
                 return read_dense(name, layer)
             router = f"{name}.{_NAMES.router}"
             return SharedExperts(
                 Experts(
-                    load_router(load, router, experts, hidden, is_wide=True),
+                    load_router(load, router, experts, hidden, is_float32=True),
                     load_experts(load, f"{name}.{_NAMES.experts}", experts, hidden, inner),
-                    top,
+                    top_k,
                     routing,
                     blueprint.activation,
                     load_correction_bias(load, f"{router}.e_score_correction_bias", experts),
-                    is_wide=True,
+                    is_float32=True,
                 ),
                 GatedMLP.load(load, f"{name}.shared_experts", hidden, shared_inner, blueprint.activation),
             )
@@ -87,11 +87,11 @@ class Glm4MoeModel(TransformerModel):
         return read
 
 
-_NAMES = TensorNames(is_router_wide=True)
+_NAMES = TensorNames(is_router_float32=True)
 
 
 def group_routing(config: HuggingFaceConfig, experts: int) -> ScoreRouting:
-    """Return the routing by groups of a ``config.json`` with the keys of DeepSeek-V3.
+    """Return the grouped routing of a ``config.json`` with the keys of DeepSeek-V3.
 
     Raises:
         ConfigError: the groups do not divide the experts, or more groups are selected than there are.

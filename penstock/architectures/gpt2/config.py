@@ -41,22 +41,24 @@ class GPT2Config:
 
     @property
     def layers(self) -> int:
-        """L."""
+        """The number of layers, L."""
         return len(self.scales)
 
     @property
     def head_dim(self) -> int:
-        """D."""
+        """The size of a head, D."""
         return self.hidden // self.heads
 
     @classmethod
     def from_huggingface(cls, config: HuggingFaceConfig) -> GPT2Config:
-        """Read a ``config.json``. ``reorder_and_upcast_attn`` has no effect: scores are always float32.
+        """Read a ``config.json``.
+
+        ``reorder_and_upcast_attn`` has no effect, because scores are always float32.
 
         Raises:
             ConfigError: the heads do not divide the size, the activation is unknown, or the model has cross
                 attention.
-            CheckpointError: a size is missing or has an impossible value.
+            CheckpointError: a size is missing or has an invalid value.
         """
         hidden, heads = config.integer("n_embd"), config.integer("n_head")
         if hidden % heads:

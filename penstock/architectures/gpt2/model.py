@@ -63,7 +63,7 @@ class GPT2Block:
                 in_features,
                 bias=True,
                 transposed=True,
-                outputs=load.divided(outputs),
+                outputs=load.rank_outputs(outputs),
                 inputs=None if is_whole else inputs,
             )
 
@@ -133,12 +133,12 @@ class GPT2Network:
 
 
 def with_prefix(name: str) -> str:
-    """Return the name of a tensor with the prefix. The checkpoints of OpenAI lack it."""
+    """Return the name of a tensor with the prefix ``transformer.``, which the checkpoints of OpenAI lack."""
     return name if name.startswith((NAMES.prefix, f"{NAMES.head}.")) else f"{NAMES.prefix}{name}"
 
 
 class GPT2Model(DecoderModel):
-    """GPT-2 as a pipeline model."""
+    """The pipeline model of GPT-2."""
 
     ignored_weights = ("*.attn.bias", "*.attn.masked_bias")  # attention masks
     weights_adapter = with_prefix

@@ -1,5 +1,6 @@
-"""GPT-NeoX (Black et al. 2022, arXiv:2204.06745): parallel attention and feed-forward layers with separate
-norms, biases, and no gates.
+"""GPT-NeoX (Black et al. 2022, arXiv:2204.06745): parallel attention and feed-forward layers.
+
+Both layers have a separate norm, and biases. The feed-forward layer is ungated.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _NAMES = TensorNames(
 
 @dataclass(frozen=True, slots=True)
 class GPTNeoXAttention(Attention):
-    """Attention whose fused matrix holds query, key and value of the first head, then those of the next."""
+    """Attention whose fused matrix has query, key and value rows of head 0, then of head 1, and so on."""
 
     is_by_head = True
 
@@ -53,20 +54,20 @@ class GPTNeoXAttention(Attention):
         return heads[:, :, 0], heads[:, :, 1], heads[:, :, 2]
 
 
-def embed_out(name: str) -> str:
-    """Return the name of a tensor in the files of EleutherAI. Others call the head ``lm_head``."""
+def rename_head(name: str) -> str:
+    """Return the name of a tensor in the files of EleutherAI. Other files call the head ``lm_head``."""
     return name.replace("lm_head.", "embed_out.") if name.startswith("lm_head.") else name
 
 
 class GPTNeoXModel(TransformerModel):
-    """GPT-NeoX as a pipeline model."""
+    """The pipeline model of GPT-NeoX."""
 
     ignored_weights = (
         "*rotary_emb.inv_freq",
         "*.attention.bias",  # attention masks
         "*.attention.masked_bias",
     )
-    weights_adapter = embed_out
+    weights_adapter = rename_head
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

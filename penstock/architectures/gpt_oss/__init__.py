@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """A ``config.json`` small enough for a test: every other layer has a window shorter than its prompts."""
+    """Return a small ``config.json`` for tests: every second layer has a window."""
     return {
         "architectures": ["GptOssForCausalLM"],
         "model_type": "gpt_oss",

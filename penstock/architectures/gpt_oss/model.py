@@ -1,4 +1,4 @@
-"""gpt-oss (OpenAI 2025, arXiv:2508.10925): clamped experts, alternating windows, attention sinks."""
+"""gpt-oss (OpenAI 2025, arXiv:2508.10925): clamped SwiGLU, attention sinks, windows in half of the layers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from penstock.nn import (
     LoadFeedForward,
     TensorNames,
     layer_types,
+    layer_windows,
     load_router,
     num_experts_per_token,
     num_layers,
     rope_values,
-    windows_of,
 )
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class GptOssModel(TransformerModel):
-    """gpt-oss as a pipeline model."""
+    """The pipeline model of gpt-oss."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
@@ -48,7 +48,7 @@ class GptOssModel(TransformerModel):
             output_bias=bias,
             sinks=True,
             names=_NAMES,
-            windows=windows_of(config, layer_types(config, alternating), _WINDOW),
+            windows=layer_windows(config, layer_types(config, alternating), _WINDOW),
         )
 
     @classmethod
@@ -56,14 +56,14 @@ class GptOssModel(TransformerModel):
         cls, load: Loader, blueprint: Blueprint, huggingface_config: HuggingFaceConfig
     ) -> LoadFeedForward:
         experts = huggingface_config.integer("num_local_experts", 128)
-        top = num_experts_per_token(huggingface_config, experts, default=4)
+        top_k = num_experts_per_token(huggingface_config, experts, default=4)
         gating = ClampedSwiGLU(_ALPHA, huggingface_config.number("swiglu_limit", 7.0))
 
         def read(name: str, layer: int) -> Experts:
             return Experts(
                 load_router(load, f"{name}.{_NAMES.router}", experts, blueprint.hidden, bias=True),
                 load_experts(load, f"{name}.{_NAMES.experts}", experts, blueprint.hidden, blueprint.inner),
-                top,
+                top_k,
                 "chosen",
                 gating,
             )

@@ -1,7 +1,7 @@
-"""Reads the experts of a gpt-oss checkpoint. Rows of gate and up matrix alternate.
+"""Reads the experts of a gpt-oss checkpoint, in which gate and up rows alternate.
 
-Plain floats of all experts are one tensor ``[N, in, out]``. Quantized formats have one tensor ``[out, in]``
-per expert, ``<name>.<expert>.weight``.
+Unquantized experts are one tensor ``[N, in, out]``. A quantized format has one tensor ``[out, in]`` per
+expert, with the name ``<name>.<expert>.weight``.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ from torch import Tensor
 
 from penstock.distributed import Part
 from penstock.kernels import PackedExperts, PackedLinear
-from penstock.nn import Loader, expert_part
+from penstock.nn import Loader, find_local_experts
 
 
 def load_experts(load: Loader, name: str, experts: int, hidden: int, inner: int) -> PackedExperts:
-    """Read N ``experts`` of E ``hidden`` and F ``inner`` with the common name ``name``, one at a time."""
+    """Read the N ``experts`` called ``name`` one at a time. ``hidden`` is E, ``inner`` is F."""
     gate_up_bias = load.source.tensor(f"{name}.gate_up_proj_bias", (experts, 2 * inner))
     down_bias = load.source.tensor(f"{name}.down_proj_bias", (experts, hidden))
     if load.shard.is_whole and f"{name}.down_proj.0.weight" in load.source:
         gate_up_bias = torch.cat([gate_up_bias[:, 0::2], gate_up_bias[:, 1::2]], dim=1)
         return PackedExperts(
-            _stored(load, f"{name}.gate_up_proj", gate_up_bias, hidden, _deinterleave),
-            _stored(load, f"{name}.down_proj", down_bias, inner),
+            _load_stored(load, f"{name}.gate_up_proj", gate_up_bias, hidden, _deinterleave),
+            _load_stored(load, f"{name}.down_proj", down_bias, inner),
         )
-    gate_up = _matrices(load, f"{name}.gate_up_proj", experts, 2 * inner, hidden)
-    down = _matrices(load, f"{name}.down_proj", experts, hidden, inner)
-    held = expert_part(load, experts, inner, f"{name}.down_proj.0")
-    own = held.inputs or Part(0, inner)
-    pairs = slice(2 * own.start, 2 * own.stop)
+    gate_up = _matrix_reader(load, f"{name}.gate_up_proj", experts, 2 * inner, hidden)
+    down = _matrix_reader(load, f"{name}.down_proj", experts, hidden, inner)
+    local = find_local_experts(load, experts, inner, f"{name}.down_proj.0")
+    inner_part = local.inputs or Part(0, inner)
+    pairs = slice(2 * inner_part.start, 2 * inner_part.stop)
     for tensor, shape in (("gate_up_proj", (2 * inner, hidden)), ("down_proj", (hidden, inner))):
-        for i in held.others(experts):
+        for i in local.remote_experts(experts):
             if f"{name}.{tensor}.{i}.weight" in load.source:
                 load.source.expect(f"{name}.{tensor}.{i}.weight", shape)
     # The bias of a down matrix is added once: by the rank that has the expert, or by rank 0.
-    adds_bias = held.inputs is None or load.shard.rank == 0
-    # The parts are unnamed: checkpoints and adapters do not name the matrices of single experts.
-    packed = held.packed(
+    adds_bias = local.inputs is None or load.shard.rank == 0
+    # Packed matrices get no names, because checkpoints and adapters do not name the matrix of one expert.
+    packed = local.combine(
         (
             load.pack(
                 _deinterleave(gate_up(i)[pairs]),
@@ -46,16 +46,16 @@ def load_experts(load: Loader, name: str, experts: int, hidden: int, inner: int)
                 bias=_deinterleave(gate_up_bias[i][pairs]),
                 is_expert=True,
             )
-            for i in held.experts
+            for i in local.experts
         ),
         (
             load.pack(
-                down(i)[:, own.start : own.stop],
+                down(i)[:, inner_part.start : inner_part.stop],
                 {},
                 bias=down_bias[i] if adds_bias else None,
                 is_expert=True,
             )
-            for i in held.experts
+            for i in local.experts
         ),
     )
     for tensor in (f"{name}.gate_up_proj", f"{name}.down_proj"):
@@ -65,7 +65,7 @@ def load_experts(load: Loader, name: str, experts: int, hidden: int, inner: int)
     return packed
 
 
-def _stored(
+def _load_stored(
     load: Loader,
     name: str,
     biases: Tensor,  # [N, out]
@@ -80,10 +80,10 @@ def _stored(
     )
 
 
-def _matrices(
+def _matrix_reader(
     load: Loader, name: str, experts: int, out_features: int, in_features: int
 ) -> Callable[[int], Tensor]:
-    """Return a function from an expert's number to its matrix ``[out, in]``."""
+    """Return a function from the index of an expert to its matrix ``[out, in]``."""
     if f"{name}.0.weight" in load.source:
         return lambda expert: load.source.tensor(f"{name}.{expert}.weight", (out_features, in_features))
     floats = load.source.tensor(name, (experts, in_features, out_features))

@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """A ``config.json`` small enough for a test: multipliers far from powers of two."""
+    """Return a small ``config.json`` for tests: multipliers far from powers of two."""
     return {
         "architectures": ["GraniteForCausalLM"],
         "model_type": "granite",

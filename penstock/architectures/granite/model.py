@@ -1,4 +1,4 @@
-"""Granite: Llama with four multipliers (after Yang et al. 2022, arXiv:2203.03466)."""
+"""Granite: Llama with four multipliers (Yang et al. 2022, arXiv:2203.03466)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class GraniteModel(TransformerModel):
-    """Granite as a pipeline model."""
+    """The pipeline model of Granite."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

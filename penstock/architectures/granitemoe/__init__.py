@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """Return a ``config.json`` small enough for a test: multipliers other than 1."""
+    """Return a small ``config.json`` for tests: multipliers other than 1."""
     return {
         "architectures": ["GraniteMoeForCausalLM"],
         "model_type": "granitemoe",

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class GraniteMoeModel(TransformerModel):
-    """Granite with experts as a pipeline model."""
+    """The pipeline model of Granite with experts."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
@@ -45,18 +45,18 @@ class GraniteMoeModel(TransformerModel):
     ) -> LoadFeedForward:
         hidden, inner = blueprint.hidden, blueprint.inner
         experts = huggingface_config.integer("num_local_experts", 8)
-        top = num_experts_per_token(huggingface_config, experts, default=2)
+        top_k = num_experts_per_token(huggingface_config, experts, default=2)
 
         def read(name: str, layer: int) -> Experts:
-            tensors = f"{name}.input_linear.weight", f"{name}.output_linear.weight"
-            if tensors[0] in load.source:
-                packed = load_stacked_experts(load, tensors, experts, hidden, inner)
+            names = f"{name}.input_linear.weight", f"{name}.output_linear.weight"
+            if names[0] in load.source:
+                packed = load_stacked_experts(load, names, experts, hidden, inner)
             else:  # a GGUF file is read as one tensor per expert
                 packed = load_experts(load, f"{name}.{_NAMES.experts}", experts, hidden, inner)
             return Experts(
                 load_router(load, f"{name}.{_NAMES.router}", experts, hidden),
                 packed,
-                top,
+                top_k,
                 "chosen",
                 blueprint.activation,
             )

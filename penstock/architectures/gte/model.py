@@ -1,4 +1,4 @@
-"""GTE (Zhang et al. 2024, arXiv:2407.19669): BERT with a rotary embedding and gated layers."""
+"""GTE (Zhang et al. 2024, arXiv:2407.19669): BERT with RoPE and gated feed-forward layers."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
 _TOKEN_WEIGHTS = ClassifierNames(dense=None, activation=None, output="classifier")
 
 
-def without_family(name: str) -> str:
+def remove_family_prefix(name: str) -> str:
     """Return the name of a tensor without the prefix ``gte.`` or ``new.`` of models with a head."""
     return name.removeprefix("gte.").removeprefix("new.")
 
 
 class GteModel(PostNormModel):
-    """GTE as a pipeline model.
+    """The pipeline model of GTE.
 
-    A checkpoint can have a token-classification head with one label: the token weights of sparse embeddings
-    (section 3.2 of the paper).
+    A checkpoint can have a token-classification head with one label: the weight of a token in sparse
+    embeddings (section 3.2 of the paper).
     """
 
-    weights_adapter = without_family
-    position_types = ("rope", "absolute")  # configurations of transformers contain BERT's default
+    weights_adapter = remove_family_prefix
+    position_types = ("rope", "absolute")  # files that transformers wrote contain BERT's default
     ignored_weights = ("pooler.*", "lm_head.*", "*rotary_emb.inv_freq")
     names = EncoderNames(
         positions=None,

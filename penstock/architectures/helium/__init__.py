@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """A ``config.json`` small enough for a test: interleaved rotation of pairs."""
+    """Return a small ``config.json`` for tests: interleaved RoPE."""
     return {
         "architectures": ["HeliumForCausalLM"],
         "model_type": "helium",

@@ -1,4 +1,4 @@
-"""Helium (model card of kyutai/helium-1-preview-2b): Llama that rotates interleaved pairs."""
+"""Helium (model card of kyutai/helium-1-preview-2b): Llama with interleaved RoPE."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class HeliumModel(TransformerModel):
-    """Helium as a pipeline model."""
+    """The pipeline model of Helium."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """A ``config.json`` small enough for a test: norms of queries and keys after the rotation."""
+    """Return a small ``config.json`` for tests: norms of queries and keys after RoPE."""
     return {
         "architectures": ["HunYuanDenseV1ForCausalLM"],
         "model_type": "hunyuan_v1_dense",

@@ -1,4 +1,4 @@
-"""Hunyuan dense models (model card of tencent/Hunyuan-7B-Instruct): Llama with norms after the rotation."""
+"""Hunyuan dense models (model card of tencent/Hunyuan-7B-Instruct): Llama with norms after RoPE."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class HunyuanAttention(Attention):
-    """Attention whose norms of queries and keys come after the rotation."""
+    """Attention with norms of queries and keys after the rotary embedding."""
 
-    def _positioned(
+    def _normalize_and_rotate(
         self, q: Tensor, k: Tensor, rows: Sequence[RotaryRows], step: StepInputs
     ) -> tuple[Tensor, Tensor]:
-        q, k = self._rotated(q, k, rows, step)
-        return self._normed(q, self.q_norm, step), self._normed(k, self.k_norm, step)
+        q, k = self._rotate(q, k, rows, step)
+        return self._apply_norm(q, self.q_norm, step), self._apply_norm(k, self.k_norm, step)
 
 
 class HunyuanV1DenseModel(TransformerModel):
-    """A Hunyuan dense model as a pipeline model."""
+    """The pipeline model of dense Hunyuan models."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
@@ -65,16 +65,22 @@ class HunyuanV1DenseModel(TransformerModel):
 
 
 def _rope_parameters(config: HuggingFaceConfig) -> Mapping[str, object]:
-    """Return the rotary parameters. A dynamic rope with ``alpha`` is a default rope with another base."""
-    given = rope_values(config)
-    alpha, kind = given.get("alpha"), given.get("rope_type", given.get("type"))
+    """Return the RoPE parameters.
+
+    Type ``dynamic`` with ``alpha`` equals type ``default`` with another base.
+    """
+    parameters = rope_values(config)
+    alpha, kind = parameters.get("alpha"), parameters.get("rope_type", parameters.get("type"))
     if kind != "dynamic" or not alpha:
-        return given
+        return parameters
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or alpha <= 0:
         raise ConfigError("rope_scaling.alpha", f"must be a positive number, was {alpha!r}")
     heads = config.integer("num_attention_heads")
     dim = config.integer("head_dim", max(1, config.integer("hidden_size") // heads))
-    base = given.get("rope_theta", config.number("rope_theta", 10000.0))
+    base = parameters.get("rope_theta", config.number("rope_theta", 10000.0))
     if dim < 4 or not isinstance(base, int | float):
-        raise ConfigError("rope_scaling.alpha", f"needs 4 dims of a head and a base, not {dim} and {base!r}")
+        raise ConfigError(
+            "rope_scaling.alpha",
+            f"needs a head_dim of at least 4 and a numeric rope_theta, was {dim} and {base!r}",
+        )
     return {"rope_type": "default", "rope_theta": base * alpha ** (dim / (dim - 2))}

@@ -1,4 +1,4 @@
-"""Idefics3: a SigLIP tower and Llama 3; reads images in tiles."""
+"""Idefics3: a SigLIP vision encoder and Llama 3; splits images into tiles."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """A ``config.json`` small enough for a test: tiles of 4 x 4 patches, 4 rows each."""
+    """Return a small ``config.json`` for tests: tiles of 4 x 4 patches, which become 4 tokens."""
     return {
         "architectures": ["Idefics3ForConditionalGeneration"],
         "model_type": "idefics3",

@@ -1,4 +1,4 @@
-"""Idefics3 (Laurençon et al. 2024, arXiv:2408.12637): Llama with tiles of images."""
+"""Idefics3 (Laurençon et al. 2024, arXiv:2408.12637): Llama with images that are split into tiles."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def model_tensor_name(name: str) -> str:
 
 
 class Idefics3Model(VisionLanguageModel):
-    """Idefics3 as a pipeline model."""
+    """The pipeline model of Idefics3."""
 
     weights_adapter = model_tensor_name
     text_defaults: ClassVar[Mapping[str, Mapping[str, object]]] = {
@@ -59,8 +59,9 @@ class Idefics3Model(VisionLanguageModel):
         return Idefics3Vision.load(load, huggingface_config, cls.vision_sizes(huggingface_config), hidden)
 
     @classmethod
-    def largest_image(cls, huggingface_config: HuggingFaceConfig) -> int:
-        return cls.vision_sizes(huggingface_config).grid ** 2  # one tile: the tiles of an image run in parts
+    def max_image_rows(cls, huggingface_config: HuggingFaceConfig) -> int:
+        # one tile, because the tiles of an image are encoded in parts
+        return cls.vision_sizes(huggingface_config).grid ** 2
 
     def encoder_rows(self, image: ImageMetadata) -> int:
         return num_patches(image, self.vision_sizes(self.huggingface_config).patch_size)

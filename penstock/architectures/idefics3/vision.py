@@ -1,5 +1,7 @@
-"""The vision encoder of Idefics3 and SmolVLM: a SigLIP tower and a pixel shuffle (Laurençon et al. 2024,
-arXiv:2408.12637)."""
+"""The vision encoder of Idefics3 and SmolVLM (Laurençon et al. 2024, arXiv:2408.12637).
+
+It is a SigLIP tower with a pixel shuffle, which concatenates the rows of a square of patches.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,10 @@ from penstock.nn.vision import (
     EncoderRunner,
     VisionSizes,
     VisionTower,
+    flatten_patches,
     image_step,
-    inputs_of,
-    patches_of,
-    with_inputs,
+    image_step_tensors,
+    with_step_tensors,
 )
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from penstock.pipelines.core import ImageMetadata
 
 MAX_ROWS = 4096
-"""Maximum number of rows that the tower computes at a time, unless a tile has more."""
+"""Maximum number of rows that the tower computes at a time, unless one tile has more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ class Idefics3Vision:
 
     tower: VisionTower
     projection: Linear  # [s^2 E] -> [E of the decoder]
-    scale: int  # s: patches per row of the decoder, in each direction
+    scale: int  # s: patches per decoder row, in each direction
     device: torch.device
     dtype: torch.dtype
 
@@ -62,7 +64,7 @@ class Idefics3Vision:
         )
 
     def __call__(self, images: Sequence[ImageMetadata], run: EncoderRunner) -> list[Tensor]:
-        """Return the embeddings ``[embedding_rows, E]`` of each image. The tiles of an image run in parts."""
+        """Return the embeddings ``[embedding_rows, E]`` of each image, computed in parts of whole tiles."""
         return [torch.cat(list(self._encode(image, run))) for image in images]
 
     def _encode(self, image: ImageMetadata, run: EncoderRunner) -> Iterator[Tensor]:
@@ -78,38 +80,39 @@ class Idefics3Vision:
         patch, scale = self.tower.sizes.patch_size, self.scale
         rows, columns = height // patch, width // patch
         step = image_step(run.ops, [rows * columns] * count, pixels.device)
-        order = torch.arange(count * rows * columns, device=pixels.device)  # patches square by square
+        # the order of patches: all patches of a square, then those of the next square
+        order = torch.arange(count * rows * columns, device=pixels.device)
         order = order.view(count, rows // scale, scale, columns // scale, scale).transpose(2, 3).flatten()
         inputs = {
-            "patches": patches_of(pixels, patch),
+            "patches": flatten_patches(pixels, patch),
             "table_rows": tile_positions(rows, columns, self.tower.sizes.grid)
             .to(pixels.device)
             .repeat(count),
             "order": order,
-            **inputs_of(step),
+            **image_step_tensors(step),
         }
 
-        def forward(ops: Ops, given: Mapping[str, Tensor]) -> Iterable[Tensor]:
-            own = with_inputs(step, ops, given)
-            x = self.tower(given["patches"], given["table_rows"], own)
-            squares = ops.take_rows(x, given["order"]).view(-1, x.shape[1] * scale * scale)
-            return [self.projection(squares, own)]
+        def forward(ops: Ops, tensors: Mapping[str, Tensor]) -> Iterable[Tensor]:
+            forward_step = with_step_tensors(step, ops, tensors)
+            x = self.tower(tensors["patches"], tensors["table_rows"], forward_step)
+            squares = ops.take_rows(x, tensors["order"]).view(-1, x.shape[1] * scale * scale)
+            return [self.projection(squares, forward_step)]
 
         return run((id(self), count, rows, columns), inputs, forward)[0]
 
 
 def num_patches(image: ImageMetadata, patch_size: int) -> int:
-    """Return the patches of all tiles of an image."""
+    """Return the number of patches in all tiles of an image."""
     count, _, height, width = image.pixel_values.shape
     return int(count * (height // patch_size) * (width // patch_size))
 
 
 def tile_positions(rows: int, columns: int, side: int) -> Tensor:
     """Return the indices of a grid of patches in a table of ``side`` by ``side`` positions."""
-    return (_buckets(rows, side)[:, None] * side + _buckets(columns, side)).flatten()
+    return (_table_indices(rows, side)[:, None] * side + _table_indices(columns, side)).flatten()
 
 
-def _buckets(count: int, side: int) -> Tensor:
-    """Return the index of the interval (of ``side``) that contains each of ``count`` evenly spaced points."""
+def _table_indices(count: int, side: int) -> Tensor:
+    """Return for each of ``count`` evenly spaced points the index of its interval, of ``side`` intervals."""
     bounds = torch.arange(1 / side, 1.0, 1 / side)
     return torch.bucketize(torch.arange(0, 1 - 1e-6, 1 / count), bounds, right=True)

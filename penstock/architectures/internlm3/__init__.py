@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """A ``config.json`` small enough for a test: all biases, heads of 16 dims."""
+    """Return a small ``config.json`` for tests: biases in all linear layers, and a head size of 16."""
     return {
         "architectures": ["InternLM3ForCausalLM"],
         "model_type": "internlm3",

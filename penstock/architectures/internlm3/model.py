@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class InternLM3Model(TransformerModel):
-    """InternLM 3 as a pipeline model."""
+    """The pipeline model of InternLM 3."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

@@ -1,6 +1,6 @@
-"""Jina Embeddings v3 (Sturua et al. 2024, arXiv:2409.10173): XLM-RoBERTa with a rotary embedding.
+"""Jina Embeddings v3 (Sturua et al. 2024, arXiv:2409.10173): XLM-RoBERTa with RoPE.
 
-The task adapters are LoRA adapters of the checkpoint; they are registered like all others.
+Its task adapters are LoRA adapters, which a user registers like all other adapters.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from penstock.architectures.post_norm import PostNormModel, without_prefix
+from penstock.architectures.post_norm import PostNormModel, prefix_remover
 from penstock.nn import EncoderNames, PostNormSizes, RotaryConfig
 
 if TYPE_CHECKING:
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 class JinaEmbeddingsV3Model(PostNormModel):
-    """Jina Embeddings v3 as a pipeline model."""
+    """The pipeline model of Jina Embeddings v3."""
 
-    weights_adapter = without_prefix("roberta.")
+    weights_adapter = prefix_remover("roberta.")
     ignored_weights = ("pooler.*", "lm_head.*", "*rotary_emb.inv_freq")
     names = EncoderNames(
         positions=None,

@@ -1,4 +1,4 @@
-"""Llama (Touvron et al. 2023, arXiv:2302.13971), the default structure of a blueprint."""
+"""Llama (Touvron et al. 2023, arXiv:2302.13971), the default network of a `Blueprint`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class LlamaModel(TransformerModel):
-    """Llama as a pipeline model."""
+    """The pipeline model of Llama."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

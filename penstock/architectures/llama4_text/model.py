@@ -1,10 +1,9 @@
-"""Llama 4 (Meta 2025, The Llama 4 herd): chunked attention, layers without positions, and experts with scaled
-inputs.
+"""Llama 4 (Meta 2025, The Llama 4 herd): chunked attention, and experts with scaled inputs.
 
-Layers with positions rotate interleaved pairs, then norm queries and keys, and attend within chunks of
-consecutive tokens. Layers without positions see all keys; their queries are scaled by a factor that grows
-with the position. The router multiplies the input of the selected expert by the sigmoid of its logit; a
-shared expert computes every row.
+Most layers have interleaved RoPE, then norms of queries and keys, and attend within chunks of consecutive
+tokens. The other layers have no positions and attend to all keys. Their queries are scaled by a factor that
+grows with the position. The input of the selected expert is multiplied by the sigmoid of the expert's router
+logit. A shared expert computes every row.
 """
 
 from __future__ import annotations
@@ -53,22 +52,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Llama4Attention(Attention):
-    """Attention with norms after the rotation, or, without a rotation, with queries scaled by position."""
+    """Attention with norms after RoPE. Layers without RoPE scale queries by their position."""
 
-    def _positioned(
+    def _normalize_and_rotate(
         self, q: Tensor, k: Tensor, rows: Sequence[RotaryRows], step: StepInputs
     ) -> tuple[Tensor, Tensor]:
         if self.rotary is None:
             if len(rows) > 1:
                 q, _ = step.ops.rotary(q, k[:, :0], *rows[1])
             return q, k
-        q, k = self._rotated(q, k, rows, step)
-        return self._normed(q, self.q_norm, step), self._normed(k, self.k_norm, step)
+        q, k = self._rotate(q, k, rows, step)
+        return self._apply_norm(q, self.q_norm, step), self._apply_norm(k, self.k_norm, step)
 
 
 class QueryScale(Rotary):
-    """Rotary tables without rotation, scaled by ``1 + attn_scale * ln(1 + floor((p + 1) / floor_scale))`` at
-    position p."""
+    """Rotary tables that scale queries and do not rotate them.
+
+    The factor at position p is ``1 + attn_scale * ln(1 + floor((p + 1) / floor_scale))``.
+    """
 
     def __init__(self, config: RotaryConfig, max_length: int, device: torch.device, scale: Tensor) -> None:
         super().__init__(config, max_length, device)
@@ -82,19 +83,19 @@ class Llama4Experts:
 
     router: Linear  # [E] -> [N]
     packed: PackedExperts
-    top: int
+    top_k: int
     activation: Activation
     shared: GatedMLP
 
     def __call__(self, x: Tensor, step: StepInputs) -> Tensor:  # [T, E] -> [T, E]
         ops, logits = step.ops, self.router(x, step)
-        scores, ids = ops.route(logits, self.top, _ROUTING)
-        ones, _ = ops.route(logits, 1, "all_normed")  # [T, 1]: outputs are not weighted
+        scores, ids = ops.route(logits, self.top_k, _ROUTING)
+        ones, _ = ops.route(logits, 1, "all_normed")  # [T, 1]: the inputs are weighted instead of the outputs
         total = self.shared(x, step)
-        for which in range(self.top):
-            one = slice(which, which + 1)
-            scaled = ops.scale_rows(x, scores[:, one])
-            routed = ops.experts(scaled, self.packed, ones, ids[:, one], self.activation, lora=step.lora)
+        for index in range(self.top_k):
+            column = slice(index, index + 1)
+            scaled = ops.scale_rows(x, scores[:, column])
+            routed = ops.experts(scaled, self.packed, ones, ids[:, column], self.activation, lora=step.lora)
             if self.packed.ranks is not None:
                 routed = ops.all_reduce(routed, self.packed.ranks)
             total = ops.add(total, routed)
@@ -102,7 +103,7 @@ class Llama4Experts:
 
 
 class Llama4TextModel(TransformerModel):
-    """Llama 4 as a pipeline model."""
+    """The pipeline model of Llama 4."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
@@ -116,8 +117,8 @@ class Llama4TextModel(TransformerModel):
                 norm_eps=config.number("rms_norm_eps", 1e-5),
                 qkv_bias=bias,
                 output_bias=bias,
-                rotary_of_layer=tuple(0 if rope else None for rope in _rope_layers(config)),
-                windows=_chunks(config),
+                rotary_indices=tuple(0 if rope else None for rope in _rope_layers(config)),
+                windows=_chunk_sizes(config),
                 names=_NAMES,
             )
         )
@@ -161,24 +162,24 @@ class Llama4TextModel(TransformerModel):
     ) -> LoadFeedForward:
         config, hidden, inner = huggingface_config, blueprint.hidden, blueprint.inner
         experts = config.integer("num_local_experts", 16)
-        top = num_experts_per_token(config, experts, default=1)
-        sparse = _sparse_layers(config, blueprint.layers)
-        dense = replace(blueprint, inner=config.integer("intermediate_size_mlp", 16384))
-        read_dense = gated_mlps(load, dense)
+        top_k = num_experts_per_token(config, experts, default=1)
+        expert_layers = _expert_layers(config, blueprint.layers)
+        dense_blueprint = replace(blueprint, inner=config.integer("intermediate_size_mlp", 16384))
+        read_dense = gated_mlps(load, dense_blueprint)
 
         def read(name: str, layer: int) -> FeedForward:
-            if layer not in sparse:
+            if layer not in expert_layers:
                 return read_dense(name, layer)
             path = f"{name}.{_NAMES.experts}"
-            tensors = f"{path}.gate_up_proj", f"{path}.down_proj"
-            if tensors[0] in load.source:
-                packed = load_stacked_experts(load, tensors, experts, hidden, inner, transposed=True)
+            names = f"{path}.gate_up_proj", f"{path}.down_proj"
+            if names[0] in load.source:
+                packed = load_stacked_experts(load, names, experts, hidden, inner, transposed=True)
             else:  # a GGUF file is read as one tensor per expert
                 packed = load_experts(load, path, experts, hidden, inner)
             return Llama4Experts(
                 load_router(load, f"{name}.{_NAMES.router}", experts, hidden),
                 packed,
-                top,
+                top_k,
                 blueprint.activation,
                 GatedMLP.load(load, f"{name}.shared_expert", hidden, inner, blueprint.activation),
             )
@@ -187,19 +188,19 @@ class Llama4TextModel(TransformerModel):
 
 
 def _rope_layers(config: HuggingFaceConfig) -> tuple[bool, ...]:  # [L]
-    """Return for each layer whether it has positions. A 1 in ``no_rope_layers`` means yes."""
+    """Return for each layer whether it has RoPE, which a 1 in ``no_rope_layers`` means."""
     layers = num_layers(config)
-    given = config.integers("no_rope_layers")
-    if not given:
+    flags = config.integers("no_rope_layers")
+    if not flags:
         interval = config.integer("no_rope_layer_interval", 4)
         return tuple((layer + 1) % interval != 0 for layer in range(layers))
-    if len(given) != layers or any(one not in (0, 1) for one in given):
-        raise ConfigError("no_rope_layers", f"must be a list of {layers} zeros and ones, was {list(given)}")
-    return tuple(bool(one) for one in given)
+    if len(flags) != layers or any(flag not in (0, 1) for flag in flags):
+        raise ConfigError("no_rope_layers", f"must be a list of {layers} zeros and ones, was {list(flags)}")
+    return tuple(bool(flag) for flag in flags)
 
 
-def _chunks(config: HuggingFaceConfig) -> tuple[int | None, ...]:  # [L]
-    """Return the size of the chunks of each layer; None for layers that see all keys."""
+def _chunk_sizes(config: HuggingFaceConfig) -> tuple[int | None, ...]:  # [L]
+    """Return the chunk size of each layer in tokens; None for layers that attend to all keys."""
     has_rope = _rope_layers(config)
     types = config.texts("layer_types") or tuple(_CHUNKED if rope else FULL for rope in has_rope)
     if len(types) != len(has_rope) or set(types) - {FULL, _CHUNKED}:
@@ -208,11 +209,11 @@ def _chunks(config: HuggingFaceConfig) -> tuple[int | None, ...]:  # [L]
     return tuple(size if kind == _CHUNKED else None for kind in types)
 
 
-def _sparse_layers(config: HuggingFaceConfig, layers: int) -> set[int]:
+def _expert_layers(config: HuggingFaceConfig, layers: int) -> set[int]:
     """Return the layers with experts: ``moe_layers``, or every ``interleave_moe_layer_step``-th layer."""
-    given = config.integers("moe_layers")
-    if given is not None:
-        return set(given)
+    configured = config.integers("moe_layers")
+    if configured is not None:
+        return set(configured)
     step = config.integer("interleave_moe_layer_step", 1)
     return set(range(step - 1, layers, step))
 

@@ -16,12 +16,12 @@ def vision_config(config: HuggingFaceConfig) -> HuggingFaceConfig:
 
 
 def has_class_row(config: HuggingFaceConfig) -> bool:
-    """Return whether the tower has a class row before the patches of an image, as in CLIP."""
+    """Return whether the tower has a row for the class token before the patches, as in CLIP."""
     return vision_config(config).text("model_type") == CLIP
 
 
 def drops_first_row(config: HuggingFaceConfig) -> bool:
-    """Return whether the first row of the tower is dropped."""
+    """Return whether the first output row of the tower is dropped."""
     strategy = config.text("vision_feature_select_strategy", "default")
     if strategy not in ("default", "full"):
         raise CheckpointError(
@@ -60,4 +60,4 @@ _VISION_DEFAULTS: dict[str, object] = {
     "image_size": 336,
     "patch_size": 14,
 }
-"""The tower of a checkpoint without ``vision_config``."""
+"""The defaults of keys that ``vision_config`` does not contain."""

@@ -24,10 +24,10 @@ from penstock.nn.vision import (
     EncoderRunner,
     VisionSizes,
     VisionTower,
+    flatten_patches,
     image_step,
-    inputs_of,
-    patches_of,
-    with_inputs,
+    image_step_tensors,
+    with_step_tensors,
 )
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class LlavaEncoder:
 
     tower: VisionTower
     layers: tuple[int, ...]
-    """Indices of the blocks after which rows are taken; rows of several blocks are concatenated."""
+    """Indices of the blocks whose output rows are used. The rows of several blocks are concatenated."""
     has_class_row: bool
     drops_first_row: bool
     up: Linear
@@ -55,19 +55,23 @@ class LlavaEncoder:
         ops = run.ops
         pixels = torch.stack([torch.from_numpy(image.pixel_values) for image in images])
         pixels = pixels.to(self.device, self.dtype)  # [N, C, h, w]
-        patches = patches_of(pixels, self.tower.sizes.patch_size).view(len(images), -1, _width(self.tower))
+        patches = flatten_patches(pixels, self.tower.sizes.patch_size).view(
+            len(images), -1, _width(self.tower)
+        )
         if self.has_class_row:
             patches = torch.cat([patches.new_zeros(len(images), 1, patches.shape[2]), patches], dim=1)
         count = patches.shape[1]
         step = image_step(ops, [count] * len(images), self.device)
 
-        def forward(ops: Ops, given: Mapping[str, Tensor]) -> Iterable[Tensor]:
-            own = with_inputs(step, ops, given)
-            return self.tower.hidden_states(given["patches"], own.positions, own, self.layers)
+        def forward(ops: Ops, tensors: Mapping[str, Tensor]) -> Iterable[Tensor]:
+            forward_step = with_step_tensors(step, ops, tensors)
+            return self.tower.hidden_states(
+                tensors["patches"], forward_step.positions, forward_step, self.layers
+            )
 
-        inputs = {"patches": patches.flatten(0, 1), **inputs_of(step)}
-        taken = run((id(self), len(images)), inputs, forward)
-        rows = torch.cat(taken, dim=1).view(len(images), count, -1)
+        inputs = {"patches": patches.flatten(0, 1), **image_step_tensors(step)}
+        block_rows = run((id(self), len(images)), inputs, forward)
+        rows = torch.cat(block_rows, dim=1).view(len(images), count, -1)
         if self.drops_first_row:
             rows = rows[:, 1:]
         inner = ops.activation(self.up(rows.flatten(0, 1).contiguous(), step), self.activation)
@@ -83,23 +87,24 @@ _PREFIXES: Mapping[str, str] = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
-"""Prefix of a tensor name in the checkpoint -> prefix in the model. Checkpoints differ by transformers
-version.
+"""Prefix of a tensor name in the checkpoint -> prefix in the model.
+
+Versions of transformers write different prefixes.
 """
 
 
-def adapted_name(name: str) -> str:
+def model_tensor_name(name: str) -> str:
     """Return the name under which the model reads a tensor of the checkpoint."""
-    for prefix, own in _PREFIXES.items():
+    for prefix, model_prefix in _PREFIXES.items():
         if name.startswith(prefix):
-            return own + name.removeprefix(prefix)
+            return model_prefix + name.removeprefix(prefix)
     return name
 
 
 class LlavaModel(VisionLanguageModel):
-    """LLaVA as a pipeline model."""
+    """The pipeline model of LLaVA."""
 
-    weights_adapter = adapted_name
+    weights_adapter = model_tensor_name
     ignored_weights = (
         "*rotary_emb.inv_freq",
         "*position_ids",
@@ -159,10 +164,10 @@ class LlavaModel(VisionLanguageModel):
         )
 
     def encoder_rows(self, image: ImageMetadata) -> int:
-        return self.largest_image(self.huggingface_config)
+        return self.max_image_rows(self.huggingface_config)
 
     @classmethod
-    def largest_image(cls, huggingface_config: HuggingFaceConfig) -> int:
+    def max_image_rows(cls, huggingface_config: HuggingFaceConfig) -> int:
         tower = vision_config(huggingface_config)
         grid = tower.integer("image_size") // tower.integer("patch_size")
         return grid * grid + has_class_row(huggingface_config)
@@ -178,14 +183,16 @@ class LlavaModel(VisionLanguageModel):
 
 
 def _feature_layers(config: HuggingFaceConfig, layers: int) -> tuple[int, ...]:
-    """Return ``vision_feature_layer`` as numbers of blocks: 0 is the embeddings, -1 the last block."""
-    given = config.get("vision_feature_layer")
-    wanted = config.integers("vision_feature_layer") if isinstance(given, list) else None
-    if wanted is None:
-        wanted = (config.integer("vision_feature_layer", -2, minimum=-MAX_LAYERS),)
-    numbers = tuple(layers + 1 + one if one < 0 else one for one in wanted)
+    """Return ``vision_feature_layer`` as numbers of blocks; 0 means the embeddings, -1 the last block."""
+    configured = config.get("vision_feature_layer")
+    indices = config.integers("vision_feature_layer") if isinstance(configured, list) else None
+    if indices is None:
+        indices = (config.integer("vision_feature_layer", -2, minimum=-MAX_LAYERS),)
+    numbers = tuple(layers + 1 + index if index < 0 else index for index in indices)
     if not numbers or min(numbers) < 0 or max(numbers) > layers:
-        raise ConfigError("vision_feature_layer", f"{given!r} is not within the {layers} layers of the tower")
+        raise ConfigError(
+            "vision_feature_layer", f"{configured!r} is not within the {layers} layers of the tower"
+        )
     return numbers
 
 

@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """Return a ``config.json`` small enough for a test: rotation of half of each head."""
+    """Return a small ``config.json`` for tests: RoPE in half of each head."""
     return {
         "architectures": ["MiniMaxM2ForCausalLM"],
         "model_type": "minimax_m2",

@@ -1,7 +1,7 @@
-"""MiniMax-M2 (MiniMax 2025): sigmoid routing with a correction bias, and partial rotation.
+"""MiniMax-M2 (MiniMax 2025): sigmoid routing with a correction bias, and partial RoPE.
 
-Queries of all heads share one norm, and so do keys. Unlike earlier MiniMax models, this family has no linear
-attention.
+One norm covers the queries of all heads, and a second norm the keys of all heads. Unlike earlier MiniMax
+models, this family has no linear attention.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 
 class MiniMaxM2Model(TransformerModel):
-    """MiniMax-M2 as a pipeline model."""
+    """The pipeline model of MiniMax-M2."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
         config = huggingface_config
-        _check(config)
+        _check_options(config)
         parameters = rope_values(config)
         if config.get("rotary_dim") is not None:
             fraction = config.integer("rotary_dim") / config.integer("head_dim", 128)
@@ -55,25 +55,25 @@ class MiniMaxM2Model(TransformerModel):
     ) -> LoadFeedForward:
         config, hidden = huggingface_config, blueprint.hidden
         experts = config.integer("num_local_experts", config.integer("num_experts", 256))
-        top = num_experts_per_token(config, experts, default=8)
+        top_k = num_experts_per_token(config, experts, default=8)
         parts = ("w1", "w3", "w2")
 
         def read(name: str, layer: int) -> Experts:
             return Experts(
-                load_router(load, f"{name}.{_NAMES.router}", experts, hidden, is_wide=True),
+                load_router(load, f"{name}.{_NAMES.router}", experts, hidden, is_float32=True),
                 load_experts(load, f"{name}.{_NAMES.experts}", experts, hidden, blueprint.inner, parts),
-                top,
+                top_k,
                 ScoreRouting("sigmoid", is_normed=True),
                 blueprint.activation,
                 load_correction_bias(load, f"{name}.e_score_correction_bias", experts),
-                is_wide=True,
+                is_float32=True,
             )
 
         return read
 
 
-_NAMES = TensorNames(feed_forward="block_sparse_moe", is_router_wide=True)
-_REQUIRED = {
+_NAMES = TensorNames(feed_forward="block_sparse_moe", is_router_float32=True)
+_REQUIRED_VALUES = {
     "scoring_func": "sigmoid",
     "use_routing_bias": True,
     "use_qk_norm": True,
@@ -83,8 +83,8 @@ _REQUIRED = {
 """Keys of published files, each with the only supported value."""
 
 
-def _check(config: HuggingFaceConfig) -> None:
-    for key, value in _REQUIRED.items():
+def _check_options(config: HuggingFaceConfig) -> None:
+    for key, value in _REQUIRED_VALUES.items():
         if config.get(key) not in (None, value):
             raise ConfigError(key, f"must be {value!r} in this family, was {config[key]!r}")
     kinds = config.integers("attn_type_list") or ()

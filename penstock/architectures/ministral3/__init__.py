@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """A ``config.json`` small enough for a test: yarn, and queries scaled by their positions."""
+    """Return a small ``config.json`` for tests: YaRN, and queries scaled by position."""
     return {
         "architectures": ["Ministral3ForCausalLM"],
         "model_type": "ministral3",

@@ -24,7 +24,7 @@ from penstock.nn import (
     attentions,
     llama_parts,
     rope_values,
-    same_windows,
+    uniform_windows,
 )
 
 if TYPE_CHECKING:
@@ -47,17 +47,17 @@ class QueryRotary(Rotary):
 class Ministral3Attention(Attention):
     """Attention with separate rotary embeddings for keys and queries."""
 
-    def _rotated(
+    def _rotate(
         self, q: Tensor, k: Tensor, rows: Sequence[RotaryRows], step: StepInputs
     ) -> tuple[Tensor, Tensor]:
-        of_keys, of_queries = rows
-        q, _ = step.ops.rotary(q, k[:, :0], *of_queries, is_interleaved=self.is_interleaved)
-        k, _ = step.ops.rotary(k, q[:, :0], *of_keys, is_interleaved=self.is_interleaved)
+        key_rows, query_rows = rows
+        q, _ = step.ops.rotary(q, k[:, :0], *query_rows, is_interleaved=self.is_interleaved)
+        k, _ = step.ops.rotary(k, q[:, :0], *key_rows, is_interleaved=self.is_interleaved)
         return q, k
 
 
 class Ministral3Model(TransformerModel):
-    """Ministral 3 as a pipeline model."""
+    """The pipeline model of Ministral 3."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
@@ -66,7 +66,7 @@ class Ministral3Model(TransformerModel):
             config,
             head_dim=None if "head_dim" in config else 128,
             norm_eps=config.number("rms_norm_eps", 1e-5),
-            windows=same_windows(config),
+            windows=uniform_windows(config),
         )
 
     @classmethod
@@ -86,7 +86,7 @@ class Ministral3Model(TransformerModel):
 
 
 def _query_scale(config: HuggingFaceConfig) -> tuple[float, int]:
-    """Return the factor and the period of the scale of queries."""
+    """Return beta and the period, in positions, of the scale of queries."""
     values = rope_values(config)
     beta = values.get("llama_4_scaling_beta", 0.0)
     period = values.get("original_max_position_embeddings", config.integer("max_position_embeddings"))

@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """A ``config.json`` small enough for a test: a window shorter than its prompts."""
+    """Return a small ``config.json`` for tests: a window, shorter than the prompts of the tests."""
     return {
         "architectures": ["MistralForCausalLM"],
         "model_type": "mistral",

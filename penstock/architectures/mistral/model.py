@@ -1,20 +1,20 @@
-"""Mistral (Jiang et al. 2023, arXiv:2310.06825): Llama with a window."""
+"""Mistral (Jiang et al. 2023, arXiv:2310.06825): Llama with sliding windows."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from penstock.architectures.transformer import TransformerModel
-from penstock.nn import Blueprint, same_windows
+from penstock.nn import Blueprint, uniform_windows
 
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig
 
 
 class MistralModel(TransformerModel):
-    """Mistral as a pipeline model."""
+    """The pipeline model of Mistral."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
-        windows = same_windows(huggingface_config, default=4096)
+        windows = uniform_windows(huggingface_config, default=4096)
         return Blueprint.from_huggingface(huggingface_config, windows=windows)

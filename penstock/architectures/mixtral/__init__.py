@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """A ``config.json`` small enough for a test: five experts, two per token."""
+    """Return a small ``config.json`` for tests: five experts, two per token."""
     return {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class MixtralModel(TransformerModel):
-    """Mixtral as a pipeline model."""
+    """The pipeline model of Mixtral."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
@@ -40,7 +40,7 @@ class MixtralModel(TransformerModel):
         experts = huggingface_config.integer(
             "num_local_experts", huggingface_config.integer("num_experts", 8)
         )
-        top = num_experts_per_token(huggingface_config, experts, default=2)
+        top_k = num_experts_per_token(huggingface_config, experts, default=2)
 
         def read(name: str, layer: int) -> Experts:
             names = blueprint.names
@@ -56,7 +56,7 @@ class MixtralModel(TransformerModel):
                     blueprint.inner,
                     ("w1", "w3", "w2"),
                 ),
-                top,
+                top_k,
                 "all_normed",
                 blueprint.activation,
             )

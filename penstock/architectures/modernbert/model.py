@@ -1,4 +1,4 @@
-"""ModernBERT (Warner et al. 2024, arXiv:2412.13663): pre-norm blocks, and windows in most layers."""
+"""ModernBERT (Warner et al. 2024, arXiv:2412.13663): pre-norm blocks, with windows in most of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from penstock.architectures.encoder import EncoderModel, has_head
-from penstock.architectures.post_norm import without_prefix
+from penstock.architectures.post_norm import prefix_remover
 from penstock.errors import ConfigError
 from penstock.host.heartbeat import beat
 from penstock.kernels import Activation, StepInputs
@@ -44,7 +44,7 @@ _POOLINGS: dict[str, PoolingType] = {"cls": "cls", "mean": "mean"}
 
 @dataclass(frozen=True, slots=True)
 class ModernBertBlock:
-    """Attention, then the gated layer, each after a norm. The first block has no norm before attention."""
+    """Attention and a gated layer, each after a norm. The first block has no norm before attention."""
 
     attention_norm: LayerNorm | None
     attention: EncoderAttention
@@ -56,11 +56,11 @@ class ModernBertBlock:
     ) -> tuple[Tensor, Tensor]:
         """``x [T, E]`` is the output of the previous block, not yet added to ``residual [T, E]``."""
         if self.attention_norm is None or residual is None:
-            normed, total = x, x
+            normalized, total = x, x
         else:
-            normed, total = self.attention_norm.add(x, residual, step)
-        normed, total = self.mlp_norm.add(self.attention(normed, step, rows), total, step)
-        return self.mlp(normed, step), total
+            normalized, total = self.attention_norm.add(x, residual, step)
+        normalized, total = self.mlp_norm.add(self.attention(normalized, step, rows), total, step)
+        return self.mlp(normalized, step), total
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +92,9 @@ class ModernBertNetwork:
 
 
 class ModernBertModel(EncoderModel):
-    """ModernBERT as a pipeline model."""
+    """The pipeline model of ModernBERT."""
 
-    weights_adapter = without_prefix("model.")
+    weights_adapter = prefix_remover("model.")
     ignored_weights = ("head.*", "decoder.*", "*rotary_emb*inv_freq")
 
     @property
@@ -131,8 +131,8 @@ class ModernBertModel(EncoderModel):
 
 
 def _types(config: HuggingFaceConfig) -> tuple[str, ...]:
-    every = config.integer("global_attn_every_n_layers", 3)
-    default = tuple(SLIDING if layer % every else FULL for layer in range(num_layers(config)))
+    period = config.integer("global_attn_every_n_layers", 3)
+    default = tuple(SLIDING if layer % period else FULL for layer in range(num_layers(config)))
     return layer_types(config, default)
 
 
@@ -144,12 +144,12 @@ def _head_dim(config: HuggingFaceConfig) -> int:
 
 
 def _rotaries(config: HuggingFaceConfig) -> tuple[RotaryConfig, ...]:
-    """Return the rotary embeddings of both layer types, from newer or older files."""
-    given = config.section("rope_parameters")
+    """Return the rotary embeddings of both layer types, with the keys of newer or of older files."""
+    rope_section = config.section("rope_parameters")
 
     def rotary(kind: str) -> RotaryConfig:
         key, default = _DEFAULT_BASES[kind]
-        parameters = {"rope_theta": config.number(key, default)} | dict(given.section(kind))
+        parameters = {"rope_theta": config.number(key, default)} | dict(rope_section.section(kind))
         return RotaryConfig.from_huggingface(config, _head_dim(config), parameters=parameters)
 
     return tuple(rotary(kind) for kind in _ROTARIES)
@@ -157,7 +157,7 @@ def _rotaries(config: HuggingFaceConfig) -> tuple[RotaryConfig, ...]:
 
 def _norm(load: Loader, config: HuggingFaceConfig, name: str) -> LayerNorm:
     size, eps = config.integer("hidden_size"), config.number("norm_eps", 1e-5)
-    return load.layer_norm(name, size, eps, bias=config.flag("norm_bias"), is_wide=True)
+    return load.layer_norm(name, size, eps, bias=config.flag("norm_bias"), is_float32=True)
 
 
 def _load_block(load: Loader, config: HuggingFaceConfig, layer: int, kind: str) -> ModernBertBlock:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from penstock.architectures.post_norm import PostNormModel, without_prefix
+from penstock.architectures.post_norm import PostNormModel, prefix_remover
 from penstock.errors import ConfigError
 from penstock.nn import EncoderNames, Loader, PostNormSizes
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 BUCKETS = 32
 MAX_DISTANCE = 128
-"""Distances from this one on share the last bucket."""
+"""All distances of at least this number of tokens share the last bucket."""
 
 
 class MPNetModel(PostNormModel):
-    """MPNet as a pipeline model."""
+    """The pipeline model of MPNet."""
 
-    weights_adapter = without_prefix("mpnet.")
+    weights_adapter = prefix_remover("mpnet.")
     ignored_weights = ("embeddings.position_ids", "pooler.*", "lm_head.*")
     names = EncoderNames(
         token_types=None,
@@ -36,7 +36,7 @@ class MPNetModel(PostNormModel):
 
     @classmethod
     def sizes(cls, config: HuggingFaceConfig) -> PostNormSizes:
-        return replace(super().sizes(config), first_position=2)  # the family's padding token is always 1
+        return replace(super().sizes(config), first_position=2)  # after the padding token, which is always 1
 
     @classmethod
     def attention_bias(
@@ -51,17 +51,17 @@ class MPNetModel(PostNormModel):
         table = load.source.tensor("encoder.relative_attention_bias.weight", (buckets, sizes.heads))
         values = table.float().to(load.device)  # [buckets, H]
         longest = sizes.max_length
-        distances = torch.arange(1 - longest, longest)  # distance of the key from the query
+        distances = torch.arange(1 - longest, longest)  # of the key from the query, in tokens
         bias = values[relative_buckets(distances).to(load.device)].T.contiguous()  # [H, 2P - 1]
         return lambda length: bias[:, longest - length : longest + length - 1]
 
 
 def relative_buckets(distances: Tensor) -> Tensor:
-    """Return the bucket of each distance: exact near the query, logarithmic farther away (T5)."""
+    """Return the bucket of each distance: exact near the query, logarithmic farther away (as in T5)."""
     half = BUCKETS // 2
     exact = half // 2
     size = distances.abs()
-    far = size.clamp_min(1).float() / exact
-    far = exact + (far.log() / math.log(MAX_DISTANCE / exact) * (half - exact)).long()
-    buckets = torch.where(size < exact, size, far.clamp_max(half - 1))
+    ratio = size.clamp_min(1).float() / exact
+    logarithmic = exact + (ratio.log() / math.log(MAX_DISTANCE / exact) * (half - exact)).long()
+    buckets = torch.where(size < exact, size, logarithmic.clamp_max(half - 1))
     return buckets + half * (distances > 0)

@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """A ``config.json`` small enough for a test: norms of 1 + weight, squared ReLU, partial rotation."""
+    """Return a small ``config.json`` for tests: norms with weights 1 + w, squared ReLU, partial RoPE."""
     return {
         "architectures": ["NemotronForCausalLM"],
         "model_type": "nemotron",

@@ -1,4 +1,4 @@
-"""Nemotron-4 (Parmar et al. 2024, arXiv:2402.16819): layer norms of 1 + weight, squared ReLU, no gates."""
+"""Nemotron-4 (Parmar et al. 2024, arXiv:2402.16819): layer norm weights 1 + w, squared ReLU, no gates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class NemotronModel(TransformerModel):
-    """Nemotron as a pipeline model."""
+    """The pipeline model of Nemotron."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """A ``config.json`` small enough for a test, with the keys of gte-multilingual-base."""
+    """Return a small ``config.json`` for tests, with the keys of gte-multilingual-base."""
     return {
         "architectures": ["NewModel"],
         "model_type": "new",

@@ -1,4 +1,4 @@
-"""GTE in the format of its authors (https://huggingface.co/Alibaba-NLP/new-impl), the network of `gte`."""
+"""GTE in the format of its authors (https://huggingface.co/Alibaba-NLP/new-impl), with the network of GTE."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from penstock.nn import PostNormSizes, RotaryConfig
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig
 
-_OPTIONS = {
+_REQUIRED_VALUES = {
     "position_embedding_type": "rope",
     "layer_norm_type": "layer_norm",
     "logn_attention_scale": False,
     "logn_attention_clip1": False,
     "pack_qkv": True,
 }
-"""Options of the published code, with the values that all published checkpoints use."""
+"""Options of the published code, each with the value that all published checkpoints use."""
 
 
 class NewModel(GteModel):
-    """GTE of model type ``new`` as a pipeline model."""
+    """The pipeline model of GTE of model type ``new``."""
 
     @classmethod
     def sizes(cls, config: HuggingFaceConfig) -> PostNormSizes:
@@ -31,7 +31,7 @@ class NewModel(GteModel):
         Raises:
             ConfigError: an option has an unsupported value.
         """
-        for name, value in _OPTIONS.items():
+        for name, value in _REQUIRED_VALUES.items():
             if config.get(name, value) != value:
                 raise ConfigError(name, f"{config.get(name)!r} is not supported, only {value!r}")
         return super().sizes(config)
@@ -40,11 +40,11 @@ class NewModel(GteModel):
     def rotary(cls, config: HuggingFaceConfig, head_dim: int) -> RotaryConfig:
         """Return the rotary embedding.
 
-        Rope type ``ntk`` with factor k multiplies the base by k and divides all frequencies by
-        ``k ** (2 / head_dim)`` (https://kexue.fm/archives/9706). Other types are those of all families.
+        Rope type ``ntk`` with factor k multiplies the base by k and divides all frequencies by ``k ** (2 /
+        head_dim)`` (https://kexue.fm/archives/9706). Other types are read as in all families.
 
         Raises:
-            ConfigError: the rope type is unknown, its factor is missing, or it mixes factors (``mixed_b``).
+            ConfigError: the rope type is unknown, its factor is missing, or ``mixed_b`` is set.
         """
         scaling = config.section("rope_scaling")
         if scaling.get("type", scaling.get("rope_type")) != "ntk":

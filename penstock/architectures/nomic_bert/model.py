@@ -1,10 +1,10 @@
-"""Nomic BERT (Nussbaum et al. 2024, arXiv:2402.01613): BERT with a rotary embedding and gated layers."""
+"""Nomic BERT (Nussbaum et al. 2024, arXiv:2402.01613): BERT with RoPE and gated feed-forward layers."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.architectures.post_norm import PostNormModel, without_prefix
+from penstock.architectures.post_norm import PostNormModel, prefix_remover
 from penstock.config.huggingface import HuggingFaceConfig
 from penstock.errors import ConfigError
 from penstock.nn import ClassifierNames, EncoderNames, PostNormSizes, RotaryConfig, VocabularyNames
@@ -18,7 +18,8 @@ _OLDER_KEYS = {
     "layer_norm_eps": "layer_norm_epsilon",
     "rope_theta": "rotary_emb_base",
 }
-_OLDER_VALUES = {
+"""Key in files of transformers -> key in older files."""
+_REQUIRED_OLDER_VALUES = {
     "activation_function": "swiglu",
     "prenorm": False,
     "qkv_proj_bias": False,
@@ -33,9 +34,9 @@ _OLDER_VALUES = {
 
 
 class NomicBertModel(PostNormModel):
-    """Nomic BERT as a pipeline model."""
+    """The pipeline model of Nomic BERT."""
 
-    weights_adapter = without_prefix("nomic_bert.")
+    weights_adapter = prefix_remover("nomic_bert.")
     ignored_weights = ("pooler.*", "cls.*", "*rotary_emb.inv_freq")
     names = EncoderNames(
         positions=None,
@@ -70,12 +71,12 @@ class NomicBertModel(PostNormModel):
 
 
 def newer_config(config: HuggingFaceConfig) -> HuggingFaceConfig:
-    """Return a configuration with the keys of transformers for one of the published checkpoints.
+    """Return the configuration of a published checkpoint with the keys of transformers.
 
     Raises:
         ConfigError: an option has a value that is not supported.
     """
-    for key, expected in _OLDER_VALUES.items():
+    for key, expected in _REQUIRED_OLDER_VALUES.items():
         if key in config and config.get(key) != expected:
             raise ConfigError(key, f"must be {expected!r}, was {config.get(key)!r}")
     renamed = {new: config.get(old) for new, old in _OLDER_KEYS.items() if old in config}

@@ -1,4 +1,4 @@
-"""OLMo (Groeneveld et al. 2024, arXiv:2402.00838): norms without weights, clipped inputs of attention."""
+"""OLMo (Groeneveld et al. 2024, arXiv:2402.00838): norms without weights, clipped projections."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ class ClippedLinear(Linear):
         return step.ops.clamp(step.ops.linear(x, self.packed, lora=step.lora), self.limit)
 
 
-def norms_without_weights(load: Loader) -> LoadNorm:
+def unweighted_norms(load: Loader) -> LoadNorm:
     """Return a function that creates layer norms with weights of 1 and biases of 0."""
 
-    def make(name: str, size: int) -> LayerNorm:
+    def create_norm(name: str, size: int) -> LayerNorm:
         weight = torch.ones(size, dtype=load.dtype, device=load.device)
         return LayerNorm(weight, torch.zeros_like(weight), _EPS)
 
-    return make
+    return create_norm
 
 
 class OlmoModel(TransformerModel):
-    """OLMo as a pipeline model."""
+    """The pipeline model of OLMo."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
-        _limit(huggingface_config)
+        _clip_limit(huggingface_config)
         attention_bias = huggingface_config.flag("attention_bias")
         return Blueprint.from_huggingface(
             huggingface_config, qkv_bias=attention_bias, output_bias=attention_bias
@@ -61,9 +61,9 @@ class OlmoModel(TransformerModel):
 
     @classmethod
     def parts(cls, load: Loader, blueprint: Blueprint, huggingface_config: HuggingFaceConfig) -> BlockParts:
-        read, limit = attentions(load, blueprint), _limit(huggingface_config)
+        read, limit = attentions(load, blueprint), _clip_limit(huggingface_config)
 
-        def clipped(name: str, layer: int) -> Attention:
+        def clipped_attention(name: str, layer: int) -> Attention:
             attention, values = read(name, layer), None
             if limit is None:
                 return attention
@@ -71,9 +71,9 @@ class OlmoModel(TransformerModel):
                 values = ClippedLinear(attention.values.packed, limit)
             return replace(attention, qkv=ClippedLinear(attention.qkv.packed, limit), values=values)
 
-        return BlockParts(clipped, gated_mlps(load, blueprint), norms_without_weights(load))
+        return BlockParts(clipped_attention, gated_mlps(load, blueprint), unweighted_norms(load))
 
 
-def _limit(config: HuggingFaceConfig) -> float | None:
+def _clip_limit(config: HuggingFaceConfig) -> float | None:
     """Return the largest magnitude of queries, keys and values; None without a limit."""
     return config.optional_number("clip_qkv")

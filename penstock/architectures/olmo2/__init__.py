@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """A ``config.json`` small enough for a test: norms after its sublayers."""
+    """Return a small ``config.json`` for tests: norms after attention and feed-forward layers."""
     return {
         "architectures": ["Olmo2ForCausalLM"],
         "model_type": "olmo2",

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Olmo2Model(TransformerModel):
-    """OLMo 2 as a pipeline model."""
+    """The pipeline model of OLMo 2."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """A ``config.json`` small enough for a test: windows, and a stretched rope in layers without them."""
+    """Return a small ``config.json`` for tests: windows, and scaled RoPE in the layers without a window."""
     return {
         "architectures": ["Olmo3ForCausalLM"],
         "model_type": "olmo3",

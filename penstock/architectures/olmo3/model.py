@@ -1,4 +1,4 @@
-"""OLMo 3 (Team OLMo 2025, arXiv:2512.13961): OLMo 2 with windows in three of four layers."""
+"""OLMo 3 (Team OLMo 2025, arXiv:2512.13961): OLMo 2 with windows in three of every four layers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from penstock.nn import (
     SLIDING,
     Blueprint,
     layer_types,
+    layer_windows,
     num_layers,
-    rotaries_of_types,
-    windows_of,
+    rotary_configs_by_type,
 )
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Olmo3Model(TransformerModel):
-    """OLMo 3 as a pipeline model."""
+    """The pipeline model of OLMo 3."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
@@ -29,7 +29,7 @@ class Olmo3Model(TransformerModel):
         types = layer_types(config, default)
         attention_bias = config.flag("attention_bias")
         bases = {FULL: config.number("rope_theta", _BASE), SLIDING: _BASE}
-        rotaries = rotaries_of_types(config, _head_dim(config), bases)
+        rotaries = rotary_configs_by_type(config, _head_dim(config), bases)
         return Blueprint.from_huggingface(
             config,
             norm_eps=config.number("rms_norm_eps", 1e-5),
@@ -37,10 +37,10 @@ class Olmo3Model(TransformerModel):
             head_norms="together",
             qkv_bias=attention_bias,
             output_bias=attention_bias,
-            windows=windows_of(config, types, 4096),
+            windows=layer_windows(config, types, 4096),
             max_length=config.integer("max_position_embeddings"),
             rotaries=tuple(rotaries.values()),
-            rotary_of_layer=tuple(list(rotaries).index(kind) for kind in types),
+            rotary_indices=tuple(list(rotaries).index(kind) for kind in types),
         )
 
 

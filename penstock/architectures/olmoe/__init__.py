@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """Return a ``config.json`` small enough for a test: seven experts, three for each token."""
+    """Return a small ``config.json`` for tests: seven experts, three for each token."""
     return {
         "architectures": ["OlmoeForCausalLM"],
         "model_type": "olmoe",

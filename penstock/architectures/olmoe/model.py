@@ -1,4 +1,4 @@
-"""OLMoE (Muennighoff et al. 2024, arXiv:2409.02060): experts; norms over all heads of queries and keys."""
+"""OLMoE (Muennighoff et al. 2024, arXiv:2409.02060): experts, and norms over all heads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class OlmoeModel(TransformerModel):
-    """OLMoE as a pipeline model."""
+    """The pipeline model of OLMoE."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
@@ -43,15 +43,15 @@ class OlmoeModel(TransformerModel):
     ) -> LoadFeedForward:
         config, names, hidden = huggingface_config, blueprint.names, blueprint.hidden
         experts = config.integer("num_local_experts", config.integer("num_experts", 64))
-        top = num_experts_per_token(config, experts, default=8)
-        normed = config.flag("norm_topk_prob")
+        top_k = num_experts_per_token(config, experts, default=8)
+        normalizes = config.flag("norm_topk_prob")
 
         def read(name: str, layer: int) -> Experts:
             return Experts(
                 load_router(load, f"{name}.{names.router}", experts, hidden),
                 load_experts(load, f"{name}.{names.experts}", experts, hidden, blueprint.inner),
-                top,
-                "all_normed" if normed else "all",
+                top_k,
+                "all_normed" if normalizes else "all",
                 blueprint.activation,
             )
 

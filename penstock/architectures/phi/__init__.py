@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """A ``config.json`` small enough for a test: norms of queries and keys, partial rotation."""
+    """Return a small ``config.json`` for tests: norms of queries and keys, and partial RoPE."""
     return {
         "architectures": ["PhiForCausalLM"],
         "model_type": "phi",

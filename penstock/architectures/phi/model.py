@@ -1,4 +1,4 @@
-"""Phi 1 to 2 (Gunasekar et al. 2023, arXiv:2306.11644): parallel layers, biases, partial rotation."""
+"""Phi 1 to 2 (Gunasekar et al. 2023, arXiv:2306.11644): parallel layers, biases, partial RoPE."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NAMES = TensorNames(
 
 
 class PhiModel(TransformerModel):
-    """Phi as a pipeline model."""
+    """The pipeline model of Phi."""
 
     head_bias = True
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.architectures.transformer import TransformerModel
-from penstock.nn import Blueprint, TensorNames, rope_values, same_windows
+from penstock.nn import Blueprint, TensorNames, rope_values, uniform_windows
 
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig
 
 
 class Phi3Model(TransformerModel):
-    """Phi 3 as a pipeline model."""
+    """The pipeline model of Phi 3."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
@@ -23,13 +23,13 @@ class Phi3Model(TransformerModel):
             partial_rotary=1.0,
             names=TensorNames(qkv=("qkv_proj",), gate_up=("gate_up_proj",)),
             norm_eps=config.number("rms_norm_eps", 1e-5),
-            windows=same_windows(config),
+            windows=uniform_windows(config),
         )
 
 
 def _rope_parameters(config: HuggingFaceConfig) -> dict[str, object]:
-    """Return the rotary parameters. Early files of the family call LongRoPE ``su`` or ``yarn``."""
-    given = rope_values(config)
-    if given.get("rope_type", given.get("type")) in ("su", "yarn"):
-        given["rope_type"] = "longrope"
-    return given
+    """Return the RoPE parameters. Early files of the family call LongRoPE ``su`` or ``yarn``."""
+    parameters = rope_values(config)
+    if parameters.get("rope_type", parameters.get("type")) in ("su", "yarn"):
+        parameters["rope_type"] = "longrope"
+    return parameters

@@ -1,7 +1,7 @@
 """Phi 3.5 MoE (Abdin et al. 2024, arXiv:2404.14219): experts, layer norms, and biases.
 
-The router is `penstock.kernels.SparseMixer`. LongRoPE uses the factor ``short_mscale`` of the file.
-Sequences beyond its original length are refused.
+The router is `penstock.kernels.SparseMixer`. LongRoPE uses the factor ``short_mscale`` of the file. Sequences
+longer than the original maximum length of LongRoPE are refused.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from penstock.nn import (
     load_router,
     num_experts_per_token,
     rope_values,
-    same_windows,
+    uniform_windows,
 )
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class PhimoeModel(TransformerModel):
-    """Phi 3.5 MoE as a pipeline model."""
+    """The pipeline model of Phi 3.5 MoE."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
@@ -45,9 +45,9 @@ class PhimoeModel(TransformerModel):
         blueprint = Blueprint.from_huggingface(
             config,
             default_base=1e6,
-            rope_parameters=_rope(config),
+            rope_parameters=_rope_parameters(config),
             norm_eps=config.number("rms_norm_eps", 1e-5),
-            windows=same_windows(config),
+            windows=uniform_windows(config),
             qkv_bias=bias,
             output_bias=bias,
             names=_NAMES,
@@ -75,9 +75,9 @@ class PhimoeModel(TransformerModel):
     ) -> LoadFeedForward:
         config, hidden = huggingface_config, blueprint.hidden
         experts = config.integer("num_local_experts", 16)
-        top = num_experts_per_token(config, experts, default=2)
-        if top != 2:
-            raise ConfigError("num_experts_per_tok", f"must be 2 in this family, was {top}")
+        top_k = num_experts_per_token(config, experts, default=2)
+        if top_k != 2:
+            raise ConfigError("num_experts_per_tok", f"must be 2 in this family, was {top_k}")
         routing = SparseMixer(config.number("router_jitter_noise", 0.01))
         parts = ("w1", "w3", "w2")
 
@@ -85,7 +85,7 @@ class PhimoeModel(TransformerModel):
             return Experts(
                 load_router(load, f"{name}.{_NAMES.router}", experts, hidden),
                 load_experts(load, f"{name}.{_NAMES.experts}", experts, hidden, blueprint.inner, parts),
-                top,
+                top_k,
                 routing,
                 blueprint.activation,
             )
@@ -93,8 +93,8 @@ class PhimoeModel(TransformerModel):
         return read
 
 
-def _rope(config: HuggingFaceConfig) -> dict[str, object]:
-    """Return the rotary parameters, with ``short_mscale`` as the factor on cosines and sines.
+def _rope_parameters(config: HuggingFaceConfig) -> dict[str, object]:
+    """Return the RoPE parameters, with ``short_mscale`` as the factor of cosines and sines.
 
     Raises:
         ConfigError: the factor differs between short and long sequences.

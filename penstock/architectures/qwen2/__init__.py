@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """A ``config.json`` small enough for a test: biases, and a window in its last layers."""
+    """Return a small ``config.json`` for tests: biases, and a window in its last layers."""
     return {
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",

@@ -5,36 +5,38 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.architectures.transformer import TransformerModel
-from penstock.nn import FULL, SLIDING, Blueprint, layer_types, num_layers, windows_of
+from penstock.nn import FULL, SLIDING, Blueprint, layer_types, layer_windows, num_layers
 
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig
 
 
 class Qwen2Model(TransformerModel):
-    """Qwen 2 as a pipeline model."""
+    """The pipeline model of Qwen 2."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
         return Blueprint.from_huggingface(
-            huggingface_config, qkv_bias=True, windows=late_windows(huggingface_config)
+            huggingface_config, qkv_bias=True, windows=upper_layer_windows(huggingface_config)
         )
 
 
-def late_windows(config: HuggingFaceConfig) -> tuple[int | None, ...]:
-    """Return the window of each layer; ``use_sliding_window`` sets it from ``max_window_layers`` on.
+def upper_layer_windows(config: HuggingFaceConfig) -> tuple[int | None, ...]:
+    """Return the window of each layer; None for full attention.
+
+    With ``use_sliding_window``, the layers from index ``max_window_layers`` on have a window.
 
     Raises:
         ConfigError: ``layer_types`` has sliding attention, but there is no window.
     """
     first = config.integer("max_window_layers", 28, minimum=0)
     layers = num_layers(config)
-    is_used = (
+    has_windows = (
         config.flag("use_sliding_window") and config.optional_integer("sliding_window", _WINDOW) is not None
     )
-    default = tuple(SLIDING if is_used and layer >= first else FULL for layer in range(layers))
+    default = tuple(SLIDING if has_windows and layer >= first else FULL for layer in range(layers))
     types = layer_types(config, default)
-    return windows_of(config, types, _WINDOW, is_used=is_used)
+    return layer_windows(config, types, _WINDOW, has_windows=has_windows)
 
 
 _WINDOW = 4096

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL (Bai et al. 2025, arXiv:2502.13923): Qwen 2 with images of any size and multimodal rope."""
+"""Qwen2.5-VL (Bai et al. 2025, arXiv:2502.13923): Qwen 2 with images of any size and multimodal RoPE."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def model_tensor_name(name: str) -> str:
 
 
 class QwenVisionModel(MultimodalRopeModel, VisionLanguageModel):
-    """The base class of Qwen's vision models: images are grids of patches, positions have three axes."""
+    """The base class of Qwen's vision models, with grids of patches and positions with three axes."""
 
     weights_adapter = model_tensor_name
     text_family: ClassVar[type[TransformerModel]]
     """The family of the decoder."""
     sections: ClassVar[tuple[int, int, int]]
-    """The number of dim pairs per position axis, if the checkpoint does not set it."""
+    """The default number of dim pairs for each position axis."""
 
     @classmethod
     def axes(cls, sections: Sequence[int], pairs: int) -> tuple[int, ...]:
@@ -50,16 +50,17 @@ class QwenVisionModel(MultimodalRopeModel, VisionLanguageModel):
         config = huggingface_config
         kind = config.text("model_type")
         if "text_config" in config:
-            found = config.section("text_config").text("model_type", f"{kind}_text")
-            if found not in (kind, f"{kind}_text"):
-                raise ConfigError("text_config.model_type", f"must be {kind}_text, was {found!r}")
+            text_type = config.section("text_config").text("model_type", f"{kind}_text")
+            if text_type not in (kind, f"{kind}_text"):
+                raise ConfigError("text_config.model_type", f"must be {kind}_text, was {text_type!r}")
             values = super().text_config(config).to_dict()
-        else:  # older files have the values of the decoder at the top
+        else:  # older files have the keys of the decoder at the top level
             values = config.to_dict()
             del values["vision_config"]
         rope = rope_values(HuggingFaceConfig(values))
         values.pop("rope_scaling", None)
-        if "mrope" in (rope.get("type"), rope.get("rope_type")):  # older files
+        # Older files call the default type mrope.
+        if "mrope" in (rope.get("type"), rope.get("rope_type")):
             rope = {**rope, "rope_type": "default"}
         return HuggingFaceConfig({**values, "rope_parameters": rope}, "config.json: text_config")
 
@@ -72,7 +73,7 @@ class QwenVisionModel(MultimodalRopeModel, VisionLanguageModel):
         return replace(blueprint, rotaries=(replace(rotary, axes=cls.axes(sections, rotary.dim // 2)),))
 
     @classmethod
-    def largest_image(cls, huggingface_config: HuggingFaceConfig) -> int:
+    def max_image_rows(cls, huggingface_config: HuggingFaceConfig) -> int:
         return cls.max_encoder_rows
 
     def encoder_rows(self, image: ImageMetadata) -> int:
@@ -80,7 +81,7 @@ class QwenVisionModel(MultimodalRopeModel, VisionLanguageModel):
 
 
 class Qwen25VisionModel(QwenVisionModel):
-    """Qwen2.5-VL as a pipeline model."""
+    """The pipeline model of Qwen2.5-VL."""
 
     text_family = Qwen2Model
     sections = (16, 24, 24)

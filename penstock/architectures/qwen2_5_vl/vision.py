@@ -1,4 +1,4 @@
-"""The vision encoder of Qwen2.5-VL (arXiv:2502.13923): windows of patches in most blocks."""
+"""The vision encoder of Qwen2.5-VL (arXiv:2502.13923), with windows of patches in most blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.host.heartbeat import beat
 from penstock.kernels import Ops
 from penstock.nn import MLP, GatedMLP, Linear, Loader, RMSNorm, activation_named
 from penstock.nn.grid_vision import Grid, GridSizes
-from penstock.nn.vision import EncoderRunner, VisionBlock, image_step, inputs_of, with_inputs
+from penstock.nn.vision import EncoderRunner, VisionBlock, image_step, image_step_tensors, with_step_tensors
 
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig
@@ -25,14 +25,14 @@ _NORM_EPS = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class WindowLayout:
-    """The order of patches by windows."""
+    """An order of patches in which the patches of a window are adjacent."""
 
     order: Tensor  # [T] int64: index of the patch in each row
     inverse: Tensor  # [T / merge^2] int64: index of the row of each merged patch
     row_offsets: Tensor  # [W + 1] int32: the rows of each window
 
     @classmethod
-    def of(cls, grids: Sequence[Grid], merge: int, window: int) -> WindowLayout:
+    def from_grids(cls, grids: Sequence[Grid], merge: int, window: int) -> WindowLayout:
         """Return the layout of some images.
 
         Args:
@@ -50,7 +50,7 @@ class WindowLayout:
                     windows.append(merged[top : top + window, left : left + window].flatten())
             first += rows * columns
         order, size = torch.cat(windows), merge * merge
-        sizes = torch.tensor([0, *(len(one) * size for one in windows)])
+        sizes = torch.tensor([0, *(len(window_patches) * size for window_patches in windows)])
         patches = (order[:, None] * size + torch.arange(size)).flatten()
         return cls(patches, order.argsort(), sizes.cumsum(0).int())
 
@@ -76,7 +76,7 @@ class Qwen25Vision:
         """Read the encoder called ``name``.
 
         Raises:
-            ConfigError: the configuration contradicts itself.
+            ConfigError: the configuration is inconsistent.
         """
         sizes = GridSizes.from_huggingface(config, text_hidden)
         hidden, inner = sizes.hidden, config.integer("intermediate_size")
@@ -113,25 +113,26 @@ class Qwen25Vision:
         Args:
             patches: ``[T, C 2 p p]``, in the order of `penstock.nn.grid_vision`.
             grids: the grid of each image.
-            run: runs the step.
+            run: runs the forward, eagerly or as a compiled graph.
         """
         device = patches.device
-        layout = WindowLayout.of(grids, self.sizes.merge, self.window)
+        layout = WindowLayout.from_grids(grids, self.sizes.merge, self.window)
         step = image_step(run.ops, [height * width for height, width in grids], device)
         offsets = layout.row_offsets.to(device)
         blocks = run.ops.sequence_blocks(offsets)
         cos, sin = self.sizes.rotary_rows(grids, device, layout.order)
 
-        def forward(ops: Ops, given: Mapping[str, Tensor]) -> Iterable[Tensor]:
-            images, rows = with_inputs(step, ops, given), ((given["cos"], given["sin"]),)
-            windows = replace(images, row_offsets=given["window_offsets"], blocks=blocks)
-            x, residual = self.patches(ops.take_rows(given["patches"], given["order"]), images), None
+        def forward(ops: Ops, tensors: Mapping[str, Tensor]) -> Iterable[Tensor]:
+            full_step, rows = with_step_tensors(step, ops, tensors), ((tensors["cos"], tensors["sin"]),)
+            window_step = replace(full_step, row_offsets=tensors["window_offsets"], blocks=blocks)
+            x, residual = self.patches(ops.take_rows(tensors["patches"], tensors["order"]), full_step), None
             for index, block in enumerate(self.blocks):
-                x, residual = block(x, residual, images if index in self.full_blocks else windows, rows)
+                block_step = full_step if index in self.full_blocks else window_step
+                x, residual = block(x, residual, block_step, rows)
                 beat()
-            normed, _ = self.norm.add(x, residual, images)
-            merged = self.merger(normed.view(-1, self.sizes.merged_size), images)
-            return [ops.take_rows(merged, given["inverse"])]
+            normalized, _ = self.norm.add(x, residual, full_step)
+            merged = self.merger(normalized.view(-1, self.sizes.merged_size), full_step)
+            return [ops.take_rows(merged, tensors["inverse"])]
 
         inputs = {
             "patches": patches,
@@ -140,6 +141,6 @@ class Qwen25Vision:
             "window_offsets": offsets,
             "cos": cos,
             "sin": sin,
-            **inputs_of(step),
+            **image_step_tensors(step),
         }
         return run((id(self), *grids), inputs, forward)[0]

@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """Return a ``config.json`` small enough for a test: one dense layer between layers with experts."""
+    """Return a small ``config.json`` for tests: one dense layer between layers with experts."""
     return {
         "architectures": ["Qwen2MoeForCausalLM"],
         "model_type": "qwen2_moe",

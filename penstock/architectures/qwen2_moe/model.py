@@ -19,11 +19,11 @@ from penstock.nn import (
     TensorNames,
     gated_mlps,
     layer_types,
+    layer_windows,
     load_experts,
     load_router,
     num_experts_per_token,
     num_layers,
-    windows_of,
 )
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Qwen2MoeModel(TransformerModel):
-    """Qwen 2 with experts as a pipeline model."""
+    """The pipeline model of Qwen 2 with experts."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
@@ -50,20 +50,20 @@ class Qwen2MoeModel(TransformerModel):
         experts = config.integer("num_local_experts", config.integer("num_experts", 60))
         inner = config.integer("moe_intermediate_size", 1408)
         shared_inner = config.integer("shared_expert_intermediate_size", 5632)
-        top = num_experts_per_token(config, experts, default=4, has_shared=True)
-        normed = config.flag("norm_topk_prob")
-        dense = dense_layers(config, blueprint.layers)
+        top_k = num_experts_per_token(config, experts, default=4, has_shared=True)
+        normalizes = config.flag("norm_topk_prob")
+        dense_indices = dense_layers(config, blueprint.layers)
         read_dense = gated_mlps(load, blueprint)
 
         def read(name: str, layer: int) -> FeedForward:
-            if layer in dense:
+            if layer in dense_indices:
                 return read_dense(name, layer)
             return SharedExperts(
                 Experts(
                     load_router(load, f"{name}.{_NAMES.router}", experts, hidden),
                     load_experts(load, f"{name}.{_NAMES.experts}", experts, hidden, inner),
-                    top,
-                    "all_normed" if normed else "all",
+                    top_k,
+                    "all_normed" if normalizes else "all",
                     blueprint.activation,
                 ),
                 GatedMLP.load(load, f"{name}.shared_expert", hidden, shared_inner, blueprint.activation),
@@ -75,11 +75,11 @@ class Qwen2MoeModel(TransformerModel):
 
 def _windows(config: HuggingFaceConfig) -> tuple[int | None, ...]:
     """Return the window of each layer. By default every other layer before ``max_window_layers`` has one."""
-    is_used = config.flag("use_sliding_window")
-    last = config.integer("max_window_layers", 28, minimum=0) if is_used else 0
+    has_windows = config.flag("use_sliding_window")
+    last = config.integer("max_window_layers", 28, minimum=0) if has_windows else 0
     layers = range(num_layers(config))
     default = tuple(SLIDING if layer % 2 == 0 and layer < last else FULL for layer in layers)
-    return windows_of(config, layer_types(config, default), 4096, is_used=is_used)
+    return layer_windows(config, layer_types(config, default), 4096, has_windows=has_windows)
 
 
 _SHARED_GATE = "shared_expert_gate"

@@ -8,7 +8,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """A ``config.json`` small enough for a test."""
+    """Return a small ``config.json`` for tests."""
     config = qwen2_5_vl_config()
     text = config["text_config"]
     assert isinstance(text, dict)

@@ -1,4 +1,4 @@
-"""Qwen2-VL (Wang et al. 2024, arXiv:2409.12191): Qwen 2 with images of any size and multimodal rope."""
+"""Qwen2-VL (Wang et al. 2024, arXiv:2409.12191): Qwen 2 with images of any size and multimodal RoPE."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Qwen2VisionModel(QwenVisionModel):
-    """Qwen2-VL as a pipeline model."""
+    """The pipeline model of Qwen2-VL."""
 
     text_family = Qwen2Model
     sections = (16, 24, 24)

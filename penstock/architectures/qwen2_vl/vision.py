@@ -1,4 +1,4 @@
-"""The vision encoder of Qwen2-VL (arXiv:2409.12191): a patch sees its whole image."""
+"""The vision encoder of Qwen2-VL (arXiv:2409.12191): each patch attends to its whole image."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from penstock.nn.vision import (
     EncoderRunner,
     VisionBlock,
     image_step,
-    inputs_of,
+    image_step_tensors,
     load_mlp,
-    with_inputs,
+    with_step_tensors,
 )
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Qwen2Vision:
         """Read the encoder called ``name``.
 
         Raises:
-            ConfigError: the configuration contradicts itself.
+            ConfigError: the configuration is inconsistent.
         """
         sizes = GridSizes.from_huggingface(config, text_hidden, hidden="embed_dim", out="hidden_size")
         hidden, inner = sizes.hidden, sizes.hidden * config.integer("mlp_ratio")
@@ -82,20 +82,20 @@ class Qwen2Vision:
         Args:
             patches: ``[T, C 2 p p]``, in the order of `penstock.nn.grid_vision`.
             grids: the grid of each image.
-            run: runs the step.
+            run: runs the forward, eagerly or as a compiled graph.
         """
         device = patches.device
         step = image_step(run.ops, [height * width for height, width in grids], device)
         cos, sin = self.sizes.rotary_rows(grids, device)
 
-        def forward(ops: Ops, given: Mapping[str, Tensor]) -> Iterable[Tensor]:
-            own, rows = with_inputs(step, ops, given), ((given["cos"], given["sin"]),)
-            x, residual = self.patches(given["patches"], own), None
+        def forward(ops: Ops, tensors: Mapping[str, Tensor]) -> Iterable[Tensor]:
+            forward_step, rows = with_step_tensors(step, ops, tensors), ((tensors["cos"], tensors["sin"]),)
+            x, residual = self.patches(tensors["patches"], forward_step), None
             for block in self.blocks:
-                x, residual = block(x, residual, own, rows)
+                x, residual = block(x, residual, forward_step, rows)
                 beat()
-            normed, _ = self.norm.add(x, residual, own)
-            return [self.merger(normed.view(-1, self.sizes.merged_size), own)]
+            normalized, _ = self.norm.add(x, residual, forward_step)
+            return [self.merger(normalized.view(-1, self.sizes.merged_size), forward_step)]
 
-        inputs = {"patches": patches, "cos": cos, "sin": sin, **inputs_of(step)}
+        inputs = {"patches": patches, "cos": cos, "sin": sin, **image_step_tensors(step)}
         return run((id(self), *grids), inputs, forward)[0]

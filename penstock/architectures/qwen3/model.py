@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.architectures.qwen2.model import late_windows
+from penstock.architectures.qwen2.model import upper_layer_windows
 from penstock.architectures.transformer import TransformerModel
 from penstock.nn import Blueprint
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Qwen3Model(TransformerModel):
-    """Qwen 3 as a pipeline model."""
+    """The pipeline model of Qwen 3."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
@@ -24,5 +24,5 @@ class Qwen3Model(TransformerModel):
             head_norms="each",
             qkv_bias=attention_bias,
             output_bias=attention_bias,
-            windows=late_windows(huggingface_config),
+            windows=upper_layer_windows(huggingface_config),
         )

@@ -14,11 +14,11 @@ from penstock.nn import (
     Loader,
     LoadFeedForward,
     gated_mlps,
+    layer_windows,
     load_experts,
     load_router,
     num_experts_per_token,
     num_layers,
-    windows_of,
 )
 
 if TYPE_CHECKING:
@@ -26,22 +26,22 @@ if TYPE_CHECKING:
 
 
 class Qwen3MoeModel(TransformerModel):
-    """Qwen 3 with experts as a pipeline model."""
+    """The pipeline model of Qwen 3 with experts."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
         config = huggingface_config
         bias = config.flag("attention_bias")
         # This family has no max_window_layers: the window applies to all layers or to none.
-        is_used = config.flag("use_sliding_window")
-        has_window = is_used and config.optional_integer("sliding_window", _WINDOW) is not None
+        has_windows = config.flag("use_sliding_window")
+        has_window = has_windows and config.optional_integer("sliding_window", _WINDOW) is not None
         types = (SLIDING if has_window else FULL,) * num_layers(config)
         return Blueprint.from_huggingface(
             config,
             head_norms="each",
             qkv_bias=bias,
             output_bias=bias,
-            windows=windows_of(config, types, _WINDOW),
+            windows=layer_windows(config, types, _WINDOW),
         )
 
     @classmethod
@@ -51,20 +51,20 @@ class Qwen3MoeModel(TransformerModel):
         config = huggingface_config
         experts = config.integer("num_local_experts", config.integer("num_experts", 128))
         inner = config.integer("moe_intermediate_size", 768)
-        top = num_experts_per_token(config, experts, default=8)
-        normed = config.flag("norm_topk_prob")
-        dense = dense_layers(config, blueprint.layers)
+        top_k = num_experts_per_token(config, experts, default=8)
+        normalizes = config.flag("norm_topk_prob")
+        dense_indices = dense_layers(config, blueprint.layers)
         read_dense = gated_mlps(load, blueprint)
 
         def read(name: str, layer: int) -> FeedForward:
-            if layer in dense:
+            if layer in dense_indices:
                 return read_dense(name, layer)
             names = blueprint.names
             return Experts(
                 load_router(load, f"{name}.{names.router}", experts, blueprint.hidden),
                 load_experts(load, f"{name}.{names.experts}", experts, blueprint.hidden, inner),
-                top,
-                "all_normed" if normed else "all",
+                top_k,
+                "all_normed" if normalizes else "all",
                 blueprint.activation,
             )
 
@@ -72,10 +72,10 @@ class Qwen3MoeModel(TransformerModel):
 
 
 def dense_layers(config: HuggingFaceConfig, layers: int) -> set[int]:
-    """Return the layers without experts, by ``mlp_only_layers`` and ``decoder_sparse_step``."""
-    named = config.integers("mlp_only_layers") or ()
+    """Return the indices of layers without experts, by ``mlp_only_layers`` and ``decoder_sparse_step``."""
+    listed = config.integers("mlp_only_layers") or ()
     step = config.integer("decoder_sparse_step", 1)
-    return {layer for layer in range(layers) if layer in named or (layer + 1) % step}
+    return {layer for layer in range(layers) if layer in listed or (layer + 1) % step}
 
 
 _WINDOW = 4096

@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """A ``config.json`` small enough for a test: 7 x 7 learned positions, rows for two layers."""
+    """Return a small ``config.json`` for tests: 7 x 7 learned positions, deepstack rows for two layers."""
     return {
         "architectures": ["Qwen3VLForConditionalGeneration"],
         "model_type": "qwen3_vl",

@@ -23,7 +23,7 @@ from penstock.nn import DecoderNetwork, Loader
 
 @dataclass(frozen=True, slots=True)
 class DeepstackNetwork(VisionLanguageNetwork):
-    """A decoder that adds further image rows to the outputs of its first layers."""
+    """A decoder that adds outputs of encoder blocks to the image rows of its first layers."""
 
     text: DecoderNetwork
     encoder: Qwen3Vision
@@ -33,27 +33,28 @@ class DeepstackNetwork(VisionLanguageNetwork):
     ) -> tuple[Tensor, Tensor]:
         """``tokens [T]`` -> hidden states ``[T, E]`` before and after the final norm.
 
-        ``input_embeds`` holds rows ``[P]`` and ``[P, (1 + N) E]``: embeddings, then the rows of N layers.
+        ``input_embeds`` are the indices ``[P]`` of image rows, and values ``[P, (1 + N) E]``: the embeddings,
+        then the rows to add to the outputs of the first N layers.
         """
         if input_embeds is None:
             return self.text(tokens, step)
         network, ops = self.text, step.ops
-        places, wide = input_embeds
-        embeddings, *stacked = torch.split(wide, network.embedding.table.shape[1], dim=1)
-        x, residual = network.embedding(tokens, step, (places, embeddings.contiguous())), None
+        image_rows, image_values = input_embeds
+        embeddings, *deepstack = torch.split(image_values, network.embedding.table.shape[1], dim=1)
+        x, residual = network.embedding(tokens, step, (image_rows, embeddings.contiguous())), None
         rows = [rotary.rows(step) for rotary in network.rotaries]
         for layer, block in enumerate(network.blocks):
             x, residual = block(x, residual, rows, step)
-            if layer < len(stacked):
-                added = ops.add(ops.take_rows(x, places), stacked[layer].contiguous())
-                x = ops.put_rows(x, places, added)
+            if layer < len(deepstack):
+                sums = ops.add(ops.take_rows(x, image_rows), deepstack[layer].contiguous())
+                x = ops.put_rows(x, image_rows, sums)
             beat()
-        normed, hidden = network.norm.add(x, residual, step)
-        return hidden, normed
+        normalized, hidden = network.norm.add(x, residual, step)
+        return hidden, normalized
 
 
 class Qwen3VisionModel(QwenVisionModel):
-    """Qwen3-VL as a pipeline model."""
+    """The pipeline model of Qwen3-VL."""
 
     network: DeepstackNetwork
     text_family = Qwen3Model

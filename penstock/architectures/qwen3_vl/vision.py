@@ -1,5 +1,7 @@
-"""The vision encoder of Qwen3-VL: interpolated learned positions, and outputs of several blocks (deepstack,
-Meng et al. 2024, arXiv:2406.04334)."""
+"""The vision encoder of Qwen3-VL, with interpolated learned positions.
+
+It also returns the outputs of several blocks (deepstack, Meng et al. 2024, arXiv:2406.04334).
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,14 @@ from penstock.errors import ConfigError
 from penstock.host.heartbeat import beat
 from penstock.kernels import Ops, StepInputs
 from penstock.nn import MLP, LayerNorm, Linear, Loader
-from penstock.nn.grid_vision import Grid, GridSizes, merge_order
+from penstock.nn.grid_vision import Grid, GridSizes, order_by_square
 from penstock.nn.vision import (
     EncoderRunner,
     VisionBlock,
     image_step,
-    inputs_of,
+    image_step_tensors,
     load_mlp,
-    with_inputs,
+    with_step_tensors,
 )
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ _NORM_EPS = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class PatchMerger:
-    """A norm and a feed-forward layer over the patches of a square."""
+    """A norm and a feed-forward layer that merge the patches of a square into one row."""
 
     norm: LayerNorm
     mlp: MLP
@@ -77,19 +79,22 @@ class Qwen3Vision:
         """Read the encoder called ``name``.
 
         Raises:
-            ConfigError: the configuration contradicts itself.
+            ConfigError: the configuration is inconsistent.
         """
         sizes = GridSizes.from_huggingface(config, text_hidden)
         hidden, depth, inner = sizes.hidden, sizes.depth, config.integer("intermediate_size")
         count = config.integer("num_position_embeddings", 2304)
         side = round(count**0.5)
-        stacked = config.integers("deepstack_visual_indexes") or ()
+        deepstack_indices = config.integers("deepstack_visual_indexes") or ()
         if side * side != count:
             raise ConfigError("vision_config.num_position_embeddings", f"must be a square, was {count}")
-        if any(not 0 <= index < depth for index in stacked) or len(set(stacked)) < len(stacked):
+        if any(not 0 <= index < depth for index in deepstack_indices) or len(set(deepstack_indices)) < len(
+            deepstack_indices
+        ):
             raise ConfigError(
                 "vision_config.deepstack_visual_indexes",
-                f"must be different blocks from 0 to {depth - 1}, were {', '.join(map(str, stacked))}",
+                f"must be different blocks from 0 to {depth - 1}, were "
+                f"{', '.join(map(str, deepstack_indices))}",
             )
         activation = config.get("hidden_act") or "gelu_pytorch_tanh"
 
@@ -111,8 +116,8 @@ class Qwen3Vision:
             tuple(block(index) for index in range(depth)),
             merger("merger", merges_first=False),
             tuple(
-                (index, merger(f"deepstack_merger_list.{stacked.index(index)}", merges_first=True))
-                for index in sorted(stacked)
+                (index, merger(f"deepstack_merger_list.{deepstack_indices.index(index)}", merges_first=True))
+                for index in sorted(deepstack_indices)
             ),
             sizes,
             load.device,
@@ -129,27 +134,34 @@ class Qwen3Vision:
         Args:
             patches: ``[T, C 2 p p]``, in the order of `penstock.nn.grid_vision`.
             grids: the grid of each image.
-            run: runs the step.
+            run: runs the forward, eagerly or as a compiled graph.
         """
         device = patches.device
         step = image_step(run.ops, [height * width for height, width in grids], device)
         cos, sin = self.sizes.rotary_rows(grids, device)
         mergers = dict(self.deepstack)
 
-        def forward(ops: Ops, given: Mapping[str, Tensor]) -> Iterable[Tensor]:
-            own, rows = with_inputs(step, ops, given), ((given["cos"], given["sin"]),)
-            x, residual = ops.add(self.patches(given["patches"], own), given["learned"]), None
-            stacked = []
+        def forward(ops: Ops, tensors: Mapping[str, Tensor]) -> Iterable[Tensor]:
+            forward_step, rows = with_step_tensors(step, ops, tensors), ((tensors["cos"], tensors["sin"]),)
+            embeddings = self.patches(tensors["patches"], forward_step)
+            x, residual = ops.add(embeddings, tensors["learned_positions"]), None
+            deepstack_rows = []
             for index, block in enumerate(self.blocks):
-                x, residual = block(x, residual, own, rows)
+                x, residual = block(x, residual, forward_step, rows)
                 if index in mergers:
-                    stacked.append(mergers[index](ops.add(x, residual), own))
+                    deepstack_rows.append(mergers[index](ops.add(x, residual), forward_step))
                 beat()
             assert residual is not None
-            return [self.merger(ops.add(x, residual), own), *stacked]
+            return [self.merger(ops.add(x, residual), forward_step), *deepstack_rows]
 
-        learned = torch.cat([self.interpolate(grid) for grid in grids])
-        inputs = {"patches": patches, "learned": learned, "cos": cos, "sin": sin, **inputs_of(step)}
+        learned_positions = torch.cat([self.interpolate(grid) for grid in grids])
+        inputs = {
+            "patches": patches,
+            "learned_positions": learned_positions,
+            "cos": cos,
+            "sin": sin,
+            **image_step_tensors(step),
+        }
         return torch.cat(run((id(self), *grids), inputs, forward), dim=1)
 
     def interpolate(self, grid: Grid) -> Tensor:
@@ -164,16 +176,16 @@ class Qwen3Vision:
             (down[0][:, None], right[0], down[1][:, None] * right[1]),
         ]
         device = table.device
-        found = sum(
+        interpolated = sum(
             table[rows.to(device), columns.to(device)] * weight[..., None].to(device)
             for rows, columns, weight in corners
         )
-        assert isinstance(found, Tensor)
-        return merge_order(found, self.sizes.merge).to(self.positions.dtype)
+        assert isinstance(interpolated, Tensor)
+        return order_by_square(interpolated, self.sizes.merge).to(self.positions.dtype)
 
 
 def _corners(count: int, side: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return the table rows below and above ``count`` evenly spaced positions, each with its weight."""
+    """Return the table rows below and above ``count`` evenly spaced positions, with their weights."""
     positions = torch.linspace(0, side - 1, count)
     below = positions.long()
     share = positions - below

@@ -1,11 +1,11 @@
-"""RoBERTa (Liu et al. 2019, arXiv:1907.11692): BERT whose positions start after the padding token's."""
+"""RoBERTa (Liu et al. 2019, arXiv:1907.11692): BERT with positions that start after the padding id."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from penstock.architectures.post_norm import PostNormModel, without_prefix
+from penstock.architectures.post_norm import PostNormModel, prefix_remover
 from penstock.nn import EncoderNames, PostNormSizes
 
 if TYPE_CHECKING:
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 class RobertaModel(PostNormModel):
-    """RoBERTa as a pipeline model."""
+    """The pipeline model of RoBERTa."""
 
-    weights_adapter = without_prefix("roberta.")
+    weights_adapter = prefix_remover("roberta.")
     names = EncoderNames()
     ignored_weights: tuple[str, ...] = ("embeddings.position_ids", "pooler.*", "lm_head.*")
 

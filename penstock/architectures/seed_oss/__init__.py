@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """A ``config.json`` small enough for a test: biases of queries, keys and values, none of the output."""
+    """Return a small ``config.json`` for tests: biases of queries, keys and values, but not of the output."""
     return {
         "architectures": ["SeedOssForCausalLM"],
         "model_type": "seed_oss",

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class SeedOssModel(TransformerModel):
-    """Seed-OSS as a pipeline model."""
+    """The pipeline model of Seed-OSS."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """A ``config.json`` small enough for a test: every third layer without a rotary embedding."""
+    """Return a small ``config.json`` for tests: every third layer without a rotary embedding."""
     return {
         "architectures": ["SmolLM3ForCausalLM"],
         "model_type": "smollm3",

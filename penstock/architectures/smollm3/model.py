@@ -1,4 +1,4 @@
-"""SmolLM 3: Llama with some layers without positions (Yang et al. 2025, arXiv:2501.18795)."""
+"""SmolLM 3: Llama in which some layers have no positions (Yang et al. 2025, arXiv:2501.18795)."""
 
 from __future__ import annotations
 
@@ -6,29 +6,31 @@ from typing import TYPE_CHECKING
 
 from penstock.architectures.transformer import TransformerModel
 from penstock.errors import ConfigError
-from penstock.nn import FULL, SLIDING, Blueprint, layer_types, num_layers, windows_of
+from penstock.nn import FULL, SLIDING, Blueprint, layer_types, layer_windows, num_layers
 
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig
 
 
 class SmolLM3Model(TransformerModel):
-    """SmolLM 3 as a pipeline model."""
+    """The pipeline model of SmolLM 3."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
         config = huggingface_config
         has_rope = _rope_layers(config)
-        slides = config.flag("use_sliding_window") and config.optional_integer("sliding_window") is not None
-        default = tuple(SLIDING if slides and not rope else FULL for rope in has_rope)
+        has_window = (
+            config.flag("use_sliding_window") and config.optional_integer("sliding_window") is not None
+        )
+        default = tuple(SLIDING if has_window and not rope else FULL for rope in has_rope)
         types = layer_types(config, default)
         attention_bias = config.flag("attention_bias")
         return Blueprint.from_huggingface(
             config,
             default_base=2_000_000.0,
             tied_head=True,
-            rotary_of_layer=tuple(0 if rope else None for rope in has_rope),
-            windows=windows_of(config, types, 1, is_used=slides),
+            rotary_indices=tuple(0 if rope else None for rope in has_rope),
+            windows=layer_windows(config, types, 1, has_windows=has_window),
             qkv_bias=attention_bias,
             output_bias=attention_bias,
             mlp_bias=config.flag("mlp_bias"),
@@ -36,12 +38,12 @@ class SmolLM3Model(TransformerModel):
 
 
 def _rope_layers(config: HuggingFaceConfig) -> tuple[bool, ...]:  # [L]
-    """Return for each layer whether it has positions. A 1 in ``no_rope_layers`` means yes."""
+    """Return for each layer whether it has RoPE, which a 1 in ``no_rope_layers`` means."""
     layers = num_layers(config)
-    given = config.integers("no_rope_layers")
-    if given is None:
+    flags = config.integers("no_rope_layers")
+    if flags is None:
         interval = config.integer("no_rope_layer_interval", 4)
         return tuple((layer + 1) % interval != 0 for layer in range(layers))
-    if len(given) < layers or any(one not in (0, 1) for one in given):
-        raise ConfigError("no_rope_layers", f"must be a list of {layers} zeros and ones, was {list(given)}")
-    return tuple(bool(one) for one in given[:layers])
+    if len(flags) < layers or any(flag not in (0, 1) for flag in flags):
+        raise ConfigError("no_rope_layers", f"must be a list of {layers} zeros and ones, was {list(flags)}")
+    return tuple(bool(flag) for flag in flags[:layers])

@@ -6,4 +6,4 @@ from penstock.architectures.idefics3.model import Idefics3Model
 
 
 class SmolVLMModel(Idefics3Model):
-    """SmolVLM as a pipeline model."""
+    """The pipeline model of SmolVLM."""

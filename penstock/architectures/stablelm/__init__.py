@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """A ``config.json`` small enough for a test: parallel layers, and norms of each head."""
+    """Return a small ``config.json`` for tests: parallel attention and feed-forward, and a norm per head."""
     return {
         "architectures": ["StableLmForCausalLM"],
         "model_type": "stablelm",

@@ -1,4 +1,4 @@
-"""StableLM (Bellagente et al. 2024, arXiv:2402.17834): layer norms, rotation of a quarter of each head."""
+"""StableLM (Bellagente et al. 2024, arXiv:2402.17834): layer norms, RoPE in a quarter of each head."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class StableLmModel(TransformerModel):
-    """StableLM as a pipeline model."""
+    """The pipeline model of StableLM."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

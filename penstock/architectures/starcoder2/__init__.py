@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """A ``config.json`` small enough for a test: layer norms and biases in all layers, and a window."""
+    """Return a small ``config.json`` for tests: layer norms and biases in all layers, and a window."""
     return {
         "architectures": ["Starcoder2ForCausalLM"],
         "model_type": "starcoder2",

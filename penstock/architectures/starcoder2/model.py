@@ -13,7 +13,7 @@ from penstock.nn import (
     attentions,
     layer_norms,
     plain_mlps,
-    same_windows,
+    uniform_windows,
 )
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Starcoder2Model(TransformerModel):
-    """StarCoder 2 as a pipeline model."""
+    """The pipeline model of StarCoder 2."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
@@ -33,7 +33,7 @@ class Starcoder2Model(TransformerModel):
             default_activation="gelu_pytorch_tanh",
             names=TensorNames(gate_up=("c_fc",), down="c_proj"),
             norm_eps=config.number("norm_epsilon", 1e-5),
-            windows=same_windows(config),
+            windows=uniform_windows(config),
             qkv_bias=bias,
             output_bias=bias,
             mlp_bias=bias,

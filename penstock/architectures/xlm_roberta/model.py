@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig
 
 _ADAPTERS = "*.parametrizations.weight.0.lora_?"
-"""Pattern of the tensors of task adapters."""
+"""Pattern of the names of task adapter tensors."""
 
 
 class XLMRobertaModel(RobertaModel):
-    """XLM-RoBERTa as a pipeline model."""
+    """The pipeline model of XLM-RoBERTa."""
 
     position_types = ("absolute", "rotary")
     ignored_weights = (*RobertaModel.ignored_weights, _ADAPTERS)

@@ -1,1 +1,1 @@
-"""Simulation of a cluster: the real scheduler, KV cache and router, and measured step times."""
+"""Simulates a cluster with the real scheduler, KV cache and router. Step times come from measurements."""

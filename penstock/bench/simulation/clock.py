@@ -1,4 +1,4 @@
-"""Virtual time: events in the order of their times."""
+"""`Clock`: runs events in virtual time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from itertools import count
 
 
 class Clock:
-    """Runs events at their times without waiting. Events of the same time run in the order of their calls."""
+    """Runs events in the order of their virtual times, without waiting.
+
+    Events of the same time run in the order in which they were added.
+    """
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -17,7 +20,7 @@ class Clock:
         self._numbers = count()
 
     def at(self, time: float, action: Callable[[], None]) -> None:
-        """Call ``action`` at a time that has not passed."""
+        """Call ``action`` at the virtual time ``time``, which must not be in the past."""
         assert time >= self.now, f"{time} is before {self.now}"
         heapq.heappush(self._events, (time, next(self._numbers), action))
 
@@ -26,7 +29,7 @@ class Clock:
         self.at(self.now + seconds, action)
 
     def run(self) -> None:
-        """Run all events, including those that events add."""
+        """Run all events, including events that are added meanwhile."""
         while self._events:
             self.now, _, action = heapq.heappop(self._events)
             action()
@@ -43,12 +46,12 @@ class BusyServer:
         self._clock = clock
         self._free_at = 0.0
         self.busy_seconds = 0.0
-        """Seconds of all work that was passed to `serve`."""
+        """Total seconds of the tasks that were passed to `serve`."""
         self.waits: list[float] = []
-        """Seconds that each call of `serve` waited until its work began."""
+        """For each task, the seconds from the call of `serve` until the task began."""
 
     def serve(self, seconds: float, action: Callable[[], None]) -> None:
-        """Call ``action`` after the earlier work and ``seconds`` of this work are done."""
+        """Run a task of ``seconds`` after all earlier tasks, and then call ``action``."""
         begin = max(self._clock.now, self._free_at)
         self.waits.append(begin - self._clock.now)
         self._free_at = begin + seconds

@@ -1,4 +1,7 @@
-"""A cluster in virtual time: arrivals, the real router, and workers with the real scheduler."""
+"""`Cluster`: runs a trace of requests in virtual time.
+
+The router and the schedulers of the workers are the real ones. Only the forwards are simulated.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from penstock.worker.router import WorkerRouter
 from penstock.worker.routing import LeastLoaded, RoutingPolicy, WorkerLoads
 
 _WARM_UP = 0.25
-"""Share of the trace's time whose requests do not count: the caches fill."""
+"""Fraction of the trace at its beginning that is not measured, because the prefix caches are still filled."""
 
 
 class RandomWorker:
@@ -33,14 +36,14 @@ class RandomWorker:
     """
 
     def __init__(self, seed: int = 0) -> None:
-        self._draws = random.Random(seed)
+        self._generator = random.Random(seed)
 
     def choose(
         self, context: RequestContext, digests: Sequence[bytes], loads: WorkerLoads, workers: int
     ) -> int:
-        """Return a ready worker."""
-        ready = [number for number in range(len(loads.costs)) if workers >> number & 1]
-        return self._draws.choice(ready)
+        """Return the number of a random ready worker."""
+        ready_workers = [number for number in range(len(loads.costs)) if workers >> number & 1]
+        return self._generator.choice(ready_workers)
 
 
 POLICIES: Mapping[str, Callable[[], RoutingPolicy | None]] = {
@@ -48,7 +51,7 @@ POLICIES: Mapping[str, Callable[[], RoutingPolicy | None]] = {
     "least-loaded": LeastLoaded,
     "random": RandomWorker,
 }
-"""Name -> the policy of a router; None is the router's default, which is prefix-aware."""
+"""Name -> the policy of the router. None is the default of the router, which is prefix-aware."""
 
 
 @dataclass(slots=True)
@@ -65,26 +68,26 @@ class TurnOutcome:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterReport:
-    """What a simulation measured, without the requests of the warm-up."""
+    """The results of a simulation, without the requests of the warm-up."""
 
     num_workers: int
     policy: str
     num_requests: int
     requests_per_second: float
     tokens_per_second: float
-    """Generated tokens."""
+    """Number of generated tokens per second."""
     first_token: tuple[float, float]
     """Seconds from arrival to the first token: median and 99th percentile."""
     latency: tuple[float, float]
     """Seconds from arrival to the end: median and 99th percentile."""
     hit_rate: float
-    """Share of the prompt tokens that were in a prefix cache."""
+    """Fraction of the prompt tokens that were in a prefix cache."""
     worker_utilization: float
-    """Mean share of the time in which a worker ran steps."""
+    """Fraction of the time in which a worker ran steps, mean of all workers."""
     router_utilization: float
-    """Share of the time in which the router's thread worked."""
+    """Fraction of the time in which the thread of the router was busy."""
     router_wait: float
-    """Seconds that a message waited for the router's thread, 99th percentile."""
+    """Seconds that a message waited for the thread of the router, 99th percentile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +96,8 @@ class _Request:
 
     context: TextContext
     conversation: SimulatedConversation
-    number: int
-    """The index of the turn."""
+    turn_index: int
+    """The index of the turn in its conversation."""
     outcome: TurnOutcome
 
 
@@ -102,7 +105,7 @@ class Cluster:
     """Runs a trace on simulated workers behind the real router.
 
     Args:
-        costs: the times of workers and router.
+        costs: the measured times and limits of workers and router.
         num_workers: the number of workers.
         policy: a name of `POLICIES`.
     """
@@ -113,7 +116,7 @@ class Cluster:
         self._clock = Clock()
         self._router_thread = BusyServer(self._clock)
         self._workers = [SimulatedWorker(self._clock, costs, self._receive) for _ in range(num_workers)]
-        # `WorkerRouter` uses the members that `SimulatedWorker` has.
+        # `SimulatedWorker` has all members of `EngineClient` that `WorkerRouter` uses.
         self._router = WorkerRouter(cast("list[EngineClient]", self._workers), POLICIES[policy]())
         self._requests: dict[str, _Request] = {}
         self.outcomes: list[TurnOutcome] = []
@@ -127,9 +130,9 @@ class Cluster:
         """
         if not trace or trace[-1].begin <= 0:
             raise InputError("a trace needs two conversations that begin at different times")
-        nothing = np.empty(0, np.int64)
+        no_tokens = np.empty(0, np.int64)
         for conversation in trace:
-            self._clock.at(conversation.begin, partial(self._arrive, conversation, 0, nothing))
+            self._clock.at(conversation.begin, partial(self._arrive, conversation, 0, no_tokens))
         end = trace[-1].begin
         busy: list[tuple[float, float]] = []
         for time in (_WARM_UP * end, end):
@@ -138,33 +141,33 @@ class Cluster:
         return self._report(end, *np.subtract(busy[1], busy[0]).tolist())
 
     def _busy_seconds(self) -> tuple[float, float]:
-        """Return the seconds that the workers together and the router have worked so far."""
+        """Return the busy seconds so far: the sum of all workers, and those of the router."""
         return sum(worker.busy_seconds for worker in self._workers), self._router_thread.busy_seconds
 
-    def _arrive(self, conversation: SimulatedConversation, number: int, before: Tokens) -> None:
-        """Let a turn arrive at the router, with the tokens of the turns before it."""
-        turn = conversation.turns[number]
-        tokens = np.concatenate([before, turn.message])
+    def _arrive(self, conversation: SimulatedConversation, turn_index: int, previous_tokens: Tokens) -> None:
+        """Send a turn to the router, with the tokens of the previous turns."""
+        turn = conversation.turns[turn_index]
+        tokens = np.concatenate([previous_tokens, turn.message])
         context = TextContext(
             prompt="",
             max_length=len(tokens) + turn.num_new_tokens,
             tokens=tokens,
             ignore_eos=True,
             sampling_params=SamplingParams(temperature=0.0),
-            request_id=f"{conversation.name}-{number}",
+            request_id=f"{conversation.name}-{turn_index}",
         )
         outcome = TurnOutcome(self._clock.now, len(tokens))
         self.outcomes.append(outcome)
-        self._requests[context.request_id] = _Request(context, conversation, number, outcome)
+        self._requests[context.request_id] = _Request(context, conversation, turn_index, outcome)
         num_blocks = len(tokens) // self._costs.limits.block_size
-        seconds = self._costs.router.of_decision(len(self._workers), num_blocks)
+        seconds = self._costs.router.decision_seconds(len(self._workers), num_blocks)
         self._router_thread.serve(seconds, lambda: self._submit(context))
 
     def _submit(self, context: TextContext) -> None:
         self._router.submit(context)
 
     def _receive(self, report: StepResults, deliver: Callable[[StepResults], None]) -> None:
-        """Let the report of a step arrive at the router."""
+        """Process the report of a step in the thread of the router."""
 
         def process() -> None:
             deliver(report)
@@ -172,10 +175,10 @@ class Cluster:
                 assert isinstance(result, TextResult)
                 self._count(result)
 
-        self._router_thread.serve(self._costs.router.of_report(len(report.results)), process)
+        self._router_thread.serve(self._costs.router.report_seconds(len(report.results)), process)
 
     def _count(self, result: TextResult) -> None:
-        """Record the tokens of a request, and let the next turn follow its end."""
+        """Record the tokens of a request. If the request has ended, schedule the next turn."""
         request, now = self._requests[result.request_id], self._clock.now
         outcome = request.outcome
         if result.tokens and not outcome.num_new_tokens:
@@ -186,28 +189,29 @@ class Cluster:
         del self._requests[result.request_id]
         outcome.ended = now
         outcome.num_cached_tokens = request.context.num_cached_tokens
-        number, turns = request.number + 1, request.conversation.turns
-        if number < len(turns):
+        turn_index, turns = request.turn_index + 1, request.conversation.turns
+        if turn_index < len(turns):
             tokens = request.context.all_tokens.astype(np.int64)
             self._clock.after(
-                turns[number].think_seconds, partial(self._arrive, request.conversation, number, tokens)
+                turns[turn_index].think_seconds,
+                partial(self._arrive, request.conversation, turn_index, tokens),
             )
 
     def _report(self, last_begin: float, workers_busy: float, router_busy: float) -> ClusterReport:
         begin = _WARM_UP * last_begin
-        counted = [one for one in self.outcomes if begin <= one.arrived <= last_begin]
-        ended = [one for one in self.outcomes if begin <= one.ended <= last_begin]
+        arrived = [outcome for outcome in self.outcomes if begin <= outcome.arrived <= last_begin]
+        ended = [outcome for outcome in self.outcomes if begin <= outcome.ended <= last_begin]
         span, num_workers = last_begin - begin, len(self._workers)
-        num_prompt_tokens = sum(one.num_prompt_tokens for one in counted)
+        num_prompt_tokens = sum(outcome.num_prompt_tokens for outcome in arrived)
         return ClusterReport(
             num_workers=num_workers,
             policy=self._policy,
-            num_requests=len(counted),
+            num_requests=len(arrived),
             requests_per_second=len(ended) / span,
-            tokens_per_second=sum(one.num_new_tokens for one in ended) / span,
-            first_token=_percentiles([one.first_token - one.arrived for one in counted]),
-            latency=_percentiles([one.ended - one.arrived for one in counted]),
-            hit_rate=sum(one.num_cached_tokens for one in counted) / num_prompt_tokens,
+            tokens_per_second=sum(outcome.num_new_tokens for outcome in ended) / span,
+            first_token=_percentiles([outcome.first_token - outcome.arrived for outcome in arrived]),
+            latency=_percentiles([outcome.ended - outcome.arrived for outcome in arrived]),
+            hit_rate=sum(outcome.num_cached_tokens for outcome in arrived) / num_prompt_tokens,
             worker_utilization=workers_busy / span / num_workers,
             router_utilization=router_busy / span,
             router_wait=float(np.percentile(self._router_thread.waits, 99)),
@@ -215,20 +219,23 @@ class Cluster:
 
 
 def capacity(costs: ClusterCosts, shape: TraceShape) -> float:
-    """Estimate the requests per second of one worker without a prefix cache.
+    """Return the estimated requests per second of one worker without a prefix cache.
 
-    A request costs its prompt tokens at the speed of a full step, and its answer's tokens at the speed of
-    decode steps with as many requests as the KV cache holds.
+    The cost of a request is the time of its prompt tokens in full prefill steps, plus the time of its answer
+    tokens in decode steps with as many requests as fit into the KV cache.
     """
     limits, step = costs.limits, costs.step
     trace = make_trace(shape)
     answers = [turn.num_new_tokens for conversation in trace for turn in conversation.turns]
     prompt, answer = _mean_prompt(trace), sum(answers) / len(answers)
-    whole = min(limits.max_batch_input_tokens, 512)
-    prefill = step.of(StepShape(whole, 1, whole * whole // 2, whole)) / whole
+    step_tokens = min(limits.max_batch_input_tokens, 512)
+    prefill = (
+        step.step_seconds(StepShape(step_tokens, 1, step_tokens * step_tokens // 2, step_tokens))
+        / step_tokens
+    )
     batch = max(1, min(limits.max_batch_size, int(limits.num_blocks * limits.block_size / (prompt + answer))))
     keys = int(batch * (prompt + answer / 2))
-    decode = step.of(StepShape(batch, batch, keys, keys)) / batch
+    decode = step.step_seconds(StepShape(batch, batch, keys, keys)) / batch
     return 1 / (prompt * prefill + answer * decode)
 
 

@@ -1,4 +1,4 @@
-"""Measured times that a simulation uses: steps of a worker, and messages of the router."""
+"""The measured times that a simulation uses: those of worker steps and of router messages."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class StepShape(NamedTuple):
     """The size of a step."""
 
     num_tokens: int
-    """T, rows of the ragged batch."""
+    """T, the number of rows of the ragged batch."""
     num_sequences: int
-    """B, contexts of the batch."""
+    """B, the number of contexts of the batch."""
     num_pairs: int
-    """Pairs of a query and a key that it sees, summed over the contexts."""
+    """Number of pairs of a query and a visible key, summed over the contexts."""
     num_keys: int
-    """Keys that the step reads, summed over the contexts."""
+    """Number of keys that the step reads, summed over the contexts."""
 
     @classmethod
-    def of(cls, contexts: Iterable[InputContext]) -> StepShape:
+    def from_contexts(cls, contexts: Iterable[InputContext]) -> StepShape:
         """Return the shape of the next forward of a batch."""
         shapes = [(context.active_length, context.start_idx) for context in contexts]
         pairs = sum(rows * start + rows * (rows + 1) // 2 for rows, start in shapes)
@@ -36,21 +36,21 @@ class StepShape(NamedTuple):
 
 
 class StepCostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The time of a step: ``table(T) + per_sequence * B + per_pair * pairs + per_key * keys``.
+    """A formula for the time of a step: ``table(T) + per_sequence * B + per_pair * pairs + per_key * keys``.
 
-    The table is linear between two entries, and continues with the slope of its last two entries.
+    The table is interpolated linearly. Beyond its last entry it is extrapolated from the last two entries.
     """
 
     num_tokens: list[int]
-    """The entries of the table, ascending, at least two."""
+    """T of each entry of the table, in ascending order; at least two entries."""
     seconds: list[float]
-    """Seconds of each entry."""
+    """The seconds of each entry of the table."""
     per_sequence: float
-    """Seconds for each context: head, sampling, bookkeeping."""
+    """Seconds per context, for the head, sampling and bookkeeping."""
     per_pair: float
-    """Seconds for each pair of a query and a key: the arithmetic of attention."""
+    """Seconds per pair of a query and a key, for the arithmetic of attention."""
     per_key: float = 0.0
-    """Seconds for each key of a context: attention reads it once, for all rows of the context."""
+    """Seconds per key of a context, for reading the KV cache once for all rows of the context."""
 
     def __post_init__(self) -> None:
         if len(self.num_tokens) < 2 or len(self.num_tokens) != len(self.seconds):
@@ -61,7 +61,7 @@ class StepCostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.num_tokens != sorted(set(self.num_tokens)):
             raise InputError(f"the sizes of the table must ascend, were {self.num_tokens}")
 
-    def of(self, shape: StepShape) -> float:
+    def step_seconds(self, shape: StepShape) -> float:
         """Return the seconds of a step."""
         after = min(max(bisect_left(self.num_tokens, shape.num_tokens), 1), len(self.num_tokens) - 1)
         low, high = self.num_tokens[after - 1], self.num_tokens[after]
@@ -74,7 +74,7 @@ class StepCostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Return the costs of a worker that is ``speed`` times as fast."""
         return StepCostTable(
             self.num_tokens,
-            [one / speed for one in self.seconds],
+            [entry / speed for entry in self.seconds],
             self.per_sequence / speed,
             self.per_pair / speed,
             self.per_key / speed,
@@ -82,13 +82,15 @@ class StepCostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def fitted(cls, steps: Sequence[tuple[StepShape, float]]) -> StepCostTable:
-        """Fit the formula to measured steps, with the smallest relative errors (non-negative least squares).
+        """Return the formula with the smallest squared relative error over measured steps.
+
+        The coefficients are at least 0 (non-negative least squares).
 
         Args:
-            steps: shapes and seconds. Each number of tokens that occurs becomes an entry of the table.
+            steps: shape and seconds of each step. Each number of tokens becomes an entry of the table.
 
         Raises:
-            InputError: fewer than two numbers of tokens occur.
+            InputError: all steps have the same number of tokens.
         """
         sizes = sorted({shape.num_tokens for shape, _ in steps})
         rows = np.zeros((len(steps), len(sizes) + 3))  # [N, entries and 3]
@@ -97,33 +99,36 @@ class StepCostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             row[-3] = shape.num_sequences / seconds
             row[-2] = shape.num_pairs / seconds
             row[-1] = shape.num_keys / seconds
-        found = non_negative_least_squares(rows, np.ones(len(steps)))
-        table = np.maximum.accumulate(found[:-3])  # more tokens never take less time
-        return cls(sizes, table.tolist(), *map(float, found[-3:]))
+        coefficients = non_negative_least_squares(rows, np.ones(len(steps)))
+        table = np.maximum.accumulate(coefficients[:-3])  # more tokens never take less time
+        return cls(sizes, table.tolist(), *map(float, coefficients[-3:]))
 
 
 class RouterCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The processor time of the router: ``per_decision + per_worker * workers + per_block * blocks`` for the
-    choice of a worker, ``per_report + per_result * results`` for the report of a step."""
+    """The CPU time of the router, in seconds.
+
+    The choice of a worker takes ``per_decision + per_worker * workers + per_block * blocks``. The report of a
+    step takes ``per_report + per_result * results``.
+    """
 
     per_decision: float = 0.0
     per_worker: float = 0.0
     per_block: float = 0.0
-    """For each block of a prompt; most of it is hashing."""
+    """Seconds per KV cache block of a prompt, mostly for hashing."""
     per_report: float = 0.0
     per_result: float = 0.0
 
-    def of_decision(self, num_workers: int, num_blocks: int) -> float:
-        """Return the seconds of a decision."""
+    def decision_seconds(self, num_workers: int, num_blocks: int) -> float:
+        """Return the seconds to choose a worker."""
         return self.per_decision + self.per_worker * num_workers + self.per_block * num_blocks
 
-    def of_report(self, num_results: int) -> float:
-        """Return the seconds of the report of a step."""
+    def report_seconds(self, num_results: int) -> float:
+        """Return the seconds to process the report of a step."""
         return self.per_report + self.per_result * num_results
 
 
 class WorkerLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The limits of a worker, as its memory plan has them."""
+    """The limits of a worker, from its memory plan."""
 
     max_length: int
     max_batch_size: int
@@ -133,7 +138,7 @@ class WorkerLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ClusterCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The measured costs and limits of workers and router. Stored as JSON."""
+    """The measured times and limits of workers and router. They are stored as JSON."""
 
     measured: Mapping[str, str]
     """Description of the measurement: model, machine, date."""
@@ -148,12 +153,12 @@ class ClusterCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Read the costs from a file.
 
         Raises:
-            InputError: the file cannot be read or has other contents.
+            InputError: the file cannot be read, or its content is invalid.
         """
         try:
             return msgspec.json.decode(path.read_bytes(), type=cls)
         except (OSError, msgspec.DecodeError, InputError) as error:
-            raise InputError(f"{path} has no costs of a cluster: {error}") from None
+            raise InputError(f"{path} does not contain the costs of a cluster: {error}") from None
 
     def write(self, path: Path) -> None:
         """Write the costs to a file."""
@@ -164,17 +169,19 @@ def non_negative_least_squares(
     matrix: np.ndarray[tuple[int, int], np.dtype[np.floating]],  # [N, M]
     target: np.ndarray[tuple[int], np.dtype[np.floating]],  # [N]
 ) -> np.ndarray[tuple[int], np.dtype[np.floating]]:
-    """Return ``[M]`` coefficients of at least 0 with the smallest squared error.
+    """Return coefficients ``[M]`` of at least 0 with a small squared error ``|matrix @ coefficients -
+    target|^2``.
 
-    Solves without constraint and removes the most negative coefficient, until none is negative.
+    The function solves without the constraint and fixes the most negative coefficient at 0, until none is
+    negative.
     """
     used = list(range(matrix.shape[1]))
     result = np.zeros(matrix.shape[1])
     while used:
-        found, *_ = np.linalg.lstsq(matrix[:, used], target, rcond=None)
-        lowest = int(np.argmin(found))
-        if found[lowest] >= 0:
-            result[used] = found
+        solution, *_ = np.linalg.lstsq(matrix[:, used], target, rcond=None)
+        lowest = int(np.argmin(solution))
+        if solution[lowest] >= 0:
+            result[used] = solution
             break
         del used[lowest]
     return result

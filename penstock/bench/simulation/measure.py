@@ -1,4 +1,4 @@
-"""Measure the times of steps that a simulation uses."""
+"""`measure_steps`: measures the step times that a simulation uses."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from penstock.pipelines.core import SamplingParams, TextContext
 from penstock.scheduler import AnyScheduler
 
 PROMPTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-"""Tokens of the measured prompts."""
+"""Numbers of tokens of the measured prompts."""
 CHUNKS = (16, 64, 256, 512)
-"""Tokens of the last part of a prompt, after a first part that fills a step."""
+"""Numbers of tokens of the measured last chunks of a prompt. The first chunk fills a step."""
 BATCHES = (1, 2, 4, 8, 16, 32)
-"""Contexts of the measured decode steps."""
+"""Numbers of contexts of the measured decode steps."""
 CONTEXTS = (16, 512)
-"""Cached tokens of each of these contexts."""
+"""Numbers of cached tokens of each context in the measured decode steps."""
 
 
 def measure_steps(config: PipelineConfig, *, repeats: int = 5) -> tuple[StepCostTable, WorkerLimits]:
-    """Load a model and return the fitted times of its steps, and its limits.
+    """Load a model, measure its steps, and return the fitted step times and the limits of the model.
 
-    A step is a call of `Scheduler.step`: scheduling, forward and sampling. Each shape runs once before it is
-    measured; its time is the median.
+    A step is a call of `Scheduler.step`: scheduling, forward and sampling. Each shape runs once for warm-up.
+    Its time is the median of ``repeats`` runs.
 
     Args:
-        config: the configuration of a text model. Its prefix cache is not used.
-        repeats: measurements of each shape.
+        config: the configuration of a text model. Its prefix cache is disabled.
+        repeats: number of runs of each shape.
 
     Raises:
         PenstockError: the model cannot be loaded.
-        ConfigError: its maximum length is too short.
+        ConfigError: the maximum length of the model is too short.
     """
     tokenizer = load_tokenizer(config)
     config = replace(config, kv_cache=replace(config.kv_cache, enable_prefix_caching=False))
@@ -53,40 +53,42 @@ def measure_steps(config: PipelineConfig, *, repeats: int = 5) -> tuple[StepCost
             pipeline.kv.num_blocks,
             plan.block_size,
         )
-        needed = max(CONTEXTS) + 2 * repeats
-        if plan.max_length < needed:
-            raise ConfigError("max_length", f"must be at least {needed} to measure, was {plan.max_length}")
+        min_length = max(CONTEXTS) + 2 * repeats
+        if plan.max_length < min_length:
+            raise ConfigError(
+                "max_length", f"must be at least {min_length} to measure, was {plan.max_length}"
+            )
         while pipeline.pack_pending():
             pass
         scheduler = load_scheduler(config, pipeline)
         vocabulary = config.model.huggingface_config.vocabulary_size
-        steps = [*_prompts(scheduler, limits, vocabulary, repeats)]
-        steps += _last_parts(scheduler, limits, vocabulary, repeats)
-        steps += _decoding(scheduler, limits, vocabulary, repeats)
+        steps = [*_measure_prompts(scheduler, limits, vocabulary, repeats)]
+        steps += _measure_last_chunks(scheduler, limits, vocabulary, repeats)
+        steps += _measure_decode_steps(scheduler, limits, vocabulary, repeats)
     finally:
         pipeline.close()
     return StepCostTable.fitted(steps), limits
 
 
-def _prompts(
+def _measure_prompts(
     scheduler: AnyScheduler, limits: WorkerLimits, vocabulary: int, repeats: int
 ) -> Iterator[tuple[StepShape, float]]:
-    """Yield shape and seconds of a step with one prompt, for each length."""
+    """Yield shape and seconds of a step with one prompt, for each length in `PROMPTS`."""
     for length in PROMPTS:
         if length > min(limits.max_batch_input_tokens, limits.max_length - 1):
             return
         runs = []
         for _ in range(repeats + 1):
             (context,) = _submit(scheduler, 1, length, 1, vocabulary)
-            shape = StepShape.of([context])
-            runs.append(_timed_step(scheduler))
+            shape = StepShape.from_contexts([context])
+            runs.append(_time_step(scheduler))
         yield shape, statistics.median(runs[1:])
 
 
-def _last_parts(
+def _measure_last_chunks(
     scheduler: AnyScheduler, limits: WorkerLimits, vocabulary: int, repeats: int
 ) -> Iterator[tuple[StepShape, float]]:
-    """Yield shape and seconds of the second step of prompts that do not fit into one step."""
+    """Yield shape and seconds of the last chunk of a prompt, for each length in `CHUNKS`."""
     first = limits.max_batch_input_tokens
     for length in CHUNKS:
         if length > first or first + length > limits.max_length - 1:
@@ -96,15 +98,15 @@ def _last_parts(
             (context,) = _submit(scheduler, 1, first + length, 1, vocabulary)
             while context.start_idx < first:
                 scheduler.step()
-            shape = StepShape.of([context])
-            runs.append(_timed_step(scheduler))
+            shape = StepShape.from_contexts([context])
+            runs.append(_time_step(scheduler))
         yield shape, statistics.median(runs[1:])
 
 
-def _decoding(
+def _measure_decode_steps(
     scheduler: AnyScheduler, limits: WorkerLimits, vocabulary: int, repeats: int
 ) -> Iterator[tuple[StepShape, float]]:
-    """Yield shape and seconds of a decode step, for each batch and length of contexts."""
+    """Yield shape and seconds of a decode step, for each length in `CONTEXTS` and each batch in `BATCHES`."""
     for length in CONTEXTS:
         blocks = -(-(length + 2 * repeats) // limits.block_size)
         for count in BATCHES:
@@ -113,9 +115,9 @@ def _decoding(
             contexts = _submit(scheduler, count, length, 2 * repeats, vocabulary)
             while any(not len(context.generated_tokens) for context in contexts):
                 scheduler.step()
-            _timed_step(scheduler)
-            shape = StepShape.of(contexts)
-            runs = [_timed_step(scheduler) for _ in range(repeats)]
+            _time_step(scheduler)
+            shape = StepShape.from_contexts(contexts)
+            runs = [_time_step(scheduler) for _ in range(repeats)]
             for context in contexts:
                 scheduler.cancel(context.request_id)
             scheduler.step()
@@ -143,7 +145,7 @@ def _submit(
     return contexts
 
 
-def _timed_step(scheduler: AnyScheduler) -> float:
+def _time_step(scheduler: AnyScheduler) -> float:
     """Return the seconds of a step."""
     begin = perf_counter()
     scheduler.step()

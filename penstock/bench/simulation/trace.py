@@ -1,13 +1,14 @@
-"""Arrivals of requests like those of a recorded trace: bursts, conversations, shared system prompts.
+"""Makes traces of requests with bursts, conversations and shared system prompts, like recorded traces.
 
-- Conversations begin in bursts: the gaps between them have a Gamma distribution with a coefficient of
-  variation of 2. BurstGPT (arXiv 2401.17644) reports Gamma gaps for the traffic of a chat service.
-- The system prompt of a conversation is one of ``num_prefixes``, the k-th with a probability in proportion
+- Conversations begin in bursts. The gaps between them have a Gamma distribution with a coefficient of
+  variation of 2. BurstGPT (arXiv:2401.17644) reports Gamma gaps for the traffic of a chat service.
+- The system prompt of a conversation is one of ``num_prefixes``. The probability of the k-th is proportional
   to 1 / k (Zipf).
-- Lengths of system prompts, messages and answers are log-normal. The medians are parameters: in the traces
-  that Splitwise (arXiv 2311.18677) describes, answers of conversations have a median of 129 tokens.
-- The number of turns is geometric. The prompt of a turn is the whole conversation before it and a new
-  message. It arrives after the end of the previous answer and a pause with an exponential distribution.
+- Lengths of system prompts, messages and answers have log-normal distributions. Their medians are parameters.
+  In the traces of Splitwise (arXiv:2311.18677), answers of conversations have a median of 129 tokens.
+- The number of turns has a geometric distribution. The prompt of a turn consists of the previous conversation
+  and a new message. A turn arrives after the end of the previous answer and an exponentially distributed
+  pause.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numpy.typing as npt
 from penstock.errors import InputError
 
 _BURSTINESS = 2.0
-"""Coefficient of variation of the gaps; 1 would be a Poisson process."""
+"""Coefficient of variation of the gaps between conversations; that of a Poisson process is 1."""
 _PREFIX_SPREAD, _MESSAGE_SPREAD, _ANSWER_SPREAD = 0.4, 1.0, 0.7
 """Standard deviations of the logarithms of lengths."""
 
@@ -31,23 +32,26 @@ Tokens = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class TraceShape:
-    """The parameters of a trace; lengths are medians, in tokens.
+    """The parameters of a trace. Lengths are medians in tokens.
 
     Raises:
         InputError: a parameter is not positive.
     """
 
     rate: float
-    """Requests per second, all conversations together."""
+    """Requests per second of all conversations together."""
     num_requests: int
     max_length: int
-    """Maximum number of tokens of prompt and answer together; a conversation ends before it."""
+    """Maximum number of tokens of prompt and answer together.
+
+    A conversation ends before it exceeds this number.
+    """
     num_prefixes: int = 64
     prefix_length: int = 400
     message_length: int = 40
     answer_length: int = 100
     turns: float = 3.0
-    """Mean number of turns of a conversation, if the maximum length does not end it."""
+    """Mean number of turns of a conversation that is not ended by the maximum length."""
     think_seconds: float = 10.0
     vocab_size: int = 32_000
     seed: int = 0
@@ -65,10 +69,10 @@ class Turn:
     """A request of a conversation."""
 
     message: Tokens
-    """The tokens after the previous answer; for the first turn with the system prompt."""
+    """The tokens of the user's message. In the first turn they include the system prompt."""
     num_new_tokens: int
     think_seconds: float
-    """Seconds between the end of the previous answer and the arrival."""
+    """Seconds from the end of the previous answer to the arrival of the turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,26 +81,26 @@ class SimulatedConversation:
 
     name: str
     begin: float
-    """Seconds after the start of the trace."""
+    """Seconds from the start of the trace to the first turn."""
     turns: tuple[Turn, ...]
 
 
 def make_trace(shape: TraceShape) -> list[SimulatedConversation]:
     """Return conversations in the order in which they begin, with ``num_requests`` turns in total.
 
-    The same parameters give the same trace.
+    Equal parameters result in equal traces.
     """
     conversations: list[SimulatedConversation] = []
-    left, draws = shape.num_requests, np.random.default_rng(shape.seed)
+    requests_left, draws = shape.num_requests, np.random.default_rng(shape.seed)
     for turns in _conversations(shape, draws):
-        taken = tuple(islice(turns, left))
-        conversations.append(SimulatedConversation(f"user-{len(conversations)}", 0.0, taken))
-        left -= len(taken)
-        if left <= 0:
+        kept_turns = tuple(islice(turns, requests_left))
+        conversations.append(SimulatedConversation(f"user-{len(conversations)}", 0.0, kept_turns))
+        requests_left -= len(kept_turns)
+        if requests_left <= 0:
             break
     mean_gap = shape.num_requests / len(conversations) / shape.rate
-    shape_of_gaps = 1 / _BURSTINESS**2
-    gaps = draws.gamma(shape_of_gaps, mean_gap / shape_of_gaps, len(conversations))
+    gamma_shape = 1 / _BURSTINESS**2
+    gaps = draws.gamma(gamma_shape, mean_gap / gamma_shape, len(conversations))
     begins = np.cumsum(gaps) - gaps[0]
     return [
         SimulatedConversation(conversation.name, float(begin), conversation.turns)
@@ -105,7 +109,7 @@ def make_trace(shape: TraceShape) -> list[SimulatedConversation]:
 
 
 def _conversations(shape: TraceShape, draws: np.random.Generator) -> Iterator[list[Turn]]:
-    """Yield the turns of conversations, at least one each, without end."""
+    """Yield the turns of an unlimited number of conversations, at least one turn each."""
     limit = shape.max_length // 2  # the first turn must fit
     lengths = [
         _length(draws, shape.prefix_length, _PREFIX_SPREAD, limit // 2) for _ in range(shape.num_prefixes)

@@ -1,4 +1,6 @@
-"""A worker in virtual time: the real scheduler and KV cache, and a pipeline that computes step times only."""
+"""`SimulatedWorker`: the real scheduler and KV cache in virtual time, with a pipeline that only adds up step
+times.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +22,20 @@ from penstock.worker.outputs import result_of
 from penstock.worker.results import Generation
 
 _LATENCY_BUDGET = 0.02
-"""Seconds of decode steps in one call of the pipeline; as `penstock.assembly.STREAMING_LATENCY_BUDGET`."""
+"""Maximum seconds of decode steps in one call of the pipeline, like
+`penstock.assembly.STREAMING_LATENCY_BUDGET`."""
 _MAX_STEPS = 8
-"""Maximum number of steps in one call, as in `penstock.pipelines.runner`."""
+"""Maximum number of steps in one call of the pipeline, as in `penstock.pipelines.runner`."""
 _READY_POLL_SECONDS = 0.004
-"""Seconds between two steps of a scheduler whose contexts wait for others, as in a real worker."""
+"""Seconds between calls of `Scheduler.step` while no context is ready, as in a real worker."""
 _VOCAB_SIZE = 32_000
 
 
 class TimedPipeline(FakePipeline):
-    """A pipeline that computes nothing and adds up how long its steps would take.
+    """A pipeline without a model, which adds up the time that its steps would take.
 
     Args:
-        costs: the seconds of a step.
+        costs: the formula for the time of a step.
         kv: the KV cache.
     """
 
@@ -41,10 +44,12 @@ class TimedPipeline(FakePipeline):
         self._costs = costs
         self._decode_seconds = 0.0
         self.seconds = 0.0
-        """The seconds of all steps so far."""
+        """Total seconds of all steps so far."""
 
     def num_steps_for(self, seconds: float) -> int:
-        """Return how many steps like the last decode step fit into a time; 1 before the first one."""
+        """Return how many steps like the last decode step fit into ``seconds``; 1 before the first decode
+        step.
+        """
         if not self._decode_seconds:
             return 1
         return max(1, min(int(seconds / self._decode_seconds), _MAX_STEPS))
@@ -59,7 +64,7 @@ class TimedPipeline(FakePipeline):
     def _step(self, batch: Mapping[str, TextContext]) -> None:
         running = [context for context in batch.values() if not context.is_done]
         if running:
-            seconds = self._costs.of(StepShape.of(running))
+            seconds = self._costs.step_seconds(StepShape.from_contexts(running))
             self.seconds += seconds
             if all(context.active_length == 1 for context in running):
                 self._decode_seconds = seconds
@@ -67,18 +72,20 @@ class TimedPipeline(FakePipeline):
 
 
 def _next_token(context: TextContext) -> int:
-    """Return a token that depends on the position and the first tokens: the answers of two prompts differ."""
+    """Return a token that depends on the position and the prompt, so that answers to different prompts
+    differ.
+    """
     return int(context.tokens[context.current_length * 7 % len(context.prompt_tokens)] + 1) % _VOCAB_SIZE
 
 
 class SimulatedWorker:
-    """A worker, together with those members of its engine client that `WorkerRouter` uses.
+    """A worker in virtual time. It has those members of `EngineClient` that `WorkerRouter` uses.
 
     Args:
         clock: the virtual time.
-        costs: the seconds of steps and messages, and the limits of the worker.
-        send: called when the report of a step arrives at the router, with the report and the function that
-            processes it.
+        costs: the times of steps and messages, and the limits of the worker.
+        send: called when the report of a step arrives at the router. The arguments are the report and the
+            function that processes it.
     """
 
     state = "ready"
@@ -91,7 +98,7 @@ class SimulatedWorker:
     ) -> None:
         limits = costs.limits
         spec = KVCacheSpec((KVGroup((0,), 1, 1, DType.float16),))
-        # The meta device has shapes without memory: blocks are counted, keys are not stored.
+        # On the meta device, tensors have no memory. Blocks are counted, but no keys are stored.
         kv = KVCacheManager(spec, [limits.num_blocks + 1], limits.block_size, device=torch.device("meta"))
         kv.max_length = limits.max_length
         self._pipeline = TimedPipeline(costs.step, kv)
@@ -110,7 +117,7 @@ class SimulatedWorker:
         self._inbox: list[TextContext] = []
         self._contexts: dict[str, TextContext] = {}
         self.busy_seconds = 0.0
-        """Virtual seconds of steps so far."""
+        """Total virtual seconds of steps so far."""
         self.info = WorkerInfo(
             max_length=limits.max_length,
             max_batch_size=limits.max_batch_size,
@@ -125,7 +132,7 @@ class SimulatedWorker:
     # -- The client --------------------------------------------------------------------------------------
 
     def watch_cache(self, listener: CacheListener) -> None:
-        """Call a listener with the events of the prefix cache."""
+        """Register a listener for the events of the prefix cache."""
         self._listener = listener
         self._scheduler.kv.record_events()
 
@@ -145,7 +152,7 @@ class SimulatedWorker:
             self._step()
 
     def _step(self) -> None:
-        """Run the scheduler once; the results are sent when the step's time has passed."""
+        """Run one step of the scheduler. The results are sent after the virtual time of the step."""
         for context in self._inbox:
             self._scheduler.submit(context)
             self._contexts[context.request_id] = context
@@ -160,7 +167,7 @@ class SimulatedWorker:
             raise next(iter(scheduler.failures.values()))
         seconds = pipeline.seconds - before
         self.busy_seconds += seconds
-        if not seconds:  # all contexts wait, for example for a prefix that another one computes
+        if not seconds:  # no context is ready; a context can wait for a prefix that another context computes
             self._clock.after(_READY_POLL_SECONDS, self._step)
             return
         report = StepResults(
@@ -183,7 +190,7 @@ class SimulatedWorker:
         return result_of(context, output)
 
     def _deliver(self, report: StepResults) -> None:
-        """Pass the report of a step to the router and to the requests."""
+        """Pass the cache events of a step's report to the router, and the results to the requests."""
         if report.cache_events and self._listener is not None:
             self._listener(0, report.cache_events)
         for admission in report.admissions:

@@ -1,4 +1,4 @@
-"""NeuCodec: one codebook of 65,536 codes, 50 frames per second (arXiv:2509.09550)."""
+"""NeuCodec: one codebook of 65,536 codes, 50 codes per second of audio (arXiv:2509.09550)."""
 
 from __future__ import annotations
 

@@ -14,16 +14,17 @@ from penstock.kernels import Ops
 
 _DILATIONS = (1, 3, 9)
 _KERNEL = 7
-_FILTER = 12
-"""Taps of the low-pass filter."""
-_HALF = _FILTER // 2
+_NUM_TAPS = 12
+"""Number of taps of the low-pass filter."""
+_HALF_TAPS = _NUM_TAPS // 2
 
 
 @dataclass(frozen=True, slots=True)
 class AliasFreeSnake:
-    """A snake activation at twice the sampling rate, between two low-pass filters.
+    """A snake activation at twice the sampling rate, with a low-pass filter before and after it.
 
-    Doubling the rate takes two convolutions: `even` computes the even output samples, `odd` the odd ones.
+    Upsampling takes two convolutions: `even` computes the even output samples, `odd` the odd output samples.
+    `down` filters the result and halves the rate.
     """
 
     even: Conv1d
@@ -34,18 +35,18 @@ class AliasFreeSnake:
     def __call__(self, x: RaggedRows, ops: Ops) -> RaggedRows:
         """``x [T, C] -> [T, C]``, one sequence."""
         rows, count = x.rows, len(x.rows)
-        padded = _padded(rows, _HALF - 1, _HALF - 1)
+        padded = _pad_with_edges(rows, _HALF_TAPS - 1, _HALF_TAPS - 1)
         phases = [
-            conv(_single(padded[start : start + count + _HALF - 1]), ops).rows
+            conv(_one_sequence(padded[start : start + count + _HALF_TAPS - 1]), ops).rows
             for conv, start in ((self.even, 2), (self.odd, 3))
         ]
         doubled = ops.snake(torch.stack(phases, 1).view(2 * count, -1), self.snake.alpha, self.snake.beta)
-        return self.down(_single(_padded(doubled, _HALF - 1, _HALF)), ops)
+        return self.down(_one_sequence(_pad_with_edges(doubled, _HALF_TAPS - 1, _HALF_TAPS)), ops)
 
 
 @dataclass(frozen=True, slots=True)
 class AliasFreeUnit:
-    """Two convolutions after activations, added to the input."""
+    """A residual unit: activation, dilated convolution, activation, pointwise convolution."""
 
     first: AliasFreeSnake
     dilated: Conv1d
@@ -60,7 +61,7 @@ class AliasFreeUnit:
 
 @dataclass(frozen=True, slots=True)
 class DownsamplingBlock:
-    """Three residual units and a strided convolution."""
+    """Three residual units, then a strided convolution that lowers the rate."""
 
     units: tuple[AliasFreeUnit, ...]
     snake: AliasFreeSnake
@@ -74,7 +75,7 @@ class DownsamplingBlock:
 
 @dataclass(frozen=True, slots=True)
 class AcousticEncoder:
-    """Converts samples to rows ``[T, E]`` by strided convolutions."""
+    """Converts samples ``[S]`` to rows ``[S / hop, E]`` by strided convolutions."""
 
     first: Conv1d
     blocks: tuple[DownsamplingBlock, ...]
@@ -82,8 +83,8 @@ class AcousticEncoder:
     last: Conv1d
 
     def __call__(self, samples: Tensor, ops: Ops) -> Tensor:
-        """Return rows ``[S / hop, E]`` of ``samples [S]``; S must be a multiple of hop."""
-        x = self.first(_single(samples[:, None]), ops)
+        """``samples [S] -> [S / hop, E]``. S must be a multiple of hop, the product of the strides."""
+        x = self.first(_one_sequence(samples[:, None]), ops)
         for block in self.blocks:
             x = block(x, ops)
         return self.last(self.snake(x, ops), ops).rows
@@ -96,7 +97,7 @@ def read_acoustic_encoder(
 
     Args:
         loader: reads and packs layers.
-        channels: of the first convolution; each block doubles them.
+        channels: number of channels of the first convolution. Each block doubles the number.
         ratios: the stride of each block.
         hidden_size: E.
     """
@@ -144,25 +145,25 @@ def _read_snake(loader: CodecLoader, name: str, channels: int) -> AliasFreeSnake
 
     alpha = loader.tensor(f"{name}.act.alpha", channels).exp()
     beta = 1 / (loader.tensor(f"{name}.act.beta", channels).exp() + SNAKE_EPS)
-    phases = (2 * taps.flip(0)).view(_HALF, 2).T.contiguous()  # filters of the even and of the odd samples
+    phases = (2 * taps.flip(0)).view(_HALF_TAPS, 2).T.contiguous()  # taps for the even and the odd samples
     return AliasFreeSnake(depthwise(phases[0]), depthwise(phases[1]), Snake(alpha, beta), depthwise(taps, 2))
 
 
 def low_pass_filter() -> Tensor:
-    """Return the taps ``[12]`` of a sinc with a Kaiser window that halves the band."""
+    """Return the taps ``[12]`` of a low-pass filter at half the bandwidth: a sinc with a Kaiser window."""
     cutoff, width = 0.25, 0.3
-    attenuation = 2.285 * (_HALF - 1) * pi * 4 * width + 7.95
-    window = torch.kaiser_window(_FILTER, periodic=False, beta=0.1102 * (attenuation - 8.7))
-    times = torch.arange(_FILTER) - _HALF + 0.5
+    attenuation = 2.285 * (_HALF_TAPS - 1) * pi * 4 * width + 7.95
+    window = torch.kaiser_window(_NUM_TAPS, periodic=False, beta=0.1102 * (attenuation - 8.7))
+    times = torch.arange(_NUM_TAPS) - _HALF_TAPS + 0.5
     taps = window * torch.sinc(2 * cutoff * times)
     return taps / taps.sum()
 
 
-def _single(rows: Tensor) -> RaggedRows:
-    """Return the rows as a ragged batch of one sequence."""
+def _one_sequence(rows: Tensor) -> RaggedRows:
+    """Return ``rows [T, C]`` as a ragged batch of one sequence."""
     return RaggedRows(rows, [len(rows)])
 
 
-def _padded(rows: Tensor, before: int, after: int) -> Tensor:
-    """Return the rows with copies of the first row before and of the last row after them."""
+def _pad_with_edges(rows: Tensor, before: int, after: int) -> Tensor:
+    """Return the rows padded with ``before`` copies of the first row and ``after`` copies of the last row."""
     return torch.cat([rows[:1].expand(before, -1), rows, rows[-1:].expand(after, -1)])

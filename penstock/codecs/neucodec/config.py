@@ -1,4 +1,4 @@
-"""The sizes of a NeuCodec checkpoint, as its ``config.json`` gives them."""
+"""The sizes of a NeuCodec checkpoint, read from its ``config.json``."""
 
 from __future__ import annotations
 
@@ -22,28 +22,30 @@ class SemanticConfig:
     heads: int
     kernel_size: int
     left_positions: int
-    """Number of distances of keys before a query that have a separate embedding."""
+    """Number of distances with an embedding of their own, for keys before the query."""
     right_positions: int
+    """Number of distances with an embedding of their own, for keys after the query."""
     norm_eps: float
 
     @classmethod
     def read(cls, values: HuggingFaceConfig) -> SemanticConfig:
-        """Read the ``semantic_model_config`` of a ``config.json``. Values that it lacks are W2v-BERT's.
+        """Read the ``semantic_model_config`` of a ``config.json``. The defaults are those of W2v-BERT.
 
         Raises:
-            CheckpointError: a value is of another type.
-            UnsupportedFeatureError: the encoder has another activation, other positions, or an adapter.
+            CheckpointError: a value has the wrong type.
+            UnsupportedFeatureError: the encoder has another activation or other position embeddings, or an
+                adapter.
         """
         positions = values.text("position_embeddings_type", "relative_key")
-        for name, found, known in (
+        for name, value, supported in (
             ("model_type", values.text("model_type", "wav2vec2-bert"), "wav2vec2-bert"),
             ("hidden_act", values.text("hidden_act", "swish"), "swish"),
             ("position_embeddings_type", positions, "relative_key"),
             ("add_adapter", values.flag("add_adapter"), False),
         ):
-            if found != known:
+            if value != supported:
                 raise UnsupportedFeatureError(
-                    f"NeuCodec's semantic encoder with {name} {found}", f"only {known} is implemented"
+                    f"NeuCodec's semantic encoder with {name} {value}", f"only {supported} is implemented"
                 )
         return cls(
             features=values.integer("feature_projection_input_dim", 160),
@@ -60,12 +62,12 @@ class SemanticConfig:
 
 @dataclass(frozen=True, slots=True)
 class NeuCodecConfig:
-    """The sizes of a NeuCodec checkpoint. Those of the semantic encoder are read when it is needed."""
+    """The sizes of a NeuCodec checkpoint. `semantic` reads those of the semantic encoder on demand."""
 
     sample_rate: int
     encoder_sample_rate: int
     hop: int
-    """Decoded samples of a frame."""
+    """Number of decoded samples per frame."""
     hidden_size: int
     intermediate_size: int
     layers: int
@@ -73,18 +75,18 @@ class NeuCodecConfig:
     head_dim: int
     quantization_dim: int
     levels: tuple[int, ...]
-    """Levels of each digit of a code, the lowest digit first."""
+    """Number of levels of each digit of a code, the lowest digit first."""
     rms_norm_eps: float
     encoder_hidden_size: int
-    """Channels of the first convolution of the acoustic encoder."""
+    """Number of channels of the first convolution of the acoustic encoder."""
     ratios: tuple[int, ...]
-    """Strides of the acoustic encoder."""
+    """The strides of the blocks of the acoustic encoder."""
     semantic_values: HuggingFaceConfig
-    """``semantic_model_config``."""
+    """The section ``semantic_model_config``."""
 
     @property
     def encoder_hop(self) -> int:
-        """Encoded samples of a frame."""
+        """Number of input samples of the encoder per frame."""
         return prod(self.ratios)
 
     def semantic(self) -> SemanticConfig:
@@ -96,25 +98,29 @@ class NeuCodecConfig:
         """Read a ``config.json``.
 
         Raises:
-            CheckpointError: a value is missing or of another type.
-            UnsupportedFeatureError: the checkpoint has another activation, biases, or grouped queries.
+            CheckpointError: a value is missing or has the wrong type.
+            UnsupportedFeatureError: the checkpoint has another activation, attention biases, or grouped-query
+                attention.
         """
         values = HuggingFaceConfig(config, str(folder / "config.json"))
         heads = values.integer("num_attention_heads")
-        for name, found, known in (
+        for name, value, supported in (
             ("hidden_act", values.text("hidden_act", "silu"), "silu"),
             ("attention_bias", values.flag("attention_bias"), False),
             ("num_key_value_heads", values.integer("num_key_value_heads", heads), heads),
         ):
-            if found != known:
+            if value != supported:
                 raise UnsupportedFeatureError(
-                    f"NeuCodec with {name} {found}", f"only {known} is implemented: use another checkpoint"
+                    f"NeuCodec with {name} {value}",
+                    f"only {supported} is implemented: use another checkpoint",
                 )
         rates = values.integer("output_sampling_rate"), values.integer("input_sampling_rate")
         ratios = values.integers("downsampling_ratios") or (0,)
         samples = rates[0] * prod(ratios)
         if not samples or samples % rates[1]:
-            raise CheckpointError(folder, "downsampling_ratios must give whole numbers of samples per frame")
+            raise CheckpointError(
+                folder, "downsampling_ratios must result in a whole number of samples per frame"
+            )
         hidden_size = values.integer("hidden_size")
         return cls(
             sample_rate=rates[0],

@@ -1,7 +1,8 @@
-"""The decoder of NeuCodec: codes to samples by residual blocks, a transformer and an inverse STFT.
+"""The decoder of NeuCodec: converts codes to samples by residual blocks, a transformer and an inverse STFT.
 
-Attention and group norms see all frames of a sequence, in both directions. Attention has no positions: the
-published model rotates all queries and keys of a head by the same angle, which does not change the scores.
+Attention and group norms use all frames of a sequence, in both directions. Attention has no position
+embeddings. The published model rotates all queries and keys of a head by the same angle, which does not
+change the scores.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ GROUPS = 32
 NORM_EPS = 1e-6
 MAX_MAGNITUDE = 100.0
 FRAMES_PER_WINDOW = 4
-"""Length of the STFT window in frames."""
+"""Length of the STFT window, in frames."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class GroupNorm:
 
 @dataclass(frozen=True, slots=True)
 class ResNetBlock:
-    """Two convolutions, each after a group norm and a SiLU, with a residual connection."""
+    """A residual block of two convolutions, each after a group norm and a SiLU."""
 
     norms: tuple[GroupNorm, GroupNorm]
     convs: tuple[Conv1d, Conv1d]
@@ -50,7 +51,7 @@ class ResNetBlock:
 
 @dataclass(frozen=True, slots=True)
 class TransformerLayer:
-    """Attention in both directions and a feed-forward layer, each after an RMS norm."""
+    """Bidirectional attention and a feed-forward layer, each after an RMS norm."""
 
     attention_norm: Tensor
     qkv: PackedLinear
@@ -65,8 +66,8 @@ class NeuCodecDecoder:
     """Converts codes to samples."""
 
     config: NeuCodecConfig
-    digits: Tensor  # [codebook_size, number of levels]
-    project: PackedLinear
+    digits: Tensor  # [codebook_size, N]: the values of the N digits of each code
+    projection: PackedLinear
     embed: Conv1d
     before: tuple[ResNetBlock, ...]
     layers: tuple[TransformerLayer, ...]
@@ -74,14 +75,14 @@ class NeuCodecDecoder:
     norm: tuple[Tensor, Tensor]
     head: PackedLinear
     inverse_dft: PackedLinear
-    squares: Tensor  # of the STFT window
+    squared_window: Tensor  # [window length]: squares of the STFT window
     dtype: torch.dtype
-    """Type of the activations that the linear layers of the transformer take."""
+    """The type of the inputs of the transformer's linear layers."""
 
     def __call__(self, frames: RaggedRows, ops: Ops) -> list[Tensor]:
-        """Return the samples of each sequence of codes ``[F, 1]``, ``[F * hop]``."""
+        """Return the samples of each sequence: codes ``[F, 1] -> [F * hop]`` float32."""
         x = RaggedRows(ops.embedding(frames.rows.flatten(), self.digits), frames.lengths)
-        x = self.embed(RaggedRows(ops.linear(x.rows, self.project), x.lengths), ops)
+        x = self.embed(RaggedRows(ops.linear(x.rows, self.projection), x.lengths), ops)
         for block in self.before:
             x = block(x, ops)
         x = RaggedRows(self._transform(x, ops), x.lengths)
@@ -89,31 +90,31 @@ class NeuCodecDecoder:
             x = block(x, ops)
         rows = ops.linear(ops.layer_norm(x.rows, *self.norm, NORM_EPS), self.head)
         windows = ops.linear(ops.polar(rows, MAX_MAGNITUDE), self.inverse_dft)
-        samples = ops.overlap_add(windows, self.squares, self.config.hop, x.offsets)
+        samples = ops.overlap_add(windows, self.squared_window, self.config.hop, x.offsets)
         return list(torch.split(samples, [length * self.config.hop for length in x.lengths]))
 
     def _transform(self, x: RaggedRows, ops: Ops) -> Tensor:
         sizes, eps, offsets = self.config, self.config.rms_norm_eps, x.offsets
         residual, blocks = x.rows, ops.sequence_blocks(offsets)
         for layer in self.layers:
-            normed = ops.rms_norm(residual, layer.attention_norm, eps).to(self.dtype)
-            q, k, v = ops.linear(normed, layer.qkv).view(len(normed), 3, sizes.heads, -1).unbind(1)
+            normalized = ops.rms_norm(residual, layer.attention_norm, eps).to(self.dtype)
+            q, k, v = ops.linear(normalized, layer.qkv).view(len(normalized), 3, sizes.heads, -1).unbind(1)
             attended = ops.encoder_attention(q, k, v, offsets, scale=sizes.head_dim**-0.5, blocks=blocks)
-            update = ops.linear(attended.view(len(normed), -1), layer.output)
-            normed, residual = ops.add_rms_norm(update.float(), residual, layer.mlp_norm, eps)
-            hidden = ops.activation(ops.linear(normed.to(self.dtype), layer.up), "silu")
+            update = ops.linear(attended.view(len(normalized), -1), layer.output)
+            normalized, residual = ops.add_rms_norm(update.float(), residual, layer.mlp_norm, eps)
+            hidden = ops.activation(ops.linear(normalized.to(self.dtype), layer.up), "silu")
             residual = ops.add(ops.linear(hidden, layer.down).float(), residual)
         return residual
 
 
 def read_decoder(loader: CodecLoader, config: NeuCodecConfig, encoding: str) -> NeuCodecDecoder:
-    """Read the tensors of the decoder and the output projection of the quantizer.
+    """Read the decoder and the output projection of the quantizer.
 
     Args:
         loader: reads and packs layers.
         config: sizes.
-        encoding: encoding of the linear layers of the transformer, and, if it is int8, of the convolutions of
-            the residual blocks. All other layers are float32, because their activations are.
+        encoding: encoding of the transformer's linear layers. With int8 it is also the encoding of the
+            convolutions in the residual blocks. All other layers are float32, like their activations.
     """
     prefix, size = "acoustic_decoder", config.hidden_size
     window = torch.hann_window(FRAMES_PER_WINDOW * config.hop)
@@ -138,9 +139,10 @@ def read_decoder(loader: CodecLoader, config: NeuCodecConfig, encoding: str) -> 
 
 
 def code_digits(levels: tuple[int, ...]) -> Tensor:
-    """Return the numbers between -1 and 1 that each code represents, ``[prod(levels), len(levels)]``.
+    """Return the values from -1 to 1 of the digits of each code, ``[prod(levels), len(levels)]``.
 
-    A code is a number whose digits, the lowest first, have these numbers of levels (arXiv:2309.15505).
+    Finite scalar quantization (arXiv:2309.15505): a code is a number whose digits, the lowest first, have
+    these numbers of levels.
     """
     codes, columns = torch.arange(int(torch.tensor(levels).prod())), []
     for level in levels:
@@ -151,14 +153,14 @@ def code_digits(levels: tuple[int, ...]) -> Tensor:
 
 
 def _read_projection(loader: CodecLoader, config: NeuCodecConfig) -> PackedLinear:
-    """Return the two linear layers between the digits of a code and the decoder as one."""
+    """Return the product of the two linear layers between the digits of a code and the decoder."""
     inner, size = config.quantization_dim, config.hidden_size
-    outward = loader.tensor("quantizer.project_out.weight", inner, len(config.levels)).double()
+    projection = loader.tensor("quantizer.project_out.weight", inner, len(config.levels)).double()
     offset = loader.tensor("quantizer.project_out.bias", inner).double()
     weight = loader.tensor("acoustic_decoder.fc.weight", size, inner).double()
     bias = loader.tensor("acoustic_decoder.fc.bias", size).double()
     return loader.ops.pack_linear(
-        (weight @ outward).float(), "float32", bias=(weight @ offset + bias).float()
+        (weight @ projection).float(), "float32", bias=(weight @ offset + bias).float()
     )
 
 
@@ -168,9 +170,10 @@ def _read_blocks(loader: CodecLoader, prefix: str, size: int) -> tuple[ResNetBlo
         name = f"{prefix}.{index}"
         first, second = (
             GroupNorm(
-                loader.tensor(f"{name}.norm{one}.weight", size), loader.tensor(f"{name}.norm{one}.bias", size)
+                loader.tensor(f"{name}.norm{number}.weight", size),
+                loader.tensor(f"{name}.norm{number}.bias", size),
             )
-            for one in (1, 2)
+            for number in (1, 2)
         )
         convs = (
             loader.conv1d(f"{name}.conv1", size, size, 3, padding=1),

@@ -1,4 +1,4 @@
-"""The encoder of NeuCodec: samples to codes, by a semantic and an acoustic encoder side by side."""
+"""The encoder of NeuCodec: converts samples to codes by a semantic and an acoustic encoder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from penstock.codecs.neucodec.semantic import SemanticEncoder, read_semantic_enc
 from penstock.kernels import Ops, PackedLinear
 
 _MARGIN = 1e-3
-"""The outer levels exceed the range of the hyperbolic tangent by this fraction (arXiv:2309.15505)."""
+"""Fraction by which the bound of a digit exceeds its outer levels, so that they can be reached
+(arXiv:2309.15505).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +27,10 @@ class NeuCodecEncoder:
 
     semantic: SemanticEncoder
     acoustic: AcousticEncoder
-    project: PackedLinear
+    projection: PackedLinear
     digits: PackedLinear
-    levels: Tensor  # [N] int64: levels of each digit of a code, the lowest digit first
-    hop: int  # samples of a frame
+    levels: Tensor  # [N] int64: number of levels of each digit of a code, the lowest digit first
+    hop: int  # number of samples per frame
 
     def __call__(self, samples: Tensor, ops: Ops) -> Tensor:
         """``samples [S]`` float32 at 16 kHz -> codes ``[S // hop]`` int64."""
@@ -38,29 +40,29 @@ class NeuCodecEncoder:
             return torch.zeros(0, dtype=torch.int64)
         semantic, acoustic = self.semantic(features, ops), self.acoustic(padded, ops)
         count = min(len(semantic), len(acoustic))
-        rows = ops.linear(torch.cat([semantic[:count], acoustic[:count]], 1), self.project)
+        rows = ops.linear(torch.cat([semantic[:count], acoustic[:count]], 1), self.projection)
         return self._codes(ops.linear(rows, self.digits))
 
     def _codes(self, x: Tensor) -> Tensor:
-        """Round ``x [T, N]`` to the levels; return the codes ``[T]``.
+        """Round ``x [T, N]`` to the levels of the digits, and return the codes ``[T]``.
 
-        The input is bounded twice, as in training: by the residual quantizer and by its first stage.
+        The bound is applied twice, as in training: by the residual quantizer and by its first stage.
         """
-        digits = self._bounded(self._bounded(x)).round().long() + self.levels // 2
+        digits = self._bound(self._bound(x)).round().long() + self.levels // 2
         return (digits * torch.cat([torch.ones(1, dtype=torch.int64), self.levels[:-1].cumprod(0)])).sum(1)
 
-    def _bounded(self, x: Tensor) -> Tensor:
-        """Return ``x [T, N]`` within the range of the levels of each digit."""
+    def _bound(self, x: Tensor) -> Tensor:
+        """Map ``x [T, N]`` by a hyperbolic tangent to the range of the levels of each digit."""
         half = (self.levels - 1) * (1 + _MARGIN) / 2
         offset = torch.where(self.levels % 2 == 0, 0.5, 0.0)
         return (x + (offset / half).atanh()).tanh() * half - offset
 
 
 def read_encoder(loader: CodecLoader, config: NeuCodecConfig) -> NeuCodecEncoder:
-    """Read the encoders and the input projection of the quantizer.
+    """Read the two encoders and the input projection of the quantizer.
 
     Raises:
-        CheckpointError: a value of ``config.json`` is missing, or a tensor does not fit.
+        CheckpointError: a value of ``config.json`` is missing, or a tensor is missing or misshapen.
         UnsupportedFeatureError: the semantic encoder has parts that are not implemented.
     """
     semantic, size = config.semantic(), config.quantization_dim

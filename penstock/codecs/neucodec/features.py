@@ -1,7 +1,8 @@
-"""Features of the semantic encoder: log mel spectrograms as Kaldi computes them, two frames in a row.
+"""Features of the semantic encoder: log mel spectrograms as in Kaldi, with two frames concatenated in each
+row.
 
-Povey et al. 2011, "The Kaldi speech recognition toolkit"; the parameters are those of Seamless M4T
-(arXiv:2312.05187, section 3.2.1), whose encoder NeuCodec uses.
+Source: Povey et al. 2011, "The Kaldi speech recognition toolkit". The parameters are those of Seamless M4T
+(arXiv:2312.05187, section 3.2.1), because NeuCodec uses its encoder.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ MEL_BINS = 80
 FRAMES_PER_ROW = 2
 SAMPLE_RATE = 16000
 _WINDOW, _SHIFT, _FFT = 400, 160, 512  # samples
-_LOWEST = 20.0  # Hz
+_MIN_FREQUENCY = 20.0  # Hz
 _PREEMPHASIS = 0.97
 _FULL_SCALE = 2.0**15
 _FLOOR = 2.0**-23
@@ -22,7 +23,7 @@ _FLOOR = 2.0**-23
 def mel_rows(samples: Tensor) -> Tensor:
     """Return the features ``[T, 160]`` float32 of samples ``[S]`` at 16 kHz; T is about ``S / 320``.
 
-    Each of 80 bins has mean 0 and variance 1 over the time. Input of fewer than 560 samples has no features.
+    Each of the 80 mel bins has mean 0 and variance 1 over time. Fewer than 560 samples have no features.
     """
     if len(samples) < _WINDOW + _SHIFT:
         return torch.zeros(0, FRAMES_PER_ROW * MEL_BINS)
@@ -43,9 +44,9 @@ def _povey_window() -> Tensor:
 
 
 def mel_filters() -> Tensor:
-    """Return triangular filters ``[257, 80]``, evenly spaced and linear in mel."""
+    """Return the weights ``[257, 80]`` of triangular filters, which are evenly spaced in mel."""
     frequencies = torch.arange(_FFT // 2 + 1, dtype=torch.float64) * SAMPLE_RATE / _FFT
-    bounds = _mel(torch.tensor([_LOWEST, SAMPLE_RATE / 2], dtype=torch.float64))
+    bounds = _mel(torch.tensor([_MIN_FREQUENCY, SAMPLE_RATE / 2], dtype=torch.float64))
     edges = torch.linspace(float(bounds[0]), float(bounds[1]), MEL_BINS + 2, dtype=torch.float64)
     left, center, right = edges[:-2], edges[1:-1], edges[2:]
     mels = _mel(frequencies)[:, None]

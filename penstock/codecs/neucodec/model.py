@@ -1,12 +1,12 @@
-"""`NeuCodec`: decodes codes of one codebook, 50 per second in the published checkpoint.
+"""`NeuCodec`: decodes codes of one codebook, 50 codes per second in the published checkpoint.
 
-`NeuCodec.decode` computes what the published model computes: attention and group norms see the whole stream.
-A stream that is still growing cannot be decoded this way. `NeuCodec.decode_chunks` therefore decodes windows
+`NeuCodec.decode` computes the same function as the published model: attention and group norms use the whole
+stream. An incomplete stream cannot be decoded in this way. `NeuCodec.decode_chunks` therefore decodes windows
 at fixed positions (`codecs.neucodec.windows`). Its results do not depend on the sizes of the chunks. They
-differ from those of `decode`, even for a whole stream.
+differ from the results of `decode`, also for a whole stream.
 
 The encoder (`codecs.neucodec.encoder`) has several hundred million parameters that decoding does not need.
-It is read from the checkpoint for each call of `NeuCodec.encode` and released after it.
+Each call of `NeuCodec.encode` reads it from the checkpoint and releases it afterwards.
 """
 
 from __future__ import annotations
@@ -24,14 +24,22 @@ from penstock.codecs.layers import CodecLoader, RaggedRows
 from penstock.codecs.neucodec.config import NeuCodecConfig
 from penstock.codecs.neucodec.decoder import NeuCodecDecoder, read_decoder
 from penstock.codecs.neucodec.encoder import NeuCodecEncoder, read_encoder
-from penstock.codecs.neucodec.windows import BLOCK, LEFT, RIGHT, FrameBlock, block, block_at
+from penstock.codecs.neucodec.windows import (
+    BLOCK_FRAMES,
+    LEFT_CONTEXT,
+    RIGHT_CONTEXT,
+    FrameBlock,
+    block_at,
+    frame_block,
+)
 from penstock.codecs.weights import open_weights
 from penstock.engine import InferenceSession
 from penstock.errors import InputError, UnsupportedFeatureError
 from penstock.kernels import Ops
 
 MAX_CACHED_WINDOWS = 128
-"""Number of decoded windows to keep, for the next block and for chunks that are shorter than a block."""
+"""Maximum number of cached windows. They are used again for the next block and for chunks shorter than a
+block."""
 _ENCODER_START = "semantic_encoder.feature_projection.projection.weight"
 """A checkpoint with this tensor has an encoder."""
 _ENCODER = ("semantic_encoder.*", "semantic_adapter.*", "acoustic_encoder.*", "fc_encoder.*")
@@ -40,43 +48,43 @@ _UNUSED = ("quantizer.project_in.*", "*.inv_freq", "*.original_inv_freq", "*.win
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """The frames of a chunk that are decoded for one block."""
+    """The frames of a chunk that are decoded to obtain one block."""
 
-    block: FrameBlock
+    frame_block: FrameBlock
     frames: Tensor
     """Codes of the window, ``[n, 1]``."""
 
     @property
     def key(self) -> tuple[int, bytes]:
-        """The key of the window in the cache: everything on which its samples depend."""
-        return self.block.index, self.frames.numpy().tobytes()
+        """The key of the window in the cache. It contains everything on which the samples depend."""
+        return self.frame_block.index, self.frames.numpy().tobytes()
 
 
 class NeuCodec(AudioCodec):
-    """Decoder of a NeuCodec checkpoint, and its encoder if there is one.
+    """The decoder of a NeuCodec checkpoint, and its encoder if it has one.
 
     Args:
         config: sizes.
-        ops: the operations.
-        decoder: codes to samples.
-        open_encoder: reads the encoder; None if the checkpoint has none.
+        ops: the operations of the back end.
+        decoder: converts codes to samples.
+        load_encoder: reads the encoder; None if the checkpoint has no encoder.
     """
 
     name = "neucodec"
     codes_per_frame = 1
     tolerance = 1e-5
-    left_context = LEFT + BLOCK + BLOCK - 1
-    right_context = BLOCK - 1 + RIGHT
+    left_context = LEFT_CONTEXT + BLOCK_FRAMES + BLOCK_FRAMES - 1
+    right_context = BLOCK_FRAMES - 1 + RIGHT_CONTEXT
 
     def __init__(
         self,
         config: NeuCodecConfig,
         ops: Ops,
         decoder: NeuCodecDecoder,
-        open_encoder: Callable[[], NeuCodecEncoder] | None = None,
+        load_encoder: Callable[[], NeuCodecEncoder] | None = None,
     ) -> None:
         self._ops = ops
-        self._open_encoder = open_encoder
+        self._load_encoder = load_encoder
         self._decoder = decoder
         self._cache: OrderedDict[tuple[int, bytes], Tensor] = OrderedDict()
         self.sample_rate, self.encoder_sample_rate = config.sample_rate, config.encoder_sample_rate
@@ -90,7 +98,7 @@ class NeuCodec(AudioCodec):
         """Read a checkpoint folder.
 
         Raises:
-            CheckpointError: ``config.json`` or the weights do not fit.
+            CheckpointError: ``config.json`` is invalid, or a tensor is missing or misshapen.
             ConfigError: the encoding is unknown.
             UnsupportedFeatureError: the decoder has parts that are not implemented.
         """
@@ -99,29 +107,29 @@ class NeuCodec(AudioCodec):
         has_encoder = _ENCODER_START in weights
         weights.finish(ignore=(*_ENCODER, *_UNUSED))
 
-        def open_encoder() -> NeuCodecEncoder:
+        def load_encoder() -> NeuCodecEncoder:
             tensors = open_weights(folder)
             encoder = read_encoder(CodecLoader(tensors, session.ops), sizes)
-            tensors.finish(ignore=("*",))  # those of the decoder; reports missing ones
+            tensors.finish(ignore=("*",))  # reports missing tensors; those of the decoder stay unread
             return encoder
 
-        return cls(sizes, session.ops, decoder, open_encoder if has_encoder else None)
+        return cls(sizes, session.ops, decoder, load_encoder if has_encoder else None)
 
     @property
     def can_encode(self) -> bool:
-        return self._open_encoder is not None
+        return self._load_encoder is not None
 
     def ready_frames(self, num_frames: int, *, ended: bool) -> int:
         if ended or not num_frames:
             return num_frames
         last = block_at(num_frames)
         while last.index and last.window[1] > num_frames:
-            last = block(last.index - 1)
+            last = frame_block(last.index - 1)
         return last.stop if last.window[1] <= num_frames else 0
 
     def context_at(self, start: int, stop: int) -> tuple[int, int]:
         first = block_at(start)
-        before = block(first.index - 1) if first.index else first
+        before = frame_block(first.index - 1) if first.index else first
         return before.window[0], block_at(max(stop - 1, start)).window[1]
 
     @torch.no_grad()
@@ -135,32 +143,37 @@ class NeuCodec(AudioCodec):
         for chunk in chunks:
             self.check_chunk(chunk)
         windows = [self._windows(chunk) for chunk in chunks]
-        missing = {one.key: one for ones in windows for one in ones if one.key not in self._cache}
-        decoded = self._decode([one.frames for one in missing.values()])
-        for (key, one), samples in zip(missing.items(), decoded, strict=True):
-            before = one.block.start - one.block.window[0]
-            self._cache[key] = samples[before * self.samples_per_frame :].clone()
-        results = [self._join(chunk, ones) for chunk, ones in zip(chunks, windows, strict=True)]
+        uncached = {
+            window.key: window
+            for chunk_windows in windows
+            for window in chunk_windows
+            if window.key not in self._cache
+        }
+        decoded = self._decode([window.frames for window in uncached.values()])
+        for (key, window), samples in zip(uncached.items(), decoded, strict=True):
+            left = window.frame_block.start - window.frame_block.window[0]
+            self._cache[key] = samples[left * self.samples_per_frame :].clone()
+        results = [self._join(*pair) for pair in zip(chunks, windows, strict=True)]
         while len(self._cache) > MAX_CACHED_WINDOWS:
             self._cache.popitem(last=False)
         return results
 
     @torch.no_grad()
     def encode(self, samples: Tensor) -> Tensor:
-        if self._open_encoder is None:
+        if self._load_encoder is None:
             raise UnsupportedFeatureError(
                 "encoding audio with this NeuCodec checkpoint",
-                "it has no encoder: use the whole checkpoint, or give the codes of the reference",
+                "it has no encoder: use the complete checkpoint, or pass the codes of the reference audio",
             )
         if samples.dim() != 1 or samples.dtype != torch.float32:
             raise InputError(
                 f"{self.name}: samples must be float32 of shape [S], were {samples.dtype} of shape "
                 f"{list(samples.shape)}: mix the channels and convert the samples"
             )
-        return self._open_encoder()(samples, self._ops)[:, None]
+        return self._load_encoder()(samples, self._ops)[:, None]
 
     def _decode(self, frames: Sequence[Tensor]) -> list[Tensor]:
-        """Return the samples of sequences of codes, each decoded as a whole."""
+        """Return the samples of sequences of codes. Each sequence is decoded as a whole."""
         lengths = [len(frame) for frame in frames if len(frame)]
         if not lengths:
             return [torch.zeros(0) for _ in frames]
@@ -168,43 +181,46 @@ class NeuCodec(AudioCodec):
         return [next(samples) if len(frame) else torch.zeros(0) for frame in frames]
 
     def _windows(self, chunk: CodecChunk) -> list[_Window]:
-        """Return the windows of the block before the chunk, if there is one, and of the chunk's blocks."""
+        """Return the windows of a chunk's blocks, after the window of the previous block if there is one."""
         if not chunk.num_frames:
             return []
         stop, current = chunk.start + chunk.num_frames, block_at(chunk.start)
-        found = [self._window(chunk, block(current.index - 1))] if current.index else []
+        windows = [self._window(chunk, frame_block(current.index - 1))] if current.index else []
         while current.start < stop:
-            found.append(self._window(chunk, current))
-            current = block(current.index + 1)
-        return found
+            windows.append(self._window(chunk, current))
+            current = frame_block(current.index + 1)
+        return windows
 
     def _window(self, chunk: CodecChunk, frame_block: FrameBlock) -> _Window:
         origin, (first, end) = chunk.start - chunk.left, frame_block.window
         return _Window(frame_block, chunk.frames[first - origin : end - origin])
 
     def _join(self, chunk: CodecChunk, windows: Sequence[_Window]) -> Tensor:
-        """Return the samples of a chunk from those of its windows, blended where two windows overlap."""
+        """Return the samples of a chunk from its cached windows.
+
+        Where two windows overlap, they are blended.
+        """
         hop, stop, parts = self.samples_per_frame, chunk.start + chunk.num_frames, [torch.zeros(0)]
         tail: Tensor | None = None
         for window in windows:
-            start, end, samples = window.block.start, window.block.stop, self._cache[window.key]
+            start, end, samples = window.frame_block.start, window.frame_block.stop, self._cache[window.key]
             self._cache.move_to_end(window.key)
             body = samples[: (end - start) * hop]
             if end > chunk.start:
                 if tail is not None:
-                    body = _blended(tail, body, RIGHT * hop)
+                    body = _blend(tail, body, RIGHT_CONTEXT * hop)
                 parts.append(body[max(chunk.start - start, 0) * hop : (stop - start) * hop])
             tail = samples[(end - start) * hop :]
         return torch.cat(parts)
 
 
-def _blended(before: Tensor, samples: Tensor, overlap: int) -> Tensor:
-    """Return the samples of a window, the first ones blended with those of the previous window.
+def _blend(before: Tensor, samples: Tensor, overlap: int) -> Tensor:
+    """Return the samples of a block, with a linear cross-fade from the previous window at the start.
 
     Args:
-        before: the samples of the previous window after its block.
-        samples: the samples of the window's block.
-        overlap: the number of samples over which the weights go from 0 to 1.
+        before: the samples that the previous window computed after its own block.
+        samples: the samples of the block.
+        overlap: the number of samples of the cross-fade.
     """
     count = min(len(before), len(samples))
     weights = (torch.arange(count) + 0.5) / overlap

@@ -1,8 +1,9 @@
 """The semantic encoder of NeuCodec: a W2v-BERT conformer and convolutions (Gulati et al. 2020,
 arXiv:2005.08100; Chung et al. 2021, arXiv:2108.06209).
 
-Attention adds a term for the clipped distance of key and query (Shaw et al. 2018, arXiv:1803.02155), which
-the kernels do not support: it is computed with torch, one head at a time. A reference is encoded once.
+Attention adds a term for the clipped distance of key and query (Shaw et al. 2018, arXiv:1803.02155). The
+kernels do not support this term, so attention is computed with torch, one head at a time. Its speed matters
+little, because a reference recording is encoded only once.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from penstock.codecs.neucodec.config import SemanticConfig
 from penstock.kernels import Ops, PackedLinear
 
 NormWeights = tuple[Tensor, Tensor]
-"""Weight and bias ``[E]`` of a layer norm."""
+"""The weight and the bias of a layer norm, ``[E]`` each."""
 
 
 @dataclass(frozen=True, slots=True)
 class HalfFeedForward:
-    """Half of a feed-forward layer, after its norm."""
+    """A norm and a feed-forward layer whose output is multiplied by 0.5."""
 
     norm: NormWeights
     up: PackedLinear
-    down: PackedLinear  # multiplied by 0.5
+    down: PackedLinear  # the weights include the factor 0.5
 
     def __call__(self, x: Tensor, eps: float, ops: Ops) -> Tensor:  # [T, E] -> [T, E]
         inner = ops.activation(ops.linear(ops.layer_norm(x, *self.norm, eps), self.up), "silu")
@@ -35,25 +36,25 @@ class HalfFeedForward:
 
 @dataclass(frozen=True, slots=True)
 class RelativeAttention:
-    """Attention with an embedding for each distance of a key from its query."""
+    """Attention with an embedding for each distance between key and query."""
 
     norm: NormWeights
     qkv: PackedLinear
     output: PackedLinear
-    distances: Tensor  # [left + 1 + right, D]
+    distance_embeddings: Tensor  # [left + 1 + right, D]
     heads: int
-    left: int
-    """Maximum distance of a key before its query; larger distances use the embedding of this one."""
+    max_left: int
+    """Maximum distance of a key before its query. Larger distances use the embedding of this distance."""
 
     def __call__(self, x: Tensor, eps: float, ops: Ops) -> Tensor:  # [T, E] -> [T, E]
         qkv = ops.linear(ops.layer_norm(x, *self.norm, eps), self.qkv)
         q, k, v = qkv.view(len(x), 3, self.heads, -1).permute(1, 2, 0, 3)  # [H, T, D]
         positions = torch.arange(len(x))
-        last = len(self.distances) - 1 - self.left
-        columns = (positions - positions[:, None]).clamp(-self.left, last) + self.left  # [T, T]
+        last = len(self.distance_embeddings) - 1 - self.max_left
+        columns = (positions - positions[:, None]).clamp(-self.max_left, last) + self.max_left  # [T, T]
         rows = [
             torch.softmax(
-                (queries @ keys.T + (queries @ self.distances.T).gather(1, columns))
+                (queries @ keys.T + (queries @ self.distance_embeddings.T).gather(1, columns))
                 * queries.shape[1] ** -0.5,
                 -1,
             )
@@ -65,16 +66,16 @@ class RelativeAttention:
 
 @dataclass(frozen=True, slots=True)
 class ConvolutionModule:
-    """A gated pointwise layer, a causal depthwise convolution, and a pointwise layer."""
+    """A gated pointwise layer, then a causal depthwise convolution, then a pointwise layer."""
 
     norm: NormWeights
-    gated: PackedLinear  # [E] -> [2 E]
+    values_and_gates: PackedLinear  # [E] -> [2 E]
     depthwise: Conv1d
     depthwise_norm: NormWeights
     output: PackedLinear
 
     def __call__(self, x: Tensor, eps: float, ops: Ops) -> Tensor:  # [T, E] -> [T, E]
-        values, gates = ops.linear(ops.layer_norm(x, *self.norm, eps), self.gated).chunk(2, 1)
+        values, gates = ops.linear(ops.layer_norm(x, *self.norm, eps), self.values_and_gates).chunk(2, 1)
         inner = values * torch.sigmoid(gates)
         before = inner.new_zeros(self.depthwise.packed.kernel_size - 1, inner.shape[1])
         padded = RaggedRows(torch.cat([before, inner]), [len(before) + len(inner)])
@@ -84,7 +85,7 @@ class ConvolutionModule:
 
 @dataclass(frozen=True, slots=True)
 class ConformerLayer:
-    """Two half feed-forward layers around attention and convolution, and a norm."""
+    """A conformer layer: half feed-forward layer, attention, convolution, half feed-forward layer, norm."""
 
     first: HalfFeedForward
     attention: RelativeAttention
@@ -100,18 +101,18 @@ class ConformerLayer:
 
 @dataclass(frozen=True, slots=True)
 class SemanticEncoder:
-    """Converts features to rows ``[T, E]`` that represent the content of speech."""
+    """Converts mel features to rows ``[T, E]`` that represent the content of speech."""
 
     config: SemanticConfig
     norm: NormWeights
-    project: PackedLinear
+    projection: PackedLinear
     layers: tuple[ConformerLayer, ...]
     adapter: tuple[Conv1d, Conv1d, Conv1d, Conv1d]
 
     def __call__(self, features: Tensor, ops: Ops) -> Tensor:
         """``features [T, N] -> [T, E]``."""
         eps = self.config.norm_eps
-        x = ops.linear(ops.layer_norm(features, *self.norm, eps), self.project)
+        x = ops.linear(ops.layer_norm(features, *self.norm, eps), self.projection)
         for layer in self.layers:
             x = layer(x, eps, ops)
         first, second, third, last = self.adapter
@@ -144,17 +145,17 @@ def read_semantic_encoder(loader: CodecLoader, config: SemanticConfig) -> Semant
 def _read_layer(loader: CodecLoader, name: str, config: SemanticConfig) -> ConformerLayer:
     size, inner, ops = config.hidden_size, config.intermediate_size, loader.ops
 
-    def feed_forward(which: str) -> HalfFeedForward:
-        weight = loader.tensor(f"{name}.{which}.output_dense.weight", size, inner)
-        bias = loader.tensor(f"{name}.{which}.output_dense.bias", size)
+    def feed_forward(part: str) -> HalfFeedForward:
+        weight = loader.tensor(f"{name}.{part}.output_dense.weight", size, inner)
+        bias = loader.tensor(f"{name}.{part}.output_dense.bias", size)
         return HalfFeedForward(
-            loader.norm(f"{name}.{which}_layer_norm", size),
-            loader.linear(f"{name}.{which}.intermediate_dense", size, inner),
+            loader.norm(f"{name}.{part}_layer_norm", size),
+            loader.linear(f"{name}.{part}.intermediate_dense", size, inner),
             ops.pack_linear(weight / 2, "float32", bias=bias / 2),
         )
 
-    def pointwise(which: str, outputs: int) -> PackedLinear:
-        weight = loader.tensor(f"{name}.conv_module.{which}.weight", outputs, size, 1)
+    def pointwise(part: str, outputs: int) -> PackedLinear:
+        weight = loader.tensor(f"{name}.conv_module.{part}.weight", outputs, size, 1)
         return ops.pack_linear(weight[..., 0], "float32")
 
     parts = [f"{name}.self_attn.linear_{letter}" for letter in "qkv"]

@@ -1,28 +1,28 @@
-"""The windows in which a stream is decoded, because the decoder would otherwise need all of its frames.
+"""The blocks and windows in which a stream is decoded before it is complete.
 
-A stream is cut into blocks at fixed positions, regardless of the sizes of its chunks. The first blocks are
-short, so that the first samples are ready early. A block is decoded with some frames before and after it. At
-the start of a block, its samples are blended with those of the window before it, which has decoded these
-frames as its right context.
+A stream is divided into blocks at fixed positions, regardless of the sizes of its chunks. The first blocks
+are short, so that the first samples are available early. A window is a block with some frames before and
+after it, which are decoded together. The frames at the start of a block are also the right context of the
+previous window. Their samples are a cross-fade of both windows.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-FIRST_BLOCKS = (10, 15, 20, 30, 40)
-"""Frames of the first blocks."""
-BLOCK = 50
-"""Frames of the other blocks."""
-LEFT = 25
-"""Frames of a window before its block."""
-RIGHT = 5
-"""Frames of a window after its block, over which two windows are blended."""
+FIRST_BLOCK_FRAMES = (10, 15, 20, 30, 40)
+"""Numbers of frames of the first blocks."""
+BLOCK_FRAMES = 50
+"""Number of frames of each following block."""
+LEFT_CONTEXT = 25
+"""Number of frames of a window before its block."""
+RIGHT_CONTEXT = 5
+"""Number of frames of a window after its block; also the length of the cross-fade."""
 
 
 @dataclass(frozen=True, slots=True)
 class FrameBlock:
-    """Frames ``start`` to ``stop - 1`` of a stream."""
+    """A block of a stream: its frames ``start`` to ``stop - 1``."""
 
     index: int
     start: int
@@ -30,19 +30,21 @@ class FrameBlock:
 
     @property
     def window(self) -> tuple[int, int]:
-        """The first frame that is decoded with the block, and the end. The end may exceed the stream."""
-        return max(self.start - LEFT, 0), self.stop + RIGHT
+        """The frames ``(first, end)`` that are decoded for the block. The end can exceed the stream."""
+        return max(self.start - LEFT_CONTEXT, 0), self.stop + RIGHT_CONTEXT
 
 
-def block(index: int) -> FrameBlock:
-    """Return a block by its number in the stream."""
-    start = sum(FIRST_BLOCKS[:index]) + max(index - len(FIRST_BLOCKS), 0) * BLOCK
-    return FrameBlock(index, start, start + (FIRST_BLOCKS[index] if index < len(FIRST_BLOCKS) else BLOCK))
+def frame_block(index: int) -> FrameBlock:
+    """Return the block with this index in the stream."""
+    start = sum(FIRST_BLOCK_FRAMES[:index]) + max(index - len(FIRST_BLOCK_FRAMES), 0) * BLOCK_FRAMES
+    return FrameBlock(
+        index, start, start + (FIRST_BLOCK_FRAMES[index] if index < len(FIRST_BLOCK_FRAMES) else BLOCK_FRAMES)
+    )
 
 
 def block_at(frame: int) -> FrameBlock:
-    """Return the block of a frame."""
-    index = max(frame - sum(FIRST_BLOCKS), 0) // BLOCK + len(FIRST_BLOCKS)
-    while block(index).start > frame:
+    """Return the block that contains a frame."""
+    index = max(frame - sum(FIRST_BLOCK_FRAMES), 0) // BLOCK_FRAMES + len(FIRST_BLOCK_FRAMES)
+    while frame_block(index).start > frame:
         index -= 1
-    return block(index)
+    return frame_block(index)

@@ -1,4 +1,6 @@
-"""SNAC: residual codes at several rates, convolutional decoder and encoder (arXiv:2410.14411)."""
+"""SNAC: residual vector quantization at several rates with convolutional encoder and decoder
+(arXiv:2410.14411).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from penstock.codecs.registry import SupportedCodec
 
 
 def _detect(config: Mapping[str, object]) -> bool:
-    """Published checkpoints have no ``model_type``; only SNAC has strides of its codebooks."""
+    """Return whether ``config`` is that of SNAC. Published checkpoints have no ``model_type``."""
     return config.get("model_type", "snac") == "snac" and "vq_strides" in config
 
 

@@ -1,4 +1,4 @@
-"""The sizes of a SNAC checkpoint, as its ``config.json`` gives them."""
+"""The sizes of a SNAC checkpoint, read from its ``config.json``."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class SnacConfig:
     codebook_size: int
     codebook_dim: int
     strides: tuple[int, ...]
-    """Latent rows of one code of each codebook, descending."""
+    """Number of latent rows that a code of each codebook represents, in descending order."""
     has_noise: bool
     is_depthwise: bool
 
     @property
     def hop(self) -> int:
-        """Samples of one latent row."""
+        """Number of samples per latent row."""
         return prod(self.decoder_rates)
 
     @classmethod
@@ -39,7 +39,7 @@ class SnacConfig:
         """Read a ``config.json``.
 
         Raises:
-            CheckpointError: a value is missing or of another type.
+            CheckpointError: a value is missing or invalid.
             UnsupportedFeatureError: the checkpoint has attention layers.
         """
         values = HuggingFaceConfig(config, str(folder / "config.json"))

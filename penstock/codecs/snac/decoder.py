@@ -1,8 +1,7 @@
-"""The decoder of SNAC: latent rows to samples.
+"""The decoder of SNAC: converts latent rows to samples.
 
-The output contains only the middle of a chunk, without its context. Each block drops the rows at the edges on
-which no sample of the output depends. Context therefore costs little in the last blocks, which have the most
-rows.
+The output has the samples of a chunk without those of its context. Each block drops the rows at both ends on
+which no output sample depends. Context therefore costs little in the last blocks, which have the most rows.
 """
 
 from __future__ import annotations
@@ -28,24 +27,26 @@ class Span:
 
     begin: int
     """Position of the first row."""
-    wanted: int
+    output_begin: int
     """Position of the first row of the output; rows before it are left context."""
     end: int
-    """Position after the last row of the output; rows from there on are right context."""
+    """Position after the last row of the output; this row and later rows are right context."""
 
-    def scaled(self, stride: int) -> Span:
-        """Return the same time span at a rate ``stride`` times as high."""
-        return Span(self.begin * stride, self.wanted * stride, self.end * stride)
+    def scale(self, stride: int) -> Span:
+        """Return the span of the same frames at a rate that is ``stride`` times as high."""
+        return Span(self.begin * stride, self.output_begin * stride, self.end * stride)
 
     def without_context(self, margin: int, length: int) -> tuple[int, int]:
-        """Return the range of the ``length`` rows that keeps ``margin`` rows of context at each side."""
-        first = max(self.wanted - margin - self.begin, 0)
+        """Return which of the ``length`` rows to keep for ``margin`` rows of context on each side of the
+        output.
+        """
+        first = max(self.output_begin - margin - self.begin, 0)
         return first, min(self.end + margin - self.begin, length)
 
 
 @dataclass(frozen=True, slots=True)
 class UpsamplingBlock:
-    """Upsampling, noise and three residual units."""
+    """A snake activation, upsampling, added noise and three residual units."""
 
     snake: Snake
     upsample: ConvTranspose1d
@@ -53,7 +54,8 @@ class UpsamplingBlock:
     units: tuple[ResidualUnit, ...]
     stride: int
     margin: int
-    """Rows of context on which the output depends, at the rate of the block's input."""
+    """Number of rows of context on each side on which the output depends, at the rate of the block's input.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,39 +67,39 @@ class SnacDecoder:
     snake: Snake
     last: Conv1d
     margin: int
-    """Latent rows of context on which samples depend."""
+    """Number of latent rows of context on each side on which a sample depends."""
 
     def __call__(
         self, latents: RaggedRows, spans: Sequence[Span], ops: Ops, *, with_noise: bool = True
     ) -> list[Tensor]:
-        """Return the wanted samples of each sequence."""
+        """Return the samples of each sequence without its context, ``[n * hop]`` float32."""
         x = latents
         for conv in self.first:
             x = conv(x, ops)
         for layer, block in enumerate(self.blocks):
-            x, spans = _trimmed(x, spans, block.margin)
+            x, spans = _trim_context(x, spans, block.margin)
             x = RaggedRows(block.snake(x.rows, ops), x.lengths)
             x = block.upsample(x, ops)
-            spans = [span.scaled(block.stride) for span in spans]
+            spans = [span.scale(block.stride) for span in spans]
             if block.noise is not None and with_noise:
                 positions = zip(spans, x.lengths, strict=True)
                 noise = torch.cat([noise_at(layer, s.begin, s.begin + length) for s, length in positions])
                 x = RaggedRows(ops.add_scaled(x.rows, block.noise(x, ops).rows, noise), x.lengths)
             for unit in block.units:
                 x = unit(x, ops)
-        x, spans = _trimmed(x, spans, _SIDE)
+        x, spans = _trim_context(x, spans, _SIDE)
         x = self.last(RaggedRows(self.snake(x.rows, ops), x.lengths), ops)
-        x, _ = _trimmed(RaggedRows(ops.soft_cap(x.rows, 1.0), x.lengths), spans, 0)
-        return [one.flatten() for one in x.split()]
+        x, _ = _trim_context(RaggedRows(ops.soft_cap(x.rows, 1.0), x.lengths), spans, 0)
+        return [samples.flatten() for samples in x.split()]
 
 
-def _trimmed(x: RaggedRows, spans: Sequence[Span], margin: int) -> tuple[RaggedRows, list[Span]]:
+def _trim_context(x: RaggedRows, spans: Sequence[Span], margin: int) -> tuple[RaggedRows, list[Span]]:
     ranges = [span.without_context(margin, length) for span, length in zip(spans, x.lengths, strict=True)]
-    kept = [
-        Span(span.begin + first, span.wanted, span.end)
+    trimmed_spans = [
+        Span(span.begin + first, span.output_begin, span.end)
         for span, (first, _) in zip(spans, ranges, strict=True)
     ]
-    return x.cut(ranges), kept
+    return x.slice(ranges), trimmed_spans
 
 
 def read_decoder(loader: CodecLoader, config: SnacConfig) -> SnacDecoder:
@@ -139,10 +141,10 @@ def read_decoder(loader: CodecLoader, config: SnacConfig) -> SnacDecoder:
 
 
 def _margins(strides: Sequence[int]) -> list[int]:
-    """Return the rows of context that the input of each block needs."""
-    margins, margin = [], _SIDE  # the context that the last convolution needs
+    """Return the number of rows of context on each side that the input of each block needs."""
+    margins, margin = [], _SIDE  # the last convolution needs _SIDE rows
     for stride in reversed(strides):
-        # Output row o of an upsampling layer depends on the input rows before and after o / stride.
+        # Output row o of an upsampling layer depends on input rows floor(o / stride) and ceil(o / stride).
         margin = -(-(margin + REACH) // stride) + 1
         margins.append(margin)
     return margins[::-1]

@@ -1,4 +1,4 @@
-"""The encoder of SNAC: samples to latent rows."""
+"""The encoder of SNAC: converts samples to latent rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.kernels import Ops
 
 @dataclass(frozen=True, slots=True)
 class DownsamplingBlock:
-    """Three residual units and downsampling."""
+    """Three residual units, then a strided convolution that lowers the rate."""
 
     units: tuple[ResidualUnit, ...]
     snake: Snake
@@ -30,7 +30,7 @@ class SnacEncoder:
     last: Conv1d
 
     def __call__(self, samples: Tensor, ops: Ops) -> Tensor:
-        """``samples [S] -> [S / hop, latent_dim]``; S is a multiple of hop."""
+        """``samples [S] -> [S / hop, latent_dim]``. S must be a multiple of hop."""
         x = self.first(RaggedRows(samples[:, None], [len(samples)]), ops)
         for block in self.blocks:
             for unit in block.units:

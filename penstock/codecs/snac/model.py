@@ -1,8 +1,8 @@
 """`SnacCodec`: SNAC checkpoints without attention layers, such as SNAC 24 kHz.
 
-A frame holds one code of the coarsest codebook and the codes of the finer ones in the same time. They are
-ordered by their start time, coarse codes first: with strides 4, 2, 1 they belong to the codebooks 1, 2, 3, 3,
-2, 3, 3.
+A frame contains one code of the coarsest codebook, and the codes of the finer codebooks for the same time.
+They are ordered by start time, coarse codes first. With the strides 4, 2, 1 the codes of a frame belong to
+the codebooks 1, 2, 3, 3, 2, 3, 3.
 
 The decoder adds noise that the network scales. The noise is a function of the position in the stream
 (`codecs.snac.noise`), so decoding is deterministic and independent of chunks.
@@ -29,7 +29,7 @@ from penstock.errors import InputError
 from penstock.kernels import Ops
 
 MIN_QUANTIZED_CHANNELS = 128
-"""Output channels from which a convolution of the decoder is quantized."""
+"""Convolutions of the decoder with fewer output channels than this number stay in float32."""
 
 
 class SnacCodec(AudioCodec):
@@ -61,17 +61,22 @@ class SnacCodec(AudioCodec):
         Args:
             folder: the checkpoint.
             config: its ``config.json``.
-            session: the kernels.
-            encoding: encoding of the wide dense convolutions of the decoder. All other layers are float32.
+            session: the session whose back end runs the codec.
+            encoding: encoding of the decoder's convolutions with one group and at least
+                `MIN_QUANTIZED_CHANNELS` output channels. All other layers are float32.
 
         Raises:
-            CheckpointError: ``config.json`` or the weights do not fit.
+            CheckpointError: ``config.json`` is invalid, or a tensor is missing or misshapen.
             UnsupportedFeatureError: the checkpoint has attention layers.
         """
         sizes, weights = SnacConfig.read(config, folder), open_weights(folder)
         loader = CodecLoader(weights, session.ops, encoding, min_channels=MIN_QUANTIZED_CHANNELS)
-        exact = CodecLoader(weights, session.ops)
-        parts = read_quantizer(exact, sizes), read_decoder(loader, sizes), read_encoder(exact, sizes)
+        float_loader = CodecLoader(weights, session.ops)
+        parts = (
+            read_quantizer(float_loader, sizes),
+            read_decoder(loader, sizes),
+            read_encoder(float_loader, sizes),
+        )
         weights.finish()
         return cls(sizes, session.ops, *parts)
 
@@ -83,8 +88,8 @@ class SnacCodec(AudioCodec):
     def decode_chunks(self, chunks: Sequence[CodecChunk]) -> list[Tensor]:
         for chunk in chunks:
             self.check_chunk(chunk)
-        busy = [chunk for chunk in chunks if chunk.num_frames]
-        samples = iter(self._decode(busy)) if busy else iter(())
+        nonempty = [chunk for chunk in chunks if chunk.num_frames]
+        samples = iter(self._decode(nonempty)) if nonempty else iter(())
         return [next(samples) if chunk.num_frames else torch.zeros(0) for chunk in chunks]
 
     def _decode(self, chunks: Sequence[CodecChunk]) -> list[Tensor]:
@@ -94,7 +99,7 @@ class SnacCodec(AudioCodec):
             self._quantizer.latents(frames, self._ops), [len(chunk.frames) * rate for chunk in chunks]
         )
         spans = [
-            Span(chunk.start - chunk.left, chunk.start, chunk.start + chunk.num_frames).scaled(rate)
+            Span(chunk.start - chunk.left, chunk.start, chunk.start + chunk.num_frames).scale(rate)
             for chunk in chunks
         ]
         return self._decoder(latents, spans, self._ops, with_noise=self.with_noise)

@@ -1,4 +1,4 @@
-"""Gaussian noise that is a function of the position in the stream, so that chunks get the same numbers."""
+"""Gaussian noise that depends on the position in the stream, but not on its division into chunks."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch import Tensor
 
 
 def noise_at(layer: int, start: int, stop: int) -> Tensor:
-    """Return standard normal numbers ``[stop - start]`` float32 for rows of a layer, by splitmix64."""
+    """Return standard normal numbers ``[stop - start]`` float32 for rows of a layer, from splitmix64."""
     positions = np.arange(start, stop, dtype=np.uint64) + np.uint64(layer << 48)
     with np.errstate(over="ignore"):
         z = (positions + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     z ^= z >> np.uint64(31)
-    # Box-Muller transform; the first uniform number is above 0, because its logarithm is needed.
+    # Box-Muller transform. The first uniform number must be above 0, because its logarithm is computed.
     radius = np.sqrt(-2 * np.log(((z >> np.uint64(32)).astype(np.float64) + 1) / 2**32))
     angle = (z & np.uint64(0xFFFFFFFF)).astype(np.float64) * (2 * np.pi / 2**32)
     return torch.from_numpy((radius * np.cos(angle)).astype(np.float32))

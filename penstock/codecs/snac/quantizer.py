@@ -16,7 +16,7 @@ from penstock.kernels import Ops, PackedLinear
 
 @dataclass(frozen=True, slots=True)
 class Codebook:
-    """One codebook and its projections."""
+    """A codebook with its input and output projections."""
 
     project_in: PackedLinear  # [latent] -> [codebook_dim]
     project_out: PackedLinear  # [codebook_dim] -> [latent]
@@ -24,12 +24,14 @@ class Codebook:
     stride: int
 
     def latents(self, codes: Tensor, ops: Ops) -> Tensor:
-        """``codes [N] -> [N * stride, latent]``: each code represents ``stride`` rows."""
+        """Return the latent rows of codes: ``[N] -> [N * stride, latent]``."""
         rows = ops.linear(ops.embedding(codes, self.table), self.project_out)
         return ops.take_rows(rows, torch.arange(len(rows) * self.stride) // self.stride)
 
     def nearest(self, latents: Tensor, ops: Ops) -> Tensor:
-        """``[N * stride, latent] -> [N]``: the codes whose vectors have the smallest angle."""
+        """Return the codes whose vectors have the smallest angle to latent rows: ``[N * stride, latent] ->
+        [N]``.
+        """
         means = latents.view(-1, self.stride, latents.shape[1]).mean(1)
         queries = F.normalize(ops.linear(means, self.project_in))
         return (queries @ F.normalize(self.table).t()).argmax(1)
@@ -37,14 +39,14 @@ class Codebook:
 
 @dataclass(frozen=True, slots=True)
 class Quantizer:
-    """All codebooks, the coarsest first, and the order of their codes in a frame."""
+    """All codebooks, the coarsest one first, and the order of their codes in a frame."""
 
     codebooks: tuple[Codebook, ...]
     columns: tuple[Tensor, ...]
-    """Columns of a frame that hold the codes of each codebook, int64."""
+    """For each codebook, the columns of a frame with its codes, int64."""
 
     def latents(self, frames: Tensor, ops: Ops) -> Tensor:
-        """``frames [F, C] -> [F * strides[0], latent]``."""
+        """Return the latent rows of frames: ``[F, C] -> [F * strides[0], latent]``."""
         total: Tensor | None = None
         for codebook, columns in zip(self.codebooks, self.columns, strict=True):
             rows = codebook.latents(frames[:, columns].flatten(), ops)
@@ -53,25 +55,26 @@ class Quantizer:
         return total
 
     def frames(self, latents: Tensor, ops: Ops) -> Tensor:
-        """``[F * strides[0], latent] -> [F, C]``."""
+        """Return the frames that encode latent rows: ``[F * strides[0], latent] -> [F, C]``."""
         count = len(latents) // self.codebooks[0].stride
         frames = torch.empty(count, sum(map(len, self.columns)), dtype=torch.int64)
-        rest = latents
+        residual = latents
         for codebook, columns in zip(self.codebooks, self.columns, strict=True):
-            codes = codebook.nearest(rest, ops)
+            codes = codebook.nearest(residual, ops)
             frames[:, columns] = codes.view(count, -1)
-            rest = rest - codebook.latents(codes, ops)
+            residual = residual - codebook.latents(codes, ops)
         return frames
 
 
 def frame_columns(strides: Sequence[int]) -> tuple[Tensor, ...]:
-    """Return the columns of a frame that hold the codes of each codebook.
+    """Return the columns of a frame with the codes of each codebook.
 
-    The codes are sorted by the latent row at which they begin, those of one row from coarse to fine.
+    The codes are sorted by the latent row at which they begin. Codes with the same row are sorted from coarse
+    to fine.
     """
     order = [level for row in range(strides[0]) for level, stride in enumerate(strides) if row % stride == 0]
     return tuple(
-        torch.tensor([column for column, one in enumerate(order) if one == level])
+        torch.tensor([column for column, code_level in enumerate(order) if code_level == level])
         for level in range(len(strides))
     )
 

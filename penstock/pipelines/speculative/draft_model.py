@@ -31,7 +31,7 @@ from penstock.config import LoRAConfig, ModelConfig, PipelineConfig, Speculative
 from penstock.errors import ConfigError, InsufficientBlocksError
 from penstock.grammar import grammar_bitmask, matcher_lookahead
 from penstock.kv_cache import KVCacheManager, KVCacheSpec, claim
-from penstock.memory import estimate_adapters_size, plan_memory, wanted_block_size
+from penstock.memory import estimate_adapters_size, plan_memory, requested_block_size
 from penstock.pipelines.core import TextContext
 from penstock.pipelines.runner import ModelRunner
 from penstock.pipelines.sampling import Sampler, adjust_logits
@@ -326,7 +326,7 @@ def share_memory(
         replace(
             one,
             model=replace(one.model, max_length=length),
-            kv_cache=replace(one.kv_cache, memory=_num_bytes(spec, blocks, wanted_block_size(config))),
+            kv_cache=replace(one.kv_cache, memory=_num_bytes(spec, blocks, requested_block_size(config))),
             max_batch_size=plan.max_batch_size,
             max_batch_input_tokens=plan.max_batch_input_tokens,
         )

@@ -1,10 +1,10 @@
 """Checkpoint formats: how a checkpoint stores the weights of linear layers. One file per format.
 
-A file of this folder holds one record, ``FORMAT``. A format is independent of the architecture: it determines
-the stored encoding of each layer, and reads the layer in that encoding or as floats. Files whose names begin
-with an underscore are shared by several formats.
+Each file of this folder defines one record, ``FORMAT``. Files whose names begin with an underscore are shared
+by several formats. A format is independent of the architecture. It determines the stored encoding of each
+layer, and reads the layer in that encoding or as floats.
 
-Importing this package loads no torch. The methods that read tensors import it when they are called.
+Importing this package does not import torch. The methods that read tensors import torch when they are called.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 Headers = Mapping[str, TensorHeader]
 LayerPolicy = Callable[[str], str | None]
-"""Name of a layer -> its stored encoding; None for a layer of plain floats."""
+"""Returns the stored encoding of a layer, given its name; None for a layer of plain floats."""
 
 
 class TensorReader(Protocol):
-    """Reads tensors of a checkpoint's files. The tensors are views of the mapped files."""
+    """Reads tensors from the files of a checkpoint. The tensors are views of the mapped files."""
 
     def tensor(self, header: TensorHeader, index: int | None = None) -> Tensor:
-        """Return a tensor in its stored type, or one part of it along the first dimension."""
+        """Return a tensor in its stored type, or with ``index`` one slice along its first dimension."""
         ...
 
     def file_bytes(self, header: TensorHeader) -> Tensor:
@@ -44,24 +44,24 @@ class TensorReader(Protocol):
 
 
 class CheckpointFormat(ABC):
-    """One way of storing the weights of linear layers."""
+    """A way of storing the weights of linear layers in a checkpoint."""
 
     name: str
-    """The name of its file; also used in messages."""
+    """The name of the format's Python module; also used in messages."""
     quant_methods: tuple[str, ...] = ()
     """Values of ``quantization_config.quant_method`` in ``config.json`` that this format reads."""
     kept_encodings: tuple[str, ...] = ()
-    """Encodings in which the format returns layers; others are read as floats."""
+    """Encodings in which the format can return layers. Other layers are read as floats."""
     keeps_floats: bool = False
-    """Whether layers of plain floats stay floats if the user sets no encoding."""
+    """Whether layers of plain floats stay floats if no encoding is configured."""
     unread_if_zero: tuple[str, ...] = ()
-    """Patterns of tensors that a model may ignore if they contain only zeros."""
+    """Name patterns of tensors that a model may ignore if they contain only zeros."""
     priority: int = 0
-    """If several formats detect a checkpoint, the one with the highest priority reads it."""
+    """If several formats detect a checkpoint, the format with the highest priority is used."""
 
     @abstractmethod
     def detect(self, config: Mapping[str, object], headers: Headers) -> bool:
-        """Return whether a checkpoint is of this format.
+        """Return whether a checkpoint has this format.
 
         Args:
             config: the content of ``config.json``; empty if the checkpoint has none.
@@ -69,17 +69,19 @@ class CheckpointFormat(ABC):
         """
 
     def policy(self, config: Mapping[str, object]) -> LayerPolicy | None:
-        """Return the encoding of each layer. None, the default: all layers are plain floats."""
+        """Return a function that gives the encoding of each layer; None (the default) if all are plain
+        floats.
+        """
         return None
 
     def headers(self, config: Mapping[str, object], stored: Headers) -> Headers:
-        """Return the tensors for the model, with the names and shapes of plain checkpoints.
+        """Return the tensors as the model reads them, with the names and shapes of an unquantized checkpoint.
 
-        A format that stores one weight as several tensors replaces them by one `QuantizedHeader` named
+        A format that stores one weight as several tensors replaces these by one `QuantizedHeader` named
         ``<layer>.weight``. By default the stored tensors are returned, with the encodings of `policy`.
 
         Raises:
-            WeightsError: the tensors of a layer do not fit together.
+            WeightsError: the types or shapes of the tensors of a layer are inconsistent.
         """
         policy = self.policy(config)
         if policy is None:
@@ -92,9 +94,9 @@ class CheckpointFormat(ABC):
         }
 
     def model_encoding(self, headers: Headers) -> str | None:
-        """Return the default encoding of the model; None: the type of the plain floats.
+        """Return the default encoding of the model; None for the type of its plain floats.
 
-        By default it is the encoding of the stored type that takes the most bytes.
+        This implementation returns the encoding of the stored type that takes the most bytes.
         """
         sizes: dict[str, int] = {}
         encodings: dict[str, str | None] = {}
@@ -107,11 +109,12 @@ class CheckpointFormat(ABC):
     def read_linear(
         self, source: TensorReader, header: TensorHeader
     ) -> tuple[str | None, Mapping[str, Tensor]]:
-        """Return the encoding of a weight ``[out, in]``, and its tensors as `LinearEncoding.pack` does.
+        """Return the encoding of a weight ``[out, in]``, and the tensors that `LinearEncoding.pack` would
+        return.
 
-        The encoding is ``header.encoding``, or None if ``weight`` holds floats. All tensors have one row per
-        output, so that the layers of one input can be concatenated. An encoded weight has its inputs in the
-        order of ``header.order``.
+        The encoding is ``header.encoding``. It is None if the only tensor is ``weight`` in floats. All
+        tensors have one row per output, so that layers with the same input can be concatenated. The inputs of
+        a quantized weight are in the order of ``header.order``.
         """
         return None, {"weight": source.tensor(header)}
 
@@ -122,30 +125,30 @@ class CheckpointFormat(ABC):
             return tensors["weight"]
         weight = encoding_named(encoding).unpack(tensors)
         if isinstance(header, QuantizedHeader) and header.order:
-            weight = in_original_order(weight, header.order)
+            weight = restore_input_order(weight, header.order)
         return weight.T if header.is_transposed else weight
 
 
 class FormatRegistry:
-    """The checkpoint formats of this folder and of further folders.
+    """The checkpoint formats in this folder and in further folders.
 
     Args:
         folders: folders to search besides this one.
     """
 
     def __init__(self, folders: Iterable[Path] = ()) -> None:
-        self._more_folders = tuple(folders)
-        self._added: tuple[CheckpointFormat, ...] = ()
+        self._extra_folders = tuple(folders)
+        self._registered: tuple[CheckpointFormat, ...] = ()
 
     @property
     def formats(self) -> tuple[CheckpointFormat, ...]:
         """All formats, highest priority first."""
-        known = {one.name: one for one in (*self._found, *self._added)}
-        return tuple(sorted(known.values(), key=lambda one: (-one.priority, one.name)))
+        records_by_name = {record.name: record for record in (*self._discovered, *self._registered)}
+        return tuple(sorted(records_by_name.values(), key=lambda record: (-record.priority, record.name)))
 
     @property
     def quant_methods(self) -> tuple[str, ...]:
-        """All values of ``quant_method`` that some format reads."""
+        """All values of ``quant_method`` that can be read."""
         return tuple(sorted(method for record in self.formats for method in record.quant_methods))
 
     def detect(self, config: Mapping[str, object], headers: Headers) -> CheckpointFormat:
@@ -161,47 +164,50 @@ class FormatRegistry:
         for record in self.formats:
             if record.detect(config, headers):
                 return record
-        known = ", ".join(("plain floats", *self.quant_methods))
+        methods = ", ".join(("plain floats", *self.quant_methods))
         quantized = " or ".join(name for name in ENCODINGS.names if not ENCODINGS[name].is_float)
         raise ConfigError(
             "quantization_config.quant_method",
-            f"checkpoints of {quant_method(config)!r} cannot be read: use one of {known}, such as the model "
-            f"that this one was made from, and --quantization-encoding {quantized} to quantize it at load",
+            f"checkpoints of {quant_method(config)!r} cannot be read: use one of {methods}, such as the "
+            f"model that this one was made from, and --quantization-encoding {quantized} to quantize it at "
+            "load",
         )
 
     @contextmanager
     def extended(self, *formats: CheckpointFormat) -> Iterator[None]:
         """Add formats within a ``with`` block, in this process only."""
-        before = self._added
-        self._added = (*before, *formats)
+        previous = self._registered
+        self._registered = (*previous, *formats)
         try:
             yield
         finally:
-            self._added = before
+            self._registered = previous
 
     @cached_property
-    def _found(self) -> tuple[CheckpointFormat, ...]:
-        return tuple(_record(module) for module in modules_in(__name__, self._more_folders))
+    def _discovered(self) -> tuple[CheckpointFormat, ...]:
+        return tuple(_record(module) for module in modules_in(__name__, self._extra_folders))
 
 
 FORMATS = FormatRegistry()
 """The checkpoint formats of this process."""
 
 
-def in_original_order(weight: Tensor, order: bytes) -> Tensor:
-    """Return a weight ``[out, in]``, given in the order of `QuantizedHeader.order`, in the original order."""
+def restore_input_order(weight: Tensor, order: bytes) -> Tensor:
+    """Return a weight ``[out, in]`` with its inputs reordered from `QuantizedHeader.order` to the original
+    order.
+    """
     import torch
 
-    places = torch.frombuffer(bytearray(order), dtype=torch.int32).argsort()
-    return weight[:, places]
+    positions = torch.frombuffer(bytearray(order), dtype=torch.int32).argsort()
+    return weight[:, positions]
 
 
 def quantization_section(config: Mapping[str, object]) -> Mapping[str, object]:
-    """Return ``quantization_config`` of a ``config.json``, or of its text model; empty if there is none."""
-    text = config.get("text_config")
-    for place in (config, text if isinstance(text, Mapping) else {}):
+    """Return the ``quantization_config`` of a ``config.json`` or of its ``text_config``, or an empty one."""
+    text_config = config.get("text_config")
+    for parent in (config, text_config if isinstance(text_config, Mapping) else {}):
         for key in ("quantization_config", "compression_config"):
-            section = place.get(key)
+            section = parent.get(key)
             if isinstance(section, Mapping):
                 return section
     return {}
@@ -215,5 +221,5 @@ def quant_method(config: Mapping[str, object]) -> object:
 def _record(module: ModuleType) -> CheckpointFormat:
     record, name = getattr(module, "FORMAT", None), module.__name__.rpartition(".")[2]
     if not isinstance(record, CheckpointFormat) or record.name != name:
-        raise ConfigError("checkpoint format", f"{module.__file__} must hold FORMAT, with the name {name!r}")
+        raise ConfigError("checkpoint format", f"{module.__file__} must define FORMAT with the name {name!r}")
     return record

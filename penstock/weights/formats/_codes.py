@@ -1,7 +1,7 @@
-"""Layers of integer codes with scales and zero points, as GPTQ, AWQ and compressed-tensors store them.
+"""Layers of integer codes with scales and zero points, as in GPTQ, AWQ and compressed-tensors.
 
-Codes of up to 4 bits are read in the encoding uint4, those of up to 8 bits in uint8. Groups must be a
-multiple of 32 inputs. Other layers are dequantized to floats.
+Codes of up to 4 bits are read in the encoding uint4, codes of 5 to 8 bits in uint8. The group size must be a
+multiple of 32 inputs. Layers with other group sizes are dequantized to floats.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 MAX_BITS = 8
 
 
-def encoding_of(bits: int, group_size: int, in_features: int) -> str | None:
-    """Return the encoding that holds these codes exactly; None if there is none."""
+def exact_encoding(bits: int, group_size: int, in_features: int) -> str | None:
+    """Return the encoding that represents codes of these sizes exactly; None if there is none."""
     if group_size % GROUP and group_size < in_features:
         return None
     return "uint4" if bits <= 4 else "uint8"
@@ -30,14 +30,14 @@ def encoding_of(bits: int, group_size: int, in_features: int) -> str | None:
 def sorted_encoding(
     encoding: str | None, tensors: StoredTensors, layer: str, part: str, size: int, groups: int
 ) -> tuple[str | None, bytes]:
-    """Return the encoding of a layer whose groups may be out of order, and its `QuantizedHeader.order`.
+    """Return the encoding and the `QuantizedHeader.order` of a layer whose inputs may not be sorted by group.
 
     Args:
-        encoding: the encoding that holds the layer if its inputs are sorted by group; None for floats.
+        encoding: the encoding of the layer after its inputs are sorted by group; None for floats.
         tensors: the stored tensors.
         layer: the name of the layer.
-        part: the tensor with the group of each input, integers ``[in]``.
-        size: inputs of a group; the last group may be shorter.
+        part: the name of the tensor with the group of each input, integers ``[in]``.
+        size: number of inputs in a group; the last group may be smaller.
         groups: number of groups.
 
     Returns:
@@ -51,15 +51,15 @@ def sorted_encoding(
     kind = {"I32": "<i4", "I64": "<i8"}.get(header.type_name)
     if kind is None:
         return encoding, b""  # `StoredTensors.take` refuses other types
-    group_of_input = np.frombuffer(read_tensor_bytes(header), kind)
-    inputs = len(group_of_input)
-    if not 0 <= int(group_of_input.min()) <= int(group_of_input.max()) < groups:
-        tensors.refuse(layer, part, "names groups that do not exist")
-    counts = np.bincount(group_of_input, minlength=groups)
+    input_groups = np.frombuffer(read_tensor_bytes(header), kind)
+    inputs = len(input_groups)
+    if not 0 <= int(input_groups.min()) <= int(input_groups.max()) < groups:
+        tensors.refuse(layer, part, "refers to groups that do not exist")
+    counts = np.bincount(input_groups, minlength=groups)
     is_regular = bool((counts[:-1] == size).all()) and int(counts[-1]) == inputs - size * (groups - 1)
     if encoding is None or not is_regular:
         return None, b""
-    order = np.argsort(group_of_input, kind="stable").astype(np.int32)
+    order = np.argsort(input_groups, kind="stable").astype(np.int32)
     is_sorted = bool((order == np.arange(inputs)).all())
     return encoding, b"" if is_sorted else order.tobytes()
 
@@ -75,13 +75,13 @@ def read_codes(
     """Return the encoding and the tensors of a layer of codes.
 
     Args:
-        encoding: `encoding_of` the layer; None for floats.
+        encoding: the result of `exact_encoding` for the layer; None for floats.
         codes: uint8 ``[out, in]``.
         scales: floats ``[out, G]``.
         zeros: integers ``[out, G]``.
-        group_size: inputs of a group.
-        groups: the group of each input ``[in]``, if inputs are not grouped in order. Only for floats; encoded
-            codes are sorted by group.
+        group_size: number of inputs in a group.
+        groups: the group of each input ``[in]``, if the inputs are not sorted by group. It is used only if
+            the result is floats. Otherwise the caller has sorted the codes.
     """
     import torch
 

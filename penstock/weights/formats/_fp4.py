@@ -1,9 +1,9 @@
-"""Layers of 4-bit floats (E2M1) with scales per 16 or 32 inputs: NVFP4 and MXFP4 as libraries pack them.
+"""Layers of 4-bit floats (E2M1) with a scale per 16 or 32 inputs: NVFP4 and MXFP4.
 
-A byte holds two numbers, the first in its lower half. NVFP4 has a scale (E4M3) per 16 inputs and a float32
-scale per weight. compressed-tensors divides by the float32 scale (``weight_global_scale``), ModelOpt
-multiplies by it (``weight_scale_2``). MXFP4 has a power of two per 32 inputs, stored as its exponent plus
-127. The encodings nvfp4 and mxfp4 hold these layers exactly.
+A byte contains two numbers, the first in its lower half. NVFP4 has a scale (E4M3) per 16 inputs and a float32
+scale per matrix. In compressed-tensors a weight is divided by the float32 scale (``weight_global_scale``), in
+ModelOpt it is multiplied by it (``weight_scale_2``). MXFP4 has a power of two per 32 inputs, stored as its
+exponent plus 127. The encodings nvfp4 and mxfp4 represent these layers exactly.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _NVFP4, _MXFP4 = 16, 32  # inputs that share a scale
 
 
 def take_fp4_layers(tensors: StoredTensors, name: str = "weight_packed") -> None:
-    """Replace the layers of 4-bit floats by one header each.
+    """Replace the tensors of each layer of 4-bit floats by one header.
 
     Args:
         tensors: the stored tensors.
-        name: the tensor of numbers: ``weight_packed`` of compressed-tensors or ``weight`` of ModelOpt.
+        name: the tensor of numbers: ``weight_packed`` in compressed-tensors, ``weight`` in ModelOpt.
 
     Raises:
-        WeightsError: the scales of a layer are missing or do not fit.
+        WeightsError: the scales of a layer are missing or have a wrong type or shape.
     """
     for layer in tensors.layers(name, ("U8",)):
         packed, scale = tensors.peek(layer, name), tensors.peek(layer, "weight_scale")
@@ -46,7 +46,7 @@ def take_fp4_layers(tensors: StoredTensors, name: str = "weight_packed") -> None
         }
         if inputs % size or (size == _NVFP4 and parts["divisor"] is parts["factor"]):
             tensors.refuse(
-                layer, name, f"of {inputs} inputs needs a scale for each {size} of them and one in all"
+                layer, name, f"has {inputs} inputs and needs one scale per {size} inputs and one global scale"
             )
         parts["packed"] = tensors.take(layer, name, ("U8",))
         encoding = "mxfp4" if size == _MXFP4 else "nvfp4"

@@ -1,7 +1,7 @@
-"""Layers of 8-bit floats (E4M3), as several formats store them: ``weight`` and one tensor of scales.
+"""Layers of 8-bit floats (E4M3), which several formats store as ``weight`` and one tensor of scales.
 
-Scales are one number, one for each output, or one for each block of outputs and inputs. The last blocks of a
-matrix may be smaller. The weight is the 8-bit float times its scale.
+There is one scale per matrix, per output, or per block of outputs and inputs. The last blocks of a matrix may
+be smaller. A weight is the 8-bit float times its scale.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _SCALES = ("weight_scale_inv", "weight_scale")
 
 
 def take_fp8_layers(tensors: StoredTensors, block: tuple[int, int]) -> None:
-    """Replace the layers of 8-bit floats by one header each.
+    """Replace the tensors of each layer of 8-bit floats by one header.
 
     Args:
         tensors: the stored tensors.
-        block: outputs and inputs of a block of scales.
+        block: numbers of outputs and inputs of a block with one scale; (0, 0) without blocks.
 
     Raises:
-        WeightsError: the scales of a layer are missing or do not fit.
+        WeightsError: the scales of a layer are missing or have a wrong type or shape.
     """
     for layer in tensors.layers("weight", (E4M3, E5M2)):
         weight = tensors.peek(layer, "weight")
@@ -40,7 +40,7 @@ def take_fp8_layers(tensors: StoredTensors, block: tuple[int, int]) -> None:
                 layer, "weight", f"is {weight.type_name} {list(weight.shape)} where a matrix is needed"
             )
         shape = (weight.shape[0], weight.shape[1])
-        name = next((one for one in _SCALES if tensors.peek(layer, one)), _SCALES[1])
+        name = next((part for part in _SCALES if tensors.peek(layer, part)), _SCALES[1])
         header = tensors.peek(layer, name)
         group = scale_group(header.shape, shape, block) if header else None
         if header is not None and group is None:
@@ -51,9 +51,9 @@ def take_fp8_layers(tensors: StoredTensors, block: tuple[int, int]) -> None:
             )
         scales = tensors.take(layer, name, _SCALE_TYPES)
         assert group is not None
-        kept = weight.type_name == E4M3 and (group[1] == shape[1] or group[1] % _GROUP == 0)
+        is_exact = weight.type_name == E4M3 and (group[1] == shape[1] or group[1] % _GROUP == 0)
         parts = {"weight": tensors.take(layer, "weight", (E4M3, E5M2)), "scale": scales}
-        tensors.put(layer, shape, "fp8" if kept else None, parts, layout=LAYOUT, bits=8, group=group)
+        tensors.put(layer, shape, "fp8" if is_exact else None, parts, layout=LAYOUT, bits=8, group=group)
 
 
 def read_fp8(source: TensorReader, header: LayerHeader) -> tuple[str | None, Mapping[str, Tensor]]:
@@ -74,12 +74,12 @@ def read_fp8(source: TensorReader, header: LayerHeader) -> tuple[str | None, Map
 
 
 def block_size(section: Mapping[str, object], key: str) -> tuple[int, int]:
-    """Return the outputs and inputs of a block from a configuration; (0, 0) if it names none."""
+    """Return the numbers of outputs and inputs of a block, from a configuration; (0, 0) if it has none."""
     value = section.get(key)
     if (
         isinstance(value, list | tuple)
         and len(value) == 2
-        and all(isinstance(one, int) and one > 0 for one in value)
+        and all(isinstance(size, int) and size > 0 for size in value)
     ):
         return value[0], value[1]
     return 0, 0

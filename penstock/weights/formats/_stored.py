@@ -1,4 +1,4 @@
-"""Shared by the formats of quantized layers: headers with named parts, checks, unpacking of bits."""
+"""Shared code of the formats with quantized layers: headers with named parts, checks, unpacking of bits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 GROUP = 32
-"""Group sizes that are a multiple of this are kept in the encodings of codes."""
+"""Group sizes must be a multiple of this number of inputs, otherwise the layer is dequantized."""
 
 FLOATS = ("F16", "BF16", "F32")
 
@@ -22,10 +22,10 @@ _WITHOUT_EFFECT = (
     *("input_scale", "input_scale_ub", "input_zero_point", "input_global_scale", "activation_scale"),
     *("output_scale", "k_scale", "v_scale", "q_scale", "k_zero_point", "v_zero_point", "prob_output_scale"),
 )
-"""Ignored tensors: parameters of quantized activations and KV caches.
+"""Tensors that the formats ignore: parameters of quantized activations and KV caches.
 
-The kernels compute the scales of activations from the activations themselves. The scales of 8-bit float KV
-caches are read by `penstock.weights.cache_scales`.
+The kernels compute the scales of activations from the activations themselves. `penstock.weights.cache_scales`
+reads the scales of 8-bit float KV caches.
 """
 
 
@@ -36,14 +36,14 @@ class LayerHeader(QuantizedHeader):
     names: tuple[str, ...] = ()
     """The names of `parts`, without the name of the layer."""
     layout: str = ""
-    """The variant in which the parts are stored, for formats with several variants."""
+    """The storage variant, for formats with several variants."""
     bits: int = 0
-    """Bits of a stored number."""
+    """Number of bits of a stored number."""
     group: tuple[int, int] = (0, 0)
     """Numbers of outputs and inputs that share a scale."""
 
     def sorted_inputs(self, codes: Tensor) -> Tensor:
-        """Return ``codes [out, in]`` with their inputs in `order`."""
+        """Return ``codes [out, in]`` with their inputs reordered by `order`."""
         import torch
 
         if not self.order:
@@ -51,23 +51,26 @@ class LayerHeader(QuantizedHeader):
         return codes[:, torch.frombuffer(bytearray(self.order), dtype=torch.int32)]
 
     def part(self, name: str) -> TensorHeader | None:
-        """Return a part by its name, or None."""
+        """Return the header of a part, or None if the layer does not have it."""
         return dict(zip(self.names, self.parts, strict=True)).get(name)
 
     def read(self, source: TensorReader, name: str) -> Tensor:
-        """Return the tensor of a part that the header contains."""
+        """Return the tensor of a part, which must exist."""
         header = self.part(name)
         assert header is not None
         return source.tensor(header)
 
 
 class StoredFormat(CheckpointFormat):
-    """A format whose quantized layers keep their encodings, while all other layers stay floats."""
+    """A format with quantized layers.
+
+    By default they keep their encodings, and all other layers stay floats.
+    """
 
     keeps_floats = True
 
     def model_encoding(self, headers: Headers) -> str | None:
-        """Return the encoding of most bytes of the quantized layers; None if all are dequantized."""
+        """Return the encoding that takes the most bytes; None if all quantized layers are dequantized."""
         sizes: dict[str, int] = {}
         for header in headers.values():
             if isinstance(header, QuantizedHeader) and header.encoding is not None:
@@ -76,7 +79,7 @@ class StoredFormat(CheckpointFormat):
 
 
 class StoredTensors:
-    """The tensors of a checkpoint, from which a format removes those of its layers.
+    """The tensors of a checkpoint while a format replaces those of quantized layers by `LayerHeader` records.
 
     Args:
         stored: the stored tensors by name.
@@ -84,29 +87,36 @@ class StoredTensors:
     """
 
     def __init__(self, stored: Headers, format_name: str) -> None:
-        self.left = {name: one for name, one in stored.items() if not name.endswith(_ENDINGS)}
+        self.remaining = {name: header for name, header in stored.items() if not name.endswith(_ENDINGS)}
+        """The headers by name: stored tensors that no layer has taken yet, and the layers added by `put`."""
         self._format = format_name
 
     def layers(self, part: str, types: tuple[str, ...] = ()) -> Iterator[str]:
         """Yield the names of the layers that have a part of one of these types."""
         ending = f".{part}"
-        for name in [name for name in self.left if name.endswith(ending)]:
-            if not types or self.left[name].type_name in types:
+        for name in [name for name in self.remaining if name.endswith(ending)]:
+            if not types or self.remaining[name].type_name in types:
                 yield name.removesuffix(ending)
 
     def peek(self, layer: str, part: str) -> TensorHeader | None:
-        """Return a part of a layer, or None."""
-        return self.left.get(f"{layer}.{part}")
+        """Return the header of a layer's part, or None if it is missing."""
+        return self.remaining.get(f"{layer}.{part}")
 
     def take(self, layer: str, part: str, types: tuple[str, ...], *shapes: tuple[int, ...]) -> TensorHeader:
-        """Remove a part of a layer and return it.
+        """Remove a part of a layer from `remaining` and return its header.
+
+        Args:
+            layer: the name of the layer.
+            part: the name of the part.
+            types: the allowed types.
+            shapes: the allowed shapes; empty for any shape.
 
         Raises:
-            WeightsError: the part is missing, or has another type or shape than these.
+            WeightsError: the part is missing, or its type or shape is not allowed.
         """
         header = self.take_optional(layer, part, types, *shapes)
         if header is None:
-            file = next(one.file for name, one in self.left.items() if name.startswith(layer))
+            file = next(other.file for name, other in self.remaining.items() if name.startswith(layer))
             raise WeightsError(file, f"{layer}.{part} is missing")
         return header
 
@@ -122,13 +132,13 @@ class StoredTensors:
             self.refuse(
                 layer, part, f"is {header.type_name} {list(header.shape)} where {self._format} needs {needed}"
             )
-        del self.left[f"{layer}.{part}"]
+        del self.remaining[f"{layer}.{part}"]
         return header
 
     def refuse(self, layer: str, part: str, problem: str) -> None:
         """Raise a `WeightsError` about a part of a layer."""
-        header = self.left.get(f"{layer}.{part}")
-        file = header.file if header else next(iter(self.left.values())).file
+        header = self.remaining.get(f"{layer}.{part}")
+        file = header.file if header else next(iter(self.remaining.values())).file
         raise WeightsError(file, f"{layer}.{part} {problem}".strip())
 
     def put(
@@ -143,18 +153,21 @@ class StoredTensors:
         group: tuple[int, int] = (0, 0),
         order: bytes = b"",
     ) -> None:
-        """Add the weight of a layer, ``[out, in]``, assembled from these parts."""
-        found = {name: part for name, part in parts.items() if part is not None}
-        first = next(iter(found.values()))
-        self.left[f"{layer}.weight"] = LayerHeader(
+        """Add the weight ``[out, in]`` of a layer, which consists of these parts.
+
+        Parts that are None are absent.
+        """
+        present = {name: part for name, part in parts.items() if part is not None}
+        first = next(iter(present.values()))
+        self.remaining[f"{layer}.weight"] = LayerHeader(
             first.file,
             self._format,
             shape,
-            sum(part.num_bytes for part in found.values()),
+            sum(part.num_bytes for part in present.values()),
             first.stored_name,
             encoding=encoding,
-            parts=tuple(found.values()),
-            names=tuple(found),
+            parts=tuple(present.values()),
+            names=tuple(present),
             layout=layout,
             bits=bits,
             group=group,
@@ -165,15 +178,15 @@ class StoredTensors:
 def scale_group(
     shape: tuple[int, ...], weight: tuple[int, int], block: tuple[int, int]
 ) -> tuple[int, int] | None:
-    """Return the outputs and inputs that share a scale.
+    """Return the numbers of outputs and inputs that share a scale.
 
     Args:
-        shape: of the scales: one number, one for each output, or one for each block.
+        shape: the shape of the scales: one number, one for each output, or one for each block.
         weight: ``(out, in)``.
-        block: outputs and inputs of a block.
+        block: numbers of outputs and inputs of a block.
 
     Returns:
-        None if the shape fits none of these.
+        ``(outputs, inputs)``; None if the shape is none of these.
     """
     out_features, in_features = weight
     if shape in ((), (1,), (1, 1)):
@@ -186,14 +199,14 @@ def scale_group(
 
 
 def unpack_bits(words: Tensor, bits: int, count: int) -> Tensor:
-    """Return the ``count`` unsigned numbers of few bits in each row of int32 words, lowest bits first.
+    """Return the unsigned numbers that are packed in rows of int32 words, lowest bits first.
 
-    Numbers may lie across two words, as those of 3 bits do.
+    A number may span two words, for instance with 3 bits.
 
     Args:
         words: int32 ``[rows, words]``.
-        bits: bits of a number; at most 8.
-        count: numbers of a row.
+        bits: number of bits of a number; at most 8.
+        count: number of numbers in a row.
 
     Returns:
         uint8 ``[rows, count]``.

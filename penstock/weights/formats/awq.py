@@ -1,9 +1,11 @@
 """awq: 4-bit integers in groups of inputs, with zero points.
 
-The version ``gemm`` stores a layer ``[out, in]`` in columns. A word of ``qweight [in, out / 8]`` and of
-``qzeros [G, out / 8]`` holds the codes of 8 outputs, from the lowest bits: 0, 2, 4, 6, 1, 3, 5, 7. ``scales``
-is ``[G, out]``. The version ``gemv`` stores ``qweight [out, in / 8]`` in order, and ``qzeros`` and ``scales``
-with one row for each output and unused columns behind those of the groups.
+Version ``gemm`` stores a layer ``[out, in]`` transposed: ``qweight [in, out / 8]``, ``qzeros [G, out / 8]``
+and ``scales [G, out]``. A 32-bit word contains the codes of 8 outputs. From the lowest bits they are outputs
+0, 2, 4, 6, 1, 3, 5, 7.
+
+Version ``gemv`` stores ``qweight [out, in / 8]`` with the codes in order. ``qzeros`` and ``scales`` have one
+row for each output. Their columns after the last group are padding.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from penstock.errors import ConfigError
 from penstock.weights.formats import Headers, TensorReader, quant_method, quantization_section
-from penstock.weights.formats._codes import encoding_of, read_codes
+from penstock.weights.formats._codes import exact_encoding, read_codes
 from penstock.weights.formats._stored import FLOATS, LayerHeader, StoredFormat, StoredTensors, unpack_bits
 from penstock.weights.safetensors import TensorHeader
 
@@ -22,12 +24,12 @@ if TYPE_CHECKING:
 
 _BITS, _PER_WORD = 4, 8
 _POSITIONS = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Positions within a word of the codes of outputs 0 to 7."""
+"""The position in a word of the code of each output, 0 to 7."""
 VERSIONS = ("gemm", "gemv")
 
 
 class AWQFormat(StoredFormat):
-    """4-bit codes in groups of inputs, as AutoAWQ stores them."""
+    """4-bit codes in groups of inputs, written by AutoAWQ."""
 
     name = "awq"
     quant_methods = ("awq",)
@@ -40,12 +42,12 @@ class AWQFormat(StoredFormat):
         section = quantization_section(config)
         version = str(section.get("version") or VERSIONS[0]).lower()
         if version not in VERSIONS:
-            known = " or ".join(VERSIONS)
-            raise ConfigError("quantization_config.version", f"{version!r} cannot be read: use {known}")
+            versions = " or ".join(VERSIONS)
+            raise ConfigError("quantization_config.version", f"{version!r} cannot be read: use {versions}")
         bits = section.get("bits", section.get("w_bit", _BITS))
         if bits != _BITS:
             raise ConfigError(
-                "quantization_config.bits", f"was {bits!r}: AWQ weights of {_BITS} bits can be read"
+                "quantization_config.bits", f"was {bits!r}: only AWQ weights of {_BITS} bits can be read"
             )
         size = section.get("group_size", section.get("q_group_size", 128))
         if not isinstance(size, int):
@@ -53,7 +55,7 @@ class AWQFormat(StoredFormat):
         tensors = StoredTensors(stored, self.name)
         for layer in tensors.layers("qweight", ("I32",)):
             (_take_gemm if version == "gemm" else _take_gemv)(tensors, layer, size)
-        return tensors.left
+        return tensors.remaining
 
     def read_linear(
         self, source: TensorReader, header: TensorHeader
@@ -70,7 +72,7 @@ def _sizes(tensors: StoredTensors, layer: str, inputs: int, size: int) -> tuple[
     """Return the number of inputs per group and the number of groups."""
     size = inputs if size < 1 else size
     if not inputs or inputs % size:
-        tensors.refuse(layer, "qweight", f"has {inputs} inputs, which is no multiple of group_size {size}")
+        tensors.refuse(layer, "qweight", f"has {inputs} inputs, which is not a multiple of group_size {size}")
     return size, inputs // size
 
 
@@ -87,7 +89,7 @@ def _take_gemm(tensors: StoredTensors, layer: str, size: int) -> None:
         "zeros": tensors.take(layer, "qzeros", ("I32",), (groups, words)),
         "scales": tensors.take(layer, "scales", FLOATS, (groups, outputs)),
     }
-    encoding = encoding_of(_BITS, size, inputs)
+    encoding = exact_encoding(_BITS, size, inputs)
     tensors.put(layer, (outputs, inputs), encoding, parts, layout="gemm", bits=_BITS, group=(1, size))
 
 
@@ -107,7 +109,7 @@ def _take_gemv(tensors: StoredTensors, layer: str, size: int) -> None:
         "zeros": tensors.take(layer, "qzeros", ("I32",), (outputs, width)),
         "scales": tensors.take(layer, "scales", FLOATS, (outputs, width * _PER_WORD)),
     }
-    encoding = encoding_of(_BITS, size, inputs)
+    encoding = exact_encoding(_BITS, size, inputs)
     tensors.put(layer, (outputs, inputs), encoding, parts, layout="gemv", bits=_BITS, group=(1, size))
 
 

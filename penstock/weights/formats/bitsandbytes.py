@@ -1,15 +1,17 @@
-"""bitsandbytes: numbers of 4 bits from a table (nf4, fp4), and 8-bit integers with a scale per output.
+"""bitsandbytes: 4-bit indices into a table of values (nf4, fp4), and 8-bit integers with a scale per output.
 
-A layer of 4 bits has ``weight`` uint8, two numbers in a byte, the first in its upper half;
-``weight.quant_map``, the table of 16 values; and ``weight.absmax``, a factor for each block of the flattened
-weight. The JSON text in ``weight.quant_state.bitsandbytes__nf4`` (or ``fp4``) has the shape and the size of a
-block. The factors may themselves be quantized to 8-bit indices, with ``weight.nested_quant_map``,
-``weight.nested_absmax`` and an offset.
+A 4-bit layer has these tensors:
 
-The encodings nf4 and fp4 hold such a layer exactly if each 64 inputs of an output share a factor. Layers of
-other sizes or tables are dequantized.
+* ``weight`` uint8: two indices in a byte, the first in its upper half.
+* ``weight.quant_map``: the table of 16 values.
+* ``weight.absmax``: a factor for each block of the flattened weight. The factors can themselves be quantized
+  to 8-bit indices, with ``weight.nested_quant_map``, ``weight.nested_absmax`` and an offset.
+* ``weight.quant_state.bitsandbytes__nf4`` (or ``fp4``): JSON text with the shape and the block size.
 
-A layer of 8 bits has ``weight`` int8 and ``SCB``: 127 times the scale of each output.
+The encodings nf4 and fp4 represent such a layer exactly if each 64 consecutive inputs of an output share a
+factor. Layers with other block sizes or tables are dequantized.
+
+An 8-bit layer has ``weight`` int8 and ``SCB``, which is 127 times the scale of each output.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ _STATE = "weight.quant_state.bitsandbytes__"
 _TABLES = {"nf4": nf4.NUMBERS, "fp4": fp4.NUMBERS}
 _TABLE_ERROR = 1e-6  # float32 tables of other writers may differ in the last digit
 _GROUP = 64  # inputs that share a scale in the encodings
-_LARGEST_STATE = 10_000
-"""Maximum bytes of the text of a layer's state."""
+_MAX_STATE_BYTES = 10_000
+"""Maximum number of bytes of the JSON text of a layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ class _FourBitHeader(LayerHeader):
 
 
 class BitsAndBytesFormat(StoredFormat):
-    """Layers of 4 and 8 bits of bitsandbytes."""
+    """4-bit and 8-bit layers of bitsandbytes."""
 
     name = "bitsandbytes"
     quant_methods = ("bitsandbytes",)
@@ -76,7 +78,7 @@ class BitsAndBytesFormat(StoredFormat):
             }
             tensors.take_optional(layer, "weight_format", ("U8",))
             tensors.put(layer, shape, "int8", parts, bits=8)
-        return tensors.left
+        return tensors.remaining
 
     def read_linear(
         self, source: TensorReader, header: TensorHeader
@@ -96,7 +98,7 @@ def _take_4_bits(tensors: StoredTensors, layer: str, kind: str) -> None:
     state_name = f"{_STATE}{kind}"
     weight, text = tensors.peek(layer, "weight"), tensors.peek(layer, state_name)
     assert text is not None
-    state = None if text.num_bytes > _LARGEST_STATE else _parsed(read_tensor_bytes(text))
+    state = None if text.num_bytes > _MAX_STATE_BYTES else _parse_state(read_tensor_bytes(text))
     if state is None:
         tensors.refuse(layer, state_name, "is damaged: it must have the shape of a matrix and a blocksize")
     assert state is not None
@@ -116,21 +118,21 @@ def _take_4_bits(tensors: StoredTensors, layer: str, kind: str) -> None:
         parts["nested_factors"] = tensors.take(layer, "weight.nested_absmax", ("F32",), (groups,))
         parts["nested_table"] = tensors.take(layer, "weight.nested_quant_map", ("F32",), (256,))
     tensors.take(layer, state_name, ("U8",))
-    tensors.left[f"{layer}.weight"] = _FourBitHeader(
+    tensors.remaining[f"{layer}.weight"] = _FourBitHeader(
         parts["weight"].file,
         "bitsandbytes",
         state.shape,
         sum(part.num_bytes for part in (*parts.values(), text)),
         parts["weight"].stored_name,
-        encoding=kind if _is_kept(kind, state, parts["table"]) else None,
+        encoding=kind if _is_exact(kind, state, parts["table"]) else None,
         parts=tuple(parts.values()),
         names=tuple(parts),
         state=state,
     )
 
 
-def _parsed(text: bytes) -> _State | None:
-    """Return the state of a layer; None if it is damaged."""
+def _parse_state(text: bytes) -> _State | None:
+    """Return the shape and block sizes of a 4-bit layer from its JSON text; None if the text is damaged."""
     try:
         fields = json.loads(text)
         outputs, inputs = fields["shape"]
@@ -143,16 +145,16 @@ def _parsed(text: bytes) -> _State | None:
         return None
 
 
-def _is_kept(kind: str, state: _State, table: TensorHeader) -> bool:
-    """Return whether the encoding of this name represents a layer exactly."""
+def _is_exact(kind: str, state: _State, table: TensorHeader) -> bool:
+    """Return whether the encoding ``kind`` represents a layer exactly."""
     if state.shape[1] % _GROUP or state.block % _GROUP:
         return False
     numbers = struct.unpack("<16f", read_tensor_bytes(table))
-    return all(abs(one - other) < _TABLE_ERROR for one, other in zip(numbers, _TABLES[kind], strict=True))
+    return all(abs(a - b) < _TABLE_ERROR for a, b in zip(numbers, _TABLES[kind], strict=True))
 
 
 def _read_4_bits(source: TensorReader, header: _FourBitHeader) -> Mapping[str, Tensor]:
-    """Return the tensors of the header's encoding, or the weight in floats."""
+    """Return the tensors of a 4-bit layer in the header's encoding, or its weight as floats without one."""
     import torch
 
     state, factors = header.state, header.read(source, "factors")

@@ -1,16 +1,17 @@
-"""compressed-tensors: integers, 8-bit floats and 4-bit floats with scales, by groups of layers.
+"""compressed-tensors: integers, 8-bit floats and 4-bit floats with scales.
 
-``quantization_config.config_groups`` describes the layers of each group. The tensors of a layer determine the
-rest:
+``quantization_config.config_groups`` assigns layers to groups with common settings. The tensors of a layer
+determine its type:
 
-* ``weight_packed`` int32: codes of few bits, the first in the lowest bits of a word. A code may span two
-  words; older writers leave the rest of a word unused instead. A code is the integer plus half of its range.
-  ``weight_shape`` is ``(out, in)``. ``weight_zero_point`` is packed in the same way along its outputs.
+* ``weight_packed`` int32: codes of 1 to 8 bits, the first in the lowest bits of a word. A code of b bits is
+  the integer plus 2^(b - 1). It can span two words. Files of older writers leave the rest of a word unused
+  instead. ``weight_shape`` is ``(out, in)``. ``weight_zero_point`` is packed in the same way along its
+  outputs.
 * ``weight`` int8 or 8-bit floats with ``weight_scale``.
 * ``weight_packed`` uint8: 4-bit floats, see `penstock.weights.formats._fp4`.
 
-``weight_g_idx`` gives the group of each input if groups are not in order (``actorder``). The encoding holds
-the inputs of such a layer sorted by group (`QuantizedHeader.order`).
+``weight_g_idx`` contains the group of each input, if inputs are not sorted by group (``actorder``). The
+encoding has the inputs of such a layer sorted by group (`QuantizedHeader.order`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from penstock.errors import ConfigError, WeightsError
 from penstock.weights.formats import Headers, TensorReader, quant_method, quantization_section
-from penstock.weights.formats._codes import MAX_BITS, encoding_of, read_codes, sorted_encoding
+from penstock.weights.formats._codes import MAX_BITS, exact_encoding, read_codes, sorted_encoding
 from penstock.weights.formats._fp4 import read_fp4, take_fp4_layers
 from penstock.weights.formats._fp8 import block_size, read_fp8, take_fp8_layers
 from penstock.weights.formats._stored import (
@@ -41,7 +42,7 @@ _WORD = 32  # bits
 
 
 class CompressedTensorsFormat(StoredFormat):
-    """Layers of integers and of few-bit floats, in the compressed form."""
+    """Layers of integers, 8-bit floats and 4-bit floats, written by compressed-tensors."""
 
     name = "compressed_tensors"
     quant_methods = ("compressed-tensors",)
@@ -53,10 +54,11 @@ class CompressedTensorsFormat(StoredFormat):
     def headers(self, config: Mapping[str, object], stored: Headers) -> Headers:
         section = quantization_section(config)
         _refuse_transforms(section)
-        groups = [one for one in _mapping(section.get("config_groups")).values() if isinstance(one, Mapping)]
+        config_groups = _mapping(section.get("config_groups")).values()
+        groups = [group for group in config_groups if isinstance(group, Mapping)]
         tensors = StoredTensors(stored, self.name)
         for layer in tensors.layers("weight_packed", ("I32",)):
-            _take_packed(tensors, layer, _weights_of(groups, layer))
+            _take_packed(tensors, layer, _weight_options(groups, layer))
         for layer in tensors.layers("weight", ("I8",)):
             _take_integers(tensors, layer)
         blocks = {block_size(_mapping(group.get("weights")), "block_structure") for group in groups} - {
@@ -64,7 +66,7 @@ class CompressedTensorsFormat(StoredFormat):
         }
         take_fp8_layers(tensors, blocks.pop() if len(blocks) == 1 else (0, 0))
         take_fp4_layers(tensors)
-        return tensors.left
+        return tensors.remaining
 
     def read_linear(
         self, source: TensorReader, header: TensorHeader
@@ -79,10 +81,10 @@ FORMAT = CompressedTensorsFormat()
 
 
 def _refuse_transforms(section: Mapping[str, object]) -> None:
-    """Refuse checkpoints whose weights require operations other than scaling.
+    """Raise an error if the weights of a checkpoint require operations other than scaling.
 
     Raises:
-        ConfigError: weights are sparse, or activations must be rotated.
+        ConfigError: weights are sparse, or activations must be transformed.
     """
     sparsity = _mapping(section.get("sparsity_config")).get("format", "dense")
     if sparsity != "dense":
@@ -91,10 +93,14 @@ def _refuse_transforms(section: Mapping[str, object]) -> None:
         raise ConfigError("quantization_config", "models with transforms of activations cannot be read")
 
 
-def _weights_of(groups: list[Mapping[str, object]], layer: str) -> Mapping[str, object]:
-    """Return the storage of a layer's weight. Names take precedence over patterns, patterns over kinds."""
+def _weight_options(groups: list[Mapping[str, object]], layer: str) -> Mapping[str, object]:
+    """Return the settings of a layer's weight from its group.
 
-    def rank(target: str) -> int:
+    A target that is a layer name has precedence over a regular expression, and both over the class
+    ``Linear``.
+    """
+
+    def precedence(target: str) -> int:
         if target.startswith("re:"):
             return 2 if re.match(target.removeprefix("re:"), layer) else 0
         return 3 if layer == target or layer.endswith(f".{target}") else 1 if target == "Linear" else 0
@@ -103,7 +109,8 @@ def _weights_of(groups: list[Mapping[str, object]], layer: str) -> Mapping[str, 
     for group in groups:
         targets = group.get("targets")
         for target in targets if isinstance(targets, list) else ():
-            best = max(best, (rank(str(target)), _mapping(group.get("weights"))), key=lambda pair: pair[0])
+            candidate = (precedence(str(target)), _mapping(group.get("weights")))
+            best = max(best, candidate, key=lambda pair: pair[0])
     return best[1]
 
 
@@ -113,7 +120,7 @@ def _take_packed(tensors: StoredTensors, layer: str, weights: Mapping[str, objec
     bits = weights.get("num_bits")
     if not isinstance(bits, int) or not 1 <= bits <= MAX_BITS:
         tensors.refuse(
-            layer, "weight_packed", f"has {bits!r} bits for config_groups: 1 to {MAX_BITS} can be read"
+            layer, "weight_packed", f"has num_bits {bits!r} in config_groups: 1 to {MAX_BITS} can be read"
         )
     assert isinstance(bits, int)
     if len(packed.shape) != 2 or scale is None or len(scale.shape) != 2 or scale.shape[0] != packed.shape[0]:
@@ -124,28 +131,28 @@ def _take_packed(tensors: StoredTensors, layer: str, weights: Mapping[str, objec
     outputs, groups, size = packed.shape[0], scale.shape[1], weights.get("group_size")
     inputs = packed.shape[1] * _WORD // bits
     if groups > 1:
-        if not isinstance(size, int) or size < 1 or packed.shape[1] not in _words(groups * size, bits):
+        if not isinstance(size, int) or size < 1 or packed.shape[1] not in _num_words(groups * size, bits):
             tensors.refuse(
                 layer,
                 "weight_scale",
-                f"is {list(scale.shape)} where groups of {size!r} of {inputs} inputs are stored",
+                f"is {list(scale.shape)}, which does not match {inputs} inputs in groups of {size!r}",
             )
         assert isinstance(size, int)
         inputs = groups * size
     shape = (outputs, inputs)
     group_size = inputs if groups == 1 else inputs // groups
-    encoding, order = encoding_of(bits, group_size, inputs), b""
-    group_of_input = tensors.peek(layer, "weight_g_idx")
-    if group_of_input is not None and group_of_input.shape == (inputs,):
+    encoding, order = exact_encoding(bits, group_size, inputs), b""
+    input_groups = tensors.peek(layer, "weight_g_idx")
+    if input_groups is not None and input_groups.shape == (inputs,):
         encoding, order = sorted_encoding(encoding, tensors, layer, "weight_g_idx", group_size, groups)
     parts = {
         "packed": tensors.take(layer, "weight_packed", ("I32",)),
         "scale": tensors.take(layer, "weight_scale", FLOATS),
         "zero": tensors.take_optional(
-            layer, "weight_zero_point", ("I32",), *((rows, groups) for rows in _words(outputs, bits))
+            layer, "weight_zero_point", ("I32",), *((rows, groups) for rows in _num_words(outputs, bits))
         ),
         "shape": tensors.take_optional(layer, "weight_shape", ("I64", "I32"), (2,)),
-        "group_of_input": tensors.take_optional(layer, "weight_g_idx", ("I32", "I64"), (inputs,)),
+        "input_groups": tensors.take_optional(layer, "weight_g_idx", ("I32", "I64"), (inputs,)),
     }
     tensors.put(layer, shape, encoding, parts, layout="packed", bits=bits, group=(1, group_size), order=order)
 
@@ -158,34 +165,37 @@ def _read_packed(source: TensorReader, header: LayerHeader) -> tuple[str | None,
         stored = tuple(header.read(source, "shape").tolist())
         if stored != header.shape:
             raise WeightsError(
-                header.file, f"{header.stored_name} is of {list(header.shape)} but names {list(stored)}"
+                header.file,
+                f"{header.stored_name} has shape {list(header.shape)}, but weight_shape is {list(stored)}",
             )
-    codes = _unpacked(header.read(source, "packed"), bits, inputs)
+    codes = _unpack_words(header.read(source, "packed"), bits, inputs)
     scales = header.read(source, "scale").float()
     if header.part("zero"):
-        zeros = _unpacked(header.read(source, "zero").T.contiguous(), bits, outputs).T
+        zeros = _unpack_words(header.read(source, "zero").T.contiguous(), bits, outputs).T
     else:
         zeros = torch.full(scales.shape, 1 << bits - 1)
-    groups = header.read(source, "group_of_input") if header.part("group_of_input") else None
+    groups = header.read(source, "input_groups") if header.part("input_groups") else None
     if groups is not None and not 0 <= int(groups.min()) <= int(groups.max()) < scales.shape[1]:
-        raise WeightsError(header.file, f"{header.stored_name}: weight_g_idx names groups that do not exist")
+        raise WeightsError(
+            header.file, f"{header.stored_name}: weight_g_idx refers to groups that do not exist"
+        )
     codes = header.sorted_inputs(codes)
     return read_codes(header.encoding, codes, scales, zeros, header.group[1], groups)
 
 
-def _unpacked(words: Tensor, bits: int, count: int) -> Tensor:
-    """Return ``count`` codes of each row of words."""
+def _unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
+    """Return the first ``count`` codes in each row of words, uint8 ``[rows, count]``."""
     import torch
 
-    if words.shape[1] == _words(count, bits)[0]:
+    if words.shape[1] == _num_words(count, bits)[0]:
         return unpack_bits(words, bits, count)
     shifts = torch.arange(_WORD // bits) * bits
     codes = words[..., None] >> shifts & (1 << bits) - 1
     return codes.flatten(1)[:, :count].to(torch.uint8)
 
 
-def _words(count: int, bits: int) -> tuple[int, int]:
-    """Return the numbers of words for ``count`` codes: if codes may span two words, and if not."""
+def _num_words(count: int, bits: int) -> tuple[int, int]:
+    """Return the numbers of words for ``count`` codes: with codes that span two words, and without."""
     return -(-count * bits // _WORD), -(-count // (_WORD // bits))
 
 
@@ -200,12 +210,12 @@ def _take_integers(tensors: StoredTensors, layer: str) -> None:
     group = None if scale is None else scale_group(scale.shape, shape, (1, size))
     if scale is not None and group is None:
         tensors.refuse(layer, "weight_scale", f"is {list(scale.shape)} for a weight of {list(shape)}")
-    found = tensors.take(layer, "weight_scale", FLOATS)
-    zero = tensors.take_optional(layer, "weight_zero_point", ("I8", "I32"), found.shape)
+    scale_header = tensors.take(layer, "weight_scale", FLOATS)
+    zero = tensors.take_optional(layer, "weight_zero_point", ("I8", "I32"), scale_header.shape)
     assert group is not None
     is_plain = group[1] == shape[1] and zero is None
-    encoding = "int8" if is_plain else encoding_of(8, group[1], shape[1])
-    parts = {"weight": tensors.take(layer, "weight", ("I8",)), "scale": found, "zero": zero}
+    encoding = "int8" if is_plain else exact_encoding(8, group[1], shape[1])
+    parts = {"weight": tensors.take(layer, "weight", ("I8",)), "scale": scale_header, "zero": zero}
     tensors.put(layer, shape, encoding, parts, layout="integers", bits=8, group=group)
 
 

@@ -1,8 +1,8 @@
-"""fp8: 8-bit floats with scales per tensor, per output or per block, as transformers and DeepSeek write them.
+"""fp8: 8-bit floats with a scale per matrix, per output or per block, written by transformers and DeepSeek.
 
-``<layer>.weight`` is E4M3. ``<layer>.weight_scale_inv`` holds a scale for each block of ``weight_block_size``
-inputs and outputs, ``<layer>.weight_scale`` one for each output or one for the whole weight. Layers in
-``modules_to_not_convert`` are floats.
+``<layer>.weight`` is E4M3. ``<layer>.weight_scale_inv`` has a scale for each block of ``weight_block_size``
+outputs and inputs. ``<layer>.weight_scale`` has a scale for each output, or one scale for the whole matrix.
+Layers in ``modules_to_not_convert`` are plain floats.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Fp8Format(StoredFormat):
-    """8-bit floats with a tensor of scales per layer."""
+    """Layers of 8-bit floats, each with one tensor of scales."""
 
     name = "fp8"
     quant_methods = ("fbgemm_fp8", "fp8")
@@ -32,7 +32,7 @@ class Fp8Format(StoredFormat):
     def headers(self, config: Mapping[str, object], stored: Headers) -> Headers:
         tensors = StoredTensors(stored, self.name)
         take_fp8_layers(tensors, block_size(quantization_section(config), "weight_block_size"))
-        return tensors.left
+        return tensors.remaining
 
     def read_linear(
         self, source: TensorReader, header: TensorHeader

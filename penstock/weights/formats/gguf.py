@@ -1,4 +1,4 @@
-"""GGUF: blocks of many types. Layers of most types keep their codes and scales; others are read as floats."""
+"""GGUF: layers in blocks of many types. Most types keep their codes and scales; others are read as floats."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ENCODINGS = {
     "Q6_K": "q6_k",
     "MXFP4": "mxfp4",
 }
-"""Types of blocks -> the encoding that holds their numbers exactly."""
+"""Block type -> the encoding that represents its numbers exactly."""
 
 
 class GGUFFormat(CheckpointFormat):

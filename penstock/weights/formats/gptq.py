@@ -1,14 +1,14 @@
 """gptq: integers of 2, 3, 4 or 8 bits in groups of inputs, with zero points.
 
-A layer ``[out, in]`` is stored in columns:
+A layer ``[out, in]`` is stored transposed:
 
 * ``qweight`` int32 ``[in * bits / 32, out]``: codes along the inputs, the first in the lowest bits. Codes of
-    3 bits may span two words.
+  3 bits can span two words.
 * ``qzeros`` int32 ``[G, out * bits / 32]``: zero points, packed in the same way. In the first version of the
   format (``checkpoint_format: gptq``) they are stored minus 1.
 * ``scales`` ``[G, out]``.
-* ``g_idx`` int32 ``[in]``: the group of each input. With ``desc_act`` groups are not in order. The encoding
-  holds the inputs of such a layer sorted by group (`QuantizedHeader.order`).
+* ``g_idx`` int32 ``[in]``: the group of each input. With ``desc_act``, inputs are not sorted by group. The
+  encoding has the inputs of such a layer sorted by group (`QuantizedHeader.order`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from penstock.errors import ConfigError, WeightsError
 from penstock.weights.formats import Headers, TensorReader, quant_method, quantization_section
-from penstock.weights.formats._codes import encoding_of, read_codes, sorted_encoding
+from penstock.weights.formats._codes import exact_encoding, read_codes, sorted_encoding
 from penstock.weights.formats._stored import FLOATS, LayerHeader, StoredFormat, StoredTensors, unpack_bits
 from penstock.weights.safetensors import TensorHeader
 
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 BITS = (2, 3, 4, 8)
 _ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
-"""Bits of a code -> the word in which every code is 1.
+"""Number of bits of a code -> the word in which every code is 1.
 
-Adding it to a word of stored zero points restores them: its carries undo the borrows of the writer's
-subtraction.
+The writer subtracted this word from each word of zero points. Adding it restores the zero points, because the
+carries of the addition undo the borrows of the subtraction.
 """
 
 
 class GPTQFormat(StoredFormat):
-    """Codes in groups of inputs, as GPTQ stores them."""
+    """Codes of 2, 3, 4 or 8 bits in groups of inputs, written by GPTQ libraries."""
 
     name = "gptq"
     quant_methods = ("gptq",)
@@ -55,7 +55,7 @@ class GPTQFormat(StoredFormat):
         tensors = StoredTensors(stored, self.name)
         for layer in tensors.layers("qweight", ("I32",)):
             _take(tensors, layer, section, version)
-        return tensors.left
+        return tensors.remaining
 
     def read_linear(
         self, source: TensorReader, header: TensorHeader
@@ -77,7 +77,7 @@ def _take(tensors: StoredTensors, layer: str, section: Mapping[str, object], ver
     assert scales is not None
     rows, outputs = weight.shape
     if order is not None and len(order.shape) == 1 and order.shape[0]:
-        bits = rows * 32 // order.shape[0]  # single layers may differ from the configuration
+        bits = rows * 32 // order.shape[0]  # a layer can have another number of bits than the configuration
     if not isinstance(bits, int) or bits not in BITS or rows * 32 % bits:
         tensors.refuse(layer, "qweight", f"has {bits!r} bits where 2, 3, 4 or 8 can be read")
     assert isinstance(bits, int)
@@ -87,14 +87,14 @@ def _take(tensors: StoredTensors, layer: str, section: Mapping[str, object], ver
         size = -(-inputs // max(groups, 1))
     if not groups or -(-inputs // size) != groups:
         tensors.refuse(layer, "scales", f"has {groups} groups for {inputs} inputs")
-    encoding, sorted_inputs = encoding_of(bits, size, inputs), b""
+    encoding, sorted_inputs = exact_encoding(bits, size, inputs), b""
     if section.get("desc_act") and order is not None and order.shape == (inputs,):
         encoding, sorted_inputs = sorted_encoding(encoding, tensors, layer, "g_idx", size, groups)
     parts = {
         "weight": tensors.take(layer, "qweight", ("I32",)),
         "scales": tensors.take(layer, "scales", FLOATS, (groups, outputs)),
         "zeros": tensors.take(layer, "qzeros", ("I32",), (groups, -(-outputs * bits // 32))),
-        "group_of_input": tensors.take_optional(layer, "g_idx", ("I32",), (inputs,)),
+        "input_groups": tensors.take_optional(layer, "g_idx", ("I32",), (inputs,)),
     }
     tensors.put(
         layer,
@@ -113,20 +113,18 @@ def _read(source: TensorReader, header: LayerHeader) -> tuple[str | None, Mappin
 
     (outputs, inputs), bits, size = header.shape, header.bits, header.group[1]
     codes = unpack_bits(header.read(source, "weight").T, bits, inputs)
-    words, is_first = header.read(source, "zeros"), header.layout == "gptq"
-    if is_first and bits in _ONES:
+    words, is_version_1 = header.read(source, "zeros"), header.layout == "gptq"
+    if is_version_1 and bits in _ONES:
         words = (words.long() + _ONES[bits] & 0xFFFFFFFF).to(torch.uint32).view(torch.int32)
     zeros = unpack_bits(words, bits, outputs)
-    if is_first and bits not in _ONES:
+    if is_version_1 and bits not in _ONES:
         zeros = zeros + 1 & (1 << bits) - 1
-    groups = header.read(source, "group_of_input") if header.part("group_of_input") else None
+    groups = header.read(source, "input_groups") if header.part("input_groups") else None
     scales = header.read(source, "scales").T.float()
     if groups is not None and torch.equal(groups, torch.arange(inputs, dtype=torch.int32) // size):
         groups = None
     if groups is not None and not 0 <= int(groups.min()) <= int(groups.max()) < scales.shape[1]:
-        raise WeightsError(header.file, f"{header.stored_name}: g_idx names groups that do not exist")
+        raise WeightsError(header.file, f"{header.stored_name}: g_idx refers to groups that do not exist")
     if groups is not None and header.encoding is not None and not header.order:
-        raise WeightsError(
-            header.file, f"{header.stored_name}: g_idx is not in order, but desc_act is not set"
-        )
+        raise WeightsError(header.file, f"{header.stored_name}: g_idx is not sorted, but desc_act is not set")
     return read_codes(header.encoding, header.sorted_inputs(codes), scales, zeros.T, size, groups)

@@ -1,8 +1,9 @@
-"""modelopt: 8-bit floats with a scale per tensor or output, and 4-bit floats (NVFP4), written by ModelOpt.
+"""modelopt: 8-bit floats with a scale per matrix or per output, and 4-bit floats (NVFP4), written by
+ModelOpt.
 
-The tensors of a layer determine its type: ``weight`` E4M3 with ``weight_scale``; or ``weight`` uint8 with
-``weight_scale`` (E4M3, one per 16 inputs) and ``weight_scale_2`` (one float32). The layers of a checkpoint
-can have different types.
+The tensors of a layer determine its type. Layers of 8-bit floats have ``weight`` E4M3 and ``weight_scale``.
+Layers of 4-bit floats have ``weight`` uint8, ``weight_scale`` (E4M3, one per 16 inputs) and
+``weight_scale_2`` (one float32). The layers of a checkpoint can have different types.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class ModelOptFormat(StoredFormat):
-    """8-bit and 4-bit floats of ModelOpt."""
+    """Layers of 8-bit and 4-bit floats, written by ModelOpt."""
 
     name = "modelopt"
     quant_methods = ("modelopt", "modelopt_fp4")
@@ -34,7 +35,7 @@ class ModelOptFormat(StoredFormat):
         tensors = StoredTensors(stored, self.name)
         take_fp8_layers(tensors, (0, 0))
         take_fp4_layers(tensors, "weight")
-        return tensors.left
+        return tensors.remaining
 
     def read_linear(
         self, source: TensorReader, header: TensorHeader

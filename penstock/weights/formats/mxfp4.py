@@ -1,12 +1,12 @@
-"""MXFP4: blocks of 32 four-bit numbers that share an eight-bit scale (OCP Microscaling Formats 1.0).
+"""mxfp4: blocks of 32 four-bit floats that share an eight-bit scale (OCP Microscaling Formats 1.0).
 
-A number is E2M1: a sign, two bits of exponent, one bit of mantissa. A scale is E8M0: 2 to the power of its
-value - 127, and NaN for 255. A byte holds two numbers, the first in its lower half.
+A number is E2M1: a sign, two bits of exponent, one bit of mantissa. A scale is E8M0: 2^(byte - 127), and NaN
+for 255. A byte of numbers contains two of them, the first in its lower half.
 
-A matrix ``x`` is stored as the bytes ``x_blocks [out, in / 32, 16]`` and ``x_scales [out, in / 32]``. The
-matrices of all experts are one tensor with a leading dimension. They appear to the model as ``x.weight``, or
-as ``x.<expert>.weight`` per expert, ``[out, in]`` each. `read_linear` returns the blocks in the encoding
-mxfp4, `read_tensor` returns bfloat16.
+A matrix ``x`` is stored as ``x_blocks [out, in / 32, 16]`` and ``x_scales [out, in / 32]``, both uint8. The
+model reads it as ``x.weight [out, in]``. The matrices of all experts are stored as one tensor with a leading
+dimension. The model reads them as ``x.<expert>.weight [out, in]``. `read_linear` returns the encoding mxfp4,
+`read_tensor` returns bfloat16.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BLOCK = 32
-"""Numbers that share a scale."""
+"""Number of weights that share a scale."""
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BLOCKS, _SCALES = "_blocks", "_scales"
 
 
 class MXFP4Format(StoredFormat):
-    """Checkpoints like gpt-oss, whose experts are MXFP4 and whose other tensors are floats."""
+    """Checkpoints with MXFP4 experts and other tensors in floats, such as gpt-oss."""
 
     name = "mxfp4"
     quant_methods = ("mxfp4",)
@@ -42,14 +42,14 @@ class MXFP4Format(StoredFormat):
         return method in self.quant_methods or (method is None and any(_block_names(headers)))
 
     def headers(self, config: Mapping[str, object], stored: Headers) -> Headers:
-        found = dict(stored)
+        headers = dict(stored)
         for name in list(_block_names(stored)):
-            blocks, scales = found.pop(f"{name}{_BLOCKS}"), found.pop(f"{name}{_SCALES}", None)
+            blocks, scales = headers.pop(f"{name}{_BLOCKS}"), headers.pop(f"{name}{_SCALES}", None)
             _check(blocks, scales, name)
             assert scales is not None
             *experts, out_features, groups, _ = blocks.shape
             for expert in range(*experts) if experts else (None,):
-                found[f"{name}.weight" if expert is None else f"{name}.{expert}.weight"] = QuantizedHeader(
+                headers[f"{name}.weight" if expert is None else f"{name}.{expert}.weight"] = QuantizedHeader(
                     blocks.file,
                     "MXFP4",
                     (out_features, groups * BLOCK),
@@ -60,7 +60,7 @@ class MXFP4Format(StoredFormat):
                     index=expert,
                     float_dtype=DType.bfloat16,
                 )
-        return found
+        return headers
 
     def read_linear(
         self, source: TensorReader, header: TensorHeader
@@ -68,7 +68,7 @@ class MXFP4Format(StoredFormat):
         if not isinstance(header, QuantizedHeader):
             return super().read_linear(source, header)
         blocks, scales = (source.tensor(part, header.index) for part in header.parts)
-        return header.encoding, {"weight": nibbles_of(blocks).flatten(1), "scales": scales}
+        return header.encoding, {"weight": unpack_nibbles(blocks).flatten(1), "scales": scales}
 
     def read_tensor(self, source: TensorReader, header: TensorHeader) -> Tensor:
         if not isinstance(header, QuantizedHeader):
@@ -79,18 +79,18 @@ class MXFP4Format(StoredFormat):
 FORMAT = MXFP4Format()
 
 
-def nibbles_of(packed: Tensor) -> Tensor:
-    """Return bytes ``[..., n]`` as numbers of four bits ``[..., 2 n]``, the lower half of each byte first."""
+def unpack_nibbles(packed: Tensor) -> Tensor:
+    """Return the 4-bit numbers ``[..., 2 n]`` in bytes ``[..., n]``, the lower half of each byte first."""
     import torch
 
     return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
 
 
 def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Return the numbers of ``blocks [..., G, 16]`` with ``scales [..., G]``, both bytes.
+    """Return the weights in ``blocks [..., G, 16]`` with ``scales [..., G]``, both uint8.
 
     Returns:
-        ``[..., 32 G]`` bfloat16, which holds all of them exactly except the few beyond its range.
+        ``[..., 32 G]`` bfloat16. All values are exact unless they exceed the range of bfloat16.
     """
     import torch
 
@@ -102,17 +102,17 @@ def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def _block_names(headers: Headers) -> Iterator[str]:
-    """Return the names of matrices that are stored in blocks."""
+    """Yield the names of the matrices that are stored in blocks, without ``_blocks``."""
     for name, header in headers.items():
         if name.endswith(_BLOCKS) and header.type_name == "U8" and len(header.shape) in (3, 4):
             yield name.removesuffix(_BLOCKS)
 
 
 def _check(blocks: TensorHeader, scales: TensorHeader | None, name: str) -> None:
-    """Refuse blocks and scales that do not fit together.
+    """Check that the types and shapes of blocks and scales are consistent.
 
     Raises:
-        WeightsError: names the tensors, with their shapes.
+        WeightsError: they are not. The message has the names and shapes of the tensors.
     """
     faults = []
     if scales is None:

@@ -1,4 +1,4 @@
-"""Plain floats, as transformers writes them: ``<layer>.weight`` of a float type."""
+"""plain: unquantized checkpoints, with ``<layer>.weight`` in a float type."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from penstock.weights.formats import CheckpointFormat, Headers, quant_method
 
 
 class PlainFormat(CheckpointFormat):
-    """Safetensors files whose ``config.json`` names no quantization."""
+    """Safetensors files without a ``quantization_config`` in ``config.json``."""
 
     name = "plain"
-    priority = -1  # formats that are detected by their tensors come first
+    priority = -1  # formats that are detected by their tensors have precedence
 
     def detect(self, config: Mapping[str, object], headers: Headers) -> bool:
         return quant_method(config) is None

@@ -1,7 +1,7 @@
 """torchao: integers of up to 8 bits and 8-bit floats, in torchao's flattened safetensors form.
 
-A layer has ``_weight_qdata`` and ``_weight_scale``, and integers also have ``_weight_zero_point``. The
-metadata of a file names the class of each weight:
+A layer has the tensors ``_weight_qdata`` and ``_weight_scale``, and with integers also
+``_weight_zero_point``. The metadata of a file contain the class of each weight:
 
 * ``Int8Tensor`` and ``Float8Tensor``: 8-bit integers or floats ``[out, in]`` with a scale for each output.
 * ``IntxUnpackedToInt8Tensor``: integers of few bits, each in a byte, with scales and integer zero points
@@ -9,7 +9,7 @@ metadata of a file names the class of each weight:
 * ``Int4Tensor``: signed 4-bit integers ``[out, in / 2]``, two in a byte, the first in its lower half. Scales
   and zero points are floats ``[G, out]``. A weight is ``integer * scale + zero``.
 
-Weights that are packed for one kind of device (such as ``Int4TilePackedTo4dTensor``) are refused.
+Classes that are packed for one kind of device (such as ``Int4TilePackedTo4dTensor``) cannot be read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from penstock.errors import WeightsError
 from penstock.weights.formats import Headers, TensorReader, quant_method
-from penstock.weights.formats._codes import encoding_of, read_codes
+from penstock.weights.formats._codes import exact_encoding, read_codes
 from penstock.weights.formats._fp8 import E4M3, LAYOUT, read_fp8
 from penstock.weights.formats._stored import FLOATS, GROUP, LayerHeader, StoredFormat, StoredTensors
 from penstock.weights.safetensors import TensorHeader, read_metadata, read_tensor_bytes
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _DATA, _SCALE, _ZERO = "_weight_qdata", "_weight_scale", "_weight_zero_point"
-_PACKED = "Int4Tensor"
-_READABLE = ("Int8Tensor", "Float8Tensor", "IntxUnpackedToInt8Tensor", _PACKED)
-_ENCODING_OF_4_BITS = "q4_z"
+_INT4_CLASS = "Int4Tensor"
+_READABLE = ("Int8Tensor", "Float8Tensor", "IntxUnpackedToInt8Tensor", _INT4_CLASS)
+_INT4_ENCODING = "q4_z"
 
 
 class TorchAOFormat(StoredFormat):
-    """Integers and 8-bit floats of torchao."""
+    """Layers of integers and 8-bit floats, written by torchao."""
 
     name = "torchao"
     quant_methods = ("torchao",)
-    kept_encodings = ("int8", "fp8", "uint4", "uint8", _ENCODING_OF_4_BITS)
+    kept_encodings = ("int8", "fp8", "uint4", "uint8", _INT4_ENCODING)
 
     def detect(self, config: Mapping[str, object], headers: Headers) -> bool:
         return quant_method(config) in self.quant_methods
@@ -49,28 +49,30 @@ class TorchAOFormat(StoredFormat):
         for layer in tensors.layers(_DATA):
             data, scale = tensors.peek(layer, _DATA), tensors.peek(layer, _SCALE)
             assert data is not None
-            own = descriptions.get(data.stored_name.replace(f".{_DATA}", ".weight"), {})
-            kind = own.get("_type")
+            description = descriptions.get(data.stored_name.replace(f".{_DATA}", ".weight"), {})
+            kind = description.get("_type")
             is_matrix = len(data.shape) == 2 and 0 not in data.shape
             if kind not in (None, *_READABLE) or data.type_name not in ("I8", "U8", E4M3) or not is_matrix:
-                shown = f"is {kind or ''} {data.type_name} {list(data.shape)}".replace("  ", " ")
-                tensors.refuse(layer, _DATA, f"{shown}: {' and '.join(_READABLE)} can be read")
+                problem = f"is {kind or ''} {data.type_name} {list(data.shape)}".replace("  ", " ")
+                tensors.refuse(layer, _DATA, f"{problem}: {' and '.join(_READABLE)} can be read")
             if tensors.peek(layer, "_weight_act_pre_scale") is not None:
-                tensors.refuse(layer, _DATA, "needs scaled activations (act_pre_scale), which no kernel has")
+                tensors.refuse(
+                    layer, _DATA, "needs scaled activations (act_pre_scale), which are not supported"
+                )
             if data.type_name == E4M3:
                 _take_floats(tensors, layer)
-            elif kind == _PACKED or (kind is None and _is_packed(data, scale)):
+            elif kind == _INT4_CLASS or (kind is None and _is_packed(data, scale)):
                 _take_packed(tensors, layer)
             else:
-                _take_integers(tensors, layer, _bits(own))
-        return tensors.left
+                _take_integers(tensors, layer, _bits(description))
+        return tensors.remaining
 
     def read_linear(
         self, source: TensorReader, header: TensorHeader
     ) -> tuple[str | None, Mapping[str, Tensor]]:
         if not isinstance(header, LayerHeader):
             return super().read_linear(source, header)
-        readers = {LAYOUT: read_fp8, _PACKED: _read_packed, "rows": _read_rows}
+        readers = {LAYOUT: read_fp8, _INT4_CLASS: _read_packed, "rows": _read_rows}
         return readers.get(header.layout, _read_groups)(source, header)
 
 
@@ -79,20 +81,20 @@ FORMAT = TorchAOFormat()
 
 def _descriptions(stored: Headers) -> Mapping[str, Mapping[str, object]]:
     """Return the description of each weight from the metadata of all files, by its stored name."""
-    found: dict[str, Mapping[str, object]] = {}
+    descriptions: dict[str, Mapping[str, object]] = {}
     for file in {header.file for header in stored.values()}:
         for name, text in read_metadata(file).items():
             try:
-                one = json.loads(text)
+                description = json.loads(text)
             except (ValueError, RecursionError):
                 continue
-            if isinstance(one, dict):
-                found[name] = one
-    return found
+            if isinstance(description, dict):
+                descriptions[name] = description
+    return descriptions
 
 
 def _bits(description: Mapping[str, object]) -> int:
-    """Return the bits of the integers of a weight; 8 if the metadata does not set fewer."""
+    """Return the number of bits of a weight's integers; 8 if the metadata have no smaller number."""
     data = description.get("_data")
     dtype = data.get("target_dtype") if isinstance(data, dict) else None
     name = dtype.get("_data") if isinstance(dtype, dict) else None
@@ -100,7 +102,7 @@ def _bits(description: Mapping[str, object]) -> int:
 
 
 def _is_packed(data: TensorHeader, scale: TensorHeader | None) -> bool:
-    """Return whether a weight without a description has two integers in a byte: its scales are transposed."""
+    """Return whether a weight without metadata has two integers in a byte. Its scales are transposed then."""
     shape = scale.shape if scale else ()
     return len(shape) == 2 and shape[0] != data.shape[0] and shape[1] == data.shape[0]
 
@@ -113,7 +115,7 @@ def _take_floats(tensors: StoredTensors, layer: str) -> None:
 
 
 def _num_groups(tensors: StoredTensors, layer: str, inputs: int, *, axis: int) -> int:
-    """Return the number of groups along ``axis`` of the scales. One group if they are not a matrix.
+    """Return the number of groups, the size of ``axis`` of the scales; 1 if the scales are not a matrix.
 
     Raises:
         WeightsError: the groups do not divide the inputs.
@@ -139,7 +141,7 @@ def _take_integers(tensors: StoredTensors, layer: str, bits: int) -> None:
     if bits == 8 and groups == 1 and not has_zeros:
         tensors.put(layer, (outputs, inputs), "int8", parts, layout="rows", bits=8, group=(1, inputs))
         return
-    encoding = encoding_of(bits, size, inputs)
+    encoding = exact_encoding(bits, size, inputs)
     tensors.put(layer, (outputs, inputs), encoding, parts, layout="groups", bits=bits, group=(1, size))
 
 
@@ -153,8 +155,8 @@ def _take_packed(tensors: StoredTensors, layer: str) -> None:
         "zero": tensors.take(layer, _ZERO, FLOATS, (groups, outputs)),
     }
     size = inputs // groups
-    encoding = _ENCODING_OF_4_BITS if size % GROUP == 0 or groups == 1 else None
-    tensors.put(layer, (outputs, inputs), encoding, parts, layout=_PACKED, bits=4, group=(1, size))
+    encoding = _INT4_ENCODING if size % GROUP == 0 or groups == 1 else None
+    tensors.put(layer, (outputs, inputs), encoding, parts, layout=_INT4_CLASS, bits=4, group=(1, size))
 
 
 def _read_rows(source: TensorReader, header: LayerHeader) -> tuple[str | None, Mapping[str, Tensor]]:
@@ -175,8 +177,8 @@ def _read_groups(source: TensorReader, header: LayerHeader) -> tuple[str | None,
         low, high, zero = int(weight.min()), int(weight.max()), int(zeros.min()) - half
         raise WeightsError(
             header.file,
-            f"{header.stored_name} has integers from {low} to {high} and zero points from {zero}, which "
-            f"are not of {header.bits} bits",
+            f"{header.stored_name} has integers from {low} to {high} and a smallest zero point of {zero}, "
+            f"which do not fit into {header.bits} bits",
         )
     return read_codes(header.encoding, codes.to(torch.uint8), scales, zeros, header.group[1])
 
@@ -187,13 +189,13 @@ def _read_packed(source: TensorReader, header: LayerHeader) -> tuple[str | None,
     from penstock.kernels.codes import split_scales
 
     packed, size = header.read(source, "weight").view(torch.uint8), header.group[1]
-    codes = torch.stack([packed & 15, packed >> 4], dim=2).flatten(1) ^ 8  # signed -> counted from -8
+    codes = torch.stack([packed & 15, packed >> 4], dim=2).flatten(1) ^ 8  # signed -> offset by 8
     scales, zeros = (header.read(source, name).T.float() for name in ("scale", "zero"))
     if header.encoding is None:
-        spread = [one.repeat_interleave(size, 1) for one in (scales, zeros)]
-        return None, {"weight": (codes.float() - 8) * spread[0] + spread[1]}
+        input_scales, input_zeros = (groups.repeat_interleave(size, 1) for groups in (scales, zeros))
+        return None, {"weight": (codes.float() - 8) * input_scales + input_zeros}
     halves, row_scales = split_scales(torch.cat([scales, zeros], dim=1))
     groups = -(-codes.shape[1] // GROUP)
     repeats = groups if size >= codes.shape[1] else size // GROUP
-    halves, minima = (one.repeat_interleave(repeats, 1) for one in halves.chunk(2, dim=1))
+    halves, minima = (half.repeat_interleave(repeats, 1) for half in halves.chunk(2, dim=1))
     return header.encoding, {"weight": codes, "scales": halves, "minima": -minima, "row_scales": row_scales}

@@ -25,25 +25,25 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_a_step_costs_its_rows_its_contexts_its_pairs_and_its_keys() -> None:
-    assert COSTS.of(StepShape(8, 1, 100, 30)) == pytest.approx(0.02 + 1e-4 + 1e-5 + 3e-5)
-    assert COSTS.of(StepShape(4, 0, 0, 0)) == pytest.approx(0.01 + 0.01 * 3 / 7)
-    assert COSTS.of(StepShape(120, 0, 0, 0)) == pytest.approx(0.18)
+    assert COSTS.step_seconds(StepShape(8, 1, 100, 30)) == pytest.approx(0.02 + 1e-4 + 1e-5 + 3e-5)
+    assert COSTS.step_seconds(StepShape(4, 0, 0, 0)) == pytest.approx(0.01 + 0.01 * 3 / 7)
+    assert COSTS.step_seconds(StepShape(120, 0, 0, 0)) == pytest.approx(0.18)
     shape = StepShape(8, 3, 100, 30)
-    assert COSTS.scaled(4).of(shape) == pytest.approx(COSTS.of(shape) / 4)
+    assert COSTS.scaled(4).step_seconds(shape) == pytest.approx(COSTS.step_seconds(shape) / 4)
 
 
 def test_the_shape_of_a_batch_counts_the_visible_keys_of_each_row() -> None:
     prompt = TextContext(prompt="", max_length=9, tokens=np.arange(4))
     later = TextContext(prompt="", max_length=9, tokens=np.arange(6))
     later.set_token_indices(start_idx=3)
-    assert StepShape.of([prompt, later]) == (4 + 3, 2, (1 + 2 + 3 + 4) + (4 + 5 + 6), 4 + 6)
+    assert StepShape.from_contexts([prompt, later]) == (4 + 3, 2, (1 + 2 + 3 + 4) + (4 + 5 + 6), 4 + 6)
 
 
 def test_the_fit_recovers_the_costs_of_exact_times() -> None:
     shapes = [StepShape(n, 1, n * (n + 1) // 2, n) for n in (1, 8, 64)]
     shapes += [StepShape(n, 1, n * 99 + n * (n + 1) // 2, 99 + n) for n in (8, 64)]
     shapes += [StepShape(n, n, n * length, n * length) for n in (1, 8, 64) for length in (16, 512)]
-    result = StepCostTable.fitted([(shape, COSTS.of(shape)) for shape in shapes])
+    result = StepCostTable.fitted([(shape, COSTS.step_seconds(shape)) for shape in shapes])
     assert result.num_tokens == COSTS.num_tokens
     assert result.seconds == pytest.approx(COSTS.seconds, rel=1e-6)
     assert result.per_sequence == pytest.approx(COSTS.per_sequence, rel=1e-5)
@@ -62,7 +62,7 @@ def test_costs_survive_a_round_trip_through_json(tmp_path: Path) -> None:
     costs.write(tmp_path / "costs.json")
     assert ClusterCosts.read(tmp_path / "costs.json") == costs
     (tmp_path / "costs.json").write_text('{"measured": {}}')
-    with pytest.raises(InputError, match=r"costs\.json has no costs of a cluster: .*limits"):
+    with pytest.raises(InputError, match=r"costs\.json does not contain the costs of a cluster: .*limits"):
         ClusterCosts.read(tmp_path / "costs.json")
     with pytest.raises(InputError, match="3 sizes and 1 times"):
         StepCostTable([1, 2, 3], [0.1], 0, 0)
@@ -73,8 +73,12 @@ def test_costs_survive_a_round_trip_through_json(tmp_path: Path) -> None:
 def test_the_committed_costs_can_be_read() -> None:
     costs = ClusterCosts.read(ROOT / "benchmarks" / "cluster_costs.json")
     assert costs.measured["model"]
-    assert costs.step.of(StepShape(32, 32, 4096, 4096)) > costs.step.of(StepShape(1, 1, 128, 128)) > 0
-    assert costs.router.of_decision(100, 64) > 0
+    assert (
+        costs.step.step_seconds(StepShape(32, 32, 4096, 4096))
+        > costs.step.step_seconds(StepShape(1, 1, 128, 128))
+        > 0
+    )
+    assert costs.router.decision_seconds(100, 64) > 0
 
 
 def test_measuring_steps_gives_positive_costs() -> None:
@@ -86,5 +90,5 @@ def test_measuring_steps_gives_positive_costs() -> None:
     assert step.num_tokens[0] == 1
     assert min(step.seconds) >= 0
     longest = step.num_tokens[-1]
-    whole = step.of(StepShape(longest, 1, longest**2 // 2, longest))
-    assert whole > step.of(StepShape(1, 1, 16, 16)) > 0
+    whole = step.step_seconds(StepShape(longest, 1, longest**2 // 2, longest))
+    assert whole > step.step_seconds(StepShape(1, 1, 16, 16)) > 0
