@@ -328,7 +328,7 @@ template <int TERMS> INLINE vf exp_below(vf x) {
 
 #if PENSTOCK_DOT
 // 2^x with a relative error of 1e-4, for results that are rounded to bfloat16; 0 up to -126, NaN for NaN.
-INLINE vf exp2_below(vf x) {
+INLINE vf exp2_to_bf16(vf x) {
   const vf n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), r = x - n;
   vf p = fma(all(0.0550089852f), r, all(0.242211063f));
   p = fma(p, r, all(0.693282942f));
