@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import settings
 from support.families import items_of_similar_families
 from support.gpu_mode import mark_tests_of_gpus, open_pipelines_on_gpu, selects_gpu
-from support.matrix import items_beyond_cover
+from support.matrix import items_outside_subset
 from support.random_draws import (
     RANDOM_FACTOR,
     draw_no_constants_of_modules,
@@ -43,6 +44,16 @@ def shared_data() -> Path:
     if not SHARED_DATA.is_dir():
         pytest.skip(f"no trained checkpoints next to the project ({SHARED_DATA})")
     return SHARED_DATA
+
+
+@pytest.fixture
+def _restore_num_threads() -> Iterator[None]:
+    """Restore torch's number of threads, which the test changes."""
+    import torch
+
+    num_threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +104,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--random"):
         mark_property_tests(items)
-    for item in [*items_beyond_cover(items), *items_of_similar_families(items)]:
+    for item in [*items_outside_subset(items), *items_of_similar_families(items)]:
         item.add_marker(pytest.mark.slow)
     mark_tests_of_gpus(config, items)
     deselected_markers = {name for name in ("slow", "peers", "random") if not config.getoption(name)}

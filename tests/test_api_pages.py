@@ -43,8 +43,8 @@ def test_the_method_has_the_parameters_of_the_page(module: str, name: str, metho
     assert isinstance(static, classmethod) is (kind == "classmethod")
     function = static.__func__ if isinstance(static, classmethod) else static
     assert inspect.iscoroutinefunction(function) is (kind == "async")
-    ours = get_parameters(function)[1:]  # without self or cls
-    assert find_differences(parse(PAGES[module][name].methods[method]), ours) == []
+    parameters = get_parameters(function)[1:]  # without self or cls
+    assert find_differences(parse(PAGES[module][name].methods[method]), parameters) == []
 
 
 @pytest.mark.parametrize(("module", "name"), [(m, n) for m, n in NAMES if PAGES[m][n].attributes])
@@ -86,13 +86,13 @@ def test_both_pages_refer_to_the_same_pipeline_model() -> None:
 
 
 def test_the_page_of_text_context_implements_the_protocol() -> None:
-    page, own = CORE["InputContext"], CORE["TextContext"]
-    assert set(page.attributes.split()) <= set(own.attributes.split())
-    assert page.methods == own.methods
+    page, own_page = CORE["InputContext"], CORE["TextContext"]
+    assert set(page.attributes.split()) <= set(own_page.attributes.split())
+    assert page.methods == own_page.methods
 
 
 @pytest.mark.parametrize(
-    ("page", "ours", "differences"),
+    ("page", "function", "differences"),
     [
         ("(a, b=1)", lambda a, b=1: None, []),
         ("(a, b=1)", lambda a, b=1, *, c=2, _d=3: None, []),
@@ -108,15 +108,15 @@ def test_the_page_of_text_context_implements_the_protocol() -> None:
     ],
 )
 def test_differences_of_signatures_are_reported(
-    page: str, ours: Callable[..., Any], differences: list[str]
+    page: str, function: Callable[..., Any], differences: list[str]
 ) -> None:
-    assert find_differences(parse(page), get_parameters(ours)) == differences
+    assert find_differences(parse(page), get_parameters(function)) == differences
 
 
-def find_differences(page: list[inspect.Parameter], ours: list[inspect.Parameter]) -> list[str]:
-    """Return the differences between the parameters of a page and those of our signature."""
+def find_differences(page: list[inspect.Parameter], parameters: list[inspect.Parameter]) -> list[str]:
+    """Return the differences between the parameters on a page and those of a function of Penstock."""
     differences = []
-    by_name = {parameter.name: parameter for parameter in ours}
+    by_name = {parameter.name: parameter for parameter in parameters}
     for expected in page:
         actual = by_name.get(expected.name)
         if actual is None:
@@ -131,12 +131,12 @@ def find_differences(page: list[inspect.Parameter], ours: list[inspect.Parameter
             )
     if differences:
         return differences
-    if positional_names(page) != positional_names(p for p in ours if p.name in {q.name for q in page}):
+    if positional_names(page) != positional_names(p for p in parameters if p.name in {q.name for q in page}):
         differences.append(
-            f"positional parameters are {', '.join(positional_names(ours))},"
+            f"positional parameters are {', '.join(positional_names(parameters))},"
             f" on the page {', '.join(positional_names(page))}"
         )
-    for extra in ours:
+    for extra in parameters:
         is_on_page = extra.name in {parameter.name for parameter in page}
         if not is_on_page and not extra.name.startswith("_") and not _is_keyword_with_default(extra):
             differences.append(f"{extra.name} is not on the page: it must be keyword-only with a default")

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.checkpoints import DECODERS, write_checkpoint
-from support.running import open_pipeline
+from support.checkpoints import DECODERS, make_tiny_config, write_checkpoint
+from support.pipeline_steps import open_pipeline
 from torch import Tensor
 
 from penstock import calibration
@@ -30,9 +30,7 @@ ARCHITECTURE_NAMES = [decoder.name for decoder in DECODERS if decoder.tiny_confi
 
 
 def write_architecture_checkpoint(name: str, folder: Path, **sizes: int) -> Path:
-    (architecture,) = (decoder for decoder in DECODERS if decoder.name == name)
-    assert architecture.tiny_config is not None
-    return write_checkpoint(folder, architecture.tiny_config() | sizes)
+    return write_checkpoint(folder, make_tiny_config(name) | sizes)
 
 
 @pytest.fixture
@@ -111,8 +109,8 @@ def test_scales_are_fitted_to_the_statistics(
         if name.endswith("layernorm.weight"):
             tensor[::7] = 20.0
     save_file(tensors, file)
-    packed: PackedLinear = load_blocks(checkpoint_folder)[0].attention.qkv.packed
-    assert packed.layout.name == ("panels" if has_kernels else "rows")
+    packed_weight: PackedLinear = load_blocks(checkpoint_folder)[0].attention.qkv.packed
+    assert packed_weight.layout.name == ("panels" if has_kernels else "rows")
     x, importance = recorded_inputs[0]
     tokens = torch.from_numpy(
         np.random.default_rng(0).integers(0, len(tensors["model.embed_tokens.weight"]), NUM_TOKENS)
@@ -121,10 +119,10 @@ def test_scales_are_fitted_to_the_statistics(
     normalized = embedded * (embedded.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
     expected = normalized * tensors["model.layers.0.input_layernorm.weight"]
     torch.testing.assert_close(x.float(), expected, rtol=0.02, atol=0.02)
-    weight = torch.cat([tensors[f"{part.name}.weight"] for part in packed.slices])
-    encoding = ENCODINGS[packed.encoding]
+    weight = torch.cat([tensors[f"{part.name}.weight"] for part in packed_weight.slices])
+    encoding = ENCODINGS[packed_weight.encoding]
     fitted = encoding.unpack(encoding.pack(weight, importance))
-    assert torch.equal(unpack_linear(packed), fitted)
+    assert torch.equal(unpack_linear(packed_weight), fitted)
     assert not torch.equal(fitted, encoding.unpack(encoding.pack(weight)))
 
 
@@ -136,8 +134,8 @@ def test_packed_weights_file_equals_weights_packed_at_load(
     loaded = load_blocks(checkpoint_folder)
     pack_checkpoint(config)
     assert config.model.packed_key.file.is_file()
-    mapped = load_blocks(checkpoint_folder)
-    for loaded_block, mapped_block in zip(loaded, mapped, strict=True):
+    mapped_blocks = load_blocks(checkpoint_folder)
+    for loaded_block, mapped_block in zip(loaded, mapped_blocks, strict=True):
         assert torch.equal(
             unpack_linear(loaded_block.mlp.down.packed), unpack_linear(mapped_block.mlp.down.packed)
         )
@@ -152,10 +150,10 @@ def test_progress_counts_every_calibrated_byte_once(
     class Counting(LoadingProgress):
         def __init__(self, num_bytes: int, *, title: str = "loading") -> None:
             super().__init__(num_bytes, title=title)
-            self.seen = progress.setdefault(title, [num_bytes])
+            self.byte_counts = progress.setdefault(title, [num_bytes])
 
         def advance(self, num_bytes: int) -> None:
-            self.seen.append(num_bytes)
+            self.byte_counts.append(num_bytes)
 
     monkeypatch.setattr(network_model, "LoadingProgress", Counting)
     load_blocks(checkpoint_folder)
@@ -175,11 +173,13 @@ def test_calibration_leaves_no_state(checkpoint_folder: Path) -> None:
         return sum(type(item) is LazyWeight and bool(item.parts) for item in gc.get_objects())
 
     gc.collect()
-    before = count_pending_weights()
+    num_pending_before = count_pending_weights()
     gc.disable()
     try:
         pipeline = open_pipeline(checkpoint_folder, **INT4)
-        assert count_pending_weights() == before, "pending weights are freed without the garbage collector"
+        assert count_pending_weights() == num_pending_before, (
+            "pending weights are freed without the garbage collector"
+        )
     finally:
         gc.enable()
     assert pipeline.session.reservations.num_bytes == 0
@@ -200,9 +200,9 @@ def test_non_finite_statistics_weigh_all_inputs_equally(checkpoint_folder: Path)
     tensors = load_file(file)
     tensors["model.layers.0.mlp.down_proj.weight"][0, 0] = torch.nan
     save_file(tensors, file)
-    packed = load_blocks(checkpoint_folder)[1].mlp.down.packed
-    encoding, weight = ENCODINGS[packed.encoding], tensors["model.layers.1.mlp.down_proj.weight"]
-    assert torch.equal(unpack_linear(packed), encoding.unpack(encoding.pack(weight)))
+    packed_weight = load_blocks(checkpoint_folder)[1].mlp.down.packed
+    encoding, weight = ENCODINGS[packed_weight.encoding], tensors["model.layers.1.mlp.down_proj.weight"]
+    assert torch.equal(unpack_linear(packed_weight), encoding.unpack(encoding.pack(weight)))
 
 
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8"])

@@ -30,10 +30,10 @@ def load_config(
     config: PipelineConfig, share: WorkerShare, monkeypatch: pytest.MonkeyPatch
 ) -> PipelineConfig:
     """Return the configuration of a worker with this share. Check which processors it is pinned to."""
-    pinned: list[tuple[int, ...]] = []
-    monkeypatch.setattr(engines, "pin", pinned.append)
+    pinned_processors: list[tuple[int, ...]] = []
+    monkeypatch.setattr(engines, "pin", pinned_processors.append)
     worker_config = load_share(config, share, cast(Any, lambda config: config))
-    assert pinned == ([] if share.processors is None else [share.processors.processors])
+    assert pinned_processors == ([] if share.processors is None else [share.processors.processors])
     return cast(PipelineConfig, worker_config)
 
 

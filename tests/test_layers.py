@@ -116,10 +116,10 @@ class Import:
     line: int
     source: str
     target: str
-    where: ImportScope
+    location: ImportScope
 
     def __str__(self) -> str:
-        kind = {"module": "", "typing": " for typing", "function": " in a function"}[self.where]
+        kind = {"module": "", "typing": " for typing", "function": " in a function"}[self.location]
         name = self.source.removeprefix("penstock.")
         return f"{name} imports {self.target.removeprefix('penstock.')}{kind} at {self.file}:{self.line}"
 
@@ -252,7 +252,7 @@ def find_violations(file: Path, root: Path = ROOT) -> Iterator[str]:
 def _is_allowed(imported: Import, folder: str, row: Row) -> bool:
     package = imported.target.split(".")[0]
     if package != "penstock":
-        packages = row.packages.split() + (row.lazy.split() if imported.where != "module" else [])
+        packages = row.packages.split() + (row.lazy.split() if imported.location != "module" else [])
         return package in sys.stdlib_module_names or package in packages
     target = _find_row(imported.target)
     if imported.target == "penstock.__version__" or target in ("errors", "dtype", "plain_numbers"):
@@ -265,15 +265,15 @@ def find_imports(file: Path, root: Path = ROOT) -> Iterator[Import]:
     source = _module_name(file.relative_to(root))
     package = file.relative_to(root).parts[:-1]
 
-    def walk(node: ast.AST, where: ImportScope) -> Iterator[Import]:
+    def walk(node: ast.AST, location: ImportScope) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
             for target in _imported_names(child, package):
-                yield Import(file.relative_to(root), child.lineno, source, target, where)  # type: ignore[attr-defined]
+                yield Import(file.relative_to(root), child.lineno, source, target, location)  # type: ignore[attr-defined]
             is_inside_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
             if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
                 yield from walk(child, "typing")
             else:
-                yield from walk(child, "function" if is_inside_function else where)
+                yield from walk(child, "function" if is_inside_function else location)
 
     yield from walk(_parse(file), "module")
 

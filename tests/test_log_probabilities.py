@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.checkpoints import oracle, oracle_logits
-from support.random_draws import examples
-from support.running import context_of, open_pipeline, random_tokens
+from support.checkpoints import load_in_transformers, transformers_logits
+from support.pipeline_steps import make_context, open_pipeline, random_tokens
+from support.random_draws import num_examples
 from support.tiny_llm import VOCABULARY, write_tiny_llm
 
 from penstock import log_probabilities
@@ -25,11 +25,11 @@ PROMPT = random_tokens(45, VOCABULARY, seed=8)
 
 def compute_expected(row: np.ndarray, token: int, top_n: int) -> tuple[float, dict[int, float]]:
     scores = row.astype(np.float64) - np.log(np.exp(row.astype(np.float64) - row.max()).sum()) - row.max()
-    best = np.argsort(-scores, kind="stable")[:top_n]
-    return scores[token], {int(i): scores[i] for i in best} | {token: scores[token]}
+    best_ids = np.argsort(-scores, kind="stable")[:top_n]
+    return scores[token], {int(i): scores[i] for i in best_ids} | {token: scores[token]}
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=num_examples(60))
 @given(
     rows=st.lists(st.tuples(st.integers(1, 6), st.integers(0, 9), st.booleans()), min_size=1, max_size=5),
     seed=st.integers(0, 1000),
@@ -69,9 +69,9 @@ def test_log_probabilities_of_any_batch_equal_numpy(
             targets = [*tokens[first + 1 : first + length], last] if echo else [last]
             expected = [compute_expected(logits[row + i], int(t), top_n) for i, t in enumerate(targets)]
             assert entry.token_log_probabilities == pytest.approx([value for value, _ in expected], abs=1e-5)
-            for actual, (_, top) in zip(entry.top_log_probabilities, expected, strict=True):
-                assert actual == pytest.approx(top, abs=1e-5)
-                assert list(actual) == list(top), "sorted by descending log probability"
+            for actual, (_, top_entries) in zip(entry.top_log_probabilities, expected, strict=True):
+                assert actual == pytest.approx(top_entries, abs=1e-5)
+                assert list(actual) == list(top_entries), "sorted by descending log probability"
         row, first = row + count, first + length
 
 
@@ -108,7 +108,7 @@ def pipeline(model: Path) -> TextGenerationPipeline:
 
 def make_scored_context(echo: bool, salt: str, **params: Any) -> TextContext:
     """Return a context with log probabilities. Only contexts with the same ``salt`` share cached blocks."""
-    return context_of(
+    return make_context(
         PROMPT,
         max_new=6,
         log_probabilities=3,
@@ -156,19 +156,19 @@ def run_context(
 def test_log_probabilities_do_not_depend_on_batching_chunks_cache_or_preemption(
     echo: bool, pipeline: TextGenerationPipeline
 ) -> None:
-    alone = run_context(pipeline, make_scored_context(echo, "first"))
-    assert len(alone) == 6
+    single_rows = run_context(pipeline, make_scored_context(echo, "first"))
+    assert len(single_rows) == 6
     cached = make_scored_context(echo, "first")
-    assert run_context(pipeline, cached) == alone
+    assert run_context(pipeline, cached) == single_rows
     assert cached.num_cached_tokens == (0 if echo else 32), "a context with echo reads no cached blocks"
     batch_mates = [
-        context_of(random_tokens(9, VOCABULARY, seed=i), max_new=4, log_probabilities=i) for i in range(5)
+        make_context(random_tokens(9, VOCABULARY, seed=i), max_new=4, log_probabilities=i) for i in range(5)
     ]
-    assert run_context(pipeline, make_scored_context(echo, "batched"), others=batch_mates) == alone
-    assert run_context(pipeline, make_scored_context(echo, "chunked"), chunks=[7, 1, 30]) == alone
+    assert run_context(pipeline, make_scored_context(echo, "batched"), others=batch_mates) == single_rows
+    assert run_context(pipeline, make_scored_context(echo, "chunked"), chunks=[7, 1, 30]) == single_rows
     assert (
         run_context(pipeline, make_scored_context(echo, "preempted"), chunks=[44, 1], preempt_after=3)
-        == alone
+        == single_rows
     )
 
 
@@ -183,14 +183,16 @@ def test_log_probabilities_do_not_depend_on_sampling_parameters(
         "min_new_tokens": 5,
     }
     tokens, rows = zip(*run_context(pipeline, make_scored_context(True, "rules", **sampling)), strict=True)
-    scores = torch.log_softmax(oracle_logits(oracle(model), [*PROMPT, *tokens]), -1).numpy()
-    joined = [value for row in rows for value in row.token_log_probabilities]
-    assert len(joined) == len(PROMPT) - 1 + 6
+    scores = torch.log_softmax(
+        transformers_logits(load_in_transformers(model), [*PROMPT, *tokens]), -1
+    ).numpy()
+    joined_values = [value for row in rows for value in row.token_log_probabilities]
+    assert len(joined_values) == len(PROMPT) - 1 + 6
     sequence = [*PROMPT, *tokens]
     expected = [scores[i, token] for i, token in enumerate(sequence[1:])]
-    np.testing.assert_allclose(joined, expected, atol=2e-4)
-    tops = [top for row in rows for top in row.top_log_probabilities]
-    for i, top in enumerate(tops):
-        assert sequence[i + 1] in top
-        assert len(top) in (3, 4)
-        assert max(top, key=lambda token: top[token]) == scores[i].argmax()
+    np.testing.assert_allclose(joined_values, expected, atol=2e-4)
+    tops = [top_entries for row in rows for top_entries in row.top_log_probabilities]
+    for i, top_entries in enumerate(tops):
+        assert sequence[i + 1] in top_entries
+        assert len(top_entries) in (3, 4)
+        assert max(top_entries, key=lambda token: top_entries[token]) == scores[i].argmax()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import combinations, product
 
 import pytest
-from support.matrix import cover
+from support.matrix import covering_subset
 
 PARAMETER_SETS = [
     tuple(zip(("isa", "dtype", "shape", "bias"), map(str, values), strict=True))
@@ -16,18 +16,20 @@ PARAMETER_SETS = [
 @pytest.mark.parametrize("strength", [1, 2, 3])
 @pytest.mark.parametrize("times", [1, 2])
 def test_each_combination_occurs(strength: int, times: int) -> None:
-    subset = [PARAMETER_SETS[number] for number in cover(PARAMETER_SETS, strength=strength, times=times)]
+    subset = [
+        PARAMETER_SETS[number] for number in covering_subset(PARAMETER_SETS, strength=strength, times=times)
+    ]
     assert len(subset) < len(PARAMETER_SETS) or strength * times == 6
     for combination in {part for values in PARAMETER_SETS for part in combinations(values, strength)}:
         assert sum(set(combination) <= set(values) for values in subset) >= times
 
 
 def test_the_subset_is_small() -> None:
-    assert len(cover(PARAMETER_SETS, strength=1)) == 5
-    assert len(cover(PARAMETER_SETS)) <= 25
+    assert len(covering_subset(PARAMETER_SETS, strength=1)) == 5
+    assert len(covering_subset(PARAMETER_SETS)) <= 25
 
 
 def test_all_parameter_sets_are_in_the_subset_if_there_are_few() -> None:
     pairs = [(("isa", str(isa)), ("dtype", str(dtype))) for isa in range(3) for dtype in range(2)]
-    assert cover(pairs) == set(range(6))
-    assert cover(pairs[:1], strength=3, times=4) == {0}
+    assert covering_subset(pairs) == set(range(6))
+    assert covering_subset(pairs[:1], strength=3, times=4) == {0}

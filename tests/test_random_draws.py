@@ -14,7 +14,7 @@ TEST_MODULE = """
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.random_draws import examples
+from support.random_draws import num_examples
 
 @pytest.fixture(scope="module")
 def drawn():
@@ -23,7 +23,7 @@ def drawn():
     with open("drawn", "w") as file:
         print(*map(ascii, texts), sep="\\n", file=file)
 
-@settings(max_examples=examples(20))
+@settings(max_examples=num_examples(20))
 @given(text=st.text(min_size=3, max_size=3))
 def test_property(text, drawn):
     drawn.append(text)

@@ -95,7 +95,7 @@ def test_log_probabilities_are_zero() -> None:
     (token,) = response.tokens
     assert token.log_probabilities is not None
     assert token.log_probabilities.token_log_probabilities == [0.0, 0.0, 0.0]
-    assert [list(top) for top in token.log_probabilities.top_log_probabilities] == [
+    assert [list(top_entries) for top_entries in token.log_probabilities.top_log_probabilities] == [
         [ord("b")],
         [ord("c")],
         [ord("x")],

@@ -15,24 +15,28 @@ PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 
 HEAD = """# Configuration
 
-Every setting has one name. It can be set in three places, in order of precedence:
+A setting has the same name in all places where it can be set. The table has these places in order of
+precedence:
 
 | source | example |
 |---|---|
 | flag, or keyword argument in Python | `--max-length 2048`, `LLM(max_length=2048)` |
 | environment variable | `PENSTOCK_MAX_LENGTH=2048` |
 | configuration file, TOML or JSON, given by `--config-file` | `max_length = 2048` |
-| default | see the lists below |
+| none of these | the default in the lists below |
 
-Each entry below has the name, the allowed values, the default if there is one, and the meaning.
+Each entry below has the name, the allowed values, the default if the setting has a fixed one, and the
+meaning.
 
-`penstock generate --print-config` shows every value and its source. An unknown name, a wrong type or an
-invalid value is an error that names the setting.
+`penstock generate --print-config` shows every value and its source. The error for an unknown name, a
+wrong type or an invalid value names the setting.
 
-The kernels read one more environment variable: `PENSTOCK_ISA=generic|avx2|avx512_vnni|avx512` limits the
-instruction set of Penstock's kernels and of torch's, so that every code path can be tested on one machine.
+The kernels also read the environment variable `PENSTOCK_ISA` (generic, avx2, avx512_vnni or avx512). It
+limits the instruction set of Penstock's kernels and of torch's kernels, so that every code path can be
+tested on one machine.
 
-`tools/write_configuration.py` generates this page from the configuration classes; a test compares the two.
+`tools/write_configuration.py` generates this page from the configuration classes; a test compares the
+two.
 """
 
 SECTIONS = {

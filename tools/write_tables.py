@@ -147,7 +147,7 @@ def routes() -> str:
             methods = " ".join(sorted(route.methods - {"HEAD"}))
             key = "open" if route.path in middleware.PUBLIC else "key"
             rows.append([methods, code(route.path), key, text])
-    return table("method | path | needs | what it does", rows)
+    return table("method | path | access | description", rows)
 
 
 def _routers(module: Any) -> list[Any]:
@@ -413,7 +413,7 @@ def metric_names() -> str:
         )
     for one in metrics.ENGINE_METRICS:
         rows.append([code(one.name), "counter" if one.name.endswith("_total") else "gauge", one.help])
-    return table("name | kind | what", rows)
+    return table("name | type | description", rows)
 
 
 # -- Compatibility --------------------------------------------------------------------------------------
@@ -449,10 +449,10 @@ def architectures() -> str:
         ),
     ]
     usual = max(encodings, key=lambda one: len(encodings[one]))
-    parts.append(item(f"Weights run in {', '.join(map(code, usual))}."))
+    parts.append(item(f"Encodings for float weights: {', '.join(map(code, usual))}."))
     for other in encodings.keys() - {usual}:
         parts.append(item(f"{', '.join(map(code, encodings[other]))}: only {', '.join(map(code, other))}."))
-    parts.append(item("GGUF: the names of the family in GGUF files, for text generation."))
+    parts.append(item("GGUF: the name of the family in GGUF files, for text generation."))
     return "\n".join(parts)
 
 
@@ -514,7 +514,7 @@ def gguf_blocks() -> str:
     kinds = {
         "Floats": gguf_names._FLOATS,
         "Quantized blocks": gguf_names.READABLE_BLOCKS,
-        "Quantized blocks that the package of the extra `gguf` reads": gguf_names.PACKAGE_BLOCKS,
+        "Quantized blocks that need the extra `gguf`": gguf_names.PACKAGE_BLOCKS,
     }
     return "\n".join(item(f"{kind}: {', '.join(map(code, names))}.") for kind, names in kinds.items())
 
@@ -527,7 +527,7 @@ def checkpoint_formats() -> str:
             continue
         text = (importlib.import_module(type(one).__module__).__doc__ or "").split("\n\n")[0]
         what = " ".join(text.split()).partition(": ")[2].rstrip(".")
-        kept = ", ".join(map(code, one.kept_encodings)) or "widened"
+        kept = ", ".join(map(code, one.kept_encodings)) or "none: layers are dequantized"
         rows.append([", ".join(map(code, one.quant_methods)), what, kept])
     return table("quant_method | layers | kept in the encodings", rows)
 
@@ -612,7 +612,7 @@ HONOURED: Mapping[str, Any] = {
 """Keyword -> a supported schema with this keyword."""
 
 LIMITS: Mapping[str, tuple[str, Any]] = {
-    "multipleOf": ("only whole numbers", {"multipleOf": 0.5}),
+    "multipleOf": ("whole numbers only", {"multipleOf": 0.5}),
     "format": (
         f"{', '.join(string_formats.SUPPORTED)}; {', '.join(string_formats.UNSUPPORTED)} only with enum and "
         "const, whose values are tested; formats that the standard does not define are ignored",
@@ -636,7 +636,7 @@ LIMITS: Mapping[str, tuple[str, Any]] = {
         {"patternProperties": {"^a": {}, "^b": {}}},
     ),
     "propertyNames": (
-        "names listed by enum; other schemas only for objects without properties and required",
+        "an enum of names; other schemas only for objects without properties and required",
         {"properties": {"a": {}}, "propertyNames": {"pattern": "^a"}},
     ),
     "minProperties": ("if properties lists enough names", {"type": "object", "minProperties": 2}),
@@ -649,7 +649,7 @@ LIMITS: Mapping[str, tuple[str, Any]] = {
         {"allOf": [{}], "unevaluatedProperties": False},
     ),
     "$ref": (
-        "references within the schema, #/..., also recursive ones",
+        "references within the schema (#/...), including recursive ones",
         {"$ref": "https://example.org/schema"},
     ),
     "oneOf": ("branches that provably exclude each other", {"oneOf": [{"minimum": 1}, {"maximum": 2}]}),

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.checkpoints import DECODERS, oracle, write_checkpoint
+from support.checkpoints import DECODERS, load_in_transformers, write_checkpoint
 
 ARCHITECTURES = DECODERS
 
@@ -21,4 +21,4 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 @pytest.fixture(scope="session")
 def reference(checkpoint: Path) -> Any:
     """Return the same checkpoint loaded by transformers."""
-    return oracle(checkpoint)
+    return load_in_transformers(checkpoint)

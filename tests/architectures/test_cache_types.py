@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.checkpoints import write_checkpoint
-from support.running import context_of, generate, open_pipeline, random_tokens, step_logits
+from support.pipeline_steps import generate_tokens, make_context, open_pipeline, random_tokens, step_logits
 from torch import Tensor
 
 from penstock.architectures.cache_types import fixed_scales
@@ -69,8 +69,8 @@ def open_with_kv_cache(
     return open_pipeline(checkpoint, kv_cache_dtype=kv_type, **(options | config))
 
 
-def logits_of(pipeline: TextGenerationPipeline) -> Tensor:
-    return step_logits(pipeline, [context_of(PROMPT)])[0]
+def compute_logits(pipeline: TextGenerationPipeline) -> Tensor:
+    return step_logits(pipeline, [make_context(PROMPT)])[0]
 
 
 def mean_difference(logits: Tensor, reference: Tensor) -> float:
@@ -79,13 +79,14 @@ def mean_difference(logits: Tensor, reference: Tensor) -> float:
 
 
 def test_logits_of_8_bit_caches_are_close_to_float32(checkpoint: Path) -> None:
-    float32_logits = logits_of(open_with_kv_cache(checkpoint, "float32"))
+    float32_logits = compute_logits(open_with_kv_cache(checkpoint, "float32"))
     errors = {
-        kind: mean_difference(logits_of(open_with_kv_cache(checkpoint, kind)), float32_logits)
+        kind: mean_difference(compute_logits(open_with_kv_cache(checkpoint, kind)), float32_logits)
         for kind in ("bfloat16", "int8", "fp8")
     }
-    assert 0 < errors["bfloat16"] < errors["fp8"] < 16 * errors["bfloat16"]  # 3 bits of mantissa, not 7
-    assert errors["fp8"] < 0.2  # the weights are random: a trained model differs far less
+    # A mantissa of 3 bits instead of 7.
+    assert 0 < errors["bfloat16"] < errors["fp8"] < 16 * errors["bfloat16"]
+    assert errors["fp8"] < 0.2  # large because the weights are random
 
 
 def test_scales_are_computed_for_each_row_unless_the_checkpoint_stores_them(
@@ -95,10 +96,12 @@ def test_scales_are_computed_for_each_row_unless_the_checkpoint_stores_them(
     heads = open_with_kv_cache(
         with_scales(checkpoint, tmp_path, {"k_scale": torch.ones(1), "v_scale": torch.ones(1)})
     )
-    (plain,), (fixed,) = (opened_pipeline.model.kv_cache_spec.groups for opened_pipeline in (rows, heads))
-    assert plain.dtype is fixed.dtype is DType.float8_e4m3fn
-    assert plain.bytes_per_block(16) == 2 * 2 * 2 * 16 * (16 + 4)
-    assert fixed.bytes_per_block(16) == 2 * 2 * 2 * 16 * 16
+    (plain_group,), (fixed_group,) = (
+        opened_pipeline.model.kv_cache_spec.groups for opened_pipeline in (rows, heads)
+    )
+    assert plain_group.dtype is fixed_group.dtype is DType.float8_e4m3fn
+    assert plain_group.bytes_per_block(16) == 2 * 2 * 2 * 16 * (16 + 4)
+    assert fixed_group.bytes_per_block(16) == 2 * 2 * 2 * 16 * 16
     assert heads.memory_plan.num_blocks[0] > rows.memory_plan.num_blocks[0]
     assert rows.kv.storage.scales[0].is_contiguous()
     assert heads.kv.storage.scales[0].untyped_storage().nbytes() == 2 * 2 * 4
@@ -115,16 +118,17 @@ NAMES = {
 def test_scales_stored_in_the_checkpoint_are_used(
     checkpoint: Path, tmp_path: Path, names: tuple[str, str]
 ) -> None:
-    float32_logits = logits_of(open_with_kv_cache(checkpoint, "float32"))
+    float32_logits = compute_logits(open_with_kv_cache(checkpoint, "float32"))
     for scales, is_close in (((0.02, 0.03), True), ((0.0001, 0.03), False), ((0.02, 0.0001), False)):
         tensors = {name: torch.tensor(value) for name, value in zip(names, scales, strict=True)}
         pipeline = open_with_kv_cache(with_scales(checkpoint, tmp_path, tensors))
         assert pipeline.kv.storage.scales[1][:, 0, 1, 3].tolist() == pytest.approx(scales)
-        error = mean_difference(logits_of(pipeline), float32_logits)
+        error = mean_difference(compute_logits(pipeline), float32_logits)
+        # A scale that is too small clips the values.
         assert 0 < error < 0.2 if is_close else error > 0.4, (
             scales,
             error,
-        )  # a scale that is too small clips the values
+        )
 
 
 def test_scales_for_each_kv_head_are_sharded_with_the_heads(checkpoint: Path, tmp_path: Path) -> None:
@@ -186,7 +190,7 @@ def test_invalid_scales_are_refused(checkpoint: Path, tmp_path: Path, scale: Ten
     folder = with_scales(checkpoint, tmp_path, {"k_scale": scale, "v_scale": torch.ones(1)})
     with pytest.raises(WeightsError, match=message):
         open_with_kv_cache(folder)
-    logits_of(open_with_kv_cache(folder, "int8"))  # a cache of another type does not read the scales
+    compute_logits(open_with_kv_cache(folder, "int8"))  # a cache of another type does not read the scales
 
 
 @pytest.mark.parametrize("is_fixed", [False, True])
@@ -197,17 +201,17 @@ def test_text_is_the_same_alone_batched_and_from_the_prefix_cache(
         scales = {"k_scale": torch.tensor(0.02), "v_scale": torch.tensor(0.02)}
         checkpoint = with_scales(checkpoint, tmp_path, scales)
     prompts = [PROMPT, PROMPT[:40], [*PROMPT[:33], 7], [3, 4]]
-    alone = open_with_kv_cache(checkpoint, deterministic=True, enable_prefix_caching=False)
-    expected = [generate(alone, [context_of(prompt, 12)])[0] for prompt in prompts]
+    single_pipeline = open_with_kv_cache(checkpoint, deterministic=True, enable_prefix_caching=False)
+    expected = [generate_tokens(single_pipeline, [make_context(prompt, 12)])[0] for prompt in prompts]
     pipeline = open_with_kv_cache(checkpoint, deterministic=True)
     for _ in range(2):  # the second run reads the prefix cache
-        assert generate(pipeline, [context_of(prompt, 12) for prompt in prompts]) == expected
+        assert generate_tokens(pipeline, [make_context(prompt, 12) for prompt in prompts]) == expected
     storage = pipeline.kv.storage
     storage.caches[0].view(torch.uint8)[:, 3] = 7
-    before = [None if is_fixed else scale.clone() for scale in storage.scales]
+    scales_before = [None if is_fixed else scale.clone() for scale in storage.scales]
     storage.copy_block(0, 3, 4)
     assert (storage.caches[0][:, 4].view(torch.uint8) == 7).all()
-    assert is_fixed or torch.equal(storage.scales[0][:, 4], before[0][:, 3])
+    assert is_fixed or torch.equal(storage.scales[0][:, 4], scales_before[0][:, 3])
     assert len(storage.block_tensors(0)) == (1 if is_fixed else 2)
     storage.discard()
     assert not storage.caches[0].view(torch.uint8).any()
@@ -222,7 +226,7 @@ def test_the_cpu_kernels_log_that_they_fall_back_to_the_reference(
     if not cpu.available_isas():
         pytest.skip("the C++ kernels are not built")
     pipeline = open_with_kv_cache(checkpoint, kernels="best")
-    expected = generate(open_with_kv_cache(checkpoint), [context_of(PROMPT, 5)])
-    assert generate(pipeline, [context_of(PROMPT, 5)]) == expected
+    expected = generate_tokens(open_with_kv_cache(checkpoint), [make_context(PROMPT, 5)])
+    assert generate_tokens(pipeline, [make_context(PROMPT, 5)]) == expected
     assert caplog.text.count("attention runs on the reference kernels") <= 1
     assert pipeline.session.graph_status == "eager: store_kv has no kernel for its arguments"

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checkpoints import write_checkpoint
-from support.random_draws import examples
-from support.running import context_of, open_pipeline
+from support.pipeline_steps import make_context, open_pipeline
+from support.random_draws import num_examples
 
 from penstock.architectures.llama import tiny_config
 
@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return open_pipeline(write_checkpoint(tmp_path_factory.mktemp("inputs"), tiny_config())).model
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 @given(sequences=st.one_of(SEQUENCES, DECODING))
 def test_input_tensors_equal_values_computed_row_by_row(
     model: Any, sequences: list[tuple[int, int, int, int]]
@@ -37,7 +37,7 @@ def test_input_tensors_equal_values_computed_row_by_row(
     row_offsets, logit_rows, logit_offsets = [0], [], [0]
     for number, (start, count, num_drafts, num_logits) in enumerate(sequences):
         text = [(7 * number + position) % 50 for position in range(start + count)]
-        context = context_of(text)
+        context = make_context(text)
         context.set_token_indices(start_idx=start)
         contexts.append(context)
         drafts.append([60 + position for position in range(num_drafts)])
@@ -62,4 +62,4 @@ def test_input_tensors_equal_values_computed_row_by_row(
         assert tensor.is_contiguous()
     assert inputs.drafts == tuple(map(len, drafts))
     pointers = {getattr(inputs, name).untyped_storage().data_ptr() for name in expected}
-    assert len(pointers) == len(expected), "a recorded step identifies each input by its memory"
+    assert len(pointers) == len(expected), "a recorded step identifies each input by its memory address"

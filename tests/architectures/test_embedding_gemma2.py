@@ -1,4 +1,4 @@
-"""EmbeddingGemma 2: what differs from other encoders."""
+"""EmbeddingGemma 2: its projection, its refused inputs, and its last layer."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_tensors_of_the_image_and_audio_encoders_are_not_loaded(tmp_path: Path) 
 
 
 def test_a_window_of_the_last_layer_is_ignored(tmp_path: Path) -> None:
-    """transformers ignores it too: it changes such a configuration when it reads it."""
+    """transformers also ignores the window: it replaces the layer type when it reads the configuration."""
     [expected] = encode_all(open_encoder(save_checkpoint(tmp_path, "embedding_gemma2_text")), [TOKENS])
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())

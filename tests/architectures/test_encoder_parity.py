@@ -24,7 +24,7 @@ def random_inputs(vocabulary: int, lengths: list[int] = LENGTHS) -> list[np.ndar
     return [rng.integers(3, vocabulary, length) for length in lengths]
 
 
-def vocabulary_of(model: Any) -> int:
+def vocabulary_size(model: Any) -> int:
     size: int = model.config.get_text_config().vocab_size
     return size
 
@@ -51,14 +51,14 @@ def reference_hidden_states(model: Any, tokens: np.ndarray) -> np.ndarray:
     return hidden
 
 
-def assert_close(ours: Any, theirs: Any) -> None:
+def assert_close(actual: Any, expected: Any) -> None:
     """Check that the error is at most 1e-4 of the standard deviation of the expected values."""
-    np.testing.assert_allclose(ours, theirs, atol=1e-4 * max(1.0, float(np.std(theirs))), rtol=0)
+    np.testing.assert_allclose(actual, expected, atol=1e-4 * max(1.0, float(np.std(expected))), rtol=0)
 
 
 def test_hidden_states_equal_those_of_transformers(encoder: tuple[Any, EmbeddingsPipeline, Path]) -> None:
     model, pipeline, _ = encoder
-    inputs = random_inputs(vocabulary_of(model))
+    inputs = random_inputs(vocabulary_size(model))
     responses = encode_all(pipeline, inputs, outputs=("dense",), pooling="mean", normalize=False)
     for tokens, response in zip(inputs, responses, strict=True):
         assert_close(response.embeddings, reference_hidden_states(model, tokens).mean(0))
@@ -108,7 +108,7 @@ def test_variants_of_the_configuration_equal_transformers(
     model = save_encoder(architecture, tmp_path, "", **changes)
     pipeline = open_encoder(tmp_path)
     longest = pipeline.memory_plan.max_length
-    inputs = random_inputs(vocabulary_of(model), [1, 40, min(longest, 300)])
+    inputs = random_inputs(vocabulary_size(model), [1, 40, min(longest, 300)])
     responses = encode_all(pipeline, inputs, outputs=("dense",), pooling="mean", normalize=False)
     for tokens, response in zip(inputs, responses, strict=True):
         assert_close(response.embeddings, reference_hidden_states(model, tokens).mean(0))
@@ -126,11 +126,11 @@ def test_outputs_of_a_batch_are_bit_equal_to_single_inputs(
 ) -> None:
     model, _, folder = encoder
     pipeline = open_encoder(folder, deterministic=True)
-    inputs = random_inputs(vocabulary_of(model))
-    together = encode_all(pipeline, inputs, outputs=("dense",))
-    for tokens, response in zip(inputs, together, strict=True):
-        [alone] = encode_all(pipeline, [tokens], outputs=("dense",))
-        assert np.array_equal(alone.embeddings, response.embeddings)
+    inputs = random_inputs(vocabulary_size(model))
+    batch_responses = encode_all(pipeline, inputs, outputs=("dense",))
+    for tokens, response in zip(inputs, batch_responses, strict=True):
+        [single_response] = encode_all(pipeline, [tokens], outputs=("dense",))
+        assert np.array_equal(single_response.embeddings, response.embeddings)
 
 
 @pytest.mark.matrix(strength=1)
@@ -139,13 +139,18 @@ def test_embeddings_in_other_encodings_are_close_to_float32(
     encoder: tuple[Any, EmbeddingsPipeline, Path], encoding: str, least: float
 ) -> None:
     model, _, folder = encoder
-    inputs = random_inputs(vocabulary_of(model), [12, 40])
+    inputs = random_inputs(vocabulary_size(model), [12, 40])
     pipeline = open_encoder(folder, quantization_encoding=encoding)
     for tokens, response in zip(
         inputs, encode_all(pipeline, inputs, outputs=("dense",), pooling="mean"), strict=True
     ):
-        theirs = reference_hidden_states(model, tokens).mean(0)
-        cosine = response.embeddings @ theirs / np.linalg.norm(response.embeddings) / np.linalg.norm(theirs)
+        reference_output = reference_hidden_states(model, tokens).mean(0)
+        cosine = (
+            response.embeddings
+            @ reference_output
+            / np.linalg.norm(response.embeddings)
+            / np.linalg.norm(reference_output)
+        )
         assert cosine > least
 
 
@@ -160,7 +165,7 @@ def test_logits_of_the_classification_head_equal_transformers(
         pytest.skip(f"transformers has no classifier of {architecture.name}")
     pipeline = open_encoder(tmp_path)
     assert pipeline.outputs == ("scores",)
-    inputs = random_inputs(vocabulary_of(model))
+    inputs = random_inputs(vocabulary_size(model))
     responses = encode_all(pipeline, inputs, activation=False)
     for tokens, response in zip(inputs, responses, strict=True):
         with torch.inference_mode():
@@ -177,7 +182,7 @@ def test_logits_of_the_masked_language_model_head_equal_transformers(
         pytest.skip(f"transformers has no masked language model of {architecture.name}")
     pipeline = open_encoder(tmp_path)
     assert pipeline.outputs[0] == "sparse"
-    inputs = random_inputs(vocabulary_of(model))
+    inputs = random_inputs(vocabulary_size(model))
     for tokens, response in zip(inputs, encode_all(pipeline, inputs), strict=True):
         with torch.inference_mode():
             logits = model(torch.from_numpy(tokens)[None]).logits[0]
@@ -194,14 +199,14 @@ def test_hidden_states_with_token_types_equal_transformers(
     model, pipeline, _ = encoder
     if not getattr(model.config, "type_vocab_size", 0) > 1:
         pytest.skip("the family has no token types")
-    tokens = random_inputs(vocabulary_of(model))[2]
+    tokens = random_inputs(vocabulary_size(model))[2]
     types = np.arange(len(tokens)) % 2
     [response] = encode_all(
         pipeline, [tokens], outputs=("dense",), pooling="cls", normalize=False, token_type_ids=types
     )
     with torch.inference_mode():
-        theirs = model(torch.from_numpy(tokens)[None], token_type_ids=torch.from_numpy(types)[None])
-    assert_close(response.embeddings, theirs.last_hidden_state[0, 0].numpy())
+        reference_output = model(torch.from_numpy(tokens)[None], token_type_ids=torch.from_numpy(types)[None])
+    assert_close(response.embeddings, reference_output.last_hidden_state[0, 0].numpy())
 
 
 @pytest.mark.parametrize(
@@ -218,7 +223,7 @@ def test_pooling_of_the_classification_head_equals_transformers(
 ) -> None:
     (architecture,) = (candidate for candidate in ENCODERS if candidate.name == name)
     model = save_encoder(architecture, tmp_path, "ForSequenceClassification", num_labels=3, **changes)
-    inputs = random_inputs(vocabulary_of(model), [7])
+    inputs = random_inputs(vocabulary_size(model), [7])
     [response] = encode_all(open_encoder(tmp_path), inputs, activation=False)
     with torch.inference_mode():
         assert_close(response.scores, model(torch.from_numpy(inputs[0])[None]).logits[0].numpy())

@@ -20,12 +20,12 @@ They have an attention bias that is not the result of an operation, or an operat
 """
 
 
-def inputs_of(length: int, count: int) -> list[np.ndarray]:
+def random_inputs(length: int, count: int) -> list[np.ndarray]:
     rng = np.random.default_rng(length)
     return [rng.integers(3, 130, length) for _ in range(count)]
 
 
-def token_vectors_of(
+def compute_token_vectors(
     pipeline: EmbeddingsPipeline, inputs: list[np.ndarray], **fields: Any
 ) -> list[np.ndarray]:
     """Return the vectors of all tokens of several inputs, computed one input at a time."""
@@ -47,16 +47,16 @@ def test_compiled_steps_are_bit_equal_to_eager_steps(
     pipeline = open_encoder(tmp_path, quantization_encoding=encoding)
     session = pipeline.session
     for length in (1, 7, 128):
-        inputs = inputs_of(length, 3)
+        inputs = random_inputs(length, 3)
         session.use_graphs = False
-        eager = token_vectors_of(pipeline, inputs)
+        all_eager_vectors = compute_token_vectors(pipeline, inputs)
         session.use_graphs = True
-        token_vectors_of(pipeline, inputs)  # the first run is eager, the second one records
-        compiled = token_vectors_of(pipeline, inputs)
+        compute_token_vectors(pipeline, inputs)  # the first run is eager, the second one records
+        all_compiled_vectors = compute_token_vectors(pipeline, inputs)
         assert session.graph_status.startswith(
             "eager" if architecture.name in UNCOMPILED_FAMILIES else "compiled"
         )
-        for eager_vectors, compiled_vectors in zip(eager, compiled, strict=True):
+        for eager_vectors, compiled_vectors in zip(all_eager_vectors, all_compiled_vectors, strict=True):
             assert np.array_equal(eager_vectors, compiled_vectors)
 
 
@@ -68,24 +68,31 @@ def bert(tmp_path: Path) -> EmbeddingsPipeline:
 
 
 def test_token_types_are_inputs_of_a_compiled_step(bert: EmbeddingsPipeline) -> None:
-    [tokens] = inputs_of(12, 1)
+    [tokens] = random_inputs(12, 1)
     types = [None, np.arange(12) % 2, np.zeros(12, np.int64), np.arange(12) // 6]
     bert.session.use_graphs = False
-    eager = [token_vectors_of(bert, [tokens], token_type_ids=token_types)[0] for token_types in types]
+    eager_vectors = [
+        compute_token_vectors(bert, [tokens], token_type_ids=token_types)[0] for token_types in types
+    ]
     bert.session.use_graphs = True
     for _ in range(3):
-        compiled = [token_vectors_of(bert, [tokens], token_type_ids=token_types)[0] for token_types in types]
-        assert all(map(np.array_equal, eager, compiled))
+        compiled_vectors = [
+            compute_token_vectors(bert, [tokens], token_type_ids=token_types)[0] for token_types in types
+        ]
+        assert all(map(np.array_equal, eager_vectors, compiled_vectors))
     assert bert.session.graph_status.startswith("compiled")
-    assert np.array_equal(compiled[0], compiled[2])
-    assert not np.allclose(compiled[1], compiled[3])
+    assert np.array_equal(compiled_vectors[0], compiled_vectors[2])
+    assert not np.allclose(compiled_vectors[1], compiled_vectors[3])
 
 
 def test_long_inputs_and_batches_are_not_compiled(
     bert: EmbeddingsPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CpuGraphCompiler, "max_rows", 64)
-    for inputs, reason in ((inputs_of(65, 1), "more than 64 rows"), (inputs_of(5, 2), "several inputs")):
+    for inputs, reason in (
+        (random_inputs(65, 1), "more than 64 rows"),
+        (random_inputs(5, 2), "several inputs"),
+    ):
         for _ in range(3):
             encode_all(bert, inputs)
             assert bert.session.graph_status == f"eager: {reason}"

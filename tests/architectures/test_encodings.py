@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.checkpoints import DECODERS, write_checkpoint
-from support.networks import held_bytes, parts_of
-from support.running import context_of, generate, open_pipeline, random_tokens, step_logits
+from support.checkpoints import DECODERS, make_tiny_config, write_checkpoint
+from support.networks import modules_and_weights, weight_bytes
+from support.pipeline_steps import generate_tokens, make_context, open_pipeline, random_tokens, step_logits
 
 from penstock.kernels import PackedExperts, PackedLinear
 from penstock.kernels.encodings import int4
@@ -33,8 +33,10 @@ ERROR_FACTORS = {"llama4_text": 2, "phimoe": 3}
 
 def wide_config(tiny: dict[str, Any]) -> dict[str, Any]:
     """Return a family's tiny configuration with layers that are wide enough for 4-bit groups."""
-    wide = {key: 4 * value if key in _SCALED_KEYS and value else value for key, value in tiny.items()}
-    return wide | ({"query_pre_attn_scalar": wide["head_dim"]} if "query_pre_attn_scalar" in wide else {})
+    wide_values = {key: 4 * value if key in _SCALED_KEYS and value else value for key, value in tiny.items()}
+    return wide_values | (
+        {"query_pre_attn_scalar": wide_values["head_dim"]} if "query_pre_attn_scalar" in wide_values else {}
+    )
 
 
 @pytest.fixture(scope="module", params=DECODERS, ids=lambda architecture: architecture.name)
@@ -42,7 +44,10 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     folder = tmp_path_factory.mktemp("encodings")
     write_checkpoint(folder, wide_config(request.param.tiny_config()))
     tensors = load_file(folder / "model.safetensors")
-    for name, tensor in tensors.items():  # small enough that errors do not grow from layer to layer
+    for (
+        name,
+        tensor,
+    ) in tensors.items():  # with larger weights, rounding errors would grow from layer to layer
         if tensor.dim() > 1 and not any(part in name for part in ("embed", "wte", "wpe", "_bias")):
             tensor *= 0.35
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -58,7 +63,7 @@ def open_encoded(checkpoint: Path, encoding: str, monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture(scope="module")
 def float32_logits(checkpoint: Path) -> torch.Tensor:  # [T, V]
-    return step_logits(open_pipeline(checkpoint, num_threads=1), [context_of(PROMPT)])[0]
+    return step_logits(open_pipeline(checkpoint, num_threads=1), [make_context(PROMPT)])[0]
 
 
 @pytest.mark.matrix(strength=1, times=2)
@@ -67,14 +72,14 @@ def test_logits_are_close_to_float32(
     checkpoint: Path, float32_logits: torch.Tensor, encoding: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipeline = open_encoded(checkpoint, encoding, monkeypatch)
-    logits = step_logits(pipeline, [context_of(PROMPT)])[0]
+    logits = step_logits(pipeline, [make_context(PROMPT)])[0]
     error = float((logits - float32_logits).norm() / float32_logits.norm())
     assert (
         0
         < error
         < MAX_ERROR[encoding] * ERROR_FACTORS.get(str(pipeline.model.huggingface_config.model_type), 1)
     )
-    assert len(generate(pipeline, [context_of(PROMPT, 5)])[0]) == 5
+    assert len(generate_tokens(pipeline, [make_context(PROMPT, 5)])[0]) == 5
 
 
 def allowed_estimates(pipeline: TextGenerationPipeline) -> tuple[float, float]:
@@ -92,7 +97,7 @@ def test_the_size_of_the_weights_is_as_estimated(
     checkpoint: Path, encoding: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipeline = open_encoded(checkpoint, encoding, monkeypatch)
-    loaded_bytes = held_bytes(pipeline)
+    loaded_bytes = weight_bytes(pipeline)
     estimated_bytes = pipeline.model.estimate_weights_size(pipeline.model.pipeline_config)
     low, high = allowed_estimates(pipeline)
     assert low * loaded_bytes <= estimated_bytes <= high * loaded_bytes, (
@@ -104,16 +109,14 @@ def test_the_size_of_the_weights_is_as_estimated(
 def test_narrow_experts_of_a_wide_model_are_stored_in_4_bits(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (architecture,) = (candidate for candidate in DECODERS if candidate.name == name)
-    assert architecture.tiny_config is not None
     sizes = {"hidden_size": 192, "intermediate_size": 64, "moe_intermediate_size": 64}
-    checkpoint = write_checkpoint(tmp_path, architecture.tiny_config() | sizes)
+    checkpoint = write_checkpoint(tmp_path, make_tiny_config(name) | sizes)
     monkeypatch.setattr(int4, "NARROW", 192)
     pipeline = open_pipeline(checkpoint, quantization_encoding="int4", num_threads=1)
     model: Any = pipeline.model
-    experts = [part for part in parts_of(model.network) if isinstance(part, PackedExperts)]
+    experts = [part for part in modules_and_weights(model.network) if isinstance(part, PackedExperts)]
     assert {linear.encoding for each in experts for linear in (*each.gate_up, *each.down)} == {"int4"}
-    loaded_bytes, estimated_bytes = held_bytes(pipeline), model.estimate_weights_size(model.pipeline_config)
+    loaded_bytes, estimated_bytes = weight_bytes(pipeline), model.estimate_weights_size(model.pipeline_config)
     low, high = allowed_estimates(pipeline)
     assert low * loaded_bytes <= estimated_bytes <= high * loaded_bytes
 
@@ -126,20 +129,20 @@ def test_each_kind_of_layer_has_its_encoding(
     pipeline = open_encoded(checkpoint, encoding, monkeypatch)
     model: Any = pipeline.model
     network = model.network
-    parts = list(parts_of(network))
+    parts = list(modules_and_weights(network))
     routers = [id(part.router.packed) for part in parts if isinstance(getattr(part, "router", None), Linear)]
-    shared = [part for part in parts if isinstance(part, SharedExperts)]
-    routers += [id(layer.gate.packed) for layer in shared if layer.gate is not None]
-    linears = [part for part in parts_of(network) if isinstance(part, PackedLinear)]
-    attentions = [part for part in parts_of(network) if isinstance(part, Attention)]
+    shared_experts = [part for part in parts if isinstance(part, SharedExperts)]
+    routers += [id(layer.gate.packed) for layer in shared_experts if layer.gate is not None]
+    linears = [part for part in modules_and_weights(network) if isinstance(part, PackedLinear)]
+    attentions = [part for part in modules_and_weights(network) if isinstance(part, Attention)]
     values = [id(attention.values.packed) for attention in attentions if attention.values is not None]
     has_own_values = f"{attentions[0].layer}.self_attn.v_proj" in " ".join(model.weights.names)
     assert len(values) == (len(attentions) if has_own_values else 0)
     assert network.head.linear.packed.encoding == "int8"
-    for packed in linears:
-        if id(packed) in routers:
-            assert packed.encoding in ("bfloat16", "float32")
-        elif packed is not network.head.linear.packed:
-            is_small = min(packed.in_features, packed.out_features) < 64
-            assert packed.encoding == ("int8" if is_small or id(packed) in values else encoding)
-    assert encoding in {packed.encoding for packed in linears}
+    for packed_weight in linears:
+        if id(packed_weight) in routers:
+            assert packed_weight.encoding in ("bfloat16", "float32")
+        elif packed_weight is not network.head.linear.packed:
+            is_small = min(packed_weight.in_features, packed_weight.out_features) < 64
+            assert packed_weight.encoding == ("int8" if is_small or id(packed_weight) in values else encoding)
+    assert encoding in {packed_weight.encoding for packed_weight in linears}

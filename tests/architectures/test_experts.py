@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.checkpoints import DECODERS, oracle, oracle_logits, write_checkpoint
+from support.checkpoints import DECODERS, load_in_transformers, transformers_logits, write_checkpoint
 from support.encodings import HalvedEncoding
-from support.networks import held_bytes, parts_of
-from support.running import context_of, feed, open_pipeline, random_tokens, step_logits
+from support.networks import modules_and_weights, weight_bytes
+from support.pipeline_steps import append_token, make_context, open_pipeline, random_tokens, step_logits
 
 from penstock.errors import CheckpointError, ConfigError, UnsupportedFeatureError, WeightsError
 from penstock.kernels import (
@@ -33,18 +33,19 @@ FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss")
 TINY = {candidate.name: candidate.tiny_config for candidate in DECODERS if candidate.tiny_config is not None}
 
 
-def config_of(family: str, **changes: Any) -> dict[str, Any]:
+def make_config(family: str, **changes: Any) -> dict[str, Any]:
     """Return a family's tiny configuration with changes; the value ``...`` removes a key."""
     values = TINY[family]() | changes
     return {key: value for key, value in values.items() if value is not ...}
 
 
-def logits_of(pipeline: TextGenerationPipeline) -> torch.Tensor:
+def compute_logits(pipeline: TextGenerationPipeline) -> torch.Tensor:
     """Return the logits of a prompt, then of single tokens."""
-    context = context_of(TOKENS[:50], log_probabilities_echo=True)  # every row computed, none from the cache
+    # Echo turns off the prefix cache, so every row is computed.
+    context = make_context(TOKENS[:50], log_probabilities_echo=True)
     rows = [step_logits(pipeline, [context])[0]]
     for token in TOKENS[50:]:
-        feed(pipeline, context, token)
+        append_token(pipeline, context, token)
         rows.append(step_logits(pipeline, [context])[0])
     pipeline.release(context)
     return torch.cat(rows)
@@ -52,29 +53,32 @@ def logits_of(pipeline: TextGenerationPipeline) -> torch.Tensor:
 
 def relative_error(pipeline: TextGenerationPipeline, reference: Any) -> float:
     """Return the largest error of the logits against transformers, in multiples of the tolerance."""
-    expected = oracle_logits(reference, TOKENS)
+    expected = transformers_logits(reference, TOKENS)
     tolerance = 1e-4 * max(1.0, float(expected.std()))
-    return float((logits_of(pipeline) - expected).abs().max()) / tolerance
+    return float((compute_logits(pipeline) - expected).abs().max()) / tolerance
 
 
 # ---- variants ----
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "mixtral with a window": ("mixtral", {"sliding_window": 20}),
+    "mixtral, sliding window": ("mixtral", {"sliding_window": 20}),
     "mixtral, all experts": ("mixtral", {"num_experts_per_tok": 5, "tie_word_embeddings": True}),
-    "mixtral, wide heads": ("mixtral", {"head_dim": 24, "hidden_act": "gelu", "num_key_value_heads": 6}),
+    "mixtral, head_dim 24": ("mixtral", {"head_dim": 24, "hidden_act": "gelu", "num_key_value_heads": 6}),
     "mixtral, one expert": ("mixtral", {"num_local_experts": 1, "num_experts_per_tok": 1}),
-    "qwen, not normed": ("qwen3_moe", {"norm_topk_prob": False, "attention_bias": True}),
-    "qwen, every other layer": ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": []}),
-    "qwen, one expert a token": ("qwen3_moe", {"num_experts_per_tok": 1, "norm_topk_prob": False}),
-    "qwen with windows": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 20}),
-    "gpt-oss, all full": ("gpt_oss", {"layer_types": ["full_attention"] * 2, "num_experts_per_tok": 5}),
-    "gpt-oss, a narrow window": (
+    "qwen, unnormalised top-k weights": ("qwen3_moe", {"norm_topk_prob": False, "attention_bias": True}),
+    "qwen, experts in every other layer": ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": []}),
+    "qwen, one expert per token": ("qwen3_moe", {"num_experts_per_tok": 1, "norm_topk_prob": False}),
+    "qwen, sliding window": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 20}),
+    "gpt-oss, full attention in all layers": (
+        "gpt_oss",
+        {"layer_types": ["full_attention"] * 2, "num_experts_per_tok": 5},
+    ),
+    "gpt-oss, sliding window of 3": (
         "gpt_oss",
         {"layer_types": ..., "num_hidden_layers": 4, "sliding_window": 3},
     ),
-    "gpt-oss, plain rope": ("gpt_oss", {"rope_scaling": {"rope_type": "default"}, "attention_bias": False}),
-    "gpt-oss, rope truncated": (
+    "gpt-oss, default rope": ("gpt_oss", {"rope_scaling": {"rope_type": "default"}, "attention_bias": False}),
+    "gpt-oss, truncated yarn": (
         "gpt_oss",
         {"rope_scaling": TINY["gpt_oss"]()["rope_scaling"] | {"truncate": True}, "hidden_size": 40},
     ),
@@ -84,18 +88,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_of_variants_equal_transformers(variant: str, tmp_path: Path) -> None:
     family, changes = VARIANTS[variant]
-    write_checkpoint(tmp_path, config_of(family, **changes))
-    reference = oracle(tmp_path)
+    write_checkpoint(tmp_path, make_config(family, **changes))
+    reference = load_in_transformers(tmp_path)
     assert relative_error(open_pipeline(tmp_path, kv_cache_block_size=16), reference) <= 1
 
 
 SPELLINGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen with windows unused": ("qwen3_moe", {"use_sliding_window": False, "sliding_window": 20}),
-    "qwen as before transformers 5": ("qwen3_moe", {"num_experts": 7, "num_local_experts": ...}),
-    "qwen without a list of layers": ("qwen3_moe", {"mlp_only_layers": None, "decoder_sparse_step": 2}),
-    "gpt-oss, layers in turns": ("gpt_oss", {"layer_types": ...}),
-    "gpt-oss with OpenAI's own keys": ("gpt_oss", {"experts_per_token": 2, "initial_context_length": 32}),
-    "mixtral that was trained with noise": ("mixtral", {"router_jitter_noise": 0.1}),
+    "qwen, disabled sliding window": ("qwen3_moe", {"use_sliding_window": False, "sliding_window": 20}),
+    "qwen, key of transformers 4": ("qwen3_moe", {"num_experts": 7, "num_local_experts": ...}),
+    "qwen, mlp_only_layers null": ("qwen3_moe", {"mlp_only_layers": None, "decoder_sparse_step": 2}),
+    "gpt-oss, default layer types": ("gpt_oss", {"layer_types": ...}),
+    "gpt-oss, keys of OpenAI": ("gpt_oss", {"experts_per_token": 2, "initial_context_length": 32}),
+    "mixtral, router_jitter_noise": ("mixtral", {"router_jitter_noise": 0.1}),
 }
 
 
@@ -104,22 +108,24 @@ def test_other_spellings_of_keys_are_read(case: str, tmp_path: Path) -> None:
     """Published files spell some keys differently than transformers does."""
     family, changes = SPELLINGS[case]
     dense = {"mlp_only_layers": [], "decoder_sparse_step": 2} if "mlp_only_layers" in changes else {}
-    write_checkpoint(tmp_path, config_of(family, **dense))
+    write_checkpoint(tmp_path, make_config(family, **dense))
     config = json.loads((tmp_path / "config.json").read_text()) | changes
     values = {key: value for key, value in config.items() if value is not ...}
     (tmp_path / "config.json").write_text(json.dumps(values))
-    assert relative_error(open_pipeline(tmp_path, kv_cache_block_size=16), oracle(tmp_path)) <= 1
+    assert (
+        relative_error(open_pipeline(tmp_path, kv_cache_block_size=16), load_in_transformers(tmp_path)) <= 1
+    )
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp(request.param), config_of(request.param))
+    return write_checkpoint(tmp_path_factory.mktemp(request.param), make_config(request.param))
 
 
 @pytest.fixture(scope="module")
 def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a gpt-oss checkpoint with gates so large that many exceed the clamping limit."""
-    folder = write_checkpoint(tmp_path_factory.mktemp("gpt_oss"), config_of("gpt_oss"))
+    folder = write_checkpoint(tmp_path_factory.mktemp("gpt_oss"), make_config("gpt_oss"))
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
         if name.endswith("experts.gate_up_proj"):
@@ -129,8 +135,8 @@ def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_bfloat16_logits_are_close_to_float32(checkpoint: Path) -> None:
-    float32_logits = logits_of(open_pipeline(checkpoint, kv_cache_block_size=16))
-    bfloat16_logits = logits_of(
+    float32_logits = compute_logits(open_pipeline(checkpoint, kv_cache_block_size=16))
+    bfloat16_logits = compute_logits(
         open_pipeline(checkpoint, kv_cache_block_size=16, quantization_encoding="bfloat16")
     )
     # some rows are routed to other experts
@@ -174,26 +180,28 @@ def drop_bias(linear: Any) -> Any:
 
 MUTATIONS: dict[str, Callable[[Any], Any]] = {
     "two experts swapped": lambda n: mutate_experts(n, packed=swap_experts),
-    "shares not normed": lambda n: mutate_experts(n, routing=lambda _: "all"),
+    "unnormalised top-k weights": lambda n: mutate_experts(n, routing=lambda _: "all"),
     "one expert too few": lambda n: mutate_experts(n, top_k=lambda top_k: top_k - 1),
     "one expert too many": lambda n: mutate_experts(n, top_k=lambda top_k: top_k + 1),
 }
 GPT_OSS_MUTATIONS: dict[str, Callable[[Any], Any]] = {
-    "gates for ups": lambda n: mutate_experts(n, packed=swap_gates_and_ups),
-    "a router without its bias": lambda n: mutate_experts(n, router=drop_bias),
-    "another limit": lambda n: mutate_experts(n, gating=lambda gate: ClampedSwiGLU(gate.alpha, 7.5)),
-    "another slope": lambda n: mutate_experts(n, gating=lambda gate: ClampedSwiGLU(1.6, gate.limit)),
-    "downs without biases": lambda n: mutate_experts(
+    "gate and up swapped": lambda n: mutate_experts(n, packed=swap_gates_and_ups),
+    "router bias dropped": lambda n: mutate_experts(n, router=drop_bias),
+    "other clamping limit": lambda n: mutate_experts(n, gating=lambda gate: ClampedSwiGLU(gate.alpha, 7.5)),
+    "other alpha of the gate": lambda n: mutate_experts(
+        n, gating=lambda gate: ClampedSwiGLU(1.6, gate.limit)
+    ),
+    "down bias dropped": lambda n: mutate_experts(
         n, packed=lambda p: replace(p, down=tuple(replace(linear, bias=None) for linear in p.down))
     ),
-    "no sinks": lambda n: replace(
+    "attention sinks dropped": lambda n: replace(
         n, blocks=tuple(replace(b, attention=replace(b.attention, sinks=None)) for b in n.blocks)
     ),
 }
 
 
 def test_each_mutation_changes_the_logits(checkpoint: Path) -> None:
-    reference, pipeline = oracle(checkpoint), open_pipeline(checkpoint, kv_cache_block_size=16)
+    reference, pipeline = load_in_transformers(checkpoint), open_pipeline(checkpoint, kv_cache_block_size=16)
     model: Any = pipeline.model
     network = model.network
     for name, mutate in MUTATIONS.items():
@@ -204,7 +212,7 @@ def test_each_mutation_changes_the_logits(checkpoint: Path) -> None:
 
 
 def test_each_mutation_of_gpt_oss_changes_the_logits(gpt_oss: Path) -> None:
-    reference, pipeline = oracle(gpt_oss), open_pipeline(gpt_oss, kv_cache_block_size=16)
+    reference, pipeline = load_in_transformers(gpt_oss), open_pipeline(gpt_oss, kv_cache_block_size=16)
     assert relative_error(pipeline, reference) <= 1
     model: Any = pipeline.model
     network = model.network
@@ -219,20 +227,20 @@ def test_each_mutation_of_gpt_oss_changes_the_logits(gpt_oss: Path) -> None:
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_experts_stored_in_one_tensor_equal_separate_tensors(family: str, tmp_path: Path) -> None:
     """transformers 5 uses this layout in memory, and writes it if conversion is disabled."""
-    per_expert = write_checkpoint(tmp_path / "older", config_of(family))
-    oracle(per_expert).save_pretrained(tmp_path / "newer", save_original_format=False)
+    per_expert = write_checkpoint(tmp_path / "older", make_config(family))
+    load_in_transformers(per_expert).save_pretrained(tmp_path / "newer", save_original_format=False)
     names = load_file(tmp_path / "newer" / "model.safetensors").keys()
     assert "model.layers.0.mlp.experts.gate_up_proj" in names
     assert not any(".experts.0." in name for name in names)
     pipelines = [open_pipeline(folder) for folder in (per_expert, tmp_path / "newer")]
-    assert torch.equal(*map(logits_of, pipelines))
+    assert torch.equal(*map(compute_logits, pipelines))
     first, second = (
         [
             part.name.rpartition("experts")[2]
-            for linear in packed.gate_up + packed.down
+            for linear in packed_experts.gate_up + packed_experts.down
             for part in linear.slices
         ]
-        for packed in (pipeline.model.network.blocks[0].mlp.packed for pipeline in pipelines)  # type: ignore[attr-defined]
+        for packed_experts in (pipeline.model.network.blocks[0].mlp.packed for pipeline in pipelines)  # type: ignore[attr-defined]
     )
     assert first == second, "adapters apply to the layers of each expert in both layouts"
 
@@ -248,11 +256,11 @@ def check_encoded_experts(checkpoint: Path) -> None:
     layer = model.network.blocks[0].mlp
     assert layer.router.packed.encoding == "float32"
     assert {linear.encoding for linear in layer.packed.gate_up + layer.packed.down} == {"halved"}
-    assert relative_error(pipeline, oracle(checkpoint)) <= 1
+    assert relative_error(pipeline, load_in_transformers(checkpoint)) <= 1
 
 
 def test_the_error_names_a_missing_expert(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, config_of("mixtral"))
+    write_checkpoint(tmp_path, make_config("mixtral"))
     config = json.loads((tmp_path / "config.json").read_text()) | {"num_local_experts": 6}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(WeightsError, match=r"experts\.5\.w1\.weight.*\[5, 48\].*\[6, 48\]"):
@@ -263,19 +271,19 @@ def write_mxfp4(folder: Path, to: Path, **config: Any) -> tuple[Path, Path]:
     """Write a gpt-oss checkpoint with random MXFP4 experts, and one with the equal float values."""
     tensors = load_file(folder / "model.safetensors")
     generator = torch.Generator().manual_seed(3)
-    packed, plain = dict(tensors), dict(tensors)
+    packed_tensors, float_tensors = dict(tensors), dict(tensors)
     for name, tensor in tensors.items():
         if name.endswith(("gate_up_proj", "down_proj")):
             experts, inputs, outputs = tensor.shape
             blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), generator=generator).byte()
             scales = torch.randint(120, 126, (experts, outputs, inputs // 32), generator=generator).byte()
-            del packed[name]
-            packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-            plain[name] = dequantize(blocks, scales).transpose(1, 2).float().contiguous()
+            del packed_tensors[name]
+            packed_tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            float_tensors[name] = dequantize(blocks, scales).transpose(1, 2).float().contiguous()
     saved_config = json.loads((folder / "config.json").read_text())
     for name, content, changes in (
-        ("packed", packed, {"quantization_config": {"quant_method": "mxfp4"}} | config),
-        ("plain", plain, {}),
+        ("packed", packed_tensors, {"quantization_config": {"quant_method": "mxfp4"}} | config),
+        ("plain", float_tensors, {}),
     ):
         (to / name).mkdir()
         save_file(content, to / name / "model.safetensors", metadata={"format": "pt"})
@@ -285,25 +293,26 @@ def write_mxfp4(folder: Path, to: Path, **config: Any) -> tuple[Path, Path]:
 
 
 def test_logits_of_mxfp4_experts_equal_those_of_their_float_values(gpt_oss: Path, tmp_path: Path) -> None:
-    packed, plain = write_mxfp4(gpt_oss, tmp_path)
-    pipeline = open_pipeline(packed, kv_cache_block_size=16)
-    assert relative_error(pipeline, oracle(plain)) <= 1
-    assert torch.equal(logits_of(pipeline), logits_of(open_pipeline(plain, kv_cache_block_size=16)))
+    packed_folder, float_folder = write_mxfp4(gpt_oss, tmp_path)
+    pipeline = open_pipeline(packed_folder, kv_cache_block_size=16)
+    assert relative_error(pipeline, load_in_transformers(float_folder)) <= 1
+    assert torch.equal(
+        compute_logits(pipeline), compute_logits(open_pipeline(float_folder, kv_cache_block_size=16))
+    )
 
 
 def test_mxfp4_experts_are_kept_in_mxfp4(gpt_oss: Path, tmp_path: Path) -> None:
     """Gate and up rows alternate in the checkpoint. Loading separates them without changing a number."""
-    packed, plain = write_mxfp4(
-        gpt_oss, tmp_path, dtype=...
-    )  # OpenAI's configuration files have no ``dtype``
-    pipeline = open_pipeline(packed, quantization_encoding=None, kv_cache_block_size=16)
+    # OpenAI's configuration files have no ``dtype``.
+    packed_folder, float_folder = write_mxfp4(gpt_oss, tmp_path, dtype=...)
+    pipeline = open_pipeline(packed_folder, quantization_encoding=None, kv_cache_block_size=16)
     model: Any = pipeline.model
     assert model.pipeline_config.model.encoding == "mxfp4"
-    linears = [part for part in parts_of(model.network) if isinstance(part, PackedLinear)]
+    linears = [part for part in modules_and_weights(model.network) if isinstance(part, PackedLinear)]
     experts = [linear for linear in linears if linear.encoding == "mxfp4"]
     assert len(experts) == 2 * 2 * 5
     assert {linear.encoding for linear in linears} == {"mxfp4", "bfloat16", "int8"}
-    floats = load_file(plain / "model.safetensors")
+    floats = load_file(float_folder / "model.safetensors")
     gate_up = floats["model.layers.0.mlp.experts.gate_up_proj"][0].T
     down = floats["model.layers.0.mlp.experts.down_proj"][0].T
     result = [unpack_linear(expert) for expert in experts]
@@ -311,27 +320,27 @@ def test_mxfp4_experts_are_kept_in_mxfp4(gpt_oss: Path, tmp_path: Path) -> None:
         torch.equal(item, torch.cat([gate_up[0::2], gate_up[1::2]])) for item in result if len(item) == 64
     )
     assert any(torch.equal(item, down) for item in result)
-    float32_logits = logits_of(open_pipeline(plain, kv_cache_block_size=16))
-    assert float((logits_of(pipeline).float() - float32_logits).norm() / float32_logits.norm()) < 0.05
+    float32_logits = compute_logits(open_pipeline(float_folder, kv_cache_block_size=16))
+    assert float((compute_logits(pipeline).float() - float32_logits).norm() / float32_logits.norm()) < 0.05
     estimated = model.estimate_weights_size(model.pipeline_config)
-    assert 0.995 * held_bytes(pipeline) <= estimated <= 1.5 * held_bytes(pipeline)
+    assert 0.995 * weight_bytes(pipeline) <= estimated <= 1.5 * weight_bytes(pipeline)
 
 
 def test_malformed_mxfp4_tensors_are_refused(gpt_oss: Path, tmp_path: Path) -> None:
-    packed, _ = write_mxfp4(gpt_oss, tmp_path)
-    tensors = load_file(packed / "model.safetensors")
+    packed_folder, _ = write_mxfp4(gpt_oss, tmp_path)
+    tensors = load_file(packed_folder / "model.safetensors")
     name = "model.layers.0.mlp.experts.down_proj"
     del tensors[f"{name}_scales"]
     tensors[f"{name}_blocks"] = tensors[f"{name}_blocks"][:, :, :, :8].contiguous()
-    save_file(tensors, packed / "model.safetensors")
+    save_file(tensors, packed_folder / "model.safetensors")
     with pytest.raises(WeightsError, match=r"_scales is missing.*down_proj_blocks is \[5, 64, 1, 8\]"):
-        open_pipeline(packed)
+        open_pipeline(packed_folder)
 
 
 def test_mxfp4_sizes_that_are_not_whole_blocks_are_refused(gpt_oss: Path, tmp_path: Path) -> None:
-    packed, _ = write_mxfp4(gpt_oss, tmp_path, intermediate_size=40)
+    packed_folder, _ = write_mxfp4(gpt_oss, tmp_path, intermediate_size=40)
     with pytest.raises(WeightsError, match=r"gate_up_proj\.0\.weight.* is \[64, 64\] where .*\[80, 64\]"):
-        open_pipeline(packed)
+        open_pipeline(packed_folder)
 
 
 # ---- adapters ----
@@ -358,7 +367,7 @@ def write_per_expert_adapter(
 def test_an_adapter_on_single_experts_equals_merged_weights(
     family: str, targets: list[str], tmp_path: Path
 ) -> None:
-    base = write_checkpoint(tmp_path / "base", config_of(family))
+    base = write_checkpoint(tmp_path / "base", make_config(family))
     tensors = load_file(base / "model.safetensors")
     matrices = {}
     for name, weight in list(tensors.items()):
@@ -368,16 +377,16 @@ def test_an_adapter_on_single_experts_equals_merged_weights(
             tensors[name] = weight + matrices[layer][1] @ matrices[layer][0]
     assert len(matrices) >= 10
     adapter = write_per_expert_adapter(tmp_path / "adapter", targets, matrices)
-    merged = tmp_path / "merged"
-    merged.mkdir()
-    save_file(tensors, merged / "model.safetensors", metadata={"format": "pt"})
-    (merged / "config.json").write_text((base / "config.json").read_text())
+    merged_folder = tmp_path / "merged"
+    merged_folder.mkdir()
+    save_file(tensors, merged_folder / "model.safetensors", metadata={"format": "pt"})
+    (merged_folder / "config.json").write_text((base / "config.json").read_text())
     pipeline = open_pipeline(base, enable_lora=True, lora=(f"tone={adapter}",))
-    contexts = [context_of(TOKENS, adapter="tone"), context_of(TOKENS)]
-    adapted, plain = step_logits(pipeline, contexts)
-    (expected,) = step_logits(open_pipeline(merged), [context_of(TOKENS)])
-    torch.testing.assert_close(adapted, expected, atol=2e-4, rtol=1e-4)
-    assert not torch.allclose(adapted, plain, atol=0.1)
+    contexts = [make_context(TOKENS, adapter="tone"), make_context(TOKENS)]
+    adapted_logits, plain_logits = step_logits(pipeline, contexts)
+    (expected,) = step_logits(open_pipeline(merged_folder), [make_context(TOKENS)])
+    torch.testing.assert_close(adapted_logits, expected, atol=2e-4, rtol=1e-4)
+    assert not torch.allclose(adapted_logits, plain_logits, atol=0.1)
 
 
 def test_an_adapter_on_a_tensor_of_all_experts_is_refused(checkpoint: Path, tmp_path: Path) -> None:
@@ -392,19 +401,31 @@ def test_an_adapter_on_a_tensor_of_all_experts_is_refused(checkpoint: Path, tmp_
 # ---- refused configurations ----
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "more experts than there are": ("mixtral", {"num_experts_per_tok": 6}, "6 experts .* the 5 experts"),
-    "more experts than qwen has": ("qwen3_moe", {"num_experts_per_tok": 8}, "8 experts .* the 7 experts"),
-    "more than gpt-oss has": ("gpt_oss", {"num_experts_per_tok": 9}, "9 experts .* the 5 experts"),
-    "experts for all tokens": ("qwen3_moe", {"shared_expert_intermediate_size": 64}, "shared_expert.*64"),
-    "layers by name": ("qwen3_moe", {"mlp_only_layers": ["first"]}, "mlp_only_layers.*first"),
-    "another gate": ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act.*gelu"),
-    "a window of null": ("gpt_oss", {"sliding_window": None}, "sliding_window"),
-    "another quantisation": (
+    "mixtral, too many experts per token": (
+        "mixtral",
+        {"num_experts_per_tok": 6},
+        "6 experts .* the 5 experts",
+    ),
+    "qwen, too many experts per token": (
+        "qwen3_moe",
+        {"num_experts_per_tok": 8},
+        "8 experts .* the 7 experts",
+    ),
+    "gpt-oss, too many experts per token": (
+        "gpt_oss",
+        {"num_experts_per_tok": 9},
+        "9 experts .* the 5 experts",
+    ),
+    "shared expert": ("qwen3_moe", {"shared_expert_intermediate_size": 64}, "shared_expert.*64"),
+    "layer name instead of index": ("qwen3_moe", {"mlp_only_layers": ["first"]}, "mlp_only_layers.*first"),
+    "unsupported activation": ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act.*gelu"),
+    "sliding_window null": ("gpt_oss", {"sliding_window": None}, "sliding_window"),
+    "mixtral, unknown quantization": (
         "mixtral",
         {"quantization_config": {"quant_method": "quip", "bits": 4}},
         "checkpoints of 'quip' cannot be read: use one of plain floats, .*mxfp4.*, such as the model",
     ),
-    "another than MXFP4": (
+    "gpt-oss, unknown quantization": (
         "gpt_oss",
         {"quantization_config": {"quant_method": "quip"}},
         "'quip' cannot be read: use one of plain floats, .*mxfp4.*, such as",
@@ -415,8 +436,10 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_unsupported_configurations_are_refused(case: str, tmp_path: Path) -> None:
     family, changes, message = REFUSED[case]
-    write_checkpoint(tmp_path, config_of(family))
+    write_checkpoint(tmp_path, make_config(family))
     values = json.loads((tmp_path / "config.json").read_text()) | changes
     (tmp_path / "config.json").write_text(json.dumps(values))
-    with pytest.raises(CheckpointError if case == "layers by name" else ConfigError, match=message):
+    with pytest.raises(
+        CheckpointError if case == "layer name instead of index" else ConfigError, match=message
+    ):
         open_pipeline(tmp_path)

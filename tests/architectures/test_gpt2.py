@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.checkpoints import oracle, oracle_logits, write_checkpoint
-from support.running import context_of, open_pipeline, random_tokens, step_logits
+from support.checkpoints import load_in_transformers, transformers_logits, write_checkpoint
+from support.pipeline_steps import make_context, open_pipeline, random_tokens, step_logits
 
 from penstock.architectures.gpt2 import tiny_config
 from penstock.errors import WeightsError
@@ -33,8 +33,8 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def test_tensor_names_without_a_prefix_are_read(checkpoint: Path) -> None:
-    logits = step_logits(open_pipeline(checkpoint), [context_of(TOKENS)])[0]
-    expected = oracle_logits(oracle(checkpoint), TOKENS)
+    logits = step_logits(open_pipeline(checkpoint), [make_context(TOKENS)])[0]
+    expected = transformers_logits(load_in_transformers(checkpoint), TOKENS)
     torch.testing.assert_close(logits, expected, atol=1e-4 * max(1.0, float(expected.std())), rtol=0)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.running import context_of, feed, open_pipeline, random_tokens, step_logits
+from support.pipeline_steps import append_token, make_context, open_pipeline, random_tokens, step_logits
 
 from penstock.kernels import cpu
 from penstock.kernels.cpu.ops import CpuOps
@@ -51,17 +51,17 @@ def last_logits(pipeline: TextGenerationPipeline, contexts: list[TextContext]) -
 
 def logits_of_scenario(pipeline: TextGenerationPipeline) -> list[torch.Tensor]:
     """Return the logits of sequences that arrive, cross block and window limits, are preempted and resume."""
-    seen: list[torch.Tensor] = []
+    recorded_logits: list[torch.Tensor] = []
 
     def run_step(*contexts: TextContext, rows: int = 1) -> None:
         for context in contexts:
             context.set_token_indices(active_idx=min(context.start_idx + rows, context.current_length))
         logits = step_logits(pipeline, contexts)
-        seen.extend(logits)
+        recorded_logits.extend(logits)
         for context, context_logits in zip(contexts, logits, strict=True):
-            feed(pipeline, context, int(context_logits[-1].argmax()))
+            append_token(pipeline, context, int(context_logits[-1].argmax()))
 
-    short, medium, long = (context_of(random_tokens(n, 130, seed=n)) for n in (5, 20, 33))
+    short, medium, long = (make_context(random_tokens(n, 130, seed=n)) for n in (5, 20, 33))
     run_step(short, rows=5)
     for _ in range(30):  # crosses two block boundaries
         run_step(short)
@@ -69,7 +69,7 @@ def logits_of_scenario(pipeline: TextGenerationPipeline) -> list[torch.Tensor]:
     run_step(long, rows=33)
     for _ in range(20):
         run_step(long, short, medium)
-    pipeline.release(medium)  # as the scheduler does when memory runs out
+    pipeline.release(medium)  # preempts the context, as the scheduler does when blocks run out
     medium.reset()
     for _ in range(3):
         run_step(short)
@@ -78,27 +78,29 @@ def logits_of_scenario(pipeline: TextGenerationPipeline) -> list[torch.Tensor]:
         medium.set_token_indices(active_idx=medium.start_idx + 4)
         contexts = [medium, long] if number % 3 else [long, medium]
         logits = last_logits(pipeline, contexts)
-        seen.append(logits)
+        recorded_logits.append(logits)
         for context, context_logits in zip(contexts, logits, strict=True):
-            feed(pipeline, context, int(context_logits.argmax()))
+            append_token(pipeline, context, int(context_logits.argmax()))
     run_step(medium, rows=100)
     for _ in range(6):
         run_step(short, medium, long)
-    return seen
+    return recorded_logits
 
 
 @pytest.mark.matrix(strength=1)
 @pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_replayed_steps_are_bit_equal_to_eager_steps(checkpoint: Path, case: tuple[str, str]) -> None:
     isa, encoding = case
-    compiled, eager = (open_on_isa(checkpoint, isa, encoding, compiled=each) for each in (True, False))
-    actual_logits, expected = logits_of_scenario(compiled), logits_of_scenario(eager)
+    compiled_pipeline, eager_pipeline = (
+        open_on_isa(checkpoint, isa, encoding, compiled=each) for each in (True, False)
+    )
+    actual_logits, expected = logits_of_scenario(compiled_pipeline), logits_of_scenario(eager_pipeline)
     assert len(actual_logits) == len(expected)
     for number, (actual, reference) in enumerate(zip(actual_logits, expected, strict=True)):
         assert torch.equal(actual, reference), f"step {number}"
-    status = compiled.session.graph_status
+    status = compiled_pipeline.session.graph_status
     assert status.startswith("compiled")
-    assert eager.session.graph_status == "eager: compiled steps are disabled"
+    assert eager_pipeline.session.graph_status == "eager: compiled steps are disabled"
 
 
 def test_graphs_are_dropped_when_the_back_end_changes(checkpoint: Path) -> None:
@@ -118,10 +120,10 @@ def test_replayed_hidden_states_are_bit_equal_to_eager_ones(
     checkpoint: Path, wanted: ReturnHiddenStates
 ) -> None:
     states: list[list[torch.Tensor | None]] = []
-    for compiled in (True, False):
-        pipeline = open_on_isa(checkpoint, cpu.available_isas()[-1], "float32", compiled=compiled)
+    for is_compiled in (True, False):
+        pipeline = open_on_isa(checkpoint, cpu.available_isas()[-1], "float32", compiled=is_compiled)
         pipeline.model.return_hidden_states = wanted
-        context = context_of(random_tokens(9, 130))
+        context = make_context(random_tokens(9, 130))
         states.append([])
         for _ in range(4):
             pipeline.kv.claim(context)
@@ -130,7 +132,7 @@ def test_replayed_hidden_states_are_bit_equal_to_eager_ones(
             kv: Any = pipeline.kv
             inputs = model.prepare_initial_token_inputs([[context]], kv.inputs([context]))
             states[-1].append(model.execute(inputs).hidden_states)
-            feed(pipeline, context, 7)
-    for compiled, eager in zip(*states, strict=True):
-        assert (compiled is None) == (wanted is ReturnHiddenStates.NONE)
-        assert compiled is None or torch.equal(compiled, eager)
+            append_token(pipeline, context, 7)
+    for is_compiled, eager_logits in zip(*states, strict=True):
+        assert (is_compiled is None) == (wanted is ReturnHiddenStates.NONE)
+        assert is_compiled is None or torch.equal(is_compiled, eager_logits)

@@ -35,7 +35,7 @@ def _without_video_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processing_smolvlm, "is_num2words_available", lambda: True)
 
 
-def tokenizer_of(special: Sequence[str], **roles: str) -> Any:
+def make_tokenizer(special: Sequence[str], **roles: str) -> Any:
     """Return a tokenizer of bytes with special tokens."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -84,7 +84,7 @@ def test_prompts_with_image_tiles_equal_transformers(name: str) -> None:
     from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
     tile_tokens = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
-    tokenizer = tokenizer_of(
+    tokenizer = make_tokenizer(
         ["<fake_token_around_image>", "<image>", "<global-img>", "<end_of_utterance>", *tile_tokens]
     )
     sizes = {"size": {"longest_edge": 256}, "max_image_size": {"longest_edge": 64}}
@@ -133,7 +133,7 @@ def test_prompts_of_gemma3_equal_transformers() -> None:
     from transformers import Gemma3Processor
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
-    tokenizer = tokenizer_of(list(GEMMA_TOKENS.values()), **GEMMA_TOKENS)
+    tokenizer = make_tokenizer(list(GEMMA_TOKENS.values()), **GEMMA_TOKENS)
     images = Gemma3ImageProcessorPil(size={"height": 32, "width": 32})
     processor = Gemma3Processor(images, tokenizer, image_seq_length=16)
     family = Gemma3Family(gemma_config(tokenizer), {}, tokenizer.convert_ids_to_tokens)
@@ -151,7 +151,7 @@ def test_prompts_of_qwen_equal_transformers(name: str) -> None:
     import transformers
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    tokenizer = tokenizer_of(["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"])
+    tokenizer = make_tokenizer(["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"])
     images = Qwen2VLImageProcessorPil()
     processor = getattr(transformers, name)(images, tokenizer, video_processor=None)
     config = HuggingFaceConfig({"image_token_id": tokenizer.convert_tokens_to_ids("<|image_pad|>")})

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import torch
-from support.checkpoints import oracle, oracle_logits, write_checkpoint
-from support.running import context_of, open_pipeline, random_tokens, step_logits
+from support.checkpoints import load_in_transformers, transformers_logits, write_checkpoint
+from support.pipeline_steps import make_context, open_pipeline, random_tokens, step_logits
 
-CONFIG = {
+MODEL_CONFIG = {
     "hidden_size": 48,
     "intermediate_size": 88,
     "num_hidden_layers": 2,
@@ -25,11 +25,13 @@ CONFIG = {
 
 
 def test_logits_with_qkv_biases_equal_qwen2(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path, CONFIG | {"model_type": "qwen2"})
+    folder = write_checkpoint(tmp_path, MODEL_CONFIG | {"model_type": "qwen2"})
     tokens = random_tokens(60, 130, seed=1)
-    expected = oracle_logits(oracle(folder), tokens)
-    own = {"model_type": "internlm3", "architectures": ["InternLM3ForCausalLM"]}
-    (folder / "config.json").write_text(json.dumps(CONFIG | own | {"qkv_bias": True, "bias": False}))
-    ours = step_logits(open_pipeline(folder), [context_of(tokens, log_probabilities_echo=True)])[0]
+    expected = transformers_logits(load_in_transformers(folder), tokens)
+    own_values = {"model_type": "internlm3", "architectures": ["InternLM3ForCausalLM"]}
+    (folder / "config.json").write_text(
+        json.dumps(MODEL_CONFIG | own_values | {"qkv_bias": True, "bias": False})
+    )
+    logits = step_logits(open_pipeline(folder), [make_context(tokens, log_probabilities_echo=True)])[0]
     tolerance = 1e-4 * max(1.0, float(expected.std()))
-    torch.testing.assert_close(ours, expected, atol=tolerance, rtol=0)
+    torch.testing.assert_close(logits, expected, atol=tolerance, rtol=0)

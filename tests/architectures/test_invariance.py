@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.running import context_of, generate, logits_of_tokens, open_pipeline, random_tokens
+from support.pipeline_steps import chunked_logits, generate_tokens, make_context, open_pipeline, random_tokens
 
 from penstock.pipelines import TextGenerationPipeline
 from penstock.pipelines.core import SamplingParams, TextContext
@@ -41,7 +41,7 @@ def sampling(request: pytest.FixtureRequest) -> SamplingParams:
 
 
 def new_context(sampling: SamplingParams, max_new: int = 18) -> TextContext:
-    return context_of(PROMPT, max_new, sampling_params=sampling)
+    return make_context(PROMPT, max_new, sampling_params=sampling)
 
 
 @pytest.mark.matrix(strength=1, times=2)
@@ -52,65 +52,65 @@ def new_context(sampling: SamplingParams, max_new: int = 18) -> TextContext:
 def test_logits_are_bit_equal_in_chunks_and_batches(
     uncached: TextGenerationPipeline, chunks: list[int], others: list[int]
 ) -> None:
-    alone = logits_of_tokens(uncached, context_of(PROMPT), [75])
-    assert torch.equal(logits_of_tokens(uncached, context_of(PROMPT), chunks, others), alone)
+    single_logits = chunked_logits(uncached, make_context(PROMPT), [75])
+    assert torch.equal(chunked_logits(uncached, make_context(PROMPT), chunks, others), single_logits)
 
 
 @pytest.mark.matrix(strength=1)
 def test_batched_results_equal_single_results(
     uncached: TextGenerationPipeline, sampling: SamplingParams
 ) -> None:
-    (alone,) = generate(uncached, [new_context(sampling)])
+    (single_tokens,) = generate_tokens(uncached, [new_context(sampling)])
     others = [
-        context_of(random_tokens(n, 130, seed=n), 5 + n % 20, sampling_params=sampling) for n in (1, 9, 70)
+        make_context(random_tokens(n, 130, seed=n), 5 + n % 20, sampling_params=sampling) for n in (1, 9, 70)
     ]
-    assert generate(uncached, [*others, new_context(sampling)])[-1] == alone
+    assert generate_tokens(uncached, [*others, new_context(sampling)])[-1] == single_tokens
 
 
 @pytest.mark.matrix(strength=1)
 def test_multiple_steps_equal_single_steps(
     uncached: TextGenerationPipeline, sampling: SamplingParams
 ) -> None:
-    (alone,) = generate(uncached, [new_context(sampling)])
-    assert generate(uncached, [new_context(sampling)], num_steps=6) == [alone]
+    (single_tokens,) = generate_tokens(uncached, [new_context(sampling)])
+    assert generate_tokens(uncached, [new_context(sampling)], num_steps=6) == [single_tokens]
 
 
 @pytest.mark.matrix(strength=1)
 def test_chunked_results_equal_whole_results(
     uncached: TextGenerationPipeline, sampling: SamplingParams
 ) -> None:
-    (whole,) = generate(uncached, [new_context(sampling)])
+    (full_tokens,) = generate_tokens(uncached, [new_context(sampling)])
     context = new_context(sampling)
     for end in (13, 14, 50):
         context.set_token_indices(active_idx=end)
         response = uncached.execute({"a": context})["a"]
         assert not response.tokens
         assert not response.is_done
-    assert generate(uncached, [context]) == [whole]
+    assert generate_tokens(uncached, [context]) == [full_tokens]
 
 
 @pytest.mark.matrix(strength=1)
 def test_results_with_a_prefix_hit_equal_uncached_results(
     pipeline: TextGenerationPipeline, uncached: TextGenerationPipeline, sampling: SamplingParams
 ) -> None:
-    (without,) = generate(uncached, [new_context(sampling)])
-    generate(pipeline, [new_context(sampling)])
+    (without,) = generate_tokens(uncached, [new_context(sampling)])
+    generate_tokens(pipeline, [new_context(sampling)])
     context = new_context(sampling)
-    assert generate(pipeline, [context]) == [without]
+    assert generate_tokens(pipeline, [context]) == [without]
     assert context.num_cached_tokens == 64, "four full blocks of 16 tokens"
-    shared = context_of(PROMPT[:50] + PROMPT[:25], 18, sampling_params=sampling)
-    (expected_text,) = generate(
-        uncached, [context_of(PROMPT[:50] + PROMPT[:25], 18, sampling_params=sampling)]
+    shared_context = make_context(PROMPT[:50] + PROMPT[:25], 18, sampling_params=sampling)
+    (expected_text,) = generate_tokens(
+        uncached, [make_context(PROMPT[:50] + PROMPT[:25], 18, sampling_params=sampling)]
     )
-    assert generate(pipeline, [shared]) == [expected_text]
-    assert shared.num_cached_tokens == 48
+    assert generate_tokens(pipeline, [shared_context]) == [expected_text]
+    assert shared_context.num_cached_tokens == 48
 
 
 @pytest.mark.matrix(strength=1)
 def test_preempted_results_equal_uninterrupted_results(
     pipeline: TextGenerationPipeline, uncached: TextGenerationPipeline, sampling: SamplingParams
 ) -> None:
-    (whole,) = generate(uncached, [new_context(sampling)])
+    (full_tokens,) = generate_tokens(uncached, [new_context(sampling)])
     for runner in (pipeline, uncached):
         context, tokens = new_context(sampling), []
         for when in (1, 5, 12):
@@ -118,14 +118,14 @@ def test_preempted_results_equal_uninterrupted_results(
                 tokens += [part.next_token for part in runner.execute({"a": context})["a"].tokens]
             runner.release(context)
             context.reset()
-        assert tokens + generate(runner, [context])[0] == whole
+        assert tokens + generate_tokens(runner, [context])[0] == full_tokens
 
 
 @pytest.mark.matrix(strength=1)
 def test_random_numbers_depend_on_seed_and_position_only(uncached: TextGenerationPipeline) -> None:
     def text(seed: int) -> list[int]:
         params = SamplingParams(temperature=1.0, top_k=-1, seed=seed)
-        return generate(uncached, [context_of(PROMPT, 20, sampling_params=params)])[0]
+        return generate_tokens(uncached, [make_context(PROMPT, 20, sampling_params=params)])[0]
 
     assert text(5) == text(5)
     assert text(5) != text(6)
@@ -133,6 +133,6 @@ def test_random_numbers_depend_on_seed_and_position_only(uncached: TextGeneratio
 
 @pytest.mark.matrix(strength=1)
 def test_the_compared_texts_vary(uncached: TextGenerationPipeline) -> None:
-    """The comparisons above detect nothing if all texts are the same."""
-    (greedy,) = generate(uncached, [new_context(SamplingParams(), 40)])
+    """If all texts were the same, the comparisons above could not detect an error."""
+    (greedy,) = generate_tokens(uncached, [new_context(SamplingParams(), 40)])
     assert len(np.unique(greedy)) > 5

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.checkpoints import VISION_DECODERS, oracle, write_checkpoint
+from support.checkpoints import VISION_DECODERS, load_in_transformers, write_checkpoint
 from support.images import forward_logits, image_context, random_pixels
-from support.running import generate, open_pipeline, random_tokens
+from support.pipeline_steps import generate_tokens, open_pipeline, random_tokens
 
 from penstock.errors import CheckpointError, ConfigError
 from penstock.pipelines import TextGenerationPipeline
@@ -51,12 +51,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def config_of(variant: str) -> dict[str, Any]:
+def make_config(variant: str) -> dict[str, Any]:
     assert LLAVA.tiny_config is not None
     return LLAVA.tiny_config() | VARIANTS[variant]
 
 
-def prompt_of(num_images: int, rows: int = 16) -> list[int]:
+def make_prompt(num_images: int, rows: int = 16) -> list[int]:
     """Return a prompt with text before, between and after images, some of them adjacent."""
     tokens = random_tokens(9, 129, seed=1)
     for index in range(num_images):
@@ -70,7 +70,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
 
     def get_checkpoint(variant: str) -> Path:
         if variant not in result:
-            result[variant] = write_checkpoint(tmp_path_factory.mktemp(variant), config_of(variant))
+            result[variant] = write_checkpoint(tmp_path_factory.mktemp(variant), make_config(variant))
         return result[variant]
 
     return get_checkpoint
@@ -88,19 +88,19 @@ def expected_logits(model: Any, context: TextAndVisionContext) -> torch.Tensor: 
         return model(input_ids=tokens, pixel_values=pixels).logits[0].float()
 
 
-def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    torch.testing.assert_close(ours, theirs, atol=1e-4 * max(1.0, float(theirs.std())), rtol=0)
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, atol=1e-4 * max(1.0, float(expected.std())), rtol=0)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_and_greedy_text_equal_transformers(variant: str, checkpoints: Callable[[str], Path]) -> None:
-    reference, ours = oracle(checkpoints(variant)), open_pipeline(checkpoints(variant))
+    reference, pipeline = load_in_transformers(checkpoints(variant)), open_pipeline(checkpoints(variant))
     pixels = [random_pixels(1), random_pixels(2)]
-    tokens = prompt_of(2)
+    tokens = make_prompt(2)
     expected = expected_logits(reference, image_context(tokens, pixels, IMAGE))
     context = image_context(tokens, pixels, IMAGE)
-    assert_close(forward_logits(ours, [context])[0], expected)
-    ours.release(context)
+    assert_close(forward_logits(pipeline, [context])[0], expected)
+    pipeline.release(context)
     ids = torch.tensor([tokens])
     text = reference.generate(
         input_ids=ids,
@@ -111,13 +111,16 @@ def test_logits_and_greedy_text_equal_transformers(variant: str, checkpoints: Ca
         eos_token_id=None,
         pad_token_id=0,
     )
-    assert generate(ours, [image_context(tokens, pixels, IMAGE)])[0] == text[0, len(tokens) :].tolist()
+    assert (
+        generate_tokens(pipeline, [image_context(tokens, pixels, IMAGE)])[0]
+        == text[0, len(tokens) :].tolist()
+    )
 
 
 def test_other_pixels_give_other_logits(
     pipeline: TextGenerationPipeline, checkpoints: Callable[[str], Path]
 ) -> None:
-    tokens = prompt_of(1)
+    tokens = make_prompt(1)
     first = forward_logits(pipeline, [first_context := image_context(tokens, [random_pixels(1)], IMAGE)])[0]
     other = forward_logits(pipeline, [second_context := image_context(tokens, [random_pixels(2)], IMAGE)])[0]
     assert (first[:9] - other[:9]).abs().max() < 1e-5
@@ -129,16 +132,18 @@ def test_other_pixels_give_other_logits(
 def test_tensor_names_of_other_versions_are_read(checkpoints: Callable[[str], Path], tmp_path: Path) -> None:
     """The names on the Hub (LLaVA 1.5), and those that transformers 4.52 to 4.57 saved."""
     folder = checkpoints("clip_llama")
-    expected = forward_logits(open_pipeline(folder), [image_context(prompt_of(1), [random_pixels(1)], IMAGE)])
+    expected = forward_logits(
+        open_pipeline(folder), [image_context(make_prompt(1), [random_pixels(1)], IMAGE)]
+    )
     tensors = load_file(folder / "model.safetensors")
     for number, rename in enumerate((_hub_name, _nested_name)):
         (tmp_path / str(number)).mkdir()
         (tmp_path / str(number) / "config.json").write_text((folder / "config.json").read_text())
         renamed = {rename(name): tensor for name, tensor in tensors.items()}
         save_file(renamed, tmp_path / str(number) / "model.safetensors")
-        context = image_context(prompt_of(1), [random_pixels(1)], IMAGE)
-        ours = forward_logits(open_pipeline(tmp_path / str(number)), [context])
-        assert torch.equal(ours[0], expected[0])
+        context = image_context(make_prompt(1), [random_pixels(1)], IMAGE)
+        logits = forward_logits(open_pipeline(tmp_path / str(number)), [context])
+        assert torch.equal(logits[0], expected[0])
 
 
 def _hub_name(name: str) -> str:
@@ -152,24 +157,24 @@ def _nested_name(name: str) -> str:
 
 
 def test_bfloat16_is_no_worse_than_that_of_transformers(checkpoints: Callable[[str], Path]) -> None:
-    reference = oracle(checkpoints("clip_llama"))
-    context = image_context(prompt_of(2), [random_pixels(1), random_pixels(2)], IMAGE)
+    reference = load_in_transformers(checkpoints("clip_llama"))
+    context = image_context(make_prompt(2), [random_pixels(1), random_pixels(2)], IMAGE)
     expected = expected_logits(reference, context)
-    theirs = expected_logits(reference.to(torch.bfloat16), context)
-    ours = open_pipeline(checkpoints("clip_llama"), quantization_encoding="bfloat16")
-    error = (forward_logits(ours, [context])[0] - expected).norm()
-    assert 0 < error <= 1.1 * (theirs - expected).norm()
+    reference_logits = expected_logits(reference.to(torch.bfloat16), context)
+    pipeline = open_pipeline(checkpoints("clip_llama"), quantization_encoding="bfloat16")
+    error = (forward_logits(pipeline, [context])[0] - expected).norm()
+    assert 0 < error <= 1.1 * (reference_logits - expected).norm()
 
 
 def test_int8_encoder_and_decoder_are_close_to_float32(
     checkpoints: Callable[[str], Path], pipeline: TextGenerationPipeline
 ) -> None:
-    ours: Any = open_pipeline(checkpoints("clip_llama"), quantization_encoding="int8")
-    tower = ours.model.network.encoder.tower
+    actual: Any = open_pipeline(checkpoints("clip_llama"), quantization_encoding="int8")
+    tower = actual.model.network.encoder.tower
     assert {block.mlp.up.packed.encoding for block in tower.blocks} == {"int8"}
-    contexts = [image_context(prompt_of(1), [random_pixels(1)], IMAGE) for _ in range(2)]
-    exact = forward_logits(pipeline, contexts[:1])[0]
-    error = (forward_logits(ours, contexts[1:])[0] - exact).norm() / exact.norm()
+    contexts = [image_context(make_prompt(1), [random_pixels(1)], IMAGE) for _ in range(2)]
+    exact_logits = forward_logits(pipeline, contexts[:1])[0]
+    error = (forward_logits(actual, contexts[1:])[0] - exact_logits).norm() / exact_logits.norm()
     pipeline.release(contexts[0])
     assert 0 < float(error) < 0.05
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.checkpoints import DECODERS, oracle, oracle_logits, write_checkpoint
-from support.running import context_of, feed, open_pipeline, random_tokens, step_logits
+from support.checkpoints import DECODERS, load_in_transformers, transformers_logits, write_checkpoint
+from support.pipeline_steps import append_token, make_context, open_pipeline, random_tokens, step_logits
 
 from penstock.architectures.registry import SupportedArchitecture
 
@@ -14,9 +14,9 @@ pytestmark = pytest.mark.slow
 
 LENGTH = 2600
 TOLERANCES = {"gemma": 2e-4}
-"""Maximum errors in standard deviations of the logits.
+"""Maximum error of a family in standard deviations of the logits; 1e-4 for all other families.
 
-Families not listed have 1e-4. For those listed, transformers itself differs from float64 by more than that.
+In the listed families, transformers differs from a float64 computation by more than 1e-4.
 """
 CHUNKS = [1, 600, 999, 1000]
 _MAX_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "original_max_position_embeddings")
@@ -30,18 +30,18 @@ def test_logits_of_long_prompts_equal_transformers(
     config |= {name: 4096 for name in _MAX_LENGTH_KEYS if name in config}
     config.setdefault("max_position_embeddings", 4096)
     write_checkpoint(tmp_path, config)
-    reference = oracle(tmp_path)
+    reference = load_in_transformers(tmp_path)
     tokens = random_tokens(LENGTH, reference.config.vocab_size, seed=5)
-    expected = oracle_logits(reference, tokens)
+    expected = transformers_logits(reference, tokens)
     tolerance = TOLERANCES.get(architecture.name, 1e-4) * max(1.0, float(expected.std()))
     pipeline = open_pipeline(tmp_path, kv_cache_block_size=16, num_threads=1, max_batch_input_tokens=LENGTH)
     for chunks in ([LENGTH], CHUNKS):
-        context = context_of(tokens, log_probabilities_echo=True)
+        context = make_context(tokens, log_probabilities_echo=True)
         for chunk in chunks:
             start = context.start_idx
             context.set_token_indices(active_idx=start + chunk)
             logits = step_logits(pipeline, [context])[0]
             error = (logits - expected[start : start + chunk]).abs().max()
             assert error <= tolerance, (chunk, start)
-            feed(pipeline, context, 0)
+            append_token(pipeline, context, 0)
         pipeline.release(context)

@@ -8,8 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import DECODERS, oracle, oracle_greedy, write_checkpoint
-from support.running import context_of, generate, open_pipeline, random_tokens
+from support.checkpoints import (
+    load_in_transformers,
+    make_tiny_config,
+    transformers_greedy,
+    write_checkpoint,
+)
+from support.pipeline_steps import generate_tokens, make_context, open_pipeline, random_tokens
 from support.tiny_llm import write_tiny_llm
 
 from penstock import LLM, SamplingParams
@@ -25,30 +30,28 @@ NUM_NEW_TOKENS = 16
 FACTORS = {"short_factor": [1.0, 1.1, 1.3, 1.5], "long_factor": [1.0, 2.0, 5.0, 7.5]}
 
 
-def config_of(family: str) -> dict[str, Any]:
-    (architecture,) = (candidate for candidate in DECODERS if candidate.name == family)
-    assert architecture.tiny_config is not None
+def make_config(family: str) -> dict[str, Any]:
     rope = FACTORS | {"rope_type": "longrope", "original_max_position_embeddings": LIMIT}
-    changed = {
+    changed_values = {
         "original_max_position_embeddings": LIMIT,
         "rope_scaling": rope | {"type": "longrope"},
         "sliding_window": 24,
     }
     if family == "llama":
-        changed = {"rope_parameters": rope | {"rope_theta": 500.0}, "rope_theta": None}
-    config = architecture.tiny_config() | changed
+        changed_values = {"rope_parameters": rope | {"rope_theta": 500.0}, "rope_theta": None}
+    config = make_tiny_config(family) | changed_values
     return {key: value for key, value in config.items() if value is not None}
 
 
 @pytest.fixture(scope="module", params=["phi3", "llama"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = write_tiny_llm(tmp_path_factory.mktemp(request.param))  # for its tokenizer
-    return write_checkpoint(folder, config_of(request.param))
+    folder = write_tiny_llm(tmp_path_factory.mktemp(request.param))  # the LLM below needs its tokenizer
+    return write_checkpoint(folder, make_config(request.param))
 
 
 @pytest.fixture(scope="module")
 def reference(checkpoint: Path) -> Any:
-    return oracle(checkpoint)
+    return load_in_transformers(checkpoint)
 
 
 def recompute_scores(reference: Any, text: list[int], start: int) -> list[float]:
@@ -63,8 +66,13 @@ def recompute_scores(reference: Any, text: list[int], start: int) -> list[float]
 
 def assert_scores(scores_of_text: list[float], expected: list[float]) -> None:
     assert len(scores_of_text) == len(expected)
-    worst = max(abs(actual - reference) for actual, reference in zip(scores_of_text, expected, strict=True))
-    assert worst < 1e-3, (worst, [round(a - b, 3) for a, b in zip(scores_of_text, expected, strict=True)])
+    max_error = max(
+        abs(actual - reference) for actual, reference in zip(scores_of_text, expected, strict=True)
+    )
+    assert max_error < 1e-3, (
+        max_error,
+        [round(a - b, 3) for a, b in zip(scores_of_text, expected, strict=True)],
+    )
 
 
 def run_scheduler(
@@ -99,7 +107,7 @@ def test_scores_of_generated_tokens_equal_a_recomputation(
     pipeline = open_pipeline(checkpoint, kv_cache_block_size=16)
     lengths = (5, 30, 31, LIMIT - 1, LIMIT, LIMIT + 1, 60)
     contexts = [
-        context_of(
+        make_context(
             random_tokens(n, 130, seed=n),
             NUM_NEW_TOKENS,
             log_probabilities=1,
@@ -114,27 +122,27 @@ def test_scores_of_generated_tokens_equal_a_recomputation(
 
 def test_echo_of_a_generated_text_has_its_scores(checkpoint: Path) -> None:
     pipeline = open_pipeline(checkpoint, kv_cache_block_size=16)
-    context = context_of(PROMPT, NUM_NEW_TOKENS, log_probabilities=1, sampling_params=sampling_params(1))
+    context = make_context(PROMPT, NUM_NEW_TOKENS, log_probabilities=1, sampling_params=sampling_params(1))
     (generated,) = run_scheduler(pipeline, [context])
     text = context.all_tokens.tolist()
-    echo = context_of(text, 1, log_probabilities=1, log_probabilities_echo=True)
+    echo = make_context(text, 1, log_probabilities=1, log_probabilities_echo=True)
     logs = pipeline.execute({"echo": echo})["echo"].tokens[0].log_probabilities
     assert logs is not None
-    beyond = LIMIT + 1  # the first token sampled with the long factors
-    scored = logs.token_log_probabilities[:-1][beyond - 1 :]
-    assert_scores(generated[beyond - len(PROMPT) :], scored)
+    beyond = LIMIT + 1  # number of the first token sampled with the long factors
+    actual_scores = logs.token_log_probabilities[:-1][beyond - 1 :]
+    assert_scores(generated[beyond - len(PROMPT) :], actual_scores)
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 7, 100])
 def test_greedy_text_equals_a_recomputation(checkpoint: Path, reference: Any, num_steps: int) -> None:
     expected = greedy_continuation(reference, PROMPT, NUM_NEW_TOKENS)
     pipeline = open_pipeline(checkpoint, kv_cache_block_size=16)
-    assert generate(pipeline, [context_of(PROMPT, NUM_NEW_TOKENS)], num_steps) == [expected]
-    context = context_of(PROMPT, NUM_NEW_TOKENS)
+    assert generate_tokens(pipeline, [make_context(PROMPT, NUM_NEW_TOKENS)], num_steps) == [expected]
+    context = make_context(PROMPT, NUM_NEW_TOKENS)
     run_scheduler(pipeline, [context], num_steps, max_batch_input_tokens=16)
     assert context.generated_tokens.tolist() == expected
     if "phi3" in str(checkpoint):  # transformers also recomputes its cache here
-        assert oracle_greedy(reference, PROMPT, NUM_NEW_TOKENS) == expected
+        assert transformers_greedy(reference, PROMPT, NUM_NEW_TOKENS) == expected
 
 
 def greedy_continuation(reference: Any, prompt: list[int], count: int) -> list[int]:
@@ -151,14 +159,14 @@ def test_prefixes_are_shared_only_within_a_regime(checkpoint: Path, reference: A
     long = random_tokens(60, 130, seed=3)
     assert long[:30] == PROMPT
     texts = [long[:30], long, long[:35], long[:50], long[:30]]
-    cached = []
+    cached_counts = []
     for number, text in enumerate(texts):
         params = sampling_params(number)
-        context = context_of(text, NUM_NEW_TOKENS, log_probabilities=1, sampling_params=params)
+        context = make_context(text, NUM_NEW_TOKENS, log_probabilities=1, sampling_params=params)
         (scores_of_text,) = run_scheduler(pipeline, [context])
         assert_scores(scores_of_text, recompute_scores(reference, context.all_tokens.tolist(), len(text)))
-        cached.append(context.num_cached_tokens)
-    assert cached == ([0, 16, 16, 48, 16] if caching else [0] * 5)
+        cached_counts.append(context.num_cached_tokens)
+    assert cached_counts == ([0, 16, 16, 48, 16] if caching else [0] * 5)
 
 
 def test_drafts_do_not_cross_the_limit(checkpoint: Path, reference: Any) -> None:
@@ -212,7 +220,7 @@ def test_beams_that_cross_the_limit_equal_a_recomputation(
 def test_scores_of_several_answers_across_the_limit_equal_a_recomputation(
     checkpoint: Path, reference: Any
 ) -> None:
-    """The prompt's log probabilities are returned once, though the first answer computes it twice."""
+    """The prompt is scored once in the output, although the first answer computes the prompt twice."""
     params = SamplingParams(max_new_tokens=NUM_NEW_TOKENS, temperature=1.0, seed=5, ignore_eos=True)
     with LLM(str(checkpoint), quantization_encoding="float32", kv_cache_block_size=16) as llm:
         outputs = llm.generate(PROMPT, params, logprobs=1, prompt_logprobs=1, n=3, use_tqdm=False)
@@ -228,7 +236,7 @@ def test_scores_of_several_answers_across_the_limit_equal_a_recomputation(
 
 
 def test_equal_short_and_long_factors_need_no_recomputation(tmp_path: Path) -> None:
-    config = config_of("llama")
+    config = make_config("llama")
     config["rope_parameters"] |= {"long_factor": FACTORS["short_factor"]}
     pipeline = open_pipeline(write_checkpoint(tmp_path, config))
     assert pipeline.model.kv_cache_spec is not None

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.running import context_of, generate, open_pipeline
+from support.pipeline_steps import generate_tokens, make_context, open_pipeline
 from support.tiny_llm import write_tiny_llm
 
 from penstock.architectures import memory_profile
@@ -23,7 +23,7 @@ MIB = 1 << 20
 
 
 class FakeDeviceMemory(DeviceMemory):
-    """Reports `total` bytes, of which weights use `weights` and each step uses `activations`."""
+    """Reports `total` bytes. Weights use `weights` bytes, and each step uses `activations` bytes."""
 
     def __init__(self, total: int, weights: int, activations: int) -> None:
         self.total, self.weights, self.activations = total, weights, activations
@@ -59,10 +59,10 @@ def register_backend_with_memory(memory: FakeDeviceMemory) -> Iterator[None]:
         yield
 
 
-def memory_plan_of(checkpoint: Path, memory: FakeDeviceMemory, **config: Any) -> MemoryPlan:
+def make_memory_plan(checkpoint: Path, memory: FakeDeviceMemory, **config: Any) -> MemoryPlan:
     with register_backend_with_memory(memory):
         pipeline = open_pipeline(checkpoint, kernels="counted", **config)
-        assert generate(pipeline, [context_of([1, 2, 3], 4)])[0]
+        assert generate_tokens(pipeline, [make_context([1, 2, 3], 4)])[0]
         assert pipeline.kv.num_blocks == pipeline.memory_plan.num_blocks[0] - 1
         return pipeline.memory_plan
 
@@ -71,7 +71,7 @@ def test_the_cache_uses_the_memory_left_by_weights_and_activations(checkpoint: P
     plans = {}
     for activations in (1 * MIB, 4 * MIB):
         memory = FakeDeviceMemory(10 * MIB, 3 * MIB, activations)
-        plan = plans[activations] = memory_plan_of(checkpoint, memory, max_batch_size=200)
+        plan = plans[activations] = make_memory_plan(checkpoint, memory, max_batch_size=200)
         assert memory.num_measured == 1
         assert (plan.weights_size, plan.activation_size) == (3 * MIB, activations)
         used = plan.static_size + plan.kv_cache_size
@@ -84,16 +84,16 @@ def test_the_cache_uses_the_memory_left_by_weights_and_activations(checkpoint: P
 
 def test_device_memory_utilization_limits_the_cache(checkpoint: Path) -> None:
     memory = FakeDeviceMemory(10 * MIB, 3 * MIB, 1 * MIB)
-    plan = memory_plan_of(checkpoint, memory, max_batch_size=200, device_memory_utilization=0.5)
+    plan = make_memory_plan(checkpoint, memory, max_batch_size=200, device_memory_utilization=0.5)
     assert 0 <= 5 * MIB - plan.static_size - plan.kv_cache_size < plan.kv_cache_size // plan.num_blocks[0]
-    plan = memory_plan_of(checkpoint, memory, kv_cache_memory=1 * MIB)
+    plan = make_memory_plan(checkpoint, memory, kv_cache_memory=1 * MIB)
     assert plan.kv_cache_size <= 1 * MIB
 
 
 def test_the_measured_step_is_the_largest_possible(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has all tokens of a step and the maximum number of sequences, and it samples for each sequence."""
+    """The step has the maximum number of tokens and of sequences, and it samples one token per sequence."""
     steps: list[tuple[int, int, int]] = []
-    sampled: list[tuple[int, ...]] = []
+    sampled_shapes: list[tuple[int, ...]] = []
     run, sample = memory_profile.run_largest_step, ReferenceOps.sample
 
     def counting_run(model: Any, *arguments: Any) -> None:
@@ -110,20 +110,20 @@ def test_the_measured_step_is_the_largest_possible(checkpoint: Path, monkeypatch
             run(model, *arguments)
 
     def counting_sample(self: Any, logits: Any, *arguments: Any) -> Any:
-        sampled.append(tuple(logits.shape))
+        sampled_shapes.append(tuple(logits.shape))
         return sample(self, logits, *arguments)
 
     monkeypatch.setattr(memory_profile, "run_largest_step", counting_run)
     memory = FakeDeviceMemory(64 * MIB, 3 * MIB, 1 * MIB)
-    memory_plan_of(checkpoint, memory, max_batch_size=20, max_batch_input_tokens=1000)
+    make_memory_plan(checkpoint, memory, max_batch_size=20, max_batch_input_tokens=1000)
     assert steps == [(1000, 20, 50)]
-    assert sampled == [(20, 259)]
-    memory_plan_of(checkpoint, memory, max_batch_size=2, max_batch_input_tokens=1000)
+    assert sampled_shapes == [(20, 259)]
+    make_memory_plan(checkpoint, memory, max_batch_size=2, max_batch_input_tokens=1000)
     assert steps[1] == (2 * 128, 2, 128), "no sequence is longer than the maximum length"
 
 
 def test_a_step_that_exceeds_the_memory_is_refused(checkpoint: Path) -> None:
     with pytest.raises(InsufficientMemoryError, match=r"a step of 1024 tokens .*--max-batch-input-tokens"):
-        memory_plan_of(checkpoint, FakeDeviceMemory(10 * MIB, 3 * MIB, 8 * MIB))
+        make_memory_plan(checkpoint, FakeDeviceMemory(10 * MIB, 3 * MIB, 8 * MIB))
     with pytest.raises(InsufficientMemoryError, match="weights take"):
-        memory_plan_of(checkpoint, FakeDeviceMemory(10 * MIB, 9 * MIB + 1, 0))
+        make_memory_plan(checkpoint, FakeDeviceMemory(10 * MIB, 9 * MIB + 1, 0))

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.checkpoints import DECODERS, oracle, oracle_logits, write_checkpoint
-from support.running import context_of, feed, open_pipeline, random_tokens, step_logits
+from support.checkpoints import DECODERS, load_in_transformers, transformers_logits, write_checkpoint
+from support.pipeline_steps import append_token, make_context, open_pipeline, random_tokens, step_logits
 
 from penstock.architectures.llama4_text.model import Llama4Experts
 from penstock.errors import ConfigError
@@ -36,18 +36,19 @@ LONGROPE = {
 }
 
 
-def config_of(family: str, **changes: Any) -> dict[str, Any]:
+def make_config(family: str, **changes: Any) -> dict[str, Any]:
     """Return the tiny configuration of a family with changes; the value ``...`` removes a key."""
     values = TINY[family]() | changes
     return {key: value for key, value in values.items() if value is not ...}
 
 
-def logits_of(pipeline: TextGenerationPipeline, tokens: list[int] = TOKENS) -> torch.Tensor:  # [T, V]
+def compute_logits(pipeline: TextGenerationPipeline, tokens: list[int] = TOKENS) -> torch.Tensor:  # [T, V]
     """Return the logits of a prompt, then of ten single tokens."""
-    context = context_of(tokens[:-10], log_probabilities_echo=True)  # every row computed, none from the cache
+    # Echo turns off the prefix cache, so every row is computed.
+    context = make_context(tokens[:-10], log_probabilities_echo=True)
     rows = [step_logits(pipeline, [context])[0]]
     for token in tokens[-10:]:
-        feed(pipeline, context, token)
+        append_token(pipeline, context, token)
         rows.append(step_logits(pipeline, [context])[0])
     pipeline.release(context)
     return torch.cat(rows)
@@ -56,54 +57,63 @@ def logits_of(pipeline: TextGenerationPipeline, tokens: list[int] = TOKENS) -> t
 def relative_error(pipeline: TextGenerationPipeline, expected: torch.Tensor) -> float:
     """Return the error of the logits in multiples of the tolerance."""
     tolerance = 1e-4 * max(1.0, float(expected.std()))
-    return float((logits_of(pipeline) - expected).abs().max()) / tolerance
+    return float((compute_logits(pipeline) - expected).abs().max()) / tolerance
 
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen2_moe, normed": ("qwen2_moe", {"norm_topk_prob": True, "qkv_bias": False, "mlp_only_layers": []}),
-    "qwen2_moe, every other layer": ("qwen2_moe", {"decoder_sparse_step": 2, "tie_word_embeddings": True}),
-    "qwen2_moe with windows": (
+    "qwen2_moe, normalised top-k weights": (
+        "qwen2_moe",
+        {"norm_topk_prob": True, "qkv_bias": False, "mlp_only_layers": []},
+    ),
+    "qwen2_moe, experts in every other layer": (
+        "qwen2_moe",
+        {"decoder_sparse_step": 2, "tie_word_embeddings": True},
+    ),
+    "qwen2_moe, sliding window": (
         "qwen2_moe",
         {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 2, "num_experts_per_tok": 7},
     ),
-    "olmoe, normed": ("olmoe", {"norm_topk_prob": True, "attention_bias": True, "num_key_value_heads": 6}),
-    "olmoe, one expert": ("olmoe", {"num_experts_per_tok": 1, "tie_word_embeddings": True}),
-    "granitemoe, all experts": ("granitemoe", {"num_experts_per_tok": 7, "attention_bias": True}),
-    "granitemoe, tied": ("granitemoe", {"tie_word_embeddings": True, "num_experts_per_tok": 1}),
-    "glm4_moe as GLM-4.5-Air": (
+    "olmoe, normalised top-k weights": (
+        "olmoe",
+        {"norm_topk_prob": True, "attention_bias": True, "num_key_value_heads": 6},
+    ),
+    "olmoe, one expert per token": ("olmoe", {"num_experts_per_tok": 1, "tie_word_embeddings": True}),
+    "granitemoe, all experts per token": ("granitemoe", {"num_experts_per_tok": 7, "attention_bias": True}),
+    "granitemoe, tied head": ("granitemoe", {"tie_word_embeddings": True, "num_experts_per_tok": 1}),
+    "glm4_moe, GLM-4.5-Air": (
         "glm4_moe",
         {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "use_qk_norm": False, "head_dim": 24},
     ),
-    "glm4_moe, not normed": (
+    "glm4_moe, unnormalised top-k weights": (
         "glm4_moe",
         {"norm_topk_prob": False, "routed_scaling_factor": 0.7, "topk_group": 3, "attention_bias": False},
     ),
-    "glm4_moe, all layers dense but one": ("glm4_moe", {"first_k_dense_replace": 2, "topk_group": 4}),
+    "glm4_moe, one layer with experts": ("glm4_moe", {"first_k_dense_replace": 2, "topk_group": 4}),
     "glm4_moe, no dense layer": ("glm4_moe", {"first_k_dense_replace": 0, "partial_rotary_factor": 0.25}),
-    "minimax_m2, a quarter rotated": ("minimax_m2", {"rotary_dim": 4, "tie_word_embeddings": True}),
-    "minimax_m2, all experts": ("minimax_m2", {"num_experts_per_tok": 8, "rotary_dim": 16}),
-    "ernie4_5_moe, every other layer": (
+    "minimax_m2, rotary_dim 4": ("minimax_m2", {"rotary_dim": 4, "tie_word_embeddings": True}),
+    "minimax_m2, all experts per token": ("minimax_m2", {"num_experts_per_tok": 8, "rotary_dim": 16}),
+    "ernie4_5_moe, experts in every other layer": (
         "ernie4_5_moe",
         {"moe_layer_interval": 2, "moe_layer_start_index": 0, "use_bias": False, "num_hidden_layers": 4},
     ),
-    "ernie4_5_moe, as published": (
+    "ernie4_5_moe, published configuration": (
         "ernie4_5_moe",
         {"moe_num_shared_experts": 1, "moe_layer_end_index": 1, "head_dim": 24, "tie_word_embeddings": True},
     ),
-    "phimoe as published": (
+    "phimoe, published configuration": (
         "phimoe",
         {"router_jitter_noise": 0.01, "sliding_window": 30, "rope_theta": 1e6, "rope_scaling": LONGROPE},
     ),
-    "phimoe without biases": ("phimoe", {"attention_bias": False, "lm_head_bias": False}),
-    "llama4_text as Maverick": (
+    "phimoe, no biases": ("phimoe", {"attention_bias": False, "lm_head_bias": False}),
+    "llama4_text, Maverick": (
         "llama4_text",
         {"moe_layers": ..., "interleave_moe_layer_step": 2, "use_qk_norm": False, "attention_bias": False},
     ),
-    "llama4_text, two experts": (
+    "llama4_text, two experts per token": (
         "llama4_text",
         {"num_experts_per_tok": 2, "no_rope_layers": ..., "no_rope_layer_interval": 2},
     ),
-    "llama4_text, no tuning": (
+    "llama4_text, no temperature tuning": (
         "llama4_text",
         {"attn_temperature_tuning": False, "attention_chunk_size": 5, "num_key_value_heads": 6},
     ),
@@ -113,18 +123,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_of_variants_equal_transformers(variant: str, tmp_path: Path) -> None:
     family, changes = VARIANTS[variant]
-    config = config_of(family, **changes)
+    config = make_config(family, **changes)
     write_checkpoint(tmp_path, config)
-    expected = oracle_logits(oracle(tmp_path), TOKENS)
+    expected = transformers_logits(load_in_transformers(tmp_path), TOKENS)
     assert relative_error(open_pipeline(tmp_path, kv_cache_block_size=16), expected) <= 1
-    (tmp_path / "config.json").write_text(json.dumps(config))  # the spelling of the checkpoint's authors
+    (tmp_path / "config.json").write_text(json.dumps(config))  # keys as in the published configuration
     assert relative_error(open_pipeline(tmp_path, kv_cache_block_size=16), expected) <= 1
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
-    return write_checkpoint(folder, config_of(request.param))
+    return write_checkpoint(folder, make_config(request.param))
 
 
 # ---- mutations ----
@@ -148,8 +158,10 @@ def mutate_experts(**parts: Callable[[Any], Any]) -> Callable[[Any], Any]:
         new = {name: function(getattr(experts, name)) for name, function in parts.items()}
         if all(value is getattr(experts, name) for name, value in new.items()):
             return layer
-        changed = replace(experts, **new)
-        return replace(layer, experts=changed) if isinstance(layer, SharedExperts) else changed
+        changed_experts = replace(experts, **new)
+        return (
+            replace(layer, experts=changed_experts) if isinstance(layer, SharedExperts) else changed_experts
+        )
 
     return change
 
@@ -158,9 +170,9 @@ def mutate_routing(**fields: Any) -> Callable[[Any], Any]:
     """Return a function that changes the `ScoreRouting` of a layer."""
 
     def change(routing: Any) -> Any:
-        known = {name: value for name, value in fields.items() if hasattr(routing, name)}
-        changed = replace(routing, **known) if known else routing
-        return routing if changed == routing else changed
+        known_fields = {name: value for name, value in fields.items() if hasattr(routing, name)}
+        changed_routing = replace(routing, **known_fields) if known_fields else routing
+        return routing if changed_routing == routing else changed_routing
 
     return mutate_experts(routing=change)
 
@@ -171,54 +183,55 @@ def drop_shared_gate(layer: Any) -> Any:
 
 
 MUTATIONS: dict[str, Callable[[Any], Any]] = {
-    "no correction bias": mutate_experts(bias=lambda bias: None),
-    "no scaling factor": mutate_routing(scale=1.0),
-    "no groups": mutate_routing(groups=1),
-    "a group too few": mutate_routing(top_groups=1),
-    "weights not normed": mutate_routing(is_normed=False),
-    "scores of all experts": mutate_routing(scores="softmax"),
-    "scores of each expert": mutate_routing(scores="sigmoid"),
-    "no distance": mutate_routing(eps=100.0),
-    "no shared experts": lambda layer: layer.experts if isinstance(layer, SharedExperts) else layer,
-    "no gate of the shared experts": drop_shared_gate,
+    "correction bias dropped": mutate_experts(bias=lambda bias: None),
+    "scaling factor 1": mutate_routing(scale=1.0),
+    "expert groups ignored": mutate_routing(groups=1),
+    "one expert group too few": mutate_routing(top_groups=1),
+    "unnormalised top-k weights": mutate_routing(is_normed=False),
+    "softmax instead of sigmoid scores": mutate_routing(scores="softmax"),
+    "sigmoid instead of softmax scores": mutate_routing(scores="sigmoid"),
+    "larger eps": mutate_routing(eps=100.0),
+    "shared experts dropped": lambda layer: layer.experts if isinstance(layer, SharedExperts) else layer,
+    "gate of the shared experts dropped": drop_shared_gate,
     "one expert too many": mutate_experts(top_k=lambda top_k: top_k + 1),
-    "weights of all experts": mutate_experts(
+    "softmax over all experts": mutate_experts(
         routing=lambda routing: (
             routing if isinstance(routing, ScoreRouting) else "all" if routing != "all" else "chosen"
         )
     ),
 }
 _SCORE_MUTATIONS = {
-    "no correction bias",
-    "weights not normed",
-    "scores of all experts",
+    "correction bias dropped",
+    "unnormalised top-k weights",
+    "softmax instead of sigmoid scores",
     "one expert too many",
 }
 APPLICABLE = {
-    "qwen2_moe": {"no shared experts", "no gate of the shared experts", "one expert too many"}
-    | {"weights of all experts"},
-    "olmoe": {"one expert too many", "weights of all experts"},
-    "granitemoe": {"one expert too many", "weights of all experts"},
-    "glm4_moe": _SCORE_MUTATIONS | {"no scaling factor", "no groups", "a group too few", "no shared experts"},
+    "qwen2_moe": {"shared experts dropped", "gate of the shared experts dropped", "one expert too many"}
+    | {"softmax over all experts"},
+    "olmoe": {"one expert too many", "softmax over all experts"},
+    "granitemoe": {"one expert too many", "softmax over all experts"},
+    "glm4_moe": _SCORE_MUTATIONS
+    | {"scaling factor 1", "expert groups ignored", "one expert group too few", "shared experts dropped"},
     "minimax_m2": _SCORE_MUTATIONS,
-    "ernie4_5_moe": {"no correction bias", "weights not normed", "one expert too many"}
-    | {"no shared experts", "scores of each expert"},
-    "phimoe": {"one expert too many", "weights of all experts", "no distance"},
+    "ernie4_5_moe": {"correction bias dropped", "unnormalised top-k weights", "one expert too many"}
+    | {"shared experts dropped", "sigmoid instead of softmax scores"},
+    "phimoe": {"one expert too many", "softmax over all experts", "larger eps"},
     "llama4_text": set(),
 }
 
 
 def test_each_mutation_changes_the_logits(checkpoint: Path) -> None:
-    expected = oracle_logits(oracle(checkpoint), TOKENS)
+    expected = transformers_logits(load_in_transformers(checkpoint), TOKENS)
     pipeline = open_pipeline(checkpoint, kernels="reference", kv_cache_block_size=16)
     model: Any = pipeline.model
     network = model.network
     assert relative_error(pipeline, expected) <= 1
     applied = set()
     for name, mutate in MUTATIONS.items():
-        changed = mutate_layers(network, mutate)
-        if changed is not None:
-            model.network = changed
+        changed_network = mutate_layers(network, mutate)
+        if changed_network is not None:
+            model.network = changed_network
             assert relative_error(pipeline, expected) > 10, name
             applied.add(name)
     assert applied == APPLICABLE[model.huggingface_config.model_type]
@@ -239,62 +252,70 @@ def scale_down_matrices(folder: Path) -> Path:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_is_no_worse_than_that_of_transformers(family: str, tmp_path: Path) -> None:
-    folder = scale_down_matrices(write_checkpoint(tmp_path, config_of(family)))
+    folder = scale_down_matrices(write_checkpoint(tmp_path, make_config(family)))
     tokens = random_tokens(120, 130, seed=8)
-    reference = oracle(folder)
-    exact = oracle_logits(reference, tokens)
-    theirs = oracle_logits(reference.bfloat16(), tokens)
+    reference = load_in_transformers(folder)
+    exact_logits = transformers_logits(reference, tokens)
+    reference_logits = transformers_logits(reference.bfloat16(), tokens)
     pipeline = open_pipeline(folder, kv_cache_block_size=16, quantization_encoding="bfloat16")
-    ours = logits_of(pipeline, tokens)
-    errors = [float((logits - exact).abs().median()) for logits in (ours, theirs)]
+    our_logits = compute_logits(pipeline, tokens)
+    errors = [float((logits - exact_logits).abs().median()) for logits in (our_logits, reference_logits)]
     assert errors[0] <= 1.2 * errors[1]
 
 
 # ---- refused configurations ----
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "clipped queries": ("olmoe", {"clip_qkv": 8.0}, "clip_qkv: was 8.0"),
+    "clip_qkv": ("olmoe", {"clip_qkv": 8.0}, "clip_qkv: was 8.0"),
     "too many experts": ("qwen2_moe", {"num_experts_per_tok": 8}, "8 experts per token exceed the 7 experts"),
-    "groups that do not divide": ("glm4_moe", {"n_group": 5}, "n_group: 5 groups do not divide 12"),
-    "more groups than there are": ("glm4_moe", {"topk_group": 5}, "topk_group: must be at most n_group, 4"),
-    "windows unused": ("qwen2_moe", {"layer_types": ["sliding_attention"] * 3}, "use_sliding_window"),
+    "indivisible expert groups": ("glm4_moe", {"n_group": 5}, "n_group: 5 groups do not divide 12"),
+    "topk_group above n_group": ("glm4_moe", {"topk_group": 5}, "topk_group: must be at most n_group, 4"),
+    "sliding layer types without use_sliding_window": (
+        "qwen2_moe",
+        {"layer_types": ["sliding_attention"] * 3},
+        "use_sliding_window",
+    ),
     "linear attention": ("minimax_m2", {"attn_type_list": [1, 0, 1]}, "attn_type_list: must be 1"),
     "softmax scores": ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func: must be 'sigmoid'"),
-    "norms of each head": ("minimax_m2", {"qk_norm_type": "per_head"}, "qk_norm_type: must be 'per_layer'"),
+    "query and key norms per head": (
+        "minimax_m2",
+        {"qk_norm_type": "per_head"},
+        "qk_norm_type: must be 'per_layer'",
+    ),
     "shared experts": ("minimax_m2", {"shared_intermediate_size": 64}, "shared_intermediate_size: must be 0"),
-    "a third expert": ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok: must be 2"),
-    "two factors": (
+    "three experts per token": ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok: must be 2"),
+    "different longrope factors": (
         "phimoe",
         {"rope_scaling": LONGROPE | {"long_mscale": 1.3}},
         "long_mscale: must be short_mscale, 1.24, was 1.3",
     ),
-    "another gate": ("ernie4_5_moe", {"moe_gate": "top2_fused"}, "moe_gate: must be 'topk'"),
-    "compressed positions": ("ernie4_5_moe", {"compression_ratio": 2.0}, "compression_ratio: must be 1"),
-    "layers by another name": (
+    "unknown moe_gate": ("ernie4_5_moe", {"moe_gate": "top2_fused"}, "moe_gate: must be 'topk'"),
+    "compression_ratio": ("ernie4_5_moe", {"compression_ratio": 2.0}, "compression_ratio: must be 1"),
+    "unknown layer type": (
         "llama4_text",
         {"layer_types": ["sliding_attention"] * 4},
         "layer_types: must be 4 of full_attention and chunked_attention",
     ),
-    "rope for too few layers": (
+    "no_rope_layers too short": (
         "llama4_text",
         {"no_rope_layers": [1, 0]},
         "no_rope_layers: must be a list of 4",
     ),
-    "shared experts of another type": ("granitemoe", {"num_shared_experts": 1}, "num_shared_experts"),
+    "num_shared_experts": ("granitemoe", {"num_shared_experts": 1}, "num_shared_experts"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_unsupported_configurations_are_refused(case: str, tmp_path: Path) -> None:
     family, changes, message = REFUSED[case]
-    write_checkpoint(tmp_path, config_of(family))
-    (tmp_path / "config.json").write_text(json.dumps(config_of(family, **changes)))
+    write_checkpoint(tmp_path, make_config(family))
+    (tmp_path / "config.json").write_text(json.dumps(make_config(family, **changes)))
     with pytest.raises(ConfigError, match=message):
         open_pipeline(tmp_path)
 
 
 def test_phimoe_is_limited_to_its_original_length(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, config_of("phimoe", rope_scaling=LONGROPE))
+    write_checkpoint(tmp_path, make_config("phimoe", rope_scaling=LONGROPE))
     assert open_pipeline(tmp_path).model.max_seq_len == 64
 
 
@@ -322,18 +343,18 @@ def scale_outputs(experts: Any) -> Any:
 
 
 LLAMA4_MUTATIONS: dict[str, Callable[[Any], Any]] = {
-    "no norms of queries": lambda n: mutate_attention(n, q_norm=None),
-    "pairs of halves": lambda n: mutate_attention(n, is_interleaved=False),
+    "query norm dropped": lambda n: mutate_attention(n, q_norm=None),
+    "rotary layout of halves": lambda n: mutate_attention(n, is_interleaved=False),
     "rope in all layers": lambda n: mutate_attention(n, rotary=0),
-    "queries not scaled": lambda n: replace(n, rotaries=n.rotaries[:1]),
-    "another expert": lambda n: mutate_llama4_experts(n, lambda e: replace(e, top_k=2)),
-    "no shared expert": lambda n: mutate_llama4_experts(n, scale_outputs),
+    "query scaling dropped": lambda n: replace(n, rotaries=n.rotaries[:1]),
+    "two experts per token": lambda n: mutate_llama4_experts(n, lambda e: replace(e, top_k=2)),
+    "outputs scaled instead of inputs": lambda n: mutate_llama4_experts(n, scale_outputs),
 }
 
 
 def test_each_mutation_of_llama4_changes_the_logits(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, config_of("llama4_text"))
-    expected = oracle_logits(oracle(tmp_path), TOKENS)
+    write_checkpoint(tmp_path, make_config("llama4_text"))
+    expected = transformers_logits(load_in_transformers(tmp_path), TOKENS)
     pipeline = open_pipeline(tmp_path, kernels="reference", kv_cache_block_size=16)
     model: Any = pipeline.model
     network = model.network
@@ -344,7 +365,7 @@ def test_each_mutation_of_llama4_changes_the_logits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("chunk", [23, 25, 256])
 def test_another_attention_chunk_size_changes_the_logits(chunk: int, tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, config_of("llama4_text"))
-    expected = oracle_logits(oracle(tmp_path), TOKENS)
-    (tmp_path / "config.json").write_text(json.dumps(config_of("llama4_text", attention_chunk_size=chunk)))
+    write_checkpoint(tmp_path, make_config("llama4_text"))
+    expected = transformers_logits(load_in_transformers(tmp_path), TOKENS)
+    (tmp_path / "config.json").write_text(json.dumps(make_config("llama4_text", attention_chunk_size=chunk)))
     assert relative_error(open_pipeline(tmp_path, kv_cache_block_size=16), expected) > 10

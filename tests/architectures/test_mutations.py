@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import DECODERS, oracle_logits, write_checkpoint
-from support.running import context_of, feed, open_pipeline, random_tokens, step_logits
+from support.checkpoints import DECODERS, transformers_logits, write_checkpoint
+from support.pipeline_steps import append_token, make_context, open_pipeline, random_tokens, step_logits
 
 from penstock.kernels import XIELU, Activation, KVCacheInputs, Ops
 from penstock.kv_cache import KVCacheManager
@@ -37,7 +37,7 @@ TOKENS = random_tokens(50, 130, seed=9)
 @pytest.fixture(scope="module")
 def expected(reference: Any) -> torch.Tensor:  # [T, V]
     """Return the logits of transformers."""
-    return oracle_logits(reference, TOKENS)
+    return transformers_logits(reference, TOKENS)
 
 
 @pytest.fixture
@@ -47,14 +47,14 @@ def pipeline(checkpoint: Path) -> TextGenerationPipeline:
 
 def relative_error(pipeline: TextGenerationPipeline, expected: torch.Tensor) -> float:
     """Return the error of a prefill and ten decode steps, in multiples of the tolerance."""
-    context = context_of(TOKENS[:40])
-    ours = [step_logits(pipeline, [context])[0]]
+    context = make_context(TOKENS[:40])
+    logits = [step_logits(pipeline, [context])[0]]
     for token in TOKENS[40:]:
-        feed(pipeline, context, token)
-        ours.append(step_logits(pipeline, [context])[0])
+        append_token(pipeline, context, token)
+        logits.append(step_logits(pipeline, [context])[0])
     pipeline.release(context)
     tolerance = 1e-4 * max(1.0, float(expected.std()))
-    return float((torch.cat(ours) - expected[: len(torch.cat(ours))]).abs().max()) / tolerance
+    return float((torch.cat(logits) - expected[: len(torch.cat(logits))]).abs().max()) / tolerance
 
 
 def test_the_unchanged_network_equals_transformers(
@@ -117,8 +117,10 @@ def test_a_window_off_by_one_is_detected(
 
     def mutate_call(self: KVCacheManager, *args: Any, **kwargs: Any) -> KVCacheInputs:
         inputs = original(self, *args, **kwargs)
-        moved = [replace(g, window=None if g.window is None else g.window + by) for g in inputs.groups]
-        return replace(inputs, groups=tuple(moved))
+        shifted_groups = [
+            replace(g, window=None if g.window is None else g.window + by) for g in inputs.groups
+        ]
+        return replace(inputs, groups=tuple(shifted_groups))
 
     monkeypatch.setattr(KVCacheManager, "inputs", mutate_call)
     assert relative_error(pipeline, expected) > 10
@@ -235,10 +237,10 @@ def change_activation(block: Any) -> Any:
 
 
 def drop_head_bias(network: Any) -> Any:
-    packed = network.head.linear.packed
-    if packed.bias is None:
+    packed_weight = network.head.linear.packed
+    if packed_weight.bias is None:
         return None
-    return replace(network, head=replace(network.head, linear=Linear(replace(packed, bias=None))))
+    return replace(network, head=replace(network.head, linear=Linear(replace(packed_weight, bias=None))))
 
 
 def zero_norm_biases(network: Any) -> Any:
@@ -249,23 +251,23 @@ def zero_norm_biases(network: Any) -> Any:
 
 
 MUTATIONS: dict[str, Callable[[Any], Any]] = {
-    "rotary pairs in the other layout": mutate_blocks(swap_rotary_layout),
-    "a family's own attention replaced": mutate_blocks(use_base_attention),
-    "queries, keys and values not clipped": mutate_blocks(drop_qkv_clipping),
-    "one norm where there are two": mutate_blocks(share_the_norm),
-    "parallel layers one after the other": mutate_blocks(make_sequential),
-    "another activation": mutate_blocks(change_activation),
-    "no bias of the head": drop_head_bias,
-    "no bias of the final norm": zero_norm_biases,
-    "queries not normed": replace_attention_parts(q_norm=None),
-    "keys not normed": replace_attention_parts(k_norm=None),
-    "no soft cap of scores": replace_attention_parts(soft_cap=None),
-    "no cap or scale of logits": drop_head_options,
-    "embeddings not scaled": drop_embedding_options,
-    "a residual multiplier forgotten": set_residual_scales_to_one,
-    "final norm without its weight": set_norms_to_one,
+    "other rotary layout": mutate_blocks(swap_rotary_layout),
+    "attention of the base class": mutate_blocks(use_base_attention),
+    "clipping of queries, keys and values dropped": mutate_blocks(drop_qkv_clipping),
+    "one shared norm instead of two": mutate_blocks(share_the_norm),
+    "sequential instead of parallel blocks": mutate_blocks(make_sequential),
+    "other activation": mutate_blocks(change_activation),
+    "head bias dropped": drop_head_bias,
+    "bias of the final norm set to 0": zero_norm_biases,
+    "query norm dropped": replace_attention_parts(q_norm=None),
+    "key norm dropped": replace_attention_parts(k_norm=None),
+    "soft cap of scores dropped": replace_attention_parts(soft_cap=None),
+    "soft cap and scale of logits dropped": drop_head_options,
+    "embedding scale dropped": drop_embedding_options,
+    "residual multiplier set to 1": set_residual_scales_to_one,
+    "weight of the final norm set to 1": set_norms_to_one,
     "local and global rope swapped": swap_ropes,
-    "rope in layers that have none": apply_rope_in_every_layer,
+    "rope in layers without rope": apply_rope_in_every_layer,
 }
 
 
@@ -297,8 +299,8 @@ def test_a_shifted_block_table_is_detected(
 
     def mutate_call(self: KVCacheManager, *args: Any, **kwargs: Any) -> KVCacheInputs:
         inputs = original(self, *args, **kwargs)
-        shifted = [replace(g, block_tables=g.block_tables.roll(1, dims=1)) for g in inputs.groups]
-        return replace(inputs, groups=tuple(shifted))
+        shifted_groups = [replace(g, block_tables=g.block_tables.roll(1, dims=1)) for g in inputs.groups]
+        return replace(inputs, groups=tuple(shifted_groups))
 
     monkeypatch.setattr(KVCacheManager, "inputs", mutate_call)
     assert relative_error(pipeline, expected) > 10
@@ -321,8 +323,8 @@ def test_a_stale_block_of_the_prefix_cache_is_detected(
     pipeline: TextGenerationPipeline, expected: torch.Tensor
 ) -> None:
     """A cached block with the content of another prompt changes the logits of requests that share it."""
-    assert relative_error(pipeline, expected) <= 1  # fills the prefix cache with its blocks
-    context = context_of(TOKENS)
+    assert relative_error(pipeline, expected) <= 1  # fills the prefix cache with the blocks of the prompt
+    context = make_context(TOKENS)
     pipeline.kv.claim(context)
     pipeline.kv.reserve(context)
     assert context.start_idx >= 32
@@ -332,7 +334,7 @@ def test_a_stale_block_of_the_prefix_cache_is_detected(
     for cache, group in zip(manager.storage.caches, manager.spec.group_of_layer, strict=True):
         cache[:, groups[group].block_tables[0, context.start_idx // 16 - 1]] += 1.0
     pipeline.release(context)
-    second_context = context_of(TOKENS)
+    second_context = make_context(TOKENS)
     logits = step_logits(pipeline, [second_context])[0]
     difference = float((logits - expected[second_context.start_idx :]).abs().max())
     assert difference > 1e-3 * max(1.0, float(expected.std()))
@@ -343,10 +345,12 @@ def test_swapped_layers_are_detected(tmp_path: Path) -> None:
     for architecture in DECODERS:
         assert architecture.tiny_config is not None
         folder = write_checkpoint(tmp_path / architecture.name, architecture.tiny_config())
-        original_logits = step_logits(open_pipeline(folder), [context_of(TOKENS)])[0]
+        original_logits = step_logits(open_pipeline(folder), [make_context(TOKENS)])[0]
         model: Any = open_pipeline(folder).model
         blocks = list(model.network.blocks)
-        swapped = open_pipeline(folder)
-        network: Any = swapped.model
+        swapped_pipeline = open_pipeline(folder)
+        network: Any = swapped_pipeline.model
         network.network = replace(network.network, blocks=(blocks[1], blocks[0], *blocks[2:]))
-        assert not torch.allclose(step_logits(swapped, [context_of(TOKENS)])[0], original_logits, atol=1e-2)
+        assert not torch.allclose(
+            step_logits(swapped_pipeline, [make_context(TOKENS)])[0], original_logits, atol=1e-2
+        )

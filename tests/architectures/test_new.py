@@ -21,22 +21,24 @@ from penstock.errors import ConfigError
 TOKENS = np.array([0, 9, 5, 9, 3, 17, 5, 2])
 
 
-def config_of(**changes: Any) -> HuggingFaceConfig:
+def make_config(**changes: Any) -> HuggingFaceConfig:
     assert GTE.tiny_config is not None
     return HuggingFaceConfig(GTE.tiny_config() | changes, "config.json")
 
 
 @pytest.mark.parametrize("factor", [2.0, 8.0])
 def test_ntk_scaling_gives_the_published_frequencies(factor: float) -> None:
-    """Pair i turns by ``base ** (-2 i / D) / k ** (2 (i + 1) / D)``: the last pair is k times slower."""
+    """Frequency of pair i: ``base ** (-2 i / D) / k ** (2 (i + 1) / D)``. The last pair is k times slower."""
     dim = 16
-    rotary = NewModel.rotary(config_of(rope_scaling={"type": "ntk", "factor": factor}), dim)
+    rotary = NewModel.rotary(make_config(rope_scaling={"type": "ntk", "factor": factor}), dim)
     pairs = np.arange(dim // 2)
     expected = 20000.0 ** (-2 * pairs / dim) / factor ** (2 * (pairs + 1) / dim)
     result = rotary.base ** (-2 * pairs / dim) / rotary.parameters["factor"]
     np.testing.assert_allclose(result, expected, rtol=1e-12)
     assert rotary.kind == "linear"
-    assert rotary.max_length == 130, "the model is trained with the scaling, so the length stays"
+    assert rotary.max_length == 130, (
+        "the model is trained with the scaling, so the maximum length does not grow"
+    )
 
 
 def test_a_token_classification_head_gives_the_sparse_embedding(tmp_path: Path) -> None:
@@ -86,4 +88,4 @@ def test_a_token_classification_head_gives_the_sparse_embedding(tmp_path: Path) 
 )
 def test_unsupported_configurations_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        NewModel.sizes(config_of(**changes))
+        NewModel.sizes(make_config(**changes))

@@ -7,8 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import oracle_greedy, oracle_logits
-from support.running import context_of, feed, generate, open_pipeline, random_tokens, step_logits
+from support.checkpoints import transformers_greedy, transformers_logits
+from support.pipeline_steps import (
+    append_token,
+    generate_tokens,
+    make_context,
+    open_pipeline,
+    random_tokens,
+    step_logits,
+)
 
 from penstock.pipelines import TextGenerationPipeline
 
@@ -25,10 +32,10 @@ def vocabulary(reference: Any) -> int:
     return int(reference.config.vocab_size)
 
 
-def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     """Check that the error is at most 1e-4 of the standard deviation of the logits."""
-    tolerance = 1e-4 * max(1.0, float(theirs.std()))
-    torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=0)
+    tolerance = 1e-4 * max(1.0, float(expected.std()))
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=0)
 
 
 @pytest.mark.matrix
@@ -37,8 +44,8 @@ def test_logits_of_a_prefill_equal_transformers(
     pipeline: TextGenerationPipeline, reference: Any, vocabulary: int, length: int
 ) -> None:
     tokens = random_tokens(length, vocabulary, seed=length)
-    context = context_of(tokens)
-    assert_close(step_logits(pipeline, [context])[0], oracle_logits(reference, tokens))
+    context = make_context(tokens)
+    assert_close(step_logits(pipeline, [context])[0], transformers_logits(reference, tokens))
     pipeline.release(context)
 
 
@@ -48,15 +55,14 @@ def test_logits_of_a_chunked_prefill_equal_transformers(
     pipeline: TextGenerationPipeline, reference: Any, vocabulary: int, chunks: list[int]
 ) -> None:
     tokens = random_tokens(70, vocabulary, seed=3)
-    expected = oracle_logits(reference, tokens)
-    context = context_of(
-        tokens, log_probabilities_echo=True
-    )  # echo turns off the prefix cache, so all rows are computed
+    expected = transformers_logits(reference, tokens)
+    # Echo turns off the prefix cache, so all rows are computed.
+    context = make_context(tokens, log_probabilities_echo=True)
     for chunk in chunks:
         start = context.start_idx
         context.set_token_indices(active_idx=start + chunk)
         assert_close(step_logits(pipeline, [context])[0], expected[start : start + chunk])
-        feed(pipeline, context, 0)
+        append_token(pipeline, context, 0)
     assert context.is_done is False
     pipeline.release(context)
 
@@ -65,11 +71,11 @@ def test_logits_of_decode_steps_equal_transformers(
     pipeline: TextGenerationPipeline, reference: Any, vocabulary: int
 ) -> None:
     tokens = random_tokens(60, vocabulary, seed=4)
-    expected = oracle_logits(reference, tokens)
-    context = context_of(tokens[:20])
+    expected = transformers_logits(reference, tokens)
+    context = make_context(tokens[:20])
     step_logits(pipeline, [context])
     for position in range(20, 60):
-        feed(pipeline, context, tokens[position])
+        append_token(pipeline, context, tokens[position])
         assert_close(step_logits(pipeline, [context])[0], expected[position : position + 1])
     pipeline.release(context)
 
@@ -79,18 +85,18 @@ def test_logits_of_a_mixed_batch_equal_transformers(
 ) -> None:
     """One forward has a whole prompt, a chunk in the middle of a prompt, a last chunk and a single token."""
     texts = [random_tokens(length, vocabulary, seed=length) for length in (23, 50, 41, 30)]
-    whole, middle, last, single = (context_of(text, log_probabilities_echo=True) for text in texts)
-    single = context_of(texts[3][:-1], log_probabilities_echo=True)
-    for context, done, stop in ((middle, 17, 35), (last, 18, 41)):
-        context.set_token_indices(active_idx=done)
+    full_context, middle, last, single = (make_context(text, log_probabilities_echo=True) for text in texts)
+    single = make_context(texts[3][:-1], log_probabilities_echo=True)
+    for context, num_computed, stop in ((middle, 17, 35), (last, 18, 41)):
+        context.set_token_indices(active_idx=num_computed)
         step_logits(pipeline, [context])
-        feed(pipeline, context, 0)
+        append_token(pipeline, context, 0)
         context.set_token_indices(active_idx=stop)
     step_logits(pipeline, [single])
-    feed(pipeline, single, texts[3][-1])
-    contexts = [whole, middle, last, single]
+    append_token(pipeline, single, texts[3][-1])
+    contexts = [full_context, middle, last, single]
     for context, text, logits in zip(contexts, texts, step_logits(pipeline, contexts), strict=True):
-        assert_close(logits, oracle_logits(reference, text)[context.start_idx : context.active_idx])
+        assert_close(logits, transformers_logits(reference, text)[context.start_idx : context.active_idx])
         pipeline.release(context)
 
 
@@ -98,7 +104,7 @@ def test_logits_of_a_mixed_batch_equal_transformers(
 def greedy_texts(reference: Any, vocabulary: int) -> list[tuple[list[int], list[int]]]:
     """Return prompts and their continuations by transformers."""
     prompts = [random_tokens(length, vocabulary, seed=length) for length in (5, 40)]
-    return [(prompt, oracle_greedy(reference, prompt, 30)) for prompt in prompts]
+    return [(prompt, transformers_greedy(reference, prompt, 30)) for prompt in prompts]
 
 
 @pytest.mark.matrix(strength=1)
@@ -106,5 +112,5 @@ def greedy_texts(reference: Any, vocabulary: int) -> list[tuple[list[int], list[
 def test_greedy_text_equals_transformers(
     pipeline: TextGenerationPipeline, greedy_texts: list[tuple[list[int], list[int]]], num_steps: int
 ) -> None:
-    contexts = [context_of(prompt, 30) for prompt, _ in greedy_texts]
-    assert generate(pipeline, contexts, num_steps) == [text for _, text in greedy_texts]
+    contexts = [make_context(prompt, 30) for prompt, _ in greedy_texts]
+    assert generate_tokens(pipeline, contexts, num_steps) == [text for _, text in greedy_texts]

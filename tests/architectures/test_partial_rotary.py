@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import oracle, oracle_logits
-from support.running import context_of, open_pipeline, random_tokens, step_logits
+from support.checkpoints import load_in_transformers, transformers_logits
+from support.pipeline_steps import make_context, open_pipeline, random_tokens, step_logits
 
 from penstock.errors import ConfigError
 
@@ -44,10 +44,10 @@ def test_logits_with_partial_rotary_factor_equal_transformers(
         checkpoint, tmp_path, in_rope_parameters=in_rope_parameters, rope_type="default"
     )
     tokens = random_tokens(40, 130)
-    expected = oracle_logits(oracle(folder), tokens)
-    ours = step_logits(open_pipeline(folder), [context_of(tokens)])[0]
+    expected = transformers_logits(load_in_transformers(folder), tokens)
+    logits = step_logits(open_pipeline(folder), [make_context(tokens)])[0]
     tolerance = 1e-4 * max(1.0, float(expected.std()))
-    torch.testing.assert_close(ours, expected, atol=tolerance, rtol=0)
+    torch.testing.assert_close(logits, expected, atol=tolerance, rtol=0)
 
 
 def test_a_factor_that_transformers_cannot_apply_is_refused(checkpoint: Path, tmp_path: Path) -> None:
@@ -56,11 +56,11 @@ def test_a_factor_that_transformers_cannot_apply_is_refused(checkpoint: Path, tm
         pytest.skip("has no linear rope")
     tokens = random_tokens(40, 130)
     if json.loads((folder / "config.json").read_text())["model_type"] in PARTIAL_BY_DEFAULT:
-        expected = oracle_logits(oracle(folder), tokens)
-        ours = step_logits(open_pipeline(folder), [context_of(tokens)])[0]
-        torch.testing.assert_close(ours, expected, atol=1e-4 * max(1.0, float(expected.std())), rtol=0)
+        expected = transformers_logits(load_in_transformers(folder), tokens)
+        logits = step_logits(open_pipeline(folder), [make_context(tokens)])[0]
+        torch.testing.assert_close(logits, expected, atol=1e-4 * max(1.0, float(expected.std())), rtol=0)
         return
     with pytest.raises(RuntimeError, match="must match the size"):
-        oracle_logits(oracle(folder), tokens)
+        transformers_logits(load_in_transformers(folder), tokens)
     with pytest.raises(ConfigError, match=r"partial_rotary_factor: is 0\.5, but with rope type 'linear'"):
         open_pipeline(folder)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.checkpoints import oracle, write_checkpoint
+from support.checkpoints import load_in_transformers, write_checkpoint
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from penstock import LLM
@@ -39,12 +39,14 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
-def expected_logits(folder: Path, query: str, document: str, instruction: str) -> torch.Tensor:  # no, yes
+def expected_logits(
+    folder: Path, query: str, document: str, instruction: str
+) -> torch.Tensor:  # [2]: logits of "no" and "yes"
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     body = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
     ids = tokenizer.encode(TEMPLATE.prefix + body + TEMPLATE.suffix).ids
     with torch.inference_mode():
-        logits = oracle(folder)(torch.tensor([ids])).logits[0, -1]
+        logits = load_in_transformers(folder)(torch.tensor([ids])).logits[0, -1]
     rows: torch.Tensor = logits[[tokenizer.token_to_id("no"), tokenizer.token_to_id("yes")]]
     return rows
 
@@ -82,10 +84,10 @@ def test_truncation_keeps_the_end_of_the_prompt(folder: Path) -> None:
         return tokens
 
     suffix = tokenizer.backend.encode(TEMPLATE.suffix).ids
-    whole, truncated = ids(None), ids(150)
-    assert len(truncated) == 150 < len(whole)
-    kept = 150 - len(suffix)
-    assert truncated.tolist() == [*whole[:kept].tolist(), *suffix]
+    full_ids, truncated_ids = ids(None), ids(150)
+    assert len(truncated_ids) == 150 < len(full_ids)
+    num_kept = 150 - len(suffix)
+    assert truncated_ids.tolist() == [*full_ids[:num_kept].tolist(), *suffix]
     with pytest.raises(InputError, match="cannot cut the input to 40 tokens"):
         ids(40)
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.towers import assert_close, loader_of, randomize
+from support.tensor_sources import load_module
+from support.vision_towers import assert_close, randomize
 
 from penstock.architectures.qwen2_5_vl.vision import Qwen25Vision
 from penstock.architectures.qwen3_vl.vision import Qwen3Vision
@@ -42,10 +43,10 @@ def test_qwen2_5_rows_equal_transformers(ops: Ops, window: int, full: list[int])
 
     values = QWEN | {"window_size": window, "fullatt_block_indexes": full}
     model = randomize(Qwen2_5_VisionTransformerPretrainedModel(Qwen2_5_VLVisionConfig(**values)))
-    tower = Qwen25Vision.load(loader_of(model, ops), "tower", HuggingFaceConfig(values), 40)
+    tower = Qwen25Vision.load(load_module(model, "tower", ops), "tower", HuggingFaceConfig(values), 40)
     patches = torch.randn(sum(height * width for height, width in GRIDS), 3 * 2 * 4 * 4)
-    theirs = model(patches, torch.tensor([(1, *grid) for grid in GRIDS])).pooler_output
-    assert_close(tower.encode(patches, GRIDS, EncoderRunner(ops)), theirs)
+    reference_output = model(patches, torch.tensor([(1, *grid) for grid in GRIDS])).pooler_output
+    assert_close(tower.encode(patches, GRIDS, EncoderRunner(ops)), reference_output)
 
 
 @pytest.mark.parametrize("stacked", [[2, 0], [1], []])
@@ -56,13 +57,13 @@ def test_qwen3_deepstack_rows_equal_transformers(ops: Ops, stacked: list[int]) -
 
     values = QWEN | {"num_position_embeddings": 49, "deepstack_visual_indexes": stacked}
     model = randomize(Qwen3VLVisionModel(Qwen3VLVisionConfig(**values)))
-    tower = Qwen3Vision.load(loader_of(model, ops), "tower", HuggingFaceConfig(values), 40)
+    tower = Qwen3Vision.load(load_module(model, "tower", ops), "tower", HuggingFaceConfig(values), 40)
     patches = torch.randn(sum(height * width for height, width in GRIDS), 3 * 2 * 4 * 4)
-    theirs = model(patches, torch.tensor([(1, *grid) for grid in GRIDS]))
-    expected = [theirs.pooler_output, *theirs.deepstack_features]
-    ours = tower.encode(patches, GRIDS, EncoderRunner(ops)).split(40, dim=1)
-    assert len(ours) == len(expected)
-    for actual, reference in zip(ours, expected, strict=True):
+    reference_output = model(patches, torch.tensor([(1, *grid) for grid in GRIDS]))
+    expected = [reference_output.pooler_output, *reference_output.deepstack_features]
+    rows = tower.encode(patches, GRIDS, EncoderRunner(ops)).split(40, dim=1)
+    assert len(rows) == len(expected)
+    for actual, reference in zip(rows, expected, strict=True):
         assert_close(actual, reference)
 
 
@@ -84,6 +85,6 @@ def test_unsupported_configurations_are_refused(changes: dict[str, Any], message
     from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
     values = QWEN | {"num_position_embeddings": 49, "deepstack_visual_indexes": [1]}
-    source = loader_of(Qwen3VLVisionModel(Qwen3VLVisionConfig(**values)), ReferenceOps())
+    source = load_module(Qwen3VLVisionModel(Qwen3VLVisionConfig(**values)), "tower", ReferenceOps())
     with pytest.raises(ConfigError, match=message):
         Qwen3Vision.load(source, "tower", HuggingFaceConfig(values | changes), 40)

@@ -16,7 +16,7 @@ SLIDING = ["sliding_attention"] * 3
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 
 
-def blueprint_of(family: str, changes: dict[str, Any]) -> Any:
+def load_blueprint(family: str, changes: dict[str, Any]) -> Any:
     """Return the blueprint of an architecture's tiny configuration with these changes."""
     (architecture,) = (candidate for candidate in DECODERS if candidate.name == family)
     assert architecture.tiny_config is not None
@@ -107,7 +107,7 @@ def blueprint_of(family: str, changes: dict[str, Any]) -> Any:
 )
 def test_unsupported_settings_are_refused(family: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        blueprint_of(family, changes)
+        load_blueprint(family, changes)
 
 
 @pytest.mark.parametrize("values", [None, [0.5], [0.5, "1"], 0.5])
@@ -139,26 +139,28 @@ def test_malformed_coefficients_of_xielu_are_refused(values: object) -> None:
 )
 def test_values_that_are_not_numbers_are_refused(family: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
-        blueprint_of(family, changes)
+        load_blueprint(family, changes)
 
 
 def test_phi3_accepts_older_names_of_longrope() -> None:
-    known, *older = (
-        blueprint_of("phi3", {"rope_scaling": LONGROPE | {"type": kind}})
+    known_value, *older = (
+        load_blueprint("phi3", {"rope_scaling": LONGROPE | {"type": kind}})
         for kind in ("longrope", "su", "yarn")
     )
     for blueprint in older:
         assert [rotary.kind for rotary in blueprint.rotaries] == ["longrope"]
-        assert blueprint.max_length == known.max_length
+        assert blueprint.max_length == known_value.max_length
 
 
 def test_a_window_as_long_as_the_context_is_ignored() -> None:
-    assert blueprint_of("mistral", {"sliding_window": 256}).windows == (None,) * 3
-    assert blueprint_of("mistral", {"sliding_window": 255}).windows == (255,) * 3
+    assert load_blueprint("mistral", {"sliding_window": 256}).windows == (None,) * 3
+    assert load_blueprint("mistral", {"sliding_window": 255}).windows == (255,) * 3
 
 
 def test_gemma3_does_not_extend_its_maximum_length() -> None:
     """Gemma 3 states the length after RoPE scaling; older Llama models state the length before it."""
-    scaled = blueprint_of("gemma3_text", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}})
+    scaled = load_blueprint("gemma3_text", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}})
     assert scaled.max_length == 256
-    assert blueprint_of("llama", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}).max_length == 2048
+    assert (
+        load_blueprint("llama", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}).max_length == 2048
+    )

@@ -35,7 +35,7 @@ def write_architecture_folder(parent: Path, folder: str, name: str) -> None:
     (parent / folder / "model.py").write_text("from .config import SIZE\n\nclass Model:\n    size = SIZE\n")
 
 
-def config_of(model_type: Any) -> HuggingFaceConfig:
+def make_config(model_type: Any) -> HuggingFaceConfig:
     return HuggingFaceConfig({"model_type": model_type})
 
 
@@ -65,26 +65,26 @@ def test_each_folder_is_an_architecture(registry: PipelineRegistry) -> None:
 
 
 def test_a_model_is_loaded_only_on_request(registry: PipelineRegistry) -> None:
-    architecture = registry.retrieve_architecture(config_of("toy"), "checkpoint")
+    architecture = registry.retrieve_architecture(make_config("toy"), "checkpoint")
     assert f"{architecture.package}.model" not in sys.modules
     model = architecture.load_pipeline_model()
     assert (model.__name__, model.size) == ("Model", 3)
 
 
 def test_a_model_type_with_a_hyphen_is_found(registry: PipelineRegistry) -> None:
-    architecture = registry.retrieve_architecture(config_of("with-dash"), "checkpoint")
+    architecture = registry.retrieve_architecture(make_config("with-dash"), "checkpoint")
     assert architecture.load_pipeline_model().size == 9
 
 
 def test_retrieving_an_architecture_imports_no_other(registry: PipelineRegistry, tmp_path: Path) -> None:
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "__init__.py").write_text("raise RuntimeError('imported')")
-    assert registry.retrieve_architecture(config_of("toy"), "checkpoint").name == "toy"
+    assert registry.retrieve_architecture(make_config("toy"), "checkpoint").name == "toy"
 
 
 def test_the_error_for_an_unknown_architecture_names_the_nearest(registry: PipelineRegistry) -> None:
     with pytest.raises(UnknownArchitectureError, match="did you mean toy") as error:
-        registry.retrieve_architecture(config_of("toyy"), "/some/checkpoint")
+        registry.retrieve_architecture(make_config("toyy"), "/some/checkpoint")
     assert str(error.value).startswith("/some/checkpoint: architecture 'toyy' is not known (known: ")
     assert {"toy", "with-dash", "llama"} <= set(error.value.known)
 
@@ -92,7 +92,7 @@ def test_the_error_for_an_unknown_architecture_names_the_nearest(registry: Pipel
 @pytest.mark.parametrize("model_type", ["", "..", "toy/..", None, 3])
 def test_a_model_type_that_cannot_be_a_folder_is_unknown(registry: PipelineRegistry, model_type: Any) -> None:
     with pytest.raises(UnknownArchitectureError):
-        registry.retrieve_architecture(config_of(model_type), "checkpoint")
+        registry.retrieve_architecture(make_config(model_type), "checkpoint")
 
 
 def test_a_checkpoint_without_a_model_type_is_refused(registry: PipelineRegistry) -> None:
@@ -101,9 +101,9 @@ def test_a_checkpoint_without_a_model_type_is_refused(registry: PipelineRegistry
 
 
 def test_an_unsupported_encoding_is_refused(registry: PipelineRegistry) -> None:
-    assert registry.retrieve_architecture(config_of("toy"), "x", encoding="float32").name == "toy"
+    assert registry.retrieve_architecture(make_config("toy"), "x", encoding="float32").name == "toy"
     with pytest.raises(ConfigError, match=r"toy does not run in 'bfloat16': use one of float32, or a model"):
-        registry.retrieve_architecture(config_of("toy"), "x", encoding="bfloat16")
+        registry.retrieve_architecture(make_config("toy"), "x", encoding="bfloat16")
 
 
 def test_a_missing_or_misplaced_record_is_refused(tmp_path: Path) -> None:
@@ -113,11 +113,11 @@ def test_a_missing_or_misplaced_record_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match="must define ARCHITECTURE, a SupportedArchitecture, or ARCHITECTURES"
     ):
-        registry.retrieve_architecture(config_of("empty"), "x")
+        registry.retrieve_architecture(make_config("empty"), "x")
     write_architecture_folder(tmp_path, "elsewhere", "other")
     registry = PipelineRegistry([tmp_path])
     with pytest.raises(ConfigError, match="is of model_type 'other': its folder must be other"):
-        registry.retrieve_architecture(config_of("elsewhere"), "x")
+        registry.retrieve_architecture(make_config("elsewhere"), "x")
 
 
 def test_a_folder_may_have_a_record_for_each_task(tmp_path: Path) -> None:
@@ -137,16 +137,18 @@ def test_a_folder_may_have_a_record_for_each_task(tmp_path: Path) -> None:
         (PipelineTask.TEXT_GENERATION, "model:Model"),
         (PipelineTask.EMBEDDINGS_GENERATION, "config:Other"),
     ):
-        result = registry.retrieve_architecture(config_of("toy"), "x", task=task)
+        result = registry.retrieve_architecture(make_config("toy"), "x", task=task)
         assert (result.task, result.pipeline_model) == (task, model)
     with pytest.raises(
         UnsupportedTaskError, match=r"'toy' has no pipeline for the task audio-generation"
     ) as error:
-        registry.retrieve_architecture(config_of("toy"), "x", task=PipelineTask.AUDIO_GENERATION)
+        registry.retrieve_architecture(make_config("toy"), "x", task=PipelineTask.AUDIO_GENERATION)
     assert sorted(error.value.known) == ["embeddings-generation", "text-generation"]
     registry.register(build_architecture("toy"), allow_override=True)
-    assert registry.retrieve_architecture(config_of("toy"), "x").pipeline_model is dict
-    embedder = registry.retrieve_architecture(config_of("toy"), "x", task=PipelineTask.EMBEDDINGS_GENERATION)
+    assert registry.retrieve_architecture(make_config("toy"), "x").pipeline_model is dict
+    embedder = registry.retrieve_architecture(
+        make_config("toy"), "x", task=PipelineTask.EMBEDDINGS_GENERATION
+    )
     assert embedder.pipeline_model == "config:Other"
 
 
@@ -159,19 +161,19 @@ def test_contradictory_records_are_refused(tmp_path: Path, addition: str) -> Non
     record = tmp_path / "toy" / "__init__.py"
     record.write_text(record.read_text() + addition)
     with pytest.raises(ConfigError, match="one record for each task, in ARCHITECTURES alone"):
-        PipelineRegistry([tmp_path]).retrieve_architecture(config_of("toy"), "x")
+        PipelineRegistry([tmp_path]).retrieve_architecture(make_config("toy"), "x")
 
 
 def test_an_architecture_can_be_registered(registry: PipelineRegistry) -> None:
     registry.register(build_architecture())
-    result = registry.retrieve_architecture(config_of("hand-made"), "x")
+    result = registry.retrieve_architecture(make_config("hand-made"), "x")
     assert result.load_pipeline_model() is dict
     assert result in registry.architectures
 
 
 def test_a_model_class_may_be_given_as_a_module_path(registry: PipelineRegistry) -> None:
     registry.register(build_architecture(model="collections:OrderedDict"))
-    result = registry.retrieve_architecture(config_of("hand-made"), "x")
+    result = registry.retrieve_architecture(make_config("hand-made"), "x")
     assert result.load_pipeline_model().__name__ == "OrderedDict"
     with pytest.raises(ConfigError, match="must be written module:Class"):
         build_architecture(model="collections.OrderedDict").load_pipeline_model()
@@ -183,7 +185,7 @@ def test_a_registered_name_is_refused_unless_overridden(registry: PipelineRegist
     with pytest.raises(ConfigError, match=f"'{name}' is already registered"):
         registry.register(build_architecture(name, list))
     registry.register(build_architecture(name, list), allow_override=True)
-    assert registry.retrieve_architecture(config_of(name), "x").load_pipeline_model() is list
+    assert registry.retrieve_architecture(make_config(name), "x").load_pipeline_model() is list
     assert [candidate.name for candidate in registry.of_task(PipelineTask.TEXT_GENERATION)].count(name) == 1
 
 
@@ -199,7 +201,7 @@ MODEL_TYPES_OF_PARTS = ("llama4_text", "embedding_gemma2_text")
 class TestRegisteredArchitectures:
     def test_an_architecture_is_found_by_model_type(self, architecture: SupportedArchitecture) -> None:
         result = PIPELINE_REGISTRY.retrieve_architecture(
-            config_of(architecture.name), "x", task=architecture.task
+            make_config(architecture.name), "x", task=architecture.task
         )
         assert result == architecture
 

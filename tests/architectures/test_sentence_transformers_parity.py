@@ -61,12 +61,12 @@ def test_embeddings_with_pooling_dense_layer_and_prompts_equal_the_reference(
     from sentence_transformers.sentence_transformer.modules import Pooling
 
     transformer = Transformer(str(save_random_model(tmp_path / "base", "bert", "")))
-    pooled = Pooling(
+    pooling_module = Pooling(
         transformer.get_embedding_dimension(), pooling_mode=pooling, include_prompt=include_prompt
     )
-    dense = Dense(pooled.get_embedding_dimension(), 20)
+    dense = Dense(pooling_module.get_embedding_dimension(), 20)
     model = st.SentenceTransformer(
-        modules=[transformer, pooled, dense, Normalize()],
+        modules=[transformer, pooling_module, dense, Normalize()],
         prompts={"query": "query how ", "document": "passage "},
         device="cpu",
     )
@@ -74,8 +74,8 @@ def test_embeddings_with_pooling_dense_layer_and_prompts_equal_the_reference(
     with open_llm(tmp_path / "saved") as llm:
         assert llm.pipeline.outputs[0] == "dense"
         for name in (None, "query", "document"):
-            ours = llm.embed(TEXTS, use_tqdm=False, prompt_name=name)
-            np.testing.assert_allclose(ours, model.encode(TEXTS, prompt_name=name), atol=1e-5)
+            vectors = llm.embed(TEXTS, use_tqdm=False, prompt_name=name)
+            np.testing.assert_allclose(vectors, model.encode(TEXTS, prompt_name=name), atol=1e-5)
 
 
 def test_embeddings_of_embedding_gemma2_equal_the_reference(tmp_path: Path) -> None:
@@ -83,9 +83,9 @@ def test_embeddings_of_embedding_gemma2_equal_the_reference(tmp_path: Path) -> N
     from sentence_transformers.sentence_transformer.modules import Pooling
 
     transformer = Transformer(str(save_random_model(tmp_path / "base", "embedding_gemma2_text", "")))
-    pooled = Pooling(40, pooling_mode="mean")
+    pooling_module = Pooling(40, pooling_mode="mean")
     model = st.SentenceTransformer(
-        modules=[transformer, pooled, Normalize()],
+        modules=[transformer, pooling_module, Normalize()],
         prompts={"query": "query how ", "document": "passage "},
         device="cpu",
     )
@@ -93,8 +93,8 @@ def test_embeddings_of_embedding_gemma2_equal_the_reference(tmp_path: Path) -> N
     with open_llm(tmp_path / "saved") as llm:
         assert llm.pipeline.embedding_size == 40
         for prompt in (None, "query", "document"):
-            ours = llm.embed(TEXTS, use_tqdm=False, prompt_name=prompt)
-            np.testing.assert_allclose(ours, model.encode(TEXTS, prompt_name=prompt), atol=1e-5)
+            vectors = llm.embed(TEXTS, use_tqdm=False, prompt_name=prompt)
+            np.testing.assert_allclose(vectors, model.encode(TEXTS, prompt_name=prompt), atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["bert", "distilbert", "modernbert"])
@@ -108,9 +108,9 @@ def test_scores_of_cross_encoders_equal_the_reference(
         config["sentence_transformers"] = {"activation_fn": activation}
         (folder / "config.json").write_text(json.dumps(config))
     model = st.CrossEncoder(str(folder), device="cpu")
-    theirs = model.predict([(TEXTS[0], text) for text in TEXTS])
+    reference_output = model.predict([(TEXTS[0], text) for text in TEXTS])
     with open_llm(folder) as llm:
-        np.testing.assert_allclose(llm.score(TEXTS[0], TEXTS, use_tqdm=False), theirs, atol=1e-5)
+        np.testing.assert_allclose(llm.score(TEXTS[0], TEXTS, use_tqdm=False), reference_output, atol=1e-5)
 
 
 @pytest.mark.parametrize("pooling", ["max", "sum"])
@@ -119,12 +119,12 @@ def test_sparse_embeddings_equal_the_reference(pooling: str, activation: str, tm
     from sentence_transformers.sparse_encoder.modules import MLMTransformer, SpladePooling
 
     transformer = MLMTransformer(str(save_random_model(tmp_path / "base", "bert", "ForMaskedLM")))
-    pooled = SpladePooling(pooling_strategy=pooling, activation_function=activation)
-    model = st.SparseEncoder(modules=[transformer, pooled], device="cpu")
+    pooling_module = SpladePooling(pooling_strategy=pooling, activation_function=activation)
+    model = st.SparseEncoder(modules=[transformer, pooling_module], device="cpu")
     model.save(str(tmp_path / "saved"))
-    theirs = model.encode(TEXTS, convert_to_sparse_tensor=False).numpy()
+    reference_output = model.encode(TEXTS, convert_to_sparse_tensor=False).numpy()
     with open_llm(tmp_path / "saved") as llm:
-        for response, expected in zip(llm.encode(TEXTS, use_tqdm=False), theirs, strict=True):
+        for response, expected in zip(llm.encode(TEXTS, use_tqdm=False), reference_output, strict=True):
             assert response.sparse is not None
             weights = np.zeros_like(expected)
             weights[response.sparse.token_ids] = response.sparse.weights

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.checkpoints import DECODERS, oracle, oracle_logits, write_checkpoint
-from support.running import context_of, open_pipeline, random_tokens, step_logits
+from support.checkpoints import DECODERS, load_in_transformers, transformers_logits, write_checkpoint
+from support.pipeline_steps import make_context, open_pipeline, random_tokens, step_logits
 
 from penstock.architectures.registry import SupportedArchitecture
 
@@ -37,27 +37,27 @@ def write_untied(folder: Path, architecture: SupportedArchitecture) -> Path:
 def replace_tensors(folder: Path, **tensors: torch.Tensor | None) -> None:
     """Replace the tensors whose names have this prefix; None removes them."""
     file = folder / "model.safetensors"
-    stored: dict[str, Any] = load_file(file)
-    for name in list(stored):
+    stored_tensors: dict[str, Any] = load_file(file)
+    for name in list(stored_tensors):
         for key in tensors.keys() & {
             "head" if name in HEADS else "table" if is_embedding_table(name) else ""
         }:
-            stored[name] = tensors[key]
-    save_file({name: tensor.clone() for name, tensor in stored.items() if tensor is not None}, file)
+            stored_tensors[name] = tensors[key]
+    save_file({name: tensor.clone() for name, tensor in stored_tensors.items() if tensor is not None}, file)
 
 
 def is_embedding_table(name: str) -> bool:
     return name.endswith(("embed_tokens.weight", "wte.weight", "embed_in.weight"))
 
 
-def embedding_table_of(folder: Path) -> torch.Tensor:
+def read_embedding_table(folder: Path) -> torch.Tensor:
     (table,) = (
         tensor for name, tensor in load_file(folder / "model.safetensors").items() if is_embedding_table(name)
     )
     return table
 
 
-def head_of(folder: Path) -> tuple[str, torch.Tensor]:
+def read_head(folder: Path) -> tuple[str, torch.Tensor]:
     """Return the name and the tensor of the output head."""
     (head,) = (
         (name, tensor) for name, tensor in load_file(folder / "model.safetensors").items() if name in HEADS
@@ -66,36 +66,36 @@ def head_of(folder: Path) -> tuple[str, torch.Tensor]:
 
 
 def assert_logits_equal_transformers(folder: Path) -> torch.Tensor:
-    expected = oracle_logits(oracle(folder), TOKENS)
-    ours = step_logits(open_pipeline(folder), [context_of(TOKENS)])[0]
-    torch.testing.assert_close(ours, expected, atol=1e-4 * max(1.0, float(expected.std())), rtol=0)
-    return ours
+    expected = transformers_logits(load_in_transformers(folder), TOKENS)
+    logits = step_logits(open_pipeline(folder), [make_context(TOKENS)])[0]
+    torch.testing.assert_close(logits, expected, atol=1e-4 * max(1.0, float(expected.std())), rtol=0)
+    return logits
 
 
 def test_a_stored_head_is_used(checkpoint: Path) -> None:
-    ours = assert_logits_equal_transformers(checkpoint)
+    logits = assert_logits_equal_transformers(checkpoint)
     replace_tensors(checkpoint, head=None)
-    tied = assert_logits_equal_transformers(checkpoint)
-    assert (ours - tied).abs().max() > 1
+    tied_logits = assert_logits_equal_transformers(checkpoint)
+    assert (logits - tied_logits).abs().max() > 1
 
 
 def test_a_head_equal_to_the_table_is_stored_once(checkpoint: Path) -> None:
-    name, _ = head_of(checkpoint)
+    name, _ = read_head(checkpoint)
     replace_tensors(checkpoint, head=None)
-    once = step_logits(open_pipeline(checkpoint), [context_of(TOKENS)])[0]
+    single_copy_logits = step_logits(open_pipeline(checkpoint), [make_context(TOKENS)])[0]
     file = checkpoint / "model.safetensors"
-    save_file(load_file(file) | {name: embedding_table_of(checkpoint).clone()}, file)
-    assert torch.equal(assert_logits_equal_transformers(checkpoint), once)
+    save_file(load_file(file) | {name: read_embedding_table(checkpoint).clone()}, file)
+    assert torch.equal(assert_logits_equal_transformers(checkpoint), single_copy_logits)
 
 
 def test_a_head_without_a_table_is_also_the_embedding_table(checkpoint: Path) -> None:
-    _, head = head_of(checkpoint)
+    _, head = read_head(checkpoint)
     replace_tensors(checkpoint, table=None)
-    ours = assert_logits_equal_transformers(checkpoint)
+    logits = assert_logits_equal_transformers(checkpoint)
     replace_tensors(checkpoint, head=None)
     file = checkpoint / "model.safetensors"
     names = {"gpt2": "transformer.wte.weight", "gpt_neox": "gpt_neox.embed_in.weight"}
     config = json.loads((checkpoint / "config.json").read_text())
     name = names.get(config["model_type"], "model.embed_tokens.weight")
     save_file(load_file(file) | {name: head}, file)
-    assert torch.equal(step_logits(open_pipeline(checkpoint), [context_of(TOKENS)])[0], ours)
+    assert torch.equal(step_logits(open_pipeline(checkpoint), [make_context(TOKENS)])[0], logits)

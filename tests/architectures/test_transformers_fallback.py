@@ -11,9 +11,14 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from support.checkpoints import oracle, oracle_greedy, oracle_logits, write_checkpoint
+from support.checkpoints import (
+    load_in_transformers,
+    transformers_greedy,
+    transformers_logits,
+    write_checkpoint,
+)
 from support.documents import running_server
-from support.running import context_of, feed, generate, random_tokens, step_logits
+from support.pipeline_steps import append_token, generate_tokens, make_context, random_tokens, step_logits
 from support.tiny_llm import VOCABULARY, write_tiny_llm
 
 from penstock import LLM
@@ -85,7 +90,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(scope="module")
 def reference(checkpoint: Path) -> Any:
-    return oracle(checkpoint)
+    return load_in_transformers(checkpoint)
 
 
 @pytest.fixture(scope="module")
@@ -93,30 +98,30 @@ def pipeline(checkpoint: Path) -> TextGenerationPipeline:
     return open_fallback(checkpoint)
 
 
-def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    torch.testing.assert_close(ours, theirs, atol=1e-4 * max(1.0, float(theirs.std())), rtol=0)
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, atol=1e-4 * max(1.0, float(expected.std())), rtol=0)
 
 
 def test_chunks_steps_and_batches_equal_transformers(
     checkpoint: Path, pipeline: TextGenerationPipeline, reference: Any
 ) -> None:
     assert isinstance(pipeline.model, TransformersModel)
-    expected = oracle_logits(reference, TOKENS)
+    expected = transformers_logits(reference, TOKENS)
     others = [random_tokens(length, 130, seed=length) for length in (30, 5)]
     context, first, second = (
-        context_of(tokens, log_probabilities_echo=True) for tokens in (TOKENS[:60], *others)
+        make_context(tokens, log_probabilities_echo=True) for tokens in (TOKENS[:60], *others)
     )
     context.set_token_indices(active_idx=33)
     parts = step_logits(pipeline, [first, context, second])
     assert_close(parts[1], expected[:33])
     for part, tokens in zip((parts[0], parts[2]), others, strict=True):
-        assert_close(part, oracle_logits(reference, tokens))
-    feed(pipeline, context, 0)
+        assert_close(part, transformers_logits(reference, tokens))
+    append_token(pipeline, context, 0)
     context.set_token_indices(active_idx=60)
-    feed(pipeline, first, 7)
+    append_token(pipeline, first, 7)
     assert_close(step_logits(pipeline, [first, context])[1], expected[33:60])
     for position in range(60, 70):
-        feed(pipeline, context, TOKENS[position])
+        append_token(pipeline, context, TOKENS[position])
         assert_close(step_logits(pipeline, [context])[0], expected[position : position + 1])
     for request in (context, first, second):
         pipeline.release(request)
@@ -125,32 +130,34 @@ def test_chunks_steps_and_batches_equal_transformers(
 def test_prefix_hits_and_preemption_keep_the_greedy_text(
     pipeline: TextGenerationPipeline, reference: Any
 ) -> None:
-    expected = oracle_greedy(reference, TOKENS, 12)
-    assert generate(pipeline, [context_of(TOKENS, 12)], num_steps=4) == [expected]
-    cached = context_of(TOKENS, 12)
-    assert generate(pipeline, [context_of(TOKENS[:20], 3), cached])[1] == expected
+    expected = transformers_greedy(reference, TOKENS, 12)
+    assert generate_tokens(pipeline, [make_context(TOKENS, 12)], num_steps=4) == [expected]
+    cached = make_context(TOKENS, 12)
+    assert generate_tokens(pipeline, [make_context(TOKENS[:20], 3), cached])[1] == expected
     assert cached.num_cached_tokens == 64
-    preempted = context_of(TOKENS, 12)
+    preempted = make_context(TOKENS, 12)
     tokens: list[int] = []
     while len(tokens) < 5:
         tokens += [part.next_token for part in pipeline.execute({"a": preempted})["a"].tokens]
     pipeline.release(preempted)
     preempted.reset()
-    assert tokens + generate(pipeline, [preempted])[0] == expected
+    assert tokens + generate_tokens(pipeline, [preempted])[0] == expected
 
 
 def test_text_with_drafts_equals_transformers(checkpoint: Path, reference: Any) -> None:
     prompt = TOKENS[:10] * 3
     pipeline = open_fallback(checkpoint, speculative_method="ngram", num_speculative_tokens=3)
-    assert generate(pipeline, [context_of(prompt, 20)]) == [oracle_greedy(reference, prompt, 20)]
+    assert generate_tokens(pipeline, [make_context(prompt, 20)]) == [
+        transformers_greedy(reference, prompt, 20)
+    ]
 
 
 def test_bfloat16_is_no_worse_than_that_of_transformers(checkpoint: Path, reference: Any) -> None:
-    expected = oracle_logits(reference, TOKENS[:40])
+    expected = transformers_logits(reference, TOKENS[:40])
     pipeline = open_fallback(checkpoint, quantization_encoding="bfloat16")
-    ours = step_logits(pipeline, [context_of(TOKENS[:40])])[0]
-    theirs = oracle_logits(oracle(checkpoint).bfloat16(), TOKENS[:40])
-    errors = [float((logits - expected).abs().median()) for logits in (ours, theirs)]
+    actual = step_logits(pipeline, [make_context(TOKENS[:40])])[0]
+    reference_logits = transformers_logits(load_in_transformers(checkpoint).bfloat16(), TOKENS[:40])
+    errors = [float((logits - expected).abs().median()) for logits in (actual, reference_logits)]
     assert errors[0] <= 1.2 * errors[1]
 
 
@@ -165,11 +172,11 @@ def test_a_window_that_is_one_too_large_is_detected(checkpoint: Path, reference:
     manager: Any = pipeline.kv
     assert any(member.window == group.window for member in manager.spec.groups)
     if group.is_chunked:  # transformers does not pass the chunk size to the attention function
-        ours = step_logits(pipeline, [context_of(TOKENS)])[0]
-        assert float((ours - oracle_logits(reference, TOKENS)).abs().max()) > 0.01
+        logits = step_logits(pipeline, [make_context(TOKENS)])[0]
+        assert float((logits - transformers_logits(reference, TOKENS)).abs().max()) > 0.01
     else:
         with pytest.raises(UnsupportedFeatureError, match=f"that of the cache is {group.window}"):
-            step_logits(pipeline, [context_of(TOKENS)])
+            step_logits(pipeline, [make_context(TOKENS)])
 
 
 # ---- selection ----
@@ -223,7 +230,7 @@ def test_the_server_returns_the_text_of_llm(tmp_path: Path) -> None:
     with LLM(str(folder)) as llm:
         expected = [output.text for output in llm.generate(prompts, SamplingParams(max_new_tokens=12))]
     body = {"prompt": prompts, "max_tokens": 12, "temperature": 0, "stream": True}
-    streamed = ["", ""]
+    streamed_texts = ["", ""]
     with (
         running_server(folder, "--model", str(folder), "--model-impl", "transformers") as url,
         httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as stream,
@@ -231,8 +238,8 @@ def test_the_server_returns_the_text_of_llm(tmp_path: Path) -> None:
         for line in stream.iter_lines():
             if line.startswith("data: {"):
                 for choice in json.loads(line.removeprefix("data: "))["choices"]:
-                    streamed[choice["index"]] += choice["text"]
-    assert streamed == expected
+                    streamed_texts[choice["index"]] += choice["text"]
+    assert streamed_texts == expected
     assert all(expected)
 
 
@@ -312,7 +319,7 @@ def test_code_of_a_checkpoint_runs_only_if_it_is_trusted(
         open_fallback(folder)
     remote = open_fallback(folder, trust_remote_code=True)
     llama = open_fallback(write_tiny_llm(tmp_path / "llama"), model_impl="penstock")
-    logits = [step_logits(opened_pipeline, [context_of(TOKENS)])[0] for opened_pipeline in (remote, llama)]
+    logits = [step_logits(opened_pipeline, [make_context(TOKENS)])[0] for opened_pipeline in (remote, llama)]
     assert_close(*logits)
 
 

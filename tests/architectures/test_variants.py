@@ -12,9 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import DECODERS, oracle, oracle_logits, oracle_step, write_checkpoint
+from support.checkpoints import (
+    DECODERS,
+    load_in_transformers,
+    make_tiny_config,
+    transformers_logits,
+    transformers_step,
+    write_checkpoint,
+)
 from support.dense_variants import DENSE_VARIANTS
-from support.running import context_of, feed, open_pipeline, random_tokens, step_logits
+from support.pipeline_steps import append_token, make_context, open_pipeline, random_tokens, step_logits
 
 pytestmark = pytest.mark.models
 
@@ -37,14 +44,14 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "mistral": {
         "no window": {"sliding_window": None, "head_dim": 20, "rope_theta": 1e6},
-        "a window of two": {"sliding_window": 2},
-        "a window of 16": {"sliding_window": 16, "tie_word_embeddings": True},
-        "a window beyond all texts": {"sliding_window": 4096},
+        "window of 2": {"sliding_window": 2},
+        "window of 16": {"sliding_window": 16, "tie_word_embeddings": True},
+        "window longer than the prompts": {"sliding_window": 4096},
         "sizes": OTHER_SIZES,
     },
     "qwen2": {
-        "no window used": {"use_sliding_window": False, "sliding_window": 24, "max_window_layers": 0},
-        "windows everywhere": {"max_window_layers": 0, "tie_word_embeddings": False},
+        "disabled window": {"use_sliding_window": False, "sliding_window": 24, "max_window_layers": 0},
+        "windows in all layers": {"max_window_layers": 0, "tie_word_embeddings": False},
         "layer types": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
         "yarn": {"use_sliding_window": False, "rope_scaling": YARN, "max_position_embeddings": 64},
         "sizes": {"hidden_size": 36, "num_attention_heads": 3, "num_key_value_heads": 3},
@@ -52,7 +59,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "qwen3": {
         "biases, untied": {"attention_bias": True, "tie_word_embeddings": False},
         "windows": {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
-        "head_dim not given": {"head_dim": "absent", "num_attention_heads": 2, "hidden_size": 24},
+        "head_dim absent": {"head_dim": "absent", "num_attention_heads": 2, "hidden_size": 24},
         "sizes": OTHER_SIZES,
     },
     "olmo2": {
@@ -62,20 +69,20 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "granite": {
         "biases, tied": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
-        "as granite 3.3": {
+        "granite 3.3": {
             "embedding_multiplier": 12.0,
             "logits_scaling": 8.0,
             "residual_multiplier": 0.22,
             "attention_multiplier": 0.015625,
             "rope_theta": 10000000.0,
         },
-        "multipliers not given": dict.fromkeys(
+        "multipliers absent": dict.fromkeys(
             ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier"),
             "absent",
         ),
     },
     "smollm3": {
-        "as published": {
+        "published configuration": {
             "no_rope_layer_interval": 4,
             "no_rope_layers": [1, 1, 1, 0],
             "layer_types": ["full_attention"] * 4,
@@ -83,21 +90,21 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             "sliding_window": None,
             "max_window_layers": 28,
         },
-        "windows where there is no rope": {"use_sliding_window": True, "sliding_window": 20},
+        "windows in layers without rope": {"use_sliding_window": True, "sliding_window": 20},
         "biases, untied": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
-        "no layer without rope": {"no_rope_layers": [1, 1, 1, 1, 0], "rope_theta": "absent"},
+        "rope in all layers": {"no_rope_layers": [1, 1, 1, 1, 0], "rope_theta": "absent"},
     },
     "phi3": {
-        "yarn, which is longrope": {
+        "longrope under the name yarn": {
             "rope_scaling": LONGROPE | {"type": "yarn"},
             "original_max_position_embeddings": 32,
         },
-        "longrope, crossing over": {
+        "longrope across its limit": {
             "rope_scaling": LONGROPE | {"type": "longrope"},
             "original_max_position_embeddings": 80,
             "sliding_window": 262144,
         },
-        "longrope in part, tied": {
+        "partial longrope, tied": {
             "rope_scaling": {
                 "type": "longrope",
                 "short_factor": [1.1, 1.2, 1.4],
@@ -108,7 +115,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
             "sliding_window": None,
         },
-        "rope in part": {"partial_rotary_factor": 0.5, "num_key_value_heads": 6},
+        "partial rope": {"partial_rotary_factor": 0.5, "num_key_value_heads": 6},
     },
     "gemma2": {
         "tied, no caps": {
@@ -116,15 +123,15 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             "final_logit_softcapping": None,
             "tie_word_embeddings": True,
         },
-        "caps not given": {"attn_logit_softcapping": "absent", "final_logit_softcapping": "absent"},
+        "caps absent": {"attn_logit_softcapping": "absent", "final_logit_softcapping": "absent"},
         "layer types": {"layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 2},
         "biases": {"attention_bias": True, "hidden_activation": "gelu", "hidden_act": "silu"},
-        "as published": {"hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid"},
+        "published configuration": {"hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid"},
     },
     "gemma3_text": {
         "linear global rope": {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
-        "pattern of three": {"sliding_window_pattern": 3, "sliding_window": 10},
-        "bases not given": {
+        "sliding_window_pattern 3": {"sliding_window_pattern": 3, "sliding_window": 10},
+        "rope bases absent": {
             "rope_theta": "absent",
             "rope_local_base_freq": "absent",
             "query_pre_attn_scalar": 16,
@@ -133,7 +140,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             "final_logit_softcapping": 4.0,
             "tie_word_embeddings": False,
         },
-        "newer rope": {
+        "rope_parameters": {
             "rope_theta": "absent",
             "rope_local_base_freq": "absent",
             "rope_parameters": {
@@ -144,44 +151,47 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "biases": {"attention_bias": True, "num_key_value_heads": 1, "num_attention_heads": 3},
     },
     "gpt2": {
-        "an untied head": {"tie_word_embeddings": False, "n_inner": 50, "activation_function": "relu"},
-        "scores scaled by layer": {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True},
-        "scores not scaled": {"scale_attn_weights": False, "activation_function": "gelu"},
+        "untied head": {"tie_word_embeddings": False, "n_inner": 50, "activation_function": "relu"},
+        "scores scaled by layer index": {
+            "scale_attn_by_inverse_layer_idx": True,
+            "reorder_and_upcast_attn": True,
+        },
+        "unscaled scores": {"scale_attn_weights": False, "activation_function": "gelu"},
     },
 }
 VARIANTS |= DENSE_VARIANTS
 CASES = [(family, name) for family, variants in VARIANTS.items() for name in variants]
 
 
-def config_of(family: str, variant: dict[str, Any]) -> dict[str, Any]:
-    (architecture,) = (candidate for candidate in DECODERS if candidate.name == family)
-    assert architecture.tiny_config is not None
-    config = architecture.tiny_config() | variant
+def make_config(family: str, variant: dict[str, Any]) -> dict[str, Any]:
+    config = make_tiny_config(family) | variant
     return {key: value for key, value in config.items() if value != "absent"}
 
 
 @pytest.mark.parametrize(("family", "name"), CASES, ids=[f"{family}: {name}" for family, name in CASES])
 def test_logits_equal_transformers(family: str, name: str, tmp_path: Path) -> None:
-    config = config_of(family, VARIANTS[family][name])
+    config = make_config(family, VARIANTS[family][name])
     folder = write_checkpoint(tmp_path, config)
     tokens = random_tokens(85, 130, seed=5)
     pipeline = open_pipeline(folder, kv_cache_block_size=16)
-    saved = step_logits(pipeline, [context_of(tokens[:70])])[0]
+    saved = step_logits(pipeline, [make_context(tokens[:70])])[0]
     (folder / "config.json").write_text(json.dumps(config))
-    reference = oracle(folder)
+    reference = load_in_transformers(folder)
     pipeline = open_pipeline(folder, kv_cache_block_size=16)
-    context = context_of(tokens[:70])
-    ours = step_logits(pipeline, [context])[0]
-    assert torch.equal(saved, ours)
-    expected = oracle_logits(reference, tokens[:70])
+    context = make_context(tokens[:70])
+    logits = step_logits(pipeline, [context])[0]
+    assert torch.equal(saved, logits)
+    expected = transformers_logits(reference, tokens[:70])
     tolerance = 1e-4 * max(1.0, float(expected.std()))
-    torch.testing.assert_close(ours, expected, atol=tolerance, rtol=0)
-    _, past = oracle_step(reference, tokens[:70])
-    for length in range(71, 86):  # step by step: with some RoPE types, a text's logits depend on its length
-        expected, past = oracle_step(reference, tokens[:length], past)
-        feed(pipeline, context, tokens[length - 1])
-        ours = step_logits(pipeline, [context])[0][-1:]
-        torch.testing.assert_close(ours, expected, atol=tolerance, rtol=0)
+    torch.testing.assert_close(logits, expected, atol=tolerance, rtol=0)
+    _, past = transformers_step(reference, tokens[:70])
+    for length in range(
+        71, 86
+    ):  # transformers decodes step by step, because some RoPE types depend on the length of the text
+        expected, past = transformers_step(reference, tokens[:length], past)
+        append_token(pipeline, context, tokens[length - 1])
+        logits = step_logits(pipeline, [context])[0][-1:]
+        torch.testing.assert_close(logits, expected, atol=tolerance, rtol=0)
 
 
 def test_every_dense_family_has_variants() -> None:

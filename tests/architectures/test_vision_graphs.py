@@ -12,7 +12,7 @@ import torch
 from msgspec.structs import replace
 from support.checkpoints import write_checkpoint
 from support.images import forward_logits, image_context, random_pixels
-from support.running import open_pipeline
+from support.pipeline_steps import open_pipeline
 from support.vision import PROMPTS, VisionPrompt, save_vision_model
 
 from penstock.architectures.registry import PIPELINE_REGISTRY
@@ -37,21 +37,21 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return request.param, write_vision_checkpoint(request.param, folder)
 
 
-def architecture_of(name: str) -> Any:
+def find_architecture(name: str) -> Any:
     (result,) = (candidate for candidate in PIPELINE_REGISTRY.architectures if candidate.name == name)
     return result
 
 
 def write_vision_checkpoint(name: str, folder: Path) -> Path:
     if name == "llava":
-        return write_checkpoint(folder, architecture_of(name).tiny_config())
-    save_vision_model(architecture_of(name), folder)
+        return write_checkpoint(folder, find_architecture(name).tiny_config())
+    save_vision_model(find_architecture(name), folder)
     return folder
 
 
-def images_of(name: str) -> list[ImageMetadata]:
+def make_images(name: str) -> list[ImageMetadata]:
     """Return two images, of different shapes if the family supports several shapes."""
-    config = architecture_of(name).tiny_config()
+    config = find_architecture(name).tiny_config()
     if name == "llava":
         pixels = [random_pixels(1), random_pixels(2)]
         return list(image_context([1, *[129] * 16, 2, *[129] * 16], pixels, 129).images)
@@ -60,11 +60,11 @@ def images_of(name: str) -> list[ImageMetadata]:
 
 
 def context_with(name: str, images: list[ImageMetadata]) -> TextAndVisionContext:
-    """Return a context of the prompt of `images_of` with these images."""
+    """Return a context of the prompt of `make_images` with these images."""
     if name == "llava":
         pixels = [image.pixel_values for image in images]
         return image_context([1, *[129] * 16, 2, *[129] * 16], pixels, 129)
-    prompt: VisionPrompt = PROMPTS[name](architecture_of(name).tiny_config())
+    prompt: VisionPrompt = PROMPTS[name](find_architecture(name).tiny_config())
     return dataclass_replace(prompt, images=images).context()
 
 
@@ -91,20 +91,22 @@ def test_captured_steps_are_bit_equal_to_eager_operations(
     checkpoint: tuple[str, Path], encoding: str
 ) -> None:
     name, folder = checkpoint
-    compiled, eager = (open_vision(folder, encoding, compiled=each) for each in (True, False))
-    first, second = images_of(name)
+    compiled_pipeline, eager_pipeline = (
+        open_vision(folder, encoding, compiled=each) for each in (True, False)
+    )
+    first, second = make_images(name)
     for repetition in range(4):
         for original in (first, second):
             image = with_random_pixels(original, repetition)
-            assert torch.equal(encode_images(compiled, [image]), encode_images(eager, [image])), (
-                f"repetition {repetition}"
-            )
+            assert torch.equal(
+                encode_images(compiled_pipeline, [image]), encode_images(eager_pipeline, [image])
+            ), f"repetition {repetition}"
         batch = [with_random_pixels(first, repetition), with_random_pixels(second, 50 + repetition)]
-        together = encode_images(compiled, batch)
-        assert torch.equal(together, torch.cat([encode_images(eager, [image]) for image in batch]))
-    graphs: Any = compiled.model
+        batch_rows = encode_images(compiled_pipeline, batch)
+        assert torch.equal(batch_rows, torch.cat([encode_images(eager_pipeline, [image]) for image in batch]))
+    graphs: Any = compiled_pipeline.model
     assert graphs.encoder_graphs.status.startswith("compiled: ")
-    assert (eager.session.graph_status, getattr(eager.model, "encoder_graphs", 0)) == (
+    assert (eager_pipeline.session.graph_status, getattr(eager_pipeline.model, "encoder_graphs", 0)) == (
         "eager: compiled steps are disabled",
         None,
     )
@@ -113,23 +115,25 @@ def test_captured_steps_are_bit_equal_to_eager_operations(
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16"])
 def test_prompts_with_images_run_as_compiled_steps(checkpoint: tuple[str, Path], encoding: str) -> None:
     name, folder = checkpoint
-    compiled, eager = (open_vision(folder, encoding, compiled=is_compiled) for is_compiled in (True, False))
+    compiled_pipeline, eager_pipeline = (
+        open_vision(folder, encoding, compiled=is_compiled) for is_compiled in (True, False)
+    )
     statuses = []
     for seed in range(4):
         results = []
-        for pipeline in (compiled, eager):
-            context = context_with(name, [with_random_pixels(image, seed) for image in images_of(name)])
+        for pipeline in (compiled_pipeline, eager_pipeline):
+            context = context_with(name, [with_random_pixels(image, seed) for image in make_images(name)])
             results.append(torch.cat(forward_logits(pipeline, [context])))
             pipeline.release(context)
         assert torch.equal(*results), f"round {seed}"
-        statuses.append(compiled.session.graph_status)
+        statuses.append(compiled_pipeline.session.graph_status)
     assert statuses[-1].startswith("eager: " if name in EAGER_PROMPTS else "compiled: ")
 
 
 def test_a_step_runs_once_before_it_is_captured(checkpoint: tuple[str, Path]) -> None:
     name, folder = checkpoint
     pipeline = open_vision(folder, "float32", compiled=True)
-    image = images_of(name)[1]
+    image = make_images(name)[1]
     model: Any = pipeline.model
     counts = []
     for number in range(3):
@@ -140,13 +144,13 @@ def test_a_step_runs_once_before_it_is_captured(checkpoint: tuple[str, Path]) ->
 
 def grid_images(grids: list[tuple[int, int]]) -> list[ImageMetadata]:
     """Return images of these grids for Qwen2.5-VL."""
-    config = architecture_of("qwen2_5_vl").tiny_config()
+    config = find_architecture("qwen2_5_vl").tiny_config()
     return list(PROMPTS["qwen2_5_vl"](config, [[5]] * (len(grids) + 1), grids).images)
 
 
 def test_the_number_of_graphs_is_bounded(tmp_path: Path) -> None:
     pipeline = open_vision(write_vision_checkpoint("qwen2_5_vl", tmp_path), "float32", compiled=True)
-    eager = open_vision(tmp_path, "float32", compiled=False)
+    eager_pipeline = open_vision(tmp_path, "float32", compiled=False)
     model: Any = pipeline.model
     images = grid_images([(2, 2 * columns) for columns in range(1, MAX_ENCODER_GRAPHS + 4)])
     for _ in range(2):
@@ -155,8 +159,8 @@ def test_the_number_of_graphs_is_bounded(tmp_path: Path) -> None:
     assert model.encoder_graphs.num_graphs == MAX_ENCODER_GRAPHS
     rows = model.encoder_row_size(model.pipeline_config, model.huggingface_config)
     assert 0 < model.encoder_graphs.num_bytes <= model.max_encoder_rows * rows
-    for image in [images[0], *images]:  # the first image, whose graph was dropped, and all others
-        assert torch.equal(encode_images(pipeline, [image]), encode_images(eager, [image]))
+    for image in [images[0], *images]:  # the graph of the first image was dropped
+        assert torch.equal(encode_images(pipeline, [image]), encode_images(eager_pipeline, [image]))
 
 
 def test_an_image_with_too_many_rows_runs_without_a_graph(tmp_path: Path) -> None:
@@ -169,28 +173,28 @@ def test_an_image_with_too_many_rows_runs_without_a_graph(tmp_path: Path) -> Non
 
 
 def test_graphs_are_dropped_when_the_operations_change(tmp_path: Path) -> None:
-    """The weights stay. A test or another instruction set may replace the operations of a session."""
+    """Replacing the operations of a session keeps its weights and drops its graphs."""
     pipeline = open_vision(write_vision_checkpoint("gemma3", tmp_path), "float32", compiled=True)
     model: Any = pipeline.model
-    image = images_of("gemma3")[0]
+    image = make_images("gemma3")[0]
     for _ in range(2):
         expected = encode_images(pipeline, [image])
-    before = model.encoder_graphs
+    graphs_before = model.encoder_graphs
     vars(pipeline.session)["ops"] = next(ops for ops in cpu.variants() if ops.isa == pipeline.session.ops.isa)
     assert torch.equal(encode_images(pipeline, [image]), expected)
-    assert model.encoder_graphs is not before
+    assert model.encoder_graphs is not graphs_before
 
 
 def test_requests_with_images_use_graphs_and_give_the_eager_text(tmp_path: Path) -> None:
-    config = architecture_of("smolvlm").tiny_config()
+    config = find_architecture("smolvlm").tiny_config()
     pipeline = open_vision(write_vision_checkpoint("smolvlm", tmp_path), "float32", compiled=True)
-    eager = open_vision(tmp_path, "float32", compiled=False)
+    eager_pipeline = open_vision(tmp_path, "float32", compiled=False)
     prompt = PROMPTS["smolvlm"](config)
     for seed in range(3):
         images = [with_random_pixels(original, seed) for original in prompt.images]
         contexts = [dataclass_replace(prompt, images=images).context(6) for _ in range(2)]
         outputs = []
-        for runner, context in zip((pipeline, eager), contexts, strict=True):
+        for runner, context in zip((pipeline, eager_pipeline), contexts, strict=True):
             result: list[int] = []
             while not context.is_done:
                 result += [int(token.next_token) for token in runner.execute({"a": context}, 1)["a"].tokens]

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace
-from support.networks import held_bytes
-from support.running import context_of, feed, generate, open_pipeline, random_tokens
+from support.networks import weight_bytes
+from support.pipeline_steps import append_token, generate_tokens, make_context, open_pipeline, random_tokens
 from support.vision import PROMPTS, VisionPrompt, chunk_logits, forward_logits, save_vision_model
 
 from penstock.architectures.registry import PIPELINE_REGISTRY, SupportedArchitecture
@@ -57,8 +57,8 @@ def pipeline(family: Family) -> TextGenerationPipeline:
     return open_pipeline(family.folder, kv_cache_block_size=16)
 
 
-def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    torch.testing.assert_close(ours, theirs, atol=1e-4 * max(1.0, float(theirs.std())), rtol=0)
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, atol=1e-4 * max(1.0, float(expected.std())), rtol=0)
 
 
 def test_every_registered_family_is_tested() -> None:
@@ -100,7 +100,7 @@ def test_decode_steps_after_images_equal_transformers(
     context = family.prompt.context()
     forward_logits(pipeline, [context])
     for index, token in enumerate(more):
-        feed(pipeline, context, token)
+        append_token(pipeline, context, token)
         row = len(family.prompt.tokens) + index
         assert_close(forward_logits(pipeline, [context]), expected[row : row + 1])
     pipeline.release(context)
@@ -111,10 +111,10 @@ def test_greedy_text_equals_transformers(
     family: Family, pipeline: TextGenerationPipeline, num_steps: int
 ) -> None:
     text = random_tokens(30, 120, seed=2)
-    alone = context_of(text, 20)
-    [expected] = generate(pipeline, [alone])
-    contexts = [family.prompt.context(20), context_of(text, 20), family.prompt.context(20)]
-    assert generate(pipeline, contexts, num_steps) == [family.text, expected, family.text]
+    single_context = make_context(text, 20)
+    [expected] = generate_tokens(pipeline, [single_context])
+    contexts = [family.prompt.context(20), make_context(text, 20), family.prompt.context(20)]
+    assert generate_tokens(pipeline, contexts, num_steps) == [family.text, expected, family.text]
 
 
 def test_a_prompt_without_images_equals_transformers(
@@ -123,7 +123,7 @@ def test_a_prompt_without_images_equals_transformers(
     tokens = random_tokens(30, 120, seed=3)
     with torch.inference_mode():
         expected = family.model(input_ids=torch.tensor([tokens])).logits[0].float()
-    context: Any = context_of(tokens)
+    context: Any = make_context(tokens)
     assert_close(forward_logits(pipeline, [context]), expected)
     pipeline.release(context)
 
@@ -132,18 +132,18 @@ def test_an_equal_prefix_with_images_is_reused(family: Family, pipeline: TextGen
     """Equal images share cache blocks and encoder outputs. An image that differs in one pixel does not."""
     assert pipeline.runner.images is not None
     prompt = family.prompt
-    [text] = generate(pipeline, [prompt.context(20)])
-    again = prompt.context(20)
-    pipeline.kv.claim(again)
-    assert again.start_idx >= 16
+    [text] = generate_tokens(pipeline, [prompt.context(20)])
+    same_context = prompt.context(20)
+    pipeline.kv.claim(same_context)
+    assert same_context.start_idx >= 16
     count = pipeline.runner.images.cache.num_encoded
-    assert generate(pipeline, [again]) == [text]
+    assert generate_tokens(pipeline, [same_context]) == [text]
     assert pipeline.runner.images.cache.num_encoded == count
     last = prompt.images[1]
     pixels = last.pixel_values.copy()
     pixels.reshape(-1)[0] += 1
-    changed = replace(last, pixel_values=pixels, image_hash=image_digest(pixels, last.arguments))
-    other = dataclass_replace(prompt, images=[prompt.images[0], changed]).context(20)
+    changed_image = replace(last, pixel_values=pixels, image_hash=image_digest(pixels, last.arguments))
+    other = dataclass_replace(prompt, images=[prompt.images[0], changed_image]).context(20)
     pipeline.kv.claim(other)
     assert other.start_idx <= last.start_idx
     pipeline.release(other)
@@ -167,29 +167,29 @@ def test_a_preempted_context_continues_with_the_same_text(
 def test_text_after_a_final_image_equals_transformers(
     family: Family, pipeline: TextGenerationPipeline
 ) -> None:
-    whole = PROMPTS[family.model.config.model_type](family.config, ([5, 6, 7], []))
-    prompt = dataclass_replace(whole, tokens=whole.tokens[: whole.images[0].end_idx])
+    full_prompt = PROMPTS[family.model.config.model_type](family.config, ([5, 6, 7], []))
+    prompt = dataclass_replace(full_prompt, tokens=full_prompt.tokens[: full_prompt.images[0].end_idx])
     more = random_tokens(5, 120, seed=4)
     expected = prompt.logits(family.model, more)
     context = prompt.context(log_probabilities_echo=True)  # no row is read from the prefix cache
     assert_close(forward_logits(pipeline, [context]), expected[: len(prompt.tokens)])
     for index, token in enumerate(more):
-        feed(pipeline, context, token)
+        append_token(pipeline, context, token)
         row = len(prompt.tokens) + index
         assert_close(forward_logits(pipeline, [context]), expected[row : row + 1])
     pipeline.release(context)
-    one_by_one = generate(pipeline, [prompt.context(10)], 1)
-    assert generate(pipeline, [prompt.context(10)], 5) == one_by_one
+    one_by_one = generate_tokens(pipeline, [prompt.context(10)], 1)
+    assert generate_tokens(pipeline, [prompt.context(10)], 5) == one_by_one
 
 
 @pytest.mark.parametrize(("encoding", "limit"), [("bfloat16", None), ("int8", 0.2)])
 def test_logits_in_other_encodings_are_close(family: Family, encoding: str, limit: float | None) -> None:
     pipeline = open_pipeline(family.folder, quantization_encoding=encoding)
-    ours = forward_logits(pipeline, [family.prompt.context()])
-    error = float((ours - family.logits).std() / family.logits.std())
+    logits = forward_logits(pipeline, [family.prompt.context()])
+    error = float((logits - family.logits).std() / family.logits.std())
     if limit is None:
-        theirs = family.prompt.logits(copy.deepcopy(family.model).to(torch.bfloat16))
-        limit = 1.5 * float((theirs - family.logits).std() / family.logits.std())
+        reference_logits = family.prompt.logits(copy.deepcopy(family.model).to(torch.bfloat16))
+        limit = 1.5 * float((reference_logits - family.logits).std() / family.logits.std())
     assert error < limit
 
 
@@ -197,7 +197,7 @@ def test_the_memory_estimate_covers_the_weights(family: Family, pipeline: TextGe
     plan = pipeline.memory_plan
     if pipeline.session.memory is not None:
         pytest.skip("the plan measures the weights on this device")
-    assert held_bytes(pipeline) <= plan.weights_size <= 1.3 * held_bytes(pipeline)
+    assert weight_bytes(pipeline) <= plan.weights_size <= 1.3 * weight_bytes(pipeline)
 
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
@@ -244,4 +244,4 @@ def test_variants_of_the_configuration_equal_transformers(
     family = build_family(architecture, tmp_path, **changes)
     pipeline = open_pipeline(tmp_path, kv_cache_block_size=16)
     assert_close(forward_logits(pipeline, [family.prompt.context()]), family.logits)
-    assert generate(pipeline, [family.prompt.context(20)], 4) == [family.text]
+    assert generate_tokens(pipeline, [family.prompt.context(20)], 4) == [family.text]

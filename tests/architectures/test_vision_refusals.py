@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from support.checkpoints import VISION_DECODERS
-from support.running import open_pipeline
+from support.pipeline_steps import open_pipeline
 from support.vision import save_vision_model
 
 from penstock.architectures.registry import SupportedArchitecture

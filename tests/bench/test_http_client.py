@@ -24,18 +24,18 @@ async def client_and_server(
     answer: Callable[[bytes, asyncio.StreamWriter], Awaitable[None]],
 ) -> AsyncIterator[tuple[HttpClient, list[bytes]]]:
     """Yield a client and the requests that its server reads, one list for each connection."""
-    seen: list[bytes] = []
+    received_requests: list[bytes] = []
 
-    serving: set[asyncio.Task[None] | None] = set()
+    server_tasks: set[asyncio.Task[None] | None] = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        serving.add(asyncio.current_task())
+        server_tasks.add(asyncio.current_task())
         try:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
                 _, is_post, length = head.partition(b"Content-Length: ")
                 body = await reader.readexactly(int(length.split(b"\r\n")[0])) if is_post else b""
-                seen.append(head + body)
+                received_requests.append(head + body)
                 await answer(head, writer)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
@@ -47,14 +47,14 @@ async def client_and_server(
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     client = HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/prefix/", {"X-Key": "k"})
     try:
-        yield client, seen
+        yield client, received_requests
     finally:
         client.close()
         server.close()
-        tasks = [task for task in serving if task is not None]
+        tasks = [task for task in server_tasks if task is not None]
         for task in tasks:
             task.cancel()
-        # otherwise the event loop ends before their connections
+        # the connections must close before the event loop ends
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
@@ -79,17 +79,19 @@ def split(data: bytes, size: int) -> list[bytes]:
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
 @pytest.mark.parametrize(("data", "status"), [(CONTENT_LENGTH, 200), (CHUNKED, 429)])
 async def test_a_response_in_chunks_of_any_size_is_read(data: bytes, status: int, size: int) -> None:
-    async with client_and_server(respond_with(*split(data, size))) as (client, seen):
-        for _ in range(2):  # on the same connection
+    async with client_and_server(respond_with(*split(data, size))) as (client, received_requests):
+        for _ in range(2):  # both requests use one connection
             answer = await client.post("/path", {"a": 1})
             assert (answer.status, answer.body) == (status, b"hello")
         times = [when for when, _ in answer.pieces]
         assert times == sorted(times)
         if data is CONTENT_LENGTH:
             assert answer.headers["x-name"] == "a: b"
-        assert seen[1].startswith(b"POST /prefix/path HTTP/1.1\r\nHost: 127.0.0.1:")
-        assert seen[1].endswith(b'\r\nContent-Type: application/json\r\nContent-Length: 7\r\n\r\n{"a":1}')
-        assert b"\r\nX-Key: k\r\n" in seen[1]
+        assert received_requests[1].startswith(b"POST /prefix/path HTTP/1.1\r\nHost: 127.0.0.1:")
+        assert received_requests[1].endswith(
+            b'\r\nContent-Type: application/json\r\nContent-Length: 7\r\n\r\n{"a":1}'
+        )
+        assert b"\r\nX-Key: k\r\n" in received_requests[1]
 
 
 async def test_a_response_that_ends_with_its_connection_is_read() -> None:
@@ -105,7 +107,7 @@ async def test_a_connection_closed_by_the_server_is_reopened() -> None:
         nonlocal count
         count += 1
         if count == 2:
-            writer.close()  # closes the connection at the moment when the client reuses it
+            writer.close()  # the server closes the connection while the client reuses it
         else:
             writer.write(CONTENT_LENGTH)
 

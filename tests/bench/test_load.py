@@ -26,7 +26,7 @@ class FakeClient(HttpClient):
         self.indices: list[int] = []
         self.num_served = 0
         self.stop: tuple[int, asyncio.Event] | None = None
-        """The event is set after this number of responses."""
+        """Number of responses after which the event is set, and the event."""
 
     async def post(self, path: str, body: Any) -> HttpResponse:
         assert path == "/v1/completions"
@@ -78,8 +78,10 @@ async def test_an_open_loop_does_not_wait_for_responses() -> None:
     assert client.num_most > 10
     scheduled_times = [outcome.scheduled - result.started for outcome in result.outcomes]
     assert scheduled_times == sorted(scheduled_times)
-    again = await run_load(FakeClient(0.0), make_bodies(30), rate=300.0, seed=3)
-    assert [outcome.scheduled - again.started for outcome in again.outcomes] == pytest.approx(scheduled_times)
+    repeated_outcome = await run_load(FakeClient(0.0), make_bodies(30), rate=300.0, seed=3)
+    assert [
+        outcome.scheduled - repeated_outcome.started for outcome in repeated_outcome.outcomes
+    ] == pytest.approx(scheduled_times)
     other = await run_load(FakeClient(0.0), make_bodies(30), rate=300.0, seed=4)
     assert other.outcomes[-1].scheduled - other.started != pytest.approx(scheduled_times[-1])
 
@@ -94,10 +96,7 @@ async def test_arrivals_are_a_poisson_process() -> None:
 
 
 async def test_latencies_include_delays_of_the_client() -> None:
-    """There is no coordinated omission.
-
-    The client sends two requests at once, and the delay of later requests counts.
-    """
+    """The client sends two requests at a time. The delay of later ones counts (no coordinated omission)."""
     client = FakeClient(seconds=0.05)
     result = await run_load(client, make_bodies(10), rate=10_000.0, concurrency=2)
     assert client.num_most == 2

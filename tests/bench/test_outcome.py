@@ -26,19 +26,19 @@ def content_event(text: str | None, **more: Any) -> bytes:
 LAST_EVENTS = b"data: " + json.dumps({"choices": [], "usage": USAGE}).encode() + b"\n\ndata: [DONE]\n\n"
 
 
-def outcome_of_stream(*pieces: tuple[float, bytes]) -> Outcome:
-    return outcome_of(HttpResponse(200, dict(SSE), list(pieces)))
+def stream_outcome(*pieces: tuple[float, bytes]) -> Outcome:
+    return response_outcome(HttpResponse(200, dict(SSE), list(pieces)))
 
 
-def outcome_of(answer: HttpResponse) -> Outcome:
+def response_outcome(answer: HttpResponse) -> Outcome:
     outcome = Outcome(0, scheduled=1.0, sent=1.5, ended=9.0)
     read_response(outcome, answer)
     return outcome
 
 
 def test_latencies_of_a_stream_follow_from_its_event_times() -> None:
-    outcome = outcome_of_stream(
-        (2.0, content_event("")),  # names the role
+    outcome = stream_outcome(
+        (2.0, content_event("")),  # the first event has only the role
         (3.0, content_event("He") + b": ping\n\n"),
         (3.5, b": ping\n\n"),
         (5.0, content_event("llo") + content_event(" you")),
@@ -47,14 +47,14 @@ def test_latencies_of_a_stream_follow_from_its_event_times() -> None:
     )
     assert outcome.error is None
     assert (outcome.prompt_tokens, outcome.completion_tokens, outcome.cached_tokens) == (7, 5, 3)
-    assert outcome.first_token_seconds == 2.0  # counted from the scheduled time
+    assert outcome.first_token_seconds == 2.0  # the scheduled time is 1.0
     assert outcome.gaps == [2.0, 0.0]
-    assert outcome.token_seconds == 0.5  # two seconds for the four tokens after the first
+    assert outcome.token_seconds == 0.5  # 2 s for the four tokens after the first token
     assert outcome.seconds == 8.0
 
 
 def test_tokens_come_from_usage_and_not_from_events() -> None:
-    outcome = outcome_of_stream((2.0, content_event("a")), (3.0, content_event("b")), (4.0, LAST_EVENTS))
+    outcome = stream_outcome((2.0, content_event("a")), (3.0, content_event("b")), (4.0, LAST_EVENTS))
     assert outcome.completion_tokens == 5
 
 
@@ -63,7 +63,7 @@ def test_tokens_come_from_usage_and_not_from_events() -> None:
 )
 def test_reasoning_and_tool_call_fields_count_as_text(delta: dict[str, Any]) -> None:
     data = json.dumps({"choices": [{"index": 0, "delta": delta}], "usage": USAGE}).encode()
-    outcome = outcome_of_stream((2.0, b"data: " + data + b"\n\ndata: [DONE]\n\n"))
+    outcome = stream_outcome((2.0, b"data: " + data + b"\n\ndata: [DONE]\n\n"))
     assert (outcome.text_times, outcome.error) == ([2.0], None)
 
 
@@ -99,7 +99,7 @@ def test_events_do_not_depend_on_the_chunks_of_the_stream(size: int, with_return
     ],
 )
 def test_errors_are_classified(answer: HttpResponse, kind: str, detail: str) -> None:
-    outcome = outcome_of(answer)
+    outcome = response_outcome(answer)
     assert outcome.error == kind
     assert detail in outcome.detail
 

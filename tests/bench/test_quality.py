@@ -51,10 +51,10 @@ def test_int4_is_no_worse_than_plain_rounding(
     float32_llm: LLM, texts: list[list[int]], bfloat16_quality: Quality, tmp_path: Path
 ) -> None:
     write_rounded(float32_llm.config.model.checkpoint, tmp_path)
-    plain = measure_quality(float32_llm, texts, "bfloat16", str(tmp_path))
+    plain_quality = measure_quality(float32_llm, texts, "bfloat16", str(tmp_path))
     result = measure_quality(float32_llm, texts, "int4")
-    assert result.divergence <= plain.divergence
-    assert result.perplexity <= 1.002 * plain.perplexity
+    assert result.divergence <= plain_quality.divergence
+    assert result.perplexity <= 1.002 * plain_quality.perplexity
     assert result.divergence > bfloat16_quality.divergence
 
 
@@ -69,9 +69,9 @@ def test_scores_are_aligned_with_the_tokens(float32_llm: LLM, texts: list[list[i
     assert result.shape == (192, float32_llm.tokenizer.vocab_size)
     assert float(result.exp().sum(-1).sub(1).abs().max()) < 1e-4
     aligned = float(result[:-1].gather(1, target_indices(texts[0][1:])).mean())
-    shifted = float(result[:-1].gather(1, target_indices(texts[0][:-1])).mean())
+    shifted_score = float(result[:-1].gather(1, target_indices(texts[0][:-1])).mean())
     assert aligned > -2
-    assert shifted < aligned - 3
+    assert shifted_score < aligned - 3
 
 
 def target_indices(tokens: list[int]) -> Any:

@@ -36,9 +36,9 @@ def test_narrow_models_with_another_depth_generate(name: str, tmp_path: Path) ->
     config = {key: value for key, value in TINY_CONFIGS[name].items() if key not in keys_per_layer} | {
         depth: 5
     }
-    narrow = narrow_config(config, max_length=300)
-    assert narrow[depth] == 5
-    write_random_checkpoint(tmp_path, narrow)
+    narrow_values = narrow_config(config, max_length=300)
+    assert narrow_values[depth] == 5
+    write_random_checkpoint(tmp_path, narrow_values)
     with LLM(str(tmp_path)) as llm:
         params = SamplingParams(max_new_tokens=3, ignore_eos=True)
         (output,) = llm.generate([[1, 2] * 130], params, use_tqdm=False)
@@ -47,14 +47,14 @@ def test_narrow_models_with_another_depth_generate(name: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", TINY_CONFIGS)
 def test_tensor_names_and_shapes_equal_transformers(name: str, tmp_path: Path) -> None:
-    written = load_file(write_checkpoint(tmp_path, TINY_CONFIGS[name]) / "model.safetensors")
-    ours = tensor_shapes(TINY_CONFIGS[name])
-    same = {key: tuple(tensor.shape) for key, tensor in written.items() if key in ours}
-    assert same == {key: shape for key, shape in ours.items() if key in written}
+    written_tensors = load_file(write_checkpoint(tmp_path, TINY_CONFIGS[name]) / "model.safetensors")
+    shapes = tensor_shapes(TINY_CONFIGS[name])
+    same = {key: tuple(tensor.shape) for key, tensor in written_tensors.items() if key in shapes}
+    assert same == {key: shape for key, shape in shapes.items() if key in written_tensors}
     # Some families store all experts of a layer in one tensor; Penstock reads each expert from it.
-    stacked = {key for key, tensor in written.items() if tensor.dim() == 3 and key not in ours}
-    if name != "gpt2":  # the names of these tensors have a prefix there
-        assert len(same) >= len(written) - 1 - len(stacked)
+    stacked = {key for key, tensor in written_tensors.items() if tensor.dim() == 3 and key not in shapes}
+    if name != "gpt2":  # transformers adds a prefix to these names
+        assert len(same) >= len(written_tensors) - 1 - len(stacked)
 
 
 def test_weights_have_the_requested_type_and_scale(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_weights_have_the_requested_type_and_scale(tmp_path: Path) -> None:
     write_random_checkpoint(tmp_path, config)
     tensors = load_file(tmp_path / "model.safetensors")
     table = tensors["model.embed_tokens.weight"]
-    assert table.shape == (70000, 96), "the table has more numbers than the generator draws at once"
+    assert table.shape == (70000, 96), "the table has more numbers than one call of the generator"
     assert str(table.dtype) == "torch.float16"
     assert 0.019 < float(table.float().std()) < 0.021
     assert bool((tensors["model.norm.weight"] == 1).all())
@@ -72,7 +72,7 @@ def test_weights_have_the_requested_type_and_scale(tmp_path: Path) -> None:
 
 
 def test_all_matrices_differ(tmp_path: Path) -> None:
-    """Exporters of other engines store equal matrices once, which would reduce memory traffic."""
+    """Exporters of other engines store equal matrices only once. That would reduce memory traffic."""
     write_random_checkpoint(tmp_path, TINY_CONFIGS["llama"] | {"num_hidden_layers": 6, "hidden_size": 96})
     matrices = [tensor for tensor in load_file(tmp_path / "model.safetensors").values() if tensor.dim() > 1]
     assert len(matrices) > 30

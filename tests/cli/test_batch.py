@@ -25,7 +25,7 @@ def write_requests(path: Path, count: int, **more: Any) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
-def results_of(path: Path) -> dict[str, Any]:
+def read_results(path: Path) -> dict[str, Any]:
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert len({line["custom_id"] for line in lines}) == len(lines)
     return {line["custom_id"]: line["response"] for line in lines}
@@ -43,7 +43,7 @@ def test_a_batch_file_is_run_and_can_be_continued(tmp_path: Path) -> None:
     assert "1 lines have results, 6 lines are left" in result.stderr
     assert "6 lines in" in result.stderr
     assert "1 failed" in result.stderr
-    actual = results_of(output)
+    actual = read_results(output)
     assert actual.pop("n0") == {"kept": True}
     assert actual.pop("bad")["status_code"] == 400
     assert len(actual) == 5
@@ -86,4 +86,4 @@ def test_a_killed_batch_is_continued(
         process.wait(30)
         assert part * count <= output.read_bytes().count(b"\n") < count
     subprocess.run(command, check=True)
-    assert {*results_of(output)} == {f"n{index}" for index in range(count)}
+    assert {*read_results(output)} == {f"n{index}" for index in range(count)}

@@ -22,8 +22,8 @@ from penstock.testing import FakePipeline
 @pytest.fixture(scope="module")
 def server() -> Iterator[LiveServer]:
     pipeline = FakePipeline(lambda context: 97 + len(context.generated_tokens) % 20)
-    with live_server(pipeline=pipeline) as running:
-        yield running
+    with live_server(pipeline=pipeline) as running_server:
+        yield running_server
 
 
 def run_bench(server: LiveServer | str, *flags: str) -> Result:
@@ -63,9 +63,11 @@ def test_prompts_are_read_from_a_file(server: LiveServer, tmp_path: Path) -> Non
     assert result.exit_code == 0, result.output
     actual = [request["prompt_tokens"] for request in json.loads(report.read_text())["requests"]]
     assert sorted(actual) == [19, 19, 19, 22, 22, 22]
-    plain = tmp_path / "prompts.txt"
-    plain.write_text("one\ntwo\n")
-    result = run_bench(server, "--prompts", str(plain), "--endpoint", "completions", "--json", str(report))
+    plain_path = tmp_path / "prompts.txt"
+    plain_path.write_text("one\ntwo\n")
+    result = run_bench(
+        server, "--prompts", str(plain_path), "--endpoint", "completions", "--json", str(report)
+    )
     assert {request["prompt_tokens"] for request in json.loads(report.read_text())["requests"]} == {3}
 
 
@@ -118,7 +120,7 @@ def test_control_c_writes_the_figures_so_far(server: LiveServer, tmp_path: Path)
         "--requests",
         "100000",
     ]
-    before = server.chatting.services.metrics.render()
+    metrics_before = server.app_server.services.metrics.render()
     with subprocess.Popen(
         [
             *command,
@@ -134,7 +136,7 @@ def test_control_c_writes_the_figures_so_far(server: LiveServer, tmp_path: Path)
         stdout=subprocess.PIPE,
         env={**os.environ, "COLUMNS": "200"},
     ) as process:
-        server.wait_until(lambda: num_completed(server, before) > 20)
+        server.wait_until(lambda: num_completed(server, metrics_before) > 20)
         process.send_signal(signal.SIGINT)
         output = process.communicate(timeout=60)[0].decode()
     assert process.returncode == 130
@@ -152,4 +154,4 @@ def num_completed(server: LiveServer, before: bytes) -> float:
         rows = [line.split()[-1] for line in text.splitlines() if line.startswith(name)]
         return float(rows[0]) if rows else 0.0
 
-    return count(server.chatting.services.metrics.render()) - count(before)
+    return count(server.app_server.services.metrics.render()) - count(before)

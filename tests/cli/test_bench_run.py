@@ -69,7 +69,7 @@ def test_a_model_of_random_weights_is_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "expected_message"),
     [
         (("--shape", "l2m"), "there is no shape 'l2m': use l110m, l1b, or the path of a config.json"),
         (("--shape", "l110m", "--model", "demo"), "--shape and --model exclude each other"),
@@ -82,10 +82,10 @@ def test_a_model_of_random_weights_is_measured(tmp_path: Path) -> None:
         (("--max-length", "none"), "max_length"),
     ],
 )
-def test_unmeasurable_workloads_are_refused(flags: tuple[str, ...], words: str) -> None:
+def test_unmeasurable_workloads_are_refused(flags: tuple[str, ...], expected_message: str) -> None:
     result = run_bench(*flags)
     assert result.exit_code == 2
-    assert words in result.stderr
+    assert expected_message in result.stderr
 
 
 def test_print_config_shows_the_settings_without_measuring() -> None:

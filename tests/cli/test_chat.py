@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from support.chatting import THINKING
 from support.documents import ROOT
+from support.in_process_server import THINKING
 from support.live_server import live_server
 
 from penstock.cli import chat, cli
@@ -116,7 +116,7 @@ def test_images_are_sent_with_the_next_question(monkeypatch: pytest.MonkeyPatch,
         monkeypatch,
         f"/image {image}",
         f"/image {image}",
-        "refuse",  # keeps the images
+        "refuse",  # a refused question keeps the attached images
         "one",
         "/retry",
         f"/save {saved}",
@@ -222,8 +222,8 @@ def test_chat_with_a_server() -> None:
         assert actual.stdout == "Hm.user: Hello there\n"
         assert "the API key is wrong" in run("--api-key", "x").stderr
         assert "model_x" in run("model_x", "--api-key", "k", "--system", "S").stderr
-        refused = run("--api-key", "k", "--max-length", "5")
-        assert "--max-length is for a model in this process" in refused.output
+        refused_result = run("--api-key", "k", "--max-length", "5")
+        assert "--max-length is for a model in this process" in refused_result.output
     unreachable = CliRunner().invoke(cli, ["chat", "--url", "http://127.0.0.1:9"], input="")
     assert unreachable.exit_code == 2
     assert "no server answers at http://127.0.0.1:9" in unreachable.stderr

@@ -56,7 +56,7 @@ def encode_rows(*arguments: Any, text: str | None = None) -> list[dict[str, Any]
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
-def vectors_of(*arguments: Any, text: str | None = None) -> np.ndarray:
+def read_vectors(*arguments: Any, text: str | None = None) -> np.ndarray:
     rows = encode_rows(*arguments, text=text)
     assert [row["index"] for row in rows] == [*range(len(rows))]
     return np.array([row["embedding"] for row in rows], np.float32)
@@ -66,11 +66,11 @@ def test_texts_are_read_from_flags_files_and_standard_input(
     model: Path, expected: np.ndarray, files: dict[str, Path]
 ) -> None:
     flags = [part for text in TEXTS for part in ("--text", text)]
-    assert np.array_equal(vectors_of(model, *flags), expected)
-    assert np.array_equal(vectors_of(model, text="\n".join(TEXTS)), expected)
-    assert np.array_equal(vectors_of(model, "--file", "-", text="\n".join(TEXTS)), expected)
+    assert np.array_equal(read_vectors(model, *flags), expected)
+    assert np.array_equal(read_vectors(model, text="\n".join(TEXTS)), expected)
+    assert np.array_equal(read_vectors(model, "--file", "-", text="\n".join(TEXTS)), expected)
     for path in files.values():
-        assert np.array_equal(vectors_of(model, "--file", path), expected), path
+        assert np.array_equal(read_vectors(model, "--file", path), expected), path
 
 
 def test_the_throughput_is_printed(model: Path) -> None:
@@ -128,10 +128,12 @@ def test_options_equal_those_of_llm(model: Path) -> None:
             (["--dimensions", "8"], {"dimensions": 8}),
             (["--no-normalize"], {"normalize": False}),
         ):
-            assert np.array_equal(vectors_of(model, "--text", "cat", *flags)[0], llm.embed("cat", **options))
+            assert np.array_equal(
+                read_vectors(model, "--text", "cat", *flags)[0], llm.embed("cat", **options)
+            )
         long = "cat " * 100
-        [truncated] = vectors_of(model, "--text", long, "--truncate")
-        assert np.array_equal(truncated, llm.embed(long, truncate=True))
+        [truncated_vector] = read_vectors(model, "--text", long, "--truncate")
+        assert np.array_equal(truncated_vector, llm.embed(long, truncate=True))
 
 
 def test_output_kinds_are_written(model: Path, tmp_path: Path) -> None:
@@ -160,10 +162,13 @@ def test_rerank_prints_the_ranked_documents(model: Path, files: dict[str, Path],
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "expected_message"),
     {
         "no texts": (["encode"], "standard input has no texts: give --text TEXT"),
-        "texts twice": (["encode", "--text", "a", "--file", "b"], "--text and --file are both given"),
+        "two sources of texts": (
+            ["encode", "--text", "a", "--file", "b"],
+            "--text and --file are both given",
+        ),
         "no file": (["encode", "--file", "none.txt"], "none.txt: No such file or directory"),
         "not UTF-8": (["encode", "--text", "caf\udce9"], "--text is not valid UTF-8"),
         "empty text": (
@@ -171,7 +176,7 @@ def test_rerank_prints_the_ranked_documents(model: Path, files: dict[str, Path],
             "the input is empty: it needs at least one",
         ),
         "too long": (["encode", "--text", "cat " * 99], "101 tokens, but the maximum length is 64"),
-        "which input": (["encode", "--text", "cat", "--text", "cat " * 99], "in input 2 of 2"),
+        "too long second input": (["encode", "--text", "cat", "--text", "cat " * 99], "in input 2 of 2"),
         "unknown prompt": (
             ["encode", "--text", "cat", "--prompt-name", "q"],
             "prompt_name 'q' is unknown: the checkpoint has query",
@@ -183,11 +188,11 @@ def test_rerank_prints_the_ranked_documents(model: Path, files: dict[str, Path],
         "dimensions": (["encode", "--text", "cat", "--dimensions", "9"], "must be one of 8, 32, was 9"),
         "no dimensions": (["encode", "--text", "cat", "--dimensions", "0"], "0 is not in the range x>=1"),
         "unknown kind": (["encode", "--text", "cat", "--output-kind", "thick"], "'thick' is not one of"),
-        "absent kind": (
+        "output that the model lacks": (
             ["encode", "--text", "cat", "--output-kind", "scores"],
             "computes dense, multi_vector",
         ),
-        "npy of several lengths": (
+        "npy of vectors of different lengths": (
             ["encode", "--text", "cat", "--output-kind", "multi_vector", "--format", "npy"],
             "npy holds one array, but multi_vector outputs differ in length",
         ),
@@ -198,17 +203,17 @@ def test_rerank_prints_the_ranked_documents(model: Path, files: dict[str, Path],
         "top_n": (["rerank", "--query", "a", "--document", "b", "--top-n", "0"], "0 is not in the range"),
     }.values(),
 )
-def test_invalid_arguments_give_one_line(arguments: list[str], words: str, model: Path) -> None:
+def test_invalid_arguments_give_one_line(arguments: list[str], expected_message: str, model: Path) -> None:
     result = run_command(arguments[0], "--model", model, *arguments[1:])
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
     assert result.stderr.startswith("penstock: error: ")
     assert result.stderr.count("\n") == 1
-    assert words in result.stderr
+    assert expected_message in result.stderr
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("line", "expected_message"),
     [
         ("{", "texts.jsonl, line 2: is not JSON"),
         ('{"body": "a"}', "line 2: must be a JSON string, or an object with one of text, input, document"),
@@ -217,13 +222,13 @@ def test_invalid_arguments_give_one_line(arguments: list[str], words: str, model
     ],
 )
 def test_malformed_input_lines_are_refused_by_number(
-    model: Path, tmp_path: Path, line: str, words: str
+    model: Path, tmp_path: Path, line: str, expected_message: str
 ) -> None:
     path = tmp_path / "texts.jsonl"
     path.write_text(f'"cat"\n{line}\n')
     result = run_command("encode", model, "--file", path)
     assert result.exit_code == 2
-    assert words in result.stderr
+    assert expected_message in result.stderr
 
 
 def test_models_of_another_task_are_refused(model: Path, tmp_path: Path) -> None:

@@ -48,10 +48,10 @@ def test_the_prompt_may_come_from_standard_input(model: Path) -> None:
 
 
 def test_stop_strings_end_the_text(model: Path) -> None:
-    whole = generate_answer(model, "--prompt", "Hello")["text"]
-    stop = whole[4:6]
+    full_output = generate_answer(model, "--prompt", "Hello")["text"]
+    stop = full_output[4:6]
     answer = generate_answer(model, "--prompt", "Hello", "--stop", "never", "--stop", stop)
-    assert answer["text"] == whole[: whole.index(stop)]
+    assert answer["text"] == full_output[: full_output.index(stop)]
     assert answer["finish_reason"] == "stop"
 
 
@@ -94,22 +94,22 @@ def test_several_answers_are_printed_together_at_the_end(model: Path) -> None:
 
 def test_a_chat_prompt_can_have_several_answers(model: Path) -> None:
     arguments = ("--prompt", "Hello", "--seed", "3", "--chat", "--system", "Be brief.", "--json")
-    several = json.loads(generate(model, *arguments, "--n", "2").stdout)
-    alone = json.loads(generate(model, *arguments).stdout)
-    assert several["outputs"][0]["text"] == alone["text"]
-    assert several["usage"]["prompt_tokens"] == alone["usage"]["prompt_tokens"]
+    several_outputs = json.loads(generate(model, *arguments, "--n", "2").stdout)
+    single_output = json.loads(generate(model, *arguments).stdout)
+    assert several_outputs["outputs"][0]["text"] == single_output["text"]
+    assert several_outputs["usage"]["prompt_tokens"] == single_output["usage"]["prompt_tokens"]
 
 
 def test_beam_search_prints_the_best_beams(model: Path) -> None:
     arguments = ("--prompt", "Hello", "--num-beams", "4", "--n", "2", "--max-new-tokens", "9")
     report = json.loads(generate(model, *arguments, "--json").stdout)
-    best, second = report["outputs"]
-    assert best["score"] >= second["score"]
-    assert generate(model, *arguments).stdout == f"[0] {best['text']}\n[1] {second['text']}\n"
+    best_output, second = report["outputs"]
+    assert best_output["score"] >= second["score"]
+    assert generate(model, *arguments).stdout == f"[0] {best_output['text']}\n[1] {second['text']}\n"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "expected_message"),
     [
         (["--logprobs", "1"], "--logprobs needs --json"),
         (["--num-beams", "2", "--temperature", "0"], "--num-beams can only be combined with"),
@@ -118,10 +118,10 @@ def test_beam_search_prints_the_best_beams(model: Path) -> None:
         (["--json-schema", "nowhere.json"], "'--json-schema'"),
     ],
 )
-def test_exclusive_flags_are_refused(arguments: list[str], words: str, model: Path) -> None:
+def test_exclusive_flags_are_refused(arguments: list[str], expected_message: str, model: Path) -> None:
     result = CliRunner().invoke(cli, ["generate", "--model", str(model), "--prompt", "Hello", *arguments])
     assert result.exit_code == 2
-    assert words in result.stderr
+    assert expected_message in result.stderr
 
 
 def test_the_output_follows_the_json_schema(model: Path, tmp_path: Path) -> None:
@@ -213,8 +213,16 @@ def test_env_names_kernels_devices_and_openmp() -> None:
 
 def test_env_as_text_has_all_values_of_the_json() -> None:
     text = CliRunner().invoke(cli, ["env", "--data-parallel-size", "2"]).stdout
-    for words in ("torch", "features", "OpenMP", "NUMA node 0", "device cpu", "attention", "GiB free of"):
-        assert words in text
+    for expected_message in (
+        "torch",
+        "features",
+        "OpenMP",
+        "NUMA node 0",
+        "device cpu",
+        "attention",
+        "GiB free of",
+    ):
+        assert expected_message in text
     for cpus in divide_processors(2):
         assert str(cpus) in text
 

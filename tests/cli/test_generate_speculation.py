@@ -38,6 +38,6 @@ def test_speculation_is_reported_in_json_and_in_text(model: Path, n: list[str]) 
     ]
     assert speculation["proposed_tokens"] > 0
     assert "drafted tokens accepted" in result.stderr
-    plain = CliRunner().invoke(command, ["--model-path", str(model), *FLAGS, *n, "--json"])
-    assert "speculation" not in json.loads(plain.stdout)
-    assert "drafted tokens" not in plain.stderr
+    plain_result = CliRunner().invoke(command, ["--model-path", str(model), *FLAGS, *n, "--json"])
+    assert "speculation" not in json.loads(plain_result.stdout)
+    assert "drafted tokens" not in plain_result.stderr

@@ -94,7 +94,8 @@ def test_ctrl_c_leaves_no_traceback(model: Path) -> None:
         assert process.stdout.read(10)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate()
-        assert _errors_without_kernel_warning(errors).strip() == b""  # the line on the terminal is ended
+        # A newline ends the partial line on the terminal.
+        assert _errors_without_kernel_warning(errors).strip() == b""
         assert process.returncode == 130
 
 

@@ -183,7 +183,7 @@ def test_a_model_is_pulled_listed_and_removed(hub: Hub) -> None:
         "num_files": 3,
         "num_bytes": LARGE + len(FILES["config.json"]) + 2,
     }
-    assert not hub.ranges  # no file is downloaded twice
+    assert not hub.ranges  # each file is downloaded once
     (row,) = hub.local()
     assert (row["model"], row["revision"], row["refs"], row["is_complete"]) == (
         "tiny/llama",
@@ -195,10 +195,10 @@ def test_a_model_is_pulled_listed_and_removed(hub: Hub) -> None:
     assert abs(row["last_used"] - time.time()) < 600
     table = hub.run("list", "--local")[0]
     assert re.search(r"^tiny/llama +0123456789ab +main +24\.0 MiB +now *$", table, re.MULTILINE)
-    hub.commit = OLDER  # another revision of the same files
+    hub.commit = OLDER  # a second revision with the same files
     hub.run("pull", "tiny/llama", "--revision", "older")
     assert [row["refs"] for row in hub.local()] == [["main"], ["older"]]
-    assert "total 24.0 MiB" in hub.run("list", "--local")[0]  # the revisions share their files
+    assert "total 24.0 MiB" in hub.run("list", "--local")[0]  # files shared by revisions count once
     hub.run("rm", "tiny/llama", "--revision", "older", "--yes")
     assert [row["refs"] for row in hub.local()] == [["main"]]
     assert folder.exists()
@@ -283,6 +283,6 @@ def test_invalid_arguments_are_refused(hub: Hub) -> None:
     hub.run("pull", "tiny/gguf", "--gguf-file", "q8_0")
     _, errors = hub.run("rm", "tiny/gguf", "--revision", "ff", "-y", status=2)
     assert "has no revision 'ff' in the cache" in errors
-    _, errors = hub.run("rm", "tiny/gguf", status=130)  # the question is not answered
+    _, errors = hub.run("rm", "tiny/gguf", status=130)  # standard input has no answer to the question
     assert "Delete tiny/gguf (0123456789ab)?" in errors
     assert len(hub.local()) == 1

@@ -11,8 +11,8 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file
-from support.checkpoints import DECODERS, write_checkpoint
-from support.running import context_of, open_pipeline, random_tokens, step_logits
+from support.checkpoints import make_tiny_config, write_checkpoint
+from support.pipeline_steps import make_context, open_pipeline, random_tokens, step_logits
 
 from penstock.cli import cli
 from penstock.weights import Weights, export
@@ -26,16 +26,14 @@ def run_quantize(*arguments: object) -> Result:
     return CliRunner().invoke(cli, ["quantize", *map(str, arguments)])
 
 
-def logits_of(folder: Path, encoding: str | None = None) -> torch.Tensor:
+def compute_logits(folder: Path, encoding: str | None = None) -> torch.Tensor:
     pipeline = open_pipeline(folder, quantization_encoding=encoding)
-    return step_logits(pipeline, [context_of(TOKENS, log_probabilities_echo=True)])[0].float()
+    return step_logits(pipeline, [make_context(TOKENS, log_probabilities_echo=True)])[0].float()
 
 
 @pytest.fixture(scope="module", params=["llama", "phi3", "mixtral"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    (architecture,) = (candidate for candidate in DECODERS if candidate.name == request.param)
-    assert architecture.tiny_config
-    return write_checkpoint(tmp_path_factory.mktemp(request.param), architecture.tiny_config() | SIZES)
+    return write_checkpoint(tmp_path_factory.mktemp(request.param), make_tiny_config(request.param) | SIZES)
 
 
 @pytest.mark.parametrize(("encoding", "kept", "bound"), [("int4", "uint4", 0.12), ("int8", "int8", 0.012)])
@@ -46,23 +44,26 @@ def test_quantized_weights_and_logits_are_close_to_the_original(
     assert result.exit_code == 0, result.stderr
     actual = json.loads(result.stdout)
     assert actual["bytes"]["after"] < actual["bytes"]["before"]
-    before, after = Weights.open(checkpoint), Weights.open(tmp_path / "q")
-    assert before.names == after.names
+    weights_before, weights_after = Weights.open(checkpoint), Weights.open(tmp_path / "q")
+    assert weights_before.names == weights_after.names
     num_kept = 0
-    for name in before.names:
-        shape = before.shape(name)
-        original, quantized = before.tensor(name, shape).float(), after.tensor(name, shape).float()
-        if after.stored_encoding(name) is None:
+    for name in weights_before.names:
+        shape = weights_before.shape(name)
+        original, quantized = (
+            weights_before.tensor(name, shape).float(),
+            weights_after.tensor(name, shape).float(),
+        )
+        if weights_after.stored_encoding(name) is None:
             assert torch.equal(original, quantized)
             assert "proj" not in name
             continue
         num_kept += 1
-        assert after.stored_encoding(name) == kept
+        assert weights_after.stored_encoding(name) == kept
         assert float((quantized - original).norm() / original.norm()) < bound
     assert num_kept == actual["num_layers"]
-    after.finish()
-    error = logits_of(tmp_path / "q") - logits_of(tmp_path / "q", "float32")
-    assert float(error.norm() / logits_of(tmp_path / "q", "float32").norm()) < 0.2
+    weights_after.finish()
+    error = compute_logits(tmp_path / "q") - compute_logits(tmp_path / "q", "float32")
+    assert float(error.norm() / compute_logits(tmp_path / "q", "float32").norm()) < 0.2
     assert not (tmp_path / "q" / "model.safetensors.index.json").exists()
 
 
@@ -117,5 +118,5 @@ def test_transformers_loads_the_quantized_checkpoint(checkpoint: Path, encoding:
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "q", dtype=torch.float32).eval()
     with torch.inference_mode():
         expected = model(torch.tensor([TOKENS])).logits[0]
-    actual = logits_of(tmp_path / "q", "float32")
+    actual = compute_logits(tmp_path / "q", "float32")
     assert float((actual - expected).norm() / expected.norm()) < (0.01 if encoding == "int4" else 0.2)

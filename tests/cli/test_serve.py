@@ -70,11 +70,11 @@ def test_the_embedded_model_from_start_to_end(tmp_path: Path) -> None:
         client.headers["authorization"] = "Bearer two"
         assert client.post("/v1/chat/completions", json=chat).json()["usage"]["completion_tokens"] == 5
 
-        os.kill(_worker_of(process), signal.SIGKILL)
+        os.kill(_worker_pid(process), signal.SIGKILL)
         _wait_for(client, "/health", 503)
-        refused = client.post("/v1/chat/completions", json=chat)
-        assert refused.status_code == 503
-        assert int(refused.headers["retry-after"]) >= 1
+        refused_response = client.post("/v1/chat/completions", json=chat)
+        assert refused_response.status_code == 503
+        assert int(refused_response.headers["retry-after"]) >= 1
         _wait_for(client, "/ready", 200)
         assert client.post("/v1/chat/completions", json=chat).status_code == 200
         assert "penstock_worker_restarts_total 1.0" in client.get("/metrics").text
@@ -102,8 +102,8 @@ def test_an_embedder_from_start_to_end(tmp_path: Path) -> None:
     with run_server(str(model), "--matryoshka-dimensions", "4,16", log=log) as (process, client):
         answer = client.post("/v1/embeddings", json=body).json()
         assert [len(entry["embedding"]) for entry in answer["data"]] == [4, 4]
-        refused = client.post("/v1/embeddings", json={**body, "dimensions": 8}).json()["error"]
-        assert refused["message"] == "dimensions must be one of 4, 16, 32, was 8"
+        refusal_error = client.post("/v1/embeddings", json={**body, "dimensions": 8}).json()["error"]
+        assert refusal_error["message"] == "dimensions must be one of 4, 16, 32, was 8"
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
     text = log.read_text()
@@ -111,7 +111,7 @@ def test_an_embedder_from_start_to_end(tmp_path: Path) -> None:
     assert "Traceback" not in text
 
 
-def _worker_of(process: subprocess.Popen[bytes]) -> int:
+def _worker_pid(process: subprocess.Popen[bytes]) -> int:
     [worker] = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     return int(worker)
 
@@ -182,7 +182,7 @@ def test_a_port_in_use_gives_one_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "expected_message"),
     [
         (["--port", "70000"], "port: must be a port number"),
         (["--port", "http"], "was 'http'"),
@@ -204,9 +204,9 @@ def test_a_port_in_use_gives_one_line() -> None:
         (["--host", "192.0.2.1"], "host: cannot listen at 192.0.2.1:0"),
     ],
 )
-def test_invalid_flags_are_refused(flags: list[str], words: str) -> None:
+def test_invalid_flags_are_refused(flags: list[str], expected_message: str) -> None:
     line = error_line("--port", "0", *flags) if "--port" not in flags else error_line(*flags)
-    assert words in line
+    assert expected_message in line
     assert "a secret" not in line
 
 
@@ -258,6 +258,6 @@ def test_all_commands_read_the_same_file_and_environment(tmp_path: Path) -> None
     values = print_config("--config-file", str(file), command="generate", PENSTOCK_MAX_QUEUE_SIZE="7")
     assert values["max_length"][0] == "512"
     assert "port" not in values
-    refused = CliRunner().invoke(cli, ["generate", "--print-config"], env={"PENSTOCK_PORT": "x"})
-    assert refused.exit_code == 2
-    assert "environment PENSTOCK_PORT" in refused.stderr
+    refused_result = CliRunner().invoke(cli, ["generate", "--print-config"], env={"PENSTOCK_PORT": "x"})
+    assert refused_result.exit_code == 2
+    assert "environment PENSTOCK_PORT" in refused_result.stderr

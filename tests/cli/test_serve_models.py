@@ -58,9 +58,9 @@ def test_settings_of_a_model_override_the_common_ones() -> None:
 
 
 def test_the_estimate_grows_with_weights_and_workers() -> None:
-    single = estimate_memory(PipelineConfig())
-    assert single > 512 << 20
-    assert estimate_memory(PipelineConfig(data_parallel_size=3)) == 3 * single
+    single_estimate = estimate_memory(PipelineConfig())
+    assert single_estimate > 512 << 20
+    assert estimate_memory(PipelineConfig(data_parallel_size=3)) == 3 * single_estimate
 
 
 @pytest.mark.parametrize(

@@ -42,8 +42,8 @@ def test_audio_is_written_in_each_uncompressed_format(model: Path, tmp_path: Pat
     assert len(samples) > 100
     run_speak("-o", tmp_path / "b.pcm", "--model", model, text="hello world\n")
     assert (tmp_path / "b.pcm").read_bytes() == samples
-    out = run_speak("hello world", "-o", "-", "--model", model)
-    with wave.open(io.BytesIO(out.stdout_bytes)) as file:
+    output = run_speak("hello world", "-o", "-", "--model", model)
+    with wave.open(io.BytesIO(output.stdout_bytes)) as file:
         assert file.readframes(file.getnframes()) == samples
     assert np.frombuffer(samples, "<i2").any()
 

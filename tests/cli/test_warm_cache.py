@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from safetensors.numpy import load_file, save_file
-from support.checkpoints import DECODERS, write_checkpoint
+from support.checkpoints import DECODERS, make_tiny_config, write_checkpoint
 from support.gguf_files import GGMLQuantizationType, tokenizer_metadata, write_gguf
 from support.tiny_embedder import write_tiny_embedder
 from support.tiny_llm import write_tiny_llm
@@ -29,7 +29,7 @@ def warm_cache(*arguments: object) -> Result:
     return CliRunner().invoke(cli, ["warm-cache", *map(str, arguments)])
 
 
-def build_report(*arguments: object) -> dict[str, Any]:
+def read_report(*arguments: object) -> dict[str, Any]:
     """Return the JSON that the command prints."""
     result = warm_cache(*arguments, "--json")
     assert result.exit_code == 0, result.stderr
@@ -37,13 +37,13 @@ def build_report(*arguments: object) -> dict[str, Any]:
     return actual
 
 
-def assert_refused(words: str, *arguments: object) -> None:
-    """Check that the command fails with one line that contains ``words``."""
+def assert_refused(expected_message: str, *arguments: object) -> None:
+    """Check that the command fails with one line that contains ``expected_message``."""
     result = warm_cache(*arguments)
     assert result.exit_code == 2
     assert result.stderr.startswith("penstock: error: ")
     assert result.stderr.count("\n") == 1
-    assert re.search(words, result.stderr), result.stderr
+    assert re.search(expected_message, result.stderr), result.stderr
 
 
 def change_tensors(folder: Path, *dropped: str, **added: Any) -> None:
@@ -62,7 +62,7 @@ def test_the_embedded_model_is_complete() -> None:
 
 def test_the_json_report_has_the_tensors_and_sizes(tmp_path: Path) -> None:
     folder = write_tiny_llm(tmp_path / "tiny", chat=False)
-    (model,) = build_report("--model", folder)["models"]
+    (model,) = read_report("--model", folder)["models"]
     assert model["architecture"] == "llama"
     assert model["encoding"] == "float32"
     assert not model["has_chat_template"]
@@ -76,10 +76,10 @@ def test_the_json_report_has_the_tensors_and_sizes(tmp_path: Path) -> None:
 def test_weights_are_packed_in_advance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = write_tiny_llm(tmp_path / "tiny")
-    assert "packed" not in build_report("--model", folder)["models"][0]
+    assert "packed" not in read_report("--model", folder)["models"][0]
     result = warm_cache("--model", folder, "--quantization-encoding", "int8", "--pack")
     assert re.search(r"packed +0\.\d MiB in .*/cache/penstock/packed/tiny-int8-", result.stdout)
-    (model,) = build_report("--model", folder, "--pack")["models"]
+    (model,) = read_report("--model", folder, "--pack")["models"]
     assert Path(model["packed"]).stat().st_size == model["num_packed_bytes"]
     assert len(list((tmp_path / "cache" / "penstock" / "packed").iterdir())) == 2, (
         "one folder for each encoding"
@@ -91,7 +91,7 @@ def test_every_architecture_can_be_checked(name: str, tmp_path: Path) -> None:
     (architecture,) = (candidate for candidate in DECODERS if candidate.name == name)
     assert architecture.tiny_config is not None
     folder = write_checkpoint(write_tiny_llm(tmp_path / "tiny"), architecture.tiny_config())
-    (model,) = build_report("--model", folder)["models"]
+    (model,) = read_report("--model", folder)["models"]
     assert model["architecture"] == name
 
 
@@ -99,7 +99,7 @@ def test_an_embeddings_model_is_checked_and_packed(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = write_tiny_embedder(tmp_path / "tiny", labels=2)
     flags = ("--quantization-encoding", "int8") + (("--pack",) if available_isas() else ())
-    (model,) = build_report("--model", folder, *flags)["models"]
+    (model,) = read_report("--model", folder, *flags)["models"]
     assert model["architecture"] == "bert"
     tensors = load_file(folder / "model.safetensors")
     with LLM(str(folder), quantization_encoding="int8") as llm:
@@ -117,7 +117,7 @@ def test_the_error_names_all_invalid_tensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "words"),
+    ("damage", "expected_message"),
     [
         (lambda folder: (folder / "tokenizer.json").write_text("{"), "tokenizer.json"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer"),
@@ -129,11 +129,11 @@ def test_the_error_names_all_invalid_tensors(tmp_path: Path) -> None:
     ],
 )
 def test_checkpoints_that_cannot_be_loaded_are_refused(
-    damage: Callable[[Path], object], words: str, tmp_path: Path
+    damage: Callable[[Path], object], expected_message: str, tmp_path: Path
 ) -> None:
     folder = write_tiny_llm(tmp_path / "tiny")
     damage(folder)
-    assert_refused(words, "--model", folder)
+    assert_refused(expected_message, "--model", folder)
 
 
 def test_an_unsupported_encoding_is_refused() -> None:
@@ -144,7 +144,7 @@ def test_the_draft_model_and_the_adapters_are_checked(tmp_path: Path) -> None:
     draft = write_tiny_llm(tmp_path / "draft", num_hidden_layers=1)
     target = write_tiny_llm(tmp_path / "tiny")
     flags = ("--model", target, "--draft-model-path", draft)
-    assert [entry["model"] for entry in build_report(*flags)["models"]] == [str(target), str(draft)]
+    assert [entry["model"] for entry in read_report(*flags)["models"]] == [str(target), str(draft)]
     (draft / "tokenizer.json").unlink()
     assert_refused("draft", *flags)
     assert_refused("no such folder", "--model", target, "--lora", f"tone={tmp_path / 'nowhere'}")
@@ -158,10 +158,10 @@ def test_a_snapshot_with_a_wrong_checksum_is_refused(tmp_path: Path) -> None:
     blob.parent.mkdir()
     weights.rename(blob)
     weights.symlink_to(blob)
-    small = tmp_path / "blobs" / ("0" * 40)
-    (folder / "config.json").rename(small)
-    (folder / "config.json").symlink_to(small)
-    assert build_report("--model", folder, "--checksums")["models"][0]["num_checksums"] == 1
+    small_file = tmp_path / "blobs" / ("0" * 40)
+    (folder / "config.json").rename(small_file)
+    (folder / "config.json").symlink_to(small_file)
+    assert read_report("--model", folder, "--checksums")["models"][0]["num_checksums"] == 1
     assert "1 files match the hub" in warm_cache("--model", folder, "--checksums").stdout
     data = bytearray(blob.read_bytes())
     data[-1] ^= 1
@@ -182,7 +182,7 @@ def test_a_gguf_file_is_checked(tmp_path: Path) -> None:
     checkpoint = write_tiny_llm(tmp_path / "tiny")
     tokens = tokenizer_metadata(json.loads((checkpoint / "tokenizer.json").read_text()), "gpt-2")
     file = write_gguf(checkpoint, tmp_path / "tiny.gguf", GGMLQuantizationType.Q8_0, tokens)
-    (model,) = build_report("--model", file)["models"]
+    (model,) = read_report("--model", file)["models"]
     assert model["checkpoint"] == str(file)
     assert model["num_tensors"] == len(load_file(checkpoint / "model.safetensors"))
     config = json.loads((checkpoint / "config.json").read_text()) | {"intermediate_size": 32}
@@ -193,30 +193,28 @@ def test_a_gguf_file_is_checked(tmp_path: Path) -> None:
 
 def test_experts_in_mxfp4_are_checked(tmp_path: Path) -> None:
     """Each matrix of an expert counts as one tensor."""
-    (architecture,) = (candidate for candidate in DECODERS if candidate.name == "gpt_oss")
-    assert architecture.tiny_config is not None
-    folder = write_checkpoint(write_tiny_llm(tmp_path / "tiny"), architecture.tiny_config())
+    folder = write_checkpoint(write_tiny_llm(tmp_path / "tiny"), make_tiny_config("gpt_oss"))
     file = folder / "model.safetensors"
     tensors = load_file(file)
-    packed, num_matrices = {}, 0
+    packed_tensors, num_matrices = {}, 0
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
         experts, inputs, outputs = tensors.pop(name).shape
         num_matrices += experts
-        packed[f"{name}_blocks"] = np.zeros((experts, outputs, inputs // 32, 16), np.uint8)
-        packed[f"{name}_scales"] = np.zeros((experts, outputs, inputs // 32), np.uint8)
-    assert packed
-    save_file(tensors | packed, file)
+        packed_tensors[f"{name}_blocks"] = np.zeros((experts, outputs, inputs // 32, 16), np.uint8)
+        packed_tensors[f"{name}_scales"] = np.zeros((experts, outputs, inputs // 32), np.uint8)
+    assert packed_tensors
+    save_file(tensors | packed_tensors, file)
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "mxfp4"}
     (folder / "config.json").write_text(json.dumps(config))
-    assert build_report("--model", folder)["models"][0]["num_tensors"] == len(tensors) + num_matrices
-    save_file(tensors | {name: tensor[:, 1:] for name, tensor in packed.items()}, file)
+    assert read_report("--model", folder)["models"][0]["num_tensors"] == len(tensors) + num_matrices
+    save_file(tensors | {name: tensor[:, 1:] for name, tensor in packed_tensors.items()}, file)
     assert_refused("misshapen", "--model", folder)
 
 
 def test_checking_shapes_reads_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_tiny_llm(tmp_path / "tiny")
     monkeypatch.setattr(loading, "safe_open", lambda *_, **__: pytest.fail("a tensor was read"))
-    build_report("--model", folder)
+    read_report("--model", folder)
     norm = loading.Weights.open(folder, shapes_only=True).tensor("model.norm.weight", (32,))
     assert norm.is_meta

@@ -49,43 +49,43 @@ def test_a_block_is_ready_when_all_frames_of_its_window_are_known(known: int, re
 def test_samples_are_blended_where_windows_overlap() -> None:
     codec, frames = load_reference("neucodec"), load_expected("neucodec")["frames"]
     hop = codec.samples_per_frame
-    (streamed,) = codec.decode_chunks([CodecChunk(frames)])
+    (streamed_samples,) = codec.decode_chunks([CodecChunk(frames)])
     first, second, third = codec.decode([frames[:15], frames[:30], frames[:50]])
-    assert torch.equal(streamed[: 10 * hop], first[: 10 * hop])
-    assert torch.equal(streamed[15 * hop : 25 * hop], second[15 * hop : 25 * hop])
+    assert torch.equal(streamed_samples[: 10 * hop], first[: 10 * hop])
+    assert torch.equal(streamed_samples[15 * hop : 25 * hop], second[15 * hop : 25 * hop])
     weight = (torch.arange(RIGHT_CONTEXT * hop) + 0.5) / (RIGHT_CONTEXT * hop)
     overlap = slice(25 * hop, 30 * hop)
     blended = second[overlap] * (1 - weight) + third[overlap] * weight
-    torch.testing.assert_close(streamed[overlap], blended)
+    torch.testing.assert_close(streamed_samples[overlap], blended)
 
 
 def test_chunks_are_equal_without_the_cache_of_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     frames = load_expected("neucodec")["frames"]
-    (whole,) = load_reference("neucodec").decode_chunks([CodecChunk(frames)])
+    (full_samples,) = load_reference("neucodec").decode_chunks([CodecChunk(frames)])
     monkeypatch.setattr(neucodec, "MAX_CACHED_WINDOWS", 0)
     codec = load_reference("neucodec")
     parts = [codec.decode_chunks([chunk])[0] for chunk in codec.split_stream(frames, 17)]
-    assert torch.equal(torch.cat(parts), whole)
+    assert torch.equal(torch.cat(parts), full_samples)
 
 
 def test_a_shifted_chunk_gives_other_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     codec, frames = load_reference("neucodec"), load_expected("neucodec")["frames"]
-    (whole,) = codec.decode_chunks([CodecChunk(frames)])
+    (full_samples,) = codec.decode_chunks([CodecChunk(frames)])
     chunks = [
         CodecChunk(chunk.frames, chunk.start, chunk.left, chunk.right, chunk.ended)
         for chunk in codec.split_stream(frames, 50)
     ]
-    shifted = CodecChunk(chunks[1].frames[1:], chunks[1].start - 1, chunks[1].left - 1, chunks[1].right)
-    (samples,) = codec.decode_chunks([shifted])
-    assert (samples - whole[50 * 24 : 100 * 24]).abs().max() > codec.tolerance
+    shifted_chunk = CodecChunk(chunks[1].frames[1:], chunks[1].start - 1, chunks[1].left - 1, chunks[1].right)
+    (samples,) = codec.decode_chunks([shifted_chunk])
+    assert (samples - full_samples[50 * 24 : 100 * 24]).abs().max() > codec.tolerance
 
 
 @pytest.mark.parametrize(("encoding", "ratio"), [("bfloat16", 60), ("int8", 15)])
 def test_samples_in_other_encodings_are_close(encoding: str, ratio: float) -> None:
-    frames, whole = load_expected("neucodec")["frames"], load_expected("neucodec")["decoded"]
+    frames, full_samples = load_expected("neucodec")["frames"], load_expected("neucodec")["decoded"]
     samples = load_reference("neucodec", encoding=encoding).decode([frames])[0]
-    error = (samples - whole).square().mean()
-    assert 0 < error * ratio < whole.square().mean()
+    error = (samples - full_samples).square().mean()
+    assert 0 < error * ratio < full_samples.square().mean()
 
 
 def test_encoding_without_an_encoder_is_refused() -> None:

@@ -81,7 +81,7 @@ def random_sound(length: int, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_features_equal_transformers(length: int) -> None:
-    """The features are computed in float64, so the values of quiet bins differ by rounding."""
+    """Penstock computes the features in float64, so quiet bins differ from transformers by rounding."""
     expected = seamless_rows(random_sound(length))
     result = mel_rows(random_sound(length))
     torch.testing.assert_close(result, expected[: len(result)], rtol=0, atol=2e-3)
@@ -103,8 +103,10 @@ def test_module_outputs_and_codes_equal_transformers(
     semantic = encoder.semantic(seamless_rows(padded), session.ops)
     acoustic = encoder.acoustic(padded, session.ops)
     for result, name in ((semantic, "semantic_adapter"), (acoustic, "acoustic_encoder")):
-        theirs = reference.outputs[name].T
-        torch.testing.assert_close(result, theirs, rtol=0, atol=2e-5 * max(1.0, float(theirs.std())))
+        reference_output = reference.outputs[name].T
+        torch.testing.assert_close(
+            result, reference_output, rtol=0, atol=2e-5 * max(1.0, float(reference_output.std()))
+        )
     levels = reference.outputs["quantizer.project_in"]
     assert torch.equal(encoder._codes(levels), expected)
     codes = codec.encode(samples)

@@ -49,7 +49,7 @@ def test_codes_equal_the_original_package(codec: AudioCodec, name: str) -> None:
 
 
 def test_chunks_of_every_size_equal_decoding_at_once(codec: AudioCodec, frames: Tensor) -> None:
-    (whole,) = codec.decode_chunks([CodecChunk(frames)])
+    (full_samples,) = codec.decode_chunks([CodecChunk(frames)])
     sizes = range(1, len(frames) + 1) if len(frames) < 20 else SIZES
     for chunk_frames in sizes:
         chunks = list(codec.split_stream(frames, chunk_frames))
@@ -57,39 +57,41 @@ def test_chunks_of_every_size_equal_decoding_at_once(codec: AudioCodec, frames: 
         assert [len(part) for part in parts] == [
             chunk.num_frames * codec.samples_per_frame for chunk in chunks
         ]
-        assert (torch.cat(parts) - whole).abs().max() <= codec.tolerance, chunk_frames
+        assert (torch.cat(parts) - full_samples).abs().max() <= codec.tolerance, chunk_frames
 
 
 @pytest.mark.parametrize("frames_per_step", [1, 3])
 def test_a_growing_stream_equals_decoding_at_once(
     codec: AudioCodec, frames: Tensor, frames_per_step: int
 ) -> None:
-    num_known, decoded, parts = 0, 0, []
-    while decoded < len(frames):
+    num_known, num_decoded, parts = 0, 0, []
+    while num_decoded < len(frames):
         num_known = min(num_known + frames_per_step, len(frames))
-        ended = num_known == len(frames)
-        ready = codec.ready_frames(num_known, ended=ended)
-        if ready > decoded:
-            parts += codec.decode_chunks([codec.chunk(frames[:num_known], decoded, ready, ended=ended)])
-            decoded = ready
-    (whole,) = codec.decode_chunks([CodecChunk(frames)])
+        is_ended = num_known == len(frames)
+        ready = codec.ready_frames(num_known, ended=is_ended)
+        if ready > num_decoded:
+            parts += codec.decode_chunks(
+                [codec.chunk(frames[:num_known], num_decoded, ready, ended=is_ended)]
+            )
+            num_decoded = ready
+    (full_samples,) = codec.decode_chunks([CodecChunk(frames)])
     assert len(parts) > 1
-    assert (torch.cat(parts) - whole).abs().max() <= codec.tolerance
+    assert (torch.cat(parts) - full_samples).abs().max() <= codec.tolerance
 
 
 def test_samples_of_a_batch_are_bit_equal_to_single_streams(codec: AudioCodec, frames: Tensor) -> None:
     streams = [frames, frames[:1], frames[2:9].flip(0)]
     singles = [codec.decode([stream])[0] for stream in streams]
-    for batched, single in zip(codec.decode(streams), singles, strict=True):
-        assert torch.equal(batched, single)
+    for batch_item, single in zip(codec.decode(streams), singles, strict=True):
+        assert torch.equal(batch_item, single)
     chunks = [next(iter(codec.split_stream(stream, 4))) for stream in streams]
     singles = [codec.decode_chunks([chunk])[0] for chunk in chunks]
-    for batched, single in zip(codec.decode_chunks(chunks), singles, strict=True):
-        assert torch.equal(batched, single)
+    for batch_item, single in zip(codec.decode_chunks(chunks), singles, strict=True):
+        assert torch.equal(batch_item, single)
 
 
 def test_no_frames_give_no_samples(codec: AudioCodec, frames: Tensor) -> None:
-    empty, decoded = codec.decode([frames[:0], frames[:2]])
+    empty, decoded_samples = codec.decode([frames[:0], frames[:2]])
     assert len(empty) == 0
-    assert torch.equal(decoded, codec.decode([frames[:2]])[0])
+    assert torch.equal(decoded_samples, codec.decode([frames[:2]])[0])
     assert len(codec.decode_chunks([codec.chunk(frames[:3], 0, 0, ended=False)])[0]) == 0

@@ -122,14 +122,14 @@ def test_a_growing_stream_equals_decoding_at_once(
 ) -> None:
     codec = load_codec(write_codec_checkpoint(tmp_path, type="square"), InferenceSession(), registry=registry)
     frames = torch.arange(14).view(7, 2) % 8
-    decoded, num_known, samples = 0, 0, []
-    while decoded < len(frames):
+    num_decoded, num_known, samples = 0, 0, []
+    while num_decoded < len(frames):
         num_known = min(num_known + frames_per_step, len(frames))
-        ended = num_known == len(frames)
-        ready = codec.ready_frames(num_known, ended=ended)
-        assert ready == (num_known if ended else max(num_known - 1, 0))
-        samples += codec.decode_chunks([codec.chunk(frames[:num_known], decoded, ready, ended=ended)])
-        decoded = ready
+        is_ended = num_known == len(frames)
+        ready = codec.ready_frames(num_known, ended=is_ended)
+        assert ready == (num_known if is_ended else max(num_known - 1, 0))
+        samples += codec.decode_chunks([codec.chunk(frames[:num_known], num_decoded, ready, ended=is_ended)])
+        num_decoded = ready
     assert torch.equal(torch.cat(samples), codec.decode([frames])[0])
 
 

@@ -59,14 +59,16 @@ def test_noise_is_normal_and_depends_on_layer_and_position() -> None:
 @pytest.mark.parametrize("name", ["snac", "snac_dense"])
 def test_wide_convolutions_run_in_int8(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = load_expected(name)
-    frames, exact = tensors["frames"], load_reference(name).decode([tensors["frames"]])[0]
-    unchanged = load_reference(name, encoding="int8").decode([frames])[0]
-    assert torch.equal(unchanged, exact), "no convolution of these checkpoints is wide enough for int8"
+    frames, exact_samples = tensors["frames"], load_reference(name).decode([tensors["frames"]])[0]
+    unchanged_samples = load_reference(name, encoding="int8").decode([frames])[0]
+    assert torch.equal(unchanged_samples, exact_samples), (
+        "no convolution of these checkpoints is wide enough for int8"
+    )
     monkeypatch.setattr("penstock.codecs.snac.model.MIN_QUANTIZED_CHANNELS", 8)
     codec = load_reference(name, encoding="int8")
     samples = codec.decode([frames])[0]
-    error = (samples - exact).square().mean()
-    assert 0 < error * 100 < exact.square().mean()
+    error = (samples - exact_samples).square().mean()
+    assert 0 < error * 100 < exact_samples.square().mean()
     parts = codec.decode_chunks(list(codec.split_stream(frames, 2)))
     torch.testing.assert_close(torch.cat(parts), samples, rtol=0, atol=codec.tolerance)
     if codec.can_encode and "encoded" in tensors:
@@ -77,11 +79,11 @@ def test_wide_convolutions_run_in_int8(name: str, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("name", ["snac", "snac_dense"])
 def test_chunks_with_less_context_give_other_samples(name: str, side: str) -> None:
     codec, frames = load_reference(name), load_expected(name)["frames"]
-    (whole,) = codec.decode_chunks([CodecChunk(frames)])
+    (full_samples,) = codec.decode_chunks([CodecChunk(frames)])
     assert getattr(codec, side) < len(frames)
     setattr(codec, side, getattr(codec, side) - 2)
     parts = codec.decode_chunks(list(codec.split_stream(frames, 1)))
-    assert (torch.cat(parts) - whole).abs().max() > codec.tolerance
+    assert (torch.cat(parts) - full_samples).abs().max() > codec.tolerance
 
 
 def test_a_pickled_checkpoint_is_read_without_running_code(checkpoint: Path) -> None:

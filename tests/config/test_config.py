@@ -104,7 +104,7 @@ VALID_VALUES: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
-def values_of(config: PipelineConfig) -> dict[str, Any]:
+def config_values(config: PipelineConfig) -> dict[str, Any]:
     return {name: value for name, value, _ in config.describe()}
 
 
@@ -124,17 +124,17 @@ def test_every_setting_has_a_test_value() -> None:
 @given(values=st.fixed_dictionaries({}, optional=VALID_VALUES))
 def test_valid_values_are_stored(values: dict[str, Any]) -> None:
     config = PipelineConfig.from_flat(values)
-    assert values_of(config) == values_of(PipelineConfig()) | values
-    assert PipelineConfig.from_flat(values_of(config)) == config
+    assert config_values(config) == config_values(PipelineConfig()) | values
+    assert PipelineConfig.from_flat(config_values(config)) == config
 
 
 @given(values=st.fixed_dictionaries({}, optional=VALID_VALUES))
 def test_flags_and_environment_variables_are_parsed_alike(values: dict[str, Any]) -> None:
     text = {name: to_flag_text(value) for name, value in values.items() if value is not None}
-    expected = values_of(PipelineConfig.from_flat(values))
+    expected = config_values(PipelineConfig.from_flat(values))
     variables = {f"PENSTOCK_{name.upper()}": value for name, value in text.items()}
-    assert values_of(PipelineConfig.from_flat(text, "flag")) == expected
-    assert values_of(PipelineConfig.from_flat({}, environment=variables)) == expected
+    assert config_values(PipelineConfig.from_flat(text, "flag")) == expected
+    assert config_values(PipelineConfig.from_flat({}, environment=variables)) == expected
 
 
 @pytest.mark.parametrize(
@@ -203,8 +203,8 @@ def test_numpy_numbers_are_accepted() -> None:
     config = PipelineConfig.from_flat(values)
     assert (config.model.max_length, config.deterministic) == (64, True)
     assert repr(KVCacheConfig(**{"block_size": np.int16(64)})) == repr(KVCacheConfig(block_size=64))
-    plain = PipelineConfig(max_batch_size=4, deterministic=False)
-    assert repr(PipelineConfig(max_batch_size=np.int8(4), deterministic=np.False_)) == repr(plain)
+    plain_config = PipelineConfig(max_batch_size=4, deterministic=False)
+    assert repr(PipelineConfig(max_batch_size=np.int8(4), deterministic=np.False_)) == repr(plain_config)
 
 
 @pytest.mark.parametrize("value", [np.float64("nan"), np.float32("inf"), np.int64(0), np.True_], ids=repr)
@@ -247,17 +247,17 @@ def test_flags_precede_environment_file_and_defaults(tmp_path: Path) -> None:
         "flag",
         environment={"PENSTOCK_MAX_LENGTH": "2", "PENSTOCK_MAX_BATCH_SIZE": "2", "PENSTOCK_REVISION": ""},
     )
-    described = {name: (value, source) for name, value, source in config.describe()}
-    assert described["max_length"] == (3, "flag")
-    assert described["max_batch_size"] == (2, "environment PENSTOCK_MAX_BATCH_SIZE")
-    assert described["num_threads"] == (1, f"file {file}")
-    assert described["revision"] == ("main", "default")
+    described_settings = {name: (value, source) for name, value, source in config.describe()}
+    assert described_settings["max_length"] == (3, "flag")
+    assert described_settings["max_batch_size"] == (2, "environment PENSTOCK_MAX_BATCH_SIZE")
+    assert described_settings["num_threads"] == (1, f"file {file}")
+    assert described_settings["revision"] == ("main", "default")
 
 
 def test_describe_reports_default_or_argument_without_sources() -> None:
-    described = {name: source for name, _, source in PipelineConfig(max_batch_size=3).describe()}
-    assert described["max_batch_size"] == "argument"
-    assert described["max_num_steps"] == "default"
+    described_settings = {name: source for name, _, source in PipelineConfig(max_batch_size=3).describe()}
+    assert described_settings["max_batch_size"] == "argument"
+    assert described_settings["max_num_steps"] == "default"
 
 
 def test_the_environment_can_name_a_json_file(tmp_path: Path) -> None:
@@ -381,7 +381,7 @@ def write_typed_checkpoint(folder: Path, config: Mapping[str, Any]) -> ModelConf
         ({"dtype": "bfloat16"}, "bfloat16"),
         ({"torch_dtype": "torch.float32"}, "float32"),
         ({"text_config": {"dtype": "float32"}}, "float32"),
-        ({"torch_dtype": None}, "bfloat16"),  # the type of the largest tensor
+        ({"torch_dtype": None}, "bfloat16"),  # without torch_dtype, the type of the largest tensor counts
     ],
 )
 def test_the_default_encoding_is_that_of_the_checkpoint(
@@ -489,14 +489,14 @@ def test_an_alias_is_accepted_in_every_source(tmp_path: Path) -> None:
 
 
 def test_an_alias_together_with_its_setting_is_refused(tmp_path: Path) -> None:
-    both = {"device_memory_utilization": 0.5, "gpu_memory_utilization": 0.5}
+    settings = {"device_memory_utilization": 0.5, "gpu_memory_utilization": 0.5}
     with pytest.raises(ConfigError, match="gpu_memory_utilization: is another name of device_memory_util"):
-        PipelineConfig.from_flat(both)
+        PipelineConfig.from_flat(settings)
     file = tmp_path / "settings.toml"
-    file.write_text("\n".join(f"{name} = {value}" for name, value in both.items()))
+    file.write_text("\n".join(f"{name} = {value}" for name, value in settings.items()))
     with pytest.raises(ConfigError, match=r"is another name of device_memory_utilization .from file"):
         PipelineConfig.from_flat({"config_file": file})
-    environment = {f"PENSTOCK_{name.upper()}": "0.5" for name in both}
+    environment = {f"PENSTOCK_{name.upper()}": "0.5" for name in settings}
     with pytest.raises(ConfigError, match=r"is another name of device_memory_utilization .from environment"):
         PipelineConfig.from_flat({}, environment=environment)
     with pytest.raises(ConfigError, match=r"gpu_memory_utilisation: .* did you mean gpu_memory_utilization"):

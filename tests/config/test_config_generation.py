@@ -13,7 +13,7 @@ from penstock.errors import CheckpointError, InputError
 from penstock.pipelines.core import SamplingParams
 
 
-def config_of(folder: Path, generation_config: Any, *, use: bool = True) -> PipelineConfig:
+def make_config(folder: Path, generation_config: Any, *, use: bool = True) -> PipelineConfig:
     (folder / "config.json").write_text("{}")
     (folder / "model.safetensors").write_bytes(b"")
     (folder / "generation_config.json").write_text(json.dumps(generation_config))
@@ -23,14 +23,14 @@ def config_of(folder: Path, generation_config: Any, *, use: bool = True) -> Pipe
 
 
 def test_the_defaults_without_a_file_are_those_of_openai(tmp_path: Path) -> None:
-    config = config_of(tmp_path, {})
+    config = make_config(tmp_path, {})
     (tmp_path / "generation_config.json").unlink()
     expected = SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, seed=5)
     assert config.default_sampling_params(seed=5) == expected
 
 
 def test_given_values_precede_the_file_and_the_defaults(tmp_path: Path) -> None:
-    config = config_of(
+    config = make_config(
         tmp_path,
         {"temperature": 0.6, "top_k": 20, "min_p": None, "repetition_penalty": 1.1, "max_new_tokens": 99},
     )
@@ -47,24 +47,24 @@ def test_given_values_precede_the_file_and_the_defaults(tmp_path: Path) -> None:
 
 
 def test_do_sample_false_means_greedy_without_a_temperature(tmp_path: Path) -> None:
-    config = config_of(tmp_path, {"do_sample": False, "temperature": 0.6})
+    config = make_config(tmp_path, {"do_sample": False, "temperature": 0.6})
     assert config.default_sampling_params().temperature == 0
     assert config.default_sampling_params(temperature=0.5).temperature == 0.5
 
 
 def test_do_sample_true_has_no_effect(tmp_path: Path) -> None:
-    assert config_of(tmp_path, {"do_sample": True}).default_sampling_params().temperature == 1
+    assert make_config(tmp_path, {"do_sample": True}).default_sampling_params().temperature == 1
 
 
 def test_keys_unrelated_to_sampling_are_ignored(tmp_path: Path) -> None:
-    config = config_of(tmp_path, {"eos_token_id": [1, 2], "max_length": "x", "num_beams": 4})
+    config = make_config(tmp_path, {"eos_token_id": [1, 2], "max_length": "x", "num_beams": 4})
     assert config.default_sampling_params(seed=1) == SamplingParams(
         temperature=1.0, top_p=1.0, top_k=-1, seed=1
     )
 
 
 def test_a_missing_seed_is_random(tmp_path: Path) -> None:
-    config = config_of(tmp_path, {})
+    config = make_config(tmp_path, {})
     assert len({config.default_sampling_params().seed for _ in range(5)}) > 1
     assert config.default_sampling_params(seed=0).seed == 0
 
@@ -85,13 +85,13 @@ def test_a_missing_seed_is_random(tmp_path: Path) -> None:
     ],
 )
 def test_an_invalid_value_in_the_file_is_a_checkpoint_error(tmp_path: Path, key: str, value: Any) -> None:
-    config = config_of(tmp_path, {key: value})
+    config = make_config(tmp_path, {key: value})
     with pytest.raises(CheckpointError, match=f"generation_config.json: {key} "):
         config.default_sampling_params()
 
 
 def test_the_file_can_be_ignored_by_setting(tmp_path: Path) -> None:
-    config = config_of(tmp_path, {"temperature": "hot", "top_k": 2}, use=False)
+    config = make_config(tmp_path, {"temperature": "hot", "top_k": 2}, use=False)
     assert config.default_sampling_params(seed=1) == SamplingParams(
         temperature=1.0, top_p=1.0, top_k=-1, seed=1
     )
@@ -99,10 +99,10 @@ def test_the_file_can_be_ignored_by_setting(tmp_path: Path) -> None:
 
 def test_a_given_value_out_of_range_is_an_input_error(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="top_p"):
-        config_of(tmp_path, {}).default_sampling_params(top_p=2.0)
+        make_config(tmp_path, {}).default_sampling_params(top_p=2.0)
 
 
 def test_a_malformed_file_is_refused(tmp_path: Path) -> None:
-    config = config_of(tmp_path, [])
+    config = make_config(tmp_path, [])
     with pytest.raises(CheckpointError, match=r"generation_config.json: must contain a JSON object"):
         config.default_sampling_params()

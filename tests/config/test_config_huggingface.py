@@ -37,11 +37,11 @@ def test_keys_are_attributes_and_items(config: HuggingFaceConfig) -> None:
 
 
 def test_to_dict_returns_a_deep_copy(config: HuggingFaceConfig) -> None:
-    plain = config.to_dict()
-    assert plain == VALUES
-    assert type(plain["text_config"]) is dict
-    plain["text_config"]["vocab_size"] = 11
-    plain["layers"][0]["a"] = 2
+    plain_values = config.to_dict()
+    assert plain_values == VALUES
+    assert type(plain_values["text_config"]) is dict
+    plain_values["text_config"]["vocab_size"] = 11
+    plain_values["layers"][0]["a"] = 2
     assert config.to_dict() == VALUES
 
 
@@ -150,7 +150,7 @@ def test_invalid_flags_are_refused() -> None:
 
 
 def test_the_vocabulary_size_is_that_of_the_text_model(config: HuggingFaceConfig) -> None:
-    assert config.vocabulary_size == 10, "the value of the text model within a larger model"
+    assert config.vocabulary_size == 10, "the value belongs to the text model of a multimodal model"
     assert HuggingFaceConfig({"vocab_size": 12}).vocabulary_size == 12
     assert HuggingFaceConfig({}).vocabulary_size == 0
 

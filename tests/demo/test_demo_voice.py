@@ -41,9 +41,9 @@ def test_texts_give_different_speech(speeches: list[Speech]) -> None:
 
 
 def test_audio_of_a_batch_equals_audio_alone(llm: LLM, speeches: list[Speech]) -> None:
-    alone = llm.speak(TEXTS[1], use_tqdm=False)
-    assert alone.num_tokens == speeches[1].num_tokens
-    np.testing.assert_allclose(alone.audio, speeches[1].audio, atol=0.02)
+    single_audio = llm.speak(TEXTS[1], use_tqdm=False)
+    assert single_audio.num_tokens == speeches[1].num_tokens
+    np.testing.assert_allclose(single_audio.audio, speeches[1].audio, atol=0.02)
 
 
 def test_a_speech_recogniser_understands_the_speech(

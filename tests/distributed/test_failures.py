@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from support.pipeline_steps import generate_tokens, make_context
 from support.rank_pair import RankPair
-from support.running import context_of, generate
 from support.tiny_llm import write_tiny_llm
 
 from penstock.assembly import load_runtime, load_tokenizer
@@ -41,13 +41,13 @@ def test_a_lost_rank_ends_the_step_on_all_ranks(
     pair = RankPair(timeout=5.0, shares_memory=shares_memory)
     try:
         pipeline = pair.load(tiny)
-        generate(pipeline, [context_of([1, 2, 3], 2)])
+        generate_tokens(pipeline, [make_context([1, 2, 3], 2)])
         os.kill(pair.processes.pids[0], signal_number)
         start_time = time.monotonic()
         with pytest.raises(RankFailedError, match=reason):
-            generate(pipeline, [context_of([1, 2, 3], 2)])
-        with pytest.raises(RankFailedError, match=reason):  # at once, without a computation
-            generate(pipeline, [context_of([1, 2, 3], 2)])
+            generate_tokens(pipeline, [make_context([1, 2, 3], 2)])
+        with pytest.raises(RankFailedError, match=reason):  # fails immediately, without computing the step
+            generate_tokens(pipeline, [make_context([1, 2, 3], 2)])
         assert time.monotonic() - start_time < 60
     finally:
         pair.close()
@@ -67,7 +67,7 @@ async def test_the_server_restarts_after_a_rank_is_killed_under_load(tiny: Path)
     tokenizer = load_tokenizer(config)
     client = WorkerClient(partial(load_runtime, config))
 
-    def make_context(number: int, count: int) -> TextContext:
+    def make_numbered_context(number: int, count: int) -> TextContext:
         params = SamplingParams(max_new_tokens=count, seed=number, ignore_eos=True)
         request_id = f"{number}-{time.monotonic()}"
         prompt = "Once upon a time"
@@ -77,25 +77,25 @@ async def test_the_server_restarts_after_a_rank_is_killed_under_load(tiny: Path)
 
     await client.start()
     try:
-        expected = await _tokens(client.submit(make_context(1, 8)))
+        expected = await _tokens(client.submit(make_numbered_context(1, 8)))
         for victim in (1, 0, 1):
             worker = client.info.pid
             (rank_1,) = _children(worker)
-            generations = [client.submit(make_context(number, 100)) for number in range(8)]
+            generations = [client.submit(make_numbered_context(number, 100)) for number in range(8)]
             await anext(generations[0])
             os.kill(rank_1 if victim else worker, signal.SIGKILL)
             outcomes = await asyncio.gather(*map(_tokens, generations), return_exceptions=True)
             assert any(isinstance(outcome, UnavailableError) for outcome in outcomes)
             assert all(isinstance(outcome, UnavailableError | list) for outcome in outcomes)
             await _until(lambda before=worker: client.is_alive and client.info.pid != before)
-            assert await _tokens(client.submit(make_context(1, 8))) == expected
+            assert await _tokens(client.submit(make_numbered_context(1, 8))) == expected
             await _until(lambda pid=rank_1: not _is_running(pid))
         # A rank that exits while the server is idle is replaced before the next request.
         worker = client.info.pid
         (rank_1,) = _children(worker)
         os.kill(rank_1, signal.SIGKILL)
         await _until(lambda: client.is_alive and client.info.pid != worker)
-        assert await _tokens(client.submit(make_context(1, 8))) == expected
+        assert await _tokens(client.submit(make_numbered_context(1, 8))) == expected
         (rank_1,) = _children(client.info.pid)
     finally:
         await client.stop(0)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import DECODERS, write_checkpoint
+from support.pipeline_steps import generate_tokens, make_context, open_pipeline, random_tokens, step_logits
 from support.rank_pair import RankPair
-from support.running import context_of, generate, open_pipeline, random_tokens, step_logits
 
 from penstock.architectures.registry import SupportedArchitecture
 from penstock.pipelines import TextGenerationPipeline
@@ -33,7 +33,9 @@ def family_params(*default: str) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[SupportedArchitecture], Path]:
+def write_family_checkpoint(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[SupportedArchitecture], Path]:
     """Return a function that writes the checkpoint of a family once."""
     folders: dict[str, Path] = {}
 
@@ -51,14 +53,14 @@ def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Support
 def run_batches(pipeline: TextGenerationPipeline) -> tuple[torch.Tensor, list[list[int]]]:
     """Return the logits of a batch of two prompts, and the greedy text of two other prompts."""
     vocabulary = int(pipeline.model.huggingface_config.vocabulary_size)
-    contexts = [context_of(random_tokens(count, vocabulary, seed=count)) for count in (11, 3)]
+    contexts = [make_context(random_tokens(count, vocabulary, seed=count)) for count in (11, 3)]
     logits = torch.cat(step_logits(pipeline, contexts))
     for context in contexts:
         pipeline.release(context)
     prompts = [random_tokens(count, vocabulary, seed=count) for count in (5, 18)]
-    texts = generate(pipeline, [context_of(prompt, 8) for prompt in prompts])
+    texts = generate_tokens(pipeline, [make_context(prompt, 8) for prompt in prompts])
     # Decode steps of this shape are now compiled. Several of them run as one call on all ranks.
-    texts += generate(pipeline, [context_of(prompt, 8) for prompt in prompts], num_steps=4)
+    texts += generate_tokens(pipeline, [make_context(prompt, 8) for prompt in prompts], num_steps=4)
     return logits, texts
 
 
@@ -69,19 +71,21 @@ def compare_with_one_process(pair: RankPair, checkpoint: Path, tolerance: float 
     logits, texts = run_batches(pipeline)
     del pipeline
     gc.collect()
-    with pair.open(checkpoint, **flat) as sharded:
-        divided_logits, divided_texts = run_batches(sharded)
-    spread = max(1.0, float(logits.std()))
-    torch.testing.assert_close(divided_logits, logits, atol=tolerance * spread, rtol=0)
+    with pair.open(checkpoint, **flat) as sharded_pipeline:
+        sharded_logits, divided_texts = run_batches(sharded_pipeline)
+    scale = max(1.0, float(logits.std()))
+    torch.testing.assert_close(sharded_logits, logits, atol=tolerance * scale, rtol=0)
     if flat.get("quantization_encoding", "float32") == "float32":
         assert divided_texts == texts
 
 
 @pytest.mark.parametrize("family", family_params(*DEFAULT))
 def test_logits_and_text_of_two_ranks_equal_one_process(
-    pair: RankPair, checkpoint_of: Callable[[SupportedArchitecture], Path], family: SupportedArchitecture
+    pair: RankPair,
+    write_family_checkpoint: Callable[[SupportedArchitecture], Path],
+    family: SupportedArchitecture,
 ) -> None:
-    compare_with_one_process(pair, checkpoint_of(family))
+    compare_with_one_process(pair, write_family_checkpoint(family))
 
 
 EXPERTS = [
@@ -103,9 +107,9 @@ EXPERTS = [
 @pytest.mark.parametrize("kernels", ["best", "reference"])
 def test_logits_with_expert_parallelism_equal_one_process(
     pair: RankPair,
-    checkpoint_of: Callable[[SupportedArchitecture], Path],
+    write_family_checkpoint: Callable[[SupportedArchitecture], Path],
     family: SupportedArchitecture,
     kernels: str,
 ) -> None:
     flat: dict[str, Any] = {} if kernels == "best" else {"kernels": kernels}
-    compare_with_one_process(pair, checkpoint_of(family), expert_parallel=True, **flat)
+    compare_with_one_process(pair, write_family_checkpoint(family), expert_parallel=True, **flat)

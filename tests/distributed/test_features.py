@@ -10,8 +10,8 @@ import pytest
 import torch
 from support.adapters import write_adapter
 from support.checkpoints import write_checkpoint
+from support.pipeline_steps import generate_tokens, make_context, open_pipeline, random_tokens, step_logits
 from support.rank_pair import RankPair
-from support.running import context_of, generate, open_pipeline, random_tokens, step_logits
 from support.tiny_embedder import write_tiny_embedder
 from support.tiny_llm import write_tiny_llm
 
@@ -25,9 +25,9 @@ from penstock.pipelines.core.choices import choice_contexts
 PROMPT = random_tokens(20, 250, seed=1)
 
 
-def logits_of(pipeline: Any, **fields: Any) -> torch.Tensor:
+def compute_logits(pipeline: Any, **fields: Any) -> torch.Tensor:
     vocabulary = int(pipeline.model.huggingface_config.vocabulary_size)
-    context = context_of([token % vocabulary for token in PROMPT], **fields)
+    context = make_context([token % vocabulary for token in PROMPT], **fields)
     (logits,) = step_logits(pipeline, [context])
     pipeline.release(context)
     return logits
@@ -36,11 +36,11 @@ def logits_of(pipeline: Any, **fields: Any) -> torch.Tensor:
 def assert_close(pair: RankPair, checkpoint: Path, tolerance: float, **flat: Any) -> None:
     """Check that the root mean square error is at most this fraction of the logits' standard deviation."""
     pipeline = open_pipeline(checkpoint, **flat)
-    expected = logits_of(pipeline)
+    expected = compute_logits(pipeline)
     del pipeline
     gc.collect()
-    with pair.open(checkpoint, **flat) as sharded:
-        error = logits_of(sharded) - expected
+    with pair.open(checkpoint, **flat) as sharded_pipeline:
+        error = compute_logits(sharded_pipeline) - expected
     assert float(error.square().mean().sqrt() / expected.std()) <= tolerance
 
 
@@ -67,7 +67,7 @@ def test_logits_in_other_encodings_are_close_to_one_process(
         pytest.param({"num_key_value_heads": 1}, id="fewer kv heads than ranks"),
         pytest.param(
             {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48, "intermediate_size": 41},
-            id="parts of different sizes",
+            id="shards of different sizes",
         ),
         pytest.param({"tie_word_embeddings": True, "vocab_size": 267}, id="tied head"),
     ],
@@ -89,15 +89,15 @@ def test_sampled_choices_and_drafts_equal_one_process(pair: RankPair, tiny: Path
 
     def run(pipeline: Any) -> list[list[int]]:
         params = SamplingParams(temperature=0.8, seed=3, repetition_penalty=1.1)
-        context = context_of([5, 6, 7, 8] * 5, 12, sampling_params=params)
-        return generate(pipeline, choice_contexts(context, 3))
+        context = make_context([5, 6, 7, 8] * 5, 12, sampling_params=params)
+        return generate_tokens(pipeline, choice_contexts(context, 3))
 
     flat = {"speculative_method": "ngram"}
     pipeline = open_pipeline(tiny, **flat)
     expected = run(pipeline)
-    with pair.open(tiny, **flat) as sharded:
-        assert run(sharded) == expected
-        assert sharded.speculation_stats is not None
+    with pair.open(tiny, **flat) as sharded_pipeline:
+        assert run(sharded_pipeline) == expected
+        assert sharded_pipeline.speculation_stats is not None
 
 
 def test_beams_equal_one_process(pair: RankPair, tiny: Path) -> None:
@@ -105,12 +105,12 @@ def test_beams_equal_one_process(pair: RankPair, tiny: Path) -> None:
 
     def run(pipeline: Any) -> list[tuple[list[int], float]]:
         options = BeamOptions(num_beams=4, num_return_sequences=4)
-        ((_, beams),) = search(pipeline, [context_of(PROMPT[:9], 6)], options, 8, 512)
+        ((_, beams),) = search(pipeline, [make_context(PROMPT[:9], 6)], options, 8, 512)
         return [(list(beam.token_ids), round(float(beam.score), 3)) for beam in beams]
 
     expected = run(open_pipeline(tiny))
-    with pair.open(tiny) as sharded:
-        assert run(sharded) == expected
+    with pair.open(tiny) as sharded_pipeline:
+        assert run(sharded_pipeline) == expected
 
 
 def test_adapters_are_sharded_with_their_layers(pair: RankPair, tmp_path: Path) -> None:
@@ -122,19 +122,19 @@ def test_adapters_are_sharded_with_their_layers(pair: RankPair, tmp_path: Path) 
     flat: dict[str, Any] = {"lora": tuple(adapters), "max_loras": 1}
 
     def run(pipeline: Any) -> list[torch.Tensor]:
-        return [logits_of(pipeline, adapter=name) for name in ("a", "b", None, "a")]
+        return [compute_logits(pipeline, adapter=name) for name in ("a", "b", None, "a")]
 
     expected = run(open_pipeline(checkpoint, **flat))
     assert not torch.allclose(expected[0], expected[1], atol=0.1)
-    with pair.open(checkpoint, **flat) as sharded:
-        for ours, theirs in zip(run(sharded), expected, strict=True):
-            torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=0)
+    with pair.open(checkpoint, **flat) as sharded_pipeline:
+        for actual, reference in zip(run(sharded_pipeline), expected, strict=True):
+            torch.testing.assert_close(actual, reference, atol=1e-3, rtol=0)
 
 
 def test_a_rank_holds_only_its_shard(pair: RankPair, tiny: Path) -> None:
-    whole = open_pipeline(tiny).model
-    with pair.open(tiny) as sharded:
-        model: Any = sharded.model
+    full_model = open_pipeline(tiny).model
+    with pair.open(tiny) as sharded_pipeline:
+        model: Any = sharded_pipeline.model
         block = model.network.blocks[1]
         layers = (block.attention.qkv, block.attention.output, block.mlp.gate_up, block.mlp.down)
         shapes = [(layer.packed.out_features, layer.packed.in_features) for layer in layers]
@@ -142,9 +142,9 @@ def test_a_rank_holds_only_its_shard(pair: RankPair, tiny: Path) -> None:
         assert model.network.embedding.table.shape == (128, 32)
         assert model.network.head.linear.packed.out_features == 128
         assert model.kv_cache_spec.groups[0].kv_heads == 1
-        assert model.memory_plan.weights_size < 0.6 * whole.memory_plan.weights_size
+        assert model.memory_plan.weights_size < 0.6 * full_model.memory_plan.weights_size
         assert [buffer.numel() for buffer in model.signal_buffers] == [2 << 20] * 2
-    assert whole.signal_buffers == []
+    assert full_model.signal_buffers == []
 
 
 def test_a_model_that_cannot_be_sharded_is_refused_by_name(tmp_path: Path) -> None:

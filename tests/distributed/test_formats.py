@@ -10,9 +10,9 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 from support.gguf_files import write_gguf
-from support.packed_checkpoints import Order, gptq, write_packed_checkpoint
+from support.packed_checkpoints import InputOrder, gptq, write_packed_checkpoint
+from support.pipeline_steps import make_context, open_pipeline, random_tokens, step_logits
 from support.rank_pair import RankPair
-from support.running import context_of, open_pipeline, random_tokens, step_logits
 from support.tiny_llm import write_tiny_llm
 
 from penstock.errors import ConfigError
@@ -31,23 +31,23 @@ def wide_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def compare_with_one_process(pair: RankPair, checkpoint: Path) -> None:
     """Check the logits of two ranks against those of one process, in the encodings of the file."""
 
-    def logits_of(pipeline: Any) -> torch.Tensor:
-        context = context_of(random_tokens(20, 250, seed=1))
+    def compute_logits(pipeline: Any) -> torch.Tensor:
+        context = make_context(random_tokens(20, 250, seed=1))
         (logits,) = step_logits(pipeline, [context])
         pipeline.release(context)
         return logits
 
     flat = {"quantization_encoding": None}
-    expected = logits_of(open_pipeline(checkpoint, **flat))
+    expected = compute_logits(open_pipeline(checkpoint, **flat))
     gc.collect()
-    with pair.open(checkpoint, **flat) as sharded:
-        error = logits_of(sharded) - expected
+    with pair.open(checkpoint, **flat) as sharded_pipeline:
+        error = compute_logits(sharded_pipeline) - expected
     assert float(error.square().mean().sqrt() / expected.std()) < 0.06
 
 
 @pytest.mark.parametrize("order", ["none", "inputs"])
 def test_logits_of_gptq_equal_one_process(
-    pair: RankPair, wide_checkpoint: Path, tmp_path: Path, order: Order, caplog: pytest.LogCaptureFixture
+    pair: RankPair, wide_checkpoint: Path, tmp_path: Path, order: InputOrder, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Layers with reordered inputs cannot be sharded, so they are dequantized."""
     section = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False}
@@ -74,13 +74,18 @@ def test_rows_of_a_gguf_tensor_can_be_read_separately(
 ) -> None:
     weights = Weights.open(write_gguf(wide_checkpoint, tmp_path / "m.gguf", GGMLQuantizationType[kind]))
     for name, shape, start, stop in (
-        ("model.layers.0.self_attn.q_proj.weight", (128, 128), 32, 96),  # rows of heads are interleaved
+        (
+            "model.layers.0.self_attn.q_proj.weight",
+            (128, 128),
+            32,
+            96,
+        ),  # GGUF interleaves the rows of each head
         ("model.layers.1.mlp.up_proj.weight", (224, 128), 96, 224),
     ):
-        encoding, whole = weights.read_linear(name, shape)
+        encoding, full_weight = weights.read_linear(name, shape)
         row_encoding, rows = weights.rows(name, shape, start, stop)
         assert row_encoding == encoding
-        assert all(torch.equal(rows[key], whole[key][start:stop]) for key in whole)
+        assert all(torch.equal(rows[key], full_weight[key][start:stop]) for key in full_weight)
 
 
 @pytest.mark.parametrize("encoding", list(ENCODINGS))
@@ -89,8 +94,8 @@ def test_inputs_are_split_between_groups(encoding: str) -> None:
     weight = torch.randn(6, 320)
     tensors = kind.pack(weight)
     start = max(128, kind.divisible_inputs or 1)  # the K types of GGUF are split between superblocks of 256
-    selected = kind.select_inputs("down_proj", tensors, start, 320)
-    assert torch.equal(kind.unpack(selected), kind.unpack(tensors)[:, start:])
+    selected_tensors = kind.select_inputs("down_proj", tensors, start, 320)
+    assert torch.equal(kind.unpack(selected_tensors), kind.unpack(tensors)[:, start:])
     if kind.group_size is not None:
         message = f"inputs 0 to 47 of down_proj, but its {encoding} weights have one scale for each"
         with pytest.raises(ConfigError, match=message):

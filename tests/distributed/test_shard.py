@@ -32,9 +32,9 @@ def test_each_query_head_is_on_the_rank_of_its_kv_head(world: int, heads: int, k
     assert [h for part in parts for h in range(part.heads.start, part.heads.stop)] == list(range(heads))
     for rank, part in enumerate(parts):
         group = part.heads.size // part.kv_heads.size
-        for local in range(part.heads.size):
-            needed = (part.heads.start + local) // (heads // kv_heads)
-            assert part.kv_heads.start + local // group == needed
+        for local_index in range(part.heads.size):
+            kv_head = (part.heads.start + local_index) // (heads // kv_heads)
+            assert part.kv_heads.start + local_index // group == kv_head
         assert part.kv_heads.size == Shard(rank, world).num_kv_heads(kv_heads)
         assert part.kv_heads.size <= Shard(0, world).max_kv_heads(kv_heads)
 

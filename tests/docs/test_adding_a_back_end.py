@@ -106,5 +106,5 @@ def test_paths_and_names_on_the_page_exist() -> None:
     for operation_name in re.findall(r"`(linear|attention|take_rows|gated_activation)`", PAGE):
         assert operation_name in OPERATIONS
     fields = re.findall(r"^\| `(\w+)` \|", PAGE, flags=re.MULTILINE)
-    known = {field.name for field in dataclasses.fields(Backend)}
-    assert set(fields) == known | set(inspect.signature(operation).parameters)
+    known_names = {field.name for field in dataclasses.fields(Backend)}
+    assert set(fields) == known_names | set(inspect.signature(operation).parameters)

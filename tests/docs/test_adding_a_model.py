@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import oracle, oracle_logits, write_checkpoint
+from support.checkpoints import load_in_transformers, transformers_logits, write_checkpoint
 from support.documents import ROOT
-from support.networks import held_bytes
-from support.running import context_of, feed, logits_of_tokens, random_tokens, step_logits
+from support.networks import weight_bytes
+from support.pipeline_steps import append_token, chunked_logits, make_context, random_tokens, step_logits
 
 from penstock.pipelines import PipelineConfig, TextGenerationPipeline
 from penstock.pipelines.core import TextContext
@@ -107,20 +107,20 @@ def test_logits_of_the_custom_block_equal_plain_torch(duo: dict[str, Any]) -> No
     pipeline = TextGenerationPipeline(config, duo["architecture"].load_pipeline_model(), -1)
     tokens = random_tokens(70, 130, seed=1)
     expected = duo["plain_logits"](duo["weights"], torch.tensor(tokens))
-    whole = logits_of_tokens(pipeline, echo_context(tokens), [70])
-    torch.testing.assert_close(whole, expected, atol=1e-4 * max(1.0, float(expected.std())), rtol=0)
+    full_logits = chunked_logits(pipeline, echo_context(tokens), [70])
+    torch.testing.assert_close(full_logits, expected, atol=1e-4 * max(1.0, float(expected.std())), rtol=0)
     for chunks, others in (([70], [13, 1]), ([16, 1, 53], []), ([33, 37], [5])):
-        assert torch.equal(logits_of_tokens(pipeline, echo_context(tokens), chunks, others), whole)
+        assert torch.equal(chunked_logits(pipeline, echo_context(tokens), chunks, others), full_logits)
 
 
 def echo_context(tokens: list[int]) -> TextContext:
     """Return a context that computes the logits of all its tokens."""
-    return context_of(tokens, log_probabilities_echo=True)
+    return make_context(tokens, log_probabilities_echo=True)
 
 
 def test_the_memory_estimate_of_a_family_with_other_tensor_names(duo: dict[str, Any]) -> None:
     model: Any = duo["pipeline"].model
-    loaded_bytes = held_bytes(duo["pipeline"])
+    loaded_bytes = weight_bytes(duo["pipeline"])
     assert 0.995 * loaded_bytes <= model.memory_plan.weights_size <= 1.3 * loaded_bytes
     headers = model.pipeline_config.model.tensor_headers
     names = model.tensor_names(model.huggingface_config)
@@ -148,14 +148,14 @@ def test_logits_of_the_blueprint_family_equal_transformers(tmp_path: Path, varia
     config = PipelineConfig.from_flat({"model_path": str(folder), "quantization_encoding": "float32"})
     pipeline = TextGenerationPipeline(config, architecture.load_pipeline_model(), -1)
     tokens = random_tokens(80, 130, seed=1)
-    expected = oracle_logits(oracle(folder), tokens)
-    context = context_of(tokens[:60])
-    ours = [step_logits(pipeline, [context])[0]]
+    expected = transformers_logits(load_in_transformers(folder), tokens)
+    context = make_context(tokens[:60])
+    logits = [step_logits(pipeline, [context])[0]]
     for token in tokens[60:]:
-        feed(pipeline, context, token)
-        ours.append(step_logits(pipeline, [context])[0])
+        append_token(pipeline, context, token)
+        logits.append(step_logits(pipeline, [context])[0])
     tolerance = 1e-4 * max(1.0, float(expected.std()))
-    torch.testing.assert_close(torch.cat(ours), expected, atol=tolerance, rtol=0)
+    torch.testing.assert_close(torch.cat(logits), expected, atol=tolerance, rtol=0)
 
 
 def test_paths_on_the_page_exist() -> None:

@@ -52,6 +52,6 @@ def test_the_check_of_the_page_passes(tmp_path: Path) -> None:
     ids=str,
 )
 def test_the_check_detects_an_error(tmp_path: Path, changes: dict[str, str], message: str) -> None:
-    done = run_page_check(tmp_path, changes)
-    assert done.returncode != 0
-    assert message in done.stderr
+    completed = run_page_check(tmp_path, changes)
+    assert completed.returncode != 0
+    assert message in completed.stderr

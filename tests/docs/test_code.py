@@ -20,23 +20,22 @@ from support.documents import (
     ROOT,
     URL,
     Block,
-    blocks,
-    curl_of,
+    code_blocks,
+    parse_curl,
     running_server,
     shell_commands,
     write_adapter,
 )
 from support.tiny_embedder import write_tiny_embedder
 from support.tiny_speech import write_tiny_speech
-from support.vision_checkpoint import picture, write_llava
+from support.vision_checkpoint import random_picture, write_llava
 
 from penstock.cli import cli
 
-PYTHON = blocks("python")
-STANDALONE = [
-    block for block in PYTHON if not block.needs_server and block.page.name != "README.md"
-]  # tested in test_readme.py
-SESSIONS = [block for block in blocks("console") if shell_commands(block)]
+PYTHON = code_blocks("python")
+# test_readme.py runs the code of README.md.
+STANDALONE = [block for block in PYTHON if not block.needs_server and block.page.name != "README.md"]
+SESSIONS = [block for block in code_blocks("console") if shell_commands(block)]
 CURLS = [(block, line) for block in SESSIONS for line in shell_commands(block) if line.startswith("curl ")]
 EMBEDDER = "./all-MiniLM-L6-v2"
 """The model path in the console sessions with an embeddings model."""
@@ -65,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tiny_embedder(path / "ms-marco-MiniLM-L6-v2", labels=1)
     (path / "llava-1.5-7b-hf").mkdir()
     write_llava(path / "llava-1.5-7b-hf")
-    picture().save(path / "photo.png")
+    random_picture().save(path / "photo.png")
     return path
 
 
@@ -98,9 +97,8 @@ def test_python_client_blocks_run(block: Block, request: pytest.FixtureRequest) 
     url: str = request.getfixturevalue("embedder_url" if '="minilm"' in code else "url")
     code = code.replace(URL, url)
     if packages:  # in another process, because these packages leave connections open
-        environment = os.environ | {
-            "LITELLM_LOCAL_MODEL_COST_MAP": "True"
-        }  # otherwise LiteLLM downloads a price list
+        # Otherwise LiteLLM downloads a price list.
+        environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
         child = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, env=environment
         )
@@ -112,7 +110,7 @@ def test_python_client_blocks_run(block: Block, request: pytest.FixtureRequest) 
         names["client"].close()
 
 
-@pytest.mark.parametrize("block", blocks("javascript"), ids=str)
+@pytest.mark.parametrize("block", code_blocks("javascript"), ids=str)
 def test_node_client_blocks_run(block: Block, url: str, tmp_path: Path) -> None:
     if shutil.which("node") is None or not (NODE_PACKAGES / "@ai-sdk" / "openai-compatible").exists():
         pytest.skip("needs node and its packages, see CONTRIBUTING.md")
@@ -134,7 +132,7 @@ def run_block(block: Block, code: str) -> dict[str, object]:
 def test_curl_commands_succeed(block: Block, line: str, request: pytest.FixtureRequest) -> None:
     serves_embedder = f"penstock serve {EMBEDDER}" in block.code
     url: str = request.getfixturevalue("embedder_url" if serves_embedder else "url")
-    method, path, body = curl_of(line)
+    method, path, body = parse_curl(line)
     response = httpx.request(method, url + path, json=body, timeout=60)
     assert response.status_code == 200, response.text
 
@@ -173,9 +171,9 @@ def test_named_files_exist(page: Path) -> None:
 
 
 def test_blocks_without_a_language_are_refused() -> None:
-    unmarked = [str(block) for block in blocks("", "bash", "sh", "shell", "py")]
+    unmarked = [str(block) for block in code_blocks("", "bash", "sh", "shell", "py")]
     assert not unmarked, "name the language: python blocks run; console, text and similar blocks do not"
-    assert {block.language for block in blocks(*NOT_RUNNABLE, "python")} <= {*NOT_RUNNABLE, "python"}
+    assert {block.language for block in code_blocks(*NOT_RUNNABLE, "python")} <= {*NOT_RUNNABLE, "python"}
 
 
 def test_the_pages_have_blocks_to_check() -> None:

@@ -10,5 +10,5 @@ ROOT = Path(__file__).parents[2]
 
 def test_the_page_is_current() -> None:
     tool = runpy.run_path(str(ROOT / "tools" / "write_configuration.py"))
-    written = (ROOT / "docs" / "configuration.md").read_text()
-    assert written == tool["page"](), "run: python tools/write_configuration.py"
+    written_page = (ROOT / "docs" / "configuration.md").read_text()
+    assert written_page == tool["page"](), "run: python tools/write_configuration.py"

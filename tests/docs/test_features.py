@@ -70,9 +70,9 @@ def assert_two_outputs(llm: LLM, outputs: list[GenerationOutput]) -> None:
 
 
 def assert_prefix_hits(llm: LLM, outputs: list[GenerationOutput]) -> None:
-    cached = [output.num_cached_tokens > 0 for output in outputs]
-    # Not with log probabilities of the prompt. Of several outputs, only the first one has them.
-    assert cached[0] == (outputs[0].prompt_log_probabilities is None)
+    has_cached_tokens = [output.num_cached_tokens > 0 for output in outputs]
+    # Log probabilities of the prompt prevent prefix hits. Only the first output has them.
+    assert has_cached_tokens[0] == (outputs[0].prompt_log_probabilities is None)
 
 
 FEATURES = {
@@ -181,8 +181,8 @@ def generate_outputs(llm: LLM, names: tuple[str, str]) -> list[GenerationOutput]
 
 
 def test_each_feature_has_a_row_and_a_section() -> None:
-    _, _, rest = PAGE.partition("| feature |")
-    table = rest.partition("\n\n")[0]
+    _, _, remainder = PAGE.partition("| feature |")
+    table = remainder.partition("\n\n")[0]
     sections = re.findall(r"^## (.*)$", PAGE, flags=re.MULTILINE)[1:]
     linked = re.findall(r"^\| \[([^\]]*)\]\(#([^)]*)\)", table, flags=re.MULTILINE)
     assert [name for name, _ in linked] == [

@@ -54,18 +54,18 @@ def public_names(module_name: str) -> set[str]:
     return {f"{module_name}.{name}" for name in names if not name.startswith("__")}
 
 
-def pages_of(docs: Path) -> set[str]:
+def page_names(docs: Path) -> set[str]:
     """Return the pages other than the index, without suffix."""
     return {page.relative_to(docs).with_suffix("").as_posix() for page in docs.rglob("*.md")} - {"index"}
 
 
-def modules_of_reference() -> set[str]:
+def reference_modules() -> set[str]:
     """Return the modules whose public names are on the reference pages."""
     pages = (ROOT / "docs" / "reference").glob("*.md")
     return {name for page in pages for name in re.findall(r"^::: (\S+)", page.read_text(), re.MULTILINE)}
 
 
-def anchors_of(page: Path) -> set[str]:
+def heading_anchors(page: Path) -> set[str]:
     """Return the anchors of a page's headings."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     headings = [heading.lower() for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)]
@@ -74,7 +74,7 @@ def anchors_of(page: Path) -> set[str]:
 
 def broken_links(docs: Path) -> list[str]:
     """Return the links of all pages whose page or anchor is missing."""
-    broken = []
+    broken_links_found = []
     for page in sorted(docs.rglob("*.md")):
         text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
         for link in re.findall(r"\]\(([^)\s]+)\)", text):
@@ -82,16 +82,16 @@ def broken_links(docs: Path) -> list[str]:
             target = (page.parent / path).resolve() if path else page
             is_inside = target.is_relative_to(docs.resolve()) or target == page
             if not link.startswith(("http:", "https:", "mailto:")) and not (
-                is_inside and target.is_file() and (not anchor or anchor in anchors_of(target))
+                is_inside and target.is_file() and (not anchor or anchor in heading_anchors(target))
             ):
-                broken.append(f"{page.name}: {link}")
-    return broken
+                broken_links_found.append(f"{page.name}: {link}")
+    return broken_links_found
 
 
 def test_every_page_is_in_the_navigation() -> None:
     docs = ROOT / "docs"
     index, settings = (docs / "index.md").read_text(), (ROOT / "mkdocs.yml").read_text()
-    assert all(f"({page}.md)" in index and f"{page}.md" in settings for page in pages_of(docs))
+    assert all(f"({page}.md)" in index and f"{page}.md" in settings for page in page_names(docs))
 
 
 def test_packages_imported_by_pages_are_in_the_reference() -> None:
@@ -99,7 +99,7 @@ def test_packages_imported_by_pages_are_in_the_reference() -> None:
     imports = re.compile(r"^(?:from|import) (penstock[\w.]*)", re.MULTILINE)
     used = package_names(module for file in files for module in imports.findall(file.read_text()))
     assert {"penstock.ray", "penstock.nn", "penstock.kernels"} <= used
-    assert used - package_names(modules_of_reference()) == INTERNAL
+    assert used - package_names(reference_modules()) == INTERNAL
 
 
 def package_names(modules: Iterable[str]) -> set[str]:
@@ -127,12 +127,12 @@ def test_the_built_site_has_every_page_and_name(tmp_path: Path) -> None:
     docs = ROOT / "docs"
     build_site(docs, tmp_path)
     built = {page.parent.relative_to(tmp_path).as_posix() for page in tmp_path.rglob("index.html")}
-    assert pages_of(docs) <= built
-    modules = modules_of_reference()
+    assert page_names(docs) <= built
+    modules = reference_modules()
     html = "".join(page.read_text() for page in (tmp_path / "reference").rglob("index.html"))
-    shown = set(re.findall(r'id="([^"]+)"', html))
+    shown_ids = set(re.findall(r'id="([^"]+)"', html))
     for module in modules:
-        assert public_names(module) - MEMBERS_FROM_TORCH <= shown
+        assert public_names(module) - MEMBERS_FROM_TORCH <= shown_ids
 
 
 @pytest.mark.slow

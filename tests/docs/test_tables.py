@@ -54,15 +54,15 @@ def test_an_unsupported_keyword_is_refused_by_name(keyword: str) -> None:
 
 
 def test_every_family_of_gguf_files_is_documented() -> None:
-    documented = {name for names in TOOL["GGUF_OF"].values() for name in names}
-    assert documented == set(gguf_names._FAMILIES)
+    documented_families = {name for names in TOOL["GGUF_OF"].values() for name in names}
+    assert documented_families == set(gguf_names._FAMILIES)
     assert set(TOOL["GGUF_OF"]) <= {candidate.name for candidate in PIPELINE_REGISTRY.architectures}
 
 
 def test_every_error_code_is_documented() -> None:
     page = (ROOT / "docs" / "server.md").read_text()
-    missing = {code for code in _codes() if f"`{code}`" not in page}
-    assert not missing
+    missing_codes = {code for code in _codes() if f"`{code}`" not in page}
+    assert not missing_codes
 
 
 def _codes() -> Iterator[str]:
@@ -78,10 +78,10 @@ def test_fields_marked_as_extensions_are_missing_in_openai() -> None:
     from openai.types import completion_create_params as of_completions
     from openai.types.chat import completion_create_params as of_chats
 
-    theirs: set[str] = set()
+    openai_fields: set[str] = set()
     for module in (of_completions, of_chats):
         for name in ("Base", "NonStreaming", "Streaming"):
-            theirs |= set(getattr(module, f"CompletionCreateParams{name}").__annotations__)
+            openai_fields |= set(getattr(module, f"CompletionCreateParams{name}").__annotations__)
     kinds: tuple[Any, ...] = (schemas.ChatBody, schemas.CompletionBody)
     honoured = {field.alias or name for kind in kinds for name, field in kind.model_fields.items()}
-    assert honoured - theirs == set(TOOL["OURS"])
+    assert honoured - openai_fields == set(TOOL["OURS"])

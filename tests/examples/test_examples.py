@@ -88,20 +88,23 @@ def test_lora_prints_adapted_text(
     folders = set(re.findall(r"adapters/\w+", (ROOT / "docs" / "features.md").read_text()))
     assert folders == {"adapters/tone"}
     with LLM("demo", lora=["tone=adapters/tone"]) as llm:
-        plain, adapted = llm.generate(
+        plain_output, adapted_output = llm.generate(
             ["Once upon a time"] * 2, SamplingParams(max_new_tokens=25), adapter=[None, "tone"]
         )
-    assert plain.text != adapted.text
+    assert plain_output.text != adapted_output.text
 
 
 def test_score_batch_finds_the_best_answers(capsys: pytest.CaptureFixture[str]) -> None:
     lines = run_in_process("score_batch", capsys).splitlines()
-    best = {
+    best_answers = {
         question: lines[number + 1].split()[-1]
         for number, question in enumerate(lines)
         if question[-1] == "?"
     }
-    assert best == {"What is the capital of Germany?": "Berlin", "What is the capital of France?": "Paris"}
+    assert best_answers == {
+        "What is the capital of Germany?": "Berlin",
+        "What is the capital of France?": "Paris",
+    }
 
 
 def test_speculation_accepts_drafts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,8 +139,8 @@ def test_semantic_search_ranks_the_matching_text_first(
     query = "Greetings\nHello world."
     arguments = ["semantic_search.py", str(model), query, "--folder", str(docs), "--top-n", "2"]
     monkeypatch.setattr(sys, "argv", arguments)
-    best, second = run_in_process("semantic_search", capsys).splitlines()
-    assert best == "1.000  b.md: Greetings"
+    best_output, second = run_in_process("semantic_search", capsys).splitlines()
+    assert best_output == "1.000  b.md: Greetings"
     assert re.fullmatch(r"0\.\d{3}  a\.md: Ca(ts|rs)", second)
     monkeypatch.setattr(sys, "argv", ["semantic_search.py", "demo", "cats"])
     with pytest.raises(SystemExit, match="demo is no embeddings model"):

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.grammars import EOS, context_for, new_compiler, wait
+from support.grammars import EOS, make_grammar_context, new_compiler, wait_until_ready
 
 from penstock.errors import InputError, PenstockError, UnavailableError, UnsupportedFeatureError
 from penstock.grammar import compiler, llguidance_backend
@@ -53,23 +53,23 @@ def test_each_kind_of_grammar_accepts_and_rejects_texts(
     kind: str, text: Any, accepted: str, rejected: str
 ) -> None:
     grammars = new_compiler()
-    assert accepts(wait(grammars, context_for(kind, text)), accepted)
-    assert not accepts(wait(grammars, context_for(kind, text)), rejected)
+    assert accepts(wait_until_ready(grammars, make_grammar_context(kind, text)), accepted)
+    assert not accepts(wait_until_ready(grammars, make_grammar_context(kind, text)), rejected)
 
 
 def test_a_new_matcher_has_accepted_the_generated_tokens() -> None:
-    context = wait(new_compiler(), context_for("regex", "abc", generated=b"ab"))
+    context = wait_until_ready(new_compiler(), make_grammar_context("regex", "abc", generated=b"ab"))
     context.update(ord("c"))
     context.update(EOS)
     assert context.is_done
     with pytest.raises(InputError, match="token 120, generated token 0"):
-        wait(new_compiler(), context_for("regex", "abc", generated=b"x"))
+        wait_until_ready(new_compiler(), make_grammar_context("regex", "abc", generated=b"x"))
 
 
 def test_each_matcher_uses_the_end_tokens_of_its_context() -> None:
     grammars = new_compiler()
-    first = wait(grammars, context_for("regex", "a", eos_token_ids={7, 9}))
-    second = wait(grammars, context_for("regex", "a", eos_token_ids=set()))
+    first = wait_until_ready(grammars, make_grammar_context("regex", "a", eos_token_ids={7, 9}))
+    second = wait_until_ready(grammars, make_grammar_context("regex", "a", eos_token_ids=set()))
     assert first.matcher is not None
     assert second.matcher is not None
     assert sorted(first.matcher.stop_token_ids) == [7, 9]
@@ -77,7 +77,7 @@ def test_each_matcher_uses_the_end_tokens_of_its_context() -> None:
 
 
 def test_a_grammar_without_an_end_token_is_refused() -> None:
-    context = context_for(
+    context = make_grammar_context(
         "regex", "a", eos_token_ids=set(), ignore_eos=True, sampling_params=SamplingParams(ignore_eos=True)
     )
     with pytest.raises(UnsupportedFeatureError, match="ignore_eos"):
@@ -91,23 +91,23 @@ def test_a_context_without_a_grammar_is_ready_at_once() -> None:
 
 
 def test_a_grammar_is_compiled_once_and_the_oldest_is_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: list[Grammar] = []
+    compiled_grammars: list[Grammar] = []
     original = llguidance_backend.grammar_source
 
     def record_and_compile(grammar: Grammar, **options: Any) -> sources.GrammarSource:
-        compiled.append(grammar)
+        compiled_grammars.append(grammar)
         return original(grammar, **options)
 
     monkeypatch.setattr(llguidance_backend, "grammar_source", record_and_compile)
     grammars = new_compiler(cache_size=600_000)
     for text in ("a", "b", "a", "a"):
-        wait(grammars, context_for("regex", text))
-    assert [grammar.text for grammar in compiled] == ["a", "b"]
+        wait_until_ready(grammars, make_grammar_context("regex", text))
+    assert [grammar.text for grammar in compiled_grammars] == ["a", "b"]
     for number in range(12):
-        wait(grammars, context_for("regex", f"x{number}"))
+        wait_until_ready(grammars, make_grammar_context("regex", f"x{number}"))
     assert 0 < grammars.num_cached_bytes <= 600_000
-    wait(grammars, context_for("regex", "a"))
-    assert compiled[-1].text == "a"
+    wait_until_ready(grammars, make_grammar_context("regex", "a"))
+    assert compiled_grammars[-1].text == "a"
 
 
 DEEPLY_NESTED = {"type": "array", "items": {}}
@@ -190,7 +190,7 @@ for _ in range(300):
 def test_each_costly_or_invalid_grammar_compiles_or_is_refused(kind: str, text: Any) -> None:
     grammars = new_compiler(compile_timeout=2.0)
     try:
-        context = wait(grammars, context_for(kind, text))
+        context = wait_until_ready(grammars, make_grammar_context(kind, text))
     except InputError:
         assert grammars.ready(TextContext(prompt=[1], max_length=5, tokens=np.array([1])))
     else:
@@ -205,7 +205,7 @@ def test_each_costly_or_invalid_grammar_compiles_or_is_refused(kind: str, text: 
 def test_unsupported_options_of_a_schema_in_a_tag_are_refused(option: dict[str, Any]) -> None:
     tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": {}, **option}}
     with pytest.raises(UnsupportedFeatureError, match=next(iter(option))):
-        wait(new_compiler(), context_for("structural_tag", tag))
+        wait_until_ready(new_compiler(), make_grammar_context("structural_tag", tag))
 
 
 def test_slow_grammars_are_refused_and_others_wait_for_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,23 +219,25 @@ def test_slow_grammars_are_refused_and_others_wait_for_a_thread(monkeypatch: pyt
 
     monkeypatch.setattr(llguidance_backend, "grammar_source", slow)
     grammars = new_compiler(compile_timeout=0.2)
-    other = context_for("regex", "other")
+    other = make_grammar_context("regex", "other")
     try:
-        assert not grammars.ready(context_for("regex", "slow 1"))
-        wait(grammars, context_for("regex", "quick"))
+        assert not grammars.ready(make_grammar_context("regex", "slow 1"))
+        wait_until_ready(grammars, make_grammar_context("regex", "quick"))
         for number in range(1, 5):
             with pytest.raises(InputError, match=rf"'slow {number}' was not compiled within 0\.2 s"):
-                wait(grammars, context_for("regex", f"slow {number}"))
+                wait_until_ready(grammars, make_grammar_context("regex", f"slow {number}"))
         with pytest.raises(InputError, match=r"'slow 1' was not compiled"):
-            grammars.ready(context_for("regex", "slow 1"))  # the refusal is cached
+            grammars.ready(make_grammar_context("regex", "slow 1"))  # the refusal is cached
         assert not grammars.ready(other), "no thread is free"
-        with pytest.raises(UnavailableError, match="4 other grammars"):  # after the time limit
-            wait(grammars, other)
+        with pytest.raises(
+            UnavailableError, match="4 other grammars"
+        ):  # waits for a thread up to the time limit
+            wait_until_ready(grammars, other)
         assert not grammars.ready(other)
-        wait(grammars, context_for("regex", "quick"))  # is still cached
+        wait_until_ready(grammars, make_grammar_context("regex", "quick"))  # this grammar is still cached
     finally:
         release.set()
-    wait(grammars, other)
+    wait_until_ready(grammars, other)
 
 
 def test_a_thread_ends_at_the_time_limit_of_its_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +253,7 @@ def test_a_thread_ends_at_the_time_limit_of_its_grammar(monkeypatch: pytest.Monk
     threads_before = set(threading.enumerate())  # compilations of earlier tests may still run
     grammars = new_compiler(compile_timeout=0.2)
     with pytest.raises(InputError, match="not compiled"):
-        wait(grammars, context_for("regex", "a"))
+        wait_until_ready(grammars, make_grammar_context("regex", "a"))
     for thread in set(threading.enumerate()) - threads_before:
         thread.join(60)
         assert not thread.is_alive()
@@ -271,23 +273,23 @@ def test_a_slow_grammar_does_not_block_the_next_one(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(compiler, "_EXCLUSIVE_SECONDS", 0.05)
     grammars = new_compiler(compile_timeout=60)
     try:
-        assert not grammars.ready(context_for("regex", "slow"))
-        wait(grammars, context_for("regex", "quick"))
-        assert not grammars.ready(context_for("regex", "slow")), "its time limit has not passed"
+        assert not grammars.ready(make_grammar_context("regex", "slow"))
+        wait_until_ready(grammars, make_grammar_context("regex", "quick"))
+        assert not grammars.ready(make_grammar_context("regex", "slow")), "its time limit has not passed"
     finally:
         release.set()
-    wait(grammars, context_for("regex", "slow"))
+    wait_until_ready(grammars, make_grammar_context("regex", "slow"))
 
 
 def test_a_grammar_above_the_size_limit_is_refused_at_once() -> None:
     with pytest.raises(InputError, match="11 characters, the maximum is 10"):
-        new_compiler(max_size=10).ready(context_for("regex", "a" * 11))
+        new_compiler(max_size=10).ready(make_grammar_context("regex", "a" * 11))
 
 
 def test_errors_name_the_fault_and_no_source_file_of_the_library() -> None:
     grammars = new_compiler()
     for _ in range(2):  # the second error comes from the cache
         with pytest.raises(PenstockError) as caught:
-            wait(grammars, context_for("ebnf", "root ::= nothing"))
+            wait_until_ready(grammars, make_grammar_context("ebnf", "root ::= nothing"))
         assert "nothing" in str(caught.value)
         assert ".cc" not in str(caught.value)

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from support.grammars import EOS, context_for, new_compiler, wait
+from support.grammars import EOS, make_grammar_context, new_compiler, wait_until_ready
 
 from penstock.errors import InputError
 from penstock.grammar import grammar_bitmask
@@ -38,7 +38,7 @@ def generate_text(context: TextContext, text: str) -> None:
     ],
 )
 def test_costly_grammars_below_the_limits_are_matched(kind: str, grammar: object, text: str) -> None:
-    context = wait(new_compiler(), context_for(kind, grammar))
+    context = wait_until_ready(new_compiler(), make_grammar_context(kind, grammar))
     generate_text(context, text)
     assert context.generated_tokens.tolist() == list(text.encode())
 
@@ -48,8 +48,8 @@ AMBIGUOUS = 'root ::= e\ne ::= e e | [a-z] | "(" e ")"'
 
 def test_the_mask_limit_ends_only_its_request_and_names_the_grammar() -> None:
     grammars = new_compiler(mask_items=200)
-    costly_grammar = wait(grammars, context_for("ebnf", AMBIGUOUS))
-    other = wait(grammars, context_for("regex", "[ab]*"))
+    costly_grammar = wait_until_ready(grammars, make_grammar_context("ebnf", AMBIGUOUS))
+    other = wait_until_ready(grammars, make_grammar_context("regex", "[ab]*"))
     expected = grammar_bitmask([other], np.array([0]), EOS + 1)
     assert expected is not None
     for _ in range(300):
@@ -68,7 +68,7 @@ def test_the_mask_limit_ends_only_its_request_and_names_the_grammar() -> None:
     assert isinstance(costly_grammar.matcher, LLGuidanceMatcher)
     assert costly_grammar.matcher.failure is not None
     mask = torch.zeros((1, EOS // 32 + 1), dtype=torch.int32)
-    costly_grammar.matcher.fill_next_token_bitmask(mask)  # a failed matcher in a batch must not raise
+    costly_grammar.matcher.fill_next_token_bitmask(mask)  # a batch with a failed matcher must not raise
     assert mask.all()
 
 
@@ -77,7 +77,7 @@ def test_a_grammar_that_has_reached_a_limit_is_compiled_again() -> None:
     grammars = new_compiler(max_states=400)
     pattern, rng = "[ab]*a[ab]{30}", random.Random(0)
     for _ in range(2):
-        context = wait(grammars, context_for("regex", pattern))
+        context = wait_until_ready(grammars, make_grammar_context("regex", pattern))
         with pytest.raises(InputError, match="too complex"):
             generate_text(context, "".join(rng.choices("ab", k=480)))
         assert len(context.generated_tokens) > 10
@@ -86,12 +86,12 @@ def test_a_grammar_that_has_reached_a_limit_is_compiled_again() -> None:
 def test_a_grammar_with_too_many_symbols_is_refused() -> None:
     grammar = 'root ::= "(" root ")" | "x" | ' + " | ".join(f'"{number}" root' for number in range(300))
     with pytest.raises(InputError, match="too complex"):
-        wait(new_compiler(max_symbols=100), context_for("ebnf", grammar))
-    wait(new_compiler(), context_for("ebnf", grammar))
+        wait_until_ready(new_compiler(max_symbols=100), make_grammar_context("ebnf", grammar))
+    wait_until_ready(new_compiler(), make_grammar_context("ebnf", grammar))
 
 
 def test_the_end_token_is_accepted_only_after_a_complete_output() -> None:
-    context = wait(new_compiler(), context_for("regex", "(?:.|\n)*x"))
+    context = wait_until_ready(new_compiler(), make_grammar_context("regex", "(?:.|\n)*x"))
     assert context.matcher is not None
     assert not context.matcher.accept_token(EOS)
     assert context.matcher.accept_token(ord("x"))
@@ -105,11 +105,13 @@ def test_a_matcher_of_xgrammar_is_accepted() -> None:
     xgr = pytest.importorskip("xgrammar")
     vocabulary = [*(bytes([byte]) for byte in range(256)), b"<end>"]
     info = xgr.TokenizerInfo(vocabulary, xgr.VocabType.RAW, vocab_size=EOS + 1, stop_token_ids=[EOS])
-    compiled = xgr.GrammarCompiler(info, cache_enabled=False).compile_grammar('root ::= "ab"')
+    compiled_grammar = xgr.GrammarCompiler(info, cache_enabled=False).compile_grammar('root ::= "ab"')
     context = TextContext(prompt=[1], max_length=50, tokens=np.array([1]))
-    context.set_matcher(xgr.GrammarMatcher(compiled))
+    context.set_matcher(xgr.GrammarMatcher(compiled_grammar))
     mask = grammar_bitmask(
-        [context, wait(new_compiler(), context_for("regex", "c"))], np.array([0, 1]), EOS + 1
+        [context, wait_until_ready(new_compiler(), make_grammar_context("regex", "c"))],
+        np.array([0, 1]),
+        EOS + 1,
     )
     assert mask is not None
     bits = np.unpackbits(mask.numpy().view(np.uint8), axis=1, bitorder="little")[:, : EOS + 1]
@@ -120,7 +122,7 @@ def test_a_matcher_of_xgrammar_is_accepted() -> None:
 @pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
 def test_the_backend_setting_selects_the_library(backend: str) -> None:
     pytest.importorskip(backend)
-    context = wait(new_compiler(backend=backend), context_for("regex", "ab"))
+    context = wait_until_ready(new_compiler(backend=backend), make_grammar_context("regex", "ab"))
     assert type(context.matcher).__module__.startswith("penstock" if backend == "llguidance" else "xgrammar")
     generate_text(context, "ab")
 
@@ -129,7 +131,7 @@ def test_a_process_with_a_grammar_prints_nothing_at_exit() -> None:
     code = (
         "import sys; sys.path.insert(0, 'tests')\n"
         "from support.grammars import *\n"
-        "context = wait(new_compiler(), context_for('regex', 'ab'))\n"
+        "context = wait_until_ready(new_compiler(), make_grammar_context('regex', 'ab'))\n"
         "print(sorted({'xgrammar', 'triton', 'transformers'} & set(sys.modules)))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.grammars import EOS, context_for, new_compiler, wait
+from support.grammars import EOS, make_grammar_context, new_compiler, wait_until_ready
 
 from penstock.grammar import acceptable_drafts, forced_tokens, grammar_bitmask
 from penstock.pipelines.core import TextContext
@@ -13,7 +13,7 @@ VOCABULARY = EOS + 1
 
 
 def compile_context(kind: str, text: object, **options: object) -> TextContext:
-    return wait(new_compiler(), context_for(kind, text, **options))  # type: ignore[arg-type]
+    return wait_until_ready(new_compiler(), make_grammar_context(kind, text, **options))  # type: ignore[arg-type]
 
 
 def make_context_without_grammar() -> TextContext:
@@ -49,7 +49,7 @@ def test_each_draft_token_has_a_mask_row() -> None:
             all_tokens,
             [ord("x")],
             [EOS],
-            all_tokens,  # after the end
+            all_tokens,  # the row after the end token has no constraint
         ]
 
 

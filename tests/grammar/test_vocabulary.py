@@ -28,8 +28,9 @@ def check_joined_bytes(tokenizer: TextTokenizer, texts: list[str]) -> None:
     assert tokens[-5:] == [b""] * 5  # ids of a padded vocabulary have no bytes
     for text in texts:
         ids = tokenizer.backend.encode(text, add_special_tokens=False).ids
-        joined = b"".join(tokens[token] for token in ids)
-        assert joined.removeprefix(b" ") == text.encode()  # some tokenizers add a space before the first word
+        joined_text = b"".join(tokens[token] for token in ids)
+        # Some tokenizers add a space before the first word.
+        assert joined_text.removeprefix(b" ") == text.encode()
 
 
 def test_the_bytes_of_tokens_join_to_the_text() -> None:

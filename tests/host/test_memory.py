@@ -7,14 +7,13 @@ import shutil
 import threading
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from support.checkpoints import DECODERS
-from support.random_draws import examples
+from support.checkpoints import DECODERS, make_tiny_config
+from support.random_draws import num_examples
 
 from penstock import LLM, SamplingParams, assembly
 from penstock.architectures.decoder import DecoderModel
@@ -39,17 +38,11 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def make_tiny_config(name: str) -> dict[str, Any]:
-    (architecture,) = (decoder for decoder in DECODERS if decoder.name == name)
-    assert architecture.tiny_config is not None
-    return dict(architecture.tiny_config())
-
-
 def is_prefaulting() -> bool:
     return any(thread.name == "penstock-memory" for thread in threading.enumerate())
 
 
-@settings(deadline=None, max_examples=examples(30))
+@settings(deadline=None, max_examples=num_examples(30))
 @given(st.lists(st.integers(0, 3 * MB), max_size=12), st.integers(1, 8 * MB))
 def test_allocations_are_disjoint_and_keep_their_contents(sizes: list[int], total: int) -> None:
     buffer = PrefaultedBuffer(total)
@@ -72,7 +65,7 @@ def test_allocations_are_disjoint_and_keep_their_contents(sizes: list[int], tota
 
 
 def test_the_whole_buffer_is_prefaulted_and_unallocated_memory_is_returned() -> None:
-    gc.collect()  # otherwise garbage of other tests could be freed during this test
+    gc.collect()  # freeing garbage of other tests later would change the measurement
     bytes_before = resident_bytes()
     buffer = PrefaultedBuffer(256 * MB)
     buffer._thread.join()
@@ -97,17 +90,17 @@ def test_the_first_allocation_stops_the_prefaulting_thread() -> None:
 
 
 def test_each_load_has_its_own_memory() -> None:
-    with PrefaultedMemory() as empty, PrefaultedMemory(4 * MB) as small:
+    with PrefaultedMemory() as empty, PrefaultedMemory(4 * MB) as small_memory:
         assert empty.allocate(1) is None
-        with PrefaultedMemory(64 * MB) as large:
-            assert small.allocate(8 * MB) is None, (
+        with PrefaultedMemory(64 * MB) as large_memory:
+            assert small_memory.allocate(8 * MB) is None, (
                 "too large for this memory; the memory of another load is not used"
             )
-            assert large.allocate(8 * MB) is not None
-        assert large.allocate(1) is None
-        assert small.allocate(MB) is not None, "the end of another load does not release this memory"
-        small.release()
-        assert small.allocate(1) is None
+            assert large_memory.allocate(8 * MB) is not None
+        assert large_memory.allocate(1) is None
+        assert small_memory.allocate(MB) is not None, "the end of another load does not release this memory"
+        small_memory.release()
+        assert small_memory.allocate(1) is None
     memory = PrefaultedMemory(64 * MB)
     with pytest.raises(ValueError), memory:  # noqa: PT011  # any error
         raise ValueError
@@ -144,7 +137,7 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def loads(monkeypatch: pytest.MonkeyPatch) -> list[PrefaultedMemory]:
+def prefaulted_memories(monkeypatch: pytest.MonkeyPatch) -> list[PrefaultedMemory]:
     """Return a list that receives the prefaulted memory of each load. Small models are prefaulted too."""
     memories: list[PrefaultedMemory] = []
 
@@ -159,8 +152,8 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[PrefaultedMemory]:
     return memories
 
 
-def prefaulted_sizes(loads: list[PrefaultedMemory]) -> list[int]:
-    return [vars(memory)["size"] for memory in loads]
+def prefaulted_sizes(prefaulted_memories: list[PrefaultedMemory]) -> list[int]:
+    return [vars(memory)["size"] for memory in prefaulted_memories]
 
 
 @pytest.fixture
@@ -185,66 +178,69 @@ needs_kernels = pytest.mark.skipif(not available_isas(), reason="the C++ kernels
 @pytest.mark.parametrize("encoding", ["int8", "int4"])
 def test_weights_are_packed_into_prefaulted_memory(
     tiny_checkpoint: Path,
-    loads: list[PrefaultedMemory],
+    prefaulted_memories: list[PrefaultedMemory],
     allocations: list[int],
     encoding: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def generate() -> list[int]:
         with LLM(str(tiny_checkpoint), quantization_encoding=encoding) as llm:
-            assert loads[-1].allocate(1) is None, "no allocation after the load"
-            assert llm.pipeline.session.prefaulted is loads[-1]
+            assert prefaulted_memories[-1].allocate(1) is None, "no allocation after the load"
+            assert llm.pipeline.session.prefaulted is prefaulted_memories[-1]
             return llm.generate(PROMPT, GREEDY)[0].token_ids
 
     expected = generate()
-    assert sum(allocations) > 0.9 * prefaulted_sizes(loads)[0] > 0
+    assert sum(allocations) > 0.9 * prefaulted_sizes(prefaulted_memories)[0] > 0
     allocations.clear()
     monkeypatch.setattr(assembly, "_PREFAULT_SHARE", 0.0)  # too little free memory
     assert generate() == expected
-    assert prefaulted_sizes(loads)[1:] == [0]
+    assert prefaulted_sizes(prefaulted_memories)[1:] == [0]
     assert not allocations
 
 
 @needs_kernels
 def test_a_worker_prefaults_memory(
-    tiny_checkpoint: Path, loads: list[PrefaultedMemory], allocations: list[int]
+    tiny_checkpoint: Path, prefaulted_memories: list[PrefaultedMemory], allocations: list[int]
 ) -> None:
     assembly.load_runtime(PipelineConfig.from_flat({"model_path": str(tiny_checkpoint), **INT8}))
-    assert sum(allocations) > 0.9 * prefaulted_sizes(loads)[0] > 0
+    assert sum(allocations) > 0.9 * prefaulted_sizes(prefaulted_memories)[0] > 0
 
 
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16"])
 def test_no_memory_is_prefaulted_for_lazily_packed_weights(
-    tiny_checkpoint: Path, loads: list[PrefaultedMemory], encoding: str
+    tiny_checkpoint: Path, prefaulted_memories: list[PrefaultedMemory], encoding: str
 ) -> None:
     LLM(str(tiny_checkpoint), quantization_encoding=encoding).close()
-    assert prefaulted_sizes(loads) == [0]
+    assert prefaulted_sizes(prefaulted_memories) == [0]
 
 
 def test_a_back_end_that_packs_nothing_prefaults_nothing(
-    tiny_checkpoint: Path, loads: list[PrefaultedMemory]
+    tiny_checkpoint: Path, prefaulted_memories: list[PrefaultedMemory]
 ) -> None:
     LLM(str(tiny_checkpoint), kernels="reference", **INT8).close()
-    assert prefaulted_sizes(loads) == [0]
+    assert prefaulted_sizes(prefaulted_memories) == [0]
 
 
 @needs_kernels
 def test_no_memory_is_prefaulted_for_weights_from_a_packed_file(
-    tiny_checkpoint: Path, loads: list[PrefaultedMemory], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    tiny_checkpoint: Path,
+    prefaulted_memories: list[PrefaultedMemory],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     config = PipelineConfig.from_flat({"model_path": str(tiny_checkpoint), **INT8})
     file = assembly.pack_checkpoint(config)
     LLM(str(tiny_checkpoint), **INT8).close()
-    assert prefaulted_sizes(loads) == [0]
+    assert prefaulted_sizes(prefaulted_memories) == [0]
     file.unlink()
     LLM(str(tiny_checkpoint), **INT8).close()
-    assert prefaulted_sizes(loads)[1] > 0
+    assert prefaulted_sizes(prefaulted_memories)[1] > 0
 
 
 def test_memory_is_returned_before_weights_are_read_if_nothing_is_packed(
     tiny_checkpoint: Path,
-    loads: list[PrefaultedMemory],
+    prefaulted_memories: list[PrefaultedMemory],
     allocations: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -252,32 +248,32 @@ def test_memory_is_returned_before_weights_are_read_if_nothing_is_packed(
     original_read, buffers_during_read = DecoderModel.read.__func__, []  # type: ignore[attr-defined]
 
     def record_buffer(cls: type[DecoderModel], *arguments: object) -> object:
-        buffers_during_read.append(loads[0]._buffer)
+        buffers_during_read.append(prefaulted_memories[0]._buffer)
         return original_read(cls, *arguments)
 
     monkeypatch.setattr(DecoderModel, "read", classmethod(record_buffer))
     LLM(str(tiny_checkpoint), **INT8).close()
-    assert prefaulted_sizes(loads)[0] > 0
+    assert prefaulted_sizes(prefaulted_memories)[0] > 0
     assert buffers_during_read == [None]
     assert not allocations
 
 
 def test_a_failed_load_returns_its_memory(
-    tiny_checkpoint: Path, loads: list[PrefaultedMemory], tmp_path: Path
+    tiny_checkpoint: Path, prefaulted_memories: list[PrefaultedMemory], tmp_path: Path
 ) -> None:
-    broken = tmp_path / "broken"
-    shutil.copytree(tiny_checkpoint, broken)
-    tensors = load_file(broken / "model.safetensors")
+    broken_folder = tmp_path / "broken"
+    shutil.copytree(tiny_checkpoint, broken_folder)
+    tensors = load_file(broken_folder / "model.safetensors")
     tensors.pop("model.norm.weight")
-    save_file(tensors, broken / "model.safetensors")
+    save_file(tensors, broken_folder / "model.safetensors")
     with pytest.raises(WeightsError, match=r"model\.norm\.weight"):
-        LLM(str(broken), **INT8)
-    assert prefaulted_sizes(loads)[0] > 0
-    assert loads[0].allocate(1) is None
+        LLM(str(broken_folder), **INT8)
+    assert prefaulted_sizes(prefaulted_memories)[0] > 0
+    assert prefaulted_memories[0].allocate(1) is None
     assert not is_prefaulting()
     with pytest.raises(CheckpointError):
         LLM(str(tmp_path / "absent"), **INT8)
-    assert prefaulted_sizes(loads)[1:] == [0]
+    assert prefaulted_sizes(prefaulted_memories)[1:] == [0]
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -28,28 +28,35 @@ def ops(request: pytest.FixtureRequest) -> Ops:
 def test_the_fused_operation_is_bit_equal_to_both_operations(
     ops: Ops, encoding: str, outputs: int, inputs: int
 ) -> None:
-    packed = ops.pack_linear(torch.randn(outputs, inputs) / inputs**0.5, encoding, bias=torch.randn(outputs))
+    packed_weight = ops.pack_linear(
+        torch.randn(outputs, inputs) / inputs**0.5, encoding, bias=torch.randn(outputs)
+    )
     dtype = encoding_named(encoding).compute_dtype.to_torch()
     for rows, activation in zip((1, 2, 7, 13, 40), ACTIVATIONS, strict=True):
         x = torch.randn(rows, 2 * inputs).to(dtype)[:, :inputs]
-        expected = ops.activation(ops.linear(x, packed), activation)
-        assert torch.equal(ops.activated_linear(x, packed, activation), expected)
+        expected = ops.activation(ops.linear(x, packed_weight), activation)
+        assert torch.equal(ops.activated_linear(x, packed_weight, activation), expected)
 
 
 @pytest.mark.parametrize("encoding", ["float32", "int8"])
 def test_adapters_are_added_before_the_activation(ops: Ops, encoding: str) -> None:
     slices = [LinearSlice("up", 0, 96)]
-    packed = ops.pack_linear(torch.randn(96, 32) / 6, encoding, slices=slices)
+    packed_weight = ops.pack_linear(torch.randn(96, 32) / 6, encoding, slices=slices)
     dtype = encoding_named(encoding).compute_dtype.to_torch()
     down, up = torch.randn(2, 4, 32).to(dtype) / 6, torch.randn(2, 4, 96).to(dtype) / 2
     lora = LoRAInputs(torch.tensor([0, -1, 1, 0]), {"up": (down, up.transpose(1, 2))})
     x = torch.randn(4, 32).to(dtype)
-    actual = ops.activated_linear(x, packed, "gelu", lora=lora)
-    assert torch.equal(actual, ops.activation(ops.linear(x, packed, lora=lora), "gelu"))
-    plain = ops.activated_linear(x, packed, "gelu")
-    assert [torch.equal(*rows) for rows in zip(actual, plain, strict=True)] == [False, True, False, False]
-    others = ops.activated_linear(x, packed, "gelu", lora=LoRAInputs(lora.rows, {"down": (down, up)}))
-    assert torch.equal(others, plain)
+    actual = ops.activated_linear(x, packed_weight, "gelu", lora=lora)
+    assert torch.equal(actual, ops.activation(ops.linear(x, packed_weight, lora=lora), "gelu"))
+    plain_result = ops.activated_linear(x, packed_weight, "gelu")
+    assert [torch.equal(*rows) for rows in zip(actual, plain_result, strict=True)] == [
+        False,
+        True,
+        False,
+        False,
+    ]
+    others = ops.activated_linear(x, packed_weight, "gelu", lora=LoRAInputs(lora.rows, {"down": (down, up)}))
+    assert torch.equal(others, plain_result)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -63,5 +70,5 @@ def test_means_of_sequences_equal_torch(ops: Ops, dtype: torch.dtype, width: int
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
     for (start, stop), mean in zip(pairwise(offsets), actual, strict=True):
         torch.testing.assert_close(mean, x[start:stop].float().mean(0), rtol=1e-5, atol=1e-6)
-        alone = ops.sequence_means(x[start:stop], torch.tensor([0, stop - start], dtype=torch.int32))
-        assert torch.equal(alone[0], mean)
+        single_result = ops.sequence_means(x[start:stop], torch.tensor([0, stop - start], dtype=torch.int32))
+        assert torch.equal(single_result[0], mean)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import DECODERS, write_checkpoint
-from support.running import context_of, generate, open_pipeline, random_tokens
+from support.checkpoints import make_tiny_config, write_checkpoint
+from support.pipeline_steps import generate_tokens, make_context, open_pipeline, random_tokens
 
 from penstock.driver import CPU, Device, DeviceSpec
 from penstock.engine import InferenceSession
@@ -90,9 +90,7 @@ BACKEND = Backend(
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    (llama,) = (candidate for candidate in DECODERS if candidate.name == "llama")
-    assert llama.tiny_config is not None
-    return write_checkpoint(tmp_path_factory.mktemp("tiny"), llama.tiny_config())
+    return write_checkpoint(tmp_path_factory.mktemp("tiny"), make_tiny_config("llama"))
 
 
 @pytest.fixture
@@ -117,14 +115,14 @@ def test_a_fake_back_end_runs_a_model(
 ) -> None:
     prompt = random_tokens(9, 130)
     reference = open_pipeline(checkpoint, kernels="reference")
-    expected = generate(reference, [context_of(prompt, 12)])
+    expected = generate_tokens(reference, [make_context(prompt, 12)])
     registry = BackendRegistry([folder])
     monkeypatch.setattr("penstock.kernels.backend.BACKENDS", registry)
     pipeline = open_pipeline(checkpoint, max_batch_size=None)
     assert pipeline.session.kernels == "fake"
     plan = pipeline.memory_plan
     assert (plan.max_batch_size, plan.max_batch_input_tokens, plan.block_size) == (3, 77, 64)
-    assert generate(pipeline, [context_of(prompt, 12)]) == expected
+    assert generate_tokens(pipeline, [make_context(prompt, 12)]) == expected
     counts = call_counts(registry)
     assert counts["rms_norm"] > 0
     assert counts["captures"] == 1
@@ -134,17 +132,17 @@ def test_a_fake_back_end_runs_a_model(
         name for name, owner in pipeline.session.ops.implementations().items() if owner != "fake"
     )
     pipeline.session.use_graphs = False
-    assert generate(pipeline, [context_of(prompt, 12)]) == expected
+    assert generate_tokens(pipeline, [make_context(prompt, 12)]) == expected
     assert counts["captures"] == 1
 
 
 def test_the_kernels_setting_selects_a_back_end(checkpoint: Path) -> None:
     assert InferenceSession([CPU()]).backend is BACKENDS.open("cpu")[0]
     assert open_pipeline(checkpoint, kernels="reference").session.kernels == "reference"
-    selected = InferenceSession([CPU()], kernels="reference")
-    assert selected.backend.name == selected.kernels == "reference"
-    assert type(selected.ops) is ReferenceOps
-    assert selected.graph_status == "eager: the reference kernels cannot compile steps"
+    session = InferenceSession([CPU()], kernels="reference")
+    assert session.backend.name == session.kernels == "reference"
+    assert type(session.ops) is ReferenceOps
+    assert session.graph_status == "eager: the reference kernels cannot compile steps"
 
 
 def test_an_unknown_back_end_is_refused() -> None:
@@ -202,7 +200,7 @@ def test_a_deterministic_session_requires_deterministic_operations(monkeypatch: 
 
 def test_the_reference_and_adapters_read_a_back_ends_own_layout() -> None:
     weight, x = torch.randn(12, 40), torch.randn(3, 40)
-    flipped = Layout("flipped", lambda packed: {"weight": packed.tensors["flipped"].flip(0)})
+    flipped = Layout("flipped", lambda packed_weight: {"weight": packed_weight.tensors["flipped"].flip(0)})
 
     class FlippingOps(ReferenceOps):
         layout = flipped
@@ -210,17 +208,20 @@ def test_the_reference_and_adapters_read_a_back_ends_own_layout() -> None:
         def pack_linear(
             self, weight: Any, encoding: str, *, bias: Any = None, slices: Any = ()
         ) -> PackedLinear:
-            packed = pack_linear(weight, encoding, bias=bias, slices=slices)
-            tensors = {"flipped": packed.tensors["weight"].flip(0)}
-            return replace(packed, tensors=tensors, layout=flipped)
+            packed_weight = pack_linear(weight, encoding, bias=bias, slices=slices)
+            tensors = {"flipped": packed_weight.tensors["weight"].flip(0)}
+            return replace(packed_weight, tensors=tensors, layout=flipped)
 
     ops = FlippingOps()
     assert ops.packs_weights
-    for packed in (ops.pack_linear(weight, "float32"), ops.pack_lazily([weight[:5], weight[5:]], "float32")):
-        assert torch.equal(unpack_linear(packed), weight)
-        assert torch.equal(ops.linear(x, packed), multiply_floats(x, weight, None))
-    packed = ops.pack_lazily([weight], "int4")
-    assert not isinstance(packed.tensors, LazyWeight)  # the reference packs lazily only in rows
+    for packed_weight in (
+        ops.pack_linear(weight, "float32"),
+        ops.pack_lazily([weight[:5], weight[5:]], "float32"),
+    ):
+        assert torch.equal(unpack_linear(packed_weight), weight)
+        assert torch.equal(ops.linear(x, packed_weight), multiply_floats(x, weight, None))
+    packed_weight = ops.pack_lazily([weight], "int4")
+    assert not isinstance(packed_weight.tensors, LazyWeight)  # the reference packs lazily only in rows
 
 
 @pytest.mark.parametrize("backend", BACKENDS.backends, ids=lambda backend: backend.name)

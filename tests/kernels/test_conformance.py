@@ -68,7 +68,7 @@ def assert_same(operation: Callable[[Ops], Tensor | tuple[Tensor, ...]], ops: Op
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 8), (8, 100), (33, 257), (70, 2048)])
 def test_norms_agree_with_the_reference(ops: Ops, dtype: torch.dtype, rows: int, width: int) -> None:
-    x, residual = torch.randn(2, rows, 2 * width).to(dtype)[:, :, :width]  # rows with gaps between them
+    x, residual = torch.randn(2, rows, 2 * width).to(dtype)[:, :, :width]  # the rows are strided
     for weight in (torch.randn(width), torch.randn(width).to(dtype)):
         assert_same(lambda o, w=weight: o.rms_norm(x, w, 1e-5), ops)
         assert_same(lambda o, w=weight: o.add_rms_norm(x, residual, w, 1e-5), ops)
@@ -79,12 +79,12 @@ def test_a_float32_norm_weight_is_applied_before_rounding(ops: Ops, width: int) 
     x, residual = torch.randn(2, 33, width).bfloat16()
     weight = 1 + torch.randn(width)
     for back_end in (ops, REFERENCE):
-        normed, total = back_end.add_rms_norm(x, residual, weight, 1e-6)
-        exact = (
+        normalized, total = back_end.add_rms_norm(x, residual, weight, 1e-6)
+        exact_result = (
             total.double() / (total.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
         )
-        for rows in (normed, back_end.rms_norm(total, weight, 1e-6)):
-            assert ((rows.double() - exact).abs() <= exact.abs() * 2.0**-8 * 1.001).all()
+        for rows in (normalized, back_end.rms_norm(total, weight, 1e-6)):
+            assert ((rows.double() - exact_result).abs() <= exact_result.abs() * 2.0**-8 * 1.001).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -113,7 +113,7 @@ def test_layer_norm_agrees_with_the_reference(ops: Ops, dtype: torch.dtype, rows
 
 def test_the_sum_of_a_layer_norm_is_not_rounded(ops: Ops) -> None:
     x, residual = torch.full((1, 64), 256.0), torch.full((1, 64), 0.5)
-    residual[0, ::2] = 0.25  # vanishes beside 256 in bfloat16
+    residual[0, ::2] = 0.25  # is lost when it is added to 256 in bfloat16
     weight, bias = torch.ones(64), torch.zeros(64)
     inputs = x.bfloat16(), residual.bfloat16(), weight, bias, 1e-12
     expected = torch.where(residual == 0.5, 1.0, -1.0)
@@ -169,8 +169,10 @@ def test_xielu_agrees_with_its_definition(ops: Ops, dtype: torch.dtype, rows: in
     for activation in (XIELU(0.8, 1.3, 0.5, -1e-6), XIELU(0.1, 0.7, 0.25, -0.5)):
         assert_same(lambda o, activation=activation: o.xielu(x, activation), ops)
         wide = x.double()
-        below = activation.negative * (wide.clamp(max=activation.eps).expm1() - wide)
-        expected = activation.slope * wide + torch.where(wide > 0, activation.positive * wide.square(), below)
+        negative_part = activation.negative * (wide.clamp(max=activation.eps).expm1() - wide)
+        expected = activation.slope * wide + torch.where(
+            wide > 0, activation.positive * wide.square(), negative_part
+        )
         assert agree(ops.xielu(x, activation), expected.to(dtype))
 
 
@@ -192,9 +194,9 @@ def test_interleaved_rotary_equals_the_other_layout_reordered(ops: Ops) -> None:
     order = torch.cat([torch.arange(24).view(2, 12).T.flatten(), torch.arange(24, 40)])
     adjacent = ops.rotary(q, k, angles.cos(), angles.sin())
     halves = ops.rotary(q[..., order], k[..., order], angles.cos(), angles.sin(), is_interleaved=True)
-    for single, batched in zip(adjacent, halves, strict=True):
-        assert agree(batched, single[..., order])
-        assert not agree(batched, single)
+    for single, batch_item in zip(adjacent, halves, strict=True):
+        assert agree(batch_item, single[..., order])
+        assert not agree(batch_item, single)
 
 
 @pytest.mark.matrix
@@ -225,8 +227,9 @@ def test_clamped_swish_agrees_with_the_reference(ops: Ops, dtype: torch.dtype, r
 def test_routes_agree_with_the_reference(
     ops: Ops, dtype: torch.dtype, routing: Routing, rows: int, experts: int, top: int
 ) -> None:
-    spread = torch.stack([torch.randperm(experts) for _ in range(rows)]) / 8  # distinct in bfloat16 as well
-    logits = torch.cat([spread, torch.full((rows, 3), 99.0)], dim=1).to(dtype)[:, :experts]
+    # These logits are distinct in bfloat16 as well.
+    distinct_logits = torch.stack([torch.randperm(experts) for _ in range(rows)]) / 8
+    logits = torch.cat([distinct_logits, torch.full((rows, 3), 99.0)], dim=1).to(dtype)[:, :experts]
     (topk_weights, topk_ids), (expected, numbers) = (o.route(logits, top, routing) for o in (ops, REFERENCE))
     assert torch.equal(topk_ids, numbers)
     assert agree(topk_weights, expected)
@@ -235,10 +238,10 @@ def test_routes_agree_with_the_reference(
 
 SCORE_ROUTINGS = {
     "sigmoid": ScoreRouting("sigmoid", is_normed=False),
-    "sigmoid, normed and scaled": ScoreRouting("sigmoid", is_normed=True, scale=2.5),
+    "sigmoid, normalised and scaled": ScoreRouting("sigmoid", is_normed=True, scale=2.5),
     "softmax": ScoreRouting("softmax", is_normed=True, min_sum=0.3),
-    "groups": ScoreRouting("sigmoid", is_normed=True, groups=4, top_groups=2),
-    "groups of softmax": ScoreRouting("softmax", is_normed=False, groups=10, top_groups=3, scale=0.5),
+    "sigmoid groups": ScoreRouting("sigmoid", is_normed=True, groups=4, top_groups=2),
+    "softmax groups": ScoreRouting("softmax", is_normed=False, groups=10, top_groups=3, scale=0.5),
 }
 
 
@@ -249,10 +252,9 @@ def test_routes_by_scores_agree_with_the_reference(
     ops: Ops, dtype: torch.dtype, routing: str, with_bias: bool
 ) -> None:
     rows, experts = 33, 60
-    spread = (
-        torch.stack([torch.randperm(experts) for _ in range(rows)]) / 8 - 3.5
-    )  # distinct in bfloat16 as well
-    logits = torch.cat([spread, torch.full((rows, 3), 99.0)], dim=1).to(dtype)[:, :experts]
+    # These logits are distinct in bfloat16 as well.
+    distinct_logits = torch.stack([torch.randperm(experts) for _ in range(rows)]) / 8 - 3.5
+    logits = torch.cat([distinct_logits, torch.full((rows, 3), 99.0)], dim=1).to(dtype)[:, :experts]
     bias = torch.randn(experts) / 5 if with_bias else None
     (topk_weights, topk_ids), (expected, numbers) = (
         o.route(logits, 6, SCORE_ROUTINGS[routing], bias) for o in (ops, REFERENCE)
@@ -269,8 +271,8 @@ def test_routes_by_scores_match_their_definition() -> None:
         scores = logits[row].sigmoid()
         ranks = (scores + bias).tolist()
         by_group = [sum(sorted(ranks[3 * g : 3 * g + 3])[-2:]) for g in range(4)]
-        kept = sorted(range(4), key=lambda g: -by_group[g])[:2]
-        order = sorted((i for g in kept for i in range(3 * g, 3 * g + 3)), key=lambda i: -ranks[i])[:3]
+        kept_groups = sorted(range(4), key=lambda g: -by_group[g])[:2]
+        order = sorted((i for g in kept_groups for i in range(3 * g, 3 * g + 3)), key=lambda i: -ranks[i])[:3]
         assert topk_ids[row].tolist() == order
         expected = 2.5 * scores[order] / scores[order].sum()
         torch.testing.assert_close(topk_weights[row], expected.float())
@@ -344,16 +346,16 @@ def test_row_lookups_agree_with_indexing(ops: Ops, dtype: torch.dtype) -> None:
             continue
         with pytest.raises(IndexError):
             ops.embedding(indices, table)
-        if out_of_range != -1:  # the reference counts -1 from the end
+        if out_of_range != -1:  # the reference accepts -1 as the last row
             with pytest.raises(IndexError):
                 ops.put_rows(table, indices, values)
 
 
 def check_rows_outside(ops: Ops, table: Tensor, indices: Tensor, values: Tensor) -> None:
     """Check that the second index, which is out of range, changes no other row."""
-    for looked_up in (ops.embedding(indices, table), ops.take_rows(table, indices)):
-        assert torch.equal(looked_up[0], table[1])
-        assert (looked_up[1].isnan() if table.is_floating_point() else looked_up[1] == 0).all()
+    for table_rows in (ops.embedding(indices, table), ops.take_rows(table, indices)):
+        assert torch.equal(table_rows[0], table[1])
+        assert (table_rows[1].isnan() if table.is_floating_point() else table_rows[1] == 0).all()
     assert torch.equal(ops.put_rows(table, indices, values)[[0, *range(2, 11)]], table[[0, *range(2, 11)]])
     assert torch.equal(ops.put_rows(table, indices, values)[1], values[0])
     if table.dtype == torch.float32:
@@ -374,13 +376,13 @@ def test_rope_rows_agree_with_the_reference(ops: Ops, rows: int) -> None:
 @pytest.mark.parametrize(("outputs", "inputs"), [(64, 64), (37, 40), (130, 96), (5, 7)])
 def test_linear_agrees_with_the_reference(ops: Ops, dtype: torch.dtype, outputs: int, inputs: int) -> None:
     weight, bias = torch.randn(outputs, inputs) / inputs**0.5, torch.randn(outputs)
-    for packed in (
+    for packed_weight in (
         ops.pack_linear(weight, str(dtype).removeprefix("torch.")),
         ops.pack_linear(weight, str(dtype).removeprefix("torch."), bias=bias),
     ):
         for rows in (1, 2, 3, 4, 5, 7, 8, 9, 33):
             x = torch.randn(rows, 2 * inputs).to(dtype)[:, :inputs]
-            assert_same(lambda o, x=x, p=packed: o.linear(x, p), ops)
+            assert_same(lambda o, x=x, p=packed_weight: o.linear(x, p), ops)
 
 
 # ---- adapters ----
@@ -397,7 +399,7 @@ def layer_with_adapters(
     stops = [37, 45, 69]
     parts = [LinearSlice(n, end - size, end) for (n, size), end in zip(sizes.items(), stops, strict=True)]
     weight = torch.randn(stops[-1], inputs) / inputs**0.5
-    packed = ops.pack_linear(weight, str(dtype).removeprefix("torch."), slices=parts)
+    packed_weight = ops.pack_linear(weight, str(dtype).removeprefix("torch."), slices=parts)
     count = max(int(rows.max()) + 1, 1)
     matrices, ranks = {}, {}
     for name in ("q", "v"):
@@ -405,18 +407,18 @@ def layer_with_adapters(
         up = (torch.randn(count, rank, sizes[name]) / rank**0.5).to(dtype)
         if ragged:
             ranks[name] = torch.randint(0, rank + 1, (count,))
-            for adapter, own in enumerate(ranks[name].tolist()):
-                down[adapter, own:] = up[adapter, own:] = torch.nan
+            for adapter, own_rank in enumerate(ranks[name].tolist()):
+                down[adapter, own_rank:] = up[adapter, own_rank:] = torch.nan
         matrices[name] = (down, up.transpose(1, 2))
-    return packed, LoRAInputs(rows, matrices, ranks)
+    return packed_weight, LoRAInputs(rows, matrices, ranks)
 
 
 ADAPTERS_OF_ROWS = {
     "single row": [0],
     "none": [-1, -1, -1],
-    "one among many": [-1, 2, -1],
-    "each its own": [3, 0, 2, 1, 4],
-    "all the same": [1] * 33,
+    "one row with an adapter": [-1, 2, -1],
+    "another adapter for each row": [3, 0, 2, 1, 4],
+    "one adapter for all rows": [1] * 33,
     "a prompt beside single tokens": [0, 2, 1, *[3] * 40, 0, -1, 2],
     "seven": [2, 2, 2, -1, 2, 2, 2, 2],
 }
@@ -432,69 +434,71 @@ def test_linear_with_adapters_agrees_with_the_reference(
     rows = torch.tensor(ADAPTERS_OF_ROWS[mix])
     x = torch.randn(len(rows), 2 * inputs).to(dtype)[:, :inputs]
     for ragged in (False, True):
-        packed, lora = layer_with_adapters(ops, rows, rank, inputs, dtype, ragged=ragged)
-        assert_same(lambda o, p=packed, a=lora: o.linear(x, p, lora=a), ops)
-        actual, plain = ops.linear(x, packed, lora=lora), ops.linear(x, packed)
-        assert torch.equal(actual[rows < 0], plain[rows < 0]), "bit-equal"
-        assert torch.equal(actual[:, 37:45], plain[:, 37:45]), "bit-equal"
-        assert ragged or (rows < 0).all() or not agree(actual, plain)
+        packed_weight, lora = layer_with_adapters(ops, rows, rank, inputs, dtype, ragged=ragged)
+        assert_same(lambda o, p=packed_weight, a=lora: o.linear(x, p, lora=a), ops)
+        actual, plain_result = ops.linear(x, packed_weight, lora=lora), ops.linear(x, packed_weight)
+        assert torch.equal(actual[rows < 0], plain_result[rows < 0]), "bit-equal"
+        assert torch.equal(actual[:, 37:45], plain_result[:, 37:45]), "bit-equal"
+        assert ragged or (rows < 0).all() or not agree(actual, plain_result)
 
 
 def test_adapter_matrices_in_another_layout_are_read(ops: Ops) -> None:
-    packed, lora = layer_with_adapters(ops, torch.tensor([0, 1, -1]), 5, 24, torch.float32)
+    packed_weight, lora = layer_with_adapters(ops, torch.tensor([0, 1, -1]), 5, 24, torch.float32)
     x = torch.randn(3, 24)
     copied = {name: (down, up.contiguous()) for name, (down, up) in lora.matrices.items()}
-    assert_same(lambda o: o.linear(x, packed, lora=LoRAInputs(lora.rows, copied)), ops)
+    assert_same(lambda o: o.linear(x, packed_weight, lora=LoRAInputs(lora.rows, copied)), ops)
     wide = {name: (down.double(), up.double()) for name, (down, up) in lora.matrices.items()}
-    assert_same(lambda o: o.linear(x, packed, lora=LoRAInputs(lora.rows, wide)), ops)
+    assert_same(lambda o: o.linear(x, packed_weight, lora=LoRAInputs(lora.rows, wide)), ops)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_adapter_sums_of_a_row_are_bit_equal_in_any_batch(ops: Ops, dtype: torch.dtype) -> None:
     """The base layer is zero, so the results show the sums of the adapters. They depend only on the row."""
     rows = torch.randint(-1, 4, (60,))
-    packed, lora = layer_with_adapters(ops, rows, 12, 40, dtype, ragged=True)
-    zeros = ops.pack_linear(torch.zeros(69, 40), packed.encoding, slices=packed.slices)
+    packed_weight, lora = layer_with_adapters(ops, rows, 12, 40, dtype, ragged=True)
+    zeros = ops.pack_linear(torch.zeros(69, 40), packed_weight.encoding, slices=packed_weight.slices)
     x = torch.randn(60, 40).to(dtype)
-    whole = ops.linear(x, zeros, lora=lora)
-    for selected in (torch.tensor([7]), torch.arange(5, 18), torch.randperm(60)):
-        assert torch.equal(ops.linear(x[selected], zeros, lora=lora.take(selected)), whole[selected])
+    full_result = ops.linear(x, zeros, lora=lora)
+    for row_indices in (torch.tensor([7]), torch.arange(5, 18), torch.randperm(60)):
+        assert torch.equal(
+            ops.linear(x[row_indices], zeros, lora=lora.take(row_indices)), full_result[row_indices]
+        )
 
 
 LORA_MUTATIONS: dict[str, Callable[[LoRAInputs], LoRAInputs]] = {
-    "two adapters exchanged": lambda a: LoRAInputs(
+    "adapters swapped": lambda a: LoRAInputs(
         a.rows, {n: (down.roll(1, 0), up) for n, (down, up) in a.matrices.items()}
     ),
-    "rows one off": lambda a: LoRAInputs(a.rows.roll(1), a.matrices),
+    "rows shifted by one": lambda a: LoRAInputs(a.rows.roll(1), a.matrices),
     "half the scale": lambda a: LoRAInputs(
         a.rows, {n: (down, up / 2) for n, (down, up) in a.matrices.items()}
     ),
-    "a rank too few": lambda a: LoRAInputs(a.rows, a.matrices, {"q": torch.full((4,), 3)}),
-    "slices exchanged": lambda a: LoRAInputs(a.rows, {"q": a.matrices["q"]}),
+    "rank too small by one": lambda a: LoRAInputs(a.rows, a.matrices, {"q": torch.full((4,), 3)}),
+    "adapter of one slice only": lambda a: LoRAInputs(a.rows, {"q": a.matrices["q"]}),
 }
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mutation", LORA_MUTATIONS)
 def test_the_comparison_detects_a_mutated_adapter(ops: Ops, dtype: torch.dtype, mutation: str) -> None:
-    packed, lora = layer_with_adapters(ops, torch.tensor([0, 3, -1, 1, 2]), 4, 16, dtype)
+    packed_weight, lora = layer_with_adapters(ops, torch.tensor([0, 3, -1, 1, 2]), 4, 16, dtype)
     x = torch.randn(5, 16).to(dtype)
-    expected = REFERENCE.linear(x, packed, lora=lora)
-    assert agree(ops.linear(x, packed, lora=lora), expected)
-    assert not agree(ops.linear(x, packed, lora=LORA_MUTATIONS[mutation](lora)), expected)
+    expected = REFERENCE.linear(x, packed_weight, lora=lora)
+    assert agree(ops.linear(x, packed_weight, lora=lora), expected)
+    assert not agree(ops.linear(x, packed_weight, lora=LORA_MUTATIONS[mutation](lora)), expected)
 
 
 @given(st.lists(st.integers(-1, 5), min_size=1, max_size=40), st.randoms())
 def test_rows_are_grouped_by_adapter(rows: list[int], random: Random) -> None:
     lora = LoRAInputs(torch.tensor(rows), {})
-    visited = []
+    visited_rows = []
     for adapter, adapter_rows in lora.groups:
         assert len(adapter_rows)
         assert [rows[row] for row in adapter_rows.tolist()] == [adapter] * len(adapter_rows)
-        visited += adapter_rows.tolist()
-    assert sorted(visited) == [row for row, adapter in enumerate(rows) if adapter >= 0]
-    selected = random.choices(range(len(rows)), k=5)
-    assert lora.take(torch.tensor(selected)).rows.tolist() == [rows[row] for row in selected]
+        visited_rows += adapter_rows.tolist()
+    assert sorted(visited_rows) == [row for row, adapter in enumerate(rows) if adapter >= 0]
+    row_indices = random.choices(range(len(rows)), k=5)
+    assert lora.take(torch.tensor(row_indices)).rows.tolist() == [rows[row] for row in row_indices]
 
 
 # ---- the paged cache ----
@@ -556,8 +560,8 @@ QUERIES_AND_LENGTHS = {
     "decode": [(1, 7), (1, 33), (1, 64), (1, 65)],
     "prompt": [(33, 33)],
     "chunk": [(8, 40)],
-    "all at once": [(1, 70), (8, 8), (33, 100), (3, 5)],
-    "several chunks of keys": [(1, 1300), (5, 600), (1, 512), (1, 513)],
+    "mixed batch": [(1, 70), (8, 8), (33, 100), (3, 5)],
+    "several key chunks": [(1, 1300), (5, 600), (1, 512), (1, 513)],
     "a long prompt": [(150, 150)],
 }
 
@@ -581,7 +585,7 @@ def test_attention_of_every_kind_of_batch_agrees(
 def test_attention_with_every_head_dimension_agrees(
     ops: Ops, dtype: torch.dtype, dim: int, block_size: int
 ) -> None:
-    batch = ragged_batch(QUERIES_AND_LENGTHS["all at once"], 2, dim, block_size, dtype)
+    batch = ragged_batch(QUERIES_AND_LENGTHS["mixed batch"], 2, dim, block_size, dtype)
     q, _, _ = fused_qkv(45, 6, 2, dim, dtype)
     assert_same(lambda o: attend(o, q, batch), ops)
 
@@ -589,21 +593,21 @@ def test_attention_with_every_head_dimension_agrees(
 @pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [1, 5, 16, 64, 600])
-@pytest.mark.parametrize("mix", ["decode", "prompt", "all at once", "several chunks of keys"])
+@pytest.mark.parametrize("mix", ["decode", "prompt", "mixed batch", "several key chunks"])
 def test_chunked_attention_agrees(ops: Ops, dtype: torch.dtype, window: int, mix: str) -> None:
     batch = ragged_batch(QUERIES_AND_LENGTHS[mix], 2, 16, 16, dtype, window)
     kv = replace(batch.kv, is_chunked=True)
     q, _, _ = fused_qkv(int(batch.row_offsets[-1]), 4, 2, 16, dtype)
     actual, expected = (attend(o, q, replace(batch, kv=kv)) for o in (ops, REFERENCE))
     assert agree(actual, expected)
-    if mix == "several chunks of keys" and window > 1:
+    if mix == "several key chunks" and window > 1:
         assert not agree(actual, attend(ops, q, batch)), "differs from a window"
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [1, 5, 16, 64, 600])
-@pytest.mark.parametrize("mix", ["decode", "prompt", "all at once", "several chunks of keys"])
+@pytest.mark.parametrize("mix", ["decode", "prompt", "mixed batch", "several key chunks"])
 def test_attention_with_a_window_agrees(ops: Ops, dtype: torch.dtype, window: int, mix: str) -> None:
     batch = ragged_batch(QUERIES_AND_LENGTHS[mix], 2, 16, 16, dtype, window)
     q, _, _ = fused_qkv(int(batch.row_offsets[-1]), 4, 2, 16, dtype)
@@ -612,7 +616,7 @@ def test_attention_with_a_window_agrees(ops: Ops, dtype: torch.dtype, window: in
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_with_soft_cap_and_sinks_agrees(ops: Ops, dtype: torch.dtype) -> None:
-    batch = ragged_batch(QUERIES_AND_LENGTHS["all at once"], 2, 32, 16, dtype, window=40)
+    batch = ragged_batch(QUERIES_AND_LENGTHS["mixed batch"], 2, 32, 16, dtype, window=40)
     q, _, _ = fused_qkv(45, 8, 2, 32, dtype)
     sinks = torch.randn(8)
     assert_same(lambda o: attend(o, q, batch, soft_cap=2.0, scale=0.5), ops)
@@ -628,7 +632,7 @@ def test_attention_with_soft_cap_and_sinks_agrees(ops: Ops, dtype: torch.dtype) 
 def test_attention_over_a_cache_of_another_type_agrees(
     ops: Ops, activations: torch.dtype, cached: torch.dtype
 ) -> None:
-    batch = ragged_batch(QUERIES_AND_LENGTHS["all at once"], 2, 32, 16, cached)
+    batch = ragged_batch(QUERIES_AND_LENGTHS["mixed batch"], 2, 32, 16, cached)
     q, k, v = fused_qkv(45, 4, 2, 32, activations)
     ops.store_kv(k, v, batch.kv)
     assert_same(lambda o: attend(o, q, batch), ops)
@@ -667,7 +671,7 @@ def test_attention_over_an_int8_cache_agrees(
 def test_attention_over_an_int8_cache_with_every_head_dimension_agrees(
     ops: Ops, dtype: torch.dtype, dim: int, block_size: int
 ) -> None:
-    batch = to_int8_cache(ragged_batch(QUERIES_AND_LENGTHS["all at once"], 2, dim, block_size, torch.float32))
+    batch = to_int8_cache(ragged_batch(QUERIES_AND_LENGTHS["mixed batch"], 2, dim, block_size, torch.float32))
     q, _, _ = fused_qkv(45, 6, 2, dim, dtype)
     assert_same(lambda o: attend(o, q, batch), ops)
 
@@ -675,7 +679,7 @@ def test_attention_over_an_int8_cache_with_every_head_dimension_agrees(
 @pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [1, 16, 77, 600])
-@pytest.mark.parametrize("mix", ["decode", "prompt", "several chunks of keys"])
+@pytest.mark.parametrize("mix", ["decode", "prompt", "several key chunks"])
 def test_attention_over_an_int8_cache_with_all_options_agrees(
     ops: Ops, dtype: torch.dtype, window: int, mix: str
 ) -> None:
@@ -711,27 +715,27 @@ def test_non_finite_values_propagate_through_8_bit_caches(ops: Ops, dtype: torch
     for non_finite in (torch.nan, torch.inf):
         queries = q.clone()
         queries[1, 2, 63] = non_finite
-        out = attend(ops, queries, batch)
-        assert out[1, 2].isnan().all()
-        assert out[[0, 2]].isfinite().all()
-        assert out[1, [0, 1, 3]].isfinite().all()
+        attended = attend(ops, queries, batch)
+        assert attended[1, 2].isnan().all()
+        assert attended[[0, 2]].isfinite().all()
+        assert attended[1, [0, 1, 3]].isfinite().all()
     for key_or_value in (0, 1):
         keys_and_values = [k.clone(), v.clone()]
         keys_and_values[key_or_value][2, 0, 5] = torch.nan
         kv = replace(batch.kv, cache=batch.kv.cache.clone(), scales=batch.kv.scales.clone())
         ops.store_kv(*keys_and_values, kv)
         assert kv.scales[key_or_value].isnan().sum() == batch.kv.scales[key_or_value].isnan().sum() + 1
-        out = attend(ops, q, replace(batch, kv=kv))
-        assert out[2, :2].isnan().all()
-        assert out[2, 2:].isfinite().all()
+        attended = attend(ops, q, replace(batch, kv=kv))
+        assert attended[2, :2].isnan().all()
+        assert attended[2, 2:].isfinite().all()
 
 
 SCALE_MUTATIONS: dict[str, Callable[[LayerKV], LayerKV]] = {
-    "the scale of the token before": lambda kv: replace(kv, scales=kv.scales.roll(1, 3)),
-    "the scale of another head": lambda kv: replace(kv, scales=kv.scales.roll(1, 2)),
-    "the scale of another block": lambda kv: replace(kv, scales=kv.scales.roll(1, 1)),
-    "the scales of keys for those of values": lambda kv: replace(kv, scales=kv.scales.flip(0)),
-    "the blocks of another sequence": lambda kv: replace(kv, block_tables=kv.block_tables.roll(1, 0)),
+    "scale of the previous token": lambda kv: replace(kv, scales=kv.scales.roll(1, 3)),
+    "scale of another head": lambda kv: replace(kv, scales=kv.scales.roll(1, 2)),
+    "scale of another block": lambda kv: replace(kv, scales=kv.scales.roll(1, 1)),
+    "scales of keys and values swapped": lambda kv: replace(kv, scales=kv.scales.flip(0)),
+    "blocks of another sequence": lambda kv: replace(kv, block_tables=kv.block_tables.roll(1, 0)),
 }
 
 
@@ -754,7 +758,7 @@ def test_attention_of_many_heads_on_one_kv_head_agrees(ops: Ops, heads: int) -> 
 
 
 def test_large_scores_do_not_overflow(ops: Ops) -> None:
-    batch = ragged_batch(QUERIES_AND_LENGTHS["all at once"], 2, 16, 16, torch.float32)
+    batch = ragged_batch(QUERIES_AND_LENGTHS["mixed batch"], 2, 16, 16, torch.float32)
     q, _, _ = fused_qkv(45, 4, 2, 16, torch.float32)
     assert_same(lambda o: attend(o, 50 * q, batch), ops)  # e ** score would overflow
 
@@ -765,32 +769,32 @@ def test_large_scores_do_not_overflow(ops: Ops) -> None:
 def test_store_kv_agrees_with_the_reference(
     ops: Ops, cached: torch.dtype, dtype: torch.dtype, dim: int
 ) -> None:
-    batch = ragged_batch(QUERIES_AND_LENGTHS["all at once"], 2, dim, 16, torch.float32)
+    batch = ragged_batch(QUERIES_AND_LENGTHS["mixed batch"], 2, dim, 16, torch.float32)
     _, k, v = fused_qkv(45, 4, 2, dim, dtype)
-    stored = []
+    stored_caches = []
     for back_end in (ops, REFERENCE):
         scales = torch.zeros(batch.kv.cache.shape[:4]) if cached.itemsize == 1 else None
         kv = replace(batch.kv, cache=torch.zeros_like(batch.kv.cache).to(cached), scales=scales)
         back_end.store_kv(k, v, kv)
-        stored.append(kv.cache.float())
+        stored_caches.append(kv.cache.float())
         if scales is not None:
-            stored[-1] = torch.cat([kv.cache.float().flatten(), scales.flatten()])
-    assert torch.equal(*stored)
-    assert stored[0].any()
+            stored_caches[-1] = torch.cat([kv.cache.float().flatten(), scales.flatten()])
+    assert torch.equal(*stored_caches)
+    assert stored_caches[0].any()
 
 
 # ---- mutations that the comparison must detect ----
 
 BATCH_MUTATIONS: dict[str, Callable[[Batch], tuple[Batch, dict[str, object]]]] = {
-    "blocks in the wrong order": lambda b: (
+    "blocks of another sequence": lambda b: (
         replace(b, kv=replace(b.kv, block_tables=b.kv.block_tables.roll(1, 0))),
         {},
     ),
     "twice the scale": lambda b: (b, {"scale": 2 * 32**-0.5}),
-    "the last key left out": lambda b: (replace(b, lengths=b.lengths - 1), {}),
-    "a window one too small": lambda b: (replace(b, kv=replace(b.kv, window=15)), {}),
-    "a window one too large": lambda b: (replace(b, kv=replace(b.kv, window=17)), {}),
-    "keys for values": lambda b: (replace(b, kv=replace(b.kv, cache=b.kv.cache.flip(0))), {}),
+    "last key dropped": lambda b: (replace(b, lengths=b.lengths - 1), {}),
+    "window too small by one": lambda b: (replace(b, kv=replace(b.kv, window=15)), {}),
+    "window too large by one": lambda b: (replace(b, kv=replace(b.kv, window=17)), {}),
+    "keys and values swapped": lambda b: (replace(b, kv=replace(b.kv, cache=b.kv.cache.flip(0))), {}),
 }
 
 
@@ -856,11 +860,11 @@ def test_sampled_tokens_equal_those_of_the_reference(
 def test_sample_returns_only_kept_tokens(ops: Ops) -> None:
     logits = torch.randn(3000, 60)
     inputs = sampling_inputs(3000, top_k=3)
-    kept = logits.topk(3).indices
-    sampled = ops.sample(logits, inputs)
-    assert (kept == sampled[:, None]).any(-1).all()
-    assert not torch.equal(sampled, ops.sample(logits, replace(inputs, top_k=inputs.top_k + 1)))
-    assert not torch.equal(sampled, ops.sample(logits, replace(inputs, top_p=inputs.top_p - 0.5)))
+    kept_ids = logits.topk(3).indices
+    sampled_ids = ops.sample(logits, inputs)
+    assert (kept_ids == sampled_ids[:, None]).any(-1).all()
+    assert not torch.equal(sampled_ids, ops.sample(logits, replace(inputs, top_k=inputs.top_k + 1)))
+    assert not torch.equal(sampled_ids, ops.sample(logits, replace(inputs, top_p=inputs.top_p - 0.5)))
 
 
 @pytest.mark.parametrize("rule", [{"temperature": 0.0}, {}, {"top_k": 3, "top_p": 0.5}], ids=str)
@@ -873,7 +877,7 @@ def test_rows_with_non_finite_logits_are_reported(
     logits[1, vocabulary - 1] = torch.nan
     logits[2, 3] = torch.inf
     logits[3] = -torch.inf
-    logits[4, 1:] = -torch.inf  # valid: one token remains
+    logits[4, 1:] = -torch.inf  # valid, because one token remains
     logits[5, :5] = -torch.inf
     inputs = sampling_inputs(7, **rule)
     mask = torch.full((7, -(-vocabulary // 32)), -1, dtype=torch.int32)
@@ -906,6 +910,6 @@ def test_samples_at_the_ends_of_the_distribution_agree(ops: Ops, uniform: float)
 def test_equal_logits_rank_by_token_id(ops: Ops, rule: dict[str, float]) -> None:
     logits = torch.tensor([[0.0, 1, 1, 0, 1, 1, -1, 1]]).repeat(100, 1)
     inputs = sampling_inputs(100, **rule)
-    sampled = ops.sample(logits, inputs)
-    assert torch.equal(sampled, REFERENCE.sample(logits, inputs))
-    assert set(sampled.tolist()) <= {1, 2, 4}
+    sampled_ids = ops.sample(logits, inputs)
+    assert torch.equal(sampled_ids, REFERENCE.sample(logits, inputs))
+    assert set(sampled_ids.tolist()) <= {1, 2, 4}

@@ -54,12 +54,12 @@ def deterministic(request: pytest.FixtureRequest) -> Ops:
     return all_back_ends(deterministic=True)[request.param]
 
 
-def offsets_of(lengths: list[int]) -> Tensor:
+def row_offsets(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
 def random_sequences(channels: int, dtype: torch.dtype, lengths: list[int]) -> tuple[Tensor, Tensor]:
-    return torch.randn(sum(lengths), channels).to(dtype), offsets_of(lengths)
+    return torch.randn(sum(lengths), channels).to(dtype), row_offsets(lengths)
 
 
 def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
@@ -80,16 +80,18 @@ def test_conv1d_equals_torch(ops: Ops, name: str, dtype: torch.dtype, with_bias:
     weight = torch.randn(fields.pop("shape")).to(dtype)
     bias = torch.randn(len(weight)).to(dtype) if with_bias else None
     encoding = "float32" if dtype == torch.float32 else "bfloat16"
-    packed = ops.pack_conv1d(weight, encoding, bias=bias, **fields)
-    lengths = [length for length in LENGTHS if packed.output_length(length)]
-    x, offsets = random_sequences(packed.in_channels, dtype, lengths)
+    packed_weight = ops.pack_conv1d(weight, encoding, bias=bias, **fields)
+    lengths = [length for length in LENGTHS if packed_weight.output_length(length)]
+    x, offsets = random_sequences(packed_weight.in_channels, dtype, lengths)
     wide = None if bias is None else bias.float()
     expected = [
         F.conv1d(transposed_rows(x, a, b), weight.float(), wide, **fields)[0].t()
         for a, b in pairwise(offsets)
     ]
-    assert [len(reference) for reference in expected] == [packed.output_length(length) for length in lengths]
-    assert_close(ops.conv1d(x, packed, offsets), torch.cat(expected).to(dtype), dtype)
+    assert [len(reference) for reference in expected] == [
+        packed_weight.output_length(length) for length in lengths
+    ]
+    assert_close(ops.conv1d(x, packed_weight, offsets), torch.cat(expected).to(dtype), dtype)
 
 
 @pytest.mark.parametrize("with_bias", [True, False])
@@ -101,46 +103,50 @@ def test_conv_transpose1d_equals_torch(ops: Ops, name: str, dtype: torch.dtype, 
     channels = weight.shape[1] * fields.get("groups", 1)
     bias = torch.randn(channels).to(dtype) if with_bias else None
     encoding = "float32" if dtype == torch.float32 else "bfloat16"
-    packed = ops.pack_conv_transpose1d(weight, encoding, bias=bias, **fields)
-    x, offsets = random_sequences(packed.in_channels, dtype, LENGTHS)
+    packed_weight = ops.pack_conv_transpose1d(weight, encoding, bias=bias, **fields)
+    x, offsets = random_sequences(packed_weight.in_channels, dtype, LENGTHS)
     wide = None if bias is None else bias.float()
     expected = [
         F.conv_transpose1d(transposed_rows(x, a, b), weight.float(), wide, **fields)[0].t()
         for a, b in pairwise(offsets)
     ]
-    assert [len(reference) for reference in expected] == [packed.output_length(length) for length in LENGTHS]
-    assert_close(ops.conv_transpose1d(x, packed, offsets), torch.cat(expected).to(dtype), dtype)
+    assert [len(reference) for reference in expected] == [
+        packed_weight.output_length(length) for length in LENGTHS
+    ]
+    assert_close(ops.conv_transpose1d(x, packed_weight, offsets), torch.cat(expected).to(dtype), dtype)
 
 
 @pytest.mark.parametrize("name", ["wide", "depthwise dilated", "strided"])
 def test_a_sequence_is_bit_equal_alone_and_in_a_batch(deterministic: Ops, name: str) -> None:
     fields = dict(CONVOLUTIONS[name])
-    packed = deterministic.pack_conv1d(torch.randn(fields.pop("shape")), "float32", **fields)
+    packed_weight = deterministic.pack_conv1d(torch.randn(fields.pop("shape")), "float32", **fields)
     lengths = [100, 9, 41]
-    x, offsets = random_sequences(packed.in_channels, torch.float32, lengths)
-    single = [deterministic.conv1d(x[a:b], packed, offsets_of([int(b - a)])) for a, b in pairwise(offsets)]
-    assert torch.equal(deterministic.conv1d(x, packed, offsets), torch.cat(single))
+    x, offsets = random_sequences(packed_weight.in_channels, torch.float32, lengths)
+    single_results = [
+        deterministic.conv1d(x[a:b], packed_weight, row_offsets([int(b - a)])) for a, b in pairwise(offsets)
+    ]
+    assert torch.equal(deterministic.conv1d(x, packed_weight, offsets), torch.cat(single_results))
 
 
 @pytest.mark.parametrize("name", ["wide", "depthwise", "strided", "grouped"])
 def test_sequences_shorter_than_the_kernel_give_no_rows(ops: Ops, name: str) -> None:
     fields = {**CONVOLUTIONS[name], "padding": 0}
-    packed = ops.pack_conv1d(torch.randn(fields.pop("shape")), "float32", **fields)
-    y = ops.conv1d(torch.randn(1, packed.in_channels), packed, offsets_of([1]))
-    assert y.shape == (0, packed.out_channels)
+    packed_weight = ops.pack_conv1d(torch.randn(fields.pop("shape")), "float32", **fields)
+    y = ops.conv1d(torch.randn(1, packed_weight.in_channels), packed_weight, row_offsets([1]))
+    assert y.shape == (0, packed_weight.out_channels)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 8), (5, 37), (70, 64)])
 def test_snake_equals_its_definition(ops: Ops, dtype: torch.dtype, rows: int, width: int) -> None:
-    x = (3 * torch.randn(rows, 2 * width)).to(dtype)[:, :width]  # rows with gaps between them
+    x = (3 * torch.randn(rows, 2 * width)).to(dtype)[:, :width]  # the rows are strided
     alpha, beta = torch.randn(width) * 5, torch.randn(width)
     wide = x.double()
     expected = wide + beta.double() * (alpha.double() * wide).sin() ** 2
     assert_close(ops.snake(x, alpha, beta), expected.to(dtype), dtype)
     large = 100 * torch.randn(rows, width)
-    exact = large.double() + beta.double() * (alpha.double() * large.double()).sin() ** 2
-    torch.testing.assert_close(ops.snake(large, alpha, beta).double(), exact, rtol=1e-6, atol=2e-4)
+    exact_result = large.double() + beta.double() * (alpha.double() * large.double()).sin() ** 2
+    torch.testing.assert_close(ops.snake(large, alpha, beta).double(), exact_result, rtol=1e-6, atol=2e-4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -169,7 +175,7 @@ def test_group_norm_equals_torch(ops: Ops, dtype: torch.dtype, width: int, group
 
 def test_group_norm_of_groups_of_one_number_is_the_bias(ops: Ops) -> None:
     x, weight, bias = torch.randn(3, 1, 32)
-    actual = ops.group_norm(x, weight[0], bias[0], 32, 1e-6, offsets_of([1]))
+    actual = ops.group_norm(x, weight[0], bias[0], 32, 1e-6, row_offsets([1]))
     torch.testing.assert_close(actual, bias, rtol=0, atol=1e-3)
 
 
@@ -178,12 +184,12 @@ def test_the_inverse_short_time_fourier_transform_equals_torch(ops: Ops) -> None
     x, offsets = random_sequences(size + 2, torch.float32, lengths)
     x = x * 5
     window = torch.hann_window(size)
-    packed = ops.pack_linear(inverse_dft_weight(window), "float32")
+    packed_weight = ops.pack_linear(inverse_dft_weight(window), "float32")
     parts = ops.polar(x, 30.0)
     assert_close(parts, REFERENCE.polar(x, 30.0), torch.float32)
     spectra = x[:, : size // 2 + 1].double().exp().clamp(max=30.0)
     spectra = torch.polar(spectra, x[:, size // 2 + 1 :].double())
-    samples = ops.overlap_add(ops.linear(parts, packed), window.square(), hop, offsets)
+    samples = ops.overlap_add(ops.linear(parts, packed_weight), window.square(), hop, offsets)
     expected = []
     for a, b in pairwise(offsets.tolist()):
         frames = torch.fft.irfft(spectra[a:b], n=size) * window.double()
@@ -196,6 +202,6 @@ def test_the_inverse_short_time_fourier_transform_equals_torch(ops: Ops) -> None
     assert_close(samples, torch.cat(expected).float(), torch.float32)
     assert_close(
         samples,
-        REFERENCE.overlap_add(ops.linear(parts, packed), window.square(), hop, offsets),
+        REFERENCE.overlap_add(ops.linear(parts, packed_weight), window.square(), hop, offsets),
         torch.float32,
     )

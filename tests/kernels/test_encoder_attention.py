@@ -79,36 +79,36 @@ def test_a_sequence_is_bit_equal_alone_and_in_a_batch(
 ) -> None:
     for back_end in (ops, ReferenceOps()):
         q, k, v, offsets = random_batch(LENGTHS_OF_BATCH[mix], 4, 2, 32, dtype)
-        whole = back_end.encoder_attention(q, k, v, offsets, scale=0.2, **OPTIONS[options])
+        full_result = back_end.encoder_attention(q, k, v, offsets, scale=0.2, **OPTIONS[options])
         for start, stop in pairwise(offsets.tolist()):
             offsets_of_one = torch.tensor([0, stop - start], dtype=torch.int32)
             rows = slice(start, stop)
-            alone = back_end.encoder_attention(
+            single_result = back_end.encoder_attention(
                 q[rows], k[rows], v[rows], offsets_of_one, scale=0.2, **OPTIONS[options]
             )
-            assert torch.equal(alone, whole[rows])
+            assert torch.equal(single_result, full_result[rows])
 
 
 def test_the_reference_is_scaled_dot_product_attention() -> None:
     q, k, v, offsets = random_batch([9], 4, 2, 8, torch.float32)
     for is_causal in (False, True):
-        ours = ReferenceOps().encoder_attention(q, k, v, offsets, scale=8**-0.5, is_causal=is_causal)
-        theirs = torch.nn.functional.scaled_dot_product_attention(
+        actual = ReferenceOps().encoder_attention(q, k, v, offsets, scale=8**-0.5, is_causal=is_causal)
+        reference = torch.nn.functional.scaled_dot_product_attention(
             q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), is_causal=is_causal, enable_gqa=True
         )
-        torch.testing.assert_close(ours, theirs.transpose(0, 1))
+        torch.testing.assert_close(actual, reference.transpose(0, 1))
 
 
 @pytest.mark.parametrize(("heads", "dim"), [(2, 16)])
 def test_window_and_bias_of_the_reference_match_their_definition(heads: int, dim: int) -> None:
     q, k, v, offsets = random_batch([11], heads, heads, dim, torch.float32)
     bias = torch.randn(heads, 2 * 13 - 1)
-    ours = ReferenceOps().encoder_attention(q, k, v, offsets, scale=1.0, window=3, bias=bias)
+    actual = ReferenceOps().encoder_attention(q, k, v, offsets, scale=1.0, window=3, bias=bias)
     for i in range(11):
         for h in range(heads):
             visible = range(max(0, i - 3), min(11, i + 4))
             scores = torch.stack([q[i, h] @ k[j, h] + bias[h, j - i + 12] for j in visible])
-            torch.testing.assert_close(ours[i, h], scores.softmax(0) @ v[list(visible), h])
+            torch.testing.assert_close(actual[i, h], scores.softmax(0) @ v[list(visible), h])
 
 
 def test_the_layers_of_a_step_share_their_block_list(ops: Ops) -> None:
@@ -117,6 +117,6 @@ def test_the_layers_of_a_step_share_their_block_list(ops: Ops) -> None:
     blocks = ops.sequence_blocks(offsets)
     assert torch.equal(first, ops.encoder_attention(q, k, v, offsets, scale=1.0, blocks=blocks))
     other = random_batch([70, 5], 2, 2, 16, torch.float32)[3]
-    shared = ops.encoder_attention(q, k, v, other, scale=1.0, blocks=ops.sequence_blocks(other))
-    assert torch.equal(shared, ops.encoder_attention(q, k, v, other, scale=1.0))
-    assert not torch.equal(first, shared)
+    shared_result = ops.encoder_attention(q, k, v, other, scale=1.0, blocks=ops.sequence_blocks(other))
+    assert torch.equal(shared_result, ops.encoder_attention(q, k, v, other, scale=1.0))
+    assert not torch.equal(first, shared_result)

@@ -50,8 +50,8 @@ def test_an_added_encoding_exists_only_within_the_with_block() -> None:
     with ENCODINGS.extended(HalvedEncoding()):
         assert "halved" in ENCODINGS
         weight, x = torch.randn(5, 7), torch.randn(3, 7)
-        packed = ReferenceOps().pack_linear(weight, "halved")
-        torch.testing.assert_close(ReferenceOps().linear(x, packed), x @ weight.T)
+        packed_weight = ReferenceOps().pack_linear(weight, "halved")
+        torch.testing.assert_close(ReferenceOps().linear(x, packed_weight), x @ weight.T)
     assert "halved" not in ENCODINGS
     with pytest.raises(ConfigError, match="unknown encoding 'halved': use one of float32, bfloat16, float16"):
         encoding_named("halved")
@@ -96,7 +96,8 @@ class TestEveryEncoding:
         weight, x = torch.randn(70, 96), torch.randn(3, 96).to(kind.compute_dtype.to_torch())
         tensors = kind.pack(weight)
         error = (kind.unpack(tensors).float() - weight).abs().max() / weight.abs().max()
-        # 8-bit floats have 3 bits of mantissa and 4-bit floats 1. The values of nf4 lie as far apart.
+        # Bits of mantissa and sign: 4 in 8-bit floats, 2 in 4-bit floats. The values of nf4 have similar
+        # distances to those of 4-bit floats.
         effective_bits = {"fp8": 4, "mxfp4": 2, "nvfp4": 2, "nf4": 2, "fp4": 2}.get(
             kind.name, min(kind.bits - 1, 7)
         )
@@ -113,8 +114,8 @@ class TestEveryEncoding:
         assert result <= set(ENCODINGS)
 
     def test_the_size_estimate_is_close_to_num_bytes(self, kind: LinearEncoding) -> None:
-        exact = 8 * kind.num_bytes(4096, 4096) / 4096**2
-        assert exact == pytest.approx(kind.bits_per_weight, rel=0.12)
+        exact_bits = 8 * kind.num_bytes(4096, 4096) / 4096**2
+        assert exact_bits == pytest.approx(kind.bits_per_weight, rel=0.12)
 
 
 # -- Names -----------------------------------------------------------------------------------------------
@@ -128,12 +129,12 @@ MAY_NAME_ENCODINGS = (
 ELEMENT_TYPES = {"float32", "bfloat16", "float16", "fp8", "int8", "uint8"}
 """Names of encodings that are also element types. The files below may use them."""
 NAMES_OF_ELEMENT_TYPES = (
-    "architectures/cache_types.py",  # of the KV cache
+    "architectures/cache_types.py",  # element types of the KV cache
     "dtype.py",
-    "config/pipeline.py",  # of the KV cache
-    "weights/gguf_config.py",  # of the activations
-    "bench/random_weights.py",  # of a checkpoint that is written
-    "media/audio_files.py",  # of samples
+    "config/pipeline.py",  # element types of the KV cache
+    "weights/gguf_config.py",  # element type of the activations
+    "bench/random_weights.py",  # element type of the written checkpoint
+    "media/audio_files.py",  # element types of samples
 )
 
 

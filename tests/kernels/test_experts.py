@@ -139,22 +139,22 @@ def test_experts_equal_the_weighted_sum_computed_by_numpy(
             gate_up, gate_up_bias, down, down_bias = (
                 0.0 if tensor is None else tensor.double().numpy() for tensor in tensors_of_experts[expert]
             )
-            inner = numpy_gate(gate_up @ x[row].double().numpy() + gate_up_bias, gating)
-            expected += topk_weight * (down @ inner + down_bias)
+            hidden = numpy_gate(gate_up @ x[row].double().numpy() + gate_up_bias, gating)
+            expected += topk_weight * (down @ hidden + down_bias)
         np.testing.assert_allclose(actual[row].numpy(), expected, atol=1e-5)
 
 
 @given(st.lists(st.permutations(range(5)), max_size=30), st.integers(1, 5), st.integers(1, 9))
 def test_assignments_are_grouped_by_expert(rows: list[list[int]], top: int, at_most: int) -> None:
     topk_ids = torch.tensor([row[:top] for row in rows], dtype=torch.int64).view(len(rows), top)
-    visited: list[tuple[int, int]] = []
+    visited_rows: list[tuple[int, int]] = []
     for assignments, sizes in grouped_by_expert(topk_ids, 5, at_most):
         assert 1 <= len(assignments) == sum(sizes.values()) <= at_most
         used_experts = [expert for expert, size in sizes.items() for _ in range(size)]
         assert topk_ids.flatten()[assignments].tolist() == used_experts
-        visited += zip(used_experts, assignments.tolist(), strict=True)
-    assert visited == sorted(visited)
-    assert sorted(assignment for _, assignment in visited) == list(range(topk_ids.numel()))
+        visited_rows += zip(used_experts, assignments.tolist(), strict=True)
+    assert visited_rows == sorted(visited_rows)
+    assert sorted(assignment for _, assignment in visited_rows) == list(range(topk_ids.numel()))
 
 
 # ---- every back end ----
@@ -186,7 +186,7 @@ MUTATIONS: dict[str, Callable[[PackedExperts, Tensor, Tensor], tuple[PackedExper
     "weights of other experts": lambda p, s, c: (p, s.roll(1, 1), c),
     "weights of other rows": lambda p, s, c: (p, s.roll(1, 0), c),
     "experts of other rows": lambda p, s, c: (p, s, c.roll(1, 0)),
-    "the last expert left out": lambda p, s, c: (p, s[:, :-1], c[:, :-1]),
+    "last selected expert dropped": lambda p, s, c: (p, s[:, :-1], c[:, :-1]),
 }
 
 
@@ -234,11 +234,13 @@ def test_experts_of_a_row_are_bit_equal_in_any_batch(deterministic: Ops, dtype: 
         pack_experts(deterministic, random_weights(bias=True), dtype),
     )
     topk_weights, topk_ids = deterministic.route(torch.randn(90, EXPERTS), 3, "all_normed")
-    whole = deterministic.experts(x, experts, topk_weights, topk_ids, CLAMPED)
-    for selected in (torch.tensor([7]), torch.arange(5, 18), torch.randperm(90)):
+    full_result = deterministic.experts(x, experts, topk_weights, topk_ids, CLAMPED)
+    for row_indices in (torch.tensor([7]), torch.arange(5, 18), torch.randperm(90)):
         assert torch.equal(
-            deterministic.experts(x[selected], experts, topk_weights[selected], topk_ids[selected], CLAMPED),
-            whole[selected],
+            deterministic.experts(
+                x[row_indices], experts, topk_weights[row_indices], topk_ids[row_indices], CLAMPED
+            ),
+            full_result[row_indices],
         )
 
 
@@ -247,10 +249,10 @@ def test_experts_of_a_row_are_bit_equal_in_any_batch(deterministic: Ops, dtype: 
 def test_the_route_of_a_row_is_equal_in_any_batch(deterministic: Ops, routing: Routing, experts: int) -> None:
     logits = torch.randn(700, experts).bfloat16()  # some logits are equal
     topk_weights, topk_ids = deterministic.route(logits, 4, routing)
-    for selected in (torch.tensor([7]), torch.arange(5, 18), torch.randperm(700)):
-        own_weights, own_ids = deterministic.route(logits[selected], 4, routing)
-        assert torch.equal(own_ids, topk_ids[selected])
-        assert torch.equal(own_weights, topk_weights[selected])
+    for row_indices in (torch.tensor([7]), torch.arange(5, 18), torch.randperm(700)):
+        own_weights, own_ids = deterministic.route(logits[row_indices], 4, routing)
+        assert torch.equal(own_ids, topk_ids[row_indices])
+        assert torch.equal(own_weights, topk_weights[row_indices])
 
 
 def test_a_batch_above_the_row_limit_equals_its_parts_bit_for_bit(deterministic: Ops) -> None:
@@ -261,12 +263,12 @@ def test_a_batch_above_the_row_limit_equals_its_parts_bit_for_bit(deterministic:
         pack_experts(deterministic, random_weights(bias=False), torch.float32),
     )
     topk_weights, topk_ids = torch.ones(rows, 1), torch.full((rows, 1), 4)
-    whole = deterministic.experts(x, experts, topk_weights, topk_ids, "silu")
+    full_result = deterministic.experts(x, experts, topk_weights, topk_ids, "silu")
     parts = [
         deterministic.experts(x[a:b], experts, topk_weights[a:b], topk_ids[a:b], "silu")
         for a, b in pairwise([0, 1000, 1030, rows])
     ]
-    assert torch.equal(torch.cat(parts), whole)
+    assert torch.equal(torch.cat(parts), full_result)
 
 
 # ---- adapters and recording ----
@@ -295,26 +297,26 @@ def test_adapters_on_some_experts_equal_merged_weights(deterministic: Ops) -> No
         lora=lora,
     )
     for adapter in (-1, 0, 1):
-        merged = [
+        merged_experts = [
             tuple(None if tensor is None else tensor.clone() for tensor in expert)
             for expert in tensors_of_experts
         ]
         if adapter >= 0:
             for name, (down, up) in lora.matrices.items():
                 expert, _, part = name.partition(".")
-                matrix = merged[int(expert)][2 if part == "down" else 0]
+                matrix = merged_experts[int(expert)][2 if part == "down" else 0]
                 assert matrix is not None
                 target = {"gate": matrix[:INNER], "up": matrix[INNER:], "down": matrix}[part]
                 target += up[adapter] @ down[adapter]
         expected = deterministic.experts(
-            x, pack_experts(deterministic, merged, torch.float32), topk_weights, topk_ids, "silu"
+            x, pack_experts(deterministic, merged_experts, torch.float32), topk_weights, topk_ids, "silu"
         )  # type: ignore[arg-type]
         torch.testing.assert_close(actual[rows == adapter], expected[rows == adapter], atol=1e-5, rtol=1e-4)
-    plain = deterministic.experts(
+    plain_result = deterministic.experts(
         x, pack_experts(deterministic, tensors_of_experts, torch.float32), topk_weights, topk_ids, "silu"
     )
-    assert torch.equal(actual[rows < 0], plain[rows < 0]), "bit-equal"
-    assert not torch.allclose(actual[rows >= 0], plain[rows >= 0], atol=1e-3)
+    assert torch.equal(actual[rows < 0], plain_result[rows < 0]), "bit-equal"
+    assert not torch.allclose(actual[rows >= 0], plain_result[rows >= 0], atol=1e-3)
 
 
 def test_a_replayed_layer_routes_its_new_inputs() -> None:
@@ -331,8 +333,8 @@ def test_a_replayed_layer_routes_its_new_inputs() -> None:
 
     plan = record(ReferenceOps(), {"x": x}, lambda ops: [layer(ops, x)])
     other = torch.randn(4, HIDDEN)
-    (replayed,) = plan.replay(ReferenceOps(), {"x": other})
-    assert torch.equal(replayed, layer(ReferenceOps(), other))
+    (replayed_result,) = plan.replay(ReferenceOps(), {"x": other})
+    assert torch.equal(replayed_result, layer(ReferenceOps(), other))
     lora = random_adapters(torch.zeros(4, dtype=torch.int64), ["0.up"])
     topk_weights, topk_ids = random_routes(4, 2)
     inputs = {"x": x, "topk_weights": topk_weights, "topk_ids": topk_ids}

@@ -14,10 +14,10 @@ from penstock.kernels.nibbles import fits_nibbles, from_nibbles, signed_offset, 
 def test_packing_to_nibbles_is_lossless(name: str, inputs: int) -> None:
     kind = encoding_named(name)
     rows = kind.pack(torch.randn(5, inputs, generator=torch.Generator().manual_seed(0)))
-    stored = to_nibbles(rows, kind)
-    assert stored["weight"].shape == (5, -(-inputs // 64) * 32)
-    assert stored["weight"].dtype == torch.uint8
-    unpacked = from_nibbles(stored, kind, inputs)
+    nibbles = to_nibbles(rows, kind)
+    assert nibbles["weight"].shape == (5, -(-inputs // 64) * 32)
+    assert nibbles["weight"].dtype == torch.uint8
+    unpacked = from_nibbles(nibbles, kind, inputs)
     assert unpacked.keys() == rows.keys()
     for key, tensor in rows.items():
         assert torch.equal(unpacked[key], tensor)
@@ -28,10 +28,10 @@ def test_an_input_has_the_documented_nibble() -> None:
     kind = encoding_named("int4")
     weight = torch.zeros(1, 128, dtype=torch.int8)
     weight[0, 64 + 32 + 5], weight[0, 7] = -8, 7
-    stored = to_nibbles({"weight": weight}, kind)["weight"][0].tolist()
-    assert stored[32 + 5] == 0x08
-    assert stored[7] == 0x8F
-    assert set(stored) == {0x88, 0x08, 0x8F}
+    nibbles = to_nibbles({"weight": weight}, kind)["weight"][0].tolist()
+    assert nibbles[32 + 5] == 0x08
+    assert nibbles[7] == 0x8F
+    assert set(nibbles) == {0x88, 0x08, 0x8F}
 
 
 def test_encodings_of_at_most_4_bits_fit_in_nibbles() -> None:

@@ -77,8 +77,8 @@ def test_the_recorder_records_added_operations(ops: ExtendedOps) -> None:
     assert plan.records[1].arguments["factor"] == 0.5
     assert [weight.data_ptr() for weight in plan.weights] == [weight.data_ptr()]
     other = torch.randn(3, 8)
-    (replayed,) = plan.replay(ops, {"x": other})
-    torch.testing.assert_close(replayed, other * 1.5 + weight)
+    (replayed_result,) = plan.replay(ops, {"x": other})
+    torch.testing.assert_close(replayed_result, other * 1.5 + weight)
 
 
 def test_defaults_are_recorded() -> None:
@@ -104,9 +104,11 @@ def test_a_weight_missing_from_the_signature_is_refused() -> None:
 
 
 def test_the_c_declarations_come_from_the_table() -> None:
-    declared = {name: function for row in OPERATIONS.values() for name, function in row.functions.items()}
-    assert {"pack", "pack_codes", "from_rank_0", *declared} == set(FUNCTIONS)
-    assert sum(len(row.functions) for row in OPERATIONS.values()) == len(declared), "declared twice"
+    declared_functions = {
+        name: function for row in OPERATIONS.values() for name, function in row.functions.items()
+    }
+    assert {"pack", "pack_codes", "from_rank_0", *declared_functions} == set(FUNCTIONS)
+    assert sum(len(row.functions) for row in OPERATIONS.values()) == len(declared_functions), "declared twice"
 
 
 def test_kernels_are_attributes() -> None:

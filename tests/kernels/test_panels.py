@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.random_draws import examples
+from support.random_draws import num_examples
 from torch import Tensor
 
 from penstock.kernels import PackedLinear, encoding_named, pack_linear, unpack_linear
@@ -21,13 +21,13 @@ ENCODINGS = ("float32", "bfloat16", "int8", "int5", "int4", "uint8", "uint4", "f
 SIZES = st.integers(1, 150)
 
 
-def panels_of(encoding: str) -> PanelLayout:
+def panel_layout(encoding: str) -> PanelLayout:
     layout = encoding_named(encoding).panels
     assert layout is not None
     return layout
 
 
-def rows_of(encoding: str, outputs: int, inputs: int) -> dict[str, Tensor]:
+def random_rows(encoding: str, outputs: int, inputs: int) -> dict[str, Tensor]:
     """Return random tensors of an encoding, with values that packing may never produce."""
     if encoding in BLOCKS:
         rows = encoding_named(encoding).pack(torch.randn(outputs, inputs))
@@ -43,11 +43,11 @@ def rows_of(encoding: str, outputs: int, inputs: int) -> dict[str, Tensor]:
         weight = torch.randint(-half, half, (outputs, inputs)).to(torch.int8)
         return {"weight": weight, "scales": torch.randn(outputs, -(-inputs // GROUP)).half()}
     if encoding in ("uint8", "uint4"):
-        top, groups = 1 << int(encoding[4]), -(-inputs // GROUP)
+        num_codes, groups = 1 << int(encoding[4]), -(-inputs // GROUP)
         return {
-            "weight": torch.randint(0, top, (outputs, inputs)).to(torch.uint8),
+            "weight": torch.randint(0, num_codes, (outputs, inputs)).to(torch.uint8),
             "scales": torch.randn(outputs, groups).half(),
-            "zeros": torch.randint(0, top, (outputs, groups)).to(torch.uint8),
+            "zeros": torch.randint(0, num_codes, (outputs, groups)).to(torch.uint8),
             "row_scales": torch.randn(outputs),
         }
     if encoding == "fp8":
@@ -57,13 +57,13 @@ def rows_of(encoding: str, outputs: int, inputs: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-@settings(max_examples=examples(25))
+@settings(max_examples=num_examples(25))
 @given(outputs=SIZES, inputs=SIZES, seed=st.integers(0, 9))
 def test_panels_unpack_to_the_same_rows(encoding: str, outputs: int, inputs: int, seed: int) -> None:
     torch.manual_seed(seed)
-    rows = rows_of(encoding, outputs, inputs)
-    panels = panels_of(encoding).to_panels(rows)
-    back = panels_of(encoding).from_panels(panels, outputs, inputs)
+    rows = random_rows(encoding, outputs, inputs)
+    panels = panel_layout(encoding).to_panels(rows)
+    back = panel_layout(encoding).from_panels(panels, outputs, inputs)
     assert back.keys() == rows.keys()
     for name, tensor in rows.items():
         assert back[name].dtype == tensor.dtype
@@ -71,14 +71,14 @@ def test_panels_unpack_to_the_same_rows(encoding: str, outputs: int, inputs: int
         assert back[name].is_contiguous()
     assert all(tensor.is_contiguous() for tensor in panels.values())
     assert panels["panels"].shape[0] == -(-outputs // PANEL)
-    assert panels["panels"].shape == panels_of(encoding).shape(outputs, inputs)
-    assert panels["panels"].dtype == panels_of(encoding).dtype.to_torch()
+    assert panels["panels"].shape == panel_layout(encoding).shape(outputs, inputs)
+    assert panels["panels"].dtype == panel_layout(encoding).dtype.to_torch()
     assert sum(panel.nbytes for panel in panels.values()) == encoding_named(encoding).num_bytes(
         outputs, inputs
     )
-    packed = PackedLinear(encoding, panels, inputs, outputs, layout=PANELS)
-    assert torch.equal(unpack_linear(packed), encoding_named(encoding).unpack(rows))
-    assert tensors_in_rows(packed).keys() == rows.keys()
+    packed_weight = PackedLinear(encoding, panels, inputs, outputs, layout=PANELS)
+    assert torch.equal(unpack_linear(packed_weight), encoding_named(encoding).unpack(rows))
+    assert tensors_in_rows(packed_weight).keys() == rows.keys()
 
 
 def check_block(
@@ -90,7 +90,7 @@ def check_block(
     inputs = 256 if has_factors else max(size, 32)
     unit = units[k // inputs]
     num_factors = 128 * sum(name in rows for name in ("factors", "min_factors"))
-    if size > 32:  # a float32 scale for the unit
+    if size > 32:  # the unit has one float32 scale
         num_factors = 256
         assert unit[-256:].view(torch.float32)[column] == rows["scales"][n, k // size]
     groups = unit[: len(unit) - num_factors].view(inputs // 32, -1)
@@ -124,8 +124,8 @@ def test_a_weight_lies_at_its_documented_position(outputs: int, inputs: int, dat
     k = data.draw(st.integers(0, inputs - 1))
     panel, column = divmod(n, 64)
     for encoding in ENCODINGS:
-        rows = rows_of(encoding, outputs, inputs)
-        weight, panels = rows["weight"][n, k], panels_of(encoding).to_panels(rows)["panels"]
+        rows = random_rows(encoding, outputs, inputs)
+        weight, panels = rows["weight"][n, k], panel_layout(encoding).to_panels(rows)["panels"]
         if encoding == "float32":
             assert panels[panel, k, column] == weight
         elif encoding == "bfloat16":
@@ -167,12 +167,12 @@ def test_a_weight_lies_at_its_documented_position(outputs: int, inputs: int, dat
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @given(outputs=SIZES, inputs=SIZES)
 def test_padding_of_panels_is_zero(encoding: str, outputs: int, inputs: int) -> None:
-    panels = panels_of(encoding).to_panels(rows_of(encoding, outputs, inputs))
+    panels = panel_layout(encoding).to_panels(random_rows(encoding, outputs, inputs))
     size = 64 * panels["panels"].shape[0], {"float32": 1, "bfloat16": 2, "int8": 4}.get(encoding, 32)
-    filled = size[0], -(-inputs // size[1]) * size[1]
-    if "scales" in panels:  # only the outputs that exist
+    padded_size = size[0], -(-inputs // size[1]) * size[1]
+    if "scales" in panels:  # padded outputs have no scales
         panels["scales"] = torch.ones(size[0])
-    weight = panels_of(encoding).from_panels(panels, *filled)["weight"]
+    weight = panel_layout(encoding).from_panels(panels, *padded_size)["weight"]
     assert not weight[outputs:].any()
     assert not weight[:, inputs:].any()
 
@@ -188,10 +188,12 @@ def test_encodings_without_panels_are_stored_in_rows() -> None:
 @given(outputs=SIZES, inputs=SIZES)
 def test_back_ends_pack_panels_as_defined(encoding: str, outputs: int, inputs: int) -> None:
     weight = torch.randn(outputs, inputs)
-    defined = panels_of(encoding).to_panels(encoding_named(encoding).pack(weight))
+    expected_panels = panel_layout(encoding).to_panels(encoding_named(encoding).pack(weight))
     for ops in variants():
-        packed = ops.pack_linear(weight, encoding)
-        assert packed.layout == PANELS
-        assert packed.tensors.keys() == defined.keys()
-        assert all(torch.equal(packed.tensors[name], tensor) for name, tensor in defined.items())
-        assert all(tensor.data_ptr() % 64 == 0 for tensor in packed.tensors.values())
+        packed_weight = ops.pack_linear(weight, encoding)
+        assert packed_weight.layout == PANELS
+        assert packed_weight.tensors.keys() == expected_panels.keys()
+        assert all(
+            torch.equal(packed_weight.tensors[name], tensor) for name, tensor in expected_panels.items()
+        )
+        assert all(tensor.data_ptr() % 64 == 0 for tensor in packed_weight.tensors.values())

@@ -63,7 +63,7 @@ def test_outliers_of_random_activations_fit_into_the_extra_bytes(
     x = torch.randn(1, inputs, generator=torch.Generator().manual_seed(seed))
     x[0, : len(large)] = torch.tensor(large)[:inputs]
     integers, scales = quantize_activations(x)
-    _, plain = quantize(x)
+    _, plain_scales = quantize(x)
     max_extras = min(MAX_EXTRAS, inputs // INPUTS_PER_EXTRA)
 
     def num_extras(quantized: Tensor) -> int:
@@ -72,9 +72,9 @@ def test_outliers_of_random_activations_fit_into_the_extra_bytes(
     assert num_extras(integers) <= max_extras
     largest_error = float((x - integers * scales[:, None]).abs().max())
     assert largest_error <= float(scales) * 0.5001 + 1e-30  # a smaller row is rounded to 0
-    assert 1 <= float(plain) / max(float(scales), 1e-38) <= 16.001 or float(plain) == 0
+    assert 1 <= float(plain_scales) / max(float(scales), 1e-38) <= 16.001 or float(plain_scales) == 0
     if (
-        0 < float(plain) / max(float(scales), 1e-38) < 11
+        0 < float(plain_scales) / max(float(scales), 1e-38) < 11
     ):  # the next smaller scale is at least two thirds of this one
         assert num_extras((x / (scales[:, None] * 0.66)).round()) > max_extras
 
@@ -82,13 +82,13 @@ def test_outliers_of_random_activations_fit_into_the_extra_bytes(
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_only_a_row_with_a_non_finite_value_gives_nan(encoding: str, bad: float) -> None:
-    packed = pack_linear(torch.randn(70, 100), encoding)
+    packed_weight = pack_linear(torch.randn(70, 100), encoding)
     x = torch.randn(5, 100)
-    plain = ReferenceOps().linear(x, packed)
+    plain_result = ReferenceOps().linear(x, packed_weight)
     x[3, 40] = bad
-    y = ReferenceOps().linear(x, packed)
+    y = ReferenceOps().linear(x, packed_weight)
     assert y[3].isnan().all()
-    assert torch.equal(y[[0, 1, 2, 4]], plain[[0, 1, 2, 4]])
+    assert torch.equal(y[[0, 1, 2, 4]], plain_result[[0, 1, 2, 4]])
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -108,24 +108,24 @@ def test_weights_and_products_are_within_their_error_bounds(
     encoding: str, error: float, in_features: int
 ) -> None:
     weight, x, bias = torch.randn(300, in_features), torch.randn(40, in_features), torch.randn(300)
-    packed = pack_linear(weight, encoding, bias=bias)
-    stored = encoding_named(encoding).unpack(packed.tensors)
-    assert float((stored - weight).norm() / weight.norm()) < error
-    assert packed.bias is not None
-    expected = x @ stored.T + packed.bias.float()
-    y = ReferenceOps().linear(x, packed)
+    packed_weight = pack_linear(weight, encoding, bias=bias)
+    stored_weight = encoding_named(encoding).unpack(packed_weight.tensors)
+    assert float((stored_weight - weight).norm() / weight.norm()) < error
+    assert packed_weight.bias is not None
+    expected = x @ stored_weight.T + packed_weight.bias.float()
+    y = ReferenceOps().linear(x, packed_weight)
     assert float((y - expected).norm() / expected.norm()) < 0.01
-    assert torch.equal(ReferenceOps().linear(x[3:4], packed), y[3:4])
-    rounded = ReferenceOps().linear(x.bfloat16().float(), packed).bfloat16()
-    assert torch.equal(ReferenceOps().linear(x.bfloat16(), packed), rounded)
+    assert torch.equal(ReferenceOps().linear(x[3:4], packed_weight), y[3:4])
+    rounded_result = ReferenceOps().linear(x.bfloat16().float(), packed_weight).bfloat16()
+    assert torch.equal(ReferenceOps().linear(x.bfloat16(), packed_weight), rounded_result)
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_packing_unpacked_weights_changes_nothing(encoding: str) -> None:
     kind = encoding_named(encoding)
-    once = kind.pack(torch.randn(50, 70))
-    repacked = kind.pack(kind.unpack(once))
-    assert torch.equal(kind.unpack(once), kind.unpack(repacked))
+    first_packing = kind.pack(torch.randn(50, 70))
+    repacked = kind.pack(kind.unpack(first_packing))
+    assert torch.equal(kind.unpack(first_packing), kind.unpack(repacked))
 
 
 def quantize_group(weight: np.ndarray, bits: int) -> tuple[list[int], float]:
@@ -133,7 +133,7 @@ def quantize_group(weight: np.ndarray, bits: int) -> tuple[list[int], float]:
     f32 = np.float32
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
     largest = weight[int(np.argmax(np.abs(weight)))]
-    best, best_scale = f32(-1), f32(0)
+    best_error, best_scale = f32(-1), f32(0)
     for i in range(7):
         divisor = -f32((7 + i / 3) * (2 if bits == 5 else 1))
         inverse = f32(0) if abs(largest) < 1e-30 else divisor / largest
@@ -146,8 +146,8 @@ def quantize_group(weight: np.ndarray, bits: int) -> tuple[list[int], float]:
         if square == 0:
             return [0] * 32, 0.0
         in_weights = product / divisor
-        if in_weights * in_weights / square > best:
-            best = in_weights * in_weights / square
+        if in_weights * in_weights / square > best_error:
+            best_error = in_weights * in_weights / square
             best_scale = product / square * (largest / divisor)
     scale = f32(np.float16(np.clip(best_scale, -65504, 65504))) + f32(0)
     inverse = f32(0) if scale == 0 else f32(1) / scale
@@ -195,12 +195,16 @@ def test_sizes_are_those_of_whole_panels(encoding: str, shape: tuple[int, int], 
 
 def test_scales_of_a_row_do_not_depend_on_other_rows() -> None:
     weight = torch.randn(1100, 40)
-    whole = encoding_named("int4").pack(weight)
-    single: list[dict[str, Tensor]] = [
+    full_rows = encoding_named("int4").pack(weight)
+    single_rows: list[dict[str, Tensor]] = [
         encoding_named("int4").pack(row[None]) for row in weight[[0, 511, 512, 1099]]
     ]
-    assert torch.equal(whole["weight"][[0, 511, 512, 1099]], torch.cat([part["weight"] for part in single]))
-    assert torch.equal(whole["scales"][[0, 511, 512, 1099]], torch.cat([part["scales"] for part in single]))
+    assert torch.equal(
+        full_rows["weight"][[0, 511, 512, 1099]], torch.cat([part["weight"] for part in single_rows])
+    )
+    assert torch.equal(
+        full_rows["scales"][[0, 511, 512, 1099]], torch.cat([part["scales"] for part in single_rows])
+    )
 
 
 def test_errors_of_important_inputs_are_smaller() -> None:

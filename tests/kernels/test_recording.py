@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import DECODERS, write_checkpoint
-from support.running import context_of, open_pipeline, random_tokens
+from support.pipeline_steps import make_context, open_pipeline, random_tokens
 
 from penstock.kernels import OPERATIONS, Ops, StepInputs
 from penstock.kernels.operations import UnrecordableStepError
@@ -26,7 +26,7 @@ def pipeline(
 
 def decode_inputs(pipeline: TextGenerationPipeline, lengths: list[int]) -> Any:
     """Return the inputs of a batch of single tokens after prompts of these lengths."""
-    contexts = {str(n): context_of(random_tokens(n, 130, seed=n)) for n in lengths}
+    contexts = {str(n): make_context(random_tokens(n, 130, seed=n)) for n in lengths}
     pipeline.execute(contexts)
     for context in contexts.values():
         pipeline.kv.reserve(context)
@@ -47,8 +47,8 @@ def run_step(pipeline: TextGenerationPipeline, inputs: Any, ops: Ops) -> torch.T
     network: Any = pipeline.model
     step = StepInputs(ops, inputs.positions, inputs.row_offsets, inputs.kv)
     with torch.inference_mode():
-        _, normed = network.network(inputs.tokens, step)
-        logits: torch.Tensor = network.network.head(ops.take_rows(normed, inputs.logit_rows), step)
+        _, normalized = network.network(inputs.tokens, step)
+        logits: torch.Tensor = network.network.head(ops.take_rows(normalized, inputs.logit_rows), step)
     return logits
 
 
@@ -96,15 +96,15 @@ def test_views_between_operations_are_recorded() -> None:
     x, rows = torch.randn(4, 16), torch.tensor([2, 0])
 
     def step(ops: Ops) -> list[torch.Tensor]:
-        gated = ops.gated_activation(x.view(4, 16), "gelu")  # [4, 8]
-        put = ops.put_rows(gated, rows, gated[:2])
+        gate_output = ops.gated_activation(x.view(4, 16), "gelu")  # [4, 8]
+        put = ops.put_rows(gate_output, rows, gate_output[:2])
         return [ops.take_rows(put, rows)]
 
     plan = record(ReferenceOps(), {"x": x, "rows": rows}, step)
     other_x, other_rows = torch.randn(4, 16), torch.tensor([1, 3])
     (result,) = plan.replay(ReferenceOps(), {"x": other_x, "rows": other_rows})
-    gated = ReferenceOps().gated_activation(other_x, "gelu")
-    expected = ReferenceOps().put_rows(gated, other_rows, gated[:2])[other_rows]
+    gate_output = ReferenceOps().gated_activation(other_x, "gelu")
+    expected = ReferenceOps().put_rows(gate_output, other_rows, gate_output[:2])[other_rows]
     assert torch.equal(result, expected)
 
 

@@ -31,9 +31,8 @@ def paged_cache(
     generator = np.random.default_rng(sum(lengths))
     counts = [-(-length // BLOCK) for length in lengths]
     order = generator.permutation(np.arange(1, sum(counts) + 1))
-    cache = torch.full(
-        (2, sum(counts) + 1, kv_heads, BLOCK, dim), torch.nan
-    )  # unwritten slots must not affect results
+    # Unwritten slots must not affect results.
+    cache = torch.full((2, sum(counts) + 1, kv_heads, BLOCK, dim), torch.nan)
     scales = torch.zeros(2, sum(counts) + 1, kv_heads, BLOCK) if int8 or fp8 else None
     if int8:
         cache = torch.zeros_like(cache, dtype=torch.int8)
@@ -69,7 +68,7 @@ def numpy_attention(
     sinks: np.ndarray | None,
     is_chunked: bool = False,
 ) -> np.ndarray:
-    heads, out = q.shape[0], np.zeros(q.shape)
+    heads, attended = q.shape[0], np.zeros(q.shape)
     heads_per_kv_head = heads // keys_and_values.shape[2]
     first = 0 if window is None else max(0, position - window + 1)
     if is_chunked:
@@ -82,8 +81,8 @@ def numpy_attention(
             scores = soft_cap * np.tanh(scores / soft_cap)
         extra = [] if sinks is None else [float(sinks[head])]
         weights = np.exp(np.array([*scores, *extra]) - max([*scores, *extra]))
-        out[head] = weights[: len(scores)] @ values / weights.sum()
-    return out
+        attended[head] = weights[: len(scores)] @ values / weights.sum()
+    return attended
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (5, 1)])
@@ -99,7 +98,7 @@ def test_attention_equals_numpy(
     q = torch.randn(sum(counts), num_heads, 8, generator=generator)
     sinks = torch.randn(num_heads, generator=generator) if with_sinks else None
     offsets = torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32)
-    out = OPS.attention(
+    attended = OPS.attention(
         q, kv, offsets, torch.tensor(lengths, dtype=torch.int32), scale=0.4, soft_cap=soft_cap, sinks=sinks
     )
     row = 0
@@ -114,7 +113,7 @@ def test_attention_equals_numpy(
                 soft_cap,
                 None if sinks is None else sinks.numpy(),
             )
-            np.testing.assert_allclose(out[row].numpy(), expected, atol=2e-6)
+            np.testing.assert_allclose(attended[row].numpy(), expected, atol=2e-6)
             row += 1
 
 
@@ -123,32 +122,32 @@ def test_chunked_attention_equals_numpy(chunk: int) -> None:
     kv, (keys_and_values,) = paged_cache([50], 2, 8, window=chunk, is_chunked=True)
     q = torch.randn(45, 4, 8, generator=torch.Generator().manual_seed(0))
     offsets, lengths = torch.tensor([0, 45], dtype=torch.int32), torch.tensor([50], dtype=torch.int32)
-    out = OPS.attention(q, kv, offsets, lengths, scale=0.4)
+    attended = OPS.attention(q, kv, offsets, lengths, scale=0.4)
     for row in range(45):
         expected = numpy_attention(
             q[row].numpy(), keys_and_values, row + 5, 0.4, chunk, None, None, is_chunked=True
         )
-        np.testing.assert_allclose(out[row].numpy(), expected, atol=2e-6)
+        np.testing.assert_allclose(attended[row].numpy(), expected, atol=2e-6)
 
 
 def test_blocks_before_the_window_are_not_read() -> None:
     kv, _ = paged_cache([60], 2, 8, window=20)
     q = torch.randn(1, 4, 8, generator=torch.Generator().manual_seed(0))
     offsets, lengths = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([60], dtype=torch.int32)
-    before = OPS.attention(q, kv, offsets, lengths, scale=0.3)
+    result_before = OPS.attention(q, kv, offsets, lengths, scale=0.3)
     kv.cache[:, 0] = 0.0  # the null block may have any finite content
     kv.block_tables[0, :2] = 0
-    assert torch.equal(OPS.attention(q, kv, offsets, lengths, scale=0.3), before)
+    assert torch.equal(OPS.attention(q, kv, offsets, lengths, scale=0.3), result_before)
 
 
 def test_attention_over_an_int8_cache_is_close() -> None:
-    exact, sequences = paged_cache([70], 2, 16)
-    rounded, _ = paged_cache([70], 2, 16, int8=True)
-    assert rounded.cache.dtype is torch.int8
+    exact_kv, sequences = paged_cache([70], 2, 16)
+    rounded_kv, _ = paged_cache([70], 2, 16, int8=True)
+    assert rounded_kv.cache.dtype is torch.int8
     q = torch.randn(5, 4, 16, generator=torch.Generator().manual_seed(0))
     offsets, lengths = torch.tensor([0, 5], dtype=torch.int32), torch.tensor([70], dtype=torch.int32)
-    difference = OPS.attention(q, rounded, offsets, lengths, scale=0.3) - OPS.attention(
-        q, exact, offsets, lengths, scale=0.3
+    difference = OPS.attention(q, rounded_kv, offsets, lengths, scale=0.3) - OPS.attention(
+        q, exact_kv, offsets, lengths, scale=0.3
     )
     assert 0 < float(difference.abs().max()) < 0.03
     assert sequences[0].shape == (2, 70, 2, 16)
@@ -156,43 +155,43 @@ def test_attention_over_an_int8_cache_is_close() -> None:
 
 @pytest.mark.parametrize("fixed", [None, 4 / 448])
 def test_attention_over_an_fp8_cache_is_close(fixed: float | None) -> None:
-    """A stored number differs by at most 2**-4 of itself, or by half of the smallest step of 2**-9."""
-    exact, _ = paged_cache([70], 2, 16)
-    rounded, _ = paged_cache([70], 2, 16, fp8=True, fixed=fixed)
-    assert rounded.scales is not None
-    scales = rounded.scales[..., None]
-    used = exact.cache.isfinite()
-    values, result = exact.cache[used], (rounded.cache.float() * scales)[used]
+    """The error of a stored number is at most 2**-4 of its value, or half of the smallest step of 2**-9."""
+    exact_kv, _ = paged_cache([70], 2, 16)
+    rounded_kv, _ = paged_cache([70], 2, 16, fp8=True, fixed=fixed)
+    assert rounded_kv.scales is not None
+    scales = rounded_kv.scales[..., None]
+    used = exact_kv.cache.isfinite()
+    values, result = exact_kv.cache[used], (rounded_kv.cache.float() * scales)[used]
     bound = torch.maximum(values.abs() * 2**-4, 2**-10 * scales.expand(used.shape)[used])
     differences = (values - result).abs()
     assert (differences <= bound * 1.0001)[values.abs() < 4].all()
     assert 0.5 < float((differences / bound).max())
     q = torch.randn(5, 4, 16, generator=torch.Generator().manual_seed(0))
     offsets, lengths = torch.tensor([0, 5], dtype=torch.int32), torch.tensor([70], dtype=torch.int32)
-    got, expected = (OPS.attention(q, kv, offsets, lengths, scale=0.3) for kv in (rounded, exact))
-    assert 0 < float((got - expected).abs().max()) < 0.06
+    actual, expected = (OPS.attention(q, kv, offsets, lengths, scale=0.3) for kv in (rounded_kv, exact_kv))
+    assert 0 < float((actual - expected).abs().max()) < 0.06
 
 
 def test_values_beyond_a_fixed_scale_are_clipped() -> None:
-    exact, _ = paged_cache([70], 2, 16)
-    rounded, _ = paged_cache([70], 2, 16, fp8=True, fixed=1 / 448)
-    used = exact.cache.isfinite()
-    result = (rounded.cache.float() / 448)[used]
+    exact_kv, _ = paged_cache([70], 2, 16)
+    rounded_kv, _ = paged_cache([70], 2, 16, fp8=True, fixed=1 / 448)
+    used = exact_kv.cache.isfinite()
+    result = (rounded_kv.cache.float() / 448)[used]
     assert float(result.max()) == 1
     assert float(result.min()) == -1
-    assert (result[exact.cache[used] > 1] == 1).all()
+    assert (result[exact_kv.cache[used] > 1] == 1).all()
 
 
 def test_norms_equal_numpy() -> None:
     generator = torch.Generator().manual_seed(0)
     x, residual = torch.randn(2, 5, 12, generator=generator)
     weight = torch.randn(12, generator=generator)
-    normed, total = OPS.add_rms_norm(x, residual, weight, 1e-3)
+    normalized, total = OPS.add_rms_norm(x, residual, weight, 1e-3)
     wide = (x + residual).numpy().astype(np.float64)
     expected = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-3) * weight.numpy()
-    np.testing.assert_allclose(normed.numpy(), expected, atol=1e-6)
+    np.testing.assert_allclose(normalized.numpy(), expected, atol=1e-6)
     assert torch.equal(total, x + residual)
-    assert torch.equal(OPS.rms_norm(total, weight, 1e-3), normed)
+    assert torch.equal(OPS.rms_norm(total, weight, 1e-3), normalized)
 
 
 @pytest.mark.parametrize(
@@ -226,19 +225,19 @@ def test_rotary_rotates_pairs_and_keeps_the_other_dimensions() -> None:
 def test_linear_with_bias_and_adapters_equals_merged_weights(rows: int) -> None:
     generator = torch.Generator().manual_seed(rows)
     weight, bias = torch.randn(9, 6, generator=generator), torch.randn(9, generator=generator)
-    packed = pack_linear(
+    packed_weight = pack_linear(
         weight, "float32", bias=bias, slices=[LinearSlice("first", 0, 4), LinearSlice("second", 4, 9)]
     )
     x = torch.randn(rows, 6, generator=generator)
-    torch.testing.assert_close(OPS.linear(x, packed), x @ weight.T + bias)
+    torch.testing.assert_close(OPS.linear(x, packed_weight), x @ weight.T + bias)
     down, up = torch.randn(2, 3, 6, generator=generator), torch.randn(2, 5, 3, generator=generator)
     adapters = torch.tensor([-1, 1, 0, 1, -1] * 4)[:rows]
-    adapted = OPS.linear(x, packed, lora=LoRAInputs(adapters, {"second": (down, up)}))
+    adapted_result = OPS.linear(x, packed_weight, lora=LoRAInputs(adapters, {"second": (down, up)}))
     expected = x @ weight.T + bias
     for row, adapter in enumerate(adapters.tolist()):
         if adapter >= 0:
             expected[row, 4:] += up[adapter] @ (down[adapter] @ x[row])
-    torch.testing.assert_close(adapted, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(adapted_result, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_take_rows_and_put_rows_copy_rows() -> None:

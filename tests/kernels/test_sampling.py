@@ -25,10 +25,12 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-def rules_of(rows: Sequence[Mapping[str, float]], uniforms: Sequence[float] | None = None) -> SamplingInputs:
+def make_rules(
+    rows: Sequence[Mapping[str, float]], uniforms: Sequence[float] | None = None
+) -> SamplingInputs:
     """Return the rules of each row, with random uniforms if none are given."""
-    usual = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    values = [{**usual, **row} for row in rows]
+    default_rules = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    values = [{**default_rules, **row} for row in rows]
     return SamplingInputs(
         torch.tensor([row["temperature"] for row in values]),
         torch.tensor([int(row["top_k"]) for row in values]),
@@ -40,7 +42,7 @@ def rules_of(rows: Sequence[Mapping[str, float]], uniforms: Sequence[float] | No
     )
 
 
-def check(ops: Ops, logits: Tensor, rules: SamplingInputs, mask: Tensor | None = None) -> Tensor:
+def sample_and_compare(ops: Ops, logits: Tensor, rules: SamplingInputs, mask: Tensor | None = None) -> Tensor:
     """Return the tokens of a back end, which must be those of the reference."""
     tokens = ops.sample(logits, rules, mask)
     assert torch.equal(tokens, REFERENCE.sample(logits, rules, mask))
@@ -54,7 +56,7 @@ ENDS = (0.0, 0.4, 1 - 2**-53)
 def test_equal_logits_that_are_far_apart_rank_by_token_id(ops: Ops, rule: dict[str, float]) -> None:
     logits = torch.full((3, 5000), -40.0)
     logits[:, [5, 1030, 2050, 4097, 4999]] = 1
-    tokens = check(ops, logits, rules_of([rule] * 3, ENDS))
+    tokens = sample_and_compare(ops, logits, make_rules([rule] * 3, ENDS))
     assert tokens.tolist() == ([5, 1030, 2050] if "top_k" in rule else [5, 5, 5])
 
 
@@ -62,29 +64,33 @@ def test_the_first_of_equal_tokens_is_the_greedy_one(ops: Ops) -> None:
     logits = torch.zeros(3, 5000)
     logits[1, [4999, 3000]] = 1
     logits[2, [1023, 1024]] = 1
-    some: list[dict[str, float]] = [{"temperature": 0.0}, {"top_k": 1}]
-    for rule in some:
-        assert check(ops, logits, rules_of([rule] * 3)).tolist() == [0, 3000, 1023]
+    rule_sets: list[dict[str, float]] = [{"temperature": 0.0}, {"top_k": 1}]
+    for rule in rule_sets:
+        assert sample_and_compare(ops, logits, make_rules([rule] * 3)).tolist() == [0, 3000, 1023]
 
 
 @pytest.mark.parametrize("top_k", [30, 2000, 6000, 15_000])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # equal logits abound in bfloat16
-def test_a_large_top_k(ops: Ops, top_k: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # bfloat16 has many equal logits
+def test_a_large_top_k_equals_the_reference(ops: Ops, top_k: int, dtype: torch.dtype) -> None:
     logits = (3 * torch.randn(3, 20_000)).to(dtype)
     ends = (0.0, 0.999, 1 - 2**-53)
-    check(ops, logits, rules_of([{"top_k": top_k, "temperature": 9.0}] * 3, ends))
-    check(ops, logits, rules_of([{"top_k": top_k, "top_p": 0.97, "min_p": 0.01, "temperature": 2.0}] * 3))
+    sample_and_compare(ops, logits, make_rules([{"top_k": top_k, "temperature": 9.0}] * 3, ends))
+    sample_and_compare(
+        ops, logits, make_rules([{"top_k": top_k, "top_p": 0.97, "min_p": 0.01, "temperature": 2.0}] * 3)
+    )
 
 
 @pytest.mark.parametrize("rule", [{"top_p": 0.95}, {"top_p": 0.3, "min_p": 0.7}, {"min_p": 0.5}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_flat_distributions(ops: Ops, rule: dict[str, float], dtype: torch.dtype) -> None:
+def test_samples_of_flat_distributions_equal_the_reference(
+    ops: Ops, rule: dict[str, float], dtype: torch.dtype
+) -> None:
     logits = torch.randn(3, 20_000).to(dtype)
     for temperature in (1.0, 40.0):
-        check(ops, logits, rules_of([rule | {"temperature": temperature}] * 3))
+        sample_and_compare(ops, logits, make_rules([rule | {"temperature": temperature}] * 3))
 
 
-def test_a_mask_that_leaves_one_token(ops: Ops) -> None:
+def test_a_mask_of_one_token_selects_it(ops: Ops) -> None:
     rows: list[dict[str, float]] = [
         {},
         {"temperature": 0.0},
@@ -97,33 +103,33 @@ def test_a_mask_that_leaves_one_token(ops: Ops) -> None:
         mask = torch.zeros(len(rows), 129, dtype=torch.int32)
         mask[:, token // 32] = torch.tensor(1 << token % 32).int()
         logits = torch.randn(len(rows), 4099)
-        assert check(ops, logits, rules_of(rows), mask).tolist() == [token] * len(rows)
+        assert sample_and_compare(ops, logits, make_rules(rows), mask).tolist() == [token] * len(rows)
 
 
 @pytest.mark.parametrize("vocabulary", [1023, 1024, 1025, 4099])
-def test_the_last_tokens_of_a_vocabulary(ops: Ops, vocabulary: int) -> None:
+def test_the_last_tokens_of_a_vocabulary_can_be_sampled(ops: Ops, vocabulary: int) -> None:
     logits = torch.randn(5, vocabulary)
     logits[:, -2:] = 9
-    some: list[dict[str, float]] = [{}, {"top_k": 2}, {"top_p": 0.5}, {"temperature": 0.0}]
-    for rule in some:
-        tokens = check(ops, logits, rules_of([rule] * 5, (0.0, 0.3, 0.6, 0.9, 1 - 2**-53)))
+    rule_sets: list[dict[str, float]] = [{}, {"top_k": 2}, {"top_p": 0.5}, {"temperature": 0.0}]
+    for rule in rule_sets:
+        tokens = sample_and_compare(ops, logits, make_rules([rule] * 5, (0.0, 0.3, 0.6, 0.9, 1 - 2**-53)))
         if rule:
             assert set(tokens.tolist()) <= {vocabulary - 2, vocabulary - 1}
 
 
 @pytest.mark.parametrize("top_p", [0.99, 0.99999, 0.99999994, 0.9999999999999999])
-def test_a_top_p_near_1(ops: Ops, top_p: float) -> None:
-    """Of the tail, which holds 0.1 of the mass, ``top_p`` keeps the first tokens."""
+def test_a_top_p_near_1_drops_the_end_of_the_tail(ops: Ops, top_p: float) -> None:
+    """The tail has a probability of 0.1 in total. ``top_p`` keeps the first tokens of the tail."""
     logits = torch.zeros(3, 9000)
     logits[:, 3] = torch.tensor(9 * 8999.0).log()
     ends = (0.0, 0.95, 1 - 2**-50)
-    tokens = check(ops, logits, rules_of([{"top_p": top_p}] * 3, ends)).tolist()
+    tokens = sample_and_compare(ops, logits, make_rules([{"top_p": top_p}] * 3, ends)).tolist()
     assert tokens[0] == 0
     assert abs(tokens[2] - 8999 * (1 - 10 * (1 - top_p))) < 2
 
 
-def test_all_rules_in_one_batch(ops: Ops) -> None:
-    """Each row of a batch has the token that it has alone, and the reference's."""
+def test_rows_with_different_rules_equal_single_rows(ops: Ops) -> None:
+    """Each row of a batch samples the same token as in a batch of one row, and as the reference."""
     rows: list[dict[str, float]] = [
         {"temperature": 0.0},
         {},
@@ -143,11 +149,15 @@ def test_all_rules_in_one_batch(ops: Ops) -> None:
     logits[-2, 6000] = torch.nan
     logits[-1] = -torch.inf
     mask = torch.randint(-(2**31), 2**31, (len(rows), 219)).int()
-    rules = rules_of(rows)
+    rules = make_rules(rows)
     for bits in (None, mask):
-        tokens = check(ops, logits, rules, bits)
+        tokens = sample_and_compare(ops, logits, rules, bits)
         assert tokens[-2:].tolist() == [-1, -1]
         for row in range(len(rows)):
-            some = torch.tensor([row])
-            own = ops.sample(logits[some], rules.take(some), None if bits is None else bits[some])
-            assert own[0] == tokens[row]
+            selected_rows = torch.tensor([row])
+            single_tokens = ops.sample(
+                logits[selected_rows],
+                rules.take(selected_rows),
+                None if bits is None else bits[selected_rows],
+            )
+            assert single_tokens[0] == tokens[row]

@@ -44,7 +44,7 @@ def test_a_row_attends_to_its_window_and_its_image(ops: Ops, window: int | None)
     """A row sees the keys of its window before it, and the keys of its image after it."""
     q, kv, offsets, lengths, spans = random_batch(window)
     images = ImageSpans(spans, offsets, lengths)
-    out = ops.attention(q, kv, offsets, lengths, scale=0.3, spans=images)
+    attended = ops.attention(q, kv, offsets, lengths, scale=0.3, spans=images)
     row = 0
     for sequence, (start, end, _) in enumerate(BATCH):
         keys, values = kv.cache[:, kv.block_tables[sequence].long()].transpose(2, 3).flatten(1, 2)
@@ -53,5 +53,5 @@ def test_a_row_attends_to_its_window_and_its_image(ops: Ops, window: int | None)
             visible = slice(first, int(spans[row, 1]))
             scores = torch.einsum("hd,nhd->hn", q[row], keys[visible].repeat_interleave(3, 1)) * 0.3
             expected = torch.einsum("hn,nhd->hd", scores.softmax(-1), values[visible].repeat_interleave(3, 1))
-            torch.testing.assert_close(out[row], expected, atol=1e-5, rtol=0)
+            torch.testing.assert_close(attended[row], expected, atol=1e-5, rtol=0)
             row += 1

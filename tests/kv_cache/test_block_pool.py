@@ -8,7 +8,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from support.random_draws import examples
+from support.random_draws import num_examples
 
 from penstock.errors import InsufficientBlocksError
 from penstock.kv_cache.block_pool import BlockPool
@@ -37,7 +37,7 @@ def test_a_released_registered_block_is_found_until_eviction() -> None:
     pool.release([first, second])
     assert (pool.num_free, pool.num_cached) == (2, 1)
     assert pool.lookup(b"one") == first
-    assert pool.allocate(1) == [second]  # a free block goes before a cached one
+    assert pool.allocate(1) == [second]  # a free block is allocated before a cached block is evicted
     assert pool.allocate(1) == [first]
     assert pool.lookup(b"one") is None
 
@@ -108,39 +108,39 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(self.SIZE + 1)
-        self.held: list[int] = []  # one entry per reference
+        self.referenced: list[int] = []  # one entry per reference
         self.known: dict[int, bytes] = {}
         self.unused: list[int] = []  # registered and unreferenced blocks, least recently used first
 
     @rule(count=st.integers(0, SIZE + 1))
     def allocate(self, count: int) -> None:
-        if count > self.SIZE - len(set(self.held)):
+        if count > self.SIZE - len(set(self.referenced)):
             with pytest.raises(InsufficientBlocksError):
                 self.pool.allocate(count)
             return
-        free = self.SIZE - len(set(self.held)) - len(self.unused)
+        free = self.SIZE - len(set(self.referenced)) - len(self.unused)
         evicted, self.unused = self.unused[: max(0, count - free)], self.unused[max(0, count - free) :]
         for block in evicted:
             del self.known[block]
         blocks = self.pool.allocate(count)
         assert blocks[min(count, free) :] == evicted
-        assert not set(blocks) & {0, *self.held, *self.unused}
+        assert not set(blocks) & {0, *self.referenced, *self.unused}
         assert len(set(blocks)) == count
-        self.held += blocks
+        self.referenced += blocks
 
-    @precondition(lambda self: self.held)
+    @precondition(lambda self: self.referenced)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        block = data.draw(st.sampled_from(self.held))
-        self.held.remove(block)
+        block = data.draw(st.sampled_from(self.referenced))
+        self.referenced.remove(block)
         self.pool.release([block])
-        if block not in self.held and block in self.known:
+        if block not in self.referenced and block in self.known:
             self.unused.append(block)
 
-    @precondition(lambda self: self.held)
+    @precondition(lambda self: self.referenced)
     @rule(data=st.data(), content=st.integers(0, 6))
     def register(self, data: st.DataObject, content: int) -> None:
-        block = data.draw(st.sampled_from(self.held))
+        block = data.draw(st.sampled_from(self.referenced))
         if block in self.known:
             return
         is_new = b"%d" % content not in self.known.values()
@@ -153,18 +153,20 @@ class PoolMachine(RuleBasedStateMachine):
         block = self.pool.lookup(b"%d" % content)
         if block is not None:
             self.pool.retain([block])
-            self.held.append(block)
+            self.referenced.append(block)
             if block in self.unused:
                 self.unused.remove(block)
 
     @invariant()
     def pool_agrees_with_the_model(self) -> None:
         self.pool.check_integrity()
-        assert {block: self.pool.references(block) for block in set(self.held)} == Counter(self.held)
-        assert self.pool.num_free == self.SIZE - len(set(self.held))
+        assert {block: self.pool.references(block) for block in set(self.referenced)} == Counter(
+            self.referenced
+        )
+        assert self.pool.num_free == self.SIZE - len(set(self.referenced))
         assert self.pool.num_cached == len(self.unused)
         assert all(self.pool.lookup(digest) == block for block, digest in self.known.items())
 
 
 TestPools = PoolMachine.TestCase
-TestPools.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
+TestPools.settings = settings(max_examples=num_examples(60), stateful_step_count=30, deadline=None)

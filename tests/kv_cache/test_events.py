@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import pytest
 import torch
-from support.paged import advance, compute, kv_manager, text_context
+from support.kv_contexts import kv_manager, run_one_step, store_and_check_keys, text_context
 
 from penstock.host.memory import discard_pages
 from penstock.kv_cache import KVCacheManager
@@ -18,7 +18,7 @@ from penstock.pipelines.core.cache_events import BlocksCleared, BlocksRemoved, B
 PROMPT = list(range(10))
 
 
-def digests_of(context: TextContext) -> list[bytes]:
+def registered_digests(context: TextContext) -> list[bytes]:
     root = context_root(context, 0, None)
     assert root is not None
     return chain_digests(root, context.all_tokens, {}, range(context.current_length // 4), 4)
@@ -41,61 +41,61 @@ def apply_events(known: set[bytes], events: Iterable[CacheEvent]) -> set[bytes]:
 def test_stored_events_have_digests_parents_and_tokens() -> None:
     manager, context = kv_manager(8), text_context(PROMPT)
     manager.record_events()
-    advance(manager, context, token=10)
-    first, second = digests_of(context)
+    run_one_step(manager, context, token=10)
+    first, second = registered_digests(context)
     assert manager.take_events() == [BlocksStored([first, second], None, PROMPT[:8])]
     assert manager.take_events() == []
-    advance(manager, context, token=11)
-    advance(manager, context, token=12)  # computes the twelfth token
-    third = digests_of(context)[2]
+    run_one_step(manager, context, token=11)
+    run_one_step(manager, context, token=12)  # computes the twelfth token
+    third = registered_digests(context)[2]
     assert manager.take_events() == [BlocksStored([third], second, [8, 9, 10, 11])]
     equal_context = text_context(PROMPT)
-    advance(manager, equal_context)
+    run_one_step(manager, equal_context)
     assert manager.take_events() == []  # the context used the cached blocks
 
 
 def test_events_are_recorded_only_if_enabled() -> None:
     manager, context = kv_manager(8), text_context(PROMPT)
-    advance(manager, context)
+    run_one_step(manager, context)
     assert manager.take_events() == []
 
 
 def test_an_evicted_block_gives_a_removed_event() -> None:
     manager, context = kv_manager(4), text_context(PROMPT)
     manager.record_events()
-    advance(manager, context)
+    run_one_step(manager, context)
     manager.release(context)
     manager.take_events()
     other = text_context([50 + number for number in range(12)])
-    advance(manager, other)
-    first, second = digests_of(text_context(PROMPT))
+    run_one_step(manager, other)
+    first, second = registered_digests(text_context(PROMPT))
     events = manager.take_events()
     assert events[0] == BlocksRemoved([second])  # the end of a prompt is evicted first
-    assert apply_events({first, second}, events) == {first, *digests_of(other)}
+    assert apply_events({first, second}, events) == {first, *registered_digests(other)}
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 6), (6,)])
 def test_events_describe_the_pool_exactly(windows: tuple[int | None, ...]) -> None:
-    random_numbers, known = random.Random(7), set[bytes]()
+    random_numbers, known_digests = random.Random(7), set[bytes]()
     manager = kv_manager(*(9 for _ in windows), windows=windows)
     manager.record_events()
     for _ in range(60):
         context = text_context([random_numbers.randrange(2) for _ in range(random_numbers.randrange(1, 20))])
-        advance(manager, context, token=random_numbers.randrange(2))
-        advance(manager, context, token=random_numbers.randrange(2))
+        run_one_step(manager, context, token=random_numbers.randrange(2))
+        run_one_step(manager, context, token=random_numbers.randrange(2))
         manager.release(context)
         if random_numbers.random() < 0.05:
             manager.forget_prefixes()
-        known = apply_events(known, manager.take_events())
+        known_digests = apply_events(known_digests, manager.take_events())
         pool = manager._pools[0]
-        assert known == set(pool._block_of)
+        assert known_digests == set(pool._block_of)
         manager.check_integrity()
 
 
 def test_a_reset_of_the_prefix_cache_keeps_running_requests() -> None:
     manager, context = kv_manager(8), text_context(PROMPT)
     manager.record_events()
-    advance(manager, context)
+    run_one_step(manager, context)
     manager.forget_prefixes()
     assert manager.take_events() == [BlocksCleared()]
     manager.check_integrity()
@@ -111,12 +111,12 @@ def test_a_reset_of_the_prefix_cache_keeps_running_requests() -> None:
 
 def compute_rest(manager: KVCacheManager, context: TextContext) -> None:
     for token in range(6):
-        advance(manager, context, token=token)  # checks the keys of all tokens
+        run_one_step(manager, context, token=token)  # checks the keys of all tokens
 
 
 def test_discarded_storage_is_zero_and_reusable() -> None:
     manager, context = kv_manager(3000), text_context(PROMPT)
-    advance(manager, context)
+    run_one_step(manager, context)
     manager.release(context)
     cache = manager.storage.caches[0]
     address = cache.data_ptr()
@@ -128,16 +128,16 @@ def test_discarded_storage_is_zero_and_reusable() -> None:
     manager.claim(second_context)
     assert second_context.num_cached_tokens == 0
     manager.reserve(second_context)
-    compute(manager, [second_context])
+    store_and_check_keys(manager, [second_context])
     manager.release(second_context)
     manager.check_integrity()
 
 
 def test_discarding_returns_only_the_pages_of_the_range() -> None:
     tensor = torch.ones(6_000_000, dtype=torch.uint8)
-    before = resident_bytes()
+    bytes_before = resident_bytes()
     discard_pages(tensor.data_ptr() + 5, 5_900_000)
-    assert before - resident_bytes() > 5_500_000
+    assert bytes_before - resident_bytes() > 5_500_000
     assert int(tensor.sum()) == 100_000
     assert bool(tensor[:5].all())
     assert bool(tensor[5_900_005:].all())

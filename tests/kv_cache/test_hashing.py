@@ -16,7 +16,7 @@ ROOT = chain_root(None, None)
 TOKENS = np.arange(12)
 
 
-def digests_of(
+def compute_digests(
     tokens: np.ndarray = TOKENS, root: bytes = ROOT, overrides: dict[int, int] | None = None
 ) -> list[bytes]:
     return chain_digests(root, tokens, overrides or {}, range(len(tokens) // 4), 4)
@@ -25,26 +25,26 @@ def digests_of(
 def test_a_digest_covers_its_block_and_all_earlier_blocks() -> None:
     other = TOKENS.copy()
     other[5] = 99
-    ours, theirs = digests_of(), digests_of(other)
-    assert ours[0] == theirs[0]
-    assert ours[1] != theirs[1]
-    assert ours[2] != theirs[2]
+    digests, other_digests = compute_digests(), compute_digests(other)
+    assert digests[0] == other_digests[0]
+    assert digests[1] != other_digests[1]
+    assert digests[2] != other_digests[2]
 
 
 def test_digests_can_be_computed_block_by_block() -> None:
-    whole, parent = digests_of(), ROOT
+    full_digests, parent = compute_digests(), ROOT
     for block in range(3):
         (parent,) = chain_digests(parent, TOKENS, {}, range(block, block + 1), 4)
-        assert parent == whole[block]
+        assert parent == full_digests[block]
 
 
 def test_only_full_blocks_have_digests() -> None:
-    assert digests_of(np.arange(11)) == digests_of()[:2]
+    assert compute_digests(np.arange(11)) == compute_digests()[:2]
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.uint32, np.int64, ">i8"])
 def test_digests_do_not_depend_on_the_dtype_of_the_tokens(dtype: str) -> None:
-    assert digests_of(TOKENS.astype(dtype)) == digests_of()
+    assert compute_digests(TOKENS.astype(dtype)) == compute_digests()
 
 
 def test_roots_differ_by_adapter_and_salt() -> None:
@@ -53,23 +53,27 @@ def test_roots_differ_by_adapter_and_salt() -> None:
 
 
 def test_an_override_differs_from_the_token_with_the_same_id() -> None:
-    plain, image, other = digests_of(), digests_of(overrides={5: 77}), digests_of(overrides={5: 78})
-    assert plain[0] == image[0]
-    assert len({plain[1], image[1], other[1]}) == 3
-    assert digests_of(overrides={5: 5})[1] != plain[1]
+    plain_digests, image, other = (
+        compute_digests(),
+        compute_digests(overrides={5: 77}),
+        compute_digests(overrides={5: 78}),
+    )
+    assert plain_digests[0] == image[0]
+    assert len({plain_digests[1], image[1], other[1]}) == 3
+    assert compute_digests(overrides={5: 5})[1] != plain_digests[1]
     same_number = TOKENS.copy()
     same_number[5] = 77
-    assert digests_of(same_number)[1] != image[1]
+    assert compute_digests(same_number)[1] != image[1]
 
 
 @given(st.integers(-(2**70), 2**70))
 def test_an_override_may_be_any_number(number: int) -> None:
-    assert digests_of(overrides={0: number})[0] != ROOT
+    assert compute_digests(overrides={0: number})[0] != ROOT
 
 
 def test_hashing_does_not_change_the_tokens() -> None:
     tokens = TOKENS.copy()
-    digests_of(tokens, overrides={0: 1})
+    compute_digests(tokens, overrides={0: 1})
     np.testing.assert_array_equal(tokens, TOKENS)
 
 

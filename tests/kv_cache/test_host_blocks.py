@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.fake_pipeline import FakePipeline, alone
-from support.paged import advance, compute, kv_manager, text_context
-from support.random_draws import examples
+from support.fake_pipeline import FakePipeline, expected_output_tokens
+from support.kv_contexts import kv_manager, run_one_step, store_and_check_keys, text_context
+from support.random_draws import num_examples
 
 from penstock.config import KVCacheConfig, ModelConfig, PipelineConfig, parse_devices
 from penstock.errors import ConfigError
@@ -22,16 +22,16 @@ BLOCK = 2 * 4 * 4
 """Bytes of a block of `kv_manager`: keys and values of 4 tokens in float32."""
 
 
-def host_of(manager: KVCacheManager) -> HostBlocks:
+def host_blocks(manager: KVCacheManager) -> HostBlocks:
     host = manager._prefixes.host
     assert host is not None
     return host
 
 
-def cached_tokens_of(manager: KVCacheManager, tokens: list[int], **fields: Any) -> int:
+def count_cached_tokens(manager: KVCacheManager, tokens: list[int], **fields: Any) -> int:
     """Compute a prompt and release it. Return how many of its tokens were cached."""
     context = text_context(tokens, **fields)
-    advance(manager, context)
+    run_one_step(manager, context)
     manager.release(context)
     manager.check_integrity()
     return context.num_cached_tokens
@@ -40,36 +40,40 @@ def cached_tokens_of(manager: KVCacheManager, tokens: list[int], **fields: Any) 
 def test_an_evicted_prefix_is_restored() -> None:
     first, second = list(range(17)), list(range(100, 117))
     without_host_memory = kv_manager(5)
-    assert [cached_tokens_of(without_host_memory, tokens) for tokens in (first, second, first)] == [0, 0, 0]
+    assert [count_cached_tokens(without_host_memory, tokens) for tokens in (first, second, first)] == [
+        0,
+        0,
+        0,
+    ]
     manager = kv_manager(5, host_memory=8 * BLOCK)
-    assert host_of(manager).num_blocks == 8
-    assert [cached_tokens_of(manager, tokens) for tokens in (first, second, first, second, first)] == [
+    assert host_blocks(manager).num_blocks == 8
+    assert [count_cached_tokens(manager, tokens) for tokens in (first, second, first, second, first)] == [
         0,
         0,
         16,
         16,
         16,
     ]
-    assert host_of(manager).num_restored >= 4
+    assert host_blocks(manager).num_restored >= 4
 
 
 def test_a_prefix_is_restored_up_to_its_first_lost_block() -> None:
     """Host memory has room for two blocks."""
     first, second = list(range(17)), list(range(100, 117))
     manager = kv_manager(5, host_memory=2 * BLOCK)
-    cached_tokens_of(manager, first)
-    cached_tokens_of(manager, second)
-    assert cached_tokens_of(manager, first) in (0, 4, 8)
-    assert host_of(manager).num_blocks == 2
+    count_cached_tokens(manager, first)
+    count_cached_tokens(manager, second)
+    assert count_cached_tokens(manager, first) in (0, 4, 8)
+    assert host_blocks(manager).num_blocks == 2
 
 
 def test_a_restored_block_has_its_original_content() -> None:
-    """`compute` checks the keys in restored blocks, which detects a wrong copy."""
+    """`store_and_check_keys` checks the keys in restored blocks, which detects a wrong copy."""
     first, second = list(range(17)), list(range(100, 117))
     manager = kv_manager(5, host_memory=8 * BLOCK)
-    cached_tokens_of(manager, first)
-    cached_tokens_of(manager, second)
-    for tensors in host_of(manager)._host:
+    count_cached_tokens(manager, first)
+    count_cached_tokens(manager, second)
+    for tensors in host_blocks(manager)._host:
         for tensor in tensors:
             tensor.add_(1)
     context = text_context(first)
@@ -77,34 +81,34 @@ def test_a_restored_block_has_its_original_content() -> None:
     manager.reserve(context)
     assert context.num_cached_tokens == 16
     with pytest.raises(AssertionError):
-        compute(manager, [context])
+        store_and_check_keys(manager, [context])
 
 
 def test_prefixes_are_not_restored_after_a_reset() -> None:
     first, second = list(range(17)), list(range(100, 117))
     manager = kv_manager(5, host_memory=8 * BLOCK)
-    cached_tokens_of(manager, first)
-    cached_tokens_of(manager, second)
+    count_cached_tokens(manager, first)
+    count_cached_tokens(manager, second)
     manager.forget_prefixes()
-    assert cached_tokens_of(manager, first) == 0
+    assert count_cached_tokens(manager, first) == 0
 
 
 def test_blocks_of_another_salt_and_echoed_prompts_are_not_restored() -> None:
-    """A block is identified by its salt too. An echo of the prompt reads no cached block."""
+    """The salt is part of the identity of a block. A request with echo reads no cached block."""
     first, second = list(range(17)), list(range(100, 117))
     manager = kv_manager(5, host_memory=8 * BLOCK)
-    cached_tokens_of(manager, first, cache_salt="a")
-    cached_tokens_of(manager, second)
-    assert cached_tokens_of(manager, first, cache_salt="b") == 0
-    assert cached_tokens_of(manager, first, cache_salt="a") == 16
-    cached_tokens_of(manager, second)
+    count_cached_tokens(manager, first, cache_salt="a")
+    count_cached_tokens(manager, second)
+    assert count_cached_tokens(manager, first, cache_salt="b") == 0
+    assert count_cached_tokens(manager, first, cache_salt="a") == 16
+    count_cached_tokens(manager, second)
     assert (
-        cached_tokens_of(manager, first, cache_salt="a", log_probabilities=1, log_probabilities_echo=True)
+        count_cached_tokens(manager, first, cache_salt="a", log_probabilities=1, log_probabilities_echo=True)
         == 0
     )
 
 
-@settings(max_examples=examples(25))
+@settings(max_examples=num_examples(25))
 @given(
     prompts=st.lists(
         st.tuples(st.integers(0, 3), st.integers(1, 30), st.integers(1, 8)), min_size=2, max_size=12
@@ -131,7 +135,7 @@ def test_any_schedule_gives_the_outputs_of_single_requests(
         text_context([family] * length, max_length=length + new, request_id=str(number))
         for number, (family, length, new) in enumerate(prompts)
     ]
-    expected = {context.request_id: alone(context) for context in contexts}
+    expected = {context.request_id: expected_output_tokens(context) for context in contexts}
     result: dict[str, list[int]] = {name: [] for name in expected}
     for context in contexts:
         scheduler.submit(context)

@@ -7,7 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.paged import advance, compute, kv_manager, kv_spec, tables, text_context
+from support.kv_contexts import (
+    block_tables,
+    kv_manager,
+    kv_spec,
+    run_one_step,
+    store_and_check_keys,
+    text_context,
+)
 
 from penstock.dtype import DType
 from penstock.errors import ConfigError, InputError, InsufficientBlocksError
@@ -46,7 +53,7 @@ def test_a_claim_in_an_empty_cache_finds_no_prefix() -> None:
 
 def test_claiming_twice_changes_nothing() -> None:
     manager, context = kv_manager(8), text_context(PROMPT)
-    advance(manager, context)
+    run_one_step(manager, context)
     manager.claim(context)
     assert (context.cache_seq_id, context.start_idx) == (0, 10)
 
@@ -65,7 +72,7 @@ def test_claiming_twice_changes_nothing() -> None:
 )
 def test_full_blocks_of_a_cached_prefix_are_shared(prompt: list[int], num_cached: int) -> None:
     manager, first = kv_manager(8), text_context(PROMPT)
-    advance(manager, first)
+    run_one_step(manager, first)
     second = text_context(prompt)
     manager.claim(second)
     assert (second.start_idx, second.num_cached_tokens, second.committed_idx) == (
@@ -73,25 +80,28 @@ def test_full_blocks_of_a_cached_prefix_are_shared(prompt: list[int], num_cached
         num_cached,
         num_cached,
     )
-    assert tables(manager, second)[0][: num_cached // 4] == tables(manager, first)[0][: num_cached // 4]
-    advance(manager, second)
+    assert (
+        block_tables(manager, second)[0][: num_cached // 4]
+        == block_tables(manager, first)[0][: num_cached // 4]
+    )
+    run_one_step(manager, second)
     manager.check_integrity()
 
 
 def test_a_prefix_outlives_its_context() -> None:
     manager, first = kv_manager(8), text_context(PROMPT)
-    advance(manager, first)
+    run_one_step(manager, first)
     manager.release(first)
     assert manager.num_free_blocks == 8
     second = text_context(PROMPT)
-    advance(manager, second)
+    run_one_step(manager, second)
     assert second.num_cached_tokens == 8
 
 
 def test_blocks_of_generated_tokens_are_shared() -> None:
     manager, first = kv_manager(8), text_context(PROMPT)
     for token in (50, 51, 52):
-        advance(manager, first, token)
+        run_one_step(manager, first, token)
     manager.release(first)
     second = text_context([*PROMPT, 50, 51, 52, 53])
     manager.claim(second)
@@ -112,11 +122,11 @@ def test_different_blocks_and_the_last_token_are_not_shared(
     fields: dict[str, Any], options: dict[str, Any]
 ) -> None:
     manager, first = kv_manager(9, **options), text_context(PROMPT)
-    advance(manager, first)
+    run_one_step(manager, first)
     second = text_context(PROMPT, **fields)
     manager.claim(second)
     assert (second.start_idx, second.num_cached_tokens) == (0, 0)
-    advance(manager, second)
+    run_one_step(manager, second)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +135,7 @@ def test_different_blocks_and_the_last_token_are_not_shared(
 def test_equal_prefixes_are_shared(fields: dict[str, Any]) -> None:
     manager = kv_manager(9, adapter_digest=adapter_name)
     first, second = text_context(PROMPT, **fields), text_context(PROMPT, **fields)
-    advance(manager, first)
+    run_one_step(manager, first)
     manager.claim(second)
     assert second.num_cached_tokens == 8
 
@@ -142,10 +152,10 @@ def test_image_blocks_are_shared_only_with_equal_digests() -> None:
                 token_hash_overrides=overrides,
             )
             manager.claim(context)
-            cached = context.start_idx
-            advance(manager, context)
+            num_cached = context.start_idx
+            run_one_step(manager, context)
             manager.release(context)
-        return cached
+        return num_cached
 
     assert [cached_tokens_with({}), cached_tokens_with({1: 77}), cached_tokens_with({}, images=0)] == [
         0,
@@ -158,13 +168,13 @@ def test_an_adapter_of_unknown_content_shares_nothing() -> None:
     manager = kv_manager(9)
     for _ in range(2):
         context = text_context(PROMPT, adapter="poet")
-        advance(manager, context)
+        run_one_step(manager, context)
         assert context.num_cached_tokens == 0
 
 
 def test_blocks_of_an_echoing_context_are_shared() -> None:
     manager, first = kv_manager(8), text_context(PROMPT, log_probabilities_echo=True)
-    advance(manager, first)
+    run_one_step(manager, first)
     second = text_context(PROMPT)
     manager.claim(second)
     assert second.num_cached_tokens == 8
@@ -173,12 +183,12 @@ def test_blocks_of_an_echoing_context_are_shared() -> None:
 def test_a_preempted_context_reuses_its_blocks_and_keeps_its_cached_count() -> None:
     manager, context = kv_manager(8), text_context(PROMPT)
     for token in (50, 51, 52):
-        advance(manager, context, token)
+        run_one_step(manager, context, token)
     manager.release(context)
     context.reset()
     manager.claim(context)
     assert (context.start_idx, context.active_length, context.num_cached_tokens) == (12, 1, 0)
-    advance(manager, context, 53)
+    run_one_step(manager, context, 53)
     manager.check_integrity()
 
 
@@ -196,11 +206,11 @@ def test_reserve_covers_active_tokens_and_lookahead() -> None:
     manager, context = kv_manager(8), text_context(PROMPT)
     manager.claim(context)
     manager.reserve(context)
-    assert tables(manager, context) == [[1, 2, 3]]
+    assert block_tables(manager, context) == [[1, 2, 3]]
     manager.reserve(context, lookahead=2)
-    assert tables(manager, context) == [[1, 2, 3]]
+    assert block_tables(manager, context) == [[1, 2, 3]]
     manager.reserve(context, lookahead=3)
-    assert tables(manager, context) == [[1, 2, 3, 4]]
+    assert block_tables(manager, context) == [[1, 2, 3, 4]]
     manager.reserve(context)
     assert manager.num_free_blocks == 4
 
@@ -211,25 +221,25 @@ def test_reserve_is_all_or_nothing_over_all_groups() -> None:
     manager.claim(context)
     with pytest.raises(InsufficientBlocksError, match="3 KV blocks are needed, 2 of 2 are free"):
         manager.reserve(context)
-    assert tables(manager, context) == [[0], [0]]
+    assert block_tables(manager, context) == [[0], [0]]
     manager.check_integrity()
     context.set_token_indices(active_idx=8)
     manager.reserve(context)
-    assert tables(manager, context) == [[1, 2], [1, 2]]
+    assert block_tables(manager, context) == [[1, 2], [1, 2]]
 
 
 def test_reserve_evicts_the_least_recently_used_prefix() -> None:
     manager = kv_manager(4)
     old, new = text_context([1, 1, 1, 1, 1]), text_context([2, 2, 2, 2, 2])
     for context in (old, new):
-        advance(manager, context)
+        run_one_step(manager, context)
         manager.release(context)
-    advance(manager, text_context(list(range(30, 42)), max_length=13))
+    run_one_step(manager, text_context(list(range(30, 42)), max_length=13))
     for prompt, hit in (([1] * 5, 0), ([2] * 5, 4)):
-        again = text_context(prompt)
-        manager.claim(again)
-        assert again.num_cached_tokens == hit
-        manager.release(again)
+        same_context = text_context(prompt)
+        manager.claim(same_context)
+        assert same_context.num_cached_tokens == hit
+        manager.release(same_context)
 
 
 def test_reserve_needs_a_claim() -> None:
@@ -242,7 +252,7 @@ def test_reserve_needs_a_claim() -> None:
 
 def test_only_computed_full_blocks_are_registered() -> None:
     manager, first = kv_manager(8), text_context(PROMPT)
-    advance(manager, first, chunk=6)
+    run_one_step(manager, first, chunk=6)
     second = text_context(PROMPT)
     manager.claim(second)
     assert (first.committed_idx, second.num_cached_tokens) == (4, 4)
@@ -253,11 +263,11 @@ def test_the_first_of_two_equal_blocks_stays_registered() -> None:
     first, second = text_context(PROMPT), text_context(PROMPT)
     manager.claim(first)
     manager.claim(second)
-    advance(manager, first)
-    advance(manager, second)
+    run_one_step(manager, first)
+    run_one_step(manager, second)
     third = text_context(PROMPT)
     manager.claim(third)
-    assert tables(manager, third)[0] == tables(manager, first)[0][:2]
+    assert block_tables(manager, third)[0] == block_tables(manager, first)[0][:2]
     manager.release(second)
     assert manager.num_free_blocks == 8 - 3
     manager.check_integrity()
@@ -266,15 +276,19 @@ def test_the_first_of_two_equal_blocks_stays_registered() -> None:
 def test_blocks_behind_the_window_are_freed_and_stay_cached() -> None:
     manager = kv_manager(8, 8, windows=(None, 6))
     context = text_context(list(range(17)))
-    advance(manager, context)
+    run_one_step(manager, context)
     # the query at 17 sees positions 12 to 17
-    assert tables(manager, context) == [[1, 2, 3, 4, 5], [0, 0, 0, 4, 5]]
+    assert block_tables(manager, context) == [[1, 2, 3, 4, 5], [0, 0, 0, 4, 5]]
     assert manager.num_free_blocks == 3
-    again = text_context(list(range(17)))
-    manager.claim(again)
-    assert again.num_cached_tokens == 16
-    assert tables(manager, again) == [[1, 2, 3, 4], [0, 0, 3, 4]]  # the query at 16 sees positions 11 to 16
-    advance(manager, again)
+    same_context = text_context(list(range(17)))
+    manager.claim(same_context)
+    assert same_context.num_cached_tokens == 16
+    # The query at 16 sees positions 11 to 16.
+    assert block_tables(manager, same_context) == [
+        [1, 2, 3, 4],
+        [0, 0, 3, 4],
+    ]
+    run_one_step(manager, same_context)
     manager.check_integrity()
 
 
@@ -282,7 +296,7 @@ def test_a_windowed_sequence_may_outgrow_its_pool() -> None:
     manager = kv_manager(50, 4, windows=(None, 6))
     context = text_context(list(range(8)))
     for token in range(150):
-        advance(manager, context, token)
+        run_one_step(manager, context, token)
     assert context.current_length == 158
     manager.check_integrity()
 
@@ -291,15 +305,15 @@ def test_a_prefix_hit_needs_the_blocks_within_the_window() -> None:
     manager = kv_manager(20, 5, windows=(None, 6))
     long = text_context(list(range(21)))
     while long.start_idx < 20:
-        advance(manager, long, 99, chunk=4)
+        run_one_step(manager, long, 99, chunk=4)
     manager.release(long)
     # The windowed pool has five blocks, which now hold the end of the text.
-    advance(manager, text_context([7, 7, 7, 7, 7]))  # evicts the two oldest blocks
+    run_one_step(manager, text_context([7, 7, 7, 7, 7]))  # evicts the two oldest blocks
     for length, hit in ((21, 20), (17, 16), (13, 0)):
-        again = text_context(list(range(length)))
-        manager.claim(again)
-        assert again.num_cached_tokens == hit, length
-        manager.release(again)
+        same_context = text_context(list(range(length)))
+        manager.claim(same_context)
+        assert same_context.num_cached_tokens == hit, length
+        manager.release(same_context)
 
 
 # -- regimes: keys that become invalid beyond a length ---------------------------------------------------
@@ -326,29 +340,29 @@ def test_limits_that_do_not_ascend_are_refused(limits: tuple[int, ...]) -> None:
 def test_a_context_beyond_its_key_limit_is_stale_until_recomputed() -> None:
     manager, context = kv_manager(16, key_limits=(11,)), text_context(PROMPT)
     assert not manager.is_stale(context), "the context has no keys yet"
-    advance(manager, context)
+    run_one_step(manager, context)
     assert not manager.is_stale(context)
-    advance(manager, context)
+    run_one_step(manager, context)
     assert context.current_length == 12
     assert manager.is_stale(context)
     restart(manager, context)
     assert (context.start_idx, context.active_idx, context.committed_idx) == (0, 12, 0)
     assert not manager.is_stale(context)
-    advance(manager, context)
+    run_one_step(manager, context)
     assert not manager.is_stale(context)
     manager.check_integrity()
 
 
 def test_a_context_rolled_back_below_the_limit_is_stale() -> None:
     manager, context = kv_manager(16, key_limits=(9,)), text_context(PROMPT)
-    advance(manager, context)
+    run_one_step(manager, context)
     context.rollback(2)
     assert manager.is_stale(context)
 
 
 def test_a_fork_has_the_regime_of_its_parent() -> None:
     manager, parent = kv_manager(16, key_limits=(10,)), text_context(PROMPT)
-    advance(manager, parent)
+    run_one_step(manager, parent)
     child = text_context([*PROMPT, 7])
     manager.fork(parent, child)
     assert manager.is_stale(parent)
@@ -357,8 +371,8 @@ def test_a_fork_has_the_regime_of_its_parent() -> None:
 
 def test_prefixes_are_shared_only_within_a_regime() -> None:
     manager = kv_manager(32, key_limits=(10,))
-    advance(manager, text_context(PROMPT))
-    advance(manager, text_context([*PROMPT, 7]))
+    run_one_step(manager, text_context(PROMPT))
+    run_one_step(manager, text_context([*PROMPT, 7]))
     hits = []
     for prompt in (PROMPT[:9], [*PROMPT, 8], [*PROMPT, 7, 7, 7]):
         context = text_context(prompt)
@@ -366,7 +380,7 @@ def test_prefixes_are_shared_only_within_a_regime() -> None:
         hits.append(context.num_cached_tokens)
     assert hits == [8, 8, 8]
     alone = kv_manager(32, key_limits=(10,))
-    advance(alone, text_context(PROMPT))
+    run_one_step(alone, text_context(PROMPT))
     context = text_context([*PROMPT, 7])
     alone.claim(context)
     assert context.num_cached_tokens == 0
@@ -378,33 +392,33 @@ def test_prefixes_are_shared_only_within_a_regime() -> None:
 def test_a_fork_shares_full_blocks_and_copies_the_partial_one() -> None:
     manager = kv_manager(8)
     parent, child = text_context(PROMPT), text_context(PROMPT)
-    advance(manager, parent, 50)
+    run_one_step(manager, parent, 50)
     child.update(51)
     manager.fork(parent, child)
-    assert (tables(manager, parent), tables(manager, child)) == ([[1, 2, 3]], [[1, 2, 4]])
+    assert (block_tables(manager, parent), block_tables(manager, child)) == ([[1, 2, 3]], [[1, 2, 4]])
     assert (child.start_idx, child.committed_idx, child.cache_seq_id) == (10, 8, 1)
     for token in (60, 61, 62):
         for context in (parent, child):
-            advance(manager, context, token)
+            run_one_step(manager, context, token)
     manager.release(parent)
-    advance(manager, child, 63)
+    run_one_step(manager, child, 63)
     manager.check_integrity()
 
 
 def test_a_fork_at_a_block_boundary_copies_nothing() -> None:
     manager = kv_manager(3)
     parent, child = text_context(PROMPT[:8]), text_context(PROMPT[:8])
-    advance(manager, parent, 50)
+    run_one_step(manager, parent, 50)
     child.update(51)
     manager.fork(parent, child)
-    assert tables(manager, child) == [[1, 2]]
+    assert block_tables(manager, child) == [[1, 2]]
     assert manager.num_free_blocks == 1
 
 
 def test_a_fork_without_free_blocks_changes_nothing() -> None:
     manager = kv_manager(3)
     parent, child = text_context(PROMPT), text_context(PROMPT)
-    advance(manager, parent, 50)
+    run_one_step(manager, parent, 50)
     child.update(51)
     with pytest.raises(InsufficientBlocksError):
         manager.fork(parent, child)
@@ -415,7 +429,7 @@ def test_a_fork_without_free_blocks_changes_nothing() -> None:
 def test_a_fork_with_other_tokens_is_refused() -> None:
     manager = kv_manager(8)
     parent, child = text_context(PROMPT), text_context(PROMPT[::-1])
-    advance(manager, parent, 50)
+    run_one_step(manager, parent, 50)
     with pytest.raises(AssertionError, match="does not begin with the 10 computed tokens"):
         manager.fork(parent, child)
 
@@ -424,12 +438,12 @@ def test_a_fork_with_other_tokens_is_refused() -> None:
 def test_a_fork_works_behind_a_window(caching: bool) -> None:
     manager = kv_manager(20, 20, windows=(None, 6), enable_prefix_caching=caching)
     parent, child = text_context(list(range(18))), text_context(list(range(18)))
-    advance(manager, parent, 50)
+    run_one_step(manager, parent, 50)
     child.update(51)
     manager.fork(parent, child)
     for token in range(60, 70):
         for context in (parent, child):
-            advance(manager, context, token)
+            run_one_step(manager, context, token)
     manager.check_integrity()
 
 
@@ -439,7 +453,7 @@ def test_a_fork_works_behind_a_window(caching: bool) -> None:
 def test_release_is_idempotent_and_affects_only_its_context() -> None:
     manager = kv_manager(8)
     first, second = text_context(PROMPT), text_context(PROMPT)
-    advance(manager, first)
+    run_one_step(manager, first)
     manager.claim(second)
     for _ in range(2):
         manager.release(first)
@@ -455,13 +469,13 @@ def test_release_is_idempotent_and_affects_only_its_context() -> None:
 
 def test_a_rolled_back_context_keeps_its_surplus_blocks() -> None:
     manager, context = kv_manager(8), text_context(PROMPT)
-    advance(manager, context, 50)
+    run_one_step(manager, context, 50)
     manager.reserve(context, lookahead=5)
-    before = tables(manager, context)
+    tables_before = block_tables(manager, context)
     context.rollback(1)
     manager.reserve(context)
-    assert tables(manager, context) == before == [[1, 2, 3, 4]]
-    advance(manager, context, 51)
+    assert block_tables(manager, context) == tables_before == [[1, 2, 3, 4]]
+    run_one_step(manager, context, 51)
 
 
 @pytest.mark.parametrize("caching", [True, False])
@@ -469,7 +483,7 @@ def test_a_rolled_back_context_keeps_its_surplus_blocks() -> None:
 def test_a_rollback_does_not_write_into_shared_blocks(caching: bool, regrown: bool) -> None:
     manager = kv_manager(12, enable_prefix_caching=caching)
     parent, child = text_context(PROMPT), text_context(PROMPT)
-    advance(manager, parent, 50)
+    run_one_step(manager, parent, 50)
     child.update(50)
     manager.fork(parent, child)
     child.rollback(6)  # 5 tokens remain, and the last one must be recomputed
@@ -477,18 +491,18 @@ def test_a_rollback_does_not_write_into_shared_blocks(caching: bool, regrown: bo
         child.update(token)
     for token in range(80, 84):
         for context in (child, parent):
-            advance(manager, context, token)
+            run_one_step(manager, context, token)
     manager.check_integrity()
-    assert tables(manager, child)[0][0] == tables(manager, parent)[0][0]
-    assert tables(manager, child)[0][1] != tables(manager, parent)[0][1]
+    assert block_tables(manager, child)[0][0] == block_tables(manager, parent)[0][0]
+    assert block_tables(manager, child)[0][1] != block_tables(manager, parent)[0][1]
 
 
 def test_blocks_are_registered_by_their_new_tokens_after_a_rollback() -> None:
     manager, context = kv_manager(12), text_context(PROMPT[:9])
-    advance(manager, context, 50)  # two blocks are registered: positions 0 to 7
+    run_one_step(manager, context, 50)  # two blocks are registered: positions 0 to 7
     context.rollback(4)
     for token in (70, 71, 72, 73):
-        advance(manager, context, token)
+        run_one_step(manager, context, token)
     new = context.all_tokens[4:8].tolist()
     for prompt, hit in (([*PROMPT[:4], *new, 9], 8), ([*PROMPT[:8], *new, 9], 8), ([*PROMPT[:9]], 8)):
         other = text_context(prompt)
@@ -500,11 +514,11 @@ def test_blocks_are_registered_by_their_new_tokens_after_a_rollback() -> None:
 def test_a_rollback_before_the_window_restarts_the_context() -> None:
     manager = kv_manager(12, 12, windows=(None, 4))
     context = text_context(PROMPT)
-    advance(manager, context, 50)
+    run_one_step(manager, context, 50)
     context.rollback(3)
     manager.reserve(context)
     assert context.start_idx == 0
-    advance(manager, context, 51)
+    run_one_step(manager, context, 51)
     manager.check_integrity()
 
 
@@ -519,9 +533,9 @@ def test_a_context_waits_for_a_prefix_in_flight() -> None:
     assert manager.waits_for(second)
     assert not manager.waits_for(other)
     assert not manager.waits_for(first)
-    advance(manager, first, chunk=4)
+    run_one_step(manager, first, chunk=4)
     assert manager.waits_for(second)
-    advance(manager, first, chunk=4)
+    run_one_step(manager, first, chunk=4)
     assert not manager.waits_for(second)
     manager.claim(second)
     assert second.num_cached_tokens == 8
@@ -548,7 +562,7 @@ def test_a_context_does_not_wait_for_a_released_context() -> None:
 
 def test_a_context_may_grow_while_it_waits() -> None:
     manager = kv_manager(8)
-    advance(manager, text_context(PROMPT))
+    run_one_step(manager, text_context(PROMPT))
     context = text_context(PROMPT[:5])
     assert manager.admits(context)
     for token in PROMPT[5:]:
@@ -572,7 +586,7 @@ def test_digests_of_a_waiting_context_are_dropped() -> None:
 def test_waits_for_continues_from_the_last_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = kv_manager(300, block_size=1)
     first, second = text_context(list(range(201))), text_context(list(range(201)))
-    advance(manager, first, chunk=200)
+    run_one_step(manager, first, chunk=200)
     manager.claim(third := text_context([*range(200), 7, 8, 9]))
     assert third.start_idx == 200
     lookups: list[bytes] = []
@@ -589,7 +603,7 @@ def test_waits_for_continues_from_the_last_lookup(monkeypatch: pytest.MonkeyPatc
 def test_admits_counts_shared_and_evictable_blocks() -> None:
     manager = kv_manager(5)
     first = text_context(PROMPT)
-    advance(manager, first, 50)  # three blocks, two of them cached
+    run_one_step(manager, first, 50)  # three blocks, two of them cached
     assert manager.admits(text_context(PROMPT))  # shares two blocks, needs one
     assert manager.admits(text_context(PROMPT), headroom=1)
     assert not manager.admits(text_context(PROMPT), headroom=2)
@@ -616,7 +630,7 @@ def test_admits_and_fits_count_only_blocks_within_windows() -> None:
 def test_inputs_of_a_ragged_batch() -> None:
     manager = kv_manager(8)
     prefill, decode = text_context(PROMPT), text_context([7, 8, 9])
-    advance(manager, decode, 60)
+    run_one_step(manager, decode, 60)
     manager.claim(prefill)
     prefill.set_token_indices(active_idx=6)
     for context in (prefill, decode):
@@ -634,7 +648,7 @@ def test_inputs_of_a_ragged_batch() -> None:
 
 def test_inputs_with_drafts_and_the_next_step() -> None:
     manager, context = kv_manager(8), text_context(PROMPT)
-    advance(manager, context, 50)
+    run_one_step(manager, context, 50)
     manager.reserve(context, lookahead=3)
     inputs = manager.inputs([context], np.array([10]), np.array([3]))
     assert inputs.lengths.tolist() == [13]
@@ -719,7 +733,7 @@ def test_a_batch_of_contexts_is_computed_in_one_forward() -> None:
     for token in range(8):
         for context in contexts:
             manager.reserve(context)
-        compute(manager, contexts)
+        store_and_check_keys(manager, contexts)
         for context in contexts:
             context.update(token)
             manager.commit(context)
@@ -728,7 +742,7 @@ def test_a_batch_of_contexts_is_computed_in_one_forward() -> None:
 
 def test_cached_blocks_are_counted() -> None:
     manager, context = kv_manager(8), text_context(PROMPT[:10])
-    advance(manager, context)
+    run_one_step(manager, context)
     assert (manager.num_free_blocks, manager.num_cached_blocks) == (5, 0)
     manager.release(context)
     assert (manager.num_free_blocks, manager.num_cached_blocks) == (8, 2)

@@ -15,8 +15,8 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from support.paged import compute, kv_manager, tables, text_context
-from support.random_draws import examples
+from support.kv_contexts import block_tables, kv_manager, store_and_check_keys, text_context
+from support.random_draws import num_examples
 
 from penstock.errors import InsufficientBlocksError
 from penstock.pipelines.core import TextContext
@@ -87,7 +87,7 @@ class Operations(RuleBasedStateMachine):
         if not batch:
             return
         self.check_written_blocks(batch)
-        compute(self.manager, batch)
+        store_and_check_keys(self.manager, batch)
         for context in batch:
             context.update(token)
             self.manager.commit(context)
@@ -110,15 +110,15 @@ class Operations(RuleBasedStateMachine):
         if parent.active_idx < parent.end_idx:
             return
         child = text_context(parent.all_tokens.tolist(), cache_salt=parent.cache_salt)
-        before = self.manager.num_free_blocks
+        num_free_before = self.manager.num_free_blocks
         try:
             self.manager.fork(parent, child)
         except InsufficientBlocksError:
-            assert self.manager.num_free_blocks == before == 0
+            assert self.manager.num_free_blocks == num_free_before == 0
             assert not child.is_assigned_to_cache
             return
         assert child.start_idx == parent.start_idx
-        assert self.manager.num_free_blocks >= before - 1
+        assert self.manager.num_free_blocks >= num_free_before - 1
         self.claimed.append(child)
 
     @precondition(lambda self: self.claimed)
@@ -151,16 +151,19 @@ class Operations(RuleBasedStateMachine):
 
     def reserve(self, context: TextContext, lookahead: int) -> bool:
         for num_lookahead in (0, lookahead):  # the first reservation may move start_idx, after a rollback
-            before = tables(self.manager, context), self.manager.num_free_blocks
+            tables_before = block_tables(self.manager, context), self.manager.num_free_blocks
             try:
                 self.manager.reserve(context, num_lookahead)
             except InsufficientBlocksError:
                 if num_lookahead:
-                    assert before == (tables(self.manager, context), self.manager.num_free_blocks)
+                    assert tables_before == (
+                        block_tables(self.manager, context),
+                        self.manager.num_free_blocks,
+                    )
                 return False
-            after = tables(self.manager, context), self.manager.num_free_blocks
+            tables_after = block_tables(self.manager, context), self.manager.num_free_blocks
             self.manager.reserve(context, num_lookahead)
-            assert after == (tables(self.manager, context), self.manager.num_free_blocks)
+            assert tables_after == (block_tables(self.manager, context), self.manager.num_free_blocks)
         return True
 
     def check_written_blocks(self, batch: list[TextContext]) -> None:
@@ -171,19 +174,19 @@ class Operations(RuleBasedStateMachine):
         for index, group in enumerate(inputs.groups):
             for row, context in enumerate(batch):
                 slots = group.slots[offsets[row] : offsets[row + 1]].numpy()
-                table = tables(self.manager, context)[index]
+                table = block_tables(self.manager, context)[index]
                 padding = [0] * (group.block_tables.shape[1] - len(table))
                 assert group.block_tables[row].tolist() == table + padding
                 block_offsets = [
                     divmod(position, BLOCK) for position in range(context.start_idx, context.active_idx)
                 ]
                 assert slots.tolist() == [table[column] * BLOCK + offset for column, offset in block_offsets]
-                written = set((slots // BLOCK).tolist())
-                assert 0 not in written
+                written_blocks = set((slots // BLOCK).tolist())
+                assert 0 not in written_blocks
                 for other in self.claimed:
                     if other is not context:
-                        assert not written & set(tables(self.manager, other)[index])
-                assert all(self.manager._pools[index]._digests[block] is None for block in written)
+                        assert not written_blocks & set(block_tables(self.manager, other)[index])
+                assert all(self.manager._pools[index]._digests[block] is None for block in written_blocks)
 
 
 class OperationsWithAWindow(Operations):
@@ -207,5 +210,5 @@ class OperationsWithoutPrefixes(Operations):
 )
 def test_random_operations(operations: type[Operations]) -> None:
     run_state_machine_as_test(
-        operations, settings=settings(max_examples=examples(20), stateful_step_count=30, deadline=None)
+        operations, settings=settings(max_examples=num_examples(20), stateful_step_count=30, deadline=None)
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.paged import kv_manager, text_context
+from support.kv_contexts import kv_manager, text_context
 
 from penstock.errors import InsufficientBlocksError
 from penstock.kv_cache import KVCacheManager, NullKVCache, claim, reserve_drafts, reserve_steps, tokens_left

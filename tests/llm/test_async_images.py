@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from support.vision_checkpoint import chat_with, file_of, picture, write_llava
+from support.vision_checkpoint import encode_image_file, image_chat, random_picture, write_llava
 
 from penstock import LLM, AsyncLLM
 from penstock.assembly import load_runtime
@@ -31,19 +31,21 @@ async def test_outputs_equal_those_of_llm(tmp_path: Path, monkeypatch: pytest.Mo
         {"model_path": str(write_llava(tmp_path)), "quantization_encoding": "float32", "max_batch_size": 4}
     )
     prompts, image = ["A <image> b", "No image"], tmp_path / "picture.png"
-    image.write_bytes(file_of(picture(1)))
+    image.write_bytes(encode_image_file(random_picture(1)))
     images = [[image], None]
-    messages = chat_with("What?", [picture(2)])
+    messages = image_chat("What?", [random_picture(2)])
     with LLM.from_config(config) as llm:
         expected = llm.generate(prompts, GREEDY, use_tqdm=False, images=images)
-        other = llm.generate(prompts[0], GREEDY, use_tqdm=False, images=picture(5))[0]
+        other = llm.generate(prompts[0], GREEDY, use_tqdm=False, images=random_picture(5))[0]
         answer = llm.chat(messages, GREEDY, use_tqdm=False)[0]
     assert expected[0].token_ids != other.token_ids, "the output depends on the image"
     worker = WorkerClient(partial(load_runtime, config), in_thread=True)
     async with AsyncLLM.from_config(config, worker=worker) as llm:
         result = await llm.generate(prompts, GREEDY, images=images)
         assert [item.token_ids for item in result] == [reference.token_ids for reference in expected]
-        assert (await llm.generate(prompts[0], GREEDY, images=picture(5)))[0].token_ids == other.token_ids
+        assert (await llm.generate(prompts[0], GREEDY, images=random_picture(5)))[
+            0
+        ].token_ids == other.token_ids
         assert (await llm.chat(messages, GREEDY))[0].token_ids == answer.token_ids
         chunks = [chunk async for chunk in llm.stream(prompts[0], GREEDY, images=image)]
         assert chunks[-1].output is not None

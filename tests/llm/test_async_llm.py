@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.asgi import eventually
+from support.asgi import wait_until
 from support.engines import FakeEngine
 from support.tiny_embedder import write_tiny_embedder
 
@@ -43,7 +43,7 @@ async def test_outputs_equal_those_of_llm() -> None:
     messages = [{"role": "user", "content": "What is the capital of Germany?"}]
     with LLM("demo", kv_cache_memory=64 * 2**20) as llm:
         expected = llm.generate(prompts, params, n=2, logprobs=2, prompt_logprobs=1, use_tqdm=False)
-        best = llm.generate("One day", params[0], n=1, best_of=3, use_tqdm=False)
+        best_outputs = llm.generate("One day", params[0], n=1, best_of=3, use_tqdm=False)
         answer = llm.chat(messages, GREEDY, use_tqdm=False)
     async with open_async_llm() as llm:
         result = await llm.generate(prompts, params, n=2, logprobs=2, prompt_logprobs=1)
@@ -67,11 +67,11 @@ async def test_outputs_equal_those_of_llm() -> None:
                 np.testing.assert_allclose(
                     scores.token_log_probabilities, others.token_log_probabilities, atol=1e-4
                 )
-                assert [len(top) for top in scores.top_log_probabilities] == [
-                    len(top) for top in others.top_log_probabilities
+                assert [len(top_entries) for top_entries in scores.top_log_probabilities] == [
+                    len(top_entries) for top_entries in others.top_log_probabilities
                 ]
         ranked = await llm.generate("One day", params[0], n=1, best_of=3)
-        assert [answer.text for answer in ranked] == [answer.text for answer in best]
+        assert [answer.text for answer in ranked] == [answer.text for answer in best_outputs]
         assert [output.text for output in await llm.chat(messages, GREEDY)] == [
             output.text for output in answer
         ]
@@ -89,7 +89,7 @@ async def test_outputs_equal_those_of_llm() -> None:
         assert "".join(chunk.text for chunk in stopped) == "The capital of "
         assert stopped[-1].output is not None
         assert stopped[-1].output.finish_reason == "stop"
-        await eventually(lambda: llm._worker.num_outstanding == 0)
+        await wait_until(lambda: llm._worker.num_outstanding == 0)
 
 
 async def test_cancelling_a_task_cancels_its_requests() -> None:
@@ -97,18 +97,18 @@ async def test_cancelling_a_task_cancels_its_requests() -> None:
     async with open_async_llm() as llm:
         worker = llm._worker
         task = asyncio.create_task(llm.generate(["a", "b", "c"], endless))
-        await eventually(lambda: worker.num_outstanding == 3)
+        await wait_until(lambda: worker.num_outstanding == 3)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await eventually(lambda: worker.num_outstanding == 0)
+        await wait_until(lambda: worker.num_outstanding == 0)
         async with aclosing(llm.stream("Once", endless)) as stream:
             async for _ in stream:
                 break
-        await eventually(lambda: worker.num_outstanding == 0)
+        await wait_until(lambda: worker.num_outstanding == 0)
         with pytest.raises(PromptTooLongError):
             await llm.generate(["a", [1] * 100_000, "c"], endless)
-        await eventually(lambda: worker.num_outstanding == 0)
+        await wait_until(lambda: worker.num_outstanding == 0)
 
 
 async def test_a_closed_stream_cancels_at_the_engine() -> None:
@@ -116,7 +116,7 @@ async def test_a_closed_stream_cancels_at_the_engine() -> None:
     config = PipelineConfig.from_flat({"model_path": "demo"})
     async with AsyncLLM.from_config(config, worker=engine) as llm:
         task = asyncio.create_task(llm.generate(["a", "b"], GREEDY))
-        await eventually(lambda: len(engine.contexts) == 2)
+        await wait_until(lambda: len(engine.contexts) == 2)
         task.cancel()
         await asyncio.wait((task,))
         assert sorted(engine.cancelled) == sorted(context.request_id for context in engine.contexts)
@@ -125,11 +125,11 @@ async def test_a_closed_stream_cancels_at_the_engine() -> None:
 async def test_requests_beyond_the_queue_size_are_served() -> None:
     async with open_async_llm(max_queue_size=1, max_batch_size=2) as llm:
         texts = [f"Tell me {index}" for index in range(12)]
-        together, streamed = await asyncio.gather(
+        batch_responses, streamed_response = await asyncio.gather(
             llm.generate(texts, GREEDY),
             asyncio.gather(*[_text(llm, text) for text in texts]),
         )
-        assert [output.text for output in together] == list(streamed)
+        assert [output.text for output in batch_responses] == list(streamed_response)
 
 
 async def _text(llm: AsyncLLM, prompt: str) -> str:

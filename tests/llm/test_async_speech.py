@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.asgi import eventually
+from support.asgi import wait_until
 
 from penstock import LLM, AsyncLLM, SamplingParams
 from penstock.assembly import load_runtime
@@ -41,8 +41,8 @@ def expected() -> Iterator[list[Speech]]:
 async def test_audio_equals_that_of_llm(expected: list[Speech]) -> None:
     async with open_async_llm() as llm:
         result = await llm.speak(TEXTS, SHORT)
-        alone = await llm.speak(TEXTS[0], SHORT)
-        for actual, reference in zip([*result, alone], [*expected, expected[0]], strict=True):
+        single_audio = await llm.speak(TEXTS[0], SHORT)
+        for actual, reference in zip([*result, single_audio], [*expected, expected[0]], strict=True):
             np.testing.assert_allclose(actual.audio, reference.audio, atol=1e-5)
             assert (actual.sample_rate, actual.num_tokens, actual.is_cut) == (
                 reference.sample_rate,
@@ -54,13 +54,13 @@ async def test_audio_equals_that_of_llm(expected: list[Speech]) -> None:
 
 async def test_joined_chunks_equal_the_audio_of_speak(expected: list[Speech]) -> None:
     async with open_async_llm() as llm:
-        for text, whole in zip(TEXTS, expected, strict=True):
+        for text, full_audio in zip(TEXTS, expected, strict=True):
             chunks = [chunk async for chunk in llm.stream_speech(text, SHORT)]
             assert [chunk.is_done for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
             audio = np.concatenate([chunk.audio_data.numpy() for chunk in chunks])
-            np.testing.assert_allclose(audio, whole.audio, atol=1e-4)
-            assert chunks[-1].metadata["num_tokens"] == whole.num_tokens
-            assert chunks[-1].metadata["seconds"] == len(audio) / whole.sample_rate
+            np.testing.assert_allclose(audio, full_audio.audio, atol=1e-4)
+            assert chunks[-1].metadata["num_tokens"] == full_audio.num_tokens
+            assert chunks[-1].metadata["seconds"] == len(audio) / full_audio.sample_rate
             assert chunks[0].metadata["elapsed_seconds"] > 0
 
 
@@ -69,13 +69,13 @@ async def test_a_closed_stream_and_a_cancelled_task_cancel_their_requests() -> N
         worker = llm._worker
         async with aclosing(llm.stream_speech(TEXTS[1])) as stream:
             await anext(stream)
-        await eventually(lambda: worker.num_outstanding == 0)
+        await wait_until(lambda: worker.num_outstanding == 0)
         task = asyncio.create_task(llm.speak(TEXTS[1]))
-        await eventually(lambda: worker.num_outstanding > 0)
+        await wait_until(lambda: worker.num_outstanding > 0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await eventually(lambda: worker.num_outstanding == 0)
+        await wait_until(lambda: worker.num_outstanding == 0)
 
 
 async def test_invalid_calls_are_refused() -> None:

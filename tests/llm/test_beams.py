@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.checkpoints import oracle, oracle_logits
-from support.running import context_of
+from support.checkpoints import load_in_transformers, transformers_logits
+from support.pipeline_steps import make_context
 from support.tiny_llm import EOS, MAX_LENGTH, write_tiny_llm
 
 from penstock import LLM, GenerationOutput
@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(model: Path) -> Any:
-    return oracle(model)
+    return load_in_transformers(model)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def llm(shared_llm: LLM) -> Iterator[LLM]:
 
 
 def reference_beams(
-    reference: Any, llm: LLM, prompt: str, ends: set[int], **options: Any
+    reference: Any, llm: LLM, prompt: str, end_ids: set[int], **options: Any
 ) -> list[tuple[Any, ...]]:
     """Return for each beam of transformers: its tokens without the end token, whether it ended, its score."""
     tokens = torch.from_numpy(llm.tokenizer.encode_text(prompt))[None]
@@ -59,7 +59,7 @@ def reference_beams(
         tokens,
         attention_mask=torch.ones_like(tokens),
         do_sample=False,
-        eos_token_id=sorted(ends) or None,
+        eos_token_id=sorted(end_ids) or None,
         pad_token_id=0,
         return_dict_in_generate=True,
         output_scores=True,
@@ -68,12 +68,12 @@ def reference_beams(
     actual = []
     for row, score in zip(result.sequences.tolist(), result.sequences_scores.tolist(), strict=True):
         generated = row[tokens.shape[1] :]
-        end = next((i for i, token in enumerate(generated) if token in ends), None)
+        end = next((i for i, token in enumerate(generated) if token in end_ids), None)
         actual.append((generated[:end], end is not None, pytest.approx(score, rel=1e-4, abs=1e-4)))
     return actual
 
 
-def beams_of(outputs: list[GenerationOutput]) -> list[tuple[Any, ...]]:
+def beam_tuples(outputs: list[GenerationOutput]) -> list[tuple[Any, ...]]:
     return [(output.token_ids, output.finish_reason == "stop", output.score) for output in outputs]
 
 
@@ -95,21 +95,21 @@ def test_beams_equal_those_of_transformers(
     assert [output.index for output in outputs] == [0, 1] * len(PROMPTS)
     ends = llm.tokenizer.eos_token_ids
     for i, prompt in enumerate(PROMPTS):
-        alone = reference_beams(reference, llm, prompt, ends, **options)
-        assert beams_of(outputs[2 * i : 2 * i + 2]) == alone
+        single_beams = reference_beams(reference, llm, prompt, ends, **options)
+        assert beam_tuples(outputs[2 * i : 2 * i + 2]) == single_beams
         assert outputs[2 * i].prompt == prompt
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_beams_of_other_models_equal_transformers(seed: int, tmp_path: Path) -> None:
     folder = write_tiny_llm(tmp_path, seed=20 + seed, eos_token_id=[EOS, 10 + seed])
-    reference = oracle(folder)
+    reference = load_in_transformers(folder)
     options: dict[str, Any] = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": 40}
     with LLM(str(folder), kv_cache_block_size=16) as llm:
         outputs = llm.beam_search(["One", "Two words"], **options)
         ends = llm.tokenizer.eos_token_ids
-        assert beams_of(outputs[:3]) == reference_beams(reference, llm, "One", ends, **options)
-        assert beams_of(outputs[3:]) == reference_beams(reference, llm, "Two words", ends, **options)
+        assert beam_tuples(outputs[:3]) == reference_beams(reference, llm, "One", ends, **options)
+        assert beam_tuples(outputs[3:]) == reference_beams(reference, llm, "Two words", ends, **options)
 
 
 def test_a_single_beam_is_the_greedy_text(llm: LLM, reference: Any) -> None:
@@ -122,7 +122,7 @@ def test_a_single_beam_is_the_greedy_text(llm: LLM, reference: Any) -> None:
     options: dict[str, Any] = {"num_beams": 4, "max_new_tokens": 30}
     (searched,) = llm.beam_search("Hello", ignore_eos=True, **options)
     reference.generation_config.eos_token_id = None
-    assert beams_of([searched]) == reference_beams(reference, llm, "Hello", set(), **options)
+    assert beam_tuples([searched]) == reference_beams(reference, llm, "Hello", set(), **options)
 
 
 def test_log_probabilities_of_beams_equal_transformers(llm: LLM, reference: Any) -> None:
@@ -130,11 +130,13 @@ def test_log_probabilities_of_beams_equal_transformers(llm: LLM, reference: Any)
         rows = output.log_probabilities
         assert rows is not None
         tokens = output.prompt_token_ids + output.token_ids
-        scores = torch.log_softmax(oracle_logits(reference, tokens), -1)
+        scores = torch.log_softmax(transformers_logits(reference, tokens), -1)
         first = len(output.prompt_token_ids)
         expected = [scores[first + i - 1, token].item() for i, token in enumerate(output.token_ids)]
         np.testing.assert_allclose(rows.token_log_probabilities, expected, atol=1e-4)
-        assert [list(top) for top in rows.top_log_probabilities] == [[token] for token in output.token_ids]
+        assert [list(top_entries) for top_entries in rows.top_log_probabilities] == [
+            [token] for token in output.token_ids
+        ]
         assert output.num_generated_tokens == len(output.token_ids) + (output.finish_reason == "stop")
         assert output.text == llm.tokenizer.decode_ids(output.token_ids)
 
@@ -158,7 +160,7 @@ def test_the_prompt_is_computed_once_and_each_step_one_token_per_beam(
 
 def test_replacing_the_sampled_token_keeps_the_computed_blocks() -> None:
     """Computed and committed tokens stay, also at the end of a block."""
-    context = context_of(range(1, 17))
+    context = make_context(range(1, 17))
     context.update(5)
     context.set_token_indices(committed_idx=16)
     _replace_last(context, 7)
@@ -168,26 +170,26 @@ def test_replacing_the_sampled_token_keeps_the_computed_blocks() -> None:
 
 def test_small_step_limits_give_the_same_beams(model: Path, llm: LLM) -> None:
     options: dict[str, Any] = {"num_beams": 4, "max_new_tokens": 20, "num_return_sequences": 4}
-    expected = beams_of(llm.beam_search(PROMPTS, **options))
+    expected = beam_tuples(llm.beam_search(PROMPTS, **options))
     limits = {"max_batch_size": 3, "max_batch_input_tokens": 7}
-    with LLM(str(model), kv_cache_block_size=16, deterministic=True, **limits) as narrow:
-        assert beams_of(narrow.beam_search(PROMPTS, **options)) == expected
-        narrow.pipeline.kv.check_integrity()
+    with LLM(str(model), kv_cache_block_size=16, deterministic=True, **limits) as narrow_llm:
+        assert beam_tuples(narrow_llm.beam_search(PROMPTS, **options)) == expected
+        narrow_llm.pipeline.kv.check_integrity()
 
 
 def test_prompts_that_do_not_fit_together_are_searched_in_turn(model: Path, llm: LLM) -> None:
     options: dict[str, Any] = {"num_beams": 4, "max_new_tokens": 30}
-    expected = beams_of(llm.beam_search(PROMPTS, **options))
+    expected = beam_tuples(llm.beam_search(PROMPTS, **options))
     block = 16 * 2 * 2 * 2 * 8 * 4
     with LLM(
         str(model), kv_cache_block_size=16, deterministic=True, kv_cache_memory=18 * block, max_batch_size=16
-    ) as small:
-        assert beams_of(small.beam_search(PROMPTS, **options)) == expected
-        assert small.pipeline.kv.num_free_blocks == small.pipeline.kv.num_blocks
+    ) as small_llm:
+        assert beam_tuples(small_llm.beam_search(PROMPTS, **options)) == expected
+        assert small_llm.pipeline.kv.num_free_blocks == small_llm.pipeline.kv.num_blocks
         with pytest.raises(InsufficientBlocksError):
-            small.beam_search(PROMPTS[2], num_beams=16, max_new_tokens=40)
-        assert small.pipeline.kv.num_free_blocks == small.pipeline.kv.num_blocks
-        assert len(small.generate("Hello")) == 1
+            small_llm.beam_search(PROMPTS[2], num_beams=16, max_new_tokens=40)
+        assert small_llm.pipeline.kv.num_free_blocks == small_llm.pipeline.kv.num_blocks
+        assert len(small_llm.generate("Hello")) == 1
 
 
 def test_beams_end_at_the_maximum_length(llm: LLM) -> None:

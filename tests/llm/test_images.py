@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support.checkpoints import oracle
-from support.vision_checkpoint import chat_with, file_of, picture, write_llava
+from support.checkpoints import load_in_transformers
+from support.vision_checkpoint import encode_image_file, image_chat, random_picture, write_llava
 
 from penstock import LLM
 from penstock.errors import CheckpointError, InputError, PromptTooLongError, UnsupportedFeatureError
@@ -38,7 +38,7 @@ def open_llm(folder: Path, **config: Any) -> LLM:
     return LLM(folder, **settings | config)
 
 
-def tokens_of(llm: LLM, prompt: str, *images: Any) -> list[int]:
+def prompt_tokens(llm: LLM, prompt: str, *images: Any) -> list[int]:
     return llm.generate(prompt, GREEDY, use_tqdm=False, images=list(images) or None)[0].token_ids
 
 
@@ -51,12 +51,12 @@ def encoder_counts(llm: LLM) -> tuple[int, int]:
 def test_text_about_images_equals_transformers(llm: LLM, folder: Path) -> None:
     from transformers import AutoImageProcessor
 
-    images = [picture(1, (50, 31)), picture(2)]
-    output = llm.chat(chat_with("What?", images), GREEDY, use_tqdm=False)[0]
+    images = [random_picture(1, (50, 31)), random_picture(2)]
+    output = llm.chat(image_chat("What?", images), GREEDY, use_tqdm=False)[0]
     processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
     pixels = torch.from_numpy(processor(images, return_tensors="np")["pixel_values"])
     ids = torch.tensor([output.prompt_token_ids])
-    text = oracle(folder).generate(
+    text = load_in_transformers(folder).generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
         pixel_values=pixels,
@@ -70,17 +70,17 @@ def test_text_about_images_equals_transformers(llm: LLM, folder: Path) -> None:
 
 
 def test_all_forms_of_an_image_give_the_same_text(llm: LLM, tmp_path: Path) -> None:
-    image = picture(3)
+    image = random_picture(3)
     path = tmp_path / "picture.png"
     image.save(path)
-    expected = tokens_of(llm, "See <image>!", image)
+    expected = prompt_tokens(llm, "See <image>!", image)
     for image_form in (np.asarray(image), path, str(path), path.read_bytes()):
-        assert tokens_of(llm, "See <image>!", image_form) == expected
+        assert prompt_tokens(llm, "See <image>!", image_form) == expected
     url = "data:image/png;base64," + b64encode(path.read_bytes()).decode()
     part = {"type": "image_url", "image_url": {"url": url}}
     text = {"type": "text", "text": "What?"}
     chat = llm.chat([{"role": "user", "content": [part, text]}], GREEDY, use_tqdm=False)
-    same_chat = llm.chat(chat_with("What?", [path]), GREEDY, use_tqdm=False)
+    same_chat = llm.chat(image_chat("What?", [path]), GREEDY, use_tqdm=False)
     assert chat[0].token_ids == same_chat[0].token_ids
     stream = llm.stream("See <image>!", GREEDY, images=image)
     "".join(stream)
@@ -89,38 +89,40 @@ def test_all_forms_of_an_image_give_the_same_text(llm: LLM, tmp_path: Path) -> N
 
 def test_a_batch_equals_single_requests(llm: LLM) -> None:
     prompts = ["A <image> b", "No image", "<image><image>", "A <image> b"]
-    images = [[picture(4)], None, [picture(5), picture(4)], [picture(6)]]
-    alone = [
-        tokens_of(llm, prompt, *(prompt_images or ()))
+    images = [[random_picture(4)], None, [random_picture(5), random_picture(4)], [random_picture(6)]]
+    single_outputs = [
+        prompt_tokens(llm, prompt, *(prompt_images or ()))
         for prompt, prompt_images in zip(prompts, images, strict=True)
     ]
-    together = llm.generate(prompts, GREEDY, use_tqdm=False, images=images)
-    assert [output.token_ids for output in together] == alone
-    assert alone[0] != alone[3]
+    batch_outputs = llm.generate(prompts, GREEDY, use_tqdm=False, images=images)
+    assert [output.token_ids for output in batch_outputs] == single_outputs
+    assert single_outputs[0] != single_outputs[3]
 
 
 def test_an_image_is_encoded_only_once(folder: Path) -> None:
     with open_llm(folder) as llm:
-        first = tokens_of(llm, "Long enough text before <image> after", picture(7))
+        first = prompt_tokens(llm, "Long enough text before <image> after", random_picture(7))
         assert encoder_counts(llm) == (1, 0)
-        assert tokens_of(llm, "Long enough text before <image> after", picture(7)) == first
+        assert prompt_tokens(llm, "Long enough text before <image> after", random_picture(7)) == first
         assert encoder_counts(llm)[0] == 1
         # The prefix cache holds the whole image, so the encoder cache is not read.
-        tokens_of(llm, "<image>" + "a" * 32, picture(8))
-        before = encoder_counts(llm)
-        tokens_of(llm, "<image>" + "a" * 32, picture(8))
-        assert encoder_counts(llm) == before
+        prompt_tokens(llm, "<image>" + "a" * 32, random_picture(8))
+        counts_before = encoder_counts(llm)
+        prompt_tokens(llm, "<image>" + "a" * 32, random_picture(8))
+        assert encoder_counts(llm) == counts_before
         # Other text precedes the image: its rows come from the encoder cache.
-        tokens_of(llm, "Other <image>", picture(8))
-        assert encoder_counts(llm) == (before[0], before[1] + 1)
+        prompt_tokens(llm, "Other <image>", random_picture(8))
+        assert encoder_counts(llm) == (counts_before[0], counts_before[1] + 1)
         # Both images of the batch are new and equal: one run of the encoder.
-        llm.generate(["<image>a", "b<image>"], GREEDY, use_tqdm=False, images=[picture(9), picture(9)])
-        assert encoder_counts(llm)[0] == before[0] + 1
+        llm.generate(
+            ["<image>a", "b<image>"], GREEDY, use_tqdm=False, images=[random_picture(9), random_picture(9)]
+        )
+        assert encoder_counts(llm)[0] == counts_before[0] + 1
 
 
 def test_prefixes_with_other_images_are_not_shared(llm: LLM) -> None:
     prompt = "<image>" + "the same text after it " * 2
-    outputs = [tokens_of(llm, prompt, picture(seed)) for seed in (10, 11, 10)]
+    outputs = [prompt_tokens(llm, prompt, random_picture(seed)) for seed in (10, 11, 10)]
     assert outputs[0] == outputs[2]
     assert outputs[0] != outputs[1]
 
@@ -136,47 +138,47 @@ def test_prefixes_with_other_images_are_not_shared(llm: LLM) -> None:
 )
 def test_texts_are_equal_in_every_schedule(llm: LLM, folder: Path, config: dict[str, Any]) -> None:
     prompts = [f"{index} <image> x <image> y" for index in range(4)]
-    images = [[picture(20 + index), picture(21 + index)] for index in range(4)]
+    images = [[random_picture(20 + index), random_picture(21 + index)] for index in range(4)]
     params = SamplingParams(max_new_tokens=40, top_k=1, ignore_eos=True)
     expected = llm.generate(prompts, params, use_tqdm=False, images=images)
     with open_llm(folder, **config) as other:
-        ours = other.generate(prompts, params, use_tqdm=False, images=images)
+        actual = other.generate(prompts, params, use_tqdm=False, images=images)
         if "kv_cache_memory" in config:
             assert other._scheduler.num_preemptions > 0
         if "encoder_cache_memory" in config:
             assert encoder_counts(other)[1] == 0
-    assert [output.token_ids for output in ours] == [reference.token_ids for reference in expected]
+    assert [output.token_ids for output in actual] == [reference.token_ids for reference in expected]
 
 
 def test_invalid_images_are_refused(llm: LLM, tmp_path: Path) -> None:
-    valid = picture(1)
+    valid_image = random_picture(1)
     with pytest.raises(InputError, match="the prompt has 0 placeholders '<image>', but the request has 1"):
-        tokens_of(llm, "Hi", valid)
+        prompt_tokens(llm, "Hi", valid_image)
     with pytest.raises(InputError, match=r"the prompt has 2 placeholders .* has 1 images"):
-        tokens_of(llm, "<image><image>", valid)
+        prompt_tokens(llm, "<image><image>", valid_image)
     with pytest.raises(InputError, match="the data is not an image in one of the formats PNG"):
-        tokens_of(llm, "<image>", b"no image")
+        prompt_tokens(llm, "<image>", b"no image")
     with pytest.raises(InputError, match="cannot be read"):
-        tokens_of(llm, "<image>", tmp_path / "missing.png")
+        prompt_tokens(llm, "<image>", tmp_path / "missing.png")
     with pytest.raises(InputError, match="must be uint8 of shape"):
-        tokens_of(llm, "<image>", np.zeros((4, 4, 3)))
+        prompt_tokens(llm, "<image>", np.zeros((4, 4, 3)))
     with pytest.raises(InputError, match="was dict"):
-        tokens_of(llm, "<image>", {})
+        prompt_tokens(llm, "<image>", {})
     with pytest.raises(UnsupportedFeatureError, match="images with token ids"):
-        llm.generate([1, 2], GREEDY, use_tqdm=False, images=valid)
-    detailed = [{"type": "image", "image": valid, "detail": "high"}]
+        llm.generate([1, 2], GREEDY, use_tqdm=False, images=valid_image)
+    detailed = [{"type": "image", "image": valid_image, "detail": "high"}]
     with pytest.raises(UnsupportedFeatureError, match="detail 'high' is not supported: this model supports"):
         llm.chat([{"role": "user", "content": detailed}], GREEDY, use_tqdm=False)
     with pytest.raises(InputError, match="images has 1 entries for 2 prompts"):
-        llm.generate(["a", "b"], GREEDY, use_tqdm=False, images=[valid])
+        llm.generate(["a", "b"], GREEDY, use_tqdm=False, images=[valid_image])
     with pytest.raises(InputError, match="the request has 33 images, but the limit is 32"):
-        tokens_of(llm, "<image>" * 33, *[valid] * 33)
+        prompt_tokens(llm, "<image>" * 33, *[valid_image] * 33)
     with pytest.raises(PromptTooLongError, match=r"257.*256|272.*256"):
-        tokens_of(llm, "<image>" * 17, *[valid] * 17)
+        prompt_tokens(llm, "<image>" * 17, *[valid_image] * 17)
 
 
 def test_placeholders_in_user_text_are_not_images(llm: LLM) -> None:
-    output = llm.chat(chat_with("Look: <image>", [picture(1)]), GREEDY, use_tqdm=False)[0]
+    output = llm.chat(image_chat("Look: <image>", [random_picture(1)]), GREEDY, use_tqdm=False)[0]
     assert output.prompt_token_ids.count(129) == 16
 
 
@@ -185,9 +187,9 @@ def test_a_text_model_refuses_images() -> None:
         LLM("demo", quantization_encoding="float32") as demo,
         pytest.raises(UnsupportedFeatureError, match="images is not supported: this model reads text only"),
     ):
-        demo.generate("<image>", GREEDY, use_tqdm=False, images=file_of(Image.new("RGB", (4, 4))))
+        demo.generate("<image>", GREEDY, use_tqdm=False, images=encode_image_file(Image.new("RGB", (4, 4))))
 
 
 def test_a_checkpoint_without_an_image_processor_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="has no image processor that can be loaded"):
-        LocalProcessor(tmp_path).process(file_of(picture()), {}, 10_000)
+        LocalProcessor(tmp_path).process(encode_image_file(random_picture()), {}, 10_000)

@@ -69,17 +69,21 @@ def test_no_prompts_give_no_outputs(llm: LLM) -> None:
 def test_outputs_are_in_the_order_of_the_prompts_when_they_queue(llm: LLM) -> None:
     prompts = [f"Prompt {i}" * (1 + i % 3) for i in range(11)]
     params = [SamplingParams(max_new_tokens=1 + (7 * i) % 20) for i in range(11)]
-    alone = [llm.generate(prompt, sampling)[0] for prompt, sampling in zip(prompts, params, strict=True)]
-    together = llm.generate(prompts, params)
-    assert [output.token_ids for output in together] == [output.token_ids for output in alone]
-    assert [output.prompt for output in together] == prompts
-    assert [len(output.token_ids) for output in together] == [sampling.max_new_tokens for sampling in params]
+    single_outputs = [
+        llm.generate(prompt, sampling)[0] for prompt, sampling in zip(prompts, params, strict=True)
+    ]
+    batch_outputs = llm.generate(prompts, params)
+    assert [output.token_ids for output in batch_outputs] == [output.token_ids for output in single_outputs]
+    assert [output.prompt for output in batch_outputs] == prompts
+    assert [len(output.token_ids) for output in batch_outputs] == [
+        sampling.max_new_tokens for sampling in params
+    ]
 
 
 def test_more_prompts_than_the_cache_holds_are_queued(model: Path) -> None:
-    with LLM(str(model), kv_cache_block_size=16, kv_cache_memory=9 * 16 * 2 * 2 * 2 * 8 * 4) as small:
-        assert small.pipeline.kv.num_blocks * 16 < 12 * 60
-        outputs = small.generate(["x" * 40] * 12, SamplingParams(max_new_tokens=20))
+    with LLM(str(model), kv_cache_block_size=16, kv_cache_memory=9 * 16 * 2 * 2 * 2 * 8 * 4) as small_llm:
+        assert small_llm.pipeline.kv.num_blocks * 16 < 12 * 60
+        outputs = small_llm.generate(["x" * 40] * 12, SamplingParams(max_new_tokens=20))
         assert len({tuple(output.token_ids) for output in outputs}) == 1
         assert len(outputs[0].token_ids) == 20
 
@@ -107,36 +111,42 @@ def test_defaults_come_from_the_generation_config(tmp_path: Path) -> None:
 
 
 def test_stop_strings_truncate_text_and_tokens(llm: LLM) -> None:
-    (whole,) = llm.generate("Hello", SamplingParams(max_new_tokens=40))
-    stop = whole.text[10:13]
-    (truncated,) = llm.generate("Hello", SamplingParams(max_new_tokens=40, stop=[stop]))
-    assert truncated.text == whole.text[: whole.text.index(stop)]
-    assert truncated.token_ids == whole.token_ids[: len(truncated.token_ids)]
-    assert stop in llm.tokenizer.decode_ids(truncated.token_ids)
-    assert stop not in llm.tokenizer.decode_ids(truncated.token_ids[:-1])
-    assert (truncated.finish_reason, truncated.num_generated_tokens) == ("stop", len(truncated.token_ids))
+    (full_output,) = llm.generate("Hello", SamplingParams(max_new_tokens=40))
+    stop = full_output.text[10:13]
+    (truncated_output,) = llm.generate("Hello", SamplingParams(max_new_tokens=40, stop=[stop]))
+    assert truncated_output.text == full_output.text[: full_output.text.index(stop)]
+    assert truncated_output.token_ids == full_output.token_ids[: len(truncated_output.token_ids)]
+    assert stop in llm.tokenizer.decode_ids(truncated_output.token_ids)
+    assert stop not in llm.tokenizer.decode_ids(truncated_output.token_ids[:-1])
+    assert (truncated_output.finish_reason, truncated_output.num_generated_tokens) == (
+        "stop",
+        len(truncated_output.token_ids),
+    )
 
 
 def test_an_end_token_is_counted_but_not_returned(llm: LLM) -> None:
-    (whole,) = llm.generate("Hello", GREEDY)
-    end = whole.token_ids[5]
-    (truncated,) = llm.generate("Hello", SamplingParams(max_new_tokens=12, stop_token_ids=[end]))
-    assert truncated.token_ids == whole.token_ids[: whole.token_ids.index(end)]
-    assert truncated.text == llm.tokenizer.decode_ids(truncated.token_ids)
-    assert (truncated.finish_reason, truncated.num_generated_tokens) == ("stop", len(truncated.token_ids) + 1)
+    (full_output,) = llm.generate("Hello", GREEDY)
+    end = full_output.token_ids[5]
+    (truncated_output,) = llm.generate("Hello", SamplingParams(max_new_tokens=12, stop_token_ids=[end]))
+    assert truncated_output.token_ids == full_output.token_ids[: full_output.token_ids.index(end)]
+    assert truncated_output.text == llm.tokenizer.decode_ids(truncated_output.token_ids)
+    assert (truncated_output.finish_reason, truncated_output.num_generated_tokens) == (
+        "stop",
+        len(truncated_output.token_ids) + 1,
+    )
 
 
 def test_several_steps_per_call_give_the_same_outputs(model: Path, llm: LLM) -> None:
-    (whole,) = llm.generate("Hello", SamplingParams(max_new_tokens=40))
+    (full_output,) = llm.generate("Hello", SamplingParams(max_new_tokens=40))
     params = [
         SamplingParams(max_new_tokens=40),
-        SamplingParams(max_new_tokens=40, stop=[whole.text[10:13]]),
-        SamplingParams(max_new_tokens=40, stop_token_ids=[whole.token_ids[5]]),
+        SamplingParams(max_new_tokens=40, stop=[full_output.text[10:13]]),
+        SamplingParams(max_new_tokens=40, stop_token_ids=[full_output.token_ids[5]]),
     ]
     with LLM(str(model), max_num_steps=8) as llm_with_steps:
-        several = llm_with_steps.generate(["Hello"] * 3, params)
-    single = llm.generate(["Hello"] * 3, params)
-    for left, right in zip(several, single, strict=True):
+        several_outputs = llm_with_steps.generate(["Hello"] * 3, params)
+    single_output = llm.generate(["Hello"] * 3, params)
+    for left, right in zip(several_outputs, single_output, strict=True):
         assert (left.text, left.token_ids, left.finish_reason, left.num_generated_tokens) == (
             right.text,
             right.token_ids,
@@ -157,10 +167,10 @@ def test_chat_accepts_one_conversation_or_several(llm: LLM) -> None:
         {"role": "user", "content": "Hello"},
     ]
     (reply,) = llm.chat(conversation, GREEDY)
-    several = llm.chat([conversation, conversation[1:]], GREEDY)
+    several_outputs = llm.chat([conversation, conversation[1:]], GREEDY)
     assert reply.prompt == "<|start|>system: Be brief.<|end|><|start|>user: Hello<|end|><|start|>assistant: "
-    assert several[0].token_ids == reply.token_ids
-    assert several[1].prompt == reply.prompt.replace("<|start|>system: Be brief.<|end|>", "")
+    assert several_outputs[0].token_ids == reply.token_ids
+    assert several_outputs[1].prompt == reply.prompt.replace("<|start|>system: Be brief.<|end|>", "")
     assert reply.token_ids == llm.generate(reply.prompt, GREEDY)[0].token_ids
 
 
@@ -213,7 +223,7 @@ def test_a_stream_accepts_messages(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompts", "words"),
+    ("prompts", "expected_message"),
     [
         ("", "the prompt is empty"),
         (["Hello", ""], "the prompt is empty"),
@@ -231,13 +241,13 @@ def test_a_stream_accepts_messages(llm: LLM) -> None:
         ({"Hello"}, "not set"),
     ],
 )
-def test_invalid_prompts_are_refused(prompts: Any, words: str, llm: LLM) -> None:
-    with pytest.raises(InputError, match=words):
+def test_invalid_prompts_are_refused(prompts: Any, expected_message: str, llm: LLM) -> None:
+    with pytest.raises(InputError, match=expected_message):
         llm.generate(prompts, GREEDY)
 
 
 def test_the_whole_batch_is_checked_before_any_of_it_runs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    replace_runs(llm, monkeypatch, lambda run: lambda *_: pytest.fail("a request ran"))
+    wrap_batch_functions(llm, monkeypatch, lambda run: lambda *_: pytest.fail("a request ran"))
     with pytest.raises(PromptTooLongError) as caught:
         llm.generate(["fine", "x" * (MAX_LENGTH + 1)], GREEDY)
     assert (caught.value.num_tokens, caught.value.max_length) == (MAX_LENGTH + 1, MAX_LENGTH)
@@ -257,12 +267,14 @@ def test_stop_strings_without_detokenizing_are_refused(llm: LLM) -> None:
         llm.generate("Hello", SamplingParams(stop=["x"], detokenize=False))
 
 
-Run = Callable[..., Any]
-"""Runs a batch, or launches it."""
+BatchFunction = Callable[..., Any]
+"""A function of the pipeline that runs or launches a batch."""
 
 
-def replace_runs(llm: LLM, monkeypatch: pytest.MonkeyPatch, around: Callable[[Run], Run]) -> None:
-    """Replace what runs a batch: `execute`, and with overlapped steps also the launch of a step."""
+def wrap_batch_functions(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, around: Callable[[BatchFunction], BatchFunction]
+) -> None:
+    """Wrap the functions that run a batch: `execute`, and with overlapped steps also the launch of a step."""
     monkeypatch.setattr(llm.pipeline, "execute", around(llm.pipeline.execute))
     if isinstance(llm._scheduler, OverlappedScheduler):
         steps: Any = llm._scheduler._steps
@@ -278,11 +290,11 @@ def stepping(
         yield llm
         return
     register_lazy(monkeypatch)
-    with LLM(str(model), kernels="lazy", kv_cache_block_size=16, max_batch_size=4) as overlapped:
-        assert isinstance(overlapped._scheduler, OverlappedScheduler)
-        yield overlapped
-        assert not overlapped._scheduler.has_work
-        assert overlapped.pipeline.kv.num_free_blocks == overlapped.pipeline.kv.num_blocks
+    with LLM(str(model), kernels="lazy", kv_cache_block_size=16, max_batch_size=4) as overlapped_llm:
+        assert isinstance(overlapped_llm._scheduler, OverlappedScheduler)
+        yield overlapped_llm
+        assert not overlapped_llm._scheduler.has_work
+        assert overlapped_llm.pipeline.kv.num_free_blocks == overlapped_llm.pipeline.kv.num_blocks
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
@@ -293,7 +305,7 @@ def test_an_interruption_cancels_all_requests(
     expected = [output.token_ids for output in llm.generate(["Hello"] * 9, GREEDY)]
     calls = []
 
-    def failing_execute(run: Run) -> Run:
+    def failing_execute(run: BatchFunction) -> BatchFunction:
         def wrapped(*args: Any) -> Any:
             calls.append(1)
             if len(calls) >= 4:
@@ -303,7 +315,7 @@ def test_an_interruption_cancels_all_requests(
         return wrapped
 
     with monkeypatch.context() as patch:
-        replace_runs(llm, patch, failing_execute)
+        wrap_batch_functions(llm, patch, failing_execute)
         with pytest.raises(error):
             llm.generate(["Hello"] * 9, GREEDY)
     assert len(calls) >= 4
@@ -315,7 +327,7 @@ def test_an_interruption_cancels_all_requests(
 def test_ctrl_c_waits_for_the_step_to_end(stepping: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     finished_steps = []
 
-    def interrupted_execute(run: Run) -> Run:
+    def interrupted_execute(run: BatchFunction) -> BatchFunction:
         def wrapped(*args: Any) -> Any:
             signal.raise_signal(signal.SIGINT)
             outputs = run(*args)
@@ -325,7 +337,7 @@ def test_ctrl_c_waits_for_the_step_to_end(stepping: LLM, monkeypatch: pytest.Mon
         return wrapped
 
     with monkeypatch.context() as patch:
-        replace_runs(stepping, patch, interrupted_execute)
+        wrap_batch_functions(stepping, patch, interrupted_execute)
         with pytest.raises(KeyboardInterrupt):
             stepping.generate(["Hello"] * 9, GREEDY)
     assert finished_steps == [1]
@@ -351,7 +363,7 @@ def test_a_second_thread_is_refused(stepping: LLM, monkeypatch: pytest.MonkeyPat
     llm = stepping
     has_entered, may_return = threading.Event(), threading.Event()
 
-    def waiting_execute(run: Run) -> Run:
+    def waiting_execute(run: BatchFunction) -> BatchFunction:
         def wrapped(*args: Any) -> Any:
             has_entered.set()
             may_return.wait(10)
@@ -359,7 +371,7 @@ def test_a_second_thread_is_refused(stepping: LLM, monkeypatch: pytest.MonkeyPat
 
         return wrapped
 
-    replace_runs(llm, monkeypatch, waiting_execute)
+    wrap_batch_functions(llm, monkeypatch, waiting_execute)
     outputs: list[GenerationOutput] = []
     thread = threading.Thread(target=lambda: outputs.extend(llm.generate("Hello", GREEDY)))
     thread.start()

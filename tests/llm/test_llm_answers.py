@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.checkpoints import oracle, oracle_logits
+from support.checkpoints import load_in_transformers, transformers_logits
 from support.tiny_llm import write_tiny_llm
 
 from penstock import LLM, GenerationOutput, SamplingParams
@@ -55,7 +55,7 @@ def synchronous(llm: LLM, model: Path) -> Iterator[LLM]:
         yield other
 
 
-def token_ids_of(outputs: list[GenerationOutput]) -> list[list[int]]:
+def list_token_ids(outputs: list[GenerationOutput]) -> list[list[int]]:
     return [output.token_ids for output in outputs]
 
 
@@ -67,14 +67,14 @@ def test_several_answers_are_returned_in_order(llm: LLM) -> None:
     assert [(output.prompt, output.index) for output in outputs] == [
         (p, i) for p in ("One", "Two") for i in range(3)
     ]
-    assert len({tuple(tokens) for tokens in token_ids_of(outputs)}) == 6
-    assert token_ids_of(outputs)[::3] == token_ids_of(llm.generate(["One", "Two"], SAMPLED)), (
+    assert len({tuple(tokens) for tokens in list_token_ids(outputs)}) == 6
+    assert list_token_ids(outputs)[::3] == list_token_ids(llm.generate(["One", "Two"], SAMPLED)), (
         "answer 0 equals the answer with n=1"
     )
     for i in (1, 2):
         params = SamplingParams(temperature=1.0, top_k=-1, seed=splitmix64(11, i), max_new_tokens=12)
-        assert token_ids_of(llm.generate("Two", params)) == [outputs[3 + i].token_ids]
-    assert token_ids_of(llm.generate(["One", "Two"], SAMPLED, n=3)) == token_ids_of(outputs)
+        assert list_token_ids(llm.generate("Two", params)) == [outputs[3 + i].token_ids]
+    assert list_token_ids(llm.generate(["One", "Two"], SAMPLED, n=3)) == list_token_ids(outputs)
 
 
 @pytest.mark.parametrize("prompt_logprobs", [None, 2])
@@ -105,22 +105,22 @@ def test_the_prompt_is_computed_once(
 
 def test_best_of_ranks_by_mean_log_probability(llm: LLM) -> None:
     candidates = llm.generate(PROMPT, SAMPLED, n=6, logprobs=0)
-    means = [float(np.mean(values_of(answer.log_probabilities))) for answer in candidates]
-    best = llm.generate(PROMPT, SAMPLED, n=2, best_of=6)
+    means = [float(np.mean(token_scores(answer.log_probabilities))) for answer in candidates]
+    best_outputs = llm.generate(PROMPT, SAMPLED, n=2, best_of=6)
     order = sorted(range(6), key=lambda i: -means[i])[:2]
-    assert token_ids_of(best) == [candidates[i].token_ids for i in order]
-    assert [answer.score for answer in best] == pytest.approx([means[i] for i in order])
-    assert [answer.index for answer in best] == [0, 1]
-    assert best[0].log_probabilities is None, "not requested"
+    assert list_token_ids(best_outputs) == [candidates[i].token_ids for i in order]
+    assert [answer.score for answer in best_outputs] == pytest.approx([means[i] for i in order])
+    assert [answer.index for answer in best_outputs] == [0, 1]
+    assert best_outputs[0].log_probabilities is None, "not requested"
     assert candidates[0].score is None
 
 
 def test_best_of_ignores_tokens_after_a_stop_string(llm: LLM) -> None:
     text = llm.generate(PROMPT, SAMPLED)[0].text
-    params = SamplingParams(**fields_of(SAMPLED), stop=[text[3:6]])
-    (truncated,) = llm.generate(PROMPT, params, best_of=1, logprobs=0)
-    assert 0 < len(truncated.token_ids) < 12
-    assert truncated.score == pytest.approx(np.mean(values_of(truncated.log_probabilities)))
+    params = SamplingParams(**param_fields(SAMPLED), stop=[text[3:6]])
+    (truncated_output,) = llm.generate(PROMPT, params, best_of=1, logprobs=0)
+    assert 0 < len(truncated_output.token_ids) < 12
+    assert truncated_output.score == pytest.approx(np.mean(token_scores(truncated_output.log_probabilities)))
 
 
 def test_an_empty_answer_is_ranked_last(llm: LLM) -> None:
@@ -129,14 +129,14 @@ def test_an_empty_answer_is_ranked_last(llm: LLM) -> None:
     outputs = llm.generate(PROMPT, params, n=3, best_of=3, prompt_logprobs=0)
     assert outputs[-1].token_ids == []
     assert outputs[-1].score == -np.inf
-    assert [len(values_of(output.prompt_log_probabilities)) for output in outputs] == [len(PROMPT) - 1] * 3
+    assert [len(token_scores(output.prompt_log_probabilities)) for output in outputs] == [len(PROMPT) - 1] * 3
 
 
 def test_chat_returns_several_answers(llm: LLM) -> None:
     conversation: list[Any] = [{"role": "user", "content": "Hello"}]
     outputs = llm.chat([conversation, conversation], SAMPLED, n=2, logprobs=1)
     assert [output.index for output in outputs] == [0, 1, 0, 1]
-    assert token_ids_of(outputs)[:2] == token_ids_of(outputs)[2:]
+    assert list_token_ids(outputs)[:2] == list_token_ids(outputs)[2:]
     assert all(output.log_probabilities is not None for output in outputs)
 
 
@@ -161,9 +161,9 @@ def test_invalid_options_are_refused(options: dict[str, Any], message: str, llm:
 
 def test_numpy_numbers_are_accepted_as_options(llm: LLM) -> None:
     options: dict[str, Any] = {"n": np.int64(2), "best_of": np.int32(3), "logprobs": np.uint8(1)}
-    plain = llm.generate("Hello", SAMPLED, n=2, best_of=3, logprobs=1)
-    assert token_ids_of(llm.generate("Hello", SAMPLED, **options, priority=np.int64(4))) == token_ids_of(
-        plain
+    plain_output = llm.generate("Hello", SAMPLED, n=2, best_of=3, logprobs=1)
+    assert list_token_ids(llm.generate("Hello", SAMPLED, **options, priority=np.int64(4))) == list_token_ids(
+        plain_output
     )
 
 
@@ -182,7 +182,7 @@ def test_the_error_for_an_unknown_option_suggests_a_known_one(call: str, llm: LL
 # Log probabilities.
 
 
-def values_of(rows: LogProbabilities | None) -> list[float]:
+def token_scores(rows: LogProbabilities | None) -> list[float]:
     assert rows is not None
     return rows.token_log_probabilities
 
@@ -190,8 +190,8 @@ def values_of(rows: LogProbabilities | None) -> list[float]:
 def test_log_probabilities_equal_transformers(llm: LLM, model: Path) -> None:
     (output,) = llm.generate(PROMPT, SAMPLED, logprobs=3, prompt_logprobs=2)
     text = output.prompt_token_ids + output.token_ids
-    scores = torch.log_softmax(oracle_logits(oracle(model), text), -1).numpy()
-    result = values_of(output.prompt_log_probabilities) + values_of(output.log_probabilities)
+    scores = torch.log_softmax(transformers_logits(load_in_transformers(model), text), -1).numpy()
+    result = token_scores(output.prompt_log_probabilities) + token_scores(output.log_probabilities)
     np.testing.assert_allclose(result, [scores[i, t] for i, t in enumerate(text[1:])], atol=2e-4)
     assert output.prompt_log_probabilities is not None
     assert output.log_probabilities is not None
@@ -199,56 +199,58 @@ def test_log_probabilities_equal_transformers(llm: LLM, model: Path) -> None:
         (2, output.prompt_log_probabilities, output.prompt_token_ids[1:]),
         (3, output.log_probabilities, output.token_ids),
     ):
-        for token, value, top in zip(tokens, values_of(rows), rows.top_log_probabilities, strict=True):
-            assert top[token] == value
-            assert len(top) == top_n + (token not in list(top)[:top_n])
-            assert sorted(top.values(), reverse=True)[:top_n] == list(top.values())[:top_n]
+        for token, value, top_entries in zip(
+            tokens, token_scores(rows), rows.top_log_probabilities, strict=True
+        ):
+            assert top_entries[token] == value
+            assert len(top_entries) == top_n + (token not in list(top_entries)[:top_n])
+            assert sorted(top_entries.values(), reverse=True)[:top_n] == list(top_entries.values())[:top_n]
 
 
 def test_only_requested_log_probabilities_are_returned(llm: LLM) -> None:
-    plain = llm.generate(PROMPT, SAMPLED)[0]
-    assert (plain.log_probabilities, plain.prompt_log_probabilities) == (None, None)
-    single = llm.generate(PROMPT, SAMPLED, logprobs=0)[0]
-    assert single.prompt_log_probabilities is None
-    assert single.log_probabilities is not None
-    assert [list(top) for top in single.log_probabilities.top_log_probabilities] == [
-        [t] for t in single.token_ids
+    plain_output = llm.generate(PROMPT, SAMPLED)[0]
+    assert (plain_output.log_probabilities, plain_output.prompt_log_probabilities) == (None, None)
+    single_output = llm.generate(PROMPT, SAMPLED, logprobs=0)[0]
+    assert single_output.prompt_log_probabilities is None
+    assert single_output.log_probabilities is not None
+    assert [list(top_entries) for top_entries in single_output.log_probabilities.top_log_probabilities] == [
+        [t] for t in single_output.token_ids
     ]
     prompt = llm.generate(PROMPT, SAMPLED, prompt_logprobs=1)[0]
     assert prompt.log_probabilities is None
     assert prompt.num_cached_tokens == 0, "tokens with log probabilities are not read from the cache"
-    assert token_ids_of([plain]) == token_ids_of([single]) == token_ids_of([prompt])
+    assert list_token_ids([plain_output]) == list_token_ids([single_output]) == list_token_ids([prompt])
 
 
 def test_log_probabilities_are_bit_equal_in_batches_and_chunks(model: Path, llm: LLM) -> None:
     options: dict[str, Any] = {"logprobs": 2, "prompt_logprobs": 4}
     prompts = [PROMPT, "Hello", PROMPT[:30], "x"]
-    alone = [llm.generate(prompt, SAMPLED, **options)[0] for prompt in prompts]
-    assert llm.generate(prompts, SAMPLED, **options) == alone
+    single_outputs = [llm.generate(prompt, SAMPLED, **options)[0] for prompt in prompts]
+    assert llm.generate(prompts, SAMPLED, **options) == single_outputs
     small_limits: dict[str, Any] = {
         "max_batch_input_tokens": 9,
         "max_batch_size": 3,
         "enable_prefix_caching": False,
     }
     with LLM(str(model), kv_cache_block_size=16, deterministic=True, **small_limits) as chunking:
-        assert chunking.generate(prompts, SAMPLED, **options) == alone
+        assert chunking.generate(prompts, SAMPLED, **options) == single_outputs
 
 
 def test_tokens_after_a_stop_string_have_no_log_probabilities(llm: LLM) -> None:
-    (whole,) = llm.generate(PROMPT, SAMPLED, logprobs=1)
+    (full_output,) = llm.generate(PROMPT, SAMPLED, logprobs=1)
     for params in (
-        SamplingParams(**fields_of(SAMPLED), stop=[whole.text[4:6]]),
-        SamplingParams(**fields_of(SAMPLED), stop_token_ids=[whole.token_ids[5]]),
+        SamplingParams(**param_fields(SAMPLED), stop=[full_output.text[4:6]]),
+        SamplingParams(**param_fields(SAMPLED), stop_token_ids=[full_output.token_ids[5]]),
     ):
-        (truncated,) = llm.generate(PROMPT, params, logprobs=1)
-        assert 0 < len(truncated.token_ids) < 12
+        (truncated_output,) = llm.generate(PROMPT, params, logprobs=1)
+        assert 0 < len(truncated_output.token_ids) < 12
         assert (
-            values_of(truncated.log_probabilities)
-            == values_of(whole.log_probabilities)[: len(truncated.token_ids)]
+            token_scores(truncated_output.log_probabilities)
+            == token_scores(full_output.log_probabilities)[: len(truncated_output.token_ids)]
         )
 
 
-def fields_of(params: SamplingParams) -> dict[str, Any]:
+def param_fields(params: SamplingParams) -> dict[str, Any]:
     names = ("temperature", "top_k", "seed", "max_new_tokens")
     return {name: getattr(params, name) for name in names}
 
@@ -260,9 +262,9 @@ def test_a_prompt_is_scored_without_generating(llm: LLM) -> None:
     assert output.log_probabilities == LogProbabilities([], [])
     (with_tokens,) = llm.generate(PROMPT, SAMPLED, prompt_logprobs=1)
     assert output.prompt_log_probabilities == with_tokens.prompt_log_probabilities
-    assert len(values_of(output.prompt_log_probabilities)) == len(PROMPT) - 1
-    (single,) = llm.generate([[65]], SAMPLED, prompt_logprobs=1)
-    assert single.prompt_log_probabilities == LogProbabilities([], [])
+    assert len(token_scores(output.prompt_log_probabilities)) == len(PROMPT) - 1
+    (single_output,) = llm.generate([[65]], SAMPLED, prompt_logprobs=1)
+    assert single_output.prompt_log_probabilities == LogProbabilities([], [])
 
 
 def test_the_output_of_a_stream_has_log_probabilities(llm: LLM) -> None:
@@ -299,11 +301,11 @@ def test_a_mixed_batch_equals_single_prompts(config: dict[str, Any], model: Path
     params = [SamplingParams(max_new_tokens=24, **fields) for fields in MIXTURE]
     prompts = ["abcabcabcabc", "One two one two one two", "x", "The end. The end. The"] * 2
     options: dict[str, Any] = {"n": 2, "logprobs": 1}
-    alone = [llm.generate(*request, **options) for request in zip(prompts, params, strict=True)]
+    single_outputs = [llm.generate(*request, **options) for request in zip(prompts, params, strict=True)]
     with LLM(str(model), kv_cache_block_size=16, deterministic=True, **config) as other:
-        together = other.generate(prompts, params, **options)
+        batch_outputs = other.generate(prompts, params, **options)
         assert ("speculative_method" in config) == (other.pipeline.speculation_stats.num_accepted > 0)
-    for expected, result in zip(chain.from_iterable(alone), together, strict=True):
+    for expected, result in zip(chain.from_iterable(single_outputs), batch_outputs, strict=True):
         assert result.token_ids == expected.token_ids
         assert (result.text, result.finish_reason) == (expected.text, expected.finish_reason)
         assert result.log_probabilities == expected.log_probabilities
@@ -314,12 +316,12 @@ def test_a_mixed_batch_equals_single_prompts(config: dict[str, Any], model: Path
 
 def test_token_rules_are_followed(llm: LLM) -> None:
     allowed = [ord(letter) - 33 for letter in "abcxyz"]
-    params = SamplingParams(**fields_of(SAMPLED), allowed_token_ids=allowed, logit_bias={allowed[0]: -100})
+    params = SamplingParams(**param_fields(SAMPLED), allowed_token_ids=allowed, logit_bias={allowed[0]: -100})
     outputs = llm.generate(["One", "Two"], params, n=2)
-    assert {token for tokens in token_ids_of(outputs) for token in tokens} <= set(allowed[1:])
+    assert {token for tokens in list_token_ids(outputs) for token in tokens} <= set(allowed[1:])
     greedy = llm.generate("One", SamplingParams(max_new_tokens=8))[0].token_ids
-    banned = SamplingParams(max_new_tokens=8, banned_token_ids=greedy)
-    assert not set(greedy) & set(llm.generate("One", banned)[0].token_ids)
+    banned_params = SamplingParams(max_new_tokens=8, banned_token_ids=greedy)
+    assert not set(greedy) & set(llm.generate("One", banned_params)[0].token_ids)
     sequence = list(greedy[3:6])
     params = SamplingParams(max_new_tokens=8, banned_sequences=[sequence])
     other = llm.generate("One", params)[0].token_ids
@@ -345,9 +347,9 @@ def test_contradictory_token_rules_are_refused(rules: dict[str, Any], message: s
 
 def test_a_grammar_applies_only_to_its_prompt(llm: LLM) -> None:
     grammar = Grammar("regex", "[0-9]{3}")
-    unconstrained, constrained = llm.generate(["One", "Two"], SAMPLED, grammar=[None, grammar])
-    assert constrained.text.isdigit()
-    assert (len(constrained.text), constrained.finish_reason) == (3, "stop")
+    unconstrained, constrained_output = llm.generate(["One", "Two"], SAMPLED, grammar=[None, grammar])
+    assert constrained_output.text.isdigit()
+    assert (len(constrained_output.text), constrained_output.finish_reason) == (3, "stop")
     assert unconstrained.token_ids == llm.generate("One", SAMPLED)[0].token_ids
 
 
@@ -358,7 +360,7 @@ def test_a_response_format_constrains_the_output(llm: LLM) -> None:
 
 
 def test_waiting_for_a_grammar_sleeps_between_checks(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The context becomes ready after some time."""
+    """The grammar of the context is ready only after several checks."""
     checks: list[str] = []
     sleeps: list[float] = []
 

@@ -50,9 +50,9 @@ def test_one_text_gives_a_vector_and_several_a_matrix(llm: LLM) -> None:
     assert vectors.shape == (3, HIDDEN)
     assert vectors.dtype == np.float32
     for text, vector in zip(TEXTS, vectors, strict=True):
-        single = llm.embed(text)
-        assert single.shape == (HIDDEN,)
-        assert np.array_equal(single, vector)
+        single_vector = llm.embed(text)
+        assert single_vector.shape == (HIDDEN,)
+        assert np.array_equal(single_vector, vector)
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-6)
 
 
@@ -89,10 +89,10 @@ def test_no_inputs_give_no_outputs(llm: LLM, classifier: LLM) -> None:
 
 
 def test_options_change_the_vectors_as_defined(llm: LLM) -> None:
-    whole = llm.embed("cat", normalize=False)
-    assert np.linalg.norm(whole) != pytest.approx(1)
-    truncated = llm.embed("cat", dimensions=8)
-    np.testing.assert_allclose(truncated, whole[:8] / np.linalg.norm(whole[:8]), atol=1e-6)
+    full_output = llm.embed("cat", normalize=False)
+    assert np.linalg.norm(full_output) != pytest.approx(1)
+    truncated_vector = llm.embed("cat", dimensions=8)
+    np.testing.assert_allclose(truncated_vector, full_output[:8] / np.linalg.norm(full_output[:8]), atol=1e-6)
     with pytest.raises(InputError, match="dimensions must be one of 8, 32, was 7"):
         llm.embed("cat", dimensions=7)
     assert np.array_equal(llm.embed("cat", prompt_name="query"), llm.embed("query: cat"))
@@ -141,8 +141,8 @@ def test_an_error_frees_the_slots_of_adapters(tmp_path: Path) -> None:
     with LLM(str(model), lora=lora, max_loras=1) as llm:
         with pytest.raises(InputError, match="the input is empty"):
             llm.embed(["cat", ""], adapter="a")
-        plain, first, second = llm.embed(["cat"] * 3, adapter=[None, "a", "b"])
-        assert not np.allclose(plain, first, atol=1e-3)
+        plain_vector, first, second = llm.embed(["cat"] * 3, adapter=[None, "a", "b"])
+        assert not np.allclose(plain_vector, first, atol=1e-3)
         assert not np.allclose(first, second, atol=1e-3)
         assert np.array_equal(llm.embed("cat", adapter="b"), second)
 
@@ -183,8 +183,8 @@ def test_scores_of_a_cross_encoder_equal_its_logits(reranker: LLM) -> None:
     np.testing.assert_allclose(scores, 1 / (1 + np.exp(-logits)), atol=1e-6)
     for text, score in zip(TEXTS, scores, strict=True):
         assert reranker.score("cat", text) == pytest.approx([score], abs=1e-6)
-    [swapped] = reranker.score(TEXTS[0], "cat")
-    assert swapped != pytest.approx(scores[0], abs=1e-4), "the order of query and document matters"
+    [swapped_score] = reranker.score(TEXTS[0], "cat")
+    assert swapped_score != pytest.approx(scores[0], abs=1e-4), "the order of query and document matters"
 
 
 def test_rerank_sorts_documents_by_score(reranker: LLM, llm: LLM) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.tiny_llm import write_tiny_llm
-from support.tiny_speech import RATE, SAMPLES_PER_FRAME, catalog, write_tiny_speech
+from support.tiny_speech import RATE, SAMPLES_PER_FRAME, fake_codec_catalog, write_tiny_speech
 
 from penstock import LLM
 from penstock.config import PipelineConfig
@@ -24,7 +24,7 @@ TEXTS = ["hello world", "one two three", "a b"]
 
 def open_speech_llm(folder: Path, **settings: object) -> LLM:
     config = PipelineConfig.from_flat({"model_path": str(folder), "kv_cache_memory": 1 << 21, **settings})
-    return LLM.from_config(config, catalog=catalog())
+    return LLM.from_config(config, catalog=fake_codec_catalog())
 
 
 @pytest.fixture(scope="module")
@@ -51,13 +51,15 @@ def test_one_text_gives_one_speech_and_several_a_list(llm: LLM) -> None:
     speeches = llm.speak(TEXTS, PARAMS)
     assert [type(speech) for speech in speeches] == [Speech] * 3
     for text, speech in zip(TEXTS, speeches, strict=True):
-        alone = llm.speak(text, PARAMS)
-        np.testing.assert_array_equal(alone.audio, speech.audio)
-        assert alone.sample_rate == RATE
-        assert alone.audio.dtype == np.float32
-        assert alone.seconds == len(alone.audio) / RATE > 0
-        assert 40 <= alone.num_tokens <= 60
-        assert alone.is_cut == (alone.num_tokens == 60 and len(alone.audio) == 60 * SAMPLES_PER_FRAME)
+        single_audio = llm.speak(text, PARAMS)
+        np.testing.assert_array_equal(single_audio.audio, speech.audio)
+        assert single_audio.sample_rate == RATE
+        assert single_audio.audio.dtype == np.float32
+        assert single_audio.seconds == len(single_audio.audio) / RATE > 0
+        assert 40 <= single_audio.num_tokens <= 60
+        assert single_audio.is_cut == (
+            single_audio.num_tokens == 60 and len(single_audio.audio) == 60 * SAMPLES_PER_FRAME
+        )
     assert llm.speak([], PARAMS) == []
 
 
@@ -69,14 +71,14 @@ def test_joined_stream_chunks_equal_the_audio_of_speak(llm: LLM) -> None:
         chunks = list(stream)
         assert all(isinstance(chunk, AudioGeneratorOutput) for chunk in chunks)
         assert [chunk.is_done for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
-        whole = llm.speak(text, PARAMS)
+        full_audio = llm.speak(text, PARAMS)
         np.testing.assert_array_equal(
-            np.concatenate([chunk.audio_data.numpy() for chunk in chunks]), whole.audio
+            np.concatenate([chunk.audio_data.numpy() for chunk in chunks]), full_audio.audio
         )
         assert len(chunks) > 1
         last = chunks[-1].metadata
-        assert (last["sample_rate"], last["num_tokens"]) == (RATE, whole.num_tokens)
-        assert last["seconds"] == whole.seconds
+        assert (last["sample_rate"], last["num_tokens"]) == (RATE, full_audio.num_tokens)
+        assert last["seconds"] == full_audio.seconds
         assert stream.sample_rate == RATE
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.vision import save_vision_model
-from support.vision_checkpoint import chat_with, picture
+from support.vision_checkpoint import image_chat, random_picture
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from penstock import LLM
@@ -72,9 +72,9 @@ def test_text_about_two_images_equals_transformers(name: str, tmp_path: Path) ->
     from transformers import AutoImageProcessor
 
     model = write_family(tmp_path, name)
-    images = [picture(1, (50, 31)), picture(2, (20, 60))]
+    images = [random_picture(1, (50, 31)), random_picture(2, (20, 60))]
     with LLM(tmp_path, quantization_encoding="float32", max_batch_size=2) as llm:
-        output = llm.chat(chat_with("What?", images), GREEDY, use_tqdm=False)[0]
+        output = llm.chat(image_chat("What?", images), GREEDY, use_tqdm=False)[0]
     processor = AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
     processor_images = [images] if name in ("idefics3", "smolvlm") else images
     arguments = dict(processor(processor_images, return_tensors="pt"))
@@ -98,5 +98,5 @@ def test_text_about_two_images_equals_transformers(name: str, tmp_path: Path) ->
     settings = {"max_batch_input_tokens": 8, "max_batch_size": 2, "kv_cache_block_size": 16}
     # prompts computed in small chunks
     with LLM(tmp_path, quantization_encoding="float32", **settings) as llm:
-        first, second = llm.chat([chat_with("What?", images)] * 2, GREEDY, use_tqdm=False)
+        first, second = llm.chat([image_chat("What?", images)] * 2, GREEDY, use_tqdm=False)
     assert first.token_ids == second.token_ids == output.token_ids

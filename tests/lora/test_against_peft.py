@@ -15,8 +15,8 @@ from peft.utils.error import NoMatchingPeftModuleError
 from safetensors.torch import load_file, save_file
 from support.adapters import peft_logits, peft_model, save_adapter, write_adapter
 from support.checkpoints import write_checkpoint
-from support.random_draws import examples
-from support.running import context_of, open_pipeline, random_tokens, step_logits
+from support.pipeline_steps import make_context, open_pipeline, random_tokens, step_logits
+from support.random_draws import num_examples
 
 from penstock.architectures.llama import tiny_config
 from penstock.lora.adapter_config import AdapterConfig
@@ -27,27 +27,27 @@ pytestmark = pytest.mark.models
 PROMPT = random_tokens(23, 130, seed=3)
 
 CASES: dict[str, dict[str, Any]] = {
-    "all linears": {},
+    "all linear layers": {},
     "queries and values": {"target_modules": ["q_proj", "v_proj"]},
-    "one slice of the fused gate and up": {"target_modules": ["up_proj"]},
-    "one layer by its whole name": {"target_modules": ["model.layers.1.self_attn.o_proj"]},
-    "a pattern": {"target_modules": r"model\.layers\.[02]\..*(q|down)_proj"},
-    "some layers": {"target_modules": ["k_proj", "gate_proj"], "layers_to_transform": [0, 2]},
-    "all but some": {"exclude_modules": ["o_proj"]},
+    "one slice of the fused gate-up layer": {"target_modules": ["up_proj"]},
+    "full name of one layer": {"target_modules": ["model.layers.1.self_attn.o_proj"]},
+    "regular expression": {"target_modules": r"model\.layers\.[02]\..*(q|down)_proj"},
+    "layers_to_transform": {"target_modules": ["k_proj", "gate_proj"], "layers_to_transform": [0, 2]},
+    "excluded modules": {"exclude_modules": ["o_proj"]},
     "rank and alpha pattern": {
         "rank_pattern": {"q_proj": 7, r"layers\.1\.mlp.*": 2, "^model.layers.0.mlp.up_proj": 16},
         "alpha_pattern": {"down_proj": 3, "self_attn.q_proj": 20.5},
     },
-    "rank stabilised": {"use_rslora": True, "lora_alpha": 5, "rank_pattern": {"v_proj": 9}},
+    "rank-stabilised scaling": {"use_rslora": True, "lora_alpha": 5, "rank_pattern": {"v_proj": 9}},
     "rank 1": {"r": 1},
     "rank 64": {"r": 64, "lora_alpha": 16},
-    "the head": {"target_modules": ["lm_head", "q_proj"]},
+    "output head": {"target_modules": ["lm_head", "q_proj"]},
 }
 
 
 def adapted_logits(checkpoint: Path, adapter: Path, **config: Any) -> torch.Tensor:
     pipeline = open_pipeline(checkpoint, lora=(f"tone={adapter}",), **config)
-    return step_logits(pipeline, [context_of(PROMPT, adapter="tone")])[0]
+    return step_logits(pipeline, [make_context(PROMPT, adapter="tone")])[0]
 
 
 @pytest.mark.parametrize("kernels", ["best", "reference"])
@@ -57,8 +57,8 @@ def test_logits_equal_peft(checkpoint: Path, case: str, kernels: str, tmp_path: 
     expected = peft_logits(checkpoint, adapter, PROMPT)
     actual = adapted_logits(checkpoint, adapter, kernels=kernels)
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-5)
-    plain = step_logits(open_pipeline(checkpoint), [context_of(PROMPT)])[0]
-    assert float((actual - plain).abs().max()) > 0.01
+    plain_logits = step_logits(open_pipeline(checkpoint), [make_context(PROMPT)])[0]
+    assert float((actual - plain_logits).abs().max()) > 0.01
 
 
 def test_an_adapter_on_a_tied_head_does_not_change_the_embedding(tmp_path: Path) -> None:
@@ -73,14 +73,14 @@ def test_adapters_apply_to_quantized_layers_and_heads(tied: bool, tmp_path: Path
     """PEFT saves a copy of an adapted head. The expected logits are those of the quantized head."""
     checkpoint = write_checkpoint(tmp_path / "base", {**tiny_config(), "tie_word_embeddings": tied})
     adapter = write_adapter(checkpoint, tmp_path / "adapter", target_modules=["lm_head", "up_proj"])
-    plain, quantised = (
-        step_logits(open_pipeline(checkpoint, quantization_encoding=encoding), [context_of(PROMPT)])[0]
+    plain_logits, quantized_logits = (
+        step_logits(open_pipeline(checkpoint, quantization_encoding=encoding), [make_context(PROMPT)])[0]
         for encoding in ("float32", "int8")
     )
-    exact = adapted_logits(checkpoint, adapter)
+    exact_logits = adapted_logits(checkpoint, adapter)
     result = adapted_logits(checkpoint, adapter, quantization_encoding="int8")
-    assert float((quantised - plain).norm()) > 0
-    assert float((result - exact).norm()) < 0.5 * float((plain - exact).norm())
+    assert float((quantized_logits - plain_logits).norm()) > 0
+    assert float((result - exact_logits).norm()) < 0.5 * float((plain_logits - exact_logits).norm())
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float64])
@@ -104,10 +104,12 @@ def test_tensor_names_with_the_name_of_the_adapter_are_read(checkpoint: Path, tm
 
 def test_bfloat16_logits_are_close(checkpoint: Path, tmp_path: Path) -> None:
     adapter = write_adapter(checkpoint, tmp_path)
-    exact = adapted_logits(checkpoint, adapter)
-    rounded = adapted_logits(checkpoint, adapter, quantization_encoding="bfloat16")
-    plain = step_logits(open_pipeline(checkpoint), [context_of(PROMPT)])[0]
-    assert float((rounded - exact).abs().mean()) < 0.1 * float((plain - exact).abs().mean())
+    exact_logits = adapted_logits(checkpoint, adapter)
+    rounded_logits = adapted_logits(checkpoint, adapter, quantization_encoding="bfloat16")
+    plain_logits = step_logits(open_pipeline(checkpoint), [make_context(PROMPT)])[0]
+    assert float((rounded_logits - exact_logits).abs().mean()) < 0.1 * float(
+        (plain_logits - exact_logits).abs().mean()
+    )
 
 
 MODULE_PARTS = ["q_proj", "proj", "self_attn.v_proj", "layers.1.self_attn.q_proj", "lm_head"]
@@ -117,7 +119,7 @@ PATTERNS = st.sampled_from(
 
 
 @settings(
-    max_examples=examples(12),
+    max_examples=num_examples(12),
     phases=(Phase.generate,),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
@@ -178,5 +180,5 @@ def test_every_field_that_peft_writes_is_known(checkpoint: Path, tmp_path: Path)
     assert AdapterConfig.read(adapter).rank == 4
     from penstock.lora import adapter_config
 
-    known = {*adapter_config._READ, *adapter_config._REFUSED, *adapter_config._WITHOUT_EFFECT}
-    assert set(json.loads((adapter / "adapter_config.json").read_text())) <= known
+    known_names = {*adapter_config._READ, *adapter_config._REFUSED, *adapter_config._WITHOUT_EFFECT}
+    assert set(json.loads((adapter / "adapter_config.json").read_text())) <= known_names

@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from support.adapters import peft_logits, write_adapter
-from support.running import context_of, feed, generate, open_pipeline, random_tokens, step_logits
+from support.pipeline_steps import (
+    append_token,
+    generate_tokens,
+    make_context,
+    open_pipeline,
+    random_tokens,
+    step_logits,
+)
 
 from penstock.errors import InputError, UnknownModelError
 from penstock.kernels import LoRAInputs
@@ -32,7 +39,7 @@ def open_adapted(checkpoint: Path, adapters: dict[str, Path]) -> Callable[..., T
     return open_with
 
 
-def manager_of(pipeline: TextGenerationPipeline) -> LoRAManager:
+def lora_manager(pipeline: TextGenerationPipeline) -> LoRAManager:
     manager = pipeline.model.lora_manager
     assert manager is not None
     return manager
@@ -44,24 +51,24 @@ NAMES = ["all", None, "some", "head", "all", None, "some"]
 def mixed_logits(pipeline: TextGenerationPipeline) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the logits of a mixed batch, and those of each context in its own batch."""
     lengths = [3, 17, 1, 40, 9, 2, 33]
-    batch = [context_of(PROMPT[:n], adapter=name) for n, name in zip(lengths, NAMES, strict=True)]
-    together = step_logits(pipeline, batch)
+    batch = [make_context(PROMPT[:n], adapter=name) for n, name in zip(lengths, NAMES, strict=True)]
+    batch_logits = step_logits(pipeline, batch)
     for context in batch:
         pipeline.release(context)
-    alone = []
+    single_logits = []
     for context in batch:
         context.reset()
-        alone += step_logits(pipeline, [context])
+        single_logits += step_logits(pipeline, [context])
         pipeline.release(context)
-    return together, alone
+    return batch_logits, single_logits
 
 
 def test_a_mixed_batch_is_bit_equal_to_single_requests(
     open_adapted: Callable[..., TextGenerationPipeline],
 ) -> None:
-    together, alone = mixed_logits(open_adapted(enable_prefix_caching=False))
-    for batched, single in zip(together, alone, strict=True):
-        assert torch.equal(batched, single)
+    batch_logits, single_logits = mixed_logits(open_adapted(enable_prefix_caching=False))
+    for batch_item, single in zip(batch_logits, single_logits, strict=True):
+        assert torch.equal(batch_item, single)
 
 
 def test_a_mixed_batch_on_the_cpu_kernels_is_close_to_single_requests(
@@ -69,11 +76,11 @@ def test_a_mixed_batch_on_the_cpu_kernels_is_close_to_single_requests(
     checkpoint: Path,
     adapters: dict[str, Path],
 ) -> None:
-    together, alone = mixed_logits(open_adapted(deterministic=False, enable_prefix_caching=False))
-    for batched, single in zip(together, alone, strict=True):
-        torch.testing.assert_close(batched, single, atol=1e-4, rtol=1e-5)
+    batch_logits, single_logits = mixed_logits(open_adapted(deterministic=False, enable_prefix_caching=False))
+    for batch_item, single in zip(batch_logits, single_logits, strict=True):
+        torch.testing.assert_close(batch_item, single, atol=1e-4, rtol=1e-5)
     torch.testing.assert_close(
-        together[3], peft_logits(checkpoint, adapters["head"], PROMPT), atol=1e-4, rtol=1e-5
+        batch_logits[3], peft_logits(checkpoint, adapters["head"], PROMPT), atol=1e-4, rtol=1e-5
     )
 
 
@@ -81,11 +88,11 @@ def test_rows_without_an_adapter_are_bit_equal_to_the_base_model(
     open_adapted: Callable[..., TextGenerationPipeline], checkpoint: Path
 ) -> None:
     """This also holds on the CPU kernels, because the products have the same rows."""
-    plain = open_pipeline(checkpoint, kv_cache_block_size=16, enable_prefix_caching=False)
+    plain_pipeline = open_pipeline(checkpoint, kv_cache_block_size=16, enable_prefix_caching=False)
     with_adapters = open_adapted(deterministic=False, enable_prefix_caching=False)
     lengths = [3, 17, 1, 40, 9, 2, 33]
-    bare = step_logits(plain, [context_of(PROMPT[:n]) for n in lengths])
-    batch = [context_of(PROMPT[:n], adapter=name) for n, name in zip(lengths, NAMES, strict=True)]
+    bare = step_logits(plain_pipeline, [make_context(PROMPT[:n]) for n in lengths])
+    batch = [make_context(PROMPT[:n], adapter=name) for n, name in zip(lengths, NAMES, strict=True)]
     for name, adapted_row, bare_row in zip(NAMES, step_logits(with_adapters, batch), bare, strict=True):
         assert torch.equal(adapted_row, bare_row) == (name is None)
 
@@ -94,13 +101,13 @@ def test_chunks_and_single_tokens_equal_a_whole_prefill(
     open_adapted: Callable[..., TextGenerationPipeline],
 ) -> None:
     pipeline = open_adapted(enable_prefix_caching=False)
-    (whole,) = step_logits(pipeline, [context_of(PROMPT, adapter="head")])
-    context, rows = context_of(PROMPT, adapter="head"), []
+    (full_logits,) = step_logits(pipeline, [make_context(PROMPT, adapter="head")])
+    context, rows = make_context(PROMPT, adapter="head"), []
     for end in (7, 8, 30, 40):
         context.set_token_indices(active_idx=end)
         rows += step_logits(pipeline, [context])
-        feed(pipeline, context, 0)
-    assert torch.equal(torch.cat(rows), whole)
+        append_token(pipeline, context, 0)
+    assert torch.equal(torch.cat(rows), full_logits)
 
 
 @pytest.mark.parametrize("num_steps", [1, 4])
@@ -110,11 +117,13 @@ def test_batched_generation_equals_single_generation(
     pipeline = open_adapted()
 
     def context(name: str | None) -> object:
-        return context_of(PROMPT[:20], 8, adapter=name, sampling_params=SamplingParams(temperature=1, seed=3))
+        return make_context(
+            PROMPT[:20], 8, adapter=name, sampling_params=SamplingParams(temperature=1, seed=3)
+        )
 
-    alone = [generate(pipeline, [context(name)])[0] for name in NAMES]
-    assert generate(pipeline, [context(name) for name in NAMES], num_steps) == alone
-    assert len({tuple(text) for text in alone}) == 4
+    single_texts = [generate_tokens(pipeline, [context(name)])[0] for name in NAMES]
+    assert generate_tokens(pipeline, [context(name) for name in NAMES], num_steps) == single_texts
+    assert len({tuple(text) for text in single_texts}) == 4
 
 
 # -- The prefix cache ------------------------------------------------------------------------------------
@@ -126,8 +135,8 @@ def test_only_requests_with_the_same_adapter_share_blocks(
     pipeline = open_adapted()
     hits = {}
     for name in ("all", "some", None, "all", "some", None):
-        context = context_of(PROMPT, 2, adapter=name)
-        generate(pipeline, [context])
+        context = make_context(PROMPT, 2, adapter=name)
+        generate_tokens(pipeline, [context])
         hits.setdefault(name, []).append(context.num_cached_tokens)
     assert hits == {"all": [0, 32], "some": [0, 32], None: [0, 32]}
 
@@ -138,20 +147,20 @@ def test_a_reload_never_serves_stale_blocks(
     folder = tmp_path / "tone"
     shutil.copytree(adapters["all"], folder)
     pipeline = open_pipeline(checkpoint, lora=(f"tone={folder}",), deterministic=True, kv_cache_block_size=16)
-    generate(pipeline, [context_of(PROMPT, 2, adapter="tone")])
+    generate_tokens(pipeline, [make_context(PROMPT, 2, adapter="tone")])
     shutil.rmtree(folder)
     write_adapter(checkpoint, folder, seed=9)
-    manager_of(pipeline).load("tone", str(folder))
-    context = context_of(PROMPT, adapter="tone")
+    lora_manager(pipeline).load("tone", str(folder))
+    context = make_context(PROMPT, adapter="tone")
     (actual,) = step_logits(pipeline, [context])
     assert context.num_cached_tokens == 0
     torch.testing.assert_close(actual, peft_logits(checkpoint, folder, PROMPT), atol=1e-4, rtol=1e-5)
     pipeline.release(context)
     shutil.rmtree(folder)
     shutil.copytree(adapters["all"], folder)
-    manager_of(pipeline).load("tone", str(folder))
-    context = context_of(PROMPT, 2, adapter="tone")
-    generate(pipeline, [context])
+    lora_manager(pipeline).load("tone", str(folder))
+    context = make_context(PROMPT, 2, adapter="tone")
+    generate_tokens(pipeline, [context])
     assert context.num_cached_tokens == 32, "the first content is loaded again, and its blocks are found"
 
 
@@ -162,13 +171,13 @@ def test_a_running_request_keeps_its_adapter_content(
     pipeline = open_pipeline(
         checkpoint, lora=(f"tone={adapters['all']}",), max_loras=1, deterministic=True, kv_cache_block_size=16
     )
-    manager = manager_of(pipeline)
-    (expected,) = generate(pipeline, [context_of(PROMPT, 9, adapter="tone")])
-    context, tokens = context_of(PROMPT, 9, adapter="tone"), []
+    manager = lora_manager(pipeline)
+    (expected,) = generate_tokens(pipeline, [make_context(PROMPT, 9, adapter="tone")])
+    context, tokens = make_context(PROMPT, 9, adapter="tone"), []
     for step in range(9):
         if step == 2:
             manager.load("tone", str(adapters["some"]))
-            (other,) = generate(pipeline, [context_of(PROMPT, 9, adapter="tone")])
+            (other,) = generate_tokens(pipeline, [make_context(PROMPT, 9, adapter="tone")])
         if step == 4:  # preempts the context as the scheduler does
             pipeline.kv.release(context)
             context.reset()
@@ -179,7 +188,7 @@ def test_a_running_request_keeps_its_adapter_content(
     assert tokens == expected != other
     pipeline.release(context)
     with pytest.raises(UnknownModelError, match="'tone' is not served"):
-        pipeline.execute({"a": context_of(PROMPT, adapter="tone")})
+        pipeline.execute({"a": make_context(PROMPT, adapter="tone")})
 
 
 def test_changes_of_the_files_after_loading_have_no_effect(
@@ -190,7 +199,7 @@ def test_changes_of_the_files_after_loading_have_no_effect(
     pipeline = open_pipeline(checkpoint, lora=(f"tone={folder}",))
     file = folder / "adapter_model.safetensors"
     file.write_bytes(bytes(len(file.read_bytes())))
-    (actual,) = step_logits(pipeline, [context_of(PROMPT, adapter="tone")])
+    (actual,) = step_logits(pipeline, [make_context(PROMPT, adapter="tone")])
     torch.testing.assert_close(actual, peft_logits(checkpoint, adapters["all"], PROMPT), atol=1e-4, rtol=1e-5)
 
 
@@ -202,11 +211,11 @@ def test_more_adapters_than_slots_take_turns(
 ) -> None:
     pipeline = open_adapted(max_loras=1)
     expected = {
-        name: generate(open_adapted(), [context_of(PROMPT, 5, adapter=name)])[0]
+        name: generate_tokens(open_adapted(), [make_context(PROMPT, 5, adapter=name)])[0]
         for name in ("all", "some", "head", None)
     }
     scheduler = Scheduler(pipeline, max_batch_size=8, ready=pipeline.ready)
-    contexts = [context_of(PROMPT, 5, adapter=name) for name in NAMES]
+    contexts = [make_context(PROMPT, 5, adapter=name) for name in NAMES]
     for context in contexts:
         scheduler.submit(context)
     texts: dict[str, list[int]] = {context.request_id: [] for context in contexts}
@@ -223,7 +232,7 @@ def test_a_batch_of_too_many_adapters_is_refused_before_anything_changes(
     open_adapted: Callable[..., TextGenerationPipeline],
 ) -> None:
     pipeline = open_adapted(max_loras=2)
-    batch = {name: context_of(PROMPT, adapter=name, request_id=name) for name in ("all", "some", "head")}
+    batch = {name: make_context(PROMPT, adapter=name, request_id=name) for name in ("all", "some", "head")}
     with pytest.raises(InputError, match=r"uses 3 adapters, and at most 2 can run at once.*--max-loras"):
         pipeline.execute(batch)
     assert not any(context.is_assigned_to_cache for context in batch.values())
@@ -234,7 +243,7 @@ def test_a_batch_of_too_many_adapters_is_refused_before_anything_changes(
 def test_an_unknown_adapter_lists_the_loaded_ones(
     open_adapted: Callable[..., TextGenerationPipeline],
 ) -> None:
-    pipeline, context = open_adapted(), context_of(PROMPT, adapter="al")
+    pipeline, context = open_adapted(), make_context(PROMPT, adapter="al")
     with pytest.raises(UnknownModelError, match=r"'al' is not served here; served are: .*, all, some, head"):
         pipeline.execute({"a": context})
     assert not context.is_assigned_to_cache
@@ -247,13 +256,15 @@ def test_slots_use_the_planned_memory(
     tmp_path: Path,
 ) -> None:
     pipeline = open_adapted(max_loras=2, max_lora_rank=6)
-    slots = manager_of(pipeline)._slots
+    slots = lora_manager(pipeline)._slots
 
     def used_bytes() -> int:
         return sum(down.nbytes + up.nbytes for down, up in slots.matrices.values())
 
     assert used_bytes() == 0
-    generate(pipeline, [context_of(PROMPT, 1, adapter="all"), context_of(PROMPT, 1, adapter="head")])
+    generate_tokens(
+        pipeline, [make_context(PROMPT, 1, adapter="all"), make_context(PROMPT, 1, adapter="head")]
+    )
     assert used_bytes() == pipeline.memory_plan.adapters_size > 0
 
 
@@ -283,7 +294,7 @@ def test_the_comparison_detects_a_mutation(
     pipeline = open_adapted(max_loras=2)
     original = LoRAManager.inputs
     monkeypatch.setattr(LoRAManager, "inputs", lambda *arguments: mutate(original(*arguments)))
-    batch = [context_of(PROMPT, adapter="all"), context_of(PROMPT, adapter="some")]
+    batch = [make_context(PROMPT, adapter="all"), make_context(PROMPT, adapter="some")]
     actual = step_logits(pipeline, batch)[1]
     expected = peft_logits(checkpoint, adapters["some"], PROMPT)
     assert float((actual - expected).abs().max()) > 0.01
@@ -293,24 +304,24 @@ def test_the_slot_of_the_least_recently_used_adapter_is_reused(
     open_adapted: Callable[..., TextGenerationPipeline], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipeline = open_adapted(max_loras=2)
-    placed: list[str] = []
+    placed_adapters: list[str] = []
     original = slots.AdapterSlots._put
     paths = {digest: name for name, digest in _digests(pipeline).items()}
 
     def put(self: slots.AdapterSlots, slot: int, adapter: object) -> None:
-        placed.append(paths[adapter.digest])  # type: ignore[attr-defined]
+        placed_adapters.append(paths[adapter.digest])  # type: ignore[attr-defined]
         original(self, slot, adapter)  # type: ignore[arg-type]
 
     monkeypatch.setattr(slots.AdapterSlots, "_put", put)
     for name in ("all", "some", "all", "head", "all", "some"):
-        generate(pipeline, [context_of(PROMPT, 1, adapter=name)])
-    assert placed == ["all", "some", "head", "some"]
+        generate_tokens(pipeline, [make_context(PROMPT, 1, adapter=name)])
+    assert placed_adapters == ["all", "some", "head", "some"]
 
 
 def _digests(pipeline: TextGenerationPipeline) -> dict[str, bytes]:
-    manager, digests = manager_of(pipeline), {}
+    manager, digests = lora_manager(pipeline), {}
     for name, _ in manager.names():
-        context = context_of(PROMPT, adapter=name)
+        context = make_context(PROMPT, adapter=name)
         digests[name] = manager.digest(context)
         manager.release(context)
     return digests

@@ -11,7 +11,14 @@ import pytest
 import torch
 from support.adapters import write_adapter
 from support.checkpoints import write_checkpoint
-from support.running import context_of, feed, generate, open_pipeline, random_tokens, step_logits
+from support.pipeline_steps import (
+    append_token,
+    generate_tokens,
+    make_context,
+    open_pipeline,
+    random_tokens,
+    step_logits,
+)
 
 from penstock.architectures.llama import tiny_config
 from penstock.kernels import cpu
@@ -56,11 +63,11 @@ class Recorder:
             self.logits += logits
             self.was_replayed.append(self.pipeline.session.graph_status.partition(":")[0])
             for context, context_logits in zip(contexts, logits, strict=True):
-                feed(self.pipeline, context, int(context_logits[-1].argmax()))
+                append_token(self.pipeline, context, int(context_logits[-1].argmax()))
 
     def begin(self, *names: str | None) -> list[TextContext]:
         contexts = [
-            context_of(random_tokens(3 + i, 130, seed=i), adapter=name) for i, name in enumerate(names)
+            make_context(random_tokens(3 + i, 130, seed=i), adapter=name) for i, name in enumerate(names)
         ]
         self.run(contexts, rows=100)
         return contexts
@@ -71,17 +78,17 @@ class Recorder:
 
 
 def run_changing_batches(pipeline: TextGenerationPipeline, adapters: dict[str, Path]) -> Recorder:
-    """Run batches of one shape with three adapters in two slots, and return the recorder.
+    """Run batches of equal shape with three adapters in two slots. Return the recorder.
 
-    The batches also have rows without an adapter. Between replays, slots get other adapters. A name is loaded
-    with other content, and then with the first content again.
+    The batches also have rows without an adapter. Between replays, slots get other adapters. One name is
+    reloaded with other content, and then with its first content.
     """
     recorder = Recorder(pipeline)
     first = recorder.begin("all", None, "some")
     recorder.run(first, 4)
     recorder.run([first[1], first[2], first[0]], 3)
     recorder.release(first)
-    second = recorder.begin("head", None, "all")  # uses the slot of "some"
+    second = recorder.begin("head", None, "all")  # adapter "head" replaces "some" in its slot
     recorder.run(second, 5)
     recorder.run(second[:2], 3)
     recorder.release(second)
@@ -108,25 +115,29 @@ def run_changing_batches(pipeline: TextGenerationPipeline, adapters: dict[str, P
 def test_replayed_steps_are_bit_equal_to_eager_steps(
     checkpoint: Path, adapters: dict[str, Path], isa: str, encoding: str
 ) -> None:
-    compiled, eager = (
+    compiled_pipeline, eager_pipeline = (
         run_changing_batches(
             open_with_adapters(checkpoint, adapters, isa, encoding, compiled=each, max_loras=2), adapters
         )
         for each in (True, False)
     )
-    for number, (compiled_row, eager_row) in enumerate(zip(compiled.logits, eager.logits, strict=True)):
+    for number, (compiled_row, eager_row) in enumerate(
+        zip(compiled_pipeline.logits, eager_pipeline.logits, strict=True)
+    ):
         assert torch.equal(compiled_row, eager_row), f"sequence {number}"
-    was_replayed = Counter(compiled.was_replayed)
-    assert was_replayed["compiled"] >= len(compiled.was_replayed) * 2 // 3, compiled.was_replayed
-    assert set(eager.was_replayed) == {"eager"}
+    was_replayed = Counter(compiled_pipeline.was_replayed)
+    assert was_replayed["compiled"] >= len(compiled_pipeline.was_replayed) * 2 // 3, (
+        compiled_pipeline.was_replayed
+    )
+    assert set(eager_pipeline.was_replayed) == {"eager"}
 
 
 @pytest.fixture
 def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
+    previous_threads = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(previous_threads)
 
 
 @pytest.mark.usefixtures("two_threads")
@@ -139,13 +150,15 @@ def test_wide_layers_with_adapters_are_bit_equal_to_eager_steps(tmp_path: Path) 
         for seed, (name, rank) in enumerate({"large": 64, "small": 8}.items())
     }
     scripts = []
-    for compiled in (True, False):
-        torch.set_num_threads(2 if compiled else 1)
-        recorder = Recorder(open_with_adapters(checkpoint, adapters, ISAS[-1], "bfloat16", compiled=compiled))
+    for is_compiled in (True, False):
+        torch.set_num_threads(2 if is_compiled else 1)
+        recorder = Recorder(
+            open_with_adapters(checkpoint, adapters, ISAS[-1], "bfloat16", compiled=is_compiled)
+        )
         for names in (["large"], ["small"], ["large", "small", None, "large", "large", None, "large"]):
             contexts = recorder.begin(*names)
             recorder.run(contexts, 4)
-            for context in contexts:  # recomputes its text in chunks of eight rows
+            for context in contexts:  # the next run recomputes the text in chunks of eight rows
                 recorder.pipeline.kv.release(context)
                 context.reset()
             recorder.run(contexts, 2, rows=8)
@@ -160,13 +173,13 @@ def test_text_of_a_batch_equals_text_of_single_requests(checkpoint: Path, adapte
     names = ["all", None, "some", "head", "all"]
 
     def contexts() -> list[TextContext]:
-        return [context_of(random_tokens(9, 130, seed=i), 12, adapter=name) for i, name in enumerate(names)]
+        return [make_context(random_tokens(9, 130, seed=i), 12, adapter=name) for i, name in enumerate(names)]
 
     pipeline = open_with_adapters(checkpoint, adapters, ISAS[-1], "bfloat16", compiled=True)
-    texts = generate(pipeline, contexts(), 4)
+    texts = generate_tokens(pipeline, contexts(), 4)
     assert pipeline.session.graph_status.startswith("compiled")
-    eager = open_with_adapters(checkpoint, adapters, ISAS[-1], "bfloat16", compiled=False)
-    assert texts == [generate(eager, [context])[0] for context in contexts()]
+    eager_pipeline = open_with_adapters(checkpoint, adapters, ISAS[-1], "bfloat16", compiled=False)
+    assert texts == [generate_tokens(eager_pipeline, [context])[0] for context in contexts()]
     assert len({tuple(text) for text in texts}) > 1
 
 
@@ -193,18 +206,18 @@ def test_a_batch_without_adapters_has_no_adapter_kernels(checkpoint: Path, adapt
 def test_an_adapter_on_more_layers_compiles_new_steps(checkpoint: Path, adapters: dict[str, Path]) -> None:
     """Steps compiled earlier do not include layers that were added later."""
     few = {name: adapters[name] for name in ("some", "all")}
-    compiled, eager = (
+    compiled_pipeline, eager_pipeline = (
         Recorder(open_with_adapters(checkpoint, few, ISAS[-1], "bfloat16", compiled=each))
         for each in (True, False)
     )
-    for recorder in (compiled, eager):
+    for recorder in (compiled_pipeline, eager_pipeline):
         for name in ("some", "some", "all", "some"):  # all shapes are compiled before adapter "all" is used
             contexts = recorder.begin(name, None)
             recorder.run(contexts, 3)
             recorder.release(contexts)
-    for compiled_row, eager_row in zip(compiled.logits, eager.logits, strict=True):
+    for compiled_row, eager_row in zip(compiled_pipeline.logits, eager_pipeline.logits, strict=True):
         assert torch.equal(compiled_row, eager_row)
-    assert compiled.was_replayed[-1] == "compiled"
+    assert compiled_pipeline.was_replayed[-1] == "compiled"
 
 
 def test_the_output_head_applies_the_adapters_of_the_selected_rows(
@@ -215,7 +228,7 @@ def test_the_output_head_applies_the_adapters_of_the_selected_rows(
     model: Any = pipeline.model
     kv: Any = pipeline.kv
     names = ["all", None, "head", "some", "head"]
-    contexts = [context_of(random_tokens(3 + i, 130, seed=i), adapter=name) for i, name in enumerate(names)]
+    contexts = [make_context(random_tokens(3 + i, 130, seed=i), adapter=name) for i, name in enumerate(names)]
     expected = torch.stack([logits[-1] for logits in step_logits(pipeline, contexts)])
     was_replayed = []
     for _ in range(3):

@@ -47,13 +47,13 @@ def llm(folder: Path) -> Iterator[LLM]:
 def test_each_prompt_gets_the_text_of_its_own_adapter(llm: LLM, folder: Path) -> None:
     """The adapters exceed the slots, so requests run one after the other."""
     names = ["loud", None, "quiet", "loud"]
-    together = [output.text for output in llm.generate(["Hello there"] * 4, GREEDY, adapter=names)]
-    alone = [llm.generate("Hello there", GREEDY, adapter=name)[0].text for name in names]
-    assert together == alone
-    assert together[0] == together[3]
-    assert len(set(together)) == 3
-    with LLM(str(folder / "base"), deterministic=True) as plain:
-        assert plain.generate("Hello there", GREEDY)[0].text == together[1]
+    batch_texts = [output.text for output in llm.generate(["Hello there"] * 4, GREEDY, adapter=names)]
+    single_texts = [llm.generate("Hello there", GREEDY, adapter=name)[0].text for name in names]
+    assert batch_texts == single_texts
+    assert batch_texts[0] == batch_texts[3]
+    assert len(set(batch_texts)) == 3
+    with LLM(str(folder / "base"), deterministic=True) as plain_llm:
+        assert plain_llm.generate("Hello there", GREEDY)[0].text == batch_texts[1]
 
 
 def test_an_unknown_adapter_is_refused(llm: LLM) -> None:
@@ -63,7 +63,7 @@ def test_an_unknown_adapter_is_refused(llm: LLM) -> None:
 
 def test_adapters_are_refused_if_not_enabled(folder: Path) -> None:
     with (
-        LLM(str(folder / "base")) as plain,
+        LLM(str(folder / "base")) as plain_llm,
         pytest.raises(UnsupportedFeatureError, match="no LoRA adapters are enabled"),
     ):
-        plain.generate("Hello there", GREEDY, adapter="loud")
+        plain_llm.generate("Hello there", GREEDY, adapter="loud")

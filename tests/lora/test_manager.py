@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from support.running import context_of
+from support.pipeline_steps import make_context
 
 from penstock.config import LoRAConfig
 from penstock.errors import CheckpointError, ConfigError, InputError, UnknownModelError
@@ -65,7 +65,7 @@ def make_manager(tmp_path: Path) -> Callable[..., LoRAManager]:
 
 
 def context_for(name: str | None, **fields: Any) -> TextContext:
-    return context_of([1, 2, 3], adapter=name, **fields)
+    return make_context([1, 2, 3], adapter=name, **fields)
 
 
 def adapter_terms(
@@ -152,7 +152,7 @@ def test_slots_hold_the_requested_adapters_and_evict_the_oldest(steps: list[list
     slots = AdapterSlots(3, 4, LAYERS, torch.float32, torch.device("cpu"))
     recent: list[int] = []  # the most recently used adapter is last
     for step in steps:
-        before = {digest[0] for digest in slots.held if digest}
+        digests_before = {digest[0] for digest in slots.held if digest}
         slot_of = slots.assign({bytes([i]): adapter(i) for i in step})
         assert len(set(slot_of.values())) == len(step)
         for i in step:
@@ -163,7 +163,7 @@ def test_slots_hold_the_requested_adapters_and_evict_the_oldest(steps: list[list
             assert (slots.matrices["m.q_proj"][1][slot, :, :rank] == i).all()
             recent = [*(adapter for adapter in recent if adapter != i), i]
         loaded = {digest[0] for digest in slots.held if digest}
-        evicted = before - loaded
+        evicted = digests_before - loaded
         assert set(recent[-len(loaded) :]) == loaded, "the least recently used adapters were evicted"
         assert len(evicted) <= len(step)
 
@@ -192,14 +192,14 @@ def test_the_digest_identifies_the_content(make_manager: Callable[..., LoRAManag
 
 def test_a_failed_load_changes_nothing(make_manager: Callable[..., LoRAManager], tmp_path: Path) -> None:
     manager = make_manager(2)
-    before, names = manager.digest(context_for("a")), manager.names()
+    digest_before, names = manager.digest(context_for("a")), manager.names()
     (tmp_path / "a" / "adapter_model.safetensors").write_bytes(b"damaged")
     with pytest.raises(CheckpointError):
         manager.load("a", str(tmp_path / "a"))
     with pytest.raises(CheckpointError):
         manager.load("new", str(tmp_path / "a"))
     assert manager.names() == names
-    assert manager.digest(context_for("a")) == before
+    assert manager.digest(context_for("a")) == digest_before
 
 
 def test_the_number_of_loaded_adapters_is_limited(
@@ -210,7 +210,7 @@ def test_the_number_of_loaded_adapters_is_limited(
     path = str(tmp_path / "a")
     with pytest.raises(InputError, match="2 adapters are loaded, and the maximum is 2"):
         manager.load("c", path)
-    manager.load("b", path)  # replaces an adapter, so the number stays the same
+    manager.load("b", path)  # replaces a loaded adapter, so the number of adapters does not grow
     manager.unload("a")
     manager.load("c", path)
     assert manager.names() == [("b", path), ("c", path)]
@@ -227,13 +227,13 @@ def test_a_request_keeps_its_adapter_content(
     make_manager: Callable[..., LoRAManager], tmp_path: Path
 ) -> None:
     manager = make_manager(1, max_loras=2)
-    old, later = context_for("a"), context_for("a")
+    old, later_context = context_for("a"), context_for("a")
     digest = manager.digest(old)
     manager.load("a", str(write_constant_adapter(tmp_path / "new", 7.0)))
-    assert manager.digest(old) == digest != manager.digest(later)
-    assert adapter_terms(manager, [old, later], [1, 1]) == [expected_term(1), expected_term(7)]
+    assert manager.digest(old) == digest != manager.digest(later_context)
+    assert adapter_terms(manager, [old, later_context], [1, 1]) == [expected_term(1), expected_term(7)]
     manager.unload("a")
-    assert adapter_terms(manager, [later, old], [1, 1]) == [expected_term(7), expected_term(1)]
+    assert adapter_terms(manager, [later_context, old], [1, 1]) == [expected_term(7), expected_term(1)]
     manager.release(old)
     manager.release(old)
     with pytest.raises(UnknownModelError):
@@ -289,17 +289,17 @@ def test_a_steady_load_on_one_adapter_does_not_starve_another(
     make_manager: Callable[..., LoRAManager],
 ) -> None:
     manager = make_manager(3, max_loras=1)
-    running, starved, rival = context_for("a"), context_for("b"), context_for("c")
-    assert manager.ready(running)
+    running_context, starved, rival = context_for("a"), context_for("b"), context_for("c")
+    assert manager.ready(running_context)
     for _ in range(MAX_SKIPS):
         assert not manager.ready(starved)
         next_request = context_for("a")
         if manager.ready(next_request):
-            manager.release(running)
-            running = next_request
+            manager.release(running_context)
+            running_context = next_request
     assert not manager.ready(context_for("a")), "the starved request blocks new requests"
-    assert manager.ready(running)
-    manager.release(running)
+    assert manager.ready(running_context)
+    manager.release(running_context)
     assert not manager.ready(rival), "the free slot is reserved for the starved request"
     assert manager.ready(starved)
     manager.release(starved)

@@ -13,14 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.adapters import peft_model, save_adapter, write_adapter
-from support.running import open_pipeline
+from support.pipeline_steps import open_pipeline
 
 from penstock.errors import CheckpointError, CheckpointNotFoundError, UnsupportedFeatureError, WeightsError
 from penstock.lora import LoRAManager
 from penstock.lora.adapter_config import AdapterConfig
 
-Q = "base_model.model.model.layers.1.self_attn.q_proj"
-DOWN = "base_model.model.model.layers.0.mlp.down_proj"
+Q_PROJ = "base_model.model.model.layers.1.self_attn.q_proj"
+DOWN_PROJ = "base_model.model.model.layers.0.mlp.down_proj"
 
 
 @pytest.fixture(scope="module")
@@ -178,16 +178,19 @@ def test_a_rank_above_the_maximum_is_refused(checkpoint: Path, manager: LoRAMana
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.pop(f"{Q}.lora_A.weight"), rf"1 missing: {Q}.lora_A.weight$"),
-        (lambda t: t.pop(f"{Q}.lora_B.weight"), rf"1 missing: {Q}.lora_B.weight$"),
-        (lambda t: [t.pop(f"{Q}.lora_{half}.weight") for half in "AB"], r"2 missing: .*lora_A.*lora_B"),
+        (lambda t: t.pop(f"{Q_PROJ}.lora_A.weight"), rf"1 missing: {Q_PROJ}.lora_A.weight$"),
+        (lambda t: t.pop(f"{Q_PROJ}.lora_B.weight"), rf"1 missing: {Q_PROJ}.lora_B.weight$"),
+        (lambda t: [t.pop(f"{Q_PROJ}.lora_{half}.weight") for half in "AB"], r"2 missing: .*lora_A.*lora_B"),
         (
-            lambda t: t.update({f"{Q}.lora_A.weight": torch.zeros(5, 47)}),
-            rf"1 misshapen: {Q}.lora_A.weight is \[5, 47\] where the model needs \[5, 48\]",
+            lambda t: t.update({f"{Q_PROJ}.lora_A.weight": torch.zeros(5, 47)}),
+            rf"1 misshapen: {Q_PROJ}.lora_A.weight is \[5, 47\] where the model needs \[5, 48\]",
         ),
         (
             lambda t: t.update(
-                {f"{DOWN}.lora_A.weight": torch.zeros(6, 88), f"{DOWN}.lora_B.weight": torch.zeros(48, 6)}
+                {
+                    f"{DOWN_PROJ}.lora_A.weight": torch.zeros(6, 88),
+                    f"{DOWN_PROJ}.lora_B.weight": torch.zeros(48, 6),
+                }
             ),
             r"2 misshapen: .*\[6, 88\] where the model needs \[5, 88\], .*\[48, 6\] .* needs \[48, 5\]",
         ),
@@ -198,20 +201,20 @@ def test_a_rank_above_the_maximum_is_refused(checkpoint: Path, manager: LoRAMana
             r"up_proj, which is not a linear layer that adapters can change; the nearest is model.*up_proj$",
         ),
         (
-            lambda t: t.update({f"{Q}.lora_A.other.weight": torch.zeros(5, 48)}),
+            lambda t: t.update({f"{Q_PROJ}.lora_A.other.weight": torch.zeros(5, 48)}),
             r"q_proj.lora_A.weight and .*q_proj.lora_A.other.weight are the same",
         ),
         (
             lambda t: t.update({"base_model.model.foo.weight": torch.zeros(1)}),
             "neither part of an adapter nor",
         ),
-        (lambda t: t.update({f"{Q}.lora_A.weight": torch.zeros(5, 48).int()}), "not of a float type"),
+        (lambda t: t.update({f"{Q_PROJ}.lora_A.weight": torch.zeros(5, 48).int()}), "not of a float type"),
         (
-            lambda t: t[f"{Q}.lora_B.weight"][3].fill_(torch.nan),
+            lambda t: t[f"{Q_PROJ}.lora_B.weight"][3].fill_(torch.nan),
             "lora_B of .*1.self_attn.q_proj .*NaN or infinite",
         ),
         (
-            lambda t: t[f"{Q}.lora_A.weight"][3].fill_(torch.inf),
+            lambda t: t[f"{Q_PROJ}.lora_A.weight"][3].fill_(torch.inf),
             "lora_A of .*1.self_attn.q_proj .*NaN or infinite",
         ),
         (lambda t: t.clear(), r"42 missing: .* and 34 more"),

@@ -55,10 +55,10 @@ def test_vectors_of_each_task_equal_merged_weights(
 
 def test_a_batch_of_several_tasks_equals_single_requests(llm: LLM) -> None:
     adapters = [None, *TASKS, None]
-    together = llm.embed([TEXTS[2]] * 7, adapter=adapters)
-    for vector, adapter in zip(together, adapters, strict=True):
+    batch_vectors = llm.embed([TEXTS[2]] * 7, adapter=adapters)
+    for vector, adapter in zip(batch_vectors, adapters, strict=True):
         assert np.array_equal(vector, llm.embed(TEXTS[2], adapter=adapter))
-    assert len(np.unique(together.round(4), axis=0)) == 6
+    assert len(np.unique(batch_vectors.round(4), axis=0)) == 6
 
 
 def test_tasks_apply_their_prompts(llm: LLM) -> None:
@@ -91,8 +91,8 @@ def test_unknown_tasks_are_refused(llm: LLM, tmp_path: Path) -> None:
 
 
 def test_the_memory_plan_equals_that_of_the_model_without_adapters(jina: JinaV3) -> None:
-    plan, plain = (open_encoder(folder).memory_plan for folder in (jina.folder, jina.plain))
-    assert plan.activation_size == plain.activation_size
+    plan, plain_plan = (open_encoder(folder).memory_plan for folder in (jina.folder, jina.plain))
+    assert plan.activation_size == plain_plan.activation_size
 
 
 def test_user_adapters_and_task_adapters_run_in_one_batch(jina: JinaV3, tmp_path: Path) -> None:
@@ -111,8 +111,8 @@ def test_user_adapters_and_task_adapters_run_in_one_batch(jina: JinaV3, tmp_path
 
 
 def test_limits_are_raised_for_the_task_adapters() -> None:
-    plain = LoRAConfig().with_room_for(5, 4)
-    assert (plain.max_loras, plain.max_loaded_loras, plain.max_lora_rank) == (5, 5, 4)
+    plain_config = LoRAConfig().with_room_for(5, 4)
+    assert (plain_config.max_loras, plain_config.max_loaded_loras, plain_config.max_lora_rank) == (5, 5, 4)
     limits = LoRAConfig(enable_lora=True, max_loras=2, max_loaded_loras=3, max_lora_rank=8).with_room_for(
         5, 4
     )

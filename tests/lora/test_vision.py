@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.adapters import save_adapter
 from support.checkpoints import VISION_DECODERS
-from support.running import open_pipeline
+from support.pipeline_steps import open_pipeline
 from support.vision import PROMPTS, forward_logits, save_vision_model
 
 from penstock.architectures.registry import SupportedArchitecture
@@ -54,17 +54,17 @@ def test_logits_equal_peft(name: str, tmp_path: Path) -> None:
     tiny = architecture_named(name).tiny_config
     assert tiny is not None
     prompt = PROMPTS[name](tiny())
-    plain = prompt.logits(model)
+    plain_logits = prompt.logits(model)
     peft = with_random_adapter(model, **CASES[name])
     save_adapter(peft, tmp_path / "adapter")
     expected = prompt.logits(peft)
     pipeline = open_pipeline(tmp_path / "base", lora=(f"tone={tmp_path / 'adapter'}",))
     context = prompt.context(adapter="tone")
     torch.testing.assert_close(forward_logits(pipeline, [context]), expected, atol=1e-4, rtol=1e-5)
-    assert float((expected - plain).abs().max()) > 0.01
+    assert float((expected - plain_logits).abs().max()) > 0.01
     pipeline.release(context)
     bare = prompt.context()
-    torch.testing.assert_close(forward_logits(pipeline, [bare]), plain, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(forward_logits(pipeline, [bare]), plain_logits, atol=1e-4, rtol=1e-5)
     pipeline.release(bare)
 
 

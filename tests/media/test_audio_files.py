@@ -59,8 +59,8 @@ def test_an_unknown_format_is_refused() -> None:
 @pytest.mark.parametrize("name", ["flac", "mp3", "opus"])
 def test_compressed_formats_can_be_read_back(name: str, tmp_path: Path) -> None:
     soundfile = pytest.importorskip("soundfile")
-    whole, rate = soundfile.read(io.BytesIO(encode_audio(TONE, RATE, name)))
-    assert (len(whole), rate) == (RATE, RATE)
+    full_samples, rate = soundfile.read(io.BytesIO(encode_audio(TONE, RATE, name)))
+    assert (len(full_samples), rate) == (RATE, RATE)
     file = tmp_path / f"a.{name}"
     file.write_bytes(encode_in_chunks(name))
     samples, rate = read_audio(file)
@@ -71,7 +71,7 @@ def test_compressed_formats_can_be_read_back(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [1, 1700, 4096, 4608, RATE])
 def test_flac_in_chunks_has_all_samples(size: int) -> None:
-    """The header must contain the length, so all bytes arrive at the end."""
+    """The header of FLAC has the length, so the encoder returns all bytes at the end."""
     soundfile = pytest.importorskip("soundfile")
     tone = TONE[: 5000 if size == 1 else RATE]
     encoder = AudioEncoder("flac", RATE)

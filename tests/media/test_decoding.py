@@ -9,7 +9,7 @@ from io import BytesIO
 import numpy as np
 import pytest
 from PIL import Image, ImageOps
-from support.vision_checkpoint import file_of, picture
+from support.vision_checkpoint import encode_image_file, random_picture
 
 from penstock.errors import InputError
 from penstock.media.decoding import decode_image, encode_image
@@ -23,7 +23,7 @@ def decode_with_pillow(data: bytes) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF"])
 def test_formats_are_decoded_as_by_pillow(kind: str) -> None:
-    data = file_of(picture(), kind)
+    data = encode_image_file(random_picture(), kind)
     assert np.array_equal(np.asarray(decode_image(data, LIMIT)), decode_with_pillow(data))
 
 
@@ -32,37 +32,37 @@ def test_formats_are_decoded_as_by_pillow(kind: str) -> None:
     [("P", "PNG"), ("1", "PNG"), ("L", "JPEG"), ("LA", "PNG"), ("RGBA", "WEBP"), ("CMYK", "JPEG")],
 )
 def test_colour_modes_are_decoded_as_by_pillow(mode: str, kind: str) -> None:
-    data = file_of(picture().convert(mode), kind)
-    decoded = decode_image(data, LIMIT)
-    assert decoded.mode == "RGB"
-    assert np.array_equal(np.asarray(decoded), decode_with_pillow(data))
+    data = encode_image_file(random_picture().convert(mode), kind)
+    decoded_image = decode_image(data, LIMIT)
+    assert decoded_image.mode == "RGB"
+    assert np.array_equal(np.asarray(decoded_image), decode_with_pillow(data))
 
 
 def test_16_bit_images_are_scaled_to_8_bits() -> None:
     grey = np.arange(0, 65536, 16, dtype=np.uint16).reshape(64, 64)
-    decoded = np.asarray(decode_image(file_of(Image.fromarray(grey)), LIMIT))
-    assert np.array_equal(decoded[..., 0], grey >> 8)
+    decoded_image = np.asarray(decode_image(encode_image_file(Image.fromarray(grey)), LIMIT))
+    assert np.array_equal(decoded_image[..., 0], grey >> 8)
 
 
 def test_16_bit_pgm_images_are_scaled_to_8_bits() -> None:
     grey = np.arange(0, 65536, 16, dtype=np.uint16).reshape(64, 64)
     data = b"P5 64 64 65535\n" + grey.astype(">u2").tobytes()
     assert np.array_equal(np.asarray(decode_image(data, LIMIT))[..., 1], grey >> 8)
-    plain = b"P2 2 1 1023\n0 1023\n"  # Pillow scales the values to 16 bits
-    assert np.asarray(decode_image(plain, LIMIT))[0, :, 0].tolist() == [0, 255]
+    plain_image = b"P2 2 1 1023\n0 1023\n"  # Pillow scales the values to 16 bits
+    assert np.asarray(decode_image(plain_image, LIMIT))[0, :, 0].tolist() == [0, 255]
 
 
 def test_exif_rotation_is_applied() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
-    data = file_of(picture(), "PNG", exif=exif)
+    data = encode_image_file(random_picture(), "PNG", exif=exif)
     assert decode_image(data, LIMIT).size == (30, 40)
     assert np.array_equal(np.asarray(decode_image(data, LIMIT)), decode_with_pillow(data))
 
 
 def test_truncated_malformed_and_empty_images_are_refused() -> None:
-    data = file_of(picture(), "PNG")
-    for invalid in (data[: len(data) // 2], data[:40], file_of(picture(), "JPEG")[:500]):
+    data = encode_image_file(random_picture(), "PNG")
+    for invalid in (data[: len(data) // 2], data[:40], encode_image_file(random_picture(), "JPEG")[:500]):
         with pytest.raises(InputError, match=r"the image cannot be decoded|is not an image"):
             decode_image(invalid, LIMIT)
     for invalid in (b"", b"<svg/>", b"%PDF-1.4", b"\x00" * 100):
@@ -71,9 +71,9 @@ def test_truncated_malformed_and_empty_images_are_refused() -> None:
 
 
 def test_animations_are_refused() -> None:
-    frames = [picture(seed) for seed in range(3)]
+    frames = [random_picture(seed) for seed in range(3)]
     for kind in ("GIF", "WEBP", "PNG", "TIFF"):
-        data = file_of(frames[0], kind, save_all=True, append_images=frames[1:])
+        data = encode_image_file(frames[0], kind, save_all=True, append_images=frames[1:])
         with pytest.raises(InputError, match=r"animated or has several pages \(3\)"):
             decode_image(data, LIMIT)
 
@@ -98,8 +98,8 @@ def png_header(width: int, height: int) -> bytes:
 
 
 def test_encoding_is_lossless() -> None:
-    pixels = np.asarray(picture())
-    for form in (pixels, picture(), pixels[..., 0]):
-        decoded = np.asarray(decode_image(encode_image(form), LIMIT))
+    pixels = np.asarray(random_picture())
+    for form in (pixels, random_picture(), pixels[..., 0]):
+        decoded_image = np.asarray(decode_image(encode_image(form), LIMIT))
         expected = pixels if getattr(form, "ndim", 3) == 3 else pixels[..., :1].repeat(3, axis=2)
-        assert np.array_equal(decoded, expected)
+        assert np.array_equal(decoded_image, expected)

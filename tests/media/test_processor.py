@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.vision_checkpoint import PROCESSOR, file_of, picture
+from support.vision_checkpoint import PROCESSOR, encode_image_file, random_picture
 
 from penstock.errors import InputError, OverloadedError, RequestFailedError
 from penstock.media.processor import LocalProcessor, ProcessorPool
@@ -25,9 +25,9 @@ def pool() -> Iterator[ProcessorPool]:
 
 
 def test_images_and_errors_are_returned_from_the_process(pool: ProcessorPool) -> None:
-    images = [picture(seed, (30 + seed, 40)) for seed in range(6)]
+    images = [random_picture(seed, (30 + seed, 40)) for seed in range(6)]
     with ThreadPoolExecutor(3) as threads:
-        result = list(threads.map(lambda image: pool.process(file_of(image), {}, LIMIT), images))
+        result = list(threads.map(lambda image: pool.process(encode_image_file(image), {}, LIMIT), images))
     for image, (arrays, size) in zip(images, result, strict=True):
         assert size == image.size
         assert np.array_equal(arrays["pixel_values"], np.asarray(image))
@@ -36,12 +36,12 @@ def test_images_and_errors_are_returned_from_the_process(pool: ProcessorPool) ->
     with pytest.raises(InputError, match="is not an image"):
         pool.process(b"?", {}, LIMIT)
     with pytest.raises(InputError, match=r"40 x 30 = 1200 pixels, but the limit is 10 "):
-        pool.process(file_of(picture()), {}, 10)
+        pool.process(encode_image_file(random_picture()), {}, 10)
     assert pool._all[0]._process is process
 
 
 def test_a_crash_fails_only_its_image(pool: ProcessorPool) -> None:
-    data = file_of(picture())
+    data = encode_image_file(random_picture())
     with pytest.raises(RequestFailedError, match="the process that prepared the image has ended"):
         pool.process(data, {"crash": True}, LIMIT)
     assert pool.process(data, {}, LIMIT)[1] == (40, 30)
@@ -56,9 +56,9 @@ def test_a_crash_fails_only_its_image(pool: ProcessorPool) -> None:
 @pytest.mark.slow
 def test_a_process_returns_what_the_processor_returns(tmp_path: Path) -> None:
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
-    data = file_of(picture())
+    data = encode_image_file(random_picture())
     expected, _ = LocalProcessor(tmp_path).process(data, {}, LIMIT)
     pool = ProcessorPool(tmp_path, 1, 60)
-    ours, _ = pool.process(data, {}, LIMIT)
+    processed_image, _ = pool.process(data, {}, LIMIT)
     pool.close()
-    assert np.array_equal(ours["pixel_values"], expected["pixel_values"])
+    assert np.array_equal(processed_image["pixel_values"], expected["pixel_values"])

@@ -23,9 +23,9 @@ DATA = b"\x89PNG image"
 
 
 def test_data_urls_are_decoded_or_refused() -> None:
-    encoded = base64.b64encode(DATA).decode()
-    assert decode_data_url(f"data:image/png;base64,{encoded}") == DATA
-    assert decode_data_url(f"data:image/png;name=a;base64,{encoded[:5]}\n{encoded[5:]}") == DATA
+    encoded_image = base64.b64encode(DATA).decode()
+    assert decode_data_url(f"data:image/png;base64,{encoded_image}") == DATA
+    assert decode_data_url(f"data:image/png;name=a;base64,{encoded_image[:5]}\n{encoded_image[5:]}") == DATA
     assert decode_data_url("data:image/png,%41b") == b"Ab"
     for invalid, message in {
         "data:image/png;base64,A": "base64 of a data: URL is not valid",
@@ -36,7 +36,7 @@ def test_data_urls_are_decoded_or_refused() -> None:
         with pytest.raises(InputError, match=message):
             decode_data_url(invalid)
     with pytest.raises(InputError, match="has 10 bytes, but the limit is 9"):
-        ImageSources(9, 1).read(f"data:image/png;base64,{encoded}")
+        ImageSources(9, 1).read(f"data:image/png;base64,{encoded_image}")
 
 
 @pytest.mark.parametrize(
@@ -149,20 +149,20 @@ def test_each_address_of_a_host_must_be_public(monkeypatch: pytest.MonkeyPatch) 
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        kind, _, rest = self.path.lstrip("/").partition("/")
+        kind, _, remainder = self.path.lstrip("/").partition("/")
         if kind == "to":
             self.send_response(302)
-            self.send_header("Location", rest)
+            self.send_header("Location", remainder)
             self.end_headers()
         elif kind == "status":
-            self.send_error(int(rest))
+            self.send_error(int(remainder))
         elif kind == "endless":
             self.send_response(200)
             self.end_headers()
             for _ in range(1000):
                 self.wfile.write(b"x" * 1000)
         elif kind == "parts":
-            self._send_parts(rest)
+            self._send_parts(remainder)
         elif kind == "empty":
             self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
         elif kind == "chunked":

@@ -83,7 +83,7 @@ def make_plan(
     )
 
 
-def config_of(
+def make_config(
     max_length: int | None = None, max_batch_size: int | None = None, **kv_cache: Any
 ) -> PipelineConfig:
     return PipelineConfig(
@@ -141,8 +141,8 @@ def test_configured_sizes_are_kept_and_others_do_not_exceed_the_defaults(
     assert 1 <= result.max_length <= length
     assert 1 <= result.max_batch_size <= max(32, config.max_batch_size or 0)
     for group, count in zip(spec.groups, result.num_blocks, strict=True):
-        whole = group.max_blocks(result.max_length, result.block_size)
-        assert count - 1 <= result.max_batch_size * whole
+        full_length_blocks = group.max_blocks(result.max_length, result.block_size)
+        assert count - 1 <= result.max_batch_size * full_length_blocks
 
 
 @given(
@@ -176,7 +176,7 @@ def test_more_memory_never_gives_a_smaller_plan(
 
 @given(spec=specs, length=st.integers(1, 3000), batch=st.integers(1, 50), free=st.integers(1, 500_000))
 def test_the_length_is_the_longest_that_fits(spec: KVCacheSpec, length: int, batch: int, free: int) -> None:
-    config = replace(config_of(max_batch_size=batch), max_batch_input_tokens=64)
+    config = replace(make_config(max_batch_size=batch), max_batch_input_tokens=64)
     try:
         result = make_plan(config, spec, length=length, free=free)
     except InsufficientMemoryError:
@@ -235,7 +235,7 @@ def test_the_length_is_reduced_to_whole_blocks() -> None:
 
 
 def test_a_window_needs_the_same_memory_for_longer_sequences() -> None:
-    spec, config = SPECS["windowed"], replace(config_of(max_batch_size=1), max_batch_input_tokens=32)
+    spec, config = SPECS["windowed"], replace(make_config(max_batch_size=1), max_batch_input_tokens=32)
     short, long = (make_plan(config, spec, length=length, free=10**9) for length in (1000, 100_000))
     assert short.num_blocks == long.num_blocks == (5,)  # 49 + 32 tokens lie in at most 4 blocks
     assert long.max_length == 100_000
@@ -251,7 +251,7 @@ def test_with_enough_memory_all_windows_fit_with_a_full_step(
 ) -> None:
     group = KVGroup((0,), 1, 1, DType.float32, window=window)
     config = replace(
-        config_of(max_batch_size=len(rows), block_size=block_size), max_batch_input_tokens=sum(rows)
+        make_config(max_batch_size=len(rows), block_size=block_size), max_batch_input_tokens=sum(rows)
     )
     result = make_plan(config, KVCacheSpec((group,)), length=2000, free=10**9)
     used_blocks = sum(max_blocks_used(group, config, 2000, count) for count in rows)
@@ -260,7 +260,7 @@ def test_with_enough_memory_all_windows_fit_with_a_full_step(
 
 def test_blocks_unused_by_a_windowed_group_go_to_the_full_group() -> None:
     result = make_plan(
-        replace(config_of(max_batch_size=2), max_batch_input_tokens=64), SPECS["mixed"], free=10**9
+        replace(make_config(max_batch_size=2), max_batch_input_tokens=64), SPECS["mixed"], free=10**9
     )
     full, windowed = result.num_blocks
     assert full == 2 * 32 + 1
@@ -268,14 +268,14 @@ def test_blocks_unused_by_a_windowed_group_go_to_the_full_group() -> None:
 
 
 def test_a_configured_batch_size_fits_with_its_windows() -> None:
-    spec, config = SPECS["mixed"], replace(config_of(max_batch_size=30), max_batch_input_tokens=64)
+    spec, config = SPECS["mixed"], replace(make_config(max_batch_size=30), max_batch_input_tokens=64)
     windows = 31 * spec.bytes_per_block(32)[1]
     result = make_plan(config, spec, length=3000, free=windows + 51 * spec.bytes_per_block(32)[0])
     assert (result.max_length, result.num_blocks) == (50 * 32, (51, 31))
 
 
 def test_the_suggested_length_and_batch_size_fit_together() -> None:
-    spec, config = SPECS["mixed"], replace(config_of(1600, 30), max_batch_input_tokens=64)
+    spec, config = SPECS["mixed"], replace(make_config(1600, 30), max_batch_input_tokens=64)
     full, windowed = spec.bytes_per_block(32)
     with pytest.raises(InsufficientMemoryError, match=r"try --max-length 1600 --max-batch-size 20$"):
         make_plan(config, spec, length=3000, free=51 * full + 21 * windowed)
@@ -288,9 +288,9 @@ def test_a_model_without_a_cache_needs_no_blocks() -> None:
 
 
 def test_the_step_size_is_reduced_before_the_length() -> None:
-    whole = 33 * BYTES_PER_BLOCK  # one sequence of 1000 tokens
-    config = replace(config_of(), max_batch_input_tokens=4096)
-    result = make_plan(config, activations=4096, weights=50, free=whole + 50 + 1500)
+    full_sequence_bytes = 33 * BYTES_PER_BLOCK  # one sequence of 1000 tokens
+    config = replace(make_config(), max_batch_input_tokens=4096)
+    result = make_plan(config, activations=4096, weights=50, free=full_sequence_bytes + 50 + 1500)
     assert (result.max_batch_input_tokens, result.activation_size, result.max_length) == (1024, 1024, 1000)
     result = make_plan(config, activations=4096, free=4 * BYTES_PER_BLOCK + 512)
     assert (result.max_batch_input_tokens, result.activation_size, result.max_length) == (512, 512, 96)
@@ -318,25 +318,25 @@ def test_the_error_names_a_configured_batch_size() -> None:
 
 
 def test_the_step_size_is_kept_if_prompts_cannot_be_chunked() -> None:
-    config = replace(config_of(), max_batch_input_tokens=4096, enable_chunked_prefill=False)
+    config = replace(make_config(), max_batch_input_tokens=4096, enable_chunked_prefill=False)
     assert make_plan(config, activations=4096, free=4 * BYTES_PER_BLOCK + 4096).max_batch_input_tokens == 4096
 
 
 def test_kv_cache_memory_is_used_exactly() -> None:
     result = make_plan(
-        config_of(memory=10 * BYTES_PER_BLOCK, device_memory_utilization=0.1),
+        make_config(memory=10 * BYTES_PER_BLOCK, device_memory_utilization=0.1),
         weights=100,
         free=20 * BYTES_PER_BLOCK,
     )
     assert result.kv_cache_size == 10 * BYTES_PER_BLOCK
     assert result.available_memory == 10 * BYTES_PER_BLOCK + 100
     with pytest.raises(InsufficientMemoryError, match=r"the KV cache 40.0 KiB, .*: lower --kv-cache-memory"):
-        make_plan(config_of(memory=10 * BYTES_PER_BLOCK), weights=100, free=10 * BYTES_PER_BLOCK)
+        make_plan(make_config(memory=10 * BYTES_PER_BLOCK), weights=100, free=10 * BYTES_PER_BLOCK)
 
 
 def test_the_length_does_not_exceed_that_of_the_model() -> None:
     with pytest.raises(ConfigError, match="max_length"):
-        make_plan(config_of(max_length=1001), length=1000, free=10**9)
+        make_plan(make_config(max_length=1001), length=1000, free=10**9)
 
 
 @pytest.mark.parametrize(
@@ -352,7 +352,7 @@ def test_the_error_names_only_configured_values(
     max_length: int | None, max_batch_size: int | None, advice: str
 ) -> None:
     with pytest.raises(InsufficientMemoryError, match=advice):
-        make_plan(config_of(max_length, max_batch_size), length=1000, free=10 * BYTES_PER_BLOCK)
+        make_plan(make_config(max_length, max_batch_size), length=1000, free=10 * BYTES_PER_BLOCK)
 
 
 def test_memory_for_less_than_a_block_is_an_error() -> None:
@@ -368,7 +368,7 @@ def test_weights_larger_than_the_memory_are_an_error() -> None:
         make_plan(weights=2**31, free=2**30)
     assert (error.value.needed, error.value.available) == (2**31, 2**30)
     with pytest.raises(InsufficientMemoryError, match="raise --device-memory-utilization"):
-        make_plan(config_of(device_memory_utilization=0.5), weights=600, free=1000)
+        make_plan(make_config(device_memory_utilization=0.5), weights=600, free=1000)
 
 
 def render_table(result: MemoryPlan) -> str:
@@ -403,7 +403,7 @@ def test_sizes_are_formatted_with_units() -> None:
 
 
 def test_the_estimated_cache_size_equals_the_plan() -> None:
-    config = config_of(max_batch_size=4)
+    config = make_config(max_batch_size=4)
     for available in (5 * BYTES_PER_BLOCK + 7, 50 * BYTES_PER_BLOCK, 10**9):
         size = estimate_kv_cache_size(config, FULL, model_max_length=1000, available_cache_memory=available)
         assert size == make_plan(config, free=available).kv_cache_size
@@ -415,7 +415,7 @@ def test_the_estimated_cache_size_equals_the_plan() -> None:
 
 
 def test_memory_for_adapters_reduces_the_cache() -> None:
-    config = config_of()
+    config = make_config()
     options = {"model_max_length": 100_000, "weights_size": 1000, "activation_size": 0, "free_memory": 2**20}
     plan_without, plan_with = (
         plan_memory(config, FULL, **options),
@@ -431,10 +431,10 @@ def test_memory_for_adapters_reduces_the_cache() -> None:
 
 def test_unchunked_inputs_need_memory_for_the_longest() -> None:
     options: dict[str, Any] = {"model_max_length": 4096, "weights_size": 1000, "min_step_tokens": 4096}
-    config = replace(config_of(), max_batch_input_tokens=1024)
+    config = replace(make_config(), max_batch_input_tokens=1024)
     result = plan_memory(config, None, **options, activation_size=4096, free_memory=6000)
     assert (result.max_batch_input_tokens, result.activation_size) == (1024, 4096)
-    config = replace(config_of(), max_batch_input_tokens=16384)
+    config = replace(make_config(), max_batch_input_tokens=16384)
     halved = plan_memory(config, None, **options, activation_size=16384, free_memory=10_000)
     assert (halved.max_batch_input_tokens, halved.activation_size) == (8192, 8192)
     with pytest.raises(InsufficientMemoryError, match=r"activations 4\.0 KiB"):

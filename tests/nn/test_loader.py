@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 import torch
+from support.tensor_sources import FloatTensors, random_tensor
 from torch import Tensor
 
 from penstock.driver import CPU
@@ -19,23 +20,20 @@ needs_kernels = pytest.mark.skipif(not available_isas(), reason="the C++ kernels
 BACK_ENDS = {"reference": ReferenceOps(), "best": InferenceSession([CPU()]).ops}
 
 
-class Source:
+class QuantizedTensors(FloatTensors):
     """Named tensors, some of them quantized."""
 
     def __init__(self, tensors: Mapping[str, Tensor], quantized: Mapping[str, str] | None = None) -> None:
-        self.tensors, self.quantized = tensors, quantized or {}
+        super().__init__(tensors)
+        self.quantized = quantized or {}
         self.released: list[str] = []
         self.mapped: set[str] = set()
         self.expected: dict[str, tuple[int, ...]] = {}
         self.orders: dict[str, bytes] = {}
 
-    def __contains__(self, name: str) -> bool:
-        return name in self.tensors
-
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         assert name not in self.released, "reading it would load its released pages again"
-        assert self.tensors[name].shape == shape
-        return self.tensors[name]
+        return super().tensor(name, shape)
 
     def expect(self, name: str, shape: tuple[int, ...]) -> bool:
         self.expected[name] = shape
@@ -69,11 +67,7 @@ class Source:
         self.released.append(name)
 
 
-def random_tensor(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def load(source: Source, encoding: str, ops: Ops) -> Loader:
+def load(source: QuantizedTensors, encoding: str, ops: Ops) -> Loader:
     return Loader(source, encoding, torch.device("cpu"), ops)
 
 
@@ -114,19 +108,20 @@ def test_the_head_has_at_least_eight_bits() -> None:
 def test_values_have_at_least_eight_bits_unless_they_are_stored_with_four() -> None:
     tensors = {"x.v_proj.weight": random_tensor(64, 96)}
     value_encodings = {
-        encoding: load(Source(tensors), encoding, BACK_ENDS["best"]).has_separate_values(
+        encoding: load(QuantizedTensors(tensors), encoding, BACK_ENDS["best"]).has_separate_values(
             "x.v_proj", 64, 96, fused_with="x.q_proj"
         )
         for encoding in ENCODINGS
     }
     assert value_encodings.pop("int4")
     assert not any(value_encodings.values())
-    stored = Source(tensors, {"x.v_proj.weight": "int4"})
-    assert not load(stored, "int4", BACK_ENDS["best"]).has_separate_values(
+    quantized_source = QuantizedTensors(tensors, {"x.v_proj.weight": "int4"})
+    assert not load(quantized_source, "int4", BACK_ENDS["best"]).has_separate_values(
         "x.v_proj", 64, 96, fused_with="x.q_proj"
     )
     assert (
-        load(Source(tensors), "int4", BACK_ENDS["best"]).values("x.v_proj", 64, 96).packed.encoding == "int8"
+        load(QuantizedTensors(tensors), "int4", BACK_ENDS["best"]).values("x.v_proj", 64, 96).packed.encoding
+        == "int8"
     )
 
 
@@ -139,14 +134,14 @@ def test_fused_parts_are_packed_like_the_whole_matrix(
     parts = {f"part{i}": size for i, size in enumerate(sizes)}
     tensors = {f"x.{name}.weight": random_tensor(size, 80, seed=size) for name, size in parts.items()}
     biases = {f"x.{name}.bias": random_tensor(size) for name, size in parts.items()}
-    source = Source(tensors | biases)
-    packed = load(source, encoding, BACK_ENDS[back_end]).fused("x", parts, 80, bias=True).packed
-    whole = torch.cat(list(tensors.values()))
-    kind = ENCODINGS[packed.encoding]
-    assert torch.equal(unpack_linear(packed), kind.unpack(kind.pack(whole)))
-    assert packed.bias is not None
-    assert torch.equal(packed.bias, torch.cat(list(biases.values())).to(kind.compute_dtype.to_torch()))
-    assert [(part.name, part.stop - part.start) for part in packed.slices] == [
+    source = QuantizedTensors(tensors | biases)
+    packed_weight = load(source, encoding, BACK_ENDS[back_end]).fused("x", parts, 80, bias=True).packed
+    full_matrix = torch.cat(list(tensors.values()))
+    kind = ENCODINGS[packed_weight.encoding]
+    assert torch.equal(unpack_linear(packed_weight), kind.unpack(kind.pack(full_matrix)))
+    assert packed_weight.bias is not None
+    assert torch.equal(packed_weight.bias, torch.cat(list(biases.values())).to(kind.compute_dtype.to_torch()))
+    assert [(part.name, part.stop - part.start) for part in packed_weight.slices] == [
         (f"x.{name}", size) for name, size in parts.items()
     ]
     assert source.released == list(tensors)
@@ -157,44 +152,48 @@ def test_fused_parts_are_packed_like_the_whole_matrix(
 def test_weights_of_every_float_type_are_loaded(back_end: str, dtype: torch.dtype) -> None:
     weight = random_tensor(70, 96).to(dtype)
     for encoding in ("float32", "bfloat16", "int8", "int4"):
-        packed = load(Source({"x.weight": weight}), encoding, BACK_ENDS[back_end]).linear("x", 70, 96).packed
-        kind = ENCODINGS[packed.encoding]
-        assert torch.equal(unpack_linear(packed), kind.unpack(kind.pack(weight)))
+        packed_weight = (
+            load(QuantizedTensors({"x.weight": weight}), encoding, BACK_ENDS[back_end])
+            .linear("x", 70, 96)
+            .packed
+        )
+        kind = ENCODINGS[packed_weight.encoding]
+        assert torch.equal(unpack_linear(packed_weight), kind.unpack(kind.pack(weight)))
 
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)
 def test_a_transposed_weight_is_loaded(back_end: str) -> None:
     weight = random_tensor(96, 70)
-    packed = load(Source({"x.weight": weight}), "int8", BACK_ENDS[back_end]).linear(
+    packed_weight = load(QuantizedTensors({"x.weight": weight}), "int8", BACK_ENDS[back_end]).linear(
         "x", 70, 96, transposed=True
     )
     kind = ENCODINGS["int8"]
-    assert torch.equal(unpack_linear(packed.packed), kind.unpack(kind.pack(weight.T)))
+    assert torch.equal(unpack_linear(packed_weight.packed), kind.unpack(kind.pack(weight.T)))
 
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)
 @pytest.mark.parametrize("encoding", ["int8", "int4"])
 def test_quantized_rows_are_kept_unchanged(back_end: str, encoding: str) -> None:
-    """The other parts of the fused layer are quantized while loading."""
+    """The loader quantizes the other part of the fused layer."""
     tensors = {f"x.{name}.weight": random_tensor(64, 80, seed=i) for i, name in enumerate("ab")}
-    source = Source(tensors, {"x.a.weight": encoding})
-    packed = load(source, encoding, BACK_ENDS[back_end]).fused("x", {"a": 64, "b": 64}, 80).packed
-    assert packed.encoding == encoding
-    own, computed = unpack_linear(packed).split(64)
+    source = QuantizedTensors(tensors, {"x.a.weight": encoding})
+    packed_weight = load(source, encoding, BACK_ENDS[back_end]).fused("x", {"a": 64, "b": 64}, 80).packed
+    assert packed_weight.encoding == encoding
+    stored_part, computed = unpack_linear(packed_weight).split(64)
     kind = ENCODINGS[encoding]
-    assert torch.equal(own, 2 * kind.unpack(kind.pack(tensors["x.a.weight"])))
+    assert torch.equal(stored_part, 2 * kind.unpack(kind.pack(tensors["x.a.weight"])))
     assert torch.equal(computed, kind.unpack(kind.pack(tensors["x.b.weight"])))
     assert source.released == list(tensors)
 
 
 def test_a_router_is_not_quantized() -> None:
-    loader = load(Source({}), "int4", ReferenceOps())
+    loader = load(QuantizedTensors({}), "int4", ReferenceOps())
     assert loader.pack(random_tensor(64, 64), {"gate": 64}, plain=True).packed.encoding == "bfloat16"
     assert loader.pack(random_tensor(64, 64), {"up": 64}).packed.encoding == "int5"
     assert list(loader.linears) == ["gate", "up"]
 
 
-class Store:
+class PackedLayerStore:
     """A store of packed layers, in load order."""
 
     def __init__(self, layers: list[PackedLinear]) -> None:
@@ -205,7 +204,7 @@ class Store:
 
 
 def test_weights_from_the_packed_cache_are_not_read() -> None:
-    """Reading a weight may dequantize it, which would take longer than the rest of the load."""
+    """Reading a weight may dequantize it. That would take longer than the rest of the load."""
 
     def build(loader: Loader) -> list[PackedLinear]:
         loader.linear("x", 70, 96, transposed=True)
@@ -215,17 +214,19 @@ def test_weights_from_the_packed_cache_are_not_read() -> None:
 
     shapes = {"x.weight": (96, 70), "y.a.weight": (64, 80), "y.b.weight": (32, 80), "z.weight": (40, 96)}
     biases = {"y.a.bias": random_tensor(64), "y.b.bias": random_tensor(32)}
-    whole = Source({name: random_tensor(*shape) for name, shape in shapes.items()} | biases)
-    layers = build(load(whole, "int8", ReferenceOps()))
-    assert not whole.expected
-    source = Source(biases)  # the shapes are known, but reading a weight would fail
-    loader = Loader(source, "int8", torch.device("cpu"), load_packed=Store([*layers]).take)
-    assert all(restored is original for restored, original in zip(build(loader), layers, strict=True))
+    full_source = QuantizedTensors({name: random_tensor(*shape) for name, shape in shapes.items()} | biases)
+    layers = build(load(full_source, "int8", ReferenceOps()))
+    assert not full_source.expected
+    source = QuantizedTensors(biases)  # the shapes are known, but reading a weight would fail
+    loader = Loader(source, "int8", torch.device("cpu"), load_packed=PackedLayerStore([*layers]).take)
+    assert all(
+        restored_layer is original for restored_layer, original in zip(build(loader), layers, strict=True)
+    )
     assert source.expected == shapes
     assert list(loader.linears) == ["x", "y.a", "y.b", "z"]
 
 
-def load_lazily(source: Source, encoding: str) -> Loader:
+def load_lazily(source: QuantizedTensors, encoding: str) -> Loader:
     return Loader(source, encoding, torch.device("cpu"), BACK_ENDS["best"], lazy="all")
 
 
@@ -237,24 +238,26 @@ def is_deferred(packed: PackedLinear) -> bool:
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int4"])
 def test_memory_mapped_floats_are_packed_at_first_use(encoding: str) -> None:
     parts = {"a": 128, "b": 64, "c": 70}
-    source = Source({f"x.{name}.weight": random_tensor(size, 80, seed=size) for name, size in parts.items()})
-    source.mapped = set(source.tensors)
-    packed = load_lazily(source, encoding).fused("x", parts, 80).packed
-    assert is_deferred(packed) == ENCODINGS[encoding].packs_lazily
-    assert source.released == ([] if is_deferred(packed) else list(source.tensors))
-    kind = ENCODINGS[packed.encoding]
-    if isinstance(packed.tensors, LazyWeight):
-        assert packed.tensors.num_bytes == kind.num_bytes(262, 80)
-    assert torch.equal(
-        unpack_linear(packed), kind.unpack(kind.pack(torch.cat(list(source.tensors.values()))))
+    source = QuantizedTensors(
+        {f"x.{name}.weight": random_tensor(size, 80, seed=size) for name, size in parts.items()}
     )
-    assert not is_deferred(packed)
+    source.mapped = set(source.tensors)
+    packed_weight = load_lazily(source, encoding).fused("x", parts, 80).packed
+    assert is_deferred(packed_weight) == ENCODINGS[encoding].packs_lazily
+    assert source.released == ([] if is_deferred(packed_weight) else list(source.tensors))
+    kind = ENCODINGS[packed_weight.encoding]
+    if isinstance(packed_weight.tensors, LazyWeight):
+        assert packed_weight.tensors.num_bytes == kind.num_bytes(262, 80)
+    assert torch.equal(
+        unpack_linear(packed_weight), kind.unpack(kind.pack(torch.cat(list(source.tensors.values()))))
+    )
+    assert not is_deferred(packed_weight)
     assert source.released == list(source.tensors)
 
 
 @needs_kernels
 def test_other_weights_are_packed_at_once() -> None:
-    source = Source(
+    source = QuantizedTensors(
         {
             "widened.weight": random_tensor(64, 80),
             "plain.weight": random_tensor(64, 80),
@@ -271,18 +274,20 @@ def test_other_weights_are_packed_at_once() -> None:
 @needs_kernels
 def test_a_tied_head_is_packed_lazily_with_its_table() -> None:
     table = random_tensor(130, 80).bfloat16()
-    packed = load_lazily(Source({}), "bfloat16").head("lm_head", 130, 80, tied_to=table).packed
-    assert is_deferred(packed)
-    assert torch.equal(unpack_linear(packed), table)
+    packed_weight = (
+        load_lazily(QuantizedTensors({}), "bfloat16").head("lm_head", 130, 80, tied_to=table).packed
+    )
+    assert is_deferred(packed_weight)
+    assert torch.equal(unpack_linear(packed_weight), table)
 
 
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("back_end", BACK_ENDS)
 def test_a_head_in_the_file_takes_precedence_over_the_table(encoding: str, back_end: str) -> None:
-    table, own = random_tensor(200, 80).bfloat16(), random_tensor(200, 80, seed=1).bfloat16()
-    source = Source({"lm_head.weight": own})
+    table, head_weight = random_tensor(200, 80).bfloat16(), random_tensor(200, 80, seed=1).bfloat16()
+    source = QuantizedTensors({"lm_head.weight": head_weight})
     source.mapped = set(source.tensors)
-    packed = load(source, encoding, BACK_ENDS[back_end]).head("lm_head", 200, 80, tied_to=table).packed
-    kind = ENCODINGS[packed.encoding]
-    assert torch.equal(unpack_linear(packed), kind.unpack(kind.pack(own)))
+    packed_weight = load(source, encoding, BACK_ENDS[back_end]).head("lm_head", 200, 80, tied_to=table).packed
+    kind = ENCODINGS[packed_weight.encoding]
+    assert torch.equal(unpack_linear(packed_weight), kind.unpack(kind.pack(head_weight)))
     assert source.released == ["lm_head.weight"]

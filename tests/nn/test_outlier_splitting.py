@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.tensor_sources import FloatTensors, random_tensor
 from torch import Tensor
 
 from penstock.distributed import Shard
@@ -20,36 +21,26 @@ OUTLIERS = ((3, 50), (7, 50), (7, 11))
 """Rows and columns of the large weights of `weight_with_outliers`."""
 
 
-class Source:
-    """Named tensors in floats."""
+class EncodedTensors(FloatTensors):
+    """Tensors that a checkpoint stores in an encoding, or as floats if ``encoding`` is None."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], stored: str | None = None) -> None:
-        self._tensors, self._stored = tensors, stored
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._tensors
-
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        assert self._tensors[name].shape == shape
-        return self._tensors[name]
+    def __init__(self, tensors: Mapping[str, Tensor], encoding: str | None = None) -> None:
+        super().__init__(tensors)
+        self._encoding = encoding
 
     def stored_encoding(self, name: str) -> str | None:
-        return self._stored
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+        return self._encoding
 
 
 def weight_with_outliers() -> Tensor:
     """Random weights ``[HIDDEN, INNER]``, three of them 40 times as large."""
-    weight = random(HIDDEN, INNER)
+    weight = random_tensor(HIDDEN, INNER)
     for row, column in OUTLIERS:
         weight[row, column] = 40.0
     return weight
 
 
-def error(weight: Tensor) -> Tensor:
+def max_row_errors(weight: Tensor) -> Tensor:
     """The largest error of each row in int8."""
     encoding = ENCODINGS["int8"]
     return (encoding.unpack(encoding.pack(weight)) - weight).abs().amax(1)
@@ -58,13 +49,13 @@ def error(weight: Tensor) -> Tensor:
 def test_the_inputs_of_large_weights_are_repeated() -> None:
     repeated = repeated_inputs(weight_with_outliers(), 8).tolist()
     assert len(repeated) == 8
-    assert repeated.count(50) >= 2  # the first choice
-    assert 11 in repeated  # only helps after 50 is divided
+    assert repeated.count(50) >= 2  # input 50 has two large weights
+    assert 11 in repeated  # repeating input 11 helps only after input 50 is repeated
 
 
 @pytest.mark.parametrize("value", [None, 0.0, float("nan"), float("inf")])
 def test_weights_without_outliers_stay_as_they_are(value: float | None) -> None:
-    weight = random(400, 200)
+    weight = random_tensor(400, 200)
     if value is not None:
         weight = torch.full_like(weight, value)
     assert repeated_inputs(weight, 8).numel() == 0
@@ -73,58 +64,58 @@ def test_weights_without_outliers_stay_as_they_are(value: float | None) -> None:
 def test_the_copies_have_the_sum_of_the_weight_and_a_finer_scale() -> None:
     weight = weight_with_outliers()
     repeated = repeated_inputs(weight, 8)
-    wide = with_repeated_inputs(weight, repeated)
-    assert wide.shape == (HIDDEN, INNER + 8)
-    summed = wide[:, :INNER].index_add(1, repeated, wide[:, INNER:])
+    repeated_weight = with_repeated_inputs(weight, repeated)
+    assert repeated_weight.shape == (HIDDEN, INNER + 8)
+    summed = repeated_weight[:, :INNER].index_add(1, repeated, repeated_weight[:, INNER:])
     torch.testing.assert_close(summed, weight, atol=1e-5, rtol=0)
     encoding = ENCODINGS["int8"]
-    stored = encoding.unpack(encoding.pack(wide))
-    quantized = stored[:, :INNER].index_add(1, repeated, stored[:, INNER:])
-    after = (quantized - weight).abs().amax(1)
+    stored_weight = encoding.unpack(encoding.pack(repeated_weight))
+    summed_weight = stored_weight[:, :INNER].index_add(1, repeated, stored_weight[:, INNER:])
+    after = (summed_weight - weight).abs().amax(1)
     for row in {row for row, _ in OUTLIERS}:
-        assert after[row] < 0.55 * error(weight)[row]  # two parts or more
+        assert after[row] < 0.55 * max_row_errors(weight)[row]  # two parts or more
 
 
-def tensors(is_gated: bool) -> dict[str, Tensor]:
-    found = {"down.weight": weight_with_outliers(), "down.bias": random(HIDDEN, seed=1)}
+def make_tensors(is_gated: bool) -> dict[str, Tensor]:
+    weights = {"down.weight": weight_with_outliers(), "down.bias": random_tensor(HIDDEN, seed=1)}
     for seed, name in enumerate(("gate", "up")[not is_gated :]):
-        found |= {f"{name}.weight": random(INNER, HIDDEN, seed=2 + seed) / 6}
-        found |= {f"{name}.bias": random(INNER, seed=4 + seed)}
-    return found
+        weights |= {f"{name}.weight": random_tensor(INNER, HIDDEN, seed=2 + seed) / 6}
+        weights |= {f"{name}.bias": random_tensor(INNER, seed=4 + seed)}
+    return weights
 
 
-def split(source: Any, is_gated: bool, encoding: str = "int8", **options: Any) -> Any:
+def load_split(source: Any, is_gated: bool, encoding: str = "int8", **options: Any) -> Any:
     loader = Loader(source, encoding, torch.device("cpu"), **options)
     names = [(name, INNER) for name in ("gate", "up")[not is_gated :]]
     return load_split_mlp(loader, names, "down", (HIDDEN, INNER), up_bias=True, down_bias=True)
 
 
-def run(layers: Any, is_gated: bool) -> Tensor:
-    x = random(9, HIDDEN, seed=9)
+def run_layers(layers: Any, is_gated: bool) -> Tensor:
+    x = random_tensor(9, HIDDEN, seed=9)
     step = StepInputs(ReferenceOps(), torch.arange(9), torch.tensor([0, 9], dtype=torch.int32))
     return (GatedMLP if is_gated else MLP)(*layers, "gelu")(x, step)
 
 
 @pytest.mark.parametrize("is_gated", [False, True])
 def test_a_split_layer_computes_the_same_function(is_gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    source: Any = Source(tensors(is_gated))
+    source: Any = EncodedTensors(make_tensors(is_gated))
     names = ("gate", "up")[not is_gated :]
     monkeypatch.setattr(type(ENCODINGS["float32"]), "max_repeated_inputs", 4)
-    layers = split(source, is_gated, "float32")
-    assert [one.packed.in_features for one in layers] == [HIDDEN, INNER + 4]
+    layers = load_split(source, is_gated, "float32")
+    assert [layer.packed.in_features for layer in layers] == [HIDDEN, INNER + 4]
     assert layers[0].packed.out_features == len(names) * (INNER + 4)
-    weights = tensors(is_gated)
-    x = random(9, HIDDEN, seed=9)
-    inner = torch.nn.functional.gelu(x @ weights[f"{names[0]}.weight"].T + weights[f"{names[0]}.bias"])
+    weights = make_tensors(is_gated)
+    x = random_tensor(9, HIDDEN, seed=9)
+    hidden = torch.nn.functional.gelu(x @ weights[f"{names[0]}.weight"].T + weights[f"{names[0]}.bias"])
     if is_gated:
-        inner = inner * (x @ weights["up.weight"].T + weights["up.bias"])
-    expected = inner @ weights["down.weight"].T + weights["down.bias"]
-    torch.testing.assert_close(run(layers, is_gated), expected, atol=2e-4, rtol=0)
+        hidden = hidden * (x @ weights["up.weight"].T + weights["up.bias"])
+    expected = hidden @ weights["down.weight"].T + weights["down.bias"]
+    torch.testing.assert_close(run_layers(layers, is_gated), expected, atol=2e-4, rtol=0)
 
 
 def test_layers_that_need_their_own_sizes_are_not_split() -> None:
-    source: Any = Source(tensors(is_gated=False))
-    assert split(source, is_gated=False) is not None
+    source: Any = EncodedTensors(make_tensors(is_gated=False))
+    assert load_split(source, is_gated=False) is not None
     others: list[dict[str, Any]] = [
         {"keep_stored": True},
         {"is_uniform": True},
@@ -132,7 +123,7 @@ def test_layers_that_need_their_own_sizes_are_not_split() -> None:
         {"shard": Shard(0, 2)},
     ]
     for options in others:
-        assert split(source, is_gated=False, **options) is None, options
-    assert split(source, is_gated=False, encoding="bfloat16") is None
-    stored: Any = Source(tensors(is_gated=False), "int8")
-    assert split(stored, is_gated=False) is None
+        assert load_split(source, is_gated=False, **options) is None, options
+    assert load_split(source, is_gated=False, encoding="bfloat16") is None
+    quantized_source: Any = EncodedTensors(make_tensors(is_gated=False), "int8")
+    assert load_split(quantized_source, is_gated=False) is None

@@ -1,4 +1,4 @@
-"""How the layers of encoders with post-norm blocks are read."""
+"""Loading of post-norm encoders: precision of the norms, and splitting of large weights."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.tensor_sources import FloatTensors, random_tensor
 from torch import Tensor
 
 from penstock.nn import EncoderNames, Loader, PostNormEncoder, PostNormSizes
@@ -23,53 +24,35 @@ SIZES = PostNormSizes(
 )
 
 
-class Source:
+class RandomTensors(FloatTensors):
     """Random tensors of any name; the second matrices of feed-forward layers have one large weight."""
 
     def __init__(self) -> None:
-        self.tensors: dict[str, Tensor] = {}
+        super().__init__({})
 
     def __contains__(self, name: str) -> bool:
         return True
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if name not in self.tensors:
-            generator = torch.Generator().manual_seed(len(self.tensors))
-            self.tensors[name] = torch.randn(shape, generator=generator)
+            self.tensors[name] = random_tensor(*shape, seed=len(self.tensors))
             if shape == (SIZES.hidden, SIZES.inner):
                 self.tensors[name][3, 5] = 50.0
         return self.tensors[name]
 
-    def read_linear(
-        self, name: str, shape: tuple[int, int], *, transposed: bool = False
-    ) -> tuple[None, dict[str, Tensor]]:
-        return None, {"weight": self.tensor(name, shape)}
 
-    def stored_encoding(self, name: str) -> None:
-        return None
-
-    def input_order(self, name: str) -> bytes:
-        return b""
-
-    def is_mapped(self, name: str) -> bool:
-        return False
-
-    def release(self, name: str) -> None:
-        pass
-
-
-def network(source: Any, encoding: str) -> PostNormEncoder:
+def load_network(source: Any, encoding: str) -> PostNormEncoder:
     loader = Loader(source, encoding, torch.device("cpu"))
     return PostNormEncoder.load(loader, SIZES, EncoderNames(), max_length=16)
 
 
 @pytest.mark.parametrize("encoding", ["bfloat16", "int8"])
 def test_norms_keep_the_precision_of_the_checkpoint(encoding: str) -> None:
-    """Rounding them to bfloat16 costs more than all other roundings of a bfloat16 model."""
-    source = Source()
-    found = network(source, encoding)
-    norms = {"embeddings.LayerNorm": found.norm}
-    for i, block in enumerate(found.blocks):
+    """Rounding norms to bfloat16 causes a larger error than all other roundings of a bfloat16 model."""
+    source = RandomTensors()
+    loaded_network = load_network(source, encoding)
+    norms = {"embeddings.LayerNorm": loaded_network.norm}
+    for i, block in enumerate(loaded_network.blocks):
         norms[f"encoder.layer.{i}.attention.output.LayerNorm"] = block.attention_norm
         norms[f"encoder.layer.{i}.output.LayerNorm"] = block.mlp_norm
     for name, norm in norms.items():
@@ -79,7 +62,9 @@ def test_norms_keep_the_precision_of_the_checkpoint(encoding: str) -> None:
 
 def test_large_weights_are_divided_in_int8_only() -> None:
     inputs = {
-        encoding: {block.mlp.down.packed.in_features for block in network(Source(), encoding).blocks}
+        encoding: {
+            block.mlp.down.packed.in_features for block in load_network(RandomTensors(), encoding).blocks
+        }
         for encoding in ("int8", "bfloat16", "float32")
     }
     assert inputs == {"int8": {SIZES.inner + 2}, "bfloat16": {SIZES.inner}, "float32": {SIZES.inner}}

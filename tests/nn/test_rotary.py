@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import oracle, oracle_logits, oracle_step, write_checkpoint
-from support.running import context_of, feed, open_pipeline, random_tokens, step_logits
+from support.checkpoints import load_in_transformers, transformers_logits, transformers_step, write_checkpoint
+from support.pipeline_steps import append_token, make_context, open_pipeline, random_tokens, step_logits
 
 from penstock.architectures.llama import tiny_config
 from penstock.config import HuggingFaceConfig
@@ -37,7 +37,7 @@ KINDS: dict[str, tuple[dict[str, Any], int]] = {  # parameters, and max_position
     "yarn": (YARN, 128),
     "yarn with magnitudes": (YARN | {"mscale": 0.7, "mscale_all_dim": 1.3, "beta_fast": 16.0}, 128),
     "longrope": (LONGROPE, 256),
-    "longrope, crossing over": (LONGROPE | {"original_max_position_embeddings": 100}, 256),
+    "longrope across its limit": (LONGROPE | {"original_max_position_embeddings": 100}, 256),
     "longrope, short texts": (LONGROPE | {"original_max_position_embeddings": 128}, 256),
     "longrope with a factor": (LONGROPE | {"factor": 3.0}, 256),
     "longrope with an attention factor": (LONGROPE | {"attention_factor": 1.2}, 256),
@@ -60,18 +60,18 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 @pytest.mark.matrix(strength=1)
 @pytest.mark.parametrize("kernels", ["best", "reference"])
 def test_logits_equal_transformers(checkpoint: Path, kernels: str) -> None:
-    reference = oracle(checkpoint)
+    reference = load_in_transformers(checkpoint)
     pipeline = open_pipeline(checkpoint, kernels=kernels)
     tokens = random_tokens(100, 130, seed=2)
-    context = context_of(tokens[:90])
+    context = make_context(tokens[:90])
     logits = [step_logits(pipeline, [context])[0]]
-    torch.testing.assert_close(logits[0], oracle_logits(reference, tokens[:90]), atol=1e-3, rtol=1e-4)
-    _, past = oracle_step(reference, tokens[:90])
+    torch.testing.assert_close(logits[0], transformers_logits(reference, tokens[:90]), atol=1e-3, rtol=1e-4)
+    _, past = transformers_step(reference, tokens[:90])
     for length in range(91, 101):
-        expected, past = oracle_step(reference, tokens[:length], past)
-        feed(pipeline, context, tokens[length - 1])
-        ours = step_logits(pipeline, [context])[0][-1:]
-        torch.testing.assert_close(ours, expected, atol=1e-3, rtol=1e-4)
+        expected, past = transformers_step(reference, tokens[:length], past)
+        append_token(pipeline, context, tokens[length - 1])
+        actual = step_logits(pipeline, [context])[0][-1:]
+        torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-4)
 
 
 def test_chunks_of_a_dynamically_scaled_prompt_equal_the_whole(tmp_path: Path) -> None:
@@ -80,13 +80,13 @@ def test_chunks_of_a_dynamically_scaled_prompt_equal_the_whole(tmp_path: Path) -
     config = tiny_config() | {"max_position_embeddings": 48, "rope_parameters": parameters}
     pipeline = open_pipeline(write_checkpoint(tmp_path, config), deterministic=True)
     tokens = random_tokens(90, 130, seed=2)
-    whole = step_logits(pipeline, [context_of(tokens)])[0]
-    context, rows = context_of(tokens), []
+    full_logits = step_logits(pipeline, [make_context(tokens)])[0]
+    context, rows = make_context(tokens), []
     for end in (20, 60, 90):
         context.set_token_indices(active_idx=end)
         rows.append(step_logits(pipeline, [context])[0])
-        feed(pipeline, context, 0)
-    assert torch.equal(torch.cat(rows), whole)
+        append_token(pipeline, context, 0)
+    assert torch.equal(torch.cat(rows), full_logits)
 
 
 def test_the_older_spelling_is_read() -> None:

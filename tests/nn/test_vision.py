@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.towers import assert_close, loader_of, randomize
+from support.tensor_sources import load_module
+from support.vision_towers import assert_close, randomize
 from torch.nn.functional import pad
 
 from penstock.config import HuggingFaceConfig
@@ -38,11 +39,11 @@ def test_siglip_rows_equal_transformers(ops: Ops) -> None:
     sizes = VisionSizes.from_huggingface(
         HuggingFaceConfig(SIZES), activation="gelu_pytorch_tanh", norm_eps=1e-6
     )
-    tower = VisionTower.load(loader_of(model, ops), "tower", sizes)
+    tower = VisionTower.load(load_module(model, "tower", ops), "tower", sizes)
     pixels = torch.randn(2, 3, 32, 32)
     step = image_step(ops, [16, 16], DEVICE)
-    ours = tower(flatten_patches(pixels, 8), step.positions, step)
-    assert_close(ours.view(2, 16, 48), model(pixels).last_hidden_state)
+    rows = tower(flatten_patches(pixels, 8), step.positions, step)
+    assert_close(rows.view(2, 16, 48), model(pixels).last_hidden_state)
 
 
 @pytest.mark.parametrize("blocks", [3, 2])
@@ -53,10 +54,10 @@ def test_clip_rows_equal_transformers(ops: Ops, blocks: int) -> None:
     model = randomize(CLIPVisionModel(CLIPVisionConfig(**SIZES)))
     sizes = VisionSizes.from_huggingface(HuggingFaceConfig(SIZES), activation="quick_gelu", norm_eps=1e-5)
     tower = VisionTower.load(
-        loader_of(model, ops), "tower", sizes, is_clip=True, num_blocks=blocks, post_norm=False
+        load_module(model, "tower", ops), "tower", sizes, is_clip=True, num_blocks=blocks, post_norm=False
     )
     pixels = torch.randn(2, 3, 32, 32)
     step = image_step(ops, [17, 17], DEVICE)
     patches = pad(flatten_patches(pixels, 8).view(2, 16, -1), (0, 0, 1, 0)).flatten(0, 1)
-    theirs = model(pixels, output_hidden_states=True).hidden_states[blocks]
-    assert_close(tower(patches, step.positions, step).view(2, 17, 48), theirs)
+    reference_output = model(pixels, output_hidden_states=True).hidden_states[blocks]
+    assert_close(tower(patches, step.positions, step).view(2, 17, 48), reference_output)

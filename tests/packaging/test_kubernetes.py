@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from support.serving import make_services
+from support.app_client import make_services
 
 from penstock.cli.serve import command
 from penstock.config import PipelineConfig, config_fields
@@ -34,8 +34,8 @@ def server_container() -> dict[str, Any]:
 
 
 def test_the_kustomization_lists_all_manifests() -> None:
-    listed = {name.removesuffix(".yaml") for name in MANIFESTS["kustomization"]["resources"]}
-    assert listed == MANIFESTS.keys() - NOT_IN_KUSTOMIZATION
+    listed_names = {name.removesuffix(".yaml") for name in MANIFESTS["kustomization"]["resources"]}
+    assert listed_names == MANIFESTS.keys() - NOT_IN_KUSTOMIZATION
 
 
 @pytest.mark.parametrize("name", sorted(MANIFESTS.keys() - NOT_IN_KUSTOMIZATION))
@@ -43,17 +43,17 @@ def test_manifests_follow_the_kubernetes_schema(name: str) -> None:
     validator = pytest.importorskip("kubernetes_validate")
     version = validator.latest_version()
     validator.validate(MANIFESTS[name], version, strict=True)
-    invalid = {**MANIFESTS[name], "specs": {}}
+    invalid_manifest = {**MANIFESTS[name], "specs": {}}
     with pytest.raises(Exception, match="specs"):
-        validator.validate(invalid, version, strict=True)
+        validator.validate(invalid_manifest, version, strict=True)
 
 
 def test_the_flags_are_those_of_the_server() -> None:
-    known = {flag: option for option in command.params for flag in option.opts}
+    known_names = {flag: option for option in command.params for flag in option.opts}
     args = server_container()["args"]
     flags = [arg for arg in args if arg.startswith("--")]
     assert flags
-    assert set(flags) <= known.keys()
+    assert set(flags) <= known_names.keys()
     grace = float(args[args.index("--shutdown-grace") + 1])
     pod = MANIFESTS["deployment"]["spec"]["template"]["spec"]
     assert grace < pod["terminationGracePeriodSeconds"]
@@ -115,9 +115,9 @@ def test_pod_templates_of_the_ray_cluster_follow_the_schema(name: str) -> None:
         "template": template,
     }
     validator.validate(pod_template, validator.latest_version(), strict=True)
-    invalid = {**pod_template, "template": {**template, "specs": {}}}
+    invalid_manifest = {**pod_template, "template": {**template, "specs": {}}}
     with pytest.raises(Exception, match="specs"):
-        validator.validate(invalid, validator.latest_version(), strict=True)
+        validator.validate(invalid_manifest, validator.latest_version(), strict=True)
 
 
 def test_the_arguments_of_the_ray_application_are_settings() -> None:

@@ -35,16 +35,16 @@ TEXTS = [
 SCRIPTS = sorted(path for path in (ROOT / "scripts").iterdir() if path.suffix == "")
 
 
-def names_of(requirements: list[str]) -> set[str]:
+def requirement_names(requirements: list[str]) -> set[str]:
     return {re.split(r"[\[<>=!~ ]", requirement)[0].lower().replace("_", "-") for requirement in requirements}
 
 
 def test_the_version_is_defined_once() -> None:
     assert PROJECT["dynamic"] == ["version"]
-    newest = re.search(r"^## (\S+?),? (\S+)$", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
-    assert newest is not None
-    assert newest[1] == penstock.__version__
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d|unreleased", newest[2])
+    newest_entry = re.search(r"^## (\S+?),? (\S+)$", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert newest_entry is not None
+    assert newest_entry[1] == penstock.__version__
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d|unreleased", newest_entry[2])
 
 
 def test_every_extra_is_documented() -> None:
@@ -65,7 +65,7 @@ def test_extras_named_by_errors_contain_the_package() -> None:
     ]
     assert len(raised) >= 3
     for package, extra in raised:
-        assert package.lower().replace("_", "-") in names_of(EXTRAS[extra]), (package, extra)
+        assert package.lower().replace("_", "-") in requirement_names(EXTRAS[extra]), (package, extra)
 
 
 def requirements_in(text: str) -> list[tuple[str, str]]:
@@ -113,13 +113,15 @@ def test_the_wheel_has_the_name_of_the_distribution() -> None:
 
 def test_test_requirements_are_pinned() -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
-    pinned = names_of([line for line in lines if line and not line.startswith("#")])
-    required = names_of(
+    pinned_names = requirement_names([line for line in lines if line and not line.startswith("#")])
+    required = requirement_names(
         [requirement for extra in EXTRAS.values() for requirement in extra] + PROJECT["dependencies"]
     )
-    others = names_of(EXTRAS["fast-http"] + EXTRAS["parquet"] + EXTRAS["slow-tokenizers"]) - {"transformers"}
-    others |= names_of(EXTRAS["cuda"])  # the CUDA build of torch pins the version of triton
-    assert required - others - pinned == {PROJECT["name"]}
+    others = requirement_names(EXTRAS["fast-http"] + EXTRAS["parquet"] + EXTRAS["slow-tokenizers"]) - {
+        "transformers"
+    }
+    others |= requirement_names(EXTRAS["cuda"])  # the CUDA build of torch pins the version of triton
+    assert required - others - pinned_names == {PROJECT["name"]}
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
@@ -203,8 +205,8 @@ def test_the_systemd_unit_starts_a_server_and_waits_for_its_exit() -> None:
     assert Path(program).name == "penstock"
     assert CliRunner().invoke(cli, [*arguments, "--print-config"]).exit_code == 0
     assert float(settings["TimeoutStopSec"]) > ServeConfig().shutdown_grace
-    known = {f"PENSTOCK_{field.name.upper()}" for field in (*config_fields(), *serve_fields())}
-    assert set(re.findall(r"\bPENSTOCK_\w+", UNIT)) <= known
+    known_names = {f"PENSTOCK_{field.name.upper()}" for field in (*config_fields(), *serve_fields())}
+    assert set(re.findall(r"\bPENSTOCK_\w+", UNIT)) <= known_names
     assert settings["RestartPreventExitStatus"] == "2"
 
 

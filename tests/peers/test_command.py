@@ -43,12 +43,12 @@ def test_checkpoint_has_the_files_that_peers_require_and_is_written_once(shape: 
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert config["max_position_embeddings"] == 8192
     assert vocabulary_of(folder) == 320
-    written = (folder / "model.safetensors").stat().st_mtime_ns
+    written_time = (folder / "model.safetensors").stat().st_mtime_ns
     assert checkpoint(str(shape), tmp_path / "checkpoints") == folder
-    assert (folder / "model.safetensors").stat().st_mtime_ns == written
-    (folder / "complete").unlink()  # as after a stop in the middle
+    assert (folder / "model.safetensors").stat().st_mtime_ns == written_time
+    (folder / "complete").unlink()  # as if the first run had been interrupted
     checkpoint(str(shape), tmp_path / "checkpoints")
-    assert (folder / "model.safetensors").stat().st_mtime_ns > written
+    assert (folder / "model.safetensors").stat().st_mtime_ns > written_time
 
 
 def test_sentencepiece_model_has_four_pieces() -> None:

@@ -60,12 +60,13 @@ def test_all_workloads_give_rows(engines: Contest, tmp_path: Path) -> None:
         assert len(row["ours"]) == len(row["theirs"]) == len(row["machine"]) == 2
         assert row["same_first_token"] == 2  # both engines count upwards from the same prompts
         assert row["ratio"] > 0
-    assert rows["decode", ""]["gb_s"] == 11.5  # the warm-up has speed 10, then the runs have 11 and 12
+    assert rows["decode", ""]["gb_s"] == 11.5  # the warm-up has speed 10, and the two runs have 11 and 12
     assert rows["memory", ""]["median_ours"] > 1
     assert [row["less_is_better"] for row in rows.values()] == 6 * [False] + 2 * [True]
     assert set(actual["versions"]) == {"penstock", "peer"}
     json.dumps(actual)
-    assert len(list(tmp_path.iterdir())) == 2 + 2 * 2 * 3  # two loaded engines; each cold run loads its own
+    # Two engines stay loaded, and each cold run loads another engine.
+    assert len(list(tmp_path.iterdir())) == 2 + 2 * 2 * 3
 
 
 class TimedEngine:
@@ -135,11 +136,12 @@ def test_ratio_is_the_median_of_the_ratios_of_pairs() -> None:
     row = row_of(WORKLOADS["decode"], "", actual, [{"gb_s": speed, "tflop_s": 1} for speed in (30, 10, 20)])
     assert row["ours"] == [10, 30, 16]
     assert (row["median_ours"], row["median_theirs"]) == (16, 10)
+    # The median of the ratios; the ratio of the medians would be 16 to 10.
     assert (row["ratio"], row["lowest"], row["highest"]) == (
         2,
         1,
         3,
-    )  # not the ratio of the medians, which is 16 to 10
+    )
     assert (row["gb_s"], row["same_first_token"], row["unit"]) == (20, 2, "tokens/s")
 
 

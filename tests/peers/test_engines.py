@@ -41,7 +41,7 @@ def test_prints_of_the_driver_do_not_mix_with_its_answers(tmp_path: Path) -> Non
     with start_engine(tmp_path) as engine:
         answer = engine.generate([[3, 4], [7]], 3)
         assert answer["tokens"] == [[5, 6, 7], [8, 9, 10]]
-        assert 0 <= answer["first"] <= answer["seconds"] - 0.01  # the first of two arrivals
+        assert 0 <= answer["first"] <= answer["seconds"] - 0.01  # arrival of the first of two outputs
         assert answer["num_first"] == 2
         assert engine.generate([[1]], 1)["tokens"] == [[2]]
         assert engine.versions["python"] == ".".join(map(str, sys.version_info[:3]))
@@ -94,7 +94,7 @@ def test_memory_includes_child_processes(tmp_path: Path) -> None:
     peaks = []
     for fault in ("", "large"):
         with start_engine(tmp_path, fault, watch_memory=True) as engine:
-            for _ in range(5):  # long enough to be sampled
+            for _ in range(5):  # several requests, so that memory is sampled during one
                 engine.generate([[1]], 1)
             peaks.append(engine.peak_bytes())
             assert engine.peak_bytes() == peaks[-1]

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checkpoints import write_checkpoint
-from support.random_draws import examples
-from support.running import open_pipeline
-from support.speculating import OracleProposer, mixed_contexts, run_scheduled, texts_of
+from support.pipeline_steps import open_pipeline
+from support.random_draws import num_examples
+from support.speculation import OracleProposer, mixed_contexts, output_tokens, run_scheduled
 from torch import Tensor
 
 from penstock.architectures.llama import tiny_config
@@ -46,17 +46,17 @@ def test_outputs_of_any_schedule_equal_single_eager_requests(
         monkeypatch.setattr(int4, "NARROW", 0)  # no layer counts as narrow
     encoding = "int4" if encoding == "int5" else encoding
     config: dict[str, Any] = {"quantization_encoding": encoding, "kv_cache_dtype": kv_type}
-    single = open_small_model(checkpoint, compiled=False, **config)
+    single_pipeline = open_small_model(checkpoint, compiled=False, **config)
     expected: dict[str, Any] = {}
     for context in mixed_contexts():
-        expected |= run_scheduled(single, [context], max_batch_size=1)[0]
-    num_blocks = single.memory_plan.num_blocks[0]
+        expected |= run_scheduled(single_pipeline, [context], max_batch_size=1)[0]
+    num_blocks = single_pipeline.memory_plan.num_blocks[0]
     # too few blocks for all contexts, so some are preempted
-    memory = single.memory_plan.kv_cache_size * 12 // num_blocks
+    memory = single_pipeline.memory_plan.kv_cache_size * 12 // num_blocks
     pipeline = open_small_model(checkpoint, compiled=True, max_batch_size=1, kv_cache_memory=memory, **config)
     preempted = 0
 
-    @settings(max_examples=examples(5))
+    @settings(max_examples=num_examples(5))
     @given(
         batch_size=st.sampled_from([2, 7]),
         tokens=st.sampled_from([8, 24, 400]),
@@ -66,7 +66,7 @@ def test_outputs_of_any_schedule_equal_single_eager_requests(
     )
     def check_schedule(batch_size: int, tokens: int, plans: int, drafts: int, num_steps: int) -> None:
         nonlocal preempted
-        oracle = OracleProposer(texts_of(expected), lambda j: j % 4 == 3, drafts)
+        oracle = OracleProposer(output_tokens(expected), lambda j: j % 4 == 3, drafts)
         pipeline.proposer = oracle if drafts else None
         limits = {"max_batch_size": batch_size, "max_batch_input_tokens": tokens, "min_chunk_size": 4}
         with pytest.MonkeyPatch.context() as patch:

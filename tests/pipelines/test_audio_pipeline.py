@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support.codecs import FOLDER, REFERENCES, load_reference
-from support.tiny_speech import CODES, SAMPLES_PER_FRAME, FakeCodec, catalog, write_tiny_speech
+from support.tiny_speech import CODES, SAMPLES_PER_FRAME, FakeCodec, fake_codec_catalog, write_tiny_speech
 
 from penstock.assembly import load_pipeline, load_scheduler, load_tokenizer
 from penstock.codecs import CodecChunk
@@ -28,7 +28,7 @@ from penstock.pipelines.core import (
 )
 from penstock.text.speech_tokenizer import SpeechTokenizer
 
-CATALOG = catalog()
+CATALOG = fake_codec_catalog()
 LONG_TEXT = "a sentence that fills more than one block of the cache"
 TEXTS = (LONG_TEXT, "hello", LONG_TEXT + "!", "a b c d e")
 
@@ -90,9 +90,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def chunk_sizes(model: SpeechModel) -> Iterator[None]:
-    before = model.pipeline._streamed
+    previous_value = model.pipeline._streamed
     yield
-    model.pipeline._streamed = before
+    model.pipeline._streamed = previous_value
 
 
 @pytest.mark.usefixtures("chunk_sizes")
@@ -114,14 +114,14 @@ def test_streamed_audio_equals_decoding_at_once_for_each_chunk_size(
 
 def test_audio_of_a_batch_equals_that_of_single_requests(model: SpeechModel) -> None:
     contexts = [model.context(f"r{i}", text) for i, text in enumerate(TEXTS)]
-    together = model.run(contexts, 4)
+    batch_audio = model.run(contexts, 4)
     for i, text in enumerate(TEXTS):
-        again = model.context(f"r{i}", text)
-        [alone] = model.run([again]).values()
-        assert len(alone) == len(together[f"r{i}"]), "the chunks end at the same frames"
-        for single, batched in zip(alone, together[f"r{i}"], strict=True):
-            np.testing.assert_array_equal(single, batched)
-        assert again.num_dropped_tokens == contexts[i].num_dropped_tokens
+        same_context = model.context(f"r{i}", text)
+        [single_audio] = model.run([same_context]).values()
+        assert len(single_audio) == len(batch_audio[f"r{i}"]), "the chunks end at the same frames"
+        for single, batch_item in zip(single_audio, batch_audio[f"r{i}"], strict=True):
+            np.testing.assert_array_equal(single, batch_item)
+        assert same_context.num_dropped_tokens == contexts[i].num_dropped_tokens
 
 
 @pytest.mark.parametrize(
@@ -147,10 +147,10 @@ def test_a_cached_prompt_does_not_change_the_audio(folder: Path) -> None:
     model = SpeechModel(folder)
     first, second = (model.context("a", LONG_TEXT) for _ in range(2))
     [uncached] = model.run([first]).values()
-    [cached] = model.run([second]).values()
+    [cached_audio] = model.run([second]).values()
     assert first.num_cached_tokens == 0
     assert second.num_cached_tokens >= 32
-    np.testing.assert_array_equal(np.concatenate(cached), np.concatenate(uncached))
+    np.testing.assert_array_equal(np.concatenate(cached_audio), np.concatenate(uncached))
 
 
 def test_audio_after_the_last_token_needs_no_tokens_and_no_blocks(folder: Path) -> None:
@@ -158,21 +158,21 @@ def test_audio_after_the_last_token_needs_no_tokens_and_no_blocks(folder: Path) 
     pipeline, codec = model.pipeline, model.pipeline.codec
     pipeline._max_frames = 4
     scheduler = load_scheduler(model.config, pipeline)
-    finishing, running = model.context("a", params={"max_new_tokens": 40}), model.context("b")
-    running.eos_token_ids.clear()
-    running.ignore_eos = True
+    finishing, running_context = model.context("a", params={"max_new_tokens": 40}), model.context("b")
+    running_context.eos_token_ids.clear()
+    running_context.ignore_eos = True
     scheduler.submit(finishing)
-    scheduler.submit(running)
+    scheduler.submit(running_context)
     scheduler.step(1)
     num_chunks = 0
     while not finishing.is_done:
-        before, frames = running.current_length, codec.num_frames
+        length_before, frames = running_context.current_length, codec.num_frames
         was_generating = not finishing.speech_token_status.is_done
         scheduler.step(8)
         if not was_generating:
             num_chunks += 1
             assert scheduler.last_batch == (2, 1)
-            assert running.current_length > before
+            assert running_context.current_length > length_before
             assert codec.num_frames > frames
             assert not finishing.is_assigned_to_cache
     assert num_chunks > 2
@@ -198,13 +198,13 @@ def test_a_context_with_only_audio_left_is_never_preempted(folder: Path) -> None
     num_seen = 0
     while scheduler.has_work:
         had_audio_left = contexts[3].generation_status.is_done and not contexts[3].is_done
-        before = scheduler.num_preemptions
+        preemptions_before = scheduler.num_preemptions
         for name, output in scheduler.step(8).items():
             if output.has_audio_data:
                 chunks[name].append(output.audio_data)
         assert not scheduler.failures
         if had_audio_left:
-            num_seen += scheduler.num_preemptions > before
+            num_seen += scheduler.num_preemptions > preemptions_before
             assert "r3" in scheduler._running or contexts[3].is_done
     assert num_seen, "the test needs a preemption while the last context has audio left"
     for context in contexts:
@@ -251,12 +251,12 @@ def test_cancelled_requests_free_their_blocks(folder: Path) -> None:
 
 def test_the_status_of_the_audio_equals_that_of_the_tokens(folder: Path) -> None:
     model = SpeechModel(folder)
-    truncated = model.context("a", params={"max_new_tokens": 20})
+    truncated_context = model.context("a", params={"max_new_tokens": 20})
     finished = model.context("b", params={"max_new_tokens": 200})
-    model.run([truncated, finished])
-    assert truncated.audio_generation_status is TextGenerationStatus.MAXIMUM_LENGTH
+    model.run([truncated_context, finished])
+    assert truncated_context.audio_generation_status is TextGenerationStatus.MAXIMUM_LENGTH
     assert finished.audio_generation_status is TextGenerationStatus.END_OF_SEQUENCE
-    assert len(truncated.speech_tokens) == 20
+    assert len(truncated_context.speech_tokens) == 20
     assert len(finished.speech_tokens) == len(finished.generated_tokens) - 1
 
 
@@ -264,9 +264,9 @@ def test_an_incomplete_last_frame_is_dropped(tmp_path: Path) -> None:
     model = SpeechModel(write_tiny_speech(tmp_path / "m", "orpheus"))
     context = model.context("a", params={"max_new_tokens": 20, "ignore_eos": True})
     [chunks] = model.run([context]).values()
-    dropped = context.num_dropped_tokens
-    assert dropped >= 20 % 3
-    assert sum(map(len, chunks)) == (20 - dropped) // 3 * SAMPLES_PER_FRAME
+    num_dropped = context.num_dropped_tokens
+    assert num_dropped >= 20 % 3
+    assert sum(map(len, chunks)) == (20 - num_dropped) // 3 * SAMPLES_PER_FRAME
 
 
 def test_tokens_without_speech_end_with_an_error(tmp_path: Path) -> None:
@@ -315,15 +315,15 @@ def test_next_chunk_returns_the_audio_of_execute(model: SpeechModel) -> None:
     assert pipeline.decoder_sample_rate == FakeCodec.sample_rate
     contexts = {name: model.context(name) for name in ("a", "b")}
     chunks: dict[str, list[np.ndarray]] = {name: [] for name in contexts}
-    running = dict(contexts)
-    while running:
-        before = {name: context.current_length for name, context in running.items()}
-        for name, output in pipeline.next_chunk(running, 24).items():
-            assert running[name].current_length - before[name] <= 24
+    running_contexts = dict(contexts)
+    while running_contexts:
+        length_before = {name: context.current_length for name, context in running_contexts.items()}
+        for name, output in pipeline.next_chunk(running_contexts, 24).items():
+            assert running_contexts[name].current_length - length_before[name] <= 24
             if output.has_audio_data:
                 chunks[name].append(output.audio_data)
             if output.is_done:
-                pipeline.release(running.pop(name))
+                pipeline.release(running_contexts.pop(name))
     for name, context in contexts.items():
         assert len(chunks[name]) >= 2
         np.testing.assert_array_equal(np.concatenate(chunks[name]), decode_at_once(model, context))

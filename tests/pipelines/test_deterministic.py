@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,16 +12,16 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from support.checkpoints import write_checkpoint
-from support.random_draws import examples
-from support.running import (
-    context_of,
-    feed,
-    generate,
-    logits_of_tokens,
+from support.pipeline_steps import (
+    append_token,
+    chunked_logits,
+    generate_tokens,
+    make_context,
     open_pipeline,
     random_tokens,
     step_logits,
 )
+from support.random_draws import num_examples
 
 from penstock.architectures.llama import tiny_config
 from penstock.errors import ConfigError
@@ -67,27 +67,20 @@ def pipeline(checkpoint: Path, encoding: str, kernels: CpuOps) -> TextGeneration
 @pytest.fixture
 def whole_logits(pipeline: TextGenerationPipeline) -> torch.Tensor:
     """Return the logits after each token of the prompt, from one forward."""
-    return logits_of_tokens(pipeline, uncached_context(), [len(PROMPT)])
-
-
-@pytest.fixture
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+    return chunked_logits(pipeline, uncached_context(), [len(PROMPT)])
 
 
 def uncached_context(tokens: Sequence[int] = PROMPT) -> TextContext:
     """Return a context that reads no cached blocks, so that all of its rows are computed."""
-    return context_of(tokens, log_probabilities_echo=True)
+    return make_context(tokens, log_probabilities_echo=True)
 
 
 @pytest.mark.matrix(strength=1)
-@pytest.mark.usefixtures("_threads")
+@pytest.mark.usefixtures("_restore_num_threads")
 def test_logits_are_bit_equal_in_any_chunks_and_batches(
     pipeline: TextGenerationPipeline, whole_logits: torch.Tensor
 ) -> None:
-    @settings(max_examples=examples(5), phases=[Phase.explicit, Phase.reuse, Phase.generate])
+    @settings(max_examples=num_examples(5), phases=[Phase.explicit, Phase.reuse, Phase.generate])
     @given(
         boundaries=st.sets(st.integers(1, len(PROMPT) - 1), max_size=4),
         others=st.lists(st.integers(1, 90), max_size=3),
@@ -97,7 +90,7 @@ def test_logits_are_bit_equal_in_any_chunks_and_batches(
         torch.set_num_threads(threads)
         edges = [0, *sorted(boundaries), len(PROMPT)]
         chunks = [end - begin for begin, end in pairwise(edges)]
-        assert torch.equal(logits_of_tokens(pipeline, uncached_context(), chunks, others), whole_logits)
+        assert torch.equal(chunked_logits(pipeline, uncached_context(), chunks, others), whole_logits)
 
     check()
 
@@ -106,21 +99,21 @@ def test_logits_are_bit_equal_in_any_chunks_and_batches(
 def test_logits_of_decode_steps_and_verification_are_bit_equal(
     pipeline: TextGenerationPipeline, whole_logits: torch.Tensor
 ) -> None:
-    decoded = logits_of_tokens(pipeline, uncached_context(), [130] + [1] * 20, [5])
-    assert torch.equal(decoded, whole_logits)
-    assert torch.equal(logits_of_tokens(pipeline, uncached_context(), [130, 9, 1, 10], [3, 8]), whole_logits)
+    decoded_logits = chunked_logits(pipeline, uncached_context(), [130] + [1] * 20, [5])
+    assert torch.equal(decoded_logits, whole_logits)
+    assert torch.equal(chunked_logits(pipeline, uncached_context(), [130, 9, 1, 10], [3, 8]), whole_logits)
 
 
 @pytest.mark.matrix(strength=1)
 def test_logits_after_a_cached_prefix_are_bit_equal(
     pipeline: TextGenerationPipeline, whole_logits: torch.Tensor
 ) -> None:
-    first, second = context_of(PROMPT), context_of(PROMPT[:100] + PROMPT[:30])
+    first, second = make_context(PROMPT), make_context(PROMPT[:100] + PROMPT[:30])
     step_logits(pipeline, [first])
-    feed(pipeline, first, 0)
+    append_token(pipeline, first, 0)
     (logits_after_prefix,) = step_logits(pipeline, [second])
     assert second.num_cached_tokens == 96
-    expected = logits_of_tokens(pipeline, uncached_context(PROMPT[:100] + PROMPT[:30]), [130])
+    expected = chunked_logits(pipeline, uncached_context(PROMPT[:100] + PROMPT[:30]), [130])
     assert torch.equal(logits_after_prefix, expected[96:])
     assert torch.equal(expected[:100], whole_logits[:100])
 
@@ -128,23 +121,28 @@ def test_logits_after_a_cached_prefix_are_bit_equal(
 @pytest.mark.matrix(strength=1)
 def test_logits_after_a_preemption_are_bit_equal(pipeline: TextGenerationPipeline) -> None:
     new = random_tokens(20, 130, seed=2)
-    whole = logits_of_tokens(pipeline, uncached_context(PROMPT + new), [170])
+    full_logits = chunked_logits(pipeline, uncached_context(PROMPT + new), [170])
     context = uncached_context()
     step_logits(pipeline, [context])
     for token in new:
-        feed(pipeline, context, token)
+        append_token(pipeline, context, token)
     pipeline.release(context)
     context.reset()
-    assert torch.equal(logits_of_tokens(pipeline, context, [63, 107]), whole)
+    assert torch.equal(chunked_logits(pipeline, context, [63, 107]), full_logits)
 
 
 @pytest.mark.matrix(strength=1)
 def test_text_with_speculation_equals_plain_text(pipeline: TextGenerationPipeline) -> None:
     sampling = SamplingParams(temperature=0.7, top_p=0.95, seed=3)
     prompts = [PROMPT[:7] * 6, PROMPT[:40], PROMPT[3:30] * 3]
-    plain = [generate(pipeline, [context_of(p, 60, sampling_params=sampling)])[0] for p in prompts]
+    plain_tokens = [
+        generate_tokens(pipeline, [make_context(p, 60, sampling_params=sampling)])[0] for p in prompts
+    ]
     pipeline.proposer, pipeline.draft_lengths = NGramProposer(), FixedDraftLength(6)
-    assert generate(pipeline, [context_of(p, 60, sampling_params=sampling) for p in prompts]) == plain
+    assert (
+        generate_tokens(pipeline, [make_context(p, 60, sampling_params=sampling) for p in prompts])
+        == plain_tokens
+    )
     assert pipeline.speculation_stats.num_proposed > 0
 
 

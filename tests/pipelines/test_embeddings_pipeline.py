@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 from support.encoders import embeddings_context, encode_all, open_encoder
-from support.random_draws import examples
+from support.random_draws import num_examples
 from support.tiny_embedder import (
     HIDDEN,
     LAYERS,
@@ -44,12 +44,12 @@ def pipeline(folder: Path) -> EmbeddingsPipeline:
     return open_encoder(folder, max_batch_input_tokens=24, max_batch_size=4)
 
 
-def inputs_of(lengths: list[int], seed: int = 0) -> list[np.ndarray]:
+def random_inputs(lengths: list[int], seed: int = 0) -> list[np.ndarray]:
     rng = np.random.default_rng(seed)
     return [rng.integers(4, len(TOKENS), length) for length in lengths]
 
 
-def scheduler_of(folder: Path, pipeline: EmbeddingsPipeline, **options: Any) -> Scheduler[Any, Any]:
+def load_scheduler_with(folder: Path, pipeline: EmbeddingsPipeline, **options: Any) -> Scheduler[Any, Any]:
     return load_scheduler(PipelineConfig.from_flat({"model_path": str(folder)}), pipeline, **options)
 
 
@@ -70,13 +70,13 @@ def run(scheduler: Scheduler[Any, Any]) -> tuple[dict[str, Any], list[tuple[int,
     return outputs, steps
 
 
-@settings(max_examples=examples(15))
+@settings(max_examples=num_examples(15))
 @given(lengths=st.lists(st.integers(1, POSITIONS), min_size=1, max_size=9), seed=st.integers(0, 99))
 def test_outputs_of_any_schedule_are_bit_equal_to_single_inputs(
     pipeline: EmbeddingsPipeline, folder: Path, lengths: list[int], seed: int
 ) -> None:
-    inputs = inputs_of(lengths, seed)
-    scheduler = scheduler_of(folder, pipeline)
+    inputs = random_inputs(lengths, seed)
+    scheduler = load_scheduler_with(folder, pipeline)
     contexts = submit(scheduler, inputs)
     outputs, steps = run(scheduler)
     assert not scheduler.failures
@@ -86,8 +86,8 @@ def test_outputs_of_any_schedule_are_bit_equal_to_single_inputs(
         assert num_tokens <= 24 or count == 1, "only a single input may exceed the budget"
     for i, context in enumerate(contexts):
         assert context.status is TextGenerationStatus.END_OF_SEQUENCE
-        [alone] = encode_all(pipeline, [inputs[i]])
-        assert np.array_equal(outputs[str(i)].embeddings, alone.embeddings)
+        [single_response] = encode_all(pipeline, [inputs[i]])
+        assert np.array_equal(outputs[str(i)].embeddings, single_response.embeddings)
 
 
 def test_memory_is_planned_for_the_longest_input(
@@ -122,15 +122,15 @@ def test_outputs_that_the_model_lacks_are_refused(pipeline: EmbeddingsPipeline, 
 
 
 def test_options_change_the_output_as_defined(pipeline: EmbeddingsPipeline) -> None:
-    [tokens] = inputs_of([9])
-    [plain] = encode_all(pipeline, [tokens], normalize=False)
+    [tokens] = random_inputs([9])
+    [plain_response] = encode_all(pipeline, [tokens], normalize=False)
     [normalized] = encode_all(pipeline, [tokens])
     assert np.linalg.norm(normalized.embeddings) == pytest.approx(1)
-    expected = plain.embeddings / np.linalg.norm(plain.embeddings)
+    expected = plain_response.embeddings / np.linalg.norm(plain_response.embeddings)
     np.testing.assert_allclose(normalized.embeddings, expected, atol=1e-6)
-    [truncated] = encode_all(pipeline, [tokens], dimensions=8)
-    assert truncated.embeddings.shape == (8,)
-    assert np.linalg.norm(truncated.embeddings) == pytest.approx(1), "truncated, then normalised"
+    [truncated_response] = encode_all(pipeline, [tokens], dimensions=8)
+    assert truncated_response.embeddings.shape == (8,)
+    assert np.linalg.norm(truncated_response.embeddings) == pytest.approx(1), "truncated, then normalised"
     [vectors] = encode_all(pipeline, [tokens], outputs=("multi_vector", "dense"), num_unpooled_tokens=2)
     assert vectors.multi_vector is not None
     assert vectors.multi_vector.shape == (7, HIDDEN)
@@ -146,7 +146,7 @@ def test_options_change_the_output_as_defined(pipeline: EmbeddingsPipeline) -> N
 
 
 def test_each_context_of_a_batch_has_its_own_options(pipeline: EmbeddingsPipeline) -> None:
-    [tokens] = inputs_of([9])
+    [tokens] = random_inputs([9])
     options: list[dict[str, Any]] = [
         {},
         {"normalize": False},
@@ -155,15 +155,15 @@ def test_each_context_of_a_batch_has_its_own_options(pipeline: EmbeddingsPipelin
     ]
     batch = {str(i): embeddings_context(tokens, str(i), **requested) for i, requested in enumerate(options)}
     for response, requested in zip(pipeline.encode(batch).values(), options, strict=True):
-        [alone] = encode_all(pipeline, [tokens], **requested)
-        assert np.array_equal(response.embeddings, alone.embeddings)
+        [single_response] = encode_all(pipeline, [tokens], **requested)
+        assert np.array_equal(response.embeddings, single_response.embeddings)
         assert response.embeddings.shape == (requested.get("dimensions", HIDDEN),)
 
 
 def test_an_input_that_fails_does_not_affect_others(
     folder: Path, pipeline: EmbeddingsPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inputs = inputs_of([3, 4, 5, 2])
+    inputs = random_inputs([3, 4, 5, 2])
     expected = encode_all(pipeline, inputs)
     original = pipeline.model.prepare_initial_token_inputs
 
@@ -173,7 +173,7 @@ def test_an_input_that_fails_does_not_affect_others(
         return original(batches, *args)
 
     monkeypatch.setattr(pipeline.model, "prepare_initial_token_inputs", fail_on_bad_input)
-    scheduler = scheduler_of(folder, pipeline, isolates_faults=True)
+    scheduler = load_scheduler_with(folder, pipeline, isolates_faults=True)
     submit(scheduler, inputs)
     outputs, _ = run(scheduler)
     assert list(scheduler.failures) == ["2"]
@@ -183,8 +183,8 @@ def test_an_input_that_fails_does_not_affect_others(
 
 
 def test_cancelled_inputs_are_not_computed(folder: Path, pipeline: EmbeddingsPipeline) -> None:
-    scheduler = scheduler_of(folder, pipeline)
-    submit(scheduler, inputs_of([20, 20, 20]))
+    scheduler = load_scheduler_with(folder, pipeline)
+    submit(scheduler, random_inputs([20, 20, 20]))
     scheduler.cancel("1")
     scheduler.cancel("absent")
     outputs, steps = run(scheduler)
@@ -194,13 +194,16 @@ def test_cancelled_inputs_are_not_computed(folder: Path, pipeline: EmbeddingsPip
 
 def write_merged(folder: Path, base: Path, adapter: Path) -> Path:
     """Write a checkpoint whose weights include the products of an adapter."""
-    tensors, merged = load_file(adapter / "adapter_model.safetensors"), load_file(base / "model.safetensors")
+    tensors, merged_tensors = (
+        load_file(adapter / "adapter_model.safetensors"),
+        load_file(base / "model.safetensors"),
+    )
     for layer in range(LAYERS):
         name = f"encoder.layer.{layer}.attention.self.query"
         a, b = (tensors[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
-        merged[f"{name}.weight"] = merged[f"{name}.weight"] + 2 * b @ a
+        merged_tensors[f"{name}.weight"] = merged_tensors[f"{name}.weight"] + 2 * b @ a
     write_tiny_embedder(folder)
-    save_file(merged, folder / "model.safetensors")
+    save_file(merged_tensors, folder / "model.safetensors")
     return folder
 
 
@@ -208,17 +211,17 @@ def test_outputs_with_an_adapter_equal_merged_weights(
     folder: Path, pipeline: EmbeddingsPipeline, tmp_path: Path
 ) -> None:
     adapter = write_tiny_adapter(tmp_path / "adapter", seed=3)
-    merged = open_encoder(write_merged(tmp_path / "merged", folder, adapter))
-    adapted = open_encoder(folder, lora=(f"a={adapter}",))
-    inputs = inputs_of([9, 5])
+    merged_pipeline = open_encoder(write_merged(tmp_path / "merged", folder, adapter))
+    adapted_pipeline = open_encoder(folder, lora=(f"a={adapter}",))
+    inputs = random_inputs([9, 5])
     batch = {
         "0": embeddings_context(inputs[0], "0", adapter="a"),
         "1": embeddings_context(inputs[1], "1"),
     }
-    assert all(adapted.ready(context) for context in batch.values())
-    outputs = adapted.encode(batch)
-    [expected] = encode_all(merged, inputs[:1])
-    [plain, other] = encode_all(pipeline, inputs)
+    assert all(adapted_pipeline.ready(context) for context in batch.values())
+    outputs = adapted_pipeline.encode(batch)
+    [expected] = encode_all(merged_pipeline, inputs[:1])
+    [plain_response, other] = encode_all(pipeline, inputs)
     np.testing.assert_allclose(outputs["0"].embeddings, expected.embeddings, atol=1e-5)
-    assert not np.allclose(outputs["0"].embeddings, plain.embeddings, atol=1e-2)
+    assert not np.allclose(outputs["0"].embeddings, plain_response.embeddings, atol=1e-2)
     np.testing.assert_allclose(outputs["1"].embeddings, other.embeddings, atol=1e-6)

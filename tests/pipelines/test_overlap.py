@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.adapters import write_adapter
 from support.lazy_queue import LazyQueue, register_lazy
-from support.random_draws import examples
-from support.running import random_tokens
+from support.pipeline_steps import random_tokens
+from support.random_draws import num_examples
 from support.tiny_llm import EOS, MAX_LENGTH, write_tiny_llm
 
 from penstock import LLM
@@ -113,7 +113,7 @@ def open_from_values(values: Mapping[str, Any]) -> TextGenerationPipeline:
     return pipeline
 
 
-def context_of(name: str, tokens: Sequence[int], max_new: int = 12, **fields: Any) -> TextContext:
+def make_named_context(name: str, tokens: Sequence[int], max_new: int = 12, **fields: Any) -> TextContext:
     fields.setdefault("eos_token_ids", {EOS})
     fields.setdefault("ignore_eos", not fields["eos_token_ids"])
     return TextContext(
@@ -129,7 +129,7 @@ def serve(
     pipeline: TextGenerationPipeline,
     contexts: Sequence[TextContext],
     *,
-    every: int = 0,
+    arrival_interval: int = 0,
     cancels: Mapping[str, int] | None = None,
     num_steps: int = 1,
     **limits: Any,
@@ -139,7 +139,7 @@ def serve(
     Args:
         pipeline: the pipeline.
         contexts: the contexts.
-        every: number of steps between two arrivals; 0: all contexts arrive at the start.
+        arrival_interval: number of steps between two arrivals; 0: all contexts arrive at the start.
         cancels: request id -> number of tokens after which the request is cancelled.
         num_steps: maximum number of steps in one call.
         limits: arguments of the scheduler.
@@ -152,9 +152,9 @@ def serve(
     outputs: dict[str, Any] = {context.request_id: [] for context in contexts}
     num_calls = 0
     while arriving or scheduler.has_work:
-        while arriving and (not every or num_calls % every == 0):
+        while arriving and (not arrival_interval or num_calls % arrival_interval == 0):
             scheduler.submit(arriving.popleft())
-            if every:
+            if arrival_interval:
                 break
         num_calls += 1
         assert num_calls < 100_000, "no progress"
@@ -168,7 +168,7 @@ def serve(
         outputs[name].append(type(error))
     for name, count in cancels.items():
         outputs[name] = outputs[name][:count]
-    for context in contexts:  # a context does not change after its end
+    for context in contexts:  # the tokens of a finished context must not change
         if context.is_done:
             outputs[context.request_id].append(context.all_tokens.tolist())
     pipeline.kv.check_integrity()
@@ -176,10 +176,10 @@ def serve(
     return outputs, scheduler
 
 
-def outputs_of(
+def compare_outputs(
     pipelines: Mapping[str, TextGenerationPipeline], make_contexts: Any, **run: Any
 ) -> dict[str, Any]:
-    """Return the outputs of contexts. Asserts that overlapped and synchronous steps give the same outputs."""
+    """Return the outputs of contexts. Assert that overlapped and synchronous steps give equal outputs."""
     for pipeline in pipelines.values():
         pipeline.kv.forget_prefixes()
     expected, _ = serve(pipelines["cpu"], make_contexts(), **run)
@@ -194,7 +194,7 @@ def test_overlapped_outputs_equal_synchronous_ones(
     def contexts() -> list[TextContext]:
         lengths = [1, 30, 7, 50, 16, 3, 22, 9]
         return [
-            context_of(
+            make_named_context(
                 str(i),
                 PROMPT[:n],
                 5 + 3 * i,
@@ -204,23 +204,23 @@ def test_overlapped_outputs_equal_synchronous_ones(
             for i, n in enumerate(lengths)
         ]
 
-    before = queues[0].num_early
-    for every in (0, 1, 3):
-        outputs = outputs_of(pipelines, contexts, every=every)
+    num_early_before = queues[0].num_early
+    for arrival_interval in (0, 1, 3):
+        outputs = compare_outputs(pipelines, contexts, arrival_interval=arrival_interval)
         assert [len(outputs[str(i)]) for i in range(8)] == [5 + 3 * i + 2 for i in range(8)]
-    assert queues[0].num_early - before <= 1  # the first step reads the vocabulary size
+    assert queues[0].num_early - num_early_before <= 1  # the first step reads the vocabulary size
     assert not queues[0].num_waiting
 
 
-@pytest.mark.parametrize("every", [0, 1, 3, 9])
+@pytest.mark.parametrize("arrival_interval", [0, 1, 3, 9])
 def test_a_few_contexts_run_several_steps_in_one_call(
-    pipelines: dict[str, TextGenerationPipeline], monkeypatch: pytest.MonkeyPatch, every: int
+    pipelines: dict[str, TextGenerationPipeline], monkeypatch: pytest.MonkeyPatch, arrival_interval: int
 ) -> None:
     """Contexts that arrive later, end at different times, are cancelled, or need the host in each step."""
 
     def contexts(**penalty: float) -> list[TextContext]:
         return [
-            context_of(
+            make_named_context(
                 str(i), PROMPT[:n], 4 + 7 * i, sampling_params=replace(SAMPLED, temperature=i % 2, **penalty)
             )
             for i, n in enumerate([1, 30, 7, 50])
@@ -235,10 +235,12 @@ def test_a_few_contexts_run_several_steps_in_one_call(
         return execute(self, batch, num_steps)
 
     monkeypatch.setattr(TextGenerationPipeline, "execute", count_execute)
-    outputs_of(pipelines, contexts, every=every, num_steps=4, cancels={"3": 11})
+    compare_outputs(pipelines, contexts, arrival_interval=arrival_interval, num_steps=4, cancels={"3": 11})
     assert max(calls) > 1
     calls.clear()
-    outputs_of(pipelines, partial(contexts, frequency_penalty=0.5), every=every, num_steps=4)
+    compare_outputs(
+        pipelines, partial(contexts, frequency_penalty=0.5), arrival_interval=arrival_interval, num_steps=4
+    )
     assert not calls, "penalties need the tokens of each step"
 
 
@@ -260,7 +262,9 @@ def test_calls_of_a_few_contexts_do_not_limit_the_rows_of_later_steps(
     def num_steps_of_two_clients(scheduler: OverlappedScheduler[Any, Any]) -> int:
         clients = ["one"] * 12 + ["other"]
         for index, client_id in enumerate(clients):
-            scheduler.submit(context_of(f"{index}", PROMPT[:3], client_id=client_id, eos_token_ids=set()))
+            scheduler.submit(
+                make_named_context(f"{index}", PROMPT[:3], client_id=client_id, eos_token_ids=set())
+            )
         number = 0
         while scheduler.has_work:
             scheduler.step()
@@ -269,7 +273,7 @@ def test_calls_of_a_few_contexts_do_not_limit_the_rows_of_later_steps(
 
     fresh, used = (OverlappedScheduler(pipeline, steps=steps, **options) for _ in range(2))
     for index in range(3):
-        used.submit(context_of(f"few {index}", PROMPT[:3], 5 + 7 * index, eos_token_ids=set()))
+        used.submit(make_named_context(f"few {index}", PROMPT[:3], 5 + 7 * index, eos_token_ids=set()))
     while used.has_work:
         used.step(4)
     assert now > 0, "several steps ran in one call"
@@ -294,7 +298,7 @@ def test_the_time_between_requests_is_not_the_time_of_a_step(
     scheduler = OverlappedScheduler(pipeline, steps=steps, max_batch_size=6, ready=pipeline.ready)
     for name in "ab":
         now += 1000
-        scheduler.submit(context_of(name, PROMPT[:1], 5, eos_token_ids=set()))
+        scheduler.submit(make_named_context(name, PROMPT[:1], 5, eos_token_ids=set()))
         while scheduler.has_work:
             scheduler.step()
     assert len(seconds) == 10
@@ -312,25 +316,37 @@ def test_steps_overlap(pipelines: dict[str, TextGenerationPipeline], monkeypatch
             return method(self, *arguments)
 
         monkeypatch.setattr(OverlappedSteps, name, record_event)
-    serve(pipelines["lazy"], [context_of("a", PROMPT, 4, eos_token_ids=set())])
+    serve(pipelines["lazy"], [make_named_context("a", PROMPT, 4, eos_token_ids=set())])
     assert events == ["launch", "sample", *["launch", "collect", "sample"] * 3, "collect"]
     events.clear()
     pipelines["lazy"].kv.forget_prefixes()
-    serve(pipelines["lazy"], [context_of("a", PROMPT, 2, eos_token_ids=set())], max_batch_input_tokens=8)
+    serve(
+        pipelines["lazy"], [make_named_context("a", PROMPT, 2, eos_token_ids=set())], max_batch_input_tokens=8
+    )
     assert events.count("launch") == 7 + 1, "each chunk of 8 tokens is computed once"
 
 
 def test_requests_that_end_equal_the_synchronous_loop(pipelines: dict[str, TextGenerationPipeline]) -> None:
     """End tokens and end sequences finish requests. The token computed after the end is dropped."""
-    text = [token for token, _ in outputs_of(pipelines, lambda: [context_of("a", PROMPT, 30)])["a"][:-2]]
+    text = [
+        token
+        for token, _ in compare_outputs(pipelines, lambda: [make_named_context("a", PROMPT, 30)])["a"][:-2]
+    ]
 
     def contexts() -> list[TextContext]:
-        ends = [context_of(f"end {i}", PROMPT, 30, eos_token_ids={text[i]}) for i in (0, 1, 5, 20)]
-        sequences = [context_of(f"stop {i}", PROMPT, 30, eos_sequences=[text[i : i + 2]]) for i in (0, 4, 17)]
-        return [*ends, *sequences, context_of("short", PROMPT, 1), context_of("two", PROMPT, 2)]
+        ends = [make_named_context(f"end {i}", PROMPT, 30, eos_token_ids={text[i]}) for i in (0, 1, 5, 20)]
+        sequences = [
+            make_named_context(f"stop {i}", PROMPT, 30, eos_sequences=[text[i : i + 2]]) for i in (0, 4, 17)
+        ]
+        return [
+            *ends,
+            *sequences,
+            make_named_context("short", PROMPT, 1),
+            make_named_context("two", PROMPT, 2),
+        ]
 
     for batch_size in (1, 3, 6):
-        outputs = outputs_of(pipelines, contexts, max_batch_size=batch_size)
+        outputs = compare_outputs(pipelines, contexts, max_batch_size=batch_size)
         assert len(outputs["end 5"]) <= 7
 
 
@@ -345,7 +361,7 @@ def test_sampling_rules_equal_the_synchronous_loop(pipelines: dict[str, TextGene
 
     def contexts() -> list[TextContext]:
         return [
-            context_of(f"{name} {temperature}", PROMPT[:9], 20, eos_token_ids=set(range(30)))
+            make_named_context(f"{name} {temperature}", PROMPT[:9], 20, eos_token_ids=set(range(30)))
             for name, values in rules.items()
             for temperature in (0.0, 1.0)
         ]
@@ -357,21 +373,21 @@ def test_sampling_rules_equal_the_synchronous_loop(pipelines: dict[str, TextGene
             context.sampling_params = SamplingParams(temperature=temperature, top_k=-1, seed=2, **values)
         return actual
 
-    outputs_without_rules = outputs_of(pipelines, contexts)
-    assert outputs_of(pipelines, contexts_with_rules) != outputs_without_rules
+    outputs_without_rules = compare_outputs(pipelines, contexts)
+    assert compare_outputs(pipelines, contexts_with_rules) != outputs_without_rules
 
 
 def test_log_probabilities_equal_the_synchronous_loop(pipelines: dict[str, TextGenerationPipeline]) -> None:
     def contexts() -> list[TextContext]:
         return [
-            context_of("plain", PROMPT[:20], 15),
-            context_of("scored", PROMPT[:9], 9, log_probabilities=2),
-            context_of("echo", PROMPT[:40], 6, log_probabilities=1, log_probabilities_echo=True),
-            context_of("ends", PROMPT[:20], 4),
+            make_named_context("plain", PROMPT[:20], 15),
+            make_named_context("scored", PROMPT[:9], 9, log_probabilities=2),
+            make_named_context("echo", PROMPT[:40], 6, log_probabilities=1, log_probabilities_echo=True),
+            make_named_context("ends", PROMPT[:20], 4),
         ]
 
-    for every in (0, 2):
-        outputs_of(pipelines, contexts, every=every, max_batch_input_tokens=24)
+    for arrival_interval in (0, 2):
+        compare_outputs(pipelines, contexts, arrival_interval=arrival_interval, max_batch_input_tokens=24)
 
 
 GRAMMARS = {
@@ -396,15 +412,19 @@ def test_outputs_with_grammars_equal_the_synchronous_loop(
     }
 
     def contexts() -> list[TextContext]:
-        constrained = [
-            context_of(f"{name}, {kind}", PROMPT[: 4 + len(name)], 60, grammar=grammar, **fields)
+        constrained_contexts = [
+            make_named_context(f"{name}, {kind}", PROMPT[: 4 + len(name)], 60, grammar=grammar, **fields)
             for name, grammar in GRAMMARS.items()
             for kind, fields in kinds.items()
         ]
-        return [*constrained, context_of("free", PROMPT, 40), context_of("free too", PROMPT[:3], 50)]
+        return [
+            *constrained_contexts,
+            make_named_context("free", PROMPT, 40),
+            make_named_context("free too", PROMPT[:3], 50),
+        ]
 
-    for every in (0, 2):
-        outputs = outputs_of(pipelines, contexts, every=every)
+    for arrival_interval in (0, 2):
+        outputs = compare_outputs(pipelines, contexts, arrival_interval=arrival_interval)
         assert any(len(parts) > 30 for parts in outputs.values())
 
 
@@ -412,37 +432,41 @@ def test_chunks_and_prefix_hits_equal_the_synchronous_loop(
     pipelines: dict[str, TextGenerationPipeline],
 ) -> None:
     def contexts() -> list[TextContext]:
-        return [context_of(str(i), [*PROMPT[: 16 * (i % 4)], i, *PROMPT[:20]], 10 + i) for i in range(10)]
+        return [
+            make_named_context(str(i), [*PROMPT[: 16 * (i % 4)], i, *PROMPT[:20]], 10 + i) for i in range(10)
+        ]
 
     for tokens in (8, 24, 64):
-        for every in (0, 4):
-            outputs_of(pipelines, contexts, every=every, max_batch_input_tokens=tokens)
+        for arrival_interval in (0, 4):
+            compare_outputs(
+                pipelines, contexts, arrival_interval=arrival_interval, max_batch_input_tokens=tokens
+            )
     hits = {}
     for name, pipeline in pipelines.items():
         pipeline.kv.forget_prefixes()
-        equal_contexts = [context_of(str(i), PROMPT, 5) for i in range(6)]
+        equal_contexts = [make_named_context(str(i), PROMPT, 5) for i in range(6)]
         serve(pipeline, equal_contexts)
         hits[name] = [context.num_cached_tokens for context in equal_contexts]
     assert hits["lazy"] == hits["cpu"] == [0, 48, 48, 48, 48, 48]
 
 
 def test_choices_equal_the_synchronous_loop(pipelines: dict[str, TextGenerationPipeline]) -> None:
-    context = context_of("a", PROMPT, 12, sampling_params=SAMPLED)
-    outputs = outputs_of(pipelines, lambda: choice_contexts(context, 5))
+    context = make_named_context("a", PROMPT, 12, sampling_params=SAMPLED)
+    outputs = compare_outputs(pipelines, lambda: choice_contexts(context, 5))
     assert len({str(parts) for parts in outputs.values()}) == 5
 
 
 def test_outputs_with_adapters_equal_the_synchronous_loop(
     pipelines: dict[str, TextGenerationPipeline],
 ) -> None:
-    """Two adapters share one slot. It is overwritten while requests of the other adapter finish."""
+    """Two adapters share one slot. Loading one overwrites the slot while requests of the other finish."""
 
     def contexts() -> list[TextContext]:
         names = ["tone", None, "other", "tone", "other", None, "other", "tone"]
-        return [context_of(str(i), PROMPT[:12], 4 + i, adapter=name) for i, name in enumerate(names)]
+        return [make_named_context(str(i), PROMPT[:12], 4 + i, adapter=name) for i, name in enumerate(names)]
 
-    for every in (0, 2):
-        outputs = outputs_of(pipelines, contexts, every=every)
+    for arrival_interval in (0, 2):
+        outputs = compare_outputs(pipelines, contexts, arrival_interval=arrival_interval)
     assert len({str(parts[:3]) for parts in outputs.values()}) == 3
 
 
@@ -460,8 +484,8 @@ def test_preempted_requests_equal_the_synchronous_loop(
             common_values
             | {"kernels": kernels, "max_length": 96, "kv_cache_memory": 9 * size, "max_batch_size": 4}
         )
-        contexts = [context_of(str(i), PROMPT[: 5 + 4 * i], 40, priority=i % 2) for i in range(6)]
-        actual, scheduler = serve(pipeline, contexts, max_batch_size=4, every=2)
+        contexts = [make_named_context(str(i), PROMPT[: 5 + 4 * i], 40, priority=i % 2) for i in range(6)]
+        actual, scheduler = serve(pipeline, contexts, max_batch_size=4, arrival_interval=2)
         preemptions[kernels] = scheduler.num_preemptions
         expected = expected or actual
         assert actual == expected
@@ -470,19 +494,25 @@ def test_preempted_requests_equal_the_synchronous_loop(
 
 def test_cancelled_requests_return_their_tokens_so_far(pipelines: dict[str, TextGenerationPipeline]) -> None:
     def contexts() -> list[TextContext]:
-        return [context_of(str(i), PROMPT[: 3 + 5 * i], 30) for i in range(8)]
+        return [make_named_context(str(i), PROMPT[: 3 + 5 * i], 30) for i in range(8)]
 
-    for every in (0, 3):
-        outputs_of(pipelines, contexts, every=every, cancels={"0": 1, "3": 2, "4": 9}, max_batch_size=3)
+    for arrival_interval in (0, 3):
+        compare_outputs(
+            pipelines,
+            contexts,
+            arrival_interval=arrival_interval,
+            cancels={"0": 1, "3": 2, "4": 9},
+            max_batch_size=3,
+        )
     scheduler = load_scheduler(pipelines["lazy"].config, pipelines["lazy"])
-    context = context_of("a", PROMPT, 20)
+    context = make_named_context("a", PROMPT, 20)
     scheduler.submit(context)
-    scheduler.step()  # launched and not collected
+    scheduler.step()  # the step is launched, and its results are not collected
     scheduler.cancel("a")
     assert scheduler.step() == {}
     assert not scheduler.has_work
     assert not context.is_assigned_to_cache
-    scheduler.submit(context_of("a", PROMPT, 20))  # the id can be used again
+    scheduler.submit(make_named_context("a", PROMPT, 20))  # the id can be used again
     while scheduler.has_work:
         scheduler.step()
 
@@ -491,17 +521,17 @@ def test_a_cancelled_id_can_be_resubmitted_while_its_step_runs(
     pipelines: dict[str, TextGenerationPipeline],
 ) -> None:
     scheduler = load_scheduler(pipelines["lazy"].config, pipelines["lazy"])
-    scheduler.submit(context_of("a", PROMPT, 20))
+    scheduler.submit(make_named_context("a", PROMPT, 20))
     scheduler.step()
     scheduler.step()
     scheduler.cancel("a")
     scheduler._apply_cancels()
-    scheduler.submit(context_of("a", PROMPT[:7], 20))
+    scheduler.submit(make_named_context("a", PROMPT[:7], 20))
     tokens = []
     while scheduler.has_work:
         for output in scheduler.step().values():
             tokens += [part.next_token for part in output.tokens]
-    expected, _ = serve(pipelines["cpu"], [context_of("a", PROMPT[:7], 20)])
+    expected, _ = serve(pipelines["cpu"], [make_named_context("a", PROMPT[:7], 20)])
     assert tokens == [token for token, _ in expected["a"][:-2]]
 
 
@@ -518,7 +548,7 @@ def four_contexts() -> list[TextContext]:
     """Return four contexts; only request "3" grows beyond 40 tokens."""
     lengths = [5, 9, 20, 38]
     prompts = [[i + 1, *PROMPT[: n - 1]] for i, n in enumerate(lengths)]
-    return [context_of(str(i), prompt, 12, eos_token_ids=set()) for i, prompt in enumerate(prompts)]
+    return [make_named_context(str(i), prompt, 12, eos_token_ids=set()) for i, prompt in enumerate(prompts)]
 
 
 def test_a_step_that_fails_once_is_repeated(
@@ -535,7 +565,7 @@ def test_a_step_that_fails_once_is_repeated(
 
         with monkeypatch.context() as patch:
             patch_outputs(pipelines["lazy"], patch, fail_once)
-            actual, _ = serve(pipelines["lazy"], four_contexts(), every=2)
+            actual, _ = serve(pipelines["lazy"], four_contexts(), arrival_interval=2)
         assert actual == expected, failing
 
 
@@ -549,8 +579,8 @@ def test_only_the_request_that_makes_a_step_fail_is_failed(
 
     for pipeline in pipelines.values():
         patch_outputs(pipeline, monkeypatch, fail)
-    for every in (0, 2):
-        outputs = outputs_of(pipelines, four_contexts, every=every)
+    for arrival_interval in (0, 2):
+        outputs = compare_outputs(pipelines, four_contexts, arrival_interval=arrival_interval)
         assert [RequestFailedError in parts for parts in outputs.values()] == [False] * 3 + [True]
 
 
@@ -564,7 +594,7 @@ def test_non_finite_logits_fail_only_their_request(
 
     for pipeline in pipelines.values():
         patch_outputs(pipeline, monkeypatch, change)
-    outputs = outputs_of(pipelines, four_contexts)
+    outputs = compare_outputs(pipelines, four_contexts)
     assert [RequestFailedError in parts for parts in outputs.values()] == [False] * 3 + [True]
 
 
@@ -575,12 +605,12 @@ def test_requests_refused_at_their_first_step_equal_the_synchronous_loop(
         unknown = SamplingParams(logit_bias={5000: 1.0})
         return [
             *four_contexts(),
-            context_of("unknown token", PROMPT[:6], 9, sampling_params=unknown),
-            context_of("too long", random_tokens(MAX_LENGTH - 3, 256, seed=1), 10),
+            make_named_context("unknown token", PROMPT[:6], 9, sampling_params=unknown),
+            make_named_context("too long", random_tokens(MAX_LENGTH - 3, 256, seed=1), 10),
         ]
 
-    for every in (0, 2):
-        outputs = outputs_of(pipelines, contexts, every=every)
+    for arrival_interval in (0, 2):
+        outputs = compare_outputs(pipelines, contexts, arrival_interval=arrival_interval)
         assert outputs["unknown token"] == [InputError]
         assert outputs["too long"][-1] is InputError
         assert len(outputs["too long"]) == 5
@@ -627,7 +657,7 @@ def test_worker_results_equal_the_synchronous_loop(
         )
         tokens: dict[str, list[int]] = {}
         for name, prompt in (("a", PROMPT), ("b", PROMPT[:9])):
-            loop._handle(Submit(context_of(name, prompt, 70, eos_token_ids=set(range(0, 256, 9)))))
+            loop._handle(Submit(make_named_context(name, prompt, 70, eos_token_ids=set(range(0, 256, 9)))))
         while loop._contexts:
             loop._step()
         loop._handle(Control(7, "discard_cache"))
@@ -676,10 +706,10 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=examples(6))
+@settings(max_examples=num_examples(6))
 @given(
     batch=st.lists(requests(), min_size=1, max_size=9),
-    every=st.sampled_from([0, 1, 3]),
+    arrival_interval=st.sampled_from([0, 1, 3]),
     tokens=st.sampled_from([12, 40, 400]),
     size=st.sampled_from([1, 3, 6]),
     cancels=st.dictionaries(st.sampled_from("0123"), st.integers(1, 9), max_size=2),
@@ -687,19 +717,19 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
 def test_any_schedule_equals_the_synchronous_loop(
     small_caches: dict[str, TextGenerationPipeline],
     batch: list[dict[str, Any]],
-    every: int,
+    arrival_interval: int,
     tokens: int,
     size: int,
     cancels: dict[str, int],
 ) -> None:
     def contexts() -> list[TextContext]:
-        return [context_of(str(i), **request) for i, request in enumerate(batch)]
+        return [make_named_context(str(i), **request) for i, request in enumerate(batch)]
 
     cancels = {name: count for name, count in cancels.items() if int(name) < len(batch)}
-    outputs_of(
+    compare_outputs(
         small_caches,
         contexts,
-        every=every,
+        arrival_interval=arrival_interval,
         cancels=cancels,
         max_batch_input_tokens=tokens,
         max_batch_size=size,

@@ -10,8 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.checkpoints import oracle, oracle_greedy, oracle_logits, write_checkpoint
-from support.running import context_of, generate, open_pipeline, random_tokens, step_logits
+from support.checkpoints import (
+    load_in_transformers,
+    transformers_greedy,
+    transformers_logits,
+    write_checkpoint,
+)
+from support.pipeline_steps import generate_tokens, make_context, open_pipeline, random_tokens, step_logits
 
 from penstock.architectures.llama import tiny_config
 from penstock.dtype import DType
@@ -59,7 +64,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(checkpoint: Path) -> Any:
-    return oracle(checkpoint)
+    return load_in_transformers(checkpoint)
 
 
 @pytest.fixture
@@ -80,32 +85,36 @@ def test_an_empty_batch_gives_no_outputs(pipeline: TextGenerationPipeline) -> No
 
 
 def test_next_token_returns_one_dict_per_step(pipeline: TextGenerationPipeline) -> None:
-    short, long = context_of(PROMPT, 2), context_of(PROMPT[:9], 9)
-    whole = generate(pipeline, [context_of(PROMPT, 2), context_of(PROMPT[:9], 9)])
+    short, long = make_context(PROMPT, 2), make_context(PROMPT[:9], 9)
+    full_tokens = generate_tokens(pipeline, [make_context(PROMPT, 2), make_context(PROMPT[:9], 9)])
     steps = pipeline.next_token({"short": short, "long": long}, num_steps=2)
     assert [sorted(step) for step in steps] == [["long", "short"]] * 2
-    assert [step["short"].next_token for step in steps] == whole[0]
+    assert [step["short"].next_token for step in steps] == full_tokens[0]
     assert short.status is TextGenerationStatus.MAXIMUM_LENGTH
     steps = pipeline.next_token({"long": long}, num_steps=100)
     assert len(steps) == 7, "as many steps as the maximum length allows"
-    assert [step["long"].next_token for step in steps] == whole[1][2:]
+    assert [step["long"].next_token for step in steps] == full_tokens[1][2:]
 
 
 def test_greedy_and_sampled_contexts_in_a_batch_equal_single_ones(pipeline: TextGenerationPipeline) -> None:
     def contexts() -> list[TextContext]:
-        sampled = SamplingParams(temperature=1.0, top_k=-1, seed=3)
-        return [context_of(PROMPT), context_of(PROMPT, sampling_params=sampled), context_of(PROMPT[:4])]
+        sampled_params = SamplingParams(temperature=1.0, top_k=-1, seed=3)
+        return [
+            make_context(PROMPT),
+            make_context(PROMPT, sampling_params=sampled_params),
+            make_context(PROMPT[:4]),
+        ]
 
-    together = generate(pipeline, contexts(), num_steps=3)
-    alone = [generate(pipeline, [context])[0] for context in contexts()]
-    assert together == alone
-    assert together[0] != together[1]
+    batch_tokens = generate_tokens(pipeline, contexts(), num_steps=3)
+    single_texts = [generate_tokens(pipeline, [context])[0] for context in contexts()]
+    assert batch_tokens == single_texts
+    assert batch_tokens[0] != batch_tokens[1]
 
 
 def test_the_end_of_sequence_is_not_an_output_token(pipeline: TextGenerationPipeline) -> None:
-    (plain,) = generate(pipeline, [context_of(PROMPT)])
-    end = next(token for token in plain[5:] if token not in plain[:5])
-    at = plain.index(end)
+    (plain_tokens,) = generate_tokens(pipeline, [make_context(PROMPT)])
+    end = next(token for token in plain_tokens[5:] if token not in plain_tokens[:5])
+    end_index = plain_tokens.index(end)
     context = TextContext(
         prompt="", max_length=130, tokens=np.array(PROMPT, dtype=np.int64), eos_token_ids={end}
     )
@@ -114,7 +123,7 @@ def test_the_end_of_sequence_is_not_an_output_token(pipeline: TextGenerationPipe
     while response is None or not response.is_done:
         response = pipeline.execute({"a": context}, num_steps=4)["a"]
         tokens += [int(part.next_token) for part in response.tokens]
-    assert tokens == plain[:at]
+    assert tokens == plain_tokens[:end_index]
     assert response.final_status is TextGenerationStatus.END_OF_SEQUENCE
     with pytest.raises(InputError, match="has ended"):
         pipeline.execute({"a": context})
@@ -124,58 +133,58 @@ def test_the_default_end_token_ends_contexts_without_one(
     checkpoint: Path, pipeline: TextGenerationPipeline
 ) -> None:
     """It ends contexts that have no end-of-sequence ids and do not ignore ends."""
-    (plain,) = generate(pipeline, [context_of(PROMPT)])
+    (plain_tokens,) = generate_tokens(pipeline, [make_context(PROMPT)])
     config = pipeline.config
-    pipeline_with_end = TextGenerationPipeline(config, type(pipeline.model), plain[0])
+    pipeline_with_end = TextGenerationPipeline(config, type(pipeline.model), plain_tokens[0])
     context = TextContext(prompt="", max_length=130, tokens=np.array(PROMPT, dtype=np.int64))
     response = pipeline_with_end.execute({"a": context})["a"]
     assert response.final_status is TextGenerationStatus.END_OF_SEQUENCE
-    assert pipeline_with_end.execute({"a": context_of(PROMPT)})["a"].tokens[0].next_token == plain[0]
+    assert pipeline_with_end.execute({"a": make_context(PROMPT)})["a"].tokens[0].next_token == plain_tokens[0]
 
 
 def test_min_new_tokens_delays_the_end(pipeline: TextGenerationPipeline) -> None:
-    (plain,) = generate(pipeline, [context_of(PROMPT)])
+    (plain_tokens,) = generate_tokens(pipeline, [make_context(PROMPT)])
     context = TextContext(
         prompt="",
         max_length=60,
         tokens=np.array(PROMPT, dtype=np.int64),
-        eos_token_ids=set(plain),
+        eos_token_ids=set(plain_tokens),
         sampling_params=SamplingParams(min_new_tokens=7),
     )
-    (tokens,) = generate(pipeline, [context], num_steps=3)
+    (tokens,) = generate_tokens(pipeline, [context], num_steps=3)
     assert len(tokens) >= 7
-    assert not set(tokens[:7]) & set(plain)
+    assert not set(tokens[:7]) & set(plain_tokens)
 
 
 def test_a_full_cache_is_an_error_and_changes_no_context(checkpoint: Path) -> None:
     # bytes: float32 * K and V * layers * kv heads * head dim * block size * blocks
     size = 4 * 2 * 3 * 2 * 8 * 16 * 5
-    fixed = {"kv_cache_block_size": 16, "max_length": 64, "max_batch_size": 2}
-    small = open_pipeline(checkpoint, kv_cache_memory=size, **fixed)
-    assert small.kv.num_blocks == 4
-    first, second = context_of(PROMPT), context_of(PROMPT[::-1] + PROMPT)
-    small.execute({"a": first})
+    fixed_settings = {"kv_cache_block_size": 16, "max_length": 64, "max_batch_size": 2}
+    small_pipeline = open_pipeline(checkpoint, kv_cache_memory=size, **fixed_settings)
+    assert small_pipeline.kv.num_blocks == 4
+    first, second = make_context(PROMPT), make_context(PROMPT[::-1] + PROMPT)
+    small_pipeline.execute({"a": first})
     with pytest.raises(InsufficientBlocksError, match="4 KV blocks are needed, 2 of 4 are free"):
-        small.execute({"a": first, "b": second})
+        small_pipeline.execute({"a": first, "b": second})
     assert len(first.generated_tokens) == 1
     assert not len(second.generated_tokens)
-    small.release(second)
-    small.execute({"a": first})
-    small.release(first)
-    small.release(first)
-    small.kv.check_integrity()
-    assert small.kv.num_free_blocks == 4
+    small_pipeline.release(second)
+    small_pipeline.execute({"a": first})
+    small_pipeline.release(first)
+    small_pipeline.release(first)
+    small_pipeline.kv.check_integrity()
+    assert small_pipeline.kv.num_free_blocks == 4
 
 
 def test_too_few_blocks_for_many_steps_reduce_the_steps(checkpoint: Path) -> None:
     size = 4 * 2 * 3 * 2 * 8 * 16 * 5
-    fixed = {"kv_cache_block_size": 16, "max_length": 64, "max_batch_size": 2}
-    small = open_pipeline(checkpoint, kv_cache_memory=size, **fixed)
-    contexts = {"a": context_of(PROMPT, 30), "b": context_of(PROMPT[::-1], 30)}
-    responses = small.execute(contexts, num_steps=20)
+    fixed_settings = {"kv_cache_block_size": 16, "max_length": 64, "max_batch_size": 2}
+    small_pipeline = open_pipeline(checkpoint, kv_cache_memory=size, **fixed_settings)
+    contexts = {"a": make_context(PROMPT, 30), "b": make_context(PROMPT[::-1], 30)}
+    responses = small_pipeline.execute(contexts, num_steps=20)
     assert [len(response.tokens) for response in responses.values()] == [1, 1]
-    small.release(contexts["a"])
-    assert len(small.execute({"b": contexts["b"]}, num_steps=20)["b"].tokens) == 20
+    small_pipeline.release(contexts["a"])
+    assert len(small_pipeline.execute({"b": contexts["b"]}, num_steps=20)["b"].tokens) == 20
 
 
 def test_a_shortened_length_is_logged(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -186,20 +195,20 @@ def test_a_shortened_length_is_logged(checkpoint: Path, caplog: pytest.LogCaptur
 
 
 def test_a_refused_batch_changes_no_context(pipeline: TextGenerationPipeline) -> None:
-    valid = context_of(PROMPT)
-    refused = [
-        (context_of(PROMPT, adapter="tone"), UnsupportedFeatureError, "adapter 'tone'"),
-        (context_of(PROMPT, grammar=Grammar("regex", "a+")), UnsupportedFeatureError, "regex grammar"),
-        (context_of(random_tokens(300, 130)), InputError, "300 tokens.*256"),
+    valid_context = make_context(PROMPT)
+    refused_requests = [
+        (make_context(PROMPT, adapter="tone"), UnsupportedFeatureError, "adapter 'tone'"),
+        (make_context(PROMPT, grammar=Grammar("regex", "a+")), UnsupportedFeatureError, "regex grammar"),
+        (make_context(random_tokens(300, 130)), InputError, "300 tokens.*256"),
     ]
-    for context, error, message in refused:
+    for context, error, message in refused_requests:
         with pytest.raises(error, match=message):
-            pipeline.execute({"good": valid, "bad": context})
-        assert not valid.is_assigned_to_cache
+            pipeline.execute({"good": valid_context, "bad": context})
+        assert not valid_context.is_assigned_to_cache
     with pytest.raises(InputError, match="num_steps must be at least 1, was 0"):
-        pipeline.execute({"good": valid}, num_steps=0)
+        pipeline.execute({"good": valid_context}, num_steps=0)
     with pytest.raises(InputError, match="twice in the batch"):
-        pipeline.execute({"good": valid, "again": valid})
+        pipeline.execute({"good": valid_context, "again": valid_context})
 
 
 def test_unsupported_requests_are_refused(pipeline: TextGenerationPipeline) -> None:
@@ -211,11 +220,11 @@ def test_unsupported_requests_are_refused(pipeline: TextGenerationPipeline) -> N
     pipeline.release(image)
     base = PipelineModel.compute_log_probabilities
     pipeline.model.compute_log_probabilities = partial(base, pipeline.model)  # type: ignore[method-assign]
-    scored = context_of(PROMPT, log_probabilities=2)
+    scored_context = make_context(PROMPT, log_probabilities=2)
     with pytest.raises(UnsupportedFeatureError, match="not implemented for LlamaModel"):
-        pipeline.execute({"a": scored})
-    assert not len(scored.generated_tokens)
-    pipeline.release(scored)
+        pipeline.execute({"a": scored_context})
+    assert not len(scored_context.generated_tokens)
+    pipeline.release(scored_context)
     pipeline.kv.check_integrity()
 
 
@@ -229,7 +238,7 @@ def test_a_length_beyond_the_model_is_refused(checkpoint: Path) -> None:
 def test_log_probabilities_equal_transformers(
     pipeline: TextGenerationPipeline, reference: Any, echo: bool, chunks: list[int]
 ) -> None:
-    context = context_of(PROMPT, 4, log_probabilities=3, log_probabilities_echo=echo)
+    context = make_context(PROMPT, 4, log_probabilities=3, log_probabilities_echo=echo)
     for chunk in chunks:
         context.set_token_indices(active_idx=context.start_idx + chunk)
         pipeline.execute({"a": context})
@@ -237,26 +246,26 @@ def test_log_probabilities_equal_transformers(
     while not context.is_done:
         entries += [part.log_probabilities for part in pipeline.execute({"a": context}, 4)["a"].tokens]
     tokens = context.all_tokens.tolist()
-    expected = torch.log_softmax(oracle_logits(reference, tokens[:-1]), dim=-1)
-    ours = [value for entry in entries for value in entry.token_log_probabilities]
-    top_tokens = [top for entry in entries for top in entry.top_log_probabilities]
+    expected = torch.log_softmax(transformers_logits(reference, tokens[:-1]), dim=-1)
+    actual = [value for entry in entries for value in entry.token_log_probabilities]
+    top_tokens = [top_entries for entry in entries for top_entries in entry.top_log_probabilities]
     first = 1 if echo else len(PROMPT)
-    theirs = [float(expected[i - 1, tokens[i]]) for i in range(first, len(tokens))]
-    assert ours == pytest.approx(theirs, abs=1e-3)
-    for i, top in enumerate(top_tokens, first):
+    expected_scores = [float(expected[i - 1, tokens[i]]) for i in range(first, len(tokens))]
+    assert actual == pytest.approx(expected_scores, abs=1e-3)
+    for i, top_entries in enumerate(top_tokens, first):
         expected_top = set(expected[i - 1].topk(3).indices.tolist())
-        assert set(top) == expected_top | {tokens[i]}
+        assert set(top_entries) == expected_top | {tokens[i]}
     pipeline.release(context)
 
 
 def test_penalties_change_the_text(pipeline: TextGenerationPipeline) -> None:
-    (plain,) = generate(pipeline, [context_of(PROMPT)])
+    (plain_tokens,) = generate_tokens(pipeline, [make_context(PROMPT)])
     params = SamplingParams(frequency_penalty=2.0, presence_penalty=2.0, repetition_penalty=1.5)
-    penalised, unpenalised = generate(
-        pipeline, [context_of(PROMPT, sampling_params=params), context_of(PROMPT)]
+    penalised_tokens, unpenalised = generate_tokens(
+        pipeline, [make_context(PROMPT, sampling_params=params), make_context(PROMPT)]
     )
-    assert unpenalised == plain
-    assert len(set(penalised)) > len(set(plain))
+    assert unpenalised == plain_tokens
+    assert len(set(penalised_tokens)) > len(set(plain_tokens))
 
 
 @pytest.mark.parametrize(
@@ -280,7 +289,7 @@ def test_hidden_states_equal_transformers(
     step = StepInputs(pipeline.session.ops, torch.zeros(1), torch.zeros(2))
     with torch.inference_mode():
         logits = reference.lm_head((last if normed else network.network.norm(last, step)).cpu())
-    torch.testing.assert_close(logits, oracle_logits(reference, texts[1])[-1:], atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(logits, transformers_logits(reference, texts[1])[-1:], atol=1e-3, rtol=1e-4)
 
 
 def test_return_logits_all_gives_the_logits_of_every_row(
@@ -290,9 +299,11 @@ def test_return_logits_all_gives_the_logits_of_every_row(
     outputs = run_once(pipeline, [PROMPT, PROMPT[:9]])
     assert outputs.logit_offsets.tolist() == [0, 30, 39]
     torch.testing.assert_close(
-        outputs.logits[30:].cpu(), oracle_logits(reference, PROMPT[:9]), atol=1e-3, rtol=1e-4
+        outputs.logits[30:].cpu(), transformers_logits(reference, PROMPT[:9]), atol=1e-3, rtol=1e-4
     )
-    assert generate(pipeline, [context_of(PROMPT, 5)])[0] == oracle_greedy(reference, PROMPT, 5)
+    assert generate_tokens(pipeline, [make_context(PROMPT, 5)])[0] == transformers_greedy(
+        reference, PROMPT, 5
+    )
 
 
 def test_return_logits_last_token_gives_one_row(pipeline: TextGenerationPipeline) -> None:
@@ -355,7 +366,10 @@ def test_a_weight_adapter_renames_tensors(checkpoint: Path, tmp_path: Path, refe
 
     pipeline = TextGenerationPipeline(config, Unwrapped, -1)
     torch.testing.assert_close(
-        step_logits(pipeline, [context_of(PROMPT)])[0], oracle_logits(reference, PROMPT), atol=1e-3, rtol=1e-4
+        step_logits(pipeline, [make_context(PROMPT)])[0],
+        transformers_logits(reference, PROMPT),
+        atol=1e-3,
+        rtol=1e-4,
     )
 
 
@@ -363,9 +377,9 @@ def test_bfloat16_logits_are_close_to_float32(checkpoint: Path, reference: Any) 
     pipeline = open_pipeline(checkpoint, quantization_encoding="bfloat16")
     assert isinstance(pipeline.kv, KVCacheManager)
     assert pipeline.kv.storage.caches[0].dtype is torch.bfloat16
-    ours = torch.log_softmax(step_logits(pipeline, [context_of(PROMPT)])[0], -1)
-    theirs = torch.log_softmax(oracle_logits(reference, PROMPT), -1)
-    assert float((theirs.exp() * (theirs - ours)).sum(-1).mean()) < 0.05
+    logits = torch.log_softmax(step_logits(pipeline, [make_context(PROMPT)])[0], -1)
+    reference_logits = torch.log_softmax(transformers_logits(reference, PROMPT), -1)
+    assert float((reference_logits.exp() * (reference_logits - logits)).sum(-1).mean()) < 0.05
 
 
 class NextToken(PipelineModel[TextContext]):
@@ -390,7 +404,7 @@ class NextToken(PipelineModel[TextContext]):
 
 def test_a_model_may_return_only_logits(checkpoint: Path) -> None:
     pipeline = TextGenerationPipeline(PipelineConfig.from_flat({"model_path": str(checkpoint)}), NextToken, 9)
-    assert generate(pipeline, [context_of([3, 1], 3), context_of([50], 4)], num_steps=2) == [
+    assert generate_tokens(pipeline, [make_context([3, 1], 3), make_context([50], 4)], num_steps=2) == [
         [2, 3, 4],
         [51, 52, 53, 54],
     ]
@@ -399,7 +413,7 @@ def test_a_model_may_return_only_logits(checkpoint: Path) -> None:
 def test_a_cache_created_by_the_model_gets_the_free_memory(checkpoint: Path) -> None:
     class WithCache(NextToken):
         def load_kv_manager(self, session: Any, available_cache_memory: int) -> KVCacheManager:
-            self.given = available_cache_memory
+            self.cache_memory = available_cache_memory
             group = KVGroup((0,), 1, 4, DType.float32)
             return KVCacheManager(KVCacheSpec((group,)), [5], 16)
 
@@ -408,15 +422,15 @@ def test_a_cache_created_by_the_model_gets_the_free_memory(checkpoint: Path) -> 
 
     pipeline = TextGenerationPipeline(PipelineConfig.from_flat({"model_path": str(checkpoint)}), WithCache, 9)
     model: Any = pipeline.model
-    assert model.given == model.estimate_memory_footprint() > 0
-    assert generate(pipeline, [context_of([3, 1], 2)]) == [[2, 3]]
+    assert model.cache_memory == model.estimate_memory_footprint() > 0
+    assert generate_tokens(pipeline, [make_context([3, 1], 2)]) == [[2, 3]]
 
 
 def test_a_context_of_another_task_is_refused(pipeline: TextGenerationPipeline) -> None:
     class MyContext(TextContext):
         pass
 
-    assert len(generate(pipeline, [MyContext(prompt="", max_length=9, tokens=np.array([1]))])[0]) == 8
+    assert len(generate_tokens(pipeline, [MyContext(prompt="", max_length=9, tokens=np.array([1]))])[0]) == 8
     options = {"prompt": "", "max_length": 9, "tokens": np.array([1]), "request_id": "7"}
     for context in (TTSContext(**options), EmbeddingsContext(**options)):
         message = f"request 7, a {type(context).__name__}, .* loaded for text-generation"
@@ -430,11 +444,11 @@ def test_a_speech_context_stops_at_the_end_of_its_tokens(
     pipeline: TextGenerationPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The speech-token pipeline derives from this pipeline and has other contexts."""
-    (plain,) = generate(pipeline, [context_of(PROMPT, 2)])
+    (plain_tokens,) = generate_tokens(pipeline, [make_context(PROMPT, 2)])
     monkeypatch.setattr(type(pipeline), "context_types", (TTSContext,))
     context = TTSContext(prompt="", max_length=len(PROMPT) + 2, tokens=np.array(PROMPT), ignore_eos=True)
     response = pipeline.execute({"a": context}, num_steps=5)["a"]
-    assert [part.next_token for part in response.tokens] == plain
+    assert [part.next_token for part in response.tokens] == plain_tokens
     assert response.final_status is TextGenerationStatus.MAXIMUM_LENGTH
     assert not context.is_done
     with pytest.raises(InputError, match="has ended"):
@@ -443,7 +457,7 @@ def test_a_speech_context_stops_at_the_end_of_its_tokens(
 
 
 def run_once(pipeline: TextGenerationPipeline, texts: list[list[int]], return_n_logits: int = 1) -> Any:
-    contexts = [context_of(text) for text in texts]
+    contexts = [make_context(text) for text in texts]
     kv: Any = pipeline.kv
     for context in contexts:
         kv.claim(context)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import write_checkpoint
-from support.running import context_of, generate, open_pipeline
-from support.speculating import PROMPT, OracleProposer, run_directly, texts_of
+from support.pipeline_steps import generate_tokens, make_context, open_pipeline
+from support.speculation import PROMPT, OracleProposer, output_tokens, run_directly
 
 from penstock.architectures.llama import tiny_config
 from penstock.errors import InputError, RequestFailedError, UnsupportedFeatureError
@@ -31,7 +31,7 @@ def pipeline(checkpoint: Path) -> TextGenerationPipeline:
 
 def contexts() -> dict[str, TextContext]:
     prompts = {"good": PROMPT, "bad": PROMPT[:9], "as good": PROMPT[:5]}
-    return {name: context_of(prompt, 12, request_id=name) for name, prompt in prompts.items()}
+    return {name: make_context(prompt, 12, request_id=name) for name, prompt in prompts.items()}
 
 
 def with_logits(outputs: Any, logits: torch.Tensor) -> Any:
@@ -65,7 +65,7 @@ class RejectingMatcher:
 def test_a_context_whose_matcher_rejects_its_token_fails_alone(
     pipeline: TextGenerationPipeline, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain = texts_of(run_directly(pipeline, list(contexts().values())))
+    plain_results = output_tokens(run_directly(pipeline, list(contexts().values())))
     batch = contexts()
     matcher: Any = RejectingMatcher()
     batch["bad"].set_matcher(matcher)
@@ -80,7 +80,10 @@ def test_a_context_whose_matcher_rejects_its_token_fails_alone(
     with pytest.raises(InputError, match="request bad has ended"):
         pipeline.execute(batch)
     pipeline.release(batch.pop("bad"))
-    assert generate(pipeline, list(batch.values())) == [plain["good"][3:], plain["as good"][3:]]
+    assert generate_tokens(pipeline, list(batch.values())) == [
+        plain_results["good"][3:],
+        plain_results["as good"][3:],
+    ]
 
 
 def test_a_grammar_that_allows_no_token_fails_its_context(pipeline: TextGenerationPipeline) -> None:
@@ -89,7 +92,7 @@ def test_a_grammar_that_allows_no_token_fails_its_context(pipeline: TextGenerati
             bitmask[index] = 0
             return True
 
-    plain = texts_of(run_directly(pipeline, list(contexts().values())))
+    plain_results = output_tokens(run_directly(pipeline, list(contexts().values())))
     batch = contexts()
     matcher: Any = MatcherWithoutTokens()
     batch["bad"].set_matcher(matcher)
@@ -100,7 +103,10 @@ def test_a_grammar_that_allows_no_token_fails_its_context(pipeline: TextGenerati
     )
     assert isinstance(failure, InputError)
     pipeline.release(batch.pop("bad"))
-    assert generate(pipeline, list(batch.values())) == [plain["good"][1:], plain["as good"][1:]]
+    assert generate_tokens(pipeline, list(batch.values())) == [
+        plain_results["good"][1:],
+        plain_results["as good"][1:],
+    ]
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
@@ -108,7 +114,7 @@ def test_a_grammar_that_allows_no_token_fails_its_context(pipeline: TextGenerati
 def test_non_finite_logits_fail_only_their_context(
     pipeline: TextGenerationPipeline, value: float, num_steps: int, num_top: int | None
 ) -> None:
-    plain = texts_of(run_directly(pipeline, list(contexts().values())))
+    plain_results = output_tokens(run_directly(pipeline, list(contexts().values())))
     calls = 0
     original = pipeline.model.execute
 
@@ -126,20 +132,20 @@ def test_non_finite_logits_fail_only_their_context(
     for context in contexts().values():
         context.log_probabilities = num_top
         scheduler.submit(context)
-    texts: dict[str, list[int]] = {name: [] for name in plain}
+    texts: dict[str, list[int]] = {name: [] for name in plain_results}
     while scheduler.has_work:
         for name, response in scheduler.step(num_steps).items():
             texts[name] += [part.next_token for part in response.tokens]
     assert list(scheduler.failures) == ["bad"]
     assert "logits that are not finite" in str(scheduler.failures["bad"])
     assert {name: texts[name] for name in ("good", "as good")} == {
-        name: plain[name] for name in ("good", "as good")
+        name: plain_results[name] for name in ("good", "as good")
     }
     pipeline.kv.check_integrity()
 
 
 def test_non_finite_logits_after_a_rejected_draft_are_ignored(pipeline: TextGenerationPipeline) -> None:
-    plain = run_directly(pipeline, list(contexts().values()))
+    plain_results = run_directly(pipeline, list(contexts().values()))
     original = pipeline.model.execute
 
     def execute_with_nan(inputs: Any) -> Any:
@@ -151,8 +157,8 @@ def test_non_finite_logits_after_a_rejected_draft_are_ignored(pipeline: TextGene
         return with_logits(outputs, logits)
 
     pipeline.model.execute = execute_with_nan  # type: ignore[method-assign]
-    pipeline.proposer = OracleProposer(texts_of(plain), lambda place: True, 4)
-    assert run_directly(pipeline, list(contexts().values())) == plain
+    pipeline.proposer = OracleProposer(output_tokens(plain_results), lambda place: True, 4)
+    assert run_directly(pipeline, list(contexts().values())) == plain_results
 
 
 def test_logits_of_minus_infinity_are_valid(pipeline: TextGenerationPipeline) -> None:
@@ -165,7 +171,7 @@ def test_logits_of_minus_infinity_are_valid(pipeline: TextGenerationPipeline) ->
         return with_logits(outputs, logits)
 
     pipeline.model.execute = execute_with_minus_infinity  # type: ignore[method-assign]
-    (text,) = generate(pipeline, [context_of(PROMPT, 9)])
+    (text,) = generate_tokens(pipeline, [make_context(PROMPT, 9)])
     assert max(text) < 5
     assert not pipeline.failures
 
@@ -185,16 +191,16 @@ class SlowCompiler:
 
 
 def test_ready_starts_the_compilation_of_the_grammar(pipeline: TextGenerationPipeline) -> None:
-    constrained = context_of(PROMPT, grammar=Grammar("regex", "a+"))
-    assert pipeline.ready(constrained)
+    constrained_context = make_context(PROMPT, grammar=Grammar("regex", "a+"))
+    assert pipeline.ready(constrained_context)
     with pytest.raises(UnsupportedFeatureError, match="call set_matcher"):
-        pipeline.execute({"a": constrained})
+        pipeline.execute({"a": constrained_context})
     grammars: Any = SlowCompiler()
     pipeline.grammars = grammars
-    assert pipeline.ready(context_of(PROMPT))
-    assert not pipeline.ready(constrained)
+    assert pipeline.ready(make_context(PROMPT))
+    assert not pipeline.ready(constrained_context)
     with pytest.raises(UnsupportedFeatureError, match="still being compiled"):
-        pipeline.execute({"a": constrained})
-    assert pipeline.ready(constrained)
-    assert pipeline.execute({"a": constrained})["a"].tokens
-    pipeline.release(constrained)
+        pipeline.execute({"a": constrained_context})
+    assert pipeline.ready(constrained_context)
+    assert pipeline.execute({"a": constrained_context})["a"].tokens
+    pipeline.release(constrained_context)

@@ -35,9 +35,9 @@ def test_pooling_equals_its_formula(kind: str, whole: list[float], without_first
 
 
 def test_several_poolings_are_concatenated_in_float32() -> None:
-    pooled = pool(HIDDEN.bfloat16(), ("cls", "max"))
-    assert pooled.dtype is torch.float32
-    assert pooled.tolist() == [1, -2, 4, 8]
+    pooled_vector = pool(HIDDEN.bfloat16(), ("cls", "max"))
+    assert pooled_vector.dtype is torch.float32
+    assert pooled_vector.tolist() == [1, -2, 4, 8]
 
 
 def write_dense(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import write_checkpoint
-from support.running import context_of, generate, open_pipeline, random_tokens
+from support.pipeline_steps import generate_tokens, make_context, open_pipeline, random_tokens
 
 from penstock.architectures.llama import tiny_config
 from penstock.errors import InputError
@@ -70,7 +70,7 @@ def counting_pipeline(checkpoint: Path) -> tuple[TextGenerationPipeline, Countin
 
 def test_a_step_can_be_launched_before_the_previous_one_is_collected(checkpoint: Path) -> None:
     pipeline, model = counting_pipeline(checkpoint)
-    contexts = [context_of([5]), context_of([50, 60])]
+    contexts = [make_context([5]), make_context([50, 60])]
     first = pipeline.runner.launch(contexts)
     second = pipeline.runner.launch(contexts, 2, after=first)
     third = pipeline.runner.launch(contexts, after=second)
@@ -87,7 +87,7 @@ def test_a_step_can_be_launched_before_the_previous_one_is_collected(checkpoint:
 
 def test_batches_are_launched_and_collected_in_any_order(checkpoint: Path) -> None:
     pipeline, _ = counting_pipeline(checkpoint)
-    a, b = context_of([5]), context_of([50, 60])
+    a, b = make_context([5]), make_context([50, 60])
     handle_a, handle_b = pipeline.launch({"a": a}), pipeline.launch({"b": b}, num_steps=3)
     assert (a.current_length, b.current_length) == (1, 2), "launching adds no token"
     assert [part.next_token for part in pipeline.collect(handle_b)["b"].tokens] == [61, 62, 63]
@@ -100,10 +100,10 @@ def test_batches_are_launched_and_collected_in_any_order(checkpoint: Path) -> No
 def test_continued_launches_give_the_tokens_of_single_steps(
     pipeline: TextGenerationPipeline, num_steps: int, use_graphs: bool
 ) -> None:
-    """Runs on a real model, with eager and with fused steps."""
+    """The test uses a real model, with eager steps and with graphs."""
     pipeline.session.use_graphs = use_graphs
-    expected = generate(pipeline, [context_of(PROMPT, 11), context_of(OTHER, 11)])
-    contexts = [context_of(PROMPT, 11), context_of(OTHER, 11)]
+    expected = generate_tokens(pipeline, [make_context(PROMPT, 11), make_context(OTHER, 11)])
+    contexts = [make_context(PROMPT, 11), make_context(OTHER, 11)]
     for context in contexts:
         pipeline.kv.claim(context)
         pipeline.kv.reserve(context, 10)
@@ -120,8 +120,8 @@ def test_continued_launches_give_the_tokens_of_single_steps(
 
 
 def test_execute_equals_launch_and_collect(pipeline: TextGenerationPipeline) -> None:
-    expected = generate(pipeline, [context_of(PROMPT, 5)])
-    context, tokens = context_of(PROMPT, 5), []
+    expected = generate_tokens(pipeline, [make_context(PROMPT, 5)])
+    context, tokens = make_context(PROMPT, 5), []
     while not context.is_done:
         tokens += pipeline.collect(pipeline.launch({"a": context}))["a"].tokens
     assert [[part.next_token for part in tokens]] == expected
@@ -130,7 +130,7 @@ def test_execute_equals_launch_and_collect(pipeline: TextGenerationPipeline) -> 
 def test_nothing_is_launched_for_a_refused_batch(checkpoint: Path) -> None:
     pipeline, model = counting_pipeline(checkpoint)
     with pytest.raises(InputError, match="at least 1, was 0"):
-        pipeline.launch({"a": context_of([5])}, num_steps=0)
+        pipeline.launch({"a": make_context([5])}, num_steps=0)
     assert not model.forwards
 
 
@@ -157,7 +157,7 @@ def test_a_scheduled_step_reserves_blocks_once_per_context(
 ) -> None:
     scheduler: Scheduler[TextContext, Any] = Scheduler(pipeline, max_batch_size=4)
     for name in "abc":
-        scheduler.submit(context_of(PROMPT, 20, request_id=name))
+        scheduler.submit(make_context(PROMPT, 20, request_id=name))
     while scheduler.has_work:
         reserved_ids.clear()
         outputs = scheduler.step(num_steps)
@@ -168,7 +168,7 @@ def test_a_scheduled_step_reserves_blocks_once_per_context(
 def test_a_direct_call_reserves_blocks_once_per_context(
     pipeline: TextGenerationPipeline, reserved_ids: list[str], num_steps: int
 ) -> None:
-    batch = {name: context_of(PROMPT, 20, request_id=name) for name in "abc"}
+    batch = {name: make_context(PROMPT, 20, request_id=name) for name in "abc"}
     for _ in range(3):
         reserved_ids.clear()
         steps = pipeline.next_token(batch, num_steps)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.random_draws import examples
+from support.random_draws import num_examples
 
 from penstock.kernels import Ops, SamplingInputs
 from penstock.kernels.cpu import load as load_compiled
@@ -22,10 +22,10 @@ GREEDY = SamplingParams()
 def ops(request: pytest.FixtureRequest) -> Ops:
     if request.param == "reference":
         return ReferenceOps()
-    compiled = load_compiled()
-    if compiled is None:
+    compiled_back_end = load_compiled()
+    if compiled_back_end is None:
         pytest.skip("the C++ kernels are not built")
-    return compiled
+    return compiled_back_end
 
 
 def kept_tokens(logits: np.ndarray, params: SamplingParams) -> tuple[list[int], np.ndarray]:
@@ -54,9 +54,9 @@ def expected_tokens(logits: np.ndarray, params: SamplingParams, random_numbers: 
 
     It is the first token whose cumulative probability exceeds u times the total.
     """
-    kept, sums = kept_tokens(logits, params)
+    kept_ids, sums = kept_tokens(logits, params)
     positions = np.searchsorted(sums, random_numbers * sums[-1], side="right")
-    return np.array(kept)[np.minimum(positions, len(kept) - 1)]
+    return np.array(kept_ids)[np.minimum(positions, len(kept_ids) - 1)]
 
 
 def sample(ops: Ops, logits: np.ndarray, params: list[SamplingParams], positions: list[int]) -> list[int]:
@@ -76,7 +76,7 @@ params_strategy = st.builds(
 )
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=num_examples(60))
 @given(
     rows=st.lists(st.tuples(params_strategy, st.integers(0, 10**6)), min_size=1, max_size=6),
     vocabulary=st.sampled_from([2, 33, 130, 1000]),
@@ -110,16 +110,16 @@ def test_greedy_takes_the_smallest_id_on_a_tie(ops: Ops, params: SamplingParams)
 def test_top_k_keeps_the_smallest_ids_on_a_tie(ops: Ops) -> None:
     params = SamplingParams(top_k=3, temperature=1.0)
     logits = np.zeros((200, 40), np.float32)
-    sampled = sample(ops, logits, [params] * 200, list(range(200)))
-    assert set(sampled) == {0, 1, 2}
+    sampled_ids = sample(ops, logits, [params] * 200, list(range(200)))
+    assert set(sampled_ids) == {0, 1, 2}
 
 
 @pytest.mark.parametrize(("top_p", "kept"), [(0.0, 1), (0.25, 1), (0.5, 2), (0.51, 3), (0.75, 3), (1.0, 4)])
 def test_top_p_keeps_no_token_beyond_the_mass(ops: Ops, top_p: float, kept: int) -> None:
     """The four tokens are equally likely, so their probabilities and cumulative sums are exact."""
     params = SamplingParams(top_k=-1, temperature=1.0, top_p=top_p)
-    sampled = sample(ops, np.zeros((200, 4), np.float32), [params] * 200, list(range(200)))
-    assert set(sampled) == set(range(kept))
+    sampled_ids = sample(ops, np.zeros((200, 4), np.float32), [params] * 200, list(range(200)))
+    assert set(sampled_ids) == set(range(kept))
 
 
 @pytest.mark.parametrize(
@@ -137,8 +137,8 @@ def test_sampled_tokens_have_the_expected_distribution(ops: Ops, params: Samplin
     logits = np.random.default_rng(5).normal(0, 1.5, vocabulary).astype(np.float32)
     uniform_grid = (np.arange(40_000) + 0.5) / 40_000
     expected = np.bincount(expected_tokens(logits, params, uniform_grid), minlength=vocabulary)
-    sampled = sample(ops, np.tile(logits, (count, 1)), [params] * count, list(range(count)))
-    observed = np.bincount(sampled, minlength=vocabulary)
+    sampled_ids = sample(ops, np.tile(logits, (count, 1)), [params] * count, list(range(count)))
+    observed = np.bincount(sampled_ids, minlength=vocabulary)
     assert not observed[expected == 0].any()
     cells = expected * (count / 40_000) >= 5
     statistic = (((observed - expected / 2) ** 2)[cells] / (expected / 2)[cells]).sum()
@@ -163,11 +163,11 @@ def test_a_bitmask_excludes_tokens(ops: Ops) -> None:
 
 def test_splitmix64_golden_vectors() -> None:
     """The published outputs of the generator, and the uniform numbers computed from them."""
-    published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
-    assert [splitmix64(1234567, position) for position in range(4)] == published
+    published_numbers = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
+    assert [splitmix64(1234567, position) for position in range(4)] == published_numbers
     assert splitmix64(0, 0) == 0xE220A8397B1DCDAF
     random_numbers = uniforms(np.full(4, 1234567, np.uint64), np.arange(4))
-    assert random_numbers.tolist() == [(output >> 11) / 2**53 for output in published]
+    assert random_numbers.tolist() == [(output >> 11) / 2**53 for output in published_numbers]
     assert splitmix64(-1, 0) == splitmix64(2**64 - 1, 0)
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.random_draws import examples
-from support.running import context_of, open_pipeline
+from support.pipeline_steps import make_context, open_pipeline
+from support.random_draws import num_examples
 from support.tiny_llm import VOCABULARY, write_tiny_llm
 
 from penstock.errors import InputError
@@ -58,20 +58,20 @@ def expected_row(row: np.ndarray, context: TextContext, drafts: list[int]) -> tu
             scores[token] *= params.repetition_penalty ** (-1 if scores[token] > 0 else 1)
     for token in set(generated):
         scores[token] -= params.frequency_penalty * generated.count(token) + params.presence_penalty
-    out = set(params.banned_token_ids or [])
+    forbidden_ids = set(params.banned_token_ids or [])
     for *prefix, last in params.banned_sequences or []:
         if generated[len(generated) - len(prefix) :] == prefix:
-            out.add(last)
+            forbidden_ids.add(last)
     if params.allowed_token_ids is not None:
-        out |= set(range(VOCAB_SIZE)) - set(params.allowed_token_ids)
+        forbidden_ids |= set(range(VOCAB_SIZE)) - set(params.allowed_token_ids)
     if len(generated) < params.min_new_tokens:
-        out |= context.eos_token_ids
-    return scores, out
+        forbidden_ids |= context.eos_token_ids
+    return scores, forbidden_ids
 
 
 def assert_follows_the_definition(result: torch.Tensor, before: torch.Tensor, rows: list[Any]) -> None:
-    for row, plain, (context, drafts) in zip(result.numpy(), before.numpy(), rows, strict=True):
-        scores, forbidden = expected_row(plain, context, drafts)
+    for row, plain_row, (context, drafts) in zip(result.numpy(), before.numpy(), rows, strict=True):
+        scores, forbidden = expected_row(plain_row, context, drafts)
         remaining = sorted(set(range(VOCAB_SIZE)) - forbidden)
         np.testing.assert_allclose(row[remaining], scores[remaining], rtol=1e-5, atol=1e-5)
         assert (row[sorted(forbidden)] <= -1e20).all()
@@ -92,7 +92,7 @@ params_strategy = st.builds(
 )
 
 
-@settings(max_examples=examples(150))
+@settings(max_examples=num_examples(150))
 @given(
     rows=st.lists(st.tuples(params_strategy, some_tokens, some_tokens), min_size=1, max_size=4),
     drafts_of=st.lists(some_tokens, min_size=4, max_size=4),
@@ -102,7 +102,7 @@ def test_any_mixture_of_rows_follows_the_definition(
     rows: list[tuple[SamplingParams, list[int], list[int]]], drafts_of: list[list[int]], seed: int
 ) -> None:
     contexts = [
-        advance(context_of([1, *prompt], sampling_params=params, eos_token_ids=set()), generated)
+        advance(make_context([1, *prompt], sampling_params=params, eos_token_ids=set()), generated)
         for params, prompt, generated in rows
     ]
     for context in contexts:
@@ -112,19 +112,19 @@ def test_any_mixture_of_rows_follows_the_definition(
         (c, d[:j]) for c, d in zip(contexts, drafts, strict=True) for j in range(len(d) + 1)
     ]
     logits = random_logits(len(contexts_and_drafts), seed)
-    before = logits.clone()
-    assert_follows_the_definition(adjust(logits, contexts, drafts), before, contexts_and_drafts)
-    assert torch.equal(logits, before), "the model's logits are not modified"
+    logits_before = logits.clone()
+    assert_follows_the_definition(adjust(logits, contexts, drafts), logits_before, contexts_and_drafts)
+    assert torch.equal(logits, logits_before), "the model's logits are not modified"
 
 
 def test_a_banned_sequence_is_never_completed() -> None:
     params = SamplingParams(banned_sequences=[[5, 6, 7], [6, 8], [9]], allowed_token_ids=[5, 6, 7, 8, 9])
-    context = advance(context_of([5], sampling_params=params, eos_token_ids=set()), [5])
+    context = advance(make_context([5], sampling_params=params, eos_token_ids=set()), [5])
     result = adjust(random_logits(3, 0), [context], [[6, 5]])
-    banned = [{token for token in range(5, 10) if row[token] <= -1e20} for row in result.tolist()]
-    assert banned == [{9}, {7, 8, 9}, {9}]  # after 5; 5, 6; 5, 6, 5: tokens of the prompt do not count
+    banned_ids = [{token for token in range(5, 10) if row[token] <= -1e20} for row in result.tolist()]
+    assert banned_ids == [{9}, {7, 8, 9}, {9}]  # after 5; 5, 6; 5, 6, 5: tokens of the prompt do not count
     only = SamplingParams(banned_sequences=[[5, 6]], allowed_token_ids=[6])
-    context = advance(context_of([1], sampling_params=only, eos_token_ids=set()), [5])
+    context = advance(make_context([1], sampling_params=only, eos_token_ids=set()), [5])
     assert adjust(random_logits(1, 0), [context], None)[0].argmax() == 6
 
 
@@ -147,7 +147,7 @@ def test_the_order_and_the_values_equal_transformers() -> None:
         allowed_token_ids=allowed,
         banned_token_ids=[15],
     )
-    context = context_of([3, 4, 4, 9], sampling_params=params, eos_token_ids={3})
+    context = make_context([3, 4, 4, 9], sampling_params=params, eos_token_ids={3})
     advance(context, [11, 9])
     processors = LogitsProcessorList(
         [
@@ -170,21 +170,21 @@ def test_the_order_and_the_values_equal_transformers() -> None:
 
 def test_frequency_and_presence_penalties_count_only_the_output() -> None:
     params = SamplingParams(frequency_penalty=0.5, presence_penalty=0.25)
-    penalised, plain = context_of([1, 2, 2], sampling_params=params), context_of([1])
-    advance(penalised, [5, 5, 6])
-    result = adjust(torch.zeros(2, 8), [penalised, plain])
+    penalised_context, plain_context = make_context([1, 2, 2], sampling_params=params), make_context([1])
+    advance(penalised_context, [5, 5, 6])
+    result = adjust(torch.zeros(2, 8), [penalised_context, plain_context])
     assert result.tolist() == [[0, 0, 0, 0, 0, -1.25, -0.75, 0], [0] * 8]
 
 
 def test_rows_without_adjustments_are_not_copied() -> None:
-    logits, contexts = random_logits(2), [context_of([1]), context_of([2])]
+    logits, contexts = random_logits(2), [make_context([1]), make_context([2])]
     assert adjust(logits, contexts) is logits
     assert all(not context.__dict__ for context in contexts)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_logits_are_adjusted_in_float32(dtype: torch.dtype) -> None:
-    context = context_of([1], sampling_params=SamplingParams(logit_bias={2: 0.001}))
+    context = make_context([1], sampling_params=SamplingParams(logit_bias={2: 0.001}))
     result = adjust(torch.full((1, VOCAB_SIZE), 8.0, dtype=dtype), [context])
     assert result.dtype == torch.float32
     assert result[0, 2].item() == pytest.approx(8.001, abs=1e-6)
@@ -192,14 +192,14 @@ def test_half_precision_logits_are_adjusted_in_float32(dtype: torch.dtype) -> No
 
 def test_min_new_tokens_masks_the_end_tokens() -> None:
     params = SamplingParams(min_new_tokens=2)
-    context = context_of([1, 2], sampling_params=params, eos_token_ids={3, 0})
+    context = make_context([1, 2], sampling_params=params, eos_token_ids={3, 0})
     for position, masked in ((2, {0, 3}), (3, {0, 3}), (4, set())):
         result = adjust_logits(torch.zeros(1, 5), [context], np.array([0]), np.array([position]))
         assert set(np.flatnonzero(result[0].numpy() < 0)) == masked
 
 
 def test_an_end_token_beyond_the_vocabulary_needs_no_mask() -> None:
-    context = context_of(
+    context = make_context(
         [1, 2], sampling_params=SamplingParams(min_new_tokens=2), eos_token_ids={-1, 3, 5, 9000}
     )
     result = adjust_logits(torch.zeros(1, 5), [context], np.array([0]), np.array([2]))
@@ -207,14 +207,14 @@ def test_an_end_token_beyond_the_vocabulary_needs_no_mask() -> None:
 
 
 def test_a_prompt_token_beyond_the_vocabulary_is_not_penalised() -> None:
-    context = context_of([1, 30], sampling_params=SamplingParams(repetition_penalty=2.0))
-    result = adjust(torch.ones(2, VOCAB_SIZE), [context, context_of([1])])
+    context = make_context([1, 30], sampling_params=SamplingParams(repetition_penalty=2.0))
+    result = adjust(torch.ones(2, VOCAB_SIZE), [context, make_context([1])])
     assert result.sum(1).tolist() == [VOCAB_SIZE - 0.5, VOCAB_SIZE]
 
 
 @pytest.mark.parametrize("penalty", [1e300, 5e-324, 1e-9])
 def test_no_penalty_makes_a_logit_non_finite(penalty: float) -> None:
-    context = context_of([0, 1, 2], sampling_params=SamplingParams(repetition_penalty=penalty))
+    context = make_context([0, 1, 2], sampling_params=SamplingParams(repetition_penalty=penalty))
     logits = torch.tensor([[0.0, 5.0, -5.0, 1.0]])
     result = adjust(logits, [context])
     assert result.isfinite().all()
@@ -224,7 +224,7 @@ def test_no_penalty_makes_a_logit_non_finite(penalty: float) -> None:
 # Token counts follow every change of the tokens.
 
 
-def counts_of(context: TextContext) -> dict[int, float]:
+def token_counts(context: TextContext) -> dict[int, float]:
     counts = context.token_counts
     return {t: n for t, n in zip(counts.ids.tolist(), counts.counts.tolist(), strict=True) if n}
 
@@ -242,11 +242,11 @@ operations = st.lists(
 )
 
 
-@settings(max_examples=examples(200))
+@settings(max_examples=num_examples(200))
 @given(operations=operations, with_prompt=st.booleans())
 def test_counts_follow_every_operation(operations: list[tuple[str, int]], with_prompt: bool) -> None:
     params = SamplingParams(repetition_penalty=1.5 if with_prompt else 1.0, presence_penalty=1.0)
-    context = context_of([4, 5, 5], max_new=500, sampling_params=params)
+    context = make_context([4, 5, 5], max_new=500, sampling_params=params)
     for operation, number in operations:
         if operation == "update":
             context.update(number)
@@ -256,13 +256,13 @@ def test_counts_follow_every_operation(operations: list[tuple[str, int]], with_p
             context.rollback(min(number, len(context.generated_tokens)))
         elif operation == "reset":
             context.reset()
-        elif operation == "cut":  # does not notify the counter
+        elif operation == "cut":  # this change does not notify the counter
             end = max(context.end_idx - number, 4)
             if end <= context.end_idx and context.start_idx < end - 1 and len(context.generated_tokens):
                 context.set_token_indices(active_idx=end, end_idx=end)
         else:
-            assert counts_of(context) == recount(context)
-    assert counts_of(context) == recount(context)
+            assert token_counts(context) == recount(context)
+    assert token_counts(context) == recount(context)
     assert set(context.token_counts.ids.tolist()) == {
         *context.generated_tokens.tolist(),
         *([4, 5] if with_prompt else []),
@@ -270,17 +270,17 @@ def test_counts_follow_every_operation(operations: list[tuple[str, int]], with_p
 
 
 def test_new_tokens_are_counted_incrementally() -> None:
-    context = context_of([1], max_new=2000, sampling_params=SamplingParams(presence_penalty=1.0))
+    context = make_context([1], max_new=2000, sampling_params=SamplingParams(presence_penalty=1.0))
     counts = context.token_counts
     for token in np.random.default_rng(0).integers(0, 900, 1500).tolist():
         context.update(token)
     assert context.token_counts is counts, "counted tokens are not counted again"
-    assert counts_of(context) == recount(context)
+    assert token_counts(context) == recount(context)
 
 
 def test_sampling_rules_of_a_context_are_serialized() -> None:
     params = SamplingParams(logit_bias={3: 5, 4: -0.5}, allowed_token_ids=[3, 4], banned_token_ids=[4])
-    context = advance(context_of([1, 2], sampling_params=params), [3])
+    context = advance(make_context([1, 2], sampling_params=params), [3])
     assert context.logit_rules is not None
     copy = msgpack_numpy_decoder(TextContext)(msgpack_numpy_encoder()(context))
     assert copy == context
@@ -295,7 +295,7 @@ def test_sampling_rules_of_a_context_are_serialized() -> None:
     "rules", [{"logit_bias": {20: 1.0}}, {"allowed_token_ids": [2, 20]}, {"banned_token_ids": [20]}]
 )
 def test_the_error_names_a_token_beyond_the_vocabulary(rules: dict[str, Any]) -> None:
-    context = context_of([1], sampling_params=SamplingParams(**rules))
+    context = make_context([1], sampling_params=SamplingParams(**rules))
     check_logit_rules(context, 21)
     for refuse in (
         lambda: check_logit_rules(context, VOCAB_SIZE),
@@ -308,42 +308,42 @@ def test_the_error_names_a_token_beyond_the_vocabulary(rules: dict[str, Any]) ->
 def test_a_batch_with_such_a_token_is_refused_without_a_change(tmp_path: Path) -> None:
     pipeline = open_pipeline(write_tiny_llm(tmp_path))
     for _ in range(2):  # the size of the vocabulary is known after the first forward
-        invalid = context_of([1, 2], sampling_params=SamplingParams(banned_token_ids=[VOCABULARY]))
+        invalid_context = make_context([1, 2], sampling_params=SamplingParams(banned_token_ids=[VOCABULARY]))
         with pytest.raises(InputError, match=f"has {VOCABULARY}: ids are integers from 0 to"):
-            pipeline.execute({invalid.request_id: invalid})
-        assert (invalid.start_idx, invalid.current_length) == (0, 2)
-        pipeline.release(invalid)
+            pipeline.execute({invalid_context.request_id: invalid_context})
+        assert (invalid_context.start_idx, invalid_context.current_length) == (0, 2)
+        pipeline.release(invalid_context)
     assert pipeline.kv.num_free_blocks == pipeline.kv.num_blocks
 
 
 def test_a_context_that_allows_no_token_is_refused() -> None:
     params = SamplingParams(min_new_tokens=1, allowed_token_ids=[3, 7])
     with pytest.raises(InputError, match="min_new_tokens is 1, but each of the 2 tokens"):
-        context_of([1], sampling_params=params, eos_token_ids={3, 7, 9})
-    context_of([1], sampling_params=params, eos_token_ids={3})
+        make_context([1], sampling_params=params, eos_token_ids={3, 7, 9})
+    make_context([1], sampling_params=params, eos_token_ids={3})
 
 
 @pytest.fixture(scope="module", params=["reference", "compiled"])
 def ops(request: pytest.FixtureRequest) -> Ops:
     if request.param == "reference":
         return ReferenceOps()
-    compiled = load_compiled()
-    if compiled is None:
+    compiled_back_end = load_compiled()
+    if compiled_back_end is None:
         pytest.skip("the C++ kernels are not built")
-    return compiled
+    return compiled_back_end
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-7, 1.0, 2.0])
 @pytest.mark.parametrize(
     ("params", "allowed_by_grammar", "expected"),
     [
-        ({"banned_token_ids": [4, 5]}, [4], 4),  # the grammar has precedence
-        ({"min_new_tokens": 5}, [3], 3),  # a grammar that is complete may end the output
+        ({"banned_token_ids": [4, 5]}, [4], 4),  # the grammar takes precedence over banned tokens
+        ({"min_new_tokens": 5}, [3], 3),  # a complete grammar may end the output before min_new_tokens
         (
             {"min_new_tokens": 5, "banned_token_ids": [4]},
             [4, 3],
-            3,
-        ),  # a delayed end token is preferred to a banned token
+            3,  # banned_token_ids takes precedence over min_new_tokens
+        ),
         ({"min_new_tokens": 5, "banned_token_ids": [4, 3]}, [4, 3, 6], 6),
         ({"allowed_token_ids": [4, 6]}, [4, 5], 4),
         ({"min_new_tokens": 5, "banned_token_ids": [t for t in range(VOCAB_SIZE) if t != 3]}, None, 3),
@@ -357,7 +357,7 @@ def test_the_later_rule_has_precedence_if_no_token_remains(
     expected: int,
 ) -> None:
     sampling = SamplingParams(temperature=temperature, top_k=-1, **params)
-    context = context_of([1], sampling_params=sampling, eos_token_ids={3})
+    context = make_context([1], sampling_params=sampling, eos_token_ids={3})
     bitmask = None
     if allowed_by_grammar is not None:
         bitmask = torch.tensor([[sum(1 << token for token in allowed_by_grammar)]], dtype=torch.int32)
@@ -370,7 +370,7 @@ def test_the_later_rule_has_precedence_if_no_token_remains(
 
 def test_a_banned_end_token_is_treated_like_other_banned_tokens() -> None:
     params = SamplingParams(min_new_tokens=5, banned_token_ids=[3, 4])
-    result = adjust(random_logits(), [context_of([1], sampling_params=params, eos_token_ids={3, 5})])
+    result = adjust(random_logits(), [make_context([1], sampling_params=params, eos_token_ids={3, 5})])
     assert result[0, 3] == result[0, 4] < result[0, 5] < -1e15
 
 
@@ -386,15 +386,15 @@ def test_a_banned_end_token_is_treated_like_other_banned_tokens() -> None:
 def test_sampled_tokens_have_the_expected_distribution(ops: Ops, params: SamplingParams) -> None:
     """A chi-squared test of 20,000 samples against the probabilities (p > 0.001)."""
     count = 20_000
-    context = advance(context_of([2, 4], sampling_params=params, eos_token_ids=set(END_TOKENS)), [9, 9, 2])
+    context = advance(make_context([2, 4], sampling_params=params, eos_token_ids=set(END_TOKENS)), [9, 9, 2])
     logits = random_logits(seed=3) / 3
-    scores, out = expected_row(logits[0].numpy(), context, [])
-    scores[sorted(out)] = -np.inf
+    scores, forbidden_ids = expected_row(logits[0].numpy(), context, [])
+    scores[sorted(forbidden_ids)] = -np.inf
     probabilities = _probabilities(scores, params)
     rows = adjust(logits, [context]).expand(count, VOCAB_SIZE).contiguous()
     sampler = Sampler.for_batch([params], torch.device("cpu"))
-    sampled = sampler(ops, rows, np.zeros(count, np.int64), np.arange(count))
-    observed = np.bincount(sampled.numpy(), minlength=VOCAB_SIZE)
+    sampled_ids = sampler(ops, rows, np.zeros(count, np.int64), np.arange(count))
+    observed = np.bincount(sampled_ids.numpy(), minlength=VOCAB_SIZE)
     assert not observed[probabilities == 0].any()
     cells = probabilities * count >= 5
     statistic = ((observed - probabilities * count) ** 2 / (probabilities * count + 1e-9))[cells].sum()
@@ -406,11 +406,11 @@ def test_sampled_tokens_have_the_expected_distribution(ops: Ops, params: Samplin
 def _probabilities(scores: np.ndarray, params: SamplingParams) -> np.ndarray:
     weights = np.exp((scores - scores.max()) / params.temperature)
     order = np.argsort(-weights, kind="stable")
-    kept = order[: params.top_k] if params.top_k > 0 else order
-    total = weights[kept].sum()
-    before = np.cumsum(weights[kept]) - weights[kept]
-    kept = kept[(before < params.top_p * total) | (params.top_p >= 1)]
-    kept = kept[weights[kept] >= params.min_p * weights.max()]
+    kept_ids = order[: params.top_k] if params.top_k > 0 else order
+    total = weights[kept_ids].sum()
+    sums_before = np.cumsum(weights[kept_ids]) - weights[kept_ids]
+    kept_ids = kept_ids[(sums_before < params.top_p * total) | (params.top_p >= 1)]
+    kept_ids = kept_ids[weights[kept_ids] >= params.min_p * weights.max()]
     result = np.zeros_like(weights)
-    result[kept] = weights[kept] / weights[kept].sum()
+    result[kept_ids] = weights[kept_ids] / weights[kept_ids].sum()
     return result

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.checkpoints import DECODERS, write_checkpoint
 from support.encodings import HalvedEncoding
-from support.running import context_of, generate, open_pipeline, random_tokens, step_logits
+from support.pipeline_steps import generate_tokens, make_context, open_pipeline, random_tokens, step_logits
 
 from penstock.driver import load_devices
 from penstock.kernels import ENCODINGS, LoRAInputs
@@ -57,12 +57,16 @@ def halved_encoding() -> Iterator[None]:
 
 @pytest.mark.usefixtures("halved_encoding")
 def test_an_added_encoding_is_used_by_every_layer(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    unchanged = open_pipeline(checkpoint)
-    plain, expected = (step_logits(unchanged, [context_of(prompt)])[0] for prompt in (PROMPT, PROMPT[::-1]))
-    encoded = open_pipeline(checkpoint, quantization_encoding="halved")
-    torch.testing.assert_close(step_logits(encoded, [context_of(PROMPT)])[0], plain, atol=1e-4, rtol=1e-4)
+    unchanged_pipeline = open_pipeline(checkpoint)
+    plain_logits, expected = (
+        step_logits(unchanged_pipeline, [make_context(prompt)])[0] for prompt in (PROMPT, PROMPT[::-1])
+    )
+    encoded_pipeline = open_pipeline(checkpoint, quantization_encoding="halved")
+    torch.testing.assert_close(
+        step_logits(encoded_pipeline, [make_context(PROMPT)])[0], plain_logits, atol=1e-4, rtol=1e-4
+    )
     monkeypatch.setattr(HalvedEncoding, "unpack", lambda self, tensors: tensors["weight"])
-    other = step_logits(encoded, [context_of(PROMPT[::-1])])[0]
+    other = step_logits(encoded_pipeline, [make_context(PROMPT[::-1])])[0]
     assert float((other - expected).abs().max()) > 0.1
 
 
@@ -108,8 +112,8 @@ def write_merged(checkpoint: Path, manager: FakeLoRAManager, folder: Path) -> Pa
     return folder
 
 
-def linears_of(checkpoint: Path) -> list[str]:
-    endings = ("_proj", ".gate", ".router", ".w1", ".w2", ".w3")  # also those of experts and their routers
+def linear_names(checkpoint: Path) -> list[str]:
+    endings = ("_proj", ".gate", ".router", ".w1", ".w2", ".w3")  # includes experts and their routers
     endings += (".dense", ".fc1", ".fc2", ".c_fc", ".query_key_value", ".dense_h_to_4h", ".dense_4h_to_h")
     names = Weights.open(checkpoint).names
     matrices = [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
@@ -123,46 +127,50 @@ def is_transposed(name: str) -> bool:
 
 @pytest.mark.matrix(strength=1)
 @pytest.mark.parametrize(
-    "selected", [slice(None), slice(1)], ids=["all linears", "one slice of a fused linear"]
+    "selected", [slice(None), slice(1)], ids=["all linear layers", "one slice of a fused linear"]
 )
 def test_an_adapter_equals_its_merged_weights(
     checkpoint: Path, pipeline: TextGenerationPipeline, selected: slice, tmp_path: Path
 ) -> None:
-    manager = FakeLoRAManager(checkpoint, linears_of(checkpoint)[selected])
+    manager = FakeLoRAManager(checkpoint, linear_names(checkpoint)[selected])
     with_adapter = open_pipeline(checkpoint, members={"lora_manager": manager})
-    merged = open_pipeline(write_merged(checkpoint, manager, tmp_path))
-    contexts = [context_of(PROMPT), context_of(PROMPT, adapter="tone"), context_of(PROMPT[:7])]
-    plain, adapted, _ = step_logits(with_adapter, contexts)
-    expected = step_logits(merged, [context_of(PROMPT)])[0]
-    torch.testing.assert_close(adapted, expected, atol=2e-3, rtol=1e-3)
-    torch.testing.assert_close(plain, step_logits(pipeline, [context_of(PROMPT)])[0], atol=1e-4, rtol=1e-4)
-    assert float((adapted - plain).abs().max()) > 0.1
+    merged_pipeline = open_pipeline(write_merged(checkpoint, manager, tmp_path))
+    contexts = [make_context(PROMPT), make_context(PROMPT, adapter="tone"), make_context(PROMPT[:7])]
+    plain_logits, adapted_logits, _ = step_logits(with_adapter, contexts)
+    expected = step_logits(merged_pipeline, [make_context(PROMPT)])[0]
+    torch.testing.assert_close(adapted_logits, expected, atol=2e-3, rtol=1e-3)
+    torch.testing.assert_close(
+        plain_logits, step_logits(pipeline, [make_context(PROMPT)])[0], atol=1e-4, rtol=1e-4
+    )
+    assert float((adapted_logits - plain_logits).abs().max()) > 0.1
 
 
 def test_an_adapter_applies_over_several_steps_and_separates_the_cache(checkpoint: Path) -> None:
-    linears = [name for name in linears_of(checkpoint) if ".1." in name]
+    linears = [name for name in linear_names(checkpoint) if ".1." in name]
     manager = FakeLoRAManager(
         checkpoint, [name for name in linears if "attn" in name or ".attention." in name][:1]
     )
     members = {"lora_manager": manager}
     pipeline = open_pipeline(checkpoint, deterministic=True, kv_cache_block_size=16, members=members)
-    contexts = [context_of(PROMPT, 20), context_of(PROMPT, 20, adapter="tone")]
-    together = generate(pipeline, contexts, num_steps=5)
-    assert together[0] != together[1]
-    for adapter, text in zip((None, "tone"), together, strict=True):
-        context = context_of(PROMPT, 20, adapter=adapter)
-        assert generate(pipeline, [context]) == [text]
+    contexts = [make_context(PROMPT, 20), make_context(PROMPT, 20, adapter="tone")]
+    batch_tokens = generate_tokens(pipeline, contexts, num_steps=5)
+    assert batch_tokens[0] != batch_tokens[1]
+    for adapter, text in zip((None, "tone"), batch_tokens, strict=True):
+        context = make_context(PROMPT, 20, adapter=adapter)
+        assert generate_tokens(pipeline, [context]) == [text]
         assert context.num_cached_tokens == 16, "each context reuses only blocks of its own adapter"
 
 
 def test_an_adapter_on_an_int8_model_does_not_change_other_rows(checkpoint: Path) -> None:
-    manager = FakeLoRAManager(checkpoint, linears_of(checkpoint))
+    manager = FakeLoRAManager(checkpoint, linear_names(checkpoint))
     options: dict[str, Any] = {"quantization_encoding": "int8", "deterministic": True}
     with_adapter = open_pipeline(checkpoint, members={"lora_manager": manager}, **options)
-    without, adapted = step_logits(with_adapter, [context_of(PROMPT), context_of(PROMPT, adapter="tone")])
-    (plain,) = step_logits(open_pipeline(checkpoint, **options), [context_of(PROMPT)])
-    assert torch.equal(without, plain)
-    assert float((adapted - plain).abs().max()) > 0.1
+    without, adapted_logits = step_logits(
+        with_adapter, [make_context(PROMPT), make_context(PROMPT, adapter="tone")]
+    )
+    (plain_logits,) = step_logits(open_pipeline(checkpoint, **options), [make_context(PROMPT)])
+    assert torch.equal(without, plain_logits)
+    assert float((adapted_logits - plain_logits).abs().max()) > 0.1
 
 
 # -- Input embeddings ------------------------------------------------------------------------------------
@@ -170,11 +178,11 @@ def test_an_adapter_on_an_int8_model_does_not_change_other_rows(checkpoint: Path
 
 def test_input_embeddings_replace_those_of_tokens(pipeline: TextGenerationPipeline) -> None:
     model: Any = pipeline.model
-    expected = step_logits(pipeline, [context_of(PROMPT)])[0]
+    expected = step_logits(pipeline, [make_context(PROMPT)])[0]
     hidden = [5, 6, 20]
     table = model.network.embedding.table
-    masked = [0 if i in hidden else token for i, token in enumerate(PROMPT)]
-    context = context_of(masked)
+    masked_prompt = [0 if i in hidden else token for i, token in enumerate(PROMPT)]
+    context = make_context(masked_prompt)
     kv: Any = pipeline.kv
     kv.claim(context)
     kv.reserve(context)
@@ -192,15 +200,18 @@ def test_input_embeddings_replace_those_of_tokens(pipeline: TextGenerationPipeli
 class FixedProposer:
     """A proposer with a fixed number of correct drafts, followed by wrong ones."""
 
-    def __init__(self, texts: Mapping[str, list[int]], right: int, wrong: int) -> None:
-        self.texts, self.right, self.wrong = texts, right, wrong
+    def __init__(self, texts: Mapping[str, list[int]], num_correct: int, num_wrong: int) -> None:
+        self.texts, self.num_correct, self.num_wrong = texts, num_correct, num_wrong
 
     def propose(self, contexts: Sequence[TextContext], limits: Sequence[int]) -> list[list[int]]:
         drafts = []
         for context in contexts:
-            upcoming = self.texts[context.request_id][len(context.generated_tokens) :]
-            wrong = [(token + 1) % 130 for token in upcoming[self.right : self.right + self.wrong]]
-            drafts.append(upcoming[: self.right] + wrong)
+            next_tokens = self.texts[context.request_id][len(context.generated_tokens) :]
+            wrong_tokens = [
+                (token + 1) % 130
+                for token in next_tokens[self.num_correct : self.num_correct + self.num_wrong]
+            ]
+            drafts.append(next_tokens[: self.num_correct] + wrong_tokens)
         return drafts
 
     def observe(
@@ -213,25 +224,27 @@ class FixedProposer:
 
 
 @pytest.mark.matrix(strength=1)
-@pytest.mark.parametrize(("right", "wrong"), [(0, 3), (4, 0), (3, 2), (1, 1)])
+@pytest.mark.parametrize(("num_correct", "num_wrong"), [(0, 3), (4, 0), (3, 2), (1, 1)])
 @pytest.mark.parametrize(
     "sampling",
     [SamplingParams(), SamplingParams(temperature=0.8, top_k=20, seed=5)],
     ids=["greedy", "sampled"],
 )
 def test_speculation_gives_the_text_of_plain_decoding(
-    pipeline: TextGenerationPipeline, right: int, wrong: int, sampling: SamplingParams
+    pipeline: TextGenerationPipeline, num_correct: int, num_wrong: int, sampling: SamplingParams
 ) -> None:
     def contexts() -> list[TextContext]:
         fields = {"sampling_params": sampling}
         return [
-            context_of(PROMPT, 20, request_id="long", **fields),
-            context_of(PROMPT[:3], 11, request_id="short", **fields),
+            make_context(PROMPT, 20, request_id="long", **fields),
+            make_context(PROMPT[:3], 11, request_id="short", **fields),
         ]
 
-    plain = generate(pipeline, contexts())
+    plain_tokens = generate_tokens(pipeline, contexts())
     calls = 0
-    pipeline.proposer = FixedProposer(dict(zip(("long", "short"), plain, strict=True)), right, wrong)
+    pipeline.proposer = FixedProposer(
+        dict(zip(("long", "short"), plain_tokens, strict=True)), num_correct, num_wrong
+    )
     original = pipeline.model.execute
 
     def count_execute(inputs: Any) -> Any:
@@ -240,35 +253,35 @@ def test_speculation_gives_the_text_of_plain_decoding(
         return original(inputs)
 
     pipeline.model.execute = count_execute  # type: ignore[method-assign]
-    assert generate(pipeline, contexts(), num_steps=3) == plain
-    assert calls <= -(-20 // (right + 1)) + 1
+    assert generate_tokens(pipeline, contexts(), num_steps=3) == plain_tokens
+    assert calls <= -(-20 // (num_correct + 1)) + 1
 
 
 def test_drafts_do_not_exceed_the_length_of_a_context(pipeline: TextGenerationPipeline) -> None:
-    (plain,) = generate(pipeline, [context_of(PROMPT, 3)])
-    pipeline.proposer = FixedProposer({"a": plain + [0] * 50}, right=50, wrong=0)
-    assert generate(pipeline, [context_of(PROMPT, 3, request_id="a")]) == [plain]
+    (plain_tokens,) = generate_tokens(pipeline, [make_context(PROMPT, 3)])
+    pipeline.proposer = FixedProposer({"a": plain_tokens + [0] * 50}, num_correct=50, num_wrong=0)
+    assert generate_tokens(pipeline, [make_context(PROMPT, 3, request_id="a")]) == [plain_tokens]
 
 
 def test_drafts_do_not_exceed_the_length_of_the_model(checkpoint: Path) -> None:
     pipeline = open_pipeline(checkpoint, deterministic=True, kv_cache_block_size=16, max_length=34)
-    (plain,) = generate(pipeline, [context_of(PROMPT, 4)])
-    pipeline.proposer = FixedProposer({"a": plain + [0] * 50}, right=50, wrong=0)
-    response = pipeline.execute({"a": context_of(PROMPT, 40, request_id="a")})["a"]
-    assert [part.next_token for part in response.tokens] == plain
+    (plain_tokens,) = generate_tokens(pipeline, [make_context(PROMPT, 4)])
+    pipeline.proposer = FixedProposer({"a": plain_tokens + [0] * 50}, num_correct=50, num_wrong=0)
+    response = pipeline.execute({"a": make_context(PROMPT, 40, request_id="a")})["a"]
+    assert [part.next_token for part in response.tokens] == plain_tokens
 
 
 def test_log_probabilities_with_drafts_equal_plain_decoding(pipeline: TextGenerationPipeline) -> None:
     def scored_context(request_id: str) -> TextContext:
-        return context_of(PROMPT[:9], 1, request_id=request_id, log_probabilities=2)
+        return make_context(PROMPT[:9], 1, request_id=request_id, log_probabilities=2)
 
-    (plain,) = generate(pipeline, [context_of(PROMPT, 8)])
-    (alone,) = pipeline.execute({"b": scored_context("b")})["b"].tokens
-    pipeline.proposer = FixedProposer({"a": plain, "c": []}, right=3, wrong=0)
-    batch = {"a": context_of(PROMPT, 8, request_id="a"), "c": scored_context("c")}
+    (plain_tokens,) = generate_tokens(pipeline, [make_context(PROMPT, 8)])
+    (single_tokens,) = pipeline.execute({"b": scored_context("b")})["b"].tokens
+    pipeline.proposer = FixedProposer({"a": plain_tokens, "c": []}, num_correct=3, num_wrong=0)
+    batch = {"a": make_context(PROMPT, 8, request_id="a"), "c": scored_context("c")}
     responses = pipeline.execute(batch)
     assert len(responses["a"].tokens) == 4
-    assert responses["c"].tokens == [alone]
+    assert responses["c"].tokens == [single_tokens]
 
 
 # -- Grammars --------------------------------------------------------------------------------------------
@@ -300,12 +313,12 @@ class EvenTokens:
 
 
 def test_a_matcher_restricts_only_its_own_context(pipeline: TextGenerationPipeline) -> None:
-    (plain,) = generate(pipeline, [context_of(PROMPT, 20)])
-    context = context_of(PROMPT, 20)
+    (plain_tokens,) = generate_tokens(pipeline, [make_context(PROMPT, 20)])
+    context = make_context(PROMPT, 20)
     matcher: Any = EvenTokens()
     context.set_matcher(matcher)
-    restricted, unrestricted = generate(pipeline, [context, context_of(PROMPT, 20)], num_steps=4)
-    assert unrestricted == plain
+    restricted, unrestricted = generate_tokens(pipeline, [context, make_context(PROMPT, 20)], num_steps=4)
+    assert unrestricted == plain_tokens
     assert restricted == matcher.accepted
     assert all(token % 2 == 0 for token in restricted)
-    assert restricted != plain
+    assert restricted != plain_tokens

@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 from support.checkpoints import write_checkpoint
-from support.running import context_of, generate, open_pipeline
-from support.speculating import (
+from support.pipeline_steps import generate_tokens, make_context, open_pipeline
+from support.speculation import (
     PROMPT,
-    REPEATING,
+    REPETITIVE_PROMPT,
     VOCABULARY,
     OracleProposer,
     mixed_contexts,
+    output_tokens,
     run_directly,
     run_scheduled,
-    texts_of,
 )
 
 from penstock.architectures.llama import tiny_config
@@ -42,10 +42,10 @@ def pipeline(checkpoint: Path) -> TextGenerationPipeline:
 
 
 WRONG_DRAFTS: dict[str, Callable[[int], bool]] = {
-    "always right": lambda position: False,
-    "always wrong": lambda position: True,
-    "every third wrong": lambda position: position % 3 == 2,
-    "wrong and right in turn": lambda position: position // 5 % 2 == 0,
+    "all drafts right": lambda position: False,
+    "all drafts wrong": lambda position: True,
+    "every third draft wrong": lambda position: position % 3 == 2,
+    "five wrong, five right": lambda position: position // 5 % 2 == 0,
 }
 
 
@@ -53,18 +53,18 @@ WRONG_DRAFTS: dict[str, Callable[[int], bool]] = {
 def test_a_mixed_batch_with_drafts_equals_plain_decoding(
     pipeline: TextGenerationPipeline, wrong_drafts: str
 ) -> None:
-    plain = run_directly(pipeline, mixed_contexts())
-    pipeline.proposer = proposer = OracleProposer(texts_of(plain), WRONG_DRAFTS[wrong_drafts], 5)
-    assert run_directly(pipeline, mixed_contexts(), num_steps=4) == plain
-    assert sorted(proposer.released) == sorted(plain)
+    plain_results = run_directly(pipeline, mixed_contexts())
+    pipeline.proposer = proposer = OracleProposer(output_tokens(plain_results), WRONG_DRAFTS[wrong_drafts], 5)
+    assert run_directly(pipeline, mixed_contexts(), num_steps=4) == plain_results
+    assert sorted(proposer.released) == sorted(plain_results)
     stats = pipeline.speculation_stats
-    assert stats.num_proposed == sum(len(draft) for draft, _ in proposer.seen)
-    assert stats.num_accepted == sum(accepted for _, accepted in proposer.seen)
-    assert stats.num_verified_steps == sum(bool(draft) for draft, _ in proposer.seen)
-    assert stats.acceptance_rate == {"always right": 1, "always wrong": 0}.get(
+    assert stats.num_proposed == sum(len(draft) for draft, _ in proposer.observed)
+    assert stats.num_accepted == sum(accepted for _, accepted in proposer.observed)
+    assert stats.num_verified_steps == sum(bool(draft) for draft, _ in proposer.observed)
+    assert stats.acceptance_rate == {"all drafts right": 1, "all drafts wrong": 0}.get(
         wrong_drafts, pytest.approx(stats.num_accepted / stats.num_proposed)
     )
-    if wrong_drafts == "always right":
+    if wrong_drafts == "all drafts right":
         assert stats.mean_tokens > 4
 
 
@@ -72,12 +72,12 @@ def test_accepted_tokens_have_their_log_probabilities(
     pipeline: TextGenerationPipeline,
 ) -> None:
     def scored_context() -> TextContext:
-        return context_of(PROMPT, 6, request_id="a", log_probabilities=2)
+        return make_context(PROMPT, 6, request_id="a", log_probabilities=2)
 
-    plain = run_directly(pipeline, [scored_context()])
-    pipeline.proposer = OracleProposer(texts_of(plain), WRONG_DRAFTS["always right"], 9)
+    plain_results = run_directly(pipeline, [scored_context()])
+    pipeline.proposer = OracleProposer(output_tokens(plain_results), WRONG_DRAFTS["all drafts right"], 9)
     parts = pipeline.execute({"a": scored_context()})["a"].tokens
-    assert [(part.next_token, part.log_probabilities) for part in parts] == plain["a"][:-1]
+    assert [(part.next_token, part.log_probabilities) for part in parts] == plain_results["a"][:-1]
     assert all(len(part.log_probabilities.token_log_probabilities) == 1 for part in parts)
 
 
@@ -88,9 +88,9 @@ def test_accepted_tokens_have_their_log_probabilities(
 def test_drafts_of_the_n_gram_proposer_equal_plain_decoding(
     pipeline: TextGenerationPipeline, min_length: int, widths: Any
 ) -> None:
-    plain = run_directly(pipeline, mixed_contexts())
+    plain_results = run_directly(pipeline, mixed_contexts())
     pipeline.proposer, pipeline.draft_lengths = NGramProposer(min_length, 3), widths
-    assert run_directly(pipeline, mixed_contexts()) == plain
+    assert run_directly(pipeline, mixed_contexts()) == plain_results
     assert pipeline.speculation_stats.num_proposed > (0 if isinstance(widths, AdaptiveDraftLength) else 10)
 
 
@@ -98,24 +98,28 @@ def test_drafts_of_the_n_gram_proposer_equal_plain_decoding(
 def test_sampled_text_with_drafts_equals_plain_decoding(pipeline: TextGenerationPipeline, seed: int) -> None:
     def contexts() -> list[TextContext]:
         sampling = SamplingParams(temperature=1.0, top_k=(-1, 20)[seed % 2], top_p=0.9, seed=seed)
-        prompts = (PROMPT, REPEATING, PROMPT[:3])
-        return [context_of(p, 30, request_id=str(i), sampling_params=sampling) for i, p in enumerate(prompts)]
+        prompts = (PROMPT, REPETITIVE_PROMPT, PROMPT[:3])
+        return [
+            make_context(p, 30, request_id=str(i), sampling_params=sampling) for i, p in enumerate(prompts)
+        ]
 
-    plain = run_directly(pipeline, contexts())
-    pipeline.proposer = OracleProposer(texts_of(plain), lambda position: (position * 7 + seed) % 4 == 0, 4)
-    assert run_directly(pipeline, contexts()) == plain
+    plain_results = run_directly(pipeline, contexts())
+    pipeline.proposer = OracleProposer(
+        output_tokens(plain_results), lambda position: (position * 7 + seed) % 4 == 0, 4
+    )
+    assert run_directly(pipeline, contexts()) == plain_results
 
 
 @pytest.mark.parametrize("proposer", ["oracle", "ngram"])
 def test_chunked_prompts_with_drafts_equal_plain_decoding(
     pipeline: TextGenerationPipeline, proposer: str
 ) -> None:
-    plain = run_directly(pipeline, mixed_contexts())
-    oracle = OracleProposer(texts_of(plain), WRONG_DRAFTS["every third wrong"], 4)
+    plain_results = run_directly(pipeline, mixed_contexts())
+    oracle = OracleProposer(output_tokens(plain_results), WRONG_DRAFTS["every third draft wrong"], 4)
     pipeline.proposer = oracle if proposer == "oracle" else NGramProposer(1, 3)
     limits = {"max_batch_size": 8, "max_batch_input_tokens": 13, "min_chunk_size": 3}
     actual, _ = run_scheduled(pipeline, mixed_contexts(), **limits)
-    assert actual == plain
+    assert actual == plain_results
     assert pipeline.speculation_stats.num_accepted
 
 
@@ -123,8 +127,8 @@ def test_chunked_prompts_with_drafts_equal_plain_decoding(
 def test_preempted_contexts_with_drafts_equal_plain_decoding(
     checkpoint: Path, pipeline: TextGenerationPipeline, proposer: str
 ) -> None:
-    plain = run_directly(pipeline, mixed_contexts())
-    small = open_pipeline(
+    plain_results = run_directly(pipeline, mixed_contexts())
+    small_pipeline = open_pipeline(
         checkpoint,
         deterministic=True,
         kv_cache_block_size=16,
@@ -132,33 +136,37 @@ def test_preempted_contexts_with_drafts_equal_plain_decoding(
         max_batch_size=6,
         kv_cache_memory=BLOCK_BYTES * 13,
     )
-    oracle = OracleProposer(texts_of(plain), WRONG_DRAFTS["every third wrong"], 4)
-    small.proposer = oracle if proposer == "oracle" else NGramProposer(1, 3)
-    run_directly(small, [context_of(PROMPT[:3], 1)]) if proposer == "ngram" else None
-    actual, scheduler = run_scheduled(small, mixed_contexts(), max_batch_size=6, max_batch_input_tokens=40)
+    oracle = OracleProposer(output_tokens(plain_results), WRONG_DRAFTS["every third draft wrong"], 4)
+    small_pipeline.proposer = oracle if proposer == "oracle" else NGramProposer(1, 3)
+    run_directly(small_pipeline, [make_context(PROMPT[:3], 1)]) if proposer == "ngram" else None
+    actual, scheduler = run_scheduled(
+        small_pipeline, mixed_contexts(), max_batch_size=6, max_batch_input_tokens=40
+    )
     assert scheduler.num_preemptions
-    assert actual == plain
-    assert small.speculation_stats.num_accepted
+    assert actual == plain_results
+    assert small_pipeline.speculation_stats.num_accepted
 
 
 def test_prefix_hits_with_drafts_equal_plain_decoding(pipeline: TextGenerationPipeline) -> None:
     long = [*PROMPT, *PROMPT[:15]]
-    plain = run_directly(pipeline, [context_of(long, 30, request_id="a")])
-    pipeline.proposer = OracleProposer(texts_of(plain), WRONG_DRAFTS["every third wrong"], 4)
-    context = context_of(long, 30, request_id="a")
-    assert run_directly(pipeline, [context]) == plain
+    plain_results = run_directly(pipeline, [make_context(long, 30, request_id="a")])
+    pipeline.proposer = OracleProposer(
+        output_tokens(plain_results), WRONG_DRAFTS["every third draft wrong"], 4
+    )
+    context = make_context(long, 30, request_id="a")
+    assert run_directly(pipeline, [context]) == plain_results
     assert context.num_cached_tokens == 32
-    more = [*long, *texts_of(plain)["a"][:20]]
-    context = context_of(more, 10, request_id="a")
+    more = [*long, *output_tokens(plain_results)["a"][:20]]
+    context = make_context(more, 10, request_id="a")
     pipeline.proposer = None
-    assert texts_of(run_directly(pipeline, [context]))["a"] == texts_of(plain)["a"][20:]
+    assert output_tokens(run_directly(pipeline, [context]))["a"] == output_tokens(plain_results)["a"][20:]
     assert context.num_cached_tokens == 64, "blocks with drafts are registered with the accepted tokens only"
 
 
 @pytest.mark.parametrize("at", [0, 1, 3, 4])
 def test_an_end_token_among_the_drafts_ends_the_output(pipeline: TextGenerationPipeline, at: int) -> None:
-    (text,) = generate(
-        pipeline, [context_of(PROMPT, 30, sampling_params=SamplingParams(temperature=1, seed=1))]
+    (text,) = generate_tokens(
+        pipeline, [make_context(PROMPT, 30, sampling_params=SamplingParams(temperature=1, seed=1))]
     )
     assert text[at] not in text[:at]
 
@@ -172,28 +180,28 @@ def test_an_end_token_among_the_drafts_ends_the_output(pipeline: TextGenerationP
             sampling_params=SamplingParams(temperature=1, seed=1),
         )
 
-    plain = run_directly(pipeline, [context()])
-    assert plain["a"][-1] is TextGenerationStatus.END_OF_SEQUENCE
-    pipeline.proposer = OracleProposer({"a": text}, WRONG_DRAFTS["always right"], 4)
-    assert run_directly(pipeline, [context()]) == plain
+    plain_results = run_directly(pipeline, [context()])
+    assert plain_results["a"][-1] is TextGenerationStatus.END_OF_SEQUENCE
+    pipeline.proposer = OracleProposer({"a": text}, WRONG_DRAFTS["all drafts right"], 4)
+    assert run_directly(pipeline, [context()]) == plain_results
 
 
 def test_an_end_sequence_among_the_drafts_ends_the_output(pipeline: TextGenerationPipeline) -> None:
-    (text,) = generate(pipeline, [context_of(PROMPT, 30)])
+    (text,) = generate_tokens(pipeline, [make_context(PROMPT, 30)])
 
     def context() -> TextContext:
         return TextContext(
             prompt="", max_length=60, tokens=np.array(PROMPT), eos_sequences=[text[3:6]], request_id="a"
         )
 
-    plain = run_directly(pipeline, [context()])
-    pipeline.proposer = OracleProposer({"a": text}, WRONG_DRAFTS["always right"], 9)
-    assert run_directly(pipeline, [context()]) == plain
-    assert texts_of(plain)["a"] == text[:5]
+    plain_results = run_directly(pipeline, [context()])
+    pipeline.proposer = OracleProposer({"a": text}, WRONG_DRAFTS["all drafts right"], 9)
+    assert run_directly(pipeline, [context()]) == plain_results
+    assert output_tokens(plain_results)["a"] == text[:5]
 
 
 def test_min_new_tokens_delays_drafted_end_tokens(pipeline: TextGenerationPipeline) -> None:
-    (text,) = generate(pipeline, [context_of(PROMPT, 30)])
+    (text,) = generate_tokens(pipeline, [make_context(PROMPT, 30)])
 
     def context() -> TextContext:
         return TextContext(
@@ -205,10 +213,10 @@ def test_min_new_tokens_delays_drafted_end_tokens(pipeline: TextGenerationPipeli
             sampling_params=SamplingParams(min_new_tokens=7),
         )
 
-    plain = run_directly(pipeline, [context()])
-    for drafts in (text, texts_of(plain)["a"]):
-        pipeline.proposer = OracleProposer({"a": drafts}, WRONG_DRAFTS["always right"], 5)
-        assert run_directly(pipeline, [context()]) == plain
+    plain_results = run_directly(pipeline, [context()])
+    for drafts in (text, output_tokens(plain_results)["a"]):
+        pipeline.proposer = OracleProposer({"a": drafts}, WRONG_DRAFTS["all drafts right"], 5)
+        assert run_directly(pipeline, [context()]) == plain_results
 
 
 class InvalidDrafts(OracleProposer):
@@ -221,47 +229,51 @@ class InvalidDrafts(OracleProposer):
 
 def test_invalid_draft_ids_are_dropped(pipeline: TextGenerationPipeline) -> None:
     def contexts() -> list[TextContext]:
-        return [context_of(PROMPT[:n], 20, request_id=str(n)) for n in (5, 6, 7)]
+        return [make_context(PROMPT[:n], 20, request_id=str(n)) for n in (5, 6, 7)]
 
-    plain = run_directly(pipeline, contexts())
-    pipeline.proposer = proposer = InvalidDrafts(texts_of(plain), WRONG_DRAFTS["always right"], 6)
-    assert run_directly(pipeline, contexts()) == plain
-    assert max(len(draft) for draft, _ in proposer.seen) == 2
+    plain_results = run_directly(pipeline, contexts())
+    pipeline.proposer = proposer = InvalidDrafts(
+        output_tokens(plain_results), WRONG_DRAFTS["all drafts right"], 6
+    )
+    assert run_directly(pipeline, contexts()) == plain_results
+    assert max(len(draft) for draft, _ in proposer.observed) == 2
 
 
 def test_too_few_blocks_reduce_the_drafts(checkpoint: Path) -> None:
-    fixed = {"kv_cache_block_size": 16, "max_length": 64, "max_batch_size": 2, "deterministic": True}
-    small = open_pipeline(checkpoint, kv_cache_memory=BLOCK_BYTES * 5, **fixed)
+    fixed_settings = {"kv_cache_block_size": 16, "max_length": 64, "max_batch_size": 2, "deterministic": True}
+    small_pipeline = open_pipeline(checkpoint, kv_cache_memory=BLOCK_BYTES * 5, **fixed_settings)
 
     def context(tokens: Sequence[int]) -> TextContext:
-        return context_of(tokens, 30, request_id="a")
+        return make_context(tokens, 30, request_id="a")
 
-    plain = run_directly(small, [context(PROMPT)])
-    small.proposer = oracle = OracleProposer(
-        texts_of(plain) | {"b": [1] * 9}, WRONG_DRAFTS["always right"], 20
+    plain_results = run_directly(small_pipeline, [context(PROMPT)])
+    small_pipeline.proposer = oracle = OracleProposer(
+        output_tokens(plain_results) | {"b": [1] * 9}, WRONG_DRAFTS["all drafts right"], 20
     )
-    first, second = context(PROMPT), context_of(PROMPT[::-1], 1, request_id="b")
-    response = small.execute({"a": first, "b": second})
-    drafted = len(oracle.seen[0][0])
-    assert 0 < drafted <= 18, (
+    first, second = context(PROMPT), make_context(PROMPT[::-1], 1, request_id="b")
+    response = small_pipeline.execute({"a": first, "b": second})
+    num_drafted = len(oracle.observed[0][0])
+    assert 0 < num_drafted <= 18, (
         "a prompt of 30 tokens leaves 2 slots in two blocks; a third block may not be free"
     )
-    assert len(response["a"].tokens) == drafted + 1
-    small.release(second)
-    small.release(first)
-    assert run_directly(small, [context(PROMPT)]) == plain
+    assert len(response["a"].tokens) == num_drafted + 1
+    small_pipeline.release(second)
+    small_pipeline.release(first)
+    assert run_directly(small_pipeline, [context(PROMPT)]) == plain_results
 
 
 def test_a_step_with_drafts_is_not_larger_than_planned(checkpoint: Path) -> None:
-    narrow = open_pipeline(
+    narrow_pipeline = open_pipeline(
         checkpoint, deterministic=True, kv_cache_block_size=16, max_batch_input_tokens=16, max_batch_size=2
     )
 
     def contexts() -> list[TextContext]:
-        return [context_of(PROMPT[:n], 20, request_id=str(n)) for n in (6, 5)]
+        return [make_context(PROMPT[:n], 20, request_id=str(n)) for n in (6, 5)]
 
-    plain = run_directly(narrow, contexts())
-    narrow.proposer = oracle = OracleProposer(texts_of(plain), WRONG_DRAFTS["always right"], 30)
-    assert run_directly(narrow, contexts()) == plain
-    assert len(oracle.seen[0][0]) == (16 - 11) // 2
-    assert len(oracle.seen[2][0]) == (16 - 2) // 2
+    plain_results = run_directly(narrow_pipeline, contexts())
+    narrow_pipeline.proposer = oracle = OracleProposer(
+        output_tokens(plain_results), WRONG_DRAFTS["all drafts right"], 30
+    )
+    assert run_directly(narrow_pipeline, contexts()) == plain_results
+    assert len(oracle.observed[0][0]) == (16 - 11) // 2
+    assert len(oracle.observed[2][0]) == (16 - 2) // 2

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.adapters import write_adapter
-from support.random_draws import examples
-from support.speculating import run_scheduled
+from support.random_draws import num_examples
+from support.speculation import run_scheduled
 from support.tiny_llm import EOS, write_tiny_llm
 
 from penstock.assembly import load_pipeline, load_tokenizer
@@ -43,7 +43,7 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Te
         "plain": {},
         "ngram": {"speculative_method": "ngram", "ngram_min": 1},
         "draft model": {"draft_model_path": str(draft), "num_speculative_tokens": 3},
-        "the model itself": {"draft_model_path": str(target), "num_speculative_tokens": 5},
+        "target as draft model": {"draft_model_path": str(target), "num_speculative_tokens": 5},
     }
     pipelines_ = {name: open_from_values(common | values) for name, values in kinds.items()}
     yield pipelines_
@@ -63,7 +63,7 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
     temperature = draw(st.sampled_from([0.0, 1.0]))
     grammar = draw(st.sampled_from(GRAMMARS))
     # A grammar may force a banned token, which would end the request.
-    banned = draw(st.sampled_from([None, [5, 64]])) if grammar is None else None
+    banned_sequence = draw(st.sampled_from([None, [5, 64]])) if grammar is None else None
     sequences = draw(st.sampled_from([None, [[3, 4], [5, 5], [3, 3, 3]]])) if grammar is None else None
     return {
         "tokens": prompt,
@@ -81,13 +81,13 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
             frequency_penalty=draw(st.sampled_from([0.0, 0.8])),
             repetition_penalty=draw(st.sampled_from([1.0, 1.3])),
             logit_bias=draw(st.sampled_from([None, {3: 4.0}])),
-            banned_token_ids=banned,
+            banned_token_ids=banned_sequence,
             banned_sequences=sequences,
         ),
     }
 
 
-def context_of(number: int, request: dict[str, Any]) -> TextContext:
+def make_request_context(number: int, request: dict[str, Any]) -> TextContext:
     fields = {name: value for name, value in request.items() if name not in ("tokens", "max_new")}
     return TextContext(
         prompt="",
@@ -99,14 +99,14 @@ def context_of(number: int, request: dict[str, Any]) -> TextContext:
     )
 
 
-@settings(max_examples=examples(8))
+@settings(max_examples=num_examples(8))
 @given(batch=st.lists(requests(), min_size=1, max_size=6), tokens=st.sampled_from([12, 40, 400]))
 def test_any_batch_equals_plain_decoding(
     pipelines: dict[str, TextGenerationPipeline], batch: list[dict[str, Any]], tokens: int
 ) -> None:
     result = {}
     for name, pipeline in pipelines.items():
-        contexts = [context_of(number, request) for number, request in enumerate(batch)]
+        contexts = [make_request_context(number, request) for number, request in enumerate(batch)]
         while not all(pipeline.ready(context) for context in contexts):
             time.sleep(0.001)
         result[name], _ = run_scheduled(
@@ -118,8 +118,8 @@ def test_any_batch_equals_plain_decoding(
 
 def test_drafts_were_proposed_accepted_and_forced(pipelines: dict[str, TextGenerationPipeline]) -> None:
     """Runs after the comparison, which would also pass without any drafts."""
-    for name in ("ngram", "draft model", "the model itself"):
+    for name in ("ngram", "draft model", "target as draft model"):
         stats = pipelines[name].speculation_stats
         assert stats.num_proposed, name
         assert stats.num_forced, name
-    assert pipelines["the model itself"].speculation_stats.num_accepted
+    assert pipelines["target as draft model"].speculation_stats.num_accepted

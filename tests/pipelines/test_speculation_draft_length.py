@@ -7,7 +7,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from support.running import context_of
+from support.pipeline_steps import make_context
 
 from penstock.pipelines.core import TextContext
 from penstock.pipelines.speculative import AdaptiveDraftLength, FixedDraftLength
@@ -29,7 +29,7 @@ class SimulatedMachine:
     ) -> None:
         self.rates, self.cost, self.draft_cost, self.noise = list(rates), cost, draft_cost, noise
         self.policy = AdaptiveDraftLength(max_length)
-        self.contexts: list[TextContext] = [context_of([1], request_id=str(i)) for i in range(len(rates))]
+        self.contexts: list[TextContext] = [make_context([1], request_id=str(i)) for i in range(len(rates))]
         self.random = Random(0)
         self.max_drafts = 100
         self.num_steps = 0

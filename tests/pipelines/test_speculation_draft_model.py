@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.checkpoints import write_checkpoint
-from support.running import context_of
-from support.speculating import PROMPT, mixed_contexts, run_directly, run_scheduled
+from support.pipeline_steps import make_context
+from support.speculation import PROMPT, mixed_contexts, run_directly, run_scheduled
 from support.tiny_llm import write_tiny_llm
 
 from penstock import LLM
@@ -25,7 +25,7 @@ from penstock.pipelines.core import Grammar, SamplingParams
 from penstock.pipelines.speculative import SpeculationStats
 from penstock.pipelines.speculative.draft_model import DraftModelProposer
 
-Opened = Callable[..., tuple[TextGenerationPipeline, DraftModelProposer]]
+PipelineAndProposer = Callable[..., tuple[TextGenerationPipeline, DraftModelProposer]]
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def open_with_draft(
     pipeline_config = PipelineConfig.from_flat(values | config)
     pipeline = load_pipeline(pipeline_config, load_tokenizer(pipeline_config))
     assert isinstance(pipeline.proposer, DraftModelProposer)
-    run_directly(pipeline, [context_of([1], 1)])  # token ids are checked from the first forward on
+    run_directly(pipeline, [make_context([1], 1)])  # token ids are checked only after a first forward
     return pipeline, pipeline.proposer
 
 
@@ -91,8 +91,8 @@ def test_a_mixed_batch_with_a_draft_model_equals_plain_decoding(
     request: pytest.FixtureRequest, target: Path, draft: str
 ) -> None:
     pipeline, proposer = open_with_draft(target, request.getfixturevalue(draft))
-    plain = outcome_without_drafts(pipeline, mixed_contexts())
-    assert run_directly(pipeline, mixed_contexts(), num_steps=3) == plain
+    plain_results = outcome_without_drafts(pipeline, mixed_contexts())
+    assert run_directly(pipeline, mixed_contexts(), num_steps=3) == plain_results
     stats = pipeline.speculation_stats
     rate = stats.acceptance_rate
     assert {"target": rate == 1, "noisy_draft": 0.2 < rate < 0.99, "unrelated_draft": rate < 0.2}[draft], rate
@@ -105,7 +105,7 @@ def test_the_draft_model_samples_with_the_random_numbers_of_the_target(target: P
     """With other random numbers, sampled drafts would rarely be accepted, even for similar models."""
     pipeline, _ = open_with_draft(target, target)
     sampling = SamplingParams(temperature=1.0, top_k=-1, seed=11)
-    run_directly(pipeline, [context_of(PROMPT, 40, sampling_params=sampling)])
+    run_directly(pipeline, [make_context(PROMPT, 40, sampling_params=sampling)])
     assert pipeline.speculation_stats.acceptance_rate == 1
 
 
@@ -119,12 +119,12 @@ def test_accepted_drafts_are_not_computed_again(target: Path) -> None:
         return original(inputs)
 
     proposer.model.execute = count_execute  # type: ignore[method-assign]
-    context = context_of(PROMPT, 31, request_id="a")
+    context = make_context(PROMPT, 31, request_id="a")
     pipeline.execute({"a": context})
     assert rows == [30, 1, 1, 1]
     rows.clear()
     pipeline.execute({"a": context})
-    assert rows == [2, 1, 1, 1], "the last draft, which was never computed, and the token after it"
+    assert rows == [2, 1, 1, 1], "the draft model computes the last draft and the token after it"
     assert context.draft_offset == 1, "the target has computed the last draft, the draft model has not"
     pipeline.release(context)
 
@@ -133,15 +133,15 @@ def test_the_draft_cache_holds_exactly_the_text_after_rejections(target: Path, n
     """Its drafts equal those of a draft model that has just read the whole text."""
     pipeline, proposer_with_history = open_with_draft(target, noisy_draft)
     _, new_proposer = open_with_draft(target, noisy_draft)
-    context = context_of(PROMPT, 60, request_id="a")
+    context = make_context(PROMPT, 60, request_id="a")
     accepted = []
     while context.current_length < 80:
         expected = new_proposer.propose([context], [4])
         new_proposer.release(context)
         assert proposer_with_history.propose([context], [4]) == expected
-        before = context.current_length
+        length_before = context.current_length
         pipeline.execute({"a": context})
-        accepted.append(context.current_length - before - 1)
+        accepted.append(context.current_length - length_before - 1)
     assert {4} < set(accepted), "some drafts are accepted completely, others in part"
     pipeline.release(context)
 
@@ -151,7 +151,7 @@ def test_prompts_in_chunks_equal_plain_decoding(
     request: pytest.FixtureRequest, target: Path, draft: str
 ) -> None:
     pipeline, proposer = open_with_draft(target, request.getfixturevalue(draft), max_batch_input_tokens=16)
-    plain = outcome_without_drafts(pipeline, mixed_contexts())
+    plain_results = outcome_without_drafts(pipeline, mixed_contexts())
     sizes = []
     original = proposer.model.execute
 
@@ -163,14 +163,14 @@ def test_prompts_in_chunks_equal_plain_decoding(
     results, _ = run_scheduled(
         pipeline, mixed_contexts(), max_batch_size=4, max_batch_input_tokens=16, min_chunk_size=3
     )
-    assert results == plain
+    assert results == plain_results
     assert max(sizes) <= 16
     assert pipeline.speculation_stats.num_proposed
 
 
 def test_preempted_contexts_equal_plain_decoding(target: Path, noisy_draft: Path) -> None:
     large_cache, _ = open_with_draft(target, noisy_draft)
-    plain = outcome_without_drafts(large_cache, mixed_contexts())
+    plain_results = outcome_without_drafts(large_cache, mixed_contexts())
     block = 2 * 4 * 2 * 3 * 2 * 8 * 16  # bytes of a block of both models
     small_cache, proposer = open_with_draft(
         target, noisy_draft, max_length=80, kv_cache_memory=block * 13, max_batch_size=6
@@ -180,19 +180,19 @@ def test_preempted_contexts_equal_plain_decoding(target: Path, noisy_draft: Path
         small_cache, mixed_contexts(), max_batch_size=6, max_batch_input_tokens=40
     )
     assert scheduler.num_preemptions
-    assert results == plain
+    assert results == plain_results
     assert small_cache.speculation_stats.num_accepted
     proposer.kv.check_integrity()
 
 
 def test_a_full_draft_cache_gives_no_drafts(target: Path, noisy_draft: Path) -> None:
     pipeline, proposer = open_with_draft(target, noisy_draft)
-    plain = outcome_without_drafts(pipeline, mixed_contexts())
-    blocking_contexts = [context_of([token] * 16, 1) for token in range(proposer.kv.num_free_blocks - 3)]
+    plain_results = outcome_without_drafts(pipeline, mixed_contexts())
+    blocking_contexts = [make_context([token] * 16, 1) for token in range(proposer.kv.num_free_blocks - 3)]
     for context in blocking_contexts:
         proposer.kv.claim(context)
         proposer.kv.reserve(context)
-    assert run_directly(pipeline, mixed_contexts()) == plain
+    assert run_directly(pipeline, mixed_contexts()) == plain_results
     assert pipeline.speculation_stats.num_proposed
     for context in blocking_contexts:
         proposer.kv.release(context)
@@ -204,7 +204,7 @@ def test_the_draft_cache_evicts_idle_contexts(target: Path, noisy_draft: Path) -
     _, proposer = open_with_draft(
         target, noisy_draft, max_length=80, kv_cache_memory=block * 9, max_batch_size=4
     )
-    contexts = [context_of([token] * 30, 40) for token in range(6)]
+    contexts = [make_context([token] * 30, 40) for token in range(6)]
     drafts = [proposer.propose([context], [4])[0] for context in contexts]
     assert [len(draft) for draft in drafts] == [4] * 6, "8 blocks hold two or three of the six contexts"
     assert proposer.propose(contexts[:1], [4]) == drafts[:1], "the first context was evicted and recomputed"
@@ -219,9 +219,9 @@ def test_the_draft_cache_evicts_idle_contexts(target: Path, noisy_draft: Path) -
 
 def test_a_prefix_cached_only_by_the_target_is_computed_by_the_draft_model(target: Path) -> None:
     pipeline, _ = open_with_draft(target, target)
-    (plain,) = outcome_without_drafts(pipeline, [context_of(PROMPT, 30, request_id="a")]).values()
-    context = context_of(PROMPT, 30, request_id="a")
-    assert run_directly(pipeline, [context])["a"] == plain
+    (plain_results,) = outcome_without_drafts(pipeline, [make_context(PROMPT, 30, request_id="a")]).values()
+    context = make_context(PROMPT, 30, request_id="a")
+    assert run_directly(pipeline, [context])["a"] == plain_results
     assert context.num_cached_tokens == 16
     assert pipeline.speculation_stats.acceptance_rate == 1
 
@@ -230,28 +230,30 @@ def test_the_draft_model_catches_up_after_steps_without_drafts(target: Path) -> 
     pipeline, _ = open_with_draft(target, target)
     widths = pipeline.draft_lengths
     assert widths is not None
-    context = context_of(PROMPT, 40, request_id="a")
+    context = make_context(PROMPT, 40, request_id="a")
     allowed = [True, False, False, False, True]
     for allows in allowed:
         widths.num_drafts = 4 if allows else 0  # type: ignore[attr-defined]
-        before = context.current_length
+        length_before = context.current_length
         pipeline.execute({"a": context})
-        assert context.current_length - before == (5 if allows else 1)
+        assert context.current_length - length_before == (5 if allows else 1)
         assert (context.draft_offset > 1) == (context.current_length in (36, 37, 38))
     pipeline.release(context)
 
 
 def test_a_rolled_back_context_equals_plain_decoding(target: Path) -> None:
     pipeline, _ = open_with_draft(target, target)
-    context = context_of(PROMPT, 60, request_id="a")
+    context = make_context(PROMPT, 60, request_id="a")
     pipeline.execute({"a": context})
     context.rollback(3)
     pipeline.execute({"a": context})
-    whole = context.generated_tokens.tolist()
+    full_tokens = context.generated_tokens.tolist()
     assert [
         part[0]
-        for part in outcome_without_drafts(pipeline, [context_of(PROMPT, len(whole))]).popitem()[1][:-1]
-    ] == whole
+        for part in outcome_without_drafts(pipeline, [make_context(PROMPT, len(full_tokens))]).popitem()[1][
+            :-1
+        ]
+    ] == full_tokens
     assert pipeline.speculation_stats.acceptance_rate == 1
     pipeline.release(context)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.running import context_of, open_pipeline
-from support.speculating import OracleProposer, run_directly, run_scheduled, texts_of
+from support.pipeline_steps import make_context, open_pipeline
+from support.speculation import OracleProposer, output_tokens, run_directly, run_scheduled
 from support.tiny_llm import EOS, VOCABULARY, write_tiny_llm
 from tokenizers import Tokenizer
 
@@ -56,7 +56,7 @@ def compiler(checkpoint: Path) -> Any:
 @pytest.fixture
 def pipeline(checkpoint: Path) -> TextGenerationPipeline:
     pipeline = open_pipeline(checkpoint, deterministic=True, kv_cache_block_size=16)
-    run_directly(pipeline, [context_of([1], 1)])
+    run_directly(pipeline, [make_context([1], 1)])
     return pipeline
 
 
@@ -69,19 +69,19 @@ def contexts_with(compiler: Any, max_new: int = 70) -> list[TextContext]:
                 continue
             context = TextContext(
                 prompt="",
-                tokens=context_of([70, 71, 72]).all_tokens,
+                tokens=make_context([70, 71, 72]).all_tokens,
                 max_length=3 + max_new,
                 eos_token_ids={EOS},
                 request_id=f"{pattern}, {kind}",
                 **fields,
             )
-            compiled = compiler.compile_regex(text)
-            context.set_matcher(xgr.GrammarMatcher(compiled))
+            compiled_grammar = compiler.compile_regex(text)
+            context.set_matcher(xgr.GrammarMatcher(compiled_grammar))
             contexts.append(context)
     return [
         *contexts,
-        context_of([5, 6, 7], 30, request_id="free"),
-        context_of([8], 40, request_id="free too"),
+        make_context([5, 6, 7], 30, request_id="free"),
+        make_context([8], 40, request_id="free too"),
     ]
 
 
@@ -93,7 +93,7 @@ def plain(pipeline: TextGenerationPipeline, compiler: Any, monkeypatch: pytest.M
         results = run_directly(pipeline, contexts_with(compiler))
     assert not pipeline.speculation_stats.num_forced
     decode = Tokenizer.from_file(str(Path(pipeline.config.model.checkpoint) / "tokenizer.json")).decode
-    assert decode(texts_of(results)["one text, sampled"]) == GRAMMARS["one text"]
+    assert decode(output_tokens(results)["one text, sampled"]) == GRAMMARS["one text"]
     assert results["one text, sampled"][-1] is TextGenerationStatus.END_OF_SEQUENCE
     return results
 
@@ -149,7 +149,7 @@ def test_drafts_under_grammars_do_not_change_the_output(
     pipeline: TextGenerationPipeline, compiler: Any, plain: Any, wrong: int
 ) -> None:
     is_wrong = {0: lambda place: False, 1: lambda place: True, 3: lambda place: place % 3 == 2}[wrong]
-    pipeline.proposer = OracleProposer(texts_of(plain), is_wrong, 5)
+    pipeline.proposer = OracleProposer(output_tokens(plain), is_wrong, 5)
     assert run_directly(pipeline, contexts_with(compiler)) == plain
     stats = pipeline.speculation_stats
     assert stats.num_proposed > 20
@@ -176,16 +176,16 @@ def test_a_draft_is_truncated_at_the_first_token_that_the_grammar_refuses(
     pipeline: TextGenerationPipeline, compiler: Any, plain: Any
 ) -> None:
     class RepeatingProposer:
-        seen: list[int]
+        observed: list[int]
 
         def __init__(self) -> None:
-            self.seen = []
+            self.observed = []
 
         def propose(self, contexts: Sequence[TextContext], limits: Sequence[int]) -> list[list[int]]:
             return [[EOS, EOS, 1, 2] for _ in contexts]
 
         def observe(self, contexts: Any, drafts: Sequence[list[int]], accepted: Sequence[int]) -> None:
-            self.seen += [
+            self.observed += [
                 len(draft) for draft, context in zip(drafts, contexts, strict=True) if context.matcher
             ]
 
@@ -194,4 +194,4 @@ def test_a_draft_is_truncated_at_the_first_token_that_the_grammar_refuses(
 
     pipeline.proposer = proposer = RepeatingProposer()
     assert run_directly(pipeline, contexts_with(compiler)) == plain
-    assert max(proposer.seen) == 1, "an end token may be drafted, but no token after it"
+    assert max(proposer.observed) == 1, "an end token may be drafted, but no token after it"

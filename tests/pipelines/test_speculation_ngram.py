@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.running import context_of
+from support.pipeline_steps import make_context
 
 from penstock.pipelines.core import TextContext
 from penstock.pipelines.speculative import NGramProposer
@@ -13,7 +13,7 @@ from penstock.pipelines.speculative import NGramProposer
 TOKEN_LISTS = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 
 
-def draft_of(proposer: NGramProposer, context: TextContext, max_tokens: int) -> list[int]:
+def propose_draft(proposer: NGramProposer, context: TextContext, max_tokens: int) -> list[int]:
     (draft,) = proposer.propose([context], [max_tokens])
     return draft
 
@@ -23,13 +23,13 @@ def search_draft(text: list[int], min_length: int, max_length: int, max_tokens: 
     for size in range(max_length, min_length - 1, -1):
         candidates = [p for p in range(size, len(text)) if text[p - size : p] == text[len(text) - size :]]
         if candidates and size < len(text):
-            best = candidates[-1]
+            best_candidate = candidates[-1]
             if size == max_length:
                 recent = candidates[::-1][:8]
                 lengths = [match_length(text, p) for p in recent]
-                best = recent[first_longest(lengths)]
+                best_candidate = recent[first_longest(lengths)]
             draft: list[int] = []
-            for index in range(best, best + max_tokens):
+            for index in range(best_candidate, best_candidate + max_tokens):
                 draft.append((text + draft)[index])
             return draft
     return []
@@ -58,9 +58,9 @@ def test_drafts_equal_those_of_a_plain_search(
 ) -> None:
     proposer = NGramProposer(min_length, min_length + more)
     start = min(cut, len(text))
-    context = context_of(text[:start])
+    context = make_context(text[:start])
     for end in range(start, len(text) + 1):
-        assert draft_of(proposer, context, max_tokens) == search_draft(
+        assert propose_draft(proposer, context, max_tokens) == search_draft(
             text[:end], min_length, min_length + more, max_tokens
         )
         if end < len(text):
@@ -80,12 +80,12 @@ def test_drafts_equal_those_of_a_plain_search(
     ],
 )
 def test_drafts_of_examples(text: list[int], draft: list[int]) -> None:
-    assert draft_of(NGramProposer(2, 3), context_of(text), 4) == draft
+    assert propose_draft(NGramProposer(2, 3), make_context(text), 4) == draft
 
 
 def test_no_draft_and_no_work_without_room_for_tokens() -> None:
     proposer = NGramProposer()
-    assert draft_of(proposer, context_of([1, 2, 1, 2]), 0) == []
+    assert propose_draft(proposer, make_context([1, 2, 1, 2]), 0) == []
     assert not proposer._indexes
 
 
@@ -97,29 +97,29 @@ def test_each_token_is_indexed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         ngram._Index, "extend", lambda self, tokens: (read.append(len(tokens)), original(self, tokens))[1]
     )
-    proposer, context = NGramProposer(), context_of(list(range(1000)))
+    proposer, context = NGramProposer(), make_context(list(range(1000)))
     for token in range(20):
-        draft_of(proposer, context, 4)
+        propose_draft(proposer, context, 4)
         context.update(token)
     assert read == [1000] + [1] * 19
 
 
 def test_rollbacks_and_reused_request_ids_give_correct_drafts() -> None:
     proposer = NGramProposer(1, 2)
-    context = context_of([1, 2, 3, 1], request_id="a")
-    assert draft_of(proposer, context, 2) == [2, 3]
+    context = make_context([1, 2, 3, 1], request_id="a")
+    assert propose_draft(proposer, context, 2) == [2, 3]
     context.rollback(1)
     context.update(2)
-    assert draft_of(proposer, context, 2) == [3, 2]
-    assert draft_of(proposer, context_of([4, 5, 4], request_id="a"), 2) == [5, 4]
+    assert propose_draft(proposer, context, 2) == [3, 2]
+    assert propose_draft(proposer, make_context([4, 5, 4], request_id="a"), 2) == [5, 4]
     proposer.release(context)
     proposer.release(context)
     assert not proposer._indexes
 
 
 def test_drafts_continue_after_a_preemption() -> None:
-    proposer, context = NGramProposer(1, 2), context_of([1, 2, 3, 1])
-    before = draft_of(proposer, context, 2)
+    proposer, context = NGramProposer(1, 2), make_context([1, 2, 3, 1])
+    draft_before = propose_draft(proposer, context, 2)
     context.reset()
     context.set_token_indices(active_idx=context.end_idx)
-    assert draft_of(proposer, context, 2) == before
+    assert propose_draft(proposer, context, 2) == draft_before

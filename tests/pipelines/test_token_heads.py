@@ -36,7 +36,7 @@ def llm(bge: BgeM3) -> Iterator[LLM]:
         yield llm
 
 
-def weights_of(response: EmbeddingsResponse) -> dict[int, float]:
+def sparse_weights(response: EmbeddingsResponse) -> dict[int, float]:
     assert response.sparse is not None
     return dict(zip(response.sparse.token_ids.tolist(), response.sparse.weights.tolist(), strict=True))
 
@@ -46,8 +46,8 @@ def test_all_outputs_of_a_batch_equal_the_reference(bge: BgeM3, llm: LLM) -> Non
     for text, response in zip(TEXTS, llm.encode(TEXTS, outputs=ALL_OUTPUTS, use_tqdm=False), strict=True):
         tokens = llm.tokenizer.backend.encode(text).ids
         np.testing.assert_allclose(response.embeddings, bge.dense(tokens), atol=1e-5)
-        expected = bge.lexical(tokens)
-        result = weights_of(response)
+        expected = bge.sparse_weights(tokens)
+        result = sparse_weights(response)
         assert list(result) == sorted(expected), "the token ids ascend, and special tokens have no weight"
         assert result == pytest.approx(expected, abs=1e-5)
         assert response.multi_vector is not None
@@ -60,21 +60,21 @@ def test_repeated_tokens_have_their_largest_weight(bge: BgeM3, llm: LLM) -> None
     for word in range(4, 19):
         tokens = [0, word, word, 3, word, 2]
         with torch.inference_mode():
-            weights = bge.sparse(bge.hidden(tokens)).relu()[[1, 2, 4], 0]
+            weights = bge.sparse(bge.hidden_states(tokens)).relu()[[1, 2, 4], 0]
         if len(weights.unique()) == 3:
             [response] = llm.encode(tokens, outputs=("sparse",))
-            assert weights_of(response) == pytest.approx({word: float(weights.max())}, abs=1e-5)
+            assert sparse_weights(response) == pytest.approx({word: float(weights.max())}, abs=1e-5)
             num_checked += 1
     assert num_checked, "the test needs a word with different weights"
 
 
 def test_a_single_output_equals_that_of_all_outputs(llm: LLM) -> None:
-    [whole] = llm.encode(TEXTS[:1], outputs=ALL_OUTPUTS)
-    [sparse] = llm.encode(TEXTS[:1], outputs=("sparse",))
-    assert weights_of(sparse) == weights_of(whole)
-    assert sparse.multi_vector is None
-    assert not sparse.embeddings.size
-    assert np.array_equal(llm.embed(TEXTS[0]), whole.embeddings)
+    [full_output] = llm.encode(TEXTS[:1], outputs=ALL_OUTPUTS)
+    [sparse_response] = llm.encode(TEXTS[:1], outputs=("sparse",))
+    assert sparse_weights(sparse_response) == sparse_weights(full_output)
+    assert sparse_response.multi_vector is None
+    assert not sparse_response.embeddings.size
+    assert np.array_equal(llm.embed(TEXTS[0]), full_output.embeddings)
 
 
 def test_scores_are_similarities_of_dense_embeddings(llm: LLM) -> None:
@@ -126,5 +126,5 @@ async def test_the_pooling_route_returns_all_outputs(bge: BgeM3, llm: LLM) -> No
             [response] = llm.encode(text, outputs=ALL_OUTPUTS)
             np.testing.assert_allclose(entry["dense"], response.embeddings, atol=1e-6)
             result = dict(zip(entry["sparse"]["token_ids"], entry["sparse"]["weights"], strict=True))
-            assert result == pytest.approx(weights_of(response), abs=1e-6)
+            assert result == pytest.approx(sparse_weights(response), abs=1e-6)
             np.testing.assert_allclose(entry["multi_vector"], response.multi_vector, atol=1e-6)

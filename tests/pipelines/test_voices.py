@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support.codecs import write_neucodec
-from support.tiny_speech import catalog, write_tiny_speech
+from support.tiny_speech import fake_codec_catalog, write_tiny_speech
 
 from penstock import LLM
 from penstock.codecs.neucodec import model as neucodec
@@ -35,7 +35,7 @@ def write_recording(file: Path, seconds: float) -> np.ndarray[Any, Any]:
 
 def open_speech(folder: Path, **settings: object) -> LLM:
     config = PipelineConfig.from_flat({"model_path": str(folder), "kv_cache_memory": 1 << 21, **settings})
-    return LLM.from_config(config, catalog=catalog())
+    return LLM.from_config(config, catalog=fake_codec_catalog())
 
 
 def test_a_recording_becomes_a_voice_of_neutts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,12 +37,12 @@ def test_chunks_contain_all_lines_without_a_result(tmp_path: Path) -> None:
         make_request_line("c"),
     ]
     path.write_text("\n".join(lines) + "\n")
-    chunks, pending = chunks_of_lines(path, {"b"}, 2)
-    assert pending == {"a", "line-4", "ä", "line-6", "c"}
+    chunks, pending_chunks = chunks_of_lines(path, {"b"}, 2)
+    assert pending_chunks == {"a", "line-4", "ä", "line-6", "c"}
     assert [chunk.numbers for chunk in chunks] == [[1, 4], [5, 6], [7]]
     rows = [row for chunk in chunks for row in read_chunk(path, chunk)]
     assert [row["line"].decode().strip() for row in rows] == [lines[row["number"] - 1] for row in rows]
-    assert chunks_of_lines(path, pending | {"b"}, 2) == ([], set())
+    assert chunks_of_lines(path, pending_chunks | {"b"}, 2) == ([], set())
 
 
 def test_duplicate_ids_are_refused(tmp_path: Path) -> None:

@@ -57,27 +57,27 @@ def test_a_reader_of_another_log_gets_all_blocks() -> None:
 
 
 def test_readers_at_any_interval_know_the_cached_blocks() -> None:
-    rng, log, cached = random.Random(1), CacheLog(), set[int]()
+    rng, log, cached_blocks = random.Random(1), CacheLog(), set[int]()
     readers = [(PrefixMap(), period) for period in (1, 7, 900)]
     positions = [0] * len(readers)
     for step in range(3000):
         block = rng.randrange(400)
         if rng.random() < 0.001:
-            cached.clear()
+            cached_blocks.clear()
             log.add([BlocksCleared()])
-        elif block in cached:
-            cached.remove(block)
+        elif block in cached_blocks:
+            cached_blocks.remove(block)
             log.add([make_removed_event(block)])
         else:
-            cached.add(block)
+            cached_blocks.add(block)
             log.add([make_stored_event(block)])
         for number, (prefixes, period) in enumerate(readers):
             if step % period == 0:
                 changes = log.since(positions[number])
                 prefixes.update(0, changes.events)
                 positions[number] = changes.position
-                assert prefixes.num_blocks == len(cached)
-                assert all(prefixes.depths([make_digest(block)], 1) == {0: 1} for block in cached)
+                assert prefixes.num_blocks == len(cached_blocks)
+                assert all(prefixes.depths([make_digest(block)], 1) == {0: 1} for block in cached_blocks)
 
 
 def test_a_block_is_cached_while_a_worker_has_it() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from starlette.types import Receive, Scope, Send
-from support.workers import Gate, GatedPipeline, fake_work, letters
+from support.workers import Gate, GatedPipeline, fake_runtime, letters_in_order
 
 from penstock.errors import ConfigError, UnavailableError, UnsupportedFeatureError
 from penstock.ray import llm_server
@@ -45,7 +45,7 @@ def make_llm_config(**engine: Any) -> Any:
 
 @asynccontextmanager
 async def open_server(pipeline: FakePipeline) -> AsyncIterator[PenstockServer]:
-    client = WorkerClient(lambda: fake_work(pipeline), in_thread=True)
+    client = WorkerClient(lambda: fake_runtime(pipeline), in_thread=True)
     server = PenstockServer(make_llm_config(), client)
     await server.reconfigure({})
     try:
@@ -64,7 +64,7 @@ BODY = {"model": "chat", "prompt": [5, 6], "max_tokens": 3, "ignore_eos": True}
 
 
 async def test_requests_return_responses_streams_and_errors() -> None:
-    async with open_server(FakePipeline(letters(9))) as server:
+    async with open_server(FakePipeline(letters_in_order(9))) as server:
         (response,) = [item async for item in server.completions(Body(**BODY))]
         assert type(response).__name__ == "CompletionResponse"
         assert response.fields["usage"]["completion_tokens"] == 3
@@ -85,10 +85,10 @@ async def test_requests_return_responses_streams_and_errors() -> None:
 
 async def test_closing_a_stream_cancels_the_request() -> None:
     gate = Gate()
-    pipeline = GatedPipeline(gate, choose=letters(900))
+    pipeline = GatedPipeline(gate, choose=letters_in_order(900))
     async with open_server(pipeline) as server:
         stream = server.completions(Body(**{**BODY, "max_tokens": 800}, stream=True))
-        gate.let(2)
+        gate.allow_steps(2)
         assert "data: " in await anext(stream)
         await stream.aclose()
         gate.open()
@@ -99,7 +99,7 @@ async def test_closing_a_stream_cancels_the_request() -> None:
 
 
 async def test_a_server_can_sleep_but_not_pause() -> None:
-    async with open_server(FakePipeline(letters(3))) as server:
+    async with open_server(FakePipeline(letters_in_order(3))) as server:
         await server.check_health()
         await server.reset_prefix_cache()
         await server.sleep(level=1)

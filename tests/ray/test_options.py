@@ -146,9 +146,9 @@ def test_settings_come_from_flags_and_the_environment(monkeypatch: pytest.Monkey
     }
     assert rows["ray_min_replicas"] == ["2", "flag"]
     assert rows["ray_max_requests"] == ["5", "environment", "PENSTOCK_RAY_MAX_REQUESTS"]
-    invalid = CliRunner().invoke(cli, ["batch", "run", __file__, "-o", "x", "demo", "--ray-cpus", "0"])
-    assert invalid.exit_code == 2
-    assert "ray_cpus: must be a whole number of at least 1" in invalid.stderr
+    invalid_result = CliRunner().invoke(cli, ["batch", "run", __file__, "-o", "x", "demo", "--ray-cpus", "0"])
+    assert invalid_result.exit_code == 2
+    assert "ray_cpus: must be a whole number of at least 1" in invalid_result.stderr
 
 
 def test_one_application_has_one_model() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.ray_programs import ROOT, ray_program, until
+from support.ray_programs import ROOT, ray_program, wait_until
 
 from penstock import LLM, SamplingParams
 
@@ -70,8 +70,8 @@ def test_each_row_has_one_output_if_an_actor_is_killed(tmp_path: Path) -> None:
     write_table(pyarrow.table({"id": list(range(len(prompts))), "prompt": prompts}), tmp_path / "in.parquet")
     program_text = GENERATE.format(format="parquet", path=tmp_path / "in.parquet")
     with ray_program(["-c", program_text], tmp_path) as program:
-        until(lambda: len(program.pids("penstock.worker.main")) == 2, 100)
-        until(lambda: list((tmp_path / "answers").glob("*.parquet")), 100)
+        wait_until(lambda: len(program.pids("penstock.worker.main")) == 2, 100)
+        wait_until(lambda: list((tmp_path / "answers").glob("*.parquet")), 100)
         actors = program.pids("ray::", "TextActor")
         assert actors, [Path(f"/proc/{pid}/cmdline").read_text() for pid in program.pids("ray::")]
         os.kill(actors[0], signal.SIGKILL)
@@ -130,9 +130,9 @@ def test_a_batch_has_each_result_once_if_processes_are_killed(tmp_path: Path) ->
         return output.read_bytes().count(b"\n")
 
     with ray_program(make_batch_command(input_path, output), tmp_path) as program:
-        until(lambda: count_lines() > 10, 100)
+        wait_until(lambda: count_lines() > 10, 100)
         os.kill(program.pids("ray::", "LineActor")[0], signal.SIGKILL)
-        until(lambda: count_lines() > 50, 100)
+        wait_until(lambda: count_lines() > 50, 100)
         os.kill(program.pids("penstock.worker.main")[0], signal.SIGKILL)
         assert count_lines() < NUM_PROMPTS
         assert program.wait(200) == 1

@@ -11,8 +11,16 @@ from unittest.mock import patch
 
 import httpx
 import pytest
-from support.paged import kv_manager
-from support.workers import Gate, GatedPipeline, fake_work, letters, read, request, text
+from support.kv_contexts import kv_manager
+from support.workers import (
+    Gate,
+    GatedPipeline,
+    delta_text,
+    fake_runtime,
+    letters_in_order,
+    make_request,
+    read_deltas,
+)
 
 from penstock.config import PipelineConfig
 from penstock.errors import (
@@ -45,7 +53,7 @@ class LocalReplicas:
     def __init__(self, *pipelines: Callable[[], FakePipeline], honours_preference: bool = False) -> None:
         self.honours_preference = honours_preference
         self.clients = [
-            WorkerClient(lambda make=make: fake_work(make()), in_thread=True)  # type: ignore[misc]
+            WorkerClient(lambda make=make: fake_runtime(make()), in_thread=True)  # type: ignore[misc]
             for make in pipelines
         ]
         self.replicas = [
@@ -109,34 +117,34 @@ async def open_engine(
 
 
 def make_pipeline() -> FakePipeline:
-    return FakePipeline(letters(12))
+    return FakePipeline(letters_in_order(12))
 
 
 async def test_a_request_gets_the_output_of_its_replica() -> None:
     async with open_engine(make_pipeline) as (engine, replicas):
-        assert text(await read(engine.submit(request("a")))) == "abcdefghijkl"
+        assert delta_text(await read_deltas(engine.submit(make_request("a")))) == "abcdefghijkl"
         assert replicas.preferred == ["replica 0"]
         assert engine.num_outstanding == 0
         assert engine.info.max_batch_size == 4
 
 
 async def test_the_first_result_ends_the_load_of_a_prompt() -> None:
-    """Two replicas: the first one computes a long prompt, then only generates."""
+    """The first of two replicas computes a long prompt, and then only generates."""
     gates = Gate(), Gate()
-    pipelines = [partial(GatedPipeline, gate, choose=letters(12)) for gate in gates]
+    pipelines = [partial(GatedPipeline, gate, choose=letters_in_order(12)) for gate in gates]
     async with open_engine(*pipelines, honours_preference=True) as (engine, replicas):
-        long = engine.submit(request("a", "x" * 600, max_length=700))
-        generations = [long, *(engine.submit(request(name)) for name in "bc")]
+        long = engine.submit(make_request("a", "x" * 600, max_length=700))
+        generations = [long, *(engine.submit(make_request(name)) for name in "bc")]
         await asyncio.sleep(0)
-        gates[0].let(10)  # 64 tokens of the prompt in each step
+        gates[0].allow_steps(10)  # 64 tokens of the prompt in each step
         await asyncio.wait_for(anext(long), 30)
-        generations.append(engine.submit(request("d")))
+        generations.append(engine.submit(make_request("d")))
         await asyncio.sleep(0)
         assert replicas.num_sent == [0, 1, 1, 0]
         for gate in gates:
             gate.open()
         for generation in generations:
-            await read(generation)
+            await read_deltas(generation)
 
 
 @pytest.mark.parametrize("num_messages", [0, 1, 3])
@@ -145,22 +153,24 @@ async def test_another_replica_continues_a_request_after_a_loss(num_messages: in
     prompts: list[list[int]] = []
 
     def make_recording_pipeline() -> FakePipeline:
-        choose = letters(12)
+        choose = letters_in_order(12)
         return FakePipeline(lambda context: (prompts.append(context.all_tokens.tolist()), choose(context))[1])
 
     gate = Gate()
-    async with open_engine(lambda: GatedPipeline(gate, choose=letters(12)), make_recording_pipeline) as (
+    async with open_engine(
+        lambda: GatedPipeline(gate, choose=letters_in_order(12)), make_recording_pipeline
+    ) as (
         engine,
         replicas,
     ):
         replicas.lose_after[0] = num_messages
-        generation = engine.submit(request("a"))
+        generation = engine.submit(make_request("a"))
         for _ in range(num_messages + 1):  # one token in each message
-            gate.let(1)
+            gate.allow_steps(1)
             await asyncio.sleep(0.05)
         gate.open()
-        deltas = await read(generation)
-        assert text(deltas) == "abcdefghijkl"
+        deltas = await read_deltas(generation)
+        assert delta_text(deltas) == "abcdefghijkl"
         assert replicas.num_sent == [0, 1]
         assert engine.num_resumed == 1
         letters_of_first_replica = prompts[0][-num_messages:] if num_messages else []
@@ -170,89 +180,95 @@ async def test_another_replica_continues_a_request_after_a_loss(num_messages: in
 async def test_a_request_with_a_grammar_fails_after_its_first_output() -> None:
     gate = Gate()
     grammar = Grammar("regex", "[a-l]*")
-    async with open_engine(lambda: GatedPipeline(gate, choose=letters(12)), make_pipeline) as (
+    async with open_engine(lambda: GatedPipeline(gate, choose=letters_in_order(12)), make_pipeline) as (
         engine,
         replicas,
     ):
         replicas.lose_after[0] = 1
-        generation = engine.submit(request("a", grammar=grammar))
+        generation = engine.submit(make_request("a", grammar=grammar))
         for _ in range(2):
-            gate.let(1)
+            gate.allow_steps(1)
             await asyncio.sleep(0.05)
         gate.open()
         with pytest.raises(UnavailableError, match="of the request was lost: replica 0 was killed"):
-            await read(generation)
+            await read_deltas(generation)
         assert replicas.num_sent == [0]
         # A request without output is sent again: b goes to replica 1, c to replica 0 (lost) and then to 1.
         for name in ("b", "c"):
-            assert text(await read(engine.submit(request(name, grammar=grammar)))) == "abcdefghijkl"
+            assert (
+                delta_text(await read_deltas(engine.submit(make_request(name, grammar=grammar))))
+                == "abcdefghijkl"
+            )
         assert replicas.num_sent == [0, 1, 0, 1]
 
 
 async def test_prompts_with_a_common_prefix_share_a_replica() -> None:
-    """The router knows the cache of a replica from its reports, and before a report from its requests."""
+    """The router knows a replica's blocks from its reports, and until then from the requests it has sent."""
 
     def make_caching_pipeline() -> FakePipeline:
-        return FakePipeline(letters(12), kv=kv_manager(300))
+        return FakePipeline(letters_in_order(12), kv=kv_manager(300))
 
     async with open_engine(make_caching_pipeline, make_caching_pipeline, honours_preference=True) as (
         engine,
         replicas,
     ):
-        other = engine.submit(request("other", "z" * 40))
+        other = engine.submit(make_request("other", "z" * 40))
         for name in "abc":
-            await read(engine.submit(request(name, "x" * 400 + name, max_length=500)))
+            await read_deltas(engine.submit(make_request(name, "x" * 400 + name, max_length=500)))
         assert replicas.preferred == ["replica 0"] + ["replica 1"] * 3
-        await read(other)
+        await read_deltas(other)
         for _ in range(3):
             await engine._poll()
         assert not engine._choice._prefixes._expected
         assert engine._choice._prefixes.num_blocks > 100
-        await read(engine.submit(request("d", "x" * 400 + "d", max_length=500)))
-        await read(engine.submit(request("e", "z" * 39)))
+        await read_deltas(engine.submit(make_request("d", "x" * 400 + "d", max_length=500)))
+        await read_deltas(engine.submit(make_request("e", "z" * 39)))
         assert replicas.preferred[-2:] == ["replica 1", "replica 0"]
         replicas.lost.add(1)
         count = len(replicas.preferred)
-        await read(engine.submit(request("f", "x" * 400 + "f", max_length=500)))
+        await read_deltas(engine.submit(make_request("f", "x" * 400 + "f", max_length=500)))
         assert replicas.preferred[count:] == ["replica 1", "replica 0"]
         await engine._poll()
-        await read(engine.submit(request("g", "x" * 400 + "g", max_length=500)))
+        await read_deltas(engine.submit(make_request("g", "x" * 400 + "g", max_length=500)))
         assert replicas.preferred[-1] == "replica 0"
         assert engine._choice._loads.costs == [0, 0]
 
 
 async def test_an_error_of_a_replica_is_raised_by_its_request() -> None:
     def make_failing_pipeline() -> FakePipeline:
-        pipeline = GatedPipeline(choose=letters(3))
-        pipeline.culprits.add("a")
+        pipeline = GatedPipeline(choose=letters_in_order(3))
+        pipeline.failing_requests.add("a")
         return pipeline
 
     async with open_engine(make_failing_pipeline) as (engine, replicas):
         with pytest.raises(RequestFailedError):
-            await read(engine.submit(request("a")))
+            await read_deltas(engine.submit(make_request("a")))
         assert replicas.num_sent == [0]
-        assert text(await read(engine.submit(request("b")))) == "abc"
+        assert delta_text(await read_deltas(engine.submit(make_request("b")))) == "abc"
 
 
 async def test_limits_cancellation_and_stop() -> None:
     gate = Gate()
-    async with open_engine(lambda: GatedPipeline(gate, choose=letters(3)), max_outstanding=1) as (engine, _):
-        running = engine.submit(request("a"))
+    async with open_engine(lambda: GatedPipeline(gate, choose=letters_in_order(3)), max_outstanding=1) as (
+        engine,
+        _,
+    ):
+        running_request = engine.submit(make_request("a"))
         with pytest.raises(InputError, match="a is running already"):
-            engine.submit(request("a"))
+            engine.submit(make_request("a"))
         with pytest.raises(OverloadedError, match="1 requests are running or waiting"):
-            engine.submit(request("b"))
-        ended = engine.request_ended()
+            engine.submit(make_request("b"))
+        ended_future = engine.request_ended()
         gate.open()
-        assert text(await read(running)) == "abc"
-        await ended
-        cancelled = engine.submit(request("c"))
-        ended = engine.request_ended()
+        assert delta_text(await read_deltas(running_request)) == "abc"
+        await ended_future
+        cancelled = engine.submit(make_request("c"))
+        ended_future = engine.request_ended()
         cancelled.cancel()
-        await ended
+        await ended_future
         assert engine.num_outstanding == 0
     with pytest.raises(UnavailableError, match="stopped"):
-        engine.submit(request("d"))
+        engine.submit(make_request("d"))
 
 
 async def test_controls_of_a_single_process_server_are_refused() -> None:
@@ -272,7 +288,7 @@ async def test_controls_of_a_single_process_server_are_refused() -> None:
 async def test_totals_include_lost_replicas() -> None:
     async with open_engine(make_pipeline, make_pipeline) as (engine, replicas):
         for name in ("a", "b"):
-            await read(engine.submit(request(name)))
+            await read_deltas(engine.submit(make_request(name)))
         await engine._poll()
         assert engine.stats.num_generated_tokens == 2 * 13
         replicas.lost.add(0)
@@ -295,7 +311,7 @@ async def test_totals_include_lost_replicas() -> None:
 
 async def test_the_application_starts_and_drains_with_the_asgi_lifespan() -> None:
     gate = Gate()
-    replicas = LocalReplicas(lambda: GatedPipeline(gate, choose=letters(5)))
+    replicas = LocalReplicas(lambda: GatedPipeline(gate, choose=letters_in_order(5)))
     engine = RayEngine(replicas, 8)
     services = build_services(ServeConfig(access_log=False), CONFIG, engine, FakeTokenizer())
     application = Application(services, engine)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.ray_programs import free_port, ray_program, until
+from support.ray_programs import free_port, ray_program, wait_until
 
 pytestmark = [
     pytest.mark.peers,
@@ -63,7 +63,7 @@ def post(port: int, path: str, body: dict[str, Any]) -> bytes:
 def test_the_openai_application_serves_chats_completions_and_errors(tmp_path: Path) -> None:
     port = free_port()
     with ray_program(["-c", PROGRAM.format(port=port)], tmp_path) as program:
-        until(lambda: "all is deployed" in program.output or program.process.poll() is not None, 200)
+        wait_until(lambda: "all is deployed" in program.output or program.process.poll() is not None, 200)
         assert program.process.poll() is None
         body = {"model": "chat", "messages": QUESTION, "temperature": 0, "max_tokens": 20}
         answer = json.loads(post(port, "/v1/chat/completions", body))
@@ -87,11 +87,11 @@ def test_the_openai_application_serves_chats_completions_and_errors(tmp_path: Pa
             assert error.code == 400
             assert "top_p" in error.read().decode()
         # Ray's router sends a prompt to the replica with its prefix. A random router would find half of them.
-        cached = []
+        cached_counts = []
         for chapter in range(2):
             for group in range(8):
                 prompt = f"Story {group} of the old woman. {SENTENCE * 8} Chapter {chapter}."
                 answer = json.loads(post(port, "/v1/completions", {**completion_body, "prompt": prompt}))
-                cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
-        assert max(cached[:8]) < 32
-        assert min(cached[8:]) >= answer["usage"]["prompt_tokens"] - 2 * 32
+                cached_counts.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+        assert max(cached_counts[:8]) < 32
+        assert min(cached_counts[8:]) >= answer["usage"]["prompt_tokens"] - 2 * 32

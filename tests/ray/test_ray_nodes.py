@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from support.ray_programs import PROMPTS, completion, free_port, is_ready, post, ray_program, until
+from support.ray_programs import PROMPTS, completion_body, free_port, is_ready, post, ray_program, wait_until
 
 from penstock import LLM, SamplingParams
 
@@ -66,17 +66,17 @@ def test_requests_continue_after_their_node_is_removed(tmp_path: Path) -> None:
         expected = [output.text for output in llm.generate(PROMPTS, params, use_tqdm=False)]
     port = free_port()
     with ray_program(["-c", NODES.format(port=port)], tmp_path) as program:
-        until(lambda: "all is deployed" in program.output or program.process.poll() is not None, 150)
+        wait_until(lambda: "all is deployed" in program.output or program.process.poll() is not None, 150)
         with ThreadPoolExecutor(len(PROMPTS)) as pool:
-            answers = [pool.submit(post, port, completion(prompt)) for prompt in PROMPTS]
-            until(lambda: sum(answer.done() for answer in answers) >= 1)
+            answers = [pool.submit(post, port, completion_body(prompt)) for prompt in PROMPTS]
+            wait_until(lambda: sum(answer.done() for answer in answers) >= 1)
             (tmp_path / "remove").touch()
             texts = [answer.result(100)["choices"][0]["text"] for answer in answers]
         assert texts == expected
-        until(lambda: "a node is removed" in program.output)
+        wait_until(lambda: "a node is removed" in program.output)
         (tmp_path / "add").touch()
-        until(lambda: "two replicas again" in program.output, 100)
-        assert post(port, completion(PROMPTS[0]))["choices"][0]["text"] == expected[0]
+        wait_until(lambda: "two replicas again" in program.output, 100)
+        assert post(port, completion_body(PROMPTS[0]))["choices"][0]["text"] == expected[0]
         (tmp_path / "end").touch()
         assert program.wait() == 0
 
@@ -86,7 +86,7 @@ def test_a_second_replica_starts_under_load(tmp_path: Path) -> None:
     flags = ["--ray", "--ray-address", "local", "--ray-max-replicas", "2", "--ray-target-requests", "2"]
     flags += ["--ray-cpus", "1", "--port", str(port), "--kv-cache-memory", "64MiB"]
     with ray_program(["-m", "penstock", "serve", "demo", *flags], tmp_path) as program:
-        until(lambda: is_ready(port) or program.process.poll() is not None, 120)
+        wait_until(lambda: is_ready(port) or program.process.poll() is not None, 120)
 
         def find_replicas() -> list[int]:
             return program.pids("ray::ServeReplica:penstock:engine")
@@ -96,12 +96,12 @@ def test_a_second_replica_starts_under_load(tmp_path: Path) -> None:
 
         def send_requests(prompt: str) -> None:
             while not is_over:
-                post(port, completion(prompt))
+                post(port, completion_body(prompt))
 
         with ThreadPoolExecutor(12) as pool:
             requests = [pool.submit(send_requests, prompt) for prompt in PROMPTS[:12]]
             try:
-                until(lambda: len(find_replicas()) == 2, 120)
+                wait_until(lambda: len(find_replicas()) == 2, 120)
             finally:
                 is_over = True
             for request in requests:

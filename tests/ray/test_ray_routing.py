@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 import httpx
 import pytest
-from support.ray_programs import completion, free_port, is_ready, post, ray_program, until
+from support.ray_programs import completion_body, free_port, is_ready, post, ray_program, wait_until
 from support.sessions import stays_with_its_worker
 
 pytestmark = [
@@ -32,11 +32,11 @@ def hits_and_queries(port: int) -> tuple[int, int]:
     """Return the prompt tokens that were found in a prefix cache, and all of them, summed over replicas."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
         text = response.read().decode()
-    found = [
+    matches = [
         re.search(rf"^penstock_prefix_cache_{name}_total\S* ([\d.e+]+)$", text, re.M)
         for name in ("hits", "queries")
     ]
-    hits, queries = (int(float(one[1])) for one in found if one is not None)
+    hits, queries = (int(float(match[1])) for match in matches if match is not None)
     return hits, queries
 
 
@@ -47,24 +47,24 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     flags = ["--ray", "--ray-address", "local", "--ray-min-replicas", "2", "--ray-cpus", "1"]
     flags += ["--port", str(port), "--kv-cache-memory", "64MiB"]
     with ray_program(["-m", "penstock", "serve", "demo", *flags], folder) as program:
-        until(lambda: is_ready(port) or program.process.poll() is not None, 120)
-        until(lambda: "penstock: serving" in program.output, 60)
+        wait_until(lambda: is_ready(port) or program.process.poll() is not None, 120)
+        wait_until(lambda: "penstock: serving" in program.output, 60)
         time.sleep(5)
         yield port
 
 
 def test_a_prefix_is_computed_by_one_replica(port: int) -> None:
-    before = hits_and_queries(port)
+    counts_before = hits_and_queries(port)
     with ThreadPoolExecutor(4) as pool:
         for turn in range(ROUNDS):  # four at once, so that both replicas have requests
-            asked = [
-                pool.submit(post, port, completion(prompt(group, turn), max_tokens=20))
+            requests = [
+                pool.submit(post, port, completion_body(prompt(group, turn), max_tokens=20))
                 for group in range(GROUPS)
             ]
-            answers = [one.result(100) for one in asked]
+            answers = [request.result(100) for request in requests]
     length = answers[0]["usage"]["prompt_tokens"]
-    until(lambda: hits_and_queries(port)[1] - before[1] >= 0.98 * GROUPS * ROUNDS * length, 20)
-    hits = hits_and_queries(port)[0] - before[0]
+    wait_until(lambda: hits_and_queries(port)[1] - counts_before[1] >= 0.98 * GROUPS * ROUNDS * length, 20)
+    hits = hits_and_queries(port)[0] - counts_before[0]
     # All rounds but the first find the prompt, up to its last block of 32 tokens.
     assert hits >= (ROUNDS - 1) * GROUPS * (length - 2 * 32)
 

@@ -18,12 +18,12 @@ from support.ray_programs import (
     NUM_TOKENS,
     PROMPTS,
     RayProgram,
-    completion,
+    completion_body,
     free_port,
     is_ready,
     post,
     ray_program,
-    until,
+    wait_until,
 )
 
 from penstock import LLM, SamplingParams
@@ -59,8 +59,8 @@ def server(tmp_path: Path) -> Iterator[tuple[RayProgram, int]]:
     ]
     flags += ["--kv-cache-memory", "64MiB", "--shutdown-grace", "60"]
     with ray_program(["-m", "penstock", "serve", "demo", *flags], tmp_path) as program:
-        until(lambda: is_ready(port) or program.process.poll() is not None, 120)
-        until(lambda: "penstock: serving" in program.output, 60)
+        wait_until(lambda: is_ready(port) or program.process.poll() is not None, 120)
+        wait_until(lambda: "penstock: serving" in program.output, 60)
         yield program, port
 
 
@@ -72,27 +72,27 @@ def test_requests_survive_lost_replicas_and_streams_survive_the_shutdown(
     replicas = program.pids("ray::ServeReplica:penstock:engine")
     assert len(replicas) == 2
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        answers = [pool.submit(post, port, completion(prompt)) for prompt in PROMPTS]
-        until(lambda: sum(answer.done() for answer in answers) >= 1)
+        answers = [pool.submit(post, port, completion_body(prompt)) for prompt in PROMPTS]
+        wait_until(lambda: sum(answer.done() for answer in answers) >= 1)
         assert not all(answer.done() for answer in answers)
         os.kill(replicas[0], signal.SIGKILL)
         texts = [answer.result(100)["choices"][0]["text"] for answer in answers]
     assert texts == expected
-    until(lambda: "continues on another replica" in program.output, 10)
+    wait_until(lambda: "continues on another replica" in program.output, 10)
     # 2. The worker process of a replica is killed: the texts are equal again.
-    until(lambda: len(program.pids("ray::ServeReplica:penstock:engine")) == 2)
+    wait_until(lambda: len(program.pids("ray::ServeReplica:penstock:engine")) == 2)
     workers = program.pids("penstock.worker.main")
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        answers = [pool.submit(post, port, completion(prompt)) for prompt in PROMPTS]
-        until(lambda: sum(answer.done() for answer in answers) >= 1)
+        answers = [pool.submit(post, port, completion_body(prompt)) for prompt in PROMPTS]
+        wait_until(lambda: sum(answer.done() for answer in answers) >= 1)
         os.kill(workers[0], signal.SIGKILL)
         texts = [answer.result(100)["choices"][0]["text"] for answer in answers]
     assert texts == expected
     # 3. Errors.
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        post(port, completion("x", max_tokens=-1))
-    assert refused.value.code == 400
-    refused.value.close()
+    with pytest.raises(urllib.error.HTTPError) as refused_error:
+        post(port, completion_body("x", max_tokens=-1))
+    assert refused_error.value.code == 400
+    refused_error.value.close()
     with pytest.raises(urllib.error.HTTPError) as unsupported:
         post(port, {}, "/reload")
     assert unsupported.value.code == 400
@@ -101,7 +101,7 @@ def test_requests_survive_lost_replicas_and_streams_survive_the_shutdown(
     # 4. A stream that runs while the server stops is complete.
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/completions",
-        json.dumps(completion(PROMPTS[3], stream=True)).encode(),
+        json.dumps(completion_body(PROMPTS[3], stream=True)).encode(),
         {"content-type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=100) as response:
@@ -112,4 +112,4 @@ def test_requests_survive_lost_replicas_and_streams_survive_the_shutdown(
     assert "".join(event["choices"][0]["text"] for event in events) == expected[3]
     assert lines[-2] == b"data: [DONE]\n"
     assert program.wait() == 0
-    until(lambda: not program.pids("penstock.worker.main"), 20)
+    wait_until(lambda: not program.pids("penstock.worker.main"), 20)

@@ -82,11 +82,11 @@ def find_child_processes() -> set[int]:
 
 
 async def test_a_model_starts_although_its_worker_is_killed_during_the_load() -> None:
-    before = find_child_processes()
+    children_before = find_child_processes()
     llm = AsyncLLM.from_config(PipelineConfig.from_flat({"model_path": "demo"}, "argument"))
     start = SharedStart(llm.start, retry_seconds=0)
     start_task = asyncio.ensure_future(start())
-    while not (workers := find_child_processes() - before):
+    while not (workers := find_child_processes() - children_before):
         await asyncio.sleep(0.01)
     for pid in workers:
         os.kill(pid, signal.SIGKILL)

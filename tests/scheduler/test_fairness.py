@@ -6,14 +6,14 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from support.fake_pipeline import FakePipeline, alone
-from support.paged import kv_manager, text_context
+from support.fake_pipeline import FakePipeline, expected_output_tokens
+from support.kv_contexts import kv_manager, text_context
 
 from penstock.pipelines.core import TextContext, TextGenerationResponse
 from penstock.scheduler import Scheduler
 
 
-class Run:
+class FairnessRun:
     """Runs a scheduler over a fake pipeline. The first letter of a request's name is its client."""
 
     def __init__(self, num_blocks: int = 1000, **options: Any) -> None:
@@ -26,18 +26,20 @@ class Run:
         self.tokens: dict[str, list[int]] = {}
         self.admitted: list[str] = []
 
-    def submit(self, name: str, prompt: int, new: int, **fields: Any) -> None:
+    def submit(self, name: str, prompt: int, max_new: int, **fields: Any) -> None:
         tokens = [sum(map(ord, name))] * prompt
-        context = text_context(tokens, max_length=prompt + new, request_id=name, client_id=name[0], **fields)
+        context = text_context(
+            tokens, max_length=prompt + max_new, request_id=name, client_id=name[0], **fields
+        )
         self.contexts[name], self.tokens[name] = context, []
         self.scheduler.submit(context)
 
     def step(self) -> dict[str, int]:
-        before = len(self.pipeline.trace)
+        num_steps_before = len(self.pipeline.trace)
         for name, output in self.scheduler.step().items():
             self.tokens[name] += [int(token.next_token) for token in output.tokens]
         self.admitted += [context.request_id for context in self.scheduler.admitted]
-        return dict(*self.pipeline.trace[before:])
+        return dict(*self.pipeline.trace[num_steps_before:])
 
     def run_until_token(self, name: str) -> int:
         """Run steps until a request has a token. Return their number."""
@@ -55,7 +57,7 @@ class Run:
             assert count < 20_000
         for name, context in self.contexts.items():
             copy = text_context(context.prompt_tokens.tolist(), max_length=context.max_length)
-            assert self.tokens[name] == alone(copy), name
+            assert self.tokens[name] == expected_output_tokens(copy), name
         return count
 
     def count_running_per_client(self) -> Counter[str]:
@@ -63,19 +65,19 @@ class Run:
 
 
 def test_admission_alternates_between_clients_in_arrival_order() -> None:
-    run = Run(max_batch_size=1)
+    run = FairnessRun(max_batch_size=1)
     for name in ("a1", "a2", "a3", "a4", "b1", "b2", "c1"):
-        run.submit(name, 3, new=2)
+        run.submit(name, 3, max_new=2)
     run.finish()
     assert run.admitted == ["a1", "b1", "c1", "a2", "b2", "a3", "a4"]
 
 
 def test_free_batch_slots_are_shared_evenly() -> None:
-    run = Run()
+    run = FairnessRun()
     for number in range(9):
-        run.submit(f"a{number}", 1, new=20)
+        run.submit(f"a{number}", 1, max_new=20)
     for number in range(9):
-        run.submit(f"b{number}", 1, new=20)
+        run.submit(f"b{number}", 1, max_new=20)
     run.step()
     assert run.count_running_per_client() == {"a": 2, "b": 2}
     assert run.scheduler.num_preemptions == 0
@@ -84,13 +86,13 @@ def test_free_batch_slots_are_shared_evenly() -> None:
 
 
 def test_a_client_that_fills_the_batch_is_preempted_at_once() -> None:
-    run = Run()
+    run = FairnessRun()
     for number in range(32):
-        run.submit(f"a{number}", 4, new=60)
+        run.submit(f"a{number}", 4, max_new=60)
     for _ in range(20):
         run.step()
     assert run.count_running_per_client() == {"a": 4}
-    run.submit("b", 4, new=3)
+    run.submit("b", 4, max_new=3)
     assert run.run_until_token("b") == 1
     assert run.count_running_per_client() == {"a": 3, "b": 1}
     assert run.scheduler.num_preemptions == 1
@@ -99,12 +101,12 @@ def test_a_client_that_fills_the_batch_is_preempted_at_once() -> None:
 
 
 def test_a_waiting_client_gets_exactly_its_share() -> None:
-    run = Run(max_batch_size=8, max_batch_input_tokens=64)
+    run = FairnessRun(max_batch_size=8, max_batch_input_tokens=64)
     for number in range(16):
-        run.submit(f"a{number}", 4, new=100)
+        run.submit(f"a{number}", 4, max_new=100)
     run.step()
     for number in range(16):
-        run.submit(f"b{number}", 4, new=100)
+        run.submit(f"b{number}", 4, max_new=100)
     run.step()
     assert run.count_running_per_client() == {"a": 4, "b": 4}
     assert run.scheduler.num_preemptions == 4
@@ -115,21 +117,21 @@ def test_a_waiting_client_gets_exactly_its_share() -> None:
 
 
 def test_a_client_that_holds_all_blocks_is_preempted() -> None:
-    run = Run(24, max_batch_size=8)
+    run = FairnessRun(24, max_batch_size=8)
     for number in range(3):
-        run.submit(f"a{number}", 4, new=28)
+        run.submit(f"a{number}", 4, max_new=28)
     for _ in range(27):
         run.step()
     assert run.scheduler.kv.num_free_blocks < 4
-    run.submit("b", 12, new=2)
+    run.submit("b", 12, max_new=2)
     assert run.run_until_token("b") == 1
     run.finish()
 
 
 def test_a_single_client_is_not_preempted_for_its_own_requests() -> None:
-    run = Run()
+    run = FairnessRun()
     for number in range(20):
-        run.submit(f"a{number}", 4, new=30)
+        run.submit(f"a{number}", 4, max_new=30)
     run.finish()
     assert run.scheduler.num_preemptions == 0
     assert run.admitted == [f"a{number}" for number in range(20)]
@@ -137,13 +139,13 @@ def test_a_single_client_is_not_preempted_for_its_own_requests() -> None:
 
 def test_consecutive_requests_cause_one_preemption() -> None:
     """After the first preemption, one batch slot stays reserved for some steps."""
-    run = Run()
+    run = FairnessRun()
     for number in range(8):
-        run.submit(f"a{number}", 4, new=400)
+        run.submit(f"a{number}", 4, max_new=400)
     for _ in range(5):
         run.step()
     for number in range(10):
-        run.submit(f"b{number}", 4, new=2)
+        run.submit(f"b{number}", 4, max_new=2)
         assert run.run_until_token(f"b{number}") == 1
         for _ in range(8):
             run.step()
@@ -155,30 +157,30 @@ def test_consecutive_requests_cause_one_preemption() -> None:
 
 
 def test_a_short_prompt_of_another_client_overtakes_a_long_one() -> None:
-    run = Run()
-    run.submit("a", 160, new=1)
+    run = FairnessRun()
+    run.submit("a", 160, max_new=1)
     run.step()
-    run.submit("b", 6, new=1)
+    run.submit("b", 6, max_new=1)
     assert run.step() == {"b": 6, "a": 10}
     run.finish()
 
 
 def test_two_long_prompts_take_turns() -> None:
-    run = Run()
-    run.submit("a", 64, new=1)
-    run.submit("b", 64, new=1)
+    run = FairnessRun()
+    run.submit("a", 64, max_new=1)
+    run.submit("b", 64, max_new=1)
     rows = [run.step() for _ in range(8)]
     assert rows == [{"a": 16}, {"b": 16}] * 4
     run.finish()
 
 
 def test_new_clients_do_not_starve_a_long_prompt() -> None:
-    run = Run()
-    run.submit("a", 64, new=1)
+    run = FairnessRun()
+    run.submit("a", 64, max_new=1)
     names = iter("bcdefghijklmnopqrstuvwxyzBCDEFGHIJKLMNOPQRSTUVWXYZ")
     steps = 0
     while not run.tokens["a"]:
-        run.submit(next(names), 16, new=1)  # takes a whole step
+        run.submit(next(names), 16, max_new=1)  # this prompt takes a whole step
         run.step()
         steps += 1
     assert steps <= 16
@@ -186,21 +188,21 @@ def test_new_clients_do_not_starve_a_long_prompt() -> None:
 
 
 def test_a_lower_priority_does_not_preempt_a_higher_one() -> None:
-    run = Run(max_batch_size=2)
-    run.submit("a1", 4, new=20, priority=1)
-    run.submit("a2", 4, new=20, priority=1)
+    run = FairnessRun(max_batch_size=2)
+    run.submit("a1", 4, max_new=20, priority=1)
+    run.submit("a2", 4, max_new=20, priority=1)
     run.step()
-    run.submit("b", 4, new=2)
+    run.submit("b", 4, max_new=2)
     assert run.run_until_token("b") == 20
     assert run.scheduler.num_preemptions == 0
     run.finish()
 
 
 def test_the_client_with_the_most_blocks_is_preempted() -> None:
-    run = Run(10, max_batch_size=4)
-    run.submit("a1", 4, new=16)
-    run.submit("a2", 4, new=16)
-    run.submit("b", 4, new=16)  # the youngest
+    run = FairnessRun(10, max_batch_size=4)
+    run.submit("a1", 4, max_new=16)
+    run.submit("a2", 4, max_new=16)
+    run.submit("b", 4, max_new=16)  # the youngest request
     while not run.scheduler.num_preemptions:
         run.step()
     assert run.count_running_per_client() == {"a": 1, "b": 1}
@@ -209,9 +211,9 @@ def test_the_client_with_the_most_blocks_is_preempted() -> None:
 
 @pytest.mark.parametrize("num_clients", [1, 3])
 def test_no_state_of_ended_clients_remains(num_clients: int) -> None:
-    run = Run()
+    run = FairnessRun()
     for number in range(12):
-        run.submit("abc"[number % num_clients] + str(number), 4, new=5)
+        run.submit("abc"[number % num_clients] + str(number), 4, max_new=5)
     run.step()
     run.scheduler.cancel("a0")
     run.scheduler.cancel("a9")
@@ -229,18 +231,18 @@ LARGE_BATCH = {"max_batch_size": 40, "max_batch_input_tokens": 128}
 class TestDeferral:
     """Decode rows of one client wait for a short prompt of another."""
 
-    def start_many(self) -> Run:
+    def start_many(self) -> FairnessRun:
         """Return a run with 30 decoding contexts of client ``a``."""
-        run = Run(**LARGE_BATCH)
+        run = FairnessRun(**LARGE_BATCH)
         for number in range(30):
-            run.submit(f"a{number:02}", 1, new=50)
+            run.submit(f"a{number:02}", 1, max_new=50)
         run.step()
         assert len(run.step()) == 30
         return run
 
     def test_a_short_prompt_runs_with_few_rows_of_the_other_client(self) -> None:
         run = self.start_many()
-        run.submit("b", 3, new=50)
+        run.submit("b", 3, max_new=50)
         first = run.step()
         assert first.pop("b") == 3
         assert list(first) == [f"a{number:02}" for number in range(4)]
@@ -251,30 +253,30 @@ class TestDeferral:
         run = self.start_many()
         sizes = []
         for client in "bcdef":
-            run.submit(client, 3, new=2)
+            run.submit(client, 3, max_new=2)
             sizes.append(sum(name[0] == "a" for name in run.step()))
         assert sizes == [4, 30, 4, 30, 4]
         run.finish()
 
     def test_a_prompt_that_takes_longer_than_the_deferred_rows_defers_nothing(self) -> None:
         run = self.start_many()
-        run.submit("b", 104, new=2)
+        run.submit("b", 104, max_new=2)
         assert sum(name[0] == "a" for name in run.step()) == 30
-        run.submit("c", 103, new=2)
+        run.submit("c", 103, max_new=2)
         assert sum(name[0] == "a" for name in run.step()) == 4
         run.finish()
 
     def test_prompts_of_the_same_client_defer_nothing(self) -> None:
         run = self.start_many()
-        run.submit("a30", 3, new=2)
+        run.submit("a30", 3, max_new=2)
         assert len(run.step()) == 31
         run.finish()
 
     def test_a_prompt_that_cannot_run_defers_nothing(self) -> None:
-        run = Run(**(LARGE_BATCH | {"max_batch_size": 30}))
+        run = FairnessRun(**(LARGE_BATCH | {"max_batch_size": 30}))
         for number in range(30):
-            run.submit(f"a{number:02}", 1, new=50, priority=1)
+            run.submit(f"a{number:02}", 1, max_new=50, priority=1)
         run.step()
-        run.submit("b", 3, new=2)
+        run.submit("b", 3, max_new=2)
         assert len(run.step()) == 30
         run.finish()

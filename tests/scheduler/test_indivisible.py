@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.fake_pipeline import FakePipeline, alone
+from support.fake_pipeline import FakePipeline, expected_output_tokens
 from support.images import image_context
-from support.paged import kv_manager
+from support.kv_contexts import kv_manager
 
 from penstock.pipelines.core import TextAndVisionContext
 from penstock.scheduler import Scheduler
@@ -27,7 +27,7 @@ def run_contexts(
     *contexts: TextAndVisionContext, budget: int, num_blocks: int = 200, min_chunk: int = 4
 ) -> FakePipeline:
     """Run the contexts. Check their outputs and that no step starts or ends within an image."""
-    expected = {context.request_id: alone(context) for context in contexts}
+    expected = {context.request_id: expected_output_tokens(context) for context in contexts}
     spans = {
         context.request_id: [(image.start_idx, image.end_idx) for image in context.images]
         for context in contexts

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.paged import text_context
+from support.kv_contexts import text_context
 
 from penstock.errors import InputError, PenstockError, RequestFailedError
 from penstock.kv_cache import NullKVCache
@@ -23,19 +23,19 @@ class FailingPipeline:
     kv = NullKVCache()
 
     def __init__(self) -> None:
-        self.culprits: dict[str, Exception] = {}
+        self.failing_requests: dict[str, Exception] = {}
         self.failures: dict[str, PenstockError] = {}
-        self.parts: list[str] = []
+        self.batches: list[str] = []
         self.outputs: list[str] = []
 
     def execute(
         self, batch: Mapping[str, TextContext], num_steps: int = 1
     ) -> dict[str, TextGenerationResponse]:
-        self.parts.append("".join(batch))
+        self.batches.append("".join(batch))
         for name in batch:
-            if name in self.culprits:
+            if name in self.failing_requests:
                 self.failures[name] = RequestFailedError("not finished")
-                raise self.culprits[name]
+                raise self.failing_requests[name]
         self.outputs += batch
         return {name: TextGenerationResponse([], DONE) for name in batch}
 
@@ -49,26 +49,26 @@ def make_batch(names: str) -> dict[str, TextContext]:
 
 def run_isolated(names: str, failing: str) -> tuple[FailingPipeline, dict[str, PenstockError]]:
     pipeline = FailingPipeline()
-    pipeline.culprits = {name: ZeroDivisionError(name) for name in failing}
+    pipeline.failing_requests = {name: ZeroDivisionError(name) for name in failing}
     outputs, failures = Isolation(pipeline).execute(make_batch(names), 1)
     assert list(outputs) == pipeline.outputs == [name for name in names if name not in failing]
     return pipeline, failures
 
 
 def test_a_batch_without_errors_runs_once() -> None:
-    assert run_isolated("abcde", "")[0].parts == ["abcde"]
+    assert run_isolated("abcde", "")[0].batches == ["abcde"]
 
 
 def test_bisection_runs_every_other_request_once() -> None:
     pipeline, failures = run_isolated("abcdefgh", "cf")
-    assert pipeline.parts == "abcdefgh abcd ab cd c d efgh ef e f gh".split()
+    assert pipeline.batches == "abcdefgh abcd ab cd c d efgh ef e f gh".split()
     assert list(failures) == ["c", "f"]
     assert [str(error.__cause__) for error in failures.values()] == ["c", "f"]
     assert not pipeline.failures
 
 
 def test_an_odd_batch_is_bisected_with_the_larger_half_first() -> None:
-    assert run_isolated("abc", "c")[0].parts == ["abc", "ab", "c"]
+    assert run_isolated("abc", "c")[0].batches == ["abc", "ab", "c"]
 
 
 @given(st.integers(2, 40), st.data())
@@ -78,28 +78,28 @@ def test_failing_requests_are_found_in_logarithmically_many_runs(size: int, data
     pipeline, failures = run_isolated(names, failing)
     assert set(failures) == set(failing)
     assert all(type(error) is RequestFailedError for error in failures.values())
-    assert len(pipeline.parts) <= 1 + 2 * len(failing) * (size - 1).bit_length()
+    assert len(pipeline.batches) <= 1 + 2 * len(failing) * (size - 1).bit_length()
 
 
 def test_an_input_error_is_reported_unchanged() -> None:
     pipeline, error = FailingPipeline(), InputError("no such adapter")
-    pipeline.culprits = {"b": error}
+    pipeline.failing_requests = {"b": error}
     _, failures = Isolation(pipeline).execute(make_batch("ab"), 1)
     assert failures == {"b": error}
 
 
 def test_the_last_error_is_raised_if_every_part_fails() -> None:
     pipeline = FailingPipeline()
-    pipeline.culprits = {name: ZeroDivisionError(name) for name in "ab"}
+    pipeline.failing_requests = {name: ZeroDivisionError(name) for name in "ab"}
     with pytest.raises(ZeroDivisionError, match="b"):
         Isolation(pipeline).execute(make_batch("ab"), 1)
-    assert pipeline.parts == ["ab", "a", "b"]
+    assert pipeline.batches == ["ab", "a", "b"]
     assert not pipeline.failures
 
 
 def test_bisection_stops_after_eight_consecutive_failures() -> None:
     pipeline, names = FailingPipeline(), [str(number) for number in range(100)]
-    pipeline.culprits = {name: ZeroDivisionError(name) for name in names}
+    pipeline.failing_requests = {name: ZeroDivisionError(name) for name in names}
     with pytest.raises(ZeroDivisionError, match="7"):
         Isolation(pipeline).execute({name: text_context([1]) for name in names}, 1)
 
@@ -111,18 +111,18 @@ def test_many_failing_requests_end_if_one_request_succeeds() -> None:
 
 def test_two_consecutive_failures_of_single_requests_raise() -> None:
     pipeline = FailingPipeline()
-    pipeline.culprits = {name: ZeroDivisionError(name) for name in "abd"}
+    pipeline.failing_requests = {name: ZeroDivisionError(name) for name in "abd"}
     isolation = Isolation(pipeline)
     assert list(isolation.execute(make_batch("a"), 1)[1]) == ["a"]
     with pytest.raises(ZeroDivisionError, match="b"):
         isolation.execute(make_batch("b"), 1)
-    isolation.execute(make_batch("c"), 1)  # succeeds and resets the count
+    isolation.execute(make_batch("c"), 1)  # this batch succeeds and resets the count of failures
     assert list(isolation.execute(make_batch("d"), 1)[1]) == ["d"]
 
 
 def test_input_errors_do_not_count_as_consecutive_failures() -> None:
     pipeline = FailingPipeline()
-    pipeline.culprits = dict.fromkeys("abc", InputError("refused"))
+    pipeline.failing_requests = dict.fromkeys("abc", InputError("refused"))
     isolation = Isolation(pipeline)
     for names in ("a", "b", "abc"):
         assert list(isolation.execute(make_batch(names), 1)[1]) == list(names)
@@ -130,7 +130,7 @@ def test_input_errors_do_not_count_as_consecutive_failures() -> None:
 
 def test_an_interrupt_is_raised_without_bisection() -> None:
     pipeline = FailingPipeline()
-    pipeline.culprits = {"a": KeyboardInterrupt()}  # type: ignore[dict-item]
+    pipeline.failing_requests = {"a": KeyboardInterrupt()}  # type: ignore[dict-item]
     with pytest.raises(KeyboardInterrupt):
         Isolation(pipeline).execute(make_batch("ab"), 1)
-    assert pipeline.parts == ["ab"]
+    assert pipeline.batches == ["ab"]

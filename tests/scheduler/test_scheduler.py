@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.fake_pipeline import FakePipeline, alone
-from support.paged import kv_manager, text_context
+from support.fake_pipeline import FakePipeline, expected_output_tokens
+from support.kv_contexts import kv_manager, text_context
 
 from penstock.errors import (
     ConfigError,
@@ -27,7 +27,7 @@ from penstock.scheduler import Scheduler
 Trace = list[dict[str, int]]
 
 
-class Run:
+class SchedulerRun:
     """Runs a scheduler over a fake pipeline and records the output tokens."""
 
     def __init__(
@@ -50,22 +50,22 @@ class Run:
         self.expected: dict[str, list[int]] = {}
         self.tokens: dict[str, list[int]] = {}
 
-    def submit(self, name: str, prompt: int | list[int], new: int, **fields: Any) -> TextContext:
+    def submit(self, name: str, prompt: int | list[int], max_new: int, **fields: Any) -> TextContext:
         """Submit a request. An int as ``prompt`` is a number of tokens that occur in no other request."""
         if isinstance(prompt, int):
             prompt = [ord(name)] * prompt
-        context = text_context(prompt, max_length=len(prompt) + new, request_id=name, **fields)
-        self.contexts[name], self.expected[name] = context, alone(context)
+        context = text_context(prompt, max_length=len(prompt) + max_new, request_id=name, **fields)
+        self.contexts[name], self.expected[name] = context, expected_output_tokens(context)
         self.scheduler.submit(context)
         self.tokens[name] = []
         return context
 
     def step(self, num_steps: int = 1) -> Trace:
         """Run one step. Return the number of rows of each request in each forward."""
-        before = len(self.pipeline.trace)
+        num_steps_before = len(self.pipeline.trace)
         for name, output in self.scheduler.step(num_steps).items():
             self.tokens[name] += [int(token.next_token) for token in output.tokens]
-        return self.pipeline.trace[before:]
+        return self.pipeline.trace[num_steps_before:]
 
     def finish(self, num_steps: int = 1) -> Trace:
         """Run all steps and return their rows. Check that outputs equal those of requests that run alone."""
@@ -88,8 +88,8 @@ class Run:
 
 
 def test_a_prompt_is_one_step_and_each_further_token_one_step() -> None:
-    run = Run()
-    run.submit("a", 5, new=3)
+    run = SchedulerRun()
+    run.submit("a", 5, max_new=3)
     assert (run.scheduler.num_waiting, run.scheduler.num_running) == (1, 0)
     assert run.finish() == [{"a": 5}, {"a": 1}, {"a": 1}]
     assert run.pipeline.released == ["a"]
@@ -97,35 +97,35 @@ def test_a_prompt_is_one_step_and_each_further_token_one_step() -> None:
 
 
 def test_requests_join_and_leave_between_steps() -> None:
-    run = Run()
-    run.submit("a", 5, new=3)
+    run = SchedulerRun()
+    run.submit("a", 5, max_new=3)
     assert run.step() == [{"a": 5}]
-    run.submit("b", 6, new=3)
+    run.submit("b", 6, max_new=3)
     assert run.finish() == [{"a": 1, "b": 6}, {"a": 1, "b": 1}, {"b": 1}]
 
 
 def test_a_request_ends_at_its_end_of_sequence() -> None:
-    run = Run()
+    run = SchedulerRun()
     prompt = [1, 2, 3]
-    third = alone(text_context(prompt, max_length=6))[2]
-    run.submit("a", prompt, new=50, eos_token_ids={third})
+    third = expected_output_tokens(text_context(prompt, max_length=6))[2]
+    run.submit("a", prompt, max_new=50, eos_token_ids={third})
     assert len(run.finish()) == 3
     assert len(run.tokens["a"]) == 2
 
 
 def test_requests_are_admitted_in_order_of_arrival() -> None:
-    run = Run(max_batch_size=2)
+    run = SchedulerRun(max_batch_size=2)
     for name in "abc":
-        run.submit(name, 3, new=2)
+        run.submit(name, 3, max_new=2)
     assert run.finish() == [{"a": 3, "b": 3}, {"a": 1, "b": 1}, {"c": 3}, {"c": 1}]
 
 
 def test_higher_priorities_are_admitted_first() -> None:
-    run = Run(max_batch_size=1)
-    run.submit("a", 3, new=1)
-    run.submit("b", 3, new=1, priority=1)
-    run.submit("c", 3, new=1, priority=-1)
-    run.submit("d", 3, new=1, priority=1)
+    run = SchedulerRun(max_batch_size=1)
+    run.submit("a", 3, max_new=1)
+    run.submit("b", 3, max_new=1, priority=1)
+    run.submit("c", 3, max_new=1, priority=-1)
+    run.submit("d", 3, max_new=1, priority=1)
     assert [list(rows) for rows in run.finish()] == [["b"], ["d"], ["a"], ["c"]]
 
 
@@ -133,88 +133,88 @@ def test_higher_priorities_are_admitted_first() -> None:
 
 
 def test_a_chunked_prompt_gives_one_output_token_at_its_end() -> None:
-    run = Run()
-    run.submit("a", 36, new=2)
+    run = SchedulerRun()
+    run.submit("a", 36, max_new=2)
     assert run.finish() == [{"a": 16}, {"a": 16}, {"a": 4}, {"a": 1}]
     assert len(run.tokens["a"]) == 2
 
 
 def test_decoding_continues_during_a_long_prompt() -> None:
-    run = Run()
-    run.submit("a", 3, new=5)
+    run = SchedulerRun()
+    run.submit("a", 3, max_new=5)
     run.step()
-    run.submit("b", 40, new=1)
+    run.submit("b", 40, max_new=1)
     assert run.finish() == [{"a": 1, "b": 15}, {"a": 1, "b": 15}, {"a": 1, "b": 10}, {"a": 1}]
 
 
 def test_the_remaining_budget_goes_to_the_next_prompt_if_it_is_a_minimum_chunk() -> None:
-    run = Run()
-    run.submit("a", 10, new=1)
-    run.submit("b", 10, new=1)
-    run.submit("c", 14, new=1)
-    # Step 1 has 6 tokens left for b. Step 2 has the last 4 tokens of b and 12 of c.
+    run = SchedulerRun()
+    run.submit("a", 10, max_new=1)
+    run.submit("b", 10, max_new=1)
+    run.submit("c", 14, max_new=1)
+    # Step 1 has room for 6 tokens of b. Step 2 has the last 4 tokens of b and 12 tokens of c.
     assert run.finish() == [{"a": 10, "b": 6}, {"b": 4, "c": 12}, {"c": 2}]
-    run = Run(min_chunk_size=7)
-    run.submit("a", 10, new=1)
-    run.submit("b", 10, new=1)
+    run = SchedulerRun(min_chunk_size=7)
+    run.submit("a", 10, max_new=1)
+    run.submit("b", 10, max_new=1)
     assert run.finish() == [{"a": 10}, {"b": 10}]
 
 
 def test_an_unchunked_prompt_above_the_budget_runs_in_a_separate_step() -> None:
-    run = Run(whole_prompts=True)
+    run = SchedulerRun(whole_prompts=True)
     for name, length in (("a", 6), ("b", 40), ("c", 10), ("d", 7)):
-        run.submit(name, length, new=1)
+        run.submit(name, length, max_new=1)
     assert run.finish() == [{"a": 6}, {"b": 40}, {"c": 10}, {"d": 7}]
     for name, length in (("e", 6), ("f", 10), ("g", 16), ("h", 17)):
-        run.submit(name, length, new=1)
+        run.submit(name, length, max_new=1)
     assert run.finish() == [{"e": 6, "f": 10}, {"g": 16}, {"h": 17}]
     assert not run.scheduler.failures
 
 
 def test_no_request_overtakes_a_prompt_that_does_not_get_a_chunk() -> None:
-    run = Run(min_chunk_size=7)
+    run = SchedulerRun(min_chunk_size=7)
     for name, length in (("a", 12), ("b", 9), ("c", 2)):
-        run.submit(name, length, new=1)
+        run.submit(name, length, max_new=1)
     assert run.finish() == [{"a": 12}, {"b": 9, "c": 2}]
 
 
 def test_a_prompt_of_higher_priority_overtakes_a_running_prompt() -> None:
-    run = Run()
-    run.submit("a", 40, new=1)
+    run = SchedulerRun()
+    run.submit("a", 40, max_new=1)
     run.step()
-    run.submit("b", 20, new=1, priority=1)
+    run.submit("b", 20, max_new=1, priority=1)
     assert run.finish() == [{"b": 16}, {"b": 4, "a": 12}, {"a": 12}]
 
 
 def test_a_prompt_progresses_in_each_step_of_a_full_batch() -> None:
-    run = Run(max_batch_size=4, max_batch_input_tokens=6, min_chunk_size=6)
+    run = SchedulerRun(max_batch_size=4, max_batch_input_tokens=6, min_chunk_size=6)
     for name in "abc":
-        run.submit(name, 2, new=8)
+        run.submit(name, 2, max_new=8)
     run.step()
-    run.submit("d", 9, new=1)
+    run.submit("d", 9, max_new=1)
     assert [rows["d"] for rows in run.finish() if "d" in rows] == [3, 3, 3]
 
 
 def test_an_unchunked_prompt_waits_until_it_fits() -> None:
-    run = Run(enable_chunked_prefill=False)
-    run.submit("a", 3, new=3)
+    run = SchedulerRun(enable_chunked_prefill=False)
+    run.submit("a", 3, max_new=3)
     run.step()
-    run.submit("b", 16, new=1)
-    run.submit("c", 2, new=1)
+    run.submit("b", 16, max_new=1)
+    run.submit("c", 2, max_new=1)
     assert run.finish() == [{"a": 1}, {"a": 1}, {"b": 16}, {"c": 2}]
 
 
 def test_a_batch_is_no_larger_than_the_budget() -> None:
-    run = Run(max_batch_size=9, max_batch_input_tokens=3)
+    run = SchedulerRun(max_batch_size=9, max_batch_input_tokens=3)
     for name in "abcd":
-        run.submit(name, 1, new=2)
+        run.submit(name, 1, max_new=2)
     assert run.finish() == [{"a": 1, "b": 1, "c": 1}, {"a": 1, "b": 1, "c": 1}, {"d": 1}, {"d": 1}]
 
 
 def test_forced_tokens_are_computed_with_the_next_token() -> None:
-    run = Run(max_batch_input_tokens=5)
-    a = run.submit("a", 2, new=9)
-    run.submit("b", 2, new=4)
+    run = SchedulerRun(max_batch_input_tokens=5)
+    a = run.submit("a", 2, max_new=9)
+    run.submit("b", 2, max_new=4)
     run.step()
     for token in range(5):
         a.jump_ahead(token)
@@ -226,26 +226,26 @@ def test_forced_tokens_are_computed_with_the_next_token() -> None:
 
 @pytest.mark.parametrize(("num_steps", "lengths"), [(1, [1] * 8), (3, [1, 1, 1] * 2 + [1, 1]), (99, [1] * 8)])
 def test_multiple_steps_start_after_the_prompts(num_steps: int, lengths: list[int]) -> None:
-    run = Run()
-    run.submit("a", 3, new=8)
-    run.submit("b", 20, new=9)  # two chunks: a step with a chunk runs alone
+    run = SchedulerRun()
+    run.submit("a", 3, max_new=8)
+    run.submit("b", 20, max_new=9)  # two chunks, and a call with a chunk runs only one step
     trace = run.finish(num_steps)
     assert trace[:2] == [{"a": 3, "b": 13}, {"a": 1, "b": 7}]
     assert [rows["a"] for rows in trace if "a" in rows] == [3, *lengths[1:]]
 
 
 def test_multiple_steps_end_with_the_shortest_output() -> None:
-    run = Run()
-    run.submit("a", 3, new=2)
-    run.submit("b", 3, new=6)
+    run = SchedulerRun()
+    run.submit("a", 3, max_new=2)
+    run.submit("b", 3, max_new=6)
     assert run.step(4) == [{"a": 3, "b": 3}, {"a": 1, "b": 1}]
     assert run.step(4) == [{"b": 1}] * 4
 
 
 def test_multiple_steps_preempt_no_request() -> None:
-    run = Run(4)
-    run.submit("a", 4, new=5)
-    run.submit("b", 4, new=3)
+    run = SchedulerRun(4)
+    run.submit("a", 4, max_new=5)
+    run.submit("b", 4, max_new=3)
     run.finish(4)
     assert run.scheduler.num_preemptions == 0
 
@@ -254,21 +254,21 @@ def test_multiple_steps_preempt_no_request() -> None:
 
 
 def test_a_cached_prefix_is_not_recomputed() -> None:
-    run = Run()
+    run = SchedulerRun()
     prompt = list(range(1, 11))
-    run.submit("a", prompt, new=1)
+    run.submit("a", prompt, max_new=1)
     run.finish()
-    b = run.submit("b", [*prompt, 11, 12], new=1)
+    b = run.submit("b", [*prompt, 11, 12], max_new=1)
     assert run.finish() == [{"b": 4}]
     assert b.num_cached_tokens == 8
 
 
 def test_equal_concurrent_prompts_are_computed_once() -> None:
-    run = Run()
+    run = SchedulerRun()
     prompt = list(range(1, 25))
     for name in "abc":
-        run.submit(name, prompt, new=2)
-    run.submit("d", 3, new=2)  # overtakes b and c, which wait for the prefix
+        run.submit(name, prompt, max_new=2)
+    run.submit("d", 3, max_new=2)  # d overtakes b and c, which wait for the prefix
     assert run.finish() == [
         {"a": 16},
         {"a": 8, "d": 3},
@@ -278,10 +278,10 @@ def test_equal_concurrent_prompts_are_computed_once() -> None:
 
 
 def test_a_request_that_waits_for_a_prefix_continues_when_its_owner_ends() -> None:
-    run = Run()
+    run = SchedulerRun()
     prompt = list(range(1, 25))
-    run.submit("a", prompt, new=2)
-    run.submit("b", prompt, new=2)
+    run.submit("a", prompt, max_new=2)
+    run.submit("b", prompt, max_new=2)
     assert run.step() == [{"a": 16}]
     run.scheduler.cancel("a")
     assert run.finish() == [{"b": 8}, {"b": 1}]
@@ -291,18 +291,18 @@ def test_a_request_that_waits_for_a_prefix_continues_when_its_owner_ends() -> No
 
 
 def test_a_prompt_waits_until_its_blocks_are_free() -> None:
-    run = Run(6)
-    run.submit("a", 12, new=3)
-    run.submit("b", 12, new=1)  # three blocks are free, but one is reserved for a
-    run.submit("c", 2, new=1)  # would fit, but does not overtake b
+    run = SchedulerRun(6)
+    run.submit("a", 12, max_new=3)
+    run.submit("b", 12, max_new=1)  # three blocks are free, but one is reserved for a
+    run.submit("c", 2, max_new=1)  # c would fit, but must not overtake b
     assert run.finish() == [{"a": 12}, {"a": 1}, {"a": 1}, {"b": 12, "c": 2}]
     assert run.scheduler.num_preemptions == 0
 
 
 def test_the_latest_request_is_preempted_and_its_output_does_not_change() -> None:
-    run = Run(5)
-    run.submit("a", 4, new=12)
-    run.submit("b", 4, new=12)
+    run = SchedulerRun(5)
+    run.submit("a", 4, max_new=12)
+    run.submit("b", 4, max_new=12)
     trace = run.finish()
     assert trace[:5] == [{"a": 4, "b": 4}, *[{"a": 1, "b": 1}] * 4]
     # Both have two blocks. In step 6 each needs a third: a gets the last block, b is preempted. The first
@@ -314,29 +314,29 @@ def test_the_latest_request_is_preempted_and_its_output_does_not_change() -> Non
 
 
 def test_the_lowest_priority_is_preempted_before_the_latest_request() -> None:
-    run = Run(5)
-    run.submit("a", 4, new=12, priority=-1)
-    run.submit("b", 4, new=12)
+    run = SchedulerRun(5)
+    run.submit("a", 4, max_new=12, priority=-1)
+    run.submit("b", 4, max_new=12)
     trace = run.finish()
     assert [list(rows) for rows in trace[5:12]] == [["b"]] * 7
 
 
 def test_a_preempted_context_keeps_its_position_in_the_queue() -> None:
-    run = Run(5, max_batch_size=2)
-    run.submit("a", 4, new=12)
-    run.submit("b", 4, new=12)
+    run = SchedulerRun(5, max_batch_size=2)
+    run.submit("a", 4, max_new=12)
+    run.submit("b", 4, max_new=12)
     for _ in range(6):
         run.step()
     assert run.scheduler.num_preemptions == 1
-    run.submit("c", 4, new=1)
-    rest = run.finish()
-    assert [list(rows) for rows in rest[:7]] == [["a"]] * 6 + [["b", "c"]]
+    run.submit("c", 4, max_new=1)
+    later_steps = run.finish()
+    assert [list(rows) for rows in later_steps[:7]] == [["a"]] * 6 + [["b", "c"]]
 
 
 def test_cached_tokens_of_a_restart_are_not_counted() -> None:
-    run = Run(14, max_batch_input_tokens=2)
-    run.submit("a", 4, new=30)
-    run.submit("b", 40, new=1)  # is preempted before its prompt is computed
+    run = SchedulerRun(14, max_batch_input_tokens=2)
+    run.submit("a", 4, max_new=30)
+    run.submit("b", 40, max_new=1)  # b is preempted before its prompt is computed
     run.finish()
     assert run.scheduler.num_preemptions == 1
     starts = [starts["b"] for starts in run.pipeline.starts if "b" in starts]
@@ -347,11 +347,11 @@ def test_cached_tokens_of_a_restart_are_not_counted() -> None:
 
 def test_a_prompt_without_blocks_waits_during_decoding() -> None:
     ready = {"b"}
-    run = Run(9, max_batch_input_tokens=4, ready=lambda context: context.request_id in ready)
-    run.submit("a", 24, new=1)
-    run.submit("b", 4, new=12)
+    run = SchedulerRun(9, max_batch_input_tokens=4, ready=lambda context: context.request_id in ready)
+    run.submit("a", 24, max_new=1)
+    run.submit("b", 4, max_new=12)
     trace = run.step() + run.step() + run.step()
-    ready.add("a")  # the older request; enough blocks for its prompt are free at this moment
+    ready.add("a")  # a is older than b, and at this moment its prompt fits into the free blocks
     trace += run.finish()
     assert [rows.get("b", 0) for rows in trace] == [4] + [1] * 11 + [0]
     assert [rows.get("a", 0) for rows in trace] == [0, 0, 0, 3, 3, 3, 3, 3, 3, 1, 1, 0, 4]
@@ -359,9 +359,9 @@ def test_a_prompt_without_blocks_waits_during_decoding() -> None:
 
 
 def test_a_preempted_context_is_a_prompt_again() -> None:
-    run = Run(7, max_batch_input_tokens=4, caching=False)
-    run.submit("a", 4, new=12)
-    run.submit("b", 4, new=20)
+    run = SchedulerRun(7, max_batch_input_tokens=4, caching=False)
+    run.submit("a", 4, max_new=12)
+    run.submit("b", 4, max_new=20)
     while not run.scheduler.num_preemptions:
         run.step()
     evicted = run.contexts["b"]
@@ -369,15 +369,15 @@ def test_a_preempted_context_is_a_prompt_again() -> None:
     assert evicted.is_initial_prompt
     while run.step() != [{"b": 4}]:
         pass
-    run.submit("c", 4, new=1, priority=1)
+    run.submit("c", 4, max_new=1, priority=1)
     assert run.finish()[:4] == [{"c": 4}, {"b": 4}, {"b": 4}, {"b": 1}]
 
 
 def test_a_context_preempted_in_a_chunk_is_a_whole_prompt_again() -> None:
-    run = Run(6, max_batch_size=2, max_batch_input_tokens=2, min_chunk_size=1, caching=False)
-    evicted = run.submit("a", 6, new=1)
+    run = SchedulerRun(6, max_batch_size=2, max_batch_input_tokens=2, min_chunk_size=1, caching=False)
+    evicted = run.submit("a", 6, max_new=1)
     run.step()
-    run.submit("b", 14, new=8, priority=1)
+    run.submit("b", 14, max_new=8, priority=1)
     while not run.scheduler.num_preemptions:
         run.step()
     assert (evicted.start_idx, evicted.active_idx, evicted.end_idx) == (0, 6, 6)
@@ -385,24 +385,24 @@ def test_a_context_preempted_in_a_chunk_is_a_whole_prompt_again() -> None:
 
 
 def test_a_context_beyond_its_key_limit_is_a_prompt_again() -> None:
-    run = Run(key_limits=(7,), caching=False)
-    run.submit("a", 5, new=6)
+    run = SchedulerRun(key_limits=(7,), caching=False)
+    run.submit("a", 5, max_new=6)
     assert run.finish() == [{"a": 5}, {"a": 1}, {"a": 1}, {"a": 8}, {"a": 1}, {"a": 1}]
     assert run.scheduler.num_preemptions == 0
 
 
 @pytest.mark.parametrize("num_steps", [2, 3, 100])
 def test_multiple_steps_end_at_the_key_limit(num_steps: int) -> None:
-    run = Run(key_limits=(7,), caching=False)
-    run.submit("a", 4, new=9)
+    run = SchedulerRun(key_limits=(7,), caching=False)
+    run.submit("a", 4, max_new=9)
     trace = run.finish(num_steps)
     assert [rows["a"] for rows in trace] == [4, 1, 1, 1, 8, 1, 1, 1, 1]
 
 
 def test_a_context_over_its_key_limit_is_chunked_next_to_others() -> None:
-    run = Run(key_limits=(20,), caching=False, max_batch_input_tokens=8)
-    run.submit("a", 20, new=4)
-    run.submit("b", 3, new=9)
+    run = SchedulerRun(key_limits=(20,), caching=False, max_batch_input_tokens=8)
+    run.submit("a", 20, max_new=4)
+    run.submit("b", 3, max_new=9)
     assert run.finish() == [
         {"a": 8},
         {"a": 8},
@@ -414,15 +414,15 @@ def test_a_context_over_its_key_limit_is_chunked_next_to_others() -> None:
 
 
 def test_a_context_that_ends_at_its_key_limit_is_not_recomputed() -> None:
-    run = Run(key_limits=(7,), caching=False)
-    run.submit("a", 5, new=3)
+    run = SchedulerRun(key_limits=(7,), caching=False)
+    run.submit("a", 5, max_new=3)
     assert run.finish() == [{"a": 5}, {"a": 1}, {"a": 1}]
 
 
 def test_requests_with_one_prompt_share_the_recomputed_keys() -> None:
-    run = Run(key_limits=(13,), max_batch_input_tokens=64)
+    run = SchedulerRun(key_limits=(13,), max_batch_input_tokens=64)
     for name in "abc":
-        run.submit(name, [1] * 12, new=5)
+        run.submit(name, [1] * 12, max_new=5)
     assert run.finish() == [
         {"a": 12},
         {"a": 1, "b": 4, "c": 4},
@@ -440,11 +440,11 @@ def test_keys_of_one_rope_regime_are_not_read_in_another(
     windows: tuple[int | None, ...], caching: bool, num_steps: int
 ) -> None:
     """Contexts with common prefixes cross two key limits; with few blocks, they are preempted and chunked."""
-    run = Run(*[14] * len(windows), windows=windows, caching=caching, key_limits=(9, 21))
+    run = SchedulerRun(*[14] * len(windows), windows=windows, caching=caching, key_limits=(9, 21))
     rng = np.random.default_rng(len(windows) + num_steps)
     for number in range(40):
         prompt = [1] * int(rng.integers(1, 12)) + [2] * int(rng.integers(1, 12))
-        run.submit(f"{number:02}", prompt, new=int(rng.integers(1, 16)))
+        run.submit(f"{number:02}", prompt, max_new=int(rng.integers(1, 16)))
         for _ in range(int(rng.integers(0, 3))):
             run.step(num_steps)
     run.finish(num_steps)
@@ -453,35 +453,35 @@ def test_keys_of_one_rope_regime_are_not_read_in_another(
 
 
 def test_a_high_priority_request_without_blocks_does_not_stop_a_running_prompt() -> None:
-    run = Run(8, max_batch_input_tokens=8)
-    run.submit("a", 24, new=1)
+    run = SchedulerRun(8, max_batch_input_tokens=8)
+    run.submit("a", 24, max_new=1)
     run.step()
-    run.submit("b", 24, new=1, priority=1)
+    run.submit("b", 24, max_new=1, priority=1)
     assert run.finish() == [{"a": 8}, {"a": 8}, {"b": 8}, {"b": 8}, {"b": 8}]
 
 
 def test_chunks_shrink_to_the_blocks_of_a_window() -> None:
-    run = Run(50, 5, windows=(None, 6), min_chunk_size=2)
-    run.submit("a", 30, new=3)
+    run = SchedulerRun(50, 5, windows=(None, 6), min_chunk_size=2)
+    run.submit("a", 30, max_new=3)
     trace = run.finish()
     assert trace[:4] == [{"a": 16}, {"a": 7}, {"a": 7}, {"a": 1}]
 
 
 def test_several_long_prompts_take_turns_behind_a_window() -> None:
-    run = Run(50, 6, windows=(None, 6), min_chunk_size=2)
+    run = SchedulerRun(50, 6, windows=(None, 6), min_chunk_size=2)
     for name in "abc":
-        run.submit(name, 30, new=10)
+        run.submit(name, 30, max_new=10)
     run.finish()
     assert run.tokens == run.expected
 
 
 def test_a_request_fails_alone_if_blocks_are_held_outside_the_scheduler() -> None:
-    run = Run(6)
+    run = SchedulerRun(6)
     outsider = text_context([9] * 15)
     run.kv.claim(outsider)
     run.kv.reserve(outsider)
-    run.submit("a", 12, new=2)
-    run.submit("b", 4, new=2)
+    run.submit("a", 12, max_new=2)
+    run.submit("b", 4, max_new=2)
     trace = []
     while run.scheduler.has_work:
         trace += run.step()
@@ -494,8 +494,8 @@ def test_a_request_fails_alone_if_blocks_are_held_outside_the_scheduler() -> Non
 
 
 def test_a_decoding_context_fails_if_blocks_are_held_outside_the_scheduler() -> None:
-    run = Run(3)
-    run.submit("a", 4, new=6)
+    run = SchedulerRun(3)
+    run.submit("a", 4, max_new=6)
     run.step()
     outsider = text_context([9] * 8)
     run.kv.claim(outsider)
@@ -509,24 +509,24 @@ def test_a_decoding_context_fails_if_blocks_are_held_outside_the_scheduler() -> 
 
 
 def test_a_request_that_never_fits_is_refused_with_the_numbers() -> None:
-    run = Run(5)
+    run = SchedulerRun(5)
     with pytest.raises(InputError, match=r"may take 21 tokens \(7 of them the prompt\).* 5 blocks"):
-        run.submit("a", 7, new=14)
-    run.submit("b", 7, new=13)
+        run.submit("a", 7, max_new=14)
+    run.submit("b", 7, max_new=13)
     run.finish()
 
 
 def test_a_prompt_above_the_budget_is_refused_without_chunked_prefill() -> None:
-    run = Run(enable_chunked_prefill=False)
+    run = SchedulerRun(enable_chunked_prefill=False)
     with pytest.raises(InputError, match="has 17 tokens, but a step computes at most 16"):
-        run.submit("a", 17, new=1)
+        run.submit("a", 17, max_new=1)
     assert not run.scheduler.has_work
 
 
 def test_a_preempted_context_above_the_budget_is_chunked_without_chunked_prefill() -> None:
-    run = Run(10, enable_chunked_prefill=False, max_batch_size=2)
-    run.submit("a", 12, new=20)
-    run.submit("b", 4, new=24)
+    run = SchedulerRun(10, enable_chunked_prefill=False, max_batch_size=2)
+    run.submit("a", 12, max_new=20)
+    run.submit("b", 4, max_new=24)
     trace = run.finish()
     assert run.scheduler.num_preemptions > 0
     assert run.tokens == run.expected
@@ -534,8 +534,8 @@ def test_a_preempted_context_above_the_budget_is_chunked_without_chunked_prefill
 
 
 def test_an_id_in_use_is_refused() -> None:
-    run = Run()
-    run.submit("a", 3, new=2)
+    run = SchedulerRun()
+    run.submit("a", 3, max_new=2)
     for _ in range(2):
         with pytest.raises(InputError, match="request a is already submitted"):
             run.scheduler.submit(text_context([1], max_length=2, request_id="a"))
@@ -547,16 +547,16 @@ def test_an_id_in_use_is_refused() -> None:
 @pytest.mark.parametrize("name", ["max_batch_size", "max_batch_input_tokens", "min_chunk_size"])
 def test_limits_are_at_least_one(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}: must be at least 1, was 0"):
-        Run(**{name: 0})
+        SchedulerRun(**{name: 0})
 
 
 # -- Cancelling ------------------------------------------------------------------------------------------
 
 
 def test_cancelling_frees_blocks_and_batch_slot_within_one_step() -> None:
-    run = Run(max_batch_size=2)
+    run = SchedulerRun(max_batch_size=2)
     for name in "abc":
-        run.submit(name, 8, new=9)
+        run.submit(name, 8, max_new=9)
     run.step()
     assert run.kv.num_free_blocks < 100
     run.scheduler.cancel("a")
@@ -570,10 +570,10 @@ def test_cancelling_frees_blocks_and_batch_slot_within_one_step() -> None:
 
 
 def test_a_cancelled_waiting_context_leaves_no_state() -> None:
-    run = Run(max_batch_size=1)
+    run = SchedulerRun(max_batch_size=1)
     prompt = list(range(1, 20))
-    run.submit("a", prompt, new=1)
-    run.submit("b", prompt, new=1)
+    run.submit("a", prompt, max_new=1)
+    run.submit("b", prompt, max_new=1)
     run.scheduler.cancel("b")
     assert run.finish() == [{"a": 16}, {"a": 3}]
     assert run.pipeline.released == ["b", "a"]
@@ -581,9 +581,9 @@ def test_a_cancelled_waiting_context_leaves_no_state() -> None:
 
 
 def test_a_preempted_context_is_cancelled() -> None:
-    run = Run(5)
-    run.submit("a", 4, new=12)
-    run.submit("b", 4, new=12)
+    run = SchedulerRun(5)
+    run.submit("a", 4, max_new=12)
+    run.submit("b", 4, max_new=12)
     for _ in range(6):
         run.step()
     assert run.scheduler.num_waiting == 1
@@ -594,8 +594,8 @@ def test_a_preempted_context_is_cancelled() -> None:
 
 
 def test_cancelling_an_ended_or_unknown_request_does_nothing() -> None:
-    run = Run()
-    run.submit("a", 3, new=1)
+    run = SchedulerRun()
+    run.submit("a", 3, max_new=1)
     run.finish()
     run.scheduler.cancel("a")
     run.scheduler.cancel("unknown")
@@ -610,9 +610,9 @@ def test_cancelling_an_ended_or_unknown_request_does_nothing() -> None:
 
 def test_requests_overtake_one_that_is_not_ready() -> None:
     ready = {"b"}
-    run = Run(ready=lambda context: context.request_id in ready)
-    run.submit("a", 3, new=1)
-    run.submit("b", 3, new=2)
+    run = SchedulerRun(ready=lambda context: context.request_id in ready)
+    run.submit("a", 3, max_new=1)
+    run.submit("b", 3, max_new=2)
     assert run.step() == [{"b": 3}]
     assert run.step() == [{"b": 1}]
     assert run.step() == []
@@ -627,9 +627,9 @@ def test_a_request_that_cannot_become_ready_fails_without_others() -> None:
             raise InputError("the grammar does not compile")
         return True
 
-    run = Run(ready=ready)
-    run.submit("a", 3, new=1)
-    run.submit("b", 3, new=1)
+    run = SchedulerRun(ready=ready)
+    run.submit("a", 3, max_new=1)
+    run.submit("b", 3, max_new=1)
     assert run.finish() == [{"b": 3}]
     assert str(run.scheduler.failures.pop("a")) == "the grammar does not compile"
     assert run.pipeline.released == ["a", "b"]
@@ -637,9 +637,9 @@ def test_a_request_that_cannot_become_ready_fails_without_others() -> None:
 
 def test_a_step_checks_the_readiness_of_few_contexts() -> None:
     checked: list[str] = []
-    run = Run(ready=lambda context: bool(checked.append(context.request_id)), max_batch_size=3)
+    run = SchedulerRun(ready=lambda context: bool(checked.append(context.request_id)), max_batch_size=3)
     for number in range(200):
-        run.submit(f"r{number}", [1], new=1)
+        run.submit(f"r{number}", [1], max_new=1)
     for _ in range(5):
         run.step()
         assert 0 < len(checked) <= 12
@@ -652,9 +652,9 @@ def test_an_error_in_ready_ends_only_its_request() -> None:
             raise KeyError("an internal error")
         return True
 
-    run = Run(ready=ready)
-    run.submit("a", 3, new=1)
-    run.submit("b", 3, new=1)
+    run = SchedulerRun(ready=ready)
+    run.submit("a", 3, max_new=1)
+    run.submit("b", 3, max_new=1)
     assert run.finish() == [{"b": 3}]
     error = run.scheduler.failures.pop("a")
     assert type(error) is RequestFailedError
@@ -663,11 +663,11 @@ def test_an_error_in_ready_ends_only_its_request() -> None:
 
 
 def test_a_failed_forward_changes_no_state() -> None:
-    run = Run(isolates_faults=False)
-    run.submit("a", 20, new=3)
-    run.submit("b", 4, new=3)
+    run = SchedulerRun(isolates_faults=False)
+    run.submit("a", 20, max_new=3)
+    run.submit("b", 4, max_new=3)
     run.step()
-    run.pipeline.culprits = {"b"}
+    run.pipeline.failing_requests = {"b"}
     for _ in range(2):
         with pytest.raises(FloatingPointError):
             run.step()
@@ -677,11 +677,11 @@ def test_a_failed_forward_changes_no_state() -> None:
 
 
 def test_a_request_that_fails_the_forward_ends_and_others_continue() -> None:
-    run = Run()
+    run = SchedulerRun()
     for name in "abcd":
-        run.submit(name, 3, new=4)
+        run.submit(name, 3, max_new=4)
     run.step()
-    run.pipeline.culprits = {"c"}
+    run.pipeline.failing_requests = {"c"}
     # The whole batch fails, then c with d, then c.
     assert run.step() == [{"a": 1, "b": 1}, {"d": 1}]
     assert list(run.scheduler.failures) == ["c"]
@@ -693,20 +693,20 @@ def test_a_request_that_fails_the_forward_ends_and_others_continue() -> None:
 
 @pytest.mark.parametrize("isolates_faults", [True, False])
 def test_a_context_that_the_pipeline_reports_as_failed_ends_alone(isolates_faults: bool) -> None:
-    run = Run(isolates_faults=isolates_faults)
-    run.submit("a", 3, new=3)
-    run.submit("b", 3, new=3)
-    run.pipeline.spoilt = {"a"}
+    run = SchedulerRun(isolates_faults=isolates_faults)
+    run.submit("a", 3, max_new=3)
+    run.submit("b", 3, max_new=3)
+    run.pipeline.invalid_outputs = {"a"}
     assert run.step() == [{"a": 3, "b": 3}]
-    assert str(run.scheduler.failures.pop("a")) == "spoilt"
+    assert str(run.scheduler.failures.pop("a")) == "the output is invalid"
     assert not run.pipeline.failures
     assert run.finish() == [{"b": 1}] * 2
 
 
 def test_each_admission_is_reported_once() -> None:
-    run = Run(5)
-    run.submit("a", 4, new=12)
-    run.submit("b", 4, new=12)
+    run = SchedulerRun(5)
+    run.submit("a", 4, max_new=12)
+    run.submit("b", 4, max_new=12)
     admitted = []
     while run.scheduler.has_work:
         run.step()
@@ -717,7 +717,7 @@ def test_each_admission_is_reported_once() -> None:
 
 def test_the_cost_of_a_step_does_not_depend_on_the_queue() -> None:
     def count_calls(num_waiting: int) -> int:
-        run = Run(1000, max_batch_size=3)
+        run = SchedulerRun(1000, max_batch_size=3)
         for number in range(num_waiting):
             context = text_context([number], max_length=50, request_id=f"r{number}")
             run.scheduler.submit(context)
@@ -728,7 +728,7 @@ def test_the_cost_of_a_step_does_not_depend_on_the_queue() -> None:
             nonlocal calls
             calls += event in ("call", "c_call")
 
-        gc.disable()  # callbacks of the garbage collector would be counted
+        gc.disable()  # the profiler would count callbacks of the garbage collector
         sys.setprofile(count)
         try:
             for _ in range(10):
@@ -742,8 +742,8 @@ def test_the_cost_of_a_step_does_not_depend_on_the_queue() -> None:
 
 
 def test_a_block_leak_is_detected_when_the_scheduler_is_idle() -> None:
-    run = Run()
-    run.submit("a", 3, new=1)
+    run = SchedulerRun()
+    run.submit("a", 3, max_new=1)
     run.kv._pools[0].allocate(1)
     with pytest.raises(AssertionError, match="has 1 references and is in 0 tables"):
         run.step()

@@ -8,9 +8,9 @@ from itertools import pairwise
 
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from support.fake_pipeline import EOS, FakePipeline, alone
-from support.paged import kv_manager, text_context
-from support.random_draws import examples
+from support.fake_pipeline import EOS, FakePipeline, expected_output_tokens
+from support.kv_contexts import kv_manager, text_context
+from support.random_draws import num_examples
 
 from penstock.errors import InputError
 from penstock.pipelines.core import TextContext, TextGenerationResponse
@@ -36,20 +36,20 @@ class Limits:
 @dataclass(frozen=True)
 class Request:
     arrival: int  # number of the step before which it is submitted
-    shared: int  # tokens of the common prefix
-    own: tuple[int, ...]  # tokens after the common prefix
-    new: int  # maximum number of new tokens
+    num_common_tokens: int  # tokens of `COMMON_TOKENS` at the start of the prompt
+    own_tokens: tuple[int, ...]  # tokens after the common prefix
+    max_new_tokens: int  # maximum number of new tokens
     priority: int
     cancelled_after: int | None  # steps after the arrival
     ready_after: int  # steps after the arrival
     echo: bool
     fails_after: int | None  # steps after the arrival until its forward fails
-    stops: bool  # whether it ends at an end-of-sequence token
+    ends_at_eos: bool  # whether it ends at an end-of-sequence token
     client: str
 
     @property
     def prompt(self) -> list[int]:
-        return [*COMMON_TOKENS[: self.shared], *self.own] or [1]
+        return [*COMMON_TOKENS[: self.num_common_tokens], *self.own_tokens] or [1]
 
 
 limit_sets = st.builds(
@@ -66,15 +66,15 @@ limit_sets = st.builds(
 requests = st.builds(
     Request,
     arrival=st.integers(0, 12),
-    shared=st.integers(0, 24),
-    own=st.lists(st.integers(1, 3), max_size=4).map(tuple),
-    new=st.integers(1, 24),
+    num_common_tokens=st.integers(0, 24),
+    own_tokens=st.lists(st.integers(1, 3), max_size=4).map(tuple),
+    max_new_tokens=st.integers(1, 24),
     priority=st.integers(0, 1),
     cancelled_after=st.sampled_from([None, None, None, 0, 2, 5, 9]),
     ready_after=st.sampled_from([0, 0, 0, 3]),
     echo=st.sampled_from([False, False, False, True]),
     fails_after=st.sampled_from([None, None, None, 1, 4, 8]),
-    stops=st.booleans(),
+    ends_at_eos=st.booleans(),
     client=st.sampled_from("xxyz"),
 )
 
@@ -83,7 +83,7 @@ class Workload:
     """Runs requests and records how each one ends."""
 
     def __init__(self, limits: Limits, requests: list[Request]) -> None:
-        self.limits, self.now = limits, 0
+        self.limits, self.step_number = limits, 0
         self.requests = {str(number): request for number, request in enumerate(requests)}
         self.pipeline = FakePipeline(
             kv_manager(
@@ -106,22 +106,22 @@ class Workload:
         self.admitted: list[str] = []
 
     def run(self) -> None:
-        while self.now <= 12 or self.scheduler.has_work:
+        while self.step_number <= 12 or self.scheduler.has_work:
             for name, request in self.requests.items():
-                if request.arrival == self.now:
+                if request.arrival == self.step_number:
                     self._submit(name, request)
-                elif request.cancelled_after == self.now - request.arrival:
+                elif request.cancelled_after == self.step_number - request.arrival:
                     self._cancel(name)
             self._step()
-            self.now += 1
-            assert self.now < 2000, "a request does not end"
+            self.step_number += 1
+            assert self.step_number < 2000, "a request does not end"
 
     def _submit(self, name: str, request: Request) -> None:
         context = text_context(
             request.prompt,
-            max_length=len(request.prompt) + request.new,
+            max_length=len(request.prompt) + request.max_new_tokens,
             request_id=name,
-            eos_token_ids={EOS} if request.stops else set(),
+            eos_token_ids={EOS} if request.ends_at_eos else set(),
             priority=request.priority,
             log_probabilities_echo=request.echo,
             client_id=request.client,
@@ -135,51 +135,51 @@ class Workload:
 
     def _cancel(self, name: str) -> None:
         self.scheduler.cancel(name)
-        if name in self.contexts and not any(name == ended for ended, _ in self.ends):
+        if name in self.contexts and not any(name == ended_name for ended_name, _ in self.ends):
             self.ends.append((name, "cancelled"))
 
     def _step(self) -> None:
-        before = len(self.pipeline.trace)
-        self.pipeline.culprits = {name for name in self.contexts if self._fails(name)}
+        num_steps_before = len(self.pipeline.trace)
+        self.pipeline.failing_requests = {name for name in self.contexts if self._fails(name)}
         try:
             outputs = self.scheduler.step(self.limits.num_steps)
         except FloatingPointError:
             return  # every part of the batch failed: no request ends, and the next step repeats the batch
         failed = dict(self.scheduler.failures)
         self.scheduler.failures.clear()
-        assert failed.keys() <= self.pipeline.culprits
+        assert failed.keys() <= self.pipeline.failing_requests
         assert len(outputs) + len(failed) == self.scheduler.last_batch[0]
         self.ends += [(name, "failed") for name in failed]
         for name, output in outputs.items():
             self.tokens[name] += [int(token.next_token) for token in output.tokens]
             if output.is_done:
                 self.ends.append((name, "done"))
-        trace = self.pipeline.trace[before:]
+        trace = self.pipeline.trace[num_steps_before:]
         assert all(sum(rows.values()) <= self.limits.max_batch_input_tokens for rows in trace)
         assert all(len(rows) <= self.limits.max_batch_size for rows in trace)
         assert trace or failed or not self.scheduler.num_running, (
             "a step with running requests computes nothing"
         )
-        assert trace or failed or not self.scheduler.num_waiting or self.now <= 20, (
+        assert trace or failed or not self.scheduler.num_waiting or self.step_number <= 20, (
             "no waiting request is admitted"
         )
         self.pipeline.kv.check_integrity()
         assigned_names = {name for name, context in self.contexts.items() if context.is_assigned_to_cache}
-        ended = {name for name, _ in self.ends}
-        for name in self.contexts.keys() - assigned_names - ended:
+        ended_names = {name for name, _ in self.ends}
+        for name in self.contexts.keys() - assigned_names - ended_names:
             assert self.contexts[name].active_idx == self.contexts[name].end_idx
-        assert not assigned_names & ended, "an ended request holds blocks"
+        assert not assigned_names & ended_names, "an ended request holds blocks"
         assert len(assigned_names) == self.scheduler.num_running
         self.admitted += [context.request_id for context in self.scheduler.admitted]
 
     def _fails(self, name: str) -> bool:
-        return self.requests[name].fails_after == self.now - self.requests[name].arrival
+        return self.requests[name].fails_after == self.step_number - self.requests[name].arrival
 
     def _is_ready(self, name: str) -> bool:
-        return self.now >= self.requests[name].arrival + self.requests[name].ready_after
+        return self.step_number >= self.requests[name].arrival + self.requests[name].ready_after
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 @given(limit_sets, st.lists(requests, min_size=1, max_size=12))
 def test_each_request_gets_its_exact_output_once(limits: Limits, requests: list[Request]) -> None:
     workload = Workload(limits, requests)
@@ -194,12 +194,12 @@ def test_each_request_gets_its_exact_output_once(limits: Limits, requests: list[
     assert Counter(workload.pipeline.released) == Counter(workload.contexts.keys())
     for name, reason in workload.ends:
         if name in workload.contexts:
-            expected = alone(copy_context(workload.contexts[name]))
+            expected = expected_output_tokens(copy_context(workload.contexts[name]))
             assert workload.tokens[name] == expected[: len(workload.tokens[name])]
             assert reason != "done" or workload.tokens[name] == expected
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=num_examples(40), deadline=None)
 @given(limit_sets, st.lists(requests, min_size=1, max_size=12))
 def test_tokens_are_recomputed_only_after_a_preemption(limits: Limits, requests: list[Request]) -> None:
     workload = Workload(limits, requests)
@@ -222,7 +222,7 @@ def test_tokens_are_recomputed_only_after_a_preemption(limits: Limits, requests:
     assert num_restarts <= workload.scheduler.num_preemptions
 
 
-@settings(max_examples=examples(30), deadline=None)
+@settings(max_examples=num_examples(30), deadline=None)
 @given(
     limit_sets,
     st.lists(requests.map(lambda request: replace(request, fails_after=None)), min_size=2, max_size=9),
@@ -244,15 +244,17 @@ def test_decoding_requests_are_in_every_step(limits: Limits, requests: list[Requ
             None,
         )
         if first_decode_step is not None:
-            present = [name in rows for rows in workload.pipeline.trace[first_decode_step:]]
-            assert present == sorted(present, reverse=True), "a decoding request is missing in a step"
+            is_present = [name in rows for rows in workload.pipeline.trace[first_decode_step:]]
+            assert is_present == sorted(is_present, reverse=True), "a decoding request is missing in a step"
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     limit_sets,
     st.lists(
-        requests.map(lambda request: replace(request, ready_after=0, shared=0)), min_size=2, max_size=14
+        requests.map(lambda request: replace(request, ready_after=0, num_common_tokens=0)),
+        min_size=2,
+        max_size=14,
     ),
 )
 def test_requests_of_a_client_are_admitted_in_order(limits: Limits, requests: list[Request]) -> None:

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping
 
 import pytest
-from support.fake_pipeline import FakePipeline, alone
-from support.paged import kv_manager, text_context
+from support.fake_pipeline import FakePipeline, expected_output_tokens
+from support.kv_contexts import kv_manager, text_context
 
 from penstock.pipelines.core import TextContext, TextGenerationResponse
 from penstock.scheduler import Scheduler
@@ -17,9 +17,9 @@ from penstock.scheduler.step_limit import StepTime
 class TimedPipeline(FakePipeline):
     """A fake pipeline. A step takes a fixed time, plus a time per decode row and per four prompt tokens."""
 
-    def __init__(self, fixed: float, per_row: float) -> None:
+    def __init__(self, fixed_seconds: float, per_row: float) -> None:
         super().__init__(kv_manager(4000))
-        self.fixed, self.per_row = fixed, per_row
+        self.fixed_seconds, self.per_row = fixed_seconds, per_row
         self.seconds = 0.0
         self.calls: list[float] = []
         self.num_steps: list[int] = []
@@ -29,13 +29,13 @@ class TimedPipeline(FakePipeline):
     ) -> dict[str, TextGenerationResponse]:
         lengths = [context.active_length for context in batch.values()]
         rows = sum(length if length == 1 else length / 4 for length in lengths)
-        self.calls.append((self.fixed + self.per_row * rows) * num_steps)
+        self.calls.append((self.fixed_seconds + self.per_row * rows) * num_steps)
         self.num_steps.append(num_steps)
         self.seconds += self.calls[-1]
         return super().execute(batch, num_steps)
 
 
-class Run:
+class TimedRun:
     """Runs a scheduler over a timed pipeline. The first letter of a request's name is its client."""
 
     def __init__(self, fixed: float, per_row: float) -> None:
@@ -54,10 +54,10 @@ class Run:
 
     def step(self, num_steps: int = 1) -> float:
         """Call the scheduler once and return the duration in seconds."""
-        before = self.pipeline.seconds
+        seconds_before = self.pipeline.seconds
         for name, output in self.scheduler.step(num_steps).items():
             self.tokens[name] += [int(token.next_token) for token in output.tokens]
-        return self.pipeline.seconds - before
+        return self.pipeline.seconds - seconds_before
 
     def start_competing_clients(self, num_rows: int, num_new_tokens: int = 40) -> None:
         """Start many sequences of one client, then two short requests of another."""
@@ -74,11 +74,11 @@ class Run:
             self.step()
         for name, tokens in self.tokens.items():
             prompt = [sum(map(ord, name))] * 3
-            assert tokens == alone(text_context(prompt, max_length=3 + len(tokens))), name
+            assert tokens == expected_output_tokens(text_context(prompt, max_length=3 + len(tokens))), name
 
 
 def test_steps_of_many_rows_are_short_while_another_client_sends_requests() -> None:
-    run = Run(fixed=0.001, per_row=0.0002)
+    run = TimedRun(fixed=0.001, per_row=0.0002)
     run.start_competing_clients(128)
     durations = [run.step() for _ in range(40)]
     assert max(durations) <= 0.0051
@@ -87,7 +87,7 @@ def test_steps_of_many_rows_are_short_while_another_client_sends_requests() -> N
 
 
 def test_a_step_may_take_twice_its_fixed_costs() -> None:
-    run = Run(fixed=0.010, per_row=0.001)
+    run = TimedRun(fixed=0.010, per_row=0.001)
     run.start_competing_clients(128)
     durations = [run.step() for _ in range(40)]
     assert max(durations) == pytest.approx(0.020, rel=0.05)
@@ -95,14 +95,14 @@ def test_a_step_may_take_twice_its_fixed_costs() -> None:
 
 
 def test_all_sequences_decode_equally_often() -> None:
-    run = Run(fixed=0.001, per_row=0.0002)
+    run = TimedRun(fixed=0.001, per_row=0.0002)
     run.start_competing_clients(128)
-    before = {name: len(tokens) for name, tokens in run.tokens.items()}
+    lengths_before = {name: len(tokens) for name, tokens in run.tokens.items()}
     rows = Counter[str]()
     for _ in range(40):
         run.step()
         rows.update(run.pipeline.trace[-1].keys())
-    sequences = [name for name in before if name.startswith("a")]
+    sequences = [name for name in lengths_before if name.startswith("a")]
     steps = [rows[name] for name in sequences]
     assert min(steps) >= 5
     assert max(steps) - min(steps) <= 2, "sequences differ by more than two steps"
@@ -110,7 +110,7 @@ def test_all_sequences_decode_equally_often() -> None:
 
 
 def test_a_client_without_competitors_decodes_all_rows_after_two_seconds() -> None:
-    run = Run(fixed=0.001, per_row=0.0002)
+    run = TimedRun(fixed=0.001, per_row=0.0002)
     run.start_competing_clients(128, num_new_tokens=900)
     while run.pipeline.seconds < 60 and len(run.pipeline.trace[-1]) < 128:
         run.step()
@@ -119,7 +119,7 @@ def test_a_client_without_competitors_decodes_all_rows_after_two_seconds() -> No
 
 
 def test_sequences_of_many_clients_are_in_every_step() -> None:
-    run = Run(fixed=0.001, per_row=0.002)
+    run = TimedRun(fixed=0.001, per_row=0.002)
     for client in "abcdefghijklmnop":
         for number in range(8):
             run.submit(f"{client}{number}", 30)
@@ -130,14 +130,14 @@ def test_sequences_of_many_clients_are_in_every_step() -> None:
 
 
 def test_steps_are_not_limited_if_their_time_does_not_depend_on_rows() -> None:
-    run = Run(fixed=0.040, per_row=0.0)
+    run = TimedRun(fixed=0.040, per_row=0.0)
     run.start_competing_clients(128)
     run.step()
     assert len(run.pipeline.trace[-1]) == 128
 
 
 def test_a_call_of_several_steps_is_as_short_as_a_step() -> None:
-    run = Run(fixed=0.0005, per_row=0.00005)
+    run = TimedRun(fixed=0.0005, per_row=0.00005)
     run.start_competing_clients(32)
     assert run.step(8) <= 0.005
     assert run.pipeline.num_steps[-1] == 2
@@ -145,7 +145,7 @@ def test_a_call_of_several_steps_is_as_short_as_a_step() -> None:
 
 
 def test_clients_with_few_sequences_decode_in_every_step() -> None:
-    run = Run(fixed=0.001, per_row=0.0002)
+    run = TimedRun(fixed=0.001, per_row=0.0002)
     run.start_competing_clients(100, num_new_tokens=900)
     for number in range(6):
         run.submit(f"c{number}", 400)

@@ -11,8 +11,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from support.fake_pipeline import FakePipeline, alone
-from support.paged import kv_manager, text_context
+from support.fake_pipeline import FakePipeline, expected_output_tokens
+from support.kv_contexts import kv_manager, text_context
 
 from penstock.pipelines.core import TextContext, TextGenerationResponse
 from penstock.scheduler import Scheduler
@@ -30,7 +30,7 @@ TABLES = {
         1  1  2
         .  1  .
         """,
-    "two long prompts beside a request that generates": """
+    "two long prompts and a decoding request": """
         blocks=100 batch=4 tokens=10 chunk=4
         a 0  3 8
         b 1 14 2
@@ -84,7 +84,7 @@ TABLES = {
         .  13 .
         .  .  9
         """,
-    "the lowest priority is preempted, although it is the oldest": """
+    "the lowest priority is preempted even if it is the oldest": """
         blocks=5 batch=2 tokens=16 chunk=4 caching=0
         a 0 4 6 -1
         b 0 4 6
@@ -151,13 +151,13 @@ def run_workload(limits: dict[str, int], requests: list[list[str]], header: list
             if f"cancel={len(lines)}" in rest:
                 scheduler.cancel(name)
                 cells[name] = "x"
-        running = {name for name, context in contexts.items() if context.is_assigned_to_cache}
+        running_names = {name for name, context in contexts.items() if context.is_assigned_to_cache}
         for name, output in scheduler.step().items():
             tokens[name] += [int(token.next_token) for token in output.tokens]
         if pipeline.trace[len(lines) :]:
             (rows,) = pipeline.trace[len(lines) :]
             cells |= {name: str(count) for name, count in rows.items()}
-        for name in running:
+        for name in running_names:
             context = contexts[name]
             if not context.is_assigned_to_cache and not context.is_done and cells[name] == ".":
                 cells[name] = "-"
@@ -166,7 +166,7 @@ def run_workload(limits: dict[str, int], requests: list[list[str]], header: list
     for name, context in contexts.items():
         if context.is_done:
             copy = text_context(context.prompt_tokens.tolist(), max_length=context.max_length)
-            assert tokens[name] == alone(copy)
+            assert tokens[name] == expected_output_tokens(copy)
     return lines
 
 

@@ -62,7 +62,7 @@ def test_an_entry_that_is_not_ready_is_overtaken_and_keeps_its_position() -> Non
 def test_removed_entries_are_skipped_at_any_position() -> None:
     queue = make_queue("abcd")
     assert serve_ready(queue, "c") == "c"
-    removed = queue.remove("a")  # it is not ready, so it is in the list of unready entries
+    removed = queue.remove("a")  # a is not ready, so it is in the list of unready entries
     assert removed is not None
     assert queue.remove("a") is None
     assert serve_ready(queue, "abd") == "bd"
@@ -148,7 +148,7 @@ def test_the_heap_stays_small_when_a_rank_changes() -> None:
         assert entry == Entry(f"{index}", (0, index), "x")
         assert len(queue._heap) <= 2
         queue.remove(entry.request_id)
-        ranks["x"] = index % 3  # as when a slot is taken or all slots are freed
+        ranks["x"] = index % 3  # ranks change when a slot is taken or freed
         queue.refresh("x")
     assert queue.first_ready(lambda entry: True) is None
     assert not queue._queued

@@ -12,8 +12,8 @@ import pytest
 def _restored_logs() -> Iterator[None]:
     """Restore the log configuration, which a test may change."""
     logs = [logging.getLogger(name) for name in ("penstock", "uvicorn.error")]
-    before = [(log.handlers, log.level, log.propagate) for log in logs]
+    previous_settings = [(log.handlers, log.level, log.propagate) for log in logs]
     yield
-    for log, (handlers, level, propagate) in zip(logs, before, strict=True):
+    for log, (handlers, level, propagate) in zip(logs, previous_settings, strict=True):
         log.handlers, log.propagate = handlers, propagate
         log.setLevel(level)

@@ -13,9 +13,9 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.background import BackgroundTask
 from starlette.requests import ClientDisconnect
-from support.asgi import eventually
+from support.app_client import app_client, make_services
+from support.asgi import wait_until
 from support.engines import FakeEngine
-from support.serving import client_of, make_services
 
 import penstock
 from penstock.errors import UnavailableError
@@ -71,7 +71,9 @@ def make_failing_routes(may_finish: asyncio.Event | None = None) -> APIRouter:
             while (await request.receive())["type"] != "http.disconnect":
                 pass
 
-        return Response("done", background=BackgroundTask(watch_disconnect))  # after the answer was sent
+        return Response(
+            "done", background=BackgroundTask(watch_disconnect)
+        )  # runs after the response was sent
 
     @router.get("/slow")
     async def slow() -> str:
@@ -83,7 +85,7 @@ def make_failing_routes(may_finish: asyncio.Event | None = None) -> APIRouter:
 
 @pytest.mark.parametrize("request_id", ["abc", "a" * 128, "A-z_0.9:/+=@"])
 async def test_the_request_id_is_returned(request_id: str) -> None:
-    async with client_of(make_services(), make_failing_routes()) as client:
+    async with app_client(make_services(), make_failing_routes()) as client:
         for path in ("/items/a", "/bug", "/nowhere", "/health"):
             response = await client.get(path, headers={"x-request-id": request_id})
             assert response.headers.get_list("x-request-id") == [request_id]
@@ -91,20 +93,20 @@ async def test_the_request_id_is_returned(request_id: str) -> None:
 
 @pytest.mark.parametrize("request_id", ["", "a" * 129, "a b", "a\tb", "ä", "a;b", '"'])
 async def test_an_invalid_request_id_is_replaced(request_id: str) -> None:
-    async with client_of(make_services(), make_failing_routes()) as client:
+    async with app_client(make_services(), make_failing_routes()) as client:
         response = await client.get("/items/a", headers=[(b"x-request-id", request_id.encode("latin-1"))])
     assert response.headers["x-request-id"] != request_id
     assert len(response.headers["x-request-id"]) == 32
 
 
 async def test_every_request_has_a_unique_id() -> None:
-    async with client_of(make_services(), make_failing_routes()) as client:
+    async with app_client(make_services(), make_failing_routes()) as client:
         ids = {(await client.get("/items/a")).headers["x-request-id"] for _ in range(10)}
     assert len(ids) == 10
 
 
 async def test_an_unexpected_error_is_logged_and_hidden(caplog: pytest.LogCaptureFixture) -> None:
-    async with client_of(make_services(), make_failing_routes()) as client:
+    async with app_client(make_services(), make_failing_routes()) as client:
         response = await client.get("/bug", headers={"x-request-id": "abc"})
     assert response.status_code == 500
     assert response.json()["error"]["code"] == "internal_error"
@@ -117,7 +119,7 @@ async def test_an_unexpected_error_is_logged_and_hidden(caplog: pytest.LogCaptur
 async def test_a_stream_that_breaks_ends_with_an_error_event(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     services = make_services()
-    async with client_of(services, make_failing_routes()) as client:
+    async with app_client(services, make_failing_routes()) as client:
         bug = await client.get("/stream/bug")
         unavailable = await client.get("/stream/gone")
     assert bug.status_code == unavailable.status_code == 200
@@ -133,14 +135,14 @@ async def test_a_stream_that_breaks_ends_with_an_error_event(caplog: pytest.LogC
 
 
 async def test_an_error_within_another_response_closes_the_connection() -> None:
-    async with client_of(make_services(), make_failing_routes()) as client:
+    async with app_client(make_services(), make_failing_routes()) as client:
         with pytest.raises(ZeroDivisionError):  # the HTTP server then closes the connection
             await client.get("/text/bug")
 
 
 async def test_each_request_has_a_log_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    async with client_of(make_services(), make_failing_routes()) as client:
+    async with app_client(make_services(), make_failing_routes()) as client:
         await client.get("/items/secret-name", headers={"x-request-id": "abc"})
     [line] = read_access_log(caplog)
     times = [line.pop(name) for name in ("queue_s", "first_token_s", "total_s")]
@@ -164,7 +166,7 @@ async def test_each_request_has_a_log_line(caplog: pytest.LogCaptureFixture) -> 
 
 async def test_probes_are_logged_at_debug_level(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    async with client_of(make_services()) as client:
+    async with app_client(make_services()) as client:
         await client.get("/health")
         assert read_access_log(caplog) == []
         await client.get("/nowhere")
@@ -173,7 +175,7 @@ async def test_probes_are_logged_at_debug_level(caplog: pytest.LogCaptureFixture
 
 async def test_the_access_log_can_be_disabled(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG")
-    async with client_of(make_services(access_log=False)) as client:
+    async with app_client(make_services(access_log=False)) as client:
         await client.get("/nowhere")
     assert read_access_log(caplog) == []
 
@@ -202,9 +204,9 @@ async def test_a_client_that_disconnects_after_its_answer_is_not_logged_as_499(
 async def test_a_forced_shutdown_logs_interrupted_requests(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     services = make_services()
-    async with client_of(services, make_failing_routes()) as client:
+    async with app_client(services, make_failing_routes()) as client:
         task = asyncio.create_task(client.get("/slow"))
-        await eventually(lambda: services.gate.num_active == 1)
+        await wait_until(lambda: services.gate.num_active == 1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -214,7 +216,7 @@ async def test_a_forced_shutdown_logs_interrupted_requests(caplog: pytest.LogCap
 
 async def test_probes_fail_while_the_worker_restarts() -> None:
     worker = FakeEngine()
-    async with client_of(make_services(worker)) as client:
+    async with app_client(make_services(worker)) as client:
         assert (await client.get("/health")).json() == {"status": "ok"}
         assert (await client.get("/ready")).json() == {"status": "ready"}
         assert (await client.get("/version")).json() == {"version": penstock.__version__}
@@ -230,30 +232,30 @@ async def test_probes_fail_while_the_worker_restarts() -> None:
 
 async def test_requests_are_refused_before_the_gate_opens_and_after_it_closes() -> None:
     services, may_finish = make_services(gate=Gate(is_open=False)), asyncio.Event()
-    async with client_of(services, make_failing_routes(may_finish)) as client:
-        early = await client.get("/items/a")
-        assert early.status_code == 503
-        assert early.headers["retry-after"] == "1"
-        assert "being loaded" in early.json()["error"]["message"]
+    async with app_client(services, make_failing_routes(may_finish)) as client:
+        early_response = await client.get("/items/a")
+        assert early_response.status_code == 503
+        assert early_response.headers["retry-after"] == "1"
+        assert "being loaded" in early_response.json()["error"]["message"]
         assert (await client.get("/ready")).status_code == 503
         assert (await client.get("/health")).status_code == 200
 
         services.gate.open()
         assert (await client.get("/ready")).status_code == 200
-        running = asyncio.create_task(client.get("/slow"))
-        await eventually(lambda: services.gate.num_active == 1)
+        running_task = asyncio.create_task(client.get("/slow"))
+        await wait_until(lambda: services.gate.num_active == 1)
         services.gate.close()
         assert services.gate.num_active == 1
-        late = await client.get("/items/a")
-        assert late.status_code == 503
-        assert late.headers["connection"] == "close"
-        assert "shutting down" in late.json()["error"]["message"]
+        late_response = await client.get("/items/a")
+        assert late_response.status_code == 503
+        assert late_response.headers["connection"] == "close"
+        assert "shutting down" in late_response.json()["error"]["message"]
         assert (await client.get("/ready")).status_code == 503
         assert (await client.get("/health")).status_code == 200
         assert not await services.gate.wait_until_idle(0.01)
         may_finish.set()
         assert await services.gate.wait_until_idle(60)
-        assert (await running).json() == "done"
+        assert (await running_task).json() == "done"
         services.gate.open()
         assert (await client.get("/items/a")).status_code == 503
 
@@ -261,11 +263,11 @@ async def test_requests_are_refused_before_the_gate_opens_and_after_it_closes() 
 async def test_only_allowed_origins_get_cors_headers() -> None:
     origin = {"origin": "http://a.example"}
     preflight = {**origin, "access-control-request-method": "POST"}
-    async with client_of(make_services()) as client:
+    async with app_client(make_services()) as client:
         response = await client.get("/version", headers=origin)
         assert "access-control-allow-origin" not in response.headers
         assert (await client.options("/v1/models", headers=preflight)).status_code == 405
-    async with client_of(make_services(cors_origins=("http://a.example",), api_key=("k",))) as client:
+    async with app_client(make_services(cors_origins=("http://a.example",), api_key=("k",))) as client:
         allowed = await client.get("/v1/nothing", headers=origin)
         # Browsers send no key in a preflight request.
         preflight_response = await client.options("/v1/models", headers=preflight)
@@ -277,7 +279,7 @@ async def test_only_allowed_origins_get_cors_headers() -> None:
 
 
 async def test_no_redirect_contains_the_host_header() -> None:
-    async with client_of(make_services(FakeEngine(), allowed_hosts=["*"])) as client:
+    async with app_client(make_services(FakeEngine(), allowed_hosts=["*"])) as client:
         answer = await client.get("/health/", headers={"host": "elsewhere.example"})
     assert answer.status_code == 404
     assert answer.json()["error"]["code"] == "not_found"
@@ -287,11 +289,11 @@ JSON = {"content-type": "application/json"}
 
 
 async def test_every_route_that_takes_a_body_reads_it_within_limits() -> None:
-    """Each is a `JsonRoute`: only this class has the size limit, the time-out and strict JSON."""
+    """Each such route is a `JsonRoute`, which has the size limit, the time-out and strict JSON."""
     num_checked = 0
     tasks = (PipelineTask.TEXT_GENERATION, PipelineTask.EMBEDDINGS_GENERATION, PipelineTask.AUDIO_GENERATION)
     for task in tasks:
-        async with client_of(replace(make_services(max_body_size=10), task=task)) as client:
+        async with app_client(replace(make_services(max_body_size=10), task=task)) as client:
             document = (await client.get("/openapi.json")).json()
             operations = {
                 path: [item[method] for method in ("post", "put", "patch") if method in item]
@@ -311,11 +313,11 @@ async def test_every_route_that_takes_a_body_reads_it_within_limits() -> None:
                 assert as_text.status_code == 415, path
                 assert (await client.post(path, json="a" * 10)).status_code == 413, path
                 assert (await client.post(path, content=b'{"a": NaN}', headers=JSON)).status_code == 400, path
-    assert num_checked == len(paths) + 2 * 6  # six routes exist for all tasks
+    assert num_checked == len(paths) + 2 * 6  # six routes exist for each of the three tasks
 
 
 async def test_head_returns_the_headers_of_get() -> None:
-    async with client_of(make_services()) as client:
+    async with app_client(make_services()) as client:
         for path in ("/health", "/v1/models", "/", "/metrics"):
             assert (await client.head(path)).status_code == 200
         assert (await client.head("/v1/completions")).status_code == 405
@@ -325,7 +327,7 @@ async def test_head_returns_the_headers_of_get() -> None:
 
 
 async def test_the_openapi_document_is_served_without_external_pages() -> None:
-    async with client_of(make_services()) as client:
+    async with app_client(make_services()) as client:
         document = (await client.get("/openapi.json")).json()
         assert (await client.get("/docs")).status_code == 404
         assert (await client.get("/redoc")).status_code == 404

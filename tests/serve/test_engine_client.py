@@ -7,9 +7,9 @@ import json
 from typing import Any
 
 import pytest
-from support.asgi import eventually
+from support.app_client import app_client, make_services
+from support.asgi import wait_until
 from support.engines import FakeEngine
-from support.serving import client_of, make_services
 
 from penstock.serve.warmup import warm_up
 from penstock.worker.messages import WorkerStats
@@ -24,7 +24,7 @@ def make_body(**more: Any) -> dict[str, Any]:
 async def test_a_fake_engine_serves_responses_and_streams(route: bool) -> None:
     engine = FakeEngine()
     services = make_services(WorkerRouter([engine]) if route else engine)
-    async with client_of(services) as client:
+    async with app_client(services) as client:
         chat = (await client.post("/v1/chat/completions", json=make_body(n=2))).json()
         assert [choice["message"]["content"] for choice in chat["choices"]] == ["Hello!", "Hello!"]
         short = await client.post("/v1/completions", json={"model": "demo", "prompt": "Hi", "max_tokens": 3})
@@ -38,21 +38,24 @@ async def test_a_fake_engine_serves_responses_and_streams(route: bool) -> None:
 
 async def test_a_cancelled_request_is_cancelled_at_the_engine() -> None:
     engine = FakeEngine(is_paused=True)
-    async with client_of(make_services(engine)) as client:
+    async with app_client(make_services(engine)) as client:
         task = asyncio.create_task(client.post("/v1/chat/completions", json=make_body(n=2)))
-        await eventually(lambda: len(engine.contexts) == 2)
+        await wait_until(lambda: len(engine.contexts) == 2)
         task.cancel()
         await asyncio.wait({task})
-        await eventually(lambda: engine.num_outstanding == 0)
+        await wait_until(lambda: engine.num_outstanding == 0)
     assert engine.cancelled == [context.request_id for context in engine.contexts]
 
 
 async def test_an_engine_that_is_not_ready_gets_no_request() -> None:
     engine = FakeEngine(state="restarting", is_alive=False)
-    async with client_of(make_services(engine)) as client:
-        refused = await client.post("/v1/chat/completions", json=make_body())
+    async with app_client(make_services(engine)) as client:
+        refused_response = await client.post("/v1/chat/completions", json=make_body())
         probes = [(await client.get(path)).status_code for path in ("/health", "/ready", "/version")]
-    assert (refused.status_code, refused.json()["error"]["message"]) == (503, "the engine is restarting")
+    assert (refused_response.status_code, refused_response.json()["error"]["message"]) == (
+        503,
+        "the engine is restarting",
+    )
     assert probes == [503, 503, 200]
 
 
@@ -60,14 +63,14 @@ async def test_adapters_and_metrics_come_from_the_engine() -> None:
     engine = FakeEngine(stats=WorkerStats(num_steps=7))
     services = make_services(engine)
     services.metrics.watch(engine)
-    async with client_of(services) as client:
+    async with app_client(services) as client:
         loaded = await client.post("/v1/load_lora_adapter", json={"lora_name": "tone", "lora_path": "/a"})
-        missing = await client.post(
+        missing_response = await client.post(
             "/v1/load_lora_adapter", json={"lora_name": "other", "lora_path": "/missing"}
         )
         models = (await client.get("/v1/models")).json()["data"]
         metrics = (await client.get("/metrics")).text
-    assert (loaded.status_code, missing.status_code) == (200, 400)
+    assert (loaded.status_code, missing_response.status_code) == (200, 400)
     assert engine.adapters == {"tone": "/a"}
     assert [model["id"] for model in models][1:] == ["tone"]
     assert models[0]["max_model_len"] == 2048

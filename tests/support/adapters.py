@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.checkpoints import oracle
+from support.checkpoints import load_in_transformers
 from torch import Tensor
 
 
@@ -21,7 +21,7 @@ def peft_model(checkpoint: Path, seed: int = 0, *, size: float = 0.1, **config: 
     torch.manual_seed(seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = get_peft_model(oracle(checkpoint), LoraConfig(**config)).eval()
+        model = get_peft_model(load_in_transformers(checkpoint), LoraConfig(**config)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".lora_" in name:
@@ -49,7 +49,7 @@ def peft_logits(checkpoint: Path, adapter: Path, tokens: list[int]) -> Tensor:  
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = PeftModel.from_pretrained(oracle(checkpoint), str(adapter)).eval()
+        model = PeftModel.from_pretrained(load_in_transformers(checkpoint), str(adapter)).eval()
     with torch.inference_mode():
         logits: Tensor = model(torch.tensor([tokens])).logits[0].float()
     return logits

@@ -42,7 +42,7 @@ class UnstatedDefault:
 
 FACTORY = UnstatedDefault("<factory>")
 OPTIONAL = UnstatedDefault("<any>")
-"""A parameter that page 26.3 requires. Here it has a default, so that the constructor of page 25.1 works."""
+"""A parameter that page 26.3 requires. Penstock gives it a default, so that calls of page 25.1 work."""
 
 
 def parse(signature: str) -> list[inspect.Parameter]:

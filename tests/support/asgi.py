@@ -28,7 +28,7 @@ class Exchange:
         self.may_send = asyncio.Event()
         self.may_send.set()
         self._sent = asyncio.Event()
-        self._left = asyncio.Event()
+        self._disconnected = asyncio.Event()
         self._requests = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
         scope = {
             "type": "http",
@@ -61,24 +61,24 @@ class Exchange:
         """The body sent so far."""
         return b"".join(message.get("body", b"") for message in self.messages)
 
-    def leave(self) -> None:
+    def disconnect(self) -> None:
         """Close the connection."""
-        self._left.set()
+        self._disconnected.set()
 
-    async def until_sent(self, num_messages: int) -> None:
+    async def wait_until_sent(self, num_messages: int) -> None:
         """Wait until this number of messages is sent."""
         while len(self.messages) < num_messages:
             self._sent.clear()
             await asyncio.wait_for(self._sent.wait(), TIMEOUT)
 
-    async def ended(self) -> None:
+    async def wait_until_ended(self) -> None:
         """Wait until the application has handled the request."""
         await asyncio.wait_for(asyncio.shield(self.task), TIMEOUT)
 
     async def _receive(self) -> Message:
         if self._requests:
             return self._requests.pop()
-        await self._left.wait()
+        await self._disconnected.wait()
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Message) -> None:
@@ -87,7 +87,7 @@ class Exchange:
         self._sent.set()
 
 
-async def eventually(condition: Any) -> None:
+async def wait_until(condition: Any) -> None:
     """Wait until a condition is true."""
     async with asyncio.timeout(TIMEOUT):
         while not condition():

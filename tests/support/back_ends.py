@@ -24,10 +24,10 @@ def _variants(*, deterministic: bool = False) -> dict[str, tuple[Ops, bool]]:
             if type(ops) is ReferenceOps:
                 continue
             on_gpu = "cpu" not in backend.sizes and os.environ.get("TRITON_INTERPRET") != "1"
-            own = on_device(ops, "cuda") if on_gpu else ops
+            device_ops = on_device(ops, "cuda") if on_gpu else ops
             if on_gpu and deterministic:  # CPU variants are always deterministic
-                own.require_determinism()
-            variants[ops.description.replace(" ", "-")] = own, on_gpu
+                device_ops.require_determinism()
+            variants[ops.description.replace(" ", "-")] = device_ops, on_gpu
     return variants
 
 

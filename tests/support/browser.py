@@ -11,25 +11,27 @@ from typing import Any
 
 import pytest
 import uvicorn
-from support.chatting import Chatting, chatting
+from support.in_process_server import InProcessServer, run_in_process
 
 from penstock.serve.app import create_app
 from penstock.testing import FakePipeline
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-READY = "document.getElementById('model').value === 'demo'"
-FOCUSED = """() => {
+READY_CONDITION = "document.getElementById('model').value === 'demo'"
+FOCUSED_SCRIPT = """() => {
   const e = document.activeElement;
   const labels = [...(e.labels ?? [])].map((one) => one.textContent).join(" ");
   return [e.tagName, (e.getAttribute("aria-label") || labels || e.textContent || "").trim(), e.id];
 }"""
 """Returns tag, name and id of the focused element."""
-START = "document.body.tabIndex = -1, document.body.focus(), document.body.removeAttribute('tabindex')"
+FOCUS_START_SCRIPT = (
+    "document.body.tabIndex = -1, document.body.focus(), document.body.removeAttribute('tabindex')"
+)
 """Moves the focus, so that Tab begins at the start of the page."""
 
 
 @asynccontextmanager
-async def browsing(url: str, expected: str = "nothing", **options: Any) -> AsyncIterator[Any]:
+async def open_page(url: str, expected: str = "nothing", **options: Any) -> AsyncIterator[Any]:
     """Open a page. The test fails if the page reports an unexpected error.
 
     Args:
@@ -53,28 +55,28 @@ async def browsing(url: str, expected: str = "nothing", **options: Any) -> Async
 
 
 @asynccontextmanager
-async def page_of(
+async def open_playground(
     pipeline: FakePipeline, expected: str = "nothing", fragment: str = "", **config: Any
-) -> AsyncIterator[tuple[Any, Chatting]]:
-    """Open the playground of a server with a fake model; `config` is passed to `chatting`."""
-    async with chatting(pipeline, **config) as chat:
+) -> AsyncIterator[tuple[Any, InProcessServer]]:
+    """Open the playground of a server with a fake model; `config` is passed to `run_in_process`."""
+    async with run_in_process(pipeline, **config) as chat:
         chat.services.gate.open()
         chat.services.metrics.watch(chat.services.worker)
         listener = socket.create_server(("127.0.0.1", 0))
         server = uvicorn.Server(uvicorn.Config(create_app(chat.services), log_config=None))
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        server_task = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             url = f"http://127.0.0.1:{listener.getsockname()[1]}/{fragment}"
-            async with browsing(url, expected) as page:
+            async with open_page(url, expected) as page:
                 if not config.get("api_key"):
-                    await until(page, READY)
+                    await wait_until(page, READY_CONDITION)
                 yield page, chat
         finally:
             server.should_exit = True
-            await serving
+            await server_task
 
 
-async def until(page: Any, condition: str) -> None:
+async def wait_until(page: Any, condition: str) -> None:
     """Wait until a JavaScript expression is true.
 
     The page's content security policy forbids Playwright's own function for this.
@@ -84,25 +86,25 @@ async def until(page: Any, condition: str) -> None:
             await asyncio.sleep(0.02)
 
 
-async def send(page: Any, text: str) -> None:
+async def send_message(page: Any, text: str) -> None:
     """Send a message and wait for the end of the answer."""
     count = await page.locator("article.assistant").count()
     await page.fill("#draft", text)
     await page.press("#draft", "Enter")
-    await until(
+    await wait_until(
         page,
         f"document.querySelectorAll('article.assistant').length === {count + 1}"
         " && document.getElementById('stop-answer').hidden",
     )
 
 
-async def names_by_tab(page: Any, count: int = 90) -> list[tuple[str, str]]:
+async def controls_in_tab_order(page: Any, count: int = 90) -> list[tuple[str, str]]:
     """Return id and name of each control that Tab reaches, in order. A repetition at the end is dropped."""
-    await page.evaluate(START)
-    seen: list[tuple[str, str]] = []
+    await page.evaluate(FOCUS_START_SCRIPT)
+    controls: list[tuple[str, str]] = []
     for _step in range(count):
         await page.keyboard.press("Tab")
-        tag, name, key = await page.evaluate(FOCUSED)
+        tag, name, key = await page.evaluate(FOCUSED_SCRIPT)
         if tag != "BODY":
-            seen.append((key, name))
-    return seen
+            controls.append((key, name))
+    return controls

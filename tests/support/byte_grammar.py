@@ -20,7 +20,7 @@ def _compiler() -> xgr.GrammarCompiler:
     return xgr.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
 
-def compiled(ebnf: str) -> xgr.CompiledGrammar:
+def compile_grammar(ebnf: str) -> xgr.CompiledGrammar:
     return _compiler().compile_grammar(ebnf)
 
 
@@ -29,26 +29,26 @@ def accepts(grammar: xgr.CompiledGrammar, text: str) -> bool:
     return all(map(matcher.accept_token, text.encode())) and matcher.is_completed()
 
 
-def walk(grammar: xgr.CompiledGrammar, seed: int, soft_limit: int = 60) -> str:
+def generate_random_text(grammar: xgr.CompiledGrammar, seed: int, soft_limit: int = 60) -> str:
     """Return a random text: uniform over allowed bytes, closing bytes preferred after `soft_limit` bytes."""
     choose = random.Random(seed)
     matcher = xgr.GrammarMatcher(grammar)
     mask = torch.empty((1, 9), dtype=torch.int32)
-    written = bytearray()
+    output_bytes = bytearray()
     while True:
         matcher.fill_next_token_bitmask(mask)
         bits = np.unpackbits(mask[0].numpy().view(np.uint8), bitorder="little")
-        allowed = np.flatnonzero(bits[:257]).tolist()  # ignore the padding of the last word
-        assert allowed, f"no byte is allowed after {bytes(written)!r}"
-        token = choose.choice(allowed)
-        if len(written) > soft_limit:
-            closers = [end for end in _CLOSERS if end in allowed]
-            if END in allowed:
+        allowed_ids = np.flatnonzero(bits[:257]).tolist()  # ignore the padding of the last word
+        assert allowed_ids, f"no byte is allowed after {bytes(output_bytes)!r}"
+        token = choose.choice(allowed_ids)
+        if len(output_bytes) > soft_limit:
+            closers = [end for end in _CLOSERS if end in allowed_ids]
+            if END in allowed_ids:
                 token = END
             elif closers and choose.random() < 0.8:
                 token = choose.choice(closers)
-        assert len(written) < 5000, f"the text does not end: {bytes(written)[:200]!r}"
+        assert len(output_bytes) < 5000, f"the text does not end: {bytes(output_bytes)[:200]!r}"
         if token == END:
-            return written.decode()
+            return output_bytes.decode()
         assert matcher.accept_token(token)
-        written.append(token)
+        output_bytes.append(token)

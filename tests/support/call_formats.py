@@ -41,155 +41,163 @@ class Call:
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
-def dumps(value: object) -> str:
+def dump_json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def listed(calls: Iterable[Call], key: str = "arguments") -> str:
-    objects = [f'{{"name": "{call.name}", "{key}": {dumps(call.arguments)}}}' for call in calls]
+def render_json_list(calls: Iterable[Call], key: str = "arguments") -> str:
+    objects = [f'{{"name": "{call.name}", "{key}": {dump_json(call.arguments)}}}' for call in calls]
     return f"[{', '.join(objects)}]"
 
 
-def each(template: str, separator: str = "") -> Callable[[Sequence[Call]], str]:
+def template_renderer(template: str, separator: str = "") -> Callable[[Sequence[Call]], str]:
     """Return a renderer that writes calls one by one. NAME and ARGUMENTS are placeholders in `template`."""
 
     def render(calls: Sequence[Call]) -> str:
-        rendered = [
-            template.replace("NAME", call.name).replace("ARGUMENTS", dumps(call.arguments)) for call in calls
+        rendered_calls = [
+            template.replace("NAME", call.name).replace("ARGUMENTS", dump_json(call.arguments))
+            for call in calls
         ]
-        return separator.join(rendered)
+        return separator.join(rendered_calls)
 
     return render
 
 
-def python_calls(calls: Sequence[Call]) -> list[str]:
+def render_python_calls(calls: Sequence[Call]) -> list[str]:
     return [
         f"{call.name}({', '.join(f'{key}={value!r}' for key, value in call.arguments.items())})"
         for call in calls
     ]
 
 
-def pythonic(calls: Sequence[Call]) -> str:
-    return f"[{', '.join(python_calls(calls))}]"
+def render_python_list(calls: Sequence[Call]) -> str:
+    return f"[{', '.join(render_python_calls(calls))}]"
 
 
-def apertus(calls: Sequence[Call]) -> str:
-    objects = [f'{{"{call.name}": {dumps(call.arguments)}}}' for call in calls]
+def render_apertus(calls: Sequence[Call]) -> str:
+    objects = [f'{{"{call.name}": {dump_json(call.arguments)}}}' for call in calls]
     return f"<|tools_prefix|>[{', '.join(objects)}]<|tools_suffix|>"
 
 
-def tagged(call: Call, template: str) -> str:
+def render_tags(call: Call, template: str) -> str:
     """Render each argument in a tag; strings are written without quotes."""
     return "".join(
         template.replace("KEY", key)
-        .replace("IS_STRING", dumps(isinstance(value, str)))
-        .replace("VALUE", value if isinstance(value, str) else dumps(value))
+        .replace("IS_STRING", dump_json(isinstance(value, str)))
+        .replace("VALUE", value if isinstance(value, str) else dump_json(value))
         for key, value in call.arguments.items()
     )
 
 
-def qwen3_coder(calls: Sequence[Call]) -> str:
+def render_qwen3_coder(calls: Sequence[Call]) -> str:
     parameter = "<parameter=KEY>\nVALUE\n</parameter>\n"
     return "\n".join(
-        f"<tool_call>\n<function={call.name}>\n{tagged(call, parameter)}</function>\n</tool_call>"
+        f"<tool_call>\n<function={call.name}>\n{render_tags(call, parameter)}</function>\n</tool_call>"
         for call in calls
     )
 
 
-def seed_oss(calls: Sequence[Call]) -> str:
+def render_seed_oss(calls: Sequence[Call]) -> str:
     parameter = "<parameter=KEY>VALUE</parameter>\n"
     return "\n".join(
-        f"<seed:tool_call>\n<function={call.name}>\n{tagged(call, parameter)}</function>\n</seed:tool_call>"
+        f"<seed:tool_call>\n<function={call.name}>\n{render_tags(call, parameter)}"
+        "</function>\n</seed:tool_call>"
         for call in calls
     )
 
 
-def glm(calls: Sequence[Call]) -> str:
+def render_glm(calls: Sequence[Call]) -> str:
     argument = "<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n"
-    return "\n".join(f"<tool_call>{call.name}\n{tagged(call, argument)}</tool_call>" for call in calls)
+    return "\n".join(f"<tool_call>{call.name}\n{render_tags(call, argument)}</tool_call>" for call in calls)
 
 
-def dsml(outside: str) -> Callable[[Sequence[Call]], str]:
+def dsml_renderer(outside: str) -> Callable[[Sequence[Call]], str]:
     def render(calls: Sequence[Call]) -> str:
         parameter = '<|DSML|parameter name="KEY" string="IS_STRING">VALUE</|DSML|parameter>\n'
         # Only bars of the markup become wide bars; bars in values are kept.
         parameter = parameter.replace("|", "\uff5c")
         invokes = [
-            wide(f'<|DSML|invoke name="{call.name}">\n') + tagged(call, parameter) + wide("</|DSML|invoke>\n")
+            widen_bars(f'<|DSML|invoke name="{call.name}">\n')
+            + render_tags(call, parameter)
+            + widen_bars("</|DSML|invoke>\n")
             for call in calls
         ]
-        return wide(f"<|DSML|{outside}>\n") + "".join(invokes) + wide(f"</|DSML|{outside}>")
+        return widen_bars(f"<|DSML|{outside}>\n") + "".join(invokes) + widen_bars(f"</|DSML|{outside}>")
 
     return render
 
 
-def minimax_m2(calls: Sequence[Call]) -> str:
+def render_minimax_m2(calls: Sequence[Call]) -> str:
     parameter = '<parameter name="KEY">VALUE</parameter>\n'
-    invokes = [f'<invoke name="{call.name}">\n{tagged(call, parameter)}</invoke>\n' for call in calls]
+    invokes = [f'<invoke name="{call.name}">\n{render_tags(call, parameter)}</invoke>\n' for call in calls]
     return f"<minimax:tool_call>\n{''.join(invokes)}</minimax:tool_call>"
 
 
-def wide(markup: str) -> str:
+def widen_bars(markup: str) -> str:
     return markup.replace("|", "\uff5c").replace("~", "\u2581")
 
 
-def deepseek(calls: Sequence[Call], head: str, foot: str, separator: str) -> str:
-    rendered = [
-        wide("<|tool~call~begin|>")
-        + wide(head).replace("NAME", call.name)
-        + dumps(call.arguments)
-        + wide(f"{foot}<|tool~call~end|>")
+def render_deepseek(calls: Sequence[Call], head: str, foot: str, separator: str) -> str:
+    rendered_calls = [
+        widen_bars("<|tool~call~begin|>")
+        + widen_bars(head).replace("NAME", call.name)
+        + dump_json(call.arguments)
+        + widen_bars(f"{foot}<|tool~call~end|>")
         for call in calls
     ]
-    return wide("<|tool~calls~begin|>") + separator.join(rendered) + wide("<|tool~calls~end|>")
+    return (
+        widen_bars("<|tool~calls~begin|>") + separator.join(rendered_calls) + widen_bars("<|tool~calls~end|>")
+    )
 
 
-def kimi_k2(calls: Sequence[Call]) -> str:
-    rendered = [
+def render_kimi_k2(calls: Sequence[Call]) -> str:
+    rendered_calls = [
         f"<|tool_call_begin|>functions.{call.name}:{index}<|tool_call_argument_begin|>"
-        f"{dumps(call.arguments)}<|tool_call_end|>"
+        f"{dump_json(call.arguments)}<|tool_call_end|>"
         for index, call in enumerate(calls)
     ]
-    return f"<|tool_calls_section_begin|>{''.join(rendered)}<|tool_calls_section_end|>"
+    return f"<|tool_calls_section_begin|>{''.join(rendered_calls)}<|tool_calls_section_end|>"
 
 
-def cohere(calls: Sequence[Call]) -> str:
-    rendered = [
+def render_cohere(calls: Sequence[Call]) -> str:
+    rendered_calls = [
         f'    {{"tool_call_id": "{index}", "tool_name": "{call.name}", '
-        f'"parameters": {dumps(call.arguments)}}}'
+        f'"parameters": {dump_json(call.arguments)}}}'
         for index, call in enumerate(calls)
     ]
-    return "<|START_ACTION|>[\n" + ",\n".join(rendered) + "\n]<|END_ACTION|>"
+    return "<|START_ACTION|>[\n" + ",\n".join(rendered_calls) + "\n]<|END_ACTION|>"
 
 
 RENDERERS: dict[str, Callable[[Sequence[Call]], str]] = {
-    "hermes": each('<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>', "\n"),
-    "granite": lambda calls: "<|tool_call|>" + listed(calls),
-    "apriel": lambda calls: f"<tool_calls>{listed(calls)}</tool_calls>",
-    "firefunction": lambda calls: "functools" + listed(calls),
-    "cohere": cohere,
-    "llama3_json": each('{"name": "NAME", "parameters": ARGUMENTS}', "; "),
-    "pythonic": pythonic,
-    "lfm2": lambda calls: f"<|tool_call_start|>{pythonic(calls)}<|tool_call_end|>",
-    "mistral": each("[TOOL_CALLS]NAME[ARGS]ARGUMENTS"),
-    "mistral_v3": lambda calls: "[TOOL_CALLS]" + listed(calls),
-    "qwen3_coder": qwen3_coder,
-    "seed_oss": seed_oss,
-    "glm": glm,
-    "deepseek_v3": lambda calls: deepseek(calls, "function<|tool~sep|>NAME\n```json\n", "\n```", "\n"),
-    "deepseek_v31": lambda calls: deepseek(calls, "NAME<|tool~sep|>", "", ""),
-    "minimax_m2": minimax_m2,
-    "deepseek_v32": dsml("function_calls"),
-    "deepseek_v4": dsml("tool_calls"),
-    "kimi_k2": kimi_k2,
-    "apertus": apertus,
-    "olmo3": lambda calls: "<function_calls>" + "\n".join(python_calls(calls)) + "</function_calls>",
-    "harmony": each("<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGUMENTS"),
-    "functionary": each("<function=NAME>ARGUMENTS</function>"),
+    "hermes": template_renderer('<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>', "\n"),
+    "granite": lambda calls: "<|tool_call|>" + render_json_list(calls),
+    "apriel": lambda calls: f"<tool_calls>{render_json_list(calls)}</tool_calls>",
+    "firefunction": lambda calls: "functools" + render_json_list(calls),
+    "cohere": render_cohere,
+    "llama3_json": template_renderer('{"name": "NAME", "parameters": ARGUMENTS}', "; "),
+    "pythonic": render_python_list,
+    "lfm2": lambda calls: f"<|tool_call_start|>{render_python_list(calls)}<|tool_call_end|>",
+    "mistral": template_renderer("[TOOL_CALLS]NAME[ARGS]ARGUMENTS"),
+    "mistral_v3": lambda calls: "[TOOL_CALLS]" + render_json_list(calls),
+    "qwen3_coder": render_qwen3_coder,
+    "seed_oss": render_seed_oss,
+    "glm": render_glm,
+    "deepseek_v3": lambda calls: render_deepseek(calls, "function<|tool~sep|>NAME\n```json\n", "\n```", "\n"),
+    "deepseek_v31": lambda calls: render_deepseek(calls, "NAME<|tool~sep|>", "", ""),
+    "minimax_m2": render_minimax_m2,
+    "deepseek_v32": dsml_renderer("function_calls"),
+    "deepseek_v4": dsml_renderer("tool_calls"),
+    "kimi_k2": render_kimi_k2,
+    "apertus": render_apertus,
+    "olmo3": lambda calls: "<function_calls>" + "\n".join(render_python_calls(calls)) + "</function_calls>",
+    "harmony": template_renderer(
+        "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGUMENTS"
+    ),
+    "functionary": template_renderer("<function=NAME>ARGUMENTS</function>"),
 }
-BARE = ("llama3_json", "pythonic")
+FORMATS_WITHOUT_MARKER = ("llama3_json", "pythonic")
 """Formats whose calls have no marker."""
-ONE_CALL = ("harmony",)
+SINGLE_CALL_FORMATS = ("harmony",)
 """Formats whose output ends with its first call."""
 
 VALUE_ENDS = {
@@ -197,13 +205,13 @@ VALUE_ENDS = {
     "seed_oss": "</parameter>",
     "glm": "</arg_value>",
     "minimax_m2": "</parameter>",
-    "deepseek_v32": wide("</|DSML|parameter>"),
-    "deepseek_v4": wide("</|DSML|parameter>"),
+    "deepseek_v32": widen_bars("</|DSML|parameter>"),
+    "deepseek_v4": widen_bars("</|DSML|parameter>"),
 }
 """The end marker of a value in formats that cannot escape it."""
 
 
-def pieces(text: str, sizes: Sequence[int]) -> Iterator[str]:
+def split_text(text: str, sizes: Sequence[int]) -> Iterator[str]:
     """Yield the text in fragments of these sizes, repeated cyclically."""
     start, next_size = 0, cycle(sizes)
     while start < len(text):
@@ -215,12 +223,12 @@ def pieces(text: str, sizes: Sequence[int]) -> Iterator[str]:
 def parse(parser: OutputParser, text: str, sizes: Sequence[int] = (1 << 30,)) -> list[Event]:
     """Return all events of a text, with adjacent events merged."""
     events: list[Event] = []
-    for fragment in pieces(text, sizes):
+    for fragment in split_text(text, sizes):
         events += parser.push(fragment)
     return merge_events(events + parser.finish())
 
 
-def calls_of(events: Iterable[Event]) -> list[Call]:
+def collect_calls(events: Iterable[Event]) -> list[Call]:
     """Return the calls among merged events; their arguments must be JSON."""
     names: list[str] = []
     arguments: dict[int, str] = {}

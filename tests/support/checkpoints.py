@@ -24,6 +24,13 @@ Their text decoders belong to other architectures.
 """
 
 
+def make_tiny_config(name: str) -> dict[str, Any]:
+    """Return the ``config.json`` of a small random model of an architecture that generates text."""
+    (architecture,) = (candidate for candidate in _GENERATORS if candidate.name == name)
+    assert architecture.tiny_config is not None
+    return dict(architecture.tiny_config())
+
+
 def _reads_images(config: Mapping[str, Any]) -> bool:
     return config["model_type"] in {candidate.name for candidate in VISION_DECODERS}
 
@@ -60,9 +67,11 @@ def write_checkpoint(folder: Path, config: Mapping[str, Any], seed: int = 0) -> 
         for name, parameter in model.named_parameters():
             if name.endswith(".weight") and ("norm" in name or ".ln_" in name):
                 parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
-            elif _reads_images(config) and parameter.dim() > 1:  # each parameter gets another range
+            elif (
+                _reads_images(config) and parameter.dim() > 1
+            ):  # transformers gives vision parameters other ranges
                 nn.init.normal_(parameter, std=0.2)
-            elif name.endswith((".bias", "_bias")):  # 3-dimensional weights belong to experts
+            elif name.endswith((".bias", "_bias")):  # includes the 2-dimensional biases of experts
                 nn.init.normal_(parameter, std=0.2)
         for name, buffer in model.named_buffers():
             if name.endswith("correction_bias"):
@@ -71,7 +80,7 @@ def write_checkpoint(folder: Path, config: Mapping[str, Any], seed: int = 0) -> 
     return folder
 
 
-def oracle(folder: Path) -> Any:
+def load_in_transformers(folder: Path) -> Any:
     """Load the checkpoint in transformers in float32.
 
     Eager attention is used because only it supports soft caps.
@@ -81,13 +90,13 @@ def oracle(folder: Path) -> Any:
     return kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
-def oracle_logits(model: Any, tokens: list[int]) -> torch.Tensor:  # [T, V]
+def transformers_logits(model: Any, tokens: list[int]) -> torch.Tensor:  # [T, V]
     """Return the logits after every token of one sequence, computed in one forward."""
     with torch.inference_mode():
         return model(torch.tensor([tokens])).logits[0].float()
 
 
-def oracle_step(model: Any, text: list[int], past: Any = None) -> tuple[torch.Tensor, Any]:  # [1, V]
+def transformers_step(model: Any, text: list[int], past: Any = None) -> tuple[torch.Tensor, Any]:  # [1, V]
     """Return the logits after the last token of a text, and the updated cache.
 
     ``past`` is the cache of the tokens before the last. If the text exceeds the length of LongRoPE's short
@@ -103,7 +112,7 @@ def oracle_step(model: Any, text: list[int], past: Any = None) -> tuple[torch.Te
     return output.logits[0, -1:].float(), output.past_key_values
 
 
-def oracle_greedy(model: Any, tokens: list[int], count: int) -> list[int]:
+def transformers_greedy(model: Any, tokens: list[int], count: int) -> list[int]:
     """Return the ``count`` tokens that the greedy search of transformers generates."""
     prompt = torch.tensor([tokens])
     ids = model.generate(  # the explicit mask keeps prompt tokens that equal the padding token

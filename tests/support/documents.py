@@ -51,12 +51,12 @@ class Block:
         return URL in self.code
 
 
-def blocks(*languages: str) -> list[Block]:
+def code_blocks(*languages: str) -> list[Block]:
     """Return the code blocks of all pages in these languages."""
-    return [block for page in PAGES for block in _blocks_of(page) if block.language in languages]
+    return [block for page in PAGES for block in _parse_blocks(page) if block.language in languages]
 
 
-def _blocks_of(page: Path) -> Iterator[Block]:
+def _parse_blocks(page: Path) -> Iterator[Block]:
     text = page.read_text()
     for match in _FENCE.finditer(text):
         yield Block(page, text.count("\n", 0, match.start()) + 1, match[1], match[2])
@@ -64,11 +64,11 @@ def _blocks_of(page: Path) -> Iterator[Block]:
 
 def shell_commands(block: Block) -> list[str]:
     """Return the commands of a console session: lines after ``$``, joined at a trailing backslash."""
-    joined = block.code.replace("\\\n", " ")
-    return [line[2:] for line in joined.splitlines() if line.startswith("$ ")]
+    joined_lines = block.code.replace("\\\n", " ")
+    return [line[2:] for line in joined_lines.splitlines() if line.startswith("$ ")]
 
 
-def curl_of(command: str) -> tuple[str, str, dict[str, Any] | None]:
+def parse_curl(command: str) -> tuple[str, str, dict[str, Any] | None]:
     """Return method, path and JSON body of a curl command to the documentation's server."""
     words = shlex.split(command, comments=True)
     (address,) = [word for word in words if word.startswith("http")]
@@ -82,9 +82,9 @@ def curl_of(command: str) -> tuple[str, str, dict[str, Any] | None]:
 
 def write_adapter(folder: Path, seed: int = 0) -> Path:
     """Write a PEFT directory for the embedded model, with the function of ``examples/lora.py``."""
-    written = runpy.run_path(str(EXAMPLES / "lora.py"))["write_adapter"](folder, seed=seed)
-    assert isinstance(written, Path)
-    return written
+    adapter_path = runpy.run_path(str(EXAMPLES / "lora.py"))["write_adapter"](folder, seed=seed)
+    assert isinstance(adapter_path, Path)
+    return adapter_path
 
 
 @contextmanager

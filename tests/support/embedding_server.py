@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from support.chatting import Chatting, chatting
+from support.in_process_server import InProcessServer, run_in_process
 
 from penstock.assembly import load_runtime, load_tokenizer
 from penstock.config import PipelineConfig
@@ -22,7 +22,7 @@ def embedder_config(folder: Path, **fields: Any) -> PipelineConfig:
 
 
 @asynccontextmanager
-async def embedding_server(folder: Path, **fields: Any) -> AsyncIterator[Chatting]:
+async def embedding_server(folder: Path, **fields: Any) -> AsyncIterator[InProcessServer]:
     """Run a server of a saved encoder. `fields` belong to `PipelineConfig` and `ServeConfig`."""
     serve_values = {
         name: fields.pop(name) for name in [field.name for field in serve_fields()] if name in fields
@@ -30,6 +30,8 @@ async def embedding_server(folder: Path, **fields: Any) -> AsyncIterator[Chattin
     config = embedder_config(folder, **fields)
     tokenizer = load_tokenizer(config)
     work = partial(load_runtime, config)
-    async with chatting(work=work, tokenizer=tokenizer, pipeline_config=config, **serve_values) as server:
+    async with run_in_process(
+        work=work, tokenizer=tokenizer, pipeline_config=config, **serve_values
+    ) as server:
         tokenizer.max_length = server.services.worker.info.max_length
         yield server

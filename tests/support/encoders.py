@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from support.checkpoints import skip_unknown_type
-from support.published import rewrite_as_published, transformers_values
+from support.published_checkpoints import rewrite_as_published, transformers_values
 
 from penstock.architectures.registry import PIPELINE_REGISTRY, SupportedArchitecture
 from penstock.assembly import load_pipeline
@@ -35,18 +35,18 @@ def save_encoder(architecture: SupportedArchitecture, folder: Path, head: str, *
     assert architecture.tiny_config is not None
     values = architecture.tiny_config() | changes
     values.pop("architectures", None)
-    known = transformers_values(values)
-    skip_unknown_type(known["model_type"])
-    config = transformers.AutoConfig.for_model(**known)
+    known_values = transformers_values(values)
+    skip_unknown_type(known_values["model_type"])
+    config = transformers.AutoConfig.for_model(**known_values)
     torch.manual_seed(0)
     auto = getattr(transformers, f"AutoModel{head}")
     model = auto.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter in model.parameters():  # biases of a new model are 0 and norms are 1
             parameter.add_(torch.randn_like(parameter) * 0.05)
-        stored = model.state_dict()
+        stored_tensors = model.state_dict()
         for name, buffer in model.named_buffers():  # scale factors that are buffers, not parameters
-            if name in stored and buffer.is_floating_point():
+            if name in stored_tensors and buffer.is_floating_point():
                 buffer.add_(torch.randn_like(buffer) * 0.05)
     model.save_pretrained(folder)
     loaded = auto.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()

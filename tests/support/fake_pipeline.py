@@ -1,7 +1,7 @@
 """A text pipeline without a model: each token is a function of the tokens before it.
 
 The KV cache is real, and each step checks that the cache holds the keys of the tokens. A schedule (chunks,
-batches, preemption, prefixes) is correct if the output equals the result of `alone`.
+batches, preemption, prefixes) is correct if the output equals the result of `expected_output_tokens`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from zlib import crc32
 
 import numpy as np
-from support.paged import compute
+from support.kv_contexts import store_and_check_keys
 
 from penstock.errors import PenstockError, RequestFailedError
 from penstock.kv_cache import KVCacheManager
@@ -23,7 +23,7 @@ def next_token(tokens: list[int], vocabulary: int = 40) -> int:
     return crc32(repr(tokens).encode()) % vocabulary
 
 
-def alone(context: TextContext) -> list[int]:
+def expected_output_tokens(context: TextContext) -> list[int]:
     """Return the expected output tokens of a new context, without the end-of-sequence token."""
     tokens, output = context.all_tokens.tolist(), []
     while True:
@@ -45,10 +45,10 @@ class FakePipeline:
         self.starts: list[dict[str, int]] = []
         """For each step, the start index of each request's rows."""
         self.released: list[str] = []
-        self.culprits: set[str] = set()
+        self.failing_requests: set[str] = set()
         """Requests whose forward fails."""
         self.failures: dict[str, PenstockError] = {}
-        self.spoilt: set[str] = set()
+        self.invalid_outputs: set[str] = set()
         """Requests whose output is invalid, so they fail after the forward."""
 
     def execute(
@@ -61,13 +61,17 @@ class FakePipeline:
         for context in batch.values():
             self.kv.claim(context)
             self.kv.reserve(context, num_steps - 1)
-        if self.culprits & batch.keys():
+        if self.failing_requests & batch.keys():
             raise FloatingPointError("the forward failed")
         for _ in range(num_steps):
             self._one_step([context for context in batch.values() if not context.is_done])
         for context in batch.values():
             self.kv.commit(context)
-        self.failures |= {name: RequestFailedError("spoilt") for name in batch if name in self.spoilt}
+        self.failures |= {
+            name: RequestFailedError("the output is invalid")
+            for name in batch
+            if name in self.invalid_outputs
+        }
         return {
             request_id: context.outstanding_response()
             for request_id, context in batch.items()
@@ -83,7 +87,7 @@ class FakePipeline:
             return
         self.trace.append({context.request_id: context.active_length for context in contexts})
         self.starts.append({context.request_id: context.start_idx for context in contexts})
-        compute(self.kv, contexts)
+        store_and_check_keys(self.kv, contexts)
         assert np.all(self.kv.inputs(contexts).lengths.numpy() > 0)
         for context in contexts:
             context.update(next_token(context.tokens[: context.active_idx].tolist()))

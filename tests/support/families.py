@@ -38,10 +38,10 @@ def items_of_similar_families(items: Iterable[pytest.Item]) -> list[pytest.Item]
         if isinstance(item, pytest.Function)
         and hasattr(item, "callspec")
         and item.get_closest_marker("families")
-        and _families_of(item) - REPRESENTATIVES
+        and _item_families(item) - REPRESENTATIVES
     ]
 
 
-def _families_of(item: pytest.Function) -> set[str]:
+def _item_families(item: pytest.Function) -> set[str]:
     params = item.callspec.params.values()
     return {param.name for param in params if hasattr(param, "tiny_config")}

@@ -149,15 +149,15 @@ def write_gguf(
     if config["model_type"] == "apertus":
         _add_activation(writer, tensors, config["num_hidden_layers"])
     if (config.get("rope_parameters") or {}).get("rope_type") == "llama3":
-        writer.add_tensor("rope_freqs.weight", _divisors(config))
-    for name, tensor in converted(tensors, config).items():
+        writer.add_tensor("rope_freqs.weight", _frequency_divisors(config))
+    for name, tensor in convert_tensors(tensors, config).items():
         tensor_type = GGMLQuantizationType.F32 if tensor.dim() == 1 else kind
         if tensor.shape[-1] % gguf.GGML_QUANT_SIZES[tensor_type][0]:
             tensor_type = GGMLQuantizationType.F16
         writer.add_tensor(
             name, gguf.quants.quantize(tensor.float().numpy(), tensor_type), raw_dtype=tensor_type
         )
-    finish(writer)
+    write_and_close(writer)
     return file
 
 
@@ -169,7 +169,7 @@ def _add_activation(writer: GGUFWriter, tensors: Mapping[str, Tensor], num_layer
         getattr(writer, f"add_xielu_{name}")(values)
 
 
-def _divisors(config: Mapping[str, Any]) -> np.ndarray[Any, np.dtype[np.float32]]:  # [D / 2]
+def _frequency_divisors(config: Mapping[str, Any]) -> np.ndarray[Any, np.dtype[np.float32]]:  # [D / 2]
     """Return the divisors of the rotary frequencies of Llama 3.1, which the format keeps in a tensor."""
     rope = config["rope_parameters"]
     dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
@@ -180,7 +180,7 @@ def _divisors(config: Mapping[str, Any]) -> np.ndarray[Any, np.dtype[np.float32]
     return np.asarray(1 / ((1 - interpolation) / rope["factor"] + interpolation), dtype=np.float32)
 
 
-def finish(writer: GGUFWriter) -> None:
+def write_and_close(writer: GGUFWriter) -> None:
     """Write the collected data and close the file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -286,7 +286,7 @@ def _add_variants(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
 
 
-def converted(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
+def convert_tensors(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint under their GGUF names and in GGUF's row order."""
     family = config["model_type"]
     parts = _PARTS | _PARTS_OF.get(family, {})
@@ -313,7 +313,9 @@ def converted(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[
             experts.setdefault(f"blk.{layer}.attn_{match[1]}_norm.weight", {})[int(match[2])] = tensor
             continue
         tensor = _with_norm_offset(part, tensor, family, kind)
-        if part == "attention.query_key_value":  # from Q, K, V of each head to Q of all heads, then K, then V
+        if (
+            part == "attention.query_key_value"
+        ):  # reorders Q, K, V per head to Q of all heads, K of all heads, V of all heads
             heads = config["num_attention_heads"]
             tensor = tensor.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2).contiguous()
         if family in _INTERLEAVED:
@@ -357,7 +359,7 @@ def tokenizer_metadata(tokenizer: Mapping[str, Any], pre: str, *, size: int | No
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": pre,
         "tokenizer.ggml.tokens": [texts.get(i, f"[PAD{i}]") for i in range(count)],
-        "tokenizer.ggml.token_type": [int(_type_of(added.get(i), i in texts)) for i in range(count)],
+        "tokenizer.ggml.token_type": [int(_token_type(added.get(i), i in texts)) for i in range(count)],
     }
     if merges:
         texts_of = [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
@@ -365,7 +367,7 @@ def tokenizer_metadata(tokenizer: Mapping[str, Any], pre: str, *, size: int | No
     return metadata
 
 
-def _type_of(added: Mapping[str, Any] | None, exists: bool) -> TokenType:
+def _token_type(added: Mapping[str, Any] | None, exists: bool) -> TokenType:
     if added is not None:
         return TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
     return TokenType.NORMAL if exists else TokenType.UNUSED
@@ -390,7 +392,7 @@ def sentencepiece_metadata(pieces: list[tuple[str, float]]) -> dict[str, Any]:
     }
 
 
-def pieces_of(model: Path) -> list[tuple[str, float]]:
+def read_sentencepiece(model: Path) -> list[tuple[str, float]]:
     """Read the pieces of a SentencePiece model and their scores from its protocol buffer."""
     data = model.read_bytes()
 
@@ -454,7 +456,7 @@ def write_random_blocks(checkpoint: Path, file: Path, kinds: Mapping[str, str]) 
     writer = GGUFWriter(file, ARCHITECTURES[config["model_type"]])
     add_config(writer, config)
     random, values = np.random.default_rng(0), dict(tensors)
-    for (name, tensor), original in zip(converted(tensors, config).items(), tensors, strict=True):
+    for (name, tensor), original in zip(convert_tensors(tensors, config).items(), tensors, strict=True):
         if tensor.dim() == 1:
             writer.add_tensor(name, tensor.float().numpy())
             continue
@@ -466,5 +468,5 @@ def write_random_blocks(checkpoint: Path, file: Path, kinds: Mapping[str, str]) 
             heads = config["num_attention_heads" if ".q_proj." in original else "num_key_value_heads"]
             rows = rows.view(heads, -1, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
         values[original] = rows.contiguous()
-    finish(writer)
+    write_and_close(writer)
     return values

@@ -34,12 +34,12 @@ def is_interpreted() -> bool:
 def mark_tests_of_gpus(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the tests that ``-m gpu`` runs, and skip those that need a missing GPU."""
     skip = pytest.mark.skip(reason="gpu: torch finds no NVIDIA GPU here")
-    selected = selects_gpu(config)
+    is_gpu_run = selects_gpu(config)
     for item in items:
         if item.get_closest_marker("gpu"):
             if not has_gpu():
                 item.add_marker(skip)
-        elif selected and item.get_closest_marker("models"):
+        elif is_gpu_run and item.get_closest_marker("models"):
             item.add_marker("gpu")
             if not has_gpu() and not is_interpreted():
                 item.add_marker(skip)

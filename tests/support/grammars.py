@@ -20,7 +20,7 @@ def new_compiler(**config: Any) -> GrammarCompiler:
     return GrammarCompiler(FakeTokenizer(), EOS + 1, config=StructuredOutputConfig(**config))
 
 
-def context_for(kind: str, text: Any = "", *, generated: bytes = b"", **fields: Any) -> TextContext:
+def make_grammar_context(kind: str, text: Any = "", *, generated: bytes = b"", **fields: Any) -> TextContext:
     grammar = Grammar(kind, text if isinstance(text, str) else json.dumps(text))  # type: ignore[arg-type]
     fields.setdefault("eos_token_ids", {EOS})
     context = TextContext(prompt=[1], max_length=500, tokens=np.array([1]), grammar=grammar, **fields)
@@ -29,7 +29,7 @@ def context_for(kind: str, text: Any = "", *, generated: bytes = b"", **fields: 
     return context
 
 
-def wait(grammars: GrammarCompiler, context: TextContext) -> TextContext:
+def wait_until_ready(grammars: GrammarCompiler, context: TextContext) -> TextContext:
     end = time.monotonic() + 60
     while not grammars.ready(context):
         assert time.monotonic() < end

@@ -7,34 +7,34 @@ from typing import Any
 _PER_RESPONSE = ("id", "created")  # differ between responses
 
 
-def without_own(answer: dict[str, Any]) -> dict[str, Any]:
+def drop_variable_fields(answer: dict[str, Any]) -> dict[str, Any]:
     """Return a response without the members that differ in each response."""
-    plain = {key: value for key, value in answer.items() if key not in _PER_RESPONSE}
-    for choice in plain["choices"]:
+    plain_answer = {key: value for key, value in answer.items() if key not in _PER_RESPONSE}
+    for choice in plain_answer["choices"]:
         for call in choice.get("message", {}).get("tool_calls", []):
             call.pop("id")
         _drop_empty(choice)
-    return plain
+    return plain_answer
 
 
-def joined_chat(events: list[Any]) -> dict[str, Any]:
-    """Join the chunks of a chat; the result has the members that `without_own` keeps."""
-    *chunks, done = events
-    assert done == "[DONE]"
-    answer = _frame(chunks, "chat.completion")
+def join_chat(events: list[Any]) -> dict[str, Any]:
+    """Join the chunks of a chat; the result has the members that `drop_variable_fields` keeps."""
+    *chunks, end_event = events
+    assert end_event == "[DONE]"
+    answer = _join_common_fields(chunks, "chat.completion")
     choices: dict[int, dict[str, Any]] = {}
     for chunk in chunks:
         for part in chunk["choices"]:
             _add_to_chat(choices, part)
-    answer["choices"] = [_finished_chat(choices[index]) for index in sorted(choices)]
+    answer["choices"] = [_finish_chat(choices[index]) for index in sorted(choices)]
     return answer
 
 
-def joined_completion(events: list[Any]) -> dict[str, Any]:
-    """Join the chunks of a completion; the result has the members that `without_own` keeps."""
-    *chunks, done = events
-    assert done == "[DONE]"
-    answer = _frame(chunks, "text_completion")
+def join_completion(events: list[Any]) -> dict[str, Any]:
+    """Join the chunks of a completion; the result has the members that `drop_variable_fields` keeps."""
+    *chunks, end_event = events
+    assert end_event == "[DONE]"
+    answer = _join_common_fields(chunks, "text_completion")
     choices: dict[int, dict[str, Any]] = {}
     for chunk in chunks:
         for part in chunk["choices"]:
@@ -64,7 +64,7 @@ def _drop_empty(choice: dict[str, Any]) -> None:
         choice["logprobs"] = None
 
 
-def _frame(chunks: list[Any], kind: str) -> dict[str, Any]:
+def _join_common_fields(chunks: list[Any], kind: str) -> dict[str, Any]:
     first, last = chunks[0], chunks[-1]
     assert len({(chunk["id"], chunk["created"]) for chunk in chunks}) == 1
     assert last["choices"] == []
@@ -107,7 +107,7 @@ def _add_to_chat(choices: dict[int, dict[str, Any]], part: dict[str, Any]) -> No
         choice["finish_reason"] = part["finish_reason"]
 
 
-def _finished_chat(choice: dict[str, Any]) -> dict[str, Any]:
+def _finish_chat(choice: dict[str, Any]) -> dict[str, Any]:
     message = choice["message"]
     if "tool_calls" in message and not message["content"]:
         message["content"] = None

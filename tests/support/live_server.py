@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from support.asgi import eventually
-from support.chatting import Chatting, chatting
+from support.asgi import wait_until
+from support.in_process_server import InProcessServer, run_in_process
 
 from penstock.serve.http.server import HttpServer
 
@@ -23,17 +23,17 @@ class LiveServer:
 
     url: str
     """The URL, with a trailing slash."""
-    chatting: Chatting
+    app_server: InProcessServer
     loop: asyncio.AbstractEventLoop
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait up to 30 seconds until a condition is true, checked in the server's thread."""
-        asyncio.run_coroutine_threadsafe(eventually(condition), self.loop).result(30)
+        asyncio.run_coroutine_threadsafe(wait_until(condition), self.loop).result(30)
 
 
 @contextmanager
 def live_server(**options: Any) -> Iterator[LiveServer]:
-    """Run a server of `chatting` with these options."""
+    """Run a server of `run_in_process` with these options."""
     started: Future[LiveServer] = Future()
     thread = threading.Thread(target=lambda: asyncio.run(_serve(started, options)), name="live server")
     thread.start()
@@ -41,7 +41,7 @@ def live_server(**options: Any) -> Iterator[LiveServer]:
     try:
         yield server
     finally:
-        server.loop.call_soon_threadsafe(server.chatting.services.gate.close)
+        server.loop.call_soon_threadsafe(server.app_server.services.gate.close)
         thread.join(30)
         assert not thread.is_alive()
 
@@ -49,16 +49,16 @@ def live_server(**options: Any) -> Iterator[LiveServer]:
 async def _serve(started: Future[LiveServer], options: dict[str, Any]) -> None:
     """Serve until the stop event is set."""
     try:
-        async with chatting(**options) as inside:
-            app = inside.http._transport.app  # type: ignore[attr-defined]
-            inside.services.tokenizer.max_length = inside.services.worker.info.max_length
+        async with run_in_process(**options) as server:
+            app = server.app
+            server.services.tokenizer.max_length = server.services.worker.info.max_length
             with socket.socket() as listener:
                 listener.bind(("127.0.0.1", 0))
                 listener.listen(128)
-                async with HttpServer(app, inside.services.config).listening(listener):
+                async with HttpServer(app, server.services.config).listening(listener):
                     url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
-                    started.set_result(LiveServer(url, inside, asyncio.get_running_loop()))
-                    while not inside.services.gate.reason:
+                    started.set_result(LiveServer(url, server, asyncio.get_running_loop()))
+                    while not server.services.gate.reason:
                         await asyncio.sleep(0.02)
     except BaseException as error:
         if not started.done():

@@ -30,21 +30,21 @@ class _Bytes:
 
 
 @cache
-def tokenizer_of(special: tuple[str, ...] = ()) -> Any:
+def make_byte_tokenizer(special: tuple[str, ...] = ()) -> Any:
     return llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes(special)))
 
 
-def matcher_of(lark: str, special: tuple[str, ...] = ()) -> Any:
+def match_lark(lark: str, special: tuple[str, ...] = ()) -> Any:
     text = '%llguidance {"no_forcing": true}\n' + lark
-    matcher = llguidance.LLMatcher(tokenizer_of(special), text, log_level=0)
+    matcher = llguidance.LLMatcher(make_byte_tokenizer(special), text, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     return matcher
 
 
 @cache
-def matcher_of_source(source: GrammarSource, special: tuple[str, ...] = ()) -> Any:
+def match_source(source: GrammarSource, special: tuple[str, ...] = ()) -> Any:
     read = read_structural_tag if source.notation == "structural_tag" else read_ebnf
-    return matcher_of(lark_text(read(source.text)), special)
+    return match_lark(lark_text(read(source.text)), special)
 
 
 def accepts(matcher: Any, tokens: Sequence[int]) -> bool:

@@ -17,7 +17,7 @@ import pytest
 Parameters = tuple[tuple[str, str], ...]  # name and representation of each value
 
 
-def items_beyond_cover(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+def items_outside_subset(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     """Return the items with the marker `matrix` that the covering subsets leave out."""
     functions: dict[str, list[pytest.Function]] = {}
     for item in items:
@@ -27,17 +27,17 @@ def items_beyond_cover(items: Iterable[pytest.Item]) -> list[pytest.Item]:
             and item.get_closest_marker("matrix")
         ):
             functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    outside: list[pytest.Item] = []
+    items_outside: list[pytest.Item] = []
     for group in functions.values():
         marker = group[0].get_closest_marker("matrix")
         assert marker is not None
         sets = [tuple((name, repr(value)) for name, value in item.callspec.params.items()) for item in group]
-        kept = cover(sets, **marker.kwargs)
-        outside += [item for number, item in enumerate(group) if number not in kept]
-    return outside
+        subset_indices = covering_subset(sets, **marker.kwargs)
+        items_outside += [item for number, item in enumerate(group) if number not in subset_indices]
+    return items_outside
 
 
-def cover(sets: Sequence[Parameters], *, strength: int = 2, times: int = 1) -> set[int]:
+def covering_subset(sets: Sequence[Parameters], *, strength: int = 2, times: int = 1) -> set[int]:
     """Return the indices of parameter sets that together contain each combination `times` times.
 
     The choice is greedy and deterministic: the next set is the first one with the most missing combinations.
@@ -49,21 +49,21 @@ def cover(sets: Sequence[Parameters], *, strength: int = 2, times: int = 1) -> s
     """
     contents = [frozenset(combinations(parameters, min(strength, len(parameters)))) for parameters in sets]
     available = Counter(combination for content in contents for combination in content)
-    missing = {combination: min(times, count) for combination, count in available.items()}
+    missing_counts = {combination: min(times, count) for combination, count in available.items()}
     # Gains never grow, so an old gain is an upper bound. Only the largest bound is computed again.
     bounds = [(-len(content), number) for number, content in enumerate(contents)]
     heapify(bounds)
-    kept: set[int] = set()
-    while missing:
+    subset_indices: set[int] = set()
+    while missing_counts:
         bound, number = bounds[0]
-        gain = sum(combination in missing for combination in contents[number])
-        if gain < -bound:
-            heapreplace(bounds, (-gain, number))
+        num_missing = sum(combination in missing_counts for combination in contents[number])
+        if num_missing < -bound:
+            heapreplace(bounds, (-num_missing, number))
             continue
         heappop(bounds)
-        kept.add(number)
-        for combination in contents[number] & missing.keys():
-            missing[combination] -= 1
-            if not missing[combination]:
-                del missing[combination]
-    return kept
+        subset_indices.add(number)
+        for combination in contents[number] & missing_counts.keys():
+            missing_counts[combination] -= 1
+            if not missing_counts[combination]:
+                del missing_counts[combination]
+    return subset_indices

@@ -12,14 +12,14 @@ from penstock.nn import Rotary
 from penstock.pipelines import TextGenerationPipeline
 
 
-def held_bytes(pipeline: TextGenerationPipeline) -> int:
+def weight_bytes(pipeline: TextGenerationPipeline) -> int:
     """Return the bytes of a network's weights. Weights that share memory count once."""
     model: Any = pipeline.model
-    tensors = [part for part in parts_of(model.network) if isinstance(part, torch.Tensor)]
+    tensors = [part for part in modules_and_weights(model.network) if isinstance(part, torch.Tensor)]
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
-def parts_of(module: Any) -> Iterator[Any]:
+def modules_and_weights(module: Any) -> Iterator[Any]:
     """Yield a network, its layers and their weights, without the rotary embedding tables."""
     yield module
     if is_dataclass(module) and not isinstance(module, Rotary):
@@ -29,4 +29,4 @@ def parts_of(module: Any) -> Iterator[Any]:
     else:
         children = list(module) if isinstance(module, tuple | list) else []
     for child in children:
-        yield from parts_of(child)
+        yield from modules_and_weights(child)

@@ -13,19 +13,19 @@ from penstock.kernels import Ops, PackedExperts
 from penstock.kernels.operations import operations_of
 
 
-def move(value: Any, device: torch.device | str) -> Any:
+def copy_to_device(value: Any, device: torch.device | str) -> Any:
     """Return a value with all its tensors copied to a device, also in dataclasses, mappings and tuples."""
     if isinstance(value, Tensor):
         return value.to(device, copy=True)
     if isinstance(value, Mapping):
-        return {name: move(item, device) for name, item in value.items()}
+        return {name: copy_to_device(item, device) for name, item in value.items()}
     if isinstance(value, tuple):
-        return tuple(move(item, device) for item in value)
+        return tuple(copy_to_device(item, device) for item in value)
     if is_dataclass(value) and not isinstance(value, type):
-        changed = {f.name: move(getattr(value, f.name), device) for f in fields(value)}
+        copied_fields = {f.name: copy_to_device(getattr(value, f.name), device) for f in fields(value)}
         if isinstance(value, PackedExperts):
-            return PackedExperts(**changed)
-        return replace(value, **changed)
+            return PackedExperts(**copied_fields)
+        return replace(value, **copied_fields)
     return value
 
 
@@ -45,7 +45,7 @@ def on_device(ops: Ops, device: str) -> Ops:
                 return method(self, *args, **kwargs)
             depth[0] += 1
             try:
-                device_arguments = move((args, kwargs), device)
+                device_arguments = copy_to_device((args, kwargs), device)
                 result = method(self, *device_arguments[0], **device_arguments[1])
             finally:
                 depth[0] -= 1
@@ -54,7 +54,7 @@ def on_device(ops: Ops, device: str) -> Ops:
                 kv.cache.copy_(other.cache)
                 if kv.scales is not None and not kv.has_fixed_scales:
                     kv.scales.copy_(other.scales)
-            return move(result, "cpu")
+            return copy_to_device(result, "cpu")
 
         return run
 

@@ -26,15 +26,15 @@ def quantized_groups(
     """Return codes ``[out, in]``, scales and zero points ``[out, G]``, and the dequantized weight."""
     size = weight.shape[1] if size < 1 else size
     groups = weight.float().unflatten(1, (-1, size))
-    top = 2**bits - 1
+    max_code = 2**bits - 1
     if symmetric:
-        scales = (groups.abs().amax(-1) / (top / 2)).to(dtype)
+        scales = (groups.abs().amax(-1) / (max_code / 2)).to(dtype)
         zeros = torch.full(scales.shape, 2 ** (bits - 1))
     else:
         low, high = groups.amin(-1), groups.amax(-1)
-        scales = ((high - low) / top).clamp_min(1e-4).to(dtype)
-        zeros = (-low / scales.float()).round().clamp(0, top).long()
-    codes = ((groups / scales.float()[..., None]).round() + zeros[..., None]).clamp(0, top).long()
+        scales = ((high - low) / max_code).clamp_min(1e-4).to(dtype)
+        zeros = (-low / scales.float()).round().clamp(0, max_code).long()
+    codes = ((groups / scales.float()[..., None]).round() + zeros[..., None]).clamp(0, max_code).long()
     dequantized = (codes - zeros[..., None]) * scales.float()[..., None]
     return codes.flatten(1), scales, zeros, dequantized.flatten(1)
 
@@ -47,7 +47,7 @@ def pack_words(codes: Tensor, bits: int) -> Tensor:
     return torch.from_numpy(np.packbits(stream, axis=1, bitorder="little").view(np.int32).copy())
 
 
-Order = Literal["none", "inputs", "layer"]
+InputOrder = Literal["none", "inputs", "layer"]
 """The order of the inputs before they are grouped.
 
 ``none`` keeps the order, ``inputs`` is the same for all layers with this number of inputs, and ``layer`` is
@@ -55,7 +55,7 @@ random for each layer.
 """
 
 
-def permutation_of(inputs: int, order: Order) -> Tensor:
+def input_permutation(inputs: int, order: InputOrder) -> Tensor:
     if order == "none":
         return torch.arange(inputs)
     generator = torch.Generator().manual_seed(inputs) if order == "inputs" else None
@@ -63,11 +63,11 @@ def permutation_of(inputs: int, order: Order) -> Tensor:
 
 
 def gptq(
-    bits: int = 4, size: int = 32, *, version: int = 1, symmetric: bool = False, order: Order = "none"
+    bits: int = 4, size: int = 32, *, version: int = 1, symmetric: bool = False, order: InputOrder = "none"
 ) -> Packer:
     def pack(weight: Tensor) -> Packed:
         inputs = weight.shape[1]
-        permutation = permutation_of(inputs, order)
+        permutation = input_permutation(inputs, order)
         codes, scales, zeros, dequantized = quantized_groups(
             weight[:, permutation], bits, size, symmetric=symmetric
         )
@@ -145,10 +145,10 @@ def compressed_codes(
     *,
     symmetric: bool = True,
     dtype: torch.dtype = torch.bfloat16,
-    order: Order = "none",
+    order: InputOrder = "none",
 ) -> Packer:
     def pack(weight: Tensor) -> Packed:
-        permutation = permutation_of(weight.shape[1], order)
+        permutation = input_permutation(weight.shape[1], order)
         inverse = permutation.argsort()
         codes, scales, zeros, dequantized = quantized_groups(
             weight[:, permutation], bits, size, symmetric=symmetric, dtype=dtype
@@ -297,13 +297,13 @@ def write_packed_checkpoint(
         extra: tensors to add.
         shards: number of files.
     """
-    packed, plain_tensors = {}, {}
+    packed_tensors, plain_tensors = {}, {}
     torch.manual_seed(0)
     for name, tensor in load_file(plain / "model.safetensors").items():
         layer = name.removesuffix(".weight")
         is_linear = name.endswith(("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight"))
         if not is_linear or any(part in name for part in ignore):
-            packed[name] = plain_tensors[name] = tensor
+            packed_tensors[name] = plain_tensors[name] = tensor
             continue
         layer_packer = (
             packer
@@ -311,20 +311,20 @@ def write_packed_checkpoint(
             else next(candidate for part, candidate in packer.items() if part in name)
         )
         tensors, dequantized = layer_packer(tensor)
-        packed |= {f"{layer}.{key}": value.contiguous() for key, value in tensors.items()}
+        packed_tensors |= {f"{layer}.{key}": value.contiguous() for key, value in tensors.items()}
         plain_tensors[name] = dequantized.contiguous()
-    packed |= extra or {}
+    packed_tensors |= extra or {}
     config = json.loads((plain / "config.json").read_text())
     (folder / "plain").mkdir(parents=True, exist_ok=True)
     save_file(plain_tensors, folder / "plain" / "model.safetensors", metadata={"format": "pt"})
     (folder / "plain" / "config.json").write_text(json.dumps(config))
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": dict(section)}))
     if shards == 1:
-        save_file(packed, folder / "model.safetensors", metadata={"format": "pt"})
+        save_file(packed_tensors, folder / "model.safetensors", metadata={"format": "pt"})
         return folder
-    names = sorted(packed)
+    names = sorted(packed_tensors)
     files = {name: f"model-{number % shards}.safetensors" for number, name in enumerate(names)}
     for file in set(files.values()):
-        save_file({name: packed[name] for name in names if files[name] == file}, folder / file)
+        save_file({name: packed_tensors[name] for name in names if files[name] == file}, folder / file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     return folder

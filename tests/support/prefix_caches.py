@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 from support.engines import INFO, FakeEngine
-from support.workers import request
+from support.workers import make_request
 
 from penstock.pipelines.core.cache_events import BlocksStored
 from penstock.worker.routing import digests_of
@@ -19,4 +19,4 @@ def make_caching_engine(**fields: Any) -> FakeEngine:
 
 
 def make_stored_event(prompt: str) -> BlocksStored:
-    return BlocksStored(digests_of(request("", prompt), CACHING_INFO), None, [])
+    return BlocksStored(digests_of(make_request("", prompt), CACHING_INFO), None, [])

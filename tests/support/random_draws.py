@@ -19,17 +19,17 @@ def register_profiles() -> None:
 
     There are no deadlines and no health checks of time, because machines may be busy.
     """
-    fixed = settings(
+    fixed_profile = settings(
         max_examples=DEFAULT_EXAMPLES,
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow],
         derandomize=True,
         database=None,
     )
-    settings.register_profile("fixed", fixed)
+    settings.register_profile("fixed", fixed_profile)
     settings.register_profile(
         "random",
-        fixed,
+        fixed_profile,
         max_examples=DEFAULT_EXAMPLES * RANDOM_FACTOR,
         derandomize=False,
         print_blob=True,
@@ -37,7 +37,7 @@ def register_profiles() -> None:
     settings.load_profile("fixed")
 
 
-def examples(count: int) -> int:
+def num_examples(count: int) -> int:
     """Return the number of examples for a test that has `count` of them by default."""
     return count * settings().max_examples // DEFAULT_EXAMPLES
 

@@ -25,7 +25,7 @@ class _Closed(Exception):
     """Raised on the other ranks when rank 0 closes the current model."""
 
 
-class _Follower(Follower):
+class _ClosableFollower(Follower):
     def close(self) -> None:
         raise _Closed
 
@@ -38,7 +38,9 @@ def serve_models(ranks: Ranks) -> None:
             patch()
         model, session = _open(config, ranks)
         try:
-            _Follower(model, model.load_kv_manager(session, model.memory_plan.kv_cache_size)).run(ranks)
+            _ClosableFollower(model, model.load_kv_manager(session, model.memory_plan.kv_cache_size)).run(
+                ranks
+            )
         except _Closed:
             continue
 

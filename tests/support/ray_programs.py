@@ -99,7 +99,7 @@ def ray_program(arguments: list[str], folder: Path) -> Iterator[RayProgram]:
         program.close()
 
 
-def until(condition: object, seconds: float = 60) -> None:
+def wait_until(condition: object, seconds: float = 60) -> None:
     """Wait until a function returns a true value."""
     assert callable(condition)
     deadline = time.monotonic() + seconds
@@ -125,7 +125,7 @@ def post(port: int, body: dict[str, Any], path: str = "/v1/completions") -> dict
         return answer
 
 
-def completion(prompt: str, **more: Any) -> dict[str, Any]:
+def completion_body(prompt: str, **more: Any) -> dict[str, Any]:
     fields = {"max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
     return {"model": "demo", "prompt": prompt, **fields, **more}
 

@@ -9,12 +9,14 @@ Ends = dict[tuple[str, int], frozenset[int]]
 
 def matches(rules: Rules, text: str) -> bool:
     """Return whether the rule ``root`` matches the whole text."""
-    known: Ends = {(name, position): frozenset() for name in rules for position in range(len(text) + 1)}
+    known_ends: Ends = {(name, position): frozenset() for name in rules for position in range(len(text) + 1)}
     while True:  # recursive rules: repeat until no rule matches more than before
-        extended = {(name, position): _ends(rules[name], text, position, known) for name, position in known}
-        if extended == known:
-            return len(text) in known["root", 0]
-        known = extended
+        extended = {
+            (name, position): _ends(rules[name], text, position, known_ends) for name, position in known_ends
+        }
+        if extended == known_ends:
+            return len(text) in known_ends["root", 0]
+        known_ends = extended
 
 
 def _ends(node: Node, text: str, start: int, known: Ends) -> frozenset[int]:

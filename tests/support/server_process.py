@@ -63,7 +63,7 @@ class ServerProcess:
         rows = (line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#"))
         return {name: float(value) for name, value in rows}
 
-    def until_idle(self) -> dict[str, float]:
+    def wait_until_idle(self) -> dict[str, float]:
         """Wait until no request runs and every block is free. Return the metrics."""
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
@@ -73,7 +73,7 @@ class ServerProcess:
             time.sleep(0.05)
         raise AssertionError({name: metrics[name] for name in BUSY})
 
-    def until_status(self, path: str, status: int) -> None:
+    def wait_for_status(self, path: str, status: int) -> None:
         """Wait until a path returns this status."""
         deadline = time.monotonic() + 60
         while (response := httpx.get(self.url + path, timeout=30).status_code) != status:

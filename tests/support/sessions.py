@@ -26,25 +26,31 @@ async def stays_with_its_worker(
         headers: the headers of the session.
         fields: the fields of the session's requests.
     """
-    known = f"Story {name} of the old woman. {_FILLER}"
+    known_prompt = f"Story {name} of the old woman. {_FILLER}"
 
     async def ask(prompt: str, max_tokens: int = 2, **more: Any) -> int:
         """Return how many tokens of a prompt were cached."""
         body = {"model": "demo", "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, **more}
-        own = headers if more else None
-        response = await client.post("/v1/completions", json=body, headers=own)
+        session_headers = headers if more else None
+        response = await client.post("/v1/completions", json=body, headers=session_headers)
         response.raise_for_status()
-        cached: int = response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
-        return cached
+        num_cached: int = response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return num_cached
 
     session = {"temperature": 0.0, **fields}
-    assert await ask(known) < 32
-    busy = {"prompt": known, "model": "demo", "max_tokens": 400, "ignore_eos": True, "stream": True}
-    async with client.stream("POST", "/v1/completions", json=busy) as running:
-        lines = running.aiter_lines()
+    assert await ask(known_prompt) < 32
+    long_body = {
+        "prompt": known_prompt,
+        "model": "demo",
+        "max_tokens": 400,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    async with client.stream("POST", "/v1/completions", json=long_body) as running_stream:
+        lines = running_stream.aiter_lines()
         await anext(lines)
         await ask(f"{name} begins a session.", **session)
     await asyncio.sleep(0.5)
-    cached = await ask(known, **session)
-    assert await ask(known) > 64  # without a session
-    return cached < 32
+    num_cached = await ask(known_prompt, **session)
+    assert await ask(known_prompt) > 64  # the same prompt without a session
+    return num_cached < 32

@@ -70,8 +70,12 @@ def write_jina_v3(folder: Path, plain: Path) -> JinaV3:
         shapes = ((n, rows, RANK), (n, RANK, columns)) if is_table else ((n, RANK, columns), (n, rows, RANK))
         first, second = (torch.randn(shape, generator=generator) * 0.3 for shape in shapes)
         adapters[layer] = first, second
-        stored = f"roberta.{layer}.parametrizations.weight"
-        tensors |= {f"{stored}.original": tensor, f"{stored}.0.lora_A": first, f"{stored}.0.lora_B": second}
+        stored_name = f"roberta.{layer}.parametrizations.weight"
+        tensors |= {
+            f"{stored_name}.original": tensor,
+            f"{stored_name}.0.lora_A": first,
+            f"{stored_name}.0.lora_B": second,
+        }
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors")
     config = model.config

@@ -32,7 +32,7 @@ MAX_LENGTH = 320
 
 
 class FakeCodec(AudioCodec):
-    """Each sample depends on the codes of its frame, of the two frames before and of the one after."""
+    """Each sample depends on the codes of its frame, the two previous frames and the next frame."""
 
     name = "fake"
     sample_rate = RATE
@@ -72,8 +72,8 @@ class FakeCodec(AudioCodec):
         values = (codes + 1) @ torch.arange(1, self.codes_per_frame + 1).double()  # [F]
         padded = torch.cat([torch.zeros(2).double(), values, torch.zeros(1).double()])
         next_values = padded[3:] if self.right_context else torch.zeros(len(values)).double()
-        mixed = padded[2:-1] + 0.5 * padded[1:-2] + 0.25 * padded[:-3] + 0.125 * next_values
-        waves = torch.sin(mixed[:, None] * torch.arange(1, SAMPLES_PER_FRAME + 1))
+        mixed_codes = padded[2:-1] + 0.5 * padded[1:-2] + 0.25 * padded[:-3] + 0.125 * next_values
+        waves = torch.sin(mixed_codes[:, None] * torch.arange(1, SAMPLES_PER_FRAME + 1))
         return waves[chunk.left : chunk.left + chunk.num_frames].flatten().float()
 
     def encode(self, samples: Tensor) -> Tensor:
@@ -97,14 +97,14 @@ class FakeCodecs(CodecRegistry):
         return (record, *REAL_CODECS.codecs)
 
 
-def create_audio(required: Any) -> Any:
+def create_audio_pipeline(required: Any) -> Any:
     """Create an audio pipeline with the fake codec."""
     from penstock.pipelines import audio
 
     return audio.create_audio(required, FakeCodecs())
 
 
-def catalog() -> Any:
+def fake_codec_catalog() -> Any:
     """Return a catalog whose audio pipelines have the fake codec."""
     from dataclasses import replace
 
@@ -112,7 +112,7 @@ def catalog() -> Any:
     from penstock.pipelines.core import PipelineTask
     from penstock.pipelines.tasks import TASKS
 
-    audio = replace(TASKS[PipelineTask.AUDIO_GENERATION], factory="support.tiny_speech:create_audio")
+    audio = replace(TASKS[PipelineTask.AUDIO_GENERATION], factory="support.tiny_speech:create_audio_pipeline")
     return Catalog(tasks={**TASKS, audio.task: audio})
 
 
@@ -156,7 +156,7 @@ def write_tiny_speech(
     head = random.normal(0, 0.4, (vocabulary, hidden)).astype(np.float32)
     embeddings[:, :num_codes] = 0
     head[:, :num_codes] = 0
-    embeddings[:, 0] = 6  # after any other token, the first code of a frame
+    embeddings[:, 0] = 6  # any other token is followed by the first code of a frame
     start = 256 + tokens.index(first_code)
     for position in range(num_codes):
         rows = slice(start + position * SIZE, start + (position + 1) * SIZE)

@@ -53,7 +53,7 @@ class BgeM3:
     sparse: nn.Linear
     colbert: nn.Linear
 
-    def hidden(self, tokens: list[int]) -> Tensor:  # [n, E]
+    def hidden_states(self, tokens: list[int]) -> Tensor:  # [n, E]
         """Return the hidden states of one input, computed by transformers."""
         with torch.inference_mode():
             states: Tensor = self.model(torch.tensor([tokens])).last_hidden_state[0]
@@ -61,13 +61,13 @@ class BgeM3:
 
     def dense(self, tokens: list[int]) -> Tensor:  # [E]
         """Return the hidden state of the first token, normalised to length 1."""
-        return F.normalize(self.hidden(tokens)[0], dim=-1)
+        return F.normalize(self.hidden_states(tokens)[0], dim=-1)
 
-    def lexical(self, tokens: list[int]) -> dict[int, float]:
+    def sparse_weights(self, tokens: list[int]) -> dict[int, float]:
         """Return the largest positive weight of each token id that is not special."""
         weights: dict[int, float] = {}
         with torch.inference_mode():
-            token_weights = self.sparse(self.hidden(tokens)).relu()[:, 0].tolist()
+            token_weights = self.sparse(self.hidden_states(tokens)).relu()[:, 0].tolist()
         for token, weight in zip(tokens, token_weights, strict=True):
             if token >= len(SPECIAL) and weight > weights.get(token, 0):
                 weights[token] = weight
@@ -76,7 +76,7 @@ class BgeM3:
     def vectors(self, tokens: list[int]) -> Tensor:  # [n - 1, out]
         """Return the normalised multi-vector output of all tokens but the first."""
         with torch.inference_mode():
-            return F.normalize(self.colbert(self.hidden(tokens)[1:]), dim=-1)
+            return F.normalize(self.colbert(self.hidden_states(tokens)[1:]), dim=-1)
 
 
 def write_bge_m3(folder: Path, *, out_features: int = 48) -> BgeM3:

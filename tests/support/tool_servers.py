@@ -101,10 +101,10 @@ def tool_server(token: str | None = None) -> Iterator[ServedTools]:
                 break
         served.num_lists += b'"tools/list"' in body
         served.num_sessions += b'"initialize"' in body or b'"server/discover"' in body
-        pending = [{"type": "http.request", "body": body, "more_body": False}]
+        pending_messages = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> object:
-            return pending.pop() if pending else await receive()
+            return pending_messages.pop() if pending_messages else await receive()
 
         await app(scope, replay, send)  # type: ignore[arg-type]
 

@@ -200,7 +200,7 @@ PROMPTS: dict[str, Callable[..., VisionPrompt]] = {
     "qwen2_5_vl": qwen_prompt,
     "qwen3_vl": qwen_prompt,
 }
-"""Prompts of each family; the first argument is its configuration."""
+"""Functions that return the prompt of a family. Their first argument is the configuration."""
 
 
 def chunk_logits(

@@ -47,21 +47,21 @@ def write_llava(folder: Path, **config: Any) -> Path:
     return folder
 
 
-def picture(seed: int = 0, size: tuple[int, int] = (40, 30)) -> Image.Image:
+def random_picture(seed: int = 0, size: tuple[int, int] = (40, 30)) -> Image.Image:
     """Return a random RGB image."""
     width, height = size
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
 
 
-def file_of(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+def encode_image_file(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
     """Return the content of an image file."""
     stream = BytesIO()
     image.save(stream, kind, **options)
     return stream.getvalue()
 
 
-def chat_with(text: str, images: Sequence[Any]) -> list[dict[str, Any]]:
+def image_chat(text: str, images: Sequence[Any]) -> list[dict[str, Any]]:
     """Return a conversation of one message with images before the text."""
     parts = [{"type": "image", "image": image} for image in images]
     return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]

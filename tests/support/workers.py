@@ -33,14 +33,14 @@ class Gate:
         self.num_arrived = 0
         """Number of steps that reached the gate."""
 
-    def let(self, count: int) -> None:
+    def allow_steps(self, count: int) -> None:
         self._semaphore.release(count)
 
     def open(self) -> None:
         self._is_open = True
         self._semaphore.release()
 
-    def pass_through(self) -> None:
+    def wait(self) -> None:
         self.num_arrived += 1
         if not self._is_open:
             assert self._semaphore.acquire(timeout=30), "the gate was not opened within the time limit"
@@ -52,12 +52,12 @@ class GatedPipeline(FakePipeline):
     def __init__(self, gate: Gate | None = None, **options: Any) -> None:
         super().__init__(**options)
         self.gate = gate
-        self.culprits: set[str] = set()
+        self.failing_requests: set[str] = set()
 
     def execute(self, batch: Any, num_steps: int = 1) -> Any:
         if self.gate is not None:
-            self.gate.pass_through()
-        if self.culprits & batch.keys():
+            self.gate.wait()
+        if self.failing_requests & batch.keys():
             raise FloatingPointError("a secret of ours")
         return super().execute(batch, num_steps)
 
@@ -82,14 +82,14 @@ class FakeAdapters:
         return list(self.loaded.items())
 
 
-def letters(count: int) -> Callable[[TextContext], int]:
+def letters_in_order(count: int) -> Callable[[TextContext], int]:
     """Generate this many different letters, then stop."""
     return lambda context: (
         FakeTokenizer.EOS if len(context.generated_tokens) == count else 97 + len(context.generated_tokens)
     )
 
 
-def fake_work(
+def fake_runtime(
     pipeline: FakePipeline, adapters: Any = None, num_steps: int = 1, **options: Any
 ) -> WorkerRuntime:
     options = {"max_batch_size": 4, "max_batch_input_tokens": 64, "min_chunk_size": 4, **options}
@@ -116,11 +116,11 @@ def fake_work(
 
 
 @asynccontextmanager
-async def client_of(
+async def running_client(
     make: FakePipeline | Callable[[], WorkerRuntime], *, listener: CacheListener | None = None, **options: Any
 ) -> AsyncIterator[WorkerClient]:
     """Start a client of a worker in a thread, and stop it at the end of the block."""
-    factory = (lambda: fake_work(make)) if isinstance(make, FakePipeline) else make
+    factory = (lambda: fake_runtime(make)) if isinstance(make, FakePipeline) else make
     client = WorkerClient(factory, in_thread=True, **options)
     if listener is not None:
         client.watch_cache(listener)
@@ -131,37 +131,37 @@ async def client_of(
         await client.stop(0)
 
 
-def request(name: str, prompt: str = "Hi", **fields: Any) -> TextContext:
+def make_request(name: str, prompt: str = "Hi", **fields: Any) -> TextContext:
     context = TOKENIZER.build_context(TokenGeneratorRequest(name, 0, "fake", prompt=prompt))
     for field, value in {"max_length": 60, **fields}.items():
         setattr(context, field, value)
     return context
 
 
-async def read(generation: Generation) -> list[RequestDelta]:
+async def read_deltas(generation: Generation) -> list[RequestDelta]:
     return [delta async for delta in generation]
 
 
-def ids(deltas: list[RequestDelta]) -> list[int]:
+def delta_token_ids(deltas: list[RequestDelta]) -> list[int]:
     return [token_id for delta in deltas for token_id in delta.token_ids]
 
 
-def text(deltas: list[RequestDelta]) -> str:
-    return bytes(ids(deltas)).decode()
+def delta_text(deltas: list[RequestDelta]) -> str:
+    return bytes(delta_token_ids(deltas)).decode()
 
 
 # -- Factories for a separate process, found by name -----------------------------------------------------
 
 
-def saying_hello() -> WorkerRuntime:
-    return fake_work(FakePipeline.saying("Hello!"))
+def make_hello_runtime() -> WorkerRuntime:
+    return fake_runtime(FakePipeline.saying("Hello!"))
 
 
-def never_ending() -> WorkerRuntime:
-    return fake_work(FakePipeline(lambda context: 97))
+def make_endless_runtime() -> WorkerRuntime:
+    return fake_runtime(FakePipeline(lambda context: 97))
 
 
-def exiting_in_a_forward() -> WorkerRuntime:
+def make_runtime_exiting_in_forward() -> WorkerRuntime:
     """Return a worker whose process exits after the first token."""
 
     def choose(context: TextContext) -> int:
@@ -169,10 +169,10 @@ def exiting_in_a_forward() -> WorkerRuntime:
             os._exit(3)
         return 97
 
-    return fake_work(FakePipeline(choose))
+    return fake_runtime(FakePipeline(choose))
 
 
-def of_checkpoint(path: str) -> WorkerRuntime:
+def load_checkpoint_runtime(path: str) -> WorkerRuntime:
     from penstock.assembly import load_runtime
     from penstock.config import PipelineConfig
 
@@ -183,11 +183,11 @@ def raise_lookup_error(message: str) -> None:
     raise LookupError(message)
 
 
-def exiting_at_the_start() -> WorkerRuntime:
+def exit_at_start() -> WorkerRuntime:
     os._exit(7)
 
 
-def hanging_in_a_forward() -> WorkerRuntime:
+def make_runtime_hanging_in_forward() -> WorkerRuntime:
     """Return a worker whose second step never ends."""
 
     def choose(context: TextContext) -> int:
@@ -195,11 +195,11 @@ def hanging_in_a_forward() -> WorkerRuntime:
             threading.Event().wait()
         return 97 if len(context.generated_tokens) < 3 else FakeTokenizer.EOS
 
-    return fake_work(FakePipeline(choose))
+    return fake_runtime(FakePipeline(choose))
 
 
-def holding_the_interpreter() -> WorkerRuntime:
-    """A worker like `hanging_in_a_forward` that hangs in native code and holds the GIL."""
+def make_runtime_holding_gil() -> WorkerRuntime:
+    """A worker like `make_runtime_hanging_in_forward` that hangs in native code and holds the GIL."""
     import ctypes
 
     def choose(context: TextContext) -> int:
@@ -207,10 +207,10 @@ def holding_the_interpreter() -> WorkerRuntime:
             ctypes.PyDLL(None).sleep(600)
         return FakeTokenizer.EOS
 
-    return fake_work(FakePipeline(choose))
+    return fake_runtime(FakePipeline(choose))
 
 
-def slow_in_a_forward() -> WorkerRuntime:
+def make_runtime_slow_in_forward() -> WorkerRuntime:
     """A worker with a step of 3 s that makes steady progress."""
 
     def choose(context: TextContext) -> int:
@@ -220,28 +220,28 @@ def slow_in_a_forward() -> WorkerRuntime:
                 heartbeat.beat()
         return FakeTokenizer.EOS
 
-    return fake_work(FakePipeline(choose))
+    return fake_runtime(FakePipeline(choose))
 
 
-def slow_to_load(begun: Path) -> WorkerRuntime:
+def load_slowly(started_file: Path) -> WorkerRuntime:
     """A worker whose load creates a file, then takes 3 s and makes steady progress."""
-    begun.touch()
+    started_file.touch()
     for _ in range(30):
         time.sleep(0.1)
         heartbeat.beat()
-    return saying_hello()
+    return make_hello_runtime()
 
 
-def hanging_at_the_start() -> WorkerRuntime:
+def hang_at_start() -> WorkerRuntime:
     """A worker whose load never ends and makes no progress."""
     threading.Event().wait()
     raise AssertionError
 
 
-def hogging() -> WorkerRuntime:
+def make_runtime_exhausting_memory() -> WorkerRuntime:
     """A worker whose requests allocate without end: ``hog`` in Python in its first step, ``torch`` in torch
     in its first step, ``grammar`` before its first step."""
-    from support.paged import kv_manager  # here because it imports torch: other workers start without
+    from support.kv_contexts import kv_manager  # imported here, because it imports torch
 
     def hog() -> int:
         return len([bytearray(64 << 20) for _ in range(1000)])
@@ -258,10 +258,10 @@ def hogging() -> WorkerRuntime:
             return len([torch.empty(64 << 20, dtype=torch.uint8) for _ in range(1000)])
         return 97 if len(context.generated_tokens) < 40 else FakeTokenizer.EOS
 
-    return fake_work(FakePipeline(choose, kv=kv_manager(60)), max_batch_size=2, ready=ready)
+    return fake_runtime(FakePipeline(choose, kv=kv_manager(60)), max_batch_size=2, ready=ready)
 
 
-def too_large() -> WorkerRuntime:
+def exceed_memory_at_start() -> WorkerRuntime:
     """A worker whose load exceeds its memory limit."""
-    kept = [bytearray(64 << 20) for _ in range(1000)]
-    return fake_work(FakePipeline.saying(str(len(kept))))
+    buffers = [bytearray(64 << 20) for _ in range(1000)]
+    return fake_runtime(FakePipeline.saying(str(len(buffers))))

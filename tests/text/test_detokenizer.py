@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from support.random_draws import examples
+from support.random_draws import num_examples
 from tokenizers import Tokenizer, decoders, models
 
 import penstock.text.detokenizer
@@ -35,7 +35,7 @@ def test_appended_texts_join_to_the_text_of_all_ids(
     tokenizer = load_tokenizer(shared_data / name)
 
     @given(ids=draw_token_ids(tokenizer))
-    @settings(max_examples=examples(30))
+    @settings(max_examples=num_examples(30))
     def check(ids: list[int]) -> None:
         detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
         texts = [detokenizer.append(token_id) for token_id in ids] + [detokenizer.finish()]
@@ -103,7 +103,7 @@ def test_the_result_does_not_depend_on_chunks(name: str, shared_data: Path) -> N
     @given(
         text=text, stop=st.lists(st.text("ab \n\u00e9", min_size=1, max_size=3), max_size=3), data=st.data()
     )
-    @settings(max_examples=examples(60))
+    @settings(max_examples=num_examples(60))
     def check(text: str, stop: list[str], data: st.DataObject) -> None:
         ids = tokenizer.encode_text(text).tolist()
         one_by_one, in_chunks = Detokenizer(tokenizer, stop), Detokenizer(tokenizer, stop)
@@ -116,8 +116,10 @@ def test_the_result_does_not_depend_on_chunks(name: str, shared_data: Path) -> N
         in_chunks.finish()
         assert in_chunks.text == one_by_one.text
         assert (in_chunks.stop_match, in_chunks.num_tokens) == (one_by_one.stop_match, one_by_one.num_tokens)
-        decoded = [tokenizer.decode_ids(ids[:count]) for count in range(len(ids) + 1)]
-        ends = [count for count, prefix in enumerate(decoded) if any(string in prefix for string in stop)]
+        decoded_texts = [tokenizer.decode_ids(ids[:count]) for count in range(len(ids) + 1)]
+        ends = [
+            count for count, prefix in enumerate(decoded_texts) if any(string in prefix for string in stop)
+        ]
         assert one_by_one.num_tokens == (ends[0] if ends else len(ids))
         assert (one_by_one.stop_match is not None) == bool(ends)
 
@@ -148,8 +150,13 @@ def test_only_a_possible_prefix_of_a_stop_string_is_held_back() -> None:
 @pytest.mark.parametrize(
     ("stop", "text", "match", "visible_text"),
     [
-        (["bc", "abcd"], "xabcd", "bc", "xa"),  # "bc" is complete first
-        (["bc", "abc"], "xabc", "abc", "x"),  # complete at the same character: the longest matches
+        (["bc", "abcd"], "xabcd", "bc", "xa"),  # "bc" is complete before "abcd"
+        (
+            ["bc", "abc"],
+            "xabc",
+            "abc",
+            "x",
+        ),  # both are complete at the same character, and the longer one counts
         (["ab", "abc"], "xabc", "ab", "x"),
         (["aab"], "aaab", "aab", "a"),
         ("stop", "a stop", "stop", "a "),  # a string is one stop string, not a list of characters
@@ -215,7 +222,7 @@ def test_text_continues_from_the_end_of_the_prompt(name: str, shared_data: Path)
     text = st.text(" ab\n\u00e9\u6f22\U0001f389", max_size=30)
 
     @given(text=text, answer=draw_token_ids(tokenizer), data=st.data())
-    @settings(max_examples=examples(60))
+    @settings(max_examples=num_examples(60))
     def check(text: str, answer: list[int], data: st.DataObject) -> None:
         ids = tokenizer.encode_text(text, add_special_tokens=False).tolist()
         # Unknown words are encoded as a special token.
@@ -232,9 +239,10 @@ def test_text_continues_from_the_end_of_the_prompt(name: str, shared_data: Path)
         start = data.draw(st.lists(st.sampled_from([*ids, *special, 5]), max_size=9))
         prompt = [*start, special[0], *prompt_ids] if special and start else prompt_ids
         assert prompt_text(tokenizer, prompt_ids) == decoded_prompt
-        decoded = tokenizer.decode_ids([*prompt_ids, *answer])
-        assume(decoded.startswith(decoded_prompt))  # invalid bytes can change how earlier bytes are decoded
-        expected = decoded[len(decoded_prompt) :]
+        decoded_text = tokenizer.decode_ids([*prompt_ids, *answer])
+        # Invalid bytes can change how earlier bytes are decoded.
+        assume(decoded_text.startswith(decoded_prompt))
+        expected = decoded_text[len(decoded_prompt) :]
         assert text_after_prompt(tokenizer, prompt, answer) == expected
         detokenizer = Detokenizer(tokenizer, prompt=np.array(prompt, dtype=np.int64))
         boundaries = [0, *sorted(data.draw(st.lists(st.integers(0, len(answer)), max_size=6))), len(answer)]
@@ -253,11 +261,11 @@ def test_output_text_equals_the_suffix_of_transformers(name: str, prompt: str, s
     for answer in (" there was", "there", "\n\nOne day", "  two", "\U0001f389!", ""):
         output = reference(f"x{answer}", add_special_tokens=False).input_ids
         output = output[len(reference("x", add_special_tokens=False).input_ids) :]
-        decoded, decoded_prompt = (
+        decoded_text, decoded_prompt = (
             reference.decode(sequence, skip_special_tokens=True) for sequence in ([*ids, *output], ids)
         )
-        assert decoded.startswith(decoded_prompt)
-        assert text_after_prompt(tokenizer, ids, output) == decoded[len(decoded_prompt) :]
+        assert decoded_text.startswith(decoded_prompt)
+        assert text_after_prompt(tokenizer, ids, output) == decoded_text[len(decoded_prompt) :]
 
 
 def test_the_first_word_has_a_space_unless_a_special_token_precedes_it(shared_data: Path) -> None:

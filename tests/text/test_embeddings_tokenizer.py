@@ -95,8 +95,10 @@ def test_prompt_tokens_can_be_excluded_from_pooling(tmp_path: Path) -> None:
     )
     assert build_context(tokenizer, "cat", prompt_name="query").num_unpooled_tokens == 3  # [CLS] query :
     assert build_context(tokenizer, "cat").num_unpooled_tokens == 0
-    truncated = build_context(tokenizer, "cat", prompt="the big red cat sat on ", truncate=True, max_tokens=5)
-    assert truncated.num_unpooled_tokens == 4, "at least one token is pooled"
+    truncated_context = build_context(
+        tokenizer, "cat", prompt="the big red cat sat on ", truncate=True, max_tokens=5
+    )
+    assert truncated_context.num_unpooled_tokens == 4, "at least one token is pooled"
 
 
 def test_a_pair_has_token_types(tokenizer: EmbeddingsTokenizer) -> None:
@@ -193,25 +195,25 @@ def test_inputs_encoded_as_a_batch_give_the_same_contexts(
     requests = [
         EmbeddingsGenerationRequest(id=str(i), **request_fields) for i, request_fields in enumerate(fields)
     ]
-    alone = [tokenizer.build_embeddings_context(request) for request in requests]
+    single_contexts = [tokenizer.build_embeddings_context(request) for request in requests]
     counts = count_encoded_texts(monkeypatch)
-    assert list(tokenizer.build_embeddings_contexts(requests)) == alone
+    assert list(tokenizer.build_embeddings_contexts(requests)) == single_contexts
     assert counts == [4, 1, 1]  # one call for each length limit
 
 
 def test_inputs_before_an_invalid_one_get_their_contexts(tokenizer: EmbeddingsTokenizer) -> None:
-    invalid: list[dict[str, Any]] = [
+    invalid_fields: list[dict[str, Any]] = [
         {"input": ""},
         {"input": "cat", "prompt_name": "question"},
         {"input": "cat", "truncate": True, "max_tokens": 2},
         {"input": "cat " * 5000},
     ]
-    valid = EmbeddingsGenerationRequest(id="6", input="cat")
-    for fields in invalid:
+    valid_request = EmbeddingsGenerationRequest(id="6", input="cat")
+    for fields in invalid_fields:
         contexts = tokenizer.build_embeddings_contexts(
-            [valid, EmbeddingsGenerationRequest(id="7", **fields), valid]
+            [valid_request, EmbeddingsGenerationRequest(id="7", **fields), valid_request]
         )
-        assert next(contexts) == tokenizer.build_embeddings_context(valid)
+        assert next(contexts) == tokenizer.build_embeddings_context(valid_request)
         with pytest.raises(InputError):
             next(contexts)
 

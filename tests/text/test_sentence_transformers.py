@@ -37,8 +37,8 @@ def test_a_pooling_flag_selects_the_pooling(tmp_path: Path, kind: str) -> None:
 
 
 def test_several_poolings_and_pooling_mode_names(tmp_path: Path) -> None:
-    both = {POOLING_FLAGS["max"]: True, POOLING_FLAGS["cls"]: True}
-    assert read_layout(write_tiny_embedder(tmp_path / "a", pooling=both)).poolings == ("cls", "max")
+    flags = {POOLING_FLAGS["max"]: True, POOLING_FLAGS["cls"]: True}
+    assert read_layout(write_tiny_embedder(tmp_path / "a", pooling=flags)).poolings == ("cls", "max")
     pooling_config: dict[str, Any] = {"pooling_mode": "lasttoken"}
     assert read_layout(write_tiny_embedder(tmp_path / "b", pooling=pooling_config)).poolings == (
         "last_token",

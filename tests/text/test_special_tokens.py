@@ -375,13 +375,13 @@ def _check_real_template(path: Path) -> int:
     tool_call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
     before = [make_message("user", "q"), make_message("assistant", "", tool_calls=[tool_call])]
     count = 0
-    for content, plain in (("Hi " + " x".join(spelling) + " you", "Hi"), ("> <|zz|> <p", "Hi")):
+    for content, plain_content in (("Hi " + " x".join(spelling) + " you", "Hi"), ("> <|zz|> <p", "Hi")):
         for make_chat in (
             lambda text: [make_message("user", text)],
             lambda text: [*before, make_message("tool", text, tool_call_id="abcdefghi", name="f")],
         ):
             try:
-                expected = encode_prompt(permissive, *make_chat(plain))
+                expected = encode_prompt(permissive, *make_chat(plain_content))
             except InputError:
                 continue  # the template does not accept this chat
             text, ids = encode_prompt(tokenizer, *make_chat(content))

@@ -109,9 +109,9 @@ async def test_next_token_of_a_model_stops_at_the_string(num_steps: int) -> None
     tokenizer = load_tokenizer(config)
     pipeline = load_pipeline(config, tokenizer)
     params = SamplingParams(max_new_tokens=40, stop=["."])
-    plain = SamplingParams(max_new_tokens=40)
+    plain_params = SamplingParams(max_new_tokens=40)
     texts = []
-    for sampling_params in (params, plain):
+    for sampling_params in (params, plain_params):
         context = await tokenizer.new_context(
             TokenGeneratorRequest("1", 0, "demo", prompt="Once upon a time", sampling_params=sampling_params)
         )

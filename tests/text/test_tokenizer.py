@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.random_draws import examples
+from support.random_draws import num_examples
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -71,7 +71,7 @@ class TestEqualToTransformers:
         )
 
         @given(text=TEXTS, add_special_tokens=st.booleans())
-        @settings(max_examples=examples(50))
+        @settings(max_examples=num_examples(50))
         def check(text: str, add_special_tokens: bool) -> None:
             ids = expected(text, add_special_tokens=add_special_tokens)["input_ids"]
             assert tokenizer.encode_text(text, add_special_tokens).tolist() == ids
@@ -167,8 +167,8 @@ class TestText:
         expected = [tokenizer.encode_text(text).tolist() for text in texts]
         with ThreadPoolExecutor(8) as threads:
             assert [ids.tolist() for ids in threads.map(tokenizer.encode_text, texts)] == expected
-            decoded = list(threads.map(tokenizer.decode_ids, expected))
-        assert decoded == [tokenizer.decode_ids(ids) for ids in expected]
+            decoded_texts = list(threads.map(tokenizer.decode_ids, expected))
+        assert decoded_texts == [tokenizer.decode_ids(ids) for ids in expected]
 
     async def test_concurrent_requests_equal_sequential_requests(self) -> None:
         requests = [make_request("x" * (i % 30 + 1), id=str(i)) for i in range(100)]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
-from support.documents import Block, blocks
+from support.documents import Block, code_blocks
 
 import penstock
 from penstock.config.settings import NUM_BYTES
@@ -47,10 +47,12 @@ def test_each_lazy_name_exists_and_is_visible_to_type_checkers(file: Path) -> No
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    defined = {getattr(node, "name", None) for node in tree.body} | {"__version__"}
+    defined_names = {getattr(node, "name", None) for node in tree.body} | {"__version__"}
     assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
-    defined |= {target.id for node in assigned for target in node.targets if isinstance(target, ast.Name)}
-    assert set(module.__all__) <= names | defined, "a name is not visible to type checkers"
+    defined_names |= {
+        target.id for node in assigned for target in node.targets if isinstance(target, ast.Name)
+    }
+    assert set(module.__all__) <= names | defined_names, "a name is not visible to type checkers"
     for name in module.__all__:
         assert getattr(module, name) is not None
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
@@ -71,7 +73,7 @@ def test_the_number_of_any_annotations_is_bounded() -> None:
 
 
 def code_blocks_of_pages() -> list[Block]:
-    return [block for block in blocks("python") if block.page.name in CHECKED_PAGES]
+    return [block for block in code_blocks("python") if block.page.name in CHECKED_PAGES]
 
 
 def test_the_pages_have_code_to_check() -> None:

@@ -43,7 +43,7 @@ def architecture_names() -> list[str]:
     return [architecture.name for architecture in PIPELINE_REGISTRY.architectures]
 
 
-def max_length_of(pipeline: TextGenerationPipeline) -> int:
+def get_max_length(pipeline: TextGenerationPipeline) -> int:
     assert_type(pipeline.memory_plan, MemoryPlan)
     return pipeline.memory_plan.max_length
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.adapters import peft_logits, write_adapter
-from support.checkpoints import DECODERS, write_checkpoint
-from support.networks import parts_of
-from support.running import context_of, feed, open_pipeline, random_tokens, step_logits
+from support.checkpoints import make_tiny_config, write_checkpoint
+from support.networks import modules_and_weights
+from support.pipeline_steps import append_token, make_context, open_pipeline, random_tokens, step_logits
 from torch import Tensor
 
 from penstock.bench.stored_encodings import StoredFormat, write_stored
@@ -29,9 +29,7 @@ QUANTIZED = [name for name, encoding in ENCODINGS.items() if not encoding.is_flo
 
 @pytest.fixture(scope="module")
 def float_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    (llama,) = (decoder for decoder in DECODERS if decoder.name == "llama")
-    assert llama.tiny_config
-    return write_checkpoint(tmp_path_factory.mktemp("floats"), llama.tiny_config() | SIZES)
+    return write_checkpoint(tmp_path_factory.mktemp("floats"), make_tiny_config("llama") | SIZES)
 
 
 @pytest.fixture(params=QUANTIZED)
@@ -50,17 +48,17 @@ def checkpoint(request: pytest.FixtureRequest, float_checkpoint: Path, tmp_path:
 
 
 def test_adapter_logits_are_close_to_those_of_peft(checkpoint: Path, tmp_path: Path) -> None:
-    plain = checkpoint.parent / "plain"
-    adapter = write_adapter(plain, tmp_path / "adapter")
-    expected = peft_logits(plain, adapter, TOKENS)
+    plain_path = checkpoint.parent / "plain"
+    adapter = write_adapter(plain_path, tmp_path / "adapter")
+    expected = peft_logits(plain_path, adapter, TOKENS)
     pipeline = open_pipeline(checkpoint, quantization_encoding=None, lora=(f"tone={adapter}",))
     model: Any = pipeline.model
     encoding = json.loads((checkpoint / "config.json").read_text())["quantization_config"]["encoding"]
-    layers = [layer for layer in parts_of(model.network) if isinstance(layer, PackedLinear)]
+    layers = [layer for layer in modules_and_weights(model.network) if isinstance(layer, PackedLinear)]
     assert {layer.encoding for layer in layers if layer.slices[0].name.endswith("_proj")} == {encoding}
 
     def compute_error(adapter: str | None) -> float:
-        context = context_of(TOKENS, adapter=adapter)
+        context = make_context(TOKENS, adapter=adapter)
         logits = step_logits(pipeline, [context])[0].float()
         pipeline.release(context)
         return float((logits - expected).norm() / expected.norm())
@@ -73,15 +71,18 @@ def test_adapter_logits_are_close_to_those_of_peft(checkpoint: Path, tmp_path: P
 def test_compiled_steps_give_equal_logits(checkpoint: Path) -> None:
     logits: dict[bool, list[Tensor]] = {}
     status: dict[bool, str] = {}
-    for compiled in (False, True):
+    for is_compiled in (False, True):
         pipeline = open_pipeline(checkpoint, quantization_encoding=None, enable_prefix_caching=False)
-        pipeline.session.use_graphs = compiled
-        context, logits[compiled] = context_of(TOKENS), []
+        pipeline.session.use_graphs = is_compiled
+        context, logits[is_compiled] = make_context(TOKENS), []
         for _ in range(6):
             (row,) = step_logits(pipeline, [context])
-            logits[compiled].append(row)
-            feed(pipeline, context, int(row[-1].argmax()))
-        status[compiled] = pipeline.session.graph_status
+            logits[is_compiled].append(row)
+            append_token(pipeline, context, int(row[-1].argmax()))
+        status[is_compiled] = pipeline.session.graph_status
     assert status[True].startswith("compiled"), status
     assert not status[False].startswith("compiled")
-    assert all(torch.equal(eager, compiled) for eager, compiled in zip(*logits.values(), strict=True))
+    assert all(
+        torch.equal(eager_logits, is_compiled)
+        for eager_logits, is_compiled in zip(*logits.values(), strict=True)
+    )

@@ -14,7 +14,7 @@ import pytest
 from gguf import GGMLQuantizationType, GGUFEndian, GGUFValueType, GGUFWriter
 from hypothesis import given
 from hypothesis import strategies as st
-from support.gguf_files import finish
+from support.gguf_files import write_and_close
 
 from penstock.errors import WeightsError
 from penstock.weights.gguf import BLOCK_TYPES, GGUFFile
@@ -33,7 +33,7 @@ def write_gguf_file(
         writer.add_key_value(key, value, kind)
     for name, tensor in (tensors or {}).items():
         writer.add_tensor(name, tensor)
-    finish(writer)
+    write_and_close(writer)
     return file
 
 
@@ -134,7 +134,7 @@ def test_tensors_of_other_alignments_are_read(tmp_path: Path, alignment: int) ->
     writer.add_custom_alignment(alignment)
     for name, tensor in tensors.items():
         writer.add_tensor(name, tensor)
-    finish(writer)
+    write_and_close(writer)
     gguf_file = GGUFFile(tmp_path / "a.gguf")
     assert all(tensor.offset % alignment == 0 for tensor in gguf_file.tensors.values())
     assert [gguf_file.floats(name) for name in "abc"] == [[0.0] * 3, [1.0] * 3, [2.0] * 3]
@@ -268,15 +268,15 @@ def valid_bytes(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 def test_random_byte_changes_cause_an_error_or_valid_offsets(
     valid_bytes: bytes, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    damaged = bytearray(valid_bytes)
+    damaged_bytes = bytearray(valid_bytes)
     for _ in range(data.draw(st.integers(1, 4))):
-        damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+        damaged_bytes[data.draw(st.integers(0, len(damaged_bytes) - 1))] = data.draw(st.integers(0, 255))
     file = tmp_path_factory.getbasetemp() / "damaged.gguf"
-    file.write_bytes(damaged)
+    file.write_bytes(damaged_bytes)
     with suppress(WeightsError):
         gguf_file = GGUFFile(file)
         for tensor in gguf_file.tensors.values():
-            assert tensor.offset + tensor.num_bytes <= len(damaged)
+            assert tensor.offset + tensor.num_bytes <= len(damaged_bytes)
         for key, value in gguf_file.metadata.items():
             if not isinstance(value, int | float | str):
                 gguf_file.array(key)

@@ -31,9 +31,11 @@ def test_random_blocks_equal_the_reference(name: str) -> None:
 def test_quantised_numbers_are_restored_approximately(name: str) -> None:
     numbers = np.random.default_rng(1).normal(size=(8, 64)).astype(np.float32)
     blocks = gguf.quants.quantize(numbers, GGMLQuantizationType[name])
-    restored = dequantize(torch.from_numpy(blocks).view(-1, BLOCK_SIZES[name]), name).view(8, 64).numpy()
+    restored_numbers = (
+        dequantize(torch.from_numpy(blocks).view(-1, BLOCK_SIZES[name]), name).view(8, 64).numpy()
+    )
     max_error = {"4": 0.25, "5": 0.13, "8": 0.02}[name[1]]
-    assert 0 < np.abs(restored - numbers).max() < max_error * np.abs(numbers).max()
+    assert 0 < np.abs(restored_numbers - numbers).max() < max_error * np.abs(numbers).max()
 
 
 def test_readable_block_types_are_those_with_a_reader() -> None:

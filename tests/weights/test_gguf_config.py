@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGUFWriter
-from support.gguf_files import add_metadata, finish
+from support.gguf_files import add_metadata, write_and_close
 
 from penstock.architectures.registry import PIPELINE_REGISTRY
 from penstock.config import HuggingFaceConfig, PipelineConfig
@@ -44,7 +44,7 @@ def write_gguf_file(
     table = {"token_embd.weight": np.zeros((10, 64), np.float32)}
     for name, tensor in (table | (tensors or {})).items():
         writer.add_tensor(name, tensor)
-    finish(writer)
+    write_and_close(writer)
     return folder / "m.gguf"
 
 
@@ -257,7 +257,7 @@ def test_an_olmo_2_with_a_window_is_an_olmo_3(tmp_path: Path) -> None:
 def test_a_missing_embedding_table_is_refused(tmp_path: Path) -> None:
     writer = GGUFWriter(tmp_path / "m.gguf", "qwen2")
     add_metadata(writer, {f"qwen2.{key}": value for key, value in SIZES.items()})
-    finish(writer)
+    write_and_close(writer)
     with pytest.raises(CheckpointError, match=r"has no tensor token_embd\.weight"):
         gguf_config(tmp_path / "m.gguf")
 
@@ -275,7 +275,7 @@ def test_recommended_sampling_parameters_are_defaults(tmp_path: Path) -> None:
     writer = GGUFWriter(tmp_path / "m.gguf", "llama")
     add_metadata(writer, {"general.sampling.temp": 0.6, "general.sampling.top_k": 20})
     add_metadata(writer, {"general.sampling.penalty_repeat": 1.05, "general.sampling.xtc_threshold": 0.1})
-    finish(writer)
+    write_and_close(writer)
     expected = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.05}
     assert gguf_generation_config(tmp_path / "m.gguf") == expected
     config = PipelineConfig.from_flat({"model_path": str(tmp_path / "m.gguf")})

@@ -12,18 +12,18 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from safetensors.torch import load_file, save_file
-from support.checkpoints import DECODERS, write_checkpoint
+from support.checkpoints import make_tiny_config, write_checkpoint
 from support.gguf_files import (
     ARCHITECTURES,
     add_config,
-    converted,
-    finish,
+    convert_tensors,
     random_blocks,
     tokenizer_metadata,
+    write_and_close,
     write_gguf,
 )
-from support.networks import held_bytes
-from support.running import context_of, open_pipeline, step_logits
+from support.networks import weight_bytes
+from support.pipeline_steps import make_context, open_pipeline, step_logits
 from support.tiny_llm import write_tiny_llm
 
 from penstock import LLM, SamplingParams
@@ -74,15 +74,13 @@ TOKENS = [
 
 
 def write_family_checkpoint(family: str, folder: Path, **changes: Any) -> Path:
-    (architecture,) = (decoder for decoder in DECODERS if decoder.name == family)
-    assert architecture.tiny_config
-    config = architecture.tiny_config() | ASSUMED_SETTINGS.get(family, {}) | changes
+    config = make_tiny_config(family) | ASSUMED_SETTINGS.get(family, {}) | changes
     return write_checkpoint(folder / family, config)
 
 
 def compute_logits(checkpoint: Path, **config: Any) -> torch.Tensor:
     pipeline = open_pipeline(checkpoint, **config)
-    return step_logits(pipeline, [context_of(TOKENS, log_probabilities_echo=True)])[0]
+    return step_logits(pipeline, [make_context(TOKENS, log_probabilities_echo=True)])[0]
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
@@ -111,8 +109,8 @@ def test_logits_of_16_bit_floats_equal_those_of_rounded_weights(
     checkpoint = write_family_checkpoint(family, tmp_path)
     dtype = {"F16": torch.float16, "BF16": torch.bfloat16}[kind]
     tensors = load_file(checkpoint / "model.safetensors")
-    rounded = {name: t.to(dtype).float() if t.dim() > 1 else t for name, t in tensors.items()}
-    save_file(rounded, checkpoint / "model.safetensors")
+    rounded_tensors = {name: t.to(dtype).float() if t.dim() > 1 else t for name, t in tensors.items()}
+    save_file(rounded_tensors, checkpoint / "model.safetensors")
     file = write_gguf(checkpoint, tmp_path / "m.gguf", GGMLQuantizationType[kind])
     expected = compute_logits(checkpoint, quantization_encoding="float32")
     assert torch.equal(compute_logits(file, quantization_encoding="float32"), expected)
@@ -150,14 +148,14 @@ def test_quantized_blocks_are_dequantized_exactly(
     block_type = GGMLQuantizationType[kind]
     dequantized: dict[str, torch.Tensor] = {}
     random = np.random.default_rng(0)
-    for (name, tensor), original in zip(converted(tensors, config).items(), tensors, strict=True):
+    for (name, tensor), original in zip(convert_tensors(tensors, config).items(), tensors, strict=True):
         if tensor.dim() == 1:
             writer.add_tensor(name, tensor.float().numpy())
             continue
         blocks = random_blocks(tuple(tensor.shape), kind, random)
         writer.add_tensor(name, blocks, raw_dtype=block_type)
         dequantized[original] = torch.from_numpy(gguf.quants.dequantize(blocks, block_type))
-    finish(writer)
+    write_and_close(writer)
     weights = Weights.open(tmp_path / "m.gguf")
     for name, numbers in dequantized.items():
         actual = weights.tensor(name, tuple(numbers.shape))
@@ -167,18 +165,20 @@ def test_quantized_blocks_are_dequantized_exactly(
         assert torch.equal(actual, numbers), name
     model = PipelineConfig.from_flat({"model_path": str(tmp_path / "m.gguf")})
     assert model.model.encoding == BLOCK_ENCODINGS.get(kind, "bfloat16")
-    exact = compute_logits(tmp_path / "m.gguf", quantization_encoding="float32")
+    exact_logits = compute_logits(tmp_path / "m.gguf", quantization_encoding="float32")
     if kind in BLOCK_ENCODINGS:
         for name, numbers in dequantized.items():
-            stored, rows = weights.read_linear(name, (numbers.shape[0], numbers.shape[1]))
-            assert stored == BLOCK_ENCODINGS[kind]
-            assert torch.equal(ENCODINGS[stored].unpack(rows), weights.tensor(name, tuple(numbers.shape)))
+            stored_encoding, rows = weights.read_linear(name, (numbers.shape[0], numbers.shape[1]))
+            assert stored_encoding == BLOCK_ENCODINGS[kind]
+            assert torch.equal(
+                ENCODINGS[stored_encoding].unpack(rows), weights.tensor(name, tuple(numbers.shape))
+            )
         quantized_logits = compute_logits(tmp_path / "m.gguf", quantization_encoding=None)
-        assert float((quantized_logits - exact).norm() / exact.norm()) < 0.1
+        assert float((quantized_logits - exact_logits).norm() / exact_logits.norm()) < 0.1
     else:
         compute_logits(tmp_path / "m.gguf", quantization_encoding=None)
     assert ("quantized weights are dequantized to" in caplog.text) == (kind not in BLOCK_ENCODINGS)
-    assert torch.isfinite(exact).all()
+    assert torch.isfinite(exact_logits).all()
 
 
 def test_q4_0_is_kept_unchanged(tmp_path: Path) -> None:
@@ -190,13 +190,13 @@ def test_q4_0_is_kept_unchanged(tmp_path: Path) -> None:
     writer = GGUFWriter(tmp_path / "m.gguf", "llama")
     add_config(writer, config)
     random = np.random.default_rng(0)
-    for name, tensor in converted(tensors, config).items():
+    for name, tensor in convert_tensors(tensors, config).items():
         if tensor.dim() == 1 or "attn_v" in name:
             writer.add_tensor(name, tensor.float().numpy())
         else:
             blocks = random_blocks(tuple(tensor.shape), "Q4_0", random)
             writer.add_tensor(name, blocks, raw_dtype=GGMLQuantizationType.Q4_0)
-    finish(writer)
+    write_and_close(writer)
     pipeline = open_pipeline(tmp_path / "m.gguf", quantization_encoding=None)
     network: Any = pipeline.model.network  # type: ignore[attr-defined]
     weights = Weights.open(tmp_path / "m.gguf")
@@ -216,7 +216,7 @@ def test_q4_0_is_kept_unchanged(tmp_path: Path) -> None:
             assert torch.equal(unpacked[start : start + shape[0]], expected), slice_name
             start += shape[0]
     held_size, estimated = (
-        held_bytes(pipeline),
+        weight_bytes(pipeline),
         pipeline.model.estimate_weights_size(pipeline.model.pipeline_config),
     )
     assert 0.995 * held_size <= estimated <= 1.1 * held_size
@@ -233,22 +233,22 @@ def test_float_tensors_are_views_of_the_mapped_file(tmp_path: Path) -> None:
     weights = Weights.open(file)
     views = [weights.tensor(f"model.layers.{i}.mlp.up_proj.weight", (88, 48)) for i in range(2)]
     assert views[0].untyped_storage().data_ptr() == views[1].untyped_storage().data_ptr()
-    before = file.read_bytes()
+    bytes_before = file.read_bytes()
     views[0].zero_()
-    assert file.read_bytes() == before
+    assert file.read_bytes() == bytes_before
 
 
 def test_a_model_in_two_files_is_loaded(tmp_path: Path) -> None:
     checkpoint = write_family_checkpoint("qwen2", tmp_path)
     config = json.loads((checkpoint / "config.json").read_text())
-    tensors = converted(load_file(checkpoint / "model.safetensors"), config)
+    tensors = convert_tensors(load_file(checkpoint / "model.safetensors"), config)
     for number in (1, 2):
         writer = GGUFWriter(tmp_path / f"m-0000{number}-of-00002.gguf", "qwen2")
         if number == 1:
             add_config(writer, config)
         for name in list(tensors)[number - 1 :: 2]:
             writer.add_tensor(name, tensors[name].numpy())
-        finish(writer)
+        write_and_close(writer)
     logits = compute_logits(tmp_path / "m-00001-of-00002.gguf")
     torch.testing.assert_close(logits, compute_logits(checkpoint), atol=1e-4, rtol=0)
 
@@ -273,7 +273,7 @@ def test_text_of_a_gguf_file_equals_that_of_the_checkpoint(tmp_path: Path) -> No
 def test_errors_contain_tensor_names_of_the_file(tmp_path: Path) -> None:
     checkpoint = write_family_checkpoint("llama", tmp_path)
     config = json.loads((checkpoint / "config.json").read_text())
-    tensors = converted(load_file(checkpoint / "model.safetensors"), config)
+    tensors = convert_tensors(load_file(checkpoint / "model.safetensors"), config)
     writer = GGUFWriter(tmp_path / "m.gguf", "llama")
     add_config(writer, config)
     del tensors["blk.1.ffn_down.weight"]
@@ -281,7 +281,7 @@ def test_errors_contain_tensor_names_of_the_file(tmp_path: Path) -> None:
     tensors["blk.0.more.weight"] = torch.zeros(3)
     for name, tensor in tensors.items():
         writer.add_tensor(name, tensor.numpy())
-    finish(writer)
+    write_and_close(writer)
     with pytest.raises(WeightsError) as error:
         open_pipeline(tmp_path / "m.gguf")
     for part in (
@@ -297,7 +297,7 @@ def test_unsupported_block_types_are_refused(tmp_path: Path) -> None:
     writer.add_head_count(1)
     kind = GGMLQuantizationType.Q8_K
     writer.add_tensor("blk.0.ffn_up.weight", np.zeros((1, 292), np.uint8), raw_dtype=kind)
-    finish(writer)
+    write_and_close(writer)
     with pytest.raises(
         WeightsError,
         match=r"blk.0.ffn_up.weight has type Q8_K, which cannot be read: use one of F16, .* Q4_K",
@@ -307,6 +307,6 @@ def test_unsupported_block_types_are_refused(tmp_path: Path) -> None:
 
 def test_an_unknown_architecture_is_refused(tmp_path: Path) -> None:
     writer = GGUFWriter(tmp_path / "m.gguf", "lama")
-    finish(writer)
+    write_and_close(writer)
     with pytest.raises(UnknownArchitectureError, match=r"'lama' is not known .*did you mean llama\?"):
         Weights.open(tmp_path / "m.gguf")

@@ -14,8 +14,8 @@ import torch
 from gguf import GGUFWriter
 from safetensors.torch import load_file
 from support.checkpoints import DECODERS, write_checkpoint
-from support.gguf_files import finish
-from support.running import context_of, open_pipeline, random_tokens, step_logits
+from support.gguf_files import write_and_close
+from support.pipeline_steps import make_context, open_pipeline, random_tokens, step_logits
 from torch import Tensor
 
 from penstock.errors import WeightsError
@@ -89,7 +89,7 @@ def convert_tensors(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) ->
         assert match is not None
         block, part = f"blk.{match[1]}", re.sub(r"^(mlp|block_sparse_moe|feed_forward)\.", "", match[2])
         expert = re.fullmatch(r"experts\.(\d+)\.(\w+)\.weight", part)
-        shared = re.fullmatch(r"shared_experts?\.(\w+)\.(\w+)", part)
+        shared_match = re.fullmatch(r"shared_experts?\.(\w+)\.(\w+)", part)
         if expert is not None:
             key = f"{block}.ffn_{EXPERT_MATRICES[expert[2]]}_exps.weight"
             count = sum(f".{match[1]}." in key and key.endswith(f".{expert[2]}.weight") for key in tensors)
@@ -104,8 +104,8 @@ def convert_tensors(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) ->
         elif part in ("output_linear.weight", "experts.down_proj"):
             down = tensor if part.startswith("output") else tensor.transpose(1, 2)
             result[f"{block}.ffn_down_exps.weight"] = down
-        elif shared is not None:
-            result[f"{block}.ffn_{EXPERT_MATRICES[shared[1]]}_shexp.{shared[2]}"] = tensor
+        elif shared_match is not None:
+            result[f"{block}.ffn_{EXPERT_MATRICES[shared_match[1]]}_shexp.{shared_match[2]}"] = tensor
         elif part in BLOCK_TENSORS:
             result[f"{block}.{BLOCK_TENSORS[part]}"] = tensor.flatten()
         else:
@@ -175,7 +175,7 @@ def convert_to_gguf(checkpoint: Path, file: Path, **more: Any) -> Path:
         writer.add_uint32(f"{GGUF_ARCHITECTURES[family]}.{key}", value)
     for name, tensor in convert_tensors(load_file(checkpoint / "model.safetensors"), config).items():
         writer.add_tensor(name, tensor.float().contiguous().numpy())
-    finish(writer)
+    write_and_close(writer)
     return file
 
 
@@ -190,7 +190,7 @@ def test_logits_equal_those_of_the_checkpoint(family: str, tmp_path: Path) -> No
     checkpoint = write_family_checkpoint(family, tmp_path)
     file = convert_to_gguf(checkpoint, tmp_path / "m.gguf")
     tokens = random_tokens(40, 130, seed=2)
-    logits = [step_logits(open_pipeline(path), [context_of(tokens)])[0] for path in (checkpoint, file)]
+    logits = [step_logits(open_pipeline(path), [make_context(tokens)])[0] for path in (checkpoint, file)]
     torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
 
 

@@ -14,12 +14,12 @@ from gguf import GGMLQuantizationType
 from support.checkpoints import DECODERS
 from support.gguf_files import (
     ARCHITECTURES,
-    pieces_of,
+    read_sentencepiece,
     sentencepiece_metadata,
     tokenizer_metadata,
     write_gguf,
 )
-from support.running import context_of, open_pipeline, step_logits
+from support.pipeline_steps import make_context, open_pipeline, step_logits
 
 from penstock import LLM, SamplingParams
 from penstock.text.tokenizer_files import read_tokenizer_files
@@ -60,7 +60,7 @@ def compute_logits_with_llama_cpp(file: Path, tokens: list[int]) -> torch.Tensor
 
 def compute_our_logits(file: Path, tokens: list[int]) -> torch.Tensor:
     pipeline = open_pipeline(file, quantization_encoding="float32")
-    return step_logits(pipeline, [context_of(tokens, log_probabilities_echo=True)])[0]
+    return step_logits(pipeline, [make_context(tokens, log_probabilities_echo=True)])[0]
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
@@ -81,8 +81,8 @@ def test_files_quantised_by_llama_cpp_are_dequantized_equally(kind: str, tmp_pat
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 2}
     checkpoint = write_family_checkpoint("llama", tmp_path, **sizes)
     file = write_gguf(checkpoint, tmp_path / "m.gguf", metadata=sentencepiece_metadata(BYTE_PIECES))
-    packed, unpacked = tmp_path / "packed.gguf", tmp_path / "unpacked.gguf"
-    for source, target, ftype in ((file, packed, f"MOSTLY_{kind}"), (packed, unpacked, "ALL_F32")):
+    packed_file, unpacked = tmp_path / "packed.gguf", tmp_path / "unpacked.gguf"
+    for source, target, ftype in ((file, packed_file, f"MOSTLY_{kind}"), (packed_file, unpacked, "ALL_F32")):
         params = llama_cpp.llama_model_quantize_default_params()
         params.ftype, params.nthread = getattr(llama_cpp, f"LLAMA_FTYPE_{ftype}"), 1
         params.allow_requantize = True
@@ -90,10 +90,14 @@ def test_files_quantised_by_llama_cpp_are_dequantized_equally(kind: str, tmp_pat
             str(source).encode(), str(target).encode(), ctypes.byref(params)
         )
         assert status == 0
-    ours, unquantized, original = Weights.open(packed), Weights.open(unpacked), Weights.open(file)
-    assert ours.names == unquantized.names == original.names
-    for name in ours.names:
-        numbers, shape = ours.tensor(name, ours.shape(name)), ours.shape(name)
+    gguf_weights, unquantized, original = (
+        Weights.open(packed_file),
+        Weights.open(unpacked),
+        Weights.open(file),
+    )
+    assert gguf_weights.names == unquantized.names == original.names
+    for name in gguf_weights.names:
+        numbers, shape = gguf_weights.tensor(name, gguf_weights.shape(name)), gguf_weights.shape(name)
         assert torch.equal(numbers, unquantized.tensor(name, shape)), name
         assert len(shape) == 1 or not torch.equal(numbers, original.tensor(name, shape)), name
 
@@ -106,27 +110,31 @@ def test_tokens_equal_those_of_llama_cpp(name: str, tmp_path: Path, shared_data:
             json.loads(original.to_str()), {"gpt2": "gpt-2", "qwen3": "qwen2"}[name]
         )
     else:
-        metadata = sentencepiece_metadata(pieces_of(shared_data / "models" / name / "tokenizer.model"))
+        metadata = sentencepiece_metadata(
+            read_sentencepiece(shared_data / "models" / name / "tokenizer.model")
+        )
     file = write_gguf_file(tmp_path, metadata)
-    ours, llama = read_tokenizer_files(file).tokenizer, open_with_llama_cpp(file, vocab_only=True)
+    gguf_tokenizer, llama = read_tokenizer_files(file).tokenizer, open_with_llama_cpp(file, vocab_only=True)
     for text in TEXTS:
         # llama.cpp does not compose U+030A, unlike the tokenizer of the model.
         if "\u030a" in text and name == "qwen3":
             continue
-        assert ours.encode(text).ids == llama.tokenize(text.encode(), add_bos=True, special=True), text
+        assert gguf_tokenizer.encode(text).ids == llama.tokenize(text.encode(), add_bos=True, special=True), (
+            text
+        )
 
 
 @pytest.mark.parametrize("name", ["llama2xs", "stories260K"])
 def test_text_equals_that_of_llama_cpp(name: str, tmp_path: Path, shared_data: Path) -> None:
     checkpoint = shared_data / "models" / name
-    metadata = sentencepiece_metadata(pieces_of(checkpoint / "tokenizer.model"))
+    metadata = sentencepiece_metadata(read_sentencepiece(checkpoint / "tokenizer.model"))
     for kind in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
         file = write_gguf(checkpoint, tmp_path / "m.gguf", kind, metadata)
         with LLM(str(file), quantization_encoding="float32") as llm:
-            ours = llm.generate("Once upon a time", SamplingParams(max_new_tokens=100))[0].text
+            output = llm.generate("Once upon a time", SamplingParams(max_new_tokens=100))[0].text
         options = {"max_tokens": 100, "temperature": 0.0, "repeat_penalty": 1.0}
         assert (
-            ours
+            output
             == open_with_llama_cpp(file).create_completion("Once upon a time", **options)["choices"][0][
                 "text"
             ]

@@ -9,7 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGUFWriter, TokenType
-from support.gguf_files import add_metadata, finish, pieces_of, sentencepiece_metadata, tokenizer_metadata
+from support.gguf_files import (
+    add_metadata,
+    read_sentencepiece,
+    sentencepiece_metadata,
+    tokenizer_metadata,
+    write_and_close,
+)
 from tokenizers import Tokenizer
 
 from penstock.errors import CheckpointError
@@ -48,16 +54,16 @@ def write_gguf_file(folder: Path, metadata: dict[str, Any]) -> Path:
     add_metadata(writer, metadata)
     count = len(metadata.get("tokenizer.ggml.tokens", [0]))
     writer.add_tensor("token_embd.weight", np.zeros((count, 32), np.float32))
-    finish(writer)
+    write_and_close(writer)
     return folder / "m.gguf"
 
 
-def check_equal(ours: Tokenizer, original: Tokenizer) -> None:
+def check_equal(actual: Tokenizer, original: Tokenizer) -> None:
     for text in TEXTS:
         ids = original.encode(text).ids
-        assert ours.encode(text).ids == ids, text
+        assert actual.encode(text).ids == ids, text
         for skip in (True, False):
-            assert ours.decode(ids, skip_special_tokens=skip) == original.decode(
+            assert actual.decode(ids, skip_special_tokens=skip) == original.decode(
                 ids, skip_special_tokens=skip
             )
 
@@ -71,8 +77,8 @@ def read_embedded_tokenizer() -> dict[str, Any]:
 
 def test_a_byte_level_tokenizer_equals_the_original(tmp_path: Path) -> None:
     tokenizer = read_embedded_tokenizer()
-    ours = read_gguf_tokenizer(write_gguf_file(tmp_path, tokenizer_metadata(tokenizer, "gpt-2")))
-    check_equal(ours.tokenizer, Tokenizer.from_str(json.dumps(tokenizer)))
+    gguf_tokenizer = read_gguf_tokenizer(write_gguf_file(tmp_path, tokenizer_metadata(tokenizer, "gpt-2")))
+    check_equal(gguf_tokenizer.tokenizer, Tokenizer.from_str(json.dumps(tokenizer)))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen3"])
@@ -91,11 +97,11 @@ def test_published_sentencepiece_models_equal_the_originals(
     tmp_path: Path, shared_data: Path, name: str
 ) -> None:
     folder = shared_data / "models" / name
-    file = write_gguf_file(tmp_path, sentencepiece_metadata(pieces_of(folder / "tokenizer.model")))
-    ours = read_gguf_tokenizer(file)
-    check_equal(ours.tokenizer, Tokenizer.from_file(str(folder / "tokenizer.json")))
-    assert ours.special_tokens == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    assert ours.eos_token_ids == (2,)
+    file = write_gguf_file(tmp_path, sentencepiece_metadata(read_sentencepiece(folder / "tokenizer.model")))
+    gguf_tokenizer = read_gguf_tokenizer(file)
+    check_equal(gguf_tokenizer.tokenizer, Tokenizer.from_file(str(folder / "tokenizer.json")))
+    assert gguf_tokenizer.special_tokens == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    assert gguf_tokenizer.eos_token_ids == (2,)
 
 
 def test_a_published_vocabulary_with_scores_equals_the_original(tmp_path: Path, shared_data: Path) -> None:
@@ -127,9 +133,9 @@ class TestScores:
         metadata = sentencepiece_metadata(PIECES) | {
             f"tokenizer.ggml.{key}": value for key, value in more.items()
         }
-        ours = read_gguf_tokenizer(write_gguf_file(folder, metadata)).tokenizer
-        assert ours.decode(ours.encode(text).ids) == text
-        return ours.encode(text).tokens
+        gguf_tokenizer = read_gguf_tokenizer(write_gguf_file(folder, metadata)).tokenizer
+        assert gguf_tokenizer.decode(gguf_tokenizer.encode(text).ids) == text
+        return gguf_tokenizer.encode(text).tokens
 
     def test_the_pair_with_the_highest_score_is_merged_first(self, tmp_path: Path) -> None:
         assert self.tokens(tmp_path, "abc") == ["<s>", "▁a", "bc"]
@@ -140,9 +146,9 @@ class TestScores:
 
     def test_special_tokens_in_a_text_are_recognised(self, tmp_path: Path) -> None:
         metadata = sentencepiece_metadata(PIECES)
-        ours = read_gguf_tokenizer(write_gguf_file(tmp_path, metadata)).tokenizer
-        assert ours.encode("<unk></s>").tokens == ["<s>", "<unk>", "</s>"]
-        assert ours.decode([1, 0, 2]) == ""
+        gguf_tokenizer = read_gguf_tokenizer(write_gguf_file(tmp_path, metadata)).tokenizer
+        assert gguf_tokenizer.encode("<unk></s>").tokens == ["<s>", "<unk>", "</s>"]
+        assert gguf_tokenizer.decode([1, 0, 2]) == ""
 
     def test_unknown_characters_are_encoded_as_bytes(self, tmp_path: Path) -> None:
         assert self.tokens(tmp_path, "é") == ["<s>", "▁", "<0xC3>", "<0xA9>"]
@@ -164,9 +170,9 @@ class TestScores:
         metadata = sentencepiece_metadata([*PIECES, ("  ", -1000.0), ("abcab", -1000.0)])
         metadata["tokenizer.ggml.token_type"][-2:] = [int(TokenType.USER_DEFINED)] * 2
         metadata["tokenizer.ggml.add_space_prefix"] = False
-        ours = read_gguf_tokenizer(write_gguf_file(tmp_path, metadata)).tokenizer
-        assert ours.encode("c  abcab").tokens == ["<s>", "c", "  ", "abcab"]
-        assert ours.decode(ours.encode("c  abcab").ids) == "c  abcab"
+        gguf_tokenizer = read_gguf_tokenizer(write_gguf_file(tmp_path, metadata)).tokenizer
+        assert gguf_tokenizer.encode("c  abcab").tokens == ["<s>", "c", "  ", "abcab"]
+        assert gguf_tokenizer.decode(gguf_tokenizer.encode("c  abcab").ids) == "c  abcab"
 
 
 EXPECTED_SPLITS = {
@@ -198,8 +204,10 @@ def test_ignore_merges_keeps_words_that_are_tokens(tmp_path: Path) -> None:
     tokenizer = read_embedded_tokenizer()
     tokenizer["model"]["vocab"]["zqz"] = 2048
     for name, is_one_token in (("llama-bpe", True), ("qwen2", False)):
-        ours = read_gguf_tokenizer(write_gguf_file(tmp_path, tokenizer_metadata(tokenizer, name))).tokenizer
-        assert (ours.encode("zqz").ids == [2048]) is is_one_token
+        gguf_tokenizer = read_gguf_tokenizer(
+            write_gguf_file(tmp_path, tokenizer_metadata(tokenizer, name))
+        ).tokenizer
+        assert (gguf_tokenizer.encode("zqz").ids == [2048]) is is_one_token
 
 
 class TestTokenizerJson:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.running import context_of, generate, open_pipeline
+from support.pipeline_steps import generate_tokens, make_context, open_pipeline
 
 from penstock.bench.random_weights import SHAPES, write_random_checkpoint
 from penstock.weights import Weights
@@ -37,7 +37,7 @@ def test_peak_memory_is_close_to_the_packed_size(
 ) -> None:
     options = {"max_length": 64, "max_batch_size": 1, "kv_cache_memory": 8 * MB, "num_threads": 1}
     # A first model loads libraries, which allocate memory once.
-    generate(open_pipeline("demo", **options), [context_of([1, 2], 2)])
+    generate_tokens(open_pipeline("demo", **options), [make_context([1, 2], 2)])
     anonymous_bytes, file_bytes, release = (
         [resident_bytes("RssAnon")],
         [resident_bytes("RssFile")],
@@ -52,19 +52,19 @@ def test_peak_memory_is_close_to_the_packed_size(
     monkeypatch.setattr(Weights, "release", record_and_release)
     pipeline = open_pipeline(checkpoint, quantization_encoding=encoding, **options)
     file_bytes.append(resident_bytes("RssFile"))
-    generate(pipeline, [context_of([1, 2], 3)])
-    packed = pipeline.model.estimate_weights_size(pipeline.model.pipeline_config)
+    generate_tokens(pipeline, [make_context([1, 2], 3)])
+    packed_size = pipeline.model.estimate_weights_size(pipeline.model.pipeline_config)
     assert len(anonymous_bytes) > 40, "each release of a tensor was recorded"
     assert file_bytes[-1] - file_bytes[0] < 24 * MB, "mapped pages of the file are released"
     if encoding == "bfloat16":  # mapped rows are used first; packed panels replace them layer by layer
-        assert max(file_bytes) - file_bytes[0] > 0.5 * packed
+        assert max(file_bytes) - file_bytes[0] > 0.5 * packed_size
         assert (
             max(map(sum, zip(anonymous_bytes, file_bytes, strict=False)))
-            < anonymous_bytes[0] + file_bytes[0] + 1.15 * packed + 24 * MB
+            < anonymous_bytes[0] + file_bytes[0] + 1.15 * packed_size + 24 * MB
         )
     else:
         assert max(file_bytes) - file_bytes[0] < 24 * MB
-        assert max(anonymous_bytes) - anonymous_bytes[0] < 1.15 * packed + 24 * MB
+        assert max(anonymous_bytes) - anonymous_bytes[0] < 1.15 * packed_size + 24 * MB
 
 
 def test_released_pages_are_read_from_the_file_again(tmp_path: Path) -> None:

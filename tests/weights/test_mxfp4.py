@@ -73,9 +73,9 @@ def test_expert_blocks_are_read_as_one_matrix_per_expert(method: str | None, tmp
     for expert in range(3):
         matrix = weights.tensor(f"a.{expert}.weight", (10, 4 * BLOCK))
         assert torch.equal(matrix, dequantize(blocks[expert], scales[expert]))
-        stored, rows = weights.read_linear(f"a.{expert}.weight", (10, 4 * BLOCK))
-        assert stored == "mxfp4"
-        assert torch.equal(ENCODINGS[stored].unpack(rows), matrix.float())
+        stored_encoding, rows = weights.read_linear(f"a.{expert}.weight", (10, 4 * BLOCK))
+        assert stored_encoding == "mxfp4"
+        assert torch.equal(ENCODINGS[stored_encoding].unpack(rows), matrix.float())
         weights.release(f"a.{expert}.weight")
     assert torch.equal(weights.tensor("b.weight", (10, 128)), dequantize(blocks[0], scales[0]))
     assert weights.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
@@ -91,13 +91,13 @@ def test_other_tensors_with_similar_names_are_not_mxfp4(tmp_path: Path) -> None:
 
 
 def test_blocks_and_scales_of_wrong_shapes_are_refused(tmp_path: Path) -> None:
-    valid = {"a_blocks": torch.zeros(2, 3, 1, 16).byte(), "a_scales": torch.zeros(2, 3, 1).byte()}
+    valid_tensors = {"a_blocks": torch.zeros(2, 3, 1, 16).byte(), "a_scales": torch.zeros(2, 3, 1).byte()}
     cases = {
-        "a_scales is missing": {"a_blocks": valid["a_blocks"]},
-        "a_scales is F32 [2, 3, 1] where MXFP4 needs U8 [2, 3, 1]": valid
+        "a_scales is missing": {"a_blocks": valid_tensors["a_blocks"]},
+        "a_scales is F32 [2, 3, 1] where MXFP4 needs U8 [2, 3, 1]": valid_tensors
         | {"a_scales": torch.zeros(2, 3, 1)},
-        "a_scales is U8 [2, 3] where": valid | {"a_scales": torch.zeros(2, 3).byte()},
-        "a_blocks is [2, 3, 1, 8] where MXFP4 needs [2, 3, 1, 16]": valid
+        "a_scales is U8 [2, 3] where": valid_tensors | {"a_scales": torch.zeros(2, 3).byte()},
+        "a_blocks is [2, 3, 1, 8] where MXFP4 needs [2, 3, 1, 16]": valid_tensors
         | {"a_blocks": torch.zeros(2, 3, 1, 8).byte()},
     }
     for number, (message, tensors) in enumerate(cases.items()):

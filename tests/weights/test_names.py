@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.running import context_of, open_pipeline, step_logits
+from support.pipeline_steps import make_context, open_pipeline, step_logits
 from support.tiny_llm import write_tiny_llm
 
 from penstock.weights import Weights
@@ -26,8 +26,8 @@ PLAIN_NAMES = (
     "prefix", ["", "_orig_mod.", "module.", "module._orig_mod.", "language_model.", "transformer."]
 )
 def test_prefixes_of_wrappers_are_removed(prefix: str) -> None:
-    stored = [prefix + name for name in PLAIN_NAMES]
-    assert list(plain_names(stored).values()) == list(PLAIN_NAMES)
+    stored_names = [prefix + name for name in PLAIN_NAMES]
+    assert list(plain_names(stored_names).values()) == list(PLAIN_NAMES)
 
 
 def test_the_prefix_of_a_compiled_submodule_is_removed() -> None:
@@ -47,8 +47,8 @@ def test_the_prefix_of_the_language_model_is_removed() -> None:
 
 
 def test_a_model_without_a_head_gets_the_model_prefix() -> None:
-    stored = [name.removeprefix("model.") for name in PLAIN_NAMES[:-1]]
-    assert list(plain_names(stored).values()) == list(PLAIN_NAMES[:-1])
+    stored_names = [name.removeprefix("model.") for name in PLAIN_NAMES[:-1]]
+    assert list(plain_names(stored_names).values()) == list(PLAIN_NAMES[:-1])
 
 
 @pytest.mark.parametrize(
@@ -74,13 +74,13 @@ def test_a_checkpoint_with_prefixes_gives_equal_logits(tmp_path: Path, prefix: s
     file = checkpoint / "model.safetensors"
     tensors = {name: tensor for name, tensor in load_file(file).items() if name != "lm_head.weight"}
     save_file(tensors, file)
-    expected = step_logits(open_pipeline(checkpoint), [context_of([1, 2, 3])])[0]
+    expected = step_logits(open_pipeline(checkpoint), [make_context([1, 2, 3])])[0]
     if prefix == "no model.":
         tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
     else:
         tensors = {prefix + name: tensor for name, tensor in tensors.items()}
     save_file(tensors, file)
-    assert torch.equal(step_logits(open_pipeline(checkpoint), [context_of([1, 2, 3])])[0], expected)
+    assert torch.equal(step_logits(open_pipeline(checkpoint), [make_context([1, 2, 3])])[0], expected)
 
 
 def test_errors_contain_plain_and_stored_names(tmp_path: Path) -> None:

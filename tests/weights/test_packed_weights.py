@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.checkpoints import DECODERS, write_checkpoint
-from support.running import context_of, open_pipeline, step_logits
+from support.checkpoints import make_tiny_config, write_checkpoint
+from support.pipeline_steps import make_context, open_pipeline, step_logits
 
 from penstock.assembly import pack_checkpoint
 from penstock.engine import InferenceSession
@@ -57,7 +57,7 @@ def make_config(checkpoint: Path, encoding: str = "int8") -> PipelineConfig:
 
 def compute_logits(checkpoint: Path, encoding: str = "int8") -> torch.Tensor:
     pipeline = open_pipeline(checkpoint, quantization_encoding=encoding)
-    return step_logits(pipeline, [context_of(PROMPT)])[0]
+    return step_logits(pipeline, [make_context(PROMPT)])[0]
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +66,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_architecture_checkpoint(name: str, folder: Path) -> Path:
-    (architecture,) = (decoder for decoder in DECODERS if decoder.name == name)
-    assert architecture.tiny_config is not None
-    return write_checkpoint(folder, architecture.tiny_config())
+    return write_checkpoint(folder, make_tiny_config(name))
 
 
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int4"])
@@ -204,7 +202,7 @@ def test_back_ends_that_pack_in_rows_are_refused(llama: Path, monkeypatch: pytes
 def test_the_reference_kernels_do_not_use_the_file(llama: Path, packed_encodings: list[str]) -> None:
     def compute_reference_logits() -> torch.Tensor:
         pipeline = open_pipeline(llama, kernels="reference", quantization_encoding="int8")
-        return step_logits(pipeline, [context_of(PROMPT)])[0]
+        return step_logits(pipeline, [make_context(PROMPT)])[0]
 
     expected = compute_reference_logits()
     pack_checkpoint(make_config(llama))

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import DECODERS, write_checkpoint
-from support.running import context_of, generate, open_pipeline, random_tokens, step_logits
+from support.checkpoints import make_tiny_config, write_checkpoint
+from support.pipeline_steps import generate_tokens, make_context, open_pipeline, random_tokens, step_logits
 
 from penstock.engine import InferenceSession
 from penstock.kernels.cpu import available_isas
@@ -27,9 +27,7 @@ ARCHITECTURE_NAMES = ["llama", "gpt2", "qwen2", "gemma2", "qwen3_moe"]
 
 
 def write_architecture_checkpoint(name: str, folder: Path) -> Path:
-    (architecture,) = (decoder for decoder in DECODERS if decoder.name == name)
-    assert architecture.tiny_config is not None
-    return write_checkpoint(folder, architecture.tiny_config())
+    return write_checkpoint(folder, make_tiny_config(name))
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +45,7 @@ def num_reserved(pipeline: TextGenerationPipeline) -> int:
 
 
 def compute_logits(pipeline: TextGenerationPipeline, count: int) -> torch.Tensor:
-    context = context_of(random_tokens(count, 130, seed=count))
+    context = make_context(random_tokens(count, 130, seed=count))
     (rows,) = step_logits(pipeline, [context])
     pipeline.release(context)
     return rows
@@ -71,12 +69,14 @@ def test_the_first_step_equals_later_steps(name: str, encoding: str, tmp_path: P
 def test_tokens_equal_those_of_a_packed_model(llama: Path) -> None:
     prompts = [random_tokens(n, 130, seed=n) for n in (3, 50, 17)]
 
-    def generate_tokens(pipeline: TextGenerationPipeline) -> list[list[int]]:
-        return generate(pipeline, [context_of(prompt, 12) for prompt in prompts])
+    def generate_texts(pipeline: TextGenerationPipeline) -> list[list[int]]:
+        return generate_tokens(pipeline, [make_context(prompt, 12) for prompt in prompts])
 
-    packed = open_pipeline(llama, quantization_encoding="bfloat16")
-    packed.pack_all_pending()
-    assert generate_tokens(open_pipeline(llama, quantization_encoding="bfloat16")) == generate_tokens(packed)
+    packed_pipeline = open_pipeline(llama, quantization_encoding="bfloat16")
+    packed_pipeline.pack_all_pending()
+    assert generate_texts(open_pipeline(llama, quantization_encoding="bfloat16")) == generate_texts(
+        packed_pipeline
+    )
 
 
 def test_weights_are_packed_one_by_one(llama: Path) -> None:
@@ -92,7 +92,7 @@ def test_weights_are_packed_one_by_one(llama: Path) -> None:
 
 def test_a_failed_step_counts_as_the_first_step(llama: Path) -> None:
     pipeline = open_pipeline(llama)
-    context = context_of([1, 2, 3])
+    context = make_context([1, 2, 3])
     context.tokens[1] = 1 << 40
     with pytest.raises(IndexError):
         step_logits(pipeline, [context])

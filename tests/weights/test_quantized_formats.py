@@ -12,10 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import packed_checkpoints as packers
-from support.checkpoints import DECODERS, oracle, oracle_logits, write_checkpoint
-from support.networks import held_bytes, parts_of
+from support.checkpoints import (
+    load_in_transformers,
+    make_tiny_config,
+    transformers_logits,
+    write_checkpoint,
+)
+from support.networks import modules_and_weights, weight_bytes
 from support.packed_checkpoints import Packer, write_packed_checkpoint
-from support.running import context_of, open_pipeline, random_tokens, step_logits
+from support.pipeline_steps import make_context, open_pipeline, random_tokens, step_logits
 
 from penstock.config import PipelineConfig
 from penstock.errors import ConfigError, WeightsError
@@ -154,15 +159,13 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_family_checkpoint(family: str, folder: Path, **changes: Any) -> Path:
-    (architecture,) = (decoder for decoder in DECODERS if decoder.name == family)
-    assert architecture.tiny_config
-    config = architecture.tiny_config()
+    config = make_tiny_config(family)
     return write_checkpoint(folder, config | {key: SIZES[key] for key in SIZES if key in config} | changes)
 
 
 def compute_logits(checkpoint: Path, **config: Any) -> torch.Tensor:
     pipeline = open_pipeline(checkpoint, **({"quantization_encoding": None} | config))
-    return step_logits(pipeline, [context_of(TOKENS, log_probabilities_echo=True)])[0]
+    return step_logits(pipeline, [make_context(TOKENS, log_probabilities_echo=True)])[0]
 
 
 def compute_error(logits: torch.Tensor, expected: torch.Tensor) -> float:
@@ -187,8 +190,8 @@ def test_weights_of_each_format_equal_the_original_weights(case: str, llama: Pat
         assert weights.stored_encoding(name) == expected_encoding
         torch.testing.assert_close(weights.tensor(name, shape).float(), expected, rtol=1e-5, atol=1e-7)
         if is_packed:
-            stored, tensors = weights.read_linear(name, (shape[0], shape[1]))
-            assert stored == expected_encoding
+            stored_encoding, tensors = weights.read_linear(name, (shape[0], shape[1]))
+            assert stored_encoding == expected_encoding
             assert all(len(tensor) == shape[0] for tensor in tensors.values()), (
                 "each tensor has one row per output"
             )
@@ -224,7 +227,7 @@ def test_logits_are_close_to_those_of_the_float_weights(
     """Only the rounding of activations to 8 bits changes the logits."""
     packer, section, encoding = CASES[case]
     folder = write_packed_checkpoint(llama, tmp_path, packer, section, ignore=("1.mlp.up_proj",))
-    expected = oracle_logits(oracle(folder / "plain"), TOKENS)
+    expected = transformers_logits(load_in_transformers(folder / "plain"), TOKENS)
     assert compute_error(compute_logits(folder), expected) < 0.06
     assert compute_error(compute_logits(folder, quantization_encoding="float32"), expected) < 1e-4
     pipeline = open_pipeline(folder, quantization_encoding=None)
@@ -232,7 +235,7 @@ def test_logits_are_close_to_those_of_the_float_weights(
     assert model.pipeline_config.model.encoding == (encoding or "float32")
     linears = {
         part.name: layer
-        for layer in parts_of(model.network)
+        for layer in modules_and_weights(model.network)
         if isinstance(layer, PackedLinear)
         for part in layer.slices
     }
@@ -243,7 +246,7 @@ def test_logits_are_close_to_those_of_the_float_weights(
     assert linears["model.layers.1.mlp.up_proj"].encoding == floats
     assert ("13 quantized weights are dequantized to float32" in caplog.text) == (encoding is None)
     estimated = model.estimate_weights_size(model.pipeline_config)
-    assert 0.995 * held_bytes(pipeline) <= estimated <= 1.5 * held_bytes(pipeline)
+    assert 0.995 * weight_bytes(pipeline) <= estimated <= 1.5 * weight_bytes(pipeline)
 
 
 @pytest.mark.parametrize(
@@ -267,7 +270,7 @@ def test_quantized_models_of_other_families_compute_the_expected_logits(
     folder = write_packed_checkpoint(
         write_family_checkpoint(family, tmp_path / "floats"), tmp_path / "packed", packer, section
     )
-    expected = oracle_logits(oracle(folder / "plain"), TOKENS)
+    expected = transformers_logits(load_in_transformers(folder / "plain"), TOKENS)
     bfloat16_error = compute_error(
         compute_logits(folder / "plain", quantization_encoding="bfloat16"), expected
     )
@@ -284,11 +287,13 @@ def test_a_fused_layer_with_different_input_orders_is_widened(
     input_order, layer_order = packers.gptq(order="inputs"), packers.gptq(order="layer")
     packer = {"0.self_attn.v_proj": layer_order, "1.self_attn.k_proj": layer_order, "": input_order}
     folder = write_packed_checkpoint(llama, tmp_path, packer, section)
-    expected = oracle_logits(oracle(folder / "plain"), TOKENS)
+    expected = transformers_logits(load_in_transformers(folder / "plain"), TOKENS)
     assert compute_error(compute_logits(folder), expected) < 0.06
     model: Any = open_pipeline(folder, quantization_encoding=None).model
     linears = {
-        layer.slices[0].name: layer for layer in parts_of(model.network) if isinstance(layer, PackedLinear)
+        layer.slices[0].name: layer
+        for layer in modules_and_weights(model.network)
+        if isinstance(layer, PackedLinear)
     }
     assert linears["model.layers.0.self_attn.v_proj"].encoding == "uint4"
     assert linears["model.layers.0.self_attn.q_proj"].encoding == "uint4"
@@ -308,7 +313,7 @@ def test_a_layer_name_precedes_a_pattern_and_a_pattern_a_layer_type(llama: Path,
         for name in ("mlp.down_proj", "mlp.up_proj")
     }
     assert encodings == {"mlp.down_proj": "uint8", "mlp.up_proj": "uint4"}
-    expected = oracle_logits(oracle(tmp_path / "plain"), TOKENS)
+    expected = transformers_logits(load_in_transformers(tmp_path / "plain"), TOKENS)
     assert compute_error(compute_logits(tmp_path), expected) < 0.06
 
 
@@ -320,14 +325,19 @@ def test_a_fused_layer_with_different_encodings_is_widened(
     packer = {"k_proj": packers.compressed_codes(8), "": packers.compressed_codes()}
     folder = write_packed_checkpoint(llama, tmp_path, packer, section)
     model: Any = open_pipeline(folder, quantization_encoding=None).model
-    linears = [layer for layer in parts_of(model.network) if isinstance(layer, PackedLinear)]
+    linears = [layer for layer in modules_and_weights(model.network) if isinstance(layer, PackedLinear)]
     (fused,) = {layer.encoding for layer in linears if len(layer.slices) == 3}
     assert fused == "bfloat16"
     assert (
         "v_proj form one layer but are stored as uint4 and uint8: they are dequantized to bfloat16"
         in caplog.text
     )
-    assert compute_error(compute_logits(folder), oracle_logits(oracle(tmp_path / "plain"), TOKENS)) < 0.06
+    assert (
+        compute_error(
+            compute_logits(folder), transformers_logits(load_in_transformers(tmp_path / "plain"), TOKENS)
+        )
+        < 0.06
+    )
 
 
 def test_the_quantization_configuration_is_read_from_a_separate_file(llama: Path, tmp_path: Path) -> None:
@@ -376,20 +386,30 @@ LAYER = "model.layers.0.mlp.up_proj"
 FAULTS: dict[str, tuple[str, str, Any, str]] = {
     "no scales": ("gptq-4", "scales", None, "qweight and scales must be matrices"),
     "no zero points": ("gptq-4", "qzeros", None, "qzeros is missing"),
-    "zero points of other columns": ("gptq-4", "qzeros", torch.zeros(2, 3).int(), "gptq needs I32 [2, 12]"),
-    "scales of another type": ("gptq-4", "scales", torch.zeros(2, 96).long(), "scales is I64 [2, 96] where"),
-    "no inputs": ("gptq-4", "qweight", torch.zeros(0, 96).int(), "qweight and scales must be matrices"),
+    "too few columns of zero points": ("gptq-4", "qzeros", torch.zeros(2, 3).int(), "gptq needs I32 [2, 12]"),
+    "integer scales": ("gptq-4", "scales", torch.zeros(2, 96).long(), "scales is I64 [2, 96] where"),
+    "no packed rows": ("gptq-4", "qweight", torch.zeros(0, 96).int(), "qweight and scales must be matrices"),
     "too many groups": ("gptq-4", "scales", torch.zeros(50, 96).half(), "has 50 groups for 64 inputs"),
-    "groups of no input": ("gptq-4", "g_idx", torch.zeros(7).int(), "bits where 2, 3, 4 or 8 can be read"),
-    "scales of other columns": (
+    "vector instead of a matrix": (
+        "gptq-4",
+        "g_idx",
+        torch.zeros(7).int(),
+        "bits where 2, 3, 4 or 8 can be read",
+    ),
+    "too few columns of scales": (
         "awq-gemm",
         "scales",
         torch.zeros(2, 8).half(),
         "awq needs F16 or BF16 or F32 [2, 96]",
     ),
-    "a vector": ("awq-gemm", "qweight", torch.zeros(7).int(), "qweight must be a matrix"),
-    "odd groups": ("awq-gemm", "qweight", torch.zeros(33, 12).int(), "not a multiple of group_size 32"),
-    "few zero points": ("awq-gemv", "qzeros", torch.zeros(96, 0).int(), "for 2 groups"),
+    "vector of packed weights": ("awq-gemm", "qweight", torch.zeros(7).int(), "qweight must be a matrix"),
+    "inputs not a multiple of the group size": (
+        "awq-gemm",
+        "qweight",
+        torch.zeros(33, 12).int(),
+        "not a multiple of group_size 32",
+    ),
+    "too few zero points": ("awq-gemv", "qzeros", torch.zeros(96, 0).int(), "for 2 groups"),
     "blocks": (
         "fp8-block",
         "weight_scale_inv",
@@ -397,27 +417,37 @@ FAULTS: dict[str, tuple[str, str, Any, str]] = {
         "[3, 3] where [1] or [96, 1] or [1, 1] is needed",
     ),
     "no scale": ("fp8-channel", "weight_scale", None, "weight_scale is missing"),
-    "packed scales": (
+    "indivisible groups": (
         "ct-w4-symmetric",
         "weight_scale",
         torch.zeros(96, 5),
         "which does not match 64 inputs in groups of 32",
     ),
-    "few packed rows": (
+    "too few packed rows": (
         "ct-w4-symmetric",
         "weight_packed",
         torch.zeros(9, 8).int(),
         "one row for each output",
     ),
-    "packed zero points": (
+    "too few rows of zero points": (
         "ct-w4-asymmetric",
         "weight_zero_point",
         torch.zeros(1, 2).int(),
         "needs I32 [12, 2]",
     ),
-    "int8 scales": ("ct-w8a8", "weight_scale", torch.zeros(95, 1), "is [95, 1] for a weight of [96, 64]"),
-    "fp4 scales": ("ct-nvfp4", "weight_scale", torch.zeros(96, 3).to(torch.float8_e4m3fn), "F8_E4M3 [96, 4]"),
-    "no scale for all": (
+    "too few scales of int8": (
+        "ct-w8a8",
+        "weight_scale",
+        torch.zeros(95, 1),
+        "is [95, 1] for a weight of [96, 64]",
+    ),
+    "too few scales of fp4": (
+        "ct-nvfp4",
+        "weight_scale",
+        torch.zeros(96, 3).to(torch.float8_e4m3fn),
+        "F8_E4M3 [96, 4]",
+    ),
+    "no global scale": (
         "ct-nvfp4",
         "weight_global_scale",
         None,
@@ -486,12 +516,12 @@ def test_a_layer_with_groups_of_different_sizes_is_widened(llama: Path, tmp_path
     packer, section, _ = CASES["gptq-desc-act"]
     folder = write_packed_checkpoint(llama, tmp_path, packer, section)
     tensors = load_file(folder / "model.safetensors")
-    before = Weights.open(folder).tensor(f"{LAYER}.weight", (96, 64)).clone()
+    weights_before = Weights.open(folder).tensor(f"{LAYER}.weight", (96, 64)).clone()
     groups = tensors[f"{LAYER}.g_idx"]
     index = int((groups == 0).nonzero()[0])
     groups[index] = 1
     save_file(tensors, folder / "model.safetensors")
     weights = Weights.open(folder)
     assert weights.stored_encoding(f"{LAYER}.weight") is None
-    changed = (weights.tensor(f"{LAYER}.weight", (96, 64)) != before).any(0).nonzero()
-    assert changed.flatten().tolist() == [index]
+    changed_columns = (weights.tensor(f"{LAYER}.weight", (96, 64)) != weights_before).any(0).nonzero()
+    assert changed_columns.flatten().tolist() == [index]

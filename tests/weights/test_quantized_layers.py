@@ -45,7 +45,7 @@ def test_the_weight_equals_that_of_the_library(file: Path, tmp_path: Path) -> No
     weights, name = Weights.open(tmp_path), f"{LAYER}.weight"
     assert weights.names == (name,)
     weight = weights.tensor(name, tuple(expected.shape)).float()
-    # The library rounds to this type.
+    # The library rounds the dequantized weights to this type.
     tolerance = {torch.bfloat16: 2**-8, torch.float16: 2**-11}.get(expected.dtype, 1e-6)
     torch.testing.assert_close(weight, expected.float(), rtol=tolerance, atol=1e-6)
     assert not torch.equal(weight, weight.roll(1, 1))
@@ -60,8 +60,8 @@ def read_error(
     tensors: dict[str, torch.Tensor], method: str, folder: Path, metadata: dict[str, str] | None = None
 ) -> str:
     folder.mkdir()
-    stored = {name: tensor for name, tensor in tensors.items() if name != "expected"}
-    save_file(stored, folder / "model.safetensors", metadata=metadata)
+    stored_tensors = {name: tensor for name, tensor in tensors.items() if name != "expected"}
+    save_file(stored_tensors, folder / "model.safetensors", metadata=metadata)
     (folder / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": method}}))
     with pytest.raises(WeightsError) as error:
         Weights.open(folder).tensor(f"{LAYER}.weight", (48, 128))
@@ -69,7 +69,7 @@ def read_error(
 
 
 def test_damaged_layers_of_bitsandbytes_are_refused(tmp_path: Path) -> None:
-    valid = load_file(FOLDER / "bitsandbytes-nested-nf4.safetensors")
+    valid_tensors = load_file(FOLDER / "bitsandbytes-nested-nf4.safetensors")
     state = f"{LAYER}.weight.quant_state.bitsandbytes__nf4"
     texts = {
         "text": b"{",
@@ -79,11 +79,15 @@ def test_damaged_layers_of_bitsandbytes_are_refused(tmp_path: Path) -> None:
         "long": b" " * 20_000,
     }
     for name, text in texts.items():
-        damaged = valid | {state: torch.tensor(list(text)).to(torch.uint8)}
-        assert "is damaged: it must have the shape" in read_error(damaged, "bitsandbytes", tmp_path / name)
-    other = valid | {state: torch.tensor(list(b'{"shape": [48, 64], "blocksize": 64}')).to(torch.uint8)}
+        damaged_tensors = valid_tensors | {state: torch.tensor(list(text)).to(torch.uint8)}
+        assert "is damaged: it must have the shape" in read_error(
+            damaged_tensors, "bitsandbytes", tmp_path / name
+        )
+    other = valid_tensors | {
+        state: torch.tensor(list(b'{"shape": [48, 64], "blocksize": 64}')).to(torch.uint8)
+    }
     assert "has 3072 bytes for [48, 64]" in read_error(other, "bitsandbytes", tmp_path / "shape")
-    short = valid | {f"{LAYER}.weight.absmax": torch.zeros(5).to(torch.uint8)}
+    short = valid_tensors | {f"{LAYER}.weight.absmax": torch.zeros(5).to(torch.uint8)}
     assert "absmax is U8 [5] where bitsandbytes needs U8 [96]" in read_error(
         short, "bitsandbytes", tmp_path / "few"
     )
@@ -95,13 +99,13 @@ def make_class_metadata(kind: str) -> dict[str, str]:
 
 
 def test_unsupported_layers_of_torchao_are_refused(tmp_path: Path) -> None:
-    valid = load_file(FOLDER / "torchao-int8.safetensors")
-    tiles = valid | {f"{LAYER}._weight_qdata": torch.zeros(6, 1, 32, 4).int()}
+    valid_tensors = load_file(FOLDER / "torchao-int8.safetensors")
+    tiles = valid_tensors | {f"{LAYER}._weight_qdata": torch.zeros(6, 1, 32, 4).int()}
     message = read_error(
         tiles, "torchao", tmp_path / "tiles", make_class_metadata("Int4TilePackedTo4dTensor")
     )
     assert "is Int4TilePackedTo4dTensor I32 [6, 1, 32, 4]: Int8Tensor and Float8Tensor and" in message
-    invalid_tensors = valid | {f"{LAYER}._weight_qdata": torch.zeros(48, 16).int()}
+    invalid_tensors = valid_tensors | {f"{LAYER}._weight_qdata": torch.zeros(48, 16).int()}
     assert "_weight_qdata is I32 [48, 16]: Int8Tensor and" in read_error(
         invalid_tensors, "torchao", tmp_path / "words"
     )
@@ -114,11 +118,11 @@ def test_unsupported_layers_of_torchao_are_refused(tmp_path: Path) -> None:
     metadata = {f"{LAYER}.weight": json.dumps(four_bits)}
     message = read_error(out_of_range, "torchao", tmp_path / "big", metadata)
     assert "has integers from -8 to 9 and a smallest zero point of 0, which do not fit into 4 bits" in message
-    packed = load_file(FOLDER / "torchao-q4z-packed.safetensors")
-    packed[f"{LAYER}._weight_zero_point"] = torch.zeros(2, 48).to(torch.int8)
-    message = read_error(packed, "torchao", tmp_path / "packed", make_class_metadata("Int4Tensor"))
+    packed_tensors = load_file(FOLDER / "torchao-q4z-packed.safetensors")
+    packed_tensors[f"{LAYER}._weight_zero_point"] = torch.zeros(2, 48).to(torch.int8)
+    message = read_error(packed_tensors, "torchao", tmp_path / "packed", make_class_metadata("Int4Tensor"))
     assert "_weight_zero_point is I8 [2, 48] where torchao needs F16 or BF16 or F32 [2, 48]" in message
-    scaled = valid | {f"{LAYER}._weight_act_pre_scale": torch.ones(128)}
+    scaled = valid_tensors | {f"{LAYER}._weight_act_pre_scale": torch.ones(128)}
     assert "needs scaled activations" in read_error(scaled, "torchao", tmp_path / "scaled")
 
 
@@ -131,7 +135,7 @@ def test_zero_points_of_torchao_rows_are_applied(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "torchao"}}')
     weights = Weights.open(tmp_path)
     assert weights.stored_encoding(f"{LAYER}.weight") == "uint8"
-    exact = tensors[f"{LAYER}._weight_qdata"].float() - zeros.float()
+    exact_result = tensors[f"{LAYER}._weight_qdata"].float() - zeros.float()
     weight = weights.tensor(f"{LAYER}.weight", (48, 128))
-    assert torch.equal(weight, exact * tensors[f"{LAYER}._weight_scale"].float())
+    assert torch.equal(weight, exact_result * tensors[f"{LAYER}._weight_scale"].float())
     assert not torch.allclose(weight, expected)

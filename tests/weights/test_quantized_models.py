@@ -10,11 +10,16 @@ import torch
 from safetensors.torch import save_file
 from support import packed_checkpoints as packers
 from support.adapters import peft_logits, write_adapter
-from support.checkpoints import DECODERS, oracle, oracle_logits, write_checkpoint
+from support.checkpoints import (
+    load_in_transformers,
+    make_tiny_config,
+    transformers_logits,
+    write_checkpoint,
+)
 from support.gguf_files import write_random_blocks
-from support.networks import parts_of
+from support.networks import modules_and_weights
 from support.packed_checkpoints import write_packed_checkpoint
-from support.running import context_of, feed, open_pipeline, random_tokens, step_logits
+from support.pipeline_steps import append_token, make_context, open_pipeline, random_tokens, step_logits
 
 from penstock.assembly import check_checkpoint, pack_checkpoint
 from penstock.kernels import PackedLinear
@@ -51,13 +56,11 @@ needs_kernels = pytest.mark.skipif(not available_isas(), reason="the C++ kernels
 
 @pytest.fixture(scope="module", params=[*CASES, "gguf"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    (llama,) = (decoder for decoder in DECODERS if decoder.name == "llama")
-    assert llama.tiny_config
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "gguf":
-        return write_gguf_model(folder, llama.tiny_config())
-    plain = write_checkpoint(folder / "floats", llama.tiny_config() | SIZES)
-    return write_packed_checkpoint(plain, folder / "packed", *CASES[request.param])
+        return write_gguf_model(folder, make_tiny_config("llama"))
+    plain_path = write_checkpoint(folder / "floats", make_tiny_config("llama") | SIZES)
+    return write_packed_checkpoint(plain_path, folder / "packed", *CASES[request.param])
 
 
 def write_gguf_model(folder: Path, config: dict[str, Any]) -> Path:
@@ -71,18 +74,18 @@ def write_gguf_model(folder: Path, config: dict[str, Any]) -> Path:
     return folder / "m.gguf"
 
 
-def float_checkpoint_of(checkpoint: Path) -> Path:
+def float_checkpoint(checkpoint: Path) -> Path:
     return (checkpoint if checkpoint.is_dir() else checkpoint.parent) / "plain"
 
 
 def compute_logits(checkpoint: Path, adapter: str | None = None, **config: Any) -> torch.Tensor:
     pipeline = open_pipeline(checkpoint, **({"quantization_encoding": None} | config))
-    return step_logits(pipeline, [context_of(TOKENS, adapter=adapter)])[0].float()
+    return step_logits(pipeline, [make_context(TOKENS, adapter=adapter)])[0].float()
 
 
 def test_adapter_logits_are_close_to_those_of_peft(checkpoint: Path, tmp_path: Path) -> None:
-    adapter = write_adapter(float_checkpoint_of(checkpoint), tmp_path)
-    expected = peft_logits(float_checkpoint_of(checkpoint), adapter, TOKENS)
+    adapter = write_adapter(float_checkpoint(checkpoint), tmp_path)
+    expected = peft_logits(float_checkpoint(checkpoint), adapter, TOKENS)
     actual = compute_logits(checkpoint, "tone", lora=(f"tone={adapter}",))
     assert float((actual - expected).norm() / expected.norm()) < 0.08
     assert float((actual - compute_logits(checkpoint)).norm() / expected.norm()) > 0.1
@@ -91,14 +94,16 @@ def test_adapter_logits_are_close_to_those_of_peft(checkpoint: Path, tmp_path: P
 def test_layers_keep_the_block_types_of_the_file(checkpoint: Path) -> None:
     """v_proj is a separate layer if its block type differs."""
     model: Any = open_pipeline(checkpoint, quantization_encoding=None).model
-    actual = {layer.encoding for layer in parts_of(model.network) if isinstance(layer, PackedLinear)}
+    actual = {
+        layer.encoding for layer in modules_and_weights(model.network) if isinstance(layer, PackedLinear)
+    }
     if not checkpoint.is_dir():
         assert actual == {"q4_k", "q5_k", "q6_k"}
     assert "bfloat16" not in actual - {model.pipeline_config.model.encoding}
 
 
 def test_logits_are_close_to_those_of_the_float_weights(checkpoint: Path) -> None:
-    expected = oracle_logits(oracle(float_checkpoint_of(checkpoint)), TOKENS)
+    expected = transformers_logits(load_in_transformers(float_checkpoint(checkpoint)), TOKENS)
     actual = compute_logits(checkpoint)
     assert float((actual - expected).norm() / expected.norm()) < 0.08
 
@@ -129,15 +134,18 @@ def test_check_checkpoint_accepts_the_checkpoint(checkpoint: Path, monkeypatch: 
 def test_compiled_steps_give_equal_logits(checkpoint: Path) -> None:
     logits: dict[bool, list[torch.Tensor]] = {}
     status: dict[bool, str] = {}
-    for compiled in (False, True):
+    for is_compiled in (False, True):
         pipeline = open_pipeline(checkpoint, quantization_encoding=None, enable_prefix_caching=False)
-        pipeline.session.use_graphs = compiled
-        context, logits[compiled] = context_of(TOKENS), []
+        pipeline.session.use_graphs = is_compiled
+        context, logits[is_compiled] = make_context(TOKENS), []
         for _ in range(8):
             (row,) = step_logits(pipeline, [context])
-            logits[compiled].append(row)
-            feed(pipeline, context, int(row[-1].argmax()))
-        status[compiled] = pipeline.session.graph_status
+            logits[is_compiled].append(row)
+            append_token(pipeline, context, int(row[-1].argmax()))
+        status[is_compiled] = pipeline.session.graph_status
     assert status[True].startswith("compiled"), status
     assert not status[False].startswith("compiled")
-    assert all(torch.equal(eager, compiled) for eager, compiled in zip(*logits.values(), strict=True))
+    assert all(
+        torch.equal(eager_logits, is_compiled)
+        for eager_logits, is_compiled in zip(*logits.values(), strict=True)
+    )

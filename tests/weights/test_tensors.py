@@ -145,8 +145,8 @@ def test_renamed_tensors_are_read_by_their_new_names(weights: Weights) -> None:
 
 
 def test_renaming_twice_reads_the_right_tensor(weights: Weights) -> None:
-    twice = weights.renamed(lambda name: f"a.{name}").renamed(lambda name: name.replace("a.", "b."))
-    assert torch.equal(twice.tensor("b.norm.weight", (4,)), TENSORS["norm.weight"])
+    renamed_weights = weights.renamed(lambda name: f"a.{name}").renamed(lambda name: name.replace("a.", "b."))
+    assert torch.equal(renamed_weights.tensor("b.norm.weight", (4,)), TENSORS["norm.weight"])
 
 
 def test_two_tensors_with_the_same_new_name_are_refused(weights: Weights) -> None:

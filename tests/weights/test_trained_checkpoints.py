@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.checkpoints import oracle, oracle_greedy, oracle_logits
-from support.running import context_of, generate, open_pipeline, step_logits
+from support.checkpoints import load_in_transformers, transformers_greedy, transformers_logits
+from support.pipeline_steps import generate_tokens, make_context, open_pipeline, step_logits
 
 from penstock.pipelines import TextTokenizer
 from penstock.weights.hub import resolve_checkpoint
@@ -29,13 +29,13 @@ def checkpoint(request: pytest.FixtureRequest) -> Path:
 @pytest.mark.parametrize("kernels", ["best", "reference"])
 def test_logits_and_greedy_text_equal_transformers(checkpoint: Path, kernels: str) -> None:
     pipeline = open_pipeline(checkpoint, kernels=kernels)
-    reference = oracle(checkpoint)
+    reference = load_in_transformers(checkpoint)
     prompt = TextTokenizer(checkpoint).encode_text("Once upon a time").tolist()
-    (tokens,) = generate(pipeline, [context_of(prompt)], num_steps=4)
-    assert tokens == oracle_greedy(reference, prompt, 100)
+    (tokens,) = generate_tokens(pipeline, [make_context(prompt)], num_steps=4)
+    assert tokens == transformers_greedy(reference, prompt, 100)
     sequence = prompt + tokens
-    expected = oracle_logits(reference, sequence)
-    logits = step_logits(pipeline, [context_of(sequence, log_probabilities_echo=True)])[0]
+    expected = transformers_logits(reference, sequence)
+    logits = step_logits(pipeline, [make_context(sequence, log_probabilities_echo=True)])[0]
     tolerance = 1e-4 * max(1.0, float(expected.std()))
     torch.testing.assert_close(logits, expected, atol=tolerance, rtol=0)
 
@@ -45,5 +45,5 @@ def test_greedy_text_is_the_known_story(shared_data: Path) -> None:
     tokenizer = TextTokenizer(checkpoint)
     pipeline = open_pipeline(checkpoint)
     prompt = tokenizer.encode_text("Once upon a time").tolist()
-    (tokens,) = generate(pipeline, [context_of(prompt, 40)])
+    (tokens,) = generate_tokens(pipeline, [make_context(prompt, 40)])
     assert tokenizer.decode_ids(prompt + tokens).startswith(STORY)

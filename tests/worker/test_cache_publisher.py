@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from support.paged import kv_manager
-from support.workers import client_of, fake_work, letters, read, request
+from support.kv_contexts import kv_manager
+from support.workers import fake_runtime, letters_in_order, make_request, read_deltas, running_client
 
 from penstock.errors import ConfigError
 from penstock.pipelines.core.cache_events import BlocksCleared, BlocksRemoved, BlocksStored
@@ -84,21 +84,21 @@ def test_an_address_in_use_is_a_configuration_error() -> None:
 
 async def test_events_of_a_worker_reach_subscribers_and_the_router() -> None:
     def make_runtime() -> WorkerRuntime:
-        return fake_work(FakePipeline(letters(3), kv=kv_manager(16)))
+        return fake_runtime(FakePipeline(letters_in_order(3), kv=kv_manager(16)))
 
     publisher = CachePublisher("tcp://127.0.0.1:*", "kv")
     with open_subscriber(publisher, "kv") as subscriber:
         async with (
-            client_of(make_runtime, listener=publisher.publish) as first,
-            client_of(make_runtime) as second,
+            running_client(make_runtime, listener=publisher.publish) as first,
+            running_client(make_runtime) as second,
         ):
             router = WorkerRouter([first, second])
-            await read(router.submit(request("a", "0123456789")))
+            await read_deltas(router.submit(make_request("a", "0123456789")))
             _, _, (_, (event,), worker) = await asyncio.to_thread(subscriber.read)
             assert (worker, event[0], event[3], event[4]) == (0, "BlockStored", [*b"01234567"], 4)
             await first.reset_prefix_cache()
             while (event := (await asyncio.to_thread(subscriber.read))[2][1][-1])[0] == "BlockStored":
                 pass
             assert event == ["AllBlocksCleared"]
-            deltas = await read(first.submit(request("b", "0123456789")))
+            deltas = await read_deltas(first.submit(make_request("b", "0123456789")))
             assert {delta.num_cached_tokens for delta in deltas} == {0}

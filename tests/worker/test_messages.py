@@ -8,7 +8,7 @@ import sys
 import msgspec
 import numpy as np
 import pytest
-from support.paged import text_context
+from support.kv_contexts import text_context
 
 from penstock import errors
 from penstock.errors import PenstockError, RequestFailedError
@@ -93,19 +93,19 @@ def test_every_error_class_is_in_the_list() -> None:
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_an_error_keeps_its_class_message_and_attributes(error: PenstockError) -> None:
     error.add_note("in prompt 2")
-    encoded = messages.report_encoder()(StartFailed(ErrorRecord.of(error)))
-    decoded = messages.report_decoder()(encoded)
-    assert isinstance(decoded, StartFailed)
-    decoded_error = decoded.error.error()
+    encoded_error = messages.report_encoder()(StartFailed(ErrorRecord.of(error)))
+    decoded_exception = messages.report_decoder()(encoded_error)
+    assert isinstance(decoded_exception, StartFailed)
+    decoded_error = decoded_exception.error.error()
     assert type(decoded_error) is type(error)
     assert str(decoded_error) == str(error)
     assert vars(decoded_error) == vars(error)
 
 
 def test_internal_details_are_not_in_messages() -> None:
-    decoded = ErrorRecord.of(ZeroDivisionError("/secret/path")).error()
-    assert type(decoded) is RequestFailedError
-    assert "secret" not in str(decoded)
+    decoded_error = ErrorRecord.of(ZeroDivisionError("/secret/path")).error()
+    assert type(decoded_error) is RequestFailedError
+    assert "secret" not in str(decoded_error)
     error = errors.InputError("no")
     error.context = object()  # type: ignore[attr-defined]
     assert ErrorRecord.of(error) == ErrorRecord("InputError", "no")
@@ -115,9 +115,9 @@ def test_an_error_of_an_unknown_class_becomes_its_nearest_known_base_class() -> 
     class UnknownError(errors.ConfigError):
         pass
 
-    decoded = ErrorRecord.of(UnknownError("odd", "is not even")).error()
-    assert type(decoded) is errors.ConfigError
-    assert str(decoded) == "odd: is not even"
+    decoded_error = ErrorRecord.of(UnknownError("odd", "is not even")).error()
+    assert type(decoded_error) is errors.ConfigError
+    assert str(decoded_error) == "odd: is not even"
 
 
 @pytest.mark.parametrize(
@@ -137,11 +137,11 @@ def test_an_error_of_an_unknown_class_becomes_its_nearest_known_base_class() -> 
     ids=lambda command: type(command).__name__,
 )
 def test_commands_are_equal_after_decoding(command: messages.Command) -> None:
-    decoded = messages.command_decoder()(messages.command_encoder()(command))
-    assert type(decoded) is type(command)
-    assert decoded == command
+    decoded_command = messages.command_decoder()(messages.command_encoder()(command))
+    assert type(decoded_command) is type(command)
+    assert decoded_command == command
     if isinstance(command, Submit):
-        assert type(decoded.context) is type(command.context)
+        assert type(decoded_command.context) is type(command.context)
 
 
 def test_large_arrays_are_sent_once_in_a_separate_frame() -> None:
@@ -155,10 +155,10 @@ def test_large_arrays_are_sent_once_in_a_separate_frame() -> None:
     assert len(frames[0]) < 2000
     assert bytes(frames[1]) == pixels.tobytes()
     decode = messages.command_decoder()
-    decoded = decode([bytes(frame) for frame in frames])
-    assert decoded.context == context
-    assert decoded.context.images[0].pixel_values is decoded.context.pixel_values[1]
-    assert decoded.context.images[0].pixel_values.flags.writeable
+    decoded_value = decode([bytes(frame) for frame in frames])
+    assert decoded_value.context == context
+    assert decoded_value.context.images[0].pixel_values is decoded_value.context.pixel_values[1]
+    assert decoded_value.context.images[0].pixel_values.flags.writeable
     assert isinstance(decode([bytes(messages.command_encoder()(Ping())[0])]), Ping)
 
 
@@ -188,9 +188,9 @@ def test_large_arrays_are_sent_once_in_a_separate_frame() -> None:
     ids=lambda report: type(report).__name__,
 )
 def test_reports_are_equal_after_decoding(report: messages.WorkerMessage) -> None:
-    decoded = messages.report_decoder()(messages.report_encoder()(report))
-    assert type(decoded) is type(report)
-    assert decoded == report
+    decoded_report = messages.report_decoder()(messages.report_encoder()(report))
+    assert type(decoded_report) is type(report)
+    assert decoded_report == report
 
 
 def test_a_token_takes_fewer_than_56_bytes() -> None:

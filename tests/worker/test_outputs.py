@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.workers import request
+from support.workers import make_request
 
 from penstock.pipelines.core import (
     AudioGenerationResponse,
@@ -36,7 +36,7 @@ SAMPLES = np.arange(4, dtype=np.float32)
     ],
 )
 def test_each_output_type_has_its_message_type(output: Any, result: Any) -> None:
-    assert result_of(request("a"), output) == result
+    assert result_of(make_request("a"), output) == result
 
 
 def test_an_object_that_is_not_an_output_is_refused() -> None:
@@ -44,7 +44,7 @@ def test_an_object_that_is_not_an_output_is_refused() -> None:
         is_done = True
 
     with pytest.raises(TypeError, match="returned Unknown, which is not an output type"):
-        result_of(request("a"), Unknown())
+        result_of(make_request("a"), Unknown())
 
 
 async def test_chunks_of_audio_that_are_not_read_are_joined() -> None:

@@ -23,12 +23,12 @@ def test_blocks_that_are_expected_count_for_the_depth_of_one_worker() -> None:
 
 
 def search_depths(caches: list[set[bytes]], digests: list[bytes], workers: int) -> dict[int, int]:
-    found = {}
+    worker_depths = {}
     for number, cache in enumerate(caches):
         depth = next((at for at, digest in enumerate(digests) if digest not in cache), len(digests))
         if workers >> number & 1 and depth:
-            found[number] = depth
-    return found
+            worker_depths[number] = depth
+    return worker_depths
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -37,33 +37,33 @@ def test_depths_equal_those_of_a_linear_search(seed: int) -> None:
     count = rng.randrange(1, 9)
     caches: list[set[bytes]] = [set() for _ in range(count)]
     prompts = [[b"%d" % rng.randrange(3)] for _ in range(6)]
-    for prompt in prompts:  # digests of chains: equal ones have equal predecessors
+    for prompt in prompts:  # digests of chained blocks: equal digests have equal predecessors
         for _ in range(rng.randrange(12)):
             prompt.append(prompt[-1] + b"%d" % rng.randrange(2))
-    running: list[tuple[int, Sequence[bytes]]] = []
+    running_requests: list[tuple[int, Sequence[bytes]]] = []
     for _ in range(60):
         worker, prompt = rng.randrange(count), rng.choice(prompts)
-        stored = prompt[: rng.randrange(len(prompt) + 1)]
+        stored_digests = prompt[: rng.randrange(len(prompt) + 1)]
         match rng.randrange(5):
             case 0:
-                prefixes.update(worker, [BlocksStored(stored, None, [])])
-                caches[worker] |= set(stored)
+                prefixes.update(worker, [BlocksStored(stored_digests, None, [])])
+                caches[worker] |= set(stored_digests)
             case 1:
                 prefix = rng.choice(prompt)
-                gone = {digest for digest in caches[worker] if digest.startswith(prefix)}
-                prefixes.update(worker, [BlocksRemoved(sorted(gone))])
-                caches[worker] -= gone
+                evicted_digests = {digest for digest in caches[worker] if digest.startswith(prefix)}
+                prefixes.update(worker, [BlocksRemoved(sorted(evicted_digests))])
+                caches[worker] -= evicted_digests
             case 2:
-                running.append((worker, prefixes.expect(worker, prompt)))
-            case 3 if running:
-                prefixes.clear_expected(running.pop(rng.randrange(len(running)))[1])
+                running_requests.append((worker, prefixes.expect(worker, prompt)))
+            case 3 if running_requests:
+                prefixes.clear_expected(running_requests.pop(rng.randrange(len(running_requests)))[1])
             case _ if rng.random() < 0.1:
                 prefixes.update(worker, [BlocksCleared()])
                 caches[worker].clear()
-        if not running:
+        if not running_requests:
             workers, digests = rng.randrange(1 << count), rng.choice(prompts)
             assert prefixes.depths(digests, workers) == search_depths(caches, digests, workers)
-    for _, recorded in running:
+    for _, recorded in running_requests:
         prefixes.clear_expected(recorded)
     assert prefixes._expected == {}
     assert prefixes.depths([], 1) == {}
@@ -75,8 +75,8 @@ def test_expected_blocks_exclude_stored_blocks() -> None:
     recorded = prefixes.expect(1, digests)
     assert recorded == digests[10:]
     assert prefixes.depths(digests, 0b11) == {1: 100}
-    again = prefixes.expect(1, digests)
+    second_prefix = prefixes.expect(1, digests)
     prefixes.clear_expected(recorded)
     assert prefixes.depths(digests, 0b11) == {1: 100}
-    prefixes.clear_expected(again)
+    prefixes.clear_expected(second_prefix)
     assert prefixes.depths(digests, 0b11) == {1: 10}

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from support.engines import FakeEngine
 from support.prefix_caches import make_caching_engine, make_stored_event
-from support.workers import client_of, ids, read, request, text
+from support.workers import delta_text, delta_token_ids, make_request, read_deltas, running_client
 
 from penstock.errors import (
     CheckpointNotFoundError,
@@ -32,31 +32,31 @@ def list_request_ids(engine: FakeEngine) -> list[str]:
 async def test_a_request_goes_to_the_worker_with_the_fewest_requests() -> None:
     first, second = FakeEngine(is_paused=True), FakeEngine(is_paused=True)
     router = WorkerRouter([first, second])
-    generations = [router.submit(request(name)) for name in "abc"]
+    generations = [router.submit(make_request(name)) for name in "abc"]
     assert (list_request_ids(first), list_request_ids(second)) == (["a", "c"], ["b"])
     generations[0].cancel()
     generations[2].cancel()
     assert (first.cancelled, second.cancelled) == (["a", "c"], [])
-    router.submit(request("d"))
+    router.submit(make_request("d"))
     assert list_request_ids(first) == ["a", "c", "d"]
     assert router.num_outstanding == 2
 
 
 async def test_each_request_gets_the_output_of_its_worker() -> None:
     router = WorkerRouter([FakeEngine("first"), FakeEngine("second")])
-    generations = [router.submit(request(name)) for name in "ab"]
-    assert [text(await read(generation)) for generation in generations] == ["first", "second"]
+    generations = [router.submit(make_request(name)) for name in "ab"]
+    assert [delta_text(await read_deltas(generation)) for generation in generations] == ["first", "second"]
     assert router.num_outstanding == 0
 
 
 async def test_a_worker_that_is_not_ready_gets_no_request() -> None:
     first, second = FakeEngine(state="restarting"), FakeEngine(num_outstanding=9)
     router = WorkerRouter([first, second])
-    router.submit(request("a"))
+    router.submit(make_request("a"))
     assert (list_request_ids(first), list_request_ids(second)) == ([], ["a"])
     second.state = "restarting"
     with pytest.raises(UnavailableError, match="restarting"):
-        router.submit(request("b"))
+        router.submit(make_request("b"))
 
 
 async def test_a_request_that_a_full_worker_refuses_goes_to_another() -> None:
@@ -65,19 +65,19 @@ async def test_a_request_that_a_full_worker_refuses_goes_to_another() -> None:
             raise OverloadedError("the queue is full")
 
     second = FakeEngine()
-    WorkerRouter([FullEngine(), second]).submit(request("a"))
+    WorkerRouter([FullEngine(), second]).submit(make_request("a"))
     assert list_request_ids(second) == ["a"]
     with pytest.raises(OverloadedError, match="full"):
-        WorkerRouter([FullEngine(), FakeEngine(state="restarting"), FullEngine()]).submit(request("b"))
+        WorkerRouter([FullEngine(), FakeEngine(state="restarting"), FullEngine()]).submit(make_request("b"))
 
 
 async def test_an_id_in_use_at_any_worker_is_refused() -> None:
     router = WorkerRouter([FakeEngine(is_paused=True), FakeEngine(is_paused=True)])
-    generation = router.submit(request("a"))
+    generation = router.submit(make_request("a"))
     with pytest.raises(InputError, match="is running already"):
-        router.submit(request("a"))
+        router.submit(make_request("a"))
     generation.cancel()
-    router.submit(request("a"))
+    router.submit(make_request("a"))
 
 
 async def test_a_custom_routing_policy_is_used() -> None:
@@ -89,7 +89,7 @@ async def test_a_custom_routing_policy_is_used() -> None:
     first, second = FakeEngine(), FakeEngine()
     router = WorkerRouter([first, second], SaltPolicy())
     for name, salt in {"a": "1", "b": "1", "c": "0"}.items():
-        router.submit(request(name, cache_salt=salt))
+        router.submit(make_request(name, cache_salt=salt))
     assert (list_request_ids(first), list_request_ids(second)) == (["c"], ["a", "b"])
 
 
@@ -123,12 +123,12 @@ def test_health_and_counts_of_two_workers() -> None:
 async def test_request_ended_resolves_for_any_worker() -> None:
     first, second = FakeEngine(is_paused=True), FakeEngine(is_paused=True)
     router = WorkerRouter([first, second])
-    ended, generation = router.request_ended(), router.submit(request("a"))
-    router.submit(request("b"))
+    ended_future, generation = router.request_ended(), router.submit(make_request("a"))
+    router.submit(make_request("b"))
     await asyncio.sleep(0)
-    assert not ended.done()
+    assert not ended_future.done()
     generation.cancel()
-    await asyncio.wait_for(ended, 5)
+    await asyncio.wait_for(ended_future, 5)
     assert not router.request_ended().done()
     assert router.num_outstanding == 1
 
@@ -174,11 +174,14 @@ async def test_a_worker_that_does_not_start_stops_the_others() -> None:
 
 
 async def test_two_real_workers_share_requests() -> None:
-    async with client_of(FakePipeline.saying("x")) as first, client_of(FakePipeline.saying("x")) as second:
+    async with (
+        running_client(FakePipeline.saying("x")) as first,
+        running_client(FakePipeline.saying("x")) as second,
+    ):
         router = WorkerRouter([first, second])
-        generations = [router.submit(request(str(number))) for number in range(6)]
+        generations = [router.submit(make_request(str(number))) for number in range(6)]
         assert (first.num_outstanding, second.num_outstanding) == (3, 3)
-        assert [ids(await read(generation)) for generation in generations] == [[120]] * 6
+        assert [delta_token_ids(await read_deltas(generation)) for generation in generations] == [[120]] * 6
         assert router.stats.num_prompt_tokens == 6 * 2
 
 
@@ -218,20 +221,20 @@ async def test_a_reload_replaces_workers_one_by_one() -> None:
     ]
     new = [make_caching_engine(adapters={"other": "/other"}), make_caching_engine()]
     router = make_reloadable_router(old, new)
-    running = [router.submit(request(name)) for name in "ab"]
+    running_requests = [router.submit(make_request(name)) for name in "ab"]
     old[0].report(make_stored_event("x" * 400))
     reload = asyncio.create_task(router.reload(60))
     await asyncio.sleep(0.05)
-    assert old[0].calls == []  # it still has a request
-    router.submit(request("c"))
+    assert old[0].calls == []  # the worker still has a request
+    router.submit(make_request("c"))
     assert (list_request_ids(old[0]), list_request_ids(old[1])) == (["a"], ["b", "c"])
-    running[0].cancel()
+    running_requests[0].cancel()
     await asyncio.sleep(0.1)
     assert (old[0].calls, new[0].calls) == (["stop 0"], ["start"])
     assert new[0].adapters == {"tone": "/tone"}
     assert router.prefixes.num_blocks == 0
     assert old[1].calls == []
-    router.submit(request("d"))
+    router.submit(make_request("d"))
     assert list_request_ids(new[0]) == ["d"]
     for context in list(old[1].contexts):
         old[1]._cancel(context.request_id)
@@ -246,7 +249,7 @@ async def test_a_reload_replaces_workers_one_by_one() -> None:
 async def test_a_reload_ends_requests_that_exceed_the_grace_period() -> None:
     old, new = [FakeEngine(is_paused=True), FakeEngine()], [FakeEngine(), FakeEngine()]
     router = make_reloadable_router(old, new)
-    router.submit(request("a"))
+    router.submit(make_request("a"))
     await asyncio.wait_for(router.reload(0.05), 5)
     assert router.workers == new
 
@@ -272,14 +275,14 @@ async def test_a_failed_reload_leaves_the_other_workers() -> None:
     with pytest.raises(InputError, match="no model"):
         await router.reload(1)
     assert (router.workers, old[1].state) == (old, "ready")
-    router.submit(request("a"))
+    router.submit(make_request("a"))
     assert list_request_ids(old[1]) == ["a"]
 
 
 async def test_concurrent_reload_and_sleep_are_refused() -> None:
     old = [FakeEngine(is_paused=True), FakeEngine()]
     router = make_reloadable_router(old, [FakeEngine(), FakeEngine()])
-    generation = router.submit(request("a"))
+    generation = router.submit(make_request("a"))
     reload = asyncio.create_task(router.reload(60))
     await asyncio.sleep(0)
     for call in (router.reload(1), router.sleep(1, 0)):

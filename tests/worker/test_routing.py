@@ -7,9 +7,9 @@ from unittest.mock import patch
 import msgspec
 import pytest
 from support.engines import FakeEngine
-from support.paged import advance, kv_manager, text_context
+from support.kv_contexts import kv_manager, run_one_step, text_context
 from support.prefix_caches import CACHING_INFO, make_caching_engine, make_stored_event
-from support.workers import request
+from support.workers import make_request
 
 from penstock.pipelines.core.cache_events import BlocksCleared, BlocksRemoved, BlocksStored
 from penstock.worker.messages import TextResult
@@ -26,9 +26,10 @@ async def test_a_request_goes_to_the_worker_that_has_its_prefix() -> None:
     first, second = make_caching_engine(), make_caching_engine()
     router = WorkerRouter([first, second])
     second.report(make_stored_event("x" * 400))
-    router.submit(request("a", "x" * 400))
-    router.submit(request("b", "x" * 300 + "y" * 100))
-    router.submit(request("c", "y" * 400))  # second has no prefix of it and has two requests
+    router.submit(make_request("a", "x" * 400))
+    router.submit(make_request("b", "x" * 300 + "y" * 100))
+    # The second worker has two requests and no block of this prompt.
+    router.submit(make_request("c", "y" * 400))
     assert (list_request_ids(first), list_request_ids(second)) == (["c"], ["a", "b"])
 
 
@@ -38,7 +39,7 @@ async def test_the_worker_with_the_longest_prefix_gets_the_request() -> None:
     first.report(make_stored_event("x" * 100))
     second.report(make_stored_event("x" * 400))
     third.report(make_stored_event("x" * 100))
-    router.submit(request("a", "x" * 400))
+    router.submit(make_request("a", "x" * 400))
     assert list_request_ids(second) == ["a"]
 
 
@@ -47,22 +48,22 @@ async def test_load_outweighs_a_short_prefix() -> None:
     router = WorkerRouter([first, second])
     prompt = "x" * (2 * REQUEST_COST + 40)
     second.report(make_stored_event(prompt))
-    for name in "abc":  # the prefix outweighs two requests, but not three
-        router.submit(request(name, prompt, cache_salt=None))
+    for name in "abc":  # a cached prefix outweighs two running requests, but not three
+        router.submit(make_request(name, prompt, cache_salt=None))
     assert (list_request_ids(first), list_request_ids(second)) == ([], ["a", "b", "c"])
-    router.submit(request("d", prompt))
+    router.submit(make_request("d", prompt))
     assert list_request_ids(first) == ["d"]
 
 
 async def test_a_prompt_that_is_being_computed_outweighs_several_running_requests() -> None:
     first, second = make_caching_engine(), make_caching_engine()
     router = WorkerRouter([first, second])
-    computing = router.submit(request("a", "x" * 10 * REQUEST_COST))
-    for name in "bcd":  # each costs one fifth of the first request
-        router.submit(request(name))
+    computing_request = router.submit(make_request("a", "x" * 10 * REQUEST_COST))
+    for name in "bcd":  # each of these requests costs one fifth of the first request
+        router.submit(make_request(name))
     assert list_request_ids(second) == ["b", "c", "d"]
-    computing.add(TextResult("a", [97]))
-    router.submit(request("e"))
+    computing_request.add(TextResult("a", [97]))
+    router.submit(make_request("e"))
     assert list_request_ids(first) == ["a", "e"]
 
 
@@ -70,7 +71,7 @@ async def test_the_end_of_a_request_removes_its_cost() -> None:
     first, second = make_caching_engine(), make_caching_engine()
     router = WorkerRouter([first, second])
     for has_result in (False, True):
-        generation = router.submit(request("a", "x" * 10 * REQUEST_COST))
+        generation = router.submit(make_request("a", "x" * 10 * REQUEST_COST))
         if has_result:
             generation.add(TextResult("a", [97]))
         generation.cancel()
@@ -81,12 +82,12 @@ async def test_the_cached_part_of_a_prompt_does_not_count_as_load() -> None:
     first, second = make_caching_engine(), make_caching_engine()
     router = WorkerRouter([first, second])
     first.report(make_stored_event("x" * 2000))
-    router.submit(request("a", "x" * 2000))
-    router.submit(request("b", "y" * 40))
+    router.submit(make_request("a", "x" * 2000))
+    router.submit(make_request("b", "y" * 40))
     assert (list_request_ids(first), list_request_ids(second)) == (["a"], ["b"])
-    router.submit(request("c", "z" * 4))  # 3 tokens of the first prompt were not cached, 40 of the second
+    router.submit(make_request("c", "z" * 4))  # uncached tokens: 3 of a and 40 of b
     assert list_request_ids(first) == ["a", "c"]
-    router.submit(request("d", "x" * 2000)).cancel()
+    router.submit(make_request("d", "x" * 2000)).cancel()
     assert list_request_ids(first) == ["a", "c", "d"]
 
 
@@ -106,7 +107,7 @@ async def test_an_evicted_prefix_does_not_affect_routing(event: str) -> None:
     prompt = "x" * 400
     second.report(make_stored_event(prompt))
     second.report(BlocksRemoved(make_stored_event(prompt).digests) if event == "removed" else BlocksCleared())
-    router.submit(request("a", prompt))
+    router.submit(make_request("a", prompt))
     assert (list_request_ids(first), list_request_ids(second)) == (["a"], [])
     assert router.prefixes.num_blocks == 0
 
@@ -114,14 +115,14 @@ async def test_an_evicted_prefix_does_not_affect_routing(event: str) -> None:
 async def test_requests_with_one_prompt_that_arrive_together_share_a_worker() -> None:
     first, second = make_caching_engine(), make_caching_engine()
     router = WorkerRouter([first, second])
-    router.submit(request("other"))
-    generations = [router.submit(request(name, "x" * 2000)) for name in "ab"]
+    router.submit(make_request("other"))
+    generations = [router.submit(make_request(name, "x" * 2000)) for name in "ab"]
     assert (list_request_ids(first), list_request_ids(second)) == (["other"], ["a", "b"])
     for generation in generations:
         generation.cancel()
-    router.submit(request("d", "x" * 2000))  # no block was stored
+    router.submit(make_request("d", "x" * 2000))  # the worker has not stored the blocks yet
     assert list_request_ids(second)[2:] == ["d"]
-    router.submit(request("e", "y" * 2000))
+    router.submit(make_request("e", "y" * 2000))
     assert list_request_ids(first) == ["other", "e"]
 
 
@@ -134,34 +135,34 @@ async def test_prompts_with_salt_echo_or_adapter_do_not_match_cached_prefixes() 
         "b": {"log_probabilities": 1, "log_probabilities_echo": True},
         "c": {"adapter": "tone"},
     }.items():
-        router.submit(request(name, "x" * 400, **fields)).cancel()
+        router.submit(make_request(name, "x" * 400, **fields)).cancel()
     assert (list_request_ids(first), list_request_ids(second)) == (["a", "b", "c"], [])
 
 
 async def test_a_session_stays_with_its_worker() -> None:
     first, second = make_caching_engine(), make_caching_engine()
     router = WorkerRouter([first, second])
-    router.submit(request("busy"))
-    router.submit(request("a", session_id="s"))
-    router.submit(request("b", session_id="s"))
+    router.submit(make_request("busy"))
+    router.submit(make_request("a", session_id="s"))
+    router.submit(make_request("b", session_id="s"))
     assert list_request_ids(second) == ["a", "b"]
     for number in range(2):
-        router.submit(request(f"c{number}", session_id="s"))
+        router.submit(make_request(f"c{number}", session_id="s"))
     assert list_request_ids(second)[2:] == ["c0", "c1"]
-    router.submit(request("d", session_id="s"))  # 4 requests against 1: more than a batch of 3 would be
+    router.submit(make_request("d", session_id="s"))  # the maximum difference is 3: 4 requests and 1
     assert list_request_ids(second)[4:] == ["d"]
-    router.submit(request("e", session_id="s"))
+    router.submit(make_request("e", session_id="s"))
     assert list_request_ids(first) == ["busy", "e"]
-    router.submit(request("f", session_id="s"))  # the session has moved
+    router.submit(make_request("f", session_id="s"))  # the session has moved
     assert list_request_ids(first) == ["busy", "e", "f"]
 
 
 async def test_a_session_leaves_a_worker_that_is_down() -> None:
     first, second = make_caching_engine(), make_caching_engine()
     router = WorkerRouter([first, second])
-    router.submit(request("a", session_id="s"))
+    router.submit(make_request("a", session_id="s"))
     first.state = "restarting"
-    router.submit(request("b", session_id="s"))
+    router.submit(make_request("b", session_id="s"))
     assert list_request_ids(second) == ["b"]
 
 
@@ -169,7 +170,7 @@ async def test_the_number_of_sessions_is_bounded() -> None:
     policy = PrefixAware(PrefixMap(), 4, 1)
     with patch("penstock.worker.routing.MAX_SESSIONS", 2):
         for session in "abc":
-            policy.choose(request("", session_id=session), [], WorkerLoads(2), 0b11)
+            policy.choose(make_request("", session_id=session), [], WorkerLoads(2), 0b11)
     assert list(policy._sessions) == ["b", "c"]
 
 
@@ -177,18 +178,21 @@ def test_digests_equal_those_of_the_kv_cache() -> None:
     for limits, length in (((), 30), ((16,), 30), ((16,), 12)):
         manager, context = kv_manager(20, key_limits=limits), text_context(range(length), cache_salt="mine")
         manager.record_events()
-        advance(manager, context)
+        run_one_step(manager, context)
         (event,) = manager.take_events()
         assert isinstance(event, BlocksStored)
         info = msgspec.structs.replace(CACHING_INFO, prefix_limits=list(manager.prefix_limits or ()))
-        found = digests_of(text_context(range(length), cache_salt="mine"), info)
-        assert found == event.digests[: (length - 1) // 4]
+        actual_digests = digests_of(text_context(range(length), cache_salt="mine"), info)
+        assert actual_digests == event.digests[: (length - 1) // 4]
 
 
 def test_a_cache_without_prefixes_has_no_digests() -> None:
     manager = kv_manager(20, enable_prefix_caching=False)
     assert manager.prefix_limits is None
-    assert digests_of(request("", "x" * 40), msgspec.structs.replace(CACHING_INFO, prefix_limits=None)) == []
+    assert (
+        digests_of(make_request("", "x" * 40), msgspec.structs.replace(CACHING_INFO, prefix_limits=None))
+        == []
+    )
 
 
 def test_only_the_first_blocks_are_hashed() -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from support.paged import kv_manager
-from support.workers import FakeAdapters, GatedPipeline, fake_work, letters, request
+from support.kv_contexts import kv_manager
+from support.workers import FakeAdapters, GatedPipeline, fake_runtime, letters_in_order, make_request
 
 from penstock.errors import InputError
 from penstock.pipelines.core import TextGenerationStatus
@@ -59,12 +59,14 @@ class Worker:
 
 
 def make_worker(pipeline: GatedPipeline | None = None, **options: Any) -> Worker:
-    return Worker(fake_work(pipeline or GatedPipeline(choose=letters(2), kv=kv_manager(60)), **options))
+    return Worker(
+        fake_runtime(pipeline or GatedPipeline(choose=letters_in_order(2), kv=kv_manager(60)), **options)
+    )
 
 
 def test_reports_of_one_request() -> None:
     worker = make_worker(max_batch_input_tokens=8)
-    report = worker.results(Submit(request("a", "0123456789")))
+    report = worker.results(Submit(make_request("a", "0123456789")))
     assert report.admissions == [Admission("a", 0)]
     assert report.results == []  # the step computed a chunk of the prompt
     assert worker.results().results == [TextResult("a", [97])]
@@ -77,10 +79,10 @@ def test_reports_of_one_request() -> None:
 
 
 def test_no_state_of_ended_requests_remains() -> None:
-    pipeline = GatedPipeline(choose=letters(9), kv=kv_manager(60))
-    pipeline.culprits = {"b"}
+    pipeline = GatedPipeline(choose=letters_in_order(9), kv=kv_manager(60))
+    pipeline.failing_requests = {"b"}
     worker = make_worker(pipeline)
-    report = worker.results(*(Submit(request(name)) for name in "abc"), Submit(request("c")))
+    report = worker.results(*(Submit(make_request(name)) for name in "abc"), Submit(make_request("c")))
     assert sorted(failure.request_id for failure in report.failures) == ["b", "c"]
     assert "already submitted" in next(f.error.message for f in report.failures if f.request_id == "c")
     report = worker.results(Cancel("a"), Cancel("b"), Cancel("c"), Cancel("c"), Cancel("unknown"))
@@ -93,7 +95,7 @@ def test_no_state_of_ended_requests_remains() -> None:
 def test_a_context_that_is_not_ready_causes_no_report() -> None:
     ready: list[bool] = []
     worker = make_worker(ready=lambda context: bool(ready))
-    assert worker.process(Submit(request("a"))) == []
+    assert worker.process(Submit(make_request("a"))) == []
     ready.append(True)
     assert worker.results().admissions == [Admission("a", 0)]
 
@@ -104,8 +106,8 @@ def test_the_answer_to_a_ping_includes_counts() -> None:
 
     worker = Worker(
         WorkerRuntime(
-            scheduler=fake_work(GatedPipeline()).scheduler,
-            info=fake_work(GatedPipeline()).info,
+            scheduler=fake_runtime(GatedPipeline()).scheduler,
+            info=fake_runtime(GatedPipeline()).info,
             add_counts=add_draft_counts,
         )
     )
@@ -122,7 +124,7 @@ def test_a_failed_adapter_load_is_reported(
         def load(self, name: str, path: str) -> None:
             raise ZeroDivisionError("a secret of ours") if path == "broken" else InputError("too large")
 
-    worker = Worker(fake_work(GatedPipeline(), Broken()))
+    worker = Worker(fake_runtime(GatedPipeline(), Broken()))
     (broken, large) = worker.process(LoadAdapter(1, "a", "broken"), LoadAdapter(2, "a", "large"))
     assert isinstance(broken, CallResult)
     assert broken.error is not None
@@ -163,14 +165,14 @@ class Socket:
 
 @pytest.mark.parametrize(("num_polls", "num_packed"), [(1, 0), (3, 2), (9, 5)])
 def test_an_idle_worker_packs_pending_weights(num_polls: int, num_packed: int) -> None:
-    pending = list(range(5))
+    pending_weights = list(range(5))
 
     def pack_pending() -> bool:
-        pending.pop()
-        return bool(pending)
+        pending_weights.pop()
+        return bool(pending_weights)
 
-    work = replace(fake_work(GatedPipeline()), pack_pending=pack_pending)
+    work = replace(fake_runtime(GatedPipeline()), pack_pending=pack_pending)
     socket: Any = Socket((num_polls, msgspec.msgpack.encode(Stop())))
     _Loop(work, socket, lambda report: None).run()
-    assert 5 - len(pending) == num_packed
+    assert 5 - len(pending_weights) == num_packed
     assert socket.waits == [None], "after packing, the worker blocks until a command arrives"

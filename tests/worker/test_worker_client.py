@@ -17,18 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.paged import kv_manager
+from support.kv_contexts import kv_manager
 from support.workers import (
     FakeAdapters,
     Gate,
     GatedPipeline,
-    client_of,
-    fake_work,
-    ids,
-    letters,
-    read,
-    request,
-    text,
+    delta_text,
+    delta_token_ids,
+    fake_runtime,
+    letters_in_order,
+    make_request,
+    read_deltas,
+    running_client,
 )
 
 from penstock.errors import (
@@ -66,54 +66,56 @@ async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
 
 
 async def test_requests_get_their_output_and_end() -> None:
-    async with client_of(FakePipeline.saying("Hello!")) as client:
+    async with running_client(FakePipeline.saying("Hello!")) as client:
         assert (client.state, client.is_alive) == ("ready", True)
-        generations = [client.submit(request(str(number))) for number in range(9)]
+        generations = [client.submit(make_request(str(number))) for number in range(9)]
         assert client.num_outstanding == 9
         for generation in generations:
             await generation.admitted()
-            deltas = await read(generation)
-            assert text(deltas) == "Hello!"
+            deltas = await read_deltas(generation)
+            assert delta_text(deltas) == "Hello!"
             assert [delta.status.is_done for delta in deltas] == [False] * (len(deltas) - 1) + [True]
             assert deltas[-1].status is END
-            assert await read(generation) == []
+            assert await read_deltas(generation) == []
         assert client.num_outstanding == 0
         assert client.num_late_results == 0
 
 
 async def test_a_late_reader_gets_all_results_in_one_delta() -> None:
     gate = Gate()
-    async with client_of(GatedPipeline(gate, choose=letters(5))) as client:
-        generation = client.submit(request("a"))
-        gate.let(2)
+    async with running_client(GatedPipeline(gate, choose=letters_in_order(5))) as client:
+        generation = client.submit(make_request("a"))
+        gate.allow_steps(2)
         await until(lambda: client.stats.num_steps == 2)
-        assert text([await anext(generation)]) == "ab"
+        assert delta_text([await anext(generation)]) == "ab"
         gate.open()
         await until(lambda: generation.is_done)
-        (delta,) = await read(generation)
-        assert text([delta]) == "cde"
+        (delta,) = await read_deltas(generation)
+        assert delta_text([delta]) == "cde"
         assert delta.status is END
 
 
 async def test_a_step_can_generate_several_tokens() -> None:
-    async with client_of(lambda: fake_work(FakePipeline(letters(9)), num_steps=4)) as client:
-        assert text(await read(client.submit(request("a")))) == "abcdefghi"
+    async with running_client(lambda: fake_runtime(FakePipeline(letters_in_order(9)), num_steps=4)) as client:
+        assert delta_text(await read_deltas(client.submit(make_request("a")))) == "abcdefghi"
         assert client.stats.num_steps == 3
 
 
 async def test_tokens_carry_log_probabilities() -> None:
-    async with client_of(FakePipeline.saying("ab")) as client:
-        deltas = await read(client.submit(request("a", log_probabilities=2, log_probabilities_echo=True)))
+    async with running_client(FakePipeline.saying("ab")) as client:
+        deltas = await read_deltas(
+            client.submit(make_request("a", log_probabilities=2, log_probabilities_echo=True))
+        )
         entries = [entry for delta in deltas for entry in delta.log_probabilities]
         assert [len(entry.token_log_probabilities) for entry in entries if entry] == [2, 1]
-        deltas = await read(client.submit(request("b")))
+        deltas = await read_deltas(client.submit(make_request("b")))
         assert [len(delta.log_probabilities) for delta in deltas] == [0] * len(deltas)
 
 
 async def test_a_prompt_without_output_has_log_probabilities() -> None:
-    async with client_of(FakePipeline.saying("")) as client:
+    async with running_client(FakePipeline.saying("")) as client:
         options = {"log_probabilities": 1, "log_probabilities_echo": True}
-        (delta,) = await read(client.submit(request("a", "Hello", **options)))
+        (delta,) = await read_deltas(client.submit(make_request("a", "Hello", **options)))
         assert delta.token_ids == []
         assert delta.prompt_log_probabilities is not None
         assert len(delta.prompt_log_probabilities.token_log_probabilities) == 4
@@ -124,12 +126,12 @@ async def test_a_prompt_without_output_has_log_probabilities() -> None:
 
 async def test_counts_are_exact() -> None:
     def make_runtime() -> WorkerRuntime:
-        return fake_work(FakePipeline(letters(3), kv=kv_manager(16)), max_batch_input_tokens=8)
+        return fake_runtime(FakePipeline(letters_in_order(3), kv=kv_manager(16)), max_batch_input_tokens=8)
 
-    async with client_of(make_runtime) as client:
+    async with running_client(make_runtime) as client:
         assert client.stats == WorkerStats()
         # Prompt chunks of 8 and 2 tokens, then three steps of 1 token. The fourth output token is EOS.
-        assert text(await read(client.submit(request("a", "0123456789")))) == "abc"
+        assert delta_text(await read_deltas(client.submit(make_request("a", "0123456789")))) == "abc"
         await until(lambda: client.stats.num_running == 0)
         stats = client.stats
         assert stats.step_seconds > 0
@@ -145,9 +147,11 @@ async def test_counts_are_exact() -> None:
             last_batch_tokens=1,
         )
         # Two blocks of 4 tokens are cached.
-        deltas = await read(client.submit(request("b", "0123456789")))
+        deltas = await read_deltas(client.submit(make_request("b", "0123456789")))
         assert {delta.num_cached_tokens for delta in deltas} == {8}
-        deltas = await read(client.submit(request("c", "0123456789", log_probabilities_echo=True)))
+        deltas = await read_deltas(
+            client.submit(make_request("c", "0123456789", log_probabilities_echo=True))
+        )
         assert {delta.num_cached_tokens for delta in deltas} == {0}
         stats = client.stats
         assert (stats.num_prompt_tokens, stats.num_prefix_query_tokens) == (30, 20)
@@ -159,22 +163,22 @@ async def test_counts_of_running_requests() -> None:
     gate, ready = Gate(), threading.Event()
 
     def make_runtime() -> WorkerRuntime:
-        pipeline = GatedPipeline(gate, choose=letters(20), kv=kv_manager(9))
-        return fake_work(pipeline, max_batch_size=2, ready=lambda context: ready.is_set())
+        pipeline = GatedPipeline(gate, choose=letters_in_order(20), kv=kv_manager(9))
+        return fake_runtime(pipeline, max_batch_size=2, ready=lambda context: ready.is_set())
 
-    async with client_of(make_runtime) as client:
+    async with running_client(make_runtime) as client:
         for name in "abc":
-            client.submit(request(name, f"{name}1234", max_length=26))
+            client.submit(make_request(name, f"{name}1234", max_length=26))
         with pytest.raises(UnsupportedFeatureError):
             # The worker refuses this call after it has received all three requests.
             await client.load_adapter("a", "/a")
         ready.set()
-        gate.let(1)
+        gate.allow_steps(1)
         await until(lambda: client.stats.num_steps == 1)
         stats = client.stats
         assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (2, 1, 4)
         assert (stats.last_batch_size, stats.last_batch_tokens) == (2, 10)
-        gate.let(12)  # with 17 tokens, each context needs a fifth block
+        gate.allow_steps(12)  # with 17 tokens, each context needs a fifth block
         await until(lambda: client.stats.num_steps == 13)
         stats = client.stats
         assert (stats.num_running, stats.num_waiting, stats.num_preemptions) == (1, 2, 1)
@@ -187,8 +191,8 @@ async def test_counts_of_running_requests() -> None:
 
 
 async def test_a_request_that_exceeds_the_cache_is_refused_with_the_numbers() -> None:
-    async with client_of(lambda: fake_work(FakePipeline(kv=kv_manager(4)))) as client:
-        generation = client.submit(request("a", "x" * 30))
+    async with running_client(lambda: fake_runtime(FakePipeline(kv=kv_manager(4)))) as client:
+        generation = client.submit(make_request("a", "x" * 30))
         with pytest.raises(InputError, match="do not fit the 4 blocks"):
             await generation.admitted()
         for _ in range(2):
@@ -198,14 +202,14 @@ async def test_a_request_that_exceeds_the_cache_is_refused_with_the_numbers() ->
 
 
 async def test_a_request_that_fails_the_forward_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
-    pipeline = GatedPipeline(choose=letters(5))
-    pipeline.culprits = {"b"}
-    async with client_of(pipeline) as client:
-        good, bad = client.submit(request("a")), client.submit(request("b"))
+    pipeline = GatedPipeline(choose=letters_in_order(5))
+    pipeline.failing_requests = {"b"}
+    async with running_client(pipeline) as client:
+        good, bad = client.submit(make_request("a")), client.submit(make_request("b"))
         with pytest.raises(RequestFailedError) as caught:
-            await read(bad)
+            await read_deltas(bad)
         assert "secret" not in str(caught.value)
-        assert text(await read(good)) == "abcde"
+        assert delta_text(await read_deltas(good)) == "abcde"
         assert "a secret of ours" in caplog.text
         assert client.num_restarts == 0
 
@@ -216,11 +220,11 @@ async def test_only_the_request_that_cannot_become_ready_fails() -> None:
             raise InputError("the grammar does not compile")
         return True
 
-    async with client_of(lambda: fake_work(FakePipeline.saying("x"), ready=ready)) as client:
-        bad, good = client.submit(request("a")), client.submit(request("b"))
+    async with running_client(lambda: fake_runtime(FakePipeline.saying("x"), ready=ready)) as client:
+        bad, good = client.submit(make_request("a")), client.submit(make_request("b"))
         with pytest.raises(InputError, match="does not compile"):
             await bad.admitted()
-        assert text(await read(good)) == "x"
+        assert delta_text(await read_deltas(good)) == "x"
 
 
 async def test_readiness_is_checked_at_most_every_few_milliseconds() -> None:
@@ -231,10 +235,10 @@ async def test_readiness_is_checked_at_most_every_few_milliseconds() -> None:
         num_checks += 1
         return num_checks >= 50
 
-    async with client_of(lambda: fake_work(FakePipeline.saying("x"), ready=ready)) as client:
-        assert text(await read(client.submit(request("a")))) == "x"
+    async with running_client(lambda: fake_runtime(FakePipeline.saying("x"), ready=ready)) as client:
+        assert delta_text(await read_deltas(client.submit(make_request("a")))) == "x"
         assert time.monotonic() - begin > 50 * 0.004 / 2, (
-            "lower bound: 50 checks at intervals of 4 ms, halved"
+            "50 checks at intervals of 4 ms take at least half of 200 ms"
         )
 
 
@@ -243,28 +247,31 @@ async def test_readiness_is_checked_at_most_every_few_milliseconds() -> None:
 
 async def test_cancelling_frees_the_blocks_within_a_step() -> None:
     gate = Gate()
-    async with client_of(
-        lambda: fake_work(GatedPipeline(gate, choose=letters(20), kv=kv_manager(20)))
+    async with running_client(
+        lambda: fake_runtime(GatedPipeline(gate, choose=letters_in_order(20), kv=kv_manager(20)))
     ) as client:
-        running, cancelled = client.submit(request("a", "aaaaa")), client.submit(request("b", "bbbbb"))
-        gate.let(2)
+        running, cancelled = (
+            client.submit(make_request("a", "aaaaa")),
+            client.submit(make_request("b", "bbbbb")),
+        )
+        gate.allow_steps(2)
         await until(lambda: client.stats.num_steps == 2)
         await running.admitted()
         cancelled.cancel()
         cancelled.cancel()
         assert client.num_outstanding == 2  # the request counts until the worker reports its end
-        gate.let(2)
+        gate.allow_steps(2)
         for _ in range(10):
             with suppress(TimeoutError):
                 await until(lambda: client.num_outstanding == 1, seconds=0.5)
                 break
-            gate.let(1)  # the steps ran before the worker received the cancellation
+            gate.allow_steps(1)  # the steps ran before the worker received the cancellation
         assert client.stats.num_used_blocks == -(-(5 + client.stats.num_steps - 1) // 4)
-        deltas = await read(cancelled)
+        deltas = await read_deltas(cancelled)
         assert deltas[-1].status is CANCELLED
         await cancelled.admitted()
         gate.open()
-        assert text(await read(running)) == "abcdefghijklmnopqrst"
+        assert delta_text(await read_deltas(running)) == "abcdefghijklmnopqrst"
         running.cancel()
         assert running.is_done
         assert client.num_outstanding == 0
@@ -272,9 +279,9 @@ async def test_cancelling_frees_the_blocks_within_a_step() -> None:
 
 async def test_a_cancellation_wakes_the_reader() -> None:
     gate = Gate()
-    async with client_of(GatedPipeline(gate)) as client:
-        generation = client.submit(request("a"))
-        reader = asyncio.create_task(read(generation))
+    async with running_client(GatedPipeline(gate)) as client:
+        generation = client.submit(make_request("a"))
+        reader = asyncio.create_task(read_deltas(generation))
         waiter = asyncio.create_task(generation.admitted())
         await asyncio.sleep(0.02)
         generation.cancel()
@@ -285,26 +292,26 @@ async def test_a_cancellation_wakes_the_reader() -> None:
 
 async def test_results_after_a_cancel_are_ignored_and_counted() -> None:
     gate = Gate()
-    async with client_of(GatedPipeline(gate, choose=letters(1))) as client:
-        generation = client.submit(request("a"))
-        gate.let(1)
+    async with running_client(GatedPipeline(gate, choose=letters_in_order(1))) as client:
+        generation = client.submit(make_request("a"))
+        gate.allow_steps(1)
         await until(lambda: gate.num_arrived == 2)  # the last step waits at the gate
         generation.cancel()
         gate.open()
         await until(lambda: client.num_outstanding == 0)
         assert client.num_late_results == 1
-        assert text(await read(generation)) == "a"
-        assert text(await read(client.submit(request("a")))) == "a"
+        assert delta_text(await read_deltas(generation)) == "a"
+        assert delta_text(await read_deltas(client.submit(make_request("a")))) == "a"
 
 
 async def test_a_generation_can_be_read_after_a_reader_is_cancelled() -> None:
     gate = Gate()
-    async with client_of(GatedPipeline(gate, choose=letters(2))) as client:
-        generation = client.submit(request("a"))
+    async with running_client(GatedPipeline(gate, choose=letters_in_order(2))) as client:
+        generation = client.submit(make_request("a"))
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(anext(generation), 0.02)
         gate.open()
-        assert text(await read(generation)) == "ab"
+        assert delta_text(await read_deltas(generation)) == "ab"
 
 
 # -- Limits ----------------------------------------------------------------------------------------------
@@ -312,39 +319,39 @@ async def test_a_generation_can_be_read_after_a_reader_is_cancelled() -> None:
 
 async def test_the_queue_is_bounded() -> None:
     gate = Gate()
-    async with client_of(
-        lambda: fake_work(GatedPipeline(gate), max_batch_size=1), max_queue_size=2
+    async with running_client(
+        lambda: fake_runtime(GatedPipeline(gate), max_batch_size=1), max_queue_size=2
     ) as client:
         assert client.max_outstanding == 3
-        generations = [client.submit(request(name)) for name in "abc"]
+        generations = [client.submit(make_request(name)) for name in "abc"]
         with pytest.raises(OverloadedError, match="3 requests") as caught:
-            client.submit(request("d"))
+            client.submit(make_request("d"))
         assert caught.value.retry_after >= 1
-        ended = client.request_ended()
-        assert not ended.done()
+        ended_future = client.request_ended()
+        assert not ended_future.done()
         gate.open()
-        await asyncio.wait_for(ended, 10)
+        await asyncio.wait_for(ended_future, 10)
         assert client.num_outstanding < 3
         for generation in generations:
-            await read(generation)
-        await read(client.submit(request("d")))
+            await read_deltas(generation)
+        await read_deltas(client.submit(make_request("d")))
 
 
 async def test_an_id_in_use_is_refused() -> None:
     gate = Gate()
-    async with client_of(GatedPipeline(gate)) as client:
-        generation = client.submit(request("a"))
+    async with running_client(GatedPipeline(gate)) as client:
+        generation = client.submit(make_request("a"))
         for _ in range(2):
             with pytest.raises(InputError, match="is running already"):
-                client.submit(request("a"))
+                client.submit(make_request("a"))
             generation.cancel()
         gate.open()
 
 
 async def test_the_default_queue_size_depends_on_the_batch_size() -> None:
-    async with client_of(FakePipeline()) as client:
+    async with running_client(FakePipeline()) as client:
         assert client.max_outstanding == 4 + 64
-    async with client_of(lambda: fake_work(FakePipeline(), max_batch_size=50)) as client:
+    async with running_client(lambda: fake_runtime(FakePipeline(), max_batch_size=50)) as client:
         assert client.max_outstanding == 50 + 200
 
 
@@ -361,44 +368,46 @@ class KillablePipeline(GatedPipeline):
     def execute(self, batch: Any, num_steps: int = 1) -> Any:
         if "kill" in batch:
             if self.gate is not None:
-                self.gate.pass_through()
+                self.gate.wait()
             raise WorkerDeath
         return super().execute(batch, num_steps)
 
 
 def make_killable_runtime() -> WorkerRuntime:
-    return fake_work(KillablePipeline(choose=letters(9), kv=kv_manager(60)))
+    return fake_runtime(KillablePipeline(choose=letters_in_order(9), kv=kv_manager(60)))
 
 
 async def kill(client: WorkerClient) -> UnavailableError:
     with pytest.raises(UnavailableError) as caught:
-        await read(client.submit(request("kill")))
+        await read_deltas(client.submit(make_request("kill")))
     return caught.value
 
 
 async def test_a_dead_worker_is_restarted_and_its_requests_end() -> None:
     gate = Gate()
-    async with client_of(lambda: fake_work(KillablePipeline(gate, choose=letters(9)))) as client:
-        generations = [client.submit(request(name)) for name in "abcdefgh"]
-        gate.let(1)
+    async with running_client(
+        lambda: fake_runtime(KillablePipeline(gate, choose=letters_in_order(9)))
+    ) as client:
+        generations = [client.submit(make_request(name)) for name in "abcdefgh"]
+        gate.allow_steps(1)
         await until(lambda: client.stats.num_steps == 1)
-        cancelled = client.submit(request("cancelled"))
+        cancelled = client.submit(make_request("cancelled"))
         cancelled.cancel()
-        readers = [asyncio.create_task(read(generation)) for generation in generations]
+        readers = [asyncio.create_task(read_deltas(generation)) for generation in generations]
         waiter = asyncio.create_task(generations[-1].admitted())
         error = asyncio.create_task(kill(client))
         gate.open()
         outcomes = await asyncio.gather(*readers, waiter, return_exceptions=True)
         assert "worker process died" in str(await error)
         assert (await error).retry_after >= 1
-        ended = [outcome for outcome in outcomes if isinstance(outcome, UnavailableError)]
-        finished = [text(outcome) for outcome in outcomes if isinstance(outcome, list)]
-        assert len(ended) + len(finished) + (outcomes[-1] is None) == len(outcomes)
+        ended_outcomes = [outcome for outcome in outcomes if isinstance(outcome, UnavailableError)]
+        finished = [delta_text(outcome) for outcome in outcomes if isinstance(outcome, list)]
+        assert len(ended_outcomes) + len(finished) + (outcomes[-1] is None) == len(outcomes)
         assert set(finished) <= {"abcdefghi"}
         assert client.num_outstanding == 0
         await until(lambda: client.state == "ready")
         assert client.num_restarts == 1
-        assert text(await read(client.submit(request("b")))) == "abcdefghi"
+        assert delta_text(await read_deltas(client.submit(make_request("b")))) == "abcdefghi"
 
 
 async def test_requests_are_refused_during_a_restart() -> None:
@@ -409,12 +418,12 @@ async def test_requests_are_refused_during_a_restart() -> None:
         assert may_start.wait(20)
         return make_killable_runtime()
 
-    async with client_of(make_runtime) as client:
+    async with running_client(make_runtime) as client:
         may_start.clear()
         await kill(client)
         assert (client.state, client.is_alive) == ("restarting", False)
         with pytest.raises(UnavailableError, match="being restarted"):
-            client.submit(request("a"))
+            client.submit(make_request("a"))
         with pytest.raises(UnavailableError, match="being restarted"):
             await client.load_adapter("a", "/a")
         may_start.set()
@@ -427,36 +436,36 @@ async def test_consecutive_failed_requests_restart_the_worker(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def make_runtime() -> WorkerRuntime:
-        pipeline = GatedPipeline(choose=letters(2))
-        pipeline.culprits = {"b"}
-        return fake_work(pipeline)
+        pipeline = GatedPipeline(choose=letters_in_order(2))
+        pipeline.failing_requests = {"b"}
+        return fake_runtime(pipeline)
 
-    async with client_of(make_runtime) as client:
+    async with running_client(make_runtime) as client:
         with pytest.raises(RequestFailedError):
-            await read(client.submit(request("b")))
+            await read_deltas(client.submit(make_request("b")))
         with pytest.raises(UnavailableError):
-            await read(client.submit(request("b")))
+            await read_deltas(client.submit(make_request("b")))
         await until(lambda: client.state == "ready")
-        assert text(await read(client.submit(request("a")))) == "ab"
+        assert delta_text(await read_deltas(client.submit(make_request("a")))) == "ab"
         assert "a secret of ours" in caplog.text
 
 
 async def test_a_hanging_worker_is_restarted() -> None:
     gates = [Gate(), Gate()]
     pipelines = iter([GatedPipeline(gates[0]), FakePipeline.saying("x")])
-    async with client_of(lambda: fake_work(next(pipelines)), hang_limit=3.0) as client:
+    async with running_client(lambda: fake_runtime(next(pipelines)), hang_limit=3.0) as client:
         begin = time.monotonic()
         with pytest.raises(UnavailableError, match="worker process died"):
-            await read(client.submit(request("a")))
+            await read_deltas(client.submit(make_request("a")))
         assert time.monotonic() - begin >= 3.0
         await until(lambda: client.state == "ready")
-        assert text(await read(client.submit(request("a")))) == "x"
+        assert delta_text(await read_deltas(client.submit(make_request("a")))) == "x"
         assert client.is_alive
         gates[0].open()
 
 
 async def test_an_idle_worker_answers_pings() -> None:
-    async with client_of(FakePipeline.saying("x"), hang_limit=3.0) as client:
+    async with running_client(FakePipeline.saying("x"), hang_limit=3.0) as client:
         await asyncio.sleep(3.4)
         assert (client.is_alive, client.num_restarts) == (True, 0)
 
@@ -468,7 +477,7 @@ async def test_each_request_ends_once_under_random_faults(seed: int) -> None:
 
     async def send_request(client: WorkerClient, name: str) -> None:
         await asyncio.sleep(rng.uniform(0, 0.3))
-        context = request(name, "x" * rng.randint(1, 30), cache_salt=str(rng.randint(0, 3)))
+        context = make_request(name, "x" * rng.randint(1, 30), cache_salt=str(rng.randint(0, 3)))
         context.eos_token_ids = set()
         try:
             generation = client.submit(context)
@@ -491,24 +500,24 @@ async def test_each_request_ends_once_under_random_faults(seed: int) -> None:
         assert await asyncio.wait_for(_count_deltas_after_end(generation), 60) == 0
 
     def make_runtime() -> WorkerRuntime:
-        pipeline = KillablePipeline(choose=letters(200), kv=kv_manager(24))
-        pipeline.culprits = {str(number) for number in range(0, 80, 9)}
-        return fake_work(pipeline, max_batch_size=6, max_batch_input_tokens=16)
+        pipeline = KillablePipeline(choose=letters_in_order(200), kv=kv_manager(24))
+        pipeline.failing_requests = {str(number) for number in range(0, 80, 9)}
+        return fake_runtime(pipeline, max_batch_size=6, max_batch_input_tokens=16)
 
-    async with client_of(make_runtime) as client:
+    async with running_client(make_runtime) as client:
         names = [str(number) for number in range(80)]
         names[20] = "kill"
         await asyncio.gather(*(send_request(client, name) for name in names))
         assert ends.total() == 80
         await until(lambda: client.num_outstanding == 0 and client.state == "ready")
-        assert len(ids(await read(client.submit(request("last"))))) == 58
+        assert len(delta_token_ids(await read_deltas(client.submit(make_request("last"))))) == 58
         assert (client.stats.num_used_blocks, client.num_outstanding) == (0, 0)
 
 
 async def _count_deltas_after_end(generation: Generation) -> int:
     """Return the number of deltas after the end of a generation."""
     with suppress(PenstockError):
-        return len(await read(generation))
+        return len(await read_deltas(generation))
     return 0
 
 
@@ -557,7 +566,7 @@ async def test_failed_launches_end_the_restarts_and_stop_the_client(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(supervisor, "RESTART_DELAY", 0.001)
-    async with client_of(make_killable_runtime) as client:
+    async with running_client(make_killable_runtime) as client:
 
         def fail(*_: Any, **__: Any) -> Any:
             raise OSError("too many processes")
@@ -587,12 +596,12 @@ async def test_a_worker_is_not_restarted_after_five_failed_starts(
             raise CheckpointNotFoundError("/models/x", "was deleted")
         return make_killable_runtime()
 
-    async with client_of(make_runtime) as client:
+    async with running_client(make_runtime) as client:
         await kill(client)
         await until(lambda: client.state == "stopped")
         assert starts == 1 + 5
         with pytest.raises(UnavailableError, match="could not be restarted: /models/x: was deleted"):
-            client.submit(request("a"))
+            client.submit(make_request("a"))
         assert isinstance(client.failure, CheckpointNotFoundError)
         assert "is not restarted after 5 failed starts" in caplog.text
 
@@ -615,7 +624,7 @@ async def test_a_death_before_the_first_answer_counts_as_a_failed_start(
             object.__setattr__(runtime, "add_counts", die)
         return runtime
 
-    async with client_of(make_runtime) as client:
+    async with running_client(make_runtime) as client:
         await kill(client)
         await until(lambda: client.state == "stopped")
         assert starts == 1 + 5
@@ -629,9 +638,9 @@ async def test_adapter_changes_are_repeated_after_a_restart() -> None:
 
     def make_runtime() -> WorkerRuntime:
         adapters_of_starts.append(FakeAdapters(first="/1", second="/2"))
-        return fake_work(KillablePipeline(choose=letters(2)), adapters_of_starts[-1])
+        return fake_runtime(KillablePipeline(choose=letters_in_order(2)), adapters_of_starts[-1])
 
-    async with client_of(make_runtime) as client:
+    async with running_client(make_runtime) as client:
         assert client.adapters == {"first": "/1", "second": "/2"}
         await client.load_adapter("third", "/3")
         await client.unload_adapter("second")
@@ -657,9 +666,9 @@ async def test_an_adapter_that_cannot_be_restored_is_removed(caplog: pytest.LogC
 
     def make_runtime() -> WorkerRuntime:
         adapters_of_starts.append(FailingAdapters())
-        return fake_work(KillablePipeline(choose=letters(2)), adapters_of_starts[-1])
+        return fake_runtime(KillablePipeline(choose=letters_in_order(2)), adapters_of_starts[-1])
 
-    async with client_of(make_runtime) as client:
+    async with running_client(make_runtime) as client:
         await client.load_adapter("a", "/a")
         await kill(client)
         await until(lambda: client.state == "ready")
@@ -671,9 +680,9 @@ async def test_an_adapter_call_fails_if_the_worker_dies() -> None:
     gate = Gate()
 
     def make_runtime() -> WorkerRuntime:
-        return fake_work(KillablePipeline(gate, choose=letters(2)), FakeAdapters())
+        return fake_runtime(KillablePipeline(gate, choose=letters_in_order(2)), FakeAdapters())
 
-    async with client_of(make_runtime) as client:
+    async with running_client(make_runtime) as client:
         error = asyncio.create_task(kill(client))
         await until(lambda: gate.num_arrived == 1)
         call = asyncio.create_task(client.load_adapter("a", "/a"))
@@ -685,7 +694,7 @@ async def test_an_adapter_call_fails_if_the_worker_dies() -> None:
 
 
 async def test_loading_an_adapter_without_lora_is_refused() -> None:
-    async with client_of(FakePipeline()) as client:
+    async with running_client(FakePipeline()) as client:
         assert client.adapters == {}
         with pytest.raises(UnsupportedFeatureError, match="LoRA adapters"):
             await client.load_adapter("a", "/a")
@@ -696,30 +705,30 @@ async def test_loading_an_adapter_without_lora_is_refused() -> None:
 
 async def test_stopping_waits_for_running_requests() -> None:
     gate = Gate()
-    async with client_of(GatedPipeline(gate, choose=letters(5))) as client:
-        generation = client.submit(request("a"))
+    async with running_client(GatedPipeline(gate, choose=letters_in_order(5))) as client:
+        generation = client.submit(make_request("a"))
         stopping = asyncio.create_task(client.stop(20))
         await until(lambda: client.state == "stopping")
         with pytest.raises(UnavailableError, match="shutting down"):
-            client.submit(request("b"))
+            client.submit(make_request("b"))
         assert client.is_alive
         gate.open()
         await stopping
-        assert text(await read(generation)) == "abcde"
+        assert delta_text(await read_deltas(generation)) == "abcde"
         assert (client.state, client.is_alive) == ("stopped", False)
         with pytest.raises(UnavailableError, match="shutting down"):
-            client.submit(request("b"))
+            client.submit(make_request("b"))
 
 
 async def test_stopping_waits_at_most_the_grace_period() -> None:
     gate = Gate()
-    async with client_of(GatedPipeline(gate, choose=letters(5))) as client:
-        generation = client.submit(request("a"))
-        gate.let(1)
-        assert ids([await anext(generation)]) == [97]
+    async with running_client(GatedPipeline(gate, choose=letters_in_order(5))) as client:
+        generation = client.submit(make_request("a"))
+        gate.allow_steps(1)
+        assert delta_token_ids([await anext(generation)]) == [97]
         stopping = asyncio.create_task(client.stop(0.05))
         with pytest.raises(UnavailableError, match="shutting down"):
-            await read(generation)
+            await read_deltas(generation)
         generation.cancel()
         gate.open()
         await stopping
@@ -729,11 +738,11 @@ async def test_stopping_waits_at_most_the_grace_period() -> None:
 async def test_folders_descriptors_and_threads_are_released() -> None:
     descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
     for _ in range(3):
-        async with client_of(make_killable_runtime) as client:
+        async with running_client(make_killable_runtime) as client:
             await kill(client)
             await until(lambda client=client: client.state == "ready")
             folder = Path(client._supervisor._folder)
-            # Two sockets for each of two workers, and one progress file.
+            # The folder has two sockets for each of two workers, and one progress file.
             assert len(list(folder.iterdir())) <= 5
         assert not folder.exists()
     assert len(os.listdir("/proc/self/fd")) <= descriptors
@@ -746,61 +755,63 @@ async def test_a_temporary_folder_with_a_long_path_works(
     long_folder = tmp_path / ("x" * 90)
     long_folder.mkdir()
     monkeypatch.setattr(supervisor.tempfile, "tempdir", str(long_folder))
-    async with client_of(FakePipeline.saying("x")) as client:
-        assert text(await read(client.submit(request("a")))) == "x"
+    async with running_client(FakePipeline.saying("x")) as client:
+        assert delta_text(await read_deltas(client.submit(make_request("a")))) == "x"
 
 
 # -- Sleep -----------------------------------------------------------------------------------------------
 
 
 async def test_sleep_drops_cached_prefixes_and_refuses_requests() -> None:
-    async with client_of(lambda: fake_work(FakePipeline(letters(3), kv=kv_manager(16)))) as client:
-        await read(client.submit(request("a", "0123456789")))
+    async with running_client(
+        lambda: fake_runtime(FakePipeline(letters_in_order(3), kv=kv_manager(16)))
+    ) as client:
+        await read_deltas(client.submit(make_request("a", "0123456789")))
         await client.sleep(1, 1)
         await client.sleep(2, 1)  # already asleep: no effect
         assert (client.state, client.is_alive) == ("asleep", True)
         with pytest.raises(UnavailableError, match="the model is asleep: send POST /wake_up"):
-            client.submit(request("b"))
+            client.submit(make_request("b"))
         with pytest.raises(UnavailableError, match="asleep"):
             await client.reset_prefix_cache()
         await client.wake_up()
         await client.wake_up()
-        deltas = await read(client.submit(request("b", "0123456789")))
-        assert (text(deltas), {delta.num_cached_tokens for delta in deltas}) == ("abc", {0})
+        deltas = await read_deltas(client.submit(make_request("b", "0123456789")))
+        assert (delta_text(deltas), {delta.num_cached_tokens for delta in deltas}) == ("abc", {0})
         assert client.num_restarts == 0
 
 
 @pytest.mark.parametrize("level", [1, 2])
 async def test_running_requests_finish_before_sleep(level: SleepLevel) -> None:
     gate = Gate()
-    async with client_of(
-        lambda: fake_work(GatedPipeline(gate, choose=letters(5), kv=kv_manager(16)))
+    async with running_client(
+        lambda: fake_runtime(GatedPipeline(gate, choose=letters_in_order(5), kv=kv_manager(16)))
     ) as client:
-        generation = client.submit(request("a"))
+        generation = client.submit(make_request("a"))
         sleep = asyncio.create_task(client.sleep(level, 60))
         await asyncio.sleep(0.05)
         with pytest.raises(UnavailableError, match="asleep"):
-            client.submit(request("b"))
+            client.submit(make_request("b"))
         gate.open()
         await sleep
-        assert text(await read(generation)) == "abcde"
+        assert delta_text(await read_deltas(generation)) == "abcde"
         assert client.state == "asleep"
 
 
 async def test_sleep_fails_requests_that_exceed_the_grace_period() -> None:
     gate = Gate()
-    async with client_of(
-        lambda: fake_work(GatedPipeline(gate, choose=letters(50), kv=kv_manager(20)))
+    async with running_client(
+        lambda: fake_runtime(GatedPipeline(gate, choose=letters_in_order(50), kv=kv_manager(20)))
     ) as client:
-        generation = client.submit(request("a"))
-        gate.let(1)
+        generation = client.submit(make_request("a"))
+        gate.allow_steps(1)
         await generation.admitted()
         asyncio.get_running_loop().call_later(0.2, gate.open)
         await client.sleep(1, 0.1)
         with pytest.raises(UnavailableError, match="put to sleep"):
-            await read(generation)
+            await read_deltas(generation)
         await client.wake_up()
-        assert text(await read(client.submit(request("b", max_length=5)))) == "abc"
+        assert delta_text(await read_deltas(client.submit(make_request("b", max_length=5)))) == "abc"
 
 
 async def test_sleep_level_two_stops_the_worker_and_wake_up_starts_it() -> None:
@@ -809,21 +820,21 @@ async def test_sleep_level_two_stops_the_worker_and_wake_up_starts_it() -> None:
 
     def make_runtime() -> WorkerRuntime:
         adapters.append(FakeAdapters())
-        return fake_work(FakePipeline(letters(3), kv=kv_manager(16)), adapters[-1])
+        return fake_runtime(FakePipeline(letters_in_order(3), kv=kv_manager(16)), adapters[-1])
 
-    async with client_of(make_runtime, listener=lambda worker, batch: events.extend(batch)) as client:
+    async with running_client(make_runtime, listener=lambda worker, batch: events.extend(batch)) as client:
         await client.load_adapter("tone", "/tone")
-        await read(client.submit(request("a", "0123456789")))
+        await read_deltas(client.submit(make_request("a", "0123456789")))
         await client.sleep(2, 1)
         assert (client.state, client.is_alive, client.stats) == ("asleep", True, WorkerStats())
         assert events[-1] == BlocksCleared()
         await client.wake_up()
         assert client.state == "ready"
         assert [adapter.loaded for adapter in adapters] == [{"tone": "/tone"}] * 2
-        deltas = await read(client.submit(request("b", "0123456789")))
-        assert (text(deltas), {delta.num_cached_tokens for delta in deltas}) == ("abc", {0})
+        deltas = await read_deltas(client.submit(make_request("b", "0123456789")))
+        assert (delta_text(deltas), {delta.num_cached_tokens for delta in deltas}) == ("abc", {0})
         await client.reload(1)
-        assert text(await read(client.submit(request("c")))) == "abc"
+        assert delta_text(await read_deltas(client.submit(make_request("c")))) == "abc"
         assert (len(adapters), client.num_restarts) == (3, 0)
 
 
@@ -832,12 +843,12 @@ async def test_a_worker_that_cannot_release_its_cache_stays_awake() -> None:
         def refuse() -> None:
             raise UnsupportedFeatureError("releasing only the KV cache", "use level 2")
 
-        return replace(fake_work(FakePipeline(letters(3))), discard_cache=refuse)
+        return replace(fake_runtime(FakePipeline(letters_in_order(3))), discard_cache=refuse)
 
-    async with client_of(make_runtime) as client:
+    async with running_client(make_runtime) as client:
         with pytest.raises(UnsupportedFeatureError, match="level 2"):
             await client.sleep(1, 1)
-        assert text(await read(client.submit(request("a")))) == "abc"
+        assert delta_text(await read_deltas(client.submit(make_request("a")))) == "abc"
 
 
 async def test_a_model_that_cannot_be_loaded_again_stays_asleep() -> None:
@@ -846,9 +857,9 @@ async def test_a_model_that_cannot_be_loaded_again_stays_asleep() -> None:
     def make_runtime() -> WorkerRuntime:
         if is_broken:
             raise CheckpointNotFoundError("/model", "does not exist")
-        return fake_work(FakePipeline(letters(3)))
+        return fake_runtime(FakePipeline(letters_in_order(3)))
 
-    async with client_of(make_runtime) as client:
+    async with running_client(make_runtime) as client:
         await client.sleep(2, 1)
         is_broken = True
         for _ in range(2):
@@ -857,21 +868,21 @@ async def test_a_model_that_cannot_be_loaded_again_stays_asleep() -> None:
             assert client.state == "asleep"
         is_broken = False
         await client.wake_up()
-        assert text(await read(client.submit(request("a")))) == "abc"
+        assert delta_text(await read_deltas(client.submit(make_request("a")))) == "abc"
 
 
 async def test_profiles_are_written(tmp_path: Path) -> None:
     def make_runtime() -> WorkerRuntime:
         profiler = StepProfiler(str(tmp_path / "profiles"), "worker-7")
-        return replace(fake_work(FakePipeline(letters(3))), profiler=profiler)
+        return replace(fake_runtime(FakePipeline(letters_in_order(3))), profiler=profiler)
 
-    async with client_of(make_runtime) as client:
+    async with running_client(make_runtime) as client:
         with pytest.raises(InputError, match="start one first"):
             await client.stop_profile()
         await client.start_profile()
         with pytest.raises(InputError, match="already"):
             await client.start_profile()
-        await read(client.submit(request("a")))
+        await read_deltas(client.submit(make_request("a")))
         await client.stop_profile()
     calls, trace = sorted((tmp_path / "profiles").iterdir())
     assert calls.name.startswith("worker-7-")
@@ -882,6 +893,6 @@ async def test_profiles_are_written(tmp_path: Path) -> None:
 
 
 async def test_profiles_are_refused_without_a_folder() -> None:
-    async with client_of(FakePipeline()) as client:
+    async with running_client(FakePipeline()) as client:
         with pytest.raises(UnsupportedFeatureError, match="--profile-dir"):
             await client.start_profile()

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import workers
-from support.workers import ids, read, request, text
+from support.workers import delta_text, delta_token_ids, make_request, read_deltas
 
 from penstock.assembly import load_runtime, load_tokenizer
 from penstock.config import PipelineConfig
@@ -65,12 +65,12 @@ async def test_a_worker_killed_under_load_is_restarted_and_serves_again() -> Non
         assert dict(info.memory)["max length"] == "512 tokens"
         assert info.isa.split()[0] in ("cpu", "reference")
         assert info.num_blocks * info.block_size >= 512
-        expected = ids(await read(client.submit(make_story_context(1, 8))))
+        expected = delta_token_ids(await read_deltas(client.submit(make_story_context(1, 8))))
         assert len(expected) == 8
 
         speech = TTSContext(prompt="", tokens=np.array([1]), max_length=9)
         with pytest.raises(TaskMismatchError, match="a TTSContext, is a request of another task"):
-            await read(client.submit(speech))
+            await read_deltas(client.submit(speech))
 
         generations = [client.submit(make_story_context(number, 490)) for number in range(40)]
         first = await anext(generations[0])
@@ -80,17 +80,17 @@ async def test_a_worker_killed_under_load_is_restarted_and_serves_again() -> Non
         os.kill(info.pid, signal.SIGTERM)
         await anext(generations[0])
         os.kill(info.pid, signal.SIGKILL)
-        outcomes = await asyncio.gather(*map(read, generations), return_exceptions=True)
+        outcomes = await asyncio.gather(*map(read_deltas, generations), return_exceptions=True)
         assert all(isinstance(outcome, UnavailableError) for outcome in outcomes)
         assert (client.state, client.is_alive, client.num_outstanding) == ("restarting", False, 0)
         await until(lambda: client.state == "ready")
         assert client.info.pid != info.pid
-        assert ids(await read(client.submit(make_story_context(1, 8)))) == expected
+        assert delta_token_ids(await read_deltas(client.submit(make_story_context(1, 8)))) == expected
 
         last = client.submit(make_story_context(2, 100))
         folder = Path(client._supervisor._folder)
         await client.stop(30)
-        assert len(ids(await read(last))) == 100
+        assert len(delta_token_ids(await read_deltas(last))) == 100
         assert not folder.exists()
         with pytest.raises(ProcessLookupError):
             os.kill(client.info.pid, 0)
@@ -99,18 +99,18 @@ async def test_a_worker_killed_under_load_is_restarted_and_serves_again() -> Non
 
 
 async def test_a_missing_checkpoint_is_reported_by_start(tmp_path: Path) -> None:
-    missing = str(tmp_path / "model")
-    client = WorkerClient(partial(workers.of_checkpoint, missing))
+    missing_path = str(tmp_path / "model")
+    client = WorkerClient(partial(workers.load_checkpoint_runtime, missing_path))
     with pytest.raises(CheckpointNotFoundError) as caught:
         await client.start()
-    assert missing in str(caught.value)
-    assert caught.value.path == missing
+    assert missing_path in str(caught.value)
+    assert caught.value.path == missing_path
     assert client.state == "stopped"
 
 
 async def test_an_exit_during_the_start_is_reported() -> None:
     with pytest.raises(UnavailableError, match="ended while it started: exit status 7"):
-        await WorkerClient(workers.exiting_at_the_start).start()
+        await WorkerClient(workers.exit_at_start).start()
 
 
 async def test_a_factory_that_cannot_be_unpickled_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
@@ -125,12 +125,12 @@ class _Unloadable:
 
 
 async def test_a_worker_that_exits_in_a_forward_is_restarted() -> None:
-    client = WorkerClient(workers.exiting_in_a_forward)
+    client = WorkerClient(workers.make_runtime_exiting_in_forward)
     await client.start()
     try:
         for _ in range(2):
             with pytest.raises(UnavailableError, match="worker process died"):
-                await read(client.submit(request("a")))
+                await read_deltas(client.submit(make_request("a")))
             await until(lambda: client.state == "ready")
         assert client.num_restarts == 2
     finally:
@@ -138,42 +138,44 @@ async def test_a_worker_that_exits_in_a_forward_is_restarted() -> None:
 
 
 async def test_a_stopped_process_is_restarted_at_the_hang_limit() -> None:
-    client = WorkerClient(workers.saying_hello, hang_limit=1.5)
+    client = WorkerClient(workers.make_hello_runtime, hang_limit=1.5)
     await client.start()
     try:
         os.kill(client.info.pid, signal.SIGSTOP)
         with pytest.raises(UnavailableError, match="worker process died"):
-            await read(client.submit(request("a")))
+            await read_deltas(client.submit(make_request("a")))
         await until(lambda: client.state == "ready")
-        assert text(await read(client.submit(request("a")))) == "Hello!"
+        assert delta_text(await read_deltas(client.submit(make_request("a")))) == "Hello!"
     finally:
         await client.stop(1)
 
 
-@pytest.mark.parametrize("factory", [workers.hanging_in_a_forward, workers.holding_the_interpreter])
+@pytest.mark.parametrize(
+    "factory", [workers.make_runtime_hanging_in_forward, workers.make_runtime_holding_gil]
+)
 async def test_a_hanging_step_restarts_the_worker(factory: Callable[[], WorkerRuntime]) -> None:
     client = WorkerClient(factory, hang_limit=2.0)
     await client.start()
     try:
         first = client.info.pid
-        generations = [client.submit(request(name)) for name in ("hang", "other")]
-        outcomes = await asyncio.gather(*map(read, generations), return_exceptions=True)
+        generations = [client.submit(make_request(name)) for name in ("hang", "other")]
+        outcomes = await asyncio.gather(*map(read_deltas, generations), return_exceptions=True)
         hung_outcome = outcomes[0]
         assert isinstance(hung_outcome, UnavailableError)
         assert "the worker process died (no progress for 2 s) and is being restarted" in str(hung_outcome)
         await until(lambda: client.state == "ready")
         assert (client.info.pid != first, client.num_restarts) == (True, 1)
-        assert await read(client.submit(request("a")))
+        assert await read_deltas(client.submit(make_request("a")))
     finally:
         await client.stop(0)
 
 
 async def test_a_slow_step_with_progress_is_not_killed() -> None:
-    client = WorkerClient(workers.slow_in_a_forward, hang_limit=1.5)
+    client = WorkerClient(workers.make_runtime_slow_in_forward, hang_limit=1.5)
     await client.start()
     try:
         begin = time.monotonic()
-        deltas = await read(client.submit(request("slow")))
+        deltas = await read_deltas(client.submit(make_request("slow")))
         assert deltas[-1].status.is_done
         assert time.monotonic() - begin >= 3
         assert (client.is_alive, client.num_restarts) == (True, 0)
@@ -185,9 +187,9 @@ async def test_a_slow_load_with_progress_is_not_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load_started = tmp_path / "begun"
-    client = WorkerClient(partial(workers.slow_to_load, load_started), hang_limit=1.0)
+    client = WorkerClient(partial(workers.load_slowly, load_started), hang_limit=1.0)
     start_task = asyncio.create_task(client.start())
-    await until(load_started.exists)  # imports count no progress
+    await until(load_started.exists)  # progress is not counted during imports
     monkeypatch.setattr(supervisor, "MAX_LOAD_PAUSE", 1.5)
     await start_task
     await client.stop(0)
@@ -196,12 +198,12 @@ async def test_a_slow_load_with_progress_is_not_killed(
 async def test_a_hanging_load_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "MAX_LOAD_PAUSE", 2.0)
     with pytest.raises(UnavailableError, match="ended while it started: no progress for"):
-        await WorkerClient(workers.hanging_at_the_start, hang_limit=2.0).start()
+        await WorkerClient(workers.hang_at_start, hang_limit=2.0).start()
 
 
 async def test_a_suspended_load_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "PING_INTERVAL", 0.2)
-    client = WorkerClient(workers.hanging_at_the_start)
+    client = WorkerClient(workers.hang_at_start)
     start_task = asyncio.create_task(client.start())
     await until(lambda: client._supervisor._connection is not None)
     os.kill(client._supervisor._connection._host._process.pid, signal.SIGSTOP)  # type: ignore[union-attr]
@@ -211,29 +213,29 @@ async def test_a_suspended_load_is_killed(monkeypatch: pytest.MonkeyPatch) -> No
 
 async def test_a_suspended_process_is_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "PING_INTERVAL", 0.2)
-    client = WorkerClient(workers.saying_hello)  # default hang limit: ten minutes
+    client = WorkerClient(workers.make_hello_runtime)  # default hang limit: ten minutes
     await client.start()
     try:
         first = client.info.pid
         os.kill(first, signal.SIGSTOP)
         with pytest.raises(UnavailableError, match="worker process died"):
-            await read(client.submit(request("a")))
+            await read_deltas(client.submit(make_request("a")))
         await until(lambda: client.state == "ready")
         assert client.info.pid != first
-        assert text(await read(client.submit(request("a")))) == "Hello!"
+        assert delta_text(await read_deltas(client.submit(make_request("a")))) == "Hello!"
     finally:
         await client.stop(1)
 
 
 async def test_a_resumed_process_is_not_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "PING_INTERVAL", 0.5)
-    client = WorkerClient(workers.saying_hello)
+    client = WorkerClient(workers.make_hello_runtime)
     await client.start()
     try:
         os.kill(client.info.pid, signal.SIGSTOP)
         os.kill(client.info.pid, signal.SIGCONT)
         await asyncio.sleep(1.2)
-        assert text(await read(client.submit(request("a")))) == "Hello!"
+        assert delta_text(await read_deltas(client.submit(make_request("a")))) == "Hello!"
         assert client.num_restarts == 0
     finally:
         await client.stop(1)
@@ -247,13 +249,13 @@ def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
         "from support import workers\n"
         "from penstock.worker.client import WorkerClient\n"
         "async def main():\n"
-        "    client = WorkerClient(workers.never_ending)\n"
+        "    client = WorkerClient(workers.make_endless_runtime)\n"
         "    await client.start()\n"
-        "    generation = client.submit(workers.request('a', max_length=2000))\n"
+        "    generation = client.submit(workers.make_request('a', max_length=2000))\n"
         "    await anext(generation)\n"
         "    print(client.info.pid, client._supervisor._folder, flush=True)\n"
         "    await asyncio.sleep(60)\n"
-        "asyncio.run(main())\n"  # without a __main__ guard: the worker process does not run the main module
+        "asyncio.run(main())\n"  # no __main__ guard: worker processes do not run the main module
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, env=environment) as parent:
@@ -288,25 +290,27 @@ async def test_a_worker_at_its_memory_limit_is_restarted(
     name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The request that exceeds the limit cannot be sent again; requests that waited can."""
-    client = WorkerClient(workers.hogging, memory_limit=GIB)
+    client = WorkerClient(workers.make_runtime_exhausting_memory, memory_limit=GIB)
     await client.start()
     try:
-        exceeding, *waiting = [client.submit(request(request_id)) for request_id in (name, "b", "c", "d")]
+        exceeding, *waiting = [
+            client.submit(make_request(request_id)) for request_id in (name, "b", "c", "d")
+        ]
         with pytest.raises(InsufficientMemoryError, match=r"limit of 1,073,741,824 bytes .*--worker-memory"):
-            await read(exceeding)
-        last = (await asyncio.gather(*map(read, waiting), return_exceptions=True))[-1]
+            await read_deltas(exceeding)
+        last = (await asyncio.gather(*map(read_deltas, waiting), return_exceptions=True))[-1]
         assert type(last) is UnavailableError
         assert "out of memory: its private memory has reached --worker-memory-limit" in str(last)
         await until(lambda: client.num_restarts == 1 and client.state == "ready")
         assert "reached its limit of private memory and ends" in capfd.readouterr().err
-        assert text(await read(client.submit(request("a")))) == "a" * 40
+        assert delta_text(await read_deltas(client.submit(make_request("a")))) == "a" * 40
     finally:
         await client.stop(0)
 
 
 async def test_a_load_beyond_the_memory_limit_is_reported() -> None:
     with pytest.raises(ConfigError, match="worker_memory_limit: the model cannot be loaded within 1,073,741"):
-        await WorkerClient(workers.too_large, memory_limit=GIB).start()
+        await WorkerClient(workers.exceed_memory_at_start, memory_limit=GIB).start()
 
 
 async def test_the_memory_plan_respects_the_memory_limit() -> None:

@@ -15,7 +15,7 @@ from penstock.errors import InputError
 LIMITS = WorkerLimits(
     max_length=1024, max_batch_size=16, max_batch_input_tokens=512, num_blocks=256, block_size=16
 )
-# A row takes 1 ms and nothing else takes time, so expected times can be calculated by hand.
+# Each row takes 1 ms. All other costs are 0, so expected times can be calculated by hand.
 COSTS = ClusterCosts(
     {}, LIMITS, StepCostTable([1, 2], [0.001, 0.002], 0.0, 0.0), RouterCosts(), message_seconds=0.0
 )
@@ -26,12 +26,12 @@ def make_turn(seed: int, length: int, num_new: int, think: float = 0.0) -> Turn:
 
 
 def test_events_run_in_order_of_time() -> None:
-    clock, seen = Clock(), []
-    clock.at(2.0, lambda: seen.append(("b", clock.now)))
-    clock.at(1.0, lambda: clock.after(1.0, lambda: seen.append(("c", clock.now))))
-    clock.at(1.0, lambda: seen.append(("a", clock.now)))
+    clock, event_names = Clock(), []
+    clock.at(2.0, lambda: event_names.append(("b", clock.now)))
+    clock.at(1.0, lambda: clock.after(1.0, lambda: event_names.append(("c", clock.now))))
+    clock.at(1.0, lambda: event_names.append(("a", clock.now)))
     clock.run()
-    assert seen == [("a", 1.0), ("b", 2.0), ("c", 2.0)]
+    assert event_names == [("a", 1.0), ("b", 2.0), ("c", 2.0)]
 
 
 def test_a_busy_server_queues_its_jobs() -> None:

@@ -20,35 +20,40 @@ from penstock.config import PipelineConfig
 from penstock.errors import InputError
 from penstock.pipelines.core import TextContext
 
-COSTS = StepCostTable([1, 8, 64], [0.01, 0.02, 0.1], per_sequence=1e-4, per_pair=1e-7, per_key=1e-6)
+STEP_COSTS = StepCostTable([1, 8, 64], [0.01, 0.02, 0.1], per_sequence=1e-4, per_pair=1e-7, per_key=1e-6)
 ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_a_step_costs_its_rows_its_contexts_its_pairs_and_its_keys() -> None:
-    assert COSTS.step_seconds(StepShape(8, 1, 100, 30)) == pytest.approx(0.02 + 1e-4 + 1e-5 + 3e-5)
-    assert COSTS.step_seconds(StepShape(4, 0, 0, 0)) == pytest.approx(0.01 + 0.01 * 3 / 7)
-    assert COSTS.step_seconds(StepShape(120, 0, 0, 0)) == pytest.approx(0.18)
+    assert STEP_COSTS.step_seconds(StepShape(8, 1, 100, 30)) == pytest.approx(0.02 + 1e-4 + 1e-5 + 3e-5)
+    assert STEP_COSTS.step_seconds(StepShape(4, 0, 0, 0)) == pytest.approx(0.01 + 0.01 * 3 / 7)
+    assert STEP_COSTS.step_seconds(StepShape(120, 0, 0, 0)) == pytest.approx(0.18)
     shape = StepShape(8, 3, 100, 30)
-    assert COSTS.scaled(4).step_seconds(shape) == pytest.approx(COSTS.step_seconds(shape) / 4)
+    assert STEP_COSTS.scaled(4).step_seconds(shape) == pytest.approx(STEP_COSTS.step_seconds(shape) / 4)
 
 
 def test_the_shape_of_a_batch_counts_the_visible_keys_of_each_row() -> None:
     prompt = TextContext(prompt="", max_length=9, tokens=np.arange(4))
-    later = TextContext(prompt="", max_length=9, tokens=np.arange(6))
-    later.set_token_indices(start_idx=3)
-    assert StepShape.from_contexts([prompt, later]) == (4 + 3, 2, (1 + 2 + 3 + 4) + (4 + 5 + 6), 4 + 6)
+    later_context = TextContext(prompt="", max_length=9, tokens=np.arange(6))
+    later_context.set_token_indices(start_idx=3)
+    assert StepShape.from_contexts([prompt, later_context]) == (
+        4 + 3,
+        2,
+        (1 + 2 + 3 + 4) + (4 + 5 + 6),
+        4 + 6,
+    )
 
 
 def test_the_fit_recovers_the_costs_of_exact_times() -> None:
     shapes = [StepShape(n, 1, n * (n + 1) // 2, n) for n in (1, 8, 64)]
     shapes += [StepShape(n, 1, n * 99 + n * (n + 1) // 2, 99 + n) for n in (8, 64)]
     shapes += [StepShape(n, n, n * length, n * length) for n in (1, 8, 64) for length in (16, 512)]
-    result = StepCostTable.fitted([(shape, COSTS.step_seconds(shape)) for shape in shapes])
-    assert result.num_tokens == COSTS.num_tokens
-    assert result.seconds == pytest.approx(COSTS.seconds, rel=1e-6)
-    assert result.per_sequence == pytest.approx(COSTS.per_sequence, rel=1e-5)
-    assert result.per_pair == pytest.approx(COSTS.per_pair, rel=1e-5)
-    assert result.per_key == pytest.approx(COSTS.per_key, rel=1e-5)
+    result = StepCostTable.fitted([(shape, STEP_COSTS.step_seconds(shape)) for shape in shapes])
+    assert result.num_tokens == STEP_COSTS.num_tokens
+    assert result.seconds == pytest.approx(STEP_COSTS.seconds, rel=1e-6)
+    assert result.per_sequence == pytest.approx(STEP_COSTS.per_sequence, rel=1e-5)
+    assert result.per_pair == pytest.approx(STEP_COSTS.per_pair, rel=1e-5)
+    assert result.per_key == pytest.approx(STEP_COSTS.per_key, rel=1e-5)
 
 
 def test_fitted_coefficients_are_not_negative() -> None:
@@ -58,7 +63,9 @@ def test_fitted_coefficients_are_not_negative() -> None:
 
 
 def test_costs_survive_a_round_trip_through_json(tmp_path: Path) -> None:
-    costs = ClusterCosts({"model": "m"}, WorkerLimits(64, 4, 32, 10, 8), COSTS, RouterCosts(per_block=1e-6))
+    costs = ClusterCosts(
+        {"model": "m"}, WorkerLimits(64, 4, 32, 10, 8), STEP_COSTS, RouterCosts(per_block=1e-6)
+    )
     costs.write(tmp_path / "costs.json")
     assert ClusterCosts.read(tmp_path / "costs.json") == costs
     (tmp_path / "costs.json").write_text('{"measured": {}}')
@@ -90,5 +97,5 @@ def test_measuring_steps_gives_positive_costs() -> None:
     assert step.num_tokens[0] == 1
     assert min(step.seconds) >= 0
     longest = step.num_tokens[-1]
-    whole = step.step_seconds(StepShape(longest, 1, longest**2 // 2, longest))
-    assert whole > step.step_seconds(StepShape(1, 1, 16, 16)) > 0
+    longest_prompt_seconds = step.step_seconds(StepShape(longest, 1, longest**2 // 2, longest))
+    assert longest_prompt_seconds > step.step_seconds(StepShape(1, 1, 16, 16)) > 0

@@ -35,8 +35,8 @@ def test_rate_lengths_and_turns_follow_the_shape() -> None:
     assert len(turns) / trace[-1].begin == pytest.approx(SHAPE.rate, rel=0.2)
     assert len(turns) / len(trace) == pytest.approx(SHAPE.turns, rel=0.15)
     assert np.median([turn.num_new_tokens for turn in turns]) == pytest.approx(SHAPE.answer_length, rel=0.1)
-    later = [len(turn.message) for conversation in trace for turn in conversation.turns[1:]]
-    assert np.median(later) == pytest.approx(SHAPE.message_length, rel=0.1)
+    later_lengths = [len(turn.message) for conversation in trace for turn in conversation.turns[1:]]
+    assert np.median(later_lengths) == pytest.approx(SHAPE.message_length, rel=0.1)
     assert all(
         sum(len(turn.message) + turn.num_new_tokens for turn in conversation.turns) <= SHAPE.max_length
         for conversation in trace

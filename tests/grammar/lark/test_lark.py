@@ -24,7 +24,7 @@ def tokenizer() -> Any:
 
 
 def make_matcher(special: Any, lark: str) -> Any:
-    return llguidance_bytes.matcher_of(lark, special)
+    return llguidance_bytes.match_lark(lark, special)
 
 
 def accepts(matcher: Any, tokens: list[int]) -> bool:
@@ -36,10 +36,10 @@ def draw_prefix(matcher: Any, rng: random.Random) -> str:
     matcher, text = matcher.deep_copy(), bytearray()
     while len(text) < 8:
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
-        allowed = np.flatnonzero(bits[:256]).tolist()
-        if not allowed or (matcher.is_accepting() and rng.random() < 0.3):
+        allowed_ids = np.flatnonzero(bits[:256]).tolist()
+        if not allowed_ids or (matcher.is_accepting() and rng.random() < 0.3):
             break
-        text.append(rng.choice(allowed))
+        text.append(rng.choice(allowed_ids))
         matcher.try_consume_tokens([text[-1]])
     return text.decode()
 
@@ -144,7 +144,7 @@ def test_a_json_grammar_has_few_lexemes_and_one_for_whole_strings() -> None:
     lark = lark_text(read_ebnf(schema_ebnf({"type": "object"})))
     lexemes = [line for line in lark.splitlines() if line.startswith("L")]
     assert 5 <= len(lexemes) <= 10
-    # No lexeme is a single character that a string repeats: then each mask would visit every token.
+    # No lexeme is a single character of a string. With such a lexeme, each mask would visit every token.
     assert not any(line.endswith(": /[\\x{20}-\\x{21}\\x{23}-\\x{5b}]/") for line in lexemes)
 
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
-from support.byte_grammar import accepts, compiled, walk
-from support.random_draws import examples
+from support.byte_grammar import accepts, compile_grammar, generate_random_text
+from support.random_draws import num_examples
 
 from penstock.errors import InputError
 from penstock.grammar.schema import schema_ebnf
@@ -30,7 +30,7 @@ CASES: dict[str, tuple[list[str], list[str], list[str]]] = {
 
 @cache
 def compile_format(name: str, **keywords: int) -> Any:
-    return compiled(schema_ebnf({"type": "string", "format": name, **keywords}, compact=True))
+    return compile_grammar(schema_ebnf({"type": "string", "format": name, **keywords}, compact=True))
 
 
 def to_json(value: Any) -> str:
@@ -43,31 +43,31 @@ def test_every_format_of_the_standard_has_cases() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_valid_strings_are_accepted_and_invalid_ones_rejected(name: str) -> None:
-    generated, enum_only, invalid = CASES[name]
+    generated, enum_only, invalid_strings = CASES[name]
     for value in generated + enum_only:
         assert has_format(name, value), value
-    for value in invalid:
+    for value in invalid_strings:
         assert not has_format(name, value), value
     if name in SUPPORTED:
         for value in generated:
             assert accepts(compile_format(name), to_json(value)), value
-        for value in invalid:
+        for value in invalid_strings:
             assert not accepts(compile_format(name), to_json(value)), value
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_enum_and_const_keep_only_values_with_the_format(name: str) -> None:
-    generated, enum_only, invalid = CASES[name]
-    grammar = compiled(
-        schema_ebnf({"format": name, "enum": [*invalid, *generated, *enum_only, 7]}, compact=True)
+    generated, enum_only, invalid_strings = CASES[name]
+    grammar = compile_grammar(
+        schema_ebnf({"format": name, "enum": [*invalid_strings, *generated, *enum_only, 7]}, compact=True)
     )
     for value in [*generated, *enum_only, 7]:  # a format applies to strings only
         assert accepts(grammar, to_json(value)), value
-    for value in set(invalid) - {*generated, *enum_only}:
+    for value in set(invalid_strings) - {*generated, *enum_only}:
         assert not accepts(grammar, to_json(value)), value
     for value in generated + enum_only:
         assert schema_ebnf({"format": name, "const": value})
-    for value in invalid:
+    for value in invalid_strings:
         with pytest.raises(InputError, match="no value satisfies"):
             schema_ebnf({"format": name, "const": value})
 
@@ -76,10 +76,10 @@ def test_enum_and_const_keep_only_values_with_the_format(name: str) -> None:
 @given(seed=st.integers(0, 10_000), end_after=st.integers(0, 40))
 @settings(max_examples=40, deadline=None)
 def test_generated_strings_have_the_format(name: str, seed: int, end_after: int) -> None:
-    value = json.loads(walk(compile_format(name), seed, end_after))
+    value = json.loads(generate_random_text(compile_format(name), seed, end_after))
     assert has_format(name, value), value
     checker = Draft202012Validator.FORMAT_CHECKER
-    # For the formats in this list, the checker is stricter than the standard.
+    # For the formats in this list, the checker of jsonschema is stricter than the standard.
     if name not in (
         "iri",
         "iri-reference",
@@ -111,7 +111,7 @@ def test_grammars_of_formats_are_small() -> None:
     sizes = {name: len(schema_ebnf({"type": "string", "format": name})) for name in SUPPORTED}
     assert max(sizes.values()) < 12_000, sizes
     long = ("uri", "iri-reference", "email", "hostname")
-    # The grammar grows with maxLength.
+    # The size of a grammar grows with maxLength.
     limited_schemas = [{"format": name, "maxLength": 2083} for name in long]
     assert max(len(schema_ebnf({"type": "string", **keywords})) for keywords in limited_schemas) < 65_000
 
@@ -144,14 +144,14 @@ def test_a_format_combines_with_length_and_pattern(
     keywords: dict[str, Any], accepted: list[str], rejected: list[str]
 ) -> None:
     schema = {"type": "string", **keywords}
-    grammar = compiled(schema_ebnf(schema, compact=True))
+    grammar = compile_grammar(schema_ebnf(schema, compact=True))
     for value in accepted:
         assert accepts(grammar, to_json(value)), value
     for value in rejected:
         assert not accepts(grammar, to_json(value)), value
     checker = Draft202012Validator.FORMAT_CHECKER
     for seed in range(8):
-        value = json.loads(walk(grammar, seed, 10 * (seed % 7)))
+        value = json.loads(generate_random_text(grammar, seed, 10 * (seed % 7)))
         Draft202012Validator(schema, format_checker=checker).validate(value)
         assert has_format(keywords.get("format", ""), value)
 
@@ -162,7 +162,7 @@ def test_a_format_combines_with_length_and_pattern(
     max_count=st.integers(0, 70) | st.none(),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=examples(12), deadline=None)
+@settings(max_examples=num_examples(12), deadline=None)
 def test_generated_strings_have_the_format_and_the_length(
     name: str, min_count: int, max_count: int | None, seed: int
 ) -> None:
@@ -170,10 +170,10 @@ def test_generated_strings_have_the_format_and_the_length(
     if max_count is not None:
         schema["maxLength"] = max_count
     try:
-        grammar = compiled(schema_ebnf(schema, compact=True))
+        grammar = compile_grammar(schema_ebnf(schema, compact=True))
     except InputError:
         return
-    value = json.loads(walk(grammar, seed, seed % 60))
+    value = json.loads(generate_random_text(grammar, seed, seed % 60))
     assert min_count <= len(value) <= (max_count if max_count is not None else len(value))
     assert has_format(name, value)
 
@@ -181,11 +181,11 @@ def test_generated_strings_have_the_format_and_the_length(
 @pytest.mark.parametrize("name", [name for name in SUPPORTED if not name.startswith("i")])
 def test_a_valid_string_is_accepted_if_the_maximum_length_is_larger(name: str) -> None:
     generated, _, _ = CASES[name]
-    # Addresses in brackets are only accepted far below the maximum length.
+    # The grammar accepts addresses in brackets only if they are much shorter than the maximum length.
     values = sorted((value for value in generated if "[" not in value and len(value) <= 40), key=len)
     for value in values:
         assert accepts(compile_format(name, maxLength=100), to_json(value)), value
-    # Only the longest value: each maximum length is a separate grammar, which compiles slowly.
+    # Only the longest value is tested, because each maximum length needs another slow compilation.
     for value in values[-1:]:
         max_count = 2 * len(value) + 2
         assert accepts(compile_format(name, maxLength=max_count), to_json(value)), (value, max_count)
@@ -224,7 +224,7 @@ def test_combined_patterns_accept_texts_that_match_each_of_them(
     if max_count is not None:
         schema["maxLength"] = max_count
     try:
-        grammar = compiled(schema_ebnf(schema))
+        grammar = compile_grammar(schema_ebnf(schema))
     except InputError:
         grammar = None
     for text in texts:

@@ -9,8 +9,8 @@ import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.byte_grammar import accepts, compiled, walk
-from support.random_draws import examples
+from support.byte_grammar import accepts, compile_grammar, generate_random_text
+from support.random_draws import num_examples
 
 from penstock.errors import InputError, UnsupportedSchemaError
 from penstock.grammar.schema import schema_ebnf
@@ -19,7 +19,7 @@ INTEGER, STRING = {"type": "integer"}, {"type": "string"}
 
 
 def compile_schema(schema: Any, *, compact: bool = False) -> Any:
-    return compiled(schema_ebnf(schema, compact=compact))
+    return compile_grammar(schema_ebnf(schema, compact=compact))
 
 
 # (schema, texts that the grammar accepts, texts that it rejects)
@@ -150,7 +150,7 @@ CASES: list[tuple[Any, list[str], list[str]]] = [
     ),
     ({"enum": [1e40, 10**30, 7], "multipleOf": 7}, ["7"], ["1e+40", str(10**30)]),
     ({"type": "number", "minimum": -(10**35) - 7, "maximum": -(10**35) - 7}, [str(-(10**35) - 7)], ["-1"]),
-    # A reader that converts to float would round a fraction above this bound to a value beyond it.
+    # A parser that converts to float would round a fraction above this bound to a value outside the range.
     ({"type": "number", "exclusiveMinimum": 1e21}, [str(10**21 + 1)], ["1000000000000000000000.1"]),
     ({"minimum": -(2**53) + 1, "exclusiveMaximum": 2**53 - 1}, ["0.5", "-7"], ["9007199254740990.9"]),
     ({"type": "string", "maxLength": 10**30}, ['"a"'], ["1"]),
@@ -177,7 +177,7 @@ def test_generated_texts_are_valid(
 ) -> None:
     grammar = compile_schema(schema, compact=compact)
     for seed in range(5):
-        jsonschema.validate(json.loads(walk(grammar, seed)), schema)
+        jsonschema.validate(json.loads(generate_random_text(grammar, seed)), schema)
 
 
 def test_a_compact_grammar_has_no_white_space() -> None:
@@ -227,7 +227,7 @@ def test_a_compact_grammar_has_no_white_space() -> None:
         ({"minItems": 10**10}, "minItems", "#"),
         ({"pattern": "\ud800"}, "pattern", "#"),
         (
-            {  # a name that matches the pattern of the first branch cannot be excluded from it
+            {  # the grammar cannot exclude names that match the pattern of the first branch
                 "oneOf": [
                     {"properties": {"y": {}}, "required": ["y"], "patternProperties": {"^x": {}}},
                     {"type": "object", "required": ["xa"]},
@@ -365,23 +365,23 @@ SCHEMAS = st.tuples(st.recursive(_LEAVES, _draw_containers, max_leaves=6), _LEAV
 
 
 @given(schema=SCHEMAS, seed=st.integers(0, 1000))
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=num_examples(150), deadline=None)
 def test_generated_texts_of_random_schemas_are_valid(schema: Any, seed: int) -> None:
     try:
         ebnf = schema_ebnf(schema, compact=bool(seed % 2))
     except InputError:
         return
-    grammar = compiled(ebnf)
+    grammar = compile_grammar(ebnf)
     for offset in range(3):
-        jsonschema.validate(json.loads(walk(grammar, seed + offset)), schema)
+        jsonschema.validate(json.loads(generate_random_text(grammar, seed + offset)), schema)
 
 
 @given(schema=SCHEMAS, value=_VALUES)
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=num_examples(150), deadline=None)
 def test_accepted_values_of_random_schemas_are_valid(schema: Any, value: Any) -> None:
     try:
         ebnf = schema_ebnf(schema)
     except InputError:
         return
-    if accepts(compiled(ebnf), json.dumps(value, ensure_ascii=False)):
+    if accepts(compile_grammar(ebnf), json.dumps(value, ensure_ascii=False)):
         jsonschema.validate(value, schema)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
-from support.byte_grammar import accepts, compiled
+from support.byte_grammar import accepts, compile_grammar
 
 from penstock.errors import InputError, UnsupportedSchemaError
 from penstock.grammar.schema import schema_ebnf
@@ -35,13 +35,13 @@ CASES: list[tuple[dict[str, Any], list[Any]]] = [
     ({"allOf": [{"enum": ["::1", "1.2.3.4", "x"]}, {"anyOf": [{"format": "ipv6"}, {"format": "ipv4"}]}]},
      ["::1", "1.2.3.4"]),
     ({"enum": [1, 5, 9], "oneOf": [{"minimum": 4}, {"multipleOf": 3}]}, [5]),
-    ({"enum": ["a", "\ud800"]}, ["a"]),  # which UTF-8 cannot write
+    ({"enum": ["a", "\ud800"]}, ["a"]),  # UTF-8 cannot encode a lone surrogate
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("schema", "valid"), CASES, ids=lambda value: str(value)[:50])
 def test_exactly_the_valid_values_are_accepted(schema: dict[str, Any], valid: list[Any]) -> None:
-    grammar = compiled(schema_ebnf(schema, compact=True))
+    grammar = compile_grammar(schema_ebnf(schema, compact=True))
     values = [schema["const"]] if "const" in schema else schema.get("enum", [1, 2, "::1", "1.2.3.4", "x"])
     for value in values:
         text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
@@ -138,7 +138,7 @@ def test_accepted_values_are_those_that_jsonschema_accepts(
     schema = {**keywords, "enum": values}
     checker = Draft202012Validator(schema, format_checker=Draft202012Validator.FORMAT_CHECKER)
     try:
-        grammar = compiled(schema_ebnf(schema, compact=True))
+        grammar = compile_grammar(schema_ebnf(schema, compact=True))
     except InputError:
         assert not any(map(checker.is_valid, values))
         return

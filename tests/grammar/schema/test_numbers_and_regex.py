@@ -8,8 +8,8 @@ from decimal import Decimal
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.byte_grammar import accepts, compiled
-from support.random_draws import examples
+from support.byte_grammar import accepts, compile_grammar
+from support.random_draws import num_examples
 
 from penstock.errors import InputError
 from penstock.grammar.schema import regex
@@ -20,7 +20,7 @@ DECIMAL = st.decimals(-20, 20, places=2)
 
 
 @given(BOUND, BOUND, st.lists(st.integers(-1300, 1300), min_size=5, max_size=20))
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 def test_integers_between_accepts_exactly_the_integers_in_range(
     low: int | None, high: int | None, values: list[int]
 ) -> None:
@@ -34,13 +34,13 @@ def test_integers_between_accepts_exactly_the_integers_in_range(
     if rule is None:
         assert not in_range
         return
-    grammar = compiled(f"root ::= {rule}")
+    grammar = compile_grammar(f"root ::= {rule}")
     for value in {*values, *near_bounds}:
         assert accepts(grammar, str(value)) == (value in in_range), value
 
 
 @given(st.none() | DECIMAL, st.none() | DECIMAL, st.booleans(), st.booleans(), st.lists(DECIMAL, max_size=20))
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=num_examples(100), deadline=None)
 def test_numbers_between_accepts_exactly_the_decimals_in_range(
     low: Decimal | None, high: Decimal | None, excludes_low: bool, excludes_high: bool, values: list[Decimal]
 ) -> None:
@@ -54,10 +54,10 @@ def test_numbers_between_accepts_exactly_the_decimals_in_range(
     ]
     for value in {*values, *near_bounds}:
         if value == 0:
-            continue  # -0 and 0 are two spellings of it
+            continue  # zero has two spellings, 0 and -0
         text = format(value.normalize(), "f")
         expected = bounds.contains(value)
-        assert (rule is not None and accepts(compiled(f"root ::= {rule}"), text)) == expected, text
+        assert (rule is not None and accepts(compile_grammar(f"root ::= {rule}"), text)) == expected, text
 
 
 PATTERNS = [
@@ -74,13 +74,13 @@ PATTERNS = [
 
 
 @given(st.sampled_from(PATTERNS), st.text("abcdAB-]_19", max_size=6))
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=num_examples(200), deadline=None)
 def test_regex_grammar_matches_the_same_texts_as_re(pattern: str, text: str) -> None:
     for search in (False, True):
         tree = regex.parse_regex(pattern, search=search)
         expected = (re.search if search else re.fullmatch)(pattern, text) is not None
         assert regex.matches(tree, text) == expected
-        assert accepts(compiled(f"root ::= {regex.to_plain_ebnf(tree)}"), text) == expected
+        assert accepts(compile_grammar(f"root ::= {regex.to_plain_ebnf(tree)}"), text) == expected
         low, high = regex.lengths(tree)
         assert not expected or low <= len(text) <= (len(text) if high is None else high)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
-from support.byte_grammar import accepts, compiled, walk
+from support.byte_grammar import accepts, compile_grammar, generate_random_text
 
 from penstock.errors import InputError
 from penstock.grammar.schema import schema_ebnf
@@ -64,10 +64,10 @@ def test_an_optional_unsatisfiable_subschema_is_left_out(
         },
     }[position]
     schema["$defs"] = {"n": unsatisfiable}
-    grammar = compiled(schema_ebnf(schema, compact=True))
+    grammar = compile_grammar(schema_ebnf(schema, compact=True))
     assert accepts(grammar, accepted)
     for seed in range(4):
-        Draft202012Validator(schema).validate(json.loads(walk(grammar, seed)))
+        Draft202012Validator(schema).validate(json.loads(generate_random_text(grammar, seed)))
 
 
 def test_a_required_unsatisfiable_property_is_refused() -> None:
@@ -82,6 +82,6 @@ def test_min_properties_counts_only_satisfiable_properties() -> None:
         "additionalProperties": False,
         "minProperties": 2,
     }
-    grammar = compiled(schema_ebnf(schema, compact=True))
+    grammar = compile_grammar(schema_ebnf(schema, compact=True))
     assert accepts(grammar, '{"b":null,"c":null}')
     assert not accepts(grammar, '{"b":null}')

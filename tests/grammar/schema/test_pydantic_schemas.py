@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 from jsonschema import Draft202012Validator
-from support.byte_grammar import compiled, walk
+from support.byte_grammar import compile_grammar, generate_random_text
 
 from penstock.grammar.schema import schema_ebnf
 
@@ -71,10 +71,10 @@ _NOT_PARSED |= {"decimal", "bounded decimal"}
 def test_generated_texts_are_parsed_by_pydantic(name: str, mode: Any) -> None:
     adapter = pydantic.TypeAdapter(TYPES[name])
     schema = adapter.json_schema(mode=mode)
-    grammar = compiled(schema_ebnf(schema))
+    grammar = compile_grammar(schema_ebnf(schema))
     validator = Draft202012Validator(schema, format_checker=Draft202012Validator.FORMAT_CHECKER)
     for seed in range(8):
-        text = walk(grammar, seed, 5 * seed)
+        text = generate_random_text(grammar, seed, 5 * seed)
         validator.validate(json.loads(text))
         if name not in _NOT_PARSED:
             adapter.validate_json(text)

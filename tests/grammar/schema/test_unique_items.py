@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
-from support.byte_grammar import accepts, compiled, walk
+from support.byte_grammar import accepts, compile_grammar, generate_random_text
 
 from penstock.errors import InputError, UnsupportedSchemaError
 from penstock.grammar.schema import schema_ebnf
@@ -55,23 +55,23 @@ def test_accepted_arrays_are_those_that_jsonschema_accepts(
         schema["maxItems"] = max_count
     checker = Draft202012Validator(schema)
     arrays = [list(array) for size in range(4) for array in itertools.product(_CANDIDATES, repeat=size)]
-    valid = [array for array in arrays if checker.is_valid(array)]
+    valid_arrays = [array for array in arrays if checker.is_valid(array)]
     try:
-        grammar = compiled(schema_ebnf(schema, compact=True))
+        grammar = compile_grammar(schema_ebnf(schema, compact=True))
     except InputError:
-        assert not valid
+        assert not valid_arrays
         return
-    assert checker.is_valid(json.loads(walk(grammar, seed)))
-    for array in valid[:: max(len(valid) // 50, 1)]:
+    assert checker.is_valid(json.loads(generate_random_text(grammar, seed)))
+    for array in valid_arrays[:: max(len(valid_arrays) // 50, 1)]:
         assert accepts(grammar, json.dumps(array, separators=(",", ":"))), array
     for array in arrays[seed::97]:
-        if array not in valid:
+        if array not in valid_arrays:
             assert not accepts(grammar, json.dumps(array, separators=(",", ":"))), array
 
 
 def test_up_to_eight_values_are_accepted_in_any_order() -> None:
     ebnf = schema_ebnf(make_unique_array({"enum": list("abcdefgh")}), compact=True)
-    grammar = compiled(ebnf)
+    grammar = compile_grammar(ebnf)
     for values in ("abcdefgh", "hgfedcba", "cab", "h"):
         assert accepts(grammar, json.dumps(list(values), separators=(",", ":")))
     assert not accepts(grammar, '["a","b","a"]')
@@ -83,24 +83,24 @@ def test_many_values_are_accepted_in_the_order_of_the_schema_only(bounds: dict[s
     values = [f"v{number}" for number in range(30)]
     schema = make_unique_array({"enum": values}, **bounds)
     ebnf = schema_ebnf(schema, compact=True)
-    grammar = compiled(ebnf)
+    grammar = compile_grammar(ebnf)
     assert accepts(grammar, '["v2","v7","v29"]')
     assert not accepts(grammar, '["v2","v2"]')
     assert accepts(grammar, json.dumps(values, separators=(",", ":"))) == ("maxItems" not in bounds)
     assert accepts(grammar, "[]") == ("minItems" not in bounds)
     for seed in range(5):
-        Draft202012Validator(schema).validate(json.loads(walk(grammar, seed)))
+        Draft202012Validator(schema).validate(json.loads(generate_random_text(grammar, seed)))
     assert len(ebnf) < 60_000
 
 
 def test_short_arrays_of_many_values_are_accepted_in_any_order() -> None:
-    grammar = compiled(schema_ebnf(make_unique_array({"enum": list(range(20))}, maxItems=2)))
+    grammar = compile_grammar(schema_ebnf(make_unique_array({"enum": list(range(20))}, maxItems=2)))
     assert accepts(grammar, "[19, 3]")
     assert not accepts(grammar, "[3, 3]")
 
 
 def test_arrays_of_at_most_one_item_need_no_finite_set() -> None:
-    grammar = compiled(schema_ebnf(make_unique_array({"type": "string"}, maxItems=1)))
+    grammar = compile_grammar(schema_ebnf(make_unique_array({"type": "string"}, maxItems=1)))
     assert accepts(grammar, '["any"]')
 
 

@@ -32,28 +32,29 @@ def ops(request: pytest.FixtureRequest) -> CpuOps:
 
 
 def random_rows(encoding: str, outputs: int, inputs: int) -> dict[str, Tensor]:
-    """Return random tensors of an encoding that use every byte value that stands for a number."""
+    """Return random tensors of an encoding. They use every byte value that represents a number."""
     if encoding in BLOCKS:
         return random_blocks(encoding, outputs, inputs)
     if encoding == "fp8":
         codes = torch.randint(0, 256, (outputs, inputs)).to(torch.uint8)
-        codes[codes & 127 == 127] = 0x03  # a subnormal number replaces a NaN
-        codes[:48][codes[:48] & 0x78 == 0] += 8  # vectors without subnormal numbers have a separate kernel
+        codes[codes & 127 == 127] = 0x03  # replaces NaN by a subnormal number
+        # A separate kernel computes vectors without subnormal numbers.
+        codes[:48][codes[:48] & 0x78 == 0] += 8
         return {"weight": codes, "scales": torch.rand(outputs, -(-inputs // 128)) / 100}
-    groups, top = -(-inputs // 32), 1 << int(encoding[4])
+    groups, num_codes = -(-inputs // 32), 1 << int(encoding[4])
     return {
-        "weight": torch.randint(0, top, (outputs, inputs)).to(torch.uint8),
+        "weight": torch.randint(0, num_codes, (outputs, inputs)).to(torch.uint8),
         "scales": torch.randn(outputs, groups).half(),
-        "zeros": torch.randint(0, top, (outputs, groups)).to(torch.uint8),
+        "zeros": torch.randint(0, num_codes, (outputs, groups)).to(torch.uint8),
         "row_scales": torch.rand(outputs),
     }
 
 
 def random_blocks(encoding: str, outputs: int, inputs: int) -> dict[str, Tensor]:
-    """Return random tensors of a block encoding, with the types and shapes that packing makes."""
+    """Return random tensors of a block encoding, with the types and shapes of packed tensors."""
     rows = encoding_named(encoding).pack(torch.randn(outputs, inputs))
-    top = 1 << int(rows["weight"].max()).bit_length()
-    rows["weight"] = torch.randint(0, top, (outputs, inputs)).to(torch.uint8)
+    num_codes = 1 << int(rows["weight"].max()).bit_length()
+    rows["weight"] = torch.randint(0, num_codes, (outputs, inputs)).to(torch.uint8)
     for name in ("scales", "minima"):
         if name in rows and not rows[name].is_floating_point():
             low, high = {"mxfp4": (120, 130), "nvfp4": (0, 127), "q6_k": (-128, 128)}.get(encoding, (0, 64))
@@ -71,17 +72,17 @@ def test_products_agree_with_the_definition(ops: CpuOps, encoding: str, shape: t
         random_rows(encoding, *shape),
         torch.randn(shape[0]).bfloat16(),
     )
-    packed = ops.pack_quantized(rows, encoding, bias=bias)
-    assert packed.layout == PANELS
-    # rows with gaps between them, not aligned
+    packed_weight = ops.pack_quantized(rows, encoding, bias=bias)
+    assert packed_weight.layout == PANELS
+    # the rows are strided and unaligned
     x = torch.randn(33, shape[1] + 5).bfloat16()[:, 3 : 3 + shape[1]]
     expected = kind.multiply(x.float(), rows, bias.float())
     terms = x.float().abs() @ kind.unpack(rows).abs().T + bias.float().abs()
     for count in (1, 2, 3, 7, 33):
-        y = ops.linear(x[:count], packed)
+        y = ops.linear(x[:count], packed_weight)
         error = (y.float() - expected[:count]).abs()
         assert bool((error <= 2**-8 * expected[:count].abs() + 2**-18 * terms[:count]).all())
-        assert torch.equal(y[-1], ops.linear(x[count - 1 : count], packed)[0])
+        assert torch.equal(y[-1], ops.linear(x[count - 1 : count], packed_weight)[0])
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
@@ -90,9 +91,9 @@ def test_packed_panels_equal_the_definition(ops: CpuOps, encoding: str) -> None:
     layout = encoding_named(encoding).panels
     assert layout is not None
     expected = layout.to_panels(rows)
-    packed = ops.pack_quantized(rows, encoding)
-    assert torch.equal(packed.tensors["panels"], expected["panels"])
-    assert packed.tensors.keys() == expected.keys()
+    packed_weight = ops.pack_quantized(rows, encoding)
+    assert torch.equal(packed_weight.tensors["panels"], expected["panels"])
+    assert packed_weight.tensors.keys() == expected.keys()
     weight = torch.randn(130, 100)
     float_packed = ops.pack_linear(weight, encoding)
     assert torch.equal(
@@ -116,16 +117,16 @@ def test_products_with_every_shape_of_fp8_scales_agree(
     rows = random_rows("fp8", 100, 300) | {"scales": scales.contiguous()}
     layout, kind = encoding_named("fp8").panels, encoding_named("fp8")
     assert layout is not None
-    packed = ops.pack_quantized(rows, "fp8")
-    panels = packed.tensors["panels"]
+    packed_weight = ops.pack_quantized(rows, "fp8")
+    panels = packed_weight.tensors["panels"]
     assert tuple(panels[0, -64:].view(torch.int32)[:2].tolist()) == strides
     assert torch.equal(panels, layout.to_panels(rows)["panels"])
-    assert torch.equal(layout.from_panels(packed.tensors, 100, 300)["scales"], rows["scales"])
-    for count in (1, 7, 20):  # one tile, two tiles, and weights widened to float32
+    assert torch.equal(layout.from_panels(packed_weight.tensors, 100, 300)["scales"], rows["scales"])
+    for count in (1, 7, 20):  # rows of one tile, of two tiles, and of the path that widens weights to float32
         x = torch.randn(count, 300).bfloat16()
         expected = kind.multiply(x.float(), rows, None)
         terms = x.float().abs() @ kind.unpack(rows).abs().T
-        error = (ops.linear(x, packed).float() - expected).abs()
+        error = (ops.linear(x, packed_weight).float() - expected).abs()
         assert bool((error <= 2**-8 * expected.abs() + 2**-18 * terms).all())
 
 
@@ -139,11 +140,11 @@ def test_every_8_bit_float_is_decoded_exactly(ops: CpuOps) -> None:
 
 @pytest.fixture
 def table_choice() -> Iterator[ctypes.c_int32]:
-    """The variable of the library that chooses how 8-bit floats are widened: 0 by arithmetic, 2 by tables."""
+    """Yield the library's variable that selects how 8-bit floats are widened: 0 arithmetic, 2 tables."""
     choice = ctypes.c_int32.in_dll(ctypes.CDLL(str(library.PATH)), "penstock_fp8_tables")
-    before = choice.value
+    previous_value = choice.value
     yield choice
-    choice.value = before
+    choice.value = previous_value
 
 
 @pytest.mark.skipif("avx512" not in VARIANTS, reason="needs AVX-512 with bfloat16")
@@ -155,14 +156,14 @@ def test_tables_of_8_bit_floats_change_no_bits(table_choice: ctypes.c_int32, out
     ops, rows = VARIANTS["avx512"], random_rows("fp8", outputs, 300)
     rows["weight"][:, :256] = torch.arange(256).to(torch.uint8)
     rows["weight"][rows["weight"] & 127 == 127] = 0x83
-    packed = ops.pack_quantized(rows, "fp8")
+    packed_weight = ops.pack_quantized(rows, "fp8")
     x = torch.randn(33, 300).bfloat16()
     results = []
     for choice in (0, 1, 2):
         table_choice.value = choice
-        results.append([ops.linear(x[:count], packed) for count in (1, 2, 3, 7, 33)])
+        results.append([ops.linear(x[:count], packed_weight) for count in (1, 2, 3, 7, 33)])
     for by_arithmetic, *by_tables in zip(*results, strict=True):
-        assert all(torch.equal(by_arithmetic, one) for one in by_tables)
+        assert all(torch.equal(by_arithmetic, result) for result in by_tables)
 
 
 @pytest.mark.skipif("avx512" not in VARIANTS, reason="needs AVX-512 with bfloat16")
@@ -182,9 +183,10 @@ def test_every_code_and_scale_of_a_block_encoding_is_decoded(ops: CpuOps, encodi
         rows["weight"] = rows["weight"].flip(0).contiguous()
     expected = kind.unpack(rows)[:, 0]
     y = ops.linear(torch.ones(1, 1), ops.pack_quantized(rows, encoding))[0]
-    finite = expected.isfinite() & (expected.abs() < 1e38)  # a product may overflow before it is scaled
+    # The kernel may overflow before it scales a product.
+    finite = expected.isfinite() & (expected.abs() < 1e38)
     assert int(finite.sum()) > 200
-    # The product rounds nf4 numbers to 16 bits. A zero point of q4_z cancels most of an integer.
+    # The kernel rounds nf4 values to 16 bits. Subtracting a zero point of q4_z cancels leading bits.
     error = {"nf4": 0.51 / 32767, "q4_z": 2e-6}.get(encoding, 0.0) * float(rows["scales"].float().max())
     torch.testing.assert_close(y[finite], expected[finite], rtol=1e-6, atol=max(error, 1e-38))
     assert y[expected.isnan()].isnan().all()

@@ -43,10 +43,10 @@ def random_encoder(ops: CpuOps, width: int, lengths: Sequence[int]) -> tuple[Ste
     def step(ops: Ops, inputs: Mapping[str, Tensor]) -> list[Tensor]:
         heads = ops.linear(inputs["x"], qkv).view(-1, 3, width // 16, 16)
         q, k, v = heads.unbind(1)
-        shared = {"scale": 0.25, "blocks": blocks}
-        attended = ops.encoder_attention(q, k, v, inputs["offsets"], **shared)
-        windowed = ops.encoder_attention(attended, k, v, inputs["offsets"], window=3, **shared)
-        causal = ops.encoder_attention(windowed, k, v, inputs["offsets"], is_causal=True, **shared)
+        shared_options = {"scale": 0.25, "blocks": blocks}
+        attended = ops.encoder_attention(q, k, v, inputs["offsets"], **shared_options)
+        windowed = ops.encoder_attention(attended, k, v, inputs["offsets"], window=3, **shared_options)
+        causal = ops.encoder_attention(windowed, k, v, inputs["offsets"], is_causal=True, **shared_options)
         return [ops.add(inputs["x"], causal.flatten(1))]
 
     return step, {"x": torch.randn(sum(lengths), width), "offsets": offsets}
@@ -68,7 +68,7 @@ def test_compiled_encoder_attention_is_bit_equal_to_eager(
 
 
 def test_a_long_step_is_split_into_several_calls(ops: CpuOps, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only products of many rows count for the split."""
+    """Only the work of products with many rows counts for the split."""
     monkeypatch.setattr("penstock.kernels.cpu.plan._PART", 1 << 20)
     step, inputs = random_encoder(ops, 64, [100])
     plans = GraphCache(CpuGraphCompiler(ops), pads_columns=False)
@@ -93,7 +93,7 @@ def test_replay_without_scratch_memory_is_refused(ops: CpuOps) -> None:
 
 
 def test_attention_with_lengths_or_bias_is_not_recorded(ops: CpuOps) -> None:
-    """A recording would repeat the values of the recorded step in each replay."""
+    """A recorded step would use the lengths and the bias of the recording in each replay."""
     x, offsets = torch.randn(5, 2, 16), torch.tensor([0, 5]).int()
     plans = GraphCache(CpuGraphCompiler(ops), pads_columns=False)
     for key, fields, reason in (

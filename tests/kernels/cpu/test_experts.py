@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -23,13 +22,6 @@ GATINGS: tuple[Gating, ...] = ("silu", "gelu", "gelu_tanh", "relu", ClampedSwiGL
 def ops(request: pytest.FixtureRequest) -> CpuOps:
     torch.manual_seed(0)
     return VARIANTS[request.param]
-
-
-@pytest.fixture
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def pack_experts(
@@ -92,7 +84,7 @@ def test_any_number_of_rows_is_bit_equal_to_separate_experts(
                 run_experts_separately(ops, x, experts, topk_weights, topk_ids, gating),
             )
         )
-    monkeypatch.delattr(ReferenceOps, "experts")  # the kernels must not call it
+    monkeypatch.delattr(ReferenceOps, "experts")  # the C++ kernels must not call the reference
     for *arguments, expected in cases:
         actual = ops.experts(*arguments)
         assert torch.equal(actual, expected)
@@ -126,7 +118,7 @@ def test_layers_in_different_encodings_are_bit_equal_to_separate_experts(
 
 @pytest.mark.matrix(strength=1, times=2)
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int5", "int4"])
-@pytest.mark.usefixtures("_threads")
+@pytest.mark.usefixtures("_restore_num_threads")
 def test_wide_experts_are_bit_equal_on_any_number_of_threads(ops: CpuOps, encoding: str) -> None:
     """The layers have more panels than a task, and more inputs than a block of the kernel."""
     experts = pack_experts(ops, 3, 1100, 700, encoding)
@@ -139,14 +131,15 @@ def test_wide_experts_are_bit_equal_on_any_number_of_threads(ops: CpuOps, encodi
 
 
 @pytest.mark.parametrize("encoding", ["float32", "int4"])
-@pytest.mark.usefixtures("_threads")
+@pytest.mark.usefixtures("_restore_num_threads")
 def test_more_assignments_than_one_pass_are_bit_equal(ops: CpuOps, encoding: str) -> None:
     rows, experts = 3100, pack_experts(ops, 6, 128, 256, encoding)
     x, (topk_weights, topk_ids) = random_activations(rows, 128, encoding), random_routes(rows, 6, 4)
+    # The ids are unsorted, and every row uses expert 5.
     topk_ids[:, 0], topk_ids[:1000, 1:] = (
         5,
         torch.tensor([0, 1, 3]),
-    )  # unsorted; every row uses expert 5
+    )
     topk_ids[1000:, 1:] = torch.tensor([3, 1, 4])
     expected = run_experts_separately(ops, x, experts, topk_weights, topk_ids, "silu")
     for threads in (1, 3):
@@ -184,37 +177,39 @@ def test_an_invalid_expert_id_is_refused(ops: CpuOps, bad: int, rows: int) -> No
 
 def test_unsupported_arguments_fall_back_to_the_reference(ops: CpuOps) -> None:
     x, (topk_weights, topk_ids) = random_activations(9, 64, "float32"), random_routes(9, 4, 2)
-    plain = pack_experts(ops, 4, 64, 64, "float32")
+    plain_experts = pack_experts(ops, 4, 64, 64, "float32")
     reference = PackedExperts(
         tuple(
             ReferenceOps().pack_linear(torch.randn(128, 64), "float32", bias=linear.bias)
-            for linear in plain.gate_up
+            for linear in plain_experts.gate_up
         ),
-        plain.down,
+        plain_experts.down,
     )
-    mixed = PackedExperts(
-        pack_experts(ops, 4, 64, 64, "int8", bias=False).gate_up[:1] + plain.gate_up[1:], plain.down
+    mixed_experts = PackedExperts(
+        pack_experts(ops, 4, 64, 64, "int8", bias=False).gate_up[:1] + plain_experts.gate_up[1:],
+        plain_experts.down,
     )
-    biased = PackedExperts(
-        tuple(replace(linear, bias=None) for linear in plain.gate_up[:1]) + plain.gate_up[1:], plain.down
+    biased_experts = PackedExperts(
+        tuple(replace(linear, bias=None) for linear in plain_experts.gate_up[:1]) + plain_experts.gate_up[1:],
+        plain_experts.down,
     )
-    for experts in (reference, mixed, biased):
+    for experts in (reference, mixed_experts, biased_experts):
         actual = ops.experts(x, experts, topk_weights, topk_ids, "silu")
         assert torch.equal(actual, run_experts_separately(ops, x, experts, topk_weights, topk_ids, "silu"))
     no_adapters = LoRAInputs(torch.full((9,), -1), {})
-    with_adapters = ops.experts(x, plain, topk_weights, topk_ids, "silu", lora=no_adapters)
-    assert torch.equal(with_adapters, ops.experts(x, plain, topk_weights, topk_ids, "silu"))
+    with_adapters = ops.experts(x, plain_experts, topk_weights, topk_ids, "silu", lora=no_adapters)
+    assert torch.equal(with_adapters, ops.experts(x, plain_experts, topk_weights, topk_ids, "silu"))
 
 
 def test_a_table_is_freed_with_its_experts(ops: CpuOps) -> None:
     x, (topk_weights, topk_ids) = random_activations(2, 64, "float32"), random_routes(2, 4, 2)
     gc.collect()
-    before = len(ops._tables)
+    num_tables_before = len(ops._tables)
     for _ in range(3):
         experts = pack_experts(ops, 4, 64, 64, "float32")
         for _ in range(2):
             ops.experts(x, experts, topk_weights, topk_ids, "silu")
-        assert len(ops._tables) == before + 1
+        assert len(ops._tables) == num_tables_before + 1
         del experts
         gc.collect()
-        assert len(ops._tables) == before
+        assert len(ops._tables) == num_tables_before

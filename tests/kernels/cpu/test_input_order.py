@@ -31,23 +31,23 @@ def random_layer(ops: CpuOps, outputs: int, inputs: int, encoding: str = "uint4"
 @pytest.mark.parametrize("encoding", ["uint4", "uint8", "nf4", "q6_k"])
 @pytest.mark.parametrize("inputs", [96, 300])
 def test_products_equal_those_of_sorted_activations(ops: CpuOps, encoding: str, inputs: int) -> None:
-    packed = random_layer(ops, 70, inputs, encoding)
-    assert packed.order is not None
-    x = torch.randn(40, inputs + 8).bfloat16()[:, 4 : 4 + inputs]  # rows with gaps between them
+    packed_weight = random_layer(ops, 70, inputs, encoding)
+    assert packed_weight.order is not None
+    x = torch.randn(40, inputs + 8).bfloat16()[:, 4 : 4 + inputs]  # the rows are strided
     for rows in (1, 5, 40):
-        y = ops.linear(x[:rows], packed)
-        assert torch.equal(y, ops.linear(x[:rows, packed.order], replace(packed, order=None)))
-        expected = x[:rows].float() @ unpack_linear(packed).T + packed.bias.float()
+        y = ops.linear(x[:rows], packed_weight)
+        assert torch.equal(y, ops.linear(x[:rows, packed_weight.order], replace(packed_weight, order=None)))
+        expected = x[:rows].float() @ unpack_linear(packed_weight).T + packed_weight.bias.float()
         assert float((y.float() - expected).norm() / expected.norm()) < 0.02
-        torch.testing.assert_close(y, ReferenceOps().linear(x[:rows], packed), rtol=0.02, atol=0.02)
+        torch.testing.assert_close(y, ReferenceOps().linear(x[:rows], packed_weight), rtol=0.02, atol=0.02)
 
 
 def test_an_encoding_without_groups_falls_back_to_the_reference(
     ops: CpuOps, caplog: pytest.LogCaptureFixture
 ) -> None:
-    packed = random_layer(ops, 70, 96, "int8")
+    packed_weight = random_layer(ops, 70, 96, "int8")
     x = torch.randn(3, 96).bfloat16()
-    assert torch.equal(ops.linear(x, packed), ReferenceOps().linear(x, packed))
+    assert torch.equal(ops.linear(x, packed_weight), ReferenceOps().linear(x, packed_weight))
     assert "int8 weights with permuted inputs" in caplog.text
 
 

@@ -36,28 +36,28 @@ def test_rows_and_panels_give_the_same_bits(
     sizes: tuple[int, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(linear, "_SLICE_BYTES", 64 * 81 * 4 * 2)  # two or four panels at a time
-    # rows with gaps between them, not aligned
+    monkeypatch.setattr(linear, "_SLICE_BYTES", 64 * 81 * 4 * 2)  # products use two or four panels at a time
+    # the rows are strided and unaligned
     parts = [torch.randn(size, 90).to(stored)[:, 3:84] for size in sizes]
     dtype = getattr(torch, encoding)
     x, bias = torch.randn(rows, 85).to(dtype)[:, 4:], torch.randn(sum(sizes))
-    packed = ops.pack_lazily(parts, encoding, bias=bias)
+    packed_weight = ops.pack_lazily(parts, encoding, bias=bias)
     expected = ops.linear(x, ops.pack_linear(parts, encoding, bias=bias))
-    assert torch.equal(ops.linear(x, packed), expected)
-    assert len(lazy_weight(packed).parts) == len(sizes), "the weight is not packed yet"
-    assert set(packed.tensors) == {"panels"}
-    assert not lazy_weight(packed).parts
-    assert torch.equal(ops.linear(x, packed), expected)
+    assert torch.equal(ops.linear(x, packed_weight), expected)
+    assert len(lazy_weight(packed_weight).parts) == len(sizes), "the weight is not packed yet"
+    assert set(packed_weight.tensors) == {"panels"}
+    assert not lazy_weight(packed_weight).parts
+    assert torch.equal(ops.linear(x, packed_weight), expected)
 
 
 def test_a_lazy_weight_is_packed_once(ops: CpuOps) -> None:
-    packed, calls = ops.pack_lazily([torch.randn(70, 33)], "float32"), []
-    lazy_weight(packed).release = lambda: calls.append(1)
-    panels = packed.tensors["panels"]
-    assert packed.tensors["panels"] is panels
-    assert lazy_weight(packed).pack()["panels"] is panels
-    assert packed.tensors.get("scales") is None
-    assert len(packed.tensors) == 1
+    packed_weight, calls = ops.pack_lazily([torch.randn(70, 33)], "float32"), []
+    lazy_weight(packed_weight).release = lambda: calls.append(1)
+    panels = packed_weight.tensors["panels"]
+    assert packed_weight.tensors["panels"] is panels
+    assert lazy_weight(packed_weight).pack()["panels"] is panels
+    assert packed_weight.tensors.get("scales") is None
+    assert len(packed_weight.tensors) == 1
     assert calls == [1]
 
 
@@ -65,22 +65,22 @@ def test_products_use_floats_until_the_weight_is_quantized(ops: CpuOps) -> None:
     """The first products use floats, because the input statistics are not known yet."""
     weight, x = torch.randn(70, 33), torch.randn(5, 33)
     for encoding in ("int8", "int5", "int4"):
-        packed = ops.pack_lazily([weight], encoding)
-        assert torch.equal(ops.linear(x, packed), ops.linear(x, ops.pack_linear(weight, "float32")))
-        lazy_weight(packed).pack()
-        assert torch.equal(ops.linear(x, packed), ops.linear(x, ops.pack_linear(weight, encoding)))
-    packed = ops.pack_lazily([weight], "bfloat16")
+        packed_weight = ops.pack_lazily([weight], encoding)
+        assert torch.equal(ops.linear(x, packed_weight), ops.linear(x, ops.pack_linear(weight, "float32")))
+        lazy_weight(packed_weight).pack()
+        assert torch.equal(ops.linear(x, packed_weight), ops.linear(x, ops.pack_linear(weight, encoding)))
+    packed_weight = ops.pack_lazily([weight], "bfloat16")
     expected = ops.linear(x, ops.pack_linear(weight, "bfloat16"))
-    assert torch.equal(ops.linear(x, packed), expected), "a float encoding needs no quantization"
+    assert torch.equal(ops.linear(x, packed_weight), expected), "a float encoding needs no quantization"
 
 
 def test_transposed_weights_are_packed_lazily(ops: CpuOps) -> None:
     weight, x = torch.randn(33, 700).T, torch.randn(5, 33)
-    packed = ops.pack_lazily([weight], "float32")
+    packed_weight = ops.pack_lazily([weight], "float32")
     expected = ops.linear(x, ops.pack_linear(weight, "float32"))
-    assert torch.equal(ops.linear(x, packed), expected)
-    assert set(packed.tensors) == {"panels"}
-    assert torch.equal(ops.linear(x, packed), expected)
+    assert torch.equal(ops.linear(x, packed_weight), expected)
+    assert set(packed_weight.tensors) == {"panels"}
+    assert torch.equal(ops.linear(x, packed_weight), expected)
 
 
 def test_encodings_without_panels_are_packed_at_once(ops: CpuOps) -> None:

@@ -31,10 +31,10 @@ def ops(request: pytest.FixtureRequest) -> CpuOps:
 
 @pytest.fixture(params=[2, 5])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
+    previous_threads = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield request.param
-    torch.set_num_threads(before)
+    torch.set_num_threads(previous_threads)
 
 
 def empty_inputs(inputs: int, rank: int, dtype: torch.dtype, names: str = "qv") -> LoRAInputs:
@@ -92,36 +92,38 @@ def test_rows_of_a_batch_equal_single_rows(
         single_rows = [
             ops.linear(x[i : i + 1], zeros, lora=with_rows(lora, adapters[i : i + 1])) for i in range(90)
         ]
-        alone = torch.cat(single_rows)
+        single_result = torch.cat(single_rows)
         torch.set_num_threads(threads)
-        assert not alone.isnan().any()
+        assert not single_result.isnan().any()
         for count in (2, 3, 8, 47, 90):
             assert torch.equal(
-                ops.linear(x[:count], zeros, lora=with_rows(lora, adapters[:count])), alone[:count]
+                ops.linear(x[:count], zeros, lora=with_rows(lora, adapters[:count])), single_result[:count]
             )
-        mixed = torch.randint(-1, ADAPTERS, (90,))
-        mixed[::7] = number
+        mixed_adapters = torch.randint(-1, ADAPTERS, (90,))
+        mixed_adapters[::7] = number
         for count in (1, 8, 20, 90):
-            actual = ops.linear(x[:count], zeros, lora=with_rows(lora, mixed[:count]))
-            selected = mixed[:count] == number
-            assert torch.equal(actual[selected], alone[:count][selected])
+            actual = ops.linear(x[:count], zeros, lora=with_rows(lora, mixed_adapters[:count]))
+            is_selected = mixed_adapters[:count] == number
+            assert torch.equal(actual[is_selected], single_result[:count][is_selected])
 
 
 def compile_layer(
     ops: CpuOps, packed: PackedLinear, lora: LoRAInputs, x: Tensor, rows: Tensor, last: Tensor
 ) -> CompiledPlan:
-    own = {"x": x.clone(), "rows": rows.clone(), "last": last.clone()}
-    plan = record(ops, own, lambda recording: step(recording, packed, lora, own))
-    return CompiledPlan(plan, ops, own, torch.empty(plan.arena_bytes, dtype=torch.uint8), CoreContention())
+    step_inputs = {"x": x.clone(), "rows": rows.clone(), "last": last.clone()}
+    plan = record(ops, step_inputs, lambda recording: step(recording, packed, lora, step_inputs))
+    return CompiledPlan(
+        plan, ops, step_inputs, torch.empty(plan.arena_bytes, dtype=torch.uint8), CoreContention()
+    )
 
 
 def step(ops: Ops, packed: PackedLinear, lora: LoRAInputs, inputs: Mapping[str, Tensor]) -> list[Tensor]:
-    """Compute a layer over all rows, and over selected rows with the adapters that `take_rows` selects."""
+    """Apply a layer to all rows, and to the rows that `take_rows` selects together with their adapters."""
     selected_rows = ops.take_rows(inputs["rows"][:, None], inputs["last"])[:, 0]
-    selected = ops.take_rows(inputs["x"], inputs["last"])
+    selected_inputs = ops.take_rows(inputs["x"], inputs["last"])
     return [
         ops.linear(inputs["x"], packed, lora=with_rows(lora, inputs["rows"])),
-        ops.linear(selected, packed, lora=with_rows(lora, selected_rows)),
+        ops.linear(selected_inputs, packed, lora=with_rows(lora, selected_rows)),
     ]
 
 
@@ -132,12 +134,12 @@ def test_a_recorded_layer_applies_the_current_adapters(
     ops: CpuOps, encoding: str, in_features: int, count: int, threads: int
 ) -> None:
     """Between replays, the slots get adapters with other ranks on other slices."""
-    packed = ops.pack_linear(torch.randn(301, in_features) / in_features**0.5, encoding, slices=SLICES)
+    packed_weight = ops.pack_linear(torch.randn(301, in_features) / in_features**0.5, encoding, slices=SLICES)
     dtype = torch.float32 if encoding == "float32" else torch.bfloat16
-    lora, seen = empty_inputs(in_features, 64, dtype), []
+    lora, replayed_results = empty_inputs(in_features, 64, dtype), []
     first = torch.randn(count, in_features).to(dtype)
     last = torch.arange(count)[: (count + 1) // 2]
-    plan = compile_layer(ops, packed, lora, first, torch.full((count,), -1), last)
+    plan = compile_layer(ops, packed_weight, lora, first, torch.full((count,), -1), last)
     assert len(plan) == 6  # two row selections, two layers and their adapters
     for change in range(6):
         for adapter in range(change % 2, ADAPTERS, 2):
@@ -149,41 +151,45 @@ def test_a_recorded_layer_applies_the_current_adapters(
         }
         actual = plan.replay(list(inputs.values()))
         torch.set_num_threads(1)
-        expected = step(ops, packed, lora, inputs)
+        expected = step(ops, packed_weight, lora, inputs)
         torch.set_num_threads(threads)
         assert not any(tensor.isnan().any() for tensor in actual)
         assert all(torch.equal(actual, reference) for actual, reference in zip(actual, expected, strict=True))
-        seen.append(torch.equal(actual[0], ops.linear(inputs["x"], packed)))
-    assert not all(seen), "the adapters changed the results"
+        replayed_results.append(torch.equal(actual[0], ops.linear(inputs["x"], packed_weight)))
+    assert not all(replayed_results), "the adapters changed the results"
 
 
 def test_a_layer_recorded_on_the_reference_replays_with_other_rows() -> None:
     reference = ReferenceOps()
-    packed = reference.pack_linear(torch.randn(301, 20), "float32", slices=SLICES)
+    packed_weight = reference.pack_linear(torch.randn(301, 20), "float32", slices=SLICES)
     lora = random_inputs(20, 12, torch.float32)
     inputs = {"x": torch.randn(4, 20), "rows": torch.tensor([0, -1, 2, 0]), "last": torch.tensor([2, 3])}
-    plan = record(reference, inputs, lambda recording: step(recording, packed, lora, inputs))
+    plan = record(reference, inputs, lambda recording: step(recording, packed_weight, lora, inputs))
     other = {"x": torch.randn(4, 20), "rows": torch.tensor([-1, 4, 1, 3]), "last": torch.tensor([1, 0])}
     fill_adapter(lora, 1, {"q": 5, "v": 2})
-    expected = step(reference, packed, lora, other)
+    expected = step(reference, packed_weight, lora, other)
     assert all(
-        torch.equal(replayed, eager)
-        for replayed, eager in zip(plan.replay(reference, other), expected, strict=True)
+        torch.equal(replayed_result, eager_result)
+        for replayed_result, eager_result in zip(plan.replay(reference, other), expected, strict=True)
     )
 
 
 def test_a_layer_without_adapters_records_no_adapter_kernels(ops: CpuOps) -> None:
-    packed = ops.pack_linear(torch.randn(301, 20), "float32", slices=SLICES)
+    packed_weight = ops.pack_linear(torch.randn(301, 20), "float32", slices=SLICES)
     other = empty_inputs(20, 12, torch.float32, names="")
-    plan = compile_layer(ops, packed, other, torch.randn(3, 20), torch.tensor([0, 1, -1]), torch.tensor([1]))
+    plan = compile_layer(
+        ops, packed_weight, other, torch.randn(3, 20), torch.tensor([0, 1, -1]), torch.tensor([1])
+    )
     assert len(plan) == 4
 
 
 def test_matrices_with_another_layout_are_not_compiled(ops: CpuOps) -> None:
-    """The reference kernels compute such matrices, and a compiled step cannot call the reference."""
-    packed = ops.pack_linear(torch.randn(301, 20), "float32", slices=SLICES)
+    """Only the reference kernels read such matrices, and a compiled step cannot call the reference."""
+    packed_weight = ops.pack_linear(torch.randn(301, 20), "float32", slices=SLICES)
     lora = random_inputs(20, 12, torch.float32)
     matrices = {name: (down, up.contiguous()) for name, (down, up) in lora.matrices.items()}
     transposed = LoRAInputs(lora.rows, matrices, lora.ranks)
     with pytest.raises(UnrecordableStepError, match="linear with adapters has no kernel"):
-        compile_layer(ops, packed, transposed, torch.randn(2, 20), torch.tensor([0, 1]), torch.tensor([1]))
+        compile_layer(
+            ops, packed_weight, transposed, torch.randn(2, 20), torch.tensor([0, 1]), torch.tensor([1])
+        )

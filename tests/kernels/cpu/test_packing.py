@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.random_draws import examples
+from support.random_draws import num_examples
 from torch import Tensor
 
 from penstock.kernels import LazyWeight, encoding_named
@@ -31,7 +31,7 @@ def encoding(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def bytes_of(tensors: dict[str, Tensor]) -> dict[str, bytes]:
+def tensor_bytes(tensors: dict[str, Tensor]) -> dict[str, bytes]:
     """Return the bytes of tensors, to compare NaNs bit by bit too."""
     return {name: tensor.contiguous().view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()}
 
@@ -50,11 +50,11 @@ def assert_equals_definition(
     rows = encoding_named(encoding).pack(weight, importance)
     panels = encoding_named(encoding).panels
     assert panels is not None
-    defined = bytes_of(panels.to_panels(rows))
-    assert bytes_of(dict(pack(ops, weight, encoding, importance))) == defined
-    if is_quantized(encoding):  # panels made from integers are the same
-        again = pack_rows(ops._kernels, WeightMemory(), encoding, rows)
-        assert bytes_of(again) == defined
+    expected_panels = tensor_bytes(panels.to_panels(rows))
+    assert tensor_bytes(dict(pack(ops, weight, encoding, importance))) == expected_panels
+    if is_quantized(encoding):  # packing the quantized rows gives the same panels
+        repacked = pack_rows(ops._kernels, WeightMemory(), encoding, rows)
+        assert tensor_bytes(repacked) == expected_panels
 
 
 @pytest.mark.matrix
@@ -69,8 +69,8 @@ def test_weights_of_every_shape_and_type_are_packed_as_defined(
     weight = (torch.randn(shape) * 0.05).to(dtype)
     weight[0, 0] = 30
     assert_equals_definition(ops, encoding, weight)
-    wider = torch.randn(shape[0], shape[1] + 3).to(dtype)
-    assert_equals_definition(ops, encoding, wider[:, 1:-2])  # rows with gaps between them
+    wider_tensor = torch.randn(shape[0], shape[1] + 3).to(dtype)
+    assert_equals_definition(ops, encoding, wider_tensor[:, 1:-2])  # the rows are strided
 
 
 @pytest.mark.matrix
@@ -80,8 +80,8 @@ def test_input_importance_is_packed_as_defined(ops: CpuOps, encoding: str, shape
     weight, importance = torch.randn(shape), torch.randn(shape[1]).mul(3).exp()
     assert_equals_definition(ops, encoding, weight, importance)
     assert_equals_definition(ops, encoding, weight, importance[::2].repeat_interleave(2)[: shape[1]])
-    uniform = dict(pack(ops, weight, encoding, torch.ones(shape[1])))
-    assert bytes_of(uniform) == bytes_of(dict(pack(ops, weight, encoding, None)))
+    uniform_panels = dict(pack(ops, weight, encoding, torch.ones(shape[1])))
+    assert tensor_bytes(uniform_panels) == tensor_bytes(dict(pack(ops, weight, encoding, None)))
 
 
 NUMBERS = st.one_of(
@@ -93,7 +93,7 @@ NUMBERS = st.one_of(
 
 
 @pytest.mark.parametrize("encoding", [name for name in ENCODINGS if is_quantized(name)])
-@settings(max_examples=examples(20), deadline=None)
+@settings(max_examples=num_examples(20), deadline=None)
 @given(
     weight=st.integers(1, 40).flatmap(
         lambda n: st.lists(st.lists(NUMBERS, min_size=n, max_size=n), min_size=1, max_size=5)
@@ -107,9 +107,9 @@ def test_any_finite_numbers_are_packed_as_defined(encoding: str, weight: list[li
 @pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 13])
 @pytest.mark.parametrize(("encoding", "low"), [("int4", -8), ("int5", -16)])
 def test_a_group_with_a_float16_scale_keeps_it(ops: CpuOps, encoding: str, low: int, step: int) -> None:
-    """The group's largest weight is the lowest integer times a float16.
+    """The largest weight of each group is the lowest integer times a float16 value.
 
-    That float16, of any size, must be the scale.
+    That float16 value must be the scale, whatever its size.
     """
     halves = torch.arange(1, 0x7C00, step, dtype=torch.int16).view(torch.float16)
     weight = torch.zeros(len(halves), 32)

@@ -50,7 +50,7 @@ def compile_step(ops: CpuOps, inputs: Mapping[str, Tensor], step: Step) -> tuple
 
 def step_with_all_operations(ops: CpuOps, encoding: str, width: int) -> Step:
     """Return a step with every operation that has a kernel."""
-    packed = ops.pack_linear(torch.randn(4 * width, width) / width**0.5, encoding)
+    packed_weight = ops.pack_linear(torch.randn(4 * width, width) / width**0.5, encoding)
     back = ops.pack_linear(torch.randn(width, 2 * width) / width**0.5, encoding)
     dtype = encoding_named(encoding).compute_dtype.to_torch()
     gate_ups = tuple(ops.pack_linear(torch.randn(96, width) / width**0.5, encoding) for _ in range(6))
@@ -65,37 +65,46 @@ def step_with_all_operations(ops: CpuOps, encoding: str, width: int) -> Step:
         kv = LayerKV(cache, step_inputs["tables"], step_inputs["slots"])
         rows = ops.rope_rows(step_inputs["positions"], angles.cos(), angles.sin())
         x = ops.scale(ops.embedding(step_inputs["tokens"], table), 3.0)
-        normed, x = ops.add_rms_norm(ops.rms_norm(x, weight, 1e-5), x, weight, 1e-5)
-        x = ops.clamp(ops.add(ops.layer_norm(normed, weight, bias, 1e-5), x), 9.0)
-        heads = ops.linear(x, packed)[:, :128].view(-1, 8, 16)
+        normalized, x = ops.add_rms_norm(ops.rms_norm(x, weight, 1e-5), x, weight, 1e-5)
+        x = ops.clamp(ops.add(ops.layer_norm(normalized, weight, bias, 1e-5), x), 9.0)
+        heads = ops.linear(x, packed_weight)[:, :128].view(-1, 8, 16)
         q = ops.layer_norm(heads[:, :4], head_weight, head_bias, 1e-5)
         q, k = ops.rotary(q, heads[:, 4:6], *rows)
         q, k = ops.rotary(q, k, *rows, is_interleaved=True)
         ops.store_kv(k, heads[:, 6:], kv)
-        out = ops.attention(q, kv, step_inputs["offsets"], step_inputs["lengths"], scale=0.25, sinks=sinks)
-        gates = ops.linear(
-            ops.put_rows(x, step_inputs["last"], ops.take_rows(x, step_inputs["last"])), packed
+        attended = ops.attention(
+            q, kv, step_inputs["offsets"], step_inputs["lengths"], scale=0.25, sinks=sinks
         )
-        gated = ops.gated_activation(gates, "silu")
-        clamped = ops.clamped_swiglu(gates, ClampedSwiGLU(1.7, 7.0))
-        gated = ops.add(gated, ops.xielu(clamped, XIELU(0.8, 1.3, 0.5, -1e-6)))
-        y = ops.linear(ops.add(gated, clamped), back)
-        y = ops.linear(ops.activated_linear(y, packed, "gelu")[:, : 2 * width], back)
+        gates = ops.linear(
+            ops.put_rows(x, step_inputs["last"], ops.take_rows(x, step_inputs["last"])), packed_weight
+        )
+        gate_output = ops.gated_activation(gates, "silu")
+        clamped_output = ops.clamped_swiglu(gates, ClampedSwiGLU(1.7, 7.0))
+        gate_output = ops.add(gate_output, ops.xielu(clamped_output, XIELU(0.8, 1.3, 0.5, -1e-6)))
+        y = ops.linear(ops.add(gate_output, clamped_output), back)
+        y = ops.linear(ops.activated_linear(y, packed_weight, "gelu")[:, : 2 * width], back)
         topk_weights, topk_ids = ops.route(ops.soft_cap(ops.activation(y, "gelu"), 5.0)[:, :6], 3, "chosen")
-        return [y, out, ops.experts(x, experts, topk_weights, topk_ids, "silu"), topk_weights, topk_ids, k]
+        return [
+            y,
+            attended,
+            ops.experts(x, experts, topk_weights, topk_ids, "silu"),
+            topk_weights,
+            topk_ids,
+            k,
+        ]
 
     return step
 
 
-def step_inputs_of(lengths: Sequence[int]) -> dict[str, Tensor]:
+def make_step_inputs(lengths: Sequence[int]) -> dict[str, Tensor]:
     """Return the inputs of a step with one row and four blocks per sequence."""
-    at = torch.tensor(lengths) - 1
+    last_positions = torch.tensor(lengths) - 1
     tables = 1 + torch.randperm(8)[: 4 * len(lengths)].view(-1, 4)
     return {
         "tokens": torch.randint(0, 50, (len(lengths),)),
-        "positions": at,
+        "positions": last_positions,
         "tables": tables.int(),
-        "slots": tables[torch.arange(len(lengths)), at // 16] * 16 + at % 16,
+        "slots": tables[torch.arange(len(lengths)), last_positions // 16] * 16 + last_positions % 16,
         "offsets": torch.arange(len(lengths) + 1).int(),
         "lengths": torch.tensor(lengths).int(),
         "last": torch.tensor([0]),
@@ -103,36 +112,36 @@ def step_inputs_of(lengths: Sequence[int]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int5", "int4", "uint4", "fp8"])
-@pytest.mark.parametrize("width", [32, 640])  # the wider step has operations that all threads share
+@pytest.mark.parametrize("width", [32, 640])  # the work of the wider step is divided among the threads
 def test_a_compiled_step_is_bit_equal_to_its_operations(ops: CpuOps, encoding: str, width: int) -> None:
     step = step_with_all_operations(ops, encoding, width)
-    plan, recorded = compile_step(ops, step_inputs_of([3, 20]), step)
-    assert len(plan) == len(recorded.records) + 1  # the rotary tables count twice
+    plan, recorder = compile_step(ops, make_step_inputs([3, 20]), step)
+    assert len(plan) == len(recorder.records) + 1  # the lookup of the rotary tables has two kernels
     for lengths in ([17, 16], [33, 1], [64, 50]):
-        step_inputs = step_inputs_of(lengths)
-        replayed = plan.replay(list(step_inputs.values()))
-        for actual, eager in zip(replayed, step(ops, step_inputs), strict=True):
-            assert torch.equal(actual, eager)
+        step_inputs = make_step_inputs(lengths)
+        replayed_results = plan.replay(list(step_inputs.values()))
+        for actual, eager_result in zip(replayed_results, step(ops, step_inputs), strict=True):
+            assert torch.equal(actual, eager_result)
 
 
 def test_results_are_not_overwritten_by_the_next_replay(ops: CpuOps) -> None:
     step = step_with_all_operations(ops, "float32", 32)
-    plan, _ = compile_step(ops, step_inputs_of([3, 20]), step)
-    first = plan.replay(list(step_inputs_of([5, 9]).values()))
+    plan, _ = compile_step(ops, make_step_inputs([3, 20]), step)
+    first = plan.replay(list(make_step_inputs([5, 9]).values()))
     copies = [result.clone() for result in first]
-    second = plan.replay(list(step_inputs_of([50, 60]).values()))
+    second = plan.replay(list(make_step_inputs([50, 60]).values()))
     assert all(torch.equal(original, copy) for original, copy in zip(first, copies, strict=True))
     assert not torch.equal(first[0], second[0])
 
 
 def test_an_index_outside_its_table_is_refused(ops: CpuOps) -> None:
-    plan, _ = compile_step(ops, step_inputs_of([3, 20]), step_with_all_operations(ops, "float32", 32))
+    plan, _ = compile_step(ops, make_step_inputs([3, 20]), step_with_all_operations(ops, "float32", 32))
     for name, bad in (("tokens", 50), ("tokens", -1), ("positions", 100)):
-        step_inputs = step_inputs_of([5, 9])
+        step_inputs = make_step_inputs([5, 9])
         step_inputs[name][1] = bad
         with pytest.raises(IndexError, match="take_rows"):
             plan.replay(list(step_inputs.values()))
-    plan.replay(list(step_inputs_of([5, 9]).values()))
+    plan.replay(list(make_step_inputs([5, 9]).values()))
 
 
 def test_the_error_names_an_operation_without_a_kernel(ops: CpuOps) -> None:
@@ -147,43 +156,47 @@ def test_the_error_names_an_operation_without_a_kernel(ops: CpuOps) -> None:
 
 
 def test_compiling_does_not_run_the_reference(ops: CpuOps) -> None:
-    """The reference would write to cache slots of a step that has already run."""
+    """The reference kernels would write to cache slots of a step that has already run."""
     cache = torch.zeros(2, 3, 1, 16, 8)
-    k = torch.randn(1, 1, 8).half()  # a type without kernels
-    own = {"tables": torch.zeros(1, 2).int(), "slots": torch.tensor([20]), "k": k}
+    k = torch.randn(1, 1, 8).half()  # the C++ kernels do not support float16
+    step_inputs = {"tables": torch.zeros(1, 2).int(), "slots": torch.tensor([20]), "k": k}
 
     def step(o: Ops) -> list[Tensor]:
-        o.store_kv(own["k"], own["k"], LayerKV(cache, own["tables"], own["slots"]))
+        o.store_kv(
+            step_inputs["k"], step_inputs["k"], LayerKV(cache, step_inputs["tables"], step_inputs["slots"])
+        )
         return []
 
-    plan = record(ops, own, step)
+    plan = record(ops, step_inputs, step)
     cache.zero_()
     with pytest.raises(UnrecordableStepError, match=r"^store_kv"):
-        CompiledPlan(plan, ops, own, torch.empty(plan.arena_bytes, dtype=torch.uint8), CoreContention())
+        CompiledPlan(
+            plan, ops, step_inputs, torch.empty(plan.arena_bytes, dtype=torch.uint8), CoreContention()
+        )
     assert not cache.any()
 
 
-# ---- when a step is compiled ----
+# ---- conditions for compiling a step ----
 
 
 def test_a_step_is_recorded_without_computing(ops: CpuOps) -> None:
     """The cache holds only the values that the replays stored."""
     cache = torch.zeros(2, 3, 1, 16, 8)
-    plans, seen = GraphCache(CpuGraphCompiler(ops)), []
+    plans, replayed_results = GraphCache(CpuGraphCompiler(ops)), []
 
     def step(o: Ops, step_inputs: Mapping[str, Tensor]) -> list[Tensor]:
         x = o.scale(step_inputs["x"], 2.0)
         k = x.view(1, 1, -1)[..., :8]
         o.store_kv(k, k, LayerKV(cache, step_inputs["tables"], step_inputs["slots"]))
-        seen.append(cache.clone())
+        replayed_results.append(cache.clone())
         return [x]
 
     for slot in (20, 21):
         tensors = {"x": torch.ones(1, 8), "tables": torch.zeros(1, 1).int(), "slots": torch.tensor([slot])}
         results = plans.run("a", tensors, step)
     assert results is not None
-    assert len(seen) == 1
-    assert not seen[0].any()
+    assert len(replayed_results) == 1
+    assert not replayed_results[0].any()
     assert cache[:, 1, 0, 5].eq(2).all()
     assert not cache[:, 1, 0, 4].any()
 
@@ -246,8 +259,8 @@ def tiny_language_model(ops: CpuOps) -> Step:
         x = ops.embedding(step_inputs["tokens"], table)
         heads = x.view(-1, 2, 16)
         ops.store_kv(heads, heads, kv)
-        seen = ops.attention(heads, kv, step_inputs["offsets"], step_inputs["lengths"], scale=0.25)
-        return [ops.linear(ops.add(x, seen.flatten(1)), head)]
+        attended = ops.attention(heads, kv, step_inputs["offsets"], step_inputs["lengths"], scale=0.25)
+        return [ops.linear(ops.add(x, attended.flatten(1)), head)]
 
     return step
 
@@ -255,12 +268,15 @@ def tiny_language_model(ops: CpuOps) -> Step:
 def advance_inputs(step_inputs: Mapping[str, Tensor], ahead: int) -> dict[str, Tensor]:
     """Return the inputs, except for the tokens, of the step that is ``ahead`` steps later."""
     lengths = step_inputs["lengths"].long() + ahead
-    at = lengths - 1
-    slots = step_inputs["tables"].long()[torch.arange(len(at)), at // 16] * 16 + at % 16
-    return {**step_inputs, "positions": at, "lengths": lengths.int(), "slots": slots}
+    last_positions = lengths - 1
+    slots = (
+        step_inputs["tables"].long()[torch.arange(len(last_positions)), last_positions // 16] * 16
+        + last_positions % 16
+    )
+    return {**step_inputs, "positions": last_positions, "lengths": lengths.int(), "slots": slots}
 
 
-def sampling_of(rows: int, temperature: float) -> SamplingInputs:
+def make_sampling_inputs(rows: int, temperature: float) -> SamplingInputs:
     return SamplingInputs(
         torch.full((rows,), temperature),
         torch.zeros(rows, dtype=torch.int64),
@@ -286,65 +302,80 @@ def test_replay_steps_equals_single_steps(ops: CpuOps, lengths: list[int], tempe
     }
     step_inputs = advance_inputs(step_inputs, 0)
     plan, _ = compile_step(ops, step_inputs, step)
-    sampling, uniforms = sampling_of(rows, temperature), torch.rand(num_steps, rows, dtype=torch.float64)
+    sampling, uniforms = (
+        make_sampling_inputs(rows, temperature),
+        torch.rand(num_steps, rows, dtype=torch.float64),
+    )
     steps = [advance_inputs(step_inputs, ahead) for ahead in range(num_steps)]
-    varied = {name: torch.stack([step[name] for step in steps]) for name in ("positions", "lengths", "slots")}
+    step_values = {
+        name: torch.stack([step[name] for step in steps]) for name in ("positions", "lengths", "slots")
+    }
     tokens, expected = step_inputs["tokens"], []
     for inputs_of_step, draws in zip(steps, uniforms, strict=True):
         (logits,) = step(ops, {**inputs_of_step, "tokens": tokens})
         tokens = ops.sample(logits, replace(sampling, uniforms=draws.clone()))
         expected.append(tokens)
     for _ in range(2):  # the second run does not depend on what the first one stored
-        sampled = plan.replay_steps(list(step_inputs.values()), varied, sampling, uniforms, no_ends(rows))
-        assert torch.equal(sampled, torch.stack(expected))
+        sampled_ids = plan.replay_steps(
+            list(step_inputs.values()), step_values, sampling, uniforms, no_ends(rows)
+        )
+        assert torch.equal(sampled_ids, torch.stack(expected))
     if temperature:
-        assert len(set(sampled.flatten().tolist())) > 1
+        assert len(set(sampled_ids.flatten().tolist())) > 1
 
 
 def test_replay_steps_stops_when_every_row_has_ended(ops: CpuOps) -> None:
     step, num_steps = tiny_language_model(ops), 8
-    step_inputs = advance_inputs(step_inputs_of([3, 20]), 0)
+    step_inputs = advance_inputs(make_step_inputs([3, 20]), 0)
     plan, _ = compile_step(ops, step_inputs, step)
     steps = [advance_inputs(step_inputs, ahead) for ahead in range(num_steps)]
-    varied = {name: torch.stack([step[name] for step in steps]) for name in ("positions", "lengths", "slots")}
+    step_values = {
+        name: torch.stack([step[name] for step in steps]) for name in ("positions", "lengths", "slots")
+    }
     uniforms = torch.rand(num_steps, 2, dtype=torch.float64)
 
     def run(ends: Tensor) -> Tensor:
-        return plan.replay_steps(list(step_inputs.values()), varied, sampling_of(2, 1.0), uniforms, ends)
+        return plan.replay_steps(
+            list(step_inputs.values()), step_values, make_sampling_inputs(2, 1.0), uniforms, ends
+        )
 
-    whole = run(no_ends(2))
-    assert len(whole) == num_steps
-    first = [whole[:, row].tolist().index(int(whole[at, row])) for row, at in ((0, 1), (1, 4))]
-    ends = torch.tensor([[-1, int(whole[1, 0])], [int(whole[4, 1]), -1]])
-    assert torch.equal(run(ends), whole[: max(first) + 1])
+    full_tokens = run(no_ends(2))
+    assert len(full_tokens) == num_steps
+    first = [full_tokens[:, row].tolist().index(int(full_tokens[at, row])) for row, at in ((0, 1), (1, 4))]
+    ends = torch.tensor([[-1, int(full_tokens[1, 0])], [int(full_tokens[4, 1]), -1]])
+    assert torch.equal(run(ends), full_tokens[: max(first) + 1])
     ends[0] = -1
     assert len(run(ends)) == num_steps, "a row without end tokens continues"
 
 
 def test_a_row_with_non_finite_logits_does_not_stop_the_batch(ops: CpuOps) -> None:
-    """The row continues with an arbitrary token, and its result is -1."""
+    """The result of the row is -1, and the row continues with an arbitrary token."""
     step = tiny_language_model(ops)
 
     def add_noise(ops: Ops, step_inputs: Mapping[str, Tensor]) -> list[Tensor]:
         (logits,) = step(ops, step_inputs)
         return [ops.add(logits, step_inputs["noise"])]
 
-    step_inputs = advance_inputs(step_inputs_of([3, 20]), 0)
+    step_inputs = advance_inputs(make_step_inputs([3, 20]), 0)
     step_inputs["noise"] = torch.tensor([[torch.nan], [0.0]]).repeat(1, 50)
     plan, _ = compile_step(ops, step_inputs, add_noise)
     steps = [advance_inputs(step_inputs, ahead) for ahead in range(3)]
-    varied = {name: torch.stack([step[name] for step in steps]) for name in ("positions", "lengths", "slots")}
+    step_values = {
+        name: torch.stack([step[name] for step in steps]) for name in ("positions", "lengths", "slots")
+    }
     uniforms = torch.rand(3, 2, dtype=torch.float64)
-    sampled = plan.replay_steps(list(step_inputs.values()), varied, sampling_of(2, 1.0), uniforms, no_ends(2))
-    assert sampled[:, 0].tolist() == [-1, -1, -1]
-    assert bool((sampled[:, 1] >= 0).all())
+    sampled_ids = plan.replay_steps(
+        list(step_inputs.values()), step_values, make_sampling_inputs(2, 1.0), uniforms, no_ends(2)
+    )
+    assert sampled_ids[:, 0].tolist() == [-1, -1, -1]
+    assert bool((sampled_ids[:, 1] >= 0).all())
 
 
 def test_replay_steps_refuses_a_token_outside_its_table(ops: CpuOps) -> None:
-    step_inputs = advance_inputs(step_inputs_of([3, 20]), 0)
+    step_inputs = advance_inputs(make_step_inputs([3, 20]), 0)
     plan, _ = compile_step(ops, step_inputs, tiny_language_model(ops))
     bad = {**step_inputs, "tokens": torch.tensor([1, 50])}
-    varied = {"lengths": step_inputs["lengths"].repeat(4, 1)}
+    step_values = {"lengths": step_inputs["lengths"].repeat(4, 1)}
     uniforms = torch.zeros(4, 2, dtype=torch.float64)
     with pytest.raises(IndexError, match="take_rows"):
-        plan.replay_steps(list(bad.values()), varied, sampling_of(2, 0.0), uniforms, no_ends(2))
+        plan.replay_steps(list(bad.values()), step_values, make_sampling_inputs(2, 0.0), uniforms, no_ends(2))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -38,22 +37,21 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param
 
 
-@pytest.fixture
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 def pack_as(ops: CpuOps, weight: Tensor, encoding: str, bias: Tensor | None = None) -> PackedLinear:
-    packed = ops.pack_linear(weight, encoding)
-    assert packed.layout == PANELS
+    packed_weight = ops.pack_linear(weight, encoding)
+    assert packed_weight.layout == PANELS
     return PackedLinear(
-        encoding, packed.tensors, packed.in_features, packed.out_features, bias, (), packed.layout
+        encoding,
+        packed_weight.tensors,
+        packed_weight.in_features,
+        packed_weight.out_features,
+        bias,
+        (),
+        packed_weight.layout,
     )
 
 
-def expected_of(weight: Tensor, encoding: str, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def expected_product(weight: Tensor, encoding: str, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the encoding's product in float32, and the sum of the magnitudes of its terms."""
     kind = encoding_named(encoding)
     tensors = kind.pack(weight)
@@ -76,17 +74,17 @@ def test_products_agree_with_the_definition(
     ops: CpuOps, encoding: str, dtype: torch.dtype, shape: tuple[int, int], with_bias: bool
 ) -> None:
     weight = torch.randn(shape)
-    # rows with gaps between them, not aligned
+    # the rows are strided and unaligned
     x = torch.randn(33, shape[1] + 5).to(dtype)[:, 3 : 3 + shape[1]]
     x[5, 0] = 10000.0
     x[7] = 0
     bias = torch.randn(shape[0]).to(dtype) if with_bias else None
     y = ops.linear(x, pack_as(ops, weight, encoding, bias))
     assert y.dtype == dtype
-    expected, terms = expected_of(weight, encoding, x, bias)
+    expected, terms = expected_product(weight, encoding, x, bias)
     assert_is_rounded(y, expected, terms)
     if encoding == "int8" and dtype == torch.float32:
-        assert torch.equal(y, expected)  # no float sum whose order could differ
+        assert torch.equal(y, expected)  # no product has a float sum, whose order could differ
 
 
 def rows_with_outliers(inputs: int) -> Tensor:
@@ -97,7 +95,7 @@ def rows_with_outliers(inputs: int) -> Tensor:
         positions = torch.randperm(inputs)[:count]
         x[row, positions] *= 10 ** torch.empty(count).uniform_(0, 1 + row / 20)
     x[-1] = 1.0
-    x[-1, : min(15, inputs // 32)] = -2.0  # each outlier needs one extra byte, for either scale
+    x[-1, : min(15, inputs // 32)] = -2.0  # with scale 1 or 2, each outlier needs one extra byte
     x[-2] = x[-1]
     x[-2, -1:] = 2.0  # one outlier more than the maximum
     return x
@@ -108,74 +106,74 @@ def test_outliers_do_not_reduce_the_precision_of_other_activations(
     ops: CpuOps, dtype: torch.dtype, inputs: int
 ) -> None:
     weight, x = torch.randn(70, inputs), rows_with_outliers(inputs).to(dtype)
-    packed = pack_as(ops, weight, "int8")
-    y = ops.linear(x, packed)
-    expected, terms = expected_of(weight, "int8", x, None)
+    packed_weight = pack_as(ops, weight, "int8")
+    y = ops.linear(x, packed_weight)
+    expected, terms = expected_product(weight, "int8", x, None)
     assert_is_rounded(y, expected, terms)
     if dtype == torch.float32:
         assert torch.equal(y, expected)
     for begin, end in ((0, 1), (7, 10), (30, 36), (20, 60)):
-        assert torch.equal(ops.linear(x[begin:end], packed), y[begin:end])
+        assert torch.equal(ops.linear(x[begin:end], packed_weight), y[begin:end])
 
 
 @pytest.mark.matrix
-@pytest.mark.usefixtures("_threads")
+@pytest.mark.usefixtures("_restore_num_threads")
 @pytest.mark.parametrize("shape", [(300, 1500), (70, 33)], ids=str)
 def test_a_row_is_bit_equal_in_every_batch(
     ops: CpuOps, encoding: str, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
-    x, packed = torch.randn(700, shape[1]).to(dtype), pack_as(ops, torch.randn(shape), encoding)
-    together = ops.linear(x, packed)
+    x, packed_weight = torch.randn(700, shape[1]).to(dtype), pack_as(ops, torch.randn(shape), encoding)
+    batch_result = ops.linear(x, packed_weight)
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         for begin, end in ((0, 0), (0, 1), (3, 5), (6, 9), (0, 4), (2, 7), (0, 6), (1, 8), (0, 33), (0, 700)):
-            assert torch.equal(ops.linear(x[begin:end], packed), together[begin:end])
+            assert torch.equal(ops.linear(x[begin:end], packed_weight), batch_result[begin:end])
 
 
 @pytest.mark.matrix(strength=1)
-@pytest.mark.usefixtures("_threads")
+@pytest.mark.usefixtures("_restore_num_threads")
 def test_more_rows_than_one_quantization_pass_are_bit_equal(ops: CpuOps, encoding: str) -> None:
-    x, packed = torch.randn(300, 40000).bfloat16(), pack_as(ops, torch.randn(3, 40000), encoding)
+    x, packed_weight = torch.randn(300, 40000).bfloat16(), pack_as(ops, torch.randn(3, 40000), encoding)
     torch.set_num_threads(2)
-    together = ops.linear(x, packed)
+    batch_result = ops.linear(x, packed_weight)
     torch.set_num_threads(1)
-    assert torch.equal(ops.linear(x[250:], packed), together[250:])
-    assert torch.equal(ops.linear(x[:40], packed), together[:40])
+    assert torch.equal(ops.linear(x[250:], packed_weight), batch_result[250:])
+    assert torch.equal(ops.linear(x[:40], packed_weight), batch_result[:40])
 
 
 def test_results_larger_than_the_cpu_cache_are_correct(ops: CpuOps, dtype: torch.dtype) -> None:
     """Tiles write results below 4 MiB directly. They write larger results after a whole panel is computed."""
-    packed = pack_as(ops, torch.randn(4096, 40), "int8", torch.randn(4096).to(dtype))
+    packed_weight = pack_as(ops, torch.randn(4096, 40), "int8", torch.randn(4096).to(dtype))
     x = torch.randn(520, 40).to(dtype)
-    whole = ops.linear(x, packed)
-    assert torch.equal(whole[100:103], ops.linear(x[100:103], packed))
-    activated = ops.activated_linear(x, packed, "gelu")
-    assert torch.equal(activated, ops.activation(whole, "gelu"))
-    assert torch.equal(activated[100:103], ops.activated_linear(x[100:103], packed, "gelu"))
+    full_result = ops.linear(x, packed_weight)
+    assert torch.equal(full_result[100:103], ops.linear(x[100:103], packed_weight))
+    activated = ops.activated_linear(x, packed_weight, "gelu")
+    assert torch.equal(activated, ops.activation(full_result, "gelu"))
+    assert torch.equal(activated[100:103], ops.activated_linear(x[100:103], packed_weight, "gelu"))
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("rows", [5, 40])
-@pytest.mark.parametrize("position", [0, 130])  # in a full vector, and in the remainder of the row
+@pytest.mark.parametrize("position", [0, 130])  # within a full SIMD vector, and in the remainder of the row
 def test_only_a_row_with_a_non_finite_value_gives_nan(
     ops: CpuOps, encoding: str, dtype: torch.dtype, rows: int, position: int, bad: float
 ) -> None:
-    x, packed = torch.randn(rows, 131).to(dtype), pack_as(ops, torch.randn(70, 131), encoding)
-    plain = ops.linear(x, packed)
+    x, packed_weight = torch.randn(rows, 131).to(dtype), pack_as(ops, torch.randn(70, 131), encoding)
+    plain_result = ops.linear(x, packed_weight)
     x[3, position] = bad
-    y = ops.linear(x, packed)
+    y = ops.linear(x, packed_weight)
     assert y[3].isnan().all()
     others = [row for row in range(rows) if row != 3]
-    assert torch.equal(y[others], plain[others])
+    assert torch.equal(y[others], plain_result[others])
 
 
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("rows", [1, 9])
 def test_sums_of_extreme_values_are_exact(ops: CpuOps, sign: int, rows: int) -> None:
     inputs = 14336
-    packed = pack_as(ops, torch.full((2, inputs), 127.0 * sign), "int8")
-    y = ops.linear(torch.full((rows, inputs), 127.0), packed)
+    packed_weight = pack_as(ops, torch.full((2, inputs), 127.0 * sign), "int8")
+    y = ops.linear(torch.full((rows, inputs), 127.0), packed_weight)
     assert torch.equal(y, torch.full((rows, 2), float(127 * 127 * inputs * sign)))
 
 
@@ -186,38 +184,39 @@ def test_group_sums_of_extreme_values_are_exact(ops: CpuOps, encoding: str, low:
 
     Intermediate sums need all 16 bits.
     """
-    packed = pack_as(ops, torch.full((2, 64), low), encoding)
+    packed_weight = pack_as(ops, torch.full((2, 64), low), encoding)
     assert torch.equal(
-        ops.linear(torch.full((3, 64), 127.0 * sign), packed), torch.full((3, 2), low * 127 * 64 * sign)
+        ops.linear(torch.full((3, 64), 127.0 * sign), packed_weight),
+        torch.full((3, 2), low * 127 * 64 * sign),
     )
     rows = torch.tensor([[-low - 1, low] * 32])
-    packed = ops.pack_quantized(
+    packed_weight = ops.pack_quantized(
         {"weight": rows.to(torch.int8), "scales": torch.ones(1, 2).half()}, encoding, bias=None, slices=()
     )
     x = torch.tensor([[127.0 * sign, -127.0 * sign] * 32])
-    assert ops.linear(x, packed).tolist() == [[sign * 127.0 * (-2 * low - 1) * 32]]
-    packed = ops.pack_quantized(
+    assert ops.linear(x, packed_weight).tolist() == [[sign * 127.0 * (-2 * low - 1) * 32]]
+    packed_weight = ops.pack_quantized(
         {"weight": (-low - 1 + 0 * rows).to(torch.int8), "scales": torch.ones(1, 2).half()},
         encoding,
         bias=None,
         slices=(),
     )
     assert (
-        ops.linear(torch.full((2, 64), 127.0 * sign), packed).tolist()
+        ops.linear(torch.full((2, 64), 127.0 * sign), packed_weight).tolist()
         == [[sign * 127.0 * (-low - 1) * 64]] * 2
     )
 
 
 def test_nothing_beyond_the_outputs_is_written(ops: CpuOps, encoding: str, dtype: torch.dtype) -> None:
-    x, packed = torch.randn(9, 40).to(dtype), pack_as(ops, torch.randn(70, 40), encoding)
+    x, packed_weight = torch.randn(9, 40).to(dtype), pack_as(ops, torch.randn(70, 40), encoding)
     y = torch.full((9, 72), 5.0, dtype=dtype)
-    scales = packed.tensors.get("scales")
+    scales = packed_weight.tensors.get("scales")
     ops._kernels.linear(
         {"int8": 2, "int4": 3, "int5": 4}[encoding],
         int(dtype == torch.bfloat16),
         x.data_ptr(),
         40,
-        packed.tensors["panels"].data_ptr(),
+        packed_weight.tensors["panels"].data_ptr(),
         0 if scales is None else scales.data_ptr(),
         0,
         0,
@@ -228,7 +227,7 @@ def test_nothing_beyond_the_outputs_is_written(ops: CpuOps, encoding: str, dtype
         40,
         2,  # GELU
     )
-    assert torch.equal(y[:, :70], ops.activation(ops.linear(x, packed), "gelu"))
+    assert torch.equal(y[:, :70], ops.activation(ops.linear(x, packed_weight), "gelu"))
     assert bool((y[:, 70:] == 5).all())
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
 
@@ -28,13 +27,6 @@ def ops(request: pytest.FixtureRequest) -> CpuOps:
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     torch.manual_seed(0)
     return request.param
-
-
-@pytest.fixture
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def random_sequence(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -75,15 +67,15 @@ def test_attention_is_bit_equal_whole_in_chunks_and_by_row(
 ) -> None:
     queries, keys_and_values = random_sequence(dtype)
     attend = partial(attend_ranges, in_bytes=in_bytes)
-    whole = attend(ops, queries, keys_and_values, [slice(0, LENGTH)], 32, window)
+    full_result = attend(ops, queries, keys_and_values, [slice(0, LENGTH)], 32, window)
     boundaries = [0, 7, 300, 301, 700, LENGTH]
     chunks = [slice(a, b) for a, b in pairwise(boundaries)]
-    assert torch.equal(attend(ops, queries, keys_and_values, chunks, 32, window), whole)
-    assert torch.equal(attend(ops, queries, keys_and_values, chunks, 128, window), whole)
+    assert torch.equal(attend(ops, queries, keys_and_values, chunks, 32, window), full_result)
+    assert torch.equal(attend(ops, queries, keys_and_values, chunks, 128, window), full_result)
     for row in (0, 63, 64, 511, 512, 700, LENGTH - 1):
         single_rows = attend(ops, queries, keys_and_values, [slice(row, row + 1)], 16, window)
-        assert torch.equal(single_rows[0], whole[row])
-    assert not torch.equal(attend(ops, queries, keys_and_values, chunks, 32, 99), whole)
+        assert torch.equal(single_rows[0], full_result[row])
+    assert not torch.equal(attend(ops, queries, keys_and_values, chunks, 32, 99), full_result)
 
 
 def test_attention_with_large_scores_is_bit_equal_batched_and_by_row(ops: CpuOps, dtype: torch.dtype) -> None:
@@ -96,7 +88,7 @@ def test_attention_with_large_scores_is_bit_equal_batched_and_by_row(ops: CpuOps
     assert torch.equal(attend(ranges=[slice(0, LENGTH)]), single_rows)
 
 
-@pytest.mark.usefixtures("_threads")
+@pytest.mark.usefixtures("_restore_num_threads")
 @pytest.mark.parametrize("in_bytes", [False, True])
 @pytest.mark.parametrize("ranges", [[slice(LENGTH - 1, LENGTH)], [slice(1100, LENGTH), slice(600, 602)]])
 def test_attention_is_bit_equal_on_any_number_of_threads(
@@ -111,19 +103,19 @@ def test_attention_is_bit_equal_on_any_number_of_threads(
     assert torch.equal(results[0], results[2])
 
 
-@pytest.mark.usefixtures("_threads")
+@pytest.mark.usefixtures("_restore_num_threads")
 @pytest.mark.parametrize(("outputs", "inputs"), [(1030, 520), (64, 2051), (7, 3)])
 def test_linear_rows_are_bit_equal_alone_and_in_a_batch(
     ops: CpuOps, dtype: torch.dtype, outputs: int, inputs: int
 ) -> None:
     weight, bias = torch.randn(outputs, inputs), torch.randn(outputs)
-    packed = ops.pack_linear(weight, str(dtype).removeprefix("torch."), bias=bias)
+    packed_weight = ops.pack_linear(weight, str(dtype).removeprefix("torch."), bias=bias)
     x = torch.randn(600, inputs + 3).to(dtype)[:, 1:-2]
-    together = ops.linear(x, packed)
+    batch_result = ops.linear(x, packed_weight)
     torch.set_num_threads(2)
     for rows in (1, 2, 3, 4, 5, 6, 7, 13, 24, 31, 32, 33, 100, 253):
-        assert torch.equal(ops.linear(x[:rows], packed), together[:rows])
-        assert torch.equal(ops.linear(x[-rows:], packed), together[-rows:])
+        assert torch.equal(ops.linear(x[:rows], packed_weight), batch_result[:rows])
+        assert torch.equal(ops.linear(x[-rows:], packed_weight), batch_result[-rows:])
 
 
 @pytest.mark.parametrize("scale", [1e-22, 1e-19, 1e18])
@@ -135,22 +127,22 @@ def test_products_near_the_float32_limits_are_bit_equal_alone_and_in_a_batch(
     Different instructions may compute one row and several rows.
     """
     torch.manual_seed(1)
-    packed = ops.pack_linear(torch.randn(70, 333) * scale, "bfloat16")
+    packed_weight = ops.pack_linear(torch.randn(70, 333) * scale, "bfloat16")
     x = (torch.randn(40, 333) * scale * torch.randn(40, 1).exp()).bfloat16()
-    together = ops.linear(x, packed)
-    single_rows = torch.cat([ops.linear(row[None], packed) for row in x])
-    assert torch.equal(together.isnan(), single_rows.isnan())
-    assert torch.equal(together.nan_to_num(7), single_rows.nan_to_num(7))
-    assert together.isfinite().any()
+    batch_result = ops.linear(x, packed_weight)
+    single_rows = torch.cat([ops.linear(row[None], packed_weight) for row in x])
+    assert torch.equal(batch_result.isnan(), single_rows.isnan())
+    assert torch.equal(batch_result.nan_to_num(7), single_rows.nan_to_num(7))
+    assert batch_result.isfinite().any()
 
 
-@pytest.mark.usefixtures("_threads")
+@pytest.mark.usefixtures("_restore_num_threads")
 def test_row_operations_are_bit_equal_on_any_number_of_threads(ops: CpuOps, dtype: torch.dtype) -> None:
     x, residual = torch.randn(2, 300, 512).to(dtype)
     weight = torch.randn(512)
     results = []
     for threads in (1, 3):
         torch.set_num_threads(threads)
-        normed, total = ops.add_rms_norm(x, residual, weight, 1e-5)
-        results.append(torch.cat([normed, total, ops.gated_activation(x, "silu").repeat(1, 2)]))
+        normalized, total = ops.add_rms_norm(x, residual, weight, 1e-5)
+        results.append(torch.cat([normalized, total, ops.gated_activation(x, "silu").repeat(1, 2)]))
     assert torch.equal(*results)

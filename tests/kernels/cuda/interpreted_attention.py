@@ -1,6 +1,6 @@
-"""Attention in Triton's interpreter: head sizes, groups, windows, caches and spans, drawn and fixed.
+"""Attention in Triton's interpreter: fixed and random head sizes, groups, windows, caches and spans.
 
-`test_interpreter.py` runs this file in a separate process. ``--random -m random`` draws many more cases.
+`test_interpreter.py` runs this file in a separate process. ``--random -m random`` adds many random cases.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.random_draws import examples
+from support.random_draws import num_examples
 from torch import Tensor
 
 from penstock.kernels import LayerKV
@@ -32,23 +32,26 @@ class Case:
     group: int = 1
     kv_heads: int = 1
     dtype: torch.dtype = torch.float32
-    cached: str = "same"
-    """``same``: the type of the queries; ``wide``: float32; ``int8``, ``fp8``: with scales of rows;
-    ``fixed``: fp8 with scales of heads."""
+    cache_kind: str = "same"
+    """Type of the cache.
+
+    ``same``: that of the queries; ``wide``: float32; ``int8``, ``fp8``: one scale per row; ``fixed``: fp8,
+    one scale per head.
+    """
     sequences: tuple[tuple[int, int], ...] = ((1, 20), (7, 19))
-    """Rows of each sequence and its length. A sequence may have no rows."""
+    """For each sequence, its number of rows (queries) and its length. A sequence may have no rows."""
     block: int = 16
     window: int | None = None
     is_chunked: bool = False
     soft_cap: float | None = None
     has_sinks: bool = False
     span: int = 0
-    """Rows at the end of each sequence that see each other; 0 for causal attention."""
+    """Number of rows at the end of each sequence with bidirectional attention; 0 for causal attention."""
     is_deterministic: bool = False
     seed: int = 0
 
 
-def inputs_of(case: Case) -> tuple[Tensor, LayerKV, Tensor, Tensor, dict[str, Any]]:
+def attention_inputs(case: Case) -> tuple[Tensor, LayerKV, Tensor, Tensor, dict[str, Any]]:
     """Return queries, cache, row offsets, lengths and options; values that no query may read are NaN."""
     torch.manual_seed(case.seed)
     counts = [-(-length // case.block) for _, length in case.sequences]
@@ -58,26 +61,26 @@ def inputs_of(case: Case) -> tuple[Tensor, LayerKV, Tensor, Tensor, dict[str, An
     for b, (_, length) in enumerate(case.sequences):
         tables[b, : counts[b]] = ids[b]
         for column, block in enumerate(ids[b].tolist()):
-            held = min(case.block, length - case.block * column)
-            cache[:, block, :, :held] = torch.randn(2, case.kv_heads, held, case.dim)
-    kept = cache.to(torch.float32 if case.cached == "wide" else case.dtype)
+            num_filled = min(case.block, length - case.block * column)
+            cache[:, block, :, :num_filled] = torch.randn(2, case.kv_heads, num_filled, case.dim)
+    stored_cache = cache.to(torch.float32 if case.cache_kind == "wide" else case.dtype)
     scales = None
-    if case.cached == "int8":
+    if case.cache_kind == "int8":
         scales = cache.abs().amax(-1) / 127
-        kept = (cache / scales[..., None]).nan_to_num(127).round().to(torch.int8)
-    elif case.cached in ("fp8", "fixed"):
+        stored_cache = (cache / scales[..., None]).nan_to_num(127).round().to(torch.int8)
+    elif case.cache_kind in ("fp8", "fixed"):
         scales = cache.abs().amax(-1) / 448
-        if case.cached == "fixed":
+        if case.cache_kind == "fixed":
             scales = (torch.rand(2, 1, case.kv_heads, 1) / 50).expand(scales.shape)
-        kept = (cache / scales[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+        stored_cache = (cache / scales[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn)
     kv = LayerKV(
-        kept,
+        stored_cache,
         tables,
         torch.zeros(0, dtype=torch.int64),
         window=case.window,
         scales=scales,
         is_chunked=case.is_chunked,
-        has_fixed_scales=case.cached == "fixed",
+        has_fixed_scales=case.cache_kind == "fixed",
     )
     offsets = torch.tensor([0, *(rows for rows, _ in case.sequences)]).cumsum(0).int()
     lengths = torch.tensor([length for _, length in case.sequences]).int()
@@ -95,62 +98,64 @@ def inputs_of(case: Case) -> tuple[Tensor, LayerKV, Tensor, Tensor, dict[str, An
     return q, kv, offsets, lengths, options
 
 
-def check(case: Case) -> None:
-    """Compare one case with the reference."""
+def assert_agrees_with_reference(case: Case) -> None:
+    """Check that the attention of a case agrees with the reference."""
     ops = CudaOps()
     if case.is_deterministic:
         ops.require_determinism()
-    q, kv, offsets, lengths, options = inputs_of(case)
-    got, expected = (o.attention(q, kv, offsets, lengths, **options) for o in (ops, REFERENCE))
-    assert got.dtype == expected.dtype
+    q, kv, offsets, lengths, options = attention_inputs(case)
+    actual, expected = (o.attention(q, kv, offsets, lengths, **options) for o in (ops, REFERENCE))
+    assert actual.dtype == expected.dtype
     assert expected.isfinite().all(), "the case is not valid"
     tolerance = TOLERANCE[case.dtype]
-    torch.testing.assert_close(got.float(), expected.float(), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(actual.float(), expected.float(), rtol=tolerance, atol=tolerance)
 
 
-FIXED = {
+FIXED_CASES = {
     **{f"head of {dim}": Case(dim=dim, group=2) for dim in (80, 96, 112, 192, 256)},
     **{
-        f"bfloat16 head of {dim}": Case(dim=dim, group=3, dtype=torch.bfloat16, cached="int8")
+        f"bfloat16 head of {dim}": Case(dim=dim, group=3, dtype=torch.bfloat16, cache_kind="int8")
         for dim in (80, 112, 192)
     },
     **{f"group of {group}": Case(dim=16, group=group, kv_heads=2) for group in (3, 5, 7, 12)},
     **{
-        f"{cached} head of {dim}": Case(dim=dim, group=2, kv_heads=3, dtype=dtype, cached=cached)
+        f"{cache_kind} head of {dim}": Case(dim=dim, group=2, kv_heads=3, dtype=dtype, cache_kind=cache_kind)
         for dim, dtype in ((80, torch.bfloat16), (128, torch.float16), (192, torch.float32))
-        for cached in ("fp8", "fixed")
+        for cache_kind in ("fp8", "fixed")
     },
-    "spans in a window with fp8": Case(window=4, span=6, cached="fp8", sequences=((8, 30), (1, 9))),
-    "sinks, cap and fixed scales": Case(soft_cap=3.0, has_sinks=True, cached="fixed", group=5, dim=80),
-    "splits with fp8": Case(window=530, cached="fp8", sequences=((1, 1100), (1, 30)), dim=16),
+    "spans in a window with fp8": Case(window=4, span=6, cache_kind="fp8", sequences=((8, 30), (1, 9))),
+    "sinks, soft cap and fixed scales": Case(
+        soft_cap=3.0, has_sinks=True, cache_kind="fixed", group=5, dim=80
+    ),
+    "splits with fp8": Case(window=530, cache_kind="fp8", sequences=((1, 1100), (1, 30)), dim=16),
     "window beyond the context": Case(window=500, sequences=((1, 20), (9, 33))),
     "window of one key": Case(window=1, sequences=((1, 20), (9, 33))),
     "chunks beyond the context": Case(window=64, is_chunked=True, sequences=((1, 20), (9, 33))),
     "spans in a window": Case(window=4, span=6, sequences=((8, 30), (1, 9))),
-    "spans with int8": Case(span=5, cached="int8", sequences=((8, 30), (7, 7))),
-    "sinks, cap and int8": Case(soft_cap=3.0, has_sinks=True, cached="int8", group=5, dim=80),
+    "spans with int8": Case(span=5, cache_kind="int8", sequences=((8, 30), (7, 7))),
+    "sinks, soft cap and int8": Case(soft_cap=3.0, has_sinks=True, cache_kind="int8", group=5, dim=80),
     "sinks and window": Case(has_sinks=True, window=3, group=2),
     "sinks and splits": Case(has_sinks=True, soft_cap=4.0, sequences=((1, 600), (1, 30)), dim=16),
     "window and splits": Case(window=530, sequences=((1, 1100), (1, 30)), dim=16),
     "no rows at the start": Case(sequences=((0, 8), (3, 12), (1, 5))),
     "no rows in the middle": Case(sequences=((3, 12), (0, 40), (0, 3), (1, 5)), group=3),
     "no rows at the end": Case(sequences=((17, 17), (0, 40))),
-    "no rows at all": Case(sequences=((0, 8), (0, 12))),
-    "no rows beside splits": Case(sequences=((1, 600), (0, 520), (1, 9)), dim=16),
-    "float16 and a wide cache": Case(dtype=torch.float16, cached="wide", dim=96, group=2),
+    "no rows in the batch": Case(sequences=((0, 8), (0, 12))),
+    "sequence without rows and split keys": Case(sequences=((1, 600), (0, 520), (1, 9)), dim=16),
+    "float16 queries, float32 cache": Case(dtype=torch.float16, cache_kind="wide", dim=96, group=2),
     "blocks of 64": Case(block=64, sequences=((5, 130), (1, 64))),
     "deterministic": Case(is_deterministic=True, dim=80, group=3, window=40, sequences=((20, 70), (1, 9))),
 }
 
 
-@pytest.mark.parametrize("name", FIXED)
-def test_fixed(name: str) -> None:
-    check(FIXED[name])
+@pytest.mark.parametrize("name", FIXED_CASES)
+def test_fixed_cases_agree_with_the_reference(name: str) -> None:
+    assert_agrees_with_reference(FIXED_CASES[name])
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
-    """Draw a case; small, because the interpreter is slow."""
+def random_cases(draw: st.DrawFn) -> Case:
+    """Draw a small case, because the interpreter is slow."""
 
     def sequence() -> tuple[int, int]:
         length = draw(st.integers(1, 70))
@@ -164,7 +169,7 @@ def cases(draw: st.DrawFn) -> Case:
         group=draw(st.sampled_from([1, 2, 3, 5, 6, 7, 8, 12, 16])),
         kv_heads=draw(st.integers(1, 3)),
         dtype=draw(st.sampled_from(list(TOLERANCE))),
-        cached=draw(st.sampled_from(["same", "wide", "int8", "fp8", "fixed"])),
+        cache_kind=draw(st.sampled_from(["same", "wide", "int8", "fp8", "fixed"])),
         sequences=sequences,
         block=draw(st.sampled_from([16, 32, 64])),
         window=window,
@@ -178,26 +183,26 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @pytest.mark.random
-@settings(max_examples=examples(8))
-@given(case=cases())
-def test_drawn(case: Case) -> None:
-    check(case)
+@settings(max_examples=num_examples(8))
+@given(case=random_cases())
+def test_random_cases_agree_with_the_reference(case: Case) -> None:
+    assert_agrees_with_reference(case)
 
 
-def test_the_comparison_can_fail() -> None:
-    """A case differs from the same case with another option."""
+def test_each_option_changes_the_result() -> None:
+    """Without this, a kernel that ignores an option could pass the comparison."""
     case = Case(has_sinks=True, window=3, soft_cap=2.0, span=4, sequences=((8, 30), (1, 9)))
-    q, kv, offsets, lengths, options = inputs_of(case)
-    whole = CudaOps().attention(q, kv, offsets, lengths, **options)
+    q, kv, offsets, lengths, options = attention_inputs(case)
+    full_result = CudaOps().attention(q, kv, offsets, lengths, **options)
     for name in ("soft_cap", "sinks", "spans"):
         other = CudaOps().attention(q, kv, offsets, lengths, **(options | {name: None}))
-        assert not torch.allclose(whole, other, atol=1e-3), name
+        assert not torch.allclose(full_result, other, atol=1e-3), name
     other = CudaOps().attention(q, replace(kv, window=None), offsets, lengths, **options)
-    assert not torch.allclose(whole, other, atol=1e-3)
+    assert not torch.allclose(full_result, other, atol=1e-3)
 
 
 @pytest.mark.random
-@settings(max_examples=examples(6))
+@settings(max_examples=num_examples(6))
 @given(
     dim=st.sampled_from([16, 40, 64, 80, 96, 112, 128, 192, 256]),
     group=st.sampled_from([1, 2, 3, 5]),
@@ -209,7 +214,7 @@ def test_the_comparison_can_fail() -> None:
     has_bias=st.booleans(),
     seed=st.integers(0, 2**16),
 )
-def test_encoders_drawn(
+def test_random_encoder_batches_agree_with_the_reference(
     dim: int,
     group: int,
     kv_heads: int,
@@ -227,9 +232,9 @@ def test_encoders_drawn(
         torch.randn(sum(rows), heads + 2 * kv_heads, dim).to(dtype).split([heads, kv_heads, kv_heads], 1)
     )
     bias = torch.randn(heads, 2 * 40 + 1) if has_bias else None
-    got, expected = (
+    actual, expected = (
         o.encoder_attention(q, k, v, offsets, scale=dim**-0.5, window=window, is_causal=is_causal, bias=bias)
         for o in (CudaOps(), REFERENCE)
     )
     tolerance = TOLERANCE[dtype]
-    torch.testing.assert_close(got.float(), expected.float(), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(actual.float(), expected.float(), rtol=tolerance, atol=tolerance)

@@ -1,4 +1,4 @@
-"""The programs on small shapes against the reference, in Triton's interpreter.
+"""The Triton kernels on small shapes against the reference, in Triton's interpreter.
 
 `test_interpreter.py` runs this file in another process, because triton reads ``TRITON_INTERPRET`` when
 it is imported.
@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.checkpoints import DECODERS, write_checkpoint
+from support.checkpoints import make_tiny_config, write_checkpoint
 from support.float_activations import FloatActivations
 from support.interpreted_dots import use_exact_dots
-from support.running import context_of, generate, open_pipeline, random_tokens
+from support.pipeline_steps import generate_tokens, make_context, open_pipeline, random_tokens
 from torch import Tensor
 
 from penstock.kernels import (
@@ -54,85 +54,93 @@ def ops() -> CudaOps:
 @pytest.fixture
 def deterministic(monkeypatch: pytest.MonkeyPatch) -> CudaOps:
     use_exact_dots(monkeypatch)
-    found = CudaOps()
-    found.require_determinism()
-    return found
+    cuda_ops = CudaOps()
+    cuda_ops.require_determinism()
+    return cuda_ops
 
 
-def agree(got: Tensor, expected: Tensor) -> None:
-    assert got.dtype == expected.dtype
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    assert actual.dtype == expected.dtype
     tolerance = TOLERANCE[expected.dtype]
-    torch.testing.assert_close(got.float(), expected.float(), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(actual.float(), expected.float(), rtol=tolerance, atol=tolerance)
 
 
 # ---- rows ----
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows(ops: CudaOps, dtype: torch.dtype) -> None:
+def test_row_operations_agree_with_the_reference(ops: CudaOps, dtype: torch.dtype) -> None:
     x, residual = torch.randn(2, 3, 120).to(dtype)[:, :, :100]
     weight, bias = torch.randn(2, 100)
-    for one in (weight, weight.to(dtype)):
-        for got, expected in zip(
-            (*ops.add_rms_norm(x, residual, one, 1e-5), ops.rms_norm(x.view(3, 1, 100), one, 1e-5)),
-            (*REFERENCE.add_rms_norm(x, residual, one, 1e-5), REFERENCE.rms_norm(x[:, None], one, 1e-5)),
+    for norm_weight in (weight, weight.to(dtype)):
+        for actual, expected in zip(
+            (
+                *ops.add_rms_norm(x, residual, norm_weight, 1e-5),
+                ops.rms_norm(x.view(3, 1, 100), norm_weight, 1e-5),
+            ),
+            (
+                *REFERENCE.add_rms_norm(x, residual, norm_weight, 1e-5),
+                REFERENCE.rms_norm(x[:, None], norm_weight, 1e-5),
+            ),
             strict=True,
         ):
-            agree(got, expected)
-    agree(
+            assert_close(actual, expected)
+    assert_close(
         ops.add_layer_norm(x, residual, weight, bias, 1e-5)[0],
         REFERENCE.add_layer_norm(x, residual, weight, bias, 1e-5)[0],
     )
     for activation in ("silu", "gelu_tanh", "relu", "relu2"):
-        agree(ops.gated_activation(x, activation), REFERENCE.gated_activation(x, activation))
+        assert_close(ops.gated_activation(x, activation), REFERENCE.gated_activation(x, activation))
     gate = ClampedSwiGLU(1.7, 2.0)
-    agree(ops.clamped_swiglu(5 * x, gate), REFERENCE.clamped_swiglu(5 * x, gate))
-    agree(ops.soft_cap(x, 1e5), REFERENCE.soft_cap(x, 1e5))
-    agree(ops.soft_cap(9 * x, 3.0), REFERENCE.soft_cap(9 * x, 3.0))
+    assert_close(ops.clamped_swiglu(5 * x, gate), REFERENCE.clamped_swiglu(5 * x, gate))
+    assert_close(ops.soft_cap(x, 1e5), REFERENCE.soft_cap(x, 1e5))
+    assert_close(ops.soft_cap(9 * x, 3.0), REFERENCE.soft_cap(9 * x, 3.0))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rotary(ops: CudaOps, dtype: torch.dtype) -> None:
+def test_rotary_agrees_with_the_reference(ops: CudaOps, dtype: torch.dtype) -> None:
     qkv, angles = torch.randn(3, 6, 24).to(dtype), torch.rand(3, 8) * 6
     q, k = qkv[:, :4], qkv[:, 4:]
     for pairs in (False, True):
-        got, expected = (
+        actual, expected = (
             o.rotary(q, k, angles.cos(), angles.sin(), is_interleaved=pairs) for o in (ops, REFERENCE)
         )
-        agree(got[0], expected[0])
-        agree(got[1], expected[1])
+        assert_close(actual[0], expected[0])
+        assert_close(actual[1], expected[1])
 
 
-def test_routes(ops: CudaOps) -> None:
+def test_routes_agree_with_the_reference(ops: CudaOps) -> None:
     logits = torch.randn(4, 9)
     for routing in ("all", "all_normed", "chosen"):
         (weights, ids), (expected, numbers) = (o.route(logits, 3, routing) for o in (ops, REFERENCE))
         assert torch.equal(ids, numbers)
-        agree(weights, expected)
+        assert_close(weights, expected)
     assert ops.route(torch.zeros(1, 9), 3, "chosen")[1].tolist() == [[0, 1, 2]]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("outputs", "inputs"), [(37, 3), (64, 1024), (5, 4097), (3, 9000)])
-def test_a_single_row_times_a_weight_of_floats(
+def test_float_products_of_a_single_row_agree_with_the_reference(
     ops: CudaOps, dtype: torch.dtype, outputs: int, inputs: int
 ) -> None:
     weight, x = (torch.randn(outputs, inputs) / inputs**0.5).to(dtype), torch.randn(1, 2 * inputs).to(dtype)
     for bias in (None, torch.randn(outputs)):
-        packed = ops.pack_linear(weight, "float32" if dtype == torch.float32 else "bfloat16", bias=bias)
-        agree(ops.linear(x[:, :inputs], packed), REFERENCE.linear(x[:, :inputs], packed))
+        packed_weight = ops.pack_linear(
+            weight, "float32" if dtype == torch.float32 else "bfloat16", bias=bias
+        )
+        assert_close(ops.linear(x[:, :inputs], packed_weight), REFERENCE.linear(x[:, :inputs], packed_weight))
 
 
 # ---- attention ----
 
 
-def test_attention_without_sequences(ops: CudaOps) -> None:
+def test_attention_without_sequences_is_empty(ops: CudaOps) -> None:
     slots, none = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int32)
     kv = LayerKV(torch.randn(2, 8, 2, 16, 32), none.view(0, 16), slots, None, None)
     assert ops.attention(torch.zeros(0, 4, 32), kv, torch.zeros(1).int(), none, scale=1).shape == (0, 4, 32)
 
 
-def paged(
+def paged_cache(
     rows_and_lengths: Sequence[tuple[int, int]],
     kv_heads: int = 2,
     dim: int = 16,
@@ -148,17 +156,17 @@ def paged(
     for b, (_, length) in enumerate(rows_and_lengths):
         tables[b, : counts[b]] = ids[b]
         for column, block in enumerate(ids[b].tolist()):
-            held = min(16, length - 16 * column)
-            cache[:, block, :, :held] = torch.randn(2, kv_heads, held, dim)
+            num_filled = min(16, length - 16 * column)
+            cache[:, block, :, :num_filled] = torch.randn(2, kv_heads, num_filled, dim)
     rows = torch.tensor([0, *(n for n, _ in rows_and_lengths)])
     kv = LayerKV(cache.to(dtype), tables, torch.zeros(0, dtype=torch.int64), **fields)  # type: ignore[arg-type]
     return kv, rows.cumsum(0).int(), torch.tensor([length for _, length in rows_and_lengths]).int()
 
 
-MIX = [(1, 20), (17, 40), (3, 5)]
+ROWS_AND_LENGTHS = [(1, 20), (17, 40), (3, 5)]
 
 
-def in_bytes(kv: LayerKV) -> LayerKV:
+def to_int8_cache(kv: LayerKV) -> LayerKV:
     pairs = kv.cache.float()
     scales = pairs.abs().amax(-1) / 127
     return replace(
@@ -171,10 +179,10 @@ def in_bytes(kv: LayerKV) -> LayerKV:
 @pytest.mark.parametrize(
     "case", ["plain", "window", "chunks", "cap and sinks", "bytes", "spans", "decode in splits"]
 )
-def test_attention(ops: CudaOps, dtype: torch.dtype, case: str) -> None:
+def test_attention_agrees_with_the_reference(ops: CudaOps, dtype: torch.dtype, case: str) -> None:
     fields = {"window": {"window": 9}, "chunks": {"window": 8, "is_chunked": True}}.get(case, {})
-    mix = [(1, 600), (1, 33)] if case == "decode in splits" else MIX
-    kv, offsets, lengths = paged(mix, dtype=dtype, **fields)
+    mix = [(1, 600), (1, 33)] if case == "decode in splits" else ROWS_AND_LENGTHS
+    kv, offsets, lengths = paged_cache(mix, dtype=dtype, **fields)
     q = torch.randn(int(offsets[-1]), 6, 20).to(dtype)[:, :, :16]
     if case == "decode in splits":
         kv.cache[0, kv.block_tables[0, 33:38].long()] *= 3  # the largest scores are not in the first split
@@ -182,14 +190,14 @@ def test_attention(ops: CudaOps, dtype: torch.dtype, case: str) -> None:
     if case == "cap and sinks":
         options |= {"soft_cap": 2.0, "sinks": torch.randn(6)}
     elif case == "bytes":
-        kv = in_bytes(kv)
+        kv = to_int8_cache(kv)
     elif case == "spans":
         positions = torch.cat([torch.arange(19, 20), torch.arange(23, 40), torch.arange(2, 5)])
         spans = torch.stack([positions, positions + 1], 1)
         spans[4:9] = torch.tensor([26, 31])
         options["spans"] = ImageSpans(spans.int(), offsets, lengths)
-    got, expected = (o.attention(q, kv, offsets, lengths, **options) for o in (ops, REFERENCE))  # type: ignore[arg-type]
-    agree(got, expected)
+    actual, expected = (o.attention(q, kv, offsets, lengths, **options) for o in (ops, REFERENCE))  # type: ignore[arg-type]
+    assert_close(actual, expected)
 
 
 FP8 = torch.float8_e4m3fn
@@ -197,94 +205,99 @@ FP8 = torch.float8_e4m3fn
 
 @pytest.mark.parametrize(
     ("cached", "is_fixed"),
-    [*((one, False) for one in (torch.float32, torch.bfloat16, torch.int8, FP8)), (FP8, True)],
+    [*((dtype, False) for dtype in (torch.float32, torch.bfloat16, torch.int8, FP8)), (FP8, True)],
 )
-def test_cache_writes(ops: CudaOps, cached: torch.dtype, is_fixed: bool) -> None:
-    kv, _, _ = paged([(5, 40)])
+def test_cache_writes_equal_the_reference(ops: CudaOps, cached: torch.dtype, is_fixed: bool) -> None:
+    kv, _, _ = paged_cache([(5, 40)])
     k, v = (3 * torch.randn(2, 5, 3, 16)).bfloat16()[:, :, :2]
     v[4, 1] = 0
-    stored = []
+    stored_caches = []
     for back_end in (ops, REFERENCE):
         scales = torch.zeros(kv.cache.shape[:4]) if cached in (torch.int8, FP8) else None
         if is_fixed:
             heads = torch.tensor([0.004, 0.7, 1.0, 0.01]).view(2, 1, 2, 1)  # some numbers are beyond 448
             scales = heads.expand(kv.cache.shape[:4])
         slots = torch.tensor([17, 40, 3, 33, 18])
-        own = replace(
+        own_kv = replace(
             kv,
             cache=torch.zeros_like(kv.cache).to(cached),
             scales=scales,
             slots=slots,
             has_fixed_scales=is_fixed,
         )
-        back_end.store_kv(k, v, own)
-        cache = own.cache.view(torch.uint8) if cached == FP8 else own.cache
-        stored.append((cache, cache if scales is None else scales))
-    assert torch.equal(stored[0][0], stored[1][0])
-    assert torch.equal(stored[0][1], stored[1][1])
-    assert stored[0][0].any()
-    assert not is_fixed or (stored[0][0] & 127 == 126).any()
+        back_end.store_kv(k, v, own_kv)
+        cache = own_kv.cache.view(torch.uint8) if cached == FP8 else own_kv.cache
+        stored_caches.append((cache, cache if scales is None else scales))
+    assert torch.equal(stored_caches[0][0], stored_caches[1][0])
+    assert torch.equal(stored_caches[0][1], stored_caches[1][1])
+    assert stored_caches[0][0].any()
+    assert not is_fixed or (stored_caches[0][0] & 127 == 126).any()
 
 
-def test_all_8_bit_floats(ops: CudaOps) -> None:
-    """All codes and the midpoints between them are stored as torch converts them, and NaN as NaN."""
+def test_conversion_to_8_bit_floats_equals_torch(ops: CudaOps) -> None:
+    """The values of all codes, the midpoints between them, and NaN are stored as torch converts them."""
     codes = torch.arange(256).to(torch.uint8)
     values = codes.view(FP8).float()[:127].sort().values
     middles = (values[1:] + values[:-1]) / 2
-    some = torch.cat([values, middles, middles * (1 + 2**-20), middles * (1 - 2**-20), torch.tensor([1e30])])
-    some = torch.cat([some, -some, torch.tensor([torch.nan, torch.inf])])
-    k = some.view(1, 1, -1)
+    numbers = torch.cat(
+        [values, middles, middles * (1 + 2**-20), middles * (1 - 2**-20), torch.tensor([1e30])]
+    )
+    numbers = torch.cat([numbers, -numbers, torch.tensor([torch.nan, torch.inf])])
+    k = numbers.view(1, 1, -1)
     ones = torch.ones(2, 1, 1, 1).expand(2, 2, 1, 16)
     kv = LayerKV(
         torch.zeros(2, 2, 1, 16, k.shape[2]).to(FP8), torch.ones(1, 1).int(), torch.tensor([16]), None, ones
     )
     kv = replace(kv, has_fixed_scales=True)
     ops.store_kv(k, k, kv)
-    got, expected = kv.cache[0, 1, 0, 0].float(), some.clamp(-448, 448).to(FP8).float()
-    assert torch.equal(got.nan_to_num(1000), expected.nan_to_num(1000))
-    assert got.isnan().sum() == 1
+    actual, expected = kv.cache[0, 1, 0, 0].float(), numbers.clamp(-448, 448).to(FP8).float()
+    assert torch.equal(actual.nan_to_num(1000), expected.nan_to_num(1000))
+    assert actual.isnan().sum() == 1
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 5}, {"is_causal": True}, {"bias": True}], ids=str)
-def test_encoder_attention(ops: CudaOps, options: dict[str, object]) -> None:
+def test_encoder_attention_agrees_with_the_reference(ops: CudaOps, options: dict[str, object]) -> None:
     offsets = torch.tensor([0, 3, 40]).int()
     q, k, v = torch.randn(40, 8, 20).split([4, 2, 2], 1)
     if options.get("bias"):
         options = {"bias": torch.randn(4, 91)}
-    got, expected = (o.encoder_attention(q, k, v, offsets, scale=0.3, **options) for o in (ops, REFERENCE))  # type: ignore[arg-type]
-    agree(got, expected)
+    actual, expected = (o.encoder_attention(q, k, v, offsets, scale=0.3, **options) for o in (ops, REFERENCE))  # type: ignore[arg-type]
+    assert_close(actual, expected)
 
 
-# ---- the same bits in any batch ----
+# ---- bit-equality in any batch ----
 
 
-def test_bits_of_attention_alone_in_chunks_and_in_splits(
+def test_attention_is_bit_equal_in_chunks_batches_and_splits(
     deterministic: CudaOps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A row has the same bits in a large chunk, in smaller ones with other rows, and alone in splits."""
-    processors = [1]  # few enough that one program computes all splits of a tile
+    """A row has the same bits in a large chunk, in a small chunk of a batch, and alone with split keys."""
+    processors = [1]  # with one processor, one program computes all splits of a tile
     monkeypatch.setattr("penstock.kernels.cuda.attention.num_processors", lambda device: processors[0])
-    kv, offsets, lengths = paged([(20, 540), (1, 530)], 1)
+    kv, offsets, lengths = paged_cache([(20, 540), (1, 530)], 1)
     q = torch.randn(21, 2, 16)
-    whole = deterministic.attention(q, kv, offsets, lengths, scale=0.3)
+    full_result = deterministic.attention(q, kv, offsets, lengths, scale=0.3)
     processors[0] = 1000
-    both = replace(kv, block_tables=kv.block_tables[[1, 0]])
+    swapped_kv = replace(kv, block_tables=kv.block_tables[[1, 0]])
     chunk = torch.tensor([0, 1, 14]).int(), torch.tensor([530, 533]).int()
-    beside = deterministic.attention(torch.cat([q[20:], q[:13]]), both, *chunk, scale=0.3)
-    assert torch.equal(beside[1:], whole[:13])
-    assert torch.equal(beside[0], whole[20])
-    alone = replace(kv, block_tables=kv.block_tables[:1])
-    one = torch.tensor([0, 1]).int(), torch.tensor([540]).int()
-    assert torch.equal(deterministic.attention(q[19:20], alone, *one, scale=0.3), whole[19:20])
+    batch_result = deterministic.attention(torch.cat([q[20:], q[:13]]), swapped_kv, *chunk, scale=0.3)
+    assert torch.equal(batch_result[1:], full_result[:13])
+    assert torch.equal(batch_result[0], full_result[20])
+    single_kv = replace(kv, block_tables=kv.block_tables[:1])
+    single_offsets_and_lengths = torch.tensor([0, 1]).int(), torch.tensor([540]).int()
+    assert torch.equal(
+        deterministic.attention(q[19:20], single_kv, *single_offsets_and_lengths, scale=0.3),
+        full_result[19:20],
+    )
 
 
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16", "fp8", "int8", "int4"])
-def test_bits_of_products_alone(deterministic: CudaOps, encoding: str) -> None:
-    packed = deterministic.pack_linear(torch.randn(20, 70), encoding)
+def test_products_are_bit_equal_alone_and_in_a_batch(deterministic: CudaOps, encoding: str) -> None:
+    packed_weight = deterministic.pack_linear(torch.randn(20, 70), encoding)
     x = torch.randn(66 if encoding in ("float32", "bfloat16") else 18, 70)
-    whole = deterministic.linear(x, packed)
-    for some in (torch.tensor([7]), torch.tensor([17, 3, 0])):
-        assert torch.equal(deterministic.linear(x[some], packed), whole[some])
+    full_result = deterministic.linear(x, packed_weight)
+    for selected_rows in (torch.tensor([7]), torch.tensor([17, 3, 0])):
+        assert torch.equal(deterministic.linear(x[selected_rows], packed_weight), full_result[selected_rows])
 
 
 # ---- products ----
@@ -294,52 +307,54 @@ QUANTIZED = [name for name in ENCODINGS if not encoding_named(name).is_float]
 
 
 @pytest.mark.parametrize("encoding", QUANTIZED)
-def test_encodings(ops: CudaOps, encoding: str) -> None:
-    """One row, some rows, and rows that multiply a decoded weight."""
+def test_products_in_every_encoding_agree_with_the_reference(ops: CudaOps, encoding: str) -> None:
+    """Products of one row, of a few rows, and of so many rows that the kernel decodes the weight first."""
     weight, bias = torch.randn(20, 330) / 18, torch.randn(20)
-    packed, expected = (o.pack_linear(weight, encoding, bias=bias) for o in (ops, REFERENCE))
-    assert (packed.layout == NIBBLES) == (encoding_named(encoding).bits == 4)
-    assert torch.equal(unpack_linear(packed), unpack_linear(expected))
+    packed_weight, expected = (o.pack_linear(weight, encoding, bias=bias) for o in (ops, REFERENCE))
+    assert (packed_weight.layout == NIBBLES) == (encoding_named(encoding).bits == 4)
+    assert torch.equal(unpack_linear(packed_weight), unpack_linear(expected))
     for rows, dtype in ((1, torch.float32), (1, torch.bfloat16), (3, torch.float32), (3, torch.bfloat16),
                         (7, torch.float32), (12, torch.float32), (70, torch.float32)):  # fmt: skip
         x = torch.randn(rows, 330).to(dtype)
-        agree(ops.linear(x, packed), REFERENCE.linear(x, expected))
+        assert_close(ops.linear(x, packed_weight), REFERENCE.linear(x, expected))
     x = torch.randn(3, 330)
-    x[0, 3], x[1, 2] = 30.0, torch.nan  # beyond the range of a byte, and a row without a scale
-    got = ops.linear(x, packed)
-    agree(got[[0, 2]], REFERENCE.linear(x, expected)[[0, 2]])
-    assert got[1].isnan().all()
+    x[0, 3], x[1, 2] = 30.0, torch.nan  # the first row has an outlier, the second row has no valid scale
+    actual = ops.linear(x, packed_weight)
+    assert_close(actual[[0, 2]], REFERENCE.linear(x, expected)[[0, 2]])
+    assert actual[1].isnan().all()
     if encoding == "int8":
-        for some in ([0], [2], [0, 2]):
-            assert torch.equal(ops.linear(x[some], packed), REFERENCE.linear(x[some], expected))
+        for selected_rows in ([0], [2], [0, 2]):
+            assert torch.equal(
+                ops.linear(x[selected_rows], packed_weight), REFERENCE.linear(x[selected_rows], expected)
+            )
 
 
 @pytest.mark.parametrize("encoding", ["int4", "int5"])
-def test_weights_that_are_packed_after_their_first_use(ops: CudaOps, encoding: str) -> None:
-    """They are stored in rows, also with 4 bits."""
+def test_lazily_packed_weights_agree_with_torch(ops: CudaOps, encoding: str) -> None:
+    """Lazily packed weights are stored in rows, not in nibbles."""
     weight, x = torch.randn(20, 330) / 18, torch.randn(70, 330)
-    packed = ops.pack_lazily([weight], encoding)
-    agree(ops.linear(x, packed), x @ weight.T)
-    exact = unpack_linear(packed)  # packs the weight
-    assert packed.layout != NIBBLES
+    packed_weight = ops.pack_lazily([weight], encoding)
+    assert_close(ops.linear(x, packed_weight), x @ weight.T)
+    exact_weight = unpack_linear(packed_weight)  # unpacking packs the lazy weight
+    assert packed_weight.layout != NIBBLES
     for rows in (1, 3, 70):
-        agree(ops.linear(x[:rows], packed), x[:rows] @ exact.T)
+        assert_close(ops.linear(x[:rows], packed_weight), x[:rows] @ exact_weight.T)
 
 
-def test_inputs_in_another_order(ops: CudaOps) -> None:
+def test_reordered_inputs_agree_with_the_reference(ops: CudaOps) -> None:
     weight, order, x = torch.randn(20, 70), torch.randperm(70).int(), torch.randn(3, 70)
     rows = encoding_named("uint4").pack(weight)
-    packed, expected = (o.pack_quantized(rows, "uint4", order=order) for o in (ops, REFERENCE))
-    assert packed.layout == NIBBLES
-    assert torch.equal(unpack_linear(packed), unpack_linear(expected))
-    agree(ops.linear(x, packed), REFERENCE.linear(x, expected))
-    assert not torch.allclose(ops.linear(x, packed), ops.linear(x, replace(packed, order=None)))
+    packed_weight, expected = (o.pack_quantized(rows, "uint4", order=order) for o in (ops, REFERENCE))
+    assert packed_weight.layout == NIBBLES
+    assert torch.equal(unpack_linear(packed_weight), unpack_linear(expected))
+    assert_close(ops.linear(x, packed_weight), REFERENCE.linear(x, expected))
+    assert not torch.allclose(ops.linear(x, packed_weight), ops.linear(x, replace(packed_weight, order=None)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_adapters(ops: CudaOps, dtype: torch.dtype) -> None:
+def test_adapters_agree_with_the_reference(ops: CudaOps, dtype: torch.dtype) -> None:
     parts = [LinearSlice("q", 0, 12), LinearSlice("k", 12, 17), LinearSlice("v", 17, 30)]
-    packed = ops.pack_linear(torch.randn(30, 24) / 5, str(dtype)[6:], slices=parts)
+    packed_weight = ops.pack_linear(torch.randn(30, 24) / 5, str(dtype)[6:], slices=parts)
     rows, ranks = torch.tensor([2, -1, 0, 2, 1]), torch.tensor([3, 0, 5])
     matrices = {}
     for name, size in (("q", 12), ("v", 13)):
@@ -349,26 +364,26 @@ def test_adapters(ops: CudaOps, dtype: torch.dtype) -> None:
         matrices[name] = (down, up.transpose(1, 2))
     lora = LoRAInputs(rows, matrices, {"q": ranks, "v": ranks})
     x = torch.randn(5, 24).to(dtype)
-    got, plain = ops.linear(x, packed, lora=lora), ops.linear(x, packed)
-    agree(got, REFERENCE.linear(x, packed, lora=lora))
-    assert torch.equal(got[[1, 4]], plain[[1, 4]])
-    assert torch.equal(got[:, 12:17], plain[:, 12:17])
-    assert not torch.equal(got[0], plain[0])
+    actual, plain_result = ops.linear(x, packed_weight, lora=lora), ops.linear(x, packed_weight)
+    assert_close(actual, REFERENCE.linear(x, packed_weight, lora=lora))
+    assert torch.equal(actual[[1, 4]], plain_result[[1, 4]])
+    assert torch.equal(actual[:, 12:17], plain_result[:, 12:17])
+    assert not torch.equal(actual[0], plain_result[0])
 
 
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int4", "mxfp4", "q4_k", "fp8"])
-def test_experts(ops: CudaOps, encoding: str) -> None:
-    given = [(torch.randn(12, 36) / 4, torch.randn(12), torch.randn(36, 6) / 4) for _ in range(4)]
+def test_experts_agree_with_the_reference(ops: CudaOps, encoding: str) -> None:
+    expert_weights = [(torch.randn(12, 36) / 4, torch.randn(12), torch.randn(36, 6) / 4) for _ in range(4)]
     x = torch.randn(5, 36).to(torch.bfloat16 if encoding == "bfloat16" else torch.float32)
     weights, ids = REFERENCE.route(torch.randn(5, 4), 2, "all")
     results = []
     for o in (ops, REFERENCE):
-        packed = PackedExperts(
-            tuple(o.pack_linear(up, encoding, bias=bias) for up, bias, _ in given),
-            tuple(o.pack_linear(down, encoding) for _, _, down in given),
+        packed_experts = PackedExperts(
+            tuple(o.pack_linear(up, encoding, bias=bias) for up, bias, _ in expert_weights),
+            tuple(o.pack_linear(down, encoding) for _, _, down in expert_weights),
         )
-        results.append(o.experts(x, packed, weights, ids, "silu"))
-    agree(*results)
+        results.append(o.experts(x, packed_experts, weights, ids, "silu"))
+    assert_close(*results)
 
 
 # ---- sampling ----
@@ -384,23 +399,23 @@ def test_experts(ops: CudaOps, encoding: str) -> None:
     ],
     ids=str,
 )
-def test_samples(ops: CudaOps, rule: dict[str, float]) -> None:
-    rows, fixed = 3, {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | rule
+def test_sampled_tokens_equal_the_reference(ops: CudaOps, rule: dict[str, float]) -> None:
+    rows, rule_values = 3, {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | rule
     inputs = SamplingInputs(
-        torch.full((rows,), fixed["temperature"]),
-        torch.full((rows,), int(fixed["top_k"])),
-        torch.full((rows,), fixed["top_p"]),
-        torch.full((rows,), fixed["min_p"]),
+        torch.full((rows,), rule_values["temperature"]),
+        torch.full((rows,), int(rule_values["top_k"])),
+        torch.full((rows,), rule_values["top_p"]),
+        torch.full((rows,), rule_values["min_p"]),
         torch.rand(rows, dtype=torch.float64),
     )
-    logits = torch.randint(0, 6, (rows, 50)).bfloat16()  # equal logits abound
+    logits = torch.randint(0, 6, (rows, 50)).bfloat16()  # many equal logits
     logits[1, 40] = torch.nan
     mask = torch.randint(-(2**31), 2**31, (rows, 2)).int()
     mask[2] = 0
     for allowed in (None, mask):
-        got, expected = (o.sample(logits, inputs, allowed) for o in (ops, REFERENCE))
-        assert torch.equal(got, expected)
-        assert got[1] == -1
+        actual, expected = (o.sample(logits, inputs, allowed) for o in (ops, REFERENCE))
+        assert torch.equal(actual, expected)
+        assert actual[1] == -1
 
 
 @pytest.mark.parametrize(
@@ -413,10 +428,10 @@ def test_samples(ops: CudaOps, rule: dict[str, float]) -> None:
     ],
     ids=["few", "many", "row", "row of bfloat16"],
 )
-def test_samples_from_lists_and_from_rows(
+def test_sampled_tokens_of_any_number_of_candidates_equal_the_reference(
     ops: CudaOps, dtype: torch.dtype, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The candidates are in registers of two sizes, or too many for them; a row has five chunks."""
+    """The candidates fit into one of two register sizes or into neither. A row has five chunks."""
     monkeypatch.setattr("penstock.kernels.cuda.rows._LOGITS", 128)
     monkeypatch.setattr("penstock.kernels.cuda.rows._FEW", sizes[0])
     monkeypatch.setattr("penstock.kernels.cuda.rows._MANY", sizes[1])
@@ -432,13 +447,13 @@ def test_samples_from_lists_and_from_rows(
     ]
     temperature, top_k, top_p, min_p = torch.tensor(rows).T.contiguous()
     logits = (2 * torch.randn(len(rows), 600)).to(dtype)
-    logits[:, 200:300] = logits[:, 300:400]  # ties in different chunks
+    logits[:, 200:300] = logits[:, 300:400]  # equal logits in different chunks
     mask = torch.randint(-(2**31), 2**31, (len(rows), 19)).int()
     uniforms = torch.tensor([0.0, 0.3, 1 - 2**-53, 0.9], dtype=torch.float64).repeat(2)
     inputs = SamplingInputs(temperature, top_k.long(), top_p, min_p, uniforms)
     for allowed in (None, mask):
-        got, expected = (o.sample(logits, inputs, allowed) for o in (ops, REFERENCE))
-        assert torch.equal(got, expected)
+        actual, expected = (o.sample(logits, inputs, allowed) for o in (ops, REFERENCE))
+        assert torch.equal(actual, expected)
 
 
 # ---- a model ----
@@ -446,27 +461,25 @@ def test_samples_from_lists_and_from_rows(
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    (llama,) = (one for one in DECODERS if one.name == "llama")
-    assert llama.tiny_config is not None
-    return write_checkpoint(tmp_path, llama.tiny_config())
+    return write_checkpoint(tmp_path, make_tiny_config("llama"))
 
 
 @pytest.fixture
-def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A back end with the programs for the CPU, on which the interpreter runs them."""
+def _register_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Register a back end that runs the Triton kernels on the CPU, in the interpreter."""
     monkeypatch.setattr(BACKENDS, "_registered", {})
     sizes = {"cpu": DefaultSizes(max_batch_size=4, step_tokens=64)}
     BACKENDS.register(replace(BACKEND, name="interpreted", sizes=sizes, load=CudaOps))
 
 
-@pytest.mark.usefixtures("_on_cpu")
+@pytest.mark.usefixtures("_register_interpreted")
 def test_a_model_generates_the_text_of_the_reference(checkpoint: Path) -> None:
     prompts = [random_tokens(count, 130, seed=count) for count in (2, 5)]
     texts = []
     for kernels in ("reference", "interpreted"):
         pipeline = open_pipeline(checkpoint, kernels=kernels, deterministic=True)
         assert pipeline.session.ops.name == ("cuda" if kernels == "interpreted" else "reference")
-        texts.append(generate(pipeline, [context_of(prompt, 2) for prompt in prompts]))
+        texts.append(generate_tokens(pipeline, [make_context(prompt, 2) for prompt in prompts]))
         if kernels == "interpreted":
             assert pipeline.session.ops.is_deterministic  # type: ignore[attr-defined]
     assert texts[0] == texts[1]

@@ -1,4 +1,4 @@
-"""Products, experts, rows and sampling in Triton's interpreter, on drawn sizes.
+"""Products, experts, row operations and sampling in Triton's interpreter, on random sizes.
 
 `test_interpreter.py` runs this file with ``--random -m random`` in a separate process.
 """
@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.float_activations import FloatActivations
-from support.random_draws import examples
+from support.random_draws import num_examples
 from torch import Tensor
 
 from penstock.kernels import PackedExperts, SamplingInputs
@@ -24,13 +24,13 @@ dtypes = st.sampled_from(list(TOLERANCE))
 seeds = st.integers(0, 2**16)
 
 
-def agree(got: Tensor, expected: Tensor) -> None:
-    assert got.dtype == expected.dtype
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    assert actual.dtype == expected.dtype
     tolerance = TOLERANCE.get(expected.dtype, 0.0)
-    torch.testing.assert_close(got.float(), expected.float(), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(actual.float(), expected.float(), rtol=tolerance, atol=tolerance)
 
 
-@settings(max_examples=examples(6))
+@settings(max_examples=num_examples(6))
 @given(
     encoding=st.sampled_from(["int8", "int5", "int4", "uint4", "uint8", "fp8", "bfloat16", "float32"]),
     rows=st.integers(1, 70),
@@ -40,7 +40,7 @@ def agree(got: Tensor, expected: Tensor) -> None:
     has_bias=st.booleans(),
     seed=seeds,
 )
-def test_products(
+def test_random_products_agree_with_the_reference(
     encoding: str,
     rows: int,
     outputs: int,
@@ -56,11 +56,11 @@ def test_products(
     weight, x = torch.randn(outputs, inputs) / inputs**0.5, torch.randn(rows, inputs)
     bias = torch.randn(outputs) if has_bias else None
     x = x.bfloat16() if encoding in ("bfloat16", "fp8") else x
-    packed, expected = (o.pack_linear(weight, encoding, bias=bias) for o in (ops, REFERENCE))
-    agree(ops.linear(x, packed), REFERENCE.linear(x, expected))
+    packed_weight, expected = (o.pack_linear(weight, encoding, bias=bias) for o in (ops, REFERENCE))
+    assert_close(ops.linear(x, packed_weight), REFERENCE.linear(x, expected))
 
 
-@settings(max_examples=examples(4))
+@settings(max_examples=num_examples(4))
 @given(
     encoding=st.sampled_from(["int8", "int4", "bfloat16", "float32"]),
     rows=st.integers(1, 12),
@@ -70,7 +70,7 @@ def test_products(
     inner=st.integers(1, 60),
     seed=seeds,
 )
-def test_experts(
+def test_random_experts_agree_with_the_reference(
     encoding: str, rows: int, experts: int, top: int, hidden: int, inner: int, seed: int
 ) -> None:
     torch.manual_seed(seed)
@@ -81,42 +81,44 @@ def test_experts(
     x = x.bfloat16() if encoding == "bfloat16" else x
     results = []
     for ops in (CudaOps(), REFERENCE):
-        packed = PackedExperts(
-            tuple(ops.pack_linear(one, encoding) for one in gate_up),
-            tuple(ops.pack_linear(one, encoding) for one in down),
+        packed_experts = PackedExperts(
+            tuple(ops.pack_linear(weight, encoding) for weight in gate_up),
+            tuple(ops.pack_linear(weight, encoding) for weight in down),
         )
         logits = torch.randn(rows, experts, generator=torch.Generator().manual_seed(seed))
         weights, ids = ops.route(logits, top, "chosen")
-        results.append(ops.experts(x, packed, weights.to(x.dtype), ids, "silu"))
-    agree(*results)
+        results.append(ops.experts(x, packed_experts, weights.to(x.dtype), ids, "silu"))
+    assert_close(*results)
 
 
-@settings(max_examples=examples(6))
+@settings(max_examples=num_examples(6))
 @given(rows=st.integers(0, 9), width=st.integers(1, 400), heads=st.integers(1, 5), dtype=dtypes, seed=seeds)
-def test_rows(rows: int, width: int, heads: int, dtype: torch.dtype, seed: int) -> None:
+def test_random_row_operations_agree_with_the_reference(
+    rows: int, width: int, heads: int, dtype: torch.dtype, seed: int
+) -> None:
     torch.manual_seed(seed)
     x, residual = torch.randn(2, rows, width + 3).to(dtype)[:, :, :width]
     weight, bias = torch.randn(2, width).to(dtype)
     ops = CudaOps()
-    for got, expected in zip(
+    for actual, expected in zip(
         (*ops.add_rms_norm(x, residual, weight, 1e-5), ops.layer_norm(x, weight, bias, 1e-5)),
         (*REFERENCE.add_rms_norm(x, residual, weight, 1e-5), REFERENCE.layer_norm(x, weight, bias, 1e-5)),
         strict=True,
     ):
-        agree(got, expected)
+        assert_close(actual, expected)
     gates = torch.randn(rows, 2 * width).to(dtype)
-    agree(ops.gated_activation(gates, "silu"), REFERENCE.gated_activation(gates, "silu"))
+    assert_close(ops.gated_activation(gates, "silu"), REFERENCE.gated_activation(gates, "silu"))
     dim = 2 * (width % 40 + 1)
     qk, angles = torch.randn(rows, heads + 1, dim).to(dtype), torch.rand(rows, dim // 2) * 6
-    both = [
+    results = [
         o.rotary(qk[:, :heads], qk[:, heads:], angles.cos(), angles.sin(), is_interleaved=bool(seed % 2))
         for o in (ops, REFERENCE)
     ]
-    for got, expected in zip(*both, strict=True):
-        agree(got, expected)
+    for actual, expected in zip(*results, strict=True):
+        assert_close(actual, expected)
 
 
-@settings(max_examples=examples(6))
+@settings(max_examples=num_examples(6))
 @given(
     rows=st.integers(1, 5),
     vocabulary=st.integers(2, 300),
@@ -128,7 +130,7 @@ def test_rows(rows: int, width: int, heads: int, dtype: torch.dtype, seed: int) 
     has_ties=st.booleans(),
     seed=seeds,
 )
-def test_sampling(
+def test_random_samples_equal_the_reference(
     rows: int,
     vocabulary: int,
     temperature: float,

@@ -1,4 +1,4 @@
-"""Many sizes of each operation in Triton's interpreter, and equal bits alone and in a batch.
+"""Many sizes of each operation in Triton's interpreter, and bit-equality of rows alone and in a batch.
 
 `test_interpreter.py` runs this file in a separate process, with ``--slow``.
 """
@@ -10,7 +10,7 @@ from itertools import product
 
 import pytest
 import torch
-from kernels.cuda.interpreted_attention import TOLERANCE, Case, check, inputs_of
+from kernels.cuda.interpreted_attention import TOLERANCE, Case, assert_agrees_with_reference, attention_inputs
 from support.float_activations import FloatActivations
 from torch import Tensor
 
@@ -37,19 +37,19 @@ def ops() -> CudaOps:
 
 @pytest.fixture
 def deterministic() -> CudaOps:
-    found = CudaOps()
-    found.require_determinism()
-    return found
+    cuda_ops = CudaOps()
+    cuda_ops.require_determinism()
+    return cuda_ops
 
 
-def agree(got: Tensor, expected: Tensor, tolerance: float | None = None) -> None:
-    assert got.dtype == expected.dtype
+def assert_close(actual: Tensor, expected: Tensor, tolerance: float | None = None) -> None:
+    assert actual.dtype == expected.dtype
     tolerance = tolerance or TOLERANCE[expected.dtype]
-    torch.testing.assert_close(got.float(), expected.float(), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(actual.float(), expected.float(), rtol=tolerance, atol=tolerance)
 
 
 def attention_cases() -> list[Case]:
-    """Return cases in which options, types and blocks change from one to the next."""
+    """Return cases of all sizes. Options, types and block sizes alternate between consecutive cases."""
     sizes = product((48, 72, 80, 96, 112, 192, 256, 512), ((7, 1), (7, 2), (1, 71), (3, 9)), CACHES)
     return [
         Case(
@@ -57,7 +57,7 @@ def attention_cases() -> list[Case]:
             group=group,
             kv_heads=kv_heads,
             dtype=DTYPES[i % 3],
-            cached=cached,
+            cache_kind=cache_kind,
             block=(16, 32, 64, 128)[i % 4],
             window=(None, 3, 65)[i % 3],
             soft_cap=(None, 7.0)[i % 2],
@@ -67,25 +67,29 @@ def attention_cases() -> list[Case]:
             sequences=((1, 40), (5, 33), (3, 3)),
             seed=i,
         )
-        for i, (dim, (kv_heads, group), cached) in enumerate(sizes)
+        for i, (dim, (kv_heads, group), cache_kind) in enumerate(sizes)
     ]
 
 
-@pytest.mark.parametrize("case", attention_cases(), ids=lambda case: f"{case.dim}-{case.cached}-{case.seed}")
-def test_attention(case: Case) -> None:
-    check(case)
+@pytest.mark.parametrize(
+    "case", attention_cases(), ids=lambda case: f"{case.dim}-{case.cache_kind}-{case.seed}"
+)
+def test_attention_cases_agree_with_the_reference(case: Case) -> None:
+    assert_agrees_with_reference(case)
 
 
 @pytest.mark.parametrize("size", [1, 2, 17, 100, 300])
-def test_attention_of_batches(size: int) -> None:
+def test_attention_of_large_batches_agrees_with_the_reference(size: int) -> None:
     decoding = tuple((1, 1 + 7 * j % 50) for j in range(size))
-    check(Case(group=2, dtype=torch.bfloat16, sequences=decoding, seed=size))
+    assert_agrees_with_reference(Case(group=2, dtype=torch.bfloat16, sequences=decoding, seed=size))
     ragged = tuple((j % 3, max(j % 3, 1 + 7 * j % 20)) for j in range(size))
-    check(Case(dim=80, cached="fp8", sequences=ragged, is_deterministic=True, seed=size))
+    assert_agrees_with_reference(
+        Case(dim=80, cache_kind="fp8", sequences=ragged, is_deterministic=True, seed=size)
+    )
 
 
 @pytest.mark.parametrize(
-    ("cached", "dim", "group", "kv_heads", "dtype"),
+    ("cache_kind", "dim", "group", "kv_heads", "dtype"),
     [
         ("same", 80, 2, 7, torch.bfloat16),
         ("fp8", 96, 1, 7, torch.bfloat16),
@@ -93,52 +97,65 @@ def test_attention_of_batches(size: int) -> None:
         ("fixed", 64, 4, 2, torch.float16),
     ],
 )
-def test_bits_of_decoding_alone(
-    deterministic: CudaOps, monkeypatch: pytest.MonkeyPatch, cached: str, dim: int, group: int,
+def test_decoding_is_bit_equal_alone_and_in_a_batch(
+    deterministic: CudaOps, monkeypatch: pytest.MonkeyPatch, cache_kind: str, dim: int, group: int,
     kv_heads: int, dtype: torch.dtype,
 ) -> None:  # fmt: skip
-    """The same bits alone and in a batch, whether the keys are split among programs or not."""
+    """Results are bit-equal alone and in a batch, with and without splitting the keys among programs."""
     sequences = ((1, 1300), (1, 513), (1, 512), (3, 700), (1, 20), (0, 9))
     case = Case(
-        dim=dim, group=group, kv_heads=kv_heads, dtype=dtype, cached=cached, block=32, sequences=sequences
+        dim=dim,
+        group=group,
+        kv_heads=kv_heads,
+        dtype=dtype,
+        cache_kind=cache_kind,
+        block=32,
+        sequences=sequences,
     )
-    q, kv, offsets, lengths, options = inputs_of(case)
+    q, kv, offsets, lengths, options = attention_inputs(case)
     processors = [1]
     monkeypatch.setattr(attention, "num_processors", lambda device: processors[0])
-    whole = deterministic.attention(q, kv, offsets, lengths, **options)
+    full_result = deterministic.attention(q, kv, offsets, lengths, **options)
     for processors[0] in (1, 10**6):
         for b in range(5):
             rows = slice(int(offsets[b]), int(offsets[b + 1]))
-            one = replace(kv, block_tables=kv.block_tables[b : b + 1])
-            own = torch.tensor([0, rows.stop - rows.start]).int()
-            alone = deterministic.attention(q[rows], one, own, lengths[b : b + 1], **options)
-            assert torch.equal(alone, whole[rows])
+            single_kv = replace(kv, block_tables=kv.block_tables[b : b + 1])
+            single_offsets = torch.tensor([0, rows.stop - rows.start]).int()
+            single_result = deterministic.attention(
+                q[rows], single_kv, single_offsets, lengths[b : b + 1], **options
+            )
+            assert torch.equal(single_result, full_result[rows])
 
 
 @pytest.mark.parametrize("width", [80, 896, 4096])
-def test_bits_of_norms_alone(deterministic: CudaOps, width: int) -> None:
+def test_norms_are_bit_equal_alone_and_in_a_batch(deterministic: CudaOps, width: int) -> None:
     x, residual = torch.randn(2, 300, width).bfloat16()
     weight, bias = torch.randn(2, width)
-    whole = deterministic.add_rms_norm(x, residual, weight, 1e-6)[0]
+    full_result = deterministic.add_rms_norm(x, residual, weight, 1e-6)[0]
     centred = deterministic.add_layer_norm(x, residual, weight, bias, 1e-6)[0]
     for row in (0, 17, 299):
-        one = slice(row, row + 1)
-        assert torch.equal(deterministic.add_rms_norm(x[one], residual[one], weight, 1e-6)[0], whole[one])
-        alone = deterministic.add_layer_norm(x[one], residual[one], weight, bias, 1e-6)[0]
-        assert torch.equal(alone, centred[one])
+        row_slice = slice(row, row + 1)
+        assert torch.equal(
+            deterministic.add_rms_norm(x[row_slice], residual[row_slice], weight, 1e-6)[0],
+            full_result[row_slice],
+        )
+        single_result = deterministic.add_layer_norm(x[row_slice], residual[row_slice], weight, bias, 1e-6)[0]
+        assert torch.equal(single_result, centred[row_slice])
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_bits_of_products_alone(deterministic: CudaOps, encoding: str) -> None:
-    packed = deterministic.pack_linear(torch.randn(70, 160), encoding)
+def test_products_are_bit_equal_alone_and_in_a_batch(deterministic: CudaOps, encoding: str) -> None:
+    packed_weight = deterministic.pack_linear(torch.randn(70, 160), encoding)
     for dtype in (torch.bfloat16, torch.float32):
         x = torch.randn(70, 160).to(dtype)
-        whole = deterministic.linear(x, packed)
-        for some in ([5], [69, 0, 7], list(range(33))):
-            assert torch.equal(deterministic.linear(x[some], packed), whole[some])
+        full_result = deterministic.linear(x, packed_weight)
+        for selected_rows in ([5], [69, 0, 7], list(range(33))):
+            assert torch.equal(
+                deterministic.linear(x[selected_rows], packed_weight), full_result[selected_rows]
+            )
 
 
-def test_samples_alone(deterministic: CudaOps) -> None:
+def test_samples_are_equal_alone_and_in_a_batch(deterministic: CudaOps) -> None:
     count = 12
     rules = SamplingInputs(
         torch.full((count,), 0.8),
@@ -150,97 +167,99 @@ def test_samples_alone(deterministic: CudaOps) -> None:
     logits = torch.randn(count, 5000)
     tokens = deterministic.sample(logits, rules)
     for row in range(count):
-        alone = deterministic.sample(logits[row : row + 1], rules.take(torch.tensor([row])))
-        assert alone[0] == tokens[row]
+        single_result = deterministic.sample(logits[row : row + 1], rules.take(torch.tensor([row])))
+        assert single_result[0] == tokens[row]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [2, 80, 576, 896, 1152, 5120])
-def test_rows(ops: CudaOps, dtype: torch.dtype, width: int) -> None:
+def test_row_operations_agree_with_the_reference(ops: CudaOps, dtype: torch.dtype, width: int) -> None:
     x, residual = torch.randn(2, 5, width).to(dtype)
     weight = torch.randn(width)
-    for one in (weight, weight.to(dtype)):
+    for norm_weight in (weight, weight.to(dtype)):
         pairs = zip(
-            ops.add_rms_norm(x, residual, one, 1e-6),
-            REFERENCE.add_rms_norm(x, residual, one, 1e-6),
+            ops.add_rms_norm(x, residual, norm_weight, 1e-6),
+            REFERENCE.add_rms_norm(x, residual, norm_weight, 1e-6),
             strict=True,
         )
-        for got, expected in pairs:
-            agree(got, expected)
+        for actual, expected in pairs:
+            assert_close(actual, expected)
     for activation in ("silu", "gelu", "gelu_tanh", "relu", "relu2"):
-        agree(ops.activation(x, activation), REFERENCE.activation(x, activation))  # type: ignore[arg-type]
-        agree(ops.gated_activation(x, activation), REFERENCE.gated_activation(x, activation))  # type: ignore[arg-type]
+        assert_close(ops.activation(x, activation), REFERENCE.activation(x, activation))  # type: ignore[arg-type]
+        assert_close(ops.gated_activation(x, activation), REFERENCE.gated_activation(x, activation))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("dim", "rotated"), [(80, 80), (96, 32), (112, 56), (192, 192), (256, 64), (20, 10)])
-def test_rotary(ops: CudaOps, dtype: torch.dtype, dim: int, rotated: int) -> None:
+def test_rotary_agrees_with_the_reference(ops: CudaOps, dtype: torch.dtype, dim: int, rotated: int) -> None:
     q, k = torch.randn(2, 3, 7, dim).to(dtype)
     angles = torch.rand(3, rotated // 2) * 6
     for pairs in (False, True):
-        got, expected = (
+        actual, expected = (
             o.rotary(q, k, angles.cos(), angles.sin(), is_interleaved=pairs) for o in (ops, REFERENCE)
         )
-        agree(got[0], expected[0])
-        agree(got[1], expected[1])
+        assert_close(actual[0], expected[0])
+        assert_close(actual[1], expected[1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", [20, 80, 96, 112, 192, 256, 512])
-def test_cache_writes(ops: CudaOps, dtype: torch.dtype, dim: int) -> None:
+def test_cache_writes_equal_the_reference(ops: CudaOps, dtype: torch.dtype, dim: int) -> None:
     k, v = torch.randn(2, 5, 7, dim).to(dtype)
     slots = torch.tensor([33, 127, 64, 40, 95])
     for cached in (dtype, torch.int8, torch.float8_e4m3fn):
-        stored = []
+        stored_caches = []
         for back_end in (ops, REFERENCE):
             scales = torch.zeros(2, 4, 7, 32)
             cache = torch.zeros(2, 4, 7, 32, dim).to(cached)
-            own = None if cached == dtype else scales
-            back_end.store_kv(k, v, LayerKV(cache, torch.zeros(1, 1).int(), slots, None, own))
-            stored.append((cache.float(), scales))
-        assert torch.equal(stored[0][0], stored[1][0])
-        assert torch.equal(stored[0][1], stored[1][1])
+            cache_scales = None if cached == dtype else scales
+            back_end.store_kv(k, v, LayerKV(cache, torch.zeros(1, 1).int(), slots, None, cache_scales))
+            stored_caches.append((cache.float(), scales))
+        assert torch.equal(stored_caches[0][0], stored_caches[1][0])
+        assert torch.equal(stored_caches[0][1], stored_caches[1][1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_products(ops: CudaOps, encoding: str, dtype: torch.dtype) -> None:
+def test_products_agree_with_the_reference(ops: CudaOps, encoding: str, dtype: torch.dtype) -> None:
     for out_features, in_features in ((33, 96), (70, 130)):
         weight, bias = torch.randn(out_features, in_features), torch.randn(out_features)
-        packed, expected = (o.pack_linear(weight, encoding, bias=bias) for o in (ops, REFERENCE))
+        packed_weight, expected = (o.pack_linear(weight, encoding, bias=bias) for o in (ops, REFERENCE))
         for rows in (1, 17):
             x = torch.randn(rows, in_features).to(dtype)
             tolerance = 1e-3 if dtype == torch.float32 else 4 * TOLERANCE[dtype]
-            agree(ops.linear(x, packed), REFERENCE.linear(x, expected), tolerance)
+            assert_close(ops.linear(x, packed_weight), REFERENCE.linear(x, expected), tolerance)
 
 
 @pytest.mark.parametrize("encoding", ["bfloat16", "int8", "uint4", "mxfp4", "nvfp4", "fp8"])
 @pytest.mark.parametrize(("experts", "top", "rows"), [(60, 4, 3), (8, 2, 40), (3, 3, 1)])
-def test_experts(ops: CudaOps, encoding: str, experts: int, top: int, rows: int) -> None:
-    given = [(torch.randn(96, 64) / 8, torch.randn(64, 48) / 8) for _ in range(experts)]
+def test_experts_agree_with_the_reference(
+    ops: CudaOps, encoding: str, experts: int, top: int, rows: int
+) -> None:
+    expert_weights = [(torch.randn(96, 64) / 8, torch.randn(64, 48) / 8) for _ in range(experts)]
     x = torch.randn(rows, 64).bfloat16()
     weights, ids = REFERENCE.route(torch.randn(rows, experts), top, "all_normed")
     results = []
     for o in (ops, REFERENCE):
-        packed = PackedExperts(
-            tuple(o.pack_linear(up, encoding) for up, _ in given),
-            tuple(o.pack_linear(down, encoding) for _, down in given),
+        packed_experts = PackedExperts(
+            tuple(o.pack_linear(up, encoding) for up, _ in expert_weights),
+            tuple(o.pack_linear(down, encoding) for _, down in expert_weights),
         )
-        results.append(o.experts(x, packed, weights, ids, "silu"))
-    agree(results[0], results[1], 2.0**-5)
+        results.append(o.experts(x, packed_experts, weights, ids, "silu"))
+    assert_close(results[0], results[1], 2.0**-5)
 
 
 @pytest.mark.parametrize(("experts", "top"), [(128, 8), (384, 8), (1024, 6), (5, 5)])
-def test_routes(ops: CudaOps, experts: int, top: int) -> None:
+def test_routes_agree_with_the_reference(ops: CudaOps, experts: int, top: int) -> None:
     logits = torch.randn(9, experts)
     for routing in ("all", "all_normed", "chosen"):
         (weights, ids), (expected, numbers) = (o.route(logits, top, routing) for o in (ops, REFERENCE))  # type: ignore[arg-type]
         assert torch.equal(ids, numbers)
-        agree(weights, expected)
+        assert_close(weights, expected)
 
 
 @pytest.mark.parametrize("vocabulary", [2, 33, 1000, 32003])
-def test_samples(ops: CudaOps, vocabulary: int) -> None:
+def test_sampled_tokens_equal_the_reference(ops: CudaOps, vocabulary: int) -> None:
     rows = 7
     rules = SamplingInputs(
         torch.rand(rows) * 1.5,

@@ -1,4 +1,4 @@
-"""Compiles the programs for a GPU, without one: with the types and sizes that operations launch them with."""
+"""Compiles the Triton kernels for a GPU without having one, with the types and sizes of real launches."""
 
 from __future__ import annotations
 
@@ -35,14 +35,16 @@ CAPABILITY = int(os.environ.get("COMPUTE_CAPABILITY", "90"))
 
 
 def compile_launch(program: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """Compile a program as a launch with these arguments would, and run nothing."""
+    """Compile a kernel as a launch with these arguments would, without running it."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.runtime.jit import mangle_type
 
     if options.pop("is_dependent", False):
         options |= {"PDL": CAPABILITY >= 90, "launch_pdl": CAPABILITY >= 90}
-    own = {name: options[name] for name in OPTIONS if name in options} | {"enable_fp_fusion": False}
+    launch_options = {name: options[name] for name in OPTIONS if name in options} | {
+        "enable_fp_fusion": False
+    }
     constants = {name: value for name, value in options.items() if name not in OPTIONS}
     signature = {}
     for name, value in zip(program.arg_names, arguments, strict=False):
@@ -51,7 +53,7 @@ def compile_launch(program: Any, grid: tuple[int, ...], *arguments: Any, **optio
             constants[name] = value
     signature |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(fn=program, signature=signature, constexprs=constants)
-    kernel = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=own)
+    kernel = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=launch_options)
     assert kernel.metadata.shared <= 227 * 1024
     COMPILED.append(program.__name__)
 
@@ -70,16 +72,16 @@ def ops(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     assert COMPILED
 
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+parametrize_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
-@DTYPES
+@parametrize_dtypes
 @pytest.mark.parametrize("is_deterministic", [False, True])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "rows", "sequences"),
     [(16, 8, 128, 1, 1), (4, 1, 64, 512, 4), (8, 8, 80, 70, 2)],
 )
-def test_attention(
+def test_attention_kernels_compile(
     ops: Any, dtype: torch.dtype, is_deterministic: bool, heads: int, kv_heads: int, dim: int, rows: int,
     sequences: int,
 ) -> None:  # fmt: skip
@@ -108,8 +110,8 @@ def test_attention(
     ops.rotary(q, keys, torch.zeros(rows, 32), torch.zeros(rows, 32))
 
 
-@DTYPES
-def test_rows(ops: Any, dtype: torch.dtype) -> None:
+@parametrize_dtypes
+def test_row_kernels_compile(ops: Any, dtype: torch.dtype) -> None:
     x, weight = torch.zeros(3, 256, dtype=dtype), torch.zeros(256, dtype=dtype)
     calls: list[Callable[[], object]] = [
         lambda: ops.rms_norm(x, weight.float(), 1e-5),
@@ -129,35 +131,35 @@ def test_rows(ops: Any, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
-def test_lookups(ops: Any, dtype: torch.dtype) -> None:
+def test_lookup_kernels_compile(ops: Any, dtype: torch.dtype) -> None:
     table, rows = torch.zeros(9, 257, dtype=dtype), torch.zeros(3, dtype=torch.int64)
     ops.embedding(rows, table)
     ops.put_rows(table, rows, table[:3])
     ops.rope_rows(rows, torch.zeros(9, 64), torch.zeros(9, 64))
 
 
-@DTYPES
-def test_sampling(ops: Any, dtype: torch.dtype) -> None:
+@parametrize_dtypes
+def test_sampling_kernels_compile(ops: Any, dtype: torch.dtype) -> None:
     ones = torch.ones(3)
     rules = SamplingInputs(ones, torch.zeros(3).long(), ones, ones, torch.zeros(3).double())
     for mask in (None, torch.zeros(3, 1001).int()):
         ops.sample(torch.zeros(3, 32003, dtype=dtype), rules, mask)
 
 
-@DTYPES
+@parametrize_dtypes
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("is_deterministic", [False, True])
-def test_products(ops: Any, dtype: torch.dtype, encoding: str, is_deterministic: bool) -> None:
+def test_product_kernels_compile(ops: Any, dtype: torch.dtype, encoding: str, is_deterministic: bool) -> None:
     if is_deterministic:
         ops.require_determinism()
     slices = [LinearSlice("a", 0, 96)]
-    packed = ops.pack_linear(torch.randn(96, 256), encoding, bias=torch.zeros(96), slices=slices)
+    packed_weight = ops.pack_linear(torch.randn(96, 256), encoding, bias=torch.zeros(96), slices=slices)
     down = ops.pack_linear(torch.randn(256, 96), encoding)
     for rows in (1, 40, 100):
-        ops.linear(torch.zeros(rows, 256, dtype=dtype), packed)
-    experts = PackedExperts((packed, packed), (down, down))
+        ops.linear(torch.zeros(rows, 256, dtype=dtype), packed_weight)
+    experts = PackedExperts((packed_weight, packed_weight), (down, down))
     ids = torch.zeros(40, 2).long()
     ops.experts(torch.zeros(40, 256, dtype=dtype), experts, torch.ones(40, 2), ids, ClampedSwiGLU(1.0, 7.0))
     pair = torch.zeros(2, 8, 256, dtype=dtype), torch.zeros(2, 96, 8, dtype=dtype)
     lora = LoRAInputs(torch.zeros(3).long(), {"a": pair}, {"a": torch.ones(2).long()})
-    ops.linear(torch.zeros(3, 256, dtype=dtype), packed, lora=lora)
+    ops.linear(torch.zeros(3, 256, dtype=dtype), packed_weight, lora=lora)

@@ -1,4 +1,4 @@
-"""Convolutions and sums of the CUDA back end that torch would compute otherwise on a GPU."""
+"""Convolutions and sums that the CUDA back end computes in full precision and in a fixed order."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from penstock.kernels.cuda.convolution import CudaConvolution
 from penstock.kernels.reference.convolution import ReferenceConvolution
 
 SHAPES = list(product((1, 2, 4), (1, 4), (1, 3), (0, 5), (1, 2), (1, 20)))
-"""Groups, size of the kernel, stride, padding, dilation, rows."""
+"""(groups, kernel size, stride, padding, dilation, rows)"""
 
 
-def same(name: str, packed: PackedConv1d | PackedConvTranspose1d, x: Tensor) -> None:
-    """Compare with the convolution of torch. The methods use nothing of their instance."""
-    ours, theirs = (getattr(cls, name)(None, x, packed) for cls in (CudaConvolution, ReferenceConvolution))
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+def assert_equals_reference(name: str, packed: PackedConv1d | PackedConvTranspose1d, x: Tensor) -> None:
+    """Compare a convolution with the reference. The methods do not use ``self``, so it is None."""
+    actual, reference = (
+        getattr(cls, name)(None, x, packed) for cls in (CudaConvolution, ReferenceConvolution)
+    )
+    torch.testing.assert_close(actual, reference, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_products_are_convolutions(has_bias: bool) -> None:
+def test_convolutions_by_matrix_products_equal_the_reference(has_bias: bool) -> None:
     torch.manual_seed(0)
     bias, count = torch.randn(12) if has_bias else None, 0
     for groups, size, stride, padding, dilation, rows in SHAPES:
@@ -32,7 +34,7 @@ def test_products_are_convolutions(has_bias: bool) -> None:
         weight = torch.randn(12, 8 // groups, size)
         conv = PackedConv1d(8, 12, size, stride, padding, dilation, groups, weight=weight, bias=bias)
         if conv.output_length(rows):
-            same("_grouped_conv1d", conv, x)
+            assert_equals_reference("_grouped_conv1d", conv, x)
             count += 1
         for extra in range(stride):
             weight = torch.randn(8, 12 // groups, size)
@@ -40,13 +42,13 @@ def test_products_are_convolutions(has_bias: bool) -> None:
                 8, 12, size, stride, padding, extra, dilation, groups, weight=weight, bias=bias
             )
             if transposed.output_length(rows) > 0:
-                same("_grouped_conv_transpose1d", transposed, x)
+                assert_equals_reference("_grouped_conv_transpose1d", transposed, x)
                 count += 1
     assert count > len(SHAPES)
 
 
-def test_no_call_adds_to_a_row_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU adds the values of one call in any order."""
+def test_each_index_add_call_has_distinct_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU adds the values of one call in any order, so a sum would not be reproducible."""
     pytest.importorskip("triton")
     from penstock.kernels.cuda.ops import CudaOps
 

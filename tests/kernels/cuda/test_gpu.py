@@ -1,4 +1,4 @@
-"""The back end on a GPU: texts, graphs and determinism of the demo model."""
+"""The CUDA back end on a GPU: texts, graphs and determinism of the demo model."""
 
 from __future__ import annotations
 
@@ -20,59 +20,61 @@ SAMPLED = SamplingParams(max_new_tokens=24, temperature=0.8, top_k=40, top_p=0.9
 PROMPTS = ["Once upon a time", "The weather today is", "A"]
 
 
-def texts(devices: str, params: SamplingParams, encoding: str = "float32", **settings: object) -> list[str]:
+def generate_texts(
+    devices: str, params: SamplingParams, encoding: str = "float32", **settings: object
+) -> list[str]:
     with LLM("demo", quantization_encoding=encoding, devices=devices, **settings) as llm:  # type: ignore[arg-type]
-        found = [output.text for output in llm.generate(PROMPTS, params)]
+        output_texts = [output.text for output in llm.generate(PROMPTS, params)]
         if devices == "gpu":
             assert llm.pipeline.session.ops.name == "cuda"
-        return found
+        return output_texts
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_texts_are_those_of_the_cpu(params: SamplingParams) -> None:
-    assert texts("gpu", params) == texts("cpu", params)
+def test_texts_equal_those_of_the_cpu(params: SamplingParams) -> None:
+    assert generate_texts("gpu", params) == generate_texts("cpu", params)
 
 
-def test_decode_steps_are_graphs_and_change_no_text() -> None:
+def test_decode_steps_run_as_graphs_with_the_eager_text() -> None:
     with LLM("demo", quantization_encoding="float32", devices="gpu") as llm:
-        replayed = [output.text for output in llm.generate(PROMPTS, GREEDY)]
+        replayed_texts = [output.text for output in llm.generate(PROMPTS, GREEDY)]
         assert llm.pipeline.session.graph_status == "compiled: a CUDA graph"
         llm.pipeline.session.use_graphs = False
-        assert [output.text for output in llm.generate(PROMPTS, GREEDY)] == replayed
+        assert [output.text for output in llm.generate(PROMPTS, GREEDY)] == replayed_texts
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_overlapped_steps_change_no_text(params: SamplingParams) -> None:
-    single = {"max_num_steps": 1}  # several steps in one call do not overlap
-    overlapped = texts("gpu", params, overlap_steps=True, **single)
-    assert overlapped == texts("gpu", params, overlap_steps=False, **single)
+def test_overlapped_steps_do_not_change_the_text(params: SamplingParams) -> None:
+    single_step = {"max_num_steps": 1}  # a call of several steps does not overlap with the next
+    overlapped_texts = generate_texts("gpu", params, overlap_steps=True, **single_step)
+    assert overlapped_texts == generate_texts("gpu", params, overlap_steps=False, **single_step)
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_several_steps_in_one_call_change_no_text(params: SamplingParams) -> None:
-    assert texts("gpu", params) == texts("gpu", params, max_num_steps=1)
+def test_several_steps_per_call_do_not_change_the_text(params: SamplingParams) -> None:
+    assert generate_texts("gpu", params) == generate_texts("gpu", params, max_num_steps=1)
 
 
 @pytest.fixture
-def _allows_waiting_again() -> Iterator[None]:
+def _reset_sync_mode() -> Iterator[None]:
     yield
     set_sync_mode("default")
 
 
 def set_sync_mode(mode: str) -> None:
-    """Choose what torch does when a call waits for the device. torch warns that the mode is a prototype."""
+    """Set what torch does when a call waits for the device. Hides the warning that this is a prototype."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.cuda.set_sync_debug_mode(mode)
 
 
-@pytest.mark.usefixtures("_allows_waiting_again")
+@pytest.mark.usefixtures("_reset_sync_mode")
 def test_no_overlapped_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launching a step and its sampling calls nothing that synchronizes; torch raises if one does."""
-    penalised = replace(SAMPLED, frequency_penalty=0.5, logit_bias={5: 1.0})
+    """Launching and sampling a step must not synchronize with the device. torch raises if they do."""
+    penalised_params = replace(SAMPLED, frequency_penalty=0.5, logit_bias={5: 1.0})
     with LLM("demo", quantization_encoding="float32", devices="gpu", max_num_steps=1) as llm:
-        for params in (GREEDY, SAMPLED, penalised):
-            llm.generate(PROMPTS, params)  # compiles the programs and captures the graphs
+        for params in (GREEDY, SAMPLED, penalised_params):
+            llm.generate(PROMPTS, params)  # compiles the kernels and captures the graphs
         calls: list[str] = []
         waits: list[str] = []
         for name in ("launch", "sample"):
@@ -83,21 +85,21 @@ def test_no_overlapped_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch
                 try:
                     set_sync_mode("error")
                     return method(self, *arguments)
-                except RuntimeError as error:  # the scheduler would run the step again, without overlap
+                except RuntimeError as error:  # the scheduler would hide the error by repeating the step
                     waits.append(f"{name}: {error}")
                     raise
                 finally:
                     set_sync_mode("default")
 
             monkeypatch.setattr(OverlappedSteps, name, watched)
-        for params in (GREEDY, SAMPLED, penalised):
+        for params in (GREEDY, SAMPLED, penalised_params):
             llm.generate(PROMPTS, params)
     assert not waits
     assert len(calls) > 100
 
 
 @pytest.mark.parametrize("encoding", ["bfloat16", "int8", "int4"])
-def test_a_batch_has_the_texts_of_its_requests_alone(encoding: str) -> None:
+def test_batched_texts_equal_single_texts(encoding: str) -> None:
     with LLM("demo", quantization_encoding=encoding, devices="gpu", deterministic=True) as llm:
-        together = [output.text for output in llm.generate(PROMPTS, SAMPLED)]
-        assert [llm.generate(prompt, SAMPLED)[0].text for prompt in PROMPTS] == together
+        batch_texts = [output.text for output in llm.generate(PROMPTS, SAMPLED)]
+        assert [llm.generate(prompt, SAMPLED)[0].text for prompt in PROMPTS] == batch_texts

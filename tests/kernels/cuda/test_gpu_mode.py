@@ -21,9 +21,9 @@ def has_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def _restore_from_flat() -> Iterator[None]:
-    before = PipelineConfig.__dict__["from_flat"]
+    previous_value = PipelineConfig.__dict__["from_flat"]
     yield
-    PipelineConfig.from_flat = before  # type: ignore[method-assign]
+    PipelineConfig.from_flat = previous_value  # type: ignore[method-assign]
 
 
 @pytest.mark.usefixtures("_restore_from_flat")
@@ -38,8 +38,8 @@ def test_pipelines_open_on_the_gpu(has_gpu: bool) -> None:
     )
 
 
-class Item:
-    """A test with markers."""
+class FakeTestItem:
+    """A fake of `pytest.Item` that has only markers."""
 
     def __init__(self, *names: str) -> None:
         self.names = list(names)
@@ -52,9 +52,9 @@ class Item:
 
 
 @pytest.mark.parametrize("expression", ["gpu", "gpu and not slow", "", "not gpu"])
-def test_which_tests_run(has_gpu: bool, expression: str) -> None:
+def test_the_marker_gpu_selects_tests(has_gpu: bool, expression: str) -> None:
     config: Any = SimpleNamespace(getoption=lambda name, default: expression)
-    items: Any = [Item("gpu"), Item("models"), Item()]
+    items: Any = [FakeTestItem("gpu"), FakeTestItem("models"), FakeTestItem()]
     gpu_mode.mark_tests_of_gpus(config, items)
     kernel, model, other = items
     assert ("skip" in kernel.names) == (not has_gpu)

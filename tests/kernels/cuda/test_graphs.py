@@ -23,8 +23,8 @@ from penstock.kernels.reference import ReferenceOps
 MIB = 1 << 20
 
 
-class Recording(TorchDispatchMode):
-    """Records operations with the tensors that they wrote. A copy to the host fails, as on a GPU."""
+class RecordingMode(TorchDispatchMode):
+    """Records operations and their results. Reading a value on the host fails, as in a capture on a GPU."""
 
     def __init__(self, calls: list[tuple[Any, Any, Any, Any]]) -> None:
         super().__init__()
@@ -45,9 +45,9 @@ class FakeGraph:
     def replay(self) -> None:
         with torch.inference_mode():
             for func, args, kwargs, result in self.calls:
-                again = func(*args, **kwargs)
-                if isinstance(result, Tensor) and again is not result:
-                    result.copy_(again)
+                replayed_result = func(*args, **kwargs)
+                if isinstance(result, Tensor) and replayed_result is not result:
+                    result.copy_(replayed_result)
 
 
 class FakeStream:
@@ -56,7 +56,7 @@ class FakeStream:
 
 
 class FakeCuda:
-    """The functions of `torch.cuda` that the compiler calls."""
+    """A fake of the functions of `torch.cuda` that `CudaGraphCompiler` calls."""
 
     Stream = FakeStream
     CUDAGraph = FakeGraph
@@ -86,47 +86,52 @@ class FakeCuda:
     @contextmanager
     def graph(self, graph: FakeGraph, pool: object, stream: FakeStream) -> Iterator[None]:
         self.pools.append(pool)
-        with Recording(graph.calls):
+        with RecordingMode(graph.calls):
             yield
         self.reserved += 2 * MIB
 
 
-def step(ops: Ops, inputs: Mapping[str, Tensor]) -> list[Tensor]:
-    """Add rows of a table and the sums of block tables."""
+def run_step(ops: Ops, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+    """Return rows of a table plus the sums of the first three block ids."""
     rows = ops.take_rows(torch.arange(12.0).view(6, 2), inputs["tokens"])
     return [ops.add(rows, inputs["tables"][:, :3].sum(1, keepdim=True).float().expand(-1, 2))]
 
 
-def inputs_of(*tokens: int, width: int = 3) -> dict[str, Tensor]:
+def step_inputs(*tokens: int, width: int = 3) -> dict[str, Tensor]:
     tables = torch.arange(len(tokens) * width, dtype=torch.int32).view(len(tokens), width)
     return {"tokens": torch.tensor(tokens), "tables": tables}
 
 
-def run(cache: GraphCache, inputs: Mapping[str, Tensor]) -> Tensor | None:
-    results = cache.run(len(inputs["tokens"]), inputs, step)
+def run_cached(cache: GraphCache, inputs: Mapping[str, Tensor]) -> Tensor | None:
+    results = cache.run(len(inputs["tokens"]), inputs, run_step)
     return None if results is None else results[0]
 
 
 def test_a_step_is_captured_at_its_second_occurrence_and_then_replayed() -> None:
     cuda = FakeCuda()
     cache = GraphCache(CudaGraphCompiler(ReferenceOps(), cuda=cuda))
-    assert run(cache, inputs_of(1, 2)) is None
-    seen = [run(cache, inputs) for inputs in (inputs_of(1, 2), inputs_of(5, 0), inputs_of(3, 3, width=4))]
-    for got, inputs in zip(seen, (inputs_of(1, 2), inputs_of(5, 0), inputs_of(3, 3, width=4)), strict=True):
-        assert got is not None
-        assert torch.equal(got, step(ReferenceOps(), inputs)[0])
+    assert run_cached(cache, step_inputs(1, 2)) is None
+    replayed_results = [
+        run_cached(cache, inputs)
+        for inputs in (step_inputs(1, 2), step_inputs(5, 0), step_inputs(3, 3, width=4))
+    ]
+    for actual, inputs in zip(
+        replayed_results, (step_inputs(1, 2), step_inputs(5, 0), step_inputs(3, 3, width=4)), strict=True
+    ):
+        assert actual is not None
+        assert torch.equal(actual, run_step(ReferenceOps(), inputs)[0])
     assert cache.status == "compiled: a CUDA graph"
-    assert run(cache, inputs_of(1)) is None
-    assert run(cache, inputs_of(4)) is not None
+    assert run_cached(cache, step_inputs(1)) is None
+    assert run_cached(cache, step_inputs(4)) is not None
     assert cuda.pools == [cuda.pool] * 2, "all graphs share one pool"
 
 
 def test_results_do_not_change_with_the_next_replay() -> None:
     cache = GraphCache(CudaGraphCompiler(ReferenceOps(), cuda=FakeCuda()))
     for _ in range(2):
-        run(cache, inputs_of(1, 2))
-    first, expected = run(cache, inputs_of(4, 4)), step(ReferenceOps(), inputs_of(4, 4))[0]
-    run(cache, inputs_of(0, 0))
+        run_cached(cache, step_inputs(1, 2))
+    first, expected = run_cached(cache, step_inputs(4, 4)), run_step(ReferenceOps(), step_inputs(4, 4))[0]
+    run_cached(cache, step_inputs(0, 0))
     assert first is not None
     assert torch.equal(first, expected)
 
@@ -155,22 +160,24 @@ def test_several_steps_feed_their_tokens_to_the_next(uniforms: list[float]) -> N
     assert cache.run_loop("key", inputs, {"positions": positions}, rules, draws, torch.empty(2, 0)) is None
     for _ in range(2):
         cache.run("key", inputs, logits)
-    got = cache.run_loop("key", inputs, {"positions": positions}, rules, draws, torch.empty(2, 0))
+    actual = cache.run_loop("key", inputs, {"positions": positions}, rules, draws, torch.empty(2, 0))
     tokens, expected = first, []
     for row, draw in zip(positions, draws, strict=True):
-        sampled = ops.sample(logits(ops, given(tokens, row))[0], replace(rules, uniforms=draw))
-        expected.append(sampled.tolist())
-        tokens = sampled.clamp(min=0)
-    assert got is not None
-    assert got.tolist() == expected
+        sampled_ids = ops.sample(logits(ops, given(tokens, row))[0], replace(rules, uniforms=draw))
+        expected.append(sampled_ids.tolist())
+        tokens = sampled_ids.clamp(min=0)
+    assert actual is not None
+    assert actual.tolist() == expected
     assert expected[0][1] == -1
 
 
 def test_graphs_beyond_the_budget_run_eagerly(caplog: pytest.LogCaptureFixture) -> None:
-    cache = GraphCache(CudaGraphCompiler(ReferenceOps(), cuda=FakeCuda()))  # a share of 100 MiB: 5 MiB
+    cache = GraphCache(CudaGraphCompiler(ReferenceOps(), cuda=FakeCuda()))  # the limit is 5 % of 100 MiB
     with caplog.at_level(logging.WARNING):
-        captured = [run(cache, inputs_of(*[1] * rows)) is not None for rows in range(1, 7) for _ in range(2)]
-    assert captured == [False, True] * 3 + [False, False] * 3
+        was_captured = [
+            run_cached(cache, step_inputs(*[1] * rows)) is not None for rows in range(1, 7) for _ in range(2)
+        ]
+    assert was_captured == [False, True] * 3 + [False, False] * 3
     assert [record.getMessage() for record in caplog.records] == [
         "CUDA graphs take 6 of 5 MiB: steps of this shape run without a graph, which is slower"
     ]
@@ -184,12 +191,12 @@ def test_a_step_that_cannot_be_captured_runs_eagerly(caplog: pytest.LogCaptureFi
     compiler = CudaGraphCompiler(ReferenceOps(), cuda=FakeCuda())
     cache = GraphCache(compiler)
     with caplog.at_level(logging.WARNING):
-        assert [cache.run("key", inputs_of(1), reads) for _ in range(3)] == [None] * 3
+        assert [cache.run("key", step_inputs(1), reads) for _ in range(3)] == [None] * 3
     assert len(caplog.records) == 1
     assert "operation not permitted when stream is capturing" in caplog.text
     assert "more lines" not in caplog.text
     with pytest.raises(UnrecordableStepError, match="cannot capture"):
-        compiler.capture(reads, inputs_of(1))
+        compiler.capture(reads, step_inputs(1))
 
 
 def test_the_back_end_has_no_graphs_without_a_gpu() -> None:

@@ -1,4 +1,4 @@
-"""Runs the programs of the CUDA back end in Triton's interpreter, in other processes."""
+"""Runs the kernels of the CUDA back end in Triton's interpreter, in other processes."""
 
 from __future__ import annotations
 
@@ -18,29 +18,31 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 
 def run_interpreted(*arguments: str, timeout: float) -> str:
-    """Run pytest in a process with the interpreter and return its output; fail if it fails."""
+    """Run pytest in a process with the interpreter. Return its output; fail if its exit status is not 0."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
-    assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-2000:]}"
-    return done.stdout
+    completed = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout
+    )
+    assert completed.returncode == 0, f"{completed.stdout[-6000:]}\n{completed.stderr[-2000:]}"
+    return completed.stdout
 
 
 @pytest.mark.timeout(600)
-def test_programs_on_small_shapes() -> None:
+def test_kernels_pass_on_small_shapes() -> None:
     files = [f"tests/kernels/cuda/interpreted_{name}.py" for name in ("checks", "attention", "lookups")]
     assert " passed" in run_interpreted(*files, timeout=590)
 
 
 @pytest.mark.random
-def test_programs_on_drawn_shapes() -> None:
+def test_kernels_pass_on_random_shapes() -> None:
     files = [f"tests/kernels/cuda/interpreted_{name}.py" for name in ("attention", "draws")]
     assert " passed" in run_interpreted(*files, "--random", "-m", "random", timeout=3500)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-def test_programs_on_a_matrix_of_shapes() -> None:
+def test_kernels_pass_on_a_matrix_of_shapes() -> None:
     assert " passed" in run_interpreted(
         "tests/kernels/cuda/interpreted_matrix.py", "--slow", "--timeout=1800", timeout=7000
     )
@@ -48,8 +50,8 @@ def test_programs_on_a_matrix_of_shapes() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-def test_models() -> None:
-    """Run the GPU tests of models on the interpreted programs."""
+def test_models_run_on_interpreted_kernels() -> None:
+    """Run the tests of models that are marked for a GPU on the interpreted kernels."""
     chosen = "llama and best and (mixed_batch or chunks0)"
     assert " passed" in run_interpreted(
         "tests/architectures/test_parity.py", "--timeout=1800", "-m", "gpu", "-k", chosen, timeout=7000
@@ -59,12 +61,12 @@ def test_models() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("file", ["conformance", "encoder_attention", "experts", "determinism", "sampling"])
-def test_the_tests_of_all_back_ends(file: str) -> None:
+def test_back_end_tests_pass_on_interpreted_kernels(file: str) -> None:
     chosen = "cuda and not 32003 and not snake and not polar"
     run_interpreted(f"tests/kernels/test_{file}.py", "--timeout=1800", "-k", chosen, timeout=7000)
 
 
-def test_without_the_interpreter_and_a_gpu_nothing_runs() -> None:
+def test_the_back_end_needs_a_gpu_or_the_interpreter() -> None:
     import torch
 
     if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":

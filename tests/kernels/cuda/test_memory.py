@@ -1,4 +1,4 @@
-"""The memory of a GPU, with a fake of torch's counters."""
+"""`CudaMemory`: free and peak memory of a GPU, with a fake of torch's counters."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from penstock.kernels.reference import ReferenceOps
 
 
 class FakeCuda:
-    """The counters of `torch.cuda`."""
+    """A fake of the memory counters of `torch.cuda`."""
 
     OutOfMemoryError = torch.cuda.OutOfMemoryError
 
     def __init__(self) -> None:
-        self.reserved = self.most = 100
+        self.reserved = self.peak = 100
         self.idle = 40  # reserved, but not in use
 
     def synchronize(self, device: object) -> None:
@@ -32,10 +32,10 @@ class FakeCuda:
         return self.reserved
 
     def reset_peak_memory_stats(self, device: object) -> None:
-        self.most = self.reserved
+        self.peak = self.reserved
 
     def max_memory_reserved(self, device: object) -> int:
-        return self.most
+        return self.peak
 
     def mem_get_info(self, device: object) -> tuple[int, int]:
         return 1000 - self.reserved, 1000
@@ -44,16 +44,16 @@ class FakeCuda:
         if self.reserved + size > 1000:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate\nmore")
         self.reserved += size
-        self.most = max(self.most, self.reserved)
+        self.peak = max(self.peak, self.reserved)
 
     def free(self, size: int) -> None:
         self.reserved -= size
 
 
-def test_the_counters_of_a_gpu() -> None:
+def test_free_and_peak_memory_come_from_the_counters_of_torch() -> None:
     cuda: Any = FakeCuda()
     memory = CudaMemory(torch.device("cuda", 0), cuda=cuda)
-    cuda.most = 900  # of earlier work
+    cuda.peak = 900  # the peak of earlier work
     assert memory.free() == 940
 
     def work() -> None:

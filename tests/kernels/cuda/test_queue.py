@@ -1,4 +1,4 @@
-"""The queue of a GPU, with a fake of torch's streams: the order of waits."""
+"""`CudaQueue` with a fake of torch's streams: which work each copy to the host waits for."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class FakeEvent:
 
 
 class FakeCuda:
-    """The functions of `torch.cuda` that the queue uses. None of them waits for the whole device."""
+    """A fake of the functions of `torch.cuda` that the queue may use. None synchronizes the device."""
 
     def __init__(self) -> None:
         self.main = self._current = FakeStream("main")
@@ -55,7 +55,7 @@ class FakeCuda:
         return self.streams[-1]
 
     def Event(self) -> FakeEvent:
-        assert self._current is not self.main, "the copy belongs into the side stream"
+        assert self._current is not self.main, "the copy must run in the side stream"
         self.events.append(FakeEvent())
         return self.events[-1]
 
@@ -64,9 +64,9 @@ class FakeCuda:
 
     @contextmanager
     def stream(self, stream: FakeStream) -> Iterator[None]:
-        before, self._current = self._current, stream
+        previous_stream, self._current = self._current, stream
         yield
-        self._current = before
+        self._current = previous_stream
 
 
 def test_work_is_launched_at_once() -> None:
@@ -91,7 +91,7 @@ def test_a_copy_waits_for_earlier_work_only() -> None:
         assert fetched.wait().tolist() == [step, step]
         assert event.is_synchronized
         tokens.zero_()
-        assert fetched.wait().tolist() == [step, step], "it is a copy"
+        assert fetched.wait().tolist() == [step, step], "the value must be a copy"
 
 
 def test_only_a_gpu_has_a_queue() -> None:
@@ -112,10 +112,10 @@ def test_a_copy_is_complete_before_later_work() -> None:
     x = torch.rand(4096, 4096, device=device)
     result = queue.submit(lambda: x.sum())
     fetched = queue.fetch(result)
-    busy = queue.submit(lambda: [x @ x for _ in range(200)][-1])
-    done = torch.cuda.Event()
-    done.record()
+    later_result = queue.submit(lambda: [x @ x for _ in range(200)][-1])
+    done_event = torch.cuda.Event()
+    done_event.record()
     value = fetched.wait()
-    assert not done.query(), "the copy has waited for work that was submitted later"
+    assert not done_event.query(), "the copy waited for work that was submitted later"
     assert value.item() == result.value.item()
-    assert busy.value.shape == x.shape
+    assert later_result.value.shape == x.shape

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 import pytest
-from support.paged import text_context
+from support.kv_contexts import text_context
 
 from penstock.errors import InputError
 from penstock.pipelines.core import Grammar, SamplingParams

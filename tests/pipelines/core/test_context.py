@@ -22,7 +22,7 @@ END_OF_SEQUENCE = TextGenerationStatus.END_OF_SEQUENCE
 MAXIMUM_LENGTH = TextGenerationStatus.MAXIMUM_LENGTH
 
 
-def context_of(prompt: int = 3, max_length: int = 50, **fields: Any) -> TextContext:
+def make_context(prompt: int = 3, max_length: int = 50, **fields: Any) -> TextContext:
     """Return a context with the prompt 1, 2, ..., ``prompt``."""
     tokens = np.arange(1, prompt + 1)
     return TextContext(prompt="one two three", max_length=max_length, tokens=tokens, **fields)
@@ -37,7 +37,7 @@ def test_the_example_of_the_api_page_holds() -> None:
 
 
 def test_a_new_context_has_its_whole_prompt_active() -> None:
-    context = context_of()
+    context = make_context()
     assert context.status is ACTIVE
     assert not context.is_done
     assert context.is_initial_prompt
@@ -46,11 +46,11 @@ def test_a_new_context_has_its_whole_prompt_active() -> None:
     assert context.matcher is None
     assert context.outstanding_completion_tokens() == []
     assert len(context.request_id) == 32
-    assert context.request_id != context_of().request_id
+    assert context.request_id != make_context().request_id
 
 
 def test_a_context_is_an_input_context_with_and_without_a_slot() -> None:
-    context = context_of()
+    context = make_context()
     assert isinstance(context, InputContext)
     context.assign_to_cache(1)
     assert isinstance(context, InputContext)
@@ -61,7 +61,7 @@ def test_a_context_is_an_input_context_with_and_without_a_slot() -> None:
 
 
 def test_update_makes_the_new_token_active() -> None:
-    context = context_of()
+    context = make_context()
     context.update(7)
     assert context.all_tokens.tolist() == [1, 2, 3, 7]
     assert context.next_tokens.tolist() == context.generated_tokens.tolist() == [7]
@@ -71,14 +71,14 @@ def test_update_makes_the_new_token_active() -> None:
 
 
 def test_available_steps_shrink_with_the_computed_tokens() -> None:
-    context = context_of(10)
+    context = make_context(10)
     assert context.compute_num_available_steps(20) == 20
     context.update(7)
     assert context.compute_num_available_steps(20) == 10
 
 
 def test_the_token_array_grows_when_it_is_full() -> None:
-    context = context_of(127, 1000)
+    context = make_context(127, 1000)
     context.update(7)
     assert context.tokens.size == 128
     context.update(8)
@@ -88,13 +88,13 @@ def test_the_token_array_grows_when_it_is_full() -> None:
 
 
 def test_a_long_token_array_grows_by_an_eighth_in_whole_chunks() -> None:
-    context = context_of(128 * 24, 9999)
+    context = make_context(128 * 24, 9999)
     context.jump_ahead(7)
     assert context.tokens.size == 128 * 27
 
 
 def test_tokens_sampled_within_a_prompt_are_dropped() -> None:
-    context = context_of(10)
+    context = make_context(10)
     context.set_token_indices(active_idx=4)
     assert context.next_tokens.tolist() == [1, 2, 3, 4]
     assert context.is_ce
@@ -109,7 +109,7 @@ def test_tokens_sampled_within_a_prompt_are_dropped() -> None:
 
 
 def test_a_forced_token_is_computed_with_the_next_one() -> None:
-    context = context_of(3)
+    context = make_context(3)
     context.jump_ahead(50)
     assert (context.start_idx, context.active_idx, context.is_ce) == (0, 4, True)
     context.update(51)
@@ -119,7 +119,7 @@ def test_a_forced_token_is_computed_with_the_next_one() -> None:
 
 
 def test_a_forced_token_ends_the_output_only_by_its_id() -> None:
-    context = context_of(3, 4, eos_token_ids={9}, eos_sequences=[[5]])
+    context = make_context(3, 4, eos_token_ids={9}, eos_sequences=[[5]])
     context.jump_ahead(5)
     assert context.status is ACTIVE
     context.jump_ahead(9)
@@ -128,7 +128,7 @@ def test_a_forced_token_ends_the_output_only_by_its_id() -> None:
 
 
 def test_forcing_a_token_within_a_prompt_is_refused() -> None:
-    context = context_of(10)
+    context = make_context(10)
     context.set_token_indices(active_idx=4)
     with pytest.raises(RuntimeError, match="6 of its 10 tokens are left"):
         context.jump_ahead(5)
@@ -136,7 +136,7 @@ def test_forcing_a_token_within_a_prompt_is_refused() -> None:
 
 
 def test_reset_makes_all_tokens_active_again() -> None:
-    context = context_of(3, sampling_params=SamplingParams(min_new_tokens=3), eos_token_ids={9})
+    context = make_context(3, sampling_params=SamplingParams(min_new_tokens=3), eos_token_ids={9})
     context.assign_to_cache(4)
     context.update(7)
     context.set_token_indices(committed_idx=2)
@@ -152,7 +152,7 @@ def test_reset_makes_all_tokens_active_again() -> None:
 
 
 def test_a_rollback_into_the_prompt_removes_all_generated_tokens() -> None:
-    context = context_of(3)
+    context = make_context(3)
     context.update(7)
     context.rollback(2)
     assert context.all_tokens.tolist() == [1, 2]
@@ -161,7 +161,7 @@ def test_a_rollback_into_the_prompt_removes_all_generated_tokens() -> None:
 
 
 def test_tokens_are_not_returned_twice_after_a_rollback() -> None:
-    context = context_of(3)
+    context = make_context(3)
     for token in (7, 8, 9):
         context.update(token)
     assert outstanding_tokens(context) == [7, 8, 9]
@@ -173,7 +173,7 @@ def test_tokens_are_not_returned_twice_after_a_rollback() -> None:
 
 
 def test_a_rollback_of_the_ending_token_resumes_generation() -> None:
-    context = context_of(3, eos_token_ids={9})
+    context = make_context(3, eos_token_ids={9})
     context.update(7)
     context.update(9)
     context.rollback(1)
@@ -183,7 +183,7 @@ def test_a_rollback_of_the_ending_token_resumes_generation() -> None:
 
 
 def test_a_rollback_after_the_ending_token_does_not_resume_generation() -> None:
-    context = context_of(3, eos_token_ids={9})
+    context = make_context(3, eos_token_ids={9})
     context.update(9)
     context.update(5)
     context.rollback(1)
@@ -192,7 +192,7 @@ def test_a_rollback_after_the_ending_token_does_not_resume_generation() -> None:
 
 
 def test_a_rollback_does_not_undo_the_maximum_length() -> None:
-    context = context_of(3, 4)
+    context = make_context(3, 4)
     context.update(7)
     context.rollback(1)
     assert context.status is MAXIMUM_LENGTH
@@ -202,7 +202,7 @@ def test_a_rollback_does_not_undo_the_maximum_length() -> None:
 
 
 def test_the_end_token_is_stored_but_not_returned() -> None:
-    context = context_of(eos_token_ids={9})
+    context = make_context(eos_token_ids={9})
     context.update(7)
     context.update(9)
     assert context.status is END_OF_SEQUENCE
@@ -212,7 +212,7 @@ def test_the_end_token_is_stored_but_not_returned() -> None:
 
 
 def test_the_token_that_reaches_the_maximum_length_is_returned() -> None:
-    context = context_of(3, 5)
+    context = make_context(3, 5)
     context.update(7)
     assert context.status is ACTIVE
     context.update(8)
@@ -221,14 +221,14 @@ def test_the_token_that_reaches_the_maximum_length_is_returned() -> None:
 
 
 def test_an_end_token_has_precedence_over_the_maximum_length() -> None:
-    context = context_of(3, 4, eos_token_ids={9})
+    context = make_context(3, 4, eos_token_ids={9})
     context.update(9)
     assert context.status is END_OF_SEQUENCE
     assert outstanding_tokens(context) == []
 
 
 def test_an_end_sequence_ends_the_output() -> None:
-    context = context_of(eos_sequences=[[8], [5, 6, 7]])
+    context = make_context(eos_sequences=[[8], [5, 6, 7]])
     for token in (6, 7, 5, 6):
         context.update(token)
         assert context.status is ACTIVE
@@ -238,7 +238,7 @@ def test_an_end_sequence_ends_the_output() -> None:
 
 
 def test_an_end_sequence_that_begins_in_the_prompt_has_no_effect() -> None:
-    context = context_of(3, eos_sequences=[[3, 7]])
+    context = make_context(3, eos_sequences=[[3, 7]])
     context.update(7)
     assert context.status is ACTIVE
     context.update(3)
@@ -247,14 +247,14 @@ def test_an_end_sequence_that_begins_in_the_prompt_has_no_effect() -> None:
 
 
 def test_an_empty_end_sequence_is_ignored() -> None:
-    context = context_of(eos_sequences=[[], [4]])
+    context = make_context(eos_sequences=[[], [4]])
     assert context.eos_sequences == [[4]]
     context.update(7)
     assert context.status is ACTIVE
 
 
 def test_a_finished_context_returns_no_tokens() -> None:
-    context = context_of(eos_token_ids={9})
+    context = make_context(eos_token_ids={9})
     context.update(9)
     context.update(5)
     assert outstanding_tokens(context) == []
@@ -264,7 +264,7 @@ def test_a_finished_context_returns_no_tokens() -> None:
 
 
 def test_outstanding_tokens_are_integers_and_are_returned_once() -> None:
-    context = context_of(3, 4)
+    context = make_context(3, 4)
     context.update(7)
     [(token, log_probabilities)] = context.outstanding_completion_tokens()
     assert type(token) is int
@@ -274,7 +274,7 @@ def test_outstanding_tokens_are_integers_and_are_returned_once() -> None:
 
 
 def test_the_status_can_be_set() -> None:
-    context = context_of()
+    context = make_context()
     context.update_status(TextGenerationStatus.CANCELLED)
     assert context.status is TextGenerationStatus.CANCELLED
     assert context.is_done
@@ -284,12 +284,12 @@ def test_the_status_can_be_set() -> None:
 
 
 def test_a_prompt_as_long_as_the_maximum_is_allowed() -> None:
-    assert context_of(5, 5).max_length == 5
+    assert make_context(5, 5).max_length == 5
 
 
 def test_a_negative_number_of_log_probabilities_is_refused() -> None:
     with pytest.raises(InputError, match="log_probabilities must be at least 0, was -1"):
-        context_of(1, 5, log_probabilities=-1)
+        make_context(1, 5, log_probabilities=-1)
 
 
 @pytest.mark.parametrize(("length", "min_new"), [(6, 0), (4, 2)])
@@ -298,7 +298,7 @@ def test_a_prompt_that_leaves_no_room_for_tokens_is_refused(length: int, min_new
         rf"min_tokens \({min_new}\) \+ prompt_len \({length}\) must be less than or equal to max_length \(5\)"
     )
     with pytest.raises(InputError, match=message):
-        context_of(length, 5, sampling_params=SamplingParams(min_new_tokens=min_new))
+        make_context(length, 5, sampling_params=SamplingParams(min_new_tokens=min_new))
 
 
 def test_tokens_must_be_one_dimensional() -> None:
@@ -310,7 +310,7 @@ def test_tokens_must_be_one_dimensional() -> None:
 
 
 def test_end_tokens_are_masked_until_the_minimum_is_reached() -> None:
-    context = context_of(3, eos_token_ids={9, 4}, sampling_params=SamplingParams(min_new_tokens=2))
+    context = make_context(3, eos_token_ids={9, 4}, sampling_params=SamplingParams(min_new_tokens=2))
     masks = context.get_min_token_logit_mask(3)
     assert [mask.tolist() for mask in masks] == [[[0, 4], [0, 9]], [[0, 4], [0, 9]], []]
     assert all(mask.dtype == np.int32 for mask in masks)
@@ -320,11 +320,11 @@ def test_end_tokens_are_masked_until_the_minimum_is_reached() -> None:
 
 @pytest.mark.parametrize("min_new", [0, 2])
 def test_the_mask_without_end_tokens_is_empty(min_new: int) -> None:
-    context = context_of(sampling_params=SamplingParams(min_new_tokens=min_new))
+    context = make_context(sampling_params=SamplingParams(min_new_tokens=min_new))
     assert [mask.shape for mask in context.get_min_token_logit_mask(2)] == [(0, 2), (0, 2)]
 
 
 def test_end_tokens_are_not_masked_within_a_prompt() -> None:
-    context = context_of(9, eos_token_ids={9}, sampling_params=SamplingParams(min_new_tokens=2))
+    context = make_context(9, eos_token_ids={9}, sampling_params=SamplingParams(min_new_tokens=2))
     context.set_token_indices(active_idx=4)
     assert [len(mask) for mask in context.get_min_token_logit_mask(1)] == [0]

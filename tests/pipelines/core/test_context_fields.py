@@ -19,7 +19,7 @@ from penstock.pipelines.core import (
 )
 
 
-def context_of(prompt: int = 3, max_length: int = 50, **fields: Any) -> TextContext:
+def make_context(prompt: int = 3, max_length: int = 50, **fields: Any) -> TextContext:
     """Return a context with the prompt 1, 2, ..., ``prompt``."""
     tokens = np.arange(1, prompt + 1)
     return TextContext(prompt="one two three", max_length=max_length, tokens=tokens, **fields)
@@ -29,7 +29,7 @@ def context_of(prompt: int = 3, max_length: int = 50, **fields: Any) -> TextCont
 
 
 def test_a_slot_is_assigned_once_and_can_be_unassigned_repeatedly() -> None:
-    context = context_of()
+    context = make_context()
     with pytest.raises(ValueError, match="TextContext is not currently assigned to cache slot"):
         context.cache_seq_id  # noqa: B018
     assert not context.is_assigned_to_cache
@@ -44,7 +44,7 @@ def test_a_slot_is_assigned_once_and_can_be_unassigned_repeatedly() -> None:
 
 
 def test_the_draft_offset_is_kept() -> None:
-    context = context_of()
+    context = make_context()
     context.set_draft_offset(3)
     assert context.draft_offset == 3
 
@@ -65,7 +65,7 @@ class Matcher:
 
 def test_each_output_token_advances_the_matcher() -> None:
     matcher = Matcher()
-    context = context_of(5)
+    context = make_context(5)
     context.set_matcher(matcher)  # type: ignore[arg-type]
     assert id(context.matcher) == id(matcher)
     context.set_token_indices(active_idx=2)
@@ -77,7 +77,7 @@ def test_each_output_token_advances_the_matcher() -> None:
 
 @pytest.mark.parametrize("take", [TextContext.update, TextContext.jump_ahead])
 def test_a_token_that_the_matcher_rejects_changes_nothing(take: Any) -> None:
-    context = context_of()
+    context = make_context()
     context.set_matcher(Matcher())  # type: ignore[arg-type]
     with pytest.raises(AssertionError, match="does not accept token 5"):
         take(context, 5)
@@ -85,37 +85,37 @@ def test_a_token_that_the_matcher_rejects_changes_nothing(take: Any) -> None:
 
 
 def test_the_matcher_is_neither_compared_nor_serialized() -> None:
-    context = context_of()
-    plain = copy.deepcopy(context)
+    context = make_context()
+    plain_context = copy.deepcopy(context)
     context.set_matcher(Matcher())  # type: ignore[arg-type]
-    assert context == plain
+    assert context == plain_context
     from_msgpack = msgpack_numpy_decoder(TextContext)(msgpack_numpy_encoder()(context))
-    for decoded in (
+    for decoded_value in (
         from_msgpack,
         pickle.loads(pickle.dumps(context)),
         copy.deepcopy(context),
         copy.copy(context),
     ):
-        assert decoded == context
-        assert decoded.matcher is None
+        assert decoded_value == context
+        assert decoded_value.matcher is None
 
 
 def test_a_json_schema_is_a_grammar() -> None:
     grammar = Grammar("json_schema", '{"type": "object"}')
-    assert context_of(json_schema=grammar.text).grammar == grammar
-    assert context_of(grammar=grammar).json_schema == grammar.text
-    assert context_of(grammar=grammar, json_schema=grammar.text).grammar == grammar
-    assert context_of(grammar=Grammar("regex", "a*")).json_schema is None
+    assert make_context(json_schema=grammar.text).grammar == grammar
+    assert make_context(grammar=grammar).json_schema == grammar.text
+    assert make_context(grammar=grammar, json_schema=grammar.text).grammar == grammar
+    assert make_context(grammar=Grammar("regex", "a*")).json_schema is None
 
 
 @pytest.mark.parametrize("grammar", [Grammar("json_schema", "{}"), Grammar("regex", "a*")])
 def test_two_grammars_are_refused(grammar: Grammar) -> None:
     with pytest.raises(InputError, match="give one of them"):
-        context_of(grammar=grammar, json_schema="true")
+        make_context(grammar=grammar, json_schema="true")
 
 
 def test_numpy_numbers_can_be_serialized() -> None:
-    context = context_of(
+    context = make_context(
         max_length=np.int64(30),
         log_probabilities=np.int32(2),
         log_probabilities_echo=np.True_,
@@ -133,7 +133,7 @@ def test_numpy_numbers_can_be_serialized() -> None:
 
 def test_end_tokens_are_copied() -> None:
     ids, sequences = {1}, [[2]]
-    context = context_of(eos_token_ids=ids, eos_sequences=sequences)
+    context = make_context(eos_token_ids=ids, eos_sequences=sequences)
     context.eos_token_ids.add(5)
     context.eos_sequences[0].append(5)
     assert (ids, sequences) == ({1}, [[2]])
@@ -147,18 +147,18 @@ def test_a_prompt_of_ids_is_a_list(prompt: Any) -> None:
 
 
 def test_contexts_are_equal_by_value() -> None:
-    first, second = context_of(request_id="a"), context_of(request_id="a")
+    first, second = make_context(request_id="a"), make_context(request_id="a")
     assert first == second
     second.update(7)
     assert first != second
     first.update(7)
     assert first == second
-    assert first != context_of(request_id="b")
+    assert first != make_context(request_id="b")
     assert first != "a"
 
 
 def test_a_deep_copy_is_independent() -> None:
-    context = context_of()
+    context = make_context()
     context.update(7)
     copied = copy.deepcopy(context)
     copied.update(8)

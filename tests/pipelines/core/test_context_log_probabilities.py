@@ -18,95 +18,95 @@ from penstock.pipelines.core import (
 EOS = 9
 
 
-def rows_of(*positions: int) -> LogProbabilities:
+def make_rows(*positions: int) -> LogProbabilities:
     """Return rows of log probabilities whose values are their positions."""
     return LogProbabilities(
         [-float(position) for position in positions], [{position: 0.5} for position in positions]
     )
 
 
-def context_of(prompt: int, **fields: Any) -> TextContext:
+def make_context(prompt: int, **fields: Any) -> TextContext:
     tokens = np.arange(1, prompt + 1)
     return TextContext(prompt="", max_length=100, tokens=tokens, eos_token_ids={EOS}, **fields)
 
 
 def step(context: TextContext, token: int) -> None:
     """Run a step in which each active token gives a row for the position after it."""
-    context.update(token, rows_of(*range(context.start_idx + 1, context.active_idx + 1)))
+    context.update(token, make_rows(*range(context.start_idx + 1, context.active_idx + 1)))
 
 
 def test_each_token_is_returned_with_its_log_probabilities() -> None:
-    context = context_of(3, log_probabilities=2)
-    context.update(5, rows_of(3))
+    context = make_context(3, log_probabilities=2)
+    context.update(5, make_rows(3))
     context.update(6)
-    context.update(7, rows_of(5))
-    assert context.outstanding_completion_tokens() == [(5, rows_of(3)), (6, None), (7, rows_of(5))]
-    context.update(8, rows_of(6))
-    assert context.outstanding_completion_tokens() == [(8, rows_of(6))]
+    context.update(7, make_rows(5))
+    assert context.outstanding_completion_tokens() == [(5, make_rows(3)), (6, None), (7, make_rows(5))]
+    context.update(8, make_rows(6))
+    assert context.outstanding_completion_tokens() == [(8, make_rows(6))]
 
 
 def test_log_probabilities_of_a_prompt_chunk_are_dropped() -> None:
-    context = context_of(5, log_probabilities=2)
+    context = make_context(5, log_probabilities=2)
     context.set_token_indices(active_idx=2)
-    context.update(77, rows_of(77))
-    context.update(6, rows_of(5))
+    context.update(77, make_rows(77))
+    context.update(6, make_rows(5))
     assert context.prompt_log_probabilities is None
-    assert context.outstanding_completion_tokens() == [(6, rows_of(5))]
+    assert context.outstanding_completion_tokens() == [(6, make_rows(5))]
 
 
 def test_an_echoed_prompt_is_returned_with_the_first_token() -> None:
-    context = context_of(4, log_probabilities=1, log_probabilities_echo=True)
+    context = make_context(4, log_probabilities=1, log_probabilities_echo=True)
     step(context, 5)
     step(context, 6)
-    assert context.outstanding_completion_tokens() == [(5, rows_of(1, 2, 3, 4)), (6, rows_of(5))]
+    assert context.outstanding_completion_tokens() == [(5, make_rows(1, 2, 3, 4)), (6, make_rows(5))]
 
 
 def test_an_echoed_chunked_prompt_is_returned_with_the_first_token() -> None:
-    context = context_of(5, log_probabilities=1, log_probabilities_echo=True)
+    context = make_context(5, log_probabilities=1, log_probabilities_echo=True)
     context.set_token_indices(active_idx=2)
     step(context, 77)
-    pending = context.prompt_log_probabilities
-    assert pending == rows_of(1, 2)
+    pending_rows = context.prompt_log_probabilities
+    assert pending_rows == make_rows(1, 2)
     assert context.outstanding_completion_tokens() == []
     step(context, 6)
-    pending = context.prompt_log_probabilities
-    assert pending is None
-    assert context.outstanding_completion_tokens() == [(6, rows_of(1, 2, 3, 4, 5))]
+    pending_rows = context.prompt_log_probabilities
+    assert pending_rows is None
+    assert context.outstanding_completion_tokens() == [(6, make_rows(1, 2, 3, 4, 5))]
 
 
 def test_an_echoed_prompt_is_returned_if_the_output_ends_at_once() -> None:
-    context = context_of(5, log_probabilities=1, log_probabilities_echo=True)
+    context = make_context(5, log_probabilities=1, log_probabilities_echo=True)
     context.set_token_indices(active_idx=2)
     step(context, 77)
     step(context, EOS)
     assert context.outstanding_completion_tokens() == []
-    assert context.prompt_log_probabilities == rows_of(1, 2, 3, 4)
+    assert context.prompt_log_probabilities == make_rows(1, 2, 3, 4)
 
 
 def test_log_probabilities_of_an_end_token_are_dropped() -> None:
-    context = context_of(3, log_probabilities=1)
-    step_rows = rows_of(3)
+    context = make_context(3, log_probabilities=1)
+    step_rows = make_rows(3)
     context.update(EOS, step_rows)
     assert context.prompt_log_probabilities is None
     assert context.outstanding_completion_tokens() == []
 
 
 def test_a_rolled_back_token_loses_its_log_probabilities() -> None:
-    context = context_of(3, log_probabilities=1)
-    context.update(5, rows_of(3))
-    context.update(6, rows_of(4))
+    context = make_context(3, log_probabilities=1)
+    context.update(5, make_rows(3))
+    context.update(6, make_rows(4))
     context.rollback(1)
     context.update(7)
-    assert context.outstanding_completion_tokens() == [(5, rows_of(3)), (7, None)]
+    assert context.outstanding_completion_tokens() == [(5, make_rows(3)), (7, None)]
 
 
 def test_a_token_after_a_rollback_is_scored_again() -> None:
-    context = context_of(3, log_probabilities=1, log_probabilities_echo=True)
+    context = make_context(3, log_probabilities=1, log_probabilities_echo=True)
     step(context, 5)
     step(context, 6)
     context.rollback(1)
     step(context, 7)
-    assert context.outstanding_completion_tokens() == [(5, rows_of(1, 2, 3)), (7, rows_of(4))]
+    assert context.outstanding_completion_tokens() == [(5, make_rows(1, 2, 3)), (7, make_rows(4))]
 
 
 @given(
@@ -120,7 +120,7 @@ def test_every_position_is_returned_once(
     prompt: int, sizes: list[int], evicted: set[int], drained: set[int], crossed: set[int]
 ) -> None:
     """This holds for all chunks and after any number of preemptions."""
-    context = context_of(prompt, log_probabilities=1, log_probabilities_echo=True)
+    context = make_context(prompt, log_probabilities=1, log_probabilities_echo=True)
     returned: list[tuple[int, LogProbabilities | None]] = []
     for i, size in enumerate(sizes):
         if context.start_idx + 1 < context.end_idx:  # otherwise only one token is active
@@ -136,5 +136,5 @@ def test_every_position_is_returned_once(
     generated = context.generated_tokens.tolist()
     assert [token for token, _ in returned] == generated
     rows = [rows for _, rows in returned]
-    assert rows[:1] == [rows_of(*range(1, prompt + 1))][: len(generated)]
-    assert rows[1:] == [rows_of(prompt + i) for i in range(1, len(generated))]
+    assert rows[:1] == [make_rows(*range(1, prompt + 1))][: len(generated)]
+    assert rows[1:] == [make_rows(prompt + i) for i in range(1, len(generated))]

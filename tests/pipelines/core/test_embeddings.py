@@ -96,8 +96,8 @@ def test_responses_are_equal_if_all_outputs_are_equal() -> None:
         {"multi_vector": np.ones((2, 3))},
     ):
         assert response(**change) != response()
-    decoded = msgpack_numpy_decoder(EmbeddingsResponse)(msgpack_numpy_encoder()(response()))
-    assert decoded == response()
+    decoded_response = msgpack_numpy_decoder(EmbeddingsResponse)(msgpack_numpy_encoder()(response()))
+    assert decoded_response == response()
 
 
 def test_contexts_are_recognised_by_type() -> None:

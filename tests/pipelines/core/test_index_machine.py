@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from support.random_draws import examples
+from support.random_draws import num_examples
 
 from penstock.pipelines.core import (
     TextContext,
@@ -35,7 +35,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.start, self.active, self.committed = 0, length, 0
         self.status, self.ended_at = ACTIVE, -1
         self.pending: list[int] = []  # positions to return
-        self.num_returned = length  # positions before it are not returned (again)
+        self.num_returned = length  # positions below this one are not returned again
         self.untouched = True
         self.context = TextContext(
             prompt="",
@@ -128,12 +128,12 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(cross=st.sampled_from(["msgpack", "msgpack without copies", "pickle"]))
     def serialize(self, cross: str) -> None:
         if cross == "pickle":
-            decoded = pickle.loads(pickle.dumps(self.context))
+            decoded_context = pickle.loads(pickle.dumps(self.context))
         else:
             decode = msgpack_numpy_decoder(TextContext, copy="without" not in cross)
-            decoded = decode(msgpack_numpy_encoder()(self.context))
-        assert decoded == self.context
-        self.context = decoded
+            decoded_context = decode(msgpack_numpy_encoder()(self.context))
+        assert decoded_context == self.context
+        self.context = decoded_context
 
     @invariant()
     def views_equal_the_model(self) -> None:
@@ -193,4 +193,4 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 TestIndexMachine = IndexMachine.TestCase
-TestIndexMachine.settings = settings(max_examples=examples(60), stateful_step_count=30)
+TestIndexMachine.settings = settings(max_examples=num_examples(60), stateful_step_count=30)

@@ -54,10 +54,10 @@ def test_log_probabilities_are_equal_by_value() -> None:
 
 
 def test_tokens_are_equal_by_value() -> None:
-    scored = LogProbabilities([-0.5], [{3: -0.5}])
+    log_probabilities = LogProbabilities([-0.5], [{3: -0.5}])
     assert TextResponse(3) == TextResponse(3)
-    assert TextResponse(3, scored) == TextResponse(3, LogProbabilities([-0.5], [{3: -0.5}]))
-    assert TextResponse(3) != TextResponse(3, scored)
+    assert TextResponse(3, log_probabilities) == TextResponse(3, LogProbabilities([-0.5], [{3: -0.5}]))
+    assert TextResponse(3) != TextResponse(3, log_probabilities)
     assert TextResponse(3) != TextResponse("3")
     assert TextResponse(3) != UNKNOWN_STATUS
 

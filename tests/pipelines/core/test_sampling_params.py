@@ -107,8 +107,8 @@ def test_the_error_states_that_a_number_is_expected(value: Any) -> None:
 def test_numpy_numbers_become_python_numbers(values: dict[str, Any], expected: dict[str, Any]) -> None:
     params = SamplingParams(**values)
     for name, value in expected.items():
-        kept = getattr(params, name)
-        assert repr(kept) == repr(value)  # type and value, also of the elements
+        kept_value = getattr(params, name)
+        assert repr(kept_value) == repr(value)  # compares types and values, including those of elements
     assert msgpack_numpy_decoder(SamplingParams)(msgpack_numpy_encoder()(params)) == SamplingParams(
         **expected
     )
@@ -213,8 +213,8 @@ def test_the_error_for_an_impossible_value_states_it(values: dict[str, Any], mes
     )
 )
 def test_all_valid_values_can_be_combined(values: dict[str, Any]) -> None:
-    kept = dataclasses.asdict(SamplingParams(**values))
-    assert kept == {**kept, **values}
+    kept_values = dataclasses.asdict(SamplingParams(**values))
+    assert kept_values == {**kept_values, **values}
 
 
 def test_the_defaults_do_not_change_logits() -> None:

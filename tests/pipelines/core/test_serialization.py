@@ -57,15 +57,15 @@ def test_arrays_keep_value_shape_and_dtype(
 ) -> None:
     array = array.T if transposed else array
     array = array[::2] if strided and array.ndim else array
-    decoded = round_trip(array, np.ndarray, copy)
-    assert (decoded.shape, decoded.dtype) == (array.shape, array.dtype)
-    assert decoded.tobytes() == array.tobytes()
-    assert decoded.flags.writeable is copy
+    decoded_array = round_trip(array, np.ndarray, copy)
+    assert (decoded_array.shape, decoded_array.dtype) == (array.shape, array.dtype)
+    assert decoded_array.tobytes() == array.tobytes()
+    assert decoded_array.flags.writeable is copy
 
 
 def test_the_format_is_a_plain_map() -> None:
-    plain = msgspec.msgpack.decode(msgpack_numpy_encoder()(np.array([[1, 2]], np.int16)))
-    assert plain == {"__np__": True, "data": b"\x01\0\x02\0", "shape": [1, 2], "dtype": "int16"}
+    plain_values = msgspec.msgpack.decode(msgpack_numpy_encoder()(np.array([[1, 2]], np.int16)))
+    assert plain_values == {"__np__": True, "data": b"\x01\0\x02\0", "shape": [1, 2], "dtype": "int16"}
 
 
 @pytest.mark.parametrize(
@@ -155,12 +155,12 @@ def contexts() -> list[TextContext]:
 @pytest.mark.parametrize("context", contexts(), ids=lambda context: type(context).__name__)
 @pytest.mark.parametrize("copy", [True, False])
 def test_decoded_contexts_are_equal_and_can_continue(context: TextContext, copy: bool) -> None:
-    decoded = round_trip(context, copy=copy)
-    assert type(decoded) is type(context)
-    assert decoded == context
-    decoded.update(201)
-    decoded.tokens[0] = 9  # writable, and not the sender's arrays
-    assert decoded.all_tokens[-1] == 201
+    decoded_context = round_trip(context, copy=copy)
+    assert type(decoded_context) is type(context)
+    assert decoded_context == context
+    decoded_context.update(201)
+    decoded_context.tokens[0] = 9  # writable, and not the sender's arrays
+    assert decoded_context.all_tokens[-1] == 201
     assert context.all_tokens.tolist() == [*range(1, 130), 200]
 
 
@@ -182,8 +182,8 @@ def test_a_union_of_contexts_is_decoded_to_the_right_class() -> None:
 
 def test_a_message_with_inconsistent_indices_is_refused() -> None:
     context = contexts()[0]
-    plain = msgspec.msgpack.decode(msgpack_numpy_encoder()(context))
+    plain_values = msgspec.msgpack.decode(msgpack_numpy_encoder()(context))
     for index in ("_start_idx", "_end_idx"):
-        broken = msgspec.msgpack.encode({**plain, index: 5000})
+        broken_message = msgspec.msgpack.encode({**plain_values, index: 5000})
         with pytest.raises((msgspec.ValidationError, ValueError), match="unable to bump token indices"):
-            msgpack_numpy_decoder(TextContext)(broken)
+            msgpack_numpy_decoder(TextContext)(broken_message)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from support.random_draws import examples
+from support.random_draws import num_examples
 
 from penstock.pipelines.core import (
     InputContext,
@@ -23,12 +23,12 @@ ACTIVE = TextGenerationStatus.ACTIVE
 END_OF_SEQUENCE = TextGenerationStatus.END_OF_SEQUENCE
 
 
-def context_of(*args: Any, **fields: Any) -> TTSContext:
+def make_context(*args: Any, **fields: Any) -> TTSContext:
     return TTSContext(*args, prompt="say", max_length=9, tokens=np.arange(1, 4), **fields)
 
 
 def context_with_ten_tokens(decoded: int) -> TTSContext:
-    context = context_of()
+    context = make_context()
     context.update_speech_tokens(np.arange(10, 20))
     context.set_decoded_index(decoded)
     return context
@@ -36,19 +36,19 @@ def context_with_ten_tokens(decoded: int) -> TTSContext:
 
 def test_the_audio_prompt_comes_first() -> None:
     voice = np.arange(4, dtype=np.int32)
-    context = context_of(voice, 7)
+    context = make_context(voice, 7)
     assert context.audio_prompt_tokens is voice
     assert context.prev_samples_beyond_offset == 7
-    assert context_of().audio_prompt_tokens.dtype == np.int32
-    assert context_of().audio_prompt_tokens.size == 0
+    assert make_context().audio_prompt_tokens.dtype == np.int32
+    assert make_context().audio_prompt_tokens.size == 0
 
 
 def test_a_speech_context_is_an_input_context() -> None:
-    assert isinstance(context_of(), InputContext)
+    assert isinstance(make_context(), InputContext)
 
 
 def test_the_two_statuses_are_independent() -> None:
-    context = context_of()
+    context = make_context()
     context.update_speech_token_status(END_OF_SEQUENCE)
     assert (context.speech_token_status, context.audio_generation_status) == (END_OF_SEQUENCE, ACTIVE)
     assert not context.is_done
@@ -57,7 +57,7 @@ def test_the_two_statuses_are_independent() -> None:
 
 
 def test_the_ambiguous_status_is_refused() -> None:
-    context = context_of()
+    context = make_context()
     with pytest.raises(ValueError, match="call `speech_token_status` or `audio_generation_status` instead"):
         context.status  # noqa: B018
     with pytest.raises(ValueError, match="call `update_speech_token_status` or `update_audio_generation_st"):
@@ -65,7 +65,7 @@ def test_the_ambiguous_status_is_refused() -> None:
 
 
 def test_generated_tokens_set_the_generation_status() -> None:
-    context = context_of(eos_token_ids={9})
+    context = make_context(eos_token_ids={9})
     context.update(5)
     context.update(9)
     assert context.speech_token_status is END_OF_SEQUENCE
@@ -74,7 +74,7 @@ def test_generated_tokens_set_the_generation_status() -> None:
 
 
 def test_the_buffer_grows_as_soon_as_it_is_full() -> None:
-    context = context_of()
+    context = make_context()
     sizes = []
     for count in (100, 28, 300):
         context.update_speech_tokens(np.ones(count, np.int32))
@@ -113,7 +113,7 @@ def test_remaining_tokens_to_decode() -> None:
 
 def test_a_negative_decoded_index_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 0, was -1"):
-        context_of().set_decoded_index(-1)
+        make_context().set_decoded_index(-1)
 
 
 class SpeechMachine(RuleBasedStateMachine):
@@ -121,7 +121,7 @@ class SpeechMachine(RuleBasedStateMachine):
 
     @initialize()
     def make(self) -> None:
-        self.context = context_of()
+        self.context = make_context()
         self.model: list[int] = []
         self.decoded = self.blocks = 0
 
@@ -145,9 +145,9 @@ class SpeechMachine(RuleBasedStateMachine):
 
     @rule(copy=st.booleans())
     def serialize(self, copy: bool) -> None:
-        decoded = msgpack_numpy_decoder(TTSContext, copy)(msgpack_numpy_encoder()(self.context))
-        assert decoded == self.context
-        self.context = decoded
+        decoded_context = msgpack_numpy_decoder(TTSContext, copy)(msgpack_numpy_encoder()(self.context))
+        assert decoded_context == self.context
+        self.context = decoded_context
 
     @invariant()
     def the_buffer_equals_the_list(self) -> None:
@@ -164,4 +164,4 @@ class SpeechMachine(RuleBasedStateMachine):
 
 
 TestSpeechMachine = SpeechMachine.TestCase
-TestSpeechMachine.settings = settings(max_examples=examples(40), stateful_step_count=20)
+TestSpeechMachine.settings = settings(max_examples=num_examples(40), stateful_step_count=20)

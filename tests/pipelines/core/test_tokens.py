@@ -11,12 +11,12 @@ from penstock.errors import InputError
 from penstock.pipelines.core import TokenBuffer
 
 
-def buffer_of(*tokens: int, **fields: Any) -> TokenBuffer:
+def make_buffer(*tokens: int, **fields: Any) -> TokenBuffer:
     return TokenBuffer(tokens=np.array(tokens), **fields)
 
 
 def test_a_new_prompt_must_be_computed_completely() -> None:
-    buffer = buffer_of(1, 2, 3)
+    buffer = make_buffer(1, 2, 3)
     assert (buffer.start_idx, buffer.active_idx, buffer.end_idx, buffer.committed_idx) == (0, 3, 3, 0)
     assert (buffer.active_length, buffer.current_length) == (3, 3)
     assert buffer.next_tokens.tolist() == buffer.all_tokens.tolist() == buffer.prompt_tokens.tolist()
@@ -29,7 +29,7 @@ def test_the_capacity_is_a_multiple_of_the_chunk_size(length: int, capacity: int
 
 
 def test_unused_capacity_is_zero() -> None:
-    buffer = buffer_of(1, 2, 3)
+    buffer = make_buffer(1, 2, 3)
     assert buffer.tokens[:3].tolist() == [1, 2, 3]
     assert not buffer.tokens[3:].any()
 
@@ -65,7 +65,7 @@ def test_invalid_prompts_are_refused(tokens: np.ndarray[Any, Any], message: str)
 
 
 def test_indices_are_set_without_touching_the_tokens() -> None:
-    buffer = buffer_of(1, 2, 3, 4, 5)
+    buffer = make_buffer(1, 2, 3, 4, 5)
     buffer.set_token_indices(start_idx=1, active_idx=3, committed_idx=1)
     assert buffer.next_tokens.tolist() == [2, 3]
     assert buffer.all_tokens.tolist() == [1, 2, 3, 4, 5]
@@ -76,7 +76,7 @@ def test_indices_are_set_without_touching_the_tokens() -> None:
 
 
 def test_indices_are_moved_by_differences() -> None:
-    buffer = buffer_of(1, 2, 3, 4, 5)
+    buffer = make_buffer(1, 2, 3, 4, 5)
     buffer.bump_token_indices(start_idx=2, active_idx=-1, end_idx=-1, committed_idx=1)
     assert (buffer.start_idx, buffer.active_idx, buffer.end_idx, buffer.committed_idx) == (2, 4, 4, 1)
     buffer.bump_token_indices()
@@ -96,13 +96,13 @@ def test_indices_are_moved_by_differences() -> None:
     ],
 )
 def test_impossible_indices_are_refused_and_none_is_set(indices: dict[str, int], message: str) -> None:
-    buffer = buffer_of(1, 2, 3, 4, 5)
-    valid = {"start_idx": 1, "active_idx": 5, "end_idx": 5, "committed_idx": 1}
+    buffer = make_buffer(1, 2, 3, 4, 5)
+    valid_indices = {"start_idx": 1, "active_idx": 5, "end_idx": 5, "committed_idx": 1}
     with pytest.raises(ValueError, match=message):
-        buffer.set_token_indices(**{**valid, **indices})
+        buffer.set_token_indices(**{**valid_indices, **indices})
     with pytest.raises(ValueError, match=message):
         buffer.bump_token_indices(**{name: value - getattr(buffer, name) for name, value in indices.items()})
-    assert buffer == buffer_of(1, 2, 3, 4, 5)
+    assert buffer == make_buffer(1, 2, 3, 4, 5)
 
 
 def test_available_steps_are_counted_from_the_computed_tokens() -> None:
@@ -114,7 +114,7 @@ def test_available_steps_are_counted_from_the_computed_tokens() -> None:
 
 
 def test_a_rollback_removes_the_last_tokens() -> None:
-    buffer = buffer_of(1, 2, 3, 4, 5)
+    buffer = make_buffer(1, 2, 3, 4, 5)
     buffer.set_token_indices(start_idx=4, committed_idx=4)
     buffer.rollback(2)
     assert buffer.all_tokens.tolist() == [1, 2, 3]
@@ -124,14 +124,14 @@ def test_a_rollback_removes_the_last_tokens() -> None:
 
 
 def test_a_rollback_of_uncomputed_tokens_leaves_the_start() -> None:
-    buffer = buffer_of(1, 2, 3, 4, 5)
+    buffer = make_buffer(1, 2, 3, 4, 5)
     buffer.set_token_indices(start_idx=1)
     buffer.rollback(2)
     assert buffer.next_tokens.tolist() == [2, 3]
 
 
 def test_a_rollback_in_the_middle_of_a_prompt_drops_the_rest_of_it() -> None:
-    buffer = buffer_of(1, 2, 3, 4, 5)
+    buffer = make_buffer(1, 2, 3, 4, 5)
     buffer.set_token_indices(active_idx=3)
     buffer.rollback(1)
     assert buffer.all_tokens.tolist() == [1, 2]
@@ -139,7 +139,7 @@ def test_a_rollback_in_the_middle_of_a_prompt_drops_the_rest_of_it() -> None:
 
 
 def test_a_rollback_of_nothing_changes_nothing() -> None:
-    buffer = buffer_of(1, 2, 3, 4, 5)
+    buffer = make_buffer(1, 2, 3, 4, 5)
     buffer.set_token_indices(active_idx=3)
     buffer.rollback(0)
     assert buffer.all_tokens.tolist() == [1, 2, 3, 4, 5]
@@ -148,17 +148,17 @@ def test_a_rollback_of_nothing_changes_nothing() -> None:
 
 @pytest.mark.parametrize(("idx", "message"), [(5, "before the start of the array"), (-1, "at least 0")])
 def test_an_impossible_rollback_is_refused_and_removes_nothing(idx: int, message: str) -> None:
-    buffer = buffer_of(1, 2, 3, 4, 5)
+    buffer = make_buffer(1, 2, 3, 4, 5)
     with pytest.raises(ValueError, match=message):
         buffer.rollback(idx)
-    assert buffer == buffer_of(1, 2, 3, 4, 5)
+    assert buffer == make_buffer(1, 2, 3, 4, 5)
 
 
 def test_buffers_are_equal_by_value() -> None:
-    assert buffer_of(1, 2) == buffer_of(1, 2)
-    assert buffer_of(1, 2) != buffer_of(1, 3)
-    assert buffer_of(1, 2) != buffer_of(1, 2, 0)
-    assert buffer_of(1, 2) != buffer_of(1, 2, _committed_idx=1)
-    assert buffer_of(1, 2) != [1, 2]
+    assert make_buffer(1, 2) == make_buffer(1, 2)
+    assert make_buffer(1, 2) != make_buffer(1, 3)
+    assert make_buffer(1, 2) != make_buffer(1, 2, 0)
+    assert make_buffer(1, 2) != make_buffer(1, 2, _committed_idx=1)
+    assert make_buffer(1, 2) != [1, 2]
     with pytest.raises(TypeError, match="unhashable"):
-        hash(buffer_of(1))
+        hash(make_buffer(1))

@@ -19,13 +19,13 @@ from penstock.pipelines.core import (
 IMAGE = 9  # the placeholder token
 
 
-def image_of(start: int, end: int, pixel: float = 1.0, **fields: Any) -> ImageMetadata:
+def make_image(start: int, end: int, pixel: float = 1.0, **fields: Any) -> ImageMetadata:
     pixels = np.full((3, 2, 2), pixel, np.float32)
     fields.setdefault("image_hash", image_digest(pixels, {}))
     return ImageMetadata(start_idx=start, end_idx=end, pixel_values=pixels, **fields)
 
 
-def context_of(
+def make_context(
     *images: ImageMetadata, tokens: list[int] | None = None, **fields: Any
 ) -> TextAndVisionContext:
     if tokens is None:
@@ -44,7 +44,7 @@ def context_of(
 
 
 def test_images_are_encoded_while_they_have_tokens_to_compute() -> None:
-    context = context_of(image_of(2, 6), image_of(6, 10, 2.0))
+    context = make_context(make_image(2, 6), make_image(6, 10, 2.0))
     assert (context.image_idx, len(context.next_images), context.needs_vision_encoding) == (0, 2, True)
     assert len(context.pixel_values) == 2
     context.set_token_indices(active_idx=4)
@@ -62,8 +62,8 @@ def test_images_are_encoded_while_they_have_tokens_to_compute() -> None:
 
 def test_placeholders_exclude_separator_tokens() -> None:
     tokens = [5, IMAGE, IMAGE, 7, IMAGE, 5]
-    image = image_of(1, 5, num_embedding_rows=3)
-    context = context_of(image, tokens=tokens)
+    image = make_image(1, 5, num_embedding_rows=3)
+    context = make_context(image, tokens=tokens)
     assert context.placeholders(image).tolist() == context.image_token_indices.tolist() == [1, 2, 4]
     assert context.image_token_indices.dtype == np.int32
 
@@ -78,27 +78,27 @@ def test_placeholders_exclude_separator_tokens() -> None:
 )
 def test_images_out_of_order_are_refused(images: list[tuple[int, int]], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        context_of(*[image_of(*span) for span in images], tokens=[IMAGE] * 20)
+        make_context(*[make_image(*span) for span in images], tokens=[IMAGE] * 20)
 
 
 def test_images_that_do_not_match_their_tokens_are_refused() -> None:
     with pytest.raises(InputError, match=r"filled with <vision_token_id> \(\[9\]\): .* at 2 and 5 are 22"):
-        context_of(image_of(2, 6), tokens=list(range(20, 40)))
+        make_context(make_image(2, 6), tokens=list(range(20, 40)))
     with pytest.raises(InputError, match="at token 1 has 4 rows of embeddings, but 3 placeholder tokens"):
-        context_of(image_of(1, 5), tokens=[5, IMAGE, IMAGE, 7, IMAGE, 5])
+        make_context(make_image(1, 5), tokens=[5, IMAGE, IMAGE, 7, IMAGE, 5])
     with pytest.raises(InputError, match="valid start index, got -1"):
-        image_of(-1, 5)
+        make_image(-1, 5)
     with pytest.raises(InputError, match="start and end index, got 4 and 4"):
-        image_of(4, 4)
+        make_image(4, 4)
 
 
 def test_block_hashes_depend_on_the_content_of_images() -> None:
-    first, same, other = (context_of(image_of(2, 8, pixel)) for pixel in (1.0, 1.0, 2.0))
+    first, same, other = (make_context(make_image(2, 8, pixel)) for pixel in (1.0, 1.0, 2.0))
     assert first.token_hash_overrides == same.token_hash_overrides
     assert sorted(first.token_hash_overrides) == [2, 3, 4, 5]  # 4 words of 8 bytes
     assert not set(first.token_hash_overrides.values()) & set(other.token_hash_overrides.values())
-    assert sorted(context_of(image_of(2, 4)).token_hash_overrides) == [2, 3]
-    assert not context_of(image_of(2, 4, image_hash=None)).token_hash_overrides
+    assert sorted(make_context(make_image(2, 4)).token_hash_overrides) == [2, 3]
+    assert not make_context(make_image(2, 4, image_hash=None)).token_hash_overrides
 
 
 def test_the_digest_depends_on_values_shapes_types_and_arguments() -> None:
@@ -117,7 +117,8 @@ def test_the_digest_depends_on_values_shapes_types_and_arguments() -> None:
 
 def test_only_bidirectional_spans_are_indivisible() -> None:
     causal, both = (
-        context_of(image_of(2, 6), image_of(6, 9), has_bidirectional_images=flag) for flag in (False, True)
+        make_context(make_image(2, 6), make_image(6, 9), has_bidirectional_images=flag)
+        for flag in (False, True)
     )
     indices = range(1, 11)
     assert [causal.boundary_before(index) for index in indices] == [*indices]
@@ -128,9 +129,9 @@ def test_only_bidirectional_spans_are_indivisible() -> None:
 
 
 def test_a_context_with_images_can_be_serialized() -> None:
-    context = context_of(image_of(2, 6, arguments={"grid": np.array([1, 2])}), image_of(7, 9, 2.0))
+    context = make_context(make_image(2, 6, arguments={"grid": np.array([1, 2])}), make_image(7, 9, 2.0))
     kind = TextAndVisionContext
-    decoded = msgpack_numpy_decoder(kind)(msgpack_numpy_encoder()(context))
-    assert decoded == context
-    decoded.images[0].arguments["grid"] = np.array([1, 3])
-    assert decoded != context
+    decoded_context = msgpack_numpy_decoder(kind)(msgpack_numpy_encoder()(context))
+    assert decoded_context == context
+    decoded_context.images[0].arguments["grid"] = np.array([1, 3])
+    assert decoded_context != context

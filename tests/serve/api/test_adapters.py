@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 import pytest
+from support.app_client import app_client, make_services
 from support.engines import FakeEngine
-from support.serving import client_of, make_services
 
 from penstock.config import PipelineConfig
 from penstock.errors import UnknownModelError, WeightsError
@@ -37,13 +37,13 @@ def make_lora_services(lora: dict[str, Any] | None = None, **config: Any) -> Ser
 
 async def post(make_lora_services: Services, route: str, **kwargs: Any) -> httpx.Response:
     headers = kwargs.pop("headers", {})
-    async with client_of(make_lora_services) as client:
+    async with app_client(make_lora_services) as client:
         return await client.post(f"/v1/{route}_lora_adapter", json=kwargs, headers=headers)
 
 
 @pytest.mark.anyio
 async def test_an_adapter_is_loaded_listed_reloaded_and_unloaded() -> None:
-    async with client_of(make_lora_services()) as client:
+    async with app_client(make_lora_services()) as client:
         load = {"lora_name": "tone", "lora_path": "/adapters/one"}
         answer = await client.post("/v1/load_lora_adapter", json=load)
         assert (answer.status_code, answer.text) == (200, "The adapter 'tone' is loaded.")
@@ -52,8 +52,8 @@ async def test_an_adapter_is_loaded_listed_reloaded_and_unloaded() -> None:
         assert models["tone"]["parent"] == "demo"
         reload = await client.post("/v1/load_lora_adapter", json={**load, "lora_path": "/adapters/two"})
         assert reload.text == "The adapter 'tone' is reloaded."
-        refused = await client.post("/v1/load_lora_adapter", json={**load, "load_inplace": False})
-        assert refused.status_code == 409
+        refused_response = await client.post("/v1/load_lora_adapter", json={**load, "load_inplace": False})
+        assert refused_response.status_code == 409
         answer = await client.post("/v1/unload_lora_adapter", json={"lora_name": "tone"})
         assert (answer.status_code, answer.text) == (200, "The adapter 'tone' is unloaded.")
         answer = await client.post("/v1/unload_lora_adapter", json={"lora_name": "tone"})
@@ -107,9 +107,9 @@ async def test_adapter_routes_need_lora_and_permission(
 ) -> None:
     body = {"lora_name": "tone", **({"lora_path": "/a"} if route == "load" else {})}
     headers = {"authorization": "Bearer secret"} if "api_key" in config else {}
-    serving = make_lora_services(lora, **config)
-    serving.worker.adapters["tone"] = "/a"
-    answer = await post(serving, route, headers=headers, **body)
+    services = make_lora_services(lora, **config)
+    services.worker.adapters["tone"] = "/a"
+    answer = await post(services, route, headers=headers, **body)
     assert answer.status_code == status
 
 
@@ -133,9 +133,9 @@ async def test_adapter_paths_must_be_in_the_configured_directory(
     root = tmp_path / "adapters"
     root.mkdir()
     (root / "link").symlink_to(tmp_path)
-    serving = make_lora_services({"enable_lora": True, "lora_dir": str(root)})
+    services = make_lora_services({"enable_lora": True, "lora_dir": str(root)})
     path = path_template.format(root=root)
-    answer = await post(serving, "load", lora_name="tone", lora_path=path)
+    answer = await post(services, "load", lora_name="tone", lora_path=path)
     assert answer.status_code == (200 if allowed else 403)
     expected = {"tone": str((root / path).resolve())} if allowed else {}
-    assert serving.worker.adapters == expected
+    assert services.worker.adapters == expected

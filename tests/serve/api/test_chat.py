@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from support.chatting import HERMES, THINKING, chatting, events_of, user
+from support.in_process_server import HERMES, THINKING, parse_events, run_in_process, user_message
 
 from penstock.pipelines.core import TextContext
 from penstock.testing import FakePipeline, FakeTokenizer
@@ -25,7 +25,7 @@ CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</
 
 
 async def test_a_response_has_the_openai_format() -> None:
-    async with chatting() as server:
+    async with run_in_process() as server:
         answer = await server.chat(logprobs=True, top_logprobs=1)
         assert ChatCompletion.model_validate(answer).to_dict() == answer
         assert answer["id"].startswith("chatcmpl-")
@@ -49,16 +49,16 @@ async def test_a_response_has_the_openai_format() -> None:
 
 
 async def test_chunks_have_the_openai_format() -> None:
-    async with chatting(FakePipeline.saying("Hi")) as server:
+    async with run_in_process(FakePipeline.saying("Hi")) as server:
         response = await server.post(
             "/v1/chat/completions",
-            messages=[user("x")],
+            messages=[user_message("x")],
             n=2,
             stream=True,
             stream_options={"include_usage": True},
         )
-        *chunks, done = events_of(response.text)
-        assert done == "[DONE]"
+        *chunks, end_event = parse_events(response.text)
+        assert end_event == "[DONE]"
         for chunk in chunks:
             assert ChatCompletionChunk.model_validate(chunk).to_dict() == chunk
         assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
@@ -91,7 +91,7 @@ async def test_chunks_have_the_openai_format() -> None:
 async def test_each_end_of_an_output_has_its_finish_reason(
     body: dict[str, Any], text: str, reason: str, num_tokens: int
 ) -> None:
-    async with chatting(FakePipeline.saying("abcdef")) as server:
+    async with run_in_process(FakePipeline.saying("abcdef")) as server:
         answer = await server.chat(**body)
         [choice] = answer["choices"]
         assert (choice["message"]["content"], choice["finish_reason"]) == (text, reason)
@@ -105,7 +105,7 @@ async def test_fields_are_set_on_the_context_of_the_worker() -> None:
         contexts.append(context)
         return FakeTokenizer.EOS
 
-    async with chatting(FakePipeline(choose), adapters=("poet",)) as server:
+    async with run_in_process(FakePipeline(choose), adapters=("poet",)) as server:
         await server.chat(
             temperature=0.5,
             top_p=0.25,
@@ -126,7 +126,7 @@ async def test_fields_are_set_on_the_context_of_the_worker() -> None:
             logprobs=True,
             top_logprobs=4,
         )
-        await server.post("/v1/chat/completions", messages=[user("Hi")], model="poet", n=3, seed=7)
+        await server.post("/v1/chat/completions", messages=[user_message("Hi")], model="poet", n=3, seed=7)
     first, *others = contexts
     params = first.sampling_params
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.25, 7, 0.125)
@@ -148,7 +148,7 @@ async def test_sampling_defaults_are_those_of_the_model() -> None:
         contexts.append(context)
         return FakeTokenizer.EOS
 
-    async with chatting(FakePipeline(choose)) as server:
+    async with run_in_process(FakePipeline(choose)) as server:
         await server.chat()
         await server.chat()
     params = [context.sampling_params for context in contexts]
@@ -160,8 +160,8 @@ async def test_sampling_defaults_are_those_of_the_model() -> None:
 @pytest.mark.parametrize(
     ("message", "rendered"),
     [
-        (user("a"), "user: a"),
-        (user([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]), "user: a\nb"),
+        (user_message("a"), "user: a"),
+        (user_message([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]), "user: a\nb"),
         ({"role": "system", "content": "a"}, "system: a"),
         ({"role": "developer", "content": "a", "name": None}, "system: a"),
         (
@@ -184,7 +184,7 @@ async def test_sampling_defaults_are_those_of_the_model() -> None:
     ],
 )
 async def test_messages_are_rendered_by_the_template(message: dict[str, Any], rendered: str) -> None:
-    async with chatting() as server:
+    async with run_in_process() as server:
         response = await server.post("/v1/chat/completions/render", messages=[message])
         assert response.status_code == 200, response.text
         assert response.json()["prompt"] == f"{rendered}assistant: "
@@ -196,7 +196,7 @@ async def test_messages_are_rendered_by_the_template(message: dict[str, Any], re
 
 async def test_the_developer_role_is_kept_if_the_template_knows_it() -> None:
     template = "{% for m in messages %}{{ m.role }};{% endfor %}{# developer #}"
-    async with chatting(template=template) as server:
+    async with run_in_process(template=template) as server:
         response = await server.post(
             "/v1/chat/completions/render", messages=[{"role": "developer", "content": "a"}]
         )
@@ -207,9 +207,10 @@ async def test_arguments_are_text_if_the_template_concatenates_them() -> None:
     calls = "{% for c in m.tool_calls or [] %}{{ 'x' + c.function.arguments }}{% endfor %}"
     template = f"{{% for m in messages %}}{calls}{{% endfor %}}."
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
-    async with chatting(template=template) as server:
+    async with run_in_process(template=template) as server:
         response = await server.post(
-            "/v1/chat/completions/render", messages=[user("a"), {"role": "assistant", "tool_calls": [call]}]
+            "/v1/chat/completions/render",
+            messages=[user_message("a"), {"role": "assistant", "tool_calls": [call]}],
         )
         assert response.json()["prompt"] == 'x{"a":1}.'
 
@@ -219,7 +220,7 @@ async def test_template_options_are_variables_of_the_template() -> None:
         "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
         "{{ mood }}{{ reasoning_effort }}"
     )
-    async with chatting(template=template) as server:
+    async with run_in_process(template=template) as server:
         for body, prompt in (
             ({}, "Hi>"),
             ({"add_generation_prompt": False}, "Hi"),
@@ -227,26 +228,30 @@ async def test_template_options_are_variables_of_the_template() -> None:
             ({"chat_template_kwargs": {"mood": "glad"}}, "Hi>glad"),
             ({"reasoning_effort": "high"}, "Hi>high"),
         ):
-            response = await server.post("/v1/chat/completions/render", messages=[user("Hi")], **body)
+            response = await server.post("/v1/chat/completions/render", messages=[user_message("Hi")], **body)
             assert response.json()["prompt"] == prompt, response.text
 
 
 async def test_reasoning_effort_none_disables_thinking() -> None:
     template = "{{ enable_thinking | default('on') }}"
-    async with chatting(template=template) as server:
+    async with run_in_process(template=template) as server:
         response = await server.post(
-            "/v1/chat/completions/render", messages=[user("a")], reasoning_effort="none"
+            "/v1/chat/completions/render", messages=[user_message("a")], reasoning_effort="none"
         )
         assert response.json()["prompt"] == "False"
-        error = await server.refusal("/v1/chat/completions", messages=[user("a")], reasoning_effort="low")
+        error = await server.expect_refusal(
+            "/v1/chat/completions", messages=[user_message("a")], reasoning_effort="low"
+        )
         assert error["param"] == "reasoning_effort"
-    async with chatting(template=THINKING) as server:  # the template always enables reasoning
-        error = await server.refusal("/v1/chat/completions", messages=[user("a")], reasoning_effort="none")
+    async with run_in_process(template=THINKING) as server:  # the template always enables reasoning
+        error = await server.expect_refusal(
+            "/v1/chat/completions", messages=[user_message("a")], reasoning_effort="none"
+        )
         assert error["param"] == "reasoning_effort"
 
 
 async def test_a_tool_call_has_the_openai_format() -> None:
-    async with chatting(FakePipeline.saying(f"Wait. {CALL}")) as server:
+    async with run_in_process(FakePipeline.saying(f"Wait. {CALL}")) as server:
         answer = await server.chat(tools=[WEATHER, TIME])
         ChatCompletion.model_validate(answer)
         [choice] = answer["choices"]
@@ -256,8 +261,8 @@ async def test_a_tool_call_has_the_openai_format() -> None:
         assert call.keys() == {"id", "type", "function"}
         assert call["function"]["name"] == "get_weather"
         assert json.loads(call["function"]["arguments"]) == {"city": "Paris"}
-        truncated = await server.chat(tools=[WEATHER], max_tokens=70)
-        assert truncated["choices"][0]["finish_reason"] == "length"
+        truncated_response = await server.chat(tools=[WEATHER], max_tokens=70)
+        assert truncated_response["choices"][0]["finish_reason"] == "length"
         for body in ({"tool_choice": "none", "tools": [WEATHER]}, {}):
             answer = await server.chat(**body)
             assert "tool_calls" not in answer["choices"][0]["message"]
@@ -266,7 +271,7 @@ async def test_a_tool_call_has_the_openai_format() -> None:
 
 
 async def test_without_parallel_tool_calls_the_first_call_ends_the_output() -> None:
-    async with chatting(FakePipeline.saying(CALL + CALL)) as server:
+    async with run_in_process(FakePipeline.saying(CALL + CALL)) as server:
         parallel = await server.chat(tools=[WEATHER])
         assert len(parallel["choices"][0]["message"]["tool_calls"]) == 2
         single_call = await server.chat(tools=[WEATHER], parallel_tool_calls=False, return_token_ids=True)
@@ -290,7 +295,7 @@ async def wait_until_idle(server: Any) -> bool:
 
 
 async def test_tools_are_rendered_into_the_prompt() -> None:
-    async with chatting(template=HERMES) as server:
+    async with run_in_process(template=HERMES) as server:
         allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "get_time"}}]}
         for body, names in (
             ({}, ["get_weather", "get_time"]),
@@ -299,7 +304,7 @@ async def test_tools_are_rendered_into_the_prompt() -> None:
             ({"tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}, ["get_time"]),
         ):
             response = await server.post(
-                "/v1/chat/completions/render", messages=[user("a")], tools=[WEATHER, TIME], **body
+                "/v1/chat/completions/render", messages=[user_message("a")], tools=[WEATHER, TIME], **body
             )
             prompt = response.json()["prompt"]
             assert [name for name in ("get_weather", "get_time") if name in prompt] == names
@@ -307,14 +312,18 @@ async def test_tools_are_rendered_into_the_prompt() -> None:
 
 
 async def test_tools_that_the_template_omits_are_refused() -> None:
-    async with chatting(template=FakeTokenizer.TEMPLATE) as server:
-        error = await server.refusal("/v1/chat/completions", messages=[user("Hi")], tools=[WEATHER])
+    async with run_in_process(template=FakeTokenizer.TEMPLATE) as server:
+        error = await server.expect_refusal(
+            "/v1/chat/completions", messages=[user_message("Hi")], tools=[WEATHER]
+        )
         assert (error["param"], error["code"]) == ("tools", "unsupported_parameter")
         assert await server.chat(tools=[WEATHER], tool_choice="none")
 
 
 async def test_reasoning_is_separate_from_the_content() -> None:
-    async with chatting(FakePipeline.saying("<think>\nWhy?\n</think>\n\nSo."), template=THINKING) as server:
+    async with run_in_process(
+        FakePipeline.saying("<think>\nWhy?\n</think>\n\nSo."), template=THINKING
+    ) as server:
         answer = await server.chat()
         [choice] = answer["choices"]
         assert choice["message"]["reasoning_content"].strip() == "Why?"
@@ -325,8 +334,10 @@ async def test_reasoning_is_separate_from_the_content() -> None:
             <= details["reasoning_tokens"]
             <= len("<think>\nWhy?\n</think>\n\n")
         )
-        echoed = {**choice["message"], "annotations": []}
-        response = await server.post("/v1/chat/completions", messages=[user("Hi"), echoed, user("And?")])
+        echoed_message = {**choice["message"], "annotations": []}
+        response = await server.post(
+            "/v1/chat/completions", messages=[user_message("Hi"), echoed_message, user_message("And?")]
+        )
         assert response.status_code == 200, response.text
 
 
@@ -336,11 +347,11 @@ async def test_reasoning_is_separate_from_the_content() -> None:
 )
 async def test_the_setting_selects_the_names_of_the_reasoning_field(field: str, names: list[str]) -> None:
     pipeline = FakePipeline.saying("<think>Why?</think>So.")
-    async with chatting(pipeline, template=THINKING, reasoning_field=field) as server:
+    async with run_in_process(pipeline, template=THINKING, reasoning_field=field) as server:
         message = (await server.chat())["choices"][0]["message"]
         assert sorted(name for name in message if name.startswith("reasoning")) == names
-        response = await server.post("/v1/chat/completions", messages=[user("Hi")], stream=True)
-        deltas = [chunk["choices"][0]["delta"] for chunk in events_of(response.text)[:-1]]
+        response = await server.post("/v1/chat/completions", messages=[user_message("Hi")], stream=True)
+        deltas = [chunk["choices"][0]["delta"] for chunk in parse_events(response.text)[:-1]]
         for name in names:
             assert "".join(delta.get(name, "") for delta in deltas) == "Why?"
         assert all(name in names for delta in deltas for name in delta if name.startswith("reasoning"))
@@ -350,13 +361,13 @@ async def test_the_setting_selects_the_names_of_the_reasoning_field(field: str, 
 async def test_unknown_template_variables_have_no_effect(unknown_fields: str) -> None:
     template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ enable_thinking }}"
     options = {"enable_thinking": False, "provider": {"order": ["a"]}, "x-y": None, "": 1}
-    async with chatting(template=template, unknown_fields=unknown_fields) as server:
-        body = {"messages": [user("Hi")], "chat_template_kwargs": options}
+    async with run_in_process(template=template, unknown_fields=unknown_fields) as server:
+        body = {"messages": [user_message("Hi")], "chat_template_kwargs": options}
         assert (await server.post("/v1/chat/completions/render", **body)).json()["prompt"] == "HiFalse"
         assert (await server.post("/tokenize", **body)).json()["tokens"] == list(b"HiFalse")
         assert (await server.chat(**body))["choices"][0]["message"]["content"] == "Hello!"
-        options["messages"] = []  # not a variable: it would replace the conversation
-        assert "messages" in (await server.refusal("/v1/chat/completions", **body))["message"]
+        options["messages"] = []  # an option named messages would replace the conversation
+        assert "messages" in (await server.expect_refusal("/v1/chat/completions", **body))["message"]
 
 
 def generate_a_special_token(context: TextContext) -> int:
@@ -367,7 +378,7 @@ def generate_a_special_token(context: TextContext) -> int:
 async def test_special_tokens_are_skipped_by_default(skip_special_tokens: bool | None, text: str) -> None:
     fields = {"skip_special_tokens": skip_special_tokens, "ignore_eos": True, "max_tokens": 3}
     for template in (HERMES, FakeTokenizer.TEMPLATE):
-        async with chatting(FakePipeline(generate_a_special_token), template=template) as server:
+        async with run_in_process(FakePipeline(generate_a_special_token), template=template) as server:
             assert (await server.chat(**fields))["choices"][0]["message"]["content"] == text
             tools = [WEATHER] if template == HERMES else None
             assert (await server.chat(**fields, tools=tools))["choices"][0]["message"]["content"] == text
@@ -378,7 +389,7 @@ async def test_special_tokens_are_skipped_by_default(skip_special_tokens: bool |
 
 async def test_reasoning_of_messages_is_renamed_for_the_template() -> None:
     template = "{% for m in messages %}{{ m.thinking }}{% endfor %}"
-    async with chatting(template=template) as server:
+    async with run_in_process(template=template) as server:
         message = {"role": "assistant", "content": "So.", "reasoning_content": "Why?"}
         response = await server.post("/v1/chat/completions/render", messages=[message])
         assert response.json()["prompt"] == "Why?"
@@ -418,7 +429,7 @@ async def test_response_formats_are_grammars_of_the_context() -> None:
             "json_object",
         ),
     ]
-    async with chatting(FakePipeline(choose), grammars_enabled=True) as server:
+    async with run_in_process(FakePipeline(choose), grammars_enabled=True) as server:
         for body, kind in forms:
             await server.chat(**body)
             grammar = contexts[-1].grammar
@@ -431,10 +442,10 @@ async def test_response_formats_are_grammars_of_the_context() -> None:
 
 
 async def test_conflicting_formats_are_refused() -> None:
-    async with chatting(grammars_enabled=True) as server:
-        chat = {"messages": [user("Hi")]}
+    async with run_in_process(grammars_enabled=True) as server:
+        chat = {"messages": [user_message("Hi")]}
         formats = {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}
-        assert (await server.refusal("/v1/chat/completions", **chat, **formats))[
+        assert (await server.expect_refusal("/v1/chat/completions", **chat, **formats))[
             "param"
         ] == "structured_outputs"
         schema = {"type": "array", "uniqueItems": True}
@@ -445,23 +456,23 @@ async def test_conflicting_formats_are_refused() -> None:
         }
         for body in ({}, {"tool_choice": "required"}, {"response_format": {"type": "json_object"}}):
             tools = [WEATHER, {"type": "function", "function": function}]
-            error = await server.refusal("/v1/chat/completions", **chat, tools=tools, **body)
+            error = await server.expect_refusal("/v1/chat/completions", **chat, tools=tools, **body)
             assert (error["param"], error["code"]) == ("tools[1].function.parameters", "unsupported_schema")
             assert "uniqueItems" in error["message"]
         assert await server.chat(tools=tools, tool_choice="none")
         tool_choice = {"type": "function", "function": {"name": "get_weather"}}
         assert await server.chat(tools=tools, tool_choice=tool_choice)  # the schema of this tool is not used
         long = {"structured_outputs": {"choice": ["a" * 2**20]}}
-        assert "1048576" in (await server.refusal("/v1/chat/completions", **chat, **long))["message"]
+        assert "1048576" in (await server.expect_refusal("/v1/chat/completions", **chat, **long))["message"]
         unknown = {"json": {"type": "object", "unevaluatedProperties": False, "not": {}}}
-        error = await server.refusal("/v1/chat/completions", **chat, structured_outputs=unknown)
+        error = await server.expect_refusal("/v1/chat/completions", **chat, structured_outputs=unknown)
         assert (error["param"], error["code"]) == ("structured_outputs.json", "unsupported_schema")
 
 
 async def test_an_unknown_model_is_a_404() -> None:
-    async with chatting(adapters=("poet",)) as server:
+    async with run_in_process(adapters=("poet",)) as server:
         for path, body in (
-            ("chat/completions", {"messages": [user("Hi")]}),
+            ("chat/completions", {"messages": [user_message("Hi")]}),
             ("completions", {"prompt": "Hi"}),
         ):
             response = await server.post(f"/v1/{path}", model="gpt-4", **body)
@@ -476,7 +487,7 @@ async def test_an_unknown_model_is_a_404() -> None:
 
 
 async def test_a_model_without_a_template_refuses_chats() -> None:
-    async with chatting(template=None) as server:
-        error = await server.refusal("/v1/chat/completions", messages=[user("Hi")])
+    async with run_in_process(template=None) as server:
+        error = await server.expect_refusal("/v1/chat/completions", messages=[user_message("Hi")])
         assert "no chat template" in error["message"]
         assert (await server.complete())["choices"][0]["text"] == "Hello!"

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.chatting import HERMES, THINKING
-from support.random_draws import examples
+from support.in_process_server import HERMES, THINKING
+from support.random_draws import num_examples
 
 import penstock.serve.api.choice_decoder
 import penstock.serve.http.sse
@@ -89,7 +89,7 @@ texts = st.lists(
 ).map("".join)
 
 
-@settings(max_examples=examples(150))
+@settings(max_examples=num_examples(150))
 @given(
     text=texts,
     cuts=st.lists(st.integers(0, 400), max_size=8),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from openai.types import Completion
-from support.chatting import chatting, events_of
+from support.in_process_server import parse_events, run_in_process
 
 from penstock.dtype import DType
 from penstock.kv_cache import KVCacheManager, KVCacheSpec, KVGroup
@@ -15,7 +15,7 @@ from penstock.testing import FakePipeline
 
 
 async def test_a_response_has_the_openai_format() -> None:
-    async with chatting() as server:
+    async with run_in_process() as server:
         answer = await server.complete(prompt="Hi")
         assert Completion.model_validate(answer).to_dict() == answer
         assert answer["id"].startswith("cmpl-")
@@ -24,14 +24,14 @@ async def test_a_response_has_the_openai_format() -> None:
         assert choice == {"index": 0, "text": "Hello!", "logprobs": None, "finish_reason": "stop"}
         assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (2, 7)
         response = await server.post("/v1/completions", prompt="Hi", stream=True)
-        *chunks, done = events_of(response.text)
-        assert done == "[DONE]"
+        *chunks, end_event = parse_events(response.text)
+        assert end_event == "[DONE]"
         assert all(chunk.keys() == answer.keys() - {"usage"} for chunk in chunks)
         assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-1] == "stop"
 
 
 async def test_an_output_without_tokens_has_empty_log_probabilities() -> None:
-    async with chatting() as server:
+    async with run_in_process() as server:
         for prompt, max_tokens in (("Hi", 0), (["a", "b"], 0)):
             answer = await server.complete(prompt=prompt, logprobs=2, max_tokens=max_tokens)
             for choice in answer["choices"]:
@@ -41,11 +41,13 @@ async def test_an_output_without_tokens_has_empty_log_probabilities() -> None:
 
 
 async def test_the_default_limit_is_sixteen_tokens() -> None:
-    async with chatting(FakePipeline(lambda context: ord("a"))) as server:
+    async with run_in_process(FakePipeline(lambda context: ord("a"))) as server:
         answer = await server.complete()
         assert answer["choices"][0]["text"] == "a" * 16
         assert answer["choices"][0]["finish_reason"] == "length"
-    async with chatting(FakePipeline(lambda context: ord("a")), default_max_tokens_completions=3) as server:
+    async with run_in_process(
+        FakePipeline(lambda context: ord("a")), default_max_tokens_completions=3
+    ) as server:
         assert (await server.complete())["choices"][0]["text"] == "aaa"
 
 
@@ -60,7 +62,7 @@ async def test_the_default_limit_is_sixteen_tokens() -> None:
     ],
 )
 async def test_each_form_of_prompt_is_completed(prompt: Any, expected: list[str]) -> None:
-    async with chatting(FakePipeline.answering(lambda prompt: f"<{prompt}>")) as server:
+    async with run_in_process(FakePipeline.answering(lambda prompt: f"<{prompt}>")) as server:
         answer = await server.complete(prompt=prompt, n=2)
         texts = [choice["text"] for choice in answer["choices"]]
         assert texts == [f"<{text}>" for text in expected for _ in range(2)]
@@ -76,7 +78,7 @@ async def test_equal_prompts_have_different_seeds() -> None:
         seeds[context.request_id] = context.sampling_params.seed
         return ord("a")
 
-    async with chatting(FakePipeline(choose)) as server:
+    async with run_in_process(FakePipeline(choose)) as server:
         await server.complete(prompt=["a", "a"], n=2)
         assert len(set(seeds.values())) == len(seeds) == 4
         seeds.clear()
@@ -86,7 +88,7 @@ async def test_equal_prompts_have_different_seeds() -> None:
 
 
 async def test_echo_returns_the_prompt() -> None:
-    async with chatting() as server:
+    async with run_in_process() as server:
         for prompt, text in (("né", "né"), ([110, 195, 169], "né")):
             answer = await server.complete(prompt=prompt, echo=True, logprobs=1)
             [choice] = answer["choices"]
@@ -114,11 +116,11 @@ async def test_several_choices_compute_prompt_scores_once(stream: bool) -> None:
             echo_flags.append(context.log_probabilities_echo)
         return 33
 
-    async with chatting(FakePipeline(choose)) as server:
+    async with run_in_process(FakePipeline(choose)) as server:
         fields = {"prompt": ["abc", "de"], "n": 2, "echo": True, "logprobs": 1, "max_tokens": 1}
         response = await server.post("/v1/completions", **fields, stream=stream)
         texts = {}
-        for item in events_of(response.text)[:-1] if stream else [response.json()]:
+        for item in parse_events(response.text)[:-1] if stream else [response.json()]:
             for choice in item["choices"]:
                 texts.setdefault(choice["index"], []).extend((choice["logprobs"] or {"tokens": []})["tokens"])
         assert texts == {0: [*"abc!"], 1: [*"abc!"], 2: [*"de!"], 3: [*"de!"]}
@@ -127,7 +129,7 @@ async def test_several_choices_compute_prompt_scores_once(stream: bool) -> None:
 
 
 async def test_token_ids_are_returned_on_request() -> None:
-    async with chatting() as server:
+    async with run_in_process() as server:
         answer = await server.complete(prompt=["a", "bc"], n=2, return_token_ids=True, max_tokens=2)
         assert [choice["prompt_token_ids"] for choice in answer["choices"]] == [
             [97],
@@ -141,7 +143,7 @@ async def test_token_ids_are_returned_on_request() -> None:
 async def test_usage_has_the_number_of_cached_tokens() -> None:
     spec = KVCacheSpec(groups=(KVGroup(layers=(0,), kv_heads=1, head_dim=4, dtype=DType.float32),))
     manager = KVCacheManager(spec, (64,), 16)
-    async with chatting(FakePipeline.saying("ok", kv=manager)) as server:
+    async with run_in_process(FakePipeline.saying("ok", kv=manager)) as server:
         counts = []
         for n in (1, 3):
             answer = await server.complete(prompt="x" * 50, n=n)

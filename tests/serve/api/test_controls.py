@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from support.app_client import app_client, make_services
 from support.engines import INFO, FakeEngine
-from support.serving import client_of, make_services
 
 from penstock.errors import UnsupportedFeatureError
 
@@ -24,7 +24,7 @@ ROUTES = {
 
 
 async def post(engine: FakeEngine, path: str, *, headers: Any = None, **config: Any) -> httpx.Response:
-    async with client_of(make_services(engine, **config)) as client:
+    async with app_client(make_services(engine, **config)) as client:
         return await client.post(path, headers=headers)
 
 
@@ -41,8 +41,11 @@ async def test_each_route_requires_the_api_key(path: str) -> None:
     assert (await post(engine, path, api_key=("one",))).status_code == 401
     wrong_key = {"authorization": "Bearer two"}
     assert (await post(engine, path, headers=wrong_key, api_key=("one",))).status_code == 401
-    refused = await post(engine, path, host="0.0.0.0")
-    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "controls_disabled")
+    refused_response = await post(engine, path, host="0.0.0.0")
+    assert (refused_response.status_code, refused_response.json()["error"]["code"]) == (
+        403,
+        "controls_disabled",
+    )
     assert engine.calls == []
     valid_key = {"authorization": "Bearer one"}
     assert (await post(engine, path, headers=valid_key, api_key=("one",), host="0.0.0.0")).status_code == 200
@@ -50,7 +53,7 @@ async def test_each_route_requires_the_api_key(path: str) -> None:
 
 async def test_a_sleeping_server_is_alive_and_not_ready() -> None:
     engine = FakeEngine()
-    async with client_of(make_services(engine)) as client:
+    async with app_client(make_services(engine)) as client:
         assert (await client.get("/is_sleeping")).json() == {"is_sleeping": False}
         assert (await client.post("/sleep")).json() == {"is_sleeping": True}
         assert (await client.get("/is_sleeping")).json() == {"is_sleeping": True}
@@ -81,7 +84,7 @@ async def test_errors_of_the_engine_are_error_responses() -> None:
 async def test_limits_of_new_workers_apply_after_a_reload(path: str) -> None:
     engine = FakeEngine()
     services = make_services(engine)
-    async with client_of(services) as client:
+    async with app_client(services) as client:
         engine.info = msgspec.structs.replace(INFO, max_length=77)
         await client.post(path)
     assert services.tokenizer.max_length == 77

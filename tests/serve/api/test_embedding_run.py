@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from support.asgi import Exchange, eventually
+from support.app_client import make_services
+from support.asgi import Exchange, wait_until
 from support.embedding_server import embedder_config
 from support.engines import INFO, FakeEngine
-from support.serving import make_services
 
 from penstock.assembly import load_tokenizer
 from penstock.errors import OverloadedError, PenstockError, RequestFailedError, UnavailableError
@@ -104,11 +104,11 @@ def make_inputs(count: int) -> list[list[int]]:
 async def test_a_large_request_submits_two_batches_at_a_time(embedder: Path) -> None:
     application = Application(embedder, engine := EmbeddingsEngine())
     large = application.post(input=make_inputs(30))
-    await eventually(lambda: len(engine.running) == 8)
+    await wait_until(lambda: len(engine.running) == 8)
     small = application.post(input=make_inputs(1))
-    await eventually(lambda: len(engine.running) == 9)
+    await wait_until(lambda: len(engine.running) == 9)
     engine.answer(last=True)
-    await small.ended()
+    await small.wait_until_ended()
     assert small.status == 200
     assert len(engine.running) == 8
     while not large.task.done():
@@ -123,11 +123,11 @@ async def test_a_large_request_submits_two_batches_at_a_time(embedder: Path) -> 
 async def test_a_disconnect_cancels_all_inputs(embedder: Path) -> None:
     application = Application(embedder, engine := EmbeddingsEngine())
     exchange = application.post(input=make_inputs(30))
-    await eventually(lambda: len(engine.running) == 8)
+    await wait_until(lambda: len(engine.running) == 8)
     engine.answer(3)
-    await eventually(lambda: len(engine.running) == 8)
-    exchange.leave()
-    await exchange.ended()
+    await wait_until(lambda: len(engine.running) == 8)
+    exchange.disconnect()
+    await exchange.wait_until_ended()
     assert (engine.running, engine.num_submitted, len(engine.cancelled)) == ({}, 11, 8)
     assert application.services.gate.num_active == 0
 
@@ -144,11 +144,11 @@ async def test_a_failed_input_ends_only_its_request(
 ) -> None:
     application = Application(embedder, engine := EmbeddingsEngine())
     other = application.post(input=make_inputs(2))
-    await eventually(lambda: len(engine.running) == 2)
+    await wait_until(lambda: len(engine.running) == 2)
     failing = application.post(input=make_inputs(20))
-    await eventually(lambda: len(engine.running) == 10)
+    await wait_until(lambda: len(engine.running) == 10)
     engine.fail(error)  # the eighth input of the second request
-    await failing.ended()
+    await failing.wait_until_ended()
     answer = msgspec.json.decode(failing.body)["error"]
     assert (failing.status, answer["code"], answer["param"]) == (status, code, "input[7]")
     assert answer["message"] == f"input[7]: {error}"
@@ -156,17 +156,17 @@ async def test_a_failed_input_ends_only_its_request(
     assert headers.get(b"retry-after") == (b"7" if status == 503 else None)
     assert (len(engine.running), len(engine.cancelled)) == (2, 7)
     engine.answer(2)
-    await other.ended()
+    await other.wait_until_ended()
     assert other.status == 200
 
 
 async def test_a_full_queue_refuses_new_requests_and_delays_started_ones(embedder: Path) -> None:
     application = Application(embedder, engine := EmbeddingsEngine(capacity=3))
     started = application.post(input=make_inputs(5))
-    await eventually(lambda: len(engine.running) == 3)
-    refused = application.post(input=make_inputs(2))
-    await refused.ended()
-    assert (refused.status, msgspec.json.decode(refused.body)["error"]["code"]) == (
+    await wait_until(lambda: len(engine.running) == 3)
+    refused_exchange = application.post(input=make_inputs(2))
+    await refused_exchange.wait_until_ended()
+    assert (refused_exchange.status, msgspec.json.decode(refused_exchange.body)["error"]["code"]) == (
         429,
         "rate_limit_exceeded",
     )
@@ -180,15 +180,15 @@ async def test_one_request_uses_at_most_half_of_the_queue(embedder: Path) -> Non
     application = Application(embedder, engine := EmbeddingsEngine(capacity=20))
     engine.max_outstanding = 20
     large = [application.post(input=make_inputs(12)) for _ in range(4)]
-    await eventually(lambda: engine.num_outstanding >= 10)
+    await wait_until(lambda: engine.num_outstanding >= 10)
     await asyncio.sleep(0.1)
     count = engine.num_outstanding
     assert count <= 10 + len(large)
     small = [application.post(input=make_inputs(1)) for _ in range(3)]
-    await eventually(lambda: engine.num_outstanding == count + 3)
+    await wait_until(lambda: engine.num_outstanding == count + 3)
     engine.answer(3, last=True)
     for exchange in small:
-        await exchange.ended()
+        await exchange.wait_until_ended()
         assert exchange.status == 200
     while not all(exchange.task.done() for exchange in large):
         engine.answer()
@@ -200,12 +200,12 @@ async def test_one_request_uses_at_most_half_of_the_queue(embedder: Path) -> Non
 async def test_time_limits_and_an_unavailable_worker(embedder: Path) -> None:
     application = Application(embedder, engine := EmbeddingsEngine(), request_timeout=0.2)
     timed_out = application.post(input=make_inputs(9))
-    await timed_out.ended()
+    await timed_out.wait_until_ended()
     assert (timed_out.status, msgspec.json.decode(timed_out.body)["error"]["code"]) == (503, "timeout")
     assert (engine.running, len(engine.cancelled)) == ({}, 8)
     engine.state = "restarting"
     unavailable = application.post(input=make_inputs(2))
-    await unavailable.ended()
+    await unavailable.wait_until_ended()
     assert (unavailable.status, msgspec.json.decode(unavailable.body)["error"]["message"]) == (
         503,
         "the engine is restarting",

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.chatting import Chatting, chatting
 from support.embedding_server import embedder_config, embedding_server
+from support.in_process_server import InProcessServer, run_in_process
 from support.tiny_embedder import write_tiny_embedder
 
 from penstock import LLM
@@ -19,14 +19,14 @@ from penstock.text.embeddings_tokenizer import EmbeddingsTokenizer
 TEXTS = ["the cat sat on the mat", "a big red car", "hello world"]
 
 
-async def request_embeddings(server: Chatting, **body: Any) -> Any:
+async def request_embeddings(server: InProcessServer, **body: Any) -> Any:
     """Send a request and return its response, which must be successful."""
     response = await server.http.post("/v1/embeddings", json=body)
     assert response.status_code == 200, response.text
     return response.json()
 
 
-def vectors_of(answer: Any) -> np.ndarray:
+def read_vectors(answer: Any) -> np.ndarray:
     assert [item["index"] for item in answer["data"]] == list(range(len(answer["data"])))
     return np.array([item["embedding"] for item in answer["data"]], np.float32)
 
@@ -58,17 +58,18 @@ async def test_each_form_of_input_gives_the_vectors_of_the_library(
             "tiny",
             "embedding",
         )
-        np.testing.assert_allclose(vectors_of(answer), expected["plain"], atol=1e-6)
+        np.testing.assert_allclose(read_vectors(answer), expected["plain"], atol=1e-6)
         ids = [server.services.tokenizer.encode_text(text).tolist() for text in TEXTS]
         count = sum(map(len, ids))
         assert answer["usage"] == {"prompt_tokens": count, "total_tokens": count}
         assert (
-            vectors_of(await request_embeddings(server, input=ids)).tobytes() == vectors_of(answer).tobytes()
+            read_vectors(await request_embeddings(server, input=ids)).tobytes()
+            == read_vectors(answer).tobytes()
         )
         for form in (TEXTS[1], ids[1]):
-            alone = await request_embeddings(server, input=form, model="tiny", user="ann")
-            np.testing.assert_allclose(vectors_of(alone), expected["plain"][1:2], atol=1e-6)
-            assert alone["usage"]["prompt_tokens"] == len(ids[1])
+            single_response = await request_embeddings(server, input=form, model="tiny", user="ann")
+            np.testing.assert_allclose(read_vectors(single_response), expected["plain"][1:2], atol=1e-6)
+            assert single_response["usage"]["prompt_tokens"] == len(ids[1])
 
 
 async def test_the_texts_of_a_request_are_encoded_together(
@@ -100,29 +101,31 @@ async def test_each_option_gives_the_vectors_of_the_library(
         }
         for name, body in kinds.items():
             answer = await request_embeddings(server, input=TEXTS, **body)
-            np.testing.assert_allclose(vectors_of(answer), expected[name], atol=1e-6, err_msg=name)
-        by_prompt_name = vectors_of(await request_embeddings(server, input=TEXTS, prompt_name="query"))
+            np.testing.assert_allclose(read_vectors(answer), expected[name], atol=1e-6, err_msg=name)
+        by_prompt_name = read_vectors(await request_embeddings(server, input=TEXTS, prompt_name="query"))
         np.testing.assert_allclose(by_prompt_name, expected["query"], atol=1e-6)
-        assert vectors_of(await request_embeddings(server, input=TEXTS, dimensions=32)).shape == (3, 32)
+        assert read_vectors(await request_embeddings(server, input=TEXTS, dimensions=32)).shape == (3, 32)
 
 
 async def test_base64_has_the_same_numbers(embedder: Path) -> None:
     async with embedding_server(embedder) as server:
-        plain = vectors_of(await request_embeddings(server, input=TEXTS, encoding_format="float"))
+        plain_vectors = read_vectors(await request_embeddings(server, input=TEXTS, encoding_format="float"))
         base64_items = (await request_embeddings(server, input=TEXTS, encoding_format="base64"))["data"]
-        for row, item in zip(plain, base64_items, strict=True):
+        for row, item in zip(plain_vectors, base64_items, strict=True):
             assert np.frombuffer(base64.b64decode(item["embedding"]), "<f4").tobytes() == row.tobytes()
 
 
 async def test_truncated_vectors_are_normalised(tmp_path: Path) -> None:
     folder = write_tiny_embedder(tmp_path / "m", modules=("Transformer", "Pooling"), is_matryoshka=True)
     async with embedding_server(folder) as server:
-        full = vectors_of(await request_embeddings(server, input="a cat"))[0]
+        full = read_vectors(await request_embeddings(server, input="a cat"))[0]
         assert abs(np.linalg.norm(full) - 1) > 0.01
-        shortened = vectors_of(await request_embeddings(server, input="a cat", dimensions=5))[0]
-        np.testing.assert_allclose(shortened, full[:5] / np.linalg.norm(full[:5]), atol=1e-6)
-        raw = vectors_of(await request_embeddings(server, input="a cat", dimensions=5, normalize=False))[0]
-        np.testing.assert_allclose(raw, full[:5], atol=1e-6)
+        shortened_vector = read_vectors(await request_embeddings(server, input="a cat", dimensions=5))[0]
+        np.testing.assert_allclose(shortened_vector, full[:5] / np.linalg.norm(full[:5]), atol=1e-6)
+        raw_response = read_vectors(
+            await request_embeddings(server, input="a cat", dimensions=5, normalize=False)
+        )[0]
+        np.testing.assert_allclose(raw_response, full[:5], atol=1e-6)
         [pooled] = (await server.http.post("/pooling", json={"input": "a cat", "dimensions": 5})).json()[
             "data"
         ]
@@ -174,25 +177,25 @@ async def test_invalid_fields_are_refused(
 
 async def test_long_inputs_are_refused_without_truncation(embedder: Path) -> None:
     async with embedding_server(embedder) as server:
-        long = "cat " * 70  # 64 positions
+        long = "cat " * 70  # the model has 64 positions
         for value, name in ((long, "input"), (["a", long], "input[1]"), ([5] * 70, "input")):
-            error = await server.refusal("/v1/embeddings", model="tiny", input=value)
+            error = await server.expect_refusal("/v1/embeddings", model="tiny", input=value)
             assert (error["code"], error["param"]) == ("context_length_exceeded", name)
             assert error["message"].startswith(f"{name} has 7")
             assert "but the maximum length is 64 tokens: shorten it, or send truncate" in error["message"]
-        huge = await server.refusal("/v1/embeddings", model="tiny", input="cat " * 100_000)
+        huge = await server.expect_refusal("/v1/embeddings", model="tiny", input="cat " * 100_000)
         assert "has more than " in huge["message"]
         full = await request_embeddings(server, input="cat " * 62)
         assert full["usage"]["prompt_tokens"] == 64
         for body in ({"truncate": True}, {"truncate": "END"}, {"truncate_prompt_tokens": -1}):
             cut = await request_embeddings(server, input=long, **body)
             assert cut["usage"]["prompt_tokens"] == 64
-            assert vectors_of(cut).tobytes() == vectors_of(full).tobytes()
+            assert read_vectors(cut).tobytes() == read_vectors(full).tobytes()
         short = await request_embeddings(server, input=[long, "a"], truncate_prompt_tokens=12)
         assert short["usage"]["prompt_tokens"] == 12 + 3
-        expected = vectors_of(await request_embeddings(server, input="cat " * 10))
-        np.testing.assert_allclose(vectors_of(short)[:1], expected, atol=1e-6)
-        await server.refusal("/v1/embeddings", model="tiny", input=long, truncate="NONE")
+        expected = read_vectors(await request_embeddings(server, input="cat " * 10))
+        np.testing.assert_allclose(read_vectors(short)[:1], expected, atol=1e-6)
+        await server.expect_refusal("/v1/embeddings", model="tiny", input=long, truncate="NONE")
 
 
 async def test_pooling_returns_all_requested_outputs(embedder: Path) -> None:
@@ -204,7 +207,7 @@ async def test_pooling_returns_all_requested_outputs(embedder: Path) -> None:
             return response.json()
 
         answer = await request_pooling(input=TEXTS, outputs=["dense", "multi_vector"])
-        dense_vectors = vectors_of(await request_embeddings(server, input=TEXTS))
+        dense_vectors = read_vectors(await request_embeddings(server, input=TEXTS))
         ids = [server.services.tokenizer.encode_text(text).tolist() for text in TEXTS]
         for i, item in enumerate(answer["data"]):
             assert (item["object"], item["index"], len(item)) == ("pooling", i, 4)
@@ -219,7 +222,7 @@ async def test_pooling_returns_all_requested_outputs(embedder: Path) -> None:
         ]
         np.testing.assert_allclose(rows, answer["data"][0]["multi_vector"], atol=1e-6)
         assert list((await request_pooling(input="a"))["data"][0]) == ["object", "index", "dense"]
-        error = await server.refusal("/pooling", model="tiny", input="a", outputs=["sparse"])
+        error = await server.expect_refusal("/pooling", model="tiny", input="a", outputs=["sparse"])
         assert error["message"] == (
             "the output sparse is not supported: this model computes dense, multi_vector"
         )
@@ -227,16 +230,16 @@ async def test_pooling_returns_all_requested_outputs(embedder: Path) -> None:
 
 async def test_routes_of_other_tasks_are_refused(classifier: Path) -> None:
     async with embedding_server(classifier) as server:
-        error = await server.refusal("/v1/embeddings", model="tiny", input="a")
+        error = await server.expect_refusal("/v1/embeddings", model="tiny", input="a")
         assert error["code"] == "unsupported_value"
         assert "this model computes scores: send the request to /v1/rerank" in error["message"]
         assert (
             await server.http.post("/v1/embeddings", json={"input": "a", "model": "x"})
         ).status_code == 404
     paths = "/v1/embeddings /pooling /v1/rerank /v2/rerank /rerank /v1/score /score /v1/classify /classify"
-    async with chatting() as server:
+    async with run_in_process() as server:
         for path in paths.split():
-            error = await server.refusal(path, input="a")
+            error = await server.expect_refusal(path, input="a")
             assert error["code"] == "unsupported_task"
             assert error["message"].startswith(f"{path} needs a model of the task embeddings-generation")
 

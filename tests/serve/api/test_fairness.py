@@ -5,9 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.asgi import Exchange, eventually
-from support.chatting import chatting, user
-from support.workers import Gate, GatedPipeline, client_of, fake_work, letters, read, request, text
+from support.asgi import Exchange, wait_until
+from support.in_process_server import run_in_process, user_message
+from support.workers import (
+    Gate,
+    GatedPipeline,
+    delta_text,
+    fake_runtime,
+    letters_in_order,
+    make_request,
+    read_deltas,
+    running_client,
+)
 
 from penstock.errors import OverloadedError
 from penstock.pipelines.core import TextContext
@@ -16,7 +25,14 @@ from penstock.testing import FakePipeline
 
 
 def make_body(n: int = 1, **more: Any) -> dict[str, Any]:
-    return {"model": "demo", "messages": [user("Hi")], "n": n, "stream": True, "max_tokens": 1000, **more}
+    return {
+        "model": "demo",
+        "messages": [user_message("Hi")],
+        "n": n,
+        "stream": True,
+        "max_tokens": 1000,
+        **more,
+    }
 
 
 def test_each_api_key_is_a_client() -> None:
@@ -36,8 +52,8 @@ async def test_a_context_has_the_client_id_of_its_request(keys: tuple[str, ...])
         client_ids.add(context.client_id)
         return ord("a")
 
-    async with chatting(FakePipeline(choose), api_key=keys) as server:
-        app = server.http._transport.app  # type: ignore[attr-defined]
+    async with run_in_process(FakePipeline(choose), api_key=keys) as server:
+        app = server.app
         for key, port in ((keys[0], 1), (keys[-1], 2)):
             exchange = Exchange(
                 app,
@@ -46,59 +62,62 @@ async def test_a_context_has_the_client_id_of_its_request(keys: tuple[str, ...])
                 headers={"authorization": f"Bearer {key}"},
                 client=("10.0.0.1", port),
             )
-            await exchange.ended()
+            await exchange.wait_until_ended()
             assert exchange.status == 200
     assert client_ids == ({"10.0.0.1:1", "10.0.0.1:2"} if len(keys) == 1 else {"key 0", "key 1"})
 
 
 async def test_many_choices_do_not_delay_another_client() -> None:
     gate = Gate()
-    async with chatting(GatedPipeline(gate, choose=lambda context: ord("a")), max_batch_size=4) as server:
-        app = server.http._transport.app  # type: ignore[attr-defined]
+    async with run_in_process(
+        GatedPipeline(gate, choose=lambda context: ord("a")), max_batch_size=4
+    ) as server:
+        app = server.app
         large = Exchange(app, "/v1/chat/completions", make_body(60), client=("10.0.0.1", 1))
-        await eventually(lambda: server.services.worker.num_outstanding == 60)
-        gate.let(20)
-        await eventually(lambda: server.services.worker.stats.num_steps == 20)
+        await wait_until(lambda: server.services.worker.num_outstanding == 60)
+        gate.allow_steps(20)
+        await wait_until(lambda: server.services.worker.stats.num_steps == 20)
         small = Exchange(app, "/v1/chat/completions", make_body(), client=("10.0.0.1", 2))
-        await eventually(lambda: server.services.worker.num_outstanding == 61)
-        gate.let(3)  # the running step, the step that admits the request, and one more step
-        await small.until_sent(1)
-        large.leave()
-        small.leave()
+        await wait_until(lambda: server.services.worker.num_outstanding == 61)
+        gate.allow_steps(3)  # the running step, the step that admits the request, and one more step
+        await small.wait_until_sent(1)
+        large.disconnect()
+        small.disconnect()
         gate.open()
-        await large.ended()
-        await small.ended()
+        await large.wait_until_ended()
+        await small.wait_until_ended()
 
 
 async def test_more_choices_than_the_limit_are_refused() -> None:
-    async with chatting(max_choices_per_request=4) as server:
-        refused = await server.post("/v1/chat/completions", messages=[user("Hi")], n=5)
-        assert refused.status_code == 400
-        error = refused.json()["error"]
+    async with run_in_process(max_choices_per_request=4) as server:
+        refused_response = await server.post("/v1/chat/completions", messages=[user_message("Hi")], n=5)
+        assert refused_response.status_code == 400
+        error = refused_response.json()["error"]
         assert (error["param"], error["type"]) == ("n", "invalid_request_error")
         assert "5 answers, but a request may have 4 (--max-choices-per-request)" in error["message"]
-        refused = await server.post("/v1/completions", prompt=["a", "b", "c"], n=2)
-        assert refused.status_code == 400
-        assert "3 prompts with 2 answers each, but" in refused.json()["error"]["message"]
-        refused = await server.post("/v1/completions", prompt=["a"] * 5)
-        assert refused.json()["error"]["param"] == "prompt"
+        refused_response = await server.post("/v1/completions", prompt=["a", "b", "c"], n=2)
+        assert refused_response.status_code == 400
+        assert "3 prompts with 2 answers each, but" in refused_response.json()["error"]["message"]
+        refused_response = await server.post("/v1/completions", prompt=["a"] * 5)
+        assert refused_response.json()["error"]["param"] == "prompt"
         assert len((await server.chat(n=4))["choices"]) == 4
         assert len((await server.complete(prompt=["a", "b"], n=2))["choices"]) == 4
 
 
 async def test_a_queue_full_of_one_client_accepts_another_client() -> None:
     gate = Gate()
-    async with client_of(
-        lambda: fake_work(GatedPipeline(gate, choose=letters(2)), max_batch_size=2), max_queue_size=3
+    async with running_client(
+        lambda: fake_runtime(GatedPipeline(gate, choose=letters_in_order(2)), max_batch_size=2),
+        max_queue_size=3,
     ) as client:
-        own = [client.submit(request(f"a{number}", client_id="a")) for number in range(5)]
+        own_requests = [client.submit(make_request(f"a{number}", client_id="a")) for number in range(5)]
         with pytest.raises(OverloadedError):
-            client.submit(request("a5", client_id="a"))
-        others = [client.submit(request(f"b{number}", client_id="b")) for number in range(2)]
+            client.submit(make_request("a5", client_id="a"))
+        others = [client.submit(make_request(f"b{number}", client_id="b")) for number in range(2)]
         for name in "ac":
             with pytest.raises(OverloadedError):
-                client.submit(request("x", client_id=name))
+                client.submit(make_request("x", client_id=name))
         gate.open()
-        for generation in (*own, *others):
-            assert text(await read(generation)) == "ab"
+        for generation in (*own_requests, *others):
+            assert delta_text(await read_deltas(generation)) == "ab"
         assert not client._client_ids

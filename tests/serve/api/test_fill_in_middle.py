@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.chatting import chatting
+from support.in_process_server import run_in_process
 
 from penstock.serve.api import fill_in_middle
 from penstock.serve.api.fill_in_middle import FillInMiddleTokens, fill_in_prompt
@@ -25,9 +25,9 @@ def test_each_family_orders_prefix_suffix_and_markers(
 
 async def test_a_completion_with_a_suffix_fills_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline = FakePipeline.answering(lambda prompt: prompt + "!more")
-    async with chatting(pipeline) as server:
-        refused = await server.refusal("/v1/completions", prompt="a", suffix="b")
-        assert (refused["param"], refused["code"]) == ("suffix", "unsupported_parameter")
+    async with run_in_process(pipeline) as server:
+        refusal_error = await server.expect_refusal("/v1/completions", prompt="a", suffix="b")
+        assert (refusal_error["param"], refusal_error["code"]) == ("suffix", "unsupported_parameter")
         monkeypatch.setattr(fill_in_middle, "FAMILIES", (PSM,))
         monkeypatch.setattr(fill_in_middle, "ENDS", ("!",))
         response = await server.complete(prompt=["ab", ""], suffix="cd", max_tokens=50)
@@ -37,5 +37,7 @@ async def test_a_completion_with_a_suffix_fills_in_the_middle(monkeypatch: pytes
         ollama: Any = {"prompt": "ab", "suffix": "cd", "stream": False}
         assert (await server.post("/api/generate", **ollama)).json()["response"] == "^ab~cd|"
         for more, param in (({"echo": True}, "echo"), ({"prompt": [1, 2]}, "suffix")):
-            refused = await server.refusal("/v1/completions", **{"prompt": "a", "suffix": "b", **more})
-            assert refused["param"] == param
+            refusal_error = await server.expect_refusal(
+                "/v1/completions", **{"prompt": "a", "suffix": "b", **more}
+            )
+            assert refusal_error["param"] == param

@@ -8,14 +8,14 @@ import time
 from typing import Any
 
 import pytest
-from support.asgi import Exchange, eventually
-from support.chatting import Chatting, chatting, events_of, user
+from support.asgi import Exchange, wait_until
+from support.in_process_server import InProcessServer, parse_events, run_in_process, user_message
 
 from penstock.errors import RequestFailedError
 from penstock.pipelines.core import TextContext, TokenGeneratorRequest
 from penstock.testing import FakePipeline, FakeTokenizer
 
-CHAT = ("/v1/chat/completions", {"model": "demo", "messages": [user("Hi")]})
+CHAT = ("/v1/chat/completions", {"model": "demo", "messages": [user_message("Hi")]})
 COMPLETION = ("/v1/completions", {"model": "demo", "prompt": "Hi", "max_tokens": 1500})
 
 
@@ -29,24 +29,26 @@ def make_endless_pipeline(seconds: float = 0.001) -> FakePipeline:
     return FakePipeline(choose)
 
 
-def open_exchange(server: Chatting, route_and_body: tuple[str, dict[str, Any]], **more: Any) -> Exchange:
+def open_exchange(
+    server: InProcessServer, route_and_body: tuple[str, dict[str, Any]], **more: Any
+) -> Exchange:
     path, body = route_and_body
-    return Exchange(server.http._transport.app, path, {**body, **more})  # type: ignore[attr-defined]
+    return Exchange(server.app, path, {**body, **more})  # type: ignore[attr-defined]
 
 
 async def test_no_headers_before_all_choices_are_admitted() -> None:
-    async with chatting(make_endless_pipeline(), max_batch_size=2) as server:
+    async with run_in_process(make_endless_pipeline(), max_batch_size=2) as server:
         first = open_exchange(server, COMPLETION, stream=True)
-        await first.until_sent(2)
+        await first.wait_until_sent(2)
         second = open_exchange(server, CHAT, stream=True, n=2, max_tokens=400)
-        await eventually(lambda: sum(len(batch) == 2 for batch in server.pipeline.batches) > 20)
+        await wait_until(lambda: sum(len(batch) == 2 for batch in server.pipeline.batches) > 20)
         assert second.status is None  # the first choice runs, the second choice waits
-        first.leave()
-        await second.until_sent(2)
+        first.disconnect()
+        await second.wait_until_sent(2)
         assert second.status == 200
-        second.leave()
-        await first.ended()
-        await second.ended()
+        second.disconnect()
+        await first.wait_until_ended()
+        await second.wait_until_ended()
 
 
 @pytest.mark.parametrize("route_and_body", [CHAT, COMPLETION])
@@ -55,12 +57,12 @@ async def test_no_headers_before_all_choices_are_admitted() -> None:
 async def test_a_disconnect_cancels_the_request_at_once(
     route_and_body: tuple[str, dict[str, Any]], stream: bool, n: int
 ) -> None:
-    async with chatting(make_endless_pipeline(0.005)) as server:
+    async with run_in_process(make_endless_pipeline(0.005)) as server:
         exchange = open_exchange(server, route_and_body, stream=stream, n=n)
-        await eventually(lambda: len(server.pipeline.batches) > 20)
-        exchange.leave()
-        await exchange.ended()
-        await eventually(lambda: server.services.worker.num_outstanding == 0)
+        await wait_until(lambda: len(server.pipeline.batches) > 20)
+        exchange.disconnect()
+        await exchange.wait_until_ended()
+        await wait_until(lambda: server.services.worker.num_outstanding == 0)
         steps = len(server.pipeline.batches)
         await asyncio.sleep(0.05)
         assert len(server.pipeline.batches) == steps < 1000
@@ -71,30 +73,30 @@ async def test_a_disconnect_cancels_the_request_at_once(
 
 
 async def test_a_disconnect_cancels_a_queued_request() -> None:
-    async with chatting(make_endless_pipeline(), max_batch_size=1) as server:
+    async with run_in_process(make_endless_pipeline(), max_batch_size=1) as server:
         first = open_exchange(server, COMPLETION, stream=True)
-        await first.until_sent(2)
+        await first.wait_until_sent(2)
         for stream in (True, False):
             waiting = open_exchange(server, COMPLETION, stream=stream)
-            await eventually(lambda: server.services.worker.num_outstanding == 2)
-            waiting.leave()
-            await waiting.ended()
-            await eventually(lambda: server.services.worker.num_outstanding == 1)
+            await wait_until(lambda: server.services.worker.num_outstanding == 2)
+            waiting.disconnect()
+            await waiting.wait_until_ended()
+            await wait_until(lambda: server.services.worker.num_outstanding == 1)
             assert waiting.status is None
-        first.leave()
-        await first.ended()
+        first.disconnect()
+        await first.wait_until_ended()
 
 
 async def test_a_stop_string_cancels_the_generation() -> None:
-    async with chatting(make_endless_pipeline()) as server:
+    async with run_in_process(make_endless_pipeline()) as server:
         for stream in (True, False):
-            before = len(server.pipeline.batches)
+            num_steps_before = len(server.pipeline.batches)
             response = await server.post(
                 "/v1/completions", prompt="Hi", max_tokens=1500, stop="aaa", stream=stream
             )
             assert response.status_code == 200
-            await eventually(lambda: server.services.worker.num_outstanding == 0)
-            assert len(server.pipeline.batches) - before < 500
+            await wait_until(lambda: server.services.worker.num_outstanding == 0)
+            assert len(server.pipeline.batches) - num_steps_before < 500
 
 
 async def test_an_error_inside_a_stream_is_an_event_without_done() -> None:
@@ -106,15 +108,15 @@ async def test_an_error_inside_a_stream_is_an_event_without_done() -> None:
         time.sleep(0.001)
         return ord("a")
 
-    async with chatting(FakePipeline(choose)) as server:
+    async with run_in_process(FakePipeline(choose)) as server:
         for n in (1, 2):
             fails.clear()
             exchange = open_exchange(server, CHAT, stream=True, n=n)
-            await exchange.until_sent(8)
+            await exchange.wait_until_sent(8)
             fails.set()
-            await exchange.ended()
+            await exchange.wait_until_ended()
             assert exchange.status == 200
-            *chunks, last = events_of(exchange.body.decode())
+            *chunks, last = parse_events(exchange.body.decode())
             assert last.keys() == {"error"}
             assert last["error"].keys() == {"message", "type", "param", "code"}
             assert last["error"]["type"] == "server_error"
@@ -128,15 +130,15 @@ async def test_an_error_inside_a_stream_is_an_event_without_done() -> None:
 
 
 async def test_time_limits() -> None:
-    async with chatting(make_endless_pipeline(0.01), request_timeout=1.5) as server:
+    async with run_in_process(make_endless_pipeline(0.01), request_timeout=1.5) as server:
         exchange = open_exchange(server, COMPLETION)
         stream = open_exchange(server, COMPLETION, stream=True)
-        await exchange.ended()
-        await stream.ended()
+        await exchange.wait_until_ended()
+        await stream.wait_until_ended()
         assert exchange.status == 503
         assert dict(exchange.messages[0]["headers"])[b"retry-after"]
-        assert events_of(stream.body.decode())[-1]["error"]["code"] == "timeout"
-        await eventually(lambda: server.services.worker.num_outstanding == 0)
+        assert parse_events(stream.body.decode())[-1]["error"]["code"] == "timeout"
+        await wait_until(lambda: server.services.worker.num_outstanding == 0)
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -149,13 +151,13 @@ async def test_the_stream_timeout_does_not_limit_the_whole_response(stream: bool
         time.sleep(0.04)
         return ord("a")
 
-    async with chatting(FakePipeline(choose), stream_timeout=1, stream_ping=0.2) as server:
+    async with run_in_process(FakePipeline(choose), stream_timeout=1, stream_ping=0.2) as server:
         # Longer than the stream timeout.
         exchange = open_exchange(server, COMPLETION, stream=stream, max_tokens=30)
-        await exchange.ended()
+        await exchange.wait_until_ended()
         assert exchange.status == 200
         exchange = open_exchange(server, COMPLETION, stream=stream, max_tokens=60)
-        await exchange.ended()
+        await exchange.wait_until_ended()
         is_blocked.set()
         assert b"no token arrived for 1 seconds" in exchange.body
         assert exchange.status == (200 if stream else 503)
@@ -164,44 +166,44 @@ async def test_the_stream_timeout_does_not_limit_the_whole_response(stream: bool
 
 
 async def test_a_slow_reader_gets_fewer_and_longer_chunks() -> None:
-    async with chatting(make_endless_pipeline(0.0005)) as server:
+    async with run_in_process(make_endless_pipeline(0.0005)) as server:
         exchange = open_exchange(server, COMPLETION, stream=True, max_tokens=300)
-        await exchange.until_sent(3)
+        await exchange.wait_until_sent(3)
         exchange.may_send.clear()
-        await eventually(lambda: len(server.pipeline.batches) >= 300)
+        await wait_until(lambda: len(server.pipeline.batches) >= 300)
         exchange.may_send.set()
-        await exchange.ended()
-        *chunks, _ = events_of(exchange.body.decode())
+        await exchange.wait_until_ended()
+        *chunks, _ = parse_events(exchange.body.decode())
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "a" * 300
         assert len(chunks) < 200
         assert max(len(chunk["choices"][0]["text"]) for chunk in chunks) > 20
 
 
 async def test_a_response_without_streaming_reads_only_at_the_end() -> None:
-    async with chatting(make_endless_pipeline(), stream_ping=1000.0) as server:
+    async with run_in_process(make_endless_pipeline(), stream_ping=1000.0) as server:
         answer = await asyncio.wait_for(server.complete(max_tokens=50, n=2), 30)
         assert [choice["text"] for choice in answer["choices"]] == ["a" * 50] * 2
 
 
 async def test_requests_beyond_the_queue_size_are_refused() -> None:
-    async with chatting(make_endless_pipeline(), max_batch_size=1, max_queue_size=1) as server:
-        error = await server.refusal("/v1/completions", prompt="Hi", n=3)
+    async with run_in_process(make_endless_pipeline(), max_batch_size=1, max_queue_size=1) as server:
+        error = await server.expect_refusal("/v1/completions", prompt="Hi", n=3)
         assert error["param"] == "n"
-        error = await server.refusal("/v1/chat/completions", messages=[user("Hi")], n=3)
+        error = await server.expect_refusal("/v1/chat/completions", messages=[user_message("Hi")], n=3)
         assert error["param"] == "n"
         exchanges = [open_exchange(server, COMPLETION, stream=True) for _ in range(2)]
-        await eventually(lambda: server.services.worker.num_outstanding == 2)
+        await wait_until(lambda: server.services.worker.num_outstanding == 2)
         for stream in (True, False):
             response = await server.post("/v1/completions", prompt="Hi", stream=stream)
             assert response.status_code == 429
             assert int(response.headers["retry-after"]) >= 1
             assert response.json()["error"]["type"] == "rate_limit_error"
-        refused = await server.post("/v1/completions", prompt="Hi", n=2)
-        assert refused.status_code == 429
+        refused_response = await server.post("/v1/completions", prompt="Hi", n=2)
+        assert refused_response.status_code == 429
         assert server.services.worker.num_outstanding == 2
         for exchange in exchanges:
-            exchange.leave()
-            await exchange.ended()
+            exchange.disconnect()
+            await exchange.wait_until_ended()
 
 
 async def test_short_prompts_are_not_delayed_by_encoding_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +214,7 @@ async def test_short_prompts_are_not_delayed_by_encoding_long_ones(monkeypatch: 
         return build(self, request, **options)
 
     monkeypatch.setattr(FakeTokenizer, "build_context", build_slowly)
-    async with chatting() as server:
+    async with run_in_process() as server:
         request_fields = {"path": "/v1/completions", "prompt": "a" * 600_000}
         long = [asyncio.ensure_future(server.post(**request_fields)) for _ in range(4)]
         try:
@@ -227,7 +229,7 @@ async def test_short_prompts_are_not_delayed_by_encoding_long_ones(monkeypatch: 
 
 
 async def test_streams_finish_while_half_of_the_clients_disconnect() -> None:
-    async with chatting(make_endless_pipeline(0.0002), max_queue_size=200) as server:
+    async with run_in_process(make_endless_pipeline(0.0002), max_queue_size=200) as server:
         exchanges = [
             open_exchange(server, COMPLETION, stream=index % 2 == 0, max_tokens=20, n=1 + index % 3 // 2)
             for index in range(60)
@@ -235,10 +237,10 @@ async def test_streams_finish_while_half_of_the_clients_disconnect() -> None:
         for index, exchange in enumerate(exchanges):
             if index % 2:
                 await asyncio.sleep(0.003)
-                exchange.leave()
+                exchange.disconnect()
         for exchange in exchanges:
-            await exchange.ended()
-        await eventually(lambda: server.services.worker.num_outstanding == 0)
+            await exchange.wait_until_ended()
+        await wait_until(lambda: server.services.worker.num_outstanding == 0)
         for exchange in exchanges[::2]:
             assert exchange.body.endswith(b"data: [DONE]\n\n")
         assert (await server.complete(max_tokens=2))["choices"][0]["text"] == "aa"
@@ -251,10 +253,10 @@ async def test_a_finished_choice_does_not_affect_the_others(stream: bool) -> Non
         ends = context.request_id.endswith("-0") and len(context.generated_tokens) == 2
         return ord("b") if ends else ord("a")
 
-    async with chatting(FakePipeline(choose)) as server:
+    async with run_in_process(FakePipeline(choose)) as server:
         body = {"prompt": "Hi", "n": 2, "stop": "b", "max_tokens": 100, "stream": stream}
         response = await server.post("/v1/completions", **body)
-        answers = events_of(response.text)[:-1] if stream else [response.json()]
+        answers = parse_events(response.text)[:-1] if stream else [response.json()]
         reasons, texts = {}, {0: "", 1: ""}
         for choice in (choice for answer in answers for choice in answer["choices"]):
             texts[choice["index"]] += choice["text"]

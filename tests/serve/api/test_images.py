@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from openai import AsyncOpenAI, BadRequestError
-from support.chatting import Chatting
 from support.embedding_server import embedding_server
-from support.vision_checkpoint import chat_with, file_of, picture, write_llava
+from support.in_process_server import InProcessServer
+from support.vision_checkpoint import encode_image_file, image_chat, random_picture, write_llava
 
 from penstock import LLM
 from penstock.pipelines.core import SamplingParams
@@ -24,14 +24,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @asynccontextmanager
-async def open_vision_server(folder: Path, **fields: Any) -> AsyncIterator[Chatting]:
+async def open_vision_server(folder: Path, **fields: Any) -> AsyncIterator[InProcessServer]:
     async with embedding_server(folder, kv_cache_block_size=16, max_batch_size=4, **fields) as server:
         yield server
         server.services.images.close()
 
 
 def make_image_url(seed: int) -> str:
-    return "data:image/png;base64," + base64.b64encode(file_of(picture(seed))).decode()
+    return "data:image/png;base64," + base64.b64encode(encode_image_file(random_picture(seed))).decode()
 
 
 def make_message(text: str, *urls: str, **more: Any) -> dict[str, Any]:
@@ -40,10 +40,12 @@ def make_message(text: str, *urls: str, **more: Any) -> dict[str, Any]:
 
 
 async def test_chat_completions_read_images(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "a.png").write_bytes(file_of(picture(1)))
+    (tmp_path / "a.png").write_bytes(encode_image_file(random_picture(1)))
     with LLM(folder, quantization_encoding="float32", max_batch_size=4) as llm:
         params = SamplingParams(max_new_tokens=8, top_k=1, ignore_eos=True)
-        expected = llm.chat(chat_with("What?", [picture(1), picture(2)]), params, use_tqdm=False)[0]
+        expected = llm.chat(
+            image_chat("What?", [random_picture(1), random_picture(2)]), params, use_tqdm=False
+        )[0]
     async with open_vision_server(folder, image_dir=str(tmp_path)) as server:
         client = AsyncOpenAI(
             base_url="http://localhost/v1", api_key="none", http_client=server.http, max_retries=0
@@ -68,8 +70,8 @@ async def test_chat_completions_read_images(folder: Path, tmp_path: Path) -> Non
         texts = [chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]
         assert "".join(texts) == expected.text
         body["messages"] = [make_message("What?", "file:///a.png", make_image_url(2))]
-        local = await client.chat.completions.create(**body)
-        assert local.choices[0].message.content == expected.text
+        local_response = await client.chat.completions.create(**body)
+        assert local_response.choices[0].message.content == expected.text
         await check_counts(server, expected.prompt_token_ids)
         await check_errors(server, client)
         metrics = (await server.http.get("/metrics")).text
@@ -77,18 +79,20 @@ async def test_chat_completions_read_images(folder: Path, tmp_path: Path) -> Non
         assert server.services.images._num_active == 0
 
 
-async def check_counts(server: Chatting, ids: list[int]) -> None:
+async def check_counts(server: InProcessServer, ids: list[int]) -> None:
     """Check that `/tokenize` and `/render` count the tokens of images."""
     body = {"model": "tiny", "messages": [make_message("What?", make_image_url(1), make_image_url(2))]}
     tokenized = (await server.http.post("/tokenize", json=body)).json()
     assert tokenized["tokens"] == ids
-    rendered = (await server.http.post("/v1/chat/completions/render", json=body)).json()
-    assert rendered["prompt_token_ids"] == ids
-    assert rendered["prompt"].count("<image>") == 32
+    rendered_response = (await server.http.post("/v1/chat/completions/render", json=body)).json()
+    assert rendered_response["prompt_token_ids"] == ids
+    assert rendered_response["prompt"].count("<image>") == 32
 
 
-async def check_errors(server: Chatting, client: AsyncOpenAI) -> None:
-    truncated_image = "data:image/png;base64," + base64.b64encode(file_of(picture(1))[:100]).decode()
+async def check_errors(server: InProcessServer, client: AsyncOpenAI) -> None:
+    truncated_image = (
+        "data:image/png;base64," + base64.b64encode(encode_image_file(random_picture(1))[:100]).decode()
+    )
     cases: list[tuple[dict[str, Any], str]] = [
         (make_message("?", truncated_image), "the image cannot be decoded"),
         (
@@ -118,7 +122,7 @@ async def test_the_ollama_route_reads_images(folder: Path) -> None:
         expected = (await server.http.post("/v1/chat/completions", json=body)).json()
         texts = []
         for seed in (1, 2):
-            image = base64.b64encode(file_of(picture(seed))).decode()
+            image = base64.b64encode(encode_image_file(random_picture(seed))).decode()
             ollama_message = {"role": "user", "content": "What?", "images": [image]}
             options = {"num_predict": 8, "temperature": 0}
             body = {"model": "tiny", "messages": [ollama_message], "stream": False, "options": options}
@@ -168,10 +172,10 @@ async def test_responses_and_messages_read_images(folder: Path) -> None:
         with pytest.raises(BadRequestError, match="detail 'high' is not supported"):
             await openai.responses.create(**fields)
         parts[0] = {"type": "input_image", "image_url": "https://example.org/a.png"}
-        with pytest.raises(BadRequestError, match="does not fetch") as refused:
+        with pytest.raises(BadRequestError, match="does not fetch") as refused_error:
             await openai.responses.create(**fields)
-        assert refused.value.param == "input"
-        http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=server.http._transport.app))
+        assert refused_error.value.param == "input"
+        http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=server.app))
         async with anthropic.AsyncAnthropic(
             base_url="http://localhost", api_key="none", http_client=http, max_retries=0
         ) as client:
@@ -197,9 +201,9 @@ async def check_messages(client: Any, text: str, num_prompt: int) -> None:
     async with client.messages.stream(**fields) as stream:
         assert await stream.get_final_text() == text
     source["data"] = source["data"][:200]
-    with pytest.raises(Exception, match="the image cannot be decoded") as refused:
+    with pytest.raises(Exception, match="the image cannot be decoded") as refused_error:
         await client.messages.create(**fields)
-    assert refused.value.status_code == 400
+    assert refused_error.value.status_code == 400
     blocks[0]["source"] = {"type": "url", "url": "https://example.org/a.png"}
     with pytest.raises(Exception, match="does not fetch"):
         await client.messages.create(**fields)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.chatting import chatting, events_of
+from support.in_process_server import parse_events, run_in_process
 
 from penstock.serve.api import fill_in_middle
 from penstock.serve.api.fill_in_middle import FillInMiddleTokens
@@ -17,7 +17,7 @@ def make_echo_pipeline() -> FakePipeline:
 
 
 async def test_the_completion_route_answers_in_the_format_of_llama_cpp() -> None:
-    async with chatting(make_echo_pipeline()) as server:
+    async with run_in_process(make_echo_pipeline()) as server:
         response = (
             await server.http.post("/completion", json={"prompt": "Hello", "return_tokens": True})
         ).json()
@@ -35,18 +35,23 @@ async def test_the_completion_route_answers_in_the_format_of_llama_cpp() -> None
             "word",
             "l",
         )
-        truncated = await server.post("/completion", prompt=list(b"Hello"), n_predict=2, cache_prompt=False)
-        assert (truncated.json()["content"], truncated.json()["stop_type"]) == ("He", "limit")
-        *first, last = events_of((await server.post("/completion", prompt="Hello", stream=True)).text)
+        truncated_response = await server.post(
+            "/completion", prompt=list(b"Hello"), n_predict=2, cache_prompt=False
+        )
+        assert (truncated_response.json()["content"], truncated_response.json()["stop_type"]) == (
+            "He",
+            "limit",
+        )
+        *first, last = parse_events((await server.post("/completion", prompt="Hello", stream=True)).text)
         assert "".join(item["content"] for item in first) == "Hello"
         assert not any(item["stop"] for item in first)
         assert (last["stop"], last["content"], last["stop_type"]) == (True, "", "eos")
 
 
 async def test_the_infill_route_needs_a_model_with_infill_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with chatting(make_echo_pipeline()) as server:
+    async with run_in_process(make_echo_pipeline()) as server:
         fields: Any = {"input_prefix": "ab", "input_suffix": "cd", "n_predict": 50}
-        assert (await server.refusal("/infill", **fields))["param"] == "input_suffix"
+        assert (await server.expect_refusal("/infill", **fields))["param"] == "input_suffix"
         monkeypatch.setattr(fill_in_middle, "FAMILIES", (FillInMiddleTokens("^", "~", "|"),))
         response = await server.post("/infill", **fields)
         assert response.json()["content"] == "^ab~cd|"
@@ -71,5 +76,5 @@ async def test_the_infill_route_needs_a_model_with_infill_tokens(monkeypatch: py
     ],
 )
 async def test_invalid_values_are_refused_with_the_field(path: str, body: dict[str, Any], param: str) -> None:
-    async with chatting() as server:
-        assert (await server.refusal(path, **body))["param"] == param
+    async with run_in_process() as server:
+        assert (await server.expect_refusal(path, **body))["param"] == param

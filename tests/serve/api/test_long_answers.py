@@ -7,8 +7,8 @@ import json
 from typing import Any
 
 import pytest
-from support.chatting import Chatting, chatting, events_of, user
-from support.joined_streams import joined_chat, joined_completion, without_own
+from support.in_process_server import InProcessServer, parse_events, run_in_process, user_message
+from support.joined_streams import drop_variable_fields, join_chat, join_completion
 
 import penstock.serve.api.json_parts
 from penstock.pipelines.core import LogProbabilities, TextContext
@@ -93,9 +93,9 @@ async def test_slices_of_several_responses_run_in_different_iterations(
 
     tasks = [asyncio.ensure_future(gather(parts(), turns)) for _ in range(8)]
     while not all(task.done() for task in tasks):
-        before = num_parts
+        num_parts_before = num_parts
         await asyncio.sleep(0)
-        per_iteration.append(num_parts - before)
+        per_iteration.append(num_parts - num_parts_before)
     assert num_parts == 160
     assert max(per_iteration[1:]) <= 2
 
@@ -119,10 +119,10 @@ async def test_a_long_document_is_sent_in_several_messages() -> None:
 
 
 def test_rows_are_unpacked_when_they_are_encoded() -> None:
-    packed = PackedLogProbabilities.of(LogProbabilities([-1.0], [{3: -1.0, 4: -2.0}]))
-    (top,) = packed.top_log_probabilities
-    assert not isinstance(top, dict)
-    assert top_tokens(top) == {3: -1.0, 4: -2.0}
+    packed_log_probabilities = PackedLogProbabilities.of(LogProbabilities([-1.0], [{3: -1.0, 4: -2.0}]))
+    (top_entries,) = packed_log_probabilities.top_log_probabilities
+    assert not isinstance(top_entries, dict)
+    assert top_tokens(top_entries) == {3: -1.0, 4: -2.0}
 
 
 def choose_endlessly(context: TextContext) -> int:
@@ -132,28 +132,28 @@ def choose_endlessly(context: TextContext) -> int:
 async def test_the_joined_parts_are_the_response(monkeypatch: pytest.MonkeyPatch) -> None:
     for seconds in (10.0, 0.0):
         monkeypatch.setattr(penstock.serve.api.json_parts, "SLICE_SECONDS", seconds)
-        async with chatting(FakePipeline(choose_endlessly), max_batch_size=8) as server:
+        async with run_in_process(FakePipeline(choose_endlessly), max_batch_size=8) as server:
             await check_both(server)
 
 
-async def check_both(server: Chatting) -> None:
+async def check_both(server: InProcessServer) -> None:
     usage = {"stream": True, "stream_options": {"include_usage": True}}
     chat = {
-        "messages": [user("Hi")],
+        "messages": [user_message("Hi")],
         "max_tokens": 70,
         "n": 3,
         "logprobs": True,
         "top_logprobs": 2,
         "seed": 0,
     }
-    response = without_own((await server.post(CHAT, **chat)).json())
-    assert joined_chat(events_of((await server.post(CHAT, **chat, **usage)).text)) == response
+    response = drop_variable_fields((await server.post(CHAT, **chat)).json())
+    assert join_chat(parse_events((await server.post(CHAT, **chat, **usage)).text)) == response
     for choice in response["choices"]:
         tokens = [score["token"] for score in choice["logprobs"]["content"]]
         assert "".join(tokens) == choice["message"]["content"]
     text = {"prompt": "né", "max_tokens": 70, "n": 3, "logprobs": 2, "echo": True, "seed": 0}
-    response = without_own((await server.post(COMPLETIONS, **text)).json())
-    assert joined_completion(events_of((await server.post(COMPLETIONS, **text, **usage)).text)) == response
+    response = drop_variable_fields((await server.post(COMPLETIONS, **text)).json())
+    assert join_completion(parse_events((await server.post(COMPLETIONS, **text, **usage)).text)) == response
 
 
 TOO_MANY: list[tuple[str, dict[str, Any], str, list[str]]] = [
@@ -179,25 +179,25 @@ TOO_MANY: list[tuple[str, dict[str, Any], str, list[str]]] = [
 async def test_a_request_with_too_many_log_probabilities_is_refused_before_it_runs(
     path: str, fields: dict[str, Any], param: str, numbers: list[str], stream: bool
 ) -> None:
-    body = {"messages": [user("Hi")]} if path == CHAT else {"prompt": "Hi"}
-    async with chatting(max_logprobs_per_request=1000) as server:
-        error = await server.refusal(path, **{**body, **fields, "stream": stream})
+    body = {"messages": [user_message("Hi")]} if path == CHAT else {"prompt": "Hi"}
+    async with run_in_process(max_logprobs_per_request=1000) as server:
+        error = await server.expect_refusal(path, **{**body, **fields, "stream": stream})
         assert error["param"] == param
         for number in [*numbers, "at most 1000", "--max-logprobs-per-request"]:
             assert number in error["message"]
         assert server.pipeline.batches == []
-    async with chatting(max_logprobs_per_request=2500) as server:
+    async with run_in_process(max_logprobs_per_request=2500) as server:
         response = await server.post(path, **{**body, **fields, "stream": stream})
         assert response.status_code == 200, response.text
 
 
 async def test_without_an_output_limit_the_log_probability_limit_ends_the_output() -> None:
-    body = {"messages": [user("Hi")], "logprobs": True, "top_logprobs": 4, "n": 2}
-    async with chatting(FakePipeline.saying("Hello! " * 9), max_logprobs_per_request=100) as server:
+    body = {"messages": [user_message("Hi")], "logprobs": True, "top_logprobs": 4, "n": 2}
+    async with run_in_process(FakePipeline.saying("Hello! " * 9), max_logprobs_per_request=100) as server:
         response = await server.post(CHAT, **body)
         assert response.status_code == 200, response.text
         for choice in response.json()["choices"]:
             assert choice["finish_reason"] == "length"
             assert len(choice["logprobs"]["content"]) == 10  # limit 100 / (2 choices x 5 log probabilities)
-        error = await server.refusal(CHAT, **{**body, "max_tokens": 11})
+        error = await server.expect_refusal(CHAT, **{**body, "max_tokens": 11})
         assert "110" in error["message"]

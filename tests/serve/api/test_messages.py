@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from support.chatting import THINKING, chatting
+from support.in_process_server import THINKING, run_in_process
 from support.live_server import live_server
 
 from penstock.testing import FakePipeline
@@ -150,20 +150,22 @@ def test_thinking_is_returned_in_its_own_block(client: Any, url: str) -> None:
     without_thinking = client.messages.create(**fields, thinking={"type": "adaptive", "display": "omitted"})
     assert (without_thinking.content[0].thinking, without_thinking.content[1].text) == ("", "Yes.")
     with client.messages.stream(**fields, thinking=thinking) as events:
-        streamed = events.get_final_message()
-    assert [block.to_dict() for block in streamed.content] == [block.to_dict() for block in message.content]
-    raw = httpx.post(f"{url}v1/messages", json={**fields, "stream": True}).text
-    first, *_, last = raw.strip().split("\n\n")
+        streamed_message = events.get_final_message()
+    assert [block.to_dict() for block in streamed_message.content] == [
+        block.to_dict() for block in message.content
+    ]
+    raw_response = httpx.post(f"{url}v1/messages", json={**fields, "stream": True}).text
+    first, *_, last = raw_response.strip().split("\n\n")
     assert first.startswith('event: message_start\ndata: {"type":"message_start","message":{"id":"msg_')
     assert last == 'event: message_stop\ndata: {"type":"message_stop"}'
-    delta = json.loads(raw.split("event: message_delta\ndata: ")[1].split("\n")[0])
+    delta = json.loads(raw_response.split("event: message_delta\ndata: ")[1].split("\n")[0])
     assert delta["usage"]["output_tokens"] == message.usage.output_tokens
 
 
 def test_each_end_has_its_stop_reason(client: Any) -> None:
     fields: Any = {"model": "demo", "messages": make_user_message("Say hello")}
-    truncated = client.messages.create(**fields, max_tokens=2)
-    assert (truncated.content[0].text, truncated.stop_reason) == ("He", "max_tokens")
+    truncated_response = client.messages.create(**fields, max_tokens=2)
+    assert (truncated_response.content[0].text, truncated_response.stop_reason) == ("He", "max_tokens")
     stopped_message = client.messages.create(**fields, max_tokens=50, stop_sequences=["x", "lo"])
     assert (stopped_message.content[0].text, stopped_message.stop_reason, stopped_message.stop_sequence) == (
         "Hel",
@@ -190,9 +192,9 @@ async def test_the_asynchronous_client_streams(url: str) -> None:
 
 
 def test_errors_have_the_format_of_the_api(client: Any, url: str) -> None:
-    with pytest.raises(anthropic.NotFoundError, match="claude-9") as unknown:
+    with pytest.raises(anthropic.NotFoundError, match="claude-9") as unknown_error:
         client.messages.create(model="claude-9", max_tokens=5, messages=make_user_message("x"))
-    assert unknown.value.body["error"]["type"] == "not_found_error"
+    assert unknown_error.value.body["error"]["type"] == "not_found_error"
     with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\].content\[0\] has the type 'video'"):
         client.messages.create(model="demo", max_tokens=5, messages=make_user_message([{"type": "video"}]))
     error = httpx.post(f"{url}v1/messages", content=b"{", headers={"content-type": "application/json"})
@@ -225,9 +227,9 @@ def test_errors_have_the_format_of_the_api(client: Any, url: str) -> None:
 )
 def test_invalid_values_are_refused_with_the_field(url: str, more: dict[str, Any], field: str) -> None:
     body = {"model": "demo", "max_tokens": 5, "messages": make_user_message("x"), **more}
-    refused = httpx.post(f"{url}v1/messages", json=body)
-    assert refused.status_code == 400
-    assert field in refused.json()["error"]["message"]
+    refused_response = httpx.post(f"{url}v1/messages", json=body)
+    assert refused_response.status_code == 400
+    assert field in refused_response.json()["error"]["message"]
 
 
 def test_requests_of_claude_code_are_accepted(url: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -268,10 +270,10 @@ def test_requests_of_claude_code_are_accepted(url: str, caplog: pytest.LogCaptur
     assert '"name": "Bash"' in text
     assert '"web_search"' not in text
     assert "web_search_20250305" in caplog.text
-    refused = httpx.post(
+    refused_response = httpx.post(
         f"{url}v1/messages", json={**body, "tool_choice": {"type": "tool", "name": "web_search"}}
     )
-    assert "the hosted tool 'web_search_20250305'" in refused.json()["error"]["message"]
+    assert "the hosted tool 'web_search_20250305'" in refused_response.json()["error"]["message"]
 
 
 def test_deferred_tools_are_in_the_prompt(url: str) -> None:
@@ -294,16 +296,19 @@ def test_deferred_tools_are_in_the_prompt(url: str) -> None:
     assert '"name": "deferred_tool"' in text
     assert "tool: The tool deferred_tool is available." in text
     references[0].pop("tool_name")
-    refused = httpx.post(f"{url}v1/messages", json=body)
-    assert "messages[2].content[0].content[0].tool_name is required" in refused.json()["error"]["message"]
+    refused_response = httpx.post(f"{url}v1/messages", json=body)
+    assert (
+        "messages[2].content[0].content[0].tool_name is required"
+        in refused_response.json()["error"]["message"]
+    )
 
 
 async def test_each_header_with_an_api_key_is_accepted() -> None:
-    async with chatting(FakePipeline.saying("Hello!"), api_key=("k1",)) as server:
+    async with run_in_process(FakePipeline.saying("Hello!"), api_key=("k1",)) as server:
         body = {"model": "demo", "max_tokens": 5, "messages": make_user_message("x")}
-        refused = await server.http.post("/v1/messages", json=body)
-        assert refused.json()["error"]["type"] == "authentication_error"
+        refused_response = await server.http.post("/v1/messages", json=body)
+        assert refused_response.json()["error"]["type"] == "authentication_error"
         for headers in ({"x-api-key": "k1"}, {"authorization": "Bearer k1"}):
             assert (await server.http.post("/v1/messages", json=body, headers=headers)).status_code == 200
-        wrong = await server.http.post("/v1/messages", json=body, headers={"x-api-key": "k2"})
-        assert wrong.status_code == 401
+        wrong_response = await server.http.post("/v1/messages", json=body, headers={"x-api-key": "k2"})
+        assert wrong_response.status_code == 401

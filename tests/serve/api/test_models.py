@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.chatting import chatting
-from support.serving import client_of, make_services
+from support.app_client import app_client, make_services
+from support.in_process_server import run_in_process
 
 from penstock.config import PipelineConfig
 from penstock.pipelines.core import PipelineTask
@@ -24,20 +24,20 @@ from penstock.pipelines.core import PipelineTask
 )
 async def test_the_id_of_a_local_model_is_the_name_of_its_folder(flat: dict[str, str], name: str) -> None:
     pipeline_config = PipelineConfig.from_flat(flat)
-    async with client_of(replace(make_services(), pipeline_config=pipeline_config)) as client:
+    async with app_client(replace(make_services(), pipeline_config=pipeline_config)) as client:
         (model,) = (await client.get("/v1/models")).json()["data"]
         assert (model["id"], model["root"]) == (name, flat["model_path"])
-        refused = await client.post("/v1/completions", json={"prompt": "a", "model": "/models/mine"})
-        assert refused.status_code == 404
-        assert name in refused.json()["error"]["message"]
+        refused_response = await client.post("/v1/completions", json={"prompt": "a", "model": "/models/mine"})
+        assert refused_response.status_code == 404
+        assert name in refused_response.json()["error"]["message"]
 
 
 async def test_routes_of_another_task_are_refused() -> None:
-    async with client_of(replace(make_services(), task=PipelineTask.EMBEDDINGS_GENERATION)) as client:
+    async with app_client(replace(make_services(), task=PipelineTask.EMBEDDINGS_GENERATION)) as client:
         for path in ("/v1/chat/completions", "/v1/chat/completions/render", "/v1/completions"):
-            refused = await client.post(path, json={"prompt": "a", "messages": []})
-            assert refused.status_code == 400
-            error = refused.json()["error"]
+            refused_response = await client.post(path, json={"prompt": "a", "messages": []})
+            assert refused_response.status_code == 400
+            error = refused_response.json()["error"]
             assert (error["type"], error["code"]) == ("invalid_request_error", "unsupported_task")
             assert error["message"].startswith(f"{path} needs a model of the task text-generation, but")
         assert (await client.get("/v1/models")).status_code == 200
@@ -47,7 +47,7 @@ async def test_routes_of_another_task_are_refused() -> None:
 async def test_responses_have_the_model_id(server_options: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "mine").symlink_to(PipelineConfig().model.checkpoint)
     config = PipelineConfig.from_flat({"model_path": str(tmp_path / "mine")})
-    async with chatting(pipeline_config=config) as server:
+    async with run_in_process(pipeline_config=config) as server:
         answer = await server.http.post("/v1/completions", json={"prompt": "a", **server_options})
         assert answer.status_code == 200, answer.text
         assert answer.json()["model"] == "mine"

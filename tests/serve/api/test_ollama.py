@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.chatting import THINKING, Chatting, chatting
+from support.in_process_server import THINKING, InProcessServer, run_in_process
 
 from penstock.assembly import load_runtime, load_tokenizer
 from penstock.config import PipelineConfig
@@ -37,12 +37,12 @@ def answer_by_script(prompt: str) -> str:
 
 
 @pytest.fixture
-async def server() -> AsyncIterator[Chatting]:
-    async with chatting(FakePipeline.answering(answer_by_script), template=THINKING) as chatting_server:
+async def server() -> AsyncIterator[InProcessServer]:
+    async with run_in_process(FakePipeline.answering(answer_by_script), template=THINKING) as chatting_server:
         yield chatting_server
 
 
-async def post_and_read_lines(server: Chatting, path: str, **body: Any) -> list[Any]:
+async def post_and_read_lines(server: InProcessServer, path: str, **body: Any) -> list[Any]:
     response = await server.post(path, **body)
     assert response.status_code == 200, response.text
     assert response.headers["content-type"].startswith("application/x-ndjson")
@@ -53,7 +53,7 @@ def make_user_message(text: str) -> list[Any]:
     return [{"role": "user", "content": text}]
 
 
-async def test_chat_streams_json_lines_unless_stream_is_false(server: Chatting) -> None:
+async def test_chat_streams_json_lines_unless_stream_is_false(server: InProcessServer) -> None:
     *first, last = await post_and_read_lines(
         server, "/api/chat", messages=make_user_message("Hi"), options={"temperature": 0, "num_ctx": 64}
     )
@@ -68,7 +68,7 @@ async def test_chat_streams_json_lines_unless_stream_is_false(server: Chatting) 
     ).json()
     assert response["message"] == {"role": "assistant", "content": "user: Hi"}
     assert (response["done"], response["eval_count"], response["model"]) == (True, 9, "demo")
-    truncated = await server.http.post(
+    truncated_response = await server.http.post(
         "/api/chat",
         json={
             "model": "demo:latest",
@@ -77,13 +77,16 @@ async def test_chat_streams_json_lines_unless_stream_is_false(server: Chatting) 
             "options": {"num_predict": 2},
         },
     )
-    assert (truncated.json()["message"]["content"], truncated.json()["done_reason"]) == ("us", "length")
+    assert (truncated_response.json()["message"]["content"], truncated_response.json()["done_reason"]) == (
+        "us",
+        "length",
+    )
     loaded = (await server.post("/api/chat", messages=[])).json()
     assert loaded["done_reason"] == "load"
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_tool_calls_have_the_ollama_format(server: Chatting, stream: bool) -> None:
+async def test_tool_calls_have_the_ollama_format(server: InProcessServer, stream: bool) -> None:
     fields: Any = {"messages": make_user_message("weather?"), "tools": [WEATHER], "stream": stream}
     if stream:
         streamed_messages = [
@@ -104,7 +107,7 @@ async def test_tool_calls_have_the_ollama_format(server: Chatting, stream: bool)
     assert last.json()["message"]["content"].endswith("tool: 20"), last.text
 
 
-async def test_thinking_is_a_separate_field(server: Chatting) -> None:
+async def test_thinking_is_a_separate_field(server: InProcessServer) -> None:
     response = (await server.post("/api/chat", messages=make_user_message("Think"), stream=False)).json()
     assert (response["message"]["thinking"], response["message"]["content"]) == ("Hm.", "Yes.")
     without_thinking = (
@@ -116,12 +119,12 @@ async def test_thinking_is_a_separate_field(server: Chatting) -> None:
     assert "".join(line["response"] for line in streamed_lines) == "Yes."
 
 
-async def test_generate_completes_a_prompt(server: Chatting) -> None:
+async def test_generate_completes_a_prompt(server: InProcessServer) -> None:
     *first, last = await post_and_read_lines(server, "/api/generate", prompt="Hi", system="S")
     assert "".join(line["response"] for line in first) == "system: Suser: Hi"
     assert (last["done_reason"], last["response"]) == ("stop", "")
-    raw = (await server.post("/api/generate", prompt="Hi", raw=True, stream=False)).json()
-    assert raw["response"] == "Hi"
+    raw_response = (await server.post("/api/generate", prompt="Hi", raw=True, stream=False)).json()
+    assert raw_response["response"] == "Hi"
     stopped_response = await server.post(
         "/api/generate", prompt="abc", raw=True, stream=False, options={"stop": ["b"]}
     )
@@ -129,17 +132,19 @@ async def test_generate_completes_a_prompt(server: Chatting) -> None:
     assert (await server.post("/api/generate")).json()["done_reason"] == "load"
 
 
-async def test_formats_without_grammar_support_are_refused_and_a_model_is_described(server: Chatting) -> None:
+async def test_formats_without_grammar_support_are_refused_and_a_model_is_described(
+    server: InProcessServer,
+) -> None:
     for form in ({"type": "object"}, "json"):  # the fake model supports no grammars
-        refused = await server.post("/api/chat", messages=make_user_message("x"), format=form)
-        assert refused.json()["error"].startswith("format needs the grammar extra")
+        refused_response = await server.post("/api/chat", messages=make_user_message("x"), format=form)
+        assert refused_response.json()["error"].startswith("format needs the grammar extra")
     description = (await server.post("/api/show")).json()
     assert description["capabilities"] == ["completion", "tools", "thinking"]
     assert description["model_info"]["llama.context_length"] == 2048
     assert description["template"] == THINKING
 
 
-async def test_model_lists_and_errors(server: Chatting) -> None:
+async def test_model_lists_and_errors(server: InProcessServer) -> None:
     [model] = (await server.http.get("/api/tags")).json()["models"]
     assert (model["name"], model["model"]) == ("demo", "demo")
     assert (await server.http.get("/api/ps")).json()["models"][0]["name"] == "demo"
@@ -165,14 +170,14 @@ async def test_model_lists_and_errors(server: Chatting) -> None:
         ("/api/embed", {"input": "x"}, "task"),
         ("/api/show", {"model": "other"}, "other"),
     ):
-        refused = await server.post(path, **body)
-        assert refused.status_code in (400, 404), refused.text
-        assert words in refused.json()["error"], refused.text
+        refused_response = await server.post(path, **body)
+        assert refused_response.status_code in (400, 404), refused_response.text
+        assert words in refused_response.json()["error"], refused_response.text
 
 
 async def test_embed_returns_the_vectors_of_the_openai_route(embedder: Path) -> None:
     config = PipelineConfig.from_flat({"model_path": str(embedder)})
-    async with chatting(
+    async with run_in_process(
         work=partial(load_runtime, config), tokenizer=load_tokenizer(config), pipeline_config=config
     ) as server:
         name = server.services.model_name

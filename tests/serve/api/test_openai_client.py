@@ -14,8 +14,8 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 from pydantic import BaseModel
-from support.asgi import eventually
-from support.chatting import Chatting, chatting
+from support.asgi import wait_until
+from support.in_process_server import InProcessServer, run_in_process
 
 from penstock.assembly import load_runtime, load_tokenizer
 from penstock.config import PipelineConfig
@@ -33,14 +33,14 @@ WEATHER: Any = {
 
 
 @asynccontextmanager
-async def serve_demo() -> AsyncIterator[tuple[AsyncOpenAI, Chatting]]:
+async def serve_demo() -> AsyncIterator[tuple[AsyncOpenAI, InProcessServer]]:
     """Serve the embedded model over HTTP."""
     tokenizer = load_tokenizer(CONFIG)
-    async with chatting(
+    async with run_in_process(
         work=partial(load_runtime, CONFIG), tokenizer=tokenizer, pipeline_config=CONFIG
     ) as server:
         tokenizer.max_length = server.services.worker.info.max_length
-        app = server.http._transport.app  # type: ignore[attr-defined]
+        app = server.app
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             listener.listen(128)
@@ -202,7 +202,7 @@ async def check_responses(client: AsyncOpenAI) -> None:
     assert forced_call.output[0].type == "custom_tool_call"
 
 
-async def check_ollama(server: Chatting) -> None:
+async def check_ollama(server: InProcessServer) -> None:
     schema = {"type": "object", "properties": {"n": {"enum": [1]}}, "required": ["n"]}
     fields: Any = {"messages": [{"role": "user", "content": "Hi"}], "format": schema, "stream": False}
     answer = await server.post("/api/chat", **fields, options={"num_predict": 60})
@@ -242,9 +242,9 @@ async def check_extra_fields_of_other_servers(client: AsyncOpenAI) -> None:
         )
         assert "Berlin" not in await complete_chat(stream, bad_words=["Berlin"])
         assert await complete_chat(stream, repeat_penalty=1.0) == default_answer
-        truncated = await complete_chat(stream, truncate_prompt_tokens=1000)
-        assert truncated == default_answer
-    scored = await client.chat.completions.create(
+        truncated_response = await complete_chat(stream, truncate_prompt_tokens=1000)
+        assert truncated_response == default_answer
+    scored_response = await client.chat.completions.create(
         model="demo",
         messages=question,
         temperature=0,
@@ -252,28 +252,28 @@ async def check_extra_fields_of_other_servers(client: AsyncOpenAI) -> None:
         top_logprobs=1,
         extra_body={"prompt_logprobs": 2, "return_tokens_as_token_ids": True},
     )
-    assert scored.usage is not None
-    assert scored.model_extra is not None
-    first, *rows = scored.model_extra["prompt_logprobs"]
+    assert scored_response.usage is not None
+    assert scored_response.model_extra is not None
+    first, *rows = scored_response.model_extra["prompt_logprobs"]
     assert first is None
-    assert len(rows) == scored.usage.prompt_tokens - 1
+    assert len(rows) == scored_response.usage.prompt_tokens - 1
     assert all(len(row) in (2, 3) and any(value["rank"] == 1 for value in row.values()) for row in rows)
-    assert scored.choices[0].logprobs is not None
-    entries = scored.choices[0].logprobs.content or []
+    assert scored_response.choices[0].logprobs is not None
+    entries = scored_response.choices[0].logprobs.content or []
     assert all(entry.token.startswith("token_id:") for entry in entries)
     assert b"".join(bytes(entry.bytes or []) for entry in entries).decode() == default_answer
-    plain = await client.completions.create(
+    plain_response = await client.completions.create(
         model="demo", prompt="Once upon", max_tokens=1, extra_body={"prompt_logprobs": 0}
     )
-    assert plain.usage is not None
-    assert len(plain.choices[0].model_extra["prompt_logprobs"]) == plain.usage.prompt_tokens  # type: ignore[index]
+    assert plain_response.usage is not None
+    assert len(plain_response.choices[0].model_extra["prompt_logprobs"]) == plain_response.usage.prompt_tokens  # type: ignore[index]
 
 
 async def check_errors(client: AsyncOpenAI) -> None:
     message: Any = [{"role": "user", "content": "Hi"}]
-    with pytest.raises(openai.NotFoundError) as unknown:
+    with pytest.raises(openai.NotFoundError) as unknown_error:
         await client.chat.completions.create(model="gpt-4", messages=message)
-    assert (unknown.value.code, unknown.value.param) == ("model_not_found", "model")
+    assert (unknown_error.value.code, unknown_error.value.param) == ("model_not_found", "model")
     with pytest.raises(openai.BadRequestError) as unsupported:
         await client.chat.completions.create(model="demo", messages=message, store=True, stream=True)
     assert unsupported.value.param == "store"
@@ -291,28 +291,28 @@ async def close_stream_early(stream: openai.AsyncStream[Any]) -> None:
     thread while the event loop closes them too ("async generator already executing").
     """
     await stream.close()
-    # Not raised if the client has already received the end of the stream.
+    # The error is not raised if the client has already received the end of the stream.
     with suppress(openai.APIConnectionError):
         async for _ in stream:
             pass
 
 
-async def check_disconnect(client: AsyncOpenAI, server: Chatting) -> None:
+async def check_disconnect(client: AsyncOpenAI, server: InProcessServer) -> None:
     stream = await client.completions.create(
         model="demo", prompt="Once", max_tokens=800, stream=True, extra_body={"ignore_eos": True}
     )
     async for _ in stream:
         break
     await close_stream_early(stream)
-    await eventually(lambda: server.services.worker.num_outstanding == 0)
+    await wait_until(lambda: server.services.worker.num_outstanding == 0)
     with pytest.raises(openai.APITimeoutError):
         await client.completions.create(
             model="demo", prompt="Once", max_tokens=1000, n=8, extra_body={"ignore_eos": True}, timeout=0.1
         )
-    await eventually(lambda: server.services.worker.num_outstanding == 0)
+    await wait_until(lambda: server.services.worker.num_outstanding == 0)
 
 
-async def check_concurrent_requests(client: AsyncOpenAI, server: Chatting) -> None:
+async def check_concurrent_requests(client: AsyncOpenAI, server: InProcessServer) -> None:
     async def complete(index: int) -> str:
         stream = await client.chat.completions.create(
             model="demo",
@@ -331,6 +331,6 @@ async def check_concurrent_requests(client: AsyncOpenAI, server: Chatting) -> No
 
     texts = await asyncio.gather(*(complete(index) for index in range(24)))
     assert all(texts)
-    await eventually(lambda: server.services.worker.num_outstanding == 0)
+    await wait_until(lambda: server.services.worker.num_outstanding == 0)
     stats = server.services.worker.stats
     assert stats.num_used_blocks == 0 or stats.num_running == 0

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.chatting import THINKING, Chatting, chatting, events_of, user
+from support.in_process_server import THINKING, InProcessServer, parse_events, run_in_process, user_message
 
 from penstock.pipelines.core import TextContext, TokenGeneratorRequest
 from penstock.scheduler import Scheduler
@@ -18,7 +18,7 @@ from penstock.worker.process import WorkerRuntime
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RENDER = "/v1/chat/completions/render"
-BODIES: dict[str, dict[str, Any]] = {CHAT: {"messages": [user("Hi")]}, COMPLETIONS: {"prompt": "Hi"}}
+BODIES: dict[str, dict[str, Any]] = {CHAT: {"messages": [user_message("Hi")]}, COMPLETIONS: {"prompt": "Hi"}}
 STRICT = (
     "{% for m in messages %}{% if m.role not in ['user', 'assistant', 'ipython'] %}"
     "{{ raise_exception('roles are user, assistant and ipython') }}{% endif %}"
@@ -41,7 +41,7 @@ def make_recording_pipeline(contexts: list[TextContext], text: str = "Hello!") -
     return FakePipeline(choose)
 
 
-async def post_ok(server: Chatting, path: str, **body: Any) -> dict[str, Any]:
+async def post_ok(server: InProcessServer, path: str, **body: Any) -> dict[str, Any]:
     response = await server.http.post(path, json={**BODIES[path], **body})
     assert response.status_code == 200, response.text
     answer: dict[str, Any] = response.json()
@@ -50,12 +50,12 @@ async def post_ok(server: Chatting, path: str, **body: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 async def test_the_default_model_is_the_served_model(path: str) -> None:
-    async with chatting() as server:
+    async with run_in_process() as server:
         name = server.services.model_name
         for fields in ({}, {"model": None}, {"model": name}):
             assert (await post_ok(server, path, **fields))["model"] == name
             response = await server.http.post(path, json={**BODIES[path], **fields, "stream": True})
-            assert {chunk["model"] for chunk in events_of(response.text)[:-1]} == {name}
+            assert {chunk["model"] for chunk in parse_events(response.text)[:-1]} == {name}
         assert (await server.http.post(path, json={**BODIES[path], "model": ""})).status_code == 404
         assert (await server.http.post(path, json=[])).status_code == 400
 
@@ -75,7 +75,7 @@ async def test_guided_fields_are_grammars_of_the_context(
     path: str, fields: dict[str, Any], kind: str, text: str
 ) -> None:
     contexts: list[TextContext] = []
-    async with chatting(work=enable_grammars(contexts)) as server:
+    async with run_in_process(work=enable_grammars(contexts)) as server:
         await post_ok(server, path, **fields)
         grammar = contexts[0].grammar
         assert grammar is not None
@@ -100,7 +100,7 @@ def enable_grammars(contexts: list[TextContext]) -> Any:
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 async def test_alias_fields_have_the_same_effect(path: str) -> None:
     contexts: list[TextContext] = []
-    async with chatting(make_recording_pipeline(contexts)) as server:
+    async with run_in_process(make_recording_pipeline(contexts)) as server:
         await post_ok(server, path, repeat_penalty=1.25, bad_words=["no", "x"])
         await post_ok(server, path, repeat_penalty=1.5, repetition_penalty=1.5)
         params = [context.sampling_params for context in contexts]
@@ -112,11 +112,11 @@ async def test_alias_fields_have_the_same_effect(path: str) -> None:
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_stop_string_is_in_the_output_on_request(path: str, stream: bool) -> None:
-    async with chatting(FakePipeline.saying("Hello there!")) as server:
+    async with run_in_process(FakePipeline.saying("Hello there!")) as server:
         for included, text in ((None, "Hel"), (False, "Hel"), (True, "Hello t")):
             body = {**BODIES[path], "stop": ["lo t", "zzz"], "include_stop_str_in_output": included}
             response = await server.post(path, **body, stream=stream)
-            chunks = events_of(response.text)[:-1] if stream else [response.json()]
+            chunks = parse_events(response.text)[:-1] if stream else [response.json()]
             choices = [chunk["choices"][0] for chunk in chunks]
             streamed_text = "".join(
                 choice.get("text") or choice.get("message", choice.get("delta", {})).get("content") or ""
@@ -132,17 +132,19 @@ async def test_the_stop_string_is_in_the_output_on_request(path: str, stream: bo
 )
 async def test_prompts_are_truncated_on_request(count: int, max_tokens: int | None, expected: str) -> None:
     contexts: list[TextContext] = []
-    async with chatting(make_recording_pipeline(contexts), template="{{ messages[0].content }}") as server:
+    async with run_in_process(
+        make_recording_pipeline(contexts), template="{{ messages[0].content }}"
+    ) as server:
         server.services.tokenizer.max_length = 2048
         body = {"truncate_prompt_tokens": count, "max_tokens": max_tokens}
         for prompt in ("abcdefgh", [*b"abcdefgh"]):
             answer = await post_ok(server, COMPLETIONS, **body, prompt=prompt, echo=True)
             assert answer["choices"][0]["text"].startswith(expected)
             assert answer["usage"]["prompt_tokens"] == len(expected)
-        await post_ok(server, CHAT, **body, messages=[user("abcdefgh")])
+        await post_ok(server, CHAT, **body, messages=[user_message("abcdefgh")])
         assert [bytes(context.prompt_tokens.tolist()).decode() for context in contexts] == [expected] * 3
-        rendered = (await server.post(RENDER, **body, messages=[user("abcdefgh")])).json()
-        assert (rendered["prompt"], rendered["count"]) == (expected, len(expected))
+        rendered_response = (await server.post(RENDER, **body, messages=[user_message("abcdefgh")])).json()
+        assert (rendered_response["prompt"], rendered_response["count"]) == (expected, len(expected))
 
 
 async def test_truncation_keeps_the_bos_token(shared_data: Path) -> None:
@@ -155,15 +157,15 @@ async def test_truncation_keeps_the_bos_token(shared_data: Path) -> None:
         (4, [full_prompt[0], *full_prompt[-3:]]),
         (len(full_prompt), full_prompt),
     ):
-        truncated = build_context(tokenizer, request, limit)
-        assert truncated.prompt_tokens.tolist() == expected
+        truncated_context = build_context(tokenizer, request, limit)
+        assert truncated_context.prompt_tokens.tolist() == expected
     assert build_context(tokenizer, request, 100).prompt == request.prompt
 
 
 async def test_a_long_prompt_is_truncated_to_the_model_limit() -> None:
-    async with chatting() as server:
+    async with run_in_process() as server:
         server.services.tokenizer.max_length = 2048
-        await server.refusal(COMPLETIONS, prompt="x" * 5000)
+        await server.expect_refusal(COMPLETIONS, prompt="x" * 5000)
         answer = await post_ok(
             server, COMPLETIONS, prompt="x" * 5000, truncate_prompt_tokens=-1, max_tokens=8
         )
@@ -171,7 +173,7 @@ async def test_a_long_prompt_is_truncated_to_the_model_limit() -> None:
 
 
 async def test_prompt_log_probabilities_are_returned() -> None:
-    async with chatting(FakePipeline.saying("Hello!")) as server:
+    async with run_in_process(FakePipeline.saying("Hello!")) as server:
         for extra in ({}, {"n": 2}, {"logprobs": True}, {"logprobs": True, "top_logprobs": 2, "n": 2}):
             answer = await post_ok(server, CHAT, prompt_logprobs=1, **extra)
             text = "user: Hiassistant: "
@@ -191,7 +193,7 @@ async def test_prompt_log_probabilities_are_returned() -> None:
                 assert (choice["logprobs"] is not None) == ("logprobs" in extra)
         assert "prompt_logprobs" not in await post_ok(server, CHAT)
         for path, body in BODIES.items():
-            error = await server.refusal(path, **body, prompt_logprobs=1, stream=True)
+            error = await server.expect_refusal(path, **body, prompt_logprobs=1, stream=True)
             assert error["param"] == "prompt_logprobs"
 
 
@@ -211,7 +213,11 @@ def check_rows(rows: list[Any], text: str) -> None:
 @pytest.mark.parametrize(
     ("path", "fields", "param"),
     [
-        (CHAT, {"messages": [user("x" * 600)], "prompt_logprobs": 1, "max_tokens": 1}, "prompt_logprobs"),
+        (
+            CHAT,
+            {"messages": [user_message("x" * 600)], "prompt_logprobs": 1, "max_tokens": 1},
+            "prompt_logprobs",
+        ),
         (COMPLETIONS, {"prompt": "x" * 600, "prompt_logprobs": 1}, "prompt_logprobs"),
         (COMPLETIONS, {"prompt": "x" * 200, "prompt_logprobs": 1, "n": 3}, "prompt_logprobs"),
     ],
@@ -219,19 +225,19 @@ def check_rows(rows: list[Any], text: str) -> None:
 async def test_the_number_of_prompt_log_probabilities_is_limited(
     path: str, fields: dict[str, Any], param: str
 ) -> None:
-    async with chatting(max_logprobs_per_request=1000) as server:
-        error = await server.refusal(path, **fields)
+    async with run_in_process(max_logprobs_per_request=1000) as server:
+        error = await server.expect_refusal(path, **fields)
         assert error["param"] == param
         assert "of the prompt" in error["message"]
         assert server.pipeline.batches == []
 
 
 async def test_tokens_are_returned_as_token_ids_on_request() -> None:
-    async with chatting(FakePipeline.saying("né")) as server:
+    async with run_in_process(FakePipeline.saying("né")) as server:
         for stream in (False, True):
             body = {"return_tokens_as_token_ids": True, "stream": stream}
             response = await server.post(CHAT, **BODIES[CHAT], **body, logprobs=True, top_logprobs=1)
-            chunks = events_of(response.text)[:-1] if stream else [response.json()]
+            chunks = parse_events(response.text)[:-1] if stream else [response.json()]
             entries = [
                 entry
                 for chunk in chunks
@@ -241,23 +247,23 @@ async def test_tokens_are_returned_as_token_ids_on_request() -> None:
             assert [entry["bytes"] for entry in entries] == [[byte] for byte in "né".encode()]
             assert entries[0]["top_logprobs"][0]["token"] == "token_id:110"
             response = await server.post(COMPLETIONS, **BODIES[COMPLETIONS], **body, logprobs=1)
-            chunks = events_of(response.text)[:-1] if stream else [response.json()]
+            chunks = parse_events(response.text)[:-1] if stream else [response.json()]
             rows = [chunk["choices"][0]["logprobs"] for chunk in chunks if chunk["choices"][0]["logprobs"]]
             tokens = [token for row in rows for token in row["tokens"]]
             assert tokens == [f"token_id:{byte}" for byte in "né".encode()]
             assert [*rows[0]["top_logprobs"][0]] == ["token_id:110"]
-        plain = await post_ok(server, CHAT, logprobs=True)  # contains token texts, not ids
-        assert plain["choices"][0]["logprobs"]["content"][0]["token"] == "n"
+        plain_response = await post_ok(server, CHAT, logprobs=True)  # contains token texts, not ids
+        assert plain_response["choices"][0]["logprobs"]["content"][0]["token"] == "n"
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_reasoning_is_omitted_on_request(stream: bool) -> None:
     pipeline = FakePipeline.saying("<think>\nWhy?\n</think>\n\nHello")
-    async with chatting(pipeline, template=THINKING) as server:
+    async with run_in_process(pipeline, template=THINKING) as server:
         for included in (None, True, False):
             body = {**BODIES[CHAT], "include_reasoning": included, "stream": stream}
             response = await server.post(CHAT, **body)
-            chunks = events_of(response.text)[:-1] if stream else [response.json()]
+            chunks = parse_events(response.text)[:-1] if stream else [response.json()]
             parts = [chunk["choices"][0].get("delta" if stream else "message", {}) for chunk in chunks]
             assert "".join(part.get("content") or "" for part in parts) == "Hello"
             reasoning_text = "".join(part.get("reasoning") or "" for part in parts)
@@ -267,17 +273,17 @@ async def test_reasoning_is_omitted_on_request(stream: bool) -> None:
 
 @pytest.mark.parametrize("path", [CHAT, RENDER, "/tokenize"])
 async def test_only_roles_in_the_template_are_accepted(path: str) -> None:
-    messages = [user("a"), {"role": "ipython", "content": "18"}, {"role": "note", "content": "b"}]
-    async with chatting(template=STRICT) as server:
+    messages = [user_message("a"), {"role": "ipython", "content": "18"}, {"role": "note", "content": "b"}]
+    async with run_in_process(template=STRICT) as server:
         response = await server.http.post(RENDER, json={"messages": messages[:2]})
         assert response.json()["prompt"] == "<user>a<ipython>18"
-        error = await server.refusal(path, messages=messages)
+        error = await server.expect_refusal(path, messages=messages)
         assert error["param"] == "messages"
         assert "roles are user, assistant and ipython" in error["message"]
-    async with chatting(template=TEMPLATE_WITHOUT_IPYTHON) as server:
+    async with run_in_process(template=TEMPLATE_WITHOUT_IPYTHON) as server:
         response = await server.http.post(RENDER, json={"messages": [messages[0], messages[2]]})
         assert response.json()["prompt"] == "a;b;"
-        error = await server.refusal(path, messages=messages)
+        error = await server.expect_refusal(path, messages=messages)
         assert error["param"] == "messages[1].role"
         assert "ipython" in error["message"]
 
@@ -287,8 +293,12 @@ async def test_text_parts_of_any_role_are_joined() -> None:
     template = (
         "{% for m in messages %}[{{ m.role + m.content }}]{% endfor %}"  # the template accepts only strings
     )
-    async with chatting(template=template) as server:
-        messages = [user(parts), {"role": "my role", "content": parts}, {"role": "note", "content": "x"}]
+    async with run_in_process(template=template) as server:
+        messages = [
+            user_message(parts),
+            {"role": "my role", "content": parts},
+            {"role": "note", "content": "x"},
+        ]
         body = {"messages": messages, "continue_final_message": True}
         response = await server.http.post(RENDER, json=body)
         assert response.json()["prompt"] == "[usera\nb][my rolea\nb][notex"
@@ -299,19 +309,19 @@ async def test_text_parts_of_any_role_are_joined() -> None:
 async def test_missing_content_is_empty_text(role: str, content: dict[str, Any]) -> None:
     template = "{% for m in messages %}[{{ m.role + m.content }}]{% endfor %}"
     message = {"role": role, **content, **({"tool_call_id": "1"} if role == "tool" else {})}
-    async with chatting(template=template) as server:
-        response = await server.http.post(RENDER, json={"messages": [message, user("a")]})
+    async with run_in_process(template=template) as server:
+        response = await server.http.post(RENDER, json={"messages": [message, user_message("a")]})
         assert response.json()["prompt"] == f"[{role}][usera]", response.text
 
 
 async def test_an_empty_output_has_empty_text() -> None:
-    async with chatting(FakePipeline.saying("")) as server:
+    async with run_in_process(FakePipeline.saying("")) as server:
         assert (await post_ok(server, CHAT))["choices"][0]["message"]["content"] == ""
         assert (await post_ok(server, COMPLETIONS))["choices"][0]["text"] == ""
 
 
 async def test_ping_and_load_routes() -> None:
-    async with chatting(api_key=("secret",)) as server:
+    async with run_in_process(api_key=("secret",)) as server:
         for method in ("GET", "POST"):
             response = await server.http.request(method, "/ping")
             assert (response.status_code, response.json()) == (200, {"status": "ok"})
@@ -334,7 +344,7 @@ async def test_default_values_of_fields_of_other_servers_are_accepted() -> None:
         "transforms": [],
         "truncation_side": "left",
     }
-    async with chatting() as server:
+    async with run_in_process() as server:
         for path in (CHAT, COMPLETIONS):
             assert (await post_ok(server, path, **fields))["choices"]
         for level in ("low", "medium", "high"):

@@ -9,7 +9,7 @@ import pytest
 from openai.types import completion_create_params
 from openai.types.chat import chat_completion_stream_options_param
 from openai.types.chat import completion_create_params as chat_params
-from support.chatting import Chatting, chatting, user
+from support.in_process_server import InProcessServer, run_in_process, user_message
 
 from penstock.serve.api.parameters import LOGGED, UNSUPPORTED
 from penstock.serve.api.schemas import ChatBody, CompletionBody, RequestBody, StreamOptions
@@ -17,7 +17,7 @@ from penstock.serve.api.validation import validated
 from penstock.serve.http.problems import RequestProblem
 
 PATHS: dict[type[RequestBody], tuple[str, dict[str, Any]]] = {
-    ChatBody: ("/v1/chat/completions", {"messages": [user("Hi")]}),
+    ChatBody: ("/v1/chat/completions", {"messages": [user_message("Hi")]}),
     CompletionBody: ("/v1/completions", {"prompt": "Hi"}),
 }
 TABLES = [(kind, name) for kind in PATHS for name in UNSUPPORTED[kind]]
@@ -66,7 +66,7 @@ async def test_an_unsupported_field_is_refused_unless_it_has_a_default_value(
     kind: type[RequestBody], name: str
 ) -> None:
     path, body = PATHS[kind]
-    async with chatting() as server:
+    async with run_in_process() as server:
         for value in (None, *UNSUPPORTED[kind][name].accepted):
             response = await server.post(path, **body, **{name: value})
             assert response.status_code == 200, response.text
@@ -76,7 +76,7 @@ async def test_an_unsupported_field_is_refused_unless_it_has_a_default_value(
                 for accepted in UNSUPPORTED[kind][name].accepted
             ):
                 continue
-            error = await server.refusal(path, **body, **{name: value})
+            error = await server.expect_refusal(path, **body, **{name: value})
             assert (error["param"], error["code"]) == (name, "unsupported_parameter")
             assert error["type"] == "invalid_request_error"
             assert name in error["message"]
@@ -115,7 +115,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 async def test_default_values_are_accepted() -> None:
-    async with chatting() as server:
+    async with run_in_process() as server:
         for name, value in DEFAULTS.items():
             answer = await server.chat(**{name: value})
             assert answer["choices"][0]["message"]["content"] == "Hello!", name
@@ -125,7 +125,7 @@ async def test_default_values_are_accepted() -> None:
 
 
 async def test_null_means_absent() -> None:
-    async with chatting() as server:
+    async with run_in_process() as server:
         required = {"model", "messages", "prompt"}
         for kind, (path, body) in PATHS.items():
             nulls = dict.fromkeys([*kind.model_fields.keys() - required, *UNSUPPORTED[kind]])
@@ -137,10 +137,10 @@ async def test_null_means_absent() -> None:
     ("path", "fields", "param"),
     [
         ("chat", {"temperture": 1}, "temperture"),
-        ("chat", {"messages": [{**user("Hi"), "colour": 1}]}, "messages[0].colour"),
+        ("chat", {"messages": [{**user_message("Hi"), "colour": 1}]}, "messages[0].colour"),
         (
             "chat",
-            {"messages": [user([{"type": "text", "text": "a", "cache": 1}])]},
+            {"messages": [user_message([{"type": "text", "text": "a", "cache": 1}])]},
             "messages[0].content[0].cache",
         ),
         (
@@ -159,19 +159,21 @@ async def test_an_unknown_field_is_refused_or_ignored(
 ) -> None:
     kind = ChatBody if path == "chat" else CompletionBody
     route, body = PATHS[kind]
-    async with chatting() as server:
-        error = await server.refusal(route, **{**body, **fields})
+    async with run_in_process() as server:
+        error = await server.expect_refusal(route, **{**body, **fields})
         assert (error["param"], error["code"]) == (param, "unknown_parameter")
-    async with chatting(unknown_fields="warn") as server:
+    async with run_in_process(unknown_fields="warn") as server:
         response = await server.post(route, **{**body, **fields})
         assert response.status_code == 200, response.text
         assert param in caplog.text
-        assert (await server.refusal(route, **{**body, **fields, "store": 1}))["param"] == "store"
+        assert (await server.expect_refusal(route, **{**body, **fields, "store": 1}))["param"] == "store"
 
 
 async def test_the_nearest_name_is_suggested() -> None:
-    async with chatting() as server:
-        error = await server.refusal("/v1/chat/completions", messages=[user("Hi")], max_token=5)
+    async with run_in_process() as server:
+        error = await server.expect_refusal(
+            "/v1/chat/completions", messages=[user_message("Hi")], max_token=5
+        )
         assert error["message"].endswith("did you mean max_tokens?")
 
 
@@ -263,9 +265,9 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [
     ("chat", {"messages": []}, "messages"),
     ("chat", {"messages": None}, "messages"),
     ("chat", {"messages": [5]}, "messages[0]"),
-    ("chat", {"messages": [user(5)]}, "messages[0].content"),
-    ("chat", {"messages": [user([5])]}, "messages[0].content[0]"),
-    ("chat", {"messages": [user([{"type": "text"}])]}, "messages[0].content[0]"),
+    ("chat", {"messages": [user_message(5)]}, "messages[0].content"),
+    ("chat", {"messages": [user_message([5])]}, "messages[0].content[0]"),
+    ("chat", {"messages": [user_message([{"type": "text"}])]}, "messages[0].content[0]"),
     ("chat", {"messages": [{"role": "", "content": "x"}]}, "messages[0].role"),
     ("chat", {"messages": [{"role": "a" * 65, "content": "x"}]}, "messages[0].role"),
     ("chat", {"messages": [{"role": "a<|end|>", "content": "x"}]}, "messages[0].role"),
@@ -317,27 +319,27 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [
 
 
 async def test_invalid_values_are_refused_with_the_field() -> None:
-    async with chatting() as server:
+    async with run_in_process() as server:
         for kind, fields, param in INVALID:
             path, body = PATHS[ChatBody if kind == "chat" else CompletionBody]
-            error = await server.refusal(path, **{**body, **fields})
+            error = await server.expect_refusal(path, **{**body, **fields})
             assert error["param"] == param, (fields, error)
             assert error["type"] == "invalid_request_error"
             if not any(name.startswith("stream") for name in fields):
-                assert await server.refusal(path, **{**body, **fields, "stream": True}) == error
+                assert await server.expect_refusal(path, **{**body, **fields, "stream": True}) == error
 
 
 async def test_a_missing_required_field_is_refused() -> None:
-    async with chatting() as server:
+    async with run_in_process() as server:
         for path, field in (("chat/completions", "messages"), ("completions", "prompt")):
-            error = await server.refusal(f"/v1/{path}")
+            error = await server.expect_refusal(f"/v1/{path}")
             assert error["param"] == field
             assert error["code"] == "missing_required_parameter"
 
 
 async def test_fields_without_effect_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    async with chatting() as server:
+    async with run_in_process() as server:
         answer = await server.chat(
             user="ann", metadata={"a": "b"}, safety_identifier="s1", prompt_cache_key="k1", seed=0
         )
@@ -348,15 +350,15 @@ async def test_fields_without_effect_are_logged(caplog: pytest.LogCaptureFixture
 
 
 async def test_no_state_of_refused_requests_remains() -> None:
-    async with chatting() as server:
+    async with run_in_process() as server:
         await send_invalid_requests(server)
         assert server.services.worker.num_outstanding == 0
         assert server.pipeline.batches == []
 
 
-async def send_invalid_requests(server: Chatting) -> None:
+async def send_invalid_requests(server: InProcessServer) -> None:
     for fields in ({"n": 0}, {"store": True}, {"stop": 1}):
-        await server.refusal("/v1/chat/completions", messages=[user("Hi")], **fields)
+        await server.expect_refusal("/v1/chat/completions", messages=[user_message("Hi")], **fields)
 
 
 @pytest.mark.parametrize("index", [0, 1, 70, 199])

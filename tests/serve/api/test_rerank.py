@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.chatting import Chatting
 from support.embedding_server import embedder_config, embedding_server
+from support.in_process_server import InProcessServer
 
 from penstock import LLM
 
@@ -16,7 +16,7 @@ QUERY = "a red car"
 TEXTS = ["the cat sat on the mat", "a big red car", "hello world", "the dog ran"]
 
 
-async def post_ok(server: Chatting, path: str, **body: Any) -> Any:
+async def post_ok(server: InProcessServer, path: str, **body: Any) -> Any:
     """Send a request and return its response, which must be successful."""
     response = await server.http.post(path, json=body)
     assert response.status_code == 200, response.text
@@ -39,10 +39,12 @@ async def test_rerank_and_score_equal_the_library(kind: str, request: pytest.Fix
             assert (answer["model"], answer["id"][:7]) == ("tiny", "rerank-")
             assert answer["usage"]["total_tokens"] == answer["meta"]["tokens"]["input_tokens"] > 20
         objects = [{"text": text} if i % 2 else text for i, text in enumerate(TEXTS)]
-        best = await post_ok(
+        best_response = await post_ok(
             server, "/v1/rerank", query=QUERY, documents=objects, top_n=2, return_documents=True
         )
-        assert [result["document"] for result in best["results"]] == [{"text": TEXTS[i]} for i in order[:2]]
+        assert [result["document"] for result in best_response["results"]] == [
+            {"text": TEXTS[i]} for i in order[:2]
+        ]
         for path in ("/v1/score", "/score"):
             answer = await post_ok(server, path, text_1=QUERY, text_2=TEXTS)
             np.testing.assert_allclose([item["score"] for item in answer["data"]], expected, atol=1e-6)
@@ -75,11 +77,13 @@ async def test_raw_scores_of_a_cross_encoder_are_logits(cross_encoder: Path) -> 
 async def test_long_documents_are_truncated_or_refused(cross_encoder: Path) -> None:
     async with embedding_server(cross_encoder) as server:
         documents = ["hello world", "cat " * 80]
-        error = await server.refusal("/v1/rerank", model="tiny", query="a cat", documents=documents)
+        error = await server.expect_refusal("/v1/rerank", model="tiny", query="a cat", documents=documents)
         assert (error["param"], error["code"]) == ("documents[1]", "context_length_exceeded")
         assert error["message"].startswith("documents[1] has 85 tokens, but the maximum length is 64")
-        truncated = await post_ok(server, "/v1/rerank", query="a cat", documents=documents, truncate=True)
-        assert truncated["usage"]["prompt_tokens"] == 7 + 64
+        truncated_response = await post_ok(
+            server, "/v1/rerank", query="a cat", documents=documents, truncate=True
+        )
+        assert truncated_response["usage"]["prompt_tokens"] == 7 + 64
         short = await post_ok(server, "/v1/rerank", query="a cat", documents=documents, max_tokens_per_doc=6)
         assert short["usage"]["prompt_tokens"] == 7 + 5 + 6
         expected = await post_ok(server, "/v1/rerank", query="a cat", documents=["hello world", "cat " * 6])
@@ -112,7 +116,7 @@ async def test_invalid_fields_are_refused(
     embedder: Path, path: str, body: dict[str, Any], param: Any, message: str
 ) -> None:
     async with embedding_server(embedder, max_inputs_per_request=5) as server:
-        error = await server.refusal(path, model="tiny", **body)
+        error = await server.expect_refusal(path, model="tiny", **body)
         assert error["param"] == param
         assert message in error["message"]
 
@@ -125,12 +129,12 @@ async def test_classify_equals_the_library(classifier: Path) -> None:
             for i, (item, result) in enumerate(zip(answer["data"], expected, strict=True)):
                 assert (item["index"], item["label"], item["num_classes"]) == (i, result.label, 3)
                 np.testing.assert_allclose(item["probs"], result.scores, atol=1e-6)
-        [alone] = (await post_ok(server, "/v1/classify", input=TEXTS[1], activation=False))["data"]
-        assert abs(sum(alone["probs"]) - 1) > 0.01
+        [single_response] = (await post_ok(server, "/v1/classify", input=TEXTS[1], activation=False))["data"]
+        assert abs(sum(single_response["probs"]) - 1) > 0.01
         ids = server.services.tokenizer.encode_text(TEXTS[1]).tolist()
         [same] = (await post_ok(server, "/v1/classify", input=ids, activation=False))["data"]
-        assert same == alone
-        error = await server.refusal("/v1/rerank", model="tiny", query="a", documents=["b"])
+        assert same == single_response
+        error = await server.expect_refusal("/v1/rerank", model="tiny", query="a", documents=["b"])
         assert "the model has 3 labels: a cross-encoder has one" in error["message"]
-        [raw] = (await post_ok(server, "/pooling", input=TEXTS[1], activation=False))["data"]
-        np.testing.assert_allclose(raw["scores"], alone["probs"], atol=1e-6)
+        [raw_item] = (await post_ok(server, "/pooling", input=TEXTS[1], activation=False))["data"]
+        np.testing.assert_allclose(raw_item["scores"], single_response["probs"], atol=1e-6)

@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 from pydantic import BaseModel
-from support.chatting import HERMES, THINKING, chatting, events_of
+from support.in_process_server import HERMES, THINKING, parse_events, run_in_process
 
 from penstock.testing import FakePipeline
 
@@ -36,7 +36,7 @@ def make_echo_pipeline() -> FakePipeline:
 
 
 async def test_a_response_is_created_retrieved_and_deleted() -> None:
-    async with chatting() as server:
+    async with run_in_process() as server:
         client = server.openai
         created = await client.responses.create(
             model="demo", input="Hi", instructions="Be brief", metadata={"a": "b"}, temperature=0.5, user="u"
@@ -65,7 +65,7 @@ async def test_a_response_is_created_retrieved_and_deleted() -> None:
 
 
 async def test_the_whole_conversation_is_rendered_by_the_template() -> None:
-    async with chatting(make_echo_pipeline()) as server:
+    async with run_in_process(make_echo_pipeline()) as server:
         items: Any = [
             {"role": "developer", "content": "D"},
             {"role": "user", "content": [{"type": "input_text", "text": "Weather?"}]},
@@ -86,7 +86,7 @@ async def test_the_whole_conversation_is_rendered_by_the_template() -> None:
 
 
 async def test_a_previous_response_is_part_of_the_conversation() -> None:
-    async with chatting(make_echo_pipeline()) as server:
+    async with run_in_process(make_echo_pipeline()) as server:
         client = server.openai
         first = await client.responses.create(model="demo", instructions="I", input="A")
         assert first.output_text == "system: Iuser: A"
@@ -95,21 +95,23 @@ async def test_a_previous_response_is_part_of_the_conversation() -> None:
         input_items = await client.responses.input_items.list(second.id, order="asc", limit=2)
         assert [item.to_dict()["role"] for item in input_items.data] == ["user", "assistant"]
         assert input_items.has_more
-        rest = await client.responses.input_items.list(second.id, order="asc", after=input_items.last_id)
-        assert [item.to_dict()["content"][0]["text"] for item in rest.data] == ["B"]  # type: ignore[index]
+        later_items = await client.responses.input_items.list(
+            second.id, order="asc", after=input_items.last_id
+        )
+        assert [item.to_dict()["content"][0]["text"] for item in later_items.data] == ["B"]  # type: ignore[index]
         reference: Any = [
             {"type": "item_reference", "id": first.output[0].id},
             {"role": "user", "content": "C"},
         ]
         third = await client.responses.create(model="demo", input=reference)
         assert third.output_text == "assistant: system: Iuser: Auser: C"
-        with pytest.raises(openai.BadRequestError, match="no stored response") as unknown:
+        with pytest.raises(openai.BadRequestError, match="no stored response") as unknown_error:
             await client.responses.create(model="demo", input="B", previous_response_id="resp_0")
-        assert unknown.value.code == "previous_response_not_found"
+        assert unknown_error.value.code == "previous_response_not_found"
 
 
 async def test_stream_events_have_the_documented_order() -> None:
-    async with chatting() as server:
+    async with run_in_process() as server:
         names = []
         async with server.openai.responses.stream(model="demo", input="Hi") as stream:
             async for event in stream:
@@ -130,16 +132,16 @@ async def test_stream_events_have_the_documented_order() -> None:
         ]
         assert final.output_text == "Hello!"
         assert (await server.openai.responses.retrieve(final.id)).output_text == "Hello!"
-        raw = await server.post("/v1/responses", input="Hi", stream=True)
-        numbers = [event["sequence_number"] for event in events_of(raw.text)]
+        raw_response = await server.post("/v1/responses", input="Hi", stream=True)
+        numbers = [event["sequence_number"] for event in parse_events(raw_response.text)]
         assert numbers == list(range(len(numbers)))
-        assert raw.text.startswith("event: response.created\ndata: ")
+        assert raw_response.text.startswith("event: response.created\ndata: ")
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_tool_calls_and_reasoning_are_output_items(stream: bool) -> None:
     text = "<think>Hm.</think>" + CALL
-    async with chatting(FakePipeline.saying(text), template=THINKING) as server:
+    async with run_in_process(FakePipeline.saying(text), template=THINKING) as server:
         fields: Any = {
             "model": "demo",
             "input": "Weather?",
@@ -164,7 +166,7 @@ async def test_tool_calls_and_reasoning_are_output_items(stream: bool) -> None:
         # Agents send the output items back. The encoded reasoning item contains the text.
         del reasoning_item["content"]
         follow_up = [reasoning_item, message, call, {**_make_call_output(call)}]
-        async with chatting(
+        async with run_in_process(
             make_echo_pipeline(), template=THINKING + "{{ messages[0].reasoning_content }}"
         ) as other:
             second = await other.openai.responses.create(model="demo", input=follow_up)  # type: ignore[arg-type]
@@ -177,7 +179,7 @@ def _make_call_output(call: Any) -> dict[str, Any]:
 
 async def test_custom_tools_are_called_with_text() -> None:
     text = '<tool_call>{"name": "apply_patch", "arguments": {"input": "*** \\"x\\""}}</tool_call>'
-    async with chatting(FakePipeline.saying(text)) as server:
+    async with run_in_process(FakePipeline.saying(text)) as server:
         names = []
         async with server.openai.responses.stream(model="demo", input="Patch", tools=[PATCH]) as stream:
             async for event in stream:
@@ -195,15 +197,15 @@ async def test_custom_tools_are_called_with_text() -> None:
 
 
 async def test_responses_report_truncation_and_log_probabilities() -> None:
-    async with chatting() as server:
+    async with run_in_process() as server:
         created = await server.openai.responses.create(model="demo", input="Hi", max_output_tokens=3)
         assert (created.status, created.output_text) == ("incomplete", "Hel")
         assert created.incomplete_details is not None
         assert created.incomplete_details.reason == "max_output_tokens"
-        scored = await server.openai.responses.create(
+        scored_response = await server.openai.responses.create(
             model="demo", input="Hi", top_logprobs=1, include=["message.output_text.logprobs"]
         )
-        part = scored.output[0].content[0]  # type: ignore[union-attr,index]
+        part = scored_response.output[0].content[0]  # type: ignore[union-attr,index]
         assert [score.token for score in part.logprobs] == list("Hello!")  # type: ignore[union-attr]
         async with server.openai.responses.stream(
             model="demo", input="Hi", include=["message.output_text.logprobs"]
@@ -214,7 +216,7 @@ async def test_responses_report_truncation_and_log_probabilities() -> None:
 
 
 async def test_a_background_response_can_be_polled_and_streamed() -> None:
-    async with chatting() as server:
+    async with run_in_process() as server:
         client = server.openai
         created = await client.responses.create(model="demo", input="Hi", background=True)
         assert created.status in ("queued", "in_progress")
@@ -231,9 +233,9 @@ async def test_a_background_response_can_be_polled_and_streamed() -> None:
         ]
         with pytest.raises(openai.BadRequestError, match="background needs store"):
             await client.responses.create(model="demo", input="Hi", background=True, store=False)
-        plain = await client.responses.create(model="demo", input="Hi")
+        plain_response = await client.responses.create(model="demo", input="Hi")
         with pytest.raises(openai.BadRequestError, match="only a response with background"):
-            await client.responses.cancel(plain.id)
+            await client.responses.cancel(plain_response.id)
 
 
 async def _wait_until_ended(client: openai.AsyncOpenAI, name: str) -> Any:
@@ -245,7 +247,7 @@ async def _wait_until_ended(client: openai.AsyncOpenAI, name: str) -> Any:
 
 async def test_a_background_response_can_be_cancelled() -> None:
     slow = FakePipeline.saying("x" * 100_000)
-    async with chatting(slow) as server:
+    async with run_in_process(slow) as server:
         created = await server.openai.responses.create(model="demo", input="Hi", background=True)
         cancelled = await server.openai.responses.cancel(created.id)
         assert cancelled.status == "cancelled"
@@ -281,10 +283,10 @@ async def test_requests_of_codex_are_accepted(caplog: pytest.LogCaptureFixture) 
         "service_tier": None,
         "client_metadata": None,
     }
-    async with chatting(make_echo_pipeline()) as server:
+    async with run_in_process(make_echo_pipeline()) as server:
         first = await server.http.post("/v1/responses", json=body)
         assert first.status_code == 200, first.text
-        final = events_of(first.text)[-1]
+        final = parse_events(first.text)[-1]
         assert final["type"] == "response.completed"
         text = final["response"]["output"][0]["content"][0]["text"]
         assert "exec_command" in text
@@ -294,11 +296,13 @@ async def test_requests_of_codex_are_accepted(caplog: pytest.LogCaptureFixture) 
         caplog.clear()
         assert (await server.http.post("/v1/responses", json=body)).status_code == 200
         assert not [message for message in caplog.messages if "hosted tool" in message]
-        refused = await server.refusal("/v1/responses", **{**body, "tool_choice": {"type": "web_search"}})
-        assert refused["param"] == "tool_choice.type"
-    async with chatting(hosted_tools="refuse") as server:
-        refused = await server.refusal("/v1/responses", **body)
-        assert refused["param"] == "tools[2].type"
+        refusal_error = await server.expect_refusal(
+            "/v1/responses", **{**body, "tool_choice": {"type": "web_search"}}
+        )
+        assert refusal_error["param"] == "tool_choice.type"
+    async with run_in_process(hosted_tools="refuse") as server:
+        refusal_error = await server.expect_refusal("/v1/responses", **body)
+        assert refusal_error["param"] == "tools[2].type"
 
 
 @pytest.mark.parametrize(
@@ -329,16 +333,18 @@ async def test_requests_of_codex_are_accepted(caplog: pytest.LogCaptureFixture) 
     ],
 )
 async def test_invalid_values_are_refused_with_the_field(body: dict[str, Any], param: str) -> None:
-    async with chatting() as server:
+    async with run_in_process() as server:
         server.services.tokenizer.max_length = 2048
-        refused = await server.refusal("/v1/responses", **body)
-        assert refused["param"] == param
+        refusal_error = await server.expect_refusal("/v1/responses", **body)
+        assert refusal_error["param"] == param
         if "min_tokens" in body:
-            assert "but max_output_tokens 2" in refused["message"]
+            assert "but max_output_tokens 2" in refusal_error["message"]
 
 
 async def test_truncation_drops_the_oldest_turns() -> None:
-    async with chatting(FakePipeline.answering(lambda prompt: prompt[:60].replace("\n", "|"))) as server:
+    async with run_in_process(
+        FakePipeline.answering(lambda prompt: prompt[:60].replace("\n", "|"))
+    ) as server:
         server.services.tokenizer.max_length = 2048
         turns: list[Any] = []
         for index in range(20):
@@ -359,16 +365,18 @@ async def test_truncation_drops_the_oldest_turns() -> None:
 
 
 async def test_state_survives_a_restart(tmp_path: Path) -> None:
-    async with chatting(state_dir=str(tmp_path)) as server:
+    async with run_in_process(state_dir=str(tmp_path)) as server:
         created = await server.openai.responses.create(model="demo", input="Hi")
-    async with chatting(make_echo_pipeline(), state_dir=str(tmp_path)) as server:
+    async with run_in_process(make_echo_pipeline(), state_dir=str(tmp_path)) as server:
         assert (await server.openai.responses.retrieve(created.id)).output_text == "Hello!"
-        after = await server.openai.responses.create(model="demo", input="B", previous_response_id=created.id)
-        assert after.output_text == "user: Hiassistant: Hello!user: B"
+        later_response = await server.openai.responses.create(
+            model="demo", input="B", previous_response_id=created.id
+        )
+        assert later_response.output_text == "user: Hiassistant: Hello!user: B"
 
 
 async def test_the_number_of_stored_responses_is_bounded() -> None:
-    async with chatting(response_store_size=4000) as server:
+    async with run_in_process(response_store_size=4000) as server:
         created = [await server.openai.responses.create(model="demo", input="Hi") for _ in range(4)]
         with pytest.raises(openai.NotFoundError):
             await server.openai.responses.retrieve(created[0].id)
@@ -376,7 +384,7 @@ async def test_the_number_of_stored_responses_is_bounded() -> None:
 
 
 async def test_clients_see_only_their_own_responses() -> None:
-    async with chatting(api_key=("one", "two")) as server:
+    async with run_in_process(api_key=("one", "two")) as server:
         first_client, second_client = (
             server.openai.with_options(api_key="one"),
             server.openai.with_options(api_key="two"),
@@ -396,7 +404,7 @@ class Answer(BaseModel):
 
 
 async def test_parse_returns_structured_output() -> None:
-    async with chatting(
+    async with run_in_process(
         FakePipeline.saying('{"city": "Bonn"}'), template=HERMES, grammars_enabled=True
     ) as server:
         with pytest.MonkeyPatch.context() as patch:

@@ -10,7 +10,7 @@ from typing import Any
 
 import openai
 import pytest
-from support.chatting import HERMES, Chatting, chatting, events_of
+from support.in_process_server import HERMES, InProcessServer, parse_events, run_in_process
 from support.tool_servers import ServedTools, broken_server, tool_server
 
 from penstock.testing import FakePipeline
@@ -42,8 +42,8 @@ def make_scripted_model(*turns: str) -> FakePipeline:
 
 @pytest.fixture(scope="module")
 def tools() -> Iterator[ServedTools]:
-    with tool_server() as running:
-        yield running
+    with tool_server() as running_server:
+        yield running_server
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,7 @@ def _reset_tools(tools: ServedTools) -> None:
 
 def run_server(tools: ServedTools, *turns: str, **config: Any) -> Any:
     """Run a server with the tool server ``calc`` and a scripted model."""
-    return chatting(make_scripted_model(*turns), mcp_server=(f"calc={tools.url}",), **config)
+    return run_in_process(make_scripted_model(*turns), mcp_server=(f"calc={tools.url}",), **config)
 
 
 def item_types(response: Any) -> list[str]:
@@ -61,7 +61,7 @@ def item_types(response: Any) -> list[str]:
     return [item.type for item in response.output]
 
 
-async def create(server: Chatting, text: Any = "Add", **more: Any) -> Any:
+async def create(server: InProcessServer, text: Any = "Add", **more: Any) -> Any:
     """Create a response to a text."""
     return await server.openai.responses.create(model="demo", input=text, **more)
 
@@ -102,7 +102,7 @@ async def test_a_tool_is_called_and_its_output_is_used(
 async def test_stream_events_have_the_documented_order(tools: ServedTools) -> None:
     async with run_server(tools, call("add", a=2, b=3), "5") as server:
         http_response = await server.post("/v1/responses", input="Add", stream=True, tools=[CALC])
-        events = events_of(http_response.text)
+        events = parse_events(http_response.text)
         names = [event["type"].removeprefix("response.") for event in events]
         num_deltas = names.count("mcp_call_arguments.delta")
         assert num_deltas >= 1
@@ -116,12 +116,12 @@ async def test_stream_events_have_the_documented_order(tools: ServedTools) -> No
             *["content_part.done", "output_item.done", "completed"],
         ]
         assert [event["sequence_number"] for event in events] == list(range(len(events)))
-        done = [event for event in events if event["type"] == "response.output_item.done"]
-        assert [event["output_index"] for event in done] == [0, 1, 2]
-        assert [event["item"]["id"] for event in done] == [
+        done_events = [event for event in events if event["type"] == "response.output_item.done"]
+        assert [event["output_index"] for event in done_events] == [0, 1, 2]
+        assert [event["item"]["id"] for event in done_events] == [
             item["id"] for item in events[-1]["response"]["output"]
         ]
-        assert done[0]["item"]["tools"][0]["name"] == "add"
+        assert done_events[0]["item"]["tools"][0]["name"] == "add"
         deltas = [event["delta"] for event in events if event["type"].endswith("arguments.delta")]
         assert json.loads("".join(deltas)) == {"a": 2, "b": 3}
         assert all(event["output_index"] == 1 for event in events if ".mcp_call" in event["type"])
@@ -142,7 +142,7 @@ async def test_calls_of_one_turn_run_concurrently(tools: ServedTools) -> None:
 
 
 @contextmanager
-def record_prompts(server: Chatting) -> Iterator[list[str]]:
+def record_prompts(server: InProcessServer) -> Iterator[list[str]]:
     """Yield a list that receives the prompts of the model."""
     prompts: list[str] = []
     original = server.services.worker.submit
@@ -159,7 +159,7 @@ def record_prompts(server: Chatting) -> Iterator[list[str]]:
 async def test_a_later_response_continues_the_conversation(tools: ServedTools) -> None:
     async with run_server(tools, call("add", a=2, b=3), "5") as server:
         first = await create(server)
-        before = tools.num_lists
+        num_lists_before = tools.num_lists
         with record_prompts(server) as prompts:
             second = await create(server, "And?", previous_response_id=first.id)
         assert item_types(second) == ["message"]  # the tools are already listed
@@ -170,7 +170,7 @@ async def test_a_later_response_continues_the_conversation(tools: ServedTools) -
             server, [{"role": "user", "content": "Add"}, *items, _make_user_message("And?")]
         )
         assert item_types(continued) == ["message"]
-        assert tools.num_lists == before
+        assert tools.num_lists == num_lists_before
 
 
 def _make_user_message(text: str) -> dict[str, Any]:
@@ -206,17 +206,17 @@ async def test_tools_with_the_name_of_a_function_are_renamed(tools: ServedTools)
 async def test_an_approved_call_is_executed(tools: ServedTools, stream: bool) -> None:
     entry = {**CALC, "require_approval": "always"}
     async with run_server(tools, call("add", a=2, b=3), "Done.") as server:
-        pending = await create(server, tools=[entry])
-        assert item_types(pending) == ["mcp_list_tools", "mcp_approval_request"]
-        request = pending.output[1]
+        pending_response = await create(server, tools=[entry])
+        assert item_types(pending_response) == ["mcp_list_tools", "mcp_approval_request"]
+        request = pending_response.output[1]
         assert (request.name, request.server_label) == ("add", "calc")
         assert json.loads(request.arguments) == {"a": 2, "b": 3}
         assert not tools.calls
         reply: Any = {"type": "mcp_approval_response", "approval_request_id": request.id, "approve": True}
-        fields: Any = {"tools": [entry], "previous_response_id": pending.id}
+        fields: Any = {"tools": [entry], "previous_response_id": pending_response.id}
         if stream:
             http_response = await server.post("/v1/responses", input=[reply], stream=True, **fields)
-            response = events_of(http_response.text)[-1]["response"]
+            response = parse_events(http_response.text)[-1]["response"]
         else:
             response = (await create(server, [reply], **fields)).to_dict()
         call_item, last = response["output"]
@@ -229,7 +229,7 @@ async def test_an_approved_call_is_executed(tools: ServedTools, stream: bool) ->
         assert tools.calls == [("add", (2, 3))]
         items: Any = [
             _make_user_message("Add"),
-            *(item.to_dict() for item in pending.output),
+            *(item.to_dict() for item in pending_response.output),
             reply,
             *response["output"],
         ]
@@ -238,8 +238,10 @@ async def test_an_approved_call_is_executed(tools: ServedTools, stream: bool) ->
         ).output_text == "Done."
         assert len(tools.calls) == 1  # the approved call is not repeated
         with record_prompts(server) as prompts:
-            refused = await create(server, [{**reply, "approve": False, "reason": "too dear"}], **fields)
-        assert (item_types(refused), refused.output_text) == (["message"], "Done.")
+            refused_response = await create(
+                server, [{**reply, "approve": False, "reason": "too dear"}], **fields
+            )
+        assert (item_types(refused_response), refused_response.output_text) == (["message"], "Done.")
         assert len(tools.calls) == 1
         assert prompts[0].endswith("tool: Error: the user has not approved this call: too dearassistant: ")
         http_response = await server.post(
@@ -286,16 +288,16 @@ async def test_tool_choice_selects_the_tools(tools: ServedTools) -> None:
     async with run_server(tools, "Hi") as server:
         none = await create(server, tool_choice="none")
         assert item_types(none) == ["message"]
-        refused = await server.refusal(
+        refusal_error = await server.expect_refusal(
             "/v1/responses",
             input="Hi",
             tool_choice={"type": "mcp", "server_label": "calc", "name": "multiply"},
         )
-        assert refused["param"] == "tool_choice.name"
-        refused = await server.refusal(
+        assert refusal_error["param"] == "tool_choice.name"
+        refusal_error = await server.expect_refusal(
             "/v1/responses", input="Hi", tool_choice={"type": "mcp", "server_label": "other"}
         )
-        assert refused["param"] == "tool_choice.server_label"
+        assert refusal_error["param"] == "tool_choice.server_label"
         allowed = {"mode": "auto", "type": "allowed_tools", "tools": [CALC]}
         assert item_types(await create(server, tool_choice=allowed)) == ["mcp_list_tools", "message"]
 
@@ -328,7 +330,7 @@ async def test_the_number_of_turns_is_limited(tools: ServedTools) -> None:
         return call("add", a=1, b=1) if "<tools>" in prompt else "I stop."
 
     model = FakePipeline.answering(answer)
-    async with chatting(model, mcp_server=(f"calc={tools.url}",), mcp_max_turns=3) as server:
+    async with run_in_process(model, mcp_server=(f"calc={tools.url}",), mcp_max_turns=3) as server:
         response = await create(server)
         assert item_types(response) == ["mcp_list_tools", *["mcp_call"] * 3, "message"]
         assert (response.output_text, response.status) == ("I stop.", "completed")
@@ -380,10 +382,10 @@ async def test_arguments_that_are_not_an_object_fail_the_call(tools: ServedTools
 async def test_an_unreachable_tool_server_is_reported_in_the_output(stream: bool) -> None:
     model = FakePipeline.saying("Hello!")
     with broken_server() as url:
-        async with chatting(model, mcp_server=("a=http://127.0.0.1:9/mcp", f"b={url}")) as server:
+        async with run_in_process(model, mcp_server=("a=http://127.0.0.1:9/mcp", f"b={url}")) as server:
             if stream:
                 http_response = await server.post("/v1/responses", input="Hi", stream=True)
-                events = events_of(http_response.text)
+                events = parse_events(http_response.text)
                 assert [event["type"] for event in events].count("response.mcp_list_tools.failed") == 2
                 response = openai.types.responses.Response.model_validate(events[-1]["response"])
             else:
@@ -398,7 +400,7 @@ async def test_a_call_above_the_time_limit_fails(tools: ServedTools) -> None:
     async with run_server(tools, call("slow"), "Done.", mcp_timeout=0.4, stream_ping=0.1) as server:
         http_response = await server.post("/v1/responses", input="Hi", stream=True)
         assert ": ping" in http_response.text
-        response = events_of(http_response.text)[-1]["response"]
+        response = parse_events(http_response.text)[-1]["response"]
         assert response["output"][1]["error"]["code"] == 504
         assert response["output"][2]["content"][0]["text"] == "Done."
 
@@ -439,32 +441,34 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 async def test_invalid_values_are_refused_with_the_field(tools: ServedTools) -> None:
-    async with run_server(tools, "Hi") as server, chatting() as other_server:
+    async with run_server(tools, "Hi") as server, run_in_process() as other_server:
         for entry, param in REFUSED:
             body = {"input": "Hi", "tools": [{"type": "mcp", **entry}]}
-            assert (await server.refusal("/v1/responses", **body))["param"] == param
-            assert (await other_server.refusal("/v1/responses", **body))["param"].startswith("tools[0].")
+            assert (await server.expect_refusal("/v1/responses", **body))["param"] == param
+            assert (await other_server.expect_refusal("/v1/responses", **body))["param"].startswith(
+                "tools[0]."
+            )
 
 
 async def test_the_url_of_a_configured_server_is_accepted(tools: ServedTools) -> None:
     async with run_server(tools, "Hi") as server:
         response = await create(server, tools=[{**CALC, "server_label": "mine", "server_url": tools.url}])
         assert response.output[0].server_label == "mine"
-        duplicate_error = await server.refusal("/v1/responses", input="Hi", tools=[CALC, CALC])
+        duplicate_error = await server.expect_refusal("/v1/responses", input="Hi", tools=[CALC, CALC])
         assert duplicate_error["param"] == "tools[1].server_label"
 
 
 async def test_a_template_without_tools_disables_tool_servers(
     tools: ServedTools, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain = HERMES.replace("tools", "no_such_name")
-    async with run_server(tools, "Hi", template=plain) as server:
+    plain_template = HERMES.replace("tools", "no_such_name")
+    async with run_server(tools, "Hi", template=plain_template) as server:
         assert item_types(await create(server)) == ["message"]
         assert [message for message in caplog.messages if "tool servers" in message]
 
 
 async def test_several_models_share_the_tool_lists(tools: ServedTools) -> None:
     async with run_server(tools, "Hi") as server:
-        before = tools.num_lists
+        num_lists_before = tools.num_lists
         await asyncio.gather(*(create(server) for _ in range(4)))
-        assert tools.num_lists <= before + 1
+        assert tools.num_lists <= num_lists_before + 1

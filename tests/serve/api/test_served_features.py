@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.chatting import Chatting, chatting, events_of, user
+from support.in_process_server import InProcessServer, parse_events, run_in_process, user_message
 
 import penstock
 from penstock.assembly import load_runtime, load_tokenizer
 from penstock.config import PipelineConfig
 
 DEMO = Path(penstock.__file__).parent / "demo"
-STORY = [user("Tell me a story about a dragon. Tell me a story about a dragon.")]
+STORY = [user_message("Tell me a story about a dragon. Tell me a story about a dragon.")]
 
 
 @asynccontextmanager
-async def serve_demo(**fields: Any) -> AsyncIterator[Chatting]:
+async def serve_demo(**fields: Any) -> AsyncIterator[InProcessServer]:
     config = PipelineConfig.from_flat(
         {
             "model_path": "demo",
@@ -34,12 +34,12 @@ async def serve_demo(**fields: Any) -> AsyncIterator[Chatting]:
     )
     tokenizer = load_tokenizer(config)
     work = partial(load_runtime, config)
-    async with chatting(work=work, tokenizer=tokenizer, pipeline_config=config) as server:
+    async with run_in_process(work=work, tokenizer=tokenizer, pipeline_config=config) as server:
         tokenizer.max_length = server.services.worker.info.max_length
         yield server
 
 
-async def complete_text(server: Chatting, **body: Any) -> str:
+async def complete_text(server: InProcessServer, **body: Any) -> str:
     response = await server.post(
         "/v1/chat/completions", **{"messages": STORY, "seed": 1, "temperature": 0, "max_tokens": 40, **body}
     )
@@ -65,39 +65,39 @@ async def test_requests_with_adapters_run_in_one_batch(adapters: list[Path]) -> 
             return [item["id"] for item in (await server.http.get("/v1/models")).json()["data"]]
 
         assert await list_models() == ["demo", "first"]
-        plain, first = await complete_text(server), await complete_text(server, model="first")
-        assert plain != first
+        plain_text, first = await complete_text(server), await complete_text(server, model="first")
+        assert plain_text != first
         load = {"lora_name": "second", "lora_path": str(adapters[1])}
         assert (await server.http.post("/v1/load_lora_adapter", json=load)).status_code == 200
         assert await list_models() == ["demo", "first", "second"]
         # All three requests run in one batch, with the same results as alone.
         second = await complete_text(server, model="second")
-        assert second not in (plain, first)
-        together = await asyncio.gather(
+        assert second not in (plain_text, first)
+        batch_responses = await asyncio.gather(
             complete_text(server),
             complete_text(server, model="first"),
             complete_text(server, model="second"),
         )
-        assert together == [plain, first, second]
+        assert batch_responses == [plain_text, first, second]
 
         # A running request keeps its adapter after a reload.
         body = {"messages": STORY, "seed": 1, "temperature": 0, "max_tokens": 400, "ignore_eos": True}
         expected = await complete_text(server, model="second", **body)
-        running = asyncio.create_task(
+        running_task = asyncio.create_task(
             server.post("/v1/chat/completions", model="second", stream=True, **body)
         )
-        while server.services.worker.stats.num_running == 0 and not running.done():
+        while server.services.worker.stats.num_running == 0 and not running_task.done():
             await asyncio.sleep(0)
         name = {"lora_name": "second"}
         assert (await server.http.post("/v1/unload_lora_adapter", json=name)).status_code == 200
         assert await list_models() == ["demo", "first"]
         unloaded = await server.post("/v1/chat/completions", model="second", messages=STORY)
         assert (unloaded.status_code, unloaded.json()["error"]["code"]) == (404, "model_not_found")
-        chunks = events_of((await running).text)
+        chunks = parse_events((await running_task).text)
         assert chunks[-1] == "[DONE]"
         text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks[:-1])
         assert text == expected
-        assert await complete_text(server) == plain
+        assert await complete_text(server) == plain_text
 
 
 BODIES: list[dict[str, Any]] = [
@@ -112,13 +112,13 @@ async def test_speculation_does_not_change_outputs() -> None:
     async def complete_all(**fields: Any) -> list[str]:
         async with serve_demo(**fields) as server:
             texts = await asyncio.gather(*(complete_text(server, **body) for body in BODIES))
-            alone = [await complete_text(server, **body) for body in BODIES]
-            assert alone == texts
-            drafted.append(server.services.worker.stats.num_draft_tokens)
+            single_texts = [await complete_text(server, **body) for body in BODIES]
+            assert single_texts == texts
+            draft_counts.append(server.services.worker.stats.num_draft_tokens)
             return texts
 
-    drafted: list[int] = []
-    plain = await complete_all()
-    assert await complete_all(speculative_method="ngram", adaptive_speculation=False) == plain
-    assert drafted[0] == 0
-    assert drafted[1] > 0
+    draft_counts: list[int] = []
+    plain_texts = await complete_all()
+    assert await complete_all(speculative_method="ngram", adaptive_speculation=False) == plain_texts
+    assert draft_counts[0] == 0
+    assert draft_counts[1] > 0

@@ -1,12 +1,12 @@
-"""The session of a request: a header, else the user, for every route that generates or embeds."""
+"""The session of a request is taken from a header, otherwise from the user field."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+from support.app_client import app_client, make_services
 from support.engines import FakeEngine
-from support.serving import client_of, make_services
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 
@@ -23,7 +23,7 @@ CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 async def test_the_session_is_that_of_the_header_else_the_user(path: str, body: dict[str, Any]) -> None:
     worker = FakeEngine()
     user = {"metadata": {"user_id": "me"}} if path == "/v1/messages" else {"user": "me"}
-    async with client_of(make_services(worker)) as client:
+    async with app_client(make_services(worker)) as client:
         for fields in ({}, user):
             for headers in ({}, {"x-session-id": "talk"}):
                 answer = await client.post(path, json={"model": "demo", **body, **fields}, headers=headers)
@@ -33,7 +33,7 @@ async def test_the_session_is_that_of_the_header_else_the_user(path: str, body: 
 
 async def test_the_name_of_the_header_is_a_setting() -> None:
     worker = FakeEngine()
-    async with client_of(make_services(worker, session_header="X-Conversation")) as client:
+    async with app_client(make_services(worker, session_header="X-Conversation")) as client:
         for name in ("x-session-id", "x-conversation"):
             body = {"model": "demo", "prompt": "Hi"}
             answer = await client.post("/v1/completions", json=body, headers={name: "talk"})

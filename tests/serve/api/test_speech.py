@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 from openai import OpenAI
-from support.asgi import Exchange, eventually
-from support.chatting import Chatting, chatting, events_of
+from support.asgi import Exchange, wait_until
+from support.in_process_server import InProcessServer, parse_events, run_in_process
 from support.live_server import live_server
-from support.tiny_speech import RATE, catalog, write_tiny_speech
+from support.tiny_speech import RATE, FakeCodec, fake_codec_catalog, write_tiny_speech
+from support.workers import Gate
 
 from penstock import LLM
 from penstock.assembly import load_runtime, load_tokenizer
@@ -37,17 +38,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_options(folder: Path, **fields: Any) -> dict[str, Any]:
-    """Return the options of `chatting` for a speech model."""
+    """Return the options of `run_in_process` for a speech model."""
     values = {"model_path": str(folder), "served_model_name": "tiny", "kv_cache_memory": 4 << 20}
     config = PipelineConfig.from_flat({**values, "voice": ("zoe=1,2,3",), **fields})
-    tokenizer = load_tokenizer(config, catalog())
-    work = partial(load_runtime, config, catalog())
+    tokenizer = load_tokenizer(config, fake_codec_catalog())
+    work = partial(load_runtime, config, fake_codec_catalog())
     return {"work": work, "tokenizer": tokenizer, "pipeline_config": config}
 
 
 @asynccontextmanager
-async def open_speech_server(folder: Path, **fields: Any) -> AsyncIterator[Chatting]:
-    async with chatting(**make_options(folder, **fields)) as server:
+async def open_speech_server(folder: Path, **fields: Any) -> AsyncIterator[InProcessServer]:
+    async with run_in_process(**make_options(folder, **fields)) as server:
         server.services.tokenizer.max_length = server.services.worker.info.max_length
         yield server
 
@@ -56,7 +57,7 @@ async def open_speech_server(folder: Path, **fields: Any) -> AsyncIterator[Chatt
 def expected(folder: Path) -> Iterator[Any]:
     """Return a function that returns the PCM bytes of `LLM.speak`."""
     config = PipelineConfig.from_flat({"model_path": str(folder), "kv_cache_memory": 4 << 20})
-    with LLM.from_config(config, catalog=catalog()) as llm:
+    with LLM.from_config(config, catalog=fake_codec_catalog()) as llm:
 
         def speak(text: str, **options: Any) -> bytes:
             params = SamplingParams(seed=3, temperature=1.0, top_k=50, top_p=1, max_new_tokens=60)
@@ -65,7 +66,7 @@ def expected(folder: Path) -> Iterator[Any]:
         yield speak
 
 
-async def synthesize(server: Chatting, **body: Any) -> bytes:
+async def synthesize(server: InProcessServer, **body: Any) -> bytes:
     response = await server.http.post(ROUTE, json={"input": "Hello.", **SAMPLING, **body})
     assert response.status_code == 200, response.text
     return response.content
@@ -109,14 +110,40 @@ async def test_audio_is_streamed_as_events(folder: Path, expected: Any) -> None:
         body = {"input": LONG, "response_format": "pcm", "stream_format": "sse", **SAMPLING}
         response = await server.http.post(ROUTE, json=body)
         assert response.headers["content-type"].startswith("text/event-stream")
-        *deltas, done = events_of(response.text)
+        *deltas, end_event = parse_events(response.text)
         assert {delta["type"] for delta in deltas} == {"speech.audio.delta"}
-        assert deltas  # a busy machine sends chunks that are ready at the same time as one event
         assert b"".join(base64.b64decode(delta["audio"]) for delta in deltas) == expected(LONG)
-        assert done["type"] == "speech.audio.done"
-        usage = done["usage"]
+        assert end_event["type"] == "speech.audio.done"
+        usage = end_event["usage"]
         assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
         assert usage["output_tokens"] >= len(expected(LONG)) / 2 / 8
+
+
+async def test_each_decoded_chunk_is_sent_as_an_event(
+    folder: Path, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The codec decodes the next chunk only after the client has received the event of the previous one."""
+    text = "One sentence is this one."
+    audio, gate = expected(text), Gate()
+    decode_chunks = FakeCodec.decode_chunks
+
+    def decode_if_allowed(codec: FakeCodec, chunks: Any) -> Any:
+        gate.wait()
+        return decode_chunks(codec, chunks)
+
+    async with open_speech_server(folder, audio_chunk_frames=4) as server:
+        monkeypatch.setattr(FakeCodec, "decode_chunks", decode_if_allowed)
+        body = {"input": text, "response_format": "pcm", "stream_format": "sse", **SAMPLING}
+        stream = Exchange(server.app, ROUTE, body)
+        for num_chunks in (1, 2, 3):
+            gate.allow_steps(1)
+            await wait_until(lambda count=num_chunks: len(parse_events(stream.body.decode())) == count)
+        gate.open()
+        await stream.wait_until_ended()
+        *deltas, end_event = parse_events(stream.body.decode())
+        assert [delta["type"] for delta in deltas[:3]] == 3 * ["speech.audio.delta"]
+        assert b"".join(base64.b64decode(delta["audio"]) for delta in deltas) == audio
+        assert end_event["type"] == "speech.audio.done"
 
 
 async def test_voices_are_listed_and_used(folder: Path) -> None:
@@ -159,10 +186,10 @@ _SERVERS: dict[Path, Any] = {}
 
 
 @asynccontextmanager
-async def _open_shared_server(folder: Path) -> AsyncIterator[Chatting]:
+async def _open_shared_server(folder: Path) -> AsyncIterator[InProcessServer]:
     """Yield a server whose model is not loaded. Errors need no step of a worker."""
     options = _SERVERS.setdefault(folder, make_options(folder))
-    async with chatting(**options) as server:
+    async with run_in_process(**options) as server:
         yield server
 
 
@@ -186,7 +213,7 @@ async def test_a_missing_audio_library_is_reported(folder: Path, monkeypatch: py
 
 
 async def test_a_text_model_refuses_speech() -> None:
-    async with chatting() as server:
+    async with run_in_process() as server:
         response = await server.http.post(ROUTE, json={"input": "a"})
         assert response.status_code == 400
         assert "audio-generation" in response.json()["error"]["message"]
@@ -195,7 +222,9 @@ async def test_a_text_model_refuses_speech() -> None:
 
 async def test_a_speech_model_refuses_chats(folder: Path) -> None:
     async with _open_shared_server(folder) as server:
-        error = await server.refusal("/v1/chat/completions", messages=[{"role": "user", "content": "a"}])
+        error = await server.expect_refusal(
+            "/v1/chat/completions", messages=[{"role": "user", "content": "a"}]
+        )
         assert "text-generation" in error["message"]
 
 
@@ -213,31 +242,31 @@ async def test_an_output_without_speech_is_an_error(folder: Path) -> None:
 
 async def test_disconnects_do_not_change_other_speech_streams(folder: Path, expected: Any) -> None:
     async with open_speech_server(folder) as server:
-        app = server.http._transport.app  # type: ignore[attr-defined]
+        app = server.app
         texts = [f"Hello number {i}." for i in range(16)]
         body = {"response_format": "pcm", **SAMPLING}
         streams = [Exchange(app, ROUTE, {"input": text, **body}) for text in texts]
         for stream in streams[::2]:
-            stream.leave()
-        await asyncio.gather(*(stream.ended() for stream in streams))
+            stream.disconnect()
+        await asyncio.gather(*(stream.wait_until_ended() for stream in streams))
         for text, stream in zip(texts[1::2], streams[1::2], strict=True):
             assert stream.status == 200
             assert stream.body == expected(text)
-        await eventually(lambda: server.services.worker.num_outstanding == 0)
-        await eventually(lambda: server.services.worker.stats.num_used_blocks == 0)
+        await wait_until(lambda: server.services.worker.num_outstanding == 0)
+        await wait_until(lambda: server.services.worker.stats.num_used_blocks == 0)
 
 
 async def test_a_disconnect_cancels_the_remaining_parts(folder: Path) -> None:
     async with open_speech_server(folder) as server:
-        app = server.http._transport.app  # type: ignore[attr-defined]
+        app = server.app
         body = {"input": LONG * 4, "response_format": "pcm", **SAMPLING}
         stream = Exchange(app, ROUTE, body)
         stream.may_send.clear()
-        await eventually(lambda: server.services.worker.num_outstanding > 0)
-        stream.leave()
+        await wait_until(lambda: server.services.worker.num_outstanding > 0)
+        stream.disconnect()
         stream.may_send.set()
-        await stream.ended()
-        await eventually(lambda: server.services.worker.num_outstanding == 0)
+        await stream.wait_until_ended()
+        await wait_until(lambda: server.services.worker.num_outstanding == 0)
 
 
 async def test_speech_metrics_are_counted(folder: Path) -> None:

@@ -15,7 +15,7 @@ import jsonschema
 import openai
 import pydantic
 import pytest
-from support.chatting import Chatting, chatting, events_of, user
+from support.in_process_server import InProcessServer, parse_events, run_in_process, user_message
 
 from penstock.assembly import load_runtime, load_tokenizer
 from penstock.config import PipelineConfig
@@ -48,7 +48,7 @@ LOOSE: dict[str, Any] = {
         "parameters": {"type": "object", "properties": {"zone": {"type": "integer"}}},
     },
 }
-PARIS = [user("What's the weather like in Paris today?")]
+PARIS = [user_message("What's the weather like in Paris today?")]
 CHAT = "/v1/chat/completions"
 
 
@@ -59,11 +59,11 @@ def make_config(**fields: Any) -> PipelineConfig:
 
 
 @asynccontextmanager
-async def serve_demo(in_thread: bool = True, **fields: Any) -> AsyncIterator[Chatting]:
+async def serve_demo(in_thread: bool = True, **fields: Any) -> AsyncIterator[InProcessServer]:
     config = make_config(**fields)
     tokenizer: TextTokenizer = load_tokenizer(config)
     work = partial(load_runtime, config)
-    async with chatting(
+    async with run_in_process(
         work=work, tokenizer=tokenizer, pipeline_config=config, in_thread=in_thread
     ) as server:
         tokenizer.max_length = server.services.worker.info.max_length
@@ -76,12 +76,12 @@ def message_text(answer: dict[str, Any]) -> str:
     return content
 
 
-async def post_stream(server: Chatting, **body: Any) -> dict[str, Any]:
+async def post_stream(server: InProcessServer, **body: Any) -> dict[str, Any]:
     """Return the message of a stream, joined from its chunks."""
     response = await server.post(CHAT, **{"messages": PARIS, "stream": True, **body})
     assert response.status_code == 200, response.text
     message: dict[str, Any] = {"content": "", "tool_calls": []}
-    for chunk in events_of(response.text)[:-1]:
+    for chunk in parse_events(response.text)[:-1]:
         delta = chunk["choices"][0]["delta"]
         message["content"] += delta.get("content") or ""
         for call in delta.get("tool_calls", ()):
@@ -130,25 +130,25 @@ FORMS: list[tuple[dict[str, Any], Any]] = [
 ]
 
 
-async def check_forms(server: Chatting) -> None:
+async def check_forms(server: InProcessServer) -> None:
     """Run many grammars in one batch with unconstrained requests. Streams give the same outputs."""
     common: dict[str, Any] = {"messages": PARIS, "seed": 1, "temperature": 1.0, "max_tokens": 200}
     other = {"messages": PARIS, "seed": 2, "max_tokens": 30}
-    alone = await server.chat(**other)
+    single_response = await server.chat(**other)
     answers = await asyncio.gather(
         *(server.chat(**common, **form) for form, _ in FORMS), *(server.chat(**other) for _ in range(2))
     )
     for (form, check), answer in zip(FORMS, answers, strict=False):
         assert answer["choices"][0]["finish_reason"] == "stop", form
         assert check(message_text(answer)) is not False, (form, message_text(answer))
-    assert {message_text(answer) for answer in answers[len(FORMS) :]} == {message_text(alone)}
+    assert {message_text(answer) for answer in answers[len(FORMS) :]} == {message_text(single_response)}
     parts = await asyncio.gather(*(post_stream(server, **common, **form) for form, _ in FORMS))
     assert [part["content"] for part in parts] == [message_text(answer) for answer in answers[: len(FORMS)]]
     completion = await server.complete(prompt="x", structured_outputs={"regex": "[ab]{5}"}, max_tokens=20)
     assert re.fullmatch("[ab]{5}", completion["choices"][0]["text"])
 
 
-async def check_tools(server: Chatting) -> None:
+async def check_tools(server: InProcessServer) -> None:
     """Check forced calls, strict calls with the choice "auto", and calls or JSON."""
     tools = {"tools": [STRICT, LOOSE], "messages": PARIS, "seed": 1, "max_tokens": 200}
     tool_choice = {"type": "function", "function": {"name": "get_weather"}}
@@ -167,7 +167,7 @@ async def check_tools(server: Chatting) -> None:
     assert json.loads(call["arguments"])["city"] == "Paris"
     assert answer["choices"][0]["finish_reason"] == "tool_calls"
     assert (await post_stream(server, **tools, temperature=0))["tool_calls"] == [call]
-    body = {**tools, "messages": [user("Hi")], "temperature": 0}
+    body = {**tools, "messages": [user_message("Hi")], "temperature": 0}
     assert message_text(await server.chat(**body)) == message_text(
         await server.chat(**{**body, "tools": [without_strict(STRICT), LOOSE]})
     )
@@ -188,7 +188,7 @@ class Weather(pydantic.BaseModel):
     sky: Literal["clear", "grey"]
 
 
-async def check_openai_parse_helpers(server: Chatting) -> None:
+async def check_openai_parse_helpers(server: InProcessServer) -> None:
     """Check the parse helpers of the OpenAI client, which send strict tools and schemas."""
     client: Any = server.openai.chat.completions
     body = {"model": "demo", "messages": PARIS, "seed": 1, "max_tokens": 200, "temperature": 0}
@@ -199,10 +199,10 @@ async def check_openai_parse_helpers(server: Chatting) -> None:
     assert isinstance(answer.choices[0].message.parsed, Weather)
 
 
-async def check_errors(server: Chatting) -> None:
+async def check_errors(server: InProcessServer) -> None:
     """Check that invalid grammars get status 400 before the headers, with the field and the keyword."""
     unsupported = {"type": "array", "uniqueItems": True}
-    refused: list[tuple[dict[str, Any], str, str]] = [
+    refused_requests: list[tuple[dict[str, Any], str, str]] = [
         (make_json_schema_format(unsupported), "response_format.json_schema", "uniqueItems"),
         ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "regular expression"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "not JSON"),
@@ -213,9 +213,9 @@ async def check_errors(server: Chatting) -> None:
             "did you mean schema?",
         ),
     ]
-    for form, param, words in refused:
+    for form, param, words in refused_requests:
         for stream in (False, True):
-            error = await server.refusal(CHAT, messages=PARIS, stream=stream, **form)
+            error = await server.expect_refusal(CHAT, messages=PARIS, stream=stream, **form)
             assert error["param"] == param
             assert words in error["message"]
     for form in (
@@ -247,7 +247,7 @@ async def test_a_worker_process_follows_grammars() -> None:
         await check_errors(server)
 
 
-async def check_with_other_fields(server: Chatting) -> None:
+async def check_with_other_fields(server: InProcessServer) -> None:
     """Check that other fields do not change where a grammar ends.
 
     A request that allows no token ends with an error.
@@ -292,20 +292,22 @@ async def test_grammar_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llguidance_backend, "grammar_source", slow)
     async with serve_demo(max_grammar_size=1500, grammar_compile_timeout=0.05) as server:
         long = {"structured_outputs": {"choice": ["a" * 3000]}}
-        error = await server.refusal(CHAT, messages=PARIS, **long)
+        error = await server.expect_refusal(CHAT, messages=PARIS, **long)
         assert "the maximum is 1500" in error["message"]
         assert error["param"] == "structured_outputs.choice"
         wide_schema = {"type": "object", "properties": {"x": {"enum": ["the " * 400]}}}
         function = {"name": "f", "parameters": wide_schema, "strict": True}
-        error = await server.refusal(CHAT, messages=PARIS, tools=[{"type": "function", "function": function}])
+        error = await server.expect_refusal(
+            CHAT, messages=PARIS, tools=[{"type": "function", "function": function}]
+        )
         assert error["param"] == "tools[0].function.parameters", "checked before parsing"
         assert "the maximum is 1500" in error["message"]
         tools = [{**STRICT, "function": {**STRICT["function"], "name": f"f{index}"}} for index in range(6)]
-        error = await server.refusal(CHAT, messages=PARIS, tools=tools, tool_choice="required")
+        error = await server.expect_refusal(CHAT, messages=PARIS, tools=tools, tool_choice="required")
         assert error["param"] == "tools"
         for stream in (False, True):
             form = {"structured_outputs": {"regex": "ab"}}
-            error = await server.refusal(CHAT, messages=PARIS, stream=stream, **form)
+            error = await server.expect_refusal(CHAT, messages=PARIS, stream=stream, **form)
             assert "within 0.05 s" in error["message"]
         released.set()
 

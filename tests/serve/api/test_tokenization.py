@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.chatting import chatting, user
+from support.in_process_server import run_in_process, user_message
 
 import penstock
 from penstock.serve.api.choice_decoder import Score
@@ -20,9 +20,9 @@ from penstock.text.tokenizer import TextTokenizer
 
 
 async def test_tokenize_returns_ids_and_count() -> None:
-    async with chatting() as server:
-        plain = (await server.post("/tokenize", prompt="né<|end|>")).json()
-        assert plain == {
+    async with run_in_process() as server:
+        plain_response = (await server.post("/tokenize", prompt="né<|end|>")).json()
+        assert plain_response == {
             "count": 4,
             "max_model_len": 2048,
             "tokens": [110, 195, 169, 256],
@@ -33,50 +33,52 @@ async def test_tokenize_returns_ids_and_count() -> None:
         long = (await server.post("/tokenize", prompt="x" * 5000)).json()
         assert long["count"] == 5000  # longer than the maximum length, which is allowed here
         chat = (
-            await server.post("/tokenize", messages=[user("x" * 5000)], add_generation_prompt=False)
+            await server.post("/tokenize", messages=[user_message("x" * 5000)], add_generation_prompt=False)
         ).json()
         assert chat["count"] == 5006
         tools = [{"type": "function", "function": {"name": "f"}}]
-        assert (await server.post("/tokenize", messages=[user("x")], tools=tools)).json()["count"] > 50
+        assert (await server.post("/tokenize", messages=[user_message("x")], tools=tools)).json()[
+            "count"
+        ] > 50
 
 
 @pytest.mark.parametrize(("allowed", "num_special"), [(False, 0), (True, 1)])
 async def test_special_tokens_in_messages_are_tokens_only_if_allowed(allowed: bool, num_special: int) -> None:
     tokenizer = FakeTokenizer(special_tokens_in_content=allowed)
-    async with chatting(tokenizer=tokenizer) as server:
-        tokens = (await server.post("/tokenize", messages=[user("a<|end|>b")])).json()["tokens"]
+    async with run_in_process(tokenizer=tokenizer) as server:
+        tokens = (await server.post("/tokenize", messages=[user_message("a<|end|>b")])).json()["tokens"]
         assert tokens.count(256) == num_special
-        answer = await server.chat(messages=[user("a<|end|>b")])
+        answer = await server.chat(messages=[user_message("a<|end|>b")])
         assert answer["usage"]["prompt_tokens"] == len(tokens)
         assert (await server.complete(prompt="a<|end|>b"))["usage"]["prompt_tokens"] == 3
-        own = [{"role": "system", "content": "<|end|>"}, user("a")]
-        assert (await server.post("/tokenize", messages=own)).json()["tokens"].count(256) == 1
+        system_message = [{"role": "system", "content": "<|end|>"}, user_message("a")]
+        assert (await server.post("/tokenize", messages=system_message)).json()["tokens"].count(256) == 1
 
 
 @pytest.mark.parametrize(
     ("body", "param"),
     [
         ({}, "prompt"),
-        ({"prompt": "a", "messages": [user("a")]}, "prompt"),
+        ({"prompt": "a", "messages": [user_message("a")]}, "prompt"),
         ({"prompt": "a", "tools": []}, "tools"),
         ({"prompt": 5}, "prompt"),
-        ({"messages": [user("a")], "add_special_tokens": True}, "add_special_tokens"),
-        ({"messages": [user([{"type": "image_url", "image_url": {"url": "data:,"}}])]}, "messages"),
+        ({"messages": [user_message("a")], "add_special_tokens": True}, "add_special_tokens"),
+        ({"messages": [user_message([{"type": "image_url", "image_url": {"url": "data:,"}}])]}, "messages"),
         ({"prompt": "a", "text": "b"}, "text"),
     ],
 )
 async def test_tokenize_refuses_invalid_fields(body: dict[str, Any], param: str) -> None:
-    async with chatting() as server:
-        assert (await server.refusal("/tokenize", **body))["param"] == param
+    async with run_in_process() as server:
+        assert (await server.expect_refusal("/tokenize", **body))["param"] == param
 
 
 async def test_detokenize_returns_the_text() -> None:
-    async with chatting() as server:
+    async with run_in_process() as server:
         response = await server.post("/detokenize", tokens=[110, 195, 169, 256])
         assert response.json() == {"prompt": "né<|end|>"}
         assert (await server.http.post("/detokenize", json={"tokens": []})).json() == {"prompt": ""}
-        assert (await server.refusal("/detokenize", tokens=[1, 257]))["param"] == "tokens[1]"
-        assert (await server.refusal("/detokenize", tokens=[1, -1]))["param"] == "tokens[1]"
+        assert (await server.expect_refusal("/detokenize", tokens=[1, 257]))["param"] == "tokens[1]"
+        assert (await server.expect_refusal("/detokenize", tokens=[1, -1]))["param"] == "tokens[1]"
         response = await server.post("/detokenize", tokens=[1], model="other")
         assert response.status_code == 404
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import openai
 import pytest
-from support.chatting import Chatting, chatting
+from support.in_process_server import InProcessServer, run_in_process
 
 from penstock.serve.batches.batch_manager import BatchManager
 from penstock.testing import FakePipeline
@@ -27,7 +27,7 @@ def make_request_lines(count: int, **more: Any) -> bytes:
     )
 
 
-async def start_batch(server: Chatting, data: bytes, endpoint: Any = "/v1/chat/completions") -> Any:
+async def start_batch(server: InProcessServer, data: bytes, endpoint: Any = "/v1/chat/completions") -> Any:
     file = await server.openai.files.create(file=("in.jsonl", data), purpose="batch")
     assert (file.bytes, file.filename, file.purpose) == (len(data), "in.jsonl", "batch")
     return await server.openai.batches.create(
@@ -35,7 +35,7 @@ async def start_batch(server: Chatting, data: bytes, endpoint: Any = "/v1/chat/c
     )
 
 
-async def wait_until_ended(server: Chatting, name: str) -> Any:
+async def wait_until_ended(server: InProcessServer, name: str) -> Any:
     async with asyncio.timeout(30):
         while (batch := await server.openai.batches.retrieve(name)).status in (
             "validating",
@@ -46,14 +46,14 @@ async def wait_until_ended(server: Chatting, name: str) -> Any:
     return batch
 
 
-async def read_results(server: Chatting, file_id: str | None) -> dict[str, Any]:
+async def read_results(server: InProcessServer, file_id: str | None) -> dict[str, Any]:
     assert file_id is not None
     content = await server.openai.files.content(file_id)
     return {result["custom_id"]: result for result in map(json.loads, content.text.splitlines())}
 
 
 async def test_a_batch_writes_results_and_errors(tmp_path: Path) -> None:
-    async with chatting(state_dir=str(tmp_path)) as server:
+    async with run_in_process(state_dir=str(tmp_path)) as server:
         client = server.openai
         data = make_request_lines(3) + make_request_lines(1, colour=1).replace(b'"n0"', b'"bad"') + b"{}\n"
         created = await start_batch(server, data)
@@ -87,7 +87,7 @@ async def test_a_batch_writes_results_and_errors(tmp_path: Path) -> None:
 
 async def test_a_batch_continues_after_a_restart(tmp_path: Path) -> None:
     slow = FakePipeline.answering(lambda prompt: "x" * 2000)
-    async with chatting(slow, max_batch_size=2, state_dir=str(tmp_path)) as server:
+    async with run_in_process(slow, max_batch_size=2, state_dir=str(tmp_path)) as server:
         created = await start_batch(server, make_request_lines(9, max_tokens=60))
         async with asyncio.timeout(30):
             while (
@@ -103,7 +103,7 @@ async def test_a_batch_continues_after_a_restart(tmp_path: Path) -> None:
     result_files = list((tmp_path / "files").glob("*.jsonl"))
     num_first = sum(path.read_text().count('"batch_req_') for path in result_files)
     assert 3 <= num_first < 9
-    async with chatting(state_dir=str(tmp_path)) as server:
+    async with run_in_process(state_dir=str(tmp_path)) as server:
         server.services.states.of(BatchManager).start()  # as a restarted server does
         batch = await wait_until_ended(server, created.id)
         assert (batch.status, batch.request_counts.completed) == ("completed", 9)
@@ -113,7 +113,7 @@ async def test_a_batch_continues_after_a_restart(tmp_path: Path) -> None:
 
 
 async def test_a_batch_can_be_cancelled(tmp_path: Path) -> None:
-    async with chatting(FakePipeline.saying("x" * 100_000), state_dir=str(tmp_path)) as server:
+    async with run_in_process(FakePipeline.saying("x" * 100_000), state_dir=str(tmp_path)) as server:
         first, second = (
             await start_batch(server, make_request_lines(2)),
             await start_batch(server, make_request_lines(1)),
@@ -128,20 +128,20 @@ async def test_a_batch_can_be_cancelled(tmp_path: Path) -> None:
 
 
 async def test_files_are_listed_in_order(tmp_path: Path) -> None:
-    async with chatting(state_dir=str(tmp_path)) as server:
+    async with run_in_process(state_dir=str(tmp_path)) as server:
         client = server.openai
         for _ in range(3):
             await client.files.create(file=make_request_lines(1), purpose="batch")
-        newest = [file.id async for file in client.files.list()]
-        assert len(newest) == 3
-        assert [file.id async for file in client.files.list(order="desc")] == newest
-        assert [file.id async for file in client.files.list(order="asc", limit=2)] == newest[::-1]
-        refused = await server.http.get("/v1/files", params={"order": "size"})
-        assert refused.json()["error"]["param"] == "order"
+        newest_ids = [file.id async for file in client.files.list()]
+        assert len(newest_ids) == 3
+        assert [file.id async for file in client.files.list(order="desc")] == newest_ids
+        assert [file.id async for file in client.files.list(order="asc", limit=2)] == newest_ids[::-1]
+        refused_response = await server.http.get("/v1/files", params={"order": "size"})
+        assert refused_response.json()["error"]["param"] == "order"
 
 
 async def test_invalid_files_and_batches_are_refused(tmp_path: Path) -> None:
-    async with chatting(state_dir=str(tmp_path), max_file_size=3000, api_key=("one", "two")) as server:
+    async with run_in_process(state_dir=str(tmp_path), max_file_size=3000, api_key=("one", "two")) as server:
         client = server.openai.with_options(api_key="one")
         with pytest.raises(openai.BadRequestError, match="purpose must be batch"):
             await client.files.create(file=b"x", purpose="vision")
@@ -159,10 +159,10 @@ async def test_invalid_files_and_batches_are_refused(tmp_path: Path) -> None:
             ),
             (b"{}", "application/json", 415),
         ):
-            refused = await server.http.post(
+            refused_response = await server.http.post(
                 "/v1/files", content=data, headers={**headers, "content-type": kind}
             )
-            assert refused.status_code == status, data
+            assert refused_response.status_code == status, data
         file = await client.files.create(file=make_request_lines(1) + make_request_lines(1), purpose="batch")
         fields: Any = {"completion_window": "24h"}
         with pytest.raises(openai.BadRequestError, match="there is no file"):
@@ -181,7 +181,7 @@ async def test_invalid_files_and_batches_are_refused(tmp_path: Path) -> None:
         assert batch.errors is not None
         assert "two lines have the custom_id 'n0'" in str(batch.errors.data)
         assert {path.suffix for path in tmp_path.rglob("*.*")} >= {".json", ".jsonl"}
-    async with chatting() as server:
+    async with run_in_process() as server:
         with pytest.raises(openai.BadRequestError, match="--state-dir"):
             await server.openai.files.list()
 
@@ -209,7 +209,7 @@ MALFORMED_FORMS = {
 
 @pytest.mark.parametrize("message", MALFORMED_FORMS)
 async def test_malformed_forms_are_refused(tmp_path: Path, message: str) -> None:
-    async with chatting(state_dir=str(tmp_path)) as server:
+    async with run_in_process(state_dir=str(tmp_path)) as server:
         response = await server.http.post(
             "/v1/files",
             content=MALFORMED_FORMS[message],
@@ -228,7 +228,7 @@ async def test_a_form_in_small_chunks_is_parsed(tmp_path: Path, size: int) -> No
         for start in range(0, len(form), size):
             yield form[start : start + size]
 
-    async with chatting(state_dir=str(tmp_path)) as server:
+    async with run_in_process(state_dir=str(tmp_path)) as server:
         response = await server.http.post(
             "/v1/files", content=send_chunks(), headers={"content-type": 'multipart/form-data; boundary="x"'}
         )
@@ -239,7 +239,7 @@ async def test_a_form_in_small_chunks_is_parsed(tmp_path: Path, size: int) -> No
 
 
 async def test_a_line_for_another_endpoint_than_the_batch_fails(tmp_path: Path) -> None:
-    async with chatting(state_dir=str(tmp_path)) as server:
+    async with run_in_process(state_dir=str(tmp_path)) as server:
         created = await start_batch(server, make_request_lines(1), "/v1/responses")
         batch = await wait_until_ended(server, created.id)
         assert batch.request_counts.failed == 1

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.chatting import Chatting, chatting
+from support.in_process_server import InProcessServer, run_in_process
 
 from penstock.errors import InputError
 from penstock.serve.batches.batch_dispatch import BatchDispatcher, StoppedError, post
@@ -38,17 +38,17 @@ def parse_requests(*lines: bytes) -> Iterator[BatchRequest | BadLine]:
 
 
 async def run(
-    server: Chatting, lines: Iterable[BatchRequest | BadLine], concurrency: int = 4
+    server: InProcessServer, lines: Iterable[BatchRequest | BadLine], concurrency: int = 4
 ) -> tuple[dict[str, Any], list[tuple[bool, int]]]:
     """Return the results by custom_id, and the reports of each result."""
     results, reports = {}, []
 
     def store_result(result: bytes, has_succeeded: bool, num_tokens: int) -> None:
-        decoded = json.loads(result)
-        results[decoded["custom_id"]] = decoded
+        decoded_result = json.loads(result)
+        results[decoded_result["custom_id"]] = decoded_result
         reports.append((has_succeeded, num_tokens))
 
-    app = server.http._transport.app  # type: ignore[attr-defined]
+    app = server.app
     runner = BatchDispatcher(app, concurrency, is_stopping=lambda: False, on_result=store_result)
     await runner.run(iter(lines))
     return results, reports
@@ -56,8 +56,8 @@ async def run(
 
 async def test_a_result_is_one_line_for_readers_that_split_at_unicode_line_ends() -> None:
     rows: list[bytes] = []
-    async with chatting(FakePipeline.saying("a\u2028b\x85")) as server:
-        app = server.http._transport.app  # type: ignore[attr-defined]
+    async with run_in_process(FakePipeline.saying("a\u2028b\x85")) as server:
+        app = server.app
         dispatcher = BatchDispatcher(
             app, 1, is_stopping=lambda: False, on_result=lambda result, *_: rows.append(result)
         )
@@ -70,7 +70,7 @@ async def test_a_result_is_one_line_for_readers_that_split_at_unicode_line_ends(
 
 
 async def test_valid_and_invalid_lines_have_results() -> None:
-    async with chatting() as server:
+    async with run_in_process() as server:
         results, reports = await run(
             server,
             parse_requests(
@@ -109,15 +109,15 @@ async def test_batches_need_no_key_and_have_the_lowest_priority() -> None:
     (request,) = parse_requests(make_request_line("a", priority=5))
     assert isinstance(request, BatchRequest)
     assert request.body["priority"] == PRIORITY + 5
-    async with chatting(api_key=("one", "two")) as server:
-        app = server.http._transport.app  # type: ignore[attr-defined]
+    async with run_in_process(api_key=("one", "two")) as server:
+        app = server.app
         assert (await post(app, "/v1/chat/completions", request.body)).status == 200
         other_response = await server.http.post("/v1/chat/completions", json=CHAT)
         assert other_response.status_code == 401
 
 
 async def test_the_runner_waits_for_a_full_queue() -> None:
-    async with chatting(max_queue_size=1, max_batch_size=1) as server:
+    async with run_in_process(max_queue_size=1, max_batch_size=1) as server:
         results, _ = await run(
             server, parse_requests(*[make_request_line(f"n{index}") for index in range(12)]), concurrency=12
         )
@@ -126,8 +126,8 @@ async def test_the_runner_waits_for_a_full_queue() -> None:
 
 
 async def test_lines_after_a_stop_have_no_result() -> None:
-    async with chatting(FakePipeline.saying("x" * 200)) as server:
-        app = server.http._transport.app  # type: ignore[attr-defined]
+    async with run_in_process(FakePipeline.saying("x" * 200)) as server:
+        app = server.app
         results: list[bytes] = []
         runner = BatchDispatcher(
             app, 2, is_stopping=lambda: len(results) >= 3, on_result=lambda result, *_: results.append(result)
@@ -138,7 +138,7 @@ async def test_lines_after_a_stop_have_no_result() -> None:
 
 
 async def test_cancelling_a_batch_cancels_its_requests() -> None:
-    async with chatting(FakePipeline.saying("x" * 100_000)) as server:
+    async with run_in_process(FakePipeline.saying("x" * 100_000)) as server:
         task = asyncio.create_task(
             run(server, parse_requests(make_request_line("a"), make_request_line("b")))
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.serving import client_of, make_services
+from support.app_client import app_client, make_services
 
 from penstock.serve.http.auth import ApiKeys
 from penstock.serve.http.problems import RequestProblem
@@ -54,16 +54,16 @@ def test_without_keys_every_client_is_accepted() -> None:
 
 
 async def test_the_server_requires_a_key() -> None:
-    async with client_of(make_services(api_key=KEYS)) as client:
+    async with app_client(make_services(api_key=KEYS)) as client:
         without_key = await client.get("/v1/models")
-        invalid = await client.get("/v1/models", headers={"authorization": "Bearer x"})
+        invalid_response = await client.get("/v1/models", headers={"authorization": "Bearer x"})
         unknown_route = await client.post("/v1/nothing", content=b"x")
-        valid = await client.get("/v1/nothing", headers={"authorization": "Bearer one"})
+        valid_response = await client.get("/v1/nothing", headers={"authorization": "Bearer one"})
         probes = [await client.get(path) for path in ("/health", "/ready", "/version", "/metrics")]
     assert without_key.status_code == 401
     assert without_key.json()["error"]["code"] == "missing_api_key"
-    assert invalid.json()["error"]["code"] == "invalid_api_key"
-    assert invalid.headers["www-authenticate"].startswith("Bearer")
+    assert invalid_response.json()["error"]["code"] == "invalid_api_key"
+    assert invalid_response.headers["www-authenticate"].startswith("Bearer")
     assert unknown_route.status_code == 401  # unknown routes require a key too
-    assert valid.status_code == 404
+    assert valid_response.status_code == 404
     assert [probe.status_code for probe in probes] == [200] * 4

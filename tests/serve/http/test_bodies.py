@@ -13,7 +13,7 @@ import pytest
 from fastapi import APIRouter, Body, Request
 from hypothesis import given
 from hypothesis import strategies as st
-from support.serving import client_of, make_services
+from support.app_client import app_client, make_services
 
 from penstock.serve.http.bodies import JsonRoute, decode_json
 from penstock.serve.http.json_process import MAX_DEPTH
@@ -38,24 +38,24 @@ def test_any_body_is_decoded_or_refused(body: bytes) -> None:
 
 
 INVALID_BODIES = {
-    "empty text": (b" ", "Expecting value, at line 1, column 2"),
+    "only white space": (b" ", "Expecting value, at line 1, column 2"),
     "not JSON": (b"{'a': 1}", "at line 1, column 2"),
-    "unfinished": (b'{"a": "b', "at line 1"),
+    "incomplete string": (b'{"a": "b', "at line 1"),
     "more than one value": (b"{} {}", "Extra data, at line 1, column 4"),
     "not UTF-8": (b'{"a": "caf\xe9"}', "not UTF-8, at byte 10"),
     "UTF-16": ('{"a": 1}'.encode("utf-16"), "not UTF-8, at byte 0"),
-    "a mark of byte order": (b'\xef\xbb\xbf{"a": 1}', "BOM"),
-    "a raw NUL": (b'{"a": "\x00"}', "control character"),
+    "byte order mark": (b'\xef\xbb\xbf{"a": 1}', "BOM"),
+    "unescaped NUL": (b'{"a": "\x00"}', "control character"),
     "deep arrays": (b"[" * 20_000 + b"]" * 20_000, "deeper than 64 levels"),
     "deep objects": (b'{"a":' * 20_000 + b"1" + b"}" * 20_000, "deeper than 64 levels"),
-    "a little too deep": (b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1), "deeper than 64 levels"),
-    "an endless number": (b'{"a": ' + b"9" * 5000 + b"}", "a number has too many digits"),
-    "a number beyond floats": (b'{"a": 1e999}', "1e999 is too large"),
-    "not a number": (b'{"a": NaN}', "NaN is not a JSON number"),
-    "infinity": (b'{"a": -Infinity}', "-Infinity is not a JSON number"),
-    "half a pair": (b'{"a": "\\ud83d"}', "unpaired surrogate"),
-    "half a pair as a key": (b'{"\\uDC00": 1}', "unpaired surrogate"),
-    "a key twice": (b'{"a": 1, "b": {"c": 1, "c": 2}}', "the key 'c' occurs twice"),
+    "one level too deep": (b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1), "deeper than 64 levels"),
+    "number of 5000 digits": (b'{"a": ' + b"9" * 5000 + b"}", "a number has too many digits"),
+    "number beyond the range of floats": (b'{"a": 1e999}', "1e999 is too large"),
+    "NaN": (b'{"a": NaN}', "NaN is not a JSON number"),
+    "minus infinity": (b'{"a": -Infinity}', "-Infinity is not a JSON number"),
+    "lone surrogate": (b'{"a": "\\ud83d"}', "unpaired surrogate"),
+    "lone surrogate in a key": (b'{"\\uDC00": 1}', "unpaired surrogate"),
+    "duplicate key": (b'{"a": 1, "b": {"c": 1, "c": 2}}', "the key 'c' occurs twice"),
 }
 
 
@@ -99,7 +99,7 @@ def echo_body() -> APIRouter:
 @pytest.mark.parametrize("path", ["/echo", "/raw"])
 @pytest.mark.parametrize(("body", "message"), INVALID_BODIES.values(), ids=INVALID_BODIES.keys())
 async def test_requests_with_invalid_bodies_get_400(path: str, body: bytes, message: str) -> None:
-    async with client_of(make_services(), echo_body()) as client:
+    async with app_client(make_services(), echo_body()) as client:
         response = await post(client, body, path=path)
     assert response.status_code == 400
     assert message in response.json()["error"]["message"]
@@ -108,25 +108,25 @@ async def test_requests_with_invalid_bodies_get_400(path: str, body: bytes, mess
 
 async def test_a_body_of_the_maximum_size_is_accepted() -> None:
     body = json.dumps({"a": "b" * 100_000}).encode()  # decoded in a separate process
-    async with client_of(make_services(max_body_size=len(body)), echo_body()) as client:
+    async with app_client(make_services(max_body_size=len(body)), echo_body()) as client:
         assert (await post(client, body)).json() == {"a": "b" * 100_000}
-    async with client_of(make_services(max_body_size=len(body) - 1), echo_body()) as client:
-        refused = await post(client, body)
-    assert refused.status_code == 413
-    assert refused.json()["error"]["code"] == "request_too_large"
-    assert str(len(body) - 1) in refused.json()["error"]["message"]
+    async with app_client(make_services(max_body_size=len(body) - 1), echo_body()) as client:
+        refused_response = await post(client, body)
+    assert refused_response.status_code == 413
+    assert refused_response.json()["error"]["code"] == "request_too_large"
+    assert str(len(body) - 1) in refused_response.json()["error"]["message"]
 
 
 async def test_the_number_of_concurrent_large_bodies_is_limited() -> None:
     services = make_services()
     services.large_bodies.acquire()
     long = json.dumps({"a": "b" * 600_000}).encode()
-    async with client_of(services, echo_body()) as client:
+    async with app_client(services, echo_body()) as client:
         assert (await post(client, long, path="/raw")).status_code == 200
         while services.large_bodies.num_active < 8:
             services.large_bodies.acquire()
-        refused = await post(client, long, path="/raw")
-        assert (refused.status_code, refused.headers["retry-after"]) == (429, "5")
+        refused_response = await post(client, long, path="/raw")
+        assert (refused_response.status_code, refused_response.headers["retry-after"]) == (429, "5")
         assert (await post(client, b"{}", path="/raw")).status_code == 200, "short bodies need no slot"
         services.large_bodies.release()
         assert (await post(client, long, path="/raw")).status_code == 200
@@ -144,7 +144,7 @@ async def test_the_size_limit_applies_while_a_body_arrives() -> None:
             sent += 1000
             yield b"a" * 1000
 
-    async with client_of(make_services(max_body_size=10_000), echo_body()) as client:
+    async with app_client(make_services(max_body_size=10_000), echo_body()) as client:
         response = await client.post(
             "/echo", content=send_chunks(), headers={"content-type": "application/json"}
         )
@@ -161,7 +161,7 @@ async def test_a_body_with_a_too_large_content_length_is_not_read() -> None:
         yield b"{}"
 
     headers = {"content-type": "application/json", "content-length": "10001"}
-    async with client_of(make_services(max_body_size=10_000), echo_body()) as client:
+    async with app_client(make_services(max_body_size=10_000), echo_body()) as client:
         response = await client.post("/echo", content=send_chunks(), headers=headers)
     assert (response.status_code, sent) == (413, 0)
 
@@ -172,7 +172,7 @@ async def test_a_body_that_is_not_received_in_time_gets_408() -> None:
         await asyncio.sleep(60)
         yield b"1}"
 
-    async with client_of(make_services(body_timeout=0.05), echo_body()) as client:
+    async with app_client(make_services(body_timeout=0.05), echo_body()) as client:
         response = await client.post(
             "/echo", content=send_chunks(), headers={"content-type": "application/json"}
         )
@@ -197,7 +197,7 @@ async def test_a_body_that_is_not_received_in_time_gets_408() -> None:
     ],
 )
 async def test_only_json_media_types_are_accepted(media_type: str, status: int) -> None:
-    async with client_of(make_services(), echo_body()) as client:
+    async with app_client(make_services(), echo_body()) as client:
         response = await post(client, b'{"a": 1}', media_type)
     assert response.status_code == status
     if status != 200:
@@ -206,7 +206,7 @@ async def test_only_json_media_types_are_accepted(media_type: str, status: int) 
 
 async def test_a_body_without_a_content_type_is_refused() -> None:
     """Pages of other sites can send such requests without a preflight request."""
-    async with client_of(make_services(), echo_body()) as client:
+    async with app_client(make_services(), echo_body()) as client:
         response = await client.post("/raw", content=b'{"a": 1}')
     assert response.status_code == 415
     assert "Content-Type: application/json" in response.json()["error"]["message"]

@@ -106,12 +106,12 @@ def parse_responses(data: bytes) -> list[tuple[int, dict[str, Any]]]:
     """Return (status, body) of each response."""
     responses = []
     while data:
-        head, _, rest = data.partition(b"\r\n\r\n")
+        head, _, remainder = data.partition(b"\r\n\r\n")
         lines = head.decode().lower().split("\r\n")
         headers = dict(line.split(": ", 1) for line in lines[1:])
         size = int(headers["content-length"])
-        responses.append((int(lines[0].split()[1]), json.loads(rest[:size])))
-        data = rest[size:]
+        responses.append((int(lines[0].split()[1]), json.loads(remainder[:size])))
+        data = remainder[size:]
     return responses
 
 
@@ -145,13 +145,13 @@ async def test_a_unix_socket_is_served(tmp_path: Any) -> None:
 
 
 AMBIGUOUS = {
-    "a length and chunks": b"content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n1\r\nZ\r\n0\r\n\r\n",
-    "chunks and a length": b"transfer-encoding: chunked\r\ncontent-length: 4\r\n\r\n1\r\nZ\r\n0\r\n\r\n",
+    "length before chunked": b"content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n1\r\nZ\r\n0\r\n\r\n",
+    "chunked before length": b"transfer-encoding: chunked\r\ncontent-length: 4\r\n\r\n1\r\nZ\r\n0\r\n\r\n",
     "two lengths": b"content-length: 4\r\ncontent-length: 5\r\n\r\nabcde",
-    "another coding": b"transfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
-    "chunks twice": b"transfer-encoding: chunked\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
-    "no number": b"content-length: +4\r\n\r\nabcd",
-    "a chunk of no size": b"transfer-encoding: chunked\r\n\r\nZZ\r\n",
+    "unsupported transfer coding": b"transfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
+    "chunked twice": b"transfer-encoding: chunked\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+    "length with a sign": b"content-length: +4\r\n\r\nabcd",
+    "invalid chunk size": b"transfer-encoding: chunked\r\n\r\nZZ\r\n",
 }
 
 
@@ -258,7 +258,7 @@ async def test_a_half_closed_client_gets_its_answer() -> None:
 
 
 async def test_a_half_closed_client_can_wait_for_its_answer() -> None:
-    """The server probes the connection with the first bytes of the answer."""
+    """The server detects whether the client still reads by writing the first bytes of the answer."""
     app = App()
     async with run_server(app) as port:
         waiting = asyncio.ensure_future(exchange(port, GET % b"wait", half_close=True))
@@ -342,8 +342,8 @@ async def test_shutdown_does_not_wait_for_answered_clients(
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(POST % b"early-close" + b"content-length: 1000\r\n\r\n")
         await until(lambda: bool(app.paths))
-        before = time.monotonic()
-    assert time.monotonic() - before < transport.LINGER_IDLE_SECONDS
+        start_time = time.monotonic()
+    assert time.monotonic() - start_time < transport.LINGER_IDLE_SECONDS
     writer.close()
 
 

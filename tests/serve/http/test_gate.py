@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-from support.serving import client_of, make_services
+from support.app_client import app_client, make_services
 
 from penstock.serve.http.gate import Gate
 
@@ -49,7 +49,7 @@ async def test_a_short_body_is_read_before_its_request_is_refused(length: int, i
 
     services = make_services()
     services.gate.close()
-    async with client_of(services) as client:
+    async with app_client(services) as client:
         response = await client.post(
             "/v1/completions", content=send_chunks(), headers={"content-type": "application/json"}
         )

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.chatting import THINKING, Chatting, chatting, events_of, user
-from support.random_draws import examples
+from support.in_process_server import THINKING, InProcessServer, parse_events, run_in_process, user_message
+from support.random_draws import num_examples
 
 from penstock.serve.api.parameters import UNSUPPORTED
 from penstock.serve.api.schemas import ChatBody, CompletionBody, TokenizeBody
@@ -109,14 +109,16 @@ def body_strategy(kind: Any, required: str) -> st.SearchStrategy[dict[str, Any]]
         required: FIELD_STRATEGIES[required],
         "model": st.just("demo") | st.just("demo") | json_values,
     }
-    rest = {name: strategy for name, strategy in fields.items() if name not in required_fields}
-    chosen = st.lists(st.sampled_from(sorted(rest)), max_size=4, unique=True)
+    optional_fields = {name: strategy for name, strategy in fields.items() if name not in required_fields}
+    chosen = st.lists(st.sampled_from(sorted(optional_fields)), max_size=4, unique=True)
     return chosen.flatmap(
-        lambda names: st.fixed_dictionaries({**required_fields, **{name: rest[name] for name in names}})
+        lambda names: st.fixed_dictionaries(
+            {**required_fields, **{name: optional_fields[name] for name in names}}
+        )
     )
 
 
-async def check(server: Chatting, path: str, body: Any) -> int:
+async def check(server: InProcessServer, path: str, body: Any) -> int:
     response = await server.http.post(path, json=body)
     status = response.status_code
     assert status in (200, 400, 404), (body, response.text)
@@ -126,13 +128,13 @@ async def check(server: Chatting, path: str, body: Any) -> int:
         assert error["type"] == "invalid_request_error"
         assert error["message"]
     elif isinstance(body, dict) and body.get("stream"):
-        assert events_of(response.text)[-1] == "[DONE]"
+        assert parse_events(response.text)[-1] == "[DONE]"
     else:
         assert isinstance(response.json(), dict)
     return status
 
 
-@settings(max_examples=examples(10))
+@settings(max_examples=num_examples(10))
 @given(data=st.data(), grammars_enabled=st.booleans())
 @pytest.mark.parametrize(
     ("path", "kind", "required"),
@@ -148,7 +150,7 @@ def test_no_random_body_causes_a_server_error(
     drawn_bodies = data.draw(st.lists(body_strategy(kind, required), min_size=8, max_size=8))
 
     async def run() -> None:
-        async with chatting(template=THINKING, grammars_enabled=grammars_enabled) as server:
+        async with run_in_process(template=THINKING, grammars_enabled=grammars_enabled) as server:
             for body in drawn_bodies:
                 await check(server, path, body)
                 if path == "/v1/chat/completions":
@@ -177,11 +179,13 @@ RAW = [
     b"[" * 100_000,
     b'{"temperature": 1e999}',
     b'{"seed": ' + b"9" * 5000 + b"}",
-    json.dumps({"model": "x" * 100_000, "messages": [user("a")], "prompt": "a"}).encode(),
-    json.dumps({"model": "demo", "x" * 100_000: 1, "messages": [user("a")], "prompt": "a"}).encode(),
+    json.dumps({"model": "x" * 100_000, "messages": [user_message("a")], "prompt": "a"}).encode(),
+    json.dumps({"model": "demo", "x" * 100_000: 1, "messages": [user_message("a")], "prompt": "a"}).encode(),
     json.dumps({"model": "demo", "messages": [5] * 100_000, "prompt": [1] * 50_000 + ["x"]}).encode(),
-    json.dumps({"model": "demo", "messages": [user("a")] * 2000, "prompt": [[1]] * 5000}).encode(),
-    json.dumps({"model": "demo", "messages": [user("a")], "prompt": "a", "stop": ["x"] * 100_000}).encode(),
+    json.dumps({"model": "demo", "messages": [user_message("a")] * 2000, "prompt": [[1]] * 5000}).encode(),
+    json.dumps(
+        {"model": "demo", "messages": [user_message("a")], "prompt": "a", "stop": ["x"] * 100_000}
+    ).encode(),
 ]
 
 
@@ -190,10 +194,12 @@ RAW = [
     ["/v1/chat/completions", "/v1/completions", "/v1/chat/completions/render", "/tokenize", "/detokenize"],
 )
 async def test_bodies_that_are_not_objects_are_refused(path: str) -> None:
-    async with chatting() as server:
-        for raw in RAW:
-            response = await server.http.post(path, content=raw, headers={"content-type": "application/json"})
-            assert response.status_code in (400, 404), (raw[:50], response.text)
+    async with run_in_process() as server:
+        for raw_body in RAW:
+            response = await server.http.post(
+                path, content=raw_body, headers={"content-type": "application/json"}
+            )
+            assert response.status_code in (400, 404), (raw_body[:50], response.text)
             assert response.json()["error"]["type"] == "invalid_request_error"
             assert len(response.text) < 2000
         text = await server.http.post(path, content=b"{}", headers={"content-type": "text/plain"})
@@ -202,7 +208,7 @@ async def test_bodies_that_are_not_objects_are_refused(path: str) -> None:
 
 
 async def test_the_openapi_document_describes_the_routes() -> None:
-    async with chatting() as server:
+    async with run_in_process() as server:
         document = (await server.http.get("/openapi.json")).json()
         for path, field in (("/v1/chat/completions", "messages"), ("/v1/completions", "prompt")):
             operation = document["paths"][path]["post"]

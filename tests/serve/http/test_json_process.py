@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.serving import client_of, make_services
+from support.app_client import app_client, make_services
 
 from penstock.errors import UnavailableError
 from penstock.serve.http import json_process
@@ -156,7 +156,7 @@ def test_the_process_serves_until_its_input_ends() -> None:
 @pytest.mark.parametrize("length", [0, 100_000, 600_000])
 async def test_the_error_of_a_server_has_the_limit(length: int) -> None:
     """The message is the same for short and long bodies."""
-    async with client_of(make_services(max_json_values=100)) as client:
+    async with app_client(make_services(max_json_values=100)) as client:
         body = {"model": "demo", "prompt": "a" * length, "stop": [{}] * 200}
         response = await client.post("/v1/completions", json=body)
         error = response.json()["error"]
@@ -168,9 +168,9 @@ async def test_the_error_of_a_server_has_the_limit(length: int) -> None:
 async def test_the_limit_allows_prompts_of_token_ids() -> None:
     services = make_services(max_json_values=100)
     assert services.json_limits == (100, 4 * 2048)
-    async with client_of(services) as client:
+    async with app_client(services) as client:
         assert (await client.post("/detokenize", json={"tokens": [65] * 8000})).json() == {
             "prompt": "A" * 8000
         }
-        refused = await client.post("/detokenize", json={"tokens": [65] * 10_000})
-    assert refused.json()["error"]["code"] == "too_many_values"
+        refused_response = await client.post("/detokenize", json={"tokens": [65] * 10_000})
+    assert refused_response.json()["error"]["code"] == "too_many_values"

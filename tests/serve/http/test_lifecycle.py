@@ -53,7 +53,7 @@ def make_work() -> WorkerRuntime:
     return WorkerRuntime(scheduler=Scheduler(FakePipeline(choose_slowly), max_batch_size=8), info=INFO)
 
 
-class Running:
+class ServerRun:
     """A server in the main thread, where signals arrive, and a client in another thread."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,8 +102,8 @@ class Running:
 
 
 @pytest.fixture
-def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
-    yield Running(monkeypatch)
+def server_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerRun]:
+    yield ServerRun(monkeypatch)
     gc.unfreeze()
 
 
@@ -118,18 +118,20 @@ def make_body(max_tokens: int, **more: Any) -> dict[str, Any]:
 def read_stream(http: httpx.Client, max_tokens: int, after_first: Callable[[], Any]) -> tuple[list[Any], Any]:
     """Return the events of a stream, and the result of the action after the first event."""
     events: list[Any] = []
-    done: Any = None
+    action_result: Any = None
     with http.stream("POST", "/v1/completions", json=make_body(max_tokens, stream=True)) as response:
         assert response.status_code == 200
         for line in response.iter_lines():
             if line.startswith("data: "):
                 events.append(line.removeprefix("data: "))
                 if len(events) == 1:
-                    done = after_first()
-    return events, done
+                    action_result = after_first()
+    return events, action_result
 
 
-def test_the_server_runs_until_a_stop_signal(running: Running, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_server_runs_until_a_stop_signal(
+    server_run: ServerRun, capfd: pytest.CaptureFixture[str]
+) -> None:
     def act(http: httpx.Client) -> Any:
         answer = http.post("/v1/completions", json=make_body(3))
         probes = [http.get(path).status_code for path in ("/health", "/ready")]
@@ -137,26 +139,26 @@ def test_the_server_runs_until_a_stop_signal(running: Running, capfd: pytest.Cap
         send(signal.SIGTERM)
         return answer, probes, metrics, str(http.base_url)
 
-    status, (answer, probes, metrics, url) = running.serve(act)
+    status, (answer, probes, metrics, url) = server_run.serve(act)
     assert status == 0
     assert answer.json()["choices"][0]["text"] == "aaa"
     assert probes == [200, 200]
     assert 'penstock_build_info{isa="fake",model="demo"' in metrics
     assert 'penstock_startup_seconds{phase="weights"} 0.25' in metrics
-    out, err = capfd.readouterr()
-    assert out == ""
+    output, err = capfd.readouterr()
+    assert output == ""
     assert "penstock: worker weights: 0.25 s\n" in err
     assert f"penstock: serving demo at {url.rstrip('/')} (ready after " in err
     assert "outcome=length model=demo" in err
     assert "event=stopped clean=true" in err
 
 
-def test_json_logs_contain_only_json(running: Running, capfd: pytest.CaptureFixture[str]) -> None:
+def test_json_logs_contain_only_json(server_run: ServerRun, capfd: pytest.CaptureFixture[str]) -> None:
     def act(http: httpx.Client) -> str:
         send(signal.SIGINT)
         return str(http.base_url)
 
-    status, url = running.serve(act, log_format="json")
+    status, url = server_run.serve(act, log_format="json")
     assert status == 0
     events = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
     ready = next(event for event in events if event["event"] == "ready")
@@ -164,7 +166,7 @@ def test_json_logs_contain_only_json(running: Running, capfd: pytest.CaptureFixt
     assert ready["phases"]["worker: weights"] == 0.25
 
 
-def test_active_requests_finish_after_a_signal(running: Running) -> None:
+def test_active_requests_finish_after_a_signal(server_run: ServerRun) -> None:
     def probe_while_draining(http: httpx.Client) -> Any:
         send(signal.SIGTERM)
         while http.get("/ready").status_code == 200:
@@ -175,29 +177,29 @@ def test_active_requests_finish_after_a_signal(running: Running) -> None:
         with httpx.Client(base_url=http.base_url, timeout=60) as other:
             return read_stream(http, 500, lambda: probe_while_draining(other))
 
-    status, (events, (refused, health)) = running.serve(act)
+    status, (events, (refused_response, health)) = server_run.serve(act)
     assert status == 0
     assert events[-1] == "[DONE]"
     text = "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1])
     assert text == "a" * 500
-    assert refused.status_code == 503
-    assert refused.headers["retry-after"] == "1"
-    assert refused.headers["connection"] == "close"
+    assert refused_response.status_code == 503
+    assert refused_response.headers["retry-after"] == "1"
+    assert refused_response.headers["connection"] == "close"
     assert health == 200
 
 
-def test_requests_that_exceed_the_grace_period_end_with_an_error(running: Running) -> None:
+def test_requests_that_exceed_the_grace_period_end_with_an_error(server_run: ServerRun) -> None:
     def act(http: httpx.Client) -> Any:
         return read_stream(http, 4000, lambda: send(signal.SIGTERM))
 
-    status, (events, _) = running.serve(act, shutdown_grace=0.2)
+    status, (events, _) = server_run.serve(act, shutdown_grace=0.2)
     assert status == 1
     assert len(events) < 2000
     assert json.loads(events[-1])["error"]["code"] == "service_unavailable"
 
 
 @pytest.mark.parametrize(("second", "expected"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_second_signal_stops_the_server_at_once(running: Running, second: int, expected: int) -> None:
+def test_a_second_signal_stops_the_server_at_once(server_run: ServerRun, second: int, expected: int) -> None:
     def send_two_signals(http: httpx.Client) -> None:
         send(signal.SIGTERM)
         while http.get("/ready").status_code == 200:
@@ -211,12 +213,12 @@ def test_a_second_signal_stops_the_server_at_once(running: Running, second: int,
             except httpx.TransportError:
                 return 0
 
-    status, num_events = running.serve(act)
+    status, num_events = server_run.serve(act)
     assert status == expected
     assert num_events < 2000
 
 
-def test_requests_during_loading_get_an_error(running: Running) -> None:
+def test_requests_during_loading_get_an_error(server_run: ServerRun) -> None:
     loaded = threading.Event()
 
     def slow_work() -> WorkerRuntime:
@@ -224,24 +226,24 @@ def test_requests_during_loading_get_an_error(running: Running) -> None:
         return make_work()
 
     def act(http: httpx.Client) -> Any:
-        early = http.post("/v1/completions", json=make_body(1))
+        early_response = http.post("/v1/completions", json=make_body(1))
         probes = [http.get(path).status_code for path in ("/health", "/ready", "/version", "/metrics")]
         loaded.set()
-        assert running.ready.wait(60)
-        late = http.post("/v1/completions", json=make_body(1))
+        assert server_run.ready.wait(60)
+        late_response = http.post("/v1/completions", json=make_body(1))
         send(signal.SIGTERM)
-        return early, probes, late
+        return early_response, probes, late_response
 
-    status, (early, probes, late) = running.serve(act, slow_work, when_ready=False)
+    status, (early_response, probes, late_response) = server_run.serve(act, slow_work, when_ready=False)
     assert status == 0
-    assert early.status_code == 503
-    assert early.headers["retry-after"] == "1"
-    assert "being loaded" in early.json()["error"]["message"]
+    assert early_response.status_code == 503
+    assert early_response.headers["retry-after"] == "1"
+    assert "being loaded" in early_response.json()["error"]["message"]
     assert probes == [503, 503, 200, 200]
-    assert late.status_code == 200
+    assert late_response.status_code == 200
 
 
-def test_a_signal_during_loading_stops_the_server(running: Running) -> None:
+def test_a_signal_during_loading_stops_the_server(server_run: ServerRun) -> None:
     loaded = threading.Event()
 
     def slow_work() -> WorkerRuntime:
@@ -253,12 +255,12 @@ def test_a_signal_during_loading_stops_the_server(running: Running) -> None:
         threading.Timer(0.2, loaded.set).start()
         return FakeTokenizer()
 
-    status, _ = running.serve(lambda http: None, slow_work, load_tokenizer, when_ready=False)
+    status, _ = server_run.serve(lambda http: None, slow_work, load_tokenizer, when_ready=False)
     assert status == 0
-    assert not running.ready.is_set()
+    assert not server_run.ready.is_set()
 
 
-def test_a_load_error_is_raised_to_the_caller(running: Running) -> None:
+def test_a_load_error_is_raised_to_the_caller(server_run: ServerRun) -> None:
     def fail_to_load() -> WorkerRuntime:
         raise CheckpointError("/models/x", "is broken")
 
@@ -266,19 +268,19 @@ def test_a_load_error_is_raised_to_the_caller(running: Running) -> None:
         raise CheckpointError("/models/y", "has no tokenizer")
 
     with pytest.raises(CheckpointError, match="/models/x: is broken"):
-        running.serve(lambda http: None, fail_to_load, when_ready=False)
+        server_run.serve(lambda http: None, fail_to_load, when_ready=False)
     with pytest.raises(CheckpointError, match="/models/y"):
-        running.serve(lambda http: None, make_work, fail_to_load_tokenizer, when_ready=False)
+        server_run.serve(lambda http: None, make_work, fail_to_load_tokenizer, when_ready=False)
 
 
-def test_a_failed_warm_up_stops_the_server(running: Running) -> None:
+def test_a_failed_warm_up_stops_the_server(server_run: ServerRun) -> None:
     """The warm-up request finds the fault before the first client does."""
 
     def fail(context: TextContext) -> int:
         raise ZeroDivisionError
 
     with pytest.raises(PenstockError):
-        running.serve(
+        server_run.serve(
             lambda http: None,
             lambda: WorkerRuntime(
                 scheduler=Scheduler(FakePipeline(fail), max_batch_size=8, isolates_faults=True), info=INFO
@@ -287,12 +289,12 @@ def test_a_failed_warm_up_stops_the_server(running: Running) -> None:
         )
 
 
-def test_the_grammar_probe_does_not_delay_readiness(running: Running) -> None:
+def test_the_grammar_probe_does_not_delay_readiness(server_run: ServerRun) -> None:
     probe_started = threading.Event()
 
     def choose(context: TextContext) -> int:
         if context.grammar is not None:
-            assert running.ready.is_set()
+            assert server_run.ready.is_set()
             probe_started.set()
         return FakeTokenizer.EOS
 
@@ -303,31 +305,34 @@ def test_the_grammar_probe_does_not_delay_readiness(running: Running) -> None:
 
     info = msgspec.structs.replace(INFO, grammars_enabled=True)
     work = WorkerRuntime(scheduler=Scheduler(FakePipeline(choose), max_batch_size=8), info=info)
-    assert running.serve(act, lambda: work) == (0, True)
+    assert server_run.serve(act, lambda: work) == (0, True)
 
 
-def test_idle_connections_do_not_delay_the_shutdown(running: Running) -> None:
+def test_idle_connections_do_not_delay_the_shutdown(server_run: ServerRun) -> None:
     def act(http: httpx.Client) -> int:
         http.get("/health")  # the connection is kept alive
         send(signal.SIGTERM)
         return 0
 
-    assert running.serve(act) == (0, 0)
+    assert server_run.serve(act) == (0, 0)
 
 
 @pytest.mark.parametrize(
     "sent",
     [b"NONSENSE\r\n\r\n", b"GET / HTTP/1.1\r\nno header\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n"],
 )
-def test_invalid_http_is_refused_and_closed(running: Running, sent: bytes) -> None:
+def test_invalid_http_is_refused_and_closed(server_run: ServerRun, sent: bytes) -> None:
     def act(http: httpx.Client) -> bytes:
-        with socket.create_connection((http.base_url.host, http.base_url.port or 0), timeout=60) as raw:
-            raw.sendall(sent)
-            answer = b"".join(iter(lambda: raw.recv(4096), b""))  # until the server closes the connection
+        with socket.create_connection(
+            (http.base_url.host, http.base_url.port or 0), timeout=60
+        ) as connection:
+            connection.sendall(sent)
+            # Read until the server closes the connection.
+            answer = b"".join(iter(lambda: connection.recv(4096), b""))
         send(signal.SIGTERM)
         return answer
 
-    status, answer = running.serve(act)
+    status, answer = server_run.serve(act)
     head, _, body = answer.partition(b"\r\n\r\n")
     assert status == 0
     assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n")
@@ -335,19 +340,21 @@ def test_invalid_http_is_refused_and_closed(running: Running, sent: bytes) -> No
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nhost: a\r\nx-slow: "])
-def test_a_connection_without_a_request_is_closed(running: Running, sent: bytes) -> None:
+def test_a_connection_without_a_request_is_closed(server_run: ServerRun, sent: bytes) -> None:
     def act(http: httpx.Client) -> bytes:
-        with socket.create_connection((http.base_url.host, http.base_url.port or 0), timeout=60) as raw:
-            raw.sendall(sent)
-            answer = raw.recv(4096)
+        with socket.create_connection(
+            (http.base_url.host, http.base_url.port or 0), timeout=60
+        ) as connection:
+            connection.sendall(sent)
+            answer = connection.recv(4096)
         assert read_stream(http, 400, lambda: None)[0][-1] == "[DONE]"  # longer than the time limit
         send(signal.SIGTERM)
         return answer
 
-    assert running.serve(act, body_timeout=1) == (0, b"")
+    assert server_run.serve(act, body_timeout=1) == (0, b"")
 
 
-def test_an_incomplete_later_request_is_closed(running: Running) -> None:
+def test_an_incomplete_later_request_is_closed(server_run: ServerRun) -> None:
     request = b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
     def exchange_bytes(raw: socket.socket, *parts: bytes) -> bytes:
@@ -367,18 +374,18 @@ def test_an_incomplete_later_request_is_closed(running: Running) -> None:
         send(signal.SIGTERM)
         return answers
 
-    status, answers = running.serve(act, body_timeout=2)
+    status, answers = server_run.serve(act, body_timeout=2)
     assert status == 0
     assert [answer[:12] for answer in answers] == [b"HTTP/1.1 200"] * 3 + [b""]
 
 
-def test_a_too_long_body_is_answered_before_its_end(running: Running) -> None:
+def test_a_too_long_body_is_answered_before_its_end(server_run: ServerRun) -> None:
     def act(http: httpx.Client) -> httpx.Response:
         answer = http.post("/v1/completions", json=[1] * 2_000_000)
         send(signal.SIGTERM)
         return answer
 
-    status, answer = running.serve(act, max_body_size=100_000)
+    status, answer = server_run.serve(act, max_body_size=100_000)
     assert (status, answer.status_code) == (0, 413)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
-from support.serving import client_of, make_services
+from support.app_client import app_client, make_services
 
 from penstock.serve.http.origins import host_name, is_loopback
 
@@ -18,7 +18,7 @@ async def send_request(
     path: str, headers: dict[str, str], method: str = "GET", **config: Any
 ) -> httpx.Response:
     services = make_services(**config)
-    async with client_of(services) as client:
+    async with app_client(services) as client:
         more = {"json": BODY} if method == "POST" else {}
         return await client.request(method, path, headers=headers, **more)
 
@@ -100,7 +100,7 @@ async def test_configured_hosts_are_accepted(config: dict[str, Any], host: str, 
 
 
 async def test_several_host_headers_are_refused() -> None:
-    async with client_of(make_services()) as client:
+    async with app_client(make_services()) as client:
         response = await client.get("/health", headers=[("host", "localhost"), ("host", "evil.example")])
     assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_http")
 
@@ -156,10 +156,13 @@ async def test_same_origin_and_allowed_requests_are_accepted(
 
 async def test_the_error_has_the_format_of_the_api() -> None:
     foreign = {"origin": "https://evil.example"}
-    refused = await send_request("/v1/messages", foreign, "POST")
-    assert refused.status_code == 403
-    assert (refused.json()["type"], refused.json()["error"]["type"]) == ("error", "permission_error")
-    assert refused.json()["request_id"] == refused.headers["x-request-id"]
+    refused_response = await send_request("/v1/messages", foreign, "POST")
+    assert refused_response.status_code == 403
+    assert (refused_response.json()["type"], refused_response.json()["error"]["type"]) == (
+        "error",
+        "permission_error",
+    )
+    assert refused_response.json()["request_id"] == refused_response.headers["x-request-id"]
     assert isinstance((await send_request("/api/chat", foreign, "POST")).json()["error"], str)
     assert isinstance((await send_request("/api/tags", {"host": "evil.example"})).json()["error"], str)
 
@@ -181,7 +184,7 @@ async def test_a_preflight_request_of_an_allowed_origin_is_accepted() -> None:
 async def test_simple_cross_origin_requests_are_refused(media_type: str | None) -> None:
     """The request has a media type of a simple request, or none."""
     headers = {} if media_type is None else {"content-type": media_type}
-    async with client_of(make_services()) as client:
+    async with app_client(make_services()) as client:
         response = await client.post(
             LOAD, content=b'{"lora_name": "a", "lora_path": "/etc"}', headers=headers
         )

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from fastapi import APIRouter, Body, HTTPException
 from pydantic import BaseModel, ConfigDict, Field
-from support.serving import client_of, make_services
+from support.app_client import app_client, make_services
 
 from penstock import errors
 from penstock.errors import (
@@ -94,8 +94,8 @@ def test_the_table_covers_every_error_class() -> None:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
     for kind in kinds:
         if issubclass(kind, PenstockError) and kind is not PenstockError:
-            below = kind.__mro__[: kind.__mro__.index(PenstockError)]
-            assert any(parent in TABLE for parent in below), kind
+            subclasses = kind.__mro__[: kind.__mro__.index(PenstockError)]
+            assert any(parent in TABLE for parent in subclasses), kind
 
 
 def test_a_message_with_a_lone_surrogate_can_be_sent() -> None:
@@ -157,30 +157,32 @@ def failing() -> APIRouter:
     ],
 )
 async def test_a_validation_error_names_the_field(body: Any, param: str | None, code: str) -> None:
-    async with client_of(make_services(), failing()) as client:
+    async with app_client(make_services(), failing()) as client:
         error = read_error(await client.post("/form", json=body), 400)
     assert (error["param"], error["code"], error["type"]) == (param, code, INVALID)
 
 
 @pytest.mark.parametrize("index", range(len(CASES)))
 async def test_each_error_of_a_route_is_converted(index: int) -> None:
-    async with client_of(make_services(), failing()) as client:
+    async with app_client(make_services(), failing()) as client:
         response = await client.get(f"/error/{index}")
     read_error(response, CASES[index][1])
     assert response.headers.get("retry-after") == CASES[index][5]
 
 
 async def test_errors_of_the_framework_have_the_format() -> None:
-    async with client_of(make_services(), failing()) as client:
-        unknown = read_error(await client.get("/v1/nothing"), 404)
+    async with app_client(make_services(), failing()) as client:
+        unknown_route_error = read_error(await client.get("/v1/nothing"), 404)
         wrong_method = await client.get("/form")
         path = read_error(await client.get("/items/one"), 400)
-        missing = read_error(await client.post("/form", headers={"content-type": "application/json"}), 400)
-    assert unknown["code"] == "not_found"
+        missing_field_error = read_error(
+            await client.post("/form", headers={"content-type": "application/json"}), 400
+        )
+    assert unknown_route_error["code"] == "not_found"
     assert read_error(wrong_method, 405)["code"] == "method_not_allowed"
     assert wrong_method.headers["allow"] == "POST"
     assert path["param"] == "number"
-    assert missing["param"] is None
+    assert missing_field_error["param"] is None
 
 
 def read_error(response: httpx.Response, status: int) -> dict[str, Any]:

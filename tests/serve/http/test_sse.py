@@ -89,8 +89,8 @@ async def test_an_error_is_the_last_event(error: Exception) -> None:
 
     peer = Peer()
     await peer.run(peer.stream(yield_events()))
-    first, last, rest = peer.body.decode().split("\n\n")
-    assert (first, rest) == ('data: {"a":1}', "")
+    first, last, remainder = peer.body.decode().split("\n\n")
+    assert (first, remainder) == ('data: {"a":1}', "")
     assert json.loads(last.removeprefix("data: "))["error"].keys() == {"message", "type", "param", "code"}
     assert "secret" not in last
     assert peer.notes == [error]
@@ -98,43 +98,43 @@ async def test_an_error_is_the_last_event(error: Exception) -> None:
 
 
 async def test_a_disconnect_closes_the_generator() -> None:
-    ended = asyncio.Event()
+    ended_event = asyncio.Event()
 
     async def yield_events() -> AsyncGenerator[bytes, None]:
         try:
             yield b": x\n\n"
             await asyncio.Event().wait()
         finally:
-            ended.set()
+            ended_event.set()
 
     peer = Peer()
-    running = asyncio.ensure_future(peer.run(peer.stream(yield_events())))
+    running_task = asyncio.ensure_future(peer.run(peer.stream(yield_events())))
     while len(peer.messages) < 2:
         await asyncio.sleep(0)
     peer.disconnected.set()
-    await asyncio.wait_for(running, 60)
-    assert ended.is_set()
+    await asyncio.wait_for(running_task, 60)
+    assert ended_event.is_set()
     assert peer.notes == ["disconnect"]
 
 
 async def test_the_end_of_the_server_closes_the_generator() -> None:
-    ended = asyncio.Event()
+    ended_event = asyncio.Event()
 
     async def yield_events() -> AsyncGenerator[bytes, None]:
         try:
             yield b": x\n\n"
             await asyncio.Event().wait()
         finally:
-            ended.set()
+            ended_event.set()
 
     peer = Peer()
-    running = asyncio.ensure_future(peer.run(peer.stream(yield_events())))
+    running_task = asyncio.ensure_future(peer.run(peer.stream(yield_events())))
     while len(peer.messages) < 2:
         await asyncio.sleep(0)
-    running.cancel()
+    running_task.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await running
-    assert ended.is_set()
+        await running_task
+    assert ended_event.is_set()
 
 
 async def test_a_broken_connection_counts_as_a_disconnect() -> None:

@@ -6,8 +6,15 @@ import time
 from typing import Any
 
 import pytest
-from support.chatting import HERMES, THINKING, Chatting, chatting, events_of, user
-from support.joined_streams import joined_chat, joined_completion, without_own
+from support.in_process_server import (
+    HERMES,
+    THINKING,
+    InProcessServer,
+    parse_events,
+    run_in_process,
+    user_message,
+)
+from support.joined_streams import drop_variable_fields, join_chat, join_completion
 
 from penstock.pipelines.core import TextContext
 from penstock.testing import FakePipeline
@@ -51,34 +58,36 @@ def slow_pipeline() -> FakePipeline:
 
 
 async def chat_with_and_without_stream(
-    server: Chatting, **body: Any
+    server: InProcessServer, **body: Any
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    body = {"messages": [user("Hi")], "seed": 1, **body}
+    body = {"messages": [user_message("Hi")], "seed": 1, **body}
     response = await server.post("/v1/chat/completions", **body)
     stream = await server.post(
         "/v1/chat/completions", **body, stream=True, stream_options={"include_usage": True}
     )
     assert (response.status_code, stream.status_code) == (200, 200), (response.text, stream.text)
     assert stream.headers["content-type"] == "text/event-stream; charset=utf-8"
-    return without_own(response.json()), joined_chat(events_of(stream.text))
+    return drop_variable_fields(response.json()), join_chat(parse_events(stream.text))
 
 
 async def complete_with_and_without_stream(
-    server: Chatting, **body: Any
+    server: InProcessServer, **body: Any
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     body = {"prompt": "Hi", "seed": 1, **body}
     response = await server.post("/v1/completions", **body)
     stream = await server.post("/v1/completions", **body, stream=True, stream_options={"include_usage": True})
     assert (response.status_code, stream.status_code) == (200, 200), (response.text, stream.text)
-    return without_own(response.json()), joined_completion(events_of(stream.text))
+    return drop_variable_fields(response.json()), join_completion(parse_events(stream.text))
 
 
 @pytest.mark.parametrize("form", [*FORMS, {"logprobs": True}, {"logprobs": True, "top_logprobs": 2, "n": 2}])
 async def test_streamed_chats_equal_responses(form: dict[str, Any]) -> None:
-    async with chatting(slow_pipeline()) as server:
+    async with run_in_process(slow_pipeline()) as server:
         for question in ("Hi", "Ho", "äöü🎉"):
-            response, joined = await chat_with_and_without_stream(server, messages=[user(question)], **form)
-            assert joined == response
+            response, joined_response = await chat_with_and_without_stream(
+                server, messages=[user_message(question)], **form
+            )
+            assert joined_response == response
 
 
 @pytest.mark.parametrize(
@@ -97,10 +106,12 @@ async def test_streamed_chats_equal_responses(form: dict[str, Any]) -> None:
     ],
 )
 async def test_streamed_completions_equal_responses(form: dict[str, Any]) -> None:
-    async with chatting(slow_pipeline()) as server:
+    async with run_in_process(slow_pipeline()) as server:
         for prompt in ("Hi", "Ho", "éöü🎉"):
-            response, joined = await complete_with_and_without_stream(server, **{"prompt": prompt, **form})
-            assert joined == response
+            response, joined_response = await complete_with_and_without_stream(
+                server, **{"prompt": prompt, **form}
+            )
+            assert joined_response == response
 
 
 @pytest.mark.parametrize(
@@ -110,9 +121,9 @@ async def test_streamed_completions_equal_responses(form: dict[str, Any]) -> Non
     "form", [{}, {"parallel_tool_calls": False}, {"logprobs": True, "return_token_ids": True}]
 )
 async def test_streamed_tool_calls_equal_responses(text: str, form: dict[str, Any]) -> None:
-    async with chatting(FakePipeline.saying(text), template=HERMES) as server:
-        response, joined = await chat_with_and_without_stream(server, tools=TOOLS, **form)
-        assert joined == response
+    async with run_in_process(FakePipeline.saying(text), template=HERMES) as server:
+        response, joined_response = await chat_with_and_without_stream(server, tools=TOOLS, **form)
+        assert joined_response == response
 
 
 @pytest.mark.parametrize(
@@ -126,20 +137,20 @@ async def test_streamed_tool_calls_equal_responses(text: str, form: dict[str, An
 )
 @pytest.mark.parametrize("form", [{}, {"max_tokens": 12}, {"stop": ["el", "ever"]}, {"tools": TOOLS}])
 async def test_streamed_reasoning_equals_responses(text: str, form: dict[str, Any]) -> None:
-    async with chatting(FakePipeline.saying(text), template=THINKING) as server:
-        response, joined = await chat_with_and_without_stream(server, **form)
-        assert joined == response
+    async with run_in_process(FakePipeline.saying(text), template=THINKING) as server:
+        response, joined_response = await chat_with_and_without_stream(server, **form)
+        assert joined_response == response
 
 
 async def test_continuous_usage_counts_tokens() -> None:
-    async with chatting(FakePipeline.saying("Hello!")) as server:
+    async with run_in_process(FakePipeline.saying("Hello!")) as server:
         for path, prompt in (
-            ("chat/completions", {"messages": [user("Hi")]}),
+            ("chat/completions", {"messages": [user_message("Hi")]}),
             ("completions", {"prompt": "Hi"}),
         ):
             options = {"continuous_usage_stats": True}
             response = await server.post(f"/v1/{path}", **prompt, stream=True, stream_options=options)
-            *chunks, last, done = events_of(response.text)
+            *chunks, last, done = parse_events(response.text)
             assert done == "[DONE]"
             assert last["choices"] == []
             counts = [chunk["usage"]["completion_tokens"] for chunk in [*chunks, last]]
@@ -149,15 +160,15 @@ async def test_continuous_usage_counts_tokens() -> None:
 
 @pytest.mark.parametrize("n", [1, 3])
 async def test_continuous_usage_equals_the_tokens_of_the_chunks_so_far(n: int) -> None:
-    async with chatting(FakePipeline.saying("<think>x</think>Hello!"), template=THINKING) as server:
+    async with run_in_process(FakePipeline.saying("<think>x</think>Hello!"), template=THINKING) as server:
         for path, prompt in (
-            ("chat/completions", {"messages": [user("Hi")]}),
+            ("chat/completions", {"messages": [user_message("Hi")]}),
             ("completions", {"prompt": "Hi"}),
         ):
             options = {"continuous_usage_stats": True, "include_usage": False}
             more = {"return_token_ids": True, "max_tokens": 50, "stream": True, "stream_options": options}
             response = await server.post(f"/v1/{path}", **prompt, n=n, **more)
-            *chunks, _ = events_of(response.text)
+            *chunks, _ = parse_events(response.text)
             num_tokens = ends = 0
             for chunk in chunks:
                 [choice] = chunk["choices"]
@@ -173,23 +184,23 @@ async def test_continuous_usage_equals_the_tokens_of_the_chunks_so_far(n: int) -
 
 @pytest.mark.parametrize("more", [{}, {"continuous_usage_stats": True}, {"continuous_usage_stats": False}])
 async def test_usage_is_omitted_if_not_requested(more: dict[str, bool]) -> None:
-    async with chatting() as server:
+    async with run_in_process() as server:
         for path, prompt in (
-            ("chat/completions", {"messages": [user("Hi")]}),
+            ("chat/completions", {"messages": [user_message("Hi")]}),
             ("completions", {"prompt": "Hi"}),
         ):
             options = {"include_usage": False, **more}
             response = await server.post(f"/v1/{path}", **prompt, stream=True, stream_options=options)
-            *chunks, _ = events_of(response.text)
+            *chunks, _ = parse_events(response.text)
             assert all(chunk["choices"] for chunk in chunks)
             assert all(("usage" in chunk) == more.get("continuous_usage_stats", False) for chunk in chunks)
 
 
 async def test_without_stream_options_no_chunk_has_usage() -> None:
-    async with chatting() as server:
-        response = await server.post("/v1/chat/completions", messages=[user("Hi")], stream=True)
-        *chunks, _ = events_of(response.text)
+    async with run_in_process() as server:
+        response = await server.post("/v1/chat/completions", messages=[user_message("Hi")], stream=True)
+        *chunks, _ = parse_events(response.text)
         assert all("usage" not in chunk and chunk["choices"] for chunk in chunks)
         response = await server.post("/v1/completions", prompt="Hi", stream=True)
-        *chunks, _ = events_of(response.text)
+        *chunks, _ = parse_events(response.text)
         assert all("usage" not in chunk and chunk["choices"] for chunk in chunks)

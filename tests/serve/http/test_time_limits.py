@@ -14,7 +14,7 @@ from penstock.serve.http.time_limits import TimeLimits
 from penstock.serve.observability.request_record import RequestRecord
 
 
-class Items:
+class TimedItems:
     """An iterator of numbers that arrive at fixed times. Cancelling a wait does not delay the next number."""
 
     def __init__(self, *pauses: float) -> None:
@@ -22,7 +22,7 @@ class Items:
         self._times = list(accumulate(pauses))
         self._next = 0
 
-    def __aiter__(self) -> Items:
+    def __aiter__(self) -> TimedItems:
         return self
 
     async def __anext__(self) -> int:
@@ -38,7 +38,7 @@ def make_limits(**config: float) -> TimeLimits:
 
 
 async def collect_items(make_limits: TimeLimits, *pauses: float, ping: float = 30) -> list[int | None]:
-    return [item async for item in make_limits.with_pings(Items(*pauses), ping=ping)]
+    return [item async for item in make_limits.with_pings(TimedItems(*pauses), ping=ping)]
 
 
 async def test_items_within_the_limits_are_yielded() -> None:
@@ -64,7 +64,7 @@ async def test_the_time_limit_of_the_request() -> None:
 
     async def collect() -> None:
         short = make_limits(request_timeout=0.1, stream_timeout=60)
-        async for item in short.with_pings(Items(0, *[0.02] * 1000), ping=30):
+        async for item in short.with_pings(TimedItems(0, *[0.02] * 1000), ping=30):
             received_items.append(item)
 
     with pytest.raises(RequestProblem, match=r"longer than 0\.1 seconds"):
@@ -89,7 +89,7 @@ async def test_none_is_yielded_while_no_item_arrives() -> None:
     received: list[int | None] = []
     quiet = asyncio.Event()
 
-    class Slow(Items):
+    class Slow(TimedItems):
         async def __anext__(self) -> int:
             if self._next == 1:
                 await quiet.wait()

@@ -11,7 +11,7 @@ from support.server_process import ServerProcess, server_process
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     log = tmp_path_factory.mktemp("server") / "log"
-    with server_process(log, "--max-length", "512", "--max-queue-size", "400") as running:
-        yield running
-        assert running.process.poll() is None, log.read_text()
+    with server_process(log, "--max-length", "512", "--max-queue-size", "400") as running_server:
+        yield running_server
+        assert running_server.process.poll() is None, log.read_text()
     assert "Traceback" not in log.read_text()

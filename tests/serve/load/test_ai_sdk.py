@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import httpx
-from support.chatting import events_of
+from support.in_process_server import parse_events
 from support.server_process import ServerProcess
 
 HELLO = {"model": "demo", "max_tokens": 16, "messages": [{"role": "user", "content": "Say hello."}]}
@@ -37,10 +37,12 @@ def test_text_is_streamed(server: ServerProcess) -> None:
     assert usage["completion_tokens_details"]["reasoning_tokens"] == 0
     more = {"stream": True, "stream_options": {"include_usage": True}}
     text = httpx.post(f"{server.url}/v1/chat/completions", json=HELLO | more, timeout=60).text
-    *chunks, end = events_of(text)
+    *chunks, end = parse_events(text)
     assert end == "[DONE]"
-    joined = "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
-    assert joined == answer["choices"][0]["message"]["content"]
+    joined_text = "".join(
+        choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"]
+    )
+    assert joined_text == answer["choices"][0]["message"]["content"]
     assert chunks[-1]["usage"]["completion_tokens"] == usage["completion_tokens"]
 
 

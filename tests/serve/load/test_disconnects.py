@@ -13,8 +13,8 @@ LENGTH = 120
 
 
 async def test_disconnects_do_not_change_other_streams(server: ServerProcess) -> None:
-    alone = server.complete(temperature=0)["choices"]
-    before = server.until_idle()
+    single_choices = server.complete(temperature=0)["choices"]
+    metrics_before = server.wait_until_idle()
     draw = random.Random(5)
     behaviours = [*("stay" for _ in range(20)), *("early", "unsent", "half", "abort", "close") * 36]
     draw.shuffle(behaviours)
@@ -30,12 +30,12 @@ async def test_disconnects_do_not_change_other_streams(server: ServerProcess) ->
     ]
     assert counts_to_the_end == [LENGTH] * 20
 
-    metrics = server.until_idle()
+    metrics = server.wait_until_idle()
     assert metrics["penstock_kv_blocks_cached"] <= metrics["penstock_kv_blocks"]
-    assert metrics["penstock_worker_restarts_total"] == before["penstock_worker_restarts_total"]
-    disconnected = num_disconnected(metrics) - num_disconnected(before)
-    assert disconnected >= 60  # the other requests were not read yet, or were answered before the disconnect
-    assert server.complete(temperature=0)["choices"] == alone
+    assert metrics["penstock_worker_restarts_total"] == metrics_before["penstock_worker_restarts_total"]
+    disconnected = num_disconnected(metrics) - num_disconnected(metrics_before)
+    assert disconnected >= 60  # of the others, the request was not read or the response was complete
+    assert server.complete(temperature=0)["choices"] == single_choices
 
 
 def num_disconnected(metrics: dict[str, float]) -> float:
@@ -96,7 +96,7 @@ async def read_usage(stream: RawExchange) -> int:
 
 
 async def test_a_disconnect_ends_the_generation_of_a_complete_response(server: ServerProcess) -> None:
-    before = server.until_idle()
+    metrics_before = server.wait_until_idle()
 
     async def client(index: int) -> None:
         body = {"model": "demo", "prompt": f"{index}", "max_tokens": 400, "ignore_eos": True, "n": 2}
@@ -105,9 +105,9 @@ async def test_a_disconnect_ends_the_generation_of_a_complete_response(server: S
             exchange.abort()
 
     await asyncio.gather(*map(client, range(40)))
-    after = server.until_idle()
+    metrics_after = server.wait_until_idle()
     generated = "penstock_generated_tokens_total"
-    assert after[generated] - before[generated] < 40 * 2 * 400 / 2
+    assert metrics_after[generated] - metrics_before[generated] < 40 * 2 * 400 / 2
     assert server.complete()["usage"]["completion_tokens"] == 5
 
 
@@ -123,6 +123,6 @@ async def test_no_state_of_closed_connections_remains(server: ServerProcess) -> 
             await asyncio.gather(*(client() for _ in range(20)))
 
     await open_and_close(10)
-    before = server.memory()
+    bytes_before = server.memory()
     await open_and_close(100)
-    assert server.memory() - before < 10 * 2**20
+    assert server.memory() - bytes_before < 10 * 2**20

@@ -15,7 +15,7 @@ from support.server_process import server_process
 def other_ranks(worker: int) -> list[int]:
     """Return the processes of the ranks after the first, which is the worker."""
     children = Path(f"/proc/{worker}/task/{worker}/children").read_text().split()
-    return [int(one) for one in children if b"distributed" in Path(f"/proc/{one}/cmdline").read_bytes()]
+    return [int(pid) for pid in children if b"distributed" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def is_running(pid: int) -> bool:
@@ -51,19 +51,19 @@ async def test_each_killed_rank_gives_clean_errors_and_a_new_group(tmp_path: Pat
             assert outcomes.count("error event") >= 1
             assert set(outcomes) <= {"error event", "503", "answered"}
             await until_ended(*group)
-            await asyncio.to_thread(server.until_status, "/ready", 200)
+            await asyncio.to_thread(server.wait_for_status, "/ready", 200)
             assert server.complete(temperature=0)["choices"] == expected
-            metrics = await asyncio.to_thread(server.until_idle)
+            metrics = await asyncio.to_thread(server.wait_until_idle)
             assert metrics["penstock_worker_restarts_total"] == round_number
         worker = server.worker
         assert worker is not None
         group = [worker, *other_ranks(worker)]
-        running = asyncio.ensure_future(send_request(server.port, 1))
+        running_task = asyncio.ensure_future(send_request(server.port, 1))
         async with asyncio.timeout(60):
             while not (await asyncio.to_thread(server.metrics))["penstock_requests_running"]:
                 await asyncio.sleep(0.02)
         server.process.kill()
         with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
-            await asyncio.wait_for(running, 60)
+            await asyncio.wait_for(running_task, 60)
         await until_ended(*group)
     assert "Traceback" not in log.read_text()

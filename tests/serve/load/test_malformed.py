@@ -15,7 +15,7 @@ from penstock.serve.api.parameters import UNSUPPORTED
 from penstock.serve.api.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 TIME_LIMIT = 30
-"""Time limit of each request, on a busy machine."""
+"""Time limit of each request in seconds, on a busy machine."""
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 ROUTES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -25,7 +25,7 @@ ROUTES: dict[str, tuple[Any, dict[str, Any]]] = {
     "/tokenize": (TokenizeBody, {"model": "demo", "prompt": "Hi"}),
     "/detokenize": (DetokenizeBody, {"model": "demo", "tokens": [5]}),
 }
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CHAT_PATH, COMPLETION_PATH = "/v1/chat/completions", "/v1/completions"
 
 INVALID_VALUES: list[Any] = [
     True, 0, -1, 1, 1.5, 2**63, 2**64, -(2**63) - 1, 10**400, 1e308, -1e308, 5e-324,
@@ -33,7 +33,7 @@ INVALID_VALUES: list[Any] = [
     [], [[]], [None], [0], [-1], ["a"], ["a", 1], [{}], [[[[1]]]], [2**64], ["\x00"],
     {}, {"": {}}, {"type": None}, {"type": "x"}, {"a": {"a": {"a": {}}}}, {"content": "Hi"},
 ]  # fmt: skip
-"""Values of every JSON type. If a value is valid for a field, the status is 200."""
+"""Values of every JSON type. A request with a value that its field accepts gets status 200."""
 
 
 def nest(depth: int, opening: str = "[", closing: str = "]") -> str:
@@ -80,11 +80,11 @@ LARGE_SCHEMA = {"type": "object", "properties": {f"p{number}": {"type": "string"
 
 
 def make_chat(**fields: Any) -> tuple[str, Any]:
-    return CHAT, ROUTES[CHAT][1] | fields
+    return CHAT_PATH, ROUTES[CHAT_PATH][1] | fields
 
 
 def make_completion(**fields: Any) -> tuple[str, Any]:
-    return TEXT, ROUTES[TEXT][1] | fields
+    return COMPLETION_PATH, ROUTES[COMPLETION_PATH][1] | fields
 
 
 def make_chat_and_completion(**fields: Any) -> list[tuple[str, Any]]:
@@ -92,7 +92,7 @@ def make_chat_and_completion(**fields: Any) -> list[tuple[str, Any]]:
 
 
 REFUSED: list[tuple[str, Any]] = [
-    (CHAT, {"model": "demo"}),
+    (CHAT_PATH, {"model": "demo"}),
     make_chat(messages=[]),
     make_chat(model="other"),
     make_chat(messages="Hi"),
@@ -138,7 +138,7 @@ REFUSED: list[tuple[str, Any]] = [
 """Requests with one invalid field each. All of them must be refused."""
 
 REFUSED_OR_ANSWERED: list[tuple[str, Any]] = [
-    (CHAT, {"messages": MESSAGES}),
+    (CHAT_PATH, {"messages": MESSAGES}),
     make_chat(messages=[{"role": "user"}]),
     make_chat(messages=[{"role": "emperor", "content": "Hi"}]),
     *(make_chat(tools=make_tools(schema)) for schema in HOSTILE_SCHEMAS),
@@ -197,11 +197,15 @@ def bodies_with_invalid_fields(share: int) -> Iterator[tuple[str, Any]]:
 
 @pytest.fixture(autouse=True)
 def _check_server_afterwards(server: ServerProcess) -> Iterator[None]:
-    before = server.metrics()
+    metrics_before = server.metrics()
     yield
-    after = server.until_idle()
-    assert after["penstock_worker_restarts_total"] == before["penstock_worker_restarts_total"]
-    assert not [name for name in after if 'status="5' in name and after[name] > before.get(name, 0)]
+    metrics_after = server.wait_until_idle()
+    assert metrics_after["penstock_worker_restarts_total"] == metrics_before["penstock_worker_restarts_total"]
+    assert not [
+        name
+        for name in metrics_after
+        if 'status="5' in name and metrics_after[name] > metrics_before.get(name, 0)
+    ]
     assert server.complete()["usage"]["completion_tokens"] == 5
 
 
@@ -222,7 +226,7 @@ async def test_each_invalid_value_of_each_field_is_refused(server: ServerProcess
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 async def test_huge_requests_are_refused_quickly(server: ServerProcess) -> None:
-    """The server answers other clients at the same time."""
+    """The server answers another client while it refuses the requests."""
     other_client = asyncio.create_task(keep_requesting(server))
     statuses = await post_all(server, encode_bodies(HUGE), seconds=600)
     assert statuses.keys() == {400}
@@ -250,7 +254,7 @@ async def test_unusual_requests_are_refused_or_answered(server: ServerProcess) -
 
 
 async def test_malformed_raw_bodies_are_refused(server: ServerProcess) -> None:
-    statuses = await post_all(server, [(path, raw) for path in ROUTES for raw in RAW])
+    statuses = await post_all(server, [(path, raw_body) for path in ROUTES for raw_body in RAW])
     assert statuses.keys() == {400}
 
 
@@ -311,38 +315,40 @@ TRANSFER_ENCODING = {"transfer-encoding": "chunked"}
     ("sent", "status"),
     [
         (
-            post_head(TEXT, None, **TRANSFER_ENCODING)
+            post_head(COMPLETION_PATH, None, **TRANSFER_ENCODING)
             + encode_chunked(VALID_BODY[:5], VALID_BODY[5:6], VALID_BODY[6:]),
             200,
         ),
-        (post_head(TEXT, None, **TRANSFER_ENCODING) + encode_chunked(b"{"), 400),
-        (post_head(TEXT, None, **TRANSFER_ENCODING) + encode_chunked(), 400),
-        (post_head(TEXT, None, **TRANSFER_ENCODING) + b"zz\r\n", 400),
-        (post_head(TEXT, None, **TRANSFER_ENCODING) + encode_chunked(*[b"x" * 2**20] * 33), 413),
-        (post_head(TEXT, 2**40), 413),
-        (post_head(TEXT, -5) + VALID_BODY, 400),
-        (post_head(TEXT, None, **{"content-length": "ten"}) + VALID_BODY, 400),
-        (post_head(TEXT, 0), 400),
-        (post_head(TEXT, None), 400),
-        (post_head(TEXT, len(VALID_BODY), **{"content-type": "text/plain"}) + VALID_BODY, 415),
+        (post_head(COMPLETION_PATH, None, **TRANSFER_ENCODING) + encode_chunked(b"{"), 400),
+        (post_head(COMPLETION_PATH, None, **TRANSFER_ENCODING) + encode_chunked(), 400),
+        (post_head(COMPLETION_PATH, None, **TRANSFER_ENCODING) + b"zz\r\n", 400),
+        (post_head(COMPLETION_PATH, None, **TRANSFER_ENCODING) + encode_chunked(*[b"x" * 2**20] * 33), 413),
+        (post_head(COMPLETION_PATH, 2**40), 413),
+        (post_head(COMPLETION_PATH, -5) + VALID_BODY, 400),
+        (post_head(COMPLETION_PATH, None, **{"content-length": "ten"}) + VALID_BODY, 400),
+        (post_head(COMPLETION_PATH, 0), 400),
+        (post_head(COMPLETION_PATH, None), 400),
+        (post_head(COMPLETION_PATH, len(VALID_BODY), **{"content-type": "text/plain"}) + VALID_BODY, 415),
         (
-            post_head(TEXT, len(VALID_BODY), **{"content-type": "multipart/form-data; boundary=x"})
+            post_head(COMPLETION_PATH, len(VALID_BODY), **{"content-type": "multipart/form-data; boundary=x"})
             + VALID_BODY,
             415,
         ),
         (
-            post_head(TEXT, len(VALID_BODY), **{"content-type": "application/json; charset=utf-16"})
+            post_head(
+                COMPLETION_PATH, len(VALID_BODY), **{"content-type": "application/json; charset=utf-16"}
+            )
             + VALID_BODY,
             415,
         ),
         (
-            post_head(TEXT, len(VALID_BODY), **{"content-type": "application/json; charset=UTF-8"})
+            post_head(COMPLETION_PATH, len(VALID_BODY), **{"content-type": "application/json; charset=UTF-8"})
             + VALID_BODY,
             200,
         ),
-        (post_head(TEXT, len(VALID_BODY), **{"content-encoding": "gzip"}) + VALID_BODY, None),
-        (post_head(TEXT, len(VALID_BODY), **{"x-request-id": "a" * 5000}) + VALID_BODY, 200),
-        (post_head(TEXT, len(VALID_BODY), **{"expect": "100-continue"}) + VALID_BODY, 200),
+        (post_head(COMPLETION_PATH, len(VALID_BODY), **{"content-encoding": "gzip"}) + VALID_BODY, None),
+        (post_head(COMPLETION_PATH, len(VALID_BODY), **{"x-request-id": "a" * 5000}) + VALID_BODY, 200),
+        (post_head(COMPLETION_PATH, len(VALID_BODY), **{"expect": "100-continue"}) + VALID_BODY, 200),
         (b"POST /v1/completions HTTP/9.9\r\n\r\n", 400),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 10, 400),
         (b"GET / HTTP/1.1\r\nhost: localhost\r\nhost: b\r\nx" + b"y" * 100_000 + b": 1\r\n\r\n", None),
@@ -355,7 +361,7 @@ TRANSFER_ENCODING = {"transfer-encoding": "chunked"}
     ids=lambda value: None if isinstance(value, int) else ascii(value[-40:])[2:-1] if value else "any",
 )
 async def test_malformed_http_is_refused(server: ServerProcess, sent: bytes, status: int | None) -> None:
-    async with asyncio.timeout(TIME_LIMIT), raw_exchange(server.port, TEXT) as exchange:
+    async with asyncio.timeout(TIME_LIMIT), raw_exchange(server.port, COMPLETION_PATH) as exchange:
         exchange.send(sent)
         actual_status, headers = await exchange.head()
         if actual_status == 100:

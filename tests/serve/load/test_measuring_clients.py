@@ -84,7 +84,7 @@ KINDS = {
         "metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]",
     },
 }
-"""Whether the task is for conversations -> the rest of the task."""
+"""Kind of prompt -> further lines of the task file."""
 PATHS = {"chat": "/v1/chat/completions", "text": "/v1/completions"}
 
 

@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from support.live_server import live_server
-from support.random_draws import examples
+from support.random_draws import num_examples
 from support.server_process import server_process
 
 schemathesis: Any = pytest.importorskip("schemathesis", reason="needs the package schemathesis")
 
 FEW_EXAMPLES = settings(
-    max_examples=examples(5),
+    max_examples=num_examples(5),
     deadline=None,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
-MANY_EXAMPLES = settings(FEW_EXAMPLES, max_examples=examples(150))
+MANY_EXAMPLES = settings(FEW_EXAMPLES, max_examples=num_examples(150))
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def test_generated_requests_get_documented_responses(live: str) -> None:
 def test_many_generated_requests_get_documented_responses(tmp_path: Path) -> None:
     with server_process(tmp_path / "log", "--max-length", "64", "--enable-lora", "true") as server:
         call_all_operations(f"{server.url}/", MANY_EXAMPLES)
-        server.until_idle()
+        server.wait_until_idle()
         assert server.complete()["usage"]["completion_tokens"] == 5
         assert server.metrics()["penstock_worker_restarts_total"] == 0
 

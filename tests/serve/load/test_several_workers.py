@@ -19,37 +19,41 @@ from penstock.host.processors import divide_processors
 LONG = {"model": "demo", "prompt": "Once", "max_tokens": 1000, "ignore_eos": True, "temperature": 0}
 
 
-class Client:
+class ServerClient:
     """A client of one server."""
 
     def __init__(self, url: str) -> None:
         self.http = httpx.AsyncClient(base_url=url, timeout=60)
 
-    async def ask(self, **fields: Any) -> httpx.Response:
+    async def complete(self, **fields: Any) -> httpx.Response:
         return await self.http.post("/v1/completions", json={**LONG, **fields})
 
-    async def per_worker(self, name: str) -> list[float]:
+    async def count_per_worker(self, name: str) -> list[float]:
         text = (await self.http.get("/metrics")).text
-        samples = [one for family in text_string_to_metric_families(text) for one in family.samples]
+        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
         values = {
-            one.labels["worker"]: one.value for one in samples if one.name == f"penstock_per_worker_{name}"
+            sample.labels["worker"]: sample.value
+            for sample in samples
+            if sample.name == f"penstock_per_worker_{name}"
         }
         return [values["0"], values["1"]]
 
-    async def four_at_each_worker(self, name: str) -> list[asyncio.Task[httpx.Response]]:
+    async def start_four_per_worker(self, name: str) -> list[asyncio.Task[httpx.Response]]:
         """Start eight requests and return when they run. Start others if some have ended before."""
         for attempt in count():
-            running = [asyncio.create_task(self.ask(cache_salt=f"{name}-{attempt}-{n}")) for n in range(8)]
-            while not any(one.done() for one in running):
-                if await self.per_worker("requests_running") == [4, 4]:
-                    return running
+            running_tasks = [
+                asyncio.create_task(self.complete(cache_salt=f"{name}-{attempt}-{n}")) for n in range(8)
+            ]
+            while not any(task.done() for task in running_tasks):
+                if await self.count_per_worker("requests_running") == [4, 4]:
+                    return running_tasks
                 await asyncio.sleep(0.02)
-            await asyncio.gather(*running)
+            await asyncio.gather(*running_tasks)
         raise AssertionError
 
-    async def until(self, name: str, *expected: float) -> None:
+    async def wait_until(self, name: str, *expected: float) -> None:
         async with asyncio.timeout(60):
-            while await self.per_worker(name) not in [[*expected], [*expected[::-1]]]:
+            while await self.count_per_worker(name) not in [[*expected], [*expected[::-1]]]:
                 await asyncio.sleep(0.05)
 
 
@@ -60,29 +64,31 @@ async def test_a_killed_worker_fails_only_its_requests(tmp_path: Path) -> None:
     with server_process(log, "--data-parallel-size", "2", "--max-length", "1024") as server:
         shares = sorted(sorted(share.processors) for share in divide_processors(2))
         assert sorted(sorted(os.sched_getaffinity(worker)) for worker in server.workers) == shares
-        client = Client(server.url)
-        expected = (await client.ask()).json()["choices"]
+        client = ServerClient(server.url)
+        expected = (await client.complete()).json()["choices"]
         for victim in sorted(server.workers):
-            running = await client.four_at_each_worker(str(victim))
+            running_tasks = await client.start_four_per_worker(str(victim))
             os.kill(victim, signal.SIGKILL)
-            await client.until("up", 0, 1)
-            later = [asyncio.create_task(client.ask(max_tokens=5)) for _ in range(4)]
-            answers = await asyncio.gather(*running)
-            assert [one.json()["choices"] for one in answers if one.status_code == 200] == [expected] * 4
-            assert [one.status_code for one in answers].count(503) == 4
-            assert [one.status_code for one in await asyncio.gather(*later)] == [200] * 4
-            await client.until("up", 1, 1)
-        assert await client.per_worker("restarts_total") == [1, 1]
+            await client.wait_until("up", 0, 1)
+            later_tasks = [asyncio.create_task(client.complete(max_tokens=5)) for _ in range(4)]
+            answers = await asyncio.gather(*running_tasks)
+            assert [answer.json()["choices"] for answer in answers if answer.status_code == 200] == [
+                expected
+            ] * 4
+            assert [answer.status_code for answer in answers].count(503) == 4
+            assert [answer.status_code for answer in await asyncio.gather(*later_tasks)] == [200] * 4
+            await client.wait_until("up", 1, 1)
+        assert await client.count_per_worker("restarts_total") == [1, 1]
 
         # A reload under load: every request is answered.
-        before = set(server.workers)
+        workers_before = set(server.workers)
         reload = asyncio.create_task(client.http.post("/reload"))
         statuses = set()
         while not reload.done():
-            answers = await asyncio.gather(*(client.ask(max_tokens=20) for _ in range(3)))
-            statuses |= {one.status_code for one in answers}
+            answers = await asyncio.gather(*(client.complete(max_tokens=20) for _ in range(3)))
+            statuses |= {answer.status_code for answer in answers}
         assert (reload.result().json(), statuses) == ({"status": "reloaded"}, {200})
-        assert len(set(server.workers) - before) == 2
-        assert (await client.ask()).json()["choices"] == expected
+        assert len(set(server.workers) - workers_before) == 2
+        assert (await client.complete()).json()["choices"] == expected
         await client.http.aclose()
     assert "Traceback" not in log.read_text()

@@ -51,8 +51,8 @@ async def test_mixed_load_for_minutes(tmp_path: Path) -> None:
         assert killer.cancelled()
         assert outcomes["broken"] > 0  # with status 503 or an error event in the stream
         assert outcomes["complete"] > 10
-        await asyncio.to_thread(server.until_status, "/ready", 200)
-        metrics = server.until_idle()
+        await asyncio.to_thread(server.wait_for_status, "/ready", 200)
+        metrics = server.wait_until_idle()
         assert metrics["penstock_worker_restarts_total"] >= 2
         assert read_memory(server)[0] < sizes[-1][0] + 48 * 2**20, (
             "the server does not release memory of dead workers"
@@ -63,7 +63,7 @@ async def test_mixed_load_for_minutes(tmp_path: Path) -> None:
 
 def read_memory(server: ServerProcess) -> tuple[int, int]:
     """Return the resident bytes of the server and of its worker when no request runs."""
-    server.until_idle()
+    server.wait_until_idle()
     assert server.worker is not None
     return server.memory(), server.memory(server.worker)
 
@@ -86,7 +86,7 @@ async def run_clients(server: ServerProcess, seconds: float) -> Counter[str]:
 async def kill_worker_repeatedly(server: ServerProcess) -> None:
     while True:
         await asyncio.sleep(8)
-        await asyncio.to_thread(server.until_status, "/ready", 200)
+        await asyncio.to_thread(server.wait_for_status, "/ready", 200)
         server.kill_worker()
 
 

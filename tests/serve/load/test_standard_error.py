@@ -38,7 +38,7 @@ def test_the_server_works_with_closed_standard_error(redirection: str) -> None:
             for _ in range(3):
                 assert httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body).status_code == 200
             process.terminate()
-            out, _ = process.communicate(timeout=60)
+            output, _ = process.communicate(timeout=60)
         finally:
             process.kill()
-    assert (process.returncode, out) == (0, b"")
+    assert (process.returncode, output) == (0, b"")

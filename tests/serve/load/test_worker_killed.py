@@ -11,7 +11,7 @@ from support.server_process import ServerProcess
 
 async def test_each_request_of_a_killed_worker_gets_one_error(server: ServerProcess) -> None:
     expected = server.complete(temperature=0)["choices"]
-    before = server.until_idle()["penstock_worker_restarts_total"]
+    metrics_before = server.wait_until_idle()["penstock_worker_restarts_total"]
     clients = [asyncio.ensure_future(send_request(server.port, index)) for index in range(60)]
     while server.metrics()["penstock_requests_running"] < 8:
         await asyncio.sleep(0.02)
@@ -22,13 +22,13 @@ async def test_each_request_of_a_killed_worker_gets_one_error(server: ServerProc
     assert outcomes.count("503") >= 1
     assert set(outcomes) <= {"error event", "503", "answered"}
 
-    server.until_status("/health", 503)
+    server.wait_for_status("/health", 503)
     for path in PATHS:
         assert await send_request(server.port, 0, path) in ("503", "answered")
     assert httpx.get(f"{server.url}/v1/models").status_code == 200  # routes that need no worker still respond
 
-    await asyncio.to_thread(server.until_status, "/ready", 200)
-    await asyncio.to_thread(server.until_status, "/health", 200)
+    await asyncio.to_thread(server.wait_for_status, "/ready", 200)
+    await asyncio.to_thread(server.wait_for_status, "/health", 200)
     assert server.worker not in (None, killed)
     assert server.complete(temperature=0)["choices"] == expected
-    assert server.until_idle()["penstock_worker_restarts_total"] == before + 1
+    assert server.wait_until_idle()["penstock_worker_restarts_total"] == metrics_before + 1

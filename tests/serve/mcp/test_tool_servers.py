@@ -20,8 +20,8 @@ needs_mcp = pytest.mark.skipif(find_spec("mcp") is None, reason="needs the packa
 
 @pytest.fixture(scope="module")
 def calculator() -> Iterator[ServedTools]:
-    with tool_server() as running:
-        yield running
+    with tool_server() as running_server:
+        yield running_server
 
 
 @needs_mcp
@@ -49,9 +49,9 @@ async def test_errors_of_a_tool_are_in_the_output(calculator: ServedTools) -> No
         assert failed.error is not None
         assert failed.error["type"] == "mcp_tool_execution_error"
         assert failed.text.startswith("Error: ")
-        invalid = await session.call("add", {"a": "x"})
-        assert invalid.error is not None
-        assert "valid integer" in invalid.text
+        invalid_call = await session.call("add", {"a": "x"})
+        assert invalid_call.error is not None
+        assert "valid integer" in invalid_call.text
     async with ToolSession(ToolServer("t", calculator.url), 0.5) as session:
         timed_out, success = await asyncio.gather(
             session.call("slow", {}), session.call("add", {"a": 1, "b": 1})
@@ -91,10 +91,10 @@ async def test_a_token_is_sent() -> None:
 async def test_tool_lists_are_cached(calculator: ServedTools, monkeypatch: pytest.MonkeyPatch) -> None:
     servers = ToolServers([f"t={calculator.url}", "away=http://127.0.0.1:9/mcp"], [], 20)
     reachable, unreachable = servers
-    before = calculator.num_lists
+    num_lists_before = calculator.num_lists
     first, *others = await asyncio.gather(*(servers.tools_of(reachable) for _ in range(5)))
     assert all(other is first for other in others)
-    assert calculator.num_lists == before + 1
+    assert calculator.num_lists == num_lists_before + 1
     failed = await servers.tools_of(unreachable)
     assert failed.error is not None
     assert await servers.tools_of(unreachable) is failed
@@ -102,7 +102,7 @@ async def test_tool_lists_are_cached(calculator: ServedTools, monkeypatch: pytes
     servers.close()
     await servers.tools_of(reachable)
     await servers.tools_of(reachable)
-    assert calculator.num_lists == before + 3
+    assert calculator.num_lists == num_lists_before + 3
     assert servers.by_url(calculator.url + "/") is reachable
     assert servers.by_url("http://example.org/mcp") is None
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
+from support.app_client import make_services
 from support.engines import FakeEngine
-from support.serving import make_services
 
 from penstock.config import PipelineConfig
 from penstock.errors import CheckpointNotFoundError, ConfigError
@@ -210,23 +210,25 @@ async def test_loading_a_large_model_unloads_several() -> None:
 
 
 async def test_a_model_in_use_is_not_unloaded() -> None:
-    paused = SlowEngine("I am a", state="asleep", is_paused=True)
-    async with open_application(make_served_model("a", engine=paused), make_served_model("b")) as client:
+    paused_engine = SlowEngine("I am a", state="asleep", is_paused=True)
+    async with open_application(
+        make_served_model("a", engine=paused_engine), make_served_model("b")
+    ) as client:
         first = asyncio.create_task(client.complete("a"))
-        while not paused.num_outstanding:
+        while not paused_engine.num_outstanding:
             await asyncio.sleep(0)
         other = asyncio.create_task(client.complete_text("b"))
         await asyncio.sleep(0.05)
-        late = asyncio.create_task(client.complete("a"))
+        late_task = asyncio.create_task(client.complete("a"))
         await asyncio.sleep(0.05)
         assert (client.loaded_models, other.done()) == (["a"], False)
-        assert len(paused.contexts) == 1  # the late request waits until its model may be loaded
+        assert len(paused_engine.contexts) == 1  # the late request waits until its model may be loaded
         first.cancel()
         assert await other == "I am b"
-        while not paused.num_outstanding:
+        while not paused_engine.num_outstanding:
             await asyncio.sleep(0)
-        assert (client.loaded_models, len(paused.contexts)) == (["a"], 2)
-        late.cancel()
+        assert (client.loaded_models, len(paused_engine.contexts)) == (["a"], 2)
+        late_task.cancel()
 
 
 async def test_concurrent_requests_for_two_models_all_end() -> None:
@@ -237,14 +239,14 @@ async def test_concurrent_requests_for_two_models_all_end() -> None:
 
 
 async def test_a_model_that_cannot_be_loaded_fails_only_its_requests() -> None:
-    broken = SlowEngine(state="asleep")
-    broken.load_error = CheckpointNotFoundError("/b", "does not exist")
+    broken_engine = SlowEngine(state="asleep")
+    broken_engine.load_error = CheckpointNotFoundError("/b", "does not exist")
     async with open_application(
-        make_served_model("a"), make_served_model("b", engine=broken), budget=2
+        make_served_model("a"), make_served_model("b", engine=broken_engine), budget=2
     ) as client:
         assert (await client.complete("b")).status_code >= 400
         assert await client.complete_text("a") == "I am a"
-        broken.load_error = None
+        broken_engine.load_error = None
         assert (await client.complete("b")).status_code == 200
 
 
@@ -287,8 +289,8 @@ async def test_all_models_are_listed() -> None:
         assert (await client.http.get("/v1/models/c")).status_code == 404
         tags = (await client.http.get("/api/tags")).json()["models"]
         assert [tag["name"] for tag in tags] == ["a", "b"]
-        running = (await client.http.get("/api/ps")).json()["models"]
-        assert [model["name"] for model in running] == ["a"]
+        running_models = (await client.http.get("/api/ps")).json()["models"]
+        assert [model["name"] for model in running_models] == ["a"]
         assert client.loaded_models == ["a"]
 
 

@@ -21,10 +21,10 @@ def make_log(form: str, level: str = "info") -> tuple[logging.Logger, io.StringI
 def test_logfmt_quotes_values_with_spaces() -> None:
     log, stream = make_log("logfmt")
     log_event(log, logging.INFO, "two words", a=1, b=0.123456, c=None, d="x y", e=[1, "z"], f="", g=True)
-    time, _, rest = stream.getvalue().partition(" ")
+    time, _, remainder = stream.getvalue().partition(" ")
     assert time.startswith("time=20")
     assert time.endswith("+00:00")
-    assert rest == 'level=info event="two words" a=1 b=0.1235 d="x y" e="[1, \\"z\\"]" f="" g=true\n'
+    assert remainder == 'level=info event="two words" a=1 b=0.1235 d="x y" e="[1, \\"z\\"]" f="" g=true\n'
 
 
 def test_a_json_log_has_one_object_per_line() -> None:

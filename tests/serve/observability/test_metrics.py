@@ -7,9 +7,9 @@ import time
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from support.chatting import chatting
+from support.app_client import app_client, make_services
 from support.engines import FakeEngine
-from support.serving import client_of, make_services
+from support.in_process_server import run_in_process
 
 import penstock
 from penstock.serve.observability.metrics import ENGINE_METRICS, Metrics, RequestMetrics
@@ -56,13 +56,13 @@ def test_histograms_contain_the_timings_of_a_request(clock: Clock) -> None:
     assert read_samples(metrics)["penstock_requests_in_progress"] == 1
     clock.now += 0.3
     record.admitted()
-    record.admitted()  # a token of another choice
+    record.admitted()  # the admission of a second choice is not counted
     clock.now += 0.4
     record.tokens(1, choice=0)
     clock.now += 0.02
-    record.tokens(1, choice=1)  # the first token of the choice: no previous token
+    record.tokens(1, choice=1)  # the first token of choice 1 has no previous token
     clock.now += 0.06
-    record.tokens(4, choice=0)  # 0.08 s for four tokens
+    record.tokens(4, choice=0)  # 0.08 s after the last token of choice 0
     record.tokens(0, choice=1)
     record.status, record.prompt_tokens, record.cached_tokens, record.completion_tokens = 200, 10, 8, 6
     record.finish_reasons = ["stop", "length"]
@@ -231,7 +231,7 @@ async def test_which_requests_are_counted() -> None:
     """Probes are not counted, unknown paths share one label, and applications share no metrics."""
     services, other = make_services(api_key=("k",)), make_services()
     key = {"authorization": "Bearer k"}
-    async with client_of(services) as client:
+    async with app_client(services) as client:
         for _ in range(3):
             await client.get("/health")
         await client.get("/v1/models", headers=key)
@@ -254,7 +254,7 @@ async def test_which_requests_are_counted() -> None:
 
 async def test_metrics_count_a_served_workload() -> None:
     """The model always generates ``Hello!`` and EOS: seven tokens."""
-    async with chatting() as server:
+    async with run_in_process() as server:
         server.services.metrics.watch(server.services.worker)
         await server.complete(prompt="abc", max_tokens=50)
         await server.complete(prompt=["abcd", "ab"], n=2, max_tokens=3)

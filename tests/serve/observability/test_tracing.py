@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from fastapi import APIRouter, Request
-from support.serving import client_of, make_services
+from support.app_client import app_client, make_services
 
 from penstock.errors import MissingDependencyError
 from penstock.serve.observability.request_record import RequestRecord
@@ -49,7 +49,7 @@ def make_routes() -> APIRouter:
 
 async def test_each_request_is_a_span(exporter: tuple[export.InMemorySpanExporter, Tracing]) -> None:
     spans, tracing = exporter
-    async with client_of(make_services(tracing=tracing), make_routes()) as client:
+    async with app_client(make_services(tracing=tracing), make_routes()) as client:
         await client.get("/items/a", headers={"x-request-id": "abc"})
         await client.get("/health")
     [span] = spans.get_finished_spans()
@@ -78,7 +78,7 @@ async def test_the_span_is_part_of_the_callers_trace(
 ) -> None:
     spans, tracing = exporter
     trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-    async with client_of(make_services(tracing=tracing), make_routes()) as client:
+    async with app_client(make_services(tracing=tracing), make_routes()) as client:
         await client.get("/items/a", headers={"traceparent": f"00-{trace}-{parent}-01"})
         await client.get("/items/a", headers={"traceparent": "nonsense"})
     first, second = spans.get_finished_spans()
@@ -91,7 +91,7 @@ async def test_a_failure_is_recorded_in_the_span(
     exporter: tuple[export.InMemorySpanExporter, Tracing],
 ) -> None:
     spans, tracing = exporter
-    async with client_of(make_services(tracing=tracing), make_routes()) as client:
+    async with app_client(make_services(tracing=tracing), make_routes()) as client:
         await client.get("/raise_bug")
     [span] = spans.get_finished_spans()
     assert not span.status.is_ok

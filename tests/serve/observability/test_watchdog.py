@@ -12,7 +12,7 @@ from penstock.serve.observability.watchdog import Watchdog
 from penstock.worker.messages import WorkerStats
 
 
-class Watched:
+class WatchedWorker:
     """A watchdog with a fake clock that checks only when a test calls it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -24,7 +24,7 @@ class Watched:
         self.watchdog = Watchdog(self.worker, limit=10)
 
     def check_at(self, at: float) -> list[tuple[str, Any]]:
-        """Check at the given time. Return (level, fields) of each report."""
+        """Check at the given time in seconds. Return (level, fields) of each report."""
         self.now = at
         self.caplog.clear()
         self.watchdog.check()
@@ -32,61 +32,61 @@ class Watched:
 
 
 @pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Watched:
-    return Watched(monkeypatch, caplog)
+def watched_worker(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> WatchedWorker:
+    return WatchedWorker(monkeypatch, caplog)
 
 
-def test_an_idle_worker_is_not_reported(watched: Watched) -> None:
-    assert [watched.check_at(second) for second in range(0, 100, 5)] == [[]] * 20
+def test_an_idle_worker_is_not_reported(watched_worker: WatchedWorker) -> None:
+    assert [watched_worker.check_at(second) for second in range(0, 100, 5)] == [[]] * 20
 
 
-def test_a_worker_that_makes_progress_is_not_reported(watched: Watched) -> None:
-    watched.worker.num_outstanding = 3
+def test_a_worker_that_makes_progress_is_not_reported(watched_worker: WatchedWorker) -> None:
+    watched_worker.worker.num_outstanding = 3
     for second in range(0, 100, 5):
-        watched.worker.stats = WorkerStats(num_steps=second)
-        assert watched.check_at(second) == []
+        watched_worker.worker.stats = WorkerStats(num_steps=second)
+        assert watched_worker.check_at(second) == []
 
 
-def test_a_stalled_worker_is_reported_repeatedly(watched: Watched) -> None:
-    watched.check_at(0)
-    watched.worker.num_outstanding = 3
-    watched.worker.stats = WorkerStats(num_steps=7, num_waiting=2, num_used_blocks=5)
-    assert watched.check_at(1) == []
-    assert watched.check_at(10.5) == []
-    [(level, fields)] = watched.check_at(11)
+def test_a_stalled_worker_is_reported_repeatedly(watched_worker: WatchedWorker) -> None:
+    watched_worker.check_at(0)
+    watched_worker.worker.num_outstanding = 3
+    watched_worker.worker.stats = WorkerStats(num_steps=7, num_waiting=2, num_used_blocks=5)
+    assert watched_worker.check_at(1) == []
+    assert watched_worker.check_at(10.5) == []
+    [(level, fields)] = watched_worker.check_at(11)
     assert level == "ERROR"
     assert (fields["for_s"], fields["num_steps"], fields["num_waiting"]) == (10, 7, 2)
     assert fields["num_used_blocks"] == 5
     assert fields["outstanding"] == 3
-    assert watched.check_at(20) == []
-    assert len(watched.check_at(21)) == 1
-    watched.worker.num_outstanding = 0
-    assert watched.check_at(40) == []
+    assert watched_worker.check_at(20) == []
+    assert len(watched_worker.check_at(21)) == 1
+    watched_worker.worker.num_outstanding = 0
+    assert watched_worker.check_at(40) == []
 
 
-def test_time_without_work_does_not_count(watched: Watched) -> None:
-    watched.check_at(0)
-    watched.check_at(50)
-    watched.worker.num_outstanding = 1
-    assert watched.check_at(55) == []
-    assert len(watched.check_at(61)) == 1
+def test_time_without_work_does_not_count(watched_worker: WatchedWorker) -> None:
+    watched_worker.check_at(0)
+    watched_worker.check_at(50)
+    watched_worker.worker.num_outstanding = 1
+    assert watched_worker.check_at(55) == []
+    assert len(watched_worker.check_at(61)) == 1
 
 
-def test_worker_death_and_restart(watched: Watched) -> None:
-    watched.worker.state, watched.worker.num_restarts = "restarting", 1
-    [(level, fields)] = watched.check_at(1)
+def test_worker_death_and_restart(watched_worker: WatchedWorker) -> None:
+    watched_worker.worker.state, watched_worker.worker.num_restarts = "restarting", 1
+    [(level, fields)] = watched_worker.check_at(1)
     assert (level, fields["state"], fields["was"], fields["restarts"]) == ("ERROR", "restarting", "ready", 1)
-    assert watched.check_at(2) == []
-    watched.worker.state = "ready"
-    [(level, fields)] = watched.check_at(3)
+    assert watched_worker.check_at(2) == []
+    watched_worker.worker.state = "ready"
+    [(level, fields)] = watched_worker.check_at(3)
     assert (level, fields["state"]) == ("INFO", "ready")
 
 
-async def test_the_watchdog_checks_repeatedly(watched: Watched) -> None:
-    watchdog = Watchdog(watched.worker, limit=10, interval=0.001)
+async def test_the_watchdog_checks_repeatedly(watched_worker: WatchedWorker) -> None:
+    watchdog = Watchdog(watched_worker.worker, limit=10, interval=0.001)
     task = asyncio.create_task(watchdog.run())
     await asyncio.sleep(0.02)
-    watched.worker.state = "restarting"
-    while not watched.caplog.records:
+    watched_worker.worker.state = "restarting"
+    while not watched_worker.caplog.records:
         await asyncio.sleep(0.001)
     task.cancel()

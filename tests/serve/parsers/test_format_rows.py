@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.call_formats import TOOLS, Call, calls_of, parse
+from support.call_formats import TOOLS, Call, collect_calls, parse
 
 from penstock.serve.parsers import Content, ParserFactory, Reasoning
 from penstock.serve.parsers.formats import TOOL_FORMATS
@@ -44,7 +44,7 @@ def test_reasoning_content_and_calls_are_parsed_for_any_chunk_size(size: int) ->
     text = f"[[WHY]]because[[SO]]Here: {OUTPUT}"
     events = parse(choose_parsers().new(tools=TOOLS), text, [size])
     assert events[:2] == [Reasoning("because"), Content("Here:")]
-    assert calls_of(events) == [CALL]
+    assert collect_calls(events) == [CALL]
 
 
 def test_the_grammar_forces_the_markers_and_keys_of_the_row() -> None:
@@ -53,10 +53,10 @@ def test_the_grammar_forces_the_markers_and_keys_of_the_row() -> None:
     info = xgrammar.TokenizerInfo(vocabulary, xgrammar.VocabType.RAW, vocab_size=257, stop_token_ids=[256])
     grammar = choose_parsers().grammar(TOOLS, "required", reasoning=True, in_reasoning=False)
     assert grammar is not None
-    compiled = xgrammar.GrammarCompiler(info).compile_structural_tag(grammar.text)
+    compiled_grammar = xgrammar.GrammarCompiler(info).compile_structural_tag(grammar.text)
 
     def accepts(text: str) -> bool:
-        matcher = xgrammar.GrammarMatcher(compiled)
+        matcher = xgrammar.GrammarMatcher(compiled_grammar)
         return bool(matcher.accept_string(text) and matcher.accept_token(256))
 
     assert accepts(OUTPUT)

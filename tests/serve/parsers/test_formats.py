@@ -10,14 +10,22 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.call_formats import BARE, RENDERERS, TOOLS, VALUE_ENDS, Call, calls_of, parse
-from support.random_draws import examples
+from support.call_formats import (
+    FORMATS_WITHOUT_MARKER,
+    RENDERERS,
+    TOOLS,
+    VALUE_ENDS,
+    Call,
+    collect_calls,
+    parse,
+)
+from support.random_draws import num_examples
 
 from penstock.serve.parsers import Content, Event, ParserFactory, Reasoning, ToolCallArguments, ToolCallStart
 from penstock.serve.parsers.formats import TOOL_FORMATS
 from penstock.serve.parsers.reasoning import REASONING_FORMATS
 
-EXAMPLES = settings(max_examples=examples(6), deadline=None, suppress_health_check=list(HealthCheck))
+EXAMPLES = settings(max_examples=num_examples(6), deadline=None, suppress_health_check=list(HealthCheck))
 FORMATS = pytest.mark.parametrize("name", list(TOOL_FORMATS))
 SIZES = st.lists(st.integers(1, 12), min_size=1, max_size=6)
 MARKUP_PARTS = [
@@ -115,7 +123,9 @@ def draw_outputs(draw: st.DrawFn, name: str) -> Output:
         newlines = draw(st.sampled_from(["", "\n", "\n\n"])) if output.text else ""
         if kind == "content":
             text = draw(draw_plain_text())
-            if name in BARE and text.endswith("["):  # "[" before a call would begin a list of calls
+            if name in FORMATS_WITHOUT_MARKER and text.endswith(
+                "["
+            ):  # "[" before a call would begin a list of calls
                 text = f"{text}x"
             output.text += newlines + text
             output.content += (newlines if output.content else "") + text
@@ -136,11 +146,11 @@ def make_parser(name: str, reasoning: str = "think", **options: Any) -> Any:
     return parsers.new(tools=TOOLS, new_id=lambda: f"id{next(ids)}", **options)
 
 
-def content_of(events: list[Event]) -> str:
+def join_content(events: list[Event]) -> str:
     return "".join(event.text for event in events if isinstance(event, Content))
 
 
-def reasoning_of(events: list[Event]) -> str:
+def join_reasoning(events: list[Event]) -> str:
     return "".join(event.text for event in events if isinstance(event, Reasoning))
 
 
@@ -154,8 +164,8 @@ def test_every_format_has_a_renderer() -> None:
 def test_rendered_output_is_parsed_back(name: str, data: st.DataObject) -> None:
     output = data.draw(draw_outputs(name))
     events = parse(make_parser(name), output.text, data.draw(SIZES))
-    assert (content_of(events), reasoning_of(events)) == (output.content, output.reasoning)
-    assert calls_of(events) == list(output.calls)
+    assert (join_content(events), join_reasoning(events)) == (output.content, output.reasoning)
+    assert collect_calls(events) == list(output.calls)
     assert events == parse(make_parser(name), output.text)
 
 
@@ -237,7 +247,7 @@ def test_truncated_output_has_complete_or_invalid_arguments(name: str, data: st.
             assert Call(call.name, json.loads(arguments[index])) == call
         except json.JSONDecodeError:
             assert index == len(arguments) - 1
-    assert output.reasoning.startswith(reasoning_of(events).rstrip("\n</think"))
+    assert output.reasoning.startswith(join_reasoning(events).rstrip("\n</think"))
 
 
 @FORMATS
@@ -262,9 +272,9 @@ def test_no_text_is_lost(name: str, data: st.DataObject) -> None:
     text += ">" + '"' * 2 + " end of it "
     events = parse(make_parser(name, "none"), text, data.draw(SIZES))
     if isinstance(events[-1], Content):
-        out = "".join(event.text for event in events if isinstance(event, Content | ToolCallArguments))
+        content = "".join(event.text for event in events if isinstance(event, Content | ToolCallArguments))
         ids = "".join(event.id for event in events if isinstance(event, ToolCallStart))
-        assert [word for word in words if word in text and word not in out + ids] == []
+        assert [word for word in words if word in text and word not in content + ids] == []
 
 
 @FORMATS

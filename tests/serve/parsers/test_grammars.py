@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from support.call_formats import ONE_CALL, RENDERERS, TOOLS, Call, calls_of, parse
+from support.call_formats import RENDERERS, SINGLE_CALL_FORMATS, TOOLS, Call, collect_calls, parse
 
 from penstock.errors import UnsupportedFeatureError
 from penstock.grammar.schema import grammar_source
@@ -57,7 +57,7 @@ def accepts(grammar: Grammar | None, text: str) -> bool:
     assert grammar is not None
     matcher = xgrammar.GrammarMatcher(compile_grammar(grammar))
     is_accepted = bool(matcher.accept_string(text) and matcher.accept_token(END))
-    other = llguidance_bytes.matcher_of_source(grammar_source(grammar))
+    other = llguidance_bytes.match_source(grammar_source(grammar))
     assert llguidance_bytes.accepts(other, text.encode()) == is_accepted, "the two libraries disagree"
     return is_accepted
 
@@ -79,13 +79,13 @@ def render_calls(name: str, *calls: Call) -> str:
             return f"<function_calls>{text}</function_calls>"
         return f"[{text}]" if name == "pythonic" else f"<|tool_call_start|>[{text}]<|tool_call_end|>"
     if name == "cohere":
-        rendered = [
+        rendered_calls = [
             '{"tool_call_id": "0", "tool_name": "NAME", "parameters": ARGS}'.replace(
                 "NAME", call.name
             ).replace("ARGS", json.dumps(call.arguments))
             for call in calls
         ]
-        return f"<|START_ACTION|>[{', '.join(rendered)}]<|END_ACTION|>"
+        return f"<|START_ACTION|>[{', '.join(rendered_calls)}]<|END_ACTION|>"
     return RENDERERS[name](calls)
 
 
@@ -94,7 +94,7 @@ def test_a_call_is_accepted_and_parsed(name: str) -> None:
     text = render_calls(name, SEARCH)
     for grammar in (force_call(name), force_call(name, NAMED), force_call(name, parallel=False)):
         assert accepts(grammar, text)
-    assert calls_of(parse(ParserFactory.choose(None, name).new(tools=TOOLS), text)) == [SEARCH]
+    assert collect_calls(parse(ParserFactory.choose(None, name).new(tools=TOOLS), text)) == [SEARCH]
 
 
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "pythonic"])
@@ -119,7 +119,7 @@ def test_other_text_is_rejected(name: str) -> None:
 @FORMATS
 def test_several_calls_are_accepted_only_with_parallel_calls(name: str) -> None:
     text = render_calls(name, SEARCH, SEARCH)
-    assert accepts(force_call(name), text) is (name not in ONE_CALL)
+    assert accepts(force_call(name), text) is (name not in SINGLE_CALL_FORMATS)
     assert not accepts(force_call(name, parallel=False), text)
     assert not accepts(force_call(name, NAMED), text)
 

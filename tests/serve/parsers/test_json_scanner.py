@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.call_formats import pieces
-from support.random_draws import examples
+from support.call_formats import split_text
+from support.random_draws import num_examples
 
 from penstock.serve.parsers.json_scanner import JsonScanner
 from penstock.serve.parsers.python_scanner import PythonScanner
@@ -75,7 +75,7 @@ PYTHON_TOKENS = [
 def scan(value: JsonScanner | PythonScanner, text: str, sizes: list[int]) -> tuple[str, bool, int]:
     """Return (JSON text, whether the value is complete, number of scanned characters)."""
     json_text, num_scanned = "", 0
-    for chunk in pieces(text, sizes):
+    for chunk in split_text(text, sizes):
         end, scanned = value.feed(chunk)
         json_text += scanned
         num_scanned += end
@@ -84,14 +84,14 @@ def scan(value: JsonScanner | PythonScanner, text: str, sizes: list[int]) -> tup
     return json_text, value.done and not value.broken, num_scanned
 
 
-@settings(max_examples=examples(80))
+@settings(max_examples=num_examples(80))
 @given(VALUES, SIZES, st.booleans(), st.sampled_from([None, 2]))
 def test_valid_json_is_unchanged(value: Any, sizes: list[int], ascii: bool, indent: int | None) -> None:
     text = json.dumps(value, ensure_ascii=ascii, indent=indent)
     assert scan(JsonScanner(), f"{text} rest", sizes) == (text, True, len(text))
 
 
-@settings(max_examples=examples(250))
+@settings(max_examples=num_examples(250))
 @given(st.lists(st.sampled_from(TOKENS), max_size=10).map("".join), SIZES)
 def test_invalid_json_is_rejected(text: str, sizes: list[int]) -> None:
     json_text, is_whole, num_scanned = scan(JsonScanner(), f"{text}\n", sizes)
@@ -123,7 +123,7 @@ def test_the_nesting_depth_is_limited() -> None:
     assert not scan(PythonScanner(), f"[{text}]", [1000])[1]
 
 
-@settings(max_examples=examples(80))
+@settings(max_examples=num_examples(80))
 @given(VALUES, SIZES)
 def test_python_literals_become_json(value: Any, sizes: list[int]) -> None:
     json_text, is_whole, num_scanned = scan(PythonScanner(), f"{value!r})", sizes)
@@ -132,7 +132,7 @@ def test_python_literals_become_json(value: Any, sizes: list[int]) -> None:
     assert num_scanned == len(repr(value))
 
 
-@settings(max_examples=examples(250))
+@settings(max_examples=num_examples(250))
 @given(st.lists(st.sampled_from(PYTHON_TOKENS), max_size=10).map("".join), SIZES)
 @example('"\\{"', [1])
 def test_accepted_python_literals_are_valid(text: str, sizes: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""Behaviour of the parser that does not depend on the format."""
+"""`OutputParser`: behaviour that is the same for all formats."""
 
 from __future__ import annotations
 

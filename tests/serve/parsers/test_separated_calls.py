@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import pytest
-from support.call_formats import BARE, ONE_CALL, RENDERERS, TOOLS, Call, calls_of, parse, wide
+from support.call_formats import (
+    FORMATS_WITHOUT_MARKER,
+    RENDERERS,
+    SINGLE_CALL_FORMATS,
+    TOOLS,
+    Call,
+    collect_calls,
+    parse,
+    widen_bars,
+)
 
 from penstock.serve.parsers import Content, Event, ParserFactory, ToolCallStart
 from penstock.serve.parsers.formats import TOOL_FORMATS
 
 FORMATS = pytest.mark.parametrize("name", list(TOOL_FORMATS))
-SEVERAL = pytest.mark.parametrize("name", [name for name in TOOL_FORMATS if name not in ONE_CALL])
+SEVERAL = pytest.mark.parametrize("name", [name for name in TOOL_FORMATS if name not in SINGLE_CALL_FORMATS])
 SEARCH, NOW = Call("search", {"text": "x"}), Call("now")
 
 
@@ -17,7 +26,7 @@ def parse_text(name: str, text: str) -> tuple[list[Call], str]:
     """Return the calls and the content of a text. Check that they do not depend on chunking."""
     events = parse_events(name, text)
     called = [event for event in events if not isinstance(event, Content)]
-    return calls_of(called), "".join(event.text for event in events if isinstance(event, Content))
+    return collect_calls(called), "".join(event.text for event in events if isinstance(event, Content))
 
 
 def parse_events(name: str, text: str) -> list[Event]:
@@ -38,7 +47,7 @@ def test_white_space_between_calls_is_ignored(name: str, separator: str) -> None
     )
 
 
-@pytest.mark.parametrize("name", BARE)
+@pytest.mark.parametrize("name", FORMATS_WITHOUT_MARKER)
 @pytest.mark.parametrize("separator", [";", "; ", ",", ", ", ",\n", " ;\n"])
 def test_separators_between_calls_without_markers_are_ignored(name: str, separator: str) -> None:
     expected_calls = [SEARCH, NOW, SEARCH]
@@ -132,8 +141,8 @@ def test_ids_of_kimi_are_kept_if_valid(written_id: str, call_id: str) -> None:
     starts = [event for event in parse_events("kimi_k2", text * 3) if isinstance(event, ToolCallStart)]
     assert len({start.id for start in starts}) == 3
     assert all(start.id.startswith("functions.search:") for start in starts)
-    unknown = text.replace("search", "other")
-    assert parse_text("kimi_k2", unknown) == ([], unknown)
+    unknown_call = text.replace("search", "other")
+    assert parse_text("kimi_k2", unknown_call) == ([], unknown_call)
 
 
 def test_a_duplicate_call_id_is_replaced() -> None:
@@ -171,10 +180,10 @@ IRREGULAR_MARKUP = {
         '{"text": "x"}<|tool_call_end|><|tool_calls_section_end|>',
         '<|tool_call_begin|>functions.search:0<|tool_call_argument_begin|>{"text": "x"}<|tool_call_end|>',
     ],
-    "deepseek_v31": [wide('<|tool~call~begin|>search<|tool~sep|>{"text": "x"}<|tool~call~end|>')],
+    "deepseek_v31": [widen_bars('<|tool~call~begin|>search<|tool~sep|>{"text": "x"}<|tool~call~end|>')],
     "deepseek_v3": [
-        wide('<|tool~calls~begin|><|tool~call~begin|>function<|tool~sep|>search\n{"text": "x"}')
-        + wide("<|tool~call~end|><|tool~calls~end|>"),
+        widen_bars('<|tool~calls~begin|><|tool~call~begin|>function<|tool~sep|>search\n{"text": "x"}')
+        + widen_bars("<|tool~call~end|><|tool~calls~end|>"),
     ],
     "harmony": [
         '<|channel|>commentary to=search <|constrain|>json<|message|>{"text": "x"}',
@@ -189,8 +198,8 @@ IRREGULAR_MARKUP = {
 def test_missing_or_repeated_markup_is_tolerated(name: str, text: str) -> None:
     assert parse_text(name, text) == ([SEARCH], "")
     assert parse_text(name, f"{text} so") == ([SEARCH], " so")
-    unknown = text.replace("search", "other")
-    assert parse_text(name, unknown)[0] == []
+    unknown_call = text.replace("search", "other")
+    assert parse_text(name, unknown_call)[0] == []
 
 
 def test_a_marker_in_text_does_not_hide_a_call() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.call_formats import pieces
-from support.random_draws import examples
+from support.call_formats import split_text
+from support.random_draws import num_examples
 
 from penstock.serve.parsers.stream import IncrementalText, MarkerSearch, Steps, is_finished
 
@@ -28,7 +28,7 @@ def find_markers(markers: list[str], text: str, sizes: list[int]) -> list[tuple[
                 return
 
     reader = read()
-    for chunk in pieces(text, sizes):
+    for chunk in split_text(text, sizes):
         stream.push(chunk)
         assert not is_finished(reader)
     stream.ended = True
@@ -37,7 +37,7 @@ def find_markers(markers: list[str], text: str, sizes: list[int]) -> list[tuple[
     return [*result, (text_before, "")]
 
 
-@settings(max_examples=examples(200))
+@settings(max_examples=num_examples(200))
 @given(
     st.lists(WORDS, min_size=1, max_size=4),
     st.text("ab<", max_size=20),
@@ -46,13 +46,13 @@ def find_markers(markers: list[str], text: str, sizes: list[int]) -> list[tuple[
 def test_found_markers_do_not_depend_on_chunking(markers: list[str], text: str, sizes: list[int]) -> None:
     expected, run, at = [], "", 0
     while at < len(text):
-        here = max((marker for marker in markers if text.startswith(marker, at)), key=len, default="")
-        if here:
-            expected.append((run, here))
+        marker_here = max((marker for marker in markers if text.startswith(marker, at)), key=len, default="")
+        if marker_here:
+            expected.append((run, marker_here))
             run = ""
         else:
             run += text[at]
-        at += len(here) or 1
+        at += len(marker_here) or 1
     assert find_markers(markers, text, sizes) == [*expected, (run, "")]
 
 

@@ -11,7 +11,7 @@ import jsonschema
 import numpy as np
 import pytest
 import torch
-from support.call_formats import BARE, RENDERERS, VALUE_ENDS, Call, calls_of, parse
+from support.call_formats import FORMATS_WITHOUT_MARKER, RENDERERS, VALUE_ENDS, Call, collect_calls, parse
 
 from penstock.errors import UnsupportedFeatureError, UnsupportedSchemaError
 from penstock.grammar.schema import grammar_source
@@ -103,21 +103,21 @@ def accepts(grammar: Grammar, text: str, special: tuple[str, ...] = ()) -> bool:
         text = text[len(token or "x") :]
     is_accepted = all(map(matcher.accept_token, [*ids, END]))
     source = grammar_source(grammar, token_id=lambda text: END + 1 + SPECIAL.index(text))
-    other = llguidance_bytes.matcher_of_source(source, tuple(SPECIAL))
+    other = llguidance_bytes.match_source(source, tuple(SPECIAL))
     assert llguidance_bytes.accepts(other, ids) == is_accepted, "the two libraries disagree"
     return is_accepted
 
 
 def render_calls(name: str, *calls: Call) -> str:
     if name in ("pythonic", "lfm2", "olmo3"):
-        rendered = [
+        rendered_calls = [
             f"{call.name}({', '.join(f'{key}={json.dumps(value)}' for key, value in call.arguments.items())})"
             for call in calls
         ]
         if name == "olmo3":
-            lines = "\n".join(rendered)
+            lines = "\n".join(rendered_calls)
             return f"<function_calls>{lines}</function_calls>"
-        text = f"[{', '.join(rendered)}]"
+        text = f"[{', '.join(rendered_calls)}]"
         return text if name == "pythonic" else f"<|tool_call_start|>{text}<|tool_call_end|>"
     if name == "cohere":
         return RENDERERS[name](calls).replace("[\n    ", "[").replace("\n]", "]")
@@ -133,7 +133,7 @@ def test_calls_in_free_text_must_match_the_schema(name: str) -> None:
     reasoning = "harmony" if name == "harmony" else "none"
     grammar = make_strict_grammar(name, reasoning)
     final = "<|channel|>final<|message|>" if name == "harmony" else ""
-    before = "" if name in BARE else "Well.\n"
+    before = "" if name in FORMATS_WITHOUT_MARKER else "Well.\n"
     if name == "harmony":
         before = "<|channel|>analysis<|message|>Well.<|end|><|start|>assistant"
     valid_call = Call("search", {"text": "a b", "count": 3})
@@ -150,7 +150,7 @@ def test_calls_in_free_text_must_match_the_schema(name: str) -> None:
         )
     assert not accepts(grammar, before + render_calls(name, Call("other", {"a": 1})))
     parser = ParserFactory.choose(None, name, reasoning).new(tools=TOOLS)
-    assert calls_of(
+    assert collect_calls(
         [
             event
             for event in parse(parser, before + render_calls(name, valid_call))
@@ -175,13 +175,13 @@ def test_forced_output_parses_as_valid_arguments(name: str, seed: int) -> None:
     tools = [make_tool("rich", RICH), make_tool("none", {})]
     grammar = parsers.grammar(tools, {"type": "function", "function": {"name": "rich"}})
     assert grammar is not None
-    text = walk(compile_grammar(grammar), seed, VALUE_ENDS.get(name, ""))
-    [call] = calls_of(parse(parsers.new(tools=tools), text))
+    text = generate_random_text(compile_grammar(grammar), seed, VALUE_ENDS.get(name, ""))
+    [call] = collect_calls(parse(parsers.new(tools=tools), text))
     assert call.name == "rich"
     jsonschema.validate(call.arguments, RICH)
 
 
-def walk(grammar: Any, seed: int, value_end: str) -> str:
+def generate_random_text(grammar: Any, seed: int, value_end: str) -> str:
     """Return a random text of the grammar: ASCII where possible, biased towards the ends of values."""
     rng = random.Random(seed)
     matcher = xgrammar.GrammarMatcher(grammar)
@@ -193,8 +193,8 @@ def walk(grammar: Any, seed: int, value_end: str) -> str:
             continue
         matcher.fill_next_token_bitmask(mask)
         bits = np.unpackbits(mask[0].numpy().view(np.uint8), bitorder="little")
-        allowed = np.flatnonzero(bits[: END + 1]).tolist()
-        candidates = [token for token in allowed if token == END or 32 <= token < 127] or allowed
+        allowed_ids = np.flatnonzero(bits[: END + 1]).tolist()
+        candidates = [token for token in allowed_ids if token == END or 32 <= token < 127] or allowed_ids
         assert candidates, f"no token is allowed after {output!r}"
         token = rng.choice(candidates)
         value_ends = [ord(letter) for letter in '"]}<' if ord(letter) in candidates]
@@ -271,7 +271,7 @@ def test_markers_can_be_special_tokens() -> None:
     forced_grammar = parsers.grammar(TOOLS, "required")
     assert forced_grammar is not None
     assert accepts(forced_grammar, text.removeprefix("Well. "), special)
-    # The letters of a special token are not that token.
+    # The spelling of a special token as text is not the special token.
     assert not accepts(forced_grammar, text.removeprefix("Well. "))
 
 
@@ -279,11 +279,11 @@ def test_a_strict_bare_call_may_follow_its_marker_and_reasoning() -> None:
     parsers = ParserFactory.choose(None, "llama3_json", "think", SPECIAL)
     grammar = parsers.strict_grammar(TOOLS, {"search"}, in_reasoning=False)
     call = render_calls("llama3_json", SEARCH)
-    marked = f"<|python_tag|>{call}"
+    marked_call = f"<|python_tag|>{call}"
     for text in ("Hi {", "", call, f"<think>hm {{</think>\n\n{call}", "<think>hm</think>Hi"):
         assert accepts(grammar, text), text
         assert not accepts(grammar, text.replace("3", '"3"')) or "3" not in text
-    for text in (marked, f"So {marked}", f"<think>hm</think>{marked}"):
+    for text in (marked_call, f"So {marked_call}", f"<think>hm</think>{marked_call}"):
         assert accepts(grammar, text, ("<|python_tag|>",)), text
         assert not accepts(grammar, text.replace("3", '"3"'), ("<|python_tag|>",))
     assert not accepts(grammar, '{"name": 1}')
@@ -297,7 +297,9 @@ def test_a_strict_call_is_enforced_without_its_outer_marker(name: str) -> None:
     assert inner in text
     assert accepts(grammar, text)
     assert not accepts(grammar, text.replace("3", '"3"'))
-    assert calls_of(parse(ParserFactory.choose(None, name, "none").new(tools=TOOLS), text)[1:]) == [SEARCH]
+    assert collect_calls(parse(ParserFactory.choose(None, name, "none").new(tools=TOOLS), text)[1:]) == [
+        SEARCH
+    ]
 
 
 def test_a_format_with_text_and_token_markers_is_refused() -> None:
@@ -364,7 +366,7 @@ def test_harmony_output_is_parsed(
     assert "".join(event.text for event in events if isinstance(event, Reasoning)) == reasoning
     if content is not None:
         assert "".join(event.text for event in events if isinstance(event, Content)) == content
-    assert calls_of([event for event in events if not isinstance(event, Content | Reasoning)]) == calls
+    assert collect_calls([event for event in events if not isinstance(event, Content | Reasoning)]) == calls
 
 
 def test_a_grammar_allows_a_call_or_json() -> None:

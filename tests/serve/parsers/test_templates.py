@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.call_formats import ONE_CALL, TOOLS, Call, calls_of, parse
+from support.call_formats import SINGLE_CALL_FORMATS, TOOLS, Call, collect_calls, parse
 
 from penstock.errors import InputError
 from penstock.serve.parsers import Content, ParserFactory, Reasoning
@@ -130,21 +130,22 @@ def test_calls_rendered_by_a_template_are_parsed(name: str, num_calls: int) -> N
         with pytest.raises(InputError, match="single tool-calls"):
             template.render([user, answer], TOOLS)
         return
-    if num_calls > 1 and parsers.tool_format in ONE_CALL:
+    if num_calls > 1 and parsers.tool_format in SINGLE_CALL_FORMATS:
         pytest.skip("the template renders only one call")
-    rendered = template.render([user, answer], TOOLS, {"add_generation_prompt": False})
+    rendered_text = template.render([user, answer], TOOLS, {"add_generation_prompt": False})
     prompt = template.render([user], TOOLS)
     start = next(
-        (index for index, (a, b) in enumerate(zip(rendered, prompt, strict=False)) if a != b), len(prompt)
+        (index for index, (a, b) in enumerate(zip(rendered_text, prompt, strict=False)) if a != b),
+        len(prompt),
     )
-    if "<" in rendered[max(0, start - 10) : start].rpartition(">")[2]:
-        start = rendered.rindex("<", 0, start)  # do not start within a marker
-    answer_text = rendered[start:]
+    if "<" in rendered_text[max(0, start - 10) : start].rpartition(">")[2]:
+        start = rendered_text.rindex("<", 0, start)  # do not start within a marker
+    answer_text = rendered_text[start:]
     for end in END_TOKENS:
         answer_text = answer_text.partition(end)[0]
-    in_reasoning = parsers.prompt_opens_reasoning(rendered[:start])
+    in_reasoning = parsers.prompt_opens_reasoning(rendered_text[:start])
     events = parse(parsers.new(tools=TOOLS, in_reasoning=in_reasoning), answer_text, (3,))
-    assert calls_of(events) == calls[:num_calls]
+    assert collect_calls(events) == calls[:num_calls]
     assert not [event for event in events if isinstance(event, Content | Reasoning)]
 
 

@@ -34,6 +34,6 @@ console.log(JSON.stringify([
 
 @needs_node
 def test_the_rate_needs_a_measurable_time(tmp_path: Path) -> None:
-    """Chunks of a fast model can be received in one read, 0.1 ms after each other."""
+    """One read can return several chunks of a fast model, which then arrive 0.1 ms apart."""
     figures: list[Any] = run_node(tmp_path, CODE)
     assert figures == [[0.1, 10, 18], [0.1, None, 18], [0.1, None, 8]]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from support.browser import READY, names_by_tab, page_of, send, until
+from support.browser import READY_CONDITION, controls_in_tab_order, open_playground, send_message, wait_until
 
 from penstock.testing import FakePipeline
 
@@ -33,8 +33,8 @@ print("<b>")
 
 
 async def test_markdown_is_rendered_safely() -> None:
-    async with page_of(FakePipeline.saying(MARKDOWN)) as (page, _):
-        await send(page, "Hi **you**")
+    async with open_playground(FakePipeline.saying(MARKDOWN)) as (page, _):
+        await send_message(page, "Hi **you**")
         assert await page.locator("article.user .text:visible").inner_text() == "Hi **you**"
         answer = page.locator("article.assistant .markdown")
         assert await answer.locator("h3").inner_text() == "Title"
@@ -56,11 +56,11 @@ async def test_markdown_is_rendered_safely() -> None:
 
 async def test_conversations_are_stored_and_branched() -> None:
     model = FakePipeline.answering(lambda prompt: f"I see {prompt.count('user: ')}.")
-    async with page_of(model) as (page, _):
-        await send(page, "First")
-        await send(page, "Second")
+    async with open_playground(model) as (page, _):
+        await send_message(page, "First")
+        await send_message(page, "Second")
         await page.reload()
-        await until(page, READY)
+        await wait_until(page, READY_CONDITION)
         names = page.locator("#conversations option")
         assert await names.all_inner_texts() == ["New conversation", "First"]
         await page.select_option("#conversations", label="First")
@@ -69,10 +69,10 @@ async def test_conversations_are_stored_and_branched() -> None:
         branch = page.locator("article.assistant").first.get_by_role("button", name="Branch")
         await branch.click()
         assert await visible_texts.all_inner_texts() == ["First", "I see 1."]
-        await send(page, "Other")
+        await send_message(page, "Other")
         assert await visible_texts.all_inner_texts() == ["First", "I see 1.", "Other", "I see 2."]
-        stored = json.loads(await page.evaluate("localStorage.getItem('penstock.conversations')"))
-        assert [[message["text"] for message in entry["messages"]] for entry in stored] == [
+        conversations = json.loads(await page.evaluate("localStorage.getItem('penstock.conversations')"))
+        assert [[message["text"] for message in entry["messages"]] for entry in conversations] == [
             ["First", "I see 1.", "Other", "I see 2."],
             ["First", "I see 1.", "Second", "I see 2."],
         ]
@@ -82,7 +82,7 @@ async def test_conversations_are_stored_and_branched() -> None:
 
 
 async def test_a_json_schema_is_sent() -> None:
-    async with page_of(FakePipeline.saying("{}"), "status of 400") as (page, _):
+    async with open_playground(FakePipeline.saying("{}"), "status of 400") as (page, _):
         bodies: list[Any] = []
         page.on(
             "request",
@@ -108,11 +108,11 @@ async def test_a_json_schema_is_sent() -> None:
 
 async def test_each_control_of_the_chat_has_a_name() -> None:
     """Each control that Tab reaches has a name for screen readers."""
-    async with page_of(FakePipeline.saying("Hello.")) as (page, _chat):
-        await send(page, "Hi")
+    async with open_playground(FakePipeline.saying("Hello.")) as (page, _chat):
+        await send_message(page, "Hi")
         await page.click("#new-chat")
-        await send(page, "Again")
-        controls = await names_by_tab(page)
+        await send_message(page, "Again")
+        controls = await controls_in_tab_order(page)
         assert {"conversations", "delete-chat", "new-chat", "draft", "model"} <= {
             name for name, _ in controls
         }

@@ -8,8 +8,8 @@ import time
 from typing import Any
 
 import pytest
-from support.browser import names_by_tab, page_of, send, until
-from support.paged import kv_manager
+from support.browser import controls_in_tab_order, open_playground, send_message, wait_until
+from support.kv_contexts import kv_manager
 
 from penstock.pipelines.core import TextContext
 from penstock.testing import FakePipeline
@@ -44,12 +44,12 @@ def record_bodies(page: Any) -> list[dict[str, Any]]:
 async def send_comparison(page: Any, text: str) -> None:
     await page.fill("#draft", text)
     await page.press("#draft", "Enter")
-    await until(page, ENDED)
+    await wait_until(page, ENDED)
 
 
 async def test_two_settings_are_compared() -> None:
     model = FakePipeline.answering(lambda prompt: "Ahoy!" if "pirate" in prompt else "Hello!")
-    async with page_of(model, adapters=("tone",)) as (page, _):
+    async with open_playground(model, adapters=("tone",)) as (page, _):
         bodies = record_bodies(page)
         await page.fill("[data-field=temperature]", "0.5")
         await page.get_by_role("link", name="Compare").click()
@@ -73,7 +73,7 @@ async def test_two_settings_are_compared() -> None:
         assert await page.inner_text("#compare-prompt article .text:visible") == "Hi"
         await second.get_by_label("System prompt").fill("")
         await page.press("#draft", "Enter")  # sends the last message again
-        await until(page, "document.getElementById('compare-note').textContent.includes('same text')")
+        await wait_until(page, "document.getElementById('compare-note').textContent.includes('same text')")
         assert [body["messages"][-1] for body in bodies] == [{"role": "user", "content": "Hi"}] * 4
         # The chat does not contain the message of the comparison.
         await page.get_by_role("link", name="Chat").click()
@@ -81,7 +81,7 @@ async def test_two_settings_are_compared() -> None:
 
 
 async def test_invalid_numbers_are_not_sent() -> None:
-    async with page_of(FakePipeline.saying("Hello!")) as (page, _):
+    async with open_playground(FakePipeline.saying("Hello!")) as (page, _):
         await page.get_by_role("link", name="Compare").click()
         bodies = record_bodies(page)
         await page.get_by_role("region", name="Side B").get_by_label("Temperature").fill("3")
@@ -90,18 +90,18 @@ async def test_invalid_numbers_are_not_sent() -> None:
         assert not bodies
         assert await page.input_value("#draft") == "Hi"
         focused = "document.activeElement === document.querySelectorAll('.side')[1].querySelector('input')"
-        await until(page, focused)
+        await wait_until(page, focused)
 
 
 async def test_both_answers_are_streamed_and_stopped_together() -> None:
-    async with page_of(make_endless_pipeline()) as (page, chat):
+    async with open_playground(make_endless_pipeline()) as (page, chat):
         await page.get_by_role("link", name="Compare").click()
         await page.fill("#draft", "Hi")
         await page.press("#draft", "Enter")
         texts = (
             "[...document.querySelectorAll('.side-answer .text.markdown')].map((e) => e.textContent.length)"
         )
-        await until(page, f"{texts}.filter((length) => length > 20).length === 2")
+        await wait_until(page, f"{texts}.filter((length) => length > 20).length === 2")
         assert await page.get_attribute("#compare-sides", "aria-busy") == "true"
         await page.get_by_role("button", name="Stop").click()
         ends = page.locator(".side-answer .finish")
@@ -113,23 +113,25 @@ async def test_both_answers_are_streamed_and_stopped_together() -> None:
                 await asyncio.sleep(0.02)
         await page.fill("#draft", "Again")
         await page.press("#draft", "Enter")
-        await until(page, "document.getElementById('compare-sides').ariaBusy === 'true'")
+        await wait_until(page, "document.getElementById('compare-sides').ariaBusy === 'true'")
         await page.keyboard.press("Escape")
-        await until(page, "document.getElementById('compare-sides').ariaBusy === 'false'")
+        await wait_until(page, "document.getElementById('compare-sides').ariaBusy === 'false'")
 
 
 async def test_metrics_are_shown() -> None:
     model = FakePipeline.saying("Hello!", kv=kv_manager(1000))
-    async with page_of(model, fragment="#metrics") as (page, chat):
+    async with open_playground(model, fragment="#metrics") as (page, chat):
         assert await page.title() == "Penstock: metrics"
         assert await page.locator("#composer").is_hidden()
         rows = page.locator("#metrics-rows tr")
-        await until(page, "document.getElementById('metrics-running').textContent === '0'")
+        await wait_until(page, "document.getElementById('metrics-running').textContent === '0'")
         for _ in range(3):
             await chat.chat(messages=[{"role": "user", "content": "Hi " * 100}])
-        await until(page, "document.getElementById('metrics-rows').rows[2].cells[2].textContent[0] === '3'")
+        await wait_until(
+            page, "document.getElementById('metrics-rows').rows[2].cells[2].textContent[0] === '3'"
+        )
         cells = {row.split("\t")[0]: row.split("\t")[1:] for row in await rows.all_inner_texts()}
-        assert cells["Output throughput"][1] == "21 tokens"  # Hello! and EOS, 3 times
+        assert cells["Output throughput"][1] == "21 tokens"  # three outputs of 7 tokens: Hello! and EOS
         assert re.fullmatch(r"\d+\.\d tokens/s|\d+ tokens/s", cells["Output throughput"][0])
         for name in ("Time to first token, median", "Inter-token latency, median"):
             assert re.fullmatch(r"[\d.]+ m?s, 95 % below [\d.]+ m?s", cells[name][0]), cells
@@ -141,22 +143,26 @@ async def test_metrics_are_shown() -> None:
         label = await page.get_attribute("#metrics-rate-line", "aria-label")
         assert re.fullmatch(r"Output throughput in the last minute, at most [\d.]+ tokens/s", label or "")
         await page.check("#metrics-announce")
-        await until(page, "document.getElementById('announce').textContent.includes('0 running, 0 waiting')")
+        await wait_until(
+            page, "document.getElementById('announce').textContent.includes('0 running, 0 waiting')"
+        )
 
 
 async def test_metrics_count_running_requests() -> None:
-    async with page_of(make_endless_pipeline(), fragment="#metrics") as (page, chat):
-        running = [asyncio.create_task(chat.chat(messages=[{"role": "user", "content": "Hi"}])) for _ in "ab"]
-        await until(page, "document.getElementById('metrics-running').textContent === '2'")
-        await until(page, "parseInt(document.getElementById('metrics-tokens').textContent) > 10")
-        for request in running:
+    async with open_playground(make_endless_pipeline(), fragment="#metrics") as (page, chat):
+        running_tasks = [
+            asyncio.create_task(chat.chat(messages=[{"role": "user", "content": "Hi"}])) for _ in "ab"
+        ]
+        await wait_until(page, "document.getElementById('metrics-running').textContent === '2'")
+        await wait_until(page, "parseInt(document.getElementById('metrics-tokens').textContent) > 10")
+        for request in running_tasks:
             request.cancel()
-        await until(page, "document.getElementById('metrics-running').textContent === '0'")
+        await wait_until(page, "document.getElementById('metrics-running').textContent === '0'")
 
 
 async def test_the_metrics_page_works_behind_a_proxy_with_a_key() -> None:
     """The page asks the user for the key and then continues with it."""
-    async with page_of(FakePipeline.saying("Hello!"), "401") as (page, _):
+    async with open_playground(FakePipeline.saying("Hello!"), "401") as (page, _):
 
         async def check(route: Any) -> None:
             if route.request.headers.get("authorization") == "Bearer secret":
@@ -172,29 +178,29 @@ async def test_the_metrics_page_works_behind_a_proxy_with_a_key() -> None:
         assert await page.evaluate("document.activeElement.id") == "key"
         await page.fill("#key", "secret")
         await page.press("#key", "Enter")
-        await until(page, "document.getElementById('metrics-running').textContent === '0'")
+        await wait_until(page, "document.getElementById('metrics-running').textContent === '0'")
         assert await page.inner_text("#metrics-error") == ""
         assert await page.locator("#key-form").is_hidden()
 
 
 async def test_the_page_sends_the_api_key() -> None:
-    async with page_of(FakePipeline.saying("Hello!"), "401", api_key=("secret",)) as (page, _):
+    async with open_playground(FakePipeline.saying("Hello!"), "401", api_key=("secret",)) as (page, _):
         await page.fill("#key", "secret")
         await page.press("#key", "Enter")
-        await until(page, "document.getElementById('model').value === 'demo'")
-        await send(page, "Hi")
+        await wait_until(page, "document.getElementById('model').value === 'demo'")
+        await send_message(page, "Hi")
         assert await page.inner_text("article.assistant .markdown") == "Hello!"
 
 
 @pytest.mark.parametrize("name", ["Compare", "Metrics"])
 async def test_controls_of_each_page_are_reached_by_keyboard(name: str) -> None:
     """Tab reaches each control once, in the order of the page. Each control has a name."""
-    async with page_of(FakePipeline.saying("Hello!")) as (page, _):
+    async with open_playground(FakePipeline.saying("Hello!")) as (page, _):
         await page.get_by_role("link", name=name).focus()
         await page.keyboard.press("Enter")
-        await until(page, f"document.title === 'Penstock: {name.lower()}'")
+        await wait_until(page, f"document.title === 'Penstock: {name.lower()}'")
         assert await page.get_by_role("link", name=name).get_attribute("aria-current") == "page"
-        controls = await names_by_tab(page, 40)
+        controls = await controls_in_tab_order(page, 40)
         assert all(label for _, label in controls), controls
         labels = [label for _, label in controls]
         first = ["Skip to the main content", "Model", "Chat", "Compare", "Metrics"]

@@ -31,7 +31,7 @@ def test_the_page_computes_sums_growth_and_quantiles(tmp_path: Path) -> None:
     wait.labels("x").observe(0.5)
     texts = [generate_latest(registry).decode()]
     tokens.labels("b").inc(30)
-    for value in (1.5, 3, 3, 3):  # ranks 2 and 3.8 of 4: 1/3 and 0.933 of the bucket from 2 to 4
+    for value in (1.5, 3, 3, 3):  # the quantiles have ranks 2 and 3.8 of 4; three values are in (2, 4]
         wait.labels("y").observe(value)
     texts.append(generate_latest(registry).decode())
     (

@@ -46,7 +46,7 @@ def make_services(
 
 
 @asynccontextmanager
-async def client_of(services: Services, *routers: APIRouter) -> AsyncIterator[httpx.AsyncClient]:
+async def app_client(services: Services, *routers: APIRouter) -> AsyncIterator[httpx.AsyncClient]:
     """Return a client of the application with these services and additional routers."""
     transport = httpx.ASGITransport(create_app(services, *routers))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:

@@ -1,6 +1,6 @@
 """Checkpoints in the format of their authors, made from those that transformers saves.
 
-Families with published code have other keys in ``config.json`` and other tensor names there.
+Some published checkpoints have other keys in ``config.json`` and other tensor names than transformers.
 """
 
 from __future__ import annotations
@@ -26,10 +26,24 @@ def transformers_values(values: dict[str, Any]) -> dict[str, Any]:
             "rope_theta": values["rope_theta"] * factor,
             "factor": factor ** (2 / head_dim),
         }
-    kept = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_act")
-    kept += ("max_position_embeddings", "vocab_size", "type_vocab_size", "layer_norm_eps", "pad_token_id")
+    kept_names = (
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "intermediate_size",
+        "hidden_act",
+    )
+    kept_names += (
+        "max_position_embeddings",
+        "vocab_size",
+        "type_vocab_size",
+        "layer_norm_eps",
+        "pad_token_id",
+    )
     others = {name: values[name] for name in ("num_labels",) if name in values}
-    return {"model_type": "gte", "rope_parameters": rope} | {name: values[name] for name in kept} | others
+    return (
+        {"model_type": "gte", "rope_parameters": rope} | {name: values[name] for name in kept_names} | others
+    )
 
 
 def rewrite_as_published(folder: Path, values: dict[str, Any], head: str) -> None:
@@ -37,8 +51,8 @@ def rewrite_as_published(folder: Path, values: dict[str, Any], head: str) -> Non
     if values["model_type"] != "new":
         return
     saved = json.loads((folder / "config.json").read_text())
-    own = {name: saved[name] for name in ("id2label", "label2id") if name in saved}
-    config = values | own | {"architectures": [f"New{head or 'Model'}"], "dtype": "float32"}
+    label_names = {name: saved[name] for name in ("id2label", "label2id") if name in saved}
+    config = values | label_names | {"architectures": [f"New{head or 'Model'}"], "dtype": "float32"}
     (folder / "config.json").write_text(json.dumps(config))
     path = folder / "model.safetensors"
     heads = ("classifier.", "lm_head.")

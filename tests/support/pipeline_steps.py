@@ -41,7 +41,7 @@ def open_pipeline(
     return TextGenerationPipeline(pipeline_config, pipeline_model, -1)
 
 
-def context_of(tokens: Sequence[int], max_new: int = 100, **fields: Any) -> TextContext:
+def make_context(tokens: Sequence[int], max_new: int = 100, **fields: Any) -> TextContext:
     """Return a context of these prompt tokens that ends only at its maximum length."""
     sampling = fields.pop("sampling_params", SamplingParams())
     return TextContext(
@@ -78,13 +78,13 @@ def step_logits(pipeline: TextGenerationPipeline, contexts: Sequence[TextContext
     return list(outputs.logits.float().cpu().split(counts))
 
 
-def feed(pipeline: TextGenerationPipeline, context: TextContext, token: int) -> None:
+def append_token(pipeline: TextGenerationPipeline, context: TextContext, token: int) -> None:
     """Append the next token to a context and commit its blocks."""
     context.update(token)
     pipeline.kv.commit(context)
 
 
-def logits_of_tokens(
+def chunked_logits(
     pipeline: TextGenerationPipeline, context: TextContext, chunks: Sequence[int], others: Sequence[int] = ()
 ) -> torch.Tensor:  # [T, V]
     """Return the logits ``[T, V]`` after each prompt token, computed in chunks.
@@ -94,26 +94,26 @@ def logits_of_tokens(
     rows = []
     for index, chunk in enumerate(chunks):
         context.set_token_indices(active_idx=context.start_idx + chunk)
-        batch = [context_of(random_tokens(n, 130, seed=n + index)) for n in others]
+        batch = [make_context(random_tokens(n, 130, seed=n + index)) for n in others]
         logits = step_logits(pipeline, [*batch, context])
         rows.append(logits[-1])
-        feed(pipeline, context, 0)
+        append_token(pipeline, context, 0)
         for other in batch:
             pipeline.release(other)
     pipeline.release(context)
     return torch.cat(rows)
 
 
-def generate(
+def generate_tokens(
     pipeline: TextGenerationPipeline, contexts: Sequence[TextContext], num_steps: int = 1
 ) -> list[list[int]]:
     """Run the contexts as one batch to their ends, release them and return their tokens."""
     tokens: dict[str, list[int]] = {context.request_id: [] for context in contexts}
-    running = {context.request_id: context for context in contexts}
-    while running:
-        for request_id, response in pipeline.execute(running, num_steps).items():
+    running_contexts = {context.request_id: context for context in contexts}
+    while running_contexts:
+        for request_id, response in pipeline.execute(running_contexts, num_steps).items():
             tokens[request_id] += [int(part.next_token) for part in response.tokens]
             if response.is_done:
-                pipeline.release(running.pop(request_id))
+                pipeline.release(running_contexts.pop(request_id))
     pipeline.kv.check_integrity()
     return [tokens[context.request_id] for context in contexts]

@@ -41,22 +41,24 @@ def kv_manager(
     return KVCacheManager(kv_spec(*windows, key_limits=key_limits), total, block_size, **options)
 
 
-def compute(manager: KVCacheManager, contexts: Sequence[TextContext]) -> None:
+def store_and_check_keys(manager: KVCacheManager, contexts: Sequence[TextContext]) -> None:
     """Store the keys of the active tokens of a batch, and check the keys visible to each last query."""
     inputs = manager.inputs(contexts)
     for layer in range(manager.spec.num_layers):
         view = inputs.layer(layer)
         keys = np.concatenate(
-            [_keys(manager, context)[context.start_idx : context.active_idx] for context in contexts]
+            [_expected_keys(manager, context)[context.start_idx : context.active_idx] for context in contexts]
         )
         for tensor in view.cache:
             tensor.view(-1)[view.slots] = torch.from_numpy(keys)
     for row, context in enumerate(contexts):
-        assert_readable(manager, inputs, row, context)
+        assert_keys_readable(manager, inputs, row, context)
 
 
-def assert_readable(manager: KVCacheManager, inputs: KVCacheInputs, row: int, context: TextContext) -> None:
-    """Assert that the keys visible to the last active token are those of the context's tokens."""
+def assert_keys_readable(
+    manager: KVCacheManager, inputs: KVCacheInputs, row: int, context: TextContext
+) -> None:
+    """Assert that the last active token sees exactly the keys of the tokens of the context."""
     assert inputs.lengths[row] == context.active_idx
     last = context.active_idx - 1
     for layer in range(manager.spec.num_layers):
@@ -67,27 +69,31 @@ def assert_readable(manager: KVCacheManager, inputs: KVCacheInputs, row: int, co
         assert blocks.all(), f"the query at {last} sees the null block: {blocks.tolist()}"
         slots = blocks * inputs.block_size + positions % inputs.block_size
         for tensor in view.cache:
-            np.testing.assert_array_equal(tensor.view(-1)[slots].numpy(), _keys(manager, context)[positions])
+            np.testing.assert_array_equal(
+                tensor.view(-1)[slots].numpy(), _expected_keys(manager, context)[positions]
+            )
 
 
-def advance(manager: KVCacheManager, context: TextContext, token: int = 0, chunk: int | None = None) -> None:
+def run_one_step(
+    manager: KVCacheManager, context: TextContext, token: int = 0, chunk: int | None = None
+) -> None:
     """Run one step of one context: reserve, forward, update, commit."""
     manager.claim(context)
     if chunk is not None:
         context.set_token_indices(active_idx=min(context.start_idx + chunk, context.end_idx))
     manager.reserve(context)
-    compute(manager, [context])
+    store_and_check_keys(manager, [context])
     context.update(token)
     manager.commit(context)
 
 
-def tables(manager: KVCacheManager, context: TextContext) -> list[list[int]]:
+def block_tables(manager: KVCacheManager, context: TextContext) -> list[list[int]]:
     """Return the block table of a context in each group, without padding."""
     inputs = manager.inputs([context], counts=np.zeros(1, np.int64))
     return [group.block_tables[0].tolist() for group in inputs.groups]
 
 
-def _keys(manager: KVCacheManager, context: TextContext) -> np.ndarray[Any, np.dtype[np.float32]]:
+def _expected_keys(manager: KVCacheManager, context: TextContext) -> np.ndarray[Any, np.dtype[np.float32]]:
     """Return a number below 2**24 (exact in float32) for each position.
 
     Keys of other regimes have other numbers.

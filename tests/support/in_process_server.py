@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 from openai import AsyncOpenAI
+from starlette.types import ASGIApp
 
 from penstock.config import PipelineConfig
 from penstock.scheduler import Scheduler
@@ -38,13 +39,14 @@ THINKING = HERMES + "{# <think> </think> #}"
 
 
 @dataclass
-class Chatting:
+class InProcessServer:
     """A server without sockets and two clients of it."""
 
     http: httpx.AsyncClient
     openai: AsyncOpenAI
     services: Services
     pipeline: FakePipeline
+    app: ASGIApp
 
     async def post(self, path: str, **body: Any) -> httpx.Response:
         """Post a request; the name of the model is added."""
@@ -52,7 +54,7 @@ class Chatting:
 
     async def chat(self, **body: Any) -> dict[str, Any]:
         """Return the response to a chat request. Asserts status 200."""
-        response = await self.post("/v1/chat/completions", **{"messages": [user("Hi")], **body})
+        response = await self.post("/v1/chat/completions", **{"messages": [user_message("Hi")], **body})
         assert response.status_code == 200, response.text
         answer: dict[str, Any] = response.json()
         return answer
@@ -64,7 +66,7 @@ class Chatting:
         answer: dict[str, Any] = response.json()
         return answer
 
-    async def refusal(self, path: str, **body: Any) -> dict[str, Any]:
+    async def expect_refusal(self, path: str, **body: Any) -> dict[str, Any]:
         """Return the error of a refused request. Asserts status 400."""
         response = await self.post(path, **body)
         assert response.status_code == 400, response.text
@@ -72,18 +74,18 @@ class Chatting:
         return error
 
 
-def user(content: Any) -> dict[str, Any]:
+def user_message(content: Any) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
-def events_of(text: str) -> list[Any]:
+def parse_events(text: str) -> list[Any]:
     """Return the decoded data of the events of a stream, without comments."""
     data = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
     return [event if event == "[DONE]" else json.loads(event) for event in data]
 
 
 @asynccontextmanager
-async def chatting(
+async def run_in_process(
     pipeline: FakePipeline | None = None,
     *,
     template: str | None = HERMES,
@@ -95,7 +97,7 @@ async def chatting(
     adapters: tuple[str, ...] = (),
     in_thread: bool = True,
     **config: Any,
-) -> AsyncIterator[Chatting]:
+) -> AsyncIterator[InProcessServer]:
     """Run a server that generates ``Hello!`` or the output of a pipeline; `config` is for `ServeConfig`."""
     served_pipeline = pipeline if pipeline is not None else FakePipeline.saying("Hello!")
     tokenizer = tokenizer if tokenizer is not None else FakeTokenizer(template=template)
@@ -126,13 +128,14 @@ async def chatting(
         parsers=ParserFactory.choose(tokenizer.chat_template_source, "auto", "auto"),
         task=worker.info.task,
     )
-    transport = httpx.ASGITransport(create_app(services))
+    app = create_app(services)
+    transport = httpx.ASGITransport(app)
     try:
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost/") as http:
             client = AsyncOpenAI(
                 base_url="http://localhost/v1", api_key="none", http_client=http, max_retries=0
             )
-            yield Chatting(http, client, services, served_pipeline)
+            yield InProcessServer(http, client, services, served_pipeline, app)
     finally:
         await worker.stop(0)
         services.states.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from support.running import context_of, random_tokens
+from support.pipeline_steps import make_context, random_tokens
 
 from penstock.pipelines import TextGenerationPipeline
 from penstock.pipelines.core import SamplingParams, TextContext
@@ -13,26 +13,26 @@ from penstock.scheduler import Scheduler
 
 VOCABULARY = 130
 PROMPT = random_tokens(30, VOCABULARY, seed=7)
-REPEATING = [*PROMPT[:9], *PROMPT[:9], *PROMPT[:4]]
+REPETITIVE_PROMPT = [*PROMPT[:9], *PROMPT[:9], *PROMPT[:4]]
 
 
 class OracleProposer:
-    """A proposer that drafts the known output of each context. Draft j is wrong if ``wrong(j)``."""
+    """A proposer that drafts the known output of each context. Draft j is wrong if ``is_wrong(j)``."""
 
-    def __init__(self, texts: Mapping[str, list[int]], wrong: Callable[[int], bool], length: int) -> None:
-        self.texts, self.wrong, self.length = texts, wrong, length
+    def __init__(self, texts: Mapping[str, list[int]], is_wrong: Callable[[int], bool], length: int) -> None:
+        self.texts, self.is_wrong, self.length = texts, is_wrong, length
         self.released: list[str] = []
-        self.seen: list[tuple[list[int], int]] = []
+        self.observed: list[tuple[list[int], int]] = []
 
     def propose(self, contexts: Sequence[TextContext], limits: Sequence[int]) -> list[list[int]]:
         drafts = []
         for context in contexts:
             num_generated = len(context.generated_tokens)
-            upcoming = self.texts[context.request_id][num_generated : num_generated + self.length]
+            next_tokens = self.texts[context.request_id][num_generated : num_generated + self.length]
             drafts.append(
                 [
-                    (token + 1) % VOCABULARY if self.wrong(num_generated + j) else token
-                    for j, token in enumerate(upcoming)
+                    (token + 1) % VOCABULARY if self.is_wrong(num_generated + j) else token
+                    for j, token in enumerate(next_tokens)
                 ]
             )
         return drafts
@@ -40,7 +40,7 @@ class OracleProposer:
     def observe(
         self, contexts: Sequence[TextContext], drafts: Sequence[list[int]], accepted: Sequence[int]
     ) -> None:
-        self.seen += list(zip(drafts, accepted, strict=True))
+        self.observed += list(zip(drafts, accepted, strict=True))
 
     def release(self, context: TextContext) -> None:
         self.released.append(context.request_id)
@@ -48,24 +48,24 @@ class OracleProposer:
 
 def mixed_contexts() -> list[TextContext]:
     """Return greedy, sampled, penalised, scored and echoed contexts, some short and some long."""
-    sampled = [SamplingParams(temperature=1.0, top_k=-1, seed=seed) for seed in (3, 4)]
-    penalised = SamplingParams(
+    sampled_params = [SamplingParams(temperature=1.0, top_k=-1, seed=seed) for seed in (3, 4)]
+    penalised_params = SamplingParams(
         temperature=0.8, seed=5, frequency_penalty=0.7, presence_penalty=0.3, repetition_penalty=1.2
     )
     return [
-        context_of(PROMPT, 40, request_id="greedy"),
-        context_of(REPEATING, 50, request_id="repeating"),
-        context_of(PROMPT[:5], 23, request_id="drawn", sampling_params=sampled[0]),
-        context_of(PROMPT, 40, request_id="drawn as well", sampling_params=sampled[1]),
-        context_of(REPEATING, 30, request_id="penalised", sampling_params=penalised),
-        context_of(PROMPT[:7], 20, request_id="scored", log_probabilities=3),
-        context_of(
+        make_context(PROMPT, 40, request_id="greedy"),
+        make_context(REPETITIVE_PROMPT, 50, request_id="repeating"),
+        make_context(PROMPT[:5], 23, request_id="drawn", sampling_params=sampled_params[0]),
+        make_context(PROMPT, 40, request_id="drawn as well", sampling_params=sampled_params[1]),
+        make_context(REPETITIVE_PROMPT, 30, request_id="penalised", sampling_params=penalised_params),
+        make_context(PROMPT[:7], 20, request_id="scored", log_probabilities=3),
+        make_context(
             PROMPT[:8],
             20,
             request_id="echoed",
             log_probabilities=2,
             log_probabilities_echo=True,
-            sampling_params=sampled[0],
+            sampling_params=sampled_params[0],
         ),
     ]
 
@@ -75,19 +75,19 @@ def run_directly(
 ) -> dict[str, list[Any]]:
     """Run the contexts and return their tokens, log probabilities and status."""
     results: dict[str, list[Any]] = {context.request_id: [] for context in contexts}
-    running = {context.request_id: context for context in contexts}
-    while running:
-        for request_id, response in pipeline.execute(running, **run).items():
+    running_contexts = {context.request_id: context for context in contexts}
+    while running_contexts:
+        for request_id, response in pipeline.execute(running_contexts, **run).items():
             results[request_id] += [(part.next_token, part.log_probabilities) for part in response.tokens]
             if response.is_done:
                 results[request_id].append(response.final_status)
-                pipeline.release(running.pop(request_id))
+                pipeline.release(running_contexts.pop(request_id))
     pipeline.kv.check_integrity()
     assert not pipeline.failures
     return results
 
 
-def texts_of(results: Mapping[str, list[Any]]) -> dict[str, list[int]]:
+def output_tokens(results: Mapping[str, list[Any]]) -> dict[str, list[int]]:
     return {request_id: [part[0] for part in parts[:-1]] for request_id, parts in results.items()}
 
 
