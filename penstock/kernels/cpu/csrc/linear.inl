@@ -162,7 +162,7 @@ template <class S> struct Block {
 template <class T>
 static __attribute__((noinline)) void activate(const Linear& a, int64_t begin, int64_t rows, int64_t column) {
   T* y = (T*)a.y + begin * a.y_stride + column;
-  with_activation(a.activation - 1, [&](auto function) __attribute__((always_inline)) {
+  with_activation<T>(a.activation - 1, [&](auto function) __attribute__((always_inline)) {
     for (int64_t row = 0; row < rows; row++, y += a.y_stride)
       for_vectors(min(PANEL, a.N - column), EACH_VECTOR { store(y + i, function(load(y + i, lanes)), lanes); });
   });

@@ -328,6 +328,17 @@ template <int TERMS> INLINE vf exp_below(vf x) {
   return x <= -87.3f ? vf{} : y;
 }
 
+#if PENSTOCK_DOT
+// 2^x with a relative error of 1e-4, for results that are rounded to bfloat16; 0 up to -126, NaN for NaN.
+INLINE vf exp2_to_bf16(vf x) {
+  const vf n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), r = x - n;
+  vf p = fma(all(0.0550089852f), r, all(0.242211063f));
+  p = fma(p, r, all(0.693282942f));
+  p = fma(p, r, all(1.0f));
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, all(-126.0f), _CMP_NLE_UQ), p, n);
+}
+#endif
+
 INLINE vf tanh(vf x) {
   vf magnitude = as_float(as_bits(x) & 0x7fffffff);
   vf e = exp(-2 * magnitude);
