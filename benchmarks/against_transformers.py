@@ -1,6 +1,6 @@
-"""Compare Penstock with transformers on the same workloads. The two alternate (A B A B).
+"""Compare the speed of Penstock and transformers on the same workloads. Runs alternate (A B A B).
 
-    python benchmarks/against_transformers.py                    # a 134 M Llama of random weights, bfloat16
+    python benchmarks/against_transformers.py        # a Llama with 134 M random parameters in bfloat16
     python benchmarks/against_transformers.py --shape l1b --pairs 3 --json out.json
 
 Sampling is greedy, end of sequence is ignored, prompts are random and new in every run, and the prefix cache
@@ -40,25 +40,35 @@ VOCABULARY = SHAPES["l110m"]["vocab_size"]
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """A workload: the number of prompts, their length, and the number of new tokens per prompt."""
 
     name: str
-    prompts: int
-    length: int
-    new: int
+    num_prompts: int
+    prompt_length: int
+    num_new_tokens: int
 
-    def tokens_per_second(self, first: float, whole: float) -> float:
-        """Return the workload's figure from the seconds to the first token and the seconds of the run."""
+    def tokens_per_second(self, first: float, total: float) -> float:
+        """Return the tokens per second that the workload reports.
+
+        Args:
+            first: seconds to the first token of all prompts.
+            total: seconds of the whole run.
+        """
         if self.name == "prefill":
-            return self.length / first
+            return self.prompt_length / first
         if self.name == "decode":
-            return (self.new - 1) / (whole - first)
-        return self.prompts * self.new / whole
+            return (self.num_new_tokens - 1) / (total - first)
+        return self.num_prompts * self.num_new_tokens / total
 
 
-WORKLOADS = [Work("decode", 1, 128, 64), Work("prefill", 1, 1024, 1), Work("batch", 32, 256, 64)]
-Engine = Callable[[Work, int], float]
+WORKLOADS = [
+    Workload("decode", 1, 128, 64),
+    Workload("prefill", 1, 1024, 1),
+    Workload("batch", 32, 256, 64),
+]
+RunEngine = Callable[[Workload, int], float]
+"""Runs a workload with prompts of this seed. Returns tokens per second."""
 
 
 def main() -> None:
@@ -68,7 +78,7 @@ def main() -> None:
     )
     parser.add_argument("--shape", choices=SHAPES, default="l110m")
     parser.add_argument(
-        "--works", nargs="+", choices=[work.name for work in WORKLOADS], default=["decode", "prefill"]
+        "--works", nargs="+", choices=[item.name for item in WORKLOADS], default=["decode", "prefill"]
     )
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--json", type=Path)
@@ -77,7 +87,9 @@ def main() -> None:
         write_random_checkpoint(Path(folder), SHAPES[options.shape])
         ours, theirs = open_penstock(folder), open_transformers(folder)
         rows = [
-            compare(work, ours, theirs, options.pairs) for work in WORKLOADS if work.name in options.works
+            compare(workload, ours, theirs, options.pairs)
+            for workload in WORKLOADS
+            if workload.name in options.works
         ]
     report = {"machine": machine(), "shape": options.shape, "pairs": options.pairs, "rows": rows}
     print(f"{report['machine']}\n{options.shape}, bfloat16, {options.pairs} pairs")
@@ -89,68 +101,86 @@ def main() -> None:
         options.json.write_text(json.dumps(report, indent=2))
 
 
-def compare(work: Work, ours: Engine, theirs: Engine, pairs: int) -> dict[str, Any]:
-    """Run a workload on both engines alternately, after one warm-up run of each."""
-    ours(work, 0), theirs(work, 0)
-    found = [(ours(work, seed), theirs(work, seed)) for seed in range(1, pairs + 1)]
-    ratios = [a / b for a, b in found]
+def compare(workload: Workload, ours: RunEngine, theirs: RunEngine, num_pairs: int) -> dict[str, Any]:
+    """Run a workload on both engines alternately, after one warm-up run of each.
+
+    Returns the medians in tokens per second, and the ratio of Penstock's speed to that of transformers.
+    """
+    ours(workload, 0), theirs(workload, 0)
+    speeds = [(ours(workload, seed), theirs(workload, seed)) for seed in range(1, num_pairs + 1)]
+    ratios = [a / b for a, b in speeds]
     return {
-        "work": work.name,
-        "penstock": statistics.median(a for a, _ in found),
-        "transformers": statistics.median(b for _, b in found),
+        "work": workload.name,
+        "penstock": statistics.median(a for a, _ in speeds),
+        "transformers": statistics.median(b for _, b in speeds),
         "ratio": statistics.median(ratios),
         "lowest": min(ratios),
         "highest": max(ratios),
-        "runs": found,
+        "runs": speeds,
     }
 
 
-def open_penstock(folder: str) -> Engine:
+def open_penstock(folder: str) -> RunEngine:
+    """Return a function that runs a workload with Penstock in bfloat16."""
     llm = LLM(folder, enable_prefix_caching=False)
 
-    def run(work: Work, seed: int) -> float:
-        params = SamplingParams(max_new_tokens=work.new, ignore_eos=True, detokenize=False)
+    def run(workload: Workload, seed: int) -> float:
+        params = SamplingParams(max_new_tokens=workload.num_new_tokens, ignore_eos=True, detokenize=False)
         first_params = SamplingParams(max_new_tokens=1, ignore_eos=True, detokenize=False)
-        prompts = prompts_of(work, seed)
-        first = timed(lambda: llm.generate(prompts, first_params, use_tqdm=False))
-        whole = timed(lambda: llm.generate(prompts, params, use_tqdm=False)) if work.new > 1 else first
-        return work.tokens_per_second(first, whole)
+        prompts = random_prompts(workload, seed)
+        total = first = measure_seconds(lambda: llm.generate(prompts, first_params, use_tqdm=False))
+        if workload.num_new_tokens > 1:
+            total = measure_seconds(lambda: llm.generate(prompts, params, use_tqdm=False))
+        return workload.tokens_per_second(first, total)
 
     return run
 
 
-def open_transformers(folder: str) -> Engine:
+def open_transformers(folder: str) -> RunEngine:
+    """Return a function that runs a workload with transformers in bfloat16."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
 
-    def generate(prompts: list[list[int]], new: int) -> None:
+    def generate(prompts: list[list[int]], count: int) -> None:
         ids = torch.tensor(prompts)
         with torch.inference_mode():
-            model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new,
-                           do_sample=False, eos_token_id=None, pad_token_id=0)  # fmt: skip
+            model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=count,
+                min_new_tokens=count,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
 
-    def run(work: Work, seed: int) -> float:
-        prompts = prompts_of(work, seed)
-        first = timed(lambda: generate(prompts, 1))
-        whole = timed(lambda: generate(prompts, work.new)) if work.new > 1 else first
-        return work.tokens_per_second(first, whole)
+    def run(workload: Workload, seed: int) -> float:
+        prompts = random_prompts(workload, seed)
+        total = first = measure_seconds(lambda: generate(prompts, 1))
+        if workload.num_new_tokens > 1:
+            total = measure_seconds(lambda: generate(prompts, workload.num_new_tokens))
+        return workload.tokens_per_second(first, total)
 
     return run
 
 
-def prompts_of(work: Work, seed: int) -> list[list[int]]:
-    tokens = np.random.default_rng(seed).integers(3, VOCABULARY, (work.prompts, work.length))
+def random_prompts(workload: Workload, seed: int) -> list[list[int]]:
+    """Return prompts of random tokens."""
+    size = (workload.num_prompts, workload.prompt_length)
+    tokens = np.random.default_rng(seed).integers(3, VOCABULARY, size)
     return [[int(token) for token in row] for row in tokens]
 
 
-def timed(action: Callable[[], Any]) -> float:
+def measure_seconds(action: Callable[[], Any]) -> float:
+    """Return the seconds of a call."""
     start = time.perf_counter()
     action()
     return time.perf_counter() - start
 
 
 def machine() -> str:
+    """Return the processor, the number of threads and the versions in one line."""
     return (
         f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, "
         f"kernels {cpu.isa()}, penstock {penstock.__version__}, "

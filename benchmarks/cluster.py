@@ -6,10 +6,12 @@
     python benchmarks/cluster.py measure --shape l110m -o benchmarks/cluster_costs.json
 
 ``simulate`` runs a trace through the real router, schedulers and KV caches in virtual time
-(`penstock.bench.simulation`). The times of steps come from a file that ``measure`` writes. Each worker gets
-the same number of requests per second, ``--load`` times what it could serve without a prefix cache. The first
-quarter of the trace does not count. ``--speed N`` simulates workers that are N times as fast as the measured
-one. ``saturate`` measures processor times of the real router; ``measure`` needs an idle machine."""
+(`penstock.bench.simulation`). The durations of model steps come from a file that ``measure`` writes. The
+request rate per worker is ``--load`` times the rate that a worker can serve without a prefix cache. The first
+quarter of the trace is a warm-up and does not count. ``--speed N`` simulates workers that are N times as fast
+as the measured worker.
+
+``saturate`` measures the CPU time of the real router per decision. ``measure`` needs an idle machine."""
 
 from __future__ import annotations
 
@@ -38,14 +40,14 @@ from penstock.worker.results import Generation
 
 COSTS = Path(__file__).with_name("cluster_costs.json")
 WORKERS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-AIM = 20_000
-"""Decisions per second with known digests that one router should reach."""
-_PREFIXES = 50
-_DECISIONS = 2000
+TARGET_RATE = 20_000
+"""Decisions per second that one router should reach if the block digests are computed before."""
+_NUM_PREFIXES = 50
+_NUM_DECISIONS = 2000
 
 
 def main() -> None:
-    """Run the part that the command line names."""
+    """Run ``simulate``, ``saturate`` or ``measure``, as the command line selects."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -55,11 +57,13 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--load", type=float, default=0.9)
     parser.add_argument("--speed", type=float, default=1.0)
-    parser.add_argument("--requests", type=int, default=100, help="requests per worker, at least 800 in all")
+    parser.add_argument(
+        "--requests", type=int, default=100, help="requests per worker; the trace has at least 800"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the reports of simulate")
+    parser.add_argument("--json", type=Path, help="write the reports of simulate to this file")
     parser.add_argument("--shape", choices=SHAPES, default="l110m")
-    parser.add_argument("--model", help="measure this checkpoint in place of random weights")
+    parser.add_argument("--model", help="measure this checkpoint instead of random weights")
     parser.add_argument("--num-threads", type=int)
     parser.add_argument("--kv-cache-memory", default="1GiB")
     parser.add_argument("-o", "--output", type=Path)
@@ -73,7 +77,7 @@ def main() -> None:
 
 
 def simulate(options: argparse.Namespace) -> None:
-    """Print a row for each number of workers and policy."""
+    """Print one row for each number of workers and routing policy."""
     costs = ClusterCosts.read(options.costs)
     costs = msgspec.structs.replace(costs, step=costs.step.scaled(options.speed))
     shape = TraceShape(rate=1.0, num_requests=2000, max_length=costs.limits.max_length, seed=options.seed)
@@ -82,8 +86,8 @@ def simulate(options: argparse.Namespace) -> None:
     print("workers  routing        req/s  tokens/s   first token p50, p99    latency p50, p99  hits  busy")
     rows = []
     for count in options.workers:
-        wanted = max(options.requests * count, 800)
-        trace = make_trace(replace(shape, rate=rate * count, num_requests=wanted))
+        num_requests = max(options.requests * count, 800)
+        trace = make_trace(replace(shape, rate=rate * count, num_requests=num_requests))
         for policy in options.policies:
             begin = time.perf_counter()
             report = Cluster(costs, count, policy).run(trace)
@@ -101,33 +105,36 @@ def simulate(options: argparse.Namespace) -> None:
 
 
 def saturate(options: argparse.Namespace) -> None:
-    """Print how many decisions one router process makes, and how many workers it can drive."""
+    """Print the decisions per second of one router process, and its CPU load, for each number of workers."""
     costs = ClusterCosts.read(options.costs)
     step = costs.step.scaled(options.speed)
     shape = TraceShape(rate=1.0, num_requests=2000, max_length=costs.limits.max_length, seed=options.seed)
-    wanted = capacity(msgspec.structs.replace(costs, step=step), shape)
+    request_rate = capacity(msgspec.structs.replace(costs, step=step), shape)
     trace = make_trace(shape)
-    answer = np.mean([turn.num_new_tokens for one in trace for turn in one.turns])
-    print(f"{machine()}\n{wanted:.2f} requests/s for each worker, {answer:.0f} tokens in each answer")
-    print("workers  decisions/s: digests known  with hashing  wanted  the router's thread is busy")
+    answer_length = np.mean([turn.num_new_tokens for conversation in trace for turn in conversation.turns])
+    print(
+        f"{machine()}\n{request_rate:.2f} requests/s for each worker, {answer_length:.0f} tokens per answer"
+    )
+    print("workers  decisions/s: digests known  with hashing  needed  load of the router's thread")
     router, reports_per_second = measure_router(options.workers), 1 / 0.02
     for count in (count for count in options.workers if count > 1):  # one worker needs no decision
-        known, hashing = measure_decisions(count, _PREFIXES, 2048, _DECISIONS)
-        results = wanted * answer / reports_per_second  # of each worker, in one report
-        busy = count * (
-            wanted * router.decision_seconds(count, 2048 // costs.limits.block_size)
+        known, hashing = measure_decisions(count, _NUM_PREFIXES, 2048, _NUM_DECISIONS)
+        results = request_rate * answer_length / reports_per_second  # results in one report of a worker
+        load = count * (
+            request_rate * router.decision_seconds(count, 2048 // costs.limits.block_size)
             + reports_per_second * router.report_seconds(round(results))
         )
-        short = "" if known >= AIM else f"  (below {AIM:,})"
+        remark = "" if known >= TARGET_RATE else f"  (below {TARGET_RATE:,})"
+        needed = request_rate * count
         print(
-            f"{count:7}  {known:26,.0f}  {hashing:12,.0f}  {wanted * count:6,.0f}  {busy:26.1%}{short}",
+            f"{count:7}  {known:26,.0f}  {hashing:12,.0f}  {needed:6,.0f}  {load:26.1%}{remark}",
             flush=True,
         )
-    print("\nbusy counts decisions with hashing and 50 reports per second of each worker, not HTTP and text")
+    print("\nThe load counts decisions with hashing and 50 reports per second per worker, not HTTP and text.")
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Measure steps and router and write the costs."""
+    """Measure the durations of model steps and of routing, and write them to the file of costs."""
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
         model = options.model or str(write_random_checkpoint(Path(folder), SHAPES[options.shape]))
         flat = {"model_path": model, "kv_cache_memory": options.kv_cache_memory, "max_batch_size": 32}
@@ -144,27 +151,28 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def measure_router(counts: Sequence[int]) -> RouterCosts:
-    """Return the processor times of decisions with hashing, and of reports, of the real code."""
+    """Return the CPU seconds of the router: per decision with hashing, and per report of a worker."""
     rows, seconds = [], []
-    for count in sorted({max(2, min(counts)), 32, max(counts)}):  # a router of one worker decides nothing
+    for count in sorted({max(2, min(counts)), 32, max(counts)}):  # a router with one worker makes no decision
         for length in (256, 2048):
-            _, rate = measure_decisions(count, _PREFIXES, length, _DECISIONS)
+            _, rate = measure_decisions(count, _NUM_PREFIXES, length, _NUM_DECISIONS)
             rows.append([1.0, count, length // 32])
             seconds.append(1 / rate)
     weights = 1 / np.array(seconds)
-    found = non_negative_least_squares(np.array(rows) * weights[:, None], np.ones(len(rows)))
-    one, many = measure_report(1), measure_report(32)
-    per_result = max(many - one, 0.0) / 31
-    return RouterCosts(*map(float, found), per_report=max(one - per_result, 0.0), per_result=per_result)
+    per_decision = non_negative_least_squares(np.array(rows) * weights[:, None], np.ones(len(rows)))
+    with_1, with_32 = measure_report(1), measure_report(32)
+    per_result = max(with_32 - with_1, 0.0) / 31
+    per_report = max(with_1 - per_result, 0.0)
+    return RouterCosts(*map(float, per_decision), per_report=per_report, per_result=per_result)
 
 
 def measure_report(num_results: int, count: int = 2000) -> float:
-    """Return the processor seconds in which the router's process reads the report of a step."""
+    """Return the CPU seconds that the router's process needs to read one report of a worker's step."""
     names = [f"{number:032x}" for number in range(num_results)]
     frame = report_encoder()(StepResults(WorkerStats(), results=[TextResult(name, [7]) for name in names]))
     generations, decode = {name: Generation(name, lambda _: None) for name in names}, report_decoder()
 
-    def read() -> None:
+    def read_report() -> None:
         report = decode(frame)
         assert isinstance(report, StepResults)
         for result in report.results:
@@ -174,7 +182,7 @@ def measure_report(num_results: int, count: int = 2000) -> float:
     for _ in range(3):
         begin = time.process_time()
         for _ in range(count):
-            read()
+            read_report()
         best = min(best, (time.process_time() - begin) / count)
         for generation in generations.values():
             generation._results.clear()

@@ -1,4 +1,4 @@
-"""Sizes of the codecs that the benchmarks write with random weights."""
+"""Configurations of the audio codecs that the benchmarks create with random weights."""
 
 from __future__ import annotations
 
@@ -25,4 +25,4 @@ SMALL_ENCODER = {
     "output_hidden_size": 1024,
     "feature_projection_input_dim": 8,
 }
-"""A small semantic encoder for NeuCodec; decoding does not use it."""
+"""A small semantic encoder for NeuCodec. NeuCodecConfig requires one, but decoding does not use it."""

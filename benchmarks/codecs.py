@@ -1,17 +1,16 @@
-"""Compare the decoding of audio codecs by Penstock and by their own packages: real-time factors. Engines
-alternate.
+"""Compare the decoding speed of audio codecs in Penstock and in their original packages. Runs alternate.
 
     python benchmarks/codecs.py [snac] [neucodec] [--seconds 2] [--rounds 3] [--threads 2] [--json out.json]
 
-The checkpoints have the sizes of SNAC 24 kHz and NeuCodec. SNAC is compared with the package ``snac``,
-NeuCodec with transformers. Work:
+The checkpoints have random weights and the sizes of SNAC 24 kHz and NeuCodec. SNAC is compared with the
+package ``snac``, NeuCodec with transformers. Workloads:
 
-- ``whole``: a stream decoded at once.
-- ``chunks``: the same stream by Penstock in chunks, as they are decoded while a model writes codes: 4 frames
-  of SNAC (0.34 s), blocks of NeuCodec.
+- ``whole``: the engine decodes all frames in one call.
+- ``chunks``: Penstock decodes the same frames in chunks, as in a streamed request. A chunk has 4 frames of
+  SNAC (0.34 s) or 5 frames of NeuCodec (0.1 s).
 
-The real-time factor is the time of decoding divided by the duration of the audio, the median of the rounds.
-``cpu`` is the same with the processor time of all threads, which other processes disturb less.
+The real-time factor is the decoding time divided by the duration of the audio. ``cpu`` is the CPU time of all
+threads divided by the duration; other processes affect it less. Both are medians of the rounds.
 """
 
 from __future__ import annotations
@@ -33,11 +32,12 @@ from penstock.codecs import AudioCodec, load_codec
 from penstock.codecs.snac.quantizer import frame_columns
 from penstock.engine import InferenceSession
 
-Engines = dict[str, Callable[[], object]]
+Decoders = dict[str, Callable[[], object]]
+"""Printed name -> function that decodes the whole audio."""
 
 
-def snac_engines(folder: Path, session: InferenceSession, seconds: float) -> tuple[Engines, float]:
-    """Return the engines that decode SNAC (name -> function), and the duration of the audio in seconds."""
+def snac_decoders(folder: Path, session: InferenceSession, seconds: float) -> tuple[Decoders, float]:
+    """Return the decoders of SNAC, and the duration of the audio in seconds."""
     try:
         from snac import SNAC as Model  # type: ignore[import-not-found]
     except ImportError as error:
@@ -50,18 +50,17 @@ def snac_engines(folder: Path, session: InferenceSession, seconds: float) -> tup
     torch.save(model.state_dict(), folder / "pytorch_model.bin")
     codec = load_codec(folder, session)
     frames = torch.randint(0, codec.codebook_size, (round(seconds * codec.frame_rate), 7))
-    codes = [frames[:, one].flatten()[None] for one in frame_columns([4, 2, 1])]
-    engines: Engines = {
+    codes = [frames[:, columns].flatten()[None] for columns in frame_columns([4, 2, 1])]
+    decoders: Decoders = {
         "snac: package": lambda: model.decode(codes),
         "snac: whole": lambda: codec.decode([frames]),
-        "snac: chunks": lambda: _in_chunks(codec, frames, 4),
+        "snac: chunks": lambda: _decode_in_chunks(codec, frames, 4),
     }
-    return engines, len(frames) / codec.frame_rate
+    return decoders, len(frames) / codec.frame_rate
 
 
-def neucodec_engines(folder: Path, session: InferenceSession, seconds: float) -> tuple[Engines, float]:
-    """Return the engines that decode NeuCodec (name -> function), and the duration of the audio in
-    seconds."""
+def neucodec_decoders(folder: Path, session: InferenceSession, seconds: float) -> tuple[Decoders, float]:
+    """Return the decoders of NeuCodec, and the duration of the audio in seconds."""
     from transformers import NeuCodecConfig, NeuCodecModel
 
     torch.manual_seed(0)
@@ -70,31 +69,32 @@ def neucodec_engines(folder: Path, session: InferenceSession, seconds: float) ->
     model.eval()
     model.save_pretrained(folder)
     frames = torch.randint(0, 65536, (round(seconds * 50), 1))
-    engines: Engines = {"neucodec: transformers": lambda: model.decode(frames.t()[None])}
+    decoders: Decoders = {"neucodec: transformers": lambda: model.decode(frames.t()[None])}
     for encoding in ("float32", "int8"):
         codec = load_codec(folder, session, encoding=encoding)
-        engines[f"neucodec: whole, {encoding}"] = lambda codec=codec: codec.decode([frames])  # type: ignore[misc]
-        engines[f"neucodec: chunks, {encoding}"] = lambda codec=codec: _in_chunks(codec, frames, 5)  # type: ignore[misc]
-    return engines, len(frames) / 50
+        decoders[f"neucodec: whole, {encoding}"] = lambda codec=codec: codec.decode([frames])  # type: ignore[misc]
+        decoders[f"neucodec: chunks, {encoding}"] = lambda codec=codec: _decode_in_chunks(codec, frames, 5)  # type: ignore[misc]
+    return decoders, len(frames) / 50
 
 
-def _in_chunks(codec: AudioCodec, frames: Tensor, frames_per_step: int) -> None:
-    """Decode a stream that grows by some frames at a time, whenever frames are ready."""
-    decoded = 0
-    vars(codec).get("_cache", {}).clear()  # a new stream has no decoded windows
-    for known in (*range(frames_per_step, len(frames), frames_per_step), len(frames)):
-        ended = known == len(frames)
-        ready = codec.ready_frames(known, ended=ended)
-        if ready > decoded and (ended or ready - decoded >= frames_per_step):
-            codec.decode_chunks([codec.chunk(frames[:known], decoded, ready, ended=ended)])
-            decoded = ready
+def _decode_in_chunks(codec: AudioCodec, frames: Tensor, frames_per_step: int) -> None:
+    """Decode a stream that grows by ``frames_per_step`` frames at a time."""
+    num_decoded = 0
+    # Windows that the previous run decoded would make this run faster than a new stream.
+    vars(codec).get("_cache", {}).clear()
+    for num_frames in (*range(frames_per_step, len(frames), frames_per_step), len(frames)):
+        ended = num_frames == len(frames)
+        num_ready = codec.ready_frames(num_frames, ended=ended)
+        if num_ready > num_decoded and (ended or num_ready - num_decoded >= frames_per_step):
+            codec.decode_chunks([codec.chunk(frames[:num_frames], num_decoded, num_ready, ended=ended)])
+            num_decoded = num_ready
 
 
-def measure(engines: Engines, duration: float, rounds: int) -> list[dict[str, Any]]:
-    """Run all engines in turn, once to warm up and then ``rounds`` times."""
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
+def measure(decoders: Decoders, duration: float, rounds: int) -> list[dict[str, Any]]:
+    """Run all decoders in turn, once to warm up and then ``rounds`` times. Returns a row for each."""
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in decoders}
     for _ in range(rounds + 1):
-        for name, decode in engines.items():
+        for name, decode in decoders.items():
             begin, cpu = time.perf_counter(), time.process_time()
             with torch.inference_mode():
                 decode()
@@ -102,32 +102,34 @@ def measure(engines: Engines, duration: float, rounds: int) -> list[dict[str, An
     return [
         {
             "work": name,
-            "real_time_factor": statistics.median(wall for wall, _ in found[1:]) / duration,
-            "cpu": statistics.median(cpu for _, cpu in found[1:]) / duration,
+            "real_time_factor": statistics.median(wall for wall, _ in pairs[1:]) / duration,
+            "cpu": statistics.median(cpu for _, cpu in pairs[1:]) / duration,
         }
-        for name, found in times.items()
+        for name, pairs in times.items()
     ]
 
 
 def main() -> None:
+    """Measure the codecs of the command line and print the real-time factors."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("codecs", nargs="*", default=["snac", "neucodec"], help="snac, neucodec")
-    parser.add_argument("--seconds", type=float, default=2.0, help="duration of the audio")
+    parser.add_argument("--seconds", type=float, default=2.0, help="duration of the audio in seconds")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
     session = InferenceSession(num_threads=options.threads)
-    make = {"snac": snac_engines, "neucodec": neucodec_engines}
+    factories = {"snac": snac_decoders, "neucodec": neucodec_decoders}
     results: list[dict[str, Any]] = []
     print(f"{session.kernels}, {torch.get_num_threads()} threads")
     for name in options.codecs:
         with tempfile.TemporaryDirectory() as folder:
-            engines, duration = make[name](Path(folder), session, options.seconds)
-            results += measure(engines, duration, options.rounds)
-            for one in results[-len(engines) :]:
+            decoders, duration = factories[name](Path(folder), session, options.seconds)
+            rows = measure(decoders, duration, options.rounds)
+            results += rows
+            for row in rows:
                 print(
-                    f"{one['work']:28} real-time factor {one['real_time_factor']:.3f}   cpu {one['cpu']:.3f}"
+                    f"{row['work']:28} real-time factor {row['real_time_factor']:.3f}   cpu {row['cpu']:.3f}"
                 )
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))

@@ -1,11 +1,11 @@
-"""Time the CPU kernels against plain torch and print medians. The two sides alternate (A B A B).
+"""Compare the CPU kernels with torch, or with the reference kernels, and print medians of the times.
 
     python benchmarks/cpu_kernels.py [name ...]     # cases whose name contains one of these strings
 
-With OMP_NUM_THREADS=1 the script measures the thread's CPU time, which other processes disturb little.
-Compare the ratios: absolute times vary with the load of the machine. GB/s counts the bytes that an operation
-must read (weights, cached keys and values). At least 48 MB of weights are used in rotation, so that they do
-not fit the CPU caches.
+The two implementations run alternately (A B A B). With OMP_NUM_THREADS=1 the script measures the thread's CPU
+time, which depends little on other processes. Compare the ratios: absolute times vary with the load of the
+machine. GB/s counts the bytes that an operation must read: weights, or cached keys and values. Each call of a
+linear layer uses the next of 2 to 24 weight matrices, so that the weights do not stay in the CPU caches.
 """
 
 from __future__ import annotations
@@ -29,43 +29,47 @@ from penstock.kernels.cpu import cpu_features, isa, load
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.reference import ReferenceOps
 
-SECONDS_A_CASE = 0.5
+SECONDS_PER_CASE = 0.5
 MIN_PAIRS = 7
 
 
 @dataclass(frozen=True)
 class Case:
-    """One operation in Penstock and in the implementation it is compared with."""
+    """An operation in the CPU kernels, and in the implementation that they are compared with."""
 
     name: str
     ours: Callable[[], object]
     theirs: Callable[[], object]
-    against: str
+    compared_with: str
+    """The printed name of the other implementation."""
     num_bytes: int = 0
+    """Bytes that the operation must read; 0 if no bandwidth is printed."""
     flops: float = 0
 
 
 def main() -> None:
-    wanted = sys.argv[1:]
+    """Measure the cases of the command line and print a row for each."""
+    name_parts = sys.argv[1:]
     print(f"{_cpu_model()}, {torch.get_num_threads()} threads, {' '.join(cpu_features())}")
     print(f"kernels: {isa()}; torch {torch.__version__}; Python {platform.python_version()}")
     print(f"copying 256 MB: {_copy_speed():.0f} GB/s read and written\n")
-    print(f"{'operation':44} {'ours':>10} {'theirs':>10} {'ratio':>6} {'ours':>14}  against")
+    print(f"{'operation':44} {'ours':>10} {'theirs':>10} {'ratio':>6} {'ours':>14}  compared with")
     with torch.inference_mode():
         for case in cases():
-            if not wanted or any(part in case.name for part in wanted):
-                _report(case)
+            if not name_parts or any(part in case.name for part in name_parts):
+                _measure_and_print(case)
 
 
 def cases() -> Iterator[Case]:
-    yield from linears()
-    yield from attentions()
-    yield from rows()
-    yield from samplers()
+    """Yield all cases."""
+    yield from linear_cases()
+    yield from attention_cases()
+    yield from row_wise_cases()
+    yield from sampling_cases()
 
 
-def linears() -> Iterator[Case]:
-    """Compare with torch's product on unpacked weights, and on oneDNN's packed weights if available."""
+def linear_cases() -> Iterator[Case]:
+    """Yield linear layers, compared with torch on plain weights and with oneDNN on packed weights."""
     ops = _ops()
     for dtype in (torch.bfloat16, torch.float32):
         for inputs, outputs in ((2048, 2560), (2048, 11264), (5632, 2048), (8192, 2048), (768, 768)):
@@ -74,12 +78,12 @@ def linears() -> Iterator[Case]:
             packed = [ops.pack_linear(weight, str(dtype).removeprefix("torch.")) for weight in weights]
             for rows in (1, 2, 4, 8, 16, 32, 256, 1024):
                 x = torch.randn(rows, inputs, dtype=dtype)
-                for against, theirs in _torch_linears(x, weights):
+                for compared_with, theirs in _torch_linears(x, weights):
                     yield Case(
                         f"linear {str(dtype).removeprefix('torch.')} {inputs} -> {outputs}, T={rows}",
                         partial(_next_linear, ops, x, cycle(packed)),
                         theirs,
-                        against,
+                        compared_with,
                         inputs * outputs * dtype.itemsize,
                         2 * inputs * outputs * rows,
                     )
@@ -87,16 +91,17 @@ def linears() -> Iterator[Case]:
 
 def _torch_linears(x: Tensor, weights: list[Tensor]) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     """Yield the name and call of each torch implementation. Each call uses the next of ``weights``."""
-    rows = cycle(weights)
-    yield "F.linear", lambda: F.linear(x, next(rows))
+    plain = cycle(weights)
+    yield "F.linear", lambda: F.linear(x, next(plain))
     if torch.backends.mkldnn.is_available() and len(x) >= 16:
         reorder = torch.ops.mkldnn._reorder_linear_weight
-        blocks = cycle([reorder(weight, len(x)) for weight in weights])
+        packed = cycle([reorder(weight, len(x)) for weight in weights])
         multiply = torch.ops.mkldnn._linear_pointwise
-        yield "oneDNN, packed", lambda: multiply(x, next(blocks), None, "none", [], "")
+        yield "oneDNN, packed", lambda: multiply(x, next(packed), None, "none", [], "")
 
 
-def attentions() -> Iterator[Case]:
+def attention_cases() -> Iterator[Case]:
+    """Yield attention over a paged cache, compared with torch on contiguous tensors and with other caches."""
     ops, reference = _ops(), ReferenceOps()
     for heads, kv_heads, dim in ((32, 4, 64), (12, 12, 64), (16, 8, 128), (32, 8, 128), (8, 1, 256)):
         for batch, new_rows, length in (
@@ -104,12 +109,12 @@ def attentions() -> Iterator[Case]:
             *((1, 1024, 1024), (1, 512, 4096)),
         ):
             for dtype in (torch.bfloat16, torch.float32):
-                kv, offsets, lengths = _paged(batch, new_rows, length, kv_heads, dim, dtype)
+                kv, offsets, lengths = _paged_cache(batch, new_rows, length, kv_heads, dim, dtype)
                 q = torch.randn(batch * new_rows, heads, dim, dtype=dtype)
-                what = f"{heads}/{kv_heads} heads of {dim}, {batch} x {new_rows} of {length}"
+                sizes = f"{heads}/{kv_heads} heads of {dim}, {batch} x {new_rows} of {length}"
                 contiguous = torch.randn(2, batch, kv_heads, length, dim, dtype=dtype)
                 yield Case(
-                    f"attention {str(dtype).removeprefix('torch.')} {what}",
+                    f"attention {str(dtype).removeprefix('torch.')} {sizes}",
                     partial(ops.attention, q, kv, offsets, lengths, scale=0.125),
                     partial(_sdpa, q, contiguous, batch, new_rows, _mask(new_rows, length)),
                     "scaled_dot_product_attention on contiguous keys",
@@ -118,19 +123,18 @@ def attentions() -> Iterator[Case]:
                 )
         for length in (512, 4096):
             q = torch.randn(1, heads, dim, dtype=torch.bfloat16)
-            wide, offsets, lengths = _paged(1, 1, length, kv_heads, dim, torch.bfloat16)
-            scales = torch.full(wide.cache.shape[:4], 0.02)
-            kv = replace(
-                wide, cache=torch.randint_like(wide.cache, -127, 128, dtype=torch.int8), scales=scales
-            )
+            bf16_kv, offsets, lengths = _paged_cache(1, 1, length, kv_heads, dim, torch.bfloat16)
+            scales = torch.full(bf16_kv.cache.shape[:4], 0.02)
+            codes = torch.randint_like(bf16_kv.cache, -127, 128, dtype=torch.int8)
+            kv = replace(bf16_kv, cache=codes, scales=scales)
             yield Case(
                 f"attention int8 {heads}/{kv_heads} heads of {dim}, 1 x 1 of {length}",
                 partial(ops.attention, q, kv, offsets, lengths, scale=0.125),
-                partial(ops.attention, q, wide, offsets, lengths, scale=0.125),
-                "a bfloat16 cache",
+                partial(ops.attention, q, bf16_kv, offsets, lengths, scale=0.125),
+                "the same with a bfloat16 cache",
                 2 * length * kv_heads * dim,
             )
-        kv, offsets, lengths = _paged(1, 1, 512, kv_heads, dim, torch.bfloat16)
+        kv, offsets, lengths = _paged_cache(1, 1, 512, kv_heads, dim, torch.bfloat16)
         q = torch.randn(1, heads, dim, dtype=torch.bfloat16)
         yield Case(
             f"attention bfloat16 {heads}/{kv_heads} heads of {dim}, 1 x 1 of 512",
@@ -140,7 +144,8 @@ def attentions() -> Iterator[Case]:
         )
 
 
-def rows() -> Iterator[Case]:
+def row_wise_cases() -> Iterator[Case]:
+    """Yield norms, activations, rotary embeddings and writes to the KV cache."""
     ops, reference = _ops(), ReferenceOps()
     for count in (1, 32, 1024):
         x, residual = torch.randn(2, count, 2048).bfloat16()
@@ -148,7 +153,7 @@ def rows() -> Iterator[Case]:
         gates = torch.randn(count, 11264).bfloat16()
         q, k = torch.randn(count, 32, 64).bfloat16(), torch.randn(count, 4, 64).bfloat16()
         cos, sin = torch.randn(2, count, 32)
-        kv, _, _ = _paged(1, count, 2048, 4, 64, torch.bfloat16)
+        kv, _, _ = _paged_cache(1, count, 2048, 4, 64, torch.bfloat16)
         v = torch.randn(count, 4, 64).bfloat16()
         arguments: dict[str, tuple[object, ...]] = {
             "rms_norm": (x, weight, 1e-5),
@@ -157,8 +162,8 @@ def rows() -> Iterator[Case]:
             "rotary": (q, k, cos, sin),
             "store_kv": (k, v, kv),
         }
-        for name, given in arguments.items():
-            ours, theirs = (partial(getattr(back_end, name), *given) for back_end in (ops, reference))
+        for name, values in arguments.items():
+            ours, theirs = (partial(getattr(back_end, name), *values) for back_end in (ops, reference))
             yield Case(f"{name}, T={count}", ours, theirs, "reference")
         yield Case(
             f"rms_norm, T={count}",
@@ -168,11 +173,12 @@ def rows() -> Iterator[Case]:
         )
 
 
-def samplers() -> Iterator[Case]:
+def sampling_cases() -> Iterator[Case]:
+    """Yield the sampling of one token per row."""
     ops, reference = _ops(), ReferenceOps()
     for count, vocabulary in ((1, 32000), (1, 151936), (32, 32000)):
         logits = 3 * torch.randn(count, vocabulary)
-        for what, temperature, top_k, top_p in (
+        for settings, temperature, top_k, top_p in (
             ("greedy", 0.0, 0, 1.0),
             ("all tokens", 1.0, 0, 1.0),
             ("top_p 0.9", 0.7, 0, 0.9),
@@ -186,7 +192,7 @@ def samplers() -> Iterator[Case]:
                 torch.rand(count, dtype=torch.float64),
             )
             yield Case(
-                f"sample {count} x {vocabulary}, {what}",
+                f"sample {count} x {vocabulary}, {settings}",
                 partial(ops.sample, logits, inputs),
                 partial(reference.sample, logits, inputs),
                 "reference",
@@ -200,9 +206,10 @@ def _ops() -> CpuOps:
     return ops
 
 
-def _paged(
+def _paged_cache(
     batch: int, new_rows: int, length: int, kv_heads: int, dim: int, dtype: torch.dtype
 ) -> tuple[LayerKV, Tensor, Tensor]:
+    """Return a layer of a random KV cache (blocks of 32 tokens), and the offsets and lengths of a batch."""
     blocks = -(-length // 32)
     cache = torch.randn(2, batch * blocks + 1, kv_heads, 32, dim, dtype=dtype)
     tables = (torch.randperm(batch * blocks) + 1).view(batch, blocks).int()
@@ -232,14 +239,14 @@ def _mask(new_rows: int, length: int) -> Tensor | None:  # [new_rows, length]
     return torch.ones(new_rows, length, dtype=torch.bool).tril(length - new_rows)
 
 
-def _report(case: Case) -> None:
+def _measure_and_print(case: Case) -> None:
     times: tuple[list[float], list[float]] = ([], [])
     calls = (case.ours, case.theirs)
-    repeats = [max(1, int(0.002 / _once(call, 3))) for call in calls]
-    end = time.perf_counter() + SECONDS_A_CASE
+    repeats = [max(1, int(0.002 / _seconds_per_call(call, 3))) for call in calls]
+    end = time.perf_counter() + SECONDS_PER_CASE
     while len(times[0]) < MIN_PAIRS or time.perf_counter() < end:
         for side, call in enumerate(calls):
-            times[side].append(_once(call, repeats[side]))
+            times[side].append(_seconds_per_call(call, repeats[side]))
     ours, theirs = (statistics.median(side) for side in times)
     ratio = statistics.median(b / a for a, b in zip(*times, strict=True))
     speed = ""
@@ -248,12 +255,13 @@ def _report(case: Case) -> None:
     elif case.num_bytes:
         speed = f"{case.num_bytes / ours / 1e9:.1f} GB/s"
     print(
-        f"{case.name:44} {1e6 * ours:8.1f}us {1e6 * theirs:8.1f}us {ratio:6.2f} {speed:>14}  {case.against}",
+        f"{case.name:44} {1e6 * ours:8.1f}us {1e6 * theirs:8.1f}us {ratio:6.2f} {speed:>14}  "
+        f"{case.compared_with}",
         flush=True,
     )
 
 
-def _once(call: Callable[[], object], repeats: int) -> float:
+def _seconds_per_call(call: Callable[[], object], repeats: int) -> float:
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     start = clock()
     for _ in range(repeats):
@@ -262,9 +270,10 @@ def _once(call: Callable[[], object], repeats: int) -> float:
 
 
 def _copy_speed() -> float:
+    """Return the GB/s, read and written, of copying 128 MiB."""
     source = torch.ones(32 << 20)
     target = torch.empty_like(source)
-    best = min(_once(lambda: target.copy_(source), 1) for _ in range(5))
+    best = min(_seconds_per_call(lambda: target.copy_(source), 1) for _ in range(5))
     return 2 * source.nbytes / best / 1e9
 
 

@@ -1,12 +1,13 @@
 """The engines that `benchmarks/embeddings.py` compares. Each runs in the Python of its virtual environment.
 
-An engine embeds a list of texts: mean of the hidden states, length 1. Its settings are those that its
-documentation recommends for a CPU:
+An engine returns the embeddings of a list of texts. An embedding is the mean of the hidden states, normalized
+to length 1. Each engine has the settings that its documentation recommends for a CPU:
 
-- ONNX Runtime and OpenVINO get lists sorted by length, in batches of 32 padded to the longest of a batch.
-- OpenVINO int8 is the ONNX model in float32, quantized by NNCF with activation statistics of 300 texts. One
-  text runs with the hint LATENCY. Lists run with the hint THROUGHPUT in an asynchronous queue.
-- llama.cpp packs several texts into one batch of 2048 tokens. It reads a GGUF file, such as one in Q8_0.
+- ONNX Runtime and OpenVINO: the texts are sorted by length and run in batches of 32. The texts of a batch are
+  padded to the length of the longest.
+- OpenVINO int8: NNCF quantizes the float32 ONNX model with the activation statistics of 300 texts. A single
+  text runs with the hint LATENCY. A list runs with the hint THROUGHPUT in an asynchronous queue.
+- llama.cpp: one batch of 2048 tokens holds several texts. The model is a GGUF file, for example in Q8_0.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ import numpy as np
 from embedding_texts import make_texts, make_texts_of_all_scripts
 
 MAX_TOKENS = 256
-BATCH = 32
+BATCH_SIZE = 32
 Embed = Callable[[Sequence[str]], np.ndarray]
-"""Texts -> ``[n, E]``."""
+"""Returns the embeddings ``[n, E]`` of n texts."""
 
 
 def penstock_engine(model: str, encoding: str) -> Embed:
-    """Penstock with this encoding."""
+    """Return the function of Penstock, with weights in ``encoding``."""
     from penstock import LLM
 
     llm = LLM(model, quantization_encoding=encoding)
@@ -39,7 +40,7 @@ def penstock_engine(model: str, encoding: str) -> Embed:
 
 
 def sentence_transformers_engine(model: str, _: str) -> Embed:
-    """sentence-transformers, in batches of 32."""
+    """Return the function of sentence-transformers, which runs batches of 32 texts."""
     from sentence_transformers import SentenceTransformer  # type: ignore[import-not-found]
 
     loaded = SentenceTransformer(model, device="cpu")
@@ -47,7 +48,10 @@ def sentence_transformers_engine(model: str, _: str) -> Embed:
 
 
 def onnx_engine(model: str, path: str) -> Embed:
-    """ONNX Runtime with mean pooling."""
+    """Return the function of ONNX Runtime.
+
+    The mean is computed here, since the exported model has no pooling.
+    """
     import onnxruntime  # type: ignore[import-not-found]
 
     options = onnxruntime.SessionOptions()
@@ -57,15 +61,15 @@ def onnx_engine(model: str, path: str) -> Embed:
 
     def embed(texts: Sequence[str]) -> np.ndarray:
         batches = batches_by_length(texts)
-        feeds = [encode([texts[i] for i in chosen]) for chosen in batches]
+        feeds = [encode([texts[i] for i in indices]) for indices in batches]
         hidden = [session.run(None, feed)[0] for feed in feeds]
-        return in_order(batches, map(mean_of, hidden, feeds), len(texts))
+        return in_order_of_texts(batches, map(mean_embeddings, hidden, feeds), len(texts))
 
     return embed
 
 
 def onnx_int8_engine(model: str, path: str) -> Embed:
-    """ONNX Runtime with its dynamic quantization of a model in float32, per channel."""
+    """Return the function of ONNX Runtime, with dynamic int8 quantization per channel of a float32 model."""
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     target = Path(path).with_name(f"{Path(path).stem}-int8.onnx")
@@ -75,60 +79,63 @@ def onnx_int8_engine(model: str, path: str) -> Embed:
 
 
 def openvino_engine(model: str, path: str) -> Embed:
-    """OpenVINO in int8, from an ONNX model in float32."""
+    """Return the function of OpenVINO. A float32 ONNX model is quantized to int8."""
     import openvino  # type: ignore[import-not-found]
 
     core = openvino.Core()
     encode = padding_tokenizer(model)
     quantized = _quantized(core, path, encode)
     threads = {"INFERENCE_NUM_THREADS": num_threads()}
-    one = core.compile_model(quantized, "CPU", {"PERFORMANCE_HINT": "LATENCY", **threads})
-    request = one.create_infer_request()
-    many = core.compile_model(quantized, "CPU", {"PERFORMANCE_HINT": "THROUGHPUT", **threads})
-    queue = openvino.AsyncInferQueue(many)
+    single_text_model = core.compile_model(quantized, "CPU", {"PERFORMANCE_HINT": "LATENCY", **threads})
+    request = single_text_model.create_infer_request()
+    list_model = core.compile_model(quantized, "CPU", {"PERFORMANCE_HINT": "THROUGHPUT", **threads})
+    queue = openvino.AsyncInferQueue(list_model)
 
     def embed(texts: Sequence[str]) -> np.ndarray:
         batches = batches_by_length(texts)
-        feeds = [encode([texts[i] for i in chosen]) for chosen in batches]
+        feeds = [encode([texts[i] for i in indices]) for indices in batches]
         if len(texts) == 1:
-            return mean_of(request.infer(feeds[0])[0], feeds[0])
-        found: list[Any] = [None] * len(feeds)
+            return mean_embeddings(request.infer(feeds[0])[0], feeds[0])
+        embeddings: list[Any] = [None] * len(feeds)
 
-        def take(done: Any, index: int) -> None:
-            found[index] = mean_of(done.get_output_tensor(0).data, feeds[index])
+        def store_result(finished: Any, index: int) -> None:
+            embeddings[index] = mean_embeddings(finished.get_output_tensor(0).data, feeds[index])
 
-        queue.set_callback(take)
+        queue.set_callback(store_result)
         for index, feed in enumerate(feeds):
             queue.start_async(feed, index)
         queue.wait_all()
-        return in_order(batches, found, len(texts))
+        return in_order_of_texts(batches, embeddings, len(texts))
 
     return embed
 
 
 def _quantized(core: Any, path: str, encode: Callable[[Sequence[str]], Mapping[str, np.ndarray]]) -> Any:
-    """Return a model in int8. The result is kept beside the ONNX file."""
+    """Return the int8 form of an ONNX model.
+
+    Reads it from the folder of the model, or quantizes and writes it.
+    """
     target = Path(path).with_name(f"{Path(path).stem}-openvino-int8.xml")
     if not target.is_file():
         import nncf  # type: ignore[import-not-found]
         import openvino
 
         samples = [encode([text]) for text in make_texts(300, 4, 128, 3)]
-        plain = core.read_model(path)
-        model = nncf.quantize(plain, nncf.Dataset(samples), model_type=nncf.ModelType.TRANSFORMER)
+        float_model = core.read_model(path)
+        model = nncf.quantize(float_model, nncf.Dataset(samples), model_type=nncf.ModelType.TRANSFORMER)
         openvino.save_model(model, target)
     return core.read_model(target)
 
 
 def llama_cpp_engine(_: str, path: str) -> Embed:
-    """llama.cpp through llama-cpp-python, for a GGUF file."""
+    """Return the function of llama.cpp through llama-cpp-python, for a GGUF file."""
     import llama_cpp  # type: ignore[import-not-found]
 
     loaded = llama_cpp.Llama(
         path,
         embedding=True,
         pooling_type=llama_cpp.LLAMA_POOLING_TYPE_MEAN,
-        n_ctx=0,  # that of the model: the longest text
+        n_ctx=0,  # 0: the context length of the model, which the longest text needs
         n_batch=2048,
         n_ubatch=2048,
         n_threads=num_threads(),
@@ -153,12 +160,15 @@ ENGINES = {
 
 
 def num_threads() -> int:
-    """Return the number of processors of this process."""
+    """Return the number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def padding_tokenizer(model: str) -> Callable[[Sequence[str]], Mapping[str, np.ndarray]]:
-    """Return a function from texts to the inputs of an exported BERT, padded to the longest text."""
+    """Return a function that converts texts to the inputs of an exported BERT.
+
+    The function pads all texts to the length of the longest.
+    """
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(f"{model}/tokenizer.json")
@@ -167,42 +177,51 @@ def padding_tokenizer(model: str) -> Callable[[Sequence[str]], Mapping[str, np.n
 
     def encode(texts: Sequence[str]) -> dict[str, np.ndarray]:
         encodings = tokenizer.encode_batch(list(texts))
-        ids = np.array([one.ids for one in encodings])
-        mask = np.array([one.attention_mask for one in encodings])
+        ids = np.array([encoding.ids for encoding in encodings])
+        mask = np.array([encoding.attention_mask for encoding in encodings])
         return {"input_ids": ids, "attention_mask": mask, "token_type_ids": np.zeros_like(ids)}
 
     return encode
 
 
 def batches_by_length(texts: Sequence[str]) -> list[list[int]]:
-    """Return the indices of the texts in batches, the shortest texts first."""
+    """Return the indices of the texts in batches of 32, shortest texts first."""
     order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
-    return [order[start : start + BATCH] for start in range(0, len(order), BATCH)]
+    return [order[start : start + BATCH_SIZE] for start in range(0, len(order), BATCH_SIZE)]
 
 
-def mean_of(hidden: np.ndarray, feed: Mapping[str, np.ndarray]) -> np.ndarray:  # [n, E]
-    """Return the mean of the hidden states ``[n, T, E]`` of each text, of length 1."""
+def mean_embeddings(hidden: np.ndarray, feed: Mapping[str, np.ndarray]) -> np.ndarray:  # [n, E]
+    """Return the mean of the hidden states ``[n, T, E]`` of each text, normalized to length 1."""
     mask = feed["attention_mask"]
     pooled: np.ndarray = (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdims=True)
     return pooled / np.linalg.norm(pooled, axis=1, keepdims=True)
 
 
-def in_order(batches: Sequence[Sequence[int]], vectors: Any, count: int) -> np.ndarray:  # [n, E]
-    """Return the vectors of all batches in the order of the texts."""
-    found: list[Any] = [None] * count
-    for chosen, rows in zip(batches, vectors, strict=True):
-        for i, vector in zip(chosen, rows, strict=True):
-            found[i] = vector
-    return np.stack(found)
+def in_order_of_texts(batches: Sequence[Sequence[int]], embeddings: Any, count: int) -> np.ndarray:  # [n, E]
+    """Return the embeddings of all batches in the order of the texts.
+
+    Args:
+        batches: for each batch, the indices of its texts.
+        embeddings: for each batch, the embeddings of its texts.
+        count: the number of texts.
+    """
+    ordered: list[Any] = [None] * count
+    for indices, rows in zip(batches, embeddings, strict=True):
+        for i, row in zip(indices, rows, strict=True):
+            ordered[i] = row
+    return np.stack(ordered)
 
 
 def export(model: str, path: str) -> None:
-    """Write a BERT in float32 as an ONNX model of its hidden states, for batches and lengths of all sizes."""
+    """Export a BERT in float32 as an ONNX model that returns the hidden states.
+
+    The batch size and the length of the inputs are dynamic.
+    """
     import torch
     from transformers import AutoModel
 
-    class Hidden(torch.nn.Module):
-        """The hidden states ``[n, T, E]`` of an encoder."""
+    class HiddenStateModel(torch.nn.Module):
+        """An encoder that returns only its hidden states ``[n, T, E]``."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -219,7 +238,7 @@ def export(model: str, path: str) -> None:
     example = tuple(torch.ones(2, 9, dtype=torch.int64) for _ in names)
     sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length", min=2, max=512)}
     torch.onnx.export(
-        Hidden(),
+        HiddenStateModel(),
         example,
         path,
         input_names=names,
@@ -230,7 +249,10 @@ def export(model: str, path: str) -> None:
 
 
 def serve(model: str, engine: str, option: str) -> None:
-    """Load an engine, then run a work for each line of standard input and print its result as JSON."""
+    """Load an engine and run the workloads that standard input names, one name per line.
+
+    Prints the result of each workload as one line of JSON.
+    """
     try:
         embed = ENGINES[engine](model, option)
     except ImportError as problem:
@@ -247,11 +269,18 @@ def serve(model: str, engine: str, option: str) -> None:
             embed([text])
     print(json.dumps({}), flush=True)
     for line in sys.stdin:
-        print(json.dumps(run_work(embed, texts, line.strip())), flush=True)
+        print(json.dumps(run_workload(embed, texts, line.strip())), flush=True)
 
 
-def run_work(embed: Embed, texts: Mapping[str, Sequence[str]], name: str) -> Any:
-    """Return the result of a work: texts per second, milliseconds of one text, MiB, or vectors."""
+def run_workload(embed: Embed, texts: Mapping[str, Sequence[str]], name: str) -> Any:
+    """Run a workload and return its result.
+
+    Args:
+        embed: the engine.
+        texts: the texts of each workload.
+        name: ``mixed`` and ``short`` return texts per second, ``single`` milliseconds per text, ``memory``
+            the private memory of this process in MiB, ``vectors`` the embeddings.
+    """
     if name == "vectors":
         return embed(texts[name]).tolist()
     if name == "memory":

@@ -1,4 +1,4 @@
-"""The texts of `benchmarks/embeddings.py`."""
+"""Random texts for `benchmarks/embeddings.py`."""
 
 from __future__ import annotations
 
@@ -31,28 +31,34 @@ SCRIPTS = {
     ),
     "signs": "! ? . , ; : - … « » “ ” € £ © ® 😀 🚀 ❤️ 🇩🇪 ½ √ ∞ ∑",
 }
-"""Words of 15 scripts and kinds of signs."""
+"""Kind of text (a script, a language, numbers, code or signs) -> words, separated by spaces."""
 LENGTHS = (1, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233)
-"""Lengths of the texts of all scripts, in words."""
+"""Numbers of words in the texts of `make_texts_of_all_scripts`."""
 
 
 def make_texts(count: int, shortest: int, longest: int, seed: int) -> list[str]:
-    """Return random texts with evenly distributed lengths in words; a word is about one token."""
+    """Return ``count`` random English texts of ``shortest`` to ``longest`` tokens.
+
+    The lengths are uniformly distributed. A word is about one token, and two special tokens count too.
+    """
     rng = random.Random(seed)
     return [" ".join(rng.choices(WORDS, k=rng.randint(shortest, longest) - 2)) for _ in range(count)]
 
 
 def make_texts_of_all_scripts(count: int, seed: int) -> list[str]:
-    """Return random texts of `LENGTHS`. Every fifth text mixes words of all `SCRIPTS`."""
+    """Return random texts whose lengths are `LENGTHS` in turn.
+
+    Every fifth text mixes words of all `SCRIPTS`.
+    """
     rng = random.Random(seed)
-    scripts = [words.split() for words in SCRIPTS.values()]
+    words_of_scripts = [words.split() for words in SCRIPTS.values()]
     texts = []
     for i in range(count):
         length = LENGTHS[i % len(LENGTHS)]
-        own = scripts[(i // len(LENGTHS) + i) % len(scripts)]
+        own_words = words_of_scripts[(i // len(LENGTHS) + i) % len(words_of_scripts)]
         if i % 5 == 4:
-            words = [rng.choice(rng.choice(scripts)) for _ in range(length)]
+            words = [rng.choice(rng.choice(words_of_scripts)) for _ in range(length)]
         else:
-            words = rng.choices(own, k=length)
+            words = rng.choices(own_words, k=length)
         texts.append(" ".join(words))
     return texts

@@ -1,15 +1,16 @@
-"""Measure quality and speed of encodings: perplexity beside decode and prefill speed, one row for each.
+"""Measure perplexity, decode speed and prefill speed of weight encodings. Prints one row per encoding.
 
     python benchmarks/encodings.py                                    # all encodings: demo model, shape l1b
     python benchmarks/encodings.py --encodings nf4 fp4 fp8 --pairs 7 --json rows.json
     python benchmarks/encodings.py --only quality --model /models/small --text-file ordinary.txt
     PENSTOCK_ISA=avx2 python benchmarks/encodings.py --only speed --shape l110m
 
-Quality is measured on a trained model with text that it samples in float32, and on a file if one is given.
-Speed is measured on random weights of a shape. Runs alternate between the encoding and a baseline: int4, or
-int8 if the encoding has more than 5 bits. Both models stay loaded. For encodings of checkpoint formats,
-weights are rounded to the nearest value (`penstock.bench.stored_encodings`). A calibrated checkpoint has
-the same speed but another quality.
+Quality is measured on a trained model. The texts are sampled from the model in float32; ``--text-file`` adds
+the text of a file. Speed is measured on random weights. Runs alternate between the encoding and a baseline:
+int4, or int8 if the encoding has more than 5 bits per weight. Both models stay loaded.
+
+Some encodings exist only in checkpoint formats. Their weights are rounded to the nearest value
+(`penstock.bench.stored_encodings`). A calibrated checkpoint has the same speed and a different perplexity.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from against_transformers import machine
 from quality import LENGTH, first_token, open_model, texts_of_file
@@ -46,24 +48,26 @@ class Row:
 
     encoding: str
     bits: float
-    """Average bits of a weight, scales included."""
+    """Average bits per weight, including scales."""
     quality: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Name of a text -> perplexity, its ratio to that of bfloat16, divergence and agreement."""
+    """Name of a text -> the figures ``perplexity``, ``relative`` (perplexity divided by the perplexity in
+    bfloat16), ``divergence`` (KL from float32) and ``agreement`` (share of equal top-1 tokens)."""
     baseline: str = ""
+    """The encoding that the speed is compared with."""
     speeds: dict[str, list[float]] = field(default_factory=dict)
-    """Work -> tokens/s of each pair."""
+    """Workload -> tokens/s of each pair of runs."""
     ratios: dict[str, list[float]] = field(default_factory=dict)
-    """Work -> speed divided by that of the baseline in each pair."""
+    """Workload -> speed divided by the speed of the baseline, for each pair of runs."""
 
 
 def main() -> None:
-    """Measure and print a table."""
+    """Measure the encodings of the command line and print a table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--encodings", nargs="+", choices=list(ENCODINGS), default=list(ENCODINGS))
     parser.add_argument("--only", choices=["quality", "speed"])
-    parser.add_argument("--model", default="demo", help="the trained model of the quality figures")
+    parser.add_argument("--model", default="demo", help="trained model for the quality measurement")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--text-file", type=Path, help="also measure up to --tokens of this UTF-8 file")
     parser.add_argument("--shape", default="l1b", help="model shape for the speed measurement")
@@ -91,7 +95,7 @@ def main() -> None:
 
 
 def is_selectable(encoding: str) -> bool:
-    """Return whether a user can choose the encoding for a checkpoint of floats."""
+    """Return whether ``quantization_encoding`` accepts the encoding for a float checkpoint."""
     return not ENCODINGS[encoding].is_internal
 
 
@@ -106,7 +110,10 @@ def measure_quality(
     text_file: Path | None,
     threads: int | None,
 ) -> None:
-    """Add the quality of each encoding. One checkpoint is loaded in all encodings at once."""
+    """Store the quality of each encoding in its row.
+
+    The models of all encodings are loaded at the same time.
+    """
     checkpoint = resolve_checkpoint(model, "main", None)
     with ExitStack() as stack:
         exact = stack.enter_context(open_model(model, "float32", threads))
@@ -125,16 +132,17 @@ def measure_quality(
                 stored = write_stored(checkpoint, folder / "quality" / row.encoding, row.encoding)
                 llm = open_model(str(stored), None, threads)
             models[row.encoding] = stack.enter_context(llm)
-        for name, some in texts.items():
-            found = {key: one["float32"] for key, one in compare_all(models, some, ("float32",)).items()}
-            base = found[REFERENCE].perplexity
+        for name, token_lists in texts.items():
+            compared = compare_all(models, token_lists, ("float32",))
+            qualities = {key: by_reference["float32"] for key, by_reference in compared.items()}
+            base = qualities[REFERENCE].perplexity
             for row in rows:
-                one = found[row.encoding]
+                quality = qualities[row.encoding]
                 row.quality[name] = {
-                    "perplexity": one.perplexity,
-                    "relative": one.perplexity / base,
-                    "divergence": one.divergence,
-                    "agreement": one.agreement,
+                    "perplexity": quality.perplexity,
+                    "relative": quality.perplexity / base,
+                    "divergence": quality.divergence,
+                    "agreement": quality.agreement,
                 }
 
 
@@ -149,80 +157,82 @@ def measure_speed(
     pairs: int,
     threads: int | None,
 ) -> None:
-    """Add the speed of each encoding, measured in turn with its baseline."""
+    """Store the speed of each encoding in its row. Runs alternate with those of the baseline."""
     checkpoint = folder / "floats"
     checkpoint.mkdir()
     write_random_checkpoint(checkpoint, shape_config(shape))
     for row in rows:
         row.baseline = "int4" if ENCODINGS[row.encoding].bits <= MAX_BITS_OF_INT4_BASELINE else "int8"
         with ExitStack() as stack:
-            given = (folder / "speed", sizes, threads)
-            baseline = stack.enter_context(open_bench(checkpoint, row.baseline, *given))
-            own = stack.enter_context(open_bench(checkpoint, row.encoding, *given))
-            for work in SPEED_WORKLOADS:
-                baseline.speed(work), own.speed(work)  # not counted
+            settings = (folder / "speed", sizes, threads)
+            baseline = stack.enter_context(open_bench(checkpoint, row.baseline, *settings))
+            measured = stack.enter_context(open_bench(checkpoint, row.encoding, *settings))
+            for workload in SPEED_WORKLOADS:
+                baseline.speed(workload), measured.speed(workload)  # warm-up
                 for number in range(pairs):
-                    order = (baseline, own) if number % 2 else (own, baseline)
-                    found = {one: one.speed(work) for one in order}
-                    row.speeds.setdefault(work, []).append(found[own])
-                    row.ratios.setdefault(work, []).append(found[own] / found[baseline])
-        print(shown_speed(row), flush=True)
+                    order = (baseline, measured) if number % 2 else (measured, baseline)
+                    speeds = {bench: bench.speed(workload) for bench in order}
+                    row.speeds.setdefault(workload, []).append(speeds[measured])
+                    row.ratios.setdefault(workload, []).append(speeds[measured] / speeds[baseline])
+        print(speed_line(row), flush=True)
 
 
 @contextmanager
 def open_bench(
     checkpoint: Path, encoding: str, folder: Path, sizes: Sizes, threads: int | None
 ) -> Iterator[Bench]:
-    """Yield the `Bench` of a float checkpoint that is loaded in an encoding."""
-    path, chosen = checkpoint, encoding if is_selectable(encoding) else None
-    if chosen is None:
+    """Yield a `Bench` that has loaded a float checkpoint in an encoding."""
+    path, quantization_encoding = checkpoint, encoding if is_selectable(encoding) else None
+    if quantization_encoding is None:
         path = write_stored(checkpoint, folder / encoding, encoding)
     length = max(sizes.prompt_length + sizes.new_tokens, sizes.prefill_length + 1)
-    flat = {
+    flat: dict[str, Any] = {
         "model_path": str(path),
-        "quantization_encoding": chosen,
+        "quantization_encoding": quantization_encoding,
         "max_length": length,
         "max_batch_size": 1,
     }
-    given = {} if threads is None else {"num_threads": threads}
-    with Bench(PipelineConfig.from_flat(flat | given), sizes) as bench:
+    if threads is not None:
+        flat["num_threads"] = threads
+    with Bench(PipelineConfig.from_flat(flat), sizes) as bench:
         yield bench
 
 
 # -- Output ---------------------------------------------------------------------------------------------
 
 
-def shown_speed(row: Row) -> str:
-    """Return the speeds of a row in one line."""
+def speed_line(row: Row) -> str:
+    """Return the printed line with the speeds of a row."""
     parts = [f"{row.encoding:9}"]
-    for work, speeds in row.speeds.items():
-        ratios = sorted(row.ratios[work])
+    for workload, speeds in row.speeds.items():
+        ratios = sorted(row.ratios[workload])
         spread = f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
         parts.append(
-            f"{work} {statistics.median(speeds):.4g} tokens/s, {statistics.median(ratios):.2f} of "
+            f"{workload} {statistics.median(speeds):.4g} tokens/s, {statistics.median(ratios):.2f} of "
             f"{row.baseline} ({spread})"
         )
     return "  ".join(parts)
 
 
 def print_table(rows: Sequence[Row]) -> None:
-    """Print the rows as a table of Markdown, as docs/performance.md has it."""
+    """Print the rows as the Markdown table of docs/performance.md."""
     texts = list(rows[0].quality) if rows else []
     header = ["encoding", "bits per weight"]
-    header += [f"perplexity, {name} (of bfloat16)" for name in texts]
-    header += [f"{work}, tokens/s | of the baseline" for work in SPEED_WORKLOADS if rows and rows[0].speeds]
+    header += [f"perplexity, {name} (change from bfloat16)" for name in texts]
+    if rows and rows[0].speeds:
+        header += [f"{workload}, tokens/s | ratio to the baseline" for workload in SPEED_WORKLOADS]
     print("\n| " + " | ".join(header) + " |")
     print("|" + "---|" * " | ".join(header).count("|") + "---|")
     for row in rows:
         cells = [row.encoding, f"{row.bits:.2f}"]
         for name in texts:
-            one = row.quality[name]
-            cells.append(f"{one['perplexity']:.4f} ({100 * (one['relative'] - 1):+.2f} %)")
-        for work, speeds in row.speeds.items():
-            ratios = sorted(row.ratios[work])
+            quality = row.quality[name]
+            cells.append(f"{quality['perplexity']:.4f} ({100 * (quality['relative'] - 1):+.2f} %)")
+        for workload, speeds in row.speeds.items():
+            ratios = sorted(row.ratios[workload])
             spread = f"({ratios[0]:.2f} to {ratios[-1]:.2f})"
-            middle = f"**{statistics.median(ratios):.2f}** {row.baseline} {spread}"
-            cells += [f"{statistics.median(speeds):.4g}", middle]
+            ratio = f"**{statistics.median(ratios):.2f}** {row.baseline} {spread}"
+            cells += [f"{statistics.median(speeds):.4g}", ratio]
         print("| " + " | ".join(cells) + " |")
 
 

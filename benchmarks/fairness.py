@@ -1,11 +1,12 @@
-"""Time to the first token of a short request, on an idle server and while another client holds many slots.
+"""Measure the time to first token of short requests, on an idle server and beside requests with many choices.
 
     python benchmarks/fairness.py
     python benchmarks/fairness.py --model MODEL --choices 32
 
-Starts a server with the model. The first client sends requests with ``--choices`` choices, one after the
-other; its tokens per second are printed too. The second client streams short requests with a pause between
-them."""
+Starts a server with the model. The first client sends requests with ``--choices`` choices one after another.
+The second client streams short requests with a pause of 0.03 s between them. Prints the second client's time
+to first token (median and p90), with and without the first client. Also prints the first client's tokens per
+second."""
 
 from __future__ import annotations
 
@@ -22,12 +23,12 @@ from contextlib import contextmanager
 import httpx
 
 _PAUSE = 0.03
-"""Seconds between two short requests."""
+"""Seconds between two short requests of a client."""
 
 
 @contextmanager
 def server(model: str, max_batch_size: int) -> Iterator[str]:
-    """Start a server and yield its address. Ends the server."""
+    """Start a server and yield its address. Stops the server at the end."""
     command = [sys.executable, "-m", "penstock", "serve", "--model", model, "--port", "0"]
     command += ["--max-batch-size", str(max_batch_size)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
@@ -37,7 +38,7 @@ def server(model: str, max_batch_size: int) -> Iterator[str]:
             if found := re.search(r"http://\S+?:\d+", line):
                 break
         else:
-            raise SystemExit("the server ended")
+            raise SystemExit("the server ended before it printed its address")
         drain = subprocess.Popen(["cat"], stdin=process.stderr, stdout=subprocess.DEVNULL)
         yield found.group()
         drain.terminate()
@@ -46,8 +47,8 @@ def server(model: str, max_batch_size: int) -> Iterator[str]:
         process.wait()
 
 
-async def first_token(client: httpx.AsyncClient, number: int) -> float:
-    """Return the seconds to the first token of a short request."""
+async def time_to_first_token(client: httpx.AsyncClient, number: int) -> float:
+    """Send a short request and return the seconds to its first token. ``number`` changes the prompt."""
     body = {"prompt": f"story {number} of the sea", "max_tokens": 4, "stream": True, "ignore_eos": True}
     start = time.perf_counter()
     first = None
@@ -60,17 +61,20 @@ async def first_token(client: httpx.AsyncClient, number: int) -> float:
     return first
 
 
-async def first_tokens(client: httpx.AsyncClient, begin: int, count: int) -> list[float]:
-    """Return the seconds to the first token of several requests, one after the other."""
+async def times_to_first_token(client: httpx.AsyncClient, begin: int, count: int) -> list[float]:
+    """Send ``count`` short requests one after another and return the seconds to the first token of each."""
     seconds = []
     for number in range(begin, begin + count):
-        seconds.append(await first_token(client, number))
+        seconds.append(await time_to_first_token(client, number))
         await asyncio.sleep(_PAUSE)
     return seconds
 
 
 async def send_many_choices(client: httpx.AsyncClient, choices: int, counts: list[int]) -> None:
-    """Send requests with many choices until it is cancelled, and append the number of tokens of each."""
+    """Send requests with many choices one after another, until the task is cancelled.
+
+    Appends the number of generated tokens of each request to ``counts``.
+    """
     body = {"prompt": "Once upon a time", "n": choices, "max_tokens": 300, "ignore_eos": True}
     while True:
         response = await client.post("/v1/completions", json=body)
@@ -79,34 +83,34 @@ async def send_many_choices(client: httpx.AsyncClient, choices: int, counts: lis
 
 
 async def measure(url: str, choices: int, requests: int) -> None:
-    """Measure and print."""
+    """Measure the second client on an idle server and beside the first client, and print both."""
     async with (
-        httpx.AsyncClient(base_url=url, timeout=600.0) as one,
-        httpx.AsyncClient(base_url=url, timeout=600.0) as other,
+        httpx.AsyncClient(base_url=url, timeout=600.0) as first_client,
+        httpx.AsyncClient(base_url=url, timeout=600.0) as second_client,
     ):
-        while (await one.get("/ready")).status_code != 200:
+        while (await second_client.get("/ready")).status_code != 200:
             await asyncio.sleep(0.1)
-        await first_tokens(one, 0, 5)
-        idle = await first_tokens(one, 100, requests)
+        await times_to_first_token(second_client, 0, 5)
+        idle = await times_to_first_token(second_client, 100, requests)
         counts: list[int] = []
-        task = asyncio.create_task(send_many_choices(other, choices, counts))
+        task = asyncio.create_task(send_many_choices(first_client, choices, counts))
         start = time.perf_counter()
         await asyncio.sleep(1.5)
-        beside = await first_tokens(one, 10_000, requests)
+        loaded = await times_to_first_token(second_client, 10_000, requests)
         while not counts and not task.done():
             await asyncio.sleep(0.1)
         speed = sum(counts) / (time.perf_counter() - start)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-    for name, seconds in (("idle", idle), (f"beside {choices} choices", beside)):
-        high = statistics.quantiles(seconds, n=10)[-1]
-        print(f"{name}: median {statistics.median(seconds) * 1e3:.1f} ms, p90 {high * 1e3:.1f} ms")
-    ratio = statistics.median(beside) / statistics.median(idle)
+    for name, seconds in (("idle", idle), (f"beside {choices} choices", loaded)):
+        p90 = statistics.quantiles(seconds, n=10)[-1]
+        print(f"{name}: median {statistics.median(seconds) * 1e3:.1f} ms, p90 {p90 * 1e3:.1f} ms")
+    ratio = statistics.median(loaded) / statistics.median(idle)
     print(f"ratio of the medians {ratio:.2f}; the first client got {speed:.0f} tokens/s")
 
 
 def main() -> None:
-    """Start a server and measure."""
+    """Start a server and measure it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

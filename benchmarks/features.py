@@ -1,23 +1,23 @@
-"""Measure the cost of each feature: the same work with and without it, alternating (A B A B).
+"""Measure the cost of each feature. Runs with and without the feature alternate (A B A B).
 
-    python benchmarks/features.py                          # a 134 M Llama of random weights, bfloat16
+    python benchmarks/features.py                          # a Llama with 134 M random parameters, bfloat16
     python benchmarks/features.py --only steps --batch 1 --encoding int8 --pairs 9
     python benchmarks/features.py --only lora grammar --batch 1 32 --json out.json
 
-The work is ``--batch`` prompts of 128 tokens with 32 new tokens each. Sampling is greedy, end of sequence is
-ignored, and the prefix cache is off.
+A run generates 32 tokens for each of ``--batch`` prompts of 128 tokens. Unless a feature says otherwise,
+sampling is greedy, end of sequence is ignored, and the prefix cache is off.
 
     sampling       temperature, top-p, three penalties, a logit bias
     logprobs       log probabilities of each generated token and of five alternatives
-    echo           log probabilities of the prompt tokens too
-    grammar        a JSON schema that allows an answer of any length
+    echo           the same, and log probabilities of the prompt tokens
+    grammar        a JSON schema: an array of at least 10,000 integers, so that no answer ends early
     lora           each prompt uses one of four adapters of rank 16 on all linear layers
     n              four answers per prompt, compared with four times as many prompts
     beams          four beams, compared with four times as many prompts
-    prefix         the second run of a prompt, compared with the first; prefix cache on
-    steps          several decode steps per call (the default), compared with one step per call
+    prefix         a repeated prompt, compared with its first run; one new token, prefix cache on
+    steps          several decode steps per scheduler call (the default), compared with one
 
-The cost is the ratio of seconds with the feature to seconds without it: 1.00 is free. Figures are medians.
+The cost is the time with the feature divided by the time without it: 1.00 means no cost. Figures are medians.
 The machine should be idle.
 """
 
@@ -29,45 +29,47 @@ import statistics
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from against_transformers import VOCABULARY, machine, timed
+from against_transformers import VOCABULARY, machine, measure_seconds
 from safetensors.numpy import save_file
 
 from penstock import LLM, SamplingParams
 from penstock.bench.random_weights import SHAPES, write_random_checkpoint
 from penstock.pipelines.core import Grammar
 
-LENGTH, NEW, RANK, COPIES = 128, 32, 16, 4
-PLAIN: dict[str, Any] = {"max_new_tokens": NEW, "ignore_eos": True, "detokenize": False}
-NUMBERS = Grammar(
+PROMPT_LENGTH, NUM_NEW_TOKENS, LORA_RANK, NUM_ANSWERS = 128, 32, 16, 4
+GREEDY: dict[str, Any] = {"max_new_tokens": NUM_NEW_TOKENS, "ignore_eos": True, "detokenize": False}
+ARRAY_GRAMMAR = Grammar(
     "json_schema", json.dumps({"type": "array", "items": {"type": "integer"}, "minItems": 10_000})
 )
 Run = Callable[[int], Any]
+"""Generates with prompts of this seed."""
 
 
 @dataclass(frozen=True)
-class Setting:
-    """The model on which features are measured."""
+class ModelSource:
+    """The checkpoint on which features are measured."""
 
     folder: str
     shape: str
     encoding: str
 
     def llm(self, **config: Any) -> LLM:
+        """Load the model with extra configuration."""
         return LLM(self.folder, quantization_encoding=self.encoding, **config)
 
-    @cache  # noqa: B019  # a run has one setting
-    def plain(self) -> LLM:
-        """Return the model without extra configuration. It is loaded once and shared by the features."""
+    @cache  # noqa: B019  # the process has one ModelSource
+    def shared_llm(self) -> LLM:
+        """Return the model without extra configuration. The first call loads it."""
         return self.llm(enable_prefix_caching=False)
 
 
 def main() -> None:
-    """Measure the features of the command line and print each row when it is complete."""
+    """Measure the features of the command line. Prints each row when it is complete."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -89,30 +91,33 @@ def main() -> None:
             "rows": [],
         }
         print(f"{report['machine']}\n{options.shape}, {options.encoding}, {options.pairs} pairs", flush=True)
-        setting = Setting(folder, options.shape, options.encoding)
+        source = ModelSource(folder, options.shape, options.encoding)
         for name in options.only:
             for batch in options.batch:
-                row = compare(name, setting, batch, options.pairs)
+                row = compare(name, source, batch, options.pairs)
                 report["rows"].append(row)
                 spread = f"{row['lowest']:.2f} to {row['highest']:.2f}"
                 print(
-                    f"{name:14} batch {batch:2}  x{row['cost']:.2f} ({spread}), plain {row['plain']:.2f} s",
+                    f"{name:14} batch {batch:2}  x{row['cost']:.2f} ({spread}), without {row['plain']:.2f} s",
                     flush=True,
                 )
                 if options.json:
                     options.json.write_text(json.dumps(report, indent=2))
 
 
-def compare(name: str, setting: Setting, batch: int, pairs: int) -> dict[str, Any]:
-    """Run the work with and without a feature alternately, after one warm-up run of each."""
-    plain, featured = FEATURES[name](setting, batch)
-    plain(0), featured(0)
-    found = [(timed(lambda: plain(seed)), timed(lambda: featured(seed))) for seed in range(1, pairs + 1)]  # noqa: B023
-    ratios = [b / a for a, b in found]
+def compare(name: str, source: ModelSource, batch: int, num_pairs: int) -> dict[str, Any]:
+    """Run with and without a feature alternately, after one warm-up run of each. Returns the row to print."""
+    run_without, run_with = FEATURES[name](source, batch)
+    run_without(0), run_with(0)
+    seconds = [
+        (measure_seconds(partial(run_without, seed)), measure_seconds(partial(run_with, seed)))
+        for seed in range(1, num_pairs + 1)
+    ]
+    ratios = [b / a for a, b in seconds]
     return {
         "feature": name,
         "batch": batch,
-        "plain": statistics.median(a for a, _ in found),
+        "plain": statistics.median(a for a, _ in seconds),
         "cost": statistics.median(ratios),
         "lowest": min(ratios),
         "highest": max(ratios),
@@ -120,72 +125,87 @@ def compare(name: str, setting: Setting, batch: int, pairs: int) -> dict[str, An
 
 
 def prompts(batch: int, seed: int) -> list[list[int]]:
-    tokens = np.random.default_rng(seed).integers(3, VOCABULARY, (batch, LENGTH))
+    """Return prompts of random tokens."""
+    tokens = np.random.default_rng(seed).integers(3, VOCABULARY, (batch, PROMPT_LENGTH))
     return [[int(token) for token in row] for row in tokens]
 
 
 def with_options(params: dict[str, Any] | None = None, **options: Any) -> Callable[..., tuple[Run, Run]]:
-    """Return a factory of the two runs of a feature that needs only sampling parameters or call options."""
+    """Return a factory of the two runs for a feature that needs only sampling parameters or call options."""
 
-    def make(setting: Setting, batch: int) -> tuple[Run, Run]:
-        llm = setting.plain()
-        featured = SamplingParams(**{**PLAIN, **(params or {})})
+    def make(source: ModelSource, batch: int) -> tuple[Run, Run]:
+        llm = source.shared_llm()
+        feature_params = SamplingParams(**{**GREEDY, **(params or {})})
         return (
-            lambda seed: llm.generate(prompts(batch, seed), SamplingParams(**PLAIN), use_tqdm=False),
-            lambda seed: llm.generate(prompts(batch, seed), featured, use_tqdm=False, **options),
+            lambda seed: llm.generate(prompts(batch, seed), SamplingParams(**GREEDY), use_tqdm=False),
+            lambda seed: llm.generate(prompts(batch, seed), feature_params, use_tqdm=False, **options),
         )
 
     return make
 
 
-def lora(setting: Setting, batch: int) -> tuple[Run, Run]:
+def lora(source: ModelSource, batch: int) -> tuple[Run, Run]:
+    """Return the runs without and with four adapters."""
     names = [f"a{number}" for number in range(4)]
-    shape = SHAPES[setting.shape]
-    paths = [write_adapter(Path(setting.folder), name, shape, seed) for seed, name in enumerate(names)]
-    pairs = [f"{name}={path}" for name, path in zip(names, paths, strict=True)]
-    llm = setting.llm(enable_prefix_caching=False, lora=pairs, max_lora_rank=RANK)
-    params = SamplingParams(**PLAIN)
-    chosen = [names[place % 4] for place in range(batch)]
+    shape = SHAPES[source.shape]
+    paths = [write_adapter(Path(source.folder), name, shape, seed) for seed, name in enumerate(names)]
+    adapters = [f"{name}={path}" for name, path in zip(names, paths, strict=True)]
+    llm = source.llm(enable_prefix_caching=False, lora=adapters, max_lora_rank=LORA_RANK)
+    params = SamplingParams(**GREEDY)
+    adapter_names = [names[index % 4] for index in range(batch)]
     return (
         lambda seed: llm.generate(prompts(batch, seed), params, use_tqdm=False),
-        lambda seed: llm.generate(prompts(batch, seed), params, use_tqdm=False, adapter=chosen),
+        lambda seed: llm.generate(prompts(batch, seed), params, use_tqdm=False, adapter=adapter_names),
     )
 
 
-def n(setting: Setting, batch: int) -> tuple[Run, Run]:
-    llm = setting.llm()
-    params = SamplingParams(**{**PLAIN, "temperature": 1.0, "top_k": 0})
-    return (  # the two runs use different prompts: otherwise the second would hit the prefix cache
-        lambda seed: llm.generate(prompts(COPIES * batch, 1000 + seed), params, use_tqdm=False),
-        lambda seed: llm.generate(prompts(batch, seed), params, use_tqdm=False, n=COPIES),
-    )
-
-
-def beams(setting: Setting, batch: int) -> tuple[Run, Run]:
-    llm = setting.plain()
-    options: Any = {"num_beams": COPIES, "max_new_tokens": NEW, "ignore_eos": True, "use_tqdm": False}
+def several_answers(source: ModelSource, batch: int) -> tuple[Run, Run]:
+    """Return the runs with four times as many prompts, and with ``n=4``. The prefix cache is on."""
+    llm = source.llm()
+    params = SamplingParams(**{**GREEDY, "temperature": 1.0, "top_k": 0})
+    # The two runs use different prompts. Otherwise the second run would hit the prefix cache.
     return (
-        lambda seed: llm.generate(prompts(COPIES * batch, seed), SamplingParams(**PLAIN), use_tqdm=False),
+        lambda seed: llm.generate(prompts(NUM_ANSWERS * batch, 1000 + seed), params, use_tqdm=False),
+        lambda seed: llm.generate(prompts(batch, seed), params, use_tqdm=False, n=NUM_ANSWERS),
+    )
+
+
+def beams(source: ModelSource, batch: int) -> tuple[Run, Run]:
+    """Return the runs with four times as many prompts, and with four beams."""
+    llm = source.shared_llm()
+    options: Any = {
+        "num_beams": NUM_ANSWERS,
+        "max_new_tokens": NUM_NEW_TOKENS,
+        "ignore_eos": True,
+        "use_tqdm": False,
+    }
+    return (
+        lambda seed: llm.generate(
+            prompts(NUM_ANSWERS * batch, seed), SamplingParams(**GREEDY), use_tqdm=False
+        ),
         lambda seed: llm.beam_search(prompts(batch, seed), **options),
     )
 
 
-def prefix(setting: Setting, batch: int) -> tuple[Run, Run]:
-    llm = setting.llm()
-    one = SamplingParams(**{**PLAIN, "max_new_tokens": 1})
+def prefix(source: ModelSource, batch: int) -> tuple[Run, Run]:
+    """Return the same run twice. The second call with a seed finds its prompts in the prefix cache."""
+    llm = source.llm()
+    params = SamplingParams(**{**GREEDY, "max_new_tokens": 1})
 
     def run(seed: int) -> Any:
-        return llm.generate(prompts(batch, seed), one, use_tqdm=False)
+        return llm.generate(prompts(batch, seed), params, use_tqdm=False)
 
     return run, run
 
 
-def steps(setting: Setting, batch: int) -> tuple[Run, Run]:
-    one, several = setting.llm(enable_prefix_caching=False, max_num_steps=1), setting.plain()
-    params = SamplingParams(**PLAIN)
+def steps(source: ModelSource, batch: int) -> tuple[Run, Run]:
+    """Return the runs with one decode step per scheduler call, and with several."""
+    single_step = source.llm(enable_prefix_caching=False, max_num_steps=1)
+    multi_step = source.shared_llm()
+    params = SamplingParams(**GREEDY)
     return (
-        lambda seed: one.generate(prompts(batch, seed), params, use_tqdm=False),
-        lambda seed: several.generate(prompts(batch, seed), params, use_tqdm=False),
+        lambda seed: single_step.generate(prompts(batch, seed), params, use_tqdm=False),
+        lambda seed: multi_step.generate(prompts(batch, seed), params, use_tqdm=False),
     )
 
 
@@ -193,7 +213,7 @@ def write_adapter(folder: Path, name: str, shape: dict[str, int], seed: int) -> 
     """Write a PEFT directory with random matrices for every linear layer of a Llama model."""
     path = folder / name
     path.mkdir(exist_ok=True)
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": "all-linear"}
+    config = {"peft_type": "LORA", "r": LORA_RANK, "lora_alpha": LORA_RANK, "target_modules": "all-linear"}
     (path / "adapter_config.json").write_text(json.dumps(config))
     hidden, inner = shape["hidden_size"], shape["intermediate_size"]
     kv = hidden // shape["num_attention_heads"] * shape["num_key_value_heads"]
@@ -208,16 +228,21 @@ def write_adapter(folder: Path, name: str, shape: dict[str, int], seed: int) -> 
     }
     random, tensors = np.random.default_rng(seed), {}
     for layer in range(shape["num_hidden_layers"]):
-        for linear, (wide, high) in sizes.items():
+        for linear, (num_inputs, num_outputs) in sizes.items():
             key = f"base_model.model.model.layers.{layer}.{linear}"
-            tensors[f"{key}.lora_A.weight"] = random.standard_normal((RANK, wide), np.float32)
-            tensors[f"{key}.lora_B.weight"] = 0.01 * random.standard_normal((high, RANK), np.float32)
+            tensors[f"{key}.lora_A.weight"] = random.standard_normal((LORA_RANK, num_inputs), np.float32)
+            tensors[f"{key}.lora_B.weight"] = 0.01 * random.standard_normal(
+                (num_outputs, LORA_RANK), np.float32
+            )
     save_file(tensors, path / "adapter_model.safetensors")
     return path
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Write a tokenizer whose tokens spell text, which grammars need: bytes, then words without merges."""
+    """Write a BPE tokenizer without merges: one token per byte, then ``t0``, ``t1`` and so on.
+
+    Grammars need tokens with text.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -227,7 +252,7 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-FEATURES: dict[str, Callable[[Setting, int], tuple[Run, Run]]] = {
+FEATURES: dict[str, Callable[[ModelSource, int], tuple[Run, Run]]] = {
     "sampling": with_options(
         {
             "temperature": 0.8,
@@ -241,9 +266,9 @@ FEATURES: dict[str, Callable[[Setting, int], tuple[Run, Run]]] = {
     ),
     "logprobs": with_options(logprobs=5),
     "echo": with_options(logprobs=5, prompt_logprobs=5),
-    "grammar": with_options({"stop_token_ids": [VOCABULARY - 1]}, grammar=NUMBERS),
+    "grammar": with_options({"stop_token_ids": [VOCABULARY - 1]}, grammar=ARRAY_GRAMMAR),
     "lora": lora,
-    "n": n,
+    "n": several_answers,
     "beams": beams,
     "prefix": prefix,
     "steps": steps,

@@ -1,19 +1,20 @@
-"""Measure a model on a GPU: decode, prefill, many and mixed requests, cold start. Random weights only.
+"""Measure a model with random weights on a GPU: decode, prefill, many and mixed requests, cold start.
 
-    python benchmarks/gpu.py decode --shape 0.6b        # share of the bandwidth limit at batch 1
-    python benchmarks/gpu.py prefill --shape 8b         # share of the measured bf16 product rate
+    python benchmarks/gpu.py decode --shape 0.6b        # batch 1, in ratio to the bandwidth limit
+    python benchmarks/gpu.py prefill --shape 8b         # FLOP/s, in ratio to a large bf16 matrix product
     python benchmarks/gpu.py load --shape 0.6b          # 256 requests of 512 tokens in, 128 out
-    python benchmarks/gpu.py load --shape 0.6b --no-overlap    # the same without overlapped steps
-    python benchmarks/gpu.py start --shape 0.6b         # seconds to the first token, graphs included
-    python benchmarks/gpu.py start decode load          # one after the other on one load, a line for each
-    python benchmarks/gpu.py decode --encoding int4 --cache fp8    # other weights and another KV cache
+    python benchmarks/gpu.py load --shape 0.6b --no-overlap    # load without overlapped steps
+    python benchmarks/gpu.py start --shape 0.6b         # seconds to the first token, with graph capture
+    python benchmarks/gpu.py start decode load          # three workloads on one loaded model
+    python benchmarks/gpu.py decode --encoding int4 --cache fp8    # int4 weights and an fp8 KV cache
     python benchmarks/gpu.py mixed --shape 0.6b --minutes 8    # growth of memory under mixed requests
     python benchmarks/gpu.py transformers --shape 0.6b  # transformers' tokens/s at batch 1, for comparison
 
-A step of decoding must read the weights of all layers and of the head, and the cached keys and values. The
-bandwidth limit is that number of bytes divided by the copy bandwidth, which the script measures in the same
-run. The product rate is that of a square bf16 product of 8192, also measured in the same run. `target` is the
-figure to reach; `reached` tells whether it was reached. Weights are written once to --folder, if it is given.
+Each workload prints one line of JSON. A decode step must read the weights of all layers and of the LM head,
+and the cached keys and values. The bandwidth limit is the time to read these bytes at the copy bandwidth,
+which the script measures in the same run. Prefill is compared with the FLOP/s of a product of two 8192 x 8192
+matrices in bf16, also measured in the same run. `target` is the figure to reach, and `reached` whether it was
+reached. With --folder the weights are written to that folder once and reused.
 """
 
 from __future__ import annotations
@@ -48,99 +49,130 @@ SHAPES: dict[str, dict[str, int]] = {
     "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
            "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256},
 }  # fmt: skip
-"""Sizes of Qwen3-0.6B, Llama-3.2-1B and Llama-3.1-8B, and of a model for a trial run."""
+"""Sizes of Qwen3-0.6B (0.6b), Llama-3.2-1B (1b), Llama-3.1-8B (8b), and of a model for trial runs (tiny)."""
 
 
 def main() -> None:
+    """Run the workloads of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("work", nargs="+", choices=[*sorted(WORK), "mixed", "transformers"])
+    parser.add_argument("work", nargs="+", choices=[*sorted(WORKLOADS), "mixed", "transformers"])
     parser.add_argument("--shape", choices=sorted(SHAPES), default="0.6b")
     parser.add_argument("--devices", default="gpu")
     parser.add_argument("--requests", type=int, default=256)
-    parser.add_argument("--minutes", type=float, default=8, help="duration of mixed requests")
+    parser.add_argument("--minutes", type=float, default=8, help="duration of the workload mixed")
     parser.add_argument("--no-overlap", action="store_true", help="disable overlapped steps")
+    parser.add_argument("--ranks", type=int, default=1, help="number of GPUs that the model is divided among")
     parser.add_argument("--encoding", default="bfloat16")
-    parser.add_argument("--cache", help="type of the KV cache")
-    parser.add_argument("--folder", type=Path, help="keep the weights here, for further runs of the shape")
+    parser.add_argument("--cache", help="data type of the KV cache")
+    parser.add_argument(
+        "--folder", type=Path, help="folder that keeps the weights for further runs of the same shape"
+    )
     arguments = parser.parse_args()
     if "transformers" in arguments.work and len(arguments.work) > 1:
-        parser.error("transformers runs alone: its model and ours would share the memory")
+        parser.error("transformers must be the only workload: two loaded models would share the GPU memory")
     with TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / "model.safetensors").is_file():
             write_checkpoint(folder, SHAPES[arguments.shape])
-        run = transformers_decode if arguments.work == ["transformers"] else measured
+        run = transformers_decode if arguments.work == ["transformers"] else run_workloads
         run(str(folder), arguments)
 
 
-def show(arguments: argparse.Namespace, work: str, report: dict[str, Any]) -> None:
-    """Print a report as a line of JSON, with the figure to reach."""
+def print_report(arguments: argparse.Namespace, work: str, report: dict[str, Any]) -> None:
+    """Print a report and its target as one line of JSON."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    head = {"work": work, "shape": arguments.shape, "encoding": arguments.encoding, "cache": arguments.cache}
-    name, target, is_least = TARGETS.get((work, arguments.shape), ("", 0.0, True))
+    header = {
+        "work": work,
+        "shape": arguments.shape,
+        "encoding": arguments.encoding,
+        "cache": arguments.cache,
+    }
+    name, target, is_minimum = TARGETS.get((work, arguments.shape), ("", 0.0, True))
     if name and arguments.encoding == "bfloat16" and arguments.cache is None and not arguments.no_overlap:
-        is_reached = report[name] >= target if is_least else report[name] <= target
+        is_reached = report[name] >= target if is_minimum else report[name] <= target
         report = {"target": {name: target}, "reached": is_reached} | report
-    print(json.dumps(head | {"device": device, "torch": torch.__version__} | report), flush=True)
+    print(json.dumps(header | {"device": device, "torch": torch.__version__} | report), flush=True)
 
 
-def measured(folder: str, arguments: argparse.Namespace) -> None:
-    """Load the model, do the works and print a report of each."""
+def run_workloads(folder: str, arguments: argparse.Namespace) -> None:
+    """Load the model, run the workloads and print a report of each."""
     begin = time.perf_counter()
     with LLM(
         folder,
         max_batch_size=arguments.requests,
-        devices=arguments.devices,
+        devices=devices_of(arguments),
+        tensor_parallel_size=arguments.ranks,
         max_length=2048,
         quantization_encoding=arguments.encoding,
         kv_cache_dtype=arguments.cache,
         overlap_steps=not arguments.no_overlap,
     ) as llm:
-        works = {**WORK, "mixed": partial(mixed, arguments.minutes)}
+        workloads = {**WORKLOADS, "mixed": partial(mixed, arguments.minutes)}
         for name in arguments.work:
-            report = works[name](llm, SHAPES[arguments.shape], arguments.requests, begin)
+            report = workloads[name](llm, SHAPES[arguments.shape], arguments.requests, begin)
             state = {
                 "kernels": llm.pipeline.session.kernels,
                 "plan": llm.pipeline.session.graph_status,
                 "overlap": llm.pipeline.overlapped_steps is not None,
                 "memory_plan": dict(llm.pipeline.memory_plan.rows()),
             }
-            show(arguments, name, report | state)
+            print_report(arguments, name, report | state)
+
+
+def devices_of(arguments: argparse.Namespace) -> str:
+    """Return the devices of all ranks."""
+    if arguments.ranks == 1 or arguments.devices != "gpu":
+        return str(arguments.devices)
+    return "gpu:" + ",".join(map(str, range(arguments.ranks)))
 
 
 def decode(llm: LLM, shape: dict[str, int], _requests: int, _begin: float) -> dict[str, Any]:
-    """Time decoding at batch 1 and return its share of the bandwidth limit."""
+    """Decode at batch 1.
+
+    Returns the ms per token, and the speed in ratio to the bandwidth limit (``share``).
+    """
     prompt, count = prompts(shape, 1, 128)[0], 256
     generate(llm, [prompt], 16)  # captures the graph
-    short = min(timed(lambda: generate(llm, [prompt], 1)) for _ in range(5))
-    seconds = (min(timed(lambda: generate(llm, [prompt], 1 + count)) for _ in range(5)) - short) / count
-    limit = bytes_of_step(llm, shape, 128 + count // 2) / copy_bandwidth()
+    short = min(measure_seconds(lambda: generate(llm, [prompt], 1)) for _ in range(5))
+    seconds = (
+        min(measure_seconds(lambda: generate(llm, [prompt], 1 + count)) for _ in range(5)) - short
+    ) / count
+    limit = bytes_per_step(llm, shape, 128 + count // 2) / copy_bandwidth()
     return {"ms_per_token": 1e3 * seconds, "limit_ms": 1e3 * limit, "share": limit / seconds}
 
 
 def prefill(llm: LLM, shape: dict[str, int], _requests: int, _begin: float) -> dict[str, Any]:
-    """Time prompts of 2000 tokens and return the share of the measured product rate that they reach."""
-    many = prompts(shape, 4, 2000)
-    generate(llm, many[:1], 1)
-    rounds = [prompts(shape, 4, 2000, seed) for seed in (1, 2, 3)]  # no prefix is cached
-    seconds = min(timed(partial(generate, llm, one, 1)) for one in rounds)
-    products = 2 * num_weights(shape) * sum(map(len, many))
+    """Run 4 prompts of 2000 tokens.
+
+    Returns tokens/s, and the FLOP/s in ratio to a large product (``share``).
+    """
+    warm_up_prompt = prompts(shape, 1, 2000)
+    generate(llm, warm_up_prompt, 1)
+    rounds = [prompts(shape, 4, 2000, seed) for seed in (1, 2, 3)]  # new prompts: no hit in the prefix cache
+    seconds = min(measure_seconds(partial(generate, llm, batch, 1)) for batch in rounds)
+    flops = 2 * num_weights(shape) * 4 * 2000
     rate = product_rate()
-    return {"tokens_per_s": 8000 / seconds, "tflops": products / seconds / 1e12, "rate": rate / 1e12,
-            "share": products / seconds / rate}  # fmt: skip
+    return {"tokens_per_s": 8000 / seconds, "tflops": flops / seconds / 1e12, "rate": rate / 1e12,
+            "share": flops / seconds / rate}  # fmt: skip
 
 
 def load(llm: LLM, shape: dict[str, int], requests: int, _begin: float) -> dict[str, Any]:
-    """Run many requests of 512 tokens in and 128 out at once, and return output tokens per second."""
-    for seed in (1, 2, 3):  # compiles programs and captures graphs of all batch sizes
+    """Run many requests at once, with 512 input and 128 output tokens each. Returns output tokens/s."""
+    for seed in (1, 2, 3):  # warm-up: compiles kernels and captures graphs of all batch sizes
         generate(llm, prompts(shape, requests, 512, seed), 128)
-    seconds = min(timed(partial(generate, llm, prompts(shape, requests, 512, seed), 128)) for seed in (4, 5))
+    seconds = min(
+        measure_seconds(partial(generate, llm, prompts(shape, requests, 512, seed), 128)) for seed in (4, 5)
+    )
     return {"requests": requests, "output_tokens_per_s": requests * 128 / seconds}
 
 
 def start(llm: LLM, shape: dict[str, int], _requests: int, begin: float) -> dict[str, Any]:
-    """Return the seconds from before the load to the first token and to the eighth."""
+    """Return the seconds from the start of loading to three moments.
+
+    ``ready_s``: the model is loaded. ``first_token_s``: the first request has its token. ``with_graph_s``: a
+    second request has 8 tokens, and the CUDA graph of decode steps is captured.
+    """
     ready = time.perf_counter() - begin
     generate(llm, prompts(shape, 1, 64), 1)
     first = time.perf_counter() - begin
@@ -152,17 +184,23 @@ def mixed(minutes: float, llm: LLM, shape: dict[str, int], requests: int, _begin
     """Run rounds of mixed requests and return how much memory grew after the first quarter of the time.
 
     A round has prompts of all lengths with and without a shared prefix, greedy and sampled, with penalties,
-    stop strings, log probabilities and several choices, and a stream that is closed early.
+    stop strings, log probabilities and several choices, and a stream that is closed early. `each_minute` of
+    the result are rows of minute, MiB of this process, MiB that torch reserves on the device, MiB in use on
+    the device, and number of graphs. The last number of the device counts all processes.
     """
-    random, end = Random(0), time.perf_counter() + 60 * minutes
+    begin = time.perf_counter()
+    random, end = Random(0), begin + 60 * minutes
     shared = prompts(shape, 1, 700)[0]
     memory: list[tuple[int, int]] = []
+    each_minute: list[list[float]] = []
     num_tokens = 0
     while time.perf_counter() < end or len(memory) < 4:
         batch, params = [], []
         for _ in range(min(requests, 96)):
-            own = [random.randrange(shape["vocab_size"]) for _ in range(random.choice([1, 7, 60, 400, 1200]))]
-            batch.append([*shared[: random.choice([0, 0, 33, 700])], *own])
+            tokens = [
+                random.randrange(shape["vocab_size"]) for _ in range(random.choice([1, 7, 60, 400, 1200]))
+            ]
+            batch.append([*shared[: random.choice([0, 0, 33, 700])], *tokens])
             params.append(
                 SamplingParams(
                     max_new_tokens=random.choice([1, 5, 40, 128]),
@@ -180,41 +218,61 @@ def mixed(minutes: float, llm: LLM, shape: dict[str, int], requests: int, _begin
         next(iter(stream), None)
         stream.close()
         assert llm.pipeline.kv.num_free_blocks == llm.pipeline.kv.num_blocks, "blocks were not released"
-        memory.append((host_bytes(), torch.cuda.memory_reserved() if torch.cuda.is_available() else 0))
+        memory.append((host_bytes(), reserved_bytes()))
+        passed = (time.perf_counter() - begin) / 60
+        if passed >= len(each_minute) + 1 or time.perf_counter() >= end:
+            graphs = llm.pipeline.session.graphs
+            row = [round(passed, 2), *(size >> 20 for size in (*memory[-1], used_bytes()))]
+            each_minute.append([*row, 0 if graphs is None else graphs.num_graphs])
+            print("minute, host, reserved, used, graphs:", *each_minute[-1], flush=True)
     early, last = memory[len(memory) // 4], memory[-1]
     return {
         "rounds": len(memory),
         "tokens": num_tokens,
         "host_growth_mib": (last[0] - early[0]) / 2**20,
         "device_growth_mib": (last[1] - early[1]) / 2**20,
+        "each_minute": each_minute,
     }
 
 
+def reserved_bytes() -> int:
+    """Return the bytes that torch reserves on the device."""
+    return torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
+
+
+def used_bytes() -> int:
+    """Return the bytes of the device that are in use."""
+    if not torch.cuda.is_available():
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
 def host_bytes() -> int:
-    """Return the resident bytes of this process."""
+    """Return the resident set size of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def transformers_decode(folder: str, arguments: argparse.Namespace) -> None:
-    """Time decoding at batch 1 with transformers and print its milliseconds per token."""
+    """Decode at batch 1 with transformers and print the milliseconds per token."""
     import transformers
 
     shape, device = SHAPES[arguments.shape], "cuda" if torch.cuda.is_available() else "cpu"
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device).eval()
     prompt, count = torch.tensor(prompts(shape, 1, 128), device=device), 64
 
-    def run(new: int) -> None:
-        options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
+    def run(num_new_tokens: int) -> None:
+        options = {"max_new_tokens": num_new_tokens, "min_new_tokens": num_new_tokens, "do_sample": False}
         model.generate(prompt, attention_mask=torch.ones_like(prompt), pad_token_id=0, **options)
 
     run(8)
-    short = min(timed(lambda: run(1)) for _ in range(3))
-    seconds = (min(timed(lambda: run(1 + count)) for _ in range(3)) - short) / count
+    short = min(measure_seconds(lambda: run(1)) for _ in range(3))
+    seconds = (min(measure_seconds(lambda: run(1 + count)) for _ in range(3)) - short) / count
     report = {"ms_per_token": 1e3 * seconds, "transformers": transformers.__version__}
-    show(arguments, "transformers", report)
+    print_report(arguments, "transformers", report)
 
 
-WORK: dict[str, Callable[[LLM, dict[str, int], int, float], dict[str, Any]]] = {
+WORKLOADS: dict[str, Callable[[LLM, dict[str, int], int, float], dict[str, Any]]] = {
     "decode": decode,
     "prefill": prefill,
     "load": load,
@@ -230,7 +288,7 @@ TARGETS = {
     ("load", "0.6b"): ("output_tokens_per_s", 12000, True),
     ("start", "0.6b"): ("with_graph_s", 15, False),
 }
-"""Work and shape -> name of a figure, its target on an H100 or H200, and whether the target is a minimum."""
+"""(workload, shape) -> (name of a figure, its target on an H100 or H200, whether the target is a minimum)."""
 
 
 def generate(llm: LLM, batch: list[list[int]], count: int) -> None:
@@ -240,33 +298,34 @@ def generate(llm: LLM, batch: list[list[int]], count: int) -> None:
 
 
 def prompts(shape: dict[str, int], count: int, length: int, seed: int = 0) -> list[list[int]]:
-    """Return random prompts, which share no prefix."""
+    """Return prompts of random tokens. They share no prefix."""
     generator = torch.Generator().manual_seed(seed)
-    drawn: list[list[int]] = torch.randint(
+    tokens: list[list[int]] = torch.randint(
         0, shape["vocab_size"], (count, length), generator=generator
     ).tolist()
-    return drawn
+    return tokens
 
 
-def bytes_of_step(llm: LLM, shape: dict[str, int], length: int) -> float:
-    """Return the bytes that a step of one sequence reads: weights, head, keys and values."""
-    size = (shape["vocab_size"], shape["hidden_size"])
-    kind = encoding_named(llm.config.model.encoding)
-    head = encoding_named(kind.for_layer("head", *size)).num_bytes(*size)
+def bytes_per_step(llm: LLM, shape: dict[str, int], length: int) -> float:
+    """Return the bytes that a decode step with ``length`` cached tokens reads: weights, LM head, KV cache."""
+    head_size = (shape["vocab_size"], shape["hidden_size"])
+    encoding = encoding_named(llm.config.model.encoding)
+    head_bytes = encoding_named(encoding.for_layer("head", *head_size)).num_bytes(*head_size)
     spec = llm.pipeline.model.kv_cache_spec
     assert isinstance(spec, KVCacheSpec)
-    return num_weights(shape) * kind.bits_per_weight / 8 + head + sum(spec.bytes_per_block(1)) * length
+    cache_bytes = sum(spec.bytes_per_block(1)) * length
+    return num_weights(shape) * encoding.bits_per_weight / 8 + head_bytes + cache_bytes
 
 
 def num_weights(shape: dict[str, int]) -> int:
-    """Return the weights of all layers, without embedding table and head."""
+    """Return the number of weights in all layers, without the embedding table and the LM head."""
     heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
     attention = shape["hidden_size"] * shape["head_dim"] * (2 * heads + 2 * kv_heads)
     return shape["num_hidden_layers"] * (attention + 3 * shape["hidden_size"] * shape["intermediate_size"])
 
 
 def write_checkpoint(folder: Path, shape: dict[str, int]) -> None:
-    """Write a Llama checkpoint of random weights in bfloat16, with the tokenizer of the demo model."""
+    """Write a Llama checkpoint with random bfloat16 weights and the tokenizer of the demo model."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if (file := Path(penstock.__file__).parent / "demo" / name).is_file():
             shutil.copy(file, folder / name)
@@ -303,8 +362,8 @@ def write_checkpoint(folder: Path, shape: dict[str, int]) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-def timed(run: Callable[[], object]) -> float:
-    """Return the seconds of a call, the work of the GPU included."""
+def measure_seconds(run: Callable[[], object]) -> float:
+    """Return the seconds of a call, including the time until the GPU is idle."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     begin = time.perf_counter()
@@ -315,21 +374,21 @@ def timed(run: Callable[[], object]) -> float:
 
 
 def copy_bandwidth() -> float:
-    """Return bytes read and written per second by a large copy."""
+    """Return the bytes per second, read and written, of copying 1 GiB on the GPU (64 MiB on a CPU)."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     source = torch.empty((1 << 30) if device == "cuda" else (1 << 26), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     target.copy_(source)
-    return 2 * source.numel() / min(timed(lambda: target.copy_(source)) for _ in range(10))
+    return 2 * source.numel() / min(measure_seconds(lambda: target.copy_(source)) for _ in range(10))
 
 
 def product_rate() -> float:
-    """Return the operations per second of a large product in bfloat16."""
+    """Return the FLOP/s of a bfloat16 product of two 8192 x 8192 matrices (512 x 512 on a CPU)."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     size = 8192 if device == "cuda" else 512
     x = torch.randn(size, size, device=device).bfloat16()
     x @ x
-    return 2 * size**3 / min(timed(lambda: x @ x) for _ in range(10))
+    return 2 * size**3 / min(measure_seconds(lambda: x @ x) for _ in range(10))
 
 
 if __name__ == "__main__":

@@ -1,18 +1,21 @@
 #!/usr/bin/env bash
-# The first run on a GPU, in four parts of less than ten minutes each: bash benchmarks/gpu_first_run.sh PART [FOLDER]
+# Runs on a GPU, in parts of less than ten minutes each: bash benchmarks/gpu_first_run.sh PART [FOLDER]
 #
+#   new         what has never run on a GPU: a server, graphs of images and of many shapes, tests of later commits,
+#               two GPUs if there are two, and profiles by ncu if it is installed
+#   mixed       eight minutes of mixed requests to LLM and to a server: host and device memory each minute
 #   tests       conformance, determinism, graphs and streams, models; `penstock env` and `penstock bench run`
 #   figures     cold start, decode, prefill, 256 requests with and without overlap, transformers: each with its target
 #   quantized   decode with quantized weights and caches, and their quality
-#   mixed       eight minutes of mixed requests: growth of memory
 #
 # Needs torch with CUDA, triton, and the packages that the first lines of the output list as missing. The C++ kernels need
-# not be built. Each command has a time limit, so that a part ends in time: together the parts take at most 29 minutes.
+# not be built. Each command has a time limit, so that a part ends in time. `new` and `mixed` together take 19 minutes at
+# most, all parts 38.
 # Reports go to FOLDER (by default ./gpu-run), one file for each command, and their last lines to the output. Weights go
 # to $WEIGHTS (by default a folder of the memory file system if it has room, else a temporary folder); 8 billion take 15 GiB.
 set -u
 cd "$(dirname "$0")/.."
-part=${1:?tests, figures, quantized or mixed} out=${2:-gpu-run}
+part=${1:?new, mixed, tests, figures or quantized} out=${2:-gpu-run}
 mkdir -p "$out"
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 python=${PYTHON:-python3}
@@ -53,7 +56,9 @@ from importlib.util import find_spec
 
 needed = ["click", "huggingface_hub", "jinja2", "msgspec", "numpy", "rich", "safetensors", "tokenizers", "torch", "triton"]
 tests = ["pytest", "pytest_timeout", "hypothesis", "transformers", "peft", "llguidance", "gguf"]
-missing = {what: [name for name in names if find_spec(name) is None] for what, names in (("all", needed), ("tests", tests))}
+server = ["fastapi", "httpx", "multipart", "prometheus_client", "uvicorn", "zmq"]
+groups = {"all": needed, "tests": tests, "server": server}
+missing = {what: [name for name in names if find_spec(name) is None] for what, names in groups.items()}
 print("missing packages:", missing)
 for name in ("torch", "triton", "transformers"):
     if find_spec(name):
@@ -95,7 +100,34 @@ quantized)
   tail -n 24 "$out/quality.log"
   ;;
 mixed)
-  measure 530 mixed 0.6b mixed --minutes 8
+  # At once, because both take eight minutes. The server starts first and takes little memory.
+  run 570 server-memory "$python" benchmarks/server_memory.py --minutes 8 --devices "$devices" &
+  sleep 25
+  measure 530 mixed 0.6b mixed --minutes 7.5
+  wait
+  cat "$out/server-memory.log"
+  ;;
+new)
+  run 150 server "$python" benchmarks/server_memory.py --minutes 0.5 --interval 10 --devices "$devices"
+  cat "$out/server.log"
+  check 130 new-gpu tests/kernels/cuda/test_gpu.py
+  changed="tests/kernels/test_conformance.py tests/kernels/test_determinism.py tests/llm/test_llm_answers.py"
+  changed+=" tests/architectures/test_vision_parity.py tests/architectures/test_llava.py tests/lora/test_batches.py"
+  check 150 new-changed $changed
+  grep -E '^(FAILED|ERROR)' -h "$out"/new-*.log | cut -c-150 | head -n 40
+  if [ "$($python -c 'import torch; print(torch.cuda.device_count())')" -ge 2 ]; then
+    measure 80 two-gpus 0.6b decode load --ranks 2
+  else
+    echo "two-gpus: not run, there are not two GPUs"
+  fi
+  if command -v ncu >/dev/null; then
+    for work in products attention sampling; do
+      run 30 "ncu-$work" ncu --launch-skip 20 --launch-count 40 --section SpeedOfLight --section Occupancy \
+        "$python" benchmarks/gpu_kernels.py "$work" --encodings bfloat16 int4 --rows 1
+    done
+  else
+    echo "ncu: not run, it is not installed"
+  fi
   ;;
 *)
   echo "unknown part $part" >&2

@@ -1,11 +1,11 @@
-"""Measure CUDA kernels on a GPU: matrix products (GEMM) in all encodings, attention, sampling.
+"""Measure the CUDA kernels: matrix products (GEMM) in all weight encodings, attention, sampling.
 
     python benchmarks/gpu_kernels.py products --encodings bfloat16 int4 --rows 1 16
     python benchmarks/gpu_kernels.py attention sampling
 
-Each time is the median over replays of a CUDA graph (`triton.testing.do_bench_cudagraph`). TB/s are the
-bytes that the kernel must read per second, TF/s its floating-point operations per second. The last number
-of a product is its relative error against float32 on the same data.
+Each time is the median over replays of a CUDA graph (`triton.testing.do_bench_cudagraph`). TB/s counts the
+bytes that the kernel must read, TF/s its floating-point operations. The last number of a product is its
+relative error: the norm of the difference from the float32 product, divided by the norm of that product.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from triton.testing import do_bench_cudagraph
 from penstock.kernels import ENCODINGS, LayerKV, Ops, SamplingInputs, unpack_linear
 from penstock.kernels.cuda import load
 
-LAYERS = ((2048, 2048), (28672, 4096), (4096, 14336))
-"""Outputs and inputs: an attention projection of a 1B model, and the MLP layers of an 8B model."""
-CONTEXTS = ((1, 1, 200), (1, 1, 2000), (1, 1, 32000), (64, 1, 600), (256, 1, 600), (4, 2000, 2000))
-"""Sequences, rows of each, and keys of each."""
+LAYER_SIZES = ((2048, 2048), (28672, 4096), (4096, 14336))
+"""(outputs, inputs) of an attention projection of a 1B model, and of the MLP layers of an 8B model."""
+ATTENTION_SIZES = ((1, 1, 200), (1, 1, 2000), (1, 1, 32000), (64, 1, 600), (256, 1, 600), (4, 2000, 2000))
+"""(sequences, query tokens per sequence, keys per sequence)."""
 VOCABULARY = 151936
 
 
 def main() -> None:
+    """Run the measurements of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("work", nargs="+", choices=["products", "attention", "sampling"])
     parser.add_argument("--encodings", nargs="+", choices=list(ENCODINGS), default=list(ENCODINGS))
@@ -40,20 +41,20 @@ def main() -> None:
     torch.manual_seed(0)
     for work in arguments.work:
         if work == "products":
-            products(ops, arguments.encodings, arguments.rows)
+            measure_products(ops, arguments.encodings, arguments.rows)
         else:
-            {"attention": attention, "sampling": sampling}[work](ops)
+            {"attention": measure_attention, "sampling": measure_sampling}[work](ops)
 
 
 def microseconds(run: Callable[[], object]) -> float:
-    """Return the median time of a call."""
+    """Return the median time of a call in microseconds."""
     return 1e3 * float(do_bench_cudagraph(run, rep=30, return_mode="median"))
 
 
-def products(ops: Ops, encodings: list[str], row_counts: list[int]) -> None:
-    """Measure ``x [rows, in] @ weight.T`` with x in bfloat16."""
+def measure_products(ops: Ops, encodings: list[str], row_counts: list[int]) -> None:
+    """Measure the product of bfloat16 rows ``[rows, inputs]`` and weights ``[outputs, inputs]``."""
     for encoding in encodings:
-        for outputs, inputs in LAYERS:
+        for outputs, inputs in LAYER_SIZES:
             packed = ops.pack_linear(torch.randn(outputs, inputs) / inputs**0.5, encoding)
             packed = replace(packed, tensors={name: tensor.cuda() for name, tensor in packed.tensors.items()})
             exact = unpack_linear(packed).float()
@@ -71,17 +72,18 @@ def products(ops: Ops, encodings: list[str], row_counts: list[int]) -> None:
             print(" | ".join(cells), flush=True)
 
 
-def attention(ops: Ops) -> None:
-    """Time attention with 32 query heads, 8 kv heads and 128 dimensions over a paged cache."""
-    heads, kv_heads, dim, block = 32, 8, 128, 16
+def measure_attention(ops: Ops) -> None:
+    """Measure attention with 32 query heads, 8 KV heads and head dimension 128 over a paged cache."""
+    heads, kv_heads, dim, block_size = 32, 8, 128, 16
     for cache_type in (torch.bfloat16, torch.float8_e4m3fn):
-        for sequences, rows, length in CONTEXTS:
-            columns = -(-length // block)
-            cache = torch.randn(2, sequences * columns, kv_heads, block, dim, device="cuda").to(cache_type)
+        for sequences, rows, length in ATTENTION_SIZES:
+            num_blocks = -(-length // block_size)
+            cache = torch.randn(2, sequences * num_blocks, kv_heads, block_size, dim, device="cuda")
+            cache = cache.to(cache_type)
             scales = None
             if cache_type != torch.bfloat16:
                 scales = torch.ones(cache.shape[:-1], device="cuda")
-            tables = torch.randperm(sequences * columns, device="cuda").int().view(sequences, columns)
+            tables = torch.randperm(sequences * num_blocks, device="cuda").int().view(sequences, num_blocks)
             slots = torch.zeros(sequences * rows, dtype=torch.int64, device="cuda")
             kv = LayerKV(cache, tables, slots, None, scales)
             q = torch.randn(sequences * rows, heads, dim, device="cuda").bfloat16()
@@ -99,20 +101,20 @@ def attention(ops: Ops) -> None:
             )
 
 
-def sampling(ops: Ops) -> None:
-    """Time the sampling of a token for each row, from peaked and from flat logits."""
-    rules = {
+def measure_sampling(ops: Ops) -> None:
+    """Measure the sampling of one token per row, from peaked and from flat distributions."""
+    sampling_settings = {
         "greedy": (0.0, 0, 1.0),
         "temperature": (0.8, 0, 1.0),
         "top_k 40": (0.8, 40, 1.0),
         "top_p 0.9": (0.8, 0, 0.9),
         "top_k 1000, top_p 0.95": (0.8, 1000, 0.95),
     }
-    for shape, spread in (("peaked", 4.0), ("flat", 1.0)):
-        for name, (temperature, top_k, top_p) in rules.items():
+    for shape, logit_deviation in (("peaked", 4.0), ("flat", 1.0)):
+        for name, (temperature, top_k, top_p) in sampling_settings.items():
             cells = [f"{shape:6} {name:23}"]
             for rows in (1, 64, 256):
-                logits = (spread * torch.randn(rows, VOCABULARY, device="cuda")).bfloat16()
+                logits = (logit_deviation * torch.randn(rows, VOCABULARY, device="cuda")).bfloat16()
                 inputs = SamplingInputs(
                     torch.full((rows,), temperature, device="cuda"),
                     torch.full((rows,), top_k, device="cuda"),

@@ -1,12 +1,13 @@
-"""Measure the cost of grammars per step: the masks of a batch, and the search for forced tokens.
+"""Measure the time of grammars per decode step: token bitmasks of a batch, and the search for forced tokens.
 
     python benchmarks/grammar_masks.py TOKENIZER                  # a folder, best with a large vocabulary
     python benchmarks/grammar_masks.py TOKENIZER --batch 32 --steps 200 --json out.json
     python benchmarks/grammar_masks.py TOKENIZER --backends llguidance   # without the extra xgrammar
 
-No model runs. Each context receives the tokens of a document that its JSON schema allows. The contexts start
-at different positions of their documents, as in a batch of a running server. The back ends are timed one
-after the other. llguidance fills the rows of a batch in up to four threads. The machine should be idle.
+No model runs. The next token of each context comes from a document that the context's JSON schema allows. The
+contexts start at different positions of their documents, as in a batch of a running server. The grammar back
+ends run one after another. llguidance fills the bitmasks of a batch with up to four threads. The machine
+should be idle.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from penstock.grammar import GrammarCompiler, forced_tokens, grammar_bitmask
 from penstock.pipelines import TextTokenizer
 from penstock.pipelines.core import Grammar, TextContext
 
-TEXT, COUNT = {"type": "string"}, {"type": "integer"}
+STRING, INTEGER = {"type": "string"}, {"type": "integer"}
 WORKLOADS: list[tuple[dict[str, Any], Any]] = [
     (
         {
-            "properties": {"name": TEXT, "age": COUNT, "tags": {"type": "array", "items": TEXT}},
+            "properties": {"name": STRING, "age": INTEGER, "tags": {"type": "array", "items": STRING}},
             "required": ["name", "age", "tags"],
         },
         {"name": "Anna Maria Lund, of the house by the sea", "age": 37, "tags": ["one", "two words"]},
@@ -56,10 +57,11 @@ WORKLOADS: list[tuple[dict[str, Any], Any]] = [
         {"text": "some text of a bounded length, with words", "kind": "gamma delta"},
     ),
 ]
+"""Pairs of a JSON schema and a document that it allows."""
 
 
 def main() -> None:
-    """Time the back ends of the command line and print a table."""
+    """Measure the back ends of the command line and print the quantiles of each time in ms."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -74,44 +76,54 @@ def main() -> None:
     report: dict[str, Any] = {"machine": machine(), "batch": options.batch}
     for backend in options.backends:
         report[backend] = {}
-        for name, values in _timed(tokenizer, backend, options.batch, options.steps).items():
-            parts = [1000 * float(np.quantile(values, part)) for part in (0.5, 0.9, 0.99)]
-            report[backend][name] = parts
-            print(f"{backend:10} {name:8} p50 {parts[0]:.2f}, p90 {parts[1]:.2f}, p99 {parts[2]:.2f}")
+        for name, values in _measure(tokenizer, backend, options.batch, options.steps).items():
+            p50, p90, p99 = (1000 * float(np.quantile(values, level)) for level in (0.5, 0.9, 0.99))
+            report[backend][name] = [p50, p90, p99]
+            print(f"{backend:10} {name:8} p50 {p50:.2f}, p90 {p90:.2f}, p99 {p99:.2f}")
     if options.json:
         options.json.write_text(json.dumps(report, indent=2))
 
 
-def _timed(tokenizer: TextTokenizer, backend: str, batch: int, steps: int) -> dict[str, list[float]]:
-    """Return the seconds of each compilation, and of the masks and the forced tokens of each step."""
+def _measure(tokenizer: TextTokenizer, backend: str, batch: int, steps: int) -> dict[str, list[float]]:
+    """Return the seconds of each operation.
+
+    ``compile`` has a number per grammar. ``masks`` and ``forced`` have a number per decode step.
+    """
     config = StructuredOutputConfig(compile_timeout=600.0, backend=backend)
     grammars = GrammarCompiler(tokenizer, tokenizer.vocab_size, config=config)
     seconds: dict[str, list[float]] = {"compile": [], "masks": [], "forced": []}
-    rows = []
-    for place in range(batch):
+    replays = []
+    for index in range(batch):
         start = time.perf_counter()
-        rows.append(_Row(tokenizer, grammars, place))
-        if 0 < place < len(WORKLOADS):  # the first compilation also reads the tokenizer
+        replays.append(_DocumentReplay(tokenizer, grammars, index))
+        # The first compilation also reads the tokenizer. Later contexts find their grammar in a cache.
+        if 0 < index < len(WORKLOADS):
             seconds["compile"].append(time.perf_counter() - start)
-    contexts, sequences = [row.context for row in rows], np.arange(batch)
+    contexts, sequences = [replay.context for replay in replays], np.arange(batch)
     for _ in range(steps):
         start = time.perf_counter()
         grammar_bitmask(contexts, sequences, tokenizer.vocab_size)
-        filled = time.perf_counter()
+        masks_end = time.perf_counter()
         for context in contexts:
             forced_tokens(context, 64, tokenizer.vocab_size)
-        seconds["forced"].append(time.perf_counter() - filled)
-        seconds["masks"].append(filled - start)
-        for row in rows:
-            row.step()
+        seconds["forced"].append(time.perf_counter() - masks_end)
+        seconds["masks"].append(masks_end - start)
+        for replay in replays:
+            replay.step()
     return seconds
 
 
-class _Row:
-    """A context that repeats a document from beginning to end."""
+class _DocumentReplay:
+    """A context whose matcher accepts the tokens of a document again and again.
 
-    def __init__(self, tokenizer: TextTokenizer, grammars: GrammarCompiler, place: int) -> None:
-        schema, document = WORKLOADS[place % len(WORKLOADS)]
+    Args:
+        tokenizer: encodes the document.
+        grammars: compiles the JSON schema.
+        index: the index in the batch. It selects the document and the position where the replay starts.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer, grammars: GrammarCompiler, index: int) -> None:
+        schema, document = WORKLOADS[index % len(WORKLOADS)]
         text = json.dumps({"type": "object"} | schema)
         self.context = TextContext(
             prompt=[1],
@@ -124,11 +136,11 @@ class _Row:
             time.sleep(0.001)
         self._tokens = tokenizer.encode_text(json.dumps(document), add_special_tokens=False).tolist()
         self._next = 0
-        for _ in range(3 * (place // len(WORKLOADS))):
+        for _ in range(3 * (index // len(WORKLOADS))):
             self.step()
 
     def step(self) -> None:
-        """Accept the next token of the document. Resets the matcher at the document's end."""
+        """Accept the next token of the document, or reset the matcher at the end of the document."""
         matcher = self.context.matcher
         assert matcher is not None
         if self._next == len(self._tokens):

@@ -1,16 +1,20 @@
-"""Measure how each encoding changes a model: perplexity, mean KL divergence, agreement of the top-1 token.
+"""Measure the quality of weight encodings: perplexity, mean KL divergence, agreement of the top-1 token.
 
-    python benchmarks/quality.py                                  # the embedded model
+    python benchmarks/quality.py                                  # the demo model in the package
     python benchmarks/quality.py demo /models/small --json quality.json
     python benchmarks/quality.py /models/one-billion --tokens 8192 --text-file ordinary.txt
     python benchmarks/quality.py /models/small --quantized small-Q4_K_M.gguf small-gptq
-    python benchmarks/quality.py --caches int8 fp8                # and bfloat16 with these KV caches
+    python benchmarks/quality.py --caches int8 fp8                # also bfloat16 with these KV cache types
 
-The script uses up to three kinds of text: text that `LLM` samples from the model in float32 at temperature 1
-with fixed seeds; for the embedded model, documents held out from its training; and the text of a file. Each
-encoding is compared with float32 and with bfloat16. The row "4 bits, plain" is the baseline for int4: every
-linear layer except the head is rounded to 4 bits in groups of 32, scaled by the group's largest weight, and
-activations stay bfloat16. int4 must be no worse than this row.
+The script uses up to three kinds of text:
+
+- texts that `LLM` samples from the model in float32 at temperature 1 with fixed seeds,
+- for the demo model, documents that were held out from its training,
+- the text of ``--text-file``.
+
+Each encoding is compared with float32 and with bfloat16. The row "4 bits, plain" is the baseline for int4. It
+has bfloat16 activations, and the weights of every linear layer except the LM head are rounded to 4 bits in
+groups of 32, scaled by the largest weight of the group. int4 must be at least as good as this baseline.
 """
 
 from __future__ import annotations
@@ -30,17 +34,17 @@ from against_transformers import machine
 from penstock import LLM
 from penstock.bench.quality import Quality, compare_all, sample_texts, write_rounded
 
-sys.path.append(str(Path(__file__).parent.parent / "tools"))  # demo_corpus is there
+sys.path.append(str(Path(__file__).parent.parent / "tools"))  # the folder of demo_corpus
 
 ENCODINGS = ("float32", "bfloat16", "int8", "int4")
 REFERENCES = ("float32", "bfloat16")
-PLAIN = "4 bits, plain"
+ROUNDED_BASELINE = "4 bits, plain"
 LENGTH = 512
-HELD_OUT_SEED = 1_000_004  # the seed of the figures in the model card
+HELD_OUT_SEED = 1_000_004  # the model card has figures for the documents of this seed
 
 
 def main() -> None:
-    """Measure the models of the command line and print tables."""
+    """Measure the models of the command line and print a table for each kind of text."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -51,21 +55,23 @@ def main() -> None:
         "--quantized",
         nargs="*",
         default=[],
-        help="quantized checkpoints of the (only) model, measured as stored",
+        help="quantized checkpoints of the model, measured in their stored encoding",
     )
-    parser.add_argument("--caches", nargs="*", default=[], help="types of KV caches, with bfloat16 weights")
+    parser.add_argument(
+        "--caches", nargs="*", default=[], help="data types of KV caches, measured with bfloat16 weights"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--devices", default="cpu")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     print(machine())
-    found = []
+    rows = []
     for model in options.models:
         if model != "demo" and not Path(model).is_dir():
-            print(f"\n{model}: skipped, no such folder")
+            print(f"\n{model}: skipped, the folder does not exist")
             continue
-        found += measure(
+        rows += measure(
             model,
             options.tokens,
             options.seed,
@@ -76,7 +82,7 @@ def main() -> None:
             options.devices,
         )
     if options.json:
-        options.json.write_text(json.dumps({"machine": machine(), "rows": found}, indent=2) + "\n")
+        options.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=2) + "\n")
 
 
 def measure(
@@ -89,9 +95,12 @@ def measure(
     caches: Sequence[str] = (),
     devices: str = "cpu",
 ) -> list[dict[str, Any]]:
-    """Measure all encodings of a model, KV caches, and quantized checkpoints of it, on all of its texts."""
-    opened = partial(open_model, threads=threads, devices=devices)
-    exact = opened(model, "float32")
+    """Measure encodings, KV cache types and quantized checkpoints of a model on all texts.
+
+    Returns the rows.
+    """
+    open_with = partial(open_model, threads=threads, devices=devices)
+    exact = open_with(model, "float32")
     length = min(LENGTH, exact.pipeline.memory_plan.max_length)
     texts = {
         "its own": sample_texts(
@@ -106,14 +115,14 @@ def measure(
     with tempfile.TemporaryDirectory() as folder:
         write_rounded(exact.config.model.checkpoint, Path(folder))
         models = {"float32": exact}
-        models |= {encoding: opened(model, encoding) for encoding in ENCODINGS[1:]}
-        models[PLAIN] = opened(folder, "bfloat16")
-        models |= {f"{cache} cache": opened(model, "bfloat16", cache=cache) for cache in caches}
-        models |= {Path(one).name: opened(one, None) for one in quantized}
-        for kind, some in texts.items():
-            for encoding, against in compare_all(models, some, REFERENCES).items():
+        models |= {encoding: open_with(model, encoding) for encoding in ENCODINGS[1:]}
+        models[ROUNDED_BASELINE] = open_with(folder, "bfloat16")
+        models |= {f"{cache} cache": open_with(model, "bfloat16", cache=cache) for cache in caches}
+        models |= {Path(checkpoint).name: open_with(checkpoint, None) for checkpoint in quantized}
+        for kind, token_lists in texts.items():
+            for encoding, by_reference in compare_all(models, token_lists, REFERENCES).items():
                 row = {"model": model, "text": kind, "encoding": encoding}
-                rows.append(row | {name: asdict(one) for name, one in against.items()})
+                rows.append(row | {name: asdict(quality) for name, quality in by_reference.items()})
         for llm in models.values():
             llm.close()
     print_tables(model, rows)
@@ -128,6 +137,7 @@ def open_model(
     devices: str,
     cache: str | None = None,
 ) -> LLM:
+    """Load a model for the measurement, without a prefix cache."""
     return LLM(
         model,
         quantization_encoding=encoding,
@@ -140,7 +150,7 @@ def open_model(
 
 
 def first_token(llm: LLM) -> int:
-    """Return the first token of each text: the BOS token, else the padding or EOS token, else 0."""
+    """Return the token that begins each text: BOS, or else the padding token, EOS, or 0."""
     config = llm.config.model.huggingface_config
     for key in ("bos_token_id", "pad_token_id", "eos_token_id"):
         if isinstance(token := config.get(key), int):
@@ -149,17 +159,21 @@ def first_token(llm: LLM) -> int:
 
 
 def texts_of_file(llm: LLM, file: Path, tokens: int, length: int) -> list[list[int]]:
-    """Return up to ``tokens`` tokens of a file, in rows of ``length`` that begin with `first_token`."""
-    found = llm.tokenizer.backend.encode(file.read_text("utf-8"), add_special_tokens=False).ids[:tokens]
+    """Return texts of ``length`` tokens that begin with `first_token` and continue with a file.
+
+    Only the first ``tokens`` tokens of the file are used.
+    """
+    token_ids = llm.tokenizer.backend.encode(file.read_text("utf-8"), add_special_tokens=False).ids[:tokens]
     start = first_token(llm)
-    rows = [[start, *found[place : place + length - 1]] for place in range(0, len(found), length - 1)]
+    size = length - 1
+    rows = [[start, *token_ids[i : i + size]] for i in range(0, len(token_ids), size)]
     if not rows:
-        raise SystemExit(f"{file} has no text")
+        raise SystemExit(f"{file} is empty")
     return rows
 
 
 def held_out_texts(llm: LLM, tokens: int) -> list[list[int]]:
-    """Return documents of the demo corpus that are held out from the embedded model's training."""
+    """Return documents of the demo corpus that were held out from the training of the demo model."""
     from demo_corpus.tokens import Encoder, Packer
 
     packer = Packer(Encoder(llm.tokenizer.backend), HELD_OUT_SEED, held_out=True, distinct=True)
@@ -167,17 +181,18 @@ def held_out_texts(llm: LLM, tokens: int) -> list[list[int]]:
 
 
 def print_tables(model: str, rows: list[dict[str, Any]]) -> None:
+    """Print a table for each kind of text."""
     kinds = list(dict.fromkeys(row["text"] for row in rows))
     for kind in kinds:
-        own = [row for row in rows if row["text"] == kind]
-        base = next(row for row in own if row["encoding"] == "bfloat16")["float32"]["perplexity"]
-        print(f"\n{model}, {kind} text, {own[0]['float32']['num_tokens']} tokens")
+        table = [row for row in rows if row["text"] == kind]
+        base = next(row for row in table if row["encoding"] == "bfloat16")["float32"]["perplexity"]
+        print(f"\n{model}, {kind} text, {table[0]['float32']['num_tokens']} tokens")
         print("encoding         perplexity  of bf16   KL float32    KL bf16   top-1 float32   bf16")
-        for row in own:
+        for row in table:
             exact, rounded = Quality(**row["float32"]), Quality(**row["bfloat16"])
-            more = 100 * (exact.perplexity / base - 1)
+            change = 100 * (exact.perplexity / base - 1)
             print(
-                f"{row['encoding']:15} {exact.perplexity:11.4f} {more:+7.2f} % {exact.divergence:11.6f} "
+                f"{row['encoding']:15} {exact.perplexity:11.4f} {change:+7.2f} % {exact.divergence:11.6f} "
                 f"{rounded.divergence:10.6f} {100 * exact.agreement:13.2f} % "
                 f"{100 * rounded.agreement:6.2f} %",
                 flush=True,

@@ -1,11 +1,11 @@
-"""Two ranks of one thread against one process of two threads: prefill and decode, in turn.
+"""Compare tensor parallelism with threads: two ranks with one thread each, and one process with two threads.
 
     python benchmarks/ranks.py --shape l1b --pairs 8
     python benchmarks/ranks.py --model DIR --what decode
 
-Both configurations are loaded, each in its own processes. Then they run the same prompt in turn, so that a
-change of the machine's speed concerns both. A pair is one run of each; the order changes with each pair. The
-ratio is the speed of the ranks in units of that of the one process.
+Both configurations are loaded at the same time, in separate processes. They run the same prompt alternately,
+so that a change of the machine's speed affects both. A pair is one run of each configuration. The order
+changes with each pair. The ratio is the speed of the two ranks divided by the speed of the one process.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ NUM_RANKS = 2
 
 
 def serve_runs(model: str, num_ranks: int, connection: Connection) -> None:
-    """Load the model, and run the prompts that arrive until the connection ends.
+    """Load the model and run the requests of a connection until it receives None.
 
-    Each message is a prompt and the number of new tokens; the answer is the seconds of all tokens.
+    A request is a tuple of the prompt and the number of new tokens. The answer is the seconds of the request.
     """
     with LLM(
         model,
@@ -49,8 +49,8 @@ def serve_runs(model: str, num_ranks: int, connection: Connection) -> None:
             connection.send(time.perf_counter() - begin)
 
 
-class Side:
-    """A configuration in a process of its own."""
+class Configuration:
+    """A model with ``num_ranks`` ranks in a separate process. It uses `NUM_RANKS` threads in total."""
 
     def __init__(self, model: str, num_ranks: int) -> None:
         context = get_context("spawn")
@@ -61,7 +61,7 @@ class Side:
         self._connection.recv()
 
     def run(self, tokens: Sequence[int], num_new_tokens: int) -> float:
-        """Return the seconds of a request."""
+        """Run a request and return its seconds."""
         self._connection.send((list(tokens), num_new_tokens))
         seconds: float = self._connection.recv()
         return seconds
@@ -72,56 +72,67 @@ class Side:
         self._process.join()
 
 
-def measure(sides: Sequence[Side], what: str, length: int, count: int, num_pairs: int) -> None:
-    """Run pairs and print tokens per second and the ratio."""
-    draws = np.random.default_rng(0)
+def measure(
+    configurations: Sequence[Configuration], phase: str, length: int, count: int, num_pairs: int
+) -> None:
+    """Run pairs of prefill or decode and print tokens per second and their ratio.
+
+    Args:
+        configurations: one process, then two ranks.
+        phase: ``prefill`` or ``decode``.
+        length: number of prompt tokens.
+        count: number of decode steps that are measured.
+        num_pairs: number of pairs, without the warm-up.
+    """
+    rng = np.random.default_rng(0)
     rates: list[list[float]] = [[], []]
     for number in range(-1, num_pairs):  # the first pair is a warm-up
-        tokens = draws.integers(3, 30_000, length).tolist()
+        tokens = rng.integers(3, 30_000, length).tolist()
         order = (0, 1) if number % 2 else (1, 0)
         for index in order:
-            if what == "prefill":
-                rate = length / sides[index].run(tokens, 1)
+            configuration = configurations[index]
+            if phase == "prefill":
+                rate = length / configuration.run(tokens, 1)
             else:
-                begun = sides[index].run(tokens, 1)
-                rate = count / (sides[index].run(tokens, 1 + count) - begun)
+                prefill_seconds = configuration.run(tokens, 1)
+                rate = count / (configuration.run(tokens, 1 + count) - prefill_seconds)
             if number >= 0:
                 rates[index].append(rate)
-    one, ranks = rates
-    ratios = sorted(b / a for a, b in zip(one, ranks, strict=True))
-    for name, values in (("1 process of 2 threads", one), ("2 ranks of 1 thread", ranks)):
+    single, ranks = rates
+    ratios = sorted(b / a for a, b in zip(single, ranks, strict=True))
+    for name, values in (("1 process of 2 threads", single), ("2 ranks of 1 thread", ranks)):
         print(
-            f"{what}, {name}: median {statistics.median(values):.1f} tokens/s "
+            f"{phase}, {name}: median {statistics.median(values):.1f} tokens/s "
             f"({min(values):.1f} to {max(values):.1f})"
         )
     print(
-        f"{what}, ratio of {num_pairs} pairs: median {statistics.median(ratios):.2f} "
+        f"{phase}, ratio of {num_pairs} pairs: median {statistics.median(ratios):.2f} "
         f"({ratios[0]:.2f} to {ratios[-1]:.2f})",
         flush=True,
     )
 
 
 def main() -> None:
-    """Measure what the command line names."""
+    """Measure the phases of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", choices=SHAPES, default="l1b")
-    parser.add_argument("--model", help="measure this checkpoint in place of random weights")
+    parser.add_argument("--model", help="measure this checkpoint instead of random weights")
     parser.add_argument("--what", nargs="+", choices=("prefill", "decode"), default=("prefill", "decode"))
     parser.add_argument("--pairs", type=int, default=8)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--new-tokens", type=int, default=24)
-    given = parser.parse_args()
+    options = parser.parse_args()
     print(machine())
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
-        model = given.model or str(write_random_checkpoint(Path(folder), SHAPES[given.shape]))
-        sides = [Side(model, num_ranks) for num_ranks in (1, NUM_RANKS)]
-        for what in given.what:
-            length = given.length if what == "prefill" else 16
-            measure(sides, what, length, given.new_tokens, given.pairs)
-        for side in sides:
-            side.close()
+        model = options.model or str(write_random_checkpoint(Path(folder), SHAPES[options.shape]))
+        configurations = [Configuration(model, num_ranks) for num_ranks in (1, NUM_RANKS)]
+        for phase in options.what:
+            length = options.length if phase == "prefill" else 16
+            measure(configurations, phase, length, options.new_tokens, options.pairs)
+        for configuration in configurations:
+            configuration.close()
 
 
 if __name__ == "__main__":

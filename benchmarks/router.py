@@ -1,12 +1,13 @@
-"""Routing decisions per second, and prefix-aware against random routing.
+"""Measure the router: decisions per second, and the throughput and hit rate of several routing policies.
 
-    python benchmarks/router.py decisions                     # decisions per second, without workers
-    python benchmarks/router.py workers --model DIR           # 2 workers of 1 thread against 1 of 2 threads
-    python benchmarks/router.py prefixes --model DIR          # hit rate and time to first token of policies
-    python benchmarks/router.py ray --model DIR               # the same for 2 replicas of Ray Serve
+    python benchmarks/router.py decisions               # decisions per second, with fake workers
+    python benchmarks/router.py workers --model DIR     # 2 workers of 1 thread, and 1 worker of 2 threads
+    python benchmarks/router.py prefixes --model DIR    # prefix hits and time to first token per policy
+    python benchmarks/router.py ray --model DIR         # the same for 2 replicas of Ray Serve
 
-``decisions`` measures `WorkerRouter.submit` with fake workers: the choice, and the bookkeeping at the end of
-each request. The block digests are computed before. Its times are processor times of one thread.
+``decisions`` measures the CPU time of `WorkerRouter.submit`: the choice of a worker, and the bookkeeping at
+the end of each request. It prints the rate with block digests that are computed before, and the rate with
+their computation.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from penstock.pipelines.core.cache_events import BlocksStored
 from penstock.worker.messages import TextResult, WorkerInfo, WorkerStats
 from penstock.worker.results import Generation
 from penstock.worker.router import WorkerRouter
-from penstock.worker.routing import LeastLoaded, RoutingPolicy, WorkerLoads, digests_of
+from penstock.worker.routing import LeastLoaded, RoutingPolicy, WorkerLoads, prompt_digests
 
-INFO = WorkerInfo(
+WORKER_INFO = WorkerInfo(
     max_length=32768,
     max_batch_size=64,
     max_batch_input_tokens=8192,
@@ -46,41 +47,43 @@ INFO = WorkerInfo(
     prefix_limits=[],
 )
 
-_REPORT_SECONDS = 2.0  # between two reports of replicas on Ray
+_REPORT_INTERVAL = 2.0  # seconds between two metric reports of a Ray replica
 
 
 @dataclass
 class IdleWorker:
-    """A worker that accepts requests and does nothing."""
+    """A fake worker that accepts requests and generates nothing."""
 
-    info: WorkerInfo = INFO
+    info: WorkerInfo = WORKER_INFO
     state: str = "ready"
     stats: WorkerStats = field(default_factory=WorkerStats)
     listener: Any = None
 
     def watch_cache(self, listener: Any) -> None:
+        """Store the listener of cache events."""
         self.listener = listener
 
     def submit(self, context: RequestContext) -> Generation:
+        """Return a generation without results."""
         return Generation(context.request_id, lambda request_id: None)
 
 
-class RandomWorker:
-    """Chooses workers at random."""
+class RandomRouting:
+    """A routing policy that chooses a ready worker at random."""
 
     def __init__(self, seed: int) -> None:
-        self._draws = random.Random(seed)
+        self._random = random.Random(seed)
 
     def choose(
         self, context: RequestContext, digests: Sequence[bytes], loads: WorkerLoads, workers: int
     ) -> int:
-        """Return a ready worker."""
+        """Return the number of a ready worker. Bit n of ``workers`` is set if worker n is ready."""
         ready = [number for number in range(len(loads.costs)) if workers >> number & 1]
-        return self._draws.choice(ready)
+        return self._random.choice(ready)
 
 
-def context_of(name: str, tokens: Sequence[int], new_tokens: int = 16) -> TextContext:
-    """Return a greedy request."""
+def greedy_context(name: str, tokens: Sequence[int], new_tokens: int = 16) -> TextContext:
+    """Return the context of a request with greedy sampling."""
     return TextContext(
         prompt="",
         max_length=len(tokens) + new_tokens,
@@ -95,22 +98,32 @@ def context_of(name: str, tokens: Sequence[int], new_tokens: int = 16) -> TextCo
 
 
 def measure_decisions(num_workers: int, num_prefixes: int, length: int, count: int) -> tuple[float, float]:
-    """Return decisions per second, with the digests known and with the digests computed."""
-    draws = random.Random(0)
+    """Return the decisions per second without and with the computation of block digests.
+
+    Args:
+        num_workers: number of fake workers.
+        num_prefixes: number of prefixes. Each prompt begins with one, and an eighth of the workers has it
+            cached.
+        length: number of prompt tokens. Three quarters of them are the prefix.
+        count: number of requests.
+    """
+    rng = random.Random(0)
     workers = [IdleWorker() for _ in range(num_workers)]
     router = WorkerRouter(workers)  # type: ignore[arg-type]
-    prefixes = [[draws.randrange(1000) for _ in range(length * 3 // 4)] for _ in range(num_prefixes)]
+    prefixes = [[rng.randrange(1000) for _ in range(length * 3 // 4)] for _ in range(num_prefixes)]
     for prefix in prefixes:
-        for worker in draws.sample(workers, max(1, num_workers // 8)):
-            worker.listener(0, [BlocksStored(digests_of(context_of("", prefix), INFO), None, [])])
+        for worker in rng.sample(workers, max(1, num_workers // 8)):
+            worker.listener(
+                0, [BlocksStored(prompt_digests(greedy_context("", prefix), WORKER_INFO), None, [])]
+            )
     contexts = []
     for number in range(count):
-        own = [draws.randrange(1000) for _ in range(length - length * 3 // 4)]
-        contexts.append(context_of(str(number), draws.choice(prefixes) + own))
-    known = {context.request_id: digests_of(context, INFO) for context in contexts}
+        suffix = [rng.randrange(1000) for _ in range(length - length * 3 // 4)]
+        contexts.append(greedy_context(str(number), rng.choice(prefixes) + suffix))
+    known = {context.request_id: prompt_digests(context, WORKER_INFO) for context in contexts}
     running: deque[Generation] = deque()
 
-    def run() -> float:
+    def decisions_per_second() -> float:
         begin = time.process_time()
         for context in contexts:
             running.append(router.submit(context))
@@ -121,42 +134,44 @@ def measure_decisions(num_workers: int, num_prefixes: int, length: int, count: i
             running.pop().add(TextResult("", [], DONE))
         return count / seconds
 
-    with patch("penstock.worker.router.digests_of", lambda context, info: known[context.request_id]):
-        given = max(run() for _ in range(3))
-    return given, max(run() for _ in range(3))
+    with patch("penstock.worker.router.prompt_digests", lambda context, info: known[context.request_id]):
+        without_hashing = max(decisions_per_second() for _ in range(3))
+    return without_hashing, max(decisions_per_second() for _ in range(3))
 
 
 DONE = msgspec.convert("end_of_sequence", type(TextResult("", []).status))
 
 
 def report_decisions() -> None:
-    """Print decisions per second for several sizes."""
+    """Print the decisions per second for several numbers of workers and prompt lengths."""
     print("workers  prompt  decisions/s, digests known  with hashing")
     for num_workers in (2, 8, 32, 100):
         for length in (256, 2048, 8192):
-            given, whole = measure_decisions(num_workers, 50, length, 2000)
-            print(f"{num_workers:7}  {length:6}  {given:26,.0f}  {whole:12,.0f}", flush=True)
+            known, hashing = measure_decisions(num_workers, 50, length, 2000)
+            print(f"{num_workers:7}  {length:6}  {known:26,.0f}  {hashing:12,.0f}", flush=True)
 
 
 # -- Real workers ----------------------------------------------------------------------------------------
 
 
 @dataclass
-class Run:
-    """What a run of requests measured."""
+class Measurement:
+    """The figures of a run of requests."""
 
     seconds: float = 0.0
     num_tokens: int = 0
     first_token: list[float] = field(default_factory=list)
+    """Seconds to the first token of each request."""
     round_medians: list[float] = field(default_factory=list)
-    """Median first token of each round."""
+    """Median of `first_token` in each round."""
     hit_rate: float = 0.0
-    _num_in_rounds: int = 0  # requests of the rounds that have ended
+    """Share of prompt tokens that were in the prefix cache."""
+    _num_in_past_rounds: int = 0  # number of requests in the finished rounds
 
     def end_round(self) -> None:
-        """Record the median of the requests since the last round."""
-        self.round_medians.append(statistics.median(self.first_token[self._num_in_rounds :]))
-        self._num_in_rounds = len(self.first_token)
+        """Record the median of the requests since the end of the previous round."""
+        self.round_medians.append(statistics.median(self.first_token[self._num_in_past_rounds :]))
+        self._num_in_past_rounds = len(self.first_token)
 
     def __str__(self) -> str:
         ordered = sorted(self.first_token)
@@ -174,109 +189,109 @@ async def run_requests(
     policy: Callable[[], RoutingPolicy] | None,
     rounds: Sequence[Sequence[TextContext]],
     concurrency: int,
-) -> Run:
-    """Run rounds of requests through an engine, at most ``concurrency`` at once."""
+) -> Measurement:
+    """Run rounds of requests in an engine of this process, at most ``concurrency`` at once."""
     engine = make_engine(config)
     if policy is not None:
         engine = WorkerRouter(engine.workers, policy())
     await engine.start()
     try:
-        async for _ in engine.submit(context_of("warm-up", [1] * 40)):
+        async for _ in engine.submit(greedy_context("warm-up", [1] * 40)):
             pass
-        slots, run = asyncio.Semaphore(concurrency), Run()
+        slots, result = asyncio.Semaphore(concurrency), Measurement()
 
-        async def ask(context: TextContext) -> None:
+        async def generate(context: TextContext) -> None:
             async with slots:
                 begin, is_first = time.perf_counter(), True
                 async for delta in engine.submit(context):
                     if is_first and delta.token_ids:
-                        run.first_token.append(time.perf_counter() - begin)
+                        result.first_token.append(time.perf_counter() - begin)
                         is_first = False
-                    run.num_tokens += len(delta.token_ids)
+                    result.num_tokens += len(delta.token_ids)
 
         for contexts in rounds:
             begin = time.perf_counter()
-            await asyncio.gather(*(ask(context) for context in contexts))
-            run.seconds += time.perf_counter() - begin
-            run.end_round()
+            await asyncio.gather(*(generate(context) for context in contexts))
+            result.seconds += time.perf_counter() - begin
+            result.end_round()
         stats = engine.stats
-        run.hit_rate = stats.num_prefix_hit_tokens / max(stats.num_prefix_query_tokens, 1)
-        return run
+        result.hit_rate = stats.num_prefix_hit_tokens / max(stats.num_prefix_query_tokens, 1)
+        return result
     finally:
         await engine.stop(0)
 
 
 def mixed_contexts(count: int, vocabulary: int) -> list[TextContext]:
-    """Return requests of mixed lengths without common prefixes."""
-    draws = random.Random(1)
+    """Return requests of mixed lengths without shared prefixes."""
+    rng = random.Random(1)
     return [
-        context_of(
+        greedy_context(
             str(number),
-            [draws.randrange(3, vocabulary) for _ in range(draws.choice((16, 64, 128, 512)))],
-            draws.choice((8, 32, 64)),
+            [rng.randrange(3, vocabulary) for _ in range(rng.choice((16, 64, 128, 512)))],
+            rng.choice((8, 32, 64)),
         )
         for number in range(count)
     ]
 
 
-def shared_contexts(count: int, vocabulary: int, seed: int = 2) -> list[TextContext]:
-    """Return requests with one of several long prefixes; another seed has other prefixes."""
-    draws = random.Random(seed)
-    prefixes = [[draws.randrange(3, vocabulary) for _ in range(768)] for _ in range(8)]
+def prefix_contexts(count: int, vocabulary: int, seed: int = 2) -> list[TextContext]:
+    """Return requests that begin with one of 8 prefixes of 768 tokens. The seed determines the prefixes."""
+    rng = random.Random(seed)
+    prefixes = [[rng.randrange(3, vocabulary) for _ in range(768)] for _ in range(8)]
     return [
-        context_of(
+        greedy_context(
             f"{seed}-{number}",
-            draws.choice(prefixes) + [draws.randrange(3, vocabulary) for _ in range(32)],
+            rng.choice(prefixes) + [rng.randrange(3, vocabulary) for _ in range(32)],
             8,
         )
         for number in range(count)
     ]
 
 
-def config_of(model: str, **flat: Any) -> PipelineConfig:
-    """Return the configuration of a measurement."""
+def make_config(model: str, **flat: Any) -> PipelineConfig:
+    """Return the configuration of an engine. ``flat`` are settings by their flat names."""
     return PipelineConfig.from_flat({"model_path": model, "kv_cache_memory": "256MiB", **flat})
 
 
 def report_workers(model: str, count: int) -> None:
-    """Print one worker of two threads and two workers of one thread."""
-    contexts = mixed_contexts(count, config_of(model).model.huggingface_config.vocabulary_size)
+    """Measure one worker with two threads and two workers with one thread each, and print both."""
+    contexts = mixed_contexts(count, make_config(model).model.huggingface_config.vocabulary_size)
     for name, flat in {
         "1 worker of 2 threads": {"num_threads": 2},
         "2 workers of 1 thread": {"data_parallel_size": 2, "num_threads": 1},
     }.items():
         for concurrency in (1, 8):
-            run = asyncio.run(run_requests(config_of(model, **flat), None, [contexts], concurrency))
-            print(f"{name}, {concurrency} at once: {run}", flush=True)
+            result = asyncio.run(run_requests(make_config(model, **flat), None, [contexts], concurrency))
+            print(f"{name}, {concurrency} at once: {result}", flush=True)
 
 
-def shared_rounds(model: str, count: int, num_rounds: int) -> list[list[TextContext]]:
-    """Return rounds of requests; the prefixes of each round are new."""
-    vocabulary = config_of(model).model.huggingface_config.vocabulary_size
-    return [shared_contexts(count, vocabulary, 2 + number) for number in range(num_rounds)]
+def prefix_rounds(model: str, count: int, num_rounds: int) -> list[list[TextContext]]:
+    """Return rounds of ``count`` requests with shared prefixes. Each round has new prefixes."""
+    vocabulary = make_config(model).model.huggingface_config.vocabulary_size
+    return [prefix_contexts(count, vocabulary, 2 + number) for number in range(num_rounds)]
 
 
 def report_prefixes(model: str, count: int, num_rounds: int, memory: str) -> None:
-    """Print prefix-aware, least loaded and random routing over two workers."""
-    config = config_of(model, data_parallel_size=2, num_threads=1, kv_cache_memory=memory)
+    """Measure prefix-aware, least loaded and random routing over two workers, and print each."""
+    config = make_config(model, data_parallel_size=2, num_threads=1, kv_cache_memory=memory)
     for name, policy in {
         "prefix-aware": None,
         "least loaded": LeastLoaded,
-        "random": lambda: RandomWorker(0),
+        "random": lambda: RandomRouting(0),
     }.items():
-        rounds = shared_rounds(model, count, num_rounds)
+        rounds = prefix_rounds(model, count, num_rounds)
         print(f"{name}: {asyncio.run(run_requests(config, policy, rounds, 4))}", flush=True)
 
 
-async def run_streams(url: str, rounds: Sequence[Sequence[TextContext]], concurrency: int) -> Run:
-    """Run rounds of requests through a server, at most ``concurrency`` at once."""
+async def run_streams(url: str, rounds: Sequence[Sequence[TextContext]], concurrency: int) -> Measurement:
+    """Run rounds of streamed requests on a server, at most ``concurrency`` at once."""
     import httpx
 
-    slots, run = asyncio.Semaphore(concurrency), Run()
+    slots, result = asyncio.Semaphore(concurrency), Measurement()
 
     async with httpx.AsyncClient(base_url=url, timeout=None) as client:
 
-        async def ask(context: TextContext) -> None:
+        async def generate(context: TextContext) -> None:
             count = context.max_length - context.current_length
             body = {
                 "prompt": context.all_tokens.tolist(),
@@ -290,11 +305,12 @@ async def run_streams(url: str, rounds: Sequence[Sequence[TextContext]], concurr
                     response.raise_for_status()
                     async for line in response.aiter_lines():
                         if is_first and line.startswith("data: {"):
-                            run.first_token.append(time.perf_counter() - begin)
+                            result.first_token.append(time.perf_counter() - begin)
                             is_first = False
-            run.num_tokens += count
+            result.num_tokens += count
 
-        async def counters() -> list[float]:
+        async def prefix_cache_counters() -> list[float]:
+            """Return the hits and queries of the prefix cache in tokens."""
             text = (await client.get("/metrics")).text
             return [
                 float(re.findall(rf"^penstock_prefix_cache_{name}_total\S* (\S+)$", text, re.M)[0])
@@ -303,22 +319,22 @@ async def run_streams(url: str, rounds: Sequence[Sequence[TextContext]], concurr
 
         while (await client.get("/ready")).status_code != 200:
             await asyncio.sleep(0.1)
-        await ask(context_of("warm-up", [1] * 40))
-        await asyncio.sleep(2 * _REPORT_SECONDS)
-        before = await counters()
+        await generate(greedy_context("warm-up", [1] * 40))
+        await asyncio.sleep(2 * _REPORT_INTERVAL)
+        before = await prefix_cache_counters()
         for contexts in rounds:
             begin = time.perf_counter()
-            await asyncio.gather(*(ask(context) for context in contexts))
-            run.seconds += time.perf_counter() - begin
-            run.end_round()
-        await asyncio.sleep(2 * _REPORT_SECONDS)
-        hits, queries = (now - then for now, then in zip(await counters(), before, strict=True))
-        run.hit_rate = hits / max(queries, 1)
-    return run
+            await asyncio.gather(*(generate(context) for context in contexts))
+            result.seconds += time.perf_counter() - begin
+            result.end_round()
+        await asyncio.sleep(2 * _REPORT_INTERVAL)
+        hits, queries = (now - then for now, then in zip(await prefix_cache_counters(), before, strict=True))
+        result.hit_rate = hits / max(queries, 1)
+    return result
 
 
 def report_ray(model: str, count: int, num_rounds: int, memory: str, is_reversed: bool) -> None:
-    """Print the router of `penstock serve --ray` and Ray Serve's default one, over two replicas."""
+    """Measure Penstock's router and Ray Serve's default router over two replicas, and print both."""
     import ray
     from ray import serve
     from ray.serve.config import RequestRouterConfig
@@ -326,7 +342,7 @@ def report_ray(model: str, count: int, num_rounds: int, memory: str, is_reversed
     from penstock.ray import build_app
     from penstock.ray.deployment import ROUTER
 
-    rounds = shared_rounds(model, count, num_rounds)
+    rounds = prefix_rounds(model, count, num_rounds)
     settings = {"model_path": model, "ray_min_replicas": 2, "ray_cpus": 1, "kv_cache_memory": memory}
     ray.init(address="local", num_cpus=3, include_dashboard=False, log_to_driver=False)
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -346,23 +362,23 @@ def report_ray(model: str, count: int, num_rounds: int, memory: str, is_reversed
 
 
 def main() -> None:
-    """Run the measurement that the command line names."""
+    """Run the measurement that the command line selects."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("what", choices=("decisions", "workers", "prefixes", "ray"))
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--requests", type=int, default=64, help="of each round")
+    parser.add_argument("--requests", type=int, default=64, help="number of requests per round")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--reverse", action="store_true", help="for ray: measure Ray Serve's router first")
     parser.add_argument("--kv-cache-memory", default="256MiB")
-    given = parser.parse_args()
-    if given.what == "decisions":
+    options = parser.parse_args()
+    if options.what == "decisions":
         report_decisions()
-    elif given.what == "workers":
-        report_workers(given.model, given.requests)
-    elif given.what == "ray":
-        report_ray(given.model, given.requests, given.rounds, given.kv_cache_memory, given.reverse)
+    elif options.what == "workers":
+        report_workers(options.model, options.requests)
+    elif options.what == "ray":
+        report_ray(options.model, options.requests, options.rounds, options.kv_cache_memory, options.reverse)
     else:
-        report_prefixes(given.model, given.requests, given.rounds, given.kv_cache_memory)
+        report_prefixes(options.model, options.requests, options.rounds, options.kv_cache_memory)
 
 
 if __name__ == "__main__":

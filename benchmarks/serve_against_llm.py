@@ -1,22 +1,23 @@
-"""Compare HTTP requests with calls of `LLM` on the same work. The variants alternate (A B C A B C).
+"""Compare the throughput of HTTP requests with `LLM.generate`. The variants alternate (A B C A B C).
 
-    python benchmarks/serve_against_llm.py                # the embedded model, streamed and not streamed
+    python benchmarks/serve_against_llm.py                # demo model: LLM, HTTP, streamed HTTP
     python benchmarks/serve_against_llm.py --shape l1b --pairs 3 --prompts 32 --new 32 --json out.json
 
 32 requests run concurrently. Prompts are new random tokens, sampling is greedy, and end of sequence is
-ignored. The server and its worker are two processes on this machine. The client runs in this process and also
-uses CPU time.
+ignored. The server and its worker are two processes on this machine. The client runs in this process and uses
+the same CPUs.
 
-A ratio is the throughput through HTTP divided by the throughput of `LLM` in the same round. The CPU time per
-token is printed too: it is more reliable than wall time if other processes load the machine. Figures are
-medians.
+The ratio of a variant is its throughput divided by the throughput of `LLM` in the same round. The script also
+prints the CPU time per token, which depends less on other processes than wall time. Figures are medians.
 """
 
 from __future__ import annotations
 
 import os
 
-os.environ.setdefault("GOMP_SPINCOUNT", "100")  # as in the server's worker; torch reads it at import
+os.environ.setdefault(
+    "GOMP_SPINCOUNT", "100"
+)  # the value of the server's workers; it must be set before torch is imported
 
 import argparse
 import asyncio
@@ -47,12 +48,12 @@ CONCURRENCY = 32
 
 @dataclass(frozen=True)
 class Run:
-    """One run of one variant."""
+    """The result of one run of a variant."""
 
     seconds: float
     tokens: int
     processor_seconds: list[float]
-    """CPU seconds of this process, of the server and of its worker."""
+    """CPU seconds of this process, of the server, and of its worker."""
 
     @property
     def speed(self) -> float:
@@ -60,8 +61,8 @@ class Run:
         return self.tokens / self.seconds
 
     @property
-    def costs(self) -> list[float]:
-        """CPU milliseconds per token of each process."""
+    def cpu_ms_per_token(self) -> list[float]:
+        """CPU milliseconds per token of this process, of the server, and of its worker."""
         return [1000 * seconds / self.tokens for seconds in self.processor_seconds]
 
 
@@ -89,15 +90,15 @@ def main() -> None:
           f"{options.new} new tokens each, {options.pairs} rounds")  # fmt: skip
     for row in rows:
         spread = f"{row['ratio']:.2f} ({row['lowest']:.2f} to {row['highest']:.2f})"
-        client, *rest = row["costs"]
-        shares = f"{client:.3f} client, {rest[0]:.3f} server, {rest[1]:.3f} worker"
-        print(f"{row['how']:10}{row['speed']:8.0f} tokens/s, ratio {spread}; CPU ms per token: {shares}")
+        client, server_ms, worker = row["costs"]
+        costs = f"{client:.3f} client, {server_ms:.3f} server, {worker:.3f} worker"
+        print(f"{row['how']:10}{row['speed']:8.0f} tokens/s, ratio {spread}; CPU ms per token: {costs}")
     if options.json:
         options.json.write_text(json.dumps(report, indent=2))
 
 
 def compare(options: argparse.Namespace, model: str, vocabulary: int) -> list[dict[str, Any]]:
-    """Run all variants in turn. The first round is a warm-up and does not count."""
+    """Run rounds of all variants. Returns a row for each. The first round is a warm-up and does not count."""
     llm = LLM(model, max_batch_size=CONCURRENCY)
     with server(model) as (url, server_pid):
         client = HttpClient(url)
@@ -112,14 +113,14 @@ def compare(options: argparse.Namespace, model: str, vocabulary: int) -> list[di
             template = RequestTemplate(
                 endpoint=options.endpoint, model="demo", output_length=options.new, stream=stream
             )
-            given = prompts if options.endpoint == "completions" else [f"{one}" for one in prompts]
-            bodies = [template.body(index, prompt) for index, prompt in enumerate(given)]
-            found = loop.run_until_complete(
+            inputs = prompts if options.endpoint == "completions" else [str(prompt) for prompt in prompts]
+            bodies = [template.body(index, prompt) for index, prompt in enumerate(inputs)]
+            result = loop.run_until_complete(
                 measure(client, template.path, bodies, Load(concurrency=CONCURRENCY))
             )
-            errors = {one.error for one in found.outcomes} - {None}
+            errors = {outcome.error for outcome in result.outcomes} - {None}
             assert not errors, errors
-            return sum(one.completion_tokens for one in found.outcomes)
+            return sum(outcome.completion_tokens for outcome in result.outcomes)
 
         variants: dict[str, Callable[[list[list[int]]], int]] = {
             "LLM": through_llm,
@@ -129,66 +130,65 @@ def compare(options: argparse.Namespace, model: str, vocabulary: int) -> list[di
         pids = [os.getpid(), server_pid, *children_of(server_pid)]
         rounds = []
         for number in range(options.pairs + 1):
-            turn = {}
-            for place, (name, variant) in enumerate(variants.items()):
-                draw = np.random.default_rng(100 * number + place)
-                prompts = draw.integers(3, vocabulary, (options.prompts, options.length)).tolist()
-                turn[name] = timed(variant, prompts, pids)
-            rounds.append(turn)
+            runs = {}
+            for index, (name, variant) in enumerate(variants.items()):
+                rng = np.random.default_rng(100 * number + index)
+                prompts = rng.integers(3, vocabulary, (options.prompts, options.length)).tolist()
+                runs[name] = measure_run(variant, prompts, pids)
+            rounds.append(runs)
         client.close()
-    return [row_of(name, rounds[1:]) for name in variants]
+    return [report_row(name, rounds[1:]) for name in variants]
 
 
-def row_of(name: str, rounds: list[dict[str, Run]]) -> dict[str, Any]:
-    """Return the figures of one variant."""
-    ratios = [turn[name].speed / turn["LLM"].speed for turn in rounds]
+def report_row(name: str, rounds: list[dict[str, Run]]) -> dict[str, Any]:
+    """Return the medians of one variant over all rounds."""
+    ratios = [runs[name].speed / runs["LLM"].speed for runs in rounds]
+    costs = zip(*(runs[name].cpu_ms_per_token for runs in rounds), strict=True)
     return {
         "how": name,
-        "speed": statistics.median(turn[name].speed for turn in rounds),
+        "speed": statistics.median(runs[name].speed for runs in rounds),
         "ratio": statistics.median(ratios),
         "lowest": min(ratios),
         "highest": max(ratios),
-        "costs": [
-            statistics.median(costs) for costs in zip(*(turn[name].costs for turn in rounds), strict=True)
-        ],
+        "costs": [statistics.median(cost) for cost in costs],
     }
 
 
-def timed(variant: Callable[[list[list[int]]], int], prompts: list[list[int]], pids: list[int]) -> Run:
-    """Run one variant. Measures wall time and the CPU time of the processes."""
-    before, start = [processor_seconds(pid) for pid in pids], time.perf_counter()
+def measure_run(variant: Callable[[list[list[int]]], int], prompts: list[list[int]], pids: list[int]) -> Run:
+    """Run one variant and return its wall time and the CPU time of the processes ``pids``."""
+    before, begin = [processor_seconds(pid) for pid in pids], time.perf_counter()
     tokens = variant(prompts)
-    seconds = time.perf_counter() - start
-    spent = [processor_seconds(pid) - earlier for pid, earlier in zip(pids, before, strict=True)]
-    return Run(seconds, tokens, spent)
+    seconds = time.perf_counter() - begin
+    cpu_seconds = [processor_seconds(pid) - start for pid, start in zip(pids, before, strict=True)]
+    return Run(seconds, tokens, cpu_seconds)
 
 
 def processor_seconds(pid: int) -> float:
-    """Return the user and system time that a process has used so far."""
+    """Return the user and system CPU time of a process since its start, in seconds."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the child processes of a process. The server has one child, its worker."""
-    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    """Return the process ids of the children of a process. The server has one child, its worker."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 @contextmanager
 def server(model: str) -> Iterator[tuple[str, int]]:
-    """Run a server in a separate process. Yields its address and process id."""
+    """Start a server and yield its address and process id. Stops the server at the end."""
     command = [sys.executable, "-m", "penstock", "serve", "--model", model, "--served-model-name", "demo",
                "--port", "0", "--max-batch-size", str(CONCURRENCY), "--no-access-log"]  # fmt: skip
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None
-            printed = []
+            lines = []
             for line in process.stderr:
-                printed.append(line)
+                lines.append(line)
                 if found := re.search(r"serving .* at (http://\S+)", line):
                     break
             else:
-                sys.exit("the server did not start:\n" + "".join(printed))
+                sys.exit("the server ended before it printed its address:\n" + "".join(lines))
             yield found[1], process.pid
         finally:
             process.terminate()

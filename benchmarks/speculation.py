@@ -1,19 +1,19 @@
-"""Compare plain decoding with n-gram speculation. The methods alternate (A B C A B C).
+"""Compare decoding without and with n-gram speculation. The methods alternate (A B C A B C).
 
-    python benchmarks/speculation.py                       # a 134 M Llama of random weights, bfloat16
+    python benchmarks/speculation.py                       # a Llama with 134 M random parameters, bfloat16
     python benchmarks/speculation.py --pairs 3 --batch 1 8 --json out.json
 
-A model with random weights does not generate repeating text. Therefore the answer is forced: after each
-forward, the logit of the next token of a given answer is raised above all others. Forward, sampling and
-bookkeeping run as usual. The prompts and answers are texts:
+A model with random weights does not generate text that repeats its prompt. Therefore the benchmark forces an
+answer: after each forward, it raises the logit of the answer's next token above all others. Forward, sampling
+and bookkeeping run as usual. Workloads:
 
-    edit       prompt: a source file of this package; answer: the same file with one name replaced
+    edit       prompt: a source file of this package; answer: the same file with one class renamed
     summary    prompt: a page of the documentation; answer: every third sentence of the page
-    fresh      prompt: one page; answer: an unrelated page. Shows the cost of speculation without matches
+    fresh      prompt: a page; answer: another page. Shows the cost of speculation if few n-grams match
 
-There are three methods: ``plain``, ``adaptive`` (``--speculative-method ngram``) and ``fixed`` (always 8
-draft tokens, ``--no-adaptive-speculation``). Times cover the whole request, prefill included. Figures are
-medians. Compare the ratios; the machine should be idle.
+Methods: ``plain`` without speculation, ``adaptive`` (``--speculative-method ngram``) and ``fixed`` (always 8
+draft tokens, ``--no-adaptive-speculation``). Times cover the whole request, including prefill. Figures are
+medians. Compare the ratios, because absolute times vary with the load of the machine, which should be idle.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from against_transformers import machine, timed
+from against_transformers import machine, measure_seconds
 
 from penstock import LLM, SamplingParams
 from penstock.bench.random_weights import SHAPES, write_random_checkpoint
@@ -43,12 +43,12 @@ from penstock.pipelines.speculative import (
 from penstock.weights.hub import resolve_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
-MAX_PROMPT, MAX_ANSWER = 800, 400
+MAX_PROMPT_LENGTH, MAX_ANSWER_LENGTH = 800, 400
 METHODS = ("plain", "adaptive", "fixed")
 
 
 def main() -> None:
-    """Measure the workloads of the command line and print each row when it is complete."""
+    """Measure the workloads of the command line. Prints each row when it is complete."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -73,36 +73,36 @@ def main() -> None:
             for batch in options.batch:
                 row = compare(llm, work, batch, options.new, options.pairs)
                 report["rows"].append(row)
-                print(line_of(row), flush=True)
+                print(row_line(row), flush=True)
                 if options.json:
                     options.json.write_text(json.dumps(report, indent=2))
 
 
-def line_of(row: dict[str, Any]) -> str:
+def row_line(row: dict[str, Any]) -> str:
     """Return the printed line of a row."""
     line = f"{row['work']:8} batch {row['batch']:2}  plain {row['plain']:6.1f} tokens/s"
     for method in METHODS[1:]:
-        found = row[method]
+        figures = row[method]
         line += (
-            f"   {method} x{found['ratio']:.2f} ({found['lowest']:.2f} to {found['highest']:.2f}), "
-            f"{found['acceptance_rate']:.0%} accepted, {found['mean_tokens']:.1f} tokens per step"
+            f"   {method} x{figures['ratio']:.2f} ({figures['lowest']:.2f} to {figures['highest']:.2f}), "
+            f"{figures['acceptance_rate']:.0%} accepted, {figures['mean_tokens']:.1f} tokens per step"
         )
     return line
 
 
-def compare(llm: LLM, work: str, batch: int, new: int, pairs: int) -> dict[str, Any]:
-    """Run a workload with all methods in turn, after one warm-up run of each."""
-    prompt, answer = tokens_of(work)
-    answer = answer[:new]
+def compare(llm: LLM, workload: str, batch: int, num_new_tokens: int, num_rounds: int) -> dict[str, Any]:
+    """Run a workload with all methods in turn, after one warm-up run of each. Returns the row to print."""
+    prompt, answer = prompt_and_answer(workload)
+    answer = answer[:num_new_tokens]
     run = forced_runs(llm, prompt, answer, batch)
     for method in METHODS:
         run(method)
-    found = [{method: run(method) for method in METHODS} for _ in range(pairs)]
-    row: dict[str, Any] = {"work": work, "batch": batch, "prompt": len(prompt), "answer": len(answer)}
-    row["plain"] = statistics.median(batch * len(answer) / one["plain"][0] for one in found)
+    rounds = [{method: run(method) for method in METHODS} for _ in range(num_rounds)]
+    row: dict[str, Any] = {"work": workload, "batch": batch, "prompt": len(prompt), "answer": len(answer)}
+    row["plain"] = statistics.median(batch * len(answer) / runs["plain"][0] for runs in rounds)
     for method in METHODS[1:]:
-        ratios = [one["plain"][0] / one[method][0] for one in found]
-        stats = found[-1][method][1]
+        ratios = [runs["plain"][0] / runs[method][0] for runs in rounds]
+        stats = rounds[-1][method][1]
         row[method] = {
             "ratio": statistics.median(ratios),
             "lowest": min(ratios),
@@ -116,19 +116,19 @@ def compare(llm: LLM, work: str, batch: int, new: int, pairs: int) -> dict[str, 
 def forced_runs(
     llm: LLM, prompt: list[int], answer: list[int], batch: int
 ) -> Callable[[str], tuple[float, SpeculationStats]]:
-    """Return a function that runs ``batch`` copies of the prompt to the end of the answer with one method.
+    """Return a function that generates the answer for ``batch`` copies of the prompt with a method.
 
-    The function returns the seconds and the statistics of speculation.
+    The function returns the seconds of the run and its speculation statistics.
     """
     pipeline, model = llm.pipeline, llm.pipeline.model
     original_execute = type(model).execute
     text = torch.tensor([*prompt, *answer, 0])
     params = SamplingParams(max_new_tokens=len(answer), ignore_eos=True, detokenize=False)
 
-    def execute(inputs: Any) -> Any:
+    def execute_with_forced_logits(inputs: Any) -> Any:
         outputs = original_execute(model, inputs)
-        following = (inputs.positions[inputs.logit_rows] + 1).clamp(max=len(text) - 1)
-        logits = outputs.logits.scatter(1, text[following][:, None], 1e4)
+        next_positions = (inputs.positions[inputs.logit_rows] + 1).clamp(max=len(text) - 1)
+        logits = outputs.logits.scatter(1, text[next_positions][:, None], 1e4)
         is_single = outputs.next_token_logits is not None
         return replace(outputs, logits=logits, next_token_logits=logits if is_single else None)
 
@@ -138,16 +138,20 @@ def forced_runs(
         pipeline.draft_lengths = policies[method]
         pipeline.speculation_stats = SpeculationStats()
         outputs: list[Any] = []
-        seconds = timed(lambda: outputs.extend(llm.generate([prompt] * batch, params, use_tqdm=False)))
-        assert all(output.token_ids == answer for output in outputs), "not the forced answer"
+        seconds = measure_seconds(
+            lambda: outputs.extend(llm.generate([prompt] * batch, params, use_tqdm=False))
+        )
+        assert all(output.token_ids == answer for output in outputs), (
+            "the model did not generate the forced answer"
+        )
         return seconds, pipeline.speculation_stats
 
-    model.execute = execute  # type: ignore[method-assign]
+    model.execute = execute_with_forced_logits  # type: ignore[method-assign]
     return run
 
 
 def texts() -> dict[str, tuple[str, str]]:
-    """Return the prompt and the answer of each workload."""
+    """Return the prompt and the answer of each workload, as texts."""
     code = (ROOT / "penstock" / "dtype.py").read_text()
     page, other = ((ROOT / "docs" / name).read_text() for name in ("architecture.md", "compatibility.md"))
     sentences = re.split(r"(?<=[.:])\s+", page[:3000])
@@ -161,11 +165,13 @@ def texts() -> dict[str, tuple[str, str]]:
     }
 
 
-def tokens_of(work: str) -> tuple[list[int], list[int]]:
+def prompt_and_answer(workload: str) -> tuple[list[int], list[int]]:
+    """Return the tokens of the prompt and of the answer of a workload."""
     tokenizer = TextTokenizer(resolve_checkpoint("demo", "main"))
     tokenizer.max_length = 10**6
-    prompt, answer = (tokenizer.encode_text(text).tolist() for text in texts()[work])
-    return prompt[-MAX_PROMPT:] if work != "edit" else prompt[:MAX_PROMPT], answer[:MAX_ANSWER]
+    prompt, answer = (tokenizer.encode_text(text).tolist() for text in texts()[workload])
+    prompt = prompt[:MAX_PROMPT_LENGTH] if workload == "edit" else prompt[-MAX_PROMPT_LENGTH:]
+    return prompt, answer[:MAX_ANSWER_LENGTH]
 
 
 if __name__ == "__main__":

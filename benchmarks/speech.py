@@ -1,17 +1,19 @@
-"""Speech of random weights by Penstock and by transformers, in turn: real-time factor, time to first audio.
+"""Measure speech generation with random weights: real-time factor, and time to the first audio.
 
     python benchmarks/speech.py --shape neutts-nano --encoding int8
     python benchmarks/speech.py --shape orpheus-150m --transformers --json out.json
 
-The shapes have the sizes of public language models, with the codec of each: NeuCodec, or SNAC at 24 kHz.
-Each engine generates the same number of tokens from the same prompt, greedily, ignores the end, and
-decodes as many codes. Random weights write no valid frames: each token stands for a code. With
---transformers, generation by transformers and decoding by the codec's own package run in turn with
-Penstock. A round runs both; the result is the median of the rounds.
+A shape has the size of a public language model for speech, and its codec: NeuCodec, or SNAC at 24 kHz.
+Sampling is greedy and end of sequence is ignored. A model with random weights does not generate valid frames
+of codes. Therefore each generated token is converted to a code, so that the codec always has frames to
+decode.
 
-- ``first audio``: seconds from the request to the first chunk of a stream.
-- ``real-time factor``: seconds of the whole request, per second of audio.
-- ``codec``: the share of the time that the codec takes.
+With --transformers, transformers generates the same number of tokens from the same prompt, and the original
+package of the codec decodes as many frames. Both engines run alternately. Figures are medians of the rounds:
+
+- ``first audio``: seconds from the request to the first chunk of a streamed answer.
+- ``real-time factor``: seconds of the whole request divided by the seconds of audio.
+- ``codec``: share of the request's time that the codec takes.
 """
 
 from __future__ import annotations
@@ -68,29 +70,35 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-"""Name -> ``config.json``. Each has the number of parameters of the public model, and neutts-nano also its
-vocabulary. The layer sizes are those of other Llamas of that size."""
-PROMPT_TOKENS = 120
+"""Name -> ``config.json``. The number of parameters is that of the public model. neutts-nano also has the
+vocabulary of the public model. The layer sizes are typical of Llama models with this number of parameters."""
+PROMPT_LENGTH = 120
 
 
-class FixedCodes(SpeechCodes):
-    """A speech format in which every token is a code, so that random weights write whole frames."""
+class EveryTokenCodes(SpeechCodes):
+    """A speech format that converts every token to a code, so that every answer has complete frames."""
 
     def __init__(self, codes_per_frame: int, codebook_size: int) -> None:
         size = np.arange(codes_per_frame * codebook_size, dtype=np.int64)
         super().__init__(size.reshape(codes_per_frame, codebook_size))
         self.offset = 0
-        """Added to token ids. A codec may keep decoded windows, so each request needs other codes."""
+        """Number that is added to token ids.
+
+        Codecs cache decoded windows, so each request needs other codes.
+        """
 
     def parse(self, tokens: Any) -> tuple[np.ndarray, int, int]:
-        """Return the token ids modulo the size of a codebook, as whole frames."""
+        """Return the codes of all complete frames, the number of tokens read, and 0.
+
+        A code is the token id plus `offset`, modulo the size of the codebook.
+        """
         count = len(tokens) // self.codes_per_frame * self.codes_per_frame
         codes = (np.asarray(tokens[:count]) + self.offset) % self.codebook_size
         return codes.astype(np.int32), count, 0
 
 
 def open_pipeline(folder: Path, codec: Path, shape: str, encoding: str) -> AudioGeneratorPipeline:
-    """Return Penstock's pipeline of a random checkpoint."""
+    """Return Penstock's audio pipeline for a checkpoint and a codec with random weights."""
     config = PipelineConfig.from_flat(
         {
             "model_path": str(folder),
@@ -110,71 +118,75 @@ def open_pipeline(folder: Path, codec: Path, shape: str, encoding: str) -> Audio
 
     session = InferenceSession()
     supported = encoding in ("float32", "bfloat16", "int8")
-    loaded = _codec(codec, session, encoding if supported else None)
-    size = min(loaded.codebook_size, SHAPES[shape]["vocab_size"] // loaded.codes_per_frame)
-    tokens = SpeechTokenGenerationPipeline(
+    audio_codec = _load_codec(codec, session, encoding if supported else None)
+    size = min(audio_codec.codebook_size, SHAPES[shape]["vocab_size"] // audio_codec.codes_per_frame)
+    token_pipeline = SpeechTokenGenerationPipeline(
         config,
         architecture.load_pipeline_model(),
         None,
-        codes=FixedCodes(loaded.codes_per_frame, size),
+        codes=EveryTokenCodes(audio_codec.codes_per_frame, size),
         session=session,
     )
-    return AudioGeneratorPipeline(tokens, loaded)
+    return AudioGeneratorPipeline(token_pipeline, audio_codec)
 
 
-def _codec(folder: Path, session: Any, encoding: str | None) -> AudioCodec:
+def _load_codec(folder: Path, session: Any, encoding: str | None) -> AudioCodec:
+    """Load a codec in the encoding if it supports it, else in its default encoding."""
     from penstock.errors import ConfigError
 
     try:
         return load_codec(folder, session, encoding=encoding)
-    except ConfigError:  # the codec runs in one encoding
+    except ConfigError:  # the codec does not support the encoding
         return load_codec(folder, session)
 
 
 def speak(pipeline: AudioGeneratorPipeline, num_tokens: int) -> dict[str, float]:
-    """Return the times of one streamed request."""
+    """Run one streamed request and return its figures."""
     codes = pipeline.speech_lm_pipeline.codes
-    assert isinstance(codes, FixedCodes)
+    assert isinstance(codes, EveryTokenCodes)
     codes.offset += 7919
     context = TTSContext(
-        prompt=[1] * PROMPT_TOKENS,
-        tokens=np.arange(1, PROMPT_TOKENS + 1),
-        max_length=PROMPT_TOKENS + num_tokens,
+        prompt=[1] * PROMPT_LENGTH,
+        tokens=np.arange(1, PROMPT_LENGTH + 1),
+        max_length=PROMPT_LENGTH + num_tokens,
         ignore_eos=True,
         sampling_params=SamplingParams(temperature=0.0, ignore_eos=True),
         streaming=True,
     )
-    codec, decode, spent = pipeline.codec, pipeline.codec.decode_chunks, [0.0]
+    codec, decode, codec_seconds = pipeline.codec, pipeline.codec.decode_chunks, [0.0]
 
-    def timed(chunks: Any) -> Any:
+    def decode_timed(chunks: Any) -> Any:
         start = time.perf_counter()
-        found = decode(chunks)
-        spent[0] += time.perf_counter() - start
-        return found
+        samples = decode(chunks)
+        codec_seconds[0] += time.perf_counter() - start
+        return samples
 
-    codec.decode_chunks = timed  # type: ignore[method-assign]
-    begin, first, samples = time.perf_counter(), 0.0, 0
+    codec.decode_chunks = decode_timed  # type: ignore[method-assign]
+    begin, first, num_samples = time.perf_counter(), 0.0, 0
     try:
         while not context.is_done:
             output = pipeline.execute({"a": context}, pipeline.num_steps_for(0.02))["a"]
             if output.has_audio_data:
                 first = first or time.perf_counter() - begin
-                samples += len(output.audio_data)
+                num_samples += len(output.audio_data)
     finally:
         codec.decode_chunks = decode  # type: ignore[method-assign]
         pipeline.release(context)
-    total, seconds = time.perf_counter() - begin, samples / codec.sample_rate
-    return {"first audio": first, "real-time factor": total / seconds, "codec": spent[0] / total}
+    total, duration = time.perf_counter() - begin, num_samples / codec.sample_rate
+    return {"first audio": first, "real-time factor": total / duration, "codec": codec_seconds[0] / total}
 
 
 def transformers_engine(
     folder: Path, num_tokens: int, frames: Tensor, decode: Callable[[Tensor], object]
 ) -> Callable[[], float]:
-    """Return a function that generates tokens with transformers, decodes frames, and returns the seconds."""
+    """Return a function that generates tokens with transformers and decodes ``frames``.
+
+    The function returns the seconds of both.
+    """
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    ids = torch.arange(1, PROMPT_TOKENS + 1)[None]
+    ids = torch.arange(1, PROMPT_LENGTH + 1)[None]
 
     def run() -> float:
         begin = time.perf_counter()
@@ -187,15 +199,17 @@ def transformers_engine(
 
 
 def write_codec(shape: str, folder: Path) -> Callable[[Tensor], object]:
-    """Write a codec with random weights; return how its own package decodes ``[F, C]``."""
+    """Write a codec with random weights. Returns the decoder of the codec's original package.
+
+    The decoder takes codes ``[frames, codes per frame]``.
+    """
     torch.manual_seed(0)
     if shape == "orpheus-150m":
         try:
             from snac import SNAC  # type: ignore[import-not-found]
         except ImportError as error:
             raise SystemExit(
-                f"the shape {shape} needs the package {error.name!r}, whose codec it compares with: "
-                f"pip install {error.name}"
+                f"the shape {shape} needs the package {error.name!r} for its codec: pip install {error.name}"
             ) from None
 
         from penstock.codecs.snac.quantizer import frame_columns
@@ -204,7 +218,7 @@ def write_codec(shape: str, folder: Path) -> Callable[[Tensor], object]:
         (folder / "config.json").write_text(json.dumps(SNAC_SIZES))
         torch.save(snac.state_dict(), folder / "pytorch_model.bin")
         columns = frame_columns([4, 2, 1])
-        return lambda frames: snac.decode([frames[:, one].flatten()[None] for one in columns])
+        return lambda frames: snac.decode([frames[:, column].flatten()[None] for column in columns])
     from transformers import NeuCodecConfig, NeuCodecModel
 
     model: Any = NeuCodecModel(NeuCodecConfig(encoder_hidden_size=4, semantic_model_config=SMALL_ENCODER))
@@ -213,7 +227,7 @@ def write_codec(shape: str, folder: Path) -> Callable[[Tensor], object]:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure the shape of the command line and print its figures."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("--shape", choices=[*SHAPES], default="neutts-nano")
     parser.add_argument("--encoding", default="bfloat16")
@@ -230,14 +244,16 @@ def main() -> None:
         codec = pipeline.codec
         num_frames = options.tokens // codec.codes_per_frame
         frames = torch.randint(0, codec.codebook_size, (num_frames, codec.codes_per_frame))
-        other = transformers_engine(folder, options.tokens, frames, decode) if options.transformers else None
+        run_transformers = None
+        if options.transformers:
+            run_transformers = transformers_engine(folder, options.tokens, frames, decode)
         speak(pipeline, options.tokens)
         rounds, seconds = [], []
         for _ in range(options.rounds):
             rounds.append(speak(pipeline, options.tokens))
-            if other is not None:
-                seconds.append(other())
-    figures = {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
+            if run_transformers is not None:
+                seconds.append(run_transformers())
+    figures = {key: statistics.median(figures[key] for figures in rounds) for key in rounds[0]}
     if seconds:
         duration = num_frames / codec.frame_rate
         figures["transformers, real-time factor"] = statistics.median(seconds) / duration

@@ -1,17 +1,19 @@
-"""One image and 64 tokens by Penstock, transformers and OpenVINO in turn: time to first token, total time.
+"""Compare the latency of image requests in Penstock, transformers and OpenVINO. The engines run in turn.
 
     python benchmarks/vision.py --shape smolvlm-256m --encoding bfloat16 --json out.json
     python benchmarks/vision.py --shape qwen3-vl-2b --encoding int8 --quick
     python benchmarks/vision.py --shape smolvlm-256m --openvino VENV/bin/python
 
-The checkpoint has random weights of the given shape. All engines get the same pixels and tokens, so the time
-of the image processor is not part of the result. A round runs each engine once; the result is the median of
-the rounds. The first request of a round has a new image. The second request has the same image and another
-question; Penstock then has the image in its prefix cache. Sampling is greedy and the end is ignored.
+Prints the time to first token and the total time of a request with one image and 64 new tokens. The
+checkpoint has random weights. All engines get the same pixels and tokens, so the time of the image processor
+does not count. Sampling is greedy and end of sequence is ignored. Figures are medians of the rounds.
 
-``--quick`` runs two rounds of 16 tokens. ``--seconds`` ends after the round in which the time is over.
-``--openvino`` names the Python of an environment with ``openvino-genai`` and ``optimum-intel``; it runs
-``vision_openvino.py`` as a process that is stopped while another engine runs.
+In a round, each engine runs two requests. The first has a new image. The second has the same image and
+another question after it, so that Penstock finds the image in its prefix cache.
+
+``--quick`` runs two rounds with 16 new tokens. ``--seconds`` limits the time: no round starts after it.
+``--openvino`` is the Python interpreter of an environment with ``openvino-genai`` and ``optimum-intel``. It
+runs ``vision_openvino.py`` in a process that is stopped while another engine runs.
 """
 
 from __future__ import annotations
@@ -31,26 +33,29 @@ from typing import Any
 
 import numpy as np
 import torch
-from vision_shapes import IMAGE, SHAPES, SIDE, Request, is_qwen, request_of, write_checkpoint
+from vision_shapes import GRID_SIZE, IMAGE_TOKEN, SHAPES, Request, is_qwen, random_request, write_checkpoint
 
 from penstock.pipelines import PIPELINE_REGISTRY, PipelineConfig, TextGenerationPipeline
 from penstock.pipelines.core import ImageMetadata, SamplingParams, TextAndVisionContext, image_digest
 
 Run = Callable[[Request, int], tuple[float, float]]
-"""Runs a request with this number of new tokens. Returns the seconds to the first token and in total."""
+"""Runs a request with a number of new tokens.
+
+Returns the seconds to the first token and the total seconds.
+"""
 
 
 def penstock_engine(folder: Path, config: Mapping[str, Any], encoding: str) -> Run:
     """Return a function that runs a request with Penstock."""
     settings = {"model_path": str(folder), "quantization_encoding": encoding, "max_length": 4096}
     pipeline_config = PipelineConfig.from_flat(settings)
-    record = PIPELINE_REGISTRY.retrieve_architecture(pipeline_config.model.huggingface_config, folder)
-    pipeline = TextGenerationPipeline(pipeline_config, record.load_pipeline_model(), -1)
-    arguments = {"image_grid_thw": np.array([1, SIDE, SIDE])} if is_qwen(config) else {}
+    architecture = PIPELINE_REGISTRY.retrieve_architecture(pipeline_config.model.huggingface_config, folder)
+    pipeline = TextGenerationPipeline(pipeline_config, architecture.load_pipeline_model(), -1)
+    arguments = {"image_grid_thw": np.array([1, GRID_SIZE, GRID_SIZE])} if is_qwen(config) else {}
 
     def run(request: Request, count: int) -> tuple[float, float]:
         tokens, pixels = request.tokens, request.pixels
-        start, length = tokens.index(IMAGE), tokens.count(IMAGE)
+        start, length = tokens.index(IMAGE_TOKEN), tokens.count(IMAGE_TOKEN)
         image = ImageMetadata(
             start_idx=start,
             end_idx=start + length,
@@ -65,7 +70,7 @@ def penstock_engine(folder: Path, config: Mapping[str, Any], encoding: str) -> R
             ignore_eos=True,
             sampling_params=SamplingParams(top_k=1),
             images=[image],
-            vision_token_ids=[IMAGE],
+            vision_token_ids=[IMAGE_TOKEN],
         )
         begin, first = time.perf_counter(), 0.0
         while not context.is_done:
@@ -81,25 +86,25 @@ def transformers_engine(folder: Path, config: Mapping[str, Any], encoding: str) 
     """Return a function that runs a request with transformers, in bfloat16 unless the encoding is float32."""
     from transformers import AutoModelForImageTextToText
 
-    kind = torch.float32 if encoding == "float32" else torch.bfloat16
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=kind).eval()
+    dtype = torch.float32 if encoding == "float32" else torch.bfloat16
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype).eval()
 
     def run(request: Request, count: int) -> tuple[float, float]:
         ids = torch.tensor([request.tokens])
-        given: dict[str, Any] = {"pixel_values": torch.from_numpy(request.pixels).to(kind)}
+        image_inputs: dict[str, Any] = {"pixel_values": torch.from_numpy(request.pixels).to(dtype)}
         if is_qwen(config):
-            given["image_grid_thw"] = torch.tensor([[1, SIDE, SIDE]])
-            given["mm_token_type_ids"] = (ids == IMAGE).long()
+            image_inputs["image_grid_thw"] = torch.tensor([[1, GRID_SIZE, GRID_SIZE]])
+            image_inputs["mm_token_type_ids"] = (ids == IMAGE_TOKEN).long()
         else:
-            given["pixel_values"] = given["pixel_values"][None]
+            image_inputs["pixel_values"] = image_inputs["pixel_values"][None]
         times: list[float] = []
 
-        def note_time(ids: torch.Tensor, _: object) -> torch.Tensor:
+        def record_time(ids: torch.Tensor, _: object) -> torch.Tensor:
             times.append(time.perf_counter() - begin)
             return torch.zeros(len(ids), dtype=torch.bool)
 
         begin = time.perf_counter()
-        found = model.generate(
+        output = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=count,
@@ -107,11 +112,11 @@ def transformers_engine(folder: Path, config: Mapping[str, Any], encoding: str) 
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
-            stopping_criteria=[note_time],
-            **given,
+            stopping_criteria=[record_time],
+            **image_inputs,
         )
         total = time.perf_counter() - begin
-        assert found.shape[1] - ids.shape[1] == count == len(times)
+        assert output.shape[1] - ids.shape[1] == count == len(times)
         return times[0], total
 
     return run
@@ -130,8 +135,11 @@ def openvino_engine(python: str, folder: Path, encoding: str) -> Iterator[tuple[
         def receive() -> Any:
             line = answers.readline()
             if not line:
-                raise SystemExit(f"{script.name} ended with code {process.wait()}; its output has the reason")
-            os.kill(process.pid, signal.SIGSTOP)  # its threads must not take time from the other engines
+                raise SystemExit(
+                    f"{script.name} ended with exit status {process.wait()}; see its output above"
+                )
+            # The threads of an idle engine must not take CPU time from the other engines.
+            os.kill(process.pid, signal.SIGSTOP)
             return json.loads(line)
 
         def run(request: Request, count: int) -> tuple[float, float]:
@@ -153,30 +161,33 @@ def openvino_engine(python: str, folder: Path, encoding: str) -> Iterator[tuple[
 def measure(
     engines: Mapping[str, Run], config: Mapping[str, Any], options: argparse.Namespace
 ) -> dict[str, dict[str, float]]:
-    """Run all rounds. Return the medians of each engine."""
+    """Run a warm-up and all rounds. Returns the medians of each engine in seconds."""
     figures: dict[str, list[tuple[float, float, float]]] = {name: [] for name in engines}
-    ends = time.monotonic() + options.seconds
+    deadline = time.monotonic() + options.seconds
     for number in range(options.rounds + 1):
-        request = request_of(config, options.tiles, number)
-        other = request.with_other_words(number)
+        request = random_request(config, options.tiles, number)
+        second_request = request.with_other_text(number)
         for engine, run in engines.items():
-            if not number:  # warms up; twice, because the second step of a shape is captured
+            if not number:  # two warm-up requests, because Penstock captures a step shape when it runs again
                 run(request, 3)
-                run(request_of(config, options.tiles, -1 - number + 10_000), 3)
+                run(random_request(config, options.tiles, -1 - number + 10_000), 3)
                 continue
             first, total = run(request, options.tokens)
-            again, _ = run(other, 1)
-            figures[engine].append((first, again, total))
-            print(f"round {number}, {engine}: first {first:.3f} s, again {again:.3f} s, all {total:.3f} s")
-        if number and time.monotonic() > ends:
-            print(f"{options.seconds:.0f} s are over: {number} of {options.rounds} rounds")
+            same_image, _ = run(second_request, 1)
+            figures[engine].append((first, same_image, total))
+            print(
+                f"round {number}, {engine}: first token {first:.3f} s, "
+                f"with the same image {same_image:.3f} s, all tokens {total:.3f} s"
+            )
+        if number and time.monotonic() > deadline:
+            print(f"stopped after {options.seconds:.0f} s: {number} of {options.rounds} rounds")
             break
     results = {}
     for engine, rounds in figures.items():
-        first, again, total = (statistics.median(column) for column in zip(*rounds, strict=True))
+        first, same_image, total = (statistics.median(column) for column in zip(*rounds, strict=True))
         results[engine] = {
             "first_token_s": first,
-            "repeated_first_token_s": again,
+            "repeated_first_token_s": same_image,
             "total_s": total,
             "rounds": len(rounds),
         }
@@ -184,19 +195,19 @@ def measure(
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure the engines of the command line and print the medians."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", choices=SHAPES, default="smolvlm-256m")
-    parser.add_argument("--tiles", type=int, default=1, help="tiles of the image (SmolVLM)")
+    parser.add_argument("--tiles", type=int, default=1, help="number of image tiles; only for SmolVLM")
     parser.add_argument("--encoding", default="bfloat16")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="two rounds of 16 tokens")
-    parser.add_argument("--seconds", type=float, default=600, help="begin no round after this time")
+    parser.add_argument("--seconds", type=float, default=600, help="start no round after this time")
     parser.add_argument("--no-transformers", action="store_true")
-    parser.add_argument("--openvino", metavar="PYTHON", help="the Python of an environment with OpenVINO")
+    parser.add_argument("--openvino", metavar="PYTHON", help="Python of an environment with OpenVINO")
     parser.add_argument("--folder", type=Path, help="keep the checkpoint in this folder for the next run")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -215,14 +226,14 @@ def main() -> None:
             engines[name] = run
         results = measure(engines, config, options)
     ours = results["penstock"]
-    for engine, one in results.items():
-        ratio = ours["first_token_s"] / one["first_token_s"]
+    for engine, medians in results.items():
+        ratio = ours["first_token_s"] / medians["first_token_s"]
         print(
-            f"{engine:24} first token {one['first_token_s']:.3f} s (Penstock: {ratio:.2f} of it), "
-            f"same image {one['repeated_first_token_s']:.3f} s, all tokens {one['total_s']:.3f} s"
+            f"{engine:24} first token {medians['first_token_s']:.3f} s (Penstock takes {ratio:.2f} of it), "
+            f"same image {medians['repeated_first_token_s']:.3f} s, all tokens {medians['total_s']:.3f} s"
         )
-    again = ours["repeated_first_token_s"] / ours["first_token_s"]
-    print(f"Penstock: the second request with an image takes {again:.2f} of the first")
+    ratio = ours["repeated_first_token_s"] / ours["first_token_s"]
+    print(f"Penstock: with the same image, the first token takes {ratio:.2f} of the time with a new image")
     if options.json:
         options.json.write_text(json.dumps({"shape": options.shape, "engines": results}, indent=2))
 

@@ -1,12 +1,12 @@
-"""OpenVINO as an engine of ``vision.py``; runs in a separate virtual environment.
+"""OpenVINO as an engine of ``vision.py``. Runs in a separate virtual environment.
 
     python vision_openvino.py CHECKPOINT ENCODING THREADS
 
-Exports the checkpoint by ``optimum-cli`` if needed. Reads requests from standard input, one JSON object a
-line, and writes the times of each to standard output. The pipeline of optimum-intel takes the same pixels and
-tokens as the other engines. (`openvino_genai.VLMPipeline` takes text and images only.)
+Exports the checkpoint with ``optimum-cli`` if needed. Reads requests from standard input, one JSON object per
+line, and writes the times of each request to standard output. The model class of optimum-intel accepts pixels
+and tokens, so all engines get the same inputs. (`openvino_genai.VLMPipeline` accepts only text and images.)
 
-optimum-intel 2.2 exports SmolVLM with transformers up to 4.57.6.
+The SmolVLM export of optimum-intel 2.2 needs transformers 4.57.6 or older.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ from typing import Any
 import numpy as np
 import torch
 
-FORMATS = {"bfloat16": "fp16", "float32": "fp32", "int8": "int8", "int4": "int4"}
+WEIGHT_FORMATS = {"bfloat16": "fp16", "float32": "fp32", "int8": "int8", "int4": "int4"}
 
 
-def with_older_keys(folder: Path) -> Path:
-    """Return a folder with the same weights and the rotary parameters under the names of transformers 4."""
+def transformers_4_checkpoint(folder: Path) -> Path:
+    """Return a folder with the same weights and a config.json for transformers 4.
+
+    transformers 4 has other names for the rotary parameters.
+    """
     target = folder / "transformers-4"
     target.mkdir(exist_ok=True)
     config = json.loads((folder / "config.json").read_text())
@@ -42,29 +45,31 @@ def with_older_keys(folder: Path) -> Path:
     return target
 
 
-def exported(folder: Path, encoding: str) -> Path:
-    """Return the folder of the exported model. Exports it if it does not exist."""
+def exported_model(folder: Path, encoding: str) -> Path:
+    """Return the folder of the exported model. Exports the model if the folder does not exist."""
     target = folder / f"openvino-{encoding}"
     if not target.exists():
         part = folder / f"openvino-{encoding}.part"
-        source = with_older_keys(folder)
+        source = transformers_4_checkpoint(folder)
         command = [Path(sys.executable).with_name("optimum-cli"), "export", "openvino", "--model", source]
-        command += ["--task", "image-text-to-text", "--weight-format", FORMATS[encoding], part]
+        command += ["--task", "image-text-to-text", "--weight-format", WEIGHT_FORMATS[encoding], part]
         subprocess.run(list(map(str, command)), check=True, stdout=sys.stderr)
         part.rename(target)
     return target
 
 
 def main() -> None:
-    """Answer requests until standard input ends."""
+    """Answer the requests of standard input until it ends."""
     folder, encoding, threads = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries print
+    os.dup2(2, 1)  # what libraries print must not mix with the replies
     from optimum.intel.openvino import OVModelForVisualCausalLM
 
     config = json.loads((folder / "config.json").read_text())
     settings = {"INFERENCE_NUM_THREADS": str(threads), "PERFORMANCE_HINT": "LATENCY"}
-    model: Any = OVModelForVisualCausalLM.from_pretrained(exported(folder, encoding), ov_config=settings)
+    model: Any = OVModelForVisualCausalLM.from_pretrained(
+        exported_model(folder, encoding), ov_config=settings
+    )
 
     def reply(**fields: object) -> None:
         replies.write(json.dumps(fields) + "\n")
@@ -74,16 +79,16 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         ids = torch.tensor([request["tokens"]])
-        given: dict[str, Any] = {"pixel_values": torch.from_numpy(np.load(request["pixels"]))}
+        image_inputs: dict[str, Any] = {"pixel_values": torch.from_numpy(np.load(request["pixels"]))}
         if config["model_type"] == "qwen3_vl":
-            side = round(len(given["pixel_values"]) ** 0.5)
-            given["image_grid_thw"] = torch.tensor([[1, side, side]])
-            given["mm_token_type_ids"] = (ids == config["image_token_id"]).long()
+            side = round(len(image_inputs["pixel_values"]) ** 0.5)
+            image_inputs["image_grid_thw"] = torch.tensor([[1, side, side]])
+            image_inputs["mm_token_type_ids"] = (ids == config["image_token_id"]).long()
         else:
-            given["pixel_values"] = given["pixel_values"][None]
+            image_inputs["pixel_values"] = image_inputs["pixel_values"][None]
         times: list[float] = []
 
-        def note_time(ids: torch.Tensor, _: object, times: list[float] = times) -> torch.Tensor:
+        def record_time(ids: torch.Tensor, _: object, times: list[float] = times) -> torch.Tensor:
             times.append(time.perf_counter())
             return torch.zeros(len(ids), dtype=torch.bool)
 
@@ -96,8 +101,8 @@ def main() -> None:
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
-            stopping_criteria=[note_time],
-            **given,
+            stopping_criteria=[record_time],
+            **image_inputs,
         )
         reply(first=times[0] - begin, total=time.perf_counter() - begin)
 

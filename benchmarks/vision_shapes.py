@@ -1,4 +1,4 @@
-"""Shapes of vision models, checkpoints with random weights of these shapes, and requests with an image."""
+"""Vision models for benchmarks: configurations, random checkpoints, and requests with an image."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import torch
 
 from penstock.bench.random_weights import write_random_tensors
 
-IMAGE = 300
-"""Placeholder of an image. The byte-level vocabulary of the tokenizer ends before it."""
+IMAGE_TOKEN = 300
+"""Token id of image placeholders. Random text has ids of 1 to 255, so that it contains no placeholder."""
 _SMOLVLM: dict[str, Any] = {
     "model_type": "smolvlm",
     "architectures": ["SmolVLMForConditionalGeneration"],
-    "image_token_id": IMAGE,
+    "image_token_id": IMAGE_TOKEN,
     "scale_factor": 4,
     "text_config": {
         "model_type": "llama",
@@ -45,10 +45,10 @@ _SMOLVLM: dict[str, Any] = {
 _QWEN3_VL: dict[str, Any] = {
     "model_type": "qwen3_vl",
     "architectures": ["Qwen3VLForConditionalGeneration"],
-    "image_token_id": IMAGE,
-    "video_token_id": IMAGE + 1,
-    "vision_start_token_id": IMAGE + 2,
-    "vision_end_token_id": IMAGE + 3,
+    "image_token_id": IMAGE_TOKEN,
+    "video_token_id": IMAGE_TOKEN + 1,
+    "vision_start_token_id": IMAGE_TOKEN + 2,
+    "vision_end_token_id": IMAGE_TOKEN + 3,
     "tie_word_embeddings": True,
     "text_config": {
         "hidden_size": 2048,
@@ -75,7 +75,10 @@ _QWEN3_VL: dict[str, Any] = {
 }
 
 
-def _small(config: Mapping[str, Any], text: Mapping[str, Any], vision: Mapping[str, Any]) -> dict[str, Any]:
+def _with_sizes(
+    config: Mapping[str, Any], text: Mapping[str, Any], vision: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return a configuration with other values in its text and vision parts."""
     return {
         **config,
         "text_config": {**config["text_config"], **text},
@@ -86,15 +89,15 @@ def _small(config: Mapping[str, Any], text: Mapping[str, Any], vision: Mapping[s
 SHAPES: Mapping[str, dict[str, Any]] = {
     "smolvlm-256m": _SMOLVLM,
     "qwen3-vl-2b": _QWEN3_VL,
-    "qwen3-vl-2b-half": _small(
+    "qwen3-vl-2b-half": _with_sizes(
         _QWEN3_VL, {"num_hidden_layers": 14}, {"depth": 12, "deepstack_visual_indexes": [2, 5, 8]}
     ),
-    "tiny-smolvlm": _small(
+    "tiny-smolvlm": _with_sizes(
         _SMOLVLM,
         {"hidden_size": 72, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 1024},
         {"hidden_size": 96, "intermediate_size": 128, "num_hidden_layers": 2},
     ),
-    "tiny-qwen3-vl": _small(
+    "tiny-qwen3-vl": _with_sizes(
         _QWEN3_VL,
         {
             "hidden_size": 64,
@@ -115,12 +118,15 @@ SHAPES: Mapping[str, dict[str, Any]] = {
         },
     ),
 }
-"""Configurations of published models, one of them also with half of its layers for machines with little
-memory, and tiny ones that only check that the benchmark runs."""
-SIDE = 32
-"""Patches in each direction of a tile, or of the image of a model without tiles."""
-WORDS = 20
-"""Tokens of text before the image, and after it."""
+"""Name -> ``config.json``.
+
+smolvlm-256m and qwen3-vl-2b are published models. qwen3-vl-2b-half has half of the layers, for machines with
+little memory. The tiny models are for tests of the benchmark.
+"""
+GRID_SIZE = 32
+"""Patches per row and per column of an image or, if the model has tiles, of a tile."""
+TEXT_LENGTH = 20
+"""Number of text tokens before the image, and number after it."""
 
 
 @dataclass(frozen=True)
@@ -129,45 +135,47 @@ class Request:
 
     tokens: list[int]
     pixels: npt.NDArray[np.float32]
-    """The pixels, as the image processor returns them."""
+    """The pixel values that the image processor would return."""
 
-    def with_other_words(self, seed: int) -> Request:
-        """Return a request with the same image and another question after it."""
-        words = np.random.default_rng(seed).integers(1, 256, WORDS).tolist()
-        return Request([*self.tokens[:-WORDS], *words], self.pixels)
+    def with_other_text(self, seed: int) -> Request:
+        """Return a request with the same image and other text after it."""
+        words = np.random.default_rng(seed).integers(1, 256, TEXT_LENGTH).tolist()
+        return Request([*self.tokens[:-TEXT_LENGTH], *words], self.pixels)
 
 
 def is_qwen(config: Mapping[str, Any]) -> bool:
-    """Return whether images have a grid instead of tiles."""
+    """Return whether the model is Qwen3-VL, which has a patch grid per image instead of tiles."""
     return str(config["model_type"]) == "qwen3_vl"
 
 
-def request_of(config: Mapping[str, Any], tiles: int, seed: int) -> Request:
-    """Return a request with random words and pixels.
+def random_request(config: Mapping[str, Any], tiles: int, seed: int) -> Request:
+    """Return a request with random text and pixels.
 
     Args:
-        config: the shape.
-        tiles: the number of tiles of the image; a Qwen model has none.
-        seed: of the random numbers.
+        config: the configuration of the model.
+        tiles: the number of image tiles. A Qwen model ignores it.
+        seed: the seed of the random numbers.
     """
     rng = np.random.default_rng(seed)
     if is_qwen(config):
-        pixels = rng.normal(size=(SIDE * SIDE, 6 * 16 * 16)).astype(np.float32)
-        count = SIDE * SIDE // 4
-        before, after = [IMAGE + 2], [IMAGE + 3]
+        pixels = rng.normal(size=(GRID_SIZE * GRID_SIZE, 6 * 16 * 16)).astype(np.float32)
+        count = GRID_SIZE * GRID_SIZE // 4
+        before, after = [IMAGE_TOKEN + 2], [IMAGE_TOKEN + 3]
     else:
         size = config["vision_config"]["image_size"]
         pixels = rng.normal(size=(tiles, 3, size, size)).astype(np.float32)
-        count = tiles * (SIDE // config["scale_factor"]) ** 2
+        count = tiles * (GRID_SIZE // config["scale_factor"]) ** 2
         before, after = [], []
-    words = rng.integers(1, 256, 2 * WORDS).tolist()
-    return Request([*words[:WORDS], *before, *[IMAGE] * count, *after, *words[WORDS:]], pixels)
+    words = rng.integers(1, 256, 2 * TEXT_LENGTH).tolist()
+    return Request(
+        [*words[:TEXT_LENGTH], *before, *[IMAGE_TOKEN] * count, *after, *words[TEXT_LENGTH:]], pixels
+    )
 
 
 def write_checkpoint(folder: Path, config: Mapping[str, Any]) -> None:
-    """Write a checkpoint of this shape with random bfloat16 weights, if the folder has none.
+    """Write a checkpoint with random bfloat16 weights, if the folder has none.
 
-    The names are those of transformers, which reads it too.
+    Tensors have the names of transformers, so that all engines can load the checkpoint.
     """
     if (folder / "complete").exists():
         return
@@ -177,7 +185,7 @@ def write_checkpoint(folder: Path, config: Mapping[str, Any]) -> None:
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(settings, dtype=torch.bfloat16)
     tied = set(getattr(model, "all_tied_weights_keys", {}))
-    shapes = {name: tuple(one.shape) for name, one in model.state_dict().items() if name not in tied}
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
     folder.mkdir(parents=True, exist_ok=True)
     settings.dtype = torch.bfloat16
     settings.save_pretrained(folder)

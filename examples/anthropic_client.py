@@ -1,4 +1,4 @@
-"""Anthropic's client with a Penstock server: a message, a stream, and a tool call.
+"""The Anthropic client with a Penstock server: a message, a stream, and a tool call.
 
 pip install anthropic
 penstock serve &
@@ -19,7 +19,7 @@ WEATHER: Any = {
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
 }
 GREEDY = {"temperature": 0}
-"""Sampling parameters are not arguments of the client's newest versions."""
+"""Sent as ``extra_body``, because the newest versions of the client have no sampling arguments."""
 
 
 def converse(client: Anthropic, model: str) -> None:
@@ -35,10 +35,10 @@ def converse(client: Anthropic, model: str) -> None:
 
 
 def use_tool(client: Anthropic, model: str) -> None:
-    """Let the model call a function, return its result, and print the answer."""
+    """Let the model call a function, send it the result, and print the answer."""
     messages: list[Any] = [{"role": "user", "content": "What's the weather like in Paris today?"}]
-    given: Any = {"model": model, "max_tokens": 100, "tools": [WEATHER], "extra_body": GREEDY}
-    message: Any = client.messages.create(messages=messages, **given)
+    arguments: Any = {"model": model, "max_tokens": 100, "tools": [WEATHER], "extra_body": GREEDY}
+    message: Any = client.messages.create(messages=messages, **arguments)
     messages.append({"role": "assistant", "content": message.content})
     result = json.dumps({"temperature": 18, "weather": "sunny"})
     for block in message.content:
@@ -46,8 +46,8 @@ def use_tool(client: Anthropic, model: str) -> None:
             print("call:", block.name, block.input)
             answer = {"type": "tool_result", "tool_use_id": block.id, "content": result}
             messages.append({"role": "user", "content": [answer]})
-    last: Any = client.messages.create(messages=messages, **given)
-    print("answer:", last.content[0].text)
+    final: Any = client.messages.create(messages=messages, **arguments)
+    print("answer:", final.content[0].text)
 
 
 if __name__ == "__main__":

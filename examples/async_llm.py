@@ -1,4 +1,4 @@
-"""Several streams at the same time from an asyncio program; the model runs in its own process.
+"""Concurrent streams in an asyncio program. The model runs in a separate process.
 
 python examples/async_llm.py
 """
@@ -13,11 +13,11 @@ QUESTIONS = ["What is the capital of Germany?", "What is Penstock?"]
 
 
 async def ask(llm: AsyncLLM, question: str) -> str:
-    """Stream the answer to a question and print it."""
+    """Stream the answer to a question and return its text."""
     text = ""
     messages = [{"role": "user", "content": question}]
-    async for piece in llm.stream(messages=messages, sampling_params=SamplingParams(max_new_tokens=60)):
-        text += piece.text
+    async for delta in llm.stream(messages=messages, sampling_params=SamplingParams(max_new_tokens=60)):
+        text += delta.text
     return text
 
 

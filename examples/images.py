@@ -16,22 +16,23 @@ from openai import OpenAI
 
 
 def image_part(path: Path) -> dict[str, Any]:
-    """Return the part of a message with an image file."""
-    kind = mimetypes.guess_type(path.name)[0] or "image/png"
+    """Return a content part with an image file, as a data URL."""
+    media_type = mimetypes.guess_type(path.name)[0] or "image/png"
     data = base64.b64encode(path.read_bytes()).decode()
-    return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
+    return {"type": "image_url", "image_url": {"url": f"data:{media_type};base64,{data}"}}
 
 
 def main() -> None:
+    """Ask a question about images and stream the answer."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("images", nargs="+", type=Path, help="image files, then the question")
-    given = parser.parse_args()
-    *files, question = map(str, given.images)
+    options = parser.parse_args()
+    *files, question = map(str, options.images)
     content: Any = [*(image_part(Path(file)) for file in files), {"type": "text", "text": question}]
-    with OpenAI(base_url=f"{given.url}/v1", api_key="none") as client:
+    with OpenAI(base_url=f"{options.url}/v1", api_key="none") as client:
         model = client.models.list().data[0].id
         stream = client.chat.completions.create(
             model=model,
@@ -43,7 +44,7 @@ def main() -> None:
             if chunk.choices:
                 print(chunk.choices[0].delta.content or "", end="", flush=True)
             elif chunk.usage is not None:
-                print(f"\n{chunk.usage.prompt_tokens} tokens of the prompt, those of the images included")
+                print(f"\n{chunk.usage.prompt_tokens} prompt tokens, including the images")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Several LoRA adapters beside one model, all of them in one batch.
+"""Several LoRA adapters of one model in one batch.
 
-An adapter is a directory as PEFT writes it. This script writes two adapters of random numbers for the
-embedded model. They stand for trained adapters; the text that they produce makes no sense.
+An adapter is a directory in the format of PEFT. This script writes two adapters with random weights for the
+demo model. They only show how adapters are used: the text that they generate makes no sense.
 
     python examples/lora.py                 # writes adapters/tone and adapters/accent
     penstock serve --lora tone=adapters/tone --enable-lora
@@ -19,11 +19,11 @@ from safetensors.numpy import save_file
 from penstock import LLM, SamplingParams
 
 RANK = 4
-NUM_LAYERS, HIDDEN = 5, 256  # of the embedded model; its query projection is square
+NUM_LAYERS, HIDDEN = 5, 256  # of the demo model, whose query projection is square
 
 
 def write_adapter(folder: Path, *, seed: int, size: float = 0.1) -> Path:
-    """Writes a PEFT directory with an adapter of the query projections."""
+    """Write a PEFT directory with an adapter of the query projections, and return it."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "peft_type": "LORA",
@@ -44,9 +44,11 @@ def write_adapter(folder: Path, *, seed: int, size: float = 0.1) -> Path:
 
 
 def main() -> None:
-    """Writes two adapters and completes a prompt three times in one batch: without adapter, with each."""
+    """Write two adapters, and complete a prompt without adapter and with each adapter in one batch."""
     parser = argparse.ArgumentParser(description="Write two LoRA adapters and generate with them.")
-    parser.add_argument("folder", nargs="?", type=Path, default=Path("adapters"), help="where to write them")
+    parser.add_argument(
+        "folder", nargs="?", type=Path, default=Path("adapters"), help="folder for the adapters"
+    )
     folder = parser.parse_args().folder
     paths = {name: write_adapter(folder / name, seed=seed) for seed, name in enumerate(("tone", "accent"))}
     adapters: list[str | None] = [None, *paths]
@@ -57,7 +59,7 @@ def main() -> None:
             adapter=adapters,
         )
     for adapter, output in zip(adapters, outputs, strict=True):
-        print(f"{adapter or 'the model itself'}: {output.text!r}")
+        print(f"{adapter or 'no adapter'}: {output.text!r}")
     print(f"adapters: {', '.join(map(str, paths.values()))}")
 
 

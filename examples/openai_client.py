@@ -1,4 +1,4 @@
-"""The official OpenAI client with a Penstock server: a response, a stream, and a tool call.
+"""The OpenAI client with a Penstock server: a response, a stream, and a tool call.
 
 penstock serve &
 python examples/openai_client.py --url http://127.0.0.1:8000
@@ -31,7 +31,7 @@ def answer(client: OpenAI, model: str) -> None:
 
 
 def stream(client: OpenAI, model: str) -> None:
-    """Stream a story, then print the numbers of prompt and completion tokens."""
+    """Stream a story, then print the numbers of prompt tokens and completion tokens."""
     chunks = client.chat.completions.create(
         model=model,
         messages=[{"role": "user", "content": "Tell me a short story"}],
@@ -45,11 +45,11 @@ def stream(client: OpenAI, model: str) -> None:
         for choice in chunk.choices:
             print(choice.delta.content or "", end="", flush=True)
         if chunk.usage is not None:
-            print(f"\ntokens: {chunk.usage.prompt_tokens} read, {chunk.usage.completion_tokens} written")
+            print(f"\ntokens: {chunk.usage.prompt_tokens} prompt, {chunk.usage.completion_tokens} completion")
 
 
 def use_tool(client: OpenAI, model: str) -> None:
-    """Let the model call a function, return its result, and print the answer."""
+    """Let the model call a function, send it the result, and print the answer."""
     messages: list[Any] = [{"role": "user", "content": "What's the weather like in Paris today?"}]
     reply = client.chat.completions.create(
         model=model, messages=messages, tools=[WEATHER], tool_choice="required", temperature=0

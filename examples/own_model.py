@@ -1,7 +1,7 @@
-"""A custom model in Penstock's pipeline, without checkpoint and attention, in forty lines.
+"""A custom model in Penstock's pipeline in forty lines, without a checkpoint and without attention.
 
 It is a trigram model: it predicts the token that most often followed the last two tokens in a text.
-`TrigramModel` implements all methods that a pipeline needs. The pipeline does sampling, stopping, several
+`TrigramModel` implements all methods that a pipeline calls. The pipeline handles sampling, stopping, several
 steps per call, and batching.
 
     python examples/own_model.py
@@ -37,7 +37,7 @@ class LastTwoTokens:
 
 
 class TrigramModel(PipelineModel[TextContext]):
-    """Counts which tokens follow each pair of tokens."""
+    """A model that counts which tokens follow each pair of tokens in `TEXT`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -65,7 +65,7 @@ class TrigramModel(PipelineModel[TextContext]):
         *,
         drafts: Sequence[Sequence[int]] | None = None,
     ) -> LastTwoTokens:
-        assert drafts is None, "this model is used without speculation"
+        assert drafts is None, "the model does not support speculation"
         rows = [context.all_tokens[-2:].tolist() for batch in replica_batches for context in batch]
         return LastTwoTokens(torch.tensor([[0] * (2 - len(row)) + row for row in rows]))
 
@@ -81,7 +81,7 @@ class TrigramModel(PipelineModel[TextContext]):
 
 
 def generate(prompts: list[str], num_tokens: int = 24) -> list[str]:
-    """Continue all prompts in one batch, four steps per call."""
+    """Return the prompts with their continuations. Runs one batch, four decode steps per call."""
     config = PipelineConfig()
     tokenizer = TextTokenizer(config.model.checkpoint)
     pipeline = TextGenerationPipeline(config, TrigramModel, tokenizer.eos)

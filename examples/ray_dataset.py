@@ -1,6 +1,7 @@
-"""Generate texts for a dataset on Ray Data, with a model in each of several actors.
+"""Generate answers for a dataset with Ray Data. Each of several actors loads the model.
 
-Without a cluster Ray starts on this machine. With one (``ray start``, RAY_ADDRESS) its nodes run the actors.
+Without a cluster, Ray starts on this machine. With a cluster (``ray start``, RAY_ADDRESS), its nodes run the
+actors.
 
     python examples/ray_dataset.py --output answers
 """
@@ -14,11 +15,11 @@ import ray
 import penstock.ray
 from penstock import SamplingParams
 
-CITIES = ("Germany", "France", "Italy", "Spain", "Peru", "Japan")
+COUNTRIES = ("Germany", "France", "Italy", "Spain", "Peru", "Japan")
 
 
 def main() -> None:
-    """Write the answers as parquet and print how many there are."""
+    """Write the answers as Parquet files, and print the answers and their number."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -27,7 +28,7 @@ def main() -> None:
     options = parser.parse_args()
     rows = [
         {"messages": [{"role": "user", "content": f"What is the capital of {country}?"}]}
-        for country in CITIES
+        for country in COUNTRIES
     ]
     answers = penstock.ray.generate(
         ray.data.from_items(rows),

@@ -36,7 +36,7 @@ def converse(client: OpenAI, model: str) -> None:
 
 
 def parse(client: OpenAI, model: str) -> None:
-    """Parse the output into an object."""
+    """Request an output with the schema of `Person` and print the parsed object."""
     parsed = client.responses.parse(
         model=model, input="Tom is 31 years old.", text_format=Person, temperature=0, max_output_tokens=64
     )

@@ -1,7 +1,7 @@
 """Scoring without generation: find the most probable of several answers.
 
-The batch contains each question once for each of its answers. The score is the sum of the log probabilities
-of the answer's tokens; no token is generated. Multiple-choice benchmarks score a model in this way.
+A prompt of the batch is the question with one of the answers. The score is the sum of the log probabilities
+of the answer's tokens. No token is generated. Multiple-choice benchmarks use such scores.
 
     python examples/score_batch.py
 """
@@ -19,8 +19,7 @@ QUESTIONS = {
 
 
 def log_probability(output: GenerationOutput, num_common: int) -> float:
-    """Return the log probability of the prompt tokens after the first ``num_common``, which all answers
-    share."""
+    """Return the log probability of the prompt tokens after the first ``num_common`` tokens."""
     assert output.prompt_log_probabilities is not None
     return fsum(output.prompt_log_probabilities.token_log_probabilities[num_common - 1 :])
 
@@ -30,15 +29,15 @@ def main() -> None:
     with LLM("demo") as llm:
         for question, answers in QUESTIONS.items():
             messages = [{"role": "user", "content": question}]
-            (asked,) = llm.chat(messages, SamplingParams(max_new_tokens=0))
+            (question_output,) = llm.chat(messages, SamplingParams(max_new_tokens=0))
             country = question.removeprefix("What is the capital of ").rstrip("?")
             prompts = [
-                asked.prompt_token_ids
+                question_output.prompt_token_ids
                 + llm.tokenizer.encode_text(f"The capital of {country} is {city}.").tolist()
                 for city in answers
             ]
             outputs = llm.generate(prompts, SamplingParams(max_new_tokens=0), prompt_logprobs=0)
-            scores = [log_probability(output, len(asked.prompt_token_ids)) for output in outputs]
+            scores = [log_probability(output, len(question_output.prompt_token_ids)) for output in outputs]
             print(question)
             for score, city in sorted(zip(scores, answers, strict=True), reverse=True):
                 print(f"{score:9.2f}  {city}")

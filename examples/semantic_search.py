@@ -1,7 +1,7 @@
 """Semantic search over Markdown files with an embeddings model.
 
-The files are cut at their headings. Each section is embedded once; a query is embedded with the prompt that
-the checkpoint has for queries. The sections with the highest similarity are printed.
+The script splits the files at their headings and embeds each section. It embeds the query with the prompt
+that the checkpoint has for queries, and prints the sections with the highest similarity.
 
     python examples/semantic_search.py MODEL "how much memory does the KV cache take"
 
@@ -37,17 +37,17 @@ def sections(folder: Path) -> list[tuple[str, str]]:
 
 
 def search(llm: LLM, query: str, texts: list[str], top_n: int) -> list[tuple[int, float]]:
-    """Return the indices and the similarities of the best texts for a query."""
+    """Return the indices and the cosine similarities of the ``top_n`` best texts for a query, best first."""
     layout = llm.tokenizer.layout
-    # Sections longer than the model's maximum are cut: the beginning of a section names its topic.
+    # Sections that exceed the maximum length of the model are cut, because their beginning names the topic.
     vectors = llm.embed(texts, normalize=True, truncate=True, prompt_name=layout.prompt_for("document"))
-    wanted = llm.embed(query, normalize=True, prompt_name=layout.prompt_for("query"))
-    scores = vectors @ wanted
+    query_vector = llm.embed(query, normalize=True, prompt_name=layout.prompt_for("query"))
+    scores = vectors @ query_vector
     return [(int(i), float(scores[i])) for i in np.argsort(-scores)[:top_n]]
 
 
 def main() -> None:
-    """Print the best sections, one line each."""
+    """Print the similarity and the title of the best sections."""
     parser = argparse.ArgumentParser(description="Semantic search over Markdown files.")
     parser.add_argument("model", help="folder or Hugging Face id of an embeddings model")
     parser.add_argument("query")
@@ -60,7 +60,7 @@ def main() -> None:
     try:
         with LLM(arguments.model) as llm:
             if llm.config.model.pipeline_task is not PipelineTask.EMBEDDINGS_GENERATION:
-                sys.exit(f"{arguments.model} is no embeddings model: give all-MiniLM-L6-v2 or another one")
+                sys.exit(f"{arguments.model} is not an embeddings model: use one, such as all-MiniLM-L6-v2")
             best = search(llm, arguments.query, [text for _, text in found], arguments.top_n)
     except PenstockError as error:
         sys.exit(f"{arguments.model} cannot be used for search: {error}")

@@ -1,7 +1,7 @@
-"""Speculative decoding: one forward verifies several drafted tokens; the text equals plain decoding.
+"""Speculative decoding: one forward verifies several draft tokens. The text does not change.
 
-The conversation holds a text that the answer repeats, as in editing or summarising. The drafts come from the
-conversation itself (``ngram``); with ``draft_model_path`` a small model generates them.
+The answer repeats a text of the conversation, as in editing or summarising. The method ``ngram`` takes the
+draft tokens from the conversation. With ``draft_model_path``, a small model generates them.
 
     python examples/speculation.py
 """
@@ -19,24 +19,23 @@ PARAMS = SamplingParams(temperature=0.7, top_k=0, top_p=0.9, seed=3)
 
 
 def answer(**config: Any) -> tuple[str, LLM]:
-    """Open the model, answer a question that the conversation already answers, and return answer and
-    model."""
+    """Load the model with a configuration and answer `CHAT`. Returns the answer and the model."""
     llm = LLM("demo", quantization_encoding="float32", **config)
     (output,) = llm.chat(CHAT, PARAMS)
     return output.text, llm
 
 
 def main() -> None:
-    """Generate the same text without and with speculation, and compare."""
+    """Generate an answer without and with speculation, and compare both."""
     plain, llm = answer()
     llm.close()
-    drafted, llm = answer(speculative_method="ngram", adaptive_speculation=False)
+    with_drafts, llm = answer(speculative_method="ngram", adaptive_speculation=False)
     stats = llm.pipeline.speculation_stats
     llm.close()
-    print(drafted)
-    print(f"the same text: {plain == drafted}")
+    print(with_drafts)
+    print(f"the same text: {plain == with_drafts}")
     print(
-        f"{stats.num_accepted} of {stats.num_proposed} drafted tokens accepted, "
+        f"{stats.num_accepted} of {stats.num_proposed} draft tokens accepted, "
         f"{stats.num_verified_steps} forwards with drafts"
     )
 

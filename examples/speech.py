@@ -1,7 +1,7 @@
-"""Speech with a model that writes audio tokens: a stream, and the same text as a file.
+"""Speech of a model that generates audio tokens, as a stream of chunks.
 
-The text is spoken as a stream of chunks, as a player would read it, and written to a WAV file. The real-time
-factor is the time that the speech takes, divided by its duration.
+The script writes the chunks to a WAV file. The real-time factor is the time of the generation divided by the
+duration of the speech.
 
     python examples/speech.py MODEL "The quick brown fox." --output fox.wav
 
@@ -23,8 +23,8 @@ from penstock.pipelines.core import PipelineTask
 
 
 def main() -> None:
-    """Speak a text."""
-    parser = argparse.ArgumentParser(description="Speak a text.")
+    """Generate the speech of a text."""
+    parser = argparse.ArgumentParser(description="Generate the speech of a text.")
     parser.add_argument("model")
     parser.add_argument("text")
     parser.add_argument("--output", type=Path, default=Path("speech.wav"))
@@ -33,7 +33,7 @@ def main() -> None:
     options = parser.parse_args()
     with LLM(options.model) as llm:
         if llm.config.model.pipeline_task is not PipelineTask.AUDIO_GENERATION:
-            raise SystemExit(f"{options.model} is no speech model")
+            raise SystemExit(f"{options.model} is not a speech model")
         form = llm.tokenizer.speech_format
         params = llm.config.default_sampling_params(defaults=form.sampling_defaults, seed=options.seed)
         stream = llm.stream_speech(options.text, params, voice=options.voice)
@@ -42,11 +42,11 @@ def main() -> None:
             if not chunks:
                 print(f"first audio after {chunk.metadata['elapsed_seconds']:.2f} s")
             chunks.append(chunk.audio_data.numpy())
-        facts = chunk.metadata
+        metadata = chunk.metadata
     audio = np.concatenate(chunks)
     options.output.write_bytes(encode_audio(audio, stream.sample_rate, "wav"))
-    factor = facts["elapsed_seconds"] / facts["seconds"]
-    print(f"{facts['seconds']:.2f} s of audio in {len(chunks)} chunks, real-time factor {factor:.2f}")
+    factor = metadata["elapsed_seconds"] / metadata["seconds"]
+    print(f"{metadata['seconds']:.2f} s of audio in {len(chunks)} chunks, real-time factor {factor:.2f}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Structured output: constrained by a class, a regular expression, or a list of choices.
+"""Structured output that a class, a regular expression or a list of choices constrains.
 
 penstock serve &
 python examples/structured_output.py --url http://127.0.0.1:8000
@@ -28,19 +28,19 @@ class Verdict(BaseModel):
     because: str = Field(max_length=60)
 
 
-def parsed_as(client: OpenAI, model: str, kind: type[BaseModel], text: str) -> None:
-    """Let the client turn the class into a JSON schema, and the response into an object."""
+def print_parsed(client: OpenAI, model: str, schema: type[BaseModel], text: str) -> None:
+    """Print the answer as an object of a class. The client converts the class to a JSON schema."""
     reply = client.chat.completions.parse(
         model=model,
         messages=[{"role": "user", "content": text}],
-        response_format=kind,
+        response_format=schema,
         temperature=0,
         max_tokens=150,
     )
     print(repr(reply.choices[0].message.parsed))
 
 
-def constrained_by(client: OpenAI, model: str, text: str, **outputs: Any) -> None:
+def print_constrained(client: OpenAI, model: str, text: str, **outputs: Any) -> None:
     """Print an answer that is constrained by a field of ``structured_outputs``."""
     reply = client.chat.completions.create(
         model=model,
@@ -58,7 +58,7 @@ if __name__ == "__main__":
     flags = parser.parse_args()
     with OpenAI(base_url=f"{flags.url}/v1", api_key=flags.api_key) as opened:
         served = opened.models.list().data[0].id
-        parsed_as(opened, served, Person, "Tom is 31 years old and lives in Oslo. Answer as JSON.")
-        parsed_as(opened, served, Verdict, "How did the story of the lost dog end?")
-        constrained_by(opened, served, "When was that?", regex=r"[12][0-9]{3}-[01][0-9]-[0-3][0-9]")
-        constrained_by(opened, served, "Is the sky blue?", choice=["yes", "no", "perhaps"])
+        print_parsed(opened, served, Person, "Tom is 31 years old and lives in Oslo. Answer as JSON.")
+        print_parsed(opened, served, Verdict, "How did the story of the lost dog end?")
+        print_constrained(opened, served, "When was that?", regex=r"[12][0-9]{3}-[01][0-9]-[0-3][0-9]")
+        print_constrained(opened, served, "Is the sky blue?", choice=["yes", "no", "perhaps"])

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from penstock.worker.process import WorkerRuntime
 
 _MIN_PREFAULTED = 64 << 20
-"""Bytes above which memory is prefaulted. Smaller allocations take no noticeable time."""
+"""Minimum size of packed weights to prefault, in bytes. The system maps smaller sizes in negligible time."""
 _PREFAULT_SHARE = 0.7
-"""Weights above this fraction of the free memory are not prefaulted, because the planner may refuse them."""
+"""Maximum fraction of the free memory that is prefaulted. The memory planner may reject larger weights."""
 _PHASES = ("tokenizer", "libraries", "model")
 STREAMING_LATENCY_BUDGET = 0.02
 """Default time limit of a scheduler step in seconds. New requests wait up to this long, and streamed tokens
@@ -62,7 +62,7 @@ class Catalog:
         task = model.pipeline_task
         architecture = self._architecture(model, task)
         if task not in self.tasks:
-            known = [one.option for one in self.tasks]
+            known = [record.option for record in self.tasks]
             raise UnsupportedTaskError(model.checkpoint, architecture.name, task.option, known)
         return architecture, self.tasks[task]
 
@@ -83,13 +83,14 @@ CATALOG = Catalog()
 
 
 def load_tokenizer(config: PipelineConfig, catalog: Catalog = CATALOG) -> Any:
-    """Return the tokenizer that the configured model's architecture or task names; loads no torch.
+    """Return the tokenizer of the configured model, without importing torch.
 
-    Its ``max_length`` is the checkpoint's limit; the caller sets it to the planned maximum length.
+    The class is that of the model's architecture or task. The ``max_length`` of the tokenizer is the
+    checkpoint's limit; the caller sets it to the planned maximum length.
 
     Raises:
         CheckpointError: the model cannot be served, or its tokenizer is missing or damaged.
-        ConfigError: the configured chat template is not a template.
+        ConfigError: the configured chat template is invalid.
     """
     architecture, task = catalog.resolve(config)
     options: dict[str, Any] = {
@@ -106,10 +107,10 @@ def load_tokenizer(config: PipelineConfig, catalog: Catalog = CATALOG) -> Any:
 
 
 def load_serving_tokenizer(config: PipelineConfig, catalog: Catalog = CATALOG) -> Any:
-    """Return the tokenizer of `load_tokenizer` for a process that must not load torch.
+    """Return the tokenizer of `load_tokenizer` for the server process, which must not import torch.
 
-    If the model reads images, other processes prepare them. These processes start here, and
-    `close_tokenizer` ends them.
+    If the model reads images, this function starts the processes that prepare them. `close_tokenizer` ends
+    these processes.
     """
     tokenizer = load_tokenizer(config, catalog)
     if getattr(tokenizer, "reads_images", False):  # registered tokenizers may lack this attribute
@@ -118,7 +119,10 @@ def load_serving_tokenizer(config: PipelineConfig, catalog: Catalog = CATALOG) -
 
 
 def close_tokenizer(tokenizer: object) -> None:
-    """End the processes of a tokenizer, if it has a method for it; `PipelineTokenizer` requires none."""
+    """End the processes of a tokenizer.
+
+    Does nothing for a tokenizer without the optional ``close`` method.
+    """
     close = getattr(tokenizer, "close", None)
     if close is not None:
         close()
@@ -135,7 +139,7 @@ def prefault_weights(config: PipelineConfig) -> PrefaultedMemory:
     size, device = 0, config.model.devices[0]
     if config.parallel.is_divided:
         return PrefaultedMemory(0)
-    with suppress(PenstockError):  # the load reports a model that cannot be loaded
+    with suppress(PenstockError):  # `load_pipeline` raises the error again
         backend = BACKENDS.candidates(device.device_type, config.model.kernels)[0]
         if device.is_host and backend.packs_weights and not config.model.packed_key.file.is_file():
             size = estimate_packed_size(config)
@@ -153,9 +157,9 @@ def load_pipeline(
 
     Args:
         config: the configuration.
-        tokenizer: from `load_tokenizer`.
+        tokenizer: the result of `load_tokenizer`.
         catalog: the architectures and tasks.
-        prefaulted: memory for packed weights, from `prefault_weights`.
+        prefaulted: memory for packed weights, the result of `prefault_weights`.
 
     Raises:
         CheckpointError: the model cannot be loaded.
@@ -178,10 +182,10 @@ def load_pipeline(
     )
     if not config.parallel.is_divided:
         return task.load_factory()(required)
-    from penstock.ranks import load_divided
+    from penstock.ranks import load_on_ranks
 
     picklable = replace(catalog, tasks=dict(catalog.tasks))
-    return load_divided(required, task, picklable.resolve)
+    return load_on_ranks(required, task, picklable.resolve)
 
 
 def check_checkpoint(config: PipelineConfig) -> Any:
@@ -193,9 +197,9 @@ def check_checkpoint(config: PipelineConfig) -> Any:
         The tokenizer.
 
     Raises:
-        CheckpointError: it cannot be loaded; lists all tensors with errors.
-        ConfigError: it does not run in its encoding, the chat template is invalid, or the model has no native
-            network.
+        CheckpointError: the model cannot be loaded; the message lists all tensors with errors.
+        ConfigError: the model does not support the configured encoding, the chat template is invalid, or the
+            model has no native network.
     """
     import torch
 
@@ -205,25 +209,24 @@ def check_checkpoint(config: PipelineConfig) -> Any:
 
     tokenizer = load_tokenizer(config)
     model = _load_network(config)
-    weights = _renamed(Weights.open(config.model.checkpoint, shapes_only=True), model)
+    weights = _with_model_names(Weights.open(config.model.checkpoint, shapes_only=True), model)
     length = model.calculate_max_seq_len(config, config.model.huggingface_config)
     with torch.no_grad():
         kind = encoding_named(config.model.encoding)
-        loader = Loader(weights, kind.compute_dtype.value, torch.device("meta"))  # nothing is quantised
+        loader = Loader(weights, kind.compute_dtype.value, torch.device("meta"))  # not quantized
         model.build(loader, config.model.huggingface_config, length)
     weights.finish(model.ignored_tensors(config.model.huggingface_config))
     return tokenizer
 
 
 def pack_checkpoint(config: PipelineConfig) -> Path:
-    """Pack the weights of the configured model and store them where later loads find them.
+    """Pack the weights of the configured model, and store them in the file that later loads read.
 
-    Returns:
-        The file.
+    Returns: The path of the file.
 
     Raises:
         CheckpointError: the model cannot be loaded.
-        ConfigError: its device has no packed form, or the model has no network of layers.
+        ConfigError: the back end does not pack weights, or the model has no native network.
         OSError: the file cannot be written.
     """
     from penstock.weights.packed_weights import write_packed
@@ -246,15 +249,15 @@ def load_packed_layers(
 
     Args:
         config: the configuration.
-        ops: the back end that packs; by default that of the configuration.
+        ops: the back end that packs; by default the back end of the configuration.
         is_uniform: whether all linear layers have the configured encoding, see `penstock.nn.Loader`.
 
     Returns:
-        The layers in load order, and the tensors of the checkpoint by the names of the model.
+        The layers in load order, and the tensors of the checkpoint under the names that the model uses.
 
     Raises:
         CheckpointError: the model cannot be loaded.
-        ConfigError: the model has no network of layers.
+        ConfigError: the model has no native network.
     """
     from penstock.driver import load_devices
     from penstock.nn import Loader
@@ -262,7 +265,7 @@ def load_packed_layers(
 
     model = _load_network(config)
     ops = ops or _load_ops(config)
-    weights = _renamed(Weights.open(config.model.checkpoint), model)
+    weights = _with_model_names(Weights.open(config.model.checkpoint), model)
     length = model.calculate_max_seq_len(config, config.model.huggingface_config)
     loader = Loader(
         weights,
@@ -286,7 +289,7 @@ def _load_ops(config: PipelineConfig) -> Ops:
     return InferenceSession(devices, num_threads=config.num_threads, kernels=config.model.kernels).ops
 
 
-def _renamed(weights: Weights, model: type[NetworkModel[Any]]) -> Weights:
+def _with_model_names(weights: Weights, model: type[NetworkModel[Any]]) -> Weights:
     return weights if model.weights_adapter is None else weights.renamed(model.weights_adapter)
 
 
@@ -312,8 +315,7 @@ def load_scheduler(
     Args:
         config: the configuration.
         pipeline: made from the same configuration.
-        isolates_faults: whether an error ends only the requests that cause it; otherwise it reaches the
-            caller of ``step``.
+        isolates_faults: whether an error ends only the requests that cause it; otherwise ``step`` raises it.
     """
     plan, steps = pipeline.memory_plan, pipeline.overlapped_steps
     make = Scheduler if steps is None else partial(OverlappedScheduler, steps=steps)
@@ -338,18 +340,18 @@ def load_runtime(config: PipelineConfig, catalog: Catalog = CATALOG) -> WorkerRu
     """
     times = [perf_counter()]
     with prefault_weights(config) as prefaulted:
-        tokenizer = load_tokenizer(config, catalog)  # first: a missing model is reported at once
+        tokenizer = load_tokenizer(config, catalog)  # before the imports, to report a missing model at once
         times.append(perf_counter())
-        catalog.resolve(config)[1].load_factory()  # imports torch and other libraries, which takes longest
+        catalog.resolve(config)[1].load_factory()  # imports torch
         times.append(perf_counter())
         pipeline = load_pipeline(config, tokenizer, catalog, prefaulted)
     scheduler = load_scheduler(config, pipeline, isolates_faults=True)
     times.append(perf_counter())
     seconds = [end - begin for begin, end in pairwise(times)]
-    return _runtime_of(config, pipeline, scheduler, list(zip(_PHASES, seconds, strict=True)))
+    return _make_runtime(config, pipeline, scheduler, list(zip(_PHASES, seconds, strict=True)))
 
 
-def _runtime_of(
+def _make_runtime(
     config: PipelineConfig,
     pipeline: AnyTaskPipeline,
     scheduler: AnyScheduler,

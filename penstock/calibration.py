@@ -40,7 +40,7 @@ _MIN_IMPORTANCE = 1e-6
 
 
 class CalibrationNetwork(Protocol):
-    """A model without its head."""
+    """A network that computes hidden states, without the output head."""
 
     @property
     def length_dependent(self) -> bool:
@@ -53,7 +53,7 @@ class CalibrationNetwork(Protocol):
 
 
 Pack = Callable[[LazyWeight, Tensor | None], None]
-"""Packs a layer, given the importance of its inputs (None if unknown)."""
+"""Packs a layer, given the importance ``[in]`` of its inputs (None if unknown)."""
 
 
 def pack_calibrated(
@@ -61,13 +61,13 @@ def pack_calibrated(
 ) -> None:
     """Run a fixed sequence of random tokens and pack each lazily packed layer after its use.
 
-    Experts are not packed here, because most of them receive none of so few tokens.
+    Experts are not packed here, because with so few tokens most experts receive none.
 
     Args:
-        network: a network whose weights are `LazyWeight`.
-        spec: its KV cache; None for a network without one.
-        ops: the operations that run it.
-        config: gives the vocabulary size.
+        network: a network whose weights are `LazyWeight` objects.
+        spec: the KV cache of the network; None if it has no KV cache.
+        ops: the operations that run the network.
+        config: contains the vocabulary size.
         pack: called with each layer.
     """
     tokens = np.random.default_rng(0).integers(0, max(config.vocabulary_size, 1), NUM_TOKENS)
@@ -119,9 +119,9 @@ class _CalibratingOps:
 
 
 def activation_statistics(x: Tensor) -> Tensor | None:
-    """Return the mean square of each input of ``x [T, in]``, divided by their mean.
+    """Return the importance ``[in]`` of each input of ``x [T, in]``; None if the mean is 0 or not finite.
 
-    Return None if the mean is 0 or not finite.
+    It is the mean square of the input, divided by the mean over all inputs, plus `_MIN_IMPORTANCE`.
     """
     squares = x.float().square().mean(0)  # [in]
     mean = squares.mean()

@@ -173,7 +173,10 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
 
 
 def host_zeros(size: int, dtype: torch.dtype, reader: torch.device) -> Tensor:
-    """Return ``[size]`` zeros in host memory that ``reader`` can copy from while a device graph runs."""
+    """Return ``[size]`` zeros in host memory, pinned if ``reader`` is a GPU.
+
+    CUDA graphs copy from pinned memory only.
+    """
     import torch
 
     return torch.zeros(size, dtype=dtype, pin_memory=reader.type != "cpu")
@@ -184,11 +187,11 @@ def _gpus(count: int) -> str:
 
 
 def _host_memory() -> tuple[int, int]:
-    """Return total and available bytes of host memory, within the limits of the container."""
+    """Return total and available bytes of host memory, within the limits of the container and the process."""
     page = os.sysconf("SC_PAGE_SIZE")
     total = page * os.sysconf("SC_PHYS_PAGES")
     free = page * os.sysconf("SC_AVPHYS_PAGES")
-    try:  # the page cache counts as available, but not in sysconf
+    try:  # in contrast to sysconf, MemAvailable includes the page cache
         with open("/proc/meminfo") as meminfo:
             fields = dict(line.split(":", 1) for line in meminfo)
         free = int(fields["MemAvailable"].split()[0]) * 1024
@@ -197,7 +200,7 @@ def _host_memory() -> tuple[int, int]:
     limit = limits.memory()
     if limit is not None:
         total, free = min(total, limit[0]), min(free, limit[1])
-    private, left = private_memory.limit(), private_memory.free()
-    if private is not None and left is not None:
-        total, free = min(total, private), min(free, left)
+    private, free_private = private_memory.limit(), private_memory.free()
+    if private is not None and free_private is not None:
+        total, free = min(total, private), min(free, free_private)
     return total, max(free, 0)

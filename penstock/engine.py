@@ -27,7 +27,7 @@ class InferenceSession:
         devices: the devices to run on; the CPU of the host if not given.
         num_threads: threads of the OpenMP team of this process. If not given, torch's default (one per core,
             or ``OMP_NUM_THREADS``), but not more than the CPU limit of the container allows.
-        kernels: name of the back end; the best one that runs on the device if not given.
+        kernels: name of the back end; if not given, the best back end for the device.
         prefaulted: memory for the weights that models of this session pack.
         deterministic: whether results of a row must be bit-equal in every batch. Some back ends then use
             slower kernels.
@@ -39,7 +39,8 @@ class InferenceSession:
     """
 
     _process: ClassVar[int | None] = None
-    """The process that created the first session. A forked child inherits the number, not the threads."""
+    """Id of the process that created the first session. A forked child inherits this id, but not the
+    threads."""
     _sessions: ClassVar[WeakSet[InferenceSession]] = WeakSet()
     """The sessions of this process, guarded by `_sessions_lock`."""
     _sessions_lock: ClassVar[threading.Lock] = threading.Lock()
@@ -65,15 +66,15 @@ class InferenceSession:
         self.ranks = ranks
         self.prefaulted = prefaulted or PrefaultedMemory()
         self.reservations = MemoryReservations()
-        """Memory for weights of this session's models that are packed later."""
+        """Host memory reserved for lazily packed weights of this session's models."""
         with self._sessions_lock:
             self._sessions.add(self)
         self._kernels = kernels
         self._is_deterministic = deterministic
         self._graphs: GraphCache | None = None
-        self._graphs_of: Ops | None = None
+        self._graphs_ops: Ops | None = None
         if num_threads is None:
-            num_threads = _threads_of_limit() if ranks is None else threads_of_rank(ranks.world)
+            num_threads = _allowed_threads() if ranks is None else default_threads_per_rank(ranks.world)
         if num_threads is not None:
             import torch
 
@@ -142,10 +143,10 @@ class InferenceSession:
 
         if not self.use_graphs:
             return None
-        if self._graphs_of is not self.ops:
+        if self._graphs_ops is not self.ops:
             compiler = self.backend.graphs(self.ops)
             self._graphs = GraphCache(compiler) if compiler is not None else None
-            self._graphs_of = self.ops
+            self._graphs_ops = self.ops
         return self._graphs
 
     @cached_property
@@ -179,21 +180,22 @@ class InferenceSession:
         return f"of up to {graphs.max_rows} rows{without}"
 
 
-def threads_of_rank(world: int) -> int:
-    """Return the number of threads of each rank, if ``world`` ranks divide the cores."""
+def default_threads_per_rank(world: int) -> int:
+    """Return the number of threads of each rank if ``world`` ranks share the cores equally."""
     import torch
 
-    return max((_threads_of_limit() or torch.get_num_threads()) // world, 1)
+    return max((_allowed_threads() or torch.get_num_threads()) // world, 1)
 
 
-def _threads_of_limit() -> int | None:
+def _allowed_threads() -> int | None:
     """Return the number of threads that a CPU limit allows; None leaves the choice to torch.
 
-    With more threads, the system would stop all of them in the middle of a step until the next period.
+    With more threads, the control group would use up its CPU quota early. The system would then suspend all
+    threads until the next quota period.
     """
-    granted = limits.cores()
-    if granted is None or "OMP_NUM_THREADS" in os.environ:
+    allowed_cores = limits.cores()
+    if allowed_cores is None or "OMP_NUM_THREADS" in os.environ:
         return None
     import torch
 
-    return min(torch.get_num_threads(), max(int(granted), 1))
+    return min(torch.get_num_threads(), max(int(allowed_cores), 1))

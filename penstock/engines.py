@@ -31,9 +31,9 @@ class WorkerShare:
 
     devices: tuple[DeviceSpec, ...]
     processors: ProcessorShare | None = None
-    """The processors of the worker; None: it may use all."""
+    """The processors of the worker; None if it may use all processors."""
     memory: int | None = None
-    """Bytes of host memory for weights, activations and KV cache; None: as configured."""
+    """Bytes of host memory for weights, activations and KV cache; None: the configured size."""
     utilization: float | None = None
     """Fraction of the free memory of a device that several workers share."""
 
@@ -58,7 +58,7 @@ def make_engine(
         memory_limit: see `WorkerClient`; for each worker.
         memory: bytes of host memory for all workers together; by default ``device_memory_utilization`` of the
             free memory if there are several.
-        is_asleep: whether `wake_up` starts the workers, in place of `start`.
+        is_asleep: whether `wake_up` instead of `start` starts the workers.
 
     Raises:
         ConfigError: the devices cannot be divided among the workers.

@@ -228,7 +228,10 @@ class InsufficientBlocksError(InsufficientMemoryError):
 
 
 class ForkedProcessError(PenstockError, RuntimeError):
-    """A process forked after its parent loaded a model uses or loads a model. A step would hang."""
+    """A process that was forked after its parent had loaded a model uses or loads a model.
+
+    Its first step would hang.
+    """
 
     def __init__(self, origin: int, process: int) -> None:
         super().__init__(

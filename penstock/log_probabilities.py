@@ -26,8 +26,8 @@ def compute_log_probabilities(
     """Return the log probabilities of a batch, see `PipelineModel.compute_log_probabilities`.
 
     Without echo an entry covers the sampled token. With echo it also covers the input tokens of this step,
-    except the first one: its logits were computed in the previous step, if there was one. Echo needs logits
-    of all rows of the sequence (``return_n_logits``).
+    except the first token, whose logits belong to the step before. Echo needs logits of all rows of the
+    sequence (``return_n_logits``).
 
     Raises:
         ValueError: echo is requested, but the forward returned fewer rows.
@@ -51,8 +51,8 @@ def compute_log_probabilities(
         batch.append(_Rows(stop - len(targets), targets, min(top_n, logits.shape[-1])))
     requested = [rows for rows in batch if rows is not None]
     for top_n in {rows.top_n for rows in requested}:
-        # One call per top_n: the order of equal logits can depend on k, which must not come from other
-        # requests.
+        # One call per top_n: the order of equal logits can depend on the k of topk, so k must not depend on
+        # other requests.
         _fill(logits, [rows for rows in requested if rows.top_n == top_n], top_n)
     return [None if rows is None else rows.entry for rows in batch]
 
@@ -75,16 +75,16 @@ def _fill(logits: Tensor, sequences: Sequence[_Rows], top_n: int) -> None:  # [R
     owners = [s.entry for s in sequences for _ in range(len(s.targets))]
     chunk = max(1, _MAX_LOGITS // logits.shape[-1])
     for start in range(0, len(owners), chunk):
-        some = slice(start, start + chunk)
-        scores = torch.log_softmax(logits[indices[some]].float(), dim=-1)
-        chosen = scores.gather(1, targets[some, None])[:, 0].tolist()
-        best = scores.topk(top_n, dim=-1)
+        rows = slice(start, start + chunk)
+        scores = torch.log_softmax(logits[indices[rows]].float(), dim=-1)
+        target_scores = scores.gather(1, targets[rows, None])[:, 0].tolist()
+        top = scores.topk(top_n, dim=-1)
         for entry, ids, values, token, value in zip(
-            owners[some],
-            best.indices.tolist(),
-            best.values.tolist(),
-            targets[some].tolist(),
-            chosen,
+            owners[rows],
+            top.indices.tolist(),
+            top.values.tolist(),
+            targets[rows].tolist(),
+            target_scores,
             strict=True,
         ):
             entry.token_log_probabilities.append(value)

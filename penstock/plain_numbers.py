@@ -25,7 +25,7 @@ class _Array(Protocol):
 
 
 def plain(value: ValueT) -> ValueT:
-    """Convert a number or truth value to a plain one. Return other values unchanged.
+    """Convert a number or truth value to a plain Python value. Return other values unchanged.
 
     >>> plain(np.int64(5)), plain(np.float32(0.5)), plain(np.True_), plain("5")
     (5, 0.5, True, '5')
@@ -40,10 +40,10 @@ def _plain(value: object) -> object:
         return bool(value)  # detected by name: reading settings must not import numpy
     if isinstance(value, Integral):
         return int(value)
-    if isinstance(value, Real | Decimal):  # Python does not register Decimal as Real
+    if isinstance(value, Real | Decimal):  # Decimal is not a subclass of Real
         try:
             return float(value)
-        except OverflowError:  # a fraction beyond the range of floats
+        except OverflowError:  # a Fraction outside the range of floats
             return inf
         except ValueError:  # a signalling NaN
             return nan

@@ -11,7 +11,7 @@ from weakref import finalize
 from penstock.architectures.decoder import DecoderModel
 from penstock.architectures.followers import Follower
 from penstock.config import PipelineConfig
-from penstock.distributed.placement import shares_of_ranks
+from penstock.distributed.placement import rank_processors
 from penstock.distributed.processes import RankProcesses, RankSettings
 from penstock.distributed.ranks import Ranks
 from penstock.driver import Device, load_devices
@@ -29,8 +29,8 @@ Resolve: TypeAlias = "Callable[[PipelineConfig], tuple[SupportedArchitecture, Ta
 """Returns the architecture and the task of a configuration; picklable."""
 
 
-def load_divided(required: PipelineRequirements, task: TaskRecord, resolve: Resolve) -> AnyTaskPipeline:
-    """Start the other ranks, load the model on all of them, and return the pipeline of rank 0.
+def load_on_ranks(required: PipelineRequirements, task: TaskRecord, resolve: Resolve) -> AnyTaskPipeline:
+    """Start the other ranks, load the model on all ranks, and return the pipeline of rank 0.
 
     Raises:
         ConfigError: the model or its settings do not allow several processes.
@@ -38,9 +38,9 @@ def load_divided(required: PipelineRequirements, task: TaskRecord, resolve: Reso
     """
     config = required.config
     check_divisible(config, required.architecture)
-    devices = devices_of_ranks(config)
+    devices = rank_devices(config)
     pins = config.parallel.pin_ranks and devices[0].is_host
-    shares = shares_of_ranks(len(devices)) if pins else ()
+    shares = rank_processors(len(devices)) if pins else ()
     settings = RankSettings(
         world=config.parallel.tensor_parallel_size,
         devices=tuple(device.torch_device for device in devices),
@@ -59,21 +59,21 @@ def load_divided(required: PipelineRequirements, task: TaskRecord, resolve: Reso
         processes.close()
         raise
     pipeline.processes = processes
-    finalize(pipeline, processes.close)  # for programs that do not close the model
+    finalize(pipeline, processes.close)  # ends the ranks of programs that do not close the model
     return pipeline
 
 
 def run_rank(config: PipelineConfig, resolve: Resolve, ranks: Ranks) -> None:
-    """Load the part of a rank above 0, and run its steps until rank 0 ends.
+    """Load this rank's part of the model (rank 1 or above), and run its steps until rank 0 ends.
 
     Raises:
-        PenstockError: the part cannot be loaded.
+        PenstockError: the part of the model cannot be loaded.
         EOFError: rank 0 has closed the model.
     """
     architecture, _ = resolve(config)
     session = InferenceSession(
-        [devices_of_ranks(config)[ranks.rank]],
-        num_threads=threads_of(config),
+        [rank_devices(config)[ranks.rank]],
+        num_threads=threads_per_rank(config),
         kernels=config.model.kernels,
         deterministic=config.deterministic,
         ranks=ranks,
@@ -84,18 +84,18 @@ def run_rank(config: PipelineConfig, resolve: Resolve, ranks: Ranks) -> None:
     Follower(model, kv).run(ranks)
 
 
-def threads_of(config: PipelineConfig) -> int | None:
-    """Return the threads of each rank, if the configuration sets the total of all ranks."""
+def threads_per_rank(config: PipelineConfig) -> int | None:
+    """Return the number of threads of each rank; None if the configuration does not set the total."""
     if config.num_threads is None:
         return None
     return max(config.num_threads // config.parallel.tensor_parallel_size, 1)
 
 
-def devices_of_ranks(config: PipelineConfig) -> Sequence[Device]:
+def rank_devices(config: PipelineConfig) -> Sequence[Device]:
     """Return the device of each rank.
 
     Raises:
-        ConfigError: there is not one GPU for each rank.
+        ConfigError: the number of GPUs differs from the number of ranks.
     """
     world, devices = config.parallel.tensor_parallel_size, load_devices(config.model.devices)
     if devices[0].is_host:
@@ -113,7 +113,7 @@ def check_divisible(config: PipelineConfig, architecture: SupportedArchitecture)
     """Check that several processes can divide the configured model.
 
     Raises:
-        ConfigError: names the model or the setting that prevents it.
+        ConfigError: the model cannot be divided, or a setting does not allow it; the message names it.
     """
     model = architecture.load_pipeline_model()
     if not (issubclass(model, DecoderModel) and model.is_divisible):

@@ -1,6 +1,6 @@
-# Sourced by the other scripts: changes to the project's root and creates or updates .venv with Penstock installed.
-# PYTHON selects the Python; by default it is the first usable one. If that Python has torch, .venv uses it and installs
-# no other. The output of pip is written to .venv/install.log.
+# Other scripts source this file. It changes to the root of the project, and creates or updates .venv with Penstock.
+# PYTHON selects the Python interpreter. The default is the first usable one. If that interpreter has torch, .venv uses
+# its torch instead of installing one. The output of pip is written to .venv/install.log.
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 source scripts/share_torch.sh
@@ -16,11 +16,11 @@ find_python() {
     fi
     if [ "$candidate" = "${PYTHON:-}" ]; then break; fi
   done
-  say "error: needs Python 3.11 or newer with venv (on Debian: apt install python3-venv); PYTHON=/path/to/python selects one"
+  say "error: needs Python 3.11 or newer with venv (on Debian: apt install python3-venv). PYTHON=/path/to/python selects an interpreter"
   return 1
 }
 
-# A checksum of all files that the installation depends on. If it changes, Penstock is installed again.
+# Prints a checksum of all files that the installation depends on. If it changes, Penstock is installed again.
 fingerprint() {
   {
     pwd
@@ -32,24 +32,24 @@ fingerprint() {
 
 if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
   python=$(find_python)
-  say "making .venv with $("$python" --version)"
+  say "creating .venv with $("$python" --version)"
   "$python" -m venv --clear .venv
   share_torch "$python" .venv
 fi
 
 now=$(fingerprint)
 if [ "$(cat .venv/installed 2>/dev/null || true)" != "$now" ]; then
-  say "installing into .venv (the first time takes a minute or two: PyTorch is large)"
+  say "installing into .venv (the first time takes one or two minutes, because PyTorch is large)"
   library=penstock/kernels/cpu/libpenstock_cpu.so
   rm -f "$library" # a failed build must not leave the library of an earlier build
   if ! .venv/bin/python -m pip install -v --disable-pip-version-check --no-input \
     -c "$(constraints_of .venv)" -e '.[dev]' >.venv/install.log 2>&1; then
     tail -n 25 .venv/install.log >&2
-    say "error: the installation failed; the whole output of pip is in $PWD/.venv/install.log"
+    say "error: the installation failed. The output of pip is in $PWD/.venv/install.log"
     exit 1
   fi
   if [ -e penstock/kernels/cpu/CMakeLists.txt ] && [ ! -e "$library" ]; then
-    say "warning: the C++ kernels were not built, and the reference kernels are slow; .venv/install.log has the reason; 'rm .venv/installed' makes the next run try again"
+    say "warning: the C++ kernels were not built, and the reference kernels are slow. .venv/install.log has the reason. 'rm .venv/installed' makes the next run build them again"
   fi
   printf '%s\n' "$now" >.venv/installed
 fi

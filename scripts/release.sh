@@ -1,6 +1,6 @@
-# Sourced by scripts/wheel in the project's root.
+# scripts/wheel sources this file in the root of the project.
 
-# check_tag: a commit with a tag vX.Y.Z must have that version in penstock/__init__.py.
+# check_tag: fails if the commit has a tag vX.Y.Z and penstock/__init__.py has another version.
 check_tag() {
   local version tag
   version=$(sed -n 's/^__version__ = "\(.*\)"$/\1/p' penstock/__init__.py)

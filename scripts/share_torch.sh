@@ -1,7 +1,7 @@
-# Sourced by scripts/env.sh and scripts/wheel in the project's root.
+# scripts/env.sh and scripts/wheel source this file in the root of the project.
 
-# share_torch PYTHON VENV: if PYTHON has torch, the environment VENV can import the packages of that Python, so that
-# a torch build chosen for this machine is neither replaced nor downloaded again.
+# share_torch PYTHON VENV: if PYTHON has torch, makes its packages importable in the environment VENV. So a torch build
+# that was chosen for this machine is neither replaced nor downloaded again.
 share_torch() {
   local place
   if place=$("$1" -c 'import torch, pathlib; print(pathlib.Path(torch.__file__).parents[1])' 2>/dev/null); then

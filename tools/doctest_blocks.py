@@ -1,4 +1,4 @@
-"""An extension of griffe: shows the ``>>>`` examples of docstrings as code on the documentation site."""
+"""A griffe extension: the documentation site shows ``>>>`` examples of docstrings as code blocks."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import griffe
 
 
 class DoctestBlocks(griffe.Extension):
-    """Puts each run of ``>>>`` lines and their output into a fenced block."""
+    """Replaces each run of ``>>>`` lines and their output by a fenced code block."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         """Rewrite the docstring of an object in a package."""
         _rewrite(obj)
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
-        """Rewrite the docstring of a package; griffe reports only its members as objects."""
+        """Rewrite the docstring of a package. `on_object` is called only for the members of packages."""
         _rewrite(pkg)
 
 

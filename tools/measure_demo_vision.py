@@ -1,9 +1,10 @@
-"""Measure the demo model `demo-vision` on pictures that it was not trained on, through Penstock.
+"""Measure how many questions about new pictures the model `demo-vision` answers correctly.
 
     python tools/measure_demo_vision.py --pictures 300
 
-The seed of the pictures differs from that of the training. Each picture gets one question of each kind that
-it allows, as a chat with greedy decoding. An answer counts if its text is exactly the expected one.
+The pictures have another seed than those of the training. Each picture gets one question of each kind that
+fits its content, as a chat with greedy decoding. An answer is correct if its text is exactly the expected
+text.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from demo_vision.questions import Question, ask
 from penstock import LLM, SamplingParams
 
 SEED = 987_654_321
-_TRIES = 60
-"""Random questions about a picture from which one of each kind is taken."""
+_NUM_QUESTIONS = 60
+"""Number of random questions about a picture, of which the first of each kind is used."""
 
 
-def one_of_each_kind(questions: list[Question]) -> list[Question]:
+def first_of_each_kind(questions: list[Question]) -> list[Question]:
     """Return the first question of each kind."""
-    found: dict[str, Question] = {}
+    by_kind: dict[str, Question] = {}
     for question in questions:
-        found.setdefault(question.kind, question)
-    return list(found.values())
+        by_kind.setdefault(question.kind, question)
+    return list(by_kind.values())
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure the model and print the share of correct answers for each kind of question."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -47,20 +48,20 @@ def main() -> None:
     for _ in range(options.pictures):
         scene, side = random_scene(rng), rng.randint(120, 400)
         image = draw(scene, (side, side), rng)
-        for question in one_of_each_kind([ask(scene, rng) for _ in range(_TRIES)]):
+        for question in first_of_each_kind([ask(scene, rng) for _ in range(_NUM_QUESTIONS)]):
             parts = [{"type": "image", "image": image}, {"type": "text", "text": question.text}]
             chats.append([{"role": "user", "content": parts}])
             expected.append((question, len(scene.things)))
     params = SamplingParams(max_new_tokens=60, temperature=0.0)
     with LLM(options.model, max_batch_size=16) as llm:
         outputs = llm.chat(chats, params)
-    right: dict[str, list[bool]] = defaultdict(list)
+    results: dict[str, list[bool]] = defaultdict(list)
     for output, (question, things) in zip(outputs, expected, strict=True):
-        is_right = output.text.strip() == question.answer
-        right[question.kind].append(is_right)
+        is_correct = output.text.strip() == question.answer
+        results[question.kind].append(is_correct)
         if question.kind == "describe":
-            right[f"describe, {things} shapes"].append(is_right)
-    rates = {kind: (sum(one) / len(one), len(one)) for kind, one in sorted(right.items())}
+            results[f"describe, {things} shapes"].append(is_correct)
+    rates = {kind: (sum(values) / len(values), len(values)) for kind, values in sorted(results.items())}
     for kind, (rate, count) in rates.items():
         print(f"{kind:20} {rate:.3f}  of {count}")
     if options.json:

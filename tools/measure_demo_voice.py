@@ -1,11 +1,11 @@
-"""Measure the demo voice: word error rates and mel distances of sentences that it was not trained on.
+"""Measure word error rates and mel distances of the demo voice on sentences that it was not trained on.
 
     pip install espeakng-loader pocketsphinx
     python tools/measure_demo_voice.py demo-voice --spectrogram spectrogram.png
 
-Each sentence is spoken by the model and by espeak-ng. A recogniser writes down both. The mel distance
-compares the model's speech of a sentence with espeak-ng's of the same sentence, and with espeak-ng's of
-another one (the control).
+The model and espeak-ng speak each sentence. Speech recognisers transcribe both. The mel distance compares the
+model's speech of a sentence with espeak-ng's speech of the same sentence, and of another sentence (the
+control).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from demo_voice.codec import log_mel
 from demo_voice.espeak import Espeak
 from demo_voice.measure import Recogniser, edit_distance, mel_distance, words_of
-from demo_voice.phrases import JUDGED, pairs, variants
+from demo_voice.phrases import SELECTED_PHRASES, pairs, variants
 from demo_voice.sentences import sentence, training_texts
 from torch import Tensor
 
@@ -26,27 +26,27 @@ from penstock import LLM
 
 
 def held_out_sentences(count: int, seed: int) -> list[str]:
-    """Return distinct sentences that are not in the texts of both trainings."""
+    """Return distinct sentences that are not in the texts of either training."""
     rng = random.Random(seed)
-    known, in_pairs = set(training_texts(7, 14_000, 4_500)), " ".join(pairs(12, 700))
+    known, training_pairs = set(training_texts(7, 14_000, 4_500)), " ".join(pairs(12, 700))
     texts: list[str] = []
     while len(texts) < count:
-        if (text := sentence(rng)) not in known and text not in in_pairs:
+        if (text := sentence(rng)) not in known and text not in training_pairs:
             known.add(text)
             texts.append(text)
     return texts
 
 
 def word_error_rate(texts: list[str], speech: list[Tensor], recogniser: Recogniser) -> float:
-    """Return the errors of all texts divided by their words."""
-    wanted = [words_of(text) for text in texts]
-    heard = [recogniser(one) for one in speech]
-    errors = sum(edit_distance(*pair) for pair in zip(wanted, heard, strict=True))
-    return errors / sum(map(len, wanted))
+    """Return the word errors of the transcripts of all texts, divided by the number of words."""
+    expected = [words_of(text) for text in texts]
+    transcripts = [recogniser(samples) for samples in speech]
+    errors = sum(edit_distance(*pair) for pair in zip(expected, transcripts, strict=True))
+    return errors / sum(map(len, expected))
 
 
 def save_spectrogram(path: Path, rows: dict[str, Tensor]) -> None:
-    """Draw the log mel spectra of waveforms below each other."""
+    """Draw the log mel spectra of waveforms, one below another."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -63,47 +63,59 @@ def save_spectrogram(path: Path, rows: dict[str, Tensor]) -> None:
 
 
 def main() -> None:
-    """Print a table."""
+    """Measure the voice and print the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", nargs="?", default="demo-voice")
     parser.add_argument("--sentences", type=int, default=50)
     parser.add_argument("--seed", type=int, default=4242)
-    parser.add_argument("--spectrogram", type=Path, help="draw the first sentence, by model and by espeak-ng")
+    parser.add_argument(
+        "--spectrogram", type=Path, help="write the log mel spectra of the first sentence to this image file"
+    )
     options = parser.parse_args()
     texts = held_out_sentences(options.sentences, options.seed)
-    greetings = [one for phrase in JUDGED for text in variants(phrase) for one in (text, text.capitalize())]
+    greetings = [
+        spelling
+        for phrase in SELECTED_PHRASES
+        for text in variants(phrase)
+        for spelling in (text, text.capitalize())
+    ]
     with LLM(options.model, task="audio-generation") as llm:
-        spoken = [torch.from_numpy(one.audio) for one in llm.speak([*texts, *greetings], use_tqdm=False)]
-    made, greeted = spoken[: len(texts)], spoken[len(texts) :]
+        outputs = llm.speak([*texts, *greetings], use_tqdm=False)
+    speech = [torch.from_numpy(output.audio) for output in outputs]
+    model_speech, greeting_speech = speech[: len(texts)], speech[len(texts) :]
     for name, recogniser in (
-        ("grammar", Recogniser(with_grammar=True, more=JUDGED)),
+        ("grammar", Recogniser(with_grammar=True, more=SELECTED_PHRASES)),
         ("general model", Recogniser(with_grammar=False)),
     ):
-        for phrase in JUDGED:
-            heard = [
+        for phrase in SELECTED_PHRASES:
+            is_understood = [
                 recogniser(audio) == words_of(text)
-                for text, audio in zip(greetings, greeted, strict=True)
+                for text, audio in zip(greetings, greeting_speech, strict=True)
                 if words_of(text) == words_of(phrase)
             ]
-            print(f"{phrase!r}, recogniser with {name}: {sum(heard)} of {len(heard)} spellings understood")
+            count = f"{sum(is_understood)} of {len(is_understood)}"
+            print(f"{phrase!r}, recogniser with {name}: {count} spellings understood")
     speak = Espeak()
-    wanted = [speak(text) for text in texts]
+    espeak_speech = [speak(text) for text in texts]
     for name, with_grammar in (("grammar", True), ("general model", False)):
         rates = [
-            word_error_rate(texts, speech, Recogniser(with_grammar=with_grammar)) for speech in (made, wanted)
+            word_error_rate(texts, waveforms, Recogniser(with_grammar=with_grammar))
+            for waveforms in (model_speech, espeak_speech)
         ]
         print(f"word error rate, recogniser with {name}: demo voice {rates[0]:.3f}, espeak-ng {rates[1]:.3f}")
-    same = [mel_distance(*pair) for pair in zip(made, wanted, strict=True)]
-    control = [mel_distance(one, other) for one, other in zip(made, wanted[1:] + wanted[:1], strict=True)]
+    same = [mel_distance(*pair) for pair in zip(model_speech, espeak_speech, strict=True)]
+    other_sentences = espeak_speech[1:] + espeak_speech[:1]
+    control = [mel_distance(*pair) for pair in zip(model_speech, other_sentences, strict=True)]
     print(
         f"mel distance: same sentence {sum(same) / len(same):.3f}, another sentence "
         f"{sum(control) / len(control):.3f}; nearer to the same sentence in "
         f"{sum(a < b for a, b in zip(same, control, strict=True))} of {len(same)}"
     )
     if options.spectrogram:
-        save_spectrogram(options.spectrogram, {f"demo voice: {texts[0]}": made[0], "espeak-ng": wanted[0]})
+        rows = {f"demo voice: {texts[0]}": model_speech[0], "espeak-ng": espeak_speech[0]}
+        save_spectrogram(options.spectrogram, rows)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,15 @@
-"""Train the embedded demo model of Penstock from nothing, on one CPU thread, in about an hour.
+"""Train the demo model of the package from random weights, on one CPU thread, in about an hour.
 
     python tools/train_demo_model.py --out penstock/demo --minutes 60
 
-The text is made by the grammar in ``tools/demo_corpus``: short stories, questions and answers,
-JSON, tool calls.  The stream of documents is endless, so a document occurs twice only if the grammar
-generates it twice. One document in fifty (chosen by a checksum) is held out.  ``--seed`` fixes the documents,
-the tokenizer and the initial weights.  The schedule follows elapsed time: a faster machine trains on more
-text, in the same order.
+``tools/demo_corpus`` generates the documents: short stories, questions and answers, JSON, tool calls. The
+stream is endless, so a document occurs twice only if the grammar generates it twice. A checksum selects one
+document in fifty as held out. ``--seed`` determines the documents, the tokenizer and the initial weights. The
+schedule depends on the elapsed time: a faster machine trains on more text, in the same order.
 
-``--start FOLDER`` begins with the weights and the tokenizer of an exported model instead of random
-weights; give it a smaller ``--learning-rate``.
-
-``--resume`` continues from the last checkpoint in ``--checkpoints``; ``--export-only`` writes the
-last checkpoint to ``--out`` and measures it.
+``--start FOLDER`` begins with the weights and the tokenizer of an exported model. Use a smaller
+``--learning-rate`` with it. ``--resume`` continues from the last checkpoint in ``--checkpoints``.
+``--export-only`` writes that checkpoint to ``--out`` and measures it.
 """
 
 import argparse
@@ -98,7 +95,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """One layer; the q, k, v and the gate, up projections are fused for speed."""
+    """A layer. The q, k and v projections are fused for speed, and the gate and up projections too."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -112,8 +109,10 @@ class Block(nn.Module):
         self.down = nn.Linear(shape.mlp_size, shape.hidden_size, bias=False)
 
     def attend(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
-        """Compute causal attention with plain products, which are faster than the fused CPU kernel for short
-        rows."""
+        """Return causal attention, computed with matrix products.
+
+        For short rows they are faster than the fused CPU kernel of torch.
+        """
         shape, (rows, length, _) = self.shape, x.shape
         heads = self.qkv(x).view(rows, length, -1, shape.head_dim).transpose(1, 2)
         q, k, v = heads.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], 1)
@@ -125,14 +124,14 @@ class Block(nn.Module):
         return self.attention_out(mixed.transpose(1, 2).reshape(rows, length, -1))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
-        """The layer on ``x`` [B, T, E]."""
+        """Return the output of the layer for ``x [B, T, E]``."""
         x = x + self.attend(self.attention_norm(x), cos, sin, mask)
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
         return x + self.down(F.silu(gate) * up)
 
 
 class Model(nn.Module):
-    """A Llama with tied embeddings, for training only: no cache."""
+    """A Llama with tied embeddings for training, without a KV cache."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -143,14 +142,15 @@ class Model(nn.Module):
         self._initialize()
 
     def _initialize(self) -> None:
-        """Draw normal weights; projections into the residual stream are scaled down by the depth."""
+        """Set random weights. Those of projections into the residual stream decrease with the depth."""
         for name, weight in self.named_parameters():
             if weight.dim() == 2:
-                deep = name.endswith(("attention_out.weight", "down.weight"))
-                nn.init.normal_(weight, std=0.02 / math.sqrt(2 * self.shape.num_layers) if deep else 0.02)
+                is_scaled = name.endswith(("attention_out.weight", "down.weight"))
+                scale = math.sqrt(2 * self.shape.num_layers) if is_scaled else 1
+                nn.init.normal_(weight, std=0.02 / scale)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return logits [B, T, V] for ``ids`` [B, T]."""
+        """Return the logits ``[B, T, V]`` of ``ids [B, T]``."""
         length = ids.shape[1]
         dtype = torch.bfloat16 if torch.is_autocast_enabled("cpu") else torch.float32
         cos, sin, mask = self._tables(length, dtype)
@@ -168,7 +168,7 @@ class Model(nn.Module):
         return angles.cos().to(dtype), angles.sin().to(dtype), mask.to(dtype)
 
     def llama_state(self) -> dict[str, Tensor]:
-        """Return the weights in bfloat16 under their Hugging Face names, with fused ones split."""
+        """Return the weights in bfloat16 under their Hugging Face names. Fused weights are split."""
         shape = self.shape
         kv = shape.num_kv_heads * shape.head_dim
         state = {"model.embed_tokens.weight": self.embedding.weight, "model.norm.weight": self.norm.weight}
@@ -191,7 +191,7 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def load_llama_state(self, state: dict[str, Tensor]) -> None:
-        """Copy weights under their Hugging Face names into the model, the inverse of `llama_state`."""
+        """Copy weights with Hugging Face names into the model: the inverse of `llama_state`."""
         self.embedding.weight.copy_(state["model.embed_tokens.weight"])
         self.norm.weight.copy_(state["model.norm.weight"])
         for index, block in enumerate(self.blocks):
@@ -210,7 +210,7 @@ class Model(nn.Module):
 
 @dataclass
 class Progress:
-    """The progress of a run; saved with each checkpoint."""
+    """The progress of a training run, saved with each checkpoint."""
 
     step: int = 0
     tokens: int = 0
@@ -226,7 +226,7 @@ def learning_rate(fraction: float, peak: float) -> float:
 
 
 def row_length(fraction: float) -> int:
-    """Return the row length at a fraction of the time: short at first; all positions in the last tenth."""
+    """Return the row length at a fraction of the time: 256, then 512, and 1024 in the last tenth."""
     return 256 if fraction < 0.45 else 512 if fraction < 0.9 else 1024
 
 
@@ -249,7 +249,7 @@ def next_batch(packer: Packer, length: int) -> tuple[Tensor, Tensor]:
 
 
 def train_step(model: Model, packer: Packer, fraction: float) -> tuple[float, int]:
-    """Run one step; return the weighted loss and the number of tokens."""
+    """Run one step. Returns the weighted loss and the number of tokens."""
     batches = [next_batch(packer, row_length(fraction)) for _ in range(micro_batches(fraction))]
     total = sum(weights.sum() for _, weights in batches)
     loss = 0.0
@@ -262,7 +262,7 @@ def train_step(model: Model, packer: Packer, fraction: float) -> tuple[float, in
 
 @torch.no_grad()
 def measure(model: Model, batches: list[tuple[Tensor, Tensor]]) -> float:
-    """Return the mean loss of stories and answers, without prompts."""
+    """Return the mean loss of tokens with weight 1: stories and answers, without prompts."""
     losses = [token_losses(model, ids)[weights == 1.0] for ids, weights in batches]
     return torch.cat(losses).mean().item()
 
@@ -276,7 +276,7 @@ def make_optimizer(model: Model, peak: float) -> torch.optim.AdamW:
 
 
 class Trainer:
-    """One run: model, optimizer and data, saved and restored together."""
+    """A training run: model, optimizer and data, saved and restored together."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -291,7 +291,7 @@ class Trainer:
         encoder = Encoder(self.tokenizer)
         if options.resume or options.export_only:
             self._restore()
-        # A resumed run reads a new stream of documents; the old one would repeat the beginning.
+        # A resumed run reads another stream of documents. The same stream would repeat its beginning.
         self.packer = Packer(encoder, options.seed + self.progress.step)
         held_out = Packer(encoder, options.seed + HELD_OUT_SEED_OFFSET, held_out=True, distinct=True)
         self.held_out = [next_batch(held_out, 512) for _ in range(MEASURED_BATCHES)]
@@ -323,21 +323,21 @@ class Trainer:
         self.progress = Progress(**state["progress"])
 
     def run(self) -> None:
-        """Train until the time is over, with a checkpoint and a line of progress now and then."""
+        """Train for ``--minutes``. Every 100 steps it saves a checkpoint and prints the losses."""
         progress, budget = self.progress, 60.0 * self.options.minutes
         recent: list[float] = []
         while progress.seconds < budget:
             started, fraction = time.perf_counter(), progress.seconds / budget
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate(fraction, self.options.learning_rate)
-            made = self.packer.made
+            documents_before = self.packer.num_documents
             loss, tokens = train_step(self.model, self.packer, fraction)
             nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             progress.step += 1
             progress.tokens += tokens
-            progress.documents += self.packer.made - made
+            progress.documents += self.packer.num_documents - documents_before
             recent.append(loss)
             if progress.step % 100 == 0:
                 self._report(sum(recent) / len(recent), budget)
@@ -346,7 +346,7 @@ class Trainer:
         self._save()
 
     def _report(self, loss: float, budget: float) -> None:
-        """Measure, print one line, and save a checkpoint."""
+        """Measure the held-out loss, print one line, and save a checkpoint."""
         progress = self.progress
         held_out = measure(self.model, self.held_out[: MEASURED_BATCHES // 4])
         entry = {"step": progress.step, "tokens": progress.tokens, "seconds": progress.seconds}
@@ -362,18 +362,21 @@ class Trainer:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep freed buffers; allocating them anew in each step costs a fifth of the time."""
+    """Make glibc keep freed memory.
+
+    Otherwise each step allocates it again, which takes a fifth of the time.
+    """
     trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of malloc.h
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):
-        return  # another C library: only slower
+        return  # another C library: the training is slower
     mallopt(mmap_max, 0)
     mallopt(trim_threshold, 2**31 - 1)
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write JSON as on the Hub: indented, with a final newline."""
+    """Write indented JSON with a newline at the end, as on the Hugging Face Hub."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
@@ -405,7 +408,7 @@ def tokenizer_config(tokenizer: Tokenizer, shape: Shape) -> dict[str, Any]:
 
 
 def export(model: Model, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write the model as a Hugging Face folder."""
+    """Write the model and the tokenizer as a Hugging Face checkpoint."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(model.llama_state(), folder / "model.safetensors", metadata={"format": "pt"})
     write_json(folder / "config.json", model.shape.to_llama_config())
@@ -431,7 +434,7 @@ def round_to_bfloat16(model: Model) -> None:
 
 
 def finish(trainer: Trainer, folder: Path) -> None:
-    """Export, then report the losses of the exported weights."""
+    """Export the model, and print the losses of the exported weights."""
     export(trainer.model, trainer.tokenizer, folder)
     round_to_bfloat16(trainer.model)
     train, held_out = measure(trainer.model, trainer.train_sample), measure(trainer.model, trainer.held_out)
@@ -453,14 +456,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--learning-rate", type=float, default=2.5e-3)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--start", type=Path, help="folder of an exported model to begin with")
+    parser.add_argument("--start", type=Path, help="folder of an exported model with the initial weights")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--export-only", action="store_true")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Train (unless only an export is wanted) and export."""
+    """Train (unless ``--export-only``) and export."""
     options = parse_arguments()
     torch.set_num_threads(1)
     keep_freed_memory()

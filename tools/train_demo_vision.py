@@ -1,13 +1,14 @@
-"""Train the embedded model `demo-vision` of Penstock from nothing, on one CPU thread, in about an hour.
+"""Train the model `demo-vision` of the package from random weights, on one CPU thread, in about an hour.
 
     python tools/train_demo_vision.py --out penstock/demo/vision --minutes 70
 
-``tools/demo_vision`` generates pictures of shapes, questions and answers during the training, in an endless
-stream. The tower also learns which shape covers each patch; this second task is for training only. ``--seed``
-fixes pictures, questions, tokenizer and initial weights. The schedule follows the clock: a faster machine
-sees more pictures.
+``tools/demo_vision`` generates pictures of shapes, questions and answers during the training. The stream is
+endless. In a second task, which only helps the training, the vision tower learns which shape covers each
+patch. ``--seed`` determines the pictures, the questions and the initial weights. The learning rate depends on
+the elapsed time, so a faster machine trains on more pictures.
 
-``--resume`` continues from the last checkpoint in ``--work``; ``--export-only`` writes it to ``--out``.
+``--resume`` continues from the last checkpoint in ``--work``. ``--export-only`` writes that checkpoint to
+``--out``.
 """
 
 from __future__ import annotations
@@ -29,16 +30,18 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from train_demo_model import Shape
 
-PICTURES = 32
+NUM_PICTURES = 32
 """Number of pictures in a step."""
 CLASS_WEIGHT = 0.5
-WITHOUT_PICTURE = 4
+"""Weight of the loss of the second task."""
+NUM_TEXT_CONVERSATIONS = 4
 """Number of conversations without a picture in a step."""
-SAVE_SECONDS = 120.0
+SAVE_INTERVAL = 120.0
+"""Seconds between two checkpoints."""
 
 
 def text_shape(vocabulary: int) -> Shape:
-    """Return the sizes of the decoder."""
+    """Return the sizes of the decoder for a vocabulary."""
     return Shape(
         vocab_size=vocabulary,
         hidden_size=128,
@@ -52,22 +55,23 @@ def text_shape(vocabulary: int) -> Shape:
 
 
 def conversation_mask(segments: Tensor) -> Tensor:
-    """Return the mask ``[B, 1, T, T]`` of rows with conversations that see the picture and themselves."""
-    same = segments[:, :, None] == segments[:, None, :]
-    seen = (same | (segments == 0)[:, None, :]).tril()
-    return torch.zeros(seen.shape).masked_fill(~seen, float("-inf"))[:, None]
+    """Return the mask ``[B, 1, T, T]``: a conversation sees the picture and its own earlier tokens."""
+    is_same = segments[:, :, None] == segments[:, None, :]
+    is_visible = (is_same | (segments == 0)[:, None, :]).tril()
+    return torch.zeros(is_visible.shape).masked_fill(~is_visible, float("-inf"))[:, None]
 
 
 def class_loss(scores: Tensor, classes: Tensor) -> Tensor:
-    """Return the loss of shapes and colours of patches, ``scores [N, P, K]`` and ``classes [N, P, 4]``."""
+    """Return the loss of the second task for ``scores [N, P, K]`` and the true ``classes [N, P, 4]``."""
     sizes = [len(SHAPES) + 1, len(COLOURS) + 1] * 2
     parts = scores.float().flatten(0, 1).split(sizes, -1)
-    goals = classes.flatten(0, 1).unbind(-1)
-    return torch.stack([F.cross_entropy(one, goal) for one, goal in zip(parts, goals, strict=True)]).sum()
+    targets = classes.flatten(0, 1).unbind(-1)
+    losses = [F.cross_entropy(part, target) for part, target in zip(parts, targets, strict=True)]
+    return torch.stack(losses).sum()
 
 
 class Trainer:
-    """One run: model, optimizer and data."""
+    """A training run: model, optimizer and data."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -77,8 +81,8 @@ class Trainer:
         self.tower = TowerShape()
         self.shape = text_shape(self.tokenizer.get_vocab_size())
         self.model = DemoVision(self.tower, self.shape)
-        matrices = [one for one in self.model.parameters() if one.dim() == 2]
-        vectors = [one for one in self.model.parameters() if one.dim() < 2]
+        matrices = [weight for weight in self.model.parameters() if weight.dim() == 2]
+        vectors = [weight for weight in self.model.parameters() if weight.dim() < 2]
         groups = [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.98), fused=True)
         self.step, self.seconds = 0, 0.0
@@ -91,7 +95,7 @@ class Trainer:
         self.examples = Examples(self.tokenizer, options.seed + 1 + self.step, *sizes)
 
     def run(self) -> None:
-        """Train until the time is over."""
+        """Train for ``--minutes``, and save checkpoints."""
         budget, saved = 60.0 * self.options.minutes, time.perf_counter()
         recent: list[tuple[float, float]] = []
         while self.seconds < budget:
@@ -108,18 +112,19 @@ class Trainer:
                 recent.clear()
                 print(
                     f"step {self.step}, {self.seconds / 60:.1f} min, "
-                    f"loss {text:.4f}, of patches {classes:.4f}",
+                    f"loss {text:.4f}, loss of patches {classes:.4f}",
                     flush=True,
                 )
-            if time.perf_counter() - saved > SAVE_SECONDS:
+            if time.perf_counter() - saved > SAVE_INTERVAL:
                 self._save()
                 saved = time.perf_counter()
         self._save()
 
     def _train_step(self) -> tuple[float, float]:
-        batch = self.examples.batch(PICTURES)
+        """Run a step and return the losses of answers and of patches."""
+        batch = self.examples.batch(NUM_PICTURES)
         with torch.autocast("cpu", torch.bfloat16):
-            rows, scores = self.model.see(torch.from_numpy(batch.pixels))
+            rows, scores = self.model.encode_images(torch.from_numpy(batch.pixels))
             patches = class_loss(scores, torch.from_numpy(batch.classes))
             text = self._text_loss(batch, rows) + 0.1 * self._loss_without_picture()
         self.optimizer.zero_grad(set_to_none=True)
@@ -138,12 +143,12 @@ class Trainer:
             conversation_mask(segments),
         )
         targets = torch.from_numpy(batch.targets).flatten()
-        chosen = targets >= 0
-        return F.cross_entropy(logits.flatten(0, 1)[chosen].float(), targets[chosen])
+        is_answer = targets >= 0
+        return F.cross_entropy(logits.flatten(0, 1)[is_answer].float(), targets[is_answer])
 
     def _loss_without_picture(self) -> Tensor:
         losses = []
-        for ids, targets in self.examples.without_picture(WITHOUT_PICTURE):
+        for ids, targets in self.examples.without_picture(NUM_TEXT_CONVERSATIONS):
             logits = self.model.text(torch.tensor([ids]))[0].float()
             losses.append(F.cross_entropy(logits, torch.tensor(targets)))
         return torch.stack(losses).mean()
@@ -160,7 +165,7 @@ class Trainer:
         target.with_suffix(".tmp").replace(target)
 
     def export(self) -> None:
-        """Write the checkpoint."""
+        """Write the model as a SmolVLM checkpoint."""
         out: Path = self.options.out
         out.mkdir(parents=True, exist_ok=True)
         save_file(self.model.exported(), out / "model.safetensors", metadata={"format": "pt"})
@@ -206,12 +211,12 @@ def processor_config(size: int) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write JSON with indentation and a last newline."""
+    """Write indented JSON with a newline at the end."""
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
 def main() -> None:
-    """Train and export."""
+    """Train (unless ``--export-only``) and export."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

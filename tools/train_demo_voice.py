@@ -1,17 +1,21 @@
-"""Train the embedded demo voice of Penstock from nothing, on one CPU thread, in about two hours.
+"""Train the demo voice of the package from random weights, on one CPU thread, in about two hours.
 
     pip install espeakng-loader pocketsphinx
     python tools/train_demo_voice.py --out penstock/demo/voice
 
-`tools/tune_demo_voice.py` trains the result further on common phrases and numbers.
+`tools/tune_demo_voice.py` then trains the result further on common phrases and numbers.
 
-The stages. Each writes its result to ``--work``, so that ``--from STAGE`` repeats the later ones:
+The training has stages. Each stage writes its result to ``--work``, so that ``--from STAGE`` repeats this
+stage and the later ones:
 
 1. ``speech``: espeak-ng speaks 1,250 texts for the codec and 14,000 for the language model.
 2. ``codec``: a small NeuCodec and an encoder learn to reproduce the speech.
-3. ``decoder``: encoder and quantizer stay fixed; the decoder is trained further with a learning rate that
-ends at 0. 4. ``codes``: the encoder turns the speech into codes. 5. ``model``: a small Llama learns to write
-the codes of a text. 6. ``export``: the folder of the voice is written."""
+3. ``decoder``: the decoder is trained further, with a learning rate that ends at 0. Encoder and quantizer do
+   not change.
+4. ``codes``: the encoder converts the speech to codes.
+5. ``model``: a small Llama learns to generate the codes of a text.
+6. ``export``: writes the folder of the voice.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +52,7 @@ def codec_texts() -> list[str]:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write JSON with indentation and a last newline."""
+    """Write indented JSON with a newline at the end."""
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
@@ -65,13 +69,14 @@ class Training:
         self._work.mkdir(parents=True, exist_ok=True)
 
     def speech(self) -> None:
-        """Let espeak-ng speak; stored as int16."""
+        """Generate the speech of all texts with espeak-ng, and store it as int16."""
         speak = Espeak()
         lists = {"codec": codec_texts(), "model": training_texts(7, 14_000, 4_500)}
         for name, texts in lists.items():
             audio = [(speak(text) * 32767).clamp(-32768, 32767).to(torch.int16) for text in texts]
             torch.save(
-                (texts, torch.cat(audio), [len(one) for one in audio]), self._work / f"{name}_speech.pt"
+                (texts, torch.cat(audio), [len(samples) for samples in audio]),
+                self._work / f"{name}_speech.pt",
             )
             print(f"speech: {len(texts)} texts, {sum(map(len, audio)) / 16000 / 60:.0f} minutes", flush=True)
 
@@ -83,7 +88,7 @@ class Training:
         torch.save(codec.state_dict(), self._work / "codec.pt")
 
     def decoder(self) -> None:
-        """Train the decoder further."""
+        """Train the decoder further, with fixed codes."""
         codec = self._codec("codec.pt")
         train_codec(codec, self._speech("codec")[1], self._options.decoder_steps, decoder_only=True, seed=2)
         torch.save(codec.state_dict(), self._work / "decoder.pt")
@@ -93,7 +98,7 @@ class Training:
         """Encode the speech of the language model's texts."""
         codec = self._codec("codec.pt").eval()
         texts, audio = self._speech("model")
-        codes = [codec.encode(one).to(torch.int16) for one in audio]
+        codes = [codec.encode(samples).to(torch.int16) for samples in audio]
         torch.save((texts, codes), self._work / "codes.pt")
 
     def model(self) -> None:
@@ -107,7 +112,7 @@ class Training:
         torch.save(model.state_dict(), self._work / "model.pt")
 
     def export(self) -> None:
-        """Write the voice: a Llama checkpoint, with the codec in a folder in it."""
+        """Write the voice: a Llama checkpoint with a subfolder for the codec."""
         out: Path = self._options.out
         tokenizer = make_tokenizer()
         shape = make_shape(tokenizer)
@@ -155,7 +160,7 @@ class Training:
 
     def _speech(self, name: str) -> tuple[list[str], list[Tensor]]:
         texts, audio, lengths = torch.load(self._work / f"{name}_speech.pt", weights_only=True)
-        return texts, [one.float() / 32767 for one in audio.split(lengths)]
+        return texts, [samples.float() / 32767 for samples in audio.split(lengths)]
 
     def _codec(self, name: str) -> Codec:
         codec = Codec()

@@ -1,21 +1,24 @@
-"""Train the embedded demo voice further, from its own weights, on one CPU thread, in about an hour.
+"""Train the demo voice of the package further, on one CPU thread, in about an hour.
 
     pip install espeakng-loader pocketsphinx
     python tools/tune_demo_voice.py --voice penstock/demo/voice --out penstock/demo/voice
 
-The texts of the first training are used again, with common phrases in all punctuations, pairs of sentences,
-and numbers in words. The codec stays as it is. The exported voice has no encoder, so one is trained first.
+The texts are those of the first training, common phrases with all punctuations, pairs of sentences, and
+numbers in words. The codec does not change. The exported voice has no encoder, so the script trains one
+first.
 
-The stages. Each writes its result to ``--work``, so that ``--from STAGE`` repeats the later ones:
+The training has stages. Each stage writes its result to ``--work``, so that ``--from STAGE`` repeats this
+stage and the later ones:
 
 1. ``speech``: espeak-ng speaks the texts.
-2. ``samples``: the voice speaks texts of its first training; codes and decoded speech are kept.
-3. ``encoder``: an encoder learns to find the known codes of decoded speech, and to reproduce espeak-ng's.
-4. ``codes``: the encoder turns the speech into codes.
-5. ``phrases``: common phrases are spoken and encoded. The speech of the most common ones is chosen by
-   recognisers from samples of the voice and from espeak-ng at several speeds.
+2. ``samples``: the voice speaks texts of its first training. The codes and the decoded speech are stored.
+3. ``encoder``: an encoder learns to predict the codes of the decoded speech, and to encode espeak-ng's
+   speech.
+4. ``codes``: the encoder converts the speech to codes.
+5. ``phrases``: common phrases are spoken and encoded. For the phrases of `SELECTED_PHRASES`, speech
+   recognisers select the best of several candidates: samples of the voice, and espeak-ng at several speeds.
 6. ``model``: the language model is trained further.
-7. ``export``: its weights are written.
+7. ``export``: writes the weights of the language model.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ from demo_voice.language_model import (
     train_language_model,
 )
 from demo_voice.measure import Recogniser, edit_distance, mel_distance, words_of
-from demo_voice.phrases import COMMON, JUDGED, number_texts, pairs, variants
+from demo_voice.phrases import COMMON, SELECTED_PHRASES, number_texts, pairs, variants
 from demo_voice.sentences import training_texts
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -43,18 +46,19 @@ from train_demo_model import Model
 
 STAGES = ("speech", "samples", "encoder", "codes", "phrases", "model", "export")
 _SPEEDS = (130, 140, 150, 160)
-_NUM_SAMPLES = 8  # of each judged phrase
-_REPEATS = 10  # of each variant of a judged phrase in one pass, the first one three times as often
+_NUM_SAMPLES = 8
+"""Samples of the voice for each phrase of `SELECTED_PHRASES`."""
+_REPEATS = 10
+"""Repetitions of each spelling of `SELECTED_PHRASES` per epoch. The first phrase has three times as many."""
 
 
 def tuning_texts() -> list[str]:
-    """Return all texts but those of common phrases."""
+    """Return all training texts except the common phrases."""
     return [*training_texts(7, 14_000, 4_500), *number_texts(11, 1_500), *pairs(12, 700)]
 
 
 def generate_codes(voice: Path, texts: list[str], temperature: float, seed: int) -> list[Tensor]:
-    """Return the codes that the language model of a voice generates for texts; empty if speech does not
-    end."""
+    """Return the codes that a voice generates for each text. They are empty if the voice does not end."""
     from penstock import LLM, SamplingParams
 
     first = make_tokenizer().token_to_id("<|speech_0|>")
@@ -85,19 +89,19 @@ class Tuning:
         self._work.mkdir(parents=True, exist_ok=True)
 
     def speech(self) -> None:
-        """Let espeak-ng speak; stored as int16."""
+        """Generate the speech of all texts with espeak-ng, and store it as int16."""
         speak, texts = Espeak(), tuning_texts()
         audio = [(speak(text) * 32767).clamp(-32768, 32767).to(torch.int16) for text in texts]
-        torch.save((texts, torch.cat(audio), [len(one) for one in audio]), self._work / "speech.pt")
+        torch.save((texts, torch.cat(audio), [len(samples) for samples in audio]), self._work / "speech.pt")
         print(f"speech: {len(texts)} texts, {sum(map(len, audio)) / 16000 / 60:.0f} minutes", flush=True)
 
     @torch.no_grad()
     def samples(self) -> None:
-        """Let the voice speak texts that it knows, and decode its codes."""
+        """Generate codes of training texts with the voice, and decode them."""
         texts = random.Random(1).sample(training_texts(7, 14_000, 4_500), 1000)
         codec = self._codec().eval()
-        codes = [one for one in generate_codes(self._options.voice, texts, 0.7, 0) if len(one)]
-        audio = torch.cat([codec.decode(one) for one in codes])
+        codes = [row for row in generate_codes(self._options.voice, texts, 0.7, 0) if len(row)]
+        audio = torch.cat([codec.decode(row) for row in codes])
         torch.save((audio, torch.cat(codes)), self._work / "samples.pt")
         print(f"samples: {len(codes)} texts, {len(audio) / 16000 / 60:.0f} minutes", flush=True)
 
@@ -114,24 +118,27 @@ class Tuning:
         """Encode the speech."""
         codec = self._codec("encoder.pt").eval()
         texts, audio = self._speech()
-        torch.save((texts, [codec.encode(one).to(torch.int16) for one in audio]), self._work / "codes.pt")
+        torch.save(
+            (texts, [codec.encode(samples).to(torch.int16) for samples in audio]), self._work / "codes.pt"
+        )
 
     @torch.no_grad()
     def phrases(self) -> None:
-        """Encode espeak-ng's speech of the common phrases; choose the speech of the judged ones."""
+        """Encode the speech of the common phrases, and select the speech of `SELECTED_PHRASES`."""
         codec, speak = self._codec("encoder.pt").eval(), Espeak()
-        judges = [Recogniser(with_grammar=False), Recogniser(with_grammar=True, more=JUDGED)]
-        chosen = {phrase: codec.encode(speak(phrase)).to(torch.int16) for phrase in COMMON}
-        for phrase in JUDGED:
-            asked = [variants(phrase)[index % 4] for index in range(_NUM_SAMPLES)]
-            candidates = [one for one in generate_codes(self._options.voice, asked, 0.8, 100) if len(one) > 5]
+        recognisers = [Recogniser(with_grammar=False), Recogniser(with_grammar=True, more=SELECTED_PHRASES)]
+        codes_of_phrases = {phrase: codec.encode(speak(phrase)).to(torch.int16) for phrase in COMMON}
+        for phrase in SELECTED_PHRASES:
+            spellings = [variants(phrase)[index % 4] for index in range(_NUM_SAMPLES)]
+            generated = generate_codes(self._options.voice, spellings, 0.8, 100)
+            candidates = [codes for codes in generated if len(codes) > 5]
             for speed in _SPEEDS:
                 speak.set_speed(speed)
                 candidates.append(codec.encode(speak(phrase)))
             speak.set_speed(150)
-            rows = self._judge(codec, speak(phrase), words_of(phrase), candidates, judges)
+            rows = self._rate_candidates(codec, speak(phrase), words_of(phrase), candidates, recognisers)
             general, errors, distance, index = min(rows)
-            chosen[phrase] = candidates[index].to(torch.int16)
+            codes_of_phrases[phrase] = candidates[index].to(torch.int16)
             source = "voice" if index < len(candidates) - len(_SPEEDS) else "espeak-ng"
             num_right = sum(not row[1] for row in rows)
             print(
@@ -139,17 +146,21 @@ class Tuning:
                 f"{distance:.2f}, from {source}; {num_right} of {len(rows)} without error",
                 flush=True,
             )
-        torch.save(chosen, self._work / "phrases.pt")
+        torch.save(codes_of_phrases, self._work / "phrases.pt")
 
     @staticmethod
-    def _judge(
-        codec: Codec, spoken: Tensor, words: list[str], candidates: list[Tensor], judges: list[Recogniser]
+    def _rate_candidates(
+        codec: Codec,
+        spoken: Tensor,
+        words: list[str],
+        candidates: list[Tensor],
+        recognisers: list[Recogniser],
     ) -> list[tuple[int, int, float, int]]:
-        """Return for each candidate: errors without and with the grammar, mel distance, and its index."""
+        """Return for each candidate: word errors without and with the grammar, mel distance, index."""
         rows = []
         for index, codes in enumerate(candidates):
             audio = codec.decode(codes)
-            errors = [edit_distance(words, judge(audio)) for judge in judges]
+            errors = [edit_distance(words, recogniser(audio)) for recogniser in recognisers]
             rows.append((errors[0], errors[1], mel_distance(audio, spoken), index))
         return rows
 
@@ -160,11 +171,17 @@ class Tuning:
         spoken = torch.load(self._work / "phrases.pt", weights_only=True)
         rows = make_rows(tokenizer, texts, codes)
         repeated = []
-        for phrase in (*JUDGED, *COMMON):
-            ways = variants(phrase)
-            ways_rows = make_rows(tokenizer, ways, [spoken[phrase]] * len(ways))
-            count = 3 * _REPEATS if phrase == JUDGED[0] else _REPEATS if phrase in JUDGED else 2
-            repeated += ways_rows * count
+        for phrase in (*SELECTED_PHRASES, *COMMON):
+            spellings = variants(phrase)
+            phrase_rows = make_rows(tokenizer, spellings, [spoken[phrase]] * len(spellings))
+            count = (
+                3 * _REPEATS
+                if phrase == SELECTED_PHRASES[0]
+                else _REPEATS
+                if phrase in SELECTED_PHRASES
+                else 2
+            )
+            repeated += phrase_rows * count
         torch.manual_seed(self._options.seed)
         model = Model(make_shape(tokenizer))
         model.load_llama_state(load_file(self._options.voice / "model.safetensors"))
@@ -182,7 +199,7 @@ class Tuning:
 
     def _speech(self) -> tuple[list[str], list[Tensor]]:
         texts, audio, lengths = torch.load(self._work / "speech.pt", weights_only=True)
-        return texts, [one.float() / 32767 for one in audio.split(lengths)]
+        return texts, [samples.float() / 32767 for samples in audio.split(lengths)]
 
     def _codec(self, encoder: str | None = None) -> Codec:
         codec = Codec()
@@ -197,7 +214,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--voice", type=Path, required=True, help="folder of the voice to begin with")
+    parser.add_argument(
+        "--voice", type=Path, required=True, help="folder of the voice that is trained further"
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder for the new weights")
     parser.add_argument(
         "--work", type=Path, default=Path("build/demo_voice_tuning"), help="intermediate results"

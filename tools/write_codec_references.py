@@ -1,4 +1,4 @@
-"""Write tests/codecs/references: tiny codecs with random weights, and what their own packages compute.
+"""Write tests/codecs/references: tiny codecs with random weights, and the outputs of their original packages.
 
     python tools/write_codec_references.py [snac] [neucodec]
 
@@ -34,7 +34,7 @@ SNAC = {
     "noise": True,
     "depthwise": True,
 }
-SNACS = {
+SNAC_CONFIGS = {
     "snac": SNAC,
     "snac_dense": {**SNAC, "vq_strides": [6, 2], "noise": False, "depthwise": False},
 }
@@ -68,7 +68,7 @@ def write_snac(name: str) -> None:
     from penstock.codecs.snac.quantizer import frame_columns
 
     torch.manual_seed(0)
-    config = SNACS[name]
+    config = SNAC_CONFIGS[name]
     model = Model(**config).eval()
     for parameter_name, parameter in model.named_parameters():
         if parameter_name.endswith("alpha"):
@@ -77,17 +77,17 @@ def write_snac(name: str) -> None:
             parameter.data.normal_(0, 0.3)
     columns = frame_columns(config["vq_strides"])
     frames = torch.randint(0, config["codebook_size"], (13, sum(map(len, columns))))
-    codes = [frames[:, one].flatten()[None] for one in columns]
+    codes = [frames[:, column].flatten()[None] for column in columns]
     samples = 0.5 * torch.randn(24 * config["vq_strides"][0] * 5 + 7)
     with torch.no_grad():
-        with _noise(lambda _layer, length: torch.zeros(length)):
+        with _replace_noise(lambda _layer, length: torch.zeros(length)):
             silent = model.decode(codes)[0, 0]
-        with _noise(_positional_noise):
+        with _replace_noise(_positional_noise):
             decoded = model.decode(codes)[0, 0]
-        found = model.encode(samples[None, None])
-    encoded = torch.empty(len(found[0][0]), frames.shape[1], dtype=torch.int64)
-    for one, level in zip(columns, found, strict=True):
-        encoded[:, one] = level[0].view(len(encoded), -1)
+        levels = model.encode(samples[None, None])
+    encoded = torch.empty(len(levels[0][0]), frames.shape[1], dtype=torch.int64)
+    for column, level in zip(columns, levels, strict=True):
+        encoded[:, column] = level[0].view(len(encoded), -1)
     expected = {
         "frames": frames,
         "decoded": decoded,
@@ -99,7 +99,7 @@ def write_snac(name: str) -> None:
 
 
 def write_neucodec() -> None:
-    """Write the decoder of a NeuCodec checkpoint and decoded frames."""
+    """Write the decoder of a NeuCodec checkpoint, and decoded frames."""
     from transformers import NeuCodecConfig, NeuCodecModel
 
     torch.manual_seed(0)
@@ -126,8 +126,8 @@ def _positional_noise(layer: int, length: int) -> Tensor:
 
 
 @contextmanager
-def _noise(noise: Callable[[int, int], Tensor]):
-    """Replace the random numbers of the noise blocks, in the order of the blocks."""
+def _replace_noise(noise: Callable[[int, int], Tensor]):
+    """Replace the random numbers of SNAC's noise blocks by ``noise(block index, length)``."""
     layers = iter(range(100))
     with mock.patch("torch.randn", lambda shape, **_: noise(next(layers), shape[-1]).view(shape)):
         yield
@@ -137,14 +137,16 @@ def _save(name: str, config: dict, tensors: dict[str, Tensor], expected: dict[st
     folder = FOLDER / name
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    save_file({key: one.contiguous().clone() for key, one in tensors.items()}, folder / "model.safetensors")
-    save_file({key: one.contiguous() for key, one in expected.items()}, folder / "expected.tensors")
+    save_file(
+        {key: tensor.contiguous().clone() for key, tensor in tensors.items()}, folder / "model.safetensors"
+    )
+    save_file({key: tensor.contiguous() for key, tensor in expected.items()}, folder / "expected.tensors")
     print(folder, sum(file.stat().st_size for file in folder.iterdir()) // 1000, "kB")
 
 
 if __name__ == "__main__":
     chosen = sys.argv[1:] or ["snac", "neucodec"]
-    for codec in SNACS if "snac" in chosen else ():
+    for codec in SNAC_CONFIGS if "snac" in chosen else ():
         write_snac(codec)
     if "neucodec" in chosen:
         write_neucodec()

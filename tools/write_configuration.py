@@ -72,7 +72,7 @@ def _list(title: str, fields: Iterable[ConfigField]) -> str:
 def _item(field: ConfigField) -> str:
     """Return the list item of a setting, wrapped at 120 columns."""
     names = ", ".join(f"`{name}`" for name in (field.name, *field.aliases))
-    default = _shown(field.default)
+    default = _format_default(field.default)
     values = f"{field.rule.legal}; default {default}" if default else field.rule.legal
     return textwrap.fill(
         f"- {names} ({values}): {field.help}",
@@ -83,10 +83,11 @@ def _item(field: ConfigField) -> str:
     )
 
 
-def _shown(value: object) -> str:
+def _format_default(value: object) -> str:
+    """Return a default value as inline code; empty if there is none."""
     if value is None or value == ():
         return ""
-    if isinstance(value, tuple) and all(isinstance(one, DeviceSpec) for one in value):
+    if isinstance(value, tuple) and all(isinstance(item, DeviceSpec) for item in value):
         return f"`{','.join(map(str, value))}`"
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 

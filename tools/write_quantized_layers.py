@@ -1,10 +1,11 @@
-"""Write the reference layers of the quantization tests with the library that defines each format.
+"""Write the reference layers of the quantization tests. The library that defines a format writes its layers.
 
-Each file of ``tests/weights/quantized_layers`` holds the tensors of one layer ``model.layers.0.mlp.up_proj``,
-as the library stores them, and ``expected``: the weight as the library restores it. The metadata holds
-``quantization_config`` and what the library adds. Install ``compressed-tensors``, ``bitsandbytes``,
-``torchao``, ``gptqmodel`` and ``autoawq`` first, then run
-``python tools/write_quantized_layers.py [NAME ...]``.
+A file of ``tests/weights/quantized_layers`` has the tensors of a layer ``model.layers.0.mlp.up_proj``, as the
+library stores them. The tensor ``expected`` is the dequantized weight, as the library computes it. The
+metadata is ``quantization_config`` and the metadata of the library.
+
+    pip install compressed-tensors bitsandbytes torchao gptqmodel autoawq
+    python tools/write_quantized_layers.py [NAME ...]
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from torch import Tensor, nn
 FOLDER = Path(__file__).parents[1] / "tests" / "weights" / "quantized_layers"
 LAYER = "model.layers.0.mlp.up_proj"
 
-Golden = tuple[dict[str, Tensor], Tensor, dict[str, Any]]
-"""The tensors of the layer, the weight they stand for, and ``quantization_config``."""
+ReferenceLayer = tuple[dict[str, Tensor], Tensor, dict[str, Any]]
+"""The tensors of the layer, the dequantized weight, and ``quantization_config``."""
 _METADATA = "metadata"
-"""Key under which a maker returns the library's safetensors metadata; `main` removes it from the section."""
+"""Key of ``quantization_config`` for the safetensors metadata of the library. `main` removes the key."""
 
 COMPRESSED: dict[str, dict[str, Any]] = {
     "w4-symmetric": {"num_bits": 4, "strategy": "group", "group_size": 32},
@@ -46,12 +47,12 @@ COMPRESSED: dict[str, dict[str, Any]] = {
 
 
 def layer() -> nn.Linear:
-    """Return the layer that all libraries but gptqmodel and autoawq quantize."""
+    """Return the layer that all libraries except gptqmodel and autoawq quantize."""
     torch.manual_seed(0)
     return nn.Linear(128, 48, bias=False).bfloat16()
 
 
-def compressed_tensors(weights: dict[str, Any]) -> Golden:
+def compressed_tensors(weights: dict[str, Any]) -> ReferenceLayer:
     """Return a layer that compressed-tensors compresses."""
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import (
@@ -102,8 +103,8 @@ def compressed_tensors(weights: dict[str, Any]) -> Golden:
     return tensors, model.proj.weight.data.clone(), {**section, "quant_method": "compressed-tensors"}
 
 
-def bitsandbytes_4_bits(kind: str, nested: bool) -> Golden:
-    """Return an nf4 or fp4 layer; with ``nested``, its scales are quantized too (double quantization)."""
+def bitsandbytes_4_bits(kind: str, nested: bool) -> ReferenceLayer:
+    """Return an nf4 or fp4 layer. With ``nested``, its scales are quantized too (double quantization)."""
     from bitsandbytes import functional
 
     weight = layer().weight.data
@@ -115,8 +116,8 @@ def bitsandbytes_4_bits(kind: str, nested: bool) -> Golden:
     return {"weight": packed, **tensors}, expected, {"quant_method": "bitsandbytes", "load_in_4bit": True}
 
 
-def bitsandbytes_int8() -> Golden:
-    """Return an int8 layer; ``expected`` is computed here from the definition of the format."""
+def bitsandbytes_int8() -> ReferenceLayer:
+    """Return an int8 layer. ``expected`` is computed here from the definition of the format."""
     from bitsandbytes import nn as layers
 
     weight = layer().weight.data.half()
@@ -138,7 +139,7 @@ def layer_with_scales_and_zeros(group_size: int, bits: int) -> tuple[nn.Linear, 
     return own, scales, zeros
 
 
-def gptqmodel(bits: int, desc_act: bool, version: int = 2) -> Golden:
+def gptqmodel(bits: int, desc_act: bool, version: int = 2) -> ReferenceLayer:
     """Return a layer that gptqmodel packs, in the first or the second version of the format."""
     from gptqmodel.nn_modules.qlinear.torch import TorchLinear
     from gptqmodel.quantization import QuantizeConfig
@@ -160,8 +161,8 @@ def gptqmodel(bits: int, desc_act: bool, version: int = 2) -> Golden:
     return {name: getattr(packed, name).clone() for name in names}, expected, section
 
 
-def autoawq(version: str) -> Golden:
-    """Return a layer packed by autoawq; ``expected`` is computed here from the definition of the format."""
+def autoawq(version: str) -> ReferenceLayer:
+    """Return a layer that autoawq packs. ``expected`` is computed here from the definition of the format."""
     from awq.modules.linear.gemm import WQLinear_GEMM
     from awq.modules.linear.gemv import WQLinear_GEMV
 
@@ -179,7 +180,7 @@ def autoawq(version: str) -> Golden:
     return dict(packed.state_dict()), expected, section
 
 
-def torchao(name: str, group_size: int | None = None, **options: Any) -> Golden:
+def torchao(name: str, group_size: int | None = None, **options: Any) -> ReferenceLayer:
     """Return a layer that torchao quantizes."""
     import torchao.quantization as ao
 
@@ -191,7 +192,7 @@ def torchao(name: str, group_size: int | None = None, **options: Any) -> Golden:
     return torchao_tensors(model.proj.weight, model.proj.weight.dequantize())
 
 
-def torchao_asymmetric() -> Golden:
+def torchao_asymmetric() -> ReferenceLayer:
     """Return a layer of 4-bit integers with zero points that torchao quantizes."""
     from torchao.quantization import MappingType
 
@@ -199,10 +200,10 @@ def torchao_asymmetric() -> Golden:
     return torchao("IntxWeightOnlyConfig", group_size=64, weight_dtype=torch.int4, mapping_type=asymmetric)
 
 
-def torchao_packed(group_size: int) -> Golden:
+def torchao_packed(group_size: int) -> ReferenceLayer:
     """Return a layer of torchao's `Int4Tensor`.
 
-    Its own quantizer needs a GPU; this follows the documentation of the class.
+    torchao's quantizer needs a GPU. This function follows the documentation of the class.
     """
     from torchao.quantization import Int4Tensor
 
@@ -219,7 +220,7 @@ def torchao_packed(group_size: int) -> Golden:
     return torchao_tensors(weight, expected)
 
 
-def torchao_tensors(weight: Tensor, expected: Tensor) -> Golden:
+def torchao_tensors(weight: Tensor, expected: Tensor) -> ReferenceLayer:
     """Return the safetensors tensors and metadata that torchao writes for a weight."""
     from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 
@@ -228,8 +229,8 @@ def torchao_tensors(weight: Tensor, expected: Tensor) -> Golden:
     return tensors, expected, {"quant_method": "torchao", _METADATA: metadata}
 
 
-def goldens() -> Iterator[tuple[str, Callable[[], Golden]]]:
-    """Yield the name of each file and the function that makes its layer."""
+def reference_layers() -> Iterator[tuple[str, Callable[[], ReferenceLayer]]]:
+    """Yield the name of each file and the function that returns its layer."""
     for name, weights in COMPRESSED.items():
         yield f"compressed-tensors-{name}", lambda weights=weights: compressed_tensors(weights)
     for kind in ("nf4", "fp4"):
@@ -258,7 +259,7 @@ def goldens() -> Iterator[tuple[str, Callable[[], Golden]]]:
 def main() -> None:
     """Write all files."""
     FOLDER.mkdir(exist_ok=True)
-    for name, make in goldens():
+    for name, make in reference_layers():
         if sys.argv[1:] and name not in sys.argv[1:]:
             continue
         tensors, expected, section = make()

@@ -6,9 +6,9 @@
     python -m benchmarks.peers table *.json
     python -m benchmarks.peers plot *.json --out peers.png
 
-Sampling is greedy, end of sequence is ignored, prompts are random and new in every run, prefix cache and
-speculation are off. Each engine is a separate process, started by the Python of its virtual environment. It
-is stopped (SIGSTOP) while the other engine runs. The machine should be idle.
+A peer is the other engine of a comparison. Sampling is greedy, end of sequence is ignored, and every run has
+new random prompts. The prefix cache and speculation are off. Each engine runs as a separate process in its
+own virtual environment. SIGSTOP stops the process while the other engine runs. The machine should be idle.
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ from typing import Any
 
 import click
 
-from benchmarks.peers.checkpoints import checkpoint, converted, pack, vocabulary_of
-from benchmarks.peers.comparing import Contest, compare
+from benchmarks.peers.checkpoints import checkpoint, converted_model, pack_weights, vocabulary_of
+from benchmarks.peers.comparing import Comparison, compare
 from benchmarks.peers.engines import ROOT, Engine
 from benchmarks.peers.peers import DEFAULT_FOLDER, PEERS, environment_of, python_of, set_up
 from benchmarks.peers.probe import probe
 from benchmarks.peers.reporting import plot, table_of
-from benchmarks.peers.works import WORKLOADS, Opener, max_length_of, sized
+from benchmarks.peers.workloads import WORKLOADS, Opener, max_length_of, with_sizes
 
 
-def _venvs(command: Callable[..., None]) -> Callable[..., None]:
+def _venvs_option(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the option ``--venvs`` to a command."""
     return click.option(
         "--venvs",
         type=click.Path(path_type=Path, file_okay=False),
         default=DEFAULT_FOLDER,
         show_default=True,
-        help="The folder of virtual environments and converted models.",
+        help="Folder for the virtual environments and the converted models.",
     )(command)
 
 
@@ -51,9 +52,12 @@ def main() -> None:
 
 @main.command()
 @click.argument("names", metavar="PEER...", nargs=-1, required=True, type=click.Choice(list(PEERS)))
-@_venvs
+@_venvs_option
 def setup(names: tuple[str, ...], venvs: Path) -> None:
-    """Create the virtual environments of peers from the package index. Some take many minutes."""
+    """Create the virtual environments of peers.
+
+    Installs packages and may build them, which can take minutes.
+    """
     venvs.mkdir(parents=True, exist_ok=True)
     for name in names:
         set_up(PEERS[name], venvs)
@@ -66,10 +70,11 @@ def setup(names: tuple[str, ...], venvs: Path) -> None:
     "--encoding",
     default="bfloat16",
     show_default=True,
-    help="Penstock's encoding. With gguf, it loads the file of llama.cpp.",
+    help="Weight encoding of Penstock. With gguf, Penstock loads the same GGUF file as llama.cpp.",
 )
 @click.option(
-    "--peer-encoding", help="The peer's own name of its encoding. Default: the closest to --encoding."
+    "--peer-encoding",
+    help="Weight encoding of the peer, by the peer's name. Default: the closest to --encoding.",
 )
 @click.option("--works", type=click.Choice(list(WORKLOADS)), multiple=True, default=("decode", "prefill"))
 @click.option(
@@ -77,20 +82,20 @@ def setup(names: tuple[str, ...], venvs: Path) -> None:
     type=click.IntRange(min=1),
     default=32,
     show_default=True,
-    help="Prompts of the workload batch.",
+    help="Number of prompts of the workload batch.",
 )
 @click.option(
     "--context",
     type=click.IntRange(min=1),
     default=4096,
     show_default=True,
-    help="Prompt tokens of long.",
+    help="Prompt tokens of the workload long.",
 )
 @click.option("--pairs", type=click.IntRange(min=1), default=7, show_default=True)
 @click.option("--threads", type=click.IntRange(min=1), default=os.cpu_count(), show_default="all cores")
 @click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False))
 @click.option("--plot", "plot_path", type=click.Path(path_type=Path, dir_okay=False))
-@_venvs
+@_venvs_option
 def run(
     name: str,
     shape: str,
@@ -105,47 +110,50 @@ def run(
     plot_path: Path | None,
     venvs: Path,
 ) -> None:
-    """Run workloads on Penstock and on a peer alternately, and print medians and ratios."""
+    """Run workloads alternately on Penstock and on a peer, and print medians and ratios."""
     peer = PEERS[name]
-    theirs = peer_encoding or peer.encodings.get(encoding)
+    encoding_of_peer = peer_encoding or peer.encodings.get(encoding)
     is_same_file = encoding == "gguf"
     if is_same_file and (name != "llama_cpp" or peer_encoding is None or "cold" in works):
-        raise click.UsageError("--encoding gguf needs the peer llama_cpp, --peer-encoding, and no work cold")
-    if theirs is None:
-        known = ", ".join(f"{ours} ({word})" for ours, word in peer.encodings.items())
-        raise click.UsageError(f"{name} has no encoding to compare with {encoding}; it has {known}")
+        raise click.UsageError(
+            "--encoding gguf needs the peer llama_cpp and --peer-encoding, and excludes the workload cold"
+        )
+    if encoding_of_peer is None:
+        known = ", ".join(f"{ours} ({theirs})" for ours, theirs in peer.encodings.items())
+        raise click.UsageError(f"{name} has no encoding to compare with {encoding}; choose one of {known}")
     if not python_of(venvs / name).exists():
         raise click.UsageError(f"{name} is not installed; run `python -m benchmarks.peers setup {name}`")
-    chosen = [sized(WORKLOADS[work], batch=batch, context=context) for work in works]
+    workloads = [with_sizes(WORKLOADS[workload], batch=batch, context=context) for workload in works]
     source = checkpoint(shape, venvs / "checkpoints")
-    model = converted(peer, theirs, source, venvs)
-    ours = {"OMP_NUM_THREADS": str(threads)}
-    if "cold" in works:  # the peers' models are converted beforehand too
-        ours["XDG_CACHE_HOME"] = str(venvs / "penstock")
-        pack(source, encoding, ours)
+    model = converted_model(peer, encoding_of_peer, source, venvs)
+    own_environment = {"OMP_NUM_THREADS": str(threads)}
+    if "cold" in works:
+        # The peer's model is converted before the measurement. Penstock's weights are packed before it, too.
+        own_environment["XDG_CACHE_HOME"] = str(venvs / "penstock")
+        pack_weights(source, encoding, own_environment)
     load = {
         "threads": threads,
-        "max_length": max_length_of(chosen),
-        "prompts": max(work.prompts for work in chosen),
+        "max_length": max_length_of(workloads),
+        "prompts": max(workload.num_prompts for workload in workloads),
     }
     logs = venvs / "logs"
     logs.mkdir(exist_ok=True)
 
-    def opener(python: str | Path, driver: str, what: dict[str, str], environment: dict[str, str]) -> Opener:
+    def opener(python: str | Path, driver: str, model: dict[str, str], environment: dict[str, str]) -> Opener:
         command = [str(python), "-m", f"benchmarks.peers.drivers.{driver}"]
-        return partial(Engine, command, {**load, **what}, environment, logs / f"{driver}.log")
+        return partial(Engine, command, {**load, **model}, environment, logs / f"{driver}.log")
 
-    contest = Contest(
+    comparison = Comparison(
         ours=opener(
             sys.executable,
             "penstock",
             {"model": str(_link_without_tokenizer(model) if is_same_file else source), "encoding": encoding},
-            ours,
+            own_environment,
         ),
         theirs=opener(
             python_of(venvs / name),
             peer.driver,
-            {"model": str(model), "encoding": theirs},
+            {"model": str(model), "encoding": encoding_of_peer},
             environment_of(peer, venvs, threads),
         ),
         vocabulary=vocabulary_of(source),
@@ -153,7 +161,7 @@ def run(
         probe=probe,
         log=lambda text: click.echo(text, err=True),
     )
-    found = compare(chosen, contest)
+    result = compare(workloads, comparison)
     report: dict[str, Any] = {
         "command": " ".join(["python -m benchmarks.peers", *sys.argv[1:]]),
         "commit": _commit(),
@@ -161,10 +169,10 @@ def run(
         "shape": shape,
         "encoding": encoding,
         "peer": name,
-        "peer_encoding": theirs,
-        "peer_version": found["versions"]["peer"][peer.package],
+        "peer_encoding": encoding_of_peer,
+        "peer_version": result["versions"]["peer"][peer.package],
         "pairs": pairs,
-        **found,
+        **result,
     }
     click.echo(table_of([report]), nl=False)
     if json_path is not None:
@@ -174,8 +182,10 @@ def run(
 
 
 def _link_without_tokenizer(model: Path) -> Path:
-    """Return a link to a GGUF file in a folder without tokenizer files: the tokenizer of the file is
-    loaded."""
+    """Return a link to a GGUF file in a folder that has no tokenizer files.
+
+    Penstock then loads the tokenizer in the GGUF file, as llama.cpp does.
+    """
     link = model.parent / "gguf" / model.name
     link.parent.mkdir(exist_ok=True)
     if not link.exists():
@@ -191,7 +201,7 @@ _JSON_FILES = click.argument(
 @main.command()
 @_JSON_FILES
 def table(files: tuple[Path, ...]) -> None:
-    """Print one Markdown table of the reports that runs wrote with --json."""
+    """Print one Markdown table from files that ``run --json`` wrote."""
     click.echo(table_of(_read(files)), nl=False)
 
 
@@ -199,7 +209,7 @@ def table(files: tuple[Path, ...]) -> None:
 @_JSON_FILES
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), required=True)
 def plot_files(files: tuple[Path, ...], out: Path) -> None:
-    """Draw the ratios of several runs into one PNG file."""
+    """Draw the ratios in files that ``run --json`` wrote as one PNG file."""
     plot(_read(files), out)
 
 
@@ -208,13 +218,15 @@ def _read(files: tuple[Path, ...]) -> list[dict[str, Any]]:
 
 
 def _commit() -> str:
+    """Return the git commit of the source tree."""
     found = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    return found.stdout.strip() or "not a checkout"
+    return found.stdout.strip() or "not a git checkout"
 
 
 def _machine(threads: int) -> str:
+    """Return the processor and the number of its cores and of the threads used."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return f"{(models or [platform.machine()])[0]}, {os.cpu_count()} cores, {threads} threads"

@@ -1,4 +1,4 @@
-"""Alternating runs of two engines (A B A B). Each pair of runs has new prompts, the same for both engines."""
+"""Alternating runs of two engines (A B A B). Both engines of a pair of runs get the same new prompts."""
 
 from __future__ import annotations
 
@@ -11,30 +11,33 @@ from random import Random
 from typing import Any
 
 from benchmarks.peers.engines import Engine
-from benchmarks.peers.works import Opener, Result, Work, prompts_of, run, run_fresh
+from benchmarks.peers.workloads import Opener, Result, Workload, random_prompts, run, run_in_new_process
 
 Probe = Callable[[], dict[str, float]]
 
 
 @dataclass(frozen=True)
-class Contest:
+class Comparison:
     """The two engines and the settings of a comparison."""
 
     ours: Opener
     theirs: Opener
     vocabulary: int
+    """Number of token ids that prompts use."""
     pairs: int
+    """Number of pairs of runs, without the warm-up."""
     probe: Probe
-    """Measures the machine before each pair."""
+    """Returns the current speed of the machine. It is called before each pair."""
     log: Callable[[str], None]
     """Prints progress."""
 
 
-def compare(works: Sequence[Work], contest: Contest) -> dict[str, Any]:
-    """Return the rows of all workloads and the versions of both engines.
+def compare(workloads: Sequence[Workload], comparison: Comparison) -> dict[str, Any]:
+    """Run workloads on both engines. Returns the rows of the report and the versions of both engines.
 
-    Workloads on loaded engines run first and share the engines. Each workload has a warm-up run that does not
-    count. For workloads that start a new process, the warm-up run brings the files into the page cache.
+    Workloads that run on loaded engines come first and share the engines. Each workload begins with a warm-up
+    run that does not count. If a workload starts a new process, its warm-up run reads the files into the page
+    cache.
 
     Raises:
         EngineError: an engine failed.
@@ -42,70 +45,75 @@ def compare(works: Sequence[Work], contest: Contest) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     versions: dict[str, dict[str, str]] = {}
     random = Random()
-    loaded = [work for work in works if not work.is_fresh]
+    on_loaded_engines = [workload for workload in workloads if not workload.starts_process]
     openers = [
         _record_versions(versions, name, opener)
-        for name, opener in (("penstock", contest.ours), ("peer", contest.theirs))
+        for name, opener in (("penstock", comparison.ours), ("peer", comparison.theirs))
     ]
     with ExitStack() as stack:
-        engines = [stack.enter_context(opener(False)) for opener in openers] if loaded else []
-        for work in loaded:
-            rows += _rows(work, [partial(run, work, engine) for engine in engines], contest, random)
-    for work in works:
-        if work.is_fresh:
-            runners = [partial(run_fresh, work, opener) for opener in openers]
-            rows += _rows(work, runners, contest, random)
+        engines = [stack.enter_context(opener(False)) for opener in openers] if on_loaded_engines else []
+        for workload in on_loaded_engines:
+            runners = [partial(run, workload, engine) for engine in engines]
+            rows += _run_pairs(workload, runners, comparison, random)
+    for workload in workloads:
+        if workload.starts_process:
+            runners = [partial(run_in_new_process, workload, opener) for opener in openers]
+            rows += _run_pairs(workload, runners, comparison, random)
     return {"rows": rows, "versions": versions}
 
 
 def _record_versions(versions: dict[str, dict[str, str]], name: str, opener: Opener) -> Opener:
-    """Wrap ``opener`` so that it also stores the engine's versions in ``versions[name]``."""
+    """Return an opener that also stores the versions of the engine's packages in ``versions[name]``."""
 
     @contextmanager
-    def opened(watch_memory: bool) -> Iterator[Engine]:
+    def open_and_record(watch_memory: bool) -> Iterator[Engine]:
         with opener(watch_memory) as engine:
             versions[name] = engine.versions
             yield engine
 
-    return opened
+    return open_and_record
 
 
 Runner = Callable[[list[list[int]]], Result]
+"""Runs a workload on one engine with these prompts."""
 
 
-def _rows(work: Work, runners: Sequence[Runner], contest: Contest, random: Random) -> list[dict[str, Any]]:
-    found: list[list[Result]] = []
+def _run_pairs(
+    workload: Workload, runners: Sequence[Runner], comparison: Comparison, random: Random
+) -> list[dict[str, Any]]:
+    """Run a warm-up and all pairs of a workload. Returns a row for each of its figures."""
+    pairs: list[list[Result]] = []
     probes: list[dict[str, float]] = []
-    for pair in range(contest.pairs + 1):
-        prompts = prompts_of(work, contest.vocabulary, random)
-        machine = contest.probe()
+    for number in range(comparison.pairs + 1):
+        prompts = random_prompts(workload, comparison.vocabulary, random)
+        machine_speed = comparison.probe()
         results = [runner(prompts) for runner in runners]
-        figures = " ".join(f"{value:.4g}" for one in results for value in one.figures.values())
-        contest.log(f"{work.name} {pair or 'warm-up'}: {figures}")
-        if pair:
-            found.append(results)
-            probes.append(machine)
-    return [row_of(work, of, found, probes) for of in found[0][0].figures]
+        figures = " ".join(f"{value:.4g}" for result in results for value in result.figures.values())
+        comparison.log(f"{workload.name} {number or 'warm-up'}: {figures}")
+        if number:
+            pairs.append(results)
+            probes.append(machine_speed)
+    return [report_row(workload, figure, pairs, probes) for figure in pairs[0][0].figures]
 
 
-def row_of(
-    work: Work, of: str, found: Sequence[Sequence[Result]], probes: Sequence[Mapping[str, float]]
+def report_row(
+    workload: Workload, figure: str, pairs: Sequence[Sequence[Result]], probes: Sequence[Mapping[str, float]]
 ) -> dict[str, Any]:
-    """Return the row of one figure of a workload: the runs of both engines, their medians and the ratio.
+    """Return the row of one figure of a workload: the values of both engines, their medians and the ratio.
 
     Args:
-        work: the workload.
-        of: the name of the figure.
-        found: for each pair of runs, the results of Penstock and of the peer.
-        probes: the measurement of the machine before each pair.
+        workload: the workload.
+        figure: the name of the figure.
+        pairs: for each pair of runs, the results of Penstock and of the peer.
+        probes: the speed of the machine before each pair.
     """
-    ours, theirs = ([pair[side].figures[of] for pair in found] for side in (0, 1))
+    ours, theirs = ([pair[side].figures[figure] for pair in pairs] for side in (0, 1))
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
     return {
-        "work": work.name,
-        "of": of,
-        "unit": work.unit or ("" if of == "share" else "tokens/s"),
-        "less_is_better": work.less_is_better,
+        "work": workload.name,
+        "of": figure,
+        "unit": workload.unit or ("" if figure == "share" else "tokens/s"),
+        "less_is_better": workload.less_is_better,
         "ours": ours,
         "theirs": theirs,
         "median_ours": statistics.median(ours),
@@ -113,8 +121,8 @@ def row_of(
         "ratio": statistics.median(ratios),
         "lowest": min(ratios),
         "highest": max(ratios),
-        "same_first_token": sum(a.tokens[0] == b.tokens[0] for a, b in found),
-        "machine": [dict(one) for one in probes],
-        "gb_s": statistics.median(one["gb_s"] for one in probes),
-        "tflop_s": statistics.median(one["tflop_s"] for one in probes),
+        "same_first_token": sum(a.tokens[0] == b.tokens[0] for a, b in pairs),
+        "machine": [dict(probe) for probe in probes],
+        "gb_s": statistics.median(probe["gb_s"] for probe in probes),
+        "tflop_s": statistics.median(probe["tflop_s"] for probe in probes),
     }

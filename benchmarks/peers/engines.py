@@ -1,4 +1,4 @@
-"""An engine that runs as a child process."""
+"""An engine of a comparison, as a child process of the benchmark."""
 
 from __future__ import annotations
 
@@ -12,34 +12,39 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, Self
 
-from benchmarks.peers.processes import PeakMemory, stop_all
+from benchmarks.peers.processes import PeakMemory, end_session
 
 ROOT = Path(__file__).parents[2]
-_LAST_LINES = 30  # lines of a failed engine's log in the error message
-_OPENMP = ("OMP_", "GOMP_", "KMP_")
+_NUM_LOG_LINES = 30  # lines of a failed engine's log in the error message
+_OPENMP_PREFIXES = ("OMP_", "GOMP_", "KMP_")
 
 
 class EngineError(Exception):
-    """An engine ended, or its answer is invalid."""
+    """The process of an engine ended, or its answer is invalid."""
 
 
-def _inherited() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith(_OPENMP)}
+def _inherited_environment() -> dict[str, str]:
+    """Return the environment variables of this process, without the settings of OpenMP."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(_OPENMP_PREFIXES)}
 
 
 class Engine:
-    """A driver that runs in the Python of a virtual environment. As a context manager, it ends the process.
+    """An engine whose driver runs as a child process in a virtual environment.
 
-    Between two requests, the process and its children are stopped (SIGSTOP). Otherwise an engine whose
-    threads spin while they wait would take CPU time from the other engine.
+    A context manager ends the process.
+
+    Between two requests, SIGSTOP stops the process and its children. Otherwise the threads of an idle engine
+    could spin and take CPU time from the other engine.
 
     Args:
         command: the command that starts the driver.
-        load: the load request: the fields of the driver's ``Settings``.
+        load: the content of the load request, with the fields of ``Settings`` in `drivers.answering`.
         environment: environment variables of the driver, added to those of this process. The driver does not
-            inherit variables that tune OpenMP: a value that suits one engine may halve the speed of another.
-        log: the file for the driver's output.
-        watch_memory: sample the memory from the start. This costs some speed.
+            inherit settings of OpenMP, because a setting that suits one engine can halve the speed of
+            another.
+        log: the file for what the driver and the engine print.
+        watch_memory: whether to sample the memory of the process 50 times per second. Sampling takes CPU
+            time.
 
     Raises:
         EngineError: the engine failed to load. The message names the log.
@@ -63,12 +68,12 @@ class Engine:
                 stderr=printed,
                 text=True,
                 cwd=ROOT,
-                env={**_inherited(), "PYTHONPATH": str(ROOT), **environment},
-                start_new_session=True,  # a signal to the group reaches its children too
+                env={**_inherited_environment(), "PYTHONPATH": str(ROOT), **environment},
+                start_new_session=True,  # so that killpg also reaches the children of the driver
             )
         self._memory = PeakMemory(self._process.pid) if watch_memory else None
         try:
-            self.versions: dict[str, str] = self._ask({"do": "load", **load})["versions"]
+            self.versions: dict[str, str] = self._send({"do": "load", **load})["versions"]
         except BaseException:
             self.close()
             raise
@@ -82,21 +87,23 @@ class Engine:
 
     @property
     def process_id(self) -> int:
-        """Process id of the driver. The driver leads its own session."""
+        """Process id of the driver. The driver is the leader of a new session."""
         return self._process.pid
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
-        """Run one request. Returns ``tokens``, ``first``, ``num_first`` and ``seconds``.
+        """Generate ``new_tokens`` tokens for each prompt.
+
+        Returns ``tokens``, ``first``, ``num_first`` and ``seconds``, as `drivers.answering` describes them.
 
         Raises:
             EngineError: the engine failed, or did not return ``new_tokens`` tokens for each prompt.
         """
-        answer = self._ask({"do": "generate", "prompts": prompts, "new_tokens": new_tokens})
+        answer = self._send({"do": "generate", "prompts": prompts, "new_tokens": new_tokens})
         lengths = {len(tokens) for tokens in answer["tokens"]}
         if len(answer["tokens"]) != len(prompts) or lengths != {new_tokens}:
             raise EngineError(
-                f"asked for {len(prompts)} x {new_tokens} tokens, got {len(answer['tokens'])} answers "
-                f"of {sorted(lengths)} tokens; see {self.log}"
+                f"expected {len(prompts)} answers of {new_tokens} tokens, got "
+                f"{len(answer['tokens'])} answers of {sorted(lengths)} tokens; see {self.log}"
             )
         return answer
 
@@ -105,7 +112,7 @@ class Engine:
         return perf_counter() - self._started
 
     def peak_bytes(self) -> int:
-        """Return the peak of the anonymous memory of the process and its children."""
+        """Stop sampling and return the peak anonymous memory of the process and its children."""
         assert self._memory is not None, "the engine needs watch_memory=True"
         return self._memory.stop()
 
@@ -118,9 +125,10 @@ class Engine:
             self._signal(signal.SIGCONT)
         with suppress(BrokenPipeError):
             self._process.stdin.close()
-        stop_all(self._process)
+        end_session(self._process)
 
-    def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def _send(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Send a request to the driver and return its answer."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
@@ -132,8 +140,10 @@ class Engine:
             line = ""
         if not line:
             code = self._process.wait()
-            end = "\n".join(self.log.read_text(errors="replace").splitlines()[-_LAST_LINES:])
-            raise EngineError(f"the engine ended with {code}; the end of {self.log}:\n{end}")
+            end = "\n".join(self.log.read_text(errors="replace").splitlines()[-_NUM_LOG_LINES:])
+            raise EngineError(
+                f"the engine ended with exit status {code}; the last lines of {self.log}:\n{end}"
+            )
         self._signal(signal.SIGSTOP)
         answer: dict[str, Any] = json.loads(line)
         return answer

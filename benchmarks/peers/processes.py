@@ -1,4 +1,4 @@
-"""Memory of a process and its descendants, read from ``/proc``."""
+"""Anonymous memory of a process and its descendants, read from ``/proc``, and the end of a session."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ _EXIT_TIMEOUT = 10.0  # seconds until an engine that does not exit is killed
 _SAMPLES_PER_SECOND = 50
 
 
-def family(pid: int) -> list[int]:
-    """Return the ids of a process and of its running descendants."""
+def process_tree(pid: int) -> list[int]:
+    """Return the process ids of a process and of its running descendants."""
     children = defaultdict(list)
     for folder in Path("/proc").glob("[0-9]*"):
         if fields := _stat(int(folder.name)):
             children[int(fields[1])].append(int(folder.name))
-    found, left = [], [pid]
-    while left:
-        found.append(one := left.pop())
-        left += children[one]
-    return found
+    tree, pending = [], [pid]
+    while pending:
+        tree.append(member := pending.pop())
+        pending += children[member]
+    return tree
 
 
 def anonymous_bytes(pid: int) -> int:
-    """Return the anonymous memory of a process and its descendants.
+    """Return the bytes of anonymous memory of a process and its descendants.
 
-    Shared memory counts once per process.
+    Shared memory counts once for each process that maps it.
     """
     total = 0
-    for one in family(pid):
+    for member in process_tree(pid):
         try:
-            lines = Path(f"/proc/{one}/status").read_text().splitlines()
-        except OSError:  # the process has ended
+            lines = Path(f"/proc/{member}/status").read_text().splitlines()
+        except OSError:  # the process ended after process_tree() found it
             continue
         for line in lines:
             if line.startswith(("RssAnon:", "RssShmem:")):
@@ -45,7 +45,7 @@ def anonymous_bytes(pid: int) -> int:
 
 
 class PeakMemory:
-    """The peak of `anonymous_bytes` of a process, sampled 50 times per second until `stop`."""
+    """Samples `anonymous_bytes` of a process 50 times per second until `stop`, and records the peak."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -67,8 +67,8 @@ class PeakMemory:
                 return
 
 
-def stop_all(process: subprocess.Popen[str]) -> None:
-    """Wait for a process that leads its own session. Kills the session after a timeout."""
+def end_session(process: subprocess.Popen[str]) -> None:
+    """Wait up to 10 s until a session leader exits. Then kill all processes of its group."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(_EXIT_TIMEOUT)
     with suppress(ProcessLookupError):
@@ -79,7 +79,7 @@ def stop_all(process: subprocess.Popen[str]) -> None:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of ``/proc/PID/stat`` from the state on; empty if the process has ended."""
+    """Return the fields of ``/proc/PID/stat`` after the command name. Empty if the process has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""Reports of comparisons: the Markdown table of docs/performance.md, and a plot."""
+"""Output of comparisons: the Markdown table of docs/performance.md, and a plot of the ratios."""
 
 from __future__ import annotations
 
@@ -7,29 +7,31 @@ from pathlib import Path
 from typing import Any
 
 Report = Mapping[str, Any]
+"""The content of a file that ``run --json`` wrote."""
 
-_HEAD = "| model | encoding | work | Penstock | peer | ratio | pairs | machine |"
+_HEADER = "| model | encoding | work | Penstock | peer | ratio | pairs | machine |"
 _RULE = "|---|---|---|---:|---|---:|---:|---|"
 
 
 def table_of(reports: Sequence[Report]) -> str:
-    """Return a Markdown table with a row per figure.
+    """Return a Markdown table with one row per figure.
 
-    Figures are medians. The ratio is the median of the ratios of the pairs, with the lowest and the highest.
-    Each row has the medians of the GB/s and TFLOP/s that the machine reached before the pairs.
+    Figures are medians over the pairs of runs. The ratio is the median of the ratios of the pairs; the lowest
+    and the highest ratio are in parentheses. The column ``machine`` has the medians of the probes before the
+    pairs.
     """
-    lines = [_HEAD, _RULE]
+    lines = [_HEADER, _RULE]
     for report in reports:
         peer = f"{report['peer']} {report['peer_version']} {report['peer_encoding']}"
         for row in report["rows"]:
-            work = f"{row['work']} {row['of']}".strip()
-            less = ", less is better" if row["less_is_better"] else ""
+            figure = f"{row['work']} {row['of']}".strip()
+            direction = ", less is better" if row["less_is_better"] else ""
             cells = [
                 report["shape"],
                 report["encoding"],
-                f"{work}{less}",
-                f"{number(row['median_ours'])} {row['unit']}".strip(),
-                f"{number(row['median_theirs'])}, {peer}",
+                f"{figure}{direction}",
+                f"{format_number(row['median_ours'])} {row['unit']}".strip(),
+                f"{format_number(row['median_theirs'])}, {peer}",
                 f"**{row['ratio']:.2f}** ({row['lowest']:.2f} to {row['highest']:.2f})",
                 str(len(row["ours"])),
                 f"{row['gb_s']:.0f} GB/s, {row['tflop_s']:.2f} TFLOP/s",
@@ -38,15 +40,15 @@ def table_of(reports: Sequence[Report]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def number(value: float) -> str:
-    """Format a value with at least three digits and without an exponent."""
+def format_number(value: float) -> str:
+    """Format a value without an exponent: as an integer from 100 on, else with three significant digits."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def plot(reports: Sequence[Report], path: Path) -> None:
-    """Draw the ratios of all figures, the spread of their pairs and a line at ratio 1.
+    """Draw the ratio of each figure as a bar, the range of the pairs' ratios, and a line at ratio 1.
 
-    Ratios of figures where less is better are inverted: a longer bar is always better for Penstock.
+    If less is better, the ratio is inverted. A longer bar is always better for Penstock.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -57,23 +59,23 @@ def plot(reports: Sequence[Report], path: Path) -> None:
         for row in report["rows"]
     ]
     figure = Figure(figsize=(9, 1.5 + 0.32 * len(bars)), layout="constrained")
-    FigureCanvasAgg(figure)  # needs no display
+    FigureCanvasAgg(figure)  # this canvas needs no display
     axes = figure.subplots()
-    for place, (_, _, row) in enumerate(bars):
-        middle, low, high = better_to_the_right(row)
-        color = "tab:blue" if middle >= 1 else "tab:orange"
-        axes.barh(place, middle, color=color, alpha=0.8)
-        axes.plot([low, high], [place, place], color="black", linewidth=1)
+    for y, (_, _, row) in enumerate(bars):
+        median, lowest, highest = ratios_where_more_is_better(row)
+        color = "tab:blue" if median >= 1 else "tab:orange"
+        axes.barh(y, median, color=color, alpha=0.8)
+        axes.plot([lowest, highest], [y, y], color="black", linewidth=1)
     axes.axvline(1, color="black", linestyle=":")
     labels = [f"{name} / {report['peer']} {report['peer_encoding']}" for name, report, _ in bars]
     axes.set_yticks(range(len(bars)), labels)
     axes.invert_yaxis()
-    axes.set_xlabel("Penstock / peer: median of pairs, lowest to highest")
+    axes.set_xlabel("ratio Penstock / peer: median and range of the pairs")
     figure.savefig(path, dpi=120)
 
 
-def better_to_the_right(row: Mapping[str, Any]) -> tuple[float, float, float]:
-    """Return the ratio, its lowest and its highest value, inverted if less is better."""
+def ratios_where_more_is_better(row: Mapping[str, Any]) -> tuple[float, float, float]:
+    """Return the median, lowest and highest ratio of a row, inverted if less is better."""
     if row["less_is_better"]:
         return 1 / row["ratio"], 1 / row["highest"], 1 / row["lowest"]
     return row["ratio"], row["lowest"], row["highest"]

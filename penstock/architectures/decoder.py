@@ -249,6 +249,8 @@ class DecoderModel(NetworkModel[TextContext]):
         graphs, ranks = self._graphs, self.session.ranks
         if graphs is None or eager_reason(model_inputs, graphs.max_rows) is not None:
             return None
+        if model_inputs.input_embeds is not None:  # they are those of the first step only
+            return None
         key = self._graph_key(model_inputs, graphs)
         if ranks is not None and ranks.rank == 0 and not graphs.has(key):
             return None

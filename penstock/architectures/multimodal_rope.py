@@ -47,10 +47,10 @@ class MultimodalRopeModel(DecoderModel):
         contexts = [context for replica in replica_batches for context in replica]
         if not any(isinstance(context, TextAndVisionContext) and context.images for context in contexts):
             return inputs
-        counts = inputs.row_offsets.diff().tolist()
+        added = inputs.drafts or [0] * len(contexts)
         parts = [
-            multimodal_positions(context, count, self.merge_size)
-            for context, count in zip(contexts, counts, strict=True)
+            multimodal_positions(context, context.active_length + count, self.merge_size)
+            for context, count in zip(contexts, added, strict=True)
         ]
         positions = np.concatenate(parts, axis=1)  # [3, T]
         if (positions == positions[0]).all():

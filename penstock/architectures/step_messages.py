@@ -82,7 +82,7 @@ class StepMessage:
         lora: LoRAInputs | None = None
         if self.adapters is not None:
             assert adapters is not None
-            lora = adapters.inputs_of_rows(tensor(self.adapters))
+            lora = adapters.inputs_for_rows(tensor(self.adapters))
         embeds = None
         if self.embeds is not None:
             rows, values, dtype = self.embeds

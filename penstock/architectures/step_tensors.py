@@ -19,6 +19,8 @@ def eager_reason(inputs: ModelInputs, max_rows: int) -> str | None:
         return "there is no KV cache"
     if len(inputs.tokens) > max_rows:
         return f"more than {max_rows} rows"
+    if inputs.positions.dim() == 2:
+        return "positions of several axes"
     return None if inputs.spans is None else "spans of images"
 
 

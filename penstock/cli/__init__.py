@@ -36,7 +36,8 @@ _COMMANDS = {
     "quantize": "Write a quantized checkpoint.",
     "env": "Show versions, processor, devices and kernels.",
 }
-"""Name -> short help; the command is ``command`` in the module of that name, with ``_`` for ``-``."""
+"""Command -> short help. The command is the function ``command`` of the module of that name, ``_`` replacing
+``-``."""
 
 
 _MAX_MESSAGE = 2000
@@ -46,7 +47,7 @@ class _Commands(click.Group):
     """The group of all commands; prints an error as one line."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [*_COMMANDS]  # not list(): once penstock.cli.list is imported, that is the module
+        return [*_COMMANDS]  # `list` may be the module penstock.cli.list here
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
@@ -81,7 +82,7 @@ class _Commands(click.Group):
         except MemoryError:
             _fail("out of memory: use a smaller model, --max-length or --max-batch-size")
         except OSError as error:
-            _fail(_message_of(error))
+            _fail(_os_error_message(error))
         except RuntimeError as error:
             if "allocate memory" not in str(error):
                 raise
@@ -114,7 +115,7 @@ def main() -> NoReturn:
 
 
 def _fail(message: str) -> NoReturn:
-    """Print a message as one short printable line, and exit with status 2."""
+    """Print an error message as one line, cut if it is long, and exit with status 2."""
     line = " ".join(message.split())
     if len(line) > _MAX_MESSAGE:
         line = f"{line[: _MAX_MESSAGE // 2]} ... {line[-_MAX_MESSAGE // 2 :]}"
@@ -123,16 +124,16 @@ def _fail(message: str) -> NoReturn:
     sys.exit(2)
 
 
-def _message_of(error: OSError) -> str:
+def _os_error_message(error: OSError) -> str:
     where = error.filename
     if where is None and error.errno == errno.ENOSPC:
         where = "standard output"
-        sys.stdout = None  # its buffer could not be flushed at exit either
+        sys.stdout = None  # a flush of its buffer at exit would fail again
     return f"{where}: {error.strerror}" if where is not None else str(error)
 
 
 def _drop_broken_stderr() -> None:
-    """Replace a standard error that cannot be flushed, because Python would exit with status 120."""
+    """Set ``sys.stderr`` to None if it cannot be flushed, because Python would exit with status 120."""
     if sys.stderr is not None:
         try:
             sys.stderr.flush()

@@ -42,10 +42,10 @@ def command() -> None:
     "--output",
     required=True,
     type=click.Path(path_type=Path),
-    help="The file of the results. Lines whose results it has already are skipped. With --ray a name that "
-    "ends in .parquet is a folder of parquet files.",
+    help="The file for the results. Lines whose results are already in this file are skipped. With "
+    "--ray a name that ends in .parquet is a folder of parquet files.",
 )
-@click.option("--overwrite", is_flag=True, help="Delete the results that the file has already.")
+@click.option("--overwrite", is_flag=True, help="Delete the results that are already in the file.")
 @ray_options
 @config_options
 def run(requests: Path, output: Path, overwrite: bool, print_config: bool, **flags: object) -> int:

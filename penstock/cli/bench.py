@@ -87,7 +87,7 @@ command.add_command(run)
 @click.option(
     "--prompts",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="A file of prompts instead of random ones: one per line, or .jsonl with prompt or messages.",
+    help="A file of prompts instead of random prompts: one per line, or .jsonl with prompt or messages.",
 )
 @click.option("--stream/--no-stream", default=True, show_default=True)
 @click.option(
@@ -161,7 +161,7 @@ async def _measure(client: HttpClient, options: _ServeOptions) -> int:
     count, endpoint = options["num_requests"], options["endpoint"]
     extra_fields = parse_fields(options["extra_body"]) if options["extra_body"] else {}
     model, prompts = await _model_and_prompts(client, options)
-    asking = RequestTemplate(
+    template = RequestTemplate(
         endpoint=endpoint,
         model=model,
         output_length=options["output_length"],
@@ -171,40 +171,42 @@ async def _measure(client: HttpClient, options: _ServeOptions) -> int:
         seed=options["seed"],
         extra_fields=extra_fields,
     )
-    bodies = [asking.body(index, prompt) for index, prompt in enumerate(prompts)]
+    bodies = [template.body(index, prompt) for index, prompt in enumerate(prompts)]
     concurrency = options["concurrency"] or (None if options["rate"] else 8)
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
     if bodies[count:]:
-        first = await measure(client, asking.path, bodies[count:], Load(concurrency=8), stop=stop)
-        failed = [outcome for outcome in first.outcomes if outcome.error is not None]
-        if failed and len(failed) == len(first.outcomes) and not stop.is_set():
+        warmup = await measure(client, template.path, bodies[count:], Load(concurrency=8), stop=stop)
+        failed = [outcome for outcome in warmup.outcomes if outcome.error is not None]
+        if failed and len(failed) == len(warmup.outcomes) and not stop.is_set():
             raise InputError(f"every warm-up request failed: {failed[0].error}: {failed[0].detail}")
     idle = await round_trips(client, "/v1/models", _ROUND_TRIPS)
     load = Load(
         concurrency=concurrency, rate=options["rate"], timeout=options["timeout"], seed=options["seed"]
     )
-    found = await measure(client, asking.path, bodies[:count], load, stop=stop)
-    found.round_trips = idle
-    summary = Summary.from_measurement(found)
+    result = await measure(client, template.path, bodies[:count], load, stop=stop)
+    result.round_trips = idle
+    summary = Summary.from_measurement(result)
     print_summary(summary, Console())
-    kept = [(name, value) for name, value in options.items() if name not in ("api_key", "extra_body")]
-    settings = {name: str(value) if isinstance(value, Path) else value for name, value in kept}
+    shown_options = [
+        (name, value) for name, value in options.items() if name not in ("api_key", "extra_body")
+    ]
+    settings = {name: str(value) if isinstance(value, Path) else value for name, value in shown_options}
     if options["json_path"] is not None:
         report = build_report(
-            found, settings | {"model": model, "extra_body": extra_fields, "concurrency": concurrency}
+            result, settings | {"model": model, "extra_body": extra_fields, "concurrency": concurrency}
         )
         options["json_path"].write_text(json.dumps(report, indent=2))
     if options["plot_path"] is not None:
         how = f"{options['rate']:g} requests/s" if options["rate"] else f"{concurrency} at a time"
-        plot(found, f"{model}, {endpoint}, {how}", options["plot_path"])
-    if found.is_interrupted:
+        plot(result, f"{model}, {endpoint}, {how}", options["plot_path"])
+    if result.is_interrupted:
         return 130
     return 1 if summary.errors else 0
 
 
 async def _model_and_prompts(client: HttpClient, options: _ServeOptions) -> tuple[str, list[BenchPrompt]]:
-    """Return the model, and a prompt for each request: first those of the measurement, then the warm-up."""
+    """Return the model, and the prompts of the measurement, followed by the prompts of the warm-up."""
     from penstock.bench.http_client import IncompleteResponseError
     from penstock.bench.prompts import random_prompts, read_prompts, repeat_prompts, served_model
 

@@ -25,7 +25,7 @@ _WORKLOADS = ("decode", "prefill", "batch", "start", "memory", "step")
 @click.command("run", cls=GroupedCommand)
 @click.option(
     "--work",
-    "works",
+    "workloads",
     type=click.Choice(_WORKLOADS),
     multiple=True,
     help="What to measure; may be repeated.  [default: all]",
@@ -70,7 +70,7 @@ _WORKLOADS = ("decode", "prefill", "batch", "start", "memory", "step")
 )
 @config_options
 def command(
-    works: tuple[str, ...],
+    workloads: tuple[str, ...],
     shape: str | None,
     prompt_length: int,
     prefill_length: int,
@@ -101,12 +101,12 @@ def command(
     from penstock.bench.workloads import Sizes
 
     sizes = Sizes(prompt_length, prefill_length, new_tokens, batch, repeats)
-    chosen = [work for work in _WORKLOADS if not works or work in works]
+    chosen = [workload for workload in _WORKLOADS if not workloads or workload in workloads]
     with TemporaryDirectory(prefix="penstock-") if shape else nullcontext() as folder:
         if shape is not None:
             assert folder is not None
             config = _with_random_weights(config, shape, Path(folder))
-        figures, kernels, plan = _measured(config, sizes, chosen)
+        figures, kernels, plan = _run_workloads(config, sizes, chosen)
     model = (shape or config.model.model_path, config.model.encoding)
     _report(figures, model, kernels, plan, sizes, json_path, plot_path)
 
@@ -118,21 +118,23 @@ def _with_random_weights(config: PipelineConfig, shape: str, folder: Path) -> Pi
     return replace(config, model=replace(config.model, model_path=str(folder)))
 
 
-def _measured(config: PipelineConfig, sizes: Sizes, works: list[str]) -> tuple[list[Figure], str, str]:
+def _run_workloads(
+    config: PipelineConfig, sizes: Sizes, workloads: list[str]
+) -> tuple[list[Figure], str, str]:
     from penstock.bench.workloads import Bench
 
     figures: list[Figure] = []
     with Bench(config, sizes) as bench:
-        bench.check(works)
-        for work in works:
-            click.echo(f"penstock: measuring {work}", err=True)
-            figures += bench.measure(work)
+        bench.check(workloads)
+        for workload in workloads:
+            click.echo(f"penstock: measuring {workload}", err=True)
+            figures += bench.measure(workload)
         return figures, bench.kernels, bench.graph_status
 
 
 def _report(
     figures: list[Figure],
-    model: tuple[str, str],  # and its encoding
+    model: tuple[str, str],  # (model, encoding)
     kernels: str,
     plan: str,
     sizes: Sizes,

@@ -19,7 +19,7 @@ from penstock.errors import PenstockError
 
 DEFAULT_MAX_TOKENS = 1024
 _MAX_HISTORY = 1000
-"""Lines of the input history that are kept in its file."""
+"""Maximum number of lines in the file of the input history."""
 
 sampling_option = partial(click.option, cls=GroupedOption, group="Sampling")
 
@@ -33,11 +33,13 @@ sampling_option = partial(click.option, cls=GroupedOption, group="Sampling")
     envvar=["PENSTOCK_API_KEY", "OPENAI_API_KEY"],
     help="API key of the server; also PENSTOCK_API_KEY or OPENAI_API_KEY.",
 )
-@click.option("--load", type=click.Path(path_type=Path), help="Continue a conversation of /save.")
+@click.option("--load", type=click.Path(path_type=Path), help="Continue a saved conversation.")
 @sampling_option("--temperature", type=float, help="Randomness: values above 1 increase it, 0 is greedy.")
 @sampling_option("--top-k", type=int, help="Sample from the K most probable tokens.")
 @sampling_option("--top-p", type=float, help="Sample from the tokens whose total probability reaches P.")
-@sampling_option("--min-p", type=float, help="Sample from tokens with this share of the highest probability.")
+@sampling_option(
+    "--min-p", type=float, help="Sample from tokens with at least this share of the highest probability."
+)
 @sampling_option("--seed", type=int, help="The seed of sampling.")
 @sampling_option(
     "--max-new-tokens",
@@ -141,7 +143,7 @@ def _read(prompt: str) -> str:
 
 @contextmanager
 def _history() -> Iterator[None]:
-    """Keep the history of the input in a file, where Python has ``readline``."""
+    """Keep the history of the input in a file, if Python has the module ``readline``."""
     try:
         import readline
     except ImportError:

@@ -25,7 +25,7 @@ _TIMEOUT = 600.0
 
 @dataclass(frozen=True, slots=True)
 class AnswerPiece:
-    """A piece of an answer."""
+    """A part of the text of an answer."""
 
     text: str
     is_reasoning: bool = False
@@ -34,7 +34,7 @@ class AnswerPiece:
 
 
 class ChatBackend(Protocol):
-    """Answers conversations."""
+    """The interface of `penstock chat` to a model."""
 
     name: str
     """The name of the model."""
@@ -49,7 +49,7 @@ class ChatBackend(Protocol):
 
 
 class LocalBackend:
-    """A model in this process."""
+    """Generates answers with a model in this process."""
 
     def __init__(self, llm: LLM) -> None:
         from penstock.serve.parsers import ParserFactory
@@ -59,7 +59,7 @@ class LocalBackend:
         self._parsers = ParserFactory.choose(llm.tokenizer.chat_template_source, "none", "auto")
 
     def answer(self, messages: ChatMessages, settings: Mapping[str, object]) -> Iterator[AnswerPiece]:
-        """Yield the answer in pieces; reasoning is separated from the text."""
+        """Yield the answer in pieces, each of them reasoning or text."""
         from penstock.serve.parsers import Content, Reasoning
 
         names = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
@@ -80,7 +80,7 @@ class LocalBackend:
 
 
 class ServerBackend:
-    """A server with the OpenAI API.
+    """Requests answers from a server with the OpenAI API.
 
     Args:
         url: its address, with or without ``/v1``.

@@ -28,7 +28,7 @@ SETTINGS: dict[str, Callable[[str], object]] = {
     "repetition_penalty": float,
     "stop": json.loads,
 }
-"""Setting -> how its text is read. ``stop`` is a JSON text or a JSON list of texts."""
+"""Setting -> function that parses its text. ``stop`` is a text or a JSON list of texts."""
 
 HELP = """\
 /system [TEXT]       set the system message; without a text, show it; /system none removes it
@@ -50,8 +50,8 @@ class ChatSession:
     """One conversation with a model.
 
     Args:
-        backend: answers.
-        system: the system message; None for none.
+        backend: answers the questions.
+        system: the system message; None without one.
         settings: the sampling parameters by their names in the OpenAI API.
     """
 
@@ -69,7 +69,7 @@ class ChatSession:
 
         Raises:
             InputError: the command is unknown or has wrong arguments.
-            PenstockError: the question cannot be answered; it is forgotten.
+            PenstockError: the question cannot be answered; it is removed from the conversation.
         """
         if not line.startswith("/"):
             self.ask(line)
@@ -153,7 +153,7 @@ class ChatSession:
         click.echo(f"loaded {len(self.messages)} messages from {path}", err=True)
 
     def _print(self, messages: ChatMessages) -> str:
-        """Print an answer while it arrives, then its speed. Return its text."""
+        """Print an answer as it is generated, then its speed. Return its text."""
         begin, first = time.perf_counter(), None
         num_tokens: int | None = None
         texts: list[str] = []
@@ -174,8 +174,8 @@ class ChatSession:
         click.echo()
         end = time.perf_counter()
         first = end if first is None else first
-        line = f"first after {(first - begin) * 1000:.0f} ms{stopped}"
-        if num_tokens is not None:  # a server counts them at the end, which a stopped answer does not reach
+        line = f"first token after {(first - begin) * 1000:.0f} ms{stopped}"
+        if num_tokens is not None:  # a server reports it at the end of a complete answer
             speed = num_tokens / max(end - begin, 1e-9)
             line = f"{num_tokens} tokens, {speed:.1f} tokens/s, {line}"
         click.echo(click.style(line, dim=True), err=True)
@@ -213,7 +213,7 @@ class ChatSession:
             data = base64.b64encode(path.read_bytes()).decode()
         except OSError as error:
             raise InputError(f"{path} cannot be read: {error.strerror}") from None
-        kind = mimetypes.guess_type(path.name)[0] or "image/png"  # decoders use the content, not this type
+        kind = mimetypes.guess_type(path.name)[0] or "image/png"  # decoders ignore this type
         if not kind.startswith("image/"):
             raise InputError(f"{path} is not an image: its suffix means {kind}")
         self.images.append(f"data:{kind};base64,{data}")

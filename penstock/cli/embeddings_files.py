@@ -28,7 +28,7 @@ FIELDS = {"dense": "embedding", "scores": "scores", "multi_vector": "multi_vecto
 
 
 def chosen_format(output: Path | None, given: str | None) -> str:
-    """Return the format: the given one, else that of the output file's suffix, else JSON lines.
+    """Return the given format, or else the format of the output file's suffix, or else JSON lines.
 
     Raises:
         click.UsageError: the suffix names no format, or a binary format would go to a terminal.
@@ -37,9 +37,8 @@ def chosen_format(output: Path | None, given: str | None) -> str:
     if chosen is None and output is not None:
         chosen = output.suffix.removeprefix(".")
         if chosen not in FORMATS:
-            raise click.UsageError(
-                f"--output {output} ends in none of {', '.join(f'.{one}' for one in FORMATS)}: give --format"
-            )
+            suffixes = ", ".join(f".{name}" for name in FORMATS)
+            raise click.UsageError(f"--output {output} ends in none of {suffixes}: give --format")
     if chosen is None:
         chosen = "jsonl"
     if chosen != "jsonl" and output is None and sys.stdout.isatty():
@@ -48,7 +47,7 @@ def chosen_format(output: Path | None, given: str | None) -> str:
 
 
 def check_format(file_format: str, kind: str) -> None:
-    """Refuse a format that cannot hold the outputs, or that needs a package which is not installed.
+    """Check that a format can hold the outputs, and that the package that it needs is installed.
 
     Raises:
         InputError: ``npy`` holds one array, and the outputs have different lengths.
@@ -69,7 +68,7 @@ def write_outputs(
 ) -> None:
     """Write one row for each text, in order, to a file or to standard output."""
     rows = [_values(kind, response) for response in responses]
-    with _opened(output) as file:
+    with _open_output(output) as file:
         if file_format == "npy":
             np.save(file, np.stack(cast("Sequence[npt.NDArray[np.floating]]", rows)))
         elif file_format == "jsonl":
@@ -116,7 +115,7 @@ def _pyarrow() -> ModuleType:
 
 
 @contextmanager
-def _opened(output: Path | None) -> Iterator[IO[bytes]]:
+def _open_output(output: Path | None) -> Iterator[IO[bytes]]:
     if output is None:
         yield sys.stdout.buffer
         return

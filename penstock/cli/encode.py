@@ -46,11 +46,11 @@ POOLINGS = ("cls", "mean", "max", "mean_sqrt_len", "weighted_mean", "last_token"
 )
 @click.option("--prompt-name", metavar="NAME", help="Place this prompt of the checkpoint before each text.")
 @click.option("--prompt", metavar="TEXT", help="Place this text before each text; excludes --prompt-name.")
-@click.option("--pooling", type=click.Choice(POOLINGS), help="Replace the pooling of the checkpoint.")
+@click.option("--pooling", type=click.Choice(POOLINGS), help="Use this pooling instead of the checkpoint's.")
 @click.option(
     "--dimensions",
     type=click.IntRange(min=1),
-    help="Keep this many leading dimensions, if the model is trained for it.",
+    help="Keep this many leading dimensions of the embeddings; the model must be trained for it.",
 )
 @click.option(
     "--normalize/--no-normalize",

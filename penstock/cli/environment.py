@@ -10,9 +10,9 @@ from importlib import metadata
 from pathlib import Path
 
 from penstock import __version__
-from penstock.distributed.placement import shares_of_ranks
+from penstock.distributed.placement import rank_processors
 from penstock.driver import CPU, load_devices, scan_available_devices
-from penstock.engine import InferenceSession, threads_of_rank
+from penstock.engine import InferenceSession, default_threads_per_rank
 from penstock.host.processors import divide_processors, format_processors, numa_nodes
 
 PACKAGES = (
@@ -40,7 +40,8 @@ class DeviceMemory:
     kernels: dict[str, str]
     """Operation -> the back end that computes it on this device."""
     compiled_steps: str
-    """The steps of a model that run as one compiled call on this device; ``none`` without any."""
+    """The steps of a model that run as one compiled call on this device, such as ``of up to 512 rows``, or
+    ``none``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class Environment:
     numa_nodes: dict[str, str]
     """NUMA node -> its processors."""
     workers: list[str]
-    """The processors and the threads of each worker of a server with several."""
+    """The processors and the threads of each worker, if there are several."""
     ranks: list[str]
     """The processors and the threads of each rank of a divided model."""
     openmp: list[str]
@@ -156,7 +157,7 @@ def _openmp_runtimes() -> list[str]:
 
 def _ranks(world: int) -> list[str]:
     """Return the processors and the threads of each rank."""
-    shares, threads = shares_of_ranks(world), threads_of_rank(world)
+    shares, threads = rank_processors(world), default_threads_per_rank(world)
     if shares:
         return [
             f"{threads} threads on the processors {format_processors(share.processors)}" for share in shares

@@ -21,7 +21,7 @@ class GroupedOption(click.Option):
 
 
 class GroupedCommand(click.Command):
-    """A command whose ``--help`` lists its options by group, those without a group first."""
+    """A command whose ``--help`` lists options by group; options without a group come first."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         groups: dict[str, list[tuple[str, str]]] = {UNGROUPED: []}
@@ -35,7 +35,7 @@ class GroupedCommand(click.Command):
 
 
 def file_size(num_bytes: int) -> str:
-    """Return a size in a unit that suits it.
+    """Return a size as text, with a suitable binary unit.
 
     >>> file_size(3 * 2**30)
     '3.0 GiB'

@@ -47,7 +47,7 @@ sampling_option = partial(click.option, cls=GroupedOption, group="Sampling")
     metavar="FILE",
     type=click.Path(path_type=Path),
     help="An image for a model that reads images; may be repeated. Images come before the text of a message, "
-    "unless the prompt has the model's placeholder, such as <image>, for each.",
+    "unless the prompt has a placeholder of the model, such as <image>, for each image.",
 )
 @click.option("--system", metavar="TEXT", help="A system message before the prompt; needs --chat.")
 @click.option(
@@ -177,13 +177,13 @@ def command(
 
 @dataclass(frozen=True)
 class _Request:
-    """A prompt to continue, or a conversation to answer, and the form of the output."""
+    """A prompt to continue or a conversation to answer, and the options of the output."""
 
     prompt: str
     messages: list[Mapping[str, object]] | None
     """The conversation; None to continue the prompt."""
     images: list[Path]
-    """The images of the prompt; those of a conversation are in its messages."""
+    """The images of the prompt; the images of a conversation are in its messages."""
     params: SamplingParams
     response_format: Mapping[str, object] | None
     logprobs: int | None
@@ -226,13 +226,13 @@ def _response_format(path: Path | None) -> dict[str, object] | None:
 
 
 def _check_model(name: object) -> None:
-    """Refuse a prompt that was given as the argument MODEL."""
+    """Raise a usage error if the argument MODEL looks like a prompt."""
     if isinstance(name, str) and any(map(str.isspace, name)) and not Path(name).expanduser().exists():
         raise click.UsageError(f"the argument {name!r} names the model: give the prompt as --prompt TEXT")
 
 
 def _check_task(config: PipelineConfig) -> None:
-    """Refuse an embeddings model before it is loaded."""
+    """Check that the model generates text, before it is loaded."""
     from penstock.pipelines.core import PipelineTask
 
     served = config.model.pipeline_task

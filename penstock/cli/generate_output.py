@@ -23,16 +23,16 @@ class Timings:
     load: float
     """From the start of the command until the model is loaded, including the import of torch."""
     first_token: float
-    """From the end of the load to the first text."""
-    others: float
-    """From the first text to the end."""
-    num_first: int = 1
-    """The number of tokens in the first text."""
+    """From the end of the load to the first piece of text."""
+    remaining: float
+    """From the first piece of text to the end."""
+    num_first_tokens: int = 1
+    """The number of tokens in the first piece of text."""
 
     def tokens_per_second(self, num_tokens: int) -> float:
-        """Return the speed after the first text; if there was no further text, the speed including it."""
-        if num_tokens > self.num_first and self.others > 0:
-            return (num_tokens - self.num_first) / self.others
+        """Return the speed after the first piece of text, or the total speed if there was only one piece."""
+        if num_tokens > self.num_first_tokens and self.remaining > 0:
+            return (num_tokens - self.num_first_tokens) / self.remaining
         return num_tokens / max(self.first_token, 1e-9)
 
     def summary(self, num_tokens: int) -> str:
@@ -44,7 +44,7 @@ class Timings:
 
 
 def timed(generate: Callable[[], list[GenerationOutput]]) -> tuple[list[GenerationOutput], float]:
-    """Return the outputs, and the total seconds."""
+    """Return the outputs, and the seconds that ``generate`` took."""
     start = time.perf_counter()
     return generate(), time.perf_counter() - start
 
@@ -57,7 +57,7 @@ def print_several(
     as_json: bool,
     more: dict[str, object] | None = None,
 ) -> None:
-    """Print outputs that were generated together; `more` are further members of the JSON object."""
+    """Print several outputs of one prompt; `more` has further members of the JSON object."""
     num_generated = sum(output.num_generated_tokens for output in outputs)
     speed = num_generated / max(seconds, 1e-9)
     if as_json:
@@ -92,17 +92,17 @@ def print_stream(llm: LLM, stream: TextStream, loaded: float, *, as_json: bool) 
 def _run(stream: TextStream, loaded: float, *, silent: bool) -> Timings:
     """Print the text as it is generated, unless ``silent``, and return the timings."""
     start = time.perf_counter()
-    first, num_first = None, 1
+    first, num_first_tokens = None, 1
     for piece in stream:
         if first is None:
-            first, num_first = time.perf_counter(), stream.num_tokens
+            first, num_first_tokens = time.perf_counter(), stream.num_tokens
         if not silent:
             click.echo(piece, nl=False)
     end = time.perf_counter()
     if not silent:
         click.echo()
     first = first or end
-    return Timings(loaded, first - start, end - first, num_first)
+    return Timings(loaded, first - start, end - first, num_first_tokens)
 
 
 def _as_json(output: GenerationOutput, timings: Timings) -> dict[str, object]:

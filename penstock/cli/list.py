@@ -29,8 +29,8 @@ def command(local: bool, as_json: bool) -> None:
         [
             architecture["name"],
             architecture["task"],
-            _joined(architecture["encodings"]),
-            _joined(architecture["examples"]),
+            _join_names(architecture["encodings"]),
+            _join_names(architecture["examples"]),
         ]
         for architecture in found["architectures"]
     ]
@@ -41,11 +41,11 @@ def command(local: bool, as_json: bool) -> None:
         ("checkpoint formats", found["checkpoint_formats"]),
         ("GGUF blocks", found["gguf_types"]),
     ):
-        click.echo(f"\n{title}: {_joined(names)}")
+        click.echo(f"\n{title}: {_join_names(names)}")
 
 
 class ArchitectureSupport(TypedDict):
-    """An architecture that is supported."""
+    """A supported architecture."""
 
     name: str
     task: str
@@ -54,7 +54,7 @@ class ArchitectureSupport(TypedDict):
 
 
 class Support(TypedDict):
-    """What is supported."""
+    """The supported architectures, parsers, checkpoint formats and GGUF types."""
 
     architectures: list[ArchitectureSupport]
     tool_call_parsers: list[str]
@@ -77,14 +77,14 @@ def _list_local(as_json: bool) -> None:
         return
     table = [
         [
-            one.name,
-            (one.revision or "-")[:12],
-            _joined([*one.refs]),
-            file_size(one.num_bytes),
-            _age(time.time() - one.last_used),
-            "" if one.is_complete else "incomplete",
+            model.name,
+            (model.revision or "-")[:12],
+            _join_names([*model.refs]),
+            file_size(model.num_bytes),
+            _age(time.time() - model.last_used),
+            "" if model.is_complete else "incomplete",
         ]
-        for one in models
+        for model in models
     ]
     _print_table(["model", "revision", "branches", "size", "last used", ""], table)
     click.echo(f"\ntotal {file_size(cache_size())}")
@@ -104,7 +104,7 @@ def _age(seconds: float) -> str:
 
 
 def describe() -> Support:
-    """Return all that is supported, read from the registries; loads no torch."""
+    """Return the supported architectures, parsers and formats from the registries; loads no torch."""
     from penstock.architectures.registry import PIPELINE_REGISTRY
     from penstock.serve.parsers.formats import TOOL_FORMATS
     from penstock.serve.parsers.reasoning import REASONING_FORMATS
@@ -123,12 +123,15 @@ def describe() -> Support:
         ],
         "tool_call_parsers": sorted(TOOL_FORMATS),
         "reasoning_parsers": sorted(REASONING_FORMATS),
-        "checkpoint_formats": [one.name for one in sorted(FORMATS.formats, key=lambda one: one.name)],
+        "checkpoint_formats": [
+            format_reader.name
+            for format_reader in sorted(FORMATS.formats, key=lambda format_reader: format_reader.name)
+        ],
         "gguf_types": list(READABLE_BLOCKS),
     }
 
 
-def _joined(names: list[str]) -> str:
+def _join_names(names: list[str]) -> str:
     return ", ".join(names) or "-"
 
 

@@ -30,11 +30,11 @@ class ModelFlag:
     """One ``--model`` flag."""
 
     path: str | None
-    """None: the model is set by the environment, the file, or the default."""
+    """None if the environment, the configuration file or the default sets the model."""
     settings: Mapping[str, str]
-    """Flat name -> text, of settings that differ from those of the other flags."""
+    """Flat name -> text of the settings in this flag, which override the common flags."""
     memory: int | None = None
-    """Bytes that the model may use, if given."""
+    """Bytes that the model may use; None if the flag does not set them."""
 
 
 def parse_model(text: str) -> ModelFlag:
@@ -65,10 +65,10 @@ def parse_model(text: str) -> ModelFlag:
     return ModelFlag(path, settings, size)
 
 
-def configs_of_models(
+def model_configs(
     models: Sequence[ModelFlag], flags: Mapping[str, object]
 ) -> list[tuple[PipelineConfig, ServeConfig]]:
-    """Return the configurations of models: the common flags, with the settings of each model.
+    """Return the configurations of each model, from the common flags and the settings of its flag.
 
     Raises:
         ConfigError: unknown name, wrong type or impossible value.
@@ -84,7 +84,7 @@ def served_engine(
     memory: int | None = None,
     is_asleep: bool = False,
 ) -> WorkerRouter:
-    """Return the engine client of a model that is served, not launched yet."""
+    """Return the engine client of one model of a server, not launched yet."""
     from penstock.engines import make_engine
 
     engine = make_engine(
@@ -124,26 +124,29 @@ def served_models(
     from penstock.assembly import load_serving_tokenizer
     from penstock.serve.models.registry import ServedModel
 
-    sizes = [flag.memory or estimate_memory(one) for flag, one in zip(models, configs, strict=True)]
+    sizes = [
+        flag.memory or estimate_memory(model_config)
+        for flag, model_config in zip(models, configs, strict=True)
+    ]
     return [
         ServedModel(
-            config=one,
-            engine=served_engine(one, config, listener, memory=size, is_asleep=number > 0),
-            load_tokenizer=partial(load_serving_tokenizer, one),
+            config=model_config,
+            engine=served_engine(model_config, config, listener, memory=size, is_asleep=number > 0),
+            load_tokenizer=partial(load_serving_tokenizer, model_config),
             memory=size,
         )
-        for number, (one, size) in enumerate(zip(configs, sizes, strict=True))
+        for number, (model_config, size) in enumerate(zip(configs, sizes, strict=True))
     ]
 
 
 def estimate_memory(config: PipelineConfig) -> int:
-    """Return the memory of a model without the setting: 1.5 times its weights and 512 MiB for each worker."""
+    """Return bytes for a model without ``memory=``: 1.5 times its weights plus 512 MiB, per worker."""
     size = sum(header.num_bytes for header in config.model.tensor_headers.values())
     return config.data_parallel_size * (size + size // 2 + _RESERVE)
 
 
 def memory_budget(config: ServeConfig, pipeline_config: PipelineConfig) -> int:
-    """Return the bytes for all loaded models: ``--model-memory``, or a part of the free memory."""
+    """Return the bytes for all loaded models: ``--model-memory``, or a fraction of the free memory."""
     from penstock.driver import CPU
 
     if config.model_memory is not None:

@@ -47,16 +47,16 @@ _SERVE_GROUPS = {
     ),
     "Log and traces": ("access_log", "log_format", "log_level", "otlp_endpoint"),
 }
-"""Heading -> its flags of `ServeConfig`; `_serve_group` assigns the other flags."""
+"""Heading -> flags of `ServeConfig` under it; `_serve_group` returns the headings of other flags."""
 
 
 def config_options(function: Decorated) -> Decorated:
-    """Add the options of `_config_options`, with one model."""
+    """Add the options of the configuration to a command for one model."""
     return _config_options(function)
 
 
 def several_models_options(function: Decorated) -> Decorated:
-    """Add the options of `_config_options`, with ``--model`` as a flag that may be given several times."""
+    """Add the options of the configuration to a command for several models: ``--model`` may be repeated."""
     return _config_options(function, repeated=("model_path",))
 
 
@@ -89,7 +89,7 @@ def take_ray_config(flags: dict[str, object]) -> RayConfig:
         ConfigError: unknown name, wrong type or impossible value.
     """
     own = {field.name: flags.pop(field.name) for field in ray_fields()}
-    return RayConfig.from_given(_collected({**own, CONFIG_FILE: flags.get(CONFIG_FILE)}))
+    return RayConfig.from_given(_collect_settings({**own, CONFIG_FILE: flags.get(CONFIG_FILE)}))
 
 
 def config_from_flags(flags: Mapping[str, object], *, default_model: str | None = None) -> PipelineConfig:
@@ -120,15 +120,17 @@ def configs_from_flags(
         ConfigError: unknown name, wrong type or impossible value.
         click.UsageError: MODEL and --model name different models.
     """
-    values = _collected(_with_model(flags))
+    values = _collect_settings(_with_model(flags))
     if default_model is not None:
         values.setdefault("model_path", (default_model, "default"))
     return PipelineConfig.from_given(values), ServeConfig.from_given(values)
 
 
-def _collected(flags: Mapping[str, object]) -> dict[str, tuple[object, str]]:
+def _collect_settings(flags: Mapping[str, object]) -> dict[str, tuple[object, str]]:
     """Return the settings of all commands from flags, the environment and the file."""
-    given = {name: value for name, value in flags.items() if value != ()}  # a flag that may be repeated
+    given = {
+        name: value for name, value in flags.items() if value != ()
+    }  # () if a repeatable flag is not given
     return collect_values([*config_fields(), *serve_fields(), *ray_fields()], given, "flag", os.environ)
 
 
@@ -170,7 +172,7 @@ def _with_options(
 
 
 def _option(field: ConfigField, group: str, *, is_repeated: bool = False) -> Callable[[Decorated], Decorated]:
-    # Values remain text, absent values None; `from_flat` converts and checks them, as for other sources.
+    # Given values remain text, and absent values are None. `from_flat` converts and checks them.
     name = field.name.replace("_", "-")
     has_default = field.default not in (None, False, ())
     help = f"{field.help}  [default: {_shown(field.default)}]" if has_default else field.help

@@ -1,4 +1,4 @@
-"""The check for matplotlib of the ``--plot`` options."""
+"""`check_plot`: checks that matplotlib is installed, for the ``--plot`` options."""
 
 from __future__ import annotations
 

@@ -58,7 +58,8 @@ def command(
         seconds = max(time.perf_counter() - begin, 1e-9)
     if as_json:
         rows = [
-            {"index": one.index, "relevance_score": one.score, "document": one.document} for one in results
+            {"index": result.index, "relevance_score": result.score, "document": result.document}
+            for result in results
         ]
         click.echo(json.dumps({"results": rows}, ensure_ascii=False))
         return

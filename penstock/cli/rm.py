@@ -10,7 +10,7 @@ from penstock.cli.formatting import file_size
 @click.command("rm")
 @click.argument("models", metavar="MODEL...", nargs=-1, required=True)
 @click.option("--revision", metavar="TEXT", help="Delete only this branch, tag or commit.")
-@click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+@click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
 def command(models: tuple[str, ...], revision: str | None, yes: bool) -> None:
     """Delete each MODEL from the cache of the Hugging Face hub.
 

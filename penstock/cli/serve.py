@@ -12,8 +12,8 @@ import click
 from penstock.cli.formatting import GroupedCommand
 from penstock.cli.models import (
     ModelFlag,
-    configs_of_models,
     memory_budget,
+    model_configs,
     parse_model,
     served_engine,
     served_models,
@@ -61,7 +61,7 @@ def command(print_config: bool, **flags: object) -> int:
     """
     ray_config = take_ray_config(flags)
     models = _models(flags)
-    configs, (config, *_) = zip(*configs_of_models(models, flags), strict=True)
+    configs, (config, *_) = zip(*model_configs(models, flags), strict=True)
     if print_config:
         _print_settings(config, configs, ray_config)
         return 0

@@ -35,7 +35,7 @@ FORMATS = ("wav", "pcm", "flac", "mp3", "opus")
     "--format",
     "file_format",
     type=click.Choice(FORMATS),
-    help="The format of the file; by default that of its suffix, else wav.",
+    help="The format of the file; by default the format of its suffix, else wav.",
 )
 @click.option("--voice-name", metavar="NAME", help="A voice of the model, or one that --voice adds.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), help="Generate at most this many tokens.")
@@ -55,7 +55,7 @@ def command(
     print_config: bool,
     **flags: object,
 ) -> None:
-    """Speak a text; by default that of standard input.
+    """Convert a text to speech; by default the text of standard input.
 
     The model is demo-voice if none is given.
     Long texts are split at sentences. Prints the duration and the real-time factor on standard error.
@@ -72,7 +72,7 @@ def command(
     chosen = chosen_format(output, file_format)
     from penstock.media.audio_files import audio_format, encode_audio
 
-    audio_format(chosen)  # a missing library is reported before the model is loaded
+    audio_format(chosen)  # before the model is loaded, so that a missing library is reported at once
     text = sys.stdin.read() if text is None else text
     if not text.strip():
         raise InputError("there is no text to speak: give it as an argument or on standard input")

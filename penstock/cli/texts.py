@@ -20,10 +20,10 @@ TEXT_KEYS = ("text", "input", "document")
 
 
 def check_embeddings_model(config: PipelineConfig, command: str) -> None:
-    """Refuse a model that generates text, before it is loaded.
+    """Check that the model is an embeddings model, before it is loaded.
 
     Raises:
-        TaskMismatchError: names both tasks.
+        TaskMismatchError: the model generates text.
     """
     served = config.model.pipeline_task.option
     if served != TASK:
@@ -31,10 +31,10 @@ def check_embeddings_model(config: PipelineConfig, command: str) -> None:
 
 
 def read_texts(given: tuple[str, ...], file: Path | None, what: str) -> list[str]:
-    """Return the texts from flags, else from a file, else from standard input.
+    """Return the texts of the flags, or else of the file, or else of standard input.
 
-    A file ending in ``.jsonl`` has one JSON string or object per line, others one text per line. Empty lines
-    are skipped.
+    A file ending in ``.jsonl`` has one JSON string or object per line; any other file has one text per line.
+    Empty lines are skipped.
 
     Args:
         given: the values of a flag that may be repeated.
@@ -56,7 +56,7 @@ def read_texts(given: tuple[str, ...], file: Path | None, what: str) -> list[str
         name, data = str(file), file.read_bytes()
     lines = _lines(name, data)
     if file is not None and file.suffix == ".jsonl":
-        texts = [_text_of(name, number, line) for number, line in lines]
+        texts = [_line_text(name, number, line) for number, line in lines]
     else:
         texts = [line for _, line in lines]
     if not texts:
@@ -74,7 +74,7 @@ def _lines(name: str, data: bytes) -> list[tuple[int, str]]:
     return [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
 
 
-def _text_of(name: str, number: int, line: str) -> str:
+def _line_text(name: str, number: int, line: str) -> str:
     """Return the text of a line of a ``.jsonl`` file."""
     try:
         value: object = json.loads(line)

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 @click.option(
     "--pack",
     is_flag=True,
-    help="Write the packed CPU weights to a file, which has their size in memory; later starts map it.",
+    help="Write the packed CPU weights to a file, which is as large as the weights in memory. Later starts "
+    "map it.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @config_options
@@ -27,19 +28,19 @@ def command(checksums: bool, pack: bool, as_json: bool, print_config: bool, **fl
     """Download and check a model in advance, with its draft model and adapters.
 
     Checks that the architecture is known and supports the encoding, that the files are complete and contain
-    exactly the expected tensors and shapes, and that the tokenizer loads. Only --pack loads the weights; its
-    file is used as long as the checkpoint does not change.
+    exactly the expected tensors and shapes, and that the tokenizer loads. Only --pack loads the weights. The
+    file that it writes is used until the checkpoint changes.
     """
     config = config_from_flags(flags)
     if print_config:
         print_settings(config.describe())
         return
-    models = [_checked(config, checksums, pack)]
+    models = [_check_model(config, checksums, pack)]
     if config.speculative.method == "draft_model":
         from penstock.pipelines.speculative.draft_model import draft_config
 
-        models.append(_checked(draft_config(config), checksums, pack))
-    adapters = _checked_adapters(config)
+        models.append(_check_model(draft_config(config), checksums, pack))
+    adapters = _check_adapters(config)
     if as_json:
         click.echo(json.dumps({"models": models, "adapters": adapters}, ensure_ascii=False))
         return
@@ -74,7 +75,7 @@ class CheckedModel(TypedDict):
     num_packed_bytes: NotRequired[int]
 
 
-def _checked(config: PipelineConfig, checksums: bool, pack: bool) -> CheckedModel:
+def _check_model(config: PipelineConfig, checksums: bool, pack: bool) -> CheckedModel:
     from penstock.assembly import check_checkpoint, pack_checkpoint
     from penstock.weights.checksums import check_checksums
 
@@ -100,7 +101,7 @@ def _checked(config: PipelineConfig, checksums: bool, pack: bool) -> CheckedMode
     return found
 
 
-def _checked_adapters(config: PipelineConfig) -> dict[str, str]:
+def _check_adapters(config: PipelineConfig) -> dict[str, str]:
     from pathlib import Path
 
     from penstock.lora.adapter_config import AdapterConfig

@@ -59,7 +59,7 @@ def _sampling_values(generation_config: Mapping[str, object], path: Path) -> dic
     values: dict[str, float] = {}
     for key, kind in _KEYS.items():
         if generation_config.get(key) is not None:
-            values[key] = _checked(key, generation_config[key], kind, path)
+            values[key] = _checked_value(key, generation_config[key], kind, path)
     do_sample = generation_config.get("do_sample")
     if not isinstance(do_sample, bool | None):
         raise CheckpointError(path, f"do_sample must be true or false, is {do_sample!r}")
@@ -68,16 +68,16 @@ def _sampling_values(generation_config: Mapping[str, object], path: Path) -> dic
     return values
 
 
-def _checked(key: str, value: object, kind: type[float] | type[int], path: Path) -> float:
+def _checked_value(key: str, value: object, kind: type[float] | type[int], path: Path) -> float:
     """Return the value converted to its type, checked by `SamplingParams`.
 
     Raises:
-        CheckpointError: the value is invalid. The error names the file, because the request did not set the
-            value.
+        CheckpointError: the value is invalid. The error names the file, because the value does not come from
+            the request.
     """
     try:
         converted: Any = msgspec.convert(value, kind)
         SamplingParams(**{key: converted})
-    except ValueError as problem:  # includes msgspec's errors
+    except ValueError as problem:  # msgspec's errors are ValueErrors too
         raise CheckpointError(path, f"{key} {value!r} cannot be used: {problem}") from problem
     return float(converted) if kind is float else int(converted)

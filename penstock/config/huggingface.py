@@ -14,7 +14,7 @@ from penstock.weights.json_files import read_json_object
 
 _MAX_INTEGER = 2**31 - 1
 _MAX_NUMBER = sys.float_info.max
-_OTHER_SPELLING = {"dtype": "torch_dtype", "torch_dtype": "dtype"}  # transformers 5 and older versions
+_OTHER_SPELLING = {"dtype": "torch_dtype", "torch_dtype": "dtype"}  # new and old key of one setting
 
 
 class HuggingFaceConfig(Mapping[str, object]):
@@ -150,7 +150,7 @@ class HuggingFaceConfig(Mapping[str, object]):
         value = self.get(key)
         if value is None:
             return None
-        if not isinstance(value, list) or any(type(one) is not int for one in value):
+        if not isinstance(value, list) or any(type(item) is not int for item in value):
             raise CheckpointError(self._path, f"{key} must be a list of whole numbers, was {value!r}")
         return tuple(value)
 
@@ -163,12 +163,12 @@ class HuggingFaceConfig(Mapping[str, object]):
         value = self.get(key)
         if value is None:
             return None
-        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise CheckpointError(self._path, f"{key} must be a list of texts, was {value!r}")
         return tuple(value)
 
     def section(self, key: str) -> HuggingFaceConfig:
-        """Return a nested object, or an empty one if the key is absent or null.
+        """Return a nested object, or an empty object if the key is absent or null.
 
         Raises:
             CheckpointError: the value has another type.
@@ -182,11 +182,11 @@ class HuggingFaceConfig(Mapping[str, object]):
 
     @property
     def vocabulary_size(self) -> int:
-        """The number of tokens; in a multimodal model that of its text model; 0 if the file has no number."""
+        """The vocabulary size of the (text) model, in tokens; 0 if the file does not contain it."""
         return (self.section("text_config") or self).integer("vocab_size", default=0)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("_values", "_path"):  # copy and pickle probe before __init__
+        if name.startswith("__") or name in ("_values", "_path"):  # read by copy and pickle before __init__
             raise AttributeError(name)
         try:
             return self[name]

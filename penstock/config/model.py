@@ -50,7 +50,7 @@ def parse_devices(text: str) -> tuple[DeviceSpec, ...]:
 
 
 def parse_dimensions(text: str) -> tuple[int, ...]:
-    """Read ``64,128,256``.
+    """Parse a list of integers such as ``64,128,256``.
 
     Raises:
         ConfigError: a part is not a whole number.
@@ -65,7 +65,7 @@ _DIMENSIONS = Rule(
     "whole numbers of at least 1, such as 64,128,256",
     lambda value: (
         isinstance(value, tuple)
-        and all(isinstance(one, int) and not isinstance(one, bool) and one >= 1 for one in value)
+        and all(isinstance(item, int) and not isinstance(item, bool) and item >= 1 for item in value)
     ),
 )
 _DEVICES = Rule(
@@ -83,7 +83,7 @@ def _is_encoding(name: str) -> bool:
 
 @cache
 def _warn_encoding_fallback(encoding: str, requested: str, device: str) -> None:
-    """Log the warning once per process, even if copies of a configuration compute their encoding again."""
+    """Log a warning, once per process although copies of a configuration compute their encoding again."""
     logging.getLogger(__name__).warning(
         "%s weights run in %s on %s, which does not support %s: use --quantization-encoding float32 for full "
         "precision in twice the memory",
@@ -201,7 +201,7 @@ class ModelConfig:
     def trained_dimensions(self) -> tuple[int, ...] | None:
         """The lengths to which a dense embedding may be cut, besides its full length; None allows any.
 
-        They are ``matryoshka_dimensions``, or those that ``config.json`` names.
+        They are ``matryoshka_dimensions``, or else the lengths in ``config.json``.
 
         Raises:
             CheckpointError: ``config.json`` is missing or malformed.
@@ -210,7 +210,7 @@ class ModelConfig:
             return self.matryoshka_dimensions
         named = self.huggingface_config.get("matryoshka_dimensions")
         if isinstance(named, list | tuple):
-            return tuple(one for one in named if isinstance(one, int))
+            return tuple(item for item in named if isinstance(item, int))
         return None if self.huggingface_config.get("is_matryoshka") is True else ()
 
     @cached_property
@@ -278,7 +278,7 @@ class ModelConfig:
     def keeps_stored_layers(self) -> bool:
         """Whether layers keep the encodings and floats that the checkpoint stores.
 
-        This is so for quantized checkpoints if ``quantization_encoding`` is not given.
+        True for quantized checkpoints, unless ``quantization_encoding`` is given.
 
         Raises:
             CheckpointError: the checkpoint is missing or malformed.
@@ -338,7 +338,7 @@ class ModelConfig:
         declared = config.get("dtype") or config.section("text_config").get("dtype")
         if declared:
             return str(declared).removeprefix("torch.")
-        # The type of the activations follows from the float tensors, not from the quantized weights.
+        # The float tensors, not the quantized weights, determine the type of the activations.
         headers = [
             header
             for header in self.tensor_headers.values()

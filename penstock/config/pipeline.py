@@ -146,7 +146,7 @@ class PipelineConfig:
     deterministic: bool = setting(
         False,
         FLAG,
-        "Results do not depend on batching, chunking and caching, bit for bit; an error for encodings that"
+        "Make results bit-equal, independent of batching, chunking and caching; an error for encodings that"
         " do not support it.",
     )
     num_threads: int | None = setting(
@@ -173,10 +173,10 @@ class PipelineConfig:
             raise ConfigError("kv_offload_memory", "is not available with tensor_parallel_size above 1")
 
     def check_determinism(self) -> None:
-        """Check that the encoding supports ``deterministic``. Without a set encoding, read the checkpoint's.
+        """Check that the encoding supports ``deterministic``. Reads the checkpoint if no encoding is set.
 
         Raises:
-            ConfigError: it does not; lists the encodings that do.
+            ConfigError: the encoding does not support it; the message lists the encodings that do.
         """
         if self.deterministic and not encoding_named(self.model.encoding).is_deterministic:
             known = ", ".join(name for name in ENCODINGS.names if ENCODINGS[name].is_deterministic)
@@ -216,7 +216,7 @@ class PipelineConfig:
         Raises:
             ConfigError: two values contradict each other.
         """
-        given = {one.name: given[one.name] for one in config_fields() if one.name in given}
+        given = {setting.name: given[setting.name] for setting in config_fields() if setting.name in given}
         sections: dict[str, dict[str, Any]] = {"": {}, **{name: {} for name in _SECTIONS}}
         for config_field in config_fields():
             if config_field.name in given:
@@ -229,8 +229,10 @@ class PipelineConfig:
 
     def value_of(self, name: str) -> object:
         """Return the value of a setting by its flat name."""
-        one = next(field for field in config_fields() if field.name == name)
-        value: object = getattr(getattr(self, one.section) if one.section else self, one.attribute)
+        setting = next(field for field in config_fields() if field.name == name)
+        value: object = getattr(
+            getattr(self, setting.section) if setting.section else self, setting.attribute
+        )
         return value
 
     def describe(self) -> list[tuple[str, object, str]]:
@@ -260,7 +262,7 @@ class PipelineConfig:
 
         if not self.sampling.use_generation_config:
             return complete_sampling_params(given, {}, Path(), defaults)
-        path = self.model.checkpoint  # a folder, or a GGUF file whose metadata holds the values
+        path = self.model.checkpoint  # a GGUF file has the values in its metadata
         path = path / "generation_config.json" if path.is_dir() else path
         return complete_sampling_params(given, self.model.generation_config, path, defaults)
 

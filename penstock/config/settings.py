@@ -137,7 +137,7 @@ def check_fields(config: object) -> None:
     Values of similar types, such as numpy scalars, are converted to the types of the fields.
 
     Raises:
-        ConfigError: a field has a wrong type or an invalid value; names the field.
+        ConfigError: a field has a wrong type or an invalid value; the message names the field.
     """
     for field in fields_of(type(config)):
         value = getattr(config, field.attribute)

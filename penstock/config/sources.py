@@ -44,7 +44,7 @@ def collect_values(
                 name, f"is another name of {taken[known[name].name]} (from {where}): give one of them"
             )
         _add(given, known, {name: text}, where, where, from_text=True)
-    # Error messages about arguments do not name a source: the caller has just passed them.
+    # Errors about arguments do not name a source, because the caller has just passed the arguments.
     _add(given, known, values, source, "", from_text=source == "flag")
     return given
 
@@ -80,12 +80,12 @@ def _unknown(name: str, known: Iterable[str], where: str) -> ConfigError:
 
 
 def _variables(environment: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
-    """Return the variables that set fields.
+    """Return the environment variables that set fields.
 
     Other variables with the prefix are ignored, because another program may use them.
 
     Raises:
-        ConfigError: the name of a variable is similar to a field's, probably a typing error.
+        ConfigError: the name of a variable is similar to the name of a field, so it is probably misspelt.
     """
     found = {}
     for variable, text in environment.items():

@@ -11,7 +11,7 @@ _VOICES = Rule(
     "NAME=FILE or NAME=CODES, such as anna=anna.wav or anna=12,7,81",
     lambda value: (
         isinstance(value, tuple)
-        and all(isinstance(one, str) and one.partition("=")[0] and one.partition("=")[2] for one in value)
+        and all(isinstance(item, str) and item.partition("=")[0] and item.partition("=")[2] for item in value)
     ),
 )
 

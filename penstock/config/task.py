@@ -19,7 +19,8 @@ TASK_OPTIONS = (
     "audio-generation",
     "speech-token-generation",
 )
-"""The values of ``--task``: auto and each `PipelineTask`, as text so that ``--help`` loads no numpy."""
+"""The values of ``--task``: auto and each `PipelineTask`. They are text here, so that ``--help`` imports no
+numpy."""
 
 _TEXT_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _EMBEDDINGS_SUFFIXES = (

@@ -7,11 +7,11 @@ import os
 from penstock.host.processors import ProcessorShare, divide_processors, numa_nodes
 
 
-def shares_of_ranks(world: int) -> tuple[ProcessorShare, ...]:
-    """Return the processors that each rank is bound to; empty on a machine with one NUMA node.
+def rank_processors(world: int) -> tuple[ProcessorShare, ...]:
+    """Return the processors to which each rank is bound; empty on a machine with one NUMA node.
 
-    Ranks are bound because memory of another node is slower. Within one node, the scheduler of the system
-    does better.
+    Ranks are bound because memory of another node is slower. Within one node, ranks are faster without
+    binding.
     """
     usable = os.sched_getaffinity(0)
     num_nodes = sum(not usable.isdisjoint(processors) for processors in numa_nodes().values())

@@ -2,7 +2,7 @@
 
 Rank 0 is the process that loads the model: a worker, or a program. It starts the other ranks and holds one
 end of a connection to each. A rank ends when its connection to rank 0 is closed. Rank 0 has a thread that
-waits for the other ranks. If one ends, the collectives of all ranks fail.
+waits for the other ranks. If a rank ends, the thread makes the collectives of all ranks fail.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class RankLaunch:
     target: Callable[[Ranks], None]
     """The function that the rank runs."""
     folder: str
-    """The folder with the file of the store of torch.distributed."""
+    """The folder with the file of torch.distributed's ``FileStore``."""
     connection: int
     """File descriptor of the connection to rank 0."""
     region: int | None
@@ -96,7 +96,7 @@ class RankProcesses:
         self._ranks: Ranks | None = None
         self._connections: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._ended: dict[int, int] = {}  # rank -> exit status
+        self._exit_statuses: dict[int, int] = {}  # rank -> exit status
         self.sentinel, self._write_end = os.pipe()
         """A file descriptor that becomes readable when a rank has ended."""
         self._region = _create_region(settings)
@@ -129,7 +129,7 @@ class RankProcesses:
             by_expert=settings.by_expert,
         )
         self._ranks.diagnose = self._diagnose
-        if self._ended:
+        if self._exit_statuses:
             self._ranks.abort()
         return self._ranks
 
@@ -137,13 +137,13 @@ class RankProcesses:
         """Wait until all other ranks have marked an event (`Ranks.mark`).
 
         Raises:
-            PenstockError: a rank has ended; the error that it reported, if any.
+            PenstockError: a rank has ended. The exception is the error that the rank reported, if any.
             RankFailedError: the event has not occurred within `START_TIMEOUT` seconds.
         """
         deadline = time.monotonic() + START_TIMEOUT
         names = [f"{event}/{rank}" for rank in range(1, self._settings.world)]
         while not self._store.check(names):
-            if self._ended:
+            if self._exit_statuses:
                 raise self._diagnose(RuntimeError("a rank has ended"))
             if time.monotonic() > deadline:
                 raise RankFailedError(f"the ranks have not {event} within {START_TIMEOUT:g} s")
@@ -159,9 +159,9 @@ class RankProcesses:
         """Raise an error if a rank has ended.
 
         Raises:
-            PenstockError: names the rank and its exit status.
+            PenstockError: a rank has ended; the message contains its number and exit status.
         """
-        if self._ended and not self._is_closing:
+        if self._exit_statuses and not self._is_closing:
             raise self._diagnose(RuntimeError("a rank has ended"))
 
     def close(self) -> None:
@@ -211,7 +211,7 @@ class RankProcesses:
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         status = process.wait()
-        self._ended.setdefault(rank, status)
+        self._exit_statuses.setdefault(rank, status)
         if self._is_closing:
             return
         _LOG.error("rank %d (process %d) has ended: %s", rank, process.pid, _describe(status))
@@ -221,16 +221,16 @@ class RankProcesses:
             os.write(self._write_end, b"1")
 
     def _diagnose(self, error: Exception) -> PenstockError:
-        """Return the error that a rank has reported, or one that names the rank that has ended."""
+        """Return the error that a rank has reported, or else an error that names the rank that has ended."""
         deadline = time.monotonic() + _DIAGNOSIS_TIMEOUT
-        while not self._ended and time.monotonic() < deadline:
+        while not self._exit_statuses and time.monotonic() < deadline:
             time.sleep(0.01)
         if self._store.check(["error"]):
             reported = pickle.loads(base64.b64decode(self._store.get("error")))
             assert isinstance(reported, PenstockError)
             return reported
-        if self._ended:
-            rank, status = next(iter(self._ended.items()))
+        if self._exit_statuses:
+            rank, status = next(iter(self._exit_statuses.items()))
             return RankFailedError(
                 f"rank {rank} of {self._settings.world} has ended ({_describe(status)}): the model must be "
                 "loaded again"
@@ -244,7 +244,7 @@ class RankProcesses:
 def main() -> None:
     """Run a rank in this process until rank 0 ends."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # sent to the whole process group; rank 0 handles them
+        signal.signal(number, signal.SIG_IGN)  # Ctrl-C is sent to the whole process group; rank 0 handles it
     launch: RankLaunch = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_exit_with_rank_0, args=(launch.folder,), daemon=True).start()
     settings, rank = launch.settings, launch.rank
@@ -293,7 +293,7 @@ def _report(store: Store, rank: int, error: BaseException) -> None:
 
 
 def _exit_with_rank_0(folder: str) -> None:
-    """End this process when rank 0 ends: the standard input is then closed."""
+    """End this process when its standard input is closed, which happens when rank 0 ends."""
     os.read(0, 1)
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)

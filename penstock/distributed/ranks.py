@@ -1,7 +1,8 @@
-"""`Ranks`: the view that one rank has of all ranks of a model, with collectives on torch.distributed.
+"""`Ranks`: collectives and messages among the ranks of a model.
 
-Sums are added in float32 in the order of the ranks and rounded once, on every transport. All ranks therefore
-have bit-equal sums, and the shared-memory kernels (`penstock.kernels.cpu`) are bit-equal to gloo.
+On CPUs, sums are added in float32 in the order of the ranks and rounded once. All ranks therefore have
+bit-equal sums, and the shared-memory kernels (`penstock.kernels.cpu`) are bit-equal to gloo. On GPUs, NCCL
+adds in the type of the tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from penstock.distributed.shard import Shard
 from penstock.errors import PenstockError, RankFailedError
 from penstock.host.interrupts import deferred_interrupts
 
-_BYTES_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGER_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Ranks:
@@ -34,8 +35,9 @@ class Ranks:
         world: the number of ranks.
         store: the store of torch.distributed through which the ranks find each other.
         timeout: seconds that a collective waits for the other ranks.
-        device: the device of the tensors: gloo for ``cpu``, NCCL for ``cuda``.
-        connections: connections for messages: on rank 0 one to each other rank, elsewhere the one to rank 0.
+        device: the device of the tensors. Collectives use gloo for ``cpu`` and NCCL for ``cuda``.
+        connections: connections for messages. Rank 0 has one to each other rank; other ranks have one to rank
+            0.
         region: memory that all ranks share, for the kernels; None to use torch.distributed only.
         by_expert: see `Shard`.
     """
@@ -61,8 +63,8 @@ class Ranks:
         self._failure: PenstockError | None = None
         self._lock = threading.Lock()
         self.diagnose: Callable[[Exception], PenstockError] = _unknown_failure
-        """Returns the error that explains why a collective failed."""
-        self._group = _group_of(store, rank, world, timeout, device)
+        """Returns the error to raise for a failed collective, which names the rank that ended."""
+        self._group = _make_process_group(store, rank, world, timeout, device)
 
     @property
     def shard(self) -> Shard:
@@ -89,30 +91,30 @@ class Ranks:
     # -- Collectives --------------------------------------------------------------------------------------
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum over all ranks of ``x``, added in float32 in the order of the ranks."""
+        """Return the sum of ``x`` over all ranks, in the type of ``x``."""
         if self.device.type == "cuda":
             total = x.contiguous().clone()
             self._wait(lambda: self._group.allreduce([total]))
             return total
         first, *others = self._gather(x.contiguous())
         total = first.float()
-        for one in others:
-            total += one
+        for other in others:
+            total += other
         return total.to(x.dtype)
 
     def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
-        """Return ``[T, sum(widths)]``: the rows ``x [T, widths[r]]`` of all ranks r side by side."""
+        """Return ``[T, sum(widths)]``: the columns ``x [T, widths[r]]`` of all ranks r, concatenated."""
         widest = max(widths)
         padded = (
             x.contiguous() if x.shape[1] == widest else torch.nn.functional.pad(x, (0, widest - x.shape[1]))
         )
-        gathered = self._gather(padded)
-        return torch.cat([part[:, :width] for part, width in zip(gathered, widths, strict=True)], dim=1)
+        rank_tensors = self._gather(padded)
+        return torch.cat([part[:, :width] for part, width in zip(rank_tensors, widths, strict=True)], dim=1)
 
     def minimum(self, values: Sequence[int]) -> list[int]:
-        """Return the smallest of each value over all ranks."""
-        gathered = self._gather(torch.tensor(list(values), dtype=torch.int64))
-        smallest: list[int] = torch.stack(gathered).amin(0).tolist()
+        """Return the element-wise minimum of ``values`` over all ranks."""
+        rank_tensors = self._gather(torch.tensor(list(values), dtype=torch.int64))
+        smallest: list[int] = torch.stack(rank_tensors).amin(0).tolist()
         return smallest
 
     def check(self) -> None:
@@ -128,13 +130,13 @@ class Ranks:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Run a step on all ranks. An error on one rank becomes an error on all.
+        """Run a step on all ranks. An error on one rank becomes an error on all ranks.
 
-        Otherwise the other ranks would wait for collectives that the failed rank never calls. A Ctrl-C
-        is therefore deferred to the end of the step.
+        Without this, the other ranks would wait for collectives that the failed rank never calls. For the
+        same reason, a Ctrl-C is deferred to the end of the step.
 
         Raises:
-            RankFailedError: replaces any error in the block.
+            RankFailedError: an error occurred in the block, or on another rank.
         """
         try:
             with deferred_interrupts():
@@ -142,7 +144,7 @@ class Ranks:
         except (RankFailedError, KeyboardInterrupt):
             raise
         except BaseException as error:
-            self.check()  # a kernel in shared memory reports a failure as another error
+            self.check()  # shared-memory kernels raise another exception type
             self._failure = RankFailedError(
                 f"a step failed on rank {self.rank} of {self.world} ({type(error).__name__}: {error}): the "
                 "model must be loaded again"
@@ -151,7 +153,10 @@ class Ranks:
             raise self._failure from error
 
     def abort(self) -> None:
-        """Make the collectives of all ranks fail, including waiting ones. Any thread may call it."""
+        """Make the collectives of all ranks fail, including collectives that are waiting.
+
+        Any thread may call it.
+        """
         if self._region is not None:
             self._region.abort()
 
@@ -192,7 +197,7 @@ class Ranks:
 
     def _gather(self, x: Tensor) -> list[Tensor]:
         """Return the tensor of each rank; all have the same shape and type."""
-        raw = x.view(_BYTES_OF[x.element_size()])
+        raw = x.view(_INTEGER_TYPES[x.element_size()])
         outputs = [torch.empty_like(raw) for _ in range(self.world)]
         self._wait(lambda: self._group.allgather([outputs], [raw]))
         return [output.view(x.dtype) for output in outputs]
@@ -215,7 +220,9 @@ def _unknown_failure(error: Exception) -> PenstockError:
     return RankFailedError(f"a process of tensor parallelism has failed: {error}")
 
 
-def _group_of(store: Store, rank: int, world: int, timeout: float, device: torch.device) -> dist.ProcessGroup:
+def _make_process_group(
+    store: Store, rank: int, world: int, timeout: float, device: torch.device
+) -> dist.ProcessGroup:
     """Return the process group of the ranks. It is not the default group of torch.distributed."""
     limit, group = timedelta(seconds=timeout), cast(Any, dist)
     if device.type == "cuda":

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 CAPACITY = 1 << 20
-"""Bytes of a buffer. Longer messages are sent in parts."""
+"""Size of a buffer in bytes. Longer messages are sent in parts."""
 _LINE = 64
 
 

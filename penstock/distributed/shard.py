@@ -1,8 +1,8 @@
 """The sharding rules: the part of each layer on a rank.
 
 A dimension is divided into indivisible units: a kv head with its query heads, a group of inputs that
-share a scale, an expert. Each rank gets a contiguous range of units. Ranges differ by at most one unit, and
-later ranks get the larger ones, because rank 0 also schedules and samples.
+share a scale, an expert. Each rank gets a contiguous range of units. Ranges differ by at most one unit. Later
+ranks get the larger ranges, because rank 0 also schedules and samples.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from penstock.errors import ConfigError
 from penstock.kernels.collectives import Collectives
 
 VOCABULARY_UNIT = 16
-"""Rows per indivisible unit of the vocabulary: a panel of the C++ kernels."""
+"""Rows per indivisible unit of the vocabulary: the rows of a weight panel of the C++ kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPart:
-    """The heads of a rank; query head h of it reads its kv head ``h // (heads.size / kv_heads.size)``."""
+    """The heads of a rank. Its query head ``h`` reads its kv head ``h // (heads.size / kv_heads.size)``."""
 
     heads: Part
     kv_heads: Part
@@ -57,7 +57,7 @@ class Shard:
     Args:
         rank: 0 to world - 1.
         world: number of ranks; 1 holds whole layers.
-        by_expert: whether a rank holds whole experts instead of a part of each.
+        by_expert: whether a rank holds whole experts instead of a part of each expert.
         collectives: adds and gathers tensors of all ranks; None for one rank.
     """
 
@@ -121,7 +121,10 @@ class Shard:
         )
 
     def kv_heads(self, kv_heads: int) -> Part:
-        """Return this rank's kv heads. With fewer kv heads than ranks, several ranks hold the same one."""
+        """Return this rank's kv heads.
+
+        With fewer kv heads than ranks, several ranks hold the same kv head.
+        """
         if kv_heads >= self.world:
             return self.part(kv_heads, "kv heads")
         head = self.rank * kv_heads // self.world

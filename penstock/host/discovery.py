@@ -1,4 +1,4 @@
-"""Discovery of records: one module or package of a folder per implementation of an extension point."""
+"""Discovery of implementations of extension points: the modules or packages in a folder."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 def gc_disabled() -> Iterator[None]:
     """Disable garbage collection during imports and loads.
 
-    Imports and loads create many long-lived objects, which the collector would traverse repeatedly, for a
-    fifth of the start-up time of a small model.
+    Imports and loads create many long-lived objects. The collector would traverse them repeatedly, which
+    takes a fifth of the start-up time of a small model.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,8 +1,8 @@
 """A progress counter of this process that another process can read.
 
 Long-running code calls `beat` after each part of its work: a layer, a tensor read, a weight packed. The
-kernels increase the same counter. The supervisor can thus distinguish a process that computes a long step
-from a process that hangs, although neither answers messages.
+kernels increase the same counter. With this counter the supervisor can distinguish a process that computes a
+long step from a process that hangs. Neither answers messages.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _counter = ctypes.c_int64()
 
 
 def publish(path: str) -> None:
-    """Count the progress of this process in a `ProgressFile` from now on.
+    """Move the counter of this process to a `ProgressFile`.
 
-    Call it before the kernels are opened: they receive the counter's address once.
+    Call it before the kernels are opened, because they receive the counter's address only once.
     """
     global _counter
     with open(path, "r+b") as file:

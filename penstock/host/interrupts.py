@@ -1,4 +1,4 @@
-"""Deferring Ctrl-C until bookkeeping is complete."""
+"""Deferral of Ctrl-C until bookkeeping is complete."""
 
 from __future__ import annotations
 

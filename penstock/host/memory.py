@@ -1,8 +1,8 @@
 """Host memory in huge pages, and memory that a thread prefaults before a load needs it.
 
-The system allocates and clears a page on its first access. In a virtual machine that has returned its free
-memory, the host must allocate it again, which takes many times as long. While a load waits for library
-imports, one core is idle: `PrefaultedMemory` uses it to touch the memory for the packed weights.
+The system allocates and clears a page on its first access. If a virtual machine has returned free memory to
+its host, the host must allocate the page again, which takes many times as long. Imports of libraries use one
+core. Meanwhile `PrefaultedMemory` touches the memory for the packed weights on another core.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 _HUGE_PAGE = 2 << 20
 CACHE_LINE = 64
-"""Bytes. Vector loads from memory that starts on a cache line never cross two lines."""
+"""Size of a cache line in bytes. Aligned vector loads from memory that starts on a cache line read one line
+only."""
 _PREFAULT_STEP = 16 << 20
 """Bytes to prefault per step; bounds how long the first allocation waits."""
 
@@ -56,7 +57,10 @@ def _view(pages: mmap.mmap) -> Bytes:
 
 
 def discard_pages(address: int, num_bytes: int) -> None:
-    """Fill private memory with zeros. Its whole pages are returned to the system until the next write."""
+    """Fill a range of private memory with zeros.
+
+    Its whole pages are returned to the system until the next write.
+    """
     page = mmap.PAGESIZE
     begin, end = -(-address // page) * page, (address + num_bytes) // page * page
     if begin >= end or not hasattr(mmap, "MADV_DONTNEED"):
@@ -66,7 +70,7 @@ def discard_pages(address: int, num_bytes: int) -> None:
     ctypes.memset(end, 0, address + num_bytes - end)
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     if madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED):
-        ctypes.memset(begin, 0, end - begin)  # fails for locked memory, for example
+        ctypes.memset(begin, 0, end - begin)  # madvise fails for locked memory, for example
 
 
 class PrefaultedBuffer:
@@ -123,7 +127,7 @@ class PrefaultedBuffer:
             if self._is_stopped.is_set():
                 break
             end = min(start + _PREFAULT_STEP, len(self._memory))
-            self._memory[start : end : mmap.PAGESIZE] = 0  # numpy releases the GIL for this
+            self._memory[start : end : mmap.PAGESIZE] = 0  # numpy releases the GIL during the assignment
             self._num_touched = end
 
 
@@ -139,7 +143,7 @@ class PrefaultedMemory:
     def __init__(self, num_bytes: int = 0) -> None:
         self._buffer: PrefaultedBuffer | None = None
         if num_bytes:
-            with suppress(OSError):  # one large mapping was refused; smaller ones may succeed later
+            with suppress(OSError):  # smaller mappings may succeed later
                 self._buffer = PrefaultedBuffer(num_bytes)
 
     @property

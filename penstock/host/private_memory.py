@@ -1,8 +1,8 @@
 """A limit on the private memory of this process, beyond which allocations fail.
 
 The limit is ``RLIMIT_DATA`` of Linux, which counts private writable pages. Linux also counts files that are
-mapped privately, such as weights, although nothing writes to them. Therefore the system's limit is set to
-ours plus the size of the mapped files.
+mapped privately, such as weights, although nothing writes to them. Therefore ``RLIMIT_DATA`` is set to the
+configured limit plus the size of the mapped files.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from penstock.errors import ConfigError, InsufficientMemoryError
 _limit: int | None = None
 
 _WORDS = ("can't allocate memory", "Cannot allocate memory", "bad_alloc", "can't start new thread")
-"""Messages of failed allocations in other exceptions: those of torch, the dynamic linker and threads."""
+"""Messages of exceptions other than MemoryError that report failed allocations, from torch, ld.so and
+threads."""
 
 
 def limit() -> int | None:
@@ -27,8 +28,8 @@ def limit() -> int | None:
     return _limit
 
 
-def bound(num_bytes: int) -> None:
-    """Limit the private memory of this process from now on.
+def set_limit(num_bytes: int) -> None:
+    """Set the limit on the private memory of this process.
 
     Raises:
         ConfigError: the system has no such limit.
@@ -45,16 +46,16 @@ def free() -> int | None:
     if _limit is None:
         return None
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return max(_limit - int(fields["VmData"].split()[0]) * 1024 + _num_mapped(), 0)
+    return max(_limit - int(fields["VmData"].split()[0]) * 1024 + _mapped_bytes(), 0)
 
 
 @contextmanager
 def mapping(num_bytes: int) -> Iterator[None]:
-    """Raise the system's limit while a file of ``num_bytes`` bytes is mapped; the file does not count."""
+    """Raise ``RLIMIT_DATA`` by ``num_bytes`` while a file of this size is mapped, which must not count."""
     if _limit is None:
         yield
         return
-    _set(_limit + _num_mapped() + num_bytes)
+    _set(_limit + _mapped_bytes() + num_bytes)
     try:
         yield
     finally:
@@ -62,9 +63,9 @@ def mapping(num_bytes: int) -> Iterator[None]:
 
 
 def follow_mapped_files() -> None:
-    """Adapt the system's limit to the currently mapped files. Does nothing without a limit."""
+    """Set ``RLIMIT_DATA`` according to the files that are mapped now. Does nothing without a limit."""
     if _limit is not None:
-        _set(_limit + _num_mapped())
+        _set(_limit + _mapped_bytes())
 
 
 def is_exceeded(error: BaseException) -> bool:
@@ -80,8 +81,8 @@ def is_exceeded(error: BaseException) -> bool:
     return False
 
 
-def error_of_requests() -> InsufficientMemoryError:
-    """Return the error of requests that were running when the limit was reached."""
+def limit_error_for_requests() -> InsufficientMemoryError:
+    """Return the error for requests that were running when the limit was reached."""
     size = _limit or 0
     return InsufficientMemoryError(
         f"the worker has reached its limit of {size:,} bytes of private memory (--worker-memory-limit) "
@@ -91,8 +92,8 @@ def error_of_requests() -> InsufficientMemoryError:
     )
 
 
-def error_of_load() -> ConfigError:
-    """Return the error of a load that reached the limit."""
+def limit_error_for_load() -> ConfigError:
+    """Return the error for a load that reached the limit."""
     size = f"{_limit or 0:,} bytes"
     return ConfigError(
         "worker_memory_limit", f"the model cannot be loaded within {size} of private memory: raise it"
@@ -103,7 +104,7 @@ def _set(num_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
-def _num_mapped() -> int:
+def _mapped_bytes() -> int:
     """Return the bytes of files that are mapped privately and writable."""
     size = 0
     for line in (

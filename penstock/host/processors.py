@@ -36,7 +36,7 @@ def divide_processors(count: int) -> tuple[ProcessorShare, ...]:
     the same processor. A CPU limit of the control group reduces the threads, not the processors.
     """
     assert count >= 1, f"{count} shares"
-    available = _in_order_of_distance(os.sched_getaffinity(0))
+    available = _sort_by_distance(os.sched_getaffinity(0))
     granted = limits.cores()
     num_threads = len(available) if granted is None else min(len(available), max(int(granted), 1))
     threads = [max(len(part), 1) for part in _split(range(num_threads), count)]
@@ -48,7 +48,7 @@ def divide_processors(count: int) -> tuple[ProcessorShare, ...]:
 
 
 def pin(processors: Iterable[int]) -> None:
-    """Restrict the calling thread, and the threads that it starts later, to some processors."""
+    """Restrict the calling thread, and the threads that it starts later, to ``processors``."""
     os.sched_setaffinity(0, processors)
 
 
@@ -95,14 +95,14 @@ def format_processors(processors: Iterable[int]) -> str:
     return ",".join(parts)
 
 
-def _in_order_of_distance(processors: Iterable[int]) -> list[int]:
+def _sort_by_distance(processors: Iterable[int]) -> list[int]:
     """Sort processors by NUMA node, then by core, so that adjacent processors in the list are close."""
     node_of = {number: node for node, numbers in numa_nodes().items() for number in numbers}
-    return sorted(processors, key=lambda number: (node_of.get(number, 0), _core_of(number), number))
+    return sorted(processors, key=lambda number: (node_of.get(number, 0), _core_id(number), number))
 
 
-def _core_of(processor: int) -> tuple[int, int]:
-    """Return package and core of a processor; the processor id if the system does not report them."""
+def _core_id(processor: int) -> tuple[int, int]:
+    """Return (package, core) of a processor, or its own id for both if the system does not report them."""
     folder = _PROCESSORS / f"cpu{processor}" / "topology"
     try:
         return int((folder / "physical_package_id").read_text()), int((folder / "core_id").read_text())
@@ -111,7 +111,7 @@ def _core_of(processor: int) -> tuple[int, int]:
 
 
 def _split(items: Sequence[int], count: int) -> list[Sequence[int]]:
-    """Split a list into parts whose lengths differ by at most one; the longer ones first."""
+    """Split a list into parts whose lengths differ by at most one; longer parts come first."""
     size, num_longer = divmod(len(items), count)
     starts = [index * size + min(index, num_longer) for index in range(count + 1)]
     return [items[start:end] for start, end in pairwise(starts)]

@@ -1,4 +1,4 @@
-"""Activation functions: the names of those without parameters, and the parameters of xIELU."""
+"""Activation functions: names, and the parameters of xIELU."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from penstock.kernels.device_memory import DeviceMemory
     from penstock.kernels.device_queue import DeviceQueue
+    from penstock.kernels.encodings import LinearEncoding
     from penstock.kernels.graph import GraphCompiler
     from penstock.kernels.ops import Ops
 
@@ -53,6 +54,10 @@ def _no_queue(ops: Ops) -> DeviceQueue | None:
     return None
 
 
+def _whole_bytes(bits: int, in_features: int) -> int:
+    return in_features * -(-bits // 8)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Backend:
     """The description of a kernel back end, available before its code is loaded."""
@@ -66,9 +71,15 @@ class Backend:
     variants: Callable[[], Sequence[Ops]]
     """Return one instance per variant that runs here, such as each instruction set, for the tests."""
     priority: int
-    """The back end with the highest priority runs, unless the configuration names one. The reference: 0."""
+    """The back end with the highest priority runs, unless the configuration names one.
+
+    The reference back end has priority 0.
+    """
     layout: str = "rows"
     """Name of the memory layout of packed weights; equals `Ops.layout` of its operations."""
+    row_bytes: Callable[[int, int], int] = _whole_bytes
+    """Return the bytes of the weights of one output, without scales, from the bits of a weight and the number
+    of inputs. By default each weight takes whole bytes."""
     graphs: Callable[[Ops], GraphCompiler | None] = _no_graphs
     """Return the compiler for steps of these operations; None if they cannot be compiled."""
     queue: Callable[[Ops], DeviceQueue | None] = _no_queue
@@ -79,8 +90,13 @@ class Backend:
 
     @property
     def packs_weights(self) -> bool:
-        """Whether it packs weights into a special layout. Weights in that layout can be cached in a file."""
+        """Whether this back end packs weights into a special layout, which can be cached in a file."""
         return self.layout != "rows"
+
+    def num_bytes(self, encoding: LinearEncoding, out_features: int, in_features: int) -> int:
+        """Return the bytes of a packed weight; at least those of the panels of its encoding."""
+        extra = self.row_bytes(encoding.bits, in_features) - -(-in_features * encoding.bits // 8)
+        return encoding.num_bytes(out_features, in_features) + out_features * max(extra, 0)
 
 
 class BackendRegistry:
@@ -98,7 +114,7 @@ class BackendRegistry:
     def backends(self) -> tuple[Backend, ...]:
         """All back ends, highest priority first."""
         found = {record.name: record for record in self._discovered} | self._registered
-        return tuple(sorted(found.values(), key=lambda one: (-one.priority, one.name)))
+        return tuple(sorted(found.values(), key=lambda record: (-record.priority, record.name)))
 
     def register(self, backend: Backend) -> None:
         """Add a back end that is not in a folder of this registry.
@@ -106,15 +122,15 @@ class BackendRegistry:
         Raises:
             ConfigError: a back end of this name exists.
         """
-        if any(one.name == backend.name for one in self.backends):
+        if any(record.name == backend.name for record in self.backends):
             raise ConfigError("kernels", f"{backend.name!r} is registered already: use another name")
         self._registered[backend.name] = backend
 
     def candidates(self, device_type: str, name: str | None = None) -> tuple[Backend, ...]:
-        """Return the back ends for a device type, best first; only the named back end if a name is given.
+        """Return the back ends for a device type, highest priority first. A name selects one back end.
 
         Raises:
-            ConfigError: no back end has this name, or the named one does not run on the device type.
+            ConfigError: no back end has this name, or the named back end does not run on the device type.
         """
         usable = [backend for backend in self.backends if device_type in backend.sizes]
         named = [backend for backend in usable if name in (None, backend.name)]
@@ -124,7 +140,7 @@ class BackendRegistry:
         return tuple(named)
 
     def default_sizes(self, device_type: str, name: str | None = None) -> DefaultSizes:
-        """Return the sizes of the best candidate, without loading it.
+        """Return the sizes of the first of `candidates`, without loading it.
 
         Raises:
             ConfigError: see `candidates`.
@@ -132,7 +148,7 @@ class BackendRegistry:
         return self.candidates(device_type, name)[0].sizes[device_type]
 
     def open(self, device_type: str, name: str | None = None) -> tuple[Backend, Ops]:
-        """Load the best back end that runs on this machine.
+        """Load the first of `candidates` that runs on this machine. Returns its record and its operations.
 
         Raises:
             ConfigError: see `candidates`; or the named back end cannot be loaded.
@@ -145,8 +161,9 @@ class BackendRegistry:
 
     @cached_property
     def _discovered(self) -> tuple[Backend, ...]:
+        """The records of the back ends in all folders."""
         found = []
-        for package in [_BUILT_IN, *map(_as_package, self._more_folders)]:
+        for package in [_BUILT_IN, *map(_package_of_folder, self._more_folders)]:
             for folder in iter_modules(import_module(package).__path__):
                 if not folder.ispkg:
                     continue
@@ -160,8 +177,8 @@ BACKENDS = BackendRegistry()
 """The registry of this process."""
 
 
-def _as_package(folder: Path) -> str:
-    """Return the name of a package that contains the modules of a folder."""
+def _package_of_folder(folder: Path) -> str:
+    """Create a package that contains the modules of a folder, and return its name."""
     folder = folder.resolve()
     digest = blake2b(str(folder).encode(), digest_size=6).hexdigest()
     name = f"penstock_kernels_{digest}"

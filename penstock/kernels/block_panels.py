@@ -1,14 +1,20 @@
-"""Panels of the block encodings, little-endian and contiguous, with N outputs and K inputs.
+"""The panel layout of the block encodings, with N outputs and K inputs.
 
-A panel is ``[N / 64, K / unit, bytes]`` uint8. A unit of 32 inputs is one group. A unit of 64 inputs has 2
-groups and 64 float32 scales. A unit of 256 inputs has 8 groups, the 64 float16 factors of the scales, and 64
-factors of the minima, if any. A group of 32 inputs has, for 64 outputs:
+The tensor ``panels`` is ``[N / 64, K / unit, bytes]`` uint8, little-endian. The last dimension is a unit of
+64 outputs. The encoding determines the number of inputs of a unit:
+
+* 32 inputs: one group,
+* 64 inputs: 2 groups, then 64 float32 scales,
+* 256 inputs: 8 groups, then the 64 float16 factors of the scales, then the 64 factors of the minima, if any.
+
+A group has 32 inputs of 64 outputs:
 
 * 1024 bytes: the low four bits of the codes, in the order of `GroupPanels`,
-* for codes of 5 bits: the fifth bits in the order of `GroupPanels`,
-* for codes of 6 bits: words ``[2, 64]``, of 16 inputs each. Byte j of a word has the two high bits of the
-  inputs j, j + 4, j + 8 and j + 12, lowest first,
-* the scales ``[32 / group_size, 64]`` and the minima ``[64]``, unless the scales are those of units.
+* for codes of 5 bits: the fifth bits, in the order of `GroupPanels`,
+* for codes of 6 bits: words ``[2, 64]`` of 32 bits. A word has the two high bits of 16 inputs. Its byte j has
+  those of the inputs j, j + 4, j + 8 and j + 12, lowest first,
+* the scales ``[32 / group_size, 64]`` and the minima ``[64]``, unless the scales follow the groups of the
+  unit.
 
 Padding is 0.
 """
@@ -26,12 +32,12 @@ from penstock.kernels.encodings._block_kind import SCALE_BYTES, BlockKind
 from penstock.kernels.encodings._sizes import GROUP, PANEL
 from penstock.kernels.panels import FIFTH_BITS, PanelLayout, Tensors
 
-_TYPES = {"u8": torch.uint8, "i8": torch.int8, "f16": torch.float16, "f32": torch.float32}
+_SCALE_DTYPES = {"u8": torch.uint8, "i8": torch.int8, "f16": torch.float16, "f32": torch.float32}
 _LOW_BYTES = PANEL * GROUP // 2
-_HIGH_BITS = torch.tensor(
+_HIGH_BIT_SHIFTS = torch.tensor(
     [[8 * (k % 4) + 2 * (k // 8 * 2 + k % 8 // 4) for k in range(16)] for _ in range(2)]
 )
-"""Positions of the two high bits of a group's inputs in their word, ``[2, 16]``."""
+"""Shifts that move the two high bits of each input of a group to their position in a word, ``[2, 16]``."""
 
 
 class BlockPanels(PanelLayout):
@@ -56,16 +62,16 @@ class BlockPanels(PanelLayout):
         parts = [(steps[..., 0] | steps[..., 1] << 4).flatten(2)]  # [P, G, 1024]
         high = (groups >> 4).long()
         if kind.bits == 5:
-            parts.append(_as_bytes((high << FIFTH_BITS.flatten()).sum(-1)))
+            parts.append(_split_words((high << FIFTH_BITS.flatten()).sum(-1)))
         if kind.bits == 6:
-            words = (high.reshape(*high.shape[:3], 2, 16) << _HIGH_BITS).sum(-1)  # [P, G, 64, 2]
-            parts.append(_as_bytes(words.transpose(2, 3).flatten(2)))
+            words = (high.reshape(*high.shape[:3], 2, 16) << _HIGH_BIT_SHIFTS).sum(-1)  # [P, G, 64, 2]
+            parts.append(_split_words(words.transpose(2, 3).flatten(2)))
         units = padded.shape[1] // kind.unit
         for name, size in (("scales", kind.scaled_inputs), ("minima", GROUP)):
             if name in rows and size <= GROUP:
-                parts.append(_columns(rows[name], missing, padded.shape[1] // GROUP, GROUP // size))
+                parts.append(_to_bytes(rows[name], missing, padded.shape[1] // GROUP, GROUP // size))
         records = torch.cat(parts, dim=2).view(len(groups), units, -1)
-        factors = [_columns(rows[one], missing, units, 1) for one in self._unit_names() if one in rows]
+        factors = [_to_bytes(rows[name], missing, units, 1) for name in self._unit_names() if name in rows]
         panels = {"panels": torch.cat([records, *factors], dim=2)}
         return panels | ({"scales": rows["row_scales"]} if kind.has_row_scales else {})
 
@@ -73,45 +79,46 @@ class BlockPanels(PanelLayout):
         kind, panels = self._kind, tensors["panels"]
         records, *factors = torch.split(panels, self._unit_sizes(), dim=2)
         groups = records.reshape(len(panels), -1, PANEL * kind.group_bytes)  # [P, G, bytes]
-        low, high, *own = torch.split(groups, self._group_sizes(), dim=2)
+        low, high, *scales = torch.split(groups, self._group_sizes(), dim=2)
         pairs = low.reshape(*low.shape[:2], 4, PANEL, 4)
         steps = torch.stack([pairs & 15, pairs >> 4], dim=-1)  # [P, G, 4, 64, 4, 2]
         codes = steps.permute(0, 1, 3, 2, 5, 4).flatten(3)  # [P, G, 64, 32]
         if kind.bits == 5:
-            words = _words(high)[..., None]  # [P, G, 64, 1]
+            words = _join_words(high)[..., None]  # [P, G, 64, 1]
             codes = codes | ((words >> FIFTH_BITS.flatten() & 1) << 4).to(torch.uint8)
         if kind.bits == 6:
-            words = (
-                _words(high).view(*high.shape[:2], 2, PANEL).transpose(2, 3)[..., None]
-            )  # [P, G, 64, 2, 1]
-            codes = codes | ((words >> _HIGH_BITS & 3) << 4).flatten(3).to(torch.uint8)
+            words = _join_words(high).view(*high.shape[:2], 2, PANEL)
+            words = words.transpose(2, 3)[..., None]  # [P, G, 64, 2, 1]
+            codes = codes | ((words >> _HIGH_BIT_SHIFTS & 3) << 4).flatten(3).to(torch.uint8)
         weight = codes.transpose(1, 2).flatten(2).flatten(0, 1)
-        found = {"weight": weight[:out_features, :in_features].contiguous()}
+        rows = {"weight": weight[:out_features, :in_features].contiguous()}
 
-        def add(name: str, columns: Tensor, stored: str, size: int) -> None:
-            numbers = columns.contiguous().view(_TYPES.get(stored, torch.uint8))
-            rows = numbers.view(*columns.shape[:2], -1, PANEL).flatten(1, 2).transpose(1, 2).flatten(0, 1)
-            found[name] = rows[:out_features, : -(-in_features // size)].contiguous()
+        def add(name: str, columns: Tensor, scale_type: str, size: int) -> None:
+            numbers = columns.contiguous().view(_SCALE_DTYPES.get(scale_type, torch.uint8))
+            table = numbers.view(*columns.shape[:2], -1, PANEL).flatten(1, 2).transpose(1, 2).flatten(0, 1)
+            rows[name] = table[:out_features, : -(-in_features // size)].contiguous()
 
         if not kind.has_unit_scales:
-            add("scales", own[0], kind.scale_type, kind.scaled_inputs)
+            add("scales", scales[0], kind.scale_type, kind.scaled_inputs)
         if kind.min_type:
-            add("minima", own[1], kind.min_type, GROUP)
+            add("minima", scales[1], kind.min_type, GROUP)
         for name, columns in zip(self._unit_names(), factors, strict=False):
             add(name, columns, kind.scale_type if kind.has_unit_scales else "f16", kind.unit)
-        return found | ({"row_scales": tensors["scales"]} if kind.has_row_scales else {})
+        return rows | ({"row_scales": tensors["scales"]} if kind.has_row_scales else {})
 
     def _unit_names(self) -> tuple[str, ...]:
         """Return the names of the tensors that may follow the groups of a unit."""
         return ("scales",) if self._kind.has_unit_scales else ("factors", "min_factors")
 
     def _unit_sizes(self) -> list[int]:
+        """Return the bytes of the groups of a unit, and of each tensor of `_unit_names`."""
         kind = self._kind
         factors = [SCALE_BYTES[kind.scale_type] * PANEL] if kind.has_unit_scales else []
         factors = factors or [2 * PANEL] * (kind.factor_bytes // 2)
         return [PANEL * kind.unit // GROUP * kind.group_bytes, *factors]
 
     def _group_sizes(self) -> list[int]:
+        """Return the bytes of the low bits, the high bits, the scales and the minima of a group."""
         kind = self._kind
         high = PANEL * GROUP * (kind.bits - 4) // 8
         scales = PANEL * SCALE_BYTES[kind.scale_type] * (GROUP // kind.scaled_inputs)
@@ -119,18 +126,25 @@ class BlockPanels(PanelLayout):
         return [_LOW_BYTES, high] if kind.has_unit_scales else [_LOW_BYTES, high, scales, *minima]
 
 
-def _columns(numbers: Tensor, missing: int, units: int, parts: int) -> Tensor:
-    """Return numbers ``[out, units * parts]``, or fewer, as bytes ``[P, units, parts * 64 * size]``."""
-    padded = F.pad(numbers, (0, units * parts - numbers.shape[1], 0, missing))
-    columns = padded.view(-1, PANEL, units, parts).permute(0, 2, 3, 1).contiguous()
+def _to_bytes(numbers: Tensor, missing: int, units: int, per_unit: int) -> Tensor:
+    """Return numbers as the bytes of P panels, ``[P, units, per_unit * 64 * itemsize]``.
+
+    Args:
+        numbers: ``[out, units * per_unit]``, or with fewer columns; missing columns are padded with zeros.
+        missing: number of outputs by which the last panel is padded.
+        units: number of units or groups per panel.
+        per_unit: numbers of an output in a unit or group.
+    """
+    padded = F.pad(numbers, (0, units * per_unit - numbers.shape[1], 0, missing))
+    columns = padded.view(-1, PANEL, units, per_unit).permute(0, 2, 3, 1).contiguous()
     return columns.view(torch.uint8).flatten(2)
 
 
-def _as_bytes(words: Tensor) -> Tensor:
-    """Return 32-bit words ``[P, G, n]``, as int64, as bytes ``[P, G, 4 n]``."""
+def _split_words(words: Tensor) -> Tensor:
+    """Return the bytes ``[P, G, 4 n]`` of 32-bit words ``[P, G, n]``, which are given as int64."""
     return (words[..., None] >> torch.arange(0, 32, 8) & 255).to(torch.uint8).flatten(2)
 
 
-def _words(octets: Tensor) -> Tensor:
+def _join_words(words: Tensor) -> Tensor:
     """Return the 32-bit words of bytes ``[P, G, 4 n]``, as int64 ``[P, G, n]``."""
-    return (octets.reshape(*octets.shape[:2], -1, 4).long() << torch.arange(0, 32, 8)).sum(-1)
+    return (words.reshape(*words.shape[:2], -1, 4).long() << torch.arange(0, 32, 8)).sum(-1)

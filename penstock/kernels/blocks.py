@@ -1,4 +1,4 @@
-"""Arithmetic of the block encodings (`kernels.encodings._blocks`)."""
+"""Arithmetic of the block encodings: unpacking, product, quantization. See `kernels.encodings._blocks`."""
 
 from __future__ import annotations
 
@@ -17,22 +17,25 @@ Tensors = dict[str, Tensor]
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The E2M1 numbers of the codes 0 to 7. The codes 8 to 15 are their negatives."""
-_LARGEST_FP4, _LARGEST_FP8, _NAN_FP8, _NAN_POWER = 6.0, 448.0, 127, 255
-_LARGEST = {"u8": 63, "i8": 127}  # maximum of the integer scales of superblocks
+_LARGEST_FP4, _LARGEST_FP8, _NAN_FP8, _NAN_E8M0 = 6.0, 448.0, 127, 255
+_MAX_INTEGER_SCALE = {"u8": 63, "i8": 127}  # of superblocks
 
 
 def numbers_of(kind: BlockKind, codes: Tensor) -> Tensor:
-    """Return the number of each code, without scale and minimum, in float32."""
+    """Return the float32 numbers that codes represent, before scale and minimum are applied."""
     if kind.table is not None:
         return torch.tensor(kind.table.numbers, device=codes.device)[codes.int()]
     if not kind.are_floats:
         return codes.float() - kind.offset
-    values = torch.tensor([*MAGNITUDES, *(-one for one in MAGNITUDES)], device=codes.device)
+    values = torch.tensor([*MAGNITUDES, *(-magnitude for magnitude in MAGNITUDES)], device=codes.device)
     return values[codes.int()]
 
 
-def _factors_of(kind: BlockKind, codes: Tensor) -> tuple[Tensor, float]:
-    """Return the numbers of codes as integers for the product, and the factor that scales them back."""
+def _product_numbers(kind: BlockKind, codes: Tensor) -> tuple[Tensor, float]:
+    """Return the numbers of codes in the unit of the product, and this unit.
+
+    The unit is 1, or the step of a table of numbers. All numbers are multiples of 0.5, so products are exact.
+    """
     if kind.table is None:
         return numbers_of(kind, codes), 1.0
     steps = kind.table.steps
@@ -44,24 +47,25 @@ def scales_of(kind: BlockKind, tensors: Mapping[str, Tensor]) -> Tensor:
     scales = tensors["scales"]
     if kind.scale_type == "e8m0":
         powers = torch.ldexp(torch.ones(scales.shape, device=scales.device), scales.int() - 127)
-        return powers.masked_fill(scales == _NAN_POWER, torch.nan)
+        return powers.masked_fill(scales == _NAN_E8M0, torch.nan)
     if kind.scale_type == "e4m3":
         return scales.view(torch.float8_e4m3fn).float()
-    return _with_factors(kind, scales, tensors.get("factors"), kind.scaled_inputs)
+    return _times_factors(kind, scales, tensors.get("factors"), kind.scaled_inputs)
 
 
 def minima_of(kind: BlockKind, tensors: Mapping[str, Tensor]) -> Tensor | None:
     """Return the minima ``[out, ceil(in / 32)]`` float32; None if there are none."""
     if kind.min_type is None:
         return None
-    return _with_factors(kind, tensors["minima"], tensors.get("min_factors"), GROUP)
+    return _times_factors(kind, tensors["minima"], tensors.get("min_factors"), GROUP)
 
 
-def _with_factors(kind: BlockKind, numbers: Tensor, factors: Tensor | None, size: int) -> Tensor:
+def _times_factors(kind: BlockKind, numbers: Tensor, factors: Tensor | None, size: int) -> Tensor:
+    """Return scales or minima in float32, multiplied by the factors of their superblocks, if any."""
     if not kind.has_superblocks or factors is None:
         return numbers.float()
-    spread = factors.float().repeat_interleave(SUPERBLOCK // size, 1)
-    return numbers.float() * spread[:, : numbers.shape[1]]
+    repeated = factors.float().repeat_interleave(SUPERBLOCK // size, 1)
+    return numbers.float() * repeated[:, : numbers.shape[1]]
 
 
 def unpack_blocks(kind: BlockKind, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -76,19 +80,22 @@ def unpack_blocks(kind: BlockKind, tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def multiply_blocks(kind: BlockKind, x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None) -> Tensor:
-    """Return the sum over groups of ``sum(x_q * number) * scale_x * scale - sum(x_q) * scale_x * minimum``.
+    """Return the product of activations ``x [T, in]`` with a weight in blocks, plus the bias.
 
-    The sum is in float32, in the order of the groups. It is multiplied by the row scale and rounded once to
-    the type of x. Numbers of a table are rounded to multiples of ``1 / NumberTable.steps``.
+    It is the sum over groups of ``sum(x_q * number) * scale_x * scale - sum(x_q) * scale_x * minimum``. The
+    sum is computed in float32, in the order of the groups. It is multiplied by the row scale and rounded once
+    to the type of x. Numbers of a table are rounded to multiples of ``1 / NumberTable.steps``.
     """
     size = min(kind.scaled_inputs, GROUP)
     padding = (0, -x.shape[1] % GROUP)
     rows, row_scales = quantize(F.pad(x.float(), padding).view(len(x), -1, size))  # [T, G, size], [T, G]
-    numbers, unit = _factors_of(kind, tensors["weight"])
+    numbers, unit = _product_numbers(kind, tensors["weight"])
     numbers = F.pad(numbers, padding).view(len(numbers), -1, size)
     scales = scales_of(kind, tensors).repeat_interleave(kind.scaled_inputs // size, 1)[:, : numbers.shape[1]]
     minima = minima_of(kind, tensors)
-    exact = torch.float32 if kind.table is None else torch.float64  # below 2^24 half integers, or 2^27
+    exact = (
+        torch.float32 if kind.table is None else torch.float64
+    )  # sums are below 2^24 in units of 0.5, or below 2^27
     y = torch.zeros(len(x), len(numbers), dtype=torch.float32, device=x.device)
     for group in range(scales.shape[1]):
         integers = rows[:, group].to(exact)
@@ -107,7 +114,7 @@ def multiply_blocks(kind: BlockKind, x: Tensor, tensors: Mapping[str, Tensor], b
 
 
 def quantize_blocks(kind: BlockKind, weight: Tensor) -> Tensors:
-    """Return a weight ``[out, in]`` of floats in blocks. A group with a NaN or an infinity becomes NaN."""
+    """Quantize a weight ``[out, in]`` to blocks. A group with a NaN or an infinity becomes NaN."""
     inputs, size = weight.shape[1], kind.scaled_inputs
     groups = F.pad(weight.float(), (0, -inputs % size)).view(len(weight), -1, size)
     if kind.table is not None:
@@ -129,7 +136,10 @@ def quantize_blocks(kind: BlockKind, weight: Tensor) -> Tensors:
 
 
 def _table_codes(table: NumberTable, groups: Tensor, inputs: int) -> Tensors:
-    """Return the nearest numbers of ``groups [out, G, size]``, scaled to each group's largest magnitude."""
+    """Return scales and codes of ``groups [out, G, size]`` for a table of numbers from -1 to 1.
+
+    The scale of a group is its largest magnitude. A code is the index of the nearest number.
+    """
     scales = groups.abs().amax(-1)
     scales = scales.masked_fill(~scales.isfinite(), torch.nan)
     inverse = torch.where(scales > 0, 1 / scales, 0.0)
@@ -144,12 +154,13 @@ def _table_codes(table: NumberTable, groups: Tensor, inputs: int) -> Tensors:
 
 
 def _float_scales(kind: BlockKind, groups: Tensor) -> Tensors:
+    """Return the scales of ``groups [out, G, size]`` for E2M1 codes: E8M0, or E4M3 with row scales."""
     top = groups.abs().amax(-1)
     finite = top.isfinite()
     if kind.scale_type == "e8m0":
         exponents = torch.frexp(torch.where(finite & (top > 0), top, 1.0)).exponent - 3
         powers = torch.where(top > 0, (exponents + 127).clamp(0, 254), 127)
-        return {"scales": powers.masked_fill(~finite, _NAN_POWER).to(torch.uint8)}
+        return {"scales": powers.masked_fill(~finite, _NAN_E8M0).to(torch.uint8)}
     largest = torch.where(finite, top, 0.0).amax(1)
     row_scales = torch.where(largest > 0, largest / (_LARGEST_FP4 * _LARGEST_FP8), 1.0)
     ratios = (torch.where(finite, top, 0.0) / _LARGEST_FP4 / row_scales[:, None]).clamp(max=_LARGEST_FP8)
@@ -158,31 +169,39 @@ def _float_scales(kind: BlockKind, groups: Tensor) -> Tensors:
 
 
 def _integer_scales(kind: BlockKind, groups: Tensor) -> Tensors:
+    """Return the scales and minima of ``groups [out, G, size]`` for integer codes."""
     low, high = groups.amin(-1).clamp_max(0), groups.amax(-1).clamp_min(0)
     top = (1 << kind.bits) - 1 - kind.offset
     if kind.min_type is None:
-        return _stored_numbers(kind.scale_type, torch.maximum(-low, high) / top, "scales", "factors")
+        return _encode_scales(kind.scale_type, torch.maximum(-low, high) / top, "scales", "factors")
     if kind.is_centred:
         spread = (high - low).masked_fill(~groups.isfinite().all(-1), torch.nan)
         halves = (spread / (top + kind.offset)).half()
         row_scales = torch.ones(len(groups), device=groups.device)
         return {"scales": halves, "minima": (-low - kind.offset * halves).half(), "row_scales": row_scales}
-    scales = _stored_numbers(kind.scale_type, (high - low) / top, "scales", "factors")
-    return scales | _stored_numbers(kind.min_type, -low, "minima", "min_factors")
+    scales = _encode_scales(kind.scale_type, (high - low) / top, "scales", "factors")
+    return scales | _encode_scales(kind.min_type, -low, "minima", "min_factors")
 
 
-def _stored_numbers(stored: str, numbers: Tensor, name: str, factor_name: str) -> Tensors:
-    """Return nonnegative numbers ``[out, G]`` as float16, or as integers and the factors of superblocks."""
-    if stored == "f16":
+def _encode_scales(scale_type: str, numbers: Tensor, name: str, factor_name: str) -> Tensors:
+    """Return nonnegative scales or minima ``[out, G]`` as tensors of `LinearEncoding.pack`.
+
+    Args:
+        scale_type: ``f16``, or ``u8`` or ``i8`` with float16 factors of superblocks.
+        numbers: the scales or minima, float32.
+        name: the name of the tensor of scales or minima.
+        factor_name: the name of the tensor of factors.
+    """
+    if scale_type == "f16":
         return {name: torch.where(numbers.isfinite(), numbers, torch.nan).half()}
-    groups = SUPERBLOCK // (16 if stored == "i8" else GROUP)
+    groups = SUPERBLOCK // (16 if scale_type == "i8" else GROUP)
     padded = F.pad(numbers, (0, -numbers.shape[1] % groups)).view(len(numbers), -1, groups)
-    factors = (padded.amax(-1) / _LARGEST[stored]).half()
+    factors = (padded.amax(-1) / _MAX_INTEGER_SCALE[scale_type]).half()
     factors = torch.where(padded.isfinite().all(-1), factors, torch.nan)
     inverse = torch.where(factors > 0, 1 / factors.float(), 0.0)
-    integers = (padded * inverse[..., None]).nan_to_num().round().clamp(0, _LARGEST[stored])
+    integers = (padded * inverse[..., None]).nan_to_num().round().clamp(0, _MAX_INTEGER_SCALE[scale_type])
     integers = integers.flatten(1)[:, : numbers.shape[1]]
     return {
-        name: integers.to(torch.int8 if stored == "i8" else torch.uint8).contiguous(),
+        name: integers.to(torch.int8 if scale_type == "i8" else torch.uint8).contiguous(),
         factor_name: factors,
     }

@@ -1,16 +1,19 @@
-"""Arithmetic and panels of the encodings that checkpoints store: codes with zero points, and 8-bit floats.
+"""Arithmetic and panel layouts of two encodings of checkpoints: codes with zero points, and 8-bit floats.
 
-Panels are little-endian and contiguous, with N outputs, K inputs, and padding of zeros:
+Panels have N outputs and K inputs. They are little-endian and contiguous, and padded with zeros:
 
 * `CodePanels` of 4 bits: ``[N / 64, K / 32, 1216]`` uint8. A group of 32 inputs has 1024 bytes of codes in
   the order of `GroupPanels`, the 64 float16 scales, and the 64 zero points (uint8).
 * `CodePanels` of 8 bits: ``[N / 64, K / 32, 2240]`` uint8. A group has its codes ``[8, 64, 4]``, then scales
   and zero points.
-* `Fp8Panels`: ``[N / 64, K / 128 * 8448 + 64]`` uint8: the codes of each group of 128 inputs, 32 steps
-  ``[16, 2, 4, 2]`` of 4 inputs: for each four outputs their first two inputs, then the others. Then follow
-  a table of 64 float32 scales for each group, two int32 strides, and 56 bytes of padding. The scale of
-  group g and output n is number ``g * strides[0] + n * strides[1]`` of the table; the strides are 0 and 1
-  if all groups have the same scales, 1 and 0 if all outputs have, and 64 and 1 otherwise.
+* `Fp8Panels`: ``[N / 64, K / 128 * 8448 + 64]`` uint8. A panel has three parts:
+
+  - The codes. A group of 128 inputs has 32 steps of 4 inputs. A step is ``[16, 2, 4, 2]``: each of the 16
+    sets of four outputs has the first two inputs of these outputs, then their last two inputs.
+  - A table with 64 float32 scales per group.
+  - Two int32 strides, and 56 bytes of padding. The scale of group g and output n is the entry
+    ``g * strides[0] + n * strides[1]`` of the table. The strides are 0 and 1 if all groups have equal scales,
+    1 and 0 if all outputs have equal scales, and 64 and 1 otherwise.
 """
 
 from __future__ import annotations
@@ -36,7 +39,10 @@ from penstock.kernels.quantized import quantize
 
 LARGEST_FP8 = 448.0
 _TOP_EXPONENT = 14
-"""Row scales are chosen so that the largest scale of a row has this exponent, near float16's maximum."""
+"""Exponent of the largest float16 scale of a row, near the maximum of float16.
+
+Row scales are chosen for it.
+"""
 
 
 # -- Codes with zero points -----------------------------------------------------------------------------
@@ -45,8 +51,8 @@ _TOP_EXPONENT = 14
 def split_scales(scales: Tensor) -> tuple[Tensor, Tensor]:
     """Return float32 scales ``[out, G]`` as float16 scales and float32 row scales ``[out]``.
 
-    Row scales are powers of two. The product is exact for scales of up to 11 bits, like those of float16 and
-    bfloat16.
+    Row scales are powers of two. The product of both is exact if the scales have at most 11 significant bits,
+    as in float16 and bfloat16.
     """
     largest = scales.float().abs().amax(1)
     exponents = torch.frexp(torch.where(largest.isfinite() & (largest > 0), largest, 1.0)).exponent
@@ -56,30 +62,30 @@ def split_scales(scales: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def group_codes(codes: Tensor, scales: Tensor, zeros: Tensor, group_size: int) -> Tensors:
-    """Return the tensors of codes ``[out, in]`` with groups of a multiple of 32 inputs.
+    """Return the tensors of `LinearEncoding.pack` for codes whose groups have a multiple of 32 inputs.
 
     Args:
         codes: uint8 ``[out, in]``.
         scales: floats ``[out, G]``.
         zeros: integers ``[out, G]`` in 0..255.
-        group_size: inputs of a group; the last group may be shorter.
+        group_size: number of inputs of a group. The last group may be shorter.
     """
     groups, repeats = -(-codes.shape[1] // GROUP), group_size // GROUP
     halves, row_scales = split_scales(scales)
 
-    def repeated(values: Tensor) -> Tensor:
+    def per_32_inputs(values: Tensor) -> Tensor:
         return values.repeat_interleave(repeats, 1)[:, :groups].contiguous()
 
     return {
         "weight": codes.contiguous(),
-        "scales": repeated(halves),
-        "zeros": repeated(zeros.to(torch.uint8)),
+        "scales": per_32_inputs(halves),
+        "zeros": per_32_inputs(zeros.to(torch.uint8)),
         "row_scales": row_scales,
     }
 
 
 def quantize_codes(weight: Tensor, bits: int) -> Tensors:
-    """Return the codes of a weight ``[out, in]`` of floats. A group with a NaN or an infinity becomes NaN."""
+    """Quantize a weight ``[out, in]`` to codes. A group with a NaN or an infinity becomes NaN."""
     top = (1 << bits) - 1
     padded = F.pad(weight.float(), (0, -weight.shape[1] % GROUP))
     groups = padded.view(len(weight), -1, GROUP)
@@ -100,7 +106,7 @@ def quantize_codes(weight: Tensor, bits: int) -> Tensors:
 
 
 def unpack_codes(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return the weight ``[out, in]`` float32 of codes."""
+    """Return the weight ``[out, in]`` float32 that codes represent."""
     codes, scales = tensors["weight"], tensors["scales"].float() * tensors["row_scales"][:, None]
     groups = F.pad(codes.float(), (0, -codes.shape[1] % GROUP)).view(*scales.shape, GROUP)
     weight = (groups - tensors["zeros"].float()[..., None]) * scales[..., None]
@@ -110,9 +116,9 @@ def unpack_codes(tensors: Mapping[str, Tensor]) -> Tensor:
 def multiply_codes(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None) -> Tensor:
     """Return the product of activations with codes, plus the bias.
 
-    It is the sum over groups of ``(sum(x_q * code) - zero * sum(x_q)) * scale_x * scale_w``, in float32 and
-    in the order of the groups, like that of `quantized.multiply_groups`. It is multiplied by
-    the row scale and rounded once to the type of x.
+    It is the sum over groups of ``(sum(x_q * code) - zero * sum(x_q)) * scale_x * scale_w``. As in
+    `quantized.multiply_groups`, the sum is computed in float32, in the order of the groups. It is multiplied
+    by the row scale and rounded once to the type of x.
     """
     in_features = x.shape[1]
     padding = (0, -in_features % GROUP)
@@ -179,7 +185,7 @@ class CodePanels(PanelLayout):
 
 
 def quantize_fp8(weight: Tensor) -> Tensors:
-    """Return the 8-bit floats of a weight ``[out, in]``, each output scaled to the largest one.
+    """Quantize a weight ``[out, in]`` to 8-bit floats. The largest weight of an output becomes 448.
 
     A group with a NaN or an infinity becomes NaN.
     """
@@ -195,13 +201,16 @@ def quantize_fp8(weight: Tensor) -> Tensors:
 
 
 def unpack_fp8(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return the weight ``[out, in]`` float32 of 8-bit floats."""
+    """Return the weight ``[out, in]`` float32 that 8-bit floats and their scales represent."""
     numbers = tensors["weight"].view(torch.float8_e4m3fn).float()
     return numbers * tensors["scales"].repeat_interleave(FP8_GROUP, 1)[:, : numbers.shape[1]]
 
 
 def multiply_fp8(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None) -> Tensor:
-    """Return the sum over groups of ``sum(x * w) * scale``, plus the bias, in float32; rounded once."""
+    """Return the sum over groups of ``sum(x * w) * scale``, plus the bias.
+
+    Computed in float32 and rounded once to the type of x.
+    """
     numbers = tensors["weight"].view(torch.float8_e4m3fn)
     y = torch.zeros(len(x), len(numbers), dtype=torch.float32, device=x.device)
     for group, start in enumerate(range(0, x.shape[1], FP8_GROUP)):
@@ -240,11 +249,10 @@ class Fp8Panels(PanelLayout):
         codes, tables, strides = torch.split(tensors["panels"], sizes, dim=1)
         steps = codes.reshape(len(codes), groups, -1, PANEL // 4, 2, 4, 2)  # [P, G, 32, 16, 2, 4, 2]
         weight = steps.permute(0, 3, 5, 1, 2, 4, 6).flatten(3).flatten(0, 2)
-        by_group, by_output = (
-            strides.contiguous().view(torch.int32)[:, :2].long().T[..., None, None]
-        )  # [P, 1, 1]
-        places = torch.arange(groups) * by_group + torch.arange(PANEL)[:, None] * by_output  # [P, 64, G]
-        scales = tables.contiguous().view(torch.float32).gather(1, places.flatten(1)).view(-1, groups)
+        stride_pairs = strides.contiguous().view(torch.int32)[:, :2].long()
+        by_group, by_output = stride_pairs.T[..., None, None]  # [P, 1, 1] each
+        entries = torch.arange(groups) * by_group + torch.arange(PANEL)[:, None] * by_output  # [P, 64, G]
+        scales = tables.contiguous().view(torch.float32).gather(1, entries.flatten(1)).view(-1, groups)
         return {
             "weight": weight[:out_features, :in_features].contiguous(),
             "scales": scales[:out_features].contiguous(),
@@ -252,19 +260,19 @@ class Fp8Panels(PanelLayout):
 
 
 def _scale_table(scales: Tensor, num_outputs: int) -> Tensor:
-    """Return the table of the scales ``[G, 64]`` of a panel and its strides, as bytes.
+    """Return the bytes of the table of scales of a panel, followed by its strides and padding.
 
     Args:
-        scales: float32; those after the first ``num_outputs`` outputs are padding.
+        scales: ``[G, 64]`` float32; the columns from ``num_outputs`` on are padding.
         num_outputs: number of outputs of the panel.
     """
     bits, table = scales[:, :num_outputs].view(torch.int32), torch.zeros(scales.numel())
     if (bits == bits[:1]).all():
-        strides, stored = (0, 1), scales[0]
+        strides, entries = (0, 1), scales[0]
     elif (bits == bits[:, :1]).all():
-        strides, stored = (1, 0), scales[:, 0]
+        strides, entries = (1, 0), scales[:, 0]
     else:
-        strides, stored = (PANEL, 1), scales.flatten()
-    table[: len(stored)] = stored
+        strides, entries = (PANEL, 1), scales.flatten()
+    table[: len(entries)] = entries
     padded = F.pad(torch.tensor(strides, dtype=torch.int32).view(torch.uint8), (0, FP8_STRIDES - 8))
     return torch.cat([table.view(torch.uint8), padded])

@@ -53,8 +53,8 @@ class Collectives(Protocol):
         ...
 
 
-def _in_shared_memory(arguments: Arguments) -> Arguments:
-    """Refuse ranks without shared memory: a recorded step cannot call torch.distributed."""
+def _require_shared_memory(arguments: Arguments) -> Arguments:
+    """Raise for ranks without shared memory, because a recorded step cannot call torch.distributed."""
     if not arguments["ranks"].region:
         raise UnrecordableStepError("ranks without shared memory")
     return arguments
@@ -63,17 +63,19 @@ def _in_shared_memory(arguments: Arguments) -> Arguments:
 class CollectiveOps:
     """The operations of tensor parallelism: they combine the tensors of all ranks of a model."""
 
-    name = "reference"  # each back end defines another one
+    name = "reference"  # subclasses have another name
 
     @operation(
-        simplify=_in_shared_memory, functions={"all_reduce": CFunction("q P q P 2q P q", can_be_long=True)}
+        simplify=_require_shared_memory,
+        functions={"all_reduce": CFunction("q P q P 2q P q", can_be_long=True)},
     )
     def all_reduce(self, x: Tensor, ranks: Collectives) -> Tensor:
         """Return the sum over all ranks of ``x [T, E]``, added in float32 in rank order and rounded once."""
         return ranks.all_reduce(x)
 
     @operation(
-        simplify=_in_shared_memory, functions={"all_gather": CFunction("q P q P q 2P q", can_be_long=True)}
+        simplify=_require_shared_memory,
+        functions={"all_gather": CFunction("q P q P q 2P q", can_be_long=True)},
     )
     def all_gather(self, x: Tensor, ranks: Collectives, widths: tuple[int, ...]) -> Tensor:
         """Return ``[T, sum(widths)]``: the rows ``x [T, widths[r]]`` of all ranks r side by side."""

@@ -1,7 +1,8 @@
 """The operations of audio codecs: convolutions over time, snake activation, group norm, inverse STFT.
 
-Sequences are matrices ``[T, C]`` with one row per time step. A convolution with one group is a linear layer
-whose input rows are windows of the sequence, so it runs on the same kernels and in the same weight encodings.
+Sequences are matrices ``[T, C]`` with one row per time step. A convolution with one group is computed as a
+linear layer whose input rows are windows of the sequence. It has the kernels and weight encodings of linear
+layers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from penstock.kernels.operations import CFunction, operation
 class PackedConv1d:
     """A convolution over time, ready to be computed by the `Ops` that packed it.
 
-    Either ``linear`` or ``taps`` or ``weight`` is given.
+    Exactly one of ``linear``, ``taps`` and ``weight`` is set.
     """
 
     in_channels: int
@@ -34,13 +35,13 @@ class PackedConv1d:
     dilation: int = 1
     groups: int = 1
     linear: PackedLinear | None = None
-    """With one group: ``[out, kernel_size * in]``; the channels of a tap are adjacent."""
+    """Set for one group: a layer ``[out, kernel_size * in]``. The channels of a tap are adjacent."""
     taps: Tensor | None = None
-    """With one group per channel: ``[kernel_size, C]`` float32; the bias is float32 too."""
+    """Set for one group per channel: ``[kernel_size, C]`` float32. The bias then also is float32."""
     weight: Tensor | None = None
-    """With any other number of groups: ``[out, in / groups, kernel_size]``."""
+    """Set for any other number of groups: ``[out, in / groups, kernel_size]``."""
     bias: Tensor | None = None
-    """``[out]``; if ``linear`` is given, it contains the bias instead."""
+    """``[out]``. Not set if ``linear`` is set, because that layer then contains the bias."""
 
     def output_length(self, length: int) -> int:
         """Return the number of output rows of a sequence."""
@@ -52,7 +53,7 @@ class PackedConv1d:
 class PackedConvTranspose1d:
     """A transposed convolution over time, ready to be computed by the `Ops` that packed it.
 
-    Either ``linear`` or ``weight`` is given.
+    Either ``linear`` or ``weight`` is set.
     """
 
     in_channels: int
@@ -66,11 +67,13 @@ class PackedConvTranspose1d:
     dilation: int = 1
     groups: int = 1
     linear: PackedLinear | None = None
-    """With one group and no dilation: ``[stride * out, n * in]``, from n rows to ``stride`` output rows."""
+    """Set for one group without dilation: ``[stride * out, n * in]``, with n = `inputs_per_output`.
+
+    The layer computes ``stride`` output rows from n input rows."""
     weight: Tensor | None = None
-    """Otherwise: ``[in, out / groups, kernel_size]``."""
+    """Set for several groups or a dilation: ``[in, out / groups, kernel_size]``."""
     bias: Tensor | None = None
-    """``[out]``; if ``linear`` is given, it contains the bias instead."""
+    """``[out]``. Not set if ``linear`` is set, because that layer then contains the bias."""
 
     @property
     def inputs_per_output(self) -> int:
@@ -204,7 +207,10 @@ class ConvolutionOps(ABC):
     @operation(functions={"add_scaled": CFunction("q 4P 4q")})
     @abstractmethod
     def add_scaled(self, x: Tensor, y: Tensor, factors: Tensor) -> Tensor:
-        """Return ``x + factors[:, None] * y`` for ``x, y [T, C]``, ``factors [T]`` float32, in x's type."""
+        """Return ``x + factors[:, None] * y`` for ``x, y [T, C]``, ``factors [T]`` float32.
+
+        The result has x's type.
+        """
 
     @operation(
         weights=["weight", "bias"],
@@ -217,8 +223,8 @@ class ConvolutionOps(ABC):
     ) -> Tensor:
         """Normalise each group of channels of each sequence to mean 0 and variance 1 over all its rows.
 
-        Then ``* weight [C] + bias [C]``, both float32. Computed in float32, returned in the type of
-        ``x [T, C]`` (Wu and He 2018, arXiv:1803.08494).
+        The result is multiplied by ``weight [C]``, and ``bias [C]`` is added, both float32. Computed in
+        float32, returned in the type of ``x [T, C]`` (Wu and He 2018, arXiv:1803.08494).
         """
 
     @operation(functions={"polar": CFunction("q 2P 3q d")})
@@ -250,7 +256,9 @@ def inverse_dft_weight(window: Tensor) -> Tensor:
     times = torch.arange(size, dtype=torch.float64)[:, None]
     frequencies = torch.arange(size // 2 + 1, dtype=torch.float64)
     angles = times * frequencies % size * (2 * torch.pi / size)
-    counts = torch.full((size // 2 + 1,), 2.0, dtype=torch.float64)  # a frequency and its conjugate
+    counts = torch.full(
+        (size // 2 + 1,), 2.0, dtype=torch.float64
+    )  # all frequencies except the first and the last count for their conjugates, too
     counts[0] = counts[-1] = 1
     parts = torch.cat([counts * angles.cos(), -counts * angles.sin()], 1) / size
     return (parts * window.double()[:, None]).float()

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 _ALIGNMENT = 16
-"""Bytes. Kernels read aligned tensors in wider units."""
+"""Alignment in bytes of the tensors of an upload. Kernels read aligned tensors in wider units."""
 _current = threading.local()
 
 T = TypeVar("T")
@@ -55,7 +55,10 @@ class DeviceQueue(ABC):
 
     @abstractmethod
     def submit(self, work: Callable[[], T]) -> Submitted[T]:
-        """Add work: operations on tensors of the device. Its inputs from the host must be ready."""
+        """Append a function that runs operations on tensors of the device.
+
+        Inputs that the function reads from host memory must be ready.
+        """
 
     @abstractmethod
     def fetch(self, result: Submitted[Tensor]) -> Fetched:

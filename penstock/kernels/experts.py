@@ -14,7 +14,10 @@ from penstock.kernels.linear import PackedLinear
 
 @dataclass(frozen=True, slots=True)
 class ClampedSwiGLU:
-    """The gate ``g * sigmoid(alpha * g) * (up + 1)``, with g and abs(up) clamped to ``limit``."""
+    """The gate ``g * sigmoid(alpha * g) * (up + 1)``.
+
+    g is clamped to at most ``limit``, and up to ``-limit..limit``.
+    """
 
     alpha: float
     limit: float
@@ -24,44 +27,46 @@ class ClampedSwiGLU:
 class PackedExperts:
     """The packed weights of N experts, for `Ops.experts`.
 
-    Compared by identity, so that a back end can cache data about them.
+    Instances are compared by identity, so that a back end can cache data about them.
     """
 
-    gate_up: tuple[PackedLinear, ...]  # N of [E] -> [2F]: gates, then ups
-    down: tuple[PackedLinear, ...]  # N of [F] -> [E]
+    gate_up: tuple[PackedLinear, ...]  # N layers [E] -> [2F]: gates, then ups
+    down: tuple[PackedLinear, ...]  # N layers [F] -> [E]
     first: int = 0
     """The id of the first expert, if ranks divide the experts. Experts with other ids are on other ranks."""
     is_part: bool = False
     """Whether some experts are on other ranks. Their outputs count as 0."""
     ranks: Collectives | None = None
-    """The ranks whose outputs are to be added; None if this rank has all experts. `Ops.experts` does not add
-    them."""
+    """The ranks that divide the experts; None if this rank has all experts.
+
+    The caller adds the outputs of the ranks. `Ops.experts` does not.
+    """
 
     def slice_names(self) -> Iterator[str]:
-        """Return the checkpoint names of their linear layers."""
+        """Yield the names of the experts' linear layers in the checkpoint."""
         return (part.name for linear in (*self.gate_up, *self.down) for part in linear.slices)
 
 
 def grouped_by_expert(
-    topk_ids: Tensor, experts: int, at_most: int, *, skips_others: bool = False
+    topk_ids: Tensor, experts: int, max_pairs: int, *, skip_other_ids: bool = False
 ) -> Iterator[tuple[Tensor, dict[int, int]]]:
-    """Yield the pairs of a row and an expert in ``topk_ids [T, k]``, sorted by expert, in groups.
+    """Yield groups of the (row, expert) pairs of ``topk_ids [T, k]``, sorted by expert.
 
-    Pair p is the element p of the flattened ids, so it belongs to row ``p // k``.
+    Pair p is element p of the flattened ids. It belongs to row ``p // k``.
 
     Args:
         topk_ids: ids below ``experts``, distinct in each row.
         experts: number of experts.
-        at_most: maximum number of pairs per group.
-        skips_others: whether to skip ids outside 0 to ``experts - 1``, which are experts on other ranks.
+        max_pairs: maximum number of pairs per group.
+        skip_other_ids: whether to skip ids outside 0 to ``experts - 1``, which are experts on other ranks.
 
     Yields:
-        The pairs ``[P]`` of a group; and expert id -> its number of pairs in this group. Ids ascend over all
-        groups, and the pairs of an expert ascend.
+        The pairs ``[P]`` of a group, and a mapping of each expert id to its number of pairs in the group.
+        Expert ids ascend within and across groups. The pairs of an expert ascend.
     """
     flat = topk_ids.flatten()
     order = flat.argsort(stable=True)
-    if skips_others:
+    if skip_other_ids:
         sorted_ids = flat[order]
         order = order[(sorted_ids >= 0) & (sorted_ids < experts)]
         flat = flat[(flat >= 0) & (flat < experts)]
@@ -69,9 +74,9 @@ def grouped_by_expert(
     start = stop = 0
     for expert, count in enumerate(torch.bincount(flat, minlength=experts).tolist()):
         while count:
-            sizes[expert] = min(count, start + at_most - stop)
+            sizes[expert] = min(count, start + max_pairs - stop)
             stop, count = stop + sizes[expert], count - sizes[expert]
-            if stop == start + at_most:
+            if stop == start + max_pairs:
                 yield order[start:stop], sizes
                 sizes, start = {}, stop
     if sizes:

@@ -22,7 +22,7 @@ from penstock.kernels.ops import Ops
 Step: TypeAlias = Callable[[Ops, Mapping[str, Tensor]], Iterable[Tensor]]
 """Runs a step on the given operations and inputs, and returns its results."""
 
-_MAX_SHAPES = 1024
+_MAX_SEEN_KEYS = 1024
 _MIN_COLUMNS = 128
 
 
@@ -36,7 +36,7 @@ class Graph(ABC):
 
     @property
     def memory(self) -> Sequence[Tensor]:
-        """The tensors that it holds, except weights; graphs of one compiler may share some of them."""
+        """The tensors that the graph holds, except weights. Graphs of one compiler may share tensors."""
         return ()
 
     @abstractmethod
@@ -73,14 +73,15 @@ class Graph(ABC):
         Args:
             inputs: inputs of the first step, as for `replay`; one of them is named ``tokens``, ``[R]``.
             varied: name -> ``[n, ...]``: the other inputs that differ between steps.
-            sampling: parameters for the rows of the first result, ``[R]``; their uniforms are not used.
-            uniforms: one draw per step and row.
-            ends: tokens that end a row; -1 pads.
+            sampling: the parameters ``[R]`` for the rows of the first result. Its uniforms are not used.
+            uniforms: one random number in [0, 1) per step and row.
+            ends: the stop tokens of each row, padded with -1.
             ranks: the ranks that run these steps together. Rank 0 samples; the other ranks use its tokens.
 
         Returns:
-            The tokens of each step; m < n if every row has ended. A row of non-finite logits gives -1, and
-            its later tokens are undefined. None if this graph runs one step per call only.
+            The tokens of each step; m < n if every row has ended. The token of a row with non-finite logits
+            is -1, and the later tokens of this row are undefined. None if this graph runs only one step per
+            call.
 
         Raises:
             IndexError: a token or a position is outside its table.
@@ -136,7 +137,9 @@ class GraphCache:
         self._max_bytes = max_bytes
         self._pads_columns = pads_columns
         self._graphs: OrderedDict[Hashable, Graph] = OrderedDict()  # least recently used first
-        self._seen: OrderedDict[Hashable, str | None] = OrderedDict()  # reasons why keys cannot be captured
+        self._seen: OrderedDict[Hashable, str | None] = (
+            OrderedDict()
+        )  # key -> why it cannot be captured, or None
         self._last: Graph | None = None
         self._reason: str | None = None
 
@@ -190,9 +193,9 @@ class GraphCache:
             self._last = graph
             return graph.replay(list(inputs.values()))
         self._last = None
-        if key not in self._seen:  # capturing a shape that occurs once costs more than it saves
+        if key not in self._seen:  # capturing a step that does not recur costs more than it saves
             self._seen[key] = None
-            if len(self._seen) > _MAX_SHAPES:
+            if len(self._seen) > _MAX_SEEN_KEYS:
                 self._seen.popitem(last=False)
             self._reason = "a step of this shape ran once"
             return None
@@ -202,7 +205,7 @@ class GraphCache:
         return self._capture(key, inputs, step)
 
     def has(self, key: Hashable) -> bool:
-        """Return whether steps with this key are captured, so that `run_loop` runs them."""
+        """Return whether there is a graph for this key, which `run_loop` needs."""
         return key in self._graphs
 
     def run_loop(
@@ -215,7 +218,7 @@ class GraphCache:
         ends: Tensor,
         ranks: Collectives | None = None,
     ) -> Tensor | None:
-        """Run several steps in one call, see `Graph.replay_steps`; return None if there is no graph yet."""
+        """Run several steps in one call, see `Graph.replay_steps`. Returns None if there is no graph yet."""
         graph = self._graphs.get(key)
         if graph is None:
             return None
@@ -229,13 +232,13 @@ class GraphCache:
 
     def _capture(self, key: Hashable, inputs: Mapping[str, Tensor], step: Step) -> tuple[Tensor, ...] | None:
         copy = _padded if self._pads_columns else _contiguous
-        own = {name: copy(tensor) for name, tensor in inputs.items()}
+        graph_inputs = {name: copy(tensor) for name, tensor in inputs.items()}
         try:
             with torch.inference_mode():
-                graph, results = self.compiler.capture(step, own)
+                graph, results = self.compiler.capture(step, graph_inputs)
         except UnrecordableStepError as error:
             self._reason = self._seen[key] = str(error)
-            return None  # the eager step writes the same keys and values to the cache again
+            return None  # the caller runs the step eagerly, which overwrites the same keys and values
         size, limit = _bytes_of([graph]), self._max_bytes
         if limit is not None and size > limit:
             self._reason = self._seen[key] = f"a graph of {size:,} bytes exceeds the limit of {limit:,} bytes"
@@ -248,7 +251,7 @@ class GraphCache:
 
 
 def _bytes_of(graphs: Iterable[Graph]) -> int:
-    """Return the bytes of memory that some graphs hold in total."""
+    """Return the total bytes of memory of graphs. Tensors that they share count once."""
     tensors = (tensor for graph in graphs for tensor in graph.memory)
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
@@ -259,7 +262,7 @@ def _contiguous(tensor: Tensor) -> Tensor:
 
 
 def _padded(tensor: Tensor) -> Tensor:
-    """Return a contiguous copy; a two-dimensional tensor gets zeros in further columns."""
+    """Return a contiguous copy. A two-dimensional tensor is padded with columns of zeros."""
     if tensor.dim() != 2:
         return _contiguous(tensor)
     rows, width = tensor.shape

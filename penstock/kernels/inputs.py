@@ -38,12 +38,12 @@ class LayerKV:
     window: int | None = None  # a query attends to itself and the window - 1 keys before it
     scales: Tensor | None = None  # [2, N, K, S] float32 for a cache of int8 or of 8-bit floats
     is_chunked: bool = False  # whether windows begin at multiples of their size
-    has_fixed_scales: bool = False  # whether scales are those of the heads and are only read
+    has_fixed_scales: bool = False  # whether `scales` has a fixed scale per head, which is only read
 
 
 @dataclass(frozen=True, slots=True)
 class KVGroupInputs:
-    """The block tables that all layers of a group share."""
+    """The block tables that all layers of a cache group share."""
 
     block_tables: Tensor  # [B, M] int32
     slots: Tensor  # [T] int64
@@ -52,7 +52,7 @@ class KVGroupInputs:
     has_fixed_scales: bool = False
 
     def slots_at(self, positions: Tensor, block_size: int) -> Tensor:  # [n, B] of [n, B]
-        """Return the slots of positions of each sequence; their blocks must be reserved."""
+        """Return the slots of the positions of each sequence. Their blocks must be reserved."""
         blocks = self.block_tables.long().gather(1, (positions // block_size).T).T
         return blocks * block_size + positions % block_size
 
@@ -84,8 +84,8 @@ class KVCacheInputs:
     def advance(self) -> KVCacheInputs:
         """Return the inputs of the next step of the same batch, in which each sequence adds one row.
 
-        The blocks must be reserved (``KVCache.reserve(context, lookahead)``). So this runs on the device
-        without the block pool.
+        The blocks must be reserved (``KVCache.reserve(context, lookahead)``), so that this runs on the device
+        and needs no block pool.
         """
         positions = self.lengths.long()  # [B]: the next row's position is the length so far
         groups = []
@@ -139,6 +139,9 @@ class SamplingInputs:
     top_p: Tensor  # [R] float32; 1 keeps all tokens
     min_p: Tensor  # [R] float32; 0 keeps all tokens
     uniforms: Tensor  # [R] float64 in [0, 1): the draw, a function of (seed, position)
+    is_limited: bool = True
+    """Whether a row that is not greedy may have a top_k or a top_p. If none has, the sampler of a GPU needs
+    no list of candidates. The tensors are on the device, where the host cannot read them without waiting."""
 
     def take(self, rows: Tensor) -> SamplingInputs:
         """Return the parameters of a selection of rows, ``rows [n]`` int64; rows may repeat."""
@@ -148,4 +151,5 @@ class SamplingInputs:
             self.top_p[rows],
             self.min_p[rows],
             self.uniforms[rows],
+            self.is_limited,
         )

@@ -1,4 +1,4 @@
-"""Packed linear layers: each weight has one form in memory, made once at load.
+"""Packed linear layers: weights in the form that a back end multiplies.
 
 An encoding (`penstock.kernels.encodings`) defines the numbers of a weight. A `Layout` defines their order in
 memory. `ROWS` is the order that the encoding defines; a back end can define other layouts.

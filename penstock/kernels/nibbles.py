@@ -1,4 +1,4 @@
-"""Nibbles: weights of up to 4 bits, two in a byte, for GPUs.
+"""The layout of weights of up to 4 bits on GPUs: a byte holds two weights (nibbles).
 
 ``weight`` is uint8 ``[out, ceil(in / 64) * 32]``. Byte ``32 * p + j`` of a row holds the input ``64 * p + j``
 in its low half and ``64 * p + 32 + j`` in its high half. So 32 bytes hold two groups of 32 inputs. Signed

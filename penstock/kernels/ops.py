@@ -36,7 +36,7 @@ from penstock.kernels.routing import RoutingOps
 from penstock.kernels.spans import ImageSpans
 
 Gating = Activation | ClampedSwiGLU
-"""What a gated MLP applies to its gate: an activation by name, or the SwiGLU with limits."""
+"""The function of a gated MLP: the name of the gate's activation, or `ClampedSwiGLU`."""
 
 
 def _own_adapters(arguments: Arguments) -> Arguments:
@@ -46,7 +46,7 @@ def _own_adapters(arguments: Arguments) -> Arguments:
 
 
 def _no_adapters(arguments: Arguments) -> Arguments:
-    """Refuse adapters on experts."""
+    """Raise for adapters on experts, which cannot be recorded."""
     lora, packed = arguments["lora"], arguments["packed"]
     if lora is not None and lora.for_slices(packed.slice_names()):
         raise UnrecordableStepError("adapters on experts")
@@ -64,7 +64,7 @@ class Ops(EncoderOps, ConvolutionOps, RoutingOps, CollectiveOps):
 
     @property
     def packs_weights(self) -> bool:
-        """Whether it packs weights into a special layout. Weights in that layout can be cached in a file."""
+        """Whether this back end packs weights into a special layout, which can be cached in a file."""
         return self.layout != ROWS
 
     @property
@@ -140,9 +140,9 @@ class Ops(EncoderOps, ConvolutionOps, RoutingOps, CollectiveOps):
     def embedding(self, tokens: Tensor, table: Tensor) -> Tensor:
         """Return the rows ``[T, E]`` of ``table [V, E]`` for ``tokens [T]``.
 
-        A token outside the table raises `IndexError` on a CPU. A GPU cannot raise: its row is NaN, or 0 in a
-        table of integers, so that sampling returns -1 for this row alone. The same applies to `take_rows` and
-        `rope_rows`.
+        On a CPU, a token outside the table raises `IndexError`. A GPU kernel cannot raise an error. It
+        returns NaN as the row of such a token, or 0 if the table has integers, so that sampling returns -1
+        for this row only. The same applies to `take_rows` and `rope_rows`.
         """
 
     @operation(
@@ -176,16 +176,17 @@ class Ops(EncoderOps, ConvolutionOps, RoutingOps, CollectiveOps):
         *,
         lora: LoRAInputs | None = None,
     ) -> Tensor:  # [T, out]
-        """Return ``activation(linear(x))``, with the bits of the two operations one after the other."""
+        """Return ``activation(linear(x))``, bit-equal to the two separate operations."""
 
     @operation(weights=["weight"], functions={"rms_norm": CFunction("2q 3P 5q d")})
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Divide each row of ``x [..., E]`` by its root mean square and multiply it by ``weight [E]``.
 
-        Computed in float32, returned in x's type (Zhang and Sennrich 2019, arXiv:1910.07467). A weight of x's
-        type multiplies the row after it is rounded to that type, as in the training of most checkpoints. A
-        float32 weight with a narrower x multiplies before the only rounding, as in Gemma.
+        Computed in float32, returned in x's type (Zhang and Sennrich 2019, arXiv:1910.07467). If the weight
+        has x's type, the normalised row is rounded to this type before it is multiplied, as in the training
+        of most checkpoints. If the weight is float32 and x is narrower, only the product is rounded, as in
+        Gemma.
         """
 
     @operation(weights=["weight"], functions={"add_rms_norm": CFunction("2q 5P 4q d")})
@@ -196,10 +197,10 @@ class Ops(EncoderOps, ConvolutionOps, RoutingOps, CollectiveOps):
     @operation(weights=["weight", "bias"], functions={"layer_norm": CFunction("2q 4P 6q d")})
     @abstractmethod
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        """Normalise each row of ``x [..., E]`` to mean 0 and variance 1, then ``* weight [E] + bias [E]``.
+        """Normalise each row of ``x [..., E]`` to mean 0 and variance 1, then scale and shift it.
 
-        For ``x [T, H, D]`` weight and bias can also be ``[H, D]``, one row for each head. Computed in
-        float32, returned in x's type (Ba et al. 2016, arXiv:1607.06450).
+        The scale is ``weight [E]``, the shift ``bias [E]``. For ``x [T, H, D]`` both can also be ``[H, D]``,
+        one row for each head. Computed in float32, returned in x's type (Ba et al. 2016, arXiv:1607.06450).
         """
 
     @operation(weights=["weight", "bias"], functions={"add_layer_norm": CFunction("2q 6P 4q d")})
@@ -224,7 +225,7 @@ class Ops(EncoderOps, ConvolutionOps, RoutingOps, CollectiveOps):
     @operation()
     @abstractmethod
     def multiply(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return ``x * y``; both have one shape."""
+        """Return ``x * y``; both have the same shape."""
 
     @operation()
     @abstractmethod
@@ -239,7 +240,7 @@ class Ops(EncoderOps, ConvolutionOps, RoutingOps, CollectiveOps):
     @operation()
     @abstractmethod
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
-        """Return ``cap * tanh(x / cap)``, computed in float32, in x's type."""
+        """Return ``cap * tanh(x / cap)``, computed in float32, returned in x's type."""
 
     @operation(weights=["cos", "sin"])
     @abstractmethod
@@ -313,12 +314,12 @@ class Ops(EncoderOps, ConvolutionOps, RoutingOps, CollectiveOps):
     @operation(functions={"change": CFunction("2q 2P 3q d")})
     @abstractmethod
     def activation(self, x: Tensor, activation: Activation) -> Tensor:
-        """Return ``activation(x)`` for each number of ``x [T, F]``, computed in float32, in x's type."""
+        """Return ``activation(x)`` for ``x [T, F]``, computed in float32, returned in x's type."""
 
     @operation(functions={"xielu": CFunction("q 2P 3q 4d")})
     @abstractmethod
     def xielu(self, x: Tensor, parameters: XIELU) -> Tensor:
-        """Return xIELU of each number of ``x [T, F]``, computed in float32, in x's type."""
+        """Return xIELU of ``x [T, F]``, computed in float32, returned in x's type."""
 
     @operation(functions={"clamped_swiglu": CFunction("q 2P 3q 2d")})
     @abstractmethod
@@ -383,7 +384,7 @@ class Ops(EncoderOps, ConvolutionOps, RoutingOps, CollectiveOps):
         """
 
     def implementations(self) -> dict[str, str]:
-        """Return a mapping of each operation to the name of the back end that implements it."""
+        """Return the name of each operation -> the name of the back end that implements it."""
         return {name: self._owner(name) for name in operations_of(type(self))}
 
     def _owner(self, operation: str) -> str:

@@ -19,14 +19,15 @@ _MIN_MAGNITUDE = 1e-30
 """A largest magnitude below this counts as 0, so that 127 / x is finite and x / 127 is not subnormal."""
 _MAX_HALF = 65504.0
 _DIVISORS = tuple(7 + i / 3 for i in range(7))
-"""Integers, negated, that the scale search tries for a group's largest weight in 4 bits: from -7 (-8 stays
-unused) to -9 (clipped to -8). Weights that already lie on such a grid do not change. Each further bit doubles
-these values."""
+"""Candidates of the scale search for 4 bits. A candidate d scales a group's largest weight to -d.
+
+They range from 7 (the integer -8 is unused) to 9 (the largest weight is clipped to -8). Weights that are
+multiples of such a scale do not change. Each further bit doubles the candidates."""
 
 MAX_EXTRAS = 15
 """Maximum number of extra bytes of a quantized row of activations, beyond one byte per input."""
 INPUTS_PER_EXTRA = 32
-"""Inputs of a row per extra byte, if the row is short."""
+"""Number of inputs of a row per allowed extra byte, if this allows fewer than `MAX_EXTRAS`."""
 _RANGES = (1.5, 2, 3, 4, 6, 8, 12, 16)
 """Multiples of 127 to which the largest magnitude of a row of activations may be scaled."""
 
@@ -112,14 +113,17 @@ def quantize_groups(weight: Tensor, bits: int, importance: Tensor | None) -> tup
 
 
 def _can_scale(largest: Tensor) -> Tensor:
-    """Return which rows have a finite largest magnitude above 0. That of a row with a NaN is NaN."""
+    """Return which rows can be scaled: their largest magnitude is finite and at least `_MIN_MAGNITUDE`."""
     return largest.isfinite() & (largest >= _MIN_MAGNITUDE)
 
 
 def _scaled(x: Tensor, largest: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return integers and scales of ``x [..., n]``, such that its largest magnitudes become ``target [...]``.
+    """Return integers and scales of rows ``x [..., n]``.
 
-    ``target`` is a tensor because torch divides by a Python number, and divides one, through a reciprocal.
+    The largest magnitude of a row becomes ``target [...]``.
+
+    ``target`` is a tensor, because torch computes a quotient with a Python number through a reciprocal, which
+    rounds differently.
     """
     valid = _can_scale(largest)
     integers = torch.where(valid[..., None], (x * (target / largest)[..., None]).round(), 0)
@@ -135,7 +139,7 @@ def _search_scales(groups: Tensor, importance: Tensor, bits: int) -> tuple[Tenso
     largest ``sum(hwq)^2 / sum(hqq)``. A group with a NaN or an infinity gets the scale NaN and integers 0.
     """
     low, high = -(1 << bits - 1), (1 << bits - 1) - 1
-    index = groups.abs().argmax(-1, keepdim=True)  # the first of the largest
+    index = groups.abs().argmax(-1, keepdim=True)  # the first index of the maximum
     largest = groups.gather(-1, index)  # [out, G, 1]
     best_scale = torch.full_like(largest, torch.nan)
     best_fit = torch.full_like(largest, -1)
@@ -144,16 +148,16 @@ def _search_scales(groups: Tensor, importance: Tensor, bits: int) -> tuple[Tenso
         x = groups * torch.where(largest.abs() < _MIN_MAGNITUDE, 0, divisor / largest)
         integers = x.clamp(low, high).round()
         product, square = torch.zeros_like(largest), torch.zeros_like(largest)
-        for k in range(GROUP):  # in order, as the kernel adds them
+        for k in range(GROUP):  # one after another, in the order of the C++ kernel
             product += (x * importance * integers)[..., k, None]
             square += (integers.square() * importance)[..., k, None]
-        in_weights = product / divisor  # the sum of products with the weights, in units of the largest
-        fit = torch.where(square == 0, 0, in_weights * in_weights / square)
+        weight_product = product / divisor  # sum(hwq), in units of the largest weight
+        fit = torch.where(square == 0, 0, weight_product * weight_product / square)
         scale = torch.where(square == 0, 0, product / square * (largest / divisor))
         is_better = fit > best_fit
         best_fit = torch.where(is_better, fit, best_fit)
         best_scale = torch.where(is_better, scale, best_scale)
-    scale = best_scale.clamp(-_MAX_HALF, _MAX_HALF).half().float() + 0  # no -0
+    scale = best_scale.clamp(-_MAX_HALF, _MAX_HALF).half().float() + 0  # + 0 turns -0 into 0
     inverse = torch.where(scale == 0, 0, 1 / scale)
     integers = (groups * inverse).clamp(low, high).round().masked_fill(scale.isnan(), 0)
     return integers.to(torch.int8), scale[..., 0].half()

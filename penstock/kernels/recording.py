@@ -29,7 +29,7 @@ from penstock.kernels.ops import Ops
 
 T = TypeVar("T")
 Results: TypeAlias = Tensor | tuple[Tensor, ...] | None
-"""What an operation returns."""
+"""The result of an operation: one tensor, several, or None."""
 ALIGNMENT = 64
 """Bytes: a cache line, and the widest vector register."""
 
@@ -50,7 +50,7 @@ class TensorRef:
 class Record:
     """One operation: its arguments, each tensor replaced by a `TensorRef`, and the locations of its results.
 
-    `PackedExperts` are kept as they are.
+    `PackedExperts` are not replaced.
     """
 
     operation: str
@@ -181,7 +181,7 @@ class _Recorder:
             }
             return replace(value, **known)
         if isinstance(value, LoRAInputs):  # the matrices stay in place; their contents may change
-            matrices, ranks = (_map(one, Tensor, self.weight) for one in (value.matrices, value.ranks))
+            matrices, ranks = (_map(part, Tensor, self.weight) for part in (value.matrices, value.ranks))
             changed: dict[str, Any] = {
                 "rows": self.activation(value.rows),
                 "matrices": matrices,
@@ -218,7 +218,7 @@ def _recorded(row: Operation, inner: Ops, recorder: _Recorder) -> Callable[..., 
         arguments = row.bind(*args, **kwargs)
         if row.simplify is not None:
             arguments = row.simplify(arguments)
-        # References come first: an unrecordable step fails before it computes.
+        # References are created first, so that an unrecordable step fails before the operation runs.
         references = {
             name: _map(value, Tensor, recorder.weight) if name in row.weights else recorder.references(value)
             for name, value in arguments.items()
@@ -239,8 +239,8 @@ def _allocate_arena(
     """
     first: dict[int, int] = {}
     last: dict[int, int] = {}
-    for time, one in enumerate(records):
-        for ref in (*_refs_of(one.arguments), *one.results):
+    for time, operation in enumerate(records):
+        for ref in (*_refs_of(operation.arguments), *operation.results):
             if ref.kind == "arena":
                 first.setdefault(ref.index, time)
                 last[ref.index] = time
@@ -263,11 +263,13 @@ def _allocate_arena(
 
 
 def _ref(location: tuple[str, int], tensor: Tensor) -> TensorRef:
+    """Return the reference of a view ``tensor`` of the storage at a location (kind, index)."""
     shape, offset = tuple(tensor.shape), int(tensor.storage_offset())
     return TensorRef(*location, shape, tensor.stride(), offset, tensor.dtype)
 
 
 def _refs_of(value: object) -> list[TensorRef]:
+    """Return all references in an argument."""
     found: list[TensorRef] = []
     _map(value, TensorRef, found.append)
     return found
@@ -281,15 +283,15 @@ def tensors_of(results: Results) -> tuple[Tensor, ...]:
 
 
 def _map(value: object, kind: type[T], function: Callable[[T], object]) -> object:
-    """Apply ``function`` to each ``kind`` in a value, inside dataclasses, mappings and tuples too."""
+    """Apply ``function`` to each ``kind`` in a value, also inside dataclasses, mappings and tuples."""
     if isinstance(value, kind):
         return function(value)
-    if isinstance(value, PackedExperts):  # thousands of weights, which never change
+    if isinstance(value, PackedExperts):  # not searched: it may have thousands of weights
         return value
     if isinstance(value, Mapping):
-        return {name: _map(one, kind, function) for name, one in value.items()}
+        return {name: _map(item, kind, function) for name, item in value.items()}
     if isinstance(value, tuple):
-        return tuple(_map(one, kind, function) for one in value)
+        return tuple(_map(item, kind, function) for item in value)
     if is_dataclass(value) and not isinstance(value, (type, TensorRef)):
         return replace(value, **{f.name: _map(getattr(value, f.name), kind, function) for f in fields(value)})
     return value

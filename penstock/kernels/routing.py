@@ -1,4 +1,4 @@
-"""The operations of routers: the selection of experts for each row, and their weights."""
+"""The operations of mixture-of-experts routers: select the experts of each row, and weight them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from penstock.kernels.operations import CFunction, operation
 
 @dataclass(frozen=True, slots=True)
 class ScoreRouting:
-    """Routing by a score of each expert, with a bias that affects the selection of experts but not their
-    weights.
+    """Routing by a score of each expert. A bias affects which experts are selected, but not their weights.
 
     Wang et al. 2024 (arXiv:2408.15664); groups and the factor as in DeepSeek-V3 (arXiv:2412.19437).
     """
@@ -46,8 +45,10 @@ class SparseMixer:
 
 
 Routing = Literal["all", "all_normed", "chosen"] | ScoreRouting | SparseMixer
-"""How a router weights the chosen experts: by the softmax over all experts, by the same divided by its sum,
-by the softmax over the chosen ones, or by the rule of a record."""
+"""How a router weights the selected experts.
+
+``all``: softmax over all experts. ``all_normed``: the same, normalised to sum 1 over the selected experts.
+``chosen``: softmax over the selected experts. Otherwise the rule of the record."""
 
 
 class RoutingOps(ABC):
@@ -81,7 +82,7 @@ class RoutingOps(ABC):
     def scale_rows(self, x: Tensor, factors: Tensor, *, are_logits: bool = False) -> Tensor:
         """Return ``x * factors`` or ``x * sigmoid(factors)`` for ``x [T, F]`` and ``factors [T, 1]``.
 
-        Computed in float32, in x's type.
+        Computed in float32, returned in x's type.
         """
 
     @operation(functions={"widen": CFunction("q 2P 3q")})

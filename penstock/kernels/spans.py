@@ -1,4 +1,4 @@
-"""Images of a step whose tokens attend to each other in both directions."""
+"""Images of a step whose tokens attend to each other in both directions (spans)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class SpanPart:
-    """Runs of rows of a step, which the kernel processes as sequences."""
+    """Runs of consecutive rows of a step. The attention kernel processes each run as a sequence."""
 
     rows: Tensor  # [R] int64: the rows of the step
     row_offsets: Tensor  # [S + 1] int32
     lengths: Tensor  # [S] int32
-    sequences: Tensor  # [S] int64: the sequence of the step to which a run belongs
+    sequences: Tensor  # [S] int64: for each run, its sequence of the step
     ahead: int
     """Maximum number of keys after its position that a row can see."""
 
@@ -35,8 +35,7 @@ class ImageSpans:
 
     @cached_property
     def parts(self) -> tuple[SpanPart, ...]:
-        """The text rows and the image rows as separate parts, because one kernel call has one value of
-        `ahead`.
+        """The text rows and the image rows as separate parts. A kernel call has only one value of `ahead`.
 
         Rows of text see no key after their position. Rows of an image see all keys of the image. Each run of
         text and each image becomes a sequence that ends with its last key. Empty parts are left out.
@@ -45,6 +44,7 @@ class ImageSpans:
 
 
 def _span_parts(row_offsets: Tensor, lengths: Tensor, spans: Tensor) -> tuple[SpanPart, ...]:
+    """Return the parts of `ImageSpans.parts`."""
     offsets = row_offsets.numpy().astype(np.int64)
     counts = np.diff(offsets)
     sequences = np.arange(len(counts)).repeat(counts)  # [T]
@@ -68,6 +68,15 @@ def _part(
     positions: npt.NDArray[np.int64],
     has_images: bool,
 ) -> SpanPart:
+    """Return some runs of rows as a part.
+
+    Args:
+        firsts: ``[S]``, the first row of each run.
+        ends: ``[S]``, the row after each run.
+        sequences: ``[T]``, the sequence of each row.
+        positions: ``[T]``, the position of each row in its sequence.
+        has_images: whether the runs are images.
+    """
     rows = np.concatenate([np.arange(first, end) for first, end in zip(firsts, ends, strict=True)])
     counts = ends - firsts
     return SpanPart(

@@ -1,6 +1,7 @@
 """The paged KV cache: block tables, the prefix index, and the tensors.
 
-A scheduler needs only `interface`. Importing this package loads no torch; the manager and the storage do.
+A scheduler needs only `interface`. Importing this package loads no torch; importing the manager or the
+storage does.
 """
 
 from __future__ import annotations

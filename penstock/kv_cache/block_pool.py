@@ -40,13 +40,14 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, 0, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self.on_evict: Callable[[bytes], None] | None = None
-        """Called with the digest of each evicted block."""
+        """Function that is called with the digest of each evicted block."""
         self.on_reuse: Callable[[int, bytes], None] | None = None
-        """Called with each evicted block and its digest, before new content is written to the block."""
+        """Function that is called with each evicted block and its digest, before the block gets new
+        content."""
 
     @property
     def num_blocks(self) -> int:
-        """The number of blocks without the null block, in any state."""
+        """The number of blocks in all states, without the null block."""
         return len(self._references) - 1
 
     @property
@@ -64,7 +65,7 @@ class BlockPool:
         return self._references[block]
 
     def all_references(self) -> list[int]:
-        """Return the references of every block, including the null block."""
+        """Return the number of references of every block, including the null block."""
         return list(self._references)
 
     def allocate(self, count: int) -> list[int]:
@@ -98,8 +99,8 @@ class BlockPool:
     def release(self, blocks: Iterable[int]) -> None:
         """Remove one reference from each block.
 
-        Among blocks that are released together, the last ones are evicted first. The beginning of a prompt is
-        shared more often than its end, and the end is useless without the beginning.
+        Of the blocks in one call, the last block is evicted first. The beginning of a prompt is shared more
+        often than its end, and the end cannot be used without the beginning.
         """
         for block in reversed(list(blocks)):
             assert self._references[block] > 0, f"block {block} is released but not in use"
@@ -115,8 +116,8 @@ class BlockPool:
         """Register a referenced block under the digest of its content.
 
         Returns:
-            Whether the block is registered. If another block has the same content, that one stays registered,
-            and ``block`` becomes free with its last reference.
+            Whether ``block`` is now registered. False if another block is registered with the same content;
+            ``block`` then becomes free when its last reference is removed.
         """
         assert self._references[block] > 0, f"block {block} is registered but not in use"
         assert self._digests[block] is None, f"block {block} has a known content already"
@@ -134,8 +135,8 @@ class BlockPool:
         self._digests = [None] * len(self._digests)
 
     def check_integrity(self) -> None:
-        """Raise an AssertionError with the numbers unless each block is in exactly one state."""
-        # An idle scheduler calls this. It visits all blocks, so the loops run in C.
+        """Raise an AssertionError with the block counts unless each block is in exactly one state."""
+        # The scheduler calls this when it becomes idle. The loops over all blocks run in C, to be fast.
         references, digests = self._references.__getitem__, self._digests.__getitem__
         free, cached = len(self._free), len(self._cached)
         referenced = sum(map(bool, self._references))

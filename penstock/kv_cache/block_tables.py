@@ -1,4 +1,4 @@
-"""`BlockTables`: which block holds which tokens, for all groups of layers and all slots."""
+"""`BlockTables`: the block table of each slot, for each group of layers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from penstock.kv_cache.block_pool import NULL_BLOCK
 
 
 class BlockTables:
-    """The block tables ``[groups, slots, M]``. Entries without a block hold `NULL_BLOCK`."""
+    """The block tables ``[groups, slots, M]``, M the maximum number of blocks.
+
+    Unused entries are `NULL_BLOCK`.
+    """
 
     def __init__(self, num_groups: int) -> None:
         self.values: npt.NDArray[np.int32] = np.full((num_groups, 8, 8), NULL_BLOCK, np.int32)
@@ -22,12 +25,12 @@ class BlockTables:
         return row
 
     def grow(self, *, num_slots: int = 0, length: int = 0) -> None:
-        """Make space for this many slots and for tables of this length."""
+        """Make space for ``num_slots`` slots and for tables of ``length`` blocks."""
         for axis, size in ((1, num_slots), (2, length)):
             if size > self.values.shape[axis]:
                 self._grow_axis(axis, size)
 
-    def of_batch(
+    def batch_tables(
         self,
         slots: Sequence[int],  # [B]
         length: int,
@@ -35,16 +38,17 @@ class BlockTables:
         counts: Sequence[int],  # [B]
         block_size: int,
     ) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]]:
-        """Return for each group the tables ``[B, length]`` of a batch and its cache rows ``[T]``.
+        """Return the block tables ``[B, length]`` and the slot mapping ``[T]`` of a batch, for each group.
 
         Args:
             slots: the slot of each sequence.
             length: the number of columns.
             ends: the position after the last row of each sequence.
             counts: the number of rows of each sequence.
-            block_size: S.
+            block_size: S, the tokens of a block. Entries of the slot mapping are ``block * S + offset in the
+                block``.
         """
-        rows, positions = np.arange(len(slots)), ends - 1  # for one row per sequence
+        rows, positions = np.arange(len(slots)), ends - 1  # if each sequence has one row
         if sum(counts) > len(slots):
             rows = np.repeat(rows, counts)  # [T]
             positions = np.arange(len(rows)) + (ends - np.cumsum(counts))[rows]  # [T]

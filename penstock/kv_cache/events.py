@@ -1,4 +1,4 @@
-"""The log of a prefix cache: blocks that were stored and removed since the last read."""
+"""`CacheEventLog`: the blocks that a prefix cache has stored and removed since the last read."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ class CacheEventLog:
     def __init__(self) -> None:
         self._events: list[CacheEvent] = []
 
-    def stored(
+    def add_stored(
         self, digests: Sequence[bytes], parent: bytes | None, token_ids: list[int], adapter: str | None
     ) -> None:
-        """Record consecutive blocks that can be found from now on."""
+        """Record that consecutive blocks were registered in the prefix cache."""
         self._events.append(BlocksStored(list(digests), parent, token_ids, adapter))
 
-    def removed(self, digest: bytes) -> None:
+    def add_removed(self, digest: bytes) -> None:
         """Record the eviction of a block."""
         if self._events and isinstance(last := self._events[-1], BlocksRemoved):
             last.digests.append(digest)
         else:
             self._events.append(BlocksRemoved([digest]))
 
-    def cleared(self) -> None:
-        """Record that no block can be found any more. Earlier events are dropped."""
+    def add_cleared(self) -> None:
+        """Record that all blocks were removed. Earlier events are dropped."""
         self._events = [BlocksCleared()]
 
     def take(self) -> list[CacheEvent]:

@@ -1,4 +1,4 @@
-"""Digests of blocks: each covers the tokens of a block and all tokens before it."""
+"""Digests of blocks. A digest covers the tokens of a block and all tokens before the block."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy.typing as npt
 
 from penstock.pipelines.core import InputContext, TextAndVisionContext
 
-DIGEST_SIZE = 32  # bytes; a collision would show one user's prompt to another
+DIGEST_SIZE = 32  # in bytes; after a collision, a request would reuse the KV of another prompt
 
 
 def chain_root(adapter_digest: bytes | None, cache_salt: str | None, regime: int = 0) -> bytes:
-    """Return the digest before the first block. Contexts share blocks only if their roots are equal.
+    """Return the root of a chain of digests: the parent of the first block's digest. ¶
 
     Args:
         adapter_digest: the digest of the adapter's content.
@@ -58,8 +58,8 @@ def chain_digests(
     Args:
         parent: the digest of the block before them, or the root.
         tokens: the tokens of the sequence.
-        overrides: token index -> the id to hash instead, such as the content of an image: all images have
-            the same token ids.
+        overrides: token index -> the id to hash instead of the token id, such as a hash of an image. All
+            images have the same token ids.
         blocks: indices of the blocks.
         block_size: tokens of a block.
     """

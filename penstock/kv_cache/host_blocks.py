@@ -1,4 +1,4 @@
-"""`HostBlocks`: content of cached blocks that were evicted from the device, in host memory."""
+"""`HostBlocks`: cached blocks that were evicted from the device, in host memory."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from penstock.kv_cache.storage import KVCacheStorage
 class HostBlocks:
     """Keeps blocks when the pools evict them, and copies them back into free blocks of the device.
 
-    If the host memory is full, a new block replaces the least recently used one. On a GPU, copies use pinned
-    memory and are queued with the kernels, so a block is saved before a later step overwrites it.
+    If the host memory is full, a new block replaces the least recently used block. On a GPU, copies use
+    pinned memory and are queued with the kernels, so a block is saved before a later step overwrites it.
 
     Args:
         spec: the groups of layers.
@@ -46,33 +46,34 @@ class HostBlocks:
 
     @property
     def num_blocks(self) -> int:
-        """The number of blocks that fit, in the group with the fewest."""
+        """The number of blocks that fit into host memory, in the group of layers with the fewest blocks."""
         return min(len(slots) + len(free) for slots, free in zip(self._slots, self._free, strict=True))
 
     def restore(self, digests: Sequence[bytes], hit: int) -> None:
-        """Copy the blocks after a hit back, in order, until one is missing or no device block is free.
+        """Copy the blocks after a cached prefix back to the device, in order.
 
-        The copies are cached blocks of the device, registered under their digests.
+        Stops at the first block that is not in host memory, or if no device block is free. The copies are
+        registered as cached blocks of the device.
 
         Args:
-            digests: the chain of a context, up to the last block that it may use.
+            digests: the digests of a context's blocks, up to the last block that it may use.
             hit: the number of leading blocks that the device holds.
         """
         if hit == len(digests) or not all(digests[hit] in slots for slots in self._slots):
             return
-        held = [
-            [block for one in digests[:hit] if (block := pool.lookup(one)) is not None]
+        retained_blocks = [
+            [block for digest in digests[:hit] if (block := pool.lookup(digest)) is not None]
             for pool in self._pools
         ]
-        for pool, blocks in zip(self._pools, held, strict=True):
+        for pool, blocks in zip(self._pools, retained_blocks, strict=True):
             pool.retain(blocks)  # prevents their eviction during the copies
         for digest in digests[hit:]:
-            missing = [index for index, pool in enumerate(self._pools) if pool.lookup(digest) is None]
-            if any(digest not in self._slots[i] or not self._pools[i].num_free for i in missing):
+            missing_groups = [index for index, pool in enumerate(self._pools) if pool.lookup(digest) is None]
+            if any(digest not in self._slots[i] or not self._pools[i].num_free for i in missing_groups):
                 break
-            for index in missing:
-                held[index].append(self._load(index, digest))
-        for pool, blocks in zip(self._pools, held, strict=True):
+            for index in missing_groups:
+                retained_blocks[index].append(self._load(index, digest))
+        for pool, blocks in zip(self._pools, retained_blocks, strict=True):
             pool.release(blocks)
 
     def clear(self) -> None:
@@ -97,7 +98,7 @@ class HostBlocks:
 
     def _load(self, index: int, digest: bytes) -> int:
         """Copy a block into a free block of the device, register it, and return it with one reference."""
-        slot = self._slots[index].pop(digest)  # first: the allocation may evict and save another block
+        slot = self._slots[index].pop(digest)  # before the allocation, which may evict and save another block
         (block,) = self._pools[index].allocate(1)
         for target, source in zip(self._device[index], self._host[index], strict=True):
             target[:, block].copy_(source[:, slot], non_blocking=True)

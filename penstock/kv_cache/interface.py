@@ -26,16 +26,16 @@ class KVCache(Protocol):
     """Assigns blocks of the KV cache to contexts. One thread calls it."""
 
     max_length: int | None
-    """Length of the longest sequence that the model accepts, None for any. Set by the pipeline."""
+    """Maximum length of a sequence that the model accepts; None without a limit. Set by the pipeline."""
 
     @property
     def num_blocks(self) -> int:
-        """The number of blocks, in the group of layers with the fewest."""
+        """The number of blocks in the group of layers that has the fewest blocks."""
         ...
 
     @property
     def num_free_blocks(self) -> int:
-        """The number of blocks that can be allocated now, in the group of layers with the fewest."""
+        """The number of blocks that can be allocated now, in the group of layers with the fewest blocks."""
         ...
 
     @property
@@ -75,8 +75,9 @@ class KVCache(Protocol):
 
         ``start_idx`` moves to the end of the cached prefix. The prefix has full blocks only, and at least the
         last active token remains to be computed. If nothing has been generated yet, ``num_cached_tokens`` is
-        the distance that ``start_idx`` moved. A prompt that is preempted half-computed finds its own blocks
-        when it is claimed again; the caller must then restore the first value.
+        set to the distance that ``start_idx`` moved. A context that was preempted during its prompt finds its
+        own blocks when it is claimed again. The caller must then restore ``num_cached_tokens`` of the first
+        claim.
         """
         ...
 
@@ -92,11 +93,11 @@ class KVCache(Protocol):
         ...
 
     def num_missing_blocks(self, context: InputContext, lookahead: int = 0) -> int:
-        """Return an upper bound of the blocks that ``reserve(context, lookahead)`` allocates."""
+        """Return an upper bound of the number of blocks that ``reserve(context, lookahead)`` allocates."""
         ...
 
     def steps_left(self, context: InputContext) -> int | None:
-        """Return how many tokens a context can gain until its keys are stale or it reaches ``max_length``.
+        """Return how many tokens can be appended before the keys are stale or ``max_length`` is reached.
 
         None means that there is no limit.
         """
@@ -105,7 +106,7 @@ class KVCache(Protocol):
     def commit(self, context: InputContext) -> None:
         """Record that a forward has computed the tokens up to ``start_idx``.
 
-        Other contexts can find the full blocks from then on. Blocks before a window are freed.
+        Other contexts can then find the full blocks. Blocks before the window of a layer are freed.
         """
         ...
 
@@ -115,20 +116,20 @@ class KVCache(Protocol):
         Full blocks are shared, and the last partial block is copied. ``start_idx`` becomes the parent's.
 
         Raises:
-            InsufficientBlocksError: no block is free for the copy. Nothing has changed.
+            InsufficientBlocksError: no block is free for the copy. The cache has not changed.
         """
         ...
 
     def release(self, context: InputContext) -> None:
         """Free the slot and the blocks of a context. Does nothing if it has none.
 
-        Call it before ``context.reset()``, and when a waiting context is cancelled: it also drops the digests
-        that `waits_for` and `admits` keep.
+        Call it before ``context.reset()``, and when a waiting context is cancelled, because `waits_for` and
+        `admits` keep digests of the context, which this method drops.
         """
         ...
 
     def waits_for(self, context: InputContext) -> bool:
-        """Return whether a claimed context is computing the next block that an unclaimed one needs.
+        """Return whether a claimed context is computing the next block that an unclaimed context needs.
 
         Waiting is then cheaper than computing the block twice. The wait ends when the block is committed or
         its context is released.
@@ -136,10 +137,10 @@ class KVCache(Protocol):
         ...
 
     def is_stale(self, context: InputContext) -> bool:
-        """Return whether the keys of a context are invalid for its next token.
+        """Return whether the cached keys of a context are invalid (stale) for its next token.
 
-        They are invalid if the context was claimed or forked at a length on the other side of a limit
-        (`KVCacheSpec.key_limits`). All its tokens must then be computed again, see `restart`.
+        They are invalid if the length of the context has crossed a limit of `KVCacheSpec.key_limits` since it
+        was claimed or forked. All its tokens must then be computed again, see `restart`.
         """
         ...
 
@@ -156,7 +157,7 @@ class KVCache(Protocol):
         ...
 
     def discard_storage(self) -> None:
-        """Return the memory of all blocks to the system, and forget their content. No context is claimed.
+        """Return the memory of all blocks to the system, and forget their content. No context may be claimed.
 
         The first write to a block allocates its memory again.
 
@@ -166,7 +167,7 @@ class KVCache(Protocol):
         ...
 
     def check_integrity(self) -> None:
-        """Raise an AssertionError with the numbers unless the block counts are consistent.
+        """Raise an AssertionError with the block counts unless they are consistent.
 
         Free, referenced and cached blocks must add up to all blocks. The reference counts must equal those
         of the block tables.
@@ -249,4 +250,4 @@ def restart(kv: KVCache, context: InputContext) -> None:
     """Make the next steps recompute all tokens of a context that was preempted or whose keys are stale."""
     kv.release(context)
     context.reset()
-    context.set_token_indices(active_idx=context.end_idx)  # `active_idx` may have been the end of a chunk
+    context.set_token_indices(active_idx=context.end_idx)  # it may have been the end of a chunk

@@ -40,13 +40,13 @@ class _Sequence:
 
     request_id: str
     slot: int
-    num_dropped: list[int]  # for each group: number of blocks before the window, which are freed
+    num_dropped: list[int]  # per group: number of freed blocks before the window
     regime: int  # regime of the keys, see `KVCacheSpec.regime`
-    root: bytes | None = None  # None: its blocks must not be shared
-    num_blocks: int = 0  # length of each table
+    root: bytes | None = None  # root of the digests; None: the blocks must not be shared
+    num_blocks: int = 0  # number of blocks in each block table
     num_full: int = 0  # number of committed blocks, which are read-only
-    digests: list[bytes] = field(default_factory=list)  # of the committed blocks
-    in_flight: list[bytes] = field(default_factory=list)  # of the blocks being computed, last one first
+    digests: list[bytes] = field(default_factory=list)  # digests of the committed blocks
+    in_flight: list[bytes] = field(default_factory=list)  # digests being computed, last block first
 
 
 class KVCacheManager(PrefixCacheControls):
@@ -58,7 +58,8 @@ class KVCacheManager(PrefixCacheControls):
         block_size: tokens per block, a power of two.
         device: the device of keys and values.
         enable_prefix_caching: whether contexts share the blocks of common prefixes.
-        adapter_digest: returns the digest of a context's adapter; without it, such contexts share no blocks.
+        adapter_digest: returns the digest of a context's adapter; without it, contexts with an adapter share
+            no blocks.
         host_memory: bytes of host memory for shared blocks that are evicted from the device.
         fixed_scales: see `KVCacheStorage`.
     """
@@ -90,8 +91,8 @@ class KVCacheManager(PrefixCacheControls):
         self._prefixes.host = (
             HostBlocks(spec, self._pools, self.storage, host_memory) if host_memory else None
         )
-        self._sequences: dict[int, _Sequence] = {}  # by slot
-        self._free_slots: list[int] = []  # a heap: the lowest first
+        self._sequences: dict[int, _Sequence] = {}  # slot -> sequence
+        self._free_slots: list[int] = []  # a heap of slots
         self._tables = BlockTables(len(spec.groups))
 
     @property
@@ -118,16 +119,16 @@ class KVCacheManager(PrefixCacheControls):
 
     def admits(self, context: InputContext, *, chunk_size: int | None = None, headroom: int = 0) -> bool:
         digests: list[bytes] = []
-        chain = self._prefixes.chain(context) if self._looks_up(context) else None
+        chain = self._prefixes.chain(context) if self._uses_prefix_cache(context) else None
         if chain is not None:
             digests = chain.digests[: self._prefixes.usable_hit(context, chain, self._hit_limit(context))]
-        whole = -(-context.current_length // self.block_size)
+        num_needed = -(-context.current_length // self.block_size)
         for group, pool in zip(self.spec.groups, self._pools, strict=True):
             first = group.first_visible(len(digests) * self.block_size) // self.block_size
             hits = [pool.lookup(digest) for digest in digests[first:]]
-            shared = sum(block is not None and pool.references(block) > 0 for block in hits)
+            num_shared = sum(block is not None and pool.references(block) > 0 for block in hits)
             max_blocks = group.max_blocks(context.current_length, self.block_size, chunk_size)
-            if pool.num_free < min(max_blocks, whole - first - shared) + headroom:
+            if pool.num_free < min(max_blocks, num_needed - first - num_shared) + headroom:
                 return False
         return True
 
@@ -135,25 +136,25 @@ class KVCacheManager(PrefixCacheControls):
         if context.is_assigned_to_cache:
             self._sequence(context)
             return
-        sequence = self._open(context)
+        sequence = self._assign_slot(context)
         if self._enable_prefix_caching:
-            self._adopt_prefix(context, sequence)
+            self._use_cached_prefix(context, sequence)
         self._prefixes.forget(context.request_id)
-        cached = sequence.num_full * self.block_size
-        context.set_token_indices(start_idx=cached, committed_idx=cached)
+        num_cached = sequence.num_full * self.block_size
+        context.set_token_indices(start_idx=num_cached, committed_idx=num_cached)
         if not len(context.generated_tokens):
-            context.num_cached_tokens = cached
+            context.num_cached_tokens = num_cached
 
     def reserve(self, context: InputContext, lookahead: int = 0) -> None:
         sequence = self._sequence(context)
         if self._is_rolled_back(context, sequence):
-            self._reopen(context, sequence)
+            self._roll_back(context, sequence)
         end = context.active_idx + lookahead
         if end <= sequence.num_blocks * self.block_size:
             return
         length = -(-end // self.block_size)
         missing = length - sequence.num_blocks
-        self._require(missing)
+        self._check_num_free(missing)
         self._tables.grow(length=length)
         for index, pool in enumerate(self._pools):
             row = self._tables.row(index, sequence.slot)
@@ -162,8 +163,9 @@ class KVCacheManager(PrefixCacheControls):
 
     def num_missing_blocks(self, context: InputContext, lookahead: int = 0) -> int:
         sequence = self._sequence(context)
-        held = 0 if self._is_rolled_back(context, sequence) else sequence.num_blocks  # `reserve` frees some
-        return max(-(-(context.active_idx + lookahead) // self.block_size) - held, 0)
+        # After a rollback, `reserve` frees blocks first.
+        num_held = 0 if self._is_rolled_back(context, sequence) else sequence.num_blocks
+        return max(-(-(context.active_idx + lookahead) // self.block_size) - num_held, 0)
 
     def steps_left(self, context: InputContext) -> int | None:
         length = context.current_length
@@ -188,15 +190,15 @@ class KVCacheManager(PrefixCacheControls):
         assert not child.is_assigned_to_cache, f"{child.request_id} is already claimed"
         source = self._sequence(parent)
         if self._is_rolled_back(parent, source):
-            self._reopen(parent, source)
+            self._roll_back(parent, source)
         self.commit(parent)
         start = parent.start_idx
         assert np.array_equal(parent.all_tokens[:start], child.all_tokens[:start]), (
             f"{child.request_id} does not begin with the {start} computed tokens of {parent.request_id}"
         )
         num_full, num_partial = source.num_full, int(start % self.block_size > 0)
-        self._require(num_partial)
-        sequence = self._open(child)
+        self._check_num_free(num_partial)
+        sequence = self._assign_slot(child)
         sequence.regime = source.regime
         sequence.root, sequence.digests = source.root, list(source.digests)
         sequence.num_dropped = list(source.num_dropped)
@@ -223,7 +225,11 @@ class KVCacheManager(PrefixCacheControls):
         context.unassign_from_cache()
 
     def waits_for(self, context: InputContext) -> bool:
-        if context.is_assigned_to_cache or not self._prefixes.has_in_flight or not self._looks_up(context):
+        if (
+            context.is_assigned_to_cache
+            or not self._prefixes.has_in_flight
+            or not self._uses_prefix_cache(context)
+        ):
             return False
         chain = self._prefixes.chain(context)
         return chain is not None and self._prefixes.is_awaited(chain, self._hit_limit(context))
@@ -244,7 +250,7 @@ class KVCacheManager(PrefixCacheControls):
         starts: Sequence[int] | None = None,  # [B]
         counts: Sequence[int] | None = None,  # [B]
     ) -> KVCacheInputs:
-        """Return the kernel inputs of a batch whose blocks are reserved.
+        """Return the attention inputs of a batch whose blocks are reserved.
 
         Args:
             contexts: the batch.
@@ -259,11 +265,11 @@ class KVCacheManager(PrefixCacheControls):
         slots = [sequence.slot for sequence in sequences]
         max_blocks = max([1, *[sequence.num_blocks for sequence in sequences]])
         ends = np.array(starts, np.int64) + np.array(counts, np.int64)  # [B]
-        tables = self._tables.of_batch(slots, max_blocks, ends, counts, self.block_size)
+        tables = self._tables.batch_tables(slots, max_blocks, ends, counts, self.block_size)
         with uploaded_together(self.device):
             groups = tuple(
-                KVGroupInputs(self._upload(table), self._upload(stored), *group.input_options)
-                for group, (table, stored) in zip(self.spec.groups, tables, strict=True)
+                KVGroupInputs(self._upload(table), self._upload(slot_mapping), *group.input_options)
+                for group, (table, slot_mapping) in zip(self.spec.groups, tables, strict=True)
             )
             lengths = self._upload(ends.astype(np.int32))
         return KVCacheInputs(
@@ -278,7 +284,7 @@ class KVCacheManager(PrefixCacheControls):
     def check_integrity(self) -> None:
         for index, pool in enumerate(self._pools):
             pool.check_integrity()
-            held = np.zeros(pool.num_blocks + 1, np.int64)
+            num_tables = np.zeros(pool.num_blocks + 1, np.int64)
             for sequence in self._sequences.values():
                 row = self._tables.row(index, sequence.slot)
                 num_dropped, length = sequence.num_dropped[index], sequence.num_blocks
@@ -287,12 +293,12 @@ class KVCacheManager(PrefixCacheControls):
                 assert held_columns == list(range(num_dropped, length)), (
                     f"group {index}: table {row.tolist()} of {sequence}"
                 )
-                held += np.bincount(row[num_dropped:length], minlength=len(held))
+                num_tables += np.bincount(row[num_dropped:length], minlength=len(num_tables))
             references = pool.all_references()
-            wrong = np.flatnonzero(held != references).tolist()
+            wrong = np.flatnonzero(num_tables != references).tolist()
             assert not wrong, (
                 f"group {index}: block {wrong[0]} has {references[wrong[0]]} references and is in "
-                f"{held[wrong[0]]} tables"
+                f"{num_tables[wrong[0]]} tables"
             )
         in_flight = sum(len(sequence.in_flight) for sequence in self._sequences.values())
         assert in_flight == self._prefixes.num_in_flight, (
@@ -303,7 +309,7 @@ class KVCacheManager(PrefixCacheControls):
 
     # -- Blocks of a sequence ---------------------------------------------------------------------------
 
-    def _open(self, context: InputContext) -> _Sequence:
+    def _assign_slot(self, context: InputContext) -> _Sequence:
         slot = heapq.heappop(self._free_slots) if self._free_slots else len(self._sequences)
         context.assign_to_cache(slot)
         self._tables.grow(num_slots=slot + 1)
@@ -320,13 +326,13 @@ class KVCacheManager(PrefixCacheControls):
             )
         return sequence
 
-    def _adopt_prefix(self, context: InputContext, sequence: _Sequence) -> None:
+    def _use_cached_prefix(self, context: InputContext, sequence: _Sequence) -> None:
         """Use the cached blocks of the prefix, and mark the other full blocks as in flight."""
         chain = self._prefixes.chain(context)
         if chain is None:
             return
         hit = 0
-        if self._looks_up(context):
+        if self._uses_prefix_cache(context):
             self._prefixes.restore(chain, self._hit_limit(context))
             hit = self._prefixes.usable_hit(context, chain, self._hit_limit(context))
         self._tables.grow(length=hit)
@@ -350,9 +356,9 @@ class KVCacheManager(PrefixCacheControls):
             rows = [self._tables.row(index, sequence.slot) for index in range(len(self._pools))]
             tables = [row[blocks.start : blocks.stop].tolist() for row in rows]
             sequence.digests += self._prefixes.register(context, parent, blocks, tables)
-        computed = sequence.in_flight[-len(blocks) :]
-        self._prefixes.clear_in_flight(computed)
-        del sequence.in_flight[len(sequence.in_flight) - len(computed) :]
+        computed_digests = sequence.in_flight[-len(blocks) :]
+        self._prefixes.clear_in_flight(computed_digests)
+        del sequence.in_flight[len(sequence.in_flight) - len(computed_digests) :]
         sequence.num_full = num_full
 
     def _is_rolled_back(self, context: InputContext, sequence: _Sequence) -> bool:
@@ -365,7 +371,7 @@ class KVCacheManager(PrefixCacheControls):
                 return True
         return False
 
-    def _reopen(self, context: InputContext, sequence: _Sequence) -> None:
+    def _roll_back(self, context: InputContext, sequence: _Sequence) -> None:
         """Roll a context back to the last block boundary from which it can continue."""
         length = min(context.start_idx, context.committed_idx) // self.block_size
         length = context.boundary_before(length * self.block_size) // self.block_size
@@ -388,19 +394,19 @@ class KVCacheManager(PrefixCacheControls):
         sequence.num_blocks = length
         del sequence.digests[length:]
 
-    def _require(self, count: int) -> None:
+    def _check_num_free(self, count: int) -> None:
         for pool in self._pools:
             if pool.num_free < count:
                 raise InsufficientBlocksError(count, pool.num_free, pool.num_blocks)
 
     # -- Prefix lookup ----------------------------------------------------------------------------------
 
-    def _looks_up(self, context: InputContext) -> bool:
+    def _uses_prefix_cache(self, context: InputContext) -> bool:
         # Log probabilities of the prompt's tokens need the logits of all its rows.
         return self._enable_prefix_caching and not context.log_probabilities_echo
 
     def _hit_limit(self, context: InputContext) -> int:
-        return (context.active_idx - 1) // self.block_size  # at least the last row is computed, for logits
+        return (context.active_idx - 1) // self.block_size  # the last row must be computed for its logits
 
     def _upload(self, array: npt.NDArray[np.integer]) -> Tensor:
         return upload(array, self.device)

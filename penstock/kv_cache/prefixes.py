@@ -22,7 +22,7 @@ class Chain:
     num_tokens: int
     digests: list[bytes]
     hit: int = 0
-    """The number of cached blocks at the last lookup, ignoring windows. The next lookup starts there."""
+    """Number of leading cached blocks at the last lookup, ignoring windows. The next lookup starts there."""
 
 
 class PrefixIndex:
@@ -41,14 +41,16 @@ class PrefixIndex:
         self._spec = spec
         self._block_size = block_size
         self._adapter_digest = adapter_digest
-        self._whole = [pool for pool, group in zip(pools, spec.groups, strict=True) if group.window is None]
+        self._pools_without_window = [
+            pool for pool, group in zip(pools, spec.groups, strict=True) if group.window is None
+        ]
         self._windowed = [
             (pool, group) for pool, group in zip(pools, spec.groups, strict=True) if group.window is not None
         ]
         self._pools = pools
         self._events: CacheEventLog | None = None
         self.host: HostBlocks | None = None
-        """Evicted blocks in host memory; None if they are not kept."""
+        """Evicted blocks in host memory; None if evicted blocks are not kept."""
         self._chains: dict[str, Chain] = {}
         self._in_flight: dict[bytes, int] = {}
 
@@ -77,13 +79,12 @@ class PrefixIndex:
     def register(
         self, context: InputContext, parent: bytes, blocks: range, tables: Sequence[list[int]]
     ) -> list[bytes]:
-        """Make computed blocks findable, and return their digests.
+        """Register computed blocks, so that other contexts can find them, and return their digests.
 
         Args:
-            context: the context that computed them.
+            context: the context that computed the blocks.
             parent: the digest of the block before them, or the root.
-            blocks: their indices in the context.
-            tables: for each pool the blocks.
+            blocks: the indices of the blocks in the context. tables: the block ids for each pool.
         """
         digests = self.digests(context, parent, blocks)
         are_new = [
@@ -94,14 +95,14 @@ class PrefixIndex:
             size = self._block_size
             tokens = context.all_tokens[blocks.start * size : blocks.stop * size].tolist()
             before = parent if blocks.start else None
-            self._events.stored(digests, before, tokens, context.adapter)
+            self._events.add_stored(digests, before, tokens, context.adapter)
         return digests
 
     def record_events(self) -> None:
-        """Record events from now on, for the first pool without a window, or else for the first pool."""
+        """Start recording events of the first pool without a window, or else of the first pool."""
         if self._events is None:
             self._events = CacheEventLog()
-            self._recorded_pool.on_evict = self._events.removed
+            self._recorded_pool.on_evict = self._events.add_removed
 
     def take_events(self) -> list[CacheEvent]:
         """Return the events since the last call."""
@@ -120,11 +121,11 @@ class PrefixIndex:
             pool.forget()
         self._chains.clear()
         if self._events is not None:
-            self._events.cleared()
+            self._events.add_cleared()
 
     @property
     def _recorded_pool(self) -> BlockPool:
-        return self._whole[0] if self._whole else self._pools[0]
+        return self._pools_without_window[0] if self._pools_without_window else self._pools[0]
 
     def forget(self, request_id: str) -> None:
         """Drop the digests of a waiting context."""
@@ -139,9 +140,9 @@ class PrefixIndex:
         return self._hit_from(chain, 0, limit)
 
     def usable_hit(self, context: InputContext, chain: Chain, limit: int) -> int:
-        """Return the number of leading blocks, at most ``limit``, after which the next step can begin.
+        """Return the number of cached leading blocks, at most ``limit``, after which the next step can begin.
 
-        It cannot begin within an image whose tokens attend to each other in both directions.
+        A step cannot begin inside an image with bidirectional attention.
         """
         hit = self.hit(chain, limit)
         while (start := context.boundary_before(hit * self._block_size)) < hit * self._block_size:
@@ -152,8 +153,8 @@ class PrefixIndex:
         """Return whether a running request is computing the first of ``limit`` blocks that is not cached.
 
         The scheduler calls this for many contexts in each step, so the lookup continues from its last
-        position. If a block before that position has been evicted since, the result is outdated. This does no
-        harm: the context then waits for a running request.
+        position. The result is outdated if a block before that position has since been evicted. In that case
+        the context waits for a running request although it need not.
         """
         start = chain.hit if chain.hit <= limit and self._is_known(chain, chain.hit - 1) else 0
         hit = self._hit_from(chain, start, limit)
@@ -178,7 +179,7 @@ class PrefixIndex:
 
     @property
     def num_in_flight(self) -> int:
-        """The number of marks, counted for each claimed context separately."""
+        """The number of in-flight marks. A block that several contexts compute has several marks."""
         return sum(self._in_flight.values())
 
     def _hit_from(self, chain: Chain, start: int, limit: int) -> int:
@@ -187,14 +188,16 @@ class PrefixIndex:
             hit += 1
         chain.hit = hit
         while hit and (gap := self._gap(chain, hit)) is not None:
-            hit = gap  # the window of a longer hit would include the gap
+            hit = gap  # a longer hit would need the missing block in its window
         return hit
 
     def _is_known(self, chain: Chain, block: int) -> bool:
-        return block >= 0 and all(pool.lookup(chain.digests[block]) is not None for pool in self._whole)
+        return block >= 0 and all(
+            pool.lookup(chain.digests[block]) is not None for pool in self._pools_without_window
+        )
 
     def _gap(self, chain: Chain, hit: int) -> int | None:
-        """Return the last block before ``hit`` that a window needs and the cache lacks."""
+        """Return the last block before ``hit`` that a window needs and that is not cached, or None."""
         for pool, group in self._windowed:
             first = group.first_visible(hit * self._block_size) // self._block_size
             for block in range(hit - 1, first - 1, -1):

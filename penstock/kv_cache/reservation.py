@@ -1,7 +1,7 @@
-"""The number of decode steps of a batch, and the cache blocks for them.
+"""The number of decode steps of a batch, and the reservation of their cache blocks.
 
-`reserve_steps` is the only place that decides how many steps a batch runs. The scheduler calls it while it
-builds a batch and passes the result on as a `ReservedBatch`. A pipeline calls it for every other batch.
+Only `reserve_steps` decides how many steps a batch runs. The scheduler calls it while it builds a batch, and
+passes a `ReservedBatch` to the pipeline. A pipeline calls it for every other batch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def reserve_steps(kv: KVCache, contexts: Sequence[InputContext], num_steps: int)
     """Reserve cache blocks for the next steps of claimed contexts and return how many steps they can run.
 
     The result is 1 if a context must be checked after each token, or if the cache has too few free blocks for
-    more steps of all contexts. It is never larger than the number of tokens that a context may gain.
+    more steps of all contexts. It is at most the result of `tokens_left` for each context.
 
     Args:
         kv: the cache.
@@ -39,7 +39,7 @@ def reserve_steps(kv: KVCache, contexts: Sequence[InputContext], num_steps: int)
         num_steps: the maximum number of steps, at least 1.
 
     Raises:
-        InsufficientBlocksError: the blocks do not suffice for one step. Contexts before the one that failed
+        InsufficientBlocksError: the blocks do not suffice for one step. Contexts before the failing context
             keep their blocks.
     """
     if num_steps > 1:
@@ -52,7 +52,8 @@ def reserve_steps(kv: KVCache, contexts: Sequence[InputContext], num_steps: int)
 def reserve_drafts(kv: KVCache, context: InputContext, num_drafts: int) -> int:
     """Reserve cache blocks for drafts of a context and return how many drafts have blocks.
 
-    The blocks of its active tokens are reserved. Halves the number until the cache has enough blocks.
+    The blocks of the active tokens must be reserved already. The number is halved until the cache has enough
+    blocks.
     """
     while num_drafts:
         try:
@@ -65,21 +66,21 @@ def reserve_drafts(kv: KVCache, context: InputContext, num_drafts: int) -> int:
 
 
 def tokens_left(kv: KVCache, context: InputContext) -> int | None:
-    """Return how many tokens a context may gain in one call of a pipeline; None for any number."""
+    """Return how many tokens a context may generate in one call of a pipeline; None for any number."""
     steps, longest = kv.steps_left(context), context.max_length
     if longest is None:
         return steps
-    left = longest - context.current_length
-    return left if steps is None else min(left, steps)
+    num_tokens = longest - context.current_length
+    return num_tokens if steps is None else min(num_tokens, steps)
 
 
 def _max_steps(kv: KVCache, contexts: Sequence[InputContext], num_steps: int) -> int:
     for context in contexts:
         if _needs_single_steps(context):
             return 1
-        left = tokens_left(kv, context)
-        if left is not None and left < num_steps:
-            num_steps = left
+        num_tokens = tokens_left(kv, context)
+        if num_tokens is not None and num_tokens < num_steps:
+            num_steps = num_tokens
     if num_steps <= 1:
         return 1
     missing = sum([kv.num_missing_blocks(context, num_steps - 1) for context in contexts])

@@ -12,7 +12,10 @@ from penstock.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """Layers that share one block table: their keys have the same shape and the same window."""
+    """Layers that share one block table.
+
+    Their keys have the same shape, and their attention has the same window.
+    """
 
     layers: tuple[int, ...]
     kv_heads: int
@@ -21,7 +24,7 @@ class KVGroup:
     window: int | None = None
     """A query sees its own key and the ``window - 1`` keys before it; None for all keys."""
     is_chunked: bool = False
-    """Whether a query sees no key before the last multiple of the window."""
+    """Whether attention is chunked: a query sees no key before the last multiple of the window."""
     has_fixed_scales: bool = False
     """Whether the checkpoint gives the scales of each head of a quantized cache. Otherwise each row of a
     quantized cache stores its own scale."""
@@ -87,7 +90,7 @@ class KVGroup:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """The groups of layers of a model, and of its draft model if it has one."""
+    """The groups of layers of a model and of its draft model, if any."""
 
     groups: tuple[KVGroup, ...]
     key_limits: tuple[int, ...] = ()
@@ -98,8 +101,8 @@ class KVCacheSpec:
     whose keys depend on the length of the prompt."""
 
     max_bidirectional_tokens: int = 0
-    """The most tokens that one step must compute, because they attend to each other in both directions;
-    0 if steps can end after any token."""
+    """Maximum number of tokens that must be computed in one step, because they attend to each other in both
+    directions (an image); 0 if a step can end after any token."""
 
     def __post_init__(self) -> None:
         layers = sorted(layer for group in self.groups for layer in group.layers)
@@ -115,20 +118,21 @@ class KVCacheSpec:
         return bisect_left(self.key_limits, length)
 
     def shortest(self, length: int) -> int:
-        """Return the length of the shortest sequence in the same regime as one of ``length`` tokens."""
+        """Return the length of the shortest sequence in the regime of a sequence with ``length`` tokens."""
         regime = self.regime(length)
         return self.key_limits[regime - 1] + 1 if regime else 0
 
     def steps_left(self, length: int) -> int | None:
-        """Return how many tokens a sequence of ``length`` can generate with its keys; None if unlimited.
+        """Return how many tokens a sequence can generate with its cached keys; None if unlimited.
 
-        The last of these tokens makes the sequence exceed the limit, so the next step recomputes it.
+        With the last of these tokens the sequence exceeds the limit, so the next step computes all its tokens
+        again.
         """
         regime = self.regime(length)
         return self.key_limits[regime] - length + 1 if regime < len(self.key_limits) else None
 
     def with_fixed_scales(self, layers: Container[int]) -> KVCacheSpec:
-        """Return the cache with fixed scales in groups of 8-bit floats whose layers are all in ``layers``."""
+        """Return the spec with fixed scales in groups of 8-bit floats whose layers are all in ``layers``."""
         groups = (
             replace(group, has_fixed_scales=True)
             if group.dtype is DType.float8_e4m3fn and all(layer in layers for layer in group.layers)
@@ -138,17 +142,17 @@ class KVCacheSpec:
         return replace(self, groups=tuple(groups))
 
     def with_kv_heads(self, kv_heads: Callable[[int], int]) -> KVCacheSpec:
-        """Return the cache of one rank.
+        """Return the spec of one rank's cache.
 
         Args:
-            kv_heads: maps the kv heads of a group to those of the rank.
+            kv_heads: maps the number of kv heads of a group to the number on the rank.
         """
         groups = (replace(group, kv_heads=kv_heads(group.kv_heads)) for group in self.groups)
         return replace(self, groups=tuple(groups))
 
     @property
     def num_layers(self) -> int:
-        """L, the number of layers in all groups."""
+        """L: the total number of layers of all groups."""
         return sum(len(group.layers) for group in self.groups)
 
     @property

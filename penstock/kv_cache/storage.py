@@ -22,7 +22,7 @@ class KVCacheStorage:
         spec: the groups of layers.
         num_blocks: blocks of each group.
         block_size: tokens of a block.
-        device: where the tensors are.
+        device: the device of the tensors.
         fixed_scales: layer -> scales of keys and values ``[2, K]`` float32, for the layers of groups with
             fixed scales; by default they are 1.
     """
@@ -55,20 +55,20 @@ class KVCacheStorage:
         """L tensors ``[2, N, K, S]`` float32 for quantized layers; None for other layers. Fixed scales are
         views of ``[2, K]``, which is never written."""
         self.on_copy: Callable[[int, int, int], None] = lambda group, source, target: None
-        """Called before a block is copied, with the arguments of `copy_block`."""
+        """Function that is called before a block is copied, with the arguments of `copy_block`."""
         self.on_discard: Callable[[], None] = lambda: None
-        """Called before the memory is returned by `discard`."""
+        """Function that `discard` calls before it returns the memory."""
 
     def discard(self) -> None:
-        """Return the memory of all blocks to the system. They are zero again.
+        """Return the memory of all blocks to the system. All elements are then zero.
 
-        The tensors keep their addresses, which compiled steps hold.
+        The tensors keep their addresses, because compiled steps contain them.
 
         Raises:
             UnsupportedFeatureError: the tensors are not in host memory.
         """
         self.on_discard()
-        for tensor in (one for layer in range(len(self.caches)) for one in self.block_tensors(layer)):
+        for tensor in (tensor for layer in range(len(self.caches)) for tensor in self.block_tensors(layer)):
             if tensor.device.type != "cpu":
                 raise UnsupportedFeatureError(
                     "releasing only the KV cache", "a GPU cannot: release the weights too, with level 2"

@@ -20,13 +20,13 @@ from penstock.assembly import close_tokenizer, load_serving_tokenizer
 from penstock.config import PipelineConfig, PipelineOptions
 from penstock.engines import make_engine
 from penstock.errors import ConfigError, InputError, TaskMismatchError
-from penstock.llm.async_runner import AsyncRunner, gathered
+from penstock.llm.async_runner import AsyncRunner, gather_all
 from penstock.llm.async_speech import AsyncSpeechMethods
 from penstock.llm.embeddings import EmbeddingsInput, as_inputs, is_single
-from penstock.llm.images import Image, images_of_prompts
+from penstock.llm.images import Image, images_per_prompt
 from penstock.llm.outputs import GenerationOutput, OutputBuilder, OutputOptions, best_first
 from penstock.llm.prompts import ChatMessages, Prompt, ToolDescriptions, params_for_each
-from penstock.llm.text_requests import BatchFields, TextFields, builders_of, text_request
+from penstock.llm.text_requests import BatchFields, TextFields, make_builders, text_request
 from penstock.pipelines.core import (
     EmbeddingsGenerationRequest,
     EmbeddingsResponse,
@@ -41,19 +41,19 @@ from penstock.worker.engine_client import EngineClient
 
 T = TypeVar("T")
 
-_NUM_THREADS = 2  # encode prompts and render templates, off the event loop
+_NUM_THREADS = 2  # threads that encode prompts and render templates
 
 
 @dataclass(frozen=True, slots=True)
 class StreamedOutput:
-    """A piece of the output of one prompt."""
+    """A part of the output of one prompt."""
 
     text: str
     """The new text; the joined pieces are the text of the output."""
     token_ids: list[int]
     """The new tokens."""
     output: GenerationOutput | None = None
-    """The finished output; None except in the last piece."""
+    """The finished output in the last piece; None in earlier pieces."""
 
 
 class AsyncLLM(AsyncSpeechMethods):
@@ -89,7 +89,7 @@ class AsyncLLM(AsyncSpeechMethods):
 
         Args:
             config: the configuration.
-            worker: the engine client, not launched yet; None makes a worker process.
+            worker: the engine client, not launched yet; None creates a worker process.
         """
         llm = cls.__new__(cls)
         llm._begin(config, worker)
@@ -126,7 +126,7 @@ class AsyncLLM(AsyncSpeechMethods):
         self.tokenizer = tokenizer
 
     async def close(self, grace: float = 0) -> None:
-        """End the worker. Running requests have `grace` seconds to finish; then they fail."""
+        """End the worker. Running requests have `grace` seconds to finish; after that they fail."""
         await self._worker.stop(grace)
         if self.tokenizer is not None:
             close_tokenizer(self.tokenizer)
@@ -171,7 +171,7 @@ class AsyncLLM(AsyncSpeechMethods):
         """
         if (prompt is None) == (messages is None):
             raise InputError("give either a prompt or messages")
-        (own,) = images_of_prompts(images, 1, is_one_prompt=True)
+        (own,) = images_per_prompt(images, 1, is_one_prompt=True)
         fields: TextFields = {
             "prompt": prompt,
             "images": own,
@@ -213,7 +213,7 @@ class AsyncLLM(AsyncSpeechMethods):
         batch = BatchFields(
             response_format=response_format, grammar=grammar, adapter=adapter, priority=priority
         )
-        return await self._generate(batch.of_prompts(prompts, images), sampling_params, options)
+        return await self._generate(batch.for_prompts(prompts, images), sampling_params, options)
 
     @hinting
     async def chat(
@@ -243,7 +243,7 @@ class AsyncLLM(AsyncSpeechMethods):
         batch = BatchFields(
             response_format=response_format, grammar=grammar, adapter=adapter, priority=priority
         )
-        fields = batch.of_conversations(messages, tools, chat_template_kwargs)
+        fields = batch.for_conversations(messages, tools, chat_template_kwargs)
         return await self._generate(fields, sampling_params, options)
 
     @hinting
@@ -294,7 +294,7 @@ class AsyncLLM(AsyncSpeechMethods):
         fields: list[EmbeddingsFields] = [
             {**options, "input": request, "outputs": ("dense",), "adapter": adapter} for request in batch
         ]
-        responses = await gathered([partial(self._embedding, field) for field in fields])
+        responses = await gather_all([partial(self._embedding, field) for field in fields])
         vectors = np.stack([response.embeddings for response in responses])
         return vectors[0] if is_single(inputs) else vectors
 
@@ -306,19 +306,22 @@ class AsyncLLM(AsyncSpeechMethods):
     ) -> list[GenerationOutput]:
         """Run one request for each entry of `fields`."""
         params = params_for_each(self.config, sampling_params, len(fields))
-        calls = [partial(self._outputs, own, options, one) for own, one in zip(params, fields, strict=True)]
-        return [output for outputs in await gathered(calls) for output in outputs]
+        calls = [
+            partial(self._outputs, own_params, options, own_fields)
+            for own_params, own_fields in zip(params, fields, strict=True)
+        ]
+        return [output for outputs in await gather_all(calls) for output in outputs]
 
     async def _outputs(
         self, params: SamplingParams, options: OutputOptions, fields: TextFields
     ) -> list[GenerationOutput]:
         """Run one prompt and return its outputs."""
         builders = await self._builders(params, options, fields)
-        cached = await gathered([partial(self._run, builder) for builder in builders])
-        return [replace(one, num_cached_tokens=min(cached)) for one in best_first(builders, options)]
+        cached = await gather_all([partial(self._run, builder) for builder in builders])
+        return [replace(output, num_cached_tokens=min(cached)) for output in best_first(builders, options)]
 
     async def _run(self, builder: OutputBuilder) -> int:
-        """Run one choice. Return the number of cached tokens."""
+        """Run the context of one builder to its end. Return the number of cached prompt tokens."""
         num_cached = 0
         async with aclosing(self._runner.deltas(builder)) as deltas:
             async for delta in deltas:
@@ -348,7 +351,7 @@ class AsyncLLM(AsyncSpeechMethods):
         def build() -> list[OutputBuilder]:
             request = text_request(self.config.model.name, 0, params, options, **fields)
             context = self.tokenizer.build_context(request, stops_as_tokens=False)
-            return builders_of(self.tokenizer, context, options)
+            return make_builders(self.tokenizer, context, options)
 
         return await self._in_pool(build)
 

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class AsyncRunner:
-    """Submits contexts; waits while the queue of the engine is full.
+    """Runs contexts through an engine client; waits while the queue of the engine is full.
 
     Args:
         worker: the engine client.
@@ -37,11 +37,11 @@ class AsyncRunner:
                     await self._worker.request_ended()
 
     async def deltas(self, builder: OutputBuilder) -> AsyncGenerator[RequestDelta, None]:
-        """Run a context; give each delta to the builder, then yield it."""
+        """Run the context of a builder. Yield each delta after the builder has taken it."""
         generation = await self.submit(builder.context)
         try:
             async for delta in generation:
-                builder.take(_response_of(delta, builder))
+                builder.take(_as_response(delta, builder))
                 yield delta
                 if builder.is_done:
                     return
@@ -49,7 +49,7 @@ class AsyncRunner:
             generation.cancel()
 
 
-async def gathered(calls: Sequence[Callable[[], Coroutine[None, None, T]]]) -> list[T]:
+async def gather_all(calls: Sequence[Callable[[], Coroutine[None, None, T]]]) -> list[T]:
     """Run calls concurrently and return their results in order. An error cancels all other calls."""
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -59,8 +59,8 @@ async def gathered(calls: Sequence[Callable[[], Coroutine[None, None, T]]]) -> l
     return [task.result() for task in running]
 
 
-def _response_of(delta: RequestDelta, builder: OutputBuilder) -> TextGenerationResponse:
-    """Return a delta as a pipeline's response."""
+def _as_response(delta: RequestDelta, builder: OutputBuilder) -> TextGenerationResponse:
+    """Convert a delta to the response of a pipeline, for the builder."""
     rows: list[PackedLogProbabilities | None] = [*delta.log_probabilities]
     rows += [None] * (len(delta.token_ids) - len(rows))
     if delta.prompt_log_probabilities is not None:  # no output token carries them

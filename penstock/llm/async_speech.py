@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from penstock.llm.async_runner import AsyncRunner, gathered
+from penstock.llm.async_runner import AsyncRunner, gather_all
 from penstock.llm.speech import Speech, speech_contexts, voice_options
 from penstock.pipelines.core import AudioGeneratorOutput, PipelineTask, SamplingParams, TTSContext
 from penstock.text.speech_tokenizer import SpeechFields
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class AsyncSpeechMethods:
-    """Speaks texts."""
+    """Methods of `AsyncLLM` that convert texts to speech."""
 
     if TYPE_CHECKING:
         config: PipelineConfig
@@ -57,11 +57,11 @@ class AsyncSpeechMethods:
             voice: the name of a voice.
             audio_prompt_tokens: codes of a voice to imitate.
             audio_prompt_transcription: the transcription of ``audio_prompt_tokens``.
-            adapter: the LoRA adapter.
-            priority: the priority of all texts.
+            adapter: the LoRA adapter. priority: the priority of all texts; texts with a higher number are
+            scheduled first.
 
         Returns:
-            A `Speech` for a text, or a list of them in the order of the texts.
+            A `Speech` for a single text, or a list of `Speech` objects in the order of the texts.
 
         Raises:
             InputError: a text cannot be spoken; then no text is spoken.
@@ -83,7 +83,7 @@ class AsyncSpeechMethods:
 
         each = await self._in_pool(build)
         calls = [partial(self._spoken, context) for contexts in each for context in contexts]
-        parts = iter(await gathered(calls))
+        parts = iter(await gather_all(calls))
         speeches = [self._joined([next(parts) for _ in contexts]) for contexts in each]
         return speeches[0] if isinstance(texts, str) else speeches
 
@@ -100,8 +100,9 @@ class AsyncSpeechMethods:
     ) -> AsyncGenerator[AudioGeneratorOutput, None]:
         """Yield the audio of one text in chunks, the first as early as possible.
 
-        The parameters are those of `speak`, the chunks those of `LLM.stream_speech`. The next part of a long
-        text starts when the previous part has audio. Closing the generator cancels the request.
+        The parameters are the same as for `speak`, and the chunks the same as for `LLM.stream_speech`. The
+        next part of a long text starts when the previous part has audio. Closing the generator cancels the
+        request.
 
         Raises:
             InputError: the text cannot be spoken.
@@ -121,13 +122,13 @@ class AsyncSpeechMethods:
             lambda: speech_contexts(self.config, self.tokenizer, text, sampling_params, fields)
         )
         num_samples, num_tokens = 0, [0] * len(contexts)
-        async with aclosing(self._deltas_of(contexts)) as deltas:
+        async with aclosing(self._run_parts(contexts)) as deltas:
             async for index, delta in deltas:
                 num_tokens[index] = max(delta.num_tokens, num_tokens[index])
                 is_last = delta.status.is_done and index == len(contexts) - 1
                 if not delta.audio and not is_last:
                     continue
-                chunk = _samples_of(delta.audio)
+                chunk = _join_chunks(delta.audio)
                 num_samples += len(chunk)
                 metadata: dict[str, object] = {
                     "sample_rate": rate,
@@ -137,10 +138,10 @@ class AsyncSpeechMethods:
                 }
                 yield AudioGeneratorOutput(torch.from_numpy(chunk), metadata, is_last)
 
-    async def _deltas_of(
+    async def _run_parts(
         self, contexts: Sequence[TTSContext]
     ) -> AsyncGenerator[tuple[int, RequestDelta], None]:
-        """Run the parts of a text one after another. Each is submitted when the previous part has audio."""
+        """Run the parts of a text in order. Each part is submitted when the previous part has audio."""
         generations = [await self._runner.submit(contexts[0])]
         try:
             for index in range(len(contexts)):
@@ -155,7 +156,7 @@ class AsyncSpeechMethods:
                 generation.cancel()
 
     async def _spoken(self, context: TTSContext) -> tuple[list[npt.NDArray[np.floating]], int, bool]:
-        """Run one part. Return its chunks, the number of its tokens, and whether it was cut."""
+        """Run one part of a text. Return its chunks, its number of tokens, and whether it was cut."""
         generation = await self._runner.submit(context)
         generation.read_at_end()
         chunks, num_tokens, is_cut = [], 0, False
@@ -170,7 +171,7 @@ class AsyncSpeechMethods:
 
     def _joined(self, parts: Sequence[tuple[list[npt.NDArray[np.floating]], int, bool]]) -> Speech:
         return Speech(
-            audio=_samples_of([chunk for chunks, _, _ in parts for chunk in chunks]),
+            audio=_join_chunks([chunk for chunks, _, _ in parts for chunk in chunks]),
             sample_rate=self._worker.info.sample_rate,
             num_tokens=sum(count for _, count, _ in parts),
             is_cut=any(is_cut for _, _, is_cut in parts),
@@ -184,7 +185,7 @@ class AsyncSpeechMethods:
         adapter: str | None,
         priority: int,
     ) -> SpeechFields:
-        known = {one.name: one for one in self._worker.info.voices}
+        known = {voice.name: voice for voice in self._worker.info.voices}
         chosen = voice_options(voice, codes, transcription, known, self.tokenizer.speech_format)
         return {
             **chosen,
@@ -195,5 +196,5 @@ class AsyncSpeechMethods:
         }
 
 
-def _samples_of(chunks: Sequence[npt.NDArray[np.floating]]) -> npt.NDArray[np.float32]:
+def _join_chunks(chunks: Sequence[npt.NDArray[np.floating]]) -> npt.NDArray[np.float32]:
     return np.concatenate(chunks).astype(np.float32, copy=False) if chunks else np.zeros(0, np.float32)

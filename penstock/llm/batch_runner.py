@@ -27,7 +27,10 @@ class ResultBuilder(Protocol):
 
     @property
     def is_done(self) -> bool:
-        """Whether the result is complete. After a stop string it is complete before the context is."""
+        """Whether the result is complete.
+
+        After a stop string the result is complete although the context continues.
+        """
 
     def take(self, response: Any, /) -> None:
         """Add the output of one scheduler step."""
@@ -57,7 +60,9 @@ class BatchRunner:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Refuse other calls during the block: a second thread in the kernels would slow both down threefold.
+        """Reject other calls during the block.
+
+        Two threads that run kernels would slow each other down threefold.
 
         Raises:
             UnsupportedFeatureError: another call is running.
@@ -77,7 +82,7 @@ class BatchRunner:
             self._lock.release()
 
     def close(self) -> None:
-        """Drop the references to the pipeline and the scheduler; later calls are refused."""
+        """Drop the references to the pipeline and the scheduler; later calls raise `InputError`."""
         self._is_closed = True
         del self._pipeline, self._scheduler
 
@@ -104,7 +109,7 @@ class BatchRunner:
                     builder.take(response)
                     if builder.is_done:
                         del running[builder.context.request_id]
-                        if not response.is_done:  # a stop string, which the scheduler does not match
+                        if not response.is_done:  # at a stop string, which the scheduler does not match
                             self._scheduler.cancel(builder.context.request_id)
                 yield served
                 if not served and not self._scheduler.last_batch[0]:
@@ -119,5 +124,5 @@ class BatchRunner:
             self._scheduler.cancel(request_id)
         self._scheduler.failures.clear()
         if self._scheduler.has_work:
-            self._scheduler.step()  # applies the cancellations; no context is left to run
+            self._scheduler.step()  # a step without contexts applies the cancellations
         assert not self._scheduler.has_work, "contexts are left behind"

@@ -1,10 +1,11 @@
-"""Beam search with contexts, ``kv.fork`` and log probabilities. The pipeline has no special code for it.
+"""Beam search with contexts, ``kv.fork`` and log probabilities; pipelines have no code for it.
 
-At every step each prompt has up to ``num_beams`` running beams. The model scores their continuations, and
-the best ones are kept. The first continuation of a beam keeps its context. Each further continuation gets a
-forked context, which shares all blocks but the last. A beam is finished when it ends among the ``num_beams``
-best continuations. Its score is the sum of log probabilities divided by ``length ** length_penalty``.
-(Beam search as in Freitag & Al-Onaizan 2017, arXiv:1702.01806; end rules as those of transformers' generate.)
+At every step each prompt has up to ``num_beams`` running beams. The model scores their continuations, and the
+best continuations are kept. The first continuation of a beam keeps its context. Each further continuation
+gets a forked context, which shares all blocks but the last. A beam is finished when it ends among the
+``num_beams`` best continuations. Its score is the sum of log probabilities divided by ``length **
+length_penalty``. The algorithm is that of Freitag & Al-Onaizan 2017, arXiv:1702.01806; the search ends by the
+rules of transformers' generate.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ class BeamOptions:
     length_penalty: float = 1.0
     """Scores are divided by ``length ** length_penalty``: above 0 favours long texts, below 0 short ones."""
     early_stopping: EarlyStopping = False
-    """When the search ends. True: when ``num_beams`` beams are finished. False: when the best running beam,
-    scored at its current length, is worse than all of them. ``"never"``: when it would be worse at any
-    length.
+    """When the search of a prompt ends. True: when ``num_beams`` beams are finished. False: when the best
+    running beam, scored at its current length, is worse than all finished beams. ``"never"``: when the best
+    running beam would be worse than them at any length.
     """
 
     def __post_init__(self) -> None:
@@ -70,7 +71,7 @@ class Hypothesis:
     """The log probability of each token."""
     score: float
     ended: bool
-    """Whether an end token ended the beam. False: the maximum length did."""
+    """Whether an end token ended the beam; False if the maximum length ended it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +97,12 @@ class _Continuation:
 class _Prompt:
     """The search of one prompt."""
 
-    request: TextContext  # as passed by the caller
+    request: TextContext  # the context that the caller passed
     first: TextContext  # the context that computes the prompt
     ends: frozenset[int]
     max_new_tokens: int
     beams: list[_Beam]
-    finished: list[Hypothesis] = field(default_factory=list)  # best first
+    finished: list[Hypothesis] = field(default_factory=list)  # sorted by score, best first
     num_steps: int = 0
 
 
@@ -112,7 +113,7 @@ def search(
     max_batch_size: int,
     max_batch_input_tokens: int,
 ) -> Iterator[tuple[TextContext, list[Hypothesis]]]:
-    """Search for any number of prompts, as many at once as limits and KV cache allow.
+    """Run the search for any number of prompts, as many at once as the limits and the KV cache allow.
 
     Yields:
         Each context and its ``num_return_sequences`` best hypotheses, best first.
@@ -120,9 +121,9 @@ def search(
     Raises:
         InsufficientBlocksError: the beams of one prompt do not fit the KV cache.
     """
-    left, size = list(contexts), max(1, max_batch_size // options.num_beams)
-    while left:
-        batch = left[:size]
+    remaining, size = list(contexts), max(1, max_batch_size // options.num_beams)
+    while remaining:
+        batch = remaining[:size]
         beams = BeamSearch(
             pipeline,
             batch,
@@ -143,14 +144,14 @@ def search(
             with deferred_interrupts():
                 beams.close()
         yield from zip(batch, beams.results(), strict=True)
-        del left[:size]
+        del remaining[:size]
 
 
 class BeamSearch:
-    """A search for several prompts at once. Call `step` until `is_done`, then `results`, and always `close`.
+    """A beam search for several prompts. Call `step` until `is_done`, then `results`, and always `close`.
 
     Args:
-        pipeline: runs the model; must not be used otherwise during the search.
+        pipeline: runs the model; nothing else may use it during the search.
         contexts: prompts without generated tokens. ``eos_token_ids`` and ``max_length`` end a beam. Sampling
             parameters have no effect.
         options: parameters of the search.
@@ -171,7 +172,7 @@ class BeamSearch:
         self._options = options
         self._max_batch_size = max_batch_size
         self._max_tokens = max_batch_input_tokens
-        self._open: dict[str, TextContext] = {}
+        self._open_contexts: dict[str, TextContext] = {}
         self._prompts = [self._begin(context) for context in contexts]
 
     @property
@@ -199,35 +200,37 @@ class BeamSearch:
         """Release all contexts and set ``num_cached_tokens`` of the prompts. May be called twice."""
         for prompt in self._prompts:
             prompt.request.num_cached_tokens = prompt.first.num_cached_tokens
-        for context in self._open.values():
+        for context in self._open_contexts.values():
             self._pipeline.release(context)
-        self._open.clear()
+        self._open_contexts.clear()
 
     # -- Choice of beams --------------------------------------------------------------------------------
 
     def _choose(self, prompt: _Prompt, scores: Mapping[str, Mapping[int, float]]) -> list[_Continuation]:
-        """Return the continuations that keep running. Add those that end to the finished beams."""
+        """Return the continuations that keep running. Add continuations that end to the finished beams."""
         options = self._options
         prompt.num_steps += 1
-        best = sorted(
+        best_candidates = sorted(
             (
                 _Continuation(beam, token, log_probability)
                 for beam in prompt.beams
                 for token, log_probability in scores[beam.context.request_id].items()
             ),
-            key=lambda one: -one.total,
+            key=lambda candidate: -candidate.total,
         )[: self._num_candidates(prompt.ends)]
         at_limit = prompt.num_steps == prompt.max_new_tokens
-        for one in best[: options.num_beams]:
-            if at_limit or one.token in prompt.ends:
-                prompt.finished.append(self._hypothesis(prompt, one))
-        prompt.finished.sort(key=lambda one: -one.score)
+        for candidate in best_candidates[: options.num_beams]:
+            if at_limit or candidate.token in prompt.ends:
+                prompt.finished.append(self._hypothesis(prompt, candidate))
+        prompt.finished.sort(key=lambda candidate: -candidate.score)
         del prompt.finished[options.num_beams :]
-        running = [one for one in best if one.token not in prompt.ends][: options.num_beams]
+        running = [candidate for candidate in best_candidates if candidate.token not in prompt.ends][
+            : options.num_beams
+        ]
         return [] if at_limit or self._is_over(prompt, running) else running
 
     def _num_candidates(self, ends: frozenset[int]) -> int:
-        """Return the number of continuations to request, so that ``num_beams`` remain if some end."""
+        """Return the number of candidates per step: enough that ``num_beams`` remain if some end."""
         return max(2, 1 + len(ends)) * self._options.num_beams
 
     def _hypothesis(self, prompt: _Prompt, last: _Continuation) -> Hypothesis:
@@ -241,7 +244,7 @@ class BeamSearch:
     def _is_over(self, prompt: _Prompt, running: Sequence[_Continuation]) -> bool:
         """Return whether the search of a prompt ends."""
         if not running:
-            return True  # all continuations are end tokens
+            return True  # every continuation ends with an end token
         if len(prompt.finished) < self._options.num_beams:
             return False
         if self._options.early_stopping is True:
@@ -257,11 +260,11 @@ class BeamSearch:
     def _begin(self, prompt: TextContext) -> _Prompt:
         ends = frozenset(prompt.eos_token_ids)
         max_new_tokens = prompt.max_length - prompt.current_length
-        first = self._context_of(prompt, prompt.all_tokens.tolist(), prompt.max_length + 1, ends)
+        first = self._make_context(prompt, prompt.all_tokens.tolist(), prompt.max_length + 1, ends)
         beams = [_Beam(first, [], [], 0.0)] if max_new_tokens else []
         return _Prompt(prompt, first, ends, max_new_tokens, beams)
 
-    def _context_of(
+    def _make_context(
         self, like: TextContext, tokens: list[int], max_length: int, ends: frozenset[int]
     ) -> TextContext:
         """Return a context that reports log probabilities and never ends by a token."""
@@ -277,14 +280,14 @@ class BeamSearch:
             token_hash_overrides=dict(like.token_hash_overrides),
             request_id=uuid4().hex,
         )
-        self._open[context.request_id] = context
+        self._open_contexts[context.request_id] = context
         return context
 
     def _move(self, prompt: _Prompt, chosen: Sequence[_Continuation]) -> None:
         """Assign a context to each continuation."""
         children: dict[str, list[_Continuation]] = {}
-        for one in chosen:
-            children.setdefault(one.beam.context.request_id, []).append(one)
+        for candidate in chosen:
+            children.setdefault(candidate.beam.context.request_id, []).append(candidate)
         for beam in prompt.beams:
             if beam.context.request_id not in children:
                 self._release(beam.context)
@@ -296,23 +299,23 @@ class BeamSearch:
             contexts[id(first)] = first.beam.context
         prompt.beams = [
             _Beam(
-                contexts[id(one)],
-                [*one.beam.token_ids, one.token],
-                [*one.beam.log_probabilities, one.log_probability],
-                one.total,
+                contexts[id(candidate)],
+                [*candidate.beam.token_ids, candidate.token],
+                [*candidate.beam.log_probabilities, candidate.log_probability],
+                candidate.total,
             )
-            for one in chosen
+            for candidate in chosen
         ]
 
-    def _fork(self, prompt: _Prompt, one: _Continuation) -> TextContext:
-        parent = one.beam.context
-        tokens = [*parent.all_tokens[: parent.start_idx].tolist(), one.token]
-        child = self._context_of(parent, tokens, parent.max_length, prompt.ends)
+    def _fork(self, prompt: _Prompt, candidate: _Continuation) -> TextContext:
+        parent = candidate.beam.context
+        tokens = [*parent.all_tokens[: parent.start_idx].tolist(), candidate.token]
+        child = self._make_context(parent, tokens, parent.max_length, prompt.ends)
         self._pipeline.kv.fork(parent, child)
         return child
 
     def _release(self, context: TextContext) -> None:
-        self._pipeline.release(self._open.pop(context.request_id))
+        self._pipeline.release(self._open_contexts.pop(context.request_id))
 
     # -- The model ---------------------------------------------------------------------------------------
 
@@ -332,7 +335,7 @@ class BeamSearch:
                 batch[context.request_id] = context
                 num_left -= rows
             for request_id, response in self._execute(batch).items():
-                if response.tokens:  # the last chunk
+                if response.tokens:  # the prompt is complete
                     scores[request_id] = _next_tokens(response)
         return scores
 
@@ -360,4 +363,4 @@ def _replace_last(context: TextContext, token: int) -> None:
     committed = context.committed_idx
     context.rollback(1)
     context.update(token)
-    context.set_token_indices(committed_idx=committed)  # computed blocks stay valid
+    context.set_token_indices(committed_idx=committed)  # the blocks before this token stay valid

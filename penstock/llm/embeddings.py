@@ -57,7 +57,7 @@ class Classification:
 
 
 class EmbeddingsBuilder:
-    """Takes the output of one context.
+    """Stores the output of one context.
 
     Args:
         context: the context.
@@ -73,12 +73,12 @@ class EmbeddingsBuilder:
         return self.response is not None
 
     def take(self, response: EmbeddingsResponse) -> None:
-        """Keep the output."""
+        """Store the output."""
         self.response = response
 
 
 class EmbeddingsMethods:
-    """Embeds, scores, reranks and classifies texts."""
+    """Methods of `LLM` that embed, score, rerank and classify texts."""
 
     if TYPE_CHECKING:
         config: PipelineConfig
@@ -112,8 +112,8 @@ class EmbeddingsMethods:
             pooling: replaces the checkpoint's pooling.
             dimensions: keep this many leading dimensions; see `check_dimensions`.
             normalize: scale the vectors to length 1; None follows the checkpoint.
-            truncate: cut inputs that exceed the maximum length; otherwise they are refused.
-            adapter: the LoRA adapter, for all inputs or one for each.
+            truncate: cut inputs that exceed the maximum length; otherwise they are rejected. adapter: the
+            LoRA adapter, for all inputs or one for each.
             task: the task of a checkpoint with task adapters; it also selects the prompt of that name.
 
         Returns:
@@ -166,8 +166,8 @@ class EmbeddingsMethods:
         adapters: list[str | None] = broadcast("adapter", adapter, len(batch))
         kinds = None if outputs is None else tuple(outputs)
         fields: list[EmbeddingsFields] = [
-            {**options, "input": one, "adapter": name, "outputs": kinds}
-            for one, name in zip(batch, adapters, strict=True)
+            {**options, "input": item, "adapter": name, "outputs": kinds}
+            for item, name in zip(batch, adapters, strict=True)
         ]
         return self._embeddings(fields, use_tqdm)
 
@@ -186,8 +186,7 @@ class EmbeddingsMethods:
         the similarity function of the checkpoint.
 
         Args:
-            query: one query for all documents, or one for each.
-            documents: the documents.
+            query: one query for all documents, or one query for each. documents: the documents.
             use_tqdm: show a progress bar, if standard error is a terminal.
             truncate: cut inputs that exceed the maximum length; otherwise they are refused.
             activation: False returns the logits of a cross-encoder.
@@ -214,7 +213,7 @@ class EmbeddingsMethods:
             activation=activation,
         )
         fields: list[EmbeddingsFields] = [
-            {**one.fields, "truncate": truncate, "outputs": (plan.output,)} for one in plan.inputs
+            {**item.fields, "truncate": truncate, "outputs": (plan.output,)} for item in plan.inputs
         ]
         return plan.scores(self._embeddings(fields, use_tqdm))
 
@@ -241,7 +240,7 @@ class EmbeddingsMethods:
         Raises:
             InputError: an input cannot be served, or ``top_n`` is below 1.
         """
-        ranking(np.zeros(0), top_n)  # refuses an invalid top_n before the scores are computed
+        ranking(np.zeros(0), top_n)  # rejects an invalid top_n before the scores are computed
         scores = self.score(query, documents, use_tqdm, truncate=truncate, activation=activation)
         return [RerankResult(i, float(scores[i]), documents[i]) for i in ranking(scores, top_n)]
 
@@ -270,7 +269,7 @@ class EmbeddingsMethods:
         )
         config = self.config.model.huggingface_config
         scores = [response.scores for response in responses if response.scores is not None]
-        return [Classification(best_label(config, one), one) for one in scores]
+        return [Classification(best_label(config, label_scores), label_scores) for label_scores in scores]
 
     def _embeddings(self, fields: Sequence[EmbeddingsFields], use_tqdm: bool) -> list[EmbeddingsResponse]:
         """Run one request for each entry of ``fields`` and return the outputs in their order."""
@@ -285,7 +284,7 @@ class EmbeddingsMethods:
                 for result in results:
                     self.pipeline.release(result.context)  # `ready` may have reserved a slot for an adapter
                 raise
-        return [one.response for one in results if one.response is not None]
+        return [result.response for result in results if result.response is not None]
 
     def _run_embeddings(self, results: Sequence[EmbeddingsBuilder], use_tqdm: bool) -> None:
         progress = GenerationProgress(len(results), shown=use_tqdm)
@@ -293,16 +292,19 @@ class EmbeddingsMethods:
             for served in self._runner.run(results, seconds=STREAMING_LATENCY_BUDGET):
                 deliver_interrupt()
                 progress.advance(
-                    num_tokens=sum(one.context.current_length for one in served), num_prompts=len(served)
+                    num_tokens=sum(result.context.current_length for result in served),
+                    num_prompts=len(served),
                 )
 
     def _embeddings_contexts(self, fields: Sequence[EmbeddingsFields]) -> Iterator[EmbeddingsContext]:
         """Yield the context of each request. The texts of all requests are encoded together."""
         name, count, call_id = self.config.model.name, len(fields), uuid4().hex
         requests = []
-        for index, one in enumerate(fields):
+        for index, request_fields in enumerate(fields):
             try:
-                request = EmbeddingsGenerationRequest(id=f"{call_id}-{index}", model_name=name, **one)
+                request = EmbeddingsGenerationRequest(
+                    id=f"{call_id}-{index}", model_name=name, **request_fields
+                )
             except InputError as error:
                 _name_input(error, index, count)
                 raise
@@ -317,7 +319,7 @@ class EmbeddingsMethods:
             yield context
 
     def _check_context(self, index: int, count: int, context: EmbeddingsContext) -> None:
-        """Refuse a context that the pipeline cannot run."""
+        """Raise an `InputError` if the pipeline cannot run a context."""
         try:
             self.pipeline.ready(context)
         except InputError as error:
@@ -334,7 +336,7 @@ def _name_input(error: InputError, index: int, count: int) -> None:
 def is_single(inputs: EmbeddingsInput | Sequence[EmbeddingsInput]) -> bool:
     """Return whether inputs are one text or one list of token ids."""
     return isinstance(inputs, str) or (
-        len(inputs) > 0 and all(isinstance(one, int | np.integer) for one in inputs)
+        len(inputs) > 0 and all(isinstance(item, int | np.integer) for item in inputs)
     )
 
 

@@ -47,20 +47,20 @@ def prompts_with_images(
 
     Args:
         prompts: one prompt or a list of prompts.
-        images: for one prompt an image or a list of images; for a list of prompts a list of these.
+        images: an image or a list of images for one prompt; a list of such entries for a list of prompts.
 
     Raises:
         InputError: the list has another length than the prompts.
     """
     batch, is_one = split_prompts(prompts)
-    return list(zip(batch, images_of_prompts(images, len(batch), is_one_prompt=is_one), strict=True))
+    return list(zip(batch, images_per_prompt(images, len(batch), is_one_prompt=is_one), strict=True))
 
 
-def images_of_prompts(images: object, num_prompts: int, *, is_one_prompt: bool) -> list[list[Image] | None]:
+def images_per_prompt(images: object, num_prompts: int, *, is_one_prompt: bool) -> list[list[Image] | None]:
     """Return the images of each prompt; no file is read.
 
     Args:
-        images: for one prompt an image or a list of images; for a list of prompts a list of these.
+        images: an image or a list of images for one prompt; a list of such entries for a list of prompts.
         num_prompts: the number of prompts.
         is_one_prompt: whether a single prompt was given instead of a list.
 
@@ -69,23 +69,23 @@ def images_of_prompts(images: object, num_prompts: int, *, is_one_prompt: bool) 
     """
     if images is None:
         return [None] * num_prompts
-    each = [images] if is_one_prompt else list(cast("Iterable[object]", images))
-    if len(each) != num_prompts:
-        raise InputError(f"images has {len(each)} entries for {num_prompts} prompts: give one for each")
-    return [None if one is None else _as_list(one) for one in each]
+    entries = [images] if is_one_prompt else list(cast("Iterable[object]", images))
+    if len(entries) != num_prompts:
+        raise InputError(f"images has {len(entries)} entries for {num_prompts} prompts: give one for each")
+    return [None if item is None else _as_list(item) for item in entries]
 
 
 def _as_list(images: object) -> list[Image]:
     if isinstance(images, Sequence) and not isinstance(images, str | bytes | bytearray | memoryview):
         return [*images]
-    return [cast("Image", images)]  # `image_bytes` refuses objects that are not images
+    return [cast("Image", images)]  # `image_bytes` rejects objects that are not images
 
 
 def separate_images(messages: object) -> tuple[object, list[bytes] | None, list[str] | None]:
     """Return messages without the data of their image parts, the images in order, and their details.
 
     An image part is ``{"type": "image", "image": ...}`` or OpenAI's ``image_url`` with a ``data:`` URL.
-    Malformed messages are returned unchanged; the chat template refuses them.
+    Malformed messages are returned unchanged; the chat template rejects them.
 
     Raises:
         InputError: an image part has no image.

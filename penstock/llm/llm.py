@@ -23,7 +23,7 @@ from penstock.host.progress import GenerationProgress
 from penstock.llm.batch_runner import BatchRunner
 from penstock.llm.beam_search import BeamOptions, EarlyStopping, search
 from penstock.llm.embeddings import EmbeddingsMethods
-from penstock.llm.images import Image, images_of_prompts
+from penstock.llm.images import Image, images_per_prompt
 from penstock.llm.outputs import GenerationOutput, OutputOptions, TextStream
 from penstock.llm.prompts import ChatMessages, Prompt, ToolDescriptions, as_batch, params_for_each
 from penstock.llm.speech import Speech, SpeechMethods, SpeechStream
@@ -45,8 +45,8 @@ class LLM(EmbeddingsMethods, SpeechMethods):
     ...     for output in llm.generate(["Once upon a time", "One day"], SamplingParams(max_new_tokens=30)):
     ...         print(output.text)
 
-    One thread at a time may call it; a second one is refused. An error or Ctrl-C during a call cancels its
-    requests, and the next call starts with an empty scheduler.
+    One thread at a time may call it; a call from a second thread raises `UnsupportedFeatureError`. An error
+    or Ctrl-C during a call cancels its requests, and the next call starts with an empty scheduler.
 
     Args:
         model: ``demo``, the folder of a checkpoint, or a model's id on the Hugging Face hub.
@@ -57,7 +57,7 @@ class LLM(EmbeddingsMethods, SpeechMethods):
         ConfigError: unknown field, wrong type or impossible value.
         CheckpointError: the model cannot be found or loaded.
         InsufficientMemoryError: weights and the smallest useful KV cache do not fit.
-        ForkedProcessError: this process was forked from one that had loaded a model.
+        ForkedProcessError: this process was forked from a process that had loaded a model.
     """
 
     _runner_class: ClassVar[type[BatchRunner]] = BatchRunner
@@ -118,7 +118,7 @@ class LLM(EmbeddingsMethods, SpeechMethods):
                 ``generation_config.json``, then OpenAI's defaults, and a new seed for each prompt.
             use_tqdm: show a progress bar if standard error is a terminal.
             n: outputs for each prompt. The prompt is computed once. The seed of output ``i`` is derived from
-                the prompt's seed and ``i``; output 0 equals that of ``n=1``.
+                the prompt's seed and ``i``; output 0 equals the output of ``n=1``.
             best_of: generate this many outputs and return the ``n`` with the highest mean log probability,
                 best first.
             logprobs: return the log probability of each generated token, and of this many most probable
@@ -145,7 +145,7 @@ class LLM(EmbeddingsMethods, SpeechMethods):
             response_format=response_format, grammar=grammar, adapter=adapter, priority=priority
         )
         options = OutputOptions.of(n, best_of, logprobs, prompt_logprobs)
-        return self._text.generate(batch.of_prompts(prompts, images), sampling_params, options, use_tqdm)
+        return self._text.generate(batch.for_prompts(prompts, images), sampling_params, options, use_tqdm)
 
     @hinting
     def chat(
@@ -187,7 +187,7 @@ class LLM(EmbeddingsMethods, SpeechMethods):
         batch = BatchFields(
             response_format=response_format, grammar=grammar, adapter=adapter, priority=priority
         )
-        fields = batch.of_conversations(messages, tools, chat_template_kwargs)
+        fields = batch.for_conversations(messages, tools, chat_template_kwargs)
         options = OutputOptions.of(n, best_of, logprobs, prompt_logprobs)
         return self._text.generate(fields, sampling_params, options, use_tqdm)
 
@@ -209,9 +209,9 @@ class LLM(EmbeddingsMethods, SpeechMethods):
     ) -> TextStream:
         """Return the text of one prompt or conversation as a stream of pieces.
 
-        The LLM refuses other calls from the first piece until the last one, or until the stream's
-        ``close()``. Parameters are those of `generate` and `chat`. Log probabilities are in the stream's
-        ``output``.
+        Other calls raise `UnsupportedFeatureError` from the first piece until the last one, or until the
+        stream's ``close()``. Parameters are those of `generate` and `chat`. Log probabilities are in the
+        stream's ``output``.
 
         Raises:
             InputError: the prompt cannot be served.
@@ -220,7 +220,7 @@ class LLM(EmbeddingsMethods, SpeechMethods):
         self._check_task("LLM.stream", PipelineTask.TEXT_GENERATION)
         if (prompt is None) == (messages is None):
             raise InputError("give either a prompt or messages")
-        (own,) = images_of_prompts(images, 1, is_one_prompt=True)
+        (own,) = images_per_prompt(images, 1, is_one_prompt=True)
         options = OutputOptions.of(1, None, logprobs, prompt_logprobs)
         request = self._text.request(
             0,
@@ -298,7 +298,7 @@ class LLM(EmbeddingsMethods, SpeechMethods):
         with self._runner.exclusive(), GenerationProgress(len(contexts), shown=use_tqdm) as progress:
             for context, beams in search(self.pipeline, contexts, options, *limits):
                 for index, beam in enumerate(beams):
-                    outputs.append(GenerationOutput.of_beam(context, index, beam, self.tokenizer))
+                    outputs.append(GenerationOutput.from_beam(context, index, beam, self.tokenizer))
                 progress.advance(num_tokens=sum(len(beam.token_ids) for beam in beams), num_prompts=1)
         return outputs
 
@@ -318,16 +318,16 @@ class LLM(EmbeddingsMethods, SpeechMethods):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # close() would be refused while a stream is open, and its error would hide the original one.
+        # close() fails while a stream is open, and its error would hide the original error.
         if self._is_open and not (error is not None and self._runner.is_busy):
             self.close()
 
     def _check_task(self, method: str, task: PipelineTask) -> None:
-        """Refuse a call of a method that belongs to a task other than the model's.
+        """Check that a method belongs to the task of the model.
 
         Raises:
             InputError: the LLM is closed.
-            TaskMismatchError: names both tasks.
+            TaskMismatchError: the method belongs to another task.
         """
         if not self._is_open:
             raise InputError("this LLM is closed: make a new one")

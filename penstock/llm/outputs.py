@@ -1,4 +1,4 @@
-"""The output of a prompt: as a whole, and as a stream of pieces."""
+"""The output of a prompt, complete or as a stream of pieces."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class GenerationOutput:
     text: str
     """The generated text; it ends before a stop string. Empty with ``SamplingParams(detokenize=False)``."""
     token_ids: list[int]
-    """The generated tokens, up to the one that completed a stop string, without an end-of-sequence token."""
+    """The generated tokens up to the token that completed a stop string, without the end-of-sequence
+    token."""
     prompt_token_ids: list[int]
     """The prompt's token ids, including special tokens."""
     finish_reason: Literal["stop", "length"]
@@ -44,10 +45,11 @@ class GenerationOutput:
     prompt_log_probabilities: LogProbabilities | None = None
     """One entry for each of ``prompt_token_ids`` except the first; None unless requested."""
     score: float | None = None
-    """The rank criterion: the mean log probability under ``best_of``, or the score of a beam."""
+    """The score by which outputs are ranked: the mean log probability with ``best_of``, or the score of a
+    beam."""
 
     @classmethod
-    def of_beam(cls, context: TextContext, index: int, beam: Hypothesis, tokenizer: TokenDecoder) -> Self:
+    def from_beam(cls, context: TextContext, index: int, beam: Hypothesis, tokenizer: TokenDecoder) -> Self:
         """Return the output of a finished beam."""
         tokens = beam.token_ids[:-1] if beam.ended else beam.token_ids
         values = beam.log_probabilities[: len(tokens)]
@@ -122,7 +124,7 @@ class OutputBuilder:
         self._log_probabilities = LogProbabilities([], [])
         self._of_prompt: LogProbabilities | None = None
         self._status = TextGenerationStatus.ACTIVE
-        # The step that computes the prompt samples a token even if none is requested.
+        # The step that computes the prompt always samples a token, even with max_new_tokens = 0.
         self._wants_tokens = context.sampling_params.max_new_tokens != 0
 
     def take(self, response: TextGenerationResponse) -> None:
@@ -179,9 +181,9 @@ class OutputBuilder:
         """Return the finished output.
 
         Args:
-            options: which log probabilities it reports.
-            index: its index among the outputs of its prompt.
-            of_prompt: the builder that has the prompt's log probabilities; by default this one.
+            options: the log probabilities that the output reports. index: the index among the outputs of the
+            prompt.
+            of_prompt: the builder that has the prompt's log probabilities; by default this builder.
         """
         stopped = self._detokenizer is not None and self._detokenizer.stop_match is not None
         at_end = self._status is TextGenerationStatus.END_OF_SEQUENCE
@@ -204,7 +206,10 @@ class OutputBuilder:
         )
 
     def _take_log_probabilities(self, rows: LogProbabilities) -> None:
-        """Store the rows of one token; with echo, the first token's rows follow those of the prompt."""
+        """Store the log probabilities of one token.
+
+        With echo, the rows of the first token begin with the rows of the prompt.
+        """
         values, tops = rows.token_log_probabilities, rows.top_log_probabilities
         if self.context.log_probabilities_echo and self._of_prompt is None:
             self._of_prompt = LogProbabilities(values[:-1], tops[:-1])
@@ -213,7 +218,7 @@ class OutputBuilder:
 
 
 def best_first(choices: Sequence[OutputBuilder], options: OutputOptions) -> list[GenerationOutput]:
-    """Return the outputs of one prompt: all in order, or with ``best_of`` the best ``n``, best first."""
+    """Return all outputs of one prompt in order, or with ``best_of`` the ``n`` best outputs, best first."""
     ranked = list(choices)
     if options.best_of is not None:
         ranked.sort(key=lambda builder: -builder.mean_log_probability)

@@ -17,7 +17,7 @@ ToolDescriptions: TypeAlias = Sequence[Mapping[str, object]]
 """Descriptions of functions, as OpenAI's ``tools`` (`TokenGeneratorRequestTool`)."""
 
 _NO_BATCH = (str, bytes, bytearray, memoryview, Mapping, Set)
-"""Iterable types that count as one prompt: a text, or a value that the tokenizer refuses."""
+"""Iterable types that count as one prompt: a text, or a value that the tokenizer rejects."""
 
 
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

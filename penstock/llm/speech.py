@@ -50,12 +50,12 @@ class Speech:
 
     @property
     def seconds(self) -> float:
-        """The duration of the audio."""
+        """The duration of the audio in seconds."""
         return len(self.audio) / self.sample_rate
 
 
 class SpeechResult:
-    """Takes the audio of one context.
+    """Collects the audio of one context.
 
     Args:
         context: the context.
@@ -73,7 +73,7 @@ class SpeechResult:
         return self._is_done
 
     def take(self, response: AudioGenerationResponse) -> None:
-        """Keep the audio of a step."""
+        """Add the audio of a step."""
         self.new_chunk = response.audio
         if response.audio is not None:
             self.chunks.append(response.audio)
@@ -81,7 +81,7 @@ class SpeechResult:
 
 
 class SpeechStream(Iterator[AudioGeneratorOutput]):
-    """The audio of one text as a stream of chunks; the last one has ``is_done``."""
+    """The audio of one text as a stream of chunks; ``is_done`` is set in the last chunk."""
 
     def __init__(self, chunks: Generator[AudioGeneratorOutput, None, None], sample_rate: int) -> None:
         self._chunks = chunks
@@ -135,7 +135,7 @@ def speech_contexts(
     """Return the contexts of the parts of a text.
 
     Args:
-        config: has defaults of sampling parameters.
+        config: the configuration, with defaults of sampling parameters.
         tokenizer: splits and encodes the text.
         text: the text.
         params: None takes the defaults and a new seed.
@@ -157,7 +157,7 @@ def speech_contexts(
 
 
 class SpeechMethods:
-    """Speaks texts."""
+    """Methods of `LLM` that convert texts to speech."""
 
     if TYPE_CHECKING:
         config: PipelineConfig
@@ -191,7 +191,7 @@ class SpeechMethods:
             adapter: the LoRA adapter.
 
         Returns:
-            A `Speech` for a text, or a list of them in the order of the texts.
+            A `Speech` for a single text, or a list of `Speech` objects in the order of the texts.
 
         Raises:
             InputError: a text cannot be spoken; then no text was spoken.
@@ -205,7 +205,10 @@ class SpeechMethods:
         for index, text in enumerate(batch):
             try:
                 results.append(
-                    [SpeechResult(one) for one in self._speech_contexts(text, sampling_params, fields)]
+                    [
+                        SpeechResult(context)
+                        for context in self._speech_contexts(text, sampling_params, fields)
+                    ]
                 )
             except InputError as error:
                 if len(batch) > 1:
@@ -217,10 +220,12 @@ class SpeechMethods:
             counts = {builder.context.request_id: 0 for builder in builders}
             for served in self._runner.run(builders, seconds=BATCH_LATENCY_BUDGET):
                 deliver_interrupts()
-                totals = {one.context.request_id: len(one.context.generated_tokens) for one in served}
+                totals = {
+                    result.context.request_id: len(result.context.generated_tokens) for result in served
+                }
                 progress.advance(
                     num_tokens=sum(total - counts[name] for name, total in totals.items()),
-                    num_prompts=sum(one.is_done for one in served),
+                    num_prompts=sum(result.is_done for result in served),
                 )
                 counts |= totals
         speeches = [self._speech(parts) for parts in results]
@@ -238,9 +243,10 @@ class SpeechMethods:
     ) -> SpeechStream:
         """Return the audio of one text as a stream of chunks, the first as early as possible.
 
-        The parameters are those of `speak`. Parts of a long text are spoken one after another. The metadata
-        of a chunk are ``sample_rate``, ``num_tokens`` so far, ``seconds`` of audio so far, and
-        ``elapsed_seconds`` since the start. The LLM refuses other calls until the stream ends or is closed.
+        The parameters are those of `speak`. The audio of the parts of a long text is generated in order. The
+        metadata of a chunk are ``sample_rate``, ``num_tokens`` so far, ``seconds`` of audio so far, and
+        ``elapsed_seconds`` since the start. Other calls raise `UnsupportedFeatureError` until the stream ends
+        or is closed.
 
         Raises:
             InputError: the text cannot be spoken.
@@ -278,7 +284,7 @@ class SpeechMethods:
     def _speech_fields(
         self, voice: str | None, codes: Sequence[int], transcription: str, adapter: str | None
     ) -> SpeechFields:
-        """Return the fields of requests that all parts of all texts share."""
+        """Return the request fields that are the same for all parts of all texts."""
         known, form = self.pipeline.voices, self.tokenizer.speech_format
         return {
             **voice_options(voice, codes, transcription, known, form),

@@ -38,16 +38,16 @@ from penstock.text.detokenizer import Detokenizer
 from penstock.text.tokenizer import TextTokenizer
 
 BATCH_LATENCY_BUDGET = 0.1
-"""Seconds that one scheduler call may take when outputs are returned at the end. Streams use
+"""Time limit of one scheduler call in seconds, for requests that are not streamed. Streams use
 `STREAMING_LATENCY_BUDGET`."""
 
 
 class TextFields(TypedDict, total=False):
-    """Fields of a `TokenGeneratorRequest`, as passed by callers of `LLM`."""
+    """Fields of a `TokenGeneratorRequest` that callers of `LLM` pass."""
 
     prompt: Prompt | None
     messages: object
-    """Messages that the chat template checks; image parts may have any `Image`."""
+    """Messages. The chat template checks them. Image parts may have any `Image`."""
     images: list[Image] | None
     tools: ToolDescriptions | None
     chat_template_options: dict[str, object] | None
@@ -66,7 +66,7 @@ class BatchFields:
     adapter: str | Sequence[str | None] | None
     priority: int | Sequence[int]
 
-    def of_prompts(
+    def for_prompts(
         self, prompts: Prompt | Sequence[Prompt], images: Image | Sequence[Image] | None
     ) -> list[TextFields]:
         """Return the fields of one request for each prompt.
@@ -78,7 +78,7 @@ class BatchFields:
         each = zip(given, self._each(len(given)), strict=True)
         return [{**more, "prompt": prompt, "images": own} for (prompt, own), more in each]
 
-    def of_conversations(
+    def for_conversations(
         self,
         messages: ChatMessages | Sequence[ChatMessages],
         tools: ToolDescriptions | None,
@@ -92,8 +92,8 @@ class BatchFields:
         given = as_conversations(messages)
         each = zip(given, self._each(len(given)), strict=True)
         return [
-            {**more, "messages": one, "tools": tools, "chat_template_options": template_options}
-            for one, more in each
+            {**fields, "messages": conversation, "tools": tools, "chat_template_options": template_options}
+            for conversation, fields in each
         ]
 
     def _each(self, num: int) -> list[TextFields]:
@@ -101,8 +101,8 @@ class BatchFields:
         adapters: list[str | None] = broadcast("adapter", self.adapter, num)
         priorities = broadcast("priority", self.priority, num)
         return [
-            {"response_format": self.response_format, "grammar": one, "adapter": name, "priority": number}
-            for one, name, number in zip(grammars, adapters, priorities, strict=True)
+            {"response_format": self.response_format, "grammar": grammar, "adapter": name, "priority": number}
+            for grammar, name, number in zip(grammars, adapters, priorities, strict=True)
         ]
 
 
@@ -134,7 +134,7 @@ class TextRequests:
         builders = [self.builders(request, options, num) for request in requests]
         together = list(chain.from_iterable(builders))
         progress = GenerationProgress(len(together), shown=use_tqdm)
-        # Once for all steps: setting the signal handler for each step costs a tenth of its Python time.
+        # Set the signal handler once for all steps: setting it takes a tenth of the Python time of a step.
         with self._runner.exclusive(), deferred_interrupts() as deliver_interrupts, progress:
             for served in self._runner.run(together, seconds=BATCH_LATENCY_BUDGET):
                 deliver_interrupts()
@@ -154,14 +154,15 @@ class TextRequests:
     def request(
         self, index: int, params: SamplingParams, options: OutputOptions, **fields: Unpack[TextFields]
     ) -> TokenGeneratorRequest:
-        """Return a request; ``fields`` are its further fields."""
+        """Return a request with these fields; see `text_request`."""
         return text_request(self._config.model.name, index, params, options, **fields)
 
     def context(self, request: TokenGeneratorRequest, num_requests: int) -> TextContext:
         """Return the context of a request.
 
         Raises:
-            InputError: the request cannot be served; a note says which of ``num_requests`` it is.
+            InputError: the request cannot be served. If there are several requests, a note contains its
+                number.
         """
         try:
             context: TextContext = self._tokenizer.build_context(request, stops_as_tokens=False)
@@ -175,7 +176,7 @@ class TextRequests:
         self, request: TokenGeneratorRequest, options: OutputOptions, num_requests: int = 1
     ) -> list[OutputBuilder]:
         """Return one builder for each choice. Only the first choice echoes the prompt."""
-        return builders_of(self._tokenizer, self.context(request, num_requests), options)
+        return make_builders(self._tokenizer, self.context(request, num_requests), options)
 
 
 def text_request(
@@ -185,12 +186,12 @@ def text_request(
     options: OutputOptions,
     **fields: Unpack[TextFields],
 ) -> TokenGeneratorRequest:
-    """Return a request with a new id; ``fields`` are its further fields.
+    """Return a request with a new id and the given ``fields``.
 
-    Images in ``messages`` become its ``images``. Files of images are read.
+    Images in ``messages`` become the ``images`` of the request. Image files are read.
 
     Raises:
-        InputError: an image cannot be read, or messages and ``images`` are given.
+        InputError: an image cannot be read, or both messages and ``images`` are given.
     """
     messages, given = fields.get("messages"), fields.get("images")
     images, details = None if given is None else list(map(image_bytes, given)), None
@@ -203,7 +204,7 @@ def text_request(
         index,
         model_name,
         prompt=fields.get("prompt"),
-        # The tokenizer and the chat template check messages, tools and format.
+        # The tokenizer and the chat template check the types of messages, tools and format.
         messages=cast("list[TokenGeneratorRequestMessage] | None", messages),
         images=images,
         tools=cast("list[TokenGeneratorRequestTool] | None", fields.get("tools")),
@@ -219,7 +220,7 @@ def text_request(
     )
 
 
-def builders_of(
+def make_builders(
     tokenizer: TextTokenizer, context: TextContext, options: OutputOptions
 ) -> list[OutputBuilder]:
     """Return one builder for each choice of a prompt. Only the first choice echoes the prompt."""
@@ -229,7 +230,9 @@ def builders_of(
     stop = contexts[0].sampling_params.stop
     if contexts[0].sampling_params.detokenize:
         prompt = contexts[0].prompt_tokens
-        return [OutputBuilder(one, Detokenizer(tokenizer, stop or (), prompt=prompt)) for one in contexts]
+        return [
+            OutputBuilder(context, Detokenizer(tokenizer, stop or (), prompt=prompt)) for context in contexts
+        ]
     if stop:
         raise InputError("stop strings are matched on text: they need detokenize=True")
-    return [OutputBuilder(one, None) for one in contexts]
+    return [OutputBuilder(context, None) for context in contexts]

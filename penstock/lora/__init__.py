@@ -1,7 +1,7 @@
 """LoRA adapters (Hu et al. 2021, arXiv:2106.09685), read from PEFT directories. A batch can mix adapters.
 
-`adapter_config` and `adapter` read adapters, `task_adapters` reads those inside a checkpoint. `slots` holds
-the running adapters on the device, and `manager` decides which adapters run.
+`adapter_config` and `adapter` read adapters; `task_adapters` reads adapters that are part of a checkpoint.
+`slots` holds the running adapters on the device, and `manager` decides which adapters run.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ Rename = Callable[[str], str | None]
 Layers = Mapping[str, PackedLinear]
 """The linear layers of the base model by their names in the checkpoint. A fused layer has several names."""
 Parts = Mapping[str, LayerPart]
-"""The layers that are divided among ranks, with the part of this process."""
+"""Layer -> part of this rank, for layers that are divided among ranks."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,7 +52,7 @@ class Adapter:
     matrices: Mapping[str, tuple[Tensor, Tensor]]
     """Layer -> A ``[r, in]``, and B ``[out, r]`` multiplied by the scale, in the type of the activations.
 
-    Of an embedding table ``[V, E]``, A is ``[r, V]`` and B is ``[E, r]``."""
+    For an embedding table ``[V, E]``, A is ``[r, V]`` and B is ``[E, r]``."""
 
 
 def read_adapter(
@@ -64,22 +64,22 @@ def read_adapter(
     rename: Rename | None = None,
     parts: Parts = MappingProxyType({}),
 ) -> Adapter:
-    """Return the adapter in a PEFT directory. The whole adapter must be applicable to the base model.
+    """Return the adapter in a PEFT directory. Each of its tensors must match a layer of the base model.
 
     Args:
         path: the directory.
         layers: the linear layers of the base model.
         base: the tensors of the base model. If the adapter's file contains copies of them, the copies must be
             equal.
-        dtype: the type of the activations.
-        max_rank: the maximum rank.
-        rename: maps the name of a tensor in peft's model to its name in the base model, see
+        dtype: the type of the activations. max_rank: the maximum rank of an adapter. rename: maps the name of
+        a tensor in peft's model to its name in the base model, see
             `Weights.renamed`.
-        parts: the layers that are divided among ranks. The adapter is always read as a whole.
+        parts: the layers that are divided among ranks. The result always contains whole matrices.
 
     Raises:
         CheckpointError: the directory or a file in it is missing or damaged.
-        WeightsError: tensors match no layer, are missing, or have a wrong shape; lists all of them.
+        WeightsError: tensors match no layer, are missing, or have a wrong shape. The message lists all of
+            them.
         UnsupportedFeatureError: the kind of adapter is not supported.
     """
     folder = Path(path).expanduser()
@@ -87,25 +87,25 @@ def read_adapter(
     file = _weights_file(folder)
     weights = Weights.open(file)
     if rename is not None:
-        config = config.of_modules(_decoder_prefix(_stored_names(file), rename))
-        weights = weights.renamed(lambda name: _renamed(name, rename))
+        config = config.with_decoder_prefix(_decoder_prefix(_stored_names(file), rename))
+        weights = weights.renamed(lambda name: _base_tensor_name(name, rename))
     keys, copies = _classify_tensors(weights, config, layers)
-    adapted = sorted({layer for layer, _ in keys})
-    largest = max(adapted, key=config.rank_of)
-    if config.rank_of(largest) > max_rank:
+    adapted_layers = sorted({layer for layer, _ in keys})
+    largest = max(adapted_layers, key=config.layer_rank)
+    if config.layer_rank(largest) > max_rank:
         raise UnsupportedFeatureError(
-            f"rank {config.rank_of(largest)}",
+            f"rank {config.layer_rank(largest)}",
             f"{config.path} sets this rank for {largest}, and the maximum is {max_rank}: "
             "raise --max-lora-rank",
         )
     _check_copies(folder, weights, copies, layers, base, parts)
     matrices = {}
-    for layer in adapted:
-        rank, (out_features, in_features) = config.rank_of(layer), whole_shape(layers, layer, parts)
+    for layer in adapted_layers:
+        rank, (out_features, in_features) = config.layer_rank(layer), whole_shape(layers, layer, parts)
         down = weights.tensor(keys.get((layer, "A"), f"{_PREFIX}{layer}.lora_A.weight"), (rank, in_features))
         up = weights.tensor(keys.get((layer, "B"), f"{_PREFIX}{layer}.lora_B.weight"), (out_features, rank))
-        scaled = up.float() * config.scale_of(layer)
-        matrices[layer] = (down.to(dtype, copy=True), scaled.to(dtype))  # copies: files may change
+        scaled = up.float() * config.layer_scale(layer)
+        matrices[layer] = (down.to(dtype, copy=True), scaled.to(dtype))  # copies: the files may change
     weights.finish()
     _check_finite(folder, matrices)
     return Adapter(path, content_digest(matrices), matrices)
@@ -136,8 +136,8 @@ def _weights_file(folder: Path) -> Path:
     raise CheckpointError(folder, f"has no {WEIGHTS_FILE}")
 
 
-def _renamed(name: str, rename: Rename) -> str:
-    """Return the name of an adapter's tensor, with its layer named as in the base model."""
+def _base_tensor_name(name: str, rename: Rename) -> str:
+    """Return the name of an adapter's tensor, with the base model's name of the layer."""
     stripped = name.removeprefix(_PREFIX)
     match = _HALF.fullmatch(stripped)
     if match is None:
@@ -147,12 +147,12 @@ def _renamed(name: str, rename: Rename) -> str:
 
 
 def _layer(module: str, rename: Rename) -> str:
-    """Return the name in the base model of a layer of peft's model."""
+    """Convert the name of a layer in peft's model to its name in the base model."""
     return (rename(f"{module}.weight") or f"{module}.weight").removesuffix(".weight")
 
 
 def _decoder_prefix(names: Iterable[str], rename: Rename) -> str:
-    """Return the prefix of decoder layers in peft's model, which replaces ``model.``."""
+    """Return the prefix of decoder layers in peft's model; the base model has ``model.`` instead."""
     for name in names:
         if match := _HALF.fullmatch(name.removeprefix(_PREFIX)):
             layer = _layer(match["layer"], rename)
@@ -202,10 +202,13 @@ def _classify_tensors(
         if config.targets(layer):
             for half in "AB":
                 keys.setdefault((layer, half), f"{_PREFIX}{layer}.lora_{half}.weight")
-    excluded = [layer for layer, _ in keys if config.target_modules is not None and not config.targets(layer)]
-    if excluded:
+    excluded_layers = [
+        layer for layer, _ in keys if config.target_modules is not None and not config.targets(layer)
+    ]
+    if excluded_layers:
         raise WeightsError(
-            config.path.parent, f"has matrices for {excluded[0]}, which target_modules does not include"
+            config.path.parent,
+            f"has matrices for {excluded_layers[0]}, which target_modules does not include",
         )
     if not keys:
         raise WeightsError(config.path.parent, "has no matrices for any layer of the model")
@@ -242,26 +245,26 @@ def _check_copies(
         base_name = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
         layer = base_name.removesuffix(".weight")
         if base_name in base:
-            expected = base.tensor(base_name, base.shape(base_name))
-        elif layer in layers:  # a tied head has no tensor
-            expected = _unpacked(layers, layer)
+            base_tensor = base.tensor(base_name, base.shape(base_name))
+        elif layer in layers:  # the checkpoint has no tensor for a tied head
+            base_tensor = _unpacked_weight(layers, layer)
         else:
             raise WeightsError(folder, f"{name} is neither part of an adapter nor a tensor of the model")
         is_part = base_name not in base and layer in parts
-        shape = whole_shape(layers, layer, parts) if is_part else tuple(expected.shape)
+        shape = whole_shape(layers, layer, parts) if is_part else tuple(base_tensor.shape)
         if weights.shape(name) != shape:
             raise UnsupportedFeatureError(
                 f"a resized {base_name}",
                 f"its shape is {list(weights.shape(name))} in {folder} and {list(shape)} in the model",
             )
         copy = weights.tensor(name, shape)
-        if is_part:  # the other ranks compare their part
+        if is_part:  # each rank compares its own part
             copy = concatenated(parts[layer].slice_weight(copy))
-        is_equal = torch.equal(copy.to(expected.dtype), expected) or torch.equal(
-            copy, expected.to(copy.dtype)
+        is_equal = torch.equal(copy.to(base_tensor.dtype), base_tensor) or torch.equal(
+            copy, base_tensor.to(copy.dtype)
         )
-        if not is_equal and base_name not in base:  # a packed head is rounded
-            is_equal = torch.equal(_as_packed(copy, layers[layer]), expected)
+        if not is_equal and base_name not in base:  # the values of a packed head are rounded
+            is_equal = torch.equal(_as_packed(copy, layers[layer]), base_tensor)
         if not is_equal:
             raise UnsupportedFeatureError(
                 f"a retrained {base_name}", f"{folder} would replace the base model's for all requests"
@@ -285,7 +288,7 @@ def layer_shape(layers: Layers, layer: str) -> tuple[int, int]:
     return part.stop - part.start, layers[layer].in_features
 
 
-def _unpacked(layers: Layers, layer: str) -> Tensor:  # [out, in]
+def _unpacked_weight(layers: Layers, layer: str) -> Tensor:  # [out, in]
     return unpack_linear(layers[layer])[_part(layers, layer)].cpu()
 
 

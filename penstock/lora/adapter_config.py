@@ -1,8 +1,8 @@
 """``adapter_config.json`` of a PEFT directory: the adapted layers with their ranks and scales.
 
-The format and the matching of patterns are those of PEFT (https://huggingface.co/docs/peft, ``LoraConfig``).
+The format and the matching of patterns follow PEFT (https://huggingface.co/docs/peft, ``LoraConfig``).
 Unsupported settings that change results are errors, and so are unknown fields that are set. An adapter is
-applied exactly as it was trained.
+applied exactly as it was trained, or rejected.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _REFUSED: Mapping[str, str] = {
     "velora_config": "VeLoRA",
     "ensure_weight_tying": "an adapter that keeps head and embedding tied",
 }
-"""Unsupported fields that change results when set -> their meaning."""
+"""Field that is not supported and changes results when set -> the kind of adapter that it describes."""
 
 _WITHOUT_EFFECT = {
     "auto_mapping",
     "base_model_name_or_path",
-    "corda_config",  # initialization only; `init_lora_weights` tells whether it changed the base model
+    "corda_config",  # initialization, checked by `init_lora_weights`
     "eva_config",
     "fan_in_fan_out",  # memory layout of the base model's weights
     "inference_mode",
@@ -81,7 +81,10 @@ DECODER = "model."
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """The fields of an ``adapter_config.json`` that affect results. Layer names are the base model's."""
+    """The fields of an ``adapter_config.json`` that affect results.
+
+    Layers have the names of the base model.
+    """
 
     path: Path
     rank: int
@@ -95,8 +98,9 @@ class AdapterConfig:
     layers_pattern: tuple[str, ...]
     base_model: str | None
     decoder: str = DECODER
-    """The prefix of decoder layers in peft's model, which replaces ``model.``. It differs if the decoder is a
-    part of the model, as in models that read images. Patterns match the names in peft's model.
+    """The prefix of decoder layers in peft's model. It differs from ``model.`` if
+    the decoder is a part of the model, as in models that read images. Patterns match the names in peft's
+    model.
     """
 
     @classmethod
@@ -117,8 +121,8 @@ class AdapterConfig:
         _refuse_unsupported(path, fields)
         return _Reader(path, fields).config()
 
-    def of_modules(self, decoder: str) -> AdapterConfig:
-        """Return the same configuration for another `decoder`."""
+    def with_decoder_prefix(self, decoder: str) -> AdapterConfig:
+        """Return the configuration with this prefix of decoder layers (`decoder`)."""
         return replace(self, decoder=decoder)
 
     def _module(self, layer: str) -> str:
@@ -126,16 +130,19 @@ class AdapterConfig:
         rest = layer.removeprefix(DECODER)
         return layer if rest == layer else self.decoder + rest
 
-    def rank_of(self, layer: str) -> int:
+    def layer_rank(self, layer: str) -> int:
         """Return the rank of a layer's matrices."""
         return int(_first_match(self.rank_pattern, self._module(layer), self.rank))
 
-    def scale_of(self, layer: str) -> float:
-        """Return the factor of the product of a layer's matrices.
+    def layer_scale(self, layer: str) -> float:
+        """Return the factor by which the product B A of a layer's matrices is multiplied.
 
         It is ``alpha / rank``; with rsLoRA ``alpha / sqrt(rank)`` (Kalajdzievski 2023, arXiv:2312.03732).
         """
-        rank, alpha = self.rank_of(layer), _first_match(self.alpha_pattern, self._module(layer), self.alpha)
+        rank, alpha = (
+            self.layer_rank(layer),
+            _first_match(self.alpha_pattern, self._module(layer), self.alpha),
+        )
         return alpha / (rank**0.5 if self.use_rslora else rank)
 
     def targets(self, layer: str) -> bool:
@@ -222,7 +229,7 @@ class _Reader:
             return None
         if isinstance(value, str):
             return value
-        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             self._refuse(f"{name} must be text or a list of texts, is {value!r}")
         return tuple(value)
 
@@ -233,7 +240,7 @@ class _Reader:
     def _layers(self) -> tuple[int, ...]:
         value = self._fields.get("layers_to_transform")
         value = [] if value is None else [value] if isinstance(value, int) else value
-        if not isinstance(value, list) or not all(type(one) is int for one in value):
+        if not isinstance(value, list) or not all(type(item) is int for item in value):
             self._refuse(f"layers_to_transform must be whole numbers, is {value!r}")
         return tuple(value)
 

@@ -1,4 +1,4 @@
-"""`LoRAManager`: loads adapters, assigns them to requests, and limits the running ones."""
+"""`LoRAManager`: loads adapters, assigns them to requests, and limits the number of running adapters."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ class _Use:
 
 
 class LoRAManager:
-    """Holds adapters by name, limits the running ones to the number of slots, and prepares batch inputs.
+    """Holds adapters by name, limits running adapters to the number of slots, and prepares batch inputs.
 
-    A request resolves the name of its adapter once, at first use. It keeps that content until it is released,
-    even while it is preempted, and even if the name is unloaded or loaded again. Block hashes are rooted in
-    the digest of the content, so cached blocks of different contents never mix.
+    A request resolves the name of its adapter once, at first use. It uses the content of this adapter until
+    it is released, even if the name is unloaded or loaded again. The digest of the content is the root of
+    block hashes, so cached blocks of different contents never mix.
 
     Any thread may call `load`, `unload` and `names`. `load` checks everything first and then changes the
     state in one assignment. Only the thread that runs the steps may call the other methods.
 
     Args:
-        config: limits on the number and the rank of adapters.
+        config: the maximum number and the maximum rank of adapters.
         layers: the linear layers of the base model by their names in the checkpoint.
         base: the tensors of the base model.
         model_names: the names of the base model, which adapters cannot use.
@@ -55,8 +55,8 @@ class LoRAManager:
         rename: see `read_adapter`.
         parts: the layers that are divided among ranks.
         task_adapters: the adapters of the checkpoint, by name. They are always loaded.
-        is_leader: whether this process loads adapters and assigns slots. The other processes use the slots
-            that it assigns.
+        is_leader: whether this process is rank 0, which loads adapters and assigns slots. Other ranks use the
+            slots that rank 0 assigns.
 
     Raises:
         PenstockError: an adapter of ``config.lora`` cannot be loaded; see `load`.
@@ -81,17 +81,19 @@ class LoRAManager:
         self._model_names = tuple(model_names)
         self._dtype, self._device = dtype, device
         self._tasks = task_adapters
-        self._loaded: dict[str, Adapter] = dict(task_adapters)
+        self._adapters_by_name: dict[str, Adapter] = dict(task_adapters)
         self._slots = AdapterSlots(config.max_loras, config.max_lora_rank, layers, dtype, device, parts)
-        self._uses: dict[str, _Use] = {}  # by request id
-        self._running: Counter[bytes] = Counter()  # digest -> admitted requests that use it
+        self._uses: dict[str, _Use] = {}  # request id -> its adapter
+        self._num_running_requests: Counter[bytes] = (
+            Counter()
+        )  # digest -> number of admitted requests that use it
         for name, path in config.adapters if is_leader else ():
             self.load(name, path)
 
     # -- Adapters by name -------------------------------------------------------------------------------
 
     def load(self, name: str, path: str) -> None:
-        """Load a PEFT directory under a name. Replaces an adapter of that name. A failure changes nothing.
+        """Load a PEFT directory under a name, and replace an adapter of that name. A failure has no effect.
 
         Raises:
             InputError: the name cannot be used, or the maximum number of adapters is loaded.
@@ -100,15 +102,15 @@ class LoRAManager:
         """
         self._check_name(name)
         limit = self._config.max_loaded_loras
-        if name not in self._loaded and len(self._loaded) >= limit:
+        if name not in self._adapters_by_name and len(self._adapters_by_name) >= limit:
             raise InputError(
-                f"{len(self._loaded)} adapters are loaded, and the maximum is {limit}: unload one, or raise "
-                "--max-loaded-loras"
+                f"{len(self._adapters_by_name)} adapters are loaded, and the maximum is {limit}: unload one, "
+                "or raise --max-loaded-loras"
             )
         limits = self._dtype, self._config.max_lora_rank
         adapter = read_adapter(path, self._layers, self._base, *limits, self._rename, self._parts)
         warn_base_model_mismatch(path, self._model_names[0])
-        self._loaded[name] = adapter
+        self._adapters_by_name[name] = adapter
 
     def unload(self, name: str) -> None:
         """Unload an adapter. Requests that use it continue.
@@ -119,17 +121,17 @@ class LoRAManager:
         """
         if name in self._tasks:
             raise InputError(f"{name!r} is a task adapter of the checkpoint: it cannot be unloaded")
-        if self._loaded.pop(name, None) is None:
-            raise UnknownModelError(name, list(self._loaded))
+        if self._adapters_by_name.pop(name, None) is None:
+            raise UnknownModelError(name, list(self._adapters_by_name))
 
     def names(self) -> list[tuple[str, str]]:
         """Return the name and path of each loaded adapter."""
-        return [(name, adapter.path) for name, adapter in list(self._loaded.items())]
+        return [(name, adapter.path) for name, adapter in list(self._adapters_by_name.items())]
 
     # -- Requests ---------------------------------------------------------------------------------------
 
     def digest(self, context: InputContext) -> bytes:
-        """Return the digest of the content of a request's adapter, the root of its block hashes.
+        """Return the digest of a request's adapter, which is the root of the request's block hashes.
 
         Raises:
             UnknownModelError: the request's adapter is not loaded.
@@ -151,7 +153,9 @@ class LoRAManager:
         if use.is_admitted:
             return True
         digest = use.adapter.digest
-        has_slot = digest in self._running or len(self._running) < self._config.max_loras
+        has_slot = (
+            digest in self._num_running_requests or len(self._num_running_requests) < self._config.max_loras
+        )
         overtakes = use.num_skips < MAX_SKIPS and any(
             other.num_skips >= MAX_SKIPS and not other.is_admitted for other in self._uses.values()
         )
@@ -159,7 +163,7 @@ class LoRAManager:
             use.num_skips += 1
             return False
         use.is_admitted = True
-        self._running[digest] += 1
+        self._num_running_requests[digest] += 1
         return True
 
     def release(self, context: InputContext) -> None:
@@ -170,9 +174,9 @@ class LoRAManager:
         del self._uses[context.request_id]
         if use.is_admitted:
             digest = use.adapter.digest
-            self._running[digest] -= 1
-            if not self._running[digest]:
-                del self._running[digest]
+            self._num_running_requests[digest] -= 1
+            if not self._num_running_requests[digest]:
+                del self._num_running_requests[digest]
 
     def check(self, contexts: Sequence[InputContext]) -> None:
         """Check that a batch can run together.
@@ -181,11 +185,11 @@ class LoRAManager:
             UnknownModelError: the adapter of a request is not loaded.
             InputError: the batch uses more adapters than there are slots.
         """
-        used = {self.digest(context) for context in contexts if context.adapter is not None}
-        if len(used) > self._config.max_loras:
+        used_adapters = {self.digest(context) for context in contexts if context.adapter is not None}
+        if len(used_adapters) > self._config.max_loras:
             raise InputError(
-                f"the batch uses {len(used)} adapters, and at most {self._config.max_loras} can run at once: "
-                "split it, or raise --max-loras"
+                f"the batch uses {len(used_adapters)} adapters, and at most {self._config.max_loras} can run "
+                "at once: split it, or raise --max-loras"
             )
 
     def inputs(self, contexts: Sequence[InputContext], counts: np.ndarray) -> LoRAInputs | None:
@@ -195,27 +199,29 @@ class LoRAManager:
             contexts: the batch.
             counts: ``[B]`` number of rows of each context.
         """
-        used = [None if context.adapter is None else self._use(context).adapter for context in contexts]
-        adapters = {adapter.digest: adapter for adapter in used if adapter is not None}
+        used_adapters = [
+            None if context.adapter is None else self._use(context).adapter for context in contexts
+        ]
+        adapters = {adapter.digest: adapter for adapter in used_adapters if adapter is not None}
         if not adapters:
             return None
-        slots = self._slots.assign(adapters, keep=self._running)
-        indices = np.array([-1 if adapter is None else slots[adapter.digest] for adapter in used])
+        slots = self._slots.assign(adapters, keep=self._num_running_requests)
+        indices = np.array([-1 if adapter is None else slots[adapter.digest] for adapter in used_adapters])
         rows = upload(indices.repeat(counts), self._device)
         return LoRAInputs(rows, self._slots.matrices, self._slots.ranks)
 
     # -- Slots of other processes -------------------------------------------------------------------------
 
     def on_put(self, call: Callable[[int, Mapping[str, tuple[Tensor, Tensor]]], None]) -> None:
-        """Call a function before an adapter is put into a slot, with the slot and the whole matrices."""
+        """Call ``call(slot, whole matrices)`` before each assignment of an adapter to a slot."""
         self._slots.on_put = lambda slot, adapter: call(slot, adapter.matrices)
 
     def put(self, slot: int, matrices: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Put an adapter that the leader has loaded into the slot that the leader has chosen."""
         self._slots.put(slot, matrices)
 
-    def inputs_of_rows(self, rows: Tensor) -> LoRAInputs:
-        """Return the adapter inputs of a batch whose rows have these slots, ``[T]``."""
+    def inputs_for_rows(self, rows: Tensor) -> LoRAInputs:
+        """Return the adapter inputs of a batch; ``rows [T]`` has the slot of each row, or -1."""
         return LoRAInputs(rows, self._slots.matrices, self._slots.ranks)
 
     def _use(self, context: InputContext) -> _Use:
@@ -223,9 +229,9 @@ class LoRAManager:
         if use is not None and use.context is context:
             return use
         assert context.adapter is not None, f"{context.request_id} uses no adapter"
-        adapter = self._loaded.get(context.adapter)
+        adapter = self._adapters_by_name.get(context.adapter)
         if adapter is None:
-            raise UnknownModelError(context.adapter, [*self._model_names, *self._loaded])
+            raise UnknownModelError(context.adapter, [*self._model_names, *self._adapters_by_name])
         if use is not None:  # an earlier request with the same id was not released
             self.release(use.context)
         use = self._uses[context.request_id] = _Use(context, adapter)

@@ -35,7 +35,7 @@ def read_task_adapters(
         tables: the embedding tables that can be adapted. Their tensors are ``lora_A [n, V, r]`` and
             ``lora_B [n, r, E]``.
         tasks: the names of the n tasks, in their order in the tensors.
-        path: the checkpoint, for lists of adapters.
+        path: the path of the checkpoint, which lists of loaded adapters show.
         alpha: the numerator of the scale.
         dtype: the type of the activations.
 

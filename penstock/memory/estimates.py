@@ -7,6 +7,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from penstock.dtype import DType
+from penstock.kernels import backend
 from penstock.kernels.encodings import encoding_named
 from penstock.memory.demand import max_logit_rows, requested_step_tokens
 from penstock.weights.safetensors import QuantizedHeader, TensorHeader
@@ -42,6 +43,7 @@ def estimate_weights_size(
     """
     names = _names_or_default(names)
     model = pipeline_config.model
+    kernels = backend.BACKENDS.candidates(model.devices[0].device_type, model.kernels)[0]
     floats = _encoding(pipeline_config).compute_dtype.value
     size = 0.0
     for name, header in model.tensor_headers.items():
@@ -59,7 +61,7 @@ def estimate_weights_size(
                 kind = encoding_named(encoding)
                 encoding = kind.for_layer(layer_role, out_features, in_features)
             kind = encoding_named(encoding)
-            size += prod(experts) * kind.num_bytes(out_features, in_features) * share(name)
+            size += prod(experts) * kernels.num_bytes(kind, out_features, in_features) * share(name)
             if model.keeps_stored_layers and isinstance(header, QuantizedHeader):
                 size += len(header.order)
         elif role != "head":
@@ -73,7 +75,7 @@ def estimate_weights_size(
     stored_head = _stored_head(pipeline_config, names)
     for vocabulary, hidden in head_shapes:
         head = encoding_named(stored_head or kind.for_layer("head", vocabulary, hidden))
-        size += head.num_bytes(vocabulary, hidden) * share(f"{names.head}.weight")
+        size += kernels.num_bytes(head, vocabulary, hidden) * share(f"{names.head}.weight")
     return int(size)
 
 

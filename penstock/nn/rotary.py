@@ -184,6 +184,7 @@ class Rotary:
         """Whether the angles depend on the length of the sequence, not only on the position."""
         frequencies, factor = _FREQUENCIES[config.kind](config)
         self.cos, self.sin = _tables(frequencies, factor, max_length, device)  # [P, R / 2]
+        self._axes = torch.tensor(config.axes or (), dtype=torch.int64).to(device)  # [R / 2], or empty
         if config.kind == "longrope" and self.length_dependent:  # rows P to 2P - 1 have the long factors
             long = _tables(_longrope(config, "long_factor")[0], factor, max_length, device)
             self.cos, self.sin = torch.cat([self.cos, long[0]]), torch.cat([self.sin, long[1]])
@@ -201,8 +202,7 @@ class Rotary:
 
     def _multi_axis_rows(self, positions: Tensor) -> RotaryRows:  # [A, T]
         """Return the rows of a multimodal rope, where each pair of dims uses one of the position axes."""
-        axes = torch.tensor(self.config.axes, device=positions.device)  # [R / 2]
-        rows = positions[axes].T  # [T, R / 2]
+        rows = positions[self._axes].T  # [T, R / 2]
         return self.cos.gather(0, rows), self.sin.gather(0, rows)
 
     def _dynamic_rows(self, positions: Tensor, lengths: Tensor) -> RotaryRows:

@@ -1,7 +1,7 @@
 """`AudioGeneratorPipeline`: speech tokens from a language model, and audio from a codec.
 
 One call of ``execute`` generates tokens for the contexts whose speech has not ended, and then decodes the
-chunks that are due:
+chunks whose frames are complete:
 
     speech tokens   | decoded ........ | chunk ...... | right context | incomplete frame |
                       left context ->|  |<- samples ->|
@@ -94,26 +94,29 @@ def create_audio(required: PipelineRequirements, codecs: CodecRegistry = CODECS)
 
 
 def codec_folder(config: PipelineConfig, form: SpeechFormat) -> Path:
-    """Return the folder of the codec: the configured one, else that of the checkpoint, else that of the
-    format."""
-    given, named = config.speech.codec, form.description.codec
-    if given is None and named is not None and (config.model.checkpoint / named).is_dir():
-        return config.model.checkpoint / named
-    return resolve_codec(given or named or form.default_codec)
+    """Return the codec's folder, from the configuration, or else the checkpoint, or else the format."""
+    configured_codec, checkpoint_codec = config.speech.codec, form.description.codec
+    if (
+        configured_codec is None
+        and checkpoint_codec is not None
+        and (config.model.checkpoint / checkpoint_codec).is_dir()
+    ):
+        return config.model.checkpoint / checkpoint_codec
+    return resolve_codec(configured_codec or checkpoint_codec or form.default_codec)
 
 
 def codec_encoding(config: PipelineConfig, codec: SupportedCodec) -> str | None:
-    """Return the encoding of the codec: the configured one, else the model's if the codec supports it."""
+    """Return the configured encoding of the codec, or else the model's encoding if the codec has it."""
     if config.speech.codec_encoding is not None:
         return config.speech.codec_encoding
     return config.model.encoding if config.model.encoding in codec.encodings else None
 
 
 def check_codec(codec: AudioCodec, form: SpeechFormat) -> None:
-    """Check that the codes of the format are those of the codec.
+    """Check that the speech format and the codec have the same numbers of codes.
 
     Raises:
-        ConfigError: they differ; the message has both numbers.
+        ConfigError: the numbers differ; the message contains them.
     """
     format_sizes = (form.codes.codes_per_frame, form.codes.codebook_size)
     codec_sizes = (codec.codes_per_frame, codec.codebook_size)
@@ -131,7 +134,7 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
 
     Args:
         speech_lm_pipeline: generates the speech tokens.
-        codec: decodes them.
+        codec: decodes the speech tokens.
         voices: the voices to imitate, by name.
         chunk_frames: frames of each chunk; None chooses by the frame rate of the codec.
     """
@@ -155,7 +158,7 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
             ceil(seconds * codec.frame_rate) if chunk_frames is None else chunk_frames
             for seconds in (_FIRST_CHUNK, _LARGEST_CHUNK, _WHOLE_CHUNK)
         )
-        self._streamed, self._whole = ChunkSizes(first, largest), ChunkSizes(whole, whole)
+        self._stream_sizes, self._response_sizes = ChunkSizes(first, largest), ChunkSizes(whole, whole)
         self._chunk_ends: dict[int, int] = {}
         self._max_frames = max(whole, largest)
         """Maximum number of frames decoded in one call, apart from the last chunk of each context."""
@@ -172,7 +175,7 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
     ) -> dict[str, AudioGenerationResponse]:
         """Generate up to ``num_tokens`` speech tokens for each context, and decode all whole frames.
 
-        Frames that the codec needs as right context of the last samples are decoded in the next call.
+        The codec needs frames after a chunk as right context. These frames are decoded in the next call.
 
         Raises:
             InputError: ``num_tokens`` is less than 1, or a context has ended.
@@ -181,26 +184,26 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
             raise InputError(f"num_tokens must be at least 1, was {num_tokens}")
         self._check(batch)
         counts = dict.fromkeys(batch, num_tokens)
-        self.speech_lm_pipeline.next_speech_token(self._generating(batch), num_tokens, counts)
-        everything = max(len(context.speech_tokens) for context in batch.values()) if batch else 0
-        return self._respond(batch, ChunkSizes(everything, everything), takes_rest=True)
+        self.speech_lm_pipeline.next_speech_token(self._generating_contexts(batch), num_tokens, counts)
+        all_frames = max(len(context.speech_tokens) for context in batch.values()) if batch else 0
+        return self._respond(batch, ChunkSizes(all_frames, all_frames), allows_short_chunks=True)
 
     # -- TaskPipeline -----------------------------------------------------------------------------------
 
     def execute(
         self, batch: Mapping[str, TTSContext], num_steps: int = 1
     ) -> dict[str, AudioGenerationResponse]:
-        """Run up to ``num_steps`` steps of the language model, and decode the chunks that are due.
+        """Run up to ``num_steps`` steps of the language model, and decode complete chunks.
 
-        Contexts whose tokens have ended are only decoded. The cache blocks of a context are freed as soon as
-        its tokens have ended.
+        For contexts that have generated all tokens, only audio is decoded. Their cache blocks are already
+        freed.
         """
         if num_steps < 1:
             raise InputError(f"num_steps must be at least 1, was {num_steps}")
         self._check(batch)
-        generating = self._generating(batch)
-        if generating:
-            self.speech_lm_pipeline.execute(generating, num_steps)
+        generating_contexts = self._generating_contexts(batch)
+        if generating_contexts:
+            self.speech_lm_pipeline.execute(generating_contexts, num_steps)
         return self._respond(batch, None)
 
     def ready(self, context: TTSContext) -> bool:
@@ -243,37 +246,44 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
                 status = context.audio_generation_status
                 raise InputError(f"request {request_id} has ended ({status.value})")
 
-    def _generating(self, batch: Mapping[str, TTSContext]) -> dict[str, TTSContext]:
-        """Return the contexts whose tokens have not ended; their blocks stay reserved."""
-        rows = {name: one for name, one in batch.items() if not one.generation_status.is_done}
+    def _generating_contexts(self, batch: Mapping[str, TTSContext]) -> dict[str, TTSContext]:
+        """Return the contexts that still generate tokens, as a `ReservedBatch` if ``batch`` is one."""
+        rows = {name: context for name, context in batch.items() if not context.generation_status.is_done}
         return ReservedBatch(rows) if isinstance(batch, ReservedBatch) else rows
 
     # -- Audio ------------------------------------------------------------------------------------------
 
     def _respond(
-        self, batch: Mapping[str, TTSContext], sizes: ChunkSizes | None, *, takes_rest: bool = False
+        self, batch: Mapping[str, TTSContext], sizes: ChunkSizes | None, *, allows_short_chunks: bool = False
     ) -> dict[str, AudioGenerationResponse]:
-        """Decode the due chunks, update the contexts and return their responses."""
+        """Decode the complete chunks, update the contexts and return their responses.
+
+        Args:
+            batch: the contexts.
+            sizes: the chunk sizes; None chooses sizes for streaming or for whole responses per context.
+            allows_short_chunks: whether chunks of unfinished contexts may be shorter than these sizes.
+        """
         self.failures |= self.speech_lm_pipeline.failures
         self.speech_lm_pipeline.failures.clear()
         audio: dict[str, list[npt.NDArray[np.float32]]] = {}
         num_left = self._max_frames
         while num_left > 0:
-            due = {
+            due_chunks = {
                 request_id: chunk
                 for request_id, context in batch.items()
                 if request_id not in self.failures
-                and (chunk := self._next_chunk(context, sizes, takes_rest=takes_rest)) is not None
+                and (chunk := self._next_chunk(context, sizes, allows_short_chunks=allows_short_chunks))
+                is not None
             }
-            if not due:
+            if not due_chunks:
                 break
-            for request_id, samples in self._decode(due).items():
+            for request_id, samples in self._decode(due_chunks).items():
                 audio.setdefault(request_id, []).append(samples)
-                chunk = due[request_id]
+                chunk = due_chunks[request_id]
                 end = (chunk.start + chunk.num_frames) * self.codec.codes_per_frame
                 batch[request_id].set_decoded_index(end)
-            if not takes_rest:
-                num_left -= sum(chunk.num_frames for chunk in due.values())
+            if not allows_short_chunks:
+                num_left -= sum(chunk.num_frames for chunk in due_chunks.values())
         for request_id, context in batch.items():
             if request_id not in self.failures:
                 self._finish(request_id, context)
@@ -287,17 +297,17 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
         }
 
     def _next_chunk(
-        self, context: TTSContext, sizes: ChunkSizes | None, *, takes_rest: bool
+        self, context: TTSContext, sizes: ChunkSizes | None, *, allows_short_chunks: bool
     ) -> CodecChunk | None:
-        """Return the next chunk of a context; None if its frames are not generated yet."""
+        """Return the next chunk of a context; None if its frames are not complete."""
         codec, size = self.codec, self.codec.codes_per_frame
         start, num_frames = context.decoded_index // size, len(context.speech_tokens) // size
         has_ended = context.generation_status.is_done
         if sizes is None:
-            sizes = self._streamed if context.streaming else self._whole
+            sizes = self._stream_sizes if context.streaming else self._response_sizes
         stop = self._chunk_end(start + sizes.after(start))
         ready = codec.ready_frames(num_frames, ended=has_ended)
-        if ready <= start or (ready < stop and not has_ended and not takes_rest):
+        if ready <= start or (ready < stop and not has_ended and not allows_short_chunks):
             return None
         stop = min(stop, ready)
         first, end = codec.context_at(start, stop)
@@ -315,19 +325,23 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
         if end is None:
             counts = range(stop, stop + self.codec.right_context + 1)
             ready = (self.codec.ready_frames(count, ended=False) for count in counts)
-            end = self._chunk_ends[stop] = next((one for one in ready if one >= stop), stop)
+            end = self._chunk_ends[stop] = next((end_frame for end_frame in ready if end_frame >= stop), stop)
         return end
 
-    def _decode(self, due: Mapping[str, CodecChunk]) -> dict[str, npt.NDArray[np.float32]]:
+    def _decode(self, due_chunks: Mapping[str, CodecChunk]) -> dict[str, npt.NDArray[np.float32]]:
         """Return the samples of each chunk. An error in one chunk ends only its request."""
-        chunks: Sequence[CodecChunk] = list(due.values())
+        chunks: Sequence[CodecChunk] = list(due_chunks.values())
         try:
             with torch.inference_mode():
                 samples = self.codec.decode_chunks(chunks)
         except Exception as error:
-            if len(due) > 1:
-                return {name: one for item in due.items() for name, one in self._decode(dict([item])).items()}
-            (request_id,) = due
+            if len(due_chunks) > 1:
+                return {
+                    name: waveform
+                    for chunk in due_chunks.items()
+                    for name, waveform in self._decode(dict([chunk])).items()
+                }
+            (request_id,) = due_chunks
             _logger.exception("request %s ended because the codec failed", request_id)
             failure = RequestFailedError(
                 f"request {request_id} ended because the codec {self.codec.name} failed "
@@ -335,10 +349,12 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
             )
             self.failures[request_id] = failure
             return {}
-        return {name: one.float().cpu().numpy() for name, one in zip(due, samples, strict=True)}
+        return {
+            name: waveform.float().cpu().numpy() for name, waveform in zip(due_chunks, samples, strict=True)
+        }
 
     def _finish(self, request_id: str, context: TTSContext) -> None:
-        """End a context whose tokens have ended and are all decoded."""
+        """End a context whose tokens are all generated and decoded."""
         status = context.generation_status
         if not status.is_done:
             return

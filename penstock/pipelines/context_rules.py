@@ -15,8 +15,9 @@ def check_context(
     """Check that a context can run.
 
     Raises:
-        InputError: it has ended, or is longer than the model's maximum length.
-        UnsupportedFeatureError: it needs adapters that are not enabled, or a matcher that is missing.
+        InputError: the context has ended, or is longer than the model's maximum length.
+        UnsupportedFeatureError: the context needs adapters, which are not enabled, or a matcher, which is
+        missing.
     """
     status = context.generation_status
     if status is not TextGenerationStatus.ACTIVE:
@@ -75,7 +76,7 @@ def appends_forced_tokens(context: TextContext) -> bool:
     """Return whether tokens forced by the grammar are appended without sampling.
 
     They are not appended if each token must be checked: with log probabilities, end sequences or forbidden
-    tokens. Then forced tokens are drafts, which are always accepted.
+    tokens. Forced tokens are then drafts that verification always accepts.
     """
     params = context.sampling_params
     is_banned = params.banned_token_ids or params.banned_sequences

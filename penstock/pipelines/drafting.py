@@ -16,7 +16,7 @@ _MAX_FORCED_TOKENS = 64
 
 
 def draft_limits(contexts: Sequence[TextContext], kv: KVCache, max_rows: int) -> list[int]:
-    """Return the maximum number of drafts for each context. The unused rows of the step are divided evenly.
+    """Return the maximum number of drafts per context. Unused rows of the step are divided evenly among them.
 
     Args:
         contexts: the batch.
@@ -50,7 +50,7 @@ def draft_tokens(
     """
     drafts: list[list[int]] = [[] for _ in contexts]
     for index, (context, limit) in enumerate(zip(contexts, limits, strict=True)):
-        # Contexts that append forced tokens after each token have none left to draft.
+        # Contexts that append forced tokens have already done so after their last sampled token.
         is_appended = appends_forced_tokens(context) and len(context.generated_tokens)
         if context.matcher is not None and vocabulary and not is_appended:
             drafts[index] = forced_tokens(context, min(limit, _MAX_FORCED_TOKENS), vocabulary)
@@ -72,7 +72,7 @@ def append_forced(context: TextContext, kv: KVCache, vocabulary: int) -> int:
     is_over = context.generation_status.is_done or context.active_idx < context.end_idx
     if not appends_forced_tokens(context) or is_over or not vocabulary:
         return 0
-    limit = _tokens_left(context, kv) - 1  # the token that reaches the maximum length is sampled
+    limit = _tokens_left(context, kv) - 1  # the last token before the maximum length is sampled
     num_forced = 0
     for token in forced_tokens(context, min(limit, _MAX_FORCED_TOKENS), vocabulary):
         context.jump_ahead(token)
@@ -110,6 +110,6 @@ def report_drafts(
 
 def _tokens_left(context: TextContext, kv: KVCache) -> int:
     """Return how many more tokens a context may get from one call, accepted drafts included."""
-    left = tokens_left(kv, context)
-    assert left is not None, "the pipeline limits the length of sequences"
-    return left
+    num_tokens = tokens_left(kv, context)
+    assert num_tokens is not None, "the pipeline limits the length of sequences"
+    return num_tokens

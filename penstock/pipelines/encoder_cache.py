@@ -1,4 +1,4 @@
-"""`EncoderCache`: the rows of encoded images, keyed by content, within a byte budget."""
+"""`EncoderCache`: the embedding rows of encoded images, keyed by content, within a byte budget."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 class EncoderCache:
-    """The rows of encoded images. The least recently used images are evicted first.
+    """An LRU cache of the embedding rows of encoded images.
 
     Args:
-        max_bytes: the largest sum of the bytes of all rows; 0 keeps nothing.
+        max_bytes: the maximum size of all cached rows in bytes; 0 disables the cache.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -30,10 +30,12 @@ class EncoderCache:
         return rows
 
     def put(self, image_hash: bytes | None, rows: Tensor) -> None:
-        """Keep the rows of an image, unless it has no digest or is larger than the whole budget."""
+        """Cache the rows of an image, unless it has no digest or its rows exceed the budget."""
         self.num_encoded += 1
         if image_hash is None or image_hash in self._rows or rows.nbytes > self.max_bytes:
             return
+        if rows.untyped_storage().nbytes() > rows.nbytes:  # a view would keep the rows of its whole batch
+            rows = rows.clone()
         self._rows[image_hash] = rows
         self.num_bytes += rows.nbytes
         while self.num_bytes > self.max_bytes:

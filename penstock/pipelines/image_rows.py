@@ -18,13 +18,13 @@ from penstock.pipelines.encoder_cache import EncoderCache
 class ImageRows:
     """Encodes the images of a step, and returns the embeddings that replace their placeholders.
 
-    An image is encoded when a step first computes one of its placeholders. Its rows are cached by its digest,
-    for the other chunks of its span and for other requests. An image whose span is in the prefix cache is not
-    encoded.
+    An image is encoded when a step first computes one of its placeholders. Its rows are cached under its
+    digest, for later chunks of the same prompt and for other requests. An image whose span is in the prefix
+    cache is not encoded.
 
     Args:
         model: encodes images.
-        cache: keeps their rows.
+        cache: caches the rows of encoded images.
         device: the device of the step.
     """
 
@@ -36,7 +36,7 @@ class ImageRows:
     def embeddings(
         self, contexts: Sequence[TextContext], counts: Sequence[int]
     ) -> tuple[Tensor, Tensor] | None:
-        """Return the rows ``[P]`` of the step that are placeholders and their embeddings ``[P, W]``.
+        """Return the indices ``[P]`` of the step's placeholder rows, and their embeddings ``[P, W]``.
 
         Args:
             contexts: the batch.
@@ -45,36 +45,39 @@ class ImageRows:
         Returns:
             None if no row is a placeholder.
         """
-        in_window: list[tuple[int, TextAndVisionContext, ImageMetadata]] = []
+        window_images: list[tuple[int, TextAndVisionContext, ImageMetadata]] = []
         first = 0
         for context, count in zip(contexts, counts, strict=True):
             if isinstance(context, TextAndVisionContext) and context.images:
-                in_window += [(first, context, image) for image in context.next_images_in_window]
+                window_images += [(first, context, image) for image in context.next_images_in_window]
             first += count
-        if not in_window:
+        if not window_images:
             return None
-        encoded = self._encoded([image for _, _, image in in_window])
+        image_embeddings = self._image_embeddings([image for _, _, image in window_images])
         rows: list[np.ndarray] = []
         values: list[Tensor] = []
-        for (first, context, image), one in zip(in_window, encoded, strict=True):
+        for (first, context, image), image_rows in zip(window_images, image_embeddings, strict=True):
             indices = context.placeholders(image)
             start, stop = np.searchsorted(indices, [context.start_idx, context.active_idx])
             rows.append(indices[start:stop].astype(np.int64) - context.start_idx + first)
-            values.append(one[start:stop])
+            values.append(image_rows[start:stop])
         all_rows = np.concatenate(rows)
-        if not len(all_rows):  # the step covers only separators of an image
+        if not len(all_rows):  # the step has only separator tokens of images
             return None
         return upload(all_rows, self._device), torch.cat(values)
 
-    def _encoded(self, images: Sequence[ImageMetadata]) -> list[Tensor]:
-        """Return the rows of each image, from the cache or from the encoder. Equal images run once."""
-        found = [self.cache.get(image.image_hash) for image in images]
-        missing: dict[bytes | int, ImageMetadata] = {}
-        for image, rows in zip(images, found, strict=True):
+    def _image_embeddings(self, images: Sequence[ImageMetadata]) -> list[Tensor]:
+        """Return the rows of each image, from the cache or from the encoder.
+
+        Equal images are encoded once.
+        """
+        cached_rows = [self.cache.get(image.image_hash) for image in images]
+        missing_images: dict[bytes | int, ImageMetadata] = {}
+        for image, rows in zip(images, cached_rows, strict=True):
             if rows is None:
-                missing.setdefault(_key(image), image)
-        computed: dict[bytes | int, Tensor] = {}
-        for batch in self._batches(list(missing.values())):
+                missing_images.setdefault(_key(image), image)
+        computed_rows: dict[bytes | int, Tensor] = {}
+        for batch in self._batches(list(missing_images.values())):
             with torch.inference_mode():
                 results = self._model.encode_images(batch)
             beat()
@@ -82,14 +85,15 @@ class ImageRows:
                 assert len(rows) == image.embedding_rows, (
                     f"the encoder returned {len(rows)} rows for an image with {image.embedding_rows}"
                 )
-                computed[_key(image)] = rows
+                computed_rows[_key(image)] = rows
                 self.cache.put(image.image_hash, rows)
         return [
-            computed[_key(image)] if rows is None else rows for image, rows in zip(images, found, strict=True)
+            computed_rows[_key(image)] if rows is None else rows
+            for image, rows in zip(images, cached_rows, strict=True)
         ]
 
     def _batches(self, images: Sequence[ImageMetadata]) -> list[list[ImageMetadata]]:
-        """Return the images in groups of at most ``max_encoder_rows`` rows, or of one image."""
+        """Return groups of images with at most ``max_encoder_rows`` rows each, or with a single image."""
         batches: list[list[ImageMetadata]] = []
         num_left = 0
         for image in images:

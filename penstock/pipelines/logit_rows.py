@@ -1,4 +1,4 @@
-"""The rows of logits of a batch: the context of each row, and the rows that are scored."""
+"""The rows of logits of a batch: the context of each row, and the rows with log probabilities."""
 
 from __future__ import annotations
 
@@ -39,30 +39,32 @@ class LogitRows:
 def rows_as_sequences(
     inputs: ModelInputs, outputs: ModelOutputs, drafts: Sequence[list[int]], owners: Sequence[int]
 ) -> tuple[ModelInputs, ModelOutputs]:
-    """Return the rows to score as a batch: the active rows of a context, then one row per accepted draft.
+    """Return the rows with log probabilities as a batch: one sequence for each reported token.
+
+    The first sequence of a context has its active rows. Each further sequence has the row of one draft.
 
     Args:
         inputs: inputs of the forward; the rows of a context are contiguous, its drafts last.
         outputs: outputs of the forward.
         drafts: the verified drafts.
-        owners: the context of each token to score. The active rows score the first token of a context.
+        owners: the index of the context of each reported token.
     """
     assert outputs.logits is not None, "the model returned no logits"
     row_ends, logit_ends = inputs.row_offsets.tolist(), inputs.logit_offsets.tolist()
     rows: list[int] = []
     logit_rows: list[int] = []
     row_offsets, logit_offsets = [0], [0]
-    place = 0
+    position = 0
     for number, owner in enumerate(owners):
-        place = place + 1 if number and owners[number - 1] == owner else 0
+        position = position + 1 if number and owners[number - 1] == owner else 0
         width = len(drafts[owner])
         first_draft, first_logits = row_ends[owner + 1] - width, logit_ends[owner + 1] - width
-        if place == 0:
+        if position == 0:
             rows += range(row_ends[owner], first_draft)
             logit_rows += range(logit_ends[owner], first_logits)
         else:
-            rows.append(first_draft + place - 1)
-            logit_rows.append(first_logits + place - 1)
+            rows.append(first_draft + position - 1)
+            logit_rows.append(first_logits + position - 1)
         row_offsets.append(len(rows))
         logit_offsets.append(len(logit_rows))
     device = outputs.logits.device

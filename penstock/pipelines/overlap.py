@@ -5,10 +5,10 @@ needs them in the contexts, because grammars, penalties and stop conditions depe
 
     launch(1)  sample(1)  advance(1)  launch(2)  collect(1)  sample(2)  advance(2)  launch(3)  collect(2)  ...
 
-Between ``advance`` and ``collect`` a context counts a last token that is not known yet. ``collect`` moves it
-back and passes it the token. ``sample`` then compares it with what the forward assumed. If the context has
-ended, or has other tokens to compute because its grammar forces some, the row of the forward is dropped.
-The next step computes the tokens of a dropped row again, if they are still needed, so results do not change.
+Between ``advance`` and ``collect``, the last token of a context is a placeholder. ``collect`` removes the
+placeholder and appends the sampled token. ``sample`` then checks that the context is as the forward assumed.
+If the context has ended, or if its grammar has appended other tokens, the row of the forward is dropped. The
+next step computes the tokens of a dropped row again, if they are still needed, so results do not change.
 """
 
 from __future__ import annotations
@@ -62,15 +62,15 @@ class OverlappedStep:
     forward: Submitted[_Forward]
     begin: float
     """Time of the launch in seconds."""
-    kept: list[int] = field(default_factory=list)
+    kept_rows: list[int] = field(default_factory=list)
     """The rows that were sampled, ascending."""
-    sampled: Submitted[Tensor] | None = None  # [len(kept)] int64
+    sampled_tokens: Submitted[Tensor] | None = None  # [len(kept_rows)] int64
     """The tokens on the device; None before `OverlappedSteps.sample`."""
-    fetched: Fetched | None = None
+    host_tokens: Fetched | None = None
     """The copy of the tokens to the host, which may still be running."""
-    unknown: dict[str, int] = field(default_factory=dict)
-    """Request id -> index in ``sampled`` of the last token of its context, after ``advance``."""
-    advanced: list[int] = field(default_factory=list)
+    pending_tokens: dict[str, int] = field(default_factory=dict)
+    """Request id -> index in ``sampled_tokens`` of the last token of its context, after ``advance``."""
+    advanced_rows: list[int] = field(default_factory=list)
     """The rows whose contexts have advanced."""
 
     @property
@@ -79,12 +79,12 @@ class OverlappedStep:
 
 
 class OverlappedSteps:
-    """Launches steps of a pipeline before the previous step is collected.
+    """The `StepLauncher` of text pipelines.
 
     Args:
         runner: prepares inputs and samples.
         model: the model of the runner.
-        queue: the queue of its device.
+        queue: the queue of the model's device.
         check: checks a batch before it is launched.
         take_tokens: passes the sampled tokens to the contexts of a batch and returns their responses.
     """
@@ -103,7 +103,7 @@ class OverlappedSteps:
         self._runner, self._model, self._queue = runner, model, queue
         self._check, self._take_tokens = check, take_tokens
         self._device = model.devices[0].torch_device
-        self._collected = float("-inf")
+        self._collected_at = float("-inf")
         """Time at which the last step was collected, in seconds."""
 
     def launch(self, batch: Mapping[str, TextContext], after: OverlappedStep | None) -> OverlappedStep:
@@ -120,24 +120,25 @@ class OverlappedSteps:
         self._check(contexts)
         drafts: list[list[int]] = [[] for _ in contexts]
         rows = LogitRows.of(contexts, drafts)
-        unknown: Submitted[Tensor] | None = None
+        previous_tokens: Submitted[Tensor] | None = None
         sources: list[int] = []
-        places: list[int] = []
+        token_positions: list[int] = []
         if after is not None:
-            unknown, end = after.sampled, 0
+            previous_tokens, end = after.sampled_tokens, 0
             for request_id, context in batch.items():
                 end += context.active_length
-                if request_id in after.unknown and after.batch[request_id] is context:
-                    sources.append(after.unknown[request_id])
-                    places.append(end - 1)
+                if request_id in after.pending_tokens and after.batch[request_id] is context:
+                    sources.append(after.pending_tokens[request_id])
+                    token_positions.append(end - 1)
         inputs = self._runner.prepare_step(contexts, drafts)
-        source_rows, token_rows = upload(np.array([sources, places], np.int64), self._device)
+        source_rows, token_rows = upload(np.array([sources, token_positions], np.int64), self._device)
 
         def forward() -> _Forward:
             complete = inputs
-            if unknown is not None and sources:
-                # A row without finite logits continues with any token: its result is not used.
-                known = unknown.value[source_rows].clamp(min=0)
+            if previous_tokens is not None and sources:
+                # A row without finite logits continues with an arbitrary token, because its result is not
+                # used.
+                known = previous_tokens.value[source_rows].clamp(min=0)
                 complete = replace(inputs, tokens=inputs.tokens.index_copy(0, token_rows, known))
             outputs = self._model.execute(complete)
             beat()
@@ -150,7 +151,8 @@ class OverlappedSteps:
     def sample(self, step: OverlappedStep) -> list[str]:
         """Launch the sampling of a step, after the previous step was collected.
 
-        Drops the rows of contexts that have ended or continue with other tokens than the forward assumed.
+        Drops the rows of contexts that have ended, or whose tokens differ from those that the forward
+        assumed.
 
         Returns:
             The request ids of the contexts whose rows are kept.
@@ -158,34 +160,36 @@ class OverlappedSteps:
         Raises:
             InputError: a context cannot be sampled. The step has no result.
         """
-        every = step.contexts
-        step.kept = [
+        all_contexts = step.contexts
+        step.kept_rows = [
             index
-            for index, (context, window) in enumerate(zip(every, step.windows, strict=True))
+            for index, (context, window) in enumerate(zip(all_contexts, step.windows, strict=True))
             if not context.generation_status.is_done
             and (context.start_idx, context.end_idx) == (window.start_idx, window.end_idx)
         ]
-        for index in step.kept:  # the previous step has moved the end of a chunk to the end of the prompt
-            every[index].set_token_indices(active_idx=step.windows[index].active_idx)
-        contexts = [every[index] for index in step.kept]
+        for index in step.kept_rows:  # the previous step computed a chunk of the prompt: the window has moved
+            all_contexts[index].set_token_indices(active_idx=step.windows[index].active_idx)
+        contexts = [all_contexts[index] for index in step.kept_rows]
         forward = step.forward
-        if not step.kept:
-            step.sampled = self._queue.submit(lambda: forward.value.logits[:0, 0].long())
+        if not step.kept_rows:
+            step.sampled_tokens = self._queue.submit(lambda: forward.value.logits[:0, 0].long())
         else:
             if self._runner.vocabulary is None:
                 self._runner.vocabulary = forward.value.logits.shape[-1]
             sequences = np.arange(len(contexts))
-            rows = LogitRows([1] * len(contexts), sequences, step.rows.positions[step.kept])
-            sampler = self._runner.sampler_of([context.sampling_params for context in contexts])
+            rows = LogitRows([1] * len(contexts), sequences, step.rows.positions[step.kept_rows])
+            sampler = self._runner.batch_sampler([context.sampling_params for context in contexts])
             drafts: list[list[int]] = [[] for _ in contexts]
-            sample = self._runner.sampling_of(sampler, contexts, drafts, rows, self._runner.vocabulary)
-            kept = None
-            if len(step.kept) < len(step.windows):
-                kept = upload(np.array(step.kept, np.int64), self._device)
-            step.sampled = self._queue.submit(
-                lambda: sample(forward.value.logits if kept is None else forward.value.logits[kept])
+            sample = self._runner.sampling_function(sampler, contexts, drafts, rows, self._runner.vocabulary)
+            kept_indices = None
+            if len(step.kept_rows) < len(step.windows):
+                kept_indices = upload(np.array(step.kept_rows, np.int64), self._device)
+            step.sampled_tokens = self._queue.submit(
+                lambda: sample(
+                    forward.value.logits if kept_indices is None else forward.value.logits[kept_indices]
+                )
             )
-        step.fetched = self._queue.fetch(step.sampled)
+        step.host_tokens = self._queue.fetch(step.sampled_tokens)
         return [context.request_id for context in contexts]
 
     def discard(self, step: OverlappedStep) -> None:
@@ -198,7 +202,7 @@ class OverlappedSteps:
     def runs_ahead(self, contexts: Sequence[TextContext]) -> bool:
         """Return whether several steps of these contexts can run in one call.
 
-        They cannot if the host takes part in each step: for grammars, changed logits and log probabilities.
+        They cannot if each step needs the host, for grammars, changed logits or log probabilities.
         """
         return all(
             not context.log_probabilities
@@ -208,27 +212,27 @@ class OverlappedSteps:
         )
 
     def collects_first(self, step: OverlappedStep) -> bool:
-        """Return whether a step must be collected before the next one is launched.
+        """Return whether a step must be collected before the next step is launched.
 
-        Log probabilities are computed when it is collected. The device would otherwise run the next step
-        first.
+        True with log probabilities, which are computed when the step is collected. Otherwise the device would
+        run the next step before them.
         """
         contexts = step.contexts
-        return any(contexts[index].log_probabilities for index in step.kept)
+        return any(contexts[index].log_probabilities for index in step.kept_rows)
 
     def advance(self, step: OverlappedStep, running: Container[str]) -> set[str]:
         """Move the contexts of a sampled step past its tokens, which are not known yet.
 
         Args:
             step: the step.
-            running: request ids of the contexts that continue.
+            running: request ids of the contexts that are still running.
 
         Returns:
             The request ids of contexts that end with this step. They have not moved.
         """
         ending = set()
         contexts = step.contexts
-        for place, index in enumerate(step.kept):
+        for position, index in enumerate(step.kept_rows):
             context = contexts[index]
             if context.request_id not in running:
                 continue
@@ -236,34 +240,34 @@ class OverlappedSteps:
                 if context.end_idx + 1 >= context.max_length:
                     ending.add(context.request_id)
                     continue
-                step.unknown[context.request_id] = place
+                step.pending_tokens[context.request_id] = position
             context.advance()
-            step.advanced.append(index)
+            step.advanced_rows.append(index)
         return ending
 
     def collect(self, step: OverlappedStep) -> dict[str, TextGenerationResponse]:
-        """Wait for a sampled step and return the new tokens of its contexts, which have taken them.
+        """Wait for a sampled step, append its tokens to the contexts, and return the new tokens.
 
         Raises:
             Exception: the device failed. The contexts are as they were when the step was launched.
         """
-        assert step.fetched is not None, "the step was not sampled"
+        assert step.host_tokens is not None, "the step was not sampled"
         contexts = step.contexts
-        for index in step.advanced:
+        for index in step.advanced_rows:
             start, active, end = step.windows[index]
             contexts[index].set_token_indices(start_idx=start, active_idx=active, end_idx=end)
-        tokens = step.fetched.wait()
+        tokens = step.host_tokens.wait()
         now = perf_counter()
         if len(step.forward.value.inputs.tokens) == len(contexts):
-            # The device begins a step when the previous one has ended, or at the launch if it is idle.
-            self._runner.record_step(now - max(self._collected, step.begin))
-        self._collected = now
+            # The device begins a step when the previous step has ended, or at the launch if it is idle.
+            self._runner.record_step(now - max(self._collected_at, step.begin))
+        self._collected_at = now
         sampled = tokens.new_zeros(len(contexts))
-        sampled[step.kept] = tokens
+        sampled[step.kept_rows] = tokens
         forward = step.forward.value
         handle = LaunchHandle(contexts, [[]] * len(contexts), 1, forward.inputs, step.rows, [sampled])
         if self.collects_first(step):
             handle.outputs = forward.outputs
         results = self._runner.collect(handle)
-        kept = {contexts[index].request_id: contexts[index] for index in step.kept}
-        return self._take_tokens(kept, [results[index] for index in step.kept])
+        kept_contexts = {contexts[index].request_id: contexts[index] for index in step.kept_rows}
+        return self._take_tokens(kept_contexts, [results[index] for index in step.kept_rows])

@@ -31,7 +31,7 @@ def pool(hidden: Tensor, poolings: Sequence[PoolingType], num_unpooled: int = 0)
 
     Args:
         hidden: the hidden states of the text, special tokens included.
-        poolings: their results are concatenated.
+        poolings: the kinds of pooling, whose results are concatenated.
         num_unpooled: number of leading rows to skip, such as those of a prompt.
     """
     rows = hidden.float()

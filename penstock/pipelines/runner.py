@@ -1,7 +1,7 @@
 """`ModelRunner`: runs a model on a batch of contexts, from input preparation to sampled tokens.
 
 ``launch`` starts the forwards and the sampling of a batch, ``collect`` returns the tokens. All state of a
-launch is in its handle. On a CPU the work happens in ``launch``. The runner never changes a context.
+launch is in its handle. On a CPU, ``launch`` does all the work. The runner never changes a context.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _NO_CHOICE = -2
 _MAX_FUSED_STEPS = 8
 """Maximum number of decode steps per call if the configuration sets none. More steps save little time."""
 _MAX_QUEUED_STEPS = 32
-"""The same for a device with a queue, which is idle while the host prepares the next call."""
+"""Maximum number of decode steps per call on a device with a queue. It is higher, because the device is idle
+while the host prepares the next call."""
 
 
 @dataclass(slots=True)
@@ -44,11 +45,11 @@ class SampledTokens:
     tokens: list[int] = field(default_factory=list)
     """The accepted drafts and the token after them; without drafts one token per step."""
     log_probabilities: list[LogProbabilities] = field(default_factory=list)
-    """One entry per token if they were requested. The first may begin with those of the prompt."""
+    """One entry per token if requested. The first entry may begin with log probabilities of the prompt."""
     fault: str | None = None
-    """The reason why the tokens must not be used; empty if they are valid."""
+    """The reason why the tokens are invalid; None if they are valid."""
     has_no_choice: bool = False
-    """Whether the reason is that the grammar allows no token of the model's vocabulary."""
+    """Whether the tokens are invalid because the grammar allows no token of the model's vocabulary."""
 
 
 @dataclass(slots=True)
@@ -58,9 +59,9 @@ class LaunchHandle:
     contexts: Sequence[TextContext]
     drafts: Sequence[list[int]]
     num_steps: int
-    """Number of steps; fewer than requested if every sequence of a fused call has ended."""
+    """Number of steps; lower than requested if all sequences of a fused call have ended earlier."""
     inputs: ModelInputs
-    """Model inputs of the last forward; of the first one if the steps are fused."""
+    """Model inputs of the last forward, or of the first forward if the steps are fused."""
     rows: LogitRows
     """Rows of logits of the first forward."""
     sampled: list[Tensor] = field(default_factory=list)
@@ -94,19 +95,20 @@ class ModelRunner:
             cache = EncoderCache(model.memory_plan.encoder_cache_size)
             self.images = ImageRows(model, cache, self._device)
         self._sampler: Sampler | None = None
-        self._seconds: float | None = None
+        self._step_seconds: float | None = None
         self.vocabulary: int | None = None
         """V, known after the first forward."""
 
     def num_steps_for(self, seconds: float) -> int:
         """Estimate how many decode steps fit into ``seconds``, from the duration of recent steps.
 
-        The result is 1 to `_MAX_FUSED_STEPS`, or to `_MAX_QUEUED_STEPS`, and 1 before the first decode step.
+        The result is at least 1 and at most `_MAX_FUSED_STEPS`, or `_MAX_QUEUED_STEPS` on a device with a
+        queue. It is 1 before the first decode step.
         """
-        if self._seconds is None:
+        if self._step_seconds is None:
             return 1
         longest = _MAX_FUSED_STEPS if self._session.queue is None else _MAX_QUEUED_STEPS
-        return max(1, min(int(seconds / self._seconds), longest))
+        return max(1, min(int(seconds / self._step_seconds), longest))
 
     def forward(
         self, contexts: Sequence[TextContext], num_logits: Sequence[int] | None = None
@@ -146,7 +148,8 @@ class ModelRunner:
             num_steps: number of forwards; 1 with drafts or log probabilities.
             drafts: drafted tokens of each context.
             after: an earlier launch of the same contexts, without drafts and log probabilities, whose tokens
-                these steps continue. It may be uncollected. Reserve the blocks of both launches before it.
+                these steps continue. It need not be collected. The blocks of both launches must be reserved
+                before the first launch.
 
         Returns:
             A handle for `collect`. Handles are independent: any number may be open.
@@ -154,7 +157,7 @@ class ModelRunner:
         drafts = drafts or [[]] * len(contexts)
         is_scored = any(context.log_probabilities for context in contexts)
         assert num_steps == 1 or not (is_scored or any(drafts)), "drafts and log probabilities need one step"
-        sampler = self.sampler_of([context.sampling_params for context in contexts])
+        sampler = self.batch_sampler([context.sampling_params for context in contexts])
         if after is None:
             rows = LogitRows.of(contexts, drafts)
             inputs = self.prepare_step(contexts, drafts)
@@ -178,7 +181,7 @@ class ModelRunner:
 
     def record_step(self, seconds: float) -> None:
         """Record the duration of a decode step, for `num_steps_for`."""
-        self._seconds = seconds
+        self._step_seconds = seconds
 
     def collect(self, handle: LaunchHandle) -> list[SampledTokens]:
         """Return the tokens of a launched batch, one entry per context.
@@ -189,7 +192,7 @@ class ModelRunner:
         results = [SampledTokens() for _ in handle.contexts]
         fused = handle.fused
         steps = [tokens.tolist() for tokens in handle.sampled] if fused is None else fused.tolist()
-        if handle.begin is not None and self._session.queue is not None:  # the device has run by now
+        if handle.begin is not None and self._session.queue is not None:  # the device has finished
             self.record_step((perf_counter() - handle.begin) / handle.num_steps)
         for tokens in steps:
             _append_sampled(results, handle.drafts, tokens)
@@ -201,7 +204,8 @@ class ModelRunner:
         """Run the steps of a launch one after the other."""
         for step in range(handle.num_steps):
             if step:
-                # A row without finite logits continues with any token: its result is not used.
+                # A row without finite logits continues with an arbitrary token, because its result is not
+                # used.
                 tokens = handle.sampled[-1].clamp(min=0)
                 handle.inputs = self._model.prepare_next_token_inputs(tokens, handle.inputs)
             outputs = self._model.execute(handle.inputs)
@@ -216,7 +220,7 @@ class ModelRunner:
     def _run_fused_steps(self, sampler: Sampler, handle: LaunchHandle) -> Tensor | None:  # [n, B]
         """Return the tokens of all steps if the model can run them as one call, else None.
 
-        It cannot if sampling parameters change the logits.
+        It cannot do so if sampling parameters change the logits.
         """
         contexts, num_steps = handle.contexts, handle.num_steps
         if any(context.sampling_params.changes_logits for context in contexts):
@@ -238,8 +242,8 @@ class ModelRunner:
             inputs = self._model.prepare_next_token_inputs(tokens.clamp(min=0), inputs)
         return inputs
 
-    def sampler_of(self, params: list[SamplingParams]) -> Sampler:
-        """Return the sampler of a batch; reuses the previous one if the parameters are equal."""
+    def batch_sampler(self, params: list[SamplingParams]) -> Sampler:
+        """Return the sampler of a batch; reuses the previous sampler if the parameters are equal."""
         if self._sampler is None or self._sampler.params != params:
             self._sampler = Sampler.for_batch(params, self._device)
         return self._sampler
@@ -267,7 +271,7 @@ class ModelRunner:
         if drafts is not None:
             counts = [count + len(draft) for count, draft in zip(counts, drafts, strict=True)]
         kv = self._kv.inputs(contexts, counts=counts) if isinstance(self._kv, KVCacheManager) else None
-        if drafts is None:  # models without `drafts` work as long as nothing is drafted
+        if drafts is None:  # models without the parameter `drafts` are supported if there are no drafts
             inputs = self._model.prepare_initial_token_inputs([contexts], kv, num_logits)
         else:
             inputs = self._model.prepare_initial_token_inputs([contexts], kv, num_logits, drafts=drafts)
@@ -282,10 +286,10 @@ class ModelRunner:
         rows: LogitRows,
         logits: Tensor,  # [R, V]
     ) -> Tensor:  # [R] tokens
-        """Sample the token after each context's last row, and one for the position of each draft."""
-        return self.sampling_of(sampler, contexts, drafts, rows, logits.shape[-1])(logits)
+        """Sample the token after each context's last row, and the token at the position of each draft."""
+        return self.sampling_function(sampler, contexts, drafts, rows, logits.shape[-1])(logits)
 
-    def sampling_of(
+    def sampling_function(
         self,
         sampler: Sampler,
         contexts: Sequence[TextContext],
@@ -297,7 +301,7 @@ class ModelRunner:
 
         Args:
             sampler: the sampler of the contexts.
-            contexts: the contexts, updated with all tokens before the sampled ones.
+            contexts: the contexts, updated with all tokens before the sampled tokens.
             drafts: drafted tokens of each context.
             rows: the rows of logits.
             vocabulary: V.
@@ -325,8 +329,8 @@ class ModelRunner:
     def _score(self, handle: LaunchHandle, outputs: ModelOutputs, results: Sequence[SampledTokens]) -> None:
         """Append the log probabilities of a step's tokens to the results.
 
-        The token after a chunk of a prompt is the prompt's own next token. Each accepted draft is scored as a
-        separate sequence of one row.
+        After a chunk of a prompt, the scored token is the next token of the prompt. Each accepted draft is
+        scored as a separate sequence of one row.
         """
         contexts, drafts, inputs = handle.contexts, handle.drafts, handle.inputs
         targets, top_n, echo, owners = [], [], [], []
@@ -365,7 +369,7 @@ def _append_sampled(
         end = start + len(draft) + 1
         accepted = accept(draft, tokens[start:end]) if draft else [tokens[start]]
         first_fault = next((index for index, token in enumerate(accepted) if token < 0), 0)
-        if first_fault:  # the tokens before it are valid, and the next step finds the fault again
+        if first_fault:  # earlier tokens are valid; the next step detects the fault again
             accepted = accepted[:first_fault]
         if min(accepted) < 0:
             result.has_no_choice = _NO_CHOICE in accepted
@@ -374,6 +378,6 @@ def _append_sampled(
                 if result.has_no_choice
                 else "the model returned logits that are not finite numbers"
             )
-            accepted = [max(token, 0) for token in accepted]  # unused, but may be scored
+            accepted = [max(token, 0) for token in accepted]  # a valid id, because the token may be scored
         result.tokens += accepted
         start = end

@@ -1,7 +1,7 @@
 """Sampling: one token from each row of logits, vectorised over the batch.
 
-A random number is a function of the seed and of the index that the token will have in its sequence. So a
-request samples the same tokens in any batch and after preemption.
+A random number is a function of the seed and of the index that the token will have in its sequence. Therefore
+a request samples the same tokens in any batch and after preemption.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ __all__ = ["Sampler", "adjust_logits", "check_logit_rules", "splitmix64", "unifo
 _LIMIT = 1e15
 """Upper bound of logits after penalties."""
 _SUPPRESSED = -1e20
-"""The logit of an end token before ``min_new_tokens``. It is below the logits of all allowed tokens."""
+"""The logit of an end token before ``min_new_tokens`` tokens. It is below the logits of all allowed
+tokens."""
 _FORBIDDEN = -1e30
 """The logit of a forbidden token. It is finite: if a grammar allows only forbidden tokens, one of them is
 still sampled, and the softmax is never NaN. Divided by a temperature of 1e-8, it is still finite in
@@ -36,9 +37,9 @@ class Sampler:
     """The sampling parameters of a batch as arrays, reused by all steps with the same parameters."""
 
     params: list[SamplingParams]  # [B]
-    inputs: SamplingInputs  # [B]; its uniforms are not used
+    inputs: SamplingInputs  # [B]; the field `uniforms` is not used
     seeds: np.ndarray  # [B] uint64
-    is_greedy: bool  # no row needs a random number
+    is_greedy: bool  # whether no row needs a random number
 
     @classmethod
     def for_batch(cls, params: Sequence[SamplingParams], device: torch.device) -> Sampler:
@@ -49,8 +50,9 @@ class Sampler:
             upload(torch.tensor([p.top_p for p in params], dtype=torch.float32), device),
             upload(torch.tensor([p.min_p for p in params], dtype=torch.float32), device),
             torch.zeros(len(params), dtype=torch.float64, device=device),
+            is_limited=any(not _is_greedy(p) and (p.top_k > 0 or p.top_p < 1) for p in params),
         )
-        is_greedy = all(p.temperature == 0 or p.top_k == 1 for p in params)
+        is_greedy = all(map(_is_greedy, params))
         return cls(list(params), inputs, as_uint64([p.seed for p in params]), is_greedy)
 
     def __call__(
@@ -78,6 +80,11 @@ class Sampler:
         return torch.from_numpy(draws).view(positions.shape)
 
 
+def _is_greedy(params: SamplingParams) -> bool:
+    """Return whether the token with the largest logit is taken."""
+    return params.temperature == 0 or params.top_k == 1
+
+
 def adjust_logits(
     logits: Tensor,  # [R, V]
     contexts: Sequence[TextContext],
@@ -87,14 +94,15 @@ def adjust_logits(
 ) -> Tensor:  # [R, V], float32 if changed
     """Return the logits after the sampling parameters that apply before temperature, top-k, top-p and min-p.
 
-    The given tensor is not modified. It is returned as it is if no row needs a change. See `LogitEdits.of`.
+    The given tensor is not modified. It is returned if no row needs a change. See `LogitEdits.of` for the
+    order of the changes.
 
     Args:
-        logits: of the model.
+        logits: the logits of the model.
         contexts: the batch.
         sequences: the context of each row.
         positions: index of each row's token in its sequence.
-        drafts: drafted tokens of each context. The rows of later drafts count the earlier ones as generated.
+        drafts: drafted tokens of each context. The row of a draft counts the drafts before it as generated.
 
     Raises:
         InputError: a context names a token id that the model does not have (`check_logit_rules`).
@@ -131,15 +139,15 @@ class _Row:
 
 
 def _adjusted_rows(contexts: Sequence[TextContext], sequences: np.ndarray) -> list[_Row]:
-    wanted = [context.sampling_params.changes_logits for context in contexts]
-    if not any(wanted):
+    needs_changes = [context.sampling_params.changes_logits for context in contexts]
+    if not any(needs_changes):
         return []
-    return [_Row(i, contexts[s], s) for i, s in enumerate(sequences.tolist()) if wanted[s]]
+    return [_Row(i, contexts[s], s) for i, s in enumerate(sequences.tolist()) if needs_changes[s]]
 
 
 @dataclass(frozen=True, slots=True)
 class LogitEdits:
-    """Changes of logits. All of their operands are on the device."""
+    """Changes of the logits of a batch. All operands are on the device."""
 
     vocabulary: int
     device: torch.device
@@ -158,7 +166,7 @@ class LogitEdits:
     ) -> LogitEdits | None:
         """Return the changes that the sampling parameters of a batch require; None if there are none.
 
-        The order is that of transformers' processors: logit bias; repetition penalty, frequency and presence
+        The order is the same as in transformers: logit bias; repetition penalty, frequency and presence
         penalty; min_new_tokens; allowed and banned tokens. The grammar's bitmask is applied later, in
         `Ops.sample`. Later rules take precedence. If no other token is left in a row, tokens suppressed by
         min_new_tokens are preferred to forbidden tokens. With a grammar, one of the tokens that it allows is
@@ -170,7 +178,7 @@ class LogitEdits:
             positions: index of each row's token in its sequence.
             drafts: drafted tokens of each context.
             vocabulary: V.
-            device: of the logits.
+            device: the device of the logits.
 
         Raises:
             InputError: a context names a token id that the model does not have (`check_logit_rules`).
@@ -195,15 +203,15 @@ class LogitEdits:
             edit(scores)
         return scores.masked_fill_(~logits.amax(-1, keepdim=True).isfinite(), torch.nan)
 
-    def at(self, rows: Sequence[_Row], ids: Sequence[np.ndarray]) -> Tensor:  # [n]
+    def flat_indices(self, rows: Sequence[_Row], ids: Sequence[np.ndarray]) -> Tensor:  # [n]
         """Return the flat indices of token ids of each row, concatenated."""
-        parts = [some + row.index * self.vocabulary for row, some in zip(rows, ids, strict=True)]
+        parts = [token_ids + row.index * self.vocabulary for row, token_ids in zip(rows, ids, strict=True)]
         return self.tensor(np.concatenate(parts))
 
     def tensor(self, values: np.ndarray) -> Tensor:
         return upload(values, self.device)
 
-    def change(self, cells: Tensor, new: Callable[[Tensor], Tensor]) -> None:
+    def map_scores(self, cells: Tensor, new: Callable[[Tensor], Tensor]) -> None:
         """Apply a function to the scores of cells ``[n]``."""
 
         def edit(scores: Tensor) -> None:
@@ -212,7 +220,7 @@ class LogitEdits:
 
         self.edits.append(edit)
 
-    def put(self, cells: Tensor, value: float) -> None:
+    def set_scores(self, cells: Tensor, value: float) -> None:
         """Set the scores of cells ``[n]``."""
 
         def edit(scores: Tensor) -> None:
@@ -226,88 +234,94 @@ class LogitEdits:
 
         def edit(scores: Tensor) -> None:
             flat = scores.view(-1)
-            kept = flat[cells].clamp(min=_SUPPRESSED)
+            kept_scores = flat[cells].clamp(min=_SUPPRESSED)
             scores[indices] = _FORBIDDEN
-            flat[cells] = kept
+            flat[cells] = kept_scores
 
         self.edits.append(edit)
 
 
-def _add_bias(cells: LogitEdits, rows: Sequence[_Row]) -> None:
-    biased = [(row, rules) for row in rows if (rules := row.context.logit_rules) and len(rules.bias_ids)]
-    if biased:
-        where = cells.at([row for row, _ in biased], [rules.bias_ids for _, rules in biased])
-        bias = cells.tensor(np.concatenate([rules.bias for _, rules in biased]))
-        cells.change(where, lambda scores: scores + bias)
+def _add_bias(edits: LogitEdits, rows: Sequence[_Row]) -> None:
+    biased_rows = [(row, rules) for row in rows if (rules := row.context.logit_rules) and len(rules.bias_ids)]
+    if biased_rows:
+        cells = edits.flat_indices(
+            [row for row, _ in biased_rows], [rules.bias_ids for _, rules in biased_rows]
+        )
+        bias = edits.tensor(np.concatenate([rules.bias for _, rules in biased_rows]))
+        edits.map_scores(cells, lambda scores: scores + bias)
 
 
 def _penalise(
-    cells: LogitEdits, rows: Sequence[_Row], positions: np.ndarray, drafts: Sequence[Sequence[int]] | None
+    edits: LogitEdits, rows: Sequence[_Row], positions: np.ndarray, drafts: Sequence[Sequence[int]] | None
 ) -> None:
     """Apply the repetition penalty over prompt and output, and the other penalties over the output.
 
-    A repeated token's positive logit is divided by the repetition penalty, a negative one multiplied (Keskar
-    et al. 2019, arXiv:1909.05858).
+    The logit of a repeated token is divided by the repetition penalty if it is positive, and multiplied by it
+    if it is negative (Keskar et al. 2019, arXiv:1909.05858).
     """
-    penalised = [row for row in rows if row.context.sampling_params.needs_penalties]
-    if not penalised:
+    penalised_rows = [row for row in rows if row.context.sampling_params.needs_penalties]
+    if not penalised_rows:
         return
     ids, counts, factors = [], [], []
-    for row in penalised:
+    for row in penalised_rows:
         context, params = row.context, row.context.sampling_params
         ahead = max(int(positions[row.index]) - context.active_idx, 0)
         tokens, times = context.token_counts.after(drafts[row.sequence][:ahead] if drafts else ())
-        if len(tokens) and tokens.max() >= cells.vocabulary:  # ids that the head does not output
-            tokens, times = tokens[tokens < cells.vocabulary], times[tokens < cells.vocabulary]
+        if len(tokens) and tokens.max() >= edits.vocabulary:  # ids that the head does not output
+            tokens, times = tokens[tokens < edits.vocabulary], times[tokens < edits.vocabulary]
         ids.append(tokens)
         counts.append(times)
         factors.append((params.repetition_penalty, params.frequency_penalty, params.presence_penalty))
-    where = cells.at(penalised, ids)
-    each = np.repeat(np.array(factors), [len(tokens) for tokens in ids], axis=0)  # [n, 3] float64
+    cells = edits.flat_indices(penalised_rows, ids)
+    row_factors = np.repeat(np.array(factors), [len(tokens) for tokens in ids], axis=0)  # [n, 3] float64
     # Keep penalties in the range of float32: requests may contain 1e300.
-    repetition = cells.tensor(each[:, 0].clip(1e-30, 1e30).astype(np.float32))
+    repetition = edits.tensor(row_factors[:, 0].clip(1e-30, 1e30).astype(np.float32))
     times = np.concatenate(counts)
-    cost = cells.tensor((each[:, 1] * times + each[:, 2] * (times > 0)).astype(np.float32))
+    cost = edits.tensor((row_factors[:, 1] * times + row_factors[:, 2] * (times > 0)).astype(np.float32))
 
     def penalised_scores(scores: Tensor) -> Tensor:
         scores = torch.where(scores > 0, scores / repetition, scores * repetition) - cost
         return scores.clamp(-_LIMIT, _LIMIT)
 
-    cells.change(where, penalised_scores)
+    edits.map_scores(cells, penalised_scores)
 
 
-def _suppress_ends(cells: LogitEdits, rows: Sequence[_Row], positions: np.ndarray) -> None:
+def _suppress_ends(edits: LogitEdits, rows: Sequence[_Row], positions: np.ndarray) -> None:
     """Suppress the tokens that end a sequence while it has fewer than ``min_new_tokens``."""
-    short, ids = [], []
+    short_rows, ids = [], []
     for row in rows:
         context = row.context
         if context.min_tokens == 0:
             continue
         steps = int(positions[row.index]) - context.active_idx + 1
         ends = context.get_min_token_logit_mask(steps)[-1][:, 1].astype(np.int64)  # [n]
-        short.append(row)
+        short_rows.append(row)
         # A checkpoint may name end tokens that its head does not output.
-        ids.append(ends[(ends >= 0) & (ends < cells.vocabulary)])
-    if short:
-        cells.put(cells.at(short, ids), _SUPPRESSED)
+        ids.append(ends[(ends >= 0) & (ends < edits.vocabulary)])
+    if short_rows:
+        edits.set_scores(edits.flat_indices(short_rows, ids), _SUPPRESSED)
 
 
-def _forbid(cells: LogitEdits, rows: Sequence[_Row]) -> None:
-    ruled = [(row, rules) for row in rows if (rules := row.context.logit_rules)]
-    fenced = [(row, rules.allowed) for row, rules in ruled if rules.allowed is not None]
-    if fenced:
-        only = [row for row, _ in fenced]
-        cells.keep_only(only, cells.at(only, [allowed for _, allowed in fenced]))
-    banned = [(row, rules.banned) for row, rules in ruled if len(rules.banned)]
+def _forbid(edits: LogitEdits, rows: Sequence[_Row]) -> None:
+    rows_with_rules = [(row, rules) for row in rows if (rules := row.context.logit_rules)]
+    restricted = [(row, rules.allowed) for row, rules in rows_with_rules if rules.allowed is not None]
+    if restricted:
+        restricted_rows = [row for row, _ in restricted]
+        edits.keep_only(
+            restricted_rows, edits.flat_indices(restricted_rows, [allowed for _, allowed in restricted])
+        )
+    banned = [(row, rules.banned) for row, rules in rows_with_rules if len(rules.banned)]
     if banned:
-        cells.put(cells.at([row for row, _ in banned], [ids for _, ids in banned]), _FORBIDDEN)
+        edits.set_scores(
+            edits.flat_indices([row for row, _ in banned], [ids for _, ids in banned]), _FORBIDDEN
+        )
 
 
 def _forbid_sequences(
-    cells: LogitEdits, rows: Sequence[_Row], positions: np.ndarray, drafts: Sequence[Sequence[int]] | None
+    edits: LogitEdits, rows: Sequence[_Row], positions: np.ndarray, drafts: Sequence[Sequence[int]] | None
 ) -> None:
     """Forbid the tokens that would complete a banned sequence."""
-    completing: list[tuple[_Row, np.ndarray]] = []
+    completions: list[tuple[_Row, np.ndarray]] = []
     for row in rows:
         rules = row.context.logit_rules
         if rules is None or not rules.longest_prefix:
@@ -316,8 +330,10 @@ def _forbid_sequences(
         tokens = row.context.generated_tokens[-rules.longest_prefix :].tolist()
         ids = rules.banned_after([*tokens, *(drafts[row.sequence][:ahead] if drafts else ())])
         if rules.allowed is not None and not len(np.setdiff1d(rules.allowed, ids)):
-            continue  # no allowed token would remain
+            continue  # it would forbid all allowed tokens
         if len(ids):
-            completing.append((row, ids))
-    if completing:
-        cells.put(cells.at([row for row, _ in completing], [ids for _, ids in completing]), _FORBIDDEN)
+            completions.append((row, ids))
+    if completions:
+        edits.set_scores(
+            edits.flat_indices([row for row, _ in completions], [ids for _, ids in completions]), _FORBIDDEN
+        )

@@ -97,25 +97,27 @@ class SpeechTokenGenerationPipeline(TextGenerationPipeline):
         missing = [request_id for request_id in batch if request_id not in tokens_to_generate]
         if missing:
             raise InputError(f"tokens_to_generate has no number for the request {missing[0]}")
-        left = {request_id: min(tokens_to_generate[request_id], num_steps) for request_id in batch}
+        num_left = {request_id: min(tokens_to_generate[request_id], num_steps) for request_id in batch}
         responses: dict[str, TextGenerationResponse] = {}
         while True:
             rows = {
                 request_id: context
                 for request_id, context in batch.items()
-                if left[request_id] > 0
+                if num_left[request_id] > 0
                 and not context.generation_status.is_done
                 and request_id not in self.failures
             }
             if not rows:
                 return responses
             before = {request_id: len(context.generated_tokens) for request_id, context in rows.items()}
-            steps = min(left[request_id] for request_id in rows)
+            steps = min(num_left[request_id] for request_id in rows)
             for request_id, response in self.execute(rows, steps).items():
-                left[request_id] -= len(rows[request_id].generated_tokens) - before[request_id]
-                known = responses.setdefault(request_id, TextGenerationResponse([], response.final_status))
-                known.tokens.extend(response.tokens)
-                known.update_status(response.final_status)
+                num_left[request_id] -= len(rows[request_id].generated_tokens) - before[request_id]
+                known_response = responses.setdefault(
+                    request_id, TextGenerationResponse([], response.final_status)
+                )
+                known_response.tokens.extend(response.tokens)
+                known_response.update_status(response.final_status)
 
 
 def add_speech_codes(context: TTSContext, codes: SpeechCodes) -> None:
@@ -126,7 +128,7 @@ def add_speech_codes(context: TTSContext, codes: SpeechCodes) -> None:
     status = context.generation_status
     tokens = context.generated_tokens[context.num_parsed_tokens :]
     if status is TextGenerationStatus.END_OF_SEQUENCE:
-        tokens = tokens[:-1]  # the token that ended the speech
+        tokens = tokens[:-1]  # the last token ended the speech and is no code
     frames, num_parsed, num_dropped = codes.parse(tokens)
     if status.is_done:
         num_dropped += len(tokens) - num_parsed

@@ -26,7 +26,7 @@ class TaskPipeline(ABC, Generic[ContextT, OutputT]):
     """The base class of the pipelines of all tasks.
 
     A subclass sets `task` and `context_types`, implements `execute`, and overrides the methods of optional
-    features. The defaults here are those of a pipeline without KV cache, adapters, grammars and speculation.
+    features. The defaults are for a pipeline without KV cache, adapters, grammars and speculation.
 
     Args:
         session: devices, kernels and threads.
@@ -36,7 +36,7 @@ class TaskPipeline(ABC, Generic[ContextT, OutputT]):
 
     task: ClassVar[PipelineTask]
     context_types: ClassVar[tuple[type[InputContext], ...]]
-    """The context types that `execute` accepts; other types are refused."""
+    """The context types that `execute` accepts."""
     chunks_prompts: ClassVar[bool] = True
     """Whether `execute` accepts parts of a prompt. Bidirectional attention needs the whole input in one step.
     The scheduler then runs an input that exceeds the token budget in a separate step.
@@ -51,7 +51,7 @@ class TaskPipeline(ABC, Generic[ContextT, OutputT]):
         self.kv: KVCache = NullKVCache() if kv is None else kv
         self.failures: dict[str, PenstockError] = {}
         """The errors of requests that ended in `execute` without an output. The caller of `execute` removes
-        an entry when it has answered the request, and releases the context."""
+        an entry when it has reported the error, and releases the context."""
         self.processes: RankProcesses | None = None
         """The processes of the other ranks; None for one process. `close` ends them."""
 
@@ -68,7 +68,9 @@ class TaskPipeline(ABC, Generic[ContextT, OutputT]):
         self.kv.release(context)
 
     def discard_cache(self) -> None:
-        """Return the memory of the KV cache to the system. No context is claimed; later steps work as before.
+        """Return the memory of the KV cache to the system.
+
+        No context may be claimed. Later steps allocate it again.
 
         Raises:
             UnsupportedFeatureError: the memory of the device cannot be returned.
@@ -85,10 +87,10 @@ class TaskPipeline(ABC, Generic[ContextT, OutputT]):
         return True
 
     def check_context_types(self, contexts: Iterable[InputContext]) -> None:
-        """Refuse contexts of another task.
+        """Check that contexts belong to the task of this pipeline.
 
         Raises:
-            TaskMismatchError: names the request and both tasks.
+            TaskMismatchError: a context belongs to another task.
         """
         for context in contexts:
             if (kind := context_type(context)) not in self.context_types:
@@ -97,7 +99,7 @@ class TaskPipeline(ABC, Generic[ContextT, OutputT]):
 
     @property
     def overlapped_steps(self) -> StepLauncher[ContextT, OutputT, Any] | None:
-        """Launches a step while the previous step runs; None if `execute` runs each step."""
+        """Launches a step while the previous step runs; None if only `execute` can run steps."""
         return None
 
     def num_steps_for(self, seconds: float) -> int:

@@ -151,7 +151,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
         self.check_context_types([context])
         if self.grammars is not None and not self.grammars.ready(context):
             return False
-        adapters = self.model.lora_manager  # last: it reserves a slot when it returns True
+        adapters = self.model.lora_manager  # called last, because it reserves a slot when it returns True
         return adapters is None or adapters.ready(context)
 
     def execute(
@@ -179,7 +179,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
 
         Returns:
             A handle for `collect`. Handles of batches without common contexts are independent: a batch may be
-            launched while another one is not collected yet.
+            launched before another batch is collected.
         """
         self.session.check_process()
         if not batch:
@@ -223,7 +223,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
         responses = self._take_tokens(batch, sampled)
         if self.proposer is not None or any(drafts):
             matching = [len(row.tokens) - 1 for row in sampled]
-            observers = [one for one in (self.proposer, self.draft_lengths) if one is not None]
+            observers = [observer for observer in (self.proposer, self.draft_lengths) if observer is not None]
             report_drafts(contexts, drafts, handle.is_forced, matching, self.speculation_stats, observers)
         return responses
 
@@ -243,7 +243,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
 
     @property
     def overlapped_steps(self) -> OverlappedSteps | None:
-        """Launches the next step while a step runs.
+        """Launches a step while the previous step runs.
 
         None if the back end is synchronous, with drafts, with several ranks, or if `overlap_steps` is not
         set. The scheduler then calls `execute`.
@@ -333,7 +333,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
                 has_adapters=self.model.lora_manager is not None,
                 compiles_grammars=self.grammars is not None,
             )
-            if vocabulary is not None:  # else sampling checks them
+            if vocabulary is not None:  # otherwise sampling checks them
                 check_logit_rules(context, vocabulary)
         if self.model.lora_manager is not None:
             self.model.lora_manager.check(contexts)
@@ -357,22 +357,22 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
     def _take_tokens(
         self, batch: Mapping[str, TextContext], sampled: Sequence[SampledTokens]
     ) -> dict[str, TextGenerationResponse]:
-        """Append the tokens to their contexts and return the new ones.
+        """Append the tokens to their contexts and return the new tokens.
 
         An error in one context ends only that context, see `failures`.
         """
         responses = {}
-        for (request_id, context), one in zip(batch.items(), sampled, strict=True):
+        for (request_id, context), result in zip(batch.items(), sampled, strict=True):
             try:
-                if one.has_no_choice:
+                if result.has_no_choice:
                     num_tokens = len(context.generated_tokens)
-                    raise InputError(f"after {num_tokens} tokens {one.fault}: change the grammar")
-                if one.fault is not None:
-                    raise FloatingPointError(one.fault)
+                    raise InputError(f"after {num_tokens} tokens {result.fault}: change the grammar")
+                if result.fault is not None:
+                    raise FloatingPointError(result.fault)
                 matcher = context.matcher
                 if matcher is not None:
-                    check_sampled_tokens(context, one.tokens)
-                append_tokens(context, one)
+                    check_sampled_tokens(context, result.tokens)
+                append_tokens(context, result)
                 if matcher is not None:
                     self.speculation_stats.num_forced += append_forced(
                         context, self.kv, self.runner.vocabulary or 0
@@ -385,7 +385,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
             except Exception as fault:
                 _logger.exception("request %s ended because of an internal error", request_id)
                 context.update_generation_status(TextGenerationStatus.CANCELLED)
-                reason = f": {one.fault}" if one.fault is not None else f" ({type(fault).__name__})"
+                reason = f": {result.fault}" if result.fault is not None else f" ({type(fault).__name__})"
                 self.failures[request_id] = RequestFailedError(
                     f"request {request_id} ended because of an internal error{reason}; the log shows details"
                 )

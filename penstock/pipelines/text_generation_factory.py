@@ -50,10 +50,10 @@ def create_text_pipeline(
     session = session or required.open_session()
     if required.config.speculative.method is None:
         return kind(required.config, model, eos, session=session)
-    return _create_speculating(required, kind, model, eos, session)
+    return _create_speculative(required, kind, model, eos, session)
 
 
-def _create_speculating(
+def _create_speculative(
     required: PipelineRequirements,
     kind: Callable[..., TextGenerationPipeline],
     model: type[PipelineModel[TextContext]],
@@ -72,7 +72,8 @@ def _create_speculating(
     draft = required.registry.retrieve_architecture(
         draft_model.huggingface_config, draft_model.checkpoint, encoding=draft_model.encoding
     ).load_pipeline_model()
-    free_memory = prefaulted.num_idle  # read first: a thread still moves free memory into the buffer
+    # Read before the free memory of the host, which a thread still moves to this buffer.
+    free_memory = prefaulted.num_idle
     free_memory += InferenceSession.free_memory_of(load_devices(config.model.devices))
     config, drafting = share_memory(config, model, draft, free_memory=free_memory)
     pipeline = kind(config, model, eos, draft_lengths=draft_lengths, session=session)

@@ -45,13 +45,13 @@ class TokenHeads:
         hidden: Tensor,  # [n, E]
         step: StepInputs,
     ) -> SparseEmbedding:
-        """Return the largest weight of each token id of an input, ids ascending, zero weights omitted."""
+        """Return the largest weight of each token id of an input, without zero weights, sorted by id."""
         assert self.weights is not None, "the model has no token-weight head"
-        found = self.weights(hidden, step)[:, 0].float().numpy(force=True)  # [n]
-        counted = (found > 0) & ~np.isin(tokens, list(self.unweighted))
-        ids, places = np.unique(tokens[counted], return_inverse=True)
+        token_weights = self.weights(hidden, step)[:, 0].float().numpy(force=True)  # [n]
+        counted = (token_weights > 0) & ~np.isin(tokens, list(self.unweighted))
+        ids, indices = np.unique(tokens[counted], return_inverse=True)
         weights = np.zeros(len(ids), np.float32)
-        np.maximum.at(weights, places, found[counted])
+        np.maximum.at(weights, indices, token_weights[counted])
         return SparseEmbedding(ids.astype(np.int32), weights)
 
 
@@ -64,7 +64,7 @@ def load_token_heads(checkpoint: Path, model: EncoderModel, hidden_size: int) ->
         hidden_size: E, the size of the hidden states.
 
     Raises:
-        CheckpointError: a file cannot be read or has another shape.
+        CheckpointError: a file cannot be read, or a tensor has a wrong shape.
     """
     ops, device = model.session.ops, model.torch_device
     weights, vectors = model.token_weights, None
@@ -83,7 +83,7 @@ def load_token_heads(checkpoint: Path, model: EncoderModel, hidden_size: int) ->
 def _read_linear(
     file: Path, out_features: int | None, in_features: int, ops: Ops, device: torch.device
 ) -> Dense:
-    """Read a linear layer from a file, in float32; None accepts any number of outputs."""
+    """Read a linear layer from a file, in float32. If ``out_features`` is None, any number is accepted."""
     weights = PickledWeights(file)
     size = weights.shape("weight")[0] if out_features is None else out_features
     weight = weights.tensor("weight", (size, in_features)).float().to(device)

@@ -18,7 +18,7 @@ from penstock.pipelines.core import VoicePrompt
 from penstock.weights.json_files import read_json_object
 
 MAX_SECONDS = 60.0
-"""Longest recording of a voice."""
+"""Maximum duration of a recording of a voice, in seconds."""
 
 
 def load_voices(given: Iterable[str], codec: AudioCodec, folder: Path) -> dict[str, VoicePrompt]:
@@ -29,7 +29,7 @@ def load_voices(given: Iterable[str], codec: AudioCodec, folder: Path) -> dict[s
     ``$XDG_CACHE_HOME/penstock/voices``.
 
     Args:
-        given: the settings.
+        given: the values of ``--voice``.
         codec: encodes the recordings.
         folder: the checkpoint of the codec.
 
@@ -37,8 +37,8 @@ def load_voices(given: Iterable[str], codec: AudioCodec, folder: Path) -> dict[s
         ConfigError: a voice cannot be read, or a name is given twice.
     """
     voices: dict[str, VoicePrompt] = {}
-    for one in given:
-        name, _, source = one.partition("=")
+    for setting in given:
+        name, _, source = setting.partition("=")
         if name in voices:
             raise ConfigError("voice", f"{name!r} is given twice: use one name for each voice")
         try:
@@ -51,20 +51,20 @@ def load_voices(given: Iterable[str], codec: AudioCodec, folder: Path) -> dict[s
 def _load(name: str, source: str, codec: AudioCodec, folder: Path) -> VoicePrompt:
     parts = [part.strip() for part in source.split(",")]
     if all(part.isdecimal() for part in parts):
-        return _checked(VoicePrompt(name, [int(part) for part in parts]), codec)
+        return _checked_voice(VoicePrompt(name, [int(part) for part in parts]), codec)
     path = Path(source).expanduser()
     if path.suffix.lower() == ".json":
         values = read_json_object(path)
         codes = values.get("codes")
         if not isinstance(codes, list) or not all(isinstance(code, int) for code in codes):
             raise ValueError(f"{path} must have codes, a list of integers")
-        return _checked(VoicePrompt(name, codes, str(values.get("transcription", ""))), codec)
+        return _checked_voice(VoicePrompt(name, codes, str(values.get("transcription", ""))), codec)
     text = path.with_suffix(".txt")
     transcription = text.read_text(encoding="utf-8").strip() if text.is_file() else ""
-    return VoicePrompt(name, _encoded(path, codec, folder), transcription)
+    return VoicePrompt(name, _encode_recording(path, codec, folder), transcription)
 
 
-def _checked(voice: VoicePrompt, codec: AudioCodec) -> VoicePrompt:
+def _checked_voice(voice: VoicePrompt, codec: AudioCodec) -> VoicePrompt:
     size = codec.codes_per_frame
     if not voice.codes or len(voice.codes) % size:
         raise ValueError(f"{len(voice.codes)} codes are not a whole number of frames: a frame has {size}")
@@ -72,11 +72,13 @@ def _checked(voice: VoicePrompt, codec: AudioCodec) -> VoicePrompt:
     return voice
 
 
-def _encoded(path: Path, codec: AudioCodec, folder: Path) -> list[int]:
-    """Return the codes of a recording, from the cache if it was encoded before."""
+def _encode_recording(path: Path, codec: AudioCodec, folder: Path) -> list[int]:
+    """Return the codes of a recording, from the cache if it contains them."""
     digest = blake2b(path.read_bytes(), digest_size=16, person=b"voice")
-    files = sorted(one for one in folder.iterdir() if one.is_file())
-    digest.update(repr([(str(one), one.stat().st_size, one.stat().st_mtime_ns) for one in files]).encode())
+    files = sorted(file for file in folder.iterdir() if file.is_file())
+    digest.update(
+        repr([(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]).encode()
+    )
     cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     file = cache / "penstock" / "voices" / f"{digest.hexdigest()}.npy"
     if file.is_file():

@@ -1,4 +1,4 @@
-"""``penstock batch run --ray``: a file of requests through a pool of actors on Ray Data."""
+"""``penstock batch run --ray``: runs a file of requests in a pool of actors with Ray Data."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from penstock.ray.batch_files import (
     PARQUET,
     BatchResult,
     Chunk,
-    chunks_of_lines,
     done_ids,
-    line_of_row,
+    make_writer,
+    pending_chunks,
     pending_rows,
     read_chunk,
-    writer_of,
+    row_to_line,
 )
-from penstock.ray.cluster import connected, import_ray
+from penstock.ray.cluster import import_ray, ray_connection
 from penstock.ray.config import RayConfig
-from penstock.ray.dataset import through_actors
+from penstock.ray.dataset import map_with_actors
 from penstock.ray.local_server import LocalServer
 from penstock.serve.batches.batch_dispatch import BatchDispatcher
 from penstock.serve.batches.batch_lines import parse_line
 from penstock.serve.config import ServeConfig
 
 _MAX_ATTEMPTS = 120
-"""Maximum attempts of a line, half a second apart, while the worker process of its actor is being
-restarted.
+"""Maximum number of attempts for a line while the worker process of its actor is being restarted. Attempts
+are half a second apart.
 """
 
 
@@ -45,14 +45,14 @@ def run_batch(
 ) -> int:
     """Run the requests of a file that have no result yet, and write one result for each.
 
-    Only this process writes results, one for each id, so blocks that are computed twice add no duplicates.
+    Only this process writes results. It writes one result for each id, even if Ray Data computes a block
+    twice.
 
     Args:
         requests: JSON lines, or a parquet file or folder with the columns custom_id, url and body.
         output: a file of JSON lines, or a folder of parquet files if the name ends in ``.parquet``.
-        config: the configuration of the model.
-        serve_config: limits and parsers.
-        ray_config: the cluster and the actors.
+        config: the configuration of the model. serve_config: the server's limits on requests, and its
+        parsers. ray_config: the cluster and the actors.
 
     Returns:
         The exit status: 1 if a request failed, else 0.
@@ -60,7 +60,7 @@ def run_batch(
     Raises:
         MissingDependencyError: Ray is not installed.
         InputError: the requests cannot be read, or two have the same id.
-        PenstockError: a request has no result; another run continues.
+        PenstockError: a request has no result; running the command again continues.
     """
     ray = import_ray("penstock batch run --ray")
     config.model.checkpoint  # noqa: B018  # a model that is missing is reported here
@@ -70,12 +70,12 @@ def run_batch(
     if is_parquet:
         pending = pending_rows(requests, done)
     else:
-        chunks, pending = chunks_of_lines(requests, done, ray_config.ray_batch_size)
+        chunks, pending = pending_chunks(requests, done, ray_config.ray_batch_size)
     if done:
         click.echo(f"penstock: {len(done)} requests have results, {len(pending)} are left", err=True)
     if not pending:
         return 0
-    with connected(ray_config, "penstock batch run --ray"):
+    with ray_connection(ray_config, "penstock batch run --ray"):
         if is_parquet:
             rows = ray.data.read_parquet(str(requests.absolute())).map(
                 PendingRows(ray.put(done) if done else None)
@@ -87,13 +87,13 @@ def run_batch(
                 ReadLines(requests.absolute())
             )
         arguments = {"serve_config": replace(serve_config, access_log=False, state_dir=None)}
-        return _write(through_actors(rows, LineActor, arguments, config, ray_config), output, pending)
+        return _write(map_with_actors(rows, LineActor, arguments, config, ray_config), output, pending)
 
 
 def _write(results: Any, output: Path, pending: set[str]) -> int:
     """Write the results as they arrive. Return the exit status."""
     begin, num, num_bad, num_tokens = time.perf_counter(), 0, 0, 0
-    writer = writer_of(output)
+    writer = make_writer(output)
     try:
         with GenerationProgress(len(pending)) as progress:
             for batch in results.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
@@ -101,7 +101,7 @@ def _write(results: Any, output: Path, pending: set[str]) -> int:
                     line, is_good, tokens = row["result"], row["is_good"], row["num_tokens"]
                     name = msgspec.json.decode(line, type=BatchResult).custom_id
                     if name not in pending:
-                        continue  # a block that was computed twice
+                        continue  # its block was computed twice
                     pending.remove(name)
                     writer.add(line)
                     num, num_bad, num_tokens = num + 1, num_bad + (not is_good), num_tokens + tokens
@@ -122,7 +122,7 @@ def _write(results: Any, output: Path, pending: set[str]) -> int:
 
 
 class ReadLines:
-    """Reads the lines of a chunk, in a task of Ray Data.
+    """Reads the lines of a `Chunk`, in a task of Ray Data.
 
     Args:
         path: the file, which all nodes can read.
@@ -137,32 +137,34 @@ class ReadLines:
 
 
 class PendingRows:
-    """Converts a parquet row to a line; the ``number`` of a row that has a result is -1.
+    """Converts a parquet row to a line and its ``number``, which is -1 if the row already has a result.
 
     Args:
-        done: a reference to the set of ids with results, or None.
+        done: a Ray reference to the set of ids that have results; None if no id has one.
     """
 
     def __init__(self, done: Any) -> None:
-        self._done = done
+        self._done_ids = done
         self._ids: set[str] | None = None
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Return the line of a row."""
+        """Return the ``line`` and the ``number`` of a row."""
         if self._ids is None:
             self._ids = (
-                set() if self._done is None else import_ray("penstock batch run --ray").get(self._done)
+                set()
+                if self._done_ids is None
+                else import_ray("penstock batch run --ray").get(self._done_ids)
             )
         number = -1 if row["custom_id"] in self._ids else 0
-        return {"line": line_of_row(row), "number": number}
+        return {"line": row_to_line(row), "number": number}
 
 
 class LineActor:
-    """Runs lines of a batch through the routes of the server, with a model in this actor.
+    """Runs lines of a request file through the routes of the server, with a model in this actor.
 
     Args:
         config: the configuration of the model.
-        serve_config: limits and parsers.
+        serve_config: the server's limits on requests, and its parsers.
     """
 
     def __init__(self, config: PipelineConfig, serve_config: ServeConfig) -> None:

@@ -30,7 +30,7 @@ class BatchResult(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Lines of a file that are read together."""
+    """Lines of a file that one task reads."""
 
     offsets: list[int]
     """Their byte offsets in the file."""
@@ -38,7 +38,7 @@ class Chunk:
     """Their line numbers, from 1."""
 
 
-def chunks_of_lines(path: Path, done: Container[str], size: int) -> tuple[list[Chunk], set[str]]:
+def pending_chunks(path: Path, done: Container[str], size: int) -> tuple[list[Chunk], set[str]]:
     """Return the lines of a file that have no result, in chunks of ``size``, and their ids.
 
     Raises:
@@ -52,7 +52,7 @@ def chunks_of_lines(path: Path, done: Container[str], size: int) -> tuple[list[C
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    name = _id_of_line(line, number)
+                    name = _result_id(line, number)
                     _check_new(name, seen)
                     if name not in done:
                         pending.add(name)
@@ -74,8 +74,8 @@ def read_chunk(path: Path, chunk: Chunk) -> Iterator[dict[str, object]]:
             yield {"line": file.readline(), "number": number}
 
 
-def _id_of_line(line: bytes, number: int) -> str:
-    """Return the ``custom_id`` of a line, or the name that its result gets."""
+def _result_id(line: bytes, number: int) -> str:
+    """Return the ``custom_id`` of a line, or for a line without one the id of its result."""
     try:
         name = msgspec.json.decode(line, type=dict[str, msgspec.Raw]).get("custom_id")
         found = None if name is None else msgspec.json.decode(name)
@@ -91,10 +91,10 @@ def _check_new(name: str, seen: set[str]) -> None:
 
 
 def pending_rows(path: Path, done: Container[str]) -> set[str]:
-    """Return the ids of the rows of a parquet file, or folder of files, that have no result.
+    """Return the ids of all rows without a result, of a parquet file or a folder of parquet files.
 
     Raises:
-        InputError: two rows have the same ``custom_id``, or a row has none.
+        InputError: two rows have the same ``custom_id``, or a row has no ``custom_id``.
     """
     from pyarrow.parquet import ParquetFile
 
@@ -115,7 +115,7 @@ def pending_rows(path: Path, done: Container[str]) -> set[str]:
     return pending
 
 
-def line_of_row(row: dict[str, object]) -> bytes:
+def row_to_line(row: dict[str, object]) -> bytes:
     """Return the JSON line of a parquet row: ``body`` is JSON text or a structure, without null members."""
     body = row["body"]
     given = msgspec.Raw(body.encode()) if isinstance(body, str) else _without_nulls(body)
@@ -125,17 +125,17 @@ def line_of_row(row: dict[str, object]) -> bytes:
 def _without_nulls(value: object) -> object:
     """Return a structure without null members, which parquet adds to rows with different members."""
     if isinstance(value, dict):
-        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     if hasattr(value, "tolist"):
         value = value.tolist()
-    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def parquet_files(path: Path) -> list[Path]:
     """Return a parquet file, or the parquet files of a folder in order.
 
     Raises:
-        InputError: the folder has none.
+        InputError: the folder has no parquet files.
     """
     if not path.is_dir():
         return [path]
@@ -149,7 +149,7 @@ def parquet_files(path: Path) -> list[Path]:
 
 
 class ResultWriter(Protocol):
-    """Writes results. Written results are kept, so that a later run can continue."""
+    """Writes results. Results of earlier runs are kept, so that a run can continue."""
 
     def add(self, line: bytes) -> None:
         """Write the line of a result."""
@@ -252,6 +252,6 @@ def done_ids(path: Path) -> set[str]:
     return found
 
 
-def writer_of(path: Path) -> ResultWriter:
+def make_writer(path: Path) -> ResultWriter:
     """Return the writer of an output: parquet for a name that ends in ``.parquet``, else JSON lines."""
     return ParquetParts(path) if path.suffix == PARQUET else JsonLines(path)

@@ -1,4 +1,4 @@
-"""`CacheLog`: the recent events of a replica's prefix cache, for routers that read them now and then."""
+"""`CacheLog`: the recent events of a replica's prefix cache, which routers read periodically."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import msgspec
 
 from penstock.pipelines.core.cache_events import BlocksCleared, BlocksRemoved, BlocksStored, CacheEvent
 
-_MIN_LOGGED = 1024
-"""Digests that the log may always hold."""
+_MIN_CAPACITY = 1024
+"""Minimum capacity of the log, in digests."""
 
 
 class CacheChanges(msgspec.Struct):
-    """What has happened to a prefix cache since a position of its log."""
+    """The events of a prefix cache after a position in its log."""
 
     position: int
     """The position after these events, for the next read."""
@@ -22,17 +22,18 @@ class CacheChanges(msgspec.Struct):
 
 
 class CacheLog:
-    """The blocks of the prefix caches of a replica's workers, and the events that led to them.
+    """The blocks in the prefix caches of a replica's workers, and a log of their events.
 
-    A block is cached while one of the workers has it. Several readers follow the log, each with its own
-    position. The log holds at most as many digests as the caches have blocks. A reader that has fallen behind
-    gets all blocks instead.
+    A block is cached while at least one worker has it. Several readers read the log, each from its own
+    position. The log holds at most as many digests as the caches have blocks. A reader whose position is no
+    longer in the log gets all cached blocks instead.
     """
 
     def __init__(self) -> None:
-        self._cached: dict[bytes, set[int]] = {}  # the workers of each block, in the order of their storing
+        self._cached: dict[bytes, set[int]] = {}
+        """Digest -> workers that have the block, in the order in which blocks were stored."""
         self._events: deque[CacheEvent] = deque()
-        self._position = 0  # the number of events so far
+        self._position = 0  # number of events that were ever added
         self._num_logged = 0  # digests in the log
 
     def add(self, events: Sequence[CacheEvent], worker: int = 0) -> None:
@@ -43,7 +44,7 @@ class CacheLog:
                 case BlocksStored():
                     for digest in event.digests:
                         cached.setdefault(digest, set()).add(worker)
-                    event = BlocksStored(event.digests, None, [])  # a router needs only the digests
+                    event = BlocksStored(event.digests, None, [])  # without tokens, which routers do not use
                 case BlocksRemoved():
                     event = BlocksRemoved(self._without_owner(event.digests, worker))
                 case _:
@@ -53,11 +54,11 @@ class CacheLog:
             self._events.append(event)
             self._position += 1
             self._num_logged += _num_digests(event)
-        while self._num_logged > max(len(cached), _MIN_LOGGED):
+        while self._num_logged > max(len(cached), _MIN_CAPACITY):
             self._num_logged -= _num_digests(self._events.popleft())
 
     def _without_owner(self, digests: Sequence[bytes], worker: int) -> list[bytes]:
-        """Remove a worker from the owners of blocks. Return the blocks that no worker has any more."""
+        """Remove a worker from the owners of blocks. Return the blocks that no longer have an owner."""
         removed = []
         for digest in digests:
             workers = self._cached.get(digest, set())
@@ -67,7 +68,7 @@ class CacheLog:
         return removed
 
     def since(self, position: int) -> CacheChanges:
-        """Return the events after a position; 0 is the empty cache at the start."""
+        """Return the events after a position. Position 0 is the empty cache at the start."""
         missed = self._position - position
         if 0 <= missed <= len(self._events):
             events = list(self._events)[len(self._events) - missed :]

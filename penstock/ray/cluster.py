@@ -22,11 +22,11 @@ def import_ray(purpose: str) -> Any:
         purpose: the feature that needs Ray, for the error message.
 
     Raises:
-        MissingDependencyError: names the extra that installs it.
+        MissingDependencyError: Ray is not installed. The message names the extra.
     """
     if find_spec("ray") is None:
         raise MissingDependencyError("ray", "ray", purpose)
-    # By default, Ray sends usage statistics to its authors.
+    # disables the usage statistics that Ray sends by default
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
 
@@ -34,12 +34,12 @@ def import_ray(purpose: str) -> Any:
 
 
 @contextmanager
-def connected(config: RayConfig, purpose: str) -> Iterator[bool]:
-    """Connect to the configured cluster while the block runs. Start Ray on this machine if there is none.
+def ray_connection(config: RayConfig, purpose: str) -> Iterator[bool]:
+    """Connect to the configured cluster during the block. Start Ray on this machine if there is no cluster.
 
     Yields:
-        Whether this call has started Ray on this machine; it ends with the block. An existing connection is
-        used and kept.
+        Whether this call has started Ray on this machine. Ray then ends with the block. An existing
+        connection is used, and stays open.
 
     Raises:
         ConfigError: the cluster cannot be reached.
@@ -48,10 +48,10 @@ def connected(config: RayConfig, purpose: str) -> Iterator[bool]:
     if ray.is_initialized():
         yield False
         return
-    is_local = not _joined(ray, config.ray_address)
+    is_local = not _join_cluster(ray, config.ray_address)
     if is_local:
-        # One more than available: tasks that read and write data run in addition to actors that reserve all
-        # CPUs.
+        # One CPU more than available, because actors may reserve all CPUs and tasks that read and write data
+        # need one.
         ray.init(address=_LOCAL, include_dashboard=False, num_cpus=usable_cpus() + 1)
     try:
         yield is_local
@@ -59,7 +59,7 @@ def connected(config: RayConfig, purpose: str) -> Iterator[bool]:
         ray.shutdown()
 
 
-def _joined(ray: Any, address: str | None) -> bool:
+def _join_cluster(ray: Any, address: str | None) -> bool:
     """Connect to a cluster. Return False if there is no address and no cluster."""
     if (address or os.environ.get("RAY_ADDRESS")) == _LOCAL:
         return False

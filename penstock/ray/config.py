@@ -28,8 +28,8 @@ class RayConfig:
     ray_address: str | None = setting(
         None,
         TEXT,
-        "Address of the Ray cluster, as for ray.init; local starts Ray on this machine. Default: that of "
-        "RAY_ADDRESS or of this machine; without one, Ray is started.",
+        "Address of the Ray cluster, as for ray.init; local starts Ray on this machine. Default: "
+        "RAY_ADDRESS, or a cluster on this machine. If there is no cluster, Ray is started.",
     )
     ray_min_replicas: int = setting(1, COUNT, "Minimum number of replicas or actors, each with the model.")
     ray_max_replicas: int | None = setting(
@@ -41,13 +41,15 @@ class RayConfig:
         "Target number of running and waiting requests per replica, for the autoscaling of a server.",
     )
     ray_max_requests: int = setting(
-        64, COUNT, "Maximum number of requests that run or wait in one replica; others wait in the router."
+        64,
+        COUNT,
+        "Maximum number of requests that run or wait in one replica; further requests wait in the router.",
     )
     ray_cpus: int | None = setting(
         None,
         COUNT,
-        "CPUs that each replica or actor reserves, and its compute threads. Default: num-threads; without it "
-        "the CPUs of this machine divided by ray-min-replicas, or with GPUs 1 for each.",
+        "CPUs that each replica or actor reserves, and its compute threads. Default: num-threads if it is "
+        "set; otherwise 1 for each GPU, or the CPUs of this machine divided by ray-min-replicas.",
     )
     ray_ingress_replicas: int = setting(
         1, COUNT, "Number of processes that serve HTTP, read prompts and write answers. They reserve no CPU."
@@ -56,10 +58,10 @@ class RayConfig:
     ray_batch_size: int = setting(
         64,
         COUNT,
-        "Rows per block of a dataset, which an actor computes at once; lost blocks are computed again.",
+        "Rows per block of a dataset, the unit of work of an actor; lost blocks are computed again.",
     )
     sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
-    """Flat name to the source of its value, for fields that were set."""
+    """Flat name -> source of the value, for fields that were set."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -76,7 +78,7 @@ class RayConfig:
 
     @classmethod
     def from_given(cls, given: Mapping[str, tuple[Any, str]]) -> RayConfig:
-        """Build it from a mapping of flat name to (converted value, source). Other names are ignored."""
+        """Return the configuration from flat name -> (converted value, source). Other names are ignored."""
         own = {field.name: given[field.name] for field in ray_fields() if field.name in given}
         values = {name: value for name, (value, _) in own.items()}
         return cls(sources={name: where for name, (_, where) in own.items()}, **values)
@@ -93,5 +95,5 @@ class RayConfig:
 
 @cache
 def ray_fields() -> tuple[ConfigField, ...]:
-    """Return all settings of `RayConfig`. Their names differ from those of the other classes."""
+    """Return all settings of `RayConfig`. No other configuration class has settings of the same names."""
     return fields_of(RayConfig)

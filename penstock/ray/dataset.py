@@ -3,9 +3,10 @@
     dataset = ray.data.read_parquet("prompts/")            # or read_json for JSON lines
     penstock.ray.generate(dataset, "./model").write_parquet("answers/")
 
-Ray Data streams blocks through the actors. An actor takes a block when it has room, and reading stops while
-the actors are busy. A block whose actor ends is computed again by another actor. Each input row becomes
-exactly one output row; an input that the model cannot serve has the reason in the column ``error``.
+Ray Data streams blocks through the actors. An actor computes up to two blocks concurrently.
+Reading of the dataset stops while all actors are busy. A block whose actor ends is computed
+again by another actor. Each input row becomes exactly one output row; an input that the model cannot serve
+has the reason in the column ``error``.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("penstock.ray")
 
-_BATCHES_AT_ONCE = 2
-"""Blocks that an actor computes concurrently: one fills the batch while the last rows of another finish."""
+_MAX_CONCURRENT_BLOCKS = 2
+"""Number of blocks that an actor computes concurrently. The second block fills the batch while the last rows
+of the first finish."""
 _MAX_ATTEMPTS = 60
 _RETRY_SECONDS = 1.0
 
@@ -62,9 +64,10 @@ def generate(
             ``num_generated_tokens`` and ``error`` are added, too; the text is null if the row has an error.
         sampling_params: the sampling parameters; by default those of the checkpoint.
         concurrency: the number of actors, or their minimum and maximum.
-        batch_size: rows per block. An actor computes a block at a time; a lost block is computed again.
-        num_cpus: CPUs that each actor reserves, and its compute threads. By default ``num_threads``, without
-            it the CPUs of this machine but one, divided by the number of actors; with GPUs 1 for each.
+        batch_size: rows per block. A lost block is computed again.
+        num_cpus: CPUs that each actor reserves, and its compute threads. By default ``num_threads`` if it is
+            set; otherwise 1 for each GPU, or all CPUs of this machine except one, divided by the number of
+            actors.
         **config: settings of the model.
 
     Raises:
@@ -77,7 +80,7 @@ def generate(
         "sampling_params": sampling_params,
         "is_chat": messages_column is not None,
     }
-    return _mapped(dataset, TextActor, names, model, concurrency, batch_size, num_cpus, config)
+    return _map_with_model(dataset, TextActor, names, model, concurrency, batch_size, num_cpus, config)
 
 
 def embed(
@@ -117,10 +120,10 @@ def embed(
         "truncate": truncate,
     }
     names = {"input": text_column, "output": output_column, "options": options}
-    return _mapped(dataset, EmbeddingActor, names, model, concurrency, batch_size, num_cpus, config)
+    return _map_with_model(dataset, EmbeddingActor, names, model, concurrency, batch_size, num_cpus, config)
 
 
-def _mapped(
+def _map_with_model(
     dataset: Any,
     actor: type[ModelActor],
     arguments: dict[str, Any],
@@ -130,27 +133,27 @@ def _mapped(
     num_cpus: int | None,
     config: Mapping[str, Any],
 ) -> Any:
-    """Return a dataset whose blocks pass through a pool of actors."""
+    """Return a dataset whose blocks are computed by a pool of actors."""
     import_ray(f"penstock.ray.{actor.function}")
-    least, most = (concurrency, concurrency) if isinstance(concurrency, int) else concurrency
+    min_actors, max_actors = (concurrency, concurrency) if isinstance(concurrency, int) else concurrency
     if num_cpus is None and config.get("num_threads") is None and config.get("devices") is None:
-        num_cpus = max((usable_cpus() - 1) // least, 1)  # reading and writing needs a CPU, too
+        num_cpus = max((usable_cpus() - 1) // min_actors, 1)  # 1 CPU for tasks that read and write
     ray_config = RayConfig(
-        ray_min_replicas=least, ray_max_replicas=most, ray_cpus=num_cpus, ray_batch_size=batch_size
+        ray_min_replicas=min_actors, ray_max_replicas=max_actors, ray_cpus=num_cpus, ray_batch_size=batch_size
     )
     pipeline_config = PipelineConfig.from_flat({"model_path": model, **config}, "argument")
     pipeline_config.model.checkpoint  # noqa: B018  # a model that is missing is reported here
-    return through_actors(dataset, actor, arguments, pipeline_config, ray_config)
+    return map_with_actors(dataset, actor, arguments, pipeline_config, ray_config)
 
 
-def through_actors(
+def map_with_actors(
     dataset: Any,
     actor: type,
     arguments: dict[str, Any],
     config: PipelineConfig,
     ray_config: RayConfig,
 ) -> Any:
-    """Return a dataset whose blocks pass through actors.
+    """Return a dataset whose blocks are computed by actors.
 
     Args:
         dataset: a ``ray.data.Dataset``.
@@ -174,7 +177,7 @@ def through_actors(
     pool = ActorPoolStrategy(
         min_size=ray_config.ray_min_replicas,
         max_size=ray_config.max_replicas,
-        max_tasks_in_flight_per_actor=2 * _BATCHES_AT_ONCE,
+        max_tasks_in_flight_per_actor=2 * _MAX_CONCURRENT_BLOCKS,
     )
     blocks = dataset.repartition(target_num_rows_per_block=ray_config.ray_batch_size)
     return blocks.map_batches(
@@ -183,13 +186,15 @@ def through_actors(
         batch_format="pyarrow",
         fn_constructor_kwargs={"config": replica_config(config, resources), **arguments},
         compute=pool,
-        max_concurrency=_BATCHES_AT_ONCE,
+        max_concurrency=_MAX_CONCURRENT_BLOCKS,
         **resources.options,
     )
 
 
 class ModelActor:
-    """An actor with a model. Calls for several batches run concurrently and share the batch of the model.
+    """An actor with a model.
+
+    Calls for several blocks run concurrently, and their rows share the model's batches.
 
     Args:
         config: the configuration of the model.
@@ -197,7 +202,7 @@ class ModelActor:
     """
 
     function = ""
-    """The function of `penstock.ray` that uses the actor."""
+    """The function of `penstock.ray` that uses the actor, for error messages."""
 
     def __init__(self, config: PipelineConfig, input: str) -> None:
         from penstock.llm.async_llm import AsyncLLM
@@ -207,7 +212,7 @@ class ModelActor:
         self._start = SharedStart(self._llm.start)
 
     async def __call__(self, batch: Any) -> AsyncIterator[Any]:
-        """Compute a batch, a ``pyarrow.Table``, and yield it with new columns. Others do not change."""
+        """Compute a block, a ``pyarrow.Table``, and yield it with the new columns."""
         import pyarrow
 
         await self._start()
@@ -230,7 +235,7 @@ class ModelActor:
         for attempt in range(_MAX_ATTEMPTS):
             try:
                 return {**await self.compute(self._llm, value), "error": None}
-            except UnavailableError as error:  # the worker process is being restarted
+            except UnavailableError as error:  # retried, because the worker process is being restarted
                 if attempt == _MAX_ATTEMPTS - 1:
                     raise
                 await asyncio.sleep(max(_RETRY_SECONDS, error.retry_after))
@@ -240,7 +245,7 @@ class ModelActor:
 
     @property
     def columns(self) -> Mapping[str, Callable[[], Any]]:
-        """The new columns with functions that return their types; with ``error``."""
+        """New column -> function that returns its type, including the column ``error``."""
         raise NotImplementedError
 
     async def compute(self, llm: AsyncLLM, value: Any) -> dict[str, Any]:
@@ -335,5 +340,5 @@ class EmbeddingActor(ModelActor):
 def _without_nulls(value: Any) -> Any:
     """Return a structure without null members, which columns add to rows with different members."""
     if isinstance(value, dict):
-        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
-    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value

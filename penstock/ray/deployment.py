@@ -12,15 +12,15 @@ from penstock.ray.config import RayConfig
 from penstock.serve.config import ServeConfig
 
 ENGINE = "engine"
-"""The deployment whose replicas have the model."""
+"""Name of the deployment whose replicas run the model."""
 INGRESS = "ingress"
-"""The deployment that serves HTTP."""
+"""Name of the deployment that serves HTTP."""
 ROUTER = "penstock.ray.request_router:PreferredReplicaRouter"
-"""The class that Ray Serve routes requests with."""
+"""The request router class of Ray Serve."""
 _HEALTH_CHECK_PERIOD = 5.0
 _MAX_CONSTRUCTOR_RETRIES = 3
-"""Failed starts of a replica after which the deployment fails. Most causes, such as a missing file, are
-permanent.
+"""Number of failed starts of replicas after which the deployment fails. Most causes, such as a missing file,
+are permanent.
 """
 _MAX_INGRESS_REQUESTS = 10_000
 _MIN_QUEUE_SIZE = 64
@@ -72,7 +72,7 @@ def usable_cpus() -> int:
 def replica_config(config: PipelineConfig, resources: Resources) -> PipelineConfig:
     """Return the configuration of one replica.
 
-    Ray makes only the reserved GPUs visible to a replica, numbered from 0.
+    Ray shows a replica only its reserved GPUs, numbered from 0.
     """
     devices = config.model.devices
     if resources.num_gpus:
@@ -141,10 +141,10 @@ def max_outstanding(serve: ServeConfig, ray: RayConfig) -> int:
 
 
 def check_supported(serve: ServeConfig) -> None:
-    """Refuse settings of the server that need one process with the workers.
+    """Check that no setting of the server needs workers on the same machine.
 
     Raises:
-        UnsupportedFeatureError: names the setting.
+        UnsupportedFeatureError: a setting does; the message names it.
     """
     reasons = {
         "state_dir": "replicas may move to another node, without the folder",

@@ -33,11 +33,11 @@ _LOG = logging.getLogger("penstock.ray")
 
 _MAX_ATTEMPTS = 10
 _FIRST_DELAY, _MAX_DELAY = 0.1, 5.0
-"""Seconds between two attempts of a request; they double."""
+"""First and maximum seconds between two attempts of a request. They double after each attempt."""
 _POLL_SECONDS = 2.0
 """Seconds between two reads of the replicas' statistics."""
-_MAX_MISSING = 64
-"""Replicas without a report that may come back; earlier ones have ended."""
+_MAX_MISSING_REPORTS = 64
+"""Maximum number of replicas without a recent report that are remembered; older replicas count as ended."""
 _GAUGES = (
     "num_running",
     "num_waiting",
@@ -47,7 +47,7 @@ _GAUGES = (
     "last_batch_size",
     "last_batch_tokens",
 )
-"""The statistics that are current values; all others are totals."""
+"""The fields of `WorkerStats` that are current values; all other fields are totals."""
 
 
 class ReplicaLostError(Exception):
@@ -64,8 +64,8 @@ class Replicas(Protocol):
 
         Args:
             frames: the encoded request.
-            replica: the name of the preferred replica; empty for any. If it is full or has ended, another one
-                gets the request.
+            replica: the name of the preferred replica; empty for any. If this replica is full or has ended,
+                another replica gets the request.
 
         Raises:
             ReplicaLostError: the replica has ended.
@@ -86,17 +86,17 @@ class Replicas(Protocol):
 
 
 class RayEngine:
-    """Sends requests to replicas. An `EngineClient`.
+    """The `EngineClient` of replicas on a Ray cluster.
 
-    If the replica of a request ends, another one continues the request: its prompt and the tokens so far are
-    computed again, as after a preemption. Sampling depends on seed and position only, so the output equals
-    that of the first replica, up to rounding. Requests with a grammar, with log probabilities, and those of
-    other tasks are repeated only if they have no output yet.
+    If the replica of a request ends, another replica continues the request. It computes the prompt and the
+    tokens so far again, as after a preemption. Sampling depends on seed and position only, so the output
+    equals that of the first replica, up to rounding. Requests with a grammar, with log probabilities, or of
+    tasks other than text generation are repeated only if they have no output yet.
 
     Args:
         replicas: the replicas.
         max_outstanding: maximum number of requests that run and wait together.
-        num_ingresses: the number of processes with an engine of the same replicas.
+        num_ingresses: the number of HTTP processes that send requests to the same replicas.
     """
 
     def __init__(self, replicas: Replicas, max_outstanding: int, num_ingresses: int = 1) -> None:
@@ -105,13 +105,13 @@ class RayEngine:
         self.max_outstanding = max_outstanding
         """The number of requests that may run and wait together."""
         self.state: EngineState = "starting"
-        """The state of the engine; ``ready`` from the start to the stop."""
+        """The state of the engine; ``ready`` between `start` and `stop`."""
         self.adapters: dict[str, str] = {}
         """The LoRA adapters of the configuration, name to path."""
         self._info: WorkerInfo | None = None
         self._reports: dict[str, ReplicaReport] = {}
-        self._missing: dict[str, ReplicaReport] = {}  # the last reports of replicas that do not report
-        self._ended = WorkerStats()  # totals of replicas that have ended
+        self._missing_reports: dict[str, ReplicaReport] = {}  # last reports of replicas that did not answer
+        self._ended_stats = WorkerStats()  # totals of replicas that have ended
         self._num_ended_restarts = 0
         self._generations: dict[str, Generation] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -126,7 +126,7 @@ class RayEngine:
 
     @property
     def workers(self) -> Sequence[EngineClient]:
-        """This client alone: replicas come and go."""
+        """This client itself, because the set of replicas changes."""
         return [self]
 
     @property
@@ -142,11 +142,11 @@ class RayEngine:
 
     @property
     def stats(self) -> WorkerStats:
-        """The sums of the replicas' statistics, at most some seconds old."""
-        every = [self._ended, *(report.stats for report in self._reports.values())]
+        """The sums of the replicas' statistics, as of the last poll (`_POLL_SECONDS`)."""
+        all_stats = [self._ended_stats, *(report.stats for report in self._reports.values())]
         names = WorkerStats.__struct_fields__
-        sums = WorkerStats(**{name: sum(getattr(stats, name) for stats in every) for name in names})
-        for report in self._missing.values():
+        sums = WorkerStats(**{name: sum(getattr(stats, name) for stats in all_stats) for name in names})
+        for report in self._missing_reports.values():
             _add_totals(sums, report.stats)
         return sums
 
@@ -158,8 +158,8 @@ class RayEngine:
     @property
     def num_restarts(self) -> int:
         """The number of times that the worker of a replica ended unexpectedly."""
-        known = (*self._reports.values(), *self._missing.values())
-        return self._num_ended_restarts + sum(one.num_restarts for one in known)
+        known = (*self._reports.values(), *self._missing_reports.values())
+        return self._num_ended_restarts + sum(replica_report.num_restarts for replica_report in known)
 
     # -- Requests ----------------------------------------------------------------------------------------
 
@@ -190,11 +190,11 @@ class RayEngine:
     async def _run(self, generation: Generation, frames: list[bytes], context: RequestContext) -> None:
         """Run a request, on another replica if necessary."""
         tokens: list[int] = []
-        lost: set[str] = set()
+        lost_replicas: set[str] = set()
         has_output, delay, reason = False, _FIRST_DELAY, ""
         for attempt in range(_MAX_ATTEMPTS):
             if attempt:
-                resumed = frames if not has_output else _resumed(frames, tokens)
+                resumed = frames if not has_output else _continued_request(frames, tokens)
                 if resumed is None:
                     break
                 await asyncio.sleep(delay)
@@ -203,7 +203,7 @@ class RayEngine:
                 _LOG.warning("request %s continues on another replica: %s", generation.request_id, reason)
             else:
                 resumed = frames
-            assignment = self._choice.assign(context, lost)
+            assignment = self._choice.assign(context, lost_replicas)
             replica = "" if assignment is None else assignment.name
             try:
                 async for data in self._replicas.generate(resumed, replica):
@@ -230,7 +230,7 @@ class RayEngine:
                 reason = "the replica sent no end"
             except ReplicaLostError as error:
                 reason = str(error)
-                lost.add(replica)
+                lost_replicas.add(replica)
             except PenstockError as error:
                 self._fail(generation, error)
                 return
@@ -278,36 +278,36 @@ class RayEngine:
         await self._replicas.reset_prefix_caches()
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Refuse: replicas that start later would not have the adapter."""
-        raise _unsupported("loading adapters at run time", "name them in --lora")
+        """Raise `UnsupportedFeatureError`: replicas that start later would not have the adapter."""
+        raise _unsupported_error("loading adapters at run time", "name them in --lora")
 
     async def unload_adapter(self, name: str) -> None:
-        """Refuse: replicas that start later would have the adapter."""
-        raise _unsupported("unloading adapters at run time", "leave them out of --lora")
+        """Raise `UnsupportedFeatureError`: replicas that start later would have the adapter."""
+        raise _unsupported_error("unloading adapters at run time", "leave them out of --lora")
 
     async def sleep(self, level: SleepLevel, grace: float) -> None:
-        """Refuse: Ray Serve starts and ends replicas."""
-        raise _unsupported("sleep", "delete the application")
+        """Raise `UnsupportedFeatureError`: Ray Serve starts and ends replicas."""
+        raise _unsupported_error("sleep", "delete the application")
 
     async def wake_up(self) -> None:
-        """Refuse: replicas do not sleep."""
-        raise _unsupported("sleep", "delete the application")
+        """Raise `UnsupportedFeatureError`: replicas do not sleep."""
+        raise _unsupported_error("sleep", "delete the application")
 
     async def reload(self, grace: float) -> None:
-        """Refuse: Ray Serve replaces replicas one after the other when an application is deployed again."""
-        raise _unsupported("reload", "deploy the application")
+        """Raise `UnsupportedFeatureError`: deploying the application again replaces its replicas."""
+        raise _unsupported_error("reload", "deploy the application")
 
     async def start_profile(self) -> None:
-        """Refuse: the replicas run on several nodes."""
-        raise _unsupported("a profile", "use Ray's profiling, or start a server without --ray")
+        """Raise `UnsupportedFeatureError`: the replicas run on several nodes."""
+        raise _unsupported_error("a profile", "use Ray's profiling, or start a server without --ray")
 
     async def stop_profile(self) -> None:
-        """Refuse: the replicas run on several nodes."""
-        raise _unsupported("a profile", "use Ray's profiling, or start a server without --ray")
+        """Raise `UnsupportedFeatureError`: the replicas run on several nodes."""
+        raise _unsupported_error("a profile", "use Ray's profiling, or start a server without --ray")
 
     def watch_cache(self, listener: CacheListener) -> None:
-        """Refuse: the replicas report the digests of cached blocks only, without their tokens."""
-        raise _unsupported("cache events", "start a server without --ray")
+        """Raise `UnsupportedFeatureError`: replicas report digests of cached blocks, but not their tokens."""
+        raise _unsupported_error("cache events", "start a server without --ray")
 
     # -- Start and stop ----------------------------------------------------------------------------------
 
@@ -315,7 +315,7 @@ class RayEngine:
         """Do nothing: Ray Serve starts the replicas."""
 
     async def start(self) -> None:
-        """Return when a replica is ready."""
+        """Wait until a replica is ready."""
         while not self._reports:
             await self._poll()
         self._info = next(iter(self._reports.values())).info
@@ -324,7 +324,7 @@ class RayEngine:
         self._polling = asyncio.create_task(self._keep_polling())
 
     async def stop(self, grace: float) -> None:
-        """Stop accepting requests and wait up to ``grace`` seconds for running requests; fail the others."""
+        """Stop accepting requests, wait up to ``grace`` seconds for running requests, and fail the rest."""
         self.state = "stopping"
         if self._polling is not None:
             self._polling.cancel()
@@ -342,7 +342,10 @@ class RayEngine:
             await self._poll()
 
     async def _poll(self) -> None:
-        """Read the reports of all replicas. Replicas that do not report have ended."""
+        """Read the reports of all replicas.
+
+        A replica that does not answer counts as ended until it answers again.
+        """
         found: dict[str, ReplicaReport] = {}
         with suppress(ReplicaLostError):
             for data in await self._replicas.reports(self._choice.positions):
@@ -350,18 +353,18 @@ class RayEngine:
                 found[report.name] = report
         for name, report in self._reports.items():
             if name not in found:
-                self._missing[name] = report
-        for name in found:  # a replica that was slow, or that could not be reached for a while
-            self._missing.pop(name, None)
-        while len(self._missing) > _MAX_MISSING:
-            report = self._missing.pop(next(iter(self._missing)))
-            _add_totals(self._ended, report.stats)
+                self._missing_reports[name] = report
+        for name in found:  # it was slow, or could not be reached for a while
+            self._missing_reports.pop(name, None)
+        while len(self._missing_reports) > _MAX_MISSING_REPORTS:
+            report = self._missing_reports.pop(next(iter(self._missing_reports)))
+            _add_totals(self._ended_stats, report.stats)
             self._num_ended_restarts += report.num_restarts
         self._choice.update(found)
         self._reports = found
 
 
-def _resumed(frames: Sequence[bytes], tokens: Sequence[int]) -> list[bytes] | None:
+def _continued_request(frames: Sequence[bytes], tokens: Sequence[int]) -> list[bytes] | None:
     """Return a request that continues after generated tokens; None if another replica cannot continue it."""
     command = command_decoder()(frames)
     assert isinstance(command, Submit)
@@ -370,7 +373,7 @@ def _resumed(frames: Sequence[bytes], tokens: Sequence[int]) -> list[bytes] | No
         return None
     for token in tokens:
         context.update(token)
-    context.outstanding_response()  # the caller has these tokens
+    context.outstanding_response()  # the caller has already received these tokens
     context.reset()
     context.set_token_indices(active_idx=context.end_idx)
     return [bytes(frame) for frame in command_encoder()(Submit(context))]
@@ -383,5 +386,5 @@ def _add_totals(total: WorkerStats, stats: WorkerStats) -> None:
             setattr(total, name, getattr(total, name) + getattr(stats, name))
 
 
-def _unsupported(feature: str, instead: str) -> UnsupportedFeatureError:
+def _unsupported_error(feature: str, instead: str) -> UnsupportedFeatureError:
     return UnsupportedFeatureError(f"{feature} on Ray", f"{instead} and deploy the application again")

@@ -13,7 +13,9 @@ from penstock.errors import UnavailableError
 from penstock.ray.engine import ReplicaLostError
 
 _REPORT_TIMEOUT = 10.0
+"""Seconds to wait for the reports of all replicas."""
 _POLL_SECONDS = 0.2
+"""Seconds between two checks whether a replica is running."""
 
 
 class ServeReplicas:
@@ -25,8 +27,8 @@ class ServeReplicas:
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
-        self._streaming = handle.options(method_name="generate", stream=True)
-        self._streaming_to: dict[str, Any] = {}  # by the name of the preferred replica
+        self._any_handle = handle.options(method_name="generate", stream=True)
+        self._preferred_handles: dict[str, Any] = {}  # name of the preferred replica -> handle
 
     async def generate(self, frames: Sequence[bytes], replica: str) -> AsyncIterator[bytes]:
         """Send a request to a replica and yield its results.
@@ -37,17 +39,17 @@ class ServeReplicas:
             ReplicaLostError: the replica has ended.
             UnavailableError: the deployment has failed.
         """
-        handle = self._streaming
+        handle = self._any_handle
         if replica:
-            if replica not in self._streaming_to:
-                self._streaming_to[replica] = handle.options(session_id=replica)
-            handle = self._streaming_to[replica]
+            if replica not in self._preferred_handles:
+                self._preferred_handles[replica] = handle.options(session_id=replica)
+            handle = self._preferred_handles[replica]
         response = handle.remote(list(frames))
         try:
             async for data in response:
                 yield data
         except (RayError, RayServeException) as error:
-            raise _translated(error) from error
+            raise _request_error(error) from error
         finally:
             response.cancel()
 
@@ -57,8 +59,8 @@ class ServeReplicas:
         Raises:
             ReplicaLostError: no report arrived in time.
         """
-        self._streaming_to = {
-            name: handle for name, handle in self._streaming_to.items() if name in positions
+        self._preferred_handles = {
+            name: handle for name, handle in self._preferred_handles.items() if name in positions
         }
         while not self._handle.running_replicas_populated():
             await self._handle.report.remote({})  # waits for a replica, and updates the handle's list
@@ -68,7 +70,7 @@ class ServeReplicas:
             found = await response.results_async(timeout_s=_REPORT_TIMEOUT, return_exceptions=True)
         except (RayError, RayServeException, TimeoutError) as error:
             raise ReplicaLostError(str(error)) from error
-        return [one for one in found if isinstance(one, bytes)]
+        return [report for report in found if isinstance(report, bytes)]
 
     async def reset_prefix_caches(self) -> None:
         """Forget all cached prefixes of all replicas.
@@ -82,8 +84,8 @@ class ServeReplicas:
             raise UnavailableError(f"a replica did not reset its cache: {error}") from error
 
 
-def _translated(error: Exception) -> Exception:
-    """Return the error of a request. Errors raised in a replica are distinguished from a lost replica."""
+def _request_error(error: Exception) -> Exception:
+    """Return the error of a request: a `ReplicaLostError`, unless the replica itself raised it."""
     if isinstance(error, RayTaskError | TaskCancelledError):
         return UnavailableError(f"the replica failed: {str(error).strip().splitlines()[-1]}")
     return ReplicaLostError(f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}")

@@ -1,4 +1,4 @@
-"""The deployment that serves HTTP: the same application as on one machine, in front of replicas."""
+"""The deployment that serves HTTP: the same ASGI application as on one machine, in front of replicas."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from penstock.serve.warmup import warm_up_grammars
 _LOG = logging.getLogger("penstock.ray")
 
 _ABORT_SECONDS = 2.0
-"""Seconds to send the final error of each aborted request."""
+"""Seconds for sending the final errors of aborted requests."""
 
 
 class Application:
     """An ASGI application that starts and stops with its lifespan events.
 
     Args:
-        services: the services of the application, with a closed gate.
+        services: the services of the application. Their gate, which admits requests, is closed.
         engine: the engine client of these services.
     """
 
@@ -104,7 +104,7 @@ def make_application(
 
 
 class Ingress:
-    """Makes the application in a replica of the deployment, for ``serve.ingress``.
+    """Builds the application in each replica of the deployment, for ``serve.ingress``.
 
     Args:
         engine: the ``DeploymentHandle`` of the replicas with the model.

@@ -32,13 +32,14 @@ from penstock.serve.http.internal_request import internal_request
 from penstock.worker.engine_client import EngineClient
 
 _HEADERS = ("x-request-id", "x-session-id")
-"""Headers of a request that reach Penstock's routes. Keys are checked by Ray Serve LLM's application."""
+"""Request headers that are passed to Penstock's routes. Ray Serve LLM's application checks API keys."""
 
 
 class PenstockServer:
     """Serves a model in a deployment of Ray Serve LLM, with Penstock's routes.
 
-    Ray Serve LLM validates requests with its models, so a request can only have the fields of these models.
+    Ray Serve LLM validates requests with its pydantic models, so a request can only have the fields of these
+    models.
 
     Args:
         llm_config: the ``ray.serve.llm.LLMConfig``.
@@ -51,14 +52,14 @@ class PenstockServer:
 
     def __init__(self, llm_config: Any, engine: EngineClient | None = None) -> None:
         self._llm_config = llm_config
-        config, serve_config, ray_config = configs_of(llm_config)
+        config, serve_config, ray_config = read_llm_config(llm_config)
         own = replica_config(config, Resources.of(config, ray_config))
         self._server = LocalServer(own, replace(serve_config, access_log=False), engine)
 
     @classmethod
     def get_deployment_options(cls, llm_config: Any) -> dict[str, object]:
         """Return the options of the deployment: those of ``deployment_config``, else Penstock's."""
-        config, serve_config, ray_config = configs_of(llm_config)
+        config, serve_config, ray_config = read_llm_config(llm_config)
         options = engine_options(config, serve_config, ray_config, Resources.of(config, ray_config))
         options = {name: value for name, value in options.items() if name != "name"}
         given = dict(llm_config.deployment_config)
@@ -76,7 +77,7 @@ class PenstockServer:
         await self._server.start()
 
     async def check_health(self) -> None:
-        """Do nothing if the worker is alive or being restarted.
+        """Check that the worker is alive or is being restarted.
 
         Raises:
             UnavailableError: the worker has ended and is not restarted.
@@ -87,48 +88,48 @@ class PenstockServer:
 
     async def chat(self, request: object, raw_request_info: object = None) -> AsyncGenerator[object, None]:
         """Yield the response of ``/v1/chat/completions``, or the events of its stream."""
-        async for one in self._answer(
+        async for chunk in self._answer(
             "/v1/chat/completions", "ChatCompletionResponse", request, raw_request_info
         ):
-            yield one
+            yield chunk
 
     async def completions(
         self, request: object, raw_request_info: object = None
     ) -> AsyncGenerator[object, None]:
         """Yield the response of ``/v1/completions``, or the events of its stream."""
-        async for one in self._answer("/v1/completions", "CompletionResponse", request, raw_request_info):
-            yield one
+        async for chunk in self._answer("/v1/completions", "CompletionResponse", request, raw_request_info):
+            yield chunk
 
     async def embeddings(
         self, request: object, raw_request_info: object = None
     ) -> AsyncGenerator[object, None]:
         """Yield the response of ``/v1/embeddings``."""
-        async for one in self._answer("/v1/embeddings", "EmbeddingResponse", request, raw_request_info):
-            yield one
+        async for chunk in self._answer("/v1/embeddings", "EmbeddingResponse", request, raw_request_info):
+            yield chunk
 
     async def score(self, request: object, raw_request_info: object = None) -> AsyncGenerator[object, None]:
         """Yield the response of ``/v1/score``."""
-        async for one in self._answer("/v1/score", "ScoreResponse", request, raw_request_info):
-            yield one
+        async for chunk in self._answer("/v1/score", "ScoreResponse", request, raw_request_info):
+            yield chunk
 
     async def tokenize(
         self, request: object, raw_request_info: object = None
     ) -> AsyncGenerator[object, None]:
         """Yield the response of ``/tokenize``."""
-        async for one in self._answer("/tokenize", "TokenizeResponse", request, raw_request_info):
-            yield one
+        async for chunk in self._answer("/tokenize", "TokenizeResponse", request, raw_request_info):
+            yield chunk
 
     async def detokenize(
         self, request: object, raw_request_info: object = None
     ) -> AsyncGenerator[object, None]:
         """Yield the response of ``/detokenize``."""
-        async for one in self._answer("/detokenize", "DetokenizeResponse", request, raw_request_info):
-            yield one
+        async for chunk in self._answer("/detokenize", "DetokenizeResponse", request, raw_request_info):
+            yield chunk
 
     async def transcriptions(
         self, request: object, raw_request_info: object = None
     ) -> AsyncGenerator[object, None]:
-        """Refuse: no model of Penstock transcribes."""
+        """Raise `UnsupportedFeatureError`: no model of Penstock transcribes."""
         yield _error(400, "transcriptions are not supported", "invalid_request_error")
 
     async def reset_prefix_cache(self) -> None:
@@ -136,7 +137,7 @@ class PenstockServer:
         await self._server.engine.reset_prefix_cache()
 
     async def start_profile(self) -> None:
-        """Record what the worker does; needs ``profile_dir`` in ``engine_kwargs``."""
+        """Start recording a profile of the worker; needs ``profile_dir`` in ``engine_kwargs``."""
         await self._server.engine.start_profile()
 
     async def stop_profile(self) -> None:
@@ -163,15 +164,15 @@ class PenstockServer:
         return self._server.engine.state == "asleep"
 
     async def pause(self, **options: object) -> None:
-        """Refuse: a worker runs or sleeps."""
+        """Raise `UnsupportedFeatureError`: a worker cannot be paused, only put to sleep."""
         raise UnsupportedFeatureError("pause", "use sleep")
 
     async def resume(self, **options: object) -> None:
-        """Refuse: a worker runs or sleeps."""
+        """Raise `UnsupportedFeatureError`: a worker cannot be paused, only put to sleep."""
         raise UnsupportedFeatureError("resume", "use wakeup")
 
     async def is_paused(self) -> bool:
-        """Return False: a worker runs or sleeps."""
+        """Return False: a worker cannot be paused, only put to sleep."""
         return False
 
     async def llm_config(self) -> Any:
@@ -198,7 +199,7 @@ class PenstockServer:
                 yield _types()[kind].model_validate(msgspec.json.decode(await response.body()))
 
 
-def configs_of(llm_config: Any) -> tuple[PipelineConfig, ServeConfig, RayConfig]:
+def read_llm_config(llm_config: Any) -> tuple[PipelineConfig, ServeConfig, RayConfig]:
     """Return the three configurations of an ``LLMConfig``.
 
     Raises:
@@ -213,7 +214,7 @@ def configs_of(llm_config: Any) -> tuple[PipelineConfig, ServeConfig, RayConfig]
 
 
 def _types() -> dict[str, Any]:
-    """Return the types of responses by name. The application distinguishes errors and responses by these."""
+    """Return name -> response type of Ray Serve LLM, whose application checks the type of each response."""
     from ray.llm._internal.serve.core.configs import openai_api_models
 
     return dict(vars(openai_api_models))

@@ -19,7 +19,7 @@ class LocalServer:
 
     Args:
         config: the configuration of the model.
-        serve_config: limits and parsers.
+        serve_config: the server's limits on requests, and its parsers.
         engine: the engine client, not launched yet; by default a worker process.
     """
 

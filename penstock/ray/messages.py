@@ -12,7 +12,7 @@ from penstock.worker.messages import ErrorRecord, RequestResult, WorkerInfo, Wor
 
 
 class ReplicaResults(msgspec.Struct, array_like=True):
-    """The results of one request since the previous message, or its error. The last message ends it."""
+    """The results of one request since the previous message, or its error."""
 
     num_cached_tokens: int = 0
     results: list[RequestResult] = []
@@ -29,7 +29,7 @@ class ReplicaReport(msgspec.Struct):
     num_restarts: int = 0
     """The number of times that the worker process of the replica ended unexpectedly."""
     cache: CacheChanges | None = None
-    """What has happened to the prefix cache since the position that the reader gave."""
+    """The events of the prefix cache after the position that the reader gave."""
 
 
 def encoder() -> Callable[[object], bytes]:

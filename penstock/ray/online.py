@@ -14,7 +14,7 @@ import click
 from penstock.config import PipelineConfig
 from penstock.config.sources import collect_values
 from penstock.errors import ConfigError, PenstockError
-from penstock.ray.cluster import connected, import_ray
+from penstock.ray.cluster import import_ray, ray_connection
 from penstock.ray.config import RayConfig, ray_fields
 from penstock.ray.deployment import (
     ROUTER,
@@ -36,9 +36,9 @@ _LOG = logging.getLogger("penstock.ray")
 def build_app(config: Mapping[str, object]) -> Any:
     """Return a Ray Serve application that serves a model through the OpenAI API.
 
-    ``serve run penstock.ray:build_app model_path=./model ray_max_replicas=4`` deploys it; so does the
-    ``import_path`` of a Serve configuration file, with the settings in ``args``, and in a program
-    ``serve.run(build_app({...}))``.
+    There are three ways to deploy it: the command ``serve run penstock.ray:build_app model_path=./model
+    ray_max_replicas=4``, a Serve configuration file with this ``import_path`` and the settings in ``args``,
+    or ``serve.run(build_app({...}))`` in a program.
 
     Args:
         config: settings by their flat names: those of the model, of the server and of Ray
@@ -86,7 +86,7 @@ def application(config: PipelineConfig, serve_config: ServeConfig, ray_config: R
 
 
 def run_server(config: PipelineConfig, serve_config: ServeConfig, ray_config: RayConfig) -> int:
-    """Deploy a model on Ray Serve and wait for a signal; then let running requests finish and delete it.
+    """Deploy a model on Ray Serve until a signal arrives, then drain and delete the application.
 
     Returns:
         The exit status, 0.
@@ -98,12 +98,12 @@ def run_server(config: PipelineConfig, serve_config: ServeConfig, ray_config: Ra
     """
     import_ray("penstock serve --ray")
     app = application(config, serve_config, ray_config)
-    with connected(ray_config, "penstock serve --ray") as is_local:
+    with ray_connection(ray_config, "penstock serve --ray") as is_local:
         from ray import serve
 
         port = serve_config.port or _free_port(serve_config.host)
         if is_local:
-            listening_socket(serve_config.host, port).close()  # a port in use is reported here
+            listening_socket(serve_config.host, port).close()  # fails here if the port is in use
         serve.start(
             http_options={
                 "host": serve_config.host,
@@ -135,7 +135,7 @@ def run_server(config: PipelineConfig, serve_config: ServeConfig, ray_config: Ra
 
 
 def _stop_at_signals() -> threading.Event:
-    """Return an event that is set by the first SIGTERM or SIGINT; the second one interrupts the program."""
+    """Return an event that the first SIGTERM or SIGINT sets. The second signal interrupts the program."""
     stop = threading.Event()
 
     def handle(number: int, frame: object) -> None:

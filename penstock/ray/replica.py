@@ -31,9 +31,9 @@ class EngineReplica:
         serve_config: the configuration of the server.
         max_queue_size: maximum number of waiting requests.
         num_cpus: the CPUs that the replica reserved. The replica uses the same fraction of the node's memory
-            as of its CPUs, because other replicas may run there.
+            as of the node's CPUs, because other replicas may run on the node.
         engine: the engine client, not launched yet; by default a worker process.
-        name: the id of the replica; by default that of Ray Serve.
+        name: the id of the replica; by default the id that Ray Serve gave it.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class EngineReplica:
         self._is_started = True
 
     def check_health(self) -> None:
-        """Do nothing if the worker is alive or being restarted; Ray Serve replaces an unhealthy replica.
+        """Check that the worker is alive or is being restarted. Ray Serve replaces an unhealthy replica.
 
         Raises:
             UnavailableError: the worker has ended and is not restarted.

@@ -10,20 +10,20 @@ from penstock.pipelines.core.cache_events import BlocksCleared
 from penstock.ray.messages import ReplicaReport
 from penstock.worker.messages import WorkerInfo
 from penstock.worker.prefix_map import PrefixMap
-from penstock.worker.routing import PrefixAware, RequestLoad, WorkerLoads, digests_of, num_uncached_tokens
+from penstock.worker.routing import PrefixAware, RequestLoad, WorkerLoads, num_uncached_tokens, prompt_digests
 
 
 @dataclass(slots=True, eq=False)
 class _Replica:
-    """What is known about a replica."""
+    """The state of a replica as seen by one HTTP process."""
 
     name: str
     position: int = 0
-    """The position in the log of its cache."""
-    ended: list[Sequence[bytes]] = field(default_factory=list)
-    """Blocks that requests have stored since the last report."""
-    reported: list[Sequence[bytes]] = field(default_factory=list)
-    """Blocks that requests had stored before the last report."""
+    """The position up to which its cache log was read."""
+    blocks_since_report: list[Sequence[bytes]] = field(default_factory=list)
+    """Blocks of requests that have ended since the last report."""
+    blocks_before_report: list[Sequence[bytes]] = field(default_factory=list)
+    """Blocks of requests that ended between the last two reports."""
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class Assignment:
     load: RequestLoad
     expected: Sequence[bytes]
     replica: _Replica
-    """The replica as it was known when the request began."""
+    """The state object of the replica when the request began; a replica that returns gets a new object."""
 
 
 class ReplicaChoice:
@@ -44,8 +44,8 @@ class ReplicaChoice:
     that ran on a replica count as cached.
 
     Args:
-        num_ingresses: the number of processes that choose replicas. Each has about the same share of the
-            requests and knows its own ones only.
+        num_ingresses: the number of processes that choose replicas. Each process gets about the same number
+            of requests, and knows only its own requests.
     """
 
     def __init__(self, num_ingresses: int = 1) -> None:
@@ -53,17 +53,17 @@ class ReplicaChoice:
         self._prefixes = PrefixMap()
         self._policy: PrefixAware | None = None
         self._info: WorkerInfo | None = None
-        self._replicas: list[_Replica | None] = []  # by number; None for a free number
-        self._usable = 0  # the numbers of the replicas, as a bit set
+        self._replicas: list[_Replica | None] = []  # index: number of the replica; None: free number
+        self._usable_replicas = 0  # bit set of the numbers of known replicas
 
     @property
     def positions(self) -> dict[str, int]:
-        """The position in the cache log of each replica, by name: the argument of the next reports."""
-        return {one.name: one.position for one in self._replicas if one is not None}
+        """Name of each replica -> position in its cache log; the argument of `Replicas.reports`."""
+        return {replica.name: replica.position for replica in self._replicas if replica is not None}
 
     def update(self, reports: Mapping[str, ReplicaReport]) -> None:
-        """Replace the known replicas by those that have reported, and apply the changes of their caches."""
-        known = {one.name: number for number, one in enumerate(self._replicas) if one is not None}
+        """Set the known replicas to those that have reported, and apply their cache events."""
+        known = {replica.name: number for number, replica in enumerate(self._replicas) if replica is not None}
         for name in known.keys() - reports.keys():
             self._remove(known[name])
         for name, report in reports.items():
@@ -73,10 +73,11 @@ class ReplicaChoice:
             if report.cache is not None:
                 self._prefixes.update(number, report.cache.events)
                 replica.position = report.cache.position
-            # A request that ended while the replicas reported may be missing in this report.
-            for expected in replica.reported:
+            # This report may lack blocks of requests that ended while the replica sent it: keep these until
+            # the next report.
+            for expected in replica.blocks_before_report:
                 self._prefixes.clear_expected(expected)
-            replica.reported, replica.ended = replica.ended, []
+            replica.blocks_before_report, replica.blocks_since_report = replica.blocks_since_report, []
 
     def assign(self, context: RequestContext, lost: Collection[str] = ()) -> Assignment | None:
         """Choose the replica of a request.
@@ -88,15 +89,15 @@ class ReplicaChoice:
         Returns:
             The replica; `end` must be called when the request has ended there. None if no replica is known.
         """
-        usable = self._usable
-        for number, one in enumerate(self._replicas):
-            if one is not None and one.name in lost:
+        usable = self._usable_replicas
+        for number, replica in enumerate(self._replicas):
+            if replica is not None and replica.name in lost:
                 usable &= ~(1 << number)
         if not usable:
             return None
         assert self._info is not None
         assert self._policy is not None
-        digests = digests_of(context, self._info)
+        digests = prompt_digests(context, self._info)
         number = self._policy.choose(context, digests, self._loads, usable)
         replica = self._replicas[number]
         assert replica is not None
@@ -112,14 +113,14 @@ class ReplicaChoice:
     def end(self, assignment: Assignment) -> None:
         """Record that a request has ended, or has left its replica."""
         replica = assignment.replica
-        if self._replicas[assignment.load.worker] is not replica:  # it was removed, and perhaps came back
+        if self._replicas[assignment.load.worker] is not replica:  # the replica was removed
             self._prefixes.clear_expected(assignment.expected)
             return
         self._loads.end(assignment.load)
-        replica.ended.append(assignment.expected)
+        replica.blocks_since_report.append(assignment.expected)
 
     def _add(self, name: str, report: ReplicaReport) -> int:
-        """Return a number for a new replica."""
+        """Add a new replica and return its number."""
         if self._policy is None:
             self._info = report.info
             self._policy = PrefixAware(self._prefixes, report.info.block_size, report.info.max_batch_size)
@@ -130,16 +131,16 @@ class ReplicaChoice:
             self._replicas.append(None)
             self._loads.add_worker()
         self._replicas[number] = _Replica(name)
-        self._usable |= 1 << number
+        self._usable_replicas |= 1 << number
         return number
 
     def _remove(self, number: int) -> None:
         """Forget a replica that has ended."""
         replica = self._replicas[number]
         assert replica is not None
-        for expected in (*replica.ended, *replica.reported):
+        for expected in (*replica.blocks_since_report, *replica.blocks_before_report):
             self._prefixes.clear_expected(expected)
         self._prefixes.update(number, [BlocksCleared()])
         self._replicas[number] = None
         self._loads.clear(number)
-        self._usable &= ~(1 << number)
+        self._usable_replicas &= ~(1 << number)

@@ -1,4 +1,4 @@
-"""The start of a model that the calls of an actor share."""
+"""`SharedStart`: starts a model once for all calls of an actor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.errors import UnavailableError
 _LOG = logging.getLogger("penstock.ray")
 
 MAX_STARTS = 5
-"""Number of starts after which an actor fails if its worker process ends in each of them."""
+"""Maximum number of starts of a model. The actor fails if the worker process ends during each of them."""
 RETRY_SECONDS = 1.0
 """Seconds between two starts."""
 
@@ -31,7 +31,7 @@ class SharedStart:
         self._task: asyncio.Task[None] | None = None
 
     async def __call__(self) -> None:
-        """Return when the model is loaded. A call after a failed start starts the model again.
+        """Wait until the model is loaded. A call after a failed start starts the model again.
 
         Raises:
             PenstockError: the model cannot be loaded, or its worker ended in `MAX_STARTS` starts.

@@ -17,7 +17,8 @@ class Entry(Generic[ContextT]):
 
     context: ContextT
     key: tuple[int, int]
-    """Negative priority, arrival number. The smallest is served first, the largest preempted first."""
+    """Sort key: (negative priority, arrival number). The entry with the smallest key is served first, and the
+    entry with the largest key is preempted first."""
     request_id: str = field(init=False)
     """The request id of the context."""
     client_id: str = field(init=False)
@@ -26,19 +27,19 @@ class Entry(Generic[ContextT]):
     """Whether the prompt is computed and the context generates tokens."""
     was_admitted: bool = False
     last_selection: int = 0
-    """Number of the last selection of decode rows that contained the context (`StepLimit`)."""
+    """Call number of the last `StepLimit.select` that returned the entry; 0 if none did."""
 
     def __post_init__(self) -> None:
         self.request_id, self.client_id = self.context.request_id, self.context.client_id
 
     @property
     def is_generating(self) -> bool:
-        """Whether the context has tokens to compute. If not, its pipeline completes its output."""
+        """Whether the context still computes tokens. If not, only output is missing, e.g. decoded audio."""
         return not self.context.generation_status.is_done
 
     @property
     def num_remaining(self) -> int:
-        """Number of tokens that are not computed yet."""
+        """Number of tokens without KV in the cache."""
         return self.context.end_idx - self.context.start_idx
 
 
@@ -49,7 +50,7 @@ class Batch(Generic[ContextT]):
     num_left: int
     """Unused tokens of the step's budget."""
     num_steps: int = 1
-    """Number of steps for which all contexts added so far have blocks."""
+    """Number of steps in the call, for which all added contexts have blocks."""
     entries: dict[str, Entry[ContextT]] = field(default_factory=dict)
     _rows: dict[str, int] = field(default_factory=dict)
 
@@ -65,7 +66,7 @@ class Batch(Generic[ContextT]):
 
     @property
     def num_decode_rows(self) -> int:
-        """Number of those tokens that belong to contexts that decode."""
+        """Number of tokens in the first forward that belong to decoding contexts."""
         return sum([num_rows(entry.context) for entry in self.entries.values() if entry.is_decoding])
 
     def add(self, entry: Entry[ContextT], rows: int) -> None:
@@ -88,17 +89,18 @@ def set_rows(context: InputContext, rows: int) -> None:
 
 
 def splittable_rows(context: InputContext, rows: int, *, may_grow: bool = True) -> int:
-    """Return how many tokens a step can compute so that the next step can continue after them.
+    """Return the number of tokens for a chunk that does not end inside an image.
 
-    A step cannot end within an image whose tokens attend to each other in both directions.
+    Tokens of an image with bidirectional attention must be computed in one step.
 
     Args:
         context: the context.
-        rows: the wanted number of tokens.
-        may_grow: whether the result may exceed ``rows``, if the next tokens cannot be split.
+        rows: the requested number of tokens.
+        may_grow: whether the result may exceed ``rows`` if an image starts the chunk.
 
     Returns:
-        The largest number up to ``rows``; if that is 0 and ``may_grow``, the smallest number above.
+        The largest valid number up to ``rows``. If that is 0 and ``may_grow`` is set, the smallest valid
+        number above ``rows``.
     """
     start = context.start_idx
     before = context.boundary_before(start + rows) - start
@@ -112,6 +114,6 @@ def num_rows(context: InputContext) -> int:
     return 0 if context.generation_status.is_done else context.active_idx - context.start_idx
 
 
-def is_whole(context: InputContext) -> bool:
-    """Return whether all tokens of a context are computed after this step."""
+def computes_last_token(context: InputContext) -> bool:
+    """Return whether the next forward computes the last token of a context."""
     return context.active_idx == context.end_idx

@@ -1,4 +1,4 @@
-"""Distribution of a step's token budget, as pure functions.
+"""Distribution of a step's token budget among decoding contexts and prompts.
 
 max_batch_input_tokens
 |<- decode rows, one each ->|<- prompts in order, the last one cut ->|<- unused, less than a chunk ->|
@@ -20,22 +20,22 @@ def check_limits(**limits: int) -> None:
     """Check the scheduler's limits.
 
     Raises:
-        ConfigError: one is below 1; names it.
+        ConfigError: a limit is below 1.
     """
     for name, value in limits.items():
         if value < 1:
             raise ConfigError(name, f"must be at least 1, was {value}")
 
 
-def decode_rows(num_remaining: int, num_left: int, num_behind: int) -> int:
-    """Return the number of rows of a decoding context: one, or more after the grammar forced tokens.
+def decode_rows(num_remaining: int, num_left: int, num_later: int) -> int:
+    """Return the number of rows of a decoding context: 1, or more if a grammar has appended tokens.
 
     Args:
         num_remaining: tokens that the context must compute.
         num_left: unused tokens of the budget.
-        num_behind: later decoding contexts. Each needs at least one row.
+        num_later: number of later decoding contexts in the step. Each needs at least one row.
     """
-    return min(num_remaining, num_left - num_behind)
+    return min(num_remaining, num_left - num_later)
 
 
 def prompt_rows(num_remaining: int, num_left: int, min_chunk_size: int, *, may_cut: bool) -> int:
@@ -48,8 +48,8 @@ def prompt_rows(num_remaining: int, num_left: int, min_chunk_size: int, *, may_c
 def smallest_chunk(min_chunk_size: int, max_batch_input_tokens: int, max_batch_size: int) -> int:
     """Return the size of the smallest chunk of a prompt.
 
-    It is at most the budget that remains when all other contexts of a full batch decode. So a prompt that is
-    being computed advances in every step.
+    It is at most the budget that remains when all other contexts of a full batch decode. Therefore a running
+    prompt advances in every step.
     """
     return min(min_chunk_size, max_batch_input_tokens - (max_batch_size - 1))
 
@@ -60,9 +60,10 @@ class PromptBudget:
     Args:
         max_tokens: maximum number of tokens of a step.
         min_chunk_size: the smallest chunk of a prompt.
-        may_cut: whether prompts are cut into chunks. Otherwise only contexts that have grown beyond the
-            budget are cut.
-        whole_prompts: never cut a prompt. One that exceeds the budget is the only one of its step.
+        may_cut: whether prompts are cut into chunks. If not, only preempted contexts with more tokens than
+            ``max_tokens`` are cut.
+        whole_prompts: whether prompts are never cut. A prompt with more than ``max_tokens`` tokens then runs
+            in a step of its own.
     """
 
     def __init__(
@@ -73,8 +74,8 @@ class PromptBudget:
         self._may_cut = may_cut and not whole_prompts
         self._whole_prompts = whole_prompts
 
-    def chunk_size_of(self, context: InputContext) -> int | None:
-        """Return the smallest chunk of a context's prompt; None if the prompt is not cut."""
+    def min_chunk_size_for(self, context: InputContext) -> int | None:
+        """Return the minimum chunk size of a context's prompt; None if the prompt is not cut."""
         outgrew_budget = context.end_idx > self.max_tokens
         may_cut = self._may_cut or (outgrew_budget and not self._whole_prompts)
         return self._min_chunk if may_cut else None
@@ -83,7 +84,7 @@ class PromptBudget:
         """Return how many of a prompt's remaining tokens this step computes; 0 if the prompt must wait."""
         if self._whole_prompts and not batch.entries:
             return num_remaining
-        may_cut = self.chunk_size_of(context) is not None
+        may_cut = self.min_chunk_size_for(context) is not None
         rows = prompt_rows(num_remaining, batch.num_left, self._min_chunk, may_cut=may_cut)
         if not 0 < rows < num_remaining:
             return rows
@@ -91,7 +92,7 @@ class PromptBudget:
         return splittable_rows(context, rows, may_grow=not has_prompts)
 
     def check_fits_alone(self, context: InputContext, kv: KVCache) -> None:
-        """Check that a context can run if it is the only one.
+        """Check that a context can run if it is the only running context.
 
         Raises:
             InputError: the context can never run.
@@ -105,7 +106,7 @@ class PromptBudget:
 
 
 def check_fits_alone(context: InputContext, kv: KVCache, *, max_tokens: int, chunk_size: int | None) -> None:
-    """Check that a context can run if it is the only one.
+    """Check that a context can run if it is the only running context.
 
     Args:
         context: the context.

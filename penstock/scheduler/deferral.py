@@ -12,12 +12,12 @@ ContextT = TypeVar("ContextT", bound=InputContext)
 
 _MAX_ROWS_WITH_PROMPT = 4
 """Maximum number of decode rows per other client in a step with a short prompt. A step with this few rows
-takes about as long as one with a single row, because both read the same weights.
+takes about as long as a step with a single row, because both read the same weights.
 """
 
 PROMPT_TOKENS_PER_ROW = 4
-"""Number of prompt tokens that take about as long as one decode row, which also needs attention over the
-whole cache, logits and sampling.
+"""Number of prompt tokens that take about as long as one decode row. A decode row takes longer than a prompt
+token, because it also needs attention over its whole context, logits and sampling.
 """
 
 
@@ -25,10 +25,10 @@ class Deferral:
     """Selects the contexts that decode in a step.
 
     A step with hundreds of decode rows takes several times as long as a short prompt. If one client holds
-    many slots, the first token of another client would be delayed by such a step. Therefore, in a step with a
-    short prompt, every client except the prompt's decodes at most `_MAX_ROWS_WITH_PROMPT` contexts; its other
-    contexts decode in the next step. Two consecutive steps never defer rows, so a client loses at most half
-    of its steps. A prompt is short if its tokens take less time than the deferred rows, estimated with
+    many slots, the first token of another client would be delayed by such a step. Therefore a step with a
+    short prompt decodes at most `_MAX_ROWS_WITH_PROMPT` contexts of each other client. The remaining contexts
+    decode in the next step. Two consecutive steps never defer rows, so a context is deferred in at most half
+    of the steps. A prompt is short if its tokens take less time than the deferred rows, estimated with
     `PROMPT_TOKENS_PER_ROW`.
     """
 

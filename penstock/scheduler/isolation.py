@@ -11,7 +11,7 @@ Example: a batch of eight contexts in which c and f fail, from top to bottom::
     e f g h           fails
     ...                          a, b, d, e, g and h have completed their step
 
-If no part of a batch runs, the contexts are not the cause.
+If no part of a batch runs, the cause is not a context, and the error is raised.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FAULT = "the request ended because of an internal error; the server's log shows 
 """Error message of a request that ended because of an internal error."""
 
 _MAX_FAULTS = 8
-"""The search stops if this many single contexts have failed and no part of the batch has run."""
+"""Number of single contexts that may fail before any part of the batch has run. The search then stops."""
 
 
 class Isolation(Generic[ContextT, OutputT]):
@@ -48,7 +48,7 @@ class Isolation(Generic[ContextT, OutputT]):
     def __init__(self, pipeline: Pipeline[ContextT, OutputT], *, is_enabled: bool = True) -> None:
         self._pipeline = pipeline
         self._is_enabled = is_enabled
-        self._num_faults = 0  # consecutive failures since a part last ran
+        self._num_faults = 0  # number of failed contexts since a part of a batch last ran
 
     def execute(
         self, batch: Mapping[str, ContextT], num_steps: int
@@ -57,14 +57,14 @@ class Isolation(Generic[ContextT, OutputT]):
 
         Returns:
             The outputs of the contexts that ran, and the errors of the contexts that failed. A
-            `PenstockError` is returned as it is. Any other exception becomes the cause of a
+            `PenstockError` is returned unchanged. Any other exception becomes the ``__cause__`` of a
             `RequestFailedError`.
 
         Raises:
             RankFailedError: a process of the model has ended.
-            Exception: one of three cases; no context has changed. No part of the batch runs, and two or more
-                contexts have failed since a part last ran. This process has reached its limit of private
-                memory. Isolation is not enabled.
+            Exception: no context has changed. The exception is raised if isolation is not enabled, if this
+                process has reached its limit of private memory, or if no part of the batch runs and two or
+                more contexts have failed since a part last ran.
         """
         if not self._is_enabled:
             return self._pipeline.execute(batch, num_steps), take_failures(self._pipeline)
@@ -79,7 +79,7 @@ class Isolation(Generic[ContextT, OutputT]):
             except Exception as error:
                 self._pipeline.failures.clear()
                 if isinstance(error, RankFailedError):
-                    raise  # the model is lost
+                    raise  # no part of the batch can run without this process
                 if private_memory.is_exceeded(error):
                     raise  # smaller parts might run, but later steps would have too little memory
                 if len(part) > 1:

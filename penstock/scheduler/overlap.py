@@ -5,13 +5,13 @@ A step of the scheduler, with batch n running on the device::
     advance(n)      its contexts move past the tokens that n samples, whose ids are not known yet
     batch n + 1     is built: decoding contexts of n, and prompts
     launch(n + 1)   the device runs it after n
-    collect(n)      waits for n; contexts take their tokens, finished ones leave
+    collect(n)      waits for n, appends its tokens to the contexts, and removes finished contexts
     sample(n + 1)   for the contexts that are still running
 
 A context that leaves while a launched step uses its blocks keeps them until that step is collected.
 
-Steps of a few contexts are shorter than the host's time per step. If nothing needs the host between them,
-several run in one call of `Pipeline.execute` instead.
+With a few contexts, the device takes less time for a step than the host. If no work of the host is needed
+between steps, `Pipeline.execute` then runs several steps in one call instead.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from penstock.errors import PenstockError
 from penstock.kv_cache.reservation import ReservedBatch
 from penstock.pipelines.core import InputContext, Pipeline
 from penstock.pipelines.core.interfaces import PipelineOutput, StepLauncher
-from penstock.scheduler.batch import Batch, Entry, is_whole
+from penstock.scheduler.batch import Batch, Entry, computes_last_token
 from penstock.scheduler.isolation import take_failures
 from penstock.scheduler.scheduler import Scheduler
 
 ContextT = TypeVar("ContextT", bound=InputContext)
 OutputT = TypeVar("OutputT", bound=PipelineOutput)
 
-_MAX_AHEAD = 8
-"""Maximum number of contexts that run several steps in one call. With more contexts a step takes longer than
-the host needs for the next one."""
+_MAX_CONTEXTS_AHEAD = 8
+"""Maximum number of contexts that run several steps in one call. With more contexts the device takes longer
+for a step than the host needs to prepare the next step."""
 
 _LOG = logging.getLogger(__name__)
 
 
 class _CollectFirst(Exception):
-    """The next batch needs blocks of contexts that a launched step uses."""
+    """Raised if the next batch needs blocks that a launched step uses: the step must be collected first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -49,19 +49,19 @@ class _Launched(Generic[ContextT]):
     step: Any
     batch: ReservedBatch[ContextT]
     prompts: list[Entry[ContextT]]
-    """Entries whose prompt is computed whole after this step."""
+    """Entries whose prompt ends with this step."""
     sampled: frozenset[str] = frozenset()
     """Request ids of the contexts whose tokens the step samples."""
-    held: list[ContextT] = field(default_factory=list)
+    pending_releases: list[ContextT] = field(default_factory=list)
     """Contexts that have ended. They are released when the step is collected."""
 
 
 class OverlappedScheduler(Scheduler[ContextT, OutputT]):
-    """Schedules steps of a `StepLauncher`; see `Scheduler` for everything else.
+    """A `Scheduler` that overlaps the host's work for a step with the device's work for the previous step.
 
-    The output of a context is returned one call of `step` after the call that has launched its step. If the
-    next batch cannot be built without preemption, the running step is collected first. A step that fails runs
-    again through `Pipeline.execute`, in halves if needed.
+    A call of `step` returns the outputs of the step that the previous call launched. If the next batch cannot
+    be built without preemption, the running step is collected first. A failed step runs again through
+    `Pipeline.execute`, and in halves if it fails again (`Isolation`).
 
     Args:
         pipeline: see `Scheduler`.
@@ -78,18 +78,18 @@ class OverlappedScheduler(Scheduler[ContextT, OutputT]):
     ) -> None:
         super().__init__(pipeline, **limits)
         self._steps = steps
-        self._open: _Launched[ContextT] | None = None
+        self._sampled_step: _Launched[ContextT] | None = None
         """The step that was sampled and is not collected."""
-        self._next: _Launched[ContextT] | None = None
-        """The step after it, while `step` runs."""
+        self._launched_step: _Launched[ContextT] | None = None
+        """The next step, launched but not sampled; None between two calls of `step`."""
         self._ending: set[str] = set()
-        """Request ids of contexts that end with the open step."""
-        self._executes = False
+        """Request ids of contexts that end with the sampled step."""
+        self._runs_without_overlap = False
         """Whether the next step runs through `Pipeline.execute`, because a launch has failed."""
 
     @property
     def has_work(self) -> bool:
-        return self._open is not None or super().has_work
+        return self._sampled_step is not None or super().has_work
 
     def step(self, num_steps: int = 1) -> dict[str, OutputT]:
         """Launch one batch if any context can run, and collect the batch that was launched before.
@@ -103,38 +103,40 @@ class OverlappedScheduler(Scheduler[ContextT, OutputT]):
             The output of each context of the collected batch, by request id. Finished contexts are removed.
         """
         runs_ahead = self._runs_ahead(num_steps)
-        if self._open is None and (self._executes or runs_ahead):
-            num_steps = 1 if self._executes else num_steps
-            self._executes = False
+        if self._sampled_step is None and (self._runs_without_overlap or runs_ahead):
+            num_steps = 1 if self._runs_without_overlap else num_steps
+            self._runs_without_overlap = False
             return super().step(num_steps)
         self._begin_step()
         outputs: dict[str, OutputT] = {}
-        if self._open is not None and runs_ahead:
-            self.last_batch = (len(self._open.batch), 0)
+        size = (0, 0) if self._sampled_step is None else (len(self._sampled_step.batch), 0)
+        if self._sampled_step is not None and runs_ahead:
+            self.last_batch = size
             return self._collect()
-        if self._open is not None and self._steps.collects_first(self._open.step):
+        if self._sampled_step is not None and self._steps.collects_first(self._sampled_step.step):
             outputs = self._collect()
-        if self._open is not None:
-            self._ending = self._steps.advance(self._open.step, self._running)
+        if self._sampled_step is not None:
+            self._ending = self._steps.advance(self._sampled_step.step, self._running)
         try:
             batch = self._next_batch(1)
         except _CollectFirst:
             outputs = self._collect()
             batch = self._next_batch(1)
         if batch.entries:
+            size = self.last_batch
             self._launch(batch)
-        if self._open is not None:
-            size = self.last_batch if batch.entries else (len(self._open.batch), 0)
-            outputs, self.last_batch = self._collect(), size
+        if self._sampled_step is not None:
+            outputs = self._collect()
+        self.last_batch = size  # not (0, 0) if there are outputs, also if no further batch was launched
         self._sample()
         return outputs
 
     def _runs_ahead(self, num_steps: int) -> bool:
-        """Return whether the running contexts run several steps in one call instead of overlapped ones."""
+        """Return whether the running contexts run several steps in one call instead of overlapped steps."""
         if num_steps == 1 or self._waiting or self._cancelled or not self._running:
             return False
         entries = self._running.values()
-        if len(entries) > _MAX_AHEAD or not all(entry.is_decoding for entry in entries):
+        if len(entries) > _MAX_CONTEXTS_AHEAD or not all(entry.is_decoding for entry in entries):
             return False
         return self._steps.runs_ahead([entry.context for entry in entries])
 
@@ -142,29 +144,29 @@ class OverlappedScheduler(Scheduler[ContextT, OutputT]):
         """Run a batch without recording its duration.
 
         `StepLimit` also limits overlapped steps, whose durations are not recorded. An estimate from calls of
-        a few contexts alone can be wrong for many contexts, and overlapped steps would not correct it.
+        a few contexts can be wrong for many contexts, and no recorded step would correct it.
         """
         return self._run(batch.contexts, batch.num_steps)
 
     def _launch(self, batch: Batch[ContextT]) -> None:
         """Launch the forward of a batch. If that fails, the next step runs through `Pipeline.execute`."""
         contexts = batch.contexts
-        after = None if self._open is None else self._open.step
+        after = None if self._sampled_step is None else self._sampled_step.step
         try:
             step = self._steps.launch(contexts, after)
         except Exception:
             _LOG.debug("a step could not be launched", exc_info=True)
-            self._executes = True
+            self._runs_without_overlap = True
             return
         entries = batch.entries.values()
-        prompts = [entry for entry in entries if not entry.is_decoding and is_whole(entry.context)]
+        prompts = [entry for entry in entries if not entry.is_decoding and computes_last_token(entry.context)]
         for entry in prompts:
             entry.is_decoding = True
-        self._next = _Launched(step, contexts, prompts)
+        self._launched_step = _Launched(step, contexts, prompts)
 
     def _collect(self) -> dict[str, OutputT]:
-        """Collect the open step, end the contexts that are done or have failed, and return the outputs."""
-        launched, self._open, self._ending = self._open, None, set()
+        """Collect the sampled step, remove its finished and failed contexts, and return the outputs."""
+        launched, self._sampled_step, self._ending = self._sampled_step, None, set()
         assert launched is not None
         failures: dict[str, PenstockError]
         try:
@@ -172,10 +174,10 @@ class OverlappedScheduler(Scheduler[ContextT, OutputT]):
             failures = take_failures(self._pipeline)
         except Exception:
             _LOG.warning("a launched step failed: it runs again", exc_info=True)
-            self._drop_next()
-            self._release_held(launched)
+            self._discard_launched()
+            self._release_pending(launched)
             return self._run_again(launched)
-        self._release_held(launched)
+        self._release_pending(launched)
         outputs = {name: output for name, output in outputs.items() if self._runs(name, launched)}
         for name, error in failures.items():
             if self._runs(name, launched):
@@ -184,61 +186,61 @@ class OverlappedScheduler(Scheduler[ContextT, OutputT]):
         return outputs
 
     def _run_again(self, launched: _Launched[ContextT]) -> dict[str, OutputT]:
-        """Run the contexts of a failed step that are still running, without overlap."""
+        """Run a failed step again without overlap, with the contexts that are still running."""
         for entry in launched.prompts:
             entry.is_decoding = False
-        left = ReservedBatch(
+        remaining = ReservedBatch(
             (name, context)
             for name, context in launched.batch.items()
             if name in launched.sampled and self._runs(name, launched)
         )
-        outputs = self._run(left, 1) if left else {}
+        outputs = self._run(remaining, 1) if remaining else {}
         self._retire(outputs)
         return outputs
 
     def _sample(self) -> None:
-        """Launch the sampling of the next step, which becomes the open one."""
-        if self._next is None:
+        """Launch the sampling of the launched step, which becomes the sampled step."""
+        if self._launched_step is None:
             return
         try:
-            self._next.sampled = frozenset(self._steps.sample(self._next.step))
+            self._launched_step.sampled = frozenset(self._steps.sample(self._launched_step.step))
         except Exception:
             _LOG.debug("a step could not be sampled", exc_info=True)
-            self._drop_next()
-            self._executes = True
+            self._discard_launched()
+            self._runs_without_overlap = True
             return
-        self._open, self._next = self._next, None
+        self._sampled_step, self._launched_step = self._launched_step, None
 
-    def _drop_next(self) -> None:
-        """Discard a step whose forward was launched. Its contexts compute the same tokens again."""
-        if self._next is None:
+    def _discard_launched(self) -> None:
+        """Discard the launched step. A later step computes the same tokens again."""
+        if self._launched_step is None:
             return
-        dropped, self._next = self._next, None
+        dropped, self._launched_step = self._launched_step, None
         self._steps.discard(dropped.step)
         for entry in dropped.prompts:
             entry.is_decoding = False
-        self._release_held(dropped)
+        self._release_pending(dropped)
 
     def _runs(self, request_id: str, launched: _Launched[ContextT]) -> bool:
-        """Return whether a context of a step is still running. It is not if its request was cancelled."""
+        """Return whether a context of a launched step is still running. False after a cancellation."""
         entry = self._running.get(request_id)
         return entry is not None and entry.context is launched.batch.get(request_id)
 
-    def _decoding(self) -> list[Entry[ContextT]]:
-        return [entry for entry in super()._decoding() if entry.request_id not in self._ending]
+    def _decoding_entries(self) -> list[Entry[ContextT]]:
+        return [entry for entry in super()._decoding_entries() if entry.request_id not in self._ending]
 
     def _check_collected(self) -> None:
-        if self._open is not None:
+        if self._sampled_step is not None:
             raise _CollectFirst
 
     def _release(self, context: ContextT) -> None:
-        for launched in (self._next, self._open):
+        for launched in (self._launched_step, self._sampled_step):
             if launched is not None and launched.batch.get(context.request_id) is context:
-                launched.held.append(context)
+                launched.pending_releases.append(context)
                 return
         super()._release(context)
 
-    def _release_held(self, launched: _Launched[ContextT]) -> None:
-        for context in launched.held:
+    def _release_pending(self, launched: _Launched[ContextT]) -> None:
+        for context in launched.pending_releases:
             self._release(context)
-        launched.held.clear()
+        launched.pending_releases.clear()

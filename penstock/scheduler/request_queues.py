@@ -26,7 +26,7 @@ class RequestQueues(Generic[ContextT, OutputT]):
 
     Args:
         pipeline: releases the contexts.
-        prompts: refuses contexts that can never run.
+        prompts: rejects contexts that can never run.
         max_batch_size: maximum number of contexts that run at once.
         ready: returns whether a context can run; None if all can.
     """
@@ -49,10 +49,10 @@ class RequestQueues(Generic[ContextT, OutputT]):
         self._running: dict[str, Entry[ContextT]] = {}
         self._cancelled: deque[str] = deque()
         self.num_preemptions = 0
-        """Number of preemptions since the start."""
+        """Number of preemptions since this object was created."""
         self.failures: dict[str, PenstockError] = {}
-        """Errors of requests that ended without an output. The caller of `step` removes an entry (``pop``)
-        when it has answered the request."""
+        """Errors of failed requests, by request id. The caller of `step` removes an entry (``pop``) when it
+        has reported the error."""
 
     @property
     def kv(self) -> KVCache:
@@ -71,7 +71,7 @@ class RequestQueues(Generic[ContextT, OutputT]):
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has anything to do."""
+        """Whether any context is running or waiting, or a cancellation is pending."""
         return bool(self._running or self._waiting or self._cancelled)
 
     def submit(self, context: ContextT) -> None:
@@ -83,7 +83,7 @@ class RequestQueues(Generic[ContextT, OutputT]):
         self._prompts.check_fits_alone(context, self._kv)
         if context.request_id in self._running or context.request_id in self._waiting:
             raise InputError(f"request {context.request_id} is already submitted: use unique ids")
-        self._shares.enter(context.client_id)
+        self._shares.add_context(context.client_id)
         self._waiting.push(Entry(context, (-context.priority, next(self._arrivals))))
 
     def cancel(self, request_id: str) -> None:
@@ -91,8 +91,8 @@ class RequestQueues(Generic[ContextT, OutputT]):
         self._cancelled.append(request_id)
 
     @property
-    def _generating(self) -> list[Entry[ContextT]]:
-        """The running entries that hold blocks. All other running entries have no tokens left to compute."""
+    def _generating_entries(self) -> list[Entry[ContextT]]:
+        """The running entries that still compute tokens. Only these hold blocks."""
         return [entry for entry in self._running.values() if entry.is_generating]
 
     def _has_slot(self) -> bool:
@@ -112,7 +112,7 @@ class RequestQueues(Generic[ContextT, OutputT]):
         self.num_preemptions += 1
 
     def _requeue_stale(self) -> None:
-        """Move contexts with stale keys back to the queue, with their arrival numbers."""
+        """Move contexts whose cached keys are invalid back to the queue, with unchanged arrival numbers."""
         for entry in list(self._running.values()):
             if self._kv.is_stale(entry.context):
                 self._requeue(entry)
@@ -120,13 +120,13 @@ class RequestQueues(Generic[ContextT, OutputT]):
     def _requeue(self, entry: Entry[ContextT]) -> None:
         self._check_collected()
         del self._running[entry.request_id]
-        self._shares.stop(entry.client_id)
+        self._shares.release_slot(entry.client_id)
         restart(self._kv, entry.context)
         entry.is_decoding = False
         self._waiting.push(entry)
 
     def _check_collected(self) -> None:
-        """Called before a running context loses blocks. No launched step may be using them."""
+        """Hook for subclasses: called before a running context loses its blocks. Does nothing here."""
 
     def _fail(self, entry: Entry[ContextT], error: PenstockError) -> None:
         self._remove([entry.request_id])
@@ -147,12 +147,12 @@ class RequestQueues(Generic[ContextT, OutputT]):
         for request_id in request_ids:
             entry = self._running.pop(request_id, None)
             if entry is not None:
-                self._shares.stop(entry.client_id)
+                self._shares.release_slot(entry.client_id)
                 clients.add(entry.client_id)
             else:
                 entry = self._waiting.remove(request_id)
             if entry is not None:
-                self._shares.leave(entry.client_id)
+                self._shares.remove_context(entry.client_id)
                 self._release(entry.context)
         for client_id in clients:
             self._waiting.refresh(client_id)

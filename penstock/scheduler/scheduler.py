@@ -11,7 +11,7 @@ from penstock.errors import InsufficientBlocksError
 from penstock.kv_cache.reservation import ReservedBatch, reserve_steps
 from penstock.pipelines.core import InputContext, Pipeline
 from penstock.pipelines.core.interfaces import PipelineOutput
-from penstock.scheduler.batch import Batch, Entry, is_whole, set_rows, splittable_rows
+from penstock.scheduler.batch import Batch, Entry, computes_last_token, set_rows, splittable_rows
 from penstock.scheduler.budget import PromptBudget, check_limits, decode_rows, smallest_chunk
 from penstock.scheduler.deferral import PROMPT_TOKENS_PER_ROW, Deferral
 from penstock.scheduler.isolation import Isolation
@@ -22,48 +22,50 @@ ContextT = TypeVar("ContextT", bound=InputContext)
 OutputT = TypeVar("OutputT", bound=PipelineOutput)
 
 _SLOT_FREE_STEPS = 64
-"""Number of steps for which one slot stays free for other clients after one client has held all slots."""
+"""Number of steps for which one slot stays free for other clients after one client could have taken all
+slots."""
 
 _MAX_TIMED_PROMPT = 64
-"""Prompt tokens up to which the duration of a step is recorded. The time of longer prompts is not
-proportional to their tokens."""
+"""Maximum number of prompt tokens in a step whose duration is recorded. The duration of steps with more
+prompt tokens is not proportional to their number."""
 
 
 class Scheduler(RequestQueues[ContextT, OutputT]):
     """Continuous batching: contexts join and leave the batch between two steps.
 
-    A context is either waiting or running. The order is priority, then arrival. Each step contains all
-    contexts that decode, except those that `Deferral` and `StepLimit` move to a later step. Prompts share
-    the rest of the token budget, in chunks if necessary. If blocks run out, the youngest context of the
-    lowest priority is preempted: it returns to the queue and keeps its arrival number. Its tokens are then
-    computed again.
+    A context is either waiting or running. Contexts are sorted by priority, then by arrival. Each step
+    contains all contexts that decode, except those that `Deferral` and `StepLimit` move to a later step.
+    Prompts share the rest of the token budget, in chunks if necessary. If blocks run out, the youngest
+    context of the lowest priority is preempted: it returns to the queue and keeps its arrival number. Its
+    tokens are then computed again.
 
     Contexts of several clients (``client_id``) share the batch. Within a priority, the client that holds the
     fewest slots is admitted first, and clients take turns with prompts. The contexts of one client stay in
     order. If a waiting context lacks a slot or blocks, the youngest context of the client with the most
-    slots is preempted, if that client holds at least two slots more than the waiting context's client. If
-    one client would then hold all slots again, one slot stays free for `_SLOT_FREE_STEPS` steps.
+    slots is preempted, if that client holds at least two slots more than the waiting context's client. While
+    a client holds all slots but one, this slot stays free for other clients for `_SLOT_FREE_STEPS` steps.
 
     One thread calls all methods except `cancel`, which any thread may call. If ``pipeline.execute`` raises,
     contexts are unchanged. The batch then runs again in halves until the failing contexts are found, and
-    those end with the error (`Isolation`). If no part of the batch runs, `step` raises the exception, and the
-    next step repeats the batch without contexts that were cancelled in between.
+    the failing contexts end with the error (`Isolation`). If no part of the batch runs, `step` raises the
+    exception, and the next step repeats the batch without contexts that were cancelled in between.
 
     Args:
-        pipeline: executes the batches; its ``kv`` decides what fits.
+        pipeline: executes the batches; its ``kv`` decides which contexts fit into the cache.
         max_batch_size: maximum number of contexts that run at once; never more than
             ``max_batch_input_tokens``.
         max_batch_input_tokens: maximum number of tokens of one step.
-        min_chunk_size: smallest chunk of a prompt, as far as the budget allows.
+        min_chunk_size: smallest chunk of a prompt; the effective value is smaller if a full batch leaves
+            fewer tokens.
         enable_chunked_prefill: whether prompts are cut into chunks. Without it a prompt that exceeds the
-            budget is refused. Only a context that outgrew the budget before it was preempted is cut.
+            budget is rejected. Only a preempted context is cut, if it has generated tokens beyond the budget.
         whole_prompts: never cut a prompt, because the pipeline cannot compute a part of one. A prompt that
             exceeds the budget runs in a separate step.
-        ready: returns whether a context can run (its grammar is compiled, its adapter is loaded). Contexts
-            that are not ready are overtaken. An exception that it raises ends the request.
+        ready: returns whether a context can run (its grammar is compiled, its adapter is loaded). Ready
+            contexts overtake contexts that are not ready. An exception of ``ready`` ends the request.
         isolates_faults: whether a failed batch runs again in halves. Without it `step` raises every exception
             of ``pipeline.execute``.
-        clock: returns seconds.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -100,7 +102,8 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
         self.admitted: list[ContextT] = []
         """Contexts that received their first slot in the last step."""
         self.last_batch = (0, 0)
-        """Numbers of contexts and of tokens in the first forward of the last step; (0, 0) if nothing ran."""
+        """(number of contexts, number of tokens) in the first forward of the last step; (0, 0) if no context
+        ran."""
 
     def step(self, num_steps: int = 1) -> dict[str, OutputT]:
         """Run one batch if any context can run.
@@ -127,7 +130,7 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
         self._slot_free_steps = max(self._slot_free_steps - 1, 0)
 
     def _next_batch(self, num_steps: int) -> Batch[ContextT]:
-        """Return the next batch, which may be empty. Its contexts are claimed and have blocks."""
+        """Return the next batch, which may be empty. Its contexts have slots and blocks."""
         self._requeue_stale()
         if self._has_slot() or self._shares.is_contended:
             self._waiting.recheck(self._is_ready)
@@ -149,9 +152,9 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
         return outputs
 
     def _run(self, contexts: ReservedBatch[ContextT], num_steps: int) -> dict[str, OutputT]:
-        """Run a batch, end the contexts that fail, and return the outputs of the others."""
+        """Run a batch, end the contexts that fail, and return the outputs of all other contexts."""
         entries = [self._running[request_id] for request_id in contexts]
-        whole = [entry for entry in entries if not entry.is_decoding and is_whole(entry.context)]
+        whole = [entry for entry in entries if not entry.is_decoding and computes_last_token(entry.context)]
         outputs, failures = self._isolation.execute(contexts, num_steps)
         for entry in whole:
             entry.is_decoding = True
@@ -159,16 +162,16 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
             self._fail(self._running[request_id], error)
         return outputs
 
-    def _decoding(self) -> list[Entry[ContextT]]:
+    def _decoding_entries(self) -> list[Entry[ContextT]]:
         """Return the running entries that decode."""
         return [entry for entry in self._running.values() if entry.is_decoding]
 
     def _add_decoding(self, batch: Batch[ContextT]) -> None:
-        """Add all contexts that decode. If blocks run out, preempt the last contexts in order.
+        """Add the decoding contexts. If blocks run out, preempt the contexts with the largest keys.
 
-        Contexts whose tokens have ended need no tokens and no blocks.
+        A context that has generated its last token needs no row and no blocks.
         """
-        decoding = sorted(self._decoding(), key=_key)
+        decoding = sorted(self._decoding_entries(), key=_key)
         for entry in (entry for entry in decoding if not entry.is_generating):
             batch.add(entry, 0)
         decoding = [entry for entry in decoding if entry.is_generating]
@@ -188,12 +191,12 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
             return
         for entry, rows in zip(decoding, all_rows, strict=True):
             if entry.request_id not in self._running:
-                continue  # preempted for an earlier entry
+                continue  # an earlier iteration preempted it
             if self._reserve(entry, rows, rows, batch, may_preempt=True):
                 batch.add(entry, rows)
 
     def _reserve_all(self, entries: list[Entry[ContextT]], batch: Batch[ContextT]) -> bool:
-        """Reserve blocks for all steps of the entries; False if there are not enough free blocks."""
+        """Reserve blocks for all steps of the entries. Return False if there are not enough free blocks."""
         try:
             batch.num_steps = reserve_steps(self._kv, [e.context for e in entries], batch.num_steps)
         except InsufficientBlocksError:
@@ -202,7 +205,7 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
         return True
 
     def _next_prompt(self) -> Entry[ContextT] | None:
-        """Return the prompt that the step computes first; None if no prompt can run."""
+        """Return the entry whose prompt the step computes first; None if no prompt can run."""
         waiting = self._waiting.first_ready(self._is_ready)
         if waiting is not None and not (self._has_slot() and self._has_blocks(waiting)):
             waiting = None
@@ -233,12 +236,13 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
             if not rows:
                 break  # later prompts must not overtake this one
             batch.add(entry, rows)
-            self._shares.serve(entry.client_id)
+            self._shares.move_to_end(entry.client_id)
 
     def _admit(self, entry: Entry[ContextT], batch: Batch[ContextT]) -> bool:
-        """Move a waiting context to the running ones; False if tokens, slots or blocks do not suffice.
+        """Move a waiting context to the running contexts, and return True.
 
-        May preempt contexts of a client that holds more than its share.
+        Return False if tokens, slots or blocks do not suffice. May preempt contexts of a client that holds at
+        least two slots more.
         """
         context = entry.context
         if not self._prompts.rows(context, context.end_idx, batch):
@@ -247,12 +251,12 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
             return False
         self._waiting.remove(entry.request_id)
         self._running[entry.request_id] = entry
-        self._shares.start(entry.client_id)
+        self._shares.add_slot(entry.client_id)
         if self._shares.is_contended and self._shares.max_running >= self._max_batch_size - 1 > 0:
             self._slot_free_steps = _SLOT_FREE_STEPS
         num_cached = context.num_cached_tokens
         self._kv.claim(context)
-        if entry.was_admitted:  # a preempted context may hit its own blocks: keep the first count
+        if entry.was_admitted:  # after a preemption, cache hits are the context's own blocks
             context.num_cached_tokens = num_cached
         else:
             entry.was_admitted = True
@@ -260,7 +264,7 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
         return True
 
     def _make_room(self, entry: Entry[ContextT], batch: Batch[ContextT]) -> bool:
-        """Return whether a waiting context has a slot and blocks, after up to two preemptions."""
+        """Return whether there is a slot and blocks for a waiting context. May preempt up to two contexts."""
         if (
             self._slot_free_steps
             and self._shares.num_running(entry.client_id) == self._max_batch_size - 1 > 0
@@ -270,7 +274,7 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
             return True
         for has_room in (self._has_slot, lambda: self._has_blocks(entry)):
             if not has_room():
-                last = self._shares.entry_to_preempt(entry, self._generating)
+                last = self._shares.entry_to_preempt(entry, self._generating_entries)
                 if last is None:
                     return False
                 self._preempt(last, batch)
@@ -279,16 +283,16 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
     def _has_blocks(self, entry: Entry[ContextT]) -> bool:
         """Return whether the cache has blocks for all tokens of a waiting context.
 
-        One more block must stay free for each running context, or the new one would soon be preempted. If
-        no context runs, the result is True: waiting would not free blocks.
+        One more block must stay free for each running context; otherwise the new context would soon be
+        preempted. The result is True if no context runs, because waiting would then not free blocks.
         """
-        chunk = self._prompts.chunk_size_of(entry.context)
+        chunk = self._prompts.min_chunk_size_for(entry.context)
         headroom = len(self._running)
         return not headroom or self._kv.admits(entry.context, chunk_size=chunk, headroom=headroom)
 
     def _reserve_prompt(self, entry: Entry[ContextT], batch: Batch[ContextT]) -> int:
         rows = self._prompts.rows(entry.context, entry.num_remaining, batch)
-        smallest = min(rows, self._prompts.chunk_size_of(entry.context) or rows)
+        smallest = min(rows, self._prompts.min_chunk_size_for(entry.context) or rows)
         smallest = splittable_rows(entry.context, smallest)
         return self._reserve(entry, rows, smallest, batch, may_preempt=not batch.entries) if rows else 0
 
@@ -301,7 +305,10 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
         *,
         may_preempt: bool,
     ) -> int:
-        """Reserve blocks for rows of a running context. Return the number of rows; 0 without free blocks."""
+        """Reserve blocks for up to ``rows`` tokens of a running context, and return the number of tokens.
+
+        The number is at least ``smallest``, or 0 if there are not enough free blocks.
+        """
         context = entry.context
         while True:
             set_rows(context, rows)
@@ -314,11 +321,11 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
                     continue
                 if not may_preempt:
                     return 0
-                last = max(self._generating, key=self._shares.preemption_key)
+                last = max(self._generating_entries, key=self._shares.preemption_key)
                 if last is not entry:
                     self._preempt(last, batch)
                     continue
-                if len(self._generating) == 1:
+                if len(self._generating_entries) == 1:
                     self._check_collected()
                     self._fail(entry, error)
                 else:

@@ -1,4 +1,4 @@
-"""The slots that each client holds, and the order in which clients are served."""
+"""`Shares`: the number of slots of each client, and the order in which clients are served."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ ContextT = TypeVar("ContextT", bound=InputContext)
 
 
 class Shares:
-    """Counts the contexts of each client. A client is an opaque id, removed with its last context.
+    """Counts the contexts and the slots of each client.
 
-    Clients take turns: the client that was served longest ago comes first. A new client comes before all
-    clients that the last step served, and after the clients that were already waiting then. So no client
-    starves.
+    A client is identified by an opaque id. It is removed with its last context.
+
+    Clients take turns: the client that was served longest ago comes first. A new client comes before the
+    clients that the last step served, and after all other clients. Therefore no client starves.
     """
 
     def __init__(self) -> None:
         self._num_present: dict[str, int] = {}
         self._num_running: dict[str, int] = {}
-        self._turns: dict[str, int] = {}
+        self._turns: dict[str, int] = {}  # client -> number of its last turn; the smallest comes first
         self._num_served = 0
-        self._num_served_before = 0  # at the start of this step
+        self._num_served_before = 0  # `_num_served` at the start of this step
 
     @property
     def is_contended(self) -> bool:
@@ -36,33 +37,37 @@ class Shares:
         return self._num_running.get(client_id, 0)
 
     def rank(self, client_id: str) -> tuple[int, int]:
-        """Return the sort key of a client with waiting contexts. The smallest is admitted first."""
+        """Return the sort key of a client with waiting contexts.
+
+        The client with the smallest key comes first.
+        """
         return self.num_running(client_id), self._turns[client_id]
 
     def prompt_key(self, entry: Entry[ContextT]) -> tuple[int, int, int]:
-        """Return the sort key of a prompt. The smallest is computed first."""
+        """Return the sort key of a prompt. The prompt with the smallest key is computed first."""
         priority, arrival = entry.key
         return priority, self._turns[entry.client_id], arrival
 
     def preemption_key(self, entry: Entry[ContextT]) -> tuple[int, int, int]:
-        """Return the preemption sort key of a running entry. The largest key is preempted first."""
+        """Return the preemption key of a running entry. The entry with the largest key is preempted first."""
         priority, arrival = entry.key
         return priority, self.num_running(entry.client_id), arrival
 
     def entry_to_preempt(
         self, waiting: Entry[ContextT], running: Iterable[Entry[ContextT]]
     ) -> Entry[ContextT] | None:
-        """Return the running entry to preempt in favour of a waiting one; None if there is none.
+        """Return the running entry to preempt in favour of a waiting entry; None if there is none.
 
-        Its client holds at least two slots more than the waiting entry's client, and its priority is not
-        higher. Then the exchange makes the shares more even, and no later exchange reverts it.
+        The client of the returned entry holds at least two slots more than the client of the waiting entry,
+        and the returned entry has no higher priority. With this condition, preemption makes the numbers of
+        slots more equal, and no later preemption reverts it.
         """
         min_slots = self.num_running(waiting.client_id) + 2
         if self.max_running < min_slots:
             return None
-        candidates = (context for context in running if context.key[0] >= waiting.key[0])
-        excess = (one for one in candidates if self.num_running(one.client_id) >= min_slots)
-        return max(excess, key=self.preemption_key, default=None)
+        candidates = (entry for entry in running if entry.key[0] >= waiting.key[0])
+        preemptible = (entry for entry in candidates if self.num_running(entry.client_id) >= min_slots)
+        return max(preemptible, key=self.preemption_key, default=None)
 
     @property
     def max_running(self) -> int:
@@ -73,28 +78,28 @@ class Shares:
         """Mark the start of a step."""
         self._num_served_before = self._num_served
 
-    def enter(self, client_id: str) -> None:
+    def add_context(self, client_id: str) -> None:
         """Count a new context."""
         self._num_present[client_id] = self._num_present.get(client_id, 0) + 1
         self._turns.setdefault(client_id, self._num_served_before)
 
-    def leave(self, client_id: str) -> None:
-        """Remove a context from the count. It holds no slot any more."""
+    def remove_context(self, client_id: str) -> None:
+        """Remove a context from the count. It must have released its slot."""
         self._num_present[client_id] -= 1
         if not self._num_present[client_id]:
             del self._num_present[client_id], self._turns[client_id]
 
-    def start(self, client_id: str) -> None:
+    def add_slot(self, client_id: str) -> None:
         """Count a slot that a context received."""
         self._num_running[client_id] = self._num_running.get(client_id, 0) + 1
 
-    def stop(self, client_id: str) -> None:
+    def release_slot(self, client_id: str) -> None:
         """Count a slot that a context released."""
         self._num_running[client_id] -= 1
         if not self._num_running[client_id]:
             del self._num_running[client_id]
 
-    def serve(self, client_id: str) -> None:
+    def move_to_end(self, client_id: str) -> None:
         """Move a client to the end of the order after one of its prompts was scheduled."""
         self._num_served += 1
         self._turns[client_id] = self._num_served

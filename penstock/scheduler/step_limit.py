@@ -1,4 +1,4 @@
-"""Bounds the duration of decode steps of a client with many contexts while other clients send requests."""
+"""Limits the duration of decode steps while a client with many contexts and other clients send requests."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from penstock.scheduler.batch import Entry
 ContextT = TypeVar("ContextT", bound=InputContext)
 
 _RECENT_SECONDS = 2.0
-"""Seconds for which steps stay short after contexts of two clients were last present."""
+"""Seconds for which steps stay short after contexts of two clients were last in the scheduler together."""
 
 _SHORT_SECONDS = 0.005
-"""Seconds up to which a step always counts as short."""
+"""Duration in seconds up to which a step is never limited."""
 
-_FIXED_TIMES = 2
-"""Maximum duration of a short step, as a multiple of the fixed costs of a step."""
+_MAX_FIXED_MULTIPLE = 2
+"""Maximum duration of a limited step, as a multiple of the fixed time of a step (`StepTime.fixed`)."""
 
 _MIN_ROWS = 8
-"""Minimum number of rows per client in a limited step. A step with this few rows takes about as long as one
-with a single row, because both read the same weights.
+"""Minimum number of rows per client in a limited step. A step with this few rows takes about as long as a
+step with a single row, because both read the same weights.
 """
 
 _DECAY = 0.98
-"""Weight of a recorded step relative to the next step."""
+"""Weight of a recorded step relative to the step after it, in the least-squares fit."""
 
 _MIN_SPREAD = 0.1
-"""Minimum relative standard deviation of the numbers of rows for an estimate of the time per row."""
+"""Minimum standard deviation of the number of rows, relative to its mean, to estimate the time per row."""
 
 
 class StepTime:
-    """Estimates the duration of a step: fixed costs plus a time per row.
+    """Estimates the duration of a step as a fixed time plus a time per row.
 
-    The estimate is a line through the recorded steps by least squares; older steps weigh less. It changes
-    only while the numbers of rows differ enough to determine the line.
+    The estimate is a weighted least-squares line through the recorded steps; older steps weigh less. It is
+    updated only if the numbers of rows differ enough to determine the line.
     """
 
     def __init__(self) -> None:
@@ -66,12 +66,13 @@ class StepTime:
 class StepLimit:
     """Limits the decode rows of a step and the steps of a call while one client holds many slots.
 
-    A prompt that arrives during a call waits until the call ends. While other clients send requests, a client
-    with more than `_MIN_ROWS` contexts therefore gets short steps: as many rows as the time of a short step
-    allows, but at least `_MIN_ROWS` of each client. Its contexts take turns, so that all of them continue.
+    A prompt that arrives during a call waits until the call ends. While other clients send requests, calls
+    are therefore limited if a client has more than `_MIN_ROWS` contexts. A limited step has as many rows as
+    fit into its maximum duration, but at least `_MIN_ROWS` of each client. The contexts of a client take
+    turns.
 
     Args:
-        clock: returns seconds.
+        clock: returns the time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -81,7 +82,7 @@ class StepLimit:
         self._num_selections = 0
 
     def note_contention(self) -> None:
-        """Record that contexts of two or more clients are present."""
+        """Record that the scheduler has contexts of two or more clients."""
         self._contended_at = self._clock()
 
     def record(self, num_rows: float, seconds: float) -> None:
@@ -89,7 +90,7 @@ class StepLimit:
         self._time.record(num_rows, seconds)
 
     def select(self, decoding: list[Entry[ContextT]], num_steps: int) -> tuple[list[Entry[ContextT]], int]:
-        """Return the entries of ``decoding`` that run, in their order, and the number of steps.
+        """Return the entries of ``decoding`` that run in the next call, in order, and its number of steps.
 
         Args:
             decoding: all entries that decode, in order.
@@ -99,7 +100,7 @@ class StepLimit:
         counts = Counter(entry.client_id for entry in decoding)
         is_recent = self._clock() - self._contended_at <= _RECENT_SECONDS
         if fixed is not None and is_recent and max(counts.values(), default=0) > _MIN_ROWS:
-            limit = max(_SHORT_SECONDS, _FIXED_TIMES * fixed)
+            limit = max(_SHORT_SECONDS, _MAX_FIXED_MULTIPLE * fixed)
             if fixed + per_row * len(decoding) > limit:
                 decoding = _first_in_turn(decoding, counts, int((limit - fixed) / per_row))
             seconds = fixed + per_row * len(decoding)
@@ -114,9 +115,9 @@ class StepLimit:
 def _first_in_turn(
     decoding: list[Entry[ContextT]], counts: Mapping[str, int], num_rows: int
 ) -> list[Entry[ContextT]]:
-    """Return about ``num_rows`` entries in their order: for each client, those that waited longest.
+    """Return about ``num_rows`` entries in order. Entries that were selected longest ago take precedence.
 
-    Clients get equal shares, but at least `_MIN_ROWS`.
+    Clients get equal numbers of rows, but at least `_MIN_ROWS`.
 
     Args:
         decoding: the entries.

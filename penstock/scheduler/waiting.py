@@ -1,4 +1,4 @@
-"""The queue of waiting contexts, in the order in which they are admitted."""
+"""`WaitingQueue`: the waiting contexts, in the order in which they are admitted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ class QueueEntry(Protocol):
 
     @property
     def key(self) -> tuple[int, int]:
-        """Negative priority, arrival number; unique. The smallest of a client is served first."""
+        """Unique sort key: (negative priority, arrival number).
+
+        The entry with a client's smallest key comes first.
+        """
         ...
 
 
@@ -27,20 +30,20 @@ EntryT = TypeVar("EntryT", bound=QueueEntry)
 _Rank: TypeAlias = tuple[int, ...]
 
 _MAX_OUTDATED = 64
-"""Number of outdated items that the heap of clients may hold, besides one item per client."""
+"""The heap of clients is rebuilt if it has this many outdated items more than there are clients."""
 
 
 class WaitingQueue(Generic[EntryT]):
-    """A priority queue whose entries may not be ready yet. Ready entries overtake entries that are not.
+    """A priority queue whose entries may not be ready yet. Ready entries overtake entries that are not ready.
 
     Each client has a lane, in which its entries are sorted by key. The queue compares the first entries of
-    all lanes: the highest priority comes first, then the client with the smallest rank, then the oldest.
+    all lanes by priority, then by the rank of the client (smallest first), then by age (oldest first).
 
-    A step checks at most ``scan_limit`` entries that are not ready, however long the queue is. Entries that
-    are not ready are set aside. Each step checks up to ``scan_limit`` of those again, in turn.
+    A step finds at most ``scan_limit`` entries that are not ready, which bounds its time for long queues.
+    Entries that are not ready leave their lane. Each step checks up to ``scan_limit`` of them again, in turn.
 
     Args:
-        scan_limit: maximum number of entries per step that are checked and not ready.
+        scan_limit: maximum number of checks per step that find an entry not ready.
         rank: returns the rank of a client. A rank may increase at any time. After a decrease, call `refresh`.
     """
 
@@ -48,11 +51,11 @@ class WaitingQueue(Generic[EntryT]):
         self._scan_limit = scan_limit
         self._checks_left = scan_limit
         self._rank = rank
-        self._entries: dict[str, EntryT] = {}  # removed entries stay in lanes and are skipped
-        self._lanes: dict[str, list[tuple[tuple[int, int], EntryT]]] = {}  # a heap for each client
-        # Clients by the sort key of their first entry. An outdated key is never larger than the current one.
+        self._entries: dict[str, EntryT] = {}  # lanes may hold removed entries, which are skipped
+        self._lanes: dict[str, list[tuple[tuple[int, int], EntryT]]] = {}  # client id -> heap of its entries
+        # Heap of (sort key of the first entry, client id). Outdated keys are never larger than current keys.
         self._heap: list[tuple[_Rank, str]] = []
-        self._queued: dict[str, _Rank] = {}  # the last key of each client that was added; the heap holds it
+        self._newest_keys: dict[str, _Rank] = {}  # client id -> its newest key in the heap
         self._not_ready: deque[EntryT] = deque()
 
     def __len__(self) -> int:
@@ -72,18 +75,20 @@ class WaitingQueue(Generic[EntryT]):
 
     def refresh(self, client_id: str) -> None:
         """Update the order after the rank of a client may have decreased."""
-        first = self._first_of(client_id)
+        first = self._first_entry(client_id)
         if first is None:
             return
         key = self._sort_key(first)
-        if self._queued.get(client_id) == key:
+        if self._newest_keys.get(client_id) == key:
             return
-        self._queued[client_id] = key
+        self._newest_keys[client_id] = key
         heapq.heappush(self._heap, (key, client_id))
         if len(self._heap) > 2 * len(self._lanes) + _MAX_OUTDATED:
-            firsts = ((client, self._first_of(client)) for client in list(self._lanes))
-            self._queued = {client: self._sort_key(entry) for client, entry in firsts if entry is not None}
-            self._heap = [(key, client) for client, key in self._queued.items()]
+            firsts = ((client, self._first_entry(client)) for client in list(self._lanes))
+            self._newest_keys = {
+                client: self._sort_key(entry) for client, entry in firsts if entry is not None
+            }
+            self._heap = [(key, client) for client, key in self._newest_keys.items()]
             heapq.heapify(self._heap)
 
     def recheck(self, is_ready: Callable[[EntryT], bool]) -> None:
@@ -99,26 +104,26 @@ class WaitingQueue(Generic[EntryT]):
                 self._not_ready.append(entry)
 
     def first_ready(self, is_ready: Callable[[EntryT], bool]) -> EntryT | None:
-        """Return the next ready entry without removing it; None if this step has none."""
+        """Return the next ready entry without removing it; None if no checked entry is ready."""
         while self._heap and self._checks_left:
             sort_key, client_id = self._heap[0]
-            entry = self._first_of(client_id)
+            entry = self._first_entry(client_id)
             if entry is None:
                 self._drop_first()
                 continue
             now = self._sort_key(entry)
             if sort_key != now:
-                if self._queued.get(client_id) == now:
-                    self._drop_first()  # the current key is further down
+                if self._newest_keys.get(client_id) == now:
+                    self._drop_first()  # the heap also holds the current key
                     continue
-                self._queued[client_id] = now
+                self._newest_keys[client_id] = now
                 heapq.heapreplace(self._heap, (now, client_id))
                 if self._heap[0][1] != client_id:
                     continue
             if is_ready(entry):
                 return entry
             self._checks_left -= 1
-            if self._contains(entry):  # else `is_ready` removed it
+            if self._contains(entry):  # false if `is_ready` removed the entry
                 heapq.heappop(self._lanes[client_id])
                 self._not_ready.append(entry)
         return None
@@ -126,14 +131,14 @@ class WaitingQueue(Generic[EntryT]):
     def _drop_first(self) -> None:
         """Remove the first item of the heap."""
         key, client_id = heapq.heappop(self._heap)
-        if self._queued.get(client_id) == key:
-            del self._queued[client_id]
+        if self._newest_keys.get(client_id) == key:
+            del self._newest_keys[client_id]
 
     def _enqueue(self, entry: EntryT) -> None:
         heapq.heappush(self._lanes.setdefault(entry.client_id, []), (entry.key, entry))
         self.refresh(entry.client_id)
 
-    def _first_of(self, client_id: str) -> EntryT | None:
+    def _first_entry(self, client_id: str) -> EntryT | None:
         lane = self._lanes.get(client_id)
         if lane is None:
             return None

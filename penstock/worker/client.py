@@ -1,4 +1,4 @@
-"""The engine client of one worker: requests in, results out."""
+"""`WorkerClient`: the engine client of one worker process."""
 
 from __future__ import annotations
 
@@ -35,11 +35,12 @@ from penstock.worker.supervisor import WorkerSupervisor
 _LOG = logging.getLogger("penstock.worker")
 
 _STOP_POLL_INTERVAL = 0.02
-"""During a shutdown: seconds between two checks whether all requests have ended."""
+"""Seconds between two checks whether all requests have ended, during a shutdown."""
 
 
 class WorkerClient:
-    """Send requests to one worker and pass its results to their `Generation`. An `EngineClient`.
+    """The `EngineClient` of one worker: sends requests to it, and passes results to their `Generation`.
+
     A `WorkerSupervisor` starts, watches and restarts the worker.
 
     Args:
@@ -49,7 +50,7 @@ class WorkerClient:
             least 64. Clients with less than one batch of outstanding requests may exceed the limit, by at
             most one batch in total.
         hang_limit, memory_limit: see `WorkerSupervisor`.
-        is_asleep: whether the worker begins asleep. Then `wake_up` starts it, and `start` is not called.
+        is_asleep: whether the worker is asleep at first. Then `wake_up` starts it, and `start` is not called.
     """
 
     def __init__(
@@ -76,14 +77,15 @@ class WorkerClient:
         self._call_ids = count()
         self._calls: dict[int, asyncio.Future[PenstockError | None]] = {}
         self._generations: dict[str, Generation] = {}
-        self._cancelled: set[str] = set()  # cancelled here, not yet confirmed by the worker
-        self._client_ids: dict[str, str] = {}  # request id -> client id, of outstanding requests
-        self._changed_adapters: dict[str, str | None] = {}  # name -> path, since the start; None if unloaded
+        self._cancelled: set[str] = set()  # ids of cancelled requests, until the worker confirms
+        self._client_ids: dict[str, str] = {}  # request id -> client id, for outstanding requests
+        self._changed_adapters: dict[str, str | None] = {}
+        """Adapters loaded or unloaded since the first start: name -> path; None if unloaded."""
         self._request_ended: asyncio.Future[None] | None = None
         self._listeners: list[CacheListener] = []
         self._stats = WorkerStats()
         self.num_late_results = 0
-        """The number of results that arrived for requests that had already ended here."""
+        """The number of discarded results, whose request had already ended in the server."""
 
     # -- State -------------------------------------------------------------------------------------------
 
@@ -109,7 +111,7 @@ class WorkerClient:
 
     @property
     def adapters(self) -> dict[str, str]:
-        """The loaded LoRA adapters, name to path. None before the first start."""
+        """The loaded LoRA adapters, name to path. Empty before the first start."""
         merged = dict(self._supervisor.first_adapters) | self._changed_adapters
         return {name: path for name, path in merged.items() if path is not None}
 
@@ -136,7 +138,7 @@ class WorkerClient:
 
     @property
     def failure(self) -> PenstockError | None:
-        """The error of the last start, if the worker is not restarted any more."""
+        """The error of the last start if the worker is no longer restarted; otherwise None."""
         return self._supervisor.failure
 
     # -- Requests ----------------------------------------------------------------------------------------
@@ -216,7 +218,7 @@ class WorkerClient:
         await self._control("reset_prefix_cache")
 
     async def start_profile(self) -> None:
-        """Record what the worker does, until `stop_profile`."""
+        """Start recording a profile of the worker, until `stop_profile`."""
         await self._control("start_profile")
 
     async def stop_profile(self) -> None:
@@ -224,7 +226,9 @@ class WorkerClient:
         await self._control("stop_profile")
 
     async def sleep(self, level: SleepLevel, grace: float) -> None:
-        """Refuse requests, let running requests finish, and release memory. Does nothing if it is asleep.
+        """Refuse requests, let running requests finish, and release memory.
+
+        Does nothing if the worker is asleep.
 
         Raises:
             PenstockError: the worker is not ready, or its device cannot release this memory.
@@ -253,10 +257,10 @@ class WorkerClient:
             raise
 
     async def wake_up(self) -> None:
-        """Accept requests again; start the worker if it has ended. Does nothing if it is not asleep.
+        """Accept requests again; start the worker if it has ended. Does nothing if the worker is not asleep.
 
         Raises:
-            PenstockError: the worker cannot start. It is still asleep.
+            PenstockError: the worker cannot start, and is still asleep.
         """
         if self._supervisor.is_asleep and not self._supervisor.is_running:
             await self._supervisor.start()
@@ -268,7 +272,7 @@ class WorkerClient:
         await self.wake_up()
 
     async def _until_idle(self, seconds: float) -> None:
-        """Return when no request is outstanding, or after ``seconds``."""
+        """Wait until no request is outstanding, for at most ``seconds``."""
         deadline = time.monotonic() + seconds
         while self.num_outstanding and time.monotonic() < deadline:
             await asyncio.sleep(_STOP_POLL_INTERVAL)
@@ -290,7 +294,7 @@ class WorkerClient:
             raise error
 
     async def _restore(self) -> None:
-        """Watch the cache of a started worker, and repeat all adapter changes in it."""
+        """Restore the state of a restarted worker: its cache events and its adapters."""
         if self._listeners:
             self._supervisor.send(WatchCache())
         at_start = {name for name, _ in self.info.adapters}

@@ -2,7 +2,7 @@
 
 The worker process holds the write end of a pipe and never writes to it. The pipe is closed when the process
 ends for any reason, which wakes the event loop of the server. In the same way, the worker detects the end of
-the server by its standard input.
+the server by its standard input, a pipe whose write end the server holds.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _BOOT = (
 """Program of the worker process. It replaces ``multiprocessing``, which would rerun the main module."""
 
 _SHORT_SPIN = {"GOMP_SPINCOUNT": "100"}
-"""Environment variables of the worker, with which waiting OpenMP threads sleep early. By default they spin
-for milliseconds. If the server needs a core at the same time, the spinning threads take it from the thread
-that they wait for, and a step takes ten times as long.
+"""Environment variables of the worker, with which waiting OpenMP threads sleep early. By default waiting
+threads spin for milliseconds. If the server needs a core at the same time, the spinning threads take a core
+from the thread that they wait for. A step then takes ten times as long.
 """
 
 
@@ -53,7 +53,7 @@ class _WorkerHost(Protocol):
         """Return whether a signal (SIGSTOP) has suspended the worker."""
 
     def end(self) -> str:
-        """End the worker if possible, and return how it ended."""
+        """End the worker if possible. Return a description of how it ended."""
 
 
 class _Process:
@@ -75,7 +75,7 @@ class _Process:
         finally:
             os.close(write_end)
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the sentinel reports the end of the process
+        with contextlib.suppress(BrokenPipeError):  # the end of the process makes the sentinel readable
             self._process.stdin.write(data)
             self._process.stdin.flush()
 
@@ -96,7 +96,7 @@ class _Process:
             return "out of memory: its private memory has reached --worker-memory-limit"
         if status >= 0:
             return f"exit status {status}"
-        # Native code aborts when an allocation fails and it cannot raise an error.
+        # Native code aborts if an allocation fails where it cannot raise an error.
         hint = ", perhaps at --worker-memory-limit" if self._is_limited and -status == signal.SIGABRT else ""
         return f"killed by {signal.Signals(-status).name}{hint}"
 
@@ -132,7 +132,7 @@ class _Thread:
 
 
 class WorkerConnection:
-    """Launch a worker, and carry commands and reports after `attach`.
+    """Launches a worker, and carries commands and reports after `attach`.
 
     Args:
         context: the ZeroMQ context of the server.
@@ -162,16 +162,16 @@ class WorkerConnection:
         self._host: _WorkerHost = (_Thread if in_thread else _Process)(factory, endpoint, memory_limit)
         self._reports_fd = int(self._reports.getsockopt(zmq.FD))
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.ended = asyncio.Event()
+        self.end_event = asyncio.Event()
         """Set when the worker has ended."""
 
     def attach(self, on_report: Callable[[WorkerMessage], None]) -> None:
-        """Call ``on_report`` with each report from now on, in the running event loop."""
+        """Register ``on_report``, which is called with each report in the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._on_report = on_report
         self._loop.add_reader(self._reports_fd, self.drain)
         self._loop.add_reader(self._host.sentinel, self._on_end)
-        self._loop.call_soon(self.drain)  # earlier reports do not wake the loop
+        self._loop.call_soon(self.drain)  # reports that arrived earlier do not wake the loop
 
     def send(self, command: Command) -> None:
         """Send a command. Never blocks. The worker must have sent `Started`."""
@@ -200,7 +200,7 @@ class WorkerConnection:
         return self._progress.count
 
     def close(self) -> str:
-        """End the worker, if necessary by killing its process, and return how it ended."""
+        """End the worker, if necessary by killing its process. Return a description of how it ended."""
         if self._loop is not None:
             self._loop.remove_reader(self._reports_fd)
             self._loop.remove_reader(self._host.sentinel)
@@ -214,4 +214,4 @@ class WorkerConnection:
     def _on_end(self) -> None:
         assert self._loop is not None
         self._loop.remove_reader(self._host.sentinel)
-        self.ended.set()
+        self.end_event.set()

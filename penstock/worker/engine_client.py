@@ -64,7 +64,7 @@ class EngineClient(Protocol):
 
     @property
     def workers(self) -> Sequence[EngineClient]:
-        """The clients of the single workers, in order."""
+        """The clients of the individual workers, by worker number."""
         ...
 
     @property
@@ -85,7 +85,7 @@ class EngineClient(Protocol):
     def request_ended(self) -> asyncio.Future[None]:
         """Return a future that completes when a submitted request has ended after this call.
 
-        ``num_outstanding`` is lower then. The future is also completed when a worker ends.
+        ``num_outstanding`` is already lower at this time. The future also completes when a worker ends.
         """
         ...
 
@@ -118,10 +118,12 @@ class EngineClient(Protocol):
         ...
 
     async def sleep(self, level: SleepLevel, grace: float) -> None:
-        """Refuse requests, let running requests finish, and release memory. Does nothing if it is asleep.
+        """Refuse requests, let running requests finish, and release memory.
+
+        Does nothing if the engine is asleep.
 
         Args:
-            level: what is released.
+            level: the memory that is released.
             grace: seconds that running requests have to finish; then they fail.
 
         Raises:
@@ -131,7 +133,7 @@ class EngineClient(Protocol):
         ...
 
     async def wake_up(self) -> None:
-        """Accept requests again; load the weights if needed. Does nothing if it is not asleep.
+        """Accept requests again; load the weights if needed. Does nothing if the engine is not asleep.
 
         Raises:
             PenstockError: the model cannot be loaded. The engine is still asleep.
@@ -139,7 +141,7 @@ class EngineClient(Protocol):
         ...
 
     async def reload(self, grace: float) -> None:
-        """Replace the workers one after the other by new ones, which read the checkpoint again.
+        """Replace the workers one after the other by new workers, which read the checkpoint again.
 
         Args:
             grace: seconds that the running requests of a worker have to finish; then they fail.
@@ -150,10 +152,10 @@ class EngineClient(Protocol):
         ...
 
     async def start_profile(self) -> None:
-        """Record what the workers do, until `stop_profile`.
+        """Start recording a profile of each worker, until `stop_profile`.
 
         Raises:
-            PenstockError: a worker is not ready or records already, or no folder is configured.
+            PenstockError: a worker is not ready or is already recording, or no folder is configured.
         """
         ...
 
@@ -161,7 +163,7 @@ class EngineClient(Protocol):
         """Stop recording, and write the profiles.
 
         Raises:
-            PenstockError: a worker is not ready or does not record, or a file cannot be written.
+            PenstockError: a worker is not ready or is not recording, or a file cannot be written.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Detects a hanging worker by its answers and its progress counter."""
+"""Detects a hanging worker by missing answers and an unchanged progress counter."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class WatchedWorker(Protocol):
 
 
 class Liveness:
-    """Measure how long a worker has been silent: no answer and no progress.
+    """Measures how long a worker has been silent, which means no answer and no progress.
 
-    The time between two checks counts for at most twice the ``interval``. A longer time shows that the server
-    itself was suspended or busy, and says nothing about the worker.
+    The time between two checks counts for at most twice the ``interval``. A longer time means that the server
+    itself was suspended or busy; it does not show that the worker hangs.
 
     Args:
         worker: the worker.
@@ -68,8 +68,7 @@ class Liveness:
         else:
             self.silence = 0.0
         self._progress, self._checked_at = progress, now
-        # If a signal suspends server and worker together, only the first check after it finds the worker
-        # suspended.
+        # The first check after server and worker were suspended together may still find the worker suspended.
         is_suspended = self._worker.is_suspended
         if is_suspended and self._was_suspended:
             return "suspended by a signal"

@@ -42,7 +42,8 @@ class WorkerLaunch:
 def main() -> None:
     """Run a worker in this process until `Stop` arrives or the parent process ends."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # sent to the whole process group; the parent handles them
+        # The terminal sends signals to the whole process group; the parent handles them.
+        signal.signal(number, signal.SIG_IGN)
     launch: WorkerLaunch = pickle.load(sys.stdin.buffer)
     begun = time.time()
     heartbeat.publish(launch.endpoint.progress)
@@ -50,7 +51,7 @@ def main() -> None:
 
     def load() -> WorkerRuntime:
         if launch.memory_limit is not None:
-            private_memory.bound(launch.memory_limit)
+            private_memory.set_limit(launch.memory_limit)
         with gc_disabled():
             work = launch.factory()
         gc.collect()
@@ -66,7 +67,7 @@ def main() -> None:
             reason = f"{type(error).__name__}: {error}"
             _LOG.critical("the worker has reached its limit of private memory and ends (%s)", reason)
             status = OUT_OF_MEMORY
-        elif isinstance(error, RankFailedError):  # says which rank ended, and why
+        elif isinstance(error, RankFailedError):  # its message names the rank and the reason
             _LOG.critical("the worker ends: %s", error)
             status = 1
         else:
@@ -77,7 +78,7 @@ def main() -> None:
 
 
 def _exit_with_parent(folder: str) -> None:
-    """End this process when its parent ends, which closes the standard input."""
-    os.read(0, 1)  # sys.stdin would hold its lock forever
+    """End this process when its standard input is closed, which happens when its parent ends."""
+    os.read(0, 1)  # a read of sys.stdin would hold its lock
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)

@@ -75,7 +75,7 @@ _ERRORS: dict[str, type[PenstockError]] = {
 
 def _is_plain(value: object) -> bool:
     if isinstance(value, list):
-        return all(isinstance(one, str | int | float) for one in value)
+        return all(isinstance(item, str | int | float) for item in value)
     return value is None or isinstance(value, str | int | float)
 
 
@@ -83,7 +83,7 @@ def _is_plain(value: object) -> bool:
 
 ControlAction: TypeAlias = Literal["reset_prefix_cache", "discard_cache", "start_profile", "stop_profile"]
 """``reset_prefix_cache`` forgets cached prefixes. ``discard_cache`` returns the memory of the KV cache to the
-system; no request may run. A profile is written into the folder of the configuration when it stops."""
+system; no request may run. ``stop_profile`` writes the profile into the configured folder."""
 
 
 class Submit(msgspec.Struct, tag=True):
@@ -150,7 +150,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     """Tokens per block."""
     prefix_limits: list[int] | None = None
-    """As `KVCache.prefix_limits`. None if requests do not share cached prefixes."""
+    """See `KVCache.prefix_limits`. None if requests do not share cached prefixes."""
     vocab_size: int
     adapters: list[tuple[str, str]] = []
     """Name and path of each LoRA adapter loaded at the start."""
@@ -194,7 +194,7 @@ class WorkerStats(msgspec.Struct, array_like=True, kw_only=True):
     num_prompt_tokens: int = 0
     """Prompt tokens of all requests whose prompt is computed."""
     num_generated_tokens: int = 0
-    """Sampled tokens that were kept, end-of-sequence tokens included."""
+    """Sampled tokens that were appended to contexts, end-of-sequence tokens included."""
     num_steps: int = 0
     """Steps with at least one context."""
     step_seconds: float = 0.0
@@ -257,7 +257,8 @@ class TextResult(msgspec.Struct, array_like=True, tag=0):
     log_probabilities: list[PackedLogProbabilities | None] | None = None
     """One entry per token; None if no token has log probabilities."""
     prompt_log_probabilities: PackedLogProbabilities | None = None
-    """Set if the output of an echoed prompt has no token; otherwise the first token carries them."""
+    """Log probabilities of an echoed prompt, if the result has no token; otherwise the first token carries
+    them."""
 
 
 class EmbeddingsResult(msgspec.Struct, array_like=True, tag=1):
@@ -278,7 +279,7 @@ class AudioResult(msgspec.Struct, array_like=True, tag=2):
     request_id: str
     status: TextGenerationStatus = TextGenerationStatus.ACTIVE
     audio: npt.NDArray[np.floating] | None = None
-    """The samples after those of the previous result."""
+    """The new samples since the previous result."""
     num_tokens: int = 0
     """Number of tokens that the request has generated so far."""
 
@@ -314,7 +315,7 @@ class Failure(msgspec.Struct, array_like=True):
 
 
 class StepResults(msgspec.Struct, array_like=True, tag=True):
-    """All changes of requests in a step and since the previous one."""
+    """All changes of requests in a step and since the previous step."""
 
     stats: WorkerStats
     admissions: list[Admission] = []
@@ -323,7 +324,7 @@ class StepResults(msgspec.Struct, array_like=True, tag=True):
     cancelled: list[str] = []
     """Requests that a `Cancel` ended."""
     cache_events: list[CacheEvent] = []
-    """Events of the prefix cache, after a `WatchCache`."""
+    """Events of the prefix cache since the previous message; empty before a `WatchCache`."""
 
 
 class CallResult(msgspec.Struct, array_like=True, tag=True):

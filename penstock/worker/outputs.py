@@ -19,8 +19,8 @@ from penstock.worker.messages import (
 )
 
 
-def result_of(context: TextContext, output: PipelineOutput) -> RequestResult | None:
-    """Return the message for an output; None if it is empty and not the last, as after a prompt chunk."""
+def result_message(context: TextContext, output: PipelineOutput) -> RequestResult | None:
+    """Return the message for an output; None if it is empty but not final, as after a prompt chunk."""
     request_id = context.request_id
     match output:
         case TextGenerationResponse():
@@ -43,11 +43,11 @@ def _text_result(context: TextContext, output: TextGenerationResponse) -> TextRe
     tokens = [int(token.next_token) for token in output.tokens]
     result = TextResult(context.request_id, tokens, output.final_status)
     if context.log_probabilities:
-        result.log_probabilities = [_packed(token.log_probabilities) for token in output.tokens]
+        result.log_probabilities = [_pack_rows(token.log_probabilities) for token in output.tokens]
     if output.is_done:
-        result.prompt_log_probabilities = _packed(context.prompt_log_probabilities)
+        result.prompt_log_probabilities = _pack_rows(context.prompt_log_probabilities)
     return result
 
 
-def _packed(rows: LogProbabilities | None) -> PackedLogProbabilities | None:
+def _pack_rows(rows: LogProbabilities | None) -> PackedLogProbabilities | None:
     return None if rows is None else PackedLogProbabilities.of(rows)

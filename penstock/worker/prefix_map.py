@@ -1,4 +1,4 @@
-"""Which workers can find which blocks in their prefix caches."""
+"""`PrefixMap`: the blocks in the prefix cache of each worker."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class PrefixMap:
 
     def __init__(self) -> None:
         self._cached: dict[bytes, int] = {}
-        self._expected: dict[bytes, int] = {}  # workers, and in the low bits the number of requests
+        self._expected: dict[bytes, int] = {}
+        """Digest -> set of workers; the low bits are the number of requests."""
 
     @property
     def num_blocks(self) -> int:
@@ -43,7 +44,7 @@ class PrefixMap:
                         self._remove(digest, bit)
 
     def depth(self, worker: int, digests: Sequence[bytes]) -> int:
-        """Return how many leading blocks a worker has, as `depths` counts them."""
+        """Return the number of leading blocks that a worker has, as `depths` counts them."""
         bit, cached, expected = 1 << worker, self._cached.get, self._expected.get
         return bisect_left(
             digests,
@@ -55,7 +56,7 @@ class PrefixMap:
         """Record that a request on a worker will store the blocks of its prompt.
 
         Returns:
-            The blocks that are recorded, for `clear_expected`: those that the worker does not have.
+            The recorded blocks, for `clear_expected`. Blocks that the worker already has are not recorded.
         """
         bit, cached, expected = 1 << worker, self._cached.get, self._expected
         start = bisect_left(digests, True, key=lambda digest: not cached(digest, 0) & bit)
@@ -76,10 +77,10 @@ class PrefixMap:
                 expected[digest] = entry - 1
 
     def depths(self, digests: Sequence[bytes], workers: int) -> dict[int, int]:
-        """Return how many leading blocks each worker has; workers without the first block are left out.
+        """Return worker -> number of leading blocks that it has, without workers that lack the first block.
 
-        A worker that has a block has those before it, because caches evict the end of a prompt first. The
-        function therefore uses binary search, with a few lookups for each distinct depth.
+        A worker that has a block has all blocks before it, because caches evict the end of a prompt first.
+        The function therefore uses binary search, with a few lookups for each distinct depth.
 
         Args:
             digests: the digests of a prompt's blocks, in order.
@@ -87,29 +88,29 @@ class PrefixMap:
         """
         cached, expected = self._cached.get, self._expected.get
 
-        def having(depth: int) -> int:
-            """Return the workers that have this many leading blocks."""
+        def workers_at(depth: int) -> int:
+            """Return the set of workers that have ``depth`` leading blocks."""
             digest = digests[depth - 1]
             return (cached(digest, 0) | expected(digest, 0) >> _COUNT_BITS) & workers
 
         found: dict[int, int] = {}
         count = len(digests)
-        first = having(1) if count else 0
+        first = workers_at(1) if count else 0
         if not first:
             return found
-        last = having(count)
+        last = workers_at(count)
         found.update(dict.fromkeys(_members(last), count))
         ranges = [(1, first, count, last)]
         while ranges:
             low, at_low, high, at_high = ranges.pop()
-            lost = at_low & ~at_high
-            if not lost:
+            dropped_workers = at_low & ~at_high
+            if not dropped_workers:
                 continue
             if high - low == 1:
-                found.update(dict.fromkeys(_members(lost), low))
+                found.update(dict.fromkeys(_members(dropped_workers), low))
                 continue
             middle = (low + high) // 2
-            at_middle = having(middle) & at_low | at_high
+            at_middle = workers_at(middle) & at_low | at_high
             ranges += [(low, at_low, middle, at_middle), (middle, at_middle, high, at_high)]
         return found
 
@@ -122,7 +123,7 @@ class PrefixMap:
 
 
 def _members(workers: int) -> list[int]:
-    """Return the workers of a set."""
+    """Return the numbers of the workers in a bit set."""
     members = []
     while workers:
         lowest = workers & -workers

@@ -52,19 +52,19 @@ from penstock.worker.messages import (
     command_decoder,
     report_encoder,
 )
-from penstock.worker.outputs import result_of
+from penstock.worker.outputs import result_message
 
 _LOG = logging.getLogger("penstock.worker")
 
 _READY_POLL_MS = 4
 """Milliseconds between two checks whether waiting contexts are ready, if no context runs."""
 _LINGER_MS = 2000
-"""Milliseconds to deliver the last messages when the worker ends."""
+"""Milliseconds that the worker waits for the delivery of its last messages when it ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerRuntime:
-    """What a worker runs. The factory creates it in the worker process."""
+    """The scheduler and the functions that a worker calls. The factory creates it in the worker process."""
 
     scheduler: AnyScheduler
     info: WorkerInfo
@@ -79,13 +79,13 @@ class WorkerRuntime:
     discard_cache: Callable[[], None] = lambda: None
     """Returns the memory of the KV cache to the system; no request runs."""
     profiler: StepProfiler | None = None
-    """Records what the steps do; None if no folder for profiles is configured."""
+    """Records profiles of the steps; None if no folder for profiles is configured."""
     pack_pending: Callable[[], bool] = lambda: False
     """Packs some of the lazily packed weights. Returns False when all are packed."""
     sentinel: int | None = None
     """A file descriptor that becomes readable when a process that the model needs has ended."""
     check: Callable[[], None] | None = None
-    """Raises the error of the process that has ended."""
+    """Raises the error of a process that the model needs and that has ended; see ``sentinel``."""
 
 
 @dataclass(frozen=True)
@@ -150,10 +150,10 @@ class _Loop:
         self._commands = commands
         self._decode = command_decoder()
         self._send = send
-        self._contexts: dict[str, RequestContext] = {}  # requests that have not ended
+        self._contexts: dict[str, RequestContext] = {}  # contexts of requests that have not ended, by id
         self._lengths: dict[str, int] = {}
         self._cancelled: list[str] = []
-        self._refused: list[Failure] = []
+        self._refused_requests: list[Failure] = []
         self._stats = WorkerStats()
         self._is_stopping = False
 
@@ -203,7 +203,7 @@ class _Loop:
             case Submit():
                 self._submit(command.context)
             case Cancel():
-                if self._forget(command.request_id):  # otherwise its end was already reported
+                if self._forget(command.request_id):  # else the end of the request was already reported
                     self._scheduler.cancel(command.request_id)
                     self._cancelled.append(command.request_id)
             case LoadAdapter() | UnloadAdapter():
@@ -222,7 +222,7 @@ class _Loop:
         try:
             self._scheduler.submit(context)
         except Exception as error:
-            self._refused.append(self._fail(context.request_id, error))
+            self._refused_requests.append(self._fail(context.request_id, error))
         else:
             self._contexts[context.request_id] = context
             self._lengths[context.request_id] = context.current_length
@@ -251,7 +251,7 @@ class _Loop:
                     if self._contexts:
                         raise InputError(f"{len(self._contexts)} requests use the KV cache")
                     if self._scheduler.has_work:
-                        self._scheduler.step()  # ends requests that were cancelled, collects a launched step
+                        self._scheduler.step()  # a step ends cancelled requests and collects a launched step
                     self._runtime.discard_cache()
                 case "start_profile":
                     self._profiler.start()
@@ -299,7 +299,7 @@ class _Loop:
     def _admit(self, context: RequestContext) -> Admission:
         stats, num_tokens = self._stats, len(context.prompt_tokens)
         stats.num_prompt_tokens += num_tokens
-        if not context.log_probabilities_echo:  # an echo computes the whole prompt and skips the prefix cache
+        if not context.log_probabilities_echo:  # echo does not use the prefix cache
             stats.num_prefix_query_tokens += num_tokens
             stats.num_prefix_hit_tokens += context.num_cached_tokens
         return Admission(context.request_id, context.num_cached_tokens)
@@ -307,7 +307,7 @@ class _Loop:
     def _result(self, request_id: str, output: PipelineOutput) -> RequestResult | None:
         """Return the message for an output; None if the output is empty, as after a prompt chunk."""
         context = self._contexts[request_id]
-        result = result_of(context, output)
+        result = result_message(context, output)
         if result is not None:
             self._stats.num_generated_tokens += context.current_length - self._lengths[request_id]
             self._lengths[request_id] = context.current_length
@@ -316,7 +316,7 @@ class _Loop:
         return result
 
     def _take_failures(self) -> list[Failure]:
-        failures, self._refused = self._refused, []
+        failures, self._refused_requests = self._refused_requests, []
         while self._scheduler.failures:
             request_id, error = self._scheduler.failures.popitem()
             self._forget(request_id)
@@ -327,7 +327,7 @@ class _Loop:
         """End the running requests and ``request_ids`` if the error means that memory is exhausted."""
         if not private_memory.is_exceeded(error):
             return
-        reason = ErrorRecord.of(private_memory.error_of_requests())
+        reason = ErrorRecord.of(private_memory.limit_error_for_requests())
         running = [name for name, context in self._contexts.items() if context.is_assigned_to_cache]
         failures = [Failure(name, reason) for name in {*running, *request_ids}]
         self._send(StepResults(self._current_stats(), failures=failures))
@@ -369,9 +369,9 @@ class _Loop:
 
 
 def _start_failure(error: Exception) -> ErrorRecord:
-    """Return the error of a failed start with all details."""
+    """Return the error of a failed start. It includes the details of unexpected exceptions."""
     if private_memory.is_exceeded(error):
-        return ErrorRecord.of(private_memory.error_of_load())
+        return ErrorRecord.of(private_memory.limit_error_for_load())
     if isinstance(error, PenstockError):
         return ErrorRecord.of(error)
     return ErrorRecord.of(UnavailableError(f"the worker could not start: {type(error).__name__}: {error}"))

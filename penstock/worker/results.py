@@ -31,7 +31,8 @@ class RequestDelta:
     log_probabilities: list[PackedLogProbabilities | None] = field(default_factory=list)
     """One entry per token if they were requested."""
     prompt_log_probabilities: PackedLogProbabilities | None = None
-    """Set if the output of an echoed prompt has no token; otherwise the first token carries them."""
+    """Log probabilities of an echoed prompt, if the delta has no token; otherwise the first token carries
+    them."""
     embeddings: EmbeddingsResponse | None = None
     """The response of an embeddings request."""
     audio: list[npt.NDArray[np.floating]] = field(default_factory=list)
@@ -40,7 +41,7 @@ class RequestDelta:
     """Number of tokens that an audio request has generated so far."""
 
     def add(self, result: RequestResult) -> None:
-        """Append what a step computed."""
+        """Append the result of a step."""
         match result:
             case TextResult():
                 self.token_ids += result.tokens
@@ -69,13 +70,13 @@ class Generation:
         self._is_admitted = False
         self._status = TextGenerationStatus.ACTIVE
         self._error: PenstockError | None = None
-        self._is_read = False  # the last delta was returned
+        self._is_read = False  # whether the last delta was returned
         self._is_read_at_end = False
         self._waiters: list[asyncio.Future[None]] = []
         self.on_start: Callable[[], None] | None = None
-        """Called once, when the first result arrives."""
+        """Function that is called once, when the first result arrives."""
         self.on_end: Callable[[], None] | None = None
-        """Called once, when the request ends."""
+        """Function that is called once, when the request ends."""
 
     @property
     def is_done(self) -> bool:
@@ -97,7 +98,7 @@ class Generation:
         return self
 
     async def __anext__(self) -> RequestDelta:
-        """Wait for results, and return all since the last call.
+        """Wait for results, and return all results since the last call.
 
         Raises:
             PenstockError: the error that ended the request; `UnavailableError` if the worker died.
@@ -111,7 +112,7 @@ class Generation:
         raise StopAsyncIteration
 
     async def next_results(self) -> list[RequestResult]:
-        """Wait for results, and return all since the last call as the worker sent them; empty at the end.
+        """Wait for results, and return all results since the last call; an empty list at the end.
 
         Raises:
             PenstockError: the error that ended the request.
@@ -134,7 +135,10 @@ class Generation:
         return len(self._results)
 
     def read_at_end(self) -> None:
-        """Return only one more delta, at the end. A reader of whole responses then wakes up once."""
+        """Deliver all further results as one delta, at the end.
+
+        A reader of the whole response then wakes up once.
+        """
         self._is_read_at_end = True
 
     def cancel(self) -> None:

@@ -1,4 +1,4 @@
-"""The engine client of several workers: routing, and changes that concern all of them."""
+"""`WorkerRouter`: the engine client of several workers."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from penstock.worker.routing import (
     RequestLoad,
     RoutingPolicy,
     WorkerLoads,
-    digests_of,
     num_uncached_tokens,
+    prompt_digests,
 )
 
 _LOG = logging.getLogger("penstock.worker")
@@ -37,15 +37,15 @@ MAX_WORKERS = 1024
 
 
 @dataclass(slots=True)
-class _Running:
-    """Where a request runs, and the blocks that it is expected to store."""
+class _RoutedRequest:
+    """The worker and the cost of a running request, and the blocks that it is expected to store."""
 
     load: RequestLoad
     expected: Sequence[bytes]
 
 
 class WorkerRouter:
-    """Choose one of several workers for each request. An `EngineClient`.
+    """The `EngineClient` of several workers: chooses a worker for each request.
 
     All workers run the same model with the same configuration. Each has its own queue and KV cache.
 
@@ -66,11 +66,11 @@ class WorkerRouter:
         self._policy = policy
         self._make_worker = make_worker
         self._loads = WorkerLoads(len(workers))
-        self._running: dict[str, _Running] = {}
-        self._draining = 0  # workers that get no new requests, as a bit set
+        self._running: dict[str, _RoutedRequest] = {}
+        self._draining = 0  # bit set of the workers that get no new requests
         self._is_reloading = False
         self._listeners: list[CacheListener] = []
-        self._num_lost_restarts = 0  # restarts of workers that were replaced
+        self._num_lost_restarts = 0  # number of restarts of replaced workers
         self.prefixes = PrefixMap()
         """The blocks in the prefix caches of the workers."""
         if len(workers) > 1:
@@ -96,7 +96,7 @@ class WorkerRouter:
 
     @property
     def info(self) -> WorkerInfo:
-        """The information of the first worker, with the smallest maximum length of all."""
+        """The information of the first worker, with the smallest ``max_length`` of all workers."""
         first = self._workers[0].info
         shortest = min(worker.info.max_length for worker in self._workers)
         return first if first.max_length == shortest else msgspec.structs.replace(first, max_length=shortest)
@@ -147,7 +147,7 @@ class WorkerRouter:
             raise InputError(f"request {context.request_id} is running already: give each request its own id")
         all_workers = (1 << len(self._workers)) - 1
         workers = all_workers & ~self._draining or all_workers
-        digests = digests_of(context, self._workers[0].info)
+        digests = prompt_digests(context, self._workers[0].info)
         error: PenstockError | None = None
         while workers:
             number = self._chooser().choose(context, digests, self._loads, workers)
@@ -176,7 +176,7 @@ class WorkerRouter:
         depth = self.prefixes.depth(number, digests)
         load = self._loads.add(number, num_uncached_tokens(context, self._workers[0].info, depth))
         expected = self.prefixes.expect(number, digests)
-        self._running[generation.request_id] = _Running(load, expected)
+        self._running[generation.request_id] = _RoutedRequest(load, expected)
         generation.on_start = partial(self._loads.start, load)
         generation.on_end = partial(self._on_end, generation.request_id)
 
@@ -273,7 +273,7 @@ class WorkerRouter:
         await _all(worker.wake_up() for worker in self._workers)
 
     async def start_profile(self) -> None:
-        """Record what the workers do, until `stop_profile`."""
+        """Start recording a profile of each worker, until `stop_profile`."""
         await _all(worker.start_profile() for worker in self._workers)
 
     async def stop_profile(self) -> None:
@@ -310,16 +310,17 @@ class WorkerRouter:
     async def reload(self, grace: float) -> None:
         """Replace the workers one after the other by new ones, which read the checkpoint again.
 
-        A worker gets no new requests, finishes those that it has, ends, and its replacement starts. Meanwhile
-        all other workers serve requests. A single worker ends only after its replacement has started, so both
-        need memory at the same time. The replacements load the adapters of their predecessors.
+        A worker gets no new requests, finishes its running requests and ends. Then its replacement starts.
+        Meanwhile all other workers serve requests. A single worker ends only after its replacement has
+        started, so both need memory at the same time. The replacements load the adapters of their
+        predecessors.
 
         Args:
             grace: seconds that the running requests of a worker have to finish; then they fail.
 
         Raises:
-            PenstockError: a replacement cannot start, or another reload runs. With several workers, that
-                worker stays down, and workers that are not replaced yet stay as they are.
+            PenstockError: a replacement cannot start, or another reload runs. With several workers, the
+                worker whose replacement failed stays down, and later workers are not replaced.
         """
         self._check_not_reloading()
         if self.state == "asleep":
@@ -357,7 +358,7 @@ class WorkerRouter:
         _LOG.info("worker %d is replaced", number)
 
     async def _drain(self, number: int, grace: float) -> None:
-        """Return when a worker has no requests, or after ``grace`` seconds."""
+        """Wait until a worker has no requests, for at most ``grace`` seconds."""
         with suppress(TimeoutError):
             async with asyncio.timeout(grace):
                 while self._workers[number].num_outstanding:

@@ -1,4 +1,4 @@
-"""The choice of the worker for a request."""
+"""Routing policies: the choice of the worker for a request."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ MAX_DIGESTS = 512
 """Maximum number of blocks of a prompt to hash. Hashing runs in the event loop, and a longer common prefix
 rarely changes the choice."""
 REQUEST_COST = 96
-"""Cost of a request beside its prompt, as the number of prompt tokens that take as long to compute."""
+"""Cost of a request in addition to its prompt: the number of prompt tokens that take as long to compute."""
 MAX_SESSIONS = 100_000
 """Maximum number of sessions with an assigned worker; the least recently used are dropped."""
 
 
 @dataclass(slots=True)
 class RequestLoad:
-    """The load that a request is for its worker."""
+    """The load of a request on its worker."""
 
     worker: int
     num_tokens: int
@@ -39,7 +39,7 @@ class WorkerLoads:
 
     Args:
         num_workers: the number of workers.
-        weight: each request counts as this many.
+        weight: number of requests as which each request counts.
     """
 
     def __init__(self, num_workers: int = 0, weight: int = 1) -> None:
@@ -55,11 +55,11 @@ class WorkerLoads:
         self.costs.append(0)
 
     def clear(self, worker: int) -> None:
-        """Forget the requests of a worker; `start` and `end` must not be called for them."""
+        """Remove all requests of a worker; `start` and `end` must not be called for them afterwards."""
         self.num_requests[worker] = self.costs[worker] = 0
 
     def add(self, worker: int, num_tokens: int) -> RequestLoad:
-        """Add a request whose worker computes this many tokens of its prompt."""
+        """Add a request whose worker computes ``num_tokens`` tokens of its prompt."""
         self.num_requests[worker] += self._weight
         self.costs[worker] += self._weight * (REQUEST_COST + num_tokens // 2)
         return RequestLoad(worker, num_tokens)
@@ -77,7 +77,7 @@ class WorkerLoads:
 
 
 class RoutingPolicy(Protocol):
-    """Chooses workers. It is called in the event loop."""
+    """Chooses the worker of each request. Called in the event loop, so it must be fast."""
 
     def choose(
         self, context: RequestContext, digests: Sequence[bytes], loads: WorkerLoads, workers: int
@@ -86,7 +86,7 @@ class RoutingPolicy(Protocol):
 
         Args:
             context: the request.
-            digests: the digests of its prompt's full blocks, as `digests_of`.
+            digests: the digests of its prompt's full blocks, as `prompt_digests`.
             loads: the running and waiting requests of each worker.
             workers: the workers to choose from, bit ``i`` for worker ``i``; at least one.
         """
@@ -94,7 +94,7 @@ class RoutingPolicy(Protocol):
 
 
 class LeastLoaded:
-    """Chooses the worker with the fewest requests, the first one in a tie."""
+    """Chooses the worker with the fewest requests; the first of several such workers."""
 
     def choose(
         self, context: RequestContext, digests: Sequence[bytes], loads: WorkerLoads, workers: int
@@ -103,11 +103,11 @@ class LeastLoaded:
 
 
 class PrefixAware:
-    """Weighs the longest cached prefix of a prompt against the load of the workers.
+    """Chooses the worker with the lowest cost, which combines cached prefixes and load.
 
     The cost of a worker is the number of prompt tokens that it must compute, plus the cost of its requests
     (`WorkerLoads`). Requests of a session stay with their worker while it has at most ``max_imbalance`` more
-    requests than the least loaded one.
+    requests than the least loaded worker.
 
     Args:
         prefixes: the caches of the workers.
@@ -137,7 +137,7 @@ class PrefixAware:
         return worker
 
     def _is_overloaded(self, worker: int, loads: WorkerLoads, workers: int) -> bool:
-        """Return whether a worker has too many requests for a further one of its sessions."""
+        """Return whether a worker has too many requests to receive a further request of its sessions."""
         num_requests = loads.num_requests
         least = lowest(num_requests, workers)
         return num_requests[worker] - num_requests[least] > self._max_imbalance
@@ -154,22 +154,22 @@ class PrefixAware:
 
 
 def lowest(values: Sequence[int], workers: int) -> int:
-    """Return the worker of a set with the lowest value, the first one in a tie."""
+    """Return the worker of a set with the lowest value; the first of several such workers."""
     if workers + 1 == 1 << len(values):
         return values.index(min(values))
     return min((worker for worker in range(len(values)) if workers >> worker & 1), key=values.__getitem__)
 
 
 def num_uncached_tokens(context: RequestContext, info: WorkerInfo, num_cached_blocks: int) -> int:
-    """Return how many tokens of a prompt a worker computes that has some of its leading blocks.
+    """Return the number of prompt tokens that a worker with ``num_cached_blocks`` leading blocks computes.
 
-    Tokens after the first `MAX_DIGESTS` blocks are not counted, because it is not known whether a worker has
-    them.
+    Tokens after the first `MAX_DIGESTS` blocks are not counted, because it is unknown whether they are
+    cached.
     """
     return min(context.current_length, MAX_DIGESTS * info.block_size) - num_cached_blocks * info.block_size
 
 
-def digests_of(context: RequestContext, info: WorkerInfo) -> list[bytes]:
+def prompt_digests(context: RequestContext, info: WorkerInfo) -> list[bytes]:
     """Return the digests of the full blocks that a worker looks up for a prompt, as its KV cache hashes them.
 
     Empty if the request does not use the prefix cache. Also empty for requests with an adapter, because only

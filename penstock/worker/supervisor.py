@@ -42,9 +42,9 @@ _LOG = logging.getLogger("penstock.worker")
 _WORKER_DIED = "the worker process died{} and is being restarted: try again"
 
 MAX_FAILED_STARTS = 5
-"""Consecutive failed starts after which the worker is not restarted any more."""
+"""Number of consecutive failed starts after which the worker is no longer restarted."""
 RESTART_DELAY = 0.25
-"""Seconds before the restart after a failed start. Doubled with each further failure."""
+"""Seconds between the first failed start and the next start. Doubled after each further failure."""
 PING_INTERVAL = 2.0
 """Seconds between two checks of an idle worker."""
 DRAIN_TIMEOUT = 0.05
@@ -54,11 +54,11 @@ SHUTDOWN_TIMEOUT = 5.0
 
 
 class WorkerSupervisor:
-    """Keep one worker running, and carry commands and reports.
+    """Starts one worker, restarts it if it ends or hangs, and carries commands and reports.
 
     Args:
         factory: loads the model in the worker's process; picklable, unless ``in_thread``.
-        on_report: called with each report from the worker, except those about its start.
+        on_report: called with each report from the worker, except reports about its start.
         on_start: awaited after the model is loaded and before the worker is ready.
         on_end: called with the reason each time a started worker ends unexpectedly.
         in_thread: run the worker in a thread of this process, for tests.
@@ -88,9 +88,9 @@ class WorkerSupervisor:
         self._memory_limit = memory_limit
         self._endpoint_numbers = count()
         self._state: EngineState = "stopped"
-        self._was_ready = False  # when the shutdown began
+        self._was_ready = False  # whether the worker was ready when the shutdown began
         self.is_asleep = False
-        """Whether requests are refused until `wake` is called."""
+        """Whether the worker was put to sleep, so that requests are refused; `WorkerClient` sets it."""
         self._connection: WorkerConnection | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._folder = ""
@@ -98,12 +98,12 @@ class WorkerSupervisor:
         self._task: asyncio.Task[None] | None = None
         self._liveness: Liveness | None = None
         self._kill_reason = ""
-        self._has_answered = False  # the current worker, since it became ready
+        self._has_answered = False  # whether the current worker has sent a report since it became ready
         self._info: WorkerInfo | None = None
         self.failure: PenstockError | None = None
-        """The error of the last start, if the worker is not restarted any more."""
+        """The error of the last start if the worker is no longer restarted; otherwise None."""
         self.num_restarts = 0
-        """The number of times that the worker ended unexpectedly."""
+        """Number of times that the worker ended unexpectedly."""
 
     # -- State -------------------------------------------------------------------------------------------
 
@@ -133,7 +133,7 @@ class WorkerSupervisor:
 
     @property
     def first_adapters(self) -> list[tuple[str, str]]:
-        """Name and path of the adapters that the worker loaded when it started; empty before."""
+        """Name and path of the adapters that the worker loaded when it started; empty before the start."""
         return [] if self._info is None else self._info.adapters
 
     @property
@@ -146,7 +146,7 @@ class WorkerSupervisor:
         """Check that the worker accepts requests.
 
         Raises:
-            UnavailableError: it does not. The message says why.
+            UnavailableError: the worker does not accept requests. The message contains the reason.
         """
         if self.state == "ready":
             return
@@ -185,7 +185,7 @@ class WorkerSupervisor:
             raise
 
     async def start(self) -> None:
-        """Return when the worker is ready.
+        """Wait until the worker is ready.
 
         Raises:
             PenstockError: the reason why the worker could not start.
@@ -215,17 +215,17 @@ class WorkerSupervisor:
             self._task.cancel()
             await asyncio.wait({self._task})
         connection = self._connection
-        if self._was_ready and connection is not None and not connection.ended.is_set():
+        if self._was_ready and connection is not None and not connection.end_event.is_set():
             connection.send(Stop())
             with suppress(TimeoutError):
-                await asyncio.wait_for(connection.ended.wait(), SHUTDOWN_TIMEOUT)
+                await asyncio.wait_for(connection.end_event.wait(), SHUTDOWN_TIMEOUT)
         self._clean_up()
 
     # -- Supervision -------------------------------------------------------------------------------------
 
     async def _supervise(self, first_start: asyncio.Future[None]) -> None:
         """Restart the worker until the shutdown begins, or until too many starts have failed."""
-        num_failed = 0  # consecutive failed starts
+        num_failed = 0  # number of consecutive failed starts
         while True:
             error = await self._start_worker()
             if error is None:
@@ -278,7 +278,7 @@ class WorkerSupervisor:
         connection, self._has_answered = self._connection, False
         assert connection is not None
         liveness = self._liveness = Liveness(connection, self._check_interval)
-        while not connection.ended.is_set():
+        while not connection.end_event.is_set():
             connection.drain()
             self._kill_reason = liveness.check(self._hang_limit)
             if self._kill_reason:
@@ -287,7 +287,7 @@ class WorkerSupervisor:
                 liveness.expect_answer()
                 connection.send(Ping())
             with suppress(TimeoutError):
-                await asyncio.wait_for(connection.ended.wait(), self._check_interval)
+                await asyncio.wait_for(connection.end_event.wait(), self._check_interval)
         await asyncio.sleep(DRAIN_TIMEOUT)
         connection.drain()
         return self._has_answered
@@ -296,7 +296,7 @@ class WorkerSupervisor:
         """Return whether a coroutine completes before the worker ends or hangs."""
         assert self._connection is not None
         connection = self._connection
-        task, ended = asyncio.create_task(coroutine), asyncio.create_task(connection.ended.wait())
+        task, ended = asyncio.create_task(coroutine), asyncio.create_task(connection.end_event.wait())
         hangs = asyncio.create_task(self._wait_until_start_hangs(connection))
         try:
             await asyncio.wait({task, ended, hangs}, return_when=asyncio.FIRST_COMPLETED)
@@ -310,7 +310,7 @@ class WorkerSupervisor:
                 started.cancel()
 
     async def _wait_until_start_hangs(self, connection: WorkerConnection) -> None:
-        """Return when a starting worker makes no progress for too long, or is suspended."""
+        """Wait until a starting worker has made no progress for too long, or is suspended."""
         liveness = Liveness(connection, self._check_interval)
         liveness.expect_answer()
         while not (reason := liveness.check(max(MAX_LOAD_PAUSE, self._hang_limit))):

@@ -204,3 +204,20 @@ def test_requests_with_images_use_graphs_and_give_the_eager_text(tmp_path: Path)
         assert len(outputs[0]) == 6
     model: Any = pipeline.model
     assert model.encoder_graphs.num_graphs
+
+
+def test_several_steps_after_an_image_read_its_embedding_once(tmp_path: Path) -> None:
+    """A step whose only active token is the last one of an image can begin a call of several steps."""
+    folder = write_vision_checkpoint("llava", tmp_path)
+
+    def generated(seed: int, pipeline: TextGenerationPipeline, num_steps: int) -> list[int]:
+        context = image_context([1, *[129] * 16], [random_pixels(seed)], 129, max_new=8)
+        context.set_token_indices(active_idx=16)
+        while not context.is_done:
+            pipeline.execute({"a": context}, num_steps)
+        pipeline.release(context)
+        return [int(token) for token in context.generated_tokens]
+
+    compiled, eager = (open_vision(folder, "float32", compiled=each) for each in (True, False))
+    for seed in range(3):  # the third step with an image has a graph
+        assert generated(seed, compiled, 4) == generated(seed, eager, 1)

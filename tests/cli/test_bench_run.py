@@ -95,5 +95,5 @@ def test_print_config_shows_the_settings_without_measuring() -> None:
 
 
 def test_the_choices_of_the_option_are_the_workloads() -> None:
-    (option,) = (param for param in command.params if param.name == "works")
+    (option,) = (param for param in command.params if param.name == "workloads")
     assert tuple(option.type.choices) == tuple(WORKLOADS)  # type: ignore[attr-defined]

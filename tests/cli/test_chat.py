@@ -104,7 +104,7 @@ def test_commands_change_history_and_settings(monkeypatch: pytest.MonkeyPatch, t
     assert backend.num_closed == 6
     saved = json.loads(path.read_text())
     assert (saved["system"], len(saved["messages"])) == ("S", 4)
-    speeds = re.findall(r"7 tokens, [\d.]+ tokens/s, first after \d+ ms", result.stderr)
+    speeds = re.findall(r"7 tokens, [\d.]+ tokens/s, first token after \d+ ms", result.stderr)
     assert len(speeds) == 6
 
 
@@ -143,8 +143,8 @@ def test_an_interrupt_stops_the_answer_and_keeps_its_text(monkeypatch: pytest.Mo
     assert lines[0].endswith("stop here")
     assert lines[1].endswith("stop here|stop here|next!")
     stopped, ended = (line for line in result.stderr.splitlines() if " ms" in line)
-    assert re.fullmatch(r"first after \d+ ms, stopped", stopped)  # the number of tokens is unknown
-    assert re.fullmatch(r"7 tokens, [\d.]+ tokens/s, first after \d+ ms", ended)
+    assert re.fullmatch(r"first token after \d+ ms, stopped", stopped)  # the number of tokens is unknown
+    assert re.fullmatch(r"7 tokens, [\d.]+ tokens/s, first token after \d+ ms", ended)
     assert backend.num_closed == 2
 
 

@@ -228,10 +228,10 @@ def test_env_as_text_has_all_values_of_the_json() -> None:
 
 
 def test_the_speed_is_measured_from_the_first_token() -> None:
-    assert Timings(load=1, first_token=2, others=5).tokens_per_second(11) == 2
-    assert Timings(load=1, first_token=2, others=5, num_first=6).tokens_per_second(11) == 1
-    assert Timings(load=1, first_token=2, others=0.01, num_first=6).tokens_per_second(6) == 3
-    assert Timings(load=1, first_token=2, others=0).tokens_per_second(1) == 0.5
+    assert Timings(load=1, first_token=2, remaining=5).tokens_per_second(11) == 2
+    assert Timings(load=1, first_token=2, remaining=5, num_first_tokens=6).tokens_per_second(11) == 1
+    assert Timings(load=1, first_token=2, remaining=0.01, num_first_tokens=6).tokens_per_second(6) == 3
+    assert Timings(load=1, first_token=2, remaining=0).tokens_per_second(1) == 0.5
 
 
 def generate(model: Path, *arguments: str, text: str = "") -> Result:

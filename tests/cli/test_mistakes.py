@@ -297,7 +297,7 @@ def test_invalid_environment_variables_give_one_line(
 
 def test_insufficient_memory_gives_one_line(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.driver._host_memory", lambda: (2**20, 50_000))
-    assert_refused(run_command(["generate", "--model", str(model), *PROMPT]), "free 48.8 KiB")
+    assert_refused(run_command(["generate", "--model", str(model), *PROMPT]), "of 48.8 KiB free memory")
 
 
 @pytest.mark.parametrize("flag", ["--stop", "--system", "--prompt"])

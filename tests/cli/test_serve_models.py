@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from penstock.cli import cli
-from penstock.cli.models import ModelFlag, configs_of_models, estimate_memory, parse_model
+from penstock.cli.models import ModelFlag, estimate_memory, model_configs, parse_model
 from penstock.config import PipelineConfig
 from penstock.errors import ConfigError
 
@@ -50,11 +50,11 @@ def test_malformed_model_flags_are_refused(text: str, message: str) -> None:
 
 def test_settings_of_a_model_override_the_common_ones() -> None:
     flags = [parse_model("demo,max-length=5"), parse_model("demo,num-threads=3")]
-    (first, _), (second, _) = configs_of_models(flags, {"max_length": "9"})
+    (first, _), (second, _) = model_configs(flags, {"max_length": "9"})
     assert (first.model.max_length, first.num_threads) == (5, None)
     assert (second.model.max_length, second.num_threads) == (9, 3)
     with pytest.raises(ConfigError, match="did you mean max_length"):
-        configs_of_models([parse_model("demo,max-lenght=5")], {})
+        model_configs([parse_model("demo,max-lenght=5")], {})
 
 
 def test_the_estimate_grows_with_weights_and_workers() -> None:

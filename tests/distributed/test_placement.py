@@ -20,14 +20,14 @@ def test_ranks_are_bound_to_nodes(
 ) -> None:
     for module in (placement, processors):
         monkeypatch.setattr(module, "numa_nodes", lambda: {0: (0, 1, 2, 3, 12), 1: (4, 5, 6, 7)})
-    monkeypatch.setattr(processors, "_core_of", lambda number: (0, number))
+    monkeypatch.setattr(processors, "_core_id", lambda number: (0, number))
     monkeypatch.setattr(placement.os, "sched_getaffinity", lambda pid: set(range(8)))
-    assert [cpus.processors for cpus in placement.shares_of_ranks(world)] == expected
+    assert [cpus.processors for cpus in placement.rank_processors(world)] == expected
 
 
 def test_ranks_on_one_numa_node_are_not_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "numa_nodes", lambda: {0: (0, 1)})
-    assert placement.shares_of_ranks(2) == ()
+    assert placement.rank_processors(2) == ()
 
 
 def test_env_shows_threads_and_processors_of_ranks() -> None:

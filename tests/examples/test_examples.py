@@ -38,7 +38,7 @@ def test_openai_client_prints_the_expected_output(url: str) -> None:
     output = run_example("openai_client", "--url", url)
     assert "answer: Penstock is an LLM inference library" in output
     assert "story: Once upon a time" in output
-    assert "60 written" in output
+    assert "60 completion" in output
     assert "call: get_weather {'city': 'Paris'}" in output
     assert "sunny in Paris" in output
 
@@ -82,7 +82,7 @@ def test_lora_prints_adapted_text(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["lora.py"])
     *lines, last = run_in_process("lora", capsys).splitlines()
-    assert [line.partition(":")[0] for line in lines] == ["the model itself", "tone", "accent"]
+    assert [line.partition(":")[0] for line in lines] == ["no adapter", "tone", "accent"]
     assert len({line.partition(":")[2] for line in lines}) == 3
     assert last == "adapters: adapters/tone, adapters/accent"
     folders = set(re.findall(r"adapters/\w+", (ROOT / "docs" / "features.md").read_text()))
@@ -143,7 +143,7 @@ def test_semantic_search_ranks_the_matching_text_first(
     assert best_output == "1.000  b.md: Greetings"
     assert re.fullmatch(r"0\.\d{3}  a\.md: Ca(ts|rs)", second)
     monkeypatch.setattr(sys, "argv", ["semantic_search.py", "demo", "cats"])
-    with pytest.raises(SystemExit, match="demo is no embeddings model"):
+    with pytest.raises(SystemExit, match="demo is not an embeddings model"):
         run_in_process("semantic_search", capsys)
     monkeypatch.setattr(sys, "argv", ["semantic_search.py", str(tmp_path / "absent"), "cats"])
     with pytest.raises(SystemExit, match="absent cannot be used for search"):

@@ -26,7 +26,7 @@ MIB = 1 << 20
 assert private_memory.free() is None
 with open("/proc/self/status") as status:
     used = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData"))
-private_memory.bound(used + 200 * MIB)
+private_memory.set_limit(used + 200 * MIB)
 free = private_memory.free()  # unlike VmData, excludes the mapped data of libraries
 assert 190 * MIB < free < 400 * MIB, free
 assert CPU().stats["free_memory"] <= free

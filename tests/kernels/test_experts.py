@@ -27,7 +27,7 @@ from penstock.kernels.experts import grouped_by_expert
 from penstock.kernels.operations import UnrecordableStepError
 from penstock.kernels.recording import record
 from penstock.kernels.reference import ReferenceOps
-from penstock.kernels.reference.ops import ROWS_OF_EXPERTS
+from penstock.kernels.reference.ops import MAX_EXPERT_ROWS
 
 HIDDEN, INNER, EXPERTS = 24, 20, 6
 CLAMPED = ClampedSwiGLU(1.702, 1.5)
@@ -257,7 +257,7 @@ def test_the_route_of_a_row_is_equal_in_any_batch(deterministic: Ops, routing: R
 
 def test_a_batch_above_the_row_limit_equals_its_parts_bit_for_bit(deterministic: Ops) -> None:
     """The batch has more rows than an expert computes at once."""
-    rows = 2 * ROWS_OF_EXPERTS + 5
+    rows = 2 * MAX_EXPERT_ROWS + 5
     x, experts = (
         torch.randn(rows, HIDDEN),
         pack_experts(deterministic, random_weights(bias=False), torch.float32),

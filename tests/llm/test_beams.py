@@ -261,7 +261,7 @@ def test_the_text_of_a_beam_continues_from_the_prompt(shared_data: Path) -> None
     )
     context = tokenizer.build_context(TokenGeneratorRequest("1", 0, "m", prompt=prompt))
     beam = Hypothesis([*tokens_of_the, tokenizer.eos], [-1.0] * (len(tokens_of_the) + 1), -1.0, ended=True)
-    output = GenerationOutput.of_beam(context, 0, beam, tokenizer)
+    output = GenerationOutput.from_beam(context, 0, beam, tokenizer)
     assert (output.text, output.token_ids, output.num_generated_tokens) == (
         " the",
         tokens_of_the,

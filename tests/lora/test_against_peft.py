@@ -167,7 +167,7 @@ def test_module_patterns_match_the_same_modules_as_peft(
         name.removesuffix(".weight") for name in names if name.endswith(("_proj.weight", "head.weight"))
     ]
     result = {
-        name: (adapter_config_.rank_of(name), adapter_config_.scale_of(name))
+        name: (adapter_config_.layer_rank(name), adapter_config_.layer_scale(name))
         for name in linears
         if adapter_config_.targets(name)
     }

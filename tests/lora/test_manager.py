@@ -152,7 +152,7 @@ def test_slots_hold_the_requested_adapters_and_evict_the_oldest(steps: list[list
     slots = AdapterSlots(3, 4, LAYERS, torch.float32, torch.device("cpu"))
     recent: list[int] = []  # the most recently used adapter is last
     for step in steps:
-        digests_before = {digest[0] for digest in slots.held if digest}
+        digests_before = {digest[0] for digest in slots.slot_digests if digest}
         slot_of = slots.assign({bytes([i]): adapter(i) for i in step})
         assert len(set(slot_of.values())) == len(step)
         for i in step:
@@ -162,7 +162,7 @@ def test_slots_hold_the_requested_adapters_and_evict_the_oldest(steps: list[list
             assert (slots.matrices["m.q_proj"][0][slot, :rank] == i).all()
             assert (slots.matrices["m.q_proj"][1][slot, :, :rank] == i).all()
             recent = [*(adapter for adapter in recent if adapter != i), i]
-        loaded = {digest[0] for digest in slots.held if digest}
+        loaded = {digest[0] for digest in slots.slot_digests if digest}
         evicted = digests_before - loaded
         assert set(recent[-len(loaded) :]) == loaded, "the least recently used adapters were evicted"
         assert len(evicted) <= len(step)

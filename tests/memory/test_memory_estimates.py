@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 from support.encodings import HalvedEncoding
+from support.networks import weight_bytes
+from support.pipeline_steps import open_pipeline
 
+import penstock
 from penstock.config import LoRAConfig, ModelConfig, PipelineConfig
 from penstock.kernels import ENCODINGS
 from penstock.memory import (
@@ -61,6 +64,15 @@ def test_the_size_of_the_loaded_weights_is_estimated(
     with ENCODINGS.extended(HalvedEncoding("half-byte", 0.5)):
         config = write_estimate_checkpoint(tmp_path, tied=tied, quantization_encoding=encoding)
         assert estimate_weights_size(config) == size
+
+
+@pytest.mark.parametrize("kernels", ["cpu", "reference"])
+def test_the_estimate_is_the_size_in_the_layout_of_the_back_end(kernels: str) -> None:
+    """The layers of the embedded model have 5 bits in panels and a byte in rows."""
+    pipeline = open_pipeline(
+        Path(penstock.__file__).parent / "demo", kernels=kernels, quantization_encoding="int4", num_threads=1
+    )
+    assert estimate_weights_size(pipeline.model.pipeline_config) == weight_bytes(pipeline)
 
 
 @pytest.mark.parametrize("kept", ["model.embed_tokens.weight", "lm_head.weight"])

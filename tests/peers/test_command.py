@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from benchmarks.peers.__main__ import main
-from benchmarks.peers.checkpoints import checkpoint, converted, sentencepiece_model, vocabulary_of
+from benchmarks.peers.checkpoints import checkpoint, converted_model, sentencepiece_model, vocabulary_of
 from benchmarks.peers.peers import DEFAULT_FOLDER, PEERS, environment_of, python_of
 from penstock.errors import InputError
 
@@ -66,11 +66,12 @@ def test_preloaded_library_is_in_the_virtual_environment() -> None:
 def test_encodings_without_counterpart_are_refused(tmp_path: Path) -> None:
     result = run_command("run", "vllm", "--encoding", "int8")
     assert result.exit_code == 2
-    assert "vllm has no encoding to compare with int8; it has bfloat16 (bfloat16)" in result.output
+    assert "vllm has no encoding to compare with int8; choose one of bfloat16 (bfloat16)" in result.output
     result = run_command("run", "max", "--encoding", "bfloat16")
     assert result.exit_code == 2
     assert (
-        "max has no encoding to compare with bfloat16; it has float32 (float32), int4 (q4_k)" in result.output
+        "max has no encoding to compare with bfloat16; choose one of float32 (float32), int4 (q4_k)"
+        in result.output
     )
     result = run_command("run", "vllm", "--venvs", tmp_path)
     assert result.exit_code == 2
@@ -80,12 +81,12 @@ def test_encodings_without_counterpart_are_refused(tmp_path: Path) -> None:
 def test_max_loads_the_checkpoint_or_the_gguf_file_of_llama_cpp(tmp_path: Path) -> None:
     peer, source = PEERS["max"], tmp_path / "checkpoint"
     source.mkdir()
-    assert converted(peer, "float32", source, tmp_path) == source
-    with pytest.raises(InputError, match=r"llama.cpp's tools write .*Q4_K_M.gguf: run .* llama_cpp"):
-        converted(peer, "q4_k", source, tmp_path)
+    assert converted_model(peer, "float32", source, tmp_path) == source
+    with pytest.raises(InputError, match=r"Q4_K_M.gguf does not exist, .* llama_cpp"):
+        converted_model(peer, "q4_k", source, tmp_path)
     (source / "Q4_K_M.gguf").touch()
     (source / "bf16.gguf").touch()
-    assert converted(peer, "q4_k", source, tmp_path) == source / "Q4_K_M.gguf"
+    assert converted_model(peer, "q4_k", source, tmp_path) == source / "Q4_K_M.gguf"
 
 
 @pytest.mark.peers

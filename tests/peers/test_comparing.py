@@ -14,24 +14,24 @@ from typing import cast
 import pytest
 from support import fake_engine
 
-from benchmarks.peers.comparing import Contest, compare, row_of
+from benchmarks.peers.comparing import Comparison, compare, report_row
 from benchmarks.peers.engines import Engine
-from benchmarks.peers.reporting import better_to_the_right, number, plot, table_of
-from benchmarks.peers.works import WORKLOADS, Result, max_length_of, prompts_of, run, sized
+from benchmarks.peers.reporting import format_number, plot, ratios_where_more_is_better, table_of
+from benchmarks.peers.workloads import WORKLOADS, Result, max_length_of, random_prompts, run, with_sizes
 
 LOAD = {"model": "model", "encoding": "int4", "threads": 2, "max_length": 64, "prompts": 1}
 VOCABULARY = 100
 
 
 @pytest.fixture
-def engines(tmp_path: Path) -> Contest:
+def engines(tmp_path: Path) -> Comparison:
     def opener(name: str, watch_memory: bool) -> Engine:
         log = tmp_path / f"{name}{next(numbers)}"
         return Engine([sys.executable, fake_engine.__file__], LOAD, {}, log, watch_memory)
 
     numbers = count()
     speeds: Iterator[int] = count(10)
-    return Contest(
+    return Comparison(
         partial(opener, "ours"),
         partial(opener, "theirs"),
         VOCABULARY,
@@ -41,7 +41,7 @@ def engines(tmp_path: Path) -> Contest:
     )
 
 
-def test_all_workloads_give_rows(engines: Contest, tmp_path: Path) -> None:
+def test_all_workloads_give_rows(engines: Comparison, tmp_path: Path) -> None:
     actual = compare(
         [WORKLOADS[name] for name in ("cold", "decode", "prefill", "batch", "long", "memory")], engines
     )
@@ -79,7 +79,7 @@ class TimedEngine:
         return {"tokens": [[7]], "first": 2.0, "num_first": self.num_first, "seconds": seconds}
 
 
-def test_versions_are_reported_if_every_run_starts_a_new_process(engines: Contest) -> None:
+def test_versions_are_reported_if_every_run_starts_a_new_process(engines: Comparison) -> None:
     versions = compare([WORKLOADS["cold"]], engines)["versions"]
     assert set(versions) == {"penstock", "peer"}
     assert all(versions.values())
@@ -96,7 +96,7 @@ def test_versions_are_reported_if_every_run_starts_a_new_process(engines: Contes
 )
 def test_figures_of_a_run(name: str, figures: dict[str, float]) -> None:
     workload = WORKLOADS[name]
-    actual = run(workload, cast(Engine, TimedEngine()), prompts_of(workload, VOCABULARY, Random()))
+    actual = run(workload, cast(Engine, TimedEngine()), random_prompts(workload, VOCABULARY, Random()))
     assert actual.figures == pytest.approx(figures)
     assert actual.tokens == [7]
 
@@ -105,13 +105,15 @@ def test_decode_speed_excludes_tokens_of_the_first_output() -> None:
     clock = TimedEngine()
     clock.num_first = 8
     for name, figures in {"decode": [56 / 3], "long": [56 / 3, 56 / 9, 3 / 9]}.items():
-        actual = run(WORKLOADS[name], cast(Engine, clock), prompts_of(WORKLOADS[name], VOCABULARY, Random()))
+        actual = run(
+            WORKLOADS[name], cast(Engine, clock), random_prompts(WORKLOADS[name], VOCABULARY, Random())
+        )
         assert list(actual.figures.values()) == pytest.approx(figures)
 
 
 def test_sized_changes_the_batch_and_context_sizes() -> None:
-    workloads = {name: sized(workload, batch=4, context=8192) for name, workload in WORKLOADS.items()}
-    prompts = {name: prompts_of(workload, VOCABULARY, Random()) for name, workload in workloads.items()}
+    workloads = {name: with_sizes(workload, batch=4, context=8192) for name, workload in WORKLOADS.items()}
+    prompts = {name: random_prompts(workload, VOCABULARY, Random()) for name, workload in workloads.items()}
     assert [len(prompts["batch"]), len(prompts["batch"][0])] == [4, 256]
     assert [len(prompts["long"]), len(prompts["long"][0])] == [1, 8192]
     assert {name: workload for name, workload in workloads.items() if workload != WORKLOADS[name]}.keys() == {
@@ -133,7 +135,9 @@ def test_ratio_is_the_median_of_the_ratios_of_pairs() -> None:
         (run_result(30), run_result(10)),
         (run_result(16), run_result(8, token=6)),
     ]
-    row = row_of(WORKLOADS["decode"], "", actual, [{"gb_s": speed, "tflop_s": 1} for speed in (30, 10, 20)])
+    row = report_row(
+        WORKLOADS["decode"], "", actual, [{"gb_s": speed, "tflop_s": 1} for speed in (30, 10, 20)]
+    )
     assert row["ours"] == [10, 30, 16]
     assert (row["median_ours"], row["median_theirs"]) == (16, 10)
     # The median of the ratios; the ratio of the medians would be 16 to 10.
@@ -147,7 +151,7 @@ def test_ratio_is_the_median_of_the_ratios_of_pairs() -> None:
 
 def test_prompts_are_new_and_have_the_requested_length() -> None:
     random = Random(0)
-    first, second = (prompts_of(WORKLOADS["batch"], VOCABULARY, random) for _ in range(2))
+    first, second = (random_prompts(WORKLOADS["batch"], VOCABULARY, random) for _ in range(2))
     assert {len(prompt) for prompt in first} == {256}
     assert len(first) == 32
     assert first != second
@@ -162,10 +166,10 @@ def test_max_length_covers_all_workloads() -> None:
 
 def comparison_report() -> dict[str, object]:
     machine = [{"gb_s": 30.0, "tflop_s": 0.5}] * 2
-    faster = row_of(
+    faster = report_row(
         WORKLOADS["decode"], "", [(run_result(30), run_result(20)), (run_result(40), run_result(20))], machine
     )
-    slower = row_of(
+    slower = report_row(
         WORKLOADS["cold"], "", [(run_result(4), run_result(2)), (run_result(6), run_result(2))], machine
     )
     return {
@@ -187,13 +191,18 @@ def test_table_has_a_row_for_each_figure() -> None:
         "| l1b | int4 | cold, less is better | 5 s | 2, llama_cpp 0.3.36 Q4_0 | **2.50** (2.00 to 3.00) | 2 "
         "| 30 GB/s, 0.50 TFLOP/s |\n"
     )
-    assert [number(value) for value in (1234.5, 99.96, 12.345, 0.01234)] == ["1234", "100", "12.3", "0.0123"]
+    assert [format_number(value) for value in (1234.5, 99.96, 12.345, 0.01234)] == [
+        "1234",
+        "100",
+        "12.3",
+        "0.0123",
+    ]
 
 
 def test_ratio_is_inverted_if_lower_is_better() -> None:
     faster, slower = comparison_report()["rows"]  # type: ignore[misc]
-    assert better_to_the_right(faster) == (1.75, 1.5, 2)
-    assert better_to_the_right(slower) == (0.4, 1 / 3, 0.5)
+    assert ratios_where_more_is_better(faster) == (1.75, 1.5, 2)
+    assert ratios_where_more_is_better(slower) == (0.4, 1 / 3, 0.5)
 
 
 def test_plot_writes_a_png_file(tmp_path: Path) -> None:

@@ -64,7 +64,9 @@ def test_engine_is_stopped_between_requests_and_ends_with_its_children(tmp_path:
 def test_error_of_an_ended_engine_shows_exit_code_and_log(tmp_path: Path) -> None:
     with (
         start_engine(tmp_path, "dies") as engine,
-        pytest.raises(EngineError, match=r"ended with 1; the end of .*log:\n[^$]*out of tokens"),
+        pytest.raises(
+            EngineError, match=r"ended with exit status 1; the last lines of .*log:\n[^$]*out of tokens"
+        ),
     ):
         engine.generate([[1]], 2)
     assert reaches_state(engine.process_id, "Z")
@@ -76,7 +78,9 @@ def test_engine_that_fails_to_load_leaves_no_process(tmp_path: Path) -> None:
         "child = subprocess.Popen(['sleep', '600'], stdout=2)\n"
         "sys.exit(f'{child.pid} no memory')"
     )
-    with pytest.raises(EngineError, match=r"ended with 1; the end of .*:\n[0-9]+ no memory") as caught:
+    with pytest.raises(
+        EngineError, match=r"ended with exit status 1; the last lines of .*:\n[0-9]+ no memory"
+    ) as caught:
         Engine([sys.executable, "-c", code], LOAD, {}, tmp_path / "log")
     child = int(str(caught.value).splitlines()[-1].split()[0])
     assert reaches_state(child, "Z")
@@ -84,7 +88,9 @@ def test_engine_that_fails_to_load_leaves_no_process(tmp_path: Path) -> None:
 
 def test_answer_with_too_few_tokens_is_an_error(tmp_path: Path) -> None:
     with start_engine(tmp_path, "short") as engine:
-        with pytest.raises(EngineError, match=r"asked for 2 x 4 tokens, got 2 answers of \[3\] tokens"):
+        with pytest.raises(
+            EngineError, match=r"expected 2 answers of 4 tokens, got 2 answers of \[3\] tokens"
+        ):
             engine.generate([[1], [2]], 4)
         with pytest.raises(EngineError, match=r"of \[0\] tokens"):
             engine.generate([[1]], 1)

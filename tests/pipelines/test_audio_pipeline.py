@@ -90,9 +90,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def chunk_sizes(model: SpeechModel) -> Iterator[None]:
-    previous_value = model.pipeline._streamed
+    previous_value = model.pipeline._stream_sizes
     yield
-    model.pipeline._streamed = previous_value
+    model.pipeline._stream_sizes = previous_value
 
 
 @pytest.mark.usefixtures("chunk_sizes")
@@ -101,7 +101,7 @@ def test_streamed_audio_equals_decoding_at_once_for_each_chunk_size(
     model: SpeechModel, num_steps: int
 ) -> None:
     for frames in (1, 2, 3, 5, 8, 13, 200):
-        model.pipeline._streamed = ChunkSizes(frames, frames)
+        model.pipeline._stream_sizes = ChunkSizes(frames, frames)
         context = model.context(f"r{frames}")
         [chunks] = model.run([context], num_steps).values()
         expected = decode_at_once(model, context)
@@ -389,7 +389,7 @@ def test_real_codecs_stream_within_their_tolerance(name: str, tmp_path: Path) ->
     model = SpeechModel(folder, codec=str(FOLDER / codec))
     params = {"max_new_tokens": 150, "min_new_tokens": 140}
     for frames in (3, 16):
-        model.pipeline._streamed = ChunkSizes(frames, 2 * frames)
+        model.pipeline._stream_sizes = ChunkSizes(frames, 2 * frames)
         context = model.context(f"r{frames}", params=params)
         [chunks] = model.run([context], 4).values()
         audio, expected = np.concatenate(chunks), decode_at_once(model, context)

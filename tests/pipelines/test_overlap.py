@@ -642,10 +642,14 @@ def test_llm_outputs_equal_the_synchronous_loop(folder: Path, queues: list[LazyQ
     assert not queues[-1].num_waiting
 
 
+@pytest.mark.parametrize("log_probabilities", [0, 2])
 def test_worker_results_equal_the_synchronous_loop(
-    common_values: dict[str, Any], queues: list[LazyQueue]
+    common_values: dict[str, Any], queues: list[LazyQueue], log_probabilities: int
 ) -> None:
-    """Also, memory is returned while a step without requests is launched."""
+    """Also, memory is returned while a step without requests is launched.
+
+    With log probabilities, the last call collects a step and launches none.
+    """
     actual = {}
     for kernels in ("cpu", "lazy"):
         reports: list[Any] = []
@@ -656,8 +660,13 @@ def test_worker_results_equal_the_synchronous_loop(
             reports.append,
         )
         tokens: dict[str, list[int]] = {}
+        statuses = {}
         for name, prompt in (("a", PROMPT), ("b", PROMPT[:9])):
-            loop._handle(Submit(make_named_context(name, prompt, 70, eos_token_ids=set(range(0, 256, 9)))))
+            ends = set(range(0, 256, 9))
+            context = make_named_context(
+                name, prompt, 70, eos_token_ids=ends, log_probabilities=log_probabilities
+            )
+            loop._handle(Submit(context))
         while loop._contexts:
             loop._step()
         loop._handle(Control(7, "discard_cache"))
@@ -666,7 +675,9 @@ def test_worker_results_equal_the_synchronous_loop(
         for report in reports[:-1]:
             for result in report.results:
                 tokens.setdefault(result.request_id, []).extend(result.tokens)
+                statuses[result.request_id] = result.status
         actual[kernels] = tokens
+        assert all(status.is_done for status in statuses.values()), "the last result of a request is missing"
     assert actual["lazy"] == actual["cpu"]
     assert all(0 < len(value) < 70 for value in actual["cpu"].values()), "the requests end by an end token"
     assert not queues[-1].num_waiting

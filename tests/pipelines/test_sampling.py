@@ -175,3 +175,19 @@ def test_splitmix64_golden_vectors() -> None:
 def test_uniforms_are_below_one(seed: int, position: int) -> None:
     (number,) = uniforms(np.array([seed], np.uint64), np.array([position]))
     assert 0 <= number < 1
+
+
+@pytest.mark.parametrize(
+    ("params", "is_limited"),
+    [
+        ([GREEDY, SamplingParams(temperature=0, top_k=5, top_p=0.5)], False),
+        ([GREEDY, SamplingParams(temperature=1, top_k=1, top_p=0.5)], False),
+        ([SamplingParams(temperature=1, top_k=-1, top_p=1, min_p=0.1)], False),
+        ([GREEDY, SamplingParams(temperature=1, top_k=-1, top_p=0.5)], True),
+        ([GREEDY, SamplingParams(temperature=1, top_k=5)], True),
+    ],
+)
+def test_the_sampler_states_whether_a_row_has_a_limit(params: list[SamplingParams], is_limited: bool) -> None:
+    inputs = Sampler.for_batch(params, torch.device("cpu")).inputs
+    assert inputs.is_limited == is_limited
+    assert inputs.take(torch.tensor([0, 0])).is_limited == is_limited

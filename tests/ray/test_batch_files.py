@@ -11,13 +11,13 @@ import pytest
 from penstock.errors import InputError
 from penstock.ray.batch import remove_output
 from penstock.ray.batch_files import (
-    chunks_of_lines,
     done_ids,
-    line_of_row,
+    make_writer,
     parquet_files,
+    pending_chunks,
     pending_rows,
     read_chunk,
-    writer_of,
+    row_to_line,
 )
 
 
@@ -37,21 +37,21 @@ def test_chunks_contain_all_lines_without_a_result(tmp_path: Path) -> None:
         make_request_line("c"),
     ]
     path.write_text("\n".join(lines) + "\n")
-    chunks, pending_chunks = chunks_of_lines(path, {"b"}, 2)
-    assert pending_chunks == {"a", "line-4", "ä", "line-6", "c"}
+    chunks, pending_ids = pending_chunks(path, {"b"}, 2)
+    assert pending_ids == {"a", "line-4", "ä", "line-6", "c"}
     assert [chunk.numbers for chunk in chunks] == [[1, 4], [5, 6], [7]]
     rows = [row for chunk in chunks for row in read_chunk(path, chunk)]
     assert [row["line"].decode().strip() for row in rows] == [lines[row["number"] - 1] for row in rows]
-    assert chunks_of_lines(path, pending_chunks | {"b"}, 2) == ([], set())
+    assert pending_chunks(path, pending_ids | {"b"}, 2) == ([], set())
 
 
 def test_duplicate_ids_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text(f"{make_request_line('a')}\n{make_request_line('a')}\n")
     with pytest.raises(InputError, match="two requests have the custom_id 'a'"):
-        chunks_of_lines(path, set(), 2)
+        pending_chunks(path, set(), 2)
     with pytest.raises(InputError, match=r"cannot be read: No such file"):
-        chunks_of_lines(tmp_path / "none", set(), 2)
+        pending_chunks(tmp_path / "none", set(), 2)
 
 
 @pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])
@@ -61,7 +61,7 @@ def test_results_are_appended_to_existing_results(tmp_path: Path, name: str) -> 
     output = tmp_path / name
     assert done_ids(output) == set()
     for ids in (["a", "b"], ["c"]):
-        writer = writer_of(output)
+        writer = make_writer(output)
         for custom_id in ids:
             response = {"status_code": 200, "body": {"text": custom_id}}
             writer.add(
@@ -81,9 +81,9 @@ def test_parquet_files_hold_requests_and_results(tmp_path: Path) -> None:
     table = pyarrow.table({"custom_id": ["a", "b"], "url": ["/u"] * 2, "body": body})
     write_table(table, tmp_path / "0.parquet")
     assert pending_rows(tmp_path, {"a"}) == {"b"}
-    lines = [json.loads(line_of_row(row)) for row in table.to_pylist()]
+    lines = [json.loads(row_to_line(row)) for row in table.to_pylist()]
     assert [request["body"] for request in lines] == [{"model": "m", "prompt": "x"}, body[1]]
-    assert json.loads(line_of_row({"custom_id": "a", "url": "/u", "body": '{"k": 1}'}))["body"] == {"k": 1}
+    assert json.loads(row_to_line({"custom_id": "a", "url": "/u", "body": '{"k": 1}'}))["body"] == {"k": 1}
     write_table(table, tmp_path / "1.parquet")
     with pytest.raises(InputError, match="two requests have the custom_id 'a'"):
         pending_rows(tmp_path, set())
@@ -96,7 +96,7 @@ def test_parquet_files_hold_requests_and_results(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match=r"has no files \*\.parquet"):
         parquet_files(tmp_path / "empty")
-    writer = writer_of(tmp_path / "out.parquet")
+    writer = make_writer(tmp_path / "out.parquet")
     writer.add(b'{"custom_id": "a", "response": null, "error": {"code": "bad"}}')
     writer.close()
     (row,) = read_table(tmp_path / "out.parquet").to_pylist()

@@ -42,7 +42,7 @@ def test_a_reader_at_a_dropped_position_gets_all_blocks() -> None:
     changes = log.since(10)
     assert changes.events == [BlocksCleared(), make_stored_event_without_tokens(5000, 5001, 5002)]
     assert log.since(changes.position).events == []
-    assert sum(len(event.digests) for event in log._events) <= cache_log._MIN_LOGGED  # type: ignore[union-attr]
+    assert sum(len(event.digests) for event in log._events) <= cache_log._MIN_CAPACITY  # type: ignore[union-attr]
 
 
 def make_stored_event_without_tokens(*numbers: int) -> BlocksStored:

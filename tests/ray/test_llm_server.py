@@ -15,7 +15,7 @@ from support.workers import Gate, GatedPipeline, fake_runtime, letters_in_order
 
 from penstock.errors import ConfigError, UnavailableError, UnsupportedFeatureError
 from penstock.ray import llm_server
-from penstock.ray.llm_server import PenstockServer, configs_of
+from penstock.ray.llm_server import PenstockServer, read_llm_config
 from penstock.serve.http.internal_request import internal_request
 from penstock.testing import FakePipeline
 from penstock.worker.client import WorkerClient
@@ -118,7 +118,9 @@ async def test_a_server_can_sleep_but_not_pause() -> None:
 
 
 def test_engine_kwargs_become_settings_and_deployment_options() -> None:
-    config, serve, ray = configs_of(make_llm_config(max_length=64, shutdown_grace=7.0, ray_max_replicas=3))
+    config, serve, ray = read_llm_config(
+        make_llm_config(max_length=64, shutdown_grace=7.0, ray_max_replicas=3)
+    )
     assert (config.model.name, config.model.max_length, serve.shutdown_grace) == ("chat", 64, 7.0)
     assert ray.max_replicas == 3
     options = PenstockServer.get_deployment_options(make_llm_config(ray_cpus=2, tensor_parallel_size=2))
@@ -130,7 +132,7 @@ def test_engine_kwargs_become_settings_and_deployment_options() -> None:
     llm_config.deployment_config = {"num_replicas": 2}
     assert "autoscaling_config" not in PenstockServer.get_deployment_options(llm_config)
     with pytest.raises(ConfigError, match="max_lenght"):
-        configs_of(make_llm_config(max_lenght=5))
+        read_llm_config(make_llm_config(max_lenght=5))
 
 
 async def test_an_application_that_fails_raises_its_error() -> None:

@@ -299,10 +299,10 @@ async def test_totals_include_lost_replicas() -> None:
         replicas.lost.remove(0)  # the replica was slow, not lost
         await engine._poll()
         assert engine.stats.num_generated_tokens == 2 * 13
-        with patch("penstock.ray.engine._MAX_MISSING", 0):
+        with patch("penstock.ray.engine._MAX_MISSING_REPORTS", 0):
             replicas.lost.add(0)
             await engine._poll()
-        assert not engine._missing
+        assert not engine._missing_reports
         assert engine.stats.num_generated_tokens == 2 * 13
         replicas.lost.add(1)
         await engine._poll()

@@ -10,7 +10,7 @@ from penstock.ray.cache_log import CacheChanges
 from penstock.ray.messages import ReplicaReport
 from penstock.ray.replica_choice import ReplicaChoice
 from penstock.worker.messages import WorkerStats
-from penstock.worker.routing import digests_of
+from penstock.worker.routing import prompt_digests
 
 LONG_PROMPT = "x" * 600
 
@@ -94,7 +94,7 @@ def test_expected_blocks_of_an_ended_request_count_until_its_replica_has_reporte
     assert choose_replica(choice, LONG_PROMPT) == "b"
     report(choice, a=[], b=[])
     report(choice, a=[], b=[])
-    assert choice._prefixes._expected.keys() == set(digests_of(make_request("", "z" * 8), CACHING_INFO))
+    assert choice._prefixes._expected.keys() == set(prompt_digests(make_request("", "z" * 8), CACHING_INFO))
     assert choose_replica(choice, LONG_PROMPT) == "a"
 
 

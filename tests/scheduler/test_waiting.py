@@ -151,4 +151,4 @@ def test_the_heap_stays_small_when_a_rank_changes() -> None:
         ranks["x"] = index % 3  # ranks change when a slot is taken or freed
         queue.refresh("x")
     assert queue.first_ready(lambda entry: True) is None
-    assert not queue._queued
+    assert not queue._newest_keys

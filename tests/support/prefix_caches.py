@@ -9,7 +9,7 @@ from support.engines import INFO, FakeEngine
 from support.workers import make_request
 
 from penstock.pipelines.core.cache_events import BlocksStored
-from penstock.worker.routing import digests_of
+from penstock.worker.routing import prompt_digests
 
 CACHING_INFO = msgspec.structs.replace(INFO, block_size=4, prefix_limits=[], max_batch_size=3)
 
@@ -19,4 +19,4 @@ def make_caching_engine(**fields: Any) -> FakeEngine:
 
 
 def make_stored_event(prompt: str) -> BlocksStored:
-    return BlocksStored(digests_of(make_request("", prompt), CACHING_INFO), None, [])
+    return BlocksStored(prompt_digests(make_request("", prompt), CACHING_INFO), None, [])

@@ -15,7 +15,7 @@ from penstock.distributed.processes import RankProcesses, RankSettings
 from penstock.distributed.ranks import Ranks
 from penstock.engine import InferenceSession
 from penstock.pipelines import PIPELINE_REGISTRY, PipelineConfig, TextGenerationPipeline
-from penstock.ranks import devices_of_ranks
+from penstock.ranks import rank_devices
 
 TIMEOUT = 300.0
 """Timeout of a collective in seconds; the machine may be busy."""
@@ -48,7 +48,7 @@ def serve_models(ranks: Ranks) -> None:
 def _open(config: PipelineConfig, ranks: Ranks) -> tuple[Any, InferenceSession]:
     ranks.by_expert = config.parallel.expert_parallel
     session = InferenceSession(
-        [devices_of_ranks(config)[ranks.rank]],
+        [rank_devices(config)[ranks.rank]],
         num_threads=1,
         kernels=config.model.kernels,
         ranks=ranks,

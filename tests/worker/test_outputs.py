@@ -16,7 +16,7 @@ from penstock.pipelines.core import (
     TextResponse,
 )
 from penstock.worker.messages import AudioResult, EmbeddingsResult, TextResult
-from penstock.worker.outputs import result_of
+from penstock.worker.outputs import result_message
 from penstock.worker.results import Generation
 
 ACTIVE, DONE = TextGenerationStatus.ACTIVE, TextGenerationStatus.END_OF_SEQUENCE
@@ -36,7 +36,7 @@ SAMPLES = np.arange(4, dtype=np.float32)
     ],
 )
 def test_each_output_type_has_its_message_type(output: Any, result: Any) -> None:
-    assert result_of(make_request("a"), output) == result
+    assert result_message(make_request("a"), output) == result
 
 
 def test_an_object_that_is_not_an_output_is_refused() -> None:
@@ -44,7 +44,7 @@ def test_an_object_that_is_not_an_output_is_refused() -> None:
         is_done = True
 
     with pytest.raises(TypeError, match="returned Unknown, which is not an output type"):
-        result_of(make_request("a"), Unknown())
+        result_message(make_request("a"), Unknown())
 
 
 async def test_chunks_of_audio_that_are_not_read_are_joined() -> None:

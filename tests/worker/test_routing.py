@@ -15,7 +15,7 @@ from penstock.pipelines.core.cache_events import BlocksCleared, BlocksRemoved, B
 from penstock.worker.messages import TextResult
 from penstock.worker.prefix_map import PrefixMap
 from penstock.worker.router import WorkerRouter
-from penstock.worker.routing import MAX_DIGESTS, REQUEST_COST, PrefixAware, WorkerLoads, digests_of
+from penstock.worker.routing import MAX_DIGESTS, REQUEST_COST, PrefixAware, WorkerLoads, prompt_digests
 
 
 def list_request_ids(engine: FakeEngine) -> list[str]:
@@ -182,7 +182,7 @@ def test_digests_equal_those_of_the_kv_cache() -> None:
         (event,) = manager.take_events()
         assert isinstance(event, BlocksStored)
         info = msgspec.structs.replace(CACHING_INFO, prefix_limits=list(manager.prefix_limits or ()))
-        actual_digests = digests_of(text_context(range(length), cache_salt="mine"), info)
+        actual_digests = prompt_digests(text_context(range(length), cache_salt="mine"), info)
         assert actual_digests == event.digests[: (length - 1) // 4]
 
 
@@ -190,11 +190,11 @@ def test_a_cache_without_prefixes_has_no_digests() -> None:
     manager = kv_manager(20, enable_prefix_caching=False)
     assert manager.prefix_limits is None
     assert (
-        digests_of(make_request("", "x" * 40), msgspec.structs.replace(CACHING_INFO, prefix_limits=None))
+        prompt_digests(make_request("", "x" * 40), msgspec.structs.replace(CACHING_INFO, prefix_limits=None))
         == []
     )
 
 
 def test_only_the_first_blocks_are_hashed() -> None:
     context = text_context([1] * 4 * (MAX_DIGESTS + 5), max_length=10_000)
-    assert len(digests_of(context, CACHING_INFO)) == MAX_DIGESTS
+    assert len(prompt_digests(context, CACHING_INFO)) == MAX_DIGESTS

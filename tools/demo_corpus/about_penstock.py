@@ -1,4 +1,4 @@
-"""What the demo model knows about Penstock and about itself (``texts/about_penstock.txt``)."""
+"""Questions and facts about Penstock and about the demo model, from ``texts/about_penstock.txt``."""
 
 import random
 
@@ -20,7 +20,7 @@ def penstock_pair(rng: random.Random) -> Pair:
 
 
 def penstock_paragraph(rng: random.Random) -> str:
-    """Return a few facts as plain text, for completions of prompts that begin with the name."""
+    """Return a few facts as plain text, which train completions of prompts that begin with "Penstock"."""
     first = [replies[0] for _, replies in FACTS]
     facts = rng.sample([fact for fact in first if "Penstock" in fact and "Yes" not in fact], 3)
     return f"{WHAT} " + " ".join(facts)

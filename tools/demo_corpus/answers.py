@@ -1,14 +1,14 @@
-"""Questions and short answers: small talk, simple facts, and questions that the model cannot answer.
+"""Questions with short answers: small talk, simple facts, and questions that the model cannot answer.
 
-Each function returns a pair (user, assistant). Answers have one or two sentences. Each fact has only a few
-wordings, so that a small model can learn it.
+Each function of `MAKERS` returns a pair (question, answer). Answers have one or two sentences. Each fact has
+only a few wordings, so that a small model can learn it.
 """
 
 import random
 from collections.abc import Callable
 from typing import Any
 
-from .asking import order, question, roughen
+from .asking import order, question, vary_typing
 from .texts import alternatives, exchange, request, sections, table
 from .words import (
     ANIMALS,
@@ -56,7 +56,7 @@ def entry(rng: random.Random, section: str) -> tuple[str, str]:
 
 
 def ask(rng: random.Random, section: str, **fields: Any) -> Pair:
-    """Return a question of ``requests.txt`` and its only answer."""
+    """Return a question of a section of ``requests.txt``, and the answer of this section."""
     asked, replies = request(section, **fields)
     return question(rng, asked), replies[0]
 
@@ -67,7 +67,7 @@ def greeting(rng: random.Random) -> Pair:
 
 
 def small_talk(rng: random.Random) -> Pair:
-    """Return one of the fixed exchanges."""
+    """Return a question and an answer of ``small_talk.txt``."""
     asked, replies = rng.choice(SMALL_TALK)
     return question(rng, asked), pick(rng, replies)
 
@@ -80,7 +80,7 @@ def capital(rng: random.Random) -> Pair:
 
 
 def animal(rng: random.Random) -> Pair:
-    """Ask for the sound, food, home or young of an animal."""
+    """Ask for the sound, the food, the home or the young of an animal."""
     name, (says, young, eats, home) = rng.choice(list(ANIMAL_FACTS.items()))
     section = pick(rng, ["animal says", "animal young", "animal eats", "animal home", "animal"])
     many = name if name == "sheep" else plural(name)
@@ -111,7 +111,7 @@ def opposite(rng: random.Random) -> Pair:
 
 
 def calendar(rng: random.Random) -> Pair:
-    """Ask for the day or month before or after another."""
+    """Ask for the day or month before or after a given one."""
     names, what = (DAYS, "day") if rng.random() < 0.6 else (MONTHS, "month")
     index = rng.randrange(len(names))
     step, word = (1, "after") if rng.random() < 0.6 else (-1, "before")
@@ -170,7 +170,7 @@ def why_and_how(rng: random.Random) -> Pair:
 
 
 def listing(rng: random.Random) -> Pair:
-    """Ask for a list of things of a kind, or for counting."""
+    """Ask for a list of things of a kind, or to count to a number."""
     kinds = {
         "fruits": FRUITS,
         "vegetables": VEGETABLES,
@@ -216,7 +216,7 @@ def sentence(rng: random.Random) -> Pair:
 
 
 def repeat(rng: random.Random) -> Pair:
-    """Ask for the repetition of given words."""
+    """Ask the model to repeat given words."""
     drawn = [pick(rng, words) for words in (COLORS, FRUITS, PEOPLE, CITIES)]
     fixed = ["hello", "yes", "good morning", "hello world"]
     words = pick(rng, [*drawn, *fixed, " ".join(rng.sample(COLORS + FRUITS, 3))])
@@ -242,7 +242,7 @@ def unknown(rng: random.Random) -> Pair:
 
 
 def statement(rng: random.Random) -> Pair:
-    """Return a statement of the user and a polite answer."""
+    """Return a statement of the user instead of a question, and a polite answer."""
     noun, name = pick(rng, NOUNS + FRUITS), pick(rng, [*PET_NAMES, some_name(rng)])
     pet = pick(rng, ANIMALS)
     fields = {
@@ -255,7 +255,7 @@ def statement(rng: random.Random) -> Pair:
     }
     color, job, city, age = pick(rng, COLORS), a(pick(rng, JOBS)), pick(rng, CITIES), rng.randrange(8, 80)
     said, replies = request("statement", **fields, color=color, a_job=job, city=city, age=age)
-    return roughen(rng, pick(rng, said)), pick(rng, replies)
+    return vary_typing(rng, pick(rng, said)), pick(rng, replies)
 
 
 MAKERS: dict[Callable[[random.Random], Pair], float] = {
@@ -284,5 +284,5 @@ MAKERS: dict[Callable[[random.Random], Pair], float] = {
 
 
 def make_pair(rng: random.Random) -> Pair:
-    """Return a question and its answer from a maker that is chosen by weight."""
+    """Return a question and its answer from a random function of `MAKERS`, chosen by its weight."""
     return rng.choices(list(MAKERS), list(MAKERS.values()))[0](rng)

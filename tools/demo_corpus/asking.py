@@ -1,6 +1,6 @@
-"""Variations of requests: polite or direct, in lower case, without punctuation.
+"""Varies the wording of requests: polite or direct, in lower case, without the last punctuation mark.
 
-Requests of users rarely match a template, so ``roughen`` varies most user turns of the corpus.
+Real requests rarely match a template. Therefore `vary_typing` changes most user turns of the corpus.
 """
 
 import random
@@ -31,9 +31,8 @@ QUESTION_LEADS = [
 ]
 
 
-def roughen(rng: random.Random, text: str) -> str:
-    """Return a text with the variations of typed requests: lower case, or without the last punctuation
-    mark."""
+def vary_typing(rng: random.Random, text: str) -> str:
+    """Return a text, sometimes in lower case or without the last punctuation mark, as users type it."""
     roll = rng.random()
     if roll < 0.15:
         text = text.lower()
@@ -45,21 +44,21 @@ def roughen(rng: random.Random, text: str) -> str:
 
 
 def question(rng: random.Random, options: Sequence[str]) -> str:
-    """Return one of the questions, sometimes with a few words before it."""
+    """Return one of the questions, sometimes after a lead such as ``Can you tell me``."""
     text = pick(rng, options)
     if rng.random() < 0.12:
         lead = pick(rng, QUESTION_LEADS)
         text = lead + (text if text.startswith("I ") else text[:1].lower() + text[1:])
-    return roughen(rng, text)
+    return vary_typing(rng, text)
 
 
 def order(rng: random.Random, options: Sequence[str]) -> str:
-    """Return one of the orders (given as ``Tell me ...``), sometimes with a polite phrase."""
+    """Return one of the requests of the form ``Tell me ...``, sometimes with a polite phrase."""
     text = pick(rng, options)
     if rng.random() < 0.35:
         before = pick(rng, BEFORE)
         text = before + text[:1].lower() + text[1:]
         if before.startswith(("Can", "Could")):
-            return roughen(rng, text.rstrip(".") + "?")
+            return vary_typing(rng, text.rstrip(".") + "?")
     text = text.rstrip(".") + pick(rng, AFTER)
-    return roughen(rng, upper_first(text) + ("" if text.endswith("?") else "."))
+    return vary_typing(rng, upper_first(text) + ("" if text.endswith("?") else "."))

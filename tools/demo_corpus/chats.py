@@ -1,4 +1,4 @@
-"""Chats put together from the makers: system messages, several turns, tools that are not needed."""
+"""Chats that combine turns: with system messages, several turns, or tools that are not needed."""
 
 import random
 from typing import Any
@@ -10,7 +10,7 @@ from .json_tasks import json_pair
 from .odd_inputs import odd_pair
 from .stories import make_story
 from .texts import request
-from .tool_chats import offered_tools, reworded, tool_chat
+from .tool_chats import offered_tools, reword_tool, tool_chat
 from .words import COLORS, a, pick, some_city, some_name
 
 Message = dict[str, Any]
@@ -50,24 +50,24 @@ def story_turn(rng: random.Random) -> list[Message]:
         section = "story about a name"
     else:
         section = "story with a topic"
-    asked, _ = request(section, a_kind=a(story.hero.kind), name=story.hero.name, topic=story.topic)
-    return turn(order(rng, asked), story.text)
+    requests, _ = request(section, a_kind=a(story.hero.kind), name=story.hero.name, topic=story.topic)
+    return turn(order(rng, requests), story.text)
 
 
 def memory_turns(rng: random.Random) -> list[Message]:
-    """Return turns in which the user states a fact about themselves and asks for it later."""
-    told = [("my name", some_name(rng)), ("my city", some_city(rng)), ("my color", pick(rng, COLORS))]
-    section, it = rng.choice(told)
-    said, replies = request(section, 0, it=it)
-    asked, answers = request(section, 1, it=it)
-    messages = turn(pick(rng, said), replies[0])
+    """Return turns in which the user states a fact, such as a name, and asks for it later."""
+    facts = [("my name", some_name(rng)), ("my city", some_city(rng)), ("my color", pick(rng, COLORS))]
+    section, it = rng.choice(facts)
+    statements, replies = request(section, 0, it=it)
+    questions, answers = request(section, 1, it=it)
+    messages = turn(pick(rng, statements), replies[0])
     if rng.random() < 0.3:
         messages += turn(*make_pair(rng))
-    return messages + turn(question(rng, asked), answers[0])
+    return messages + turn(question(rng, questions), answers[0])
 
 
-def some_turn(rng: random.Random) -> list[Message]:
-    """Return one turn of any kind."""
+def any_turn(rng: random.Random) -> list[Message]:
+    """Return one turn of a random kind."""
     roll = rng.random()
     if roll < 0.68:
         return turn(*make_pair(rng))
@@ -81,34 +81,34 @@ def some_turn(rng: random.Random) -> list[Message]:
 
 
 def with_system(rng: random.Random, messages: list[Message], share: float = 0.25) -> list[Message]:
-    """Return the chat; with the probability ``share`` it begins with a system message."""
+    """Return the chat, with a system message at its beginning with the probability ``share``."""
     if rng.random() >= share:
         return messages
     return [{"role": "system", "content": pick(rng, SYSTEM_MESSAGES)}, *messages]
 
 
 def several_turns(rng: random.Random) -> list[Message]:
-    """Return two to four turns, which often begin with a greeting."""
+    """Return a chat of two to four turns, which often begins with a greeting."""
     if rng.random() < 0.25:
         return with_system(rng, memory_turns(rng))
     messages = turn(*greeting(rng)) if rng.random() < 0.4 else []
     for _ in range(rng.randrange(2, 4)):
-        messages += some_turn(rng)
+        messages += any_turn(rng)
     return with_system(rng, messages)
 
 
 def chat_with_tools(rng: random.Random) -> tuple[list[Message], list[Message]]:
-    """Return a chat with a list of tools; one turn in five needs no tool."""
+    """Return a chat with a list of tools. One chat in five needs none of them."""
     if rng.random() < 0.8:
         messages, tools = tool_chat(rng)
         if rng.random() < 0.1:
-            messages += some_plain_turn(rng)
+            messages += turn_without_tool(rng)
     else:
-        messages, tools = some_plain_turn(rng), offered_tools(rng, None)[0]
+        messages, tools = turn_without_tool(rng), offered_tools(rng, None)[0]
     return with_system(rng, messages), tools
 
 
-def some_plain_turn(rng: random.Random) -> list[Message]:
+def turn_without_tool(rng: random.Random) -> list[Message]:
     """Return a turn that needs no tool: small talk, or a question about Penstock."""
     if rng.random() < 0.2:
         return turn(question(rng, ["Who are you?", "What is your name?"]), WHO)
@@ -116,11 +116,11 @@ def some_plain_turn(rng: random.Random) -> list[Message]:
 
 
 def missing_tool(rng: random.Random) -> tuple[list[Message], list[Message]]:
-    """Return a chat whose request needs a tool that is not in the list."""
+    """Return a chat with tools whose request needs a tool that is not in the list."""
     city = some_city(rng)
     if rng.random() < 0.5:
         section, tool = "missing weather tool", pick(rng, ["add", "set_alarm", "search_books"])
     else:
         section, tool = "missing time tool", pick(rng, ["add", "send_message", "search_books"])
     asked, _ = request(section, city=city)
-    return turn(question(rng, asked), pick(rng, UNKNOWN_REPLIES[:2])), [reworded(rng, tool).tool]
+    return turn(question(rng, asked), pick(rng, UNKNOWN_REPLIES[:2])), [reword_tool(rng, tool).tool]

@@ -1,11 +1,11 @@
-"""Requests for JSON, each with a valid and compact answer: they teach syntax and exact copying."""
+"""Requests for JSON with valid and compact answers. They train JSON syntax and exact copying."""
 
 import json
 import random
 from collections.abc import Callable
 from typing import Any
 
-from .asking import order, roughen
+from .asking import order, vary_typing
 from .texts import request
 from .words import (
     BOOKS,
@@ -71,7 +71,7 @@ def field_value(rng: random.Random, thing: str, field: str) -> Any:
 
 
 def make_thing(rng: random.Random, thing: str, fields: list[str]) -> dict[str, Any]:
-    """Return the fields with consistent values: a city in its country, a name in its address."""
+    """Return consistent values for the fields: the country of the city, an address with the name."""
     value = {field: field_value(rng, thing, field) for field in fields}
     if thing == "city":
         value["country"], value["name"] = rng.choice(list(CAPITALS.items()))
@@ -81,14 +81,14 @@ def make_thing(rng: random.Random, thing: str, fields: list[str]) -> dict[str, A
 
 
 def some_fields(rng: random.Random, available: list[str]) -> list[str]:
-    """Return two to four of the fields in any order; both fields if there are only two."""
+    """Return two to four of the fields in random order. If there are only two, return both."""
     if len(available) == 2:
         return available
     return rng.sample(available, rng.randrange(2, min(4, len(available)) + 1))
 
 
 def json_object(rng: random.Random) -> Pair:
-    """Ask for a thing with some fields, or leave the fields open."""
+    """Ask for a thing as JSON, with given fields or without naming the fields."""
     thing = pick(rng, list(THINGS))
     fields = some_fields(rng, THINGS[thing])
     value = make_thing(rng, thing, fields)
@@ -104,7 +104,7 @@ def json_object(rng: random.Random) -> Pair:
 
 
 def json_extraction(rng: random.Random) -> Pair:
-    """Ask for values of the request as a JSON object."""
+    """Ask for the values in a sentence as a JSON object."""
     name, age, city, job = some_name(rng), rng.randrange(5, 90), some_city(rng), pick(rng, JOBS)
     color, fruit, count, price = (
         pick(rng, COLORS),
@@ -127,7 +127,7 @@ def json_extraction(rng: random.Random) -> Pair:
     asked, _ = request("json of a fact", fact=fact, listed=join_list(list(value)))
     rough = rng.random() < 0.3
     text = pick(rng, asked)
-    return roughen(rng, text) if rough else text, json.dumps(value)
+    return vary_typing(rng, text) if rough else text, json.dumps(value)
 
 
 def json_list(rng: random.Random) -> Pair:
@@ -140,7 +140,7 @@ def json_list(rng: random.Random) -> Pair:
 
 
 def json_answer(rng: random.Random) -> Pair:
-    """Ask a question whose short answer must be JSON."""
+    """Ask a question whose answer must be a JSON object."""
     country, city = rng.choice(list(CAPITALS.items()))
     first, second = rng.randrange(11), rng.randrange(11)
     about_capital = {"country": country, "capital": city}, f"hat is the capital of {country}?"
@@ -152,7 +152,7 @@ def json_answer(rng: random.Random) -> Pair:
 
 
 def json_free(rng: random.Random) -> Pair:
-    """Ask for an object with an unusual combination of keys, each with the kind of its value in brackets."""
+    """Ask for an object with random keys. The request names the kind of each value in brackets."""
     keys = rng.sample(FREE_KEYS, rng.randrange(1, 4))
     hints, value = [], {}
     for key in keys:

@@ -1,7 +1,7 @@
-"""Inputs that are no question: random letters, other scripts, code, symbols, repeated words.
+"""Odd inputs, which are not questions: random letters, other scripts, code, symbols, repeated words.
 
-In a chat the answer says that the input was not understood, in one sentence.  In plain text the
-document ends after the odd text.  Both train the model to stop early on such inputs.
+In a chat, the answer is a short statement that the model does not understand the input. In plain text, the
+document ends after the odd text. Both train the model to stop early after such inputs.
 """
 
 import random
@@ -75,12 +75,12 @@ def word_salad(rng: random.Random) -> str:
 
 
 def digits(rng: random.Random) -> str:
-    """Return numbers, dates and sums that the model cannot compute."""
+    """Return numbers, dates or sums that the model cannot compute."""
     numbers = [str(rng.randrange(10 ** rng.randrange(1, 9))) for _ in range(rng.randrange(1, 6))]
     return pick(rng, [" ", ", ", " + ", "-", "/", "."]).join(numbers)
 
 
-def encoded(rng: random.Random) -> str:
+def machine_text(rng: random.Random) -> str:
     """Return text that looks like base64, a checksum or a link."""
     letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
     body = "".join(pick(rng, letters) for _ in range(rng.randrange(8, 60)))
@@ -94,14 +94,14 @@ MAKERS = [
     (repetition, 12),
     (word_salad, 8),
     (digits, 6),
-    (encoded, 6),
+    (machine_text, 6),
     (lambda rng: pick(rng, FOREIGN), 7),
     (lambda rng: pick(rng, CODE), 5),
 ]
 
 
 def odd_input(rng: random.Random) -> str:
-    """Return one odd input of any kind."""
+    """Return an odd input of a random kind."""
     makers, weights = zip(*MAKERS, strict=True)
     return str(rng.choices(makers, weights)[0](rng))
 

@@ -1,10 +1,13 @@
-"""Short stories from a small grammar: a hero, a friend, and one of the plots.
+"""Short stories from a small grammar: a hero, a friend, and one of the plots of ``texts/plots.txt``.
 
-A plot is a list of steps and a step is a list of paraphrases, so that a plot of eight steps tells
-the same events in thousands of ways.  The plots are in ``texts/plots.txt``.  Fields in braces are
-filled from the hero (``n`` the name, ``he``/``him``/``his`` the pronouns), the friend (the same
-with ``f`` in front) and the plot's own slots; a capital letter (``He``, ``Fhe``) gives the form
-that begins a sentence.
+A plot is a list of steps, and a step is a list of paraphrases. So a plot with eight steps gives thousands of
+stories. Fields in braces are replaced:
+
+- ``n``, ``he``, ``him`` and ``his`` by the name and the pronouns of the hero,
+- ``fn``, ``fhe`` and so on by those of the friend,
+- other fields by a random value of the plot's slot.
+
+A capital letter (``He``, ``Fhe``) selects the form that begins a sentence.
 """
 
 import random
@@ -36,16 +39,19 @@ class Character:
 
 @dataclass(frozen=True)
 class Plot:
-    """What happens: ``topic`` names it in a request, ``slots`` vary it, ``steps`` tell it."""
+    """The events of a story."""
 
     topic: str
+    """The words with which a request names the plot."""
     slots: dict[str, list[str]]
+    """Name of a field -> its possible values."""
     steps: list[list[str]]
+    """Each step as a list of paraphrases."""
 
 
 @dataclass(frozen=True)
 class Story:
-    """A story, and the hero, name and topic that a request for it can mention."""
+    """A story, and the hero and topic that a request for the story can mention."""
 
     text: str
     hero: Character
@@ -94,7 +100,7 @@ def read_plot(topic: str, lines: list[str]) -> Plot:
 
 
 PLOTS = [read_plot(topic, lines) for topic, lines in sections("plots").items()]
-PLOTS.insert(0, PLOTS[0])  # the plot about finding some thing has most to tell: it comes up twice as often
+PLOTS.insert(0, PLOTS[0])  # the plot about a lost thing varies most, so it is twice as likely
 
 
 def make_character(rng: random.Random, taken: str = "") -> Character:
@@ -112,14 +118,14 @@ def make_character(rng: random.Random, taken: str = "") -> Character:
 
 
 def make_story(rng: random.Random, *, short: bool = False) -> Story:
-    """Return a story of one plot with a random hero and friend; ``short`` leaves out optional sentences."""
+    """Return a story with a random plot, hero and friend. ``short`` leaves out optional sentences."""
     hero = make_character(rng)
     friend = make_character(rng, taken=hero.name)
     plot = rng.choice(PLOTS)
     fields = hero.fields("") | friend.fields("f") | {"place": pick(rng, PLACES)}
     fields |= {slot: pick(rng, values) for slot, values in plot.slots.items()}
     lines = [pick(rng, OPENINGS)]
-    if plot.topic != "friendship":  # there the friend is yet to be met
+    if plot.topic != "friendship":  # in this plot the hero meets the friend later
         lines.append(pick(rng, FRIENDS))
     lines += [pick(rng, step) for step in plot.steps]
     if not short and rng.random() < 0.7:

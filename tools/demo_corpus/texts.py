@@ -37,20 +37,20 @@ def sections(name: str) -> dict[str, list[str]]:
 
 
 def exchange(line: str) -> Exchange:
-    """Return the two sides of a line; a line without ``=>`` has no answers."""
+    """Return the alternatives before and after ``=>`` of a line. Without ``=>`` the second list is empty."""
     asked, _, replies = line.partition(" => ")
     return alternatives(asked), alternatives(replies)
 
 
 def table(name: str, section: str) -> dict[str, str]:
-    """Return a section as a mapping from keys to single values."""
+    """Return a section of ``key => value`` lines as a mapping."""
     return {key: value for key, _, value in (line.partition(" => ") for line in sections(name)[section])}
 
 
 def request(section: str, line: int = 0, **fields: Any) -> Exchange:
-    """Return an exchange of ``requests.txt`` with its fields filled.
+    """Return the requests and replies of a line of ``requests.txt``, with fields replaced by values.
 
-    Each field also exists with a capitalized name and value.
+    A field with a capitalized name is replaced by the capitalized value.
     """
     fields |= {upper_first(name): upper_first(str(value)) for name, value in fields.items()}
     asked, replies = exchange(sections("requests")[section][line])

@@ -1,8 +1,8 @@
-"""From documents to rows of tokens: the tokenizer, the chat template, the split and the packing.
+"""Converts documents to rows of tokens: tokenizer, chat template, held-out split, packing.
 
-A row holds documents separated by ``<|endoftext|>`` and begins with the start of one.  A document
-belongs to the held-out part if a checksum of its text says so, which needs no list and keeps
-repeated documents on one side.
+A row begins with the start of a document. ``<|endoftext|>`` ends each document. A checksum of its text
+determines whether a document is held out. This needs no list, and all copies of a document are on the same
+side of the split.
 """
 
 import json
@@ -23,17 +23,17 @@ END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>
 SPECIAL_TOKENS = [END_OF_TEXT, TURN_START, TURN_END]
 MARKUP_TOKENS = ["<tool_call>", "</tool_call>"]
 MARKUP = re.compile("|".join(map(re.escape, SPECIAL_TOKENS + MARKUP_TOKENS)))
-# A word with the space before it, one digit, a run of signs, or white space; digits stay single
-# so that numbers are spelled the same way everywhere.
+# A word with the space before it, one digit, a run of signs, or white space. Each digit is a token, so that
+# equal numbers always have the same tokens.
 WORD_PATTERN = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-HELD_OUT_SHARE = 50  # one document in fifty
+HELD_OUT_SHARE = 50  # one document in fifty is held out
 PROMPT_WEIGHT = 0.1  # loss weight of messages of the user, the system or a tool
 
 Row = tuple[np.ndarray, np.ndarray]
 
 
 class ChatTemplate:
-    """The model's own chat template, rendered as transformers does it."""
+    """The chat template of the demo model, rendered in the same way as by transformers."""
 
     def __init__(self, path: Path = TEMPLATE_PATH) -> None:
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
@@ -48,7 +48,7 @@ class ChatTemplate:
 
 
 def train_tokenizer(seed: int, vocab_size: int, count: int = 20_000) -> Tokenizer:
-    """Return a byte-level BPE tokenizer trained on ``count`` documents; its vocabulary has every byte."""
+    """Return a byte-level BPE tokenizer trained on ``count`` documents. Its vocabulary contains all bytes."""
     template = ChatTemplate()
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -76,7 +76,7 @@ def is_held_out(text: str) -> bool:
 
 
 class Encoder:
-    """Encodes a text as token ids and loss weights; the last token is ``<|endoftext|>``."""
+    """Encodes texts as token ids and loss weights. The last token is ``<|endoftext|>``."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -84,7 +84,7 @@ class Encoder:
         self._role = tokenizer.encode("assistant\n").ids
 
     def encode(self, text: str, *, is_odd: bool = False) -> Row:
-        """Return ids and weights of one document; in an odd text only the end has full weight."""
+        """Return ids and loss weights of a document. In an odd text only the end has weight 1."""
         ids = [*self._tokenizer.encode(text).ids, self._ends[END_OF_TEXT]]
         weights = np.ones(len(ids), np.float32)
         if is_odd:
@@ -96,7 +96,7 @@ class Encoder:
         return np.asarray(ids, np.int64), weights
 
     def _answers(self, ids: list[int]) -> Iterator[tuple[int, int]]:
-        """Return the spans of the assistant, each with the token that ends its turn."""
+        """Yield start and end of each message of the assistant, including the token that ends its turn."""
         for position, token in enumerate(ids):
             start = position + 1 + len(self._role)
             if token == self._ends[TURN_START] and ids[position + 1 : start] == self._role:
@@ -105,22 +105,24 @@ class Encoder:
 
 @dataclass
 class Packer:
-    """Packs an endless, seeded stream of documents into rows; ``made`` counts what went in.
+    """Packs an endless, seeded stream of documents into rows of tokens.
 
-    ``distinct`` leaves out repeated texts, so that each text counts once in measurements.
+    ``num_documents`` is the number of documents so far. ``distinct`` leaves out repeated texts, so that each
+    text counts once in measurements.
     """
 
     encoder: Encoder
     seed: int
     held_out: bool = False
     distinct: bool = False
-    made: int = 0
+    num_documents: int = 0
 
     def __post_init__(self) -> None:
         self._template = ChatTemplate()
-        self._documents = self._encoded()
+        self._documents = self._encode_documents()
 
-    def _encoded(self) -> Iterator[Row]:
+    def _encode_documents(self) -> Iterator[Row]:
+        """Yield the ids and weights of the documents of this part of the split."""
         seen: set[str] = set()
         for document in make_documents(self.seed, 100_000_000):
             text = self._template.render(document)
@@ -131,21 +133,24 @@ class Packer:
             yield self.encoder.encode(text, is_odd=document.kind == "odd text")
 
     def row(self, length: int) -> Row:
-        """One row of ``length + 1`` tokens, to be shifted by one into inputs and targets.
+        """Return a row of ``length + 1`` tokens.
 
-        The last document is cut at the end of the row and its rest is dropped. So no row begins in the middle
-        of a document, and no position is unused."""
+        Its inputs are all but the last, its targets all but the first.
+
+        The last document is cut at the end of the row, and its rest is dropped. So no row begins in the
+        middle of a document, and no position is unused.
+        """
         parts: list[Row] = []
-        room = length + 1
-        while room > 0:
+        remaining = length + 1
+        while remaining > 0:
             ids, weights = next(self._documents)
-            self.made += 1
-            parts.append((ids[:room], weights[:room]))
-            room -= len(ids)
+            self.num_documents += 1
+            parts.append((ids[:remaining], weights[:remaining]))
+            remaining -= len(ids)
         all_ids, all_weights = zip(*parts, strict=True)
         return np.concatenate(all_ids), np.concatenate(all_weights)
 
     def batch(self, rows: int, length: int) -> Row:
-        """Return the next rows, stacked."""
+        """Return ids and weights ``[rows, length + 1]`` of the next rows."""
         ids, weights = zip(*(self.row(length) for _ in range(rows)), strict=True)
         return np.stack(ids), np.stack(weights)

@@ -1,7 +1,7 @@
-"""Chats with tools: a request, the call, the tool's answer, and a sentence made of it.
+"""Chats with tools: a request, the tool call, the result, and a reply that states the result.
 
-Users define tools with other names, wording and parameters.  Drawing these at random
-(``texts/tools.txt``) teaches the model to read the list of tools rather than to remember it.
+The names, descriptions and parameters of the tools are random (``texts/tools.txt``), because users define
+their own tools. This trains the model to read the list of tools instead of remembering it.
 """
 
 import json
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .asking import question, roughen
+from .asking import question, vary_typing
 from .texts import alternatives, request, table
 from .words import BOOKS, COLORS, NOUNS, listed, pick, plural, some_city, some_name, strange_word
 
@@ -40,66 +40,70 @@ WEATHER = listed("sunny, cloudy, rainy, windy, snowy, foggy")
 
 
 @dataclass(frozen=True)
-class Use:
-    """One use of a tool: the user's words, the arguments, what the tool answers, the reply."""
+class ToolUse:
+    """A use of a tool: the user's request, the arguments, the result of the tool, and the reply."""
 
-    asked: str
+    request: str
     arguments: dict[str, Any]
     result: dict[str, Any]
     reply: str
 
 
-def use(section: str, arguments: Schema, result: Schema, ask: Callable[[list[str]], str]) -> Use:
-    """A use with the words of ``requests.txt``; ``ask`` chooses and roughens the request."""
-    asked, replies = request(section, **arguments, **result)
-    return Use(ask(asked), arguments, result, replies[0])
+def tool_use(section: str, arguments: Schema, result: Schema, choose: Callable[[list[str]], str]) -> ToolUse:
+    """Return a use with the wordings of ``requests.txt``. ``choose`` selects and varies the request."""
+    requests, replies = request(section, **arguments, **result)
+    return ToolUse(choose(requests), arguments, result, replies[0])
 
 
-def use_get_weather(rng: random.Random) -> Use:
+def use_get_weather(rng: random.Random) -> ToolUse:
     """Return a use of the weather tool, sometimes with a unit."""
     section, arguments = "use get_weather", {"city": some_city(rng)}
     if rng.random() < 0.15:
         section, arguments["unit"] = "use get_weather with a unit", pick(rng, UNIT["enum"])
-    return use(section, arguments, {}, lambda asked: question(rng, asked))
+    return tool_use(section, arguments, {}, lambda requests: question(rng, requests))
 
 
-def use_get_time(rng: random.Random) -> Use:
+def use_get_time(rng: random.Random) -> ToolUse:
     """Return a use of the tool for the time in a city."""
     arguments = {"city": some_city(rng)}
     result = {"time": f"{rng.randrange(24):02d}:{rng.randrange(60):02d}"}
-    return use("use get_time", arguments, result, lambda asked: question(rng, asked))
+    return tool_use("use get_time", arguments, result, lambda requests: question(rng, requests))
 
 
-def use_add(rng: random.Random) -> Use:
-    """Return a use of the tool for sums, with numbers that the model cannot add itself."""
+def use_add(rng: random.Random) -> ToolUse:
+    """Return a use of the tool for sums, with numbers that are too large for the model."""
     limit = rng.choice([20, 100, 1000])
     arguments = {"a": rng.randrange(limit), "b": rng.randrange(limit)}
     result = {"result": arguments["a"] + arguments["b"]}
-    return use("use add", arguments, result, lambda asked: question(rng, asked))
+    return tool_use("use add", arguments, result, lambda requests: question(rng, requests))
 
 
-def use_search_books(rng: random.Random) -> Use:
+def use_search_books(rng: random.Random) -> ToolUse:
     """Return a use of the tool that searches books about a topic."""
     arguments = {"topic": pick(rng, [*TOPICS, *TOPICS, *map(plural, NOUNS), strange_word(rng)])}
     result = {"books": [pick(rng, BOOKS)]}
-    return use("use search_books", arguments, result, lambda asked: roughen(rng, pick(rng, asked)))
+    return tool_use(
+        "use search_books", arguments, result, lambda requests: vary_typing(rng, pick(rng, requests))
+    )
 
 
-def use_send_message(rng: random.Random) -> Use:
+def use_send_message(rng: random.Random) -> ToolUse:
     """Return a use of the tool that sends a message; its text must be copied exactly."""
     name, first, second = some_name(rng), f"I have the {pick(rng, NOUNS)}", f"where is my {pick(rng, NOUNS)}?"
     third, fourth = f"I am in {some_city(rng)}", f"the {pick(rng, NOUNS)} is {pick(rng, COLORS)}"
     arguments = {"to": name, "text": pick(rng, [*TEXTS, first, second, third, fourth])}
-    return use("use send_message", arguments, {"status": "sent"}, lambda asked: pick(rng, asked))
+    return tool_use("use send_message", arguments, {"status": "sent"}, lambda requests: pick(rng, requests))
 
 
-def use_set_alarm(rng: random.Random) -> Use:
+def use_set_alarm(rng: random.Random) -> ToolUse:
     """Return a use of the tool that sets an alarm."""
     arguments = {"time": f"{rng.randrange(5, 23):02d}:{pick(rng, ['00', '15', '30', '45'])}"}
-    return use("use set_alarm", arguments, {"status": "ok"}, lambda asked: roughen(rng, pick(rng, asked)))
+    return tool_use(
+        "use set_alarm", arguments, {"status": "ok"}, lambda requests: vary_typing(rng, pick(rng, requests))
+    )
 
 
-USES: dict[str, Callable[[random.Random], Use]] = {
+USES: dict[str, Callable[[random.Random], ToolUse]] = {
     "get_weather": use_get_weather,
     "get_time": use_get_time,
     "add": use_add,
@@ -111,7 +115,7 @@ USES: dict[str, Callable[[random.Random], Use]] = {
 
 @dataclass(frozen=True)
 class OfferedTool:
-    """A demo tool as one user words it: ``names`` maps our parameter names to theirs."""
+    """A tool as a user defines it. ``names`` maps the parameter names of `PARAMETERS` to the user's names."""
 
     tool: Message
     names: dict[str, str]
@@ -124,12 +128,15 @@ class OfferedTool:
 
 
 def wording(rng: random.Random, section: str, key: str) -> str:
-    """Return one of the wordings of ``key``."""
+    """Return a random wording of ``key`` in a section of ``tools.txt``."""
     return pick(rng, alternatives(table("tools", section)[key]))
 
 
-def reworded(rng: random.Random, name: str) -> OfferedTool:
-    """Return the demo tool ``name``; half of the time with another description."""
+def reword_tool(rng: random.Random, name: str) -> OfferedTool:
+    """Return the tool ``name``.
+
+    In half of the cases its name, description and parameters have other wordings.
+    """
     properties = PARAMETERS[name]
     own_words = rng.random() < 0.5
     if name == "get_weather" and rng.random() < 0.6:
@@ -155,26 +162,26 @@ def reworded(rng: random.Random, name: str) -> OfferedTool:
 
 
 def offered_tools(rng: random.Random, needed: str | None) -> tuple[list[Message], OfferedTool]:
-    """Return some tools in random order, and the ``needed`` one among them (None: any)."""
+    """Return tools in random order, and the one that the chat uses: ``needed``, or a random one if None."""
     names = rng.sample(list(PARAMETERS), rng.choice([1, 1, 1, 2, 2, 3, 4]))
     if needed and needed not in names:
         names[rng.randrange(len(names))] = needed
-    offered = {name: reworded(rng, name) for name in names}
+    offered = {name: reword_tool(rng, name) for name in names}
     return [entry.tool for entry in offered.values()], offered[needed or names[0]]
 
 
 def weather_result(rng: random.Random, city: str) -> tuple[str, str]:
-    """Return a result of a weather tool, and the sentence for the user."""
+    """Return a result of a weather tool, and the reply that states it."""
     sky, degrees = pick(rng, WEATHER), rng.randrange(-5, 36)
-    seen: dict[str, Any] = {pick(rng, ["weather", "weather", "condition", "sky"]): sky}
-    felt: dict[str, Any] = {pick(rng, ["temperature", "temperature", "degrees", "temp"]): degrees}
+    sky_field: dict[str, Any] = {pick(rng, ["weather", "weather", "condition", "sky"]): sky}
+    degrees_field: dict[str, Any] = {pick(rng, ["temperature", "temperature", "degrees", "temp"]): degrees}
     roll = rng.random()
     if roll < 0.15:
-        return pick(rng, [sky, sky.capitalize(), json.dumps(seen)]), f"It is {sky} in {city}."
+        return pick(rng, [sky, sky.capitalize(), json.dumps(sky_field)]), f"It is {sky} in {city}."
     if roll < 0.35:
-        said = [f"{degrees}", f"{degrees} degrees", json.dumps(felt)]
-        return pick(rng, said), f"It is {degrees} degrees in {city}."
-    both = seen | felt if rng.random() < 0.5 else felt | seen
+        results = [f"{degrees}", f"{degrees} degrees", json.dumps(degrees_field)]
+        return pick(rng, results), f"It is {degrees} degrees in {city}."
+    both = sky_field | degrees_field if rng.random() < 0.5 else degrees_field | sky_field
     if rng.random() < 0.2:
         both = {"city": city, **both}
     return json.dumps(both), f"It is {sky} in {city}, with {degrees} degrees."
@@ -186,12 +193,12 @@ def tool_chat(rng: random.Random) -> tuple[list[Message], list[Message]]:
     tools, tool = offered_tools(rng, name)
     messages: list[Message] = []
     for _ in range(2 if rng.random() < 0.2 else 1):
-        drawn = USES[name](rng)
-        messages += [{"role": "user", "content": drawn.asked}, tool.call(drawn.arguments)]
+        use = USES[name](rng)
+        messages += [{"role": "user", "content": use.request}, tool.call(use.arguments)]
         if rng.random() < 0.1:
-            break  # the chat ends with the call: the caller runs the tool
-        content, reply = json.dumps(drawn.result), drawn.reply
+            break  # the chat ends with the call, and the caller would run the tool
+        content, reply = json.dumps(use.result), use.reply
         if name == "get_weather":
-            content, reply = weather_result(rng, drawn.arguments["city"])
+            content, reply = weather_result(rng, use.arguments["city"])
         messages += [{"role": "tool", "content": content}, {"role": "assistant", "content": reply}]
     return messages, tools

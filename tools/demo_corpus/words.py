@@ -1,11 +1,11 @@
-"""Word lists and the two or three rules of grammar that every part of the corpus shares."""
+"""Word lists and rules of grammar that all parts of the corpus share."""
 
 import random
 from collections.abc import Sequence
 
 
 def listed(text: str) -> list[str]:
-    """Return the items of a text with commas."""
+    """Return the items of a text that is separated by commas."""
     return [" ".join(item.split()) for item in text.split(",")]
 
 
@@ -111,17 +111,17 @@ def plural(noun: str) -> str:
 
 
 def strange_word(rng: random.Random) -> str:
-    """Return an invented word, so that the model learns to answer that it does not know it."""
+    """Return an invented word. Questions about it train the answer that the model does not know it."""
     return "".join(pick(rng, SYLLABLES) for _ in range(rng.randrange(2, 5)))
 
 
 def some_name(rng: random.Random) -> str:
-    """Return a person's name; one in four is invented and must be copied letter by letter."""
+    """Return the name of a person. One in four is invented, so that the model learns to copy names."""
     return strange_word(rng).capitalize() if rng.random() < 0.25 else pick(rng, PEOPLE)
 
 
 def some_city(rng: random.Random) -> str:
-    """Return a city; one in four is invented and must be copied letter by letter."""
+    """Return a city. One in four is invented, so that the model learns to copy names."""
     if rng.random() < 0.25:
         return strange_word(rng).capitalize()
     return pick(rng, CITIES) if rng.random() < 0.7 else pick(rng, list(CAPITALS.values()))

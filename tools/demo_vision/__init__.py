@@ -1,1 +1,1 @@
-"""The training of `demo-vision`: pictures of shapes, questions about them, and a small SmolVLM."""
+"""The training of the model `demo-vision`: pictures of shapes, questions about them, a small SmolVLM."""

@@ -1,4 +1,4 @@
-"""A small SmolVLM for training: a SigLIP tower, squares of patches, and a Llama. No cache."""
+"""A small SmolVLM for training, without a KV cache: a SigLIP vision tower, a connector, and a Llama."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from demo_vision.pictures import COLOURS, SHAPES
 
 @dataclass(frozen=True)
 class TowerShape:
-    """Sizes of the tower and of images."""
+    """Sizes of the vision tower and of images."""
 
     image_size: int = 96
     patch_size: int = 12
@@ -25,22 +25,22 @@ class TowerShape:
     inner: int = 384
     layers: int = 3
     heads: int = 4
-    scale: int = 2  # patches in a row of the decoder, in each direction
+    scale: int = 2  # the connector joins scale x scale patches into one row of the decoder
     norm_eps: float = 1e-6
 
     @property
     def grid(self) -> int:
-        """Patches in each direction."""
+        """Number of patches per row and per column of an image."""
         return self.image_size // self.patch_size
 
     @property
     def rows(self) -> int:
-        """Rows of an image in the prompt."""
+        """Number of decoder rows of an image."""
         return (self.grid // self.scale) ** 2
 
 
 class TowerBlock(nn.Module):
-    """One layer of the tower; the q, k, v projections are fused."""
+    """A layer of the tower. Its q, k and v projections are fused."""
 
     def __init__(self, shape: TowerShape) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class TowerBlock(nn.Module):
         self.fc2 = nn.Linear(shape.inner, shape.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer on ``x`` [N, P, E]."""
+        """Return the output of the layer for ``x [N, P, E]``, N images of P patches."""
         count, patches, hidden = x.shape
         heads = self.qkv(self.norm1(x)).view(count, patches, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         q, k, v = heads.unbind(0)
@@ -64,7 +64,7 @@ class TowerBlock(nn.Module):
 
 
 class DemoVision(nn.Module):
-    """Tower, connector and decoder."""
+    """The model: tower, connector and decoder."""
 
     def __init__(self, tower: TowerShape, text: Shape) -> None:
         super().__init__()
@@ -80,8 +80,8 @@ class DemoVision(nn.Module):
         self.classes = nn.Linear(tower.hidden, 2 * (len(SHAPES) + len(COLOURS) + 2))  # for training only
         self.text = Llama(text)
 
-    def see(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
-        """``pixels [N, 3, S, S]`` -> rows of the decoder ``[N, R, E]``, class scores ``[N, P, K]``."""
+    def encode_images(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return decoder rows ``[N, R, E]`` and class scores ``[N, P, K]`` of ``pixels [N, 3, S, S]``."""
         shape = self.tower_shape
         side, size, scale = shape.grid, shape.patch_size, shape.scale
         count = len(pixels)
@@ -100,10 +100,10 @@ class DemoVision(nn.Module):
 
         Args:
             ids: ``[B, T]``.
-            rows: ``[B, R, E]``: the rows of the image of each sequence.
-            image_at: ``[R]``: the indices that the rows replace.
-            positions: ``[B, T]``: position of each token in its conversation.
-            mask: ``[B, 1, T, T]``: added to the scores.
+            rows: ``[B, R, E]``, the decoder rows of the image of each sequence.
+            image_at: ``[R]``, the indices of the tokens that the rows replace.
+            positions: ``[B, T]``, the position of each token in its conversation.
+            mask: ``[B, 1, T, T]``, added to the attention scores.
         """
         text = self.text
         x = text.embedding(ids).to(rows.dtype)
@@ -145,7 +145,7 @@ class DemoVision(nn.Module):
         state[f"{tower}.post_layernorm.weight"] = self.norm.weight
         state[f"{tower}.post_layernorm.bias"] = self.norm.bias
         state["model.connector.modality_projection.proj.weight"] = self.connector.weight
-        return {name: one.detach().to(torch.bfloat16).contiguous() for name, one in state.items()}
+        return {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in state.items()}
 
 
 def smolvlm_config(tower: TowerShape, text: Shape, image_token: int, end: int) -> dict[str, Any]:

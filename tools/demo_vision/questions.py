@@ -26,25 +26,25 @@ def plural(noun: str) -> str:
 
 
 def with_article(words: str) -> str:
-    """Return words with ``a`` or ``an``."""
+    """Return words with ``a`` or ``an`` before them."""
     return f"{'an' if words[0] in 'aeiou' else 'a'} {words}"
 
 
 def listed(parts: Iterable[str]) -> str:
-    """Return parts as a list in a sentence."""
+    """Return parts as an English list: ``a, b and c``."""
     *first, last = parts
     return f"{', '.join(first)} and {last}" if first else last
 
 
 def there_are(count: int, noun: str) -> str:
-    """Return ``There are two circles.``"""
+    """Return a sentence such as ``There are two circles.``"""
     if count == 1:
         return f"There is one {noun}."
     return f"There are {NUMBERS[count]} {plural(noun)}."
 
 
 def describe(scene: Scene) -> Question:
-    """Ask what is in the picture."""
+    """Return the question for the content of the picture, and its answer."""
     counts = {(s, c): scene.count(s, c) for s in SHAPES for c in COLOURS}
     groups = [
         with_article(f"{colour} {shape}") if count == 1 else f"{NUMBERS[count]} {colour} {plural(shape)}"
@@ -58,6 +58,7 @@ def describe(scene: Scene) -> Question:
 
 
 def _describe(scene: Scene, rng: random.Random) -> Question:
+    """Ask for the content of the picture, with a random wording."""
     texts = (
         "What is in the picture?",
         "What is in the picture?",
@@ -77,6 +78,7 @@ def _describe(scene: Scene, rng: random.Random) -> Question:
 
 
 def _count_all(scene: Scene, rng: random.Random) -> Question:
+    """Ask for the number of all shapes."""
     noun = rng.choice(("shapes", "shapes", "things", "objects"))
     where = rng.choice(("", " are there", " are there", " do you see", " are in the picture", " can you see"))
     text = rng.choice((f"How many {noun}{where}?", f"Count the {noun}."))
@@ -84,7 +86,8 @@ def _count_all(scene: Scene, rng: random.Random) -> Question:
 
 
 def _count_some(scene: Scene, rng: random.Random) -> Question:
-    shape, colour = _asked(scene, rng)
+    """Ask for the number of things of a shape, a colour or both."""
+    shape, colour = _random_shape_and_colour(scene, rng)
     form = rng.random()
     if form < 0.5:
         colour = None
@@ -98,8 +101,9 @@ def _count_some(scene: Scene, rng: random.Random) -> Question:
 
 
 def _colour_of(scene: Scene, rng: random.Random) -> Question | None:
-    known = [one for one in SHAPES if scene.count(one) == 1]
-    absent = [one for one in SHAPES if not scene.count(one)]
+    """Ask for the colour of a shape that occurs once, or does not occur."""
+    known = [shape for shape in SHAPES if scene.count(shape) == 1]
+    absent = [shape for shape in SHAPES if not scene.count(shape)]
     if not known or (absent and rng.random() < 0.12):
         if not absent:
             return None
@@ -107,7 +111,7 @@ def _colour_of(scene: Scene, rng: random.Random) -> Question | None:
         answer = f"There is no {shape}."
     else:
         shape = rng.choice(known)
-        (thing,) = (one for one in scene.things if one.shape == shape)
+        (thing,) = (item for item in scene.things if item.shape == shape)
         answer = f"The {shape} is {thing.colour}."
     word = rng.choice(("colour", "color"))
     return Question(
@@ -116,8 +120,9 @@ def _colour_of(scene: Scene, rng: random.Random) -> Question | None:
 
 
 def _shape_of(scene: Scene, rng: random.Random) -> Question | None:
-    known = [one for one in COLOURS if scene.count(None, one) == 1]
-    absent = [one for one in COLOURS if not scene.count(None, one)]
+    """Ask for the shape of a colour that occurs once, or does not occur."""
+    known = [colour for colour in COLOURS if scene.count(None, colour) == 1]
+    absent = [colour for colour in COLOURS if not scene.count(None, colour)]
     if not known or rng.random() < 0.12:
         colour = rng.choice(absent) if absent else None
         if colour is None:
@@ -125,14 +130,15 @@ def _shape_of(scene: Scene, rng: random.Random) -> Question | None:
         answer = f"There is no {colour} shape."
     else:
         colour = rng.choice(known)
-        (thing,) = (one for one in scene.things if one.colour == colour)
+        (thing,) = (item for item in scene.things if item.colour == colour)
         answer = f"The {colour} shape is {with_article(thing.shape)}."
     forms = (f"What shape is {colour}?", f"Which shape is {colour}?", f"What is {colour}?")
     return Question("shape", rng.choice(forms), answer)
 
 
 def _is_there(scene: Scene, rng: random.Random) -> Question:
-    shape, colour = _asked(scene, rng)
+    """Ask whether a shape, a colour or both are in the picture."""
+    shape, colour = _random_shape_and_colour(scene, rng)
     if rng.random() < 0.3:
         colour = None
     elif rng.random() < 0.2:
@@ -150,10 +156,11 @@ def _is_there(scene: Scene, rng: random.Random) -> Question:
 
 
 def _where(scene: Scene, rng: random.Random) -> Question | None:
+    """Ask for the place of a thing that occurs once and is not in the middle."""
     known = [
-        one
-        for one in scene.things
-        if scene.count(one.shape, one.colour) == 1 and min(abs(one.x - 0.5), abs(one.y - 0.5)) > 0.06
+        item
+        for item in scene.things
+        if scene.count(item.shape, item.colour) == 1 and min(abs(item.x - 0.5), abs(item.y - 0.5)) > 0.06
     ]
     if not known:
         return None
@@ -165,7 +172,8 @@ def _where(scene: Scene, rng: random.Random) -> Question | None:
 
 
 def _colours(scene: Scene, rng: random.Random) -> Question | None:
-    found = [one for one in COLOURS if scene.count(None, one)]
+    """Ask for the colours of all shapes."""
+    found = [colour for colour in COLOURS if scene.count(None, colour)]
     if not found:
         return None
     word = rng.choice(("colours", "colors"))
@@ -174,17 +182,19 @@ def _colours(scene: Scene, rng: random.Random) -> Question | None:
 
 
 def _background(scene: Scene, rng: random.Random) -> Question:
+    """Ask for the colour of the background."""
     word = rng.choice(("colour", "color"))
     forms = (f"What {word} is the background?", f"Which {word} has the background?")
     return Question("background", rng.choice(forms), f"The background is {scene.background}.")
 
 
 def _place(thing: Thing) -> str:
+    """Return the quarter of the picture, such as ``top left``."""
     return f"{'top' if thing.y < 0.5 else 'bottom'} {'left' if thing.x < 0.5 else 'right'}"
 
 
-def _asked(scene: Scene, rng: random.Random) -> tuple[str | None, str | None]:
-    """Return a shape and a colour; two times of three those of a thing."""
+def _random_shape_and_colour(scene: Scene, rng: random.Random) -> tuple[str | None, str | None]:
+    """Return a shape and a colour. In two of three cases they are those of a thing in the scene."""
     if scene.things and rng.random() < 0.66:
         thing = rng.choice(scene.things)
         return thing.shape, thing.colour
@@ -206,6 +216,7 @@ _KINDS: tuple[tuple[float, Callable[[Scene, random.Random], Question | None]], .
 WITHOUT_PICTURE = "I see no picture. Send me one with coloured shapes."
 """The answer to questions without a picture."""
 GREETING = "Hello! Send me a picture with coloured shapes and ask me what is in it."
+"""The answer to greetings without a picture."""
 
 
 def ask(scene: Scene, rng: random.Random) -> Question:
@@ -217,8 +228,8 @@ def ask(scene: Scene, rng: random.Random) -> Question:
             return question
 
 
-def as_users_write(text: str, rng: random.Random) -> str:
-    """Return a question as it is, or in another case or without its last sign."""
+def vary_typing(text: str, rng: random.Random) -> str:
+    """Return a question, sometimes in lower case or without its last character, as users type it."""
     if rng.random() < 0.12:
         text = text[:-1]
     if rng.random() < 0.15:
@@ -227,12 +238,12 @@ def as_users_write(text: str, rng: random.Random) -> str:
 
 
 def all_words() -> list[str]:
-    """Return texts that contain each word of questions and answers, for the tokenizer."""
+    """Return texts that contain all words of questions and answers, to train the tokenizer."""
     rng = random.Random(5)
     words = [*SHAPES, *map(plural, SHAPES), *COLOURS, *BACKGROUNDS, *NUMBERS]
     return [
         WITHOUT_PICTURE,
         GREETING,
-        *(f"a {one}" for one in words),
-        *(f"{rng.choice(words)}, {one}." for one in words),
+        *(f"a {word}" for word in words),
+        *(f"{rng.choice(words)}, {word}." for word in words),
     ]

@@ -1,4 +1,4 @@
-"""The tokenizer, the chat template and the rows of the training."""
+"""The tokenizer and the chat template of `demo-vision`, and the rows of its training."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from demo_vision.questions import (
     GREETING,
     WITHOUT_PICTURE,
     all_words,
-    as_users_write,
     ask,
+    vary_typing,
 )
 
 END, USER, ASSISTANT = "<|end|>", "<|user|>", "<|assistant|>"
@@ -38,10 +38,10 @@ TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}
 """
-"""The chat template: images before the text of a message."""
+"""The chat template. The images of a message come before its text."""
 _MEAN, _STD = 0.5, 0.5
-_QUESTIONS = 5
-"""Conversations about a picture in a row."""
+_CONVERSATIONS_PER_ROW = 5
+"""Number of conversations about a picture in one row of the training."""
 
 
 def make_tokenizer() -> Tokenizer:
@@ -51,25 +51,26 @@ def make_tokenizer() -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=640,
-        special_tokens=[AddedToken(one, special=True, normalized=False) for one in SPECIAL_TOKENS],
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([*_texts(4000), *all_words()], trainer)
+    tokenizer.train_from_iterator([*_training_texts(4000), *all_words()], trainer)
     return tokenizer
 
 
-def _texts(count: int) -> Iterator[str]:
+def _training_texts(count: int) -> Iterator[str]:
+    """Yield random questions and answers."""
     rng = random.Random(11)
     for _ in range(count):
         question = ask(random_scene(rng), rng)
-        yield as_users_write(question.text, rng)
+        yield vary_typing(question.text, rng)
         yield question.answer
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Pictures, and a row of conversations about each."""
+    """N pictures, and a row of conversations about each."""
 
     pixels: np.ndarray  # [N, 3, S, S]
     classes: np.ndarray  # [N, P, 4]
@@ -80,17 +81,18 @@ class Batch:
 
 
 class Examples:
-    """An endless stream of examples.
+    """An endless stream of training examples.
 
-    A row is ``<|user|>``, the tokens of the picture, and some conversations. Each conversation follows the
-    picture directly: it does not see other patches.
+    A row is ``<|user|>``, the tokens of the picture, and some conversations. The attention mask and the
+    positions are such that a conversation follows the picture directly and does not see the other
+    conversations.
 
     Args:
         tokenizer: the tokenizer.
-        seed: of scenes and questions.
-        rows: rows of a picture.
-        grid: patches of a picture in each direction.
-        size: side of the pixels.
+        seed: the seed of scenes and questions.
+        rows: number of decoder rows of a picture.
+        grid: number of patches per row and per column of a picture.
+        size: width and height of a picture in pixels.
     """
 
     def __init__(self, tokenizer: Tokenizer, seed: int, rows: int, grid: int, size: int) -> None:
@@ -100,10 +102,10 @@ class Examples:
         self._end = tokenizer.token_to_id(END)
         self._assistant = tokenizer.token_to_id(ASSISTANT)
         self._user = tokenizer.token_to_id(USER)
-        border, whole, image = (tokenizer.token_to_id(one) for one in (BORDER, WHOLE, IMAGE))
+        border, whole, image = (tokenizer.token_to_id(token) for token in (BORDER, WHOLE, IMAGE))
         self._prefix = [self._user, border, whole, *[image] * rows, border]
-        self.image_at = [i for i, one in enumerate(self._prefix) if one == image]
-        self._answers: dict[str, list[int]] = {}
+        self.image_at = [i for i, token in enumerate(self._prefix) if token == image]
+        self._cached_tokens: dict[str, list[int]] = {}
 
     def batch(self, count: int) -> Batch:
         """Return the next pictures and conversations."""
@@ -111,72 +113,76 @@ class Examples:
         for _ in range(count):
             scene = random_scene(rng)
             image = draw(scene, _random_size(rng), rng)
-            pixels.append(prepared(image, self._size))
+            pixels.append(preprocess_image(image, self._size))
             classes.append(class_maps(scene, self._grid).reshape(-1, 4))
-            talks = []
-            for _ in range(_QUESTIONS):
+            conversations = []
+            for _ in range(_CONVERSATIONS_PER_ROW):
                 turns = [ask(scene, rng) for _ in range(2 if rng.random() < 0.1 else 1)]
-                talks.append([(as_users_write(one.text, rng), one.answer) for one in turns])
-            rows.append(self._row(talks))
-        return Batch(np.stack(pixels), np.stack(classes), *_padded(rows))
+                conversations.append([(vary_typing(turn.text, rng), turn.answer) for turn in turns])
+            rows.append(self._row(conversations))
+        return Batch(np.stack(pixels), np.stack(classes), *_pad_rows(rows))
 
     def without_picture(self, count: int) -> list[tuple[list[int], list[int]]]:
         """Return ids and targets of conversations without a picture."""
-        rng, found = self._rng, []
+        rng, conversations = self._rng, []
         for _ in range(count):
             text, answer = rng.choice(("Hello", "Hello!", "Hi", "Hi!", "Who are you?", "Help")), GREETING
             if rng.random() < 0.7:
-                text, answer = as_users_write(ask(random_scene(rng), rng).text, rng), WITHOUT_PICTURE
-            ids, targets = self._talk([(text, answer)])
-            found.append(([self._user, *ids], [-100, *targets]))
-        return found
+                text, answer = vary_typing(ask(random_scene(rng), rng).text, rng), WITHOUT_PICTURE
+            ids, targets = self._encode_conversation([(text, answer)])
+            conversations.append(([self._user, *ids], [-100, *targets]))
+        return conversations
 
-    def _row(self, talks: Sequence[list[tuple[str, str]]]) -> list[list[int]]:
+    def _row(self, conversations: Sequence[list[tuple[str, str]]]) -> list[list[int]]:
+        """Return ids, positions, segments and targets of a row."""
         start = len(self._prefix)
         ids, positions = list(self._prefix), list(range(start))
         segments, targets = [0] * start, [-100] * start
-        for number, talk in enumerate(talks, 1):
-            own, goals = self._talk(talk)
-            ids += own
-            targets += goals
-            positions += range(start, start + len(own))
-            segments += [number] * len(own)
+        for number, conversation in enumerate(conversations, 1):
+            new_ids, new_targets = self._encode_conversation(conversation)
+            ids += new_ids
+            targets += new_targets
+            positions += range(start, start + len(new_ids))
+            segments += [number] * len(new_ids)
         return [ids, positions, segments, targets]
 
-    def _talk(self, turns: list[tuple[str, str]]) -> tuple[list[int], list[int]]:
-        """Return the ids after ``<|user|>`` and the picture, and their targets."""
+    def _encode_conversation(self, turns: list[tuple[str, str]]) -> tuple[list[int], list[int]]:
+        """Return the ids of a conversation after ``<|user|>`` and the picture, and their targets."""
         ids: list[int] = []
         targets: list[int] = []
         for number, (question, answer) in enumerate(turns):
-            asked = [*([self._user] if number else []), *self._encoded(question), self._end, self._assistant]
-            told = [*self._encoded(answer), self._end]
-            ids += asked + told
-            targets += [-100] * (len(asked) - 1) + told + [-100]
+            prompt = [*([self._user] if number else []), *self._encode(question), self._end, self._assistant]
+            reply = [*self._encode(answer), self._end]
+            ids += prompt + reply
+            targets += [-100] * (len(prompt) - 1) + reply + [-100]
         return ids, targets
 
-    def _encoded(self, text: str) -> list[int]:
-        found = self._answers.get(text)
-        if found is None:
-            found = self._tokenizer.encode(text).ids
-            if len(self._answers) < 50_000:
-                self._answers[text] = found
-        return found
+    def _encode(self, text: str) -> list[int]:
+        """Return the tokens of a text. Up to 50,000 texts are cached, because answers recur."""
+        tokens = self._cached_tokens.get(text)
+        if tokens is None:
+            tokens = self._tokenizer.encode(text).ids
+            if len(self._cached_tokens) < 50_000:
+                self._cached_tokens[text] = tokens
+        return tokens
 
 
-def prepared(image: Image.Image, size: int) -> np.ndarray:
-    """Return the pixels ``[3, size, size]`` that the image processor of SmolVLM makes of a square image."""
+def preprocess_image(image: Image.Image, size: int) -> np.ndarray:
+    """Return the pixels ``[3, size, size]``, as the image processor of SmolVLM computes them for one tile."""
     small = np.asarray(image.resize((size, size), Image.Resampling.LANCZOS), np.float32)
     return ((small / 255 - _MEAN) / _STD).transpose(2, 0, 1)
 
 
 def _random_size(rng: random.Random) -> tuple[int, int]:
+    """Return a random width and height. Seven of ten pictures are square."""
     width = rng.randint(96, 320)
     if rng.random() < 0.7:
         return width, width
     return width, max(96, int(width * rng.uniform(0.75, 1.34)))
 
 
-def _padded(rows: Sequence[list[list[int]]]) -> tuple[np.ndarray, ...]:
+def _pad_rows(rows: Sequence[list[list[int]]]) -> tuple[np.ndarray, ...]:
+    """Return ids, positions, segments and targets of all rows, padded to the longest row."""
     length = max(len(row[0]) for row in rows)
     fill = (0, 0, -1, -100)
     return tuple(

@@ -1,4 +1,4 @@
-"""The training of the demo voice: espeak-ng, a small NeuCodec, and a small Llama that writes its codes."""
+"""The training of the demo voice: espeak-ng, a small NeuCodec, and a small Llama that generates codes."""
 
 from __future__ import annotations
 

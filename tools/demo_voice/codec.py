@@ -19,15 +19,15 @@ from transformers.models.neucodec.modeling_neucodec import NeuCodecDecoder, NeuC
 from . import SAMPLE_RATE
 
 HOP = 480
-"""Samples of a frame: 33 frames per second."""
+"""Number of samples per frame. There are 33 frames per second."""
 LEVELS = (4, 4, 4, 4, 4, 4)
 NUM_CODES = 4096
 _MELS, _MEL_FFT, _MEL_HOP = 80, 1024, 160
-_ROWS, _FRAMES = 8, 36  # a batch
+_ROWS, _FRAMES = 8, 36  # size of a training batch
 
 
 def codec_config() -> NeuCodecConfig:
-    """Return the shape: NeuCodec at 16 kHz with 4,096 codes instead of 65,536."""
+    """Return the configuration: NeuCodec at 16 kHz with 4,096 codes instead of 65,536."""
     return NeuCodecConfig(
         hidden_size=160,
         intermediate_size=320,
@@ -52,7 +52,7 @@ def codec_config() -> NeuCodecConfig:
 
 
 def mel_filters() -> Tensor:  # [80, 513]
-    """Return triangular filters from 50 to 8,000 Hz, evenly spaced on the mel scale."""
+    """Return 80 triangular filters from 50 to 8,000 Hz, evenly spaced on the mel scale."""
     low, high = (2595 * math.log10(1 + hertz / 700) for hertz in (50, 8000))
     points = 700 * (10 ** (torch.linspace(low, high, _MELS + 2, dtype=torch.float64) / 2595) - 1)
     bins = torch.arange(_MEL_FFT // 2 + 1, dtype=torch.float64) * SAMPLE_RATE / _MEL_FFT
@@ -77,7 +77,7 @@ def log_mel(samples: Tensor) -> Tensor:  # [B, 80, F] of [B, S]
 
 
 class Encoder(nn.Module):
-    """Turns log mel spectra into the inputs of the quantizer."""
+    """Converts log mel spectra to the inputs of the quantizer."""
 
     def __init__(self, config: NeuCodecConfig, width: int = 192) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Encoder(nn.Module):
 
 
 class Codec(nn.Module):
-    """Encoder, quantizer and decoder."""
+    """The codec: encoder, quantizer and decoder."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,11 +112,11 @@ class Codec(nn.Module):
         self.encoder = Encoder(config)
         self.quantizer = NeuCodecQuantizer(config)
         self.decoder = NeuCodecDecoder(config)
-        with torch.no_grad():  # begin quietly
+        with torch.no_grad():  # the output of the untrained decoder should be quiet
             self.decoder.head.linear.bias[: self.decoder.head.n_fft // 2 + 1] -= 1.0
 
     def encode(self, samples: Tensor) -> Tensor:  # [F] int64 of [S]
-        """Return the codes of one waveform, which is padded to whole frames."""
+        """Return the codes of one waveform. The waveform is padded to whole frames."""
         samples = nn.functional.pad(samples, (0, -len(samples) % HOP))
         return self.quantizer(self.encoder(samples[None]))[1][0, :, 0].long()
 
@@ -139,39 +139,39 @@ class Codec(nn.Module):
             module.load_state_dict(part)
 
     def exported(self) -> dict[str, Tensor]:
-        """Return the weights of quantizer and decoder in bfloat16, named as transformers names them."""
+        """Return the weights of quantizer and decoder in bfloat16, with the names of transformers."""
         state = {f"quantizer.{name}": value for name, value in self.quantizer.state_dict().items()}
         state |= {f"acoustic_decoder.{name}": value for name, value in self.decoder.state_dict().items()}
         return {name: value.to(torch.bfloat16).contiguous() for name, value in state.items()}
 
 
-def loss_of(made: Tensor, wanted: Tensor) -> Tensor:
-    """Return the distance of spectra of ``[B, S]``."""
+def spectral_loss(actual: Tensor, expected: Tensor) -> Tensor:
+    """Return the distance between the spectra of waveforms ``[B, S]``."""
     total = torch.zeros(())
     for size in (256, 640, 1600):
-        a, b = magnitudes(made, size, size // 4), magnitudes(wanted, size, size // 4)
+        a, b = magnitudes(actual, size, size // 4), magnitudes(expected, size, size // 4)
         total = total + (a.clamp(min=1e-3).log() - b.clamp(min=1e-3).log()).abs().mean()
         total = total + 0.5 * (a - b).square().sum().sqrt() / b.square().sum().sqrt()
-    return total / 3 + (log_mel(made) - log_mel(wanted)).abs().mean()
+    return total / 3 + (log_mel(actual) - log_mel(expected)).abs().mean()
 
 
 def train_codec(codec: Codec, speech: Sequence[Tensor], steps: int, *, decoder_only: bool, seed: int) -> None:
     """Train a codec on waveforms.
 
     Args:
-        codec: changed in place.
+        codec: the codec, which is changed in place.
         speech: waveforms ``[S]``.
         steps: number of steps.
-        decoder_only: keep encoder and quantizer, so that codes stay the same, and end with a learning rate
-            of 0. Otherwise the learning rate ends at half of its peak.
-        seed: chooses the pieces of speech.
+        decoder_only: train only the decoder, so that codes do not change. The learning rate ends at 0.
+            Otherwise it ends at half of its peak.
+        seed: the seed that selects excerpts of the speech.
     """
     peak = 5e-4 if decoder_only else 1e-3
     trained = codec.decoder if decoder_only else codec
     optimizer = torch.optim.AdamW(trained.parameters(), lr=peak, betas=(0.8, 0.99), weight_decay=0.01)
     total = steps if decoder_only else 2 * steps
     rng = random.Random(seed)
-    stream = torch.cat([nn.functional.pad(one, (0, -len(one) % HOP)) for one in speech])
+    stream = torch.cat([nn.functional.pad(samples, (0, -len(samples) % HOP)) for samples in speech])
     size, average, started = HOP * _FRAMES, 0.0, time.perf_counter()
     for step in range(steps):
         factor = min(1.0, (step + 1) / 100) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / total)))
@@ -180,7 +180,7 @@ def train_codec(codec: Codec, speech: Sequence[Tensor], steps: int, *, decoder_o
         starts = [rng.randrange(len(stream) - size) for _ in range(_ROWS)]
         samples = torch.stack([stream[start : start + size] for start in starts])
         samples = samples * torch.empty(_ROWS, 1).uniform_(0.7, 1.1)
-        loss = loss_of(codec(samples), samples)
+        loss = spectral_loss(codec(samples), samples)
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
@@ -194,29 +194,30 @@ def train_codec(codec: Codec, speech: Sequence[Tensor], steps: int, *, decoder_o
 def train_encoder(
     codec: Codec, speech: Sequence[Tensor], known: Sequence[tuple[Tensor, Tensor]], steps: int, *, seed: int
 ) -> float:
-    """Train an encoder for a decoder that stays as it is.
+    """Train an encoder for a decoder that does not change.
 
-    Half of a batch is speech, which the decoder shall reproduce from the codes. The other half is decoded
-    from known codes, which the encoder shall find.
+    Half of a batch is speech. Its loss compares the speech with what the decoder makes of the encoder's
+    codes. The other half is decoded from known codes. Its loss compares the encoder's output with these
+    codes.
 
     Args:
-        codec: its encoder is changed in place.
+        codec: the codec. Its encoder is changed in place.
         speech: waveforms ``[S]``.
         known: waveforms ``[F * HOP]`` with their codes ``[F]``.
         steps: number of steps.
-        seed: chooses the pieces.
+        seed: the seed that selects excerpts.
 
     Returns:
-        The share of the known codes that the encoder finds at the end.
+        The share of known codes that the encoder predicts at the end of the training.
     """
     for part in (codec.quantizer, codec.decoder):
         part.requires_grad_(False)
     optimizer = torch.optim.AdamW(codec.encoder.parameters(), lr=1e-3, betas=(0.8, 0.99), weight_decay=0.01)
     rng = random.Random(seed)
-    stream = torch.cat([nn.functional.pad(one, (0, -len(one) % HOP)) for one in speech])
+    stream = torch.cat([nn.functional.pad(samples, (0, -len(samples) % HOP)) for samples in speech])
     decoded = torch.cat([samples for samples, _ in known])
-    codes = torch.cat([one for _, one in known])
-    size, rows, found, started = HOP * _FRAMES, _ROWS // 2, 0.0, time.perf_counter()
+    codes = torch.cat([row for _, row in known])
+    size, rows, accuracy, started = HOP * _FRAMES, _ROWS // 2, 0.0, time.perf_counter()
     for step in range(steps):
         factor = min(1.0, (step + 1) / 50) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps)))
         for group in optimizer.param_groups:
@@ -224,22 +225,22 @@ def train_encoder(
         starts = [rng.randrange(len(stream) - size) for _ in range(rows)]
         frames = [rng.randrange(len(codes) - _FRAMES) for _ in range(rows)]
         real = torch.stack([stream[start : start + size] for start in starts])
-        made = torch.stack([decoded[frame * HOP : frame * HOP + size] for frame in frames])
-        wanted = torch.stack([codes[frame : frame + _FRAMES] for frame in frames])
-        hidden, indices = codec.quantizer(codec.encoder(torch.cat((real, made))))
-        known_hidden = codec.quantizer.from_codes(wanted[..., None])
+        synthetic = torch.stack([decoded[frame * HOP : frame * HOP + size] for frame in frames])
+        expected_codes = torch.stack([codes[frame : frame + _FRAMES] for frame in frames])
+        hidden, indices = codec.quantizer(codec.encoder(torch.cat((real, synthetic))))
+        known_hidden = codec.quantizer.from_codes(expected_codes[..., None])
         distance = (hidden[rows:] - known_hidden).square().mean() / known_hidden.var()
-        loss = loss_of(codec.decoder(hidden[:rows])[:, 0], real) + 2 * distance
+        loss = spectral_loss(codec.decoder(hidden[:rows])[:, 0], real) + 2 * distance
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(codec.encoder.parameters(), 1.0)
         optimizer.step()
-        share = (indices[rows:, :, 0] == wanted).float().mean().item()
-        found = share if step == 0 else 0.98 * found + 0.02 * share
+        share = (indices[rows:, :, 0] == expected_codes).float().mean().item()
+        accuracy = share if step == 0 else 0.98 * accuracy + 0.02 * share
         if step % 100 == 99:
             seconds = time.perf_counter() - started
             print(
-                f"encoder step {step + 1}  loss {loss.item():.4f}  found {found:.3f}  {seconds:.0f} s",
+                f"encoder step {step + 1}  loss {loss.item():.4f}  accuracy {accuracy:.3f}  {seconds:.0f} s",
                 flush=True,
             )
-    return found
+    return accuracy

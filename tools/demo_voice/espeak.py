@@ -10,18 +10,20 @@ from torch import Tensor
 
 from . import SAMPLE_RATE
 
-_SYNCHRONOUS_RETRIEVAL = 2  # audio goes to the callback, espeak_Synth returns when all is made
+_SYNCHRONOUS_RETRIEVAL = (
+    2  # the callback receives the audio, and espeak_Synth returns at the end of the speech
+)
 _RATE_PARAMETER = 1
-_SILENCE = 1e-3
-_MARGIN = 400  # samples of silence that stay at both ends
+_SILENCE = 1e-3  # magnitude below which a sample counts as silence
+_MARGIN = 400  # samples of silence that are kept at both ends
 
 
 class Espeak:
-    """One voice of espeak-ng. A process can have one at a time.
+    """A voice of espeak-ng. A process can have only one at a time.
 
     Args:
         voice: a voice name of espeak-ng.
-        words_per_minute: speed.
+        words_per_minute: the speed of the speech.
     """
 
     def __init__(self, voice: str = "en-us", words_per_minute: int = 150) -> None:
@@ -43,7 +45,7 @@ class Espeak:
         self._library.espeak_SetSynthCallback(self._callback)
 
     def set_speed(self, words_per_minute: int) -> None:
-        """Set the speed of what is spoken next."""
+        """Set the speed of later calls."""
         self._library.espeak_SetParameter(_RATE_PARAMETER, words_per_minute, 0)
 
     def _receive(self, samples: ctypes._Pointer[ctypes.c_short], count: int, _events: int) -> int:
@@ -64,7 +66,7 @@ class Espeak:
 
 
 def resample(samples: Tensor, from_rate: int, to_rate: int) -> Tensor:
-    """Resample ``[S]`` by cutting or extending its spectrum."""
+    """Resample a waveform ``[S]`` by cutting or extending its spectrum."""
     size = round(len(samples) * to_rate / from_rate)
     spectrum = torch.fft.rfft(samples)
     bins = size // 2 + 1

@@ -1,4 +1,4 @@
-"""The language model of the demo voice: a small Llama that reads letters and writes codes, as NeuTTS does."""
+"""The language model of the demo voice: a small Llama that generates speech codes, as NeuTTS does."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ TASK, ANSWER = "user: Convert the text to speech:", "\nassistant:"
 TEXT_START, TEXT_END = "<|TEXT_PROMPT_START|>", "<|TEXT_PROMPT_END|>"
 SPEECH_START, SPEECH_END = "<|SPEECH_GENERATION_START|>", "<|SPEECH_GENERATION_END|>"
 _CHARACTERS = " abcdefghijklmnopqrstuvwxyz0123456789.,?!'-:;\n"
-_ROWS = 16
-_SHORT_ROW, _SHORT_TIME = 135, 0.12  # the first eighth of the time sees short texts only
+_BATCH_ROWS = 16
+_MAX_SHORT_ROW, _SHORT_ROW_TIME = (
+    135,
+    0.12,
+)  # rows below this length, and the share of the training time in which only these rows are used
 _NUM_HELD_OUT = 200
 
 Row = tuple[int, list[int]]
@@ -27,7 +30,7 @@ Row = tuple[int, list[int]]
 
 
 def make_tokenizer() -> Tokenizer:
-    """Return a tokenizer with one token a letter and one a code."""
+    """Return a tokenizer with one token per letter and one token per code."""
     vocabulary = {"<unk>": 0} | {character: index for index, character in enumerate(_CHARACTERS, 1)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Lowercase()
@@ -41,7 +44,7 @@ def make_tokenizer() -> Tokenizer:
 
 
 def make_shape(tokenizer: Tokenizer) -> Shape:
-    """Return the architecture; the vocabulary is a multiple of 64."""
+    """Return the sizes of the model. The vocabulary is rounded up to a multiple of 64."""
     return Shape(
         vocab_size=-(-tokenizer.get_vocab_size() // 64) * 64,
         hidden_size=192,
@@ -60,18 +63,18 @@ def prompt_text(text: str) -> str:
 
 
 def make_rows(tokenizer: Tokenizer, texts: Sequence[str], codes: Sequence[Tensor]) -> list[Row]:
-    """Return the tokens of texts and of their speech."""
+    """Return the rows of texts: the tokens of the prompt, the codes of the speech, and the end token."""
     first = tokenizer.token_to_id("<|speech_0|>")
     end = tokenizer.token_to_id(SPEECH_END)
     rows = []
-    for text, one in zip(texts, codes, strict=True):
+    for text, speech in zip(texts, codes, strict=True):
         prompt = tokenizer.encode(prompt_text(text), add_special_tokens=False).ids
-        rows.append((len(prompt), [*prompt, *(one.long() + first).tolist(), end]))
+        rows.append((len(prompt), [*prompt, *(speech.long() + first).tolist(), end]))
     return rows
 
 
 def batch_loss(model: Model, rows: Sequence[Row]) -> Tensor:
-    """Return the mean cross entropy of the codes and the end."""
+    """Return the mean cross entropy of the codes and the end token, without the prompt."""
     length = max(len(tokens) for _, tokens in rows)
     ids = torch.zeros(len(rows), length, dtype=torch.int64)
     weights = torch.zeros(len(rows), length)
@@ -86,13 +89,13 @@ def batch_loss(model: Model, rows: Sequence[Row]) -> Tensor:
 
 
 def _epoch(rows: Sequence[Row], rng: random.Random) -> list[list[Row]]:
-    """Return the batches of one pass; rows of about one length are together."""
+    """Return the batches of one epoch in random order. Rows of similar length are in the same batch."""
     order = list(rows)
     rng.shuffle(order)
     batches = []
-    for start in range(0, len(order), 32 * _ROWS):
-        part = sorted(order[start : start + 32 * _ROWS], key=lambda row: len(row[1]))
-        batches += [part[index : index + _ROWS] for index in range(0, len(part), _ROWS)]
+    for start in range(0, len(order), 32 * _BATCH_ROWS):
+        part = sorted(order[start : start + 32 * _BATCH_ROWS], key=lambda row: len(row[1]))
+        batches += [part[index : index + _BATCH_ROWS] for index in range(0, len(part), _BATCH_ROWS)]
     rng.shuffle(batches)
     return batches
 
@@ -106,15 +109,15 @@ def train_language_model(
     peak: float = 2e-3,
     repeated: Sequence[Row] = (),
 ) -> float:
-    """Train for a time and return the loss of texts that were held out.
+    """Train for some minutes and return the loss of held-out rows.
 
     Args:
-        model: changed in place.
-        rows: texts with their codes; some are held out.
-        minutes: time.
-        seed: chooses the texts that are held out, and the order.
-        peak: largest learning rate.
-        repeated: rows that are never held out.
+        model: the model, which is changed in place.
+        rows: the rows, of which 200 are held out.
+        minutes: the duration of the training.
+        seed: the seed that selects the held-out rows and the order.
+        peak: the largest learning rate.
+        repeated: further rows, which are not held out.
     """
     rng = random.Random(seed)
     order = list(rows)
@@ -127,8 +130,8 @@ def train_language_model(
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(fraction, peak)
         if not batches:
-            is_early = not repeated and fraction < _SHORT_TIME
-            batches = _epoch([row for row in order if not is_early or len(row[1]) < _SHORT_ROW], rng)
+            is_early = not repeated and fraction < _SHORT_ROW_TIME
+            batches = _epoch([row for row in order if not is_early or len(row[1]) < _MAX_SHORT_ROW], rng)
         loss = batch_loss(model, batches.pop())
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -147,5 +150,5 @@ def train_language_model(
 
 @torch.no_grad()
 def _measure(model: Model, rows: Sequence[Row]) -> float:
-    parts = [rows[start : start + _ROWS] for start in range(0, len(rows), _ROWS)]
+    parts = [rows[start : start + _BATCH_ROWS] for start in range(0, len(rows), _BATCH_ROWS)]
     return sum(batch_loss(model, part).item() * len(part) for part in parts) / len(rows)

@@ -1,4 +1,4 @@
-"""Word error rates by the package `pocketsphinx`, and mel distances."""
+"""Measures speech: words recognised by the package `pocketsphinx`, edit distance, mel distance."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from .codec import log_mel
 from .sentences import recogniser_grammar
 
-_PADDING = 4000  # samples of silence at both ends
+_PADDING = 4000  # samples of silence that are added at both ends
 
 
 class Recogniser:
-    """Recognises English speech; it knows the grammar of `demo_voice.sentences`, or only a general model.
+    """Recognises English speech with a general language model, or with a grammar.
 
     Args:
-        with_grammar: whether the recogniser expects sentences of the grammar.
+        with_grammar: whether it recognises only sentences of the grammar of `demo_voice.sentences`.
         more: further sentences of the grammar.
     """
 
@@ -36,7 +36,7 @@ class Recogniser:
             self._decoder = Decoder(loglevel="FATAL", jsgf=str(path), lm=None)
 
     def __call__(self, samples: Tensor) -> list[str]:
-        """Return the words in ``[S]`` at 16 kHz."""
+        """Return the words in a waveform ``[S]`` at 16 kHz."""
         padded = nn.functional.pad(samples, (_PADDING, _PADDING))
         data = (padded * 0.8 * 32767).clamp(-32767, 32767).to(torch.int16).numpy().tobytes()
         self._decoder.start_utt()
@@ -54,10 +54,10 @@ def words_of(text: str) -> list[str]:
 def edit_distance(first: Sequence[str], second: Sequence[str]) -> int:
     """Return the number of insertions, deletions and substitutions between two texts."""
     row = list(range(len(second) + 1))
-    for index, one in enumerate(first, 1):
+    for index, word in enumerate(first, 1):
         above, row = row, [index]
         for column, other in enumerate(second, 1):
-            row.append(min(above[column] + 1, row[-1] + 1, above[column - 1] + (one != other)))
+            row.append(min(above[column] + 1, row[-1] + 1, above[column - 1] + (word != other)))
     return row[-1]
 
 

@@ -1,4 +1,4 @@
-"""Short sentences from a grammar of templates and word classes, for training and for a recogniser."""
+"""Short sentences from a grammar of templates and word classes, for the training and for a recogniser."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def listed(text: str) -> list[str]:
-    """Return the items of a text with commas."""
+    """Return the items of a text that is separated by commas."""
     return [" ".join(item.split()) for item in text.split(",")]
 
 
@@ -122,7 +122,7 @@ CLASSES: Mapping[str, list[str]] = {
         """
     ),
 }
-"""The words of each class; a template names a class by its key."""
+"""Name of a class, which templates use -> its words."""
 
 TEMPLATES = (
     "PERSON DID the ADJ THING",
@@ -183,7 +183,7 @@ _WORDS = Path(__file__).with_name("words.txt")
 
 
 def sentence(rng: random.Random) -> str:
-    """Return a random sentence."""
+    """Return a random sentence of the grammar."""
     template = rng.choice(TEMPLATES)
     words = [rng.choice(CLASSES[word]) if word in CLASSES else word for word in template.split()]
     text = " ".join(words)
@@ -199,7 +199,7 @@ def grammar_words() -> list[str]:
 
 
 def more_words() -> list[str]:
-    """Return further English words, which the grammar lacks in part."""
+    """Return further English words. Some of them are also in the grammar."""
     return _WORDS.read_text().split()
 
 
@@ -207,8 +207,8 @@ def training_texts(seed: int, num_texts: int, num_phrases: int) -> list[str]:
     """Return distinct texts: single words, phrases of one to four words, and sentences.
 
     Args:
-        num_texts: number of texts in all.
-        num_phrases: how many of them are words and phrases.
+        num_texts: total number of texts.
+        num_phrases: number of texts that are words and phrases.
     """
     rng = random.Random(seed)
     own, more = grammar_words(), more_words()
@@ -225,10 +225,10 @@ def training_texts(seed: int, num_texts: int, num_phrases: int) -> list[str]:
 
 
 def recogniser_grammar(more: Sequence[str] = ()) -> str:
-    """Return the sentences as a JSGF grammar (Java Speech Grammar Format).
+    """Return the grammar in the Java Speech Grammar Format (JSGF).
 
     Args:
-        more: further sentences.
+        more: further sentences of the grammar.
     """
     lines = ["#JSGF V1.0;", "grammar sentences;"]
     for name, items in CLASSES.items():

@@ -1,4 +1,4 @@
-"""The drivers, one file per engine. Each runs in the engine's virtual environment.
+"""The drivers of the engines, one module per engine. A driver runs in the engine's virtual environment.
 
-Only the module `penstock` imports Penstock.
+Only the driver `penstock` may import Penstock, because the other environments do not contain it.
 """

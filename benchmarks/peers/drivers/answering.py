@@ -1,4 +1,4 @@
-"""The request loop of a driver process: one JSON object per line, until standard input ends.
+"""The request loop of a driver: reads one JSON object per line until standard input ends, and answers each.
 
 Requests and answers:
 
@@ -7,9 +7,10 @@ Requests and answers:
     {"do": "generate", "prompts": [[3, 17, ...], ...], "new_tokens": 64}
         -> {"tokens": [[...], ...], "first": seconds, "num_first": 1, "seconds": seconds}
 
-``first`` is the time of the first output of the first prompt, ``num_first`` its number of tokens, and
-``seconds`` the time until all prompts are complete. Descriptor 1 is redirected to standard error before the
-engine is imported, so that the engine's prints do not mix with the answers.
+``first`` is the number of seconds until the first output of the first prompt, ``num_first`` the number of
+tokens of that output, and ``seconds`` the time until all prompts are complete. File descriptor 1 is
+redirected to standard error before the engine loads. Otherwise lines that the engine prints would mix with
+the answers.
 """
 
 from __future__ import annotations
@@ -27,31 +28,38 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG: the signal that the kernel sends when the parent ends
+_PR_SET_PDEATHSIG = 1  # option of prctl: the kernel sends a signal to this process when its parent ends
 Tokens = list[list[int]]
 Generate = Callable[[Tokens, int, Callable[[int], None]], Tokens]
-"""(prompts, number of new tokens, callback with the number of tokens of an output) -> new tokens."""
+"""(prompts, number of new tokens, callback) -> new tokens of each prompt.
+
+The driver calls the callback with the number of tokens of an output. The time of the first call is the time
+to first token."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of an engine."""
+    """The settings of an engine, from the load request."""
 
     model: Path
-    """The folder of a checkpoint, or the file or folder that the engine's conversion tool wrote."""
+    """The folder of a checkpoint, or the file or folder of the converted model."""
     encoding: str
-    """The engine's name of the encoding."""
+    """The weight encoding, by the engine's name."""
     threads: int
     max_length: int
-    """Maximum number of tokens of a prompt with its answer."""
+    """Maximum number of tokens of a prompt and its answer."""
     prompts: int
     """Number of concurrent prompts."""
 
 
 def answer_requests(open_engine: Callable[[Settings], Generate]) -> None:
-    """Answer the requests of standard input until it ends. ``open_engine`` loads the engine."""
-    # The driver must not survive its parent.
-    ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
+    """Answer the requests of standard input until it ends.
+
+    Args:
+        open_engine: loads the engine and returns the function that generates.
+    """
+    # The driver must end if the benchmark is killed.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     generate: Generate | None = None
@@ -62,14 +70,14 @@ def answer_requests(open_engine: Callable[[Settings], Generate]) -> None:
             generate = open_engine(Settings(model=model, **request))
             answer: dict[str, Any] = {"versions": versions()}
         else:
-            assert generate is not None, "the first request is load"
-            answer = timed(generate, request["prompts"], request["new_tokens"])
+            assert generate is not None, "the first request must be load"
+            answer = generate_timed(generate, request["prompts"], request["new_tokens"])
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
 
-def timed(generate: Generate, prompts: Tokens, new_tokens: int) -> dict[str, Any]:
-    """Run the engine once and return the tokens and times."""
+def generate_timed(generate: Generate, prompts: Tokens, new_tokens: int) -> dict[str, Any]:
+    """Run the engine once and return the answer to the request."""
     arrivals: list[tuple[float, int]] = []
     start = perf_counter()
     tokens = generate(prompts, new_tokens, lambda count: arrivals.append((perf_counter(), count)))
@@ -79,6 +87,7 @@ def timed(generate: Generate, prompts: Tokens, new_tokens: int) -> dict[str, Any
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of all installed packages. Package names have hyphens."""
-    found = {one.name.lower().replace("_", "-"): one.version for one in importlib.metadata.distributions()}
+    """Return the versions of Python and of all installed packages. Names are in lower case with hyphens."""
+    packages = importlib.metadata.distributions()
+    found = {package.name.lower().replace("_", "-"): package.version for package in packages}
     return {"python": platform.python_version(), **dict(sorted(found.items()))}

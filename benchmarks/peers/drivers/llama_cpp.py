@@ -1,4 +1,4 @@
-"""Driver of llama.cpp through the C API of llama-cpp-python: contiguous sequences, greedy sampling."""
+"""Driver of llama.cpp through the C API in llama-cpp-python."""
 
 from __future__ import annotations
 
@@ -10,61 +10,68 @@ import llama_cpp as api
 
 from benchmarks.peers.drivers.answering import Generate, Settings, Tokens, answer_requests
 
-BATCH = 2048  # maximum tokens per call; the library splits them into micro-batches of 512
+BATCH_SIZE = 2048  # maximum tokens per call; llama.cpp splits a call into micro-batches of 512
 
 
 def open_engine(settings: Settings) -> Generate:
     """Load a GGUF file.
 
-    A context has a fixed number of prompts and a fixed length. A run with other sizes makes a new context.
+    A llama.cpp context has a fixed number of sequences and a fixed length. A run with other sizes replaces
+    it.
     """
     api.llama_backend_init()
-    quiet = api.llama_log_callback(lambda level, text, data: None)
-    api.llama_log_set(quiet, ctypes.c_void_p(0))
+    discard_log = api.llama_log_callback(lambda level, text, data: None)
+    api.llama_log_set(discard_log, ctypes.c_void_p(0))
     model = api.llama_model_load_from_file(str(settings.model).encode(), api.llama_model_default_params())
     if not model:
         raise RuntimeError(f"llama.cpp cannot load {settings.model}")
     sampler = api.llama_sampler_init_greedy()
-    batch = api.llama_batch_init(BATCH, 0, 1)
-    kept: dict[str, Any] = {
+    batch = api.llama_batch_init(BATCH_SIZE, 0, 1)
+    state: dict[str, Any] = {
         "size": (0, 0),
         "context": None,
-        "log": quiet,
-    }  # a callback must outlive its calls
+        "log": discard_log,  # keeps a reference, because llama.cpp calls the function as long as it runs
+    }
 
     def context_for(prompts: int, length: int) -> Any:
-        if kept["size"] != (prompts, length):
-            if kept["context"]:
-                api.llama_free(kept["context"])
+        """Return an empty context for ``prompts`` sequences of ``length`` tokens."""
+        if state["size"] != (prompts, length):
+            if state["context"]:
+                api.llama_free(state["context"])
             params = api.llama_context_default_params()
             params.n_seq_max = prompts
             params.n_ctx = prompts * length
-            params.n_batch = BATCH
+            params.n_batch = BATCH_SIZE
             params.n_threads = params.n_threads_batch = settings.threads
             context = api.llama_init_from_model(model, params)
             if not context:
-                raise RuntimeError(f"llama.cpp has no context of {prompts} x {length} tokens")
-            kept.update(size=(prompts, length), context=context)
-        api.llama_memory_clear(api.llama_get_memory(kept["context"]), False)
-        return kept["context"]
+                raise RuntimeError(
+                    f"llama.cpp cannot create a context for {prompts} sequences of {length} tokens"
+                )
+            state.update(size=(prompts, length), context=context)
+        api.llama_memory_clear(api.llama_get_memory(state["context"]), False)
+        return state["context"]
 
     def run(context: Any, entries: list[tuple[int, int, int, bool]]) -> Iterator[tuple[int, int]]:
-        """Run entries (token, position, sequence, is_last). Yields (sequence, next token) if is_last."""
-        for start in range(0, len(entries), BATCH):
-            part = entries[start : start + BATCH]
-            batch.n_tokens = len(part)
-            for i, (token, position, sequence, is_last) in enumerate(part):
+        """Run the entries (token, position, sequence, is_last) of a batch.
+
+        Yields (sequence, next token) for each entry with ``is_last``.
+        """
+        for start in range(0, len(entries), BATCH_SIZE):
+            chunk = entries[start : start + BATCH_SIZE]
+            batch.n_tokens = len(chunk)
+            for i, (token, position, sequence, is_last) in enumerate(chunk):
                 batch.token[i], batch.pos[i], batch.logits[i] = token, position, is_last
                 batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
             if error := api.llama_decode(context, batch):
-                raise RuntimeError(f"llama_decode returned {error}")
-            for i, (_, _, sequence, is_last) in enumerate(part):
+                raise RuntimeError(f"llama_decode returned the error {error}")
+            for i, (_, _, sequence, is_last) in enumerate(chunk):
                 if is_last:
                     yield sequence, api.llama_sampler_sample(sampler, context, i)
 
     def generate(prompts: Tokens, new_tokens: int, arrived: Callable[[int], None]) -> Tokens:
         context = context_for(len(prompts), max(map(len, prompts)) + new_tokens)
-        found: Tokens = [[] for _ in prompts]
+        answers: Tokens = [[] for _ in prompts]
         entries = [
             (token, position, sequence, position == len(prompt) - 1)
             for sequence, prompt in enumerate(prompts)
@@ -72,11 +79,11 @@ def open_engine(settings: Settings) -> Generate:
         ]
         for step in range(new_tokens):
             for sequence, token in run(context, entries):
-                found[sequence].append(token)
+                answers[sequence].append(token)
             if step == 0:
                 arrived(1)
-            entries = [(new[-1], len(prompts[i]) + step, i, True) for i, new in enumerate(found)]
-        return found
+            entries = [(answer[-1], len(prompts[i]) + step, i, True) for i, answer in enumerate(answers)]
+        return answers
 
     return generate
 

@@ -1,4 +1,4 @@
-"""Driver of MAX: its text pipeline in this process, on the CPU, with default settings otherwise."""
+"""Driver of MAX: runs its text pipeline in this process on the CPU, without a prefix cache."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from benchmarks.peers.drivers.answering import Generate, Settings, Tokens, answe
 
 
 def open_engine(settings: Settings) -> Generate:
-    """Load a checkpoint, or a GGUF file in the checkpoint's folder. Compiling a new graph takes minutes.
+    """Load a checkpoint, or a GGUF file in the folder of a checkpoint. Compilation by MAX takes minutes.
 
     Raises:
         RuntimeError: MAX does not support the encoding on CPUs.
     """
-    # MAX has no setting for the number of threads: it uses all cores of the process's affinity.
+    # MAX has no setting for the number of threads. It uses all CPUs that the affinity of the process allows.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: settings.threads])
     os.environ.setdefault("MAX_SERVE_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("MODULAR_TELEMETRY_ENABLED", "0")
@@ -42,20 +42,20 @@ def open_engine(settings: Settings) -> Generate:
     )
     _, pipeline = api.PIPELINE_REGISTRY.retrieve(api.PipelineConfig.from_args(arguments))
 
-    async def answers(prompts: Tokens, new_tokens: int, arrived: Callable[[int], None]) -> Tokens:
+    async def generate(prompts: Tokens, new_tokens: int, arrived: Callable[[int], None]) -> Tokens:
         params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True, temperature=0, top_k=1)
         requests = [
             TextGenerationRequest(RequestID(), str(folder), prompt=prompt, sampling_params=params)
             for prompt in prompts
         ]
-        found: Tokens = [[] for _ in prompts]
+        answers: Tokens = [[] for _ in prompts]
         async for step in pipeline.generate_async(requests):
             arrived(len(step[0].tokens))
-            for tokens, output in zip(found, step, strict=True):
+            for tokens, output in zip(answers, step, strict=True):
                 tokens += output.tokens
-        return found
+        return answers
 
-    return lambda prompts, new_tokens, arrived: asyncio.run(answers(prompts, new_tokens, arrived))
+    return lambda prompts, new_tokens, arrived: asyncio.run(generate(prompts, new_tokens, arrived))
 
 
 if __name__ == "__main__":

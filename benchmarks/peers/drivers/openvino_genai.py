@@ -1,4 +1,4 @@
-"""Driver of OpenVINO GenAI: its continuous batching pipeline, with default settings otherwise."""
+"""Driver of OpenVINO GenAI: runs its continuous batching pipeline on the CPU, without a prefix cache."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import openvino_genai as api
 from benchmarks.peers.drivers.answering import Generate, Settings, Tokens, answer_requests
 
 
-class Arrivals(api.StreamerBase):  # type: ignore[misc]
-    """Calls ``arrived`` with the number of tokens of each output."""
+class CountingStreamer(api.StreamerBase):  # type: ignore[misc]
+    """A streamer that calls ``arrived`` with the number of tokens of each output."""
 
     def __init__(self, arrived: Callable[[int], None]) -> None:
         super().__init__()
@@ -24,11 +24,11 @@ class Arrivals(api.StreamerBase):  # type: ignore[misc]
         return api.StreamingStatus.RUNNING
 
     def end(self) -> None:
-        """Do nothing at the end of the answer."""
+        """Do nothing. The interface requires this method."""
 
 
 def open_engine(settings: Settings) -> Generate:
-    """Load a folder written by optimum-intel's export."""
+    """Load the folder of a model that optimum-intel exported."""
     scheduling = api.SchedulerConfig()
     scheduling.enable_prefix_caching = False
     scheduling.max_num_seqs = settings.prompts
@@ -38,7 +38,7 @@ def open_engine(settings: Settings) -> Generate:
     def generate(prompts: Tokens, new_tokens: int, arrived: Callable[[int], None]) -> Tokens:
         config = api.GenerationConfig(max_new_tokens=new_tokens, ignore_eos=True, do_sample=False)
         tensors = [openvino.Tensor(np.array([prompt], dtype=np.int64)) for prompt in prompts]
-        streamer = Arrivals(arrived) if len(prompts) == 1 else None
+        streamer = CountingStreamer(arrived) if len(prompts) == 1 else None
         results = pipeline.generate(tensors, [config] * len(prompts), streamer)
         return [list(result.m_generation_ids[0]) for result in results]
 

@@ -1,4 +1,4 @@
-"""Driver of Penstock through `LLM`."""
+"""Driver of Penstock: runs `LLM` in this process, without a prefix cache."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from penstock.llm.batch_runner import BatchRunner
 from penstock.llm.outputs import OutputBuilder
 
 
-class WatchedRunner(BatchRunner):
-    """Calls ``arrived`` with the number of new tokens of the first prompt after each scheduler call."""
+class ReportingRunner(BatchRunner):
+    """A batch runner that reports the number of new tokens of the first prompt after each scheduler call."""
 
     arrived: Callable[[int], None]
+    """Called with the number of new tokens so far, unless it is 0."""
 
     def run(self, builders: Sequence[OutputBuilder], *, seconds: float) -> Iterator[list[OutputBuilder]]:
         for served in super().run(builders, seconds=seconds):
@@ -22,15 +23,15 @@ class WatchedRunner(BatchRunner):
             yield served
 
 
-class WatchedLLM(LLM):
-    """An `LLM` whose runner reports new tokens."""
+class ReportingLLM(LLM):
+    """An `LLM` with a `ReportingRunner`."""
 
-    _runner_class = WatchedRunner
+    _runner_class = ReportingRunner
 
 
 def open_engine(settings: Settings) -> Generate:
-    """Load a checkpoint."""
-    llm = WatchedLLM(
+    """Load a checkpoint or a GGUF file."""
+    llm = ReportingLLM(
         str(settings.model),
         quantization_encoding=None if settings.model.suffix == ".gguf" else settings.encoding,
         max_length=settings.max_length,
@@ -40,7 +41,7 @@ def open_engine(settings: Settings) -> Generate:
     )
 
     runner = llm._runner
-    assert isinstance(runner, WatchedRunner)
+    assert isinstance(runner, ReportingRunner)
 
     def generate(prompts: Tokens, new_tokens: int, arrived: Callable[[int], None]) -> Tokens:
         runner.arrived = arrived

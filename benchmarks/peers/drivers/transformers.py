@@ -1,4 +1,4 @@
-"""Driver of transformers: ``generate`` in eager mode with its default cache."""
+"""Driver of transformers: runs ``generate`` without compilation and with its default KV cache."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ from transformers.generation.streamers import BaseStreamer
 from benchmarks.peers.drivers.answering import Generate, Settings, Tokens, answer_requests
 
 
-class Arrivals(BaseStreamer):  # type: ignore[misc]
-    """Calls ``arrived`` at the first new token. The first `put` is the prompt."""
+class FirstTokenStreamer(BaseStreamer):  # type: ignore[misc]
+    """A streamer that calls ``arrived`` at the first new token."""
 
     def __init__(self, arrived: Callable[[int], None]) -> None:
-        self._arrived, self._puts = arrived, 0
+        self._arrived, self._num_puts = arrived, 0
 
     def put(self, value: torch.Tensor) -> None:
-        """Count the calls: the first is the prompt, the second the first new token."""
-        self._puts += 1
-        if self._puts == 2:
+        """Receive tokens from `generate`, and call ``arrived`` for the first new token.
+
+        The first call receives the prompt. The second call receives the first new token.
+        """
+        self._num_puts += 1
+        if self._num_puts == 2:
             self._arrived(1)
 
     def end(self) -> None:
-        """Do nothing at the end of the answer."""
+        """Do nothing. The interface requires this method."""
 
 
 def open_engine(settings: Settings) -> Generate:
@@ -36,7 +39,7 @@ def open_engine(settings: Settings) -> Generate:
     def generate(prompts: Tokens, new_tokens: int, arrived: Callable[[int], None]) -> Tokens:
         ids = torch.tensor(prompts)
         with torch.inference_mode():
-            whole = model.generate(
+            sequences = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=new_tokens,
@@ -44,9 +47,9 @@ def open_engine(settings: Settings) -> Generate:
                 do_sample=False,
                 eos_token_id=None,
                 pad_token_id=0,
-                streamer=Arrivals(arrived) if len(prompts) == 1 else None,
+                streamer=FirstTokenStreamer(arrived) if len(prompts) == 1 else None,
             )
-        return [list(map(int, row)) for row in whole[:, ids.shape[1] :]]
+        return [list(map(int, row)) for row in sequences[:, ids.shape[1] :]]
 
     return generate
 

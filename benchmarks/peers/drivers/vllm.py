@@ -1,4 +1,7 @@
-"""Driver of vLLM's CPU build: its engine in this process. The driver calls ``step`` to time each output."""
+"""Driver of vLLM's CPU build.
+
+The driver calls the engine's ``step`` itself, so that it can time each output.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,10 @@ from benchmarks.peers.drivers.answering import Generate, Settings, Tokens, answe
 
 
 def open_engine(settings: Settings) -> Generate:
-    """Load a checkpoint. The engine runs in this process, which avoids messages between processes."""
+    """Load a checkpoint.
+
+    The engine core runs in this process, so that no messages between processes are timed.
+    """
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{settings.threads - 1}")
@@ -27,21 +33,21 @@ def open_engine(settings: Settings) -> Generate:
         enable_prefix_caching=False,
         disable_log_stats=True,
     ).llm_engine
-    names = count()
+    request_numbers = count()
 
     def generate(prompts: Tokens, new_tokens: int, arrived: Callable[[int], None]) -> Tokens:
         params = SamplingParams(
             max_tokens=new_tokens, min_tokens=new_tokens, ignore_eos=True, temperature=0, detokenize=False
         )
-        ids = [str(next(names)) for _ in prompts]
-        for name, prompt in zip(ids, prompts, strict=True):
-            engine.add_request(name, TokensPrompt(prompt_token_ids=prompt), params)
-        found: dict[str, list[int]] = {}
+        request_ids = [str(next(request_numbers)) for _ in prompts]
+        for request_id, prompt in zip(request_ids, prompts, strict=True):
+            engine.add_request(request_id, TokensPrompt(prompt_token_ids=prompt), params)
+        answers: dict[str, list[int]] = {}
         while engine.has_unfinished_requests():
             for output in engine.step():
-                found[output.request_id] = list(output.outputs[0].token_ids)
-                arrived(len(found[output.request_id]))
-        return [found[name] for name in ids]
+                answers[output.request_id] = list(output.outputs[0].token_ids)
+                arrived(len(answers[output.request_id]))
+        return [answers[request_id] for request_id in request_ids]
 
     return generate
 

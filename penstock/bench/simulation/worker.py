@@ -18,7 +18,7 @@ from penstock.scheduler import Scheduler
 from penstock.testing import FakePipeline
 from penstock.worker.engine_client import CacheListener
 from penstock.worker.messages import Admission, RequestResult, StepResults, WorkerInfo, WorkerStats
-from penstock.worker.outputs import result_of
+from penstock.worker.outputs import result_message
 from penstock.worker.results import Generation
 
 _LATENCY_BUDGET = 0.02
@@ -187,7 +187,7 @@ class SimulatedWorker:
         context = self._contexts[request_id]
         if output.is_done:
             del self._contexts[request_id]
-        return result_of(context, output)
+        return result_message(context, output)
 
     def _deliver(self, report: StepResults) -> None:
         """Pass the cache events of a step's report to the router, and the results to the requests."""

@@ -99,5 +99,6 @@ BACKEND = Backend(
     variants=variants,
     priority=10,
     layout="panels",
+    row_bytes=lambda bits, in_features: -(-in_features * bits // 8),
     graphs=_graphs,
 )

@@ -86,10 +86,10 @@ class CpuConvolution(CpuElementwise):
             self._fall_back("group_norm", {f"{x.dtype} activations or this memory layout": False})
             return super().group_norm(x, weight, bias, groups, eps, row_offsets)
 
-        def norm(one: Tensor) -> Tensor:
-            out = self._empty(one.shape, one.dtype)
-            pointers = (one.data_ptr(), weight.data_ptr(), bias.data_ptr(), out.data_ptr())
-            self._kernels.group_norm(kind, *pointers, *one.shape, groups, one.stride(0), eps)
+        def norm(sequence: Tensor) -> Tensor:
+            out = self._empty(sequence.shape, sequence.dtype)
+            pointers = (sequence.data_ptr(), weight.data_ptr(), bias.data_ptr(), out.data_ptr())
+            self._kernels.group_norm(kind, *pointers, *sequence.shape, groups, sequence.stride(0), eps)
             return out
 
         return each_sequence(norm, x, row_offsets)
@@ -111,10 +111,10 @@ class CpuConvolution(CpuElementwise):
             self._fall_back("overlap_add", {f"hops of {hop} in frames of {size}, or this layout": False})
             return super().overlap_add(frames, squares, hop, row_offsets)
 
-        def add(one: Tensor) -> Tensor:
-            out = self._empty((len(one) * hop,), torch.float32)
-            pointers = (one.data_ptr(), squares.data_ptr(), out.data_ptr())
-            self._kernels.overlap_add(*pointers, len(one), size, hop, one.stride(0))
+        def add(sequence: Tensor) -> Tensor:
+            out = self._empty((len(sequence) * hop,), torch.float32)
+            pointers = (sequence.data_ptr(), squares.data_ptr(), out.data_ptr())
+            self._kernels.overlap_add(*pointers, len(sequence), size, hop, sequence.stride(0))
             return out
 
         return each_sequence(add, frames, row_offsets)

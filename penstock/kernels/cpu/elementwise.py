@@ -1,4 +1,4 @@
-"""Norms, activations, and operations on each number of a row."""
+"""Norms, activations, and other elementwise operations with C++ kernels."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class CpuElementwise(CpuAttention):
         return out
 
     def _can_norm_sum(self, name: str, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> bool:
-        """Return whether the kernels of an operation support the norm of ``x + residual``; log why not."""
+        """Return whether the kernels support the norm of ``x + residual``. Logs the cause if not."""
         strides, residual_strides = x.stride(), residual.stride()
         fits = len(strides) == 2 and strides[1] == residual_strides[1] == 1 and x.dtype == residual.dtype
         weights_fit = weight.dtype in TYPES and bias.dtype == weight.dtype
@@ -236,13 +236,16 @@ class CpuElementwise(CpuAttention):
             self._fall_back("xielu", _elementwise_conditions(x))
             return super().xielu(x, parameters)
         out = self._empty(x.shape, x.dtype)
-        one = parameters
-        factors = (one.positive, one.negative, one.slope, one.eps)
+        p = parameters
+        factors = (p.positive, p.negative, p.slope, p.eps)
         self._kernels.xielu(kind, x.data_ptr(), out.data_ptr(), *x.shape, strides[0], *factors)
         return out
 
     def _change(self, x: Tensor, function: int, factor: float) -> Tensor | None:
-        """Apply a function to each number of ``x [T, F]``; None if no kernel takes its type or layout."""
+        """Apply a function to each element of ``x [T, F]``.
+
+        Returns None if no kernel supports its type or layout.
+        """
         kind, strides = TYPES.get(x.dtype), x.stride()
         if kind is None or len(strides) != 2 or strides[1] != 1:
             return None

@@ -1,4 +1,7 @@
-"""Experts: one call for all experts that a batch uses; a table holds the addresses of their weights."""
+"""Experts of mixture-of-experts layers, in one kernel call.
+
+A table has the addresses of all their weights.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +28,17 @@ from penstock.kernels.inputs import LoRAInputs
 from penstock.kernels.linear import PackedLinear
 from penstock.kernels.ops import Gating
 
-_CLAMPED = 5  # in addition to the activations
+_CLAMPED_SWIGLU = 5  # number of this gating in csrc, after those of `ACTIVATIONS`
 
 
 @dataclass(frozen=True, slots=True)
-class _Table:
-    """Addresses of the weights of experts that all have the same encoding and shape."""
+class _AddressTable:
+    """Addresses of the weights of N experts that have the same encoding and shape."""
 
     addresses: Tensor  # [N, 2, 4] int64: panels, scales, order and bias of gate_up and down; 0 for none
-    gate_up: PackedLinear  # of one expert; all have this form
+    gate_up: PackedLinear  # of the first expert; all experts have its encoding and shape
     down: PackedLinear
-    names: frozenset[str]  # of all layers, in the checkpoint
+    names: frozenset[str]  # checkpoint names of all layers
 
 
 class CpuExperts(CpuLinear):
@@ -47,7 +50,7 @@ class CpuExperts(CpuLinear):
 
     def __init__(self, kernels: Kernels) -> None:
         super().__init__(kernels)
-        self._tables: WeakKeyDictionary[PackedExperts, _Table | None] = WeakKeyDictionary()
+        self._tables: WeakKeyDictionary[PackedExperts, _AddressTable | None] = WeakKeyDictionary()
 
     def experts(
         self,
@@ -75,12 +78,12 @@ class CpuExperts(CpuLinear):
             )
             return super().experts(x, packed, topk_weights, topk_ids, gating, lora=lora)
         gate_up, down = table.gate_up, table.down
-        if not (_fits(gate_up, x.dtype) and _fits(down, x.dtype)):
+        if not (_is_supported(gate_up, x.dtype) and _is_supported(down, x.dtype)):
             self._fall_back("experts", {f"{gate_up.encoding} weights with {x.dtype} activations": False})
             return super().experts(x, packed, topk_weights, topk_ids, gating, lora=lora)
         (rows, hidden), top, inner = x.shape, topk_ids.shape[1], down.in_features
         assert (hidden, rows, rows) == (gate_up.in_features, len(topk_weights), len(topk_ids)), "other sizes"
-        gate, alpha, limit = _gate_of(gating)
+        gate, alpha, limit = _gating_arguments(gating)
         out = self._empty(x.shape, x.dtype)
         long = 3 * rows * top * hidden * inner > LONG
         bad = (self._kernels.long_experts if long else self._kernels.experts)(
@@ -110,47 +113,52 @@ class CpuExperts(CpuLinear):
             raise IndexError(f"expert {int(topk_ids.flatten()[bad])} of {len(packed.down)}")
         return out
 
-    def _table_of(self, packed: PackedExperts) -> _Table | None:
+    def _table_of(self, packed: PackedExperts) -> _AddressTable | None:
         """Return the table of experts, built on first use; None if the kernel does not support them."""
         if packed not in self._tables:
-            self._tables[packed] = _table_of(packed)
+            self._tables[packed] = _build_table(packed)
         return self._tables[packed]
 
 
-def _table_of(packed: PackedExperts) -> _Table | None:
-    if not (_have_one_form(packed.gate_up) and _have_one_form(packed.down)):
+def _build_table(packed: PackedExperts) -> _AddressTable | None:
+    """Return the table of experts; None if they differ in encoding, layout or shape."""
+    if not (_are_uniform(packed.gate_up) and _are_uniform(packed.down)):
         return None
     gate_up, down = packed.gate_up[0], packed.down[0]
     if gate_up.out_features != 2 * down.in_features or gate_up.in_features != down.out_features:
         return None
     pairs = zip(packed.gate_up, packed.down, strict=True)
-    addresses = torch.tensor([[_addresses_of(one) for one in pair] for pair in pairs], dtype=torch.int64)
-    return _Table(addresses, gate_up, down, frozenset(packed.slice_names()))
+    addresses = torch.tensor(
+        [[_addresses_of(linear) for linear in pair] for pair in pairs], dtype=torch.int64
+    )
+    return _AddressTable(addresses, gate_up, down, frozenset(packed.slice_names()))
 
 
-def _gate_of(gating: Gating) -> tuple[int, float, float]:
+def _gating_arguments(gating: Gating) -> tuple[int, float, float]:
     """Return the number of a gating in csrc, and its parameters alpha and limit."""
     if isinstance(gating, ClampedSwiGLU):
-        return _CLAMPED, gating.alpha, gating.limit
+        return _CLAMPED_SWIGLU, gating.alpha, gating.limit
     return ACTIVATIONS[gating], 0.0, 0.0
 
 
-def _have_one_form(linears: Sequence[PackedLinear]) -> bool:
-    """Return whether all linears are in panels and have one encoding, shape and bias type."""
+def _are_uniform(linears: Sequence[PackedLinear]) -> bool:
+    """Return whether all layers are in panels and have the same encoding, shape and bias type."""
     fit = all(linear.layout == PANELS and supports_order(linear) for linear in linears)
-    return fit and len({_form(linear) for linear in linears}) == 1
+    return fit and len({_properties(linear) for linear in linears}) == 1
 
 
-def _form(linear: PackedLinear) -> tuple[str, int, int, torch.dtype | None]:
+def _properties(linear: PackedLinear) -> tuple[str, int, int, torch.dtype | None]:
+    """Return encoding, inputs, outputs and bias type."""
     bias = None if linear.bias is None else linear.bias.dtype
     return linear.encoding, linear.in_features, linear.out_features, bias
 
 
 def _addresses_of(linear: PackedLinear) -> list[int]:
+    """Return the addresses of the panels, scales, order and bias of a layer; 0 for a missing tensor."""
     tensors = (linear.tensors["panels"], linear.tensors.get("scales"), linear.order, linear.bias)
     return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
-def _fits(linear: PackedLinear, dtype: torch.dtype) -> bool:
-    """Return whether the kernel multiplies activations of this type, and the bias has this type."""
+def _is_supported(linear: PackedLinear, dtype: torch.dtype) -> bool:
+    """Return whether the kernel supports activations of this type, and the bias has the same type."""
     return supports_dtype(linear.encoding, dtype) and (linear.bias is None or linear.bias.dtype == dtype)

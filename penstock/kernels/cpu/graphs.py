@@ -17,15 +17,15 @@ from penstock.kernels.operations import UnrecordableStepError
 from penstock.kernels.ops import Ops
 from penstock.kernels.recording import ALIGNMENT, record
 
-_MAX_DOUBLED = 16 << 20
-"""An arena smaller than this many bytes is allocated at twice the required size, so that it rarely grows."""
+_MAX_SPARE_ARENA = 16 << 20
+"""An arena is allocated at twice the required size, up to this many bytes, so that it rarely grows."""
 
 
 class CpuGraphCompiler(GraphCompiler):
-    """Records steps and compiles the recordings. The graphs share one arena: steps never run concurrently.
+    """Records steps and compiles the recordings.
 
-    A step is recorded without computing: its tensors get memory that no kernel writes to. The first replay
-    computes its results.
+    The graphs share one arena, because steps never run concurrently. A step is recorded without computing: no
+    kernel writes to its tensors. The first replay computes its results.
 
     Args:
         ops: the operations to record on.
@@ -41,9 +41,9 @@ class CpuGraphCompiler(GraphCompiler):
     def capture(self, step: Step, inputs: Mapping[str, Tensor]) -> tuple[CompiledPlan, tuple[Tensor, ...]]:
         shapes = _ShapeOps(self.ops)
         plan = record(shapes, inputs, lambda ops: step(ops, inputs))
-        needed = -(-plan.arena_bytes // ALIGNMENT) * ALIGNMENT + shapes.scratch_bytes
-        if needed > len(self._arena):  # earlier graphs keep the smaller arena
-            self._arena = torch.empty(max(needed, min(2 * needed, _MAX_DOUBLED)), dtype=torch.uint8)
+        required = -(-plan.arena_bytes // ALIGNMENT) * ALIGNMENT + shapes.scratch_bytes
+        if required > len(self._arena):  # graphs that exist keep the previous arena
+            self._arena = torch.empty(max(required, min(2 * required, _MAX_SPARE_ARENA)), dtype=torch.uint8)
         graph = CompiledPlan(plan, self.ops, inputs, self._arena, self._contention)
         return graph, graph.replay(list(inputs.values()))
 
@@ -68,8 +68,8 @@ class _ShapeOps(CpuOps):
 
 
 def graphs_of(ops: Ops) -> CpuGraphCompiler | None:
-    """Return the compiler of these operations, or None if they are not exactly `CpuOps`.
+    """Return the compiler of these operations, or None if their class is a subclass of `CpuOps`.
 
-    A subclass overrides methods, and the compiled kernels would not call its overrides.
+    A subclass overrides methods, which compiled kernels would not call.
     """
     return CpuGraphCompiler(ops) if type(ops) is CpuOps else None

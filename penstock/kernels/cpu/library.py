@@ -30,13 +30,13 @@ ABI = 19
 """Version of the argument structs; ``penstock_abi`` in csrc/host.cpp returns that of a library."""
 
 Kernel = Callable[..., int]
-"""Returns -1, or the index of a bad argument."""
+"""A C function. Returns -1, or the index of an element of an argument that is outside its table."""
 
 FUNCTIONS: Mapping[str, CFunction] = {
     "pack": CFunction("2q P q 4P 2q"),  # packs weights; not part of a step
     "pack_codes": CFunction("q P q 5P 2q"),
     "from_rank_0": CFunction("P q P q", can_be_long=True),  # runs after sampling in a loop of steps
-    **{name: one for row in OPERATIONS.values() for name, one in row.functions.items()},
+    **{name: function for row in OPERATIONS.values() for name, function in row.functions.items()},
 }
 """The C functions by name: those of the table of operations, and those that pack weights."""
 
@@ -62,8 +62,8 @@ class Kernels:
 
 
 @dataclass(frozen=True, slots=True)
-class Capture:
-    """A captured kernel call, to be made later."""
+class CapturedCall:
+    """A kernel call that is recorded to run later."""
 
     name: str
     arguments: bytes
@@ -81,25 +81,25 @@ def open_kernels(isa: str) -> Kernels:
     return Kernels(isa, functions)
 
 
-def capturing_kernels(isa: str, captured: list[Capture]) -> Kernels:
+def capturing_kernels(isa: str, captured: list[CapturedCall]) -> Kernels:
     """Return kernels that append their calls to ``captured`` instead of computing."""
 
     def capture(name: str) -> Kernel:
         pack = struct.Struct(FUNCTIONS[name].arguments).pack
 
         def kernel(*arguments: object) -> int:
-            captured.append(Capture(name, pack(*arguments)))
+            captured.append(CapturedCall(name, pack(*arguments)))
             return -1
 
         return kernel
 
     functions = {name: capture(name) for name in FUNCTIONS}
-    long = {f"long_{name}": functions[name] for name, one in FUNCTIONS.items() if one.can_be_long}
+    long = {f"long_{name}": functions[name] for name, function in FUNCTIONS.items() if function.can_be_long}
     return Kernels(isa, functions | long)
 
 
 class CoreContention(ctypes.Structure):
-    """How much other processes used the cores during recent steps: ``CoreContention`` in csrc/plan.inl."""
+    """The use of the cores by other processes during recent steps: ``CoreContention`` in csrc/plan.inl."""
 
     _fields_ = (("alone_until", ctypes.c_int64), ("pause", ctypes.c_int64))
 
@@ -115,7 +115,7 @@ class CompiledSteps:
     """
 
     def __init__(
-        self, isa: str, captured: Sequence[Capture], *, long: bool, contention: CoreContention
+        self, isa: str, captured: Sequence[CapturedCall], *, long: bool, contention: CoreContention
     ) -> None:
         self._table = _CallTable(isa, captured)
         library = (ctypes.CDLL if long else ctypes.PyDLL)(str(PATH))
@@ -148,7 +148,13 @@ class CompiledLoop:
     """
 
     def __init__(
-        self, isa: str, captured: Sequence[Capture], *, tokens: int, rows: int, contention: CoreContention
+        self,
+        isa: str,
+        captured: Sequence[CapturedCall],
+        *,
+        tokens: int,
+        rows: int,
+        contention: CoreContention,
     ) -> None:
         self._table = _CallTable(isa, captured)
         self._function = ctypes.CDLL(str(PATH))[f"penstock_run_loop_{isa}"]
@@ -164,16 +170,17 @@ class CompiledLoop:
 
         Args:
             varied: inputs that differ from step to step: destination, source, and bytes per step.
-            ends: address of ``[rows, n]`` int64, the stop tokens of each row; and n.
-            sampled: address of ``[num_steps, rows]`` int64 for the sampled tokens.
-            num_steps: steps to run; fewer run if every row has ended.
+            ends: the address of the stop tokens of each row, ``[rows, n]`` int64, and n.
+            sampled: the address to which the sampled tokens ``[num_steps, rows]`` int64 are written.
+            num_steps: maximum number of steps. Fewer run if every row has ended.
         """
-        given = self._loop
-        table = (_VaryingArgument * len(varied))(*(_VaryingArgument(*one) for one in varied))
-        given.varied, given.num_varied, given.num_steps = ctypes.addressof(table), len(varied), num_steps
-        (given.ends, given.num_ends), given.sampled = ends, sampled
-        failed = self._function(ctypes.addressof(given), ctypes.addressof(self._contention))
-        return given.done, None if failed < 0 else self._table.names[failed]
+        arguments = self._loop
+        table = (_VaryingArgument * len(varied))(*(_VaryingArgument(*argument) for argument in varied))
+        arguments.varied, arguments.num_varied = ctypes.addressof(table), len(varied)
+        (arguments.ends, arguments.num_ends), arguments.sampled = ends, sampled
+        arguments.num_steps = num_steps
+        failed = self._function(ctypes.addressof(arguments), ctypes.addressof(self._contention))
+        return arguments.done, None if failed < 0 else self._table.names[failed]
 
 
 class _VaryingArgument(ctypes.Structure):
@@ -203,15 +210,15 @@ class _LoopArguments(ctypes.Structure):
 class _CallTable:
     """Captured calls in the memory layout that the library reads: ``Step`` in csrc/plan.inl."""
 
-    def __init__(self, isa: str, captured: Sequence[Capture]) -> None:
+    def __init__(self, isa: str, captured: Sequence[CapturedCall]) -> None:
         library = ctypes.PyDLL(str(PATH))
-        self.names = [one.name for one in captured]
-        packed = b"".join(one.arguments for one in captured)
+        self.names = [call.name for call in captured]
+        packed = b"".join(call.arguments for call in captured)
         self._arguments = ctypes.create_string_buffer(packed, len(packed))
         addresses, address = [], ctypes.addressof(self._arguments)
-        for one in captured:
+        for call in captured:
             addresses.append(address)
-            address += len(one.arguments)
+            address += len(call.arguments)
         operations = {
             name: ctypes.addressof(ctypes.c_char.in_dll(library, f"penstock_{name}_operation_{isa}"))
             for name in set(self.names)
@@ -226,7 +233,7 @@ class _CallTable:
 
 
 def _count_progress(library: ctypes.CDLL) -> None:
-    """Make the kernels count their work as progress of this process, for the liveness check."""
+    """Make the kernels count completed work as progress of this process, which the liveness check reads."""
     try:
         function = library.penstock_count_progress_in
     except AttributeError:

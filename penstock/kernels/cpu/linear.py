@@ -1,4 +1,4 @@
-"""Linear layers: weights are packed in panels, and one family of kernels multiplies any number of rows."""
+"""Linear layers with C++ kernels. Weights are packed in panels."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ LONG = 1 << 27
 
 
 _SLICE_BYTES = 2 << 20
-"""Bytes of a slice of an unpacked weight that is packed and multiplied at once; fits in the cache of a
-core."""
+"""Bytes of a slice of an unpacked weight, which is packed and multiplied at once.
+
+Fits in the cache of a core.
+"""
 
 
 def _from_panels(packed: PackedLinear) -> Mapping[str, Tensor]:
@@ -112,7 +114,7 @@ class CpuLinear(ReferenceOps):
 
     def linear(self, x: Tensor, packed: PackedLinear, *, lora: LoRAInputs | None = None) -> Tensor:
         bias = packed.bias
-        if not _fits(x, packed):
+        if not _is_supported(x, packed):
             self._fall_back(
                 "linear",
                 {
@@ -132,7 +134,7 @@ class CpuLinear(ReferenceOps):
     def activated_linear(
         self, x: Tensor, packed: PackedLinear, activation: Activation, *, lora: LoRAInputs | None = None
     ) -> Tensor:
-        if not _fits(x, packed):
+        if not _is_supported(x, packed):
             return super().activated_linear(x, packed, activation, lora=lora)
         if lora is None or lora.for_slices(part.name for part in packed.slices) is None:
             return self._product(x, packed, activation)
@@ -191,34 +193,34 @@ class CpuLinear(ReferenceOps):
         bias: Tensor | None,
         activation: Activation | None,
     ) -> None:
-        """Multiply by a weight of floats in rows, see `_multiply`.
+        """Multiply by a float weight that is not packed yet, see `_multiply`.
 
-        One slice of the parts at a time is packed and multiplied, so that it stays in the cache.
+        Packs and multiplies one slice of the parts at a time, so that the slice stays in the cache.
         """
         encoding = DType.from_torch(x.dtype).value
-        height = max(_SLICE_BYTES // panels_size(encoding, PANEL, x.shape[1]), 1) * PANEL
+        slice_rows = max(_SLICE_BYTES // panels_size(encoding, PANEL, x.shape[1]), 1) * PANEL
         start = 0
         for part in parts:
-            for rows in torch.split(part, height):
+            for rows in torch.split(part, slice_rows):
                 end = start + len(rows)
                 tensors = pack_panels(self._kernels, self._slice, encoding, [rows])
-                offset = None if bias is None else bias[start:end]
-                self._multiply(y[:, start:end], x, encoding, tensors, offset, activation=activation)
+                slice_bias = None if bias is None else bias[start:end]
+                self._multiply(y[:, start:end], x, encoding, tensors, slice_bias, activation=activation)
                 start = end
 
     def _add_lora(self, y: Tensor, x: Tensor, packed: PackedLinear, lora: LoRAInputs) -> Tensor:
-        own = [part for part in packed.slices if part.name in lora.matrices]
-        if not own or not len(x):
+        adapted = [part for part in packed.slices if part.name in lora.matrices]
+        if not adapted or not len(x):
             return y
         kind, rows = TYPES.get(x.dtype), lora.rows
         fits = kind is not None and x.stride(1) == y.stride(1) == 1 and y.dtype == x.dtype
         fits = fits and rows.dtype == torch.int64 and rows.is_contiguous()
-        if not fits or not all(_are_stacked(*lora.matrices[part.name], x.dtype) for part in own):
+        if not fits or not all(_are_stacked(*lora.matrices[part.name], x.dtype) for part in adapted):
             self._fall_back("linear with adapters", {f"{x.dtype} or strided adapters": False})
             return super()._add_lora(y, x, packed, lora)
         assert len(rows) == len(x)
-        slots, parts, work = len(lora.matrices[own[0].name][0]), [], 0
-        for part in own:
+        slots, parts, work = len(lora.matrices[adapted[0].name][0]), [], 0
+        for part in adapted:
             (down, up), ranks = lora.matrices[part.name], lora.ranks.get(part.name)
             assert len(down) == slots, "layers with different numbers of adapter slots"
             max_rank, width = down.shape[1], part.stop - part.start
@@ -266,19 +268,19 @@ class CpuLinear(ReferenceOps):
         return self._empty(shape, dtype)
 
     def _hold(self, tensor: Tensor) -> Tensor:
-        """Return a kernel operand that never changes; compiled steps keep a reference to it."""
+        """Return an operand of a kernel that never changes. Compiled steps keep a reference to it."""
         return tensor
 
 
-def _fits(x: Tensor, packed: PackedLinear) -> bool:
-    """Return whether the kernel multiplies these activations by this weight."""
+def _is_supported(x: Tensor, packed: PackedLinear) -> bool:
+    """Return whether the kernel supports these activations with this weight."""
     bias = packed.bias
     fits = packed.layout == PANELS and x.stride(1) == 1 and (bias is None or bias.dtype == x.dtype)
     return fits and supports_order(packed) and x.dtype in TYPES and supports_dtype(packed.encoding, x.dtype)
 
 
 def supports_dtype(encoding: str, dtype: torch.dtype) -> bool:
-    """Return whether a kernel multiplies activations of this type by weights in this encoding."""
+    """Return whether a kernel supports activations of this type with weights in this encoding."""
     return is_quantized(encoding) or _compute_dtype(encoding) == dtype
 
 
@@ -294,7 +296,8 @@ def _compute_dtype(encoding: str) -> torch.dtype:
 
 
 def _are_stacked(down: Tensor, up: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether A ``[n, R, in]`` and B, a view of ``[n, R, out]``, have the layout that the kernel
-    reads.
+    """Return whether the kernel supports the type and layout of A ``[n, R, in]`` and B ``[n, out, R]``.
+
+    B must be a view of a contiguous ``[n, R, out]``.
     """
     return down.dtype == up.dtype == dtype and down.is_contiguous() and up.transpose(1, 2).is_contiguous()

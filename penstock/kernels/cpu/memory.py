@@ -1,7 +1,7 @@
 """Memory for packed weights, in huge pages if the system has them.
 
-A step reads every weight once. With pages of 4 KB this takes 1.5 times as long: the processor looks up a new
-page every 64 cache lines, and its prefetchers stop at the end of a page.
+A step reads every weight once. With pages of 4 KB this takes 1.5 times as long as with huge pages, because
+the processor translates a new address every 64 cache lines and its prefetchers stop at the end of a page.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock.host.memory import CACHE_LINE, PrefaultedMemory, huge_pages
 
-_CHUNK = 32 << 20
+_CHUNK_BYTES = 32 << 20
 
 
 class WeightMemory:
@@ -22,35 +22,39 @@ class WeightMemory:
     A chunk is freed with the last of its tensors.
 
     Args:
-        prefaulted: the prefaulted memory of a load.
+        prefaulted: memory that is prefaulted while a model loads. It is used first.
     """
 
     def __init__(self, prefaulted: PrefaultedMemory | None = None) -> None:
         self._prefaulted = prefaulted or PrefaultedMemory()
-        self._chunk = torch.empty(0, dtype=torch.uint8)  # the part that is not allocated yet
+        self._chunk = torch.empty(0, dtype=torch.uint8)  # the unused part of the current chunk
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return an uninitialised tensor, aligned to a cache line."""
         num_bytes = prod(shape) * dtype.itemsize
-        found = self._prefaulted.allocate(num_bytes)
-        if found is not None:
-            return torch.from_numpy(found).view(dtype).view(shape)
+        memory = self._prefaulted.allocate(num_bytes)
+        if memory is not None:
+            return torch.from_numpy(memory).view(dtype).view(shape)
         if num_bytes > len(self._chunk):
-            self._chunk = torch.from_numpy(huge_pages(max(num_bytes, _CHUNK)))
+            self._chunk = torch.from_numpy(huge_pages(max(num_bytes, _CHUNK_BYTES)))
         tensor = self._chunk[:num_bytes].view(dtype).view(shape)
         self._chunk = self._chunk[-(-num_bytes // CACHE_LINE) * CACHE_LINE :]
         return tensor
 
 
 class SliceMemory:
-    """Memory for one slice of a weight at a time. A slice fits in the processor's cache."""
+    """Memory for one slice of a weight at a time.
+
+    Args:
+        num_bytes: the size of a slice, which fits in the cache of a core. Larger slices also get memory.
+    """
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor, aligned to a cache line, in the memory of the previous one."""
+        """Return an uninitialised tensor, aligned to a cache line. It replaces the previous tensor."""
         num_bytes = prod(shape) * dtype.itemsize
         if num_bytes > len(self._memory):
             self._memory = torch.from_numpy(huge_pages(max(num_bytes, self.num_bytes)))

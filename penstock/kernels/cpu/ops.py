@@ -83,14 +83,14 @@ class CpuOps(CpuCollectives, CpuRouting):
     def sample(self, logits: Tensor, sampling: SamplingInputs, bitmask: Tensor | None = None) -> Tensor:
         kind, strides = TYPES.get(logits.dtype), logits.stride()
         masks_fit = bitmask is None or bitmask.is_contiguous()
-        if kind is None or strides[1] != 1 or not masks_fit or not _fits(sampling):
+        if kind is None or strides[1] != 1 or not masks_fit or not _has_kernel_types(sampling):
             self._fall_back(
                 "sample",
                 {
                     f"{logits.dtype} logits": kind is not None,
                     "strided rows": strides[1] == 1,
                     "this bitmask layout": masks_fit,
-                    "these parameter types": _fits(sampling),
+                    "these parameter types": _has_kernel_types(sampling),
                 },
             )
             return super().sample(logits, sampling, bitmask)
@@ -124,7 +124,7 @@ class CpuOps(CpuCollectives, CpuRouting):
             raise IndexError(f"row {int(rows[bad])} of a table with {count} rows")
 
 
-def _fits(sampling: SamplingInputs) -> bool:
+def _has_kernel_types(sampling: SamplingInputs) -> bool:
     """Return whether all tensors are contiguous and have the types that `SamplingInputs` names."""
     floats = (sampling.temperature, sampling.top_p, sampling.min_p)
     return (

@@ -18,13 +18,13 @@ _BLOCKS = {
     **{"q4_k": 8, "q5_k": 9, "q6_k": 10, "q4_1": 11, "q5_1": 12, "mxfp4": 13, "nvfp4": 14},
     **{"nf4": 15, "fp4": 16, "q4_z": 17},
 }
-_STORED = {"uint4": 5, "uint8": 6, "fp8": 7, **_BLOCKS}
-"""Encodings whose rows are bytes. The kernel only reorders them; torch quantizes floats."""
+_BYTE_ENCODINGS = {"uint4": 5, "uint8": 6, "fp8": 7, **_BLOCKS}
+"""Encodings whose rows are bytes, which the kernel only reorders. Floats are quantized with torch."""
 
-ENCODINGS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3, "int5": 4, **_STORED}
+ENCODINGS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3, "int5": 4, **_BYTE_ENCODINGS}
 """Encodings stored in panels, with their numbers in csrc."""
 
-_SOURCES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
+_SOURCE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 """Types of rows (floats and quantized integers), with their numbers in csrc."""
 
 
@@ -44,44 +44,44 @@ def pack_panels(
     scales: Tensor | None = None,
     importance: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Return the panels of a weight that is given in parts ``[out, in]``, in order.
+    """Return the panels of a weight whose outputs are divided into parts ``[out, in]``, in order.
 
-    A part that begins at a multiple of a panel's outputs is packed in place, for example from a mapped file.
-    Other parts are concatenated first.
+    If all parts begin at the first output of a panel, the kernel reads them directly, for example from a
+    mapped file. Otherwise they are concatenated first.
 
     Args:
-        kernels: those of one instruction set.
+        kernels: the kernels of one instruction set.
         memory: allocates the panels.
         encoding: one of `ENCODINGS`.
         parts: floats of one type, or a single part of quantized integers.
         scales: the scales of quantized integers.
         importance: ``[in]``, see `LinearEncoding.pack`.
     """
-    if encoding in _STORED:
+    if encoding in _BYTE_ENCODINGS:
         return pack_rows(kernels, memory, encoding, encoding_named(encoding).pack(torch.cat(tuple(parts))))
     if any(len(part) % PANEL for part in parts[:-1]) or len({part.dtype for part in parts}) > 1:
         parts = [torch.cat(tuple(parts))]
     rows, inputs = sum(len(part) for part in parts), parts[0].shape[1]
-    panels = memory.empty(*_form(encoding, rows, inputs))
+    panels = memory.empty(*_panels_shape(encoding, rows, inputs))
     tensors, group_size = {"panels": panels}, encoding_named(encoding).group_size
     if is_quantized(encoding) and group_size is None:
         tensors["scales"] = torch.empty(rows) if scales is None else scales.contiguous()
-    written = tensors.get("scales") if scales is None else None
+    new_scales = tensors.get("scales") if scales is None else None
     halves = scales.contiguous() if group_size and scales is not None else None
-    if importance is not None and group_size:  # whole groups of inputs
+    if importance is not None and group_size:  # padded to whole groups
         importance = F.pad(importance.float(), (0, -inputs % group_size), value=1.0).contiguous()
     start = 0
     for part in parts:
-        source = part if part.dtype in _SOURCES else part.float()
+        source = part if part.dtype in _SOURCE_TYPES else part.float()
         source = source if source.stride(1) == 1 else source.contiguous()
         kernels.pack(
             ENCODINGS[encoding],
-            _SOURCES[source.dtype],
+            _SOURCE_TYPES[source.dtype],
             source.data_ptr(),
             source.stride(0),
             0 if halves is None else halves.data_ptr(),
             panels[start // PANEL :].data_ptr(),
-            0 if written is None else written[start:].data_ptr(),
+            0 if new_scales is None else new_scales[start:].data_ptr(),
             0 if importance is None else importance.data_ptr(),
             len(source),
             inputs,
@@ -98,26 +98,26 @@ def pack_rows(
     Args:
         kernels: the kernels of one instruction set.
         memory: allocates the panels.
-        encoding: an encoding that quantizes its weights, or one of bytes.
+        encoding: an encoding of `ENCODINGS` that is not a float encoding.
         rows: the tensors of `LinearEncoding.pack`.
     """
-    if encoding not in _STORED:
+    if encoding not in _BYTE_ENCODINGS:
         return pack_panels(kernels, memory, encoding, [rows["weight"]], rows["scales"])
     codes, scales = rows["weight"], rows["scales"].contiguous()
     codes = codes if codes.stride(1) == 1 else codes.contiguous()
     zeros_or_minima = rows.get("zeros", rows.get("minima"))
     optional = [
-        None if one is None else one.contiguous()
-        for one in (zeros_or_minima, rows.get("factors"), rows.get("min_factors"))
+        None if tensor is None else tensor.contiguous()
+        for tensor in (zeros_or_minima, rows.get("factors"), rows.get("min_factors"))
     ]
     outputs, inputs = codes.shape
-    panels = memory.empty(*_form(encoding, outputs, inputs))
+    panels = memory.empty(*_panels_shape(encoding, outputs, inputs))
     kernels.pack_codes(
-        _STORED[encoding],
+        _BYTE_ENCODINGS[encoding],
         codes.data_ptr(),
         codes.stride(0),
         scales.data_ptr(),
-        *(0 if one is None else one.data_ptr() for one in optional),
+        *(0 if tensor is None else tensor.data_ptr() for tensor in optional),
         panels.data_ptr(),
         outputs,
         inputs,
@@ -127,11 +127,11 @@ def pack_rows(
 
 def panels_size(encoding: str, rows: int, inputs: int) -> int:
     """Return the bytes of the panels of a weight ``[rows, inputs]``."""
-    shape, dtype = _form(encoding, rows, inputs)
+    shape, dtype = _panels_shape(encoding, rows, inputs)
     return prod(shape) * dtype.itemsize
 
 
-def _form(encoding: str, rows: int, inputs: int) -> tuple[tuple[int, ...], torch.dtype]:
+def _panels_shape(encoding: str, rows: int, inputs: int) -> tuple[tuple[int, ...], torch.dtype]:
     """Return the shape and type of the panels of a weight ``[rows, inputs]``."""
     layout = encoding_named(encoding).panels
     assert layout is not None, f"{encoding} weights have no panels"
@@ -139,5 +139,5 @@ def _form(encoding: str, rows: int, inputs: int) -> tuple[tuple[int, ...], torch
 
 
 def is_quantized(encoding: str) -> bool:
-    """Return whether products of an encoding of `ENCODINGS` quantize the activations, of any type."""
+    """Return whether the kernels of an encoding quantize activations. They accept all activation types."""
     return encoding in ENCODINGS and encoding_named(encoding).activation_dtype is not None

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from penstock.kernels.collectives import Collectives
 from penstock.kernels.cpu.library import (
-    Capture,
+    CapturedCall,
     CompiledLoop,
     CompiledSteps,
     CoreContention,
@@ -32,18 +32,18 @@ from penstock.kernels.linear import PackedLinear
 from penstock.kernels.operations import Arguments, UnrecordableStepError
 from penstock.kernels.recording import ALIGNMENT, Plan, Record, tensors_of
 
-_LONG = 1 << 25
+_LONG_STEP = 1 << 25
 """A step with more multiplications than this takes at least a millisecond and releases the GIL."""
 
-_PART = 1 << 32
-"""Multiplications per call: a step with more than `_DECODE_ROWS` rows is split into calls of about this size.
+_MULTIPLICATIONS_PER_CALL = 1 << 32
+"""A step with more than `_DECODE_ROWS` rows is split into calls with about this many multiplications.
 
 If another process uses a core, a single thread runs the rest of the call. Calls of tens of milliseconds limit
 the duration of this slow mode.
 """
 
 _DECODE_ROWS = 64
-"""Steps of up to this many rows run as one call."""
+"""Steps of up to this many rows run as one call, however large they are."""
 
 _COLLECTIVES = ("all_reduce", "all_gather")
 """Kernels that wait for other processes and therefore release the GIL."""
@@ -73,22 +73,23 @@ class CompiledPlan(Graph):
         resolve = plan.resolver(arena, [inputs[name] for name in plan.inputs])
         lowering = _CapturingOps(ops, arena[-(-plan.arena_bytes // ALIGNMENT) * ALIGNMENT :])
         ends: list[int] = []  # indices of the captured kernels after which a call ends
-        work = part = 0
+        work = work_of_call = 0
         for record in plan.records:
             arguments = record.resolved(resolve)
             lowering.lower(record.operation, arguments, [resolve(ref) for ref in record.results])
-            rows, multiplications = _work(record, arguments)
+            rows, multiplications = _count_multiplications(record, arguments)
             work += multiplications
-            part += multiplications if rows > _DECODE_ROWS else 0
-            if part > _PART:
+            work_of_call += multiplications if rows > _DECODE_ROWS else 0
+            if work_of_call > _MULTIPLICATIONS_PER_CALL:
                 ends.append(len(lowering.captured))
-                part = 0
-        waits = any(tensor.name in _COLLECTIVES for tensor in lowering.captured)
-        self._parts = [
-            CompiledSteps(ops.isa, captured, long=waits or work > _LONG, contention=state)
-            for captured, state in _parts(lowering.captured, ends, contention)
+                work_of_call = 0
+        waits = any(kernel.name in _COLLECTIVES for kernel in lowering.captured)
+        self._calls = [
+            CompiledSteps(ops.isa, captured, long=waits or work > _LONG_STEP, contention=state)
+            for captured, state in _split_calls(lowering.captured, ends, contention)
         ]
-        self._held = (plan, arena)  # the calls hold only addresses of their memory
+        # The calls contain only addresses, so the memory must be kept alive.
+        self._kept_alive = (plan, arena)
         self._lowering = lowering
         self._contention = contention
         self._loop: _SamplingLoop | None = None
@@ -98,22 +99,22 @@ class CompiledPlan(Graph):
         self._inputs = [(buffer, buffer.data_ptr(), buffer.nbytes) for buffer in self._buffers.values()]
 
     def __len__(self) -> int:
-        return sum(map(len, self._parts))
+        return sum(map(len, self._calls))
 
     @property
     def description(self) -> str:
-        calls = "one call" if len(self._parts) == 1 else f"{len(self._parts)} calls"
+        calls = "one call" if len(self._calls) == 1 else f"{len(self._calls)} calls"
         return f"{len(self)} kernels in {calls}"
 
     @property
     def memory(self) -> Sequence[Tensor]:
-        _, arena = self._held
+        _, arena = self._kept_alive
         return [arena, *self._buffers.values()]
 
     def replay(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        self._take(inputs)
+        self._copy_inputs(inputs)
         self.run()
-        return tuple(map(_copied, self._results))
+        return tuple(map(_copy, self._results))
 
     def replay_steps(
         self,
@@ -124,39 +125,40 @@ class CompiledPlan(Graph):
         ends: Tensor,
         ranks: Collectives | None = None,
     ) -> Tensor:
-        self._take(inputs)
+        self._copy_inputs(inputs)
         if self._loop is None:
             self._loop = _SamplingLoop(
                 self._lowering, self._results[0], self._buffers["tokens"], self._contention, ranks
             )
-        copied = [(self._buffers[name].data_ptr(), values) for name, values in varied.items()]
-        return self._loop.run(copied, sampling, uniforms, ends)
+        varied_buffers = [(self._buffers[name].data_ptr(), values) for name, values in varied.items()]
+        return self._loop.run(varied_buffers, sampling, uniforms, ends)
 
     def run(self) -> None:
-        for part in self._parts:
-            _check(part())
+        for call in self._calls:
+            _check(call())
 
-    def _take(self, inputs: Sequence[Tensor]) -> None:
-        for (buffer, address, num_bytes), given in zip(self._inputs, inputs, strict=True):
-            is_row = given.dim() == 2 and len(given) == 1 and given.nbytes < num_bytes
-            can_copy = given.dtype == buffer.dtype and given.is_contiguous()
-            if can_copy and (is_row or given.nbytes == num_bytes):
-                ctypes.memmove(address, given.data_ptr(), given.nbytes)
-            elif given.dim() == 2:
-                buffer[:, : given.shape[1]].copy_(given)
+    def _copy_inputs(self, inputs: Sequence[Tensor]) -> None:
+        """Copy the inputs to the buffers that the kernels read. memmove is faster than `Tensor.copy_`."""
+        for (buffer, address, num_bytes), source in zip(self._inputs, inputs, strict=True):
+            is_row = source.dim() == 2 and len(source) == 1 and source.nbytes < num_bytes
+            is_movable = source.dtype == buffer.dtype and source.is_contiguous()
+            if is_movable and (is_row or source.nbytes == num_bytes):
+                ctypes.memmove(address, source.data_ptr(), source.nbytes)
+            elif source.dim() == 2:
+                buffer[:, : source.shape[1]].copy_(source)
             else:
-                buffer.copy_(given)
+                buffer.copy_(source)
 
 
 class _SamplingLoop:
     """The kernels of a plan followed by a sampling kernel, to run several steps in one call.
 
     Args:
-        lowering: holds the captured kernels of the plan.
+        lowering: the operations that captured the kernels of the plan.
         logits: result of the plan, ``[R, V]``.
         tokens: input of the plan, ``[R]``.
         contention: as for the plan.
-        ranks: the ranks that run the steps together; the tokens of rank 0 replace those of the others.
+        ranks: the ranks that run the steps together. All ranks use the tokens that rank 0 samples.
     """
 
     def __init__(
@@ -178,7 +180,7 @@ class _SamplingLoop:
         if ranks is None or ranks.rank == 0:
             lowering.lower("sample", {"logits": logits, "sampling": self._sampling}, [tokens])
         if ranks is not None:
-            lowering.take_from_rank_0(tokens, ranks)
+            lowering.broadcast_from_rank_0(tokens, ranks)
         self._rows = rows
         self._run = CompiledLoop(
             lowering.isa, lowering.captured, tokens=tokens.data_ptr(), rows=rows, contention=contention
@@ -191,7 +193,10 @@ class _SamplingLoop:
         uniforms: Tensor,  # [n, R]
         ends: Tensor,  # [R, E]
     ) -> Tensor:  # [m, R]
-        """See `Graph.replay_steps`; ``varied``: the address of each varied input, and its values."""
+        """Run the steps, see `Graph.replay_steps`.
+
+        ``varied`` has the address of each varied input and its values.
+        """
         target = self._sampling
         for name in ("temperature", "top_k", "top_p", "min_p"):
             getattr(target, name).copy_(getattr(sampling, name))
@@ -214,25 +219,25 @@ def _check(failed: str | None) -> None:
         raise IndexError(f"{failed} of a recorded step got a row number outside its table")
 
 
-def _copied(result: Tensor) -> Tensor:
-    """Return a copy of a contiguous tensor; several times as fast as `Tensor.clone` for a row of logits."""
+def _copy(result: Tensor) -> Tensor:
+    """Return a copy of a contiguous tensor. Several times as fast as `Tensor.clone` for a row of logits."""
     copy = torch.empty_like(result)
     ctypes.memmove(copy.data_ptr(), result.data_ptr(), result.nbytes)
     return copy
 
 
-def _work(record: Record, arguments: Arguments) -> tuple[int, int]:
-    """Return the rows and the multiplications of a linear layer, of experts or of an encoder's attention.
+def _count_multiplications(record: Record, arguments: Arguments) -> tuple[int, int]:
+    """Return the rows and the multiplications of a linear layer, of experts or of encoder attention.
 
-    Other operations count as zero.
+    Returns (0, 0) for other operations.
     """
     packed = arguments.get("packed")
     if isinstance(packed, PackedLinear):
         rows = len(arguments["x"])
-        return rows, rows * _multiplications(packed)
+        return rows, rows * _multiplications_per_row(packed)
     if isinstance(packed, PackedExperts):
-        one = _multiplications(packed.gate_up[0]) + _multiplications(packed.down[0])
-        return len(arguments["x"]), arguments["topk_ids"].numel() * one
+        per_pair = _multiplications_per_row(packed.gate_up[0]) + _multiplications_per_row(packed.down[0])
+        return len(arguments["x"]), arguments["topk_ids"].numel() * per_pair
     if record.operation == "encoder_attention":
         rows, heads, dim = arguments["q"].shape
         keys = int(arguments["blocks"].lengths.max())
@@ -240,15 +245,18 @@ def _work(record: Record, arguments: Arguments) -> tuple[int, int]:
     return 0, 0
 
 
-def _multiplications(packed: PackedLinear) -> int:
-    """Return the multiplications of one row."""
+def _multiplications_per_row(packed: PackedLinear) -> int:
+    """Return the multiplications of a linear layer for one row."""
     return packed.in_features * packed.out_features
 
 
-def _parts(
-    captured: Sequence[Capture], ends: Sequence[int], contention: CoreContention
-) -> Iterator[tuple[Sequence[Capture], CoreContention]]:
-    """Yield the kernels and the contention state of each call. Calls of one step do not share it."""
+def _split_calls(
+    captured: Sequence[CapturedCall], ends: Sequence[int], contention: CoreContention
+) -> Iterator[tuple[Sequence[CapturedCall], CoreContention]]:
+    """Yield the kernels and the contention state of each call.
+
+    If there are several, each has its own state.
+    """
     bounds = sorted({0, *ends, len(captured)})
     for start, end in pairwise(bounds):
         yield captured[start:end], contention if len(bounds) == 2 else CoreContention()
@@ -258,15 +266,15 @@ class _CapturingOps(CpuOps):
     """Operations that write results to given tensors and capture the kernel calls instead of running them."""
 
     def __init__(self, ops: CpuOps, scratch: Tensor) -> None:
-        self.captured: list[Capture] = []
-        self.kept: list[Tensor] = []
+        self.captured: list[CapturedCall] = []
+        self._operands: list[Tensor] = []
         self._destinations: list[Tensor] = []
         self._free = scratch
         super().__init__(capturing_kernels(ops.isa, self.captured))
         self._tables = ops._tables  # all compiled steps share the tables of experts
 
     def lower(self, operation: str, arguments: Mapping[str, object], results: Sequence[Tensor]) -> None:
-        """Capture the kernels of one operation, which write to ``results``."""
+        """CapturedCall the kernels of one operation, which write to ``results``."""
         before = len(self.captured)
         self._destinations = list(results)
         returned = tensors_of(getattr(self, operation)(**arguments))
@@ -276,16 +284,16 @@ class _CapturingOps(CpuOps):
         if self._destinations or not are_written or len(self.captured) == before:
             raise UnrecordableStepError(f"{operation} needs more than C++ kernels")
 
-    def take_from_rank_0(self, tensor: Tensor, ranks: Collectives) -> None:
-        """Capture the kernel that replaces a small contiguous tensor by that of rank 0."""
+    def broadcast_from_rank_0(self, tensor: Tensor, ranks: Collectives) -> None:
+        """CapturedCall the kernel that copies a small contiguous tensor from rank 0 to all ranks."""
         self._kernels.from_rank_0(tensor.data_ptr(), tensor.nbytes, ranks.region, ranks.rank)
 
     def sequence_blocks(self, row_offsets: Tensor) -> SequenceBlocks:
-        """Refuse to read the lengths, because they are an input that differs between replays."""
+        """Raise, because the lengths are an input that differs between replays."""
         raise UnrecordableStepError("an operation needs the lengths of the sequences")
 
     def _fall_back(self, operation: str, conditions: Mapping[str, bool]) -> NoReturn:
-        """Refuse an operation that only the reference kernels can run: it cannot be compiled."""
+        """Raise, because an operation that runs on the reference kernels cannot be compiled."""
         raise UnrecordableStepError(f"{operation} has no kernel for its arguments")
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -302,5 +310,5 @@ class _CapturingOps(CpuOps):
         return self._free[:num_bytes].view(dtype).view(*shape)
 
     def _hold(self, tensor: Tensor) -> Tensor:
-        self.kept.append(tensor)
+        self._operands.append(tensor)
         return tensor

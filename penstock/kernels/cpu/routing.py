@@ -1,4 +1,4 @@
-"""Routers with C++ kernels."""
+"""Mixture-of-experts routers with C++ kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from penstock.kernels.cpu.convolution import CpuConvolution
 from penstock.kernels.cpu.linear import TYPES
 from penstock.kernels.routing import Routing, ScoreRouting, SparseMixer
 
-_RULES = {"all": 0, "all_normed": 1, "chosen": 2}
+_ROUTING_NUMBERS = {"all": 0, "all_normed": 1, "chosen": 2}
 
 
 class CpuRouting(CpuConvolution):
@@ -55,7 +55,7 @@ class CpuRouting(CpuConvolution):
         elif isinstance(routing, SparseMixer):
             self._kernels.route_sparse_mixer(kind, logits.data_ptr(), *pointers, *sizes, routing.eps)
         else:
-            self._kernels.route(kind, _RULES[routing], logits.data_ptr(), *pointers, *sizes)
+            self._kernels.route(kind, _ROUTING_NUMBERS[routing], logits.data_ptr(), *pointers, *sizes)
         return topk_weights, topk_ids
 
     def scale_rows(self, x: Tensor, factors: Tensor, *, are_logits: bool = False) -> Tensor:

@@ -61,12 +61,18 @@ def _memory(ops: Ops, device: torch.device) -> CudaMemory | None:
     return memory_of(ops, device)
 
 
+def _row_bytes(bits: int, in_features: int) -> int:
+    """Return the bytes of a row: nibbles (`kernels.nibbles`) for up to 4 bits, else whole bytes."""
+    return -(-in_features // 64) * 32 if bits <= 4 else in_features * -(-bits // 8)
+
+
 BACKEND = Backend(
     name="cuda",
     sizes={"gpu": DefaultSizes(max_batch_size=256, step_tokens=8192)},
     load=load,
     variants=variants,
     priority=10,
+    row_bytes=_row_bytes,
     graphs=_graphs,
     queue=_queue,
     memory=_memory,

@@ -83,13 +83,15 @@ def multiply_codes(
         splits = _splits(grid[0] * grid[1], packed.tensors["weight"].shape[1], x.device)
     sums = out if splits == 1 else torch.empty((splits, *out.shape), dtype=torch.float32, device=x.device)
     names, constants = _names(weights.kind), _format(weights.kind, packed.layout == NIBBLES)
+    # Weights with zero points exceed the range of float16 before they have the scale of their output.
+    is_wide = x.dtype == torch.float32 or (x.dtype == torch.float16 and constants["MINIMA"] == "zeros")
     launch(
         programs.multiply_codes, (*grid, splits), sums, x, *weights.arguments(*names, "bias"),
         _table(weights), *sorted_rows(x, groups), count, 1 if groups is None else groups.count,
         packed.out_features,
         packed.in_features, row_stride(x), *_sizes(packed), M=rows, N=_TILE_OUTPUTS, BYTES=_TILE_BYTES,
         SPLITS=splits, GROUPS=groups is not None, HAS_BIAS=packed.bias is not None,
-        WIDE=x.dtype == torch.float32, **constants,
+        WIDE=is_wide, **constants,
     )  # fmt: skip
     if splits > 1:
         row_scales, _, bias, _ = weights.arguments("row_scales", "bias")

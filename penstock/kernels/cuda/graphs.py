@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import ModuleType
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -43,6 +44,11 @@ class CudaGraph(Graph):
     @property
     def description(self) -> str:
         return "a CUDA graph"
+
+    @property
+    def memory(self) -> Sequence[Tensor]:
+        """Its inputs. The memory pool of all graphs holds the results and the activations."""
+        return tuple(self._inputs.values())
 
     def replay(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         _copy(self._inputs.values(), inputs)
@@ -99,12 +105,13 @@ class CudaGraphCompiler(GraphCompiler):
     """Captures steps in CUDA graphs that share one memory pool, because one step runs at a time.
 
     A step runs once before it is captured, so that programs are compiled and libraries allocate their
-    buffers.
+    buffers. This happens in one side stream, because torch keeps the memory of each stream apart.
 
     Args:
         ops: the operations.
         cuda: the functions of `torch.cuda`.
-        max_bytes: memory that all graphs may take; by default a fraction of the device's memory.
+        max_bytes: memory that all graphs may take, inputs included; by default a fraction of the device's
+            memory.
     """
 
     max_rows = 512
@@ -114,15 +121,20 @@ class CudaGraphCompiler(GraphCompiler):
         self.ops = ops
         self._cuda = cuda
         self._max_bytes = max_bytes
-        self._num_bytes = 0
+        self._pool_bytes = 0
+        self._input_bytes = 0
         self._pool: object = None
+        self._stream: torch.cuda.Stream | None = None
         self._reported: set[str] = set()
 
     def capture(self, step: Step, inputs: Mapping[str, Tensor]) -> tuple[CudaGraph, tuple[Tensor, ...]]:
         cuda, limit = self._cuda, self._limit()
-        if self._num_bytes >= limit:
-            raise self._refusal(f"CUDA graphs take {self._num_bytes >> 20} of {limit >> 20} MiB")
-        stream = cuda.Stream()
+        used = self._pool_bytes + self._input_bytes
+        if used >= limit:
+            raise self._refusal(f"CUDA graphs take {used >> 20} of {limit >> 20} MiB")
+        if self._stream is None:
+            self._stream = cuda.Stream()
+        stream = self._stream
         stream.wait_stream(cuda.current_stream())
         with cuda.stream(stream):
             results = tuple(step(self.ops, inputs))
@@ -135,8 +147,16 @@ class CudaGraphCompiler(GraphCompiler):
                 captured = tuple(step(self.ops, inputs))
         except RuntimeError as error:
             raise self._refusal(f"CUDA cannot capture this step: {error}") from error
-        self._num_bytes += max(cuda.memory_reserved() - before, 0)
-        return CudaGraph(self.ops, graph, inputs, captured), results
+        self._pool_bytes += max(cuda.memory_reserved() - before, 0)
+        found = CudaGraph(self.ops, graph, inputs, captured)
+        size = sum(tensor.nbytes for tensor in found.memory)
+        self._input_bytes += size
+        finalize(found, self._free_inputs, size)
+        return found, results
+
+    def _free_inputs(self, size: int) -> None:
+        """Subtract the inputs of a graph that was dropped. The pool keeps its memory for other graphs."""
+        self._input_bytes -= size
 
     def _limit(self) -> int:
         """Return the memory that graphs may take."""

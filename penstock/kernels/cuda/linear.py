@@ -38,7 +38,7 @@ class CudaLinear(CudaRows):
         bias: Tensor | None = None,
         slices: Sequence[LinearSlice] = (),
     ) -> PackedLinear:
-        return _for_gpu(pack_linear(weight, encoding, bias=bias, slices=slices))
+        return packed_for_gpu(pack_linear(weight, encoding, bias=bias, slices=slices))
 
     def pack_quantized(
         self,
@@ -49,7 +49,7 @@ class CudaLinear(CudaRows):
         slices: Sequence[LinearSlice] = (),
         order: Tensor | None = None,
     ) -> PackedLinear:
-        return _for_gpu(pack_quantized(rows, encoding, bias=bias, slices=slices, order=order))
+        return packed_for_gpu(pack_quantized(rows, encoding, bias=bias, slices=slices, order=order))
 
     def linear(self, x: Tensor, packed: PackedLinear, *, lora: LoRAInputs | None = None) -> Tensor:
         y = self._multiply(x, packed)
@@ -95,7 +95,7 @@ class CudaLinear(CudaRows):
         return y
 
 
-def _for_gpu(packed: PackedLinear) -> PackedLinear:
+def packed_for_gpu(packed: PackedLinear) -> PackedLinear:
     """Return the layer packed in nibbles if its encoding fits."""
     kind = encoding_named(packed.encoding)
     if not fits_nibbles(kind):

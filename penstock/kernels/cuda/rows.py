@@ -138,7 +138,8 @@ class CudaRows(CudaLookups):
         chunks = divide_up(vocabulary, chunk)
         fields = torch.empty((rows, NUM_FIELDS.value, chunks), dtype=torch.float32, device=logits.device)
         masses = torch.empty((rows, chunks), dtype=torch.float64, device=logits.device)
-        offsets = torch.empty((rows, chunks, chunk), dtype=torch.int16, device=logits.device)
+        listed = (rows, chunks, chunk) if sampling.is_limited else (1,)  # only rows with a limit are listed
+        offsets = torch.empty(listed, dtype=torch.int16, device=logits.device)
         mask = tokens if bitmask is None else bitmask.contiguous()
         temperature, top_k, top_p = (
             rule.contiguous() for rule in (sampling.temperature, sampling.top_k, sampling.top_p)

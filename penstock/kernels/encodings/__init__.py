@@ -31,8 +31,8 @@ LayerRole = Literal["linear", "expert", "values", "head"]
 """The role of a layer: any linear layer, an expert, the value projection of attention, or the output head."""
 
 NumberFormat = Literal["float", "integer", "e4m3"]
-"""Floats of `storage_dtype`; integers, multiplied as `kernels.quantized` and `kernels.codes` define; or 8-bit
-floats with 4 bits of exponent and a float32 scale per group."""
+"""``float``: floats of `storage_dtype`. ``integer``: integers, multiplied as `kernels.quantized` and
+`kernels.codes` define. ``e4m3``: 8-bit floats with 4 exponent bits and a float32 scale per group."""
 
 
 class LinearEncoding(ABC):
@@ -56,13 +56,13 @@ class LinearEncoding(ABC):
     has_zero_points: bool = False
     """Whether a stored integer other than 0 can represent the weight 0."""
     numbers: NumberFormat | None = None
-    """The form in which a back end reads the stored weights. None: it calls `multiply`, or unpacks them."""
+    """How a back end interprets the stored weights. None: the back end calls `multiply` or unpacks them."""
     block_kind: BlockKind | None = None
     """The parameters of its blocks, if it is an encoding of blocks."""
     activation_dtype: DType | None = None
-    """Type to which `multiply` quantizes activations; None if it takes them as they are.
+    """Type to which `multiply` quantizes activations; None if it does not quantize them.
 
-    A back end may take activations as they are, which is more exact.
+    A back end may omit the quantization of activations, which is more exact.
     """
     needs_calibration: bool = False
     """Whether `pack` can use activation statistics."""
@@ -93,12 +93,12 @@ class LinearEncoding(ABC):
         return self.name
 
     def on_device(self, device_type: str) -> str:
-        """Return the name of the encoding that replaces this one on a device that cannot compute in it."""
+        """Return the encoding to use on a device type: another one if it cannot compute in this one."""
         return self.name
 
     @abstractmethod
     def num_bytes(self, out_features: int, in_features: int) -> int:
-        """Return the bytes of a packed weight in panels, which is an upper bound for rows."""
+        """Return the bytes of a packed weight in panels. `Backend.num_bytes` adds those of other layouts."""
 
     @abstractmethod
     def pack(self, weight: Tensor, importance: Tensor | None = None) -> dict[str, Tensor]:
@@ -112,7 +112,7 @@ class LinearEncoding(ABC):
 
     @property
     def divisible_inputs(self) -> int | None:
-        """Number of inputs at whose multiples a weight can be split; None if it can be split anywhere."""
+        """Split points of a weight are multiples of this number of inputs. None: any input."""
         return self.group_size
 
     def select_inputs(
@@ -124,10 +124,10 @@ class LinearEncoding(ABC):
             name: the name of the layer, for the error.
             tensors: the whole weight, as `pack` returns it.
             start: the first input; a multiple of `divisible_inputs`.
-            stop: the end; a multiple of them, or the number of inputs.
+            stop: the end; a multiple of `divisible_inputs`, or the number of inputs.
 
         Raises:
-            ConfigError: a group of inputs that share a scale would be cut.
+            ConfigError: the split would cut a group of inputs that share a scale.
         """
         in_features, group = tensors["weight"].shape[1], self.divisible_inputs
         if group is not None and (start % group or (stop % group and stop != in_features)):
@@ -143,7 +143,7 @@ class LinearEncoding(ABC):
         return selected
 
     def inputs_per_number(self, key: str) -> int | None:
-        """Return the inputs per element of a tensor ``[out, n]`` of `pack`; None for all inputs."""
+        """Return how many inputs share a number of the tensor ``key [out, n]`` of `pack`; None for all."""
         return 1 if key == "weight" else self.group_size
 
     @abstractmethod
@@ -187,7 +187,7 @@ class EncodingRegistry(Mapping[str, LinearEncoding]):
 
     @property
     def float_names(self) -> tuple[str, ...]:
-        """The encodings that are element types of plain floats."""
+        """The encodings whose weights are plain floats, such as bfloat16."""
         return tuple(name for name, encoding in self.items() if encoding.is_float)
 
     @contextmanager
@@ -203,8 +203,8 @@ class EncodingRegistry(Mapping[str, LinearEncoding]):
     @cached_property
     def _found(self) -> Mapping[str, LinearEncoding]:
         records = [_record(module) for module in modules_in(__name__, self._more_folders)]
-        records.sort(key=lambda one: (not one.is_float, -one.bits, one.name))
-        return {one.name: one for one in records}
+        records.sort(key=lambda record: (not record.is_float, -record.bits, record.name))
+        return {record.name: record for record in records}
 
 
 ENCODINGS = EncodingRegistry()

@@ -18,7 +18,7 @@ class NumberTable:
 
     numbers: tuple[float, ...]
     steps: int
-    """The product uses the numbers as 16-bit integers: rounded multiples of ``1 / steps``."""
+    """The product rounds the numbers to multiples of ``1 / steps``, which are 16-bit integers."""
 
 
 class BlockKind:
@@ -31,8 +31,8 @@ class BlockKind:
         min_type: how a minimum is stored; None if there are no minima.
         are_floats: whether codes are E2M1 numbers.
         has_row_scales: whether each output has a further scale.
-        is_centred: whether half of the range is subtracted from codes although they have minima.
-        table: the numbers of the codes, if they are indices.
+        is_centred: whether half of the code range is subtracted from the codes of a kind with minima.
+        table: the numbers of the codes, if codes are indices of a table.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class BlockKind:
 
     @property
     def unit(self) -> int:
-        """Inputs of a unit of a panel."""
+        """Number of inputs of a unit of a panel, see `kernels.block_panels`."""
         return SUPERBLOCK if self.has_superblocks else max(self.scaled_inputs, GROUP)
 
     @property
@@ -71,13 +71,13 @@ class BlockKind:
 
     @property
     def group_bytes(self) -> int:
-        """Bytes of 32 inputs of one output: codes, scales and minimum, without the factors of the unit."""
+        """Bytes of a group of 32 inputs of one output: codes, scales and minimum, without unit factors."""
         scales = SCALE_BYTES[self.scale_type] * (GROUP // self.scaled_inputs)  # 0 if the unit has the scale
         return GROUP * self.bits // 8 + scales + (SCALE_BYTES[self.min_type] if self.min_type else 0)
 
     @property
     def factor_bytes(self) -> int:
-        """Bytes per output that follow the groups of a unit: its scale or its factors."""
+        """Bytes per output after the groups of a unit: the scale of the unit, or its factors."""
         if self.has_unit_scales:
             return SCALE_BYTES[self.scale_type]
         return (2 + (2 if self.min_type else 0)) if self.has_superblocks else 0

@@ -1,16 +1,16 @@
-"""int4: 4-bit integers in groups of 32; layers that need more bits use int5 or int8."""
+"""int4: 4-bit integers in groups of 32 inputs. Layers that need more bits use int5 or int8."""
 
 from __future__ import annotations
 
 from penstock.kernels.encodings import LayerRole
 from penstock.kernels.encodings._grouped import GroupedEncoding
 
-SMALL = 64
+SMALL_LAYER_SIZE = 64
 """Layers with fewer inputs or outputs do not benefit from 4 bits and are packed in int8."""
 
-NARROW = 2048
+NARROW_LAYER_SIZE = 2048
 """Layers with fewer inputs or outputs are packed in int5: small models lose much quality with 4 bits. The
-perplexity of one with 135 M parameters rises by 15 % with 4 bits and by 4 % with 5 bits."""
+perplexity of a model with 135 M parameters rises by 15 % with 4 bits and by 4 % with 5 bits."""
 
 
 class Int4Encoding(GroupedEncoding):
@@ -29,9 +29,9 @@ class Int4Encoding(GroupedEncoding):
         small, because many narrow experts make a large model.
         """
         narrowest, widest = sorted((out_features, in_features))
-        if role in ("values", "head") or narrowest < SMALL:
+        if role in ("values", "head") or narrowest < SMALL_LAYER_SIZE:
             return "int8"
-        return "int5" if (widest if role == "expert" else narrowest) < NARROW else self.name
+        return "int5" if (widest if role == "expert" else narrowest) < NARROW_LAYER_SIZE else self.name
 
 
 ENCODING = Int4Encoding(4)

@@ -1,4 +1,4 @@
-"""nf4 of bitsandbytes: indices into quantiles of a normal distribution, with a float32 per 64 inputs.
+"""nf4 of bitsandbytes: indices into quantiles of a normal distribution, and a float32 scale per 64 inputs.
 
 The table is that of QLoRA (Dettmers et al. 2023, arXiv:2305.14314, appendix E).
 """

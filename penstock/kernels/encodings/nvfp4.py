@@ -1,4 +1,4 @@
-"""nvfp4: 4-bit floats with an 8-bit float per 16 inputs and a float32 per output."""
+"""nvfp4: 4-bit floats, an 8-bit float scale per 16 inputs and a float32 scale per output."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class ReferenceConvolution(ConvolutionOps):
         """See `Ops.linear`."""
 
     def conv1d(self, x: Tensor, packed: PackedConv1d, row_offsets: Tensor) -> Tensor:
-        return each_sequence(lambda one: self._conv1d(one, packed), x, row_offsets)
+        return each_sequence(lambda sequence: self._conv1d(sequence, packed), x, row_offsets)
 
     def _conv1d(self, x: Tensor, packed: PackedConv1d) -> Tensor:
         """Return the convolution of one sequence."""
@@ -59,7 +59,7 @@ class ReferenceConvolution(ConvolutionOps):
         return y[0].t()
 
     def conv_transpose1d(self, x: Tensor, packed: PackedConvTranspose1d, row_offsets: Tensor) -> Tensor:
-        return each_sequence(lambda one: self._conv_transpose1d(one, packed), x, row_offsets)
+        return each_sequence(lambda sequence: self._conv_transpose1d(sequence, packed), x, row_offsets)
 
     def _conv_transpose1d(self, x: Tensor, packed: PackedConvTranspose1d) -> Tensor:
         """Return the transposed convolution of one sequence."""
@@ -93,7 +93,8 @@ class ReferenceConvolution(ConvolutionOps):
 
     def snake(self, x: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
         wide = x.float()
-        sine = torch.sin((alpha * wide).double()).float()  # in float32 the last lanes are rounded differently
+        # float64, because the float32 sine of torch rounds the last elements of a tensor differently.
+        sine = torch.sin((alpha * wide).double()).float()
         return (wide + beta * sine.square()).to(x.dtype)
 
     def add_scaled(self, x: Tensor, y: Tensor, factors: Tensor) -> Tensor:
@@ -102,15 +103,15 @@ class ReferenceConvolution(ConvolutionOps):
     def group_norm(
         self, x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, row_offsets: Tensor
     ) -> Tensor:
-        def norm(one: Tensor) -> Tensor:
-            if not len(one):
-                return one
-            return torch.group_norm(one.float().t()[None], groups, weight, bias, eps)[0].t().to(x.dtype)
+        def norm(sequence: Tensor) -> Tensor:
+            if not len(sequence):
+                return sequence
+            return torch.group_norm(sequence.float().t()[None], groups, weight, bias, eps)[0].t().to(x.dtype)
 
         return each_sequence(norm, x, row_offsets)
 
     def polar(self, x: Tensor, limit: float) -> Tensor:
-        logs, phases = x.double().chunk(2, dim=-1)  # as in `snake`
+        logs, phases = x.double().chunk(2, dim=-1)  # float64 as in `snake`
         magnitudes = logs.exp().clamp(max=limit)
         return torch.cat([magnitudes * phases.cos(), magnitudes * phases.sin()], -1).float()
 
@@ -118,11 +119,14 @@ class ReferenceConvolution(ConvolutionOps):
         size = frames.shape[1]
         drop = (size - hop) // 2
 
-        def add(one: Tensor) -> Tensor:
-            if not len(one):
-                return one.new_zeros(0)
-            total, weights = _added(one, hop), _added(squares.expand(len(one), size), hop)
-            return (total / weights)[drop : drop + len(one) * hop]
+        def add(sequence: Tensor) -> Tensor:
+            if not len(sequence):
+                return sequence.new_zeros(0)
+            total, weights = (
+                _sum_overlapping(sequence, hop),
+                _sum_overlapping(squares.expand(len(sequence), size), hop),
+            )
+            return (total / weights)[drop : drop + len(sequence) * hop]
 
         return each_sequence(add, frames, row_offsets)
 
@@ -142,8 +146,8 @@ def _windows(x: Tensor, packed: PackedConv1d, rows: int) -> Tensor:
     return x.as_strided((rows, size, channels), strides).reshape(rows, size * channels)
 
 
-def _added(frames: Tensor, hop: int) -> Tensor:
-    """Return the sum of ``frames [T, N]`` that begin ``hop`` samples apart: ``[(T - 1) hop + N]``."""
+def _sum_overlapping(frames: Tensor, hop: int) -> Tensor:
+    """Return the sum ``[(T - 1) hop + N]`` of ``frames [T, N]`` that begin ``hop`` samples apart."""
     count, size = frames.shape
     length = (count - 1) * hop + size
     return F.fold(frames.t()[None], (1, length), (1, size), stride=(1, hop)).view(length)

@@ -2,8 +2,8 @@
 
 The following measures ensure this:
 
-* Torch uses other matrix kernels for few rows than for many. Products are padded with zeros to a multiple of
-  16 rows (`kernels.linear.ROW_TILE`).
+* Torch uses different matrix kernels for few rows and for many rows. Products are padded with zeros to a
+  multiple of 16 rows (`kernels.linear.ROW_TILE`).
 * The order of additions of a sum over keys could depend on the chunks of a prompt. Keys are therefore summed
   in whole blocks, and the sums of the blocks are added from left to right.
 * Some vectorised functions round the last elements of a row differently. They are not used.
@@ -40,8 +40,8 @@ from penstock.kernels.reference.routing import ReferenceRouting
 from penstock.kernels.reference.sampling import sample
 from penstock.kernels.spans import ImageSpans
 
-ROWS_OF_EXPERTS = 1024
-"""Maximum number of rows that experts compute at once; bounds the memory of their activations."""
+MAX_EXPERT_ROWS = 1024
+"""Maximum number of rows that experts compute at once. Limits the memory of their activations."""
 
 
 class ReferenceOps(ReferenceConvolution, ReferenceRouting, Ops):
@@ -50,7 +50,7 @@ class ReferenceOps(ReferenceConvolution, ReferenceRouting, Ops):
     name = "reference"
 
     def embedding(self, tokens: Tensor, table: Tensor) -> Tensor:
-        return F.embedding(tokens, table)  # unlike table[tokens] it refuses a negative id
+        return F.embedding(tokens, table)  # raises for negative ids, unlike table[tokens]
 
     def pack_lazily(
         self,
@@ -210,9 +210,10 @@ class ReferenceOps(ReferenceConvolution, ReferenceRouting, Ops):
         return torch.stack([rows.sum(0) / len(rows) for rows in parts])
 
     def xielu(self, x: Tensor, parameters: XIELU) -> Tensor:
-        wide, one = x.float(), parameters
-        below = one.negative * (torch.exp(wide.clamp(max=one.eps)) - 1 - wide)
-        return (one.slope * wide + torch.where(wide > 0, one.positive * wide * wide, below)).to(x.dtype)
+        wide, p = x.float(), parameters
+        if_negative = p.negative * (torch.exp(wide.clamp(max=p.eps)) - 1 - wide)
+        curved = torch.where(wide > 0, p.positive * wide * wide, if_negative)
+        return (p.slope * wide + curved).to(x.dtype)
 
     def clamped_swiglu(self, x: Tensor, gate: ClampedSwiGLU) -> Tensor:
         gates, ups = x.float().chunk(2, dim=-1)  # [T, F] each
@@ -232,23 +233,24 @@ class ReferenceOps(ReferenceConvolution, ReferenceRouting, Ops):
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         ids = topk_ids - packed.first
         for pairs, sizes in grouped_by_expert(
-            ids, len(packed.down), at_most=ROWS_OF_EXPERTS, skips_others=packed.is_part
+            ids, len(packed.down), max_pairs=MAX_EXPERT_ROWS, skip_other_ids=packed.is_part
         ):
             rows, counts = pairs // topk_ids.shape[1], list(sizes.values())
             gate_ups, downs = [packed.gate_up[i] for i in sizes], [packed.down[i] for i in sizes]
-            y = self._each(gate_ups, self.take_rows(x, rows), rows, counts, lora)
+            y = self._multiply_by_experts(gate_ups, self.take_rows(x, rows), rows, counts, lora)
             if isinstance(gating, ClampedSwiGLU):
                 y = self.clamped_swiglu(y, gating)
             else:
                 y = self.gated_activation(y, gating)
-            y = self._each(downs, y, rows, counts, lora)
+            y = self._multiply_by_experts(downs, y, rows, counts, lora)
             self._add_pairs(total, rows, y.float() * topk_weights.flatten()[pairs, None], counts)
         return total.to(x.dtype)
 
     def _add_pairs(self, total: Tensor, rows: Tensor, values: Tensor, counts: Sequence[int]) -> None:
-        """Add ``values [P, E]`` to the rows ``[P]`` of ``total``, in order. They are sorted by expert.
+        """Add ``values [P, E]`` to the rows ``rows [P]`` of ``total``, in order.
 
-        ``counts`` has the number of rows of each expert. The rows of an expert are distinct.
+        The values are sorted by expert, and ``counts`` is the number of rows of each expert. The rows of an
+        expert are distinct.
         """
         total.index_add_(0, rows, values)
 
@@ -261,7 +263,7 @@ class ReferenceOps(ReferenceConvolution, ReferenceRouting, Ops):
     def sample(self, logits: Tensor, sampling: SamplingInputs, bitmask: Tensor | None = None) -> Tensor:
         return sample(logits, sampling, bitmask)
 
-    def _each(
+    def _multiply_by_experts(
         self,
         linears: Sequence[PackedLinear],
         x: Tensor,  # [P, in], sorted by expert
@@ -269,10 +271,13 @@ class ReferenceOps(ReferenceConvolution, ReferenceRouting, Ops):
         counts: Sequence[int],
         lora: LoRAInputs | None,
     ) -> Tensor:  # [P, out]
-        """Multiply the first ``counts[0]`` rows by the first layer, the next by the second, etc."""
+        """Multiply ``counts[0]`` rows by the first layer, the next ``counts[1]`` by the second, and so on."""
         parts = zip(linears, x.split_with_sizes(counts), rows.split_with_sizes(counts), strict=True)
         return torch.cat(
-            [self.linear(part, layer, lora=_of_rows(lora, layer, indices)) for layer, part, indices in parts]
+            [
+                self.linear(part, layer, lora=_adapters_of_rows(lora, layer, indices))
+                for layer, part, indices in parts
+            ]
         )
 
     def _add_lora(self, y: Tensor, x: Tensor, packed: PackedLinear, lora: LoRAInputs) -> Tensor:
@@ -291,12 +296,12 @@ class ReferenceOps(ReferenceConvolution, ReferenceRouting, Ops):
                 if rank:
                     delta = multiply_floats(x[rows].float(), down[adapter, :rank].float(), None)
                     delta = multiply_floats(delta, up[adapter, :, :rank].float(), None)
-                    own = y[rows, part.start : part.stop]
-                    y[rows, part.start : part.stop] = (own.float() + delta).to(y.dtype)
+                    output = y[rows, part.start : part.stop]
+                    y[rows, part.start : part.stop] = (output.float() + delta).to(y.dtype)
         return y
 
 
-def _of_rows(lora: LoRAInputs | None, packed: PackedLinear, rows: Tensor) -> LoRAInputs | None:
+def _adapters_of_rows(lora: LoRAInputs | None, packed: PackedLinear, rows: Tensor) -> LoRAInputs | None:
     """Return the adapters of these rows; None if no adapter applies to this layer."""
     if lora is None or not any(part.name in lora.matrices for part in packed.slices):
         return None

@@ -18,7 +18,7 @@ class ReferenceRouting(RoutingOps):
     ) -> tuple[Tensor, Tensor]:
         logits = logits.float()
         if isinstance(routing, ScoreRouting):
-            return _by_scores(logits, top, routing, bias)
+            return _route_by_scores(logits, top, routing, bias)
         assert bias is None
         if isinstance(routing, SparseMixer):
             return _sparse_mixer(logits, top, routing.eps)
@@ -43,23 +43,25 @@ class ReferenceRouting(RoutingOps):
 def _largest(scores: Tensor, top: int) -> Tensor:  # [T, top]
     """Return the ids of the largest scores; a NaN counts as -inf.
 
-    Sorted stably, because the order of ties in topk is undefined.
+    Uses a stable sort, because the order of ties in torch.topk is undefined.
     """
     numbers = scores.masked_fill(scores.isnan(), -torch.inf)
     return torch.sort(numbers, dim=-1, descending=True, stable=True)[1][..., :top]
 
 
-def _by_scores(logits: Tensor, top: int, routing: ScoreRouting, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def _route_by_scores(
+    logits: Tensor, top: int, routing: ScoreRouting, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
     if routing.scores == "softmax":
         scores = logits.softmax(-1)
     else:
         scores = 1 / (1 + torch.exp(-logits))
-    # Sorted by logits if possible, because different logits may have equal scores.
+    # Experts are ranked by logits if possible, because different logits can round to equal scores.
     ranks = logits if bias is None and routing.groups == 1 else scores
     if bias is not None:
         ranks = ranks + bias
     if routing.groups > 1:
-        ranks = _within_groups(ranks, routing.groups, routing.top_groups)
+        ranks = _mask_unselected_groups(ranks, routing.groups, routing.top_groups)
     topk_ids = _largest(ranks, top)
     topk_weights = scores.gather(-1, topk_ids)
     if routing.is_normed:
@@ -67,22 +69,22 @@ def _by_scores(logits: Tensor, top: int, routing: ScoreRouting, bias: Tensor | N
     return topk_weights * routing.scale, topk_ids
 
 
-def _within_groups(ranks: Tensor, groups: int, top_groups: int) -> Tensor:  # [T, N] -> [T, N]
+def _mask_unselected_groups(ranks: Tensor, groups: int, top_groups: int) -> Tensor:  # [T, N] -> [T, N]
     """Return the ranks with -inf for the experts of groups that are not selected."""
     grouped = ranks.view(len(ranks), groups, -1)  # [T, G, N / G]
-    of_groups = grouped.topk(min(2, grouped.shape[2]), dim=-1).values.sum(-1)  # [T, G]
-    hidden = torch.ones_like(of_groups, dtype=torch.bool)
-    hidden.scatter_(1, _largest(of_groups, top_groups), False)
-    return grouped.masked_fill(hidden[..., None], -torch.inf).flatten(1)
+    group_ranks = grouped.topk(min(2, grouped.shape[2]), dim=-1).values.sum(-1)  # [T, G]
+    is_masked = torch.ones_like(group_ranks, dtype=torch.bool)
+    is_masked.scatter_(1, _largest(group_ranks, top_groups), False)
+    return grouped.masked_fill(is_masked[..., None], -torch.inf).flatten(1)
 
 
 def _sparse_mixer(logits: Tensor, top: int, eps: float) -> tuple[Tensor, Tensor]:
-    left, weights, ids = logits, [], []
+    remaining, weights, ids = logits, [], []
     for _ in range(top):
-        best = _largest(left, 1)  # [T, 1]
-        best_logits = left.gather(-1, best)
+        best = _largest(remaining, 1)  # [T, 1]
+        best_logits = remaining.gather(-1, best)
         is_far = (best_logits - logits) / torch.maximum(logits.abs(), best_logits) > 2 * eps
-        weights.append(left.masked_fill(is_far, -torch.inf).softmax(-1).gather(-1, best))
+        weights.append(remaining.masked_fill(is_far, -torch.inf).softmax(-1).gather(-1, best))
         ids.append(best)
-        left = left.scatter(-1, best, -torch.inf)
+        remaining = remaining.scatter(-1, best, -torch.inf)
     return torch.cat(weights, dim=-1), torch.cat(ids, dim=-1)

@@ -20,15 +20,15 @@ def sample(
         scores = scores.masked_fill(~_unpack_bits(bitmask, logits.shape[-1]), -torch.inf)
     top, tokens = scores.max(-1)
     is_valid &= top > -torch.inf
-    drawn = is_valid & (sampling.temperature > 0) & (sampling.top_k != 1)
-    rows = drawn.nonzero()[:, 0]
+    is_sampled = is_valid & (sampling.temperature > 0) & (sampling.top_k != 1)
+    rows = is_sampled.nonzero()[:, 0]
     if len(rows):
-        tokens[rows] = _draw(scores[rows], sampling.take(rows))
+        tokens[rows] = _sample_rows(scores[rows], sampling.take(rows))
     return tokens.where(is_valid, -1)
 
 
-def _draw(scores: Tensor, sampling: SamplingInputs) -> Tensor:
-    """Return each row's token: the inverse CDF at its uniform, over the kept tokens in token-id order."""
+def _sample_rows(scores: Tensor, sampling: SamplingInputs) -> Tensor:
+    """Return the token of each row: the inverse CDF at its uniform, over the kept tokens by ascending id."""
     vocabulary = scores.shape[-1]
     scores = scores / sampling.temperature.double()[:, None]
     probabilities = torch.softmax(scores, dim=-1)

@@ -12,7 +12,7 @@ class BlocksStored(msgspec.Struct, array_like=True, frozen=True, tag="stored"):
 
     digests: list[bytes]
     parent: bytes | None
-    """The digest of the block before the first one; None at the beginning of a sequence."""
+    """The digest of the block before these blocks; None at the beginning of a sequence."""
     token_ids: list[int]
     """The tokens of all blocks."""
     adapter: str | None = None

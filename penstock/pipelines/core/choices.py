@@ -14,11 +14,11 @@ from penstock.plain_numbers import checked_integer
 def choice_contexts(context: TextContext, n: int) -> list[TextContext]:
     """Return ``n`` contexts that generate independent answers to the prompt of ``context``.
 
-    If the contexts are submitted together, the prompt is computed once: all but the first context wait for
-    its blocks in the prefix cache. Contexts that echo the prompt do not read the cache and compute it
-    themselves. The request id of choice ``i`` is ``{request_id}-{i}``, its seed ``splitmix64(seed, i)``.
-    Choice 0 keeps the seed, so that it equals the answer of ``n=1``. For ``n=1`` the result is ``context``
-    itself.
+    If the contexts are submitted together, the prompt is computed once: the other contexts wait until the
+    first context has stored its blocks in the prefix cache. Contexts that echo the prompt do not read the
+    cache, and each of them computes the prompt. The request id of choice ``i`` is ``{request_id}-{i}``, its
+    seed ``splitmix64(seed, i)``. Choice 0 keeps the seed, so that it equals the answer of ``n=1``. For
+    ``n=1`` the result is ``context`` itself.
 
     Args:
         context: a context that has not started.

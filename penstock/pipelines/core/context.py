@@ -44,13 +44,13 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
     eos_token_ids: set[int] = msgspec.field(default_factory=set)
     """Tokens that end the output."""
     eos_sequences: list[list[int]] = msgspec.field(default_factory=list)
-    """Sequences of generated tokens that end the output. Empty ones are removed."""
+    """Sequences of generated tokens that end the output. Empty sequences are removed."""
     log_probabilities: int | None = None
     """Report the log probabilities of this many top tokens for each token; 0 or None reports none."""
     log_probabilities_echo: bool = False
     """Whether log probabilities of the prompt are reported too."""
     ignore_eos: bool = False
-    """Whether end-of-sequence tokens are ignored. Then ``eos_token_ids`` is empty."""
+    """Whether end-of-sequence tokens are ignored. If set, ``eos_token_ids`` is empty."""
     json_schema: str | None = None
     """The JSON schema of the output; the same as a ``grammar`` of kind ``json_schema``."""
     sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
@@ -65,9 +65,9 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
     cache_salt: str | None = None
     """Only contexts with the same salt share cached prefixes."""
     token_hash_overrides: dict[int, int] = msgspec.field(default_factory=dict)
-    """Token index to the id that replaces it in block hashes."""
+    """Token index -> the id to hash instead of the token id in block hashes."""
     priority: int = 0
-    """A higher number is served first."""
+    """Contexts with a higher number are scheduled first."""
     client_id: str = ""
     """Client of the request. Clients share the batch evenly, within a priority."""
     session_id: str = ""
@@ -107,7 +107,8 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
         rest of the prompt. With ``log_probabilities_echo`` the log probabilities of the chunk's tokens are
         kept (:attr:`prompt_log_probabilities`).
 
-        The token that reaches ``max_length`` is part of the output. A token that ends the output is not.
+        The token that reaches ``max_length`` is part of the output. A token that ends the output is not part
+        of the output.
         """
         if self._active_idx < self._end_idx:
             if log_probabilities is not None and self.log_probabilities_echo:
@@ -157,7 +158,7 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
         If the end-of-sequence token is removed, the context is active again. A context that has reached its
         maximum length stays ended. The matcher is not rolled back.
         """
-        shown_end = self._completion_end_idx  # index of the token that ended the output, if any
+        shown_end = self._completion_end_idx  # the index of an end-of-sequence token, which is not output
         super().rollback(idx)
         if idx > 0:
             for position in range(self._end_idx, self._end_idx + idx):
@@ -167,7 +168,7 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
                 self._status = _ACTIVE
 
     def reset(self) -> None:
-        """Turn all tokens, including generated ones, into a prompt to compute again, after preemption.
+        """Make the next steps compute all tokens again, including generated tokens, after a preemption.
 
         ``prompt_tokens``, ``generated_tokens`` and the returned tokens do not change.
         """
@@ -251,9 +252,11 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
         return self.sampling_params.min_new_tokens
 
     def get_min_token_logit_mask(self, num_steps: int) -> list[npt.NDArray[np.int32]]:
-        """Return for each of the next ``num_steps`` steps the tokens not to sample, as rows (0, token id)
-        ``[n, 2]``: all ``eos_token_ids`` while fewer than ``min_tokens`` are generated. Callers add the row
-        of the batch to the first column."""
+        """Return the tokens not to sample in each of the next ``num_steps`` steps, ``[n, 2]`` each.
+
+        The rows are (0, token id). The tokens are all ``eos_token_ids`` while fewer than ``min_tokens`` are
+        generated. Callers add the row of the batch to the first column.
+        """
         positions = range(self._active_idx, self._active_idx + num_steps)
         masked = range(self._prompt_len, self._prompt_len + self.min_tokens)
         rows = [(0, token) for token in sorted(self.eos_token_ids)]
@@ -285,7 +288,7 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
     @property
     def matcher(self) -> GrammarMatcher | None:
         """The grammar's matcher in its current state."""
-        # Not a field: a matcher is neither compared nor encoded.
+        # Not a field, because a matcher is neither compared nor encoded.
         return self.__dict__.get("_matcher")
 
     def set_matcher(self, matcher: GrammarMatcher) -> None:
@@ -294,11 +297,11 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
 
     @property
     def draft_offset(self) -> int:
-        """Number of tokens that the draft model lags behind."""
+        """Number of tokens by which the draft model lags behind the target model."""
         return self._draft_offset
 
     def set_draft_offset(self, idx: int) -> None:
-        """Set the number of tokens that the draft model lags behind."""
+        """Set the number of tokens by which the draft model lags behind the target model."""
         self._draft_offset = idx
 
     # The slot in the KV cache.
@@ -352,7 +355,7 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
             return
         if self._prompt_len + counts.end == position:
             counts.add(token)
-        else:  # tokens were rolled back since the last count
+        else:  # recount after a rollback
             del self.__dict__["_token_counts"]
 
     def _advance_matcher(self, token: int) -> None:
@@ -368,15 +371,15 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
             return False
         return any(
             sequence[-1] == new_token
-            and self._end_idx - len(sequence) >= self._prompt_len  # only generated tokens
+            and self._end_idx - len(sequence) >= self._prompt_len  # prompt tokens do not count
             and self.tokens[self._end_idx - len(sequence) : self._end_idx].tolist() == sequence
             for sequence in self.eos_sequences
         )
 
-    # Log probabilities: one row per position, the last one for the token at active_idx.
+    # Log probabilities: one row per position. The last row is for the token at active_idx.
 
     def _not_scored_yet(self, rows: LogProbabilities) -> LogProbabilities:
-        """Return ``rows`` without those scored before a preemption of a context that echoes its prompt."""
+        """Return ``rows`` without the rows that a context with echo has reported before a preemption."""
         if not self.log_probabilities_echo:
             return rows
         scored, self._scored_idx = self._scored_idx, max(self._scored_idx, self._active_idx + 1)

@@ -32,7 +32,7 @@ POOLING_TYPES: tuple[PoolingType, ...] = (
 
 
 def check_dimensions(dimensions: int, size: int, trained: Sequence[int] | None) -> None:
-    """Refuse to cut a dense vector to a length that the model is not trained for.
+    """Check that dense vectors of the model can be cut to a length.
 
     Args:
         dimensions: the requested length.
@@ -40,7 +40,7 @@ def check_dimensions(dimensions: int, size: int, trained: Sequence[int] | None) 
         trained: the other lengths that the model is trained for; None allows all.
 
     Raises:
-        InputError: names the lengths that the model has.
+        InputError: the model is not trained for this length. The message lists the possible lengths.
     """
     if dimensions == size or (dimensions >= 1 and trained is None and dimensions < size):
         return
@@ -48,7 +48,7 @@ def check_dimensions(dimensions: int, size: int, trained: Sequence[int] | None) 
         raise InputError(f"dimensions must be from 1 to {size}, was {dimensions}")
     if dimensions < size and dimensions in trained:
         return
-    others = [str(one) for one in sorted(trained) if one < size]
+    others = [str(trained_size) for trained_size in sorted(trained) if trained_size < size]
     if others:
         raise InputError(f"dimensions must be one of {', '.join([*others, str(size)])}, was {dimensions}")
     raise InputError(
@@ -75,7 +75,7 @@ class EmbeddingsGenerationRequest:
     prompt_name: str | None = None
     """The name of a prompt of the checkpoint; excludes ``prompt``."""
     instruction: str | None = None
-    """The task description of a reranker whose prompt template has one."""
+    """The task description for rerankers whose prompt template contains one."""
     pooling: PoolingType | None = None
     """None uses the checkpoint's pooling."""
     dimensions: int | None = None
@@ -194,7 +194,9 @@ class EmbeddingsContextBuilder(Protocol):
     def build_embeddings_contexts(
         self, requests: Sequence[EmbeddingsGenerationRequest]
     ) -> Iterator[EmbeddingsContext]:
-        """Yield the context of each request, in order. The first that cannot be served raises its error.
+        """Yield the context of each request, in order.
+
+        The first request that cannot be served raises its error.
 
         By default one request is converted at a time. A tokenizer that can encode several texts together
         overrides this method.

@@ -41,7 +41,7 @@ class GrammarMatcher(Protocol):
         """
 
     def rollback(self, num_tokens: int, /) -> None:
-        """Revert the last tokens, including one that ended the output."""
+        """Revert the last ``num_tokens`` tokens, including a token that ended the output."""
 
     def reset(self) -> None:
         """Return to the initial state."""
@@ -88,11 +88,11 @@ class InputContext(Protocol):
 
     @property
     def token_hash_overrides(self) -> dict[int, int]:
-        """Token index to the id that replaces it in block hashes, to distinguish equal image tokens."""
+        """Token index -> the id to hash instead of the token id in block hashes; distinguishes images."""
 
     @property
     def priority(self) -> int:
-        """A higher number is served first."""
+        """Contexts with a higher number are scheduled first."""
 
     @property
     def client_id(self) -> str:
@@ -204,10 +204,10 @@ class InputContext(Protocol):
 
     @property
     def generation_status(self) -> TextGenerationStatus:
-        """The status of the language model.
+        """The status of token generation.
 
-        A context whose tokens have ended but which is not done stays in the batch, without tokens to compute
-        and without blocks. Its pipeline computes the rest of its output.
+        A context that has generated its last token but is not done stays in the batch, without tokens to
+        compute and without blocks. Its pipeline computes the rest of the output, such as audio.
         """
 
     @property
@@ -228,7 +228,7 @@ class InputContext(Protocol):
         """Remove the last ``idx`` tokens."""
 
     def reset(self) -> None:
-        """Turn all tokens, including generated ones, into a prompt to compute again, after preemption."""
+        """Make the next steps compute all tokens again, including generated tokens, after a preemption."""
 
     def update_status(self, status: TextGenerationStatus) -> None:
         """Set the status."""
@@ -240,10 +240,10 @@ class InputContext(Protocol):
         """Return the output tokens that were not returned before."""
 
     def get_min_token_logit_mask(self, num_steps: int) -> list[npt.NDArray[np.int32]]:
-        """Return for each of the next steps the tokens not to sample: ``[n, 2]`` rows (0, token id)."""
+        """Return the tokens not to sample in each of the next steps: ``[n, 2]`` rows (0, token id)."""
 
     def set_draft_offset(self, idx: int) -> None:
-        """Set the number of tokens that the draft model lags behind."""
+        """Set the number of tokens by which the draft model lags behind the target model."""
 
     # Slot in the KV cache, and grammar.
     @property
@@ -307,7 +307,7 @@ class Pipeline(Protocol[AcceptedContext, Output]):
     def failures(self) -> dict[str, PenstockError]:
         """Errors of contexts (by request id) that ended in the last `execute` without an output.
 
-        The caller of `execute` clears it and releases those contexts.
+        The caller of `execute` clears this mapping and releases the failed contexts.
         """
 
     def release(self, context: AcceptedContext) -> None:
@@ -328,8 +328,8 @@ class StepLauncher(Protocol[AcceptedContext, Output, LaunchedStep]):
         """Launch the forward of a batch whose contexts are claimed and have blocks.
 
         Args:
-            batch: the contexts, by request id. Those of ``after`` have advanced.
-            after: the sampled step that is not collected yet.
+            batch: the contexts, by request id. Contexts of ``after`` have advanced. after: the sampled step
+            that is not collected yet; None without one.
         """
 
     def sample(self, step: LaunchedStep) -> Collection[str]:
@@ -351,7 +351,7 @@ class StepLauncher(Protocol[AcceptedContext, Output, LaunchedStep]):
         """Return whether several steps of these contexts can run in one call, without work of the host."""
 
     def collects_first(self, step: LaunchedStep) -> bool:
-        """Return whether a sampled step must be collected before the next one is launched."""
+        """Return whether a sampled step must be collected before the next step is launched."""
 
     def collect(self, step: LaunchedStep) -> dict[str, Output]:
         """Wait for a sampled step and return its outputs, as ``Pipeline.execute`` does.
@@ -405,7 +405,7 @@ TokenizerRequest = TypeVar("TokenizerRequest", contravariant=True)
 
 @runtime_checkable
 class PipelineTokenizer(Protocol[TokenizerContext, TokenizerEncoded, TokenizerRequest]):
-    """Text to tokens and back, and requests to contexts."""
+    """Converts text to tokens and back, and requests to contexts."""
 
     @property
     def eos(self) -> int:

@@ -16,10 +16,10 @@ def joined(first: LogProbabilities | None, second: LogProbabilities) -> LogProba
 
 
 def without_first(rows: LogProbabilities, count: int) -> LogProbabilities:
-    """Return ``rows`` without the first ``count``."""
+    """Return ``rows`` without the first ``count`` rows."""
     return LogProbabilities(rows.token_log_probabilities[count:], rows.top_log_probabilities[count:])
 
 
 def without_last(rows: LogProbabilities) -> LogProbabilities:
-    """Return ``rows`` without the last one."""
+    """Return ``rows`` without the last row."""
     return LogProbabilities(rows.token_log_probabilities[:-1], rows.top_log_probabilities[:-1])

@@ -31,7 +31,7 @@ class LogitRules:
             self.allowed = np.setdiff1d(allowed, self.banned)
         self.longest_prefix = max((len(ids) - 1 for ids in sequences), default=0)
         """Number of trailing generated tokens that `banned_after` compares."""
-        self._last_of: dict[tuple[int, ...], list[int]] = {}  # sequence without its last token -> last tokens
+        self._last_of: dict[tuple[int, ...], list[int]] = {}  # prefix of a sequence -> last tokens
         for *prefix, last in sequences:
             if prefix:
                 self._last_of.setdefault(tuple(prefix), []).append(last)
@@ -56,8 +56,8 @@ class TokenCounts:
     Adding a token takes ``O(1)`` time.
 
     Args:
-        prompt: tokens to include with an initial count of 0.
-        generated: tokens to count at once.
+        prompt: tokens of the prompt, which have an initial count of 0. generated: the tokens generated so
+        far, which are counted.
     """
 
     def __init__(self, prompt: npt.NDArray[np.integer], generated: npt.NDArray[np.integer]) -> None:
@@ -88,13 +88,16 @@ class TokenCounts:
         slot = self._slots.setdefault(token, self._size)
         if slot == self._size:
             if slot == len(self._ids):
-                self._ids, self._counts = _doubled(self._ids), _doubled(self._counts)
+                self._ids, self._counts = _double_capacity(self._ids), _double_capacity(self._counts)
             self._ids[slot] = token
             self._size += 1
         self._counts[slot] += 1
 
     def after(self, drafts: Sequence[int]) -> tuple[Ids, npt.NDArray[np.float32]]:
-        """Return ``ids`` and ``counts`` as if ``drafts`` had been generated too. Changes nothing."""
+        """Return ``ids`` and ``counts`` as if ``drafts`` had been generated too.
+
+        The object does not change.
+        """
         if not drafts:
             return self.ids, self.counts
         new = sorted({token for token in drafts if token not in self._slots})
@@ -105,5 +108,5 @@ class TokenCounts:
         return ids, counts
 
 
-def _doubled(array: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
+def _double_capacity(array: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
     return np.concatenate([array, np.zeros_like(array)])

@@ -70,7 +70,7 @@ def hinting_class(cls: C) -> C:
 
 
 def _unknown(owner: str, given: Iterable[str], known: frozenset[str]) -> UnknownParameterError:
-    name = next(one for one in given if one not in known)
+    name = next(parameter for parameter in given if parameter not in known)
     return UnknownParameterError(owner, name, _hint(name, owner, sorted(known - {"self"})))
 
 

@@ -33,7 +33,7 @@ class Grammar(msgspec.Struct, frozen=True):
 
 
 def resolved_grammar(grammar: Grammar | None, json_schema: str | None) -> tuple[Grammar | None, str | None]:
-    """Return the grammar of an output and its JSON schema, if any, given either of them.
+    """Return (grammar, JSON schema) of an output from either of them; None for a missing value.
 
     Raises:
         InputError: both are given and differ.

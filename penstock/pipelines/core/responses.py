@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class LogProbabilities(msgspec.Struct):
-    """Log probabilities of an output token. If the prompt is echoed, also of the prompt tokens before it.
+    """Log probabilities of an output token and, if the prompt is echoed, of the prompt tokens before it.
 
-    Both lists have one entry per position. The top dictionary of a position has the most probable token ids
-    and always the token at this position, so it can have one more entry than requested.
+    Both lists have one entry per position. The top dictionary of a position contains the most probable token
+    ids and the token at this position. It can therefore have one more entry than requested.
     """
 
     token_log_probabilities: list[float]
@@ -30,10 +30,10 @@ class LogProbabilities(msgspec.Struct):
     """For each position, token id -> log probability of the most probable tokens, most probable first."""
 
     def cut(self, top_n: int, tokens: Sequence[int]) -> LogProbabilities:
-        """Return a copy with the ``top_n`` best tokens of each position and the token at that position.
+        """Return a copy with ``top_n`` top tokens and the token itself at each position.
 
         Args:
-            top_n: number of best tokens per position, at most the requested number; 0 keeps only ``tokens``.
+            top_n: number of top tokens per position, at most the requested number; 0 keeps only ``tokens``.
             tokens: the token at each position.
         """
         tops = [

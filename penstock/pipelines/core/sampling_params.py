@@ -84,8 +84,8 @@ class SamplingParams:
     @cached_property
     def has_logit_rules(self) -> bool:
         """Whether a bias, allowed tokens or banned tokens are set."""
-        some = self.logit_bias or self.banned_token_ids or self.banned_sequences
-        return bool(some) or self.allowed_token_ids is not None
+        rules = self.logit_bias or self.banned_token_ids or self.banned_sequences
+        return bool(rules) or self.allowed_token_ids is not None
 
     @cached_property
     def changes_logits(self) -> bool:

@@ -53,7 +53,7 @@ def frames_encoder() -> Callable[[object], list[Frame]]:
         index = indices.get(id(value))
         if index is None:
             index = indices[id(value)] = len(frames)
-            frames.append(_bytes_of(value))
+            frames.append(_raw_bytes(value))
         return {"__np__": True, "frame": index, "shape": value.shape, "dtype": str(value.dtype)}
 
     encoder = msgspec.msgpack.Encoder(enc_hook=encode_array)
@@ -98,10 +98,10 @@ def _encode_array(value: object) -> dict[str, object]:
     if not isinstance(value, np.ndarray):
         hint = "; convert it with .item()" if isinstance(value, np.generic) else ""
         raise TypeError(f"cannot encode {type(value).__module__}.{type(value).__qualname__}{hint}")
-    return {"__np__": True, "data": _bytes_of(value), "shape": value.shape, "dtype": str(value.dtype)}
+    return {"__np__": True, "data": _raw_bytes(value), "shape": value.shape, "dtype": str(value.dtype)}
 
 
-def _bytes_of(array: npt.NDArray[np.generic]) -> memoryview:
+def _raw_bytes(array: npt.NDArray[np.generic]) -> memoryview:
     if array.dtype.hasobject or array.dtype.kind == "V":
         raise TypeError(f"cannot encode an array of dtype {array.dtype}: only plain numbers and strings")
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data

@@ -34,7 +34,7 @@ class _SpeechContext(TextContext, kw_only=True, omit_defaults=True):
     """The keyword-only fields of a `TTSContext`."""
 
     streaming: bool = False
-    """Whether audio is decoded in short chunks for streaming, instead of long ones."""
+    """Whether audio is streamed: the first chunks are short, for low latency."""
     num_dropped_tokens: int = 0
     """Number of generated tokens that are not speech codes or belong to an incomplete frame."""
 

@@ -6,7 +6,7 @@
     0 <= start < active <= end <= capacity         0 <= committed         0 < prompt_len
 
     [0, start)        completed: computed, their keys and values are in the cache
-    [start, active)   next_tokens: what the next step computes
+    [start, active)   next_tokens: the tokens that the next step computes
     [active, end)     the rest of a prompt that is computed in chunks; else empty
     [end, capacity)   unused
 
@@ -40,7 +40,7 @@ class TokenBuffer(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     _start_idx: int = 0
     _active_idx: int = -1
-    _end_idx: int = -1  # -1: not set up yet; a decoded buffer has its indices already
+    _end_idx: int = -1  # -1 until the indices are initialized; a decoded buffer has them already
     _committed_idx: int = 0
     _completion_start_idx: int = -1
     _completion_end_idx: int = -1
@@ -75,7 +75,7 @@ class TokenBuffer(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def active_length(self) -> int:
-        """Number of tokens to compute next: a prompt or a chunk of it, then 1 (or more) a step."""
+        """Number of tokens to compute next: a prompt or a chunk of it, later 1 or more tokens per step."""
         return self._active_idx - self._start_idx
 
     @property
@@ -195,7 +195,7 @@ class TokenBuffer(msgspec.Struct, kw_only=True, omit_defaults=True):
             raise InputError("tokens must hold at least one token: the prompt is empty")
         if tokens.dtype.kind not in "iu":
             raise InputError(f"tokens must be integers: got dtype {tokens.dtype}")
-        self.tokens = _padded(tokens, -(-tokens.size // CHUNK_SIZE) * CHUNK_SIZE)
+        self.tokens = _pad(tokens, -(-tokens.size // CHUNK_SIZE) * CHUNK_SIZE)
         self._end_idx = tokens.size
         for name in ("_active_idx", "_completion_start_idx", "_completion_end_idx", "_prompt_len"):
             if getattr(self, name) < 0:
@@ -206,7 +206,7 @@ class TokenBuffer(msgspec.Struct, kw_only=True, omit_defaults=True):
         position = self._end_idx
         if position >= self.tokens.size:
             chunks = max(1, position // CHUNK_SIZE // 8)  # grows long sequences by an eighth: amortised O(1)
-            self.tokens = _padded(self.tokens, self.tokens.size + chunks * CHUNK_SIZE)
+            self.tokens = _pad(self.tokens, self.tokens.size + chunks * CHUNK_SIZE)
         self.tokens[position] = token
         self._active_idx = self._end_idx = position + 1
         return position
@@ -214,7 +214,7 @@ class TokenBuffer(msgspec.Struct, kw_only=True, omit_defaults=True):
     def _show(self, position: int) -> None:
         """Add the last token, at ``position``, to the output."""
         if self._completion_start_idx == self._completion_end_idx:
-            self._completion_start_idx = position  # skips a token that is not part of the output
+            self._completion_start_idx = position  # skips earlier tokens that are not part of the output
         self._completion_end_idx = position + 1
 
     def _check_indices(self, start: int, active: int, end: int, committed: int) -> None:
@@ -240,7 +240,7 @@ class TokenBuffer(msgspec.Struct, kw_only=True, omit_defaults=True):
             )
 
 
-def _padded(tokens: npt.NDArray[np.integer], capacity: int) -> npt.NDArray[np.integer]:
+def _pad(tokens: npt.NDArray[np.integer], capacity: int) -> npt.NDArray[np.integer]:
     padded = np.zeros(capacity, dtype=tokens.dtype)
     padded[: tokens.size] = tokens
     return padded

@@ -32,7 +32,7 @@ class ImageMetadata(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The image as returned by the model's processor, without a batch dimension."""
     image_hash: bytes | None = None
     """Digest of the content, of 32 bytes, see `image_digest`. Equal digests mean equal encoder rows. Without
-    a digest, nothing of the image is cached.
+    a digest, neither the encoder rows nor the KV blocks of the image are cached.
     """
     num_embedding_rows: int | None = None
     """Number of rows that the vision encoder returns; None: the length of the span."""
@@ -86,8 +86,8 @@ class TextAndVisionContext(TextContext, kw_only=True, tag=True, omit_defaults=Tr
     vision_token_ids: list[int] = msgspec.field(default_factory=list)
     """The ids of placeholder tokens."""
     has_bidirectional_images: bool = False
-    """Whether the tokens of an image attend to each other in both directions. Then a span of an image is
-    never split into two steps."""
+    """Whether the tokens of an image attend to each other in both directions. If set, all tokens of an image
+    are computed in one step."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -112,7 +112,7 @@ class TextAndVisionContext(TextContext, kw_only=True, tag=True, omit_defaults=Tr
 
     @property
     def next_images_in_window(self) -> list[ImageMetadata]:
-        """The images with tokens in ``next_tokens``; an image at the edge of the window counts as a whole."""
+        """The images with at least one token in ``next_tokens``."""
         return [image for image in self.next_images if image.start_idx < self.active_idx]
 
     @property
@@ -135,7 +135,7 @@ class TextAndVisionContext(TextContext, kw_only=True, tag=True, omit_defaults=Tr
         return np.concatenate([*map(self.placeholders, self.images), np.empty(0, np.int32)])
 
     def placeholders(self, image: ImageMetadata) -> npt.NDArray[np.int32]:
-        """Return the indices of an image's placeholder tokens; row i of the encoder replaces index i."""
+        """Return the indices of an image's placeholder tokens, in the order of the rows that replace them."""
         span = self.tokens[image.start_idx : image.end_idx]
         within = np.flatnonzero(np.isin(span, self.vision_token_ids))
         return (within + image.start_idx).astype(np.int32)
@@ -200,9 +200,10 @@ def image_digest(
 
 
 def image_hash_overrides(image: ImageMetadata) -> dict[int, int]:
-    """Return ids that replace the first tokens of an image in block hashes: the words of its digest.
+    """Return the ids to hash instead of the first tokens of an image: the words of its digest.
 
-    The first token is replaced too, because the keys of all placeholders depend on the whole image.
+    They begin at the first token of the image, because the keys of all placeholders depend on the whole
+    image.
     """
     if image.image_hash is None:
         return {}

@@ -17,9 +17,9 @@ from penstock.pipelines.core import TextContext
 _INITIAL_RATE = 0.7
 """Assumed acceptance rate before any draft was verified."""
 _MAX_RATE = 0.98
-"""Upper bound of the estimated acceptance rate: a context may end at any token."""
+"""Upper bound of the estimated acceptance rate. It is below 1, because a context can end at any token."""
 _MIN_SPEEDUP = 1.03
-"""Smallest predicted speedup for which drafts are used. Prevents noise from switching drafts on and off."""
+"""Minimum predicted speedup for drafting. It prevents that measurement noise switches drafting on and off."""
 _PROBE_LENGTH = 2
 """Number of drafts in a probe."""
 _MIN_PAUSE, _MAX_PAUSE = 16, 256
@@ -41,7 +41,7 @@ class AdaptiveDraftLength:
     def __init__(self, max_drafts: int) -> None:
         assert max_drafts >= 1, f"at least one draft, was {max_drafts}"
         self._max_drafts = max_drafts
-        self._overall = _Acceptance(_INITIAL_RATE * 4, 4.0)
+        self._overall_acceptance = _Acceptance(_INITIAL_RATE * 4, 4.0)
         self._of_context: dict[str, _Acceptance] = {}
         self._costs = StepCosts()
 
@@ -52,7 +52,7 @@ class AdaptiveDraftLength:
         gains[numbers[:, None] > np.array(limits)[None, :]] = -1
         order = np.argsort(-gains, axis=None, kind="stable")[: int((gains > 0).sum())]
         number = self._best_number(len(contexts), gains.ravel()[order], numbers[order // len(contexts)])
-        # The gains of a context decrease, so the selected drafts are its first ones.
+        # The probabilities of a context decrease, so the selected drafts are its first drafts.
         lengths = np.bincount(order[:number] % len(contexts), minlength=len(contexts)).tolist()
         return self._with_probe(contexts, limits, lengths)
 
@@ -61,10 +61,10 @@ class AdaptiveDraftLength:
     ) -> None:
         for context, draft, matching in zip(contexts, drafts, accepted, strict=True):
             if draft:
-                tries = min(matching + 1, len(draft))  # drafts after the first mismatch were not tested
+                num_tested = min(matching + 1, len(draft))  # drafts after the first mismatch were not tested
                 own = self._acceptance(context)
-                self._overall.add(matching, tries, memory=0.99)
-                own.add(matching, tries, memory=0.95)
+                self._overall_acceptance.add(matching, num_tested, memory=0.99)
+                own.add(matching, num_tested, memory=0.95)
                 own.record_probe(matching == len(draft))
 
     def record_step(self, num_rows: int, depth: int, forward: float, proposal: float) -> None:
@@ -76,7 +76,7 @@ class AdaptiveDraftLength:
     def _rate(self, context: TextContext) -> float:
         """Return the estimated acceptance rate of a context; the overall rate dominates with few samples."""
         own = self._acceptance(context)
-        return min((own.hits + 3 * self._overall.rate) / (own.tries + 3), _MAX_RATE)
+        return min((own.num_accepted + 3 * self._overall_acceptance.rate) / (own.num_tested + 3), _MAX_RATE)
 
     def _best_number(self, num_contexts: int, gains: np.ndarray, numbers: np.ndarray) -> int:
         """Return the number of drafts with the highest predicted tokens per second.
@@ -98,15 +98,18 @@ class AdaptiveDraftLength:
     def _with_probe(
         self, contexts: Sequence[TextContext], limits: Sequence[int], lengths: list[int]
     ) -> list[int]:
-        """Add a probe for one context that has paused long enough. At most one per step keeps steps fast."""
+        """Add a probe for one context that has paused long enough.
+
+        There is at most one probe per step, to keep steps fast.
+        """
         has_probed = False
         for index, (context, limit) in enumerate(zip(contexts, limits, strict=True)):
             own = self._acceptance(context)
             if lengths[index]:
-                own.idle, own.pause, own.is_probed = 0, _MIN_PAUSE, False
+                own.num_idle_steps, own.pause_steps, own.is_probed = 0, _MIN_PAUSE, False
             elif limit:
-                own.idle += 1
-                if own.idle > own.pause and not has_probed:
+                own.num_idle_steps += 1
+                if own.num_idle_steps > own.pause_steps and not has_probed:
                     has_probed = own.is_probed = True
                     lengths[index] = min(limit, self._max_drafts, _PROBE_LENGTH)
         return lengths
@@ -117,26 +120,26 @@ class AdaptiveDraftLength:
 
 @dataclass(slots=True)
 class _Acceptance:
-    """Decaying counts of accepted and tested drafts, and the state of the pause without drafts."""
+    """Decaying counts of accepted and tested drafts, and the pause without drafts, of one context."""
 
-    hits: float = 0.0
-    tries: float = 0.0
-    idle: int = 0
-    pause: int = _MIN_PAUSE
+    num_accepted: float = 0.0
+    num_tested: float = 0.0
+    num_idle_steps: int = 0
+    pause_steps: int = _MIN_PAUSE
     is_probed: bool = False
 
     @property
     def rate(self) -> float:
-        return self.hits / self.tries
+        return self.num_accepted / self.num_tested
 
-    def add(self, hits: int, tries: int, *, memory: float) -> None:
-        self.hits = memory * self.hits + hits
-        self.tries = memory * self.tries + tries
+    def add(self, num_accepted: int, num_tested: int, *, memory: float) -> None:
+        self.num_accepted = memory * self.num_accepted + num_accepted
+        self.num_tested = memory * self.num_tested + num_tested
 
     def record_probe(self, is_accepted: bool) -> None:
-        """Record the result of a probe. After an accepted one the next step drafts again."""
+        """Record the result of a probe. After an accepted probe the next step drafts again."""
         if self.is_probed and not is_accepted:
-            self.idle, self.pause = 0, min(2 * self.pause, _MAX_PAUSE)
+            self.num_idle_steps, self.pause_steps = 0, min(2 * self.pause_steps, _MAX_PAUSE)
         self.is_probed = False
 
 
@@ -144,52 +147,57 @@ class StepCosts:
     """Estimates the duration of a step from its number of rows, based on measured steps.
 
     The estimate never decreases with the number of rows, which corrects single slow measurements. It is
-    interpolated linearly between measured numbers of rows. Outside the measured range it is optimistic, so
-    that new numbers are tried: fewer rows cost proportionally less, and more rows cost little.
+    interpolated linearly between measured numbers of rows. Outside the measured range the estimate is
+    optimistic, so that unmeasured numbers of rows are tried: fewer rows cost proportionally less, and
+    additional rows cost little.
     """
 
     def __init__(self) -> None:
-        self._forward: dict[int, _Average] = {}  # rows to seconds
-        self._curve: tuple[list[int], list[float]] = ([], [])  # rows and seconds, both ascending
-        self._draft = _Average()
+        self._forward_averages: dict[int, _Average] = {}  # number of rows -> seconds
+        self._curve: tuple[list[int], list[float]] = ([], [])  # numbers of rows and seconds, both ascending
+        self._draft_average = _Average()
 
     def add(self, num_rows: int, depth: int, forward: float, proposal: float) -> None:
         """Record the durations of a forward with ``num_rows`` rows and of drafting."""
-        self._forward.setdefault(_rounded(num_rows), _Average()).add(forward)
-        self._curve = self._ascending()
+        self._forward_averages.setdefault(_row_bucket(num_rows), _Average()).add(forward)
+        self._curve = self._measured_costs()
         if depth:
-            self._draft.add(proposal / depth)
+            self._draft_average.add(proposal / depth)
 
     def seconds(self, num_rows: np.ndarray, depths: np.ndarray) -> np.ndarray:
-        """Return the estimated seconds of steps with these rows and longest drafts, all ``[n]``."""
-        return self._seconds_of_rows(num_rows) + depths * self._draft.value
+        """Return the estimated seconds of steps ``[n]``; ``depths`` are the lengths of the longest drafts."""
+        return self._forward_seconds(num_rows) + depths * self._draft_average.value
 
-    def _ascending(self) -> tuple[list[int], list[float]]:
-        seen = sorted(self._forward)
-        seconds = [self._forward[rows].value for rows in seen]
-        for index in range(len(seen) - 2, -1, -1):
+    def _measured_costs(self) -> tuple[list[int], list[float]]:
+        measured_rows = sorted(self._forward_averages)
+        seconds = [self._forward_averages[rows].value for rows in measured_rows]
+        for index in range(len(measured_rows) - 2, -1, -1):
             seconds[index] = min(seconds[index], seconds[index + 1])
-        return seen, seconds
+        return measured_rows, seconds
 
-    def _seconds_of_rows(self, num_rows: np.ndarray) -> np.ndarray:
-        seen, seconds = self._curve
-        if not seen:
-            return 1.0 + _GUESS * (num_rows - 1)
-        between = np.interp(num_rows, seen, seconds)
-        fewer = seconds[0] * num_rows / seen[0]
-        more = seconds[-1] * (1 + _GUESS * (num_rows - seen[-1]) / seen[-1])
-        return np.where(num_rows < seen[0], fewer, np.where(num_rows > seen[-1], more, between))
+    def _forward_seconds(self, num_rows: np.ndarray) -> np.ndarray:
+        measured_rows, seconds = self._curve
+        if not measured_rows:
+            return 1.0 + _ASSUMED_COST_OF_DOUBLING * (num_rows - 1)
+        between = np.interp(num_rows, measured_rows, seconds)
+        fewer = seconds[0] * num_rows / measured_rows[0]
+        more = seconds[-1] * (
+            1 + _ASSUMED_COST_OF_DOUBLING * (num_rows - measured_rows[-1]) / measured_rows[-1]
+        )
+        return np.where(
+            num_rows < measured_rows[0], fewer, np.where(num_rows > measured_rows[-1], more, between)
+        )
 
 
-_GUESS = 0.05
-"""Assumed relative cost of doubling the rows before it was measured."""
+_ASSUMED_COST_OF_DOUBLING = 0.05
+"""Relative cost of doubling the number of rows that is assumed before it is measured."""
 
 
 class _Average:
     """A moving average that limits the effect of outliers. The first three samples yield their minimum.
 
-    With fewer than three samples, the value is below the measurement: otherwise one slow step on a busy
-    machine could exclude that number of rows permanently.
+    With fewer than three samples, the value is below the measurement. Otherwise a single slow step on a busy
+    machine could exclude its number of rows permanently.
     """
 
     def __init__(self) -> None:
@@ -210,6 +218,6 @@ class _Average:
             self._value += 0.2 * (min(sample, 2 * self._value) - self._value)
 
 
-def _rounded(num_rows: int) -> int:
+def _row_bucket(num_rows: int) -> int:
     """Return the bucket of a number of rows: exact up to 16, eight buckets per doubling above."""
     return num_rows if num_rows <= 16 else round(2 ** (round(8 * log2(num_rows)) / 8))

@@ -47,8 +47,8 @@ class _DraftState:
     context: TextContext
     text: TextContext
     """A copy of ``context`` with a slot in the draft cache. Contains drafts only during `propose`."""
-    drafted: list[int] = field(default_factory=list)
-    """The last drafts. All but the last one are in the draft's cache."""
+    drafts: list[int] = field(default_factory=list)
+    """The last drafts. All of them except the last are in the draft's cache."""
 
     @property
     def num_computed(self) -> int:
@@ -56,7 +56,7 @@ class _DraftState:
         return self.text.start_idx
 
     def catch_up(self) -> bool:
-        """Append the new tokens of the context; False if its earlier tokens have changed.
+        """Append the new tokens of the context. Return False if its earlier tokens have changed.
 
         New tokens that equal the drafts are already in the cache.
         """
@@ -67,27 +67,27 @@ class _DraftState:
         text.set_token_indices(active_idx=known)
         for token in new[known:].tolist():
             text.jump_ahead(token)
-        if self.drafted:
-            gained = new[known : known + len(self.drafted) - 1].tolist()
+        if self.drafts:
+            appended = new[known : known + len(self.drafts) - 1].tolist()
             matching = 0
-            while matching < len(gained) and gained[matching] == self.drafted[matching]:
+            while matching < len(appended) and appended[matching] == self.drafts[matching]:
                 matching += 1
             text.set_token_indices(start_idx=min(known + matching, text.end_idx - 1))
-            self.drafted = []
+            self.drafts = []
         return True
 
 
 class DraftModelProposer:
-    """Drafts with a draft model, greedily or sampled as each context requests.
+    """Drafts tokens with a draft model and the sampling parameters of each context.
 
-    It computes prompts in chunks, in steps no larger than the target's. A context gets no drafts if the draft
-    cache has no blocks for it, if its prompt is not computed yet, or if it exceeds the draft model's maximum
-    length. A missing draft never fails a request.
+    It computes prompts in chunks. Its steps have at most as many tokens as the target's steps. A context gets
+    no drafts if the draft cache has no blocks for it, if its prompt is not computed yet, or if it exceeds the
+    draft model's maximum length. A missing draft never fails a request.
 
     Args:
         config: the draft model's configuration, see `share_memory`.
-        model: its class.
-        session: the target's session. Both models run on one thread, one after the other.
+        model: the class of the draft model. session: the target's session. Both models run in the same
+        thread, in turn.
         vocabulary: vocabulary size of the target model.
     """
 
@@ -113,20 +113,20 @@ class DraftModelProposer:
         num_left = self.model.memory_plan.max_batch_input_tokens
         for index, (context, limit) in enumerate(zip(contexts, limits, strict=True)):
             if limit > 0 or context.active_idx < context.end_idx:
-                state = self._state_of(context)
+                state = self._updated_state(context)
                 if self._prepare(state, limit, num_left, contexts):
                     num_left -= state.text.active_length
                     indices[context.request_id] = index
                     batch.append(state)
         drafts: list[list[int]] = [[] for _ in contexts]
         for state in self._draft(batch, [limits[indices[f.context.request_id]] for f in batch]):
-            drafts[indices[state.context.request_id]] = list(state.drafted)
+            drafts[indices[state.context.request_id]] = list(state.drafts)
         return drafts
 
     def observe(
         self, contexts: Sequence[TextContext], drafts: Sequence[list[int]], accepted: Sequence[int]
     ) -> None:
-        """Set on each context how many tokens the draft model lags behind the target."""
+        """Set ``draft_offset`` of each context: the number of tokens that the draft model lags behind."""
         for context in contexts:
             state = self._states.get(context.request_id)
             if state is None or state.context is not context or not state.catch_up():
@@ -147,7 +147,7 @@ class DraftModelProposer:
 
     # -- Draft states --------------------------------------------------------------------------------------
 
-    def _state_of(self, context: TextContext) -> _DraftState:
+    def _updated_state(self, context: TextContext) -> _DraftState:
         """Return the up-to-date draft state of a context."""
         state = self._states.pop(context.request_id, None)
         if state is not None and not (state.context is context and state.catch_up()):
@@ -169,19 +169,25 @@ class DraftModelProposer:
     def _prepare(
         self, state: _DraftState, limit: int, num_left: int, contexts: Sequence[TextContext]
     ) -> bool:
-        """Set the rows to compute next and reserve their blocks; False if there is nothing to compute."""
+        """Set the rows to compute next and reserve their blocks.
+
+        Return False if there are no rows to compute.
+        """
         text, end = state.text, state.context.active_idx
         if num_left == 0 or end > self._max_length(state):
             return False
         claim(self.kv, text)
         if text.start_idx >= end:
-            return False  # the draft cache has more of this prompt than the target's
+            return False  # the draft cache contains more of this prompt than the target's cache
         text.set_token_indices(active_idx=min(end, text.start_idx + num_left))
         lookahead = self._num_drafts(state, limit) - 1 if text.active_idx == text.end_idx else 0
         return self._reserve(text, max(lookahead, 0), contexts)
 
     def _num_drafts(self, state: _DraftState, limit: int) -> int:
-        """Return how many tokens to draft. All except the last must fit the draft model's maximum length."""
+        """Return the number of tokens to draft.
+
+        All except the last must fit the draft model's maximum length.
+        """
         return max(min(limit, self._max_length(state) - state.text.end_idx + 1), 0)
 
     def _max_length(self, state: _DraftState) -> int:
@@ -203,7 +209,7 @@ class DraftModelProposer:
     # -- Drafting ---------------------------------------------------------------------------------------
 
     def _draft(self, batch: list[_DraftState], limits: Sequence[int]) -> list[_DraftState]:
-        """Compute the rows that are set, then draft; return the states with drafts."""
+        """Compute the rows that `_prepare` has set, then draft. Return the states with drafts."""
         if not batch:
             return []
         logits = self._runner.forward([state.text for state in batch])
@@ -227,16 +233,15 @@ class DraftModelProposer:
                 drafting = [
                     (state, width)
                     for state, width in drafting
-                    if can_continue[state.context.request_id](state.drafted[-1])
-                    and len(state.drafted) < width
+                    if can_continue[state.context.request_id](state.drafts[-1]) and len(state.drafts) < width
                 ]
                 if drafting:
                     for state, _ in drafting:
-                        state.text.jump_ahead(state.drafted[-1])
+                        state.text.jump_ahead(state.drafts[-1])
                         state.text.set_token_indices(start_idx=state.text.end_idx - 1)
                     logits = self._runner.forward([state.text for state, _ in drafting])
         for state in drafted:
-            state.text.rollback(len(state.drafted) - 1)
+            state.text.rollback(len(state.drafts) - 1)
         return drafted
 
     def _sample(self, batch: Sequence[_DraftState], logits: Tensor) -> None:  # [B, V]
@@ -246,22 +251,22 @@ class DraftModelProposer:
         positions = np.array([state.text.end_idx for state in batch])
         bitmask = None
         if logits.shape[-1] == self._vocabulary:
-            so_far = [state.drafted for state in batch]
+            so_far = [state.drafts for state in batch]
             logits = adjust_logits(logits, contexts, sequences, positions, so_far)
             bitmask = grammar_bitmask(contexts, sequences, self._vocabulary)
             bitmask = None if bitmask is None else bitmask.to(logits.device)
         sampler = Sampler.for_batch([context.sampling_params for context in contexts], logits.device)
         tokens = sampler(self._session.ops, logits, None, positions, bitmask)
-        # Without finite logits any token is drafted: a wrong draft is rejected.
+        # Without finite logits an arbitrary token is drafted, because wrong drafts are rejected.
         for state, token in zip(batch, tokens.clamp(min=0).tolist(), strict=True):
-            state.drafted.append(token)
+            state.drafts.append(token)
 
 
 # -- Loading ---------------------------------------------------------------------------------------------
 
 
 def draft_config(config: PipelineConfig) -> PipelineConfig:
-    """Return the configuration of the draft model before memory is divided."""
+    """Return the configuration of the draft model, without its part of the memory."""
     path = config.speculative.draft_model_path
     assert path is not None
     encoding = config.speculative.draft_quantization_encoding
@@ -281,12 +286,11 @@ def share_memory(
     *,
     free_memory: int,
 ) -> tuple[PipelineConfig, PipelineConfig]:
-    """Plan memory for target and draft model together. The draft's cache counts as more layer groups.
+    """Plan the memory of target and draft model. The draft's cache is planned as further layer groups.
 
     Args:
         config: the configuration of the target.
-        model: its class.
-        draft: the class of the draft model.
+        model: the class of the target. draft: the class of the draft model.
         free_memory: total free bytes of all devices before loading.
 
     Returns:
@@ -300,7 +304,7 @@ def share_memory(
     check_tokenizers(configs[0].model, configs[1].model)
     classes = (model, draft)
     specs = [
-        cls.kv_spec(one, one.model.huggingface_config) for cls, one in zip(classes, configs, strict=True)
+        cls.kv_spec(cfg, cfg.model.huggingface_config) for cls, cfg in zip(classes, configs, strict=True)
     ]
     if specs[0] is None or specs[1] is None:
         raise ConfigError(
@@ -309,12 +313,12 @@ def share_memory(
     own = len(specs[0].groups)
     plan = plan_memory(
         config,
-        _joined(specs[0], specs[1]),
+        _joint_spec(specs[0], specs[1]),
         model_max_length=model.calculate_max_seq_len(config, config.model.huggingface_config),
-        weights_size=sum(cls.estimate_weights_size(one) for cls, one in zip(classes, configs, strict=True)),
-        activation_size=max(  # the models run one after the other
-            cls.estimate_activation_memory(one, one.model.huggingface_config)
-            for cls, one in zip(classes, configs, strict=True)
+        weights_size=sum(cls.estimate_weights_size(cfg) for cls, cfg in zip(classes, configs, strict=True)),
+        activation_size=max(  # not the sum: the models run one after the other
+            cls.estimate_activation_memory(cfg, cfg.model.huggingface_config)
+            for cls, cfg in zip(classes, configs, strict=True)
         ),
         free_memory=free_memory,
         adapters_size=estimate_adapters_size(config, model.tensor_names(config.model.huggingface_config)),
@@ -324,13 +328,13 @@ def share_memory(
     shares = (plan.num_blocks[:own], plan.num_blocks[own:])
     target, drafting = (
         replace(
-            one,
-            model=replace(one.model, max_length=length),
-            kv_cache=replace(one.kv_cache, memory=_num_bytes(spec, blocks, requested_block_size(config))),
+            cfg,
+            model=replace(cfg.model, max_length=length),
+            kv_cache=replace(cfg.kv_cache, memory=_num_bytes(spec, blocks, requested_block_size(config))),
             max_batch_size=plan.max_batch_size,
             max_batch_input_tokens=plan.max_batch_input_tokens,
         )
-        for one, spec, length, blocks in zip(configs, specs, lengths, shares, strict=True)
+        for cfg, spec, length, blocks in zip(configs, specs, lengths, shares, strict=True)
     )
     return target, drafting
 
@@ -339,13 +343,13 @@ def check_tokenizers(target: ModelConfig, draft: ModelConfig) -> None:
     """Check that the token ids of the draft model and of the target have the same meaning.
 
     Raises:
-        ConfigError: names the difference.
+        ConfigError: the token ids differ; the message describes the difference.
     """
     vocabularies = [model.huggingface_config.vocabulary_size for model in (target, draft)]
-    known = [_vocabulary_of(model.checkpoint) for model in (target, draft)]
+    known = [_read_vocabulary(model.checkpoint) for model in (target, draft)]
     if known[0] is not None and known[1] is not None:
         if known[0] == known[1]:
-            return  # then a difference in matrix size is padding only
+            return  # equal tokenizers: any difference in matrix size is padding
         difference = "their tokenizer.json differ in vocabulary or merges"
     elif vocabularies[0] == vocabularies[1]:
         return
@@ -358,7 +362,7 @@ def check_tokenizers(target: ModelConfig, draft: ModelConfig) -> None:
     )
 
 
-def _vocabulary_of(checkpoint: Path) -> dict[str, object] | None:
+def _read_vocabulary(checkpoint: Path) -> dict[str, object] | None:
     """Return the parts of tokenizer.json that map text to ids; None if it cannot be read."""
     try:
         tokenizer = json.loads((checkpoint / "tokenizer.json").read_text(encoding="utf-8"))
@@ -369,7 +373,7 @@ def _vocabulary_of(checkpoint: Path) -> dict[str, object] | None:
     return {name: tokenizer.get(name) for name in ("model", "added_tokens", "normalizer", "pre_tokenizer")}
 
 
-def _joined(target: KVCacheSpec, draft: KVCacheSpec) -> KVCacheSpec:
+def _joint_spec(target: KVCacheSpec, draft: KVCacheSpec) -> KVCacheSpec:
     shifted = [
         replace(group, layers=tuple(layer + target.num_layers for layer in group.layers))
         for group in draft.groups

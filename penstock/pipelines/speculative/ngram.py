@@ -76,7 +76,10 @@ class _Index:
     earlier: dict[int, int] = field(default_factory=dict)  # longest n-gram: end -> its previous end
 
     def extend(self, tokens: list[int]) -> None:
-        """Add tokens. An n-gram is indexed when a token follows it, so the last one never matches itself."""
+        """Add tokens.
+
+        An n-gram is indexed only when a token follows it, so the last n-gram never matches itself.
+        """
         text, ends, longest = self.tokens, self.ends, self.sizes[-1]
         for token in tokens:
             end = len(text)
@@ -90,7 +93,7 @@ class _Index:
             text.append(token)
 
     def continuation(self, count: int) -> list[int]:
-        """Return the ``count`` tokens after the best match. Past the end, the drafted tokens are repeated."""
+        """Return the ``count`` tokens after the best match. If the text ends, drafted tokens are repeated."""
         start = self._best_match()
         if start is None:
             return []
@@ -119,7 +122,7 @@ class _Index:
         return best
 
     def _match(self, other: int) -> int:
-        """Return how many tokens before ``other`` equal the last tokens."""
+        """Return how many tokens before index ``other`` equal the last tokens of the text."""
         text, end, count = self.tokens, len(self.tokens), 0
         while count < min(other, _MAX_MATCH) and text[other - 1 - count] == text[end - 1 - count]:
             count += 1

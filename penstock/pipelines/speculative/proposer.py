@@ -9,7 +9,7 @@ from penstock.pipelines.core import TextContext
 
 
 class DraftProposer(Protocol):
-    """Drafts tokens. Called by one thread. It may keep state for each context."""
+    """Drafts tokens for contexts. One thread calls it. It may keep state for each context."""
 
     def propose(self, contexts: Sequence[TextContext], limits: Sequence[int]) -> list[list[int]]:
         """Return drafted tokens for each context, at most ``limits [B]``. The caller cuts longer drafts.
@@ -36,7 +36,7 @@ class DraftProposer(Protocol):
         ...
 
     def discard_cache(self) -> None:
-        """Return the memory of a KV cache to the system. No context has a state."""
+        """Return the memory of a KV cache to the system. No context may have a state."""
         ...
 
 
@@ -70,7 +70,7 @@ class DraftLengthPolicy(Protocol):
 
 
 class FixedDraftLength:
-    """Drafts a fixed number of tokens, or fewer where the limit is lower."""
+    """Drafts a fixed number of tokens, or fewer if the limit of a context is lower."""
 
     def __init__(self, num_drafts: int) -> None:
         self.num_drafts = num_drafts

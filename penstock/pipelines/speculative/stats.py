@@ -26,7 +26,7 @@ class SpeculationStats:
 
     @property
     def mean_tokens(self) -> float:
-        """Mean number of tokens per verified step; plain decoding yields 1."""
+        """Mean number of tokens per verified step. Decoding without drafts yields 1."""
         return 1 + self.num_accepted / self.num_verified_steps if self.num_verified_steps else 1.0
 
     def count(self, drafts: Sequence[Sequence[int]], accepted: Sequence[int]) -> None:

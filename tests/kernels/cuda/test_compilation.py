@@ -146,7 +146,7 @@ def test_sampling_kernels_compile(ops: Any, dtype: torch.dtype) -> None:
         ops.sample(torch.zeros(3, 32003, dtype=dtype), rules, mask)
 
 
-@parametrize_dtypes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("is_deterministic", [False, True])
 def test_product_kernels_compile(ops: Any, dtype: torch.dtype, encoding: str, is_deterministic: bool) -> None:

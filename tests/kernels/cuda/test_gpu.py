@@ -5,15 +5,25 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from architectures.test_vision_graphs import (
+    encode_images,
+    make_images,
+    open_vision,
+    with_random_pixels,
+    write_vision_checkpoint,
+)
 
 from penstock import LLM, SamplingParams
 from penstock.pipelines.overlap import OverlappedSteps
 
 pytestmark = pytest.mark.gpu
+
+DEVICE = "gpu"
 
 GREEDY = SamplingParams(max_new_tokens=24, temperature=0)
 SAMPLED = SamplingParams(max_new_tokens=24, temperature=0.8, top_k=40, top_p=0.9, seed=7)
@@ -103,3 +113,48 @@ def test_batched_texts_equal_single_texts(encoding: str) -> None:
     with LLM("demo", quantization_encoding=encoding, devices="gpu", deterministic=True) as llm:
         batch_texts = [output.text for output in llm.generate(PROMPTS, SAMPLED)]
         assert [llm.generate(prompt, SAMPLED)[0].text for prompt in PROMPTS] == batch_texts
+
+
+def test_replayed_steps_have_the_bits_of_eager_steps() -> None:
+    """With `deterministic`, a captured step, whose block table is padded, computes what an eager one does."""
+    with LLM("demo", devices=DEVICE, deterministic=True, quantization_encoding="bfloat16") as llm:
+        results = []
+        for uses_graphs in (True, True, False):
+            llm.pipeline.session.use_graphs = uses_graphs
+            outputs = llm.generate(PROMPTS, SAMPLED, logprobs=5)
+            results.append([(output.token_ids, output.log_probabilities) for output in outputs])
+        assert results[1] == results[2]
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "idefics3"])
+@torch.inference_mode()
+def test_images_are_encoded_by_graphs(name: str, tmp_path: Path) -> None:
+    """Replays on other pixels give the rows of eager operations, and earlier rows do not change."""
+    folder = write_vision_checkpoint(name, tmp_path)
+    compiled, eager = (
+        open_vision(folder, "bfloat16", compiled=each, devices=DEVICE) for each in (True, False)
+    )
+    model: Any = compiled.model
+    rows, expected = [], []
+    for seed in range(4):
+        for original in make_images(name):
+            image = with_random_pixels(original, seed)
+            rows.append(encode_images(compiled, [image]))
+            expected.append(encode_images(eager, [image]))
+    assert model.encoder_graphs.status.startswith("compiled: ")
+    for compiled_rows, eager_rows in zip(rows, expected, strict=True):
+        assert torch.equal(compiled_rows, eager_rows)
+
+
+def test_graphs_of_many_shapes_stay_within_their_budget() -> None:
+    with LLM("demo", devices=DEVICE, max_batch_size=64, max_length=256) as llm:
+        llm.generate(PROMPTS, GREEDY)
+        torch.cuda.empty_cache()
+        before, total = torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[1]
+        for size in (*range(1, 40), *range(1, 40)):
+            llm.generate(["Once"] * size, replace(GREEDY, max_new_tokens=4))
+        graphs = llm.pipeline.session.graphs
+        assert graphs is not None
+        assert graphs.num_graphs > 30
+        torch.cuda.empty_cache()
+        assert torch.cuda.memory_reserved() - before < 0.06 * total

@@ -62,6 +62,7 @@ class FakeCuda:
     CUDAGraph = FakeGraph
 
     def __init__(self) -> None:
+        self.streams: set[FakeStream] = set()
         self.reserved = 0
         self.pools: list[object] = []
         self.pool = object()
@@ -72,6 +73,7 @@ class FakeCuda:
     @contextmanager
     def stream(self, stream: FakeStream) -> Iterator[None]:
         assert isinstance(stream, FakeStream)
+        self.streams.add(stream)
         yield
 
     def graph_pool_handle(self) -> object:
@@ -86,6 +88,7 @@ class FakeCuda:
     @contextmanager
     def graph(self, graph: FakeGraph, pool: object, stream: FakeStream) -> Iterator[None]:
         self.pools.append(pool)
+        assert stream in self.streams
         with RecordingMode(graph.calls):
             yield
         self.reserved += 2 * MIB
@@ -182,6 +185,33 @@ def test_graphs_beyond_the_budget_run_eagerly(caplog: pytest.LogCaptureFixture) 
         "CUDA graphs take 6 of 5 MiB: steps of this shape run without a graph, which is slower"
     ]
     assert cache.status == "eager: CUDA graphs take 6 of 5 MiB"
+
+
+def test_all_steps_are_captured_in_one_side_stream() -> None:
+    """The allocator of torch keeps the memory of each stream, so every further one takes as much again."""
+    cuda = FakeCuda()
+    cache = GraphCache(CudaGraphCompiler(ReferenceOps(), cuda=cuda, max_bytes=100 * MIB))
+    for rows in (1, 1, 2, 2, 3, 3):
+        run_cached(cache, step_inputs(*[1] * rows))
+    assert (cache.num_graphs, len(cuda.streams)) == (3, 1)
+
+
+def test_inputs_of_graphs_count_in_the_budget_until_a_graph_is_dropped() -> None:
+    """The pool holds no inputs. Those of prompts with images have megabytes."""
+    compiler = CudaGraphCompiler(ReferenceOps(), cuda=FakeCuda(), max_bytes=10 * MIB)
+    cache = GraphCache(compiler, max_graphs=1, pads_columns=False)
+
+    def captured(rows: int) -> bool:  # each graph takes 2 MiB of the pool
+        inputs = {"x": torch.zeros(rows, 512, 512)}
+        results = [cache.run(rows, inputs, lambda ops, given: [ops.scale(given["x"], 2.0)]) for _ in range(2)]
+        return results[1] is not None
+
+    assert captured(4)  # 4 MiB of inputs, freed by the next graph
+    assert captured(5)
+    assert cache.num_bytes == 5 * MIB
+    assert captured(1)
+    assert captured(2)
+    assert not captured(3)
 
 
 def test_a_step_that_cannot_be_captured_runs_eagerly(caplog: pytest.LogCaptureFixture) -> None:

@@ -30,7 +30,9 @@ def run_interpreted(*arguments: str, timeout: float) -> str:
 
 @pytest.mark.timeout(600)
 def test_kernels_pass_on_small_shapes() -> None:
-    files = [f"tests/kernels/cuda/interpreted_{name}.py" for name in ("checks", "attention", "lookups")]
+    files = [
+        f"tests/kernels/cuda/interpreted_{name}.py" for name in ("checks", "attention", "lookups", "sampling")
+    ]
     assert " passed" in run_interpreted(*files, timeout=590)
 
 

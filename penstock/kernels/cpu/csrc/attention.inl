@@ -12,12 +12,13 @@
 
 constexpr int64_t TILE = 64;
 constexpr int64_t CHUNK = 512;
-// Numbers of queries of an item, if a sequence is long and all its queries see the same keys. Larger items pack keys and
-// values less often.
+// The range of the number of queries of an item, if a sequence is long and all its queries see the same keys. Each item
+// packs its keys and values, so larger items pack less in total.
 constexpr int64_t MANY_QUERIES = 128, MAX_QUERIES = 512;
-constexpr int64_t ITEMS_PER_THREAD = 8;  // at least, with more than MANY_QUERIES
-// The maximum for short sequences, and if queries see different keys: an item computes the scores of all its keys for
-// all its queries, also those that a query does not see. Also the maximum number of heads of an item.
+constexpr int64_t ITEMS_PER_THREAD = 8;  // an item may have more than MANY_QUERIES if each thread gets this many items
+// Maximum number of queries of an item for short sequences, and if queries see different keys. Such an item computes
+// the scores of all its queries with all its keys, including masked ones. It is also the maximum number of heads of an
+// item.
 constexpr int64_t MAX_MASKED_QUERIES = 64;
 constexpr int64_t FEW_QUERIES = 8;  // keys and values are packed for items with more queries than this
 
@@ -32,7 +33,7 @@ struct Attention {
   int64_t B, H, N, K, S, D, q_row, q_head, table_stride;
   int64_t window;     // number of keys up to and including the query; 0: all
   int64_t is_chunked;  // whether windows start at multiples of the window size (chunked attention)
-  int64_t ahead;      // keys after the query; 0: causal attention
+  int64_t ahead;      // number of keys after the query that it sees; 0: causal attention
   int64_t bias_head;
   double scale, cap;  // cap 0: no cap
 };
@@ -43,7 +44,7 @@ INLINE int64_t first_key(const Attention& a, int64_t position) {
   return a.is_chunked ? position / a.window * a.window : max<int64_t>(0, position - a.window + 1);
 }
 
-// The numbering of the items. It depends only on the arguments of the call and the number of threads.
+// Numbers the items of a call. The numbering depends only on the arguments of the call and the number of threads.
 struct Items {
   int64_t group, heads, head_tiles, rows;  // heads: per item; rows: maximum per item
   int64_t* first;                          // [B + 1] number of the first item of each sequence
@@ -89,7 +90,7 @@ static Item item_of(const Attention& a, const Items& items, int64_t number) {
     int64_t middle = (b + above) / 2;
     (items.first[middle] <= number ? b : above) = middle;
   }
-  int64_t within = items.first[b + 1] - 1 - number;  // in reverse order: the last rows see the most keys
+  int64_t within = items.first[b + 1] - 1 - number;  // the last rows come first, because they see the most keys
   Item item;
   item.b = b;
   item.first_head = within % items.head_tiles * items.heads;
@@ -124,7 +125,7 @@ static void merge(Partial& sums, const Partial& next, int64_t M, int64_t Dp) {
   for (int64_t m = 0; m < M; m++) {
     if (next.top[m] == masked) continue;
     float top = max(sums.top[m], next.top[m]);
-    // If no earlier chunk had visible keys, the sums of this chunk are copied.
+    // If all keys of the earlier chunks are masked, their share is 0.
     vf old_share = sums.top[m] == masked ? vf{} : exp(all(sums.top[m] - top));
     vf new_share = exp(all(next.top[m] - top));
     auto add = [&](float* to, const float* from) { store(to, load(to) * old_share + load(from) * new_share); };

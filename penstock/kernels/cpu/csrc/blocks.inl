@@ -46,7 +46,7 @@ struct UnitScale {  // a float32 for all inputs of a unit, stored after its grou
   INLINE vf read(const char*) { return vf{}; }
 };
 
-// 12 + 2 * E2M1.
+// The entries of the table of E2M1 codes: 12 + 2 * number.
 constexpr uint8_t E2M1_CODES[] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 // Replaces each byte of `indices` (0 to 15) by the entry of a table of 16 bytes.
 INLINE vu looked_up(const uint8_t* numbers, vu indices) {
@@ -70,8 +70,8 @@ INLINE vu looked_up(const uint8_t* numbers, vu indices) {
 #endif
 }
 
-// A table of sixteen 16-bit numbers, split into bytes. The AVX-512 dot product takes unsigned bytes: for it the numbers
-// are stored with an offset of 2^15, and sums start at -2^15 times the sum of x.
+// A table of sixteen 16-bit numbers, split into bytes. The AVX-512 dot product needs unsigned bytes. Therefore it reads
+// numbers with an offset of 2^15, and its sums start at -2^15 times the sum of x.
 struct NumberTable {
   float unit;  // value of the integer 1
   uint8_t low[16], high[16];
@@ -87,7 +87,7 @@ constexpr NumberTable NUMBER_TABLES[] = {
     {32640, {0, 170, 21760, 32640, 10880, 16320, 5440, 8160, 0, -170, -21760, -32640, -10880, -16320, -5440, -8160}},
 };
 
-// The table entries of four inputs per lane, in two parts.
+// The table entries of the codes of four inputs per lane, split into two vectors.
 struct Numbers {
   vu first, second;
 };
@@ -148,7 +148,7 @@ template <class Kind> struct Blocks {
   static constexpr float UNIT = HAS_TABLE ? NUMBER_TABLES[max(KIND.table, 0)].unit : KIND.is_e2m1 ? 0.5f : 1;
   static constexpr int vectors(int64_t rows) { return W == 16 && rows <= (HAS_TABLE ? 1 : 2) ? 4 : GROUP_VECTORS; }
 
-  // Returns the codes of half a step in the operand layout of the products, given their lower bits.
+  // Returns the codes of half a step in the operand layout of the products. `low`: the lower four bits of the codes.
   INLINE auto factors_of(vu low, const char* w, int step, int half, int v) {
     if constexpr (HAS_TABLE) return numbers_of(NUMBER_TABLES[KIND.table], low);
     else return with_high_bits(low, w, step, half, v);
@@ -178,7 +178,8 @@ template <class Kind> struct Blocks {
       const char *unit = block.w, *ahead = block.ahead + column / (VECTORS * W) * ADVANCE * block.units * PASSES;
       for (int64_t u = 0; u < block.units; u++, unit += UNIT_BYTES) {
         vf factors[VECTORS], min_factors[VECTORS];
-        // Prefetches the factors of the next unit. The stream would prefetch them too late: all groups of a unit need them.
+        // Prefetches the factors of the next unit. STREAM would prefetch them too late, because the first group needs
+        // them.
         for (int64_t line = FACTORS; line < UNIT_BYTES; line += LINE) __builtin_prefetch(unit + UNIT_BYTES + line, 0, 2);
         if (GROUPS > 1)
           for (int v = 0; v < VECTORS; v++) {
@@ -196,7 +197,7 @@ template <class Kind> struct Blocks {
 #pragma GCC unroll 4
             for (int part = 0; part < STEPS; part++) {
               const int step = scaled * STEPS + part;
-              if (FETCHED == STREAM && GROUPS > 1 && KIND.bits > 4) {  // too many lines for the hardware prefetcher
+              if (FETCHED == STREAM && GROUPS > 1 && KIND.bits > 4) {  // hardware prefetchers would not load all lines
 #pragma GCC unroll 8
                 for (int64_t line = step; line < LINES; line += 4) __builtin_prefetch(ahead + line * LINE, 0, 2);
               } else fetch<FETCHED>(ahead, LINES, step, 4);
@@ -263,7 +264,7 @@ BLOCK_KIND(NF4, UnitScale, 4, 64, 2, 0, false, false, 0);
 BLOCK_KIND(FP4, UnitScale, 4, 64, 2, 0, false, false, 1);
 BLOCK_KIND(Q4Z, HalfScale, 4, 32, 1, 2, false, true, -1, 8);
 
-// Runs the code for the blocks of an encoding.
+// Calls run(Blocks<...>) for the number of a block encoding.
 template <class F> INLINE void with_blocks(int64_t encoding, F run) {
   switch (encoding) {
     case 8: run(Blocks<Q4K>{}); break;

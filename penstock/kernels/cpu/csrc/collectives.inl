@@ -9,7 +9,7 @@
 // A rank publishes n + 1 only after it has read message n. A rank writes message n + 2 into the same buffer only after
 // all ranks have published n + 1, so that it never overwrites a message that is still being read.
 
-constexpr int64_t NAP = 20000000;  // ns that a waiting rank sleeps between two checks for an abort
+constexpr int64_t ABORT_CHECK_INTERVAL = 20000000;  // ns that a waiting rank sleeps between two checks for an abort
 
 struct Region {
   int64_t aborted;  // not 0: all collectives fail
@@ -19,8 +19,8 @@ struct Region {
 };
 
 struct RankControl {
-  int64_t published;  // number of the last message
-  int32_t sleepers;   // ranks that sleep until it changes
+  int64_t published;  // number of the last published message
+  int32_t sleepers;   // number of ranks that sleep until `published` changes
   int32_t padding[13];
 };
 
@@ -63,8 +63,8 @@ static __attribute__((noinline)) bool wait_for_message(Region* region, int64_t r
 #if defined(__linux__)
     __atomic_fetch_add(&other.sleepers, 1, __ATOMIC_SEQ_CST);
     const int64_t seen = __atomic_load_n(&other.published, __ATOMIC_SEQ_CST);
-    const timespec nap = {0, NAP};
-    if (seen < message) syscall(SYS_futex, &other.published, FUTEX_WAIT, (int32_t)seen, &nap, nullptr, 0);
+    const timespec interval = {0, ABORT_CHECK_INTERVAL};
+    if (seen < message) syscall(SYS_futex, &other.published, FUTEX_WAIT, (int32_t)seen, &interval, nullptr, 0);
     __atomic_fetch_sub(&other.sleepers, 1, __ATOMIC_RELAXED);
 #else
     sched_yield();
@@ -74,8 +74,8 @@ static __attribute__((noinline)) bool wait_for_message(Region* region, int64_t r
   return false;
 }
 
-// Publishes a message and waits for those of the other ranks. Called by all threads of a team, after their parts are
-// written. Returns false on all threads if it failed.
+// Publishes a message and waits for the same message of the other ranks. All threads of a team call it after they have
+// written their parts. Returns false on all threads after an abort or the time limit.
 static bool exchange(Region* region, int64_t rank, int64_t message, const Team& team) {
   team.barrier();
   Region* failed = nullptr;

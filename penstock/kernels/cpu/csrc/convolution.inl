@@ -3,11 +3,11 @@
 
 // ---- sine and cosine: x = n pi + r with |r| <= pi / 2, and Taylor sums in r to 6e-8 ----
 
-struct Reduced {
+struct ReducedAngle {
   vf r;
   vu sign;  // of (-1)^n, as the highest bit
 };
-INLINE Reduced reduced(vf x) {
+INLINE ReducedAngle reduce_angle(vf x) {
   const vf shifted = fma(x, all(0.318309886f), all(ROUNDER)), n = shifted - ROUNDER;
   vf r = fma(n, all(-3.140625f), x);  // 8 bits of pi: the product is exact
   r = fma(n, all(-9.67653589793e-4f), r);
@@ -48,8 +48,8 @@ struct DepthwiseConv1d {  // x [T, C], rows strided; taps [kernel_size, C], bias
 
 constexpr int CONV_ROWS = 4;  // rows that share one load of the taps
 
-// Computes consecutive output rows from `row` on, for the taps `begin` to `end`. Each sum is one chain in
-// tap order.
+// Computes ROWS consecutive output rows from `row` on with the taps begin:end. Each sum is one chain of additions in
+// the order of the taps.
 template <class T, int ROWS>
 INLINE void depthwise_rows(const DepthwiseConv1d& a, int64_t row, int64_t begin, int64_t end) {
   const int64_t step = a.stride * a.x_stride, apart = a.dilation * a.x_stride;
@@ -103,7 +103,7 @@ template <class T> static void snake(const Snake& a, const Team& team) {
       const T* x = (const T*)a.x + row * a.stride;
       T* out = (T*)a.out + row * a.F;
       for_vectors(a.F, EACH_VECTOR {
-        const vf v = load(x + i, lanes), sine = sine_sum(reduced(load(a.alpha + i, lanes) * v).r);
+        const vf v = load(x + i, lanes), sine = sine_sum(reduce_angle(load(a.alpha + i, lanes) * v).r);
         store(out + i, fma(load(a.beta + i, lanes) * sine, sine, v), lanes);
       });
     }
@@ -194,7 +194,7 @@ template <class T> static void polar(const Polar& a, const Team& team) {
       for_vectors(a.F, EACH_VECTOR {
         vf magnitude = exp(load(logs + i, lanes));
         magnitude = magnitude > limit ? limit : magnitude;
-        const Reduced phase = reduced(load(phases + i, lanes));
+        const ReducedAngle phase = reduce_angle(load(phases + i, lanes));
         magnitude = with_sign(magnitude, phase.sign);
         store(out + i, magnitude * cosine_sum(phase.r), lanes);
         store(out + a.F + i, magnitude * sine_sum(phase.r), lanes);

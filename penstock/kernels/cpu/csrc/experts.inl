@@ -27,23 +27,24 @@ struct Experts {  // x, topk_ids and topk_weights have strided rows; out is cont
   double alpha, limit;
 };
 
-constexpr int64_t JOB_ROWS = 240;          // maximum rows of a job: their sums fit in the cache of a core
-constexpr int64_t ROUND_BYTES = 16 << 20;  // bytes of the intermediate values of a round
+constexpr int64_t JOB_ROWS = 240;          // maximum number of rows of a job, whose sums fit in the cache of a core
+constexpr int64_t ROUND_BYTES = 16 << 20;  // maximum bytes of the intermediate values of a round
 constexpr int64_t MIN_PAIRS = 256;         // minimum number of pairs per round; at least JOB_ROWS
-// A thread gets up to MAX_RUN consecutive panels at once. Runs are shorter if there are fewer than RUNS_PER_THREAD.
+// A thread is assigned runs of up to MAX_RUN consecutive panels. Runs are shorter if a thread would get fewer than
+// RUNS_PER_THREAD runs.
 constexpr int64_t RUNS_PER_THREAD = 8, MAX_RUN = 4;
 
-// The pairs begin:begin + rows of the sorted order, all of one expert.
+// The pairs begin:begin + rows in sorted order, which belong to one expert.
 struct Job {
   int64_t expert, begin, rows;
 };
 
-// Bytes of rows as the input of a linear layer: 8-bit for the encodings with quantised inputs.
+// Bytes of `rows` rows as the input of a linear layer: quantised to 8 bits if the encoding requires it.
 INLINE int64_t input_bytes(int64_t encoding, int64_t element, int64_t rows, int64_t K) {
   return round_up(!is_quantized(encoding) ? rows * K * element : QuantizedRows::bytes(rows, K, groups_of(encoding, K)), LINE);
 }
 
-// Memory that the threads share. Each thread computes the same layout.
+// Memory that the threads share. Each thread computes the same addresses.
 struct ExpertsMemory {
   int64_t* ends;    // [count + 1]: end of each expert in `order`
   int64_t* order;   // [pairs]: the numbers of the pairs, sorted by expert; pair p belongs to row p / top
@@ -82,7 +83,8 @@ struct ExpertsMemory {
   }
 };
 
-// Sorts the pairs by expert, without those of other ranks. Fails with the number of a pair whose expert does not exist.
+// Sorts the pairs by expert. Pairs of experts on other ranks are left out. Reports a pair whose expert does not exist
+// with `fail`.
 static void sort_pairs(const Experts& a, const ExpertsMemory& memory, const Team& team) {
   const int64_t pairs = a.rows * a.top;
   int64_t* ends = memory.ends;
@@ -119,7 +121,8 @@ static void sort_pairs(const Experts& a, const ExpertsMemory& memory, const Team
   *memory.num_jobs = jobs;
 }
 
-// Computes some panels of a layer for some rows of its input. `x` has the 8-bit rows if the encoding needs them.
+// Computes the panels first:last of a layer for the rows begin:begin + rows. `x`: the quantised rows if the encoding
+// needs them.
 static void multiply_run(const Linear& a, const QuantizedRows& x, int64_t begin, int64_t rows, int64_t first,
                          int64_t last, void* sums) {
   const int64_t bytes = panel_bytes(a.encoding, a.K);
@@ -140,7 +143,7 @@ static void multiply_run(const Linear& a, const QuantizedRows& x, int64_t begin,
   }
 }
 
-// Computes one layer of all experts of a round on their rows. `layer` has all fields except the weights.
+// Computes a layer of all experts of a round. `layer` has all fields except the weights. `which`: 0 gate_up, 1 down.
 static void multiply_jobs(const Experts& a, Linear layer, int64_t which, int64_t max_pairs, const Job* jobs,
                           int64_t count, const Team& team) {
   const QuantizedRows x((char*)layer.x, max_pairs, layer.K, groups_of(layer.encoding, layer.K));

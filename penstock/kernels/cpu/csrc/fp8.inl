@@ -9,8 +9,8 @@
 constexpr int64_t FP8_GROUP = 128, FP8_STEP = 4 * PANEL, FP8_CODES = FP8_GROUP * PANEL;
 constexpr int64_t FP8_BLOCK = 4;  // groups of a panel that stay in the core's cache while all rows are multiplied
 
-// The scales of a panel. Most checkpoints have one scale for each output, or for each group of a panel: reading only
-// these saves 3 % of the bytes of a panel.
+// The scales of a panel. Most checkpoints have one scale for each output, or for each group of a panel. A kernel that
+// reads only these saves 3 % of the bytes of a panel.
 struct Fp8Scales {
   const float* table;
   int32_t group_stride, output_stride;  // of `table`; output_stride is 0 or 1
@@ -47,7 +47,7 @@ template <class P> struct Fp8Tile {
   float* sums;                   // [rows, PANEL]
 };
 
-// Multiplies a tile. WIDE: reads `wide` instead of `codes`.
+// Multiplies a tile. WIDE: the weights are read from `wide` instead of `codes`.
 template <class P, int ROWS, bool WIDE> static void multiply_fp8_tile(const Fp8Tile<P>& tile) {
   constexpr int VECTORS = vectors_of(ROWS);
   for (int64_t column = 0; column < PANEL; column += VECTORS * W) {
@@ -58,8 +58,8 @@ template <class P, int ROWS, bool WIDE> static void multiply_fp8_tile(const Fp8T
       const int64_t skipped = group + 1 < tile.groups_of_panel ? 0 : Fp8Scales::bytes(tile.groups_of_panel);
       vf totals[ROWS][VECTORS] = {};
       for (int64_t step = 0; step < tile.steps; step++, codes += FP8_STEP, wide += P::PARTS * PANEL, x += 4) {
-        // All lines, for the first-level cache only: this reads memory 8 to 15 % faster than prefetching two lines of a
-        // step, or than prefetching for the second-level cache.
+        // Prefetches every line into the first-level cache. This reads memory 8 to 15 % faster than prefetching two
+        // lines per step, or than prefetching into the second-level cache.
         if (!WIDE && column == 0) {
           const char* ahead = codes + STREAM_AHEAD + (step * FP8_STEP + STREAM_AHEAD < FP8_CODES ? 0 : skipped);
           for (int64_t line = 0; line < FP8_STEP; line += LINE) __builtin_prefetch(ahead + line, 0, 0);
@@ -77,7 +77,8 @@ template <class P, int ROWS, bool WIDE> static void multiply_fp8_tile(const Fp8T
         }
         typename P::Codes numbers[VECTORS];
         for (int v = 0; v < VECTORS; v++) numbers[v] = P::codes_of(words[v]);
-        // Subnormal numbers are rare, as weights are scaled to the largest number. The code without them is faster.
+        // Subnormal numbers are rare, because weights are scaled to the largest number. The code without subnormal
+        // numbers is faster.
 #define FP8_WEIGHTS [&](int part, int v) __attribute__((always_inline)) -> typename P::Wides
         if (P::UNIFORM || __builtin_expect(has_subnormals(words), 0))
           add(FP8_WEIGHTS { return P::template widen<true>(numbers[v], part); });
@@ -107,7 +108,7 @@ template <class P, bool WIDE> static void multiply_fp8_tile(const Fp8Tile<P>& ti
   }
 }
 
-// Sets the inputs of a tile: those of a whole group in place, those of a part of a group as a copy.
+// Sets the inputs of a tile. Whole groups are read in place. A part of a group is copied and padded.
 template <class P>
 INLINE void set_fp8_inputs(Fp8Tile<P>& tile, const bf16* x, int64_t x_stride, int64_t rows, int64_t inputs, bf16* to) {
   tile.x = x, tile.x_stride = x_stride;
@@ -118,7 +119,7 @@ INLINE void set_fp8_inputs(Fp8Tile<P>& tile, const bf16* x, int64_t x_stride, in
     __builtin_memset(to + inputs, 0, (FP8_GROUP - inputs) * 2);
   }
 }
-// Sets the inputs of a tile: widened copies.
+// Sets the inputs of a tile to a copy, widened to float32.
 template <class P>
 INLINE void set_fp8_inputs(Fp8Tile<P>& tile, const bf16* x, int64_t x_stride, int64_t rows, int64_t inputs, float* to) {
   tile.x = to, tile.x_stride = FP8_GROUP;
@@ -128,12 +129,12 @@ INLINE void set_fp8_inputs(Fp8Tile<P>& tile, const bf16* x, int64_t x_stride, in
   }
 }
 
-// Computes the outputs of a panel for `rows` rows from `begin` on.
+// Computes the outputs of a panel for the rows begin:begin + rows.
 template <class P>
 static void multiply_fp8_panel(const Linear& a, int64_t begin, int64_t rows, const char* panel, int64_t column,
                                float* sums) {
   const int64_t groups = ceil_div(a.K, FP8_GROUP), tiles = ceil_div(rows, TILE_ROWS);
-  const bool is_wide = tiles > 2;  // widening once pays off if several tiles read the weights
+  const bool is_wide = tiles > 2;  // widening once is faster if several tiles read the weights
   const int64_t block = is_wide ? 1 : tiles > 1 ? FP8_BLOCK : groups;
   const Fp8Scales scales(panel, groups);
   alignas(64) typename P::Wide wide[FP8_GROUP / 4 * P::PARTS * PANEL];
@@ -193,7 +194,7 @@ template <class P> static void multiply_fp8(const Linear& a, const Team& team) {
 
 static void multiply_fp8(const Linear& a, const Team& team) {
 #if PENSTOCK_DOT
-  const FlushedDenormals mode;  // for any number of rows, so that their bits do not differ
+  const FlushedDenormals mode;  // independent of the number of rows, so that bits do not depend on it
   if (a.rows > 2 && dot_is_slow()) return multiply_fp8<Fp8Floats>(a, team);  // fewer rows are bound by memory
   if (uses_fp8_tables()) return multiply_fp8<Fp8TablePairs>(a, team);
 #endif

@@ -1,10 +1,11 @@
-// 8-bit floats, widened in registers to bfloat16 or float32; and the dot products or multiply-adds of a step of a panel
-// (fp8.inl).
+// Widens 8-bit floats in registers to bfloat16 or float32, and multiplies a step of a panel (fp8.inl) by dot products
+// or multiply-adds.
 
 // The position of input k of a step and an output in a step of a panel.
 INLINE int64_t fp8_position(int64_t k, int64_t output) { return output / 4 * 16 + k / 2 * 8 + output % 4 * 2 + k % 2; }
 
-// Returns two inputs of each output: the codes in the upper bytes of 16 bits, 0 in the lower bytes. `pair`: 0 or 1.
+// Returns two inputs of each output as 16-bit numbers with the code in the upper byte and 0 in the lower byte. `pair`
+// 0: the first two inputs of a step; 1: the last two.
 INLINE vu spread_codes(vu words, int pair) {
 #if PENSTOCK_LANES == 16
   const __m512i zero = _mm512_setzero_si512(), codes = (__m512i)words;
@@ -30,8 +31,8 @@ struct Fp8Pairs {
   static constexpr bool IN_PLACE = true;  // whether whole groups of inputs are read from x directly
   static constexpr bool UNIFORM = false;  // whether `widen` converts all numbers at the same speed
   INLINE_MEMBER static vu codes_of(vu words) { return words; }
-  // Widens a pair of inputs to bfloat16, exactly. Without SUBNORMAL, all codes must have an exponent above 0: the
-  // exponent is shifted into position, and its bias 7 is replaced by 127.
+  // Widens a pair of inputs to bfloat16, exactly. Without SUBNORMAL, all codes must have an exponent above 0. Then the
+  // bits are shifted to their position, and the bias 7 of the exponent is replaced by 127.
   template <bool SUBNORMAL> INLINE_MEMBER static vu widen(vu words, int part) {
     const __m512i high = (__m512i)spread_codes(words, part), shifted = _mm512_srai_epi16(high, 4);
     const vu normal = (vu)_mm512_add_epi16((__m512i)((vu)shifted & 0x87f087f0), _mm512_set1_epi16(0x3c00));
@@ -58,15 +59,15 @@ struct Fp8Pairs {
   }
 };
 
-// Returns table[index & 127] of each byte, from a table of 128 bytes. The instruction is written out, because other code
-// of this file may run on processors without AVX-512 VBMI.
+// Returns table[index & 127] for each byte, from a table of 128 bytes. The instruction is written in assembly, because
+// the file is compiled without AVX-512 VBMI: its other code also runs on processors without this extension.
 INLINE vu table_bytes(vu index, const uint8_t* table) {
   const vu low = load((const uint32_t*)table), high = load((const uint32_t*)table + W);
   __asm__("vpermi2b %2, %1, %0" : "+v"(index) : "v"(low), "v"(high));
   return index;
 }
 
-// The bytes of the bfloat16 number of each code without its sign.
+// The low and high bytes of the bfloat16 number of each code, without the sign bit.
 struct Fp8Bytes {
   alignas(64) uint8_t low[128], high[128];
   constexpr Fp8Bytes() : low{}, high{} {
@@ -83,7 +84,7 @@ struct Fp8Bytes {
 };
 static constexpr Fp8Bytes FP8_BYTES;
 
-// Pairs of bfloat16 from tables.
+// As Fp8Pairs, but the codes are widened by table look-ups.
 struct Fp8TablePairs : Fp8Pairs {
   struct Codes {
     __m512i low, high;
@@ -98,8 +99,8 @@ struct Fp8TablePairs : Fp8Pairs {
   }
 };
 
-// Whether products use the tables. A look-up needs AVX-512 VBMI. It takes as long as a multiply-add on Zen 5; where it
-// takes more than twice as long, arithmetic is used. Measured once.
+// Whether codes are widened by table look-ups, which need AVX-512 VBMI. A look-up takes as long as a multiply-add on
+// Zen 5. If it takes more than twice as long, arithmetic is used. The times are measured once per process.
 static bool uses_fp8_tables() {
   if (penstock_fp8_tables != TABLES_IF_FAST) return penstock_fp8_tables == TABLES_ALWAYS;
   enum { UNKNOWN, FAST, SLOW };
@@ -127,7 +128,7 @@ struct Fp8Floats {
   static constexpr int PARTS = 4;
   static constexpr bool IN_PLACE = false, UNIFORM = false;
   INLINE_MEMBER static vu codes_of(vu words) { return words; }
-  // Widens one input to float32, through pairs of bfloat16 as above. A code with the exponent 0 becomes
+  // Widens one input to float32, like the bfloat16 pairs above. Without SUBNORMAL, a code with the exponent 0 becomes
   // 2^-7 * (1 + m / 8) instead of 2^-6 * m / 8.
   template <bool SUBNORMAL> INLINE_MEMBER static vf widen(vu words, int part) {
     const vs high = (vs)spread_codes(words, part / 2);
@@ -137,8 +138,8 @@ struct Fp8Floats {
     const vf magnitude = as_float(as_bits(number) & 0x7fffffff), small = magnitude * 2 - 0x1p-6f;
     return magnitude < 0x1p-6f ? as_float(as_bits(small) | (as_bits(number) & 0x80000000)) : number;
   }
-  // Processes one vector after the other, so that few registers hold widened numbers. Where there are dot products, the
-  // order of additions within a pair is that of the dot product instruction: see WidenedPairs.
+  // Processes one vector at a time, so that few registers hold widened numbers. If the instruction set has bfloat16 dot
+  // products, the two products of a pair are added in the order of that instruction, see WidenedPairs.
   template <int ROWS, int VECTORS, class Weights>
   INLINE_MEMBER static void add_step(vf (&totals)[ROWS][VECTORS], const float* x, int64_t x_stride, Weights weights) {
 #pragma GCC unroll 2

@@ -1,4 +1,4 @@
-// Code independent of the instruction set: features of this CPU, and the scratch memory of threads.
+// Code that is compiled once for all instruction sets: CPU features, and the scratch memory of threads.
 
 #include <stdlib.h>
 

@@ -47,13 +47,13 @@ template <int FETCHED> INLINE void fetch(const char* ahead, int64_t lines, int64
 #pragma GCC unroll 8
   for (int64_t line = part; line < count; line += parts) __builtin_prefetch(ahead + line * apart * LINE, 0, 2);
 }
-// Bytes by which each step advances `fetch`.
+// Number of bytes by which a step advances the prefetch address.
 template <int FETCHED> constexpr int64_t fetched_by(int64_t lines) {
   return (FETCHED == STREAM ? lines : FETCHED) * LINE;
 }
 
-// Vectors of a panel that a tile with this number of rows processes at once: the registers hold the sums and the
-// factors. With 32 registers: the whole panel.
+// Number of vectors of a panel that a tile with `rows` rows processes at once, so that the registers hold the sums and
+// the factors. With 32 registers it is the whole panel.
 constexpr int vectors_of(int rows) { return W == 16 ? 4 : rows == 1 ? 8 : rows <= 3 ? 4 : 2; }
 
 // The product of a step of a panel: `terms` numbers of each row of x, as X, times those of VECTORS * W outputs.
@@ -89,8 +89,8 @@ struct PairSteps {
 };
 #endif
 
-// Pairs of bfloat16, widened to floats and multiplied by multiply-adds. If the instruction set has dot products, the
-// order of additions is that of the dot product instruction, see WidenedPairs.
+// Pairs of bfloat16, widened to floats and multiplied by multiply-adds. If the instruction set has bfloat16 dot
+// products, the additions are in the order of that instruction, see WidenedPairs.
 struct WidenedPairSteps {
   typedef bf16 T;
   typedef float X;  // widened once for all outputs of a panel
@@ -157,12 +157,12 @@ template <class S> struct Block {
   }
 };
 
-// Applies the activation of the layer to results of rows begin:begin + rows, from output `column` of a panel on. The
-// results are rounded to T before.
+// Applies the activation of the layer to the results of the rows begin:begin + rows, from output `column` of a panel
+// on. The results were rounded to T before.
 template <class T>
 static __attribute__((noinline)) void activate(const Linear& a, int64_t begin, int64_t rows, int64_t column) {
   T* y = (T*)a.y + begin * a.y_stride + column;
-  with_activation(a.activation - 1, [&](auto function) __attribute__((always_inline)) {
+  with_activation<T>(a.activation - 1, [&](auto function) __attribute__((always_inline)) {
     for (int64_t row = 0; row < rows; row++, y += a.y_stride)
       for_vectors(min(PANEL, a.N - column), EACH_VECTOR { store(y + i, function(load(y + i, lanes)), lanes); });
   });
@@ -230,8 +230,8 @@ template <class S, int FETCHED> static void multiply_tile(const Block<S>& block,
   }
 }
 
-// Multiplies all rows with a block, in tiles of about equal height, because 4 + 4 rows are faster than 6 + 2. In each
-// step, the first tiles prefetch some lines of the next data.
+// Multiplies all rows with a block. The tiles have about equal numbers of rows, because 4 + 4 rows are faster than 6 +
+// 2. In each step, the first tiles prefetch some lines of the next data.
 template <class S> static void multiply_block(const Block<S>& block, int64_t rows) {
   constexpr int64_t LINES = STEP_BYTES / LINE;
   const int64_t tiles = ceil_div(rows, TILE_ROWS), steps = block.terms / S::TERMS;

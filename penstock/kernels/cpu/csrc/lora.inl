@@ -1,15 +1,15 @@
-// y [T, N] += (x A^T) B of each row's adapter, for the rows that have one: A [adapters, R, n], B [adapters, R, N].
-// Computes all adapted slices of a fused layer at once; each slice has separate matrices A and B.
+// Adds (x A^T) B of each row's adapter to y [T, N]. Rows without an adapter do not change. A is [adapters, R, n], B is
+// [adapters, R, N]. One call computes all adapted slices of a fused layer. Each slice has its own A and B.
 //
-// Rows are sorted by adapter and processed a few at a time, so that the matrices of an adapter are read once for them.
-// Each product is summed in float32 in the order of n, then of R, and added to y once, so that a row's bits do not
-// depend on other rows.
+// Rows are sorted by adapter and divided into tiles of a few rows. A tile reads the matrices of its adapter once. Each
+// product is summed in float32 in the order of n, then of R, and added to y once, so that a row's bits do not depend on
+// other rows.
 
 constexpr int ADAPTED_ROWS = W == 16 ? 6 : 4;  // rows per tile
 constexpr int RANKS = W == 16 ? 4 : 2;         // rows of A per tile: the registers hold ADAPTED_ROWS sums for each
-constexpr int FETCHING_ROWS = 4;               // up to this many rows, a tile is memory-bound
-constexpr int64_t TILES_PER_THREAD = 4;        // with at least this many, threads divide tiles, not ranks and outputs
-constexpr int64_t MIN_OUTPUTS = 64;            // per thread, so that threads do not share cache lines of y
+constexpr int FETCHING_ROWS = 4;               // a tile of up to this many rows is memory-bound, and prefetches
+constexpr int64_t TILES_PER_THREAD = 4;        // if there are at least this many, each thread computes whole tiles
+constexpr int64_t MIN_OUTPUTS = 64;            // minimum per thread, so that threads do not share cache lines of y
 
 // An adapted slice of the outputs.
 struct LoraPart {
@@ -42,13 +42,13 @@ struct Segment {
 };
 
 // The rows with an adapter, sorted by adapter. Each thread computes the same order.
-struct Adapted {
+struct AdaptedRows {
   int64_t* order;
   Segment* segments;
   int64_t count, tiles;
 
   static int64_t bytes(const Lora& a) { return a.count * 8 + a.adapters * (int64_t)sizeof(Segment); }
-  Adapted(const Lora& a, char* memory) : order((int64_t*)memory), segments((Segment*)(order + a.count)) {
+  AdaptedRows(const Lora& a, char* memory) : order((int64_t*)memory), segments((Segment*)(order + a.count)) {
     for (int64_t s = 0; s < a.adapters; s++) segments[s] = {s, 0, 0};
     for (int64_t t = 0; t < a.count; t++)
       if (a.rows[t] >= 0) segments[a.rows[t]].end++;
@@ -138,36 +138,36 @@ template <class T, int ROWS> struct Tile {
   }
 };
 
-// Ranks of A and outputs of B to multiply.
-struct Extent {
+// The ranks of A and the outputs of B that a thread multiplies.
+struct ThreadRange {
   int64_t first_rank, last_rank, first_output, last_output;
 };
 
 template <class T, int ROWS>
 static void multiply_lora(const Lora& a, const LoraPart& part, const int64_t* order, const Segment& rows, float* h,
-                          int64_t h_stride, const Extent& extent) {
+                          int64_t h_stride, const ThreadRange& range) {
   const Tile<T, ROWS> tile(a, part, order, rows, h, h_stride);
-  tile.multiply_down(extent.first_rank, min(extent.last_rank, tile.rank));
-  if (tile.rank) tile.multiply_up(extent.first_output, extent.last_output);
+  tile.multiply_down(range.first_rank, min(range.last_rank, tile.rank));
+  if (tile.rank) tile.multiply_up(range.first_output, range.last_output);
 }
 
 template <class T>
 static void multiply_lora(const Lora& a, const LoraPart& part, const int64_t* order, const Segment& rows, float* h,
-                          int64_t h_stride, const Extent& extent) {
+                          int64_t h_stride, const ThreadRange& range) {
   switch (rows.end - rows.begin) {
-    case 1: multiply_lora<T, 1>(a, part, order, rows, h, h_stride, extent); break;
-    case 2: multiply_lora<T, 2>(a, part, order, rows, h, h_stride, extent); break;
-    case 3: multiply_lora<T, 3>(a, part, order, rows, h, h_stride, extent); break;
-    case 4: multiply_lora<T, 4>(a, part, order, rows, h, h_stride, extent); break;
+    case 1: multiply_lora<T, 1>(a, part, order, rows, h, h_stride, range); break;
+    case 2: multiply_lora<T, 2>(a, part, order, rows, h, h_stride, range); break;
+    case 3: multiply_lora<T, 3>(a, part, order, rows, h, h_stride, range); break;
+    case 4: multiply_lora<T, 4>(a, part, order, rows, h, h_stride, range); break;
 #if PENSTOCK_LANES == 16
-    case 5: multiply_lora<T, 5>(a, part, order, rows, h, h_stride, extent); break;
-    case 6: multiply_lora<T, 6>(a, part, order, rows, h, h_stride, extent); break;
+    case 5: multiply_lora<T, 5>(a, part, order, rows, h, h_stride, range); break;
+    case 6: multiply_lora<T, 6>(a, part, order, rows, h, h_stride, range); break;
 #endif
   }
 }
 
 // Many rows: one thread computes a tile from x to y.
-template <class T> static void multiply_tiles(const Lora& a, const Team& team, const Adapted& adapted, float* h) {
+template <class T> static void multiply_tiles(const Lora& a, const Team& team, const AdaptedRows& adapted, float* h) {
   over_pieces(team, adapted.tiles, [&](int64_t number) {
     const Segment* segment = adapted.segments;
     for (; number >= segment->tiles(); segment++) number -= segment->tiles();
@@ -179,8 +179,8 @@ template <class T> static void multiply_tiles(const Lora& a, const Team& team, c
   });
 }
 
-// Few rows: threads share the ranks of each adapter, and then the outputs.
-template <class T> static void multiply_shares(const Lora& a, const Team& team, const Adapted& adapted) {
+// Few rows: the threads divide the ranks of each adapter among them, and then the outputs.
+template <class T> static void multiply_shares(const Lora& a, const Team& team, const AdaptedRows& adapted) {
   int64_t width = 0;
   for (int64_t p = 0; p < a.num_parts; p++) width += a.parts[p].R;
   const int64_t num_rows = adapted.segments[adapted.count - 1].end;
@@ -199,8 +199,8 @@ template <class T> static void multiply_shares(const Lora& a, const Team& team, 
       for (int64_t before = 0; before < p; before++) own += a.parts[before].R;
       for (int64_t i = 0; i < segment.tiles(); i++) {
         const Segment rows = segment.tile(i);
-        const Extent extent = up ? Extent{0, 0, begin, end} : Extent{begin, end, 0, 0};
-        multiply_lora<T>(a, part, adapted.order, rows, own + (rows.begin - segment.begin) * width, width, extent);
+        const ThreadRange range = up ? ThreadRange{0, 0, begin, end} : ThreadRange{begin, end, 0, 0};
+        multiply_lora<T>(a, part, adapted.order, rows, own + (rows.begin - segment.begin) * width, width, range);
       }
     });
   };
@@ -212,15 +212,16 @@ template <class T> static void multiply_shares(const Lora& a, const Team& team, 
 template <class T> static void lora(const Lora& a, const Team& team) {
   int64_t max_rank = 0;
   for (int64_t p = 0; p < a.num_parts; p++) max_rank = max(max_rank, a.parts[p].R);
-  const int64_t bytes = round_up(Adapted::bytes(a), LINE);
+  const int64_t bytes = round_up(AdaptedRows::bytes(a), LINE);
   char* memory = (char*)penstock_scratch(OWN, bytes + ADAPTED_ROWS * max_rank * sizeof(float));
-  const Adapted adapted(a, memory);
+  const AdaptedRows adapted(a, memory);
   if (team.size == 1 || adapted.tiles >= TILES_PER_THREAD * team.size)
     multiply_tiles<T>(a, team, adapted, (float*)(memory + bytes));
   else if (adapted.count) multiply_shares<T>(a, team, adapted);
 }
 
-// An upper bound with the largest rank for every row: an earlier operation of the step may still set the adapters.
+// An upper bound that counts the largest rank for every row. The adapters of the rows are not known yet, because an
+// earlier operation of the step may set them.
 static int64_t work(const Lora& a) {
   int64_t total = 0;
   for (int64_t p = 0; p < a.num_parts; p++) {

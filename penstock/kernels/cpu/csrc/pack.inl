@@ -72,9 +72,9 @@ struct ByteUnits {
   }
 };
 
-// Writes `count` rows to columns of a panel [units, PANEL].
+// Transposes `count` rows to columns of a panel [units, PANEL].
 template <class U, class T>
-static void turn_rows(const T* rows, int64_t stride, int64_t count, int64_t K, uint32_t* panel) {
+static void transpose_rows(const T* rows, int64_t stride, int64_t count, int64_t K, uint32_t* panel) {
   for (int64_t first = 0; first < PANEL; first += W) {
     const int64_t here = min<int64_t>(max<int64_t>(count - first, 0), W);
     for (int64_t unit = 0; unit * U::INPUTS < K; unit += W) {
@@ -219,7 +219,7 @@ static void copy_groups(Groups<BITS>, const int8_t* rows, int64_t stride, const 
 
 // ---- the kernel ----
 
-// Runs the code for the groups of an encoding.
+// Calls run(Groups<BITS>) for the number of an encoding with groups.
 template <class F> INLINE void with_groups(int64_t encoding, F run) {
   if (encoding == 3) run(Groups<4>{});
   if (encoding == 4) run(Groups<5>{});
@@ -230,14 +230,14 @@ template <class T> static void pack_panel(const Pack& a, int64_t panel) {
   const T* rows = (const T*)a.source + first * a.stride;
   char* panels = (char*)a.panels;
   if (a.encoding == 0) {
-    turn_rows<FloatUnits<T>>(rows, a.stride, count, a.K, (uint32_t*)panels + panel * a.K * PANEL);
+    transpose_rows<FloatUnits<T>>(rows, a.stride, count, a.K, (uint32_t*)panels + panel * a.K * PANEL);
   } else if (a.encoding == 1) {
-    turn_rows<PairUnits<T>>(rows, a.stride, count, a.K, (uint32_t*)panels + panel * ceil_div(a.K, 2) * PANEL);
+    transpose_rows<PairUnits<T>>(rows, a.stride, count, a.K, (uint32_t*)panels + panel * ceil_div(a.K, 2) * PANEL);
   } else if (a.encoding == 2) {
     int8_t* integers = (int8_t*)penstock_scratch(OWN, PANEL * a.K);
     for (int64_t i = 0; i < count; i++)
       quantize(rows + i * a.stride, a.K, integers + i * a.K, a.scales + first + i);
-    turn_rows<ByteUnits>(integers, a.K, count, a.K, (uint32_t*)panels + panel * ceil_div(a.K, 4) * PANEL);
+    transpose_rows<ByteUnits>(integers, a.K, count, a.K, (uint32_t*)panels + panel * ceil_div(a.K, 4) * PANEL);
   } else {
     with_groups(a.encoding, [&](auto form) {
       char* to = panels + panel * ceil_div(a.K, GROUP) * form.UNIT_BYTES;
@@ -250,7 +250,7 @@ template <> void pack_panel<int8_t>(const Pack& a, int64_t panel) {
   const int64_t first = panel * PANEL, count = min(PANEL, a.N - first);
   const int8_t* rows = (const int8_t*)a.source + first * a.stride;
   if (a.encoding == 2) {
-    turn_rows<ByteUnits>(rows, a.stride, count, a.K, (uint32_t*)a.panels + panel * ceil_div(a.K, 4) * PANEL);
+    transpose_rows<ByteUnits>(rows, a.stride, count, a.K, (uint32_t*)a.panels + panel * ceil_div(a.K, 4) * PANEL);
   } else {
     const int64_t groups = ceil_div(a.K, GROUP);
     with_groups(a.encoding, [&](auto form) {

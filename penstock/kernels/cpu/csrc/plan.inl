@@ -1,4 +1,4 @@
-// The step plan: the operations of a whole step in one parallel region.
+// Runs a plan, the operations of a whole forward step, in one parallel region. A Step in this file is one operation.
 
 struct Step {
   const Operation* operation;
@@ -12,9 +12,9 @@ struct CoreContention {
   int64_t pause;        // ns: length of the last single-threaded period; 0 after a run without waiting
 };
 
-constexpr int64_t MAX_LOOKAHEAD = 8;    // steps to search ahead
-constexpr int64_t LONG_WAIT = 1000000;  // ns waited in a step before the team is dissolved
-constexpr int64_t SHORTEST_PAUSE = 20000000, LONGEST_PAUSE = 1000000000;  // ns; doubled while the waiting continues
+constexpr int64_t MAX_LOOKAHEAD = 8;    // number of steps to search
+constexpr int64_t LONG_WAIT = 1000000;  // ns of waiting in a plan, after which thread 0 continues alone
+constexpr int64_t SHORTEST_PAUSE = 20000000, LONGEST_PAUSE = 1000000000;  // ns; doubled while the waiting goes on
 
 // Returns what this thread reads first in the next operation that has a `first_read`. The thread prefetches it while
 // it waits at a barrier, when the memory is otherwise idle.
@@ -26,7 +26,8 @@ static Ahead next_read(const Step* steps, int64_t from, int64_t count, const Tea
   return {};
 }
 
-// Runs the steps. Small operations run on thread 0, consecutive ones without a barrier.
+// Runs the steps of a plan, each of which is one operation. Small operations run on thread 0. There is no barrier
+// between two of them.
 static void run_steps(const Step* steps, int64_t count, Team team) {
   TeamState& state = *team.state;
   const int64_t begin = nanoseconds();
@@ -40,7 +41,8 @@ static void run_steps(const Step* steps, int64_t count, Team team) {
       needs_barrier = true;
       continue;
     }
-    // An uneven distribution of the work does not explain waiting for a third of the time.
+    // Thread 0 has waited for more than a third of the time. Uneven work causes shorter waits, so the cause must be
+    // another process that uses a core.
     if (team.rank == 0 && state.waited > LONG_WAIT && 3 * state.waited > nanoseconds() - begin)
       __atomic_store_n(&state.last, i, __ATOMIC_RELAXED);  // the other threads read it after the next barrier
     if (needs_barrier) team.barrier(ahead);
@@ -75,7 +77,7 @@ EXPORT(int64_t, run_plan)(const Step* steps, int64_t count, CoreContention& cont
   return state.failed;
 }
 
-// An input of the plan that differs from step to step: `from` holds num_bytes for each step, one after the other.
+// An input of the plan that differs between steps. `from` has num_bytes bytes for each step, one step after another.
 struct VaryingArgument {
   char* to;
   const char* from;
@@ -112,7 +114,7 @@ static bool store_tokens(const LoopArguments& a, int64_t step) {
   return is_running;
 }
 
-// Runs a plan several times, see LoopArguments. Returns as run_plan.
+// Runs a plan several times, see LoopArguments. The result is as for run_plan.
 EXPORT(int64_t, run_loop)(LoopArguments& a, CoreContention& contention) {
   TeamState state = {};
   state.failed = state.last = -1;
@@ -127,7 +129,7 @@ EXPORT(int64_t, run_loop)(LoopArguments& a, CoreContention& contention) {
       }
       team.barrier();
       run_steps(a.steps, a.count, team);
-      if (state.last >= 0) {  // the team was dissolved
+      if (state.last >= 0) {  // thread 0 continues alone
         if (team.rank) return;
         team.size = 1;
       }

@@ -69,7 +69,7 @@ template <class Step> static int64_t shortest_time(Step step) {
   for (int attempt = 0; attempt < 16; attempt++) {
     vf sums[12] = {};
 #pragma GCC unroll 12
-    for (int j = 0; j < 12; j++) __asm__ volatile("" : "+v"(sums[j]));  // different values, for the compiler
+    for (int j = 0; j < 12; j++) __asm__ volatile("" : "+v"(sums[j]));  // keeps the compiler from merging the chains
     const int64_t begin = nanoseconds();
     for (int i = 0; i < 512; i++)
 #pragma GCC unroll 12
@@ -81,7 +81,8 @@ template <class Step> static int64_t shortest_time(Step step) {
   return shortest;
 }
 
-// Whether a dot product takes much longer than two multiply-adds: twice as long on Emerald Rapids. Measured once.
+// Whether a dot product takes much longer than two multiply-adds, for example twice as long on Emerald Rapids. The
+// times are measured once per process.
 static bool dot_is_slow() {
   enum { UNKNOWN, FAST, SLOW };
   static int32_t known = UNKNOWN;  // all threads use the first result
@@ -143,8 +144,8 @@ INLINE void product_columns(const typename P::Unit* a, int64_t lda, const typena
     product_tile<P, 1, VECTORS>(a + m * lda, lda, b, ldb, c + m * ldc, ldc, n, add, factors + m);
 }
 
-// N is a multiple of W. Four vectors of sums for four rows need 16 registers. AVX-512 has 32 registers, the other
-// instruction sets 16. `factors` [M]: factors of integer sums.
+// N is a multiple of W. `factors` [M] are the factors of integer sums. Four vectors of sums for four rows need 16
+// registers: AVX-512 has 32 registers, the other instruction sets have 16.
 template <class P>
 static void product(const typename P::Unit* a, int64_t lda, const typename P::Unit* b, int64_t ldb, float* c,
                     int64_t ldc, int64_t M, int64_t N, int64_t n, bool add, const float* factors) {

@@ -79,13 +79,15 @@ template <class T> INLINE vu largest_of_lanes(const T* x, int64_t n) {
 
 // Returns the largest of some magnitudes, or infinity if one is infinite or NaN.
 INLINE float largest_magnitude(vu magnitudes) {
-  const uint32_t bits = largest(magnitudes);  // those of infinity are above those of numbers, those of NaN above infinity
+  // The bits of infinity exceed those of all numbers, and the bits of a NaN exceed those of infinity.
+  const uint32_t bits = largest(magnitudes);
   float top;
   __builtin_memcpy(&top, &bits, 4);
   return bits >= 0x7f800000 ? __builtin_inff() : top;
 }
 
-// Handles n numbers that are all 0 or not finite. Returns whether this is the case.
+// Returns whether n numbers are all 0 or one of them is not finite. In this case the integers become 0, and the scale 0
+// or NaN.
 INLINE bool is_degenerate(float top, int64_t n, int8_t* integers, float* scale) {
   if (top >= 1e-30f && top < __builtin_inff()) return false;
   *scale = top < 1e-30f ? 0 : __builtin_nanf("");
@@ -163,13 +165,13 @@ INLINE void split_integer(int64_t i, int32_t integer, int8_t* integers, Extras* 
 
 #if PENSTOCK_LANES == 16
 // The largest numbers of a row and their positions.
-struct Large {
+struct LargestNumbers {
   static constexpr int64_t ROOM = 256;
   float numbers[ROOM];
   int32_t positions[ROOM];
   int64_t count;
 
-  // Collects the numbers with at least the magnitude of the bits `least`. Returns whether there is room for them.
+  // Collects the numbers whose magnitude is at least `least`, given as bits. Returns false if they are too many.
   template <class T> INLINE_MEMBER bool collect(const T* x, int64_t n, uint32_t least) {
     const __m512i bound = _mm512_set1_epi32((int)least);
     int64_t found = 0;  // not in memory: the next iteration needs it
@@ -213,7 +215,7 @@ static int32_t quantize_with_extras(const T* x, int64_t n, int8_t* integers, flo
   // Each number beyond 127 is an extra, so only the MAX_EXTRAS largest numbers of the row matter. `tops` has the
   // largest magnitude of each lane, so at least W numbers are not below its minimum: collecting those is enough.
   static_assert(MAX_EXTRAS < W);
-  Large large;
+  LargestNumbers large;
   if (large.collect(x, n, ~largest(~tops))) {
     const float target = target_with_extras(large.numbers, large.count, top, room), inverse = target / top;
     *scale = top / target;
@@ -321,7 +323,7 @@ INLINE vi add_bytes(vi sum, vu w, vu x) {
 // The sum of a group of 4-bit or 5-bit numbers.
 template <int BITS> struct GroupSum {
 #if PENSTOCK_LANES == 8
-  // Sums of 16 bits hold 16 products of 15 * 127 or 8 products of 31 * 127.
+  // A 16-bit sum can hold 16 products of up to 15 * 127, or 8 products of up to 31 * 127.
   static constexpr bool HALVES = BITS > 4;
   vi pairs, half;
   INLINE_MEMBER void start(int32_t) { pairs = half = vi{}; }
@@ -395,13 +397,14 @@ struct ByteBlock {
   }
 };
 
-// Cache lines that a unit of a pass prefetches, for a small, medium and large number of passes.
+// The number of cache lines that a pass prefetches for each unit: a half, a fourth or a sixth of all lines, the fewer
+// the more passes there are.
 constexpr int half_of(int64_t lines) { return (int)(lines + 1) / 2; }
 constexpr int fourth_of(int64_t lines) { return (int)(lines + 3) / 4; }
 constexpr int sixth_of(int64_t lines) { return (int)(lines + 5) / 6; }
 
-// The units of an encoding. INPUTS: of a unit. SCALED: scales of x in a part of a unit, 0 if a row has one. PASSES: parts of
-// a unit, each of LINES cache lines.
+// The units of an encoding. INPUTS: number of inputs of a unit. PASSES: number of parts of a unit, each of LINES cache
+// lines. SCALED: number of scales of x in a part, 0 if x has one scale per row.
 struct Bytes {
   static constexpr int64_t INPUTS = 4, UNIT_BYTES = 4 * PANEL, LINES = UNIT_BYTES / 64, ROWS_AT_ONCE = BYTE_ROWS;
   static constexpr int64_t BLOCK_UNITS = 256, SCALED = 0, PASSES = 1;
@@ -480,7 +483,7 @@ template <int BITS> struct Groups {
   static constexpr int64_t INPUTS = GROUP, UNIT_BYTES = SCALES + PANEL * 2, LINES = UNIT_BYTES / 64;
   static constexpr int64_t ROWS_AT_ONCE = GROUP_ROWS, BLOCK_UNITS = 48, SCALED = 1, PASSES = 1;
   static constexpr int FIRST = half_of(LINES), THEN = fourth_of(LINES), LAST = sixth_of(LINES);
-  // The whole panel if 32 registers hold the sums of these rows and the unpacked weights.
+  // The whole panel, if 32 registers can hold the sums of these rows and the unpacked weights.
   static constexpr int vectors(int64_t rows) { return W == 16 && rows <= (BITS > 4 ? 1 : 3) ? 4 : GROUP_VECTORS; }
 
   // Returns four bytes with bit number `bit` of each byte at the position of the fifth bit.
@@ -592,11 +595,11 @@ static void multiply_panel(const Linear& a, const QuantizedRows& x, int64_t begi
                            int64_t next, uint32_t* sums) {
   const int64_t units = ceil_div(a.K, S::INPUTS), column = panel * PANEL;
   const char* w = (const char*)a.panels + panel * units * S::UNIT_BYTES;
-  // A single pass: nothing needs to stay in the cache.
+  // A single pass reads the panel, so nothing needs to stay in the cache.
   const bool once = W == 16 && rows <= S::ROWS_AT_ONCE && S::vectors(rows) * W == PANEL;
   const int64_t blocks = once ? 1 : ceil_div(units, S::BLOCK_UNITS);
-  // int8, a whole panel: results are stored from registers, unless they exceed the caches. Then storing the results of
-  // many rows together is faster.
+  // int8 stores the results of a whole panel from registers. If the results exceed the caches, it is faster to store
+  // those of many rows together.
   const int64_t result_bytes = a.rows * a.N * (a.type ? 2 : 4);
   const bool direct = !S::SCALED && column + PANEL <= a.N && result_bytes < MAX_DIRECT_BYTES;
   for (int64_t number = 0; number < blocks; number++) {
@@ -631,7 +634,8 @@ template <class S> static void multiply_quantized(const Linear& a, const Team& t
   const int64_t row_bytes = QuantizedRows::bytes(1, a.K, groups);
   const int64_t max_rows = min(a.rows, max<int64_t>(CHUNK_BYTES / row_bytes, 256));
   const int64_t chunk_rows = min<int64_t>(max_rows, 240);
-  const bool redundant = team.size == 1 || a.rows <= 3;  // all threads quantise: faster than a barrier
+  // Each thread quantises all rows if that is faster than a barrier.
+  const bool redundant = team.size == 1 || a.rows <= 3;
   const int64_t bytes = round_up(QuantizedRows::bytes(max_rows, a.K, groups), 64);
   char* own = (char*)penstock_scratch(OWN, chunk_rows * PANEL * 4 + (redundant ? bytes : 0));
   char* memory = own + chunk_rows * PANEL * 4;

@@ -1,4 +1,4 @@
-// Routers: which experts compute a row, and with what weights; and the scaling of rows by weights.
+// Routers: select the experts of each row and their weights. Also scales rows by weights.
 
 struct Route {  // logits [n, N], rows strided; topk_weights, topk_ids [n, top]
   int64_t type, rule;  // softmax over: 0 all experts, 1 all experts, then normalised, 2 the selected experts
@@ -19,8 +19,8 @@ INLINE int64_t smallest_missing(const int64_t* numbers, int64_t count) {
   }
 }
 
-// Writes the index of the largest of N ranks to ids[k], removes it from the ranks, and returns it. Indices that are
-// in ids already are not selected again.
+// Writes the index of the largest of N ranks to ids[k], sets this rank to REMOVED, and returns the index. Indices that
+// are already in `ids` are not selected again.
 INLINE int64_t take_largest(float* ranks, int64_t N, int64_t* ids, int64_t k) {
   int64_t best = -1;
   float largest = REMOVED;
@@ -33,7 +33,7 @@ INLINE int64_t take_largest(float* ranks, int64_t N, int64_t* ids, int64_t k) {
 
 template <class T> static void route(const Route& a, const Team& team) {
   over_rows(team, a.n, [=](int64_t begin, int64_t end) {
-    float* left = (float*)penstock_scratch(OWN, (2 * a.N + a.top) * sizeof(float));  // logits not selected yet
+    float* left = (float*)penstock_scratch(OWN, (2 * a.N + a.top) * sizeof(float));  // logits that are not selected yet
     float *wide = left + a.N, *scores = wide + a.N;
     for (int64_t row = begin; row < end; row++) {
       const T* logits = (const T*)a.logits + row * a.stride;
@@ -145,7 +145,7 @@ struct RouteSparseMixer {  // as Route
 template <class T> static void route_sparse_mixer(const RouteSparseMixer& a, const Team& team) {
   over_rows(team, a.n, [=](int64_t begin, int64_t end) {
     float* wide = (float*)penstock_scratch(OWN, 2 * a.N * sizeof(float));
-    float* left = wide + a.N;  // logits not selected yet
+    float* left = wide + a.N;  // logits that are not selected yet
     for (int64_t row = begin; row < end; row++) {
       const T* logits = (const T*)a.logits + row * a.stride;
       for_vectors(a.N, EACH_VECTOR {
@@ -155,7 +155,7 @@ template <class T> static void route_sparse_mixer(const RouteSparseMixer& a, con
       for (int64_t k = 0; k < a.top; k++) {
         const int64_t best = take_largest(left, a.N, a.topk_ids + row * a.top, k);
         const float best_logit = wide[best];
-        float total = 1;  // the selected expert
+        float total = 1;  // exp(0) of the selected expert
         for (int64_t i = 0; i < a.N; i++) {
           const float size = wide[i] < 0 ? -wide[i] : wide[i];
           const bool is_far = (best_logit - wide[i]) / max(size, best_logit) > (float)(2 * a.eps);

@@ -16,7 +16,7 @@ INLINE vd load(const double* p) {
 }
 INLINE void store(double* p, vd x) { __builtin_memcpy(p, &x, sizeof x); }
 
-// e^x for x <= 0 to 2 ulp, 0 below -708. Like the float version, with a longer sum.
+// e^x for x <= 0 to 2 ulp, 0 below -708. Like the float version in vector.h, with a longer Taylor sum.
 INLINE vd exp(vd x) {
   const double shift = 6755399441055744.0;  // 1.5 * 2^52
   vd shifted = x * 1.4426950408889634 + shift;
@@ -89,8 +89,8 @@ static Cut find_cut(const Candidates& c, double target, Ranked* list) {
   return cut_in(list, c.n, 0, target);
 }
 
-// A lower bound of the k-th largest score: the k-th largest of the maxima of the spans.
-static float bound_of_top_k(const Candidates& c, int64_t k, Ranked* list) {
+// Returns a lower bound of the k-th largest score: the k-th largest of the maxima of spans of scores.
+static float top_k_bound(const Candidates& c, int64_t k, Ranked* list) {
   constexpr int64_t SPAN = 4 * W;
   const int64_t spans = c.n / SPAN;
   if (k > spans) return -__builtin_inff();
@@ -102,9 +102,9 @@ static float bound_of_top_k(const Candidates& c, int64_t k, Ranked* list) {
   return cut_in(list, spans, 0, (double)k).score;
 }
 
-// A lower bound of the score of the top_p cut. The n candidates with less than (1 - top_p) / n each have less than
-// 1 - top_p together, so all of those rank after the cut. The bound is slightly lower than exact.
-static float bound_of_top_p(const Candidates& c, double top_p, double total, float temperature) {
+// Returns a lower bound of the score of the top_p cut. Candidates with a probability below (1 - top_p) / n have less
+// than 1 - top_p together, so all of them rank after the cut. Rounding errors make the bound slightly lower.
+static float top_p_bound(const Candidates& c, double top_p, double total, float temperature) {
   double lightest = (1 - top_p) * total / (double)c.n;
   double distance = temperature * (__builtin_log(lightest) - 0.001);
   return (float)(c.top + distance - 1e-6 * __builtin_fabs(c.top));
@@ -161,7 +161,7 @@ static double sum_of(const double* weights, int64_t n) {
 }
 
 // Returns the first candidate whose cumulative weight exceeds u times the total. `sums` has one element per span.
-static int64_t draw(const Candidates& c, double u, double* sums) {
+static int64_t sample_candidate(const Candidates& c, double u, double* sums) {
   constexpr int64_t SPAN = 256;
   const int64_t spans = ceil_div(c.n, SPAN);
   for (int64_t i = 0; i < spans; i++) sums[i] = sum_of(c.weights + i * SPAN, min(SPAN, c.n - i * SPAN));
@@ -227,19 +227,19 @@ static int64_t sample_row(const T* logits, const uint32_t* bitmask, int64_t V, c
   Ranked* list = (Ranked*)(memory + size * 12);
   int32_t* ids = (int32_t*)(memory + size * 28);
   if (rule.top_k > 0 && rule.top_k < V)
-    cut_off(c, ids, bound_of_top_k(c, rule.top_k, list), (double)rule.top_k, list);
+    cut_off(c, ids, top_k_bound(c, rule.top_k, list), (double)rule.top_k, list);
   fill_weights(c, weights, rule.temperature);
   if (rule.top_p < 1) {
     const double total = sum_of(c.weights, c.n);
     // The first token is always kept, even with top_p 0.
     double target = max((double)rule.top_p * total, 1e-300);
-    cut_off(c, ids, bound_of_top_p(c, rule.top_p, total, rule.temperature), target, list);
+    cut_off(c, ids, top_p_bound(c, rule.top_p, total, rule.temperature), target, list);
   }
   if (rule.min_p > 0)
     for (int64_t i = 0; i < c.n; i++)
       if (c.weights[i] < rule.min_p) c.weights[i] = 0;  // the largest weight is 1
-  int64_t drawn = draw(c, rule.uniform, (double*)list);
-  return c.ids ? c.ids[drawn] : drawn;
+  int64_t sampled = sample_candidate(c, rule.uniform, (double*)list);
+  return c.ids ? c.ids[sampled] : sampled;
 }
 
 struct Sample {  // logits [R, V], rows strided; bitmask [R, words] or null; other tensors [R]

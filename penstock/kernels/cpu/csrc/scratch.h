@@ -12,6 +12,6 @@ extern "C" void* penstock_scratch(enum Scratch which, size_t bytes);
 // Counts completed pieces of work. Another process reads the counter to detect hangs.
 extern "C" int64_t* penstock_progress;
 
-// Whether 8-bit floats are widened by table look-ups of AVX-512 VBMI. TABLES_NEVER if the processor has none.
+// Whether 8-bit floats are widened by table look-ups. TABLES_NEVER if the processor has no AVX-512 VBMI.
 enum Tables { TABLES_NEVER, TABLES_IF_FAST, TABLES_ALWAYS };
 extern "C" int32_t penstock_fp8_tables;

@@ -12,7 +12,7 @@ struct StoreKV {  // k, v [n, K, D] with strides, to slots [n] = block * S + off
 template <class T, class TC> INLINE void store_head(const T* x, TC* row, float*, int64_t D) {
   for_vectors(D, EACH_VECTOR { store(row + i, load(x + i, lanes), lanes); });
 }
-// Quantises x to -127..127 and returns the scale, or NaN if a number is not finite.
+// Quantises x to -127..127 and stores the scale, or the scale NaN if a number is not finite.
 template <class T> INLINE void store_head(const T* x, int8_t* row, float* scale, int64_t D) {
   vf tops = {}, odd = {};
   for_vectors(D, EACH_VECTOR {

@@ -50,7 +50,7 @@ static __attribute__((noinline)) int64_t wait_for_generation(TeamState& state, i
       else pause();
     }
   } while (nanoseconds() - begin < SPIN);
-  // Another process uses one of the cores. Sleeping frees this core for the thread that we wait for.
+  // Another process uses one of the cores. While this thread sleeps, the thread that it waits for can run on this core.
 #if defined(__linux__)
   __atomic_fetch_add(&state.sleepers, 1, __ATOMIC_SEQ_CST);
   while (__atomic_load_n(&state.generation, __ATOMIC_SEQ_CST) == old)
@@ -114,8 +114,9 @@ INLINE void count_progress(const Team& team) {
   __atomic_store_n(penstock_progress, __atomic_load_n(penstock_progress, __ATOMIC_RELAXED) + 1, __ATOMIC_RELAXED);
 }
 
-// Calls body(piece) for the pieces 0:count, assigned dynamically. The first piece of a thread is its rank, so that the
-// thread can prefetch for it. No barrier at the end. Call it at most once between two barriers: they reset the count.
+// Calls body(piece) for the pieces 0:count, which are assigned to threads dynamically. The first piece of a thread is
+// the number of its rank, so that the thread can prefetch for it. There is no barrier at the end. Call it at most once
+// between two barriers, because barriers reset the counter of assigned pieces.
 template <class Body> INLINE void over_pieces(const Team& team, int64_t count, Body body) {
   if (team.size == 1) {
     for (int64_t piece = 0; piece < count; piece++) {

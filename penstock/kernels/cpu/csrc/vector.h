@@ -79,7 +79,7 @@ INLINE vh narrow(vf x) {
 #else
   vu bits = as_bits(x);
   vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  vu quiet = (bits >> 16) | 0x40;  // a NaN stays one
+  vu quiet = (bits >> 16) | 0x40;  // so that rounding cannot turn a NaN into infinity
   return __builtin_convertvector(x == x ? rounded : quiet, vh);
 #endif
 }
@@ -175,7 +175,8 @@ INLINE void put(bf16* p, float x) { store(p, all(x), 1); }
 INLINE vf rounded_to(const float*, vf x) { return x; }
 INLINE vf rounded_to(const bf16*, vf x) { return widen(narrow(x)); }
 
-// Runs body(i, lanes) for each vector of a row of n. `Whole` is a type, so that only the last vector needs a test.
+// Calls body(i, lanes) for each vector of a row of n numbers. `Whole` and `Some` are types, so that only the code for
+// the last vector handles missing lanes.
 struct Whole {};
 struct Some {
   int64_t n;
@@ -223,7 +224,7 @@ template <class V> INLINE V shuffled(V a, V b, vi from) {
 #endif
 }
 
-// Returns one bit per lane: the result of a comparison.
+// Returns the result of a comparison as one bit per lane.
 INLINE uint32_t lanes_that_hold(vi holds) {
 #if PENSTOCK_LANES == 16
   return _mm512_test_epi32_mask((__m512i)holds, (__m512i)holds);
@@ -253,7 +254,8 @@ INLINE float sum(vf x) {
   return x[0];
 }
 
-// Lanes whose index has bit DISTANCE clear come from a, others from b; each is added to its lane at that distance.
+// Lanes whose index has the bit DISTANCE clear come from a, the other lanes from b. Each lane is added to the lane at
+// that distance in the same vector.
 template <int DISTANCE> INLINE vf halves(vf a, vf b) {
   const vi lane = lane_index(), low = (lane & DISTANCE) != 0 ? lane + (W - DISTANCE) : lane;
   return shuffled(a, b, low) + shuffled(a, b, low + DISTANCE);
@@ -325,6 +327,17 @@ template <int TERMS> INLINE vf exp_below(vf x) {
   vf y = as_float(as_bits(p) + (as_bits(shifted) << 23));  // the low bits of `shifted` are those of n
   return x <= -87.3f ? vf{} : y;
 }
+
+#if PENSTOCK_DOT
+// 2^x with a relative error of 1e-4, for results that are rounded to bfloat16; 0 up to -126, NaN for NaN.
+INLINE vf exp2_to_bf16(vf x) {
+  const vf n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), r = x - n;
+  vf p = fma(all(0.0550089852f), r, all(0.242211063f));
+  p = fma(p, r, all(0.693282942f));
+  p = fma(p, r, all(1.0f));
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, all(-126.0f), _CMP_NLE_UQ), p, n);
+}
+#endif
 
 INLINE vf tanh(vf x) {
   vf magnitude = as_float(as_bits(x) & 0x7fffffff);

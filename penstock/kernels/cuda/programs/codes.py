@@ -15,12 +15,46 @@ Activations are not quantized.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from penstock.kernels.cuda.programs.dependent_launch import launch_next_and_wait
 from penstock.kernels.cuda.programs.floats8 import e4m3_values
 from penstock.kernels.cuda.programs.products import rows_of_tile, weight_of
+
+
+class Format(NamedTuple):
+    """The constants of a format, see above."""
+
+    NUMBERS: tl.constexpr
+    OFFSET: tl.constexpr
+    SCALES: tl.constexpr
+    SCALED: tl.constexpr
+    PER_FACTOR: tl.constexpr
+    MINIMA: tl.constexpr
+    PER_MIN_FACTOR: tl.constexpr
+
+
+class Tensors(NamedTuple):
+    """Pointers to the numbers of a table, and to the scales and minima of a weight with their factors."""
+
+    table: Any
+    scales: Any
+    factors: Any
+    minima: Any
+    min_factors: Any
+
+
+class Sizes(NamedTuple):
+    """The number of inputs, and the length of the rows of each tensor but the table."""
+
+    in_features: Any
+    num_groups: Any
+    num_factors: Any
+    num_minima: Any
+    num_min_factors: Any
 
 
 @triton.jit
@@ -70,47 +104,38 @@ def scales_of(
 def _weights(
     codes,
     first_inputs,
-    table,
-    scales,
-    factors,
-    minima,
-    min_factors,
+    tensors,
     rows,
     is_output,
-    in_features,
-    num_groups,
-    num_factors,
-    num_minima,
-    num_min_factors,
+    sizes,
     N: tl.constexpr,
     BYTES: tl.constexpr,
     SUB: tl.constexpr,
-    NUMBERS: tl.constexpr,
-    OFFSET: tl.constexpr,
-    SCALES: tl.constexpr,
-    SCALED: tl.constexpr,
-    PER_FACTOR: tl.constexpr,
-    MINIMA: tl.constexpr,
-    PER_MIN_FACTOR: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):
     """Return the weights of ``codes [BYTES, N]``, without scales of outputs.
 
     SUB inputs share a scale, from ``first_inputs [BYTES // SUB]``. ``rows [1, N]`` are the outputs. Weights
     of missing inputs are finite.
     """
-    numbers = tl.reshape(numbers_of(codes, table, NUMBERS, OFFSET), [BYTES // SUB, SUB, N])
-    groups = (first_inputs // SCALED)[:, None]
-    mask = is_output & (first_inputs < in_features)[:, None]
-    scale = scales_of(scales, factors, rows, groups, mask, num_groups, num_factors, SCALES, PER_FACTOR)
-    if MINIMA == "zeros":
-        zero = tl.load(minima + rows * num_groups + groups, mask=mask, other=0).to(tl.float32)
+    numbers = numbers_of(codes, tensors.table, FORMAT.NUMBERS, FORMAT.OFFSET)
+    numbers = tl.reshape(numbers, [BYTES // SUB, SUB, N])
+    groups = (first_inputs // FORMAT.SCALED)[:, None]
+    mask = is_output & (first_inputs < sizes.in_features)[:, None]
+    scale = scales_of(
+        tensors.scales, tensors.factors, rows, groups, mask, sizes.num_groups, sizes.num_factors,
+        FORMAT.SCALES, FORMAT.PER_FACTOR,
+    )  # fmt: skip
+    if FORMAT.MINIMA == "zeros":
+        zero = tl.load(tensors.minima + rows * sizes.num_groups + groups, mask=mask, other=0).to(tl.float32)
         return tl.reshape((numbers - zero[:, None, :]) * scale[:, None, :], [BYTES, N])
     weights = numbers * scale[:, None, :]
-    if MINIMA == "minima":
+    if FORMAT.MINIMA == "minima":
         groups = (first_inputs // 32)[:, None]
         minimum = scales_of(
-            minima, min_factors, rows, groups, mask, num_minima, num_min_factors, "float", PER_MIN_FACTOR
-        )
+            tensors.minima, tensors.min_factors, rows, groups, mask, sizes.num_minima, sizes.num_min_factors,
+            "float", FORMAT.PER_MIN_FACTOR,
+        )  # fmt: skip
         weights -= minimum[:, None, :]
     return tl.reshape(weights, [BYTES, N])
 
@@ -196,6 +221,9 @@ def multiply_codes(
     own = outputs.to(tl.int64)[None, :]
     total = tl.zeros([M, N], tl.float32)
     SUB: tl.constexpr = 16 if SCALED == 16 else 32
+    FORMAT: tl.constexpr = Format(NUMBERS, OFFSET, SCALES, SCALED, PER_FACTOR, MINIMA, PER_MIN_FACTOR)
+    tensors = Tensors(table, scales, factors, minima, min_factors)
+    sizes = Sizes(in_features, num_groups, num_factors, num_minima, num_min_factors)
     subs = tl.arange(0, BYTES // SUB) * SUB
     begin_byte = tl.program_id(2) * 0
     end_byte = begin_byte + weight_bytes
@@ -211,24 +239,18 @@ def multiply_codes(
             inputs = columns // 32 * 64 + columns % 32
             first_inputs = (begin + subs) // 32 * 64 + subs % 32
             low = _weights(
-                codes & 15, first_inputs, table, scales, factors, minima, min_factors, own,
-                is_output[None, :], in_features, num_groups, num_factors, num_minima, num_min_factors, N,
-                BYTES, SUB, NUMBERS, OFFSET, SCALES, SCALED, PER_FACTOR, MINIMA, PER_MIN_FACTOR,
-            )  # fmt: skip
+                codes & 15, first_inputs, tensors, own, is_output[None, :], sizes, N, BYTES, SUB, FORMAT
+            )
             total = _add_product(total, x, x_row_stride, sources, is_row, inputs, in_features, low, WIDE)
             inputs += 32
             high = _weights(
-                codes >> 4, first_inputs + 32, table, scales, factors, minima, min_factors, own,
-                is_output[None, :], in_features, num_groups, num_factors, num_minima, num_min_factors, N,
-                BYTES, SUB, NUMBERS, OFFSET, SCALES, SCALED, PER_FACTOR, MINIMA, PER_MIN_FACTOR,
-            )  # fmt: skip
+                codes >> 4, first_inputs + 32, tensors, own, is_output[None, :], sizes, N, BYTES, SUB, FORMAT
+            )
             total = _add_product(total, x, x_row_stride, sources, is_row, inputs, in_features, high, WIDE)
         else:
             whole = _weights(
-                codes, begin + subs, table, scales, factors, minima, min_factors, own, is_output[None, :],
-                in_features, num_groups, num_factors, num_minima, num_min_factors, N, BYTES, SUB, NUMBERS,
-                OFFSET, SCALES, SCALED, PER_FACTOR, MINIMA, PER_MIN_FACTOR,
-            )  # fmt: skip
+                codes, begin + subs, tensors, own, is_output[None, :], sizes, N, BYTES, SUB, FORMAT
+            )
             total = _add_product(total, x, x_row_stride, sources, is_row, columns, in_features, whole, WIDE)
     if SPLITS > 1:
         out += tl.program_id(2).to(tl.int64) * num_rows * out_features
@@ -314,17 +336,17 @@ def decode_weight(
         factor = tl.load(row_scales + own, mask=is_output, other=0.0)
     HALVES: tl.constexpr = 2 if IS_NIBBLES else 1
     SUB: tl.constexpr = 16 if SCALED == 16 else 32
+    FORMAT: tl.constexpr = Format(NUMBERS, OFFSET, SCALES, SCALED, PER_FACTOR, MINIMA, PER_MIN_FACTOR)
+    tensors = Tensors(table, scales, factors, minima, min_factors)
+    sizes = Sizes(in_features, num_groups, num_factors, num_minima, num_min_factors)
     for half in tl.static_range(HALVES):
         first = begin * HALVES + half * 32
         inputs = first + tl.arange(0, 32)
         codes = stored
         if IS_NIBBLES:
             codes = (stored >> (4 * half)) & 15
-        weights = _weights(
-            codes, first + tl.arange(0, 32 // SUB) * SUB, table, scales, factors, minima, min_factors, own,
-            is_output, in_features, num_groups, num_factors, num_minima, num_min_factors, N, 32, SUB, NUMBERS,
-            OFFSET, SCALES, SCALED, PER_FACTOR, MINIMA, PER_MIN_FACTOR,
-        )  # fmt: skip
+        first_inputs = first + tl.arange(0, 32 // SUB) * SUB
+        weights = _weights(codes, first_inputs, tensors, own, is_output, sizes, N, 32, SUB, FORMAT)
         weights = weights * factor
         mask = is_output & (inputs < in_features)[:, None]
         tl.store(out + own * in_features + inputs[:, None], weights.to(out.dtype.element_ty), mask=mask)

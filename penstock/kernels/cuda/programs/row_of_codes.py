@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from penstock.kernels.cuda.programs.codes import numbers_of, scales_of
+from penstock.kernels.cuda.programs.codes import Format, Sizes, Tensors, numbers_of, scales_of
 from penstock.kernels.cuda.programs.dependent_launch import launch_next, wait_for_previous
 
 
@@ -15,48 +15,38 @@ def _half_of_row(
     inputs,
     first_inputs,
     x,
-    table,
-    scales,
-    factors,
-    minima,
-    min_factors,
+    tensors,
     outputs,
     is_output,
-    in_features,
-    num_groups,
-    num_factors,
-    num_minima,
-    num_min_factors,
+    sizes,
     N: tl.constexpr,
     BYTES: tl.constexpr,
     SUB: tl.constexpr,
-    NUMBERS: tl.constexpr,
-    OFFSET: tl.constexpr,
-    SCALES: tl.constexpr,
-    SCALED: tl.constexpr,
-    PER_FACTOR: tl.constexpr,
-    MINIMA: tl.constexpr,
-    PER_MIN_FACTOR: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):
     """Return the sums ``[N]`` over the inputs of ``codes [N, BYTES]``; SUB of them share a scale."""
-    values = tl.load(x + inputs, mask=inputs < in_features, other=0.0).to(tl.float32)
-    products = numbers_of(codes, table, NUMBERS, OFFSET) * values[None, :]
+    values = tl.load(x + inputs, mask=inputs < sizes.in_features, other=0.0).to(tl.float32)
+    products = numbers_of(codes, tensors.table, FORMAT.NUMBERS, FORMAT.OFFSET) * values[None, :]
     sums = tl.sum(tl.reshape(products, [N, BYTES // SUB, SUB]), 2)
     rows = outputs.to(tl.int64)[:, None]
-    mask = is_output[:, None] & (first_inputs < in_features)[None, :]
-    groups = (first_inputs // SCALED)[None, :]
-    scale = scales_of(scales, factors, rows, groups, mask, num_groups, num_factors, SCALES, PER_FACTOR)
-    if MINIMA == "":
+    mask = is_output[:, None] & (first_inputs < sizes.in_features)[None, :]
+    groups = (first_inputs // FORMAT.SCALED)[None, :]
+    scale = scales_of(
+        tensors.scales, tensors.factors, rows, groups, mask, sizes.num_groups, sizes.num_factors,
+        FORMAT.SCALES, FORMAT.PER_FACTOR,
+    )  # fmt: skip
+    if FORMAT.MINIMA == "":
         return tl.sum(sums * scale, 1)
     totals = tl.sum(tl.reshape(values, [BYTES // SUB, SUB]), 1)[None, :]
-    if MINIMA == "zeros":
-        zero = tl.load(minima + rows * num_groups + groups, mask=mask, other=0).to(tl.float32)
+    if FORMAT.MINIMA == "zeros":
+        zero = tl.load(tensors.minima + rows * sizes.num_groups + groups, mask=mask, other=0).to(tl.float32)
         return tl.sum((sums - totals * zero) * scale, 1)
     else:
         groups = (first_inputs // 32)[None, :]
         minimum = scales_of(
-            minima, min_factors, rows, groups, mask, num_minima, num_min_factors, "float", PER_MIN_FACTOR
-        )
+            tensors.minima, tensors.min_factors, rows, groups, mask, sizes.num_minima, sizes.num_min_factors,
+            "float", FORMAT.PER_MIN_FACTOR,
+        )  # fmt: skip
         return tl.sum(sums * scale - totals * minimum, 1)
 
 
@@ -99,6 +89,9 @@ def multiply_row_of_codes(
     """
     launch_next(PDL)
     SUB: tl.constexpr = 16 if SCALED == 16 else 32
+    FORMAT: tl.constexpr = Format(NUMBERS, OFFSET, SCALES, SCALED, PER_FACTOR, MINIMA, PER_MIN_FACTOR)
+    tensors = Tensors(table, scales, factors, minima, min_factors)
+    sizes = Sizes(in_features, num_groups, num_factors, num_minima, num_min_factors)
     outputs = tl.program_id(0) * N + tl.arange(0, N)
     is_output = outputs < out_features
     columns = tl.arange(0, BYTES)
@@ -118,20 +111,16 @@ def multiply_row_of_codes(
             inputs = (begin + columns) // 32 * 64 + columns % 32
             first_inputs = (begin + subs) // 32 * 64 + subs % 32
             total += _half_of_row(
-                codes & 15, inputs, first_inputs, x, table, scales, factors, minima, min_factors, outputs,
-                is_output, in_features, num_groups, num_factors, num_minima, num_min_factors, N, BYTES, SUB,
-                NUMBERS, OFFSET, SCALES, SCALED, PER_FACTOR, MINIMA, PER_MIN_FACTOR,
-            )  # fmt: skip
+                codes & 15, inputs, first_inputs, x, tensors, outputs, is_output, sizes, N, BYTES, SUB, FORMAT
+            )
             total += _half_of_row(
-                codes >> 4, inputs + 32, first_inputs + 32, x, table, scales, factors, minima, min_factors,
-                outputs, is_output, in_features, num_groups, num_factors, num_minima, num_min_factors, N,
-                BYTES, SUB, NUMBERS, OFFSET, SCALES, SCALED, PER_FACTOR, MINIMA, PER_MIN_FACTOR,
+                codes >> 4, inputs + 32, first_inputs + 32, x, tensors, outputs, is_output, sizes, N, BYTES,
+                SUB, FORMAT,
             )  # fmt: skip
         else:
             total += _half_of_row(
-                codes, begin + columns, begin + subs, x, table, scales, factors, minima, min_factors, outputs,
-                is_output, in_features, num_groups, num_factors, num_minima, num_min_factors, N, BYTES, SUB,
-                NUMBERS, OFFSET, SCALES, SCALED, PER_FACTOR, MINIMA, PER_MIN_FACTOR,
+                codes, begin + columns, begin + subs, x, tensors, outputs, is_output, sizes, N, BYTES, SUB,
+                FORMAT,
             )  # fmt: skip
     if HAS_ROW_SCALES:
         total = total * tl.load(row_scales + outputs, mask=is_output, other=0.0)

@@ -1,0 +1,68 @@
+"""Positions of several axes: a launch does not wait for the device, and no step with them is compiled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.images import forward_logits
+from support.pipeline_steps import open_pipeline
+from support.vision import PROMPTS, save_vision_model
+
+from penstock.architectures.registry import PIPELINE_REGISTRY
+from penstock.kernels import StepInputs
+from penstock.kernels.reference import ReferenceOps
+from penstock.nn import Rotary, RotaryConfig
+from penstock.pipelines import TextGenerationPipeline
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> TextGenerationPipeline:
+    folder: Path = tmp_path_factory.mktemp("qwen2_vl")
+    save_vision_model(architecture(), folder)
+    return open_pipeline(folder)
+
+
+def architecture() -> Any:
+    (found,) = (one for one in PIPELINE_REGISTRY.architectures if one.name == "qwen2_vl")
+    return found
+
+
+def test_preparing_a_step_reads_no_tensor_of_the_device(
+    pipeline: TextGenerationPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading a tensor of the device `meta` raises. On a GPU it would wait for the previous step."""
+    model: Any = pipeline.model
+
+    def to_meta(values: np.ndarray, kind: type) -> torch.Tensor:
+        return torch.from_numpy(values.astype(kind)).to("meta")
+
+    monkeypatch.setattr(model, "_to_device", to_meta)
+    context = PROMPTS["qwen2_vl"](architecture().tiny_config()).context()
+    inputs = model.prepare_initial_token_inputs([[context]], None, 1, drafts=[[7, 8]])
+    assert inputs.positions.shape == (3, context.active_length + 2)
+
+
+def test_a_step_with_several_axes_runs_eagerly(pipeline: TextGenerationPipeline) -> None:
+    """Two-dimensional inputs of a compiled step would be padded."""
+    for _ in range(3):
+        context = PROMPTS["qwen2_vl"](architecture().tiny_config()).context()
+        forward_logits(pipeline, [context])
+        pipeline.release(context)
+        assert pipeline.session.graph_status == "eager: positions of several axes"
+
+
+def test_the_rows_of_axes_need_no_copy_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy from memory that is not pinned waits for the device, and a CUDA graph cannot contain it."""
+    config = RotaryConfig(8, 1e4, "default", 64, 64, axes=(0, 1, 2, 0))
+    rotary = Rotary(config, 64, torch.device("cpu"))
+    positions = torch.tensor([[1, 2], [3, 4], [5, 6]])
+    expected = rotary.cos[[2, 4, 6, 2], range(4)]
+    step = StepInputs(ReferenceOps(), positions, torch.tensor([0, 2]))
+    for name in ("tensor", "as_tensor", "from_numpy"):
+        monkeypatch.delattr(torch, name)
+    cos, _ = rotary.rows(step)
+    assert torch.equal(cos[1], expected)

@@ -1,0 +1,76 @@
+"""Functions that are only as accurate as bfloat16 results need: GELU, and the exponentials of attention."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.kernels.cpu import variants
+from penstock.kernels.cpu.ops import CpuOps
+
+VARIANTS = {ops.isa: ops for ops in variants()}
+
+
+@pytest.fixture(params=VARIANTS or [pytest.param("none", marks=pytest.mark.skip("no kernels are built"))])
+def ops(request: pytest.FixtureRequest) -> CpuOps:
+    return VARIANTS[request.param]
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """Return the function in float64, as a product without cancellation."""
+    wide = x.double()
+    return wide / (1 + torch.exp(-2 * (2 / torch.pi) ** 0.5 * (wide + 0.044715 * wide**3)))
+
+
+def test_gelu_of_every_bfloat16_number_is_within_six_tenths_of_its_last_place(ops: CpuOps) -> None:
+    numbers = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    x = numbers[numbers.isfinite()].view(1, -1)
+    y, expected = ops.activation(x, "gelu_tanh").double(), gelu_tanh(x)
+    last_place = 2.0 ** (expected.abs().clamp(min=2.0**-110).log2().floor() - 7)
+    assert ((y - expected).abs() / last_place).max() < 0.6
+    gated = ops.gated_activation(torch.cat([x, torch.ones_like(x)], 1), "gelu_tanh")
+    assert torch.equal(gated.double(), y)
+
+
+def test_gelu_of_infinities_and_nan(ops: CpuOps) -> None:
+    x = torch.tensor([[torch.inf, -torch.inf, torch.nan, 1.0]]).bfloat16()
+    y = ops.activation(x, "gelu_tanh")
+    assert y[0, 0] == torch.inf
+    assert y[0].isnan().tolist() == [False, True, True, False]
+
+
+@pytest.mark.parametrize("rows", [3, 150])
+@pytest.mark.parametrize("scale", [0.05, 0.125, 1.0])
+def test_weights_of_attention_add_up_to_one(ops: CpuOps, rows: int, scale: float) -> None:
+    """The values are all 1. Scores differ by up to 60."""
+    torch.manual_seed(0)
+    q, k = torch.randn(2, rows, 3, 64).bfloat16()
+    offsets = torch.tensor([0, rows], dtype=torch.int32)
+    for is_causal in (False, True):
+        out = ops.encoder_attention(q, k, torch.ones_like(k), offsets, scale=scale, is_causal=is_causal)
+        assert (out == 1).all()
+
+
+@pytest.mark.parametrize("rows", [3, 150, 700])
+@pytest.mark.parametrize("scale", [0.125, 1.0])
+def test_attention_is_as_accurate_as_its_rounded_weights(ops: CpuOps, rows: int, scale: float) -> None:
+    torch.manual_seed(rows)
+    q, k, v = torch.randn(3, rows, 2, 64).bfloat16()
+    offsets = torch.tensor([0, rows], dtype=torch.int32)
+    out = ops.encoder_attention(q, k, v, offsets, scale=scale).double()
+    weights = (torch.einsum("qhd,khd->hqk", q.double(), k.double()) * scale).softmax(-1)
+    expected = torch.einsum("hqk,khd->qhd", weights, v.double())
+    squares = torch.einsum("hqk,khd->qhd", weights**2, v.double() ** 2)
+    spread = squares.sqrt()  # to which rounding of the weights is proportional
+    assert ((out - expected).abs() <= 2.0**-8 * expected.abs() + 2.0**-7 * spread + 1e-4).all()
+
+
+def test_a_nan_in_a_query_affects_only_its_row(ops: CpuOps) -> None:
+    torch.manual_seed(1)
+    q, k, v = torch.randn(3, 150, 1, 64).bfloat16()
+    q[70, 0, 5] = torch.nan
+    offsets = torch.tensor([0, 150], dtype=torch.int32)
+    out = ops.encoder_attention(q, k, v, offsets, scale=0.125)
+    assert out.isnan().all((1, 2)).nonzero().flatten().tolist() == [70]
+    assert out.isnan().any((1, 2)).sum() == 1

@@ -1,0 +1,24 @@
+"""The bytes of packed weights on a GPU, which the memory planner counts before any weight is loaded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from penstock.kernels import ENCODINGS, pack_linear
+from penstock.kernels.cuda import BACKEND
+from penstock.kernels.cuda.linear import packed_for_gpu
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
+@pytest.mark.parametrize("inputs", [256, 288, 1000])
+def test_the_planned_size_is_at_least_the_packed_size(name: str, inputs: int) -> None:
+    weight = torch.randn(128, inputs, generator=torch.Generator().manual_seed(0))
+    packed = packed_for_gpu(pack_linear(weight, name))
+    size = sum(tensor.nbytes for tensor in packed.tensors.values())
+    planned = BACKEND.num_bytes(ENCODINGS[name], 128, inputs)
+    assert size <= planned
+    if inputs == 256:  # panels have no padding
+        assert planned <= 1.02 * size

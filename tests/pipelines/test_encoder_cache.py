@@ -1,0 +1,19 @@
+"""The cache of encoded images holds as many bytes as it counts."""
+
+from __future__ import annotations
+
+import torch
+
+from penstock.pipelines.encoder_cache import EncoderCache
+
+
+def test_an_image_does_not_keep_the_rows_of_its_batch() -> None:
+    batch = torch.randn(8, 16)
+    cache = EncoderCache(max_bytes=1000)
+    cache.put(b"a", batch[2:4])
+    rows = cache.get(b"a")
+    assert rows is not None
+    assert torch.equal(rows, batch[2:4])
+    assert rows.untyped_storage().nbytes() == cache.num_bytes == 2 * 16 * 4
+    cache.put(b"b", whole := torch.randn(2, 16))
+    assert cache.get(b"b") is whole
