@@ -119,10 +119,10 @@ def saturate(options: argparse.Namespace) -> None:
     router, reports_per_second = measure_router(options.workers), 1 / 0.02
     for count in (count for count in options.workers if count > 1):  # one worker needs no decision
         known, hashing = measure_decisions(count, _NUM_PREFIXES, 2048, _NUM_DECISIONS)
-        results = request_rate * answer_length / reports_per_second  # results in one report of a worker
+        results_per_report = request_rate * answer_length / reports_per_second  # of one worker
         load = count * (
             request_rate * router.decision_seconds(count, 2048 // costs.limits.block_size)
-            + reports_per_second * router.report_seconds(round(results))
+            + reports_per_second * router.report_seconds(round(results_per_report))
         )
         remark = "" if known >= TARGET_RATE else f"  (below {TARGET_RATE:,})"
         needed = request_rate * count

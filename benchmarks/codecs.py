@@ -1,11 +1,12 @@
-"""Compare the decoding speed of audio codecs in Penstock and in their original packages. Runs alternate.
+"""Compare the decoding speed of audio codecs in Penstock and in their original packages. They run in turn.
 
     python benchmarks/codecs.py [snac] [neucodec] [--seconds 2] [--rounds 3] [--threads 2] [--json out.json]
 
 The checkpoints have random weights and the sizes of SNAC 24 kHz and NeuCodec. SNAC is compared with the
 package ``snac``, NeuCodec with transformers. Workloads:
 
-- ``whole``: the engine decodes all frames in one call.
+- ``package``, ``transformers``: the original package decodes all frames in one call.
+- ``whole``: Penstock decodes all frames in one call.
 - ``chunks``: Penstock decodes the same frames in chunks, as in a streamed request. A chunk has 4 frames of
   SNAC (0.34 s) or 5 frames of NeuCodec (0.1 s).
 

@@ -13,7 +13,8 @@ another question after it, so that Penstock finds the image in its prefix cache.
 
 ``--quick`` runs two rounds with 16 new tokens. ``--seconds`` limits the time: no round starts after it.
 ``--openvino`` is the Python interpreter of an environment with ``openvino-genai`` and ``optimum-intel``. It
-runs ``vision_openvino.py`` in a process that is stopped while another engine runs.
+runs ``vision_openvino.py`` in a process that is suspended (SIGSTOP) while
+another engine runs.
 """
 
 from __future__ import annotations
@@ -168,7 +169,9 @@ def measure(
         request = random_request(config, options.tiles, number)
         second_request = request.with_other_text(number)
         for engine, run in engines.items():
-            if not number:  # two warm-up requests, because Penstock captures a step shape when it runs again
+            if (
+                not number
+            ):  # two warm-up requests: Penstock captures a step when its shape occurs for the second time
                 run(request, 3)
                 run(random_request(config, options.tiles, -1 - number + 10_000), 3)
                 continue
@@ -229,8 +232,8 @@ def main() -> None:
     for engine, medians in results.items():
         ratio = ours["first_token_s"] / medians["first_token_s"]
         print(
-            f"{engine:24} first token {medians['first_token_s']:.3f} s (Penstock takes {ratio:.2f} of it), "
-            f"same image {medians['repeated_first_token_s']:.3f} s, all tokens {medians['total_s']:.3f} s"
+            f"{engine:24} first token {medians['first_token_s']:.3f} s "
+            f"(Penstock takes {ratio:.2f} times as long), same image {medians['repeated_first_token_s']:.3f} s, all tokens {medians['total_s']:.3f} s"
         )
     ratio = ours["repeated_first_token_s"] / ours["first_token_s"]
     print(f"Penstock: with the same image, the first token takes {ratio:.2f} of the time with a new image")

@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _logger = logging.getLogger(__name__)
-SIZE = struct.Struct("<Q")
+HEAD_SIZE = struct.Struct("<Q")
+"""The size of the head of a message in bytes, which precedes the head."""
 _ERRORS: dict[str, type[PenstockError]] = {
     kind.__name__: kind for kind in (InputError, CheckpointError, MissingDependencyError, RequestFailedError)
 }
@@ -189,7 +190,7 @@ class ProcessorPool:
             process = self._idle.get(timeout=self._timeout)
         except queue.Empty:
             raise OverloadedError(
-                f"no image could be prepared within {self._timeout:g} s (--image-timeout): try again"
+                f"all image processes were busy for {self._timeout:g} s (--image-timeout): try again"
             ) from None
         try:
             return process.run(data, options, max_pixels, max(deadline - time.monotonic(), 0.001))
@@ -295,7 +296,7 @@ class _Process:
 
 def write_frame(stream: BufferedWriter, head: bytes, parts: Sequence[bytes | memoryview]) -> None:
     """Write a message: the size of ``head``, ``head``, and raw bytes."""
-    stream.write(SIZE.pack(len(head)) + head)
+    stream.write(HEAD_SIZE.pack(len(head)) + head)
     for part in parts:
         stream.write(part)
     stream.flush()
@@ -307,9 +308,9 @@ def read_frame(stream: BufferedReader) -> bytes:
     Raises:
         EOFError: the stream has ended.
     """
-    size = bytearray(SIZE.size)
+    size = bytearray(HEAD_SIZE.size)
     read_into(stream, memoryview(size))
-    head = bytearray(SIZE.unpack(size)[0])
+    head = bytearray(HEAD_SIZE.unpack(size)[0])
     read_into(stream, memoryview(head))
     return bytes(head)
 

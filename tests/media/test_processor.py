@@ -49,7 +49,7 @@ def test_a_crash_fails_only_its_image(pool: ProcessorPool) -> None:
     with pytest.raises(RequestFailedError, match=r"not prepared within the time limit \(--image-timeout\)"):
         pool.process(data, {"seconds": 10}, LIMIT)
     pool._idle.get()
-    with pytest.raises(OverloadedError, match=r"no image could be prepared within 0.1 s"):
+    with pytest.raises(OverloadedError, match=r"all image processes were busy for 0.1 s"):
         pool.process(data, {}, LIMIT)
 
 

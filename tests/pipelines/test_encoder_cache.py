@@ -1,4 +1,4 @@
-"""The cache of encoded images holds as many bytes as it counts."""
+"""`EncoderCache.num_bytes` is the size of the memory that the cached rows keep."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from penstock.pipelines.encoder_cache import EncoderCache
 
 
-def test_an_image_does_not_keep_the_rows_of_its_batch() -> None:
+def test_cached_rows_do_not_keep_the_tensor_of_their_batch() -> None:
     batch = torch.randn(8, 16)
     cache = EncoderCache(max_bytes=1000)
     cache.put(b"a", batch[2:4])

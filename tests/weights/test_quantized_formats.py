@@ -1,4 +1,7 @@
-"""Quantized checkpoints, written as the formats are documented: weights, encodings, logits, errors."""
+"""Weights, encodings, logits and errors of quantized checkpoints.
+
+`support.packed_checkpoints` writes the checkpoints according to the documents of the formats.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +43,8 @@ SIZES = {
 TOKENS = random_tokens(24, 120, seed=3)
 
 Case = tuple[Packer | Mapping[str, Packer], dict[str, Any], str | None]
+"""The packer, the ``quantization_config``, and the encoding in which the weights are kept; None if they are
+dequantized."""
 
 
 def make_compressed_tensors_config(bits: int = 8, kind: str = "int", **weights: Any) -> dict[str, Any]:

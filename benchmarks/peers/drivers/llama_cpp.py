@@ -69,7 +69,7 @@ def open_engine(settings: Settings) -> Generate:
                 if is_last:
                     yield sequence, api.llama_sampler_sample(sampler, context, i)
 
-    def generate(prompts: Tokens, new_tokens: int, arrived: Callable[[int], None]) -> Tokens:
+    def generate(prompts: Tokens, new_tokens: int, on_tokens: Callable[[int], None]) -> Tokens:
         context = context_for(len(prompts), max(map(len, prompts)) + new_tokens)
         answers: Tokens = [[] for _ in prompts]
         entries = [
@@ -81,7 +81,7 @@ def open_engine(settings: Settings) -> Generate:
             for sequence, token in run(context, entries):
                 answers[sequence].append(token)
             if step == 0:
-                arrived(1)
+                on_tokens(1)
             entries = [(answer[-1], len(prompts[i]) + step, i, True) for i, answer in enumerate(answers)]
         return answers
 

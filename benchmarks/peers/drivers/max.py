@@ -42,7 +42,7 @@ def open_engine(settings: Settings) -> Generate:
     )
     _, pipeline = api.PIPELINE_REGISTRY.retrieve(api.PipelineConfig.from_args(arguments))
 
-    async def generate(prompts: Tokens, new_tokens: int, arrived: Callable[[int], None]) -> Tokens:
+    async def generate(prompts: Tokens, new_tokens: int, on_tokens: Callable[[int], None]) -> Tokens:
         params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True, temperature=0, top_k=1)
         requests = [
             TextGenerationRequest(RequestID(), str(folder), prompt=prompt, sampling_params=params)
@@ -50,12 +50,12 @@ def open_engine(settings: Settings) -> Generate:
         ]
         answers: Tokens = [[] for _ in prompts]
         async for step in pipeline.generate_async(requests):
-            arrived(len(step[0].tokens))
+            on_tokens(len(step[0].tokens))
             for tokens, output in zip(answers, step, strict=True):
                 tokens += output.tokens
         return answers
 
-    return lambda prompts, new_tokens, arrived: asyncio.run(generate(prompts, new_tokens, arrived))
+    return lambda prompts, new_tokens, on_tokens: asyncio.run(generate(prompts, new_tokens, on_tokens))
 
 
 if __name__ == "__main__":

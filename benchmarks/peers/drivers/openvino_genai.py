@@ -12,15 +12,15 @@ from benchmarks.peers.drivers.answering import Generate, Settings, Tokens, answe
 
 
 class CountingStreamer(api.StreamerBase):  # type: ignore[misc]
-    """A streamer that calls ``arrived`` with the number of tokens of each output."""
+    """A streamer that calls ``on_tokens`` with the number of tokens of each output."""
 
-    def __init__(self, arrived: Callable[[int], None]) -> None:
+    def __init__(self, on_tokens: Callable[[int], None]) -> None:
         super().__init__()
-        self._arrived = arrived
+        self._on_tokens = on_tokens
 
     def write(self, token: int | list[int]) -> api.StreamingStatus:
         """Report one token or a list of tokens."""
-        self._arrived(len(token) if isinstance(token, list) else 1)
+        self._on_tokens(len(token) if isinstance(token, list) else 1)
         return api.StreamingStatus.RUNNING
 
     def end(self) -> None:
@@ -35,10 +35,10 @@ def open_engine(settings: Settings) -> Generate:
     properties = {"INFERENCE_NUM_THREADS": settings.threads}
     pipeline = api.ContinuousBatchingPipeline(settings.model, scheduling, "CPU", properties)
 
-    def generate(prompts: Tokens, new_tokens: int, arrived: Callable[[int], None]) -> Tokens:
+    def generate(prompts: Tokens, new_tokens: int, on_tokens: Callable[[int], None]) -> Tokens:
         config = api.GenerationConfig(max_new_tokens=new_tokens, ignore_eos=True, do_sample=False)
         tensors = [openvino.Tensor(np.array([prompt], dtype=np.int64)) for prompt in prompts]
-        streamer = CountingStreamer(arrived) if len(prompts) == 1 else None
+        streamer = CountingStreamer(on_tokens) if len(prompts) == 1 else None
         results = pipeline.generate(tensors, [config] * len(prompts), streamer)
         return [list(result.m_generation_ids[0]) for result in results]
 

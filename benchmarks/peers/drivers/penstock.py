@@ -13,13 +13,13 @@ from penstock.llm.outputs import OutputBuilder
 class ReportingRunner(BatchRunner):
     """A batch runner that reports the number of new tokens of the first prompt after each scheduler call."""
 
-    arrived: Callable[[int], None]
+    on_tokens: Callable[[int], None]
     """Called with the number of new tokens so far, unless it is 0."""
 
     def run(self, builders: Sequence[OutputBuilder], *, seconds: float) -> Iterator[list[OutputBuilder]]:
         for served in super().run(builders, seconds=seconds):
             if builders[0].num_new_tokens:
-                self.arrived(builders[0].num_new_tokens)
+                self.on_tokens(builders[0].num_new_tokens)
             yield served
 
 
@@ -43,8 +43,8 @@ def open_engine(settings: Settings) -> Generate:
     runner = llm._runner
     assert isinstance(runner, ReportingRunner)
 
-    def generate(prompts: Tokens, new_tokens: int, arrived: Callable[[int], None]) -> Tokens:
-        runner.arrived = arrived
+    def generate(prompts: Tokens, new_tokens: int, on_tokens: Callable[[int], None]) -> Tokens:
+        runner.on_tokens = on_tokens
         params = SamplingParams(max_new_tokens=new_tokens, temperature=0, ignore_eos=True, detokenize=False)
         return [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
 

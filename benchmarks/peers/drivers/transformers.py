@@ -12,19 +12,19 @@ from benchmarks.peers.drivers.answering import Generate, Settings, Tokens, answe
 
 
 class FirstTokenStreamer(BaseStreamer):  # type: ignore[misc]
-    """A streamer that calls ``arrived`` at the first new token."""
+    """A streamer that calls ``on_tokens`` at the first new token."""
 
-    def __init__(self, arrived: Callable[[int], None]) -> None:
-        self._arrived, self._num_puts = arrived, 0
+    def __init__(self, on_tokens: Callable[[int], None]) -> None:
+        self._on_tokens, self._num_puts = on_tokens, 0
 
     def put(self, value: torch.Tensor) -> None:
-        """Receive tokens from `generate`, and call ``arrived`` for the first new token.
+        """Receive tokens from `generate`, and call ``on_tokens`` for the first new token.
 
         The first call receives the prompt. The second call receives the first new token.
         """
         self._num_puts += 1
         if self._num_puts == 2:
-            self._arrived(1)
+            self._on_tokens(1)
 
     def end(self) -> None:
         """Do nothing. The interface requires this method."""
@@ -36,7 +36,7 @@ def open_engine(settings: Settings) -> Generate:
     dtype = getattr(torch, settings.encoding)
     model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype).eval()
 
-    def generate(prompts: Tokens, new_tokens: int, arrived: Callable[[int], None]) -> Tokens:
+    def generate(prompts: Tokens, new_tokens: int, on_tokens: Callable[[int], None]) -> Tokens:
         ids = torch.tensor(prompts)
         with torch.inference_mode():
             sequences = model.generate(
@@ -47,7 +47,7 @@ def open_engine(settings: Settings) -> Generate:
                 do_sample=False,
                 eos_token_id=None,
                 pad_token_id=0,
-                streamer=FirstTokenStreamer(arrived) if len(prompts) == 1 else None,
+                streamer=FirstTokenStreamer(on_tokens) if len(prompts) == 1 else None,
             )
         return [list(map(int, row)) for row in sequences[:, ids.shape[1] :]]
 

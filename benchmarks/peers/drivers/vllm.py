@@ -35,7 +35,7 @@ def open_engine(settings: Settings) -> Generate:
     ).llm_engine
     request_numbers = count()
 
-    def generate(prompts: Tokens, new_tokens: int, arrived: Callable[[int], None]) -> Tokens:
+    def generate(prompts: Tokens, new_tokens: int, on_tokens: Callable[[int], None]) -> Tokens:
         params = SamplingParams(
             max_tokens=new_tokens, min_tokens=new_tokens, ignore_eos=True, temperature=0, detokenize=False
         )
@@ -46,7 +46,7 @@ def open_engine(settings: Settings) -> Generate:
         while engine.has_unfinished_requests():
             for output in engine.step():
                 answers[output.request_id] = list(output.outputs[0].token_ids)
-                arrived(len(answers[output.request_id]))
+                on_tokens(len(answers[output.request_id]))
         return [answers[request_id] for request_id in request_ids]
 
     return generate

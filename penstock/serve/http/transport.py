@@ -49,7 +49,10 @@ class ClosingTransport:
         return self._is_closing or self._transport.is_closing()
 
     def write(self, data: bytes) -> None:
-        """Write complete headers, or data after them."""
+        """Write response data without the probe bytes that have already been sent.
+
+        The first write of a response must begin with its status line.
+        """
         if self.is_closing():
             return
         if self._num_probed and data:

@@ -133,8 +133,9 @@ class ParserFactory:
             in_reasoning: the prompt ends inside a reasoning block.
             parallel: allow several calls; otherwise the output ends with the first call.
             shows_special_tokens: keep special tokens that are not markup in the text.
-            bare_in_text: also read calls without a marker after other text, if the format allows them. Use
-                False with a grammar that enforces schemas: it enforces only calls at the beginning.
+            bare_in_text: also read calls without a marker after other text, if the format allows them. Pass
+                False with a grammar that enforces schemas, because such a grammar checks a call without a
+                marker only at the beginning of the output.
             new_id: generates ids for calls without an id; random ids by default.
         """
         callable_tools = Tools.of(tools, tool_choice)
@@ -209,7 +210,7 @@ class ParserFactory:
         strict_tools = Tools.of(tools, "auto").with_strict(strict)
         calls_tag = self._calls_tag("strict tools", strict_tools, parallel)
         assert self.tools is not None
-        if self.reasoning is not None and self.reasoning.answer:
+        if self.reasoning is not None and self.reasoning.answer_marker:
             return grammar_of(self._channels_tag(self.reasoning, calls_tag, in_reasoning))
         tags_after_markers = {
             marker: self.tools.after_marker(marker, strict_tools, parallel) for marker in self.tools.markers
@@ -268,7 +269,7 @@ class ParserFactory:
 
     def _content_tag(self, grammar: Grammar) -> Tag:
         """Return the tag of content that matches a grammar, with the markup before it."""
-        marker = self.reasoning.answer if self.reasoning else ""
+        marker = self.reasoning.answer_marker if self.reasoning else ""
         return sequence(self._markup(constant(marker)), tag_of(grammar))
 
     def _after_reasoning(self, tag: Tag, in_reasoning: bool | None, without: Sequence[str] = ()) -> Tag:
@@ -292,9 +293,9 @@ class ParserFactory:
         """Return the tag of an output in which markers separate reasoning, remarks, content and calls."""
         block, continuation = self._reasoning_tags(reasoning)
         remark = self._markup(
-            sequence(constant(reasoning.remark), text_until(reasoning.ends[0]), constant(reasoning.between))
+            sequence(constant(reasoning.remark_marker), text_until(reasoning.ends[0]), constant(reasoning.between))
         )
-        text = sequence(self._markup(constant(reasoning.answer)), rest_of_text())
+        text = sequence(self._markup(constant(reasoning.answer_marker)), rest_of_text())
         turn = sequence(any_number(either([block, remark])), either([text, calls_tag]))
         return sequence(continuation, turn) if in_reasoning else turn
 

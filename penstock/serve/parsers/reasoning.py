@@ -19,10 +19,10 @@ class ReasoningFormat:
     """Markers to remove from the content, such as a marker before or after the answer."""
     between: str = ""
     """Text between the end marker and the output that follows."""
-    answer: str = ""
+    answer_marker: str = ""
     """Marker before the content, with or without reasoning before it."""
-    remark: str = ""
-    """Marker before harmony's commentary: visible text before a call or the answer. Requires ``answer``."""
+    remark_marker: str = ""
+    """Marker before harmony's commentary: visible text before a call or the answer. Requires ``answer_marker``."""
     hints: tuple[str, ...] = ()
     """Texts that every chat template of this format contains. If empty, only the flag selects the format."""
 
@@ -50,8 +50,8 @@ REASONING_FORMATS = {
                 "<|return|>",
             ),
             between="<|start|>assistant",
-            answer="<|channel|>final<|message|>",
-            remark="<|channel|>commentary<|message|>",
+            answer_marker="<|channel|>final<|message|>",
+            remark_marker="<|channel|>commentary<|message|>",
             hints=("<|channel|>analysis<|message|>",),
         ),
         ReasoningFormat("mistral", ("[THINK]",), ("[/THINK]",), hints=("[THINK]",)),

@@ -27,7 +27,7 @@ class App {
     this._views = [];
     this._controller = null; // the AbortController of a running response
     this._conversations = new Conversations();
-    this._settings = new Settings({ onshade: (shades) => this._shade(shades) });
+    this._settings = new Settings({ onShadingChange: (shades) => this._shade(shades) });
     this._attachments = new Attachments();
     const onerror = (error) => this._onError(error);
     this._compare = new CompareView({

@@ -24,9 +24,9 @@ const EXAMPLE_SCHEMA = {
 export class WrongSetting extends Error {}
 
 export class Settings {
-  constructor({ onshade }) {
+  constructor({ onShadingChange }) {
     this._form = byId("settings");
-    byId("logprobs").addEventListener("change", () => onshade(this.shades));
+    byId("logprobs").addEventListener("change", () => onShadingChange(this.shades));
     byId("example-tool").addEventListener("click", () => {
       byId("tools").value = JSON.stringify(EXAMPLE_TOOLS, null, 2);
       this._checkTools();
@@ -38,7 +38,7 @@ export class Settings {
     });
     byId("schema").addEventListener("change", () => this._checkSchema());
     this._form.addEventListener("submit", (event) => event.preventDefault());
-    this._form.addEventListener("reset", () => setTimeout(() => (this._checkTools(), this._checkSchema(), onshade(this.shades))));
+    this._form.addEventListener("reset", () => setTimeout(() => (this._checkTools(), this._checkSchema(), onShadingChange(this.shades))));
     byId("show-settings").addEventListener("click", () => this.show(!this._form.classList.contains("open")));
   }
 
