@@ -233,7 +233,8 @@ def main() -> None:
         ratio = ours["first_token_s"] / medians["first_token_s"]
         print(
             f"{engine:24} first token {medians['first_token_s']:.3f} s "
-            f"(Penstock takes {ratio:.2f} times as long), same image {medians['repeated_first_token_s']:.3f} s, all tokens {medians['total_s']:.3f} s"
+            f"(Penstock takes {ratio:.2f} times as long), "
+            f"same image {medians['repeated_first_token_s']:.3f} s, all tokens {medians['total_s']:.3f} s"
         )
     ratio = ours["repeated_first_token_s"] / ours["first_token_s"]
     print(f"Penstock: with the same image, the first token takes {ratio:.2f} of the time with a new image")

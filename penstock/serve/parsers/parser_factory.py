@@ -293,7 +293,9 @@ class ParserFactory:
         """Return the tag of an output in which markers separate reasoning, remarks, content and calls."""
         block, continuation = self._reasoning_tags(reasoning)
         remark = self._markup(
-            sequence(constant(reasoning.remark_marker), text_until(reasoning.ends[0]), constant(reasoning.between))
+            sequence(
+                constant(reasoning.remark_marker), text_until(reasoning.ends[0]), constant(reasoning.between)
+            )
         )
         text = sequence(self._markup(constant(reasoning.answer_marker)), rest_of_text())
         turn = sequence(any_number(either([block, remark])), either([text, calls_tag]))

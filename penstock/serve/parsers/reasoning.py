@@ -22,7 +22,7 @@ class ReasoningFormat:
     answer_marker: str = ""
     """Marker before the content, with or without reasoning before it."""
     remark_marker: str = ""
-    """Marker before harmony's commentary: visible text before a call or the answer. Requires ``answer_marker``."""
+    """Marker before harmony's commentary: visible text before a call or the answer. Needs answer_marker."""
     hints: tuple[str, ...] = ()
     """Texts that every chat template of this format contains. If empty, only the flag selects the format."""
 
