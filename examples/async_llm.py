@@ -28,9 +28,9 @@ async def main() -> None:
         for question, answer in zip(QUESTIONS, answers, strict=True):
             print(question, "->", answer)
         long = SamplingParams(max_new_tokens=900, ignore_eos=True)
-        answer = llm.stream("Once upon a time", long)
-        await anext(answer)
-        await answer.aclose()  # the worker computes no further tokens
+        stream = llm.stream("Once upon a time", long)
+        await anext(stream)
+        await stream.aclose()  # the worker computes no further tokens
         print("the long answer was cancelled")
 
 

@@ -32,13 +32,13 @@ for shape in l1b l110m; do
         compare "$shape-$encoding-max" max $shape --encoding $encoding $steps
     done
 done
-contest l1b-int4-openvino-int8 openvino l1b --encoding int4 --peer-encoding int8 --works prefill
+compare l1b-int4-openvino-int8 openvino l1b --encoding int4 --peer-encoding int8 --works prefill
 for encoding in bfloat16 int8 int4; do
     for peer in llama_cpp openvino; do
         compare "l1b-$encoding-$peer-cold" $peer l1b --encoding $encoding --works cold
     done
 done
-contest l1b-bfloat16-vllm-batch vllm l1b --works batch
+compare l1b-bfloat16-vllm-batch vllm l1b --works batch
 for encoding in bfloat16 int8; do
     compare "l1b-$encoding-openvino-batch" openvino l1b --encoding $encoding --works batch
 done
@@ -50,8 +50,8 @@ for encoding in bfloat16 int8 int4; do
         compare "l1b-$encoding-$peer-memory" $peer l1b --encoding $encoding --works memory
     done
 done
-contest l1b-bfloat16-vllm-long vllm l1b --works long
-contest l110m-bfloat16-transformers transformers l110m $steps
+compare l1b-bfloat16-vllm-long vllm l1b --works long
+compare l110m-bfloat16-transformers transformers l110m $steps
 
 python -m benchmarks.peers table "$out"/*.json >"$out/table.md"
 python -m benchmarks.peers plot "$out"/*.json --out "$out/peers.png"

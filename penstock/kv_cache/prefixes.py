@@ -84,7 +84,8 @@ class PrefixIndex:
         Args:
             context: the context that computed the blocks.
             parent: the digest of the block before them, or the root.
-            blocks: the indices of the blocks in the context. tables: the block ids for each pool.
+            blocks: the indices of the blocks in the context.
+            tables: the block ids for each pool.
         """
         digests = self.digests(context, parent, blocks)
         are_new = [

@@ -57,8 +57,8 @@ class AsyncSpeechMethods:
             voice: the name of a voice.
             audio_prompt_tokens: codes of a voice to imitate.
             audio_prompt_transcription: the transcription of ``audio_prompt_tokens``.
-            adapter: the LoRA adapter. priority: the priority of all texts; texts with a higher number are
-            scheduled first.
+            adapter: the LoRA adapter.
+            priority: the priority of all texts; texts with a higher number are scheduled first.
 
         Returns:
             A `Speech` for a single text, or a list of `Speech` objects in the order of the texts.

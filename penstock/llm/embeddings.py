@@ -112,8 +112,8 @@ class EmbeddingsMethods:
             pooling: replaces the checkpoint's pooling.
             dimensions: keep this many leading dimensions; see `check_dimensions`.
             normalize: scale the vectors to length 1; None follows the checkpoint.
-            truncate: cut inputs that exceed the maximum length; otherwise they are rejected. adapter: the
-            LoRA adapter, for all inputs or one for each.
+            truncate: cut inputs that exceed the maximum length; otherwise they are refused.
+            adapter: the LoRA adapter, for all inputs or one for each.
             task: the task of a checkpoint with task adapters; it also selects the prompt of that name.
 
         Returns:
@@ -186,7 +186,8 @@ class EmbeddingsMethods:
         the similarity function of the checkpoint.
 
         Args:
-            query: one query for all documents, or one query for each. documents: the documents.
+            query: one query for all documents, or one query for each.
+            documents: the documents.
             use_tqdm: show a progress bar, if standard error is a terminal.
             truncate: cut inputs that exceed the maximum length; otherwise they are refused.
             activation: False returns the logits of a cross-encoder.

@@ -181,8 +181,8 @@ class OutputBuilder:
         """Return the finished output.
 
         Args:
-            options: the log probabilities that the output reports. index: the index among the outputs of the
-            prompt.
+            options: the log probabilities that the output reports.
+            index: the index among the outputs of the prompt.
             of_prompt: the builder that has the prompt's log probabilities; by default this builder.
         """
         stopped = self._detokenizer is not None and self._detokenizer.stop_match is not None

@@ -71,8 +71,9 @@ def read_adapter(
         layers: the linear layers of the base model.
         base: the tensors of the base model. If the adapter's file contains copies of them, the copies must be
             equal.
-        dtype: the type of the activations. max_rank: the maximum rank of an adapter. rename: maps the name of
-        a tensor in peft's model to its name in the base model, see
+        dtype: the type of the activations.
+        max_rank: the maximum rank of an adapter.
+        rename: maps the name of a tensor in peft's model to its name in the base model, see
             `Weights.renamed`.
         parts: the layers that are divided among ranks. The result always contains whole matrices.
 

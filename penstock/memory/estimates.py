@@ -34,7 +34,8 @@ def estimate_weights_size(
     Linear layers and the output head are counted in packed form. Layers that the model fuses are counted
     separately, so the estimate can be slightly too high. Embedding tables, norms and biases have the type of
     the activations. A head that is tied to the embedding table is packed in addition to the table. For
-    families that store weights as ``[in, out]``, the size of the scales is not exact.
+    families that store weights as ``[in, out]``, the size of the scales is not exact. The layout is that of
+    the first of `BackendRegistry.candidates`, also if it cannot run and another back end is opened.
 
     Args:
         pipeline_config: contains the checkpoint and the encoding.

@@ -45,10 +45,13 @@ def adapted_rows(
     name: str | None,
     step: StepInputs,
 ) -> Tensor:  # [T, E]
-    """Return rows of a table with LoRA: ``table[id] + A[:, id] @ B.T`` with the matrices of the row's
-    adapter. Args: ids: the indices of the rows. table: the table. name: the name of the table in the
-    checkpoint and in adapters; None for a table without adapters. step: the inputs of the step, with its
-    adapters.
+    """Return rows of a table with LoRA: ``table[id] + A[:, id] @ B.T``, with the row's adapter.
+
+    Args:
+        ids: the indices of the rows.
+        table: the table.
+        name: the name of the table in the checkpoint and in adapters; None for a table without adapters.
+        step: the inputs of the step, with its adapters.
     """
     x = step.ops.embedding(ids, table)
     matrices = None if step.lora is None or name is None else step.lora.matrices.get(name)

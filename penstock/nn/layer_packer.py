@@ -27,7 +27,7 @@ class LayerPacker:
     ) -> None:
         self._ops = ops
         self._device = device
-        self._take_packed = load_packed
+        self._load_packed = load_packed
         self._lazy = lazy
         self.layers: list[PackedLinear] = []
         """All layers so far, in load order."""
@@ -68,8 +68,8 @@ class LayerPacker:
         if bias is not None:
             bias = bias.to(self._device)
         packed = (
-            self._take_packed(encoding, (out_features, in_features), bias, slices)
-            if self._take_packed
+            self._load_packed(encoding, (out_features, in_features), bias, slices)
+            if self._load_packed
             else None
         )
         if packed is not None:

@@ -51,8 +51,9 @@ def run_batch(
     Args:
         requests: JSON lines, or a parquet file or folder with the columns custom_id, url and body.
         output: a file of JSON lines, or a folder of parquet files if the name ends in ``.parquet``.
-        config: the configuration of the model. serve_config: the server's limits on requests, and its
-        parsers. ray_config: the cluster and the actors.
+        config: the configuration of the model.
+        serve_config: the server's limits on requests, and its parsers.
+        ray_config: the cluster and the actors.
 
     Returns:
         The exit status: 1 if a request failed, else 0.

@@ -157,7 +157,8 @@ def map_with_actors(
 
     Args:
         dataset: a ``ray.data.Dataset``.
-        actor: the class of the actors. arguments: the arguments of its constructor besides the configuration.
+        actor: the class of the actors.
+        arguments: the arguments of its constructor besides the configuration.
         config: the configuration of the model.
         ray_config: the number of actors, their CPUs, and the rows of a block.
     """

@@ -144,18 +144,20 @@ class RequestQueues(Generic[ContextT, OutputT]):
     def _remove(self, request_ids: Iterable[str]) -> None:
         """Remove contexts, running or waiting, and free their resources."""
         clients = set()
-        for request_id in request_ids:
-            entry = self._running.pop(request_id, None)
-            if entry is not None:
-                self._shares.release_slot(entry.client_id)
-                clients.add(entry.client_id)
-            else:
-                entry = self._waiting.remove(request_id)
-            if entry is not None:
-                self._shares.remove_context(entry.client_id)
-                self._release(entry.context)
-        for client_id in clients:
-            self._waiting.refresh(client_id)
+        try:
+            for request_id in request_ids:
+                entry = self._running.pop(request_id, None)
+                if entry is not None:
+                    self._shares.release_slot(entry.client_id)
+                    clients.add(entry.client_id)
+                else:
+                    entry = self._waiting.remove(request_id)
+                if entry is not None:
+                    self._shares.remove_context(entry.client_id)
+                    self._release(entry.context)
+        finally:
+            for client_id in clients:
+                self._waiting.refresh(client_id)
 
     def _release(self, context: ContextT) -> None:
         """Free the resources of a context that has ended."""

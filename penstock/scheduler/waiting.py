@@ -118,7 +118,7 @@ class WaitingQueue(Generic[EntryT]):
                     continue
                 self._newest_keys[client_id] = now
                 heapq.heapreplace(self._heap, (now, client_id))
-                if self._heap[0][1] != client_id:
+                if self._heap[0] != (now, client_id):
                     continue
             if is_ready(entry):
                 return entry

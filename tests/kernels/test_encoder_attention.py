@@ -17,7 +17,7 @@ TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2.0**-6}
 DTYPES = list(TOLERANCES)
 LENGTHS_OF_BATCH = {
     "one token": [1],
-    "up to 16": [8, 3, 16, 1, 9, 15],
+    "up to 16": [8, 3, 16, 0, 1, 9, 15],
     "up to 16 and 70": [8, 3, 16, 70, 1, 9, 15],
     "short": [5, 70, 3],
     "blocks": [64, 128, 129, 1],

@@ -119,6 +119,20 @@ def test_a_client_with_a_smaller_rank_moves_forward() -> None:
     assert entry.request_id == "a"
 
 
+def test_outdated_keys_of_a_client_do_not_move_it_before_other_clients() -> None:
+    ranks = {"x": (4, 1), "y": (3, 5)}
+    queue: WaitingQueue[Entry] = WaitingQueue(4, ranks.__getitem__)
+    queue.push(Entry("a", (0, 0), "x"))
+    for rank in ((3, 1), (2, 1)):  # each decrease adds a key
+        ranks["x"] = rank
+        queue.refresh("x")
+    queue.push(Entry("b", (0, 1), "y"))
+    queue.push(Entry("c", (0, 2), "x"))
+    queue.remove("a")
+    ranks["x"] = (3, 6)
+    assert queue.first_ready(lambda entry: True) == Entry("b", (0, 1), "y")
+
+
 def test_priority_comes_before_rank() -> None:
     ranks = {"x": (0,), "y": (9,)}
     queue: WaitingQueue[Entry] = WaitingQueue(4, ranks.__getitem__)

@@ -274,7 +274,7 @@ class _CapturingOps(CpuOps):
         self._tables = ops._tables  # all compiled steps share the tables of experts
 
     def lower(self, operation: str, arguments: Mapping[str, object], results: Sequence[Tensor]) -> None:
-        """CapturedCall the kernels of one operation, which write to ``results``."""
+        """Capture the kernels of one operation, which write to ``results``."""
         before = len(self.captured)
         self._destinations = list(results)
         returned = tensors_of(getattr(self, operation)(**arguments))
@@ -285,7 +285,7 @@ class _CapturingOps(CpuOps):
             raise UnrecordableStepError(f"{operation} needs more than C++ kernels")
 
     def broadcast_from_rank_0(self, tensor: Tensor, ranks: Collectives) -> None:
-        """CapturedCall the kernel that copies a small contiguous tensor from rank 0 to all ranks."""
+        """Capture the kernel that copies a small contiguous tensor from rank 0 to all ranks."""
         self._kernels.from_rank_0(tensor.data_ptr(), tensor.nbytes, ranks.region, ranks.rank)
 
     def sequence_blocks(self, row_offsets: Tensor) -> SequenceBlocks:

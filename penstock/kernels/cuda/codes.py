@@ -83,8 +83,10 @@ def multiply_codes(
         splits = _splits(grid[0] * grid[1], packed.tensors["weight"].shape[1], x.device)
     sums = out if splits == 1 else torch.empty((splits, *out.shape), dtype=torch.float32, device=x.device)
     names, constants = _names(weights.kind), _format(weights.kind, packed.layout == NIBBLES)
-    # Weights with zero points exceed the range of float16 before they have the scale of their output.
-    is_wide = x.dtype == torch.float32 or (x.dtype == torch.float16 and constants["MINIMA"] == "zeros")
+    # Weights with zero points or minima may exceed the range of float16 without the scale of their output.
+    minima = constants["MINIMA"]
+    has_offsets = minima == "zeros" or (minima != "" and constants["HAS_ROW_SCALES"])
+    is_wide = x.dtype == torch.float32 or (x.dtype == torch.float16 and has_offsets)
     launch(
         programs.multiply_codes, (*grid, splits), sums, x, *weights.arguments(*names, "bias"),
         _table(weights), *sorted_rows(x, groups), count, 1 if groups is None else groups.count,

@@ -57,9 +57,9 @@ class CudaOps(CudaConvolution, CudaLinear):
             return super().experts(x, packed, topk_weights, topk_ids, gating, lora=lora)
         num_rows, top = topk_ids.shape
         pairs = Groups.of(topk_ids.flatten(), len(packed.down))  # pair t * k + j belongs to row t
-        slice_rows = Groups(pairs.rows // top, pairs.starts, pairs.count)
+        row_groups = Groups(pairs.rows // top, pairs.starts, pairs.count)
         positions = torch.arange(num_rows * top, device=x.device)
-        y = self._multiply_grouped(x, weights[0], slice_rows)  # [T * k, 2F], in the order of the experts
+        y = self._multiply_grouped(x, weights[0], row_groups)  # [T * k, 2F], in the order of the experts
         if isinstance(gating, ClampedSwiGLU):
             y = self.clamped_swiglu(y, gating)
         else:

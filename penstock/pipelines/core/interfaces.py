@@ -328,8 +328,8 @@ class StepLauncher(Protocol[AcceptedContext, Output, LaunchedStep]):
         """Launch the forward of a batch whose contexts are claimed and have blocks.
 
         Args:
-            batch: the contexts, by request id. Contexts of ``after`` have advanced. after: the sampled step
-            that is not collected yet; None without one.
+            batch: the contexts, by request id. Contexts of ``after`` have advanced.
+            after: the sampled step that is not collected yet; None without one.
         """
 
     def sample(self, step: LaunchedStep) -> Collection[str]:

@@ -56,8 +56,8 @@ class TokenCounts:
     Adding a token takes ``O(1)`` time.
 
     Args:
-        prompt: tokens of the prompt, which have an initial count of 0. generated: the tokens generated so
-        far, which are counted.
+        prompt: tokens of the prompt, which have an initial count of 0.
+        generated: the tokens generated so far, which are counted.
     """
 
     def __init__(self, prompt: npt.NDArray[np.integer], generated: npt.NDArray[np.integer]) -> None:

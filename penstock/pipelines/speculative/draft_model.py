@@ -86,8 +86,8 @@ class DraftModelProposer:
 
     Args:
         config: the draft model's configuration, see `share_memory`.
-        model: the class of the draft model. session: the target's session. Both models run in the same
-        thread, in turn.
+        model: the class of the draft model.
+        session: the target's session. Both models run in the same thread, in turn.
         vocabulary: vocabulary size of the target model.
     """
 
@@ -290,7 +290,8 @@ def share_memory(
 
     Args:
         config: the configuration of the target.
-        model: the class of the target. draft: the class of the draft model.
+        model: the class of the target.
+        draft: the class of the draft model.
         free_memory: total free bytes of all devices before loading.
 
     Returns:

@@ -32,7 +32,7 @@ class GrowingText {
 /**
  * The article of a message.
  *
-  * `actions` has the functions of the buttons: edit(message, text, andAnswer), remove(message), branch(message),
+ * `actions` has the functions of the buttons: edit(message, text, andAnswer), remove(message), branch(message),
  * regenerate(message), retry(message), sendResults(message, results). If it is null, the only button is Copy.
  */
 export class MessageView {

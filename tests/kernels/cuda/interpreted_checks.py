@@ -337,6 +337,21 @@ def test_products_of_float16_activations_agree_with_the_reference(ops: CudaOps, 
         assert_close(ops.linear(x, packed_weight).float(), REFERENCE.linear(x, expected).float(), 2.0**-9)
 
 
+def test_products_of_float16_activations_with_large_scales_and_row_scales(ops: CudaOps) -> None:
+    """8 times a scale is beyond the range of float16 before it has the row scale."""
+    rows = dict(encoding_named("q4_z").pack(torch.randn(20, 70)))
+    largest = torch.maximum(rows["scales"], rows["minima"].abs()).amax(1).float()
+    factor = 2.0 ** torch.floor(torch.log2(60000 / largest))
+    for name in ("scales", "minima"):
+        rows[name] = (rows[name].float() * factor[:, None]).half()
+    rows["row_scales"] = rows["row_scales"] / factor
+    packed_weight, expected = (o.pack_quantized(rows, "q4_z") for o in (ops, REFERENCE))
+    assert (8 * rows["scales"].float()).max() > torch.finfo(torch.float16).max
+    for num_rows in (1, 3):
+        x = torch.randn(num_rows, 70).half()
+        assert_close(ops.linear(x, packed_weight).float(), REFERENCE.linear(x, expected).float(), 2.0**-7)
+
+
 @pytest.mark.parametrize("encoding", ["int4", "int5"])
 def test_lazily_packed_weights_agree_with_torch(ops: CudaOps, encoding: str) -> None:
     """Lazily packed weights are stored in rows, not in nibbles."""

@@ -117,6 +117,7 @@ template <class P, class T> static void attend_short(const ShortAttention& a, co
   over_pieces(team, a.B * parts, [&](int64_t piece) {
     const int64_t b = piece / parts, first_head = a.K / parts * (piece % parts);
     const int64_t begin = a.row_offsets[b], count = a.row_offsets[b + 1] - begin;
+    if (!count) return;
     for (int64_t kv_head = first_head; kv_head < first_head + a.K / parts; kv_head++) {
       pack_short_keys<P>((const T*)a.k + begin * a.k_row + kv_head * a.k_head, a.k_row, count, keys, a.D);
       for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++) {
