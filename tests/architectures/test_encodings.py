@@ -56,7 +56,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 def open_encoded(checkpoint: Path, encoding: str, monkeypatch: pytest.MonkeyPatch) -> TextGenerationPipeline:
     if encoding == "int4":
-        monkeypatch.setattr(int4, "NARROW", 0)  # no layer counts as narrow
+        monkeypatch.setattr(int4, "NARROW_LAYER_SIZE", 0)  # no layer counts as narrow
     encoding = "int4" if encoding == "int5" else encoding
     return open_pipeline(checkpoint, quantization_encoding=encoding, num_threads=1)
 
@@ -111,7 +111,7 @@ def test_narrow_experts_of_a_wide_model_are_stored_in_4_bits(
 ) -> None:
     sizes = {"hidden_size": 192, "intermediate_size": 64, "moe_intermediate_size": 64}
     checkpoint = write_checkpoint(tmp_path, make_tiny_config(name) | sizes)
-    monkeypatch.setattr(int4, "NARROW", 192)
+    monkeypatch.setattr(int4, "NARROW_LAYER_SIZE", 192)
     pipeline = open_pipeline(checkpoint, quantization_encoding="int4", num_threads=1)
     model: Any = pipeline.model
     experts = [part for part in modules_and_weights(model.network) if isinstance(part, PackedExperts)]

@@ -43,7 +43,7 @@ def test_outputs_of_any_schedule_equal_single_eager_requests(
     checkpoint: Path, encoding: str, kv_type: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if encoding == "int4":
-        monkeypatch.setattr(int4, "NARROW", 0)  # no layer counts as narrow
+        monkeypatch.setattr(int4, "NARROW_LAYER_SIZE", 0)  # no layer counts as narrow
     encoding = "int4" if encoding == "int5" else encoding
     config: dict[str, Any] = {"quantization_encoding": encoding, "kv_cache_dtype": kv_type}
     single_pipeline = open_small_model(checkpoint, compiled=False, **config)
