@@ -116,21 +116,24 @@ def measure_quality(
     """
     checkpoint = resolve_checkpoint(model, "main", None)
     with ExitStack() as stack:
-        exact = stack.enter_context(open_model(model, "float32", threads))
+        exact = stack.enter_context(open_model(model, "float32", threads=threads, devices="cpu"))
         length = min(LENGTH, exact.pipeline.memory_plan.max_length)
         count = -(-tokens // length)
         texts = {"its own": sample_texts(exact, first_token(exact), count=count, length=length)}
         if text_file is not None:
             texts[text_file.name] = texts_of_file(exact, text_file, tokens, length)
-        models = {"float32": exact, REFERENCE: stack.enter_context(open_model(model, REFERENCE, threads))}
+        models = {
+            "float32": exact,
+            REFERENCE: stack.enter_context(open_model(model, REFERENCE, threads=threads, devices="cpu")),
+        }
         for row in rows:
             if row.encoding in models:
                 continue
             if is_selectable(row.encoding):
-                llm = open_model(model, row.encoding, threads)
+                llm = open_model(model, row.encoding, threads=threads, devices="cpu")
             else:
                 stored = write_stored(checkpoint, folder / "quality" / row.encoding, row.encoding)
-                llm = open_model(str(stored), None, threads)
+                llm = open_model(str(stored), None, threads=threads, devices="cpu")
             models[row.encoding] = stack.enter_context(llm)
         for name, token_lists in texts.items():
             compared = compare_all(models, token_lists, ("float32",))

@@ -37,7 +37,10 @@ class Collectives(Protocol):
         ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum over all ranks of ``x``, added in float32 in the order of the ranks."""
+        """Return the sum over all ranks of ``x``.
+
+        On CPUs it is added in float32 in the order of the ranks. NCCL adds in the type of ``x``.
+        """
         ...
 
     def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
