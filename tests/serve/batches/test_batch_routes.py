@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import openai
 import pytest
 from support.in_process_server import InProcessServer, run_in_process
 
+from penstock.pipelines.core import TextContext
 from penstock.serve.batches.batch_manager import BatchManager
 from penstock.testing import FakePipeline
 
@@ -113,7 +115,11 @@ async def test_a_batch_continues_after_a_restart(tmp_path: Path) -> None:
 
 
 async def test_a_batch_can_be_cancelled(tmp_path: Path) -> None:
-    async with run_in_process(FakePipeline.saying("x" * 100_000), state_dir=str(tmp_path)) as server:
+    def choose(context: TextContext) -> int:
+        time.sleep(0.005)  # the requests must run until they are cancelled: 2,048 tokens take 10 s
+        return ord("x")
+
+    async with run_in_process(FakePipeline(choose), state_dir=str(tmp_path)) as server:
         first, second = (
             await start_batch(server, make_request_lines(2)),
             await start_batch(server, make_request_lines(1)),
