@@ -1,17 +1,17 @@
-"""Embeddings of one model by Penstock and other engines, in turn: throughput, latency, memory, accuracy.
+"""Compare the embeddings of one model in several engines: throughput, latency, memory, accuracy.
 
     python benchmarks/embeddings.py --model FOLDER                          # Penstock in all encodings
     python benchmarks/embeddings.py --model FOLDER --encoding int8 --sentence-transformers \\
         --onnx-int8 model.onnx --openvino model.onnx --llama-cpp model-Q8_0.gguf \\
         --python openvino=/venvs/openvino/bin/python --python llama-cpp=/venvs/llama_cpp/bin/python
 
-Each engine runs in a separate process, which waits while another engine runs. ``--python`` gives the Python
-of an engine; an engine whose package is missing there is left out. A round runs every engine once; the result
-is the median of the rounds. Work:
+Each engine runs in a separate process, which is idle while another engine runs. ``--python`` sets the Python
+interpreter of an engine. An engine is left out if its package is missing there. A round runs every engine
+once. The result is the median of the rounds. Workloads:
 
-- ``mixed``: texts of 8 to 256 tokens, as one list.
-- ``short``: queries of 4 to 12 tokens, as one list.
-- ``single``: one short query at a time; the figure is the latency in milliseconds.
+- ``mixed``: one list of 256 texts of 8 to 256 tokens; texts per second.
+- ``short``: one list of 512 queries of 4 to 12 tokens; texts per second.
+- ``single``: one short query at a time; the median latency in milliseconds.
 
 `benchmarks/embedding_engines.py` has the settings of each engine. ``python -m benchmarks.peers setup
 llama_cpp`` makes a virtual environment with llama.cpp built for this processor, and its converter to GGUF.
@@ -19,8 +19,9 @@ OpenVINO needs the packages openvino, nncf, tokenizers and numpy. The ONNX model
 ``python benchmarks/embedding_engines.py FOLDER export model.onnx``, with the packages torch, transformers and
 onnxscript.
 
-The cosines compare the vectors of 500 texts of 1 to 233 words in 15 scripts and kinds of signs with those of
-sentence-transformers, or of Penstock in float32, or of the first engine. ``--rounds 0`` measures only them:
+The accuracy is the cosine of each vector with that of a reference: sentence-transformers if it runs, or else
+Penstock in float32, or else the first engine. It is measured on 500 texts of 1 to 233 words in 15 scripts and
+kinds of signs. ``--rounds 0`` measures only the accuracy:
 
     python benchmarks/embeddings.py --model FOLDER --rounds 0 --sentence-transformers \\
         --python sentence-transformers=/venvs/embed/bin/python
@@ -41,7 +42,7 @@ import numpy as np
 
 ENGINES_FILE = Path(__file__).with_name("embedding_engines.py")
 PEERS = ("sentence-transformers", "onnx", "onnx-int8", "openvino", "llama-cpp")
-WORKS = ("mixed", "short", "single")
+WORKLOADS = ("mixed", "short", "single")
 COLUMNS = {
     "mixed": ("mixed/s", 1),
     "short": ("short/s", 1),
@@ -50,14 +51,14 @@ COLUMNS = {
     "cosine": ("min cosine", 6),
     "mean_cosine": ("mean cosine", 6),
 }
-"""Title and decimal places of each column of the table, by the name of the figure."""
+"""Name of a figure -> the title and the number of decimal places of its column."""
 
 
 class Engine:
     """An engine in a separate process.
 
     Args:
-        python: the interpreter of the engine.
+        python: the Python interpreter of the engine.
         model: the folder of the checkpoint.
         engine: the engine, by its name in `embedding_engines`.
         option: the encoding of Penstock, or the file that the engine loads.
@@ -68,10 +69,10 @@ class Engine:
         command = [python, str(ENGINES_FILE), model, engine, option]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.skipped: str | None = self._read().get("skipped")
-        """The reason why the engine cannot run here; None if it is ready."""
+        """The reason why the engine cannot run; None if it is ready."""
 
     def run(self, name: str) -> Any:
-        """Run a work and return its result."""
+        """Run a workload and return its result, as `embedding_engines.run_workload` describes it."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{name}\n")
         self._process.stdin.flush()
@@ -84,34 +85,37 @@ class Engine:
         self._process.wait()
 
     def _read(self) -> Any:
-        """Return the next JSON line of the engine; libraries may print other lines."""
+        """Return the next JSON line of the engine.
+
+        Other lines, which libraries print, go to standard error.
+        """
         assert self._process.stdout is not None
         for line in self._process.stdout:
             try:
                 return json.loads(line)
             except ValueError:
                 print(line, end="", file=sys.stderr)
-        raise SystemExit(f"{self.name} ended with {self._process.wait()}")
+        raise SystemExit(f"{self.name} ended with exit status {self._process.wait()}")
 
 
-def start(model: str, wanted: Sequence[tuple[str, str]], pythons: Mapping[str, str]) -> list[Engine]:
-    """Return the engines that can run, and print why the others cannot."""
+def start_engines(model: str, wanted: Sequence[tuple[str, str]], pythons: Mapping[str, str]) -> list[Engine]:
+    """Start the engines and return those that can run. Prints the reason why an engine is left out."""
     engines = []
     for engine, option in wanted:
-        one = Engine(pythons.get(engine, sys.executable), model, engine, option)
-        if one.skipped is None:
-            engines.append(one)
+        process = Engine(pythons.get(engine, sys.executable), model, engine, option)
+        if process.skipped is None:
+            engines.append(process)
         else:
-            print(f"{one.name} is left out: {one.skipped}", file=sys.stderr)
-            one.close()
+            print(f"{process.name} is left out: {process.skipped}", file=sys.stderr)
+            process.close()
     return engines
 
 
 def interpreters(given: Sequence[str]) -> dict[str, str]:
-    """Return the interpreters of ``--python ENGINE=PATH``.
+    """Return engine -> path of its interpreter, from the values ``ENGINE=PATH`` of ``--python``.
 
     Raises:
-        SystemExit: an entry has another form, or names no engine.
+        SystemExit: a value has another form, or the engine does not exist.
     """
     found = {}
     for entry in given:
@@ -123,36 +127,51 @@ def interpreters(given: Sequence[str]) -> dict[str, str]:
 
 
 def compare(engines: Sequence[Engine], rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Return the results of all rounds by engine and work."""
+    """Run all rounds. Returns engine -> workload -> the results of the rounds."""
     figures: dict[str, dict[str, list[float]]] = {one.name: {} for one in engines}
     for _ in range(rounds):
-        for name in WORKS:
+        for name in WORKLOADS:
             for one in engines:
                 figures[one.name].setdefault(name, []).append(one.run(name))
     return figures
 
 
 def main() -> None:
-    """Run all engines in turn and print a table."""
+    """Run the engines of the command line and print a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", required=True, help="folder in the sentence-transformers layout")
-    parser.add_argument("--encoding", action="append", help="encodings of Penstock; all four by default")
-    parser.add_argument("--sentence-transformers", action="store_true")
-    parser.add_argument("--onnx", action="append", default=[], help="a model for ONNX Runtime, as it is")
     parser.add_argument(
-        "--onnx-int8", action="append", default=[], help="a model that ONNX Runtime quantizes"
+        "--model", required=True, help="folder of a model in the layout of sentence-transformers"
     )
-    parser.add_argument("--openvino", action="append", default=[], help="an ONNX model that NNCF quantizes")
+    parser.add_argument(
+        "--encoding",
+        action="append",
+        help="encoding of Penstock, repeatable; default: float32, bfloat16, int8, int4",
+    )
+    parser.add_argument("--sentence-transformers", action="store_true")
+    parser.add_argument(
+        "--onnx", action="append", default=[], help="ONNX model that ONNX Runtime runs unchanged"
+    )
+    parser.add_argument(
+        "--onnx-int8",
+        action="append",
+        default=[],
+        help="float32 ONNX model that ONNX Runtime quantizes to int8",
+    )
+    parser.add_argument(
+        "--openvino", action="append", default=[], help="float32 ONNX model that NNCF quantizes to int8"
+    )
     parser.add_argument("--llama-cpp", action="append", default=[], help="a GGUF file")
     parser.add_argument("--python", action="append", default=[], metavar="ENGINE=PATH")
-    parser.add_argument("--rounds", type=int, default=5, help="0 measures the cosines only")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="number of rounds; 0 measures only the accuracy"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     wanted = [("penstock", one) for one in options.encoding or ["float32", "bfloat16", "int8", "int4"]]
     wanted += [("sentence-transformers", "")] * options.sentence_transformers
     for engine in PEERS[1:]:
         wanted += [(engine, path) for path in getattr(options, engine.replace("-", "_"))]
-    engines = start(options.model, wanted, interpreters(options.python))
+    engines = start_engines(options.model, wanted, interpreters(options.python))
     figures = compare(engines, options.rounds)
     vectors = {one.name: np.array(one.run("vectors")) for one in engines}
     references = ("sentence-transformers", "penstock float32", engines[0].name)

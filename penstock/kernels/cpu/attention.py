@@ -18,8 +18,10 @@ from penstock.kernels.spans import ImageSpans
 
 _CACHE_TYPES = {**TYPES, torch.int8: 2}
 _ENCODER_BLOCK = 16
-"""Tokens per block of the keys and values that `encoder_attention` copies, and the length of sequences whose
-keys and values are read in place (csrc/short_attention.inl)."""
+"""Tokens per block of the keys and values that `encoder_attention` copies.
+
+Keys and values of sequences up to this length are read in place: ``MAX_SHORT`` in csrc/short_attention.inl.
+"""
 _BIAS_PADDING = 64
 """Numbers before and after each row of a bias: the kernel reads the bias of a tile of keys as a whole."""
 _MAX_HEAD = 1024
