@@ -25,8 +25,8 @@ precedence:
 | configuration file, TOML or JSON, given by `--config-file` | `max_length = 2048` |
 | none of these | the default in the lists below |
 
-Each entry below has the name, the allowed values, the default if the setting has a fixed one, and the
-meaning.
+Each entry below has the name of the setting, the allowed values, the default value if it is fixed, and
+the meaning.
 
 `penstock generate --print-config` shows every value and its source. The error for an unknown name, a
 wrong type or an invalid value names the setting.
@@ -57,7 +57,7 @@ RAY = "Ray: `penstock.ray.RayConfig`, for `penstock serve --ray` and `penstock b
 
 
 def page() -> str:
-    """Return the text of the page."""
+    """Return the text of docs/configuration.md."""
     parts = [HEAD]
     for section, title in SECTIONS.items():
         parts.append(_list(title, [field for field in config_fields() if field.section == section]))

@@ -112,13 +112,13 @@ class ModelConfig:
     gguf_file: str | None = setting(
         None,
         TEXT,
-        "GGUF file of a folder or hub model to load: its name or a part of it, such as Q4_K_M.",
+        "GGUF file to load from a folder or a hub model: the file name or a part of it, such as Q4_K_M.",
     )
     quantization_encoding: str | None = setting(
         None,
         Rule("the name of an encoding", _is_encoding),
         f"Encoding of the weights: {', '.join(ENCODINGS.names[:-1])} or {ENCODINGS.names[-1]}; by default "
-        "that of the checkpoint.",
+        "the encoding of the checkpoint.",
     )
     max_length: int | None = setting(
         None,
@@ -176,8 +176,8 @@ class ModelConfig:
     matryoshka_dimensions: tuple[int, ...] = setting(
         (),
         _DIMENSIONS,
-        "Lengths that requests may cut dense embeddings to, such as 64,128,256; by default those that the "
-        "checkpoint names.",
+        "Lengths that requests may cut dense embeddings to, such as 64,128,256; by default the lengths "
+        "that the checkpoint names.",
         parse=parse_dimensions,
     )
 

@@ -31,7 +31,7 @@ class ParallelConfig:
     collective_timeout: float = setting(
         120.0,
         Rule("a number of seconds above 0", lambda value: isfinite(value) and value > 0),
-        "Seconds that a rank of a divided model waits for the other ranks; then the model is restarted.",
+        "Seconds that a rank of a divided model waits for the other ranks before the step fails.",
     )
     collective_transport: str | None = setting(
         None,

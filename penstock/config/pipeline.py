@@ -61,8 +61,8 @@ class KVCacheConfig:
     dtype: str | None = setting(
         None,
         one_of("float32", "bfloat16", "float16", "int8", "fp8"),
-        "Element type of the KV cache; by default that of the activations. fp8 is E4M3 with the scales of "
-        "the checkpoint, or with a scale for each row of a head.",
+        "Element type of the KV cache; by default the type of the activations. fp8 is E4M3 with the "
+        "scales of the checkpoint, or with one scale per token and head.",
         flat="kv_cache_dtype",
     )
     memory: int | None = setting(

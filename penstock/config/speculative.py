@@ -27,7 +27,7 @@ class SpeculativeConfig:
         None, TEXT, "The draft model: a checkpoint's folder or a model's id on the Hugging Face hub."
     )
     draft_quantization_encoding: str | None = setting(
-        None, TEXT, "Encoding of the draft model's weights; by default that of its checkpoint."
+        None, TEXT, "Encoding of the draft model's weights; by default the encoding of its checkpoint."
     )
     num_speculative_tokens: int = setting(
         8,

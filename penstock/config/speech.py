@@ -32,33 +32,33 @@ class SpeechConfig:
     codec: str | None = setting(
         None,
         TEXT,
-        "Checkpoint of the audio codec: a folder or an id on the Hugging Face hub; by default the one that "
-        "the speech format names.",
+        "Checkpoint of the audio codec: a folder or an id on the Hugging Face hub; by default the codec "
+        "that the speech format names.",
     )
     codec_encoding: str | None = setting(
         None,
         TEXT,
-        "Encoding of the codec's large layers; by default that of the model if the codec supports it, else "
-        "float32.",
+        "Encoding of the codec's large layers; by default the encoding of the model if the codec supports "
+        "it, otherwise float32.",
     )
     speech_format: str | None = setting(
         None,
         TEXT,
-        "How the model writes speech: orpheus or neutts; by default detected from speech_config.json and the "
-        "vocabulary.",
+        "Format of the model's speech tokens: orpheus or neutts; by default detected from speech_config.json "
+        "and the vocabulary.",
     )
     voice: tuple[str, ...] = setting(
         (),
         _VOICES,
-        "A voice to imitate, as NAME=FILE (an audio file, or a JSON file with codes and transcription) or "
-        "NAME=CODES; may be repeated, separated by commas in a variable or file. The transcription of "
-        "speech.wav is read from speech.txt.",
+        "Voice to clone, as NAME=FILE (an audio file, or a JSON file with codes and transcription) or "
+        "NAME=CODES; may be given several times. In a variable or file, commas separate several voices. "
+        "The transcription of speech.wav is read from speech.txt.",
         parse=_split,
     )
     audio_chunk_frames: int | None = setting(
         None,
         COUNT,
-        "Codec frames that are decoded together in a stream; by default chunks of 0.2 seconds that grow to 2 "
+        "Number of codec frames per chunk of a stream; by default, chunks start at 0.2 seconds and grow to 2 "
         "seconds.",
     )
 

@@ -94,7 +94,7 @@ class ServeConfig:
     allowed_hosts: tuple[str, ...] = setting(
         (),
         _WORDS,
-        "Host name that requests may use besides localhost and the address, such as example.org or "
+        "Host name that requests may use in addition to localhost and the address, such as example.org or "
         "*.example.org, * for any; may be given several times. Default: any, except at a loopback address "
         "without an API key.",
         parse=_split,
@@ -146,7 +146,7 @@ class ServeConfig:
     reasoning_field: str = setting(
         "both",
         one_of("both", "reasoning", "reasoning_content"),
-        "Name of the field with the model's reasoning in messages and deltas; clients read one or the other.",
+        "Field for the model's reasoning in messages and deltas, because clients read different fields.",
     )
     max_inputs_per_request: int = setting(
         2048,
@@ -158,7 +158,7 @@ class ServeConfig:
         1_000_000,
         COUNT,
         "Maximum number of log probabilities in a response: choices x tokens x (top_logprobs + 1), plus "
-        "those of the prompt.",
+        "the number of log probabilities of the prompt.",
     )
     default_max_tokens_completions: int = setting(
         16, COUNT, "Maximum number of new tokens of a request to /v1/completions without max_tokens."
@@ -221,7 +221,7 @@ class ServeConfig:
     watchdog_timeout: float = setting(
         30.0,
         _SECONDS,
-        "Seconds without a finished step after which the log has an error, if requests are outstanding.",
+        "Seconds without a finished step after which an error is logged, if requests are outstanding.",
     )
     worker_timeout: float = setting(
         20.0,
@@ -245,8 +245,9 @@ class ServeConfig:
     router_gauge: tuple[str, ...] = setting(
         (),
         _GAUGES,
-        "An additional name of a gauge in /metrics, such as waiting=vllm:num_requests_waiting, for routers "
-        "that expect it: waiting, running, kv_usage or adapters; may be given several times.",
+        "Additional gauge in /metrics for a router, as QUANTITY=NAME with the name that the router expects, "
+        "such as waiting=vllm:num_requests_waiting. QUANTITY is waiting, running, kv_usage or adapters. May be "
+        "given several times.",
         parse=_split,
     )
     cache_events: str | None = setting(
