@@ -246,8 +246,8 @@ class ServeConfig:
         (),
         _GAUGES,
         "Additional gauge in /metrics for a router, as QUANTITY=NAME with the name that the router expects, "
-        "such as waiting=vllm:num_requests_waiting. QUANTITY is waiting, running, kv_usage or adapters. May be "
-        "given several times.",
+        "such as waiting=vllm:num_requests_waiting. QUANTITY is waiting, running, kv_usage or adapters. "
+        "May be given several times.",
         parse=_split,
     )
     cache_events: str | None = setting(
