@@ -63,7 +63,7 @@ def onnx_engine(model: str, path: str) -> Embed:
         batches = batches_by_length(texts)
         feeds = [encode([texts[i] for i in indices]) for indices in batches]
         hidden = [session.run(None, feed)[0] for feed in feeds]
-        return in_order_of_texts(batches, map(mean_embeddings, hidden, feeds), len(texts))
+        return restore_text_order(batches, map(mean_embeddings, hidden, feeds), len(texts))
 
     return embed
 
@@ -105,7 +105,7 @@ def openvino_engine(model: str, path: str) -> Embed:
         for index, feed in enumerate(feeds):
             queue.start_async(feed, index)
         queue.wait_all()
-        return in_order_of_texts(batches, embeddings, len(texts))
+        return restore_text_order(batches, embeddings, len(texts))
 
     return embed
 
@@ -197,7 +197,7 @@ def mean_embeddings(hidden: np.ndarray, feed: Mapping[str, np.ndarray]) -> np.nd
     return pooled / np.linalg.norm(pooled, axis=1, keepdims=True)
 
 
-def in_order_of_texts(batches: Sequence[Sequence[int]], embeddings: Any, count: int) -> np.ndarray:  # [n, E]
+def restore_text_order(batches: Sequence[Sequence[int]], embeddings: Any, count: int) -> np.ndarray:  # [n, E]
     """Return the embeddings of all batches in the order of the texts.
 
     Args:

@@ -128,11 +128,11 @@ def interpreters(given: Sequence[str]) -> dict[str, str]:
 
 def compare(engines: Sequence[Engine], rounds: int) -> dict[str, dict[str, list[float]]]:
     """Run all rounds. Returns engine -> workload -> the results of the rounds."""
-    figures: dict[str, dict[str, list[float]]] = {one.name: {} for one in engines}
+    figures: dict[str, dict[str, list[float]]] = {engine.name: {} for engine in engines}
     for _ in range(rounds):
         for name in WORKLOADS:
-            for one in engines:
-                figures[one.name].setdefault(name, []).append(one.run(name))
+            for engine in engines:
+                figures[engine.name].setdefault(name, []).append(engine.run(name))
     return figures
 
 
@@ -167,26 +167,28 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    wanted = [("penstock", one) for one in options.encoding or ["float32", "bfloat16", "int8", "int4"]]
+    wanted = [
+        ("penstock", encoding) for encoding in options.encoding or ["float32", "bfloat16", "int8", "int4"]
+    ]
     wanted += [("sentence-transformers", "")] * options.sentence_transformers
     for engine in PEERS[1:]:
         wanted += [(engine, path) for path in getattr(options, engine.replace("-", "_"))]
     engines = start_engines(options.model, wanted, interpreters(options.python))
     figures = compare(engines, options.rounds)
-    vectors = {one.name: np.array(one.run("vectors")) for one in engines}
+    vectors = {loaded_engine.name: np.array(loaded_engine.run("vectors")) for loaded_engine in engines}
     references = ("sentence-transformers", "penstock float32", engines[0].name)
     truth = vectors[next(name for name in references if name in vectors)]
     rows = {}
-    for one in engines:
-        medians = {name: statistics.median(values) for name, values in figures[one.name].items()}
-        cosines = (vectors[one.name] * truth).sum(1)
-        rows[one.name] = {
+    for loaded_engine in engines:
+        medians = {name: statistics.median(values) for name, values in figures[loaded_engine.name].items()}
+        cosines = (vectors[loaded_engine.name] * truth).sum(1)
+        rows[loaded_engine.name] = {
             **medians,
-            "memory": one.run("memory"),
+            "memory": loaded_engine.run("memory"),
             "cosine": float(cosines.min()),
             "mean_cosine": float(cosines.mean()),
         }
-        one.close()
+        loaded_engine.close()
     columns = {name: form for name, form in COLUMNS.items() if all(name in row for row in rows.values())}
     print(f"{'engine':28}" + "".join(f"{title:>13}" for title, _ in columns.values()))
     for engine, row in rows.items():

@@ -101,7 +101,7 @@ def run_workloads(folder: str, arguments: argparse.Namespace) -> None:
     with LLM(
         folder,
         max_batch_size=arguments.requests,
-        devices=devices_of(arguments),
+        devices=rank_devices(arguments),
         tensor_parallel_size=arguments.ranks,
         max_length=2048,
         quantization_encoding=arguments.encoding,
@@ -120,7 +120,7 @@ def run_workloads(folder: str, arguments: argparse.Namespace) -> None:
             print_report(arguments, name, report | state)
 
 
-def devices_of(arguments: argparse.Namespace) -> str:
+def rank_devices(arguments: argparse.Namespace) -> str:
     """Return the devices of all ranks."""
     if arguments.ranks == 1 or arguments.devices != "gpu":
         return str(arguments.devices)

@@ -110,7 +110,7 @@ def measure(
     if model == "demo":
         texts["held out"] = held_out_texts(exact, tokens)
     if text_file is not None:
-        texts[text_file.name] = texts_of_file(exact, text_file, tokens, length)
+        texts[text_file.name] = read_texts(exact, text_file, tokens, length)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         write_rounded(exact.config.model.checkpoint, Path(folder))
@@ -158,7 +158,7 @@ def first_token(llm: LLM) -> int:
     return 0
 
 
-def texts_of_file(llm: LLM, file: Path, tokens: int, length: int) -> list[list[int]]:
+def read_texts(llm: LLM, file: Path, tokens: int, length: int) -> list[list[int]]:
     """Return texts of ``length`` tokens that begin with `first_token` and continue with a file.
 
     Only the first ``tokens`` tokens of the file are used.

@@ -127,7 +127,7 @@ def compare(options: argparse.Namespace, model: str, vocabulary: int) -> list[di
             "whole": lambda prompts: through_http(prompts, stream=False),
             "streamed": lambda prompts: through_http(prompts, stream=True),
         }
-        pids = [os.getpid(), server_pid, *children_of(server_pid)]
+        pids = [os.getpid(), server_pid, *child_pids(server_pid)]
         rounds = []
         for number in range(options.pairs + 1):
             runs = {}
@@ -169,7 +169,7 @@ def processor_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def children_of(pid: int) -> list[int]:
+def child_pids(pid: int) -> list[int]:
     """Return the process ids of the children of a process. The server has one child, its worker."""
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 

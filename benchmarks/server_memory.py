@@ -39,7 +39,7 @@ SCHEMAS: tuple[dict[str, Any], ...] = (
     {"type": "array", "items": {"type": "string", "maxLength": 6}, "maxItems": 3},
 )
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
-BUSY = ("requests_in_progress", "requests_running", "requests_waiting", "kv_blocks_used")
+ACTIVITY_METRICS = ("requests_in_progress", "requests_running", "requests_waiting", "kv_blocks_used")
 
 
 def main() -> int:
@@ -73,7 +73,7 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> int:
     log = folder / "log"
     with log.open("wb") as errors, subprocess.Popen(command, stderr=errors) as process:
         try:
-            url = await address_of(process, log)
+            url = await wait_for_url(process, log)
             async with httpx.AsyncClient(base_url=url, timeout=120) as client:
                 return await run_load(client, process.pid, arguments)
         finally:
@@ -84,56 +84,58 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> int:
 
 async def run_load(client: httpx.AsyncClient, server: int, arguments: argparse.Namespace) -> int:
     """Run the clients for some minutes and print the memory at each interval; return the exit status."""
-    worker = worker_of(server)
+    worker = find_worker(server)
     begin = time.monotonic()
     end = begin + 60 * arguments.minutes
     outcomes: Counter[str] = Counter()
     rows: list[tuple[int, int, int, int, int]] = []
 
     async def run_client(number: int) -> None:
-        draw = Random(number)
+        rng = Random(number)
         while time.monotonic() < end:
-            outcomes[await send(client, draw)] += 1
+            outcomes[await send(client, rng)] += 1
 
     async def watch() -> None:
         while time.monotonic() < end:
             await asyncio.sleep(max(min(arguments.interval, end - time.monotonic()), 0.1))
             seconds = round(time.monotonic() - begin)
-            rows.append((seconds, resident(server), resident(worker), used_on_gpu(), outcomes.total()))
+            rows.append(
+                (seconds, anonymous_mib(server), anonymous_mib(worker), gpu_mib_in_use(), outcomes.total())
+            )
             print("seconds, server, worker, GPU, requests:", *rows[-1], flush=True)
 
     await asyncio.gather(watch(), *map(run_client, range(CLIENTS)))
-    left = await busy_after(client, 60)
+    remaining = await wait_until_idle(client, 60)
     half = rows[len(rows) // 2]
     growth = {
         "server_mib": rows[-1][1] - half[1],
         "worker_mib": rows[-1][2] - half[2],
         "gpu_mib": rows[-1][3] - half[3],
     }
-    is_flat = all(rows[-1][i] <= 1.05 * half[i] for i in (1, 2))
+    memory_is_stable = all(rows[-1][i] <= 1.05 * half[i] for i in (1, 2))
     failed = {name: count for name, count in outcomes.items() if name.startswith("failed")}
-    is_good = is_flat and not failed and not any(left.values()) and worker_of(server) == worker
+    passed = memory_is_stable and not failed and not any(remaining.values()) and find_worker(server) == worker
     report = {
         "rows": rows,
         "growth_in_second_half": growth,
         "outcomes": dict(outcomes),
-        "left": left,
-        "passed": is_good,
+        "remaining": remaining,
+        "passed": passed,
     }
     print(json.dumps(report))
-    return 0 if is_good else 1
+    return 0 if passed else 1
 
 
-async def send(client: httpx.AsyncClient, draw: Random) -> str:
+async def send(client: httpx.AsyncClient, rng: Random) -> str:
     """Send a random request and return how it ended."""
-    path, body = draw_request(draw)
-    stops_after = draw.choice([0, 3, 12]) if draw.random() < 0.2 else None
+    path, body = random_request(rng)
+    max_lines = rng.choice([0, 3, 12]) if rng.random() < 0.2 else None
     try:
         async with client.stream("POST", path, json=body) as response:
             lines = []
             async for line in response.aiter_lines():
                 lines += [line] if line else []
-                if stops_after is not None and len(lines) >= stops_after and response.status_code == 200:
+                if max_lines is not None and len(lines) >= max_lines and response.status_code == 200:
                     return "abandoned"
     except httpx.HTTPError as error:
         return f"failed: {type(error).__name__}"
@@ -147,39 +149,39 @@ async def send(client: httpx.AsyncClient, draw: Random) -> str:
     return "complete" if count == body.get("n", 1) else f"failed: {count} choices"
 
 
-def draw_request(draw: Random) -> tuple[str, dict[str, Any]]:
+def random_request(rng: Random) -> tuple[str, dict[str, Any]]:
     """Return the path and the body of a random request."""
     text = " ".join(
-        draw.choices(["river", "stone", "Once", "upon", "a", "time", "7"], k=draw.choice([1, 5, 60, 200]))
+        rng.choices(["river", "stone", "Once", "upon", "a", "time", "7"], k=rng.choice([1, 5, 60, 200]))
     )
     body: dict[str, Any] = {
-        "model": draw.choice(["demo", "demo", *(f"a{number}" for number in range(ADAPTERS))]),
-        "max_tokens": draw.choice([1, 5, 40, 120, 300]),
-        "temperature": draw.choice([0, 1]),
-        "stream": draw.random() < 0.6,
-        "ignore_eos": draw.random() < 0.5,
+        "model": rng.choice(["demo", "demo", *(f"a{number}" for number in range(ADAPTERS))]),
+        "max_tokens": rng.choice([1, 5, 40, 120, 300]),
+        "temperature": rng.choice([0, 1]),
+        "stream": rng.random() < 0.6,
+        "ignore_eos": rng.random() < 0.5,
     }
-    for chance, more in (
+    for chance, extra_fields in (
         (0.15, {"n": 3}),
         (0.1, {"stop": ["e", "th"]}),
         (0.1, {"presence_penalty": 1, "seed": 5}),
         (0.05, {"logit_bias": {"5": 3}}),
         (0.1, {"top_p": 0.8, "top_k": 40}),
     ):
-        if draw.random() < chance:
-            body |= more
-    if draw.random() < 0.2:
+        if rng.random() < chance:
+            body |= extra_fields
+    if rng.random() < 0.2:
         body["ignore_eos"] = False
-        schema = draw.choice(SCHEMAS)
-        if draw.random() < 0.5:  # one that the server has not compiled yet
-            schema = {"type": "object", "properties": {f"k{draw.randrange(10**6)}": {"type": "integer"}}}
+        schema = rng.choice(SCHEMAS)
+        if rng.random() < 0.5:  # one that the server has not compiled yet
+            schema = {"type": "object", "properties": {f"k{rng.randrange(10**6)}": {"type": "integer"}}}
         body["response_format"] = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
-    elif draw.random() < 0.2:
+    elif rng.random() < 0.2:
         body["tools"] = [TOOL]
-    if draw.random() < 0.5 and "tools" not in body:
-        return "/v1/completions", body | {"prompt": text} | ({"logprobs": 2} if draw.random() < 0.15 else {})
-    more = {"logprobs": True, "top_logprobs": 2} if draw.random() < 0.15 else {}
-    return "/v1/chat/completions", body | {"messages": [{"role": "user", "content": text}]} | more
+    if rng.random() < 0.5 and "tools" not in body:
+        return "/v1/completions", body | {"prompt": text} | ({"logprobs": 2} if rng.random() < 0.15 else {})
+    extra_fields = {"logprobs": True, "top_logprobs": 2} if rng.random() < 0.15 else {}
+    return "/v1/chat/completions", body | {"messages": [{"role": "user", "content": text}]} | extra_fields
 
 
 def write_adapter(folder: Path, seed: int) -> Path:
@@ -201,7 +203,7 @@ def write_adapter(folder: Path, seed: int) -> Path:
     return folder
 
 
-async def address_of(process: subprocess.Popen[bytes], log: Path) -> str:
+async def wait_for_url(process: subprocess.Popen[bytes], log: Path) -> str:
     """Return the URL of the server when it is ready.
 
     Raises:
@@ -215,20 +217,21 @@ async def address_of(process: subprocess.Popen[bytes], log: Path) -> str:
     return match[1]
 
 
-async def busy_after(client: httpx.AsyncClient, seconds: float) -> dict[str, float]:
+async def wait_until_idle(client: httpx.AsyncClient, seconds: float) -> dict[str, float]:
     """Return the requests and blocks in use, after waiting until there are none or the time has passed."""
     deadline = time.monotonic() + seconds
     while True:
         text = (await client.get("/metrics")).text
-        found = {
-            name: float(re.findall(rf"^penstock_{name}(?:{{.*}})? (\S+)$", text, re.M)[0]) for name in BUSY
+        values = {
+            name: float(re.findall(rf"^penstock_{name}(?:{{.*}})? (\S+)$", text, re.M)[0])
+            for name in ACTIVITY_METRICS
         }
-        if not any(found.values()) or time.monotonic() > deadline:
-            return found
+        if not any(values.values()) or time.monotonic() > deadline:
+            return values
         await asyncio.sleep(0.2)
 
 
-def worker_of(server: int) -> int:
+def find_worker(server: int) -> int:
     """Return the process id of the server's worker."""
     for child in Path(f"/proc/{server}/task/{server}/children").read_text().split():
         if "penstock.worker" in Path(f"/proc/{child}/cmdline").read_text():
@@ -236,7 +239,7 @@ def worker_of(server: int) -> int:
     return 0
 
 
-def resident(process: int) -> int:
+def anonymous_mib(process: int) -> int:
     """Return the resident MiB of a process, without mapped files; 0 if it has ended."""
     try:
         status = Path(f"/proc/{process}/status").read_text()
@@ -245,7 +248,7 @@ def resident(process: int) -> int:
     return int(re.findall(r"RssAnon:\s+(\d+)", status)[0]) >> 10
 
 
-def used_on_gpu() -> int:
+def gpu_mib_in_use() -> int:
     """Return the MiB in use on the first GPU by all processes; 0 without a GPU."""
     if not torch.cuda.is_available():
         return 0

@@ -75,7 +75,7 @@ vocabulary of the public model. The layer sizes are typical of Llama models with
 PROMPT_LENGTH = 120
 
 
-class EveryTokenCodes(SpeechCodes):
+class AllTokensAsCodes(SpeechCodes):
     """A speech format that converts every token to a code, so that every answer has complete frames."""
 
     def __init__(self, codes_per_frame: int, codebook_size: int) -> None:
@@ -124,7 +124,7 @@ def open_pipeline(folder: Path, codec: Path, shape: str, encoding: str) -> Audio
         config,
         architecture.load_pipeline_model(),
         None,
-        codes=EveryTokenCodes(audio_codec.codes_per_frame, size),
+        codes=AllTokensAsCodes(audio_codec.codes_per_frame, size),
         session=session,
     )
     return AudioGeneratorPipeline(token_pipeline, audio_codec)
@@ -143,7 +143,7 @@ def _load_codec(folder: Path, session: Any, encoding: str | None) -> AudioCodec:
 def speak(pipeline: AudioGeneratorPipeline, num_tokens: int) -> dict[str, float]:
     """Run one streamed request and return its figures."""
     codes = pipeline.speech_lm_pipeline.codes
-    assert isinstance(codes, EveryTokenCodes)
+    assert isinstance(codes, AllTokensAsCodes)
     codes.offset += 7919
     context = TTSContext(
         prompt=[1] * PROMPT_LENGTH,

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from demo_voice.codec import log_mel
 from demo_voice.espeak import Espeak
-from demo_voice.measure import Recogniser, edit_distance, mel_distance, words_of
-from demo_voice.phrases import SELECTED_PHRASES, pairs, variants
+from demo_voice.measure import Recogniser, edit_distance, mel_distance, split_words
+from demo_voice.phrases import SELECTED_PHRASES, sentence_pairs, variants
 from demo_voice.sentences import sentence, training_texts
 from torch import Tensor
 
@@ -28,7 +28,7 @@ from penstock import LLM
 def held_out_sentences(count: int, seed: int) -> list[str]:
     """Return distinct sentences that are not in the texts of either training."""
     rng = random.Random(seed)
-    known, training_pairs = set(training_texts(7, 14_000, 4_500)), " ".join(pairs(12, 700))
+    known, training_pairs = set(training_texts(7, 14_000, 4_500)), " ".join(sentence_pairs(12, 700))
     texts: list[str] = []
     while len(texts) < count:
         if (text := sentence(rng)) not in known and text not in training_pairs:
@@ -39,7 +39,7 @@ def held_out_sentences(count: int, seed: int) -> list[str]:
 
 def word_error_rate(texts: list[str], speech: list[Tensor], recogniser: Recogniser) -> float:
     """Return the word errors of the transcripts of all texts, divided by the number of words."""
-    expected = [words_of(text) for text in texts]
+    expected = [split_words(text) for text in texts]
     transcripts = [recogniser(samples) for samples in speech]
     errors = sum(edit_distance(*pair) for pair in zip(expected, transcripts, strict=True))
     return errors / sum(map(len, expected))
@@ -91,9 +91,9 @@ def main() -> None:
     ):
         for phrase in SELECTED_PHRASES:
             is_understood = [
-                recogniser(audio) == words_of(text)
+                recogniser(audio) == split_words(text)
                 for text, audio in zip(greetings, greeting_speech, strict=True)
-                if words_of(text) == words_of(phrase)
+                if split_words(text) == split_words(phrase)
             ]
             count = f"{sum(is_understood)} of {len(is_understood)}"
             print(f"{phrase!r}, recogniser with {name}: {count} spellings understood")

@@ -138,7 +138,7 @@ class Trainer:
         logits = self.model(
             torch.from_numpy(batch.ids),
             rows,
-            torch.tensor(self.examples.image_at),
+            torch.tensor(self.examples.image_token_indices),
             torch.from_numpy(batch.positions),
             conversation_mask(segments),
         )
@@ -168,7 +168,7 @@ class Trainer:
         """Write the model as a SmolVLM checkpoint."""
         out: Path = self.options.out
         out.mkdir(parents=True, exist_ok=True)
-        save_file(self.model.exported(), out / "model.safetensors", metadata={"format": "pt"})
+        save_file(self.model.smolvlm_state(), out / "model.safetensors", metadata={"format": "pt"})
         image, end = self.tokenizer.token_to_id(IMAGE), self.tokenizer.token_to_id(END)
         write_json(out / "config.json", smolvlm_config(self.tower, self.shape, image, end))
         write_json(

@@ -35,7 +35,7 @@ from demo_voice.language_model import (
     make_tokenizer,
     train_language_model,
 )
-from demo_voice.sentences import more_words, sentence, training_texts
+from demo_voice.sentences import further_words, sentence, training_texts
 from safetensors.torch import save_file
 from torch import Tensor
 from train_demo_model import Model
@@ -47,7 +47,7 @@ def codec_texts() -> list[str]:
     """Return the training texts of the codec: sentences, and sequences of words."""
     rng = random.Random(0)
     texts = [sentence(rng) for _ in range(1000)]
-    words = more_words()
+    words = further_words()
     return texts + [" ".join(rng.choice(words) for _ in range(5)) for _ in range(250)]
 
 
@@ -151,7 +151,7 @@ class Training:
         codec_folder = out / "codec"
         codec_folder.mkdir(exist_ok=True)
         save_file(
-            self._codec("decoder.pt").exported(),
+            self._codec("decoder.pt").neucodec_state(),
             codec_folder / "model.safetensors",
             metadata={"format": "pt"},
         )

@@ -37,8 +37,8 @@ from demo_voice.language_model import (
     prompt_text,
     train_language_model,
 )
-from demo_voice.measure import Recogniser, edit_distance, mel_distance, words_of
-from demo_voice.phrases import COMMON, SELECTED_PHRASES, number_texts, pairs, variants
+from demo_voice.measure import Recogniser, edit_distance, mel_distance, split_words
+from demo_voice.phrases import COMMON_PHRASES, SELECTED_PHRASES, number_texts, sentence_pairs, variants
 from demo_voice.sentences import training_texts
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -54,7 +54,7 @@ _REPEATS = 10
 
 def tuning_texts() -> list[str]:
     """Return all training texts except the common phrases."""
-    return [*training_texts(7, 14_000, 4_500), *number_texts(11, 1_500), *pairs(12, 700)]
+    return [*training_texts(7, 14_000, 4_500), *number_texts(11, 1_500), *sentence_pairs(12, 700)]
 
 
 def generate_codes(voice: Path, texts: list[str], temperature: float, seed: int) -> list[Tensor]:
@@ -72,7 +72,9 @@ def generate_codes(voice: Path, texts: list[str], temperature: float, seed: int)
     for output in outputs:
         numbers = [token - first for token in output.token_ids]
         is_whole = len(numbers) < 400
-        codes.append(torch.tensor([one for one in numbers if 0 <= one < 4096] if is_whole else []).long())
+        codes.append(
+            torch.tensor([number for number in numbers if 0 <= number < 4096] if is_whole else []).long()
+        )
     return codes
 
 
@@ -127,7 +129,7 @@ class Tuning:
         """Encode the speech of the common phrases, and select the speech of `SELECTED_PHRASES`."""
         codec, speak = self._codec("encoder.pt").eval(), Espeak()
         recognisers = [Recogniser(with_grammar=False), Recogniser(with_grammar=True, more=SELECTED_PHRASES)]
-        codes_of_phrases = {phrase: codec.encode(speak(phrase)).to(torch.int16) for phrase in COMMON}
+        codes_of_phrases = {phrase: codec.encode(speak(phrase)).to(torch.int16) for phrase in COMMON_PHRASES}
         for phrase in SELECTED_PHRASES:
             spellings = [variants(phrase)[index % 4] for index in range(_NUM_SAMPLES)]
             generated = generate_codes(self._options.voice, spellings, 0.8, 100)
@@ -136,7 +138,7 @@ class Tuning:
                 speak.set_speed(speed)
                 candidates.append(codec.encode(speak(phrase)))
             speak.set_speed(150)
-            rows = self._rate_candidates(codec, speak(phrase), words_of(phrase), candidates, recognisers)
+            rows = self._rate_candidates(codec, speak(phrase), split_words(phrase), candidates, recognisers)
             general, errors, distance, index = min(rows)
             codes_of_phrases[phrase] = candidates[index].to(torch.int16)
             source = "voice" if index < len(candidates) - len(_SPEEDS) else "espeak-ng"
@@ -171,7 +173,7 @@ class Tuning:
         spoken = torch.load(self._work / "phrases.pt", weights_only=True)
         rows = make_rows(tokenizer, texts, codes)
         repeated = []
-        for phrase in (*SELECTED_PHRASES, *COMMON):
+        for phrase in (*SELECTED_PHRASES, *COMMON_PHRASES):
             spellings = variants(phrase)
             phrase_rows = make_rows(tokenizer, spellings, [spoken[phrase]] * len(spellings))
             count = (
@@ -203,7 +205,7 @@ class Tuning:
 
     def _codec(self, encoder: str | None = None) -> Codec:
         codec = Codec()
-        codec.load_exported(load_file(self._options.voice / "codec" / "model.safetensors"))
+        codec.load_neucodec_state(load_file(self._options.voice / "codec" / "model.safetensors"))
         if encoder is not None:
             codec.encoder.load_state_dict(torch.load(self._work / encoder, weights_only=True))
         return codec

@@ -168,7 +168,7 @@ def autoawq(version: str) -> ReferenceLayer:
 
     size = 32
     own, scales, zeros = layer_with_scales_and_zeros(size, 4)
-    spread = [one.float().repeat_interleave(size, 1) for one in (scales, zeros)]
+    spread = [tensor.float().repeat_interleave(size, 1) for tensor in (scales, zeros)]
     codes = ((own.weight.data.float() / spread[0]).round() + spread[1]).clamp(0, 15)
     expected = (codes - spread[1]) * spread[0]
     own.weight.data = expected.half()
@@ -269,7 +269,7 @@ def main() -> None:
         save_file(
             stored | {"expected": expected.contiguous()}, FOLDER / f"{name}.safetensors", metadata=metadata
         )
-        print(name, {key: (str(one.dtype), list(one.shape)) for key, one in tensors.items()})
+        print(name, {key: (str(tensor.dtype), list(tensor.shape)) for key, tensor in tensors.items()})
 
 
 if __name__ == "__main__":

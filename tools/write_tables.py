@@ -76,7 +76,7 @@ ROUTERS = (
     operations,
     playground,
 )
-OURS = (  # fields that OpenAI's two request types do not have
+PENSTOCK_FIELDS = (  # fields that OpenAI's two request types do not have
     "add_generation_prompt allowed_token_ids bad_words cache_salt chat_template_kwargs"
     " continue_final_message guided_choice guided_grammar guided_json guided_regex ignore_eos"
     " include_reasoning include_stop_str_in_output min_p min_tokens priority prompt_logprobs repeat_penalty"
@@ -84,8 +84,8 @@ OURS = (  # fields that OpenAI's two request types do not have
     " structured_outputs top_k truncate_prompt_tokens"
 ).split()
 
-MAX_CELL = 90
-"""Maximum length of the last cell of a row of `noted_table`."""
+MAX_CELL_LENGTH = 90
+"""Maximum length of the last cell of a row of `table_with_notes`."""
 
 SHORT_REASONS = {
     "the server does not have this sampler: use top_k, top_p, min_p and temperature": "no such sampler",
@@ -109,19 +109,19 @@ def table(head: str, rows: Iterable[Iterable[str]]) -> str:
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
 
 
-def noted_table(head: str, rows: Iterable[Iterable[str]]) -> str:
+def table_with_notes(head: str, rows: Iterable[Iterable[str]]) -> str:
     """Return a Markdown table whose long last cells are notes below it, so that rows stay readable."""
     lines = [list(row) for row in rows]
     times, notes = Counter(line[0] for line in lines), []
     for line in lines:
-        if len(line[-1]) > MAX_CELL:
+        if len(line[-1]) > MAX_CELL_LENGTH:
             name = line[0] if times[line[0]] == 1 else f"{line[0]} of {line[1]}"
-            notes.append(item(f"{name}: {line[-1]}"))
+            notes.append(list_item(f"{name}: {line[-1]}"))
             line[-1] = "see below"
     return "\n".join([table(head, lines), *(["", *notes] if notes else [])])
 
 
-def item(text: str) -> str:
+def list_item(text: str) -> str:
     """Return a list item, wrapped at 120 columns."""
     return textwrap.fill(
         f"- {text}", width=120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
@@ -152,7 +152,7 @@ def routes() -> str:
 
 def _routers(module: Any) -> list[Any]:
     """Return the routers of a module."""
-    return [one for name, one in vars(module).items() if name == "router" or name.endswith("_router")]
+    return [value for name, value in vars(module).items() if name == "router" or name.endswith("_router")]
 
 
 def fields() -> str:
@@ -161,12 +161,12 @@ def fields() -> str:
     honoured = {kind: validation.json_schema(kind)["properties"] for kind in kinds}
     tables = {kind: parameters.UNSUPPORTED[kind] for kind in kinds}
     names = sorted({name for kind in kinds for name in (*honoured[kind], *tables[kind])})
-    return noted_table(
+    return table_with_notes(
         "field | chat | completions | values",
         (
             [
-                f"`{name}`{' *' if name in OURS else ''}",
-                *(_how(name, honoured[kind], tables[kind]) for kind in kinds),
+                f"`{name}`{' *' if name in PENSTOCK_FIELDS else ''}",
+                *(_support(name, honoured[kind], tables[kind]) for kind in kinds),
                 _values(name, [honoured[kind] for kind in kinds], [tables[kind] for kind in kinds]),
             ]
             for name in names
@@ -174,24 +174,24 @@ def fields() -> str:
     )
 
 
-def fields_of(kind: type[schemas.RequestBody]) -> str:
+def request_fields(kind: type[schemas.RequestBody]) -> str:
     """Return the table of all fields of one kind of request."""
     honoured = validation.json_schema(kind)["properties"]
     refused = parameters.unsupported_fields(kind)
     rows = []
     for name in sorted({*honoured, *refused}):
-        how = _how(name, honoured, refused)
-        values = [_legal(honoured[name])] if name in honoured else []
+        how = _support(name, honoured, refused)
+        values = [_describe_values(honoured[name])] if name in honoured else []
         if name in refused:
-            accepted = _accepted(refused[name])
+            accepted = _accepted_values(refused[name])
             values.append(f"{accepted + ': ' if accepted else ''}{_reason(refused[name])}")
         rows.append([f"`{name}`", how, "; ".join(values)])
-    return noted_table("field | support | values", rows)
+    return table_with_notes("field | support | values", rows)
 
 
 def response_fields() -> str:
     """Return the table of all fields of a request to ``/v1/responses``."""
-    return fields_of(response_schema.ResponsesBody)
+    return request_fields(response_schema.ResponsesBody)
 
 
 def ollama_fields() -> str:
@@ -207,12 +207,12 @@ def ollama_fields() -> str:
         honoured = validation.json_schema(kind)["properties"]
         refused = parameters.unsupported_fields(kind)
         for name in sorted({*honoured, *refused}):
-            values = [_legal(honoured[name])] if name in honoured else []
+            values = [_describe_values(honoured[name])] if name in honoured else []
             if name in refused:
-                accepted = _accepted(refused[name])
+                accepted = _accepted_values(refused[name])
                 values.append(f"{accepted + ': ' if accepted else ''}{_reason(refused[name])}")
-            rows.setdefault((name, _how(name, honoured, refused), "; ".join(values)), []).append(place)
-    return noted_table(
+            rows.setdefault((name, _support(name, honoured, refused), "; ".join(values)), []).append(place)
+    return table_with_notes(
         "field | in | support | values",
         ([code(name), ", ".join(where), how, values] for (name, how, values), where in sorted(rows.items())),
     )
@@ -220,7 +220,7 @@ def ollama_fields() -> str:
 
 def message_fields() -> str:
     """Return the table of all fields of a request to ``/v1/messages``."""
-    return fields_of(message_schema.MessagesBody)
+    return request_fields(message_schema.MessagesBody)
 
 
 def embedding_fields() -> str:
@@ -233,13 +233,13 @@ def embedding_fields() -> str:
         "classify": embedding_schemas.ClassifyBody,
     }
     honoured = {name: validation.json_schema(kind)["properties"] for name, kind in kinds.items()}
-    fields = sorted({field for one in honoured.values() for field in one})
+    fields = sorted({field for field_schemas in honoured.values() for field in field_schemas})
     rows = []
     for field in fields:
         where = [name for name in kinds if field in honoured[name]]
-        legal = _legal(honoured[where[0]][field])
+        legal = _describe_values(honoured[where[0]][field])
         rows.append([f"`{field}`", "all" if len(where) == len(kinds) else ", ".join(where), legal])
-    return noted_table("field | routes | values", rows)
+    return table_with_notes("field | routes | values", rows)
 
 
 def no_effect() -> str:
@@ -278,13 +278,13 @@ def no_effect() -> str:
         ollama_schema.OllamaShowBody: "/api/show",
     }
     bases = {llama_cpp_schema.LlamaCppBody, ollama_schema.OllamaBody}
-    known = {*parameters.UNSUPPORTED, *_with_own_tables(schemas.RequestBody)} - bases
+    known = {*parameters.UNSUPPORTED, *_classes_with_refused_fields(schemas.RequestBody)} - bases
     assert set(places) == known, set(places) ^ known
     rows: dict[tuple[str, str, str], list[str]] = {}
     for kind in places:
         for name, field in parameters.unsupported_fields(kind).items():
             if field.accepted or field.accepts_all:
-                rows.setdefault((name, _accepted(field), _reason(field)), []).append(places[kind])
+                rows.setdefault((name, _accepted_values(field), _reason(field)), []).append(places[kind])
     return table(
         "field | in | values | why",
         (
@@ -294,15 +294,15 @@ def no_effect() -> str:
     )
 
 
-def _with_own_tables(kind: type[schemas.RequestBody]) -> Iterator[type[schemas.RequestBody]]:
+def _classes_with_refused_fields(kind: type[schemas.RequestBody]) -> Iterator[type[schemas.RequestBody]]:
     """Yield the classes of request objects that declare fields without support."""
-    for one in kind.__subclasses__():
-        if "unsupported" in vars(one):
-            yield one
-        yield from _with_own_tables(one)
+    for subclass in kind.__subclasses__():
+        if "unsupported" in vars(subclass):
+            yield subclass
+        yield from _classes_with_refused_fields(subclass)
 
 
-def _accepted(field: unsupported.Refused) -> str:
+def _accepted_values(field: unsupported.Refused) -> str:
     if field.accepts_all:
         return "all"
     values = [code(json.dumps(value)) for value in field.accepted]
@@ -314,7 +314,7 @@ def _reason(field: unsupported.Refused) -> str:
     return SHORT_REASONS.get(field.reason, field.reason)
 
 
-def _how(name: str, honoured: Mapping[str, Any], refused: Mapping[str, unsupported.Refused]) -> str:
+def _support(name: str, honoured: Mapping[str, Any], refused: Mapping[str, unsupported.Refused]) -> str:
     if name in parameters.LOGGED:
         return "log"
     if name in honoured:
@@ -331,28 +331,30 @@ def _values(
     honoured: Iterable[Mapping[str, Any]],
     refused: Iterable[Mapping[str, unsupported.Refused]],
 ) -> str:
-    legal = [_legal(one[name]) if name in one else "" for one in honoured]
+    legal = [
+        _describe_values(field_schemas[name]) if name in field_schemas else "" for field_schemas in honoured
+    ]
     if all(legal) and len(set(legal)) > 1:
         parts = [f"chat: {legal[0]}; completions: {legal[1]}"]
     else:
         parts = [next(filter(None, legal))] if any(legal) else []
-    for one in refused:
-        if name in one:
-            accepted = _accepted(one[name])
-            parts.append(f"{accepted + ': ' if accepted else ''}{_reason(one[name])}")
+    for refused_fields in refused:
+        if name in refused_fields:
+            accepted = _accepted_values(refused_fields[name])
+            parts.append(f"{accepted + ': ' if accepted else ''}{_reason(refused_fields[name])}")
     return "; ".join(dict.fromkeys(parts))
 
 
-def _legal(schema: Mapping[str, Any]) -> str:
+def _describe_values(schema: Mapping[str, Any]) -> str:
     """Describe a JSON schema in a few words."""
     if "anyOf" in schema:
-        options = [_legal(one) for one in schema["anyOf"] if one.get("type") != "null"]
+        options = [_describe_values(option) for option in schema["anyOf"] if option.get("type") != "null"]
         return " or ".join(dict.fromkeys(options))
     if "enum" in schema or "const" in schema:
-        return ", ".join(code(json.dumps(one)) for one in schema.get("enum", [schema.get("const")]))
+        return ", ".join(code(json.dumps(value)) for value in schema.get("enum", [schema.get("const")]))
     kind = schema.get("type")
     if kind == "array":
-        return f"list of {_plural(_legal(schema['items']))}"
+        return f"list of {_plural(_describe_values(schema['items']))}"
     if kind == "object":
         return (
             "object"
@@ -403,7 +405,9 @@ def metric_names() -> str:
     rows = []
     found = metrics.Metrics(with_process=False)
     labels = {
-        one._name: one._labelnames for one in vars(found).values() if isinstance(one, MetricWrapperBase)
+        metric._name: metric._labelnames
+        for metric in vars(found).values()
+        if isinstance(metric, MetricWrapperBase)
     }
     for family in found.registry.collect():
         ending = {"counter": "_total", "info": "_info"}.get(family.type, "")
@@ -411,8 +415,10 @@ def metric_names() -> str:
         rows.append(
             [code(family.name + ending), family.type, family.documentation + (f"; by {by}" if by else "")]
         )
-    for one in metrics.ENGINE_METRICS:
-        rows.append([code(one.name), "counter" if one.name.endswith("_total") else "gauge", one.help])
+    for metric in metrics.ENGINE_METRICS:
+        rows.append(
+            [code(metric.name), "counter" if metric.name.endswith("_total") else "gauge", metric.help]
+        )
     return table("name | type | description", rows)
 
 
@@ -423,12 +429,12 @@ def architectures() -> str:
     """Return the table of all architectures in the registry, and the encodings in which they run."""
     rows: dict[tuple[str, str], list[str]] = {}
     encodings: dict[tuple[str, ...], list[str]] = {}
-    for one in PIPELINE_REGISTRY.architectures:
-        text = (importlib.import_module(cast(str, one.package)).__doc__ or "").split("\n\n")[0]
+    for architecture in PIPELINE_REGISTRY.architectures:
+        text = (importlib.import_module(cast(str, architecture.package)).__doc__ or "").split("\n\n")[0]
         words = " ".join(text.replace("``", "`").split()).rstrip(".")
-        rows.setdefault((one.name, words), []).append(TASKS[one.task])
-        encodings.setdefault(tuple(one.encodings), []).append(one.name)
-    known_as = {name: ", ".join(map(code, names)) for name, names in GGUF_OF.items()}
+        rows.setdefault((architecture.name, words), []).append(TASKS[architecture.task])
+        encodings.setdefault(tuple(architecture.encodings), []).append(architecture.name)
+    known_as = {name: ", ".join(map(code, names)) for name, names in GGUF_NAMES.items()}
     parts = [
         table(
             "model_type | tasks | models | GGUF",
@@ -443,16 +449,18 @@ def architectures() -> str:
             ),
         ),
         "",
-        item(
+        list_item(
             "Tasks: `text` is `text-generation`, `embeddings` is `embeddings-generation`, `speech` is "
             "`speech-token-generation` and `audio-generation`."
         ),
     ]
-    usual = max(encodings, key=lambda one: len(encodings[one]))
-    parts.append(item(f"Encodings for float weights: {', '.join(map(code, usual))}."))
+    usual = max(encodings, key=lambda names: len(encodings[names]))
+    parts.append(list_item(f"Encodings for float weights: {', '.join(map(code, usual))}."))
     for other in encodings.keys() - {usual}:
-        parts.append(item(f"{', '.join(map(code, encodings[other]))}: only {', '.join(map(code, other))}."))
-    parts.append(item("GGUF: the name of the family in GGUF files, for text generation."))
+        parts.append(
+            list_item(f"{', '.join(map(code, encodings[other]))}: only {', '.join(map(code, other))}.")
+        )
+    parts.append(list_item("GGUF: the name of the family in GGUF files, for text generation."))
     return "\n".join(parts)
 
 
@@ -464,7 +472,7 @@ TASKS = {
 }
 """The tasks in the table of architectures."""
 
-GGUF_OF: Mapping[str, tuple[str, ...]] = {
+GGUF_NAMES: Mapping[str, tuple[str, ...]] = {
     "gemma2": ("gemma2",),
     "gemma3_text": ("gemma3",),
     "gpt2": ("gpt2",),
@@ -516,28 +524,30 @@ def gguf_blocks() -> str:
         "Quantized blocks": gguf_names.READABLE_BLOCKS,
         "Quantized blocks that need the extra `gguf`": gguf_names.PACKAGE_BLOCKS,
     }
-    return "\n".join(item(f"{kind}: {', '.join(map(code, names))}.") for kind, names in kinds.items())
+    return "\n".join(list_item(f"{kind}: {', '.join(map(code, names))}.") for kind, names in kinds.items())
 
 
 def checkpoint_formats() -> str:
     """Return the table of quantized checkpoint formats and the encodings that hold their layers."""
     rows = []
-    for one in sorted(FORMATS.formats, key=lambda one: one.name):
-        if not one.quant_methods:
+    for checkpoint_format in sorted(FORMATS.formats, key=lambda checkpoint_format: checkpoint_format.name):
+        if not checkpoint_format.quant_methods:
             continue
-        text = (importlib.import_module(type(one).__module__).__doc__ or "").split("\n\n")[0]
+        text = (importlib.import_module(type(checkpoint_format).__module__).__doc__ or "").split("\n\n")[0]
         what = " ".join(text.split()).partition(": ")[2].rstrip(".")
-        kept = ", ".join(map(code, one.kept_encodings)) or "none: layers are dequantized"
-        rows.append([", ".join(map(code, one.quant_methods)), what, kept])
+        kept = ", ".join(map(code, checkpoint_format.kept_encodings)) or "none: layers are dequantized"
+        rows.append([", ".join(map(code, checkpoint_format.quant_methods)), what, kept])
     return table("quant_method | layers | kept in the encodings", rows)
 
 
 def tool_formats() -> str:
     """Return the table of the models of each tool-call format, and an example of each format."""
-    models = table("name | models", ([code(name), one.models] for name, one in TOOL_FORMATS.items()))
+    models = table(
+        "name | models", ([code(name), tool_format.models] for name, tool_format in TOOL_FORMATS.items())
+    )
     examples = [
-        f"- {code(name)}: {code(one.example.replace(chr(10), chr(92) + 'n'))}"
-        for name, one in TOOL_FORMATS.items()
+        f"- {code(name)}: {code(tool_format.example.replace(chr(10), chr(92) + 'n'))}"
+        for name, tool_format in TOOL_FORMATS.items()
     ]
     return "\n".join([models, "", "An example of a call in each format:", "", *examples])
 
@@ -546,13 +556,13 @@ def reasoning_formats() -> str:
     """Return the start and end markers of each reasoning format."""
     rows = [
         [
-            code(one.name),
+            code(reasoning_format.name),
             *(
                 " ".join(code(marker.replace("\n", "\\n")) for marker in markers)
-                for markers in (one.begins, one.ends)
+                for markers in (reasoning_format.begins, reasoning_format.ends)
             ),
         ]
-        for one in REASONING_FORMATS.values()
+        for reasoning_format in REASONING_FORMATS.values()
     ]
     return table("name | begins | ends", rows)
 
@@ -569,7 +579,7 @@ def peft_fields() -> str:
     return table("field | treatment", sorted(rows))
 
 
-HONOURED: Mapping[str, Any] = {
+SUPPORTED_SCHEMAS: Mapping[str, Any] = {
     "type": {"type": ["string", "null"]},
     "enum": {"enum": [1, "a", None]},
     "const": {"const": {"a": 1}},
@@ -659,9 +669,11 @@ LIMITS: Mapping[str, tuple[str, Any]] = {
 
 def schema_keywords() -> str:
     """Return the table of JSON schema keywords and their support."""
-    rows = [[code(name), f"yes{': ' + LIMITS[name][0] if name in LIMITS else ''}"] for name in HONOURED]
+    rows = [
+        [code(name), f"yes{': ' + LIMITS[name][0] if name in LIMITS else ''}"] for name in SUPPORTED_SCHEMAS
+    ]
     rows += [[code(name), f"refused: {reason}"] for name, reason in shapes.REFUSED_KEYWORDS.items()]
-    return noted_table("keyword | supported", rows)
+    return table_with_notes("keyword | supported", rows)
 
 
 TABLES: Mapping[str, Callable[[], str]] = {

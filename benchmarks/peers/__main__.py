@@ -25,13 +25,13 @@ from typing import Any
 
 import click
 
-from benchmarks.peers.checkpoints import checkpoint, converted_model, pack_weights, vocabulary_of
+from benchmarks.peers.checkpoints import checkpoint, converted_model, pack_weights, read_vocabulary_size
 from benchmarks.peers.comparing import Comparison, compare
 from benchmarks.peers.engines import ROOT, Engine
-from benchmarks.peers.peers import DEFAULT_FOLDER, PEERS, environment_of, python_of, set_up
+from benchmarks.peers.peers import DEFAULT_FOLDER, PEERS, interpreter_path, peer_environment, set_up
 from benchmarks.peers.probe import probe
-from benchmarks.peers.reporting import plot, table_of
-from benchmarks.peers.workloads import WORKLOADS, Opener, max_length_of, with_sizes
+from benchmarks.peers.reporting import markdown_table, plot
+from benchmarks.peers.workloads import WORKLOADS, Opener, largest_max_length, with_sizes
 
 
 def _venvs_option(command: Callable[..., None]) -> Callable[..., None]:
@@ -121,7 +121,7 @@ def run(
     if encoding_of_peer is None:
         known = ", ".join(f"{ours} ({theirs})" for ours, theirs in peer.encodings.items())
         raise click.UsageError(f"{name} has no encoding to compare with {encoding}; choose one of {known}")
-    if not python_of(venvs / name).exists():
+    if not interpreter_path(venvs / name).exists():
         raise click.UsageError(f"{name} is not installed; run `python -m benchmarks.peers setup {name}`")
     workloads = [with_sizes(WORKLOADS[workload], batch=batch, context=context) for workload in works]
     source = checkpoint(shape, venvs / "checkpoints")
@@ -133,7 +133,7 @@ def run(
         pack_weights(source, encoding, own_environment)
     load = {
         "threads": threads,
-        "max_length": max_length_of(workloads),
+        "max_length": largest_max_length(workloads),
         "prompts": max(workload.num_prompts for workload in workloads),
     }
     logs = venvs / "logs"
@@ -151,12 +151,12 @@ def run(
             own_environment,
         ),
         theirs=opener(
-            python_of(venvs / name),
+            interpreter_path(venvs / name),
             peer.driver,
             {"model": str(model), "encoding": encoding_of_peer},
-            environment_of(peer, venvs, threads),
+            peer_environment(peer, venvs, threads),
         ),
-        vocabulary=vocabulary_of(source),
+        vocabulary=read_vocabulary_size(source),
         pairs=pairs,
         probe=probe,
         log=lambda text: click.echo(text, err=True),
@@ -174,7 +174,7 @@ def run(
         "pairs": pairs,
         **result,
     }
-    click.echo(table_of([report]), nl=False)
+    click.echo(markdown_table([report]), nl=False)
     if json_path is not None:
         json_path.write_text(json.dumps(report, indent=1))
     if plot_path is not None:
@@ -202,7 +202,7 @@ _JSON_FILES = click.argument(
 @_JSON_FILES
 def table(files: tuple[Path, ...]) -> None:
     """Print one Markdown table from files that ``run --json`` wrote."""
-    click.echo(table_of(_read(files)), nl=False)
+    click.echo(markdown_table(_read(files)), nl=False)
 
 
 @main.command("plot")

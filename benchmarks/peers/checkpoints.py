@@ -10,7 +10,7 @@ import sys
 import tarfile
 from pathlib import Path
 
-from benchmarks.peers.peers import Peer, python_of
+from benchmarks.peers.peers import Peer, interpreter_path
 from penstock.bench.random_weights import shape_config, write_random_checkpoint
 from penstock.errors import InputError
 
@@ -57,7 +57,7 @@ def checkpoint(shape: str, folder: Path) -> Path:
     return target
 
 
-def vocabulary_of(folder: Path) -> int:
+def read_vocabulary_size(folder: Path) -> int:
     """Return the vocabulary size of a checkpoint."""
     return int(json.loads((folder / "config.json").read_text())["vocab_size"])
 
@@ -110,7 +110,7 @@ def pack_weights(source: Path, encoding: str, environment: dict[str, str]) -> No
 
 def _gguf(encoding: str, source: Path, venvs: Path) -> Path:
     """Return the path of the checkpoint as a GGUF file in a llama.cpp encoding. Writes the file if needed."""
-    python = python_of(venvs / "llama_cpp")
+    python = interpreter_path(venvs / "llama_cpp")
     bf16_file, target = source / "bf16.gguf", source / f"{encoding}.gguf"
     if not target.exists() and not python.exists():
         raise InputError(

@@ -38,7 +38,7 @@ class Engine:
 
     Args:
         command: the command that starts the driver.
-        load: the content of the load request, with the fields of ``Settings`` in `drivers.answering`.
+        load: the content of the load request, with the fields of ``Settings`` in `drivers.request_loop`.
         environment: environment variables of the driver, added to those of this process. The driver does not
             inherit settings of OpenMP, because a setting that suits one engine can halve the speed of
             another.
@@ -93,7 +93,7 @@ class Engine:
     def generate(self, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
         """Generate ``new_tokens`` tokens for each prompt.
 
-        Returns ``tokens``, ``first``, ``num_first`` and ``seconds``, as `drivers.answering` describes them.
+        Returns ``tokens``, ``first``, ``num_first`` and ``seconds``, as `drivers.request_loop` describes them.
 
         Raises:
             EngineError: the engine failed, or did not return ``new_tokens`` tokens for each prompt.

@@ -38,10 +38,10 @@ class Peer:
     """The package whose version is the engine's version."""
     encodings: Mapping[str, str]
     """Encoding of Penstock -> the encoding of the peer that it is compared with."""
-    installs: Sequence[Sequence[str]] = ()
+    pip_arguments: Sequence[Sequence[str]] = ()
     """Arguments of the ``pip install`` commands, in order."""
-    removes: Sequence[str] = ()
-    """Packages to uninstall after ``installs``."""
+    uninstalled_packages: Sequence[str] = ()
+    """Packages to uninstall after ``pip_arguments``."""
     preload: str = ""
     """Path of a library, relative to the virtual environment, for LD_PRELOAD."""
     build: Mapping[str, str] = field(default_factory=dict)
@@ -77,7 +77,9 @@ PEERS: Mapping[str, Peer] = {
             "openvino-genai",
             {"bfloat16": "fp16", "int8": "int8", "int4": "int4"},
             [["openvino-genai", "optimum-intel", "nncf", "torch"]],
-            removes=["torchvision"],  # the export fails with a torchvision for another version of torch
+            uninstalled_packages=[
+                "torchvision"
+            ],  # the export fails with a torchvision for another version of torch
         ),
         Peer(
             "vllm",
@@ -98,7 +100,7 @@ PEERS: Mapping[str, Peer] = {
 }
 
 
-def environment_of(peer: Peer, folder: Path, threads: int) -> dict[str, str]:
+def peer_environment(peer: Peer, folder: Path, threads: int) -> dict[str, str]:
     """Return the environment variables to add for a peer's process.
 
     ``folder`` contains the virtual environments of all peers.
@@ -107,7 +109,7 @@ def environment_of(peer: Peer, folder: Path, threads: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(threads), **preload}
 
 
-def python_of(folder: Path) -> Path:
+def interpreter_path(folder: Path) -> Path:
     """Return the interpreter of a virtual environment."""
     return folder / "bin" / "python"
 
@@ -122,15 +124,18 @@ def set_up(peer: Peer, folder: Path) -> None:
         CalledProcessError: pip failed. It printed the reason.
     """
     venv = folder / peer.name
-    if not python_of(venv).exists():
+    if not interpreter_path(venv).exists():
         subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
-    for arguments in peer.installs:
+    for arguments in peer.pip_arguments:
         _pip(venv, "install", arguments, peer.build)
-    if peer.removes:
-        _pip(venv, "uninstall", ["--yes", *peer.removes], {})
+    if peer.uninstalled_packages:
+        _pip(venv, "uninstall", ["--yes", *peer.uninstalled_packages], {})
     if peer.name == "vllm":
         requirements = subprocess.run(
-            [python_of(venv), "-c", _PRINT_VLLM_REQUIREMENTS], check=True, capture_output=True, text=True
+            [interpreter_path(venv), "-c", _PRINT_VLLM_REQUIREMENTS],
+            check=True,
+            capture_output=True,
+            text=True,
         ).stdout.split("\n")
         _pip(venv, "install", [line for line in requirements if line] + ["torch"], peer.build)
     if peer.name == "llama_cpp":  # only the source distribution contains the conversion script
@@ -142,5 +147,5 @@ def set_up(peer: Peer, folder: Path) -> None:
 def _pip(venv: Path, command: str, arguments: Sequence[str], build: Mapping[str, str]) -> None:
     """Run a pip command in a virtual environment, with the pinned versions of constraints.txt."""
     constraints = [] if command == "uninstall" else ["-c", str(CONSTRAINTS)]
-    words = [str(python_of(venv)), "-m", "pip", command, *constraints, *arguments]
+    words = [str(interpreter_path(venv)), "-m", "pip", command, *constraints, *arguments]
     subprocess.run(words, check=True, env={**os.environ, **build}, cwd=ROOT)

@@ -13,7 +13,7 @@ _HEADER = "| model | encoding | work | Penstock | peer | ratio | pairs | machine
 _RULE = "|---|---|---|---:|---|---:|---:|---|"
 
 
-def table_of(reports: Sequence[Report]) -> str:
+def markdown_table(reports: Sequence[Report]) -> str:
     """Return a Markdown table with one row per figure.
 
     Figures are medians over the pairs of runs. The ratio is the median of the ratios of the pairs; the lowest

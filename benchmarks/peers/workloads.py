@@ -127,6 +127,6 @@ def _run_long(workload: Workload, engine: Engine, prompts: list[list[int]]) -> R
     return Result(figures, answer["tokens"][0])
 
 
-def max_length_of(workloads: Sequence[Workload]) -> int:
+def largest_max_length(workloads: Sequence[Workload]) -> int:
     """Return the largest ``max_length`` of the workloads, rounded up to a multiple of 64."""
     return -(-max(workload.max_length for workload in workloads) // 64) * 64

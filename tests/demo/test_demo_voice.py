@@ -53,11 +53,11 @@ def test_a_speech_recogniser_understands_the_speech(
     import torch
 
     monkeypatch.setattr(sys, "path", [str(ROOT / "tools"), *sys.path])
-    from demo_voice.measure import Recogniser, edit_distance, words_of
+    from demo_voice.measure import Recogniser, edit_distance, split_words
 
     recogniser = Recogniser(with_grammar=True)
     errors = [
-        edit_distance(words_of(text), recogniser(torch.from_numpy(speech.audio)))
+        edit_distance(split_words(text), recogniser(torch.from_numpy(speech.audio)))
         for text, speech in zip(TEXTS, speeches, strict=True)
     ]
     assert sum(errors) <= 6  # 15 words in total; another sentence has an error in nearly every word

@@ -31,9 +31,9 @@ def test_every_table_is_on_a_page() -> None:
     assert sorted(re.findall(r"<!-- table: (\w+) -->", text)) == sorted(TOOL["TABLES"])
 
 
-@pytest.mark.parametrize("keyword", TOOL["HONOURED"])
+@pytest.mark.parametrize("keyword", TOOL["SUPPORTED_SCHEMAS"])
 def test_a_supported_keyword_is_accepted(keyword: str) -> None:
-    schema = TOOL["HONOURED"][keyword]
+    schema = TOOL["SUPPORTED_SCHEMAS"][keyword]
     assert keyword in str(schema)
     check_json_schema(schema)
 
@@ -47,16 +47,16 @@ def test_a_keyword_beyond_its_limit_is_refused(keyword: str) -> None:
 
 @pytest.mark.parametrize("keyword", REFUSED_KEYWORDS)
 def test_an_unsupported_keyword_is_refused_by_name(keyword: str) -> None:
-    assert keyword not in TOOL["HONOURED"]
+    assert keyword not in TOOL["SUPPORTED_SCHEMAS"]
     with pytest.raises(UnsupportedSchemaError) as caught:
         check_json_schema({"then": {}, keyword: {}} if keyword == "if" else {keyword: {}})
     assert caught.value.keyword == keyword
 
 
 def test_every_family_of_gguf_files_is_documented() -> None:
-    documented_families = {name for names in TOOL["GGUF_OF"].values() for name in names}
+    documented_families = {name for names in TOOL["GGUF_NAMES"].values() for name in names}
     assert documented_families == set(gguf_names._FAMILIES)
-    assert set(TOOL["GGUF_OF"]) <= {candidate.name for candidate in PIPELINE_REGISTRY.architectures}
+    assert set(TOOL["GGUF_NAMES"]) <= {candidate.name for candidate in PIPELINE_REGISTRY.architectures}
 
 
 def test_every_error_code_is_documented() -> None:
@@ -84,4 +84,4 @@ def test_fields_marked_as_extensions_are_missing_in_openai() -> None:
             openai_fields |= set(getattr(module, f"CompletionCreateParams{name}").__annotations__)
     kinds: tuple[Any, ...] = (schemas.ChatBody, schemas.CompletionBody)
     honoured = {field.alias or name for kind in kinds for name, field in kind.model_fields.items()}
-    assert honoured - openai_fields == set(TOOL["OURS"])
+    assert honoured - openai_fields == set(TOOL["PENSTOCK_FIELDS"])

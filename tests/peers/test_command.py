@@ -9,8 +9,13 @@ import pytest
 from click.testing import CliRunner, Result
 
 from benchmarks.peers.__main__ import main
-from benchmarks.peers.checkpoints import checkpoint, converted_model, sentencepiece_model, vocabulary_of
-from benchmarks.peers.peers import DEFAULT_FOLDER, PEERS, environment_of, python_of
+from benchmarks.peers.checkpoints import (
+    checkpoint,
+    converted_model,
+    read_vocabulary_size,
+    sentencepiece_model,
+)
+from benchmarks.peers.peers import DEFAULT_FOLDER, PEERS, interpreter_path, peer_environment
 from penstock.errors import InputError
 
 SHAPE = {
@@ -42,7 +47,7 @@ def test_checkpoint_has_the_files_that_peers_require_and_is_written_once(shape: 
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert config["max_position_embeddings"] == 8192
-    assert vocabulary_of(folder) == 320
+    assert read_vocabulary_size(folder) == 320
     written_time = (folder / "model.safetensors").stat().st_mtime_ns
     assert checkpoint(str(shape), tmp_path / "checkpoints") == folder
     assert (folder / "model.safetensors").stat().st_mtime_ns == written_time
@@ -56,11 +61,11 @@ def test_sentencepiece_model_has_four_pieces() -> None:
 
 
 def test_preloaded_library_is_in_the_virtual_environment() -> None:
-    assert environment_of(PEERS["vllm"], Path("/venvs"), 3) == {
+    assert peer_environment(PEERS["vllm"], Path("/venvs"), 3) == {
         "OMP_NUM_THREADS": "3",
         "LD_PRELOAD": "/venvs/vllm/lib/libiomp5.so",
     }
-    assert environment_of(PEERS["llama_cpp"], Path("/venvs"), 2) == {"OMP_NUM_THREADS": "2"}
+    assert peer_environment(PEERS["llama_cpp"], Path("/venvs"), 2) == {"OMP_NUM_THREADS": "2"}
 
 
 def test_encodings_without_counterpart_are_refused(tmp_path: Path) -> None:
@@ -93,7 +98,7 @@ def test_max_loads_the_checkpoint_or_the_gguf_file_of_llama_cpp(tmp_path: Path) 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", PEERS)
 def test_small_model_on_a_real_peer(name: str, shape: Path, tmp_path: Path) -> None:
-    if not python_of(DEFAULT_FOLDER / name).exists():
+    if not interpreter_path(DEFAULT_FOLDER / name).exists():
         pytest.skip(f"{name} is not installed: python -m benchmarks.peers setup {name}")
     checkpoint = DEFAULT_FOLDER / "checkpoints" / shape.name
     encoding = next(iter(PEERS[name].encodings))

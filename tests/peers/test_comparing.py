@@ -16,8 +16,8 @@ from support import fake_engine
 
 from benchmarks.peers.comparing import Comparison, compare, report_row
 from benchmarks.peers.engines import Engine
-from benchmarks.peers.reporting import format_number, plot, ratios_where_more_is_better, table_of
-from benchmarks.peers.workloads import WORKLOADS, Result, max_length_of, random_prompts, run, with_sizes
+from benchmarks.peers.reporting import format_number, markdown_table, plot, ratios_where_more_is_better
+from benchmarks.peers.workloads import WORKLOADS, Result, largest_max_length, random_prompts, run, with_sizes
 
 LOAD = {"model": "model", "encoding": "int4", "threads": 2, "max_length": 64, "prompts": 1}
 VOCABULARY = 100
@@ -160,8 +160,10 @@ def test_prompts_are_new_and_have_the_requested_length() -> None:
 
 
 def test_max_length_covers_all_workloads() -> None:
-    assert max_length_of([WORKLOADS["decode"], WORKLOADS["prefill"]]) == 1088  # 1025 tokens in blocks of 64
-    assert max_length_of([WORKLOADS["decode"]]) == 192
+    assert (
+        largest_max_length([WORKLOADS["decode"], WORKLOADS["prefill"]]) == 1088
+    )  # 1025 tokens in blocks of 64
+    assert largest_max_length([WORKLOADS["decode"]]) == 192
 
 
 def comparison_report() -> dict[str, object]:
@@ -183,7 +185,7 @@ def comparison_report() -> dict[str, object]:
 
 
 def test_table_has_a_row_for_each_figure() -> None:
-    assert table_of([comparison_report()]) == (
+    assert markdown_table([comparison_report()]) == (
         "| model | encoding | work | Penstock | peer | ratio | pairs | machine |\n"
         "|---|---|---|---:|---|---:|---:|---|\n"
         "| l1b | int4 | decode | 35 tokens/s | 20, llama_cpp 0.3.36 Q4_0 | **1.75** (1.50 to 2.00) | 2 "

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from benchmarks.peers.drivers.answering import Generate, Settings, Tokens, answer_requests
+from benchmarks.peers.drivers.request_loop import Generate, Settings, Tokens, answer_requests
 
 FAULT = sys.argv[1] if len(sys.argv) > 1 else ""
 

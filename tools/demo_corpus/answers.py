@@ -133,7 +133,7 @@ def small_sum(rng: random.Random) -> Pair:
     return ask(rng, "sum", first=first, second=second, sign=sign, word=word, result=result)
 
 
-def use(rng: random.Random) -> Pair:
+def thing_purpose(rng: random.Random) -> Pair:
     """Ask what a thing is for."""
     thing, purpose = entry(rng, "uses")
     return ask(rng, "use", thing=thing, purpose=purpose)
@@ -156,7 +156,7 @@ def compare(rng: random.Random) -> Pair:
     return ask(rng, "compare", word=word, **{key: a(names[index]) for key, index in fields.items()})
 
 
-def counted(rng: random.Random) -> Pair:
+def number_fact(rng: random.Random) -> Pair:
     """Ask how many of something there are."""
     what, reply = entry(rng, "how many")
     return ask(rng, "how many", what=what, reply=reply)
@@ -268,10 +268,10 @@ MAKERS: dict[Callable[[random.Random], Pair], float] = {
     opposite: 5,
     calendar: 5,
     small_sum: 8,
-    use: 4,
+    thing_purpose: 4,
     definition: 8,
     compare: 3,
-    counted: 3,
+    number_fact: 3,
     why_and_how: 4,
     listing: 4,
     season: 2,

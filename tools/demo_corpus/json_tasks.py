@@ -19,16 +19,16 @@ from .words import (
     TOYS,
     a,
     join_list,
-    listed,
     pick,
     plural,
     some_city,
     some_name,
+    split_list,
 )
 
-HOBBIES = listed("reading, swimming, music, painting, cooking, chess, running")
-TAGS = listed("new, small, old, fresh, good")
-FREE_KEYS = NOUNS + listed("width, height, score, level, status, size, weight, rating, answer, reason")
+HOBBIES = split_list("reading, swimming, music, painting, cooking, chess, running")
+TAGS = split_list("new, small, old, fresh, good")
+FREE_KEYS = NOUNS + split_list("width, height, score, level, status, size, weight, rating, answer, reason")
 FIELDS: dict[str, Callable[[random.Random], Any]] = {
     "name": lambda rng: pick(rng, PEOPLE),
     "age": lambda rng: rng.randrange(5, 90),

@@ -12,7 +12,7 @@ from typing import Any
 
 from .asking import question, vary_typing
 from .texts import alternatives, request, table
-from .words import BOOKS, COLORS, NOUNS, listed, pick, plural, some_city, some_name, strange_word
+from .words import BOOKS, COLORS, NOUNS, pick, plural, some_city, some_name, split_list, strange_word
 
 Message = dict[str, Any]
 Schema = dict[str, Any]
@@ -29,14 +29,14 @@ PARAMETERS: dict[str, dict[str, Schema]] = {
     "set_alarm": {"time": TEXT},
 }
 OPTIONAL = {"unit"}
-TOPICS = listed(
+TOPICS = split_list(
     "rivers, cats, the moon, history, cooking, music, gardens, ships, trains, birds, space, art, horses"
 )
-TEXTS = listed(
+TEXTS = split_list(
     "I am late, hello, good morning, dinner is ready, see you tomorrow, happy birthday, call me, "
     "I am at home, thank you, the train is late"
 )
-WEATHER = listed("sunny, cloudy, rainy, windy, snowy, foggy")
+WEATHER = split_list("sunny, cloudy, rainy, windy, snowy, foggy")
 
 
 @dataclass(frozen=True)

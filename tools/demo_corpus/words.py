@@ -4,50 +4,50 @@ import random
 from collections.abc import Sequence
 
 
-def listed(text: str) -> list[str]:
+def split_list(text: str) -> list[str]:
     """Return the items of a text that is separated by commas."""
     return [" ".join(item.split()) for item in text.split(",")]
 
 
-GIRLS = listed("Lily, Mia, Anna, Rosa, Nora, Emma, Clara, Ivy, Zoe, Maya, Ella, Ruth")
-BOYS = listed("Tom, Ben, Sam, Leo, Max, Finn, Jack, Noah, Omar, Theo, Paul, Hugo")
+GIRLS = split_list("Lily, Mia, Anna, Rosa, Nora, Emma, Clara, Ivy, Zoe, Maya, Ella, Ruth")
+BOYS = split_list("Tom, Ben, Sam, Leo, Max, Finn, Jack, Noah, Omar, Theo, Paul, Hugo")
 PEOPLE = GIRLS + BOYS
-PET_NAMES = listed("Pip, Rusty, Momo, Biscuit, Coco, Nibbles, Sunny, Button, Misty, Tiko")
+PET_NAMES = split_list("Pip, Rusty, Momo, Biscuit, Coco, Nibbles, Sunny, Button, Misty, Tiko")
 
-ANIMALS = listed(
+ANIMALS = split_list(
     """
     fox, rabbit, bear, mouse, duck, cat, dog, owl, frog, turtle, squirrel, hedgehog, pony, penguin,
     elephant, dragon, robot, lion, cow, wolf, monkey, pig, ghost, whale, bird, wizard
     """
 )
-PLACES = listed(
+PLACES = split_list(
     """
     in a small village, near a green forest, by the sea, on a quiet farm, in a little town, beside a
     wide river, at the foot of a mountain, near a blue lake
     """
 )
-TOYS = listed("red ball, blue kite, teddy bear, toy boat, silver key, wooden horse, little drum")
-FRUITS = listed("apple, banana, pear, orange, plum, cherry, lemon, grape, peach, melon")
-VEGETABLES = listed("carrot, potato, onion, pea, bean, cabbage, tomato, leek")
-COLORS = listed("red, blue, green, yellow, orange, purple, white, black, brown, pink")
-BOOKS = listed(
+TOYS = split_list("red ball, blue kite, teddy bear, toy boat, silver key, wooden horse, little drum")
+FRUITS = split_list("apple, banana, pear, orange, plum, cherry, lemon, grape, peach, melon")
+VEGETABLES = split_list("carrot, potato, onion, pea, bean, cabbage, tomato, leek")
+COLORS = split_list("red, blue, green, yellow, orange, purple, white, black, brown, pink")
+BOOKS = split_list(
     "The Silver River, A House by the Sea, The Last Lamp, Winter Birds, The Long Road, Under the Old Tree"
 )
-DAYS = listed("Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday")
-MONTHS = listed(
+DAYS = split_list("Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday")
+MONTHS = split_list(
     """
     January, February, March, April, May, June, July, August, September, October, November, December
     """
 )
-CITIES = listed(
+CITIES = split_list(
     """
     Paris, London, Berlin, Rome, Madrid, Tokyo, Oslo, Vienna, Lisbon, Athens, Dublin, Prague, Cairo,
     Delhi, Boston, Chicago, New York, San Francisco, Sydney, Toronto, Zurich, Seoul, Hamburg,
     Geneva, Seattle, Warsaw, Helsinki
     """
 )
-JOBS = listed("teacher, doctor, baker, farmer, pilot, nurse, painter, driver, cook, singer")
-NOUNS = listed(
+JOBS = split_list("teacher, doctor, baker, farmer, pilot, nurse, painter, driver, cook, singer")
+NOUNS = split_list(
     """
     lantern, map, violin, clock, bell, bottle, mirror, hat, button, feather, stone, shell, coin,
     ring, lamp, book, letter, box, spaceship, train, boat, bicycle, wheel, ladder, umbrella, rope,
@@ -56,16 +56,16 @@ NOUNS = listed(
     balloon, puppet, whistle, treasure, egg, pumpkin, snowflake, painting, trumpet, chair
     """
 )
-SYLLABLES = listed(
+SYLLABLES = split_list(
     """
     bla, kor, min, tus, ver, lo, ra, pin, dex, fu, gal, zo, mer, ti, bo, quan, stra, nel, cy, hu,
     on, ex, pra, vi, lem, ox, ta, ism, ish, er, ing, gra, phy, lan, dor, we, sha, mi, ku
     """
 )
-NUMBERS = listed("zero, one, two, three, four, five, six, seven, eight, nine, ten, eleven, twelve")
+NUMBERS = split_list("zero, one, two, three, four, five, six, seven, eight, nine, ten, eleven, twelve")
 CAPITALS = dict(
     pair.split(": ")
-    for pair in listed(
+    for pair in split_list(
         """
         France: Paris, Italy: Rome, Spain: Madrid, Germany: Berlin, Portugal: Lisbon,
         Austria: Vienna, Greece: Athens, Norway: Oslo, Sweden: Stockholm, Finland: Helsinki,

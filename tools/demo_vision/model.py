@@ -92,22 +92,24 @@ class DemoVision(nn.Module):
         for block in self.blocks:
             x = block(x)
         x = self.norm(x)
-        squares = x.view(count, side // scale, scale, side // scale, scale, -1).transpose(2, 3)
-        return self.connector(squares.reshape(count, shape.rows, -1)), self.classes(x)
+        patch_groups = x.view(count, side // scale, scale, side // scale, scale, -1).transpose(2, 3)
+        return self.connector(patch_groups.reshape(count, shape.rows, -1)), self.classes(x)
 
-    def forward(self, ids: Tensor, rows: Tensor, image_at: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+    def forward(
+        self, ids: Tensor, rows: Tensor, image_token_indices: Tensor, positions: Tensor, mask: Tensor
+    ) -> Tensor:
         """Return the logits ``[B, T, V]``.
 
         Args:
             ids: ``[B, T]``.
             rows: ``[B, R, E]``, the decoder rows of the image of each sequence.
-            image_at: ``[R]``, the indices of the tokens that the rows replace.
+            image_token_indices: ``[R]``, the indices of the tokens that the rows replace.
             positions: ``[B, T]``, the position of each token in its conversation.
             mask: ``[B, 1, T, T]``, added to the attention scores.
         """
         text = self.text
         x = text.embedding(ids).to(rows.dtype)
-        x = x.index_copy(1, image_at, rows)
+        x = x.index_copy(1, image_token_indices, rows)
         exponents = torch.arange(0, text.shape.head_dim, 2).float() / text.shape.head_dim
         angles = positions[..., None].float() * text.shape.rope_theta**-exponents
         angles = torch.cat((angles, angles), -1)[:, None]
@@ -116,7 +118,7 @@ class DemoVision(nn.Module):
             x = block(x, cos, sin, mask.to(x.dtype))
         return F.linear(text.norm(x), text.embedding.weight)
 
-    def exported(self) -> dict[str, Tensor]:
+    def smolvlm_state(self) -> dict[str, Tensor]:
         """Return the weights in bfloat16 under their names in a SmolVLM checkpoint."""
         shape = self.tower_shape
         state: dict[str, Tensor] = {

@@ -30,7 +30,7 @@ def with_article(words: str) -> str:
     return f"{'an' if words[0] in 'aeiou' else 'a'} {words}"
 
 
-def listed(parts: Iterable[str]) -> str:
+def english_list(parts: Iterable[str]) -> str:
     """Return parts as an English list: ``a, b and c``."""
     *first, last = parts
     return f"{', '.join(first)} and {last}" if first else last
@@ -54,10 +54,10 @@ def describe(scene: Scene) -> Question:
     if not groups:
         return Question("describe", "", "There is nothing in the picture.")
     verb = "is" if groups[0].startswith("a") else "are"
-    return Question("describe", "", f"There {verb} {listed(groups)}.")
+    return Question("describe", "", f"There {verb} {english_list(groups)}.")
 
 
-def _describe(scene: Scene, rng: random.Random) -> Question:
+def _ask_content(scene: Scene, rng: random.Random) -> Question:
     """Ask for the content of the picture, with a random wording."""
     texts = (
         "What is in the picture?",
@@ -77,7 +77,7 @@ def _describe(scene: Scene, rng: random.Random) -> Question:
     return Question("describe", rng.choice(texts), describe(scene).answer)
 
 
-def _count_all(scene: Scene, rng: random.Random) -> Question:
+def _ask_total_count(scene: Scene, rng: random.Random) -> Question:
     """Ask for the number of all shapes."""
     noun = rng.choice(("shapes", "shapes", "things", "objects"))
     where = rng.choice(("", " are there", " are there", " do you see", " are in the picture", " can you see"))
@@ -85,7 +85,7 @@ def _count_all(scene: Scene, rng: random.Random) -> Question:
     return Question("count", text, there_are(len(scene.things), "shape"))
 
 
-def _count_some(scene: Scene, rng: random.Random) -> Question:
+def _ask_count(scene: Scene, rng: random.Random) -> Question:
     """Ask for the number of things of a shape, a colour or both."""
     shape, colour = _random_shape_and_colour(scene, rng)
     form = rng.random()
@@ -100,7 +100,7 @@ def _count_some(scene: Scene, rng: random.Random) -> Question:
     return Question(kind, text, there_are(scene.count(shape, colour), noun))
 
 
-def _colour_of(scene: Scene, rng: random.Random) -> Question | None:
+def _ask_colour(scene: Scene, rng: random.Random) -> Question | None:
     """Ask for the colour of a shape that occurs once, or does not occur."""
     known = [shape for shape in SHAPES if scene.count(shape) == 1]
     absent = [shape for shape in SHAPES if not scene.count(shape)]
@@ -119,7 +119,7 @@ def _colour_of(scene: Scene, rng: random.Random) -> Question | None:
     )
 
 
-def _shape_of(scene: Scene, rng: random.Random) -> Question | None:
+def _ask_shape(scene: Scene, rng: random.Random) -> Question | None:
     """Ask for the shape of a colour that occurs once, or does not occur."""
     known = [colour for colour in COLOURS if scene.count(None, colour) == 1]
     absent = [colour for colour in COLOURS if not scene.count(None, colour)]
@@ -136,7 +136,7 @@ def _shape_of(scene: Scene, rng: random.Random) -> Question | None:
     return Question("shape", rng.choice(forms), answer)
 
 
-def _is_there(scene: Scene, rng: random.Random) -> Question:
+def _ask_presence(scene: Scene, rng: random.Random) -> Question:
     """Ask whether a shape, a colour or both are in the picture."""
     shape, colour = _random_shape_and_colour(scene, rng)
     if rng.random() < 0.3:
@@ -155,7 +155,7 @@ def _is_there(scene: Scene, rng: random.Random) -> Question:
     return Question("presence", rng.choice(forms), answer)
 
 
-def _where(scene: Scene, rng: random.Random) -> Question | None:
+def _ask_place(scene: Scene, rng: random.Random) -> Question | None:
     """Ask for the place of a thing that occurs once and is not in the middle."""
     known = [
         item
@@ -171,17 +171,17 @@ def _where(scene: Scene, rng: random.Random) -> Question | None:
     return Question("place", f"Where is the {name}?", f"The {name} is at the {_place(thing)}.")
 
 
-def _colours(scene: Scene, rng: random.Random) -> Question | None:
+def _ask_colours(scene: Scene, rng: random.Random) -> Question | None:
     """Ask for the colours of all shapes."""
     found = [colour for colour in COLOURS if scene.count(None, colour)]
     if not found:
         return None
     word = rng.choice(("colours", "colors"))
     forms = (f"What {word} do you see?", f"Which {word} do the shapes have?", f"What {word} are the shapes?")
-    return Question("colours", rng.choice(forms), f"The shapes are {listed(found)}.")
+    return Question("colours", rng.choice(forms), f"The shapes are {english_list(found)}.")
 
 
-def _background(scene: Scene, rng: random.Random) -> Question:
+def _ask_background(scene: Scene, rng: random.Random) -> Question:
     """Ask for the colour of the background."""
     word = rng.choice(("colour", "color"))
     forms = (f"What {word} is the background?", f"Which {word} has the background?")
@@ -202,15 +202,15 @@ def _random_shape_and_colour(scene: Scene, rng: random.Random) -> tuple[str | No
 
 
 _KINDS: tuple[tuple[float, Callable[[Scene, random.Random], Question | None]], ...] = (
-    (4, _describe),
-    (3, _count_all),
-    (4, _count_some),
-    (2, _colour_of),
-    (2, _shape_of),
-    (2, _is_there),
-    (1.5, _where),
-    (1, _colours),
-    (0.5, _background),
+    (4, _ask_content),
+    (3, _ask_total_count),
+    (4, _ask_count),
+    (2, _ask_colour),
+    (2, _ask_shape),
+    (2, _ask_presence),
+    (1.5, _ask_place),
+    (1, _ask_colours),
+    (0.5, _ask_background),
 )
 
 WITHOUT_PICTURE = "I see no picture. Send me one with coloured shapes."

@@ -104,7 +104,7 @@ class Examples:
         self._user = tokenizer.token_to_id(USER)
         border, whole, image = (tokenizer.token_to_id(token) for token in (BORDER, WHOLE, IMAGE))
         self._prefix = [self._user, border, whole, *[image] * rows, border]
-        self.image_at = [i for i, token in enumerate(self._prefix) if token == image]
+        self.image_token_indices = [i for i, token in enumerate(self._prefix) if token == image]
         self._cached_tokens: dict[str, list[int]] = {}
 
     def batch(self, count: int) -> Batch:

@@ -128,8 +128,8 @@ class Codec(nn.Module):
         return self.decoder(self.quantizer(self.encoder(samples))[0])[:, 0]
 
     @torch.no_grad()
-    def load_exported(self, state: Mapping[str, Tensor]) -> None:
-        """Copy quantizer and decoder from the weights of `exported`."""
+    def load_neucodec_state(self, state: Mapping[str, Tensor]) -> None:
+        """Copy quantizer and decoder from the weights of `neucodec_state`."""
         for name, module in (("quantizer", self.quantizer), ("acoustic_decoder", self.decoder)):
             part = {
                 key.removeprefix(f"{name}."): value.float()
@@ -138,7 +138,7 @@ class Codec(nn.Module):
             }
             module.load_state_dict(part)
 
-    def exported(self) -> dict[str, Tensor]:
+    def neucodec_state(self) -> dict[str, Tensor]:
         """Return the weights of quantizer and decoder in bfloat16, with the names of transformers."""
         state = {f"quantizer.{name}": value for name, value in self.quantizer.state_dict().items()}
         state |= {f"acoustic_decoder.{name}": value for name, value in self.decoder.state_dict().items()}

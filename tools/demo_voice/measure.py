@@ -46,7 +46,7 @@ class Recogniser:
         return hypothesis.hypstr.split() if hypothesis else []
 
 
-def words_of(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     """Return the words of a text as the recogniser writes them."""
     return re.sub(r"[^a-z' ]", "", text.lower()).split()
 

@@ -6,13 +6,13 @@ import random
 
 from penstock.text.english_numbers import cardinal, ordinal, year
 
-from .sentences import listed, sentence
+from .sentences import sentence, split_list
 
 SELECTED_PHRASES = ("hello world", "hello", "hello there", "good morning")
 """Phrases whose speech is the best of several candidates, selected by speech recognisers."""
 
-COMMON = tuple(
-    listed(
+COMMON_PHRASES = tuple(
+    split_list(
         """
         good evening, good night, good afternoon, goodbye, thank you, thank you very much, how are
         you, nice to meet you, see you later, see you tomorrow, yes, no, please, welcome, one two
@@ -95,13 +95,13 @@ def number_texts(seed: int, count: int) -> list[str]:
     return texts
 
 
-def pairs(seed: int, count: int) -> list[str]:
+def sentence_pairs(seed: int, count: int) -> list[str]:
     """Return texts of two sentences.
 
     The first is a phrase, the second a phrase or a sentence of the grammar.
     """
     rng = random.Random(seed)
-    known = [*SELECTED_PHRASES, *COMMON]
+    known = [*SELECTED_PHRASES, *COMMON_PHRASES]
     texts = []
     for _ in range(count):
         first = rng.choice(known).capitalize() + rng.choice((".", "!", "?", "."))

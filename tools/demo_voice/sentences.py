@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
-def listed(text: str) -> list[str]:
+def split_list(text: str) -> list[str]:
     """Return the items of a text that is separated by commas."""
     return [" ".join(item.split()) for item in text.split(",")]
 
 
 CLASSES: Mapping[str, list[str]] = {
-    "PERSON": listed(
+    "PERSON": split_list(
         """
         the teacher, my mother, my father, his sister, her brother, the old man, a young woman, the
         doctor, our friend, the farmer, a small boy, the girl, my uncle, the king, the queen, a
@@ -21,13 +21,13 @@ CLASSES: Mapping[str, list[str]] = {
         writer, my cousin
         """
     ),
-    "ANIMAL": listed(
+    "ANIMAL": split_list(
         """
         dog, cat, horse, bird, fox, rabbit, bear, mouse, duck, owl, frog, sheep, cow, lion, wolf,
         monkey, pig, fish, snake, turtle, goat, elephant, tiger, spider
         """
     ),
-    "ADJ": listed(
+    "ADJ": split_list(
         """
         red, blue, green, yellow, white, black, brown, big, small, old, new, young, good, bad, long,
         short, happy, sad, warm, cold, soft, hard, fast, slow, heavy, light, dark, bright, quiet,
@@ -35,7 +35,7 @@ CLASSES: Mapping[str, list[str]] = {
         famous, lovely, hungry, tired, brave, gentle, silver, golden, wooden, broken
         """
     ),
-    "THING": listed(
+    "THING": split_list(
         """
         ball, book, table, chair, door, window, house, garden, tree, flower, river, mountain, road,
         bridge, car, train, boat, letter, picture, clock, lamp, box, key, cup, plate, knife, bottle,
@@ -47,37 +47,37 @@ CLASSES: Mapping[str, list[str]] = {
         birthday, party, dinner, breakfast, lunch
         """
     ),
-    "FOOD": listed(
+    "FOOD": split_list(
         """
         bread, cheese, butter, apples, oranges, bananas, milk, water, coffee, tea, sugar, salt,
         soup, meat, rice, eggs, cake, honey, chocolate, potatoes, tomatoes, carrots, cherries,
         lemons, cookies, sandwiches, fish, chicken, juice, ice cream
         """
     ),
-    "DID": listed(
+    "DID": split_list(
         """
         found, saw, lost, bought, sold, painted, cleaned, opened, closed, carried, dropped, broke,
         moved, made, drew, hid, held, wanted, needed, liked, loved, watched, remembered, forgot,
         touched, washed, fixed, built, took, kept, left, showed, chose, sent, stole, described
         """
     ),
-    "EAT": listed(
+    "EAT": split_list(
         """
         ate, cooked, bought, tasted, shared, brought, ordered, liked, wanted, sold, carried, served
         """
     ),
-    "WENT": listed(
+    "WENT": split_list(
         """
         walked, ran, went, came, drove, jumped, traveled, moved, hurried, turned, looked, sailed,
         climbed
         """
     ),
-    "PREP": listed(
+    "PREP": split_list(
         """
         to, into, past, behind, near, around, across, toward, from, over
         """
     ),
-    "WHEN": listed(
+    "WHEN": split_list(
         """
         today, yesterday, last night, this morning, on Monday, on Tuesday, on Wednesday, on
         Thursday, on Friday, on Saturday, on Sunday, in January, in March, in April, in June, in
@@ -85,37 +85,37 @@ CLASSES: Mapping[str, list[str]] = {
         after lunch, before dinner, for an hour, two days ago, five years ago, at seven o'clock
         """
     ),
-    "WEATHER": listed(
+    "WEATHER": split_list(
         """
         sunny, cloudy, windy, rainy, cold, warm, hot, dark, quiet, foggy, wet, dry
         """
     ),
-    "NAME": listed(
+    "NAME": split_list(
         """
         Anna, Tom, Mary, Peter, Lucy, Jack, Emma, David, Sarah, Paul, Helen, Robert, Alice, James,
         Nina, Mark, Laura, Oscar, Julia, Simon
         """
     ),
-    "CITY": listed(
+    "CITY": split_list(
         """
         Paris, London, Berlin, Rome, Madrid, Boston, Chicago, New York, Dublin, Vienna, Tokyo,
         Sydney
         """
     ),
-    "NUM": listed(
+    "NUM": split_list(
         """
         one, two, three, four, five, six, seven, eight, nine, ten, eleven, twelve, twenty, thirty,
         fifty, a hundred
         """
     ),
-    "PLURAL": listed(
+    "PLURAL": split_list(
         """
         books, horses, dogs, cats, birds, trees, flowers, houses, stars, boats, letters, pictures,
         apples, stones, coins, children, friends, windows, chairs, stories, songs, questions,
         people, ships
         """
     ),
-    "HOW": listed(
+    "HOW": split_list(
         """
         slowly, quickly, quietly, carefully, gladly, suddenly, often, never, always, sometimes,
         really, probably
@@ -198,7 +198,7 @@ def grammar_words() -> list[str]:
     return sorted({word.lower() for item in items for word in item.split()})
 
 
-def more_words() -> list[str]:
+def further_words() -> list[str]:
     """Return further English words. Some of them are also in the grammar."""
     return _WORDS.read_text().split()
 
@@ -211,7 +211,7 @@ def training_texts(seed: int, num_texts: int, num_phrases: int) -> list[str]:
         num_phrases: number of texts that are words and phrases.
     """
     rng = random.Random(seed)
-    own, more = grammar_words(), more_words()
+    own, more = grammar_words(), further_words()
     texts = [*own, *more]
     while len(texts) < num_phrases:
         words = [rng.choice(own if rng.random() < 0.6 else more) for _ in range(rng.choice((1, 2, 2, 3, 4)))]

@@ -8,7 +8,7 @@ from typing import Any
 
 import llama_cpp as api
 
-from benchmarks.peers.drivers.answering import Generate, Settings, Tokens, answer_requests
+from benchmarks.peers.drivers.request_loop import Generate, Settings, Tokens, answer_requests
 
 BATCH_SIZE = 2048  # maximum tokens per call; llama.cpp splits a call into micro-batches of 512
 
@@ -33,7 +33,7 @@ def open_engine(settings: Settings) -> Generate:
         "log": discard_log,  # keeps a reference, because llama.cpp calls the function as long as it runs
     }
 
-    def context_for(prompts: int, length: int) -> Any:
+    def make_context(prompts: int, length: int) -> Any:
         """Return an empty context for ``prompts`` sequences of ``length`` tokens."""
         if state["size"] != (prompts, length):
             if state["context"]:
@@ -70,7 +70,7 @@ def open_engine(settings: Settings) -> Generate:
                     yield sequence, api.llama_sampler_sample(sampler, context, i)
 
     def generate(prompts: Tokens, new_tokens: int, on_tokens: Callable[[int], None]) -> Tokens:
-        context = context_for(len(prompts), max(map(len, prompts)) + new_tokens)
+        context = make_context(len(prompts), max(map(len, prompts)) + new_tokens)
         answers: Tokens = [[] for _ in prompts]
         entries = [
             (token, position, sequence, position == len(prompt) - 1)

@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import Callable
 
-from benchmarks.peers.drivers.answering import Generate, Settings, Tokens, answer_requests
+from benchmarks.peers.drivers.request_loop import Generate, Settings, Tokens, answer_requests
 
 
 def open_engine(settings: Settings) -> Generate:

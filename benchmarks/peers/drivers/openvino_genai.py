@@ -8,7 +8,7 @@ import numpy as np
 import openvino
 import openvino_genai as api
 
-from benchmarks.peers.drivers.answering import Generate, Settings, Tokens, answer_requests
+from benchmarks.peers.drivers.request_loop import Generate, Settings, Tokens, answer_requests
 
 
 class CountingStreamer(api.StreamerBase):  # type: ignore[misc]

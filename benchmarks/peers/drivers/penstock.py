@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from benchmarks.peers.drivers.answering import Generate, Settings, Tokens, answer_requests
+from benchmarks.peers.drivers.request_loop import Generate, Settings, Tokens, answer_requests
 from penstock import LLM, SamplingParams
 from penstock.llm.batch_runner import BatchRunner
 from penstock.llm.outputs import OutputBuilder

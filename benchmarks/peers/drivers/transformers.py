@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
-from benchmarks.peers.drivers.answering import Generate, Settings, Tokens, answer_requests
+from benchmarks.peers.drivers.request_loop import Generate, Settings, Tokens, answer_requests
 
 
 class FirstTokenStreamer(BaseStreamer):  # type: ignore[misc]
