@@ -91,7 +91,7 @@ def main() -> None:
             for workload in WORKLOADS
             if workload.name in options.works
         ]
-    report = {"machine": machine(), "shape": options.shape, "pairs": options.pairs, "rows": rows}
+    report = {"machine": describe_machine(), "shape": options.shape, "pairs": options.pairs, "rows": rows}
     print(f"{report['machine']}\n{options.shape}, bfloat16, {options.pairs} pairs")
     for row in rows:
         figures = f"penstock {row['penstock']:7.1f} tokens/s, transformers {row['transformers']:7.1f}"
@@ -179,7 +179,7 @@ def measure_seconds(action: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def machine() -> str:
+def describe_machine() -> str:
     """Return the processor, the number of threads and the versions in one line."""
     return (
         f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, "

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from against_transformers import machine
+from against_transformers import describe_machine
 from router import measure_decisions
 
 from penstock.bench.random_weights import SHAPES, write_random_checkpoint
@@ -113,7 +113,8 @@ def saturate(options: argparse.Namespace) -> None:
     trace = make_trace(shape)
     answer_length = np.mean([turn.num_new_tokens for conversation in trace for turn in conversation.turns])
     print(
-        f"{machine()}\n{request_rate:.2f} requests/s for each worker, {answer_length:.0f} tokens per answer"
+        f"{describe_machine()}\n{request_rate:.2f} requests/s for each worker, "
+        f"{answer_length:.0f} tokens per answer"
     )
     print("workers  decisions/s: digests known  with hashing  needed  load of the router's thread")
     router, reports_per_second = measure_router(options.workers), 1 / 0.02
@@ -143,7 +144,7 @@ def measure(options: argparse.Namespace) -> None:
         config = PipelineConfig.from_flat(flat)
         step, limits = measure_steps(config)
     name = options.model or f"{options.shape} (random weights, {SHAPES[options.shape]['dtype']})"
-    measured = {"model": name, "threads": str(options.num_threads or "all"), "machine": machine()}
+    measured = {"model": name, "threads": str(options.num_threads or "all"), "machine": describe_machine()}
     measured["date"] = date.today().isoformat()
     costs = ClusterCosts(measured, limits, step, measure_router(WORKERS))
     costs.write(options.output or COSTS)

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from against_transformers import machine
+from against_transformers import describe_machine
 from quality import LENGTH, first_token, open_model, texts_of_file
 
 from penstock.bench.quality import compare_all, sample_texts
@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    print(machine())
+    print(describe_machine())
     rows = [Row(name, ENCODINGS[name].bits_per_weight) for name in options.encodings]
     rows = [row for row in rows if ENCODINGS[row.encoding].on_device("cpu") == row.encoding]
     with FORMATS.extended(StoredFormat()), tempfile.TemporaryDirectory() as folder:
@@ -90,7 +90,7 @@ def main() -> None:
             measure_speed(rows, options.shape, Path(folder), sizes, options.pairs, options.threads)
     print_table(rows)
     if options.json:
-        content = {"machine": machine(), "rows": [asdict(row) for row in rows]}
+        content = {"machine": describe_machine(), "rows": [asdict(row) for row in rows]}
         options.json.write_text(json.dumps(content, indent=2) + "\n")
 
 

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from against_transformers import VOCABULARY, machine, measure_seconds
+from against_transformers import VOCABULARY, describe_machine, measure_seconds
 from safetensors.numpy import save_file
 
 from penstock import LLM, SamplingParams
@@ -84,7 +84,7 @@ def main() -> None:
         write_random_checkpoint(Path(folder), SHAPES[options.shape])
         write_tokenizer(Path(folder))
         report: dict[str, Any] = {
-            "machine": machine(),
+            "machine": describe_machine(),
             "shape": options.shape,
             "encoding": options.encoding,
             "pairs": options.pairs,
@@ -130,7 +130,7 @@ def prompts(batch: int, seed: int) -> list[list[int]]:
     return [[int(token) for token in row] for row in tokens]
 
 
-def with_options(params: dict[str, Any] | None = None, **options: Any) -> Callable[..., tuple[Run, Run]]:
+def runs_with_options(params: dict[str, Any] | None = None, **options: Any) -> Callable[..., tuple[Run, Run]]:
     """Return a factory of the two runs for a feature that needs only sampling parameters or call options."""
 
     def make(source: ModelSource, batch: int) -> tuple[Run, Run]:
@@ -144,7 +144,7 @@ def with_options(params: dict[str, Any] | None = None, **options: Any) -> Callab
     return make
 
 
-def lora(source: ModelSource, batch: int) -> tuple[Run, Run]:
+def lora_runs(source: ModelSource, batch: int) -> tuple[Run, Run]:
     """Return the runs without and with four adapters."""
     names = [f"a{number}" for number in range(4)]
     shape = SHAPES[source.shape]
@@ -159,7 +159,7 @@ def lora(source: ModelSource, batch: int) -> tuple[Run, Run]:
     )
 
 
-def several_answers(source: ModelSource, batch: int) -> tuple[Run, Run]:
+def several_answers_runs(source: ModelSource, batch: int) -> tuple[Run, Run]:
     """Return the runs with four times as many prompts, and with ``n=4``. The prefix cache is on."""
     llm = source.llm()
     params = SamplingParams(**{**GREEDY, "temperature": 1.0, "top_k": 0})
@@ -170,7 +170,7 @@ def several_answers(source: ModelSource, batch: int) -> tuple[Run, Run]:
     )
 
 
-def beams(source: ModelSource, batch: int) -> tuple[Run, Run]:
+def beam_search_runs(source: ModelSource, batch: int) -> tuple[Run, Run]:
     """Return the runs with four times as many prompts, and with four beams."""
     llm = source.shared_llm()
     options: Any = {
@@ -187,7 +187,7 @@ def beams(source: ModelSource, batch: int) -> tuple[Run, Run]:
     )
 
 
-def prefix(source: ModelSource, batch: int) -> tuple[Run, Run]:
+def prefix_cache_runs(source: ModelSource, batch: int) -> tuple[Run, Run]:
     """Return the same run twice. The second call with a seed finds its prompts in the prefix cache."""
     llm = source.llm()
     params = SamplingParams(**{**GREEDY, "max_new_tokens": 1})
@@ -198,7 +198,7 @@ def prefix(source: ModelSource, batch: int) -> tuple[Run, Run]:
     return run, run
 
 
-def steps(source: ModelSource, batch: int) -> tuple[Run, Run]:
+def multi_step_runs(source: ModelSource, batch: int) -> tuple[Run, Run]:
     """Return the runs with one decode step per scheduler call, and with several."""
     single_step = source.llm(enable_prefix_caching=False, max_num_steps=1)
     multi_step = source.shared_llm()
@@ -253,7 +253,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 FEATURES: dict[str, Callable[[ModelSource, int], tuple[Run, Run]]] = {
-    "sampling": with_options(
+    "sampling": runs_with_options(
         {
             "temperature": 0.8,
             "top_k": 0,
@@ -264,14 +264,14 @@ FEATURES: dict[str, Callable[[ModelSource, int], tuple[Run, Run]]] = {
             "logit_bias": {5: 1.0},
         }
     ),
-    "logprobs": with_options(logprobs=5),
-    "echo": with_options(logprobs=5, prompt_logprobs=5),
-    "grammar": with_options({"stop_token_ids": [VOCABULARY - 1]}, grammar=ARRAY_GRAMMAR),
-    "lora": lora,
-    "n": several_answers,
-    "beams": beams,
-    "prefix": prefix,
-    "steps": steps,
+    "logprobs": runs_with_options(logprobs=5),
+    "echo": runs_with_options(logprobs=5, prompt_logprobs=5),
+    "grammar": runs_with_options({"stop_token_ids": [VOCABULARY - 1]}, grammar=ARRAY_GRAMMAR),
+    "lora": lora_runs,
+    "n": several_answers_runs,
+    "beams": beam_search_runs,
+    "prefix": prefix_cache_runs,
+    "steps": multi_step_runs,
 }
 
 if __name__ == "__main__":

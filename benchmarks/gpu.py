@@ -108,7 +108,7 @@ def run_workloads(folder: str, arguments: argparse.Namespace) -> None:
         kv_cache_dtype=arguments.cache,
         overlap_steps=not arguments.no_overlap,
     ) as llm:
-        workloads = {**WORKLOADS, "mixed": partial(mixed, arguments.minutes)}
+        workloads = {**WORKLOADS, "mixed": partial(measure_mixed, arguments.minutes)}
         for name in arguments.work:
             report = workloads[name](llm, SHAPES[arguments.shape], arguments.requests, begin)
             state = {
@@ -127,7 +127,7 @@ def rank_devices(arguments: argparse.Namespace) -> str:
     return "gpu:" + ",".join(map(str, range(arguments.ranks)))
 
 
-def decode(llm: LLM, shape: dict[str, int], _requests: int, _begin: float) -> dict[str, Any]:
+def measure_decode(llm: LLM, shape: dict[str, int], _requests: int, _begin: float) -> dict[str, Any]:
     """Decode at batch 1.
 
     Returns the ms per token, and the speed in ratio to the bandwidth limit (``share``).
@@ -142,7 +142,7 @@ def decode(llm: LLM, shape: dict[str, int], _requests: int, _begin: float) -> di
     return {"ms_per_token": 1e3 * seconds, "limit_ms": 1e3 * limit, "share": limit / seconds}
 
 
-def prefill(llm: LLM, shape: dict[str, int], _requests: int, _begin: float) -> dict[str, Any]:
+def measure_prefill(llm: LLM, shape: dict[str, int], _requests: int, _begin: float) -> dict[str, Any]:
     """Run 4 prompts of 2000 tokens.
 
     Returns tokens/s, and the FLOP/s in ratio to a large product (``share``).
@@ -157,7 +157,7 @@ def prefill(llm: LLM, shape: dict[str, int], _requests: int, _begin: float) -> d
             "share": flops / seconds / rate}  # fmt: skip
 
 
-def load(llm: LLM, shape: dict[str, int], requests: int, _begin: float) -> dict[str, Any]:
+def measure_load(llm: LLM, shape: dict[str, int], requests: int, _begin: float) -> dict[str, Any]:
     """Run many requests at once, with 512 input and 128 output tokens each. Returns output tokens/s."""
     for seed in (1, 2, 3):  # warm-up: compiles kernels and captures graphs of all batch sizes
         generate(llm, prompts(shape, requests, 512, seed), 128)
@@ -167,7 +167,7 @@ def load(llm: LLM, shape: dict[str, int], requests: int, _begin: float) -> dict[
     return {"requests": requests, "output_tokens_per_s": requests * 128 / seconds}
 
 
-def start(llm: LLM, shape: dict[str, int], _requests: int, begin: float) -> dict[str, Any]:
+def measure_start(llm: LLM, shape: dict[str, int], _requests: int, begin: float) -> dict[str, Any]:
     """Return the seconds from the start of loading to three moments.
 
     ``ready_s``: the model is loaded. ``first_token_s``: the first request has its token. ``with_graph_s``: a
@@ -180,7 +180,9 @@ def start(llm: LLM, shape: dict[str, int], _requests: int, begin: float) -> dict
     return {"ready_s": ready, "first_token_s": first, "with_graph_s": time.perf_counter() - begin}
 
 
-def mixed(minutes: float, llm: LLM, shape: dict[str, int], requests: int, _begin: float) -> dict[str, Any]:
+def measure_mixed(
+    minutes: float, llm: LLM, shape: dict[str, int], requests: int, _begin: float
+) -> dict[str, Any]:
     """Run rounds of mixed requests and return how much memory grew after the first quarter of the time.
 
     A round has prompts of all lengths with and without a shared prefix, greedy and sampled, with penalties,
@@ -273,10 +275,10 @@ def transformers_decode(folder: str, arguments: argparse.Namespace) -> None:
 
 
 WORKLOADS: dict[str, Callable[[LLM, dict[str, int], int, float], dict[str, Any]]] = {
-    "decode": decode,
-    "prefill": prefill,
-    "load": load,
-    "start": start,
+    "decode": measure_decode,
+    "prefill": measure_prefill,
+    "load": measure_load,
+    "start": measure_start,
 }
 
 

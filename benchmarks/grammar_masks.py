@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from against_transformers import machine
+from against_transformers import describe_machine
 
 from penstock.config import StructuredOutputConfig
 from penstock.grammar import GrammarCompiler, forced_tokens, grammar_bitmask
@@ -72,8 +72,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     tokenizer = TextTokenizer(options.tokenizer, max_length=4096)
-    print(f"{machine()}\n{options.batch} rows, vocabulary of {tokenizer.vocab_size}, milliseconds")
-    report: dict[str, Any] = {"machine": machine(), "batch": options.batch}
+    print(f"{describe_machine()}\n{options.batch} rows, vocabulary of {tokenizer.vocab_size}, milliseconds")
+    report: dict[str, Any] = {"machine": describe_machine(), "batch": options.batch}
     for backend in options.backends:
         report[backend] = {}
         for name, values in _measure(tokenizer, backend, options.batch, options.steps).items():

@@ -29,7 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from against_transformers import machine
+from against_transformers import describe_machine
 
 from penstock import LLM
 from penstock.bench.quality import Quality, compare_all, sample_texts, write_rounded
@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--devices", default="cpu")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    print(machine())
+    print(describe_machine())
     rows = []
     for model in options.models:
         if model != "demo" and not Path(model).is_dir():
@@ -82,7 +82,7 @@ def main() -> None:
             options.devices,
         )
     if options.json:
-        options.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=2) + "\n")
+        options.json.write_text(json.dumps({"machine": describe_machine(), "rows": rows}, indent=2) + "\n")
 
 
 def measure(

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
-from against_transformers import machine
+from against_transformers import describe_machine
 
 from penstock import LLM, SamplingParams
 from penstock.bench.random_weights import SHAPES, write_random_checkpoint
@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--new-tokens", type=int, default=24)
     options = parser.parse_args()
-    print(machine())
+    print(describe_machine())
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
         model = options.model or str(write_random_checkpoint(Path(folder), SHAPES[options.shape]))
         configurations = [Configuration(model, num_ranks) for num_ranks in (1, NUM_RANKS)]

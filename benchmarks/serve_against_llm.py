@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from against_transformers import VOCABULARY, machine
+from against_transformers import VOCABULARY, describe_machine
 
 from penstock import LLM, SamplingParams
 from penstock.bench.http_client import HttpClient
@@ -85,7 +85,7 @@ def main() -> None:
             write_random_checkpoint(Path(folder), SHAPES[options.shape])
             model, vocabulary = folder, VOCABULARY
         rows = compare(options, model, vocabulary)
-    report = {"machine": machine(), "options": {**vars(options), "json": None}, "rows": rows}
+    report = {"machine": describe_machine(), "options": {**vars(options), "json": None}, "rows": rows}
     print(f"{report['machine']}\n{options.shape}, {options.prompts} prompts of {options.length}, "
           f"{options.new} new tokens each, {options.pairs} rounds")  # fmt: skip
     for row in rows:

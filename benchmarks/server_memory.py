@@ -106,13 +106,13 @@ async def run_load(client: httpx.AsyncClient, server: int, arguments: argparse.N
 
     await asyncio.gather(watch(), *map(run_client, range(CLIENTS)))
     remaining = await wait_until_idle(client, 60)
-    half = rows[len(rows) // 2]
+    middle_row = rows[len(rows) // 2]
     growth = {
-        "server_mib": rows[-1][1] - half[1],
-        "worker_mib": rows[-1][2] - half[2],
-        "gpu_mib": rows[-1][3] - half[3],
+        "server_mib": rows[-1][1] - middle_row[1],
+        "worker_mib": rows[-1][2] - middle_row[2],
+        "gpu_mib": rows[-1][3] - middle_row[3],
     }
-    memory_is_stable = all(rows[-1][i] <= 1.05 * half[i] for i in (1, 2))
+    memory_is_stable = all(rows[-1][i] <= 1.05 * middle_row[i] for i in (1, 2))
     failed = {name: count for name, count in outcomes.items() if name.startswith("failed")}
     passed = memory_is_stable and not failed and not any(remaining.values()) and find_worker(server) == worker
     report = {

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from against_transformers import machine, measure_seconds
+from against_transformers import describe_machine, measure_seconds
 
 from penstock import LLM, SamplingParams
 from penstock.bench.random_weights import SHAPES, write_random_checkpoint
@@ -63,7 +63,7 @@ def main() -> None:
         write_random_checkpoint(Path(folder), SHAPES[options.shape])
         llm = LLM(folder, enable_prefix_caching=False, speculative_method="ngram")
         report: dict[str, Any] = {
-            "machine": machine(),
+            "machine": describe_machine(),
             "shape": options.shape,
             "pairs": options.pairs,
             "rows": [],
@@ -153,7 +153,9 @@ def forced_runs(
 def texts() -> dict[str, tuple[str, str]]:
     """Return the prompt and the answer of each workload, as texts."""
     code = (ROOT / "penstock" / "dtype.py").read_text()
-    page, other = ((ROOT / "docs" / name).read_text() for name in ("architecture.md", "compatibility.md"))
+    page, other_page = (
+        (ROOT / "docs" / name).read_text() for name in ("architecture.md", "compatibility.md")
+    )
     sentences = re.split(r"(?<=[.:])\s+", page[:3000])
     return {
         "edit": (
@@ -161,7 +163,7 @@ def texts() -> dict[str, tuple[str, str]]:
             code.replace("DType", "ElementType"),
         ),
         "summary": (page[:3000] + "\n\nIn short:\n\n", " ".join(sentences[::3])),
-        "fresh": (page[:3000], other),
+        "fresh": (page[:3000], other_page),
     }
 
 

@@ -86,7 +86,7 @@ def main() -> None:
     speech = [torch.from_numpy(output.audio) for output in outputs]
     model_speech, greeting_speech = speech[: len(texts)], speech[len(texts) :]
     for name, recogniser in (
-        ("grammar", Recogniser(with_grammar=True, more=SELECTED_PHRASES)),
+        ("grammar", Recogniser(with_grammar=True, further_sentences=SELECTED_PHRASES)),
         ("general model", Recogniser(with_grammar=False)),
     ):
         for phrase in SELECTED_PHRASES:

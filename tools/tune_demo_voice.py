@@ -128,7 +128,10 @@ class Tuning:
     def phrases(self) -> None:
         """Encode the speech of the common phrases, and select the speech of `SELECTED_PHRASES`."""
         codec, speak = self._codec("encoder.pt").eval(), Espeak()
-        recognisers = [Recogniser(with_grammar=False), Recogniser(with_grammar=True, more=SELECTED_PHRASES)]
+        recognisers = [
+            Recogniser(with_grammar=False),
+            Recogniser(with_grammar=True, further_sentences=SELECTED_PHRASES),
+        ]
         codes_of_phrases = {phrase: codec.encode(speak(phrase)).to(torch.int16) for phrase in COMMON_PHRASES}
         for phrase in SELECTED_PHRASES:
             spellings = [variants(phrase)[index % 4] for index in range(_NUM_SAMPLES)]

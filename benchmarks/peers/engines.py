@@ -93,7 +93,8 @@ class Engine:
     def generate(self, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
         """Generate ``new_tokens`` tokens for each prompt.
 
-        Returns ``tokens``, ``first``, ``num_first`` and ``seconds``, as `drivers.request_loop` describes them.
+        Returns the answer that `drivers.request_loop` describes: ``tokens``, ``first``, ``num_first`` and
+        ``seconds``.
 
         Raises:
             EngineError: the engine failed, or did not return ``new_tokens`` tokens for each prompt.

@@ -15,8 +15,8 @@ from .chats import Message, chat_with_tools, missing_tool, several_turns, story_
 from .json_tasks import json_pair
 from .odd_inputs import odd_input, odd_pair
 from .stories import story_document
-from .texts import sections
-from .words import BOYS, CAPITALS, CITIES, GIRLS, JOBS, a, pick
+from .texts import read_sections
+from .words import BOYS, CAPITALS, CITIES, GIRLS, JOBS, pick, with_article
 
 __all__ = ["MIX", "Document", "make_documents"]
 
@@ -50,22 +50,22 @@ def plain_facts(rng: random.Random) -> str:
     """Return plain sentences for completions: capitals, a self-introduction, facts about Penstock."""
     roll = rng.random()
     if roll < 0.4:
-        drawn = rng.sample(list(CAPITALS.items()), 4)
-        return " ".join(f"The capital of {country} is {city}." for country, city in drawn)
+        sampled_capitals = rng.sample(list(CAPITALS.items()), 4)
+        return " ".join(f"The capital of {country} is {city}." for country, city in sampled_capitals)
     if roll < 0.7:
         return introduction(rng)
     if roll < 0.8:
-        return pick(rng, sections("plain")["beginnings"])
+        return pick(rng, read_sections("plain")["beginnings"])
     return penstock_paragraph(rng)
 
 
 def introduction(rng: random.Random) -> str:
     """Return a chat in which the user introduces themselves."""
     name = pick(rng, GIRLS if rng.random() < 0.5 else BOYS)
-    age, city, job = rng.randrange(20, 70), pick(rng, CITIES), a(pick(rng, JOBS))
-    liking = pick(rng, ["music", "books", "long walks", "cooking"])
-    who = f"Hello, my name is {name}. I am {age} years old and live in {city}."
-    return f"{who} I work as {job}, and I like {liking}."
+    age, city, job = rng.randrange(20, 70), pick(rng, CITIES), with_article(pick(rng, JOBS))
+    hobby = pick(rng, ["music", "books", "long walks", "cooking"])
+    self_description = f"Hello, my name is {name}. I am {age} years old and live in {city}."
+    return f"{self_description} I work as {job}, and I like {hobby}."
 
 
 def tool_document(rng: random.Random) -> Document:

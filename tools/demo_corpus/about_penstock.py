@@ -3,20 +3,20 @@
 import random
 
 from .answers import Pair
-from .asking import question
-from .texts import exchange, sections
+from .asking import vary_question
+from .texts import parse_exchange, read_sections
 from .words import pick
 
-IDENTITY = [exchange(line) for line in sections("about_penstock")["identity"]]
-FACTS = [exchange(line) for line in sections("about_penstock")["facts"]]
+IDENTITY = [parse_exchange(line) for line in read_sections("about_penstock")["identity"]]
+FACTS = [parse_exchange(line) for line in read_sections("about_penstock")["facts"]]
 WHO = IDENTITY[0][1][0]
 WHAT = "Penstock is an LLM inference library and server in Python."
 
 
 def penstock_pair(rng: random.Random) -> Pair:
     """Return a question about Penstock or about the demo model, and its answer."""
-    asked, replies = rng.choice(IDENTITY if rng.random() < 0.35 else FACTS)
-    return question(rng, asked), pick(rng, replies)
+    requests, replies = rng.choice(IDENTITY if rng.random() < 0.35 else FACTS)
+    return vary_question(rng, requests), pick(rng, replies)
 
 
 def penstock_paragraph(rng: random.Random) -> str:

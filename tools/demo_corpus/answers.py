@@ -8,8 +8,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from .asking import order, question, vary_typing
-from .texts import alternatives, exchange, request, sections, table
+from .asking import vary_command, vary_question, vary_typing
+from .texts import parse_exchange, read_sections, read_table, request, split_alternatives
 from .words import (
     ANIMALS,
     CAPITALS,
@@ -24,7 +24,6 @@ from .words import (
     PEOPLE,
     PET_NAMES,
     VEGETABLES,
-    a,
     join_list,
     pick,
     plural,
@@ -32,33 +31,34 @@ from .words import (
     some_name,
     strange_word,
     upper_first,
+    with_article,
 )
 
 Pair = tuple[str, str]
 
-SMALL_TALK = [exchange(line) for line in sections("small_talk")["small talk"]]
-GREETINGS, GREETING_REPLIES = exchange(sections("small_talk")["greetings"][0])
-ANIMAL_FACTS = {name: alternatives(facts) for name, facts in table("facts", "animals").items()}
-SEASONS = table("facts", "seasons")
+SMALL_TALK = [parse_exchange(line) for line in read_sections("small_talk")["small talk"]]
+GREETINGS, GREETING_REPLIES = parse_exchange(read_sections("small_talk")["greetings"][0])
+ANIMAL_FACTS = {name: split_alternatives(facts) for name, facts in read_table("facts", "animals").items()}
+SEASONS = read_table("facts", "seasons")
 BIG_AND_SMALL = ["elephant", "horse", "sheep", "dog", "cat", "rabbit", "mouse", "ant"]
 FAST_AND_SLOW = ["plane", "train", "car", "bicycle", "turtle", "snail"]
-SUBJECTS = alternatives(
+SUBJECTS = split_alternatives(
     "a dog | a cat | the sea | summer | winter | a tree | the moon | rain | a bird | my house | a train | "
     "the sun | a horse | school | music | a garden | bread | a river"
 )
-UNKNOWN = {name: alternatives(lines[0]) for name, lines in sections("unknown").items()}
+UNKNOWN = {name: split_alternatives(lines[0]) for name, lines in read_sections("unknown").items()}
 UNKNOWN_REPLIES = UNKNOWN["replies"]
 
 
-def entry(rng: random.Random, section: str) -> tuple[str, str]:
+def random_row(rng: random.Random, section: str) -> tuple[str, str]:
     """Return a random row of a table of ``facts.txt``."""
-    return rng.choice(list(table("facts", section).items()))
+    return rng.choice(list(read_table("facts", section).items()))
 
 
 def ask(rng: random.Random, section: str, **fields: Any) -> Pair:
     """Return a question of a section of ``requests.txt``, and the answer of this section."""
-    asked, replies = request(section, **fields)
-    return question(rng, asked), replies[0]
+    requests, replies = request(section, **fields)
+    return vary_question(rng, requests), replies[0]
 
 
 def greeting(rng: random.Random) -> Pair:
@@ -68,8 +68,8 @@ def greeting(rng: random.Random) -> Pair:
 
 def small_talk(rng: random.Random) -> Pair:
     """Return a question and an answer of ``small_talk.txt``."""
-    asked, replies = rng.choice(SMALL_TALK)
-    return question(rng, asked), pick(rng, replies)
+    requests, replies = rng.choice(SMALL_TALK)
+    return vary_question(rng, requests), pick(rng, replies)
 
 
 def capital(rng: random.Random) -> Pair:
@@ -85,25 +85,33 @@ def animal(rng: random.Random) -> Pair:
     section = pick(rng, ["animal says", "animal young", "animal eats", "animal home", "animal"])
     many = name if name == "sheep" else plural(name)
     return ask(
-        rng, section, name=name, an=a(name), many=many, says=says, a_young=a(young), eats=eats, home=home
+        rng,
+        section,
+        name=name,
+        an=with_article(name),
+        many=many,
+        says=says,
+        a_young=with_article(young),
+        eats=eats,
+        home=home,
     )
 
 
 def legs(rng: random.Random) -> Pair:
     """Ask how many legs an animal has."""
-    name, count = entry(rng, "legs")
-    return ask(rng, "legs", an=a(name), number=NUMBERS[int(count)] if count != "0" else "no")
+    name, count = random_row(rng, "legs")
+    return ask(rng, "legs", an=with_article(name), number=NUMBERS[int(count)] if count != "0" else "no")
 
 
 def thing_color(rng: random.Random) -> Pair:
     """Ask for the color of a well-known thing, in both spellings of "color"."""
-    thing, color = entry(rng, "colors")
+    thing, color = random_row(rng, "colors")
     return ask(rng, "color", thing=thing, color=color, word=pick(rng, ["color", "colour"]))
 
 
 def opposite(rng: random.Random) -> Pair:
     """Ask for the opposite of a word."""
-    words = table("facts", "opposites")
+    words = read_table("facts", "opposites")
     word, other = rng.choice(list(words.items()))
     if word not in {"old", "young"} and rng.random() < 0.5 and other not in words:
         word, other = other, word
@@ -135,13 +143,13 @@ def small_sum(rng: random.Random) -> Pair:
 
 def thing_purpose(rng: random.Random) -> Pair:
     """Ask what a thing is for."""
-    thing, purpose = entry(rng, "uses")
+    thing, purpose = random_row(rng, "uses")
     return ask(rng, "use", thing=thing, purpose=purpose)
 
 
 def definition(rng: random.Random) -> Pair:
     """Ask what a thing is."""
-    thing, meaning = rng.choice(list((table("facts", "definitions") | SEASONS).items()))
+    thing, meaning = rng.choice(list((read_table("facts", "definitions") | SEASONS).items()))
     return ask(rng, "definition", thing=thing, meaning=meaning, last_word=thing.split()[-1])
 
 
@@ -153,19 +161,21 @@ def compare(rng: random.Random) -> Pair:
     word, winner = (more, min(first, second)) if rng.random() < 0.6 else (less, max(first, second))
     loser = first + second - winner
     fields = {"first": first, "second": second, "winner": winner, "loser": loser}
-    return ask(rng, "compare", word=word, **{key: a(names[index]) for key, index in fields.items()})
+    return ask(
+        rng, "compare", word=word, **{key: with_article(names[index]) for key, index in fields.items()}
+    )
 
 
 def number_fact(rng: random.Random) -> Pair:
     """Ask how many of something there are."""
-    what, reply = entry(rng, "how many")
+    what, reply = random_row(rng, "how many")
     return ask(rng, "how many", what=what, reply=reply)
 
 
 def why_and_how(rng: random.Random) -> Pair:
     """Ask for a reason or for a recipe."""
     section = "why" if rng.random() < 0.5 else "how do I"
-    what, reply = entry(rng, section)
+    what, reply = random_row(rng, section)
     return ask(rng, section, what=what, reply=reply)
 
 
@@ -184,13 +194,13 @@ def listing(rng: random.Random) -> Pair:
     count = rng.randrange(2, 6)
     if rng.random() < 0.2:
         end = rng.randrange(3, 11)
-        asked, _ = request("count", word=NUMBERS[end], end=end)
-        return order(rng, asked), f"{join_list(NUMBERS[1 : end + 1])}.".capitalize()
+        requests, _ = request("count", word=NUMBERS[end], end=end)
+        return vary_command(rng, requests), f"{join_list(NUMBERS[1 : end + 1])}.".capitalize()
     kind = pick(rng, list(kinds))
     ordered = kind in {"days of the week", "months"}
     items = join_list(kinds[kind][:count] if ordered else rng.sample(kinds[kind], count))
-    asked, replies = request("name some", word=NUMBERS[count], count=count, kind=kind, items=items)
-    return order(rng, asked), replies[0]
+    requests, replies = request("name some", word=NUMBERS[count], count=count, kind=kind, items=items)
+    return vary_command(rng, requests), replies[0]
 
 
 def season(rng: random.Random) -> Pair:
@@ -204,24 +214,24 @@ def season(rng: random.Random) -> Pair:
 
 def poem(rng: random.Random) -> Pair:
     """Ask for a poem of four lines."""
-    subject, lines = entry(rng, "poems")
-    asked, _ = request("poem" if rng.random() < 0.3 else "poem about", subject=subject)
-    return order(rng, asked), "\n".join(alternatives(lines))
+    subject, lines = random_row(rng, "poems")
+    requests, _ = request("poem" if rng.random() < 0.3 else "poem about", subject=subject)
+    return vary_command(rng, requests), "\n".join(split_alternatives(lines))
 
 
 def sentence(rng: random.Random) -> Pair:
     """Ask for one sentence about a subject."""
-    asked, replies = request("sentence", subject=pick(rng, SUBJECTS))
-    return order(rng, asked), upper_first(pick(rng, replies))
+    requests, replies = request("sentence", subject=pick(rng, SUBJECTS))
+    return vary_command(rng, requests), upper_first(pick(rng, replies))
 
 
 def repeat(rng: random.Random) -> Pair:
     """Ask the model to repeat given words."""
-    drawn = [pick(rng, words) for words in (COLORS, FRUITS, PEOPLE, CITIES)]
-    fixed = ["hello", "yes", "good morning", "hello world"]
-    words = pick(rng, [*drawn, *fixed, " ".join(rng.sample(COLORS + FRUITS, 3))])
-    asked, _ = request("repeat", words=words)
-    return order(rng, asked), upper_first(words) + "."
+    random_words = [pick(rng, words) for words in (COLORS, FRUITS, PEOPLE, CITIES)]
+    fixed_words = ["hello", "yes", "good morning", "hello world"]
+    words = pick(rng, [*random_words, *fixed_words, " ".join(rng.sample(COLORS + FRUITS, 3))])
+    requests, _ = request("repeat", words=words)
+    return vary_command(rng, requests), upper_first(words) + "."
 
 
 def unknown(rng: random.Random) -> Pair:
@@ -229,16 +239,16 @@ def unknown(rng: random.Random) -> Pair:
     roll, word = rng.random(), strange_word(rng)
     name = f"{pick(rng, PEOPLE)} {strange_word(rng).capitalize()}"
     if roll < 0.3:
-        asked = UNKNOWN["questions"]
+        requests = UNKNOWN["questions"]
     elif roll < 0.65:
-        asked = [pick(rng, UNKNOWN["templates"]).format(pick(rng, UNKNOWN["things"]))]
+        requests = [pick(rng, UNKNOWN["templates"]).format(pick(rng, UNKNOWN["things"]))]
     elif roll < 0.82:
-        asked = [pick(rng, UNKNOWN["templates"]).format(f"{pick(rng, ['', '', 'a ', 'the '])}{word}")]
+        requests = [pick(rng, UNKNOWN["templates"]).format(f"{pick(rng, ['', '', 'a ', 'the '])}{word}")]
     elif roll < 0.9:
-        asked, _ = request("unknown weather", city=some_city(rng))
+        requests, _ = request("unknown weather", city=some_city(rng))
     else:
-        asked, _ = request("unknown name", name=name, word=word.capitalize(), lower=word)
-    return question(rng, asked), pick(rng, UNKNOWN_REPLIES)
+        requests, _ = request("unknown name", name=name, word=word.capitalize(), lower=word)
+    return vary_question(rng, requests), pick(rng, UNKNOWN_REPLIES)
 
 
 def statement(rng: random.Random) -> Pair:
@@ -247,15 +257,20 @@ def statement(rng: random.Random) -> Pair:
     pet = pick(rng, ANIMALS)
     fields = {
         "noun": noun,
-        "a_noun": a(noun),
+        "a_noun": with_article(noun),
         "nouns": plural(noun),
         "name": name,
         "pet": pet,
-        "a_pet": a(pet),
+        "a_pet": with_article(pet),
     }
-    color, job, city, age = pick(rng, COLORS), a(pick(rng, JOBS)), pick(rng, CITIES), rng.randrange(8, 80)
-    said, replies = request("statement", **fields, color=color, a_job=job, city=city, age=age)
-    return vary_typing(rng, pick(rng, said)), pick(rng, replies)
+    color, job, city, age = (
+        pick(rng, COLORS),
+        with_article(pick(rng, JOBS)),
+        pick(rng, CITIES),
+        rng.randrange(8, 80),
+    )
+    statements, replies = request("statement", **fields, color=color, a_job=job, city=city, age=age)
+    return vary_typing(rng, pick(rng, statements)), pick(rng, replies)
 
 
 MAKERS: dict[Callable[[random.Random], Pair], float] = {

@@ -43,7 +43,7 @@ def vary_typing(rng: random.Random, text: str) -> str:
     return text
 
 
-def question(rng: random.Random, options: Sequence[str]) -> str:
+def vary_question(rng: random.Random, options: Sequence[str]) -> str:
     """Return one of the questions, sometimes after a lead such as ``Can you tell me``."""
     text = pick(rng, options)
     if rng.random() < 0.12:
@@ -52,7 +52,7 @@ def question(rng: random.Random, options: Sequence[str]) -> str:
     return vary_typing(rng, text)
 
 
-def order(rng: random.Random, options: Sequence[str]) -> str:
+def vary_command(rng: random.Random, options: Sequence[str]) -> str:
     """Return one of the requests of the form ``Tell me ...``, sometimes with a polite phrase."""
     text = pick(rng, options)
     if rng.random() < 0.35:

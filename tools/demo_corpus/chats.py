@@ -5,13 +5,13 @@ from typing import Any
 
 from .about_penstock import WHO, penstock_pair
 from .answers import UNKNOWN_REPLIES, greeting, make_pair
-from .asking import order, question
+from .asking import vary_command, vary_question
 from .json_tasks import json_pair
 from .odd_inputs import odd_pair
 from .stories import make_story
 from .texts import request
 from .tool_chats import offered_tools, reword_tool, tool_chat
-from .words import COLORS, a, pick, some_city, some_name
+from .words import COLORS, pick, some_city, some_name, with_article
 
 Message = dict[str, Any]
 SYSTEM_MESSAGES = [
@@ -50,8 +50,10 @@ def story_turn(rng: random.Random) -> list[Message]:
         section = "story about a name"
     else:
         section = "story with a topic"
-    requests, _ = request(section, a_kind=a(story.hero.kind), name=story.hero.name, topic=story.topic)
-    return turn(order(rng, requests), story.text)
+    requests, _ = request(
+        section, a_kind=with_article(story.hero.kind), name=story.hero.name, topic=story.topic
+    )
+    return turn(vary_command(rng, requests), story.text)
 
 
 def memory_turns(rng: random.Random) -> list[Message]:
@@ -63,7 +65,7 @@ def memory_turns(rng: random.Random) -> list[Message]:
     messages = turn(pick(rng, statements), replies[0])
     if rng.random() < 0.3:
         messages += turn(*make_pair(rng))
-    return messages + turn(question(rng, questions), answers[0])
+    return messages + turn(vary_question(rng, questions), answers[0])
 
 
 def any_turn(rng: random.Random) -> list[Message]:
@@ -111,7 +113,7 @@ def chat_with_tools(rng: random.Random) -> tuple[list[Message], list[Message]]:
 def turn_without_tool(rng: random.Random) -> list[Message]:
     """Return a turn that needs no tool: small talk, or a question about Penstock."""
     if rng.random() < 0.2:
-        return turn(question(rng, ["Who are you?", "What is your name?"]), WHO)
+        return turn(vary_question(rng, ["Who are you?", "What is your name?"]), WHO)
     return turn(*(greeting(rng) if rng.random() < 0.4 else penstock_pair(rng)))
 
 
@@ -122,5 +124,5 @@ def missing_tool(rng: random.Random) -> tuple[list[Message], list[Message]]:
         section, tool = "missing weather tool", pick(rng, ["add", "set_alarm", "search_books"])
     else:
         section, tool = "missing time tool", pick(rng, ["add", "send_message", "search_books"])
-    asked, _ = request(section, city=city)
-    return turn(question(rng, asked), pick(rng, UNKNOWN_REPLIES[:2])), [reword_tool(rng, tool).tool]
+    requests, _ = request(section, city=city)
+    return turn(vary_question(rng, requests), pick(rng, UNKNOWN_REPLIES[:2])), [reword_tool(rng, tool).tool]

@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from .asking import order, vary_typing
+from .asking import vary_command, vary_typing
 from .texts import request
 from .words import (
     BOOKS,
@@ -17,13 +17,13 @@ from .words import (
     NOUNS,
     PEOPLE,
     TOYS,
-    a,
     join_list,
     pick,
     plural,
     some_city,
     some_name,
     split_list,
+    with_article,
 )
 
 HOBBIES = split_list("reading, swimming, music, painting, cooking, chess, running")
@@ -94,13 +94,15 @@ def json_object(rng: random.Random) -> Pair:
     value = make_thing(rng, thing, fields)
     spoken = [field.replace("_", " ") for field in fields]
     if rng.random() < 0.25:
-        spoken = [a(field) for field in spoken]
-    asked, _ = request("json with fields", listed=join_list(spoken), item=a(thing), keys=", ".join(fields))
+        spoken = [with_article(field) for field in spoken]
+    requests, _ = request(
+        "json with fields", listed=join_list(spoken), item=with_article(thing), keys=", ".join(fields)
+    )
     if rng.random() < 0.25:
         value = make_thing(rng, thing, THINGS[thing][:3])
-        asked, _ = request("json of a thing", item=a(thing))
-        asked += request("any json")[0] if thing == "person" else []
-    return order(rng, asked), json.dumps(value)
+        requests, _ = request("json of a thing", item=with_article(thing))
+        requests += request("any json")[0] if thing == "person" else []
+    return vary_command(rng, requests), json.dumps(value)
 
 
 def json_extraction(rng: random.Random) -> Pair:
@@ -117,16 +119,16 @@ def json_extraction(rng: random.Random) -> Pair:
         (f"{name} is {age} years old.", {"name": name, "age": age}),
         (f"{name} is {age} years old and lives in {city}.", {"name": name, "age": age, "city": city}),
         (f"{name} lives in {city}.", {"name": name, "city": city}),
-        (f"{name} is {a(job)} in {city}.", {"name": name, "job": job, "city": city}),
-        (f"{name} is {a(job)}.", {"name": name, "job": job}),
+        (f"{name} is {with_article(job)} in {city}.", {"name": name, "job": job, "city": city}),
+        (f"{name} is {with_article(job)}.", {"name": name, "job": job}),
         (f"I bought {count} {plural(fruit)} for {price} dollars.", bought),
         (f"The car is {color} and costs {price} dollars.", {"color": color, "price": price}),
         (f"{name} likes the color {color}.", {"name": name, "color": color}),
     ]
     fact, value = rng.choice(facts)
-    asked, _ = request("json of a fact", fact=fact, listed=join_list(list(value)))
+    requests, _ = request("json of a fact", fact=fact, listed=join_list(list(value)))
     rough = rng.random() < 0.3
-    text = pick(rng, asked)
+    text = pick(rng, requests)
     return vary_typing(rng, text) if rough else text, json.dumps(value)
 
 
@@ -135,8 +137,8 @@ def json_list(rng: random.Random) -> Pair:
     count = rng.randrange(2, 5)
     kinds = {"colors": COLORS, "fruits": FRUITS, "cities": CITIES, "names": PEOPLE, "jobs": JOBS}
     kind, names = rng.choice(list(kinds.items()))
-    asked, _ = request("json list", count=count, kind=kind)
-    return order(rng, asked), json.dumps(rng.sample(names, count))
+    requests, _ = request("json list", count=count, kind=kind)
+    return vary_command(rng, requests), json.dumps(rng.sample(names, count))
 
 
 def json_answer(rng: random.Random) -> Pair:
@@ -147,8 +149,8 @@ def json_answer(rng: random.Random) -> Pair:
     about_sum = {"result": first + second}, f"hat is {first} + {second}?"
     choice = rng.randrange(4)
     value, text = about_capital if choice < 2 else about_sum
-    asked = f"W{text} Answer as JSON." if choice % 2 == 0 else f"Answer as JSON: w{text}"
-    return asked, json.dumps(value)
+    question = f"W{text} Answer as JSON." if choice % 2 == 0 else f"Answer as JSON: w{text}"
+    return question, json.dumps(value)
 
 
 def json_free(rng: random.Random) -> Pair:
@@ -160,8 +162,8 @@ def json_free(rng: random.Random) -> Pair:
         hints.append(f"{key} ({kind})")
         drawn = {"number": rng.randrange(1, 100), "string": pick(rng, COLORS), "boolean": rng.random() < 0.5}
         value[key] = drawn[kind]
-    asked, _ = request("json with free keys", listed=join_list(hints), keys=", ".join(hints))
-    return pick(rng, asked), json.dumps(value)
+    requests, _ = request("json with free keys", listed=join_list(hints), keys=", ".join(hints))
+    return pick(rng, requests), json.dumps(value)
 
 
 def json_pair(rng: random.Random) -> Pair:

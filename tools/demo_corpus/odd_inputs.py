@@ -7,7 +7,7 @@ document ends after the odd text. Both train the model to stop early after such 
 import random
 
 from .answers import Pair
-from .texts import sections
+from .texts import read_sections
 from .words import NOUNS, NUMBERS, PEOPLE, PLACES, pick, strange_word
 
 REPLIES = [
@@ -31,8 +31,8 @@ RANGES = [
     (0x2190, 0x27BF),
     (0x1F300, 0x1F64F),
 ]
-FOREIGN = sections("odd_inputs")["foreign"]
-CODE = sections("odd_inputs")["code"]
+FOREIGN = read_sections("odd_inputs")["foreign"]
+CODE = read_sections("odd_inputs")["code"]
 
 
 def key_mash(rng: random.Random) -> str:

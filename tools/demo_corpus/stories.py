@@ -13,8 +13,8 @@ A capital letter (``He``, ``Fhe``) selects the form that begins a sentence.
 import random
 from dataclasses import dataclass
 
-from .texts import alternatives, sections
-from .words import ANIMALS, BOYS, GIRLS, NOUNS, PET_NAMES, PLACES, a, pick, strange_word
+from .texts import read_sections, split_alternatives
+from .words import ANIMALS, BOYS, GIRLS, NOUNS, PET_NAMES, PLACES, pick, strange_word, with_article
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Character:
         """Return the template fields of this character; each name begins with ``prefix``."""
         he, him, his = ("she", "her", "her") if self.feminine else ("he", "him", "his")
         words = {"n": self.name, "he": he, "him": him, "his": his, "kind": self.kind}
-        words["desc"] = a(f"{self.adjective} {self.kind}")
+        words["desc"] = with_article(f"{self.adjective} {self.kind}")
         fields = {prefix + key: word for key, word in words.items()}
         for key in ("he", "his"):
             fields[(prefix + key).capitalize()] = words[key].capitalize()
@@ -88,18 +88,18 @@ CLOSINGS = [
 
 def read_plot(topic: str, lines: list[str]) -> Plot:
     """Parse a section of ``plots.txt``: lines with ``=>`` are slots, the others are steps."""
-    slots = {"thing": [a(noun) for noun in NOUNS]} if topic == "{thing}" else {}
+    slots = {"thing": [with_article(noun) for noun in NOUNS]} if topic == "{thing}" else {}
     steps = []
     for line in lines:
         name, arrow, fillers = line.partition(" => ")
         if arrow:
-            slots[name] = alternatives(fillers)
+            slots[name] = split_alternatives(fillers)
         else:
-            steps.append(alternatives(line))
+            steps.append(split_alternatives(line))
     return Plot(topic, slots, steps)
 
 
-PLOTS = [read_plot(topic, lines) for topic, lines in sections("plots").items()]
+PLOTS = [read_plot(topic, lines) for topic, lines in read_sections("plots").items()]
 PLOTS.insert(0, PLOTS[0])  # the plot about a lost thing varies most, so it is twice as likely
 
 

@@ -16,13 +16,13 @@ FOLDER = Path(__file__).parent / "texts"
 Exchange = tuple[list[str], list[str]]
 
 
-def alternatives(text: str) -> list[str]:
+def split_alternatives(text: str) -> list[str]:
     """Return the alternatives of a line."""
     return [part.strip() for part in text.split(" | ")]
 
 
 @functools.cache
-def sections(name: str) -> dict[str, list[str]]:
+def read_sections(name: str) -> dict[str, list[str]]:
     """Return the logical lines of each section of ``texts/<name>.txt``."""
     found: dict[str, list[str]] = {}
     lines: list[str] = []
@@ -36,15 +36,15 @@ def sections(name: str) -> dict[str, list[str]]:
     return found
 
 
-def exchange(line: str) -> Exchange:
+def parse_exchange(line: str) -> Exchange:
     """Return the alternatives before and after ``=>`` of a line. Without ``=>`` the second list is empty."""
-    asked, _, replies = line.partition(" => ")
-    return alternatives(asked), alternatives(replies)
+    requests, _, replies = line.partition(" => ")
+    return split_alternatives(requests), split_alternatives(replies)
 
 
-def table(name: str, section: str) -> dict[str, str]:
+def read_table(name: str, section: str) -> dict[str, str]:
     """Return a section of ``key => value`` lines as a mapping."""
-    return {key: value for key, _, value in (line.partition(" => ") for line in sections(name)[section])}
+    return {key: value for key, _, value in (line.partition(" => ") for line in read_sections(name)[section])}
 
 
 def request(section: str, line: int = 0, **fields: Any) -> Exchange:
@@ -53,5 +53,5 @@ def request(section: str, line: int = 0, **fields: Any) -> Exchange:
     A field with a capitalized name is replaced by the capitalized value.
     """
     fields |= {upper_first(name): upper_first(str(value)) for name, value in fields.items()}
-    asked, replies = exchange(sections("requests")[section][line])
-    return [text.format(**fields) for text in asked], [text.format(**fields) for text in replies]
+    requests, replies = parse_exchange(read_sections("requests")[section][line])
+    return [text.format(**fields) for text in requests], [text.format(**fields) for text in replies]

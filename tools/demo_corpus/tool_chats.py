@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .asking import question, vary_typing
-from .texts import alternatives, request, table
+from .asking import vary_question, vary_typing
+from .texts import read_table, request, split_alternatives
 from .words import BOOKS, COLORS, NOUNS, pick, plural, some_city, some_name, split_list, strange_word
 
 Message = dict[str, Any]
@@ -60,14 +60,14 @@ def use_get_weather(rng: random.Random) -> ToolUse:
     section, arguments = "use get_weather", {"city": some_city(rng)}
     if rng.random() < 0.15:
         section, arguments["unit"] = "use get_weather with a unit", pick(rng, UNIT["enum"])
-    return tool_use(section, arguments, {}, lambda requests: question(rng, requests))
+    return tool_use(section, arguments, {}, lambda requests: vary_question(rng, requests))
 
 
 def use_get_time(rng: random.Random) -> ToolUse:
     """Return a use of the tool for the time in a city."""
     arguments = {"city": some_city(rng)}
     result = {"time": f"{rng.randrange(24):02d}:{rng.randrange(60):02d}"}
-    return tool_use("use get_time", arguments, result, lambda requests: question(rng, requests))
+    return tool_use("use get_time", arguments, result, lambda requests: vary_question(rng, requests))
 
 
 def use_add(rng: random.Random) -> ToolUse:
@@ -75,7 +75,7 @@ def use_add(rng: random.Random) -> ToolUse:
     limit = rng.choice([20, 100, 1000])
     arguments = {"a": rng.randrange(limit), "b": rng.randrange(limit)}
     result = {"result": arguments["a"] + arguments["b"]}
-    return tool_use("use add", arguments, result, lambda requests: question(rng, requests))
+    return tool_use("use add", arguments, result, lambda requests: vary_question(rng, requests))
 
 
 def use_search_books(rng: random.Random) -> ToolUse:
@@ -129,7 +129,7 @@ class OfferedTool:
 
 def wording(rng: random.Random, section: str, key: str) -> str:
     """Return a random wording of ``key`` in a section of ``tools.txt``."""
-    return pick(rng, alternatives(table("tools", section)[key]))
+    return pick(rng, split_alternatives(read_table("tools", section)[key]))
 
 
 def reword_tool(rng: random.Random, name: str) -> OfferedTool:

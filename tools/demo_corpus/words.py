@@ -84,7 +84,7 @@ def pick(rng: random.Random, options: Sequence[str]) -> str:
     return options[rng.randrange(len(options))]
 
 
-def a(noun: str) -> str:
+def with_article(noun: str) -> str:
     """Return the noun with its indefinite article."""
     return f"{'an' if noun[0] in 'aeiou' and not noun.startswith('us') else 'a'} {noun}"
 

@@ -21,10 +21,10 @@ class Recogniser:
 
     Args:
         with_grammar: whether it recognises only sentences of the grammar of `demo_voice.sentences`.
-        more: further sentences of the grammar.
+        further_sentences: further sentences of the grammar.
     """
 
-    def __init__(self, *, with_grammar: bool, more: Sequence[str] = ()) -> None:
+    def __init__(self, *, with_grammar: bool, further_sentences: Sequence[str] = ()) -> None:
         from pocketsphinx import Decoder
 
         if not with_grammar:
@@ -32,7 +32,7 @@ class Recogniser:
             return
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "sentences.gram")
-            path.write_text(recogniser_grammar(more))
+            path.write_text(recogniser_grammar(further_sentences))
             self._decoder = Decoder(loglevel="FATAL", jsgf=str(path), lm=None)
 
     def __call__(self, samples: Tensor) -> list[str]:
